@@ -1,45 +1,47 @@
 use super::CompressionError;
 use std::ops::Range;
 
-/// A flat gradient, and the matrices in it. Elements outside of them are vectors and gaps.
+/// The layout of a flat f32 gradient: its length and the matrices in it. Elements outside the matrices are vectors and
+/// gaps.
 ///
-/// Only low-rank compression asks for the matrices.
+/// Only `powersgd` uses the matrices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bucket {
     len: usize,
     matrices: Vec<Matrix>,
 }
 
-/// Where a matrix lies in a bucket, row by row.
+/// The position and shape of a row-major matrix in a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Matrix {
-    /// First element.
+    /// Index of the first element in the bucket.
     pub offset: usize,
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Columns: elements of a row.
+    /// Number of columns.
     pub cols: usize,
 }
 
 impl Matrix {
-    /// Its elements within the bucket.
+    /// Returns the matrix's elements as indices into the bucket.
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.rows * self.cols
     }
 }
 
 impl Bucket {
-    /// `len` elements of no known shape, seen as one matrix, as square as can be. A last part that fills no row stays outside.
+    /// Creates a bucket of `len` elements without known shapes. It is treated as one matrix that is as square as
+    /// possible; trailing elements that do not fill a row are outside the matrix.
     pub fn flat(len: usize) -> Self {
         let rows = len.isqrt();
         let cols = len.checked_div(rows).unwrap_or(0);
         Bucket { len, matrices: vec![Matrix { offset: 0, rows, cols }] }
     }
 
-    /// `len` elements with `matrices` in them, which may leave gaps.
+    /// Creates a bucket of `len` elements that contains `matrices`. There may be gaps between them.
     ///
     /// # Errors
-    /// [`CompressionError::Matrix`] if they are not in ascending order, overlap, or end behind `len`.
+    /// [`CompressionError::Matrix`] if the matrices are not in ascending order, overlap, or end beyond `len`.
     pub fn with_matrices(len: usize, matrices: Vec<Matrix>) -> Result<Self, CompressionError> {
         let mut end = 0;
         for &Matrix { offset, rows, cols } in &matrices {
@@ -57,12 +59,12 @@ impl Bucket {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the bucket has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The matrices, in order.
+    /// The matrices, in ascending order of their offsets.
     pub fn matrices(&self) -> &[Matrix] {
         &self.matrices
     }

@@ -1,10 +1,10 @@
-//! Messages that are the elements themselves, in f32 or rounded to 16 bits, and are summed by the all-reduce.
+//! Codecs whose messages are the elements themselves, in f32 or rounded to 16 bits. The all-reduce sums the messages.
 
 use super::{Codec, CompressionError, Turn};
 use std::marker::PhantomData;
 use trireme_base::Float;
 
-/// f32, as it is.
+/// The codec `none`: f32 values, unchanged.
 #[derive(Debug)]
 pub(super) struct Uncompressed;
 
@@ -20,7 +20,7 @@ impl Codec for Uncompressed {
     }
 }
 
-/// Rounded to nearest even.
+/// The codecs `f16` and `bf16`: values rounded to nearest, ties to even.
 #[derive(Debug)]
 pub(super) struct Rounded<T>(PhantomData<T>);
 

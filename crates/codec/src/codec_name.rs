@@ -1,35 +1,36 @@
 trireme_base::named! {
-    /// The codecs.
+    /// The name of a codec.
     #[derive(Default)]
     pub enum CodecName {
-        /// f32, as it is.
+        /// Sends f32 values unchanged.
         #[default]
         None = "none",
-        /// Rounded to IEEE half precision.
+        /// Rounds to IEEE half precision.
         F16 = "f16",
-        /// Rounded to bfloat16.
+        /// Rounds to bfloat16.
         Bf16 = "bf16",
-        /// Rounded to 8-bit floats with 4 bits of exponent, and a scale.
+        /// Rounds to fp8 E4M3 with one scale for each message.
         Fp8E4m3 = "fp8_e4m3",
-        /// Rounded to 8-bit floats with 5 bits of exponent, and a scale.
+        /// Rounds to fp8 E5M2 with one scale for each message.
         Fp8E5m2 = "fp8_e5m2",
-        /// QSGD with 8 bits.
+        /// Quantizes to 8 bits by QSGD.
         Int8 = "int8",
-        /// QSGD with 4 bits.
+        /// Quantizes to 4 bits by QSGD.
         Int4 = "int4",
-        /// Signs, and the mean of either sign's values.
+        /// Sends the sign of each element, with the mean of the positive and of the negative values of each block.
         OneBit = "one_bit",
-        /// The largest magnitudes, each with its index.
+        /// Sends the elements of largest magnitude with their indices.
         TopK = "top_k",
-        /// Random elements, the same on all ranks.
+        /// Sends randomly chosen elements, the same ones on all ranks.
         RandomK = "random_k",
-        /// PowerSGD: a product of two thin matrices.
+        /// PowerSGD: approximates each matrix by a product of two low-rank factors.
         PowerSgd = "powersgd",
     }
 }
 
 impl CodecName {
-    /// The options that it has, by their names in [`CompressionOptions`](super::CompressionOptions).
+    /// Returns the options that this codec has, by their field names in
+    /// [`CompressionOptions`](super::CompressionOptions).
     pub const fn options(self) -> &'static [&'static str] {
         match self {
             CodecName::None => &[],
@@ -50,7 +51,8 @@ impl CodecName {
         CodecName::ALL.into_iter().filter(|codec| codec.options().contains(&option)).collect()
     }
 
-    /// Whether what a message leaves out is kept for later steps, unless said otherwise: with codecs that are biased.
+    /// Whether error feedback is on by default. It is on for biased codecs, and for fp8, which rounds small values to
+    /// 0.
     pub(super) const fn feeds_errors_back(self) -> bool {
         use CodecName::{Bf16, F16, Int4, Int8, None};
         !matches!(self, None | F16 | Bf16 | Int8 | Int4)

@@ -5,39 +5,43 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use trireme_base::{DType, Fp8Format};
 
-/// What a user asks for: a codec, and the options that were given.
+/// The codec and options that a user requests. An option that is `None` has its default.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct CompressionOptions {
-    /// Which codec.
+    /// The codec.
     pub codec: CodecName,
-    /// `powersgd`: columns of the thin matrices, from 1 to 1024; 4 unless given.
+    /// `powersgd`: rank of the approximation, from 1 to 1024. Default: 4.
     pub rank: Option<usize>,
-    /// `top_k`, `random_k`: the part of the elements that a step sends, above 0 and at most 1; 0.01 unless given.
+    /// `top_k`, `random_k`: the fraction of elements that a step sends, above 0 and at most 1. Default: 0.01.
     pub ratio: Option<f64>,
-    /// `int8`, `int4`, `one_bit`: elements that share a scale, a multiple of 64 up to 2^20; 256 unless given, 1024 with `one_bit`.
+    /// `int8`, `int4`, `one_bit`: number of elements in a block, which share scales. A multiple of 64 up to 2^20.
+    /// Default: 256, and 1024 for `one_bit`.
     pub block_len: Option<usize>,
-    /// `top_k`: momentum of velocities that are accumulated in place of gradients, from 0 to below 1; 0 unless given. The
-    /// optimizer must have none, then.
+    /// `top_k`: momentum of the velocity that replaces the gradient, from 0 to below 1. Default: 0. With momentum here,
+    /// the optimizer must have none.
     pub momentum: Option<f32>,
-    /// First steps of a run, which are compressed less: `top_k` and `random_k` begin with a ratio of 25 % and
-    /// divide it by four in equal intervals; all others send these steps uncompressed. 0 unless given.
+    /// Number of warm-up steps at the start of a run, which are compressed less. `top_k` and `random_k` begin with a
+    /// ratio of 25 % and divide it by four in equal intervals. The other codecs send these steps uncompressed, or with
+    /// [`warmup_codec`](field@CompressionOptions::warmup_codec). Default: 0.
     pub warmup_steps: Option<u64>,
-    /// `int4`, `one_bit`, `powersgd`: the compression of the warm-up: `bf16`, `int8`, `int4`, or `none`, which is the default.
+    /// `int4`, `one_bit`, `powersgd`: the codec of the warm-up steps: `bf16`, `int8`, `int4` (unless the codec is
+    /// `int4`) or `none`. Default: `none`.
     pub warmup_codec: Option<CodecName>,
-    /// Whether what a message leaves out is added to the next step's gradient. By default not with `f16`, `bf16`, `int8`, `int4`.
+    /// Whether the compression error of a step is added to the next step's gradient. Default: off for `f16`, `bf16`,
+    /// `int8` and `int4`, and on for the other codecs.
     pub error_feedback: Option<bool>,
-    /// Each rank divides its gradient by the root of a mean of squares before it is compressed, as Adam divides: how much of
-    /// the mean stays from step to step, from 0 to below 1. Not unless given.
+    /// Decay of the second moment, from 0 to below 1. If given, each rank divides its gradient by the square root of
+    /// its second moment, as Adam does, before compression. Default: gradients are not divided.
     pub normalize: Option<f32>,
 }
 
-/// A compression that can be: validated [`CompressionOptions`].
+/// A valid combination of a codec and its options, made from [`CompressionOptions`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Compression {
     codec: CodecName,
     pub(super) method: Method,
     warmup_steps: u64,
-    /// That of the warm-up's steps, unless `method` lowers a ratio in them.
+    /// The method of the warm-up steps, unless `method` has a ratio, which the warm-up raises instead.
     pub(super) warmup_method: Method,
     error_feedback: bool,
     normalize: Option<f32>,
@@ -57,7 +61,7 @@ pub(super) enum Method {
 }
 
 impl Method {
-    /// The part of the elements that steps send after the warm-up, if the warm-up lowers it.
+    /// Returns the ratio after the warm-up, for methods whose ratio the warm-up raises.
     fn last_ratio(self) -> Option<f64> {
         match self {
             Method::TopK { ratio, .. } | Method::RandomK { ratio } => Some(ratio),
@@ -67,15 +71,16 @@ impl Method {
 }
 
 trireme_base::named! {
-    /// Why a step of a bucket is sent as f32 after all.
+    /// Why a step sends a bucket uncompressed, as f32.
     pub enum UncompressedReason {
         /// The codec is `none`.
         NoCodec = "no compression",
-        /// There is nobody to send to.
+        /// There is only one rank.
         OneRank = "a single rank sends nothing",
-        /// The run's first steps are to be uncompressed.
+        /// The step is a warm-up step, and these are sent uncompressed.
         WarmUp = "warm-up",
-        /// The codec would send no fewer bytes: the bucket is too short, or the ranks are too many for its all-gather.
+        /// The codec would not send fewer bytes: the bucket is too short, or there are too many ranks for an
+        /// all-gather.
         NoGain = "compression would not save any bytes",
     }
 }
@@ -85,14 +90,15 @@ const BLOCK_LEN_UNIT: usize = 64;
 const BLOCK_LEN_MAX: usize = 1 << 20;
 
 impl Compression {
-    /// A sensible [`normalize`](field@CompressionOptions::normalize): means over some 200 steps. Over fewer they follow single
-    /// gradients, which takes from what the step is worth.
+    /// Recommended decay for [`normalize`](field@CompressionOptions::normalize), which averages over about 200 steps. A
+    /// shorter average follows single gradients, and then each step reduces the loss less.
     pub const NORMALIZE_DECAY: f32 = 0.995;
 
-    /// Refuses options that the codec does not have, and values that make no sense.
+    /// Validates the options and resolves defaults.
     ///
     /// # Errors
-    /// [`CompressionError::ForeignOption`] and [`CompressionError::Option`].
+    /// [`CompressionError::ForeignOption`] if the codec does not have an option that is given.
+    /// [`CompressionError::Option`] if a value is out of range, or `top_k` has momentum without error feedback.
     pub fn new(options: &CompressionOptions) -> Result<Self, CompressionError> {
         options.refuse_foreign()?;
         let method = match options.codec {
@@ -119,7 +125,7 @@ impl Compression {
         Ok(Compression { codec, method, warmup_steps, warmup_method, error_feedback, normalize })
     }
 
-    /// No compression.
+    /// Returns the compression that sends every gradient unchanged.
     pub const fn none() -> Self {
         Compression {
             codec: CodecName::None,
@@ -131,22 +137,23 @@ impl Compression {
         }
     }
 
-    /// Which codec.
+    /// The codec.
     pub fn codec(&self) -> CodecName {
         self.codec
     }
 
-    /// Whether what a message leaves out is added to the next step's gradient.
+    /// Whether the compression error of a step is added to the next step's gradient.
     pub fn error_feedback(&self) -> bool {
         self.error_feedback
     }
 
-    /// The decay of the mean of squares by whose root each rank divides its gradient, if it does: then sums have no unit.
+    /// The decay of the second moment by whose square root each rank divides its gradient, if gradients are normalized.
+    /// Sums of normalized gradients are dimensionless.
     pub fn normalize(&self) -> Option<f32> {
         self.normalize
     }
 
-    /// First steps of a run, which are compressed less.
+    /// Number of warm-up steps at the start of a run, which are compressed less.
     pub fn warmup_steps(&self) -> u64 {
         self.warmup_steps
     }
@@ -156,12 +163,12 @@ impl Compression {
         if is_warming_up { self.warmup_method } else { self.method }
     }
 
-    /// Whether the codec of the warm-up compresses step `step`, from 0.
+    /// Whether the warm-up codec compresses step `step`, counted from 0.
     pub(super) fn is_by_warmup_codec(&self, step: u64) -> bool {
         step < self.warmup_steps && self.warmup_method != Method::None
     }
 
-    /// Why step `step`, from 0, of a bucket is sent uncompressed, if it is.
+    /// Returns why step `step`, counted from 0, sends `bucket` uncompressed; `None` if it is compressed.
     pub fn uncompressed_reason(
         &self,
         bucket: &Bucket,
@@ -188,7 +195,8 @@ impl Compression {
         }
     }
 
-    /// The rounds of step `step` of a bucket: one, two with `powersgd`. Equal on all ranks, and in all steps after the warm-up.
+    /// Returns the rounds of step `step`, counted from 0: two for `powersgd`, otherwise one. They are equal on all
+    /// ranks, and do not change after the warm-up.
     pub fn rounds(&self, bucket: &Bucket, world_size: usize, step: u64) -> Vec<Round> {
         match self.uncompressed_reason(bucket, world_size, step) {
             Some(_) => vec![Round::uncompressed(bucket.len())],
@@ -196,12 +204,13 @@ impl Compression {
         }
     }
 
-    /// Bytes of the messages that a rank gives to the rounds of a step; `docs/compression.md` has the formulas.
+    /// Returns the size in bytes of one rank's messages in all rounds of a step. `docs/compression.md` has the
+    /// formulas.
     pub fn encoded_bytes(&self, bucket: &Bucket, world_size: usize, step: u64) -> usize {
         self.rounds(bucket, world_size, step).into_iter().map(Round::num_bytes).sum()
     }
 
-    /// The steps, from 0, whose rounds may be others than those of the step before.
+    /// Returns the steps, counted from 0, at which the rounds may change, beginning with step 0.
     pub(super) fn changing_steps(&self) -> Vec<u64> {
         let num_intervals = self.method.last_ratio().map_or(1, |last| warmup_ratios(last).count());
         let first = |interval| {
@@ -235,12 +244,14 @@ impl Compression {
     }
 }
 
-/// Elements that a ratio leaves of `len`: the nearest number, but at least one.
+/// Number of elements that a ratio selects from `len`: rounded to the nearest integer, and at least one unless `len` is
+/// 0.
 fn num_kept(len: usize, ratio: f64) -> usize {
     ((len as f64 * ratio).round() as usize).clamp(len.min(1), len)
 }
 
-/// The ratio at a step: 25 %, divided by four in equal intervals of the warm-up, until it is `last`.
+/// The ratio at a step. It begins at 25 % and is divided by four in equal intervals of the warm-up; after the warm-up
+/// it is `last`.
 fn ratio_at(last: f64, warmup_steps: u64, step: u64) -> f64 {
     if step >= warmup_steps {
         return last;
@@ -332,7 +343,7 @@ impl CompressionOptions {
 }
 
 impl fmt::Display for Compression {
-    /// The codec and its options, in the words of a config: `top_k (ratio = 0.01, error_feedback = true)`.
+    /// Formats the codec and its options with the names of the config, such as `random_k (ratio = 0.01, …)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.codec)?;
         if self.method == Method::None {
@@ -374,7 +385,7 @@ mod tests {
         assert_eq!(ratios(0.25, 5), [0.25; 10]);
         assert_eq!(ratios(1.0, 5), [1.0; 10]);
         assert_eq!(ratio_at(0.01, u64::MAX, u64::MAX - 1), 0.015625);
-        // A ratio that no element survives ends, too.
+        // The list of warm-up ratios is finite even for the smallest ratio.
         assert_eq!(ratio_at(f64::MIN_POSITIVE, 2, 0), 0.25);
     }
 

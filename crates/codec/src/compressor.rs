@@ -11,13 +11,15 @@ use super::top_k::TopK;
 use super::{Bucket, Codec, Compression, CompressionError, Round, Turn, UncompressedReason};
 use trireme_base::{Bf16, F16, RandomKey, Rank};
 
-/// Compresses the reductions of one bucket, step after step.
+/// Compresses the gradient reductions of one bucket on one rank, and holds the state that is carried from step to step.
 ///
-/// A step is, for each of its [`rounds`](Compressor::rounds) in order: [`write`](Compressor::write) a message, exchange it as the
-/// round says, [`read`](Compressor::read) the result. After the last round the gradient is the sum over all ranks of what they
-/// sent, with equal bits on all of them. All ranks must be made with the same compression, bucket, world size and key.
+/// In each step the caller processes the [`rounds`](Compressor::rounds) in order. For each round it calls
+/// [`write`](Compressor::write) to get this rank's message, performs the collective that the round names, and passes
+/// the result to [`read`](Compressor::read). After the last round, the gradient is the sum of the ranks' decoded
+/// messages, bit-identical on all ranks. All ranks must create the compressor with the same compression, bucket, world
+/// size and key.
 ///
-/// Messages lie in the caller's memory. A step allocates nothing, but for those of the warm-up that change the rounds.
+/// The caller owns the memory of the messages. A step does not allocate, except when the warm-up changes the rounds.
 #[derive(Debug)]
 pub struct Compressor {
     compression: Compression,
@@ -26,7 +28,7 @@ pub struct Compressor {
     world_size: usize,
     key: RandomKey,
     pub(super) codec: Box<dyn Codec>,
-    /// Compresses the steps of the warm-up, if that is asked for.
+    /// Compresses the warm-up steps, unless the method is `none` or its ratio is raised instead.
     warmup_codec: Box<dyn Codec>,
     pub(super) state: State,
     rounds: Vec<Round>,
@@ -35,36 +37,36 @@ pub struct Compressor {
     statistics: CompressionStatistics,
 }
 
-/// What is kept from step to step, beside what the codec keeps.
+/// The state that is carried from step to step, except the codec's own.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) step: u64,
-    /// What was not sent; only with error feedback.
+    /// The accumulated compression error; `None` without error feedback.
     pub(super) residual: Option<Vec<f32>>,
     pub(super) normalizer: Option<Normalizer>,
 }
 
-/// What the caller has to do next.
+/// The call that the compressor expects next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Next {
     Write { round: usize },
     Read { round: usize },
 }
 
-/// What the last step of a bucket did on this rank.
+/// Statistics of one step of a bucket on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct CompressionStatistics {
-    /// Euclidean norm of what this rank's messages left out, of the gradient and the residual before it. Elements that
-    /// are not finite do not count. Of gradients that are normalized, it has no unit.
+    /// Euclidean norm of this rank's compression error: the part of gradient plus previous residual that its messages
+    /// do not represent. Elements that are not finite are excluded. Dimensionless if gradients are normalized.
     pub error_norm: f32,
-    /// Bytes sent, by [`Round::bytes_sent`].
+    /// Bytes that this rank sends, as defined by [`Round::bytes_sent`].
     pub bytes_sent: u64,
-    /// Bytes that an all-reduce of the gradient in f32 sends.
+    /// Bytes that this rank would send in an all-reduce of the gradient in f32.
     pub bytes_uncompressed: u64,
 }
 
 impl CompressionStatistics {
-    /// Of a gradient of `len` elements that is sent as it is.
+    /// Returns the statistics of a step that sends `len` elements uncompressed.
     pub fn uncompressed(len: usize, world_size: usize) -> Self {
         let bytes = Round::uncompressed(len).bytes_sent(world_size);
         CompressionStatistics { error_norm: 0.0, bytes_sent: bytes, bytes_uncompressed: bytes }
@@ -72,14 +74,14 @@ impl CompressionStatistics {
 }
 
 impl Compressor {
-    /// A compressor before the first step, for `bucket` of `rank`. `key` gives the codec's random numbers, and is
-    /// best made of the run's seed and the bucket's name.
+    /// Creates the compressor of `bucket` on `rank`, before its first step. `key` determines the codec's random
+    /// numbers; derive it from the run's seed and the bucket's name.
     ///
     /// # Errors
-    /// [`CompressionError::BucketTooLong`] with `top_k` and `random_k`, from 2^32 elements on.
+    /// [`CompressionError::BucketTooLong`] if `top_k` or `random_k` get a bucket of 2^32 or more elements.
     ///
     /// # Panics
-    /// If the world has no such rank.
+    /// If `rank` is not below `world_size`.
     pub fn new(
         compression: &Compression,
         bucket: &Bucket,
@@ -115,32 +117,32 @@ impl Compressor {
         Ok(compressor)
     }
 
-    /// The rounds of the step under way, or of the next one.
+    /// The rounds of the step in progress; between two steps, of the next one.
     pub fn rounds(&self) -> &[Round] {
         &self.rounds
     }
 
-    /// Why that step goes uncompressed, if it does.
+    /// Why the step of [`rounds`](Compressor::rounds) is sent uncompressed; `None` if it is compressed.
     pub fn uncompressed_reason(&self) -> Option<UncompressedReason> {
         self.uncompressed_reason
     }
 
-    /// The compression it was made with.
+    /// The compression that this compressor was created with.
     pub fn compression(&self) -> &Compression {
         &self.compression
     }
 
-    /// Steps that were finished.
+    /// Number of finished steps.
     pub fn step(&self) -> u64 {
         self.state.step
     }
 
-    /// What the last finished step did.
+    /// Statistics of the last finished step.
     pub fn statistics(&self) -> CompressionStatistics {
         self.statistics
     }
 
-    /// Bytes of the vectors that are kept from step to step: residual, velocity, factors, second moment.
+    /// Bytes of the vectors that are carried from step to step: residual, velocity, factors, second moment.
     pub fn num_bytes(&self) -> usize {
         let residual_len = self.state.residual.as_ref().map_or(0, Vec::len);
         let kept_len = self.codec.kept().map_or(0, |(_, values)| values.len());
@@ -149,14 +151,14 @@ impl Compressor {
         (residual_len + kept_len + moment_len) * size_of::<f32>()
     }
 
-    /// Writes this rank's message of the next round. `gradient` is this rank's in all rounds of a step; in between, its
-    /// elements are the compressor's to change.
+    /// Writes this rank's message of the next round into `message`. The caller passes the same `gradient` in all rounds
+    /// of a step and does not use its elements in between: the compressor may overwrite them.
     ///
-    /// Time: a few passes over the gradient; with `powersgd` `4 * rank` multiplications an element and step.
+    /// Time: a few passes over the gradient. `powersgd` takes `4 * rank` multiplications for each element and step.
     ///
     /// # Panics
-    /// If it is time to [`read`](Compressor::read), or the round's message has another length or is not aligned to its dtype, or the bucket
-    /// has another length.
+    /// If a call of [`read`](Compressor::read) is expected instead, the message has another length than the round's or
+    /// is not aligned to its dtype, or the gradient does not have the bucket's length.
     pub fn write(&mut self, gradient: &mut [f32], message: &mut [u8]) {
         let Next::Write { round } = self.next else {
             panic!("expected {:?} before the next message", self.next)
@@ -190,17 +192,19 @@ impl Compressor {
         }
     }
 
-    /// Reads the result of the round: the sum of all messages, or all messages in rank order. After the last round
-    /// `gradient` is the sum over all ranks.
+    /// Decodes the result of the collective: the sum of all messages, or all messages in rank order. After the last
+    /// round, `gradient` holds the sum over all ranks.
     ///
-    /// Time: a pass over the gradient for each message of the result.
+    /// Time: one pass over the gradient for each message in the result.
     ///
     /// # Errors
-    /// [`CompressionError::ResultLength`]; [`CompressionError::Message`] if a rank sent what its codec does not make. The
-    /// step is lost then, and with it the compressor.
+    /// [`CompressionError::ResultLength`] if the result has another length. [`CompressionError::Message`] if a rank
+    /// sent a message that the codec cannot have produced. After an error, this step cannot be completed, and the
+    /// compressor must not be used again.
     ///
     /// # Panics
-    /// If it is time to [`write`](Compressor::write), or the result is not aligned to the dtype of the round, or the bucket has another length.
+    /// If a call of [`write`](Compressor::write) is expected instead, the result is not aligned to the round's dtype,
+    /// or the gradient does not have the bucket's length.
     pub fn read(&mut self, gradient: &mut [f32], result: &[u8]) -> Result<(), CompressionError> {
         let Next::Read { round } = self.next else { panic!("expected {:?} before a result", self.next) };
         assert_eq!(gradient.len(), self.bucket.len(), "the gradient belongs to another bucket");
@@ -227,11 +231,11 @@ impl Compressor {
         Ok(())
     }
 
-    /// Gradients will be `factor` times larger from the next step on, because a loss scale has changed: what is kept of
-    /// earlier ones is scaled likewise. A power of two changes no digit.
+    /// Adapts the state to gradients that are `factor` times larger from the next step on, because the loss scale
+    /// changed. If `factor` is a power of two, the mantissas of the state do not change.
     pub fn rescale(&mut self, factor: f32) {
         if let Some(normalizer) = &mut self.state.normalizer {
-            // All else is kept of gradients that were divided, and have no scale.
+            // Residual and velocity are made of normalized gradients, which the loss scale does not affect.
             return normalizer.rescale(factor);
         }
         self.codec.rescale(factor);
@@ -254,7 +258,7 @@ impl Compressor {
         self.next = Next::Write { round: 0 };
     }
 
-    /// Finds the rounds of the step to come.
+    /// Determines the rounds of the next step.
     pub(super) fn begin_step(&mut self) {
         let (bucket, step) = (&self.bucket, self.state.step);
         self.rounds = self.compression.rounds(bucket, self.world_size, step);
@@ -263,7 +267,7 @@ impl Compressor {
     }
 }
 
-/// Refuses a bucket whose elements have no indices of 32 bits, if the codec needs such.
+/// Refuses a bucket whose elements cannot be indexed with 32 bits, if the codec sends or draws such indices.
 fn check_len(compression: &Compression, bucket: &Bucket) -> Result<(), CompressionError> {
     let has_indices = matches!(compression.method, Method::TopK { .. } | Method::RandomK { .. });
     if has_indices && u32::try_from(bucket.len()).is_err() {
@@ -314,7 +318,7 @@ mod tests {
     fn a_compressor_asks_before_it_allocates() {
         let options = CompressionOptions { codec: CodecName::TopK, ..CompressionOptions::default() };
         let compression = Compression::new(&options).unwrap();
-        // So much memory nobody has: without the refusal this panics.
+        // No machine has this much memory, so the allocation would panic if it were not refused before.
         let bucket = Bucket::flat(usize::MAX);
         let found = Compressor::new(&compression, &bucket, Rank(0), 2, RandomKey::new(0, "")).map(drop);
         assert!(matches!(found, Err(CompressionError::BucketTooLong { .. })), "{found:?}");

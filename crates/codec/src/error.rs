@@ -1,7 +1,7 @@
 use super::CodecName;
 use trireme_base::Rank;
 
-/// Why a compression is refused, or what came back cannot be read.
+/// Why options, a bucket, a result or a saved state cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum CompressionError {

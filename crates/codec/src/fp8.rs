@@ -1,7 +1,9 @@
-//! 8-bit floats (Micikevicius et al., "FP8 formats for deep learning", 2022) with one scale a message.
+//! The codecs `fp8_e4m3` and `fp8_e5m2`: 8-bit floats (Micikevicius et al., "FP8 formats for deep learning", 2022) with
+//! one scale for each message.
 //!
-//! A message is the reciprocal of the scale (f32), then one byte an element. The scale is the largest power of two by which the
-//! largest finite magnitude stays within the format, so it changes no digit. E4M3 has no infinity: it sends NaN instead.
+//! A message consists of the reciprocal of the scale (f32) and one byte for each element. The scale is the largest
+//! power of two that keeps the largest finite magnitude within the range of the format, so scaling does not change
+//! mantissas. E4M3 has no infinity and sends NaN instead.
 
 use super::numbers::{INFINITY_BITS, largest_finite_magnitude, magnitude_bits};
 use super::{Codec, CompressionError, Turn};
@@ -9,31 +11,32 @@ use trireme_base::{Fp8Format, power_of_two};
 
 const SCALE_BYTES: usize = size_of::<f32>();
 
-/// Elements that are summed over the ranks while they are in cache.
+/// Number of elements that are summed over all ranks at a time, so that they stay in cache.
 const PIECE_LEN: usize = 1024;
 
 pub(super) const fn message_bytes(len: usize) -> usize {
     SCALE_BYTES + len
 }
 
-/// The code of a value and the value of a code, for a format with `FRACTION_BITS` bits of fraction.
+/// Conversion between f32 and a format with `FRACTION_BITS` bits of fraction.
 struct Code<const FRACTION_BITS: u32>;
 
 impl<const FRACTION_BITS: u32> Code<FRACTION_BITS> {
     const BIAS: u32 = (1 << (6 - FRACTION_BITS)) - 1;
-    /// E4M3 uses the highest exponent for numbers, but for one code; E5M2 keeps it for infinity and NaN, as IEEE 754 does.
+    /// E5M2 reserves the highest exponent for infinity and NaN, as IEEE 754 does. E4M3 uses it for numbers, except for
+    /// one code, NaN.
     const HAS_INFINITY: bool = FRACTION_BITS == 2;
     const LARGEST: u32 = if Self::HAS_INFINITY { 0x7b } else { 0x7e };
     const INFINITY: u32 = Self::LARGEST + 1;
     const NAN: u32 = 0x7f;
-    /// Bits of an f32's fraction that are rounded away.
+    /// Number of fraction bits of an f32 that rounding removes.
     const SHIFT: u32 = 23 - FRACTION_BITS;
-    /// From the exponent of a code to that of an f32, in place.
+    /// The difference of the exponent biases, at the position of the exponent in an f32.
     const REBIAS: u32 = (127 - Self::BIAS) << 23;
     const NORMAL_MIN: u32 = (128 - Self::BIAS) << 23;
-    /// The distance of values below the normal ones.
+    /// The distance between neighbouring subnormal values.
     const UNIT: f32 = power_of_two(1 - Self::BIAS as i32 - FRACTION_BITS as i32);
-    /// A number whose unit in the last place is `UNIT`.
+    /// A number whose unit in the last place is `UNIT`. Adding it to a value rounds the value to a multiple of `UNIT`.
     const ANCHOR: f32 = Self::UNIT * power_of_two(23);
 
     const VALUES: &[f32; 256] = &{
@@ -46,7 +49,8 @@ impl<const FRACTION_BITS: u32> Code<FRACTION_BITS> {
         values
     };
 
-    /// The nearest code, ties to even; finite values stay finite. Free of branches, so that a loop over it becomes SIMD code.
+    /// Rounds to the nearest code, ties to even. Finite values stay finite. There are no branches, so that loops are
+    /// vectorized.
     #[inline(always)]
     fn of(value: f32) -> u8 {
         let (sign, magnitude) = ((value.to_bits() >> 24) & 0x80, magnitude_bits(value));
@@ -124,7 +128,7 @@ impl Codec for Fp8 {
 mod tests {
     use super::*;
 
-    /// The value of a code as the paper defines it; `None` for infinity and NaN.
+    /// The value of a code by the definition in the paper; `None` for infinity and NaN.
     fn defined(fraction_bits: i32, code: u8) -> Option<f64> {
         let bias = (1 << (6 - fraction_bits)) - 1;
         let (exponent, fraction) =
@@ -148,7 +152,8 @@ mod tests {
             }
             assert!(value.is_nan() || Code::<FRACTION_BITS>::of(value) == code, "{code:#x}");
         }
-        // Halfway between neighbours the even code wins, and a little more or less decides.
+        // A value halfway between two neighbours is rounded to the even code; the next values below and above are not
+        // ties.
         for code in 0..Code::<FRACTION_BITS>::LARGEST as u8 {
             let (low, high) = (Code::<FRACTION_BITS>::value(code), Code::<FRACTION_BITS>::value(code + 1));
             let halfway = (low + high) / 2.0;

@@ -1,15 +1,16 @@
-//! Compression of reductions: what a bucket of gradients is turned into before it travels, and back.
+//! Gradient compression: codecs that turn a bucket of gradients into messages for a collective and decode its result.
 //!
-//! Everything here is a function of memory: no socket, no group, no thread. A [`Compressor`] keeps the state of one
-//! bucket and says which [`Round`]s a step has; the caller gives it memory to write a message into, carries the message
-//! out, and gives it what came back. All messages of a round have the same length on all ranks, which is known before,
-//! and after the last round all ranks have the same bits. `docs/compression.md` compares the codecs.
+//! The crate only computes: it opens no sockets, knows no process groups and starts no threads. A [`Compressor`] holds
+//! the state of one bucket and tells which [`Round`]s a step has. In each round, the caller provides memory for this
+//! rank's message, performs the collective, and passes the result back. The length of a round's messages is known in
+//! advance and equal on all ranks. After the last round, all ranks hold bit-identical results. `docs/compression.md`
+//! compares the codecs.
 //!
 //! # Invariants
-//! - A gradient's NaN or infinity reaches the result of every rank as NaN or infinity.
-//! - What a rank keeps for later steps (residual, velocity, factors, second moment) is finite, whatever it was given.
-//! - Sums over gathered messages go in rank order; all else is summed by the all-reduce, in its order.
-//! - Any bytes of the right length can be read: they give numbers, or an error.
+//! - If a rank's gradient contains NaN or infinity, so does the result on every rank.
+//! - The state that a rank carries to later steps (residual, velocity, factors, second moment) is finite for any input.
+//! - Gathered messages are summed in rank order. Other sums are computed by the all-reduce, in its order.
+//! - Any bytes of the right length can be decoded: to numbers or to an error.
 
 mod bucket;
 mod cast;
@@ -42,22 +43,23 @@ pub use state::{StateCopy, StateValues};
 
 use trireme_base::RandomKey;
 
-/// One way to send a bucket. Its messages are bytes, aligned for the dtype of their [`Round`].
+/// A compression algorithm for one bucket. Messages are byte slices that are aligned for the dtype of their [`Round`].
 trait Codec: Send + Sync + std::fmt::Debug {
-    /// Adds a step's gradient to what earlier steps have left.
+    /// Adds the gradient of a step to the residual of earlier steps.
     fn accumulate(&mut self, residual: &mut [f32], gradient: &[f32]) {
         for (residual, gradient) in residual.iter_mut().zip(gradient) {
             *residual += gradient;
         }
     }
 
-    /// Writes this rank's message of a round. The last round leaves in `values` what the messages do not say: the error.
+    /// Writes this rank's message of a round. After the last round, `values` holds the compression error.
     fn encode(&mut self, turn: &Turn, values: &mut [f32], message: &mut [u8]);
 
-    /// Reads the result of a round: the sum of all messages, or all in rank order. The last round gives the sum of all values.
+    /// Decodes the result of a round: the sum of all messages, or all messages in rank order. After the last round,
+    /// `gradient` holds the sum over all ranks.
     fn decode(&mut self, turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError>;
 
-    /// What the codec keeps from step to step, beside the residual.
+    /// The codec's own state that is carried from step to step, with its name. The residual is not part of it.
     fn kept(&self) -> Option<(&'static str, &[f32])> {
         None
     }
@@ -66,18 +68,18 @@ trait Codec: Send + Sync + std::fmt::Debug {
         None
     }
 
-    /// Gradients will be `factor` times larger than before.
+    /// Adapts the state to gradients that are `factor` times larger from now on.
     fn rescale(&mut self, _factor: f32) {}
 }
 
-/// Where in a run a codec is called.
+/// The step, round and rank for which a codec is called.
 #[derive(Debug, Clone, Copy)]
 struct Turn {
     step: u64,
-    /// Of the step, from 0.
+    /// Index of the round within the step, from 0.
     round: usize,
     rank: usize,
     world_size: usize,
-    /// The bucket's random numbers; the same on all ranks.
+    /// Key of the bucket's random numbers, the same on all ranks.
     key: RandomKey,
 }

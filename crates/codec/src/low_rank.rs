@@ -1,26 +1,29 @@
-//! PowerSGD (Vogels, Karimireddy, Jaggi: "PowerSGD: practical low-rank gradient compression for distributed
-//! optimization", 2019): one step of subspace iteration, begun where the last one ended.
+//! The codec `powersgd` (Vogels, Karimireddy, Jaggi: "PowerSGD: practical low-rank gradient compression for distributed
+//! optimization", 2019): one step of subspace iteration for each training step, warm-started with the factors of the
+//! previous one.
 //!
-//! For each matrix `M` of the bucket the ranks sum `P = M Q`, make the columns of the sum orthonormal, and sum `Q = M^T
-//! P`; the result is `P Q^T`. A rank's error is what it did not contribute to that, `M - P P^T M`. The first round
-//! carries the factors `P`, the second one the factors `Q`, and everything that lies in no matrix, or in one so small
-//! that its factors would be no shorter, as it is.
+//! For each matrix `M` of the bucket, the ranks compute `P = M Q`, sum it, orthonormalize the columns of the sum, and
+//! sum `Q = M^T P`. The result is `P Q^T`. A rank's compression error is `M - P P^T M`, the part of its matrix that it
+//! did not contribute. The first round sends the factors `P`. The second round sends the factors `Q`, and the elements
+//! that are not factored, unchanged: elements outside of all matrices, and small matrices whose factors would not be
+//! shorter.
 //!
-//! Factors are kept column by column, so that all loops run over neighbours in memory.
+//! Factors are stored column-major, so that all inner loops access contiguous memory.
 
 use super::numbers::{INFINITY_BITS, add_scaled, dot, largest_magnitude_bits};
 use super::{Bucket, Codec, CompressionError, Matrix, Round, Turn};
 use std::ops::Range;
 use trireme_base::{RandomKey, exponent, power_of_two};
 
-/// A column that keeps no larger part of its length, once what the columns before it say is taken away, is rounding errors.
+/// Relative length below which a column, after its projections on earlier columns were subtracted, is treated as
+/// rounding error.
 const INDEPENDENT_PART_MIN: f32 = 1e-5;
 
-/// Where the factors of a bucket's matrices lie in the messages.
+/// Positions of the factors and of the elements that are not factored in the messages.
 #[derive(Debug)]
 pub(super) struct Layout {
     factored: Vec<Factored>,
-    /// What is sent as it is.
+    /// Ranges of elements that are sent unchanged.
     plain: Vec<Range<usize>>,
     p_len: usize,
     q_len: usize,
@@ -60,7 +63,8 @@ impl Layout {
         }
     }
 
-    /// Elements of the factors `Q`, which are kept, and bytes of the factors `P`, which are not.
+    /// Returns the number of elements of the factors `Q`, which are kept between steps, and the bytes of the factors
+    /// `P`, which are not.
     pub(super) fn sizes(&self) -> (usize, usize) {
         (self.q_len, self.p_len * size_of::<f32>())
     }
@@ -73,9 +77,9 @@ impl Layout {
 #[derive(Debug)]
 pub(super) struct LowRank {
     layout: Layout,
-    /// The orthonormal factors, between the two rounds.
+    /// The orthonormal factors, from the first round to the second.
     p: Vec<f32>,
-    /// The factors that the next step begins with; a column of zeros is drawn anew.
+    /// The factors that the next step starts with. A column of zeros is replaced by random numbers.
     q: Vec<f32>,
 }
 
@@ -85,7 +89,7 @@ impl LowRank {
         LowRank { p: vec![0.0; layout.p_len], q: vec![0.0; layout.q_len], layout }
     }
 
-    /// `P = M Q`
+    /// Writes `P = M Q`.
     fn encode_p(&mut self, turn: &Turn, values: &[f32], message: &mut [f32]) {
         for Factored { matrix, p, q } in &self.layout.factored {
             let q_first = (turn.step << 32).wrapping_add(q.start as u64);
@@ -109,7 +113,7 @@ impl LowRank {
         }
     }
 
-    /// `Q = M^T P`
+    /// Writes `Q = M^T P`, and the elements that are not factored.
     fn encode_q(&mut self, values: &mut [f32], message: &mut [f32]) {
         let (factors, mut plain) = message.split_at_mut(self.layout.q_len);
         factors.fill(0.0);
@@ -171,7 +175,7 @@ impl Codec for LowRank {
     }
 }
 
-/// `M += factor * P Q^T`
+/// Computes `M += factor * P Q^T`.
 fn add_product(values: &mut [f32], factor: f32, p: &[f32], q: &[f32], matrix: &Matrix) {
     for (row, values) in values.chunks_exact_mut(matrix.cols).enumerate() {
         for (p, q) in p.chunks_exact(matrix.rows).zip(q.chunks_exact(matrix.cols)) {
@@ -180,7 +184,7 @@ fn add_product(values: &mut [f32], factor: f32, p: &[f32], q: &[f32], matrix: &M
     }
 }
 
-/// Numbers between -1 and 1, from position `first` of the stream on.
+/// Fills `values` with uniform random numbers from -1 to 1, starting at position `first` of the random stream.
 fn fill_uniform(key: RandomKey, first: u64, values: &mut [f32]) {
     for (position, value) in values.iter_mut().enumerate() {
         let [word, ..] = key.words(first.wrapping_add(position as u64));
@@ -188,7 +192,8 @@ fn fill_uniform(key: RandomKey, first: u64, values: &mut [f32]) {
     }
 }
 
-/// Scales a column to a largest magnitude from 1 to 2, so that products neither overflow nor vanish; one not finite becomes zeros.
+/// Scales a column by a power of two so that its largest magnitude is at least 1 and below 2: then products neither
+/// overflow nor underflow. A column that is not finite becomes zeros.
 fn make_usable(column: &mut [f32]) {
     match largest_magnitude_bits(column) {
         0 => {}
@@ -199,14 +204,16 @@ fn make_usable(column: &mut [f32]) {
 
 fn scale_to_one(column: &mut [f32], largest: f32) {
     let scale_exponent = -exponent(f64::from(largest));
-    // In two factors: that of a subnormal number is no f32.
+    // The scale is applied as two factors, because the reciprocal of a subnormal number's power of two overflows an
+    // f32.
     let half = scale_exponent / 2;
     let factors = (power_of_two(half), power_of_two(scale_exponent - half));
     column.iter_mut().for_each(|value| *value = *value * factors.0 * factors.1);
 }
 
-/// Makes columns of `rows` elements orthonormal by the modified Gram-Schmidt process, each column twice, so that rounding
-/// does not leave them oblique. Columns that depend on earlier ones become zeros; NaN and infinity make NaN of columns.
+/// Orthonormalizes columns of `rows` elements by the modified Gram-Schmidt process. Each column is processed twice,
+/// because rounding may leave it not orthogonal after the first pass. Columns that depend linearly on earlier ones
+/// become zeros. A column with NaN or infinity becomes NaN, and so do the nonzero columns after it.
 fn make_orthonormal(columns: &mut [f32], rows: usize) {
     for column in 0..columns.len() / rows {
         let (earlier, rest) = columns.split_at_mut(column * rows);

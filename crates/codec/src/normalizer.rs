@@ -1,12 +1,13 @@
-//! Gradients in units of their own size: each element is divided by the root of its mean of squares on this rank, as Adam
-//! divides (Kingma, Ba: "Adam", 2015, algorithm 1, without the first moment), before it is compressed.
+//! Normalization before compression: each element of the gradient is divided by the square root of its second moment on
+//! this rank, as in Adam (Kingma, Ba: "Adam", 2015, algorithm 1, without the first moment).
 //!
-//! A codec sees many magnitudes in one bucket, and keeps the large ones; Adam sees to it that small ones count as much.
-//! Divided first, all are of one size, and what a message leaves out is small where it counts. The squares are those of
-//! the gradients themselves, not of sums in which late elements come at once; each rank has its own (Chen, Shen, Huang,
-//! Liu: "Quantized Adam with error feedback", 2021).
+//! A bucket has elements of many magnitudes, and a codec preserves the large ones best. Adam, however, gives small
+//! elements the same weight as large ones. After normalization all elements have similar magnitudes, so the compression
+//! error is small relative to each of them. The second moment is that of the gradient itself, before the residual is
+//! added, because a residual releases delayed elements in bursts. Each rank has its own second moment (Chen, Shen,
+//! Huang, Liu: "Quantized Adam with error feedback", 2021).
 
-/// The means of squares of one bucket.
+/// The second moment of one bucket's gradient on this rank.
 #[derive(Debug)]
 pub(super) struct Normalizer {
     decay: f32,
@@ -18,10 +19,12 @@ impl Normalizer {
         Normalizer { decay, second_moment: vec![0.0; len] }
     }
 
-    /// Divides the gradient of step `step`, from 0. No element becomes larger than `1 / sqrt(1 - decay)`, but those that are
-    /// too large or too small to be squared, which stay about as they are. What is not finite stays so. Neither is kept.
+    /// Divides the gradient of step `step`, counted from 0. The results are at most `1 / sqrt(1 - decay)` in magnitude,
+    /// unless a square overflows or underflows. An element whose square overflows is divided by the root of its earlier
+    /// second moment, and one whose second moment underflows is not divided. Infinity and NaN stay infinity and NaN.
+    /// Neither they nor overflowing squares change the second moment.
     ///
-    /// There is no epsilon, so a power of two that all gradients are scaled by changes no bits.
+    /// There is no epsilon, so scaling all gradients by a power of two does not change the result.
     pub(super) fn divide(&mut self, step: u64, gradient: &mut [f32]) {
         let correction = 1.0 - f64::from(self.decay).powf(step as f64 + 1.0);
         let root = (1.0 / correction.sqrt()) as f32;
@@ -32,7 +35,7 @@ impl Normalizer {
         }
     }
 
-    /// Gradients will be `factor` times larger than before.
+    /// Adapts the second moment to gradients that are `factor` times larger from now on.
     pub(super) fn rescale(&mut self, factor: f32) {
         self.second_moment.iter_mut().for_each(|moment| *moment = (*moment * factor * factor).min(f32::MAX));
     }
@@ -55,9 +58,9 @@ mod tests {
     #[test]
     fn elements_of_all_sizes_become_alike() {
         let mut normalizer = Normalizer::new(0.75, 4);
-        // The first step's mean of squares is its square.
+        // In the first step, the second moment is the square of the gradient.
         assert_close(divided(&mut normalizer, 0, [3.0, -1e-9, 0.0, 1e-30]), [1.0, -1.0, 0.0, 0.0]);
-        // Means of (0.75 * 9 + 1 * 1) / 1.75 and so on, in quarters.
+        // Second moments after bias correction: (0.75 * 9 + 1 * 1) / 1.75 and so on, multiplied by 4.
         let root = (7.75_f32 / 1.75).sqrt();
         let found = divided(&mut normalizer, 1, [1.0, 0.0, 2.0, 0.0]);
         assert_close(found, [1.0 / root, 0.0, (1.75_f32).sqrt(), 0.0]);

@@ -1,22 +1,24 @@
-//! Loops over f32s that several codecs need, written so that they become SIMD code: sums run in lanes, in one fixed order.
+//! Loops over f32 slices that several codecs use, written so that the compiler vectorizes them. Sums are computed in
+//! lanes, in a fixed order.
 
-/// Bits of an infinity; those of finite magnitudes are smaller, those of NaN larger.
+/// The bits of positive infinity. Bits of finite magnitudes are smaller, and bits of NaN are larger.
 pub(super) const INFINITY_BITS: u32 = 0x7f80_0000;
 
 const LANES: usize = 16;
 
-/// The bits of `|value|`. They are ordered as magnitudes are, with infinity above all numbers, and NaN above that.
+/// Returns the bits of `|value|`. As integers they are ordered like the magnitudes, with infinity above all numbers and
+/// NaN above infinity.
 #[inline(always)]
 pub(super) const fn magnitude_bits(value: f32) -> u32 {
     value.to_bits() & 0x7fff_ffff
 }
 
-/// The largest of [`magnitude_bits`]; 0 of nothing.
+/// Returns the largest of the [`magnitude_bits`], or 0 if there are no values.
 pub(super) fn largest_magnitude_bits(values: &[f32]) -> u32 {
     largest_by(values, magnitude_bits)
 }
 
-/// The largest finite magnitude; 0 of nothing.
+/// Returns the largest finite magnitude, or 0 if there is none.
 pub(super) fn largest_finite_magnitude(values: &[f32]) -> f32 {
     let finite_bits = |value| {
         let bits = magnitude_bits(value);
@@ -38,7 +40,7 @@ fn largest_by(values: &[f32], bits_of: impl Fn(f32) -> u32) -> u32 {
     largest.into_iter().chain(rest).max().unwrap_or(0)
 }
 
-/// Replaces what is not finite by 0, and returns the Euclidean norm.
+/// Replaces values that are not finite by 0, and returns the Euclidean norm of the result.
 pub(super) fn settle(values: &mut [f32]) -> f32 {
     fn settled(value: &mut f32) -> f64 {
         *value = if magnitude_bits(*value) < INFINITY_BITS { *value } else { 0.0 };
@@ -67,7 +69,7 @@ pub(super) fn dot(x: &[f32], y: &[f32]) -> f32 {
     sums.iter().sum::<f32>() + rest
 }
 
-/// `y += factor * x`.
+/// Computes `y += factor * x`.
 pub(super) fn add_scaled(y: &mut [f32], factor: f32, x: &[f32]) {
     for (y, x) in y.iter_mut().zip(x) {
         *y += factor * x;

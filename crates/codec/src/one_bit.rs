@@ -1,9 +1,10 @@
-//! One bit an element: its sign (Seide, Fu, Droppo, Li, Yu: "1-bit stochastic gradient descent and its application to
-//! data-parallel distributed training of speech DNNs", 2014). Either sign of a block stands for the mean of its values
-//! with that sign, which makes the error smallest. Needs error feedback (Karimireddy, Rebjock, Stich, Jaggi: "Error
-//! feedback fixes SignSGD and other gradient compression schemes", 2019).
+//! The codec `one_bit`: the sign of each element (Seide, Fu, Droppo, Li, Yu: "1-bit stochastic gradient descent and its
+//! application to data-parallel distributed training of speech DNNs", 2014). A sign is decoded to the mean of the
+//! values with that sign in its block, which minimizes the squared error. The codec needs error feedback (Karimireddy,
+//! Rebjock, Stich, Jaggi: "Error feedback fixes SignSGD and other gradient compression schemes", 2019).
 //!
-//! A message is two f32s a block, the means without and with a minus, then the bits, 1 for a minus, lowest bit first.
+//! A message consists of two f32 for each block, the means of the values without and with a minus sign, and then one
+//! bit for each element: 1 for a minus, lowest bit first.
 
 use super::{Codec, CompressionError, Turn};
 
@@ -15,7 +16,8 @@ pub(super) const fn message_bytes(len: usize, block_len: usize) -> usize {
     len.div_ceil(block_len) * MEANS_BYTES + len.div_ceil(8)
 }
 
-/// What the two signs of a block stand for. The mean of no values is 0; one over NaN or infinity is that, too.
+/// The values that the two signs of a block are decoded to. The mean of no values is 0. The mean of values that include
+/// NaN or infinity is not finite.
 #[derive(Debug, Clone, Copy)]
 struct Means {
     plus: f32,
@@ -59,7 +61,7 @@ impl Codec for OneBit {
     }
 }
 
-/// The signs of at most eight values, which become what the signs do not say.
+/// Returns the signs of at most eight values, and replaces the values by their compression errors.
 #[inline(always)]
 fn take_signs(means: Means, values: &mut [f32]) -> u8 {
     let mut signs = 0;
@@ -102,7 +104,7 @@ impl Means {
         Means::of_sums(plus.iter().sum(), minus.iter().sum(), values.len(), num_minus)
     }
 
-    /// The means of `len` values, of which `num_minus` have a minus.
+    /// Returns the means of `len` values, of which `num_minus` have a minus sign.
     fn of_sums(plus: f32, minus: f32, len: usize, num_minus: usize) -> Self {
         let mean = |sum: f32, count: usize| sum / count.max(1) as f32;
         Means { plus: mean(plus, len - num_minus), minus: mean(minus, num_minus) }

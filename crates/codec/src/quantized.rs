@@ -1,16 +1,16 @@
-//! QSGD (Alistarh, Grubic, Li, Tomioka, Vojnovic: "QSGD: communication-efficient SGD via gradient quantization and
-//! encoding", 2017): integers of few bits by stochastic rounding, with the largest magnitude of each block as its scale
-//! (section 4 of the paper). The expected value of what is sent is what was to be sent.
+//! The codecs `int8` and `int4`: QSGD (Alistarh, Grubic, Li, Tomioka, Vojnovic: "QSGD: communication-efficient SGD via
+//! gradient quantization and encoding", 2017). Values are stochastically rounded to small integers, with the largest
+//! magnitude of each block as its scale (section 4 of the paper). The quantization is unbiased.
 //!
-//! A message is the scales (f32, one a block), then the codes: signed bytes, or two to a byte, the first one in the low
-//! bits. A block that holds what is not finite has the scale NaN. One whose largest magnitude is below 1e-36, where the
-//! reciprocal of a level overflows, is sent as zeros.
+//! A message consists of one scale (f32) for each block, and then the codes: signed bytes, or two codes in a byte, the
+//! first one in the low bits. A block with values that are not finite has the scale NaN. A block whose largest
+//! magnitude is below 1e-36 is sent as zeros, because the reciprocal of its quantization step would overflow.
 
 use super::numbers::{INFINITY_BITS, largest_magnitude_bits};
 use super::{Codec, CompressionError, Turn};
 use trireme_base::RandomKey;
 
-/// Width of a code.
+/// The width of a code in bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Bits {
     Four,
@@ -18,7 +18,7 @@ pub(super) enum Bits {
 }
 
 impl Bits {
-    /// The largest code; its negative is the smallest.
+    /// The largest code; the smallest is its negative.
     const fn levels(self) -> f32 {
         match self {
             Bits::Four => 7.0,
@@ -36,10 +36,10 @@ impl Bits {
 
 const SCALE_BYTES: usize = size_of::<f32>();
 
-/// Smaller scales count as 0.
+/// Smaller scales are treated as 0.
 const SCALE_MIN: f32 = 1e-36;
 
-/// Elements that are quantized at a time. Lengths of blocks are multiples of it.
+/// Number of elements that are quantized at a time. Block lengths are multiples of it.
 const PIECE_LEN: usize = 64;
 
 pub(super) const fn message_bytes(len: usize, bits: Bits, block_len: usize) -> usize {
@@ -89,7 +89,7 @@ impl Codec for Quantized {
     }
 }
 
-/// The largest magnitude; 0 where it is tiny, NaN where a value is not finite.
+/// Returns the largest magnitude: 0 if it is below [`SCALE_MIN`], NaN if a value is not finite.
 fn scale_of(values: &[f32]) -> f32 {
     match largest_magnitude_bits(values) {
         INFINITY_BITS.. => f32::NAN,
@@ -98,7 +98,7 @@ fn scale_of(values: &[f32]) -> f32 {
     }
 }
 
-/// 16 random bits for each element of a piece.
+/// Returns 16 random bits for each element of a piece.
 fn uniform(key: RandomKey, piece: u64) -> [u16; PIECE_LEN] {
     const COUNTERS: usize = PIECE_LEN / 8;
     let first = piece.wrapping_mul(COUNTERS as u64);
@@ -107,13 +107,13 @@ fn uniform(key: RandomKey, piece: u64) -> [u16; PIECE_LEN] {
     bytemuck::cast(words)
 }
 
-/// The codes of values, which become what the codes do not say.
+/// Returns the codes of the values, and replaces the values by their compression errors.
 #[inline(always)]
 fn quantize(values: &mut [f32], scale: f32, levels: f32, random: [u16; PIECE_LEN]) -> [i8; PIECE_LEN] {
     let (per_unit, unit) = (if scale > 0.0 { levels / scale } else { 0.0 }, scale / levels);
     let mut codes = [0; PIECE_LEN];
     for ((value, code), random) in values.iter_mut().zip(&mut codes).zip(random) {
-        // Shifted above zero, where the conversion rounds down; of NaN it makes 0.
+        // The shift makes values positive, so that the conversion to an integer rounds down. `max` turns NaN into 0.
         let shifted = *value * per_unit + (levels + f32::from(random) / 65_536.0);
         let rounded = shifted.max(0.0).min(2.0 * levels) as i32 - levels as i32;
         *code = rounded as i8;

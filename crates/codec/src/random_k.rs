@@ -1,8 +1,9 @@
-//! Random elements, drawn anew each step, the same on all ranks: no index travels, and the all-reduce sums the values
-//! (Stich, Cordonnier, Jaggi: "Sparsified SGD with memory", 2018).
+//! The codec `random_k`: elements drawn at random in each step, the same ones on all ranks. No indices are sent, and
+//! the all-reduce sums the values (Stich, Cordonnier, Jaggi: "Sparsified SGD with memory", 2018).
 //!
-//! A message is the values (f32), by ascending index; without error feedback times `len / k`, so that the expected value is right.
-//! A rank with anything not finite, drawn or not, sends NaN as its first value.
+//! A message consists of the values (f32) in ascending order of their indices. Without error feedback they are
+//! multiplied by `len / k`, which makes the codec unbiased. If any element of a rank is not finite, drawn or not, the
+//! rank sends NaN as its first value.
 
 use super::numbers::{INFINITY_BITS, largest_magnitude_bits};
 use super::{Codec, CompressionError, Turn};
@@ -10,22 +11,23 @@ use trireme_base::{Random, RandomKey};
 
 const WORD_BITS: usize = u64::BITS as usize;
 
-/// Random words that a step has for itself: twice 2^32 draws need a few more.
+/// Number of random words reserved for each step. A step draws at most 2^32 indices of two words each, and a few more
+/// where a draw is rejected.
 const WORDS_A_STEP: u64 = 1 << 34;
 
-/// Words with a bit for each of `len` elements.
+/// Number of words that hold one bit for each of `len` elements.
 const fn num_words(len: usize) -> usize {
     len.div_ceil(WORD_BITS)
 }
 
-/// Bytes that a step of `len` elements works with.
+/// Returns the scratch memory for `len` elements, in bytes.
 pub(super) const fn scratch_bytes(len: usize) -> usize {
     num_words(len) * size_of::<u64>()
 }
 
 #[derive(Debug)]
 pub(super) struct RandomK {
-    /// One bit an element: whether it is drawn.
+    /// A bit set with one bit for each element: whether it is drawn.
     drawn: Vec<u64>,
     is_unbiased: bool,
 }
@@ -35,8 +37,8 @@ impl RandomK {
         RandomK { drawn: vec![0; num_words(len)], is_unbiased }
     }
 
-    /// Draws `num_drawn` of `len` elements, each set of them with equal probability (Floyd's algorithm: Bentley, Floyd,
-    /// "A sample of brilliance", 1987).
+    /// Draws `num_drawn` of `len` elements. Each subset of that size has the same probability (Floyd's algorithm:
+    /// Bentley, Floyd, "A sample of brilliance", 1987).
     fn draw(&mut self, key: RandomKey, step: u64, len: usize, num_drawn: usize) {
         self.drawn.fill(0);
         let mut random = Random::new(key, step.wrapping_mul(WORDS_A_STEP));
@@ -49,7 +51,7 @@ impl RandomK {
     }
 }
 
-/// Indices of the bits that are set, ascending.
+/// Returns the indices of the bits that are set, in ascending order.
 fn indices(drawn: &[u64]) -> impl Iterator<Item = usize> {
     drawn.iter().enumerate().flat_map(|(word, &bits)| {
         let words = std::iter::successors(Some(bits), |bits| Some(bits & bits.wrapping_sub(1)));
@@ -109,7 +111,7 @@ mod tests {
         for step in 0..STEPS {
             drawn(step, 100, 10).into_iter().for_each(|index| counts[index] += 1);
         }
-        // 400 expected, with a standard deviation of 19.
+        // 400 are expected, with a standard deviation of 19.
         assert!(counts.iter().all(|count| (310..490).contains(count)), "{counts:?}");
     }
 }

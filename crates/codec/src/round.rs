@@ -1,29 +1,30 @@
 use trireme_base::DType;
 
-/// One exchange of a step between all ranks.
+/// One collective operation of a step, in which all ranks take part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Round {
-    /// Every rank gives a vector and gets the sum: an all-reduce with [`ReduceOp::Sum`](trireme_base::ReduceOp::Sum).
+    /// An all-reduce with [`ReduceOp::Sum`](trireme_base::ReduceOp::Sum): every rank contributes a vector and receives
+    /// the sum.
     AllReduce {
         /// Type of the elements: f32, f16 or bf16.
         dtype: DType,
         /// Number of elements.
         len: usize,
     },
-    /// Every rank gives bytes, and all get the bytes of all ranks, in rank order.
+    /// An all-gather: every rank contributes bytes and receives those of all ranks, in rank order.
     AllGather {
-        /// Bytes of one rank.
+        /// Bytes that one rank contributes.
         num_bytes: usize,
     },
 }
 
 impl Round {
-    /// What a gradient of `len` elements takes uncompressed.
+    /// Returns the round that sends a gradient of `len` elements uncompressed.
     pub(super) const fn uncompressed(len: usize) -> Self {
         Round::AllReduce { dtype: DType::F32, len }
     }
 
-    /// The elements of a rank's message: type and number.
+    /// Returns the dtype and number of elements of one rank's message.
     pub const fn message(self) -> (DType, usize) {
         match self {
             Round::AllReduce { dtype, len } => (dtype, len),
@@ -31,13 +32,14 @@ impl Round {
         }
     }
 
-    /// Bytes of the message that a rank gives.
+    /// Returns the size of one rank's message in bytes.
     pub const fn num_bytes(self) -> usize {
         let (dtype, len) = self.message();
         dtype.size() * len
     }
 
-    /// Messages that a rank has memory for: its own, which becomes the sum, or those of all ranks.
+    /// Returns the number of messages for which a rank needs memory: its own, which becomes the sum, or those of all
+    /// ranks.
     pub const fn num_messages(self, world_size: usize) -> usize {
         match self {
             Round::AllReduce { .. } => 1,
@@ -45,8 +47,9 @@ impl Round {
         }
     }
 
-    /// Bytes that a rank sends to others by the algorithms that move the fewest, with `D` bytes a message and `N` ranks:
-    /// `2 D (N - 1) / N`, rounded up, for an all-reduce, `D (N - 1)` for an all-gather.
+    /// Returns the bytes that a rank sends when the collective uses a bandwidth-optimal algorithm. With `D` bytes in a
+    /// message and `N` ranks, these are `2 D (N - 1) / N`, rounded up, for an all-reduce, and `D (N - 1)` for an
+    /// all-gather.
     pub const fn bytes_sent(self, world_size: usize) -> u64 {
         let others = world_size as u64 - 1;
         let num_bytes = self.num_bytes() as u64;

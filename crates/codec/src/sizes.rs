@@ -1,23 +1,27 @@
-//! What a compressor takes, known before there is one.
+//! The memory of a compressor, computed without creating it.
 
 use super::compression::Method;
 use super::{Bucket, Compression, Round, low_rank, random_k};
 
-/// What a compressor takes of a rank's memory.
+/// The memory that a compressor takes on one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CompressorSizes {
-    /// Bytes of what is kept from step to step, and into checkpoints: residual, velocity, factors, second moment.
+    /// Bytes of the state that is carried from step to step and saved in checkpoints: residual, velocity, factors,
+    /// second moment.
     pub state_bytes: usize,
-    /// Bytes that its codec works with besides.
+    /// Bytes of the codec's scratch memory.
     pub scratch_bytes: usize,
-    /// The rounds of each kind of step that there is, in the order of the steps; for their messages, the caller has memory.
+    /// The rounds of the run's steps in order, one entry for each change. The caller provides the memory for their
+    /// messages.
     pub rounds: Vec<Vec<Round>>,
 }
 
 impl Compression {
-    /// What a compressor of `bucket` takes; `None` if it would send the gradient of each step as it is, and keep nothing.
+    /// Computes the memory of a compressor of `bucket`; `None` if the compressor would send every gradient unchanged
+    /// and hold no state.
     ///
-    /// Cost: some operations for each matrix of the bucket and each ratio of the warm-up; no memory like that of the bucket.
+    /// Cost: a few operations for each matrix of the bucket and each ratio of the warm-up. No memory proportional to
+    /// the bucket is allocated.
     pub fn sizes(&self, bucket: &Bucket, world_size: usize) -> Option<CompressorSizes> {
         let has_codec = self.has_codec(bucket, world_size);
         let residual_len = if has_codec && self.error_feedback() { bucket.len() } else { 0 };
@@ -33,18 +37,19 @@ impl Compression {
         Some(CompressorSizes { state_bytes, scratch_bytes, rounds })
     }
 
-    /// Whether the codec has a part in any step of a bucket. Momentum has, even uncompressed, for it replaces the optimizer's.
+    /// Whether any step of a bucket needs the codec. A codec with momentum is needed even if nothing is compressed,
+    /// because its momentum replaces that of the optimizer.
     pub(super) fn has_codec(&self, bucket: &Bucket, world_size: usize) -> bool {
         let has_momentum = matches!(self.method, Method::TopK { momentum, .. } if momentum > 0.0);
         has_momentum || self.is_ever_compressed(bucket, world_size)
     }
 
-    /// What is compressed in one step stays so, so the last step tells of all.
+    /// A bucket that is compressed in one step is compressed in all later ones, so it is enough to check the last step.
     fn is_ever_compressed(&self, bucket: &Bucket, world_size: usize) -> bool {
         self.uncompressed_reason(bucket, world_size, u64::MAX).is_none()
     }
 
-    /// Elements that the codec keeps, and bytes that it works with.
+    /// Returns the number of elements of the codec's state, and the bytes of its scratch memory.
     fn codec_sizes(&self, bucket: &Bucket) -> (usize, usize) {
         match self.method {
             Method::TopK { momentum, .. } if momentum > 0.0 => (bucket.len(), 0),

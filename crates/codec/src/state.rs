@@ -1,10 +1,10 @@
-//! What a compressor keeps in checkpoints.
+//! Saving and loading the state of a compressor.
 
 use super::{CompressionError, Compressor};
 
 const SECOND_MOMENT: &str = "second_moment";
 
-/// A named vector of a kept state.
+/// A vector of a compressor's state.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum StateValues<'a> {
     /// Elements or factors.
@@ -14,7 +14,7 @@ pub enum StateValues<'a> {
 }
 
 impl<'a> StateValues<'a> {
-    /// As they lie in memory.
+    /// Returns the values as bytes in native byte order.
     pub fn bytes(self) -> &'a [u8] {
         match self {
             StateValues::F32(values) => bytemuck::cast_slice(values),
@@ -23,7 +23,7 @@ impl<'a> StateValues<'a> {
     }
 }
 
-/// A copy of [`StateValues`].
+/// An owned copy of [`StateValues`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum StateCopy {
     /// Elements or factors.
@@ -33,7 +33,7 @@ pub enum StateCopy {
 }
 
 impl StateCopy {
-    /// What was copied.
+    /// Borrows the values.
     pub fn values(&self) -> StateValues<'_> {
         match self {
             StateCopy::F32(values) => StateValues::F32(values),
@@ -41,7 +41,7 @@ impl StateCopy {
         }
     }
 
-    /// The same, to write.
+    /// Returns the values as mutable bytes in native byte order.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match self {
             StateCopy::F32(values) => bytemuck::cast_slice_mut(values),
@@ -60,9 +60,10 @@ impl From<StateValues<'_>> for StateCopy {
 }
 
 impl Compressor {
-    /// What a later compressor needs to continue with the same bits, between two steps: `step` always, `residual` with error
-    /// feedback, `velocity` of momentum, the factors `q` of `powersgd`, `second_moment` of gradients that are normalized.
-    /// All but step and factors differ from rank to rank.
+    /// Returns the named vectors that another compressor needs to continue with the same bits. Call it between two
+    /// steps. `step` is always present, `residual` with error feedback, `velocity` with momentum, the factors `q` with
+    /// `powersgd`, and `second_moment` with normalized gradients. All vectors except `step` and `q` differ between
+    /// ranks.
     pub fn state(&self) -> impl Iterator<Item = (&'static str, StateValues<'_>)> {
         let step = ("step", StateValues::U64(std::slice::from_ref(&self.state.step)));
         let residual = self.state.residual.as_deref().map(|values| ("residual", StateValues::F32(values)));
@@ -73,14 +74,16 @@ impl Compressor {
         [Some(step), residual, kept, moment].into_iter().flatten()
     }
 
-    /// Goes on from what [`state`](Compressor::state) gave, in any order. A step under way is forgotten.
+    /// Replaces the state by vectors that [`state`](Compressor::state) returned, in any order. A step in progress is
+    /// discarded.
     ///
-    /// In a world of another size, ranks may begin with any residuals that have the same sum over all ranks, such as
-    /// those of ranks that are gone added to others'; without them a run loses what was not sent yet.
+    /// After a change of the world size, ranks may start with any residuals whose sum over all ranks is the same: for
+    /// example, the residuals of removed ranks may be added to those of other ranks. Without the residuals, the
+    /// gradients that they hold are lost.
     ///
     /// # Errors
-    /// [`CompressionError::State`], and nothing changes, unless the names and lengths are those of
-    /// [`state`](Compressor::state) and all numbers are finite.
+    /// [`CompressionError::State`] unless the vectors have the names, dtypes and lengths of
+    /// [`state`](Compressor::state) and all numbers are finite. The state does not change then.
     pub fn load_state(&mut self, tensors: &[(&str, StateValues<'_>)]) -> Result<(), CompressionError> {
         for (index, (name, found)) in tensors.iter().enumerate() {
             let expected = self.state().find(|(expected, _)| expected == name);
@@ -108,7 +111,7 @@ impl Compressor {
         Ok(())
     }
 
-    /// Takes a tensor that was found to be right.
+    /// Copies a vector that was checked into the state.
     fn take(&mut self, name: &str, values: StateValues<'_>) {
         match values {
             StateValues::U64(values) => self.state.step = values[0],

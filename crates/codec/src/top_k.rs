@@ -1,10 +1,11 @@
-//! The elements of largest magnitude, with their indices (Aji, Heafield: "Sparse communication for distributed gradient
-//! descent", 2017), and what deep gradient compression adds to it (Lin, Han, Mao, Wang, Dally: "Deep gradient
-//! compression", 2018): a velocity is accumulated in place of the gradient (*momentum correction*), and is stopped where
-//! it was sent (*momentum factor masking*).
+//! The codec `top_k`: the elements of largest magnitude, with their indices (Aji, Heafield: "Sparse communication for
+//! distributed gradient descent", 2017). It has two extensions of deep gradient compression (Lin, Han, Mao, Wang,
+//! Dally: "Deep gradient compression", 2018): the residual accumulates a velocity instead of the gradient (*momentum
+//! correction*), and the velocity of an element is reset when the element is sent (*momentum factor masking*).
 //!
-//! A message is the indices (u32, ascending), then their values (f32). Of equal magnitudes at the limit the lower indices
-//! are sent. Infinity is larger than all numbers, and NaN larger than that, so they are the first to be sent.
+//! A message consists of the indices (u32, ascending) and their values (f32). Among elements whose magnitude equals the
+//! threshold, those with lower indices are sent. Infinity ranks above all numbers and NaN above infinity, so they are
+//! sent first.
 
 use super::numbers::magnitude_bits;
 use super::{Codec, CodecName, CompressionError, Turn};
@@ -12,7 +13,7 @@ use trireme_base::Rank;
 
 const ENTRY_BYTES: usize = size_of::<u32>() + size_of::<f32>();
 
-/// Elements that are passed over at once if they are all too small.
+/// Number of elements that are skipped at once if all of them are below the threshold.
 const CHUNK_LEN: usize = 16;
 
 pub(super) const fn message_bytes(num_kept: usize) -> usize {
@@ -41,7 +42,7 @@ impl Codec for TopK {
         for ((residual, gradient), velocity) in residual.iter_mut().zip(gradient).zip(&mut self.velocity) {
             let moved = self.momentum * *velocity + gradient;
             *residual += moved;
-            // What is not finite is sent by way of the residual, and must not come back.
+            // Values that are not finite are sent with the residual, and must not return in later steps.
             *velocity = if moved.is_finite() { moved } else { 0.0 };
         }
     }
@@ -121,7 +122,8 @@ fn check_indices(rank: Rank, message: &[u8], len: usize) -> Result<(), Compressi
     Ok(())
 }
 
-/// What is sent: all elements whose magnitude has larger bits, and the first `num_equal` whose magnitude has these.
+/// The selection threshold. All elements whose magnitude bits are above `bits` are sent, and the first `num_equal`
+/// elements whose magnitude bits equal `bits`.
 #[derive(Debug, PartialEq, Eq)]
 struct Limit {
     bits: u32,
@@ -129,7 +131,8 @@ struct Limit {
 }
 
 impl Limit {
-    /// The limit that `num_kept` of the values pass, by counting passes over three parts of the magnitudes' bits, the highest first.
+    /// Finds the threshold that selects `num_kept` of the values by a radix selection over three digits of the
+    /// magnitude bits, highest first.
     fn of(values: &[f32], num_kept: usize) -> Self {
         let mut limit = Limit { bits: 0, num_equal: num_kept };
         limit.narrow::<20, 11>(values);
@@ -138,7 +141,7 @@ impl Limit {
         limit
     }
 
-    /// Finds the `WIDTH` bits from `SHIFT` on; those above are known.
+    /// Determines the `WIDTH` bits of the threshold from bit `SHIFT` on. Higher bits are known.
     fn narrow<const SHIFT: u32, const WIDTH: u32>(&mut self, values: &[f32]) {
         let mut counts = [0_usize; 1 << 11];
         for &value in values {
@@ -230,7 +233,7 @@ mod tests {
         codec.encode(&turn(), &mut residual, &mut message);
         assert_eq!((residual, &codec.velocity[..]), ([0.0, 1.0, 0.0], &[0.0, 1.0, 0.0][..]));
         codec.accumulate(&mut residual, &[1.0, 1.0, 1.0]);
-        // 1 and a half of the velocity and 1 more.
+        // The gradient, half of the velocity, and the residual: 1 + 0.5 + 1.
         assert_eq!((residual, &codec.velocity[..]), ([1.0, 2.5, 1.0], &[1.0, 1.5, 1.0][..]));
     }
 }

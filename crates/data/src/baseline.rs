@@ -1,24 +1,24 @@
 use crate::{DataError, TokenFile};
 
-/// Of larger files, evenly spread stretches of about this many tokens in all are used.
+/// Approximate number of training tokens that the baseline reads. Larger files are sampled in evenly spaced stretches.
 const TRAIN_TOKENS_MAX: u64 = 16 << 20;
 const VALIDATION_TOKENS_MAX: u64 = 4 << 20;
 const STRETCH_TOKENS: u64 = 64 << 10;
 
-/// The loss, in nats a token, of a bigram model of `train` on `validation`: what a model scores that looks
-/// one token back. A network has learned something where it falls clearly below.
+/// Computes the loss of a bigram model of `train` on `validation`, in nats per token. A bigram model predicts each
+/// token from the one before it. A network whose loss is clearly below has learned more than that.
 ///
-/// The probability of `b` after `a` is interpolated, `(count(ab) + k p(b)) / (count(a) + k)`, with add-one
-/// smoothed `p(b) = (count(b) + 1) / (tokens + vocabulary)`: MacKay and Peto, "A hierarchical Dirichlet
-/// language model", Natural Language Engineering 1 (3), 1995. The strength `k` is the power of two from 2⁻⁴
-/// to 2¹⁶ that fits the validation text best, so that the baseline is never understated.
+/// The probability of `b` after `a` is interpolated, `(count(ab) + k p(b)) / (count(a) + k)`, with add-one smoothed
+/// `p(b) = (count(b) + 1) / (tokens + vocabulary)`: MacKay and Peto, "A hierarchical Dirichlet language model", Natural
+/// Language Engineering 1 (3), 1995. The strength `k` is the power of two from 2⁻⁴ to 2¹⁶ that minimizes the loss on
+/// `validation`, so the baseline is not weaker than necessary.
 ///
-/// Costs one pass over both files, 16 bytes for each id of the vocabulary and 20 for each distinct pair of
-/// neighbours in `validation`, since only those are counted. Of files above 16 Mi (training) or 4 Mi tokens
-/// (validation), evenly spread stretches are used.
+/// Costs one pass over both files, 16 bytes of memory for each id of the vocabulary, and 20 bytes for each distinct
+/// pair of neighbouring tokens in `validation`, since only these pairs are counted. If a file has more than 16 Mi
+/// (`train`) or 4 Mi tokens (`validation`), evenly spaced stretches of it are used.
 ///
 /// # Errors
-/// If `validation` has fewer than two tokens, or a file turns out to be damaged.
+/// If `validation` has fewer than two tokens, or a file cannot be read or is damaged.
 pub fn bigram_baseline(train: &TokenFile, validation: &TokenFile) -> Result<f64, DataError> {
     let vocabulary_size = train.vocabulary_size().max(validation.vocabulary_size());
     let mut pairs = Pairs::of(validation, vocabulary_size)?;
@@ -46,15 +46,15 @@ pub fn bigram_baseline(train: &TokenFile, validation: &TokenFile) -> Result<f64,
     Ok((-4..=16).map(|exponent| loss(f64::from(exponent).exp2())).fold(f64::INFINITY, f64::min))
 }
 
-/// The distinct pairs of neighbours in the validation text, by first token.
+/// The distinct pairs of neighbouring tokens in the validation text, sorted.
 struct Pairs {
-    /// The pairs that start with `a` have the indices `starts[a]..starts[a + 1]`.
+    /// The pairs whose first token is `a` have the indices `starts[a]..starts[a + 1]`.
     starts: Vec<usize>,
-    /// The second token of each pair, increasing within one first token.
+    /// The second token of each pair, in ascending order for each first token.
     followers: Vec<u32>,
-    /// How often each pair occurs in the validation text.
+    /// Number of occurrences of each pair in the validation text.
     occurrences: Vec<u64>,
-    /// How often each pair occurs in the training text.
+    /// Number of occurrences of each pair in the training text.
     counts: Vec<u64>,
 }
 
@@ -87,7 +87,8 @@ impl Pairs {
         }
     }
 
-    /// Each pair: its two tokens, its occurrences in the validation text, its count in the training text.
+    /// Returns for each pair its two tokens, its occurrences in the validation text, and its count in the training
+    /// text.
     fn iter(&self) -> impl Iterator<Item = (u32, u32, u64, u64)> + '_ {
         self.starts.windows(2).enumerate().flat_map(move |(a, bounds)| {
             (bounds[0]..bounds[1]).map(move |index| {
@@ -132,7 +133,7 @@ mod tests {
         TokenFile::open(&path).unwrap()
     }
 
-    /// The formula written out once more, over a hash map of all training pairs.
+    /// Evaluates the formula directly, with a hash map of all training pairs.
     fn naive(train: &[u32], validation: &[u32], vocabulary_size: usize, strength: f64) -> f64 {
         let mut pairs = HashMap::new();
         let mut singles = HashMap::new();

@@ -7,22 +7,22 @@ use std::path::{Path, PathBuf};
 /// A prepared corpus, opened for training.
 #[derive(Debug)]
 pub struct Corpus {
-    /// Where it is.
+    /// The folder that contains the corpus.
     pub folder: PathBuf,
-    /// The tokens to train on.
+    /// The training tokens.
     pub train: MaskedTokens,
-    /// The tokens held out, if any were.
+    /// The validation tokens, if any were held out.
     pub validation: Option<MaskedTokens>,
-    /// How the corpus was made.
+    /// The report of the preparation.
     pub report: PrepareReport,
 }
 
 impl Corpus {
-    /// Opens what [`prepare`](crate::prepare) wrote into `folder`. The tokenizer beside it is not needed for
-    /// training; [`Tokenizer::load`](crate::Tokenizer::load) reads it.
+    /// Opens the corpus that [`prepare`](crate::prepare) wrote into `folder`. The tokenizer in the folder is not read,
+    /// because training does not need it; use [`Tokenizer::load`](crate::Tokenizer::load).
     ///
     /// # Errors
-    /// If the folder holds no complete corpus, or a file of it is damaged.
+    /// If the folder does not contain a complete corpus, or one of its files is damaged.
     pub fn open(folder: &Path) -> Result<Self, DataError> {
         let report = PrepareReport::read(folder)?;
         let open = |names| MaskedTokens::open(folder, names, report.has_loss_mask);
@@ -32,15 +32,15 @@ impl Corpus {
         Ok(Corpus { folder: folder.to_owned(), train, validation, report })
     }
 
-    /// What a model is evaluated on: what was held out, or all if nothing was.
+    /// The tokens to evaluate a model on: the validation tokens, or the training tokens if none were held out.
     pub fn held_out(&self) -> &MaskedTokens {
         self.validation.as_ref().unwrap_or(&self.train)
     }
 
-    /// The [`Tokenizer::sha256`] of the tokenizer that it was made with.
+    /// Returns the [`Tokenizer::sha256`] of the tokenizer that the corpus was prepared with.
     ///
     /// # Errors
-    /// If an earlier version made it, which did not note that, and the tokenizer cannot be read.
+    /// If the report does not contain the hash, as in earlier versions, and the tokenizer cannot be read.
     pub fn tokenizer_sha256(&self) -> Result<String, DataError> {
         match &self.report.tokenizer_sha256 {
             Some(sha256) => Ok(sha256.clone()),

@@ -3,7 +3,7 @@ use std::io;
 use std::path::PathBuf;
 use trireme_base::quoted;
 
-/// What can go wrong between a text on disk and a batch of tokens.
+/// An error while preparing, opening or reading training data.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum DataError {
@@ -37,7 +37,7 @@ pub enum DataError {
     )]
     InvalidUtf8 {
         path: PathBuf,
-        /// Where the first invalid sequence starts, in bytes from the start of the file.
+        /// Byte offset of the first invalid sequence in the file.
         offset: u64,
     },
     #[error(
@@ -151,7 +151,7 @@ pub enum DataError {
          or damaged: prepare the corpus again"
     )]
     TokenFileVersion { path: PathBuf, version: u32 },
-    /// A token file that is shorter or longer than its header says, or than it was when it was opened.
+    /// The length of a token file differs from the length in its header, or from that at the time it was opened.
     #[error(
         "{path} has {actual_bytes} bytes instead of {expected_bytes}: it was truncated or overwritten; \
          prepare the corpus again"

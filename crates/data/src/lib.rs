@@ -1,12 +1,12 @@
 //! Tokenizers, token files and deterministic samplers: from text on disk to the tokens of sample `i`.
 //!
-//! [`prepare`] turns text files, folders and JSON-lines into a [`Corpus`]: two [`TokenFile`]s and the
-//! [`Tokenizer`] that made them. A [`Sampler`] says which window of a token file is sample `i` of the run,
-//! for any number of ranks, and [`TokenFile::read_window`] copies it. [`bigram_baseline`] is what a trained
-//! model has to beat.
+//! [`prepare`] tokenizes text files, folders and JSON Lines files into a [`Corpus`]: one or two [`TokenFile`]s and the
+//! [`Tokenizer`] that made them. A [`Sampler`] maps the index of a sample in the run to a window of a token file,
+//! independently of the number of ranks, and [`TokenFile::read_window`] reads the tokens. [`bigram_baseline`] is a loss
+//! that a trained model should beat.
 //!
-//! Files are hostile until they are verified: nothing is allocated because a file asks for it, damage is
-//! found before a token is used, and every output is complete or absent.
+//! Input files are not trusted. Lengths in a file never determine how much memory is allocated, damage is detected
+//! before a token is used, and every output is either complete or absent.
 
 mod baseline;
 mod chat;

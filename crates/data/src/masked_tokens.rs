@@ -2,17 +2,17 @@ use crate::{DataError, TokenFile};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Tokens, and which of them count in the loss, if not all do.
+/// Tokens with an optional loss mask.
 #[derive(Debug, Clone)]
 pub struct MaskedTokens {
     /// The tokens.
     pub tokens: Arc<TokenFile>,
-    /// Of each token 1, or 0 if it is only read.
+    /// A file with 1 for each token that counts in the loss and 0 for the others; `None` if all tokens count.
     pub loss_mask: Option<Arc<TokenFile>>,
 }
 
 impl MaskedTokens {
-    /// Opens two files of a corpus' folder, of which the second one is there only if it `has_loss_mask`.
+    /// Opens a token file and, if the corpus has loss masks, its mask from the folder of a corpus.
     pub(crate) fn open(
         folder: &Path,
         [name, mask_name]: [&str; 2],
@@ -32,8 +32,10 @@ impl MaskedTokens {
         Ok(MaskedTokens { tokens: Arc::new(tokens), loss_mask })
     }
 
-    /// Reads which of the tokens from `start` on count in the loss: 1, or 0. If sequences attend to single documents, whose first tokens are in
-    /// `document_starts`, nothing tells of a document's first token, so it does not count.
+    /// Reads the loss mask of the tokens from index `start` on: 1 for tokens that count, 0 for the others.
+    /// `document_starts` is given if attention does not cross documents, and holds for each token the position of its
+    /// document's first token. Then the first token of a document does not count, because no token before it predicts
+    /// it.
     ///
     /// # Errors
     /// If the mask cannot be read.

@@ -1,16 +1,17 @@
-//! Messages of conversations in the forms in which they are published.
+//! Conversion of published conversation formats to messages with roles and contents.
 
 use serde_json::{Value, json};
 
-/// Returns the messages with texts as contents. A content that is a list of parts, such as `[{"type": "text", "text": "…"}]`, becomes the text of its
-/// parts.
+/// Returns the messages with strings as contents. A content that is a list of parts, such as
+/// `[{"type": "text", "text": "…"}]`, is replaced by the concatenated text of its parts.
 ///
 /// # Errors
-/// If a part is not a text, such as an image, or a `weight` is neither 0 nor 1; the words name the message.
+/// If a part is not text, such as an image, or the `weight` of an assistant message is neither 0 nor 1. The error names
+/// the message by its number.
 pub fn with_text_contents(messages: &[Value]) -> Result<Vec<Value>, String> {
     let with_text = |(index, message): (usize, &Value)| {
         let mut message = message.clone();
-        // Tables have null where a message has no such key.
+        // Datasets exported from tables have null for keys that a message lacks.
         let weight =
             message.get("weight").filter(|weight| !weight.is_null() && message["role"] == "assistant");
         if let Some(weight) = weight.filter(|weight| ![Some(0.0), Some(1.0)].contains(&weight.as_f64())) {
@@ -29,7 +30,7 @@ pub fn with_text_contents(messages: &[Value]) -> Result<Vec<Value>, String> {
     messages.iter().enumerate().map(with_text).collect()
 }
 
-/// Returns the text of a part of a content, or describes another part.
+/// Returns the text of a content part, or a description of a part that is not text.
 fn part_text(part: &Value) -> Result<&str, String> {
     match (part["type"].as_str(), part["text"].as_str()) {
         (Some("text"), Some(text)) => Ok(text),
@@ -39,8 +40,8 @@ fn part_text(part: &Value) -> Result<&str, String> {
     }
 }
 
-/// Converts a ShareGPT record to messages with the roles that chat templates know.
-/// Fails if a message has no `value`, or is from another speaker than a human, a model or the system.
+/// Converts a ShareGPT record to messages with the roles that chat templates expect.
+/// Fails if a message has no `value`, or its `from` is none of the known names for a human, a model or the system.
 pub(crate) fn of_share_gpt(conversations: &[Value]) -> Result<Vec<Value>, String> {
     let message = |(index, turn): (usize, &Value)| {
         let refuse = |reason: String| Err(format!("message {} {reason}", index + 1));
@@ -69,7 +70,7 @@ pub(crate) fn of_share_gpt(conversations: &[Value]) -> Result<Vec<Value>, String
 }
 
 /// Converts an Alpaca record to messages: the instruction with its input, and the output as the answer.
-/// Fails if it has a `history`, or an `input` or `system` that is not a text.
+/// Fails if the record has a `history`, or an `input` or `system` that is not a string.
 pub(crate) fn of_alpaca(record: &Value, instruction: &str, output: &str) -> Result<Vec<Value>, String> {
     let optional = |name: &str| match &record[name] {
         Value::Null => Ok(""),

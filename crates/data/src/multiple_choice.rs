@@ -1,4 +1,4 @@
-//! Questions with several answers, of which a model should find the right one likeliest.
+//! Multiple-choice questions, for which a model should give the correct choice the highest likelihood.
 
 use crate::prepare::json_lines::reason;
 use crate::{ChatTemplate, DataError, Prompt, Tokenizer, with_text_contents};
@@ -9,26 +9,26 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use trireme_base::without_byte_order_mark;
 
-/// The longest line that is read.
+/// Maximum length of a line in bytes.
 const LINE_BYTES_MAX: u64 = 1 << 20;
 
-/// What stands between a context and a choice, as in most tasks of lm-evaluation-harness.
+/// The default text between context and choice, as in most tasks of lm-evaluation-harness.
 const DELIMITER: &str = " ";
 
-/// A question.
+/// A multiple-choice question.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Question {
-    /// What comes before each choice.
+    /// The text before each choice.
     pub context: Prompt,
-    /// What stands between the context and each choice.
+    /// The text between the context and each choice.
     pub delimiter: String,
-    /// What may follow.
+    /// The possible answers.
     pub choices: Vec<String>,
-    /// Which choice is right, from 0.
+    /// Index of the correct choice.
     pub answer: usize,
 }
 
-/// A line of a file of questions.
+/// A line of a question file, as JSON.
 #[derive(Debug, Deserialize)]
 struct QuestionLine {
     context: Option<String>,
@@ -39,7 +39,7 @@ struct QuestionLine {
 }
 
 impl QuestionLine {
-    /// The question, or why the line is none.
+    /// Converts the line to a question, or returns the reason why it is not one.
     fn into_question(self, template: Option<&ChatTemplate>) -> Result<Question, String> {
         let QuestionLine { choices, answer, .. } = self;
         if choices.len() < 2 {
@@ -56,7 +56,8 @@ impl QuestionLine {
             (None, Some(messages)) => {
                 let template = template
                     .ok_or("it has messages, but there is no chat template; name one with --chat-template")?;
-                // The answer of a conversation follows without a space, as in the harness with --apply_chat_template.
+                // The answer follows a chat prompt without a space, as in lm-evaluation-harness with
+                // `--apply_chat_template`.
                 (template.prompt(&with_text_contents(&messages)?)?, "")
             }
             _ => return Err("it needs either `context` or `messages`".to_owned()),
@@ -66,25 +67,26 @@ impl QuestionLine {
     }
 }
 
-/// Returns whether a record is a question, well formed or not.
+/// Whether a record has `choices`, and therefore is meant as a question, even if it is malformed.
 fn has_choices(record: &Value) -> bool {
     record.get("choices").is_some()
 }
 
-/// The tokens of a question with one of its choices.
+/// The tokens of a question's context and one of its choices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChoiceTokens {
-    /// Those of the context, then those of the choice.
+    /// The tokens of the context, followed by those of the choice.
     pub tokens: Vec<u32>,
-    /// How many are of the context, at least 1.
+    /// Number of context tokens, at least 1.
     pub num_given: usize,
 }
 
 impl Question {
-    /// Whether a JSON Lines file begins with a question, be it well formed or not: an object with `choices`.
+    /// Whether the first record of a JSON Lines file is an object with `choices`, and therefore meant as a question,
+    /// even if it is malformed.
     ///
     /// # Errors
-    /// If it cannot be read.
+    /// If the file cannot be read.
     pub fn is_first_of(path: &Path) -> Result<bool, DataError> {
         let read = |source| DataError::Read { path: path.to_owned(), source };
         let mut line = Vec::new();
@@ -93,11 +95,13 @@ impl Question {
         Ok(serde_json::from_slice(without_byte_order_mark(&line)).is_ok_and(|line| has_choices(&line)))
     }
 
-    /// Reads a JSON Lines file: in each line an object with `context` or `messages`, `choices`, `answer`, and if another one than usual is
-    /// wanted, the `delimiter` before each choice. The template makes contexts of messages.
+    /// Reads the questions of a JSON Lines file. Each line is an object with `context` or `messages`, with `choices`
+    /// and `answer`, and optionally with the `delimiter` before each choice. `template` formats `messages` as a
+    /// context.
     ///
     /// # Errors
-    /// If it cannot be read; lines that are no question, or whose answer is none of the choices; messages without a template.
+    /// If the file cannot be read, a line is not a question, an `answer` is not the index of a choice, or there are
+    /// `messages` but no template.
     pub fn read_all(path: &Path, template: Option<&ChatTemplate>) -> Result<Vec<Self>, DataError> {
         let read = |source| DataError::Read { path: path.to_owned(), source };
         let mut reader = BufReader::new(File::open(path).map_err(read)?);
@@ -125,12 +129,13 @@ impl Question {
         Ok(questions)
     }
 
-    /// The tokens of each choice after the context, as lm-evaluation-harness makes them: those of both together, from as many on as the
-    /// context alone has; spaces at its end belong to the choice. The tokenizer's special tokens begin a context that is not a conversation. Without a
-    /// token before the choice, the end of a document comes before.
+    /// Returns the tokens of the context with each choice, as lm-evaluation-harness makes them. Context and choice are
+    /// encoded together. The context has as many tokens as it has when it is encoded alone without trailing spaces; the
+    /// other tokens are those of the choice. The tokenizer's beginning tokens precede a context that is not a
+    /// conversation. If the context has no tokens, the end-of-document token precedes the choice.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// If the tokenizer fails, as in [`Tokenizer::encode`], or neither the context nor the choice has tokens.
     pub fn tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<ChoiceTokens>, DataError> {
         let encode = |text: &str| {
             let mut tokens = Vec::new();
@@ -143,7 +148,7 @@ impl Question {
         let choice = |choice: &String| {
             let mut tokens = encode(&format!("{context}{spaces}{delimiter}{choice}"))?;
             let mut num_given = encode(context)?.len();
-            // Also where the choice adds nothing that a token tells of.
+            // This also applies if the choice adds no token to a context of one token.
             if num_given == 0 || tokens.len() < 2 {
                 tokens.insert(0, tokenizer.end_of_document().unwrap_or(0));
                 num_given = 1;

@@ -3,32 +3,34 @@ use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::RandomKey;
 
-/// One sample: the tokens `start..start + len` of the file, in pass `epoch` over its source.
+/// A training sample: the tokens `start..start + len` of a token file, in pass `epoch` over its source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
-    /// How many whole passes over the source came before, from 0.
+    /// Number of complete earlier passes over the source.
     pub epoch: u64,
-    /// The index of the first token.
+    /// Index of the first token.
     pub start: u64,
-    /// Number of tokens: one more than a sequence has, or fewer where whole documents leave room.
+    /// Number of tokens: sequence length plus one, or fewer if complete documents do not fill the window.
     pub len: usize,
 }
 
-/// How tokens become windows.
+/// How tokens are divided into windows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packing {
-    /// Windows follow each other without a gap, wherever documents end.
+    /// Windows follow each other without gaps, regardless of document boundaries.
     Stream,
-    /// A window begins with a document, and takes the following ones as far as they fit. What is left of it is padding. Only documents
-    /// that are longer than a window are cut.
+    /// Each window begins at the start of a document and contains the following documents as far as they fit
+    /// completely. The rest of the window is padding. Only documents that are longer than a window are split, and only
+    /// their pieces begin within a document.
     Documents,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Windows {
-    /// So many from a first token on, of the same length.
+    /// `num_windows` windows of equal length, from token `first` on.
     Stream { first: u64, num_windows: u64 },
-    /// From each token to that of the next one, but for the last. So many documents are cut.
+    /// Window `i` consists of the tokens `bounds[i]..bounds[i + 1]`. `num_cut` documents are longer than a window and
+    /// therefore split.
     Documents { bounds: Arc<[u64]>, num_cut: u64 },
 }
 
@@ -39,7 +41,7 @@ impl Windows {
         Windows::Stream { first: tokens.start, num_windows }
     }
 
-    /// Documents that belong to `tokens` in part are cut.
+    /// Packs complete documents. A document that is only partly in `tokens` is truncated to the part within it.
     fn documents(file: &TokenFile, tokens: Range<u64>, seq_len: usize) -> Result<Self, DataError> {
         let len_max = seq_len as u64 + 1;
         let mut bounds = vec![tokens.start];
@@ -48,7 +50,7 @@ impl Windows {
         while end < tokens.end {
             let document_end = file.document(index)?.end.min(tokens.end);
             if document_end - bounds.last().expect("there is a first") > len_max {
-                // It does not fit into the window of those before.
+                // The document does not fit into the window of the documents before it.
                 if end > *bounds.last().expect("there is a first") {
                     bounds.push(end);
                 }
@@ -74,48 +76,52 @@ impl Windows {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct SourceWindows {
     windows: Windows,
-    /// The order in which they are read, if it is not that of the file.
+    /// The shuffled order of the windows; `None` for the order of the file.
     order: Option<Shuffle>,
-    /// How many samples of a block it has.
+    /// Number of samples of this source in each block.
     num_places: u64,
 }
 
-/// Samples of which each source has its part: weights are rounded to its inverse.
+/// Number of samples in a block. Each block contains samples of all sources in proportion to their weights, so weights
+/// are rounded to multiples of its inverse.
 const BLOCK: u64 = 1 << 12;
 
-/// Whose a sample of a block is.
+/// The source of one sample in a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Place {
     source: u32,
-    /// How many samples of the source come before in the block.
+    /// Number of earlier samples of the source in the block.
     rank: u32,
 }
 
-/// Says which window of a token file is sample `i` of the run.
+/// Maps the index of a sample in the run to a window of a token file.
 ///
-/// The tokens are cut into windows of `seq_len + 1`: the inputs, and the targets one further. The inputs of
-/// two windows do not overlap; a last piece that is too short is left out. Windows are cut regardless of
-/// documents, so one may hold the end of a document and the beginning of the next, unless [`Packing`] says otherwise.
+/// With [`Packing::Stream`], tokens are divided into windows of `seq_len + 1`: the inputs, and the targets, which are
+/// shifted by one. The inputs of two windows do not overlap, and a remainder that is too short for a window is not
+/// used. Windows may contain the end of a document and the beginning of the next one. [`Packing::Documents`] keeps
+/// documents together.
 ///
-/// A sample is addressed by its index in the whole run, whichever rank reads it: rank `r` of `n` takes its
-/// share of each global batch's indices, and the order is the same for any `n`. The index is the whole state,
-/// so a run resumes from the number of samples it has seen.
+/// Samples are numbered over the whole run: rank `r` of `n` reads its share of the indices of each global batch, and
+/// the order is the same for every `n`. The sampler has no other state, so a run resumes from the number of samples it
+/// has seen.
 ///
-/// The shuffled order is computed for each index, in constant memory, at less than a microsecond; only windows of documents
-/// are listed, at 8 bytes each.
+/// The shuffled order is computed for each index in constant memory, in less than a microsecond. Only windows of
+/// documents are stored, at 8 bytes each.
 ///
-/// Where sources have weights, each block of 4096 samples has as many of each as its weight says, evenly spread.
+/// If sources have weights, each block of 4096 samples contains samples of each source in proportion to its weight,
+/// evenly spread.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sampler {
     sources: Vec<SourceWindows>,
-    /// Whose the samples of a block are; empty for one source.
+    /// The source of each sample in a block; empty if there is only one source.
     block: Arc<[Place]>,
     seq_len: usize,
 }
 
 impl Sampler {
-    /// The windows of one stream of tokens. With a `seed`, every epoch reads each window once, in an order that depends on the seed and the
-    /// epoch. Without one, every epoch reads the windows in the order of the file: window `i` starts at token `(i mod num_windows) × seq_len`.
+    /// Creates a sampler of [`Packing::Stream`] windows over `num_tokens` tokens. With a `seed`, every epoch reads each
+    /// window once, in an order that depends on the seed and the epoch. Without one, every epoch reads the windows in
+    /// the order of the file: window `i` starts at token `(i mod num_windows) × seq_len`.
     ///
     /// # Errors
     /// If `num_tokens` are too few for one window.
@@ -123,10 +129,11 @@ impl Sampler {
         Self::of_one(Windows::stream(0..num_tokens, seq_len), num_tokens, seq_len, seed)
     }
 
-    /// The windows of a file, in a shuffled order if there is a seed; of sources by their weights, if there are any.
+    /// Creates a sampler of the windows of a file, in shuffled order if a `seed` is given. If `sources` is not empty,
+    /// samples are drawn from the sources in proportion to their weights.
     ///
     /// # Errors
-    /// If there are too few tokens for one window, of any source; or the file cannot be read.
+    /// If the file or one of the sources has too few tokens for one window, or the file cannot be read.
     pub fn new(
         file: &TokenFile,
         sources: &[Source],
@@ -168,12 +175,13 @@ impl Sampler {
         Ok(Sampler { sources, block: Arc::default(), seq_len })
     }
 
-    /// Windows of one pass over all tokens.
+    /// Number of windows in one pass over all tokens.
     pub fn num_windows(&self) -> u64 {
         self.sources.iter().map(|source| source.windows.len()).sum()
     }
 
-    /// Documents that are longer than a window, where windows hold whole ones.
+    /// Number of documents that [`Packing::Documents`] splits because they are longer than a window; 0 for
+    /// [`Packing::Stream`].
     pub fn num_cut_documents(&self) -> u64 {
         let cut = |source: &SourceWindows| match source.windows {
             Windows::Stream { .. } => 0,
@@ -182,7 +190,7 @@ impl Sampler {
         self.sources.iter().map(cut).sum()
     }
 
-    /// The window that is sample `global_sample_index` of the run.
+    /// Returns the window of sample `global_sample_index` of the run.
     pub fn window(&self, global_sample_index: u64) -> Window {
         let (source, index) = self.source(global_sample_index);
         let num_windows = source.windows.len();
@@ -202,7 +210,7 @@ impl Sampler {
         }
     }
 
-    /// The source of a sample, and which of its samples it is.
+    /// Returns the source of a sample, and the index of the sample within the source.
     fn source(&self, global_sample_index: u64) -> (&SourceWindows, u64) {
         if self.block.is_empty() {
             return (&self.sources[0], global_sample_index);
@@ -213,7 +221,8 @@ impl Sampler {
     }
 }
 
-/// Spreads the samples of sources over a block: next is the source that is farthest behind its part.
+/// Assigns the samples of a block to sources, evenly spread: the next sample is of the source that is farthest behind
+/// its share.
 fn spread(num_places: &[u64]) -> Arc<[Place]> {
     let mut counts = vec![0_u64; num_places.len()];
     let next = |done: u64| {
@@ -227,8 +236,8 @@ fn spread(num_places: &[u64]) -> Arc<[Place]> {
     (0..BLOCK).map(next).collect()
 }
 
-/// How many places of a block each source has: as its weight says, rounded so that they add up (the largest remainders are rounded up), and at
-/// least one.
+/// Returns the number of samples of each source in a block: proportional to the weights, at least one for each source,
+/// and rounded so that the sum is the block's size. The largest remainders are rounded up.
 fn places(sources: &[Source]) -> Vec<u64> {
     let total: f64 = sources.iter().map(|source| source.weight).sum();
     let exact: Vec<f64> = sources.iter().map(|source| source.weight / total * BLOCK as f64).collect();
@@ -240,15 +249,15 @@ fn places(sources: &[Source]) -> Vec<u64> {
             places[index] += 1;
         }
     }
-    // Places that were given to the smallest are taken from the largest.
+    // Samples that were added to give each source at least one are taken from the source that has most.
     while places.iter().sum::<u64>() > BLOCK {
         *places.iter_mut().max().expect("there are sources") -= 1;
     }
     places
 }
 
-/// A random order of `0..count` for each pass over them, which is computed for each index: in constant memory, at less than a
-/// microsecond.
+/// A pseudorandom permutation of `0..count` for each epoch. The element at a position is computed in constant memory,
+/// in less than a microsecond.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shuffle {
     count: u64,
@@ -256,7 +265,7 @@ pub struct Shuffle {
 }
 
 impl Shuffle {
-    /// Orders of `0..count` that depend on `seed` and the pass.
+    /// Creates the permutations of `0..count` that depend on `seed` and the epoch.
     ///
     /// # Panics
     /// If `count` is 0.
@@ -265,7 +274,7 @@ impl Shuffle {
         Shuffle { count, seed }
     }
 
-    /// Which of `0..count` comes at `index` of the run. Each `count` indices are a pass.
+    /// Returns the element of `0..count` at position `index` of the run. Each epoch has `count` positions.
     pub fn place(&self, index: u64) -> u64 {
         permuted(index % self.count, self.count, self.seed, index / self.count)
     }
@@ -273,12 +282,11 @@ impl Shuffle {
 
 const FEISTEL_ROUNDS: u64 = 8;
 
-/// Where `position` goes under the permutation of `0..count` that belongs to `(seed, epoch)`.
+/// Returns the image of `position` under the permutation of `0..count` for `(seed, epoch)`.
 ///
-/// A Feistel network permutes the smallest power of four that holds `count`; values outside `0..count` are
-/// sent through it again until they fall inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary
-/// finite domains", CT-RSA 2002). The domain is less than four times `count`, so four trips are expected at
-/// most.
+/// A Feistel network permutes a domain of 4^n elements, the smallest one that contains `0..count`. It is applied
+/// repeatedly until the result is below `count` (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
+/// domains", CT-RSA 2002). The domain has fewer than `4 * count` elements, so at most four applications are expected.
 pub(crate) fn permuted(position: u64, count: u64, seed: u64, epoch: u64) -> u64 {
     let half_bits = (u64::BITS - (count - 1).leading_zeros()).div_ceil(2);
     let half_mask = (1_u64 << half_bits) - 1;
@@ -361,7 +369,7 @@ mod tests {
 
     #[test]
     fn the_order_never_changes() {
-        // Resuming an old run depends on it.
+        // Resuming a run of an earlier version requires the same order.
         let sampler = Sampler::stream(1001, 10, Some(42)).unwrap();
         let starts: Vec<u64> = (98..104).map(|index| sampler.window(index).start).collect();
         assert_eq!(starts, [110, 530, 670, 80, 720, 110]);
@@ -384,7 +392,7 @@ mod tests {
         }
     }
 
-    /// A file of documents of these lengths.
+    /// Writes a token file with documents of these lengths.
     fn documents(lengths: &[u32]) -> (tempfile::TempDir, TokenFile) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tokens");
@@ -405,7 +413,8 @@ mod tests {
             .map(|index| sampler.window(index))
             .map(|window| (window.start, window.len))
             .collect();
-        // 3 and 2; 4; 6; 1; 13 in pieces of 6, the last with the document of 2.
+        // Windows: documents of 3 and 2; 4; 6; 1; the document of 13 in pieces of 6, the last one with the document of
+        // 2.
         assert_eq!(windows, [(0, 5), (5, 4), (9, 6), (15, 1), (16, 6), (22, 6), (28, 3)]);
         let shuffled = Sampler::new(&file, &[], (5, Packing::Documents), Some(3)).unwrap();
         let mut starts: Vec<u64> = (0..7).map(|index| shuffled.window(index).start).collect();
@@ -423,7 +432,7 @@ mod tests {
         let of_second = |starts: &[u64]| starts.iter().filter(|start| **start >= 4001).count() as u64;
         assert_eq!(of_second(&starts[..BLOCK as usize]), BLOCK / 4 * 3);
         assert_eq!(of_second(&starts), BLOCK / 2 * 3);
-        // Not one source after the other.
+        // The samples of the two sources are interleaved.
         assert!((600..900).contains(&of_second(&starts[..1000])), "{}", of_second(&starts[..1000]));
         let mut first_pass: Vec<u64> =
             starts.iter().filter(|start| **start < 4001).take(400).copied().collect();

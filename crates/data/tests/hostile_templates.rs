@@ -1,4 +1,4 @@
-//! Chat templates that would exhaust the memory, the stack or the time of the program that runs them.
+//! Chat templates that would exhaust the memory, the stack or the processor time of the process that runs them.
 
 use rustix::process::{Resource, Rlimit, setrlimit};
 use serde_json::{Value, json};
@@ -8,11 +8,11 @@ use trireme_data::{CHAT_TEMPLATE_BYTES_MAX, ChatTemplate, isolate_chat_templates
 
 const MEMORY_BYTES: u64 = 256 << 20;
 
-/// The child process that runs a template: this program with the arguments that select this function.
+/// The child process that runs a template. The arguments of this program select this function.
 #[test]
 #[ignore = "only the other tests start it"]
 fn serve() {
-    // The limit of a process stays if it is lower. Memory is slow to fill.
+    // Filling the full limit would be slow. A limit that is already lower does not change.
     let bytes = Some(MEMORY_BYTES);
     setrlimit(Resource::As, Rlimit { current: bytes, maximum: bytes }).unwrap();
     serve_chat_template().unwrap();
@@ -30,13 +30,13 @@ fn messages() -> Vec<Value> {
     vec![json!({ "role": "user", "content": "1+1?" }), json!({ "role": "assistant", "content": "2" })]
 }
 
-/// The error of compiling the template or of rendering a conversation with it.
+/// Returns the error of compiling the template or of rendering a conversation with it.
 fn error_of(source: &str) -> String {
     let rendered = template(source).and_then(|template| template.samples(&messages(), 0));
     rendered.expect_err("it is refused")
 }
 
-/// Assignments that nest lists: each holds the one before twice, so the last has 2^40 elements.
+/// Returns assignments that nest lists. Each list contains the previous one twice, so the last one has 2^40 elements.
 fn nested_lists() -> String {
     let step = "{% set ns.a = [ns.a, ns.a] %}";
     format!("{{% set ns = namespace(a=[1]) %}}{}", step.repeat(40))
@@ -87,7 +87,7 @@ fn the_stack_is_limited() {
 
 #[test]
 fn processor_time_is_limited_and_the_next_conversation_is_rendered() {
-    // Only the conversation that says so takes long.
+    // Only a conversation with the content `compare` takes long.
     let source = nested_lists()
         + "{% set first = ns.a %}"
         + &nested_lists()

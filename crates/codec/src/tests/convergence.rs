@@ -1,4 +1,4 @@
-//! Training by four ranks: linear regression with several outputs, whose parameters are one matrix and one vector.
+//! Training on four ranks: linear regression with several outputs. The parameters are one matrix and one bias vector.
 
 use super::*;
 
@@ -8,10 +8,10 @@ const LEN: usize = OUTPUTS * INPUTS + OUTPUTS;
 const SAMPLES: usize = 16;
 const RANKS: usize = 4;
 const STEPS: u64 = 1500;
-/// Low, because what is kept for many steps is applied at once.
+/// A low learning rate, because gradients that were held back for many steps are applied at once.
 const RATE: f32 = 0.03;
 
-/// One rank's samples: inputs, and outputs of a hidden model with noise.
+/// The samples of one rank: inputs, and outputs of a hidden linear model with noise.
 struct Samples {
     inputs: Vec<f32>,
     outputs: Vec<f32>,
@@ -32,7 +32,8 @@ impl Samples {
         Samples { inputs, outputs }
     }
 
-    /// The mean loss over the samples of all ranks is the sum over ranks; so is its gradient.
+    /// Computes this rank's share of the mean loss over the samples of all ranks, and its gradient. The sum over the
+    /// ranks is the mean.
     fn loss_and_gradient(&self, parameters: &[f32], gradient: &mut [f32]) -> f64 {
         gradient.fill(0.0);
         let (mut loss, weight) = (0.0, 1.0 / (RANKS * SAMPLES) as f32);
@@ -49,7 +50,7 @@ impl Samples {
     }
 }
 
-/// Outputs of the matrix and vector that `parameters` are.
+/// Returns the outputs of the model for one input. `parameters` are the matrix and then the bias.
 fn predict(parameters: &[f32], x: &[f32]) -> impl Iterator<Item = f32> {
     let (matrix, vector) = parameters.split_at(OUTPUTS * INPUTS);
     matrix
@@ -58,7 +59,8 @@ fn predict(parameters: &[f32], x: &[f32]) -> impl Iterator<Item = f32> {
         .map(move |(row, bias)| row.iter().zip(x).map(|(weight, x)| weight * x).sum::<f32>() + bias)
 }
 
-/// Loss before the first step and after the last, by gradient descent with momentum `momentum` in the optimizer.
+/// Trains by gradient descent with momentum `momentum` in the optimizer. Returns the loss before the first step and
+/// after the last one.
 fn train(compression: &Compression, momentum: f32) -> [f64; 2] {
     let mut model = vec![0.0; LEN];
     RandomKey::new(9, "model").fill_normal(&mut model, 1.0);
@@ -101,7 +103,7 @@ fn momentum_is_corrected_and_warmed_up() {
     assert!((loss / uncompressed - 1.0).abs() < 0.02, "{loss} instead of {uncompressed}");
 }
 
-/// What the feedback is for: the same codecs without it do not get there.
+/// Without error feedback, the same codecs end at a higher loss.
 #[test]
 fn biased_codecs_need_error_feedback() {
     let [_, uncompressed] = train(&Compression::none(), 0.0);

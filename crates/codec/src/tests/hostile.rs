@@ -1,10 +1,11 @@
-//! Results that no rank has made.
+//! Decoding of results that no compressor has produced.
 
 use super::*;
 use proptest::prelude::*;
 use trireme_base::Random;
 
-/// Reads `bytes` as the results of a step, cut or repeated to the right length; the first refusal, if there is one.
+/// Decodes `bytes` as the results of all rounds of a step, truncated or repeated to the right length. Returns the first
+/// error.
 fn feed(
     compression: &Compression,
     bucket: &Bucket,
@@ -57,7 +58,7 @@ proptest! {
     }
 }
 
-/// Bytes of which many are alike, as damaged messages have them, and indices that are nearly right.
+/// Random bytes with many equal bits, as in damaged messages, and small integers that are almost valid indices.
 #[test]
 fn many_seeded_messages_are_survived() {
     let mut random = Random::new(RandomKey::new(11, "hostile"), 0);

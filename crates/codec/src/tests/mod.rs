@@ -1,4 +1,4 @@
-//! Ranks as compressors in a row; what travels between them is copied.
+//! Tests with all ranks of a world as compressors in one thread. Collectives are simulated by copies.
 
 mod convergence;
 mod hostile;
@@ -10,12 +10,12 @@ use super::*;
 use bytemuck::Pod;
 use trireme_base::{Bf16, DType, F16, Rank};
 
-/// All ranks of a world, with one bucket.
+/// The compressors of all ranks for one bucket.
 struct World {
     compressors: Vec<Compressor>,
-    /// What the bytes of a message are before it is written.
+    /// The initial value of all bytes of a message, before it is written.
     blank: u8,
-    /// The messages of the last step, by round, then rank.
+    /// The messages of the last step, by round and then by rank.
     messages: Vec<Vec<Vec<u8>>>,
 }
 
@@ -32,7 +32,7 @@ impl World {
         World { compressors: (0..world_size).map(compressor).collect(), blank: 0, messages: Vec::new() }
     }
 
-    /// One step; the result, which is the same on all ranks.
+    /// Runs one step on all ranks, checks that they get the same bits, and returns the result.
     fn step(&mut self, gradients: &[Vec<f32>]) -> Vec<f32> {
         self.messages.clear();
         let mut gradients = gradients.to_vec();
@@ -86,7 +86,7 @@ impl World {
     }
 }
 
-/// A codec's compression, with block lengths and ratios that suit short buckets.
+/// Returns the compression of a codec with block lengths and ratios that suit short buckets.
 fn compression(codec: CodecName) -> Compression {
     compression_with(codec, |_| {})
 }
@@ -103,12 +103,12 @@ fn compression_with(codec: CodecName, change: impl FnOnce(&mut CompressionOption
     Compression::new(&options).expect("options are right")
 }
 
-/// Every codec that leaves something out.
+/// Returns every codec except `none`.
 fn lossy() -> impl Iterator<Item = CodecName> {
     CodecName::ALL.into_iter().filter(|&codec| codec != CodecName::None)
 }
 
-/// Gradients of all ranks in a step.
+/// Returns random gradients of all ranks for a step.
 fn gradients(len: usize, world_size: usize, step: u64) -> Vec<Vec<f32>> {
     let gradient = |rank: usize| {
         let mut values = vec![0.0; len];
@@ -118,7 +118,7 @@ fn gradients(len: usize, world_size: usize, step: u64) -> Vec<Vec<f32>> {
     (0..world_size).map(gradient).collect()
 }
 
-/// The sum over ranks, in f64.
+/// Returns the sum over ranks, in f64.
 fn sum(gradients: &[Vec<f32>]) -> Vec<f64> {
     let element = |index| gradients.iter().map(|gradient| f64::from(gradient[index])).sum();
     (0..gradients[0].len()).map(element).collect()

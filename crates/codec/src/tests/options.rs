@@ -1,4 +1,4 @@
-//! What a config may ask for, and the bytes that it costs.
+//! Validation of options, and the sizes of messages.
 
 use super::*;
 
@@ -113,7 +113,7 @@ fn matrices_must_lie_in_order_within_the_bucket() {
     assert_eq!(Bucket::flat(0).matrices(), [matrix(0, 0, 0)]);
 }
 
-/// The formulas of `docs/compression.md`, for buckets that are long enough.
+/// The formulas of `docs/compression.md`. They hold for buckets that are long enough.
 fn documented_bytes(codec: CodecName, len: usize) -> usize {
     let blocks = len.div_ceil(64);
     let (rows, cols) = (len.isqrt(), len / len.isqrt());
@@ -154,7 +154,7 @@ fn messages_have_the_bytes_of_the_formulas_and_all_are_written() {
 fn matrices_of_a_bucket_are_factored_one_by_one() {
     let matrices = vec![
         Matrix { offset: 10, rows: 20, cols: 30 },
-        // Too small for rank 2.
+        // Too small to be factored with rank 2.
         Matrix { offset: 610, rows: 3, cols: 3 },
         Matrix { offset: 700, rows: 40, cols: 5 },
     ];
@@ -178,10 +178,10 @@ fn a_codec_that_saves_nothing_gives_way_and_says_so() {
     for (codec, len, world_size, expected) in [
         (CodecName::None, 1000, 2, Some(UncompressedReason::NoCodec)),
         (CodecName::TopK, 1000, 1, Some(UncompressedReason::OneRank)),
-        // 4 + 1 bytes instead of 4.
+        // 5 bytes (scale and code) are sent instead of 4.
         (CodecName::Fp8E4m3, 1, 2, no_gain),
         (CodecName::Fp8E4m3, 2, 2, gain),
-        // An all-gather of a quarter among 8 ranks is no less than an all-reduce.
+        // Among 8 ranks, an all-gather of a quarter of the bytes sends no less than an all-reduce.
         (CodecName::Fp8E4m3, 10_000, 7, gain),
         (CodecName::Fp8E4m3, 10_000, 8, no_gain),
         (CodecName::RandomK, 1, 2, no_gain),
@@ -234,7 +234,7 @@ fn a_codec_of_its_own_may_compress_the_warm_up() {
         for (warmup_codec, early) in [
             (CodecName::None, 4000),
             (CodecName::Bf16, documented_bytes(CodecName::Bf16, 1000)),
-            // With scales of 256 elements each.
+            // One f32 scale for each block of 256 elements.
             (CodecName::Int8, 1000 + 4 * 4),
         ] {
             let compression = compression_with(codec, |options| {

@@ -1,4 +1,4 @@
-//! What compressors take is known before they are made.
+//! The computed sizes equal those of compressors that exist.
 
 use super::*;
 
@@ -46,7 +46,8 @@ fn sizes_are_those_of_compressors_that_are_made() {
 #[test]
 fn what_codecs_work_with_is_counted_as_well() {
     for codec in CodecName::ALL {
-        // A matrix of 31 x 32, whose factors are two columns each; a bit an element, in words of 64.
+        // `powersgd` factors a matrix of 31 x 32 by two columns each. `random_k` uses one bit for each element, in
+        // 64-bit words.
         let expected = match codec {
             CodecName::PowerSgd => 2 * 31 * 4,
             CodecName::RandomK => 16 * 8,

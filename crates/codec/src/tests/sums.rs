@@ -1,8 +1,8 @@
-//! What comes back: sums, errors that are kept, random numbers, values that are not finite, states.
+//! Results of steps: sums, error feedback, random numbers, values that are not finite, and state.
 
 use super::*;
 
-/// Buckets of all lengths in all worlds: what was sent and what is kept are what was given.
+/// The decoded sums and the residuals add up to the gradients.
 #[test]
 fn nothing_is_lost_with_error_feedback() {
     for codec in lossy() {
@@ -21,7 +21,7 @@ fn nothing_is_lost_with_error_feedback() {
                     let residual = world.residual(rank).unwrap_or(&[]);
                     received.iter_mut().zip(residual).for_each(|(all, x)| *all += f64::from(*x));
                 }
-                // Sums of f16 and bf16 are rounded on the way.
+                // Sums in f16 and bf16 are rounded at each addition.
                 let tolerance = match codec {
                     CodecName::F16 => 1e-2,
                     CodecName::Bf16 => 6e-2,
@@ -36,7 +36,7 @@ fn nothing_is_lost_with_error_feedback() {
     }
 }
 
-/// Sums of small integers are exact, and so is the account.
+/// Sums of small integers are exact in f32, so gradients, results and residuals add up without any error.
 #[test]
 fn sparse_messages_and_residuals_add_up_exactly() {
     for codec in [CodecName::TopK, CodecName::RandomK] {
@@ -63,10 +63,10 @@ fn one_step_is_close_to_the_sum() {
         (CodecName::None, 1e-6),
         (CodecName::F16, 3e-3),
         (CodecName::Bf16, 3e-2),
-        // Half a unit in the last place of values below 2, for each rank.
+        // Half a unit in the last place of values below 2, on each rank.
         (CodecName::Fp8E4m3, 4.0 / 16.0),
         (CodecName::Fp8E5m2, 4.0 / 8.0),
-        // A level of the largest in a block, for each rank.
+        // One quantization step of a block whose largest magnitude is 2, on each rank.
         (CodecName::Int8, 4.0 * 2.0 / 127.0),
         (CodecName::Int4, 4.0 * 2.0 / 7.0),
     ] {
@@ -98,7 +98,7 @@ fn a_sign_stands_for_the_mean_of_its_block() {
     }
 }
 
-/// A matrix of the rank that factors have is sent whole, and nothing is left.
+/// A matrix whose rank is at most that of the factors is reproduced exactly, and no residual remains.
 #[test]
 fn low_rank_is_exact_where_the_rank_is_low() {
     let (rows, cols) = (24, 40);
@@ -121,7 +121,7 @@ fn low_rank_is_exact_where_the_rank_is_low() {
     }
 }
 
-/// Finite values whose factors are too large for f32 must not vanish, either.
+/// Finite values whose factors overflow f32 give NaN; they must not vanish.
 #[test]
 fn overflowing_factors_are_seen() {
     let mut world = World::new(&compression(CodecName::PowerSgd), &Bucket::flat(400), 2);
@@ -135,12 +135,12 @@ fn zeros_give_zeros() {
         let mut world = World::new(&compression(codec), &Bucket::flat(400), 2);
         for _ in 0..2 {
             assert!(world.step(&[vec![0.0; 400], vec![0.0; 400]]).iter().all(|&x| x == 0.0), "{codec}");
-            // The scale of fp8 and the indices of top-k are not 0, whatever they are for.
+            // The scale of fp8 and the indices of top-k are not 0 even for zeros.
             if !matches!(codec, CodecName::Fp8E4m3 | CodecName::Fp8E5m2 | CodecName::TopK) {
                 assert!(world.messages.iter().flatten().flatten().all(|&byte| byte == 0), "{codec}");
             }
         }
-        // Factors of nothing are drawn anew.
+        // Factors of a zero matrix are replaced by random ones, so that later gradients are not lost.
         let result = world.step(&gradients(400, 2, 0));
         assert!(result.iter().any(|&x| x != 0.0), "{codec}");
     }
@@ -170,7 +170,7 @@ fn unbiased_codecs_are_right_on_average() {
     }
 }
 
-/// One codec's rounding differs from step to step, from rank to rank and from seed to seed, and is the same in a rerun.
+/// Stochastic rounding depends on the step, the rank and the seed, and is the same in a repeated run.
 #[test]
 fn random_numbers_depend_on_seed_step_and_rank() {
     let gradients = vec![gradients(500, 1, 0).remove(0); 2];
@@ -190,7 +190,7 @@ fn random_numbers_depend_on_seed_step_and_rank() {
     }
 }
 
-/// In the middle of ordinary values, and where a sparse codec would not look.
+/// Tests values that are not finite among ordinary ones, at positions that a sparse codec may not select.
 #[test]
 fn what_is_not_finite_reaches_every_rank_and_is_not_kept() {
     let len = 400;
@@ -242,12 +242,13 @@ fn momentum_works_where_nothing_is_compressed() {
     assert_eq!(results, [1.0, 0.5, 1.25]);
 }
 
-/// A step in which the elements of each rank have sizes of their own, and only their signs and ratios count.
+/// Elements have different magnitudes on each rank. After normalization only their signs and their ratios to earlier
+/// steps count.
 #[test]
 fn every_rank_divides_by_its_own_squares() {
     let gradients = [vec![1e-6, -1e-3, 5.0, 0.0], vec![2e3, 1e-3, 7e-9, 0.0]];
     let second = [vec![1e-6, 1e-3, -5.0, 0.0], vec![4e3, 1e-3, 7e-9, 1.0]];
-    // More bytes than uncompressed, and a warm-up: neither keeps a gradient from being divided.
+    // One case sends more bytes than uncompressed, and one is in its warm-up. Gradients are normalized in both.
     let many = compression_with(CodecName::TopK, |options| {
         (options.normalize, options.ratio) = (Some(0.5), Some(1.0));
     });
@@ -261,12 +262,14 @@ fn every_rank_divides_by_its_own_squares() {
             assert!(found.iter().zip(expected).all(|(x, y)| (x - y).abs() < 1e-5), "{found:?}, {expected:?}");
         };
         close(world.step(&gradients), [2.0, 0.0, 2.0, 0.0]);
-        // After means of (0.25 + 0.5) / 0.75; of 2 and 4: (1 + 8) / 0.75; of 0 and 1: 0.5 / 0.75.
+        // Second moments after bias correction: (0.25 + 0.5) / 0.75; for gradients of 2 and 4, (1 + 8) / 0.75; for 0
+        // and 1, 0.5 / 0.75.
         close(world.step(&second), [1.0 + 4.0 / 12_f32.sqrt(), 2.0, 0.0, 1.5_f32.sqrt()]);
     }
 }
 
-/// Ten steps, and five and five with the state carried over, within a warm-up and behind it.
+/// Ten steps give the same bits as five steps, a state that is saved and loaded, and five more, within a warm-up and
+/// after it.
 #[test]
 fn a_state_goes_on_with_the_same_bits() {
     for codec in CodecName::ALL {
@@ -363,7 +366,7 @@ fn another_loss_scale_changes_the_exponent_only() {
                 gradients.iter().map(|gradient| gradient.iter().map(|x| x * factor).collect()).collect();
             let result = worlds[1].step(&scaled);
             for (plain, result) in plain.iter().zip(&result) {
-                // Of f16, values below 2^-14 have fewer digits.
+                // In f16, values below 2^-14 have fewer significant bits.
                 let tolerance = if codec == CodecName::F16 { 1e-6 } else { 0.0 };
                 assert!(
                     (result / factor - plain).abs() <= tolerance,
@@ -374,7 +377,7 @@ fn another_loss_scale_changes_the_exponent_only() {
     }
 }
 
-/// Sums of gradients that are divided have no scale.
+/// Sums of normalized gradients do not depend on the loss scale.
 fn check_normalized_scale(compression: &Compression) {
     let mut worlds = [0, 1].map(|_| World::new(compression, &Bucket::flat(300), 2));
     for step in 0..4 {

@@ -1,4 +1,4 @@
-//! Runs a chat template on messages, in this process.
+//! An interpreter that renders chat templates in the current process.
 
 use super::marks::{ANSWER_BEGINS, ANSWER_ENDS, take_marks};
 use super::python_json::to_json;
@@ -13,10 +13,11 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
-/// Steps of the interpreter per rendered text. Published templates take some thousandth of it for a long conversation.
+/// Maximum number of interpreter steps for each rendered text. Published templates take about a thousandth of it for a
+/// long conversation.
 const FUEL: u64 = 50_000_000;
 
-/// Maximum length of a rendered text: a few times the length of a line of an input file.
+/// Maximum length of a rendered text in bytes: a few times the maximum length of an input record.
 const TEXT_BYTES_MAX: usize = 256 << 20;
 
 const TEMPLATE: &str = "chat_template";
@@ -26,7 +27,7 @@ const TEMPLATE: &str = "chat_template";
 pub(super) struct Program<'a> {
     pub(super) source: Cow<'a, str>,
     pub(super) special_tokens: Cow<'a, BTreeMap<String, String>>,
-    /// The time that `strftime_now` formats, in seconds after 1970 began.
+    /// The time that `strftime_now` formats, in seconds since the Unix epoch.
     pub(super) now: i64,
 }
 
@@ -40,7 +41,7 @@ pub(super) struct Task<'a> {
 pub(super) enum Output {
     /// The conversation as one text.
     Text { add_generation_prompt: bool },
-    /// The samples from which a model learns the answers in the messages from `first` on.
+    /// The training samples of a conversation. Only answers in messages from index `first` on are learned.
     Samples { first: usize },
 }
 
@@ -55,7 +56,7 @@ impl Interpreter {
     /// Compiles a template. Fails if it is not valid.
     pub(super) fn new(program: &Program<'_>) -> Result<Self, String> {
         let mut environment = Environment::new();
-        // As transformers has it.
+        // The same settings as in transformers.
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
         environment.set_keep_trailing_newline(false);
@@ -85,10 +86,10 @@ impl Interpreter {
         })
     }
 
-    /// Renders the texts that a task asks for.
+    /// Renders the texts of a task.
     ///
     /// # Errors
-    /// Why the template refuses the messages, and why the answers cannot be located in the text.
+    /// If the template rejects the messages, or the answers cannot be located in the text.
     pub(super) fn run(&self, task: &Task<'_>) -> Result<Vec<Answered>, String> {
         let messages = &task.messages[..];
         match task.output {
@@ -97,7 +98,7 @@ impl Interpreter {
         }
     }
 
-    /// Renders the documents of a conversation, with the answers to learn from the message `first` on.
+    /// Renders the training samples of a conversation. Only answers in messages from index `first` on are learned.
     fn samples(&self, messages: &[Value], first: usize) -> Result<Vec<Answered>, String> {
         let mut all = self.render(messages, false)?;
         if self.marks_answers {
@@ -134,7 +135,7 @@ impl Interpreter {
         Ok(vec![all])
     }
 
-    /// A sample for each answer.
+    /// Renders one sample for each answer.
     fn one_by_one(
         &self,
         messages: &[Value],
@@ -154,14 +155,15 @@ impl Interpreter {
         Ok(samples)
     }
 
-    /// The conversation up to an answer. The answer begins where the model would continue the text of the messages before.
+    /// Renders the conversation up to and including an answer. The answer begins where a model would continue the text
+    /// of the earlier messages.
     fn answered(&self, messages: &[Value], index: usize) -> Result<Answered, String> {
         let prompt = self.render(&messages[..index], true)?.text;
         let with = self.render(&messages[..=index], false)?;
         let start = if with.text.starts_with(&prompt) {
             prompt.len()
         } else {
-            // The prompt may have something that this answer has not, such as the beginning of a thought.
+            // The generation prompt may contain text that this answer lacks, such as the beginning of a thought.
             let before = self.render(&messages[..index], false)?.text;
             if !(with.text.starts_with(&before) && prompt.starts_with(&before)) {
                 return Err(format!(
@@ -181,11 +183,11 @@ impl Interpreter {
         Ok(Answered { answers: vec![answer], ..with })
     }
 
-    /// Renders messages; the answers are those that the template marks.
+    /// Renders messages. The returned answers are those that the template marks.
     fn render(&self, messages: &[Value], add_generation_prompt: bool) -> Result<Answered, String> {
         let template = self.environment.get_template(TEMPLATE).expect("it was added");
         let special_tokens = TemplateValue::from_serialize(&self.special_tokens);
-        // transformers passes the optional arguments as none.
+        // Like transformers, pass None for the optional arguments.
         let none = TemplateValue::from(());
         let context =
             context! { messages, add_generation_prompt, tools => none, documents => none, ..special_tokens };
@@ -194,7 +196,7 @@ impl Interpreter {
             if error.kind() == ErrorKind::OutOfFuel {
                 return format!("the chat template takes more than {FUEL} steps");
             }
-            // The detail is the text given to raise_exception.
+            // The detail is the argument of `raise_exception`.
             error.detail().map_or_else(|| error.to_string(), str::to_owned)
         })?;
         Ok(take_marks(&String::from_utf8_lossy(&rendered.0)))
@@ -210,7 +212,7 @@ fn is_learned(message: &Value) -> bool {
     message["weight"].as_f64() != Some(0.0)
 }
 
-/// Text that a template writes, up to [`TEXT_BYTES_MAX`].
+/// A buffer for the rendered text that is limited to [`TEXT_BYTES_MAX`].
 struct Bounded(Vec<u8>);
 
 impl Write for Bounded {
@@ -229,7 +231,7 @@ impl Write for Bounded {
     }
 }
 
-/// Stands for `{% generation %}`, which the template language does not have.
+/// Implements `{% generation %}`, which the template language does not have.
 fn mark_answer(state: &State<'_, '_>, arguments: Kwargs) -> Result<String, Error> {
     let caller: TemplateValue = arguments.get("caller")?;
     let answer = caller.call(state, &[])?;
@@ -240,7 +242,7 @@ fn has_tag(source: &str, name: &str) -> bool {
     tags(source).any(|(_, inner, _)| tag_name(inner) == name)
 }
 
-/// Each tag of the source: where it begins, what is between its delimiters, and where it ends.
+/// Returns for each tag of the source its start, the text between its delimiters, and its end.
 fn tags(source: &str) -> impl Iterator<Item = (usize, &str, usize)> {
     let mut rest = 0;
     std::iter::from_fn(move || {
@@ -251,12 +253,12 @@ fn tags(source: &str) -> impl Iterator<Item = (usize, &str, usize)> {
     })
 }
 
-/// The name of a tag, without the signs that trim white space around it.
+/// Returns the name of a tag, without the signs that control whitespace.
 fn tag_name(inner: &str) -> &str {
     inner.trim_matches(|c| c == '-' || c == '+').trim()
 }
 
-/// The source with calls in place of tags that the template language does not have.
+/// Replaces tags that the template language does not have by calls.
 fn with_calls(source: &str) -> String {
     let (mut text, mut rest) = (String::with_capacity(source.len()), 0);
     for (start, inner, end) in tags(source) {

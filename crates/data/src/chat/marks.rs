@@ -1,4 +1,4 @@
-//! Marks in text that a template renders, in characters of the private use area. They are removed again.
+//! Private-use characters that mark positions in rendered text. They are removed after rendering.
 
 use super::text::Answered;
 use aho_corasick::{AhoCorasick, MatchKind};
@@ -7,13 +7,13 @@ use serde_json::Value;
 pub(super) const ANSWER_BEGINS: char = '\u{10fff0}';
 pub(super) const ANSWER_ENDS: char = '\u{10fff1}';
 
-/// Stands within a text that reads like the name of a special token, after its first character: the message contained that text, so it
-/// is not the token.
+/// Inserted after the first character of a text that equals the name of a special token, if the text comes from a
+/// message. Such a text is not encoded as the special token.
 const LITERAL: char = '\u{10fff2}';
 
 pub(super) const MARKS: [char; 3] = [ANSWER_BEGINS, ANSWER_ENDS, LITERAL];
 
-/// Whether a string within a value contains a character that serves as a mark.
+/// Whether a string or key within a value contains a character that is used as a mark.
 pub(super) fn has_mark(value: &Value) -> bool {
     match value {
         Value::String(text) => text.contains(MARKS),
@@ -23,10 +23,11 @@ pub(super) fn has_mark(value: &Value) -> bool {
     }
 }
 
-/// Maximum length of a name in bytes. Longer names are left out; only a tokenizer that is made for it has any.
+/// Maximum length of a special-token name in bytes. Longer names are not marked; only a maliciously crafted tokenizer
+/// has them.
 const NAME_BYTES_MAX: usize = 128;
 
-/// Names of special tokens that are text where messages contain them.
+/// Names of special tokens that are treated as plain text where they occur in messages.
 #[derive(Debug, Clone)]
 pub(super) struct LiteralNames {
     sorted: Vec<String>,
@@ -48,7 +49,7 @@ impl LiteralNames {
         LiteralNames { sorted: names, matcher: matcher.expect("the names are few and short") }
     }
 
-    /// Marks the names in a message, and returns how many there were. The role stays as it is, because templates compare it.
+    /// Marks the names in a message, and returns their number. The role is not changed, because templates compare it.
     pub(super) fn mark_message(&self, message: &mut Value) -> u64 {
         let Value::Object(fields) = message else { return self.mark(message) };
         fields.iter_mut().filter(|(name, _)| *name != "role").map(|(_, value)| self.mark(value)).sum()
@@ -65,8 +66,8 @@ impl LiteralNames {
         }
     }
 
-    /// Marks the names in the strings of a value, and returns how many there were. The beginning of a name at the end of a string is
-    /// marked as well, because the template may complete it.
+    /// Marks the names in the strings of a value, and returns their number. The beginning of a name at the end of a
+    /// string is marked as well, because the template may complete it.
     fn mark(&self, value: &mut Value) -> u64 {
         match value {
             Value::String(text) => {
@@ -103,7 +104,7 @@ impl LiteralNames {
     }
 }
 
-/// Removes the marks from a rendered text, and returns where they were.
+/// Removes the marks from a rendered text, and returns the positions where they were.
 pub(super) fn take_marks(rendered: &str) -> Answered {
     let (mut text, mut answers, mut start) = (String::with_capacity(rendered.len()), Vec::new(), None);
     let mut literal = Vec::new();

@@ -1,4 +1,4 @@
-//! Conversations as text, by the chat template of a model.
+//! Chat templates, which format conversations as text.
 
 mod interpreter;
 mod marks;
@@ -23,13 +23,13 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::UNIX_EPOCH;
 use trireme_base::{open_regular, parse_json};
 
-/// A chat template next to a tokenizer, as transformers writes it.
+/// Name of the chat template's file in the folder of a tokenizer, as transformers writes it.
 pub const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
 
-/// Maximum length of a template's source. The longest published ones have a few dozen KiB.
+/// Maximum length of a template's source in bytes. The longest published ones have a few dozen KiB.
 pub const CHAT_TEMPLATE_BYTES_MAX: usize = 1 << 20;
 
-/// Turns begin and end with tokens of their own (OpenAI's ChatML).
+/// OpenAI's ChatML format, in which special tokens begin and end each message.
 const CHATML: &str = "\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -43,24 +43,25 @@ const CHATML: &str = "\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 ";
 
-/// The names of special tokens that templates use, in `tokenizer_config.json`.
+/// The keys of `tokenizer_config.json` whose special tokens templates may use.
 const SPECIAL_TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];
 
 /// A Jinja template that formats a conversation as text, as transformers' `apply_chat_template` does.
 ///
-/// A template from a file is a program that others wrote. It runs in a child process with limits on its memory, stack and
-/// processor time if the program has called [`isolate_chat_templates`].
+/// A template from a file is untrusted code. It runs in a child process with limits on its memory, stack and processor
+/// time if the program has called [`isolate_chat_templates`].
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
     source: String,
-    /// The file, or the folder of the model.
+    /// The template's file, or the folder of the model.
     path: PathBuf,
     special_tokens: BTreeMap<String, String>,
-    /// Names that stay text in messages.
+    /// Names of special tokens that stay plain text in messages.
     literal_names: Option<Arc<LiteralNames>>,
     /// Started when the template is first used. Shared by clones.
     runner: Arc<Mutex<Option<Runner>>>,
-    /// The end of an answer, once computed; an error if the template does not render the messages that would show it.
+    /// The text that ends an answer, computed when it is first needed. An error if the template cannot render the
+    /// messages that would show it.
     end_of_answer: OnceLock<Result<Option<String>, ()>>,
 }
 
@@ -95,11 +96,11 @@ impl PartialEq for ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// A template with the special tokens that it may use; `path` is where it comes from. It is compiled when it is first used, so that a
-    /// model whose template is not valid can be used without it.
+    /// Creates a template with the special tokens that it may use. `path` names its origin in errors. The template is
+    /// compiled when it is first used, so a model with an invalid template can be used without it.
     ///
     /// # Errors
-    /// If it is too long.
+    /// If the source is longer than [`CHAT_TEMPLATE_BYTES_MAX`].
     pub fn new(
         source: &str,
         special_tokens: BTreeMap<String, String>,
@@ -119,14 +120,16 @@ impl ChatTemplate {
         })
     }
 
-    /// A template that suits models which have not learned one yet.
+    /// Returns a ChatML template, which suits models that have not been trained with another template.
     pub fn chatml() -> Self {
         let template = Self::new(CHATML, BTreeMap::new(), Path::new("chatml")).expect("it is short");
         let runner = Runner::here(&template.program()).expect("it is a valid template");
         template.with_runner(runner)
     }
 
-    /// Returns the template of a model, if it has one, from files that `read` returns by name: [`CHAT_TEMPLATE_FILE`], or within `tokenizer_config.json`.
+    /// Returns the template of a model, if it has one: from the file [`CHAT_TEMPLATE_FILE`], or from
+    /// `tokenizer_config.json`. `read` returns the content of a file by name, `None` if it does not exist. `folder`
+    /// names the model in errors.
     ///
     /// # Errors
     /// If `read` fails, `tokenizer_config.json` is not JSON, or the template is too long.
@@ -146,7 +149,8 @@ impl ChatTemplate {
         Ok(Some(ChatTemplate::new(&source, special_tokens_in(&config), folder)?))
     }
 
-    /// A template in a file, with the special tokens that the `tokenizer_config.json` of a tokenizer names.
+    /// Reads a template from a file. `tokenizer_config` is the content of the `tokenizer_config.json` that names the
+    /// special tokens.
     ///
     /// # Errors
     /// If the file cannot be read, or the template is not valid, is too long, or exceeds a limit.
@@ -165,22 +169,22 @@ impl ChatTemplate {
         ChatTemplate { runner: Arc::new(Mutex::new(Some(runner))), ..self }
     }
 
-    /// Makes the names of a tokenizer's special tokens text where they occur in messages.
+    /// Treats the names of a tokenizer's special tokens as plain text where they occur in messages.
     pub fn with_special_tokens_as_text(self, tokenizer: &Tokenizer) -> Self {
         self.with_literal_names(tokenizer.special_token_names())
     }
 
-    /// Makes these names of special tokens text where they occur in messages.
+    /// Treats these names of special tokens as plain text where they occur in messages.
     fn with_literal_names(self, names: Vec<String>) -> Self {
         ChatTemplate { literal_names: Some(Arc::new(LiteralNames::new(names))), ..self }
     }
 
-    /// The template as it was given.
+    /// The source of the template.
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// Takes all that texts depend on into a hash.
+    /// Adds everything to a hash that rendered texts depend on, except messages.
     pub(crate) fn hash_into(&self, hasher: &mut crc32fast::Hasher) {
         hasher.update(self.source.as_bytes());
         if !self.special_tokens.is_empty() {
@@ -188,16 +192,17 @@ impl ChatTemplate {
         }
     }
 
-    /// Returns the text that a model continues with its answer.
+    /// Renders a conversation as a prompt that a model continues with its answer.
     ///
     /// # Errors
-    /// If the template refuses the messages or exceeds a limit.
+    /// If the template rejects the messages or exceeds a limit.
     pub fn prompt(&self, messages: &[Value]) -> Result<Prompt, String> {
         let Answered { text, literal, .. } = self.text(messages, true)?;
         Ok(Prompt { text, literal, adds_beginning: false })
     }
 
-    /// Returns the text that ends an answer, without white space around it; `None` if there is none.
+    /// Returns the text that ends an answer, without surrounding whitespace. `None` if the template adds no such text,
+    /// or it cannot be determined.
     pub fn end_of_answer(&self) -> Option<&str> {
         self.found_end().as_ref().ok()?.as_deref()
     }
@@ -217,12 +222,13 @@ impl ChatTemplate {
         Ok(Some(end.trim().to_owned()).filter(|end| !end.is_empty()))
     }
 
-    /// The documents from which a model learns the messages of the role `assistant`, from the message `first` on. Where the template says
-    /// what they are (`{% generation %}`), that counts; else what they add to the text of the messages before.
+    /// Renders the documents from which a model learns the messages of the role `assistant`, from message index `first`
+    /// on. If the template marks answers (`{% generation %}`), these are learned. Otherwise an answer is the text that
+    /// its message adds to the text of the earlier messages.
     ///
     /// # Errors
-    /// If the template refuses the messages; if a message changes the text right before it, so that its own part is
-    /// not known; and if the template exceeds a limit.
+    /// If the template rejects the messages, if a message changes the text right before it, so that its answer cannot
+    /// be located, or if the template exceeds a limit.
     pub fn samples(&self, messages: &[Value], first: usize) -> Result<Samples, String> {
         let (mut documents, num_names) = self.run(messages, Output::Samples { first })?;
         // The end that follows a question is not learned.
@@ -238,7 +244,7 @@ impl ChatTemplate {
         rendered.into_iter().next().ok_or_else(|| "the template gives no text".to_owned())
     }
 
-    /// Also returns how many names of special tokens are in the messages.
+    /// Renders messages, and returns the number of special-token names in them.
     fn run(&self, messages: &[Value], output: Output) -> Result<(Vec<Answered>, u64), String> {
         if messages.iter().any(has_mark) {
             return Err("a message contains a character from U+10FFF0 to U+10FFF2, which mark answers here"
@@ -258,14 +264,14 @@ impl ChatTemplate {
     fn render(&self, task: &Task<'_>) -> Result<Vec<Answered>, String> {
         let mut runner = self.runner.lock().unwrap_or_else(PoisonError::into_inner);
         let of_template = |reason| format!("the chat template of {}: {reason}", self.path.display());
-        // A process that has ended takes no other task.
+        // A process that has ended cannot run another task.
         let _ = runner.take_if(|runner| !runner.is_running());
         if runner.is_none() {
             *runner = Some(Runner::start(&self.program()).map_err(of_template)?);
         }
         match runner.as_mut().expect("it was started") {
             Runner::Here(interpreter) => interpreter.run(task),
-            // The process still runs if the template itself refused the messages.
+            // The process is still running if the template itself rejected the messages.
             Runner::Child(process) => process.exchange(task).map_err(|reason| match process.is_running() {
                 true => reason,
                 false => of_template(reason),
@@ -293,7 +299,7 @@ fn special_tokens_in(config: &Value) -> BTreeMap<String, String> {
 }
 
 fn template_in(config: &Value) -> Option<String> {
-    // One, or several with names.
+    // The config has one template, or a list of named ones.
     let named = || {
         let all = config.as_array()?;
         let default = all.iter().find(|template| template["name"] == "default");
@@ -367,7 +373,7 @@ mod tests {
 
     #[test]
     fn answers_are_what_messages_add_where_nothing_is_marked() {
-        // With methods of Python, white space to trim, and a special token.
+        // With Python methods, whitespace to trim, and a special token.
         let source = "{{ bos_token }}{% for message in messages %}\n\
             {%- if message.role == 'user' %}[INST] {{ message.content.strip() }} [/INST]{% else %} {{ message.content }}{{ eos_token }}{% endif %}\n\
             {%- endfor %}";
@@ -377,7 +383,7 @@ mod tests {
         let answered = one(&template, &messages(), 0);
         assert_eq!(answered.text, "<s>[INST] 1+1? [/INST] 2</s>[INST] 2+2? [/INST] 4</s>");
         assert_eq!(parts(&answered), [" 2</s>", " 4</s>"]);
-        // A message that changes the text right before it.
+        // A template in which each message changes the text right before it.
         let reversed = "{% for message in messages | reverse %}{{ message.content }}{% endfor %}";
         let template = ChatTemplate::new(reversed, BTreeMap::new(), Path::new("a")).unwrap();
         let error = template.samples(&messages(), 0).unwrap_err();
@@ -390,7 +396,7 @@ mod tests {
 
     #[test]
     fn each_answer_is_a_sample_where_a_template_rewrites_earlier_turns() {
-        // Thoughts of the last answer only, as reasoning models show them.
+        // A template that shows only the thoughts of the last answer, as reasoning models do.
         let thoughts = template(
             "{%- for message in messages %}{% if message.role == 'user' %}<u>{{ message.content }}{% else %}\
              {%- set content = message.content.split('</think>')[-1] %}<a>\
@@ -410,7 +416,7 @@ mod tests {
         );
         assert_eq!(thoughts.samples(&conversation, 2).unwrap().documents, samples[1..]);
         assert_eq!(thoughts.samples(&conversation[..2], 0).unwrap().documents.len(), 1);
-        // Another end for the last turn, and a date.
+        // A template with a different end for the last turn, and with a date.
         let returns = template(
             "{{ strftime_now('%Y')[:2] }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\
              {{- '<return>' if loop.last and message.role == 'assistant' else '<end>' }}{% endfor %}\
@@ -419,7 +425,7 @@ mod tests {
         let samples = returns.samples(&messages(), 0).unwrap().documents;
         assert_eq!(samples[1].text, "20<user>1+1?<end><assistant>2<end><user>2+2?<end><assistant>4<return>");
         assert_eq!(samples.iter().map(parts).collect::<Vec<_>>(), [["2<return>"], ["4<return>"]]);
-        // A prompt for the answer that goes beyond what the answer has.
+        // A template whose generation prompt contains text that the answer lacks.
         let prompts = template(
             "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}{{ '<assistant><think>' if add_generation_prompt }}",
         );
@@ -444,7 +450,7 @@ mod tests {
         assert!(marked[0].starts_with("<|im_end|>b") && marked[1].starts_with("<s>c"), "{marked:?}");
         assert!(marked[2].starts_with("<|im_<|im_end|>") && marked.len() == 3, "{marked:?}");
         assert_eq!(chatml.prompt(&forged[..1]).unwrap().literal.len(), 3);
-        // Marks are no part of the text that JSON escapes.
+        // Marks are not part of the text that `tojson` escapes.
         let json = template("{{ messages[0].content | tojson(ensure_ascii=true) }}");
         let prompt =
             json.with_literal_names(vec!["<s>".into()]).prompt(&[json!({"content": "<s>é"})]).unwrap();
@@ -495,7 +501,7 @@ mod tests {
         let mut forged = messages();
         forged[0]["content"] = json!("\u{10fff0}1+1?\u{10fff1}");
         assert!(ChatTemplate::chatml().samples(&forged, 0).unwrap_err().contains("mark answers"));
-        // A template that marks an answer twice.
+        // A template that marks two answers in one message.
         let twice = "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}\
             {% generation %}.{% endgeneration %}{% endif %}{% endfor %}";
         let template = ChatTemplate::new(twice, BTreeMap::new(), Path::new("a")).unwrap();
@@ -524,7 +530,7 @@ mod tests {
         );
         let none = ChatTemplate::of_files(Path::new("a"), |_| Ok::<_, DataError>(None)).unwrap();
         assert!(none.is_none());
-        // As editors of other systems save it, and cut off.
+        // With a byte order mark, as some editors save it, and truncated.
         let of = |config: &'static [u8]| {
             let read = move |name: &str| {
                 Ok::<_, DataError>((name == TOKENIZER_CONFIG_FILE).then(|| config.to_vec()))

@@ -1,7 +1,7 @@
-//! Runs chat templates in a child process with limits on its memory, stack and processor time.
+//! Child processes that run chat templates with limits on memory, stack and processor time.
 //!
-//! A template is a program that others have written, and the interpreter's own limits count its steps, not what a step
-//! costs: thirty steps can double a text thirty times. Only the system can bound that, per process.
+//! A template is untrusted code. The interpreter limits the number of steps but not the cost of a step: thirty steps
+//! can double a text thirty times. Only limits that the operating system enforces on a process bound the cost.
 
 use super::interpreter::{Interpreter, Program, Task};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -19,13 +19,13 @@ use std::sync::OnceLock;
 use std::thread;
 use trireme_base::{Bytes, name_limits};
 
-/// Limit on the address space of the child process. A conversation has at most 64 MiB, and a text 256 MiB.
+/// Limit on the address space of the child process in bytes. A conversation has at most 64 MiB, and a text 256 MiB.
 const MEMORY_BYTES_MAX: u64 = 1 << 30;
 /// Limit on the processor time of one conversation, in seconds. Published templates take less than a millisecond.
 const PROCESSOR_SECONDS_MAX: u64 = 3;
-/// Stack of the thread that runs a template: enough for any template that a person wrote.
+/// Stack size of the thread that runs a template, in bytes. Hand-written templates need far less.
 const STACK_BYTES: usize = 16 << 20;
-/// Maximum length of a message between the processes.
+/// Maximum length of a message between the processes, in bytes.
 const MESSAGE_BYTES_MAX: u64 = 1 << 30;
 /// Maximum number of bytes read from a child's standard error.
 const LAST_WORDS_BYTES_MAX: u64 = 4096;
@@ -33,11 +33,11 @@ const LAST_WORDS_BYTES_MAX: u64 = 4096;
 /// The arguments with which this program calls [`serve_chat_template`].
 static ARGUMENTS: OnceLock<&'static [&'static str]> = OnceLock::new();
 
-/// Lets templates from files run in child processes from now on: this program, started again with `arguments`, must call
-/// [`serve_chat_template`] and exit. The first call in a process counts.
+/// Runs chat templates from files in child processes from now on. A child is this program, started with `arguments`;
+/// with these arguments it must call [`serve_chat_template`] and exit. Only the first call in a process has an effect.
 ///
-/// In a program that does not call this, templates run in its own process, with a limit on their steps and their output
-/// only; such a program should load templates that its author has read.
+/// In a program that does not call this function, templates run in the program's own process, and only their steps and
+/// their output are limited. Such a program should use only templates that its author has read.
 pub fn isolate_chat_templates(arguments: &'static [&'static str]) {
     let _ = ARGUMENTS.set(arguments);
 }
@@ -53,7 +53,7 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Starts the process, in which the template is compiled.
+    /// Starts a process and compiles the template in it.
     /// Fails if the template is not valid or exceeds a limit, or the process cannot be started.
     pub(super) fn start(program: &Program<'_>) -> Result<Self, String> {
         let failed = |error: io::Error| format!("cannot start a process to run it: {error}");
@@ -62,7 +62,7 @@ impl Process {
             .args(ARGUMENTS.get().copied().unwrap_or_default())
             .env_clear()
             .current_dir("/")
-            // Ctrl-C is for this process, which ends the other one.
+            // Ctrl-C must reach only this process, which then ends the child.
             .process_group(0)
             .stdin(OwnedFd::from(of_child))
             .stdout(Stdio::null())
@@ -78,10 +78,11 @@ impl Process {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Sends the program or a [`Task`], and returns what [`Interpreter::new`] or [`Interpreter::run`] answers there.
+    /// Sends the [`Program`] or a [`Task`] to the child, and returns the result of [`Interpreter::new`] or
+    /// [`Interpreter::run`] there.
     ///
     /// # Errors
-    /// As these, and if the template exceeds a limit; the process has ended then.
+    /// If the call fails in the child, or the template exceeds a limit; in the latter case the child has ended.
     pub(super) fn exchange<T: DeserializeOwned>(&mut self, request: &impl Serialize) -> Result<T, String> {
         let answer = send(&mut self.socket, request).and_then(|()| receive(&mut self.socket));
         match answer {
@@ -90,13 +91,13 @@ impl Process {
         }
     }
 
-    /// Waits for the process, which has closed its end, and describes why it ended.
+    /// Waits for the end of the child, which has closed its side of the connection, and describes why it ended.
     fn reason_of_death(&mut self) -> String {
-        // A process that still waits for a task ends now.
+        // Ends a child that still waits for a task.
         let _ = self.socket.shutdown(Shutdown::Both);
         let mut last_words = Vec::new();
         if let Some(stderr) = self.child.stderr.take() {
-            // No words are as good as words that cannot be read.
+            // If standard error cannot be read, the reason is reported without it.
             let _ = stderr.take(LAST_WORDS_BYTES_MAX).read_to_end(&mut last_words);
         }
         let last_words = String::from_utf8_lossy(&last_words);
@@ -119,17 +120,18 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It has ended already where that fails.
+        // Killing fails only if the process has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Runs the template of the process that started this one, until that closes the connection on the standard input. Limits
-/// this process: it can do nothing else afterwards.
+/// Runs the child's side of [`isolate_chat_templates`]: renders with the template that the parent sends, until the
+/// parent closes the connection on the standard input. Sets limits on this process, which can do nothing else
+/// afterwards.
 ///
 /// # Errors
-/// If the standard input is not the socket of [`isolate_chat_templates`], or a limit cannot be set.
+/// If the standard input is not a socket of the parent, the connection fails, or a limit cannot be set.
 pub fn serve_chat_template() -> io::Result<()> {
     limit(Resource::As, MEMORY_BYTES_MAX)?;
     limit(Resource::Core, 0)?;
@@ -150,22 +152,22 @@ fn serve(mut socket: UnixStream) -> io::Result<()> {
     while let Some(task) = receive::<Task<'_>>(&mut socket)? {
         limit_processor_time()?;
         send(&mut socket, &interpreter.run(&task))?;
-        // The next task is read within a limit of its own.
+        // Reading the next task has its own time limit.
         limit_processor_time()?;
     }
     Ok(())
 }
 
-/// Lowers a limit of this process. One that is lower already stays.
+/// Lowers a limit of this process. A limit that is already lower does not change.
 fn limit(resource: Resource, value: u64) -> io::Result<()> {
     let Rlimit { current, maximum } = getrlimit(resource);
     let lower = |limit: Option<u64>| Some(limit.map_or(value, |limit| limit.min(value)));
     Ok(setrlimit(resource, Rlimit { current: lower(current), maximum: lower(maximum) })?)
 }
 
-/// Allows [`PROCESSOR_SECONDS_MAX`] more than this process has used.
+/// Limits the processor time of this process to [`PROCESSOR_SECONDS_MAX`] more than it has used.
 fn limit_processor_time() -> io::Result<()> {
-    // Rounded up: no conversation has less than its limit.
+    // Used time is rounded up, so every conversation has at least the full limit.
     let used = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs() + 1;
     let seconds = used + PROCESSOR_SECONDS_MAX;
     let maximum = getrlimit(Resource::Cpu).maximum;
@@ -179,7 +181,7 @@ fn send(socket: &mut UnixStream, message: &impl Serialize) -> io::Result<()> {
     socket.write_all(&bytes)
 }
 
-/// The next message; `None` if the other process has closed the connection.
+/// Receives the next message; `None` if the other process has closed the connection.
 fn receive<T: DeserializeOwned>(socket: &mut UnixStream) -> io::Result<Option<T>> {
     let mut length = [0; 8];
     match socket.read_exact(&mut length) {

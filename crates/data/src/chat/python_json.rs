@@ -1,4 +1,4 @@
-//! The filter `tojson` as transformers defines it: the output of Python's `json.dumps` without escapes for HTML.
+//! The filter `tojson` as transformers defines it: the output of Python's `json.dumps` without HTML escapes.
 
 use super::marks::MARKS;
 use minijinja::value::{Kwargs, Value};
@@ -7,8 +7,8 @@ use serde::Serialize;
 use serde_json::ser::Formatter;
 use std::io::{self, Write};
 
-/// Converts a value to JSON. Takes the keyword arguments of transformers' `tojson`: `ensure_ascii`, `indent`, `separators`
-/// and `sort_keys`.
+/// Converts a value to JSON. Takes the keyword arguments of transformers' `tojson`: `ensure_ascii`, `indent`,
+/// `separators` and `sort_keys`.
 pub(super) fn to_json(value: Value, indent: Option<u8>, arguments: Kwargs) -> Result<String, Error> {
     let indent = indent.map_or_else(|| arguments.get::<Option<u8>>("indent"), |indent| Ok(Some(indent)))?;
     let (comma, colon) = match arguments.get::<Option<Vec<String>>>("separators")?.as_deref() {
@@ -40,7 +40,7 @@ struct PythonFormatter {
     comma: String,
     colon: String,
     ensure_ascii: bool,
-    /// Spaces per level. `None` writes everything on one line.
+    /// Number of spaces per level; `None` writes everything on one line.
     indent: Option<u8>,
     depth: usize,
     is_container_empty: bool,
@@ -70,7 +70,7 @@ impl PythonFormatter {
         self.new_line(writer)
     }
 
-    /// Starts an indented line, if lines are indented.
+    /// Starts an indented line if indentation is on.
     fn new_line<W: ?Sized + Write>(&self, writer: &mut W) -> io::Result<()> {
         let Some(indent) = self.indent else { return Ok(()) };
         write!(writer, "\n{:1$}", "", self.depth * usize::from(indent))
@@ -113,7 +113,7 @@ impl Formatter for PythonFormatter {
         for c in text.chars() {
             match c {
                 c if c.is_ascii() => writer.write_all(&[c as u8])?,
-                // Not a part of the text.
+                // A mark is not part of the text, so it is not escaped.
                 mark if MARKS.contains(&mark) => write!(writer, "{mark}")?,
                 _ => {
                     for unit in c.encode_utf16(&mut [0; 2]) {

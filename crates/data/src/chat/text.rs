@@ -1,42 +1,42 @@
-//! Texts that chat templates make of conversations.
+//! Texts that chat templates render.
 
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// A document, and which parts of it a model is to learn.
+/// A document in which only the answers are learned.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answered {
-    /// The document.
+    /// The text of the document.
     pub text: String,
-    /// In bytes, in order.
+    /// Byte ranges of the answers in `text`, in ascending order.
     pub answers: Vec<Range<usize>>,
-    /// Byte positions, in order. A special token whose text contains one of them after its first byte was typed in a message, so it is encoded
-    /// as text.
+    /// Ascending byte positions in `text`. If the name of a special token contains one of them after its first byte, it
+    /// was typed in a message, and is encoded as plain text.
     pub literal: Vec<usize>,
-    /// Whether the tokenizer's special tokens begin it, because the text has none of its own.
+    /// Whether to put the tokenizer's beginning tokens before the document, because its text does not contain them.
     pub adds_beginning: bool,
-    /// Whether the tokenizer's special tokens end it, because the text has none of its own.
+    /// Whether to put the tokenizer's ending tokens after the document, because its text does not contain them.
     pub adds_end: bool,
 }
 
-/// The documents that a model learns from a conversation.
+/// The documents from which a model learns the answers of one conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Samples {
-    /// The conversation as one document; or, if the template shows earlier messages differently once others follow, one document for each
-    /// answer, with the messages before it as the template shows them then.
+    /// The conversation as one document. If the template renders earlier messages differently once later ones follow,
+    /// there is one document for each answer instead, with the messages before it as they are rendered at that point.
     pub documents: Vec<Answered>,
-    /// Number of names of special tokens in the messages.
+    /// Number of special-token names in the messages.
     pub num_names: u64,
 }
 
-/// Text for a model to continue.
+/// A text for a model to continue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prompt {
     /// The text.
     pub text: String,
-    /// As [`Answered::literal`].
+    /// Positions in special-token names that were typed in a message, as in [`Answered::literal`].
     pub literal: Vec<usize>,
-    /// Whether the tokenizer's special tokens begin it. A chat template writes its own.
+    /// Whether to put the tokenizer's beginning tokens before the text. Chat templates write them themselves.
     pub adds_beginning: bool,
 }
 

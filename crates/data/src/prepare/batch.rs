@@ -1,39 +1,39 @@
-//! Documents on their way to the tokenizer: cut into pieces that are tokenized on their own, and packed into
-//! batches of about one size.
+//! Batches of document pieces that are tokenized independently. Long documents are split into pieces, and batches have
+//! similar sizes.
 
 use crate::chat::Answered;
 use crate::tokenizer::SpaceAtCut;
 use std::ops::Range;
 
-/// The longest piece in bytes: bounds what a tokenizer holds at once, however long the document.
+/// Maximum length of a piece in bytes. It bounds the memory of the tokenizer for long documents.
 const PIECE_BYTES_MAX: usize = 128 << 10;
-/// A batch takes pieces until it has at least so many bytes.
+/// A batch is complete when it has at least this many bytes.
 const BATCH_BYTES_MIN: usize = 128 << 10;
 
-/// What one tokenizing thread takes at a time.
+/// The unit of work of a tokenizing thread.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
     text: String,
     pieces: Vec<Piece>,
-    /// Bytes of input read when this batch was complete.
+    /// Bytes of input that were read when this batch was complete.
     pub(super) input_bytes_read: u64,
 }
 
-/// A text that is tokenized on its own.
+/// A text that is tokenized independently of the texts before and after it.
 #[derive(Debug)]
 pub(super) struct Piece {
-    /// In bytes of the batch's text.
+    /// End of the piece in the batch's text, in bytes.
     end: usize,
     pub(super) ends_document: bool,
-    /// Which of the inputs it is of.
+    /// Index of the input that contains the piece.
     pub(super) source: usize,
     /// The byte ranges of the piece that count in the loss; `None` if all bytes do.
     pub(super) answers: Option<Vec<Range<usize>>>,
-    /// As [`Answered::literal`].
+    /// Positions in special-token names that stay plain text, as in [`Answered::literal`].
     pub(super) literal: Vec<usize>,
-    /// Whether the tokenizer's special tokens go before it.
+    /// Whether the tokenizer's beginning tokens go before the piece.
     pub(super) adds_beginning: bool,
-    /// Whether the tokenizer's special tokens go after it.
+    /// Whether the tokenizer's ending tokens go after the piece.
     pub(super) adds_end: bool,
 }
 
@@ -46,7 +46,7 @@ impl Batch {
         self.pieces.is_empty()
     }
 
-    /// The pieces in order, with their texts.
+    /// The pieces with their texts, in order.
     pub(super) fn pieces(&self) -> impl Iterator<Item = (&str, &Piece)> {
         let mut start = 0;
         self.pieces.iter().map(move |piece| {
@@ -56,7 +56,7 @@ impl Batch {
         })
     }
 
-    /// Adds a whole document. It is tokenized at once: answers would not be told from the rest if it were cut.
+    /// Adds a whole document with answers. It is not split, because its answer ranges refer to the whole text.
     pub(super) fn push_answered(&mut self, document: Answered, source: usize) {
         self.text.push_str(&document.text);
         self.pieces.push(Piece {
@@ -84,24 +84,24 @@ impl Batch {
     }
 }
 
-/// The text of one document, as far as it was read and not yet put into a batch.
+/// The text of one document that was read and is not yet in a batch.
 #[derive(Debug, Default)]
 pub(super) struct DocumentText {
     text: String,
-    /// The bytes before this are in a batch already.
+    /// The text before this byte offset is already in a batch.
     start: usize,
-    /// Whether a piece of the document was moved into a batch already.
+    /// Whether a piece of the document is already in a batch.
     is_begun: bool,
 }
 
 impl DocumentText {
-    /// Where to append what is read next.
+    /// The buffer to which text that is read next is appended.
     pub(super) fn buffer(&mut self) -> &mut String {
         self.text.drain(..std::mem::take(&mut self.start));
         &mut self.text
     }
 
-    /// Whether there is enough text to cut a piece off it.
+    /// Whether there is enough text to split off a piece.
     pub(super) fn exceeds_piece(&self) -> bool {
         self.text.len() - self.start > PIECE_BYTES_MAX
     }
@@ -110,7 +110,7 @@ impl DocumentText {
         self.start == self.text.len()
     }
 
-    /// Moves the next piece into `batch`: all that is left, which ends the document, or a part of it.
+    /// Moves the next piece into `batch`: the rest of the document if it is short enough, otherwise a part of it.
     pub(super) fn move_piece(&mut self, batch: &mut Batch, source: usize, space_at_cut: SpaceAtCut) {
         let rest = &self.text[self.start..];
         let begins = !self.is_begun;
@@ -126,11 +126,12 @@ impl DocumentText {
     }
 }
 
-/// Where to cut `text`, at most `bytes_max` from its start: the end of the piece, and the start of the next.
+/// Returns where to split `text`, at most `bytes_max` from its start: the end of the piece, and the start of the next
+/// one.
 ///
-/// The last space between two letters is a boundary between words for every tokenizer that splits text into
-/// words, so the tokens do not depend on the cut. Where the second half of the piece has none (a text without
-/// spaces), the cut falls between two characters, and may part a word.
+/// A space between two letters is a word boundary for every tokenizer that splits text into words, so splitting at the
+/// last such space does not change the tokens. If the second half of the piece has no such space, the text is split
+/// between two characters, possibly within a word.
 fn cut(text: &str, bytes_max: usize, space_at_cut: SpaceAtCut) -> (usize, usize) {
     let bytes = text.as_bytes();
     let between_letters = |&at: &usize| {

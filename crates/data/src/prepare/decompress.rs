@@ -1,4 +1,4 @@
-//! Inputs that are compressed, as the bytes that they hold.
+//! Decompression of input files.
 
 use flate2::bufread::GzDecoder;
 use ruzstd::decoding::errors::FrameDecoderError;
@@ -11,16 +11,16 @@ use trireme_base::{Bytes, quoted};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Compression {
     None,
-    /// By gzip, in one or several members.
+    /// gzip, with one or several members.
     Gzip,
-    /// By Zstandard, in one or several frames.
+    /// Zstandard, with one or several frames.
     Zstandard,
-    /// In the columns of Apache Parquet. Its rows are read as JSON Lines.
+    /// The columns of Apache Parquet. Rows are read as JSON Lines.
     Parquet,
 }
 
 impl Compression {
-    /// What the name of a file says, and the name without it.
+    /// Returns the compression that the extension of a file's name indicates, and the name without that extension.
     pub(super) fn of(path: &Path) -> (Self, &Path) {
         let compression = match path.extension().and_then(|extension| extension.to_str()) {
             Some("gz") => Compression::Gzip,
@@ -31,7 +31,7 @@ impl Compression {
         (compression, path.file_stem().map_or(path, Path::new))
     }
 
-    /// What the file holds.
+    /// Opens a file and decompresses it.
     pub(super) fn open(self, path: &Path) -> io::Result<Box<dyn Read + Send>> {
         let file = File::open(path)?;
         Ok(match self {
@@ -60,7 +60,8 @@ fn open_parquet(_: File) -> io::Result<Box<dyn Read + Send>> {
     Err(io::Error::new(io::ErrorKind::Unsupported, missing))
 }
 
-/// Members of gzip, one after another. Zeros after a member, with which copies to tapes and block devices are padded, are skipped.
+/// A reader of concatenated gzip members. Zeros after a member are skipped: copies to tapes and block devices are
+/// padded with them.
 struct Members {
     path: PathBuf,
     member: Option<GzDecoder<BufReader<File>>>,
@@ -108,13 +109,13 @@ impl Read for Members {
 
 type Frame = StreamingDecoder<Chain<Cursor<[u8; 4]>, BufReader<File>>, ruzstd::decoding::FrameDecoder>;
 
-/// Magic numbers of frames without content (RFC 8878, section 3.1.2).
+/// Magic numbers of skippable frames (RFC 8878, section 3.1.2).
 const SKIPPABLE: std::ops::RangeInclusive<u32> = 0x184d_2a50..=0x184d_2a5f;
 
-/// Frames of Zstandard, one after another.
+/// A reader of concatenated Zstandard frames.
 struct Frames {
     path: PathBuf,
-    /// What follows the frame that was read last.
+    /// The input after the last frame.
     input: Option<BufReader<File>>,
     frame: Option<Frame>,
 }

@@ -1,13 +1,15 @@
-//! Files in the folder of a prepared corpus.
+//! Names of the files in the folder of a prepared corpus.
 
-/// The tokens to train on, in the folder of a prepared corpus.
+/// Name of the training tokens' file in the folder of a prepared corpus.
 pub const TRAIN_FILE: &str = "train.tokens";
-/// The tokens held out for validation, in the folder of a prepared corpus.
+/// Name of the validation tokens' file in the folder of a prepared corpus.
 pub const VALIDATION_FILE: &str = "validation.tokens";
-/// What was prepared and how; written last, so a folder that has it is complete.
+/// Name of the report, which says what was prepared and how. It is written last, so a folder that contains it is
+/// complete.
 pub const REPORT_FILE: &str = "prepare.json";
 
-/// Which of the tokens to train on count in the loss, in the folder of a prepared corpus: 1, or 0 for those that are only read.
+/// Name of the training tokens' loss mask in the folder of a prepared corpus: 1 for tokens that count in the loss, 0
+/// for the others.
 pub const TRAIN_MASK_FILE: &str = "train.mask.tokens";
-/// The same of those held out.
+/// Name of the validation tokens' loss mask in the folder of a prepared corpus.
 pub const VALIDATION_MASK_FILE: &str = "validation.mask.tokens";

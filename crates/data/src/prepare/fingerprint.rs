@@ -1,4 +1,4 @@
-//! Identifies everything that a prepared corpus depends on.
+//! The fingerprint of everything that a prepared corpus depends on.
 
 use super::inputs::Inputs;
 use super::options::{PrepareOptions, TokenizerChoice};
@@ -6,15 +6,15 @@ use crate::DataError;
 use crate::tokenizer::end_named_beside;
 use std::fs;
 
-/// Changes whenever the same inputs and options give other files than before.
+/// Changes whenever the same inputs and options give other files than in an earlier version.
 const OUTPUT_VERSION: u32 = 4;
 
 impl PrepareOptions {
-    /// Names everything that the output depends on.
+    /// Returns a text that identifies the inputs and options. Equal fingerprints mean equal output.
     pub(super) fn fingerprint(&self, inputs: &Inputs) -> Result<String, DataError> {
         let mut hasher = crc32fast::Hasher::new();
         let tokenizer = match &self.tokenizer {
-            // Wherever the model is.
+            // The fingerprint must not depend on the path of the model.
             TokenizerChoice::OfModel { tokenizer, .. } => {
                 let around = (tokenizer.beginning(), tokenizer.ending());
                 format!("OfModel({}, {around:?})", tokenizer.sha256()?)
@@ -35,7 +35,7 @@ impl PrepareOptions {
             hasher.update(&fs::read(path).map_err(read)?);
             hasher.update(end_named_beside(path)?.unwrap_or_default().as_bytes());
         }
-        // Without these, fingerprints are those of earlier versions.
+        // If these options are not used, fingerprints equal those of earlier versions, which did not have them.
         if let Some(template) = &self.chat_template {
             template.hash_into(&mut hasher);
             if self.special_tokens_in_messages {

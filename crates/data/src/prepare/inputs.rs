@@ -10,32 +10,33 @@ use std::time::UNIX_EPOCH;
 pub(super) enum Format {
     /// The whole file is one document.
     Text,
-    /// Each line is a JSON object with one document.
+    /// A JSON Lines file or a JSON array; each record is a JSON object.
     JsonLines,
 }
 
 #[derive(Debug)]
 pub(super) struct InputFile {
     pub(super) path: PathBuf,
-    /// The name in messages.
+    /// The path that is shown in messages.
     pub(super) shown: PathBuf,
     pub(super) format: Format,
     pub(super) bytes: u64,
-    /// Whether the user named this very file, and so wants it read or refused.
+    /// Whether the user named this file itself and not a folder. Then an unreadable file is an error and is not
+    /// skipped.
     pub(super) named: bool,
-    /// Which of the inputs it belongs to.
+    /// Index of the input that the file belongs to.
     pub(super) source: usize,
     pub(super) compression: Compression,
     modified_nanoseconds: u128,
 }
 
-/// Every file to read, in the order in which it is read: the inputs as given, folders sorted by name.
+/// All files to read, in reading order: inputs in the given order, and the contents of folders sorted by name.
 #[derive(Debug, Default)]
 pub(super) struct Inputs {
     pub(super) files: Vec<InputFile>,
     pub(super) bytes: u64,
     pub(super) skipped: Skipped,
-    /// The input whose files are being added.
+    /// Index of the input whose files are being added.
     source: usize,
 }
 
@@ -49,7 +50,7 @@ impl Inputs {
 
     pub(super) fn of(paths: &[PathBuf], options: &PrepareOptions) -> Result<Self, DataError> {
         let mut inputs = Inputs::default();
-        // The output may lie inside an input folder, and must not become input.
+        // The output folder may be inside an input folder, and must not be read.
         let out = fs::canonicalize(&options.out).ok();
         for (source, path) in paths.iter().enumerate() {
             inputs.source = source;
@@ -88,7 +89,7 @@ impl Inputs {
         entries.sort_by_key(|entry| entry.file_name());
         for entry in entries {
             let (path, name) = (entry.path(), entry.file_name());
-            // Of the link itself: links are not followed, so that no loop of them is.
+            // `metadata` does not follow symbolic links, so cyclic links are harmless.
             let metadata =
                 entry.metadata().map_err(|source| DataError::Read { path: path.clone(), source })?;
             if name.as_encoded_bytes().starts_with(b".") {
@@ -126,7 +127,8 @@ impl Inputs {
         });
     }
 
-    /// Names the files' paths, sizes and times: the same value means that nothing was touched.
+    /// Returns a text that identifies the files by paths, sizes and modification times. It is equal if no file was
+    /// modified.
     pub(super) fn fingerprint(&self) -> String {
         let mut hasher = crc32fast::Hasher::new();
         for file in &self.files {

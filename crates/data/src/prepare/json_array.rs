@@ -1,29 +1,30 @@
-//! Files that are one JSON array, read element by element.
+//! Incremental reading of files that are one JSON array.
 
 use std::io::{self, BufRead};
 
-/// Splits a JSON array into its elements, without storing more than one. Elements themselves are not checked.
+/// Splits a JSON array into its elements, holding one element in memory at a time. The contents of elements are not
+/// checked.
 #[derive(Debug, Default)]
 pub(super) struct JsonArray {
-    /// Whether the bracket that opens the array was read.
+    /// Whether the opening bracket of the array was read.
     is_open: bool,
-    /// Whether the bracket that closes it was read.
+    /// Whether the closing bracket of the array was read.
     is_closed: bool,
-    /// Whether an element was read and the comma after it was not.
+    /// Whether an element was read without the comma after it.
     has_element: bool,
 }
 
-/// A reason why the elements of an array cannot be told apart.
+/// A reason why an array cannot be split into elements.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum ArrayError {
-    /// The array is not well formed, in words.
+    /// The array is not well formed. The text describes the fault.
     Malformed(&'static str),
     TooLong,
 }
 
 impl JsonArray {
-    /// Appends bytes of `input` to `raw` up to the end of the next element, and returns where in `raw` the element begins; `None` if the array
-    /// and the file end. The bytes before the element are separators.
+    /// Appends bytes of `input` to `raw` up to the end of the next element, and returns the element's start in `raw`,
+    /// or `None` at the end of the file. The bytes before the element are separators.
     pub(super) fn read_element(
         &mut self,
         input: &mut impl BufRead,
@@ -67,7 +68,7 @@ impl JsonArray {
         }
     }
 
-    /// Returns whether a byte between two elements separates them; otherwise an element begins with it.
+    /// Returns whether a byte between elements belongs to the separators. If it does not, it begins an element.
     fn separate(&mut self, byte: u8) -> Result<bool, &'static str> {
         match byte {
             byte if byte.is_ascii_whitespace() => {}
@@ -82,7 +83,7 @@ impl JsonArray {
     }
 }
 
-/// The state within an element that tells where it ends.
+/// The state of scanning an element for its end.
 #[derive(Debug, Clone, Copy)]
 struct ElementScan {
     depth: usize,
@@ -91,14 +92,14 @@ struct ElementScan {
 }
 
 impl ElementScan {
-    /// The state after the first byte of an element.
+    /// Returns the state after the first byte of an element.
     fn of(byte: u8) -> Self {
         let mut scan = ElementScan { depth: 0, is_in_string: false, is_escaped: false };
         scan.ends_before(byte);
         scan
     }
 
-    /// Returns whether the element ends before `byte`; otherwise the byte is a part of it.
+    /// Returns whether the element ends before `byte`. If it does not, the byte is part of the element.
     fn ends_before(&mut self, byte: u8) -> bool {
         if self.is_in_string {
             self.is_in_string = self.is_escaped || byte != b'"';
@@ -121,7 +122,7 @@ mod tests {
     use super::*;
     use std::io::BufReader;
 
-    /// The elements of a file that arrives in pieces of `piece` bytes.
+    /// Reads all elements of a text through a buffer of `piece` bytes.
     fn elements(text: &str, piece: usize) -> Result<Vec<String>, ArrayError> {
         let mut input = BufReader::with_capacity(piece, text.as_bytes());
         let (mut array, mut found) = (JsonArray::default(), Vec::new());

@@ -5,21 +5,21 @@ use std::fmt;
 
 const NAMES_SHOWN_MAX: usize = 8;
 
-/// What a line has under the field's name.
+/// The value of the text field of a record.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Field {
     Text(String),
-    /// Something else, in words.
+    /// The field is missing or is not a string. The text says what was found.
     Unusable(String),
 }
 
-/// Returns the message of a JSON error without its place, which counts from the start of the record.
+/// Returns the message of a JSON error without its position, which is relative to the start of the record.
 pub(crate) fn reason(error: &serde_json::Error) -> String {
     let words = error.to_string();
     words.split(" at line ").next().unwrap_or(&words).to_owned()
 }
 
-/// Takes one text field out of a JSON object and skips the others without storing them.
+/// Reads one text field of a JSON object, and skips the other fields without storing them.
 pub(super) fn text_field(line: &str, field: &str) -> Result<Field, serde_json::Error> {
     let mut deserializer = serde_json::Deserializer::from_str(line);
     let found = FieldSeed(field).deserialize(&mut deserializer)?;

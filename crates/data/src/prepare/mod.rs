@@ -1,4 +1,4 @@
-//! Text on disk to token files.
+//! Preparation of a corpus: tokenizes text on disk and writes token files.
 
 mod batch;
 mod decompress;
@@ -55,36 +55,36 @@ const OUTPUT_FILES: [&str; 7] = [
     BYTES_TOKENIZER_FILE,
     CHAT_TEMPLATE_FILE,
 ];
-/// Ids of a mask: only read, and counted in the loss.
+/// Vocabulary size of a loss mask: 0 for tokens that do not count in the loss, 1 for those that do.
 const MASK_VOCABULARY_SIZE: usize = 2;
 const ALL_FILE: &str = "all.tokens";
 const ALL_MASK_FILE: &str = "all.mask.tokens";
-/// The standard input, while it is needed.
+/// Name of the copy of the standard input before its format is known.
 const STDIN_FILE: &str = "stdin";
-/// How often work that says nothing by itself tells of its progress.
+/// How often progress is reported while the tokenizer library works, which reports none.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
-/// Text that a BPE tokenizer is trained on: more improves it little, and the memory grows with its distinct
-/// words.
+/// Maximum number of bytes that a BPE tokenizer is trained on. More text hardly improves it, and memory grows with the
+/// number of distinct words.
 const BPE_TRAINING_BYTES_MAX: u64 = 128 << 20;
 
-/// What [`prepare`] is doing.
+/// The phases of [`prepare`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
-    /// Reading the corpus to train a tokenizer; in bytes of input.
+    /// Reads the corpus to train a tokenizer. Progress is in bytes of input.
     TrainTokenizer,
-    /// Turning the corpus into tokens; in bytes of input.
+    /// Tokenizes the corpus. Progress is in bytes of input.
     Tokenize,
-    /// Setting the validation tokens apart; in tokens.
+    /// Separates the validation tokens from the training tokens. Progress is in tokens.
     Split,
 }
 
-/// Hears how far [`prepare`] is.
+/// An observer of the progress of [`prepare`].
 pub trait Progress: Sync {
-    /// `done` of `total` units of `phase` are done. Called often, from any thread.
+    /// Called when `done` of `total` units of `phase` are done: often, and from any thread.
     fn advance(&self, phase: Phase, done: u64, total: u64);
 }
 
-/// Tells nobody.
+/// A [`Progress`] that ignores all reports.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Silent;
 
@@ -92,27 +92,29 @@ impl Progress for Silent {
     fn advance(&self, _phase: Phase, _done: u64, _total: u64) {}
 }
 
-/// Tokenizes the inputs and writes [`TRAIN_FILE`], [`VALIDATION_FILE`] (unless nothing is held out), the
-/// tokenizer and [`REPORT_FILE`] into the output folder.
+/// Tokenizes the inputs and writes [`TRAIN_FILE`], [`VALIDATION_FILE`] (unless nothing is held out), the loss masks if
+/// only some tokens count, the tokenizer, the chat template if one is given, and [`REPORT_FILE`] into the output
+/// folder.
 ///
-/// A text file is one document, and so is the text of each JSON object, a line of a file or an element of its one array; each is followed by the tokenizer's
-/// token for the end of a document, if it has one. Whole documents are held out, drawn from the whole corpus;
-/// documents that are longer than the whole held-out share give their tail, and so do all documents if no whole ones fit. The output's bits depend on the
-/// inputs and the options, not on the number of threads. A long text is tokenized in pieces of at most
-/// 128 KiB, cut between two words where there are any.
+/// A text file is one document. In JSON Lines files, and in files that are one JSON array, each object is a document.
+/// Each document is followed by the tokenizer's end-of-document token, if it has one. Validation documents are drawn
+/// from the whole corpus and held out completely. Documents that are longer than all held-out tokens together
+/// contribute their tail, and so do all documents if complete ones do not fit. Long texts are tokenized in pieces of at
+/// most 128 KiB, split between words if possible. The output depends only on the inputs and the options, not on the
+/// number of threads.
 ///
-/// Takes memory for a few batches of 128 KiB a thread, however large the corpus; twice the size of the tokens
-/// on the disk while it runs; and one pass over the corpus, two if a tokenizer is trained.
+/// Cost: memory for a few batches of 128 KiB per thread, regardless of the size of the corpus; twice the size of the
+/// tokens on disk while it runs; one pass over the corpus, and a second one if a tokenizer is trained.
 ///
 /// # Errors
-/// If an input is missing, unreadable or of the wrong kind, all of them hold no text, the tokenizer fails, or
-/// the output cannot be written. What was in the output folder is then as before; if the new files are complete
-/// but cannot be moved into their place, the folder has no [`REPORT_FILE`] and counts as not prepared.
+/// If an input is missing, unreadable or of the wrong kind, the inputs contain no text, the tokenizer fails, or the
+/// output cannot be written. The output folder is then unchanged, with one exception: if the new files are complete but
+/// cannot be moved into place, the folder has no [`REPORT_FILE`] and is treated as not prepared.
 pub fn prepare(options: &PrepareOptions, progress: &dyn Progress) -> Result<PrepareReport, DataError> {
     stage(options, Existing::Replace, progress)?.commit()
 }
 
-/// A corpus that is complete, and not yet in its place. Dropping it removes it.
+/// A complete corpus in a staging folder. Dropping it deletes the files.
 #[derive(Debug)]
 pub struct StagedCorpus {
     staging: Staging,
@@ -120,7 +122,7 @@ pub struct StagedCorpus {
 }
 
 impl StagedCorpus {
-    /// Opens it for training.
+    /// Opens the staged corpus for training.
     ///
     /// # Errors
     /// As [`Corpus::open`].
@@ -128,10 +130,10 @@ impl StagedCorpus {
         Corpus::open(&self.staging.path(""))
     }
 
-    /// Puts it into the output folder, in place of what [`prepare`] wrote there earlier.
+    /// Moves the corpus into the output folder, where it replaces a corpus of an earlier [`prepare`].
     ///
     /// # Errors
-    /// If the files cannot be moved. The folder then has no [`REPORT_FILE`] and counts as not prepared.
+    /// If the files cannot be moved. The folder then has no [`REPORT_FILE`] and is treated as not prepared.
     pub fn commit(self) -> Result<PrepareReport, DataError> {
         let is_made = |name: &&str| self.staging.path(name).exists();
         let made: Vec<&str> = OUTPUT_FILES.into_iter().filter(is_made).collect();
@@ -140,17 +142,18 @@ impl StagedCorpus {
     }
 }
 
-/// Does all that [`prepare`] does but putting the files into their place: what is in the output folder stays as it is.
+/// Prepares a corpus as [`prepare`] does, but does not move it into place. Files in the output folder do not change.
 ///
 /// # Errors
-/// As [`prepare`]; and if the folder holds a corpus that is to be kept.
+/// As [`prepare`], and if the folder contains a corpus that `existing` says to keep.
 pub fn stage(
     options: &PrepareOptions,
     existing: Existing,
     progress: &dyn Progress,
 ) -> Result<StagedCorpus, DataError> {
     options.check()?;
-    // Before the folder is made, where that is possible.
+    // Missing inputs are reported before the output folder is created, unless the standard input must be stored there
+    // first.
     let inputs = if options.reads_stdin() { None } else { Some(Inputs::collect(options)?) };
     let staging = Staging::new(&options.out, &OUTPUT_FILES, REPORT_FILE, existing)?;
     let inputs = match inputs {
@@ -173,7 +176,7 @@ pub fn stage(
 
     let files = (ALL_FILE, has_loss_mask.then_some(ALL_MASK_FILE));
     let (mut counts, mut ends) = tokenize(options, &inputs, &tokenizer, (&staging, files), progress)?;
-    // The last inputs may have no documents.
+    // Inputs at the end of the list may have no documents.
     ends.resize(options.inputs.len(), ends.last().copied().unwrap_or(0));
     let Parts { train, mut validation, tokens_at } =
         split(options, &staging, (has_loss_mask, &ends), progress)?;
@@ -227,8 +230,8 @@ pub fn stage(
     Ok(StagedCorpus { staging, report })
 }
 
-/// The options with a chat template for which the names of the tokenizer's special tokens are text in messages, unless they should be those
-/// tokens.
+/// Returns the options with a chat template that treats the names of the tokenizer's special tokens in messages as
+/// plain text, unless the options say that they are special tokens.
 fn with_literal_names(options: &PrepareOptions, tokenizer: &Tokenizer) -> PrepareOptions {
     let mut options = options.clone();
     if !options.special_tokens_in_messages {
@@ -238,7 +241,7 @@ fn with_literal_names(options: &PrepareOptions, tokenizer: &Tokenizer) -> Prepar
     options
 }
 
-/// Copies the standard input into a file, so that it can be read more than once.
+/// Copies the standard input to a file, so that it can be read more than once.
 fn spool_stdin(staging: &Staging) -> Result<PathBuf, DataError> {
     let aside = staging.path(STDIN_FILE);
     let write = |source| DataError::Write { path: aside.clone(), source };
@@ -246,7 +249,7 @@ fn spool_stdin(staging: &Staging) -> Result<PathBuf, DataError> {
     io::copy(&mut io::stdin().lock(), &mut file).map_err(write)?;
     let read = |source| DataError::Read { path: aside.clone(), source };
     let mut start = BufReader::new(File::open(&aside).map_err(read)?);
-    // Nothing else says what it is.
+    // Without a file name, only the content indicates the format.
     let name =
         if reader::begins_with_record(&mut start).map_err(read)? { "stdin.jsonl" } else { "stdin.txt" };
     let spooled = staging.path(name);
@@ -254,7 +257,8 @@ fn spool_stdin(staging: &Staging) -> Result<PathBuf, DataError> {
     Ok(spooled)
 }
 
-/// Whether an output folder holds no corpus, whole or damaged. What an interrupted preparation has left is none.
+/// Whether an output folder contains no corpus, complete or damaged. Files that an interrupted preparation left do not
+/// count.
 ///
 /// # Errors
 /// If the folder cannot be read.
@@ -264,10 +268,10 @@ pub fn is_free(folder: &Path) -> Result<bool, DataError> {
     is_free().map_err(|source| DataError::Read { path: folder.to_owned(), source })
 }
 
-/// Reads the first `bytes_max` bytes of the inputs, as [`prepare`] would, and makes nothing of them.
+/// Checks about the first `bytes_max` bytes of the inputs for the errors that [`prepare`] would report. Writes nothing.
 ///
 /// # Errors
-/// As [`prepare`], as far as the tokenizer and the output are not concerned.
+/// As [`prepare`], except errors of the tokenizer and the output.
 pub fn check_inputs(options: &PrepareOptions, bytes_max: u64) -> Result<(), DataError> {
     options.check()?;
     let lists = [Inputs::collect(options)?, Inputs::of(&options.validation_inputs, options)?];
@@ -288,19 +292,19 @@ pub fn check_inputs(options: &PrepareOptions, bytes_max: u64) -> Result<(), Data
     Ok(())
 }
 
-/// Whether the output folder holds what [`prepare`] would write: no input (by path, size and time of change)
-/// and no option differs from then, and the tokenizer is whole. Costs a look at each input file, without reading
-/// it.
+/// Whether the output folder contains the corpus that [`prepare`] would write: the options and the inputs' paths, sizes
+/// and modification times are unchanged, and the tokenizer is intact. Reads the metadata of each input file, but not
+/// its contents.
 ///
 /// # Errors
-/// If an option cannot be, an input is missing or a folder cannot be read.
+/// If an option is invalid, an input is missing, or a folder cannot be read.
 pub fn is_current(options: &PrepareOptions) -> Result<bool, DataError> {
     options.check()?;
     if options.reads_stdin() {
         return Ok(false);
     }
     let fingerprint = options.fingerprint(&Inputs::collect(options)?)?;
-    // A report that is missing or cannot be understood is replaced by preparing again.
+    // If the report is missing or cannot be parsed, the corpus must be prepared again.
     let Ok(report) = PrepareReport::read(&options.out) else { return Ok(false) };
     let parts = iter::once([TRAIN_FILE, TRAIN_MASK_FILE])
         .chain(report.validation.map(|_| [VALIDATION_FILE, VALIDATION_MASK_FILE]));
@@ -347,7 +351,8 @@ fn choose_tokenizer(
         let mut last = None;
         while is_done.recv_timeout(PROGRESS_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             let read = num_read.load(Ordering::Relaxed);
-            // A disk that hangs makes no progress. Merges are learned after all is read, and take long.
+            // If the disk hangs, there is no progress to report. After all input is read, learning the merges takes
+            // long.
             if last.replace(read) != Some(read) || read >= inputs.bytes {
                 advance();
             }
@@ -358,8 +363,8 @@ fn choose_tokenizer(
     failure.map_or(tokenizer, Err)
 }
 
-/// Makes a file of the tokens of all inputs, and one that says which of them count in the loss, if a name is given for that. Also returns how many
-/// documents there are up to the end of each input, as far as there are any.
+/// Tokenizes all inputs into one token file, and into a loss mask if a name for it is given. Also returns the number of
+/// documents up to the end of each input; inputs without documents may be missing at the end.
 fn tokenize(
     options: &PrepareOptions,
     inputs: &Inputs,
@@ -381,7 +386,7 @@ fn tokenize(
     if writers.tokens.num_documents() == 0 {
         return Err(DataError::EmptyCorpus { skipped: skipped(inputs, &counts).to_string() });
     }
-    // A document without tokens of its own has at most its end.
+    // A document without tokens of its own consists of at most its end-of-document token.
     let num_ends = tokenizer.end_of_document().map_or(0, |_| writers.tokens.num_documents());
     if writers.tokens.num_tokens() <= num_ends {
         return Err(DataError::NoTokens);
@@ -391,16 +396,16 @@ fn tokenize(
     Ok((counts, documents_at))
 }
 
-/// What a corpus is divided into.
+/// The training and validation parts of a corpus.
 struct Parts {
     train: Part,
     validation: Option<Part>,
-    /// Tokens to train on up to the end of each input.
+    /// Number of training tokens up to the end of each input.
     tokens_at: Vec<u64>,
 }
 
-/// Makes [`TRAIN_FILE`] and, where something is held out, [`VALIDATION_FILE`] from [`ALL_FILE`], and the masks in the same way. `ends` are
-/// the documents up to the end of each input.
+/// Splits [`ALL_FILE`] into [`TRAIN_FILE`] and, if tokens are held out, [`VALIDATION_FILE`], and the loss mask
+/// likewise. `ends` holds the number of documents up to the end of each input.
 fn split(
     options: &PrepareOptions,
     staging: &Staging,

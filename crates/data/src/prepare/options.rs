@@ -10,33 +10,33 @@ use std::thread;
 
 pub(super) const STDIN: &str = "-";
 
-/// One thread reads for all; it could not feed more than this.
+/// Maximum number of tokenizing threads. A single thread reads all input and cannot keep more threads busy.
 const THREADS_MAX: NonZeroUsize = NonZeroUsize::new(256).expect("256 is not 0");
 
-/// Which tokenizer turns the corpus into tokens.
+/// The tokenizer of a corpus.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TokenizerChoice {
-    /// [`Tokenizer::bytes`](crate::Tokenizer::bytes).
+    /// One token for each byte: [`Tokenizer::bytes`](crate::Tokenizer::bytes).
     Bytes,
-    /// A Hugging Face `tokenizer.json`.
+    /// The path of a Hugging Face `tokenizer.json`.
     File(PathBuf),
-    /// That of a model.
+    /// The tokenizer of a model.
     OfModel {
-        /// The model, as the user names it.
+        /// The model, as the user specified it.
         model: PathBuf,
-        /// What was stored with it.
+        /// The tokenizer that is stored with the model.
         tokenizer: Arc<Tokenizer>,
     },
-    /// A byte-level BPE, trained on the corpus itself; of a corpus above 128 MiB, on evenly spread parts of
-    /// it.
+    /// A byte-level BPE that is trained on the corpus itself. If the corpus is larger than 128 MiB, evenly spaced parts
+    /// of it are used.
     TrainBpe {
-        /// Tokens it may have at most, the 256 bytes and `<|endoftext|>` among them.
+        /// Maximum number of tokens, including the 256 bytes and `<|endoftext|>`.
         vocabulary_size: usize,
     },
 }
 
 impl TokenizerChoice {
-    /// Returns the size that the vocabulary has at least. It is exact unless the tokenizer is trained on the corpus.
+    /// Returns the minimum size of the vocabulary. It is exact unless the tokenizer is trained on the corpus.
     ///
     /// # Errors
     /// As [`Tokenizer::from_file`].
@@ -63,42 +63,44 @@ impl fmt::Display for TokenizerChoice {
     }
 }
 
-/// What [`prepare`](crate::prepare) reads, how, and where it writes.
+/// The inputs, output and settings of [`prepare`](crate::prepare).
 #[derive(Debug, Clone, PartialEq)]
 pub struct PrepareOptions {
-    /// Text files, JSON-lines files (`.jsonl`, `.ndjson`, `.json`) and folders, read in this order; `-` is the standard input. Files
-    /// may be compressed (`.gz`, `.zst`). Each is a source of its own.
+    /// Text files, JSON Lines files (`.jsonl`, `.ndjson`, `.json`), Parquet files (`.parquet`, with the feature
+    /// `parquet`) and folders, read in this order; `-` is the standard input. Files may be compressed (`.gz`, `.zst`).
+    /// Each input is a separate source.
     ///
-    /// Folders are searched through to the bottom, sorted by name; hidden entries, folders named `target`,
-    /// symbolic links and binary files in them are passed over.
+    /// Folders are searched recursively, in the order of names. Hidden entries, folders named `target`, symbolic links
+    /// and binary files in them are skipped.
     pub inputs: Vec<PathBuf>,
-    /// The folder for the token files, made if it is not there.
+    /// The output folder, created if it does not exist.
     pub out: PathBuf,
-    /// The tokenizer.
+    /// The tokenizer of the corpus.
     pub tokenizer: TokenizerChoice,
-    /// The field of a JSON object that holds the text.
+    /// The name of the JSON field that contains the text of a record.
     pub field: String,
-    /// What makes a text of a conversation.
+    /// Formats conversations as text. Without it, a conversation is an error.
     pub chat_template: Option<ChatTemplate>,
-    /// Whether the names of special tokens in messages become those tokens. Otherwise they are text, as a user typed them.
+    /// Whether the names of special tokens in messages are encoded as these tokens. Otherwise they are plain text.
     pub special_tokens_in_messages: bool,
-    /// How often samples of each input come, relative to those of the others; empty for as often as they have tokens.
+    /// Relative sampling weight of each input. If empty, inputs are sampled in proportion to their tokens.
     pub weights: Vec<f64>,
-    /// What to validate on, as [`inputs`](Self::inputs), in place of a fraction of those.
+    /// Inputs to validate on, in the same forms as [`inputs`](Self::inputs), instead of holding out a fraction of the
+    /// inputs.
     pub validation_inputs: Vec<PathBuf>,
-    /// If any are named, folders give only files with one of these extensions (without the dot).
+    /// File extensions without the dot. If any are given, only files with one of them are read from folders.
     pub extensions: Vec<String>,
     /// The treatment of bytes that are not valid UTF-8.
     pub invalid_utf8: InvalidUtf8,
-    /// The share of tokens held out for validation, in `0..1`.
+    /// The fraction of tokens to hold out for validation, in `0..1`.
     pub validation_fraction: f64,
-    /// Tokenizing threads, at most 256; the output does not depend on them.
+    /// Number of tokenizing threads, at most 256. It does not affect the output.
     pub num_threads: NonZeroUsize,
 }
 
 impl PrepareOptions {
-    /// The defaults: bytes, field `text`, every extension, invalid UTF-8 replaced, a twentieth held out, all
-    /// cores.
+    /// Creates options with defaults: the bytes tokenizer, the field `text`, all extensions, invalid UTF-8 replaced, 5
+    /// % of the tokens held out, and one thread for each core.
     pub fn new(inputs: Vec<PathBuf>, out: PathBuf) -> Self {
         PrepareOptions {
             inputs,
@@ -117,11 +119,11 @@ impl PrepareOptions {
         }
     }
 
-    /// Checks that inputs may have these weights: none, or one within [`WEIGHT_BOUNDS`](Self::WEIGHT_BOUNDS) for each of at most
-    /// [`WEIGHTS_MAX`](Self::WEIGHTS_MAX) inputs.
+    /// Checks the weights of the inputs. Valid are no weights at all, or one weight within
+    /// [`WEIGHT_BOUNDS`](Self::WEIGHT_BOUNDS) for each of at most [`WEIGHTS_MAX`](Self::WEIGHTS_MAX) inputs.
     ///
     /// # Errors
-    /// The mistake, in words.
+    /// A description of the mistake.
     pub fn check_weights(weights: &[f64], inputs: &[PathBuf]) -> Result<(), String> {
         let (num_inputs, max) = (inputs.len(), Self::WEIGHTS_MAX);
         let (least, most) = (Self::WEIGHT_BOUNDS.start(), Self::WEIGHT_BOUNDS.end());
@@ -140,13 +142,13 @@ impl PrepareOptions {
         }
     }
 
-    /// What a weight may be.
+    /// The range of valid weights.
     pub const WEIGHT_BOUNDS: RangeInclusive<f64> = 1e-6..=1e6;
 
-    /// The most inputs that may have weights.
+    /// The maximum number of inputs with weights.
     pub const WEIGHTS_MAX: usize = 1024;
 
-    /// Whether one of the inputs can be read only once.
+    /// Whether the standard input, which can be read only once, is among the inputs.
     pub(super) fn reads_stdin(&self) -> bool {
         self.inputs.iter().any(|input| input.as_os_str() == STDIN)
     }

@@ -1,15 +1,15 @@
-//! Rows of Parquet files as JSON Lines.
+//! Reading the rows of Parquet files as JSON Lines.
 
 use parquet::file::reader::SerializedFileReader;
 use parquet::record::reader::RowIter;
 use std::fs::File;
 use std::io::{self, Read};
 
-/// The text of all rows: a line of JSON each. A row is in memory at a time, with the pages of its columns.
+/// A reader that returns each row as a line of JSON. One row is in memory at a time, with the pages of its columns.
 pub(super) struct Rows {
     rows: RowIter<'static>,
     line: Vec<u8>,
-    /// Bytes of the line that were given.
+    /// Number of bytes of `line` that were already returned.
     given: usize,
 }
 

@@ -8,14 +8,14 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 use trireme_base::spawn_scoped_thread;
 
-/// Batches that may wait before and behind each tokenizing thread.
+/// Maximum number of batches in the queue before each tokenizing thread, and in the queue after it.
 const WAITING_BATCHES_MAX: usize = 2;
 
-/// Where tokens go, and which of them count in the loss, if not all do.
+/// The writers of the token file and, if only some tokens count in the loss, of the loss mask.
 pub(super) struct Writers {
     pub(super) tokens: TokenFileWriter,
     pub(super) loss_mask: Option<TokenFileWriter>,
-    /// For each input, how many documents there are up to its last one; inputs without any may be missing.
+    /// Number of documents up to the end of each input. Inputs without documents may be missing at the end.
     pub(super) documents_at: Vec<u64>,
 }
 
@@ -46,18 +46,18 @@ impl Writers {
 #[derive(Default)]
 struct TokenBatch {
     tokens: Vec<u32>,
-    /// For each token, 1 if it counts in the loss and else 0.
+    /// For each token, 1 if it counts in the loss and 0 otherwise.
     loss_mask: Vec<u32>,
-    /// Where documents end, in tokens of the batch, and which of the inputs they are of.
+    /// For each document that ends in the batch, its end in tokens and the index of its input.
     document_ends: Vec<(usize, usize)>,
     input_bytes_read: u64,
 }
 
-/// Tokenizes all that `reader` gives and writes it in order; `on_progress` hears the bytes of input done.
+/// Tokenizes the whole corpus and writes it in order. Calls `on_progress` with the number of input bytes that are done.
 ///
-/// One thread reads, `num_threads` tokenize, the caller's writes. Batch `i` goes to thread `i` modulo their
-/// number and is taken back in the same order, so that the output does not depend on the number of threads
-/// and at most five batches a thread are in memory.
+/// One thread reads, `num_threads` threads tokenize, and the calling thread writes. Batches are distributed to the
+/// threads round-robin and collected in the same order, so the output does not depend on the number of threads, and at
+/// most five batches per thread are in memory.
 pub(super) fn tokenize(
     mut reader: CorpusReader<'_>,
     tokenizer: &Tokenizer,
@@ -80,14 +80,14 @@ pub(super) fn tokenize(
         let read = move || deal(&mut reader, &batches).map(|()| reader.counts);
         let reading = spawn_scoped_thread(scope, "reader", read).map_err(failed)?;
         let written = write_in_order(&results, writers, &mut on_progress);
-        // Stops the other threads where writing failed: they find nobody to take their results.
+        // If writing failed, this stops the other threads, because their channels are closed.
         drop(results);
         let counts = reading.join().unwrap_or_else(|panic| resume_unwind(panic));
         written.and(counts)
     })
 }
 
-/// Deals the batches out in turn, until the last or until a thread is gone.
+/// Sends the batches to the threads round-robin, until the last batch or until a thread has ended.
 fn deal(reader: &mut CorpusReader<'_>, threads: &[SyncSender<Batch>]) -> Result<(), DataError> {
     for thread in threads.iter().cycle() {
         let Some(batch) = reader.next_batch()? else { break };
@@ -127,7 +127,7 @@ fn tokenize_batch(tokenizer: &Tokenizer, batch: &Batch) -> Result<TokenBatch, Da
             Some(answers) => push_answered(tokenizer, (text, &piece.literal), answers, &mut found)?,
         };
         found.loss_mask.resize(found.tokens.len(), 1);
-        // The record may have written the end itself.
+        // The record's text may already contain the ending tokens.
         let is_ended = piece.answers.is_some() && found.tokens[start..].ends_with(&ending);
         if piece.adds_end && !is_ended {
             found.tokens.extend_from_slice(&ending);
@@ -140,7 +140,8 @@ fn tokenize_batch(tokenizer: &Tokenizer, batch: &Batch) -> Result<TokenBatch, Da
     Ok(found)
 }
 
-/// Adds a document with answers: tokens that have a part of an answer count. Returns whether an answer is at the document's end.
+/// Tokenizes a document with answers. A token counts in the loss if any of its bytes belongs to an answer. Returns
+/// whether the document ends with an answer.
 fn push_answered(
     tokenizer: &Tokenizer,
     (text, literal): (&str, &[usize]),
@@ -160,8 +161,7 @@ fn push_answered(
     Ok(answers.last().is_some_and(|answer| answer.end == text.len()))
 }
 
-/// Takes the results in the order in which the batches were dealt; the first thread without one marks the
-/// end.
+/// Writes the results in the order of the batches. The first thread without another result marks the end.
 fn write_in_order(
     threads: &[Receiver<Result<TokenBatch, DataError>>],
     writers: &mut Writers,

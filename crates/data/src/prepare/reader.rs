@@ -15,13 +15,13 @@ use std::io::{self, BufRead, BufReader, Chain, Cursor, Read};
 use std::path::PathBuf;
 
 const READ_BYTES: usize = 64 << 10;
-/// A file with a NUL byte among its first bytes, so many of them, is binary.
+/// Number of bytes at the beginning of a file that are checked. A file with a NUL byte among them is binary.
 const HEAD_BYTES: usize = 64 << 10;
-/// A JSON document has to be in memory as a whole.
+/// Maximum length of a record in bytes. Records must fit in memory.
 const RECORD_BYTES_MAX: usize = 64 << 20;
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// What was read and what was not.
+/// Counts of what was read and skipped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct ReadCounts {
     pub(super) num_files: u64,
@@ -29,14 +29,14 @@ pub(super) struct ReadCounts {
     pub(super) num_binary: u64,
     pub(super) num_empty: u64,
     pub(super) foreign_forms: ForeignForms,
-    /// Names of special tokens in messages that stay text.
+    /// Names of special tokens in messages that were encoded as plain text.
     pub(super) num_literal_names: u64,
-    /// Conversations with a document for each answer.
+    /// Conversations that became one document for each answer.
     pub(super) num_split_conversations: u64,
 }
 
 impl ReadCounts {
-    /// Adds the counts of the contents of other inputs. Their files are counted apart.
+    /// Adds the content counts of other inputs. Counts of files are not added.
     pub(super) fn add_contents(&mut self, other: &ReadCounts) {
         self.num_replaced += other.num_replaced;
         self.foreign_forms.add(other.foreign_forms);
@@ -45,11 +45,11 @@ impl ReadCounts {
     }
 }
 
-/// Reads the inputs front to back, in batches whose bounds depend on the inputs alone.
+/// Reads the inputs in order, in batches. The bounds of the batches depend only on the inputs.
 pub(super) struct CorpusReader<'a> {
     options: &'a PrepareOptions,
     space_at_cut: SpaceAtCut,
-    /// Whether documents may have parts that do not count in the loss.
+    /// Whether documents with answers are allowed, of which only the answers count in the loss.
     takes_answers: bool,
     files: std::slice::Iter<'a, InputFile>,
     open: Option<OpenFile<'a>>,
@@ -57,7 +57,7 @@ pub(super) struct CorpusReader<'a> {
     bytes_read: u64,
 }
 
-/// The bytes that were looked at to tell text from binary, and then the rest.
+/// The bytes that were checked for NUL, followed by the rest of the file.
 type Input = BufReader<Chain<Cursor<Vec<u8>>, Box<dyn Read + Send>>>;
 
 struct OpenFile<'a> {
@@ -65,19 +65,19 @@ struct OpenFile<'a> {
     input: Input,
     decoder: Utf8Decoder,
     document: DocumentText,
-    /// The documents of a record that are not cut, if one was read.
+    /// The documents with answers of the last record; empty if it has none.
     answered: Vec<Answered>,
-    /// The state of a file that is one JSON array.
+    /// The parser state if the file is one JSON array.
     array: Option<JsonArray>,
-    /// Lines of JSON read so far.
+    /// Number of complete lines of JSON read.
     num_lines: u64,
-    /// Bytes read of the line after them.
+    /// Number of bytes read of the incomplete line after them.
     num_line_bytes: usize,
-    /// The line of the record that was read last, from 1.
+    /// Line number of the last record, from 1.
     record_line: u64,
-    /// Bytes before that record in its line.
+    /// Number of bytes before that record in its line.
     record_column: usize,
-    /// Records of the array read so far, with the one that was read last.
+    /// Number of records of the array read, including the last one.
     num_records: u64,
     at_end: bool,
 }
@@ -114,7 +114,7 @@ impl<'a> CorpusReader<'a> {
         Ok(false)
     }
 
-    /// The next batch; `None` at the end of the last file.
+    /// Returns the next batch; `None` at the end of the last file.
     pub(super) fn next_batch(&mut self) -> Result<Option<Batch>, DataError> {
         let mut batch = Batch::default();
         while !batch.is_full() {
@@ -124,7 +124,7 @@ impl<'a> CorpusReader<'a> {
                 continue;
             };
             let bytes_read = open.read_more(Records::new(self.options), &mut self.counts)?;
-            // Progress is counted in bytes of files.
+            // Progress is measured in bytes of files, so a compressed file counts only when it is completely read.
             let is_plain = open.file.compression == Compression::None;
             self.bytes_read += if is_plain { bytes_read } else { 0 };
             let source = open.file.source;
@@ -152,7 +152,7 @@ impl<'a> CorpusReader<'a> {
         Ok(if batch.is_empty() { None } else { Some(batch) })
     }
 
-    /// `None` for a file in a folder that turns out to hold no text.
+    /// Opens a file. Returns `None` for an empty file, and for a binary file in a folder.
     fn open_file(&mut self, file: &'a InputFile) -> Result<Option<OpenFile<'a>>, DataError> {
         let read = |source| DataError::Read { path: file.shown.clone(), source };
         let mut rest = file.compression.open(&file.path).map_err(read)?;
@@ -193,7 +193,7 @@ impl<'a> CorpusReader<'a> {
     }
 }
 
-/// Returns whether a text begins with a JSON object, or with an array of objects.
+/// Whether a text begins with a JSON object, or with an array of objects.
 pub(super) fn begins_with_record(text: &mut impl Read) -> io::Result<bool> {
     let mut head = Vec::new();
     text.take(HEAD_BYTES as u64).read_to_end(&mut head)?;
@@ -203,13 +203,13 @@ pub(super) fn begins_with_record(text: &mut impl Read) -> io::Result<bool> {
 }
 
 impl OpenFile<'_> {
-    /// Whether the document is complete, or long enough to cut a piece off it.
+    /// Whether the document is complete, or long enough to split off a piece.
     fn has_piece(&self) -> bool {
         let complete = self.at_end || self.file.format == Format::JsonLines;
         !self.answered.is_empty() || self.document.exceeds_piece() || (complete && !self.document.is_empty())
     }
 
-    /// Reads on, unless a piece is there already; returns the bytes of input taken.
+    /// Reads until a piece is available. Returns the number of input bytes consumed.
     fn read_more(&mut self, records: Records<'_>, counts: &mut ReadCounts) -> Result<u64, DataError> {
         let mut bytes_read = 0;
         while !self.at_end && !self.has_piece() {
@@ -237,7 +237,7 @@ impl OpenFile<'_> {
             if self.array.is_some() { self.read_element(&mut raw)? } else { self.read_line(&mut raw)? };
         let mut text = String::with_capacity(raw.len());
         self.decoder.push(&raw, true, &mut text).map_err(|offset| invalid_utf8(self.file, offset))?;
-        // Files that were joined have one at the beginning of a line.
+        // In concatenated files, a line may begin with a byte order mark.
         let object = text[start..].trim_ascii_end().trim_start_matches('\u{feff}');
         if object.is_empty() {
             return Ok(raw.len() as u64);
@@ -264,7 +264,7 @@ impl OpenFile<'_> {
         Ok(raw.len() as u64)
     }
 
-    /// Reads a line, and returns where its record begins.
+    /// Reads a line, and returns the start of its record in `raw`.
     fn read_line(&mut self, raw: &mut Vec<u8>) -> Result<usize, DataError> {
         let mut bounded = self.input.by_ref().take(RECORD_BYTES_MAX as u64 + 1);
         let length = bounded.read_until(b'\n', raw).map_err(|source| read_error(self.file, source))?;
@@ -274,7 +274,7 @@ impl OpenFile<'_> {
         if length > RECORD_BYTES_MAX { Err(self.too_long()) } else { Ok(0) }
     }
 
-    /// Reads an element of the array with the separators before it, and returns where it begins.
+    /// Reads an element of the array and the separators before it, and returns the start of the element in `raw`.
     fn read_element(&mut self, raw: &mut Vec<u8>) -> Result<usize, DataError> {
         let array = self.array.as_mut().expect("the file is an array");
         let read = array.read_element(&mut self.input, raw, RECORD_BYTES_MAX);
@@ -306,7 +306,8 @@ impl OpenFile<'_> {
         };
     }
 
-    /// Names the file, and of an array the record as well: all records may be in one line.
+    /// Returns the path of the file. For an array, it includes the number of the record, because all records may be in
+    /// one line.
     fn place(&self) -> PathBuf {
         match &self.array {
             Some(_) => format!("{}, record {}", self.file.shown.display(), self.num_records).into(),
@@ -331,7 +332,7 @@ impl OpenFile<'_> {
     }
 
     fn json_error(&self, error: &serde_json::Error) -> DataError {
-        // The library counts from the start of the one record that it sees.
+        // Line and column of the library's error are relative to the record.
         let lines_before = (error.line() as u64).saturating_sub(1);
         let line = self.record_line + lines_before;
         let columns_before = if lines_before == 0 { self.record_column } else { 0 };

@@ -1,4 +1,4 @@
-//! The contents of a record: a line of a JSON Lines file, or an element of a JSON array.
+//! Parsing of records: lines of a JSON Lines file, or elements of a JSON array.
 
 use super::json_lines::{Field, text_field};
 use super::report::ForeignForms;
@@ -7,32 +7,32 @@ use crate::chat::{Answered, ChatTemplate, Samples};
 use crate::messages::{of_alpaca, of_share_gpt, with_text_contents};
 use serde_json::{Value, json};
 
-/// A document.
+/// The content of a record.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Record {
-    /// All of it is to be learned.
+    /// A document in which all tokens count in the loss.
     Text(String),
-    /// Only its answers are.
+    /// Documents in which only the answers count.
     Answered(Samples),
 }
 
-/// Why a line holds no document.
+/// A reason why a record has no document.
 #[derive(Debug)]
 pub(super) enum RecordError {
-    /// It is no JSON object.
+    /// The record is not a JSON object.
     Json(serde_json::Error),
-    /// It has not what was asked for; what it has instead.
+    /// The record has none of the known forms. The text says what the text field is instead.
     Field(String),
-    /// It is a conversation that does not become a text.
+    /// The conversation cannot be rendered as text.
     Conversation(String),
-    /// It is a conversation, and nothing says how that becomes a text.
+    /// The record is a conversation, but there is no chat template.
     NoTemplate,
     Question,
 }
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Records<'a> {
-    /// The field with the text.
+    /// Name of the field that contains the text.
     pub(super) field: &'a str,
     pub(super) template: Option<&'a ChatTemplate>,
     /// Whether lone surrogates are replaced or refused.
@@ -45,8 +45,9 @@ impl<'a> Records<'a> {
         Records { field, template: chat_template.as_ref(), invalid_utf8: *invalid_utf8 }
     }
 
-    /// The document of a line: the text of the field; `messages` with roles and contents; a `prompt` and its `completion`, both texts or both
-    /// messages; or, which is counted in `forms`, a record of ShareGPT or Alpaca.
+    /// Parses a record. Known forms are: an object with the text field; `messages` with roles and contents; a `prompt`
+    /// with a `completion`, both strings or both lists of messages; and records of ShareGPT and Alpaca, which are
+    /// counted in `forms`.
     pub(super) fn read(self, line: &str, forms: &mut ForeignForms) -> Result<Record, RecordError> {
         let missing = match text_field(line, self.field).map_err(RecordError::Json)? {
             Field::Text(text) => return Ok(Record::Text(text)),
@@ -105,7 +106,7 @@ impl<'a> Records<'a> {
             if !message["role"].is_string() {
                 return refuse("`role`");
             }
-            // Who calls a tool need not say anything.
+            // A message that calls a tool may have no content.
             if message["content"].is_null() && message["tool_calls"].is_null() {
                 return refuse("`content`");
             }

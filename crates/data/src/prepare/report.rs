@@ -6,15 +6,15 @@ use std::io::ErrorKind;
 use std::path::Path;
 use trireme_base::read_at_most;
 
-/// Far above what a report needs.
+/// Maximum size of a report, far more than any needs.
 const REPORT_BYTES_MAX: u64 = 16 << 20;
 
-/// One of the token files.
+/// The size of the training or the validation part of a corpus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
-    /// Its tokens, the ends of documents among them.
+    /// Number of tokens, including end-of-document tokens.
     pub num_tokens: u64,
-    /// Its documents.
+    /// Number of documents.
     pub num_documents: u64,
 }
 
@@ -24,23 +24,23 @@ impl Part {
     }
 }
 
-/// An input with a weight. Its tokens to train on follow those of the input before.
+/// An input with a sampling weight. Its training tokens follow those of the previous input.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Source {
-    /// As it was given.
+    /// The input, as the user specified it.
     pub input: String,
-    /// How often its samples come, relative to those of other inputs.
+    /// Relative sampling weight.
     pub weight: f64,
-    /// Its tokens to train on.
+    /// Number of training tokens.
     pub num_tokens: u64,
 }
 
-/// Numbers of records and files in forms that other programs use.
+/// Numbers of records and files in the formats of other programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ForeignForms {
-    /// Records of ShareGPT: `conversations` of turns with `from` and `value`.
+    /// ShareGPT records: `conversations` of turns with `from` and `value`.
     pub num_share_gpt: u64,
-    /// Records of Alpaca: an `instruction`, an optional `input`, and an `output`.
+    /// Alpaca records: an `instruction`, an optional `input`, and an `output`.
     pub num_alpaca: u64,
     /// Files that are one JSON array of records.
     pub num_arrays: u64,
@@ -55,7 +55,7 @@ impl ForeignForms {
 }
 
 impl fmt::Display for ForeignForms {
-    /// `read 3 ShareGPT conversations, 1 file as a JSON array of records`; empty if there are none.
+    /// Formats the counts as `read 3 ShareGPT conversations, 1 file as a JSON array of records`; empty if all are 0.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = [
             (self.num_share_gpt, "ShareGPT conversation", "ShareGPT conversations"),
@@ -71,25 +71,25 @@ impl fmt::Display for ForeignForms {
     }
 }
 
-/// Files and folders that were passed over, by reason.
+/// Numbers of skipped files, folders and records, by reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Skipped {
-    /// Names that start with a dot.
+    /// Files and folders whose names begin with a dot.
     pub hidden: u64,
-    /// Folders named `target`, where Cargo builds.
+    /// Folders named `target`, Cargo's build folders.
     pub target_folders: u64,
-    /// Files without one of the extensions asked for.
+    /// Files that have none of the requested extensions.
     pub other_extensions: u64,
     /// Symbolic links, pipes, devices and sockets.
     pub not_files: u64,
     /// Files with a NUL byte near their beginning.
     pub binary: u64,
-    /// Files and JSON objects without any text.
+    /// Files and records without text.
     pub empty: u64,
 }
 
 impl Skipped {
-    /// All of them.
+    /// Returns the sum of all counts.
     pub fn total(&self) -> u64 {
         self.named().iter().map(|(_, count)| count).sum()
     }
@@ -107,7 +107,7 @@ impl Skipped {
 }
 
 impl fmt::Display for Skipped {
-    /// `3 hidden, 1 binary`, or `none`.
+    /// Formats the counts as `3 hidden, 1 binary`, or `none`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts: Vec<String> = self
             .named()
@@ -120,12 +120,12 @@ impl fmt::Display for Skipped {
     }
 }
 
-/// What [`prepare`](crate::prepare) did; stored beside the token files.
+/// The report of [`prepare`](crate::prepare), stored next to the token files.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PrepareReport {
-    /// The inputs as they were given.
+    /// The inputs, as the user specified them.
     pub inputs: Vec<String>,
-    /// `bytes`, the path of a `tokenizer.json`, or that one was trained.
+    /// The tokenizer: `bytes`, the path of a `tokenizer.json`, the model that it is from, or that it was trained.
     pub tokenizer: String,
     /// CRC-32 of the tokenizer's file; absent in reports of earlier versions.
     #[serde(default)]
@@ -133,45 +133,46 @@ pub struct PrepareReport {
     /// [`Tokenizer::sha256`](crate::Tokenizer::sha256) of the tokenizer; absent in reports of earlier versions.
     #[serde(default)]
     pub tokenizer_sha256: Option<String>,
-    /// Whether only some of the tokens are to be learned; a file beside those of the tokens says which.
+    /// Whether only some tokens count in the loss. Then there is a loss mask for each token file.
     #[serde(default)]
     pub has_loss_mask: bool,
-    /// The inputs with their tokens to train on, where they have weights.
+    /// The inputs with their weights and training tokens; empty if inputs have no weights.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sources: Vec<Source>,
-    /// Every token lies below this; the model's vocabulary must be at least as large.
+    /// Vocabulary size of the tokenizer: every token id is below it. The model's vocabulary must be at least as large.
     pub vocabulary_size: usize,
-    /// The token after each document, if the tokenizer has one.
+    /// Id of the end-of-document token, if the tokenizer has one.
     pub end_of_document: Option<u32>,
     /// The `eos_token` of the tokenizer's `tokenizer_config.json`, if the tokenizer does not have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unknown_end_of_document: Option<String>,
-    /// The text with which the chat template ends an answer, if it looks like a special token that the tokenizer lacks.
+    /// The text with which the chat template ends an answer, if it looks like a special token but the tokenizer does
+    /// not have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unknown_end_of_answer: Option<String>,
-    /// What there is to train on.
+    /// The training part.
     pub train: Part,
-    /// What was held out.
+    /// The validation part, if there is one.
     pub validation: Option<Part>,
-    /// Files that were read.
+    /// Number of files that were read.
     pub num_files: u64,
-    /// Bytes of all files, those found to be binary among them.
+    /// Total bytes of all input files, including binary ones.
     pub input_bytes: u64,
-    /// What was passed over.
+    /// Numbers of skipped files, folders and records.
     pub skipped: Skipped,
-    /// Invalid UTF-8 sequences and lone surrogates in JSON that became U+FFFD.
+    /// Number of invalid UTF-8 sequences, and lone surrogates in JSON, that were replaced by U+FFFD.
     pub num_invalid_utf8_replaced: u64,
-    /// Records and files in forms of other programs; absent in reports of earlier versions.
+    /// Records and files in the formats of other programs; absent in reports of earlier versions.
     #[serde(default)]
     pub foreign_forms: ForeignForms,
-    /// Names of special tokens in messages that stayed text.
+    /// Number of special-token names in messages that were encoded as plain text.
     #[serde(default)]
     pub num_literal_names: u64,
-    /// Conversations that became a document for each answer, because the chat template shows earlier messages differently once others
-    /// follow.
+    /// Number of conversations that became one document for each answer, because the chat template renders earlier
+    /// messages differently once later ones follow.
     #[serde(default)]
     pub num_split_conversations: u64,
-    /// Names the inputs and options; see [`is_current`](crate::is_current).
+    /// Identifies the inputs and options; see [`is_current`](crate::is_current).
     pub fingerprint: String,
 }
 
@@ -179,7 +180,7 @@ impl PrepareReport {
     /// Reads the report of the corpus in `folder`.
     ///
     /// # Errors
-    /// If there is none, or it cannot be read or understood.
+    /// If there is no report, or it cannot be read or parsed.
     pub fn read(folder: &Path) -> Result<Self, DataError> {
         let path = folder.join(REPORT_FILE);
         let json = read_at_most(&path, REPORT_BYTES_MAX).map_err(|source| match source.kind() {
@@ -189,7 +190,7 @@ impl PrepareReport {
         serde_json::from_slice(&json).map_err(|source| DataError::Report { path, source })
     }
 
-    /// Sentences about the tokens that a user may not expect.
+    /// Returns sentences about properties of the tokens that a user may not expect.
     pub fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         if self.foreign_forms != ForeignForms::default() {

@@ -3,27 +3,30 @@ use crate::{DataError, TokenFile, TokenFileWriter};
 use std::ops::Range;
 
 const COPY_TOKENS: u64 = 64 << 10;
-/// Any value does, but the same corpus must be split the same way every time.
+/// The seed of the random choice. Any value works, but the same corpus must always be split the same way.
 const SELECTION_SEED: u64 = 0;
-/// Going on until the last token fits would favour tiny documents.
+/// The fraction of the desired tokens at which choosing stops. Continuing until the last token fits would favour tiny
+/// documents.
 const FRACTION_REACHED: f64 = 0.95;
 
-/// Which tokens are held out for validation.
+/// The choice of validation tokens.
 #[derive(Debug, PartialEq, Eq)]
 struct HeldOut {
-    /// These documents, as increasing indices.
+    /// Indices of the short documents that are held out completely, ascending.
     documents: Vec<u64>,
-    /// Number of tokens of the longest document that is held out or kept as a whole; longer ones are split.
+    /// Maximum number of tokens of a short document, which is either held out completely or not at all. Longer
+    /// documents are split.
     max_short_len: u64,
-    /// Index of the first token held out, counted over the tokens of all longer documents.
+    /// Index of the first held-out token of long documents, counted over the tokens of all long documents.
     tail_start: u64,
 }
 
-/// Chooses about `fraction` of the tokens, rounded, and at least one, but not all.
+/// Chooses about `fraction` of the tokens, rounded, at least one, but not all.
 ///
-/// A document is long if it has more tokens than are held out in total. Short documents are held out as a whole: each one that still fits, in a fixed random
-/// order, until the fraction of the tokens of short documents is nearly reached, so that small and large ones are equally likely. The tail of the long
-/// documents is held out, too. If whole documents make up less than half of their share, the tail of all documents is held out instead.
+/// A document is long if it has more tokens than are held out in total. Short documents are held out completely: each
+/// one that still fits, in a fixed random order, until the fraction of the tokens of short documents is nearly reached.
+/// So small and large ones are equally likely to be chosen. The tail of the concatenated long documents is held out,
+/// too. If complete documents make up less than half of their share, the tail of the whole corpus is held out instead.
 fn held_out(all: &TokenFile, fraction: f64) -> Result<HeldOut, DataError> {
     let rounded = (fraction * all.num_tokens() as f64).round() as u64;
     let num_held_out = rounded.min(all.num_tokens().saturating_sub(1)).max(1);
@@ -60,7 +63,8 @@ fn held_out(all: &TokenFile, fraction: f64) -> Result<HeldOut, DataError> {
     Ok(HeldOut { documents, max_short_len: num_held_out, tail_start })
 }
 
-/// Copies each token of `all` to one of the two files; `on_document` hears how many documents, and tokens, are done.
+/// Copies each token of `all` to either `train` or `validation`. After each document, calls `on_document` with the
+/// number of documents and tokens that are done, and with the writer of the training part.
 ///
 /// The split depends only on the ends of documents. It takes 8 bytes of memory for each document held out.
 pub(super) fn split(
@@ -116,7 +120,7 @@ mod tests {
         TokenFile::open(path).unwrap()
     }
 
-    /// The documents of each half, as they come back.
+    /// Splits the documents, and returns those of each part as read from its file.
     fn split_documents(documents: &[Vec<u32>], fraction: f64) -> [Vec<Vec<u32>>; 2] {
         let folder = tempfile::tempdir().unwrap();
         let all = write(&folder.path().join("all"), documents);
@@ -223,14 +227,14 @@ mod tests {
         }
     }
 
-    /// A model learns to end its answers from the ends of conversations.
+    /// Documents must stay complete, because a model learns from the ends of conversations how to end its answers.
     #[test]
     fn few_documents_of_one_length_are_not_all_cut() {
         let documents: Vec<Vec<u32>> = (0..15).map(|document| vec![document; 100]).collect();
         let [train, validation] = split_documents(&documents, 0.05);
         assert_eq!(train.iter().filter(|document| document.len() == 100).count(), 14);
         assert_eq!(validation, [vec![14; 75]]);
-        // Whole documents where one fits exactly.
+        // A complete document is held out if it fits exactly.
         let documents: Vec<Vec<u32>> = (0..49).map(|document| vec![document; 1000]).collect();
         let [train, validation] = split_documents(&documents, 1.0 / 49.0);
         assert!(train.len() == 48 && validation.len() == 1 && validation[0].len() == 1000);

@@ -3,29 +3,30 @@ use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What becomes of a corpus that is in the output folder already.
+/// The treatment of a corpus that already exists in the output folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Existing {
-    /// The new one takes its place.
+    /// The new corpus replaces it.
     Replace,
-    /// It stays, and preparing is refused.
+    /// It is kept, and preparing is refused.
     Keep,
 }
 
-/// Files in the making lie here, inside the output folder so that renaming them is atomic.
+/// Name of the staging folder. It is inside the output folder, so that files can be moved by an atomic rename.
 const STAGING_FOLDER: &str = ".trireme-prepare";
 
-/// An output folder that shows either the old set of files or the new, and no half of one.
+/// A transaction on the files of an output folder. While the folder contains a marker file, it also contains one
+/// complete set of files, the old or the new one.
 ///
-/// Files are made in a hidden folder beside their place. [`commit`](Self::commit) first removes the old mark
-/// of completeness, then moves the files, the new mark last. Without a commit everything goes when the value
-/// is dropped. The folder is locked meanwhile; a lock ends with its process, so a killed one leaves none.
+/// New files are written into a hidden staging folder. [`commit`](Self::commit) removes the old marker file, moves the
+/// new files, and moves the new marker file last. Without a commit, dropping the value deletes the staged files. The
+/// folder is locked in the meantime; the lock ends with the process, even if it is killed.
 #[derive(Debug)]
 pub(super) struct Staging {
     folder: PathBuf,
-    /// Holds the lock.
+    /// The open folder, which holds the lock.
     locked: File,
-    /// The folder and those above it, as far as they were not there; the innermost first.
+    /// The folders that were created: the output folder and its missing ancestors, innermost first.
     folders_made: Vec<PathBuf>,
     stage: Stage,
 }
@@ -38,8 +39,9 @@ enum Stage {
 }
 
 impl Staging {
-    /// Locks `folder`, making it if it is not there. Files named `names` in it must come from an earlier commit, known by
-    /// its `mark`, that `existing` allows to replace: others are not overwritten.
+    /// Locks `folder`, and creates it if it does not exist. Existing files named `names` are refused, unless they are
+    /// of an earlier commit, as the marker file `mark` shows, and `existing` allows to replace them, or of an
+    /// interrupted commit.
     pub(super) fn new(
         folder: &Path,
         names: &[&str],
@@ -71,12 +73,12 @@ impl Staging {
         Ok(staging)
     }
 
-    /// Where to make the file `name`.
+    /// Returns the staging path of the file `name`.
     pub(super) fn path(&self, name: &str) -> PathBuf {
         self.folder.join(STAGING_FOLDER).join(name)
     }
 
-    /// Puts the files `names` into the folder in place of those named by `old`, `mark` last.
+    /// Replaces the files `old` of the folder by the staged files `names`, and moves the marker file `mark` last.
     pub(super) fn commit(mut self, old: &[&str], names: &[&str], mark: &str) -> Result<(), DataError> {
         self.stage = Stage::Committing;
         self.move_files(old, names, mark)
@@ -89,7 +91,7 @@ impl Staging {
         for name in [mark].iter().chain(old) {
             if_there(fs::remove_file(self.folder.join(name)))?;
         }
-        // The old set must be gone from the disk before the first new file can be there.
+        // The removal of the old set must be durable before the first new file appears.
         self.locked.sync_all()?;
         for name in names {
             fs::rename(self.path(name), self.folder.join(name))?;
@@ -106,26 +108,25 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // A commit that failed half-way leaves the staging folder, which tells the next preparation that it may
-        // overwrite the files here.
+        // A failed commit leaves the staging folder. It tells the next preparation that the files in the output folder
+        // may be overwritten.
         if self.stage != Stage::Committing {
-            // Nobody is left to tell; the next preparation removes what is left.
+            // An error cannot be reported from here; the next preparation removes what remains.
             let _ = self.remove_leftovers();
         }
         if self.stage == Stage::Making {
-            // As far as they are empty.
+            // Removes only empty folders.
             let _ = self.folders_made.iter().try_for_each(fs::remove_dir);
         }
     }
 }
 
-/// Whether a commit into the folder was cut short: between removing the old mark and setting the new one, only the staging
-/// folder tells.
+/// Whether a commit into the folder was interrupted: the marker file is missing, and the staging folder exists.
 pub(super) fn is_interrupted(folder: &Path, mark: &str) -> io::Result<bool> {
     Ok(!folder.join(mark).try_exists()? && folder.join(STAGING_FOLDER).try_exists()?)
 }
 
-/// The result of removing something that need not be there.
+/// Ignores the error that the file to remove does not exist.
 fn if_there(removed: io::Result<()>) -> io::Result<()> {
     match removed {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),

@@ -1,12 +1,12 @@
-//! Escapes in JSON that stand for no character.
+//! JSON escapes of lone UTF-16 surrogates, which stand for no character.
 
 use std::borrow::Cow;
 
 /// The escape of U+FFFD.
 const REPLACEMENT: &str = "\\ufffd";
 
-/// Replaces escapes of UTF-16 surrogates that lack their other half, such as `\ud83d` alone: JSON may have them, and a text may not. Adds their
-/// number to `num_replaced`.
+/// Replaces escapes of UTF-16 surrogates without their other half, such as `\ud83d` alone. They are allowed in JSON but
+/// cannot be represented in UTF-8. Adds their number to `num_replaced`.
 pub(super) fn replace_lone_surrogates<'a>(json: &'a str, num_replaced: &mut u64) -> Cow<'a, str> {
     let mut replaced = String::new();
     let (mut next, mut copied) = (0, 0);
@@ -22,7 +22,7 @@ pub(super) fn replace_lone_surrogates<'a>(json: &'a str, num_replaced: &mut u64)
                 copied = end;
                 end
             }
-            // The character after a backslash begins no escape of its own.
+            // Skips the character after the backslash, which may be a backslash itself.
             [None, _] => escape + 1 + json[escape + 1..].chars().next().map_or(0, char::len_utf8),
         };
     }
@@ -37,7 +37,7 @@ enum Half {
     Trailing,
 }
 
-/// Returns the surrogate whose escape is at this place, if there is one.
+/// Returns the kind of surrogate whose escape is at byte `at`, if there is one.
 fn surrogate(json: &str, at: usize) -> Option<Half> {
     let digits = json.get(at..at + REPLACEMENT.len())?.strip_prefix("\\u")?;
     match u16::from_str_radix(digits, 16).ok()? {

@@ -5,23 +5,23 @@ trireme_base::named! {
     #[derive(Default, serde::Serialize, serde::Deserialize)]
     #[serde(rename_all = "snake_case")]
     pub enum InvalidUtf8 {
-        /// Each invalid sequence becomes U+FFFD, and they are counted.
+        /// Replaces each invalid sequence by U+FFFD, and counts them.
         #[default]
         Replace = "replace",
-        /// The first invalid sequence is an error.
+        /// Treats the first invalid sequence as an error.
         Refuse = "refuse",
     }
 }
 
-/// Decodes UTF-8 that arrives in pieces of any size.
+/// An incremental UTF-8 decoder for pieces of any size.
 #[derive(Debug)]
 pub(super) struct Utf8Decoder {
     invalid: InvalidUtf8,
-    /// The first bytes of a character whose end has not come yet.
+    /// The first bytes of an incomplete character at the end of the last piece.
     held: Vec<u8>,
-    /// Bytes decoded so far, without those held.
+    /// Number of bytes decoded, excluding those in `held`.
     offset: u64,
-    /// Sequences that became U+FFFD so far.
+    /// Number of sequences that were replaced by U+FFFD.
     pub(super) num_replaced: u64,
 }
 
@@ -30,8 +30,9 @@ impl Utf8Decoder {
         Utf8Decoder { invalid, held: Vec::new(), offset, num_replaced: 0 }
     }
 
-    /// Appends the text of `bytes` to `out`; unless they are the `last`, an unfinished character waits for more. The error is the offset of
-    /// an invalid sequence that is to be refused, counted from where the decoder started.
+    /// Appends the decoded text of `bytes` to `out`. An incomplete character at the end is kept for the next piece,
+    /// unless `bytes` are the `last` piece. The error is the offset of an invalid sequence that must be refused,
+    /// counted like the offset given to [`new`](Self::new).
     pub(super) fn push(&mut self, bytes: &[u8], last: bool, out: &mut String) -> Result<(), u64> {
         let mut joined = std::mem::take(&mut self.held);
         let bytes = if joined.is_empty() {

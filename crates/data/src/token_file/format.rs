@@ -3,13 +3,14 @@ use std::ops::Range;
 use std::path::Path;
 use trireme_base::DType;
 
-/// The largest vocabulary a token file or a tokenizer may have: 16 Mi ids.
+/// The maximum vocabulary size of a token file or a tokenizer: 16 Mi ids.
 ///
-/// Larger than any in use; it keeps tables with one entry an id affordable whatever a file claims.
+/// No vocabulary in use is as large. The limit bounds the memory of tables with one entry for each id, whatever a file
+/// claims.
 pub const VOCABULARY_SIZE_MAX: usize = 1 << 24;
 
 pub(super) const HEADER_BYTES: usize = 64;
-/// Divisible by the size of every dtype: no id lies in two blocks.
+/// Size of a checksummed block of tokens. It is divisible by the size of every dtype, so no id spans two blocks.
 pub(super) const BLOCK_BYTES: usize = 64 << 10;
 pub(super) const DOCUMENT_ENTRY_BYTES: u64 = 8;
 pub(super) const CHECKSUM_ENTRY_BYTES: u64 = 4;
@@ -17,7 +18,7 @@ pub(super) const CHECKSUM_ENTRY_BYTES: u64 = 4;
 const MAGIC: [u8; 8] = *b"TRITOKEN";
 const VERSION: u32 = 1;
 
-/// The facts that a header stores; everything else follows from them.
+/// The fields of a header. The layout of the file follows from them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) dtype: DType,
@@ -28,7 +29,7 @@ pub(super) struct Header {
     pub(super) tables_checksum: u32,
 }
 
-/// Where the parts of a token file lie, in bytes from its start.
+/// The byte ranges of the parts of a token file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Layout {
     pub(super) tokens: Range<u64>,
@@ -36,13 +37,13 @@ pub(super) struct Layout {
     pub(super) checksums: Range<u64>,
 }
 
-/// The smallest dtype that holds every id below `vocabulary_size`.
+/// Returns the smallest dtype that can store every id below `vocabulary_size`.
 pub(super) fn dtype_for(vocabulary_size: usize) -> DType {
     if vocabulary_size <= 1 << 16 { DType::U16 } else { DType::U32 }
 }
 
 impl Header {
-    /// The layout, or `None` if the counts do not fit into 64 bits.
+    /// Returns the layout, or `None` if the offsets do not fit into 64 bits.
     pub(super) fn layout(&self) -> Option<Layout> {
         let tokens_end = part_end(HEADER_BYTES as u64, self.num_tokens, self.dtype.size() as u64)?;
         let documents_end = part_end(tokens_end, self.num_documents, DOCUMENT_ENTRY_BYTES)?;
@@ -55,8 +56,10 @@ impl Header {
         })
     }
 
+    /// Serializes the header with its checksum.
+    ///
     /// # Panics
-    /// If the counts do not fit into 64 bits, which no file that was written can reach.
+    /// If the offsets do not fit into 64 bits, which is impossible for a file that was written.
     pub(super) fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let layout = self.layout().expect("the parts were written, so their offsets fit");
         let mut bytes = [0; HEADER_BYTES];
@@ -74,8 +77,8 @@ impl Header {
         bytes
     }
 
-    /// Reads and checks the header of a file of `file_bytes` bytes that begins with `file`: its first
-    /// [`HEADER_BYTES`], or all of a shorter file. Afterwards every offset lies inside the file.
+    /// Parses and checks the header of a file of `file_bytes` bytes. `file` holds the first [`HEADER_BYTES`] of the
+    /// file, or all of a shorter one. If this succeeds, all offsets are within the file.
     pub(super) fn parse(file: &[u8], file_bytes: u64, path: &Path) -> Result<(Header, Layout), DataError> {
         let damaged =
             |what: &str| DataError::TokenFileDamaged { path: path.to_owned(), what: what.to_owned() };
@@ -127,14 +130,18 @@ fn part_end(start: u64, count: u64, entry_bytes: u64) -> Option<u64> {
     count.checked_mul(entry_bytes)?.checked_add(start)
 }
 
+/// Reads a little-endian u32.
+///
 /// # Panics
-/// If `bytes` ends before the number.
+/// If `bytes` ends before the number does.
 pub(super) fn u32_at(bytes: &[u8], offset: usize) -> u32 {
     u32::from_le_bytes(bytes[offset..offset + 4].try_into().expect("four bytes were taken"))
 }
 
+/// Reads a little-endian u64.
+///
 /// # Panics
-/// If `bytes` ends before the number.
+/// If `bytes` ends before the number does.
 pub(super) fn u64_at(bytes: &[u8], offset: usize) -> u64 {
     u64::from_le_bytes(bytes[offset..offset + 8].try_into().expect("eight bytes were taken"))
 }

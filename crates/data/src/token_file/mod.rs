@@ -1,6 +1,6 @@
-//! Token files: the tokens of a corpus on disk, of which any window can be read.
+//! Token files: the tokens of a corpus on disk, with random access to any window.
 //!
-//! All numbers are little-endian. In order, without gaps:
+//! The file has these parts, in order and without gaps. All numbers are little-endian.
 //!
 //! | part | bytes | content |
 //! |---|---|---|
@@ -9,8 +9,8 @@
 //! | document table | `num_documents` × 8 | for each document the index one past its last token |
 //! | checksum table | 4 per block | CRC-32 of each 64 KiB block of tokens |
 //!
-//! A checksum for each block, instead of one for all, lets a file of any size be opened at once: a block is
-//! verified when it is first read, and never again.
+//! There is a checksum for each block, so a file of any size can be opened at once: a block is verified when it is
+//! first read.
 
 mod format;
 mod reader;

@@ -11,30 +11,30 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use trireme_base::{DType, open_regular};
 
-/// Token files up to this size are verified in full when they are opened, without a sign of progress in between.
+/// Maximum size of a token file that is completely verified when it is opened. Verifying more would take long without
+/// any report of progress.
 const VERIFY_AT_OPEN_BYTES_MAX: u64 = 256 << 20;
-/// Tokens are read in parts of this size, through the stack.
+/// Size of the stack buffer through which tokens are read, in bytes.
 const PART_BYTES: usize = 16 << 10;
 
-/// The tokens of a corpus in an open file.
+/// An open token file.
 ///
-/// Whatever the file holds, and whatever happens to it, the ids that come out are below
-/// [`vocabulary_size`](Self::vocabulary_size): every read checks them. They are also those that were written:
-/// every block of tokens is compared with its checksum before its first use, and again after the file has
-/// changed. Replacing an open file by renaming another over it is fine: the old one is read to the end.
+/// Every read checks that ids are below [`vocabulary_size`](Self::vocabulary_size), even if the file is damaged or
+/// modified while it is open. Each block of tokens is compared with its checksum before its first use, and again after
+/// the file has changed. Another file may be renamed over an open one: the old file is still read.
 #[derive(Debug)]
 pub struct TokenFile {
     path: PathBuf,
     file: File,
     file_bytes: u64,
-    /// Time of the file's last change for which `verified` holds, in nanoseconds.
+    /// Modification time of the file to which `verified` refers, in nanoseconds.
     modified: AtomicI64,
     dtype: DType,
     vocabulary_size: usize,
     tokens: Range<u64>,
     /// Absent in a flat file.
     tables: Option<Tables>,
-    /// One bit a block: whether it was compared with its checksum and with the vocabulary.
+    /// One bit for each block: whether its checksum and its ids were verified.
     verified: Vec<AtomicU64>,
 }
 
@@ -42,25 +42,25 @@ pub struct TokenFile {
 struct Tables {
     documents: Range<u64>,
     checksums: Range<u64>,
-    /// CRC-32 over both.
+    /// CRC-32 of both tables.
     checksum: u32,
 }
 
 impl TokenFile {
     /// Opens a token file written by [`TokenFileWriter`](super::TokenFileWriter).
     ///
-    /// Costs one pass over the two tables and, for files up to 256 MiB, over the tokens; the blocks of a larger
-    /// file are verified when they are first read.
+    /// Costs one pass over the two tables and, for files up to 256 MiB, over the tokens. The blocks of a larger file
+    /// are verified when they are first read.
     ///
     /// # Errors
-    /// If the file cannot be read, is not a token file, is truncated, or any verified byte differs from what
-    /// was written.
+    /// If the file cannot be read, is not a token file, is truncated, or has a wrong checksum in the parts that are
+    /// verified.
     pub fn open(path: &Path) -> Result<Self, DataError> {
         Self::open_unverified(path)?.verified_if_small()
     }
 
-    /// Like [`open`](Self::open), but verifies every block only when it is first read, however small the
-    /// file.
+    /// Opens a token file as [`open`](Self::open) does, but verifies every block only when it is first read, whatever
+    /// the file's size.
     pub(crate) fn open_unverified(path: &Path) -> Result<Self, DataError> {
         let (file, metadata) = open_file(path)?;
         let mut start = [0; HEADER_BYTES];
@@ -75,11 +75,12 @@ impl TokenFile {
         Ok(file)
     }
 
-    /// Opens a flat file: nothing but u16 little-endian ids, without header, documents or checksums.
+    /// Opens a flat file, which contains little-endian u16 ids and nothing else: no header, documents or checksums.
     ///
     /// # Errors
-    /// If the file cannot be read, is empty, has an odd number of bytes, or (found at once up to 256 MiB, else
-    /// when first read) holds an id that is not below `vocabulary_size`.
+    /// If `vocabulary_size` is out of range, the file cannot be read, is empty, has an odd number of bytes, or contains
+    /// an id that is not below `vocabulary_size`. Ids are checked when the file is opened if it has at most 256 MiB,
+    /// otherwise when they are first read.
     pub fn open_flat_u16(path: &Path, vocabulary_size: usize) -> Result<Self, DataError> {
         if !(1..=VOCABULARY_SIZE_MAX).contains(&vocabulary_size) {
             return Err(DataError::VocabularySize { vocabulary_size });
@@ -124,50 +125,50 @@ impl TokenFile {
         Ok(self)
     }
 
-    /// Where the file lies.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The number of tokens.
+    /// Number of tokens.
     pub fn num_tokens(&self) -> u64 {
         (self.tokens.end - self.tokens.start) / self.dtype.size() as u64
     }
 
-    /// The number of documents; 0 for a flat file.
+    /// Number of documents; 0 for a flat file.
     pub fn num_documents(&self) -> u64 {
         let table = self.tables.as_ref().map_or(0..0, |tables| tables.documents.clone());
         (table.end - table.start) / DOCUMENT_ENTRY_BYTES
     }
 
-    /// Every id lies below this.
+    /// The vocabulary size: every id is below it.
     pub fn vocabulary_size(&self) -> usize {
         self.vocabulary_size
     }
 
-    /// How the ids are stored: u16 or u32.
+    /// The dtype of the stored ids: u16 or u32.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Tells files with other tokens or documents apart, wherever and whenever they were made: a checksum over the
-    /// checksums of all blocks. A flat file has none.
+    /// Returns a checksum over the ends of documents and the checksums of all blocks. Files with the same stored ids
+    /// and documents have the same fingerprint. `None` for a flat file.
     pub fn fingerprint(&self) -> Option<u32> {
         self.tables.as_ref().map(|tables| tables.checksum)
     }
 
-    /// The token range of document `index`.
+    /// Returns the token range of document `index`.
     ///
     /// # Errors
-    /// If the file cannot be read, or its table has changed since it was opened.
+    /// If the file cannot be read, or its document table has changed since it was opened.
     ///
     /// # Panics
-    /// If there is no such document; a flat file has none.
+    /// If `index` is not below [`num_documents`](Self::num_documents).
     pub fn document(&self, index: u64) -> Result<Range<u64>, DataError> {
         let num_documents = self.num_documents();
         assert!(index < num_documents, "document {index} does not exist among {num_documents}");
         let table = self.tables.as_ref().map_or(0, |tables| tables.documents.start);
-        // The first document starts where the table has no entry before it.
+        // The first document starts at 0, for which the table has no entry.
         let mut entries = [0; 2 * DOCUMENT_ENTRY_BYTES as usize];
         let (offset, skipped) = match index {
             0 => (table, DOCUMENT_ENTRY_BYTES as usize),
@@ -181,7 +182,8 @@ impl TokenFile {
         Ok(document)
     }
 
-    /// The document that a token belongs to; the number of documents for one past the last.
+    /// Returns the index of the document that contains a token, or the number of documents if `token` is not below the
+    /// number of tokens.
     ///
     /// # Errors
     /// As [`document`](Self::document).
@@ -194,13 +196,14 @@ impl TokenFile {
         Ok(low)
     }
 
-    /// For each of the tokens from index `start` on where its document begins, counted from `start`; 0 for one that began before.
+    /// Writes for each of `out.len()` tokens from index `start` on the first token of its document, as an offset from
+    /// `start`. The offset is 0 for a document that begins before `start`.
     ///
     /// # Errors
     /// As [`document`](Self::document).
     ///
     /// # Panics
-    /// If they reach past the last token.
+    /// If the tokens extend past the last document.
     pub fn document_starts(&self, start: u64, out: &mut [u32]) -> Result<(), DataError> {
         let mut index = self.document_at(start)?;
         let (mut position, mut document_start) = (0, 0);
@@ -212,19 +215,20 @@ impl TokenFile {
         Ok(())
     }
 
-    /// The token range of each document, in order; none for a flat file.
+    /// Returns the token range of each document in order; none for a flat file.
     pub fn documents(&self) -> impl Iterator<Item = Result<Range<u64>, DataError>> + '_ {
         (0..self.num_documents()).map(|index| self.document(index))
     }
 
-    /// Copies the tokens from index `start` on into `out`, all of it. Allocates nothing.
+    /// Copies `out.len()` tokens from index `start` on into `out`. Does not allocate.
     ///
     /// # Errors
-    /// If the file cannot be read, is truncated, or holds an id outside the vocabulary; or if a block that was
-    /// not read before, or not since the file has changed, differs from its checksum.
+    /// If the file cannot be read, is truncated, or contains an id outside the vocabulary, or if a block has a wrong
+    /// checksum. A block is compared with its checksum when it is read for the first time, and again after the file has
+    /// changed.
     ///
     /// # Panics
-    /// If the window reaches past the last token.
+    /// If the window extends past the last token.
     pub fn read_window(&self, start: u64, out: &mut [u32]) -> Result<(), DataError> {
         let end = start.saturating_add(out.len() as u64);
         assert!(
@@ -250,14 +254,14 @@ impl TokenFile {
         self.check_ids(start, out)
     }
 
-    /// Notices that the file was written to since it was verified, and has it verified again.
+    /// Detects a modification of the file since it was verified, and requires all blocks to be verified again.
     fn check_for_changes(&self) -> Result<(), DataError> {
         let metadata = self.file.metadata().map_err(|source| self.unreadable(source))?;
         if metadata.len() != self.file_bytes {
             return Err(self.wrong_length(metadata.len()));
         }
         let modified = modified(&metadata);
-        // A thread that misses the change may read a wrong token, as it may before the change is made.
+        // A thread that does not see the change yet may read a wrong token, just as if it had read before the change.
         if self.modified.load(Ordering::Relaxed) != modified {
             self.verify_tables()?;
             self.verified.iter().for_each(|word| word.store(0, Ordering::Relaxed));
@@ -266,7 +270,7 @@ impl TokenFile {
         Ok(())
     }
 
-    /// Checks the order of the documents, and both tables against the checksum that the header had.
+    /// Checks the order of the documents, and both tables against the checksum in the header.
     fn verify_tables(&self) -> Result<(), DataError> {
         let Some(Tables { documents, checksums, checksum }) = &self.tables else { return Ok(()) };
         let mut hasher = crc32fast::Hasher::new();
@@ -294,7 +298,7 @@ impl TokenFile {
     fn verify_block(&self, block: u64) -> Result<(), DataError> {
         let mask = 1 << (block % 64);
         let word = &self.verified[(block / 64) as usize];
-        // Verifying twice is harmless, and nothing else is published by the bit: relaxed order is enough.
+        // Verifying a block twice is harmless, and the bit publishes no other memory, so relaxed ordering is enough.
         if word.load(Ordering::Relaxed) & mask != 0 {
             return Ok(());
         }
@@ -375,7 +379,7 @@ fn open_file(path: &Path) -> Result<(File, Metadata), DataError> {
     Ok((file, metadata))
 }
 
-/// When the file was last written to, in nanoseconds; only good for comparison.
+/// Returns the modification time in nanoseconds. It may wrap around, so it can only be compared for equality.
 fn modified(metadata: &Metadata) -> i64 {
     metadata.mtime().wrapping_mul(1_000_000_000).wrapping_add(metadata.mtime_nsec())
 }

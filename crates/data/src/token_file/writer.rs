@@ -5,36 +5,37 @@ use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use trireme_base::DType;
 
-/// Number of bytes between two syncs. A single sync after gigabytes would show no progress for minutes.
+/// Number of bytes between two syncs. A single sync of gigabytes at the end would block for minutes without any
+/// progress.
 const SYNC_BYTES: u64 = 64 << 20;
 
-/// Writes a token file front to back, in memory that does not grow with the number of tokens; the checksum
-/// table takes 4 bytes for every 64 KiB of them.
+/// Writes a token file sequentially. Its memory does not grow with the number of tokens, except for the checksum table
+/// of 4 bytes for each 64 KiB of tokens.
 ///
-/// The header is written last, by [`finish`](Self::finish): a file that was cut off before is refused when it
-/// is opened, and dropping an unfinished writer removes it.
+/// [`finish`](Self::finish) writes the header last, so an incomplete file is refused when it is opened. Dropping an
+/// unfinished writer deletes the file.
 #[derive(Debug)]
 pub struct TokenFileWriter {
     path: PathBuf,
     file: File,
     finished: bool,
-    /// Bytes since the disk was last waited for.
+    /// Number of bytes written since the last sync.
     unsynced: u64,
     header: Header,
-    /// Tokens of the current block, as they will be stored.
+    /// The tokens of the current block in their stored form.
     block: Vec<u8>,
     checksums: Vec<u32>,
-    /// The document table as it grows, in a file without a name, so that it vanishes with the writer.
+    /// The document table so far, in an unlinked file, which disappears with the writer.
     document_ends: BufWriter<File>,
     last_document_end: u64,
 }
 
 impl TokenFileWriter {
-    /// Starts a new file at `path` for ids below `vocabulary_size`.
+    /// Creates a token file at `path` for ids below `vocabulary_size`.
     ///
     /// # Errors
-    /// If the vocabulary is empty or larger than [`VOCABULARY_SIZE_MAX`], or if `path` exists already or
-    /// cannot be written.
+    /// If the vocabulary is empty or larger than [`VOCABULARY_SIZE_MAX`], or if `path` already exists or cannot be
+    /// written.
     pub fn create(path: &Path, vocabulary_size: usize) -> Result<Self, DataError> {
         if !(1..=VOCABULARY_SIZE_MAX).contains(&vocabulary_size) {
             return Err(DataError::VocabularySize { vocabulary_size });
@@ -62,12 +63,12 @@ impl TokenFileWriter {
         Ok(writer)
     }
 
-    /// The number of tokens pushed so far.
+    /// Number of tokens pushed so far.
     pub fn num_tokens(&self) -> u64 {
         self.header.num_tokens
     }
 
-    /// The number of documents ended so far.
+    /// Number of documents ended so far.
     pub fn num_documents(&self) -> u64 {
         self.header.num_documents
     }
@@ -75,7 +76,7 @@ impl TokenFileWriter {
     /// Appends tokens to the current document.
     ///
     /// # Errors
-    /// If an id is not below the vocabulary size, or the disk refuses the bytes.
+    /// If an id is not below the vocabulary size, or writing fails.
     pub fn push(&mut self, tokens: &[u32]) -> Result<(), DataError> {
         let vocabulary_size = self.header.vocabulary_size;
         let mut indexed = (self.header.num_tokens..).zip(tokens);
@@ -97,10 +98,10 @@ impl TokenFileWriter {
         Ok(())
     }
 
-    /// Ends the current document; a document without tokens leaves no trace.
+    /// Ends the current document. A document without tokens is ignored.
     ///
     /// # Errors
-    /// If the disk refuses the bytes.
+    /// If writing fails.
     pub fn end_document(&mut self) -> Result<(), DataError> {
         if self.header.num_tokens > self.last_document_end {
             self.last_document_end = self.header.num_tokens;
@@ -111,10 +112,10 @@ impl TokenFileWriter {
         Ok(())
     }
 
-    /// Ends the last document, writes the tables and the header, and waits until all is on the disk.
+    /// Ends the last document, writes the tables and the header, and syncs the file to disk.
     ///
     /// # Errors
-    /// If the disk refuses the bytes.
+    /// If writing fails.
     pub fn finish(mut self) -> Result<(), DataError> {
         self.end_document()?;
         if !self.block.is_empty() {
@@ -143,7 +144,7 @@ impl TokenFileWriter {
         Ok(())
     }
 
-    /// Copies the document table behind the tokens and adds the checksum table; returns the CRC-32 of both.
+    /// Appends the document table and the checksum table to the tokens, and returns the CRC-32 of both.
     fn append_tables(&mut self) -> io::Result<u32> {
         self.document_ends.seek(SeekFrom::Start(0))?;
         let mut documents = BufReader::new(self.document_ends.get_ref());
@@ -167,13 +168,13 @@ impl TokenFileWriter {
 impl Drop for TokenFileWriter {
     fn drop(&mut self) {
         if !self.finished {
-            // Nobody is left to tell; without its header the file is refused anyway.
+            // An error cannot be reported from here. Without its header, the file is refused anyway.
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
-/// The ids must fit into `dtype`.
+/// Appends ids in their stored form. They must fit into `dtype`.
 fn append_ids(ids: &[u32], dtype: DType, block: &mut Vec<u8>) {
     let start = block.len();
     block.resize(start + ids.len() * dtype.size(), 0);

@@ -1,4 +1,4 @@
-//! Refuses what the tokenizer library would panic over, or do without bound.
+//! Checks of tokenizer files, which refuse those that would make the tokenizer library panic or run without bound.
 
 use base64::decode;
 use serde::Deserialize;
@@ -8,15 +8,15 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use tokenizers::{NormalizedString, Normalizer};
 
-/// A normalizer or decoder may make a text so many times longer. In known tokenizers it is a few dozen times.
+/// Maximum factor by which a normalizer or decoder may lengthen a text. Known tokenizers reach a few dozen.
 const GROWTH_MAX: usize = 1 << 14;
 
-/// The largest number of tokens or merges that a model may have: twice that of the largest in use.
+/// Maximum number of tokens or merges of a model: twice that of the largest in use.
 const ENTRIES_MAX: usize = 1 << 20;
-/// The largest number of added tokens: ten times that of the tokenizers in use. Every text is searched for them.
+/// Maximum number of added tokens: ten times that of the tokenizers in use. Every text is searched for all of them.
 const ADDED_TOKENS_MAX: usize = 1 << 16;
 
-/// The parts of a `tokenizer.json` that are checked. Entries of the vocabulary are counted and not stored.
+/// The parts of a `tokenizer.json` that are checked. Vocabulary entries are counted but not stored.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Parts {
@@ -73,7 +73,7 @@ impl<'de> Visitor<'de> for EntryCounter {
     }
 }
 
-/// Checks a `tokenizer.json` before the library sees it.
+/// Checks a `tokenizer.json` before the library parses it.
 pub(super) fn check(json: &[u8]) -> Result<(), tokenizers::Error> {
     if json.starts_with("\u{feff}".as_bytes()) {
         return Err("it begins with a byte order mark, which JSON must not have; save it without one".into());
@@ -100,7 +100,8 @@ pub(super) fn check(json: &[u8]) -> Result<(), tokenizers::Error> {
     Ok(())
 }
 
-/// Refuses added tokens of which the normalizer leaves nothing: the library would find them everywhere, without end.
+/// Refuses added tokens that the normalizer turns into empty text. The library would match them at every position,
+/// without end.
 pub(super) fn check_added_tokens(tokenizer: &tokenizers::Tokenizer) -> Result<(), tokenizers::Error> {
     let Some(normalizer) = tokenizer.get_normalizer() else { return Ok(()) };
     for token in tokenizer.get_added_tokens_decoder().values().filter(|token| token.normalized) {
@@ -113,7 +114,7 @@ pub(super) fn check_added_tokens(tokenizer: &tokenizers::Tokenizer) -> Result<()
     Ok(())
 }
 
-/// How many times longer a part can make a text at most, not counting a small constant.
+/// Returns the maximum factor by which a part can lengthen a text, apart from a small constant.
 fn growth(part: &Value) -> Result<usize, &'static str> {
     let (own, inner) = match part {
         Value::Array(parts) => (1, parts.iter().collect()),
@@ -146,13 +147,13 @@ fn growth_by_fields(fields: &Map<String, Value>) -> Result<usize, &'static str> 
     })
 }
 
-/// The length of the longest text that SentencePiece's map of characters, in base64, has for a character; `None`
-/// if following the map would lead out of it.
+/// Returns the length of the longest replacement in a character map of SentencePiece, given in base64; `None` if
+/// following the map could read outside it.
 ///
-/// The map is the size of a trie in bytes, the trie, and texts that end with NUL. The trie is a double array of
+/// The map consists of the size of a trie in bytes, the trie, and NUL-terminated texts. The trie is a double array of
 /// 32-bit units (Yata, Oono, Morita, Fuketa, Sumitomo and Aoe, "A compact static double-array keeping character codes",
-/// 2007): from a node, byte `b` leads to the unit at `node ^ b` if that has the label `b`, and on to the
-/// node at `node ^ b ^ offset`; there lies the offset of a text if the unit says that it has a leaf.
+/// 2007). From a node, byte `b` leads to the unit at `node ^ b` if that unit has the label `b`. The next node is at
+/// `node ^ b ^ offset`. If the unit is marked as having a leaf, that node's unit stores the offset of a text.
 fn longest_replacement(base64: &str) -> Option<usize> {
     let map = decode(base64).ok()?;
     let (trie_bytes, rest) = map.split_first_chunk()?;
@@ -160,7 +161,7 @@ fn longest_replacement(base64: &str) -> Option<usize> {
     let units: Vec<u32> = trie.as_chunks().0.iter().map(|&unit| u32::from_le_bytes(unit)).collect();
     let texts = str::from_utf8(texts).ok()?;
     let offset = |unit: u32| ((unit >> 10) << ((unit & 1 << 9) >> 6)) as usize;
-    // Any byte may follow.
+    // Any byte may follow a node, so all 256 positions must be inside.
     let is_node = |node: usize| node | 0xff < units.len();
     let leads_inside = |(index, &unit): (usize, &u32)| {
         let is_label = unit >> 31 == 0;
@@ -173,8 +174,9 @@ fn longest_replacement(base64: &str) -> Option<usize> {
     is_whole.then(|| texts.split('\0').map(str::len).max().unwrap_or(0).max(1))
 }
 
-/// Calls the tokenizer library. It panics over some mistakes in a tokenizer, such as merges without the prefix that they
-/// need or a decoder that takes the end off an empty token, and poisons no more than its own caches by that.
+/// Calls the tokenizer library, and turns a panic into an error. The library panics over some faults in a tokenizer,
+/// such as merges that lack a required prefix, or a decoder that removes the end of an empty token. A panic poisons
+/// only the library's own caches.
 pub(super) fn guarded<T>(
     call: impl FnOnce() -> Result<T, tokenizers::Error>,
 ) -> Result<T, tokenizers::Error> {

@@ -1,4 +1,4 @@
-//! Tokenizers as other programs read them.
+//! Writing tokenizers in the formats of other programs.
 
 use super::{
     BYTES_END_OF_DOCUMENT, BYTES_TOKENIZER_FILE, END_OF_DOCUMENT_NAMES, Kind, TOKENIZER_FILE, Tokenizer,
@@ -12,11 +12,11 @@ use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 impl Tokenizer {
-    /// Names what the tokenizer does: the SHA-256 of its parts that turn text into ids and back, in hexadecimal. How a file writes
-    /// them down makes no difference, and neither do the parts that [are left out](Tokenizer).
+    /// Returns the SHA-256 of the parts that convert between text and ids, in hexadecimal. It does not depend on how a
+    /// file is formatted, nor on settings that [are ignored](Tokenizer).
     ///
     /// # Errors
-    /// If the tokenizer library cannot write it down.
+    /// If the tokenizer library cannot serialize the tokenizer.
     pub fn sha256(&self) -> Result<String, DataError> {
         let parts = self.parts().map_err(|source| DataError::DescribeTokenizer { source })?;
         let digest = Sha256::digest(parts.as_bytes());
@@ -26,7 +26,7 @@ impl Tokenizer {
         }))
     }
 
-    /// A `tokenizer.json` with what is used of the tokenizer.
+    /// Returns a `tokenizer.json` of the parts that are used.
     fn parts(&self) -> Result<String, tokenizers::Error> {
         match &self.kind {
             Kind::Bytes => bytes()?.to_string(false),
@@ -34,8 +34,9 @@ impl Tokenizer {
         }
     }
 
-    /// A [`TOKENIZER_CONFIG_FILE`](crate::TOKENIZER_CONFIG_FILE) for a model that was trained on documents with this tokenizer: transformers' `AutoTokenizer` reads it
-    /// with the [`TOKENIZER_FILE`]. The token that ends a document also begins a text if the post-processor names no other one.
+    /// Returns a [`TOKENIZER_CONFIG_FILE`](crate::TOKENIZER_CONFIG_FILE) for a model that was trained with this
+    /// tokenizer. transformers' `AutoTokenizer` reads it together with the [`TOKENIZER_FILE`]. The end-of-document
+    /// token is also the `bos_token`, unless the post-processor puts another token before a text.
     pub fn config_json(&self, max_tokens: usize) -> String {
         let name = |id| match &self.kind {
             Kind::Bytes => Some(END_OF_DOCUMENT_NAMES[0].to_owned()),
@@ -53,11 +54,11 @@ impl Tokenizer {
         format!("{config:#}\n")
     }
 
-    /// Name and content of the tokenizer's file in a form that other programs know: [`BYTES_TOKENIZER_FILE`] becomes a byte-level BPE
-    /// without merges, of the same ids.
+    /// Returns the name and content of the tokenizer's file in the Hugging Face format. [`BYTES_TOKENIZER_FILE`]
+    /// becomes a byte-level BPE without merges, with the same ids.
     ///
     /// # Errors
-    /// If the tokenizer library cannot write it down.
+    /// If the tokenizer library cannot serialize the tokenizer.
     pub fn hugging_face_file(&self) -> Result<(&'static str, Vec<u8>), DataError> {
         match self.file() {
             (BYTES_TOKENIZER_FILE, _) => {
@@ -70,7 +71,7 @@ impl Tokenizer {
     }
 }
 
-/// A byte-level BPE that gives each byte its value as an id.
+/// Creates a byte-level BPE in which each byte's id is its value.
 fn bytes() -> Result<tokenizers::Tokenizer, tokenizers::Error> {
     let vocabulary: [_; 256] =
         std::array::from_fn(|byte| (byte_character(byte as u8).to_string(), byte as u32));
@@ -83,8 +84,9 @@ fn bytes() -> Result<tokenizers::Tokenizer, tokenizers::Error> {
     Ok(tokenizer)
 }
 
-/// The character that stands for a byte in byte-level BPE: itself where it is printable, and one from U+0100 on for the others, in their
-/// order (Radford et al., "Language models are unsupervised multitask learners", 2019, and the code published with it).
+/// Returns the character that represents a byte in byte-level BPE: the byte's own character if it is printable,
+/// otherwise one of the characters from U+0100 on, in the order of the bytes (Radford et al., "Language models are
+/// unsupervised multitask learners", 2019, and the code published with it).
 fn byte_character(byte: u8) -> char {
     let is_printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     if is_printable(byte) {

@@ -1,4 +1,4 @@
-//! Special tokens of a tokenizer: around a text, and named within one.
+//! Special tokens of a tokenizer: around a text, and as names within one.
 
 use super::checks::guarded;
 use super::special::end_in;
@@ -9,7 +9,8 @@ use tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::metaspace::PrependScheme;
 
 impl HuggingFace {
-    /// The tokenizer for which names of special tokens are text: of a whole text or its beginning, or of a later part of one.
+    /// Returns a tokenizer that encodes names of special tokens as plain text. It is either for the beginning of a text
+    /// or for a later part of one.
     fn literal(&self, is_beginning: bool) -> &tokenizers::Tokenizer {
         let [of_beginning, of_later_part] = &self.literal;
         let tokenizer = if is_beginning { of_beginning } else { of_later_part };
@@ -25,7 +26,7 @@ impl HuggingFace {
     }
 }
 
-/// Omits the space that is put before the first word of a text, and of that only.
+/// Disables the space that the pre-tokenizer puts before the first word of a text only.
 fn omit_first_space(pre_tokenizer: &mut PreTokenizerWrapper) {
     match pre_tokenizer {
         PreTokenizerWrapper::Metaspace(metaspace) if metaspace.prepend_scheme == PrependScheme::First => {
@@ -37,12 +38,12 @@ fn omit_first_space(pre_tokenizer: &mut PreTokenizerWrapper) {
 }
 
 impl Tokenizer {
-    /// The special tokens that begin a text, as the post-processor says; often none, or one.
+    /// The special tokens that begin a text, according to the post-processor: often none or one.
     pub fn beginning(&self) -> &[u32] {
         self.hugging_face().map_or(&[], |inner| &inner.beginning)
     }
 
-    /// The tokens that [`prepare`](crate::prepare) puts after a document: those of the post-processor, and
+    /// Returns the tokens that [`prepare`](crate::prepare) puts after a document: those of the post-processor, and
     /// [`end_of_document`](Self::end_of_document) unless it is the last of them.
     pub(crate) fn ending(&self) -> Vec<u32> {
         let after: &[u32] = self.hugging_face().map_or(&[], |inner| &inner.ending);
@@ -50,7 +51,7 @@ impl Tokenizer {
         after.iter().copied().chain(end).collect()
     }
 
-    /// The special tokens with their names. A name is not empty.
+    /// Returns the ids and names of the special tokens whose name is not empty.
     fn special_tokens(&self) -> impl Iterator<Item = (u32, &str)> {
         let inner = self.hugging_face().into_iter();
         let added = inner.flat_map(|inner| inner.tokenizer.get_added_vocabulary().get_added_tokens_decoder());
@@ -62,8 +63,9 @@ impl Tokenizer {
         self.special_tokens().map(|(_, name)| name.to_owned()).collect()
     }
 
-    /// As [`encode_with_places`](Self::encode_with_places), but a special token that contains one of the `literal` positions after its
-    /// first byte becomes ordinary tokens, together with the text around it up to the next special tokens.
+    /// Encodes as [`encode_with_places`](Self::encode_with_places) does, except for special tokens whose range contains
+    /// one of the `literal` positions after its first byte. These are encoded as plain text, together with the text
+    /// around them up to the next special tokens.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
@@ -123,7 +125,7 @@ impl Tokenizer {
         self.special_tokens().find(|(_, other)| *other == name).map(|(id, _)| id)
     }
 
-    /// Replaces the token that ends a document. Ignores a token that there is not.
+    /// Replaces the end-of-document token. An id outside the vocabulary is ignored.
     pub(super) fn set_end_of_document(&mut self, end: Option<u32>) {
         if let Kind::HuggingFace(inner) = &mut self.kind
             && end.is_none_or(|end| (end as usize) < inner.vocabulary_size)
@@ -132,7 +134,7 @@ impl Tokenizer {
         }
     }
 
-    /// Takes the token that ends a document from a `tokenizer_config.json`, if that names one.
+    /// Replaces the end-of-document token by the one that a `tokenizer_config.json` names, if it does.
     pub(super) fn with_config(mut self, config: &[u8]) -> Self {
         if let Kind::HuggingFace(inner) = &mut self.kind
             && let Some(name) = end_in(config)

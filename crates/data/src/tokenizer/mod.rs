@@ -1,4 +1,4 @@
-//! Text to token ids and back.
+//! Tokenizers, which convert between text and token ids.
 
 mod checks;
 mod export;
@@ -19,28 +19,29 @@ use std::sync::OnceLock;
 use tokenizers::{DecoderWrapper, ModelWrapper, PostProcessorWrapper};
 use trireme_base::read_at_most;
 
-/// A Hugging Face tokenizer, in the folder of a prepared corpus or of a model.
+/// Name of the file of a Hugging Face tokenizer in the folder of a prepared corpus or of a model.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
-/// What transformers reads next to [`TOKENIZER_FILE`]: the class, and which tokens begin and end a text.
+/// Name of the file that transformers reads next to [`TOKENIZER_FILE`]: it contains the tokenizer class, and the tokens
+/// that begin and end a text.
 pub const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
-/// Marks the bytes tokenizer in the folder of a prepared corpus or of a model.
+/// Name of the file that stands for the bytes tokenizer in the folder of a prepared corpus or of a model.
 pub const BYTES_TOKENIZER_FILE: &str = "tokenizer.bytes.json";
 
 const BYTES_TOKENIZER: &str =
     "{\"tokenizer\": \"bytes\", \"vocabulary_size\": 257, \"end_of_document\": 256}\n";
 const BYTES_END_OF_DOCUMENT: u32 = 256;
-/// Several times the largest in use.
+/// Maximum size of a tokenizer file, several times that of the largest in use.
 const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
-/// The names under which known tokenizers have the token between two documents. The first present counts if no
-/// [`TOKENIZER_CONFIG_FILE`] names another one.
+/// The names that known tokenizers give to the end-of-document token. The first name that a tokenizer has is used if no
+/// [`TOKENIZER_CONFIG_FILE`] names another token.
 const END_OF_DOCUMENT_NAMES: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>"];
 
-/// Turns text into token ids and back.
+/// A tokenizer, which converts between text and token ids.
 ///
-/// Encoding is a pure function of the text: padding, truncation and dropout that a `tokenizer.json` may ask for are left out, and
-/// [`encode`](Self::encode) adds no token. The tokens that the post-processor puts before a text are
-/// [`beginning`](Self::beginning). The name of a special token that occurs in the text becomes that token, as in the Hugging Face
-/// library.
+/// Encoding depends only on the text: padding, truncation and dropout of a `tokenizer.json` are ignored.
+/// [`encode`](Self::encode) adds no tokens; the tokens that the post-processor puts before a text are
+/// [`beginning`](Self::beginning). The name of a special token within a text is encoded as that token, as in the
+/// Hugging Face library.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     kind: Kind,
@@ -55,7 +56,7 @@ enum Kind {
 #[derive(Debug, Clone)]
 struct HuggingFace {
     tokenizer: tokenizers::Tokenizer,
-    /// The file as it was read, so that saving changes nothing in it.
+    /// The content of the file, which is saved unchanged.
     json: Vec<u8>,
     vocabulary_size: usize,
     /// Special tokens that the post-processor puts before a text.
@@ -63,9 +64,10 @@ struct HuggingFace {
     /// Special tokens that the post-processor puts after a text.
     ending: Vec<u32>,
     end_of_document: Option<u32>,
-    /// The name of the token that is to end a document, if there is no token of that name.
+    /// The configured name of the end-of-document token, if the tokenizer has no token of that name.
     unknown_end: Option<String>,
-    /// The tokenizers for which names of special tokens are text, once they were needed: of the beginning of a text, and of a later part.
+    /// Tokenizers that encode names of special tokens as plain text, created when first needed: for the beginning of a
+    /// text, and for a later part of one.
     literal: [OnceLock<Box<tokenizers::Tokenizer>>; 2],
 }
 
@@ -77,56 +79,57 @@ impl PartialEq for Tokenizer {
 
 impl Eq for Tokenizer {}
 
-/// What becomes of the space at which a long text is cut into pieces, so that the pieces' tokens are those of
-/// the whole.
+/// The treatment of the space at which a long text is split into pieces, so that the pieces have the same tokens as the
+/// whole text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SpaceAtCut {
-    /// It starts the next piece: GPT-2 and its kin have tokens such as `Ġword`.
+    /// The space begins the next piece. Tokenizers such as that of GPT-2 have tokens such as `Ġword`.
     Keep,
-    /// It goes: the tokenizer itself puts a space before every text, as SentencePiece does.
+    /// The space is dropped. Tokenizers such as SentencePiece put a space before every text.
     Drop,
 }
 
 impl Tokenizer {
-    /// The bytes of the text as ids 0 to 255, and 256 for the end of a document. It needs no file and knows
-    /// every text.
+    /// Returns the bytes tokenizer: the bytes of a text are the ids 0 to 255, and 256 is the end-of-document token. It
+    /// needs no file and can encode every text.
     pub fn bytes() -> Self {
         Tokenizer { kind: Kind::Bytes }
     }
 
-    /// Reads a Hugging Face `tokenizer.json`, and which token ends a document from the [`TOKENIZER_CONFIG_FILE`] next to it.
+    /// Reads a Hugging Face `tokenizer.json`. The end-of-document token is the one that the [`TOKENIZER_CONFIG_FILE`]
+    /// next to it names, if it does.
     ///
     /// # Errors
-    /// If the file cannot be read, is larger than 256 MiB, or is no tokenizer.
+    /// If a file cannot be read or is larger than 256 MiB, or the file is not a valid tokenizer.
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
         let tokenizer = Self::from_json(read(path)?)
             .map_err(|source| DataError::LoadTokenizer { path: path.to_owned(), source })?;
         Ok(tokenizer.with_config(&config_in(path.parent().unwrap_or(Path::new("")))?))
     }
 
-    /// Loads the tokenizer of a prepared corpus or a model: [`TOKENIZER_FILE`] or [`BYTES_TOKENIZER_FILE`].
+    /// Loads the tokenizer of a prepared corpus or a model from [`TOKENIZER_FILE`] or [`BYTES_TOKENIZER_FILE`].
     ///
     /// # Errors
-    /// If the folder holds neither or both, the file is not a tokenizer, or it is not the one that the corpus was
-    /// prepared with.
+    /// If the folder contains neither file or both, the file is not a valid tokenizer, or it is not the tokenizer that
+    /// the corpus was prepared with.
     pub fn load(folder: &Path) -> Result<Self, DataError> {
         let (name, content) = Self::stored_file(folder)?;
         let mut tokenizer = Self::from_stored(folder, name, content)?.with_config(&config_in(folder)?);
-        // A corpus has no other file that says it.
+        // The end-of-document token of a corpus is stored only in its report.
         if let Ok(report) = PrepareReport::read(folder) {
             tokenizer.set_end_of_document(report.end_of_document);
         }
         Ok(tokenizer)
     }
 
-    /// Name and content of the tokenizer's file in the folder of a corpus or a model; that of a corpus is compared
-    /// with the checksum in its report.
+    /// Returns the name and content of the tokenizer's file in the folder of a corpus or a model. The file of a corpus
+    /// is compared with the checksum in the report.
     pub(crate) fn stored_file(folder: &Path) -> Result<(&'static str, Vec<u8>), DataError> {
         let file = the_only_file(folder, |name| {
             let path = folder.join(name);
             if path.exists() { read(&path).map(Some) } else { Ok(None) }
         })?;
-        // Absent for a model, and in the reports of earlier versions.
+        // The checksum is absent for models, and in reports of earlier versions.
         let written = PrepareReport::read(folder).ok().and_then(|report| report.tokenizer_crc32);
         if written.is_some_and(|written| crc32fast::hash(&file.1) != written) {
             return Err(DataError::TokenizerDamaged { path: folder.join(file.0) });
@@ -134,11 +137,11 @@ impl Tokenizer {
         Ok(file)
     }
 
-    /// As [`load`](Self::load), for files of `folder` that `read` gives by name; it gives `None` for a file that is
-    /// not there.
+    /// Loads a tokenizer as [`load`](Self::load) does, but from files that `read` returns by name. `read` returns
+    /// `None` if a file does not exist. `folder` names the origin in errors.
     ///
     /// # Errors
-    /// If there is neither file or both, the file is not a tokenizer, or `read` fails.
+    /// If there is neither file or both, the file is not a valid tokenizer, or `read` fails.
     pub fn from_files<E: From<DataError>>(
         folder: &Path,
         read: impl Fn(&'static str) -> Result<Option<Vec<u8>>, E>,
@@ -148,7 +151,7 @@ impl Tokenizer {
         Ok(Self::from_stored(folder, name, content)?.with_config(&config))
     }
 
-    /// Appends the tokens of a prompt to `out`, with the special tokens that begin it.
+    /// Appends the tokens of a prompt to `out`, with the beginning tokens if the prompt needs them.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
@@ -167,11 +170,11 @@ impl Tokenizer {
         }
     }
 
-    /// Writes the tokenizer into `folder`, for [`load`](Self::load), and returns the path of its file. A
-    /// loaded `tokenizer.json` is written back byte for byte.
+    /// Writes the tokenizer into `folder` so that [`load`](Self::load) can read it, and returns the path of the file. A
+    /// loaded `tokenizer.json` is written back unchanged.
     ///
     /// # Errors
-    /// If the file cannot be written; a file that was there is then as before.
+    /// If the file cannot be written. An existing file is then unchanged.
     pub fn save(&self, folder: &Path) -> Result<PathBuf, DataError> {
         let (name, content) = self.file();
         let path = folder.join(name);
@@ -179,7 +182,7 @@ impl Tokenizer {
         Ok(path)
     }
 
-    /// Name and content of the file that [`save`](Self::save) writes.
+    /// Returns the name and content of the file that [`save`](Self::save) writes.
     pub fn file(&self) -> (&'static str, &[u8]) {
         match &self.kind {
             Kind::Bytes => (BYTES_TOKENIZER_FILE, BYTES_TOKENIZER.as_bytes()),
@@ -194,12 +197,13 @@ impl Tokenizer {
         }
     }
 
-    /// Every id lies below this: one more than the largest id there is.
+    /// The vocabulary size: the largest id plus one.
     pub fn vocabulary_size(&self) -> usize {
         self.hugging_face().map_or(BYTES_END_OF_DOCUMENT as usize + 1, |inner| inner.vocabulary_size)
     }
 
-    /// The id that [`prepare`](crate::prepare) puts after each document, if the tokenizer has one.
+    /// The id of the end-of-document token, if the tokenizer has one. [`prepare`](crate::prepare) puts it after each
+    /// document.
     pub fn end_of_document(&self) -> Option<u32> {
         self.hugging_face().map_or(Some(BYTES_END_OF_DOCUMENT), |inner| inner.end_of_document)
     }
@@ -207,7 +211,7 @@ impl Tokenizer {
     /// Appends the tokens of `text` to `out`.
     ///
     /// # Errors
-    /// If the tokenizer has no token for a part of the text; the bytes tokenizer never fails.
+    /// If the tokenizer has no token for a part of the text. The bytes tokenizer never fails.
     pub fn encode(&self, text: &str, out: &mut Vec<u32>) -> Result<(), DataError> {
         match &self.kind {
             Kind::Bytes => out.extend(text.bytes().map(u32::from)),
@@ -220,7 +224,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// As [`encode`](Self::encode), and where each token lies in the text, in bytes.
+    /// Appends the tokens of `text` to `out`, and the byte range of each token in the text to `places`.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
@@ -245,25 +249,26 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// The text of `ids`. Special tokens, and ids that stand for nothing, give no text; bytes that are no
-    /// UTF-8 give U+FFFD.
+    /// Returns the text of `ids`. Special tokens, and ids without a token, are left out. Bytes that are not valid UTF-8
+    /// become U+FFFD.
     ///
     /// # Errors
-    /// If the tokenizer cannot join the tokens; the bytes tokenizer never fails.
+    /// If the tokenizer cannot join the tokens. The bytes tokenizer never fails.
     pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
         match &self.kind {
             Kind::Bytes => {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            // The library takes the number of tokens less one.
+            // The library subtracts one from the number of tokens.
             Kind::HuggingFace(_) if ids.is_empty() => Ok(String::new()),
             Kind::HuggingFace(inner) => guarded(|| inner.tokenizer.decode(ids, true))
                 .map_err(|source| DataError::Decode { num_tokens: ids.len(), source }),
         }
     }
 
-    /// Returns the name of a special token, which [`decode`](Self::decode) leaves out; `None` for the id of a text.
+    /// Returns the name of a special token, which [`decode`](Self::decode) leaves out; `None` for the id of an ordinary
+    /// token.
     pub fn special_token_name(&self, id: u32) -> Option<&str> {
         match &self.kind {
             Kind::Bytes => (id == BYTES_END_OF_DOCUMENT).then_some(END_OF_DOCUMENT_NAMES[0]),
@@ -274,7 +279,7 @@ impl Tokenizer {
         }
     }
 
-    /// Bytes of the text of `ids`, also where it begins or ends within a character.
+    /// Returns the length in bytes of the text of `ids`. The ids may begin or end within a character.
     ///
     /// # Errors
     /// As [`decode`](Self::decode).
@@ -286,7 +291,7 @@ impl Tokenizer {
                 if !matches!(tokenizer.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
                     return Ok(self.decode(ids)?.len() as u64);
                 }
-                // Each character of a token stands for a byte.
+                // Each character of a byte-level token represents one byte.
                 let added = tokenizer.get_added_tokens_decoder();
                 let texts = ids
                     .iter()
@@ -297,7 +302,7 @@ impl Tokenizer {
         }
     }
 
-    /// Found by trying both on two words.
+    /// Determines the treatment of spaces by encoding two words with and without a split.
     pub(crate) fn space_at_cut(&self) -> Result<SpaceAtCut, DataError> {
         let ids = |texts: &[&str]| -> Result<Vec<u32>, DataError> {
             let mut ids = Vec::new();
@@ -346,13 +351,13 @@ impl Tokenizer {
     }
 }
 
-/// The name of the token that ends a document by the [`TOKENIZER_CONFIG_FILE`] next to a tokenizer's file.
+/// Returns the name of the end-of-document token in the [`TOKENIZER_CONFIG_FILE`] next to a tokenizer's file.
 pub(crate) fn end_named_beside(tokenizer: &Path) -> Result<Option<String>, DataError> {
     let config = config_in(tokenizer.parent().unwrap_or(Path::new("")))?;
     Ok(special::end_in(&config))
 }
 
-/// The [`TOKENIZER_CONFIG_FILE`] in a folder; empty if there is none.
+/// Reads the [`TOKENIZER_CONFIG_FILE`] of a folder; empty if there is none.
 fn config_in(folder: &Path) -> Result<Vec<u8>, DataError> {
     let path = folder.join(TOKENIZER_CONFIG_FILE);
     if path.is_file() { read(&path) } else { Ok(Vec::new()) }
@@ -371,7 +376,7 @@ fn the_only_file<E: From<DataError>>(
     }
 }
 
-/// Reads a tokenizer's file, unless it is too large to be one.
+/// Reads a tokenizer's file. Fails if the file is too large for a tokenizer.
 fn read(path: &Path) -> Result<Vec<u8>, DataError> {
     read_at_most(path, TOKENIZER_BYTES_MAX)
         .map_err(|source| DataError::Read { path: path.to_owned(), source })

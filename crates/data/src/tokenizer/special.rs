@@ -1,4 +1,4 @@
-//! Special tokens as the files of a tokenizer name them.
+//! Special tokens in the files of a tokenizer.
 
 use serde_json::Value;
 use tokenizers::{Encoding, PostProcessor, Token};
@@ -6,8 +6,8 @@ use tokenizers::{Encoding, PostProcessor, Token};
 /// Maximum number of tokens that a post-processor may add to a text. Known ones add one or two.
 const TOKENS_AROUND_MAX: usize = 16;
 
-/// The special tokens that the post-processor of a tokenizer puts before and after a text.
-/// Fails if it adds too many or unknown tokens, or does not keep the text as it is.
+/// Returns the special tokens that the post-processor of a tokenizer puts before and after a text.
+/// Fails if it adds too many or unknown tokens, or changes the text itself.
 pub(super) fn around_text(
     tokenizer: &tokenizers::Tokenizer,
     vocabulary_size: usize,
@@ -33,15 +33,15 @@ pub(super) fn around_text(
     }
 }
 
-/// The text of a special token such as `eos_token` in a `tokenizer_config.json`.
+/// Returns the text of a special token such as `eos_token` in a `tokenizer_config.json`.
 pub(crate) fn named_token<'a>(config: &'a Value, name: &str) -> Option<&'a str> {
     let token = &config[name];
     token.as_str().or_else(|| token["content"].as_str())
 }
 
-/// The name of the token that ends a document by a `tokenizer_config.json`.
+/// Returns the name of the end-of-document token in a `tokenizer_config.json`.
 pub(super) fn end_in(config: &[u8]) -> Option<String> {
-    // A file that is not JSON names none.
+    // A file that is not JSON is treated as empty.
     let config = trireme_base::parse_json(config).unwrap_or_default();
     named_token(&config, "eos_token").map(str::to_owned)
 }

@@ -1,40 +1,40 @@
-//! Decoding of tokens one at a time.
+//! Incremental decoding, one token at a time.
 
 use super::Tokenizer;
 use crate::DataError;
 
 const UNFINISHED: char = '\u{FFFD}';
-/// The bytes of a character that can be missing its end.
+/// Maximum number of bytes of a character that lacks its last byte.
 const UNFINISHED_MAX: usize = 3;
-/// After so many tokens without a finished character the text is noise: it is given out as it stands.
+/// Maximum number of tokens without a complete character. After these, the text is noise and is returned as it is.
 const HELD_TOKENS_MAX: usize = 64;
 
-/// Decodes a growing sequence of tokens, for output while a model generates.
+/// Decodes a growing sequence of tokens, for output during generation.
 ///
-/// A character whose bytes are spread over several tokens is held back until it is complete, so that no piece
-/// of text holds a broken half. The pieces, with [`finish`](Self::finish), join to the text of the whole
-/// sequence.
+/// If the bytes of a character are spread over several tokens, the character is held back until it is complete, so no
+/// piece of text contains half a character. The concatenation of all pieces, including that of
+/// [`finish`](Self::finish), is the text of the whole sequence.
 ///
-/// A token costs the decoding of itself and of the few tokens before it that it may change.
+/// The cost of a token is that of decoding it and a few tokens before it, whose text it may change.
 #[derive(Debug)]
 pub struct StreamDecoder<'a> {
     tokenizer: &'a Tokenizer,
-    /// The tokens of the last finished piece, for context, and those since.
+    /// The tokens of the last complete piece, as context, and the tokens after it.
     ids: Vec<u32>,
     num_context: usize,
-    /// How much of the text of `ids` was given out, in bytes.
+    /// Number of bytes of the text of `ids` that were already returned.
     given: usize,
 }
 
 impl Tokenizer {
-    /// Decodes ids one at a time, as a model makes them.
+    /// Returns a decoder that takes one id at a time, as a model generates them.
     pub fn stream_decoder(&self) -> StreamDecoder<'_> {
         StreamDecoder { tokenizer: self, ids: Vec::new(), num_context: 0, given: 0 }
     }
 }
 
 impl StreamDecoder<'_> {
-    /// Takes the next token and returns the text that became final by it, often that of this very token.
+    /// Adds the next token, and returns the text that is now final. This is often the text of the token itself.
     ///
     /// # Errors
     /// As [`Tokenizer::decode`].
@@ -52,7 +52,7 @@ impl StreamDecoder<'_> {
         Ok(piece)
     }
 
-    /// Ends the text: what was held back, with U+FFFD for a character that never became complete.
+    /// Returns the rest of the text, with U+FFFD for an incomplete character.
     ///
     /// # Errors
     /// As [`Tokenizer::decode`].
@@ -61,7 +61,7 @@ impl StreamDecoder<'_> {
         Ok(text.get(self.given..).unwrap_or("").to_owned())
     }
 
-    /// Gives out all of `text`; the tokens since the last piece become the context.
+    /// Returns the rest of `text`. The tokens since the last piece become the context.
     fn start_next_piece(&mut self, text: &str) -> Result<String, DataError> {
         let piece = text.get(self.given..).unwrap_or("").to_owned();
         self.ids.drain(..self.num_context);

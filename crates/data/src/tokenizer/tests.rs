@@ -10,7 +10,7 @@ fn trained() -> Tokenizer {
     Tokenizer::train_bpe(texts, 310).unwrap()
 }
 
-/// A tokenizer as Llama 2 has it: a space is put before every text, and unknown characters become their
+/// Returns a tokenizer like that of Llama 2: it puts a space before every text, and encodes unknown characters as
 /// bytes.
 fn sentence_piece() -> Value {
     let mut vocabulary = serde_json::Map::new();
@@ -140,21 +140,21 @@ fn broken_tokenizer_files_are_refused() {
     }
 }
 
-/// The base64 text of `units` of a trie and the texts after them, as a `precompiled_charsmap` has them.
+/// Returns a trie's `units` and the texts after them in base64, as in a `precompiled_charsmap`.
 fn charsmap(units: &[u32], texts: &[u8]) -> String {
     let size = (units.len() as u32 * 4).to_le_bytes();
     let units: Vec<u8> = units.iter().flat_map(|unit| unit.to_le_bytes()).collect();
     base64::encode([&size[..], &units, texts].concat())
 }
 
-/// A trie that maps the letter "o" to the text at `offset`.
+/// Returns a trie that maps the letter "o" to the text at `offset`.
 fn trie_of_o(offset: u32) -> Vec<u32> {
     const ROOT_OFFSET: u32 = 256;
     let letter = u32::from(b'o');
     let node = (ROOT_OFFSET ^ letter) as usize;
     let mut units = vec![0; 1024];
     units[0] = ROOT_OFFSET << 10;
-    // Has a leaf, which is at node ^ (node ^ 512).
+    // The unit has a leaf, at index 512.
     units[node] = ((node as u32 ^ 512) << 10) | 1 << 8 | letter;
     units[512] = 1 << 31 | offset;
     units
@@ -389,7 +389,7 @@ fn bytes_are_those_of_the_text() {
         tokenizer.encode(text, &mut tokens).unwrap();
         tokens.extend(tokenizer.end_of_document());
         assert_eq!(tokenizer.num_bytes(&tokens).unwrap(), text.len() as u64);
-        // Parts of a character count.
+        // The bytes of incomplete characters are counted, too.
         let parts: u64 = tokens.iter().map(|&token| tokenizer.num_bytes(&[token]).unwrap()).sum();
         assert!(parts == text.len() as u64 || text == "a bc");
     }
@@ -416,7 +416,7 @@ fn post_processors_add_few_known_tokens_around_the_text() {
     assert!(many.contains("adds 17 tokens, more than 16"), "{many}");
     assert!(with(json!([special, text]), 999).unwrap_err().contains("adds the token 999"));
     assert!(with(json!([text, text]), 256).unwrap_err().contains("repeats or removes the text"));
-    // The library panics over a second text where there is one.
+    // The library panics if the post-processor expects a second text.
     assert!(with(json!([{"Sequence": {"id": "B", "type_id": 0}}]), 256).is_err());
     assert!(with(json!([special]), 256).unwrap_err().contains("repeats or removes the text"));
 }
@@ -438,7 +438,7 @@ fn a_name_that_stays_text_adds_no_space_within_a_text() {
         };
         let name = encode(&Tokenizer::bytes(), "</s>");
         let [o, n, e, one] = [258, 259, 260, 265];
-        // The first name is the token.
+        // The first name is encoded as the special token.
         let (ids, places) = literal("</s>one</s>", 8);
         assert_eq!(ids, [&[256, o, n, e][..], &name].concat());
         assert_eq!(places, ["</s>", "o", "n", "e", "<", "/", "s", ">"]);

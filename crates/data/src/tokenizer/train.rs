@@ -7,21 +7,20 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, models::TrainerWrapper};
 use trireme_base::name_limits;
 
-/// The 256 bytes and the end of a document.
+/// The 256 bytes and the end-of-document token.
 pub(crate) const BPE_VOCABULARY_SIZE_MIN: usize = 257;
 
 impl Tokenizer {
-    /// Trains a byte-level BPE tokenizer as GPT-2 has it (Sennrich, Haddow, Birch: "Neural machine
-    /// translation of rare words with subword units", ACL 2016; over bytes: Radford et al., "Language models
-    /// are unsupervised multitask learners", 2019): id 0 is `<|endoftext|>`, ids 1 to 256 are the bytes, the
-    /// others the merges in the order in which they were learned. A small text may give fewer than
-    /// `vocabulary_size` tokens. The result depends on the texts alone, not on their order or the number of
-    /// threads.
+    /// Trains a byte-level BPE tokenizer like that of GPT-2 (Sennrich, Haddow, Birch: "Neural machine translation of
+    /// rare words with subword units", ACL 2016; over bytes: Radford et al., "Language models are unsupervised
+    /// multitask learners", 2019). Id 0 is `<|endoftext|>`, ids 1 to 256 are the bytes, and the other ids are the
+    /// merges in the order in which they were learned. A small text may give fewer than `vocabulary_size` tokens. The
+    /// result does not depend on the order of the texts or the number of threads.
     ///
-    /// Uses all cores, in memory proportional to the number of distinct words.
+    /// Uses all cores, and memory proportional to the number of distinct words.
     ///
     /// # Errors
-    /// If the vocabulary is too small or too large, or the tokenizer library fails.
+    /// If `vocabulary_size` is out of range, threads cannot be started, or the tokenizer library fails.
     pub fn train_bpe(
         texts: impl Iterator<Item = String> + Send,
         vocabulary_size: usize,
@@ -37,9 +36,9 @@ impl Tokenizer {
     }
 }
 
-/// Starts the threads that training uses. The tokenizer library would panic where the system refuses them.
+/// Starts the threads that training uses. The tokenizer library would panic if the system refused them.
 fn start_threads() -> io::Result<()> {
-    // An error without a source means that they run already.
+    // An error without a source means that the threads are already running.
     let Err(error) = rayon::ThreadPoolBuilder::new().build_global() else { return Ok(()) };
     match error.source().and_then(|source| source.downcast_ref::<io::Error>()) {
         Some(source) => Err(name_limits(io::Error::new(source.kind(), error.to_string()))),

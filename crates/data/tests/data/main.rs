@@ -1,4 +1,4 @@
-//! Preparation of corpora: records, texts, tokens.
+//! Tests of preparing corpora, and of token files and tokenizers.
 
 mod common;
 mod prepare;

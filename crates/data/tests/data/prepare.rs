@@ -1,4 +1,4 @@
-//! Preparing small corpora from end to end.
+//! End-to-end preparation of small corpora.
 
 use crate::common::{Room, decoded};
 use std::fs;
@@ -26,7 +26,7 @@ fn failure(options: &PrepareOptions) -> DataError {
     error
 }
 
-/// A long text with words, numbers, blank lines and characters of one to four bytes.
+/// Returns a long text with words, numbers, blank lines and characters of one to four bytes.
 fn long_text(num_lines: usize) -> String {
     let words =
         ["the", "naïve", "fox", "jumps,", "over", "€100", "  ", "lazy", "𝄞", "dog.\n\n", "don't", "\t"];
@@ -293,7 +293,7 @@ fn files_of_others_are_not_overwritten() {
     assert_eq!(fs::read(&options.out).unwrap(), b"a file");
 }
 
-/// Tries to prepare into the same folder while the first preparation is at work.
+/// Tries to prepare a corpus in the same folder while the first preparation is running.
 struct Intruder<'a> {
     options: &'a PrepareOptions,
     seen: Mutex<Vec<DataError>>,
@@ -340,7 +340,7 @@ fn what_a_killed_preparation_left_is_cleared_away() {
     let room = Room::new(&[("a.txt", b"good text")]);
     let options = room.options(&["a.txt"]);
     prepare(&options, &Silent).unwrap();
-    // Killed after the mark was removed, with a file of the new set in place.
+    // As if killed after the marker file was removed and one new file was in place.
     fs::create_dir(options.out.join(".trireme-prepare")).unwrap();
     fs::write(options.out.join(".trireme-prepare/validation.tokens"), "half").unwrap();
     fs::remove_file(options.out.join("prepare.json")).unwrap();

@@ -1,4 +1,4 @@
-//! Texts as people have them: conversations and completions, sources with weights, compressed files.
+//! Preparation of conversations and completions, of weighted sources, and of compressed files.
 
 use crate::common::{Room, decoded};
 use std::fs;
@@ -8,7 +8,7 @@ use trireme_data::{
     is_current, prepare,
 };
 
-/// For each document of the training file, the text of what counts in the loss.
+/// Returns for each document of the training file the text that counts in the loss.
 fn counted(room: &Room) -> Vec<String> {
     let corpus = Corpus::open(&room.path("out")).unwrap();
     let (tokenizer, mask) = (Tokenizer::load(&room.path("out")).unwrap(), corpus.train.loss_mask.unwrap());
@@ -19,7 +19,7 @@ fn counted(room: &Room) -> Vec<String> {
             values
         };
         let kept = read(&corpus.train.tokens).into_iter().zip(read(&mask)).filter(|(_, mask)| *mask == 1);
-        // The end of a document has no text.
+        // The end-of-document token has no text, so it is shown as `#`.
         let tokens = kept.map(|(token, _)| if token == 256 { u32::from(b'#') } else { token });
         tokenizer.decode(&tokens.collect::<Vec<_>>()).unwrap()
     };
@@ -45,7 +45,7 @@ fn only_answers_count() {
     assert_eq!(counted(&room), ["2<|im_end|>", "3#", "all#", "of it#"]);
     assert!(room.documents()[0].starts_with("<|im_start|>user\n1+1?<|im_end|>"));
     assert!(room.path("out/chat_template.jinja").exists());
-    // Another preparation takes all of it away.
+    // A preparation without answers removes the masks and the template.
     prepare(&room.options(&["more.txt"]), &Silent).unwrap();
     assert!(!room.path("out/train.mask.tokens").exists() && !room.path("out/chat_template.jinja").exists());
     assert!(Corpus::open(&room.path("out")).unwrap().train.loss_mask.is_none());
@@ -102,7 +102,7 @@ fn a_mask_is_split_as_its_tokens_are() {
     let MaskedTokens { tokens, loss_mask } = corpus.validation.unwrap();
     let mask = loss_mask.unwrap();
     assert_eq!((tokens.num_tokens(), tokens.num_documents()), (mask.num_tokens(), mask.num_documents()));
-    // A file that begins with texts has no records of the other kind.
+    // If a file begins with plain text, later records must not have answers.
     let mixed = format!("{{\"text\": \"a\"}}\n{}", record(1));
     let room = Room::new(&[("mixed.jsonl", mixed.as_bytes())]);
     let error = prepare(&room.options(&["mixed.jsonl"]), &Silent).unwrap_err().to_string();
@@ -119,7 +119,7 @@ fn compressed_files_are_read_as_what_they_hold() {
     let zstandard = |text: &str| {
         ruzstd::encoding::compress_to_vec(text.as_bytes(), ruzstd::encoding::CompressionLevel::Fastest)
     };
-    // Files that others have put together.
+    // Concatenations of compressed files.
     let both = |compress: &dyn Fn(&str) -> Vec<u8>| [compress("one "), compress("two")].concat();
     let room = Room::new(&[
         ("a.txt.gz", &both(&gzip)),
@@ -217,7 +217,7 @@ fn padded_gzip_is_read_and_what_cannot_be_is_named_with_a_command_that_can() {
     };
     let (one, two, zeros) = (member("one "), member("two"), [0; 20_000]);
     let appended = [&one[..], b"junk"].concat();
-    // A frame whose header asks for a window of 2 GiB, with an empty last block.
+    // A frame whose header requests a window of 2 GiB, with one empty last block.
     let large_window = [0x28, 0xb5, 0x2f, 0xfd, 0, 21 << 3, 1, 0, 0];
     let room = Room::new(&[
         ("padded.txt.gz", &[&one[..], &zeros, &two, &zeros].concat()),
@@ -289,7 +289,7 @@ fn texts_to_validate_on_may_be_others() {
 #[cfg(feature = "parquet")]
 #[test]
 fn rows_of_parquet_are_read_as_lines_of_json() {
-    // Files of PyArrow 26: lists of structs, and two groups of rows.
+    // Files written by PyArrow 26, with lists of structs and with two row groups.
     let (messages, text) = (include_bytes!("../messages.parquet"), include_bytes!("../text.parquet"));
     let room = Room::new(&[("text.parquet", text), ("messages.parquet", messages)]);
     prepare(&room.options(&["text.parquet"]), &Silent).unwrap();

@@ -1,4 +1,4 @@
-//! Token files: what is written comes back, and what was changed is refused.
+//! Token files: written tokens are read back, and modified files are refused.
 
 use proptest::prelude::*;
 use std::fs;
@@ -211,7 +211,7 @@ fn a_window_past_the_end_is_a_broken_invariant() {
     let _ = TokenFile::open(&path).unwrap().read_window(100, &mut [0; 51]);
 }
 
-/// The file at `path`, opened as if it had been written long ago, so that any change shows in its time.
+/// Opens the file at `path` with a modification time in the past, so that any later change is noticeable.
 fn open_aged(path: &Path) -> TokenFile {
     let long_ago = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
     fs::File::options().write(true).open(path).unwrap().set_modified(long_ago).unwrap();

@@ -27,7 +27,7 @@ fn template_of(family: &str) -> Option<ChatTemplate> {
     ChatTemplate::of_files(&folder(family), read).unwrap()
 }
 
-/// The tokens of each document of the training file, and which of them count.
+/// Returns the tokens and the loss mask of each document of the training file.
 fn documents(room: &Room) -> Vec<(Vec<u32>, Vec<u32>)> {
     let corpus = Corpus::open(&room.path("out")).unwrap();
     let read = |document: std::ops::Range<u64>| {
@@ -55,7 +55,7 @@ fn texts_begin_and_end_as_in_transformers() {
         let report = prepare(&options, &Silent).unwrap();
         assert_eq!(report.end_of_document, Some(end), "{family}");
         assert_eq!(documents(&room)[0].0, [&text[..], &[end]].concat(), "{family}");
-        // The corpus has only the file of the tokenizer.
+        // The folder of the corpus contains no `tokenizer_config.json`.
         let stored = Tokenizer::load(&room.path("out")).unwrap();
         assert_eq!((stored.end_of_document(), stored.beginning()), (Some(end), &ids(&golden["empty"])[..]));
         let mut prompt = Vec::new();
@@ -83,7 +83,8 @@ fn conversations_have_only_the_special_tokens_of_their_template() {
         let [(chat, mask), (completion, completion_mask)] = &documents(&room)[..] else { panic!() };
         assert_eq!(*chat, ids(&golden["chat"]), "{family}");
         assert!(mask.contains(&1), "{family}");
-        // A completion begins and ends as a text does, and only its end is learned.
+        // A completion has the same beginning and ending tokens as a text, and of these only the ending tokens are
+        // learned.
         assert!(completion.starts_with(tokenizer.beginning()) && completion.last() == Some(&end), "{family}");
         let num_beginning = tokenizer.beginning().len();
         assert!(completion_mask[..num_beginning].iter().all(|&counted| counted == 0), "{family}");
@@ -118,7 +119,7 @@ fn another_end_in_the_config_is_another_corpus() {
     fs::write(room.path("in").join(TOKENIZER_CONFIG_FILE), r#"{"eos_token": "<|return|>"}"#).unwrap();
     assert!(!is_current(&options).unwrap());
     assert_eq!(prepare(&options, &Silent).unwrap().end_of_document, Some(2));
-    // A token that there is not ends nothing.
+    // An end-of-document token that the tokenizer does not have is ignored.
     fs::write(room.path("in").join(TOKENIZER_CONFIG_FILE), r#"{"eos_token": "<none>"}"#).unwrap();
     assert_eq!(prepare(&options, &Silent).unwrap().end_of_document, Some(1));
 }
@@ -164,18 +165,18 @@ fn special_tokens_that_a_user_types_are_text() {
     let num_control = |tokens: &[u32]| tokens.iter().filter(|&&token| [1, 2].contains(&token)).count();
     let (tokens, mask) = &documents(&room)[0];
     assert_eq!(num_control(tokens), 4, "the template's: {tokens:?}");
-    // The text is the same, and the answer is learned with its end.
+    // The text is unchanged, and the answer is learned with its ending token.
     assert!(tokenizer.decode(tokens).unwrap().contains(typed));
     let learned: Vec<u32> =
         tokens.iter().zip(mask).filter(|(_, mask)| **mask == 1).map(|(token, _)| *token).collect();
     assert_eq!((tokenizer.decode(&learned).unwrap().as_str(), learned.last()), ("two", Some(&2)));
-    // A prompt has the same tokens.
+    // A prompt is encoded to the same tokens.
     let template = ChatTemplate::chatml().with_special_tokens_as_text(&tokenizer);
     let prompt = template.prompt(&[serde_json::json!({"role": "user", "content": typed})]).unwrap();
     let mut prompted = Vec::new();
     tokenizer.encode_prompt(&prompt, &mut prompted).unwrap();
     assert!(tokens.starts_with(&prompted), "{prompted:?} {tokens:?}");
-    // As it was.
+    // With the option, the names in messages are encoded as special tokens.
     let control = PrepareOptions { special_tokens_in_messages: true, ..options.clone() };
     assert!(!is_current(&control).unwrap());
     assert_eq!(prepare(&control, &Silent).unwrap().num_literal_names, 0);

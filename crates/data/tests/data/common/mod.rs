@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use tempfile::TempDir;
 use trireme_data::{Corpus, PrepareOptions, TokenFile, Tokenizer};
 
-/// A folder with inputs in `in` and room for `out`.
+/// A temporary folder with inputs in `in`. The output goes to `out`.
 pub(crate) struct Room {
     folder: TempDir,
 }
@@ -26,13 +26,13 @@ impl Room {
         self.folder.path().join(name)
     }
 
-    /// Reads `inputs` below `in`, holding nothing out.
+    /// Returns options that read `inputs` from `in` and hold out nothing.
     pub(crate) fn options(&self, inputs: &[&str]) -> PrepareOptions {
         let inputs = inputs.iter().map(|input| self.path("in").join(input)).collect();
         PrepareOptions { validation_fraction: 0.0, ..PrepareOptions::new(inputs, self.path("out")) }
     }
 
-    /// The documents of the training file, decoded.
+    /// Returns the documents of the training file, decoded.
     pub(crate) fn documents(&self) -> Vec<String> {
         let corpus = Corpus::open(&self.path("out")).unwrap();
         let tokenizer = Tokenizer::load(&self.path("out")).unwrap();
