@@ -7,10 +7,10 @@ use trireme_schedule::ProgramError;
 use trireme_swap::SwapError;
 use trireme_tensor::{DeviceError, OverBudget};
 
-/// A result whose error is a [`ParallelError`], unless another one is given.
+/// A result whose error type defaults to [`ParallelError`].
 pub(crate) type Result<T, E = ParallelError> = std::result::Result<T, E>;
 
-/// A step failed.
+/// The error of a step, or of another operation of an executor.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ParallelError {
@@ -28,7 +28,7 @@ pub enum ParallelError {
     Model(#[from] ModelError),
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// A compression that cannot be, or a compressed message that cannot be read.
+    /// A compression that is not possible, or a compressed message that cannot be decoded.
     #[error(transparent)]
     Compression(#[from] CompressionError),
     #[error(
@@ -50,7 +50,7 @@ pub enum ParallelError {
          do not quantize gradients"
     )]
     RoundedBesideLoads { parameter: String },
-    /// A rank evaluates nothing, while others wait for its tokens.
+    /// A rank has no batch to evaluate, but ranks with other experts wait for its tokens.
     #[error(
         "a rank without a batch cannot run a model whose experts lie on several ranks; give it any batch, and leave out its losses"
     )]
@@ -68,10 +68,11 @@ pub enum ParallelError {
         step: u64,
         what: NonFinite,
         value: f64,
-        /// Whether this is of a pipeline that does not drain between updates; else parameters are as before the step.
+        /// Whether the pipeline does not drain between updates, so that some parameters may already have been updated. If false, parameters
+        /// are as before the step.
         is_ahead: bool,
     },
-    /// Loss or gradients became infinite or NaN at a loss scale that cannot fall; parameters are as before the step.
+    /// The loss or the gradient norm became infinite or NaN, and the loss scale cannot decrease further. Parameters are as before the step.
     #[error(
         "step {step}: the {what} is {value} in f16; the loss scale of {loss_scale} cannot decrease further, after \
          {skipped_steps} skipped steps. Parameters are unchanged since the previous step"
@@ -80,11 +81,12 @@ pub enum ParallelError {
         step: u64,
         what: NonFinite,
         value: f64,
-        /// The scale: the smallest dynamic one, or the static one.
+        /// The loss scale: the smallest dynamic one, or the static one.
         loss_scale: u32,
         skipped_steps: u64,
     },
-    /// Ranks that should hold the same do not: replicas, or holders of one parameter along the tensor axis.
+    /// Ranks whose parameters should be equal have different ones: data-parallel replicas, or ranks that hold the same parameters along the
+    /// tensor or expert axis.
     #[error(
         "the parameters of rank {rank} differ from those of rank {other} ({found:016x} instead of {expected:016x}): \
          the ranks loaded different weights, or run different binaries"
@@ -92,13 +94,13 @@ pub enum ParallelError {
     ReplicasDiffer {
         rank: Rank,
         found: u64,
-        /// The first of the ranks that should hold the same.
+        /// The first rank of the group whose parameters should be equal.
         other: Rank,
         expected: u64,
     },
 }
 
-/// What an exchange within a unit has come to is the error of the step.
+/// Unwraps the error of an exchange within a unit, which operations pass on as a [`DeviceError`].
 impl From<DeviceError> for ParallelError {
     fn from(error: DeviceError) -> Self {
         match error {
@@ -111,7 +113,7 @@ impl From<DeviceError> for ParallelError {
     }
 }
 
-/// For exchanges within a unit.
+/// Wraps an error, so that operations of a unit can pass it on.
 impl From<ParallelError> for DeviceError {
     fn from(error: ParallelError) -> Self {
         match error {
@@ -128,7 +130,7 @@ impl From<OverBudget> for ParallelError {
 }
 
 impl ParallelError {
-    /// The same error with the line of the program at which it occurred, where it is one of memory.
+    /// Adds the line of the program at which an over-budget error occurred. Other errors are unchanged.
     pub(crate) fn at(self, line: std::fmt::Arguments<'_>) -> Self {
         match self {
             ParallelError::Device(DeviceError::OverBudget(source))

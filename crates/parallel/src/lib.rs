@@ -1,6 +1,7 @@
 //! Applies a layout to a model and runs its step program.
 //!
-//! [`Executor`] holds a rank's share of a model and runs programs that `trireme_schedule::validate` has proven; it decides nothing.
+//! [`Executor`] holds a rank's share of a model and runs programs that `trireme_schedule::validate` has proven. It makes no scheduling
+//! decisions of its own.
 
 mod axis;
 mod error;

@@ -1,4 +1,4 @@
-//! What ranks exchange while units run.
+//! Exchanges between ranks within a unit, along the tensor, context and expert axes.
 
 mod rows;
 
@@ -16,10 +16,10 @@ use trireme_tensor::tape::{
 };
 use trireme_tensor::{Category, Device, DeviceError, Shape, Tensor, View, ViewMut};
 
-/// A result of what units call: they know errors of devices.
+/// The result of a call by a unit's operations, which know only errors of devices.
 type Result<T> = std::result::Result<T, DeviceError>;
 
-/// The axes of units.
+/// The tensor, context and expert axes along which a unit's operations exchange values. An axis of one rank is `None`.
 pub(crate) struct UnitAxes {
     tensor: Option<Arc<GroupAxis>>,
     ring: Option<Arc<GroupAxis>>,
@@ -41,7 +41,8 @@ impl UnitAxes {
         }
     }
 
-    /// Returns the axes of a pass. If it `continues` a sequence, this rank has all positions, so there is no context axis and rows are not sharded.
+    /// Returns the axes of a pass. If the pass `continues` a sequence, this rank has all positions, so there is no context axis and rows
+    /// are not sharded.
     pub(crate) fn of_pass(&self, shards_rows: bool, continues: bool) -> PassAxes {
         let ops = |axis: &Option<Arc<GroupAxis>>| axis.clone().map(|axis| axis as Arc<dyn AxisOps>);
         let tensor = ops(&self.tensor).map(|ops| TensorAxis { ops, shards_rows: shards_rows && !continues });
@@ -55,12 +56,12 @@ impl UnitAxes {
         }
     }
 
-    /// Chooses the experts that are shadowed by the loads since the last time. To be called between runs of a program.
+    /// Selects the shadowed experts by the loads since the previous call. Must be called between runs of a program.
     pub(crate) fn choose_shadowed(&self) {
         self.shadowed.choose();
     }
 
-    /// Waits of this rank since the last call, and operations that its kernels wait for.
+    /// Returns the time that this rank has waited since the previous call, and the operations that its kernels wait for.
     pub(crate) fn take_waiting(&self) -> Waiting {
         let mut waiting = Waiting::default();
         [&self.tensor, &self.ring, &self.heads, &self.experts]
@@ -71,27 +72,28 @@ impl UnitAxes {
     }
 }
 
-/// The types that units exchange.
+/// The dtypes of exchanged values.
 const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
-/// The ranks of an axis, as operations of units see them.
+/// The ranks of one axis, behind the interface that a unit's operations call ([`AxisOps`]).
 pub(crate) struct GroupAxis {
-    /// One for each type of [`FLOATS`].
+    /// The lanes of the dtypes in [`FLOATS`], in the same order.
     lanes: [Lane; FLOATS.len()],
     waiting: Mutex<Waiting>,
 }
 
-/// Values of one type on their way.
+/// The exchanges of one dtype.
 struct Lane {
     memory: ExchangePool,
     pending: Mutex<Slab<Started>>,
-    /// Pending exchanges of rows by their numbers.
+    /// Pending exchanges of rows. A [`PendingExchange`] holds the key.
     rows: Mutex<Slab<StartedRows>>,
-    /// Elements of the memory for a piece of rows: as many as the largest exchange so far needs, so that smaller ones take no memory of their own.
+    /// Elements of a buffer for one piece of rows: enough for the largest piece so far. A smaller exchange reuses buffers of this size
+    /// instead of allocating its own.
     room_for_rows: AtomicUsize,
 }
 
-/// Locks a mutex, also after a panic of another thread: what it guards is whole between calls.
+/// Locks a mutex, also after a panic of another thread: the guarded value is consistent between calls.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -100,7 +102,7 @@ struct Started {
     kind: ExchangeKind,
     len: usize,
     vector: Work<Buffer<Untyped>>,
-    /// What this rank sends of its own, where it receives another vector.
+    /// The send of a [`Shift`](ExchangeKind::Shift), which receives into another buffer.
     sent: Option<Work<Buffer<Untyped>>>,
 }
 
@@ -111,7 +113,7 @@ impl fmt::Debug for GroupAxis {
 }
 
 impl GroupAxis {
-    /// Memory of the group is counted on `device`.
+    /// Connects the ranks of `group`. Its buffers are counted on `device`.
     fn new(group: &Arc<Group>, device: &Device) -> Self {
         GroupAxis { lanes: FLOATS.map(|dtype| Lane::new(group, device, dtype)), waiting: Mutex::default() }
     }
@@ -150,7 +152,7 @@ impl Lane {
         AxisPlace::new(group.rank().0, group.world_size())
     }
 
-    /// Starts the exchange of what lies in memory of the group.
+    /// Starts an exchange of `own`, a buffer of the group.
     fn issue(&self, kind: ExchangeKind, own: Buffer<Untyped>) -> Result<PendingExchange> {
         let (group, AxisPlace { rank, degree }) = (self.pool().group(), self.place());
         let len = own.len();
@@ -169,7 +171,7 @@ impl Lane {
         Ok(PendingExchange(lock(&self.pending).insert(Started { kind, len, vector, sent })))
     }
 
-    /// The first element that an exchange brings this rank for a result of this shape.
+    /// Returns the index within the exchanged vector of the first element that this rank keeps, for a result of this shape.
     fn first(&self, kind: ExchangeKind, result: Shape) -> usize {
         match kind {
             ExchangeKind::ReduceScatter => self.place().rank * result.num_elements(),
@@ -177,7 +179,7 @@ impl Lane {
         }
     }
 
-    /// What an exchange brings, in memory for so many elements.
+    /// Waits for an exchange. Returns the buffer with its result, the length of the buffer in elements, and the kind of the exchange.
     fn take(
         &self,
         device: &Device,
@@ -188,7 +190,7 @@ impl Lane {
         let vector = waiting.wait_on_device(vector, (self.dtype(), len), device)?;
         if let Some(sent) = sent {
             let sent = waiting.wait_on_device(sent, (self.dtype(), len), device)?;
-            // The result may replace what was sent.
+            // The result may overwrite the memory that was sent.
             device.wait_for(&sent.event());
             self.pool().give_buffer(len, sent);
         }
@@ -242,7 +244,7 @@ impl AxisOps for GroupAxis {
         Ok(())
     }
 
-    /// Memory of the group, if kernels reach it.
+    /// Returns memory of the group if kernels can access it, so that the sum needs no copy.
     fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor> {
         if !device.reaches_host() {
             return device.empty(shape, dtype, Category::Activations);
@@ -253,7 +255,8 @@ impl AxisOps for GroupAxis {
 
     fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
         let lane = self.lane(term.dtype());
-        // Lent memory, such as files for activations that exceed the budget, is copied like memory of a device.
+        // Only memory of this pool is exchanged in place. Other lent memory, such as files for activations that exceed the budget, is
+        // copied.
         if !term.lent_memory().is_some_and(|memory| lane.memory.has_lent(memory)) {
             return self.start(device, kind, term.view());
         }

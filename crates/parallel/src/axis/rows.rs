@@ -1,4 +1,4 @@
-//! Rows that every rank sends to every other one, as many as there are.
+//! Variable all-to-all: every rank sends a different number of rows to every other rank.
 
 use super::{Lane, Result, lock};
 use crate::memory::Waiting;
@@ -11,23 +11,24 @@ use trireme_comm::{Buffer, Untyped, Work};
 use trireme_tensor::tape::{ExchangedRuns, PendingExchange};
 use trireme_tensor::{Device, View, ViewMut};
 
-/// Messages to other ranks, and from them, that an exchange has under way at a time, unless a round has more: 16 MiB each way.
+/// Maximum number of messages of one exchange in flight, in each direction: 16 MiB each way. A single round may exceed it.
 const MESSAGES_MAX: usize = 64;
 
-/// Bytes from one rank to another with even loads, below which rows go by hosts: then messages across hosts are taken to cost more by their number than by their length. Assumed, not
-/// measured on a network between hosts.
+/// Bytes from one rank to another, with even loads, below which rows are exchanged hierarchically by host. For such short messages, the
+/// number of messages across hosts is assumed to cost more than their length. The threshold was not measured on a network between hosts.
 const BY_HOSTS_BYTES_MAX: usize = 64 << 10;
 
-/// Ranks of each host, below which rows do not go by hosts, because hardly any messages are saved.
+/// Ranks per host below which rows are not exchanged hierarchically by host: hardly any messages would be saved.
 const BY_HOSTS_RANKS_MIN: usize = 4;
 
-/// An exchange of rows that was started.
+/// An exchange of rows in flight. It runs in rounds, each with at most one piece from every rank to every other rank.
 pub(super) struct StartedRows {
     runs: ExchangedRuns,
-    /// Elements of a buffer: for one piece, or for those of all ranks.
+    /// Elements of a buffer: of one piece, or with `goes_by_hosts` of the pieces for all other ranks.
     buffer_len: usize,
     goes_by_hosts: bool,
-    /// Buffers that are not under way. An exchange has as many as may be, so that memory depends on no load.
+    /// Buffers that are not in flight. An exchange takes all buffers that it may need at its start, so that its memory does not depend on
+    /// the loads.
     free: Vec<Pending<Buffer<Untyped>>>,
     rounds_under_way: usize,
     num_rounds: usize,
@@ -37,11 +38,11 @@ pub(super) struct StartedRows {
 }
 
 enum Transfer {
-    /// A piece for another rank.
+    /// A piece sent to another rank.
     Send(Work<Buffer<Untyped>>),
-    /// A piece of another rank: which elements of all that the rank sends.
+    /// A piece from another rank. `part` is its range among all elements that rank `from` sends to this rank.
     Receive { work: Work<Buffer<Untyped>>, from: usize, part: Range<usize> },
-    /// The pieces of all ranks for each other.
+    /// The pieces of all ranks in one hierarchical exchange.
     ByHosts(Work<(Buffer<Untyped>, Buffer<Untyped>)>),
 }
 
@@ -49,14 +50,15 @@ const fn piece_len(dtype: DType) -> usize {
     (256 << 10) / dtype.size()
 }
 
-/// The elements, of `len`, that travel in a round.
+/// Returns the part of `len` elements that is sent in a round.
 fn piece(dtype: DType, len: usize, round: usize) -> Range<usize> {
     (round * piece_len(dtype)).min(len)..((round + 1) * piece_len(dtype)).min(len)
 }
 
 impl Lane {
-    /// As [`AxisOps::start_rows`](trireme_tensor::tape::AxisOps::start_rows): piece by piece, so that what lies in memory of the group does not depend on how many
-    /// rows there are. If loads are even, all pieces are under way at once, and one more between two ranks.
+    /// Implements [`AxisOps::start_rows`](trireme_tensor::tape::AxisOps::start_rows). Rows are sent in pieces of fixed size, so that the
+    /// memory of the group does not depend on the number of rows. With even loads, all pieces are in flight at once; there is room for one
+    /// more piece between two ranks.
     pub(super) fn start_rows(
         &self,
         device: &Device,
@@ -97,7 +99,7 @@ impl Lane {
         Ok(PendingExchange(lock(&self.rows).insert(started)))
     }
 
-    /// As [`AxisOps::send_rest`](trireme_tensor::tape::AxisOps::send_rest).
+    /// Implements [`AxisOps::send_rest`](trireme_tensor::tape::AxisOps::send_rest).
     pub(super) fn send_rest(
         &self,
         device: &Device,
@@ -117,7 +119,7 @@ impl Lane {
         Ok(())
     }
 
-    /// As [`AxisOps::finish_rows`](trireme_tensor::tape::AxisOps::finish_rows).
+    /// Implements [`AxisOps::finish_rows`](trireme_tensor::tape::AxisOps::finish_rows).
     pub(super) fn finish_rows(
         &self,
         device: &Device,
@@ -134,7 +136,7 @@ impl Lane {
         Ok(())
     }
 
-    /// Copies what stays on this rank.
+    /// Copies the rows that stay on this rank.
     fn keep_own(&self, device: &Device, runs: &ExchangedRuns, values: View<'_>, mut result: ViewMut<'_>) {
         let own = self.place().rank;
         let mut next = 0;
@@ -157,7 +159,8 @@ impl Lane {
         started.next_round += 1;
     }
 
-    /// Sends a piece to every other rank that gets one, and receives those of others. Ranks send to different ones at a time.
+    /// Starts a round: sends a piece to every other rank that still gets rows, and receives the pieces of other ranks. At the same distance
+    /// in the loop, every rank sends to a different one.
     fn start_messages(&self, device: &Device, started: &mut StartedRows, values: View<'_>) {
         let AxisPlace { rank, degree } = self.place();
         let (round, len) = (started.next_round, started.buffer_len);
@@ -181,7 +184,7 @@ impl Lane {
         }
     }
 
-    /// Sends the pieces for all other ranks, and receives theirs, in one exchange.
+    /// Starts a round in one hierarchical exchange: sends the pieces for all other ranks, and receives their pieces.
     fn start_round_by_hosts(&self, device: &Device, started: &mut StartedRows, values: View<'_>) {
         let AxisPlace { rank, degree } = self.place();
         let round = started.next_round;
@@ -200,7 +203,7 @@ impl Lane {
         started.under_way.push_back((round, Transfer::ByHosts(work)));
     }
 
-    /// Waits for the pieces of the rounds before `end`, and brings them where they belong.
+    /// Waits for the pieces of the rounds before `end`, and copies received pieces to `result`.
     fn finish_rounds_before(
         &self,
         device: &Device,
@@ -244,13 +247,13 @@ impl StartedRows {
         self.free.pop().expect("there are buffers for as many rounds as are under way")
     }
 
-    /// Gives a buffer back, which kernels that were issued may still read.
+    /// Returns a buffer to `free`. Issued kernels may still read it.
     fn give(&mut self, device: &Device, buffer: Pending<Buffer<Untyped>>) {
         device.wait_for(&buffer.event());
         self.free.push(buffer);
     }
 
-    /// Copies a part of what goes to a rank into a buffer, from element `at` on.
+    /// Copies `part` of the elements that are sent to rank `to` into a buffer, starting at element `at` of the buffer.
     fn copy_in(
         &self,
         device: &Device,
@@ -263,7 +266,7 @@ impl StartedRows {
         }
     }
 
-    /// Copies a part of what comes from a rank where it belongs, out of a buffer from element `at` on.
+    /// Copies `part` of the elements that are received from rank `from` out of a buffer, starting at element `at` of the buffer.
     fn copy_out(
         &self,
         device: &Device,
@@ -287,7 +290,7 @@ mod tests {
 
     const PIECE: usize = piece_len(DType::F32);
 
-    /// Elements of rank `from` for rank `to`: more pieces than are under way at a time, fewer, and none.
+    /// Returns the number of elements that rank `from` sends to rank `to`: more pieces than are in flight at a time, fewer, or none.
     fn len(from: usize, to: usize, many: usize) -> usize {
         [[100, many, 0, 2], [3, 0, 9, many / 2], [1, 1, 1, 0], [0, 0, 7, 1]][from % 4][(to + from / 4) % 4]
     }
@@ -296,7 +299,8 @@ mod tests {
         (from * 1000 + to * 100 + index % 97) as f32
     }
 
-    /// Two exchanges that overlap, there and back, by hosts or by messages.
+    /// Runs two overlapping exchanges, and one that returns the rows, hierarchically or by messages. `memory` is the expected peak in
+    /// bytes.
     fn exchange(hosts: &[usize], even_len: usize, memory: usize, by_hosts: bool) {
         let (degree, many) = (hosts.len(), 7 * PIECE + 5);
         run_ranks_on(hosts, |group| {
@@ -305,7 +309,7 @@ mod tests {
             let axis = GroupAxis::new(&group, &device);
             let after = |end: &mut usize, len: usize| -> Runs {
                 *end += len;
-                // Two runs where there is more than one element, the last part first.
+                // If there are two or more elements, they form two runs, the last part first.
                 let (start, middle) = (*end - len, *end - len / 2);
                 [middle..*end, start..middle].into_iter().filter(|run| !run.is_empty()).collect()
             };
@@ -356,9 +360,9 @@ mod tests {
 
     #[test]
     fn uneven_rows_come_in_the_memory_of_even_ones() {
-        // Two at a time, each with two pieces to and from each of the others.
+        // Two exchanges at a time, each with two pieces to and from each of the two other ranks.
         exchange(&[0; 3], PIECE, 2 * (2 * 2 * 2) * (256 << 10), false);
-        // By hosts and without, in the same memory.
+        // Hierarchical exchanges and messages take the same memory.
         for hosts in [[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1, 0, 1]] {
             for (even_len, by_hosts) in [(100, true), (PIECE, false)] {
                 exchange(&hosts, even_len, 2 * (2 * 2 * 7) * (256 << 10), by_hosts);

@@ -1,4 +1,4 @@
-//! Accessors of the executor.
+//! Accessors of [`Executor`].
 
 use super::{ActionTime, Executor};
 use crate::layout::{Placements, RankGrid};
@@ -18,7 +18,7 @@ impl Executor {
         &self.model
     }
 
-    /// What passes over a microbatch are.
+    /// The shapes, memory and costs of the model's passes.
     pub fn rehearsal(&self) -> &Rehearsal {
         &self.rehearsal
     }
@@ -28,12 +28,12 @@ impl Executor {
         &self.device
     }
 
-    /// The host beside it, in whose memory state lives that is not on the device, or passes through.
+    /// The host of the device. Its memory stores state that resides off the device, and state on disk passes through it.
     pub fn host(&self) -> &Device {
         &self.moves.options.host
     }
 
-    /// Peak bytes of the host's memory: of state that is not on the device, and of exchanges unless the device works there.
+    /// Peak bytes of host memory: of state off the device, and of exchanges unless kernels can access host memory.
     pub fn host_bytes_peak(&self) -> usize {
         let (device, host) = (self.device(), self.host());
         let state = if host.is_same(device) { 0 } else { host.memory().total().peak };
@@ -41,12 +41,12 @@ impl Executor {
         state + staging
     }
 
-    /// All ranks.
+    /// The group of all ranks.
     pub fn group(&self) -> &Group {
         self.ranks.world()
     }
 
-    /// The ranks as a grid of replicas and shards.
+    /// The ranks, as a grid with the groups of each axis.
     pub fn ranks(&self) -> &RankGrid {
         &self.ranks
     }
@@ -56,18 +56,19 @@ impl Executor {
         &self.program
     }
 
-    /// When the actions of the last step ran, in the program's order, up to a failure. Empty if all steps were skipped for no loss.
+    /// The times of the actions of the last step, in program order; up to a failure, if there was one. Empty if all steps were skipped
+    /// because nothing counted in the loss.
     pub fn timeline(&self) -> &[ActionTime] {
         &self.timeline.actions
     }
 
-    /// The metrics that units reported in a step of the last program: names and means over all ranks.
+    /// The metrics that units reported in a step of the last program: names, and means over all ranks.
     pub fn metrics(&self, step: usize) -> impl Iterator<Item = (&'static str, f64)> {
         self.means.metrics(step)
     }
 
-    /// Bits by which each rank can ask all ranks for something at the end of a step. They travel with the losses of a step, in 8 bytes a
-    /// rank, so that all ranks hear of them after the same step: those that were set when the rank had computed its last loss.
+    /// Bits by which this rank asks all ranks for something at the end of a step. They are sent with the losses of a step, in 8 bytes per
+    /// rank, so all ranks see them after the same step. The bits are those that are set when the rank has computed its last loss.
     pub fn requests(&self) -> Arc<AtomicU32> {
         Arc::clone(&self.means.requests)
     }
@@ -77,32 +78,33 @@ impl Executor {
         self.means.requested
     }
 
-    /// Where parameters lie, as far as ranks update them.
+    /// The placements of parameters and optimizer state on the ranks that update them.
     pub fn placements(&self) -> &Placements {
         &self.placements
     }
 
-    /// The elements of each unit's flat buffer that this rank steps.
+    /// The elements of each unit's flat buffer that this rank updates.
     pub fn parts(&self) -> &[Range<usize>] {
         self.parameters.parts()
     }
 
-    /// The device that [`shard`](Executor::shard) lies on.
+    /// The device of [`shard`](Executor::shard).
     pub fn shard_device(&self) -> &Device {
         self.parameters.shard_device()
     }
 
-    /// The device that the optimizer's state lies on.
+    /// The device that stores the optimizer's state.
     pub fn optimizer_device(&self) -> &Device {
         &self.optimization.device
     }
 
-    /// What this rank steps of a unit's parameters, in f32.
+    /// The elements of a unit's parameters that this rank updates, in f32: a one-dimensional view. They must be [in
+    /// memory](Executor::bring_state).
     pub fn shard(&self, unit: usize) -> View<'_> {
         self.parameters.shard(unit)
     }
 
-    /// As [`shard`](Executor::shard), to write, where it is at hand; whole copies are as they were.
+    /// As [`shard`](Executor::shard), to write. Full copies that operations read do not change.
     pub fn shard_mut(&mut self, unit: usize) -> ViewMut<'_> {
         self.parameters.shard_mut(unit)
     }
@@ -112,42 +114,43 @@ impl Executor {
         &self.optimization.optimizer
     }
 
-    /// The optimizer, to declare when its state began; alike on all ranks.
+    /// The optimizer, to declare when its state began. Must be changed in the same way on all ranks.
     pub fn optimizer_mut(&mut self) -> &mut Optimizer {
         &mut self.optimization.optimizer
     }
 
-    /// The scale of the loss.
+    /// The loss scale, and how it changes.
     pub fn loss_scaler(&self) -> &LossScaler {
         &self.optimization.loss_scaler
     }
 
-    /// The scale of the loss, to load; alike on all ranks.
+    /// The loss scale, to load it. Must be changed in the same way on all ranks.
     pub fn loss_scaler_mut(&mut self) -> &mut LossScaler {
         &mut self.optimization.loss_scaler
     }
 
-    /// The scales of fp8, if the model works in it.
+    /// The scales of fp8; `None` if the model does not use fp8.
     pub fn fp8_state(&self) -> Option<&Fp8State> {
         self.passes.fp8.as_ref().map(|fp8| &fp8.state)
     }
 
-    /// The scales of fp8, to load; alike on all ranks.
+    /// The scales of fp8, to load them. Must be changed in the same way on all ranks.
     pub fn fp8_state_mut(&mut self) -> Option<&mut Fp8State> {
         self.passes.fp8.as_mut().map(|fp8| &mut fp8.state)
     }
 
-    /// How gradients, or momentum in their place, are compressed.
+    /// The compression of gradients, or of momentum.
     pub fn compression(&self) -> Compression {
         self.options.compression
     }
 
-    /// The norms that the next steps clip by, the newest last, in a pipeline that does not drain between updates and has clipped; they are part of what determines these steps.
+    /// The gradient norms of earlier steps by which the next steps clip, the newest last. Empty unless the pipeline does not drain between
+    /// updates and steps clip. They are part of the state that determines the next steps.
     pub fn earlier_norms(&self) -> Vec<f64> {
         self.updates.iter().flat_map(|updates| &updates.norms.known).copied().collect()
     }
 
-    /// Takes over the [norms](Executor::earlier_norms) of another run.
+    /// Restores the [norms](Executor::earlier_norms) of an earlier run.
     pub fn restore_earlier_norms(&mut self, norms: &[f64]) {
         if let Some(updates) = &mut self.updates {
             updates.norms.restore(norms);
@@ -159,7 +162,7 @@ impl Executor {
         self.gradients.compressors()
     }
 
-    /// The same, to load; what is not a rank's own, alike on all ranks.
+    /// As [`compressors`](Executor::compressors), to load their state. State that is not specific to a rank must be the same on all ranks.
     pub fn compressors_mut(&mut self) -> impl Iterator<Item = (&str, &mut Compressor)> {
         self.gradients.compressors_mut()
     }

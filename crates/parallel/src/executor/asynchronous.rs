@@ -1,7 +1,7 @@
-//! Programs of several steps, of a pipeline that does not drain between updates.
+//! Programs of several steps, for a pipeline that does not drain between updates.
 //!
-//! A rank updates its units as soon as their gradients are there, whatever the other ranks are at. So it clips by the norm of all gradients of an
-//! earlier step; what is told of a step is known when the program has ended.
+//! A rank updates its units as soon as their gradients are reduced, independently of the other pipeline ranks. So it clips by the global
+//! gradient norm of an earlier step, and the outcomes of all steps are known only at the end of the program.
 
 use super::Executor;
 use crate::error::{ParallelError, Result};
@@ -32,7 +32,8 @@ impl Executor {
         Ok(())
     }
 
-    /// Waits for the reductions of this rank, and judges what they have come to: how to update by them, unless the step is skipped.
+    /// Waits for this rank's reductions of a step, and checks the results. Returns the settings of the update, or `None` if the step is
+    /// skipped.
     fn settings_of(&mut self, step: usize, plan: StepPlan) -> Result<Option<StepSettings>> {
         if !plan.has_loss {
             self.optimization.loss_scaler.skip();
@@ -58,7 +59,7 @@ impl Executor {
             updates.squares.as_mut().expect("they are summed at the end")[step] = norm * norm;
             found = Some(norm);
             if let GradNorm::Clip(_) = plan.grad_norm {
-                // Before the first steps of a run there is none but this rank's own.
+                // In the first steps of a run, there is no earlier global norm, and the rank clips by its own.
                 let earlier = updates.norms.next(norm * norm, &mut waiting)?;
                 found = earlier.or(found);
             }
@@ -67,7 +68,7 @@ impl Executor {
         let updates = self.updates.as_mut().expect("the program does not drain");
         updates.compression[step] = compression;
         if !matches!(plan.grad_norm, GradNorm::Clip(_)) {
-            // Of steps that are not clipped nothing is known.
+            // The norms of steps that do not clip are not summed over the ranks.
             updates.norms.known.clear();
         }
         self.timeline.has_waited(waiting.waited - waited);
@@ -75,7 +76,7 @@ impl Executor {
         Ok(Some(self.settings_by(plan, self.grad_scale(), found)))
     }
 
-    /// The end of a program: adds what its steps have come to.
+    /// Ends a program: waits for losses and norms, and appends the outcomes of the steps.
     pub(super) fn finish_steps(&mut self, plans: &[StepPlan], outcomes: &mut Vec<StepOutcome>) -> Result<()> {
         self.messages.finish_until(0, &mut self.waiting)?;
         self.await_outcomes()?;
@@ -84,7 +85,8 @@ impl Executor {
         let updates = updates.as_mut().expect("the program does not drain");
         updates.settings = None;
         updates.units.iter_mut().for_each(|unit| unit.newest = 0);
-        // Before anything else of all ranks: those that report have sent theirs or, on a device that works later, send them here.
+        // The gather of reports comes before all other operations over all ranks. Ranks that run the last loss have sent their reports
+        // already; on an asynchronous device, they send them here.
         let losses = means.wait(&mut waiting)?;
         updates.norms.wait(0, &mut waiting)?;
         let squares = updates.squares.take().expect("they are summed once a program");

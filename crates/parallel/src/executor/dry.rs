@@ -1,4 +1,4 @@
-//! What a rank takes, found by going through its program without computing.
+//! Dry runs: execute a program on counting devices, to find the memory and the operations of a rank.
 
 use super::{Executor, ValidationBatches};
 use crate::error::Result;
@@ -9,35 +9,35 @@ use trireme_base::{Category, CategoryBytes, Journal, JournalEntry, MemoryUse, St
 use trireme_model::{Batch, TensorSpec};
 use trireme_tensor::MemoryCounter;
 
-/// Steps that are gone through at least: what the first takes for later ones is there in the second.
+/// Minimum number of steps in a dry run. In the second step, memory that the first one leaves allocated is present.
 const NUM_STEPS_MIN: usize = 2;
 
-/// The number of a step late in a run, when an optimizer may exchange momentum instead of gradients.
+/// The number of a step late in a run, in which an optimizer may exchange momentum instead of gradients.
 const LATE: u64 = 1 << 40;
 
-/// Among so many late steps some exchange momentum, if any do.
+/// Number of late steps to search for steps that exchange momentum.
 const LATE_STEPS_MAX: u64 = 1 << 12;
 
-/// Memory that was found so far.
+/// Memory use found so far.
 #[derive(Default)]
 struct Found {
     memory: MemoryUse,
-    /// The peak of each category while an action runs, for every action of the program.
+    /// For every action of the program, the peak of each category while the action runs.
     lines: Vec<CategoryBytes>,
 }
 
 impl Executor {
-    /// Goes through some steps, and a validation if there are batches for one, to find what they take: at most, and by category while an
-    /// action runs, for every action of the program. The executor is one of a
-    /// [dry](trireme_comm::Group::dry) world, on devices that only count.
+    /// Executes some steps, and a validation if `validation` is given, without computing. Returns the peak memory of this rank in bytes,
+    /// and for every action of the program the peak of each category while the action runs. The executor must belong to a
+    /// [dry](trireme_comm::Group::dry) world, on counting devices.
     ///
     /// Cost: some microseconds for each operation of each microbatch.
     ///
     /// # Errors
-    /// What devices refuse.
+    /// Errors of devices, such as an exceeded budget.
     ///
     /// # Panics
-    /// If a device computes.
+    /// If a device is not a counting device.
     pub fn dry_run(self, validation: Option<ValidationBatches>) -> Result<(MemoryUse, Vec<CategoryBytes>)> {
         let (Found { memory, lines }, _) = self.go_dry(validation, None)?;
         let besides = lines.iter().chain([&memory.at_peak]).map(CategoryBytes::besides_activations);
@@ -45,7 +45,7 @@ impl Executor {
         Ok((MemoryUse { besides_activations, ..memory }, lines))
     }
 
-    /// As [`dry_run`](Executor::dry_run), to find what happens in a step.
+    /// As [`dry_run`](Executor::dry_run), but returns the operations that this rank issues and awaits in a step.
     pub fn dry_entries(self) -> Result<StepEntries> {
         let journal = Journal::default();
         self.device.keep_journal(&journal);
@@ -69,9 +69,10 @@ impl Executor {
         found.take_in(memory, None);
         let specs: Vec<TensorSpec> = self.rehearsal.batch.iter().map(|tensor| tensor.spec).collect();
         let num_microbatches = self.program.outline.num_microbatches;
-        // Units change to another kind of step one after the other: a step more finds all of them alike.
+        // Units change to the next kind of compressed step one after the other. In the step after the last kind, all units are in the same
+        // state.
         let num_steps = (self.gradients.num_kinds() + 1).max(NUM_STEPS_MIN) as u64;
-        // A run validates before its first step, or later, when no less memory is in use.
+        // A run validates before its first step, or later, when at least as much memory is in use.
         if let Some(batches) = validation {
             self.validate_dry(batches)?;
             found.take_in(memory, None);
@@ -94,7 +95,7 @@ impl Executor {
             self.run_observed(&plans, &mut batches.into_iter(), &mut Vec::new(), &mut see)?;
             found.take_in(memory, num_actions.checked_sub(1));
             noted[num_actions] = take();
-            // Late steps are others.
+            // Late steps do not represent the steps of a run's beginning.
             if step == num_steps {
                 entries = step_entries(noted);
             }
@@ -114,13 +115,13 @@ impl Executor {
         specs.iter().map(zeros).collect()
     }
 
-    /// Evaluates a batch of each size that any rank reads in a validation: one worker is planned for all at its place of the pipeline.
+    /// Evaluates one batch of each size that any rank reads in a validation: one rank is planned for all ranks of its pipeline stage.
     fn validate_dry(&mut self, batches: ValidationBatches) -> Result<()> {
         self.validation_reports(&batches)?;
         let sizes = (0..batches.num_batches()).map(|index| Some(batches.batch(index).1));
-        // A rank for which no batch is left takes part without one.
+        // Some rounds of this rank have no batch, if none is left.
         let own = batches.rounds(&self.ranks).map(|round| round.read.map(|index| batches.batch(index).1));
-        // As in a validation, the longest comes first.
+        // As in a validation, the largest batches come first.
         let sizes: BTreeSet<_> = sizes.chain(own).collect();
         for num_samples in sizes.into_iter().rev() {
             let before = self.rehearsal.num_samples();
@@ -144,7 +145,7 @@ fn step_entries(noted: Vec<Vec<(JournalEntry, Instant)>>) -> StepEntries {
 }
 
 impl Found {
-    /// Takes in the peaks since the last time, while the action of this index ran.
+    /// Records the peaks since the previous call, in which the action with this index ran.
     fn take_in(&mut self, counter: &MemoryCounter, action: Option<usize>) {
         let found = Category::ALL.map(|category| counter.usage(category).peak);
         let Found { memory, lines } = self;
@@ -154,7 +155,7 @@ impl Found {
         }
         if counter.total().peak > memory.total() {
             memory.at_peak = CategoryBytes(counter.at_peak());
-            // As in the program's text, which begins with a line of sizes.
+            // Lines count from 1, and the first line of a program's text lists sizes.
             memory.line = action.map_or(1, |action| action + 2);
         }
         memory.own = memory.own.max(counter.own().peak);

@@ -1,4 +1,4 @@
-//! Norms of all gradients of earlier steps, by which a pipeline clips that does not drain between updates.
+//! Global gradient norms of earlier steps, by which a pipeline that does not drain between updates clips.
 
 use crate::error::Result;
 use crate::memory::Waiting;
@@ -9,16 +9,17 @@ use trireme_comm::{Buffer, Group, Work};
 use trireme_schedule::Outline;
 use trireme_schedule::pipeline::Schedule;
 
-/// The norms of all gradients of the steps before, as far as they are needed.
+/// The global gradient norms of the most recent steps.
 ///
-/// Norms of [`lag`](Schedule::norm_lag) steps before are there without waiting for ranks behind, as the schedule's proof shows.
+/// The norm of [`lag`](Schedule::norm_lag) steps before is known without waiting for pipeline ranks that are behind, as the proof of the
+/// schedule shows.
 pub(super) struct EarlierNorms {
-    /// The ranks of the pipeline, for these sums alone: ranks come to them between different others of its operations.
+    /// A group of the pipeline's ranks for these sums alone: their order relative to other operations differs between the ranks.
     group: Arc<Group>,
     lag: usize,
-    /// The last ones, the newest last; at most `lag`.
+    /// Known norms, the newest last; at most `lag`.
     pub(super) known: VecDeque<f64>,
-    /// Squares of the steps after those.
+    /// Pending sums of the squared norms of the steps after `known`.
     under_way: VecDeque<Work<Buffer<f64>>>,
     spare: Vec<Buffer<f64>>,
 }
@@ -29,7 +30,8 @@ impl EarlierNorms {
         EarlierNorms { group, lag, known: VecDeque::new(), under_way: VecDeque::new(), spare: Vec::new() }
     }
 
-    /// Starts to sum a step's squares over all ranks, `own` of this rank. Returns the norm of `lag` steps before, if there was one.
+    /// Starts to sum the squared norm of a step over the pipeline, of which this rank contributes `own`. Returns the norm of `lag` steps
+    /// before, or `None` if there was no such step.
     pub(super) fn next(&mut self, own: f64, waiting: &mut Waiting) -> Result<Option<f64>> {
         let mut square = match self.spare.pop() {
             Some(square) => square,
@@ -42,7 +44,7 @@ impl EarlierNorms {
         Ok(place.map(|place| self.known[place]))
     }
 
-    /// Waits until no more than `num_left` sums are under way.
+    /// Waits until at most `num_left` sums are pending.
     pub(super) fn wait(&mut self, num_left: usize, waiting: &mut Waiting) -> Result<()> {
         while self.under_way.len() > num_left {
             let square = waiting.wait(self.under_way.pop_front().expect("there are more"))?;
@@ -59,7 +61,7 @@ impl EarlierNorms {
         }
     }
 
-    /// Takes over what another run knew.
+    /// Replaces the known norms by those of an earlier run.
     pub(super) fn restore(&mut self, norms: &[f64]) {
         self.known.clear();
         norms.iter().for_each(|&norm| self.push(norm));

@@ -1,4 +1,4 @@
-//! The end of a step: its sums are awaited, judged, and made ready for the update.
+//! The end of a step: waits for its sums, checks them for overflows, and computes the settings of the update.
 
 use super::Executor;
 use crate::error::{ParallelError, Result};
@@ -10,9 +10,9 @@ use trireme_schedule::StateClass;
 use trireme_tensor::{Category, Values};
 
 impl Executor {
-    /// Waits for all reductions; the outcome of the step, and how to update, unless it is to be skipped.
+    /// Waits for all reductions. Returns the outcome of the step, and the settings of the update unless the step is skipped.
     ///
-    /// All ranks decide alike without a further message, for the sums that they look at have the same bits.
+    /// All ranks make the same decision without a further message, because the sums that they check have the same bits.
     pub(super) fn finish_gradients(&mut self, plan: StepPlan) -> Result<(StepOutcome, Option<StepSettings>)> {
         let (loss, mut waiting) = self.finish_reductions()?;
         self.timeline.start();
@@ -31,7 +31,7 @@ impl Executor {
             _ => None,
         };
         let skipped = overflow.map(|(what, _)| Skipped::Overflow(what));
-        // Of momentum the norm only tells whether it is finite.
+        // The norm of momentum only shows whether it is finite, so it is not reported.
         let step = self.update_number(plan);
         let has_momentum = self.has_momentum(step);
         let grad_norm = norm.filter(|_| !self.may_have_momentum(step));
@@ -52,11 +52,11 @@ impl Executor {
         Ok((outcome, Some(self.settings_by(plan, grad_scale, grad_norm))))
     }
 
-    /// Skips all steps of a program, in none of which anything counts in the loss: neither passes nor reductions run, so parameters,
-    /// optimizer and compressors stay as they are. Ranks exchange their [requests](Executor::requests) all the same.
+    /// Skips all steps of a program, because nothing counts in their losses. Runs neither passes nor reductions, so parameters, optimizer
+    /// and compressors do not change. Ranks still exchange their [requests](Executor::requests).
     pub(super) fn skip_steps(&mut self, plans: &[StepPlan], outcomes: &mut Vec<StepOutcome>) -> Result<()> {
         self.timeline.begin();
-        // What follows belongs to no line of a program, nor to what came before the step.
+        // The following operations belong to no line of a program.
         self.ranks.forget_line();
         let mut waiting = Waiting::default();
         self.means.wait(&mut waiting)?;
@@ -74,12 +74,12 @@ impl Executor {
         Ok(())
     }
 
-    /// From a sum of gradients over all microbatches of all ranks to their mean.
+    /// Returns the factor that turns the sum of gradients over all microbatches of all ranks into the mean.
     pub(super) fn grad_scale(&self) -> f64 {
         1.0 / (self.gradient_unit() * self.ranks.data().world_size() as f64)
     }
 
-    /// How to update by gradients of this scale and norm, which was taken if the plan asks for it.
+    /// Returns the settings of an update by gradients of this scale. `norm` is the gradient norm, and must be known if the plan clips.
     pub(super) fn settings_by(&self, plan: StepPlan, grad_scale: f64, norm: Option<f64>) -> StepSettings {
         let clipping = match plan.grad_norm {
             GradNorm::Clip(norm_max) => {
@@ -90,7 +90,7 @@ impl Executor {
         StepSettings { step: self.update_number(plan), lr: plan.lr, grad_scale: grad_scale * clipping }
     }
 
-    /// What compression did in this step, in the units of the gradient's norm.
+    /// Returns the compression statistics of this step, in the units of the gradient norm.
     pub(super) fn compression_statistics(&self) -> Option<CompressionStatistics> {
         if self.options.compression.codec() == CodecName::None {
             return None;
@@ -102,8 +102,9 @@ impl Executor {
         Some(statistics)
     }
 
-    /// What a rank's sum of gradients is divided by to become its mean gradient. Microbatch gradients are means over their
-    /// rows, times the loss scale. Gradients that were normalized have neither number nor scale any more.
+    /// Returns the divisor that turns a rank's sum of gradients into its mean gradient. The gradient of a microbatch is the mean over its
+    /// rows, times the loss scale. Normalized gradients no longer depend on the number of microbatches or the loss scale, so their divisor
+    /// is 1.
     pub(super) fn gradient_unit(&self) -> f64 {
         if self.options.compression.normalize().is_some() {
             return 1.0;
@@ -111,7 +112,7 @@ impl Executor {
         self.program.outline.microbatches_per_step() as f64 * f64::from(self.optimization.loss_scaler.scale())
     }
 
-    /// What compressors keep of gradients at the loss scale `from` goes to the scale of the next step. Momentum has none.
+    /// Converts the gradients that compressors keep from the loss scale `from` to that of the next step. Momentum has no loss scale.
     fn rescale_compressors(&mut self, from: u32) {
         let to = self.optimization.loss_scaler.scale();
         if to != from && !self.optimization.optimizer.exchanges_momentum() {
@@ -120,12 +121,12 @@ impl Executor {
         }
     }
 
-    /// Sum of the squares of all gradients' elements; those of the other ranks of the pipeline among them if it goes `across` them.
+    /// Returns the sum of squares of all gradients of this pipeline rank, or of all pipeline ranks if `across` is true.
     pub(super) fn sum_of_squares(&mut self, across: bool, waiting: &mut Waiting) -> Result<f64> {
         for unit in 0..self.model.num_units() {
             match self.program.outline.holds(unit) {
                 false => self.optimization.squares.skip(unit),
-                // Those of gradients that are away were summed before they left.
+                // Offloaded gradients were squared before they were evicted.
                 true if self.moves.offloaded.moves(StateClass::Gradients) => (),
                 true => self.square(unit)?,
             }
@@ -135,18 +136,19 @@ impl Executor {
         self.optimization.squares.sum(if across { &groups } else { &groups[..2] }, waiting)
     }
 
-    /// Waits for all operations that kernels wait for: what kernels make from now on may outlast the step. After a failure, every call fails.
+    /// Waits for all operations that kernels wait for, before kernels compute results that outlast the step. After a failure, every later
+    /// call fails.
     pub(super) fn await_outcomes(&mut self) -> Result<()> {
         self.collect_waiting();
         let awaited = self.waiting.await_outcomes();
         if let Err(failure) = awaited {
             self.failure.get_or_insert(failure);
         }
-        // Memory that outlasts the step may hold what was made of zeros.
+        // After a failure, memory that outlasts the step may contain results that were computed from zeros.
         self.failure.clone().map_or(Ok(()), |failure| Err(failure.into()))
     }
 
-    /// Runs `work` and waits for its operations, without counting these waits in a step.
+    /// Runs `work` and waits for its operations. These waits do not count in any step.
     pub(super) fn outside_step<R>(&mut self, work: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
         self.collect_waiting();
         let waited = self.waiting.waited;
@@ -160,14 +162,14 @@ impl Executor {
         self.waiting.add(self.passes.axes.take_waiting());
     }
 
-    /// Sums the squares of this rank's part of a unit's gradient.
+    /// Computes the sum of squares of this rank's part of a unit's gradient.
     pub(super) fn square(&mut self, unit: usize) -> Result<()> {
         let device = self.gradients.reduced_device(unit);
         let grads = Values::in_f32(device, self.gradients.reduced(unit), Category::Communication)?;
         self.optimization.squares.take(unit, (grads.view(), self.gradients.part(unit)), device)
     }
 
-    /// Waits for all reductions; the mean loss over the global batch, and how long this rank has waited in this step.
+    /// Waits for all reductions. Returns the mean loss over the global batch, and the time that this rank has waited in this step.
     fn finish_reductions(&mut self) -> Result<(f64, Waiting)> {
         self.gradients.wait()?;
         self.messages.finish_until(0, &mut self.waiting)?;
@@ -180,7 +182,10 @@ impl Executor {
         Ok((loss, waiting))
     }
 
-    /// Lowers the loss scale after a step that found `what` to be `value`; an error if it cannot fall.
+    /// Lowers the loss scale after a step in which the quantity `what` was `value`.
+    ///
+    /// # Errors
+    /// If there is no loss scaling, or if the scale cannot decrease further.
     fn back_off(&mut self, step: u64, what: NonFinite, value: f64) -> Result<()> {
         if self.optimization.loss_scaler.scaling() == LossScaling::Off {
             return Err(ParallelError::NotFinite { step, what, value, is_ahead: false });

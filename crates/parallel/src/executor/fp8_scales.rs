@@ -1,4 +1,4 @@
-//! Scales of fp8 that all ranks agree on.
+//! Scales of fp8 that are the same on all ranks.
 
 use crate::error::Result;
 use crate::memory::Waiting;
@@ -7,22 +7,22 @@ use trireme_comm::{Buffer, Group};
 use trireme_model::Model;
 use trireme_tensor::{Device, Fp8Recipe, Fp8State};
 
-/// The fp8 scales of a model, kept alike by a maximum over all ranks: it does not depend on which rank had which microbatch.
+/// The fp8 scales of a model. A maximum over all ranks keeps them equal, so they do not depend on which rank had which microbatch.
 pub(super) struct AgreedScales {
     pub(super) state: Fp8State,
-    /// Present while it is not being reduced.
+    /// The largest magnitudes of this step; `None` while they are reduced.
     amaxes: Option<Buffer<f32>>,
 }
 
 impl AgreedScales {
-    /// Scales of `model`'s linear layers before the first step.
+    /// Creates the scales of `model`'s linear layers for the first step.
     pub(super) fn new(recipe: Fp8Recipe, model: &Model, device: &Device, group: &Group) -> Result<Self> {
         let state = Fp8State::of_matrices(recipe, model.table(), device)?;
         let amaxes = Some(group.buffer(state.num_amaxes())?);
         Ok(AgreedScales { state, amaxes })
     }
 
-    /// Ends a step: scales of the next one follow from the amaxes of all ranks; collective.
+    /// Ends a step: computes the scales of the next step from the largest magnitudes on all ranks. Collective.
     pub(super) fn advance(&mut self, device: &Device, group: &Group, waiting: &mut Waiting) -> Result<()> {
         let mut amaxes = self.amaxes.take().expect("a step ends after the one before");
         self.state.take_amaxes(device, &mut amaxes);

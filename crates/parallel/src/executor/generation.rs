@@ -1,4 +1,4 @@
-//! Generation, token by token, with cached keys and values.
+//! Generation, token by token, with a KV cache.
 
 use super::in_flight::Purpose;
 use super::parallelize::forward_program;
@@ -14,11 +14,11 @@ use trireme_schedule::Outline;
 use trireme_tensor::{Device, Parameters};
 
 impl Executor {
-    /// An executor of one rank that evaluates and generates with `parameters` in f32 but does not train: it takes the memory of a
-    /// pass. Its program has no gradients and no optimizer.
+    /// Creates an executor of a single rank that evaluates and generates with `parameters` in f32, but does not train. It has neither
+    /// gradients nor an optimizer, so it needs only the memory of a forward pass.
     ///
     /// # Errors
-    /// What the device refuses.
+    /// Errors of the device, such as an exceeded budget.
     pub fn forward_only(
         model: Model,
         rehearsal: Rehearsal,
@@ -30,7 +30,7 @@ impl Executor {
         let mut executor = Executor::new(ExecutorSetup {
             model,
             rehearsal,
-            // The program has no optimizer: any will do.
+            // The program never uses the optimizer.
             optimizer: &OptimizerOptions::new(OptimizerName::Sgd),
             ranks: RankGrid::new(trireme_comm::single(), Degrees::ONE)?,
             device,
@@ -43,31 +43,32 @@ impl Executor {
     }
 }
 
-/// A sequence being generated.
+/// A sequence that is being generated, with its KV cache.
 pub struct Generation<'a> {
     executor: &'a mut Executor,
-    /// Absent after a failure.
+    /// The KV cache; `None` after a failure.
     past: Option<Past>,
 }
 
 impl<'a> Generation<'a> {
-    /// Begins a sequence of at most `capacity` tokens, of a language model whose last unit makes logits without targets.
+    /// Begins a sequence of at most `capacity` tokens. The model must be a language model whose last unit computes logits without targets.
     ///
     /// # Panics
-    /// If the units lie on several ranks of a pipeline.
+    /// If the units are split over several pipeline ranks.
     pub fn new(executor: &'a mut Executor, capacity: usize) -> Self {
         assert!(executor.program.outline.stages.is_empty(), "one rank runs all units");
         let past = Some(Past::new(&executor.device, capacity));
         Generation { executor, past }
     }
 
-    /// Reads `tokens`; returns the logits for the one that follows. Collective where parameters are sharded: all ranks read the same.
+    /// Appends `tokens` to the sequence, and returns the logits for the next token. Collective if parameters are sharded: all ranks must
+    /// append the same tokens.
     ///
     /// # Errors
-    /// What device, group and disks refuse; after that the sequence cannot be continued.
+    /// Errors of the device, groups and disks. The sequence cannot be continued afterwards.
     ///
     /// # Panics
-    /// If there are none, or more than the capacity allows, or after an error.
+    /// If `tokens` is empty or exceeds the capacity, or after an error.
     pub fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
         let past = self.past.take().expect("a failure ends a sequence");
         let device = &self.executor.device;

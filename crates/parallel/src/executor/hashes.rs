@@ -1,4 +1,4 @@
-//! Hashes of the bits of tensors that do not depend on how ranks hold them.
+//! Hashes of the bits of tensors, which do not depend on how ranks split the tensors.
 
 use crate::error::Result;
 use crate::layout::Placements;
@@ -7,42 +7,42 @@ use trireme_base::Rank;
 use trireme_comm::Group;
 use trireme_tensor::{Device, ParameterTable, View};
 
-/// Elements that are copied to the host at a time.
+/// Number of elements that are copied to the host at a time.
 const CHUNK_LEN: usize = 1 << 18;
 
-/// Hashes that ranks exchange at a time: 64 KiB of each rank.
+/// Number of hashes that ranks exchange at a time: 64 KiB per rank.
 const EXCHANGED_LEN: usize = 1 << 13;
 
-/// Hashes of the gradients and the parameters of one step: one for each parameter, in the order of the [`ParameterTable`].
+/// Hashes of the gradients and parameters of one step: one for each parameter, in the order of the [`ParameterTable`].
 ///
-/// A tensor's hash is the sum of a hash of each of its elements' place and bits, so ranks that hold parts of it add up their sums.
-/// Two tensors that differ have the same hash with a probability of about 2⁻⁶⁴.
+/// The hash of a tensor is the sum of a hash of the position and bits of each element, so ranks that hold parts of a tensor sum their
+/// hashes. Two different tensors have the same hash with a probability of about 2⁻⁶⁴.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepHashes {
     /// Number of the step in its schedule.
     pub step: u64,
-    /// Gradients as updates read them: summed over all microbatches, at the loss scale of the step, before the mean and clipping. With
-    /// an optimizer that exchanges momentum, the momentum in their place.
+    /// Hashes of the gradients that updates read: summed over all microbatches, with the loss scale of the step, before the mean and
+    /// clipping. If momentum was exchanged, hashes of the momentum.
     pub gradients: Vec<u64>,
-    /// Parameters after the update, in f32.
+    /// Hashes of the parameters after the update, in f32.
     pub parameters: Vec<u64>,
 }
 
 /// Hashes of the steps of a program.
 #[derive(Debug, Default)]
 pub(crate) struct HashRecorder {
-    /// Steps between those that are recorded; 0 for none.
+    /// Interval between recorded steps; 0 if none is recorded.
     interval: u64,
     steps: Vec<StepHashes>,
 }
 
 impl HashRecorder {
-    /// A recorder of every step whose number is a multiple of `interval`, or of none if that is 0.
+    /// Creates a recorder of every step whose number is a multiple of `interval`, or of no step if that is 0.
     pub(crate) fn new(interval: u64) -> Self {
         HashRecorder { interval, steps: Vec::new() }
     }
 
-    /// The hashes of `step` so far, of a model with so many parameters; `None` if the step is not recorded.
+    /// Returns the hashes of `step` for a model with `num_parameters` parameters, at first zeros; `None` if the step is not recorded.
     pub(crate) fn of_step(&mut self, step: u64, num_parameters: usize) -> Option<&mut StepHashes> {
         if self.interval == 0 || !step.is_multiple_of(self.interval) {
             return None;
@@ -55,7 +55,7 @@ impl HashRecorder {
         Some(&mut self.steps[index])
     }
 
-    /// Removes and returns what was recorded, in the order of the steps.
+    /// Removes and returns the recorded hashes, in step order.
     pub(crate) fn take(&mut self) -> Vec<StepHashes> {
         let mut steps = std::mem::take(&mut self.steps);
         steps.sort_by_key(|hashes| hashes.step);
@@ -63,7 +63,8 @@ impl HashRecorder {
     }
 }
 
-/// Adds to `hashes`, one for each parameter, those of a unit's elements `part`, which are `values`, that `rank` holds first.
+/// Adds the hashes of a unit's elements to `hashes`, which has one entry for each parameter. `values` are the elements `part` of the unit.
+/// Only elements of which `rank` is the first holder count.
 pub(crate) fn add_unit(
     hashes: &mut [u64],
     unit: usize,
@@ -89,7 +90,7 @@ pub(crate) fn add_unit(
     }
 }
 
-/// Adds up the hashes of all ranks of a group. Collective.
+/// Sums the hashes over all ranks of a group. Collective.
 pub(crate) fn sum_over_ranks(group: &Group, hashes: &mut [u64]) -> Result<()> {
     for own in hashes.chunks_mut(EXCHANGED_LEN) {
         let all = group.all_gather_bytes(bytemuck::cast_slice(own)).wait()?;
@@ -102,15 +103,16 @@ pub(crate) fn sum_over_ranks(group: &Group, hashes: &mut [u64]) -> Result<()> {
     Ok(())
 }
 
-/// The sum of the hashes of neighbouring elements of a tensor, the first of which has the place `first`.
+/// Returns the sum of the hashes of adjacent elements of a tensor, whose positions start at `first`.
 fn sum(first: usize, bits: &[u32]) -> u64 {
     let places = first as u64..;
     bits.iter().zip(places).fold(0, |sum, (&bits, place)| sum.wrapping_add(element(place, bits)))
 }
 
-/// The hash of an element: SplitMix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators", 2014) of its place and its bits.
+/// Returns the hash of an element: SplitMix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators", 2014) of its
+/// position and its bits.
 fn element(place: u64, bits: u32) -> u64 {
-    // Without the constant, the hash of zero bits at place 0 would be 0.
+    // Without the constant, the hash of zero bits at position 0 would be 0.
     let word = (place.rotate_left(32) ^ u64::from(bits)).wrapping_add(0x9e37_79b9_7f4a_7c15);
     let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

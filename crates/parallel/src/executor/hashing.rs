@@ -1,4 +1,4 @@
-//! Hashes of gradients and parameters, by which runs are compared.
+//! Hashes of gradients and parameters, to compare runs.
 
 use super::hashes::{add_unit, sum_over_ranks};
 use super::{Executor, HashRecorder, StepHashes};
@@ -6,14 +6,15 @@ use crate::error::{ParallelError, Result};
 use std::sync::Arc;
 
 impl Executor {
-    /// Records [`StepHashes`] of each step whose number `interval` divides, unless it is skipped; of none if that is 0. Alike on all ranks.
+    /// Records [`StepHashes`] of each step whose number is a multiple of `interval`, unless the step is skipped; records none if `interval`
+    /// is 0. Must be called in the same way on all ranks.
     ///
-    /// A recorded step copies the gradients and parameters that this rank updates to the host, piece by piece, and hashes them.
+    /// A recorded step copies the gradients and parameters that this rank updates to the host, in chunks, and hashes them there.
     pub fn record_hashes(&mut self, interval: u64) {
         self.optimization.hashes = HashRecorder::new(interval);
     }
 
-    /// Removes and returns what was recorded since the last call, of all ranks. Collective.
+    /// Removes and returns the hashes that were recorded since the previous call, summed over all ranks. Collective.
     pub fn take_hashes(&mut self) -> Result<Vec<StepHashes>> {
         let mut steps = self.optimization.hashes.take();
         for StepHashes { gradients, parameters, .. } in &mut steps {
@@ -23,7 +24,7 @@ impl Executor {
         Ok(steps)
     }
 
-    /// A hash of each parameter as it is now, as in [`StepHashes::parameters`]. Collective.
+    /// Returns a hash of the current values of each parameter, as in [`StepHashes::parameters`]. Collective.
     pub fn hash_parameters(&mut self) -> Result<Vec<u64>> {
         let table = Arc::clone(self.model.table());
         let mut hashes = vec![0; table.parameters().len()];

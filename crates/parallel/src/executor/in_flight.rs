@@ -1,49 +1,50 @@
-//! Microbatches in flight: their batches, what passes from unit to unit, and what backward reads.
+//! Microbatches in flight: their batches, the tensors that pass between units, and the activations kept for backward.
 
 use crate::error::{ParallelError, Result};
 use trireme_model::{Batch, BatchTensor, Bundle, Past, Rehearsal, TensorSpec, UnitPass};
 use trireme_schedule::{Message, MessageKind, Outline};
 use trireme_tensor::{Tape, Tensor};
 
-/// What a unit's forward pass of one microbatch has left for its backward.
+/// The part of a unit's forward pass of one microbatch that is kept for its backward.
 pub(super) enum Kept {
     Recorded(UnitPass),
     Input(Bundle<Tensor>),
-    /// What the weight half of backward reads.
+    /// A pass whose input half of backward has run. It holds the tensors that the weight half reads.
     Halved(UnitPass),
 }
 
-/// What units run for.
+/// The purpose for which units run.
 pub(super) enum Purpose {
     Training,
-    /// Collects what units report.
+    /// Evaluation: collects the reports of units.
     Evaluation(Reports),
-    /// Continues the sequence of this past.
+    /// Generation: continues the sequence of this KV cache.
     Generation(Past),
 }
 
-/// What units report of one batch, in order.
+/// The losses and metrics that units report for one batch, in order.
 pub(super) struct Reports {
-    /// One f64 each, on the device.
+    /// One f64 for each report, on the device.
     pub(super) sums: Tensor,
     pub(super) num_rows: Vec<usize>,
 }
 
-/// Microbatches under way.
+/// The microbatches in flight, and the state of their passes.
 pub(super) struct InFlight {
     pub(super) num_microbatches: usize,
-    /// The step of the program that runs, or its first one.
+    /// Number of the running program's step, or of its first step.
     pub(super) first_step: u64,
     pub(super) num_samples: usize,
     pub(super) purpose: Purpose,
-    /// By kind, then microbatch: what the last unit made, for the next one, and the gradient of what it read, for the one below.
+    /// For each kind of message and microbatch: the activations that a unit has passed on to the next one, or the gradients that it has
+    /// passed back to the previous one.
     pub(super) passing: [Vec<Option<Bundle<Tensor>>>; 2],
     pub(super) batches: Vec<Batch>,
-    /// By microbatch, then tensor of the batch: units on this rank that have not yet read it for the last time.
+    /// For each microbatch and tensor of the batch: the number of units on this rank that will still read it.
     pub(super) num_readers: Vec<usize>,
-    /// By unit, then microbatch.
+    /// The kept passes, by unit and then by microbatch.
     pub(super) passes: Vec<Option<Kept>>,
-    /// Tapes to be used again, so that steps allocate nothing.
+    /// Tapes for reuse, so that steps do not allocate.
     pub(super) spare_tapes: Vec<Tape>,
 }
 
@@ -64,7 +65,7 @@ impl InFlight {
         }
     }
 
-    /// Takes in the tensors of a microbatch that units on this rank read.
+    /// Stores the tensors of a microbatch that units on this rank read.
     pub(super) fn begin(
         &mut self,
         microbatch: usize,
@@ -81,11 +82,11 @@ impl InFlight {
             }
         }
         self.batches[microbatch] = batch;
-        // The first unit reads the batch alone.
+        // The first unit reads only the batch.
         *self.passing(MessageKind::Activation, microbatch) = outline.holds(0).then(Bundle::new);
     }
 
-    /// A unit has read the batch for the last time.
+    /// Records that a unit has read the batch for the last time, and frees tensors without further readers.
     pub(super) fn end(&mut self, unit: usize, microbatch: usize, rehearsal: &Rehearsal) {
         let first = microbatch * rehearsal.batch.len();
         for (tensor, num_readers) in rehearsal.batch.iter().zip(&mut self.num_readers[first..]) {
@@ -98,7 +99,7 @@ impl InFlight {
         }
     }
 
-    /// What is in a message of activations or gradients.
+    /// Returns the specs of the tensors in a message of activations or gradients.
     pub(super) fn carried<'a>(
         &self,
         Message { kind, unit, .. }: Message,
@@ -111,7 +112,7 @@ impl InFlight {
         specs.filter(move |spec| !are_grads || spec.has_grad())
     }
 
-    /// Takes what passes from unit to unit: an activation that the unit below has made, or a gradient of the one above.
+    /// Takes the tensors that pass between units: activations of the previous unit, or gradients from the next one.
     pub(super) fn take(&mut self, kind: MessageKind, microbatch: usize) -> Bundle<Tensor> {
         self.passing(kind, microbatch).take().expect("the unit before has run")
     }
@@ -129,7 +130,7 @@ pub(super) fn num_samples(batch: &Batch) -> usize {
     batch.iter().next().map_or(1, |(_, tensor)| tensor.shape().dims()[0])
 }
 
-/// Refuses a batch whose tensors differ from the rehearsed ones in more than the number of samples.
+/// Returns an error if the tensors of a batch differ from those of `rehearsal` in more than the number of samples.
 pub(super) fn check_batch(batch: &Batch, rehearsal: &Rehearsal, num_samples: usize) -> Result<()> {
     for BatchTensor { spec, .. } in &rehearsal.batch {
         let found = batch.get(spec.name).map(|tensor| TensorSpec::of(spec.name, tensor));

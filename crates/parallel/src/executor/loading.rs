@@ -1,4 +1,4 @@
-//! What an executor begins with and ends with: weights and state in, weights out.
+//! Loads weights and optimizer state into an executor, gathers weights, and compares replicas.
 
 use super::Executor;
 use crate::error::{ParallelError, Result};
@@ -12,10 +12,11 @@ use trireme_schedule::StateClass;
 use trireme_tensor::{Category, ModelPlace, ParameterInfo, ParameterTable, Parameters};
 
 impl Executor {
-    /// Calls `write` with each parameter of which this rank steps something, and which elements. Collective, unless it fails.
+    /// Calls `write` for each parameter of which this rank updates elements, with the range of these elements and a slice of zeros for
+    /// their new values. Collective, unless it fails.
     ///
     /// # Errors
-    /// What `write` returns, and what keeps parameters from where they live.
+    /// Errors of `write`, and errors of disks and groups.
     pub fn load_parameters<E: From<ParallelError>>(
         &mut self,
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
@@ -30,10 +31,10 @@ impl Executor {
         Ok(self.refresh()?)
     }
 
-    /// Sets every state of the optimizer to what `read` writes.
+    /// Calls `read` for each state of the optimizer that this rank stores, to write its values.
     ///
     /// # Errors
-    /// What `read` returns, and what keeps state from where it lives.
+    /// Errors of `read`, and errors of disks.
     pub fn load_optimizer<E: From<ParallelError>>(
         &mut self,
         mut read: impl FnMut(&StateInfo<'_>, &mut [f32]) -> Result<(), E>,
@@ -48,7 +49,7 @@ impl Executor {
         })
     }
 
-    /// Gives parameters their declared initial values. Collective.
+    /// Sets all parameters to their declared initial values. Collective.
     pub fn initialize(&mut self, seed: u64) -> Result<()> {
         self.load_parameters(|info, held, values| {
             info.initialize(seed, held, values);
@@ -56,7 +57,7 @@ impl Executor {
         })
     }
 
-    /// Brings what operations read up to date with the parameters that were loaded. Collective.
+    /// Updates all copies that operations read, after parameters were loaded. Collective.
     pub(super) fn refresh(&mut self) -> Result<()> {
         self.parameters.forget();
         if self.parameters.are_wholes_kept() {
@@ -70,10 +71,10 @@ impl Executor {
         })
     }
 
-    /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective: if rank 0 has no memory for
-    /// them, it fails there alone, before anything is gathered.
+    /// Gathers all parameters into host memory of rank 0; returns `None` on the other ranks. Collective. If rank 0 cannot allocate memory
+    /// for them, it alone returns an error, before anything is gathered.
     ///
-    /// A unit at a time is gathered by every rank of a replica: with ZeRO no other rank needs memory for more.
+    /// Every rank of a replica gathers one unit at a time, so with ZeRO the other ranks need no memory for more than one unit.
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>> {
         let is_root = self.group().rank() == Rank::ROOT;
         let table = Arc::clone(self.model.table());
@@ -115,7 +116,11 @@ impl Executor {
         Ok(all)
     }
 
-    /// Compares what the replicas hold, and what ranks of the tensor axis or with different experts hold in common. Collective.
+    /// Compares the parameters of replicas, and the parameters that ranks of the tensor axis, or ranks with different experts, hold in
+    /// common. Collective.
+    ///
+    /// # Errors
+    /// [`ParallelError::ReplicasDiffer`] if they differ.
     pub fn check_replicas(&mut self) -> Result<()> {
         let table = Arc::clone(self.model.table());
         let [mut of_all, mut with_experts, mut beside_experts] = [Hash::EMPTY; 3];
@@ -147,7 +152,7 @@ impl Executor {
     }
 
     fn compare(&self, group: &Group, Hash(own): Hash) -> Result<()> {
-        // Each with its rank.
+        // Each hash is sent with its world rank.
         let own = [self.group().rank().0 as u64, own];
         let hashes = group.all_gather_bytes(bytemuck::bytes_of(&own)).wait()?;
         let numbers =
@@ -163,7 +168,7 @@ impl Executor {
     }
 }
 
-/// FNV-1a, over words.
+/// An FNV-1a hash over 32-bit words.
 #[derive(Clone, Copy)]
 struct Hash(u64);
 
@@ -177,7 +182,7 @@ impl Hash {
     }
 }
 
-/// What all ranks of a group have in buffers of one length, one after the other.
+/// Gathers the buffers of all ranks of a group, of equal length, in rank order.
 fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>> {
     let len = own.len();
     let mut all = group.buffer::<f32>(group.world_size() * len)?;
@@ -185,7 +190,8 @@ fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>> {
     Ok(group.all_gather(all).wait()?)
 }
 
-/// A unit's flat buffer, of `whole`, from `parts`: those of the tensor ranks, for a unit with experts of each expert rank.
+/// Assembles the full flat buffer of a unit, in the layout of the table `whole`. `parts` are the flat buffers of all tensor ranks; for a
+/// unit with experts, of the tensor ranks of each expert rank.
 fn joined(table: &ParameterTable, whole: &ParameterTable, unit: usize, parts: &[f32]) -> Vec<f32> {
     let degree = table.place().degree;
     let has_experts = table.units()[unit].has_experts();

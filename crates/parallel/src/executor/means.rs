@@ -1,4 +1,4 @@
-//! What units report of a step's microbatches, and its means: the loss and metrics. What ranks ask for travels along.
+//! The losses and metrics that units report for each microbatch, gathered from all ranks and averaged. Requests of ranks are sent along.
 
 use crate::error::Result;
 use crate::gradients::TreeSum;
@@ -14,8 +14,8 @@ use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::Device;
 use trireme_tensor::tape::{PendingMean, RowMean};
 
-/// The place, among the reports of all microbatches of a step, or of all steps of a program, of microbatch `index` of the data-parallel
-/// `rank`. Ranks that have the positions of a microbatch have neighbouring places.
+/// Returns the position of a report in the global order of microbatches: of microbatch `index` of the data-parallel `rank`. A program of
+/// several steps orders steps first. Ranks that share the positions of a microbatch are adjacent.
 pub(super) fn report_place(outline: &Outline, ranks: &RankGrid, rank: Rank, index: usize) -> usize {
     let num_shards = ranks.shards().world_size();
     let num_microbatches = outline.microbatches_per_step();
@@ -30,8 +30,8 @@ pub(super) fn report_place(outline: &Outline, ranks: &RankGrid, rank: Rank, inde
     step * num_microbatches * ranks.data().world_size() + within
 }
 
-/// What units report of all microbatches of a program, gathered from all ranks, so that the reports of a step are summed in the
-/// one order of the microbatches: those of each unit by themselves, then over the units.
+/// The reports of all microbatches of a program, gathered from all ranks. The reports of a step are summed in the global order of
+/// microbatches: first for each unit alone, then over the units.
 pub(super) struct Means {
     world: Arc<Group>,
     num_microbatches: usize,
@@ -39,34 +39,37 @@ pub(super) struct Means {
     terms: Vec<Term>,
     metric_names: Vec<&'static str>,
     num_losses: usize,
-    /// Losses of this rank that this step has taken in.
+    /// Number of losses that this rank has recorded in the current program.
     num_taken: usize,
-    /// Sums and rows, by rank, term and microbatch; then the rank's requests. Zeros between programs, absent while under way.
+    /// Sums and numbers of rows, by rank, term and microbatch; after those of a rank, its requests. Zeros between programs; `None` while
+    /// being gathered.
     reports: Option<Exchanged>,
     under_way: Option<Exchanging>,
     _counted: Counted,
     device: Device,
     tree: TreeSum<f64>,
     losses: Vec<f64>,
-    /// By step, then name: sums, then means.
+    /// By step, then name: sums, from which means are computed.
     metrics: Vec<RowMean>,
-    /// Bits of what this rank asks all ranks for.
+    /// Bits of this rank's requests to all ranks.
     pub(super) requests: Arc<AtomicU32>,
-    /// Bits that any rank has asked for in the last program.
+    /// Bits that any rank had set in the last program.
     pub(super) requested: u32,
 }
 
-/// What one unit adds to a mean.
+/// The reports of one unit for one loss or metric.
 struct Term {
     unit: usize,
     report: Report,
-    /// Where the first of its numbers are within those of a rank: a sum for each microbatch, with its rows if it is a metric.
+    /// Index of the term's first number within a rank's numbers. There is a sum for each microbatch; for a metric, the number of rows
+    /// follows it.
     first: usize,
-    /// For each microbatch of all ranks, where its sum is among all numbers: with those of a rank that has the unit.
+    /// For each microbatch of all ranks, in the global order: the index of its sum among the numbers of all ranks. The sum is read from a
+    /// rank that runs the unit.
     order: Vec<usize>,
 }
 
-/// Numbers that a report of a microbatch has. The rows of a loss are known.
+/// Returns the number of numbers in a report. A loss has a fixed number of rows, so it needs only the sum.
 fn width(report: Report) -> usize {
     if report.metric.is_none() { 1 } else { 2 }
 }
@@ -91,7 +94,7 @@ impl Means {
             let mut order = vec![0; num_all];
             for place in 0..num_all {
                 let (rank, microbatch) = (Rank(place / num_microbatches), place % num_microbatches);
-                // All ranks of the tensor axis report the same.
+                // All ranks of the tensor axis report the same, so the first one is read.
                 let holder = (outline.rank_of(unit) * data_degree + rank.0) * tensor_degree;
                 order[report_place(outline, ranks, rank, microbatch)] =
                     holder * len + first + microbatch * width(report);
@@ -126,12 +129,13 @@ impl Means {
         })
     }
 
-    /// Takes in what a unit reports of this rank's microbatch `microbatch`, as its loss or as a metric. Where kernels reach the host's memory, the
-    /// last loss of the program sends them all: every forward has run then. Other ranks, and devices that work later, send when they
-    /// [wait](Means::wait): ranks without losses would else wait for the others before.
+    /// Records a report of a unit for this rank's microbatch `microbatch`: its loss, or a metric. If kernels can access host memory, the
+    /// last loss of the program sends all reports, because every forward has run by then. Ranks without losses, and ranks with an
+    /// asynchronous device, send their reports in [`wait`](Means::wait); otherwise ranks without losses would wait for the others too
+    /// early.
     ///
     /// # Panics
-    /// If the unit reports what it did not in its rehearsal, or a loss of another number of rows.
+    /// If the unit did not report this loss or metric during shape and cost inference, or if the number of rows of a loss differs.
     pub(super) fn push(
         &mut self,
         unit: usize,
@@ -156,7 +160,8 @@ impl Means {
             "rows of the loss of unit {unit}: gradients are means over them"
         );
         self.num_taken += 1;
-        // Reports say that all exchanges before them have succeeded. Of a device that works later, this is known at the end of the step.
+        // By sending reports, a rank declares that all of its earlier exchanges have succeeded. On an asynchronous device, this is known
+        // only at the end of the step.
         if self.num_taken == self.num_microbatches * self.num_losses && self.device.reaches_host() {
             self.send();
         }
@@ -180,7 +185,7 @@ impl Means {
         self.under_way = reports.map(|reports| reports.exchange(&self.device, own, 0..0, gather));
     }
 
-    /// Waits for the reports of all ranks: the mean loss of each step. [Metrics](Means::metrics) are known then as well.
+    /// Waits for the reports of all ranks. Returns the mean loss of each step, and computes [metrics](Means::metrics).
     pub(super) fn wait(&mut self, waiting: &mut Waiting) -> Result<&[f64]> {
         if self.under_way.is_none() {
             self.send();
@@ -205,7 +210,7 @@ impl Means {
                     Some(metric) => {
                         let mean = &mut self.metrics[step * self.metric_names.len() + metric];
                         mean.sum += sum;
-                        // Whole numbers, which f64 adds exactly.
+                        // Sums of integers are exact in f64.
                         let rows = places.iter().map(|&place| reports[place + 1]);
                         mean.num_rows += rows.sum::<f64>() as usize;
                     }
@@ -217,7 +222,7 @@ impl Means {
         Ok(&self.losses)
     }
 
-    /// The metrics of a step of the last program, with their names. One without rows is NaN.
+    /// Returns the metrics of a step of the last program: names and means. The mean of a metric without rows is NaN.
     pub(super) fn metrics(&self, step: usize) -> impl Iterator<Item = (&'static str, f64)> {
         let num_names = self.metric_names.len();
         let means = &self.metrics[step * num_names..][..num_names];

@@ -55,7 +55,7 @@ use versions::Updates;
 
 /// Runs step programs on one rank's part of a model.
 ///
-/// [`Executor::new`] says what each axis of the ranks contributes.
+/// [`Executor::new`] describes how each axis of the ranks is implemented.
 pub struct Executor {
     model: Model,
     rehearsal: Rehearsal,
@@ -63,7 +63,7 @@ pub struct Executor {
     ranks: Arc<RankGrid>,
     options: ExecutorOptions,
     program: Program,
-    /// How units run without training.
+    /// The program of evaluation and generation: forward passes without training.
     forward_program: Program,
     placements: Placements,
     parameters: RankParameters,
@@ -73,10 +73,10 @@ pub struct Executor {
     passes: Passes,
     messages: Messages,
     means: Means,
-    /// Of a program that does not drain between updates.
+    /// `Some` for a pipeline that does not drain between updates.
     updates: Option<Updates>,
     waiting: Waiting,
-    /// The first failure of an operation that kernels waited for; everything later fails with it.
+    /// The first failure of an operation that kernels waited for. All later operations fail with it.
     failure: Option<CommError>,
     timeline: Timeline,
     outcomes: Vec<StepOutcome>,
@@ -85,10 +85,10 @@ pub struct Executor {
 /// The optimizer, and what its updates need in addition to gradients and parameters.
 struct Optimization {
     optimizer: Optimizer,
-    /// The device that stores its state, and that it works on.
+    /// The device that stores the optimizer's state and runs updates.
     device: Device,
     exchanges: PerExperts<ShardExchange>,
-    /// Parameters of whose gradients this rank computes a partial sum only.
+    /// Parameters for which this rank computes only a partial gradient.
     grad_terms: Holders,
     loss_scaler: LossScaler,
     squares: Squares,
@@ -99,45 +99,49 @@ struct Optimization {
 struct Moves {
     options: OffloadOptions,
     offloaded: Offloaded,
-    /// For each unit: its shard of parameters was written since it was evicted.
+    /// For each unit, whether this rank's shard of parameters was written since it was last evicted.
     changed: Vec<bool>,
-    /// For each unit: its gradient was summed before it left.
+    /// For each unit, whether its gradient was squared and evicted in this step.
     is_squared: Vec<bool>,
 }
 
-/// The context of units' passes.
+/// The state of units' passes, and the axes along which they communicate.
 struct Passes {
     axes: UnitAxes,
     fp8: Option<AgreedScales>,
     in_flight: InFlight,
-    /// Accounts for buffers of validations until the executor ends.
+    /// Counts the buffers of validations until the executor is dropped.
     validation_memory: Vec<Counted>,
 }
 
 impl Executor {
-    /// The place among all microbatches of a step of this rank's microbatch `index`.
+    /// Returns the index among all microbatches of a step of this rank's microbatch `index`.
     ///
-    /// Ranks that reduce gradients once a step have neighbouring microbatches. Where shards are reduced after each one, the
-    /// shards' ranks take turns, so that sums over them come first and the order of all sums stays the same.
+    /// If gradients are reduced once per step, a rank's microbatches are adjacent. If gradients are sharded, they are reduced after each
+    /// microbatch; microbatches then alternate between the ranks of the shards, so that sums over these ranks come first and the order of
+    /// all sums is the same.
     pub fn global_microbatch(&self, index: usize) -> usize {
         let place = report_place(&self.program.outline, &self.ranks, self.ranks.data().rank(), index);
         place / self.ranks.context_place().degree()
     }
 
-    /// Runs the program once: a training step over this rank's microbatches, taken from `batches` in order.
+    /// Runs the program once: a training step over this rank's microbatches, taken from `batches` in order. The program must have one step.
     ///
-    /// With a dynamic loss scale, a step that overflows is skipped on all ranks: it leaves parameters and optimizer as
-    /// they are, and halves the scale. A step whose plan says that nothing counts in its loss is skipped with any scale.
+    /// With a dynamic loss scale, a step that overflows is skipped on all ranks: parameters and optimizer do not change, and the scale is
+    /// halved. With any scale, a step is skipped if its plan says that nothing counts in its loss.
     ///
     /// # Errors
-    /// [`ParallelError::NotFinite`] and [`ParallelError::LossScaleExhausted`] before anything is updated; and what device,
-    /// model and group refuse.
+    /// [`ParallelError::NotFinite`] and [`ParallelError::LossScaleExhausted`], before anything is updated;
+    /// [`ParallelError::TooFewMicrobatches`]; errors of the device, the model and the groups.
+    ///
+    /// # Panics
+    /// If the program has several steps, or only forward passes.
     pub fn run(
         &mut self,
         plan: StepPlan,
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
     ) -> Result<StepOutcome> {
-        // Steps allocate nothing.
+        // The vector is kept, so that steps do not allocate.
         let mut outcomes = std::mem::take(&mut self.outcomes);
         let ran = self.run_steps(&[plan], batches, &mut outcomes);
         let outcome = outcomes.pop();
@@ -145,14 +149,15 @@ impl Executor {
         ran.map(|()| outcome.expect("a program of one step has one outcome"))
     }
 
-    /// Runs the program once, with a plan for each step, and adds their `outcomes`. Microbatches come step after step.
+    /// Runs the program once, with one plan per step, and appends the outcome of each step to `outcomes`. Microbatches are taken step after
+    /// step.
     ///
     /// # Errors
-    /// As those of [`run`](Executor::run), but [`NotFinite`](ParallelError::NotFinite) after some updates if the pipeline does not
-    /// drain.
+    /// As [`run`](Executor::run). If the pipeline does not drain, [`NotFinite`](ParallelError::NotFinite) may be returned after some
+    /// updates.
     ///
     /// # Panics
-    /// If there is not a plan for each step.
+    /// If the number of plans is not the number of steps, or if the program has only forward passes.
     pub fn run_steps(
         &mut self,
         plans: &[StepPlan],
@@ -162,7 +167,7 @@ impl Executor {
         self.run_observed(plans, batches, outcomes, &mut |_| ())
     }
 
-    /// As [`run_steps`](Executor::run_steps); `see` is told the index of each action that has ended.
+    /// As [`run_steps`](Executor::run_steps). Calls `see` with the index of each action after it has run.
     fn run_observed(
         &mut self,
         plans: &[StepPlan],
@@ -193,7 +198,7 @@ impl Executor {
         let mut finished = None;
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
-            // As in the program's text, which begins with a line of sizes.
+            // Lines count from 1, and the first line of a program's text lists sizes.
             let (step, line) = (plans[0].step, index + 2);
             self.ranks.set_line(ProgramLine { step, pipeline_rank, line, action: format_args!("{action}") });
             self.act(action, plans, &mut finished)
@@ -210,7 +215,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Counts what a pass has waited for within its work, such as exchanges with ranks of the tensor axis, as waiting.
+    /// Counts waits within a pass, such as for exchanges along the tensor axis, as waiting instead of work in the timeline.
     fn note_waits(&mut self, action: Action) {
         let waited = self.waiting.waited;
         self.collect_waiting();
@@ -219,7 +224,7 @@ impl Executor {
         }
     }
 
-    /// Does one thing of a step. What its end has come to is `finished` from the first update on.
+    /// Executes one action. The first update of a step sets `finished` to the outcome and the settings of all its updates.
     fn act(
         &mut self,
         action: Action,
@@ -239,7 +244,7 @@ impl Executor {
             Action::Unshard { unit } => self.parameters.unshard(unit)?,
             Action::Reshard { unit } => self.parameters.reshard(unit),
             Action::ReduceGrad { unit } => {
-                // Of a program without drains, the step whose update comes next.
+                // If the pipeline does not drain, the gradient belongs to the unit's next update.
                 let step = self.updates.as_ref().map_or(0, |updates| updates.units[unit].newest);
                 self.reduce(unit, plans[step])?;
             }
@@ -270,7 +275,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Waits for the parameters and gathered gradients that an action works with.
+    /// Waits for the gathers of the parameters and gradients that an action reads.
     fn await_parameters(&mut self, action: Action) -> Result<()> {
         let Executor { program, parameters, gradients, waiting, .. } = self;
         if let Action::Step { unit } = action {

@@ -1,4 +1,4 @@
-//! State that moves between the device, the host and disks.
+//! Moves state between the device, the host and disks.
 
 use super::in_flight::Kept;
 use super::{Executor, Moves};
@@ -24,7 +24,7 @@ impl Moves {
 }
 
 impl Executor {
-    /// Says how long each state is that will move.
+    /// Declares the maximum size of each state that will move.
     pub(super) fn expect_moves(&mut self) {
         for unit in self.program.outline.held().collect::<Vec<_>>() {
             for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
@@ -47,7 +47,7 @@ impl Executor {
                         Keep::Input => kept.inputs,
                         Keep::Nothing => 0,
                     };
-                    // Without a capacity, all tokens may come to the experts of one rank.
+                    // Without a capacity, one rank's experts may receive the tokens of all ranks.
                     let units = self.model.table().units();
                     let is_uneven = units[unit].has_experts() && !self.rehearsal.units[unit].has_capacity();
                     let experts = self.ranks.experts().filter(|_| is_uneven);
@@ -59,13 +59,13 @@ impl Executor {
         }
     }
 
-    /// Shows `visit` all memory of a state.
+    /// Calls `visit` for all memory of a state.
     fn with_memory(&mut self, state: StateOf, visit: &mut dyn FnMut(&mut dyn Movable)) {
         let StateOf { class, unit, microbatch } = state;
         match class {
             StateClass::Optimizer => {
                 self.optimization.optimizer.for_each_memory(unit, |tensor| visit(tensor));
-                // Master weights beside narrow copies that stay.
+                // f32 master weights next to 16-bit copies that stay on the device.
                 let are_masters = self.class_of_weights() == class;
                 if let Some(shard) = self.parameters.memory(unit).filter(|_| are_masters) {
                     visit(shard);
@@ -86,14 +86,15 @@ impl Executor {
     pub(super) fn evict(&mut self, state: StateOf) -> Result<()> {
         let has_changed = match state.class {
             StateClass::Optimizer => {
-                // Masters are among it.
+                // If the master weights belong to the class, they are evicted with it.
                 self.moves.changed[state.unit] &= self.class_of_weights() != StateClass::Optimizer;
                 true
             }
             StateClass::Activations => true,
             StateClass::Parameters => std::mem::take(&mut self.moves.changed[state.unit]),
             StateClass::Gradients => {
-                // The second time is after the update, which needed it for the last time.
+                // The first eviction of a step comes after the reduction, the second one after the update, which no longer needs the
+                // gradient.
                 let is_new = !self.moves.is_squared[state.unit];
                 if is_new {
                     self.gradients.finish(state.unit)?;
@@ -134,7 +135,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Calls `work` for each unit that is held, with its state of the class in memory. `changes` tells whether `work` writes to that state.
+    /// Calls `work` for each unit on this rank, with its state of the class in memory. `changes` says whether `work` writes to that state.
     pub(super) fn for_each_held<E: From<ParallelError>>(
         &mut self,
         class: StateClass,
@@ -149,19 +150,19 @@ impl Executor {
         Ok(())
     }
 
-    /// The class that what this rank steps of the parameters belongs to.
+    /// The class of the weights that this rank updates: parameters, or optimizer state if they are master weights.
     pub fn class_of_weights(&self) -> StateClass {
         self.program.outline.state.class_of_weights()
     }
 
-    /// Brings a unit's state of a class into memory, if it lives elsewhere. [`send_state`](Executor::send_state) comes after.
+    /// Brings a unit's state of a class into memory, if it resides elsewhere. [`send_state`](Executor::send_state) must follow.
     pub fn bring_state(&mut self, class: StateClass, unit: usize) -> Result<()> {
-        // What the last update has made may still be on its way to the others.
+        // A gather after the last update may still be in flight.
         self.outside_step(|executor| executor.parameters.ensure(unit, &mut executor.waiting))?;
         self.restore(of_unit(class, unit))
     }
 
-    /// Brings a unit's state back to where it lives.
+    /// Moves a unit's state back to where it resides. `has_changed` says whether the caller has written to it.
     pub fn send_state(&mut self, class: StateClass, unit: usize, has_changed: bool) -> Result<()> {
         if !self.moves.offloaded.moves(class) {
             return Ok(());
@@ -174,7 +175,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Brings all state that lives on a disk there: zeros, of one unit at a time.
+    /// Initializes all state that resides on a disk with zeros, one unit at a time.
     pub(super) fn send_zeros(&mut self) -> Result<()> {
         for class in [StateClass::Optimizer, StateClass::Parameters] {
             if !self.moves.offloaded.moves(class) {
@@ -193,22 +194,22 @@ impl Executor {
         Ok(())
     }
 
-    /// Gives the memory of a unit's state back, with what it holds.
+    /// Frees the memory of a unit's state. Its contents are lost.
     pub(super) fn release(&mut self, class: StateClass, unit: usize) {
         self.with_memory(of_unit(class, unit), &mut |part| part.release());
     }
 
-    /// Takes memory for a unit's state again, with unspecified contents.
+    /// Allocates the memory of a unit's state again, with unspecified contents.
     pub(super) fn retake(&mut self, class: StateClass, unit: usize) -> Result<()> {
         try_each(&mut |visit| self.with_memory(of_unit(class, unit), visit), |part| part.restore())
     }
 
-    /// What users should know of the disks that state lives on: a line for each.
+    /// Describes the access to disks for users: one line for each file.
     pub fn describe_disks(&self) -> Vec<String> {
         self.moves.offloaded.describe()
     }
 
-    /// Bytes read from and written to disks since the beginning.
+    /// Bytes read from and written to disks since the executor was created.
     pub fn disk_bytes(&self) -> [u64; 2] {
         self.moves.offloaded.disk_bytes()
     }

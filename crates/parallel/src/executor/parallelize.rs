@@ -1,4 +1,4 @@
-//! Applies a layout to a model: what each axis of the ranks contributes to an executor.
+//! Creates an executor: applies a layout to a model.
 
 use super::{
     AgreedScales, Executor, HashRecorder, InFlight, Means, Messages, Moves, Optimization, Passes,
@@ -19,27 +19,27 @@ use trireme_schedule::lowering::lay_out;
 use trireme_schedule::{Outline, Program, StateClass, single, validate};
 use trireme_tensor::{Category, Device};
 
-/// What an executor is made of.
+/// The parts of an executor.
 pub struct ExecutorSetup<'a> {
     /// The model.
     pub model: Model,
-    /// What passes over its microbatches are.
+    /// The shapes, memory and costs of the model's passes over a microbatch.
     pub rehearsal: Rehearsal,
-    /// What updates this rank's [parts](Placements::parts) of the units.
+    /// Options of the optimizer that updates this rank's [parts](Placements::parts) of the units.
     pub optimizer: &'a OptimizerOptions,
     /// All ranks.
     pub ranks: RankGrid,
-    /// What this rank computes on.
+    /// The device that this rank computes on.
     pub device: &'a Device,
-    /// What this rank does in a step.
+    /// The step program of this rank.
     pub program: Program,
-    /// How steps are run.
+    /// Options of all steps.
     pub options: ExecutorOptions,
-    /// What it takes to have state elsewhere than on the device.
+    /// Devices and files for state that resides off the device.
     pub offload: &'a OffloadOptions,
 }
 
-/// How units run without training; proven.
+/// Returns the program that runs units without training. It has been validated.
 pub(super) fn forward_program(training: &Outline) -> Result<Program> {
     let program = lay_out(single::forward_only(training), training.state.forward_only());
     validate(&program, 1)?;
@@ -47,30 +47,30 @@ pub(super) fn forward_program(training: &Outline) -> Result<Program> {
 }
 
 impl Executor {
-    /// Applies a layout to a model. Proves the program, and allocates parameters and optimizer state (zeros) and gradients. Collective.
+    /// Creates an executor. Validates the program, and allocates parameters and optimizer state (zeros) and gradients. Collective.
     ///
-    /// Each axis of the [ranks](RankGrid) contributes one thing:
+    /// Each axis of the [ranks](RankGrid) splits one thing, and one part of the executor communicates along it:
     ///
-    /// | axis | what its ranks divide | what exchanges it |
+    /// | axis | what its ranks split | what communicates |
     /// |---|---|---|
     /// | pipeline | the units | `Messages` between programs; `Updates`, if the pipeline does not drain |
     /// | tensor | parameters, and with sequence parallelism rows | operations of units, by `UnitAxes` |
     /// | context | the positions of samples | attention, by `UnitAxes`; gradients are summed as over replicas |
     /// | experts | the experts of a unit | operations of units, by `UnitAxes` |
-    /// | shards | state, as the outline's `StateLayout` says | `RankParameters`, `Gradients`, `ShardExchanges` |
+    /// | shards | state, by the outline's `StateLayout` | `RankParameters`, `Gradients`, `ShardExchange` |
     /// | replicas | samples only | `Gradients` |
     ///
-    /// Parameters that several ranks of the tensor or the expert axis hold are `Holders`. All ranks agree on losses (`Means`), the norm of
-    /// gradients (`Squares`) and the scales of fp8 (`AgreedScales`).
+    /// `Holders` keep parameters equal that several ranks of the tensor or expert axis hold. All ranks agree on losses (`Means`), the norm
+    /// of gradients (`Squares`) and the scales of fp8 (`AgreedScales`).
     ///
     /// # Errors
-    /// A program that is not valid; what devices, groups and disks refuse.
+    /// If the program is not valid; errors of devices, groups and disks.
     ///
     /// # Panics
-    /// If the model's parts are those of another rank, or the ranks shard state of which the program has no shards.
+    /// If the model's parameters are those of another rank, or if there are shards but the program shards no state.
     pub fn new(setup: ExecutorSetup<'_>) -> Result<Self> {
         let ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload } = setup;
-        // Without a pipeline microbatches run one after the other.
+        // Without a pipeline, microbatches run one after the other.
         let in_flight_max =
             if program.outline.stages.is_empty() { 1 } else { program.outline.num_microbatches };
         validate(&program, in_flight_max)?;
@@ -78,13 +78,13 @@ impl Executor {
         let (ranks, updates) = split_groups(ranks, &model, outline, &options)?;
         device.staging().take_outside(Category::Communication, ranks.fixed_bytes())?;
 
-        // Within units: the tensor, the context and the expert axis.
+        // Communication within units: the tensor, context and expert axes.
         let axes = UnitAxes::new(&ranks, device);
         let grad_terms = Holders::of_terms(table, &rehearsal, &ranks, device);
         let fp8 =
             options.fp8.map(|recipe| AgreedScales::new(recipe, &model, device, ranks.world())).transpose()?;
 
-        // State: the shards and the replicas.
+        // State: shards and replicas.
         let placements = Placements::new(table, outline, ranks.mesh().clone());
         let parts = placements.parts(table, ranks.world().rank());
         let squares = Squares::new(table, &ranks, device, optimizer)?;
@@ -98,7 +98,7 @@ impl Executor {
         let precision = (options.gather_precision(), options.zero_plus_plus);
         let parameters = RankParameters::new((table, parts), outline, precision, &ranks, devices)?;
 
-        // Between units: the pipeline.
+        // Communication between units: the pipeline.
         let messages = Messages::new(&ranks, outline.num_microbatches, device);
         let devices = (device, offload.device_of(&state, StateClass::Gradients, device));
         let mut gradients = Gradients::new(table, outline, &ranks, devices, &messages.pool, &options)?;
@@ -148,7 +148,8 @@ impl Executor {
     }
 }
 
-/// Splits the groups that the layout needs in addition to those of the axes. Collective.
+/// Splits the groups that the layout needs in addition to the groups of the axes, and creates the state of a pipeline that does not drain.
+/// Collective.
 fn split_groups(
     mut ranks: RankGrid,
     model: &Model,

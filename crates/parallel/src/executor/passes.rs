@@ -1,4 +1,4 @@
-//! Passes of units: forward, recomputation and backward in training; forward alone in evaluation and generation.
+//! Passes of units: forward, recomputation and backward in training; forward in evaluation and generation.
 
 use super::in_flight::{Kept, Purpose, Reports, check_batch, num_samples};
 use super::versions::PassParameters;
@@ -63,7 +63,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Runs a unit on a tape of its own and passes on what it makes.
+    /// Runs a unit's forward on a tape of its own, and passes its outputs on to the next unit.
     fn record(&mut self, unit: usize, microbatch: usize, inputs: Bundle<Tensor>) -> Result<UnitPass> {
         let pass = self.pass_state(microbatch);
         let tape = match self.passes.in_flight.purpose {
@@ -82,7 +82,7 @@ impl Executor {
         Ok(pass)
     }
 
-    /// What random operations of a microbatch depend on: the same on any layout.
+    /// Returns the key of random operations in a microbatch. It is the same for any layout.
     fn randomness(&self, microbatch: usize) -> Randomness {
         let per_step = self.program.outline.microbatches_per_step();
         let step = self.passes.in_flight.first_step + (microbatch / per_step) as u64;
@@ -92,7 +92,7 @@ impl Executor {
         Randomness { seed: self.options.seed, step, first_sample, num_samples }
     }
 
-    /// Makes again what forward did not keep.
+    /// Recomputes the activations that forward did not keep.
     pub(super) fn recompute(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         let inputs = match self.passes.in_flight.pass(unit, microbatch).take() {
             Some(Kept::Recorded(mut pass)) => {
@@ -104,7 +104,7 @@ impl Executor {
             }
             Some(Kept::Input(inputs)) => inputs,
             Some(Kept::Halved(_)) => unreachable!("a pass is recomputed before its backward"),
-            // The first unit reads the batch alone.
+            // The first unit reads only the batch.
             None if unit == 0 => Bundle::new(),
             None => self.passes.in_flight.take(MessageKind::Activation, microbatch),
         };
@@ -124,7 +124,8 @@ impl Executor {
         Ok(())
     }
 
-    /// Makes the gradient of a unit's input. [`backward_weight`](Executor::backward_weight) does the rest.
+    /// Runs the input half of backward: computes the gradient of a unit's input. [`backward_weight`](Executor::backward_weight) runs the
+    /// weight half.
     pub(super) fn backward_input(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         let (mut pass, grads) = self.begin_backward(unit, microbatch);
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
@@ -149,24 +150,24 @@ impl Executor {
         Ok(())
     }
 
-    /// A unit's forward pass, and the gradients of what it made.
+    /// Takes a unit's forward pass, and the gradients of its outputs.
     fn begin_backward(&mut self, unit: usize, microbatch: usize) -> (UnitPass, Bundle<Tensor>) {
         let is_last = unit + 1 == self.program.outline.chain.num_units;
         let in_flight = &mut self.passes.in_flight;
         let Some(Kept::Recorded(pass)) = in_flight.pass(unit, microbatch).take() else {
             unreachable!("forward or a recomputation has recorded a pass");
         };
-        // What a recomputation has made for a unit above that needs it no more.
+        // Outputs of a recomputation for the next unit, which has no more use for them.
         *in_flight.passing(MessageKind::Activation, microbatch) = None;
         let grads = if is_last { Bundle::new() } else { in_flight.take(MessageKind::Gradient, microbatch) };
         (pass, grads)
     }
 
-    /// Passes the gradients of a unit's inputs on, and its loss.
+    /// Passes the gradients of a unit's inputs to the previous unit, and records the unit's loss.
     fn pass_grad_on(&mut self, pass: &mut UnitPass, unit: usize, microbatch: usize) -> Result<()> {
         *self.passes.in_flight.passing(MessageKind::Gradient, microbatch) = Some(pass.take_input_grads()?);
         if let Some(loss) = pass.loss() {
-            // Where kernels reach the host's memory, the reports travel after the last microbatch, ahead of the first gradient.
+            // If kernels can access host memory, the last loss sends all reports, before the first gradient is reduced.
             self.means.push(unit, None, microbatch, loss);
         }
         Ok(())
@@ -178,8 +179,8 @@ impl Executor {
         self.gradients.close(unit);
     }
 
-    /// A buffer of all ranks for the reports of a validation: for each batch, sum and rows of each [report](trireme_model::Rehearsal::reports). It is
-    /// counted as communication until the executor ends.
+    /// Allocates a buffer of all ranks for the reports of a validation: for each batch, sum and number of rows of each
+    /// [report](trireme_model::Rehearsal::reports). It is counted as communication until the executor is dropped.
     ///
     /// # Errors
     /// If there is no memory for it.
@@ -192,12 +193,14 @@ impl Executor {
         Ok(group.buffer(len)?)
     }
 
-    /// What units [report](trireme_model::Rehearsal::reports) of a batch without training, in order; zeros for those that lie elsewhere. The batch
-    /// may have fewer samples than a microbatch. Collective over the ranks of a pipeline, which give the same batch, and where parameters
-    /// are sharded: a rank without a batch takes part in gathering them. Ranks with different experts all need one.
+    /// Evaluates a batch without training. Returns the [reports](trireme_model::Rehearsal::reports) of all units in order; those of units
+    /// on other pipeline ranks are zeros. The batch may have fewer samples than a microbatch.
+    ///
+    /// Collective over the ranks of a pipeline, which pass the same batch. If parameters are sharded, collective over the ranks of the
+    /// shards: a rank with `None` only takes part in the gathers. If ranks have different experts, all of them need a batch.
     ///
     /// # Errors
-    /// What device, group and disks refuse; [`ParallelError::NoBatch`].
+    /// Errors of the device, the groups and disks; [`ParallelError::OtherBatch`]; [`ParallelError::NoBatch`].
     pub fn evaluate(&mut self, batch: Option<Batch>) -> Result<Vec<RowMean>> {
         match &batch {
             Some(batch) => check_batch(batch, &self.rehearsal, num_samples(batch))?,
@@ -207,7 +210,10 @@ impl Executor {
         self.evaluate_checked(batch)
     }
 
-    /// As [`evaluate`](Executor::evaluate), of samples that may have fewer positions; only where one rank runs all of the model.
+    /// As [`evaluate`](Executor::evaluate), for samples that may have fewer positions than those of a microbatch.
+    ///
+    /// # Panics
+    /// If there are several ranks.
     pub fn evaluate_sequences(&mut self, batch: Batch) -> Result<Vec<RowMean>> {
         assert_eq!(self.group().world_size(), 1, "others would not know of the positions");
         self.evaluate_checked(Some(batch))
@@ -227,7 +233,7 @@ impl Executor {
         Ok(means.map(|(sum, num_rows)| RowMean { sum, num_rows }).collect())
     }
 
-    /// Runs the units without training. Returns the purpose, with what it has collected, and what the last unit on this rank has made.
+    /// Runs the units without training. Returns the purpose with its collected results, and the outputs of the last unit on this rank.
     pub(super) fn run_forward(
         &mut self,
         purpose: Purpose,
@@ -253,7 +259,7 @@ impl Executor {
             if has_batch || action.microbatch().is_none() {
                 self.act(action, &[], &mut None)?;
             } else {
-                // Gatherings end in the order of the ranks that have a batch.
+                // A rank without a batch awaits gathers in the same order as the ranks with a batch.
                 self.await_parameters(action)?;
                 self.await_state(action)?;
             }

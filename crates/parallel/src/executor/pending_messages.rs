@@ -1,4 +1,4 @@
-//! Messages between the ranks of a pipeline: activations go up, gradients come down.
+//! Messages between pipeline ranks: activations of forward, and gradients of backward.
 
 use crate::error::Result;
 use crate::layout::RankGrid;
@@ -9,13 +9,14 @@ use trireme_comm::{Buffer, Untyped, Work};
 use trireme_model::{Bundle, TensorSpec};
 use trireme_tensor::{Category, Device, Tensor};
 
-/// Messages that a rank has sent and whose memory is still lent; more wait for the first of them.
+/// Maximum number of sent messages whose memory is in use. A further message waits for the first of them.
 const SENDS_MAX: usize = 2;
 
 pub(super) struct Messages {
     pub(super) pool: Pool,
     pub(super) sent: VecDeque<Work<Buffer<Untyped>>>,
-    /// What begins to come, by kind and microbatch, until its pass takes it: activations, gradients and parts of a tied gradient.
+    /// Receives in flight, by kind and then microbatch, until a pass takes them: activations, gradients, and contributions to a tied
+    /// gradient.
     pub(super) incoming: [Vec<Option<Incoming>>; 3],
 }
 
@@ -34,7 +35,7 @@ impl Messages {
         }
     }
 
-    /// Starts to send tensors, and gives their memory back.
+    /// Copies tensors to a message, frees their memory, and starts to send the message.
     pub(super) fn send(&mut self, tensors: Bundle<Tensor>, to: usize, waiting: &mut Waiting) -> Result<()> {
         self.finish_until(SENDS_MAX - 1, waiting)?;
         let num_words = tensors.specs().map(|spec| spec.num_words()).sum();
@@ -55,7 +56,8 @@ impl Messages {
         Ok(())
     }
 
-    /// Waits for the first messages until `num_left` are under way: no sooner, so that memory does not depend on time.
+    /// Waits for the first sent messages until at most `num_left` are in flight. Messages are not freed earlier, so that memory use does
+    /// not depend on timing.
     pub(super) fn finish_until(&mut self, num_left: usize, waiting: &mut Waiting) -> Result<()> {
         while self.sent.len() > num_left {
             let first = self.sent.pop_front().expect("messages are under way");
@@ -70,7 +72,7 @@ impl Messages {
         Ok(Incoming { work: self.pool.group().receive(buffer, Rank(from)), len })
     }
 
-    /// Copies the tensors of a message to the device when it has come.
+    /// Waits for a message, and copies its tensors to the device.
     pub(super) fn arrived(
         &self,
         Incoming { work, len }: Incoming,

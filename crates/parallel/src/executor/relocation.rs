@@ -1,8 +1,8 @@
-//! Units move between the ranks of a pipeline, with all that was learned about them.
+//! Moves units between pipeline ranks, with their parameters and optimizer state.
 //!
-//! Between two steps nothing is in flight: what there is of a unit are its parameters, in f32, and what the optimizer keeps of
-//! it. Ranks with the same place among those that see other data pass that on as it lies in memory, each its own shard. Sums
-//! have an order that no stage decides, so no bit of later steps changes.
+//! Between steps, nothing is in flight: the state of a unit consists of its parameters, in f32, and its optimizer state. Each data-parallel
+//! rank sends its own shard, as it is in memory, to the rank with the same place in the target stage. The order of sums does not depend on
+//! the stages, so later steps have the same bits.
 
 use super::parallelize::forward_program;
 use super::{Executor, InFlight, Means, Messages, Optimization, ShardExchange, Timeline};
@@ -18,26 +18,26 @@ use trireme_comm::Buffer;
 use trireme_schedule::{Outline, Program, Stage, StateClass, validate};
 use trireme_tensor::{Category, Device, ViewMut};
 
-/// The class of all that moves: below the third ZeRO stage, which is not moved, the parameters that are stepped are of it.
+/// The class of state that moves. Parameters are not sharded when units move, so the weights that a rank updates belong to this class.
 const CLASS: StateClass = StateClass::Optimizer;
 
 impl Executor {
-    /// Runs `program` from now on, in which units may lie on other ranks of the pipeline: they move there with their
-    /// parameters and the optimizer's state. Collective, between steps.
+    /// Replaces the program by one with other stages, and moves units to their new pipeline ranks, with their parameters and optimizer
+    /// state. Collective; must be called between steps.
     ///
-    /// Units move one after the other, each in one message: with AdamW in f32 12 bytes an element of the shard. Memory is taken
-    /// when a unit comes and given back when it has gone, so a rank takes no more than for its units before and after, and one
-    /// message.
+    /// Units move one after the other, each in one message: with AdamW in f32, 12 bytes per element of the shard. Memory is allocated when
+    /// a unit arrives and freed when it has left, so a rank needs memory for at most its units before and after, and one message.
     ///
     /// # Errors
-    /// If the program is not valid, without effect; what device, group and disks refuse, after which the executor is of no use.
+    /// If the program is not valid; nothing changes then. After errors of the device, groups and disks, the executor cannot be used.
     ///
     /// # Panics
-    /// If the program differs in more than the units of stages and the order of actions; if gradients are compressed or parameters
-    /// sharded, for that does not move; and if the pipeline does not drain between updates, for then the cut decides the bits.
+    /// If the program differs from the current one in more than the units of stages and the order of actions; if gradients are compressed
+    /// or parameters sharded, because their state does not move; if the pipeline does not drain between updates, because bits then depend
+    /// on the stages.
     pub fn relocate(&mut self, program: Program) -> Result<()> {
         validate(&program, program.outline.num_microbatches)?;
-        // So a unit that reads a tied parameter of another rank still does, from the copy that is there.
+        // The ranks of stages stay, so a unit that reads a tied parameter of another rank still reads it from the copy on its rank.
         let uncut = |outline: &Outline| {
             let stage = |stage: &Stage| Stage { units: 0..0, rank: stage.rank };
             Outline { stages: outline.stages.iter().map(stage).collect(), ..outline.clone() }
@@ -48,7 +48,7 @@ impl Executor {
         assert!(!is_sharded, "ranks have whole parameters");
         assert!(self.updates.is_none(), "a pipeline that does not drain has other bits with each cut");
         for unit in 0..self.model.num_units() {
-            // What the last update has made may still be on its way to the other shards.
+            // Gathers after the last update may still be in flight.
             self.outside_step(|executor| executor.parameters.ensure(unit, &mut executor.waiting))?;
         }
         let before = std::mem::replace(&mut self.program, program).outline;
@@ -57,7 +57,7 @@ impl Executor {
         self.refresh()
     }
 
-    /// Takes new memory for what a step begins without.
+    /// Allocates the memory that holds no values between steps again, for the new program.
     fn renew_step_memory(&mut self) -> Result<()> {
         let outline = &self.program.outline;
         self.gradients.release();
@@ -83,7 +83,7 @@ impl Executor {
         self.placements = Placements::new(table, now, self.ranks.mesh().clone());
         let parts = self.placements.parts(table, self.ranks.world().rank());
         if self.moves.offloaded.moves(CLASS) {
-            // A file has room for the units that it is made for, so there is another one, and it must know their lengths.
+            // A swap file has space only for the units that it was created for. A new file replaces it, and needs the sizes of all states.
             for unit in now.held().filter(|&unit| !before.holds(unit)).collect::<Vec<_>>() {
                 self.set_part(unit, parts[unit].clone(), true)?;
                 self.release(CLASS, unit);
@@ -101,7 +101,8 @@ impl Executor {
         Ok(())
     }
 
-    /// Brings a unit, of which this rank is to step `part`, to where it lies now. `was` has what is not in memory.
+    /// Moves a unit to its pipeline rank in the current program; this rank then updates `part` of it. `was` are the stores of the earlier
+    /// program.
     fn move_unit(
         &mut self,
         unit: usize,
@@ -130,13 +131,13 @@ impl Executor {
         if to == own { self.send_state(CLASS, unit, true) } else { Ok(()) }
     }
 
-    /// What this rank steps of a unit is another part from now on.
+    /// Changes the part of a unit that this rank updates.
     fn set_part(&mut self, unit: usize, part: Range<usize>, holds: bool) -> Result<()> {
         self.optimization.optimizer.set_part(unit, part.clone(), &self.optimization.device)?;
         self.parameters.set_part(unit, part, holds)
     }
 
-    /// Shows `visit` all memory that moves with a unit, which is there.
+    /// Calls `visit` for all memory that moves with a unit, which must be in memory.
     fn with_unit(&mut self, unit: usize, mut visit: impl FnMut(&Device, ViewMut<'_>)) {
         let device = self.shard_device().clone();
         visit(&device, self.parameters.shard_mut(unit));
@@ -144,7 +145,7 @@ impl Executor {
         optimizer.for_each_memory(unit, |tensor| visit(device, tensor.view_mut()));
     }
 
-    /// Memory for all that moves with a unit.
+    /// Allocates a message for all memory that moves with a unit, and counts it.
     fn unit_message(&mut self, unit: usize) -> Result<(Buffer<u8>, Counted)> {
         let (mut num_bytes, counted) = (0, Counted::new(&self.device));
         self.with_unit(unit, |_, part| num_bytes += part.num_bytes());

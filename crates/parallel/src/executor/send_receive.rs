@@ -39,7 +39,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Sends a unit's parameters to the rank that has a copy of them.
+    /// Sends the parameters of a tied unit to the rank that reads a copy of them.
     fn send_copy(&mut self, unit: usize, to: usize) -> Result<()> {
         let Executor { messages, parameters, device, waiting, .. } = self;
         parameters.ensure(unit, waiting)?;
@@ -59,7 +59,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Brings copies of units that lie on other ranks up to date, outside of a step. Collective over the ranks of a pipeline.
+    /// Updates the copies of tied units of other pipeline ranks, outside of a step. Collective over the pipeline.
     pub(super) fn exchange_copies(&mut self) -> Result<()> {
         let is_exchange = |action: &Action| matches!(action, Action::Send(message) | Action::Receive(message) if message.kind == MessageKind::Parameters);
         match self.program.actions.iter().copied().find(is_exchange) {

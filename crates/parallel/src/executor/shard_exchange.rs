@@ -9,17 +9,17 @@ use trireme_optim::ShardOps;
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, LEAVES, ParameterInfo, View, ViewMut};
 
-/// What an optimizer exchanges with those of the other shards, if the update is sharded.
+/// The exchanges of an optimizer's update between the ranks of the shards and of the tensor axis.
 pub(super) struct ShardExchange {
     device: Device,
-    /// Of those of the other shards, and of the tensor axis.
+    /// Memory for sums over the ranks that update a unit together, and over the tensor axis.
     sums: [Pool; 2],
     wholes: Pool,
     parts: Pool,
 }
 
 impl ShardExchange {
-    /// The exchanges of the updates of all units on `device`; memory for messages is counted on `counted`.
+    /// Creates the exchanges for updates that run on `device`. Memory of messages is counted on `counted`.
     pub(super) fn of_units(
         ranks: &RankGrid,
         outline: &Outline,
@@ -56,7 +56,7 @@ impl ShardOps for ShardExchange {
         if self.wholes.group().world_size() == 1 {
             return Ok(());
         }
-        // As long as shards of whole leaves make up.
+        // Shards consist of full leaves, so the exchanged length is a multiple of their number.
         let len = whole.shape().num_elements();
         let len_exchanged = len.next_multiple_of(LEAVES);
         let own = whole.reborrow().into_part(part.start, [part.len()].into());

@@ -1,26 +1,26 @@
-//! When the actions of a step ran.
+//! The times at which the actions of a step ran.
 
 use std::time::{Duration, Instant};
 
-/// When an action ran. All clocks of a host read the same (`CLOCK_MONOTONIC`).
+/// The times of an action. All processes of a host read the same clock (`CLOCK_MONOTONIC`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ActionTime {
-    /// The rank came to it: the action before had ended.
+    /// The end of the previous action, when the rank came to this one.
     pub issued: Instant,
-    /// Its own work began. Until then it waited for what it works with, and took over a message that had come. What it
-    /// waited for later is put before its work as well, so that the work is as long as it was.
+    /// The start of the action's own work. Before it, the rank waits for the inputs of the action, and copies received messages. Later
+    /// waits of the action are counted before its start as well, so that `end - start` is the time of its work.
     pub start: Instant,
-    /// The rank went on. What the action has started may overlap with the next ones.
+    /// The end of the action. Operations that it has started may overlap with later actions.
     pub end: Instant,
-    /// Operations of the matrix products that it issued.
+    /// Number of operations in the matrix products that it has issued.
     pub product_operations: u64,
 }
 
-/// The actions of the current or last step, in the program's order. An action takes two readings of the clock, and no memory.
+/// The times of the actions of the current or last step, in program order. An action costs two readings of the clock, and no memory.
 pub(super) struct Timeline {
     now: Instant,
     start: Instant,
-    /// Operations of matrix products since the step began.
+    /// Operations in matrix products since the start of the step.
     product_operations: u64,
     pub(super) actions: Vec<ActionTime>,
 }
@@ -37,17 +37,18 @@ impl Timeline {
         self.now = Instant::now();
     }
 
-    /// What the action works with is at hand.
+    /// Starts the work of the current action, whose inputs are complete.
     pub(super) fn start(&mut self) {
         self.start = Instant::now();
     }
 
-    /// Since its start the action has waited for so long.
+    /// Excludes a wait of the current action from its work.
     pub(super) fn has_waited(&mut self, waited: Duration) {
         self.start += waited;
     }
 
-    /// The action ends, and the next one begins. The step has issued so many operations of matrix products.
+    /// Ends the current action, and begins the next one. `product_operations` is the number of operations in matrix products since the
+    /// start of the step.
     pub(super) fn end(&mut self, product_operations: u64) {
         let issued = std::mem::replace(&mut self.now, Instant::now());
         let before = std::mem::replace(&mut self.product_operations, product_operations);

@@ -1,10 +1,10 @@
-//! From a unit's gradient to its update.
+//! The reduction of a unit's gradient, and the update.
 //!
-//! While an optimizer exchanges momentum, each rank turns its own gradient into momentum before the reduction starts, so that
-//! messages travel during backward as those of gradients do. Nothing is known of other ranks' gradients then: that a step has
-//! overflowed shows in the sums. The optimizer has not changed until then, and the compressors take their part back.
+//! If an optimizer exchanges momentum, each rank turns its own gradient into momentum before the reduction starts, so messages are sent
+//! during backward as those of gradients are. At this time, the gradients of the other ranks are unknown, and an overflow of the step shows
+//! only in the sums. The optimizer's state does not change before that, and compressors are rolled back.
 //!
-//! A unit whose compression would gain nothing exchanges gradients in every step, which comes to the same update.
+//! A unit whose compression would save nothing exchanges gradients in every step. The update is the same.
 
 use super::hashes::add_unit;
 use super::{Executor, Optimization};
@@ -16,17 +16,17 @@ use trireme_optim::{Exchange, StepSettings};
 use trireme_tensor::{Category, Values};
 
 impl Executor {
-    /// The number of this step's update, unless it is skipped: bias corrections of moments count the updates that made them.
+    /// Returns the number of the update of this step, which does not count skipped steps. Bias corrections of moments depend on it.
     pub(super) fn update_number(&self, plan: StepPlan) -> u64 {
         plan.step - self.optimization.loss_scaler.skipped_steps()
     }
 
-    /// Whether any unit exchanges momentum in the step of this number.
+    /// Whether any unit of this rank exchanges momentum in the update with this number.
     pub(super) fn has_momentum(&self, update_number: u64) -> bool {
         self.program.outline.held().any(|unit| self.is_momentum(unit, update_number))
     }
 
-    /// Whether any unit, also of another pipeline rank, may exchange momentum in this step: then no rank reports a gradient norm.
+    /// Whether any unit of any pipeline rank may exchange momentum in this update. If so, no rank reports a gradient norm.
     pub(super) fn may_have_momentum(&self, update_number: u64) -> bool {
         let mut units = 0..self.model.num_units();
         self.options.compression.codec() != CodecName::None
@@ -40,7 +40,7 @@ impl Executor {
             && self.gradients.is_compressed(unit)
     }
 
-    /// Starts to reduce a unit's gradient, or the momentum of it. Discards the gradient if nothing counts in the step's loss.
+    /// Starts to reduce a unit's gradient, or its momentum. Discards the gradient if nothing counts in the step's loss.
     pub(super) fn reduce(&mut self, unit: usize, plan: StepPlan) -> Result<()> {
         if !plan.has_loss {
             self.gradients.discard(unit);
@@ -62,12 +62,12 @@ impl Executor {
                 Ok::<_, ParallelError>(())
             })?;
         }
-        // Gradients that such an optimizer needs, it needs in full precision.
+        // If an optimizer exchanges momentum, it needs its gradients in full precision.
         let is_whole = self.optimization.optimizer.exchanges_momentum() && !is_momentum;
         self.gradients.reduce(unit, is_whole)
     }
 
-    /// Updates a unit's parameters by the sum of what was reduced. `step` is the number in the schedule, which counts skipped steps.
+    /// Updates a unit's parameters by its reduced gradient or momentum. `step` is the number in the schedule, which counts skipped steps.
     pub(super) fn update(&mut self, unit: usize, step: u64, settings: StepSettings) -> Result<()> {
         self.await_outcomes()?;
         let is_momentum = self.is_momentum(unit, settings.step);

@@ -1,29 +1,29 @@
-//! The batches of a validation, and which rank reads which.
+//! The batches of a validation, and their assignment to ranks.
 
 use crate::layout::RankGrid;
 use trireme_base::AxisPlace;
 
-/// The batches of a validation: as many samples each as a microbatch has, but for the last one, which may have fewer.
+/// The batches of a validation. Each has as many samples as a microbatch; the last one may have fewer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ValidationBatches {
     num_samples: usize,
     batch_size: usize,
 }
 
-/// A rank's part in a round, in which each rank evaluates one batch.
+/// A rank's part in a round of a validation, in which each rank evaluates at most one batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ValidationRound {
-    /// The index of the batch that the rank reads, if it reads one.
+    /// Index of the batch that the rank evaluates, or `None`.
     pub read: Option<usize>,
-    /// Whether the results count. If not, the rank reads a batch only because others need its experts.
+    /// Whether the results count. If false, the rank evaluates a batch only because other ranks need its experts.
     pub counts: bool,
 }
 
 impl ValidationBatches {
-    /// The batches of `num_samples` samples.
+    /// Splits `num_samples` samples into batches of `batch_size`.
     ///
     /// # Panics
-    /// If there are no samples, or none in a batch.
+    /// If either number is 0.
     pub fn new(num_samples: usize, batch_size: usize) -> Self {
         assert!(num_samples > 0 && batch_size > 0, "{num_samples} samples in batches of {batch_size}");
         ValidationBatches { num_samples, batch_size }
@@ -39,14 +39,15 @@ impl ValidationBatches {
         self.num_samples
     }
 
-    /// The first sample of a batch, and the number of its samples.
+    /// Returns the index of a batch's first sample, and the number of its samples.
     pub fn batch(&self, index: usize) -> (usize, usize) {
         let first = index * self.batch_size;
         (first, self.batch_size.min(self.num_samples - first))
     }
 
-    /// Returns this rank's part in each round; all ranks have the same number of rounds. A rank for which no batch is left still helps to gather sharded
-    /// parameters and, where ranks have different experts, reads the last one.
+    /// Returns this rank's part in each round. All ranks have the same number of rounds. A rank for which no batch is left has a round
+    /// without a batch, in which it takes part in the gathers of sharded parameters; if ranks have different experts, it evaluates the last
+    /// batch again.
     pub fn rounds(self, ranks: &RankGrid) -> impl Iterator<Item = ValidationRound> + use<> {
         let AxisPlace { rank, degree } = ranks.sample_place();
         let (num_batches, has_experts) = (self.num_batches(), ranks.experts().is_some());

@@ -1,4 +1,4 @@
-//! Versions of parameters, of a pipeline that does not drain between updates.
+//! Versions of parameters, for a pipeline that does not drain between updates.
 
 use super::earlier_norms::EarlierNorms;
 use crate::error::Result;
@@ -12,33 +12,33 @@ use trireme_optim::StepSettings;
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, ParameterSource, Tensor, View};
 
-/// Versions of a rank's parameters, and updates under way.
+/// The versions of a rank's parameters, and the state of pending updates.
 pub(super) struct Updates {
     pub(super) units: Vec<UnitVersions>,
-    /// The step whose gradients were reduced last, and how to update by them, unless the step is skipped.
+    /// The step whose gradients were reduced last, with the settings of its update, or `None` if the step is skipped.
     pub(super) settings: Option<(usize, Option<StepSettings>)>,
-    /// By step, squares of the norms of this rank's gradients. Present while they are not being summed.
+    /// For each step, the squared norm of this rank's gradients; `None` while they are summed over the pipeline.
     pub(super) squares: Option<Buffer<f64>>,
     pub(super) norms: EarlierNorms,
-    /// By step, whether its squares are those of gradients: momentum in their place has no norm.
+    /// For each step, whether `squares` is known and is of gradients. Momentum has no reported norm.
     pub(super) has_norms: Vec<bool>,
     pub(super) compression: Vec<Option<CompressionStatistics>>,
 }
 
-/// Versions are counted by the updates of the program that made them.
+/// The versions of a unit's parameters. A version is the number of updates of the current program that have produced it.
 #[derive(Default)]
 pub(super) struct UnitVersions {
     pub(super) newest: usize,
-    /// Copies of older ones, the oldest one first.
+    /// Copies of older versions, the oldest first.
     pub(super) stashed: VecDeque<(usize, Tensor)>,
-    /// Memory of copies that were given back.
+    /// Memory of copies for reuse.
     pub(super) spare: Vec<Tensor>,
-    /// By microbatch: what its passes read.
+    /// For each microbatch, the version that its passes read.
     pub(super) read: Vec<usize>,
 }
 
 impl Updates {
-    /// Of the programs of `outline`, if they do not drain between updates.
+    /// Creates the versions for programs of `outline`, or returns `None` if the pipeline drains between updates. Collective if it does not.
     pub(super) fn new(outline: &Outline, ranks: &mut RankGrid) -> Result<Option<Self>> {
         if outline.asynchronous.is_none() {
             return Ok(None);
@@ -67,14 +67,14 @@ impl Updates {
         Ok(())
     }
 
-    /// Gives the oldest copy of a unit's parameters back.
+    /// Drops the oldest copy of a unit's parameters, and keeps its memory for reuse.
     pub(super) fn unstash(&mut self, unit: usize) {
         let state = &mut self.units[unit];
         let (_, copy) = state.stashed.pop_front().expect("a valid program has stashed one");
         state.spare.push(copy);
     }
 
-    /// The copy that passes of a unit for a microbatch read; `None` if they read what is newest.
+    /// Returns the copy that passes of a unit for a microbatch read, or `None` if they read the newest version.
     fn copy(&self, unit: usize, microbatch: usize) -> Option<View<'_>> {
         let UnitVersions { newest, stashed, read, .. } = &self.units[unit];
         let version = read[microbatch];
@@ -86,12 +86,12 @@ impl Updates {
     }
 }
 
-/// Parameters as the passes of a unit for a microbatch read them.
+/// The parameters that the passes of a unit for a microbatch read.
 #[derive(Debug)]
 pub(super) struct PassParameters<'a> {
     pub(super) newest: &'a RankParameters,
     pub(super) unit: usize,
-    /// An older version of the unit.
+    /// An older version of the unit, or `None` for the newest one.
     pub(super) copy: Option<View<'a>>,
 }
 

@@ -1,4 +1,4 @@
-//! How the gradient of a unit, or the momentum that it leads to, is summed over the ranks in compressed messages.
+//! Sums a unit's gradient, or the momentum computed from it, over the ranks in compressed messages.
 
 use crate::error::Result;
 use crate::memory::{Counted, Exchanged, Exchanging, Waiting};
@@ -11,25 +11,25 @@ use trireme_codec::{Bucket, CompressionError, CompressionStatistics, Compressor,
 use trireme_comm::{Buffer, Group, PageSize, Untyped, Work};
 use trireme_tensor::{Category, Device, ParameterInfo, ParameterTable};
 
-/// The compressed reduction of one unit's gradient, step after step.
+/// The compressed reduction of one unit's gradient. It is reused in every step.
 pub(crate) struct Compressed {
     group: Arc<Group>,
     device: Device,
-    /// Absent in a dry group, where nothing is compressed.
+    /// `None` in a dry group, where nothing is compressed.
     pub(super) compressor: Option<Box<Compressor>>,
-    /// In a dry group, the rounds of each kind of step that it has not gone through, in their order.
+    /// In a dry group, the rounds of each kind of step that has not been run yet, in the order of the steps.
     pub(super) kinds: VecDeque<Vec<Round>>,
-    /// One for each round, made anew only when the rounds change.
+    /// One exchange for each round, recreated when the rounds change.
     exchanges: Vec<RoundExchange>,
-    /// Bytes of what the compressor keeps from step to step.
+    /// Bytes of the state that the compressor keeps from step to step.
     state_bytes: usize,
     counted: Counted,
     under_way: Option<UnderWay>,
     exact: Option<Box<Exact>>,
-    /// Whether the gradient of the last step went in messages of the codec, or goes in them.
+    /// Whether the gradient of the current or last step is sent compressed.
     pub(super) is_in_messages: bool,
     pub(super) statistics: CompressionStatistics,
-    /// What the compressor kept before its last step, where that can be taken back.
+    /// The compressor's state before its last step, if steps can be rolled back.
     before: Option<Vec<(&'static str, StateCopy)>>,
 }
 
@@ -39,7 +39,8 @@ enum UnderWay {
 }
 
 impl Compressed {
-    /// The compressed reduction of `unit`'s gradient over `group`; `None` if all its steps would send the gradient as it is.
+    /// Creates the compressed reduction of `unit`'s gradient over `group`. Returns `None` if every step would send the gradient
+    /// uncompressed.
     pub(crate) fn new(
         table: &ParameterTable,
         unit: usize,
@@ -77,7 +78,7 @@ impl Compressed {
         Ok(Some(compressed))
     }
 
-    /// Takes memory to copy what the compressor keeps before each step, so that a step can be taken back.
+    /// Allocates memory to save the compressor's state before each step, so that a step can be rolled back.
     pub(crate) fn remember(&mut self) -> Result<()> {
         self.device.staging().take_outside(Category::Communication, self.state_bytes)?;
         let states = self.compressor.iter().flat_map(|compressor| compressor.state());
@@ -85,7 +86,8 @@ impl Compressed {
         Ok(())
     }
 
-    /// Takes back the last step: the compressor is as it was before. It had no part in a step that summed the gradient as it is.
+    /// Rolls the compressor back to its state before the last step. Does nothing after an uncompressed step, which does not change the
+    /// state.
     pub(crate) fn take_back(&mut self) -> Result<()> {
         if !self.is_in_messages {
             return Ok(());
@@ -96,7 +98,7 @@ impl Compressed {
         Ok(compressor.load_state(&before)?)
     }
 
-    /// Starts the first round of a step with this rank's `gradient`.
+    /// Starts the first round of a compressed step with this rank's `gradient`.
     pub(crate) fn start(&mut self, mut gradient: Exchanged) -> Result<()> {
         self.is_in_messages = true;
         let Some(compressor) = &self.compressor else {
@@ -115,7 +117,7 @@ impl Compressed {
         for ((_, kept), (_, values)) in self.before.iter_mut().flatten().zip(compressor.state()) {
             kept.bytes_mut().copy_from_slice(values.bytes());
         }
-        // Codecs are code of the host.
+        // Codecs run on the host.
         let elements = gradient.download(&self.device);
         self.exact.iter_mut().try_for_each(|exact| exact.start(elements, &self.group))?;
         self.exchanges[0].start(compressor, elements, &self.group);
@@ -123,7 +125,7 @@ impl Compressed {
         Ok(())
     }
 
-    /// Starts a step in which `gradient` is summed as it is; the compressor has no part in it.
+    /// Starts a step that sums `gradient` uncompressed and does not change the compressor.
     pub(crate) fn start_whole(&mut self, gradient: Exchanged) {
         self.is_in_messages = false;
         self.statistics = CompressionStatistics::uncompressed(gradient.len(), self.group.world_size());
@@ -136,7 +138,7 @@ impl Compressed {
         gradient.exchange(&self.device, 0..len, 0..len, reduce)
     }
 
-    /// Waits for the message under way and starts the next one; after the last one, the sum over all ranks.
+    /// Waits for the message in flight, and starts the next round. After the last round, returns the sum over all ranks.
     pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged>> {
         let (mut gradient, round) = match self.under_way.take() {
             None => return Ok(None),
@@ -144,7 +146,7 @@ impl Compressed {
             Some(UnderWay::Round { gradient, round }) => (gradient, round),
         };
         let compressor = self.compressor.as_mut().expect("a round was started");
-        // It stays on the host from its first round to its last.
+        // The gradient stays on the host from the first round to the last.
         self.exchanges[round].finish(compressor, gradient.host_elements(), waiting)?;
         let Some(next) = self.exchanges.get_mut(round + 1) else {
             self.statistics = compressor.statistics();
@@ -161,7 +163,7 @@ impl Compressed {
         Ok(None)
     }
 
-    /// Takes memory for the messages of the rounds to come, and gives back that of earlier ones.
+    /// Allocates memory for the messages of `rounds`, and frees the memory of earlier rounds.
     fn make_exchanges(&mut self, rounds: &[Round]) -> Result<()> {
         let group = &self.group;
         self.exchanges.clear();
@@ -176,7 +178,7 @@ impl Compressed {
     }
 }
 
-/// The flat gradient of a unit, with its parameters of two dims as matrices.
+/// Describes the flat gradient of a unit for a codec: its length, and its two-dimensional parameters as matrices.
 fn bucket(table: &ParameterTable, unit: usize) -> Result<Bucket, CompressionError> {
     let unit = &table.units()[unit];
     let matrices = table.parameters()[unit.parameters.clone()].iter().filter_map(|parameter| {
@@ -186,7 +188,7 @@ fn bucket(table: &ParameterTable, unit: usize) -> Result<Bucket, CompressionErro
     Bucket::with_matrices(unit.num_elements, matrices.collect())
 }
 
-/// Elements of a unit that no codec may round, or mix with others: counts of loads beside gradients.
+/// Elements of a unit that no codec may round or mix with others: counts of expert loads, which are stored next to gradients.
 struct Exact {
     elements: Vec<Range<usize>>,
     sum: Option<Work<Buffer<f32>>>,
@@ -204,7 +206,7 @@ impl Exact {
         self.elements.iter().map(Range::len).sum()
     }
 
-    /// Takes them out of a gradient, where zeros stay, and starts to sum them.
+    /// Takes the elements out of a gradient, leaves zeros, and starts to sum them over the ranks.
     fn start(&mut self, gradient: &mut [f32], group: &Group) -> Result<()> {
         let mut own = group.buffer(self.len())?;
         let elements = self.elements.iter().cloned().flatten();
@@ -223,7 +225,7 @@ impl Exact {
 
 struct RoundExchange {
     round: Round,
-    /// This rank's message, or of a round that gathers those of all ranks; present while nothing is pending.
+    /// This rank's message; in an all-gather, the messages of all ranks. `None` while the round is in flight.
     messages: Option<Buffer<Untyped>>,
     work: Option<Work<Buffer<Untyped>>>,
 }

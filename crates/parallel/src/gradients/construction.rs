@@ -16,7 +16,8 @@ use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, ParameterTable, UnitInfo};
 
 impl Gradients {
-    /// Allocates the gradients of all units. Shards are on `shards_device`; parts of tied gradients come from the pool `messages`.
+    /// Allocates the gradients of all units. Shards are on `shards_device`; gradients of tied parameters take memory from the pool
+    /// `messages`.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         outline: &Outline,
@@ -28,7 +29,7 @@ impl Gradients {
         let hierarchy = hierarchy(table, ranks, device, options)?;
         let layout = GradientLayout::new(outline, ranks, options, hierarchy.is_some());
         let pool = layout.pool(ranks, device, options);
-        // A unit of another rank of the pipeline has no gradient here. Without training, no unit has one.
+        // A unit of another pipeline rank has no gradient here. Without training, no unit has one.
         let is_held: Vec<bool> =
             (0..table.units().len()).map(|unit| outline.holds(unit) && outline.state.is_trained()).collect();
         let compressed = |unit: usize| match layout.is_scattered() || !is_held[unit] {
@@ -99,7 +100,7 @@ impl Gradients {
             ranks: Arc::clone(ranks),
             under_way: VecDeque::with_capacity(units.len()),
             units,
-            // Shards of gradients are gathered where all of a unit is updated by them.
+            // Gradients are gathered from their shards if each rank updates full units.
             gathered: layout.is_gathered().then(|| Gathered::absent(table, ranks, &pool)),
             pool,
             counted,
@@ -109,7 +110,7 @@ impl Gradients {
         })
     }
 
-    /// Releases all memory of gradients, which hold no values between steps.
+    /// Frees all memory of gradients. Between steps, gradients hold no values.
     pub(crate) fn release(&mut self) {
         self.units.clear();
         self.pool = Pool::new(self.ranks.world(), &self.device, DType::F32, Category::Gradients, false);
@@ -119,7 +120,7 @@ impl Gradients {
     }
 }
 
-/// How gradients are exchanged as integers, if the options ask for it and ranks are on several hosts.
+/// Returns the levels of the quantized reduction, if the options ask for it and ranks are split by host.
 fn hierarchy(
     table: &ParameterTable,
     ranks: &RankGrid,

@@ -1,5 +1,5 @@
-//! How the gradient of a unit is summed over the shards' ranks as integers, level by level (qgZ: Wang et al., "ZeRO++", 2023,
-//! section 3.3): what a host sends to another one is a sum over its ranks.
+//! Sums a unit's gradient over the ranks of the shards as integers, level by level (qgZ: Wang et al., "ZeRO++", 2023, section 3.3). A host
+//! sends sums over its ranks to other hosts.
 
 use crate::error::Result;
 use crate::layout::Levels;
@@ -10,9 +10,9 @@ use trireme_base::DType;
 use trireme_comm::Group;
 use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo};
 
-/// Ranks that swap rounded gradients and add up, each of them, what it is given.
+/// A group of ranks that exchange quantized gradients by all-to-all. Each sums the parts that it receives.
 struct Level {
-    /// For each rank of the group: the shards that it adds up.
+    /// For each rank of the group, the shards that it sums.
     shards_of: Vec<Vec<usize>>,
     messages: Pool,
 }
@@ -21,7 +21,7 @@ pub(crate) struct Hierarchy {
     format: IntegerFormat,
     num_shards: usize,
     device: Device,
-    /// Within hosts, then across them, as far as there are several ranks.
+    /// The level within hosts, then the level across hosts. A level of one rank is left out.
     levels: Vec<Level>,
 }
 
@@ -46,10 +46,10 @@ impl Hierarchy {
     }
 }
 
-/// The reduction of one unit's gradient, step after step.
+/// The quantized reduction of one unit's gradient. It is reused in every step.
 ///
-/// A gradient of `P` bytes as integers sends `(L - 1) / L * P` from each of the `L` ranks of a host to the others there, and
-/// `(H - 1) / H * P / L` to other hosts. It is rounded at each level.
+/// For a gradient of `P` bytes as integers on a host with `L` ranks, each rank sends `(L - 1) / L * P` bytes to the other ranks of its
+/// host, and `(H - 1) / H * P / L` bytes to the other of `H` hosts. The gradient is rounded at each level.
 pub(crate) struct Hierarchical {
     hierarchy: Arc<Hierarchy>,
     unit: UnitInfo,
@@ -69,7 +69,8 @@ impl Hierarchical {
         Hierarchical { hierarchy: Arc::clone(hierarchy), unit: unit.clone(), slot_bytes, under_way: None }
     }
 
-    /// Waits for the level under way and starts the next one; after the last one, this rank's shard is its sum over all ranks.
+    /// Waits for the level in flight, and starts the next one. After the last level, returns the gradient, in which this rank's shard is
+    /// the sum over all ranks.
     pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged>> {
         let Swap { mut gradient, level, messages } = self.under_way.take().expect("a reduction was started");
         let messages = messages.wait(&self.hierarchy.device, waiting)?;
@@ -82,7 +83,7 @@ impl Hierarchical {
         Ok(None)
     }
 
-    /// Starts a level, the first one with this rank's `gradient`.
+    /// Starts a level. The first level starts with this rank's `gradient`, later ones with the sums of the level before.
     pub(crate) fn start(&mut self, gradient: Exchanged, level: usize) -> Result<()> {
         let Hierarchy { device, format, num_shards, levels } = &*self.hierarchy;
         let Level { shards_of, messages: pool } = &levels[level];
@@ -101,7 +102,7 @@ impl Hierarchical {
         Ok(())
     }
 
-    /// The sums of what the ranks of a level have sent, in their order.
+    /// Sums the messages that the ranks of a level have sent, in rank order.
     fn add_up(&self, gradient: &mut Exchanged, level: &Level, messages: &Exchanged) {
         let Hierarchy { device, format, num_shards, .. } = &*self.hierarchy;
         let own = &level.shards_of[level.messages.group().rank().0];

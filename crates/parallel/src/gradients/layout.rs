@@ -15,7 +15,7 @@ pub(super) struct GradientLayout {
     shards_optimizer: bool,
     /// Whether gradients are reduced as integers, within hosts and then across them.
     is_hierarchical: bool,
-    /// The dtype in which gradients are reduced otherwise.
+    /// The dtype in which gradients are reduced, unless they are reduced as integers.
     pub(super) dtype: DType,
     pub(super) shard_dtype: DType,
 }
@@ -40,22 +40,22 @@ impl GradientLayout {
         layout
     }
 
-    /// Whether each rank gets its shard of a sum, and not all of it.
+    /// Whether each rank receives only its shard of a sum (reduce-scatter).
     pub(super) fn is_scattered(&self) -> bool {
         self.shards_gradients || self.shards_optimizer
     }
 
-    /// The ranks among which each gradient is reduced first.
+    /// Returns the ranks over which a gradient is reduced first.
     pub(super) fn group<'a>(&self, ranks: &'a StateRanks) -> &'a Arc<Group> {
         if self.is_scattered() { &ranks.shards } else { &ranks.replicas }
     }
 
-    /// Whether gradients are rounded to 16 bits, in memory that is released once they were added to a shard.
+    /// Whether gradients are rounded to 16 bits before they are reduced.
     pub(super) fn is_rounded(&self) -> bool {
         self.dtype != DType::F32
     }
 
-    /// Whether full gradients in f32 stay with their units, so that no other memory is needed.
+    /// Whether full gradients in f32 stay allocated with their units, so that reductions need no other memory.
     pub(super) fn keeps_full(&self) -> bool {
         !self.shards_gradients && !self.is_rounded()
     }
@@ -65,18 +65,18 @@ impl GradientLayout {
         self.shards_gradients && !self.shards_optimizer
     }
 
-    /// Whether a rank stores its shard of a gradient apart from the full one.
+    /// Whether a rank stores its shard of a gradient separately from the full gradient.
     pub(super) fn has_shards(&self, ranks: &StateRanks) -> bool {
         self.shards_gradients || self.is_scattered() && ranks.replicas.world_size() > 1
     }
 
-    /// Memory for full gradients in f32.
+    /// Returns a pool for full gradients in f32.
     pub(super) fn pool(&self, ranks: &RankGrid, device: &Device, options: &ExecutorOptions) -> Pool {
         let category = if self.keeps_full() { Category::Gradients } else { Category::Communication };
         let is_scattered_as_is = self.is_scattered() && !self.is_rounded() && !self.is_hierarchical;
         let is_exchanged = self.is_gathered() || is_scattered_as_is;
         let pool = Pool::new(self.group(&ranks.state.shared), device, DType::F32, category, is_exchanged);
-        // Codecs work on the host.
+        // Codecs run on the host.
         let is_compressed = options.compression.codec() != CodecName::None;
         if is_compressed { pool.with_buffers() } else { pool }
     }

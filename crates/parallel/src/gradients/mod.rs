@@ -1,4 +1,4 @@
-//! Gradients of every unit: accumulated over microbatches, reduced over ranks.
+//! The gradients of all units: accumulated over microbatches, reduced over ranks.
 
 mod compressed;
 mod construction;
@@ -35,14 +35,15 @@ use trireme_tensor::{
     Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Tensor, View, ViewMut,
 };
 
-/// Full gradients of one length in flight where ranks keep shards: one is written or rounded while another one is reduced.
+/// Maximum number of full gradients of one length in flight if gradients are sharded: one is being written or rounded while another one is
+/// being reduced.
 const IN_FLIGHT_MAX: usize = 2;
 
-/// A gradient of one unit or shard, of one microbatch or the sum of several.
+/// A gradient of one unit or shard, for one microbatch or summed over several.
 pub(crate) enum Gradient {
-    /// A vector that ranks reduce.
+    /// A vector that ranks can reduce in place.
     Reducible(Exchanged),
-    /// A partial sum beside it.
+    /// A partial sum in memory of its own, which is added to the reducible vector.
     Partial(Tensor),
 }
 
@@ -54,7 +55,7 @@ impl Gradient {
         }
     }
 
-    /// Its `len` elements, without what fills up leaves.
+    /// Returns the first `len` elements, without padding.
     pub(crate) fn view_mut(&mut self, len: usize) -> ViewMut<'_> {
         match self {
             Gradient::Reducible(vector) => vector.part_mut(0..len),
@@ -68,21 +69,21 @@ pub(crate) fn add(device: &Device, len: usize, left: &mut Gradient, right: Gradi
     device.add_assign(left.view_mut(len), right.view(len));
 }
 
-/// The gradient of one unit on its way to the optimizer.
+/// The gradient of one unit, from backward to its update.
 struct UnitGradient {
     num_elements: usize,
-    /// Elements of the memory that groups reduce.
+    /// Length of the vector that ranks reduce, with padding if it is reduce-scattered.
     len: usize,
-    /// The elements that this rank steps.
+    /// The elements that belong to this rank's shard.
     own: Range<usize>,
-    /// Present while it is neither written, summed nor reduced. Where it does not stay, its memory is the pool's.
+    /// `None` while the gradient is written, summed or reduced. If the memory does not stay with the unit, it comes from the pool.
     reducible: Option<Exchanged>,
     open: Option<Gradient>,
     sum: TreeSum<Gradient>,
     reduction: Reduction,
-    /// Whether the sum over replicas has ended, of all that was added.
+    /// Whether `shard` contains the sum over replicas of everything that was added to it.
     is_finished: bool,
-    /// The sum so far, where ranks keep a shard apart from the whole gradient.
+    /// The accumulated shard, if it is stored separately from the full gradient.
     shard: Option<ShardSum>,
 }
 
@@ -95,25 +96,26 @@ pub(crate) struct Gradients {
     ranks: Arc<RankGrid>,
     units: Vec<UnitGradient>,
     shards_device: Device,
-    /// Whole gradients in f32.
+    /// Memory for full gradients in f32.
     pool: Pool,
-    /// Units whose reductions are under way, the first one first.
+    /// Units with a reduction in flight, in the order in which their next messages are awaited.
     under_way: VecDeque<usize>,
-    /// Reduced gradients, gathered from shards where all of a unit is updated by them.
+    /// Reduced gradients, gathered from their shards; only if gradients are sharded but each rank updates full units.
     gathered: Option<Gathered>,
-    /// What reductions take beside gradients.
+    /// Counts the memory of reductions, apart from gradients.
     counted: Counted,
-    /// Parameters of which several ranks would come to different sums: those that are rounded by what lies beside them.
+    /// Replicated parameters whose sums could differ between ranks, because their rounding depends on neighbouring elements.
     rounded_apart: Holders,
-    /// What tied units of a pipeline have for each other.
+    /// Contributions to the gradients of tied parameters, in a pipeline.
     tied: Option<TiedGradients>,
-    /// For each parameter: the open gradient of its unit holds a part of it.
+    /// For each parameter, whether the open gradient of its unit already has a contribution, so that the next one is added.
     written: Vec<bool>,
     waiting: Waiting,
 }
 
 impl Gradients {
-    /// Makes room for the gradients that backward of `unit` writes. What a unit that is tied to it has for the microbatch, is there.
+    /// Allocates memory for the gradients that backward of `unit` writes. If a tied unit has a contribution for the microbatch, it is added
+    /// here.
     pub(crate) fn prepare(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         if !self.layout.keeps_full() {
             let outline = std::mem::take(&mut self.outline);
@@ -142,10 +144,10 @@ impl Gradients {
         self.tied.as_mut()
     }
 
-    /// Takes memory for a whole gradient, and waits for some to come back rather than take ever more.
+    /// Allocates memory for a full gradient. If too many gradients are in flight, waits until a reduction ends and reuses its memory.
     fn take_whole(&mut self, unit: usize) -> Result<()> {
         let state = &self.units[unit];
-        // Later terms of a sum are partial sums beside the first.
+        // Later gradients of a sum are partial sums in memory of their own.
         if state.reducible.is_some() || state.open.is_some() || !state.sum.is_empty() {
             return Ok(());
         }
@@ -161,12 +163,12 @@ impl Gradients {
         }
     }
 
-    /// Whether as many whole gradients of `len` elements are under way as may be.
+    /// Whether the maximum number of full gradients of `len` elements is in flight.
     fn is_full(&self, len: usize) -> bool {
         self.under_way.iter().filter(|&&unit| self.units[unit].len == len).count() >= IN_FLIGHT_MAX
     }
 
-    /// Ends a microbatch's backward of `unit`: its gradient joins the sum.
+    /// Ends a microbatch's backward of `unit`, and adds its gradient to the sum.
     pub(crate) fn close(&mut self, unit: usize) {
         if self.determinism == Determinism::Run {
             return;
@@ -182,7 +184,7 @@ impl Gradients {
         state.sum.push(gradient, |left, right| add(device, state.num_elements, left, right));
     }
 
-    /// This rank's sum of `unit`'s gradient since the last reduction, to be changed before the next one.
+    /// Returns this rank's sum of `unit`'s gradient since the last reduction. The caller may change it before the next one.
     pub(crate) fn own_sum(&mut self, unit: usize) -> ViewMut<'_> {
         let (device, state) = (&self.device, &mut self.units[unit]);
         if let Some(sum) = state.sum.finish(|left, right| add(device, state.num_elements, left, right)) {
@@ -191,8 +193,8 @@ impl Gradients {
         state.open.as_mut().expect("a gradient is summed after backward").view_mut(state.num_elements)
     }
 
-    /// Starts the reduction over the ranks of what was added to `unit`'s gradient since the last one, when memory for it has
-    /// come back rather than be more and more. With `is_whole` it is sent as it is, whatever the compression.
+    /// Starts to reduce `unit`'s gradient, accumulated since the last reduction, over the ranks. If gradients are rounded into shards,
+    /// waits until fewer than the maximum are in flight. With `is_whole`, the gradient is sent uncompressed.
     pub(crate) fn reduce(&mut self, unit: usize, is_whole: bool) -> Result<()> {
         while self.layout.is_rounded()
             && self.units[unit].shard.is_some()
@@ -205,7 +207,7 @@ impl Gradients {
         if let Some(compressed) = state.reduction.compressed_mut().filter(|_| is_whole) {
             compressed.start_whole(vector);
         } else if let Some(whole) = state.reduction.start(vector, device)? {
-            // What is rounded came from the pool.
+            // The rounded copy is reduced, so the f32 gradient goes back to the pool.
             self.pool.give(whole);
         }
         self.under_way.push_back(unit);
@@ -234,12 +236,12 @@ impl Gradients {
         vector
     }
 
-    /// Waits for the message under way of the reduction that was started first.
+    /// Waits for the next message of the first reduction in flight. If the sum is complete, adds it to the shard.
     fn finish_first(&mut self) -> Result<()> {
         let unit = self.under_way.pop_front().expect("something is under way");
         let state = &mut self.units[unit];
         if !state.reduction.advance(&mut state.reducible, &self.device, &mut self.waiting)? {
-            // A second message of one unit travels while the first ones of others are waited for.
+            // The unit has started another message. Other units' messages are awaited first, so that it overlaps with them.
             self.under_way.push_back(unit);
             return Ok(());
         }
@@ -261,7 +263,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Waits of this rank for gradients since the last call, and operations that its kernels wait for.
+    /// Returns the time that this rank has waited for gradients since the previous call, and the operations that its kernels wait for.
     pub(crate) fn take_waiting(&mut self) -> Waiting {
         std::mem::take(&mut self.waiting)
     }
@@ -270,7 +272,7 @@ impl Gradients {
         while !self.under_way.is_empty() {
             self.finish_first()?;
         }
-        // Backward started with the last unit.
+        // Units are in the order of backward, which starts with the last one.
         let shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
         shards.for_each(ShardSum::reduce);
         let mut shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
@@ -279,7 +281,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Waits for the sum of one unit ahead of the others.
+    /// Waits for the sum of one unit before the others.
     pub(crate) fn finish(&mut self, unit: usize) -> Result<()> {
         while self.under_way.contains(&unit) {
             self.finish_first()?;
@@ -293,7 +295,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Starts to gather a unit's reduced gradient from the shards.
+    /// Starts to all-gather a unit's reduced gradient from the shards.
     pub(crate) fn gather(&mut self, unit: usize) -> Result<()> {
         self.finish(unit)?;
         let gathered = self.gathered.as_mut().expect("shards of gradients update whole units");
@@ -304,14 +306,14 @@ impl Gradients {
         self.gathered.as_mut().map_or(Ok(()), |gathered| gathered.ensure(unit, waiting))
     }
 
-    /// Gives the memory of a gathered gradient back, which has been waited for.
+    /// Frees the memory of a gathered gradient, whose gather has completed.
     pub(crate) fn free_gathered(&mut self, unit: usize) {
         if let Some(gathered) = &mut self.gathered {
             gathered.reshard(unit);
         }
     }
 
-    /// What this rank updates a unit by: the gathered gradient, or its part.
+    /// Returns the gradient by which this rank updates a unit: the gathered gradient, or this rank's shard.
     pub(crate) fn for_update(&self, unit: usize) -> View<'_> {
         match &self.gathered {
             Some(gathered) => gathered.view(unit),
@@ -319,10 +321,10 @@ impl Gradients {
         }
     }
 
-    /// The memory of a unit's shard.
+    /// The memory of a unit's shard, for offloading.
     ///
     /// # Panics
-    /// If no shard is kept apart.
+    /// If the shard is not stored separately.
     pub(crate) fn memory(&mut self, unit: usize) -> &mut dyn Movable {
         &mut self.units[unit].shard.as_mut().expect("what is offloaded is kept apart").memory
     }
@@ -331,7 +333,8 @@ impl Gradients {
         self.units[unit].reduction.compressed().is_some()
     }
 
-    /// Takes memory so that a compressed step may be sent whole, and, if it `may_be_skipped`, taken back.
+    /// Counts the memory that peers map when a step of a compressed unit is sent uncompressed. If a step `may_be_skipped`, allocates memory
+    /// to roll compressors back.
     pub(crate) fn expect_momentum(&mut self, may_be_skipped: bool) -> Result<()> {
         let group = self.ranks.replicas();
         for state in &mut self.units {
@@ -369,7 +372,7 @@ impl Gradients {
         })
     }
 
-    /// What compression did to all units in the last step, in the units of this rank's sums.
+    /// Returns the compression statistics of the last step over all units. The error norm is in the units of this rank's sums.
     pub(crate) fn compression_statistics(&self) -> CompressionStatistics {
         let world_size = self.ranks.data().world_size();
         let mut all = CompressionStatistics::default();
@@ -387,29 +390,29 @@ impl Gradients {
         all
     }
 
-    /// The device that [`reduced`](Gradients::reduced) lies on.
+    /// The device of [`reduced`](Gradients::reduced).
     pub(crate) fn reduced_device(&self, unit: usize) -> &Device {
         if self.units[unit].shard.is_some() { &self.shards_device } else { &self.device }
     }
 
-    /// The device that [`for_update`](Gradients::for_update) lies on.
+    /// The device of [`for_update`](Gradients::for_update).
     pub(crate) fn update_device(&self, unit: usize) -> &Device {
         if self.gathered.is_some() { &self.device } else { self.reduced_device(unit) }
     }
 
-    /// The elements of a unit that [`reduced`](Gradients::reduced) has.
+    /// The elements of a unit in [`reduced`](Gradients::reduced).
     pub(crate) fn part(&self, unit: usize) -> Range<usize> {
         self.units[unit].own.clone()
     }
 
-    /// This rank's shard of the reduced gradient of `unit`: the sum over all microbatches, in the type that was reduced.
+    /// Returns this rank's shard of the reduced gradient of `unit`: the sum over all microbatches, in the dtype of the reduction.
     pub(crate) fn reduced(&self, unit: usize) -> View<'_> {
         self.units[unit].reduced()
     }
 }
 
 impl UnitGradient {
-    /// The shard to which something was added since its last sum over replicas.
+    /// Returns the shard if something was added to it since its last sum over replicas.
     fn pending(&mut self) -> Option<&mut ShardSum> {
         self.shard.as_mut().filter(|_| !self.is_finished)
     }
@@ -433,7 +436,7 @@ impl GradSink for Gradients {
         let accumulate = self.written[span.first.0];
         let state = &mut self.units[span.unit];
         if state.open.is_none() {
-            // What is reduced first, partial sums after.
+            // The first gradient is written to the reducible vector, later ones to memory of their own.
             state.open = Some(match state.reducible.take() {
                 Some(vector) => Gradient::Reducible(vector),
                 None => Gradient::Partial(self.device.empty(

@@ -1,4 +1,4 @@
-//! Sums of the squares of gradients: what their norm comes from.
+//! Sums of squared gradients, from which the gradient norm is computed.
 
 use crate::error::{ParallelError, Result};
 use crate::layout::RankGrid;
@@ -10,12 +10,12 @@ use trireme_comm::Group;
 use trireme_optim::OptimizerOptions;
 use trireme_tensor::{Category, Device, ExactSum, ParameterTable, UnitInfo, View, ViewMut};
 
-/// Exact sums of the squares of the gradient of each unit, of what this rank counts: one that holds it with others leaves it to the first of them. As they are exact, their
-/// sum over all ranks is the same however gradients lie.
+/// Exact sums of squared gradients, one for each unit, over the elements that this rank counts. If several ranks hold an element, only the
+/// first of them counts it. Because the sums are exact, their total over all ranks does not depend on the layout.
 pub(crate) struct Squares {
-    /// For each unit the runs of its flat buffer that this rank counts.
+    /// For each unit, the runs of its flat buffer that this rank counts.
     counted: Vec<Vec<Range<usize>>>,
-    /// For each unit the windows of a sum.
+    /// For each unit, the windows of an [`ExactSum`]; `None` while they are summed over the ranks.
     sums: Option<Exchanged>,
     device: Device,
 }
@@ -29,12 +29,12 @@ impl Squares {
     ) -> Result<Self> {
         let (group, is_first) = ranks.squares_group();
         let counted = |unit: &UnitInfo| {
-            // Ranks with other experts have the same of the rest of a unit with experts.
+            // In a unit with experts, the other parameters are equal on all ranks of the expert axis.
             let has_rest = if unit.has_experts() { table.expert_place().rank == 0 } else { is_first };
             let mut runs: Vec<Range<usize>> = Vec::new();
             for info in &table.parameters()[unit.parameters.clone()] {
                 let is_here = if info.expert.is_some() { table.has(info) } else { has_rest };
-                // What balances loads is no gradient, and what stays as it is needs none.
+                // Counts that balance expert loads are not gradients, and frozen parameters are not updated.
                 let is_updated = info.class.has_gradient() && !optimizer.is_frozen(&info.name);
                 if !is_here || !info.is_counted() || !is_updated {
                     continue;
@@ -52,7 +52,7 @@ impl Squares {
         Ok(Squares { counted: table.units().iter().map(counted).collect(), sums, device: device.clone() })
     }
 
-    /// Takes the squares of a unit's `gradient`, of whose elements `part` are here, on the device `on`.
+    /// Computes the sum of squares of a unit's gradient. `gradient` has the elements `part` of the unit, in memory of the device `on`.
     pub(crate) fn take(
         &mut self,
         unit: usize,
@@ -73,12 +73,12 @@ impl Squares {
         })
     }
 
-    /// Sets the squares of a unit that lies elsewhere to zeros, which change no sum.
+    /// Sets the sum of a unit on another pipeline rank to zero.
     pub(crate) fn skip(&mut self, unit: usize) {
         self.device.zero(sum_of(&mut self.sums, unit));
     }
 
-    /// The sum of all squares over the ranks of these groups, one group after the other.
+    /// Returns the sum of all squares over the ranks of `groups`, by one all-reduce over each group in turn.
     pub(crate) fn sum(&mut self, groups: &[&Arc<Group>], waiting: &mut Waiting) -> Result<f64> {
         let sums = self.sums.take().expect("squares are summed once a step");
         let len = sums.len();

@@ -1,4 +1,4 @@
-//! How a unit's gradient is summed over the ranks: in f32, rounded to 16 bits, as integers level by level, or compressed.
+//! The reduction of a unit's gradient over the ranks: in f32, rounded to 16 bits, quantized level by level, or compressed.
 
 use super::Compressed;
 use super::hierarchical::Hierarchical;
@@ -12,27 +12,27 @@ use trireme_comm::{Fusion, Group, TransportKind};
 use trireme_tensor::{Category, Device, View};
 
 pub(crate) enum Reduction {
-    /// In f32: in the gradient's own memory, or with others if it is short.
+    /// In f32, in the gradient's own memory; a short gradient may be fused with others.
     Plain { exchange: Summation, under_way: Option<Exchanging> },
-    /// In 16 bits, in memory beside it.
+    /// Rounded to 16 bits, in memory of its own.
     Rounded(Vector),
-    /// In integers, within hosts and then across them, in memory beside it.
+    /// As integers, within hosts and then across them, in memory of its own.
     Hierarchical(Hierarchical),
-    /// In what a codec makes of it, in memory beside it.
+    /// Compressed by a codec, in memory of its own.
     Compressed(Compressed),
 }
 
-/// Makes the reductions of units whose gradients are exchanged among the same ranks, as far as they are not compressed.
+/// Creates the uncompressed reductions of units whose gradients are reduced over the same ranks.
 pub(crate) struct Reductions {
     exchange: Summation,
-    /// In 16 bits: the memory of rounded gradients, and whether each unit takes its own at once.
+    /// For reductions in 16 bits, the pool for rounded gradients, and whether each unit allocates its memory in advance.
     rounded: Option<(Pool, bool)>,
 }
 
 impl Reductions {
-    /// Reductions after which all ranks of `group` have the sums. Short gradients travel together, up to `fusion_bytes` at a time; with 0 each
-    /// travels alone. So does each in a world that shares memory: there a message costs no more than the copies that it would save. Memory for
-    /// gradients of `lens` elements, in the order of their reductions, is taken ahead.
+    /// Creates all-reductions over `group`. Short gradients are fused into messages of up to `fusion_bytes`; with 0, each gradient is sent
+    /// alone. If the group is on shared memory, nothing is fused, because a message costs no more than the copies that fusion needs. Memory
+    /// for gradients of `lens` elements, in the order of their reductions, is allocated in advance.
     pub(crate) fn all_reduce(
         dtype: DType,
         group: &Arc<Group>,
@@ -49,7 +49,8 @@ impl Reductions {
         Ok(Reductions { exchange: Summation::AllReduce(fusion), rounded })
     }
 
-    /// Reductions after which each rank of `group` has its shard of a sum. If rounded sums `stay`, they are stored until the next step.
+    /// Creates reduce-scatters over `group`, after which each rank has its shard of a sum. If rounded sums `stay`, they are stored until
+    /// the next step.
     pub(crate) fn reduce_scatter(dtype: DType, group: &Arc<Group>, stay: bool, device: &Device) -> Self {
         let category = if stay { Category::Gradients } else { Category::Communication };
         let pool = || Pool::new(group, device, dtype, category, true);
@@ -70,7 +71,7 @@ impl Reductions {
 }
 
 impl Reduction {
-    /// Starts the reduction of this rank's `sum`; gives it back if it is not what is reduced.
+    /// Starts the reduction of this rank's `sum`. Returns `sum` if a rounded copy is reduced instead.
     pub(crate) fn start(&mut self, sum: Exchanged, device: &Device) -> Result<Option<Exchanged>> {
         match self {
             Reduction::Plain { exchange, under_way } => *under_way = Some(exchange.start(sum, device)),
@@ -84,15 +85,15 @@ impl Reduction {
         Ok(None)
     }
 
-    /// Sends what waits for more: all gradients of a step have been given.
+    /// Sends fused gradients that wait for more. Called when all gradients of a step have been passed to `start`.
     pub(crate) fn flush(&self) {
         if let Reduction::Plain { exchange, .. } | Reduction::Rounded(Vector { exchange, .. }) = self {
             exchange.flush();
         }
     }
 
-    /// Waits for the message under way. Tells whether the sum over all ranks is there: in `wide`, or here if it is rounded. If
-    /// not, it takes another message, which is then under way.
+    /// Waits for the message in flight. Returns whether the sum over all ranks is complete: it is in `wide`, or if it is rounded, in this
+    /// reduction. If the sum is not complete, the next message is in flight.
     pub(crate) fn advance(
         &mut self,
         wide: &mut Option<Exchanged>,
@@ -114,7 +115,7 @@ impl Reduction {
         Ok(wide.is_some())
     }
 
-    /// The sum, which is in `wide` if it is not rounded.
+    /// Returns the sum: of this reduction if it is rounded, else `wide`.
     pub(crate) fn view<'a>(&'a self, wide: &'a Option<Exchanged>) -> View<'a> {
         match self {
             Reduction::Rounded(rounded) => rounded.view(),
@@ -122,7 +123,8 @@ impl Reduction {
         }
     }
 
-    /// Whether the last sum was rounded with its neighbours, so that ranks with other parts of parameters may have other bits.
+    /// Whether the rounding of the last sum depends on neighbouring elements, so that ranks with other parts of parameters may get other
+    /// bits.
     pub(crate) fn is_rounded_apart(&self) -> bool {
         match self {
             Reduction::Plain { .. } | Reduction::Rounded(_) => false,
@@ -149,7 +151,8 @@ mod tests {
 
     const LEN: usize = 1000;
 
-    /// What a rank gives: numbers that every rounding changes; and on single ranks, what f16 or no float can hold.
+    /// Returns an element of a rank's gradient: a number that every rounding changes; at some indices, a number that overflows f16,
+    /// infinity or NaN.
     fn value(rank: usize, index: usize) -> f32 {
         match (rank, index) {
             (1, 3) => 70_000.0,
@@ -160,7 +163,7 @@ mod tests {
         }
     }
 
-    /// The canonical tree over four ranks, rounded at every node.
+    /// Sums over four ranks by the canonical tree, rounded at every node.
     fn oracle(index: usize, round: &impl Fn(f32) -> f32) -> f32 {
         let leaf = |rank| round(value(rank, index));
         round(round(leaf(0) + leaf(1)) + round(leaf(2) + leaf(3)))
@@ -175,7 +178,7 @@ mod tests {
             let mut reduction = reductions.reduction(LEN).unwrap();
             let mut vector = Exchanged::new_for_host(&group, &device, DType::F32, LEN).unwrap();
             let mut found = Vec::new();
-            // The second round finds the buffers of the first.
+            // The second round reuses the buffers of the first.
             for _ in 0..2 {
                 let values: Vec<f32> = (0..LEN).map(|index| value(group.rank().0, index)).collect();
                 device.upload(&values, vector.view_mut());

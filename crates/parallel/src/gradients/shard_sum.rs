@@ -1,4 +1,4 @@
-//! A rank's shard of a unit's gradient: the reduced shards, summed over microbatches and then over replicas.
+//! A rank's shard of a unit's gradient: reduced shards, summed over microbatches and then over replicas.
 
 use super::summed_vector::{Summation, Vector};
 use super::{Gradient, TreeSum, add};
@@ -11,7 +11,7 @@ use trireme_base::{DType, ReduceOp};
 use trireme_comm::Fusion;
 use trireme_tensor::{Category, Device, View};
 
-/// The shard of one unit's gradient. Its memory comes from a pool that all units share, so where it is released, it goes from unit to unit.
+/// The shard of one unit's gradient. Its memory comes from a pool that all units share, so released memory is reused by other units.
 pub(crate) struct ShardSum {
     determinism: Determinism,
     device: Device,
@@ -20,7 +20,7 @@ pub(crate) struct ShardSum {
     sum: TreeSum<Gradient>,
 }
 
-/// Makes the shards of units whose state is distributed among the same ranks.
+/// Creates the shards of units whose state is distributed over the same ranks.
 pub(crate) struct ShardSums {
     determinism: Determinism,
     exchange: Summation,
@@ -28,14 +28,14 @@ pub(crate) struct ShardSums {
 }
 
 impl ShardSums {
-    /// Shards in `dtype`, which is f32 where several terms are added, on `device`.
+    /// Creates shards in `dtype` on `device`. The dtype must be f32 if a shard sums several microbatches.
     pub(crate) fn new(dtype: DType, determinism: Determinism, ranks: &StateRanks, device: &Device) -> Self {
         let group = &ranks.replicas;
         let exchange = Summation::AllReduce(Fusion::new(Arc::clone(group), ReduceOp::Sum, 0));
         ShardSums { determinism, exchange, pool: Pool::new(group, device, dtype, Category::Gradients, true) }
     }
 
-    /// A shard of `len` elements. It takes no memory before the first term.
+    /// Returns a shard of `len` elements. It allocates no memory before the first addition.
     pub(crate) fn shard(&self, len: usize) -> ShardSum {
         ShardSum {
             determinism: self.determinism,
@@ -47,7 +47,7 @@ impl ShardSums {
 }
 
 impl ShardSum {
-    /// Adds the shard of a microbatch, which is on the device `from`, in the canonical order.
+    /// Adds the shard of a microbatch, in memory of the device `from`, in the canonical order.
     pub(crate) fn add(&mut self, shard: View<'_>, from: &Device) -> Result<()> {
         let (len, device) = (self.memory.len, &self.device);
         let shard = bring(shard, from, device, Category::Communication)?;

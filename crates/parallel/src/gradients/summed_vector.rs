@@ -1,4 +1,4 @@
-//! Vectors that ranks add up.
+//! Vectors that are summed over ranks.
 
 use crate::error::Result;
 use crate::memory::{Exchanged, Exchanging, Pool, Waiting, bring};
@@ -9,12 +9,12 @@ use trireme_comm::{Fusion, Group};
 use trireme_schedule::collective::block;
 use trireme_tensor::{Category, Device, View, ViewMut};
 
-/// How ranks add vectors up.
+/// The collective that sums vectors over ranks.
 #[derive(Clone)]
 pub(crate) enum Summation {
-    /// All have the sum; short vectors travel together.
+    /// Every rank receives the full sum. Short vectors are fused.
     AllReduce(Fusion),
-    /// Each has its shard of the sum, in its place.
+    /// Every rank receives its shard of the sum, in place.
     ReduceScatter(Arc<Group>),
 }
 
@@ -33,7 +33,7 @@ impl Summation {
         }
     }
 
-    /// Sends what waits for more.
+    /// Sends fused vectors that wait for more.
     pub(crate) fn flush(&self) {
         if let Summation::AllReduce(fusion) = self {
             fusion.flush();
@@ -41,19 +41,19 @@ impl Summation {
     }
 }
 
-/// The sum over ranks of one vector each, step after step, in the type that ranks exchange. In 16 bits, each sum of two is taken in f32
-/// and rounded, so the order of the ranks matters. The group decides that order.
+/// A vector that is summed over ranks in every step, in the dtype of the exchange. In 16 bits, each sum of two values is computed in f32
+/// and rounded, so the result depends on the order of the ranks, which the group determines.
 pub(crate) struct Vector {
     pub(super) len: usize,
     pub(super) exchange: Summation,
-    /// Present while no sum is pending and the memory was not released.
+    /// `None` while a sum is in flight, and while the memory is released.
     memory: Option<Exchanged>,
     under_way: Option<Exchanging>,
     pool: Pool,
 }
 
 impl Vector {
-    /// Takes no memory before the first term.
+    /// Creates a vector, which allocates no memory before the first sum.
     pub(crate) fn new(len: usize, exchange: &Summation, pool: &Pool) -> Self {
         let (exchange, pool) = (exchange.clone(), pool.clone());
         Vector { len, exchange, memory: None, under_way: None, pool }
@@ -63,7 +63,7 @@ impl Vector {
         self.memory.take().map_or_else(|| self.pool.take(self.len), Ok)
     }
 
-    /// Rounds the term of this rank, which is on `device`, and starts the sum over the ranks.
+    /// Rounds this rank's vector `term`, in memory of `device`, and starts the sum over the ranks.
     pub(crate) fn reduce_rounded(&mut self, term: View<'_>, device: &Device) -> Result<()> {
         let mut memory = self.take()?;
         let own = self.pool.device();
@@ -74,7 +74,7 @@ impl Vector {
         Ok(())
     }
 
-    /// Starts the sum over the ranks, with the term of this rank.
+    /// Starts the sum over the ranks, with this rank's vector `term`.
     pub(crate) fn reduce(&mut self, term: Exchanged) {
         self.under_way = Some(self.exchange.start(term, self.pool.device()));
     }

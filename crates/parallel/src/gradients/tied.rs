@@ -1,22 +1,22 @@
-//! Gradients of parameters that a unit of a pipeline reads, and another one has.
+//! Gradients of tied parameters, which one unit of a pipeline (the reader) reads and another unit (the owner) holds.
 //!
-//! Several microbatches are under way at a time, so what the reader has for a microbatch waits until the owner completes its
-//! gradient for the same one: within the rank, or after a message. Where sums may have another order than on one rank, a reader on another rank
-//! sums its parts of a step, which wait for the last microbatch.
+//! Several microbatches are in flight at a time. The reader's contribution for a microbatch is kept, or sent to the owner's rank, until the
+//! owner completes its own gradient for the same microbatch. If sums may have another order than on one rank, a reader on another rank
+//! accumulates its contributions of a step instead, and the owner adds them for the last microbatch.
 
 use crate::error::Result;
 use crate::memory::{Exchanged, Pool};
 use trireme_schedule::Outline;
 use trireme_tensor::{GradTarget, ParameterSpan, Tie};
 
-/// What the reader of a tie has for the owner's gradient, by microbatch.
+/// The reader's contributions to the owner's gradient, by microbatch.
 pub(crate) struct TiedGradients {
     pub(crate) span: ParameterSpan,
     reader: usize,
     pub(super) pool: Pool,
-    /// The microbatch for which parts of a step are summed, if they are.
+    /// The microbatch under which contributions of a step are accumulated; `None` if they are kept by microbatch.
     sums_at: Option<usize>,
-    /// Being written by backward of the reader for this microbatch, or added to.
+    /// The contribution that the reader's backward is writing.
     open: Option<Open>,
     parts: Vec<Option<Exchanged>>,
 }
@@ -28,7 +28,7 @@ struct Open {
 }
 
 impl TiedGradients {
-    /// For the parameters of the tie, if this rank of the pipeline has to do with it. Memory comes from the pool of messages.
+    /// Creates the contributions to the tied parameters, if this pipeline rank runs the reader or the owner. Memory comes from `pool`.
     pub(crate) fn new(outline: &Outline, tie: Option<Tie>, pool: &Pool) -> Option<Self> {
         let Tie { reader, span } = tie.filter(|_| !outline.stages.is_empty())?;
         let is_here = outline.holds(reader) || outline.holds(span.unit);
@@ -42,7 +42,7 @@ impl TiedGradients {
         self.span.shape.num_elements()
     }
 
-    /// Makes room for what backward of `unit` has, if it is the reader.
+    /// Allocates memory for the contribution of `unit`'s backward, if `unit` is the reader.
     pub(crate) fn begin(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         if unit == self.reader {
             let microbatch = self.sums_at.unwrap_or(microbatch);
@@ -54,14 +54,14 @@ impl TiedGradients {
         Ok(())
     }
 
-    /// Where the reader's backward writes, while it runs.
+    /// Returns the memory for the reader's contribution while its backward runs, or `None` for other parameters.
     pub(crate) fn target(&mut self, span: &ParameterSpan) -> Option<GradTarget<'_>> {
         let Open { part, accumulates, .. } = self.open.as_mut().filter(|_| span.unit == self.span.unit)?;
         debug_assert_eq!((span.offset, span.shape), (self.span.offset, self.span.shape), "one span is tied");
         Some(GradTarget { view: part.view_mut().into_part(0, span.shape), accumulate: *accumulates })
     }
 
-    /// The reader has written its part; whether that was it.
+    /// Ends the reader's contribution. Returns false if the parameters are not the tied ones, or if the reader's backward is not running.
     pub(crate) fn end(&mut self, span: &ParameterSpan) -> bool {
         let open = self.open.take_if(|_| span.unit == self.span.unit);
         let is_end = open.is_some();
@@ -79,7 +79,7 @@ impl TiedGradients {
         self.parts[microbatch].take().expect("the reader has run backward")
     }
 
-    /// The part of a microbatch, to be added to the gradient of `unit`, if that is the owner.
+    /// Takes the contribution of a microbatch that must be added to the gradient of `unit`, if `unit` is the owner.
     pub(crate) fn take(&mut self, unit: usize, microbatch: usize) -> Option<Exchanged> {
         self.parts.get_mut(microbatch).filter(|_| unit == self.span.unit)?.take()
     }

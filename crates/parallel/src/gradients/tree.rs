@@ -1,18 +1,19 @@
 //! The canonical order of sums over microbatches: a binary tree over the global microbatch index.
 //!
-//! Terms arrive in order of index. As in a binary counter, equal neighbours are merged at once, so at most `log2(n) + 1` partial
-//! sums are held. With a power of two of terms a rank, the tree over the ranks' sums continues a rank's tree.
+//! Terms arrive in index order. As in a binary counter, two adjacent partial sums of the same size are merged at once. So at most
+//! `log2(n)+1` partial sums are stored. If the number of terms per rank is a power of two, the tree over the sums of the ranks continues
+//! each rank's tree.
 
-/// Partial sums on their way to one.
+/// A sum over a binary tree whose terms arrive one by one.
 #[derive(Debug)]
 pub(crate) struct TreeSum<T> {
-    /// Each with the logarithm of the number of terms in it, strictly falling.
+    /// Partial sums, each with the base-2 logarithm of its number of terms, strictly decreasing.
     partials: Vec<(u32, T)>,
 }
 
 impl<T> TreeSum<T> {
     pub(crate) fn new() -> Self {
-        // A step of 2^32 microbatches is beyond any run.
+        // 2^32 terms are more microbatches than any step has.
         TreeSum { partials: Vec::with_capacity(33) }
     }
 
@@ -30,7 +31,7 @@ impl<T> TreeSum<T> {
         }
     }
 
-    /// The sum of all terms, if there were any; leaves nothing.
+    /// Returns the sum of all terms, or `None` if there were none. The sum is empty afterwards.
     pub(crate) fn finish(&mut self, mut add: impl FnMut(&mut T, T)) -> Option<T> {
         while self.partials.len() > 1 {
             self.merge_last(&mut add);
@@ -66,7 +67,7 @@ mod tests {
         assert_eq!(tree(0..1), "0");
         assert_eq!(tree(0..4), "((0+1)+(2+3))");
         assert_eq!(tree(0..7), "(((0+1)+(2+3))+((4+5)+6))");
-        // Two ranks' halves make the whole.
+        // The trees of two ranks form the tree of all terms.
         assert_eq!(tree(0..8), format!("({}+{})", tree(0..4), tree(4..8)));
     }
 }

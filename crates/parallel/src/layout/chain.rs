@@ -1,4 +1,4 @@
-//! A model as programs see it.
+//! Converts a measured model to the description that step programs are generated from.
 
 use crate::step::Determinism;
 use trireme_base::PassExchanges;
@@ -6,7 +6,7 @@ use trireme_model::{Rehearsal, UnitRehearsal};
 use trireme_schedule::{Chain, UnitExchanges};
 use trireme_tensor::ParameterTable;
 
-/// What programs depend on of a model with these parameters, whose passes are those of `rehearsal`.
+/// Returns the properties of a model that step programs depend on: its parameters are in `table`, and `rehearsal` describes its passes.
 pub fn chain(table: &ParameterTable, rehearsal: &Rehearsal, determinism: Determinism) -> Chain {
     let those = |is_one: fn(&UnitRehearsal) -> bool| {
         let units = rehearsal.units.iter().enumerate().filter(|(_, unit)| is_one(unit));
@@ -23,7 +23,7 @@ pub fn chain(table: &ParameterTable, rehearsal: &Rehearsal, determinism: Determi
     }
 }
 
-/// What units exchange, those together that follow each other and exchange the same.
+/// Returns the exchanges within units. Adjacent units with the same exchanges share an entry.
 fn exchanges(rehearsal: &Rehearsal) -> Vec<UnitExchanges> {
     let mut found: Vec<UnitExchanges> = Vec::new();
     for (unit, rehearsed) in rehearsal.units.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Which rank does what: the grid of ranks, the chain of units, and which part of each parameter a rank holds.
+//! The layout of a model on ranks: the grid of ranks, the chain of units, and the part of each parameter that a rank holds.
 
 mod chain;
 mod per_experts;

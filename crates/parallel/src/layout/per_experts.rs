@@ -1,6 +1,6 @@
 use trireme_tensor::UnitInfo;
 
-/// A value for units whose parameters all ranks have, and one for units with experts, if ranks have different experts.
+/// A value for units without experts, and another one for units with experts if ranks hold different experts.
 #[derive(Debug, Clone)]
 pub(crate) struct PerExperts<T> {
     pub(crate) shared: T,
@@ -20,7 +20,7 @@ impl<T> PerExperts<T> {
         self.experts.as_ref().unwrap_or(&self.shared)
     }
 
-    /// The results of a function that takes the values in turn.
+    /// Applies a fallible function to the values in turn.
     pub(crate) fn try_map<'a, U, E>(
         &'a self,
         mut map: impl FnMut(&'a T) -> Result<U, E>,

@@ -12,9 +12,9 @@ pub struct Placements {
 }
 
 impl Placements {
-    /// Parameters lie with their unit's rank of the pipeline. Ranks that shard optimizer state cut them where shards of the unit's
-    /// flat buffer end, tensor ranks as the model declares, and experts lie with one of the data-parallel neighbours with
-    /// different ones.
+    /// Places every parameter. Along the pipeline axis, it is on its unit's rank. Ranks that shard optimizer state split it at the ends of
+    /// the shards of the unit's flat buffer, and tensor ranks split it as the model declares. An expert is on one of the neighbouring
+    /// data-parallel ranks that hold different experts.
     pub fn new(table: &ParameterTable, outline: &Outline, mesh: Mesh) -> Self {
         let is_sharded = outline.state.is_sharded(StateClass::Optimizer);
         let (of_shards, of_replicas) = neighbours(table, &mesh);
@@ -25,7 +25,7 @@ impl Placements {
             }
             (Axis::DATA_SHARD, Some(owner)) if is_sharded && of_shards > 1 => {
                 let bounds = shard_bounds(table, table.counterpart(info), degree / of_shards);
-                // Ranks with other experts hold nothing between those that have a part.
+                // Ranks with other experts hold an empty range between the ranks that hold a part.
                 let bound = |rank: usize| {
                     bounds[rank / of_shards + usize::from(rank % of_shards > owner % of_shards)]
                 };
@@ -54,7 +54,7 @@ impl Placements {
         Placements { mesh, tensors }
     }
 
-    /// Where something lies that all ranks have which have a parameter, or a part of it.
+    /// Returns the placement of a value that is replicated on all ranks that hold the parameter `info`, or a part of it.
     pub fn beside(&self, table: &ParameterTable, outline: &Outline, info: &ParameterInfo) -> Vec<Placement> {
         let (of_shards, of_replicas) = neighbours(table, &self.mesh);
         let along = |&(axis, _): &(Axis, usize)| match (axis, table.owner(info)) {
@@ -68,17 +68,17 @@ impl Placements {
         self.mesh.axes().iter().map(along).collect()
     }
 
-    /// The ranks.
+    /// The mesh of ranks on which the parameters are placed.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
 
-    /// A placement for each parameter, in the table's order.
+    /// The placement of each parameter, in the table's order.
     pub fn tensors(&self) -> &[TensorPlacement] {
         &self.tensors
     }
 
-    /// The elements of each unit's flat buffer that `rank` updates.
+    /// Returns the elements of each unit's flat buffer that `rank` updates.
     ///
     /// # Panics
     /// If `rank` is outside of the mesh, or `table` is of another model.
@@ -98,14 +98,15 @@ impl Placements {
     }
 }
 
-/// How many neighbours with different experts there are among shards, and among replicas: they are shards first.
+/// Returns the number of neighbours with different experts along the shard axis, and along the replica axis. They fill the shard axis
+/// first.
 fn neighbours(table: &ParameterTable, mesh: &Mesh) -> (usize, usize) {
     let shards = mesh.axes().iter().find(|(axis, _)| *axis == Axis::DATA_SHARD);
     let (degree, num_shards) = (table.expert_place().degree, shards.map_or(1, |&(_, degree)| degree));
     (degree.min(num_shards), degree.div_ceil(num_shards))
 }
 
-/// Where shards of a parameter's unit end within the parameter.
+/// Returns the bounds within a parameter at which the shards of its unit end.
 fn shard_bounds(table: &ParameterTable, info: &ParameterInfo, degree: usize) -> Vec<usize> {
     let (unit, range) = (&table.units()[info.unit], info.range());
     let bound = |index| unit.shard(index, degree).end.clamp(range.start, range.end) - range.start;

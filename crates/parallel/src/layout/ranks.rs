@@ -1,4 +1,4 @@
-//! The ranks of a world, as a grid of stages, replicas and shards.
+//! The grid of all ranks: pipeline stages, replicas, shards, and the context, tensor and expert axes.
 
 use crate::error::{ParallelError, Result};
 use crate::layout::PerExperts;
@@ -10,28 +10,30 @@ use trireme_schedule::collective::Hosts;
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{ModelPlace, ParameterInfo, ParameterTable, UnitInfo};
 
-/// How many ranks there are along the axes of a mesh; the axis of replicas has as many as these leave.
+/// The number of ranks along each axis of a mesh. The remaining factor of the world size is the number of replicas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Degrees {
-    /// Along [`Axis::PIPELINE`].
+    /// Ranks along [`Axis::PIPELINE`].
     pub pipeline: usize,
-    /// Ranks that shard a replica of the training state: along [`Axis::DATA_SHARD`] and [`Axis::CONTEXT`], or 1 if nothing is sharded.
+    /// Ranks that shard one replica of the training state, along [`Axis::DATA_SHARD`] and [`Axis::CONTEXT`] together; 1 if nothing is
+    /// sharded.
     pub shards: usize,
-    /// Along [`Axis::CONTEXT`].
+    /// Ranks along [`Axis::CONTEXT`].
     pub context: usize,
-    /// Of these, neighbours that exchange positions for heads; among the others keys and values travel in a ring.
+    /// Neighbouring ranks of the context axis that exchange positions for heads by all-to-all. Between these groups, keys and values travel
+    /// in a ring.
     pub heads: usize,
-    /// Along [`Axis::TENSOR`].
+    /// Ranks along [`Axis::TENSOR`].
     pub tensor: usize,
-    /// Neighbours among all data-parallel ranks, those of the context axis among them, that have different experts.
+    /// Neighbouring data-parallel ranks with different experts. Ranks of the context axis count as data-parallel.
     pub experts: usize,
 }
 
 impl Degrees {
-    /// Replicas alone.
+    /// One rank along every axis except the replicas.
     pub const ONE: Degrees = Degrees { pipeline: 1, shards: 1, context: 1, heads: 1, tensor: 1, experts: 1 };
 
-    /// The mesh of so many ranks, which [`RankGrid`] describes.
+    /// Returns the mesh of `world_size` ranks that [`RankGrid`] describes.
     ///
     /// # Panics
     /// If the degrees do not divide the number of ranks.
@@ -51,16 +53,17 @@ impl Degrees {
         Mesh::new(&axes).expect("groups have ranks")
     }
 
-    /// As the [mesh](Degrees::mesh), with its numbers, for the training state: ranks of the context axis are shards or replicas.
+    /// Returns the mesh for the training state, with the same rank numbers as [`mesh`](Degrees::mesh). It has no context axis: these ranks
+    /// are shards or replicas.
     pub fn state_mesh(self, world_size: usize) -> Mesh {
         Degrees { context: 1, ..self }.mesh(world_size)
     }
 
-    /// As the [mesh](Degrees::mesh), with its numbers, for units with experts: data-parallel neighbours along [`Axis::EXPERT`]
-    /// differ in them.
+    /// Returns the mesh for units with experts, with the same rank numbers as [`mesh`](Degrees::mesh). Neighbouring data-parallel ranks
+    /// along [`Axis::EXPERT`] have different experts.
     ///
     /// # Panics
-    /// As [`mesh`](Degrees::mesh), and if ranks with different experts are neither shards of one replica nor whole replicas.
+    /// As [`mesh`](Degrees::mesh), and if the ranks with different experts are neither shards of one replica nor complete replicas.
     pub fn expert_mesh(self, world_size: usize) -> Mesh {
         let Degrees { pipeline, shards, tensor, experts, .. } = self;
         let replicas = world_size / (pipeline * shards * tensor);
@@ -79,7 +82,7 @@ impl Degrees {
         Mesh::new(&axes).expect("groups have ranks")
     }
 
-    /// Which part of a model a rank has.
+    /// Returns the place of a rank on the tensor and expert axes, which determines its part of the model.
     pub fn model_place(self, rank: Rank) -> ModelPlace {
         let Degrees { tensor, experts, .. } = self;
         ModelPlace {
@@ -88,67 +91,68 @@ impl Degrees {
         }
     }
 
-    /// Which of the ranks that have the positions of a sequence a rank is.
+    /// Returns the place of a rank among the ranks that share the positions of a sequence.
     pub fn context_place(self, rank: Rank) -> ContextPlace {
         ContextPlace::new(AxisPlace::new(rank.0 / self.tensor % self.context, self.context), self.heads)
     }
 }
 
-/// The ranks of a world, as a mesh of the axes [pipeline](Axis::PIPELINE), [replicas](Axis::DATA_REPLICATE),
-/// [shards](Axis::DATA_SHARD), [context](Axis::CONTEXT) and [tensor](Axis::TENSOR), the last varying fastest: those that exchange most are
-/// neighbours. So the rank at the places `p`, `r`, `s`, `c` and `t` is `(((p * replicas + r) * shards + s) * context + c) * tensor + t`.
+/// The ranks of a world, as a mesh of the axes [pipeline](Axis::PIPELINE), [replicas](Axis::DATA_REPLICATE), [shards](Axis::DATA_SHARD),
+/// [context](Axis::CONTEXT) and [tensor](Axis::TENSOR). The last axis varies fastest, so that the ranks that exchange most are neighbours.
+/// The rank at the places `p`, `r`, `s`, `c` and `t` has the number `(((p * replicas + r) * shards + s) * context + c) * tensor + t`.
 ///
-/// Ranks with the same place in the pipeline run the same units. Those that differ in their tensor place alone see the same microbatches,
-/// and have parts of the same parameters. The others are data-parallel: those of a replica shard its training state; ranks with the same
-/// shard hold the same values (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2). Ranks of the context axis are among
-/// them: they see parts of the same sequences, and shard the state of a replica with the others if it is sharded.
+/// Ranks with the same place in the pipeline run the same units. Ranks that differ only in their tensor place see the same microbatches and
+/// hold parts of the same parameters. All other ranks of a stage are data-parallel: the ranks of a replica shard its training state, and
+/// ranks with the same shard hold the same values (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2). Ranks of the context
+/// axis are data-parallel as well: they see parts of the same sequences. If state is sharded, they are among the ranks that shard a
+/// replica.
 pub struct RankGrid {
     mesh: Mesh,
     degrees: Degrees,
     world: Arc<Group>,
     pipeline: Arc<Group>,
-    /// Those among which the state of units lies.
+    /// The groups that store the state of units.
     pub(crate) state: PerExperts<StateRanks>,
     experts: Option<Arc<Group>>,
     ring: Arc<Group>,
     heads: Arc<Group>,
     tensor: Arc<Group>,
-    /// The shards' ranks by hosts, if they were split.
+    /// The ranks of `shards` by host, after [`split_by_hosts`](RankGrid::split_by_hosts).
     pub(crate) levels: Option<Levels>,
-    /// The ranks of the tensor axis that hold the same elements of a parameter, by their number.
+    /// The ranks of the tensor axis that hold the same elements of a parameter: one group for each number of such ranks.
     holders: Vec<Arc<Group>>,
     groups: Vec<Arc<Group>>,
 }
 
-/// The ranks that run the same units, with the same experts, for other microbatches or positions.
+/// The groups of data-parallel ranks that store the state of a unit. All run the same units with the same experts.
 #[derive(Clone)]
 pub struct StateRanks {
-    /// All of them.
+    /// All data-parallel ranks: they see other microbatches, or other positions of the same ones.
     pub data: Arc<Group>,
-    /// Those of this rank's replica of the training state.
+    /// The ranks that shard this rank's replica of the training state.
     pub shards: Arc<Group>,
-    /// Those with this rank's shard.
+    /// The ranks that hold the same shard as this rank.
     pub replicas: Arc<Group>,
     /// This rank alone.
     own: Arc<Group>,
 }
 
 impl StateRanks {
-    /// The ranks that update a unit together: each its shard of it, or this rank all of it.
+    /// Returns the ranks that update a unit together. Each updates its shard; without sharding, this rank alone updates the full unit.
     pub(crate) fn updating(&self, outline: &Outline) -> &Arc<Group> {
         if outline.state.is_sharded(StateClass::Optimizer) { &self.shards } else { &self.own }
     }
 
-    /// The ranks that update what this rank updates.
+    /// Returns the ranks that update the same elements as this rank.
     pub(crate) fn alike(&self, outline: &Outline) -> &Arc<Group> {
         if outline.state.is_sharded(StateClass::Optimizer) { &self.replicas } else { &self.data }
     }
 }
 
-/// Groups along axes of a mesh, each of which is made once.
+/// Creates groups along axes of a mesh, and reuses a group that was created before.
 struct Groups<'a> {
     mesh: &'a Mesh,
-    /// Axes along which there are several ranks, and the group; first the world.
+    /// The created groups, each with its axes that have several ranks. The first one is the world.
     made: Vec<(Vec<Axis>, Arc<Group>)>,
 }
 
@@ -158,7 +162,7 @@ impl<'a> Groups<'a> {
         Groups { mesh, made: vec![(several.map(|&(axis, _)| axis).collect(), Arc::new(world))] }
     }
 
-    /// The ranks that differ from this one along `axes` only. Collective.
+    /// Returns the ranks that differ from this one only along `axes`. Collective.
     fn along(&mut self, name: &str, axes: &[Axis]) -> Result<Arc<Group>> {
         let (several, world) = &self.made[0];
         let those: Vec<Axis> = several.iter().copied().filter(|axis| axes.contains(axis)).collect();
@@ -174,7 +178,7 @@ impl<'a> Groups<'a> {
     }
 }
 
-/// The groups of `len` ranks each that have a color in common; collective over `group`.
+/// Splits `group` into groups of `len` ranks with the same color, and returns this rank's group. Collective over `group`.
 fn part(group: &Arc<Group>, name: &str, len: usize, color: impl Fn(usize) -> usize) -> Result<Arc<Group>> {
     Ok(match len {
         _ if len == group.world_size() => Arc::clone(group),
@@ -190,7 +194,7 @@ fn add_once(groups: &mut Vec<Arc<Group>>, group: &Arc<Group>) {
 }
 
 impl RankGrid {
-    /// Arranges the ranks of `world`; collective over it.
+    /// Arranges the ranks of `world`, and creates the groups of its axes. Collective over `world`.
     ///
     /// # Panics
     /// If the degrees do not divide the number of ranks.
@@ -212,7 +216,8 @@ impl RankGrid {
         let mut groups: Vec<_> = groups.made.into_iter().map(|(_, group)| group).collect();
         let (world, heads) = (Arc::clone(&groups[0]), degrees.heads);
         let ring = part(&context, "ring", degrees.context / heads, |rank| rank % heads)?;
-        // What units exchange must not wait for what is gathered ahead or reduced behind them: these ranks may be all data-parallel ones.
+        // Exchanges within units have groups of their own: they must not wait behind gathers of later units or pending reductions. The
+        // group of heads may have the same ranks as all of `data`.
         let heads = match heads {
             1 => Arc::clone(&own),
             _ => Arc::new(context.split_by("heads", |rank| (rank.0 / heads) as u64)?),
@@ -223,7 +228,8 @@ impl RankGrid {
         let (mut experts, mut of_experts) = (None, None);
         if degrees.experts > 1 {
             let mesh = degrees.expert_mesh(world.world_size());
-            // As with heads: tokens do not wait for gradients. Gradients of shadowed experts are summed as an expert's own rank would sum them.
+            // The expert axis has its own group as well, so that tokens do not wait behind gradients. `split_in_order` sums the gradients
+            // of shadowed experts as an expert's own rank would sum them.
             let of_axis = |rank| mesh.group_of(rank, &[Axis::EXPERT]) as u64;
             let axis = Arc::new(world.split_in_order("experts", of_axis)?);
             groups.push(Arc::clone(&axis));
@@ -257,7 +263,7 @@ impl RankGrid {
         })
     }
 
-    /// Makes the groups of those ranks of the tensor axis that hold the same elements of parameters; collective over all ranks.
+    /// Creates the groups of ranks of the tensor axis that hold the same elements of a parameter. Collective over all ranks.
     pub(crate) fn split_holders(&mut self, table: &ParameterTable) -> Result<()> {
         let numbers = table.parameters().iter().map(ParameterInfo::num_holders);
         let mut numbers: Vec<usize> = numbers.filter(|number| *number > 1).collect();
@@ -271,23 +277,28 @@ impl RankGrid {
         Ok(())
     }
 
-    /// Makes another group of the pipeline's ranks, for operations that they come to between different others; collective over all ranks.
+    /// Creates another group of the pipeline's ranks, for operations whose order relative to the other operations differs between the
+    /// ranks. Collective over all ranks.
     pub(crate) fn split_pipeline(&mut self, name: &str) -> Result<Arc<Group>> {
         let group = Arc::new(self.pipeline.split_by(name, |_| 0)?);
         self.groups.push(Arc::clone(&group));
         Ok(group)
     }
 
-    /// The ranks of the tensor axis that hold the same elements of a parameter, if `num_holders` do, which are several.
+    /// Returns the ranks of the tensor axis that hold the same elements of a parameter, of which there are `num_holders`, at least 2.
     ///
     /// # Panics
-    /// If no parameter is held by so many.
+    /// If no parameter is held by `num_holders` ranks.
     pub(crate) fn holders(&self, num_holders: usize) -> &Arc<Group> {
         let group = self.holders.iter().find(|group| group.world_size() == num_holders);
         group.expect("groups were made for all parameters")
     }
 
-    /// Splits the shards' ranks by hosts, if a replica has equally many on each of its hosts; collective over all ranks.
+    /// Splits the ranks of each replica by host. Collective over all ranks.
+    ///
+    /// # Errors
+    /// [`ParallelError::UnequalHosts`] if the hosts of a replica have different numbers of its ranks. [`ParallelError::UnlikeHosts`] if,
+    /// with tensor parallelism, replicas are on different numbers of hosts.
     pub(crate) fn split_by_hosts(&mut self) -> Result<()> {
         let group_of = |rank: usize| self.mesh.group_of(Rank(rank), &[Axis::DATA_SHARD]);
         let num_ranks = self.world.world_size();
@@ -300,7 +311,7 @@ impl RankGrid {
                 let ranks = (0..hosts.num_hosts()).map(|host| hosts.ranks(host).len()).collect();
                 return Err(ParallelError::UnequalHosts { replica, ranks });
             }
-            // Ranks of the tensor axis exchange in one order, so they gather and sum by the same levels.
+            // Ranks of the tensor axis issue exchanges in one order, so all must gather and sum by the same levels.
             let (num_hosts, expected) = (hosts.num_hosts(), *expected.get_or_insert(hosts.num_hosts()));
             if self.tensor.world_size() > 1 && num_hosts != expected {
                 return Err(ParallelError::UnlikeHosts { replica, num_hosts, expected });
@@ -319,28 +330,30 @@ impl RankGrid {
         &self.world
     }
 
-    /// The ranks that run the other units of the model for the same microbatches, in the order of the pipeline.
+    /// The ranks that run the stages of the pipeline for the same microbatches, in pipeline order.
     pub fn pipeline(&self) -> &Arc<Group> {
         &self.pipeline
     }
 
-    /// The ranks that run the same units for other microbatches, or for other positions of the same ones.
+    /// The data-parallel ranks: they run the same units for other microbatches, or for other positions of the same ones.
     pub fn data(&self) -> &Arc<Group> {
         &self.state.shared.data
     }
 
-    /// The ranks among which the state of a unit lies.
+    /// Returns the groups of ranks that store the state of a unit.
     pub fn state_of(&self, unit: &UnitInfo) -> &StateRanks {
         self.state.of(unit)
     }
 
-    /// The ranks with different experts, if they are several.
+    /// The ranks with different experts; `None` if all ranks have all experts.
     pub fn experts(&self) -> Option<&Arc<Group>> {
         self.experts.as_ref()
     }
 
-    /// Among the ranks that together have all of the state of a pipeline's place once: the larger of those of a replica and those with different
-    /// experts; and whether the others of these have what this rank has of units without experts.
+    /// Returns the group over which squared gradient norms are summed, and whether this rank counts units without experts. The group is the
+    /// larger of the shards of a replica and the ranks with different experts: its ranks together hold the state of a stage exactly once,
+    /// apart from the tensor axis. If ranks with different experts are more than the shards, only the first of them count units without
+    /// experts.
     pub(crate) fn squares_group(&self) -> (&Arc<Group>, bool) {
         match self.experts() {
             Some(axis) if axis.world_size() > self.shards().world_size() => {
@@ -350,12 +363,12 @@ impl RankGrid {
         }
     }
 
-    /// Which part of the model this rank has.
+    /// This rank's place on the tensor and expert axes, which determines its part of the model.
     pub fn model_place(&self) -> ModelPlace {
         self.degrees.model_place(self.world.rank())
     }
 
-    /// The ranks that shard a replica with this one.
+    /// The ranks that shard this rank's replica of the training state.
     pub fn shards(&self) -> &Arc<Group> {
         &self.state.shared.shards
     }
@@ -365,70 +378,71 @@ impl RankGrid {
         &self.state.shared.replicas
     }
 
-    /// This rank's place among those that see different samples.
+    /// This rank's place among the groups of ranks that see different samples.
     pub fn sample_place(&self) -> AxisPlace {
         let context = self.degrees.context;
         AxisPlace::new(self.data().rank().0 / context, self.data().world_size() / context)
     }
 
-    /// Which of the ranks that have the positions of the same sequences this is.
+    /// This rank's place among the ranks that share the positions of a sequence.
     pub fn context_place(&self) -> ContextPlace {
         self.degrees.context_place(self.world.rank())
     }
 
-    /// The ranks among which keys and values of the same sequences travel, in the order of their positions.
+    /// The ranks among which keys and values of the same sequences travel in a ring, in the order of their positions.
     pub fn ring(&self) -> &Arc<Group> {
         &self.ring
     }
 
-    /// The ranks that exchange positions of the same sequences for heads.
+    /// The ranks that exchange positions of the same sequences for heads by all-to-all.
     pub fn heads(&self) -> &Arc<Group> {
         &self.heads
     }
 
-    /// The ranks that have parts of the same parameters, and see the same microbatches.
+    /// The ranks that hold parts of the same parameters and see the same microbatches.
     pub fn tensor(&self) -> &Arc<Group> {
         &self.tensor
     }
 
-    /// The ranks as a mesh on which the training state lies: those of the context axis are shards or replicas like others.
+    /// The mesh on which the training state is placed. Ranks of the context axis are shards or replicas in it.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
 
-    /// Says which line of a program issues what the groups are given from now on.
+    /// Sets the line of the program that issues all later operations of the groups.
     pub(crate) fn set_line(&self, line: ProgramLine<'_>) {
         self.groups.iter().for_each(|group| group.set_line(format_args!("{line}")));
     }
 
-    /// Says that no line of a program issues what the groups are given from now on.
+    /// Declares that later operations of the groups belong to no line of a program.
     pub(crate) fn forget_line(&self) {
         self.groups.iter().for_each(|group| group.set_line(format_args!("")));
     }
 
-    /// Bytes of vectors that this rank has sent, by all groups, messages among them.
+    /// Bytes that this rank has sent, by collectives and messages of all groups.
     pub fn payload_bytes(&self) -> u64 {
         let all = self.groups.iter().map(|group| group.statistics());
         all.map(|statistics| statistics.payload_bytes + statistics.message_bytes).sum()
     }
 
-    /// The part of it that went to other hosts by groups that hold one rank of each host; `None` where none were made.
+    /// The part of [`payload_bytes`](RankGrid::payload_bytes) that groups with one rank per host have sent across hosts, by collectives.
+    /// `None` if there are no such groups.
     pub fn payload_bytes_across(&self) -> Option<u64> {
         self.levels.as_ref().map(|levels| levels.across.statistics().payload_bytes)
     }
 
-    /// Bytes of memory that the groups themselves take on this rank, besides buffers.
+    /// Bytes of memory that the groups take on this rank, without buffers.
     pub(crate) fn fixed_bytes(&self) -> usize {
         self.groups.iter().map(|group| group.fixed_bytes()).sum()
     }
 }
 
-/// The ranks of a replica by hosts, on each of which there are equally many.
+/// The ranks of a replica by host. Every host has the same number of them.
 pub(crate) struct Levels {
     hosts: Hosts,
-    /// Those of this rank's host.
+    /// The ranks on this rank's host.
     pub(crate) within: Arc<Group>,
-    /// Those with this rank's number on their hosts.
+    /// The ranks with this rank's local number, one on each host.
     pub(crate) across: Arc<Group>,
 }
 
@@ -441,7 +455,7 @@ impl Levels {
         Ok(Levels { hosts, within, across })
     }
 
-    /// Which shard the rank of a number on a host has.
+    /// Returns the index of the shard that a rank has, from its host and its number on that host.
     pub(crate) fn shard(&self, host: usize, local_rank: usize) -> usize {
         self.hosts.ranks(host)[local_rank].0
     }
@@ -469,7 +483,8 @@ mod tests {
 
     #[test]
     fn replicas_on_different_numbers_of_hosts_are_refused_by_all() {
-        // Of the first replica, the ranks with the first part of each parameter share a host, and those with the others do not.
+        // In the first replica, the ranks with the first part of each parameter are on one host; the ranks with each of the other parts are
+        // on two.
         let found = run_ranks_on(&[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2], |group| {
             let degrees = Degrees { shards: 2, tensor: 3, ..Degrees::ONE };
             RankGrid::new(group, degrees).unwrap().split_by_hosts().map_err(|error| error.to_string())

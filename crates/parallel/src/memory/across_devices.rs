@@ -1,9 +1,10 @@
-//! Values that one device has and another one works with.
+//! Access to values of one device by kernels of another one.
 
 use crate::error::ParallelError;
 use trireme_tensor::{Category, Device, DeviceError, Tensor, Values, View, ViewMut};
 
-/// `values` where kernels of `to` read them: as they are, or a copy. Fails if there is no memory for one.
+/// Returns `values` in memory that kernels of `to` can read: the values themselves if the devices share memory, else a copy. Fails if there
+/// is no memory for the copy.
 pub(crate) fn bring<'a>(
     values: View<'a>,
     from: &Device,
@@ -18,13 +19,14 @@ pub(crate) fn bring<'a>(
     Ok(Values::Converted(copy))
 }
 
-/// `y = x`, of devices of two spaces, through memory of the host.
+/// `y = x`, for devices that share no memory, through host memory.
 fn copy_across((x, from): (View<'_>, &Device), (y, to): (ViewMut<'_>, &Device)) {
     let bytes: Vec<u8> = from.read(x.as_bytes());
     to.upload(&bytes, y);
 }
 
-/// Lets `work` change `values` where kernels of `to` work. Fails if there is no memory for a copy, and if `work` does.
+/// Lets `work` change `values` by kernels of `to`: in place if the devices share memory, else in a copy that is copied back. Fails if there
+/// is no memory for the copy, or if `work` fails.
 pub(crate) fn change_on<E: From<ParallelError>>(
     mut values: ViewMut<'_>,
     from: &Device,

@@ -3,11 +3,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use trireme_comm::Group;
 use trireme_tensor::{Category, Device};
 
-/// Memory that a group has given, counted as [pinned](Device::pinned) memory of a device as long as this is there.
+/// Counts memory of groups as [staging](Device::staging) memory of a device. Dropping it subtracts everything that is still counted.
 pub(crate) struct Counted {
     device: Device,
     bytes: [AtomicUsize; Category::ALL.len()],
-    /// Memory of peers that is mapped: communication.
+    /// Bytes of memory of peers that this rank maps, counted as communication.
     mapped: AtomicUsize,
 }
 
@@ -21,7 +21,7 @@ impl Counted {
         &self.device
     }
 
-    /// Counts a buffer of `group` that is about to be taken, and what this rank maps of its peers' ones.
+    /// Counts a buffer of `group` that is about to be allocated, and the buffers of peers that this rank maps for it.
     pub(crate) fn take_buffer(&self, group: &Group, num_bytes: usize) -> Result<()> {
         self.take(Category::Communication, num_bytes)?;
         self.map(group.peer_bytes_mapped(num_bytes))

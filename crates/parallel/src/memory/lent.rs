@@ -1,4 +1,4 @@
-//! Memory of groups in which tensors lie that ranks exchange, so that nothing is copied.
+//! Tensors in memory of groups, so that ranks exchange them without a copy.
 
 use crate::memory::Pool;
 use std::any::Any;
@@ -9,22 +9,22 @@ use trireme_base::{HostMemory, Pending};
 use trireme_comm::{Buffer, Untyped};
 use trireme_tensor::{LentMemory, Shape, Tensor};
 
-/// Memory of a group in which a tensor lies until it is dropped.
+/// A buffer of a group that holds a tensor until the tensor is dropped.
 pub(crate) struct ExchangeMemory {
-    /// None once an exchange has it.
+    /// `None` after an exchange has taken the buffer.
     buffer: Option<Buffer<Untyped>>,
     range: Range<usize>,
-    /// Where it goes back to; none while it is there.
+    /// The pool that the buffer returns to; `None` while this is in the pool's `spare`.
     owner: Option<ExchangePool>,
 }
 
 type Boxes = Vec<Box<ExchangeMemory>>;
 
-/// Memory of a group that is lent to tensors.
+/// A pool of group memory that is lent to tensors.
 #[derive(Clone)]
 pub(crate) struct ExchangePool {
     pool: Pool,
-    /// Boxes without buffers, so that steps allocate nothing.
+    /// Boxes without buffers, kept so that steps do not allocate.
     spare: Arc<Mutex<Boxes>>,
 }
 
@@ -41,7 +41,7 @@ impl ExchangePool {
         self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A tensor of the elements `range` of a buffer of the pool.
+    /// Returns a tensor in the elements `range` of a buffer of the pool.
     pub(crate) fn lend(&self, buffer: Buffer<Untyped>, range: Range<usize>, shape: Shape) -> Tensor {
         let spare = self.spare().pop();
         let mut memory =
@@ -56,10 +56,10 @@ impl ExchangePool {
         owner.is_some_and(|owner| Arc::ptr_eq(&owner.spare, &self.spare))
     }
 
-    /// Takes back the buffer of a tensor that fills it.
+    /// Takes the buffer back from a tensor that fills it.
     ///
     /// # Panics
-    /// If the memory is another pool's, or the tensor does not fill it.
+    /// If another pool has lent the memory, or if the tensor does not fill it.
     pub(crate) fn take_back(&self, memory: Box<dyn LentMemory>) -> Buffer<Untyped> {
         let memory: Box<dyn Any> = memory;
         let mut memory: Box<ExchangeMemory> = memory.downcast().expect("a pool of this type has lent it");

@@ -1,4 +1,4 @@
-//! Memory of groups and devices in which ranks exchange tensors, and what is counted of it.
+//! Memory of groups and devices for exchanges between ranks, and its accounting.
 
 mod across_devices;
 mod counted;

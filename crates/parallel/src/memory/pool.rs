@@ -5,19 +5,19 @@ use trireme_base::{DType, Pending};
 use trireme_comm::{Buffer, Group, PageSize, Untyped};
 use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
 
-/// Vectors that kernels work with and a group exchanges, whose memory is used again, so that steps allocate nothing.
+/// A pool of vectors that kernels access and a group exchanges. Memory is reused, so that steps do not allocate.
 pub(crate) struct Pool {
     group: Arc<Group>,
     dtype: DType,
     category: Category,
-    /// Whether peers read the buffers.
+    /// Whether peers access the buffers directly, so that memory of peers is mapped and counted.
     is_exchanged: bool,
     page_size: PageSize,
     has_buffers: bool,
     shared: Arc<Shared>,
 }
 
-/// What clones have in common. Buffers that were taken go no later than this.
+/// The state that clones of a pool share. Memory of the pool stays counted until the last clone is dropped.
 struct Shared {
     free: Mutex<Vec<(usize, Pending<Buffer<Untyped>>)>>,
     counted: Counted,
@@ -30,7 +30,8 @@ impl Clone for Pool {
 }
 
 impl Pool {
-    /// An empty pool, counted as `category`, with what this rank maps of its peers' vectors if they are exchanged as they are.
+    /// Creates an empty pool. Its buffers are counted as `category`; if they are exchanged themselves, the buffers of peers that this rank
+    /// maps are counted as communication.
     pub(crate) fn new(
         group: &Arc<Group>,
         device: &Device,
@@ -39,18 +40,18 @@ impl Pool {
         is_exchanged: bool,
     ) -> Self {
         let shared = Shared { free: Mutex::default(), counted: Counted::new(device) };
-        // What goes to nobody needs no memory to pass through.
+        // A group of one rank exchanges nothing, so its vectors need no group memory.
         let has_buffers = group.world_size() > 1;
         let (group, page_size) = (Arc::clone(group), PageSize::Base);
         Pool { group, dtype, category, is_exchanged, page_size, has_buffers, shared: Arc::new(shared) }
     }
 
-    /// The same in huge pages: for what is exchanged many times in a step.
+    /// Uses huge pages, for vectors that are exchanged many times per step.
     pub(crate) fn in_huge_pages(self) -> Self {
         Pool { page_size: PageSize::Huge, ..self }
     }
 
-    /// The same for vectors that the host works with, or another group, even if this group has one rank.
+    /// Allocates group memory even if the group has one rank, for vectors that the host or another group accesses.
     pub(crate) fn with_buffers(self) -> Self {
         Pool { has_buffers: true, ..self }
     }
@@ -71,25 +72,25 @@ impl Pool {
         self.shared.counted.device()
     }
 
-    /// A vector of `len` elements with unspecified contents.
+    /// Returns a vector of `len` elements with unspecified contents.
     pub(crate) fn take(&self, len: usize) -> Result<Exchanged> {
         let own = self.take_own(len)?;
         Ok(Exchanged { buffer: self.take_buffer(self.buffer_len(len))?, own })
     }
 
-    /// Memory of the device for `len` elements, unless there is some of the group that kernels reach.
+    /// Allocates device memory for `len` elements. Returns `None` if kernels work in the group's memory instead.
     fn take_own(&self, len: usize) -> Result<Option<Tensor>> {
         let device = self.device();
         let take = || device.empty([len].into(), self.dtype, self.category);
         Ok((!device.reaches_host() || !self.has_buffers).then(take).transpose()?)
     }
 
-    /// Elements of the group's memory that a vector of `len` elements has.
+    /// Returns the number of elements of group memory for a vector of `len` elements.
     fn buffer_len(&self, len: usize) -> usize {
         if self.has_buffers { len } else { 0 }
     }
 
-    /// Memory of the group for `len` elements, with unspecified contents, which no kernel works with.
+    /// Returns group memory for `len` elements, with unspecified contents, without device memory for kernels.
     pub(crate) fn take_buffer(&self, len: usize) -> Result<Pending<Buffer<Untyped>>> {
         let mut free = self.shared.free.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(index) = free.iter().position(|(other, _)| *other == len) {
@@ -98,21 +99,22 @@ impl Pool {
         let (own, mapped) = self.num_bytes(len);
         self.shared.counted.take(self.category, own)?;
         self.shared.counted.map(mapped)?;
-        // The group would give a page to no elements.
+        // The group would allocate a page even for an empty buffer.
         Ok(Pending::new(match len {
             0 => Buffer::private_of(self.dtype, 0)?,
             _ => self.group.buffer_of(self.dtype, len, self.page_size)?,
         }))
     }
 
-    /// A vector of what a group brings into memory of this pool for `len` elements.
+    /// Makes a vector of `len` elements from a received buffer of this pool, and copies the elements to the device if needed.
     #[track_caller]
     pub(crate) fn adopt(&self, buffer: Pending<Buffer<Untyped>>, len: usize) -> Result<Exchanged> {
         let part = DevicePart { own: self.take_own(len)?, arriving: 0..len };
         Ok(Exchanged::arrive(buffer, part, self.device()))
     }
 
-    /// Memory of `len` elements for the group to exchange, with `values` from element `at` on after the kernels issued so far.
+    /// Returns a buffer of `len` elements for the group to exchange. `values` are copied into it from element `at` on, after the kernels
+    /// that have been issued.
     pub(crate) fn send(
         &self,
         device: &Device,
@@ -124,7 +126,8 @@ impl Pool {
         Ok(Buffer::pending(buffer, self.dtype, len))
     }
 
-    /// Brings `len` exchanged elements from `at` on to `result` for kernels issued from now on; the group's memory is given back.
+    /// Copies exchanged elements, from element `at` of a buffer of `len` elements on, to `result`. Kernels issued later read them. Returns
+    /// the buffer to the pool.
     #[track_caller]
     pub(crate) fn receive(
         &self,
@@ -138,7 +141,7 @@ impl Pool {
         self.give_buffer(len, buffer);
     }
 
-    /// Bytes of a buffer, and of what is mapped of its peers.
+    /// Returns the bytes of a buffer, and the bytes of peers' buffers that are mapped for it.
     fn num_bytes(&self, len: usize) -> (usize, usize) {
         let own = len * self.dtype.size();
         (own, if self.is_exchanged { self.group.peer_bytes_mapped_in(own, self.page_size) } else { 0 })
@@ -153,7 +156,7 @@ impl Pool {
         self.shared.free.lock().unwrap_or_else(PoisonError::into_inner).push((len, buffer));
     }
 
-    /// Gives a vector back that is not used again.
+    /// Frees the memory of a vector instead of reusing it.
     pub(crate) fn discard(&self, vector: Exchanged) {
         let (own, mapped) = self.num_bytes(self.buffer_len(vector.len()));
         drop(vector);
@@ -168,7 +171,7 @@ mod tests {
     use trireme_tensor::DeviceOptions;
     use trireme_testkit::run_ranks;
 
-    /// Bytes of a vector of 1000 f32 on the device, and in memory of the group.
+    /// Returns the bytes of a vector of 1000 f32 on the device, and in memory of the group.
     fn bytes(group: Group, page_size: PageSize) -> [usize; 2] {
         let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
         let pool = Pool::new(&Arc::new(group), &device, DType::F32, Category::Gradients, true);

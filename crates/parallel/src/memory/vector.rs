@@ -1,4 +1,4 @@
-//! Vectors that kernels work with and ranks exchange.
+//! Vectors that kernels access and ranks exchange.
 
 use crate::error::Result;
 use crate::memory::Waiting;
@@ -7,18 +7,18 @@ use trireme_base::{DType, HostMemory, Pending};
 use trireme_comm::{Buffer, Element, FusedWork, Group, PageSize, Untyped};
 use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
 
-/// A vector that kernels work with and ranks exchange.
+/// A vector that kernels access and ranks exchange.
 ///
-/// Where kernels reach the host's memory and there is somebody to exchange it with, it lies in memory of the group, and nothing is copied. Elsewhere it lies on the device, and
-/// passes through memory of the group, to which and from which it is copied beside the kernels.
+/// If kernels can access host memory and the group has other ranks, the vector is stored in memory of the group, and nothing is copied.
+/// Otherwise it is stored on the device. Exchanges then pass through memory of the group; the copies to and from it overlap with kernels.
 pub(crate) struct Exchanged {
-    /// The group's memory; none if the vector lies on the device and has nowhere to go.
+    /// The group's memory. Empty if the vector is on the device and is never exchanged.
     pub(super) buffer: Pending<Buffer<Untyped>>,
-    /// The device's memory, where the group's is not.
+    /// The device's memory; `None` if kernels work in the group's memory.
     pub(super) own: Option<Tensor>,
 }
 
-/// The device's memory of a vector that a group exchanges, and which elements come back to it.
+/// The device side of a vector during an exchange: its memory on the device, and the elements that are copied back to it.
 pub(crate) struct DevicePart {
     pub(super) own: Option<Tensor>,
     pub(super) arriving: Range<usize>,
@@ -27,13 +27,13 @@ pub(crate) struct DevicePart {
 pub(crate) struct Exchanging {
     work: FusedWork,
     dtype: DType,
-    /// Elements of the group's memory.
+    /// Length of the group's memory in elements.
     len: usize,
     part: DevicePart,
 }
 
 impl Exchanged {
-    /// A vector that the host reads after each exchange.
+    /// Allocates a vector that the host reads after each exchange.
     pub(crate) fn new_for_host(group: &Group, device: &Device, dtype: DType, len: usize) -> Result<Self> {
         let is_apart = !device.reaches_host();
         let own = is_apart.then(|| device.zeros([len].into(), dtype, Category::Communication)).transpose()?;
@@ -80,7 +80,8 @@ impl Exchanged {
         self.view_mut().into_part(range.start, [range.len()].into())
     }
 
-    /// Hands the vector to a group, which reads `leaving` after the kernels that were issued so far; `arriving` is what comes back.
+    /// Prepares the vector for an exchange. The group gets the elements `leaving`, after the kernels that have been issued; the elements
+    /// `arriving` are copied back to the device afterwards.
     pub(crate) fn leave(
         self,
         device: &Device,
@@ -100,7 +101,7 @@ impl Exchanged {
         (Buffer::pending(buffer, own.dtype(), len), DevicePart { own: Some(own), arriving })
     }
 
-    /// Takes the vector back from a group. Kernels that are issued from now on read what has come.
+    /// Takes the vector back after an exchange. Kernels issued later read the received elements.
     #[track_caller]
     pub(crate) fn arrive(mut buffer: Pending<Buffer<Untyped>>, part: DevicePart, device: &Device) -> Self {
         let DevicePart { mut own, arriving } = part;
@@ -113,7 +114,7 @@ impl Exchanged {
         Exchanged { buffer, own }
     }
 
-    /// Lets a group exchange the vector.
+    /// Starts an exchange of the vector with `start`, for example an all-reduce; see [`leave`](Exchanged::leave).
     pub(crate) fn exchange<W: Into<FusedWork>>(
         self,
         device: &Device,
@@ -126,7 +127,7 @@ impl Exchanged {
         Exchanging { work: start(buffer).into(), dtype, len, part }
     }
 
-    /// The elements on the host, after the kernels that were issued so far.
+    /// Copies the elements to the host, after the kernels that have been issued.
     pub(crate) fn download<T: Element>(&mut self, device: &Device) -> &mut [T] {
         let buffer = self.buffer.wait_mut().elements_mut();
         if let Some(own) = &self.own {
@@ -135,12 +136,12 @@ impl Exchanged {
         buffer
     }
 
-    /// The host's memory of the elements, with what an earlier [`download`](Exchanged::download) or exchange has left there.
+    /// Returns the host's copy of the elements, as an earlier [`download`](Exchanged::download) or exchange has left it.
     pub(crate) fn host_elements<T: Element>(&mut self) -> &mut [T] {
         self.buffer.wait_mut().elements_mut()
     }
 
-    /// Brings the [host's memory](Exchanged::host_elements) to the device.
+    /// Copies the [host's elements](Exchanged::host_elements) to the device.
     pub(crate) fn upload<T: Element>(&mut self, device: &Device) {
         if let Some(own) = &mut self.own {
             device.upload(self.buffer.wait_mut().elements::<T>(), own.view_mut());
@@ -149,7 +150,7 @@ impl Exchanged {
 }
 
 impl Exchanging {
-    /// Waits for the exchange of a vector that is passed on to another group, which only reads it, and not to kernels.
+    /// Waits for the exchange of a vector that another group reads next. Nothing is copied to the device.
     pub(crate) fn wait_on_host(self, waiting: &mut Waiting) -> Result<(Buffer<Untyped>, DevicePart)> {
         let mut buffer = waiting.wait_fused(self.work)?;
         buffer.wait();
@@ -163,7 +164,7 @@ impl Exchanging {
         Ok(Exchanged::arrive(waiting.wait_on_device(work, (dtype, len), device)?, part, device))
     }
 
-    /// Waits for the exchange of a vector of the [host](Exchanged::new_for_host), and takes it back.
+    /// Waits for the exchange of a vector for the [host](Exchanged::new_for_host), and takes it back without a copy to the device.
     pub(crate) fn take_to_host(self, waiting: &mut Waiting) -> Result<Exchanged> {
         let (buffer, part) = self.wait_on_host(waiting)?;
         Ok(Exchanged { buffer: Pending::new(buffer), own: part.own })

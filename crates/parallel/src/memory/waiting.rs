@@ -4,7 +4,7 @@ use trireme_base::{DType, Pending};
 use trireme_comm::{Buffer, CommError, FusedWork, Outcome, Untyped, Work};
 use trireme_tensor::Device;
 
-/// How long a rank waits for communication with nothing else to do, and the operations that its kernels wait for.
+/// The time in which a rank only waited for communication, and the pending operations that its kernels wait for.
 #[derive(Default)]
 pub(crate) struct Waiting {
     pub(crate) waited: Duration,
@@ -16,13 +16,13 @@ impl Waiting {
         Ok(self.during(|| work.wait())?)
     }
 
-    /// Waits for a vector that may be reduced with others.
+    /// Waits for a vector that may have been reduced in a batch with others.
     pub(crate) fn wait_fused(&mut self, work: FusedWork) -> Result<Buffer<Untyped>> {
         Ok(self.during(|| work.wait())?)
     }
 
-    /// A vector of `len` elements of `dtype`, for kernels of `device`. If the device works later, its kernels wait for the operation, and
-    /// [`await_outcomes`](Waiting::await_outcomes) returns its failure.
+    /// Returns a vector of `len` elements of `dtype` for kernels of `device`. If the device runs kernels asynchronously, the kernels wait
+    /// for the operation instead of the host, and [`await_outcomes`](Waiting::await_outcomes) returns its failure.
     pub(crate) fn wait_on_device(
         &mut self,
         work: impl Into<FusedWork>,
@@ -30,7 +30,7 @@ impl Waiting {
         device: &Device,
     ) -> Result<Pending<Buffer<Untyped>>> {
         let work = work.into();
-        // An empty vector brings nothing.
+        // The vector is empty if the group has no memory for it: kernels have nothing to wait for.
         if device.reaches_host() || len == 0 {
             return self.wait_fused(work).map(Buffer::into_memory);
         }
@@ -39,8 +39,8 @@ impl Waiting {
         Ok(vector)
     }
 
-    /// Waits for the operations that kernels wait for, and returns their first failure. Until then kernels may work with zeros in the
-    /// place of what did not come, so nothing that outlasts a step is made of it before.
+    /// Waits for the operations that kernels wait for, and returns their first failure. Until then, kernels may read zeros in place of data
+    /// that did not arrive, so no result that outlasts a step may be computed before this call.
     pub(crate) fn await_outcomes(&mut self) -> Result<(), CommError> {
         let outcomes = std::mem::take(&mut self.outcomes);
         self.during(|| outcomes.into_iter().try_for_each(Outcome::wait))
@@ -90,7 +90,7 @@ mod tests {
         });
     }
 
-    /// The sender waits for the receiver, which times out if it waits for the message.
+    /// The sender waits at a barrier for the receiver, which would time out if the host waited for the message first.
     #[test]
     fn the_host_does_not_wait_for_what_kernels_wait_for() {
         let options = GroupOptions { timeout: Duration::from_secs(20), ..GroupOptions::default() };

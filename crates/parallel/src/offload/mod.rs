@@ -1,7 +1,7 @@
-//! State that lives elsewhere than on the device between its uses: in the host's memory or on a disk.
+//! State that resides in host memory or on a disk between its uses.
 //!
-//! The program says when it moves ([`trireme_schedule::lowering::lay_out`]); this module moves it. What is updated in the
-//! host's memory, as the optimizer's state is, needs no moves; what lives on a disk passes through that memory.
+//! The program contains the moves ([`trireme_schedule::lowering::lay_out`]), and this module executes them. State that is updated in host
+//! memory, such as optimizer state, does not move. State on a disk passes through host memory.
 
 mod spill;
 mod store;
@@ -14,40 +14,40 @@ use trireme_schedule::{Outline, Program, StateClass, StateLayout, StateOf};
 use trireme_swap::{SwapFile, SwapOptions};
 use trireme_tensor::{Device, Tensor, ViewMut};
 
-/// What it takes to have state elsewhere than on the device between its uses.
+/// Devices and files for state that resides off the device between its uses.
 #[derive(Debug, Clone)]
 pub struct OffloadOptions {
-    /// The host beside the device.
+    /// The host of the device, as a device of its own.
     pub host: Device,
     /// Folder of the files on disk.
     pub folder: PathBuf,
-    /// How the disk is worked with.
+    /// Options of reads and writes.
     pub swap: SwapOptions,
 }
 
 impl OffloadOptions {
-    /// Everything stays on `device`.
+    /// Options without a host of its own: everything stays on `device`.
     pub fn none(device: &Device) -> Self {
         OffloadOptions { host: device.clone(), folder: PathBuf::new(), swap: SwapOptions::default() }
     }
 
-    /// The device on which a class of state is worked with, which lies as `state` says.
+    /// Returns the device whose kernels work with a class of state, in the layout `state`.
     pub fn device_of<'a>(&'a self, state: &StateLayout, class: StateClass, device: &'a Device) -> &'a Device {
-        // Activations are worked with on the device, wherever they wait.
+        // Kernels use activations on the device, wherever activations reside in between.
         if class != StateClass::Activations && state.is_away(class) { &self.host } else { device }
     }
 }
 
-/// Memory that moves to another place and back.
+/// Memory that can be released, and allocated again.
 pub(crate) trait Movable {
     fn num_bytes(&self) -> usize;
 
     fn view_mut(&mut self) -> ViewMut<'_>;
 
-    /// Gives the memory back, and with it what it holds.
+    /// Frees the memory. Its contents are lost.
     fn release(&mut self);
 
-    /// Takes memory again, with unspecified contents.
+    /// Allocates the memory again, with unspecified contents.
     fn restore(&mut self) -> Result<()>;
 }
 
@@ -69,10 +69,10 @@ impl Movable for Tensor {
     }
 }
 
-/// Shows a function all memory that moves as one.
+/// A function that visits all memory of one state, which moves as a whole.
 pub(crate) type Memory<'a> = &'a mut dyn FnMut(&mut dyn FnMut(&mut dyn Movable));
 
-/// Visits all of `memory`, up to the first failure.
+/// Visits all of `memory`, and returns the first failure. Memory after the failure is not visited.
 pub(crate) fn try_each(
     memory: Memory<'_>,
     mut visit: impl FnMut(&mut dyn Movable) -> Result<()>,
@@ -86,18 +86,19 @@ pub(crate) fn try_each(
     result
 }
 
-/// State that is away, and what is on its way back.
+/// The stores of evicted state, for each class that moves.
 #[derive(Default)]
 pub(crate) struct Offloaded {
     num_microbatches: usize,
-    /// By class; absent where nothing moves. Blocks are units, of activations units and then microbatches.
+    /// The store of each class, `None` if it does not move. The index of a block is the unit; for activations, it counts units and then
+    /// microbatches.
     stores: [Option<Store>; StateClass::ALL.len()],
-    /// Read and written by stores that these take the place of.
+    /// Bytes read and written by earlier stores, which these stores have replaced.
     pub(crate) earlier_disk_bytes: [u64; 2],
 }
 
 impl Offloaded {
-    /// Stores for the classes that a program moves, for which nothing was evicted yet.
+    /// Creates empty stores for the classes that a program moves.
     pub(crate) fn new(options: &OffloadOptions, program: &Program, device: &Device) -> Self {
         let Outline { chain, num_microbatches, state, .. } = &program.outline;
         let mut stores = [const { None }; StateClass::ALL.len()];
@@ -110,7 +111,7 @@ impl Offloaded {
         Offloaded { num_microbatches: *num_microbatches, stores, earlier_disk_bytes: [0, 0] }
     }
 
-    /// Says how many bytes a state has, before any of its class is evicted.
+    /// Declares the maximum size of a state, before any state of its class is evicted.
     pub(crate) fn expect(&mut self, state: StateOf, num_bytes: usize) {
         if let Some((store, block)) = self.store(state) {
             store.expect(block, num_bytes);
@@ -133,7 +134,8 @@ impl Offloaded {
         self.stores.iter().flatten().filter_map(Store::file)
     }
 
-    /// Brings state to where it lives, and frees its memory. State that did not change since it was fetched is there already.
+    /// Moves state to where it resides between uses, and frees its memory. State on a disk that has not changed since it was fetched is not
+    /// written again.
     pub(crate) fn evict(&mut self, state: StateOf, has_changed: bool, memory: Memory<'_>) -> Result<()> {
         self.store(state).map_or(Ok(()), |(store, block)| store.evict(block, has_changed, memory))
     }
@@ -142,7 +144,7 @@ impl Offloaded {
         self.store(state).map_or(Ok(()), |(store, block)| store.fetch(block))
     }
 
-    /// Waits until state is back, if it is away.
+    /// Waits until state is in memory, and fetches it if necessary.
     pub(crate) fn restore(&mut self, state: StateOf, memory: Memory<'_>) -> Result<()> {
         self.store(state).map_or(Ok(()), |(store, block)| store.restore(block, memory))
     }

@@ -1,4 +1,4 @@
-//! Activations that a device has no room for.
+//! Files for activations that exceed a device's memory budget.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use trireme_base::HostMemory;
 use trireme_swap::SpilledMemory;
 use trireme_tensor::{LentMemory, Overflow};
 
-/// Files for activations that a device's budget has no room for, because more tokens came to its experts than were planned for.
+/// Files for activations that exceed a device's memory budget, because its experts got more tokens than the plan assumed.
 #[derive(Debug)]
 pub struct Spill {
     folder: PathBuf,
@@ -22,19 +22,19 @@ struct Counter {
 }
 
 impl Spill {
-    /// Files in `folder`, which are made as they are needed.
+    /// Files in `folder`, which are created on demand.
     pub fn new(folder: PathBuf) -> Self {
         Spill { folder, counter: Arc::default() }
     }
 
-    /// The most bytes that lay in files at a time.
+    /// Peak number of bytes in files.
     pub fn peak(&self) -> usize {
         self.counter.peak.load(Ordering::Relaxed)
     }
 }
 
 impl Overflow for Spill {
-    /// A folder without room is no reason of its own: the budget is what the user hears of.
+    /// Returns `None` if a file cannot be created: the user then sees the error that the budget is exceeded.
     fn take(&self, num_bytes: usize) -> Option<Box<dyn LentMemory>> {
         let memory = SpilledMemory::new(&self.folder, num_bytes).ok()?;
         let counter = Arc::clone(&self.counter);

@@ -7,63 +7,63 @@ use trireme_schedule::Tier;
 use trireme_swap::{AlignedBuffer, SwapFile, Transfer};
 use trireme_tensor::{Category, Device, PinnedMemory, View, ViewMut};
 
-/// Chunks on their way to a disk at a time; more would hold memory that was to be freed.
+/// Maximum number of chunks being written to a disk. More would hold memory that eviction should free.
 const WRITES_MAX: usize = 4;
 
-/// Most bytes of a chunk that goes to a disk or back: enough for a disk's full speed, few beside a worker's memory.
+/// Maximum bytes of a chunk: enough for the full speed of a disk, and small compared with a worker's memory.
 const CHUNK_BYTES_MAX: usize = 16 << 20;
 
-/// Blocks of state that live elsewhere.
+/// The blocks of one class of state that reside off their device between uses.
 pub(crate) struct Store {
-    /// What works with the state while it is here.
+    /// The device whose kernels use the state.
     owner: Device,
     place: Place,
     blocks: Vec<Block>,
-    /// Host memory that may still be copied from. It is given back before more is taken, so that what is taken does not depend on time.
+    /// Host memory that pending copies may still read. It is freed before more is allocated, so that memory use does not depend on timing.
     returning: Vec<Pending<PinnedMemory>>,
 }
 
 enum Place {
-    /// Where only activations move to.
+    /// Host memory. Only activations move there.
     Host(Device),
     Disk(Box<Disk>),
 }
 
 #[derive(Default)]
 enum Block {
-    /// With its owner.
+    /// In memory of the owner.
     #[default]
     Here,
-    /// In the host's memory, or on its way there.
+    /// In host memory, or being copied there.
     InMemory(Pending<PinnedMemory>),
     OnDisk,
-    /// On its way back from it.
+    /// Being read from disk.
     Reading,
-    /// With its owner, and unchanged on the disk.
+    /// In memory of the owner, with an unchanged copy on the disk.
     Copied,
 }
 
-/// Blocks in a file, cut into chunks: a block that leaves is written while the rest of it is copied, and one that comes back is
-/// copied while the rest of it is read. So transfers take the memory of some chunks, whatever the size of blocks.
+/// Blocks in a file, split into chunks. While one chunk of a block is written, the next one is copied from the device; while one is read,
+/// the one before is copied to the device. So transfers take the memory of a few chunks, whatever the size of a block.
 struct Disk {
-    /// Chunks on their way, in the host's memory.
+    /// Counts the chunks in flight, which are in host memory.
     counted: Counted,
-    /// If the host only counts, there is no file.
+    /// If the host is a counting device, there is no file.
     options: OffloadOptions,
-    /// What works with the state while it is here.
+    /// The device whose kernels use the state.
     owner: Device,
-    /// Bytes of the longest content that each block may get.
+    /// Maximum bytes of each block.
     room: Vec<usize>,
-    /// Bytes of what each block holds.
+    /// Current bytes of each block.
     num_bytes: Vec<usize>,
-    /// Bytes of a chunk, and of the memory that carries one. Known when the first block comes, as is all that follows.
+    /// Bytes of a full chunk and of its buffer. Set with `file` and `first_chunks` when the first block is written.
     chunk_bytes: Option<usize>,
     file: Option<SwapFile>,
     first_chunks: Vec<usize>,
     writes: VecDeque<Transfer>,
-    /// Chunks of each block that are on their way back.
+    /// For each block, its chunks that are being read.
     reads: Vec<VecDeque<Transfer>>,
-    /// On a device that only counts, their numbers in its journal.
+    /// For each block, the number of its pending read in the journal of a counting device.
     noted_reads: Vec<Option<usize>>,
 }
 
@@ -88,12 +88,12 @@ impl Disk {
         self.chunk_bytes.expect("a block was written before")
     }
 
-    /// Bytes of the chunks of a block that is read.
+    /// Returns the bytes of the buffers that read a block.
     fn read_bytes(&self, block: usize) -> usize {
         self.num_bytes[block].next_multiple_of(self.chunk_bytes())
     }
 
-    /// Settles how long chunks are, counts what writes take at most, and makes the file unless the host only counts.
+    /// Chooses the chunk size, counts the memory of writes, and creates the file unless the host is a counting device.
     fn create(&mut self) -> Result<()> {
         let longest = self.room.iter().copied().max().unwrap_or(0);
         let chunk_bytes = AlignedBuffer::capacity_for(longest.min(CHUNK_BYTES_MAX));
@@ -102,7 +102,7 @@ impl Disk {
             self.first_chunks.push(chunks.len());
             chunks.extend((0..room).step_by(chunk_bytes).map(|start| chunk_bytes.min(room - start)));
         }
-        // Those on their way, and the one that is filled.
+        // The chunks being written, and the one being filled.
         let num_writes = (WRITES_MAX + 1).min(chunks.len());
         self.counted.take(Category::Communication, num_writes * chunk_bytes)?;
         self.chunk_bytes = Some(chunk_bytes);
@@ -112,7 +112,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Copies a block away, chunk by chunk, and starts to write it; its memory is given back.
+    /// Copies a block to chunk buffers, starts to write them, and frees the block's memory.
     fn write(&mut self, block: usize, memory: Memory<'_>) -> Result<()> {
         let (num_bytes, room) = (num_bytes(memory), self.room[block]);
         assert!(num_bytes <= room, "{num_bytes} bytes for block {block}, which has room for {room}");
@@ -182,7 +182,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Takes all of `memory` again, and copies a block there, chunk by chunk as they come.
+    /// Allocates `memory` again, and copies the chunks of a block there as they are read.
     fn finish_read(&mut self, block: usize, memory: Memory<'_>) -> Result<()> {
         let finished = match self.options.host.is_counting() {
             true => {
@@ -226,7 +226,7 @@ impl Disk {
     }
 }
 
-/// Waits until another write may begin.
+/// Waits until fewer than [`WRITES_MAX`] writes are in flight, and removes completed writes from the front.
 fn await_room(writes: &mut VecDeque<Transfer>) -> Result<()> {
     while writes.len() >= WRITES_MAX || writes.front().is_some_and(Transfer::is_done) {
         writes.pop_front().expect("a write is under way").wait()?;
@@ -240,7 +240,7 @@ fn num_bytes(memory: Memory<'_>) -> usize {
     sum
 }
 
-/// Copies all of `memory` of `owner` to the host, and gives it back. Kernels go on meanwhile.
+/// Copies all of `memory` from the device to the host, and frees it. Kernels continue meanwhile.
 fn copy_out(owner: &Device, memory: Memory<'_>, copy: PinnedMemory) -> Pending<PinnedMemory> {
     let (mut first, mut copy) = (0, Pending::new(copy));
     memory(&mut |part| {
@@ -251,7 +251,7 @@ fn copy_out(owner: &Device, memory: Memory<'_>, copy: PinnedMemory) -> Pending<P
     copy
 }
 
-/// Takes all of `memory` of `owner` again, and copies it back.
+/// Allocates all of `memory` on the device again, and copies its contents back.
 fn copy_in(owner: &Device, memory: Memory<'_>, copy: &mut Pending<PinnedMemory>) -> Result<()> {
     let mut first = 0;
     try_each(memory, |part| {
@@ -318,7 +318,7 @@ impl Store {
             }
             (Place::Host(_), Block::InMemory(mut copy)) => {
                 copy_in(&self.owner, memory, &mut copy)?;
-                // Where kernels reach the host, nobody works with it any more.
+                // If kernels can access host memory, the copy has completed, and its memory is freed at once.
                 if !self.owner.reaches_host() {
                     self.returning.push(copy);
                 }
@@ -329,7 +329,7 @@ impl Store {
         Ok(())
     }
 
-    /// The file, if this is on a disk and has stored anything.
+    /// The file of the disk, if anything was written to it.
     pub(crate) fn file(&self) -> Option<&SwapFile> {
         if let Place::Disk(disk) = &self.place { disk.file.as_ref() } else { None }
     }

@@ -1,4 +1,4 @@
-//! Whole units, gathered from the shards of the ranks.
+//! Full units, all-gathered from the shards of the ranks.
 
 use super::Holders;
 use super::quantized::PackedGathering;
@@ -15,18 +15,19 @@ use trireme_schedule::collective::block;
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Category, Device, ParameterTable, Values, View, ViewMut};
 
-/// Whole units in one type of float, gathered from shards.
+/// Full units in one dtype, all-gathered from shards.
 pub(crate) struct Gathered {
     table: Arc<ParameterTable>,
     units: Vec<Whole>,
-    /// The ranks that have the shards of each unit.
+    /// For each unit, the ranks that store its shards.
     groups: Vec<Arc<Group>>,
-    /// Whether units stay when they were gathered.
+    /// Whether gathered units stay allocated.
     pub(super) is_kept: bool,
     pool: Pool,
-    /// How units that are not near are gathered as integers.
+    /// Gathers units as integers, if weights are quantized. Secondary shards take precedence.
     packed: Option<PackedGathering>,
-    /// Parameters of which several ranks would then have different values, for they are rounded by what lies beside them.
+    /// Replicated parameters that quantization would make different on different ranks, because scales depend on neighbouring elements. The
+    /// first rank's values are broadcast.
     rounded_apart: Holders,
     secondary: Option<SecondaryShards>,
 }
@@ -37,7 +38,7 @@ enum Whole {
     Absent,
     Present(Exchanged),
     Gathering(Exchanging),
-    /// As integers, which have come from other hosts.
+    /// Being gathered across hosts, as integers.
     Packed(Exchanging),
 }
 
@@ -54,7 +55,7 @@ impl Gathered {
         let pool = Pool::new(ranks.shards(), device, dtype, category, true);
         let mut gathered = Gathered { is_kept, ..Gathered::absent(table, ranks, &pool) };
         (0..table.units().len()).try_for_each(|unit| gathered.hold(unit, outline.holds(unit)))?;
-        // On one host shards are as near as copies of them would be.
+        // On a single host, secondary shards would save no traffic between hosts.
         if let Some(levels) = &ranks.levels {
             let has_secondary = spared.secondary_shards && levels.across.world_size() > 1;
             if spared.quantized_weights {
@@ -68,7 +69,7 @@ impl Gathered {
         Ok(gathered)
     }
 
-    /// No unit is there. Memory of those that are comes from `pool`, of the ranks that have the shards.
+    /// Creates a set without any unit. Memory of units comes from `pool`.
     pub(crate) fn absent(table: &Arc<ParameterTable>, ranks: &RankGrid, pool: &Pool) -> Self {
         let group = |unit| Arc::clone(&ranks.state_of(unit).shards);
         Gathered {
@@ -83,7 +84,7 @@ impl Gathered {
         }
     }
 
-    /// Starts to gather a unit as it is from the shards.
+    /// Starts to all-gather a unit from the shards, without quantization.
     fn gather(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<Whole> {
         let info = &self.table.units()[unit];
         let mut whole = match std::mem::take(&mut self.units[unit]) {
@@ -99,7 +100,7 @@ impl Gathered {
         Ok(Whole::Gathering(whole.exchange(self.pool.device(), own, 0..len, |whole| group.all_gather(whole))))
     }
 
-    /// Takes memory for a unit that stays, or releases it.
+    /// Frees the memory of a unit, and allocates it again if this rank `holds` the unit and units stay allocated.
     pub(crate) fn hold(&mut self, unit: usize, holds: bool) -> Result<()> {
         if let Whole::Present(whole) = std::mem::take(&mut self.units[unit]) {
             self.pool.discard(whole);
@@ -110,7 +111,8 @@ impl Gathered {
         Ok(())
     }
 
-    /// Starts to gather a unit, to which this rank gives `shard` of the device next to it, or what is in its place already.
+    /// Starts to gather a unit. This rank contributes `shard`, in memory of the device next to it, or with `None` the elements that are in
+    /// the unit's memory already.
     pub(crate) fn unshard(&mut self, unit: usize, shard: Option<(View<'_>, &Device)>) -> Result<()> {
         let category = Category::Communication;
         let brought =
@@ -127,7 +129,7 @@ impl Gathered {
         Ok(())
     }
 
-    /// Waits until a unit can be read.
+    /// Waits until kernels may read a unit.
     pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<()> {
         let whole = match std::mem::take(&mut self.units[unit]) {
             Whole::Gathering(under_way) => under_way.wait(self.pool.device(), waiting)?,
@@ -158,17 +160,17 @@ impl Gathered {
         }
     }
 
-    /// What was kept of a unit to gather it again is out of date.
+    /// Invalidates the secondary shards of a unit whose parameters have changed.
     pub(crate) fn forget(&mut self, unit: usize) {
         if let Some(secondary) = &mut self.secondary {
             secondary.forget(unit);
         }
     }
 
-    /// The elements of a gathered unit.
+    /// Returns the elements of a gathered unit, without padding.
     ///
     /// # Panics
-    /// If it is not there.
+    /// If the unit is not gathered.
     pub(crate) fn view(&self, unit: usize) -> View<'_> {
         let len = self.table.units()[unit].num_elements;
         match &self.units[unit] {
@@ -220,7 +222,8 @@ mod tests {
             let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
             let spared = ZeroPlusPlus { quantized_weights: true, ..ZeroPlusPlus::NONE };
             let mut wholes = Gathered::new(&table, &outline, spared, &ranks, (&device, DType::F32)).unwrap();
-            // What is cut is larger on one rank of the axis, and so are the steps in which all of a block is rounded.
+            // Elements of the split parameter are larger on one rank of the axis, and so are the rounding steps of the whole quantization
+            // block.
             let value =
                 |index: usize| if index < 64 { index as f32 / 7.0 } else { 100.0 * (1 + place.rank) as f32 };
             let shard: Vec<f32> = table.units()[0].shard(own, 4).map(value).collect();

@@ -1,4 +1,4 @@
-//! Parameters of a rank: what it steps, and what its operations read.
+//! The parameters of a rank: the part that it updates, and the units that its operations read.
 
 mod gathered;
 mod quantized;
@@ -24,25 +24,25 @@ use trireme_tensor::{
 
 /// The parameters of a rank.
 ///
-/// Operations read full units at any time, or gathered ones if parameters are sharded. The rank updates its part, in f32.
+/// Operations read full units: at any time, or while they are gathered if parameters are sharded. The rank updates its part, in f32.
 #[derive(Debug)]
 pub(crate) struct RankParameters {
     table: Arc<ParameterTable>,
-    /// What this rank updates of each unit, without what fills up leaves.
+    /// For each unit, the elements that this rank updates, without padding.
     parts: Vec<Range<usize>>,
-    /// What it steps, unless that lies within whole units.
+    /// The elements that this rank updates; `None` if they are within `wholes`.
     shards: Option<Parameters>,
-    /// What operations read, unless that is what is stepped.
+    /// The units that operations read; `None` if they are the elements that this rank updates.
     wholes: Option<Gathered>,
-    /// A unit of another rank of the pipeline that a unit here reads, in the type in which operations read units here.
+    /// A copy of a tied unit of another pipeline rank that a unit of this rank reads, in the dtype in which operations read units.
     copy: Option<(usize, Tensor)>,
     device: Device,
 }
 
 impl RankParameters {
-    /// Zeros, of which this rank updates `parts`; nothing where a rank has all parameters and does not train: those are
-    /// [taken over](RankParameters::take_over). Gathered parameters are in `precision`, and `spared` counts where `ranks` are split
-    /// by hosts; shards apart from them lie on a device of their own.
+    /// Allocates zeros, of which this rank updates `parts`. A rank that has all parameters and does not train allocates nothing:
+    /// [`take_over`](RankParameters::take_over) provides its parameters. Parameters are gathered in `precision`. The methods `spared` of
+    /// ZeRO++ apply if `ranks` are split by host. Shards that are separate from full units are on the second device.
     pub(crate) fn new(
         (table, parts): (&Arc<ParameterTable>, Vec<Range<usize>>),
         outline: &Outline,
@@ -52,17 +52,17 @@ impl RankParameters {
     ) -> Result<Self> {
         let state = &outline.state;
         let is_kept = !state.is_sharded(StateClass::Parameters);
-        // One shard is the whole.
+        // With a single shard, the shard is the full unit.
         let is_whole = is_kept && ranks.state.shared.updating(outline).world_size() == 1;
         let gathered = || Gathered::new(table, outline, spared, ranks, (device, precision.dtype()));
         let wholes = (!is_whole).then(gathered).transpose()?;
         let shards = match precision {
-            // A rank that does not train takes over parameters that are there.
+            // A rank that does not train takes over existing parameters.
             _ if is_whole && !state.is_trained() => None,
             _ if is_whole => Some(Parameters::zeros_of(table, parts.clone(), device, Category::Parameters)?),
             Precision::F32 if is_kept => None,
             _ => {
-                // Beside narrow copies that stay, what is stepped is state of the optimizer, as the ZeRO paper counts.
+                // Next to copies in 16 bits, the f32 weights count as optimizer state (master weights), as in the ZeRO paper.
                 let is_master = precision != Precision::F32;
                 let category = if is_master { Category::Optimizer } else { Category::Parameters };
                 let moves = state.moves(state.class_of_weights());
@@ -81,18 +81,18 @@ impl RankParameters {
         Ok(RankParameters { table, parts, shards, wholes, copy, device })
     }
 
-    /// Takes over the parameters of a rank that has all of them and does not train.
+    /// Sets the parameters of a rank that has all of them and does not train.
     pub(crate) fn take_over(&mut self, all: Parameters) {
         assert!(self.wholes.is_none(), "the rank has all parameters");
         self.shards = Some(all);
     }
 
-    /// Writes the unit that lies elsewhere.
+    /// Returns the copy of the tied unit of another pipeline rank.
     pub(crate) fn copy_mut(&mut self) -> ViewMut<'_> {
         self.copy.as_mut().expect("a unit that lies elsewhere is read here").1.view_mut()
     }
 
-    /// The device that what this rank steps lies on.
+    /// The device of the elements that this rank updates.
     pub(crate) fn shard_device(&self) -> &Device {
         self.shards.as_ref().map_or(&self.device, Parameters::device)
     }
@@ -108,7 +108,7 @@ impl RankParameters {
         }
     }
 
-    /// As [`shard`](RankParameters::shard), to write; whole copies are as they were.
+    /// As [`shard`](RankParameters::shard), to write. Full copies of the unit do not change.
     pub(crate) fn shard_mut(&mut self, unit: usize) -> ViewMut<'_> {
         let (start, shape) = (self.parts[unit].start, self.shape(unit));
         if let Some(shards) = &mut self.shards {
@@ -119,7 +119,7 @@ impl RankParameters {
         wholes.view_mut(unit).into_part(start, shape)
     }
 
-    /// The memory of what this rank steps of a unit, if it is apart from what operations read.
+    /// The memory of this rank's shard of a unit, if it is separate from the unit that operations read.
     pub(crate) fn memory(&mut self, unit: usize) -> Option<&mut Tensor> {
         let shards = self.shards.as_mut().filter(|_| self.wholes.is_some());
         shards.map(|shards| shards.memory_mut(unit))
@@ -129,8 +129,8 @@ impl RankParameters {
         [self.parts[unit].len()].into()
     }
 
-    /// Calls `write` with the description of each parameter of a unit of which this rank steps something, which of its
-    /// elements that is, and zeros in their place, in order. What it makes of them becomes the values.
+    /// Calls `write` for each parameter of a unit of which this rank updates elements, in order: with its description, the range of these
+    /// elements, and a slice of zeros, which `write` replaces by their new values.
     pub(crate) fn load<E>(
         &mut self,
         unit: usize,
@@ -144,8 +144,8 @@ impl RankParameters {
         })
     }
 
-    /// Steps `part` of a unit from now on, and reads all of it if this rank of the pipeline `holds` it; what was here of it is given
-    /// back. It is zeros then, also the whole until it is gathered.
+    /// Changes the elements of a unit that this rank updates to `part`. Frees the unit's memory and allocates it again, with zeros in the
+    /// part; the full unit is allocated if this pipeline rank `holds` it, and has to be gathered before it is read.
     pub(crate) fn set_part(&mut self, unit: usize, part: Range<usize>, holds: bool) -> Result<()> {
         self.parts[unit] = part.clone();
         if let Some(wholes) = &mut self.wholes {
@@ -157,7 +157,7 @@ impl RankParameters {
         Ok(())
     }
 
-    /// Starts to gather a unit. Collective over the shards.
+    /// Starts to gather a unit. Collective over the ranks of the shards.
     pub(crate) fn unshard(&mut self, unit: usize) -> Result<()> {
         let shard = self.shards.as_ref().map(|shards| (shards.flat(unit), shards.device()));
         self.wholes.as_mut().map_or(Ok(()), |wholes| wholes.unshard(unit, shard))
@@ -171,14 +171,15 @@ impl RankParameters {
         self.wholes.as_mut().map_or(Ok(()), |wholes| wholes.ensure(unit, waiting))
     }
 
-    /// Drops copies that are out of date once shards are loaded, on all ranks alike: one may have written nothing of a unit.
+    /// Invalidates the secondary shards of all units after parameters were loaded. All ranks must call it, including a rank that has loaded
+    /// nothing of a unit.
     pub(crate) fn forget(&mut self) {
         if let Some(wholes) = &mut self.wholes {
             (0..self.parts.len()).for_each(|unit| wholes.forget(unit));
         }
     }
 
-    /// Whether there are whole copies that stay, beside the shards.
+    /// Whether full copies of units stay allocated next to the shards.
     pub(crate) fn are_wholes_kept(&self) -> bool {
         self.wholes.as_ref().is_some_and(|wholes| wholes.is_kept)
     }

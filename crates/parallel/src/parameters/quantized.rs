@@ -1,4 +1,5 @@
-//! Units gathered as integers, across hosts and then within them (qwZ: Wang et al., "ZeRO++", 2023, section 3.1): once to a host.
+//! Gathers units as integers, across hosts and then within them (qwZ: Wang et al., "ZeRO++", 2023, section 3.1), so that each shard crosses
+//! to another host once.
 
 use crate::error::Result;
 use crate::layout::Levels;
@@ -6,24 +7,24 @@ use crate::memory::{Exchanged, Exchanging, Pool, Waiting};
 use trireme_base::DType;
 use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo, View};
 
-/// Finer than a 16-bit float is to a sum of them, and half as long.
+/// The format of gathered parameters, as in the paper: half the bytes of a 16-bit float.
 pub(crate) const PARAMETER_FORMAT: IntegerFormat = IntegerFormat::Int8;
 
-/// Bytes between the messages of two shards of a unit: the longest one fits, whatever the number of shards.
+/// Returns the bytes reserved for the message of one shard: enough for the longest shard.
 pub(crate) fn slot_bytes(unit: &UnitInfo, num_shards: usize, format: IntegerFormat) -> usize {
     format.num_bytes(unit.padded_len().div_ceil(num_shards))
 }
 
-/// Gathers units of which each rank gives its shard as a message of integers.
+/// Gathers units in two steps. Each rank contributes its shard as a message of integers.
 ///
-/// A unit of `P` bytes as integers sends `(H - 1) / H * P` across the border of each of `H` hosts, both ways, in two steps.
+/// For a unit of `P` bytes as integers, each of `H` hosts sends and receives `(H - 1) / H * P` bytes.
 pub(crate) struct PackedGathering {
-    /// Shards in the order of messages: by their ranks' numbers on their hosts, then by hosts.
+    /// The shards in the order of their messages: by local rank, then by host.
     order: Vec<usize>,
     own: usize,
-    /// Messages of one rank of each host.
+    /// Memory for the messages of one rank per host.
     of_hosts: Pool,
-    /// Messages of all ranks.
+    /// Memory for the messages of all ranks.
     all: Pool,
 }
 
@@ -41,7 +42,7 @@ impl PackedGathering {
         }
     }
 
-    /// Starts to gather a unit, to which this rank gives `shard`, in f32. Collective.
+    /// Starts to gather a unit across hosts. This rank contributes `shard`, in f32. Collective.
     pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<Exchanging> {
         let (across, slot_bytes) =
             (self.of_hosts.group(), slot_bytes(unit, self.order.len(), PARAMETER_FORMAT));
@@ -54,7 +55,7 @@ impl PackedGathering {
         Ok(messages.exchange(self.all.device(), first..first + slot_bytes, 0..len, gather))
     }
 
-    /// Waits for the messages of other hosts, exchanges them within this one, and writes the values of all. Collective.
+    /// Waits for the messages of other hosts, gathers them within this host, and writes all values to `whole`. Collective.
     pub(crate) fn finish(
         &self,
         unit: &UnitInfo,
@@ -65,7 +66,7 @@ impl PackedGathering {
         let slot_bytes = slot_bytes(unit, self.order.len(), PARAMETER_FORMAT);
         let all = self.all.take(slot_bytes * self.order.len())?;
         let len = all.len();
-        // What came from other hosts goes on within this one as it came.
+        // Messages of other hosts are passed on within this host unchanged.
         let (of_hosts, of_hosts_part) = of_hosts.wait_on_host(waiting)?;
         let (all, all_part) = all.leave(self.all.device(), 0..0, 0..len);
         let (of_hosts, all) = waiting.wait(self.all.group().all_gather_into(of_hosts, all))?;

@@ -1,4 +1,4 @@
-//! Parameters that several ranks of the tensor axis hold, and what makes their gradients and values the same on these ranks.
+//! Parameters that several ranks of the tensor or expert axis hold. Keeps their gradients and values equal on these ranks.
 
 use crate::error::Result;
 use crate::layout::RankGrid;
@@ -15,15 +15,15 @@ pub(crate) struct Holders {
     units: Vec<Vec<Run>>,
 }
 
-/// Neighbouring parameters that the same ranks hold.
+/// Adjacent parameters that the same ranks hold.
 struct Run {
-    /// Of the unit's flat buffer.
+    /// The range in the unit's flat buffer.
     range: Range<usize>,
     pool: Pool,
 }
 
 impl Holders {
-    /// Those of whose gradients a rank makes only a term.
+    /// Selects the parameters for which a rank computes only a partial gradient.
     pub(crate) fn of_terms(
         table: &ParameterTable,
         rehearsal: &Rehearsal,
@@ -34,7 +34,8 @@ impl Holders {
         terms.sort_unstable();
         terms.dedup();
         let mut found = Self::new(table, &terms, ranks, device, DType::F32);
-        // Parameters of units with experts that are not experts: every rank of the expert axis holds them, and has seen other tokens.
+        // In a unit with experts, parameters that belong to no expert are held by every rank of the expert axis. Each of these ranks has
+        // seen different tokens.
         if let Some(group) = ranks.experts() {
             let pool = Pool::new(group, device, DType::F32, Category::Communication, true);
             let is_shared =
@@ -44,7 +45,7 @@ impl Holders {
         found
     }
 
-    /// All that several ranks hold.
+    /// Selects all parameters that several ranks of the tensor axis hold.
     pub(crate) fn of_all(table: &ParameterTable, ranks: &RankGrid, device: &Device, dtype: DType) -> Self {
         let is_shared = |index: &usize| table.parameters()[*index].num_holders() > 1;
         let shared: Vec<usize> = (0..table.parameters().len()).filter(is_shared).collect();
@@ -73,7 +74,7 @@ impl Holders {
         found
     }
 
-    /// Adds a parameter that the ranks of `pool` hold, to the run before it if they hold that as well.
+    /// Adds a parameter that the ranks of `pool` hold. It extends the run before it if that is adjacent and held by the same ranks.
     fn add(&mut self, info: &ParameterInfo, pool: &Pool) {
         let (runs, range) = (&mut self.units[info.unit], info.range());
         match runs.last_mut() {
@@ -88,7 +89,7 @@ impl Holders {
         !self.units[unit].is_empty()
     }
 
-    /// Adds up what ranks have of a unit's flat buffer `values`: one all-reduce for each run of parameters.
+    /// Sums the selected parameters in `values`, a unit's flat buffer, over the ranks that hold them: one all-reduce for each run.
     pub(crate) fn sum(&self, unit: usize, mut values: ViewMut<'_>, waiting: &mut Waiting) -> Result<()> {
         for Run { range, pool } in &self.units[unit] {
             let device = pool.device();
@@ -101,7 +102,8 @@ impl Holders {
         Ok(())
     }
 
-    /// Broadcasts what the first rank has of a unit's `values`, the elements `part` of its flat buffer: once for each run.
+    /// Broadcasts the selected parameters from the first rank that holds them. `values` are the elements `part` of a unit's flat buffer.
+    /// One broadcast for each run.
     pub(crate) fn copy_first(
         &self,
         unit: usize,

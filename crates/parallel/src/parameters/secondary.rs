@@ -1,4 +1,5 @@
-//! Copies of whole units that the ranks of a host shard (hpZ: Wang et al., "ZeRO++", 2023, section 3.2).
+//! Secondary shards: a copy of each gathered unit on every host, sharded among the host's ranks (hpZ: Wang et al., "ZeRO++", 2023, section
+//! 3.2).
 
 use crate::error::Result;
 use crate::layout::Levels;
@@ -10,18 +11,18 @@ use trireme_comm::Group;
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, ParameterTable, Tensor};
 
-/// This rank's share of its host's copies of all units, which lie there from a unit's first gathering until it is stepped.
+/// This rank's secondary shards of all units. A shard is valid from the first gather of its unit until the unit is updated.
 pub(crate) struct SecondaryShards {
     host: Arc<Group>,
     device: Device,
-    /// Elements of the units' flat buffers.
+    /// For each unit, this rank's range of the flat buffer.
     parts: Vec<Range<usize>>,
     shards: Vec<Tensor>,
     is_there: Vec<bool>,
 }
 
 impl SecondaryShards {
-    /// Takes memory for shares in `dtype`: all parameters of this rank's units over the ranks of a host.
+    /// Allocates the shards in `dtype`. The ranks of a host together store all units of their pipeline stage.
     pub(crate) fn new(
         table: &ParameterTable,
         outline: &Outline,
@@ -44,14 +45,14 @@ impl SecondaryShards {
         self.is_there[unit]
     }
 
-    /// Starts to gather a unit from its host's copy. Collective over the ranks of the host.
+    /// Starts to gather a unit from the secondary shards of this host. Collective over the ranks of the host.
     pub(crate) fn gather(&self, unit: usize, mut whole: Exchanged) -> Exchanging {
         let (shard, part, len) = (&self.shards[unit], self.parts[unit].clone(), whole.len());
         self.device.convert(shard.view(), whole.part_mut(part.clone()));
         whole.exchange(&self.device, part, 0..len, |whole| self.host.all_gather(whole))
     }
 
-    /// Keeps this rank's share of a unit that was gathered.
+    /// Stores this rank's secondary shard of a unit that was gathered.
     pub(crate) fn keep(&mut self, unit: usize, whole: &Exchanged) {
         let shard = &mut self.shards[unit];
         self.device.convert(whole.part(self.parts[unit].clone()), shard.view_mut());

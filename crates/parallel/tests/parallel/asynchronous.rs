@@ -1,4 +1,4 @@
-//! Pipelines that do not drain between updates: which weights their gradients are of, and what they are applied to.
+//! Pipelines that do not drain between updates: the weight versions at which gradients are computed, and the updates by these gradients.
 
 use crate::common::{
     ASYNCHRONOUS_STEPS, DEFAULT, Layout, NamedOptimizer, Pipeline, SHAPE, batches, change_shard, laid_out,
@@ -16,7 +16,7 @@ use trireme_testkit::{random_batch, run_ranks};
 const LR: f64 = 0.3;
 const SGD: NamedOptimizer = (OptimizerName::Sgd, OptimizerSettings { momentum: 0.0, ..DEFAULT });
 
-/// Six units.
+/// A model of six units.
 fn model() -> ModelConfig {
     let text = r#"{"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
@@ -32,7 +32,7 @@ fn plan(step: usize, grad_norm: GradNorm) -> StepPlan {
     StepPlan { step: step as u64, lr: LR, grad_norm, has_loss: true }
 }
 
-/// All steps of a program, twice over if it is to be run again.
+/// Runs a program of [`ASYNCHRONOUS_STEPS`] steps, the first of which has the number `first`.
 fn run_steps(executor: &mut Executor, first: usize, grad_norm: GradNorm) -> Vec<StepOutcome> {
     let outline = &executor.program().outline;
     let per_step = outline.microbatches_per_step() * executor.ranks().data().world_size();
@@ -49,7 +49,7 @@ fn run_steps(executor: &mut Executor, first: usize, grad_norm: GradNorm) -> Vec<
     outcomes
 }
 
-/// Losses of the steps, and all parameters.
+/// The losses of the steps, and all parameters.
 type Found = (Vec<f64>, Vec<f32>);
 
 fn parameters(executor: &mut Executor) -> Vec<f32> {
@@ -58,7 +58,7 @@ fn parameters(executor: &mut Executor) -> Vec<f32> {
     (0..executor.model().num_units()).flat_map(flat).collect()
 }
 
-/// What the ranks of a pipeline find in two programs.
+/// Runs two programs on the ranks of a pipeline. Returns the results of rank 0.
 fn found(layout: &Layout<'_>, world_size: usize, num_microbatches: usize, grad_norm: GradNorm) -> Found {
     let num_ranks = layout.pipeline.unwrap().num_ranks;
     let on_rank = |group: Group| {
@@ -78,7 +78,8 @@ fn found(layout: &Layout<'_>, world_size: usize, num_microbatches: usize, grad_n
     results.swap_remove(0)
 }
 
-/// The version of each stage's weights that each step of a schedule reads, all microbatches alike.
+/// Returns, for each step of a schedule and each stage, the version of the weights that forward reads. It must be the same for all
+/// microbatches.
 fn versions(schedule: &Schedule) -> Vec<Vec<usize>> {
     let mut versions = vec![vec![None; schedule.num_stages()]; schedule.num_steps];
     for (passes, read) in schedule.ranks.iter().zip(schedule.versions_read()) {
@@ -91,7 +92,8 @@ fn versions(schedule: &Schedule) -> Vec<Vec<usize>> {
     versions.into_iter().map(|stages| stages.into_iter().flatten().collect()).collect()
 }
 
-/// One rank takes each step's gradient at the weights that the schedule says, and applies it to the newest.
+/// Emulates a schedule on one rank: computes the gradients of each step at the weights of the scheduled version, and applies them to the
+/// newest weights.
 fn emulated(kind: Kind, num_ranks: usize, num_microbatches: usize) -> Found {
     let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank: 1, num_steps: ASYNCHRONOUS_STEPS };
     let costs = Costs::equal(num_ranks, StageCosts::of(1, 1, 1)).unwrap();
@@ -151,7 +153,7 @@ fn gradients_are_those_of_the_weights_that_the_schedule_says() {
         let expected = emulated(kind, num_ranks, num_microbatches);
         let (losses, values) = most_apart(&found, &expected);
         assert!(losses < 1e-5 && values < 1e-5, "{kind}, {num_ranks} ranks: {losses} {values}");
-        // One rank is never stale.
+        // A pipeline of one rank always reads the newest weights.
         let fresh = emulated(Kind::PipeDream, 1, num_microbatches);
         let (losses, values) = most_apart(&found, &fresh);
         assert!(losses > 1e-3 && values > 1e-3, "{kind}, {num_ranks} ranks: staleness shows");
@@ -173,7 +175,7 @@ fn a_double_buffer_has_the_same_bits_on_any_number_of_ranks() {
     }
 }
 
-/// Steps with a learning rate each.
+/// Runs one step for each learning rate.
 fn run_at(executor: &mut Executor, first: usize, rates: &[f64], grad_norm: GradNorm) -> Vec<StepOutcome> {
     let plan = |(index, &lr): (usize, &f64)| StepPlan { lr, ..plan(first + index, grad_norm) };
     run_plans(executor, &rates.iter().enumerate().map(plan).collect::<Vec<_>>())
@@ -191,7 +193,7 @@ fn run_plans(executor: &mut Executor, plans: &[StepPlan]) -> Vec<StepOutcome> {
     outcomes
 }
 
-/// Of schedules in which the norm of the step before is known, and one in which only that of two steps before is.
+/// Covers schedules that know the norm of the previous step, and one that knows only the norm of the step before that.
 #[test]
 fn ranks_clip_by_the_norm_of_all_gradients_of_an_earlier_step() {
     const CLIP: f64 = 0.4;
@@ -217,7 +219,7 @@ fn ranks_clip_by_the_norm_of_all_gradients_of_an_earlier_step() {
             (norms, parameters(&mut executor))
         });
         assert!(clipped.iter().all(|(norms, _)| *norms == clipped[0].0), "ranks agree");
-        // The same steps without clipping, at lower rates.
+        // The same steps without clipping, at learning rates that are reduced accordingly.
         let norms: Vec<f64> = FIRST[2 - lag..].iter().chain(&clipped[0].0).copied().collect();
         assert!(norms.iter().any(|norm| *norm > CLIP));
         let rates: Vec<f64> = norms.iter().map(|norm| LR * (CLIP / norm).min(1.0)).collect();
@@ -264,7 +266,7 @@ fn a_step_without_loss_changes_no_weight() {
             })
         };
         let skipped = run(&|plan| plan.has_loss = false);
-        // Without momentum, a rate of zero changes nothing either.
+        // Without momentum, a learning rate of zero does not change the weights either.
         let still = run(&|plan| plan.lr = 0.0);
         for ((outcomes, parameters, num_skipped), (expected, expected_parameters, _)) in
             skipped.iter().zip(&still)

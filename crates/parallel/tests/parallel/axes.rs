@@ -1,4 +1,4 @@
-//! Models whose layers ranks of the tensor axis cut, and whose positions ranks of the context axis divide, against one rank that has all.
+//! Models with tensor and context parallelism, compared with one rank.
 
 use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, laid_out_model};
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use trireme_testkit::{random_tokens, run_ranks, run_ranks_on};
 const SHAPE: (usize, usize) = (2, 16);
 const MICROBATCHES: usize = 4;
 
-/// Relative difference of losses in f32 (an eighth of the bits of a sum of so few terms).
+/// Relative difference of losses in f32: an eighth of the bits of a sum of so few terms.
 const LOSS_TOLERANCE: f64 = 1e-5;
 
 /// Relative difference of losses in bf16.
@@ -32,23 +32,23 @@ const GRADIENT_TOLERANCE: f64 = 1e-4;
 
 fn models() -> Vec<ModelConfig> {
     let gpt2 = r#"{"model_type": "gpt2", "vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}"#;
-    // Four ranks have one head of queries each, and two of them the same head of keys and values.
+    // With four ranks, each has one query head, and two ranks share a key and value head.
     let llama = r#"{"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
         "max_position_embeddings": 32, "attention_bias": true, "mlp_bias": true}"#;
-    // Heads of queries and keys are normalised.
+    // Queries and keys are normalised per head.
     let qwen3 = r#"{"model_type": "qwen3", "vocab_size": 64, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
         "max_position_embeddings": 32, "tie_word_embeddings": true}"#;
-    // What is added to the residual stream is normalised, and logits are capped.
+    // Additions to the residual stream are normalised, and logits are capped.
     let gemma2 = r#"{"model_type": "gemma2", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
         "max_position_embeddings": 32, "query_pre_attn_scalar": 6, "sliding_window": 8}"#;
-    // Experts of which each rank has a part.
+    // Mixture of experts; each rank has a part of every expert.
     let mixtral = r#"{"model_type": "mixtral", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 20,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
         "max_position_embeddings": 32, "num_local_experts": 4, "router_z_loss_coef": 0.01, "router_aux_loss_coef": 0.02}"#;
-    // Latent attention, experts that all tokens go through, and biases that balance the others.
+    // Latent attention, shared experts, and biases that balance the routed experts.
     let deepseek = r#"{"model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 32,
         "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5,
@@ -57,12 +57,12 @@ fn models() -> Vec<ModelConfig> {
     [gpt2, llama, qwen3, gemma2, mixtral, deepseek].map(|text| ModelConfig::from_json(text).unwrap()).into()
 }
 
-/// What a training comes to.
+/// The results of a training run.
 #[derive(Debug)]
 struct Found {
     losses: Vec<f64>,
     norms: Vec<f64>,
-    /// By parameter, with its name.
+    /// Each parameter with its name.
     parameters: Vec<(String, Vec<f32>)>,
 }
 
@@ -79,7 +79,7 @@ fn train(config: &ModelConfig, num_ranks: usize, num_steps: u64, layout: &Layout
     train_on(&vec![0; num_ranks], config, num_steps, layout)
 }
 
-/// The same of ranks on these hosts.
+/// As [`train`], with ranks on these hosts.
 fn train_on(hosts: &[usize], config: &ModelConfig, num_steps: u64, layout: &Layout<'_>) -> Found {
     let found = run_ranks_on(hosts, |group| {
         let mut executor = executor(config, group, hosts.len(), layout);
@@ -114,7 +114,7 @@ fn batches(executor: &Executor, config: &ModelConfig, step: u64) -> Vec<Batch> {
     (0..num).map(batch).collect()
 }
 
-/// What this rank has of a random batch.
+/// Returns this rank's positions of a random batch.
 fn positions_of_batch(executor: &Executor, config: &ModelConfig, step: u64, place: usize) -> Batch {
     let batch = random_tokens(SHAPE, config.vocab_size, step, place);
     batch.upload_positions(executor.device(), executor.ranks().context_place()).unwrap()
@@ -127,7 +127,7 @@ fn difference(found: &[f32], expected: &[f32]) -> f64 {
     squares(&mut { pairs }) / squares(&mut expected.iter().map(|&value| f64::from(value))).max(1e-12)
 }
 
-/// Layouts with a tensor axis or a context axis, each with its ranks.
+/// Returns layouts with a tensor or context axis, each with its number of ranks.
 fn layouts(options: ExecutorOptions) -> Vec<(usize, Layout<'static>)> {
     let rows = ExecutorOptions { shards_rows: true, ..options };
     let layout = |tensor, options| Layout { tensor, options, ..Layout::default() };
@@ -259,8 +259,8 @@ fn optimizers_look_at_whole_parameters() {
             for (num_ranks, layout) in layouts(OPTIONS) {
                 let layout = Layout { optimizer, ..layout };
                 let found = train(config, num_ranks, 2, &layout).parameters;
-                // Softmax does not change with the biases of keys: their gradients are nothing but rounding, which an update of
-                // equal length for all elements makes large.
+                // Softmax does not depend on the biases of keys, so their gradients are only rounding errors. An update of equal length for
+                // all elements magnifies these.
                 let is_noise = |name: &str| name.ends_with("c_attn.bias") || name.ends_with("k_proj.bias");
                 for (index, (name, before)) in
                     before.iter().enumerate().filter(|(_, (name, _))| !is_noise(name))
@@ -276,8 +276,8 @@ fn optimizers_look_at_whole_parameters() {
     }
 }
 
-/// Codecs and integers round an element by what lies beside it in a unit, which differs from rank to rank of the tensor axis. The ranks that hold a
-/// parameter nevertheless have the same values of it, which `train` checks.
+/// The rounding by codecs and integer formats depends on the neighbouring elements of the unit, which differ between ranks of the tensor
+/// axis. The ranks that hold the same parameter must still have equal values, which [`train_on`] checks.
 #[test]
 fn what_is_rounded_by_its_neighbours_is_alike_on_all_ranks_that_hold_it() {
     let codec = |codec: CodecName| {
@@ -302,7 +302,7 @@ fn what_is_rounded_by_its_neighbours_is_alike_on_all_ranks_that_hold_it() {
         (&[0; 4][..], layout(codec(CodecName::Int8))),
         (&[0; 4], layout(rows(codec(CodecName::PowerSgd)))),
         (&[0; 4], layout(rows(codec(CodecName::TopK)))),
-        // Two ranks have the same head of keys.
+        // Two ranks share a key head.
         (&[0; 8], Layout { tensor: 4, ..layout(rows(codec(CodecName::Int4))) }),
         (&[0; 4], Layout { optimizer: momentum, ..layout(rows(codec(CodecName::OneBit))) }),
         (
@@ -317,8 +317,8 @@ fn what_is_rounded_by_its_neighbours_is_alike_on_all_ranks_that_hold_it() {
     }
 }
 
-/// In bf16 a term of a sum is rounded once more than on one rank, to 8 bits, as each activation is that it is added to; so losses may
-/// differ as those do of one rank with another order of its sums: by a unit of rounding, 2^-8, of what a step changes.
+/// In bf16, each partial sum is rounded to 8 bits, once more than on one rank, as is each activation that it is added to. So losses may
+/// differ as much as on one rank with another order of sums: by a unit of rounding, 2^-8, of the change in a step.
 #[test]
 fn losses_in_16_bits_are_near_those_of_one_rank() {
     let options = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
@@ -352,7 +352,7 @@ fn evaluation_and_generation_are_those_of_one_rank() {
                 (mean, logits)
             });
             assert!(found.iter().all(|(_, logits)| *logits == found[0].1), "all ranks come to the same");
-            // Ranks have all rows, or parts of them.
+            // Each rank reports all rows or a part of them.
             let sum: f64 = found.iter().map(|(mean, _)| mean.sum).sum();
             let num_rows: usize = found.iter().map(|(mean, _)| mean.num_rows).sum();
             (sum / num_rows as f64, found.into_iter().next().unwrap().1)
@@ -373,8 +373,8 @@ fn evaluation_and_generation_are_those_of_one_rank() {
     }
 }
 
-/// Megatron-LM, 2019, section 3: two all-reduces a block in each direction; Korthikanti et al. 2022, section 4.2.2: an all-gather and a
-/// reduce-scatter instead of each, and in backward the rows once more.
+/// Shoeybi et al., "Megatron-LM", 2019, section 3: two all-reduces per block in each direction. Korthikanti et al. 2022, section 4.2.2: an
+/// all-gather and a reduce-scatter in place of each, and another all-gather of the rows in backward.
 #[test]
 fn messages_are_those_of_the_papers() {
     use ExchangeKind::{AllGather as Gather, AllReduce as Reduce, ReduceScatter as Scatter};
@@ -403,7 +403,7 @@ fn messages_are_those_of_the_papers() {
                 },
                 true => PassExchanges {
                     forward: all(&[Gather, Scatter, Gather, Scatter]),
-                    // The input of a column-parallel layer travels while its gradient is computed.
+                    // The gather of a column-parallel layer's input overlaps with the computation of its gradient.
                     backward: all(&[Gather, Gather, Scatter, Gather, Gather, Scatter]),
                     input_half: all(&[Gather, Scatter, Gather, Scatter]),
                     weight_half: all(&[Gather, Gather]),
@@ -440,7 +440,7 @@ fn messages_are_those_of_the_papers() {
                     (&units[units.len() - 1].forward, &units[units.len() - 1].backward),
                     (&Vec::new(), &list(&head))
                 );
-                // Of two ranks each sends half of what is gathered or scattered, and as much as is all-reduced.
+                // With two ranks, each sends half of the bytes that are gathered or scattered, and all bytes that are all-reduced.
                 let bytes = |exchange: &AxisExchange| match exchange.kind {
                     Reduce => exchange.num_bytes,
                     Gather | Scatter => exchange.num_bytes / 2,
@@ -453,8 +453,9 @@ fn messages_are_those_of_the_papers() {
     }
 }
 
-/// Liu et al. 2023, section 3: keys and values go around once in forward and once in backward, and their gradients with them, home as well.
-/// Jacobs et al. 2023, section 3.2: an all-to-all of queries, keys and values, and one of the output, in each direction.
+/// Liu et al. 2023, section 3: keys and values go around the ring once in forward and once in backward; their gradients go around with
+/// them, and back to their own rank. Jacobs et al. 2023, section 3.2: an all-to-all of queries, keys and values, and one of the output, in
+/// each direction.
 #[test]
 fn keys_go_around_the_ring_and_heads_are_exchanged_as_in_the_papers() {
     use ExchangeKind::{AllToAll, Shift};
@@ -473,7 +474,7 @@ fn keys_go_around_the_ring_and_heads_are_exchanged_as_in_the_papers() {
             };
             let shift = |width: usize| along(UnitAxis::Ring, Shift, keys_values * width);
             let passing = || std::iter::repeat_n(shift(width), ring - 1);
-            // In backward the gradients follow, each after the keys that it is of.
+            // In backward, gradients of keys and values follow, each after the keys and values themselves.
             let back = (0..ring).flat_map(|step| {
                 let keys = (step + 1 < ring).then(|| shift(width));
                 keys.into_iter().chain((ring > 1).then(|| shift(4)))
@@ -491,7 +492,8 @@ fn keys_go_around_the_ring_and_heads_are_exchanged_as_in_the_papers() {
                 let sent = || of_groups().map(|of_group| of_group.message_bytes + of_group.payload_bytes);
                 let before = sent();
                 let plan = StepPlan { step: 1, lr: 1e-3, grad_norm: GradNorm::Off, has_loss: true };
-                // With one kind of group the ring, or those that exchange heads, are the data-parallel ranks, too.
+                // If only the ring or only the heads have several ranks, that group is also the data-parallel group, so its bytes are not
+                // separate.
                 let is_both = ring > 1 && heads > 1;
                 executor.run(plan, &mut batches(&executor, config, 1).into_iter()).unwrap();
                 let num_microbatches = executor.program().outline.num_microbatches;

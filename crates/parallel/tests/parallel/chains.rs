@@ -1,4 +1,4 @@
-//! A model that is no language model, under layouts.
+//! A model that is not a language model, under different layouts.
 
 use crate::common::{Build, Layout, OPTIONS, Pipeline, laid_out_model, train_classifier};
 use trireme_parallel::ExecutorOptions;
@@ -15,7 +15,7 @@ fn run(layout: &Layout<'_>, world_size: usize, accumulation: usize) -> Found {
     train_classifier(build_classifier, SAMPLES, layout, (world_size, accumulation))
 }
 
-/// Labels of class 0 in the first step.
+/// Returns the number of labels of class 0 in the first step.
 fn num_of_first_class() -> usize {
     let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
     let of_batch = |index| {
@@ -38,10 +38,10 @@ fn any_chain_of_units_gives_the_bits_of_one_rank() {
         let [loss, distance, accuracy, recall, cross_entropy, next_loss] =
             [0, 1, 2, 3, 4, 5].map(|index| f64::from_bits(oracle.0[index][0]));
         assert_ne!(loss, next_loss, "it learns");
-        // Two units are near the features, and their losses count a quarter each.
+        // Two units penalise the distance from the features; each of their losses has a weight of a quarter.
         assert!((loss - cross_entropy - 0.5 * distance).abs() < 1e-6, "{loss} {cross_entropy} {distance}");
         assert!((0.0..=1.0).contains(&accuracy) && (accuracy * 16.0).fract() == 0.0, "{accuracy}");
-        // Its rows are those of one class, as many as there are.
+        // The rows of recall are the samples of one class.
         let hits = recall * num_of_first_class() as f64;
         assert!((0.0..=1.0).contains(&recall) && (hits - hits.round()).abs() < 1e-9, "{recall}");
         let keeps = [Keep::Input, Keep::Nothing, Keep::Products, Keep::Input, Keep::All];

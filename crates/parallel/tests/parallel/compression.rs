@@ -1,4 +1,4 @@
-//! Gradients that are compressed before they are sent: fewer bytes, approximate sums, and a loss that falls.
+//! Gradients that are compressed before they are sent: fewer bytes, approximate sums, and a loss that decreases.
 
 use crate::common::{
     OPTIONS, SHAPE, batches, change_shard, dynamic, executor, parameter_bits, shard_values, train,
@@ -15,12 +15,12 @@ use trireme_schedule::collective::FlatAlgorithm;
 use trireme_tensor::Category;
 use trireme_testkit::{random_batch, run_ranks, small_models};
 
-/// Of the low-rank codec, so that the small models' matrices gain by it.
+/// The rank of the low-rank codec: small enough that it saves bytes on the matrices of small models.
 const RANK: usize = 2;
 const RATIO: f64 = 0.05;
 const BLOCK_LEN: usize = 128;
 
-/// A codec that gains in a world of four.
+/// Returns a compression by `codec` that saves bytes in a world of four.
 fn compression(codec: CodecName) -> Compression {
     let has = |option| codec.options().contains(&option);
     let options = CompressionOptions {
@@ -37,7 +37,7 @@ fn options(compression: Compression) -> ExecutorOptions {
     ExecutorOptions { compression, determinism: Determinism::Run, ..OPTIONS }
 }
 
-/// The llama, whose embedding is not its head.
+/// The Llama model, whose embedding and output layer are not tied.
 fn model() -> ModelConfig {
     small_models()[1].clone()
 }
@@ -47,7 +47,7 @@ fn step(executor: &mut Executor, number: u64, batches: Vec<Batch>) -> StepOutcom
     executor.run(plan, &mut batches.into_iter()).unwrap()
 }
 
-/// The same two microbatches on every rank, whatever the step.
+/// Returns the same two microbatches on every rank, for every step.
 fn equal_batches(executor: &Executor) -> Vec<Batch> {
     let vocab_size = crate::common::vocab_size(executor);
     (0..2).map(|index| random_batch(executor.device(), SHAPE, vocab_size, 0, index)).collect()
@@ -59,7 +59,7 @@ fn the_loss_falls_with_every_codec() {
         for world_size in [2, 4] {
             let losses = run_ranks(world_size, |group| {
                 let mut executor = executor(&model(), group, 1, 1, options(compression(codec)));
-                // Always the same data, of each rank its own.
+                // Each rank has its own data, the same in every step.
                 let mut run = |number| {
                     let batch = batches(&executor, world_size, 0);
                     step(&mut executor, number, batch).loss
@@ -93,7 +93,7 @@ fn a_world_of_one_has_nothing_to_compress() {
     }
 }
 
-/// Bytes that a rank sends for a bucket, as `docs/compression.md` has them; `matrices` are rows and columns.
+/// Returns the bytes that a rank sends for a bucket by the formulas of `docs/compression.md`. `matrices` are pairs of rows and columns.
 fn formula(codec: CodecName, world_size: usize, len: usize, matrices: &[(usize, usize)]) -> usize {
     let (n, k) = (world_size, ((RATIO * len as f64).round() as usize).max(1));
     let all_reduce = |message: usize| (2 * message * (n - 1)).div_ceil(n);
@@ -122,7 +122,7 @@ fn formula(codec: CodecName, world_size: usize, len: usize, matrices: &[(usize, 
 
 #[test]
 fn bytes_on_the_wire_are_those_of_the_formulas() {
-    // With the algorithm that moves the fewest bytes, however short a message is.
+    // The algorithm that sends the fewest bytes for messages of any length.
     let algorithm = Some(FlatAlgorithm::HalvingDoubling.into());
     let group_options = GroupOptions { algorithm, ..GroupOptions::default() };
     for codec in CodecName::ALL {
@@ -152,7 +152,7 @@ fn check_bytes(group: Group, codec: CodecName) {
             })
         };
         let expected: u64 = unit_bytes(codec).sum();
-        // Blocks of a message differ by an element, in each of up to two messages a unit; the loss is an f64.
+        // The ranks' blocks of a message differ by up to an element, in each of up to two messages per unit. The loss is an f64.
         let slack = (2 * 8 * table.units().len() + 16) as u64;
         assert!(sent.abs_diff(expected) <= slack, "{codec}, {world_size} workers: {sent}, not {expected}");
         let uncompressed: u64 = unit_bytes(CodecName::None).sum();
@@ -168,7 +168,7 @@ fn check_bytes(group: Group, codec: CodecName) {
 
 #[test]
 fn the_error_is_what_the_gradient_lacks() {
-    // All ranks have the same gradient, of which the norm with top_k is that of what was sent.
+    // All ranks have the same gradient, so the gradient norm with TopK is the norm of the elements that were sent.
     let run = |codec, loss_scaling| {
         run_ranks(2, |group| {
             let options = ExecutorOptions { loss_scaling, ..options(compression(codec)) };
@@ -225,7 +225,7 @@ fn a_step_that_overflows_is_skipped_and_leaves_nothing_behind() {
             let options = ExecutorOptions { loss_scaling: dynamic(256), ..options(compression(codec)) };
             let mut executor = executor(&model(), group, 1, 1, options);
             let rank = executor.group().rank().0;
-            // On one rank all activations of the first step are NaN, and with them all gradients.
+            // On one rank, all activations and gradients of the first step are NaN.
             let first = shard_values(&executor, 0)[0];
             if rank == 1 {
                 change_shard(&mut executor, 0, |values| values[0] = f32::NAN);
@@ -269,20 +269,20 @@ fn memory_is_counted_and_given_back_after_a_warm_up() {
     };
     let (one_bit, num_elements) = memory(CodecName::OneBit, None);
     assert!(one_bit.iter().all(|bytes| *bytes == one_bit[0]), "{one_bit:?}");
-    // The residual, and an eighth of a byte an element and rank, with the scales.
+    // The residual, and the messages of two ranks: an eighth of a byte per element, and scales.
     let bytes_min = 4 * num_elements + 2 * num_elements / 8;
     assert!((bytes_min..bytes_min + num_elements / 8).contains(&one_bit[0]), "{one_bit:?} of {num_elements}");
     for codec in [CodecName::OneBit, CodecName::TopK, CodecName::PowerSgd] {
         let ((without, _), (with, _)) = (memory(codec, None), memory(codec, Some(2)));
-        // From the third step on messages are short.
+        // After the warm-up, from the third step on, messages are compressed.
         assert!(with[0] > without[0] && with[2] > without[2], "{codec}: {with:?}, {without:?}");
         assert_eq!(with[3..], without[3..], "{codec}");
     }
 }
 
-/// Runs a world of two threads of this process that meet as processes do.
+/// Runs a world of two threads that connect by a rendezvous, as processes do.
 fn run_joined<T: Send>(transport: TransportChoice, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
-    // A loopback address that no other process of these tests has.
+    // A loopback address that no other process of these tests uses.
     let [.., high, low] = std::process::id().to_be_bytes();
     let options = |rank| JoinOptions {
         master_addr: format!("127.{high}.{low}.1"),

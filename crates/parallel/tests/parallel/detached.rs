@@ -1,4 +1,4 @@
-//! Whole trainings on a device whose kernels run later, and whose memory the host does not reach: the bits of the CPU.
+//! Training on a device that runs kernels asynchronously and whose memory the host cannot access: the bits are those of the CPU.
 
 use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, STEPS, dynamic, laid_out_model};
 use std::collections::BTreeSet;
@@ -20,10 +20,10 @@ use trireme_tensor::{
 };
 use trireme_testkit::{random_tokens, run_ranks_on};
 
-/// Samples and positions of a microbatch; two ranks share either.
+/// Samples and positions of a microbatch. Two ranks can split either.
 const SHAPE: (usize, usize) = (2, 16);
 
-/// Norms of heads, of whose gradients ranks of the tensor axis make terms.
+/// A model with norms per head, for whose gradients ranks of the tensor axis compute partial sums.
 fn model() -> ModelConfig {
     let qwen3 = r#"{"model_type": "qwen3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
@@ -31,13 +31,13 @@ fn model() -> ModelConfig {
     ModelConfig::from_json(qwen3).unwrap()
 }
 
-/// A training: what is run, and on which ranks.
+/// A training run, with its ranks.
 struct Case<'a> {
     name: &'static str,
     /// The host of each rank.
     hosts: &'static [usize],
     layout: Layout<'a>,
-    /// Microbatches of a step, over all ranks.
+    /// Number of microbatches per step, over all ranks.
     num_microbatches: usize,
     generates: bool,
 }
@@ -47,7 +47,7 @@ fn compression() -> Compression {
     Compression::new(&options).unwrap()
 }
 
-/// Layouts that between them use every way between a device, its host, the disk and other ranks.
+/// Returns layouts that together use every kind of transfer between a device, its host, the disk and other ranks.
 fn cases(folder: &Path) -> Vec<Case<'_>> {
     let plain = || Layout { folder, ..Layout::default() };
     let case = |name, layout| Case { name, hosts: &[0, 0], layout, num_microbatches: 4, generates: false };
@@ -125,7 +125,7 @@ fn cases(folder: &Path) -> Vec<Case<'_>> {
     ])
 }
 
-/// This rank's part of the microbatches of a step.
+/// Returns this rank's part of the microbatches of a step.
 fn batches(executor: &Executor, model: &ModelConfig, num_microbatches: usize, step: u64) -> Vec<Batch> {
     let (device, context) = (executor.device(), executor.ranks().context_place());
     let batch = |index| {
@@ -135,7 +135,8 @@ fn batches(executor: &Executor, model: &ModelConfig, num_microbatches: usize, st
     (0..num_microbatches / executor.ranks().sample_place().degree).map(batch).collect()
 }
 
-/// Losses and norms of some steps, an evaluation, all weights and what follows a sequence, as bits.
+/// Trains some steps, and evaluates a batch. Returns losses and norms, the evaluated loss, all weights, and if the case generates the
+/// logits of a sequence, as bits.
 fn train(executor: &mut Executor, model: &ModelConfig, case: &Case<'_>) -> Vec<u64> {
     let mut found = Vec::new();
     for step in 1..=STEPS {
@@ -159,7 +160,7 @@ fn train(executor: &mut Executor, model: &ModelConfig, case: &Case<'_>) -> Vec<u
     found
 }
 
-/// What each rank finds.
+/// Returns the results of [`train`] on each rank, and adds its wait sites to `sites`.
 fn run(
     model: &ModelConfig,
     case: &Case<'_>,
@@ -173,7 +174,7 @@ fn run(
     })
 }
 
-/// What `rank` returns on each.
+/// Returns the results of `rank`, called with each rank's executor.
 fn run_on<T: Send>(
     model: &ModelConfig,
     case: &Case<'_>,
@@ -195,7 +196,7 @@ fn detached(seed: u64) -> BackendKind {
     BackendKind::Detached(DetachedOptions { seed, ignored_wait: None })
 }
 
-/// Orders of kernels and copies; more of them by an environment variable.
+/// Seeds, each of which determines an order of kernels and copies. An environment variable sets their number.
 fn seeds() -> std::ops::Range<u64> {
     0..std::env::var("TRIREME_DETACHED_SEEDS").ok().and_then(|num| num.parse().ok()).unwrap_or(100)
 }
@@ -212,7 +213,7 @@ fn every_order_of_kernels_and_copies_gives_the_bits_of_the_cpu() {
     }
 }
 
-/// A peer leaves between steps: the next step fails before it changes a parameter.
+/// A peer leaves between steps. The next step must fail before it changes a parameter.
 #[test]
 fn a_peer_that_leaves_is_an_error_of_the_step() {
     let folder = tempfile::tempdir().unwrap();
@@ -221,7 +222,7 @@ fn a_peer_that_leaves_is_an_error_of_the_step() {
     for case in cases.iter().filter(|case| case.hosts.len() > 1) {
         let (state, num_shards) = (&case.layout.state, case.layout.num_shards);
         let is_on_device = StateClass::ALL.iter().all(|&class| !state.moves(class));
-        // Whole parameters cannot be read while they are being gathered from shards.
+        // Full parameters cannot be read while they are being gathered from shards.
         let are_weights_readable =
             is_on_device && (num_shards == 1 || state.is_sharded(StateClass::Parameters));
         for seed in 0..8 {
@@ -252,7 +253,7 @@ fn a_peer_that_leaves_is_an_error_of_the_step() {
     }
 }
 
-/// Copies one after the other through the same memory of the host, without a kernel between them.
+/// Runs several copies through the same host memory, without a kernel between them.
 fn copies(backend: BackendKind, sites: &Mutex<BTreeSet<WaitSite>>) -> [Vec<u8>; 3] {
     let device = Device::open(DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() }).unwrap();
     let zeros = || device.zeros([256].into(), DType::F32, Category::Activations).unwrap();
@@ -267,7 +268,7 @@ fn copies(backend: BackendKind, sites: &Mutex<BTreeSet<WaitSite>>) -> [Vec<u8>; 
     [device.read(x.view().as_bytes()), device.read(z.view().as_bytes()), host.wait()]
 }
 
-/// A wait that can be left out unnoticed is not needed, or not tested.
+/// If a wait can be removed without a failure, it is not needed or not tested.
 #[test]
 fn a_wait_that_is_left_out_is_found() {
     let (folder, sites) = (tempfile::tempdir().unwrap(), Mutex::default());

@@ -1,4 +1,4 @@
-//! A disk that fails, fills up or hangs ends the step with an error that says so, on every rank.
+//! A disk that fails, fills up or hangs: the step fails with an error that says so.
 
 use crate::common::{Layout, batches, laid_out};
 use std::io;
@@ -11,7 +11,7 @@ use trireme_schedule::{StateClass, StateLayout, Tier};
 use trireme_swap::{Access, Direction, Interceptor, SwapOptions};
 use trireme_testkit::{run_ranks, small_models};
 
-/// Lets the first reads or writes pass, and refuses the others.
+/// Lets the first reads or writes succeed, and fails all later ones.
 #[derive(Debug)]
 struct Refuse {
     direction: Direction,
@@ -30,7 +30,7 @@ impl Interceptor for Refuse {
     }
 }
 
-/// Lets the first reads pass, and hangs in the others until the test has ended.
+/// Lets the first reads succeed, and blocks all later ones until the test has ended.
 #[derive(Debug)]
 struct Hang {
     num_passing: AtomicUsize,
@@ -48,7 +48,7 @@ impl Interceptor for Hang {
     }
 }
 
-/// Runs steps until one fails; the error with its causes.
+/// Runs steps until one fails. Returns the error with its causes.
 fn first_failure(swap: SwapOptions) -> String {
     let folder = tempfile::tempdir().unwrap();
     let tiers = [Tier::Disk, Tier::Disk, Tier::Host, Tier::Disk];

@@ -1,4 +1,4 @@
-//! Experts on different ranks: the bits of one rank, but where sums split.
+//! Expert parallelism: the bits are those of one rank, except where the order of sums differs.
 
 use crate::common::{ADAMW, Layout, OPTIONS, Pipeline, SHAPE, batches, laid_out};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{BackendKind, Category, DetachedOptions, ParameterClass, ParameterInfo, Precision};
 use trireme_testkit::{random_batch, run_ranks};
 
-/// Relative difference of losses where ranks take sums in another order.
+/// Relative difference of losses where ranks sum in another order.
 const LOSS_TOLERANCE: f64 = 1e-5;
 
 const MICROBATCHES: usize = 4;
@@ -27,9 +27,9 @@ fn models() -> Vec<ModelConfig> {
         "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 8,
         "first_k_dense_replace": 1}"#;
     let mut models = [mixtral, mixtral, deepseek].map(|text| ModelConfig::from_json(text).unwrap());
-    // A capacity of samples: drops are the same on any number of ranks.
+    // The capacity is computed per sample, so that any number of ranks drops the same tokens.
     models[1].experts.as_mut().unwrap().capacity_factor = Some(0.75);
-    // Chunks of equally many experts, of all, and of one and two; and shadows of some experts.
+    // Two chunks with the same number of experts, one chunk with all, or chunks with different numbers; with and without shadowed experts.
     for (model, (num_chunks, num_shadowed)) in models.iter_mut().zip([(2, 0), (1, 1), (3, 3)]) {
         let experts = model.experts.as_mut().unwrap();
         experts.exchange = ExchangeConfig { num_chunks, num_shadowed };
@@ -37,7 +37,7 @@ fn models() -> Vec<ModelConfig> {
     models.into()
 }
 
-/// Losses and norms of steps, as bits, and all parameters at the end.
+/// The losses and norms of the steps, as bits, and all parameters at the end.
 type Found = (Vec<[u64; 2]>, Vec<(String, Vec<u32>)>);
 
 fn train(config: &ModelConfig, group: Group, accumulation: usize, layout: &Layout<'_>) -> Found {
@@ -124,13 +124,13 @@ fn tokens_that_move_change_no_bit() {
     assert_ne!(oracles[0], oracles[2], "the capacity drops something");
 }
 
-/// With equal logits all tokens choose the first experts, and how many rows travel is known.
+/// With equal logits, all tokens choose the first experts, so the number of exchanged rows is known.
 #[test]
 fn rows_and_states_take_the_bytes_of_the_formulas() {
     let mut config = models().swap_remove(0);
     config.initializer_range = 0.0;
     let (num_layers, num_experts, num_choices) = (2, 4, 2);
-    // Of the experts that tokens choose, none, the first one, and both.
+    // Of the two experts that tokens choose, none, the first, or both are shadowed.
     for (precision, num_shadowed) in
         [(Precision::F32, 0), (Precision::F32, 1), (Precision::Bf16, 0), (Precision::Bf16, 2)]
     {
@@ -150,12 +150,13 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
                 let batches = batches(&executor, degree, 1);
                 let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0), has_loss: true };
                 executor.run(plan, &mut batches.into_iter()).unwrap();
-                // To experts elsewhere and back from those here, forward and backward.
+                // Rows sent to experts on other ranks, and returned from experts on this rank, in forward and backward.
                 let is_here = |expert: &usize| owner(*expert) == rank;
                 let num_here = (num_shadowed..num_choices).filter(is_here).count();
                 let there = num_choices - num_shadowed - num_here;
                 let rows = 2 * num_layers * (there + num_here * (degree - 1)) * num_tokens;
-                // Three matrices, forward and backward; ranks that hold all of them keep them in f32.
+                // The three matrices of a shadowed expert, in forward and backward. They are sent in f32, in which ranks store unsharded
+                // parameters.
                 let copied = (0..num_shadowed).filter(is_here).count() * (degree - 1);
                 let copied = 2 * num_layers * copied * 3 * config.hidden_size * config.intermediate_size;
                 let expected = rows * row_bytes + copied * size_of::<f32>();
@@ -174,7 +175,7 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
                 let memory = executor.device().memory();
                 let [gradients, optimizer] = [Category::Gradients, Category::Optimizer]
                     .map(|category| memory.usage(category).peak as f64 / own as f64);
-                // In 16 bits, masters are the optimizer's only where state is sharded.
+                // In 16 bits, the optimizer stores master weights only if state is sharded.
                 assert!((4.0..4.2).contains(&gradients), "{gradients} bytes an element");
                 assert!((8.0..8.4).contains(&optimizer), "{optimizer} bytes an element");
             });
@@ -182,7 +183,7 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
     }
 }
 
-/// Shadows are of the experts with the highest loads of the step before; the first step does not know them.
+/// The experts with the highest loads of the previous step are shadowed. In the first step, no loads are known.
 #[test]
 fn the_highest_loads_do_not_travel() {
     let mut config = models().swap_remove(0);
@@ -200,14 +201,15 @@ fn the_highest_loads_do_not_travel() {
         });
         sent.collect::<Vec<u64>>()
     });
-    // Of both ranks: matrices are as many for any expert.
+    // Summed over both ranks, the bytes of matrices are the same for any choice of shadowed experts.
     let [first, second, third] =
         [0, 1, 2].map(|step| sent_in_steps.iter().map(|steps| steps[step]).sum::<u64>());
     assert_eq!(second, third);
     assert!(second < first, "{second} bytes with the highest loads, {first} with the first expert");
 }
 
-/// Biases that balance experts after a step; its gradients are those of the first parameters, whatever becomes of others.
+/// Returns the biases that balance experts after one step. The gradients of that step are computed at the initial parameters, so they do
+/// not depend on updates of other parameters.
 fn biases_after_a_step(config: &ModelConfig, options: ExecutorOptions) -> Vec<Vec<u32>> {
     let layout = Layout { options, ..plain() };
     let found = run_ranks(2, |group| {
@@ -239,16 +241,18 @@ fn no_codec_rounds_counts_of_loads() {
     }
 }
 
-/// The last batches of an evaluation may be smaller on some ranks: those still agree on what travels, and in how many pieces.
+/// The last batches of an evaluation may be smaller on some ranks. All ranks must still agree on the rows that they exchange, and on the
+/// number of pieces.
 #[test]
 fn ranks_may_evaluate_batches_of_different_sizes() {
     let cases =
         models().into_iter().flat_map(|config| [0, 1].map(|num_shadowed| (config.clone(), num_shadowed)));
     for (mut config, num_shadowed) in cases {
-        // All tokens choose the first experts, so the first rank gets most of what the others have.
+        // All tokens choose the first experts, so the first rank receives most rows of the others.
         config.initializer_range = 0.0;
         config.experts.as_mut().unwrap().exchange = ExchangeConfig { num_chunks: 1, num_shadowed };
-        // Losses of batches with so many samples on each rank, and the memory for messages after each.
+        // Evaluates batches with these numbers of samples on each rank. Returns, for each batch, the loss and the peak memory of
+        // communication.
         let evaluate = |experts: usize, rounds: &[[usize; 2]]| {
             run_ranks(2, |group| {
                 let rank = group.rank().0;
@@ -276,7 +280,7 @@ fn ranks_may_evaluate_batches_of_different_sizes() {
     }
 }
 
-/// Also where other sums need not keep their order.
+/// This also holds if other sums may be in any order.
 #[test]
 fn shadows_keep_the_order_of_sums() {
     let mut config = models().swap_remove(0);
@@ -327,7 +331,7 @@ fn sums_that_split_come_near() {
     }
 }
 
-/// Others would wait for its rows.
+/// Ranks with other experts would wait for its rows.
 #[test]
 fn a_rank_without_a_batch_is_refused_where_experts_lie_on_several() {
     let config = &models()[0];

@@ -1,4 +1,4 @@
-//! A mixture of experts, made of operations, under layouts: the bits of one rank.
+//! A mixture of experts, composed of operations, under different layouts: the bits are those of one rank.
 
 use crate::common::{Layout, OPTIONS, Pipeline, train_classifier};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ impl Unit for Stem {
     }
 }
 
-/// Gated experts, of which each token has two.
+/// Gated experts. Each token is routed to two of them.
 #[derive(Debug)]
 struct Experts {
     router: Arc<Router>,
@@ -108,7 +108,7 @@ fn build(_: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
     Ok(Model::new(units, table))
 }
 
-/// Losses and norms of steps, and the weights of all ranks.
+/// Returns the losses and norms of the steps, and the weights of all ranks.
 fn run(layout: &Layout<'_>, world_size: usize, accumulation: usize) -> (Vec<[u64; 2]>, Vec<u32>) {
     train_classifier(build, SAMPLES, layout, (world_size, accumulation))
 }

@@ -1,4 +1,4 @@
-//! Families of models under layouts: the bits of one rank.
+//! Families of models under different layouts: the bits are those of one rank.
 
 use crate::common::{ADAMW, Layout, OPTIONS, Pipeline, laid_out, train};
 use trireme_model::ModelConfig;
@@ -28,7 +28,7 @@ fn families() -> Vec<ModelConfig> {
         DEEPSEEK,
     ];
     let config = |own: &str| {
-        // Keys of the family come last, and count.
+        // Keys of the family come last, and override common ones.
         ModelConfig::from_json(&format!("{{{SIZES}, {own}}}")).unwrap()
     };
     own.map(config).into()

@@ -1,4 +1,4 @@
-//! Training in emulated fp8: the same bits on every layout, and nearly the same losses as in bf16.
+//! Training in emulated fp8: the same bits with every layout, and nearly the same losses as in bf16.
 
 use crate::common::{OPTIONS, batches, executor, parameter_bits, train};
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
@@ -11,7 +11,7 @@ fn fp8(formats: Fp8Formats, amax_history_len: usize) -> ExecutorOptions {
     ExecutorOptions { fp8: Some(Fp8Recipe { formats, amax_history_len, margin: 0 }), ..BF16 }
 }
 
-/// The amax history of every layer, as bits.
+/// Returns the amax history of every layer, as bits.
 fn history(executor: &Executor) -> Vec<u32> {
     let state = executor.fp8_state().unwrap();
     (0..state.layers().len()).flat_map(|layer| state.history(layer).0.to_vec()).map(f32::to_bits).collect()
@@ -43,7 +43,7 @@ fn any_layout_gives_the_same_bits() {
     }
 }
 
-/// Trains on one batch again and again, with a validation every few steps if asked.
+/// Trains on the same batch in every step. If it `validates`, evaluates a batch every second step.
 fn losses(executor: &mut Executor, num_steps: u64, validates: bool) -> Vec<f64> {
     let step = |step| {
         let plan = StepPlan { step, lr: 3e-3, grad_norm: GradNorm::Measure, has_loss: true };

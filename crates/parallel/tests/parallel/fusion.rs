@@ -1,4 +1,4 @@
-//! Short gradients that travel together.
+//! Short gradients that are fused into one message.
 
 use crate::common::{OPTIONS, batches, executor, train};
 use trireme_parallel::{ExecutorOptions, GradNorm, StepPlan};

@@ -1,4 +1,4 @@
-//! Programs that only run forward continue sequences.
+//! Generation with programs that only run forward passes.
 
 use crate::common::*;
 use trireme_model::{ModelConfig, Rehearsal, token_specs};
@@ -32,7 +32,7 @@ fn forward_only(config: &ModelConfig, device: &Device) -> Executor {
     executor
 }
 
-/// The logits after parts of a sequence.
+/// Returns the logits after each part of a sequence.
 fn logits(executor: &mut Executor) -> Vec<Vec<f32>> {
     let mut generation = Generation::new(executor, 8);
     let logits = [&[1, 2, 3][..], &[4], &[5, 6]].map(|tokens| generation.read(tokens).unwrap());

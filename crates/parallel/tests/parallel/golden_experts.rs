@@ -1,4 +1,4 @@
-//! Models with experts on ranks that divide layers and experts, against values made by Hugging Face transformers: see
+//! Models with tensor and expert parallelism, compared with golden values of Hugging Face transformers; see
 //! `crates/model/tests/golden/README.md`.
 
 use crate::common::{DEFAULT, Layout, laid_out_model};
@@ -12,7 +12,7 @@ use trireme_parallel::{Executor, Generation, GradNorm, ParallelError, StepPlan};
 use trireme_tensor::{Device, ParameterClass};
 use trireme_testkit::run_ranks;
 
-// As for one rank.
+// The same tolerances as for one rank.
 const LOGITS_TOLERANCE: f32 = 1e-4;
 const LOSS_TOLERANCE: f64 = 1e-5;
 const GRAD_TOLERANCE: f64 = 1e-4;
@@ -49,7 +49,7 @@ impl Golden {
         }
     }
 
-    /// The windows of a tensor of ids, and their length.
+    /// Returns the windows of a tensor of token ids, concatenated, and the length of each.
     fn windows(&self, name: &str) -> (Vec<u32>, usize) {
         let reference = SafeTensors::deserialize(&self.reference).unwrap();
         let tensor = reference.tensor(name).unwrap();
@@ -58,7 +58,7 @@ impl Golden {
         (ids, *tensor.shape().last().unwrap())
     }
 
-    /// One rank of two that divide layers, and of two with different experts; each sees one of two windows.
+    /// Creates the executor of one of four ranks: two tensor ranks by two expert ranks. Each expert rank sees one of two windows.
     fn executor(&self, group: Group, optimizer: OptimizerOptions) -> Executor {
         let seq_len = self.windows("input_ids").1 - 1;
         let build = |device: &Device, table| self.config.build_into(table, seq_len, device);
@@ -78,7 +78,7 @@ impl Golden {
         executor
     }
 
-    /// Runs a step on the two windows from `first` on; the loss.
+    /// Runs a step on two windows, starting at the window `first`. Returns the loss.
     fn step(&self, executor: &mut Executor, name: &str, first: usize, (step, lr): (u64, f64)) -> f64 {
         let (ids, len) = self.windows(name);
         let window = &ids[(first + executor.global_microbatch(0)) * len..][..len];
@@ -106,7 +106,7 @@ fn tensor_and_expert_parallel_models_are_those_of_transformers() {
             ..OptimizerOptions::new(name)
         };
         run_ranks(4, |group| {
-            // A step against the gradient, so long that little of it is rounded away.
+            // A plain gradient step, with such a large learning rate that little of the gradient is lost to rounding.
             let plain = OptimizerSettings { momentum: 0.0, ..DEFAULT };
             let mut executor = golden.executor(group, optimizer((OptimizerName::Sgd, plain)));
             let (ids, len) = golden.windows("input_ids");

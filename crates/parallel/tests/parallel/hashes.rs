@@ -1,4 +1,4 @@
-//! Hashes of gradients and parameters are those of one rank, whatever the layout, and name the tensor that differs.
+//! Hashes of gradients and parameters are the same with any layout, and identify the tensor that differs.
 
 use crate::common::{
     ASYNCHRONOUS_STEPS, Layout, OPTIONS, Pipeline, batches, change_shard, dynamic, laid_out,
@@ -17,7 +17,7 @@ fn plan(step: u64) -> StepPlan {
     StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true }
 }
 
-/// The hashes before the first step, and of steps 2 and 4.
+/// The hashes of the initial parameters, and the hashes of steps 2 and 4.
 type Found = (Vec<u64>, Vec<StepHashes>);
 
 fn train(executor: &mut Executor) -> Found {
@@ -101,7 +101,7 @@ fn hashes_do_not_depend_on_the_layout() {
 
 #[test]
 fn parts_of_the_tensor_axis_have_the_hash_of_the_whole() {
-    // Two ranks have the same head of keys and values, and the vocabulary does not divide.
+    // With four ranks, two share a key and value head. The vocabulary is not divisible by the number of ranks.
     let config = ModelConfig::from_json(
         r#"{"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
@@ -158,7 +158,7 @@ fn skipped_steps_have_no_hashes_and_steps_of_one_program_have_their_own() {
         assert!(outcome.skipped.is_some());
         assert_eq!(executor.take_hashes().unwrap(), []);
     });
-    // Without tied weights, whose versions would differ.
+    // Without tied weights, because their copies could have different versions.
     let config = &experts();
     let pipeline = Pipeline { kind: Kind::PipeDream, num_ranks: 2, stages_per_rank: 1 };
     let layout = Layout { pipeline: Some(pipeline), ..Layout::default() };

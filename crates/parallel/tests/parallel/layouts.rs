@@ -1,4 +1,4 @@
-//! One rank and one thread are the oracle: every other layout gives the same bits.
+//! Every layout gives the same bits as one rank with one thread.
 
 use crate::common::{OPTIONS, SHAPE, change_shard, dynamic, executor, shard_values, train};
 use trireme_parallel::{Determinism, ExecutorOptions, GradNorm, StepPlan};

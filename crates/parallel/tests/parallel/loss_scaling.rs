@@ -1,4 +1,4 @@
-//! Scaling the loss changes no bits where nothing overflows; an overflow on one rank is skipped by all.
+//! Loss scaling does not change bits if nothing overflows. If one rank overflows, all ranks skip the step.
 
 use crate::common::{OPTIONS, SHAPE, batches, change_shard, dynamic, executor, parameter_bits, train};
 use trireme_comm::Group;
@@ -10,22 +10,22 @@ use trireme_testkit::{run_ranks, small_models};
 
 const GRAD_NORMS: [GradNorm; 3] = [GradNorm::Off, GradNorm::Measure, GradNorm::Clip(0.5)];
 
-/// A token that random batches are freed of, so that it can be given to one rank alone.
+/// A token that is removed from random batches, so that a test can give it to a single rank.
 const RARE: u32 = 60;
 
-/// The llama: its embedding is not the head's, so a row of it counts only where its token is read.
+/// The Llama model, whose embedding and output layer are not tied, so a row of the embedding is used only where its token is read.
 fn untied() -> ModelConfig {
     small_models()[1].clone()
 }
 
-/// Reading the rare token makes everything NaN.
+/// Sets the embedding of the rare token to NaN, so that reading the token makes all activations NaN.
 fn poison(executor: &mut Executor) {
     let width = executor.model().table().parameters()[0].shape.cols();
     let row = RARE as usize * width..(RARE as usize + 1) * width;
     change_shard(executor, 0, |values| values[row].fill(f32::NAN));
 }
 
-/// A batch without the rare token.
+/// Returns a batch without the rare token.
 fn common_batch(executor: &Executor, step: u64) -> Batch {
     let mut batch = batches(executor, executor.group().world_size(), step).remove(0);
     for tokens in batch.values_mut() {
@@ -36,7 +36,7 @@ fn common_batch(executor: &Executor, step: u64) -> Batch {
     batch
 }
 
-/// A batch that reads and expects one token everywhere.
+/// Returns a batch whose inputs and targets are all the same token.
 fn uniform_batch(executor: &Executor, token: u32) -> Batch {
     let mut batch = HostBatch::new(&token_specs(SHAPE.0, SHAPE.1));
     (0..SHAPE.0).for_each(|row| set_window(&mut batch, row, &[token; SHAPE.1 + 1]));
@@ -48,7 +48,7 @@ fn step(executor: &mut Executor, step: u64, grad_norm: GradNorm, batch: Batch) -
     executor.run(plan, &mut std::iter::once(batch)).unwrap()
 }
 
-/// Bits of parameters and optimizer state.
+/// Returns the bits of parameters and optimizer state.
 fn all_bits(executor: &Executor) -> Vec<u32> {
     let mut bits = parameter_bits(executor);
     for unit in 0..executor.model().num_units() {
@@ -73,8 +73,7 @@ fn a_scale_changes_no_bits() {
     }
 }
 
-/// Takes a step in which rank `odd` has the batch that `other` makes; every rank must skip it for `cause`, and nobody
-/// without that batch.
+/// Runs a step in which rank `odd` has the batch of `other`. Every rank must skip it for `cause`; if `odd` is `None`, no rank may skip it.
 fn check_skipped(
     options: ExecutorOptions,
     grad_norm: GradNorm,
@@ -121,8 +120,8 @@ fn a_loss_that_overflows_on_one_rank_is_skipped_by_all() {
 
 #[test]
 fn gradients_that_overflow_on_one_rank_are_skipped_by_all() {
-    // All its targets being one token, the gradient of that token's row of the head is about 1: too large for f16 once it is
-    // scaled, where the gradients of random targets are not.
+    // All targets are the same token, so the gradient of its row of the output layer is about 1. Scaled, that exceeds f16; the gradients of
+    // random targets do not.
     let options = ExecutorOptions { reduce_dtype: Precision::F16, loss_scaling: dynamic(1 << 16), ..OPTIONS };
     for grad_norm in GRAD_NORMS {
         check_skipped(options, grad_norm, |executor| uniform_batch(executor, 7), NonFinite::GradNorm);

@@ -1,4 +1,4 @@
-//! Runs the executor with ranks as threads: every layout has the same bits, or nearly the same values, as one rank.
+//! Runs executors on ranks that are threads: every layout has the same bits, or nearly the same values, as one rank.
 
 mod asynchronous;
 mod axes;

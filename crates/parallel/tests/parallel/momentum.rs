@@ -1,4 +1,4 @@
-//! Momentum that is compressed and exchanged in place of gradients, by 1-bit Adam and 0/1 Adam.
+//! Compressed momentum that is exchanged instead of gradients, by 1-bit Adam and 0/1 Adam.
 
 use crate::common::{
     DEFAULT, Layout, NamedOptimizer, OPTIONS, batches, change_shard, dynamic, laid_out, parameter_bits,
@@ -17,7 +17,7 @@ use trireme_testkit::{run_ranks, small_models};
 
 const BLOCK_LEN: usize = 128;
 const WARM_UP: NamedOptimizer = (OptimizerName::OneBitAdam, OptimizerSettings { freeze_step: 3, ..DEFAULT });
-/// Updates of the variance in the steps 1, 2, 3, 5, 7, 11, 15, 23.
+/// Updates the variance in steps 1, 2, 3, 5, 7, 11, 15 and 23.
 const DOUBLING: NamedOptimizer =
     (OptimizerName::ZeroOneAdam, OptimizerSettings { var_update_scaler: 2, ..DEFAULT });
 
@@ -51,7 +51,7 @@ fn step(executor: &mut Executor, number: u64) -> StepOutcome {
     executor.run(plan, &mut batches.into_iter()).unwrap()
 }
 
-/// All that is kept by compressors, as bits.
+/// Returns the state of all compressors, as bits.
 fn kept(executor: &Executor) -> Vec<u64> {
     let bits = |compressor: &Compressor| -> Vec<u64> {
         let values = |values: StateValues<'_>| match values {
@@ -63,7 +63,7 @@ fn kept(executor: &Executor) -> Vec<u64> {
     executor.compressors().flat_map(|(_, compressor)| bits(compressor)).collect()
 }
 
-/// Both moments, as bits.
+/// Returns both moments, as bits.
 fn moments(executor: &Executor) -> Vec<u32> {
     let states = (0..executor.model().num_units()).flat_map(|unit| executor.optimizer().states(unit));
     let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<u32>>();
@@ -105,7 +105,7 @@ fn replicas_stay_equal_and_the_loss_falls() {
             let losses = run_ranks(world_size, |group| {
                 let mut executor = executor(group, schedule, one_bit(), LossScaling::Off);
                 let run = |number| {
-                    // Always the same data, of each rank its own.
+                    // Each rank has its own data, the same in every step.
                     let batches = batches(&executor, 2 * world_size, 0);
                     let plan =
                         StepPlan { step: number, lr: 3e-3, grad_norm: GradNorm::Measure, has_loss: true };
@@ -124,7 +124,7 @@ fn replicas_stay_equal_and_the_loss_falls() {
 
 #[test]
 fn bytes_on_the_wire_are_those_of_the_formulas() {
-    // With the algorithm that moves the fewest bytes, however short a message is.
+    // The algorithm that sends the fewest bytes for messages of any length.
     let algorithm = Some(FlatAlgorithm::HalvingDoubling.into());
     for world_size in [2, 4] {
         std::thread::scope(|scope| {
@@ -148,7 +148,7 @@ fn check_bytes(group: Group) {
         let message = |len: usize| len.div_ceil(8) + 8 * len.div_ceil(BLOCK_LEN);
         let one_bit: usize = lens.clone().map(|len| (world_size - 1) * message(len)).sum();
         let expected = if number <= 3 { whole } else { one_bit } as u64;
-        // Blocks of a message differ by an element; losses are f64s.
+        // The ranks' blocks of a message differ by up to an element. Losses are f64.
         let slack = (8 * lens.count() + 64) as u64;
         assert!(
             sent.abs_diff(expected) <= slack,
@@ -180,7 +180,7 @@ fn a_step_that_overflows_leaves_all_as_it_was() {
                     if overflows {
                         overflow(&mut executor, before_overflow + 1);
                     }
-                    // The skipped step is one of the schedule, not of the updates.
+                    // A skipped step counts in the schedule, but not as an update.
                     let skipped = u64::from(overflows);
                     for number in before_overflow + 1..=before_overflow + 3 {
                         let place = batches(&executor, 4, number);
@@ -207,7 +207,7 @@ fn gradients_that_overflow_in_f16_are_found_in_the_sums() {
     let options = ExecutorOptions {
         precision: Precision::F16,
         compression: one_bit(),
-        // Until the next overflow the scale grows in every step.
+        // The scale grows in every step until the next overflow.
         loss_scaling: LossScaling::Dynamic { initial: 1 << 14, growth_interval: 1 },
         determinism: Determinism::Run,
         ..OPTIONS
@@ -239,7 +239,7 @@ fn gradients_that_overflow_in_f16_are_found_in_the_sums() {
     );
 }
 
-/// A step in which the second rank's activations are NaN, and with them its gradients.
+/// Runs a step in which the second rank's activations and gradients are NaN.
 fn overflow(executor: &mut Executor, number: u64) {
     let found = |executor: &Executor| (parameter_bits(executor), moments(executor), kept(executor));
     let before = found(executor);

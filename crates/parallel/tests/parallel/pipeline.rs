@@ -1,4 +1,4 @@
-//! A pipeline gives the bits of one rank, whatever its schedule, and beside data parallelism.
+//! A pipeline gives the bits of one rank, with any schedule, and together with data parallelism.
 
 use crate::common::{Layout, OPTIONS, Pipeline, SHAPE, STEPS, batches, laid_out};
 use std::sync::OnceLock;
@@ -11,7 +11,7 @@ use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::Precision;
 use trireme_testkit::{random_batch, run_ranks};
 
-/// Eight units; the head may be tied to the embedding.
+/// A model of eight units, whose output layer may be tied to the embedding.
 fn model(is_tied: bool) -> ModelConfig {
     let text = r#"{"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
@@ -19,7 +19,7 @@ fn model(is_tied: bool) -> ModelConfig {
     ModelConfig::from_json(&text.replace("TIED", &is_tied.to_string())).unwrap()
 }
 
-/// Losses and norms of some steps, the loss of an evaluation, and all parameters, as bits.
+/// The losses and norms of some steps, the loss of an evaluation, and all parameters, as bits.
 type Found = (Vec<[u64; 2]>, Option<u64>, Vec<u32>);
 
 fn train(mut executor: Executor, num_microbatches: usize) -> Found {
@@ -39,7 +39,7 @@ fn train(mut executor: Executor, num_microbatches: usize) -> Found {
     (found, (evaluated.num_rows > 0).then(|| evaluated.sum.to_bits()), bits)
 }
 
-/// What all ranks find, where they find the same, and what one of them alone does.
+/// Returns the results of all ranks, which must agree, with the parameters of rank 0 and the loss of the ranks with the output layer.
 fn run(model: &ModelConfig, layout: &Layout<'_>, world_size: usize, num_microbatches: usize) -> Found {
     let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
     let accumulation = num_microbatches * pipeline_degree / world_size;
@@ -81,7 +81,7 @@ fn every_schedule_gives_the_bits_of_one_rank() {
     }
 }
 
-/// With sums in any order, what the head has for the embedding's gradient travels once a step.
+/// If sums may be in any order, the output layer's contribution to the gradient of the embedding is sent once per step.
 #[test]
 fn a_tied_head_may_send_once_a_step() {
     let (model, num_microbatches) = (model(true), 4);
@@ -108,7 +108,7 @@ fn a_tied_head_may_send_once_a_step() {
             let (once, each) = (f64::from_bits(*once), f64::from_bits(*each));
             assert!((once / each - 1.0).abs() < 1e-5, "{kind}: {once} instead of {each}");
         }
-        // The embedding and the head of a V-shaped schedule, which may be the automatic one, lie on one rank.
+        // In a V-shaped schedule, the embedding and the output layer are on the same rank. The automatic schedule may be V-shaped.
         let saved = (num_microbatches as u64 - 1) * 61 * 24 * 4;
         match kind {
             Kind::DualPipeV | Kind::ZeroBubbleV => assert_eq!(bytes_once, bytes_each, "{kind}"),
@@ -181,7 +181,7 @@ fn each_action_of_a_step_has_its_time() {
     });
 }
 
-/// The first layers wait for the other rank's part of them within a pass, which is not work.
+/// In the first layers, a pass waits for the partial results of the other tensor rank. This wait is not work.
 #[test]
 fn what_a_pass_waits_for_is_before_its_work() {
     const LATE: Duration = Duration::from_millis(50);
@@ -213,7 +213,7 @@ fn what_a_pass_waits_for_is_before_its_work() {
     });
 }
 
-/// The ranks of a pipeline run different programs, which is no reason for a report of what went wrong.
+/// Pipeline ranks run different programs. A flight recorder report must not treat that as a disagreement.
 #[test]
 fn a_report_finds_no_difference_between_the_programs_of_a_pipeline() {
     let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });

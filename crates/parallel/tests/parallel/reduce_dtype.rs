@@ -1,11 +1,11 @@
-//! Gradients that are summed over ranks in 16 bits: half the bytes, nearly the same numbers.
+//! Gradients that are summed over ranks in 16 bits: half the bytes, and nearly the same values.
 
 use crate::common::{OPTIONS, batches, executor, train};
 use trireme_parallel::{ExecutorOptions, GradNorm, StepPlan};
 use trireme_tensor::{Category, Precision};
 use trireme_testkit::{run_ranks, small_models};
 
-/// The widths of a rounding, as a part of the number: half a unit in the last place.
+/// The relative rounding error of each dtype: half a unit in the last place.
 const HALVES: [(Precision, f64); 2] = [(Precision::Bf16, 1.0 / 256.0), (Precision::F16, 1.0 / 2048.0)];
 
 fn options(reduce_dtype: Precision) -> ExecutorOptions {
@@ -58,7 +58,7 @@ fn sixteen_bits_halve_the_bytes_of_messages_and_of_gradients() {
     for (reduce_dtype, _) in HALVES {
         let (half_bytes, memory, _) = run(reduce_dtype);
         assert_eq!(memory, 2 * num_elements);
-        // The loss, and what the rank asks for.
+        // The loss, and the requests of the rank.
         let other_bytes = 16;
         assert_eq!(2 * (half_bytes - other_bytes), bytes - other_bytes, "{reduce_dtype}");
     }

@@ -1,4 +1,4 @@
-//! Units that move between the ranks of a pipeline during training change no bit of it, and leave no memory behind.
+//! Units that move between pipeline ranks during training: no bit changes, and no memory is left behind.
 
 use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, SHAPE, batches, cut_anew, laid_out};
 use trireme_comm::Group;
@@ -11,10 +11,10 @@ use trireme_tensor::{Category, Precision};
 use trireme_testkit::{random_batch, run_ranks};
 
 const NUM_MICROBATCHES: usize = 4;
-/// Steps from one move to the next.
+/// Number of steps between moves.
 const STEPS: u64 = 2;
 
-/// Eight units.
+/// A model of eight units.
 fn model(is_tied: bool) -> ModelConfig {
     let text = r#"{"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
@@ -22,7 +22,7 @@ fn model(is_tied: bool) -> ModelConfig {
     ModelConfig { tie_word_embeddings: is_tied, ..ModelConfig::from_json(text).unwrap() }
 }
 
-/// Bits of losses and norms, of the loss of evaluations, and of all parameters at rank 0; and bytes that are in use.
+/// The bits of losses and norms, of evaluated losses, and of all parameters at rank 0; and the bytes in use by category.
 #[derive(Debug, PartialEq)]
 struct Found {
     steps: Vec<[u64; 2]>,
@@ -37,11 +37,11 @@ fn start(group: Group, is_tied: bool, layout: &Layout<'_>) -> Executor {
     laid_out(&model(is_tied), group, 1, accumulation, layout)
 }
 
-/// Trains, and before each part of the training but the first cuts the model anew, if it is a pipeline.
+/// Trains in several parts. If there is a pipeline, splits the model into other stages before each part except the first.
 fn train(mut executor: Executor, layout: &Layout<'_>, cuts: &[&[usize]]) -> Found {
     let (mut steps, mut evaluated) = (Vec::new(), Vec::new());
     let device = executor.device().clone();
-    // Counted until the executor ends, whatever moves.
+    // The reports stay counted until the executor is dropped, even if units move.
     let _reports = executor.validation_reports(&ValidationBatches::new(10, 4)).unwrap();
     for part in 0..=cuts.len() as u64 {
         if let (Some(cut), Some(_)) = ((part as usize).checked_sub(1).map(|cut| cuts[cut]), layout.pipeline) {
@@ -65,8 +65,8 @@ fn train(mut executor: Executor, layout: &Layout<'_>, cuts: &[&[usize]]) -> Foun
     Found { steps, evaluated, parameters, in_use }
 }
 
-/// A run whose units move finds what one rank does; ranks that have seen all these moves have as much memory in use as those that
-/// have not moved since they were cut so.
+/// Compares a run whose units move with a run on one rank. After the last move, each rank must use as much memory as in a run that has had
+/// only that split.
 fn check(layout: &Layout<'_>, world_size: usize, cuts: &[&[usize]], what: &str) {
     for is_tied in [false, true] {
         let what = if is_tied { format!("{what}, tied") } else { what.to_owned() };
@@ -90,7 +90,7 @@ fn check_model(is_tied: bool, layout: &Layout<'_>, world_size: usize, cuts: &[&[
     );
     assert!(losses.iter().all(|loss| oracle.evaluated.contains(loss)), "{what}");
     assert!(moved[0].parameters == oracle.parameters, "{what}: parameters");
-    // Trained a little, moved at once, and trained on.
+    // A run that moves its units before the first step, and never again.
     let last = &cuts[cuts.len() - 1..];
     let once = run_ranks(world_size, |group| {
         let mut executor = start(group, is_tied, layout);
@@ -105,7 +105,7 @@ fn two(kind: Kind, stages_per_rank: usize) -> Option<Pipeline> {
     Some(Pipeline { kind, num_ranks: 2, stages_per_rank })
 }
 
-/// From four units and four.
+/// The initial stages have four units each.
 const CUTS: [&[usize]; 3] = [&[1], &[7], &[3]];
 
 #[test]

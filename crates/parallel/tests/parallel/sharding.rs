@@ -1,4 +1,4 @@
-//! Whatever the ranks shard, losses, norms and weights have the bits of plain data parallelism.
+//! With any sharding, losses, norms and weights have the bits of plain data parallelism.
 
 use crate::common::{Layout, OPTIONS, STEPS, batches, dynamic, laid_out};
 use trireme_model::ModelConfig;
@@ -7,10 +7,10 @@ use trireme_schedule::{Keep, Share, StateClass, StateLayout, Tier};
 use trireme_tensor::Precision;
 use trireme_testkit::{run_ranks, small_models};
 
-/// Losses and norms of a few steps, the loss of an evaluation, and all weights.
+/// The losses and norms of a few steps, the loss of an evaluation, and all weights, as bits.
 type Found = (Vec<u64>, Vec<u32>);
 
-/// Nothing is sharded, and all is kept.
+/// No sharding and no recomputation.
 const WHOLE: (StateLayout, &[Keep]) = (StateLayout::WHOLE, &[]);
 
 fn train(executor: &mut Executor, num_microbatches: usize) -> Found {
@@ -21,7 +21,7 @@ fn train(executor: &mut Executor, num_microbatches: usize) -> Found {
         let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
         found.extend([outcome.loss.to_bits(), outcome.grad_norm.unwrap().to_bits()]);
     }
-    // Rank 0 evaluates a batch, and the others help to gather parameters.
+    // Rank 0 evaluates a batch, and the other ranks only take part in the gathers of parameters.
     let batch = (executor.group().rank().0 == 0)
         .then(|| batches(executor, executor.group().world_size(), 99).remove(0));
     let evaluated = executor.evaluate(batch).unwrap()[0].sum;
@@ -34,7 +34,7 @@ fn train(executor: &mut Executor, num_microbatches: usize) -> Found {
     (found, weights)
 }
 
-/// What rank 0 has found, and what all ranks have found of losses and norms.
+/// Returns the results of rank 0. Losses and norms must be the same on all ranks.
 fn run(
     config: &ModelConfig,
     options: ExecutorOptions,
@@ -62,7 +62,7 @@ fn run_layout(
     first
 }
 
-/// Stages of ZeRO, gradients alone in shards, and all but gradients.
+/// Returns the stages of ZeRO, a layout with only gradients sharded, and one with all state except gradients sharded.
 fn layouts() -> [StateLayout; 5] {
     let with = |stage, gradients| {
         let mut state = StateLayout::zero(stage);
@@ -110,7 +110,7 @@ fn rounded_gradients_have_the_bits_of_plain_data_parallelism_on_as_many_ranks() 
         for (world_size, num_shards, num_microbatches) in [(2, 2, 2), (4, 4, 4), (2, 2, 4)] {
             let oracle = run(config, options, WHOLE, (world_size, 1), num_microbatches);
             for zero_stage in 1..=3 {
-                // Rounded after each microbatch, sums have other bits than rounded once.
+                // Sums that are rounded after each microbatch have other bits than sums that are rounded once.
                 if zero_stage >= 2 && num_microbatches > world_size {
                     continue;
                 }
@@ -130,7 +130,7 @@ fn what_is_recomputed_has_the_bits_of_what_is_kept() {
         for config in small_models() {
             let num_blocks = config.num_layers;
             let oracle = run(&config, options, WHOLE, (1, 1), 4);
-            // Each kind of unit as it may be, the head and the embedding, too.
+            // All choices for each kind of unit, including the embedding and the output layer.
             for block in [[All, Products], [Input, Nothing], [Products, Input]] {
                 for ends in [[All, All], [Input, Input], [Products, Nothing], [Products, Products]] {
                     let mut keeps = vec![ends[0]];
@@ -178,7 +178,7 @@ fn state_that_lives_elsewhere_has_the_bits_of_state_on_the_device() {
                         &[Keep::All, Keep::Input, Keep::Products, Keep::All],
                         &[Keep::All, Keep::Products, Keep::All, Keep::All],
                     ] {
-                        // Of few units or of all of them.
+                        // Moves the activations of one unit, or of all units.
                         let num_moved =
                             if keeps.len() == 4 && keeps[1] == Keep::Input { 1 } else { usize::MAX };
                         let state = StateLayout { num_moved, ..StateLayout::zero(zero_stage) };

@@ -1,4 +1,4 @@
-//! What ranks keep is what the ZeRO paper says they keep.
+//! The memory and traffic of ranks agree with the formulas of the ZeRO paper.
 
 use crate::common::{Layout, OPTIONS, batches, laid_out};
 use trireme_model::ModelConfig;
@@ -7,13 +7,13 @@ use trireme_schedule::{ClassLayout, Share, StateClass, StateLayout, Tier};
 use trireme_tensor::{Category, Precision};
 use trireme_testkit::run_ranks;
 
-/// Large enough that padding is next to nothing.
+/// A model so large that padding is negligible.
 fn config() -> ModelConfig {
     let text = r#"{"model_type": "gpt2", "vocab_size": 700, "n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 4}"#;
     ModelConfig::from_json(text).unwrap()
 }
 
-/// Bytes of parameters, gradients and optimizer that a rank holds after a step, for each parameter.
+/// Returns the bytes of parameters, gradients and optimizer state that a rank holds after a step, per parameter.
 fn state_bytes(
     options: ExecutorOptions,
     state: StateLayout,
@@ -34,7 +34,7 @@ fn state_bytes(
 
 #[test]
 fn states_take_the_bytes_of_the_paper() {
-    // Bytes an element of parameters, gradients and optimizer; in 16 bits the master weights are the optimizer's.
+    // Bytes per element of parameters, gradients and optimizer state. In 16 bits, master weights count as optimizer state.
     let f32 = (OPTIONS, [4.0, 4.0, 8.0]);
     let bf16 = Precision::Bf16;
     let bf16 = (ExecutorOptions { precision: bf16, reduce_dtype: bf16, ..OPTIONS }, [2.0, 2.0, 12.0]);
@@ -48,8 +48,8 @@ fn states_take_the_bytes_of_the_paper() {
                 };
                 let formula = share(0, 3) + share(1, 2) + share(2, 1);
                 let found_sum: f64 = found.iter().sum();
-                // In 16 bits nobody keeps a copy of shared out parameters beside the master weights; and without sharing
-                // out, there are no master weights beside the f32 parameters, from which products round.
+                // In 16 bits, no rank keeps a 16-bit copy of sharded parameters next to its master weights. Without sharding, there are no
+                // master weights next to the f32 parameters, which matrix products round.
                 let is_narrow = options.precision != Precision::F32 && num_ranks > 1;
                 let spared = match zero_stage {
                     0 | 3 if is_narrow => share(0, 3),
@@ -79,7 +79,7 @@ fn stages_send_the_bytes_of_the_paper() {
             let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0), has_loss: true };
             executor.run(plan, &mut batches.into_iter()).unwrap();
             if !state.is_sharded(StateClass::Parameters) {
-                // Waits for what the end of the step has begun to gather.
+                // Waits for gathers that the end of the step has started.
                 executor.evaluate(None).unwrap();
             }
             executor.group().barrier().wait().unwrap();
@@ -107,7 +107,7 @@ fn buffers_for_reports_of_losses_are_counted() {
         let reports = executor.validation_reports(&ValidationBatches::new(10, 4)).unwrap();
         assert_eq!(bytes(&executor) - before, size_of_val(&reports[..]));
     });
-    // Of each microbatch of each rank, its loss.
+    // A loss for each microbatch of each rank.
     let [few, many] = [2, 5].map(|num_microbatches| {
         let of_rank = |group| bytes(&laid_out(&config(), group, 1, num_microbatches, &Layout::default()));
         run_ranks(2, of_rank)[0]

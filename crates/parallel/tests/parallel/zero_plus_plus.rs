@@ -1,4 +1,4 @@
-//! ZeRO++: what the ranks of hosts spare the network between them, and what it costs.
+//! ZeRO++: how much traffic between hosts it saves, and how it changes results.
 
 use crate::common::{Layout, OPTIONS, batches, dynamic, laid_out};
 use trireme_model::ModelConfig;
@@ -22,7 +22,7 @@ fn with(spared: ZeroPlusPlus, options: ExecutorOptions) -> (StateLayout, Executo
     (StateLayout::zero(3), ExecutorOptions { zero_plus_plus: spared, ..options })
 }
 
-/// Losses and norms of some steps, which see one batch again and again if `repeats`, and then of an evaluation.
+/// Returns the losses and norms of some steps, and then the loss of an evaluation. If `repeats`, all steps see the same batch.
 fn train(executor: &mut Executor, num_microbatches: usize, num_steps: u64, repeats: bool) -> Vec<f64> {
     let mut found = Vec::new();
     for step in 1..=num_steps {
@@ -41,7 +41,7 @@ fn train(executor: &mut Executor, num_microbatches: usize, num_steps: u64, repea
     found
 }
 
-/// What all ranks have found alike, and the bits of all parameters.
+/// Returns the results of rank 0 and the bits of all parameters. Losses and norms must be the same on all ranks.
 fn run(
     config: &ModelConfig,
     (state, options): (StateLayout, ExecutorOptions),
@@ -82,7 +82,8 @@ fn copies_on_hosts_have_the_bits_of_plain_data_parallelism() {
     }
 }
 
-/// In an evaluation, ranks without a batch take part in gatherings of two levels, which a tied embedding spans.
+/// In an evaluation, ranks without a batch take part in gathers of two levels. The gather of a tied embedding spans the gathers of other
+/// units.
 #[test]
 fn ranks_without_a_batch_end_gatherings_in_the_order_of_the_others() {
     for config in small_models() {
@@ -109,7 +110,7 @@ fn integers_train_as_floats_do() {
             };
             let plain = losses(ZeroPlusPlus::NONE);
             let (int8, int4) = (IntegerFormat::Int8, IntegerFormat::Int4);
-            // Nats, as a part of the first loss.
+            // Tolerances of the losses, as a fraction of the first loss.
             let cases =
                 [(QWZ, 0.02), (qgz(int8), 0.02), (all(int8), 0.02), (qgz(int4), 0.05), (all(int4), 0.05)];
             for (spared, tolerance) in cases {
@@ -140,7 +141,7 @@ fn ranks_agree_wherever_they_are() {
             let num_microbatches = 2 * place.0.len();
             let [plain, found] = [ZeroPlusPlus::NONE, all(int4)]
                 .map(|spared| run(&config, with(spared, OPTIONS), place, num_microbatches, (2, false)).0);
-            // Losses and norms take turns.
+            // Losses and norms alternate.
             for ((plain, found), tolerance) in plain.iter().zip(&found).zip([0.02, 0.1].into_iter().cycle()) {
                 assert!((plain - found).abs() < tolerance * plain, "{place:?}: {found} instead of {plain}");
             }
@@ -167,8 +168,8 @@ fn what_overflows_is_found_in_integers_too() {
     }
 }
 
-/// What a step of two hosts of two ranks sends across, by groups of one rank of each, beside what the formulas of
-/// docs/zero.md say of it and of stage 3 alone in two levels; and bytes of parameters an element that a rank keeps.
+/// Runs a step on two hosts with two ranks each. Returns the bytes sent between hosts, the bytes by the formulas of docs/zero.md, the bytes
+/// of plain ZeRO-3 in two levels, and the bytes of parameters per element that a rank stores.
 fn across((state, options): (StateLayout, ExecutorOptions)) -> (f64, f64, f64, f64) {
     let text = r#"{"model_type": "gpt2", "vocab_size": 700, "n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 4}"#;
     let config = ModelConfig::from_json(text).unwrap();
@@ -186,7 +187,7 @@ fn across((state, options): (StateLayout, ExecutorOptions)) -> (f64, f64, f64, f
         let mut gathered = vec![false; units.len()];
         for action in &executor.program().actions {
             let elements = units[action.unit()].padded_len() as f64;
-            // One message of its shard to the one other host, by each of four ranks.
+            // Each of the four ranks sends one message with its shard to the other host.
             let packed =
                 |format: IntegerFormat| format.num_bytes(units[action.unit()].padded_len() / 4) as f64 * 4.0;
             match action {
@@ -217,7 +218,7 @@ fn hosts_send_each_other_what_the_formulas_say() {
         let (sent, formula, plain, kept) = across(with(all(format), bf16));
         assert_eq!(sent, formula, "{format:?}");
         assert!(plain / sent > factor, "{format:?}: {sent} bytes instead of {plain}");
-        // A half of the units in bf16; a quarter in f32 is the optimizer's.
+        // A secondary shard has half of a unit, in bf16. The quarter in f32 counts as optimizer state.
         assert!((kept - 1.0).abs() < 0.05, "{kept} bytes an element");
         let spared = ZeroPlusPlus { secondary_shards: false, ..all(format) };
         let (sent, formula, _, kept) = across(with(spared, bf16));

@@ -1,4 +1,4 @@
-//! A small model in training.
+//! Helpers that train a small model.
 use std::path::Path;
 use trireme_comm::Group;
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
@@ -16,12 +16,12 @@ use trireme_testkit::{classifier_batch, classifier_specs, random_batch, run_rank
 
 pub(crate) const SHAPE: (usize, usize) = (2, 17);
 pub(crate) const STEPS: u64 = 3;
-/// Of a program that does not drain between updates.
+/// Number of steps of a program that does not drain between updates.
 pub(crate) const ASYNCHRONOUS_STEPS: usize = 6;
 
-/// In f32, summed in the canonical order.
+/// Options with f32 and sums in the canonical order.
 pub(crate) const OPTIONS: ExecutorOptions = ExecutorOptions {
-    // The units of a small model fill one batch and begin the next.
+    // The gradients of a small model fill one fused message and begin the next.
     fusion_bytes: 60 << 10,
     ..ExecutorOptions::PLAIN
 };
@@ -33,7 +33,7 @@ pub(crate) const DEFAULT: OptimizerSettings = OptimizerSettings::DEFAULT;
 
 pub(crate) const ADAMW: NamedOptimizer = (OptimizerName::AdamW, DEFAULT);
 
-/// A scale that starts here and does not grow within a test.
+/// Dynamic loss scaling that starts at `initial` and does not grow within a test.
 pub(crate) fn dynamic(initial: u32) -> LossScaling {
     LossScaling::Dynamic { initial, growth_interval: 1000 }
 }
@@ -48,34 +48,34 @@ pub(crate) fn executor(
     laid_out(config, group, num_threads, accumulation, &Layout { options, ..Layout::default() })
 }
 
-/// What is sharded, recomputed and kept elsewhere.
+/// The options, degrees and state layout of an executor.
 #[derive(Clone)]
 pub(crate) struct Layout<'a> {
     pub(crate) options: ExecutorOptions,
     pub(crate) optimizer: NamedOptimizer,
     pub(crate) weight_decay: f32,
-    /// What counts instead of the two.
+    /// Replaces `optimizer` and `weight_decay` if set.
     pub(crate) optimizer_options: Option<OptimizerOptions>,
-    /// Ranks of a replica.
+    /// Number of ranks that shard a replica.
     pub(crate) num_shards: usize,
-    /// Ranks of the context axis, and how many of them exchange positions for heads.
+    /// Number of ranks of the context axis, and how many of them exchange positions for heads.
     pub(crate) context: (usize, usize),
-    /// Ranks of the tensor axis.
+    /// Number of ranks of the tensor axis.
     pub(crate) tensor: usize,
-    /// Ranks with different experts.
+    /// Number of ranks with different experts.
     pub(crate) experts: usize,
-    /// How units are cut into stages, and in what order these run.
+    /// The schedule and the stages, if there is a pipeline.
     pub(crate) pipeline: Option<Pipeline>,
-    /// What units keep; all of them all if there is no choice.
+    /// The activations that each unit keeps; if empty, every unit keeps all.
     pub(crate) keeps: &'a [Keep],
-    /// How state lies on them.
+    /// The layout of state on the ranks.
     pub(crate) state: StateLayout,
     pub(crate) folder: &'a Path,
     pub(crate) swap: SwapOptions,
     pub(crate) backend: BackendKind,
 }
 
-/// Stages of a model.
+/// A pipeline schedule and its sizes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pipeline {
     pub(crate) kind: Kind,
@@ -84,7 +84,7 @@ pub(crate) struct Pipeline {
 }
 
 impl Pipeline {
-    /// The first unit of each stage but the first.
+    /// Returns the first unit of each stage except the first.
     fn even_splits(&self, num_units: usize) -> Vec<usize> {
         let num_stages = self.num_ranks * self.stages_per_rank;
         (1..num_stages).map(|stage| stage * num_units / num_stages).collect()
@@ -135,10 +135,10 @@ pub(crate) fn laid_out(
     laid_out_model((&build, &token_specs(SHAPE.0, SHAPE.1)), group, num_threads, accumulation, layout)
 }
 
-/// Builds a model.
+/// A function that builds a model.
 pub(crate) type Build<'a> = &'a dyn Fn(&Device, ParameterTable) -> Result<Model, ModelError>;
 
-/// A model that is built by a function, for microbatches of these tensors.
+/// Creates an executor of the model that `build` returns, for microbatches with these tensors.
 pub(crate) fn laid_out_model(
     (build, specs): (Build<'_>, &[TensorSpec]),
     group: Group,
@@ -188,7 +188,7 @@ fn lowered(program: Program, layout: &Layout<'_>) -> Program {
     lay_out(program, layout.state)
 }
 
-/// The same with stages that begin at `splits`.
+/// Returns the executor's program with stages that begin at `splits`.
 pub(crate) fn cut_anew(executor: &Executor, splits: &[usize], layout: &Layout<'_>) -> Program {
     let (rank, num_microbatches) =
         (executor.ranks().pipeline().rank().0, executor.program().outline.num_microbatches);
@@ -196,12 +196,12 @@ pub(crate) fn cut_anew(executor: &Executor, splits: &[usize], layout: &Layout<'_
     lowered(pipeline.program(&executor.program().outline.chain, splits, num_microbatches, rank), layout)
 }
 
-/// Tokens that the model of an executor knows.
+/// Returns the vocabulary size of an executor's model.
 pub(crate) fn vocab_size(executor: &Executor) -> usize {
     executor.model().table().parameters()[0].whole.rows()
 }
 
-/// This rank's share of `num_microbatches` random microbatches of a step.
+/// Returns this rank's share of `num_microbatches` random microbatches of a step.
 pub(crate) fn batches(executor: &Executor, num_microbatches: usize, step: u64) -> Vec<Batch> {
     let per_rank = num_microbatches / executor.ranks().sample_place().degree;
     let vocab_size = vocab_size(executor);
@@ -210,12 +210,13 @@ pub(crate) fn batches(executor: &Executor, num_microbatches: usize, step: u64) -
     (0..per_rank).map(batch).collect()
 }
 
-/// Losses and norms, metrics, and all parameters as bits after a few steps over the same global batches.
+/// Trains a few steps. Returns losses, norms and metrics, and this rank's shards of all parameters, as bits. `num_microbatches` counts
+/// those of all ranks.
 pub(crate) fn train(executor: Executor, num_microbatches: usize) -> (Vec<[u64; 2]>, Vec<u32>) {
     train_on(executor, &|executor, step| batches(executor, num_microbatches, step))
 }
 
-/// The same over batches that a function makes: this rank's share of a step's microbatches.
+/// As [`train`], on the batches that `batches` returns: this rank's microbatches of a step.
 pub(crate) fn train_on(
     mut executor: Executor,
     batches: &dyn Fn(&Executor, u64) -> Vec<Batch>,
@@ -233,7 +234,7 @@ pub(crate) fn train_on(
     (found, parameter_bits(&executor))
 }
 
-/// Losses, norms and metrics of steps, and the weights of all ranks, of a model that reads the batches of a classifier.
+/// Trains a model that reads the batches of a classifier. Returns losses, norms and metrics, and the weights of all ranks.
 pub(crate) fn train_classifier(
     build: fn(&Device, ParameterTable) -> Result<Model, ModelError>,
     num_samples: usize,
@@ -254,18 +255,18 @@ pub(crate) fn train_classifier(
     (found[0].0.clone(), found.into_iter().flat_map(|(_, weights)| weights).collect())
 }
 
-/// What this rank steps, as bits.
+/// Returns the parameters that this rank updates, as bits.
 pub(crate) fn parameter_bits(executor: &Executor) -> Vec<u32> {
     let flat = |unit| shard_values(executor, unit);
     (0..executor.model().num_units()).flat_map(flat).map(f32::to_bits).collect()
 }
 
-/// What a rank has of a unit's parameters.
+/// Returns this rank's shard of a unit's parameters.
 pub(crate) fn shard_values(executor: &Executor, unit: usize) -> Vec<f32> {
     executor.shard_device().read(executor.shard(unit))
 }
 
-/// Lets `change` change what a rank has of a unit's parameters.
+/// Lets `change` change this rank's shard of a unit's parameters.
 pub(crate) fn change_shard(executor: &mut Executor, unit: usize, change: impl FnOnce(&mut [f32])) {
     let mut values = shard_values(executor, unit);
     change(&mut values);
