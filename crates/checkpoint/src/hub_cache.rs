@@ -27,8 +27,8 @@ pub fn resolve_model(path: &Path) -> Result<PathBuf, CheckpointError> {
     Ok(resolve_in(&cache, name, |name| fetch(name, &cache))?.unwrap_or_else(|| path.to_owned()))
 }
 
-/// Returns the snapshot of a model in a cache, if there is one. Calls `fetch` for a model that is missing or incomplete; it returns `None`
-/// if it cannot fetch models.
+/// Returns the snapshot of a model in a cache, if there is one. Calls `fetch` for a model that is missing or incomplete; `fetch` returns
+/// `None` if it cannot fetch models.
 pub(crate) fn resolve_in(
     cache: &Path,
     name: &str,

@@ -32,7 +32,7 @@ struct Span<'a> {
 }
 
 impl Checkpoint {
-    /// Reads every byte and compares the checksums. Returns the first error of each file that fails, and nothing if the checkpoint is
+    /// Reads every byte and compares the checksums. Returns the first error of each file that fails. The list is empty if the checkpoint is
     /// intact.
     pub fn verify(&self) -> Vec<CheckpointError> {
         self.verify_share(0, 1, &|| {})
