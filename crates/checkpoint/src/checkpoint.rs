@@ -34,8 +34,8 @@ impl Checkpoint {
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         let manifest_path = folder.join(MANIFEST_FILE);
         if let Err(source) = fs::metadata(&manifest_path) {
-            // Only a file that does not exist means that there is no checkpoint. A file that cannot be looked at says
-            // nothing about the checkpoint.
+            // Only a missing manifest means that there is no checkpoint. Another failure to access the file says nothing about the
+            // checkpoint.
             if !matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) {
                 return Err(reading(&manifest_path)(source));
             }

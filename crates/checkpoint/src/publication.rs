@@ -157,7 +157,7 @@ mod tests {
             assert_eq!(latest.state()["step"], latest.step());
             found.push(latest.step());
 
-            // The next save succeeds, and removes what was left.
+            // The next save succeeds, and removes all leftovers.
             save_alone(folder.path(), 40, 2);
             let names = FolderNames::read(folder.path()).unwrap();
             assert_eq!(names.leftovers, [""; 0], "after {num_done} changes");

@@ -61,7 +61,7 @@ fn install() {
 
 /// Handles SIGILL. Takes no lock and does not allocate.
 extern "C" fn on_illegal_instruction(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
-    // SAFETY: the system gives a context of this type, which is the handler's until it returns.
+    // SAFETY: the system passes a context of this type, which belongs to the handler until it returns.
     let registers = unsafe { &mut (*context.cast::<ucontext_t>()).uc_mcontext.gregs };
     // SAFETY: the registers are those of the program at the instruction that was refused.
     let executed = unsafe { execute(registers) };

@@ -63,7 +63,7 @@ extern "C" fn count_with_context(signal: c_int, _: *mut siginfo_t, context: *mut
 
 #[test]
 fn the_handler_from_before_gets_what_is_passed_on() {
-    // SAFETY: plain data.
+    // SAFETY: the structure is plain data, for which zeros are valid.
     let mut previous: libc::sigaction = unsafe { mem::zeroed() };
     let mut context = 0_u8;
     let context: *mut c_void = ptr::from_mut(&mut context).cast();
