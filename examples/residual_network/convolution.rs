@@ -1,37 +1,37 @@
-//! A convolution, which Trireme does not have.
+//! A convolution, an operation that Trireme does not provide.
 
 use std::sync::Arc;
 use trireme::base::{Cut, DType};
 use trireme::tape::{BackwardContext, ForwardContext, Operation, ReadBy, write_grad};
 use trireme::tensor::{DeviceError, GradSink, Initial, Parameter, ParameterSpan, ParameterTable};
 
-/// Offsets of a 3 x 3 kernel.
+/// Number of offsets of a 3 x 3 kernel.
 const OFFSETS: usize = 9;
 
-/// A 3 x 3 convolution with stride 1 and zeros around the image: of `[batch, size * size, inputs]` as `[batch, size * size,
-/// outputs]`, computed in f32.
+/// A 3 x 3 convolution with stride 1 and zero padding, from `[batch, size * size, inputs]` to `[batch, size * size, outputs]`, computed in
+/// f32.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Convolution {
-    /// `[9 * inputs, outputs]`, or this rank's part of one of them.
+    /// Weight of shape `[9 * inputs, outputs]`. With a tensor axis, this rank's part along one of these dims.
     weight: ParameterSpan,
-    /// Pixels of a side of the image.
+    /// Side of the image in pixels.
     size: usize,
 }
 
 impl Convolution {
-    /// Channels of the output, of which ranks of the tensor axis make a part each.
+    /// Returns the split by output channels: each rank of the tensor axis computes a part of them.
     pub(crate) fn by_outputs() -> Cut {
         Cut::along(1)
     }
 
-    /// Channels of the input, of which ranks of the tensor axis read a part each; the output is the sum of what they make. The weight has
-    /// them once for each offset.
+    /// Returns the split by input channels: each rank of the tensor axis reads a part of them, and the output is the sum over the ranks.
+    /// The weight contains the input channels once for each offset.
     pub(crate) fn by_inputs() -> Cut {
         Cut::along(0).with_groups(OFFSETS)
     }
 
-    /// Declares the weight, whose products have the variance of their inputs (He et al., "Delving deep into rectifiers", 2015,
-    /// section 2.2).
+    /// Declares the weight in `table`. Its initial values preserve the variance of the inputs (He et al., "Delving deep into rectifiers",
+    /// 2015, section 2.2).
     pub(crate) fn new(
         table: &mut ParameterTable,
         name: &str,
@@ -49,7 +49,8 @@ impl Convolution {
         Arc::new(Convolution { weight: table.add(weight), size })
     }
 
-    /// The pixel at an offset from another one, unless it lies outside of its image. Pixels of a batch are numbered on.
+    /// Returns the pixel at an offset from another one. `None` if it is outside of the image. Pixels are numbered across the images of a
+    /// batch.
     fn neighbour(&self, pixel: usize, offset: usize) -> Option<usize> {
         let (row, col) = (pixel / self.size % self.size + offset / 3, pixel % self.size + offset % 3);
         let is_inside = (1..=self.size).contains(&row) && (1..=self.size).contains(&col);
@@ -104,7 +105,7 @@ impl Operation for Convolution {
             move |[dy, weight], pixel, dx| {
                 dx.fill(0.0);
                 for offset in 0..OFFSETS {
-                    // The pixel that has this one at the offset.
+                    // The output pixel that reads this pixel at `offset`.
                     let Some(near) = own.neighbour(pixel, OFFSETS - 1 - offset) else { continue };
                     let dy = &dy[near * outputs..][..outputs];
                     for (input, dx) in dx.iter_mut().enumerate() {
@@ -146,7 +147,7 @@ impl Operation for Convolution {
         true
     }
 
-    /// The gradient of the input is made of the weight and the gradient of the output.
+    /// The gradient of the input depends only on the weight and the gradient of the output.
     fn reads_input(&self, _: usize) -> ReadBy {
         ReadBy::WEIGHT_HALF
     }

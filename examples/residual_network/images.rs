@@ -1,21 +1,21 @@
-//! Images that are drawn as they are read.
+//! Images that are drawn when they are read.
 
 use trireme::base::{DType, Random, RandomKey};
 use trireme::model::TensorSpec;
 use trireme::train::TrainError;
 use trireme::{Dataset, Sample};
 
-/// Pixels of a side.
+/// Side of an image in pixels.
 pub(crate) const SIZE: usize = 12;
 
-/// A square, a disc, a cross, and a frame.
+/// Number of classes: a square, a disc, a cross, and a frame.
 pub(crate) const CLASSES: usize = 4;
 
-/// Gray images of shapes at random places, of random size and brightness, with noise; and what they show.
+/// Gray images with noise, each of one shape at a random place, of random size and brightness. The label is the shape.
 pub(crate) struct Images {
     pub(crate) num_samples: u64,
     pub(crate) seed: u64,
-    /// Two datasets of different names have different images.
+    /// Name of the dataset. Datasets with different names have different images.
     pub(crate) name: &'static str,
 }
 

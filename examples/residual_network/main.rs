@@ -1,4 +1,4 @@
-//! A residual network (He et al., "Deep residual learning for image recognition", 2016) that learns what small images show.
+//! A residual network (He et al., "Deep residual learning for image recognition", 2016) that classifies the shapes in small images.
 //!
 //! `cargo run --release --example residual_network -- train examples/residual_network/shapes.toml --workers 2`
 

@@ -1,4 +1,4 @@
-//! The convolution against f64, and the same bits under every layout.
+//! Tests of the convolution against f64, and of bit-equal training under every layout.
 
 #[expect(dead_code, reason = "the function that starts the program")]
 #[path = "main.rs"]
@@ -17,7 +17,7 @@ use trireme::train::{Samples, Silent, TrainError, Trainer, TrainerOptions};
 use trireme::{Dataset, Task};
 use trireme_testkit::{GradientCheck, Input, run_ranks};
 
-/// Pixels of a side in the gradient check.
+/// Side of an image in the gradient check, in pixels.
 const SIZE: usize = 4;
 
 #[test]
@@ -60,7 +60,7 @@ fn the_convolution_has_the_gradients_of_its_formula() {
     }
 }
 
-/// The bits of the losses, the accuracies and the weights of a few steps.
+/// Trains for a few steps. Returns the bits of the losses, the accuracies and the weights.
 fn train(num_workers: usize, layout: &[&str]) -> Vec<u64> {
     let folder = tempfile::tempdir().unwrap();
     let toml = format!(

@@ -1,17 +1,18 @@
-//! Other programs: commands that must succeed, and Python with the packages of the peers.
+//! Runs other programs: commands that must succeed, and Python with the packages of the peers.
 
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Python with the packages of `peers/requirements.txt`, installed into `folder` unless that has happened before.
+/// Returns the path of a Python with the packages of `peers/requirements.txt`. Installs them into `folder`, a virtual environment, unless
+/// it has them.
 pub(crate) fn virtual_environment(root: &Path, folder: &Path) -> Result<PathBuf> {
     let python = folder.join("bin/python");
     let requirements = root.join("peers/requirements.txt");
     let wanted =
         fs::read(&requirements).with_context(|| format!("cannot read {}", requirements.display()))?;
-    // A copy of the requirements tells that they are installed.
+    // A copy of the requirements records that they are installed.
     let installed = folder.join("requirements.txt");
     if fs::read(&installed).is_ok_and(|installed| installed == wanted) {
         return Ok(python);
@@ -22,20 +23,20 @@ pub(crate) fn virtual_environment(root: &Path, folder: &Path) -> Result<PathBuf>
     Ok(python)
 }
 
-/// Cargo, in the root of the workspace.
+/// Returns a command of Cargo in the root of the workspace.
 pub(crate) fn cargo(root: &Path) -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
     cargo.current_dir(root);
     cargo
 }
 
-/// Builds Trireme in `release/trireme` of the target folder, which is returned.
+/// Builds Trireme as `release/trireme` in the target folder. Returns the target folder.
 pub(crate) fn build(root: &Path) -> Result<PathBuf> {
     succeed(cargo(root).args(["build", "--release", "--bin", "trireme"]))?;
     Ok(std::env::var_os("CARGO_TARGET_DIR").map_or(root.join("target"), |folder| root.join(folder)))
 }
 
-/// Runs a command and shows what it prints on the error output: the standard output is for the tables.
+/// Runs a command that must succeed. Its standard output goes to the error output, because the standard output is for the tables.
 pub(crate) fn succeed(command: &mut Command) -> Result<()> {
     let status = command
         .stdout(std::io::stderr())
@@ -59,7 +60,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
         .with_context(|| format!("{} printed something that is not text", line(command)))
 }
 
-/// The words of a command.
+/// Returns the command line of a command.
 pub(crate) fn line(command: &Command) -> String {
     let words = [command.get_program()].into_iter().chain(command.get_args());
     words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")

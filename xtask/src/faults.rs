@@ -1,8 +1,8 @@
-//! `cargo xtask faults`: a run with checkpoints, in which each system call that changes files fails, is the last one, or stops its
-//! process for a while. Whatever happens, the next command must resume to the losses of the undisturbed run, and leave nothing
-//! unfinished behind.
+//! `cargo xtask faults`: injects faults into runs with checkpoints. Each system call that changes files fails, is the last one of its
+//! process, or stops its process for a while. After every fault, the next command must resume to the losses of the undisturbed run, and
+//! leave nothing unfinished behind.
 //!
-//! The calls are injected by strace, which counts them for each thread by itself.
+//! The faults are injected by strace, which counts the calls of each thread separately.
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -32,13 +32,13 @@ const CALLS: [&str; 13] = [
     "mkdirat",
 ];
 
-/// What happens at a call: it fails, the disk is full, the process is killed, or it is stopped and continued.
+/// The faults: an I/O error, a full disk, a kill, and a stop with a later continuation.
 const FAULTS: [&str; 4] = ["error=EIO", "error=ENOSPC", "signal=SIGKILL", "signal=SIGSTOP"];
 
-/// Where strace writes, in the folder of the runs.
+/// Output file of strace, in the folder of the runs.
 const LOG: &str = "calls.txt";
 
-/// How often processes that may have been stopped are continued.
+/// Interval at which processes that may be stopped are continued.
 const CONTINUE_INTERVAL: Duration = Duration::from_millis(20);
 
 const CONFIG: &str = r#"
@@ -50,7 +50,7 @@ metrics = { log_interval = 1000 }
 generate = { num_tokens = 0 }
 "#;
 
-/// A folder in which runs are disturbed.
+/// A folder for runs with faults.
 struct Scene {
     folder: PathBuf,
     binary: PathBuf,
@@ -60,19 +60,19 @@ struct Scene {
 struct Injection<'a> {
     call: &'a str,
     fault: &'a str,
-    /// Which of each thread's calls, from 1 on.
+    /// Number of the call among those of its thread, from 1.
     number: usize,
 }
 
 enum Outcome {
     Ended,
     Survived,
-    /// No thread made so many calls.
+    /// No thread made that many calls.
     NotReached,
 }
 
 impl Injection<'_> {
-    /// What strace writes where it has injected the fault.
+    /// Returns the text that strace writes when it has injected the fault.
     fn mark(&self) -> &'static str {
         match self.fault {
             "signal=SIGKILL" => "killed by SIGKILL",
@@ -100,7 +100,7 @@ pub(crate) struct FaultsArgs {
     stride: NonZeroUsize,
 }
 
-/// Runs `cargo xtask faults`. The files of a fault that lost something stay for inspection.
+/// Runs `cargo xtask faults`. Keeps the files of a fault that lost something, for inspection.
 pub(crate) fn run(args: &FaultsArgs, root: &Path) -> Result<()> {
     let binary = fs::canonicalize(root.join(&args.binary))
         .with_context(|| format!("no program at {}; run `cargo build --release`", args.binary.display()))?;
@@ -153,7 +153,7 @@ impl Scene {
         self.command(&["train", "job.toml", "--workers", &self.num_workers.to_string()])
     }
 
-    /// Runs with the calls of the `expressions` traced to [`LOG`].
+    /// Trains under strace, which traces the calls of `expressions` to [`LOG`].
     fn train_under_strace(&self, expressions: &[String]) -> Result<Output> {
         let mut command = Command::new("strace");
         command.args(["-f", "-q", "-o", LOG]);
@@ -170,7 +170,7 @@ impl Scene {
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 while is_ended.recv_timeout(CONTINUE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                    // Nobody is left to be continued where it fails.
+                    // Fails if no process is left to be continued.
                     let _ = kill_process_group(group, Signal::CONT);
                 }
             });
@@ -184,7 +184,7 @@ impl Scene {
         Ok(fs::remove_dir_all(self.folder.join("runs"))?)
     }
 
-    /// The most calls of each kind that a thread of a run makes.
+    /// Returns the maximum number of calls of each kind that a thread of a run makes.
     fn count_calls(&self) -> Result<BTreeMap<String, usize>> {
         self.forget_run()?;
         succeeded(&self.train_under_strace(&[format!("trace={}", CALLS.join(","))])?)?;
@@ -209,7 +209,7 @@ impl Scene {
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// One run with a fault, and one without that resumes.
+    /// Runs once with a fault, and once without a fault to resume. Checks the result.
     fn check(&self, injection: &Injection<'_>, losses: &str) -> Result<Outcome> {
         let Injection { call, fault, number } = injection;
         self.forget_run()?;
@@ -221,7 +221,7 @@ impl Scene {
         let log = self.log()?;
         let is_reached = log.contains(injection.mark());
         ensure!(is_reached || disturbed.status.success(), "the run failed without a fault:\n{text}");
-        // A run that is killed before its folder was made has left nothing to resume.
+        // A run that is killed before its folder was created has left nothing to resume.
         fs::create_dir_all(self.folder.join("runs"))?;
         succeeded(&self.train().output()?).with_context(|| format!("after\n{text}"))?;
         let found = self.losses()?;
@@ -234,7 +234,7 @@ impl Scene {
         })
     }
 
-    /// Steps and losses of the run, a line each.
+    /// Returns the steps and losses of the run, one step per line.
     fn losses(&self) -> Result<String> {
         let metrics = fs::read_to_string(self.folder.join("runs/job/metrics.jsonl"))?;
         let line = |line: &str| -> Result<String> {

@@ -1,4 +1,4 @@
-//! Models that travel to transformers and back.
+//! `cargo xtask foreign`: round trips of models between transformers and Trireme.
 
 use crate::commands::{build, virtual_environment};
 use anyhow::{Context, Result};
@@ -20,7 +20,7 @@ pub(crate) struct ForeignArgs {
     python: Option<PathBuf>,
 }
 
-/// Runs `cargo xtask foreign`; whether all is the same.
+/// Runs `cargo xtask foreign`. Returns whether all checks passed.
 pub(crate) fn run(args: &ForeignArgs, root: &Path) -> Result<bool> {
     let target = build(root)?;
     let python = match &args.python {

@@ -9,22 +9,22 @@ use std::{fs, iter};
 
 const LIST: &str = "docs/kernels.md";
 
-/// Methods that issue kernels.
+/// Source of the methods that issue kernels.
 const DEVICE: &str = "crates/tensor/src/device";
 
-/// The definitions of calls, with the names of their kernels.
+/// Source of the definitions of calls, with the names of their kernels.
 const CALLS: &str = "crates/tensor/src/kernels/call";
 
-/// The code of the CPU backend that runs the calls.
+/// Source of the code of the CPU backend that runs the calls.
 const RUN: &str = "crates/tensor/src/kernels/cpu/run";
 
-/// The suites that a backend must pass, of `crates/tensor/tests`.
+/// The suites of `crates/tensor/tests` that a backend must pass.
 const SUITES: [&str; 2] = ["conformance", "operations"];
 
-/// The backends, as traces name them.
+/// Names of the backends in traces.
 const BACKENDS: [&str; 2] = ["cpu", "detached"];
 
-/// Kernels that belong to no result: they measure a machine.
+/// Kernels that measure a machine and contribute to no result.
 const MEASURES: [&str; 1] = ["stream"];
 
 /// Write docs/kernels.md, the list of kernels that a backend must provide.
@@ -52,13 +52,13 @@ pub(crate) fn run(args: &KernelsArgs, root: &Path) -> Result<()> {
 /// A method of `Device` that issues a kernel.
 struct Kernel {
     name: String,
-    /// The first paragraph of its documentation.
+    /// The first paragraph of the method's documentation.
     what: String,
     elements: Vec<&'static str>,
 }
 
 impl Kernel {
-    /// Its row of the list, but for the tests.
+    /// Returns the kernel's row of the list, without the column of tests.
     fn row(&self) -> String {
         format!("| `{}` | {} | {} |", self.name, self.what, self.elements.join(", "))
     }
@@ -75,7 +75,7 @@ fn kernels(root: &Path) -> Result<Vec<Kernel>> {
     let device = iter::once(read(&root.join(format!("{DEVICE}.rs"))));
     let device = device.chain(read_folder(DEVICE)?.into_iter().map(Ok)).collect::<Result<Vec<String>>>()?;
     let mut kernels: Vec<Kernel> = device.iter().flat_map(|text| methods(text, &names, &arms)).collect();
-    // What has several methods counts as the first of them.
+    // A kernel with several methods is described by the first of them.
     kernels.sort_by(|left: &Kernel, right| left.name.cmp(&right.name));
     kernels.dedup_by(|later, earlier| later.name == earlier.name);
     for Kernel { name, elements, .. } in &kernels {
@@ -87,7 +87,7 @@ fn kernels(root: &Path) -> Result<Vec<Kernel>> {
 /// For each kernel and backend, the test files that call it.
 type Traces = BTreeMap<(String, String), BTreeSet<String>>;
 
-/// Runs the suites, which tell the kernels that they call.
+/// Runs the suites, which record the kernels that they call.
 fn traces(root: &Path) -> Result<Traces> {
     let folder = std::env::temp_dir().join(format!("trireme-kernel-trace-{}", std::process::id()));
     fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
@@ -101,7 +101,7 @@ fn run_suites(root: &Path, folder: &Path) -> Result<()> {
     tests
         .args(["test", "--quiet", "--package", "trireme-tensor"])
         .args(SUITES.iter().flat_map(|suite| ["--test", suite]));
-    // With one thread, tests would run on one that has no name of theirs.
+    // With one test thread, tests would run on a thread that does not have their name.
     tests.args(["--", "--test-threads", "2"]).env("TRIREME_KERNEL_TRACE", folder);
     let output = tests.output().context("cannot run cargo")?;
     let text =
@@ -151,7 +151,7 @@ fn page(kernels: &[Kernel], traces: &Traces) -> Result<String> {
 /// Kernel names, or source texts, by the path of the call, such as `BlockCall::Permute`.
 type Calls = BTreeMap<String, String>;
 
-/// The paths and names of the calls of an area: lines such as `"permute" => Permute {` after `BlockCall {`.
+/// Returns the paths and names of the calls of an area, from lines such as `"permute" => Permute {` after `BlockCall {`.
 fn names(text: &str) -> Vec<(String, String)> {
     let (mut area, mut found) = ("", Vec::new());
     for line in text.lines().map(str::trim) {
@@ -166,7 +166,7 @@ fn names(text: &str) -> Vec<(String, String)> {
     found
 }
 
-/// The paths of calls, each with the source text that runs it: the text up to the next path.
+/// Returns the paths of calls, each with the source text that runs the call: the text up to the next path.
 fn arms(text: &str) -> Vec<(String, String)> {
     let starts = text.match_indices("Call::").map(|(at, _)| {
         at - text[..at].chars().rev().take_while(|c| c.is_alphanumeric()).map(char::len_utf8).sum::<usize>()
@@ -180,14 +180,14 @@ fn arms(text: &str) -> Vec<(String, String)> {
         .collect()
 }
 
-/// The path with which a text begins.
+/// Returns the path with which a text begins.
 fn path(text: &str) -> Option<String> {
     let (area, rest) = text.split_once("::")?;
     let len = rest.find(|c: char| !c.is_alphanumeric()).unwrap_or(rest.len());
     Some(format!("{area}::{}", &rest[..len]))
 }
 
-/// The methods in a text that issue a kernel, or count one under a name.
+/// Returns the methods in a text that issue a kernel, or count a call under a kernel's name.
 fn methods(text: &str, names: &Calls, arms: &Calls) -> Vec<Kernel> {
     let (mut found, mut docs, mut method) = (Vec::new(), Vec::new(), None::<(String, String)>);
     for line in text.lines() {
@@ -210,7 +210,7 @@ fn methods(text: &str, names: &Calls, arms: &Calls) -> Vec<Kernel> {
             docs.push(doc.trim().to_owned());
         } else if line.starts_with("    ") && trimmed.contains("fn ") {
             let paragraph = docs.drain(..).take_while(|doc| !doc.is_empty()).collect::<Vec<_>>().join(" ");
-            // What a link points to does not exist on this page.
+            // The targets of links do not exist on this page.
             method = Some((unlinked(&paragraph).replace('|', "\\|"), String::new()));
         } else if !trimmed.starts_with("#[") {
             docs.clear();
@@ -219,7 +219,7 @@ fn methods(text: &str, names: &Calls, arms: &Calls) -> Vec<Kernel> {
     found
 }
 
-/// The text of links in place of them.
+/// Replaces links by their text.
 fn unlinked(text: &str) -> String {
     let mut parts = text.split("](");
     let mut plain = parts.next().unwrap_or_default().to_owned();
@@ -232,16 +232,16 @@ fn unlinked(text: &str) -> String {
     plain.replace("[`", "`").replace("`]", "`")
 }
 
-/// The name under which a body issues a function or counts a copy.
+/// Returns the name under which a body issues a function or counts a copy.
 fn kernel_name(body: &str) -> Option<String> {
     let calls = ["self.issue_function(\"", "self.count(\""];
     let after = calls.iter().find_map(|call| Some(body.split_once(call)?.1))?;
     Some(after.split_once('"')?.0.to_owned())
 }
 
-/// The types of elements that a kernel asks its operands for.
+/// Returns the element types of the operands that a kernel accesses.
 fn elements(run: &str) -> Vec<&'static str> {
-    // Scratch memory holds no elements of tensors.
+    // Scratch memory does not contain elements of tensors.
     let run = ["scratch.", "words."].iter().fold(run.to_owned(), |run, name| run.replace(name, "_"));
     let has = |parts: &[&str]| parts.iter().any(|part| run.contains(part));
     let kinds = [
@@ -255,7 +255,7 @@ fn elements(run: &str) -> Vec<&'static str> {
     kinds.into_iter().filter(|(_, is_used)| *is_used).map(|(name, _)| name).collect()
 }
 
-/// The files in a folder, by name, without those of folders in it.
+/// Returns the files in a folder, sorted by name, without those of its subfolders.
 fn files(path: &Path) -> Result<Vec<PathBuf>> {
     let entries = fs::read_dir(path).with_context(|| format!("cannot read {}", path.display()))?;
     let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<PathBuf>>>()?;
@@ -268,7 +268,7 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
 mod tests {
     use super::*;
 
-    /// What tests them, `cargo xtask kernels --check` finds out.
+    /// The column of tests is checked by `cargo xtask kernels --check`.
     #[test]
     fn the_list_has_all_kernels() {
         let root = crate::workspace_root();

@@ -1,4 +1,5 @@
-//! Chores of the workspace: `cargo xtask tidy`, `cargo xtask kernels`, `cargo xtask ladder`, `cargo xtask compare`, `cargo xtask faults`, `cargo xtask foreign`, `cargo xtask slurm` and `cargo xtask surveys`.
+//! Development tasks of the workspace, as subcommands of `cargo xtask`: `tidy`, `kernels`, `ladder`, `compare`, `faults`, `foreign`,
+//! `slurm` and `surveys`.
 
 mod commands;
 mod compare;
@@ -14,19 +15,20 @@ use clap::Parser;
 use std::path::Path;
 use std::process::ExitCode;
 
-/// Chores of the workspace.
+/// Development tasks of the workspace.
 #[derive(Debug, clap::Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 enum Chore {
-    /// Check what the compiler does not.
+    /// Check the rules that the compiler does not enforce.
     ///
-    /// Which crate may depend on which, where unsafe code may be, words and calls that do not belong in the sources, and
-    /// the form and length of files.
+    /// The rules are about dependencies between crates, places for unsafe code, words and calls that do not belong in the sources, and the
+    /// form and length of files.
     Tidy,
     Kernels(kernels::KernelsArgs),
     /// Train small models on every layout, and print how far their losses are from those of one worker.
     ///
-    /// The test that does so fails if they are further than they may be: not at all without a tensor axis or a context axis.
+    /// The test behind this command fails if a loss differs by more than allowed. Without a tensor axis or a context axis, no difference is
+    /// allowed.
     Ladder,
     Compare(compare::CompareArgs),
     Faults(faults::FaultsArgs),

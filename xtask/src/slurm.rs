@@ -1,5 +1,5 @@
-//! `cargo xtask slurm`: runs under a real Slurm, of which two nodes are on this machine. Whatever Slurm does to a run, it ends with the losses of
-//! an undisturbed one, and no step that was reported is computed again.
+//! `cargo xtask slurm`: runs jobs under a real Slurm with two nodes on this machine. Whatever Slurm does to a run, the run must end with
+//! the losses of an undisturbed one, and must not recompute a step that it has reported.
 
 use crate::commands::{build, output};
 use anyhow::{Context, Result, bail, ensure};
@@ -25,16 +25,16 @@ pub(crate) struct SlurmArgs {
     filter: Option<String>,
 }
 
-/// How long Slurm has for anything but a time limit or a queue.
+/// Timeout for everything but time limits and queues.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How often to look for what is waited for.
+/// Polling interval.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// As many as take longer than Slurm needs to make way for another job.
+/// Number of steps of a run. They take longer than Slurm needs to preempt the job.
 const STEPS: usize = 20_000;
 
-/// After so many steps a run is disturbed.
+/// Number of steps after which a run is disturbed.
 const STEPS_BEFORE: usize = 300;
 
 const CONFIG: &str = r#"
@@ -64,7 +64,7 @@ const CHECKS: [(&str, Check); 7] = [
     ("a task that is killed", task_killed),
 ];
 
-/// Runs `cargo xtask slurm`; whether all checks pass.
+/// Runs `cargo xtask slurm`. Returns whether all checks passed.
 pub(crate) fn run(args: &SlurmArgs, root: &Path) -> Result<bool> {
     let target = build(root)?;
     let cluster = Cluster::start(target.join("release/trireme"), script_of(&root.join(PAGE))?)?;
@@ -86,11 +86,11 @@ pub(crate) fn run(args: &SlurmArgs, root: &Path) -> Result<bool> {
     Ok(all_pass)
 }
 
-/// Slurm on this machine. Its daemons end with this value.
+/// A Slurm cluster on this machine. Its daemons end when this value is dropped.
 struct Cluster {
     folder: tempfile::TempDir,
     trireme: PathBuf,
-    /// The job of the documentation.
+    /// The job script of the documentation.
     script: String,
     daemons: Vec<Child>,
 }
@@ -140,7 +140,7 @@ impl Cluster {
 
     fn config(&self, host: &str) -> String {
         let folder = self.folder.path().display();
-        // Names of nodes that no name service has.
+        // No name service knows the names of these nodes.
         format!(
             "ClusterName=trireme\n\
              SlurmctldHost={host}(127.0.0.1)\n\
@@ -183,14 +183,14 @@ impl Cluster {
         Ok(())
     }
 
-    /// A command of Slurm's, in the folder of the runs.
+    /// Returns a Slurm command in the folder of the runs.
     fn slurm(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         command.env("SLURM_CONF", self.path("slurm.conf")).current_dir(self.folder.path());
         command
     }
 
-    /// The words of `trireme train` for a run of so many steps.
+    /// Returns the command line of `trireme train` for a run of `steps` steps.
     fn train(&self, run: &str, steps: usize) -> String {
         let trireme = self.trireme.display();
         format!(
@@ -199,7 +199,7 @@ impl Cluster {
         )
     }
 
-    /// The losses of an undisturbed run on workers that no Slurm has started.
+    /// Returns the losses of an undisturbed run, on workers that were not started by Slurm.
     fn undisturbed(&self, steps: usize) -> Result<Vec<u64>> {
         let run = format!("undisturbed-{steps}");
         if !self.path("runs").join(&run).exists() {
@@ -211,7 +211,7 @@ impl Cluster {
         self.losses(&run)
     }
 
-    /// The bits of the losses that a run has reported so far, one for each step.
+    /// Returns the bits of the losses that a run has reported so far, one for each step.
     fn losses(&self, run: &str) -> Result<Vec<u64>> {
         let path = self.path("runs").join(run).join("metrics.jsonl");
         let text = fs::read_to_string(&path).unwrap_or_default();
@@ -233,13 +233,13 @@ impl Cluster {
         Ok(())
     }
 
-    /// Queues the job of the documentation, with a run of ours on a task of each node; its number.
+    /// Submits the job script of the documentation for a run of `steps` steps, with one task per node. Returns the job's number.
     fn submit(&self, run: &str, steps: usize, options: &[&str]) -> Result<String> {
         ensure!(self.script.contains(COMMAND), "{PAGE} has no `{COMMAND}`");
         let path = self.path(&format!("{run}.sh"));
         fs::write(&path, self.script.replace(COMMAND, &self.train(run, steps)))?;
         let mut sbatch = self.slurm("sbatch");
-        // The script leaves its secret in the home folder.
+        // The script stores its secret in the home folder.
         sbatch.env("HOME", self.folder.path());
         sbatch.args(["--parsable", "--ntasks-per-node=1", "--cpus-per-task=1"]);
         sbatch.arg(format!("--output={run}.out")).args(options).arg(&path);
@@ -261,7 +261,7 @@ impl Cluster {
         wait_for(&format!("{steps} steps of {run}"), PATIENCE, || Ok(self.losses(run)?.len() >= steps))
     }
 
-    /// Waits until a run has been stopped and has saved all that it has done, and returns the step.
+    /// Waits until a run was stopped, and checks that it has saved its last step. Returns this step.
     fn wait_for_stop(&self, run: &str, patience: Duration) -> Result<usize> {
         let stop = || {
             self.printed(run).lines().find_map(|line| {
@@ -275,10 +275,10 @@ impl Cluster {
         Ok(step)
     }
 
-    /// Waits until a run that was stopped after `step` has come to its end, and checks that it lost nothing.
+    /// Waits until a run that was stopped after `step` has finished, and checks that it lost nothing.
     fn wait_for_end(&self, run: &str, job: &str, step: usize) -> Result<()> {
         let is_over = || {
-            // Else it would be held back for two minutes.
+            // Otherwise Slurm would hold the requeued job back for two minutes.
             let mut start = self.slurm("scontrol");
             start.args(["update", &format!("JobId={job}"), "StartTime=now"]).output()?;
             Ok(self.losses(run)?.len() >= STEPS && self.printed(run).contains("last checkpoint: "))
@@ -292,7 +292,7 @@ impl Cluster {
         self.ensure_undisturbed(run, STEPS)
     }
 
-    /// Waits until a run has been stopped, and checks that it has saved all that it has done, and that its job is not queued again.
+    /// Waits until a run was stopped. Checks that it has saved all steps that it has reported, and that its job is not queued again.
     fn ensure_over(&self, run: &str, patience: Duration) -> Result<()> {
         let step = self.wait_for_stop(run, patience)?;
         let (found, expected) = (self.losses(run)?, self.undisturbed(STEPS)?);
@@ -317,7 +317,7 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // Slurm's own daemons end their children; munged, which was first, is needed for that.
+        // Slurm's own daemons end their children, for which they need munged. munged was started first, so it is ended last.
         for daemon in self.daemons.iter_mut().rev() {
             let _ = kill_process(Pid::from_child(daemon), Signal::TERM);
             let _ = daemon.wait();
@@ -325,7 +325,7 @@ impl Drop for Cluster {
     }
 }
 
-/// The first block of `sh` in a page.
+/// Returns the first `sh` block of a page.
 fn script_of(page: &Path) -> Result<String> {
     let text = fs::read_to_string(page).with_context(|| page.display().to_string())?;
     let block = text.split_once("```sh\n").and_then(|(_, rest)| rest.split_once("```\n"));
@@ -358,7 +358,7 @@ fn cancelled(cluster: &Cluster) -> Result<()> {
 
 fn out_of_time(cluster: &Cluster) -> Result<()> {
     cluster.submit("late", 1_000_000_000, &["--time=1"])?;
-    // Slurm looks every half minute.
+    // Slurm checks time limits every half minute.
     cluster.ensure_over("late", 3 * PATIENCE)
 }
 
@@ -408,7 +408,7 @@ fn wait_for(what: &str, patience: Duration, is_there: impl Fn() -> Result<bool>)
     Ok(())
 }
 
-/// Enough text for a byte-level model.
+/// Returns enough text for a byte-level model.
 fn text() -> String {
     (0..4000)
         .map(|number: u32| format!("{number} times {number} is {}.\n", u64::from(number) * u64::from(number)))

@@ -1,4 +1,4 @@
-//! `cargo xtask surveys`: the claims of surveys, computed by Trireme, as docs/surveys.md.
+//! `cargo xtask surveys`: computes claims of surveys with Trireme, and writes docs/surveys.md.
 
 use crate::commands::{build, cargo, succeed};
 use anyhow::{Context, Result};

@@ -1,4 +1,4 @@
-//! Opening and reading a checkpoint.
+//! Checkpoints, for reading.
 
 use crate::error::CheckpointError;
 use crate::files::{JSON_BYTES_MAX, damaged, open_file, read_bounded, reading};
@@ -12,15 +12,15 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// An open checkpoint: its manifest and the headers of its files have been read and agree, and every file
-/// has its size. The tensors' bytes are verified when they are read.
+/// An open checkpoint. The manifest and the headers of the files have been read and agree, and every file has its recorded size. The bytes
+/// of tensors are verified when they are read.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     path: PathBuf,
     fingerprint: u32,
     step: u64,
     state: serde_json::Value,
-    /// Each file with what the manifest says of it, the manifest aside.
+    /// Recorded size and checksum of each file except the manifest.
     pub(crate) files: BTreeMap<String, FileEntry>,
     tensors: StoredTensors,
 }
@@ -29,13 +29,13 @@ impl Checkpoint {
     /// Opens the checkpoint in `folder`.
     ///
     /// # Errors
-    /// No manifest, one that cannot be read, is damaged or is of another version, and files that are missing, have
-    /// another size, or hold other tensors than the manifest says.
+    /// If the manifest is missing, cannot be read, is damaged or of another version, or if files are missing, have another size, or hold
+    /// other tensors than the manifest lists.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         let manifest_path = folder.join(MANIFEST_FILE);
         if let Err(source) = fs::metadata(&manifest_path) {
-            // Only a file that does not exist means that there is no checkpoint. A file that cannot be looked at says
-            // nothing about the checkpoint.
+            // Only a missing manifest means that there is no checkpoint. Another failure to access the file says nothing about the
+            // checkpoint.
             if !matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) {
                 return Err(reading(&manifest_path)(source));
             }
@@ -57,23 +57,23 @@ impl Checkpoint {
         })
     }
 
-    /// Its folder.
+    /// Folder of the checkpoint.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The CRC-32 of its manifest, which contains the checksums of everything else: copies of a checkpoint have the same
-    /// one, and other checkpoints have another.
+    /// CRC-32 of the manifest, which contains the checksums of everything else. Copies of a checkpoint have the same fingerprint, and other
+    /// checkpoints have another one.
     pub fn fingerprint(&self) -> u32 {
         self.fingerprint
     }
 
-    /// The optimizer step after which it was written.
+    /// Optimizer step after which the checkpoint was saved.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// The state that was given to save.
+    /// The state that was given to [`save`](crate::save()).
     pub fn state(&self) -> &serde_json::Value {
         &self.state
     }
@@ -89,16 +89,16 @@ impl Checkpoint {
         self.tensors.renamed(keep).expect("names that stay differ")
     }
 
-    /// Name and size in bytes of each file, the manifest aside.
+    /// Returns name and size in bytes of each file except the manifest.
     pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
         self.files.iter().map(|(name, entry)| (name.as_str(), entry.size))
     }
 
-    /// The contents of a small file that was given to save, such as `config.json`; `None` if there was
-    /// none of that name.
+    /// Returns the contents of a small file that was given to [`save`](crate::save()), such as `config.json`. `None` if there is no file of
+    /// that name.
     ///
     /// # Errors
-    /// If it cannot be read or has changed since it was written.
+    /// If the file cannot be read or has changed since it was written.
     pub fn read_file(&self, name: &str) -> Result<Option<Vec<u8>>, CheckpointError> {
         let Some(entry) = self.files.get(name) else { return Ok(None) };
         let path = self.path.join(name);

@@ -7,7 +7,7 @@ use trireme_base::{DType, Rank};
 use trireme_comm::CommError;
 use trireme_plan::{Extent, PlacementError};
 
-/// What can go wrong with checkpoints and model directories.
+/// The errors of saving, loading and exporting checkpoints and model directories.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum CheckpointError {
@@ -19,7 +19,7 @@ pub enum CheckpointError {
     Rename { from: PathBuf, to: PathBuf, source: io::Error },
     #[error("cannot remove {}", path.display())]
     Remove { path: PathBuf, source: io::Error },
-    /// Neither a folder nor the name of a model that is on this machine.
+    /// The path is neither a folder nor the name of a model on this machine.
     #[error(
         "{} does not exist; expected the folder of a run, a checkpoint, or a Hugging Face model directory. The Hugging Face cache in {} has no model \
          of that name either; to fetch one, build with `--features hub`, or run huggingface_hub.snapshot_download(\"{}\") in Python",
@@ -51,7 +51,7 @@ pub enum CheckpointError {
     Damaged { path: PathBuf, reason: String },
     #[error("{} is damaged, according to rank {rank}: {reason}", path.display())]
     DamagedElsewhere { path: PathBuf, rank: Rank, reason: String },
-    /// This rank has another checkpoint under the path that rank 0 has opened.
+    /// This rank found another checkpoint under the path that rank 0 has opened.
     #[error(
         "{} is not the checkpoint that rank 0 opened: here the manifest has checksum {found:08x}, on rank 0 {expected}; \
          give all hosts the same copy",
@@ -60,10 +60,10 @@ pub enum CheckpointError {
     OtherCheckpoint {
         path: PathBuf,
         found: u32,
-        /// That on rank 0, as rank 0 writes it.
+        /// Checksum of the manifest on rank 0, as hexadecimal text.
         expected: String,
     },
-    /// Another rank cannot use the checkpoint, although that does not make it damaged.
+    /// Another rank cannot use the checkpoint, for a reason other than damage.
     #[error("{} cannot be used on rank {rank}: {reason}", path.display())]
     UnusableElsewhere { path: PathBuf, rank: Rank, reason: String },
     #[error("{} has format version {found}; this program reads version {known}", path.display())]
@@ -95,7 +95,7 @@ pub enum CheckpointError {
         name: String,
         dtype: StoredDType,
     },
-    /// Stored tensors that are not those expected; every difference is listed.
+    /// The stored tensors are not the expected ones. Lists every difference.
     #[error("{} does not contain the expected tensors{}:{}", path.display(), prefix_hint(mismatches), list(mismatches))]
     Mismatches { path: PathBuf, mismatches: Vec<Mismatch> },
     #[error("tensors '{first}' and '{second}' both map to '{name}'")]
@@ -110,7 +110,7 @@ pub enum CheckpointError {
     Placement(#[from] PlacementError),
     #[error("a mesh of {mesh} ranks does not match a group of {group}")]
     MeshSize { mesh: usize, group: usize },
-    /// More state or parts than a manifest may describe.
+    /// The state or the parts are too large for a manifest.
     #[error(
         "the checkpoint's manifest would have {bytes} bytes, more than {bytes_max}; store large state in tensors"
     )]
@@ -130,8 +130,7 @@ pub enum CheckpointError {
     /// Another rank's part of a save failed; earlier checkpoints are untouched.
     #[error("the checkpoint of step {step} was not saved: it failed on rank {rank}: {reason}")]
     SaveFailedElsewhere { step: u64, rank: Rank, reason: String, is_out_of_space: bool },
-    /// The ranks could not tell each other how a save went.
-    /// It is complete, and found when the run resumes, or it is not there.
+    /// The ranks could not exchange the result of a save. The checkpoint is either complete, and found when the run resumes, or absent.
     #[error(
         "whether the checkpoint of step {step} was saved is not known: the ranks could not exchange their results"
     )]
@@ -150,8 +149,8 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
-    /// Whether a checkpoint is not what was written, so that an older one may be whole. A folder that may not be read, or
-    /// a newer version of the format, is not damage.
+    /// Returns whether a checkpoint differs from what was written, so that an older one may be intact. A folder that may not be read, or a
+    /// newer version of the format, is not damage.
     pub fn is_damage(&self) -> bool {
         match self {
             CheckpointError::Damaged { .. }
@@ -165,7 +164,7 @@ impl CheckpointError {
         }
     }
 
-    /// Whether a disk is full, or a quota used up: what cannot be written now may be written later.
+    /// Returns whether a disk is full or a quota is used up. The same write may succeed later.
     pub fn is_out_of_space(&self) -> bool {
         match self {
             CheckpointError::Write { source, .. } | CheckpointError::Rename { source, .. } => matches!(
@@ -179,16 +178,16 @@ impl CheckpointError {
     }
 }
 
-/// The system's number for a sector that cannot be read, for which [`io::ErrorKind`] has no name.
+/// The system's error number for an unreadable sector, for which [`io::ErrorKind`] has no name.
 const EIO: i32 = 5;
 
-/// One difference between the tensors stored and the tensors expected.
+/// A difference between the stored tensors and the expected tensors.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum Mismatch {
     #[error("missing: '{name}' of shape {shape:?}")]
     Missing { name: String, shape: Vec<usize> },
-    /// Stored, but not expected.
+    /// The tensor is stored, but not expected.
     #[error("unexpected: '{name}' of shape {shape:?}")]
     Extra { name: String, shape: Vec<usize> },
     #[error("'{name}' has shape {stored:?}, expected {expected:?}")]
@@ -208,7 +207,7 @@ fn list(mismatches: &[Mismatch]) -> String {
     text
 }
 
-/// Says which prefix the stored names have, if one of them is a missing name with a prefix.
+/// Returns the prefix of the stored names as a hint, if an unexpected name is a missing name with a prefix.
 fn prefix_hint(mismatches: &[Mismatch]) -> String {
     let missing: BTreeSet<&str> = mismatches
         .iter()
@@ -230,7 +229,7 @@ fn prefix_hint(mismatches: &[Mismatch]) -> String {
     })
 }
 
-/// The first few folders that are where the missing one was looked for.
+/// Returns a hint that names the first few folders in the parent of a missing folder.
 fn beside(missing: &Path) -> String {
     const NUM_SHOWN_MAX: usize = 5;
     let Some(parent) = missing.parent().filter(|parent| !parent.as_os_str().is_empty()) else {

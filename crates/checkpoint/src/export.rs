@@ -1,4 +1,4 @@
-//! Writing a Hugging Face model directory.
+//! Export of Hugging Face model directories.
 
 use crate::error::CheckpointError;
 use crate::extent::split;
@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use trireme_base::{Bf16, DType, F16, json_text, parse_json};
 use trireme_plan::Extent;
 
-/// Bytes of a model file unless said otherwise.
+/// Default maximum size of a weight file in bytes.
 pub const SHARD_BYTES_MAX: u64 = 5 << 30;
 
 /// A model to write as a Hugging Face directory.
@@ -27,31 +27,31 @@ pub const SHARD_BYTES_MAX: u64 = 5 << 30;
 pub struct ModelExport<'a> {
     /// The weights under their Hugging Face names.
     pub tensors: &'a StoredTensors,
-    /// Notes in the files with the weights, beside the tensors.
+    /// Notes in the metadata of the weight files: names and values.
     pub notes: &'a [(&'a str, &'a str)],
-    /// `config.json` and whatever else describes the model or its tokenizer.
+    /// `config.json` and the other files that describe the model or its tokenizer.
     pub files: &'a [ExtraFile<'a>],
-    /// The dtype that floating-point tensors are written in: one that files may have. `None` for the dtype that each is stored in.
+    /// The floating-point dtype that floating-point tensors are written in. `None` keeps the stored dtype of each.
     pub dtype: Option<DType>,
-    /// A model of more bytes is written in several files with an index; no file exceeds this unless a
-    /// single tensor does.
+    /// Maximum size of a weight file in bytes. A larger model is written to several files with an index. Only a single tensor that is
+    /// larger exceeds the maximum.
     pub shard_bytes_max: u64,
-    /// Whether an export already there is replaced.
+    /// Whether to replace an existing export.
     pub force: bool,
 }
 
-/// Writes a model directory to `out`, aside first, then renamed: it appears complete or not at all.
+/// Writes a model directory to `out`. The files are first written to another folder, which is then renamed, so `out` appears complete or
+/// not at all.
 ///
-/// The `dtype` in `config.json` becomes the dtype of most elements, and `quantization_config` is left out.
+/// The `dtype` in `config.json` becomes the dtype of most elements, and `quantization_config` is removed.
 /// Memory: at most 64 MiB of a tensor at a time, and as much for its conversion.
 ///
 /// # Errors
-/// `out` is in a run or a checkpoint; it is not empty and not to be replaced, or to be replaced but contains a file that no export
-/// writes; quantized weights, or tensors of a dtype that cannot be read; values that the dtype to write cannot represent; reading and
-/// writing.
+/// If `out` is in a run or a checkpoint; if it is not empty and `force` is false, or contains a file that no export writes; if weights are
+/// quantized, or have a dtype that cannot be read; if the dtype to write cannot represent a value; if reading or writing fails.
 pub fn export(model: &ModelExport<'_>, out: &Path) -> Result<(), CheckpointError> {
     check_target(out, model.force)?;
-    // Without a separator at the end, for the name of a sibling: `out/` and `out` are the same folder.
+    // Removes a separator at the end, because the name of a sibling is derived from it: `out/` and `out` are the same folder.
     let out = &out.components().collect::<PathBuf>();
     let aside = with_partial_suffix(out);
     let result = write_aside(model, &aside).and_then(|()| publish(&aside, out, model.force));
@@ -89,9 +89,9 @@ fn check_target(out: &Path, force: bool) -> Result<(), CheckpointError> {
     }
 }
 
-/// The checkpoint or the run's folder that `out` is or lies in, if there is one.
+/// Returns the checkpoint or the run's folder that is `out` or contains it, if there is one.
 fn run_around(out: &Path) -> io::Result<Option<PathBuf>> {
-    // The name of `out` may not be there yet, and links above it may lead into a run.
+    // `out` may not exist yet, and links above it may lead into a run.
     let there = out.ancestors().find(|folder| folder.exists());
     let there = there.filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let there = fs::canonicalize(there)?;
@@ -107,7 +107,7 @@ fn holds_checkpoint(folder: &Path) -> bool {
     checkpoints.iter().any(|(_, path)| path.join(MANIFEST_FILE).is_file())
 }
 
-/// Whether an export may write a file of this name.
+/// Returns whether an export may write a file of this name.
 fn is_export_file(name: &str) -> bool {
     let is_shard = || {
         let numbers = name.strip_prefix("model-").and_then(|rest| rest.strip_suffix(".safetensors"));
@@ -155,16 +155,16 @@ fn write_aside(model: &ModelExport<'_>, aside: &Path) -> Result<(), CheckpointEr
     FileStep::SyncFolder(aside.to_owned()).execute()
 }
 
-/// Gives the folder its name. With `force`, an export of that name gives way first, and is removed last.
+/// Renames the folder `aside` to `out`. With `force`, an existing export is renamed first, and removed last.
 fn publish(aside: &Path, out: &Path, force: bool) -> Result<(), CheckpointError> {
-    // Once more: writing may have taken long, and what appeared meanwhile is not ours to remove.
+    // Checked again, because writing may have taken long: files that appeared since then must not be removed.
     check_target(out, force)?;
     let rename =
         |from: &Path, to: &Path| FileStep::Rename { from: from.to_owned(), to: to.to_owned() }.execute();
     let sync = FileStep::SyncFolder(parent_of(out).to_owned());
     let holds_anything = fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some());
     if !(force && holds_anything) {
-        // The new folder may take the name of an empty one, but of no other: that would be an error.
+        // The rename replaces an empty folder, and fails if the folder is not empty.
         rename(aside, out)?;
         return sync.execute();
     }
@@ -186,7 +186,7 @@ struct Exported<'a> {
     bytes: u64,
 }
 
-/// Fills files with tensors in the order of their names. A model without tensors is one empty file.
+/// Distributes tensors to files in the order of their names. A model without tensors is one empty file.
 fn shards<'a>(model: &ModelExport<'a>) -> Result<Vec<Vec<Exported<'a>>>, CheckpointError> {
     model.tensors.check_index()?;
     let mut shards = vec![Vec::new()];
@@ -244,7 +244,8 @@ fn write_shard(model: &ModelExport<'_>, shard: &[Exported<'_>], path: &Path) -> 
     writer.finish().map(|_| ())
 }
 
-/// Appends elements to `out`, from one floating-point dtype (f32 or f64) to another. The error is a finite element that becomes infinite.
+/// Converts elements from one floating-point dtype (f32 or f64) to another, and appends them to `out`. The error is a finite element that
+/// becomes infinite.
 fn convert(elements: &[u8], (from, to): (DType, DType), out: &mut Vec<u8>) -> Result<(), f64> {
     for element in elements.chunks_exact(from.size()) {
         let value = match *element {
@@ -284,7 +285,8 @@ fn read_config(config_json: &[u8], path: &Path) -> Result<Value, CheckpointError
     parse_json(config_json).map_err(|error| damaged(path, format!("the model's config is invalid: {error}")))
 }
 
-/// The model's config for the tensors that are written: with their dtype where it states any, and without a quantization.
+/// Returns the model's config for the written tensors: with the dtype of most elements, if it states a dtype, and without
+/// `quantization_config`.
 fn config_of(config_json: &[u8], config: &Value, shards: &[Vec<Exported<'_>>]) -> Vec<u8> {
     let mut config = config.clone();
     let mut is_corrected = config.as_object_mut().is_some_and(|map| map.remove(QUANTIZATION_KEY).is_some());
@@ -298,7 +300,7 @@ fn config_of(config_json: &[u8], config: &Value, shards: &[Vec<Exported<'_>>]) -
         (DType::F16, "float16"),
         (DType::F64, "float64"),
     ];
-    // The first one of several with equally many elements.
+    // If several dtypes have equally many elements, the first of them is taken.
     let (_, name) =
         names.into_iter().rev().max_by_key(|(dtype, _)| elements_of(*dtype)).expect("there are names");
     for key in ["torch_dtype", "dtype"] {
@@ -307,6 +309,6 @@ fn config_of(config_json: &[u8], config: &Value, shards: &[Vec<Exported<'_>>]) -
             is_corrected = true;
         }
     }
-    // Unless something must change, the file stays as it is to the byte.
+    // If nothing has to change, the file is copied byte for byte.
     if is_corrected { json_text(&config).into_bytes() } else { config_json.to_vec() }
 }

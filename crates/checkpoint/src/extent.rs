@@ -2,9 +2,9 @@
 
 use trireme_plan::Extent;
 
-/// Number of elements of a shape from outside, unless it is beyond counting.
+/// Returns the number of elements of an untrusted shape. `None` if it overflows `usize`.
 pub(crate) fn checked_num_elements(shape: &[usize]) -> Option<usize> {
-    // A zero does not hide an overflow: 0 × 2^63 × 4 is refused whatever the order of the dims.
+    // A zero does not hide an overflow: 0 × 2^63 × 4 is refused, whatever the order of the dims.
     let nonzero = shape.iter().filter(|&&size| size > 0).try_fold(1_usize, |n, &size| n.checked_mul(size))?;
     Some(if shape.contains(&0) { 0 } else { nonzero })
 }
@@ -16,7 +16,7 @@ pub(crate) fn lies_within(extent: &Extent, shape: &[usize]) -> bool {
             .all(|((&start, &len), &size)| start.checked_add(len).is_some_and(|end| end <= size))
 }
 
-/// What two boxes of the same tensor share, if anything.
+/// Returns the intersection of two boxes of the same tensor. `None` if it is empty.
 pub(crate) fn intersection(a: &Extent, b: &Extent) -> Option<Extent> {
     let mut shared = Extent { start: Vec::new(), shape: Vec::new() };
     for dim in 0..a.start.len() {
@@ -31,14 +31,14 @@ pub(crate) fn intersection(a: &Extent, b: &Extent) -> Option<Extent> {
     Some(shared)
 }
 
-/// Cuts a box into consecutive ranges of its row-major elements, each a box of at most `elements_max`
-/// (at least 1) elements.
+/// Splits a box into boxes of at most `elements_max` (at least 1) elements. Each is a consecutive range of the box's row-major elements, in
+/// order.
 pub(crate) fn split(extent: &Extent, elements_max: usize) -> Vec<Extent> {
     let num_elements = extent.num_elements();
     if num_elements <= elements_max {
         return if num_elements == 0 { Vec::new() } else { vec![extent.clone()] };
     }
-    // Only the first dim that is longer than 1 can be cut without leaving row-major order.
+    // Only the first dim that is longer than 1 can be split without leaving row-major order.
     let dim = extent.shape.iter().position(|&size| size > 1).expect("more than one element in a box");
     let indices_max = (elements_max / (num_elements / extent.shape[dim])).max(1);
     let mut pieces = Vec::new();
@@ -51,9 +51,9 @@ pub(crate) fn split(extent: &Extent, elements_max: usize) -> Vec<Extent> {
     pieces
 }
 
-/// Why `parts` do not hold each element of a tensor of `shape` exactly once; `None` if they do.
+/// Returns why `parts` do not hold each element of a tensor of `shape` exactly once. `None` if they do.
 ///
-/// Cost: sorts, then compares each part with those that begin before it ends along the first dim.
+/// Cost: sorts the parts, then compares each part with the parts that begin before it ends along the first dim.
 pub(crate) fn cover_problem(shape: &[usize], parts: &[&Extent]) -> Option<String> {
     let Some(total) = checked_num_elements(shape) else {
         return Some(format!("the shape {shape:?} has too many elements"));
@@ -86,7 +86,7 @@ mod tests {
         Extent { start: start.to_vec(), shape: shape.to_vec() }
     }
 
-    /// A tensor's shape and a box within it.
+    /// Returns a tensor's shape and a box within it. Each size is the number of indices before, in and after the box.
     fn boxed(sizes: Vec<(usize, usize, usize)>) -> (Vec<usize>, Extent) {
         let shape = sizes.iter().map(|&(before, len, after)| before + len + after).collect();
         let start = sizes.iter().map(|&(before, ..)| before).collect();

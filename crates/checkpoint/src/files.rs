@@ -1,4 +1,4 @@
-//! Single changes of the file system as data, and bounded reading.
+//! File-system changes as data, and reading of files of bounded size.
 
 use crate::error::CheckpointError;
 use std::fs::{self, File};
@@ -7,31 +7,30 @@ use std::io::{self, Read, Write};
 use std::path::{Component, Path, PathBuf};
 use trireme_base::{create_regular, open_regular};
 
-/// A small file to store beside the tensors, such as the model's `config.json`.
+/// A small file to store next to the tensors, such as the model's `config.json`.
 #[derive(Debug, Clone, Copy)]
 pub struct ExtraFile<'a> {
-    /// Its name, without any folder.
+    /// Name of the file, without a folder.
     pub name: &'a str,
-    /// Its contents.
+    /// Contents of the file.
     pub contents: &'a [u8],
 }
 
-/// Larger JSON files are refused before they are read.
+/// Maximum size of a JSON file in bytes. Larger files are refused before they are read.
 pub(crate) const JSON_BYTES_MAX: u64 = 256 << 20;
 
-/// One change of the file system. Publishing a folder is a list of these, so that tests can stop between
-/// any two of them.
+/// One change of the file system. A publication is a list of these changes, so that tests can stop between any two of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum FileStep {
-    /// Creates a folder and those above it.
+    /// Creates a folder and its missing parents.
     CreateFolder(PathBuf),
-    /// Writes a file, replacing an older one, and waits until it is on the disk.
+    /// Writes a file, replacing an existing one, and syncs it to the disk.
     WriteFile { path: PathBuf, contents: Vec<u8> },
-    /// Waits until the names in a folder are on the disk.
+    /// Syncs the entries of a folder to the disk.
     SyncFolder(PathBuf),
-    /// Gives a file or folder another name in the same folder.
+    /// Renames a file or folder. Both paths are in the same folder.
     Rename { from: PathBuf, to: PathBuf },
-    /// Removes a file, or a folder with all it holds.
+    /// Removes a file, or a folder with its contents.
     Remove(PathBuf),
 }
 
@@ -40,7 +39,7 @@ impl FileStep {
         self.execute_with_progress(&|| {})
     }
 
-    /// Makes the change. Calls `on_progress` before it, and before each file that is removed.
+    /// Makes the change. Calls `on_progress` before it, and before each entry of a folder that is removed.
     pub(crate) fn execute_with_progress(&self, on_progress: &dyn Fn()) -> Result<(), CheckpointError> {
         on_progress();
         match self {
@@ -60,8 +59,8 @@ impl FileStep {
     }
 }
 
-/// Removes a file, or a folder with all it holds. Calls `on_progress` before each file of the folder: removing gigabytes takes seconds on slow
-/// storage.
+/// Removes a file, or a folder with its contents. Calls `on_progress` before each entry of the folder, because removing gigabytes takes
+/// seconds on slow storage.
 pub(crate) fn remove(path: &Path, on_progress: &dyn Fn()) -> io::Result<()> {
     if !fs::symlink_metadata(path)?.is_dir() {
         return fs::remove_file(path);
@@ -94,7 +93,7 @@ pub(crate) fn damaged(path: &Path, reason: impl ToString) -> CheckpointError {
     CheckpointError::Damaged { path: path.to_owned(), reason: reason.to_string() }
 }
 
-/// Opens a regular file (not a pipe, which would block) and gives its size.
+/// Opens a regular file (not a pipe, which would block) and returns it with its size in bytes.
 pub(crate) fn open_file(path: &Path) -> Result<(File, u64), CheckpointError> {
     let file = open_regular(path).map_err(|error| match error.kind() {
         io::ErrorKind::InvalidInput => damaged(path, error),
@@ -104,7 +103,7 @@ pub(crate) fn open_file(path: &Path) -> Result<(File, u64), CheckpointError> {
     Ok((file, size))
 }
 
-/// Reads a whole file of at most `bytes_max` bytes.
+/// Reads a file of at most `bytes_max` bytes. A larger one is refused as damaged.
 pub(crate) fn read_bounded(path: &Path, bytes_max: u64) -> Result<Vec<u8>, CheckpointError> {
     let (file, size) = open_file(path)?;
     if size > bytes_max {
@@ -115,7 +114,7 @@ pub(crate) fn read_bounded(path: &Path, bytes_max: u64) -> Result<Vec<u8>, Check
     Ok(contents)
 }
 
-/// Whether `name` is the name of a file in a folder, and cannot lead out of it.
+/// Returns whether `name` is a single file name, so that a path made of a folder and `name` stays in that folder.
 pub(crate) fn is_plain_name(name: &str) -> bool {
     let mut components = Path::new(name).components();
     matches!((components.next(), components.next()), (Some(Component::Normal(only)), None) if only == name)
@@ -129,24 +128,24 @@ pub(crate) fn parent_of(path: &Path) -> &Path {
     }
 }
 
-/// What the name of an unfinished folder ends with: no two attempts, whatever their process or host,
-/// write to the same one.
+/// Returns a suffix for the name of an unfinished folder. It is random, so that no two attempts write to the same folder, whatever their
+/// process or host.
 pub(crate) fn partial_suffix() -> String {
     random_suffix(PARTIAL)
 }
 
-/// What the name of a damaged checkpoint ends with once it is set aside.
+/// Returns a suffix for the name of a damaged checkpoint that is set aside.
 pub(crate) fn damaged_suffix() -> String {
     random_suffix(".damaged-")
 }
 
-/// `start`, then eight random hexadecimal digits.
+/// Returns `start` and eight random hexadecimal digits.
 fn random_suffix(start: &str) -> String {
     let random = std::hash::RandomState::new().build_hasher().finish();
     format!("{start}{:08x}", random as u32)
 }
 
-/// Whether `suffix` was made by [`partial_suffix`].
+/// Returns whether `suffix` has the form of a [`partial_suffix`].
 pub(crate) fn is_partial_suffix(suffix: &str) -> bool {
     suffix.strip_prefix(PARTIAL).is_some_and(|digits| {
         digits.len() == 8 && digits.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'))

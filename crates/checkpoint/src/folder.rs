@@ -1,5 +1,6 @@
-//! The folder of a run's checkpoints: `step-N` for each complete one, `latest` naming the newest, `step-N.partial-xxxxxxxx`
-//! for what a crash left unfinished, and `step-N.damaged-xxxxxxxx` for one that could not be read back.
+//! The folder of a run's checkpoints. It contains `step-N` for each complete checkpoint, `latest` with the name of the newest one, `best`
+//! with the name of the one with the lowest validation loss, `step-N.partial-xxxxxxxx` for a save that a crash interrupted, and
+//! `step-N.damaged-xxxxxxxx` for a checkpoint that could not be read back.
 
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
@@ -10,14 +11,14 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Names the newest checkpoint, for people and other programs; [`find_latest`] trusts the checkpoints
+/// File with the name of the newest checkpoint, for people and other programs. [`find_latest`] does not read it, but lists the checkpoints
 /// themselves.
 pub(crate) const LATEST_FILE: &str = "latest";
 
-/// Names the checkpoint with the lowest validation loss, which is not removed.
+/// File with the name of the checkpoint with the lowest validation loss. That checkpoint is not pruned.
 pub(crate) const BEST_FILE: &str = "best";
 
-/// Bytes of a name.
+/// Maximum size in bytes of [`LATEST_FILE`] and [`BEST_FILE`].
 const NAME_BYTES_MAX: u64 = 64;
 
 const STEP: &str = "step-";
@@ -26,16 +27,16 @@ pub(crate) fn step_name(step: u64) -> String {
     format!("{STEP}{step}")
 }
 
-/// What the names in a folder of checkpoints say.
+/// The checkpoints and unfinished saves in a folder, according to the names of its entries.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct FolderNames {
-    /// Steps with a folder of their own, ascending.
+    /// Steps `N` that have an entry `step-N`, ascending.
     pub(crate) steps: Vec<u64>,
     pub(crate) leftovers: Vec<String>,
 }
 
 impl FolderNames {
-    /// Reads the names in `folder`; one that does not exist is empty.
+    /// Reads the names in `folder`. A folder that does not exist counts as empty.
     pub(crate) fn read(folder: &Path) -> Result<Self, CheckpointError> {
         let entries = match fs::read_dir(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(FolderNames::default()),
@@ -43,7 +44,7 @@ impl FolderNames {
         };
         let mut names = FolderNames::default();
         for entry in entries {
-            // A name that is no UTF-8 is none of ours.
+            // A name that is not UTF-8 was not written by this crate.
             if let Ok(name) = entry.map_err(reading(folder))?.file_name().into_string() {
                 names.add(name);
             }
@@ -57,7 +58,7 @@ impl FolderNames {
         let Some(rest) = name.strip_prefix(STEP) else { return };
         let (digits, suffix) = rest.split_at(rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len()));
         let Ok(step) = digits.parse::<u64>() else { return };
-        // Another spelling of the number, such as 007, is not ours.
+        // Another spelling of the number, such as 007, was not written by this crate.
         if step.to_string() != digits {
             return;
         }
@@ -69,18 +70,18 @@ impl FolderNames {
     }
 }
 
-/// The step that a file of names in `folder` has, if there is one.
+/// Returns the step that the file `name` in `folder` names. `None` if there is no such file, or it names no step.
 fn named_step(folder: &Path, name: &str) -> Option<u64> {
     let contents = read_bounded(&folder.join(name), NAME_BYTES_MAX).ok()?;
     std::str::from_utf8(&contents).ok()?.trim().strip_prefix(STEP)?.parse().ok()
 }
 
-/// The step of the checkpoint with the lowest validation loss, if one was [named](crate::mark_best).
+/// Returns the step of the checkpoint with the lowest validation loss, if one was [marked](crate::mark_best).
 pub fn best_step(folder: &Path) -> Option<u64> {
     named_step(folder, BEST_FILE)
 }
 
-/// The checkpoint that `path` names, if it is the file of a name, such as `checkpoints/best`; else `path`.
+/// Returns the path of the checkpoint that a file `best` or `latest` names, such as `checkpoints/best`. Returns any other path unchanged.
 pub(crate) fn follow_name(path: &Path) -> PathBuf {
     let name = path.file_name().and_then(|name| name.to_str());
     let step = name.filter(|name| [BEST_FILE, LATEST_FILE].contains(name) && path.is_file());
@@ -89,8 +90,8 @@ pub(crate) fn follow_name(path: &Path) -> PathBuf {
         .map_or_else(|| path.to_owned(), |step| folder.join(step_name(step)))
 }
 
-/// The steps whose checkpoints go once `saved` is complete, if the newest `keep_latest_k` and the `best` are to stay
-/// (0: all of them). The newest never goes.
+/// Returns the steps whose checkpoints are removed once `saved` is complete, oldest first. Keeps the newest `keep_latest_k` (0 keeps all),
+/// which include `saved`, and in addition `best`. Never returns `saved`.
 pub(crate) fn steps_to_prune(steps: &[u64], saved: u64, best: Option<u64>, keep_latest_k: usize) -> Vec<u64> {
     let is_older = |step: &u64| *step < saved && Some(*step) != best;
     let mut older: Vec<u64> = steps.iter().copied().filter(is_older).collect();
@@ -100,10 +101,10 @@ pub(crate) fn steps_to_prune(steps: &[u64], saved: u64, best: Option<u64>, keep_
     older
 }
 
-/// The steps of the checkpoints in `folder` with their paths, oldest first. They are not opened.
+/// Returns the steps of the checkpoints in `folder` with their paths, oldest first. Does not open them.
 ///
 /// # Errors
-/// If the folder cannot be read; one that does not exist is empty.
+/// If the folder cannot be read. A folder that does not exist counts as empty.
 pub fn list_checkpoints(folder: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
     let steps = FolderNames::read(folder)?.steps;
     Ok(steps.into_iter().map(|step| (step, folder.join(step_name(step)))).collect())
@@ -112,17 +113,17 @@ pub fn list_checkpoints(folder: &Path) -> Result<Vec<(u64, PathBuf)>, Checkpoint
 /// A checkpoint that cannot be used.
 #[derive(Debug)]
 pub struct SkippedCheckpoint {
-    /// Its folder.
+    /// Folder of the checkpoint.
     pub path: PathBuf,
-    /// Why not.
+    /// Why the checkpoint cannot be used.
     pub reason: CheckpointError,
 }
 
-/// The newest checkpoint in `folder` that opens (see [`Checkpoint::open`]) and is not among `skipped`. Those that do not
-/// open are added to `skipped`, newest first; report them to the user.
+/// Opens the newest checkpoint in `folder` that opens (see [`Checkpoint::open`]) and is not among `skipped`. Returns `None` if there is
+/// none. Checkpoints that do not open are added to `skipped`, newest first; the caller should report them to the user.
 ///
 /// # Errors
-/// If the folder cannot be read; one that does not exist is empty.
+/// If the folder cannot be read. A folder that does not exist counts as empty.
 pub fn find_latest(
     folder: &Path,
     skipped: &mut Vec<SkippedCheckpoint>,
@@ -139,11 +140,11 @@ pub fn find_latest(
     Ok(None)
 }
 
-/// The checkpoint at `path`, or the newest one of the run whose folder `path` is. If that one does not open, no older one
-/// takes its place.
+/// Opens the checkpoint at `path`, or the newest one if `path` is the folder of a run or of its checkpoints. If that checkpoint does not
+/// open, does not fall back to an older one.
 ///
 /// # Errors
-/// If it does not open, or there is none.
+/// If the checkpoint does not open, or there is none.
 pub fn open_newest(path: &Path) -> Result<Checkpoint, CheckpointError> {
     let path = &follow_name(path);
     if path.join(MANIFEST_FILE).is_file() {
@@ -167,11 +168,10 @@ fn open_step(path: &Path, step: u64) -> Result<Checkpoint, CheckpointError> {
     }
 }
 
-/// Renames a damaged checkpoint to `step-N.damaged-xxxxxxxx`, which no function of this crate takes for a checkpoint;
-/// returns the new path.
+/// Renames a damaged checkpoint to `step-N.damaged-xxxxxxxx`, which is not listed as a checkpoint any more. Returns the new path.
 ///
 /// # Errors
-/// If it cannot be renamed, or its folder cannot be synced.
+/// If the folder cannot be renamed, or its parent cannot be synced.
 pub fn set_aside(path: &Path) -> Result<PathBuf, CheckpointError> {
     let mut name = path.as_os_str().to_owned();
     name.push(damaged_suffix());
@@ -228,7 +228,7 @@ mod tests {
         assert_eq!(steps_to_prune(&steps, 40, None, 3), [10]);
         assert_eq!(steps_to_prune(&steps, 40, None, 9), [0; 0]);
         assert_eq!(steps_to_prune(&[], 40, None, 1), [0; 0]);
-        // The best is one more.
+        // The best checkpoint is kept in addition.
         assert_eq!(steps_to_prune(&steps, 40, Some(10), 2), [20]);
     }
 }

@@ -1,4 +1,4 @@
-//! Models from the Hugging Face hub.
+//! Download of models from the Hugging Face hub.
 
 use crate::error::CheckpointError;
 use crate::model_files::{INDEX_FILE, MODEL_FILES};
@@ -10,11 +10,11 @@ pub(crate) fn is_offline() -> bool {
     env::var_os("HF_HUB_OFFLINE").is_some_and(|value| value != "0" && !value.is_empty())
 }
 
-/// Fetches the weights of a model and what describes it into the `cache`, with a bar for each file; the folder where they are. `endpoint` is the
-/// hub, instead of `HF_ENDPOINT` or huggingface.co.
+/// Fetches the weights of a model and the files that describe it into `cache`, with a progress bar for each file. Returns the folder that
+/// contains the files. `endpoint` is the URL of the hub; `None` uses `HF_ENDPOINT`, or huggingface.co.
 ///
 /// # Errors
-/// If the hub cannot be reached or has no such model, or the model has no safetensors files.
+/// If the hub cannot be reached or does not have the model, or the model has no safetensors files.
 pub(crate) fn fetch(name: &str, cache: &Path, endpoint: Option<&str>) -> Result<PathBuf, CheckpointError> {
     let failed = |reason: String| CheckpointError::Fetch { name: name.into(), reason };
     let builder = ApiBuilder::from_env().with_cache_dir(cache.to_owned());
@@ -30,7 +30,7 @@ pub(crate) fn fetch(name: &str, cache: &Path, endpoint: Option<&str>) -> Result<
     if !files.iter().any(|file| is_weights(file)) {
         return Err(failed("it has no safetensors files".to_owned()));
     }
-    // Weights come last: a folder that has them has everything.
+    // Weights come last, so a folder with all weights is complete.
     files.sort_by_key(|file| is_weights(file));
     let mut folder = PathBuf::new();
     for file in &files {
@@ -57,7 +57,7 @@ mod tests {
         ("onnx/model.safetensors", "nor this"),
     ];
 
-    /// Answers one request as the hub does.
+    /// Answers one HTTP request as the hub does.
     fn answer(mut stream: TcpStream) -> std::io::Result<()> {
         let mut lines = BufReader::new(stream.try_clone()?).lines();
         let request = lines.next().transpose()?.unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Models that other programs have fetched from the Hugging Face hub, in its cache on this machine.
+//! Models in the Hugging Face cache of this machine, which other programs have fetched from the hub.
 
 use crate::error::CheckpointError;
 use crate::model_files::missing_weights;
@@ -6,17 +6,18 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A revision's name is a hash; this is far above it.
+/// Maximum size in bytes of a file with a revision's name. The name is a hash, which is far shorter.
 const REVISION_BYTES_MAX: u64 = 256;
 
-/// Names of the organisations of models that are called without one.
+/// Organisations that are tried for a model name without one.
 const WELL_KNOWN: [&str; 3] = ["openai-community", "EleutherAI", "HuggingFaceTB"];
 
-/// `path`, or the snapshot in the Hugging Face cache of the model of that name (`gpt2`, `Qwen/Qwen3-0.6B`), if there is no such path. Files that
-/// the cache does not have, also after an interrupted download, are fetched from the hub by builds with the feature `hub`, unless
-/// `HF_HUB_OFFLINE` is 1.
+/// Returns `path`, or, if there is no such path, the snapshot in the Hugging Face cache of the model of that name (`gpt2`,
+/// `Qwen/Qwen3-0.6B`). Builds with the feature `hub` fetch files that the cache lacks, also those of an interrupted download, from the hub,
+/// unless `HF_HUB_OFFLINE` is 1. Returns `path` if there is no such model either.
 ///
-/// The cache is where its own library looks for it: `HF_HUB_CACHE`, `HF_HOME/hub`, or `~/.cache/huggingface/hub`.
+/// The cache is found as in its own library: `HF_HUB_CACHE`, `HF_HOME/hub`, `XDG_CACHE_HOME/huggingface/hub`, or
+/// `~/.cache/huggingface/hub`.
 ///
 /// # Errors
 /// If a model cannot be fetched.
@@ -26,7 +27,8 @@ pub fn resolve_model(path: &Path) -> Result<PathBuf, CheckpointError> {
     Ok(resolve_in(&cache, name, |name| fetch(name, &cache))?.unwrap_or_else(|| path.to_owned()))
 }
 
-/// The snapshot of a model in a cache, if there is one. A model that is not there, or not all of it, is fetched, if `fetch` can do it.
+/// Returns the snapshot of a model in a cache, if there is one. Calls `fetch` for a model that is missing or incomplete; `fetch` returns
+/// `None` if it cannot fetch models.
 pub(crate) fn resolve_in(
     cache: &Path,
     name: &str,
@@ -53,7 +55,7 @@ fn fetch(_: &str, _: &Path) -> Option<Result<PathBuf, CheckpointError>> {
     None
 }
 
-/// The name of the model whose snapshot in a Hugging Face cache `folder` is.
+/// Returns the name of the model, if `folder` is its snapshot in a Hugging Face cache.
 pub(crate) fn cached_name(folder: &Path) -> Option<String> {
     let snapshots = folder.parent().filter(|parent| parent.ends_with("snapshots"))?;
     let name = snapshots.parent()?.file_name()?.to_str()?.strip_prefix("models--")?;
@@ -69,7 +71,7 @@ pub(crate) fn is_model_name(path: &Path) -> bool {
     parts.is_some_and(|parts| parts.len() <= 2 && parts.iter().all(|part| is_part(part)))
 }
 
-/// The folder of the cache, if the environment tells one.
+/// Returns the folder of the Hugging Face cache, if the environment determines one.
 pub(crate) fn cache_folder() -> Option<PathBuf> {
     let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let of_home = || variable("HF_HOME").map(|home| home.join("hub"));
@@ -87,7 +89,7 @@ pub(crate) fn snapshot_in(cache: &Path, name: &str) -> Option<PathBuf> {
     candidates.into_iter().find_map(|folder| snapshot(&folder))
 }
 
-/// The snapshot that `refs/main` names; else any.
+/// Returns the snapshot that `refs/main` names, else the last one in the order of names.
 fn snapshot(model: &Path) -> Option<PathBuf> {
     let snapshots = model.join("snapshots");
     let revision = crate::files::read_bounded(&model.join("refs/main"), REVISION_BYTES_MAX).ok();
@@ -164,7 +166,7 @@ mod tests {
         assert_eq!(find("gpt2"), Some(new.clone()));
         let qwen = add("models--Qwen--Qwen3-0.6B", "2cc");
         assert_eq!(find("Qwen/Qwen3-0.6B"), Some(qwen));
-        // What could lead out of the cache, or is a path, is no name.
+        // A name that could lead out of the cache, or is a path, is not the name of a model.
         fs::write(refs.join("main"), "../../..\n").unwrap();
         assert_eq!(find("gpt2"), Some(new));
         for name in ["Qwen3-0.6B", "../gpt2", "runs/a/b", "./gpt2", ""] {

@@ -1,4 +1,4 @@
-//! Reading a Hugging Face model directory.
+//! Hugging Face model directories, for reading.
 
 use crate::CONFIG_FILE;
 use crate::error::CheckpointError;
@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_plan::Extent;
 
-/// An open model directory: `config.json`, and `model.safetensors` or shards with
-/// `model.safetensors.index.json`. The headers have been read and checked, the tensors have not.
+/// An open Hugging Face model directory: `config.json`, and `model.safetensors` or shards with `model.safetensors.index.json`. The headers
+/// of the files have been read and checked, the bytes of the tensors have not.
 #[derive(Debug, Clone)]
 pub struct HuggingFaceDirectory {
     path: PathBuf,
@@ -24,14 +24,13 @@ pub struct HuggingFaceDirectory {
 }
 
 impl HuggingFaceDirectory {
-    /// Opens the model in `folder`. Where both a single file and an index are there, the single file
-    /// counts, as in transformers.
+    /// Opens the model in `folder`. If there are both a single file and an index, the single file is read, as in transformers.
     ///
-    /// A tensor that the index places in a shard without it is an error where it is needed:
-    /// [`StoredTensors::check_against`].
+    /// If a shard lacks a tensor that the index places there, this function succeeds, and [`StoredTensors::check_against`] fails where the
+    /// tensor is needed.
     ///
     /// # Errors
-    /// No safetensors files, or damaged ones.
+    /// If the safetensors files are missing, incomplete or damaged.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         if let (Some(name), true) = (cached_name(folder), folder.is_dir())
             && let Some(missing) = missing_weights(folder)?
@@ -59,26 +58,25 @@ impl HuggingFaceDirectory {
         Ok(HuggingFaceDirectory { path: folder.to_owned(), tensors, notes })
     }
 
-    /// Its folder.
+    /// Path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The tensors, under the names in the files.
+    /// The tensors, under their names in the files.
     pub fn tensors(&self) -> &StoredTensors {
         &self.tensors
     }
 
-    /// What the files with the weights note under `name`, if anything: [`ModelExport::notes`](crate::ModelExport::notes).
+    /// Returns the note `name` in the metadata of the weight files, if there is one: see [`ModelExport::notes`](crate::ModelExport::notes).
     pub fn note(&self, name: &str) -> Option<&str> {
         self.notes.get(name).map(String::as_str)
     }
 
-    /// The contents of a small file of the directory, such as `config.json`; `None` if there is none of
-    /// that name.
+    /// Returns the contents of a small file of the directory, such as `config.json`. `None` if there is no file of that name.
     ///
     /// # Errors
-    /// If it cannot be read.
+    /// If the file cannot be read.
     pub fn read_file(&self, name: &str) -> Result<Option<Vec<u8>>, CheckpointError> {
         let path = self.path.join(name);
         if !is_plain_name(name) || !path.exists() {
@@ -88,7 +86,7 @@ impl HuggingFaceDirectory {
     }
 }
 
-/// Whether the folder that is to have it is there: it is a path then, and no name of a model.
+/// Returns whether the parent folder of `path` exists. Then `path` is meant as a path, not as the name of a model.
 fn is_in_folder(path: &Path) -> bool {
     path.parent().is_some_and(|parent| !parent.as_os_str().is_empty() && parent.is_dir())
 }
@@ -113,7 +111,7 @@ fn nothing_to_open(folder: &Path) -> CheckpointError {
     CheckpointError::NothingToOpen { path: folder.to_owned(), found, expected }
 }
 
-/// All tensors of the shards, and their notes.
+/// Reads the headers of all shards that the index lists. Returns their tensors and notes.
 fn read_shards(folder: &Path) -> Result<(StoredTensors, HashMap<String, String>), CheckpointError> {
     let (path, index) = (folder.join(INDEX_FILE), read_index(folder)?);
     let files: BTreeSet<&String> = index.weight_map.values().collect();
@@ -130,7 +128,7 @@ fn read_shards(folder: &Path) -> Result<(StoredTensors, HashMap<String, String>)
     Ok((StoredTensors::new(folder, tensors).with_absent(absent), notes))
 }
 
-/// Adds the tensors of one file; its notes.
+/// Adds the tensors of one file to `tensors`, and returns the file's notes.
 fn add_file(
     path: &Path,
     tensors: &mut BTreeMap<String, StoredTensor>,

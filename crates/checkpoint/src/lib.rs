@@ -1,14 +1,15 @@
-//! Checkpoints: names and placements in, files out.
+//! Checkpoints that any parallel layout can load, and Hugging Face model directories. Saves sharded tensors to safetensors files and reads
+//! any extent of any tensor.
 //!
-//! A checkpoint is a folder `step-N`: safetensors files with parts of tensors, and a manifest,
-//! `checkpoint.json`, that says which part lies where, with a checksum of everything. Since the manifest
-//! speaks of boxes within whole tensors and not of ranks, any layout reads what any layout wrote.
+//! A checkpoint is a folder `step-N`. It contains safetensors files with parts of tensors, and a manifest, `checkpoint.json`, that records
+//! the file of each part and a checksum of all contents. The manifest describes boxes within full tensors, not ranks, so any layout can
+//! load a checkpoint that any other layout saved.
 //!
-//! - [`plan_save`] decides, purely, which rank writes which part: each element once.
-//! - [`save`] executes that on every rank of a group and publishes the folder; a crash at any moment leaves
-//!   the last complete checkpoint in place.
-//! - [`Checkpoint`] opens such a folder, [`HuggingFaceDirectory`] a model directory; both give
-//!   [`StoredTensors`], which reads any extent of any tensor. [`ModelSource`] opens whichever a path holds.
+//! - [`plan_save`] decides which rank writes which part, such that each element is written once. It is a pure function.
+//! - [`save`] executes that plan on every rank of a group and publishes the folder. A crash at any moment leaves the last complete
+//!   checkpoint in place.
+//! - [`Checkpoint`] opens such a folder and [`HuggingFaceDirectory`] a model directory. Both provide [`StoredTensors`], which reads any
+//!   extent of any tensor. [`ModelSource`] opens either, depending on what a path contains.
 //! - [`export()`] writes a Hugging Face model directory.
 //!
 //! # The folder
@@ -18,15 +19,15 @@
 //!   best                         "step-20", the lowest validation loss, if one was named
 //!   step-40/
 //!     checkpoint.json            the manifest
-//!     shard-00000.safetensors    what rank 0 wrote; its tensors are called `name`, or `name@8,0` for a part
+//!     shard-00000.safetensors    the parts that rank 0 wrote; a tensor is named `name`, or `name@8,0` for a part
 //!     shard-00001.safetensors      that begins at index 8 of dim 0 and 0 of dim 1
 //!     config.toml, config.json   small files given to save
-//!   step-50.partial-3fa94c01/    a save that a crash has cut short; the next save or resume removes it
+//!   step-50.partial-3fa94c01/    an unfinished save, interrupted by a crash; the next save or resume removes it
 //!   step-40.damaged-90c1f2e7/    a checkpoint that could not be read back; nothing removes it
 //! ```
-//! The manifest is one JSON object: `format`, `format_version`, `step`, `state` (the caller's), `tensors` (each
-//! with `dtype`, `shape` and `parts`, a part being a `file`, an `extent` and the `crc32` of its bytes), `files`
-//! (each with `size` and `crc32`), and last `crc32`, of all of the manifest's text before that member.
+//! The manifest is one JSON object with the members `format`, `format_version`, `step`, `state` (given by the caller), `tensors` (each with
+//! `dtype`, `shape` and `parts`; a part has a `file`, an `extent` and the `crc32` of its bytes), `files` (each with `size` and `crc32`),
+//! and last `crc32`, which covers all of the manifest's text before that member.
 
 #[cfg(target_endian = "big")]
 compile_error!("safetensors files are little-endian and their bytes are used as they are");
@@ -66,9 +67,9 @@ pub use save_plan::{PART_BYTES_MAX, WritePart, plan_save};
 pub use stored::{StoredTensor, StoredTensors};
 pub use tidying::{mark_best, tidy};
 
-/// What the names of optimizer state begin with, as in `optimizer.exp_avg.<parameter>`; tensors of a
-/// checkpoint without it are the model's weights.
+/// Prefix of the names of optimizer state, as in `optimizer.exp_avg.<parameter>`. Tensors of a checkpoint without this prefix are the
+/// model's weights.
 pub const OPTIMIZER_PREFIX: &str = "optimizer.";
 
-/// The file of a model directory or checkpoint that describes the model.
+/// Name of the file in a model directory or checkpoint that describes the model.
 pub const CONFIG_FILE: &str = "config.json";

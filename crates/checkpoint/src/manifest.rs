@@ -1,4 +1,4 @@
-//! `checkpoint.json`: which part of which tensor lies in which file, with a checksum of everything.
+//! The manifest, `checkpoint.json`: the file of each part of each tensor, with a checksum of everything.
 
 use crate::StoredDType;
 use crate::error::CheckpointError;
@@ -15,21 +15,21 @@ pub(crate) const MANIFEST_FILE: &str = "checkpoint.json";
 const FORMAT: &str = "trireme-checkpoint";
 const FORMAT_VERSION: u64 = 1;
 
-/// All that is known of a checkpoint without reading its tensors.
+/// The description of a checkpoint: everything but the contents of its files.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Manifest {
     format: String,
     format_version: u64,
     pub(crate) step: u64,
-    /// What the caller of save wants back.
+    /// The state that the caller of `save` passed.
     pub(crate) state: serde_json::Value,
     pub(crate) tensors: BTreeMap<String, TensorEntry>,
-    /// Every other file of the folder.
+    /// Every file of the folder except the manifest.
     pub(crate) files: BTreeMap<String, FileEntry>,
 }
 
-/// A tensor and where its parts are.
+/// A tensor and its parts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct TensorEntry {
@@ -38,7 +38,7 @@ pub(crate) struct TensorEntry {
     pub(crate) parts: Vec<PartEntry>,
 }
 
-/// A box of a tensor in a file.
+/// A box of a tensor, and the file that contains it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct PartEntry {
@@ -55,7 +55,7 @@ pub(crate) struct FileEntry {
     pub(crate) crc32: u32,
 }
 
-/// What every version of the format begins with.
+/// The members that every version of the format begins with.
 #[derive(Deserialize)]
 struct Head {
     format: String,
@@ -76,7 +76,7 @@ impl Manifest {
         seal(&serde_json::to_string(self).expect("a manifest is JSON"))
     }
 
-    /// Reads a text of unknown origin; `path` is where it comes from.
+    /// Parses and checks an untrusted text. `path` is named in errors.
     pub(crate) fn from_text(text: &[u8], path: &Path) -> Result<Self, CheckpointError> {
         let invalid = |error: serde_json::Error| damaged(path, format!("it is invalid: {error}"));
         let json = unseal(text).ok_or_else(|| damaged(path, "its checksum does not match"))?;
@@ -116,13 +116,13 @@ impl Manifest {
 const SEAL_START: &str = ",\"crc32\":";
 const SEAL_END: &str = "}\n";
 
-/// Adds to a JSON object's text, as its last member, the CRC-32 of all before that member.
+/// Appends to a JSON object's text, as its last member, the CRC-32 of the text before that member.
 fn seal(json: &str) -> String {
     let body = json.strip_suffix('}').expect("an object");
     format!("{body}{SEAL_START}{}{SEAL_END}", crc32fast::hash(body.as_bytes()))
 }
 
-/// The text that was sealed, unless a bit of it has changed since.
+/// Returns the text that was sealed. `None` if it has changed since.
 fn unseal(text: &[u8]) -> Option<String> {
     let text = std::str::from_utf8(text).ok()?;
     let (body, crc32) = text.strip_suffix(SEAL_END)?.rsplit_once(SEAL_START)?;

@@ -12,8 +12,8 @@ pub(crate) const MODEL_FILE: &str = "model.safetensors";
 
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 
-/// Files of a model directory that describe the model or its tokenizer and travel with the weights. All but
-/// the mark of a tokenizer that takes bytes as they are have the names that transformers gives them.
+/// Files of a model directory that describe the model or its tokenizer and are exported with the weights. They have the names that
+/// transformers gives them, except `tokenizer.bytes.json`, which marks a tokenizer that takes bytes as they are.
 pub(crate) const MODEL_FILES: [&str; 11] = [
     CONFIG_FILE,
     "tokenizer.json",
@@ -28,7 +28,7 @@ pub(crate) const MODEL_FILES: [&str; 11] = [
     "chat_template.jinja",
 ];
 
-/// The index of a model in several files.
+/// The index of a model whose weights are in several files.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct ShardIndex {
     #[serde(default)]
@@ -40,8 +40,8 @@ pub(crate) fn has_pickles(folder: &Path) -> bool {
     ["pytorch_model.bin", "pytorch_model.bin.index.json"].iter().any(|name| folder.join(name).exists())
 }
 
-/// The first file that the weights of a model directory lack: one that the index lists, or the only one. `None` if all are there, or if the
-/// weights are PyTorch pickle files.
+/// Returns the first weight file that a model directory lacks, in the order of names: a file that the index lists, or the single file.
+/// `None` if all exist, or if the weights are PyTorch pickle files.
 pub(crate) fn missing_weights(folder: &Path) -> Result<Option<String>, CheckpointError> {
     if folder.join(MODEL_FILE).is_file() {
         return Ok(None);

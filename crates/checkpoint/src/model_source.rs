@@ -8,17 +8,17 @@ use crate::model_files::MODEL_FILES;
 use crate::stored::StoredTensors;
 use std::path::{Path, PathBuf};
 
-/// The subfolder of a run's folder with its checkpoints.
+/// Name of the subfolder of a run's folder that contains its checkpoints.
 pub const CHECKPOINTS_FOLDER: &str = "checkpoints";
 
-/// Whatever a path given by a user holds that has a model's weights.
+/// A checkpoint or model directory with a model's weights, opened from a path that a user gave.
 #[derive(Debug)]
 pub enum ModelSource {
-    /// A checkpoint, or the newest one of a run.
+    /// A checkpoint, opened by its own path or as the newest one of a run.
     Checkpoint {
         /// The checkpoint.
         checkpoint: Checkpoint,
-        /// Newer ones of the run that do not open; tell the user.
+        /// Newer checkpoints of the run that do not open; report them to the user.
         skipped: Vec<SkippedCheckpoint>,
     },
     /// A Hugging Face model directory.
@@ -26,11 +26,12 @@ pub enum ModelSource {
 }
 
 impl ModelSource {
-    /// Opens a checkpoint (also by the name `checkpoints/best` or `checkpoints/latest` of a run), the newest checkpoint of a run's folder or of its `checkpoints` folder, or a
-    /// Hugging Face model directory, also by the [name](resolve_model) of a model in the Hugging Face cache.
+    /// Opens a checkpoint or a Hugging Face model directory. `path` is a checkpoint, a file `checkpoints/best` or `checkpoints/latest` of a
+    /// run, a run's folder or its `checkpoints` folder, a model directory, or the [name](resolve_model) of a model in the Hugging Face
+    /// cache. Of a run, opens the newest checkpoint that opens.
     ///
     /// # Errors
-    /// If `path` is none of these, or what it holds does not open.
+    /// If `path` is none of these, or does not open.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let path = &resolve_model(&follow_name(path))?;
         if path.join(MANIFEST_FILE).is_file() {
@@ -48,7 +49,7 @@ impl ModelSource {
         }
     }
 
-    /// The model's weights, under the names they are stored with.
+    /// Returns the model's weights, under their stored names.
     pub fn weights(&self) -> StoredTensors {
         match self {
             ModelSource::Checkpoint { checkpoint, .. } => checkpoint.weights(),
@@ -56,11 +57,11 @@ impl ModelSource {
         }
     }
 
-    /// The contents of a small file stored with the model, such as `config.json` or `tokenizer.json`;
-    /// `None` if there is none of that name.
+    /// Returns the contents of a small file stored with the model, such as `config.json` or `tokenizer.json`. `None` if there is no file of
+    /// that name.
     ///
     /// # Errors
-    /// If it cannot be read or is damaged.
+    /// If the file cannot be read or is damaged.
     pub fn read_file(&self, name: &str) -> Result<Option<Vec<u8>>, CheckpointError> {
         match self {
             ModelSource::Checkpoint { checkpoint, .. } => checkpoint.read_file(name),
@@ -68,11 +69,11 @@ impl ModelSource {
         }
     }
 
-    /// Name and contents of every file that describes the model or its tokenizer: what
-    /// [`export`](crate::export()) should write beside the weights.
+    /// Returns name and contents of every file that describes the model or its tokenizer. [`export`](crate::export()) should write these
+    /// files next to the weights.
     ///
     /// # Errors
-    /// If one cannot be read or is damaged.
+    /// If a file cannot be read or is damaged.
     pub fn model_files(&self) -> Result<Vec<(&'static str, Vec<u8>)>, CheckpointError> {
         let read = |name| self.read_file(name).transpose().map(|contents| Ok((name, contents?)));
         MODEL_FILES.into_iter().filter_map(read).collect()
@@ -87,7 +88,7 @@ impl ModelSource {
     }
 }
 
-/// The folder of checkpoints that `path` is or, as a run's folder, has.
+/// Returns the folder of checkpoints for `path`: its subfolder [`CHECKPOINTS_FOLDER`] if there is one, else `path` itself.
 pub fn checkpoints_folder(path: &Path) -> PathBuf {
     let inner = path.join(CHECKPOINTS_FOLDER);
     if inner.is_dir() { inner } else { path.to_owned() }

@@ -1,5 +1,5 @@
-//! What rank 0 changes in a folder of checkpoints, as lists of single changes. They are decided before any
-//! is made, so that a test can stop after each one, as a crash would.
+//! The changes that rank 0 makes in a folder of checkpoints, as lists of single changes. A list is complete before its first change is
+//! made, so that a test can stop after each one, as a crash would.
 
 use crate::files::{ExtraFile, FileStep, damaged_suffix, parent_of, partial_suffix};
 use crate::folder::{LATEST_FILE, step_name};
@@ -7,7 +7,7 @@ use crate::manifest::MANIFEST_FILE;
 use std::iter;
 use std::path::Path;
 
-/// What rank 0 changes before the ranks write.
+/// Returns the changes that rank 0 makes before the ranks write.
 pub(crate) fn begin_steps(folder: &Path, partial_name: &str) -> Vec<FileStep> {
     vec![
         FileStep::CreateFolder(folder.to_owned()),
@@ -16,25 +16,25 @@ pub(crate) fn begin_steps(folder: &Path, partial_name: &str) -> Vec<FileStep> {
     ]
 }
 
-/// Removes what crashes have left unfinished. None of it has to succeed: the next save tries again.
+/// Returns the changes that remove unfinished saves, which crashes have left. None has to succeed, because the next save tries again.
 pub(crate) fn leftover_steps(folder: &Path, leftovers: &[String]) -> Vec<Vec<FileStep>> {
     leftovers.iter().map(|name| vec![FileStep::Remove(folder.join(name))]).collect()
 }
 
-/// What rank 0 changes after the ranks have written.
+/// The publication of a checkpoint, by rank 0 after the ranks have written their shards.
 pub(crate) struct Publication<'a> {
     pub(crate) folder: &'a Path,
     pub(crate) partial_name: &'a str,
     pub(crate) step: u64,
     pub(crate) files: &'a [ExtraFile<'a>],
     pub(crate) manifest: String,
-    /// Whether something damaged is in the way under the name of the same step.
+    /// Whether a damaged checkpoint of the same step has to be renamed first.
     pub(crate) damaged_exists: bool,
 }
 
 impl Publication<'_> {
-    /// The changes that make the checkpoint, in order. Up to the renaming to `step-N` all is as before; after it the
-    /// checkpoint is complete.
+    /// Returns the changes that publish the checkpoint, in order. Until the rename to `step-N`, the earlier checkpoints are as before;
+    /// after it, the new checkpoint is complete.
     pub(crate) fn steps(&self) -> Vec<FileStep> {
         let partial = self.folder.join(self.partial_name);
         let published = self.folder.join(step_name(self.step));
@@ -59,16 +59,16 @@ impl Publication<'_> {
     }
 }
 
-/// What follows once the checkpoint of `step` is complete, as lists of changes of which each stands for itself: the mark of
-/// the latest, and the removal of each checkpoint of `pruned`. A list ends at the first change that fails. None has to
-/// succeed: the next save tries again.
+/// Returns the cleanup once the checkpoint of `step` is complete: a list of changes that names it the latest, and one that removes each
+/// checkpoint of `pruned`. The lists are independent, and each ends at its first failure. None has to succeed, because the next save tries
+/// again.
 pub(crate) fn tidying_steps(folder: &Path, step: u64, pruned: &[u64]) -> Vec<Vec<FileStep>> {
     iter::once(mark(folder, LATEST_FILE, step))
         .chain(pruned.iter().map(|&step| removal(folder, step)))
         .collect()
 }
 
-/// Gives a checkpoint a name: that of the latest, or of the best.
+/// Returns the changes that name the checkpoint of `step` in the file `name`, which is `latest` or `best`.
 pub(crate) fn mark(folder: &Path, name: &str, step: u64) -> Vec<FileStep> {
     let (to, from) = (folder.join(name), folder.join(format!("{name}.partial")));
     let contents = format!("{}\n", step_name(step)).into_bytes();
@@ -79,7 +79,7 @@ pub(crate) fn mark(folder: &Path, name: &str, step: u64) -> Vec<FileStep> {
     ]
 }
 
-/// Makes a checkpoint an unfinished one, then removes it: half of it never looks like a whole one.
+/// Returns the changes that rename a checkpoint to an unfinished one and then remove it, so that a partly removed one never looks complete.
 fn removal(folder: &Path, step: u64) -> Vec<FileStep> {
     let aside = folder.join(step_name(step) + &partial_suffix());
     let from = folder.join(step_name(step));
@@ -105,8 +105,8 @@ mod tests {
         save(&trireme_comm::single(), folder, &snapshot, &mut InMemory(&values), keep_latest_k).unwrap();
     }
 
-    /// All that happens to `folder` when step 30 is saved, given a finished `model` of that checkpoint.
-    /// The copying of the shard stands for what the ranks write.
+    /// Returns all changes in `folder` when step 30 is saved, given `model`, a complete checkpoint of that step. Copying its shard stands
+    /// for the writes of the ranks.
     fn all_steps(folder: &Path, model: &Path) -> Vec<FileStep> {
         let partial_name = "step-30.partial-0000abcd";
         let read = |name: &str| fs::read(model.join(name)).unwrap();
@@ -128,7 +128,7 @@ mod tests {
         steps
     }
 
-    /// A folder with complete steps 10 and 20, an unfinished 7 and a damaged 30.
+    /// Creates a folder with complete checkpoints of steps 10 and 20, an unfinished one of step 7 and a damaged one of step 30.
     fn folder_before() -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         save_alone(folder.path(), 10, 0);
@@ -157,7 +157,7 @@ mod tests {
             assert_eq!(latest.state()["step"], latest.step());
             found.push(latest.step());
 
-            // The next save is not disturbed, and removes what was left.
+            // The next save succeeds, and removes all leftovers.
             save_alone(folder.path(), 40, 2);
             let names = FolderNames::read(folder.path()).unwrap();
             assert_eq!(names.leftovers, [""; 0], "after {num_done} changes");

@@ -1,5 +1,5 @@
-//! The safetensors file format: eight bytes with the length of a JSON header, the header, the tensors'
-//! bytes without gaps (<https://github.com/huggingface/safetensors>).
+//! The safetensors file format: eight bytes with the length of a JSON header, the header, and the tensors' bytes without gaps
+//! (<https://github.com/huggingface/safetensors>).
 
 use crate::StoredDType;
 use crate::error::CheckpointError;
@@ -13,37 +13,38 @@ use std::io::{BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use trireme_base::DType;
 
-/// The header's key that is no tensor.
+/// Key of the header's only member that is not a tensor.
 pub(crate) const METADATA_KEY: &str = "__metadata__";
 
-/// Longest header that is read, the same as in the reference implementation.
+/// Maximum length of a header in bytes, the same as in the reference implementation.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 
-/// Tensors that a file may describe: several times as many as the largest models have in all of their files.
+/// Maximum number of tensors in a file: several times as many as the largest models have in all of their files.
 const TENSORS_MAX: usize = 1 << 18;
 
 const LENGTH_BYTES: u64 = 8;
 
 const WRITE_BUFFER_BYTES: usize = 1 << 20;
-/// The disk is waited for after so many bytes: after gigabytes, a slow one would not show for minutes that it works.
+/// Number of bytes after which the writer syncs to the disk. A sync after gigabytes would take minutes on a slow disk, without a sign of
+/// progress.
 const SYNC_BYTES: u64 = 256 << 20;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct HeaderEntry {
     pub(crate) dtype: StoredDType,
     pub(crate) shape: Vec<usize>,
-    /// First byte, counted from the beginning of the file.
+    /// Position of the first byte, counted from the beginning of the file.
     pub(crate) offset: u64,
 }
 
 #[derive(Debug)]
 pub(crate) struct Header {
     pub(crate) entries: BTreeMap<String, HeaderEntry>,
-    /// What is noted beside the tensors.
+    /// Notes next to the tensors: the members of `__metadata__`.
     pub(crate) metadata: HashMap<String, String>,
 }
 
-/// Reads and checks a file's header: in bounds, no gaps, no overlap, nothing after the last tensor.
+/// Reads a file's header and checks that the tensors are in bounds, without gaps or overlap, and end with the file.
 pub(crate) fn read_header(path: &Path) -> Result<Header, CheckpointError> {
     let (mut file, size) = open_file(path)?;
     if size < LENGTH_BYTES {
@@ -57,7 +58,7 @@ pub(crate) fn read_header(path: &Path) -> Result<Header, CheckpointError> {
     }
     let mut header = vec![0; length as usize];
     file.read_exact(&mut header).map_err(reading(path))?;
-    // Each tensor is an object, and no escape stands for its brace.
+    // Each tensor is a JSON object, and no escape can replace its opening brace.
     if header.iter().filter(|&&byte| byte == b'{').count() > TENSORS_MAX {
         return Err(damaged(path, format!("its header describes more than {TENSORS_MAX} tensors")));
     }
@@ -85,19 +86,19 @@ pub(crate) fn read_header(path: &Path) -> Result<Header, CheckpointError> {
     Ok(Header { entries, metadata: header.metadata().clone().unwrap_or_default() })
 }
 
-/// Writes a safetensors file from front to back, with checksums of what it writes.
+/// A writer that fills a safetensors file from front to back and computes checksums.
 pub(crate) struct SafetensorsWriter {
     path: PathBuf,
     file: BufWriter<File>,
     checksum: crc32fast::Hasher,
     written: u64,
-    /// Bytes since the disk was last waited for.
+    /// Number of bytes since the last sync.
     unsynced: u64,
     size: u64,
 }
 
 impl SafetensorsWriter {
-    /// Creates a file that must not exist yet, for these tensors in this order, with notes beside them.
+    /// Creates a file, which must not exist, for these tensors in this order, with notes in its metadata.
     pub(crate) fn create<'a>(
         path: &Path,
         tensors: impl IntoIterator<Item = (String, DType, &'a [usize])>,
@@ -132,10 +133,10 @@ impl SafetensorsWriter {
         Ok(checksum.finalize())
     }
 
-    /// Waits until the file is on the disk.
+    /// Syncs the file to the disk. Returns its size and checksum.
     ///
     /// # Panics
-    /// If not exactly the tensors that were announced have been written.
+    /// If the bytes written are not exactly those of the tensors given to [`create`](Self::create).
     pub(crate) fn finish(self) -> Result<FileEntry, CheckpointError> {
         assert_eq!(self.written, self.size, "{} holds what its header announces", self.path.display());
         let file = self.file.into_inner().map_err(|error| writing(&self.path)(error.into_error()))?;
@@ -144,7 +145,7 @@ impl SafetensorsWriter {
     }
 }
 
-/// The first bytes of a file up to its data, and the length of the data.
+/// Returns the bytes of a file up to its data, and the length of the data in bytes.
 fn header<'a>(
     tensors: impl IntoIterator<Item = (String, DType, &'a [usize])>,
     notes: &[(&str, &str)],
@@ -156,11 +157,11 @@ fn header<'a>(
         (name, TensorInfo { dtype: stored(dtype), shape: shape.to_vec(), data_offsets: (start, end) })
     });
     let infos = infos.collect();
-    // What PyTorch writes; transformers refuses files without it.
+    // PyTorch writes this note, and transformers refuses files without it.
     let notes = std::iter::once(&("format", "pt")).chain(notes);
     let notes = notes.map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
     let metadata = Metadata::new(Some(notes), infos).expect("tensors that follow each other are valid");
-    // By way of a value, whose members can be sorted.
+    // Converted to a JSON value first, because its members can be sorted.
     let mut value = serde_json::to_value(&metadata).expect("a header is JSON");
     value.sort_all_objects();
     let mut json = serde_json::to_vec(&value).expect("a header is JSON");
@@ -171,7 +172,7 @@ fn header<'a>(
     (header, end as u64)
 }
 
-/// How a dtype is called in a file.
+/// Returns the safetensors dtype of a dtype.
 pub(crate) fn stored(dtype: DType) -> StoredDType {
     match dtype {
         DType::F32 => StoredDType::F32,
@@ -187,7 +188,7 @@ pub(crate) fn stored(dtype: DType) -> StoredDType {
     }
 }
 
-/// The dtype that elements of a file are read as, where there is one.
+/// Returns the dtype that elements of a file are read as: f16 and bf16 are read as f32. `None` if they cannot be read.
 pub(crate) fn read_as(dtype: StoredDType) -> Option<DType> {
     match dtype {
         StoredDType::F32 | StoredDType::F16 | StoredDType::BF16 => Some(DType::F32),
@@ -285,7 +286,7 @@ mod tests {
             std::fs::write(&path, bytes).unwrap();
             assert!(matches!(read_header(&path), Err(CheckpointError::Damaged { .. })), "{header}");
         }
-        // Each would take some hundred bytes of memory, and microseconds.
+        // Parsing each of these entries would take some hundred bytes of memory, and microseconds.
         let entry = |index: usize| format!(r#""{index}":{}"#, tensor("[0,0]", "[0]"));
         let many = (0..=TENSORS_MAX).map(entry).collect::<Vec<_>>().join(",");
         let header = format!("{{{many}}}");

@@ -1,4 +1,4 @@
-//! Saving: every rank writes its share into an unfinished folder, then rank 0 publishes it.
+//! Saving: every rank writes its shard into an unfinished folder, then rank 0 publishes the folder.
 
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
@@ -18,20 +18,21 @@ use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
 use trireme_plan::{Extent, Mesh, TensorPlacement, position_in};
 
-/// What a rank holds of a job's tensors, which need not be in memory all at once.
+/// A source of the elements that a rank holds of a job's tensors. They need not be in memory all at once.
 pub trait TensorSource {
-    /// Shows `write` the elements that this rank holds of tensor `index` of the snapshot, those of its extents one after the
-    /// other, each row-major. Tensors that are written come in the order of the snapshot, those of larger elements first.
+    /// Calls `write` with the elements that this rank holds of tensor `index` of the snapshot: all its extents one after the other, each
+    /// row-major. A save calls this once for each tensor of which the rank writes a part, in the order of decreasing element size, and
+    /// among equal sizes in the order of the snapshot.
     ///
     /// # Errors
-    /// What `write` returns, and [`CheckpointError::Source`].
+    /// The errors of `write`, and [`CheckpointError::Source`].
     fn with_bytes(&mut self, index: usize, write: WriteBytes<'_>) -> Result<(), CheckpointError>;
 }
 
-/// Takes the bytes of a tensor.
+/// A callback that receives the bytes of a tensor.
 pub type WriteBytes<'a> = &'a mut dyn FnMut(&[u8]) -> Result<(), CheckpointError>;
 
-/// Tensors that are in memory: for each, what this rank holds of it.
+/// Tensors in memory: for each, the bytes of the elements that this rank holds.
 #[derive(Debug, Clone, Copy)]
 pub struct InMemory<'a>(pub &'a [&'a [u8]]);
 
@@ -41,51 +42,49 @@ impl TensorSource for InMemory<'_> {
     }
 }
 
-/// What a checkpoint shall hold, as one rank sees it. All ranks give the same step, mesh and placements;
-/// state and files are those of rank 0.
+/// The contents of a checkpoint, as one rank provides them. All ranks pass the same step, mesh and placements. State and files are taken
+/// from rank 0.
 #[derive(Debug, Clone, Copy)]
 pub struct Snapshot<'a> {
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// The ranks.
+    /// Mesh of the ranks.
     pub mesh: &'a Mesh,
-    /// Every tensor of the job, and how it lies on the mesh: weights under their Hugging Face names, optimizer state under
-    /// names that begin with [`crate::OPTIMIZER_PREFIX`].
+    /// Every tensor of the job with its placement on the mesh: weights under their Hugging Face names, optimizer state under names that
+    /// begin with [`crate::OPTIMIZER_PREFIX`].
     pub tensors: &'a [TensorPlacement],
-    /// Whatever else is needed to resume: sampler position, random state, metrics. Numbers that must come
-    /// back bit by bit belong here as integers.
+    /// Everything else that is needed to resume: sampler position, random state, metrics. Numbers that must be restored bit by bit belong
+    /// here as integers.
     pub state: &'a serde_json::Value,
-    /// Small files to keep beside the tensors: the run's `config.toml`, the model's `config.json`, its
-    /// `tokenizer.json`.
+    /// Small files to store next to the tensors: the run's `config.toml`, the model's `config.json`, its `tokenizer.json`.
     pub files: &'a [ExtraFile<'a>],
 }
 
 /// A checkpoint that was saved.
 #[derive(Debug)]
 pub struct Saved {
-    /// Its folder.
+    /// Folder of the checkpoint.
     pub path: PathBuf,
-    /// What rank 0 could not tidy up, such as an old checkpoint that could not be removed. The checkpoint is complete
-    /// all the same, and the next save tries again; report it to the user.
+    /// Errors of the cleanup on rank 0, such as an old checkpoint that could not be removed. The checkpoint is complete all the same, and
+    /// the next save tries again; report them to the user. Empty on other ranks.
     pub untidy: Vec<CheckpointError>,
 }
 
-/// Writes a checkpoint to `folder/step-N`. Called by all ranks of `group` together;
-/// they share `folder`. Afterwards only the newest `keep_latest_k` checkpoints stay (0: all of them).
+/// Writes a checkpoint to `folder/step-N`. All ranks of `group` call it together and share `folder`. Afterwards only the newest
+/// `keep_latest_k` checkpoints (0 keeps all) and the [best](crate::mark_best) are kept.
 ///
-/// Each rank writes its parts of [`plan_save`] to one safetensors file in `step-N.partial-xxxxxxxx` and
-/// syncs it; rank 0 adds the other files and the manifest, syncs the folder, renames it to `step-N` and
-/// names it in `latest`. A crash at any moment leaves the checkpoints that were complete; unfinished
-/// folders are removed by the next save or [`tidy`](crate::tidy), so a folder of checkpoints belongs to one run.
+/// Each rank writes its parts of [`plan_save`] to one safetensors file in `step-N.partial-xxxxxxxx` and syncs it. Rank 0 adds the other
+/// files and the manifest, syncs the folder, renames it to `step-N` and names it in `latest`. A crash at any moment leaves the complete
+/// checkpoints in place. The next save or [`tidy`](crate::tidy) removes unfinished folders, so a folder of checkpoints belongs to one run.
 ///
-/// Cost: every byte of the state is written once, by one rank; three exchanges of small messages; memory for what
-/// `source` has at hand.
+/// Cost: every byte of the state is written once, by one rank, and the ranks exchange small messages three times. Memory: the bytes that
+/// `source` holds at a time.
 ///
-/// What is left to tidy up once the checkpoint is complete is not an error: see [`Saved::untidy`].
+/// A failure of the cleanup after the checkpoint is complete is not an error: see [`Saved::untidy`].
 ///
 /// # Errors
-/// If it fails on one rank it fails on all, each with the rank and the reason, and the unfinished folder is
-/// removed. A complete checkpoint is never overwritten: the step must be newer than all in `folder`.
+/// A failure on one rank is an error on all ranks, each with the failing rank and the reason, and the unfinished folder is removed. A
+/// complete checkpoint is never overwritten: the step must be newer than all complete ones in `folder`.
 pub fn save(
     group: &Group,
     folder: &Path,
@@ -101,7 +100,7 @@ pub fn save(
         if let Some(name) = partial_name {
             let _ = remove(&folder.join(name), &|| group.heartbeat().beat());
         }
-        // A rank that ends may end the others: none does before rank 0 has cleaned up.
+        // A rank that exits may end the others, so no rank returns before rank 0 has cleaned up.
         let _ = group.barrier().wait();
     }
     result
@@ -115,16 +114,16 @@ struct Saving<'a> {
 
 #[derive(Serialize, Deserialize)]
 struct Opening {
-    /// Of all that the ranks must agree on.
+    /// Checksum of everything that the ranks must agree on.
     fingerprint: u32,
-    /// The unfinished folder's name, from rank 0.
+    /// Name of the unfinished folder; set on rank 0 only.
     partial_name: Option<String>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Shard {
     file: FileEntry,
-    /// Of each part, in the plan's order.
+    /// CRC-32 of each part, in the order of the plan.
     part_crc32s: Vec<u32>,
 }
 
@@ -141,7 +140,7 @@ impl Failure {
 }
 
 impl Saving<'_> {
-    /// The whole save on one rank; `partial_name` is rank 0's.
+    /// Runs the save on one rank. `partial_name` is set on rank 0 only.
     fn run(
         &self,
         partial_name: Option<&str>,
@@ -168,8 +167,8 @@ impl Saving<'_> {
         Ok(Saved { path: self.folder.join(step_name(self.snapshot.step)), untidy })
     }
 
-    /// Tells every rank how it went on every other: either all go on, each with what all have to say, or
-    /// all return an error.
+    /// Exchanges the outcomes of all ranks. Returns the value of this rank and the messages of all ranks if all succeeded, and an error on
+    /// every rank otherwise.
     fn agree<T, M: Serialize + DeserializeOwned>(
         &self,
         outcome: Result<T, CheckpointError>,
@@ -209,7 +208,7 @@ impl Saving<'_> {
         checksum.finalize()
     }
 
-    /// Checks what this rank was given, and decides who writes what.
+    /// Checks the mesh and the files, and decides which rank writes which part.
     fn plan(&self) -> Result<Vec<Vec<WritePart>>, CheckpointError> {
         let Snapshot { mesh, tensors, files, .. } = *self.snapshot;
         if mesh.num_ranks() != self.group.world_size() {
@@ -227,7 +226,7 @@ impl Saving<'_> {
         plan_save(tensors, mesh, PART_BYTES_MAX)
     }
 
-    /// Rank 0: makes sure that nothing but damage is in the way, and creates the unfinished folder.
+    /// Checks that no complete checkpoint of this or a newer step exists, and creates the unfinished folder. Rank 0 only.
     fn begin(&self, partial_name: &str, untidy: &mut Vec<CheckpointError>) -> Result<(), CheckpointError> {
         let names = FolderNames::read(self.folder)?;
         let step = self.snapshot.step;
@@ -243,7 +242,7 @@ impl Saving<'_> {
         self.execute(&begin_steps(self.folder, partial_name))
     }
 
-    /// Writes and syncs this rank's file, unless it has nothing to write.
+    /// Writes and syncs this rank's file. Returns `None` if the rank has no parts to write.
     fn write_shard(
         &self,
         partial: &Path,
@@ -260,7 +259,7 @@ impl Saving<'_> {
         });
         let mut writer = SafetensorsWriter::create(&partial.join(shard_name(rank.0)), described, &[])?;
         let mut part_crc32s = Vec::with_capacity(parts.len());
-        // Parts of a tensor are neighbours.
+        // The parts of a tensor are consecutive.
         for parts in parts.chunk_by(|a, b| a.tensor == b.tensor) {
             let index = parts[0].tensor;
             let TensorPlacement { name, dtype, .. } = &self.snapshot.tensors[index];
@@ -292,7 +291,7 @@ impl Saving<'_> {
         self.group.heartbeat().beat();
     }
 
-    /// Rank 0: completes the folder and gives it its name, then removes what is too old.
+    /// Completes the folder, renames it to `step-N`, and removes old checkpoints. Rank 0 only.
     fn publish(
         &self,
         partial_name: &str,
@@ -354,7 +353,7 @@ fn shard_name(rank: usize) -> String {
 
 const SHARD: &str = "shard-";
 
-/// Where `part`, a part of one of the boxes `held`, begins among the elements of all of them.
+/// Returns the position of the first element of `part` among the elements of the boxes `held`, one of which contains the part.
 fn position_in_any(held: &[Extent], part: &Extent) -> usize {
     let mut before = 0;
     for frame in held {

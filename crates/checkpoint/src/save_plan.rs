@@ -1,4 +1,5 @@
-//! Which rank writes what: pure, so that every rank comes to the same answer without a word.
+//! Assignment of the parts of tensors to the ranks that write them. A pure function, so all ranks compute the same plan without
+//! communication.
 
 use crate::error::CheckpointError;
 use crate::extent::split;
@@ -9,29 +10,28 @@ use std::rc::Rc;
 use trireme_base::Rank;
 use trireme_plan::{Extent, Mesh, TensorPlacement};
 
-/// Bytes of a part unless said otherwise: small enough that replicas share the work evenly and that
-/// reading a piece of a tensor reads little more than the piece.
+/// Default maximum size of a part in bytes. It is small enough that replicas share the work evenly, and that reading a piece of a tensor
+/// reads little more than the piece.
 pub const PART_BYTES_MAX: u64 = 64 << 20;
 
 /// A box of a tensor that one rank writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WritePart {
-    /// Index of the tensor in the list that was planned.
+    /// Index of the tensor in the list given to [`plan_save`].
     pub tensor: usize,
-    /// The elements, consecutive in row-major order within the extent the rank holds; never empty.
+    /// The elements, consecutive in row-major order within an extent that the rank holds. Never empty.
     pub extent: Extent,
 }
 
-/// What each rank of `mesh` writes, so that every element of every tensor is written exactly once.
+/// Returns the parts that each rank of `mesh` writes. Every element of every tensor is written exactly once.
 ///
-/// What a rank holds is cut into parts of at most `part_bytes_max` bytes (or one element). A part that one
-/// rank alone holds is written by that rank; a part that several hold goes to the holder with the least to
-/// write so far, the largest parts first, so the ranks' shares differ by little more than a part (the
-/// longest-processing-time rule: Graham, "Bounds on multiprocessing timing anomalies", 1969).
-/// A rank's parts are sorted by falling element size, so that they are aligned in a file without gaps.
+/// The extents that a rank holds are split into parts of at most `part_bytes_max` bytes (or one element). A part that one rank alone holds
+/// is written by that rank. A part that several ranks hold is assigned to the holder with the fewest bytes so far, the largest parts first,
+/// so the ranks' shares differ by little more than a part (the longest-processing-time rule: Graham, "Bounds on multiprocessing timing
+/// anomalies", 1969). A rank's parts are sorted by decreasing element size, so that they are aligned in a file without gaps.
 ///
 /// # Errors
-/// Names that repeat or cannot be stored, partial values, placements that do not fit.
+/// If names repeat or cannot be stored, or placements do not fit.
 pub fn plan_save(
     tensors: &[TensorPlacement],
     mesh: &Mesh,
@@ -67,7 +67,7 @@ struct Candidate {
     holders: Rc<Vec<usize>>,
 }
 
-/// Gives each part to one of its holders. Parts with few holders first: the others balance them.
+/// Assigns each part to one of its holders. Parts with few holders come first, so that the others balance the loads.
 fn assign(mut candidates: Vec<Candidate>, num_ranks: usize) -> Vec<Vec<WritePart>> {
     candidates.sort_by_key(|candidate| (candidate.holders.len(), Reverse(candidate.bytes)));
     let mut per_rank = vec![Vec::new(); num_ranks];
@@ -81,7 +81,7 @@ fn assign(mut candidates: Vec<Candidate>, num_ranks: usize) -> Vec<Vec<WritePart
     per_rank
 }
 
-/// The different extents the ranks hold of a tensor, each with its holders.
+/// Returns the distinct extents that ranks hold of a tensor, each with the ranks that hold it.
 fn holdings(tensor: &TensorPlacement, mesh: &Mesh) -> Result<Vec<(Extent, Vec<usize>)>, CheckpointError> {
     let mut holders: BTreeMap<(Vec<usize>, Vec<usize>), Vec<usize>> = BTreeMap::new();
     for rank in 0..mesh.num_ranks() {
@@ -92,11 +92,11 @@ fn holdings(tensor: &TensorPlacement, mesh: &Mesh) -> Result<Vec<(Extent, Vec<us
     Ok(holders.into_iter().map(|((start, shape), ranks)| (Extent { start, shape }, ranks)).collect())
 }
 
-/// What separates a tensor's name from the start of a part in the name of a part.
+/// Separator between a tensor's name and the start of a part, in the name of the part.
 const PART_SEPARATOR: char = '@';
 
-/// What a part is called in its file: the tensor's name, and unless it is all of the tensor, where it
-/// begins, as in `lm_head.weight@128,0`.
+/// Returns the name of a part in its file: the tensor's name and, unless the part is the full tensor, the start of the part, as in
+/// `lm_head.weight@128,0`.
 pub(crate) fn part_name(tensor: &str, shape: &[usize], extent: &Extent) -> String {
     if extent.shape == shape {
         return tensor.to_owned();

@@ -1,4 +1,4 @@
-//! Tensors in files: what is there, whether it is what is expected, and reading any part of it.
+//! Tensors in files: their description, the comparison with expected tensors, and reading of any extent.
 
 use crate::StoredDType;
 use crate::error::{CheckpointError, Mismatch};
@@ -16,29 +16,29 @@ use trireme_plan::{Extent, TensorPlacement, runs};
 
 const READ_BUFFER_BYTES: usize = 256 << 10;
 
-/// The key of a `config.json` that says how weights are quantized.
+/// Key in a `config.json` under which the quantization of the weights is described.
 pub(crate) const QUANTIZATION_KEY: &str = "quantization_config";
 
-/// What a fingerprint reads at each end of a part.
+/// Number of bytes that a fingerprint reads at each end of a part.
 const SAMPLE_BYTES: usize = 4096;
 
-/// Elements of two tensors that are compared at a time.
+/// Number of elements of two tensors that are compared at a time.
 const COMPARED_ELEMENTS: usize = 4 << 20;
 
-/// A tensor as it lies in files.
+/// A tensor that is stored in files.
 #[derive(Debug, Clone)]
 pub struct StoredTensor {
     pub(crate) dtype: StoredDType,
     pub(crate) shape: Vec<usize>,
-    /// They hold each element once.
+    /// The parts, which together hold each element once.
     pub(crate) parts: Vec<StoredPart>,
 }
 
-/// A box of a tensor, row-major in one file.
+/// A box of a tensor, stored row-major in one file.
 #[derive(Debug, Clone)]
 pub(crate) struct StoredPart {
     pub(crate) file: Arc<Path>,
-    /// First byte in the file.
+    /// Position of the first byte in the file.
     pub(crate) offset: u64,
     pub(crate) extent: Extent,
     /// CRC-32 of the part's bytes, where it is known.
@@ -50,12 +50,12 @@ impl StoredPart {
         (self.extent.num_elements() as u64 * dtype.bitsize() as u64).div_ceil(8)
     }
 
-    /// Compares the checksum of the part's `num_bytes` bytes, if it has one.
+    /// Reads the part's `num_bytes` bytes and compares their checksum. Without a recorded checksum, reads nothing.
     pub(crate) fn verify(&self, num_bytes: usize) -> Result<(), CheckpointError> {
         PartReader::open(self)?.finish(num_bytes)
     }
 
-    /// The CRC-32 of the first and the last [`SAMPLE_BYTES`] of the part.
+    /// Returns the CRC-32 of the first and the last [`SAMPLE_BYTES`] of the part.
     fn sample(&self, dtype: StoredDType) -> Result<u32, CheckpointError> {
         let (file, _) = open_file(&self.file)?;
         let num_bytes = self.num_bytes(dtype);
@@ -71,7 +71,7 @@ impl StoredPart {
 }
 
 impl StoredTensor {
-    /// Shape of the whole tensor.
+    /// Shape of the full tensor.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
@@ -81,40 +81,39 @@ impl StoredTensor {
         self.dtype
     }
 
-    /// Element type that [`StoredTensors::read_into`] gives: F16 and BF16 are read as f32. `None` for a
-    /// dtype that cannot be read.
+    /// Element type that [`StoredTensors::read_into`] returns: F16 and BF16 are read as f32. `None` if the stored dtype cannot be read.
     pub fn dtype(&self) -> Option<DType> {
         read_as(self.dtype)
     }
 
-    /// Bytes in the files.
+    /// Size of the tensor in the files, in bytes.
     pub fn stored_bytes(&self) -> u64 {
         let num_elements = checked_num_elements(&self.shape).expect("the shape was checked on opening");
         (num_elements as u64 * self.dtype.bitsize() as u64).div_ceil(8)
     }
 
-    /// Each part with its number of bytes.
+    /// Returns each part with its size in bytes.
     pub(crate) fn parts(&self) -> impl Iterator<Item = (&StoredPart, u64)> {
         self.parts.iter().map(|part| (part, part.num_bytes(self.dtype)))
     }
 
-    /// Whether all of the tensor is in `file`.
+    /// Returns whether all of the tensor is in `file`.
     pub(crate) fn lies_in(&self, file: &Path) -> bool {
         self.parts.iter().all(|part| *part.file == *file)
     }
 
-    /// Number of parts the tensor is stored in.
+    /// Number of parts that the tensor is stored in.
     pub fn num_parts(&self) -> usize {
         self.parts.len()
     }
 }
 
-/// The tensors of a checkpoint or of a model directory, by name. Only their description is in memory.
+/// The tensors of a checkpoint or of a model directory, by name. Only their descriptions are in memory.
 #[derive(Debug, Clone)]
 pub struct StoredTensors {
     path: PathBuf,
     tensors: BTreeMap<String, StoredTensor>,
-    /// Tensors that an index names, with the file that should contain them and does not.
+    /// Tensors that an index places in a file that does not contain them, with the path of that file.
     absent: BTreeMap<String, PathBuf>,
 }
 
@@ -123,26 +122,26 @@ impl StoredTensors {
         StoredTensors { path: path.to_owned(), tensors, absent: BTreeMap::new() }
     }
 
-    /// The same tensors, and the names of those that an index places in a file that does not contain them.
+    /// Sets the tensors that an index places in a file that does not contain them.
     pub(crate) fn with_absent(self, absent: BTreeMap<String, PathBuf>) -> Self {
         StoredTensors { absent, ..self }
     }
 
-    /// The checkpoint or model directory.
+    /// Path of the checkpoint or model directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Each tensor with its name, in the order of the names.
+    /// Iterates over the tensors with their names, in the order of the names.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &StoredTensor)> {
         self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor))
     }
 
-    /// Refuses quantized weights: tensors that are not floating-point numbers of 16 bits or more, of a model whose config has a
-    /// `quantization_config`. Returns whether the config has one.
+    /// Refuses quantized weights: tensors that are not floating-point numbers of 16 bits or more, of a model whose `config` has a
+    /// `quantization_config`. Returns whether `config` has one.
     ///
     /// # Errors
-    /// [`CheckpointError::Quantized`].
+    /// [`CheckpointError::Quantized`], with the first such tensor.
     pub fn check_quantization(&self, config: &serde_json::Value) -> Result<bool, CheckpointError> {
         let quantization = &config[QUANTIZATION_KEY];
         if quantization.is_null() {
@@ -160,17 +159,17 @@ impl StoredTensors {
         }
     }
 
-    /// The tensor called `name`.
+    /// Returns the tensor called `name`.
     pub fn get(&self, name: &str) -> Option<&StoredTensor> {
         self.tensors.get(name)
     }
 
-    /// A checksum by which ranks tell whether they have the same tensors: of all names, dtypes, shapes and parts, and of
-    /// a part's contents by its recorded CRC-32 or, where there is none, by the first and last 4 KiB of the part. The
-    /// folder and the names of the files do not matter.
+    /// Returns a checksum by which ranks check that they have the same tensors. It covers all names, dtypes, shapes and parts, and of a
+    /// part's contents the recorded CRC-32 or, without one, the first and last 4 KiB. It does not depend on the folder or the names of the
+    /// files.
     ///
-    /// Cost: two reads of at most 4 KiB for each part without a recorded CRC-32, whatever its size. Tensors that differ
-    /// only in between have the same fingerprint.
+    /// Cost: two reads of at most 4 KiB for each part without a recorded CRC-32, whatever its size. If such parts differ only in between,
+    /// the fingerprint is the same.
     ///
     /// # Errors
     /// If a file cannot be read.
@@ -186,10 +185,10 @@ impl StoredTensors {
         Ok(checksum.finalize())
     }
 
-    /// The same tensors under the names `rename` gives; those it gives `None` for are left out.
+    /// Returns the same tensors under the names that `rename` returns. Leaves out tensors for which it returns `None`.
     ///
-    /// This is how files that call tensors otherwise (without a leading `transformer.`) and buffers that
-    /// are no parameters (`attn.bias`, `rotary_emb.inv_freq`, a tied `lm_head.weight`) are met.
+    /// This maps files with other names (without a leading `transformer.`), and drops buffers that are not parameters (`attn.bias`,
+    /// `rotary_emb.inv_freq`, a tied `lm_head.weight`).
     ///
     /// # Errors
     /// If two tensors get the same name.
@@ -223,9 +222,9 @@ impl StoredTensors {
         }
     }
 
-    /// Whether two tensors have the same shape and the same elements, compared in the dtypes that they are read in.
+    /// Returns whether two tensors have the same shape and the same elements, compared in the dtypes that they are read in.
     ///
-    /// Cost: reads both tensors up to the first difference. Memory: 16 MiB of f32 of each.
+    /// Cost: reads both tensors up to the first difference. Memory: 4 Mi elements of each tensor, which are 16 MiB in f32.
     ///
     /// # Errors
     /// As [`read_into`](StoredTensors::read_into).
@@ -251,11 +250,12 @@ impl StoredTensors {
         Ok(true)
     }
 
-    /// Checks that exactly the tensors `expected` are stored, in the same shapes and in dtypes that read as
-    /// the ones expected. The placements do not matter: any layout reads what any layout wrote.
+    /// Checks that exactly the tensors `expected` are stored, with the same shapes, and with dtypes that are read as the expected ones.
+    /// Ignores the placements, because any layout can read what any layout wrote.
     ///
     /// # Errors
-    /// All differences at once; before that, a file without a tensor that an index says it contains.
+    /// [`CheckpointError::Mismatches`] with all differences at once. Before that, [`CheckpointError::Damaged`] if a file lacks a tensor
+    /// that an index places there.
     pub fn check_against(&self, expected: &[TensorPlacement]) -> Result<(), CheckpointError> {
         self.check_index()?;
         let mut mismatches = Vec::new();
@@ -283,15 +283,14 @@ impl StoredTensors {
         Err(CheckpointError::Mismatches { path: self.path.clone(), mismatches })
     }
 
-    /// Fills `out` with the elements of `extent` of a tensor, row-major, in its [`StoredTensor::dtype`].
+    /// Fills `out` with the elements of `extent` of tensor `name`, row-major, in its [`StoredTensor::dtype`].
     ///
-    /// Cost: reads the bytes of every part that shares elements with `extent`; all of the part where it
-    /// has a checksum to verify, else only what lies between the first and the last element shared.
-    /// Memory: a buffer of a quarter of a mebibyte.
+    /// Cost: reads every part that shares elements with `extent`. A part with a recorded checksum is read entirely and verified; of any
+    /// other part, only the bytes from the first to the last shared element are read. Memory: a buffer of 256 KiB.
     ///
     /// # Errors
-    /// An unknown tensor, an extent outside of it, a buffer of the wrong length, a dtype that cannot be
-    /// read, files that have vanished or changed. After an error, `out` holds anything.
+    /// If the tensor is unknown, the extent is outside of it, the buffer has the wrong length, the dtype cannot be read, or a file has
+    /// vanished or changed. After an error, the contents of `out` are unspecified.
     pub fn read_into(&self, name: &str, extent: &Extent, out: &mut [u8]) -> Result<(), CheckpointError> {
         let Some(tensor) = self.tensors.get(name) else {
             return Err(CheckpointError::NoSuchTensor { name: name.into(), path: self.path.clone() });
@@ -314,7 +313,7 @@ impl StoredTensors {
     }
 }
 
-/// Copies what `part` and `extent` share to its place in `out`.
+/// Copies the elements that `part` and `extent` share to their place in `out`.
 fn read_part(
     part: &StoredPart,
     dtype: StoredDType,
@@ -337,12 +336,12 @@ fn read_part(
     reader.finish(part.extent.num_elements() * stored_size)
 }
 
-/// Reads a part from front to back, checking its checksum where there is one.
+/// A reader of one part from front to back. Verifies the part's checksum if one is recorded.
 struct PartReader<'a> {
     part: &'a StoredPart,
     file: BufReader<File>,
     checksum: crc32fast::Hasher,
-    /// Bytes of the part behind us.
+    /// Number of bytes of the part that were read or skipped.
     position: usize,
 }
 
@@ -363,7 +362,7 @@ impl<'a> PartReader<'a> {
         Ok(())
     }
 
-    /// Fills `out` with f32 made from 16-bit elements.
+    /// Fills `out` with f32 elements, converted from 16-bit elements of the part.
     fn fill_widened(&mut self, out: &mut [u8], widen: impl Fn(u16) -> f32) -> Result<(), CheckpointError> {
         let mut scratch = [0; 4096];
         for chunk in out.chunks_mut(2 * scratch.len()) {

@@ -1,5 +1,5 @@
-//! Cleanup after a save: removes old checkpoints and what crashes have left, and names the latest checkpoint. A failure here is
-//! reported, and does not fail the save.
+//! Cleanup after a save: removes old checkpoints and the remains of crashes, and names the latest checkpoint. A failure here is reported,
+//! and does not fail the save.
 
 use crate::error::CheckpointError;
 use crate::files::FileStep;
@@ -8,12 +8,12 @@ use crate::publication::{leftover_steps, mark, tidying_steps};
 use std::fs;
 use std::path::Path;
 
-/// Cleans up `folder`, whose newest checkpoint has the step `newest`, after a crash or a failure of an earlier cleanup: removes unfinished folders
-/// and all but the newest `keep_latest_k` checkpoints (0 removes none), and names the latest one. Callers also use it after another checkpoint
-/// became the [best](mark_best), because the previous best may then be removed. Only one process may call it, while no other saves in the folder.
-/// Calls `on_progress` before each change and each file that is removed.
+/// Cleans up `folder`, whose newest checkpoint has the step `newest`, after a crash or a cleanup that failed. Removes unfinished folders
+/// and all but the newest `keep_latest_k` checkpoints (0 removes none) and the [best](mark_best), and names the latest one. Callers also
+/// use it after another checkpoint became the best, because the previous best may then be removed. Only one process may call it, while no
+/// other saves in the folder. Calls `on_progress` before each change and each entry of a folder that is removed.
 ///
-/// Returns what failed. The checkpoints are complete all the same.
+/// Returns the errors of the changes that failed. The checkpoints are complete all the same.
 pub fn tidy(
     folder: &Path,
     newest: u64,
@@ -31,8 +31,8 @@ pub fn tidy(
     untidy
 }
 
-/// Names the checkpoint of `step` in `folder` as the one with the lowest validation loss: it is not removed until another one is. For one
-/// process.
+/// Names the checkpoint of `step` in `folder` as the one with the lowest validation loss. It is not removed until another checkpoint is
+/// named. Only one process may call it.
 ///
 /// # Errors
 /// If the name cannot be written.
@@ -40,7 +40,7 @@ pub fn mark_best(folder: &Path, step: u64) -> Result<(), CheckpointError> {
     mark(folder, BEST_FILE, step).iter().try_for_each(FileStep::execute)
 }
 
-/// Names the checkpoint of `step` as the latest, and removes those that are too old beside it.
+/// Names the checkpoint of `step` as the latest, and removes the checkpoints that are not kept.
 pub(crate) fn tidy_after(
     folder: &Path,
     step: u64,
@@ -53,15 +53,15 @@ pub(crate) fn tidy_after(
     try_all(&tidying_steps(folder, step, &pruned), untidy, on_progress);
 }
 
-/// Makes changes that need not succeed; adds the failures to `untidy`. A list that fails leaves none of the files that it
-/// wrote under a name of their own.
+/// Makes changes that need not succeed, and adds the failures to `untidy`. Each list ends at its first failure, and the files that it wrote
+/// are then removed.
 pub(crate) fn try_all(lists: &[Vec<FileStep>], untidy: &mut Vec<CheckpointError>, on_progress: &dyn Fn()) {
     for steps in lists {
         if let Err(error) = steps.iter().try_for_each(|step| step.execute_with_progress(on_progress)) {
             untidy.push(error);
             for step in steps {
                 if let FileStep::WriteFile { path, .. } = step {
-                    // Best effort as well: it may have been renamed already.
+                    // Best effort as well: the file may have been renamed already.
                     let _ = fs::remove_file(path);
                 }
             }

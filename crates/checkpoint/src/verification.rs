@@ -1,6 +1,6 @@
-//! Reading all of a checkpoint to compare its checksums, in one process or shared among ranks.
+//! Verification: reads all of a checkpoint and compares the checksums, in one process or shared among ranks.
 //!
-//! Ranks share a file by the parts of tensors in it, because one rank may have written all of the checkpoint in one file.
+//! Ranks share a file by the parts of tensors in it, because one rank may have written the full checkpoint to one file.
 
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
@@ -16,15 +16,15 @@ use std::path::{Path, PathBuf};
 
 const BUFFER_BYTES: u64 = 256 << 10;
 
-/// What one rank verifies by itself.
+/// A unit of verification, assigned to one rank.
 enum Piece<'a> {
     /// A part of a tensor.
     Part(Span<'a>),
-    /// A file without the parts in it, which lie in this order.
+    /// The bytes of a file outside of its parts. The parts are sorted by position.
     Rest { path: PathBuf, entry: &'a FileEntry, parts: Vec<Span<'a>> },
 }
 
-/// A part and the bytes of its file that it takes.
+/// A part and its range of bytes in its file.
 #[derive(Clone)]
 struct Span<'a> {
     part: &'a StoredPart,
@@ -32,17 +32,18 @@ struct Span<'a> {
 }
 
 impl Checkpoint {
-    /// Reads every byte and compares the checksums; returns the first error of each file that fails.
+    /// Reads every byte and compares the checksums. Returns the first error of each file that fails. The list is empty if the checkpoint is
+    /// intact.
     pub fn verify(&self) -> Vec<CheckpointError> {
         self.verify_share(0, 1, &|| {})
     }
 
-    /// The share of `rank` among `num_ranks` that [`verify`](Self::verify) the checkpoint together. They read every byte
-    /// once, and the numbers of bytes they read differ by at most the largest part or what a file holds beside its parts. Calls `on_progress` for each
-    /// part and each buffer that is read.
+    /// Verifies the share of `rank` among `num_ranks` ranks that [`verify`](Self::verify) the checkpoint together, and returns the first
+    /// error of each file that fails. Each byte is read by one rank. The ranks' numbers of bytes differ by at most the largest part, or the
+    /// bytes of a file outside of its parts. Calls `on_progress` for each part, and for each buffer that is read outside of parts.
     ///
     /// # Panics
-    /// If `rank` is not among `num_ranks`.
+    /// If `rank` is not less than `num_ranks`.
     pub fn verify_share(
         &self,
         rank: usize,
@@ -63,7 +64,7 @@ impl Checkpoint {
         failures.into_values().collect()
     }
 
-    /// All of the checkpoint, in the same order on every rank.
+    /// Splits the checkpoint into pieces, in the same order on every rank.
     fn pieces(&self) -> Vec<Piece<'_>> {
         let mut spans: BTreeMap<&Path, Vec<Span<'_>>> = BTreeMap::new();
         for (_, tensor) in self.tensors().iter() {
@@ -110,8 +111,8 @@ impl Piece<'_> {
     }
 }
 
-/// Compares the checksum of a file, taking the recorded ones of its parts for their bytes: whoever verifies a part reads
-/// those.
+/// Compares the checksum of a file. Reads only the bytes outside of the parts, and uses the recorded checksums of the parts, which are
+/// verified as pieces of their own.
 fn verify_rest(
     path: &Path,
     entry: &FileEntry,
@@ -133,7 +134,7 @@ fn verify_rest(
         Ok::<_, CheckpointError>(())
     };
     for Span { part, bytes } in parts {
-        // Two tensors may be the same bytes, which count once.
+        // Two tensors may share the same bytes, which count once.
         if let Some(crc32) = part.crc32.filter(|_| position <= bytes.start) {
             read_up_to(bytes.start, &mut position, &mut checksum)?;
             checksum.combine(&crc32fast::Hasher::new_with_initial_len(crc32, bytes.end - bytes.start));
@@ -151,8 +152,8 @@ fn verify_rest(
     ))
 }
 
-/// The rank that each piece of these sizes goes to: always the one with the fewest bytes so far. The numbers of bytes of the
-/// ranks differ by at most the largest piece.
+/// Returns the rank of each piece, given the pieces' sizes in bytes. Each piece is assigned to the rank with the fewest bytes so far, so
+/// the ranks' numbers of bytes differ by at most the largest piece.
 fn share(sizes: impl Iterator<Item = u64>, num_ranks: usize) -> Vec<usize> {
     let mut loads: BinaryHeap<Reverse<(u64, usize)>> =
         (0..num_ranks).map(|rank| Reverse((0, rank))).collect();

@@ -5,20 +5,20 @@ use rustix::thread::gettid;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The system's allocator, counting allocations of all threads but the one of `main`, on which the test harness tells of tests that take
-/// longer than a minute. For a test binary's `#[global_allocator]`.
+/// The system's allocator, with a count of the allocations of all threads but the main thread, on which the test harness reports tests that
+/// take longer than a minute. For a test binary's `#[global_allocator]`.
 #[derive(Debug)]
 pub struct CountingAllocator {
     num_allocations: AtomicU64,
 }
 
 impl CountingAllocator {
-    /// An allocator that has counted nothing.
+    /// Returns an allocator whose count is zero.
     pub const fn new() -> Self {
         CountingAllocator { num_allocations: AtomicU64::new(0) }
     }
 
-    /// Allocations and growths since the start.
+    /// Number of allocations and reallocations since the start.
     pub fn num_allocations(&self) -> u64 {
         self.num_allocations.load(Ordering::Relaxed)
     }
@@ -39,7 +39,7 @@ impl Default for CountingAllocator {
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         self.count();
-        // SAFETY: the caller's promise is the system allocator's.
+        // SAFETY: the caller upholds the contract of this trait, which the system's allocator shares.
         unsafe { System.alloc(layout) }
     }
 

@@ -1,4 +1,4 @@
-//! A model that is no language model: units that pass on several tensors, read the batch and add to the loss anywhere.
+//! A model that is not a language model: any unit may pass on several tensors, read the batch, and add to the loss.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ const WIDTH: usize = 8;
 const ROWS: usize = 11;
 const CLASSES: usize = 3;
 
-/// Dense features and bags of ids, beside each other.
+/// A unit for dense features and bags of ids, with one output for each.
 #[derive(Debug)]
 struct Stem {
     dense: Arc<Linear>,
@@ -33,7 +33,8 @@ impl Unit for Stem {
     }
 }
 
-/// A layer on one of two tensors. The other passes through, or is changed and has a loss of its own: to be near the features.
+/// A unit with a layer on the sparse tensor. The dense tensor passes through, or is changed and has a loss of its own: the distance to the
+/// features.
 #[derive(Debug)]
 struct Middle {
     norm: Arc<Norm>,
@@ -62,7 +63,7 @@ impl Unit for Middle {
     }
 }
 
-/// The part of the rows of class 0 whose score for it is positive.
+/// Metric: the fraction of the rows of class 0 whose score for class 0 is positive.
 #[derive(Debug)]
 struct Recall;
 
@@ -113,9 +114,10 @@ impl Unit for Classes {
     }
 }
 
-/// Builds, of parameters of `table`, a classifier of dense features and bags of ids, whose units in the middle also learn to return to the features.
+/// Builds a classifier of dense features and bags of ids from parameters of `table`. Two of its middle units also learn to reproduce the
+/// features.
 ///
-/// Its metrics are `distance` (of two units), `accuracy`, `recall` (of as many rows as are of the class) and `cross_entropy`.
+/// Its metrics are `distance` (of these two units), `accuracy`, `recall` (over the rows of the class) and `cross_entropy`.
 pub fn build_classifier(_: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
     let normal = Initial::Normal { standard_deviation: 0.3 };
     let linear = |table: &mut ParameterTable, name: &str, inputs, outputs, activation| {
@@ -156,7 +158,7 @@ pub fn build_classifier(_: &Device, mut table: ParameterTable) -> Result<Model, 
     Ok(Model::new(units, table))
 }
 
-/// The tensors of one of its samples.
+/// Returns the tensors of one sample of the classifier.
 pub fn classifier_sample() -> [TensorSpec; 3] {
     [
         TensorSpec::new("features", &[FEATURES], DType::F32),
@@ -165,15 +167,15 @@ pub fn classifier_sample() -> [TensorSpec; 3] {
     ]
 }
 
-/// The tensors of its microbatches.
+/// Returns the tensors of a microbatch of the classifier.
 pub fn classifier_specs(num_samples: usize) -> [TensorSpec; 3] {
     classifier_sample().map(|spec| spec.in_batch(num_samples))
 }
 
-/// The microbatch of global index `index` of a step, the same on every rank.
+/// Returns the microbatch with the global index `index` of a step, the same on every rank.
 ///
 /// # Panics
-/// If the device has no memory.
+/// If the device has too little memory.
 pub fn classifier_batch(device: &Device, num_samples: usize, step: u64, index: usize) -> Batch {
     let key = RandomKey::new(step << 32 | index as u64, "batch");
     let mut random = Random::new(key, 1 << 20);

@@ -1,4 +1,4 @@
-//! Checks operations against a reference in f64.
+//! Checks operations and their gradients against a reference in f64.
 
 use crate::TracedDevice;
 use std::sync::Arc;
@@ -9,28 +9,28 @@ use trireme_tensor::{
     ParameterSpan, ParameterTable, Parameters, Precision, Shape, Tape, Tensor, Var,
 };
 
-/// Step of the reference's central differences: they are exact to about 1e-9 of the scale of the values.
+/// Step of the reference's central differences. Their error is about 1e-9 of the scale of the values.
 const STEP: f64 = 1e-5;
 
-/// A definition in f64, of inputs and parameters.
+/// A reference in f64. Returns the output or the mean loss, for the inputs and the flat parameters.
 pub type Reference<'a> = dyn Fn(&[Vec<f64>], &[f64]) -> Vec<f64> + 'a;
 
-/// Runs operations on inputs, and returns the output, unless that is a loss.
+/// A function that applies operations to inputs. Returns the output, or `None` if the operations end in a loss.
 pub type Run<'a> = dyn Fn(&mut Recorder<'_>, Vec<Var>) -> Result<Option<Var>, DeviceError> + 'a;
 
-/// Operations with one output or a loss, and what they are to compute.
+/// Operations that end in one output or in a loss, and a reference for them.
 pub struct GradientCheck<'a> {
-    /// What is checked, for messages.
+    /// Name of the check, for messages.
     pub name: String,
-    /// The operations.
+    /// Applies the operations.
     pub run: &'a Run<'a>,
-    /// The parameters that it reads.
+    /// The parameters that the operations read.
     pub table: ParameterTable,
-    /// What activations are in. Inputs are rounded to it, unless they are [in f32](Input::in_f32).
+    /// Precision of activations. Inputs are rounded to it, unless they are [in f32](Input::in_f32).
     pub precision: Precision,
     /// The inputs.
     pub inputs: Vec<Input>,
-    /// The output, or the mean loss, for the inputs and the flat parameters of unit 0, in f64.
+    /// Computes the output or the mean loss in f64, from the inputs and the flat parameters of unit 0.
     pub reference: &'a Reference<'a>,
 }
 
@@ -44,35 +44,35 @@ pub struct Input {
 
 #[derive(Debug, Clone)]
 enum Values {
-    /// In the precision of the check.
+    /// Values that are rounded to the precision of the check.
     Rounded(Vec<f32>),
     F32(Vec<f32>),
     Ids(Vec<u32>),
 }
 
 impl Input {
-    /// Random normal values, rounded to the precision of the check.
+    /// Returns random normal values, rounded to the precision of the check. `name` seeds them.
     pub fn random(shape: &[usize], name: &str) -> Self {
         let shape = Shape::new(shape);
         Input { shape, values: Values::Rounded(random(shape.num_elements(), name)), requires_grad: true }
     }
 
-    /// Ids, which have no gradient.
+    /// Returns ids, which have no gradient.
     pub fn ids(shape: &[usize], ids: &[u32]) -> Self {
         Input { shape: Shape::new(shape), values: Values::Ids(ids.to_vec()), requires_grad: false }
     }
 
-    /// These values.
+    /// Returns an input with these values, rounded to the precision of the check.
     pub fn values(shape: &[usize], values: &[f32]) -> Self {
         Input { shape: Shape::new(shape), values: Values::Rounded(values.to_vec()), requires_grad: true }
     }
 
-    /// The same values without a gradient.
+    /// Returns the same input without a gradient.
     pub fn constant(self) -> Self {
         Input { requires_grad: false, ..self }
     }
 
-    /// The same values in f32.
+    /// Returns the same input in f32 instead of the precision of the check.
     pub fn in_f32(self) -> Self {
         match self.values {
             Values::Rounded(values) => Input { values: Values::F32(values), ..self },
@@ -90,10 +90,10 @@ fn random(len: usize, name: &str) -> Vec<f32> {
 #[derive(Debug, Clone, Copy)]
 struct Manner {
     num_threads: usize,
-    /// The halves of backward.
+    /// Whether the gradients of inputs and of parameters are computed by two separate backward passes.
     apart: bool,
     is_moved: bool,
-    /// What gradients of parameters are added to.
+    /// Initial value of the parameter gradients, which the gradients are added to. `None` if gradients are written.
     before: Option<f32>,
     backend: BackendKind,
 }
@@ -113,7 +113,7 @@ struct Found {
     parameter_grads: Vec<f32>,
 }
 
-/// Takes the gradients of one unit: in memory that holds NaN until they are written, or beside 1.0 that was there before.
+/// A sink for the gradients of one unit. Its memory holds NaN until gradients are written, or an initial value that they are added to.
 struct Grads {
     flat: Parameters,
     is_written: Vec<bool>,
@@ -142,12 +142,12 @@ impl GradSink for Grads {
 }
 
 impl GradientCheck<'_> {
-    /// Compares the output, and the gradient of every element of every input and parameter, with the reference and its
-    /// central differences. The bits must not depend on whether the halves of backward run apart, on the number of threads, on
-    /// whether an operation may overwrite its inputs, or on the backend; gradients of parameters may be written or added.
+    /// Compares the output, and the gradient of every element of every input and parameter, with the reference and its central differences.
+    /// Checks that the bits do not depend on whether backward runs as two separate halves, on the number of threads, on whether an
+    /// operation may overwrite its inputs, or on the backend. Checks that gradients of parameters can be written, or added to other values.
     ///
     /// # Panics
-    /// If something differs by more than the rounding of the precision explains.
+    /// If a value differs by more than the rounding of the precision explains, or if bits differ.
     pub fn check(&self) {
         let plain = Manner::default();
         let found = self.compute(plain);
@@ -223,7 +223,7 @@ impl GradientCheck<'_> {
         }
     }
 
-    /// The values of an input as the operation sees them.
+    /// Returns the values of an input as the operation reads them.
     fn values(&self, input: &Input) -> Vec<f64> {
         match &input.values {
             Values::Ids(ids) => ids.iter().map(|&id| f64::from(id)).collect(),
@@ -240,7 +240,7 @@ impl GradientCheck<'_> {
         random(self.table.num_elements(), "parameters").into_iter().map(f64::from).collect()
     }
 
-    /// The gradient of an output to start from.
+    /// Returns the gradient of the output from which backward starts.
     fn cotangent(&self, len: usize) -> Vec<f64> {
         self.values(&Input::random(&[len], "dy"))
     }
@@ -269,7 +269,7 @@ impl GradientCheck<'_> {
         let ids: Vec<_> = inputs.iter().map(Var::id).collect();
         let mut recorder = tape.recorder(&parameters);
         if is_moved {
-            // What an operation made may be overwritten by its last reader.
+            // The result of an operation may be overwritten by its last reader.
             let is_float = |index: usize| !matches!(self.inputs[index].values, Values::Ids(_));
             let same = Arc::new(Scale(1.0));
             let moved = inputs.into_iter().enumerate().map(|(index, input)| match is_float(index) {
@@ -300,7 +300,7 @@ impl GradientCheck<'_> {
         };
         let is_loss = output.is_none();
         let output = output.map_or_else(loss, |output| in_f32(&device, &output));
-        // A gradient of 16 bits may come in f32.
+        // The gradient of a 16-bit input may be in f32.
         let grad = |(id, input)| {
             let grad = tape.take_grad(id)?;
             let mut rounded = device.empty(grad.shape(), self.dtype(input), Category::Activations).unwrap();
@@ -334,7 +334,7 @@ fn narrow(device: &Device, values: &[f32], shape: Shape, dtype: DType) -> Tensor
     tensor
 }
 
-/// The central difference of `loss` along each of `values`.
+/// Returns the central difference of `loss` along each of `values`.
 fn differences(values: &mut [f64], mut loss: impl FnMut(&[f64]) -> f64) -> Vec<f64> {
     let len = values.len();
     let difference = |index: usize| {
@@ -347,12 +347,12 @@ fn differences(values: &mut [f64], mut loss: impl FnMut(&[f64]) -> f64) -> Vec<f
         (above - below) / (2.0 * STEP)
     };
     let found = (0..len).map(difference).collect();
-    // As they were.
+    // Restores the values that `loss` has copied.
     loss(values);
     found
 }
 
-/// Asserts that values are near: to `tolerance` of themselves and of the largest.
+/// Asserts that each error is at most `tolerance` times the sum of the expected value's magnitude and the largest magnitude.
 fn compare(found: &[f32], expected: &[f64], tolerance: f64, what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let largest = expected.iter().fold(0.0_f64, |largest, value| largest.max(value.abs()));

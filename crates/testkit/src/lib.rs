@@ -1,5 +1,5 @@
-//! Test helpers: ranks as threads, small models of language and of something else, a counting allocator, AMX on any machine, and
-//! networks of hosts with lines as bad as wished for. For tests only.
+//! Test helpers: ranks as threads, small models (language models and a classifier), a counting allocator, an AMX emulator, and networks of
+//! hosts with bad links. For tests only.
 
 mod allocations;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -24,7 +24,7 @@ use trireme_comm::{Group, GroupOptions, inproc_world_on};
 use trireme_model::{Batch, HostBatch, ModelConfig, set_window, token_specs};
 use trireme_tensor::Device;
 
-/// Runs `rank` on a thread for each rank of a world within this process; the results by rank.
+/// Runs `rank` on a thread for each rank of a world within this process. Returns the results by rank.
 ///
 /// # Panics
 /// If a rank panics.
@@ -32,7 +32,7 @@ pub fn run_ranks<T: Send>(world_size: usize, rank: impl Fn(Group) -> T + Sync) -
     run_ranks_on(&vec![0; world_size], rank)
 }
 
-/// As [`run_ranks`], for a rank on each of these hosts.
+/// As [`run_ranks`], with one rank per element of `hosts`. The elements are the numbers of the ranks' hosts.
 pub fn run_ranks_on<T: Send>(hosts: &[usize], rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
     let groups = inproc_world_on(hosts, &GroupOptions::default());
     std::thread::scope(|scope| {
@@ -42,7 +42,7 @@ pub fn run_ranks_on<T: Send>(hosts: &[usize], rank: impl Fn(Group) -> T + Sync) 
     })
 }
 
-/// A gpt2 and a llama of some ten thousand parameters each: tied and untied, with grouped heads.
+/// Returns a gpt2 with tied embeddings, and a llama with untied embeddings and grouped heads. Each has some ten thousand parameters.
 pub fn small_models() -> [ModelConfig; 2] {
     let gpt2 = r#"{"model_type": "gpt2", "vocab_size": 61, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3}"#;
     let llama = r#"{"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
@@ -51,10 +51,11 @@ pub fn small_models() -> [ModelConfig; 2] {
     [gpt2, llama].map(|text| ModelConfig::from_json(text).expect("the small models are valid"))
 }
 
-/// The microbatch of global index `index` of a step: random tokens, the same on every rank.
+/// Returns the microbatch with the global index `index` of a step: random tokens, the same on every rank. `shape` is the batch size and the
+/// sequence length.
 ///
 /// # Panics
-/// If the device has no memory.
+/// If the device has too little memory.
 pub fn random_batch(
     device: &Device,
     shape: (usize, usize),
@@ -65,7 +66,7 @@ pub fn random_batch(
     random_tokens(shape, vocab_size, step, index).upload(device).expect("memory for a batch")
 }
 
-/// As [`random_batch`], in memory of the host.
+/// As [`random_batch`], in host memory.
 pub fn random_tokens(
     (batch, seq_len): (usize, usize),
     vocab_size: usize,

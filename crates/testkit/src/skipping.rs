@@ -1,13 +1,13 @@
 use std::fmt::Display;
 
-/// Set to 1, no test may be skipped.
+/// Environment variable that, set to 1, forbids skipping tests.
 const VARIABLE: &str = "TRIREME_TESTS_SKIP_NOTHING";
 
 /// Returns the resource of the machine that a test needs, or prints why the test is skipped and returns `None`. Every test that may be
 /// skipped calls it.
 ///
 /// # Panics
-/// If the machine lacks it, and `TRIREME_TESTS_SKIP_NOTHING` is set to 1.
+/// If the machine lacks the resource, and `TRIREME_TESTS_SKIP_NOTHING` is set to 1.
 pub fn or_skip<T>(what: &str, found: Result<T, impl Display>) -> Option<T> {
     let may_skip = std::env::var(VARIABLE).map_or(true, |value| value != "1");
     or_skip_if(may_skip, what, found)

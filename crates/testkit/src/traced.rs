@@ -6,11 +6,12 @@ use std::path::PathBuf;
 use trireme_base::{Journal, JournalEntry};
 use trireme_tensor::{BackendKind, Device, DeviceError, DeviceOptions};
 
-/// Names the folder for traces.
+/// Environment variable with the folder for traces.
 const VARIABLE: &str = "TRIREME_KERNEL_TRACE";
 
-/// A device of a test. If `TRIREME_KERNEL_TRACE` names a folder, the names of the kernels that the test has called are added to a file
-/// `SUITE.MODULE.BACKEND` there: `cargo xtask kernels` lists what was tested by it.
+/// A device for a test, with an optional trace of kernels. If `TRIREME_KERNEL_TRACE` names a folder, the names of the kernels that the test
+/// has called are appended to a file `SUITE.MODULE.BACKEND` in that folder. `cargo xtask kernels` reads these files to list the tests of
+/// each kernel.
 #[derive(Debug)]
 pub struct TracedDevice {
     device: Device,
@@ -18,7 +19,7 @@ pub struct TracedDevice {
 }
 
 impl TracedDevice {
-    /// The device of these options.
+    /// Opens a device with these options.
     ///
     /// # Errors
     /// As [`Device::open`].
@@ -60,11 +61,11 @@ fn kernel(entry: JournalEntry) -> Option<&'static str> {
     }
 }
 
-/// `SUITE.MODULE.BACKEND` of the test that runs on this thread.
+/// Returns the name `SUITE.MODULE.BACKEND` for the test that runs on this thread.
 fn file_name(backend: BackendKind) -> String {
     let program = std::env::current_exe().unwrap_or_default();
     let program = program.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-    // Cargo adds a hash to the name of a suite.
+    // Cargo appends a hash to the name of a suite.
     let suite = program.rsplit_once('-').map_or(&*program, |(suite, _)| suite);
     let thread = std::thread::current();
     let test = thread.name().unwrap_or_default();

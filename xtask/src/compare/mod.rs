@@ -1,4 +1,4 @@
-//! `cargo xtask compare`: the table of README.md, measured on this machine.
+//! `cargo xtask compare`: measures the table of README.md on this machine.
 
 mod programs;
 mod progress;
@@ -37,7 +37,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct CompareArgs {
-    /// How often everything runs.
+    /// Number of rounds. Each round runs every command once.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
     rounds: u32,
     /// Run only rows with this in their names.
@@ -64,7 +64,7 @@ impl CompareArgs {
     }
 }
 
-/// Runs `cargo xtask compare`; whether every command succeeded.
+/// Runs `cargo xtask compare`. Returns whether every command succeeded.
 pub(crate) fn run(args: &CompareArgs, root: &Path) -> Result<bool> {
     let rows = chosen_rows(rows::rows(args.effort()), &args.only)?;
     let programs = Programs::prepare(root, args.python.clone())?;
@@ -90,7 +90,7 @@ pub(crate) fn run(args: &CompareArgs, root: &Path) -> Result<bool> {
     Ok(num_failed == 0)
 }
 
-/// Runs every command once a round; how many have failed.
+/// Runs every command once per round. Returns the rounds, and the number of commands that failed.
 fn run_rounds(
     num_rounds: usize,
     runs: &[Run],
@@ -100,7 +100,7 @@ fn run_rounds(
     let mut num_failed = 0;
     let mut run_round = |number: usize| {
         let mut round = Round::new();
-        // What comes first in one round comes last in the next, so that a drift of the machine favours nobody.
+        // Every other round runs in reverse order, so that a drift of the machine favours neither side.
         let mut order: Vec<&Run> = runs.iter().collect();
         if number.is_multiple_of(2) {
             order.reverse();
@@ -131,7 +131,7 @@ fn chosen_rows(rows: Vec<Row>, only: &str) -> Result<Vec<Row>> {
     Ok(chosen)
 }
 
-/// The commands of some rows, each once: several rows may read one command's output.
+/// Returns the commands of some rows, each once, because several rows may read one command's output.
 fn runs(rows: &[Row]) -> Vec<Run> {
     let mut runs = Vec::new();
     for row in rows {

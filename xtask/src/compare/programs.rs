@@ -1,4 +1,4 @@
-//! The programs that are compared: making them ready, and running them.
+//! The programs that are compared, their preparation and execution.
 
 use super::rows::{Program, Run};
 use crate::commands::{build, output, succeed, virtual_environment};
@@ -12,7 +12,7 @@ pub(super) struct Programs {
     root: PathBuf,
     binary: PathBuf,
     python: PathBuf,
-    /// What PyTorch has compiled stays here: later rounds find it.
+    /// PyTorch's cache of compiled code, shared by all rounds.
     compiled_folder: PathBuf,
     open_mpi: Option<OpenMpi>,
 }
@@ -23,7 +23,7 @@ struct OpenMpi {
 }
 
 impl Programs {
-    /// Builds Trireme, and installs PyTorch into the target folder unless `python` has it already.
+    /// Builds Trireme, and installs PyTorch into the target folder unless `python` is given.
     pub(super) fn prepare(root: &Path, python: Option<PathBuf>) -> Result<Self> {
         let target = build(root)?;
         let folder = target.join("compare");
@@ -80,7 +80,7 @@ impl Programs {
 }
 
 impl OpenMpi {
-    /// Compiles the benchmark, if Open MPI's compiler and launcher are installed.
+    /// Compiles the benchmark of Open MPI. `None` if Open MPI's compiler or launcher is not installed.
     fn prepare(root: &Path, folder: &Path) -> Result<Option<Self>> {
         let Ok(version) = output(Command::new("mpirun").arg("--version")) else { return Ok(None) };
         let version = version.lines().next().unwrap_or_default().replace("mpirun (Open MPI) ", "Open MPI ");
@@ -99,7 +99,7 @@ impl OpenMpi {
     }
 }
 
-/// The JSON objects of a text that has nothing else.
+/// Parses a text of JSON objects without anything else.
 fn parse(text: &str) -> Result<Vec<Value>> {
     let objects: Vec<Value> = serde_json::Deserializer::from_str(text)
         .into_iter()

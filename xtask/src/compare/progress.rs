@@ -1,7 +1,7 @@
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal;
 
-/// Shows what runs: a bar on a terminal, lines elsewhere. Both go to the error output.
+/// Shows progress on the error output: a bar on a terminal, lines elsewhere.
 pub(super) struct Progress {
     bar: Option<ProgressBar>,
     num_commands: usize,
@@ -29,7 +29,7 @@ impl Progress {
         self.num_begun += 1;
     }
 
-    /// Shows a line that stays.
+    /// Prints a line that the bar does not overwrite.
     pub(super) fn line(&self, text: &str) {
         match &self.bar {
             Some(bar) => bar.suspend(|| eprintln!("{text}")),

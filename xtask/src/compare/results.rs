@@ -1,12 +1,12 @@
-//! What the commands have printed, round by round, and what follows from it.
+//! The outputs of the commands in each round, and statistics of them.
 
 use super::rows::{Quantity, Row, Run};
 use serde_json::Value;
 
-/// What the commands of one round have printed; those that failed are missing.
+/// The outputs of the commands of one round. Commands that failed are missing.
 pub(super) type Round = Vec<(Run, Vec<Value>)>;
 
-/// A number of several rounds.
+/// Statistics of a number over several rounds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Spread {
     pub(super) median: f64,
@@ -15,7 +15,7 @@ pub(super) struct Spread {
 }
 
 impl Spread {
-    /// Of numbers in any order; `None` without any.
+    /// Returns the statistics of numbers in any order. `None` if there are no numbers.
     fn of(mut numbers: Vec<f64>) -> Option<Self> {
         numbers.sort_by(f64::total_cmp);
         let (min, max) = (*numbers.first()?, *numbers.last()?);
@@ -31,20 +31,20 @@ impl Spread {
 
 #[derive(Debug, PartialEq)]
 pub(super) struct Comparison {
-    /// The best variant.
+    /// Name of the best variant.
     pub(super) name: &'static str,
     pub(super) peer: f64,
-    /// Ours by the peer's, of each round that has both.
+    /// Our number divided by the peer's, over the rounds that have both.
     pub(super) ratio: Option<Spread>,
 }
 
-/// Our side of a row: the median of all rounds.
+/// Returns our side of a row: the median of all rounds.
 pub(super) fn ours(rounds: &[Round], row: &Row) -> Option<f64> {
     Spread::of(rounds.iter().filter_map(|round| number(round, &row.ours, row.quantity)).collect())
         .map(|spread| spread.median)
 }
 
-/// The best of a peer's variants, by the median of all rounds.
+/// Returns the best of a peer's variants, by the median of all rounds.
 pub(super) fn compare(rounds: &[Round], row: &Row, variants: &[(&'static str, Run)]) -> Option<Comparison> {
     let quantity = row.quantity;
     let comparison = |(name, run): &(&'static str, Run)| {
@@ -59,7 +59,7 @@ pub(super) fn compare(rounds: &[Round], row: &Row, variants: &[(&'static str, Ru
     })
 }
 
-/// The number of one command in one round, in the table's unit.
+/// Returns the number of one command in one round, in the table's unit.
 fn number(round: &Round, run: &Run, quantity: Quantity) -> Option<f64> {
     let (_, objects) = round.iter().find(|(other, _)| other == run)?;
     let is_meant = |object: &&Value| quantity.bytes.is_none_or(|bytes| object["bytes"] == bytes);
@@ -85,7 +85,7 @@ pub(super) mod tests {
         Row { name: "a step", quantity, ours: run("ours"), peers, bound: None }
     }
 
-    /// Rounds in which commands have printed these speeds.
+    /// Returns rounds in which commands printed these speeds.
     pub(in super::super) fn rounds(speeds: &[&[(&str, f64)]]) -> Vec<Round> {
         let round = |speeds: &&[(&str, f64)]| {
             speeds.iter().map(|&(name, speed)| (run(name), Vec::from([json!({"speed": speed})]))).collect()

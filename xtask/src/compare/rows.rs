@@ -1,4 +1,4 @@
-//! What is compared with what: the rows of the table, and the commands that give their numbers.
+//! The rows of the table, and the commands that measure their numbers.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use std::fmt;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Run {
     pub(super) program: Program,
-    /// Separated by spaces.
+    /// Arguments, separated by spaces.
     pub(super) arguments: String,
 }
 
@@ -23,11 +23,11 @@ impl fmt::Display for Run {
     }
 }
 
-/// What a command starts.
+/// The program that a command starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Program {
     Trireme,
-    /// Nothing: the number is the size of Trireme's binary.
+    /// No program: the number is the size of Trireme's binary.
     TriremeBinary,
     /// A script of `peers/`.
     Python,
@@ -37,13 +37,13 @@ pub(super) enum Program {
     OpenMpi,
 }
 
-/// A number in what commands print, and how the table shows it.
+/// A number in the output of commands, and its format in the table.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Quantity {
     pub(super) key: &'static str,
-    /// The object is the one with this many `bytes`, or the first one.
+    /// Selects the object with this many `bytes`. `None` selects the first one.
     pub(super) bytes: Option<u64>,
-    /// The number of a command is this many of what the table shows.
+    /// The command's number is divided by this to give the table's number.
     pub(super) scale: f64,
     pub(super) num_decimals: usize,
     pub(super) larger_is_better: bool,
@@ -71,7 +71,7 @@ pub(super) struct Row {
     pub(super) quantity: Quantity,
     pub(super) ours: Run,
     pub(super) peers: Vec<Peer>,
-    /// The step whose kernels bound our side.
+    /// The step whose kernels bound the speed of our side.
     pub(super) bound: Option<Step>,
 }
 
@@ -85,7 +85,7 @@ impl Row {
     }
 }
 
-/// The other side of a row: one program in some variants, of which the best one counts.
+/// The other side of a row: one program in several variants, of which the best one counts.
 #[derive(Debug, Clone)]
 pub(super) struct Peer {
     pub(super) variants: Vec<(&'static str, Run)>,
@@ -99,30 +99,30 @@ impl Peer {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Effort {
-    /// Timed steps of a training run, and those before them.
+    /// Number of timed steps of a training run, which follow the warmup steps.
     pub(super) num_steps: usize,
     pub(super) num_warmup_steps: usize,
-    /// For one size of a collective operation.
+    /// Duration of the measurement of one size of a collective operation.
     pub(super) seconds: f64,
 }
 
-/// Training steps that both sides run.
+/// A training step that both sides run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Step {
     pub(super) model: &'static str,
     pub(super) dtype: &'static str,
     num_workers: usize,
-    /// Sequences of a worker's batch.
+    /// Number of sequences in a worker's batch.
     batch: usize,
     seq: usize,
     effort: Effort,
 }
 
-/// Threads of all workers together.
+/// Number of threads of all workers together.
 const NUM_THREADS: usize = 2;
 
 impl Step {
-    /// Tokens of all workers.
+    /// Returns the number of tokens of all workers in a step.
     pub(super) fn num_tokens(self) -> usize {
         self.num_workers * self.batch * self.seq
     }
@@ -140,7 +140,7 @@ impl Step {
         format!("{} --steps {num_steps} --warmup {num_warmup_steps}", self.shape())
     }
 
-    /// A row whose two sides run this step.
+    /// Returns a row whose two sides run this step.
     fn row(self, name: &'static str, quantity: Quantity) -> Row {
         Row::new(name, quantity, self.trireme(), self.pytorch())
     }
@@ -150,13 +150,13 @@ impl Step {
         Run { program: Program::Trireme, arguments }
     }
 
-    /// Workers that do not communicate.
+    /// Returns Trireme's command with workers that do not communicate.
     fn independent(self) -> Run {
         let Run { program, arguments } = self.trireme();
         Run { program, arguments: arguments + " --independent" }
     }
 
-    /// PyTorch, eager and compiled.
+    /// Returns PyTorch's commands, eager and compiled.
     fn pytorch(self) -> [Peer; 1] {
         let (program, strategy, names) = match self.num_workers {
             1 => (Program::Python, "none", ["PyTorch", "PyTorch, compiled"]),
@@ -168,7 +168,7 @@ impl Step {
         [Peer { variants: names.into_iter().zip(runs).collect() }]
     }
 
-    /// The kernels of this step, each beside what bounds it.
+    /// Returns the command that measures the kernels of this step, each with its bound.
     pub(super) fn kernels(self) -> Run {
         let arguments =
             format!("bench kernels {} --seconds {} --json", self.shape(), self.effort.seconds / 10.0);
@@ -176,12 +176,12 @@ impl Step {
     }
 }
 
-/// Versions of the Python side, and what it takes on disk.
+/// Returns the command that reports the versions of the Python side and its size on disk.
 pub(super) fn installation() -> Run {
     Run { program: Program::Python, arguments: "peers/installation.py".to_owned() }
 }
 
-/// The table of README.md.
+/// Returns the rows of the table of README.md.
 pub(super) fn rows(effort: Effort) -> Vec<Row> {
     let gpt2 = Step { model: "gpt2-11m", dtype: "bf16", num_workers: 1, batch: 8, seq: 256, effort };
     let gpt2_by_two = Step { num_workers: 2, batch: 4, ..gpt2 };
@@ -189,7 +189,7 @@ pub(super) fn rows(effort: Effort) -> Vec<Row> {
     let llama = Step { model: "llama-12m", ..gpt2 };
     let gpt2_124m = Step { model: "gpt2-124m", batch: 2, seq: 512, ..gpt2 };
 
-    // Both sizes come from one command; the factor leads from one to the other.
+    // One command measures both sizes. The smaller one times the factor is the larger one.
     let seconds = effort.seconds;
     let sizes = format!("--min-bytes 4096 --max-bytes 67108864 --factor 16384 --seconds {seconds}");
     let all_reduce = |transport: &str| Run {

@@ -1,4 +1,4 @@
-//! What stands above the table: the machine, the versions, and what the processor allows at most.
+//! The text above the table: the machine, the versions, and the upper bounds on this processor.
 
 use super::programs::Programs;
 use super::results::{Round, ours};
@@ -44,7 +44,7 @@ impl fmt::Display for Setting {
     }
 }
 
-/// The machine as `trireme doctor` reports it.
+/// Describes the machine as `trireme doctor` reports it.
 fn machine(machine: &Value) -> String {
     let virtual_machine = machine["hypervisor"].as_str().map(|name| format!(", virtual: {name}"));
     let kernel =
@@ -69,11 +69,11 @@ fn first(objects: Vec<Value>) -> Value {
     objects.into_iter().next().unwrap_or_default()
 }
 
-/// The least time that a step can take on this processor.
+/// Upper bounds on the speed of a step on this processor.
 #[derive(Debug)]
 pub(super) struct Bound {
     step: Step,
-    /// Multiplies matrices.
+    /// Name of the processor's unit that multiplies matrices.
     unit: String,
     peak_gflops: f64,
     tokens_per_second: f64,
@@ -85,7 +85,7 @@ impl Bound {
         Bound::read(step, &first(programs.run(&step.kernels())?))
     }
 
-    /// From what `trireme bench kernels` prints.
+    /// Reads the bound from the output of `trireme bench kernels`.
     fn read(step: Step, report: &Value) -> Result<Self> {
         let number = |value: &Value| value.as_f64().context("trireme bench kernels printed no bound");
         let kernels = &report["steps"][0];
@@ -99,7 +99,7 @@ impl Bound {
     }
 }
 
-/// The bounds as Markdown, beside what our side of these rows has reached; nothing without bounds.
+/// Returns the bounds as Markdown, next to the fraction that our side of these rows has reached. Empty without bounds.
 pub(super) fn show_bounds(bounds: &[Bound], rows: &[Row], rounds: &[Round]) -> String {
     let Some(fastest) = bounds.iter().map(|bound| bound.copy_gb_per_second).reduce(f64::max) else {
         return String::new();

@@ -3,7 +3,7 @@
 use super::results::{Round, Spread, compare, ours};
 use super::rows::{Peer, Quantity, Row};
 
-/// The rows with both sides; `is_installed` says whether a peer is there.
+/// Returns the rows with both sides. `is_installed` tells whether a peer is installed.
 pub(super) fn table(rows: &[Row], rounds: &[Round], is_installed: impl Fn(&Peer) -> bool) -> String {
     let mut text = String::from("| | Trireme | peer | ratio |\n|---|---|---|---|\n");
     for row in rows {
@@ -19,7 +19,7 @@ pub(super) fn table(rows: &[Row], rounds: &[Round], is_installed: impl Fn(&Peer)
     text
 }
 
-/// What stands for a peer in the columns `peer` and `ratio`.
+/// Returns a peer's cells in the columns `peer` and `ratio`.
 fn peer_cells(row: &Row, peer: &Peer, rounds: &[Round], is_installed: bool) -> (String, String) {
     let name = peer.variants[0].0;
     let absent = |why| (format!("{why} ({name})"), "–".to_owned());
@@ -39,7 +39,7 @@ fn show(number: f64, quantity: Quantity) -> String {
     with_separators(number, quantity.num_decimals)
 }
 
-/// The number with a comma before each group of three digits.
+/// Formats a number with a comma before each group of three digits.
 pub(super) fn with_separators(number: f64, num_decimals: usize) -> String {
     let mut text = format!("{number:.num_decimals$}");
     let mut place = text.find('.').unwrap_or(text.len());
@@ -50,7 +50,7 @@ pub(super) fn with_separators(number: f64, num_decimals: usize) -> String {
     text
 }
 
-/// The median, and the range if there is one.
+/// Formats the median, and the range if the rounds differ.
 fn show_ratio(ratio: Spread) -> String {
     let num_decimals = if ratio.median < 0.1 { 3 } else { 2 };
     let [median, min, max] =

@@ -1,4 +1,4 @@
-//! Files that import from each other in a circle: none of them can be read before the others.
+//! Finds files that import from each other in a circle, so that none of them can be understood before the others.
 //!
 //! Paths within macro calls are not seen.
 
@@ -23,7 +23,7 @@ struct Module {
     imports: BTreeMap<String, Path>,
     /// Modules of which all names are imported.
     globs: Vec<Path>,
-    /// Paths of what is used from other modules.
+    /// Paths of items that are used from other modules.
     uses: Vec<Path>,
 }
 
@@ -126,10 +126,10 @@ impl Reader<'_> {
         (is_relative || is_known).then(|| base.into_iter().chain(rest.iter().cloned()).collect())
     }
 
-    /// Notes an import; `name` is absent if it is of all names of a module.
+    /// Records an import. `name` is `None` if all names of a module are imported.
     fn import(&mut self, written: &Path, name: Option<String>, is_facade: bool) {
         let Some(path) = self.absolute(written) else { return };
-        // A module that only re-exports its parts does not use them; where it does, a path says so.
+        // A module that only re-exports its parts does not use them. If it also uses them, another path says so.
         let is_part = path.len() > self.current.len() && path.starts_with(&self.current);
         let module = self.module();
         if !(is_facade && is_part) {
@@ -164,7 +164,7 @@ impl Reader<'_> {
     }
 }
 
-/// Whether an item is compiled for tests alone.
+/// Returns whether an item is compiled for tests only.
 fn is_test(attributes: &[syn::Attribute]) -> bool {
     let is_test = |attribute: &syn::Attribute| match &attribute.meta {
         syn::Meta::List(list) if list.path.is_ident("cfg") => {
@@ -177,7 +177,7 @@ fn is_test(attributes: &[syn::Attribute]) -> bool {
     attributes.iter().any(is_test)
 }
 
-/// The attributes of an item, and the name that it declares in its module.
+/// Returns the attributes of an item, and the name that it declares in its module.
 fn head(item: &syn::Item) -> (&[syn::Attribute], Option<&syn::Ident>) {
     match item {
         syn::Item::Const(item) => (&item.attrs, Some(&item.ident)),
@@ -238,7 +238,7 @@ fn imports(modules: &BTreeMap<Path, Module>) -> BTreeMap<&str, BTreeSet<&str>> {
 /// Longest chain of re-exports that is followed.
 const DEPTH_MAX: usize = 20;
 
-/// The file in which what a path names is defined.
+/// Returns the file that defines the item with this path.
 fn defined_in<'a>(modules: &'a BTreeMap<Path, Module>, path: &[String], depth: usize) -> Option<&'a str> {
     if depth == DEPTH_MAX {
         return None;
@@ -303,7 +303,7 @@ mod tests {
         circles(&imports(&modules(texts, "crates/a")))
     }
 
-    /// Asserts that the only circle is that of these files.
+    /// Asserts that these files form the only circle.
     #[track_caller]
     fn assert_circle(texts: &[TextFile], files: &[&str]) {
         let expected: Vec<String> = files.iter().map(|file| format!("crates/a/src/{file}")).collect();
@@ -321,14 +321,14 @@ mod tests {
         assert_circle(&texts, &["one.rs", "two/mod.rs", "two/part.rs"]);
         let finding = check_crate(&texts, "crates/a").remove(0).to_string();
         assert!(finding.contains("a circle: one.rs, two/mod.rs, two/part.rs; move"), "{finding}");
-        // A module does not use what it only re-exports, and tests may use anything.
+        // A module does not use items that it only re-exports, and tests may use anything.
         texts[2] = text(
             "two/mod.rs",
             "pub mod part; pub use part::Part; pub struct Two; #[cfg(all(test, unix))] mod t { use crate::one; } \
              pub(in crate::one) struct Hidden;",
         );
         assert!(found(&texts).is_empty());
-        // What it re-exports, it may use as well.
+        // A module may also use the items that it re-exports.
         texts[2] = text("two/mod.rs", "pub mod part; mod one; pub use part::Part; pub struct Two(Part);");
         texts[3] = text("two/part.rs", "use super::{Two, one}; pub struct Part;");
         texts.push(text("two/one.rs", "use super::Two;"));

@@ -3,13 +3,13 @@ use super::manifest::Member;
 use super::workspace::TextFile;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Stands above the table in ARCHITECTURE.md.
+/// Line above the table in ARCHITECTURE.md.
 const TABLE_MARK: &str = "<!-- crate dependencies: checked by `cargo xtask tidy` -->";
 
-/// What tests of any crate may depend on besides what the crate does.
+/// Crate that the tests of any crate may depend on, in addition to the crate's own dependencies.
 const TEST_CRATE: &str = "testkit";
 
-/// Crates of the command line, which only crates that are commands may depend on.
+/// Libraries for the command line, which only crates with commands may depend on.
 const COMMAND_LINE_CRATES: [&str; 2] = ["anyhow", "clap"];
 const COMMAND_CRATES: [&str; 2] = ["cli", "xtask"];
 
@@ -18,7 +18,8 @@ struct Row {
     dependencies: BTreeSet<String>,
 }
 
-/// A crate depends on all that its row in the table of `architecture` lists, and on no other crate; its tests also on the test crate.
+/// Checks that a crate depends on exactly the crates that its row in the table of `architecture` lists. Its tests may also depend on the
+/// test crate.
 pub(crate) fn check(architecture: &TextFile, members: &[Member]) -> Vec<Finding> {
     let table = read_table(&architecture.text);
     let mut findings = Vec::new();
@@ -64,7 +65,7 @@ fn check_member(architecture: &TextFile, row: &Row, member: &Member) -> Vec<Find
     findings
 }
 
-/// The rows below the mark, by crate: `` | `parallel` | `base`, `comm` | ``.
+/// Returns the rows below the mark, by crate, from lines such as `` | `parallel` | `base`, `comm` | ``.
 fn read_table(text: &str) -> BTreeMap<String, Row> {
     let lines = (1..).zip(text.lines());
     let below_mark = lines.skip_while(|(_, line)| line.trim() != TABLE_MARK).skip(1);
@@ -72,7 +73,7 @@ fn read_table(text: &str) -> BTreeMap<String, Row> {
     for (line, text) in below_mark.skip_while(|(_, text)| !text.starts_with('|')) {
         let Some(cells) = text.strip_prefix('|') else { break };
         let mut cells = cells.split('|').map(quoted_names);
-        // The rows that head the table quote no name.
+        // The header rows of the table quote no name.
         let name = cells.next().and_then(|names| names.into_iter().next());
         let Some(name) = name else { continue };
         let dependencies = cells.next().unwrap_or_default().into_iter().collect();
@@ -81,12 +82,13 @@ fn read_table(text: &str) -> BTreeMap<String, Row> {
     table
 }
 
-/// The names that stand between backticks.
+/// Returns the names between backticks.
 fn quoted_names(cell: &str) -> Vec<String> {
     cell.split('`').skip(1).step_by(2).map(str::to_owned).collect()
 }
 
-/// Libraries return errors of their own and take their settings as arguments.
+/// Checks that libraries do not depend on crates of the command line. Libraries return errors of their own and take their settings as
+/// arguments.
 pub(crate) fn check_command_line_crates(members: &[Member]) -> Vec<Finding> {
     let mut findings = Vec::new();
     for member in members.iter().filter(|member| !COMMAND_CRATES.contains(&member.name.as_str())) {

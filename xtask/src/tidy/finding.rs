@@ -1,10 +1,10 @@
 use std::fmt;
 
-/// Something to mend, or to consider, at a place in the workspace.
+/// A violation of a rule, or a warning, at a place in the workspace.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Finding {
     path: String,
-    /// From 1.
+    /// Line number, from 1.
     line: usize,
     what: String,
     remedy: String,
@@ -12,7 +12,7 @@ pub(crate) struct Finding {
 }
 
 impl Finding {
-    /// Something that must not stay.
+    /// Returns a violation, which must be fixed.
     pub(crate) fn refuse(
         path: &str,
         line: usize,
@@ -23,7 +23,7 @@ impl Finding {
         Finding { path, line, what, remedy, is_refused: true }
     }
 
-    /// Something that may stay if there is a reason.
+    /// Returns a warning, which may stay if there is a reason.
     pub(crate) fn warn(path: &str, line: usize, what: impl Into<String>, remedy: impl Into<String>) -> Self {
         Finding { is_refused: false, ..Finding::refuse(path, line, what, remedy) }
     }

@@ -1,13 +1,13 @@
 use super::finding::Finding;
 use super::workspace::TextFile;
 
-/// Lines of a Rust file that fit in one head; longer ones are for a reason.
+/// Recommended maximum number of lines of a Rust file. A longer file needs a reason.
 const NUM_LINES_WISHED: usize = 400;
 
-/// Lines that no Rust file may exceed.
+/// Maximum number of lines of a Rust file.
 const NUM_LINES_MAX: usize = 600;
 
-/// Files end with one newline, have no tabs and no spaces at the ends of lines, and Rust files are not too long.
+/// Checks that a file ends with one newline, has no tabs and no spaces at the ends of lines, and, if it is a Rust file, is not too long.
 pub(crate) fn check(file: &TextFile) -> Vec<Finding> {
     check_lines(file).into_iter().chain(check_end(file)).chain(check_length(file)).collect()
 }

@@ -8,9 +8,9 @@ use toml::{Table, Value};
 
 /// A crate of the workspace.
 pub(crate) struct Member {
-    /// Its folder's name.
+    /// Name of the crate's folder.
     pub(crate) name: String,
-    /// Its `Cargo.toml`.
+    /// The crate's `Cargo.toml`.
     pub(crate) manifest: TextFile,
     pub(crate) dependencies: Vec<Dependency>,
 }
@@ -36,19 +36,19 @@ struct Package {
 }
 
 impl Dependency {
-    /// The folder's name of the crate, where it is one of the workspace.
+    /// Returns the folder name of the dependency, if it is a crate of the workspace.
     pub(crate) fn member(&self) -> Option<&str> {
         self.path.as_deref().map(folder_name)
     }
 
-    /// Whether only tests, examples and benchmarks have it.
+    /// Returns whether only tests, examples and benchmarks use the dependency.
     pub(crate) fn is_for_tests(&self) -> bool {
         self.kind.as_deref() == Some("dev")
     }
 }
 
 impl Member {
-    /// The members of the workspace in `root`, with their dependencies for all targets.
+    /// Returns the members of the workspace in `root`, with their dependencies for all targets.
     pub(crate) fn all(root: &Path) -> Result<Vec<Self>> {
         let text =
             commands::output(commands::cargo(root).args(["metadata", "--no-deps", "--format-version", "1"]))?;
@@ -67,7 +67,7 @@ fn folder_name(path: &Path) -> &str {
     path.file_name().and_then(|name| name.to_str()).unwrap_or_default()
 }
 
-/// Every crate has the lints of the workspace, and these deny unsafe code.
+/// Checks that every crate inherits the lints of the workspace, and that these deny unsafe code.
 pub(crate) fn check_lints(workspace: &TextFile, members: &[Member]) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
     let level = entry(workspace, &["workspace", "lints", "rust", "unsafe_code"])?;
@@ -86,7 +86,7 @@ pub(crate) fn check_lints(workspace: &TextFile, members: &[Member]) -> Result<Ve
     Ok(findings)
 }
 
-/// The value of a key of a manifest, where it is set.
+/// Returns the value of a key of a manifest, if it is set.
 fn entry(manifest: &TextFile, path: &[&str]) -> Result<Option<Value>> {
     let table: Table = manifest.text.parse().with_context(|| manifest.path.clone())?;
     Ok(path.iter().try_fold(Value::Table(table), |value, key| value.get(key).cloned()))
@@ -100,7 +100,7 @@ pub(crate) mod tests {
         TextFile { path: path.into(), text: text.into() }
     }
 
-    /// The crate `name` with dependencies of these kinds. Packages whose names begin with `trireme-` are of the workspace.
+    /// Returns the crate `name` with dependencies of these kinds. Packages whose names begin with `trireme-` are crates of the workspace.
     pub(crate) fn member(name: &str, dependencies: &[(&str, Option<&str>)]) -> Member {
         let dependency = |&(package, kind): &(&str, Option<&str>)| Dependency {
             package: package.into(),

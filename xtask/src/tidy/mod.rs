@@ -1,4 +1,4 @@
-//! Checks of the workspace that the compiler does not make. Each is a function from what was read to findings.
+//! Checks of the workspace that the compiler does not make. Each check is a function from the files that were read to findings.
 
 mod circles;
 mod dependencies;
@@ -15,7 +15,7 @@ use finding::Finding;
 use std::path::Path;
 use workspace::Workspace;
 
-/// Runs `cargo xtask tidy`; whether nothing was refused.
+/// Runs `cargo xtask tidy`. Returns whether there are no violations.
 pub(crate) fn run(root: &Path) -> Result<bool> {
     let findings = check(root)?;
     findings.iter().for_each(|finding| println!("{finding}"));
@@ -24,7 +24,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     Ok(num_refused == 0)
 }
 
-/// Everything there is to fix or to consider in the workspace at `root`, by file and line.
+/// Returns all findings in the workspace at `root`, by file and line.
 fn check(root: &Path) -> Result<Vec<Finding>> {
     let workspace = Workspace::read(root)?;
     let mut findings = dependencies::check(&workspace.architecture, &workspace.members);
@@ -44,7 +44,7 @@ fn check(root: &Path) -> Result<Vec<Finding>> {
 
 #[cfg(test)]
 mod tests {
-    /// `cargo test --workspace` holds the style.
+    /// Enforces the rules in `cargo test --workspace`.
     #[test]
     fn the_workspace_is_tidy() {
         let findings = super::check(crate::workspace_root()).expect("the workspace can be read");

@@ -3,10 +3,10 @@
 use anyhow::{Result, anyhow};
 use proc_macro2::{LexError, TokenStream, TokenTree};
 
-/// A Rust source file. Literals are left out of the code, so that a word in one is not taken for a call or a keyword.
+/// A Rust source file. Its literals are not part of the code, so that a word in a literal does not count as a call or a keyword.
 #[derive(Debug)]
 pub(crate) struct RustFile {
-    /// Relative to the workspace.
+    /// Path relative to the workspace.
     pub(crate) path: String,
     pub(crate) lines: Vec<Line>,
     /// Index of the first line of a test module within the file; the number of lines if there is none.
@@ -28,20 +28,20 @@ impl RustFile {
         Ok(RustFile { path: path.to_owned(), lines, first_test_line })
     }
 
-    /// Name of the folder under `crates`, or of the folder in the root.
+    /// Returns the name of the folder under `crates`, or of the folder in the root.
     pub(crate) fn crate_name(&self) -> &str {
         let within = self.path.strip_prefix("crates/").unwrap_or(&self.path);
         within.split('/').next().unwrap_or_default()
     }
 
-    /// Whether the line of index `index` belongs to tests: those in files of tests, and in a module at the end.
+    /// Returns whether the line with this index is in a test file, or in a test module at the end of a file.
     pub(crate) fn is_test(&self, index: usize) -> bool {
         let is_test_file = self.path.contains("/tests/") || self.path.ends_with("tests.rs");
         is_test_file || index >= self.first_test_line
     }
 }
 
-/// By custom a module of tests is the last thing in its file.
+/// Returns the index of the first line of the test module. By convention, this module is the last item of its file.
 fn first_test_line(lines: &[Line]) -> usize {
     let opens_module = |line: &Line| line.code.starts_with("mod ") && line.code.trim_end().ends_with('{');
     let is_start = |pair: &[Line]| pair[0].code.trim_end() == "#[cfg(test)]" && opens_module(&pair[1]);
@@ -53,7 +53,7 @@ fn first_test_line(lines: &[Line]) -> usize {
 enum Part {
     Code,
     Literal,
-    /// Comments, those of documentation included, and whitespace.
+    /// Comments, including doc comments, and whitespace.
     BetweenTokens,
 }
 
@@ -80,7 +80,7 @@ fn split(text: &str) -> Result<Vec<Line>, LexError> {
 fn mark_tokens(text: &str, stream: TokenStream, parts: &mut [Part]) {
     for token in stream {
         let range = token.span().byte_range();
-        // To the compiler, a comment of documentation is an attribute, whose tokens have the comment's place.
+        // To the compiler, a doc comment is an attribute, whose tokens have the span of the comment.
         if ["//", "/*"].iter().any(|start| text[range.clone()].starts_with(start)) {
             continue;
         }
@@ -96,12 +96,12 @@ fn mark_tokens(text: &str, stream: TokenStream, parts: &mut [Part]) {
     }
 }
 
-/// Whether a character may stand within a name.
+/// Returns whether a character may occur in a name.
 pub(crate) fn is_word_character(character: char) -> bool {
     character.is_alphanumeric() || character == '_'
 }
 
-/// Whether `pattern` stands in `text`, not as a part of a longer name.
+/// Returns whether `pattern` occurs in `text`, not as a part of a longer name.
 pub(crate) fn contains_word(text: &str, pattern: &str) -> bool {
     let may_continue_before = !pattern.starts_with(is_word_character);
     let may_continue_after = !pattern.ends_with(is_word_character);

@@ -1,7 +1,7 @@
 use super::finding::Finding;
 use super::rust_text::{RustFile, contains_word};
 
-/// The modules with unsafe code; ARCHITECTURE.md says why each needs it.
+/// The modules that may contain unsafe code. ARCHITECTURE.md states the reason for each.
 const PERMITTED: [&str; 8] = [
     "crates/comm/src/transport/link/notifications.rs",
     "crates/comm/src/transport/mpi/",
@@ -13,16 +13,17 @@ const PERMITTED: [&str; 8] = [
     "crates/testkit/src/relay/tap.rs",
 ];
 
-/// Where the CPU backend is: who makes a processor can turn a tensor into a slice.
+/// Source of the CPU backend. Code that creates a `Cpu` can turn a tensor into a slice.
 const BACKEND: [&str; 4] = [
     "crates/tensor/src/device.rs",
     "crates/tensor/src/device/",
     "crates/tensor/src/kernels/",
-    // Kernels that are tried on slices of their own.
+    // Compares kernels on slices of its own.
     "crates/tensor/src/proof.rs",
 ];
 
-/// Unsafe code lies in the permitted modules only; clippy checks that its comments say why it is sound. Only the CPU backend makes a processor.
+/// Checks that unsafe code occurs in the permitted modules only, and that only the CPU backend creates a `Cpu`. Clippy checks that comments
+/// say why unsafe code is sound.
 pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
     let is_permitted = PERMITTED.iter().any(|permitted| file.path.starts_with(permitted));
     let is_backend = BACKEND.iter().any(|backend| file.path.starts_with(backend));

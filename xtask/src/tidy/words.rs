@@ -1,23 +1,23 @@
 use super::finding::Finding;
 use super::rust_text::{Line, RustFile, contains_word};
 
-/// Crates that are functions of their arguments alone.
+/// Crates whose functions depend on nothing but their arguments.
 const PURE_CRATES: [&str; 4] = ["codec", "plan", "planner", "schedule"];
 
-/// Crates that talk to a person; `testkit` says which tests are skipped.
+/// Crates that print. `testkit` reports skipped tests.
 const COMMAND_CRATES: [&str; 3] = ["cli", "testkit", "xtask"];
 
 /// Crates that know the config.
 const CONFIG_CRATES: [&str; 3] = ["cli", "testkit", "train"];
 
-/// A test whose child process does nothing until it is killed: no event ends its wait.
+/// A test whose child process sleeps until it is killed, because no event ends its wait.
 const CHILD_TO_BE_KILLED: &str = "crates/cli/src/launch/worker_processes.rs";
 
-/// Words that do not belong in some part of the sources.
+/// Words that are not allowed in some part of the sources.
 struct Rule {
     words: &'static [&'static str],
     within: Within,
-    /// Whether the rule holds for the line of this index.
+    /// Whether the rule applies to the line with this index.
     applies: fn(&RustFile, usize) -> bool,
     remedy: &'static str,
 }
@@ -106,7 +106,7 @@ fn is_pure(file: &RustFile, _: usize) -> bool {
     PURE_CRATES.contains(&file.crate_name())
 }
 
-/// No source has a word or call that does not belong there.
+/// Checks that no source contains a word or call that is not allowed there.
 pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (index, line) in file.lines.iter().enumerate() {

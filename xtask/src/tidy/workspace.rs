@@ -4,14 +4,14 @@ use anyhow::{Context, Result};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Folders whose files are checked; what else lies in a checkout (builds, runs, a user's texts) is not ours.
+/// Folders whose files are checked. Other folders in a checkout (builds, runs, a user's texts) do not belong to the project.
 const FOLDERS: [&str; 8] = [".cargo", ".ci", "configs", "crates", "docs", "examples", "peers", "xtask"];
 
 const ARCHITECTURE_FILE: &str = "ARCHITECTURE.md";
 
 #[derive(Debug)]
 pub(crate) struct TextFile {
-    /// Relative to the workspace, with `/` between names.
+    /// Path relative to the workspace, with `/` between names.
     pub(crate) path: String,
     pub(crate) text: String,
 }
@@ -25,7 +25,7 @@ impl TextFile {
     }
 }
 
-/// All that the checks look at.
+/// All files that the checks read.
 pub(crate) struct Workspace {
     pub(crate) architecture: TextFile,
     /// The workspace's own `Cargo.toml`.
@@ -51,7 +51,7 @@ impl Workspace {
     }
 }
 
-/// Files whose form is checked: those of [`FOLDERS`], and those in the root itself.
+/// Returns the files whose form is checked: in the [`FOLDERS`], and in the root itself.
 fn paths(root: &Path) -> Result<Vec<PathBuf>> {
     let mut paths: Vec<PathBuf> = entries(root)?.into_iter().filter(|path| path.is_file()).collect();
     for folder in FOLDERS.map(|name| root.join(name)) {
@@ -75,7 +75,7 @@ fn add_files(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// Whether a file is a text written by hand, by its name.
+/// Returns whether a file is a text written by hand, according to its name.
 fn is_checked(path: &Path) -> bool {
     let by_extension = path
         .extension()
@@ -83,7 +83,7 @@ fn is_checked(path: &Path) -> bool {
     by_extension || path.ends_with(".ci/run")
 }
 
-/// What lies in a folder, by name.
+/// Returns the entries of a folder, sorted by name.
 fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     let cannot_read = || format!("cannot read the folder {}", folder.display());
     let entries = fs::read_dir(folder).with_context(cannot_read)?;

@@ -1,4 +1,4 @@
-//! A small job whose tensors hold known values, saved by ranks as threads.
+//! A small job with known tensor values, saved by ranks that are threads.
 
 use std::path::{Path, PathBuf};
 use trireme_base::{DType, Rank};
@@ -14,7 +14,7 @@ pub(crate) fn tensor(name: &str, shape: &[usize], dtype: DType, placement: Place
     TensorPlacement { name: name.into(), shape: shape.to_vec(), dtype, placements: vec![placement] }
 }
 
-/// The bytes of `extent` of a tensor whose elements are all different.
+/// Returns the bytes of `extent` of a tensor whose elements all differ.
 pub(crate) fn bytes(tensor: &TensorPlacement, extent: &Extent) -> Vec<u8> {
     let num_dims = tensor.shape.len();
     let mut bytes = Vec::new();
@@ -36,7 +36,7 @@ pub(crate) fn bytes(tensor: &TensorPlacement, extent: &Extent) -> Vec<u8> {
     bytes
 }
 
-/// What a rank holds of such a tensor.
+/// Returns the bytes that a rank holds of a tensor with the values of [`bytes`].
 pub(crate) fn held_bytes(tensor: &TensorPlacement, mesh: &Mesh, rank: Rank) -> Vec<u8> {
     let extents = tensor.extents(mesh, rank).expect("a placement");
     extents.iter().flat_map(|extent| bytes(tensor, extent)).collect()
@@ -59,7 +59,7 @@ pub(crate) const FILES: [ExtraFile<'static>; 2] = [
     ExtraFile { name: "config.json", contents: br#"{"model_type": "gpt2"}"# },
 ];
 
-/// Saves `tensors` by `degree` ranks; `change` may spoil what one rank gives.
+/// Saves `tensors` on `degree` ranks. `change` may corrupt the bytes of a rank.
 pub(crate) fn save_changed(
     folder: &Path,
     step: u64,
@@ -79,7 +79,7 @@ pub(crate) fn save_changed(
     })
 }
 
-/// Saves `tensors` by `degree` ranks and returns the checkpoint's folder.
+/// Saves `tensors` on `degree` ranks and returns the checkpoint's folder.
 pub(crate) fn save_all(folder: &Path, step: u64, tensors: &[TensorPlacement], degree: usize) -> PathBuf {
     let mut results = save_changed(folder, step, tensors, degree, |_, _| ());
     assert!(results.iter().all(Result::is_ok), "{results:?}");

@@ -1,4 +1,4 @@
-//! Damaged files are refused, failed saves are known to every rank and leave nothing behind.
+//! Damaged files are refused. Failed saves are reported on every rank and leave nothing behind.
 
 use crate::common::{bytes, held_bytes, mesh, on_ranks, save_all, save_changed, tensor};
 use std::cell::Cell;
@@ -25,7 +25,7 @@ fn files_of(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Reads everything there is; the tensors' values must be right where no error says otherwise.
+/// Reads all tensors. Panics if values are wrong without an error.
 fn read_all(path: &Path) -> Result<(), CheckpointError> {
     let checkpoint = Checkpoint::open(path)?;
     for tensor in example() {
@@ -124,7 +124,7 @@ fn a_checkpoint_that_may_not_be_looked_at_is_not_damaged() {
     symlink(&manifest, &manifest).unwrap();
     let refused = Checkpoint::open(&path).unwrap_err();
     assert!(matches!(refused, CheckpointError::Read { .. }) && !refused.is_damage(), "{refused:?}");
-    // Nor is it renamed to make room for a checkpoint of the same step.
+    // Nor is the folder renamed in favour of a new checkpoint of the same step.
     let saved = save_changed(folder.path(), 1, &example(), 2, |_, _| ());
     assert!(saved.iter().all(Result::is_err), "{saved:?}");
     assert_eq!(files_of(folder.path()), [folder.path().join("latest"), path]);
@@ -154,7 +154,7 @@ fn a_small_file_that_changed_is_not_given_out() {
     assert!(matches!(checkpoint.read_file("config.json"), Err(CheckpointError::Damaged { .. })));
 }
 
-/// Only the complete checkpoint `step-1` and its mark are in `folder`, and it is the latest.
+/// Asserts that `folder` contains only the complete checkpoint `step-1`, which is the latest, and the file `latest`.
 fn assert_only_step_1(folder: &Path) {
     let names: Vec<_> = files_of(folder).iter().map(|path| path.file_name().unwrap().to_owned()).collect();
     assert_eq!(names, ["latest", "step-1"]);
@@ -215,14 +215,14 @@ fn what_cannot_be_tidied_up_fails_no_save_and_is_tried_again() {
     assert_eq!(names, ["latest", "step-1", "step-2", "step-3", "step-4"]);
 }
 
-/// Ranks that wait for another one take silence for a hang.
+/// A rank that reports no progress counts as hung to the ranks that wait for it.
 #[test]
 fn reading_and_removing_report_progress() {
     let folder = tempfile::tempdir().unwrap();
     let (mesh, state) = (mesh(1), serde_json::Value::Null);
     let tensors = ["a", "b", "c"].map(|name| tensor(name, &[32, 4], DType::F32, Placement::Replicate));
     let values = vec![0; 32 * 4 * 4];
-    // It is read in four buffers.
+    // The file is read in four buffers.
     let files = [ExtraFile { name: "tokenizer.json", contents: &vec![b' '; 1 << 20] }];
     for step in 1..=3 {
         let snapshot = Snapshot { step, mesh: &mesh, tensors: &tensors, state: &state, files: &files };
@@ -251,7 +251,7 @@ fn saving_is_progress() {
     let state = serde_json::Value::Null;
     let snapshot = Snapshot { step: 1, mesh: &mesh, tensors: &tensors, state: &state, files: &[] };
     save(&group, folder.path(), &snapshot, &mut InMemory(&[&[0; 32 * 4 * 4]]), 0).unwrap();
-    // It counts whole milliseconds.
+    // The heartbeat counts whole milliseconds.
     assert!(heartbeat.age() <= began.elapsed() + Duration::from_millis(1));
 }
 
@@ -291,7 +291,7 @@ fn a_rank_that_cannot_write_fails_the_save_everywhere() {
     save_all(folder.path(), 1, &example(), 1);
     let elsewhere = tempfile::tempdir().unwrap();
     let results = on_ranks(2, |group| {
-        // Rank 1 sees another disk, without the folder that rank 0 made.
+        // Rank 1 uses another disk, without the folder that rank 0 created.
         let folder = if group.rank() == Rank(1) { elsewhere.path() } else { folder.path() };
         let mesh = mesh(2);
         let held = example().map(|tensor| held_bytes(&tensor, &mesh, group.rank()));
@@ -313,7 +313,7 @@ fn a_rank_that_cannot_write_fails_the_save_everywhere() {
     assert_eq!(files_of(elsewhere.path()).len(), 0);
 }
 
-/// The reason why `result` failed on this rank.
+/// Returns the error of this rank that made `result` fail.
 fn reason(result: Result<Saved, CheckpointError>) -> CheckpointError {
     match result {
         Err(CheckpointError::SaveFailedHere { source, .. }) => *source,

@@ -1,4 +1,4 @@
-//! Model directories in the layout of Hugging Face: in, out, and refused.
+//! Hugging Face model directories: reading, export, and refusal of invalid ones.
 
 use crate::common::{bytes, save_all, tensor};
 use safetensors::{Dtype, tensor::TensorView};
@@ -11,7 +11,7 @@ use trireme_checkpoint::{
 };
 use trireme_plan::{Extent, Placement, TensorPlacement};
 
-/// Writes a file with the reference implementation; each tensor is a name, a dtype, a shape and bytes.
+/// Writes a file with the reference implementation. Each tensor is a name, a dtype, a shape and bytes.
 fn write_file(path: &Path, tensors: &[(&str, Dtype, &[usize], &[u8])]) {
     let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
         (name.to_string(), TensorView::new(*dtype, shape.to_vec(), bytes).unwrap())
@@ -116,7 +116,7 @@ fn shards_are_found_by_their_index_and_bad_ones_refused() {
         let refused = HuggingFaceDirectory::open(folder.path()).and_then(checked).unwrap_err().to_string();
         assert!(refused.contains(word), "{refused}");
     }
-    // A tensor that nothing needs may be absent.
+    // A tensor that is not expected may be absent.
     write_sharded(folder.path(), &index(first, first));
     let directory = HuggingFaceDirectory::open(folder.path()).unwrap();
     let needed = directory.tensors().renamed(|name| (name == "a").then(|| name.to_owned())).unwrap();
@@ -243,7 +243,7 @@ fn a_folder_is_replaced_only_by_force_and_only_if_it_is_an_export() {
     export_run(run.path(), &out, SHARD_BYTES_MAX, true).unwrap();
     assert!(out.join("config.json").exists());
 
-    // What else is in the folder of a model is somebody's work.
+    // Any other file in the folder of a model is a user's own.
     for foreign in ["thesis.tex", "model-1-of-x.safetensors", "onnx"] {
         let path = out.join(foreign);
         if foreign == "onnx" {
@@ -345,7 +345,7 @@ fn a_config_that_states_another_dtype_is_corrected() {
     assert!(matches!(export_with("{", "c"), Err(CheckpointError::Damaged { .. })));
 }
 
-/// Exports a model directory with these tensors and this `config.json`.
+/// Writes a model directory with these tensors and this `config.json`, exports it, and opens the export.
 fn export_again(
     folder: &Path,
     tensors: &[(&str, Dtype, &[usize], &[u8])],

@@ -1,4 +1,4 @@
-//! Checkpoints as their users meet them: ranks save to a folder, others load from it.
+//! Checkpoints as users see them: some ranks save to a folder, others load from it.
 
 mod common;
 mod failures;

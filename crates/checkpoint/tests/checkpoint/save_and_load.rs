@@ -1,4 +1,4 @@
-//! What one layout saves, every other loads.
+//! Every layout can load what any other layout saved.
 
 use crate::common::{FILES, bytes, mesh, save_all, tensor};
 use proptest::prelude::*;
@@ -17,7 +17,7 @@ fn any_placement(num_dims: usize) -> impl Strategy<Value = Placement> {
     })
 }
 
-/// A tensor as two jobs place it.
+/// Generates a tensor with two placements: of the job that saves, and of the job that loads.
 fn any_tensor() -> impl Strategy<Value = (TensorPlacement, TensorPlacement)> {
     let dtype = prop::sample::select(vec![DType::F32, DType::U8, DType::U64]);
     (prop::collection::vec(0..6_usize, 0..4), dtype).prop_flat_map(|(shape, dtype)| {
@@ -60,7 +60,7 @@ proptest! {
     }
 }
 
-/// Cuts a ragged tensor for so many ranks, with shorter runs first, and one that may be empty.
+/// Splits a ragged tensor among `degree` ranks. Earlier runs are shorter, and may be empty.
 fn cut_for(tensor: &mut TensorPlacement, degree: usize) {
     let num_elements: usize = tensor.shape.iter().product();
     if let [Placement::Ragged { bounds }] = &mut tensor.placements[..] {
@@ -107,13 +107,13 @@ fn the_newest_checkpoint_that_opens_is_found_and_the_others_have_a_reason() {
     std::fs::remove_file(folder.path().join("step-10/shard-00000.safetensors")).unwrap();
     assert_eq!(find_latest(folder.path(), &mut skipped).unwrap().unwrap().step(), 9);
     assert!(matches!(&skipped[..], [only] if only.path.ends_with("step-10")));
-    // What the caller found damaged by itself is not found again.
+    // A checkpoint that the caller added to `skipped` is not opened again.
     let path = folder.path().join("step-9");
     let reason = CheckpointError::Damaged { path: path.clone(), reason: "a checksum differs".into() };
     skipped.push(SkippedCheckpoint { path: path.clone(), reason });
     assert_eq!(find_latest(folder.path(), &mut skipped).unwrap().unwrap().step(), 5);
     assert_eq!(skipped.len(), 2);
-    // A copy under the name of another step is not that step's.
+    // A checkpoint that was renamed to another step is refused.
     std::fs::rename(folder.path().join("step-5"), folder.path().join("step-7")).unwrap();
     assert!(find_latest(folder.path(), &mut skipped).unwrap().is_none());
     let aside = set_aside(&path).unwrap();

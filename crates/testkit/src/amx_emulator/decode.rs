@@ -1,5 +1,5 @@
-//! The encoding of the AMX instructions: a VEX prefix of three bytes, opcode, ModRM, for memory perhaps SIB and displacement.
-//! (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, sections 2.1 and 2.3.)
+//! Decoder of the AMX instructions: a VEX prefix of three bytes, the opcode, ModRM, and for memory operands SIB and displacement if present
+//! (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, sections 2.1 and 2.3).
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Instruction {
@@ -11,24 +11,25 @@ pub(super) enum Instruction {
     DotProduct { sum: usize, left: usize, right: usize },
 }
 
-/// Where the rows of a tile lie in memory.
+/// Addresses of a tile's rows in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Rows {
     pub(super) first: u64,
     pub(super) stride: u64,
 }
 
-/// What addresses are made of.
+/// The registers from which addresses are computed.
 #[derive(Debug)]
 pub(super) struct Registers {
-    /// By their numbers in instructions.
+    /// General registers, by their numbers in instructions.
     pub(super) general: [u64; 16],
     pub(super) instruction: u64,
 }
 
-/// The instruction and the address of the next one; none if it is not one of those above.
+/// Decodes the instruction at `registers.instruction`. Returns it with the address of the next one, or `None` if it is not an
+/// [`Instruction`].
 ///
-/// No byte past the instruction is asked for, nor any after the first that belongs to no AMX instruction.
+/// Calls `byte_at` for no byte after the instruction, and for none after the first byte that cannot belong to an AMX instruction.
 pub(super) fn decode(registers: &Registers, byte_at: impl Fn(u64) -> u8) -> Option<(Instruction, u64)> {
     const VEX_OF_THREE_BYTES: u8 = 0xc4;
     const OPCODE_MAP: u8 = 2;
@@ -37,7 +38,7 @@ pub(super) fn decode(registers: &Registers, byte_at: impl Fn(u64) -> u8) -> Opti
         return None;
     }
     let (first, second) = (code.byte(), code.byte());
-    // Bits W and L are clear in all of them.
+    // Bits W and L are clear in all of these instructions.
     if first & 0x1f != OPCODE_MAP || second & 0x84 != 0 {
         return None;
     }
@@ -46,7 +47,7 @@ pub(super) fn decode(registers: &Registers, byte_at: impl Fn(u64) -> u8) -> Opti
         return None;
     }
     let mod_rm = ModRm::new(code.byte(), first);
-    // All but the product must leave the third register unnamed; its number is inverted, as are R, X and B.
+    // Only the product names a third register; the others leave its field unused. The field is stored inverted, and so are R, X and B.
     let third = usize::from(!second >> 3 & 0xf);
     if opcode != 0x5c && third != 0 {
         return None;
@@ -72,7 +73,7 @@ pub(super) fn decode(registers: &Registers, byte_at: impl Fn(u64) -> u8) -> Opti
     Some((instruction, code.next))
 }
 
-/// A number that names a tile: there are eight.
+/// Returns the number if it names one of the eight tiles.
 fn tile(number: usize) -> Option<usize> {
     (number < 8).then_some(number)
 }
@@ -80,11 +81,11 @@ fn tile(number: usize) -> Option<usize> {
 /// The byte that names two operands, with the bits that the prefix adds.
 struct ModRm {
     mode: u8,
-    /// Without the prefix's bit: what makes addresses special is decided by three bits.
+    /// Number of the operand without the prefix's bit. These three bits alone select the special forms of addresses.
     low_operand: u8,
     register: usize,
     operand: usize,
-    /// What the prefix adds to the number of an index and of a base.
+    /// Bits that the prefix adds to the numbers of the index and base registers.
     index_high: usize,
     base_high: usize,
 }
@@ -103,13 +104,13 @@ impl ModRm {
     }
 }
 
-/// An operand in memory: base and displacement first, index times scale as the stride.
+/// An operand in memory. Base plus displacement is the first row, and index times scale is the stride.
 struct Memory {
     rows: Rows,
     has_sib: bool,
 }
 
-/// The bytes of a program from some address on.
+/// A reader of a program's bytes, starting at an address.
 struct Code<F> {
     next: u64,
     byte_at: F,
@@ -137,11 +138,12 @@ impl<F: Fn(u64) -> u8> Code<F> {
         if has_sib {
             let sib = self.byte();
             let index = usize::from(sib >> 3 & 7) | mod_rm.index_high;
-            // The stack pointer's number says that there is no index.
+            // The number of the stack pointer means that there is no index.
             stride = if index == 4 { 0 } else { general[index] << (sib >> 6) };
             low_base = sib & 7;
         }
-        // Mode 0 has no displacement, but in place of base 5 a long one: alone, or without SIB from the next instruction on.
+        // Mode 0 has no displacement, except that base 5 stands for a long displacement without a base: absolute with SIB, and relative to
+        // the next instruction without SIB.
         let has_base = mod_rm.mode != 0 || low_base != 5;
         let displacement = self.displacement(match mod_rm.mode {
             0 if has_base => 0,
@@ -162,7 +164,7 @@ mod tests {
     use super::*;
     use std::arch::asm;
 
-    /// Registers that all differ, at an instruction.
+    /// Returns registers that all differ, with the instruction pointer at `instruction`.
     fn registers(instruction: u64) -> Registers {
         Registers { general: std::array::from_fn(|number| 0x1_0000 * (number as u64 + 1)), instruction }
     }
@@ -217,7 +219,7 @@ mod tests {
         assert_eq!(decode_assembled!("ldtilecfg [r12 + 8]"), config(R12 + 8));
         assert_eq!(decode_assembled!("ldtilecfg [r13 + r15*2 - 8]"), config(R13 + 2 * R15 - 8));
         assert_eq!(decode_assembled!("ldtilecfg [rbp]"), config(RBP));
-        // Relative to the next instruction: ldtilecfg [rip + 0x1234].
+        // Relative to the next instruction: `ldtilecfg [rip + 0x1234]`.
         let bytes = [0xc4, 0xe2, 0x78, 0x49, 0x05, 0x34, 0x12, 0, 0];
         let decoded = decode(&registers(0), |address| bytes[address as usize]);
         assert_eq!(decoded, Some((Instruction::LoadConfig { address: 9 + 0x1234 }, 9)));
@@ -241,8 +243,8 @@ mod tests {
         assert_eq!(decode_assembled!("sttilecfg [rax]"), None);
         assert_eq!(decode_assembled!("vpmulld xmm1, xmm2, [r9 + rax*2]"), None);
         assert_eq!(decode_assembled!("vfmadd231ps xmm1, xmm2, xmm3"), None);
-        // What no assembler writes: a load without SIB, `tilezero` with a third register, products with the
-        // bit W, with the bit L, and of a tile that does not exist.
+        // Encodings that no assembler emits: a load without SIB, `tilezero` with a third register, and products with the bit W, with the
+        // bit L, and of a tile that does not exist.
         for bytes in [
             [0xc4, 0xe2, 0x7b, 0x4b, 0x18],
             [0xc4, 0xe2, 0x73, 0x49, 0xe8],

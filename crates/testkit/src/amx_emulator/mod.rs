@@ -1,4 +1,4 @@
-//! AMX on machines without it: what the hardware refuses, a handler of SIGILL executes.
+//! AMX on machines without it: a handler of SIGILL executes the instructions that the hardware refuses.
 #![allow(unsafe_code)]
 
 mod decode;
@@ -13,19 +13,19 @@ use std::sync::{Once, OnceLock};
 use tiles::Tiles;
 
 thread_local! {
-    // Made without a call and without a destructor, so that a signal handler may reach it.
+    // Initialized without a call, and without a destructor, so that a signal handler may access it.
     static TILES: RefCell<Tiles> = const { RefCell::new(Tiles::RELEASED) };
 }
 
-/// What the process did about illegal instructions before.
+/// The process's action for SIGILL before the emulator was installed.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// Makes the AMX instructions for bf16 run in this process, on all its threads.
 ///
-/// On hardware that has them, the process gets the permission to use them, and nothing else changes. Elsewhere a handler of SIGILL
-/// executes `ldtilecfg`, `tilerelease`, `tilezero`, `tileloadd`, `tileloaddt1`, `tilestored` and `tdpbf16ps` as Intel's manual
-/// specifies, in some tens of microseconds a product of tiles. All other illegal instructions go to the handler from before, as do
-/// those that hardware would refuse: invalid configurations, or for a restart (`start_row`), and tiles whose shapes do not fit.
+/// On hardware with AMX, the process gets the permission to use it, and nothing else changes. Elsewhere, a handler of SIGILL executes
+/// `ldtilecfg`, `tilerelease`, `tilezero`, `tileloadd`, `tileloaddt1`, `tilestored` and `tdpbf16ps` as Intel's manual specifies. A product
+/// of tiles takes some tens of microseconds. All other illegal instructions are passed to the previous handler, and so are instructions
+/// that hardware would refuse: invalid configurations, configurations for a restart (`start_row`), and tiles whose shapes do not fit.
 ///
 /// # Panics
 /// If the system refuses the handler.
@@ -59,15 +59,15 @@ fn install() {
     }
 }
 
-/// The handler: takes no lock and allocates nothing.
+/// Handles SIGILL. Takes no lock and does not allocate.
 extern "C" fn on_illegal_instruction(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
-    // SAFETY: the system gives a context of this type, which is the handler's until it returns.
+    // SAFETY: the system passes a context of this type, which belongs to the handler until it returns.
     let registers = unsafe { &mut (*context.cast::<ucontext_t>()).uc_mcontext.gregs };
     // SAFETY: the registers are those of the program at the instruction that was refused.
     let executed = unsafe { execute(registers) };
     if executed.is_some() {
-        // What follows would come back here: a signal takes as long as many an instruction.
-        // SAFETY: the program stands at the next instruction, having done the one before.
+        // Executes the following AMX instructions as well, because a signal takes as long as many instructions.
+        // SAFETY: the registers are those of the program at the next instruction, after the one before was executed.
         while unsafe { execute(registers) }.is_some() {}
     } else {
         let previous = PREVIOUS.get().expect("set before the handler is installed");
@@ -76,10 +76,11 @@ extern "C" fn on_illegal_instruction(signal: c_int, info: *mut siginfo_t, contex
     }
 }
 
-/// Executes the instruction where the program stands and moves the program to the next one.
+/// Executes the instruction at the program's instruction pointer, and moves the pointer to the next instruction. Returns `None` if the
+/// emulator does not execute the instruction.
 ///
 /// # Safety
-/// The registers are those of a program that may execute the instruction.
+/// The registers must be those of a program that may execute the instruction.
 unsafe fn execute(saved: &mut [libc::greg_t; 23]) -> Option<()> {
     use libc::*;
     // In the order of their numbers in instructions.
@@ -97,26 +98,25 @@ unsafe fn execute(saved: &mut [libc::greg_t; 23]) -> Option<()> {
     Some(())
 }
 
-/// Does what the process did before.
+/// Passes a signal to the action that the process had before.
 ///
 /// # Safety
-/// The arguments are those of a handler.
+/// The arguments must be those of a signal handler.
 unsafe fn pass_on(previous: &libc::sigaction, signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     let handler = previous.sa_sigaction;
     if handler == libc::SIG_DFL || handler == libc::SIG_IGN {
-        // SAFETY: `previous` is a disposition that the system gave. The signal arrives when the handler
-        // returns.
+        // SAFETY: `previous` is an action that the system returned. The signal arrives when the handler returns.
         unsafe {
             libc::sigaction(signal, previous, ptr::null_mut());
             libc::raise(signal);
         }
     } else if previous.sa_flags & libc::SA_SIGINFO != 0 {
         type Handler = extern "C" fn(c_int, *mut siginfo_t, *mut c_void);
-        // SAFETY: with this flag the address is that of such a function.
+        // SAFETY: with this flag, the address is that of such a function.
         let handler = unsafe { mem::transmute::<*const (), Handler>(handler as *const ()) };
         handler(signal, info, context);
     } else {
-        // SAFETY: without the flag it is that of a function of the signal alone.
+        // SAFETY: without the flag, the address is that of a function of the signal alone.
         let handler = unsafe { mem::transmute::<*const (), extern "C" fn(c_int)>(handler as *const ()) };
         handler(signal);
     }

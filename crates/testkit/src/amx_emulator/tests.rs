@@ -4,7 +4,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Shapes for a product of 2 x 4 bf16 and 4 x 3 bf16 in tiles 0 (sums), 1 and 2.
+/// Returns the configuration for a product of 2 x 4 bf16 and 4 x 3 bf16, in the tiles 0 (sums), 1 and 2.
 fn config() -> [u8; 64] {
     let mut bytes = [0; 64];
     bytes[0] = 1;
@@ -14,7 +14,7 @@ fn config() -> [u8; 64] {
     bytes
 }
 
-/// A pair of small integers in bf16.
+/// Returns a pair of small integers in bf16.
 fn pair(low: i16, high: i16) -> u32 {
     f32::from(low).to_bits() >> 16 | f32::from(high).to_bits()
 }
@@ -22,7 +22,7 @@ fn pair(low: i16, high: i16) -> u32 {
 #[test]
 fn instructions_run_in_a_program() {
     emulate_amx();
-    // Rows of four words, of which tiles take two and three; the last word of each is another matrix's.
+    // Rows of four words, of which the tiles load two or three. The last word of each row belongs to another matrix.
     let left = [[pair(1, 2), pair(3, 4), 9, 9], [pair(5, 6), pair(7, 8), 9, 9]];
     let right = [[pair(1, 1), pair(1, 0), pair(0, 1), 9], [pair(1, 1), pair(0, 0), pair(-2, 3), 9]];
     let mut out = [[0.5_f32; 4]; 2];
@@ -63,7 +63,7 @@ extern "C" fn count_with_context(signal: c_int, _: *mut siginfo_t, context: *mut
 
 #[test]
 fn the_handler_from_before_gets_what_is_passed_on() {
-    // SAFETY: plain data.
+    // SAFETY: the structure is plain data, for which zeros are valid.
     let mut previous: libc::sigaction = unsafe { mem::zeroed() };
     let mut context = 0_u8;
     let context: *mut c_void = ptr::from_mut(&mut context).cast();
@@ -78,15 +78,14 @@ fn the_handler_from_before_gets_what_is_passed_on() {
     assert_eq!(NUM_PASSED_ON.load(Ordering::Relaxed), 11);
 }
 
-/// Set for the processes that are to end: what ends them.
+/// Environment variable for child processes that must end. Its value is the cause of their end.
 const CHILD: &str = "TRIREME_TEST_ILLEGAL_INSTRUCTION";
 
 #[test]
 fn other_illegal_instructions_still_end_the_process() {
     if let Some(cause) = std::env::var_os(CHILD) {
         emulate_amx();
-        // SAFETY: no register or memory changes before the process ends, which is to leave no image of its
-        // memory behind.
+        // SAFETY: no register or memory changes before the process ends. `prctl` prevents a core dump.
         unsafe {
             libc::prctl(libc::PR_SET_DUMPABLE, 0);
             asm!("tilerelease", options(nomem, nostack));

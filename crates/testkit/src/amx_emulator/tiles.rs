@@ -1,5 +1,5 @@
-//! The tiles of a thread and what the instructions do to them. (Intel 64 and IA-32 Architectures Software
-//! Developer's Manual, volume 2: LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS.)
+//! A thread's tiles and the effects of the instructions on them (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2:
+//! LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS).
 
 use super::decode::{Instruction, Rows};
 
@@ -7,7 +7,7 @@ const NUM_TILES: usize = 8;
 const ROWS_MAX: usize = 16;
 const ROW_BYTES_MAX: usize = 64;
 
-/// Elements of f32, or pairs of bf16, in a row.
+/// Maximum number of elements in a row: f32, or pairs of bf16.
 const ROW_ELEMENTS_MAX: usize = ROW_BYTES_MAX / 4;
 
 type Row = [u8; ROW_BYTES_MAX];
@@ -15,7 +15,7 @@ type Tile = [Row; ROWS_MAX];
 
 const ZERO: Tile = [[0; ROW_BYTES_MAX]; ROWS_MAX];
 
-/// The rows and bytes of a tile that count; all else is zero.
+/// The configured rows of a tile and the bytes of a row. Everything outside of them is zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Shape {
     rows: usize,
@@ -33,10 +33,10 @@ impl Tiles {
     pub(super) const RELEASED: Tiles =
         Tiles { shapes: [Shape { rows: 0, row_bytes: 0 }; NUM_TILES], data: [ZERO; NUM_TILES] };
 
-    /// Executes an instruction; none, and no effect, where hardware would refuse it.
+    /// Executes an instruction. Returns `None`, without an effect, if hardware would refuse the instruction.
     ///
     /// # Safety
-    /// The memory that the instruction names may be read or written.
+    /// The memory that the instruction accesses must be valid for its reads or writes.
     pub(super) unsafe fn execute(&mut self, instruction: Instruction) -> Option<()> {
         match instruction {
             Instruction::LoadConfig { address } => {
@@ -69,14 +69,15 @@ impl Tiles {
         Some(())
     }
 
-    /// The shape of a tile that is configured.
+    /// Returns the shape of a tile. `None` if the tile is not configured, or its rows are not made of full words.
     fn shape(&self, tile: usize) -> Option<Shape> {
         let shape = self.shapes[tile];
         (shape.rows > 0 && shape.row_bytes.is_multiple_of(4)).then_some(shape)
     }
 
-    /// Adds the product of `left` and `right` to `sum`. Even and odd elements of pairs are summed apart, each
-    /// in order of the pairs and from zero on; the two sums are added, then added to the element.
+    /// Adds the product of `left` and `right` to `sum`. The even and the odd elements of pairs are summed separately, each from zero and in
+    /// the order of the pairs. The two sums are added to each other, and then to the element. Returns `None` if a tile occurs twice or the
+    /// shapes do not fit.
     fn dot_product(&mut self, sum: usize, left: usize, right: usize) -> Option<()> {
         let (shape, left_shape, right_shape) = (self.shape(sum)?, self.shape(left)?, self.shape(right)?);
         let distinct = sum != left && sum != right && left != right;
@@ -106,7 +107,7 @@ impl Tiles {
     }
 }
 
-/// The shapes of a configuration; none if it is not valid, or one for a restart.
+/// Returns the shapes of a configuration. `None` if it is invalid, or for a restart.
 fn read_config(bytes: &[u8; 64]) -> Option<[Shape; NUM_TILES]> {
     match bytes[0] {
         0 => return Some(Tiles::RELEASED.shapes),
@@ -140,12 +141,12 @@ fn add(a: f32, b: f32) -> f32 {
     multiply_add(a, 1.0, b)
 }
 
-/// `a b + c`, rounded once, to the nearest and ties to even; denormals are zero, among operands and as the result.
+/// Returns `a b + c`, rounded once, to nearest with ties to even. Denormal operands and results count as zero.
 fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
-    // What lies below is denormal after rounding to 24 bits.
+    // A sum with a smaller magnitude is denormal after rounding to 24 bits.
     const NORMAL_MIN: f64 = f32::MIN_POSITIVE as f64 * (1.0 - 1.0 / (1 << 25) as f64);
     let [a, b, c] = [a, b, c].map(|x| f64::from(if x.is_subnormal() { 0.0_f32.copysign(x) } else { x }));
-    // The product is exact, and the sum plus its error is (Knuth, "The Art of Computer Programming", 4.2.2).
+    // The product is exact, and so is the sum together with its error (Knuth, "The Art of Computer Programming", 4.2.2).
     let product = a * b;
     let sum = product + c;
     let from_c = sum - product;
@@ -153,7 +154,8 @@ fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
     if !sum.is_finite() {
         return sum as f32;
     }
-    // An odd last bit stands for all that was rounded away, so that rounding again is as rounding once.
+    // Rounds to odd: an odd last bit stands for everything that was rounded away, so the second rounding gives the same result as a single
+    // one.
     let bits = sum.to_bits();
     let odd = match error {
         0.0 => bits,
@@ -175,7 +177,7 @@ mod tests {
     #[test]
     fn a_multiply_add_rounds_once() {
         let mut random = Random::new(RandomKey::new(1, "multiply-add"), 0);
-        // Exponents within 2^±40 of each other, where sums cancel, lose bits, or swallow an operand.
+        // Exponents within 2^±40 of each other, where sums cancel, lose bits, or equal the larger operand.
         let mut value = || {
             let bits = random.below(1 << 32) as u32;
             f32::from_bits((bits & 0x807f_ffff) | ((107 + bits % 41) << 23))
@@ -184,7 +186,8 @@ mod tests {
             let (a, b, c) = (value(), value(), value());
             assert_eq!(multiply_add(a, b, c).to_bits(), a.mul_add(b, c).to_bits(), "{a:e} {b:e} {c:e}");
         }
-        // 641 * 6700417 is 2^32 + 1: half a unit of 1 and a little, that an f64 cannot hold beside the 1.
+        // 641 * 6700417 is 2^32 + 1. Scaled, this is half a unit in the last place of 1 and a little more, which an f64 cannot hold in a
+        // sum with 1.
         let (half_unit, scale) = (2.0_f32.powi(-24), 2.0_f32.powi(-28));
         assert_eq!(multiply_add(641.0 * scale, 6_700_417.0 * scale, 1.0), 1.0 + 2.0 * half_unit);
         assert_eq!(
@@ -202,7 +205,7 @@ mod tests {
         assert_eq!(multiply_add(below, 1e30, 0.0), 0.0);
         assert_eq!(multiply_add(TINY, 0.5, 0.0), 0.0);
         assert!(multiply_add(-TINY, 0.5, -0.0).is_sign_negative());
-        // Just below the normal values: what rounds to one of them with 24 bits, and what does not.
+        // Just below the normal values: a result that 24 bits round to a normal value, and one that they do not.
         let little = 2.0_f32.powi(-13);
         assert_eq!(multiply_add(TINY * (1.0 + little), 1.0 - little, 0.0), TINY);
         assert_eq!(multiply_add(TINY, 1.0 - 2.0_f32.powi(-24), 0.0), 0.0);
@@ -217,7 +220,7 @@ mod tests {
         assert!(multiply_add(f32::INFINITY, TINY / 2.0, 1.0).is_nan());
     }
 
-    /// A configuration of tiles with `rows` rows of `row_bytes` bytes.
+    /// Returns a configuration of tiles. Tile `i` has `rows[i]` rows of `row_bytes[i]` bytes.
     fn config(row_bytes: [u8; NUM_TILES], rows: [u8; NUM_TILES]) -> [u8; 64] {
         let mut bytes = [0; 64];
         bytes[0] = 1;
@@ -239,7 +242,7 @@ mod tests {
         tiles.data[2][0][..4].copy_from_slice(&pair(1.0, 1.0));
         tiles.data[2][1][..4].copy_from_slice(&pair(1.0, 1.0));
         tiles.dot_product(0, 1, 2).unwrap();
-        // 2^24 + 1 is a tie and stays 2^24, -2^24 + 1 is exact; one after the other would give 2.
+        // 2^24 + 1 is a tie and stays 2^24, and -2^24 + 1 is exact. Summing all products in one sequence would give 2.
         assert_eq!(f32::from_le_bytes(tiles.data[0][0][..4].try_into().unwrap()), 1.0);
     }
 

@@ -3,8 +3,8 @@ use super::namespace::DEVICE;
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::process::Command;
 
-/// A host of a [`Network`](super::Network): a network namespace with a loopback device and one link. It ends with this
-/// value; processes that run on it are their starter's to end.
+/// A host of a [`Network`](super::Network): a network namespace with a loopback device and one link. The namespace ends when this value is
+/// dropped. Processes on the host must be ended by the code that started them.
 #[derive(Debug)]
 pub struct Host {
     link: Link,
@@ -18,7 +18,7 @@ impl Host {
             "ip link set lo up".to_owned(),
             format!("ip link set {DEVICE} up"),
             format!("ip addr add {}/24 dev {DEVICE}", host.ipv4()),
-            // No other host has the address: looking for one would make it usable only seconds later.
+            // No other host has the address, and duplicate address detection would make it usable only seconds later.
             format!("ip addr add {}/64 dev {DEVICE} nodad", host.ipv6()),
         ] {
             host.link.host.run(&command);
@@ -36,20 +36,22 @@ impl Host {
         Ipv6Addr::new(0xfd77, 0, 0, 0, 0, 0, 0, self.number.into())
     }
 
-    /// What connects it to the others.
+    /// The link to the other hosts.
     pub fn link(&self) -> &Link {
         &self.link
     }
 
-    /// A command of `program` on this host, for the caller to complete. Its process is the program itself, which signals reach.
+    /// Returns a command that runs `program` on this host, for the caller to complete. The spawned process is the program itself, so
+    /// signals reach it.
     pub fn command(&self, program: &str) -> Command {
         self.link.host.command(program)
     }
 
-    /// Runs `body` on a thread that is on this host, as are the threads it starts. Sockets that it makes stay on this host.
+    /// Runs `body` on a thread that is on this host. Threads that it starts are on the host as well, and sockets that it creates stay
+    /// there.
     ///
     /// # Panics
-    /// If `body` does.
+    /// If `body` panics.
     pub fn enter<T: Send>(&self, body: impl FnOnce() -> T + Send) -> T {
         self.link.host.enter(body)
     }

@@ -2,17 +2,17 @@ use super::namespace::{BRIDGE, DEVICE, Namespace};
 use super::traffic::Traffic;
 use std::sync::Arc;
 
-/// Bytes of headers in a TCP packet over IPv4: Ethernet 14, IPv4 20, TCP 20, its timestamps 12.
+/// Bytes of headers in a TCP packet over IPv4: Ethernet 14, IPv4 20, TCP 20, and TCP timestamps 12.
 pub const IPV4_TCP_HEADER_BYTES: u64 = 66;
-/// The same over IPv6, whose header has 40.
+/// Bytes of headers in a TCP packet over IPv6, whose own header has 40.
 pub const IPV6_TCP_HEADER_BYTES: u64 = 86;
 
-/// What may pass at once, however low the rate: ten full frames.
+/// Minimum number of bytes that may pass at once, however low the rate: ten full frames.
 const BURST_BYTES_MIN: u64 = 16 << 10;
-/// How long a frame waits at most where the rate is exceeded; those that would wait longer are dropped.
+/// Maximum time that a frame waits if the rate is exceeded. Frames that would wait longer are dropped.
 const QUEUE_MILLISECONDS: u64 = 100;
 
-/// What connects a [`Host`](super::Host) to the switch of its network.
+/// The link between a [`Host`](super::Host) and the switch of its network.
 #[derive(Debug)]
 pub struct Link {
     pub(super) host: Namespace,
@@ -21,10 +21,10 @@ pub struct Link {
 }
 
 impl Link {
-    /// Limits the rate, in each direction on its own, by a token bucket (`tc-tbf`). The bucket holds what passes in 4 ms,
-    /// and at least 16 KiB; as in a switch, what would wait for more than 100 ms is dropped.
+    /// Limits the rate of each direction separately, by a token bucket (`tc-tbf`). The bucket holds the bytes of 4 ms, and at least 16 KiB.
+    /// Frames that would wait for more than 100 ms are dropped, as in a switch.
     pub fn shape(&self, bits_per_second: u64) {
-        // What the kernel's timer lets through between two of its ticks, at 250 a second, must fit into the bucket.
+        // The bucket must hold the bytes that pass between two ticks of the kernel's timer, which has 250 a second.
         let burst = (bits_per_second / 8 / 250).max(BURST_BYTES_MIN);
         for (namespace, device) in self.ends() {
             namespace.run(&format!(
@@ -34,30 +34,30 @@ impl Link {
         }
     }
 
-    /// Takes the limit of [`shape`](Link::shape) away.
+    /// Removes the limit of [`shape`](Link::shape).
     pub fn unshape(&self) {
         for (namespace, device) in self.ends() {
             namespace.run(&format!("tc qdisc del dev {device} root"));
         }
     }
 
-    /// Loses every frame from now on, in both directions, and tells neither side: what a host sees of a failure further
-    /// away. Connections get no error until a timeout of theirs passes.
+    /// Drops every frame from now on, in both directions, without notice to either side. To a host, this looks like a failure further away:
+    /// connections get no error until one of their timeouts passes.
     pub fn cut(&self) {
         self.switch.run(&format!("ip link set {} nomaster", self.port));
     }
 
-    /// Takes the plug out: as [`cut`](Link::cut), but the host's device loses its carrier.
+    /// Unplugs the link: as [`cut`](Link::cut), but the host's device also loses its carrier.
     pub fn unplug(&self) {
         self.switch.run(&format!("ip link set {} down", self.port));
     }
 
-    /// Makes a link whole again that was cut or unplugged.
+    /// Restores a link that was cut or unplugged.
     pub fn restore(&self) {
         self.switch.run(&format!("ip link set {} master {BRIDGE} up", self.port));
     }
 
-    /// What the host has sent and received since it was made, as its device counts it.
+    /// Returns the traffic since the host was created, as counted by its device.
     pub fn traffic(&self) -> Traffic {
         let [devices, protocols] = ["dev", "snmp"].map(|name| {
             let path = format!("/proc/{}/net/{name}", self.host.id());

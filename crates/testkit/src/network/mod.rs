@@ -1,8 +1,8 @@
-//! Several hosts on one machine: network namespaces whose links go to one switch, a bridge in a namespace of its own.
+//! Several hosts on one machine: network namespaces with links to one switch, which is a bridge in a namespace of its own.
 //!
-//! It takes root, util-linux, iproute2 and a kernel with `veth`, `bridge` and `tbf`; a user may become root of
-//! namespaces of their own (`unshare --map-root-user cargo test …`). Nothing in it has a name outside of it, and each
-//! namespace ends with the process that holds it, so nothing is left behind even when a test is killed.
+//! Requires root, util-linux, iproute2 and a kernel with `veth`, `bridge` and `tbf`. Another user can become root of their own namespaces
+//! (`unshare --map-root-user cargo test …`). Nothing in a network has a name outside of it, and each namespace ends with the process that
+//! holds it, so nothing is left behind even if a test is killed.
 
 mod host;
 mod link;
@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// All that a network is made of, once, in namespaces that end with the command.
+/// Commands that use everything that a network needs once, in namespaces that end with the command.
 const NEEDS: [&str; 5] = [
     "unshare --net nsenter --net=/proc/self/ns/net ip link set lo up",
     "unshare --net ip link add port1 type veth peer name eth0",
@@ -29,9 +29,9 @@ const NEEDS: [&str; 5] = [
     "unshare --net ip addr add fd77::1/64 dev lo nodad",
 ];
 
-/// Hosts that reach each other by IPv4 and IPv6 over a switch, and nothing else in the world.
+/// Hosts that reach each other by IPv4 and IPv6 over a switch, and nothing outside of this network.
 ///
-/// Its functions panic with the words of the tool that failed; [`available`](Network::available) tells beforehand.
+/// The functions panic with the error output of the tool that failed. [`available`](Network::available) checks beforehand.
 #[derive(Debug)]
 pub struct Network {
     switch: Arc<Namespace>,
@@ -39,7 +39,7 @@ pub struct Network {
 }
 
 impl Network {
-    /// Whether this process may have networks on this machine, and if not, why: what a test is to skip for.
+    /// Checks whether this process can create networks on this machine. The error is the reason why it cannot, for which a test is skipped.
     pub fn available() -> Result<(), String> {
         static AVAILABLE: OnceLock<Result<(), String>> = OnceLock::new();
         let look = || {
@@ -51,7 +51,7 @@ impl Network {
         AVAILABLE.get_or_init(look).clone()
     }
 
-    /// A network without hosts.
+    /// Creates a network without hosts.
     #[expect(clippy::new_without_default, reason = "it starts a process")]
     pub fn new() -> Self {
         let switch = Namespace::new();
@@ -60,7 +60,7 @@ impl Network {
         Network { switch: Arc::new(switch), num_hosts: AtomicU8::new(0) }
     }
 
-    /// One more host, on a link without limits of its own. There may be 254.
+    /// Adds a host, on a link without limits. There may be 254 hosts.
     pub fn add_host(&self) -> Host {
         let (number, link) = self.new_link();
         let (port, namespace) = (&link.port, link.host.id());
@@ -69,10 +69,10 @@ impl Network {
         Host::new(link, number)
     }
 
-    /// One more host, on a link through a relay of this process, which delays and drops frames, until it is dropped itself.
+    /// Adds a host, on a link through a relay in this process, which delays and drops frames. The link works as long as the relay exists.
     ///
     /// # Panics
-    /// Besides: without [`FrameRelay::available`].
+    /// If [`FrameRelay::available`] returns an error, and for the reasons of [`Network`].
     pub fn add_host_behind(&self, conditions: Conditions, loss: Loss) -> (Host, FrameRelay) {
         let (number, link) = self.new_link();
         let open = |(namespace, device): (&Namespace, &str)| {
@@ -80,12 +80,12 @@ impl Network {
         };
         let relay = FrameRelay::start(link.ends().map(open), conditions, loss);
         let host = Host::new(link, number);
-        // The switch's end is the last to come up: what it sends finds a device that receives.
+        // The switch's end comes up last, so that its frames find a device that receives.
         host.link().restore();
         (host, relay)
     }
 
-    /// The link of one more host, in a namespace of its own, and the host's number.
+    /// Returns the number of a new host, and its link in a namespace of its own.
     fn new_link(&self) -> (u8, Link) {
         let number = 1 + self.num_hosts.fetch_add(1, Ordering::Relaxed);
         assert!(number < u8::MAX, "the subnet has 254 addresses");

@@ -4,17 +4,17 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::process::{Child, Command, Stdio};
 
-/// The host's end of its link.
+/// Name of the host's end of its link.
 pub(super) const DEVICE: &str = "eth0";
 
-/// The device that passes frames on between the switch's ports.
+/// Name of the bridge that forwards frames between the switch's ports.
 pub(super) const BRIDGE: &str = "br0";
 
-/// A network namespace without a name, held by a process that does nothing else. It ends with this value, and with
-/// this process however that ends; with it end the devices inside.
+/// A network namespace without a name, held by a process that does nothing else. The namespace and the devices in it end when this value is
+/// dropped, and when this process ends, for whatever reason.
 #[derive(Debug)]
 pub(super) struct Namespace {
-    /// Ends when its standard input does, which the kernel closes with this process.
+    /// This process ends when its standard input does, which the kernel closes when the test process ends.
     holder: Child,
 }
 
@@ -25,7 +25,7 @@ impl Namespace {
         let mut namespace =
             Namespace { holder: command.spawn().expect("unshare of util-linux is installed") };
         let holder = &mut namespace.holder;
-        // What comes back was read by `cat`, and so inside of the namespace. If there is none, `unshare` has said why.
+        // The line that comes back was read by `cat`, and so inside of the namespace. If there is none, `unshare` has printed the reason.
         let sent = holder.stdin.as_mut().expect("a pipe").write_all(b"ready\n");
         let mut line = String::new();
         let read = BufReader::new(holder.stdout.as_mut().expect("a pipe")).read_line(&mut line);
@@ -33,12 +33,12 @@ impl Namespace {
         namespace
     }
 
-    /// The process that holds it: how `ip link … netns` names it.
+    /// Id of the process that holds the namespace. `ip link … netns` takes this id.
     pub(super) fn id(&self) -> u32 {
         self.holder.id()
     }
 
-    /// A program that will run inside. Its process is the one that is spawned, and no child of it.
+    /// Returns a command that runs `program` inside. The spawned process becomes the program itself, without a child.
     pub(super) fn command(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
         command.arg(format!("--net=/proc/{}/ns/net", self.id())).arg("--").arg(program);
@@ -52,7 +52,7 @@ impl Namespace {
         run(&mut command).unwrap_or_else(|failure| panic!("{failure}"));
     }
 
-    /// Runs `body` on a thread inside, and what it starts. Sockets that are made there stay there.
+    /// Runs `body` on a thread inside. Threads and processes that it starts are inside as well, and sockets that it creates stay there.
     pub(super) fn enter<T: Send>(&self, body: impl FnOnce() -> T + Send) -> T {
         let namespace = File::open(format!("/proc/{}/ns/net", self.id())).expect("the holder lives");
         let inside = || {
@@ -72,7 +72,7 @@ impl Drop for Namespace {
     }
 }
 
-/// Runs a command to its end; what it says if it fails.
+/// Runs a command to its end. The error is the command line with its error output.
 pub(super) fn run(command: &mut Command) -> Result<(), String> {
     let outcome = command.stdin(Stdio::null()).output();
     let failure = match outcome {

@@ -1,38 +1,40 @@
 use std::ops::Sub;
 
-/// What has passed over a link, seen by its host.
+/// The traffic of a link, as counted by its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Traffic {
-    /// From the host to the others.
+    /// Traffic from the host to the others.
     pub sent: Volume,
-    /// From the others to the host.
+    /// Traffic from the others to the host.
     pub received: Volume,
-    /// TCP segments that the host sent again: lost, or thought to be, as on a busy machine. What was sent counts them, too.
+    /// Number of TCP segments that the host retransmitted, because they were lost or seemed to be, as on a busy machine. `sent` includes
+    /// them.
     pub num_resent_segments: u64,
 }
 
-/// What has passed in one direction.
+/// The traffic in one direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Volume {
-    /// Packets of the kernel: where the device cuts them into frames, a packet has up to 64 KiB and headers once.
+    /// Number of packets of the kernel. If the device segments them into frames, a packet has up to 64 KiB, and headers only once.
     pub num_packets: u64,
-    /// With the headers of Ethernet and all above it.
+    /// Number of bytes, including the headers of Ethernet and of everything above.
     pub bytes: u64,
 }
 
 impl Volume {
-    /// Bytes without headers of `header_bytes` in each packet, such as [`IPV4_TCP_HEADER_BYTES`](super::IPV4_TCP_HEADER_BYTES).
+    /// Returns the bytes without `header_bytes` of headers per packet, such as [`IPV4_TCP_HEADER_BYTES`](super::IPV4_TCP_HEADER_BYTES).
     ///
-    /// Of TCP connections that lose nothing this is the payload, and at most some tens of bytes more for every connection
-    /// made, and some fewer for every packet of another kind (address resolution, some a minute). What is sent
-    /// again ([`num_resent_segments`](Traffic::num_resent_segments)) counts again.
+    /// For TCP connections without losses, this is the payload, plus at most some tens of bytes for every connection made, and minus some
+    /// bytes for every packet of another kind (address resolution, some per minute). Retransmitted segments
+    /// ([`num_resent_segments`](Traffic::num_resent_segments)) count again.
     pub fn payload_bytes(&self, header_bytes: u64) -> u64 {
         self.bytes.saturating_sub(self.num_packets * header_bytes)
     }
 }
 
 impl Traffic {
-    /// Reads the row of a device in the kernel's `/proc/net/dev`, and the counters of TCP in its `/proc/net/snmp`.
+    /// Reads the row of `device` in `devices`, the kernel's `/proc/net/dev`, and the counters of TCP in `protocols`, its `/proc/net/snmp`.
+    /// `None` if one of them is missing.
     pub(super) fn read(devices: &str, device: &str, protocols: &str) -> Option<Self> {
         let row =
             devices.lines().find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'))?;
@@ -40,7 +42,7 @@ impl Traffic {
         let volume = |index: usize| {
             Some(Volume { bytes: *numbers.get(index)?, num_packets: *numbers.get(index + 1)? })
         };
-        // A row of names, and below it one of numbers.
+        // A row of names, followed by a row of numbers.
         let mut rows =
             protocols.lines().filter_map(|line| line.strip_prefix("Tcp:")).map(str::split_whitespace);
         let (names, mut numbers) = (rows.next()?, rows.next()?);
@@ -53,7 +55,7 @@ impl Traffic {
     }
 }
 
-/// What has passed since `earlier`.
+/// Returns the traffic since `earlier`.
 impl Sub for Traffic {
     type Output = Traffic;
 
@@ -66,7 +68,7 @@ impl Sub for Traffic {
     }
 }
 
-/// What has passed since `earlier`.
+/// Returns the traffic since `earlier`.
 impl Sub for Volume {
     type Output = Volume;
 

@@ -1,12 +1,12 @@
 use std::ops::RangeInclusive;
 
-/// Bytes of an Ethernet header, of which the last two say what follows.
+/// Size of an Ethernet header in bytes. The last two bytes are the type of its payload.
 const ETHERNET_BYTES: usize = 14;
 const IPV4: [u8; 2] = [0x08, 0x00];
 const IPV6: [u8; 2] = [0x86, 0xdd];
 /// Bytes of an IPv6 header without extensions, which no host of a test adds.
 const IPV6_BYTES: usize = 40;
-/// The number of TCP in both.
+/// Protocol number of TCP, in both IPv4 and IPv6.
 const TCP: u8 = 6;
 /// Flags of a TCP segment: the first of a connection has SYN and no ACK.
 const SYN: u8 = 0x02;
@@ -27,7 +27,7 @@ impl Firewall {
     }
 }
 
-/// The port that the frame asks for a connection to, if it does.
+/// Returns the port to which the frame requests a connection. `None` if it requests none.
 fn opened_port(frame: &[u8]) -> Option<u16> {
     let packet = frame.get(ETHERNET_BYTES..)?;
     let segment = match [frame[12], frame[13]] {

@@ -5,9 +5,9 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::Instant;
 
-/// What is read at once: small, so that a slow line passes it on evenly.
+/// Bytes of one read. Few, so that a slow line forwards them evenly.
 const PIECE_BYTES: usize = 16 << 10;
-/// What is held at most; then nothing more is read, and the sender has to wait.
+/// Number of bytes in flight above which nothing is read, so that the sender has to wait.
 const HELD_BYTES_MAX: usize = 1 << 20;
 
 /// One direction of a TCP connection through a relay.
@@ -22,7 +22,7 @@ pub(super) struct Flow {
 enum State {
     Open,
     AtEnd,
-    /// The destination has been told so.
+    /// The end was forwarded to the destination.
     Ended,
 }
 
@@ -31,7 +31,7 @@ impl Flow {
         Flow { line: Line::new(conditions), arrived: VecDeque::new(), num_read: 0, state: State::Open }
     }
 
-    /// Reads what has come, without waiting, and inverts the bytes of these indices.
+    /// Reads the available bytes without blocking, and inverts the bytes with the indices `corrupted`.
     pub(super) fn read(
         &mut self,
         mut source: &TcpStream,
@@ -55,7 +55,7 @@ impl Flow {
         Ok(())
     }
 
-    /// Writes what has arrived, as far as that goes without waiting.
+    /// Writes as many of the arrived bytes as possible without blocking.
     pub(super) fn write(&mut self, mut destination: &TcpStream) -> io::Result<()> {
         let now = Instant::now();
         while let Some(piece) = self.line.receive(now) {

@@ -8,27 +8,27 @@ use std::io::{Read, Write};
 use std::ops::RangeInclusive;
 use std::time::Instant;
 
-/// Above a frame of 1500 bytes with its headers.
+/// Buffer size for one frame. Larger than a frame of 1500 bytes with its headers.
 const FRAME_BYTES_MAX: usize = 2048;
-/// What waits for its turn at most, as in a switch: further frames are dropped.
+/// Maximum number of bytes in flight in one direction. Further frames are dropped, as in a switch.
 const QUEUE_BYTES_MAX: usize = 1 << 20;
-/// Frames that are read before others are delivered.
+/// Maximum number of frames that are read before others are delivered.
 const NUM_FRAMES_AT_ONCE: usize = 64;
 
-/// Passes on Ethernet frames between two devices of the kernel, on a thread that ends with this value.
+/// Forwards Ethernet frames between two devices of the kernel, on a thread that ends when this value is dropped.
 #[derive(Debug)]
 pub struct FrameRelay(Steered<State>);
 
-/// Frames that a relay has dealt with, in one direction.
+/// Counts of the frames in one direction of a relay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FrameCounts {
-    /// All that came: lost, overflowed, refused, delivered or under way.
+    /// All frames that arrived: lost, overflowed, refused, delivered or in flight.
     pub num_sent: u64,
-    /// What [`Loss`] took.
+    /// Frames dropped by [`Loss`].
     pub num_lost: u64,
-    /// What came while a mebibyte was under way.
+    /// Frames dropped because a mebibyte was in flight.
     pub num_overflowed: u64,
-    /// What asked for connections that [are not let through](FrameRelay::let_through).
+    /// Dropped requests for connections that [are not let through](FrameRelay::let_through).
     pub num_refused: u64,
 }
 
@@ -40,14 +40,14 @@ struct State {
 }
 
 struct Wire {
-    /// By the direction towards them.
+    /// Devices, indexed by the direction of which they are the destination.
     ends: [File; 2],
     lines: [Line<Vec<u8>>; 2],
     loss: Loss,
 }
 
 impl FrameRelay {
-    /// Whether the machine has what a relay needs besides a network, and if not, why.
+    /// Checks whether the machine has what a relay needs in addition to a network. The error is the reason why it has not.
     pub fn available() -> Result<(), String> {
         let opened = File::options().read(true).write(true).open(tap::FACTORY);
         opened.map(drop).map_err(|error| format!("{}: {error}", tap::FACTORY))
@@ -59,22 +59,22 @@ impl FrameRelay {
         FrameRelay(Steered::start(|steering| wire.run(steering)))
     }
 
-    /// Holds all frames from the end of this call until [`resume`](FrameRelay::resume). Some thousand are kept.
+    /// Holds all frames from the end of this call until [`resume`](FrameRelay::resume). Some thousand frames are kept.
     pub fn pause(&self) {
         self.0.tell(|state| state.is_paused = true);
     }
 
-    /// Lets go of all frames that were held, and goes on.
+    /// Delivers all frames that were held, and continues.
     pub fn resume(&self) {
         self.0.tell(|state| state.is_paused = false);
     }
 
-    /// Drops what asks for TCP connections to other ports than these, in either direction, from the end of this call on.
+    /// From the end of this call, drops requests for TCP connections to ports outside of `ports`, in either direction.
     pub fn let_through(&self, ports: &[RangeInclusive<u16>]) {
         self.0.tell(|state| state.firewall = Firewall::letting_through(ports));
     }
 
-    /// What has come so far from the other end, on its way in this direction.
+    /// Returns the counts of the frames in this direction so far.
     pub fn counts(&self, towards: Towards) -> FrameCounts {
         self.0.look(|state| state.counts[towards as usize])
     }
@@ -83,7 +83,7 @@ impl FrameRelay {
 impl Wire {
     fn run(mut self, steering: &Steering<State>) {
         loop {
-            // Held until all is done, so that nothing passes once somebody has been told that it does not.
+            // The lock is held until everything is forwarded, so that nothing passes after a call of `FrameRelay::pause` has returned.
             let mut held = steering.orders();
             let Some(state) = &mut *held else { return };
             if state.is_paused {
@@ -124,7 +124,7 @@ impl Wire {
     fn deliver(&mut self, towards: Towards) {
         let now = Instant::now();
         while let Some(frame) = self.lines[towards as usize].receive(now) {
-            // A device that is down, or whose host is busy, loses it, as any device does.
+            // A device that is down, or whose host is busy, loses the frame, as any device does.
             let _ = self.ends[towards as usize].write(&frame);
         }
     }

@@ -2,11 +2,11 @@ use super::Conditions;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// One direction of a relay: what is under way, first in, first out.
+/// One direction of a relay: a first-in, first-out queue of items in flight.
 #[derive(Debug)]
 pub(super) struct Line<T> {
     conditions: Conditions,
-    /// When the last of what was sent has left the near end.
+    /// Time at which the last item has left the sender. `None` before the first item.
     idle_from: Option<Instant>,
     under_way: VecDeque<UnderWay<T>>,
     num_bytes: usize,
@@ -24,7 +24,7 @@ impl<T> Line<T> {
         Line { conditions, idle_from: None, under_way: VecDeque::new(), num_bytes: 0 }
     }
 
-    /// Sends: it leaves when all before it have left, at the line's rate, and arrives a delay later.
+    /// Sends an item. It leaves when all items before it have left, at the rate of the line, and arrives a delay later.
     pub(super) fn send(&mut self, now: Instant, num_bytes: usize, content: T) {
         let start = self.idle_from.map_or(now, |idle_from| idle_from.max(now));
         let duration = self.conditions.bits_per_second.map_or(Duration::ZERO, |bits_per_second| {
@@ -45,7 +45,7 @@ impl<T> Line<T> {
         Some(first.content)
     }
 
-    /// When there is something to receive, if nothing more is sent.
+    /// Returns when the next item arrives. `None` if no item is in flight.
     pub(super) fn next_arrival(&self) -> Option<Instant> {
         self.under_way.front().map(|first| first.arrival)
     }

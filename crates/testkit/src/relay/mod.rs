@@ -1,7 +1,7 @@
-//! Relays, which stand in the middle of a line and do to what passes what bad lines do.
+//! Relays, which forward traffic and simulate bad links.
 //!
-//! [`FrameRelay`] passes on Ethernet frames between two devices, late or not at all, so that TCP itself deals with it;
-//! it takes root. [`TcpRelay`] passes on the bytes of TCP connections, and takes nothing.
+//! [`FrameRelay`] forwards Ethernet frames between two devices, with delays and losses that TCP itself has to handle. It requires root.
+//! [`TcpRelay`] forwards the bytes of TCP connections, and requires nothing.
 
 mod firewall;
 mod flow;
@@ -17,44 +17,45 @@ pub use tcp::TcpRelay;
 use std::time::Duration;
 use trireme_base::{Random, RandomKey};
 
-/// What a line does to all that passes, in each direction on its own.
+/// Delay and rate of a link, in each direction separately.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Conditions {
-    /// How long everything takes from one end to the other: half the round trip.
+    /// Time from one end to the other: half of the round trip.
     pub delay: Duration,
-    /// What passes within a second at most; without it, all that comes.
+    /// Maximum rate. `None` is unlimited.
     pub bits_per_second: Option<u64>,
 }
 
 /// A direction of a relay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Towards {
-    /// To the host behind the relay, or to who connects to it.
+    /// Towards the host behind the relay, or towards the client that connects to it.
     Near = 0,
-    /// To the network, or to the target.
+    /// Towards the network, or towards the target.
     Far = 1,
 }
 
 impl Towards {
     const BOTH: [Towards; 2] = [Towards::Near, Towards::Far];
 
-    /// The index of the end that it comes from; its own is where it goes to.
+    /// Returns the index of the end from which this direction comes. The direction's own index is that of its destination.
     fn source(self) -> usize {
         1 - self as usize
     }
 }
 
-/// Which frames are lost: a fraction of them, found by a random number for each that depends on the seed alone.
+/// Random loss of frames. Each frame is lost or not by a random number, which depends only on the seed, the direction and the frame's
+/// index.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Loss {
-    /// From 0 to 1, in each direction.
+    /// Fraction of frames that are lost in each direction, from 0 to 1.
     pub fraction: f64,
-    /// The same seed loses the same frames.
+    /// Seed of the random numbers. The same seed loses the same frames.
     pub seed: u64,
 }
 
 impl Loss {
-    /// Whether the frame of this index, from 0, is lost on its way.
+    /// Returns whether the frame with this index, from 0, is lost in this direction.
     pub fn takes(&self, towards: Towards, index: u64) -> bool {
         let purpose = match towards {
             Towards::Near => "frames lost towards the near end",

@@ -5,24 +5,24 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// A thread, and the orders by which its owner steers it; it ends with this value.
+/// A thread, and the orders by which its owner controls it. The thread ends when this value is dropped.
 #[derive(Debug)]
 pub(super) struct Steered<O> {
     steering: Arc<Steering<O>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A thread's side of its [`Steered`].
+/// The thread's side of a [`Steered`] value.
 #[derive(Debug)]
 pub(super) struct Steering<O> {
-    /// An event by which the owner wakes the thread.
+    /// Event descriptor by which the owner wakes the thread.
     waker: OwnedFd,
-    /// None when the thread is to end.
+    /// The orders of the owner. `None` when the thread is to end.
     orders: Mutex<Option<O>>,
 }
 
 impl<O: Default + Send + 'static> Steered<O> {
-    /// Starts a thread on `run`, which returns once there are no orders any more.
+    /// Starts a thread on `run`, which must return once the orders are `None`.
     pub(super) fn start(run: impl FnOnce(&Steering<O>) + Send + 'static) -> Self {
         let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("a descriptor");
         let steering = Arc::new(Steering { waker, orders: Mutex::new(Some(O::default())) });
@@ -37,25 +37,26 @@ impl<O> Steered<O> {
         self.steering.wake();
     }
 
-    /// Looks at the orders, and what the thread has noted there.
+    /// Calls `read` with the orders, in which the thread may also record results.
     pub(super) fn look<R>(&self, read: impl FnOnce(&mut O) -> R) -> R {
         read(self.steering.orders().as_mut().expect("orders last as long as their owner"))
     }
 }
 
 impl<O> Steering<O> {
-    /// The orders; none if the thread is to end. What is done while they are held is done before their owner's next change.
+    /// Locks the orders, which are `None` if the thread is to end. Everything that the thread does under the lock is done before the
+    /// owner's next change.
     pub(super) fn orders(&self) -> MutexGuard<'_, Option<O>> {
         self.orders.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the wait that goes on, or else the next one.
+    /// Ends the current wait, or else the next one.
     fn wake(&self) {
-        // It can only fail after 2^64 calls that nobody waited for.
+        // Fails only after 2^64 calls without a wait.
         let _ = write(&self.waker, &1_u64.to_ne_bytes());
     }
 
-    /// Waits until something is ready, the time has come, or the orders change; sometimes for less.
+    /// Waits until a descriptor in `ready` is ready, the time `until` has come, or the orders change. May return earlier.
     pub(super) fn wait<'a>(&'a self, mut ready: Vec<PollFd<'a>>, until: Option<Instant>) {
         ready.push(PollFd::new(&self.waker, PollFlags::IN));
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));

@@ -6,7 +6,7 @@ use std::mem::size_of;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 
-/// Where such devices are made.
+/// The file through which TAP devices are created.
 pub(super) const FACTORY: &str = "/dev/net/tun";
 
 /// The kernel's `struct ifreq`, used for a device's name and flags.
@@ -17,8 +17,8 @@ struct Request {
     rest: [u8; size_of::<libc::ifreq>() - libc::IFNAMSIZ - size_of::<libc::c_short>()],
 }
 
-/// Makes an Ethernet device in the network namespace of the calling thread. What the kernel sends over it is read from
-/// the file, a frame a read, and what is written is received; neither waits. The device ends with the file.
+/// Creates an Ethernet device in the network namespace of the calling thread. Each read from the file returns a frame that the kernel sends
+/// over the device, and each write is a frame that the device receives. Neither blocks. The device ends when the file is closed.
 pub(crate) fn open(name: &str) -> io::Result<File> {
     let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(FACTORY)?;
     let flags = libc::IFF_TAP | libc::IFF_NO_PI;

@@ -7,10 +7,11 @@ use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
-/// Passes TCP connections to the loopback device on to a target, on a thread that ends with this value; so do they.
+/// Forwards TCP connections from a port of the loopback device to a target, on a thread of its own. The thread and the connections end when
+/// this value is dropped.
 ///
-/// Towards each side it is a TCP of its own: what it holds back has been acknowledged, so no keepalive or retransmission
-/// of theirs fails. For a network that fails beneath TCP there is [`Link::cut`](crate::network::Link::cut).
+/// The relay is a TCP endpoint towards each side. The bytes that it holds back have been acknowledged, so no keepalive or retransmission of
+/// the two sides fails. [`Link::cut`](crate::network::Link::cut) simulates a network that fails below TCP.
 #[derive(Debug)]
 pub struct TcpRelay {
     address: SocketAddr,
@@ -40,17 +41,17 @@ struct Exchange {
 }
 
 struct Connection {
-    /// By the direction towards them.
+    /// Sockets, indexed by the direction of which they are the destination.
     ends: [TcpStream; 2],
     flows: [Flow; 2],
     number: usize,
 }
 
 impl TcpRelay {
-    /// Listens on a free port of 127.0.0.1.
+    /// Starts a relay that listens on a free port of 127.0.0.1.
     ///
     /// # Panics
-    /// If it cannot.
+    /// If the relay cannot listen.
     pub fn start(target: SocketAddr, conditions: Conditions) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
         listener.set_nonblocking(true).expect("a mode that sockets have");
@@ -59,27 +60,27 @@ impl TcpRelay {
         TcpRelay { address, exchange: Steered::start(|steering| exchange.run(steering)) }
     }
 
-    /// Where to connect to, instead of to the target.
+    /// Address to connect to, instead of the target.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Passes on nothing from the end of this call, no new connection and no end of one, and tells neither side.
+    /// From the end of this call, forwards no bytes, no new connections and no ends of connections, without notice to either side.
     pub fn cut(&self) {
         self.exchange.tell(|orders| orders.is_cut = true);
     }
 
-    /// Goes on after [`cut`](TcpRelay::cut); nothing is lost.
+    /// Continues after [`cut`](TcpRelay::cut). No bytes are lost.
     pub fn restore(&self) {
         self.exchange.tell(|orders| orders.is_cut = false);
     }
 
-    /// Ends all connections that there are with a reset (RST) to both sides.
+    /// Ends all existing connections with a reset (RST) to both sides.
     pub fn reset(&self) {
         self.exchange.tell(|orders| orders.is_reset = true);
     }
 
-    /// Inverts a byte of a connection that has not passed yet. Connections and the bytes of each direction count from 0.
+    /// Inverts a byte of a connection that has not passed yet. Connections, and the bytes of each direction, are numbered from 0.
     pub fn corrupt(&self, connection: usize, towards: Towards, byte: u64) {
         self.exchange.tell(|orders| orders.corruptions.push(Corruption { connection, towards, byte }));
     }
@@ -88,7 +89,7 @@ impl TcpRelay {
 impl Exchange {
     fn run(mut self, steering: &Steering<Orders>) {
         loop {
-            // Held until all is done, so that nothing passes once somebody has been told that it does not.
+            // The lock is held until everything is forwarded, so that nothing passes after a call of `TcpRelay::cut` has returned.
             let mut held = steering.orders();
             let Some(orders) = &mut *held else { return };
             if std::mem::take(&mut orders.is_reset) {
@@ -108,7 +109,7 @@ impl Exchange {
 
     fn accept(&mut self) {
         while let Ok((near, _)) = self.listener.accept() {
-            // Who cannot be connected learns it from the end of the connection.
+            // If the target cannot be reached, the connection is closed, which the client notices.
             self.connections.extend(Connection::new(near, self.target, self.num_accepted, self.conditions));
             self.num_accepted += 1;
         }
@@ -151,7 +152,7 @@ impl Connection {
         Ok(Connection { ends, flows: [(); 2].map(|()| Flow::new(conditions)), number })
     }
 
-    /// Reads and writes what can be without waiting; an error if one of the sides has broken off.
+    /// Reads and writes as much as possible without blocking. Fails if one of the sides has broken the connection.
     fn pass_on(&mut self, corruptions: &[Corruption]) -> io::Result<()> {
         for (towards, flow) in Towards::BOTH.into_iter().zip(&mut self.flows) {
             let is_here = |it: &&Corruption| it.connection == self.number && it.towards == towards;

@@ -1,4 +1,4 @@
-//! Tests of the networks and relays for tests.
+//! Tests of the test networks and relays.
 
 mod network;
 mod relay;

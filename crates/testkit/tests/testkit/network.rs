@@ -1,4 +1,4 @@
-//! Hosts in namespaces: what passes between them, what does not, and that nothing stays behind.
+//! Hosts in namespaces: the traffic between them, its isolation, and the cleanup.
 
 use crate::support::{network, transfer};
 use std::io::{ErrorKind, Read, Write};
@@ -51,7 +51,7 @@ fn payload_is_what_was_sent() {
         let before = (a.link().traffic(), b.link().traffic());
         transfer(&a, &b, address, num_bytes);
         let (a, b) = (a.link().traffic() - before.0, b.link().traffic() - before.1);
-        // Some packets of other protocols, what the making of a connection takes, and segments of 1448 bytes.
+        // Packets of other protocols, the setup of a connection, and retransmitted segments of 1448 bytes.
         let tolerance = 1000 + 1448 * a.num_resent_segments;
         for volume in [a.sent, b.received] {
             let payload = volume.payload_bytes(header_bytes);
@@ -61,7 +61,7 @@ fn payload_is_what_was_sent() {
     }
 }
 
-/// The number after this key in what `tc` says of a host's device.
+/// Returns the number after `key` in the output of `tc` for a host's device.
 fn of_queue(host: &Host, key: &str) -> Option<u64> {
     let output = host.command("tc").args("-j -s qdisc show dev eth0".split(' ')).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
@@ -77,7 +77,7 @@ fn a_shaped_link_holds_back_what_exceeds_its_rate() {
     for rate in [80_000_000, 40_000_000] {
         a.link().shape(rate);
         assert_eq!(of_queue(&a, "rate"), Some(rate / 8));
-        // Both far above the burst: in one direction the host's end holds back, in the other the switch's.
+        // Both transfers are far above the burst. In one direction the host's end holds back, in the other the switch's end.
         assert_eq!(transfer(&a, &b, b.ipv4().into(), 300_000).len(), 300_000);
         assert!(of_queue(&a, "overlimits") > Some(0));
         assert_eq!(transfer(&b, &a, a.ipv4().into(), 300_000).len(), 300_000);
@@ -86,7 +86,7 @@ fn a_shaped_link_holds_back_what_exceeds_its_rate() {
     assert_eq!(of_queue(&a, "rate"), None);
 }
 
-/// A connection between two hosts: their ends.
+/// Connects two hosts, and returns both ends of the connection.
 fn connection(from: &Host, to: &Host) -> (TcpStream, TcpStream) {
     let address = SocketAddr::from((to.ipv4(), PORT));
     let listener = to.enter(|| TcpListener::bind(address)).unwrap();
@@ -110,7 +110,7 @@ fn a_cut_is_silence_and_no_error_and_what_was_sent_comes_later() {
         assert_eq!(has_carrier(), keeps_carrier);
         let before = a.link().traffic();
         near.write_all(b"hello").unwrap();
-        // It was sent, or could not be for want of a carrier; and now nothing is left on its way.
+        // The bytes were sent, or could not be sent without a carrier. Now nothing is in flight.
         let was_sent = || a.link().traffic().sent.bytes > before.sent.bytes;
         assert!(!keeps_carrier || crate::support::eventually(was_sent));
         assert_eq!(far.read(&mut [0; 9]).expect_err("nothing came").kind(), ErrorKind::WouldBlock);
@@ -125,7 +125,7 @@ fn a_cut_is_silence_and_no_error_and_what_was_sent_comes_later() {
     }
 }
 
-/// Processes in the network namespace of this number.
+/// Returns the number of processes in the network namespace of this inode number.
 fn processes_within(namespace: u64) -> usize {
     let processes = std::fs::read_dir("/proc").unwrap().filter_map(Result::ok);
     let within = |entry: std::fs::DirEntry| {
@@ -134,7 +134,7 @@ fn processes_within(namespace: u64) -> usize {
     processes
         .filter(|entry| entry.file_name().to_str().unwrap().parse::<u32>().is_ok())
         .filter(|entry| {
-            // A process that has just ended is none.
+            // A process that has just ended does not count.
             std::fs::read_link(entry.path().join("exe")).is_ok()
         })
         .map(within)
@@ -142,7 +142,7 @@ fn processes_within(namespace: u64) -> usize {
         .count()
 }
 
-/// Names of the devices and of the namespaces outside.
+/// Returns the names of the devices and of the namespaces outside of the network.
 fn outside() -> Vec<String> {
     let commands = [["-o", "link"], ["netns", "list"]];
     let listed = commands.map(|words| std::process::Command::new("ip").args(words).output().unwrap().stdout);

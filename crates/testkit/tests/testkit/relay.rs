@@ -1,4 +1,4 @@
-//! Lines that delay, lose, hold, cut and corrupt.
+//! Relays that delay, lose, hold, cut and corrupt.
 
 use crate::support::{connect, eventually, exchange, network, transfer};
 use std::io::{ErrorKind, Read, Write};
@@ -8,7 +8,7 @@ use trireme_testkit::network::Network;
 use trireme_testkit::or_skip;
 use trireme_testkit::relay::{Conditions, FrameRelay, Loss, TcpRelay, Towards};
 
-/// A network that can have relays, or the reason why the test does without.
+/// Returns a network that can have relays, or skips the test.
 fn network_with_relays() -> Option<Network> {
     or_skip("relays", FrameRelay::available())?;
     network()
@@ -96,7 +96,7 @@ fn a_relayed_link_can_be_shaped_and_cut_as_any() {
     near.enter(|| TcpStream::connect(address)).unwrap();
 }
 
-/// A relay, and the connection through it: its ends.
+/// Starts a relay and connects through it. Returns the relay and both ends of the connection.
 fn relayed(conditions: Conditions) -> (TcpRelay, TcpStream, TcpStream) {
     let target = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let relay = TcpRelay::start(target.local_addr().unwrap(), conditions);
@@ -145,7 +145,7 @@ fn a_tcp_relay_resets_both_sides() {
             ErrorKind::ConnectionReset
         );
     }
-    // A side's own reset reaches the other, too.
+    // A reset by one side reaches the other side, too.
     let (_relay, near, mut far) = relayed(Conditions::default());
     rustix::net::sockopt::set_socket_linger(&near, Some(Duration::ZERO)).unwrap();
     drop(near);
@@ -180,10 +180,10 @@ fn a_tcp_relay_ends_its_connections_with_itself() {
     for end in [&mut near, &mut far] {
         assert_eq!(end.read(&mut [0; 1]).unwrap(), 0);
     }
-    // A process that another test is starting has the socket until its program begins.
+    // A process that another test is starting holds the socket until its program begins.
     let is_refused = |error: std::io::Error| error.kind() == ErrorKind::ConnectionRefused;
     assert!(eventually(|| TcpStream::connect(address).is_err_and(is_refused)));
-    // A target that is not there ends the connection, not the relay.
+    // A target that does not exist ends the connection, not the relay.
     let relay = TcpRelay::start(address, Conditions::default());
     for _ in 0..2 {
         assert!(!matches!(connect(relay.address()).read(&mut [0; 1]), Ok(1)));

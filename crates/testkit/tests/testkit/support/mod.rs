@@ -1,19 +1,19 @@
-//! Bytes from host to host.
+//! Transfers between hosts.
 use std::io::{Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 use trireme_testkit::network::{Host, Network};
 use trireme_testkit::or_skip;
 
-/// Far above what anything here takes.
+/// Timeout, far above the time that anything here takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A network, or the reason why the test does without.
+/// Returns a network, or skips the test.
 pub(crate) fn network() -> Option<Network> {
     or_skip("networks of hosts", Network::available()).map(|()| Network::new())
 }
 
-/// Sends this many bytes, which count, over a connection; what has come out at its other end.
+/// Sends `num_bytes` bytes of a counting sequence over a connection, and returns the bytes received at its other end.
 pub(crate) fn transfer(from: &Host, to: &Host, address: IpAddr, num_bytes: usize) -> Vec<u8> {
     let listener = to.enter(|| TcpListener::bind((address, 0))).unwrap();
     let address = listener.local_addr().unwrap();
@@ -21,14 +21,14 @@ pub(crate) fn transfer(from: &Host, to: &Host, address: IpAddr, num_bytes: usize
     exchange(stream, listener, num_bytes)
 }
 
-/// Sends this many bytes over `stream`; what the one that `listener` accepts receives.
+/// Sends `num_bytes` bytes of a counting sequence over `stream`, and returns the bytes received by the connection that `listener` accepts.
 pub(crate) fn exchange(mut stream: TcpStream, listener: TcpListener, num_bytes: usize) -> Vec<u8> {
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let bytes: Vec<u8> = (0..num_bytes).map(|index| index as u8).collect();
             stream.write_all(&bytes).unwrap();
             stream.shutdown(Shutdown::Write).unwrap();
-            // The end of the other side: until then what was sent may still be on its way.
+            // Waits for the other side to close, because until then the bytes may still be in flight.
             assert_eq!(stream.read(&mut [0]).unwrap(), 0);
         });
         let mut received = Vec::new();
@@ -39,7 +39,7 @@ pub(crate) fn exchange(mut stream: TcpStream, listener: TcpListener, num_bytes: 
     })
 }
 
-/// Looks again and again until it is so; whether it ever was.
+/// Polls until `is_so` returns true. Returns false if it does not within the timeout.
 pub(crate) fn eventually(mut is_so: impl FnMut() -> bool) -> bool {
     let deadline = Instant::now() + PATIENCE;
     while !is_so() {
@@ -51,7 +51,7 @@ pub(crate) fn eventually(mut is_so: impl FnMut() -> bool) -> bool {
     true
 }
 
-/// A TCP connection to `address` from this machine itself.
+/// Opens a TCP connection to `address` from this machine itself.
 pub(crate) fn connect(address: SocketAddr) -> TcpStream {
     let stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
