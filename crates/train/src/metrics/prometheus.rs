@@ -1,7 +1,7 @@
 //! Serves the most recent record of a run over HTTP in the Prometheus text format.
 //!
-//! One thread serves up to [`CONNECTIONS_MAX`] connections at a time, each for at most [`CONNECTION_MAX`]. A further client takes the place of the
-//! oldest connection, so clients that connect and say nothing do not keep others out.
+//! One thread serves up to [`CONNECTIONS_MAX`] connections at a time, each for at most [`CONNECTION_MAX`]. A further client replaces the
+//! oldest connection, so clients that connect and send nothing do not block others.
 
 use super::{MetricsError, StepRecord};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
