@@ -115,7 +115,8 @@ impl Trainer<'_> {
         }
     }
 
-    /// Returns the model FLOPs utilization of a step; `None` without a known peak, and for a program whose steps were all skipped, which runs no pass.
+    /// Returns the model FLOPs utilization of a step. `None` without a known peak, and for a program whose steps were all skipped, because
+    /// it runs no pass.
     fn mfu(&mut self, step_seconds: f64) -> Option<f64> {
         const LOW_PEAK: &str = "steps are faster than the peak that is known of the devices, so MFU is left out: it was measured while other programs \
                                 computed, or [metrics] peak_flops is too small";
