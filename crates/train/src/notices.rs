@@ -11,7 +11,7 @@ use trireme_tensor::Precision;
 /// models", 2023, section 6).
 const PASSES_MAX: f64 = 4.0;
 
-/// Notifies the user if the bits of results depend on the layout.
+/// Notifies the user if the bits of results depend on the layout, unless the config asks for `determinism = "run"`.
 pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &mut dyn Observer) {
     if config.training().determinism == Determinism::Run {
         return;

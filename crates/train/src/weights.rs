@@ -178,7 +178,7 @@ pub(crate) fn part(info: &ParameterInfo) -> Part {
     let whole = Part::whole(info.whole.dims());
     match info.cut {
         Some(cut) if info.place.degree > 1 => whole.cut(cut, info.place),
-        // Groups of a dim would be boxes of their own.
+        // On a single rank, a dim with groups would be split into one box per group.
         _ => whole,
     }
 }

@@ -158,7 +158,7 @@ config_choice! {
 config_choice! {
     /// The data type in which gradients are summed.
     QuantizedGradients {
-        /// Floats, of `reduce_dtype`.
+        /// Floats of the type `reduce_dtype`.
         None = "none",
         /// 8-bit integers in blocks that share a scale.
         Int8 = "int8",

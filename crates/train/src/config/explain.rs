@@ -135,7 +135,7 @@ fn explain_key(key: &Key) -> String {
 /// Returns the line that sets the key to its value, if it has one.
 fn assignment(key: &Key) -> Option<String> {
     let value = match key.value.as_ref()? {
-        // `1e-8` rather than `0.00000001`.
+        // Writes `1e-8`, not `0.00000001`.
         toml::Value::Float(number) if *number != 0.0 && number.abs() < 1e-3 => format!("{number:e}"),
         value => value.to_string(),
     };

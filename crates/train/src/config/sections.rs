@@ -1,5 +1,5 @@
-//! Every key of the config with its name, type, default, limits and documentation, each defined once. The reader, the validator, `trireme
-//! config --explain` and the written config are derived from these lists.
+//! Every key of the config with its name, type, default, limits and documentation, each defined once. The reader, the validator,
+//! `trireme config --explain` and the written config are derived from these lists.
 
 use super::choice::{Architecture, Bind, Change, DeviceName, Fp8, LogFormat, Packing, Resume, Tokenizer};
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};

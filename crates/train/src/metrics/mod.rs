@@ -90,7 +90,7 @@ impl MetricsWriter {
     /// Writes the record of a step to each file. If the disk is full, the record waits in memory.
     ///
     /// # Errors
-    /// If the limit of waiting bytes is exceeded.
+    /// If the limit of waiting bytes is exceeded, or if the record is too long.
     pub fn write(&mut self, record: &StepRecord) -> Result<Written, MetricsError> {
         if let Some(prometheus) = &self.prometheus {
             prometheus.show(record);

@@ -28,7 +28,7 @@ const REQUEST_BYTES_MAX: usize = 8 << 10;
 /// Pause before connections are accepted again after the system has refused one.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Names of counters, which only increase. Prometheus requires the ending `_total`.
+/// Names of counters, which only increase. By Prometheus' convention, `_total` is appended to their names.
 const COUNTERS: [&str; 4] = ["steps", "samples", "tokens", "skipped_steps"];
 
 /// An HTTP endpoint that answers requests for `/metrics` until it is dropped.

@@ -98,8 +98,8 @@ pub struct StepRecord {
     /// The loss scale of this step's backward. Only in runs with `dtype = "f16"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<u32>,
-    /// Steps skipped since the beginning of the run, because gradients overflowed or nothing counted in the loss. Only in runs with `dtype
-    /// = "f16"`.
+    /// Steps skipped since the beginning of the run, because gradients overflowed or nothing counted in the loss. Only in runs with
+    /// `dtype = "f16"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped_steps: Option<u64>,
     /// Model FLOPs utilization: the operations that the model needs for the step, relative to the peak of all workers, if the peak is
