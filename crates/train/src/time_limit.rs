@@ -51,8 +51,8 @@ impl TimeLimit {
         self.longest_validation = self.longest_validation.max(took);
     }
 
-    /// Records that a run of the step program begins `now`. Returns whether it must be the last one. This is so if another one after it,
-    /// with the validation that may follow, might not leave enough time for a checkpoint.
+    /// Records that a run of the step program begins `now`. Returns whether it must be the last one: after another run, and the validation
+    /// that may follow it, the remaining time might not suffice for a checkpoint.
     pub(crate) fn begin_step(&mut self, now: Instant) -> bool {
         if let Some(began) = self.began.replace(now) {
             let took = now.saturating_duration_since(began).saturating_sub(self.between_steps);

@@ -12,8 +12,8 @@ use trireme_tensor::Precision;
 
 impl Config {
     /// Returns every key of a section, or of all sections if `section` is `None`, with its type, default and meaning, in the form of a
-    /// config file. For a word that names no section, returns the keys whose names, documentation or values contain it, or that other
-    /// systems call so.
+    /// config file. Also accepts the name of a key, such as `optimizer.lr`. For any other word, returns the keys whose names, documentation
+    /// or values contain it, or that other systems call so.
     ///
     /// # Errors
     /// [`ConfigError::UnknownSection`] if no section and no key fits.
