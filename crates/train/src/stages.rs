@@ -105,8 +105,8 @@ fn unit_costs(passes: &UnitPasses, keep: Keep) -> StageCosts {
         backward_weight: passes.weight_half_cost.operations(),
         update: 0,
         activation: activation as u64,
-        // Limited to the bytes that forward keeps. If most activations are recomputed, more bytes remain between the halves of backward, but
-        // for one microbatch at a time.
+        // Limited to the bytes that forward keeps. If most activations are recomputed, more bytes remain between the halves of backward,
+        // but for one microbatch at a time.
         weight_activation: passes.halved.min(activation) as u64,
     }
 }
