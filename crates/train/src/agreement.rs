@@ -1,8 +1,9 @@
-//! All ranks train the same run, or none does.
+//! Checks before training that all ranks have the same config, task and samples, so that either all of them train the same run or none
+//! does.
 //!
-//! Ranks that are started by hand may be given different configs, models or texts. Nothing in training itself would notice:
-//! each would apply its own learning rate to the common gradient, and a checkpoint would mix their weights. Ranks whose kernels
-//! run at different SIMD levels drift apart in the same way, because each rank computes some updates, such as Muon's, by itself.
+//! Ranks that are started by hand may be given different configs, models or texts. Nothing in training would detect this: each rank would
+//! apply its own learning rate to the common gradient, and a checkpoint would mix their weights. Ranks whose kernels run at different SIMD
+//! levels diverge in the same way, because each rank computes some updates, such as Muon's, on its own.
 
 use crate::config::Config;
 use crate::dataset::Dataset;
@@ -14,18 +15,18 @@ use trireme_checkpoint::StoredTensors;
 use trireme_comm::{CONTROL_BYTES_MAX, Group};
 use trireme_tensor::CpuFeatures;
 
-/// The longest value that a message quotes, in characters.
+/// The maximum number of characters of a value that a message quotes.
 const VALUE_CHARS_MAX: usize = 200;
 
-/// Differences that a message lists before it counts the rest.
+/// The number of differences that an error lists. It counts the rest.
 const LISTED_MAX: usize = 20;
 
-/// What must be the same on all ranks: a value for each name.
+/// Named values that must be equal on all ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Facts(BTreeMap<String, String>);
 
 impl Facts {
-    /// The version of the program, the config, and the SIMD level of the kernels, which round differently at each level.
+    /// Returns the version of the program, the config, and the SIMD level of the kernels. Kernels of different levels round differently.
     pub(crate) fn of_config(config: &Config, features_max: Option<CpuFeatures>) -> Self {
         let version = ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned());
         let supported = CpuFeatures::detect();
@@ -39,7 +40,7 @@ impl Facts {
         self.0.insert(name.to_owned(), value);
     }
 
-    /// The task, and its samples to train and to validate on.
+    /// Returns the facts of the task and of its training and validation samples.
     pub(crate) fn of_task(task: &dyn Task, train: &dyn Dataset, validation: Option<&dyn Dataset>) -> Self {
         let mut facts = BTreeMap::from_iter(task.facts());
         facts.insert("model".to_owned(), task.description());
@@ -74,10 +75,10 @@ impl Facts {
         })
     }
 
-    /// As a message, with long values cut, and no more facts than control data may hold.
+    /// Encodes the facts as JSON of at most [`CONTROL_BYTES_MAX`] bytes. Long values are truncated, and facts that do not fit are left out.
     fn to_bytes(&self) -> Vec<u8> {
         let mut facts = BTreeMap::new();
-        // JSON writes a byte as six at most.
+        // JSON escapes a byte to at most six bytes.
         let mut bytes_left = CONTROL_BYTES_MAX / 6 - 2;
         for (name, value) in &self.0 {
             let mut quoted: String = value.chars().take(VALUE_CHARS_MAX).collect();
@@ -92,7 +93,7 @@ impl Facts {
         serde_json::to_vec(&facts).expect("a map of texts is JSON")
     }
 
-    /// Reads a message. Another version may write it in another way: then no fact is known of its rank.
+    /// Decodes a message of another rank. The result is empty if it cannot be parsed, as another version may use another format.
     fn from_bytes(bytes: &[u8]) -> Self {
         Facts(serde_json::from_slice(bytes).unwrap_or_default())
     }
@@ -100,10 +101,10 @@ impl Facts {
 
 /// Compares facts on all ranks. Collective.
 ///
-/// Cost: one exchange of four bytes; the facts are exchanged only if they differ.
+/// Costs one all-gather of four bytes. The facts themselves are exchanged only if checksums differ.
 ///
 /// # Errors
-/// [`TrainError::RanksDisagree`] on all ranks, with each fact that differs, its values and their ranks.
+/// [`TrainError::RanksDisagree`] on all ranks, with each differing fact, its values and the ranks that have them.
 pub(crate) fn agree(facts: &Facts, group: &Group) -> Result<(), TrainError> {
     group.set_line(format_args!("comparing the configs of the ranks"));
     let checksums = group.all_gather_bytes(&facts.checksum().to_le_bytes()).wait()?;
@@ -115,7 +116,7 @@ pub(crate) fn agree(facts: &Facts, group: &Group) -> Result<(), TrainError> {
     Err(TrainError::RanksDisagree { differences: differences(&all) })
 }
 
-/// A line for each fact that differs, with its values and their ranks.
+/// Returns a line for each fact that differs, with its values and their ranks.
 fn differences(all: &[Facts]) -> Vec<String> {
     let names: BTreeSet<&String> = all.iter().flat_map(|facts| facts.0.keys()).collect();
     let mut lines: Vec<String> = names.into_iter().filter_map(|name| difference(name, all)).collect();
@@ -133,7 +134,7 @@ fn difference(name: &str, all: &[Facts]) -> Option<String> {
         by_value.entry(facts.0.get(name)).or_default().push(Rank(rank));
     }
     let mut values: Vec<_> = by_value.into_iter().collect();
-    // That of rank 0 comes first.
+    // The value of rank 0 comes first.
     values.sort_by_key(|(_, ranks)| ranks[0]);
     let text = |(value, of): &(Option<&String>, Vec<Rank>)| {
         format!("{} on {}", value.map_or("not set", |value| value), ranks(of.iter().copied()))

@@ -1,4 +1,4 @@
-//! Values that serde writes as their texts.
+//! Serde functions for values that are serialized as text, by `Display` and `FromStr`.
 
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serializer};
@@ -17,7 +17,7 @@ where
     String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
 }
 
-/// As of the parent module, for what may be absent.
+/// The same functions for an `Option`.
 pub(crate) mod option {
     use super::*;
     use serde::Serialize;

@@ -1,8 +1,7 @@
-//! Dynamic balance of a pipeline: what units take is measured, and when one rank works much more than the others, stages are
-//! cut anew.
+//! Dynamic load balance of a pipeline. The times of units are measured, and if one rank works much more than the others, the units are
+//! split into stages again.
 //!
-//! A unit is taken to cost on any rank what it costs where it lies. What a rank of another speed makes of it shows in the
-//! next steps.
+//! A unit is assumed to cost the same on every rank as on the rank that holds it. If ranks differ in speed, the next measurements show it.
 
 use crate::choices::StepChoices;
 use crate::config::Config;
@@ -17,16 +16,17 @@ use trireme_parallel::{ActionTime, Executor};
 use trireme_schedule::pipeline::{self, StageCosts};
 use trireme_schedule::{Action, Outline, Program};
 
-/// Steps whose times are kept: enough for a median that a few slow steps do not touch, few enough to be of now.
+/// Steps whose times are kept: enough that a few slow steps do not change the median, few enough that the median reflects recent steps.
 const STEPS_MAX: usize = 16;
 
-/// What the busiest rank of another cut works less at least, for units to move: less may be noise.
+/// Minimum relative reduction of the busiest rank's work that justifies moving units. Smaller gains may be noise.
 const GAIN_MIN: f64 = 0.03;
 
-/// What a unit takes in a step, in nanoseconds of all microbatches: forward, backward in one, its input half with what is made
-/// again, its weight half, and the update.
+/// The times of a unit in one step, in nanoseconds, summed over its microbatches: forward; backward where a pass runs both halves;
+/// recomputation and the input half of backward; the weight half of backward; and the update.
 type UnitTimes = [u64; 5];
 
+/// Returns the index in [`UnitTimes`] to which the time of an action is added, or `None` if the action is no computation of a unit.
 fn part_of(action: Action) -> Option<usize> {
     match action {
         Action::Forward { .. } => Some(0),
@@ -41,9 +41,9 @@ fn part_of(action: Action) -> Option<usize> {
 /// The times of this rank's units in the last steps.
 struct MeasuredTimes {
     num_units: usize,
-    /// By step, then unit; steps take turns.
+    /// Indexed by `step % STEPS_MAX`, then by unit.
     times: Vec<UnitTimes>,
-    /// Steps seen. The first one takes memory that the others find, and is not kept.
+    /// Number of steps observed. The first one is not kept, because it allocates memory that later steps reuse.
     num_seen: usize,
 }
 
@@ -52,7 +52,7 @@ impl MeasuredTimes {
         MeasuredTimes { num_units, times: vec![UnitTimes::default(); STEPS_MAX * num_units], num_seen: 0 }
     }
 
-    /// Takes in a step. Allocates nothing.
+    /// Records the unit times of one step. Does not allocate.
     fn observe(&mut self, program: &Program, timeline: &[ActionTime]) {
         self.num_seen += 1;
         let Some(place) = self.num_seen.checked_sub(2).map(|kept| kept % STEPS_MAX * self.num_units) else {
@@ -67,7 +67,7 @@ impl MeasuredTimes {
         }
     }
 
-    /// By unit, the median over the steps of each of its times; none before there are steps.
+    /// Returns the median of each time of each unit over the recorded steps, or `None` if no step has been recorded.
     fn medians(&self) -> Option<Vec<UnitTimes>> {
         let num_kept = self.num_seen.saturating_sub(1).min(STEPS_MAX);
         let median = |unit: usize, part: usize| {
@@ -81,7 +81,8 @@ impl MeasuredTimes {
     }
 }
 
-/// Costs of units by what they were measured to take, in nanoseconds. Backward in one is divided as its operations are.
+/// Returns the costs of units per microbatch, in measured nanoseconds. A backward pass that ran both halves is divided in proportion to the
+/// counted costs of the halves.
 fn measured_costs(counted: &[StageCosts], times: &[UnitTimes], num_microbatches: usize) -> Vec<StageCosts> {
     let costs = |(counted, times): (&StageCosts, &UnitTimes)| {
         let [forward, backward, again, weight, update] = *times;
@@ -99,7 +100,7 @@ fn measured_costs(counted: &[StageCosts], times: &[UnitTimes], num_microbatches:
     counted.iter().zip(times).map(costs).collect()
 }
 
-/// What the busiest rank works in a step, as a part of what all do on average.
+/// Returns the work of the busiest rank relative to the mean over ranks.
 fn imbalance<'a>(units: impl Iterator<Item = &'a Range<usize>>, stage_ranks: &[usize], work: &[u64]) -> f64 {
     let mut ranks = vec![0; stage_ranks.iter().max().map_or(0, |last| last + 1)];
     for (units, &rank) in units.zip(stage_ranks) {
@@ -109,7 +110,7 @@ fn imbalance<'a>(units: impl Iterator<Item = &'a Range<usize>>, stage_ranks: &[u
     busiest * ranks.len() as f64 / (ranks.iter().sum::<u64>() as f64).max(1.0)
 }
 
-/// Another cut, and how uneven the work is before and after, by the same times.
+/// A new split of the units into stages, with the [`imbalance`] before and after it, computed from the same times.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Recut {
     stages: Vec<StageChoice>,
@@ -117,7 +118,7 @@ struct Recut {
     after: f64,
 }
 
-/// A cut that is better than the `present` one, where the busiest rank works more than `threshold` of the mean.
+/// Returns a split that is better than `present`, or `None` if there is none, or if the imbalance is at most `threshold`.
 fn recut(
     present: &[StageChoice],
     stage_ranks: &[usize],
@@ -137,7 +138,7 @@ fn recut(
     is_better.then(|| Recut { stages: stages_of(costs, units), before, after })
 }
 
-/// Stages that are to be from now on, and what is said of it.
+/// The new stages, and the reason for the move as it is printed.
 pub(crate) struct Move {
     pub(crate) choices: StepChoices,
     pub(crate) reason: String,
@@ -151,7 +152,7 @@ pub(crate) struct Balance {
 }
 
 impl Balance {
-    /// As the config wants it, if it does.
+    /// Returns `None` if the config turns rebalancing off.
     pub(crate) fn new(config: &Config, passes: Vec<UnitPasses>) -> Option<Self> {
         let parallelism = config.parallelism();
         let interval = parallelism.pipeline_parallel_rebalance_interval;
@@ -164,13 +165,13 @@ impl Balance {
         self.times.observe(executor.program(), executor.timeline());
     }
 
-    /// Measures anew: units have moved.
+    /// Discards all measurements, because units have moved.
     pub(crate) fn forget(&mut self) {
         self.times.num_seen = 0;
     }
 
-    /// Whether units are to move after `step`, and where to. Rank 0 decides for all by what all have measured: a message of five
-    /// numbers a unit from each rank, and one of rank 0. Collective.
+    /// Returns the new stages if units should move after `step`. Rank 0 decides for all ranks from the measurements of all. Collective:
+    /// each rank sends five numbers per unit, and rank 0 sends its decision.
     pub(crate) fn decide(
         &self,
         step: u64,
@@ -193,7 +194,7 @@ impl Balance {
         Ok(Some(Move::new(step, recut, choices)))
     }
 
-    /// A better cut that the schedule can run, by the times that all ranks have told.
+    /// Returns a better split that the schedule can run, computed from the unit times of all ranks.
     fn find(
         &self,
         told: &[Vec<UnitTimes>],
@@ -212,7 +213,7 @@ impl Balance {
     }
 }
 
-/// Of each unit, what it takes where that is longest: a step waits for the slowest of the ranks that run it.
+/// Returns, for each unit, its longest times over all ranks. A step waits for the slowest of the ranks that run a unit.
 fn slowest(told: &[Vec<UnitTimes>], num_units: usize) -> Vec<UnitTimes> {
     let mut times = vec![UnitTimes::default(); num_units];
     for told in told {
@@ -224,7 +225,6 @@ fn slowest(told: &[Vec<UnitTimes>], num_units: usize) -> Vec<UnitTimes> {
 }
 
 impl Move {
-    /// After `step`, from the stages of `present`.
     fn new(step: u64, recut: Recut, present: &StepChoices) -> Self {
         let Recut { stages, before, after } = recut;
         let reason = format!(
@@ -237,7 +237,7 @@ impl Move {
     }
 }
 
-/// `0-3 | 4-7`.
+/// Formats the units of stages, such as `0-3 | 4-7`.
 fn cut_text(stages: &[StageChoice]) -> String {
     let text = |StageChoice { units, .. }: &StageChoice| match units.len() {
         1 => units.start.to_string(),
@@ -268,9 +268,9 @@ mod tests {
         let found = recut(&units(&[0..1, 1..4]), &[0, 1], &costs, 4, 1.1).unwrap();
         assert_eq!(found.stages.iter().map(|stage| stage.units.clone()).collect::<Vec<_>>(), [0..3, 3..4]);
         assert_eq!((found.before, found.after), (1.75, 1.25));
-        // The schedule sees them in ticks of the longest stage's forward pass.
+        // The schedule uses costs relative to the longest stage's forward pass.
         assert_eq!((found.stages[0].costs.forward, found.stages[1].costs.forward), (600, 1000));
-        // By this the last stage has most of it, whatever its passes take.
+        // The update makes the first unit the most expensive one, whatever its passes cost.
         let costs = [StageCosts { update: 9000, ..StageCosts::of(1, 1, 0) }, costs[0], costs[0], costs[0]];
         let found = recut(&units(&[0..2, 2..4]), &[0, 1], &costs, 4, 1.1).unwrap();
         assert_eq!(found.stages[0].units, 0..1);
@@ -279,9 +279,9 @@ mod tests {
     #[test]
     fn what_is_even_enough_or_cannot_be_better_stays() {
         assert_eq!(recut(&units(&[0..2, 2..4]), &[0, 1], &of(&[100, 120, 100, 100]), 4, 1.1), None);
-        // One unit is more than half of all.
+        // One unit has more than half of the work.
         assert_eq!(recut(&units(&[0..3, 3..4]), &[0, 1], &of(&[10, 10, 10, 100]), 4, 1.1), None);
-        // Stages of one rank add up.
+        // The work of all stages of a rank adds up.
         let round = [0, 1, 0, 1];
         assert_eq!(
             recut(&units(&[0..1, 1..2, 2..3, 3..4]), &round, &of(&[100, 300, 300, 100]), 4, 1.1),

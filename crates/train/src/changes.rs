@@ -1,4 +1,4 @@
-//! Differences between the config of a run that resumes and that of its checkpoint.
+//! Differences between the config of a resuming run and the config in its checkpoint.
 
 use crate::config::{Change, Config, file_values};
 use crate::error::TrainError;
@@ -7,8 +7,11 @@ use crate::run_folder::CONFIG_TOML;
 use std::collections::{BTreeMap, BTreeSet};
 use trireme_checkpoint::Checkpoint;
 
-/// Reports differences between the config of a checkpoint and that of this run, and refuses another optimizer unless the config allows it.
-/// Returns whether the optimizer's state may be read.
+/// Reports differences between the config of a checkpoint and the config of this run. Returns whether the optimizer state may be read from
+/// the checkpoint.
+///
+/// # Errors
+/// [`TrainError::ResumedOptimizerDiffers`] if the optimizer is another one and `checkpoint.allow_changed` does not include it.
 pub(crate) fn check_changes(
     config: &Config,
     checkpoint: &Checkpoint,
@@ -35,10 +38,11 @@ pub(crate) fn check_changes(
     Ok(is_same)
 }
 
-/// Returns a line for each key that affects training and has another value. Configs are as [`Config::file_values`] reads them.
+/// Returns a line for each key that affects training and whose value differs. Both configs are in the form that [`Config::file_values`]
+/// returns.
 pub fn training_changes(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
     let defaults = Config::defaults();
-    // A key is missing if it does not apply, or if the version that wrote the config did not know it: then its default counts.
+    // A key is missing if it does not apply, or if the version that wrote the config did not have it. Then its default counts.
     let value = |config: &BTreeMap<String, String>, name: &String| {
         config.get(name).or_else(|| defaults.get(name)).cloned().unwrap_or_else(|| "not set".to_owned())
     };

@@ -1,4 +1,4 @@
-//! What a run keeps in its checkpoints.
+//! The contents of a run's checkpoints: its tensors, its training state and its files.
 
 use crate::compression::{CompressionState, CompressorStates, compressor_bytes};
 use crate::config::Config;
@@ -23,56 +23,58 @@ use trireme_parallel::{Executor, ParallelError};
 use trireme_plan::{HeldBox, TensorPlacement};
 use trireme_schedule::StateClass;
 
-/// The name of the corpus' checksum in the identity of its samples.
+/// The name of the corpus checksum in the identity of the samples.
 pub(crate) const CORPUS: &str = "corpus";
 
 /// The name of the tokenizer's hash in the identity of the samples.
 pub(crate) const TOKENIZER: &str = "tokenizer";
 
-/// Everything besides tensors that determines the steps to come. Random numbers are functions of the seed and a
-/// counter, so the seed and the next sample are all of the generator's state.
+/// All state other than tensors that determines the steps to come. Random numbers are functions of the seed and a counter, so the seed and
+/// the index of the next sample are the generator's whole state.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct TrainingState {
-    /// Steps done.
+    /// Number of completed steps.
     pub(crate) step: u64,
     /// Global index of the next sample.
     pub(crate) next_sample: u64,
-    /// Tokens trained on; 0 where samples have none.
+    /// Number of tokens trained on; 0 if samples have no tokens.
     pub(crate) tokens: u64,
     pub(crate) seed: u64,
     pub(crate) samples: BTreeMap<String, String>,
-    /// The loss scale and the steps skipped for it; versions without f16 have none, and skipped none.
+    /// The loss scale, and the number of steps skipped because of it. Checkpoints of versions without f16 have the default: no scale and no
+    /// skipped steps.
     #[serde(default)]
     pub(crate) loss_scaler: LossScalerState,
-    /// Whose state is among the tensors, in checkpoints of runs that compress gradients.
+    /// Describes the compressor state among the checkpoint's tensors. `None` if the run compresses no gradients.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) compression: Option<CompressionState>,
     #[serde(default)]
     pub(crate) validations: Validations,
-    /// The norms that the next steps clip by, as the bits of f64, in pipelines that do not drain.
+    /// The gradient norms by which the next steps clip, as bits of f64. Only pipelines that do not drain between steps have them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) earlier_norms: Vec<u64>,
-    /// By parameter name, the number of updates before the parameter's optimizer state began; absent for states that began with
-    /// the run.
+    /// By parameter name, the number of updates before the parameter's optimizer state began. Parameters whose state began with the run are
+    /// absent.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) optimizer_starts: BTreeMap<String, u64>,
 }
 
+/// The results of validations so far.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct Validations {
-    /// Identifies the samples that were validated; earlier versions did not state it.
+    /// Identifies the validation samples. Checkpoints of earlier versions do not state it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) samples: Option<BTreeMap<String, String>>,
-    /// The step with the lowest loss, if there was a validation.
+    /// The step with the lowest validation loss, if there was a validation.
     pub(crate) best_step: Option<u64>,
-    /// The bits of that loss.
+    /// The lowest loss, as bits of f64.
     pub(crate) best_loss: u64,
-    /// Validations since then.
+    /// Number of validations since `best_step`.
     pub(crate) num_since: u64,
 }
 
 impl Validations {
-    /// Takes in the loss after a step. Whether it is the lowest so far.
+    /// Records the validation loss after a step. Returns whether it is the lowest so far.
     pub(crate) fn add(&mut self, step: u64, loss: f64) -> bool {
         let is_best = loss.is_finite() && (self.best_step.is_none() || loss < f64::from_bits(self.best_loss));
         if is_best {
@@ -83,8 +85,8 @@ impl Validations {
         is_best
     }
 
-    /// Prepares for validations of the samples that `samples` identifies. Losses of other samples cannot be compared with theirs, so
-    /// results that belong to others are reset; returns how these differ.
+    /// Prepares for validations on the samples that `samples` identifies. Losses on different samples cannot be compared, so results on
+    /// other samples are reset. Returns the difference if it caused a reset of results.
     pub(crate) fn begin(&mut self, samples: BTreeMap<String, String>) -> Option<Difference> {
         let difference = self.samples.as_ref().and_then(|found| difference(found, &samples));
         let has_results = self.best_step.is_some() || self.num_since > 0;
@@ -96,7 +98,7 @@ impl Validations {
     }
 }
 
-/// A fact about samples that is not the same in a checkpoint and in the run that resumes from it.
+/// A property of the samples that differs between a checkpoint and the run that resumes from it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Difference {
     pub(crate) what: String,
@@ -131,7 +133,7 @@ impl TrainingState {
         if let Value::Object(members) = &mut state
             && !members.contains_key("samples")
         {
-            // Earlier versions knew only the samples of language models.
+            // Earlier versions supported only language models and stated their samples at the top level.
             let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
             let known = [CORPUS, "corpus_tokens", "seq_len"].into_iter();
             let identity = known.filter_map(|name| Some((name, text(members.get(name)?))));
@@ -164,14 +166,14 @@ impl TrainingState {
         Ok(state)
     }
 
-    /// Returns the first fact in which this state's samples, or their order, differ from those of `expected`.
+    /// Returns the first difference from `expected` in the seed or in the identity of the training samples.
     pub(crate) fn order_difference(&self, expected: &TrainingState) -> Option<Difference> {
         if self.seed != expected.seed {
             let (found, expected) = (self.seed.to_string(), expected.seed.to_string());
             return Some(Difference { what: "seed".to_owned(), found, expected });
         }
         let mut samples = expected.samples.clone();
-        // Earlier versions did not state it, and the tokens tell it as well.
+        // Earlier versions did not state the tokenizer. The checksum of the tokens covers it.
         if !self.samples.contains_key(TOKENIZER) {
             samples.remove(TOKENIZER);
         }
@@ -179,12 +181,12 @@ impl TrainingState {
     }
 }
 
-/// The [identity](crate::Dataset::identity) of the samples that a checkpoint was trained on, if its state can be read.
+/// Returns the [identity](crate::Dataset::identity) of the samples that a checkpoint was trained on, or `None` if its state cannot be read.
 pub(crate) fn samples_of(checkpoint: &Checkpoint) -> Option<BTreeMap<String, String>> {
     Some(TrainingState::read(checkpoint.state(), checkpoint.step()).ok()?.samples)
 }
 
-/// Writes a checkpoint of all ranks. Collective.
+/// Writes a checkpoint. Collective over all ranks.
 pub(crate) fn write_checkpoint(
     executor: &mut Executor,
     state: &TrainingState,
@@ -200,7 +202,8 @@ pub(crate) fn write_checkpoint(
         of_parameters.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
     for unit in 0..executor.model().num_units() {
         for (index, State { info, .. }) in executor.optimizer().states(unit).iter().enumerate() {
-            // As the parameter does, or beside it, if it has a shape of its own.
+            // A state tensor with the parameter's shape is placed as the parameter is. Others are placed on all ranks that store any part
+            // of it.
             let placements = match info.is_like_parameter {
                 true => of_parameters[info.parameter.name.as_str()].placements.clone(),
                 false => executor.placements().beside(executor.model().table(), &outline, info.parameter),
@@ -236,18 +239,19 @@ pub(crate) fn write_checkpoint(
     let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
     let mut source = RunTensors { executor, entries: &entries, tensors: &tensors, brought: None };
     let saved = save(&group, &folder, &snapshot, &mut source, config.checkpoint().keep_latest_k);
-    // Also after a failure, which need not end the run.
+    // State is also moved back after a failure, because the run may continue.
     source.send_back()?;
     Ok(saved?)
 }
 
-/// Returns the starts of optimizer states that did not begin with the run, by parameter name.
+/// Returns the number of updates before each optimizer state that did not begin with the run, by parameter name.
 fn optimizer_starts(executor: &Executor) -> BTreeMap<String, u64> {
     let parameters = executor.model().table().parameters().iter().enumerate();
     let starts = parameters.map(|(index, info)| (info.name.clone(), executor.optimizer().state_start(index)));
     starts.filter(|(_, start)| *start > 0).collect()
 }
 
+/// Returns the size of the parameters and the optimizer state in a checkpoint, in bytes.
 pub(crate) fn checkpoint_bytes(executor: &Executor) -> u64 {
     let size = |shape: &[usize], dtype: DType| shape.iter().product::<usize>() as u64 * dtype.size() as u64;
     let parameters = executor.placements().tensors().iter().map(|tensor| size(&tensor.shape, tensor.dtype));
@@ -257,19 +261,20 @@ pub(crate) fn checkpoint_bytes(executor: &Executor) -> u64 {
     parameters.chain(states).sum()
 }
 
+/// The source of one tensor of a checkpoint.
 #[derive(Debug, Clone, Copy)]
 enum Entry {
-    /// By its place in the model's table.
+    /// The parameter with this index in the model's table.
     Parameter(usize),
-    /// By its place among the unit's.
+    /// A state tensor of a unit, by its index among the unit's states.
     OptimizerState { unit: usize, index: usize },
-    /// Of fp8.
+    /// The amax history of an fp8 layer.
     AmaxHistory { layer: usize },
-    /// By its place among all that compressors of this rank keep, if it is one of theirs.
+    /// Compressor state, by its index among all state of this rank's compressors. `None` if another rank of the pipeline has it.
     Compressor { index: Option<usize> },
 }
 
-/// The tensors of a run. Of state that lives on a disk a unit's is in memory at a time.
+/// The tensors of a run, as the source of a checkpoint. Of offloaded state, one unit's is in memory at a time.
 struct RunTensors<'a> {
     executor: &'a mut Executor,
     entries: &'a [Entry],
@@ -288,7 +293,7 @@ impl RunTensors<'_> {
         Ok(())
     }
 
-    /// What this rank holds of a tensor, in the order of its boxes.
+    /// Returns this rank's values of a tensor, reordered to the order of its boxes.
     fn in_boxes(&self, index: usize, values: Vec<f32>) -> Result<Vec<f32>, CheckpointError> {
         let executor = &*self.executor;
         let (mesh, rank) = (executor.placements().mesh(), executor.group().rank());
@@ -360,7 +365,7 @@ pub(crate) fn state_name(info: &StateInfo<'_>) -> String {
     format!("{OPTIMIZER_PREFIX}{}.{}", info.name, info.parameter.name)
 }
 
-/// What the user should know of an `error` in tidying up the checkpoints.
+/// Returns the notice for a failed cleanup of old checkpoints.
 pub(crate) fn untidy_notice(error: &CheckpointError) -> String {
     format!("{}; the checkpoints are complete, and the next save will try again", with_sources(error))
 }
@@ -427,7 +432,7 @@ mod tests {
         assert_eq!((&*difference.found, &*difference.expected), ("8", "16"));
         assert_eq!(validations, Validations { samples: Some(of("16")), ..Validations::default() });
         assert!(validations.add(15, 3.0), "a higher loss of other samples is their lowest");
-        // There is nothing to reset, so nothing to report.
+        // No results are reset, so there is nothing to report.
         validations = Validations { samples: Some(of("8")), ..Validations::default() };
         assert_eq!(validations.begin(of("16")), None);
         // Earlier versions did not state the samples.

@@ -1,4 +1,4 @@
-//! What of a step is left open by its layout.
+//! Choices about a step that the layout leaves open.
 
 use crate::as_text;
 use crate::config::{self, Config};
@@ -11,29 +11,30 @@ use trireme_comm::{CONTROL_BYTES_MAX, CommError, Group};
 use trireme_schedule::pipeline::Schedule;
 use trireme_schedule::{Keep, StateLayout, Tier};
 
-/// What of a step is open once its layout is known, and does not change its bits.
+/// Choices that a step's layout leaves open. None of them changes the step's bits.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepChoices {
-    /// What each unit's forward pass keeps.
+    /// The activations that each unit's forward pass keeps.
     pub keeps: Vec<Keep>,
-    /// How state lies on the workers.
+    /// The placement of the training state on the workers.
     #[serde(with = "as_text")]
     pub state: StateLayout,
-    /// The stages of a pipeline, in the model's order; none without a pipeline.
+    /// The stages of the pipeline in the model's order. Empty without a pipeline.
     pub stages: Vec<StageChoice>,
-    /// The schedule of a pipeline, if the config gives one in a file.
+    /// The custom schedule of the pipeline, if the config names a file.
     #[serde(with = "as_text::option")]
     pub schedule: Option<Schedule>,
 }
 
 impl StepChoices {
-    /// As the config says. What it leaves to a plan stays: all that backward reads is kept, on the device.
+    /// Returns the choices that the config makes. Choices that it leaves to the planner (`auto`) have their defaults: forward keeps all
+    /// activations that backward reads, and all state is on the device.
     ///
-    /// Stages that are not given are cut so that the one with most floating-point operations has as few as possible; `passes` are
-    /// those of each unit.
+    /// Unless the config gives split points, units are split into stages so that the maximum number of floating-point operations per stage
+    /// is as small as possible. `passes` holds the costs of each unit.
     ///
     /// # Errors
-    /// If there are fewer units than stages, or than the config cuts at; or the file of the schedule cannot be read.
+    /// Fails if the model has fewer units than stages or than the config's split points need, or if the schedule file cannot be read.
     pub fn given(config: &Config, passes: &[UnitPasses]) -> Result<Self, TrainError> {
         let keeps = given_keeps(config, passes);
         let schedule = read_schedule(config)?;
@@ -42,7 +43,7 @@ impl StepChoices {
         Ok(StepChoices { keeps, state: given_state(config), stages, schedule })
     }
 
-    /// The stages of a pipeline; all units as one stage without one.
+    /// Returns the stages of the pipeline, or one stage with all units without a pipeline.
     pub fn stages_or_one(&self, passes: &[UnitPasses]) -> Vec<StageChoice> {
         match &self.stages[..] {
             [] => cut_evenly(passes, &self.keeps, 1),
@@ -50,7 +51,8 @@ impl StepChoices {
         }
     }
 
-    /// What rank 0 has chosen, which is its `own`; `None` if that cannot be read here. Collective: in messages as long as control data may be.
+    /// Returns the choices of rank 0, which passes them as `own`. Returns `None` on a rank that cannot parse them. Collective: sends as
+    /// many control messages as the text needs.
     pub fn of_root(own: Option<&StepChoices>, group: &Group) -> Result<Option<Self>, TrainError> {
         let own = own.map_or_else(Vec::new, |own| serde_json::to_vec(own).expect("choices are JSON"));
         let tell = |bytes: &[u8]| -> Result<Vec<u8>, CommError> {
@@ -70,11 +72,12 @@ impl StepChoices {
     }
 }
 
-/// What each unit's forward pass keeps by the config, if it [keeps](UnitPasses::keeps) anything for later; with `mode = "auto"`,
-/// which leaves it to a plan, all.
+/// Returns the activations that each unit's forward pass keeps according to the config. `mode = "auto"` leaves this to the planner, and
+/// keeps all. A unit that [keeps](UnitPasses::keeps) nothing for a later backward has `Keep::All`.
 fn given_keeps(config: &Config, passes: &[UnitPasses]) -> Vec<Keep> {
     let checkpoint = config.activation_checkpoint();
-    // Units since the last one that keeps all, for their inputs are made again one after the other.
+    // Number of units since the last one with `Keep::All`. Every `every_k`-th of them keeps its input, from which the others recompute
+    // theirs.
     let mut num_before = 0_usize;
     let keep = |passes: &UnitPasses| match checkpoint.mode {
         _ if !passes.keeps() => {
@@ -114,7 +117,7 @@ mod tests {
     fn all_ranks_have_what_rank_0_has_chosen_however_long_it_is() {
         let passes =
             |stage: usize, count: usize| (0..count).map(|index| Pass::forward(stage, index)).collect();
-        // Of the longer one the text is in four pieces.
+        // The text of the longer schedule takes four messages.
         for count in [1, 150_000] {
             let schedule = Schedule {
                 num_microbatches: count,

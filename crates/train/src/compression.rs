@@ -1,4 +1,4 @@
-//! Compression of gradients, or momentum in their place, in a run: what a user is told of it, and its way to checkpoints and back.
+//! Gradient or momentum compression of a run: the notice to the user, and the compressors' state in checkpoints.
 
 use crate::error::TrainError;
 use crate::observer::Observer;
@@ -9,13 +9,13 @@ use trireme_codec::{CodecName, Compressor, StateCopy, StateValues};
 use trireme_parallel::{Executor, ParallelError};
 use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
 
-/// What a compressor keeps that differs from rank to rank.
+/// Names of compressor state that differs from rank to rank.
 const PER_RANK: [&str; 3] = ["residual", "velocity", "second_moment"];
 
-/// Says what the codec does in this run.
+/// Reports to the observer what the codec does in this run. Collective over the ranks of the pipeline.
 ///
 /// # Errors
-/// What ends a group: ranks of a pipeline tell each other. Collective.
+/// Failed communication, or [`TrainError::ForeignCompressors`] if a rank sends no list of compressor state.
 pub(crate) fn notice_compression(executor: &Executor, observer: &mut dyn Observer) -> Result<(), TrainError> {
     let (compression, world_size) = (executor.compression(), executor.ranks().data().world_size());
     if compression.codec() == CodecName::None {
@@ -41,20 +41,20 @@ pub(crate) fn notice_compression(executor: &Executor, observer: &mut dyn Observe
     Ok(())
 }
 
-/// Whose state is among a checkpoint's tensors.
+/// Describes the run that wrote the compressor state of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct CompressionState {
     codec: String,
     world_size: usize,
-    /// The loss scale of the gradients that were kept; 1 of momentum, which has none.
+    /// The loss scale of the stored gradients. 1 for momentum, which is not scaled.
     loss_scale: u32,
-    /// Whether momentum was kept, not gradients; versions that compress only those do not say.
+    /// Whether the state belongs to compressed momentum and not gradients. Versions that compress only gradients do not state it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     is_momentum: bool,
 }
 
 impl CompressionState {
-    /// That of this run, if gradients are compressed in it.
+    /// Returns the description of this run's compressor state, or `None` if the run compresses no unit.
     pub(crate) fn of(executor: &Executor, states: &CompressorStates) -> Option<Self> {
         if states.num_compressed == 0 {
             return None;
@@ -68,7 +68,7 @@ impl CompressionState {
         })
     }
 
-    /// What was compressed.
+    /// Returns the name of the compressed quantity.
     fn contents(&self) -> &'static str {
         if self.is_momentum { "momentum" } else { "gradients" }
     }
@@ -81,25 +81,26 @@ impl CompressionState {
     }
 }
 
+/// The compressor state of all ranks of the pipeline, in the order of these ranks.
 pub(crate) struct CompressorStates {
     num_compressed: usize,
     states: Vec<CompressorState>,
 }
 
-/// One vector that the compressor of a unit keeps.
+/// One vector of state of a unit's compressor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct CompressorState {
     unit: String,
     name: String,
     is_f32: bool,
     len: usize,
-    /// The unit's place in the pipeline.
+    /// The rank of the pipeline that has the unit.
     #[serde(skip)]
     pipeline_rank: usize,
 }
 
 impl CompressorStates {
-    /// Has the ranks of the pipeline tell each other. Collective.
+    /// Exchanges the lists of compressor state between the ranks of the pipeline. Collective.
     pub(crate) fn gather(executor: &Executor) -> Result<Self, TrainError> {
         let mut all = CompressorStates { num_compressed: 0, states: Vec::new() };
         if executor.compression().codec() == CodecName::None {
@@ -122,7 +123,7 @@ impl CompressorStates {
         self.states.iter().map(|state| state.placement(mesh)).collect()
     }
 
-    /// For each of them its place among those of this rank, if it is one.
+    /// Returns, for each state, its index among the states of this rank, or `None` if another rank of the pipeline has it.
     pub(crate) fn own_places(&self, executor: &Executor) -> impl Iterator<Item = Option<usize>> {
         let rank = executor.ranks().pipeline().rank().0;
         let mut own = 0..;
@@ -130,7 +131,7 @@ impl CompressorStates {
     }
 }
 
-/// What a compressor of this rank has kept, by its place among all that they keep.
+/// Returns the bytes of a compressor state of this rank, by its index among all states of this rank's compressors.
 pub(crate) fn compressor_bytes(executor: &Executor, index: usize) -> &[u8] {
     let mut values = executor.compressors().flat_map(|(_, compressor)| compressor.state());
     values.nth(index).expect("the compressor was listed").1.bytes()
@@ -141,7 +142,7 @@ fn name_prefix() -> String {
 }
 
 impl CompressorState {
-    /// What the compressor of a unit keeps.
+    /// Lists the state of a unit's compressor.
     fn all((unit, compressor): (&str, &Compressor)) -> Vec<Self> {
         let of = |(name, values): (&str, StateValues<'_>)| {
             let (is_f32, len) = match values {
@@ -153,11 +154,11 @@ impl CompressorState {
         compressor.state().map(of).collect()
     }
 
-    /// Where it lies: what is a rank's own is a row of a matrix, or that of ranks with the same part of parameters.
+    /// Returns the placement of the state. State that each rank, or each rank of the tensor axis, has on its own is a row of a matrix.
     fn placement(&self, mesh: &Mesh) -> TensorPlacement {
         let CompressorState { unit, name, is_f32, len, pipeline_rank } = self;
         let full_name = format!("{}{name}.{unit}", name_prefix());
-        // What ranks with the same parameters have in common, those that hold parts of them do not.
+        // Ranks of the tensor axis hold different parts of parameters, so they never share state.
         let is_per_rank = PER_RANK.contains(&&**name);
         let is_own = |axis: Axis, degree: usize| {
             axis != Axis::PIPELINE && (is_per_rank || axis == Axis::TENSOR && degree > 1)
@@ -180,8 +181,8 @@ impl CompressorState {
     }
 }
 
-/// Reads what every compressor has kept, if `checkpoint` has the state of this run's compressors; else says what is
-/// lost. All ranks find the same, for they all read the manifest.
+/// Reads the state of every compressor if `checkpoint` has state that fits this run. Otherwise, reports which state is lost. All ranks
+/// decide alike, because all of them read the manifest.
 pub(crate) fn read_compressors(
     checkpoint: &Checkpoint,
     saved: Option<&CompressionState>,
@@ -237,7 +238,7 @@ fn check_fits(
     stored.check_against(&states.placements(mesh)).map_err(differs)
 }
 
-/// Reads what a compressor of `rank` has kept, which lies at `placements`; names and shapes were checked.
+/// Reads the state of a compressor of `rank`, stored at `placements`. Names and shapes were checked before.
 fn read_compressor(
     stored: &StoredTensors,
     (unit, compressor): (&str, &mut Compressor),
@@ -248,7 +249,7 @@ fn read_compressor(
     let read = |((name, own), placement): ((&'static str, StateValues<'_>), TensorPlacement)| {
         let extents = placement.extents(mesh, rank).expect("a state is placed on this mesh");
         let mut kept = StateCopy::from(own);
-        // One box, or none.
+        // A rank has one box of the tensor, or none.
         for extent in &extents {
             stored.read_into(&placement.name, extent, kept.bytes_mut())?;
         }

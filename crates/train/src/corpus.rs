@@ -1,5 +1,5 @@
-//! Where a run's corpus is. A corpus that a checkpoint may refer to is never replaced: another one is made beside it, as
-//! `folder-2`, `folder-3` and so on. Only a corpus within the folder of a run that has no checkpoints is replaced.
+//! The location of a run's corpus. A corpus that a checkpoint may refer to is never replaced: another version is prepared next to it, in
+//! `folder-2`, `folder-3` and so on. Only a corpus within the folder of a run without checkpoints is replaced.
 
 use crate::checkpointing::{CORPUS, samples_of};
 use crate::config::{Change, Config};
@@ -17,35 +17,35 @@ use trireme_data::{
     TokenFile, TokenizerChoice, check_inputs, is_current, is_free, stage,
 };
 
-/// The name of the checksum of its loss mask there.
+/// The name of the loss mask's checksum in the identity of the samples.
 const LOSS_MASK: &str = "loss mask";
 
-/// The name of the weights of its sources there.
+/// The name of the sources' weights in the identity of the samples.
 const WEIGHTS: &str = "weights";
 
-/// How [`ensure_corpus`] found the corpus.
+/// The state in which [`ensure_corpus`] found the corpus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CorpusState {
-    /// As it should be.
+    /// The corpus fits the config.
     Current,
-    /// It was prepared.
+    /// The corpus was prepared by this call.
     Made,
-    /// Its inputs or their preparation have changed, but the run resumes with what it began with.
+    /// The inputs or their preparation have changed, but the resumed run keeps the corpus that it began with.
     Kept,
 }
 
 /// The corpus of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunCorpus {
-    /// 1 is in the folder that the config names, n in `folder-n`.
+    /// Version 1 is in the folder that the config names, version n in `folder-n`.
     pub version: u64,
-    /// How it was found.
+    /// The state in which the corpus was found.
     pub state: CorpusState,
 }
 
-/// The folder of a version of the corpus in `folder`.
+/// Returns the folder of a version of the corpus in `folder`.
 pub fn corpus_folder(folder: &Path, version: u64) -> PathBuf {
-    // Without a slash at the end, behind which the number would name a folder inside.
+    // Drops a trailing slash, after which the number would name a folder inside.
     let mut name = folder.components().collect::<PathBuf>().into_os_string();
     if version > 1 {
         name.push(format!("-{version}"));
@@ -53,13 +53,13 @@ pub fn corpus_folder(folder: &Path, version: u64) -> PathBuf {
     name.into()
 }
 
-/// Finds the corpus of a run, or prepares it from the inputs that the config names. A run that resumes takes the corpus that its
-/// checkpoint was trained on, for another would be another order of samples; a new one takes one of its inputs as they are
-/// today. What is prepared goes to its place only if `check` accepts it.
+/// Finds the corpus of a run, or prepares it from the inputs that the config names. A resuming run uses the corpus that its checkpoint was
+/// trained on, because another corpus would change the order of samples. A new run uses a corpus of its inputs as they are now. A prepared
+/// corpus is moved to its folder only if `check` accepts it.
 ///
 /// # Errors
-/// What `check` returns; a checkpoint to resume from whose corpus is neither there nor can be made again; and what reading and
-/// preparing return.
+/// The error of `check`, or a failure to read or to prepare the corpus. Also fails if the corpus of the checkpoint to resume from does not
+/// exist and cannot be prepared again.
 pub fn ensure_corpus<E: From<TrainError>>(
     config: &Config,
     progress: &dyn Progress,
@@ -81,7 +81,7 @@ pub fn ensure_corpus<E: From<TrainError>>(
         };
         let options = prepare_options(config, &parts, version);
         let staged = match stage(&options, existing, progress) {
-            // Another run that shares the folder was quicker.
+            // Another run that shares the folder has prepared this version first.
             Err(DataError::Occupied { .. })
                 if existing == Existing::Keep && !is_free(&options.out).map_err(TrainError::from)? =>
             {
@@ -99,10 +99,10 @@ pub fn ensure_corpus<E: From<TrainError>>(
     }
 }
 
-/// The corpus of a run, if it is there already; with none, [`ensure_corpus`] would prepare it.
+/// Returns the corpus of a run, or `None` if [`ensure_corpus`] would have to prepare it.
 ///
 /// # Errors
-/// What a checkpoint or the folder refuses.
+/// If a checkpoint or the folder cannot be used, or if the corpus has another tokenizer than the model.
 pub fn current_corpus(config: &Config) -> Result<Option<RunCorpus>, TrainError> {
     let parts = text_parts(config)?;
     let found = match find_place(config, &parts)? {
@@ -114,11 +114,11 @@ pub fn current_corpus(config: &Config) -> Result<Option<RunCorpus>, TrainError> 
     Ok(Some(found))
 }
 
-/// Reads the first `bytes_max` bytes of the inputs from which [`ensure_corpus`] would prepare the corpus. Returns the size that the vocabulary has at
-/// least: a tokenizer that is trained on the inputs may have more tokens.
+/// Reads the first `bytes_max` bytes of the inputs from which [`ensure_corpus`] would prepare the corpus. Returns a lower bound of the
+/// vocabulary size: a tokenizer that is trained on the inputs may have more tokens.
 ///
 /// # Errors
-/// What cannot be read or understood.
+/// If an input cannot be read or parsed.
 pub fn check_corpus_inputs(config: &Config, bytes_max: u64) -> Result<usize, TrainError> {
     let parts = text_parts(config)?;
     check_inputs(&prepare_options(config, &parts, 1), bytes_max)?;
@@ -135,17 +135,17 @@ fn text_parts(config: &Config) -> Result<TextParts, TrainError> {
     Ok(TextParts { tokenizer, chat_template, pretrained })
 }
 
-/// What makes tokens of the inputs, where there are any.
+/// The tokenizer and the chat template that turn inputs into tokens, and the pretrained model of the run, if there is one.
 struct TextParts {
     tokenizer: TokenizerChoice,
     chat_template: Option<ChatTemplate>,
     pretrained: Option<Pretrained>,
 }
 
-/// Names the runs that have used a corpus, in its folder: a line a run's folder.
+/// The file in a corpus that lists the folders of the runs that have used it, one per line.
 const USERS_FILE: &str = "used-by.txt";
 
-/// Notes in a corpus outside of the run's folder that the run uses it, so that it is not replaced unasked.
+/// Records in a corpus outside of the run's folder that the run uses it, so that it is not replaced without the user's consent.
 pub(crate) fn note_use(config: &Config) {
     let folder = &config.data().folder;
     let run_folder = config.run_folder();
@@ -155,14 +155,14 @@ pub(crate) fn note_use(config: &Config) {
     let run_folder = fs::canonicalize(&run_folder).unwrap_or(run_folder);
     let is_noted = users_of_corpus(folder).is_ok_and(|users| users.contains(&run_folder));
     if !is_noted {
-        // A corpus that cannot be written is not replaced, either.
+        // A failure is ignored, because a corpus that cannot be written is not replaced either.
         let mut options = fs::OpenOptions::new();
         let file = open_regular_with(&folder.join(USERS_FILE), options.create(true).append(true));
         let _ = file.and_then(|mut file| writeln!(file, "{}", run_folder.display()));
     }
 }
 
-/// The folders of runs that have used the corpus in `folder` and have checkpoints.
+/// Returns the folders of runs that have used the corpus in `folder` and have checkpoints.
 ///
 /// # Errors
 /// If the folder cannot be read.
@@ -179,7 +179,7 @@ pub fn users_of_corpus(folder: &Path) -> Result<Vec<PathBuf>, TrainError> {
     Ok(users)
 }
 
-/// What a checkpoint states of the tokens to train on. Two corpora with the same identity train alike.
+/// Returns the properties of the training tokens that a checkpoint states. Corpora with the same identity train alike.
 pub(crate) fn corpus_identity(train: &MaskedTokens, sources: &[Source]) -> BTreeMap<String, String> {
     let checksum = |file: &TokenFile| format!("{:08x}", file.fingerprint().unwrap_or_default());
     let weights = || sources.iter().map(|source| source.weight.to_string()).collect::<Vec<_>>().join(" ");
@@ -190,7 +190,7 @@ pub(crate) fn corpus_identity(train: &MaskedTokens, sources: &[Source]) -> BTree
 
 enum Place {
     Found(RunCorpus),
-    /// There is none yet, and this version can be made.
+    /// No corpus fits. This version can be prepared.
     Free {
         version: u64,
         existing: Existing,
@@ -249,11 +249,11 @@ fn find_place(config: &Config, parts: &TextParts) -> Result<Place, TrainError> {
         if resumed.check(&corpus).is_err() {
             continue;
         }
-        // One with the same tokens to train on may validate on others. Inputs that are gone have changed.
+        // A corpus with the same training tokens may have other validation tokens. Inputs that no longer exist count as changed.
         if is_current().unwrap_or(false) {
             return Ok(Place::Found(RunCorpus { version, state: CorpusState::Current }));
         }
-        // Other names are another choice of data, which may differ in what it holds.
+        // Inputs with other names are another choice of data, whose contents may differ.
         if has_inputs(&corpus.report, &data.inputs) {
             kept = kept.or(Some(version));
         }
@@ -268,8 +268,8 @@ fn find_place(config: &Config, parts: &TextParts) -> Result<Place, TrainError> {
     Ok(Place::Free { version, existing, resumed })
 }
 
-/// The first version, and each other one of which there is a folder. Their numbers may be far apart: a folder may be called
-/// `corpus-2026` for another reason.
+/// Returns 1 and the number of every other version that has a folder. The numbers may be far apart: a folder may be called `corpus-2026`
+/// for another reason.
 fn versions(folder: &Path) -> Result<BTreeSet<u64>, TrainError> {
     let first = corpus_folder(folder, 1);
     let parent = first.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -289,12 +289,12 @@ fn versions(folder: &Path) -> Result<BTreeSet<u64>, TrainError> {
     }
 }
 
-/// Whether `folder` is within `outer`, by their names: a folder that leads out of it again is not.
+/// Returns whether the path `folder` is within `outer`. A path with `..` is not.
 fn lies_in(folder: &Path, outer: &Path) -> bool {
     folder.starts_with(outer) && !folder.components().any(|part| part == Component::ParentDir)
 }
 
-/// Whether this run, or an earlier one that was moved aside in its folder, has checkpoints.
+/// Returns whether this run, or an earlier run that was moved aside within its folder, has checkpoints.
 fn has_checkpoints(run_folder: &Path) -> Result<bool, TrainError> {
     if !list_checkpoints(&run_folder.join(CHECKPOINTS_FOLDER))?.is_empty() {
         return Ok(true);

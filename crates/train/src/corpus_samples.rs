@@ -1,4 +1,4 @@
-//! Samples of a corpus as a model trains on them, for people to read.
+//! Samples of a corpus as a model trains on them, for display.
 
 use crate::config::Config;
 use crate::dataset::{Dataset, Sample, batch_specs};
@@ -21,23 +21,23 @@ pub struct SampleView {
     pub start: u64,
     /// The inputs of the model, and the last target. Padding is left out.
     pub tokens: Vec<u32>,
-    /// Of each token, whether its prediction counts in the loss. The first token is not predicted.
+    /// For each token, whether its prediction contributes to the loss. The first token is not predicted.
     pub is_learned: Vec<bool>,
-    /// Of each token, the index of the first token of its document in the sample.
+    /// For each token, the index within the sample of the first token of its document.
     pub document_starts: Vec<u32>,
-    /// Number of positions after the tokens that are filled up.
+    /// Number of padding positions after the tokens.
     pub num_padding: usize,
 }
 
 impl SampleView {
-    /// Returns whether this token is the first one of a document, or of what the sample has of one.
+    /// Returns whether this token is the first one of a document, or of the part of a document that the sample contains.
     pub fn begins_document(&self, token: usize) -> bool {
         self.document_starts[token] as usize == token
     }
 }
 
 impl CorpusSamples {
-    /// Opens the samples that a config makes of the tokens of a corpus to train on, or of those held out.
+    /// Opens the samples of a corpus: those of its training tokens, or those of its held-out tokens if `is_validation`.
     ///
     /// # Errors
     /// If there are too few tokens for one sample, or none are held out.
@@ -66,7 +66,7 @@ impl CorpusSamples {
         self.windows.sample().iter().any(|spec| spec.name == DOCUMENT_STARTS)
     }
 
-    /// Reads the sample of this index of the run.
+    /// Reads the sample with this index in the run.
     ///
     /// # Errors
     /// If the files of the corpus cannot be read.
@@ -90,10 +90,10 @@ impl CorpusSamples {
         Ok(SampleView { start: window.start, tokens, is_learned, document_starts, num_padding })
     }
 
-    /// Counts the tokens of the sample of this index that contribute to the loss.
+    /// Returns the number of tokens of the sample with this index that contribute to the loss.
     ///
     /// # Errors
-    /// As [`read`](Self::read).
+    /// The errors of [`read`](Self::read).
     pub fn num_learned(&mut self, index: u64) -> Result<u64, TrainError> {
         self.windows.num_counted(index)
     }

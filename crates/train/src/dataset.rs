@@ -1,4 +1,4 @@
-//! Where samples come from.
+//! Datasets: the sources of samples.
 
 use crate::error::TrainError;
 use std::collections::BTreeMap;
@@ -8,45 +8,45 @@ use trireme_tensor::Device;
 
 /// Samples, addressed by their index in the run.
 ///
-/// The index is all that decides which sample it is, so any rank reads any sample, and a run resumes from the number of samples
-/// that it has read.
+/// The index alone determines the sample. So any rank can read any sample, and a run resumes from the number of samples that it has read.
 pub trait Dataset: Send {
-    /// The tensors of one sample. In a batch each has one more dim, the first, of the samples.
+    /// Returns the tensors of one sample. In a batch, each tensor has one more dim, the first, whose size is the number of samples.
     fn sample(&self) -> Vec<TensorSpec>;
 
-    /// Samples of one pass over the data. [`read`](Dataset::read) receives indices beyond it: those of later passes.
+    /// Returns the number of samples in one pass over the data. [`read`](Dataset::read) also receives larger indices, which belong to later
+    /// passes.
     fn num_samples(&self) -> u64;
 
-    /// Tokens of one sample. With `Some`, progress is shown in tokens; with `None`, in samples.
+    /// Returns the number of tokens per sample. Progress is shown in tokens if it is `Some`, otherwise in samples.
     fn tokens_per_sample(&self) -> Option<u64> {
         None
     }
 
-    /// What decides, beside the seed, which sample an index is, by name: a checksum of the files, for example. Checkpoints state
-    /// it, all ranks must agree on it, and a run whose samples have another identity does not resume.
+    /// Returns, by name, the properties that determine which sample an index refers to, apart from the seed: a checksum of the files, for
+    /// example. Checkpoints state them, all ranks must agree on them, and a run does not resume if they differ.
     fn identity(&self) -> BTreeMap<String, String> {
         BTreeMap::from([("num_samples".to_owned(), self.num_samples().to_string())])
     }
 
-    /// Announces that the samples read next are those of one mean, `num_samples` from index `first` on: of a step, of all ranks, or of a validation.
-    /// A dataset that weighs parts of samples can divide by what all of them weigh. Returns whether anything in them counts in the loss. If
-    /// nothing does, a step is skipped, and a validation has no result.
+    /// Announces the samples over which the next mean is taken, `num_samples` from index `first` on: those of a step on all ranks, or of a
+    /// validation. A dataset with weights for parts of samples can normalize them by their sum. Returns whether any part contributes to the
+    /// loss. If none does, a step is skipped, and a validation has no result.
     ///
     /// # Errors
-    /// As [`read`](Dataset::read).
+    /// The errors of [`read`](Dataset::read).
     fn begin(&mut self, _first: u64, _num_samples: u64) -> Result<bool, TrainError> {
         Ok(true)
     }
 
-    /// Writes the sample of this index of the run. Without an order of its own, a dataset reads `index % num_samples()`;
+    /// Writes the sample with this index in the run. A dataset without an order of its own reads `index % num_samples()`.
     /// [`Shuffle`](trireme_data::Shuffle) gives each pass another random order.
     ///
     /// # Errors
-    /// If it cannot be read: [`TrainError::Samples`] with the reason.
+    /// [`TrainError::Samples`] with the reason if the sample cannot be read.
     fn read(&mut self, index: u64, sample: &mut Sample<'_>) -> Result<(), TrainError>;
 }
 
-/// A sample to be written: its part of each tensor of a batch.
+/// A sample to write: one row of each tensor of a batch.
 #[derive(Debug)]
 pub struct Sample<'a> {
     pub(crate) batch: &'a mut HostBatch,
@@ -54,7 +54,7 @@ pub struct Sample<'a> {
 }
 
 impl Sample<'_> {
-    /// The sample's elements of the f32 tensor of this name.
+    /// Returns the sample's elements of the f32 tensor `name`.
     ///
     /// # Panics
     /// If there is no such tensor, or it has another type.
@@ -62,7 +62,7 @@ impl Sample<'_> {
         bytemuck::cast_slice_mut(self.batch.sample_mut(name, self.row, DType::F32))
     }
 
-    /// The sample's elements of the u32 tensor of this name.
+    /// Returns the sample's elements of the u32 tensor `name`.
     ///
     /// # Panics
     /// If there is no such tensor, or it has another type.
@@ -75,8 +75,8 @@ pub(crate) fn batch_specs(dataset: &dyn Dataset, num_samples: usize) -> Vec<Tens
     dataset.sample().into_iter().map(|spec| spec.in_batch(num_samples)).collect()
 }
 
-/// Reads the samples from `first` on, as many as `batch` has, and copies the positions that this rank has of them to the device.
-/// Fails if there is no memory for them, or a sample cannot be read.
+/// Reads consecutive samples from `first` on, as many as `batch` has, and copies this rank's positions of them to the device. Fails if the
+/// device has no memory for them, or if a sample cannot be read.
 pub(crate) fn read_batch(
     dataset: &mut dyn Dataset,
     device: &Device,

@@ -10,7 +10,7 @@ use trireme_tensor::{
     BackendKind, CpuFeatures, DetachedOptions, Device, DeviceOptions, Overflow, PageSource,
 };
 
-/// How a worker with so many threads opens its device.
+/// Returns the options with which a worker opens its device.
 pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
     let budget = config.memory().device_budget.0.map(|bytes| bytes.0 as usize);
     let backend = match config.training().device {
@@ -26,7 +26,7 @@ pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
     DeviceOptions { num_threads, budget, backend, page_source, ..DeviceOptions::default() }
 }
 
-/// Opens it. With `huge_pages = "never"`, the whole process has none from now on.
+/// Opens the worker's device. With `huge_pages = "never"`, turns transparent huge pages off for the whole process.
 pub(crate) fn open_device(
     config: &Config,
     num_threads: usize,
@@ -38,7 +38,8 @@ pub(crate) fn open_device(
     Ok(Device::open(DeviceOptions { features_max, ..device_options(config, num_threads) })?)
 }
 
-/// Lets activations of uneven loads spill, if the config and the device allow it. Activations leave `reserved` bytes of the budget free.
+/// Lets activations spill to files if loads of experts are uneven, and if the config and the device allow it. Activations leave `reserved`
+/// bytes of the budget free.
 pub(crate) fn spill(config: &Config, device: &Device, reserved: usize) -> Option<Arc<Spill>> {
     if !config.may_spill() || !device.reaches_host() {
         return None;
@@ -48,12 +49,12 @@ pub(crate) fn spill(config: &Config, device: &Device, reserved: usize) -> Option
     Some(spill)
 }
 
-/// An equal share of this host's cores for each of `local_world_size` workers, at least one.
+/// Returns an equal share of this host's cores for each of `local_world_size` workers, at least 1.
 pub fn share_of_cores(local_world_size: usize) -> usize {
     (std::thread::available_parallelism().map_or(1, NonZeroUsize::get) / local_world_size.max(1)).max(1)
 }
 
-/// Threads of a worker: as the config says, or its `share` of the cores.
+/// Returns the number of threads of a worker: the configured number, or `share` if the config leaves it open.
 pub fn local_threads(config: &Config, share: usize) -> usize {
     match config.training().threads {
         0 => share,

@@ -13,7 +13,7 @@ use trireme_parallel::ParallelError;
 use trireme_schedule::pipeline::{GenerateError, Kind};
 use trireme_tensor::{DeviceError, OverBudget};
 
-/// A run could not start, continue or end.
+/// A failure to start, continue or end a run.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum TrainError {
@@ -34,7 +34,7 @@ pub enum TrainError {
     NonFiniteWeights {
         path: PathBuf,
         name: String,
-        /// How many are not finite, of those that this rank reads.
+        /// Number of non-finite values among those that this rank reads.
         count: usize,
         num_elements: usize,
         first: usize,
@@ -113,7 +113,7 @@ pub enum TrainError {
         differences.iter().map(|line| format!("\n  {line}")).collect::<String>()
     )]
     RanksDisagree {
-        /// Each key that differs, with its values and their ranks.
+        /// Each fact that differs, with its values and their ranks.
         differences: Vec<String>,
     },
     /// The first checkpoints would fill the disk.
@@ -148,7 +148,7 @@ pub enum TrainError {
         reasons.iter().map(|reason| format!("\n  {reason}")).collect::<String>()
     )]
     AllCheckpointsDamaged { folder: PathBuf, reasons: Vec<String> },
-    /// Rank 0 failed to find the checkpoint to resume from, and tells why itself.
+    /// Rank 0 failed to choose the checkpoint to resume from, and reports the reason itself.
     #[error("rank 0 could not choose a checkpoint to resume from; see its own error")]
     NoCheckpointChosen,
     #[error(
@@ -199,7 +199,7 @@ pub enum TrainError {
     ForeignToken { token: u32, vocab_size: usize },
     #[error(transparent)]
     Data(#[from] DataError),
-    /// A dataset of the program's own cannot be opened or read.
+    /// A dataset that the program defines itself cannot be opened or read.
     #[error("cannot read the samples")]
     Samples(#[source] Box<dyn std::error::Error + Send + Sync>),
     #[error(
@@ -284,7 +284,7 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    /// The failure of communication behind this error, if that is what it was.
+    /// Returns the communication failure that caused this error, if there is one.
     pub fn comm(&self) -> Option<&CommError> {
         match self {
             TrainError::Comm(error) | TrainError::Parallel(ParallelError::Comm(error)) => Some(error),
@@ -293,7 +293,7 @@ impl TrainError {
         }
     }
 
-    /// Memory that would have passed the budget, if that is what this error is about.
+    /// Returns the allocation that would have exceeded the memory budget, if that caused this error.
     pub fn over_budget(&self) -> Option<&OverBudget> {
         match self {
             TrainError::Parallel(ParallelError::OverBudget { source, .. })

@@ -1,4 +1,4 @@
-//! How likely a model finds texts, without training.
+//! Evaluation of texts by a model: losses and log-likelihoods.
 
 use crate::error::TrainError;
 use crate::language::Sequences;
@@ -14,41 +14,42 @@ use trireme_tensor::Device;
 
 const BATCH_SIZE: usize = 8;
 
-/// A model that tells how likely it finds texts.
+/// A model that evaluates texts.
 pub struct Evaluator {
     executor: Executor,
     device: Device,
     config: ModelConfig,
     seq_len: usize,
-    /// Which of the [reports](trireme_model::Rehearsal::reports) is the loss of the predictions.
+    /// The index of the next-token loss among the [reports](trireme_model::Rehearsal::reports).
     report: usize,
     notices: Vec<String>,
 }
 
-/// What was found of a text.
+/// The result of the evaluation of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Evaluation {
-    /// The sum of the losses of the tokens that count.
+    /// The sum of the losses of the counted tokens, in nats.
     pub nats: f64,
-    /// Tokens that count: each that follows another one in its sequence, and of documents with answers only those.
+    /// Number of counted tokens: every token that follows another one in its sequence; in documents with answers, only those of the
+    /// answers.
     pub num_tokens: u64,
-    /// Bytes of their text.
+    /// Number of bytes of the counted tokens' text.
     pub num_bytes: u64,
 }
 
 impl Evaluation {
-    /// The mean loss, in nats a token.
+    /// Returns the mean loss, in nats per token.
     pub fn loss(&self) -> f64 {
         self.nats / self.num_tokens as f64
     }
 
-    /// The exponential of the mean loss.
+    /// Returns the exponential of the mean loss.
     pub fn perplexity(&self) -> f64 {
         self.loss().exp()
     }
 
-    /// Bits that the model needs for a byte of the text: a measure that does not depend on the tokenizer. `None` if the tokens that count
-    /// have no text, as the end of a document has none.
+    /// Returns the number of bits that the model needs per byte of text, which does not depend on the tokenizer. `None` if the counted
+    /// tokens have no text; an end-of-document token has none, for example.
     pub fn bits_per_byte(&self) -> Option<f64> {
         (self.num_bytes > 0).then(|| self.nats / std::f64::consts::LN_2 / self.num_bytes as f64)
     }
@@ -56,10 +57,10 @@ impl Evaluation {
 
 impl Evaluator {
     /// Loads the model of a checkpoint, of a run's newest checkpoint, or of a Hugging Face directory, for sequences of at most `seq_len`
-    /// tokens; `None` for as many as it supports, up to 1024.
+    /// tokens. `None` stands for the longest sequence that the model supports, but at most 1024 tokens.
     ///
     /// # Errors
-    /// As [`load_model`](crate::load_model); and if the model does not support sequences of this length.
+    /// The errors of [`load_model`](crate::load_model), or [`TrainError::SequenceTooLong`].
     pub fn load(
         path: &Path,
         allow_non_finite: bool,
@@ -84,26 +85,27 @@ impl Evaluator {
         Ok(Evaluator { executor, device: device.clone(), config, seq_len, report, notices })
     }
 
-    /// What the user should know of the model's files.
+    /// Returns notices about the model's files for the user.
     pub fn notices(&self) -> &[String] {
         &self.notices
     }
 
-    /// The model.
+    /// Returns the config of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Tokens of the longest sequence.
+    /// Returns the maximum number of tokens in a sequence.
     pub fn seq_len(&self) -> usize {
         self.seq_len
     }
 
-    /// Evaluates a corpus: all of what was held out, or of what is to be trained on. Sequences follow each other, the last one shorter, unless
-    /// `whole_documents` are packed. `progress` hears of how many sequences some are done.
+    /// Evaluates all of `tokens`. Sequences follow each other without a gap, and the last one may be shorter. With `whole_documents`, whole
+    /// documents are packed into sequences instead. `num_bytes` returns the number of bytes of the text of some tokens. `progress` is
+    /// called with the number of evaluated sequences and their total number.
     ///
     /// # Errors
-    /// If tokens cannot be read, the model does not know one, or none counts.
+    /// If tokens cannot be read, if one is not in the model's vocabulary, or if none counts.
     pub fn evaluate_corpus(
         &mut self,
         tokens: &MaskedTokens,
@@ -134,13 +136,14 @@ impl Evaluator {
         }
     }
 
-    /// The log-likelihood of what follows the first `num_given` tokens, in nats. Of too many tokens the first are left out.
+    /// Returns the log-likelihood of the tokens after the first `num_given`, in nats. If there are more tokens than the model supports, the
+    /// first ones are left out.
     ///
     /// # Errors
-    /// If the model does not know a token.
+    /// If a token is not in the model's vocabulary.
     ///
     /// # Panics
-    /// If no token is given, or none follows.
+    /// If no token is given, or no token follows.
     pub fn log_likelihood(&mut self, tokens: &[u32], num_given: usize) -> Result<f64, TrainError> {
         assert!((1..tokens.len()).contains(&num_given), "{num_given} of {} tokens are given", tokens.len());
         let largest = tokens.iter().max().expect("there are tokens");
@@ -161,9 +164,9 @@ impl Evaluator {
         }
     }
 
-    /// The sum of the losses of the tokens of some sequences that count.
+    /// Returns the sum of the losses of the counted tokens of `sequences`.
     fn nats(&mut self, sequences: &[Sequence]) -> Result<f64, TrainError> {
-        // One that is shorter takes less time where it is alone.
+        // A batch of short sequences takes less time.
         let seq_len = sequences.iter().map(|sequence| sequence.tokens.len() - 1).max().unwrap_or(0);
         let mut batch = HostBatch::new(&specs(sequences.len(), seq_len));
         for (row, Sequence { tokens, counted, starts }) in sequences.iter().enumerate() {
@@ -191,7 +194,7 @@ impl Evaluator {
     }
 }
 
-/// Tokens in a row, and which of them count; the first one only tells of the others.
+/// Consecutive tokens, with 1 in `counted` for those whose loss counts. The first token is only context.
 struct Sequence {
     tokens: Vec<u32>,
     counted: Vec<u32>,

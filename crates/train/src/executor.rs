@@ -1,4 +1,4 @@
-//! The executor of a worker, as a config describes it.
+//! The executor of a worker, built from a config.
 
 use crate::agreement::{Facts, agree};
 use crate::choices::StepChoices;
@@ -30,8 +30,8 @@ fn loss_scaling(training: &Training) -> LossScaling {
     }
 }
 
-/// The model with its first weights, its optimizer and its program on one rank. Collective: all ranks begin with the same
-/// weights, or none does.
+/// Builds the executor of one rank, with the model's initial weights. Collective: fails on all ranks if they would not begin with the same
+/// weights.
 pub(crate) fn build_executor(
     config: &Config,
     (model, rehearsal): (Model, Rehearsal),
@@ -55,10 +55,10 @@ pub(crate) fn build_executor(
     Ok(executor)
 }
 
-/// What runs the program of one rank, with weights of zeros. Collective, unless the group is [dry](Group::dry).
+/// Builds the executor for the program of one rank, with weights of zeros. Collective, unless the group is [dry](Group::dry).
 ///
 /// # Errors
-/// What devices, groups and disks refuse.
+/// Failures of the device, the groups or the offload folder.
 pub fn new_executor(
     config: &Config,
     (model, rehearsal): (Model, Rehearsal),
@@ -74,7 +74,7 @@ pub fn new_executor(
     Ok(Executor::new(setup)?)
 }
 
-/// How the config wants steps to be run.
+/// Returns the executor options of a config.
 pub fn executor_options(config: &Config) -> ExecutorOptions {
     let training = config.training();
     ExecutorOptions {
@@ -91,7 +91,7 @@ pub fn executor_options(config: &Config) -> ExecutorOptions {
     }
 }
 
-/// What it takes to have state where a layout says.
+/// Returns the options for state that the layout stores away from the device.
 fn offload_options(
     config: &Config,
     state: &StateLayout,
@@ -102,7 +102,7 @@ fn offload_options(
     let host = if StateClass::ALL.iter().any(is_away) { device.host()? } else { device.clone() };
     let run_folder = config.run_folder();
     if offload.folder == run_folder && !device.is_counting() {
-        // The first rank makes it, but the others need not have seen that.
+        // The first rank creates the folder, but the other ranks may not see it yet.
         std::fs::create_dir_all(&run_folder)
             .map_err(|source| TrainError::RunFolder { path: run_folder.clone(), source })?;
     }

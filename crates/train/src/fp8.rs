@@ -1,4 +1,4 @@
-//! fp8 in a run: from the config, to checkpoints and back.
+//! fp8 in a run: its recipe, and the amax histories in checkpoints.
 
 use crate::config;
 use crate::error::TrainError;
@@ -8,11 +8,11 @@ use trireme_checkpoint::{OPTIMIZER_PREFIX, StoredTensors};
 use trireme_plan::{Extent, Mesh, TensorPlacement};
 use trireme_tensor::{Fp8Formats, Fp8Recipe, Fp8State, ParameterId, ParameterTable};
 
-/// What users must know of fp8 on a CPU.
+/// The notice that fp8 is emulated.
 pub const FP8_NOTICE: &str = "fp8 is emulated on the CPU: values are rounded as fp8 would round them, but computed \
      in bf16, so nothing becomes faster";
 
-/// How the config wants linear layers to work in fp8.
+/// Returns the fp8 recipe of a config, or `None` without fp8.
 pub(crate) fn recipe(training: &config::Training) -> Option<Fp8Recipe> {
     let formats = match training.fp8 {
         config::Fp8::Off => return None,
@@ -23,13 +23,13 @@ pub(crate) fn recipe(training: &config::Training) -> Option<Fp8Recipe> {
     Some(Fp8Recipe { formats, amax_history_len, margin })
 }
 
-/// For each layer the name of its history in a checkpoint; that of the first parameter of its weight is part of it.
+/// Returns the name of each layer's amax history in a checkpoint. It contains the name of the first parameter of the layer's weight.
 fn names<'a>(state: &'a Fp8State, table: &'a ParameterTable) -> impl Iterator<Item = String> + 'a {
     let name = |id: &ParameterId| &table.parameters()[id.0].name;
     state.layers().iter().map(move |id| format!("{OPTIMIZER_PREFIX}fp8_amax_history.{}", name(id)))
 }
 
-/// How the amax history of every layer lies in a checkpoint.
+/// Returns the placement of every layer's amax history in a checkpoint.
 pub(crate) fn history_placements(
     state: &Fp8State,
     table: &ParameterTable,
@@ -42,7 +42,7 @@ pub(crate) fn history_placements(
     names(state, table).enumerate().map(placement).collect()
 }
 
-/// Reads the amax history of every layer, as far as the checkpoint at `path` has them: runs without fp8 have none.
+/// Reads the amax history of every layer for which the checkpoint at `path` has one. Checkpoints of runs without fp8 have none.
 pub(crate) fn read_histories(
     stored: &StoredTensors,
     state: &mut Fp8State,
@@ -53,7 +53,7 @@ pub(crate) fn read_histories(
     for (layer, name) in names.into_iter().enumerate() {
         let Some(tensor) = stored.get(&name) else { continue };
         let shape = tensor.shape();
-        // The size is checked before memory is taken for it, and all else by the state.
+        // The size is checked before memory is allocated. `restore` checks the rest.
         let is_small = matches!(shape, [3, len] if *len <= config::FP8_AMAX_HISTORY_LEN_MAX);
         let restored = is_small && tensor.dtype() == Some(DType::F32) && {
             let mut history = vec![0.0_f32; shape.iter().product()];
@@ -110,7 +110,7 @@ mod tests {
         let mut found = state(&layers, 2);
         read_histories(checkpoint.tensors(), &mut found, &table, folder.path()).unwrap();
         assert!((0..2).all(|layer| found.history(layer) == kept.history(layer)));
-        // Another length takes what fits; a layer that is not there stays as it was.
+        // A longer history begins with the stored steps. A layer without a stored history stays unchanged.
         let mut longer = state(&layers, 3);
         let only_out =
             checkpoint.tensors().renamed(|name| name.ends_with("out").then(|| name.to_owned())).unwrap();

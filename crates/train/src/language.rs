@@ -1,4 +1,4 @@
-//! Language models: the task that a config describes with `[model]` and `[data]`.
+//! Language models: the task that `[model]` and `[data]` of a config describe.
 
 use crate::checkpointing::TOKENIZER;
 use crate::config::{self, Config};
@@ -25,7 +25,7 @@ use trireme_model::{
 };
 use trireme_tensor::{Device, ParameterTable};
 
-/// A language model, and the corpus that it learns to predict.
+/// A language model and the corpus that it is trained on.
 #[derive(Debug)]
 pub struct LanguageTask {
     model: ModelConfig,
@@ -33,30 +33,30 @@ pub struct LanguageTask {
     notices: Vec<String>,
     tokenizer: Arc<Tokenizer>,
     tokenizer_sha256: Arc<str>,
-    /// What else describes the model or its tokenizer to other programs.
+    /// Other files that describe the model or its tokenizer to other programs.
     other_files: Vec<(&'static str, Vec<u8>)>,
     train: MaskedTokens,
     validation: Option<MaskedTokens>,
     sources: Vec<Source>,
     sequences: Sequences,
-    /// Whether only the answers of the corpus are learned.
+    /// Whether only the answers in the corpus contribute to the loss.
     learns_answers: bool,
 }
 
-/// What sequences of a corpus are made of.
+/// The form in which a corpus is divided into sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sequences {
-    /// Their tokens.
+    /// Number of tokens per sequence.
     pub seq_len: usize,
     packing: Packing,
-    /// Whether tokens attend to those of their own document alone.
+    /// Whether tokens attend only to their own document.
     masks_documents: bool,
-    /// Whether predictions weigh more or less than others.
+    /// Whether tokens have different weights in the loss.
     weighs_losses: bool,
 }
 
 impl Sequences {
-    /// Those that a config makes of a corpus in which all tokens count in the loss, or only some.
+    /// Returns the form that the config gives to the sequences of a corpus, with or without a loss mask.
     pub fn new(config: &Config, has_loss_mask: bool) -> Self {
         let data = config.data();
         let packing = match data.packing {
@@ -69,12 +69,12 @@ impl Sequences {
             seq_len: config.training().seq_len,
             packing,
             masks_documents: data.mask_documents || packs_documents,
-            // Padding weighs nothing.
+            // Padding has weight 0.
             weighs_losses: has_loss_mask || packs_documents,
         }
     }
 
-    /// Sequences of tokens with weights, of documents that attend to themselves alone.
+    /// Returns the form with packed documents, attention within documents, and loss weights.
     pub(crate) fn weighted(seq_len: usize) -> Self {
         Sequences { seq_len, packing: Packing::Documents, masks_documents: true, weighs_losses: true }
     }
@@ -87,7 +87,7 @@ impl Sequences {
         Ok(Sampler::new(tokens, &[], (self.seq_len, self.packing), None)?.num_windows())
     }
 
-    /// The fewest tokens that a sequence can be made of: windows of whole documents are padded.
+    /// Returns the minimum number of tokens from which a sequence can be made. Windows of whole documents are padded.
     pub fn num_tokens_min(&self) -> u64 {
         match self.packing {
             Packing::Stream => self.seq_len as u64 + 1,
@@ -95,7 +95,7 @@ impl Sequences {
         }
     }
 
-    /// The tensors of a sample.
+    /// Returns the tensors of a sample, each of shape `[seq_len]`.
     pub fn sample(&self) -> Vec<TensorSpec> {
         let starts = self.masks_documents.then_some((DOCUMENT_STARTS, DType::U32));
         let weights = self.weighs_losses.then_some((LOSS_WEIGHTS, DType::F32));
@@ -109,7 +109,7 @@ impl Sequences {
         self.packing == Packing::Documents
     }
 
-    /// The samples of a corpus to train on, in the order of a seed.
+    /// Returns the sampler of the training tokens of a corpus, shuffled with `seed`.
     ///
     /// # Errors
     /// If there are too few tokens.
@@ -120,10 +120,10 @@ impl Sequences {
 }
 
 impl LanguageTask {
-    /// Opens the corpus of a config, and describes its model.
+    /// Opens the corpus of a config, and reads the description of its model.
     ///
     /// # Errors
-    /// If the corpus or the description of the model cannot be read, or they do not fit each other.
+    /// If the corpus or the description cannot be read, or if they do not fit each other.
     pub fn open(config: &Config) -> Result<Self, TrainError> {
         let folder = &config.data().folder;
         let corpus = Corpus::open(folder)?;
@@ -187,22 +187,22 @@ impl LanguageTask {
         })
     }
 
-    /// What the model is built from.
+    /// Returns the config from which the model is built.
     pub fn model_config(&self) -> &ModelConfig {
         &self.model
     }
 
-    /// Whether the model learns only the answers of its corpus: of conversations, or completions.
+    /// Returns whether only the answers in the corpus (conversations or completions) contribute to the loss.
     pub fn learns_answers(&self) -> bool {
         self.learns_answers
     }
 
-    /// The corpus' tokenizer.
+    /// Returns the tokenizer of the corpus.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
 
-    /// The windows of some tokens: shuffled with a seed, and mixed from sources.
+    /// Returns windows of `tokens`, shuffled with `seed` if there is one, and sampled from weighted `sources`.
     fn windows(
         &self,
         tokens: &MaskedTokens,
@@ -213,7 +213,7 @@ impl LanguageTask {
         Ok(Box::new(TokenWindows::new(tokens, tokenizer_sha256, sources, self.sequences, seed)?))
     }
 
-    /// The tokens to train on, and those held out.
+    /// Returns the training tokens and the held-out tokens.
     pub fn tokens(&self) -> (&TokenFile, Option<&TokenFile>) {
         (&self.train.tokens, self.validation.as_ref().map(|validation| &*validation.tokens))
     }
@@ -267,8 +267,8 @@ impl Task for LanguageTask {
         own.into_iter().chain(others).map(file).collect()
     }
 
-    /// Refuses a checkpoint whose model differs in more than its initial weights and, where no parameter depends on it, its longest
-    /// sequence.
+    /// Refuses a checkpoint with another model. The initial weights may differ, and so may the maximum sequence length if no parameter
+    /// depends on it.
     fn check(&self, checkpoint: &Checkpoint) -> Result<(), TrainError> {
         let path = checkpoint.path().join(CONFIG_FILE);
         let Some(text) = checkpoint.read_file(CONFIG_FILE)? else { return Ok(()) };
@@ -282,7 +282,7 @@ impl Task for LanguageTask {
     }
 }
 
-/// A `config.json` in which the tokenizer decides what begins and ends a document, unless the model says so.
+/// Returns a `config.json` with the tokenizer's tokens for the beginning and the end of a document, unless the model defines them.
 fn with_ends(model_json: &str, tokenizer: &Tokenizer) -> String {
     let mut json = parse_json(model_json.as_bytes()).expect("it describes a model");
     let end = tokenizer.end_of_document();
@@ -304,7 +304,7 @@ fn chat_template_of(folder: &Path) -> Result<Option<Vec<u8>>, DataError> {
     }
 }
 
-/// Windows of a token file, for models that predict the next token.
+/// Windows of a token file, as samples for next-token prediction.
 #[derive(Debug)]
 pub(crate) struct TokenWindows {
     tokens: MaskedTokens,
@@ -313,18 +313,18 @@ pub(crate) struct TokenWindows {
     sampler: Sampler,
     sequences: Sequences,
     window: Vec<u32>,
-    /// Of each token of the window, whether it counts in the loss.
+    /// For each token of the window, 1 if it counts in the loss, else 0.
     counted: Vec<u32>,
-    /// Of each token of the window, where its document begins.
+    /// For each token of the window, the index in the window at which its document begins.
     starts: Vec<u32>,
-    /// Of each token that counts: what makes the mean over all tokens one over those.
+    /// The weight of each token that counts. It turns the mean over all tokens into the mean over tokens that count.
     loss_weight: f32,
-    /// The weight of each token that is no padding: it makes the mean over all positions of the step one over those.
+    /// The weight of each token that is not padding. It turns the mean over all positions of the step into the mean over these tokens.
     token_weight: f32,
 }
 
 impl TokenWindows {
-    /// Cuts tokens into windows, which are shuffled with a seed and mixed from sources.
+    /// Splits tokens into windows, which are shuffled with `seed` if there is one, and sampled from weighted `sources`.
     pub(crate) fn new(
         tokens: &MaskedTokens,
         tokenizer_sha256: Arc<str>,
@@ -351,20 +351,21 @@ impl TokenWindows {
         self.sampler.window(index)
     }
 
-    /// Returns, for each token of a window, where its document begins, also if attention crosses the borders of documents.
+    /// Returns, for each token of a window, the index at which its document begins, even if attention crosses the borders of documents.
     pub(crate) fn document_starts(&self, window: Window) -> Result<Vec<u32>, TrainError> {
         let mut starts = vec![0; window.len];
         self.tokens.tokens.document_starts(window.start, &mut starts)?;
         Ok(starts)
     }
 
-    /// Counts the tokens of the sample of this index that contribute to the loss.
+    /// Returns the number of tokens of the sample with this index that contribute to the loss.
     pub(crate) fn num_counted(&mut self, index: u64) -> Result<u64, TrainError> {
         self.read_window(index, false)?;
         Ok(self.counted[1..].iter().map(|&counted| u64::from(counted)).sum())
     }
 
-    /// Reads a window: its tokens if `reads_tokens`, padded with a document of its own, and which of them count in the loss.
+    /// Reads which tokens of a window count in the loss, where documents begin and, if `reads_tokens`, the tokens themselves. Padding forms
+    /// a document of its own.
     fn read_window(&mut self, index: u64, reads_tokens: bool) -> Result<(), TrainError> {
         let Window { start, len, .. } = self.sampler.window(index);
         let file = &self.tokens.tokens;
@@ -412,7 +413,7 @@ impl Dataset for TokenWindows {
         identity
     }
 
-    /// Cost: where only some tokens count in the loss, reads the mask of all the samples.
+    /// If only some tokens count in the loss, reads the loss mask of all these samples.
     fn begin(&mut self, first: u64, num_samples: u64) -> Result<bool, TrainError> {
         if !self.sequences.weighs_losses {
             return Ok(true);

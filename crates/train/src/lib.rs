@@ -1,7 +1,6 @@
-//! Configuration, trainer and metrics.
+//! The configuration of a run, the trainer and its metrics.
 //!
-//! [`config::Config`] is read and checked once; [`Trainer`] runs it on one rank of a group; what a user sees on the
-//! way goes to an [`Observer`].
+//! [`config::Config`] is read and validated once. [`Trainer`] runs it on one rank of a group, and reports progress to an [`Observer`].
 
 mod agreement;
 mod as_text;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource, resolve_model};
 use trireme_model::{ExchangeConfig, ModelConfig};
 
-/// The model that the config describes, for a corpus whose ids lie below `vocabulary_size`; and notices for the user.
+/// Returns the model that the config describes, for a corpus whose token ids are below `vocabulary_size`, and notices for the user.
 pub fn model_config(
     config: &Config,
     vocabulary_size: usize,
@@ -24,7 +24,7 @@ pub fn model_config(
         }
     };
     let mut notices: Vec<String> = dropout_notice(config, &text).into_iter().collect();
-    // A plan needs no weights; where they are needed, the error is reported.
+    // Planning needs no weights. A command that needs them reports the error.
     if let Some(Ok(source)) = config.model().init_from.as_ref().map(|path| WeightsSource::open(path)) {
         notices.extend(adapt_to_weights(&mut model, &text, &source.weights())?);
     }
@@ -65,7 +65,7 @@ pub fn model_config(
     Ok((model, notices))
 }
 
-/// Says that the dropout of a model's `config.json` does not apply, where the run has none of its own.
+/// Returns a notice that the dropout of a model's `config.json` is ignored, unless the config sets dropout.
 fn dropout_notice(config: &Config, text: &str) -> Option<String> {
     let keys = ModelConfig::dropout_keys(text);
     (config.model().dropout == 0.0 && !keys.is_empty()).then(|| {
@@ -76,7 +76,7 @@ fn dropout_notice(config: &Config, text: &str) -> Option<String> {
     })
 }
 
-/// The `config.json` that describes the model of the config's `[model] config` or `init_from`, and where it is.
+/// Returns the path and the text of the `config.json` that describes the model of `[model] config` or `init_from`.
 fn description(config: &Config, path: &Path) -> Result<(PathBuf, String), TrainError> {
     let read = |path: PathBuf| match fs::read_to_string(&path) {
         Ok(text) => Ok((path, text)),
@@ -85,7 +85,7 @@ fn description(config: &Config, path: &Path) -> Result<(PathBuf, String), TrainE
     if let ModelSource::File(path) = config.model_source() {
         return read(if path.is_dir() { path.join(CONFIG_FILE) } else { path.to_owned() });
     }
-    // A plan needs no weights.
+    // Planning needs no weights, so a `config.json` without weights is enough.
     let alone = resolve_model(path)?.join(CONFIG_FILE);
     if alone.is_file() {
         return read(alone);
@@ -96,7 +96,7 @@ fn description(config: &Config, path: &Path) -> Result<(PathBuf, String), TrainE
     Ok((source.path().join(CONFIG_FILE), String::from_utf8_lossy(&text).into_owned()))
 }
 
-/// The `config.json` for checkpoints of `model`, which the config describes. What another `config.json` says beyond that stays.
+/// Returns the `config.json` of `model` for checkpoints. It keeps the other keys of the `config.json` from which the model was read.
 pub(crate) fn model_config_json(config: &Config, model: &ModelConfig) -> Result<String, TrainError> {
     match config.model_source() {
         ModelSource::Inline(_) => Ok(format!("{:#}\n", model.to_json())),

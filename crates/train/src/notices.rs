@@ -7,10 +7,11 @@ use crate::observer::Observer;
 use trireme_parallel::Determinism;
 use trireme_tensor::Precision;
 
-/// Passes over the same text that are nearly as good as new text (Muennighoff et al., "Scaling data-constrained language models", 2023, section 6).
+/// Number of passes up to which repeated text is nearly as good as new text (Muennighoff et al., "Scaling data-constrained language
+/// models", 2023, section 6).
 const PASSES_MAX: f64 = 4.0;
 
-/// Says when the bits of this layout are its own.
+/// Notifies the user if the bits of results depend on the layout, unless the config asks for `determinism = "run"`.
 pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &mut dyn Observer) {
     if config.training().determinism == Determinism::Run {
         return;
@@ -38,7 +39,7 @@ pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &
     }
 }
 
-/// Says what helps where gradients are of old weights.
+/// Recommends settings for schedules with stale gradients.
 pub(crate) fn notice_delay(config: &Config, observer: &mut dyn Observer) {
     let optimizer = config.optimizer();
     let has_nu = optimizer.name.settings().contains(&"nu");
@@ -56,7 +57,7 @@ pub(crate) fn notice_fp8(config: &Config, observer: &mut dyn Observer) {
     }
 }
 
-/// Says that data is repeated often, if it is text.
+/// Notifies the user if a run repeats its text often.
 pub(crate) fn notice_passes(config: &Config, train: &dyn Dataset, observer: &mut dyn Observer) {
     let training = config.training();
     let num_passes = (training.steps * training.global_batch_size as u64) as f64 / train.num_samples() as f64;

@@ -5,10 +5,10 @@ use crate::error::TrainError;
 use trireme_optim::{LrSchedule, OptimizerOptions};
 use trireme_tensor::ParameterTable;
 
-/// The optimizer that the config describes, for a model with these parameters.
+/// Returns the optimizer options of a config, for a model with these parameters.
 ///
 /// # Errors
-/// Groups without a parameter, and groups that freeze all parameters.
+/// If no parameter belongs to a group, or if the groups freeze all parameters.
 pub fn optimizer_options(config: &Config, table: &ParameterTable) -> Result<OptimizerOptions, TrainError> {
     let optimizer = config.optimizer();
     let names: Vec<&str> = table.parameters().iter().map(|info| info.name.as_str()).collect();

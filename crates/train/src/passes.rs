@@ -1,4 +1,4 @@
-//! The dry pass of a model on a worker.
+//! Shape and cost inference of a model on a worker, by a dry pass.
 
 use crate::config::Config;
 use crate::device::device_options;
@@ -9,10 +9,10 @@ use trireme_base::{ContextPlace, Rank};
 use trireme_model::{Model, Rehearsal, TensorSpec};
 use trireme_tensor::{Device, ModelPlace};
 
-/// What a worker has of the tensors of a microbatch.
+/// Returns the tensors of a microbatch with the positions that a worker has of them.
 ///
 /// # Errors
-/// [`TrainError::NoPositions`] and [`TrainError::UnequalPositions`] if workers cannot have equal parts of the positions.
+/// [`TrainError::NoPositions`] or [`TrainError::UnequalPositions`] if the positions cannot be split evenly over the context axis.
 pub fn positions_of_batch(
     batch: &[TensorSpec],
     context: ContextPlace,
@@ -31,7 +31,7 @@ pub fn positions_of_batch(
     batch.iter().map(of_worker).collect()
 }
 
-/// What passes of a model are on a worker. `batch` has all positions.
+/// Returns the costs and shapes of a model's passes on a worker. `batch` has all positions.
 pub(crate) fn rehearse(
     config: &Config,
     task: &dyn Task,
@@ -42,7 +42,7 @@ pub(crate) fn rehearse(
     rehearse_at(config, task, (places, num_threads), batch)
 }
 
-/// As [`rehearse`], of a worker with this part of the model and of the positions.
+/// Like [`rehearse`], for a worker at these places of the model and context axes.
 pub(crate) fn rehearse_at(
     config: &Config,
     task: &dyn Task,

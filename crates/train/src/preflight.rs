@@ -1,4 +1,4 @@
-//! What must hold before the first step, checked before anything is computed: one message names every rank where it does not.
+//! Checks before anything is computed that the conditions for the first step hold. One message names every rank that violates them.
 
 use crate::agreement::{Facts, agree};
 use crate::config::Config;
@@ -15,22 +15,22 @@ use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_comm::{CommError, Group};
 use trireme_tensor::CpuFeatures;
 
-/// How long a file of one host may take to show on another: a network file system may look again after some seconds.
+/// Maximum time until a file written on one host must be visible on another. A network file system may cache directories for some seconds.
 const VISIBLE_MAX: Duration = Duration::from_secs(5);
 const VISIBLE_LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Clocks that are no further apart count as agreeing: what two hosts say about one moment takes a while.
+/// Maximum difference of clocks, in seconds, that counts as agreement. Reading the clocks of two hosts is not simultaneous.
 const CLOCKS_APART_MAX: f64 = 2.0;
 
 /// Checks that all ranks run the same program with the same config and SIMD level (`features_max`, or the machine's if that is lower or
-/// `None`). On several hosts with checkpoints enabled, also checks that they share the run's folder and can write to it. Returns one warning for each
-/// group of ranks whose clocks differ from that of rank 0 by more than 2 s. Collective.
+/// `None`). On several hosts with checkpoints enabled, also checks that they share the run's folder and can write to it. Returns one
+/// warning for each group of ranks whose clocks differ from the clock of rank 0 by more than 2 s. Collective.
 ///
-/// Cost: up to five exchanges of small messages. On several hosts, also a small file for each rank, which is removed, and up to 5 s until that of rank
-/// 0 is visible.
+/// Costs up to five exchanges of small messages. On several hosts, each rank also creates and removes a small file, and waits up to 5 s
+/// until the file of rank 0 is visible.
 ///
 /// # Errors
-/// [`TrainError::RanksDisagree`] on all ranks, with everything that differs and the ranks; failed communication.
+/// [`TrainError::RanksDisagree`] on all ranks, with every difference and its ranks; failed communication.
 pub fn preflight(
     config: &Config,
     features_max: Option<CpuFeatures>,
@@ -57,15 +57,16 @@ pub fn preflight(
     compare_clocks(group)
 }
 
-/// A file of rank 0 by which the others know its folder.
+/// A file that rank 0 writes into the run's folder, by which other ranks recognise the folder.
 struct Token {
     path: PathBuf,
-    /// Folders that were made for it, the innermost first.
+    /// Folders that were created for the file, the innermost first.
     made: Vec<PathBuf>,
 }
 
 impl Token {
-    /// Rank 0 writes the file, and tells the others its name; none if it cannot, which it finds out again when it begins.
+    /// Writes the file on rank 0 and sends its name to the other ranks. Returns `None` if rank 0 cannot write it; the run then fails when
+    /// it opens the folder.
     fn share(folder: &Path, group: &Group) -> Result<Option<Self>, CommError> {
         let own = if group.rank() == Rank::ROOT { Token::write(folder).ok() } else { None };
         let name = own.as_ref().and_then(|token| token.path.file_name()?.to_str()).unwrap_or_default();
@@ -86,7 +87,7 @@ impl Token {
         Ok(token)
     }
 
-    /// Whether the file is there, or soon is.
+    /// Returns whether the file is visible within [`VISIBLE_MAX`].
     fn shows(&self, heartbeat: &Heartbeat) -> bool {
         let deadline = Instant::now() + VISIBLE_MAX;
         while !self.path.exists() {
@@ -99,7 +100,7 @@ impl Token {
         true
     }
 
-    /// Writes a file beside it, and removes that again.
+    /// Creates a file next to the token, and removes it.
     fn writes(&self, rank: Rank) -> io::Result<()> {
         let mut path = self.path.clone().into_os_string();
         path.push(format!("-{rank}"));
@@ -113,14 +114,15 @@ impl Token {
 }
 
 impl Drop for Token {
-    /// Every rank removes the file, and rank 0 also the folders that it made. Best effort: an empty file is left at worst.
+    /// Removes the file on every rank, and on rank 0 also the folders that it created. Failures are ignored, because at worst an empty file
+    /// remains.
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
         self.made.iter().for_each(|folder| drop(fs::remove_dir(folder)));
     }
 }
 
-/// A line for each host whose clock differs from that of rank 0. Collective.
+/// Returns a warning for each group of ranks whose clocks differ from the clock of rank 0 by the same number of seconds. Collective.
 fn compare_clocks(group: &Group) -> Result<Vec<String>, TrainError> {
     // After the barrier, all ranks read their clocks within the time of one message.
     group.barrier().wait()?;
@@ -147,8 +149,8 @@ fn clock_warnings(times: &[f64]) -> Vec<String> {
     apart.into_iter().map(line).collect()
 }
 
-/// Refuses a disk without room for two checkpoints of so many bytes: one that is complete, and the next while it is written. Returns a notice if there is
-/// less than the run keeps.
+/// Refuses a disk without room for two checkpoints: a complete one, and the next one while it is written. Returns a notice if there is less
+/// room than the checkpoints to keep need.
 pub(crate) fn check_room(config: &Config, checkpoint_bytes: u64) -> Result<Option<String>, TrainError> {
     let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
     let existing = folder.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("."));
@@ -158,7 +160,7 @@ pub(crate) fn check_room(config: &Config, checkpoint_bytes: u64) -> Result<Optio
         return Ok(None);
     }
     let available = system.f_bavail.saturating_mul(system.f_frsize);
-    // Those that the run has make room for the next.
+    // Existing checkpoints are deleted to make room for later ones.
     let num_kept = list_checkpoints(&folder).map_or(0, |kept| kept.len() as u64);
     room(checkpoint_bytes, num_kept, available, config.checkpoint().keep_latest_k as u64, folder)
 }
@@ -203,7 +205,7 @@ mod tests {
         let refused = |num_kept, available| room(100, num_kept, available, 1, folder()).is_err();
         assert!(refused(0, 199) && !refused(0, 200));
         assert!(refused(1, 99) && !refused(1, 100));
-        // The oldest makes room only after the next is complete.
+        // The oldest checkpoint is deleted only after the next one is complete.
         assert!(refused(5, 99) && !refused(5, 100));
         assert_eq!(room(100, 0, 200, 1, folder()).unwrap(), None);
         let notice = room(100, 1, 250, 3, folder()).unwrap().unwrap();

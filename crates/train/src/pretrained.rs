@@ -1,4 +1,4 @@
-//! The model that a run begins with: what belongs to it beside weights.
+//! The pretrained model that a run starts from: its tokenizer, its chat template and its other files.
 
 use crate::checkpointing::{TOKENIZER, samples_of};
 use crate::config::{self, Config};
@@ -13,13 +13,13 @@ use trireme_data::{
     TokenizerChoice,
 };
 
-/// The name under which exports note the [`Tokenizer::sha256`] of their tokenizer.
+/// The name under which exported models note the [`Tokenizer::sha256`] of their tokenizer.
 pub const TOKENIZER_NOTE: &str = "tokenizer_sha256";
 
-/// The tokenizer stored with a model, if there is one.
+/// Returns the tokenizer stored with a model, if there is one.
 ///
 /// # Errors
-/// If it cannot be read, or is not the one that was stored there first.
+/// If it cannot be read, or [`TrainError::TokenizerReplaced`] if it is not the tokenizer that was first stored with the model.
 pub fn model_tokenizer(source: &ModelSource) -> Result<Option<Tokenizer>, TrainError> {
     let path = source.path();
     let read = |name: &str| source.read_file(name).map_err(TrainError::from);
@@ -41,16 +41,16 @@ pub fn model_tokenizer(source: &ModelSource) -> Result<Option<Tokenizer>, TrainE
     }
 }
 
-/// The model of `[model] init_from`.
+/// The pretrained model that `[model] init_from` names.
 pub(crate) struct Pretrained {
-    /// As the config names it.
+    /// The path in the config.
     path: PathBuf,
     source: ModelSource,
     pub(crate) tokenizer: Option<Arc<Tokenizer>>,
 }
 
 impl Pretrained {
-    /// Opens it, if the config has one.
+    /// Opens the pretrained model, if the config names one.
     pub(crate) fn open(config: &Config) -> Result<Option<Self>, TrainError> {
         let Some(path) = &config.model().init_from else { return Ok(None) };
         let source = ModelSource::open(path)?;
@@ -61,20 +61,20 @@ impl Pretrained {
         Ok(Some(Pretrained { path: path.clone(), source, tokenizer }))
     }
 
-    /// Its tokenizer, if that has this hash.
+    /// Returns the model's tokenizer, if it has this hash.
     pub(crate) fn tokenizer_with(&self, sha256: &str) -> Result<Option<&Arc<Tokenizer>>, TrainError> {
         let Some(tokenizer) = &self.tokenizer else { return Ok(None) };
         Ok((tokenizer.sha256()? == sha256).then_some(tokenizer))
     }
 
-    /// The files that describe it and its tokenizer, but its `config.json` and the tokenizer itself.
+    /// Returns the files that describe the model and its tokenizer, except `config.json` and the tokenizer itself.
     pub(crate) fn files(&self) -> Result<Vec<(&'static str, Vec<u8>)>, TrainError> {
         let own = [CONFIG_FILE, TOKENIZER_FILE, BYTES_TOKENIZER_FILE];
         let files = self.source.model_files()?.into_iter();
         Ok(files.filter(|(name, _)| !own.contains(name)).collect())
     }
 
-    /// Refuses tokens of another tokenizer, whose ids mean other texts than those that the weights have learned.
+    /// Refuses tokens of another tokenizer, whose ids have other meanings than the ids that the weights were trained on.
     fn check(&self, what: &Path, sha256: &str) -> Result<(), TrainError> {
         match &self.tokenizer {
             Some(own) if own.sha256()? != sha256 => {
@@ -90,8 +90,8 @@ fn takes_its_tokenizer(config: &Config) -> bool {
     !data.inputs.is_empty() && data.tokenizer == config::Tokenizer::Auto && data.train_bpe == 0
 }
 
-/// The tokenizer for the inputs of a config.
-/// Fails if the run begins with a model of another tokenizer, or of none where the config leaves it to the model.
+/// Returns the tokenizer for the inputs of a config. Fails if it differs from the pretrained model's, or if the config leaves the choice to
+/// a model without a tokenizer.
 pub(crate) fn tokenizer_choice(
     config: &Config,
     model: Option<&Pretrained>,
@@ -110,7 +110,7 @@ pub(crate) fn tokenizer_choice(
         }
         (None, None) => Err(TrainError::NoModelTokenizer { path: model.path.clone() }),
         (Some(choice), None) => Ok(choice),
-        // Before the text is read.
+        // A mismatch is reported before the text is read.
         (Some(choice), Some(_)) => {
             match &choice {
                 TokenizerChoice::File(path) => model.check(path, &Tokenizer::from_file(path)?.sha256()?)?,
@@ -127,11 +127,11 @@ pub(crate) fn tokenizer_choice(
     }
 }
 
-/// Maximum length that is read of a chat template or of a tokenizer's settings.
+/// Maximum number of bytes of a chat template or of a tokenizer's settings.
 const TOKENIZER_SETTINGS_BYTES_MAX: u64 = 16 << 20;
 
-/// Returns the chat template with this name (`chatml`, or a file), or without a name the one among the files of a tokenizer, which `read` returns by
-/// name. A file gets the special tokens of the tokenizer.
+/// Returns the chat template `name` (`chatml`, or a file) or, without a name, the template among the files of a tokenizer, which `read`
+/// returns by name. A template from a file gets the tokenizer's special tokens.
 fn chosen_chat_template(
     name: Option<&Path>,
     folder: &Path,
@@ -147,8 +147,8 @@ fn chosen_chat_template(
     }
 }
 
-/// Returns the chat template of a model, or the one with this name if there is a name: `chatml`, or a file, which gets the model's special
-/// tokens.
+/// Returns the chat template `name` (`chatml`, or a file, which gets the model's special tokens) or, without a name, the template of the
+/// model.
 ///
 /// # Errors
 /// If it cannot be read, or is not valid.
@@ -159,8 +159,8 @@ pub fn chat_template_for(
     chosen_chat_template(name, source.path(), |file| Ok(source.read_file(file)?))
 }
 
-/// Returns the chat template next to a `tokenizer.json`, or the one with this name if there is a name: `chatml`, or a file, which gets the
-/// tokenizer's special tokens.
+/// Returns the chat template `name` (`chatml`, or a file, which gets the tokenizer's special tokens) or, without a name, the template next
+/// to a `tokenizer.json`.
 ///
 /// # Errors
 /// If it cannot be read, or is not valid.
@@ -200,8 +200,7 @@ pub(crate) fn chat_template(
     }
 }
 
-/// Refuses a corpus of another tokenizer than that of the model that the run begins with, unless the run resumes: earlier versions have let it
-/// begin.
+/// Refuses a corpus whose tokenizer differs from the pretrained model's, unless the run resumes: earlier versions let such runs begin.
 pub(crate) fn check_tokenizer(
     config: &Config,
     model: Option<&Pretrained>,

@@ -1,37 +1,37 @@
-//! What a rank can ask all ranks of a run for at the end of a step.
+//! Requests of single ranks, which all ranks of a run receive at the end of a step.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The bit that asks for a checkpoint; those below stand for signals, whose numbers begin at 1, and the first for the time limit.
+/// The bit that requests a checkpoint. The bits from 1 to 30 stand for the signals with these numbers, and bit 0 for the time limit.
 const CHECKPOINT: u32 = 1 << 31;
 const TIME_LIMIT: u32 = 1;
 
-/// Why a run ends before its last step.
+/// The reason why a run ends before its last step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StoppedBy {
-    /// A signal to any of its ranks.
+    /// A signal to one of the ranks.
     Signal(i32),
-    /// The time that it was given is over.
+    /// The time limit of the run.
     TimeLimit,
 }
 
-/// Asks all ranks of a run for something, from any thread of any of them. They hear of it together, at the end of a step.
-/// The requests travel in these [bits](trireme_parallel::Executor::requests).
+/// A handle for requests to all ranks of a run, from any thread of any rank. All ranks receive a request after the same step. Requests
+/// travel in these [bits](trireme_parallel::Executor::requests).
 #[derive(Debug, Clone)]
 pub struct Requests(pub(crate) Arc<AtomicU32>);
 
 impl Requests {
-    /// Asks for a checkpoint and the end of the run, because of a signal.
+    /// Requests a checkpoint and the end of the run because of a signal.
     ///
     /// # Panics
-    /// If there is no such signal: its number is from 1 to 30.
+    /// If the number of the signal is not from 1 to 30.
     pub fn stop(&self, signal: i32) {
         assert!((1..=30).contains(&signal), "signal {signal}");
         self.0.fetch_or(1 << signal, Ordering::Relaxed);
     }
 
-    /// Asks for a checkpoint and the end of the run, because its time is over.
+    /// Requests a checkpoint and the end of the run because of the time limit.
     pub(crate) fn stop_in_time(&self) {
         self.0.fetch_or(TIME_LIMIT, Ordering::Relaxed);
     }
@@ -45,6 +45,7 @@ impl Requests {
     }
 }
 
+/// The requests of all ranks at the end of a step, as bits.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Requested(pub(crate) u32);
 
@@ -53,7 +54,8 @@ impl Requested {
         self.0 & CHECKPOINT != 0
     }
 
-    /// Why the run shall end: of several signals, the first by number; if none has come, because its time is over.
+    /// Returns why the run should end. Of several signals, the one with the lowest number counts. Signals take precedence over the time
+    /// limit.
     pub(crate) fn stop(self) -> Option<StoppedBy> {
         match (self.0 & !CHECKPOINT & !TIME_LIMIT).trailing_zeros() {
             32 => (self.0 & TIME_LIMIT != 0).then_some(StoppedBy::TimeLimit),

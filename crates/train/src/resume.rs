@@ -1,4 +1,4 @@
-//! Which checkpoint a run resumes from, and what it takes from it.
+//! The choice and verification of the checkpoint that a run resumes from, and the restoration of its state.
 
 use crate::changes::check_changes;
 use crate::checkpointing::{Difference, TrainingState, Validations, state_name, untidy_notice};
@@ -26,10 +26,11 @@ use trireme_optim::StateInfo;
 use trireme_parallel::Executor;
 use trireme_plan::Part;
 
-/// The longest description of a failure that ranks send each other, in bytes.
+/// Maximum number of bytes in the description of a failure that ranks send each other.
 const MESSAGE_BYTES_MAX: usize = 4096;
 
-/// Resumes from a checkpoint if there is one, else begins at the first sample; the checkpoint as well. Collective.
+/// Resumes from a checkpoint if there is one. Otherwise, begins at the first sample. Returns the training state and the checkpoint.
+/// Collective.
 pub(crate) fn resume(
     config: &Config,
     task: &dyn Task,
@@ -55,8 +56,8 @@ pub(crate) fn resume(
     Ok((state, checkpoint))
 }
 
-/// Tidies up the folder of the checkpoint that the run has resumed from, if it is the run's own. For rank 0, when nothing can
-/// refuse the run any more: checkpoints that are removed here cannot be resumed from.
+/// Cleans up the folder of the checkpoint that the run has resumed from, if it is the run's own. Called on rank 0 when nothing can refuse
+/// the run any more, because checkpoints that are removed here cannot be resumed from.
 pub(crate) fn tidy_up(
     config: &Config,
     (resumed, validations): (&Checkpoint, &Validations),
@@ -65,7 +66,7 @@ pub(crate) fn tidy_up(
 ) {
     let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
     if config.checkpoint().enable && resumed.path().parent() == Some(&folder) {
-        // A crash may have come between the save and this.
+        // A crash may have occurred between the save and the marking of the best checkpoint.
         if let Some(step) = validations.best_step.filter(|_| config.keeps_best())
             && best_step(&folder) != Some(step)
             && list_checkpoints(&folder).is_ok_and(|all| all.iter().any(|(found, _)| *found == step))
@@ -79,10 +80,10 @@ pub(crate) fn tidy_up(
     }
 }
 
-/// The checkpoint to resume from, if there is one, after the ranks have read all of it: nothing is loaded from one that is
-/// damaged. Damaged ones that are newer are renamed. Collective.
+/// Returns the checkpoint to resume from, if there is one, after the ranks have verified all of it. So nothing is loaded from a damaged
+/// checkpoint. Damaged checkpoints that are newer are renamed. Collective.
 ///
-/// Cost: each byte of the checkpoint is read once, by one rank.
+/// Each byte of the checkpoint is read once, by one rank.
 fn find_resume(
     config: &Config,
     group: &Group,
@@ -111,8 +112,8 @@ fn find_resume(
     }
 }
 
-/// The checkpoint that rank 0 chooses, because the others may see the folder later. All ranks open it, and it is the same
-/// one on all of them, or all fail. `damaged` is rank 0's. Collective.
+/// Returns the checkpoint that rank 0 chooses. The other ranks do not choose, because they may see a change of the folder later. All ranks
+/// open the same checkpoint, or all fail. Only rank 0 uses `damaged`. Collective.
 fn choose_together(
     config: &Config,
     group: &Group,
@@ -120,7 +121,7 @@ fn choose_together(
 ) -> Result<Option<Checkpoint>, TrainError> {
     let is_root = group.rank() == Rank::ROOT;
     let mut chosen = if is_root { choose_checkpoint(config, damaged) } else { Ok(None) };
-    // A failure travels as a mark, so that no rank waits for a failed one.
+    // If rank 0 fails, it sends a mark, so that no rank waits for it.
     let message = match &chosen {
         Ok(None) => String::new(),
         Ok(Some(checkpoint)) => format!("{:08x} {}", checkpoint.fingerprint(), checkpoint.path().display()),
@@ -138,7 +139,8 @@ fn choose_together(
     all_or_none(chosen, path, group)
 }
 
-/// Opens the checkpoint that rank 0 has opened at the same path and found to have this fingerprint.
+/// Opens the checkpoint at the path at which rank 0 has opened it. Fails if its fingerprint is not `expected`, the fingerprint that rank 0
+/// has found.
 fn open_same(path: &Path, expected: &str) -> Result<Checkpoint, CheckpointError> {
     let checkpoint = Checkpoint::open(path)?;
     let found = checkpoint.fingerprint();
@@ -149,7 +151,7 @@ fn open_same(path: &Path, expected: &str) -> Result<Checkpoint, CheckpointError>
     Ok(checkpoint)
 }
 
-/// This rank's `result` with the checkpoint at `path`, unless that of another rank is an error. Collective.
+/// Returns this rank's `result` about the checkpoint at `path`, or an error if another rank has failed. Collective.
 fn all_or_none<T>(result: Result<T, TrainError>, path: &Path, group: &Group) -> Result<T, TrainError> {
     let failure = first_failure(result.as_ref().err(), group)?;
     let value = result?;
@@ -161,7 +163,7 @@ fn all_or_none<T>(result: Result<T, TrainError>, path: &Path, group: &Group) -> 
     }
 }
 
-/// The first rank with an error, and what it says. `own` is this rank's error. Collective.
+/// Returns the first rank with an error, and the description of the error. `own` is this rank's error. Collective.
 fn first_failure<E: Error + 'static>(
     own: Option<&E>,
     group: &Group,
@@ -173,15 +175,16 @@ fn first_failure<E: Error + 'static>(
     Ok(first.map(|rank| (Rank(rank), String::from_utf8_lossy(&messages[rank]).into_owned())))
 }
 
-/// The checkpoint that a run would resume from, as far as can be told before it is read.
+/// Returns the checkpoint that a run would resume from, before its contents are verified.
 ///
 /// # Errors
-/// If it does not open, or all are damaged.
+/// If the checkpoint does not open, or if all checkpoints are damaged.
 pub fn resume_point(config: &Config) -> Result<Option<Checkpoint>, TrainError> {
     choose_checkpoint(config, &mut Vec::new())
 }
 
-/// The refusal to replace an earlier run's metrics, where the run would begin anew in its folder.
+/// Returns the error that keeps a run from replacing the metrics of an earlier run, if the run would start from the beginning in its
+/// folder.
 ///
 /// # Errors
 /// If the checkpoint to resume from does not open.
@@ -192,7 +195,7 @@ pub fn earlier_run(config: &Config) -> Result<Option<TrainError>, TrainError> {
     if config.checkpoint().resume == Resume::Never || !is_there {
         return Ok(None);
     }
-    // One path may be given in several ways.
+    // The same path may be written in several ways.
     let whole = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let own = whole(&folder.join(CHECKPOINTS_FOLDER));
     let continues =
@@ -200,15 +203,15 @@ pub fn earlier_run(config: &Config) -> Result<Option<TrainError>, TrainError> {
     Ok((!continues).then_some(TrainError::EarlierRun { folder }))
 }
 
-/// The checkpoint that the config asks for. With `auto` it is the newest that opens; those that are damaged and newer join
-/// `damaged`, and are not chosen again.
+/// Returns the checkpoint that the config asks for. With `auto`, this is the newest one that opens. Newer ones that are damaged are added
+/// to `damaged`. Checkpoints in `damaged` are not chosen.
 pub(crate) fn choose_checkpoint(
     config: &Config,
     damaged: &mut Vec<SkippedCheckpoint>,
 ) -> Result<Option<Checkpoint>, TrainError> {
     match &config.checkpoint().resume {
         Resume::Never => Ok(None),
-        // What was asked for is never replaced by an older one.
+        // A checkpoint that the user asked for is never replaced by an older one.
         Resume::From(path) => Ok(Some(open_newest(path)?)),
         Resume::Auto => {
             let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
@@ -227,7 +230,7 @@ pub(crate) fn choose_checkpoint(
     }
 }
 
-/// Reads the whole checkpoint, each rank a share of it; the damage, if any rank has found some. Collective.
+/// Reads the whole checkpoint, one share per rank. Returns the damage, if any rank has found some. Collective.
 fn verify_together(checkpoint: &Checkpoint, group: &Group) -> Result<Option<CheckpointError>, TrainError> {
     group.set_line(format_args!("reading {}", checkpoint.path().display()));
     let beat = || group.heartbeat().beat();
@@ -244,13 +247,14 @@ fn verify_together(checkpoint: &Checkpoint, group: &Group) -> Result<Option<Chec
     Ok(damage.or_else(|| first.map(elsewhere)))
 }
 
-/// What keeps the state of a checkpoint from being this program's.
+/// Returns the damage if the training state of a checkpoint cannot be read.
 fn state_damage(checkpoint: &Checkpoint) -> Option<CheckpointError> {
     let reason = TrainingState::read(checkpoint.state(), checkpoint.step()).err()?.to_string();
     Some(CheckpointError::Damaged { path: checkpoint.path().to_owned(), reason })
 }
 
-/// Refuses to resume after `step` where `folder` has later checkpoints: the run's next ones could not be told from them.
+/// Refuses to resume after `step` if `folder` has later checkpoints, because they could be confused with checkpoints that the run will
+/// write.
 fn check_newest(folder: &Path, step: u64) -> Result<(), TrainError> {
     match list_checkpoints(folder)?.last() {
         Some(&(newest, _)) if newest > step => {
@@ -260,8 +264,8 @@ fn check_newest(folder: &Path, step: u64) -> Result<(), TrainError> {
     }
 }
 
-/// Reads weights, optimizer state and position from a checkpoint; `expected` tells what order of samples
-/// this run has.
+/// Reads the weights, the optimizer state and the position in the data from a checkpoint. `expected` holds the seed and the identity of the
+/// samples of this run.
 fn restore(
     checkpoint: &Checkpoint,
     (config, task): (&Config, &dyn Task),
@@ -321,15 +325,15 @@ fn restore(
     if let Some(fp8) = executor.fp8_state_mut() {
         read_histories(checkpoint.tensors(), fp8, model.table(), path)?;
     }
-    // Momentum that was not sent belongs to the moments.
+    // Momentum that was not sent yet belongs to the optimizer's moments, so it is read only together with them.
     if reads_optimizer || !executor.optimizer().exchanges_momentum() {
         read_compressors(checkpoint, state.compression.as_ref(), executor, observer)?;
     }
     Ok(state)
 }
 
-/// Returns the names of the parameters that the optimizer updates and whose state starts from zero: all, unless the checkpoint's optimizer `is_same`, else
-/// those of which the checkpoint lacks a state because they were frozen.
+/// Returns the names of the parameters that the optimizer updates and whose state starts from zero: all of them, unless the optimizer is
+/// the checkpoint's (`is_same`). Otherwise those for which the checkpoint has no state, because they were frozen.
 fn parameters_without_state(executor: &Executor, checkpoint: &Checkpoint, is_same: bool) -> BTreeSet<String> {
     let units = 0..executor.model().num_units();
     let states = units.flat_map(|unit| executor.optimizer().states(unit));

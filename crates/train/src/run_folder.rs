@@ -1,4 +1,4 @@
-//! What a run keeps in its folder besides checkpoints.
+//! The files in a run's folder other than checkpoints.
 
 use crate::config::Config;
 use crate::error::TrainError;
@@ -16,15 +16,16 @@ use trireme_parallel::Executor;
 use trireme_schedule::Program;
 use trireme_schedule::collective::CostModel;
 
-/// Where workers write what they did last when something goes wrong, in a run's folder.
+/// The folder in a run's folder to which workers write their last operations after a failure.
 pub const FLIGHT_RECORDER_FOLDER: &str = "flight-recorder";
 
-/// The resolved config, in a run's folder and in a checkpoint.
+/// The file with the resolved config, in a run's folder and in a checkpoint.
 pub const CONFIG_TOML: &str = "config.toml";
 
 const GIVEN_FILE: &str = "config.given.toml";
 
-/// Writes the run's description, with a `comment` on its program and the config as it was `given`, and opens its metrics.
+/// Writes the files that describe the run, and opens its metrics. `comment` is written after the program, and `given` is the config as the
+/// user gave it.
 pub(crate) fn open(
     config: &Config,
     (comment, given): (&str, Option<&str>),
@@ -42,7 +43,8 @@ pub(crate) fn open(
     Ok(MetricsWriter::open(&folder, config.metrics(), resumed_step)?)
 }
 
-/// Opens the run's file of hashes, if the config wants them. Hashes of an earlier part of the run are cut after `resumed_step` in any case.
+/// Opens the run's file of hashes, if the config asks for hashes. In any case, removes the hashes after `resumed_step` of an earlier part
+/// of the run.
 pub(crate) fn open_hashes(config: &Config, resumed_step: u64) -> Result<Option<HashWriter>, TrainError> {
     let (folder, is_wanted) = (config.run_folder(), config.metrics().hash_interval > 0);
     if !is_wanted && !folder.join(HASHES_FILE).exists() {
@@ -52,7 +54,7 @@ pub(crate) fn open_hashes(config: &Config, resumed_step: u64) -> Result<Option<H
     Ok(is_wanted.then_some(hashes))
 }
 
-/// Begins to show metrics to Prometheus, if the config wants that. Nothing is written.
+/// Starts to serve metrics to Prometheus, if the config asks for that. Writes no file.
 pub(crate) fn listen(config: &Config) -> Result<Option<PrometheusEndpoint>, TrainError> {
     let metrics = config.metrics();
     let address = SocketAddr::new(metrics.prometheus_address, metrics.prometheus_port);
@@ -60,10 +62,10 @@ pub(crate) fn listen(config: &Config) -> Result<Option<PrometheusEndpoint>, Trai
     Ok(endpoint.transpose()?)
 }
 
-/// Writes down what this rank does in a step, with a `comment` on it.
+/// Writes the step program of this rank to `program.txt`, followed by `comment`.
 pub(crate) fn write_program(config: &Config, program: &Program, comment: &str) -> Result<(), TrainError> {
     let path = config.run_folder().join("program.txt");
-    // Behind the program, so that its lines are those that errors name.
+    // The comment follows the program, so that lines of the file have the numbers that errors name.
     let comment: String = comment.lines().map(|line| format!("# {line}\n")).collect();
     write_file(path, &format!("{program}{comment}"))
 }
@@ -73,7 +75,7 @@ fn write_file(path: PathBuf, contents: &str) -> Result<(), TrainError> {
     written.map_err(|source| TrainError::RunFolder { path, source })
 }
 
-/// Writes down which algorithms the group has chosen so far, and by which costs.
+/// Writes the algorithms that the group has chosen so far, and the costs by which it chose them, to `collectives.txt`.
 pub(crate) fn write_choices(config: &Config, group: &Group) -> Result<(), TrainError> {
     write_file(config.run_folder().join("collectives.txt"), &choices(group))
 }
@@ -106,7 +108,7 @@ fn choices(group: &Group) -> String {
     text
 }
 
-/// Moves what an earlier run left in `folder` into `previous-K` there, so that a new run begins and nothing is lost.
+/// Moves the files of an earlier run in `folder` to `folder/previous-K`, so that a new run can begin and nothing is lost.
 pub(crate) fn set_aside(folder: &Path, observer: &mut dyn Observer) -> Result<(), TrainError> {
     let failed = |source| TrainError::RunFolder { path: folder.to_owned(), source };
     let (mut names, mut configs) = (Vec::new(), Vec::new());

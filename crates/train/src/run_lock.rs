@@ -1,4 +1,4 @@
-//! One process at a time trains into a run's folder.
+//! The lock that lets one process at a time train into a run's folder.
 
 use crate::config::Config;
 use crate::error::TrainError;
@@ -10,29 +10,29 @@ use std::thread;
 use std::time::{Duration, Instant};
 use trireme_base::create_regular;
 
-/// How long a lock that another process holds is waited for.
+/// Maximum time to wait for a lock that another process holds.
 const LOCK_PATIENCE: Duration = Duration::from_secs(2);
 
-/// How long to wait before the lock is tried again.
+/// Pause between attempts to take the lock.
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
-/// Keeps other processes from training into a run's folder while it lives. A process that dies leaves no lock behind.
+/// A lock that keeps other processes from training into a run's folder until it is dropped. A process that dies leaves no lock behind.
 ///
-/// Folders that were made for the lock alone go with it, so a run that is refused leaves nothing.
+/// Folders that were created only for the lock are removed with it, so a refused run leaves no files behind.
 #[derive(Debug)]
 pub struct RunLock {
     path: PathBuf,
-    /// The run's folder and those above it, as far as they were not there; the innermost first.
+    /// The run's folder and its ancestors that did not exist; the innermost first.
     folders_made: Vec<PathBuf>,
     _file: File,
 }
 
 impl RunLock {
-    /// Locks the folder of a run, and makes it if it is not there. A process that was killed a moment ago releases its
-    /// lock a little later, so a lock that is held is waited for, 2 seconds at most.
+    /// Locks the folder of a run, and creates it if it does not exist. A process that was killed a moment ago may hold its lock a little
+    /// longer, so this function waits up to 2 seconds for a lock.
     ///
     /// # Errors
-    /// If the folder cannot be made, or the run is in use by another process.
+    /// If the folder cannot be created, or if another process is using the run.
     pub fn of_run(config: &Config) -> Result<Self, TrainError> {
         let deadline = Instant::now() + LOCK_PATIENCE;
         RunLock::take(&config.run_folder(), || {
@@ -41,7 +41,7 @@ impl RunLock {
         })
     }
 
-    /// Tries to lock `folder` until `waits` says that it has waited long enough.
+    /// Tries to lock `folder` until `waits` returns false.
     fn take(folder: &Path, mut waits: impl FnMut() -> bool) -> Result<Self, TrainError> {
         let path = folder.join(".lock");
         let failed = |source| TrainError::RunFolder { path: path.clone(), source };
@@ -50,12 +50,12 @@ impl RunLock {
         loop {
             fs::create_dir_all(folder).map_err(failed)?;
             let file = match create_regular(&path) {
-                // Whoever held the lock may have removed the folder as well.
+                // The earlier holder of the lock may have removed the folder as well.
                 Err(error) if error.kind() == io::ErrorKind::NotFound && waits() => continue,
                 file => file.map_err(failed)?,
             };
             match file.try_lock() {
-                // Whoever held it may have removed the file: then this lock would keep nobody out.
+                // The earlier holder may have removed the file. A lock on a removed file would not exclude other processes.
                 Ok(()) if is_at(&file, &path).map_err(failed)? => {
                     return Ok(RunLock { path, folders_made, _file: file });
                 }
@@ -70,7 +70,7 @@ impl RunLock {
     }
 }
 
-/// Whether `path` names the open file.
+/// Returns whether `path` refers to the open file.
 fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     let open = file.metadata()?;
     match fs::metadata(path) {
@@ -85,7 +85,7 @@ impl Drop for RunLock {
         let Some(folder) = self.folders_made.first() else { return };
         let is_alone = fs::read_dir(folder).is_ok_and(|entries| entries.count() == 1);
         if is_alone && fs::remove_file(&self.path).is_ok() {
-            // As far as they are empty; nobody is left to report a failure to.
+            // Only empty folders are removed. A failure cannot be reported from here.
             let _ = self.folders_made.iter().try_for_each(fs::remove_dir);
         }
     }
@@ -102,7 +102,7 @@ mod tests {
         let mut held = Some(RunLock::take(&run, || false).unwrap());
         let refused = RunLock::take(&run, || false);
         assert!(matches!(refused, Err(TrainError::RunInUse { .. })));
-        // The first one goes with the folders that it made, while the second one waits.
+        // The first lock is dropped while the second attempt waits, and removes the folders that it created.
         let taken = RunLock::take(&run, || held.take().is_some()).unwrap();
         assert!(matches!(RunLock::take(&run, || false), Err(TrainError::RunInUse { .. })));
         fs::write(run.join("metrics.jsonl"), "").unwrap();

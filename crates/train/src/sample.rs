@@ -1,4 +1,4 @@
-//! Text from a model.
+//! Text generation.
 
 use crate::error::TrainError;
 use trireme_base::{Random, RandomKey};
@@ -6,49 +6,49 @@ use trireme_data::{Prompt, Tokenizer};
 use trireme_model::{ModelConfig, Sampling};
 use trireme_parallel::{Executor, Generation};
 
-/// What to generate, and how.
+/// The prompt of a text to generate, and the options of the generation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampleSettings {
     /// Text to continue.
     pub prompt: Prompt,
-    /// Tokens to add at most.
+    /// Maximum number of tokens to add.
     pub num_tokens: usize,
-    /// How each is chosen.
+    /// The method by which each token is chosen.
     pub sampling: Sampling,
-    /// Seed of the choice.
+    /// Seed of the random choices.
     pub seed: u64,
-    /// Whether the tokenizer's end of a document ends the text.
+    /// Whether the tokenizer's end-of-document token ends the text.
     pub stop_at_end: bool,
-    /// Other tokens that end the text as the end of a document does.
+    /// Other tokens that end the text like the end-of-document token.
     pub end_tokens: Vec<u32>,
-    /// Tokens that end the text as one of the texts in `stop` does.
+    /// Tokens that end the text like a stop sequence.
     pub stop_tokens: Vec<u32>,
-    /// Texts before the first of which the text ends.
+    /// Stop sequences. The text ends before the first one.
     pub stop: Vec<String>,
 }
 
-/// Why a text ends.
+/// The reason why a text ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
-    /// It has as many tokens as were asked for.
+    /// The text has as many tokens as were asked for.
     AsAsked,
-    /// By the end of a document.
+    /// At an end-of-document token.
     AtEnd,
-    /// Before one of the texts that end it.
+    /// Before a stop sequence or a stop token.
     AtStop,
-    /// The model has no more positions.
+    /// The model supports no more positions.
     AtModelLength,
 }
 
-/// What is given out of a text while it grows, so that none of the texts that end it is.
+/// A filter that passes a growing text on, but no part of a stop sequence.
 struct Stops<'a> {
     stop: &'a [String],
-    /// What was not given out yet.
+    /// Text that is held back because a stop sequence may begin in it.
     held: String,
 }
 
 impl Stops<'_> {
-    /// Takes more text; what can be given out. `true` if the text has ended.
+    /// Adds text. Returns the text that can be passed on, and whether the text has ended.
     fn push(&mut self, piece: &str) -> (String, bool) {
         self.held.push_str(piece);
         let found = self.stop.iter().filter_map(|stop| self.held.find(stop.as_str())).min();
@@ -56,7 +56,7 @@ impl Stops<'_> {
             self.held.truncate(end);
             return (std::mem::take(&mut self.held), true);
         }
-        // The beginning of a text that ends it may be the end of what is here.
+        // The end of the held text may be the beginning of a stop sequence.
         let longest = |stop: &String| {
             let lens = (1..stop.len()).rev().filter(|&len| stop.is_char_boundary(len));
             lens.into_iter().find(|&len| self.held.ends_with(&stop[..len])).unwrap_or(0)
@@ -67,11 +67,11 @@ impl Stops<'_> {
     }
 }
 
-/// Generates text and hands it out piece by piece; returns why it ends.
+/// Generates text, and passes it to `text` piece by piece. Returns the reason why it ended.
 ///
 /// # Errors
-/// A prompt that is longer than the model supports, has tokens that the model does not know, or has text but no tokens; and what the device
-/// refuses.
+/// If the prompt is longer than the model supports, has tokens outside of the model's vocabulary, or has text but no tokens; failures of
+/// the device.
 pub fn sample(
     executor: &mut Executor,
     config: &ModelConfig,
@@ -85,7 +85,7 @@ pub fn sample(
         return Err(TrainError::PromptWithoutTokens { prompt: settings.prompt.text.clone() });
     }
     if tokens.is_empty() {
-        // A document begins where another has ended.
+        // The end of a document precedes the beginning of the next one.
         tokens.push(tokenizer.end_of_document().unwrap_or(0));
     }
     if let Some(&token) = tokens.iter().find(|&&token| token as usize >= config.vocab_size) {
@@ -103,7 +103,7 @@ pub fn sample(
     let mut stops = Stops { stop: &settings.stop, held: String::new() };
     for _ in 0..num_tokens {
         let logits = generation.read(&tokens)?;
-        // A vocabulary may be padded beyond the tokenizer's ids; those stand for nothing.
+        // A vocabulary may be padded beyond the tokenizer's ids. Padding ids have no text, so they are not chosen.
         let known = tokenizer.vocabulary_size().min(logits.len());
         let token = settings.sampling.choose(&logits[..known], &mut random);
         let is_end = tokenizer.end_of_document() == Some(token) || settings.end_tokens.contains(&token);

@@ -1,4 +1,4 @@
-//! A pipeline's schedule that a user gives in a file.
+//! Custom pipeline schedules from files.
 
 mod error;
 
@@ -13,23 +13,23 @@ use std::path::Path;
 use trireme_base::open_regular;
 use trireme_schedule::pipeline::{Costs, PassFault, Schedule, ScheduleError, draw_error, validate};
 
-/// Columns of the picture that an error shows: with their rank's label they fit into a terminal of 80, as does a mark but at the
-/// right edge.
+/// Columns of the diagram that an error shows. With the label of its rank, a row fits into 80 columns, and so does a mark, unless it is at
+/// the right edge.
 const PICTURE_COLUMNS: usize = 64;
 
-/// The schedule that a config gives in a file, if it does. Fails if the file cannot be read, or has something else in it.
+/// Reads the schedule file that the config names, if it names one. Fails if the file cannot be read or parsed.
 pub(crate) fn read_schedule(config: &Config) -> Result<Option<Schedule>, TrainError> {
     let Some(path) = schedule_path(config) else { return Ok(None) };
     read(path).map(Some).map_err(|source| TrainError::ScheduleFile { path: path.to_owned(), source })
 }
 
-/// Proves a schedule from the config's file for stages with these costs. Fails if it is of another pipeline, or must not run.
+/// Validates a schedule from a file for stages with these costs. Fails if it belongs to another pipeline, or if it is invalid.
 pub(crate) fn check_schedule(
     config: &Config,
     stages: &[StageChoice],
     schedule: &Schedule,
 ) -> Result<(), TrainError> {
-    // Its name may be in the config of rank 0 alone.
+    // Only the config of rank 0 has to name the file.
     let path = schedule_path(config).unwrap_or(Path::new("of rank 0"));
     check(config, stages, &pipeline_costs(stages)?, schedule)
         .map_err(|source| TrainError::ScheduleFile { path: path.to_owned(), source })

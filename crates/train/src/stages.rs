@@ -1,4 +1,4 @@
-//! The stages of a pipeline: how units are cut into them, what they cost, and what their ranks run.
+//! The stages of a pipeline: the split of units into stages, and the costs of stages.
 
 use crate::config::Config;
 use crate::error::TrainError;
@@ -8,26 +8,26 @@ use trireme_base::{Bytes, UnitPasses};
 use trireme_schedule::Keep;
 use trireme_schedule::pipeline::{self, Costs, StageCosts, TICKS_MAX};
 
-/// Ticks of the longest stage's forward pass: finer than what is known of times.
+/// Ticks of the longest stage's forward pass. They are finer than the accuracy of times.
 const TICKS: u64 = 1000;
 
-/// Units that follow each other, and what their passes cost.
+/// A stage of a pipeline: consecutive units, and the costs of their passes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageChoice {
-    /// The units.
+    /// The indices of the units.
     pub units: Range<usize>,
-    /// In ticks, of which the longest stage's forward pass takes a thousand; activations in bytes.
+    /// Times in ticks, of which the longest stage's forward pass takes 1000, and activations in bytes.
     pub costs: StageCosts,
 }
 
-/// Whether the stages have units that follow each other from the first one on, at least one each.
+/// Returns whether the stages are contiguous, begin at unit 0, and have at least one unit each.
 pub(crate) fn follow_each_other(stages: &[StageChoice]) -> bool {
     let starts = [0].into_iter().chain(stages.iter().map(|stage| stage.units.end));
     starts.zip(stages).all(|(start, stage)| stage.units.start == start && !stage.units.is_empty())
 }
 
-/// So many stages of a config's pipeline, as given or [evenly cut](cut_evenly); none without one.
-/// Fails if there are fewer units than stages, or than given.
+/// Splits units into `num_stages` stages at the config's split points, or [evenly](cut_evenly) if it has none. Empty without a pipeline.
+/// Fails if there are fewer units than stages, or if the split points do not fit the units or the stages.
 pub(crate) fn cut_stages(
     config: &Config,
     num_stages: usize,
@@ -52,20 +52,20 @@ pub(crate) fn cut_stages(
     }
 }
 
-/// Cuts units into stages so that the one with most floating-point operations has as few as possible.
+/// Splits units into stages so that the maximum number of floating-point operations per stage is as small as possible.
 pub(crate) fn cut_evenly(passes: &[UnitPasses], keeps: &[Keep], num_stages: usize) -> Vec<StageChoice> {
     let costs = counted_costs(passes, keeps);
     let totals: Vec<u64> = costs.iter().map(StageCosts::total).collect();
     stages_of(&costs, pipeline::cut(&totals, num_stages))
 }
 
-/// Stages of these units, by the costs of each unit in whatever takes time.
+/// Returns stages with these units, and with costs in ticks. `costs` has the costs of each unit, with times in any measure.
 pub(crate) fn stages_of(costs: &[StageCosts], stages: Vec<Range<usize>>) -> Vec<StageChoice> {
     let sums: Vec<StageCosts> = stages.iter().map(|units| sum(&costs[units.clone()])).collect();
     let longest = sums.iter().map(|costs| costs.forward).max().unwrap_or(0).max(1);
     let ticks = |cost: u64| (u128::from(cost) * u128::from(TICKS) / u128::from(longest)) as u64;
     let in_ticks = |costs: StageCosts| StageCosts {
-        // No pass takes no time: messages follow the passes that make them.
+        // No pass takes zero time, because messages follow the passes that produce them.
         forward: ticks(costs.forward).max(1),
         backward_input: ticks(costs.backward_input).max(1),
         backward_weight: ticks(costs.backward_weight).max(1),
@@ -79,7 +79,7 @@ pub(crate) fn stages_of(costs: &[StageCosts], stages: Vec<Range<usize>>) -> Vec<
 fn sum(units: &[StageCosts]) -> StageCosts {
     let mut sum = StageCosts { activation: 0, weight_activation: 0, ..StageCosts::of(0, 0, 0) };
     for unit in units {
-        // Operations are counted up to the largest number and no further.
+        // Counts of operations saturate.
         sum.forward = sum.forward.saturating_add(unit.forward);
         sum.backward_input = sum.backward_input.saturating_add(unit.backward_input);
         sum.backward_weight = sum.backward_weight.saturating_add(unit.backward_weight);
@@ -90,12 +90,13 @@ fn sum(units: &[StageCosts]) -> StageCosts {
     sum
 }
 
-/// By unit, its passes in floating-point operations, and its activations in bytes.
+/// Returns the costs of each unit: passes in floating-point operations, and activations in bytes.
 pub(crate) fn counted_costs(passes: &[UnitPasses], keeps: &[Keep]) -> Vec<StageCosts> {
     passes.iter().zip(keeps).map(|(passes, &keep)| unit_costs(passes, keep)).collect()
 }
 
-/// A unit's passes in floating-point operations, and its activations in bytes. What is made again counts to the input half.
+/// Returns the costs of a unit: passes in floating-point operations, and activations in bytes. Recomputation counts as part of the input
+/// half.
 fn unit_costs(passes: &UnitPasses, keep: Keep) -> StageCosts {
     let activation = keep.kept_bytes(passes);
     StageCosts {
@@ -104,13 +105,14 @@ fn unit_costs(passes: &UnitPasses, keep: Keep) -> StageCosts {
         backward_weight: passes.weight_half_cost.operations(),
         update: 0,
         activation: activation as u64,
-        // More than forward has kept, if most of that is made again; but that is for one microbatch at a time.
+        // Limited to the bytes that forward keeps. If most activations are recomputed, more bytes remain between the halves of backward,
+        // but for one microbatch at a time.
         weight_activation: passes.halved.min(activation) as u64,
     }
 }
 
-/// What each rank of a config's pipeline may hold of activations, in bytes, if that is bounded: as many microbatches as it says,
-/// or else `usual`, of the largest stage, `stages_per_rank` times.
+/// Returns the maximum number of activation bytes on each rank of a config's pipeline, if there is a bound: the activations of the largest
+/// stage, times `stages_per_rank`, times the number of microbatches that the config allows in flight, or `usual` if it sets no bound.
 pub(crate) fn activation_bounds(
     config: &Config,
     stages: &[StageChoice],
@@ -127,10 +129,10 @@ pub(crate) fn activation_bounds(
     Some(vec![bound; parallelism.pipeline_parallel_degree])
 }
 
-/// What stages cost. Messages take no time: they overlap with passes.
+/// Returns the costs of stages for a schedule. Messages take no time, because they overlap with passes.
 ///
 /// # Errors
-/// If a stage keeps more activations than a schedule counts.
+/// [`TrainError::StageTooLarge`] if a stage keeps more activation bytes than a schedule can count.
 pub fn pipeline_costs(stages: &[StageChoice]) -> Result<Costs, TrainError> {
     if let Some(stage) = stages.iter().position(|stage| stage.costs.activation > TICKS_MAX) {
         let (kept, kept_max) = (Bytes(stages[stage].costs.activation), Bytes(TICKS_MAX));

@@ -1,4 +1,4 @@
-//! What a run trains.
+//! Tasks: the model of a run, and its samples.
 
 use crate::config::Config;
 use crate::dataset::Dataset;
@@ -8,29 +8,29 @@ use trireme_checkpoint::Checkpoint;
 use trireme_model::{Model, ModelError};
 use trireme_tensor::{Device, ParameterTable};
 
-/// What a run trains: a model, and the samples that it learns from. The config says everything else.
+/// A model, and the samples on which it is trained. The config determines the rest of a run.
 ///
 /// Every rank creates its own task. All of them must be equal.
 pub trait Task: Send + Sync {
-    /// What the run shows of the model, such as `residual network of 4 blocks`.
+    /// Returns a description of the model for the user, such as `residual network of 4 blocks`.
     fn description(&self) -> String;
 
-    /// Builds the model on `device`, which may be one that only counts memory. Its parameters go into `table`, which is empty; they have no
-    /// values yet. If the tensor axis has several ranks, what the table returns is this rank's part of parameters that are
-    /// [cut](trireme_tensor::Parameter::with_cut).
+    /// Builds the model on `device`, which may be a device that only counts memory. Adds the model's parameters to `table`, which is empty.
+    /// They have no values yet. If the tensor axis has several ranks, the table returns this rank's part of parameters that are
+    /// [sharded](trireme_tensor::Parameter::with_cut).
     ///
     /// # Errors
     /// If the model cannot be built ([`ModelError::Build`] with the reason), or there is no memory for its constants.
     fn build(&self, device: &Device, table: ParameterTable) -> Result<Model, ModelError>;
 
-    /// Opens the samples to train on. `seed` is that of the run, for whatever is random in their order or contents. A run opens
-    /// them more than once; large contents that a dataset holds in memory should be shared.
+    /// Opens the training samples. `seed` is the seed of the run, for randomness in their order or contents. A run opens them more than
+    /// once, so large contents that a dataset holds in memory should be shared.
     ///
     /// # Errors
-    /// If they cannot be read: [`TrainError::Samples`] with the reason.
+    /// [`TrainError::Samples`] with the reason if the samples cannot be read.
     fn train_data(&self, seed: u64) -> Result<Box<dyn Dataset>, TrainError>;
 
-    /// Opens the samples to validate on, if there are any.
+    /// Opens the validation samples, if there are any.
     ///
     /// # Errors
     /// If they cannot be read.
@@ -38,29 +38,29 @@ pub trait Task: Send + Sync {
         Ok(None)
     }
 
-    /// Whether dim 0 of each tensor of a sample is that of the positions of a sequence, of which workers may have parts: what is made of a
-    /// position then depends on others by [attention](trireme_tensor::tape::Attention) alone, and the loss is a mean over positions.
+    /// Returns whether dim 0 of each tensor of a sample counts the positions of a sequence, which context parallelism may split. Then only
+    /// [attention](trireme_tensor::tape::Attention) may combine positions, and the loss must be a mean over positions.
     fn has_positions(&self) -> bool {
         false
     }
 
-    /// What the user should know before the run.
+    /// Returns notices for the user, which are shown before the run.
     fn notices(&self) -> Vec<String> {
         Vec::new()
     }
 
-    /// Names and values that must be equal on all ranks, beside the config and what identifies the samples: the version of the
-    /// program, for example.
+    /// Returns names and values that must be equal on all ranks, in addition to the config and the identity of the samples: the version of
+    /// the program, for example.
     fn facts(&self) -> Vec<(String, String)> {
         Vec::new()
     }
 
-    /// Files that go into every checkpoint beside the weights.
+    /// Returns the files that every checkpoint contains in addition to the weights.
     fn files(&self) -> Vec<TaskFile<'_>> {
         Vec::new()
     }
 
-    /// Refuses to resume from a checkpoint of another model. That parameters have the same names and shapes is checked anyway.
+    /// Refuses to resume from a checkpoint of another model. The names and shapes of parameters are checked in any case.
     ///
     /// # Errors
     /// If the checkpoint's model differs.
@@ -69,20 +69,20 @@ pub trait Task: Send + Sync {
     }
 }
 
-/// A file that goes into every checkpoint.
+/// A file that every checkpoint contains.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TaskFile<'a> {
-    /// Its name in the folder of the checkpoint.
+    /// The file's name in the folder of the checkpoint.
     pub name: &'static str,
-    /// Its bytes.
+    /// The file's contents.
     pub contents: Cow<'a, [u8]>,
 }
 
 /// The samples of a task.
 pub struct Samples {
-    /// To train on.
+    /// The training samples.
     pub train: Box<dyn Dataset>,
-    /// To validate on, if there are any.
+    /// The validation samples, if there are any.
     pub validation: Option<Box<dyn Dataset>>,
 }
 

@@ -1,4 +1,4 @@
-//! Small messages between all ranks of a group.
+//! Small messages from all ranks of a group to all others.
 
 use crate::error::TrainError;
 use serde::Serialize;
@@ -6,14 +6,14 @@ use serde::de::DeserializeOwned;
 use trireme_base::Rank;
 use trireme_comm::Group;
 
-/// Tells all ranks what this one has found, as JSON of at most [`CONTROL_BYTES_MAX`](trireme_comm::CONTROL_BYTES_MAX) bytes; returns
-/// what each has told, in rank order. Collective.
+/// Gathers a value from each rank on all ranks, as JSON of at most [`CONTROL_BYTES_MAX`](trireme_comm::CONTROL_BYTES_MAX) bytes. Returns
+/// the values in rank order. Collective.
 ///
 /// # Errors
-/// Failed communication, and [`TrainError::ForeignMessage`] if what a rank has told is no `T`.
+/// Failed communication, or [`TrainError::ForeignMessage`] if the message of a rank is not a `T`.
 ///
 /// # Panics
-/// If JSON cannot hold `own`, such as a map whose keys are no texts.
+/// If JSON cannot represent `own`; a map whose keys are not strings, for example.
 pub fn tell_all<T: Serialize + DeserializeOwned>(group: &Group, own: &T) -> Result<Vec<T>, TrainError> {
     let own = serde_json::to_vec(own).expect("a message is JSON");
     let told = group.all_gather_bytes(&own).wait()?;

@@ -1,25 +1,25 @@
-//! When a run must end, and how long before that it begins to.
+//! The time limit of a run, and the decision which step is the last one.
 
 use std::time::{Duration, Instant};
 
-/// Checkpoints of other steps may take longer than those before: by half.
+/// Factor by which a checkpoint may take longer than earlier ones, as a fraction.
 const SAVING: (u32, u32) = (3, 2);
 
-/// What is left for the end of the process: this part of the whole time, and at most so much.
+/// Time reserved for the end of the process: the run's whole time divided by this number, but at most this duration.
 const ENDING: (u32, Duration) = (20, Duration::from_secs(30));
 
-/// What a first checkpoint is taken to need: this part of the whole time, and at most so much.
+/// Assumed time of the first checkpoint: the run's whole time divided by this number, but at most this duration.
 const FIRST_CHECKPOINT: (u32, Duration) = (10, Duration::from_secs(600));
 
-/// The end that a run was given, and how long what it does has taken.
+/// The end of a run, and the measured times of its steps, validations and checkpoints.
 #[derive(Debug, Clone)]
 pub(crate) struct TimeLimit {
     end: Instant,
-    /// From the first step to the end.
+    /// Time from the first step to the end.
     whole: Duration,
-    /// When the step program last began.
+    /// The time at which the step program last began.
     began: Option<Instant>,
-    /// Time of checkpoints and validations since then.
+    /// Time of checkpoints and validations since `began`.
     between_steps: Duration,
     longest_step: Duration,
     longest_validation: Duration,
@@ -27,7 +27,7 @@ pub(crate) struct TimeLimit {
 }
 
 impl TimeLimit {
-    /// A run that has made no step `now`. `saves` says whether it writes checkpoints.
+    /// Creates the limit of a run that has made no step `now`. `saves` says whether the run writes checkpoints.
     pub(crate) fn new(now: Instant, end: Instant, saves: bool) -> Self {
         TimeLimit {
             end,
@@ -45,14 +45,14 @@ impl TimeLimit {
         self.longest_save = Some(self.longest_save.map_or(took, |longest| longest.max(took)));
     }
 
-    /// Takes note of a validation, which may be one before the first step.
+    /// Records the time of a validation, which may precede the first step.
     pub(crate) fn add_validation(&mut self, took: Duration) {
         self.between_steps += took;
         self.longest_validation = self.longest_validation.max(took);
     }
 
-    /// Takes note of a run of the step program that begins `now`. Returns whether it must be the last: another after it, with the validation
-    /// that may follow, might not leave the time for a checkpoint.
+    /// Records that a run of the step program begins `now`. Returns whether it must be the last one: after another run, and the validation
+    /// that may follow it, the remaining time might not suffice for a checkpoint.
     pub(crate) fn begin_step(&mut self, now: Instant) -> bool {
         if let Some(began) = self.began.replace(now) {
             let took = now.saturating_duration_since(began).saturating_sub(self.between_steps);
@@ -64,7 +64,7 @@ impl TimeLimit {
             Some(longest) => longest * SAVING.0 / SAVING.1,
             None => part(FIRST_CHECKPOINT),
         };
-        // Either step may validate.
+        // A validation may follow either step.
         now + 2 * (self.longest_step + self.longest_validation) + saving + part(ENDING) >= self.end
     }
 }
@@ -80,26 +80,26 @@ mod tests {
     #[test]
     fn the_last_step_leaves_time_for_a_checkpoint() {
         let start = Instant::now();
-        // The second from which on a step is the last, where steps take five seconds each.
+        // Returns the second at which a step is the last one for the first time, with steps of five seconds.
         let last_from = |mut limit: TimeLimit| {
             (0..1000).step_by(5).find(|&second| limit.begin_step(start + seconds(second)))
         };
         let new = || TimeLimit::new(start, start + seconds(1000), true);
-        // A hundred for the checkpoint, thirty for the end, and two steps.
+        // 100 s for the checkpoint, 30 s for the end, and two steps.
         assert_eq!(last_from(new()), Some(860));
         let mut limit = new();
         limit.add_save(seconds(10));
         limit.add_save(seconds(40));
         limit.add_save(seconds(20));
         assert_eq!(last_from(limit), Some(900));
-        // Where none is written.
+        // Without checkpoints.
         assert_eq!(last_from(TimeLimit::new(start, start + seconds(1000), false)), Some(960));
-        // A step with a validation, and a checkpoint that is not counted twice.
+        // A step of 60 s. The time of the checkpoint is not counted as part of it.
         let mut limit = new();
         assert!(!limit.begin_step(start - seconds(100)));
         limit.add_save(seconds(40));
         assert_eq!(last_from(limit), Some(790));
-        // A validation before the first step: those that follow take as long, and no step does.
+        // A validation before the first step. Later ones are assumed to take as long, but steps are not.
         let mut limit = new();
         limit.add_validation(seconds(30));
         assert_eq!(last_from(limit), Some(800));

@@ -1,4 +1,4 @@
-//! The loop of a run on one rank.
+//! The training loop of one rank.
 
 mod hashing;
 mod opening;
@@ -32,61 +32,61 @@ use trireme_optim::LrSchedule;
 use trireme_parallel::{Executor, Spill, StepOutcome, StepPlan};
 use trireme_tensor::{CpuFeatures, Parameters};
 
-/// What a trainer needs to know of its process.
+/// Properties of the process in which a trainer runs.
 #[derive(Debug, Clone)]
 pub struct TrainerOptions {
-    /// Threads of this worker.
+    /// Number of threads of this worker.
     pub num_threads: usize,
-    /// Kernels use no higher SIMD level than this; `None` means the highest that the machine has.
+    /// The highest SIMD level that kernels may use. `None` stands for the highest level of the machine.
     pub features_max: Option<CpuFeatures>,
-    /// When the command started, for `seconds_to_first_step`.
+    /// The time at which the command started, for `seconds_to_first_step`.
     pub started: Instant,
     /// Peak FLOP/s of this worker in the training dtype, for MFU, if it is known. `[metrics] peak_flops` takes precedence.
     pub peak_flops: Option<f64>,
-    /// What was planned for this worker; alike on all workers but for the predictions. What the config leaves to a
-    /// plan is kept, on the device, without it.
+    /// The plan of this worker. All workers have the same plan, except for its predictions. Without a plan, everything that the config
+    /// leaves to one has its default: activations are kept, and state is on the device.
     pub plan: Option<WorkerPlan>,
-    /// When the process must have ended, if it must; only rank 0's counts.
+    /// The time at which the process must have ended, if there is a limit. Only the value of rank 0 counts.
     pub ends_at: Option<Instant>,
-    /// The [config as it was given](Config::given), to be kept with the run.
+    /// The [config as the user gave it](Config::given), which is stored with the run.
     pub given_config: Option<String>,
 }
 
-/// What a planner has found out about a worker's steps.
+/// The plan of a worker's steps, with predictions.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WorkerPlan {
-    /// What is recomputed and moved.
+    /// The choices of recomputation, offloading and stages.
     pub choices: StepChoices,
-    /// What the worker will take at most.
+    /// The predicted peak memory of the worker.
     pub predicted: MemoryPeakBytes,
-    /// Bytes that all but activations will take at most at a time.
+    /// The predicted peak of the bytes of everything but activations.
     pub besides_activations: usize,
-    /// How long a step is predicted to take, if that is known on this worker.
+    /// The predicted time of a step in seconds, if there is a prediction on this worker.
     pub step_seconds: Option<f64>,
-    /// Why it is so, for whoever reads the step program.
+    /// The reasons for the plan, which are written to the file of the step program.
     pub comment: String,
 }
 
-/// What a run has come to.
+/// The result of a run.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct RunSummary {
-    /// Steps done, those of earlier runs included.
+    /// Number of completed steps, including the steps of earlier runs that this one has resumed.
     pub step: u64,
-    /// Loss of the last step of this run that had one, if any did.
+    /// Loss of the last step of this run that had a loss, if there is one.
     pub loss: Option<f64>,
     /// Last validation loss.
     pub validation_loss: Option<f64>,
-    /// Last checkpoint that was written, with its step.
+    /// Step and path of the last checkpoint that was written.
     pub checkpoint: Option<(u64, PathBuf)>,
-    /// The step and the loss of the validation with the lowest loss, earlier runs' included.
+    /// Step and loss of the validation with the lowest loss, including the validations of earlier runs.
     pub best_validation: Option<(u64, f64)>,
-    /// Why the run ended before its last step, if it did and was asked to.
+    /// The reason why the run ended before its last step, if a request ended it.
     pub stopped_by: Option<StoppedBy>,
-    /// From the start of the command to the end of the first step of this run.
+    /// Seconds from the start of the command to the end of the first step of this run.
     pub seconds_to_first_step: Option<f64>,
 }
 
-/// One rank of a run.
+/// The trainer of one rank of a run.
 pub struct Trainer<'a> {
     config: &'a Config,
     observer: &'a mut dyn Observer,
@@ -96,10 +96,10 @@ pub struct Trainer<'a> {
     host_batch: HostBatch,
     choices: StepChoices,
     balance: Option<Balance>,
-    /// Where activations go that uneven loads leave no room for.
+    /// The files to which activations spill if uneven loads leave no room for them.
     spill: Option<Arc<Spill>>,
     has_told_of_spill: bool,
-    /// The step after which units moved for the last time, if they did.
+    /// The step after which units moved last, if they did.
     moved_after: Option<u64>,
     train: Box<dyn Dataset>,
     validation: Option<Validation>,
@@ -112,35 +112,35 @@ pub struct Trainer<'a> {
     utilization: Utilization,
     /// Duration of the last run of the program, including the reading of its batches.
     program_time: Duration,
-    /// Algorithms that the run's folder tells of.
+    /// Number of algorithm choices that were written to the run's folder.
     num_choices: usize,
     batches: Vec<Batch>,
-    /// Of the program that runs, or ran last.
+    /// The plans of the steps of the program that runs, or ran last.
     plans: Vec<StepPlan>,
     outcomes: Vec<StepOutcome>,
     records: Vec<StepRecord>,
-    /// Seconds of the first steps of a run whose steps' time was predicted.
+    /// Seconds of the run's first steps, if their time was predicted.
     first_seconds: Vec<f64>,
-    /// Whether it begins without a checkpoint.
+    /// Whether the run began without a checkpoint.
     is_new: bool,
-    /// Of this rank.
+    /// The handle for requests of this rank.
     requests: Requests,
-    /// When the last checkpoint was written, or the run began.
+    /// The time at which the last checkpoint was written, or the run began.
     saved_at: Instant,
-    /// On rank 0, if the run has one.
+    /// On rank 0, if the run has a time limit.
     time_limit: Option<TimeLimit>,
-    /// What the user was told of once.
+    /// Notices that are shown only once and were shown already.
     reported: Vec<String>,
     _lock: Option<RunLock>,
 }
 
 impl<'a> Trainer<'a> {
-    /// Trains to the last step. Collective.
+    /// Trains up to the last step. Collective.
     pub fn run(&mut self) -> Result<RunSummary, TrainError> {
         self.run_until(self.config.training().steps)
     }
 
-    /// Trains until step `end` is done, or the last step if that comes first. Collective.
+    /// Trains up to step `end`, or up to the last step if that is earlier. Collective.
     pub fn run_until(&mut self, end: u64) -> Result<RunSummary, TrainError> {
         let training = self.config.training();
         self.observer.begin(&self.facts());
@@ -154,7 +154,7 @@ impl<'a> Trainer<'a> {
         while self.state.step < end.min(training.steps) && !self.is_patience_over() {
             self.advance()?;
             for index in 0..self.records.len() {
-                // It is put back, so that the next one allocates nothing.
+                // The record is put back, so that its memory is reused.
                 let mut record = std::mem::take(&mut self.records[index]);
                 record.initial_validation_loss = initial.take().map(|validated| validated.loss);
                 self.finish_step(&mut record, &mut summary)?;
@@ -189,8 +189,8 @@ impl<'a> Trainer<'a> {
         Ok(summary)
     }
 
-    /// What follows a step of a program. Where the program has several, what needs their weights comes after the last one, at
-    /// whose multiples the config has it.
+    /// Finishes a step: writes the trace, validates, writes the metrics and saves a checkpoint, each if it is due. If a program has several
+    /// steps, actions that need the weights follow its last step. The config has their intervals in multiples of these steps.
     fn finish_step(&mut self, record: &mut StepRecord, summary: &mut RunSummary) -> Result<(), TrainError> {
         let training = self.config.training();
         if record.step == self.state.step {
@@ -219,7 +219,7 @@ impl<'a> Trainer<'a> {
         let is_due = match self.config.checkpoint().interval {
             _ if is_last || keeps_best => true,
             Interval::Steps(steps) => step.is_multiple_of(steps),
-            // Weights of other steps of a program are gone.
+            // The weights after the earlier steps of a program no longer exist.
             Interval::Time(_) => step == self.state.step && Requested(self.executor.requested()).checkpoint(),
         };
         if is_due {
@@ -232,7 +232,7 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Rank 0 asks for the end of the run when its time might not suffice for another step after the one that begins.
+    /// Requests the end of the run, on rank 0, if its time might not suffice for another step after the one that begins.
     fn request_end(&mut self) {
         if self.time_limit.as_mut().is_some_and(|limit| limit.begin_step(Instant::now())) {
             self.requests.stop_in_time();
@@ -240,7 +240,7 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// Lets units move to where they even out the work, if its turn has come and it is worth it. Collective.
+    /// Moves units between ranks to balance the pipeline, if this is due and worthwhile. Collective.
     fn rebalance(&mut self) -> Result<(), TrainError> {
         let (step, group) = (self.state.step, self.executor.group());
         let Some(balance) = &mut self.balance else { return Ok(()) };
@@ -255,7 +255,7 @@ impl<'a> Trainer<'a> {
         balance.forget();
         self.choices = found.choices;
         self.moved_after = Some(step);
-        // They were of stages that are no more.
+        // The plan and the traced steps belong to the previous stages.
         self.options.plan = None;
         self.tracer.forget();
         for device in [self.executor.device(), self.executor.host()] {
@@ -268,7 +268,7 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// One training step; the last one of a program that has several.
+    /// Runs the step program once, and returns the record of its last step.
     pub fn step(&mut self) -> Result<&StepRecord, TrainError> {
         self.advance()?;
         Ok(self.records.last().expect("a program has steps"))
@@ -290,28 +290,27 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// Model, parameters and device.
+    /// Returns the executor, which has the model, the parameters and the device.
     pub fn executor(&self) -> &Executor {
         &self.executor
     }
 
-    /// What is left open by the layout, as it is now: units may have moved.
+    /// Returns the current choices for steps. They change when units move.
     pub fn choices(&self) -> &StepChoices {
         &self.choices
     }
 
-    /// By which any thread can ask all ranks for something.
+    /// Returns a handle by which any thread can send requests to all ranks.
     pub fn requests(&self) -> Requests {
         self.requests.clone()
     }
 
-    /// The step after which units moved between workers for the last time, if they did. Peaks of memory are of the steps since
-    /// then.
+    /// Returns the step after which units last moved between workers, if they did. Memory peaks are those of the steps since then.
     pub fn moved_after(&self) -> Option<u64> {
         self.moved_after
     }
 
-    /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective.
+    /// Gathers all parameters in the host memory of rank 0. Returns `None` on the other ranks. Collective.
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, TrainError> {
         Ok(self.executor.gather_parameters()?)
     }

@@ -1,5 +1,5 @@
-//! Model FLOPs utilization (MFU): the floating-point operations that the model needs for a step, relative to what the
-//! workers' devices could do in its time (Chowdhery et al., "PaLM", 2022, appendix B). docs/performance.md has the conventions.
+//! Model FLOPs utilization (MFU): the floating-point operations that the model needs for a step, relative to the peak of the workers'
+//! devices over the time of the step (Chowdhery et al., "PaLM", 2022, appendix B). docs/performance.md has the conventions.
 
 use crate::config::Config;
 use crate::error::TrainError;
@@ -11,19 +11,19 @@ use trireme_comm::Group;
 use trireme_model::{Rehearsal, TensorSpec};
 use trireme_tensor::ModelPlace;
 
-/// The work of a step and the peaks of the workers that share it; the same on all ranks.
+/// The operations of a step, and the peaks of the workers that share it. Equal on all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Utilization {
-    /// Floating-point operations that the model needs for a step, over the samples of all workers: those of matrix products in
-    /// forward and backward, without recomputation.
+    /// Floating-point operations that the model needs for a step, over the samples of all workers: the matrix products of forward and
+    /// backward, without recomputation.
     pub(crate) model_flops: f64,
-    /// Peak FLOP/s of each worker, by rank; `None` where it is unknown.
+    /// Peak FLOP/s of each worker, by rank. `None` if it is unknown.
     pub(crate) peaks: Vec<Option<f64>>,
 }
 
 impl Utilization {
-    /// Counts the work of the model as one worker would do it alone, so that it does not depend on the layout, and gathers the peaks.
-    /// `rehearsal` is this worker's, `batch` has all positions, and `measured_peak` counts unless the config has a peak. Collective.
+    /// Counts the operations of the model on a single worker, so that they do not depend on the layout, and gathers the peaks. `rehearsal`
+    /// is this worker's, `batch` has all positions, and `measured_peak` counts unless the config gives a peak. Collective.
     pub(crate) fn new(
         config: &Config,
         task: &dyn Task,
@@ -48,7 +48,7 @@ impl Utilization {
         })
     }
 
-    /// The MFU of a step that took so long; `None` if the peak of any worker is unknown.
+    /// Returns the MFU of a step with this duration, or `None` if the peak of any worker is unknown.
     pub(crate) fn mfu(&self, step_seconds: f64) -> Option<f64> {
         let peak: f64 = self.peaks.iter().copied().sum::<Option<f64>>()?;
         Some(self.model_flops / (peak * step_seconds))

@@ -14,21 +14,21 @@ use trireme_parallel::{Executor, ValidationBatches, ValidationRound};
 pub(crate) struct Validation {
     samples: Box<dyn Dataset>,
     batches: ValidationBatches,
-    /// For each batch, sum and rows of each report. A rank with the unit fills in its own, and the sum over ranks is exact, for
-    /// the others add zeros; unless ranks have parts of the positions, whose sums are added up.
+    /// For each batch, the sum and the number of rows of each report. A rank that has the unit fills in the reports of its batches, and the
+    /// others add zeros, so the sum over ranks is exact. If ranks have parts of the positions, their sums are added.
     reports: Option<Buffer<f64>>,
 }
 
-/// What a validation has found.
+/// The result of a validation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Validated {
-    /// The mean loss: of a language model in nats a token.
+    /// The mean loss; for a language model, in nats per token.
     pub loss: f64,
-    /// The means of what units report as metrics.
+    /// The means of the metrics that units report.
     pub metrics: MetricValues,
 }
 
-/// The batches of a validation of the first samples of `available`, as many as the config says (0: all).
+/// Returns the batches of a validation over the first of `available` samples: as many as the config says, or all if it says 0.
 pub fn validation_batches(available: u64, training: &Training) -> ValidationBatches {
     let available = usize::try_from(available).unwrap_or(usize::MAX);
     let num_samples = match training.validation_samples {
@@ -39,7 +39,7 @@ pub fn validation_batches(available: u64, training: &Training) -> ValidationBatc
 }
 
 impl Validation {
-    /// The first samples, as many as the config says (0: all). Collective.
+    /// Creates a validation over the first samples: as many as the config says, or all if it says 0. Collective.
     pub(crate) fn new(
         samples: Box<dyn Dataset>,
         training: &Training,
@@ -50,15 +50,15 @@ impl Validation {
         Ok(Validation { samples, batches, reports })
     }
 
-    /// The loss and the metrics; the same bits for any number of ranks, unless ranks have parts of the positions. `None` if nothing in the
-    /// samples counts in the loss. Collective.
+    /// Returns the loss and the metrics, with the same bits for any number of ranks, unless ranks have parts of the positions. `None` if
+    /// nothing in the samples counts in the loss. Collective.
     pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<Option<Validated>, TrainError> {
         if !self.samples.begin(0, self.batches.num_samples() as u64)? {
             return Ok(None);
         }
         let mut reports = self.reports.take().expect("validations follow each other");
         reports.fill(0.0);
-        // A sum and a number of rows for each report.
+        // A batch has a sum and a number of rows for each report.
         let batch_len = reports.len() / self.batches.num_batches();
         for ValidationRound { read, counts } in self.batches.rounds(executor.ranks()) {
             let batch = read.map(|index| self.batch(index, executor)).transpose()?;
@@ -78,7 +78,7 @@ impl Validation {
         self.batches.num_samples()
     }
 
-    /// Identifies the samples and what is read of them: losses of validations with the same identity are comparable.
+    /// Returns the identity of the samples and of the tensors that are read. Losses of validations with the same identity are comparable.
     pub(crate) fn identity(&self) -> BTreeMap<String, String> {
         let mut identity = self.samples.identity();
         let tensors: Vec<&str> = self.samples.sample().iter().map(|spec| spec.name).collect();
@@ -97,7 +97,8 @@ impl Validation {
     }
 }
 
-/// Losses of units are added up; a metric that several units report is one mean.
+/// Returns the means over all batches. The mean losses of units are added. A metric that several units report has one mean over all their
+/// rows.
 fn means(rehearsal: &Rehearsal, reports: &[f64], batch_len: usize) -> Validated {
     let sum = |first: usize| reports.iter().skip(first).step_by(batch_len).sum::<f64>();
     let of = |metric: Option<&'static str>| {

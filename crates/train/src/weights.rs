@@ -13,19 +13,19 @@ use trireme_tensor::{Category, Device, DeviceOptions, ParameterInfo, Parameters,
 
 /// A model with its weights, for use without training.
 pub struct LoadedModel {
-    /// What runs it.
+    /// The executor of the model.
     pub executor: Executor,
-    /// What it was built from.
+    /// The config from which the model was built.
     pub config: ModelConfig,
-    /// What the user should know: newer checkpoints that were passed over, settings without effect.
+    /// Notices for the user: newer checkpoints that were skipped, and settings without effect.
     pub notices: Vec<String>,
 }
 
-/// The weights of a model, not loaded yet.
+/// The weights of a model that are not loaded yet.
 pub(crate) struct ModelWeights {
     source: ModelSource,
     pub(crate) config: ModelConfig,
-    /// As of [`LoadedModel`].
+    /// Notices as in [`LoadedModel`].
     pub(crate) notices: Vec<String>,
 }
 
@@ -59,7 +59,7 @@ impl ModelWeights {
         device: &Device,
     ) -> Result<(Model, Parameters), TrainError> {
         let model = self.config.build(seq_len, device)?;
-        // Before memory is taken: a description may be of any size, the weights are there.
+        // Checked before memory is allocated, because a config can describe a model of any size.
         let weights = checked_weights(&self.source.weights(), &model)?;
         let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters)?;
         parameters.load(read_held(&weights, allow_non_finite))?;
@@ -70,7 +70,7 @@ impl ModelWeights {
 /// Loads the model of a checkpoint, of a run's newest checkpoint, or of a Hugging Face directory.
 ///
 /// # Errors
-/// Weights that hold NaN or infinity, unless `allow_non_finite`; files that are missing, damaged, or not the model's.
+/// If weights contain NaN or infinity, unless `allow_non_finite`; if files are missing, damaged, or not the model's.
 pub fn load_model(path: &Path, allow_non_finite: bool, device: &Device) -> Result<LoadedModel, TrainError> {
     let weights = ModelWeights::open(path)?;
     let (config, notices) = (weights.config.clone(), weights.notices.clone());
@@ -79,10 +79,10 @@ pub fn load_model(path: &Path, allow_non_finite: bool, device: &Device) -> Resul
     Ok(LoadedModel { executor: forward_executor(&config, model, parameters, device)?, config, notices })
 }
 
-/// What runs a language model, built from its config for any number of positions, with its weights without training.
+/// Returns an executor that runs a language model without training. `model` was built from `config` for any number of positions.
 ///
 /// # Errors
-/// What the model or the device refuses.
+/// Failures of the model or the device.
 pub fn forward_executor(
     config: &ModelConfig,
     model: Model,
@@ -92,7 +92,7 @@ pub fn forward_executor(
     evaluating_executor(config, model, parameters, &token_specs(1, 1), device)
 }
 
-/// The same, for batches of these tensors.
+/// Like [`forward_executor`], for batches of these tensors.
 pub(crate) fn evaluating_executor(
     config: &ModelConfig,
     model: Model,
@@ -107,13 +107,13 @@ pub(crate) fn evaluating_executor(
     Ok(Executor::forward_only(model, rehearsal, parameters, device)?)
 }
 
-/// Adapts the config of a model, read from the `config.json` `text`, to the weights that are stored with it: weights that contain an output
-/// layer which differs from the embedding are not tied, as in transformers. Returns notices for the user.
+/// Adapts the config of a model, read from the `config.json` `text`, to the weights that are stored with it. If the weights contain an
+/// output layer that differs from the embedding, the two are not tied, as in transformers. Returns notices for the user.
 ///
-/// Cost: where the config ties an output layer that is stored, reads both tensors up to their first difference.
+/// If the config ties an output layer that is stored, this reads both tensors up to their first difference.
 ///
 /// # Errors
-/// Quantized weights; files that cannot be read.
+/// If the weights are quantized, or if files cannot be read.
 pub(crate) fn adapt_to_weights(
     config: &mut ModelConfig,
     text: &str,
@@ -143,7 +143,7 @@ pub(crate) fn adapt_to_weights(
     Ok(notices)
 }
 
-/// The weights under the names of `model`; missing, extra and mis-shaped tensors are errors, all named at once.
+/// Returns the weights under the names of `model`. Missing, extra and mis-shaped tensors are errors, which are reported together.
 pub(crate) fn checked_weights(stored: &StoredTensors, model: &Model) -> Result<StoredTensors, TrainError> {
     let stored = stored.renamed(canonical_names(model.table()))?;
     let whole = Placements::new(model.table(), &Outline::default(), Mesh::data_parallel(1));
@@ -151,8 +151,8 @@ pub(crate) fn checked_weights(stored: &StoredTensors, model: &Model) -> Result<S
     Ok(stored)
 }
 
-/// What reads the elements of a parameter that are held, from the tensor of its name. NaN and infinity are errors, unless
-/// `allow_non_finite`: a step with them ends in a loss that says nothing of where they came from.
+/// Returns a function that reads the held elements of a parameter from the tensor with its name. NaN and infinity are errors, unless
+/// `allow_non_finite`, because a step with them ends in a loss that does not show where they came from.
 pub(crate) fn read_held(
     stored: &StoredTensors,
     allow_non_finite: bool,
@@ -173,17 +173,17 @@ pub(crate) fn read_held(
     }
 }
 
-/// What this rank of the tensor axis has of a parameter.
+/// Returns this rank's part of a parameter on the tensor axis.
 pub(crate) fn part(info: &ParameterInfo) -> Part {
     let whole = Part::whole(info.whole.dims());
     match info.cut {
         Some(cut) if info.place.degree > 1 => whole.cut(cut, info.place),
-        // Groups of a dim would be boxes of their own.
+        // On a single rank, a dim with groups would be split into one box per group.
         _ => whole,
     }
 }
 
-/// Reads the elements `held` of what a rank has of a tensor.
+/// Reads the elements `held` of a rank's part of a tensor.
 pub(crate) fn read_boxes(
     stored: &StoredTensors,
     name: &str,

@@ -1,4 +1,4 @@
-//! After the first steps, steps allocate nothing, on any thread of any rank.
+//! Steps after the first ones do not allocate, on any thread of any rank.
 
 #[allow(dead_code, reason = "the other test binary uses the rest")]
 #[path = "train/common/mod.rs"]
@@ -20,7 +20,7 @@ static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 #[test]
 fn steps_allocate_nothing() {
-    // One test: allocations of another one, at the same time, would be counted.
+    // There is one test, because allocations of another one at the same time would be counted.
     check_metrics();
     let f16 = ["training.dtype=f16", "training.reduce_dtype=bf16", "training.loss_scale_initial=256"];
     check(&[]);
@@ -74,7 +74,7 @@ fn steps_allocate_nothing() {
         check(&[&keys[..], &["training.dtype=f16", "training.loss_scale_initial=64"]].concat());
     }
     for codec in CodecName::ALL {
-        // A loss scale that grows once in the counted steps rescales what is kept.
+        // The loss scale grows once in the counted steps, which rescales the state of compressors.
         let scale = [
             "training.dtype=f16",
             "training.loss_scale_initial=64",
@@ -88,14 +88,14 @@ fn check(keys: &[&str]) {
     check_on(&[0, 0], keys);
 }
 
-/// For a rank on each of two hosts.
+/// Checks a run with its two ranks on these hosts.
 fn check_on(hosts: &[usize; 2], keys: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
     let config = job(folder.path(), "run", 2, 1000, &[&["training.threads=2"], keys].concat());
     count_on(hosts, &config, None);
 }
 
-/// A model that reports metrics.
+/// Checks a model that reports metrics.
 fn check_metrics() {
     let drains = [
         "parallelism.pipeline_parallel_drain_interval=2",
@@ -118,7 +118,7 @@ fn check_metrics() {
     }
 }
 
-/// What `testkit` classifies, which reports four metrics.
+/// The task of `testkit`'s classifier, which reports four metrics.
 struct Classifier;
 
 impl Task for Classifier {
@@ -152,7 +152,7 @@ impl Dataset for Classifier {
     }
 }
 
-/// Counts for a task, or a language model.
+/// Counts the allocations of 20 steps of a task, or of a language model.
 fn count_on(hosts: &[usize; 2], config: &Config, task: Option<Arc<dyn Task>>) {
     let folder = tempfile::tempdir().unwrap();
     let everyone = Barrier::new(2);

@@ -5,6 +5,7 @@ use super::reader::Loose;
 use super::section::Section;
 use std::path::Path;
 
+/// The state of the checks of one config.
 pub(super) struct Checks<'a> {
     pub(super) path: &'a Path,
     pub(super) loose: &'a Loose,
@@ -12,8 +13,8 @@ pub(super) struct Checks<'a> {
 }
 
 impl Checks<'_> {
-    /// Notes a mistake unless `holds`, at the first of `keys` that is set. Where one of them was refused
-    /// already, or none is set and the place is in doubt, it would be a mistake of our own.
+    /// Records a mistake unless `holds`, at the first of `keys` that is set. Records none if one of the keys was already refused, or if
+    /// none is set and the section is doubtful: the user may have set the key in a line that was not understood.
     pub(super) fn require(&mut self, holds: bool, keys: &[&str], explain: impl FnOnce() -> String) {
         let doubtful = &self.loose.doubtful;
         if holds || keys.iter().any(|key| doubtful.contains(*key)) {
@@ -32,7 +33,7 @@ impl Checks<'_> {
         self.mistakes.push(Mistake { place, text, explanation: explain() });
     }
 
-    /// As [`require`](Self::require), for a key that has no effect without `other`.
+    /// Like [`require`](Self::require), for a key that has no effect without `other`.
     pub(super) fn only_applies(&mut self, holds: bool, keys: &[&str], other: &str) {
         self.require(holds, keys, || format!("only applies with {other}; set that, or remove this key"));
     }
@@ -42,7 +43,7 @@ impl Checks<'_> {
     }
 }
 
-/// The keys of a section that do not have their default.
+/// Returns the keys of a section whose values differ from their defaults.
 pub(super) fn changed_keys<S: Section + Default>(section: &S) -> impl Iterator<Item = &'static str> + use<S> {
     let pairs = section.keys().into_iter().zip(S::default().keys());
     pairs.filter(|(key, default)| key.value != default.value).map(|(key, _)| key.name)

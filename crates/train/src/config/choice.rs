@@ -14,7 +14,7 @@ use trireme_schedule::collective::Algorithm;
 use trireme_schedule::pipeline::Kind;
 use trireme_tensor::Precision;
 
-/// Makes an enum whose variants have names a value that is written as one of them.
+/// Implements [`Value`] for an enum whose variants have names: a value is written as the name of its variant.
 macro_rules! value_by_name {
     ($name:ident) => {
         impl Value for $name {
@@ -45,7 +45,7 @@ value_by_name!(Precision);
 value_by_name!(StateDType);
 value_by_name!(TransportChoice);
 
-/// Defines an enum of which each variant is written as one word.
+/// Defines an enum for a key. Each variant is written as one word.
 macro_rules! config_choice {
     (
         $(#[doc = $doc:literal])+
@@ -79,36 +79,37 @@ pub(super) fn refuse_word(found: Option<&str>, words: &[&str]) -> String {
 }
 
 config_choice! {
-    /// How log lines are written.
+    /// The format of log lines.
     LogFormat {
-        /// For people.
+        /// Plain text for people.
         Text = "text",
-        /// For programs.
+        /// JSON for programs.
         Json = "json",
     }
 }
 
 config_choice! {
-    /// How workers are bound to cores.
+    /// The binding of workers to cores.
     Bind {
-        /// Each to its own cores, unless the launcher has chosen cores, workers outnumber CPUs, a control group limits CPU time, or the load average is above
-        /// half the CPUs.
+        /// Each worker to its own cores, unless the launcher has chosen cores, workers outnumber CPUs, a control group limits CPU time, or
+        /// the load average is above half the CPUs.
         Auto = "auto",
-        /// Each to its own cores, even if other programs use the host.
+        /// Each worker to its own cores, even if other programs use the host.
         Cores = "cores",
-        /// Not at all: the system chooses.
+        /// No binding: the system chooses.
         None = "none",
     }
 }
 
 config_choice! {
-    /// Pages of 2 MiB for memory.
+    /// The use of 2 MiB pages for memory.
     HugePages {
-        /// As far as the system has and gives them (`/sys/kernel/mm/transparent_hugepage`).
+        /// As far as the system provides them (`/sys/kernel/mm/transparent_hugepage`).
         Transparent = "transparent",
-        /// From the pool that the host has set aside (`vm.nr_hugepages`, Kubernetes' `hugepages-2Mi`): the pool must hold all memory of the device.
+        /// From the pool that the host has reserved (`vm.nr_hugepages`, Kubernetes' `hugepages-2Mi`). The pool must hold all memory of the
+        /// device.
         Reserved = "reserved",
-        /// None, even where the system would give them.
+        /// No huge pages, even where the system would provide them.
         Never = "never",
     }
 }
@@ -128,13 +129,13 @@ config_choice! {
     DeviceName {
         /// The CPU.
         Cpu = "cpu",
-        /// A CPU that behaves like an accelerator.
+        /// A CPU that behaves like an accelerator: kernels run asynchronously, and the host cannot read the device's memory.
         Detached = "detached",
     }
 }
 
 impl DeviceName {
-    /// Devices of this kind that a host has.
+    /// Returns the number of devices of this kind that a host has.
     pub fn num_devices(self) -> usize {
         match self {
             DeviceName::Cpu | DeviceName::Detached => 1,
@@ -143,21 +144,21 @@ impl DeviceName {
 }
 
 config_choice! {
-    /// What the blocks' linear layers multiply.
+    /// The data type of the inputs of the blocks' matrix multiplications.
     Fp8 {
-        /// Numbers of the training's dtype.
+        /// The training's dtype.
         Off = "off",
-        /// Those rounded to 4 bits of exponent and 3 of fraction.
+        /// Values rounded to E4M3: 4 bits of exponent and 3 of fraction.
         E4m3 = "e4m3",
-        /// The same, but gradients to 5 bits of exponent and 2 of fraction.
+        /// E4M3, but gradients rounded to E5M2: 5 bits of exponent and 2 of fraction.
         Hybrid = "hybrid",
     }
 }
 
 config_choice! {
-    /// What gradients are summed as.
+    /// The data type in which gradients are summed.
     QuantizedGradients {
-        /// Floats, of `reduce_dtype`.
+        /// Floats of the type `reduce_dtype`.
         None = "none",
         /// 8-bit integers in blocks that share a scale.
         Int8 = "int8",
@@ -167,11 +168,11 @@ config_choice! {
 }
 
 config_choice! {
-    /// What the forward pass keeps for the backward pass.
+    /// The activations that the forward pass keeps for the backward pass.
     ActivationCheckpointMode {
-        /// All.
+        /// All activations.
         None = "none",
-        /// Results of products and attention.
+        /// The results of matrix products and attention.
         Selective = "selective",
         /// The input of each block.
         Block = "block",
@@ -183,7 +184,7 @@ config_choice! {
 }
 
 config_choice! {
-    /// Where state lives.
+    /// The place where a class of training state is stored between its uses.
     Tier {
         /// On the device.
         Device = "device",
@@ -191,17 +192,17 @@ config_choice! {
         Host = "host",
         /// On a disk.
         Disk = "disk",
-        /// On the nearest of these places at which all of it fits.
+        /// On the nearest of these places that has room for all of it.
         Auto = "auto",
     }
 }
 
 config_choice! {
-    /// What may differ between a run that resumes and the checkpoint that it resumes from.
+    /// A difference that is allowed between a resuming run and its checkpoint.
     Change {
-        /// The optimizer: its state begins anew.
+        /// The optimizer. Its state starts from zero.
         Optimizer = "optimizer",
-        /// Settings of the model, as far as its parameters have the same names and shapes.
+        /// Settings of the model that leave the names and shapes of its parameters unchanged.
         Model = "model",
         /// The samples, their order or their tokenizer.
         Data = "data",
@@ -209,21 +210,21 @@ config_choice! {
 }
 
 config_choice! {
-    /// How tokens become sequences.
+    /// The method by which documents become sequences.
     Packing {
-        /// Documents, where only some of the tokens are learned; else a stream.
+        /// `Documents` if only some of the tokens contribute to the loss, else `Stream`.
         Auto = "auto",
-        /// Sequences follow each other without a gap, wherever documents end.
+        /// Documents are concatenated and split wherever a sequence ends.
         Stream = "stream",
-        /// Whole documents, as many as fit; the rest of a sequence is padding, which is not learned.
+        /// As many whole documents as fit. The rest of the sequence is padding, which does not contribute to the loss.
         Documents = "documents",
     }
 }
 
-/// What turns text into tokens.
+/// The source of the tokenizer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Tokenizer {
-    /// That of the model that the run begins with; bytes if it begins with none.
+    /// The tokenizer of the pretrained model that the run starts from, or bytes without one.
     Auto,
     /// Each byte is a token.
     Bytes,
@@ -240,7 +241,7 @@ impl Value for Tokenizer {
         match value.as_str() {
             Some("auto") => Ok(Tokenizer::Auto),
             Some("bytes") => Ok(Tokenizer::Bytes),
-            // The ending tells a path from a misspelt word.
+            // The ending distinguishes a path from a misspelt word.
             Some(path) if path.ends_with(".json") => Ok(Tokenizer::File(path.into())),
             _ => Err(Self::expected()),
         }
@@ -255,14 +256,14 @@ impl Value for Tokenizer {
     }
 }
 
-/// Which checkpoint a run resumes from.
+/// The checkpoint that a run resumes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resume {
-    /// The newest complete one in the run's folder, or none if there is none.
+    /// The newest complete checkpoint in the run's folder, if there is one.
     Auto,
-    /// None: the run must be new.
+    /// No checkpoint: the run must be new.
     Never,
-    /// The one in this folder, or the newest one of the run in this folder.
+    /// The checkpoint in this folder, or the newest one if the folder is a run's.
     From(PathBuf),
 }
 
@@ -275,7 +276,7 @@ impl Value for Resume {
         match value.as_str() {
             Some("auto") => Ok(Resume::Auto),
             Some("never") => Ok(Resume::Never),
-            // The slash tells a path from a misspelt word.
+            // The slash distinguishes a path from a misspelt word.
             Some(path) if path.contains('/') => Ok(Resume::From(path.into())),
             _ => Err(Self::expected()),
         }

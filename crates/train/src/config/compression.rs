@@ -1,4 +1,4 @@
-//! The keys of `[comm]` that say how gradients, or momentum in their place, are compressed.
+//! The keys of `[comm]` that configure the compression of gradients, or of the momentum that some optimizers exchange instead.
 
 use super::Config;
 use super::checks::{Checks, changed_keys};
@@ -12,13 +12,13 @@ use trireme_tensor::Precision;
 
 const PREFIX: &str = "compression_";
 
-/// Elements of momentum that share a scale unless the user has chosen a codec. Momentum is divided by the root of a second moment
-/// that differs from element to element: the more of them share a scale, the more the small ones are moved by rounding.
+/// Number of momentum elements that share a scale, unless the user has chosen a codec. Momentum is divided by the square root of the second
+/// moment, which differs between elements. The more elements share a scale, the more rounding changes the small ones.
 const MOMENTUM_BLOCK_LEN: usize = 64;
 
 impl Config {
-    /// How gradients, or momentum in their place, are compressed before they are sent. Optimizers that exchange momentum do so
-    /// for its few bits: `none` gives them one bit an element, in short blocks.
+    /// Returns how gradients, or momentum in their place, are compressed before they are sent. Optimizers exchange momentum to send few
+    /// bits, so for them `none` means `one_bit` with short blocks.
     pub fn compression(&self) -> Compression {
         let mut options = options(self.comm());
         if options.codec == CodecName::None && self.optimizer().name.exchanges_momentum() {
@@ -29,12 +29,12 @@ impl Config {
     }
 }
 
-/// Whether a key of `[comm]` has a meaning beside this codec.
+/// Returns whether a key of `[comm]` has an effect with this codec.
 pub(super) fn counts(codec: CodecName, key: &str) -> bool {
     key.strip_prefix(PREFIX).is_none_or(|option| codec.options().contains(&option))
 }
 
-/// The codec with those of its options that do not stand for its own choice.
+/// Returns the codec with the options that it has. An option whose value means "the codec's default" is `None`.
 fn options(comm: &Comm) -> CompressionOptions {
     let has = |option| comm.compression.options().contains(&option);
     CompressionOptions {

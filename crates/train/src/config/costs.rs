@@ -1,4 +1,4 @@
-//! The keys of `[comm]` that say what communication costs.
+//! The keys of `[comm]` that give the costs of communication.
 
 use super::Config;
 use super::checks::Checks;
@@ -6,11 +6,11 @@ use super::sections::Comm;
 use trireme_comm::GivenCosts;
 use trireme_schedule::collective::{DirectCost, LinkCost};
 
-/// A latency in microseconds and a bandwidth in gigabytes a second; 0 where none is given.
+/// A latency in microseconds and a bandwidth in gigabytes per second. Both are 0 if not given.
 type Pair = [f64; 2];
 
 impl Config {
-    /// What is known of the costs of communication.
+    /// Returns the costs of communication that the config gives. Costs that it does not give are `None`.
     pub fn costs(&self) -> GivenCosts {
         let [within, across, memory] = pairs(self.comm()).map(|(_, pair)| Some(pair).filter(is_given));
         GivenCosts {
@@ -21,7 +21,7 @@ impl Config {
     }
 }
 
-/// The keys' values by the beginning of their names.
+/// Returns the values of the keys, by the prefix of their names.
 fn pairs(comm: &Comm) -> [(&'static str, Pair); 3] {
     [
         ("within_hosts", [comm.within_hosts_latency_microseconds, comm.within_hosts_gigabytes_per_second]),
@@ -34,7 +34,7 @@ fn is_given(pair: &Pair) -> bool {
     pair.iter().all(|&value| value > 0.0)
 }
 
-/// Latencies and bandwidths come in pairs.
+/// Requires that a latency and its bandwidth are given together.
 pub(super) fn check_costs(checks: &mut Checks<'_>) {
     for (name, pair) in pairs(&checks.loose.sections.comm) {
         let keys = ["latency_microseconds", "gigabytes_per_second"].map(|unit| format!("comm.{name}_{unit}"));

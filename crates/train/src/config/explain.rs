@@ -1,4 +1,4 @@
-//! Writes configs: one with every key explained, and one that says what a run was.
+//! Writes configs: an explanation of every key, and the resolved config of a run.
 
 use super::foreign_words;
 use super::mistake::ConfigError;
@@ -11,8 +11,12 @@ use super::{compression, optimizer};
 use trireme_tensor::Precision;
 
 impl Config {
-    /// Every key with its type, default and meaning, of one section or of all, in the form of a config file; for any other word, the keys whose name
-    /// or meaning has it, or that other systems call so.
+    /// Returns every key of a section, or of all sections if `section` is `None`, with its type, default and meaning, in the form of a
+    /// config file. Also accepts the name of a key, such as `optimizer.lr`. For any other word, returns the keys whose names, documentation
+    /// or values contain it, or that other systems call so.
+    ///
+    /// # Errors
+    /// [`ConfigError::UnknownSection`] if no section and no key fits.
     pub fn explain(section: Option<&str>) -> Result<String, ConfigError> {
         let defaults = Sections::default();
         let Some(name) = section else {
@@ -32,7 +36,7 @@ impl Config {
         }
     }
 
-    /// The config as a file from which [`Config::load`] reads the same config again.
+    /// Returns the config as the text of a file that [`Config::load`] reads as the same config.
     pub fn to_toml(&self) -> String {
         let sections = self.sections.all().map(|(name, section)| {
             let keys = section.keys();
@@ -45,7 +49,7 @@ impl Config {
         )
     }
 
-    /// Every key that counts, as `section.key`, with its value.
+    /// Returns every key that has an effect, as `section.key`, with its value.
     pub fn values(&self) -> Vec<(String, String)> {
         let mut values = Vec::new();
         let text = |key: Key| key.value.map_or_else(|| "not set".to_owned(), |value| value.to_string());
@@ -64,7 +68,8 @@ impl Config {
     }
 }
 
-/// Returns the keys that a word may mean: by their names in other systems and here, by their documentation, and by the values that they accept.
+/// Returns the keys that a word may refer to: by their names here and in other systems, by their documentation, and by the values that they
+/// accept.
 fn search(sections: &Sections, word: &str) -> String {
     let lower = word.to_lowercase();
     let mut text = String::new();
@@ -82,7 +87,7 @@ fn search(sections: &Sections, word: &str) -> String {
             || is_value
             || foreign.contains(&&*format!("{name}.{}", key.name))
     };
-    // Keys of this very name come first.
+    // Keys of exactly this name come first.
     text += &explain_keys(sections, |_, key| is_named(key));
     text += &explain_keys(sections, |name, key| !is_named(key) && is_found(name, key));
     text
@@ -97,7 +102,7 @@ fn explain_keys(sections: &Sections, fits: impl Fn(&str, &Key) -> bool) -> Strin
     sections.all().filter_map(of_section).collect()
 }
 
-/// The key of a name such as `optimizer.lr`.
+/// Explains the key of a name such as `optimizer.lr`.
 fn explain_dotted(sections: &Sections, name: &str) -> Option<String> {
     let (section, key) = name.split_once('.')?;
     let key = sections.get(section)?.keys().into_iter().find(|own| own.name == key)?;
@@ -107,7 +112,7 @@ fn explain_dotted(sections: &Sections, name: &str) -> Option<String> {
 fn explain_section(name: &str, section: &dyn Section) -> String {
     let keys: Vec<String> = section.keys().iter().map(explain_key).collect();
     let lists = section.lists().into_iter().map(|(list, tables)| {
-        // No table is there by default, so its lines are comments.
+        // No table exists by default, so its lines are comments.
         let table = explain_section(&format!("[{name}.{list}]"), &*tables.default_table());
         let lines = table.lines().map(|line| match line {
             line if line.is_empty() || line.starts_with('#') => format!("{line}\n"),
@@ -127,10 +132,10 @@ fn explain_key(key: &Key) -> String {
     }
 }
 
-/// The line that sets the key to its value, if it has one.
+/// Returns the line that sets the key to its value, if it has one.
 fn assignment(key: &Key) -> Option<String> {
     let value = match key.value.as_ref()? {
-        // `1e-8` rather than `0.00000001`.
+        // Writes `1e-8`, not `0.00000001`.
         toml::Value::Float(number) if *number != 0.0 && number.abs() < 1e-3 => format!("{number:e}"),
         value => value.to_string(),
     };
@@ -152,8 +157,8 @@ fn write_lists(name: &str, section: &dyn Section) -> String {
     text
 }
 
-/// Whether the key has a meaning in this config: keys of language models have none for another task, the shape of a model has
-/// none beside another description of the model, nor a loss scale without f16, nor a history of fp8 without fp8, nor an option of another optimizer or codec.
+/// Returns whether a key has an effect in this config. Without effect are keys of language models for another task, the shape of a model
+/// that is described elsewhere, loss scaling without f16, the fp8 history without fp8, and options of another optimizer or codec.
 fn counts(config: &Config, section: &str, key: &Key) -> bool {
     if config.subject() == Subject::OwnTask {
         if is_of_language(section, key.name) {

@@ -1,6 +1,6 @@
 use std::collections::BTreeMap;
 
-/// Every key of a config file as `section.key`, with its value; nothing of a file that is none.
+/// Returns every key of a config file as `section.key`, with its value. Empty if `text` is no TOML.
 pub(crate) fn file_values(text: &str) -> BTreeMap<String, String> {
     let document: toml::Table = text.parse().unwrap_or_default();
     let mut values = BTreeMap::new();

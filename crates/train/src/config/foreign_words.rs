@@ -1,6 +1,6 @@
-//! What other systems call the keys of the config.
+//! Names that other systems use for the keys of the config.
 
-/// A word of another system, in lower case with underscores, and the key that does the same, or most of it, with what differs.
+/// A name in another system, in lower case with underscores; the key that does the same, or most of it; and the difference between them.
 const WORDS: &[(&str, &str, &str)] = &[
     ("adam_beta1", "optimizer.beta1", ""),
     ("adam_beta2", "optimizer.beta2", ""),
@@ -98,7 +98,8 @@ const WORDS: &[(&str, &str, &str)] = &[
     ("zero_optimization", "parallelism.zero_stage", ""),
 ];
 
-/// The keys that a word of another system stands for, with what differs: those of the whole word, or, for a part of one, of each.
+/// Returns the name, key and difference for a name in another system, or for every such name that contains `word`, if it has at least three
+/// characters.
 pub(super) fn keys_of(word: &str) -> impl Iterator<Item = (&'static str, &'static str, &'static str)> {
     let word = normal(word);
     let is_whole = WORDS.iter().any(|(foreign, ..)| *foreign == word);
@@ -108,13 +109,13 @@ pub(super) fn keys_of(word: &str) -> impl Iterator<Item = (&'static str, &'stati
     WORDS.iter().filter(move |(foreign, ..)| fits(foreign)).copied()
 }
 
-/// The key that the whole word of another system stands for, and what differs.
+/// Returns the key with the given name in another system, and the difference.
 pub(super) fn key_of(word: &str) -> Option<(&'static str, &'static str)> {
     let word = normal(word);
     WORDS.iter().find(|(foreign, ..)| *foreign == word).map(|(_, key, difference)| (*key, *difference))
 }
 
-/// As `--per-device-train-batch-size` and `perDeviceTrainBatchSize` are written here.
+/// Converts names such as `--per-device-train-batch-size` to lower case with underscores.
 fn normal(word: &str) -> String {
     word.trim_start_matches('-').replace(['-', '.', ' '], "_").to_lowercase()
 }

@@ -1,16 +1,16 @@
-//! The config as it was given, for another run like this one.
+//! The config as the user gave it, before it was resolved, to start another run like this one.
 
 use super::Config;
 use std::path::Path;
 use toml_edit::{DocumentMut, Item, Table, Value};
 
-/// The text of the config file, with the overrides and the run's name in it; none if `text` is no TOML.
+/// Returns the text of the config file, edited to contain the overrides and the run's name, or `None` if `text` is no TOML.
 pub(super) fn given(config: &Config, text: &str, path: &Path, overrides: &[String]) -> Option<String> {
     let mut document: DocumentMut = text.parse().ok()?;
     let mut has_name = document.get("run").is_some_and(|run| run.get("name").is_some());
     let mut set = |section: &str, key: &str, value: Value| {
         let table = document.entry(section).or_insert_with(|| Item::Table(Table::new()));
-        // What follows the value, such as a comment, stays.
+        // Text after the value, such as a comment, is preserved.
         match table.get_mut(key).and_then(Item::as_value_mut) {
             Some(old) => {
                 let decor = old.decor().clone();
@@ -26,7 +26,7 @@ pub(super) fn given(config: &Config, text: &str, path: &Path, overrides: &[Strin
         let (section, key, raw) = (section.trim(), key.trim(), raw.trim());
         has_name |= (section, key) == ("run", "name");
         let value = match raw.parse::<Value>() {
-            // TOML may take a bare string, such as a name of digits, for something else.
+            // TOML may parse a bare string, such as a name that consists of digits, as another type.
             Ok(value) if value.is_str() || !is_text(config, section, key) => value,
             _ => raw.into(),
         };
@@ -41,7 +41,7 @@ pub(super) fn given(config: &Config, text: &str, path: &Path, overrides: &[Strin
     ))
 }
 
-/// Whether the value of a key is a text.
+/// Returns whether the value of a key is a string.
 fn is_text(config: &Config, section: &str, key: &str) -> bool {
     let keys = config.sections.get(section).map(|section| section.keys()).unwrap_or_default();
     keys.iter().any(|own| own.name == key && matches!(own.value, Some(toml::Value::String(_))))
@@ -79,7 +79,7 @@ steps = 4 # few
         }
         let read = |set: &[String]| Config::parse(&text, Path::new("config.given.toml"), set, None);
         assert_eq!(read(&[]).unwrap(), config);
-        // What is resolved for two workers does not fit four; what was given does.
+        // The config resolved for two workers is invalid for four. The given config is valid.
         assert_eq!(read(&["launch.workers=4".to_owned()]).unwrap().world_size(), 4);
     }
 

@@ -1,4 +1,5 @@
-//! Keys of how the work is divided among the workers, and where what it takes lies; see [`sections`](super::sections).
+//! Config keys for the division of the work among the workers, and for memory and the placement of state; see
+//! [`sections`](super::sections).
 
 use super::choice::{ActivationCheckpointMode, HugePages, QuantizedGradients, Tier};
 use super::section::config_section;
@@ -166,7 +167,7 @@ config_section! {
 }
 
 impl Offload {
-    /// Where the config has each class of state.
+    /// Returns the configured tier of each class of state.
     pub fn tiers(&self) -> [(StateClass, Tier); 4] {
         [
             (StateClass::Optimizer, self.optimizer),

@@ -10,11 +10,12 @@ use std::io::Read;
 use std::path::Path;
 
 impl Config {
-    /// Reads the file `path`, applies `overrides` (each `section.key=value`, the value in TOML or a bare
-    /// string), and checks the whole.
+    /// Reads the file `path`, applies `overrides` (each `section.key=value`, the value in TOML or a bare string), and validates the result.
     ///
-    /// `world_size` is the number of workers where the environment has given one; without it,
-    /// `[launch] workers` counts.
+    /// `world_size` is the number of workers if the environment gives it. Otherwise, `[launch] workers` counts.
+    ///
+    /// # Errors
+    /// The file cannot be read, or [`ConfigError::Invalid`] with all mistakes.
     ///
     /// # Panics
     /// If `world_size` is 0.
@@ -22,7 +23,7 @@ impl Config {
         Config::load_as(Subject::LanguageModel, path, overrides, world_size)
     }
 
-    /// As [`Config::load`], for any subject.
+    /// Like [`Config::load`], for any subject.
     ///
     /// # Panics
     /// If `world_size` is 0.
@@ -35,8 +36,8 @@ impl Config {
         Config::parse_as(subject, &read_file(path)?, path, overrides, world_size)
     }
 
-    /// The file that this config was loaded from, with its overrides and the run's name in it: it reads as the same config, also where
-    /// another number of workers follows.
+    /// Returns the text of the file that this config was loaded from, edited to contain the overrides and the run's name. It loads as the
+    /// same config, and also with another number of workers.
     ///
     /// # Errors
     /// If the file cannot be read any more.
@@ -45,8 +46,8 @@ impl Config {
         Ok(given::given(self, &text, path, overrides).unwrap_or(text))
     }
 
-    /// Every key of the file `path` as `section.key`, with its value in TOML, whether or not this version knows the key; nothing of a
-    /// file that is not TOML.
+    /// Returns every key of the file `path` as `section.key`, with its value in TOML, including keys that this version does not know. Empty
+    /// for a file that is not TOML.
     ///
     /// # Errors
     /// If the file cannot be read, or is too large for a config.
@@ -54,12 +55,12 @@ impl Config {
         Ok(file_values(&read_file(path)?))
     }
 
-    /// The key with this name, or the one that another system calls so, as `section.key`. Dashes count as underscores.
+    /// Returns, as `section.key`, the key with this name here or in another system. Dashes count as underscores.
     pub fn key_named(name: &str) -> Option<String> {
         reader::key_named(&Sections::default(), name)
     }
 
-    /// As [`Config::load`], for a file `path` whose content is `text`.
+    /// Like [`Config::load`], for a file `path` whose content is `text`.
     ///
     /// # Panics
     /// If `world_size` is 0.
@@ -72,7 +73,7 @@ impl Config {
         Config::parse_as(Subject::LanguageModel, text, path, overrides, world_size)
     }
 
-    /// As [`Config::parse`], for any subject.
+    /// Like [`Config::parse`], for any subject.
     ///
     /// # Panics
     /// If `world_size` is 0.

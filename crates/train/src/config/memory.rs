@@ -1,4 +1,4 @@
-//! Checks of how the training state is sharded, of what is recomputed, and of the pages that it lies in.
+//! Checks of the sharding of the training state, of recomputation, of offloading and of huge pages.
 
 use super::checks::{Checks, changed_keys};
 use super::choice::{ActivationCheckpointMode, DeviceName, Fp8, HugePages, QuantizedGradients, Tier};
@@ -8,7 +8,7 @@ use trireme_codec::CodecName;
 use trireme_schedule::{Share, StateClass, StateLayout, Tier as StateTier};
 use trireme_tensor::Precision;
 
-/// Keys of `[parallelism]` that count only with `zero_stage = 3`.
+/// Keys of `[parallelism]` that have an effect only with `zero_stage = 3`.
 const STAGE_3_KEYS: [&str; 5] = [
     "zero_prefetch",
     "reshard_after_forward",
@@ -18,7 +18,7 @@ const STAGE_3_KEYS: [&str; 5] = [
 ];
 
 impl Parallelism {
-    /// How state lies on the workers, all of it on their devices.
+    /// Returns the layout of the training state on the workers. All state is on their devices.
     pub fn state_layout(&self) -> StateLayout {
         let mut state = StateLayout {
             gather_ahead: self.zero_prefetch,
@@ -32,12 +32,12 @@ impl Parallelism {
     }
 }
 
-/// The key by which something is sharded.
+/// Returns the key that turns sharding on.
 pub(super) fn sharding_key(parallelism: &Parallelism) -> &'static str {
     if parallelism.zero_stage == 0 { "parallelism.shard_gradients" } else { "parallelism.zero_stage" }
 }
 
-/// Replicas, and workers of each: what is not given is as large as the workers allow.
+/// Returns the number of replicas and the number of workers that shard each. A degree that is not given is as large as the workers allow.
 pub(super) fn degrees(parallelism: &Parallelism, world_size: usize) -> (usize, usize) {
     let given = |degree: i64| usize::try_from(degree).ok().filter(|&degree| degree > 0);
     let replicas = given(parallelism.data_parallel_replicate_degree);
@@ -131,9 +131,9 @@ pub(super) fn is_on_disk(offload: &Offload) -> bool {
     offload.tiers().into_iter().any(|(_, tier)| matches!(tier, Tier::Disk | Tier::Auto))
 }
 
-/// Whether activations of uneven loads may go to files.
+/// Returns whether activations may be spilled to files if loads of experts are uneven.
 pub(super) fn may_spill(parallelism: &Parallelism, experts: &Experts, memory: &Memory) -> bool {
-    // With a capacity, memory is known.
+    // A capacity bounds memory, so nothing has to be spilled.
     let is_bounded = experts.capacity_factor.is_some();
     let has_budget = memory.device_budget.0.is_some();
     parallelism.expert_parallel_degree > 1 && has_budget && experts.spill && !is_bounded
@@ -159,7 +159,7 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
         (StateClass::Gradients, gradients),
     ] {
         let keys = [&format!("offload.{}", class.name())[..], "parallelism.zero_stage"];
-        // What may choose, stays.
+        // State that is set to `auto` stays on the device if it cannot leave.
         let is_there = matches!(tier, Tier::Device | Tier::Auto);
         let can_leave = |state: StateLayout| state.can_live(class, StateTier::Host, 1);
         checks.require(is_there || can_leave(state), &keys, || {

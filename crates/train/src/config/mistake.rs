@@ -2,10 +2,10 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-/// The largest file that is read as a config.
+/// The size of the largest file that is read as a config.
 pub(super) const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// The config cannot be used.
+/// A config that cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ConfigError {
@@ -13,7 +13,7 @@ pub enum ConfigError {
     Read { path: PathBuf, source: io::Error },
     #[error("the config {} has more than {} bytes; is it the right file?", path.display(), FILE_BYTES_MAX)]
     TooLarge { path: PathBuf },
-    /// The text holds mistakes: all of them, in the order of the text, those of `--set` last.
+    /// The config contains mistakes. All are listed in the order of the text, those of `--set` last.
     #[error("{}", list(mistakes))]
     Invalid { mistakes: Vec<Mistake> },
     #[error("no section is named '{section}', and no key mentions it; {hint}")]
@@ -41,11 +41,11 @@ fn list(mistakes: &[Mistake]) -> String {
 /// One mistake in a config.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mistake {
-    /// Where it is.
+    /// The position of the mistake.
     pub place: Place,
     /// The offending text, on one line.
     pub text: String,
-    /// What is wrong with it and what to write instead.
+    /// The reason and a remedy.
     pub explanation: String,
 }
 
@@ -62,7 +62,7 @@ impl fmt::Display for Mistake {
     }
 }
 
-/// Where a key is set.
+/// The position at which a key is set.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
     /// In the config file.
@@ -79,9 +79,9 @@ pub enum Place {
     },
 }
 
-/// The one of `known` that `found` is most likely meant to be, if any is near.
+/// Returns the element of `known` that is most similar to `found`, or `None` if none is similar enough.
 pub(super) fn nearest<'a>(found: &str, known: &[&'a str]) -> Option<&'a str> {
-    // `batch_size` for `local_batch_size` shares little by edits, and all by containment.
+    // `batch_size` and `local_batch_size` have a low edit similarity, but one contains the other.
     let similarity = |candidate: &str| {
         let contains = found.len() >= 3 && (candidate.contains(found) || found.contains(candidate));
         strsim::jaro_winkler(found, candidate).max(if contains { 0.85 } else { 0.0 })

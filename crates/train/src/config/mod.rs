@@ -1,11 +1,10 @@
-//! The configuration of a run: one TOML file, one validator.
+//! The configuration of a run: one TOML file, validated as a whole.
 //!
-//! The file is read loosely, key by key; then the keys are held against each other. Either all is well and
-//! there is a [`Config`], which cannot be wrong, or there is a list of all mistakes with their lines. What
-//! keys there are is said once, in `sections.rs`.
+//! The file is first read key by key; then the keys are checked against each other. The result is a [`Config`], whose values are valid and
+//! consistent, or a list of all mistakes with their lines. `sections.rs` defines every key in one place.
 //!
-//! Values that stand for another key's (such as `global_batch_size = 0`) are resolved, so that the config
-//! saved with a run tells all that counted.
+//! Values that refer to other keys (such as `global_batch_size = 0`) are resolved, so the config saved with a run contains every value that
+//! the run used.
 
 mod checks;
 mod choice;
@@ -59,7 +58,7 @@ use trireme_base::{ContextPlace, Rank};
 use trireme_parallel::Degrees;
 use trireme_tensor::{ModelPlace, Precision};
 
-/// The resolved configuration of a run; every value in it fits every other.
+/// The validated and resolved configuration of a run. Its values are consistent with each other.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     subject: Subject,
@@ -68,28 +67,28 @@ pub struct Config {
     group_places: GroupPlaces,
 }
 
-/// What a config describes beside the training itself.
+/// The kind of task that a config is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Subject {
     /// A language model and its text, in `[model]` and `[data]`.
     LanguageModel,
-    /// Nothing: the program that reads the config has a [`Task`](crate::Task) of its own. Keys of language models are refused.
+    /// A [`Task`](crate::Task) that the program defines itself. Keys of language models are refused.
     OwnTask,
 }
 
-/// Where the description of the model is.
+/// The location of the model's description.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ModelSource<'a> {
     /// In a Hugging Face `config.json` at this path.
     File(&'a Path),
     /// In the section `[model]` itself.
     Inline(Architecture),
-    /// In the `config.json` of the directory that also holds the first weights.
+    /// In the `config.json` of the directory that also contains the initial weights.
     InitFrom(&'a Path),
 }
 
 impl Config {
-    /// Every key as `section.key`, with its default, if it has one.
+    /// Returns the default of every key that has one, by its name as `section.key`.
     pub(crate) fn defaults() -> BTreeMap<String, String> {
         let sections = Sections::default();
         let keys = sections.all().flat_map(|(name, section)| {
@@ -101,18 +100,18 @@ impl Config {
         keys.collect()
     }
 
-    /// Whether the key of this name, as `section.key`, affects training.
+    /// Returns whether the key `name`, as `section.key`, affects training.
     pub(crate) fn affects_training(name: &str) -> bool {
         !sections::has_attribute(name, Attribute::NoEffectOnTraining)
     }
 
-    /// Whether ranks may have different values of the key of this name, as `section.key`.
+    /// Returns whether ranks may have different values of the key `name`, as `section.key`.
     pub(crate) fn may_differ(name: &str) -> bool {
         sections::has_attribute(name, Attribute::PerRank)
     }
 
-    /// The same config, in which the workers that divide positions exchange them for heads as far as that sends fewer bytes than a ring, if it
-    /// leaves that open: in a model with so many query heads and heads of keys and values.
+    /// Returns the config with `context_parallel_heads_degree` resolved if it is 0: to the degree with which workers of the context axis
+    /// send the fewest bytes, for a model with `num_heads` query heads and `num_kv_heads` key-value heads.
     pub fn with_heads_chosen(mut self, num_heads: usize, num_kv_heads: usize) -> Self {
         let width = if self.training().dtype == Precision::F32 { 4.0 } else { 2.0 };
         let parallelism = &mut self.sections.parallelism;
@@ -129,29 +128,29 @@ impl Config {
         self
     }
 
-    /// The same config with the corpus in `folder`.
+    /// Returns the config with the corpus in `folder`.
     pub fn with_data_folder(mut self, folder: PathBuf) -> Self {
         self.sections.data.folder = folder;
         self
     }
 
-    /// Number of workers.
+    /// Returns the number of workers.
     pub fn world_size(&self) -> usize {
         self.world_size
     }
 
-    /// Workers that see different samples.
+    /// Returns the number of workers that see different samples.
     pub fn data_parallel_degree(&self) -> usize {
         let Parallelism { context_parallel_degree, tensor_parallel_degree, .. } = *self.parallelism();
         self.workers_per_place() / (context_parallel_degree * tensor_parallel_degree)
     }
 
-    /// Workers at each place of the pipeline.
+    /// Returns the number of workers at each place of the pipeline.
     pub fn workers_per_place(&self) -> usize {
         self.world_size / self.parallelism().pipeline_parallel_degree
     }
 
-    /// How the workers lie on the axes of a mesh.
+    /// Returns the degrees of the mesh axes.
     pub fn degrees(&self) -> Degrees {
         let parallelism = self.parallelism();
         Degrees {
@@ -164,17 +163,17 @@ impl Config {
         }
     }
 
-    /// Which of the workers that have the positions of a sequence a worker is.
+    /// Returns the place of a worker on the context axis.
     pub fn context_place(&self, rank: Rank) -> ContextPlace {
         self.degrees().context_place(rank)
     }
 
-    /// Which part of the model a worker has.
+    /// Returns the place of a worker on the tensor and expert axes.
     pub fn model_place(&self, rank: Rank) -> ModelPlace {
         self.degrees().model_place(rank)
     }
 
-    /// Steps of a program: 1, unless the pipeline does not drain between steps.
+    /// Returns the number of optimizer steps in one step program: 1, unless the pipeline does not drain between steps.
     pub fn steps_per_program(&self) -> usize {
         match self.parallelism().is_asynchronous() {
             true => self.parallelism().pipeline_parallel_drain_interval as usize,
@@ -182,33 +181,35 @@ impl Config {
         }
     }
 
-    /// Whether activations of uneven loads of experts may go to files.
+    /// Returns whether activations may be spilled to files if loads of experts are uneven.
     pub fn may_spill(&self) -> bool {
         may_spill(self.parallelism(), self.experts(), self.memory())
     }
 
-    /// Workers that shard one replica of the training state; 1 if nothing is sharded.
+    /// Returns the number of workers that shard one replica of the training state, including those of the context axis; 1 if nothing is
+    /// sharded.
     pub fn num_shards(&self) -> usize {
         let Parallelism { data_parallel_shard_degree, context_parallel_degree, .. } = *self.parallelism();
         let shards = data_parallel_shard_degree as usize;
         if self.parallelism().state_layout().has_shards() { shards * context_parallel_degree } else { shards }
     }
 
-    /// Microbatches that each worker computes in one step: the gradient accumulation.
+    /// Returns the number of microbatches that each worker computes in one step (gradient accumulation).
     pub fn num_microbatches(&self) -> usize {
         let training = self.training();
         training.global_batch_size / (training.local_batch_size * self.data_parallel_degree())
     }
 
-    /// Steps of a run that passes over so many samples as often as the config says; `None` if the config says how many steps.
+    /// Returns the number of steps for the configured number of epochs over `num_samples` samples, or `None` if the config gives the steps
+    /// instead.
     pub fn steps_of_epochs(&self, num_samples: u64) -> Option<u64> {
         let training = self.training();
         let samples = training.epochs * num_samples as f64;
         (training.epochs > 0.0).then(|| (samples / training.global_batch_size as f64).ceil() as u64)
     }
 
-    /// Returns the keys of `[data]` that are set and have no effect, since the tokens in `folder` were prepared earlier. They are no mistake: a
-    /// config may serve before and after its text is prepared.
+    /// Returns the keys of `[data]` that are set and have no effect because the tokens in `folder` were prepared earlier. These keys are no
+    /// mistake: the same config may be used before and after its text is prepared.
     pub(crate) fn data_keys_without_effect(&self) -> Vec<&'static str> {
         let data = self.data();
         let is_used = |key: &&str| matches!(*key, "folder" | "packing" | "mask_documents");
@@ -218,25 +219,25 @@ impl Config {
         }
     }
 
-    /// The run's folder.
+    /// Returns the run's folder.
     pub fn run_folder(&self) -> PathBuf {
         self.run().folder.join(&self.run().name)
     }
 
-    /// Whether a checkpoint is saved at each new lowest validation loss.
+    /// Returns whether a checkpoint is saved at each new lowest validation loss.
     pub(crate) fn keeps_best(&self) -> bool {
         self.checkpoint().enable && self.checkpoint().keep_best && self.training().validation_interval > 0
     }
 
-    /// What the config describes beside the training itself.
+    /// Returns the kind of task that the config is for.
     pub fn subject(&self) -> Subject {
         self.subject
     }
 
-    /// Where the description of the language model is.
+    /// Returns the location of the language model's description.
     ///
     /// # Panics
-    /// If the subject is no language model.
+    /// If the subject is not a language model.
     pub fn model_source(&self) -> ModelSource<'_> {
         let model = self.model();
         match (&model.config, model.architecture, &model.init_from) {
@@ -248,12 +249,12 @@ impl Config {
     }
 }
 
-/// What a worker sends for each position that it has and each element of a head, in a block's forward and backward: bytes, where activations
-/// have `width`. See docs/context.md.
+/// Returns the bytes that a worker sends in a block's forward and backward, per position that it has and per element of a head. `width` is
+/// the size of an activation in bytes. See docs/context.md.
 fn bytes_sent([heads, kv_heads]: [usize; 2], degree: usize, heads_degree: usize, width: f64) -> f64 {
     let (ring, sharing) = ((degree / heads_degree) as f64, heads_degree as f64);
     let [heads, keys_values] = [heads as f64, 2.0 * kv_heads as f64];
-    // Queries, keys and values, and the output; their gradients come back.
+    // The exchange of queries, keys, values and outputs, and of their gradients.
     let exchanged = 2.0 * (sharing - 1.0) / sharing * (2.0 * heads + keys_values) * width;
     let grads = if ring > 1.0 { ring * 4.0 } else { 0.0 };
     exchanged + keys_values * (2.0 * (ring - 1.0) * width + grads)

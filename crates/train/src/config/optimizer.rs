@@ -1,4 +1,4 @@
-//! The keys of `[optimizer]`: which count for which optimizer, and the groups of parameters.
+//! The keys of `[optimizer]`: those that have an effect for each optimizer, and the parameter groups.
 
 use super::checks::{Checks, changed_keys};
 use super::choice::one_of;
@@ -36,7 +36,7 @@ impl Section for OptimizerSettings {
     }
 }
 
-/// Whether a key of `[optimizer]` has a meaning for this optimizer.
+/// Returns whether a key of `[optimizer]` has an effect for this optimizer.
 pub(super) fn counts(name: OptimizerName, key: &str) -> bool {
     !OptimizerSettings::NAMES.contains(&key) || name.settings().contains(&key)
 }
@@ -77,10 +77,10 @@ fn check_group(checks: &mut Checks<'_>, name: OptimizerName, index: usize, group
 }
 
 impl Config {
-    /// The groups of parameters of `[optimizer]`, for a model with parameters of these names.
+    /// Returns the parameter groups of `[optimizer]` for a model with parameters of these names.
     ///
     /// # Errors
-    /// All groups that no parameter belongs to, each with its line.
+    /// [`ConfigError::Invalid`] with the line of every group to which no parameter belongs.
     pub(crate) fn parameter_groups(&self, names: &[&str]) -> Result<Vec<ParameterGroup>, ConfigError> {
         let group = |group: &OptimizerGroup| ParameterGroup {
             pattern: group.pattern.clone(),
@@ -112,7 +112,7 @@ impl Config {
     }
 }
 
-/// A few names, to show how they are built.
+/// Returns the first few names, as examples.
 fn some_of(names: &[&str]) -> String {
     const SHOWN_MAX: usize = 4;
     names[..names.len().min(SHOWN_MAX)].join(", ")

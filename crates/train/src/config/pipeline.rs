@@ -1,4 +1,4 @@
-//! Checks of degrees, and of how a model is divided into stages.
+//! Checks of the degrees of parallelism, and of the split of a model into pipeline stages.
 
 use super::checks::{Checks, changed_keys};
 use super::choice::{Fp8, QuantizedGradients, Tier};
@@ -20,7 +20,7 @@ const SCHEDULE: &str = "parallelism.pipeline_parallel_schedule";
 const SCHEDULE_FILE: &str = "parallelism.pipeline_parallel_schedule_file";
 const INTERVAL: &str = "parallelism.pipeline_parallel_rebalance_interval";
 
-/// The workers that see different data.
+/// Checks the degrees of parallelism. Returns the number of workers that see different data.
 pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize {
     let Parallelism { pipeline_parallel_degree, context_parallel_degree, tensor_parallel_degree, .. } =
         checks.loose.sections.parallelism;
@@ -53,12 +53,12 @@ pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize
     data_parallel_degree
 }
 
-/// Whether workers can have equal parts of the positions of a sequence of tokens.
+/// Checks that the positions of a sequence can be split evenly over the context axis.
 pub(super) fn check_positions(checks: &mut Checks<'_>) {
     let Sections { parallelism, training, .. } = &checks.loose.sections;
     let (degree, seq_len) = (parallelism.context_parallel_degree, training.seq_len);
     let tensor = if parallelism.sequence_parallel { parallelism.tensor_parallel_degree } else { 1 };
-    // Two parts for each worker; what a worker has is divided among those that cut its layers.
+    // Each worker has two parts of a sequence. With sequence parallelism, the tensor axis divides a worker's positions further.
     let parts_each = if tensor.is_multiple_of(2) { tensor } else { 2 * tensor };
     let num_parts = degree * parts_each;
     checks.require(degree == 1 || seq_len.is_multiple_of(num_parts), &["training.seq_len", CONTEXT_DEGREE], || {
@@ -82,7 +82,7 @@ fn check_heads(checks: &mut Checks<'_>) {
     });
 }
 
-/// Whether neighbours among `num_data` workers can have different experts.
+/// Checks that neighbours among `num_data` workers can have different experts.
 fn check_expert_degree(checks: &mut Checks<'_>, num_data: usize) {
     let Sections { parallelism, comm, .. } = &checks.loose.sections;
     let degree = parallelism.expert_parallel_degree;
@@ -117,7 +117,7 @@ fn check_expert_degree(checks: &mut Checks<'_>, num_data: usize) {
     });
 }
 
-/// Whether workers with different experts are shards of one replica, or whole replicas.
+/// Checks that the workers of the expert axis are shards of one replica, or full replicas.
 pub(super) fn check_expert_shards(checks: &mut Checks<'_>, data_parallel_degree: usize) {
     let parallelism = &checks.loose.sections.parallelism;
     let degree = parallelism.expert_parallel_degree;
@@ -185,7 +185,7 @@ fn check_split_points(checks: &mut Checks<'_>) {
     let (points, num_stages) = (&parallelism.pipeline_parallel_split_points, parallelism.num_stages());
     const KEY: &str = "parallelism.pipeline_parallel_split_points";
     let keys = [KEY, DEGREE, "parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
-    // A file says how many stages there are.
+    // A schedule file determines the number of stages.
     let is_open = points.is_empty() || parallelism.pipeline_parallel_schedule_file.is_some();
     checks.require(is_open || num_stages == 1 || points.len() == num_stages - 1, &keys, || {
         let (needed, found) = (num_stages - 1, points.len());
@@ -227,7 +227,7 @@ fn check_rebalance(checks: &mut Checks<'_>) {
     }
 }
 
-/// What does not go with a pipeline that does not drain between steps.
+/// Checks the keys that exclude a pipeline that does not drain between steps.
 fn check_asynchronous(checks: &mut Checks<'_>) {
     let Sections { parallelism, training, checkpoint, metrics, offload, .. } = &checks.loose.sections;
     let is_on = parallelism.is_asynchronous();
@@ -281,12 +281,12 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
 }
 
 impl Parallelism {
-    /// Whether there is a pipeline that does not drain between steps.
+    /// Returns whether there is a pipeline that does not drain between steps.
     pub fn is_asynchronous(&self) -> bool {
         self.pipeline_parallel_degree > 1 && !self.pipeline_parallel_schedule.is_synchronous()
     }
 
-    /// Stages of a worker of the pipeline.
+    /// Returns the number of stages of each worker of the pipeline; 1 without a pipeline.
     pub fn stages_per_rank(&self) -> usize {
         let usual = match self.pipeline_parallel_schedule {
             Kind::BreadthFirst => 2,
@@ -299,7 +299,7 @@ impl Parallelism {
         }
     }
 
-    /// Stages of the model; 1 without a pipeline.
+    /// Returns the number of stages of the model; 1 without a pipeline.
     pub fn num_stages(&self) -> usize {
         self.pipeline_parallel_degree * self.stages_per_rank()
     }

@@ -1,4 +1,4 @@
-//! Reads the file and the `--set` options key by key, and collects the mistakes of single keys.
+//! Reads the file and the `--set` options key by key, and collects the mistakes that concern single keys.
 
 use super::foreign_words::key_of;
 use super::mistake::{Mistake, Place, nearest};
@@ -11,21 +11,21 @@ use std::path::Path;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-/// Mistakes that get an explanation of their own; so many are more than a message lists.
+/// Number of mistakes that get a specific explanation, which takes time to find. It exceeds the number that a message lists.
 const EXPLAINED_MAX: usize = 100;
 
-/// A config whose keys have been read one by one; no key has been held against another.
+/// A config whose keys have been read one by one, but not yet checked against each other.
 pub(super) struct Loose {
     pub(super) sections: Sections,
-    /// Where each key was set, under its dotted name: `training.seq_len`.
+    /// The position and text of each key that was set, by its dotted name, such as `training.seq_len`.
     pub(super) given: BTreeMap<String, Given>,
-    /// Keys that were set to something unfit, and sections in which something was not understood: there
-    /// the defaults need not be what the user meant.
+    /// Keys with an invalid value, and sections with a part that was not understood. Their defaults need not be what the user meant, so
+    /// checks of several keys skip them.
     pub(super) doubtful: BTreeSet<String>,
     pub(super) mistakes: Vec<Mistake>,
 }
 
-/// Where a key was set, and with what text.
+/// The position and the text with which a key was set.
 #[derive(Debug, Clone)]
 pub(super) struct Given {
     pub(super) place: Place,
@@ -62,9 +62,9 @@ impl Loose {
         broken.sort_by(|a, b| a.place.cmp(&b.place));
         broken.dedup_by(|next, first| next.place == first.place);
         if !broken.is_empty() {
-            // A broken line may have held anything.
+            // A broken line may have set any key.
             self.doubtful.extend(Sections::NAMES.iter().map(|name| name.to_string()));
-            // What the parser made up to get past a broken line is not the user's mistake.
+            // Values that the parser invents to recover from a broken line are no mistakes of the user.
             let places: BTreeSet<&Place> = broken.iter().map(|mistake| &mistake.place).collect();
             self.mistakes.retain(|mistake| !places.contains(&mistake.place));
         }
@@ -95,7 +95,7 @@ impl Loose {
         }
     }
 
-    /// Reads a key of a section, or a list of tables; `place` tells where in the text something stands.
+    /// Reads a key of a section, or a list of tables. `place` returns the position and text of a span.
     fn read_value(
         &mut self,
         section: &str,
@@ -134,7 +134,7 @@ impl Loose {
         section.list_mut(list).expect("the list's name was checked")
     }
 
-    /// A list that is set again replaces what was there.
+    /// Empties a list, because a list that is set again replaces its earlier tables.
     fn clear_list(&mut self, section: &str, list: &str) {
         self.list_mut(section, list).clear();
         let start = format!("{section}.{list}[");
@@ -161,7 +161,7 @@ impl Loose {
         self.read_key(KeyPath { section, list: None }, key, given, |target, key| {
             let bare = DeValue::String(raw.into());
             match DeValue::parse(raw) {
-                // Where TOML takes `--set run.name=7` for a number, the bare string may still fit.
+                // TOML parses the value of `--set run.name=7` as a number. The bare string may still be valid.
                 Ok(value) => target
                     .read_key(key, value.get_ref())
                     .or_else(|error| target.read_key(key, &bare).map_err(|_| error)),
@@ -213,7 +213,7 @@ impl Loose {
     }
 }
 
-/// What to say of sections to someone who wrote `name`.
+/// Returns a hint about sections for a user who wrote `name`.
 pub(super) fn section_hint(name: &str) -> String {
     match nearest(name, Sections::NAMES) {
         Some(section) => format!("did you mean [{section}]?"),
@@ -229,7 +229,7 @@ fn outside_of_sections(sections: &Sections, key: &str) -> String {
     }
 }
 
-/// What to say of a word of another system.
+/// Returns the explanation for a key that other systems use, or `None` if no system does.
 fn foreign_key(key: &str) -> Option<String> {
     let (own, difference) = key_of(key)?;
     let (section, own) = own.split_once('.').expect("keys are dotted");
@@ -237,14 +237,14 @@ fn foreign_key(key: &str) -> Option<String> {
     Some(format!("unknown key; it is called '{own}' here, in [{section}]{difference}"))
 }
 
-/// The key of this name in any section, or the one that is called so in another system.
+/// Returns the dotted name of the key called `name` in any section, or in another system.
 pub(super) fn key_named(sections: &Sections, name: &str) -> Option<String> {
     let own = name.replace('-', "_");
     let section = section_with(sections, &own).map(|section| format!("{section}.{own}"));
     section.or_else(|| key_of(name).map(|(key, _)| key.to_owned()))
 }
 
-/// What to say of `--set` with a name that has no section.
+/// Returns the explanation for a `--set` option whose name has no section.
 fn undotted(sections: &Sections, option: &str) -> String {
     let name = option.split('=').next().unwrap_or_default().trim();
     let hint = key_named(sections, name).map_or_else(String::new, |key| format!("; did you mean {key}?"));
@@ -270,16 +270,16 @@ fn unknown_in(target: &dyn Section, place: &str, key: &str) -> String {
     }
 }
 
-/// Where a key belongs: into a section, or into a table of one of its lists.
+/// The section, or the table of one of its lists, that a key belongs to.
 #[derive(Clone, Copy)]
 struct KeyPath<'a> {
     section: &'a str,
-    /// The list, and which of its tables, the last one.
+    /// The list and the index of its last table.
     list: Option<(&'a str, usize)>,
 }
 
 impl KeyPath<'_> {
-    /// The key's dotted name, such as `training.seq_len` or `optimizer.groups[0].match`.
+    /// Returns the key's dotted name, such as `training.seq_len` or `optimizer.groups[0].match`.
     fn name_of(self, key: &str) -> String {
         let section = self.section;
         match self.list {
@@ -298,7 +298,7 @@ fn key_names(section: &dyn Section) -> Vec<&'static str> {
     section.keys().iter().map(|key| key.name).chain(lists).collect()
 }
 
-/// The keys of a table as they stand in the text, so that the first mistakes are those of the first lines.
+/// Returns the keys of a table in the order of the text, so that mistakes are found in the order of lines.
 fn in_text_order<'a, 'i>(
     table: &'a DeTable<'i>,
 ) -> Vec<(&'a Spanned<Cow<'i, str>>, &'a Spanned<DeValue<'i>>)> {
@@ -307,11 +307,11 @@ fn in_text_order<'a, 'i>(
     keys
 }
 
-/// The config file, to say where in it something stands.
+/// The text of the config file, with the index that maps offsets to lines.
 struct Source<'a> {
     text: &'a str,
     path: &'a Path,
-    /// Where each line but the first begins.
+    /// The offset at which each line but the first begins.
     line_starts: Vec<usize>,
 }
 
@@ -321,7 +321,7 @@ impl<'a> Source<'a> {
         Source { text, path, line_starts }
     }
 
-    /// The text at `span`, cut to one line.
+    /// Returns the position and text of `span`, truncated to one line.
     fn given(&self, span: Range<usize>) -> Given {
         const SHOWN_CHARS_MAX: usize = 80;
         let line = self.line_starts.partition_point(|start| *start <= span.start) + 1;
@@ -334,7 +334,7 @@ impl<'a> Source<'a> {
         Given { place: Place::File { path: self.path.to_owned(), line }, text: shown }
     }
 
-    /// The line on which `offset` lies.
+    /// Returns the position and text of the line that contains `offset`.
     fn line(&self, offset: usize) -> Given {
         let next = self.line_starts.partition_point(|start| *start <= offset);
         let start = next.checked_sub(1).map_or(0, |own| self.line_starts[own]);

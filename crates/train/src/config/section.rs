@@ -1,30 +1,30 @@
-//! What a section is, and the macros that make sections out of lists of keys.
+//! The trait of config sections, and the macros that define sections from lists of keys.
 
 use toml::de::DeValue;
 
 /// One section of the config: its keys, with types, defaults and meaning.
 pub(super) trait Section {
-    /// What the section is about, a line an element.
+    /// Returns the documentation of the section, one element per line.
     fn docs(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// The attributes of all of its keys.
+    /// Returns the attributes that all keys of the section have.
     fn attributes(&self) -> &'static [Attribute] {
         &[]
     }
 
-    /// Its keys in the order in which they are explained and written.
+    /// Returns the keys of the section in the order in which they are explained and written.
     fn keys(&self) -> Vec<Key>;
 
     fn read_key(&mut self, name: &str, value: &DeValue<'_>) -> Result<(), KeyError>;
 
-    /// Its lists of tables, each written as `[[section.name]]`, by name.
+    /// Returns the lists of tables of the section by name. Each table is written as `[[section.name]]`.
     fn lists(&self) -> Vec<(&'static str, &dyn TableList)> {
         Vec::new()
     }
 
-    /// The list of this name, to fill it.
+    /// Returns the list of this name, if the section has it.
     fn list_mut(&mut self, _name: &str) -> Option<&mut dyn TableList> {
         None
     }
@@ -34,7 +34,7 @@ pub(super) trait Section {
 pub(super) trait TableList {
     fn tables(&self) -> Vec<&dyn Section>;
 
-    /// A table as it is before any key is set.
+    /// Returns a table in which no key is set.
     fn default_table(&self) -> Box<dyn Section>;
 
     fn clear(&mut self);
@@ -66,43 +66,43 @@ impl<T: Section + Default + 'static> TableList for Vec<T> {
     }
 }
 
-/// What is known of a key.
+/// A key of a section, with its documentation and value.
 pub(super) struct Key {
-    /// Its name within the section.
+    /// The key's name within the section.
     pub(super) name: &'static str,
-    /// What it means, a line an element.
+    /// The key's documentation, one element per line.
     pub(super) docs: &'static [&'static str],
-    /// Attributes for the comparison of configs of runs or ranks.
+    /// The key's attributes for the comparison of configs between runs and ranks.
     pub(super) attributes: &'static [Attribute],
-    /// What may be written, to stand after "expected".
+    /// The accepted values, as a phrase that follows "expected".
     pub(super) expected: String,
-    /// Its value; none where the key is to be left out.
+    /// The key's value, or `None` if the key is left out of a written config.
     pub(super) value: Option<toml::Value>,
 }
 
-/// An attribute of a key for the comparison of configs of runs or ranks.
+/// An attribute of a key for the comparison of configs between runs and ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Attribute {
     /// `@no_effect_on_training`: a run may resume with another value without a notice.
     NoEffectOnTraining,
-    /// `@per_rank`: ranks may have different values, because the key belongs to a host or a process alone, or is a path whose contents are
+    /// `@per_rank`: ranks may have different values, because the key concerns one host or process only, or is a path whose contents are
     /// compared instead.
     PerRank,
 }
 
-/// Why a key was not set.
+/// The reason why a key was not set.
 pub(super) enum KeyError {
     Unknown,
-    /// The value does not fit; what was expected instead.
+    /// The value is invalid. The text describes the accepted values.
     Unfit(String),
 }
 
-/// Defines a section: a struct with a field a key, its defaults, and its [`Section`].
+/// Defines a section: a struct with one field per key, its defaults, and its [`Section`] implementation.
 ///
-/// A key is `name: Type = default;` or, with limits, `name: Type = default, within range;`. Where its name is no name of a
-/// field, that is written before: `field as "name": Type = default;`. An [`Attribute`] stands before the key, or before the section if it counts for all
-/// of its keys. Lists of tables follow the keys:
-/// `lists { name: Table; }`. Keys that another [`Section`] has become keys of this one, after its own, with `embeds { field: Other; }`.
+/// A key is `name: Type = default;` or, with limits, `name: Type = default, within range;`. If the key's name is not a valid field name,
+/// the field's name comes first: `field as "name": Type = default;`. An [`Attribute`] is written before the key, or before the section if
+/// it applies to all of its keys. Lists of tables follow the keys: `lists { name: Table; }`. With `embeds { field: Other; }`, the keys of
+/// another [`Section`] become keys of this one, after its own.
 macro_rules! config_section {
     (
         $(#[doc = $doc:literal])+
@@ -200,7 +200,7 @@ macro_rules! config_section {
     };
 }
 
-/// Defines [`Sections`](super::sections::Sections) and an accessor on [`Config`](super::Config) for each.
+/// Defines [`Sections`](super::sections::Sections), and an accessor of each section on [`Config`](super::Config).
 macro_rules! config_sections {
     ($($name:ident: $section:ident,)+) => {
         /// All sections, read but not yet checked against each other.
@@ -220,7 +220,7 @@ macro_rules! config_sections {
                 }
             }
 
-            /// The section of this name, to set its keys.
+            /// Returns the section of this name, to set its keys.
             pub(super) fn get_mut(&mut self, name: &str) -> Option<&mut dyn Section> {
                 match name {
                     $(stringify!($name) => Some(&mut self.$name),)+

@@ -1,5 +1,5 @@
-//! Every key of the config: name, type, default, limits and meaning, each said once. The reader, the
-//! validator, `trireme config --explain` and the written config follow from these lists.
+//! Every key of the config with its name, type, default, limits and documentation, each defined once. The reader, the validator,
+//! `trireme config --explain` and the written config are derived from these lists.
 
 use super::choice::{Architecture, Bind, Change, DeviceName, Fp8, LogFormat, Packing, Resume, Tokenizer};
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
@@ -19,17 +19,18 @@ use trireme_tensor::{Device, Precision};
 
 const LOSS_SCALE_MAX: u32 = LossScaling::SCALE_MAX;
 
-/// Keys of `[training]` that count only with `dtype = "f16"`.
+/// Keys of `[training]` that have an effect only with `dtype = "f16"`.
 pub(super) const LOSS_SCALE_KEYS: [&str; 3] =
     ["loss_scale", "loss_scale_initial", "loss_scale_growth_interval"];
 
-/// Keys of `[training]` that count only with `fp8`.
+/// Keys of `[training]` that have an effect only with `fp8`.
 pub(super) const FP8_KEYS: [&str; 2] = ["fp8_amax_history_len", "fp8_margin"];
 
-/// The longest history of amaxes; a few numbers a layer and step.
+/// The maximum length of an amax history, which has a few numbers per layer and step.
 pub(crate) const FP8_AMAX_HISTORY_LEN_MAX: usize = 4096;
 
-/// Whether the key `section.key`, or its whole section, has `attribute`. For a key that this version does not know, only the section counts.
+/// Returns whether the key `section.key`, or its whole section, has `attribute`. For a key that this version does not know, only the
+/// section counts.
 pub(super) fn has_attribute(name: &str, attribute: Attribute) -> bool {
     let sections = Sections::default();
     let section = name.split_once('.').and_then(|(section, key)| Some((sections.get(section)?, key)));

@@ -23,7 +23,7 @@ fn mistakes(text: &str, overrides: &[&str]) -> Vec<String> {
     }
 }
 
-/// The one mistake of the smallest config with this override.
+/// Returns the only mistake of the smallest config with this override.
 fn mistake_of(option: &str) -> String {
     let found = mistakes(SMALLEST, &[option]);
     assert_eq!(found.len(), 1, "{found:?}");
@@ -125,7 +125,7 @@ fn holds_batch_sizes_against_the_world() {
           the nearest multiples are 16 and 32"
         ]
     );
-    // The environment's world counts, not the one that the config would start.
+    // The world size of the environment takes precedence over the config's.
     let config = Config::parse(&text, Path::new("try.toml"), &["launch.workers=5".into()], Some(3)).unwrap();
     assert_eq!((config.world_size(), config.num_microbatches()), (3, 2));
 }
@@ -232,7 +232,7 @@ fn loss_scales_count_only_in_f16_and_are_powers_of_two() {
         assert!(found.len() == 1 && found[0].contains(part), "{options:?}: {found:?}");
         assert!(found[0].starts_with(&format!("--set {}: ", options[0])), "{found:?}");
     }
-    // A misspelt dtype is one mistake, not another at each key that counts with it.
+    // A misspelt dtype is one mistake. Keys that depend on the dtype add none.
     let found = mistakes(SMALLEST, &["training.dtype=half", "training.loss_scale=8"]);
     assert_eq!(found.len(), 1, "{found:?}");
     let options = ["training.dtype=f16", "training.loss_scale_initial=1024", "training.reduce_dtype=f16"];
@@ -272,7 +272,6 @@ fn fp8_needs_bf16_and_its_keys_need_fp8() {
     assert!(!good(SMALLEST, &[]).to_toml().contains("fp8_"));
 }
 
-/// SGD without momentum in a run that may be compressed.
 #[test]
 fn overrides_take_toml_and_bare_strings_and_the_last_one_wins() {
     let config = good(

@@ -1,4 +1,4 @@
-//! Holds the keys against each other, and resolves those that stand for others.
+//! Checks the keys against each other, and resolves values that refer to other keys.
 
 use super::checks::{Checks, changed_keys};
 use super::choice::{Architecture, Fp8, Tokenizer};
@@ -23,19 +23,19 @@ use trireme_parallel::Determinism;
 use trireme_schedule::collective::{Algorithm, CollectiveKind, Hosts, fits, is_canonical};
 use trireme_tensor::Precision;
 
-/// Microbatches of one step on one worker: far above any use, and few enough for the step's program to fit
-/// into memory.
+/// Maximum number of microbatches per step on one worker: far more than any use needs, and few enough that the step program fits into
+/// memory.
 const NUM_MICROBATCHES_MAX: usize = 1 << 16;
 
-/// Slower devices are not used for training: a smaller number is one of another unit.
+/// The smallest valid `peak_flops`. Slower devices are not used for training, so a smaller number is in another unit.
 const PEAK_FLOPS_MIN: f64 = 1e8;
 
-/// Keys of `[model]` that count only with `architecture`: those listed after it.
+/// Returns the keys of `[model]` that have an effect only with `architecture`: those listed after it.
 pub(super) fn model_shape_keys(model: &Model) -> impl Iterator<Item = &'static str> {
     model.keys().into_iter().map(|key| key.name).skip_while(|name| *name != "architecture").skip(1)
 }
 
-/// The checked and resolved config, or all mistakes in the order of the text.
+/// Returns the checked and resolved config, or all mistakes in the order of the text.
 pub(super) fn validate(
     mut loose: Loose,
     subject: Subject,
@@ -119,7 +119,8 @@ fn check_peak(checks: &mut Checks<'_>) {
     });
 }
 
-/// Flat algorithms keep the order of sums or do not, whatever the world; of hierarchical ones the hosts decide.
+/// Checks that a flat algorithm keeps the canonical order of sums if the config requires it. Hierarchical algorithms are not checked,
+/// because their order depends on the hosts.
 fn check_algorithm(checks: &mut Checks<'_>) {
     let Sections { comm, training, .. } = &checks.loose.sections;
     let Some(algorithm @ Algorithm::Flat(_)) = comm.algorithm else { return };
@@ -137,7 +138,7 @@ fn check_algorithm(checks: &mut Checks<'_>) {
     );
 }
 
-/// Whether a key has a meaning only for language models.
+/// Returns whether a key has an effect only for language models.
 pub(super) fn is_of_language(section: &str, key: &str) -> bool {
     match section {
         "data" | "generate" => true,
@@ -268,7 +269,7 @@ fn check_data(checks: &mut Checks<'_>) {
         &["data.validation_fraction", "data.validation_inputs"],
         || "`validation_inputs` already says what to validate on; remove one of the two keys".to_owned(),
     );
-    // A folder that was prepared has a tokenizer of its own.
+    // A prepared folder has its own tokenizer.
     let is_prepared = data.inputs.is_empty() && !data.folder.as_os_str().is_empty();
     for key in changed_keys(data).filter(|key| {
         matches!(
@@ -287,13 +288,13 @@ fn check_data(checks: &mut Checks<'_>) {
                 .to_owned()
         });
     }
-    // Every byte is a token, and there must be something to merge.
+    // The 256 bytes are tokens, and training must be able to add at least one merge.
     checks.require(data.train_bpe == 0 || data.train_bpe > 256, &["data.train_bpe"], || {
         "expected 0, or a number above 256 (the bytes)".to_owned()
     });
 }
 
-/// Of two lengths of a run, one given in the file and one on the command line, or both there, the later one counts.
+/// Turns `epochs` off if `steps` is set later, on the command line. Otherwise, `epochs` takes precedence over `steps`.
 fn choose_length(loose: &mut Loose) {
     let place = |key: &str| loose.given.get(key).map(|given| given.place.clone());
     let (Some(steps), Some(_)) = (place("training.steps"), place("training.epochs")) else { return };
@@ -426,7 +427,7 @@ fn resolve(sections: &mut Sections, world_size: usize) {
     if let Some(architecture) = model.architecture {
         resolve_model(model, architecture, training.seq_len);
     }
-    // Without a use of it the folder would be a mistake when the written config is read.
+    // The folder is resolved only if it is used. Otherwise, it would be a mistake when the written config is read.
     if (is_on_disk(offload) || may_spill(parallelism, experts, memory))
         && offload.folder.as_os_str().is_empty()
     {

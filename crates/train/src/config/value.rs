@@ -1,4 +1,4 @@
-//! How a TOML value becomes a value of a key, and back.
+//! Conversion between TOML values and the values of keys.
 
 use std::fmt::Display;
 use std::net::IpAddr;
@@ -8,14 +8,15 @@ use std::time::Duration;
 use toml::de::DeValue;
 use trireme_base::Bytes;
 
+/// A type of values that keys can have.
 pub(super) trait Value: Sized {
-    /// What may be written, to stand after "expected".
+    /// Returns the accepted values, as a phrase that follows "expected".
     fn expected() -> String;
 
-    /// The value, or what was expected instead.
+    /// Returns the value, or the accepted values as an error.
     fn read(value: &DeValue<'_>) -> Result<Self, String>;
 
-    /// The TOML that reads as this value; none where the key is to be left out.
+    /// Returns the TOML that reads as this value, or `None` if the key is left out of a written config.
     fn write(&self) -> Option<toml::Value>;
 }
 
@@ -26,7 +27,7 @@ where
     T::read(value).ok().filter(|value| range.contains(value)).ok_or_else(|| expected_within(range))
 }
 
-/// What may be written where a value must lie in `range`.
+/// Returns the accepted values within `range`, as a phrase that follows "expected".
 pub(super) fn expected_within<T: Value + Display>(range: &impl RangeBounds<T>) -> String {
     let kind = T::expected();
     match (range.start_bound(), range.end_bound()) {
@@ -61,7 +62,7 @@ macro_rules! whole_number {
 
             fn read(value: &DeValue<'_>) -> Result<Self, String> {
                 let integer = value.as_integer().ok_or_else(Self::expected)?;
-                // TOML promises no more than 64 bits with a sign, whatever the type could hold.
+                // TOML guarantees only signed integers of 64 bits.
                 let number = i64::from_str_radix(integer.as_str(), integer.radix());
                 number.ok().and_then(|number| number.try_into().ok()).ok_or_else(Self::expected)
             }
@@ -85,7 +86,7 @@ impl Value for f64 {
     fn read(value: &DeValue<'_>) -> Result<Self, String> {
         let number = match value {
             DeValue::Float(float) => float.as_str().parse().ok(),
-            // Users write `lr = 1`; the way back prints `1.0`.
+            // Users may write `lr = 1`. It is written back as `1.0`.
             DeValue::Integer(_) => i64::read(value).ok().map(|integer| integer as f64),
             _ => None,
         };
@@ -125,7 +126,7 @@ impl Value for String {
     }
 }
 
-/// A bound on memory in bytes, written as a size with a unit; "none" is no bound.
+/// A limit on memory. In a config, it is a size with a unit, or "none" for no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ByteLimit(pub Option<Bytes>);
 
@@ -143,7 +144,7 @@ impl Value for ByteLimit {
     }
 
     fn write(&self) -> Option<toml::Value> {
-        // Sizes that people read are rounded; this one is read again.
+        // Displayed sizes are rounded, but this one must parse to the same number of bytes.
         let exact = |bytes: Bytes| match bytes.to_string().parse() {
             Ok(read) if bytes == read => bytes.to_string(),
             _ => format!("{}B", bytes.0),
@@ -152,12 +153,12 @@ impl Value for ByteLimit {
     }
 }
 
-/// How often something is done.
+/// The interval between repetitions of an action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Interval {
-    /// After so many steps, at least 1.
+    /// A number of steps, at least 1.
     Steps(u64),
-    /// After so many seconds, at the end of a step.
+    /// A time, which is checked at the end of each step.
     Time(Duration),
 }
 
@@ -265,7 +266,7 @@ impl Value for PathBuf {
     }
 }
 
-/// A key that may be left out; an empty string takes back what an earlier line has set.
+/// An optional key. An empty string unsets a value that was set earlier.
 impl<T: Value> Value for Option<T> {
     fn expected() -> String {
         T::expected()

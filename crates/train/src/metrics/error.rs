@@ -4,7 +4,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-/// Metrics cannot be written or taken up again.
+/// A failure to write metrics, or to continue the metrics of an earlier run.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum MetricsError {
@@ -19,12 +19,12 @@ pub enum MetricsError {
          not beginning with \"validation_\""
     )]
     Name { name: &'static str, most: usize },
-    /// A record cannot be written, as on a full disk.
+    /// A record cannot be written, for example because the disk is full.
     #[error("cannot write to the metrics file {}", path.display())]
     Write { path: PathBuf, source: io::Error },
     #[error("cannot serve metrics on {address}; choose another [metrics] prometheus_port")]
     Listen { address: SocketAddr, source: io::Error },
-    /// A record is longer than readers expect.
+    /// A record is longer than readers accept.
     #[error(
         "a record for {} would have {found} bytes, but at most {most} are read; set [metrics] hash_interval = 0, as the model has too many tensors",
         path.display()

@@ -1,4 +1,4 @@
-//! TensorBoard's event files, written by hand: protocol buffers of three messages, framed as TFRecords.
+//! Writes TensorBoard's event files: protocol buffers of three message types, framed as TFRecords.
 //!
 //! A record is the payload's length (u64), a checksum of those eight bytes, the payload, and a checksum of the
 //! payload, all little-endian (`tensorflow/core/lib/io/record_writer.h`). The messages are those of
@@ -30,7 +30,7 @@ const VALUE_SIMPLE_VALUE: u8 = 2 << 3 | FIXED32;
 /// `SessionLog.SessionStatus.START`.
 const STATUS_START: u64 = 1;
 
-/// One file of events. The buffers are kept from step to step, so that writing allocates nothing.
+/// One event file. The buffers are reused for every step, so writing does not allocate.
 #[derive(Debug)]
 pub(super) struct EventFile {
     pub(super) file: RecordFile,
@@ -40,11 +40,11 @@ pub(super) struct EventFile {
 }
 
 impl EventFile {
-    /// Creates `events.out.tfevents.<seconds since 1970>.<host>.<process id>.<number>` in `folder`; the number tells
-    /// apart what one process begins within one second.
+    /// Creates `events.out.tfevents.<seconds since 1970>.<host>.<process id>.<number>` in `folder`. The number distinguishes files that a
+    /// process creates within one second.
     ///
-    /// It begins with the format's version. After a resume it tells readers to forget what earlier
-    /// files of the folder hold for steps after `resumed_step`.
+    /// The file begins with the format's version. After a resume, an event follows that tells readers to discard the events of earlier
+    /// files in the folder for steps after `resumed_step`.
     pub(super) fn create(
         folder: &Path,
         wall_time: Duration,
@@ -86,7 +86,7 @@ impl EventFile {
         })
     }
 
-    /// Writes one event; `fill` adds to the event what it is about, with an empty buffer for a nested message.
+    /// Writes one event. `fill` appends the event's fields, and receives an empty buffer for a nested message.
     fn write_event(
         &mut self,
         wall_time: Duration,
@@ -127,7 +127,7 @@ fn put_bytes(message: &mut Vec<u8>, key: u8, bytes: &[u8]) {
     message.extend_from_slice(bytes);
 }
 
-/// Seven bits a byte, the lowest first; the highest bit says that more follow.
+/// Appends a number in base 128, seven bits per byte, the lowest first. The highest bit of a byte says that more bytes follow.
 fn put_varint(message: &mut Vec<u8>, mut value: u64) {
     while value >= 0x80 {
         message.push(value as u8 | 0x80);
@@ -148,7 +148,7 @@ fn put_record(record: &mut Vec<u8>, payload: &[u8]) {
     record.extend_from_slice(&masked_crc(payload).to_le_bytes());
 }
 
-/// CRC-32C, turned and shifted so that a checksum over data that holds checksums stays strong.
+/// Returns the masked CRC-32C of TFRecords. The mask keeps a checksum strong if the data contains checksums.
 fn masked_crc(bytes: &[u8]) -> u32 {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }

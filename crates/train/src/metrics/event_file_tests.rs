@@ -1,10 +1,10 @@
-//! Reads event files back with a decoder that shares nothing with the writer.
+//! Reads event files back with a decoder that shares no code with the writer.
 
 use super::*;
 use crate::metrics::MemoryPeakBytes;
 use trireme_base::CategoryBytes;
 
-/// The payloads of a file of TFRecords, their checksums verified.
+/// Returns the payloads of a file of TFRecords, and verifies their checksums.
 fn payloads(mut file: &[u8]) -> Vec<&[u8]> {
     let mut payloads = Vec::new();
     let unmask =
@@ -20,7 +20,7 @@ fn payloads(mut file: &[u8]) -> Vec<&[u8]> {
     payloads
 }
 
-/// A field of a message: its number, and its bytes or its number's bits.
+/// A field of a message: its field number, and its bytes or the bits of its value.
 #[derive(Debug, PartialEq)]
 enum Field<'a> {
     Bytes(u64, &'a [u8]),
@@ -65,7 +65,7 @@ fn fields(mut message: &[u8]) -> Vec<Field<'_>> {
     fields
 }
 
-/// The scalars of a summary.
+/// Returns the tags and values of a summary.
 fn scalars(summary: &[u8]) -> Vec<(String, f32)> {
     let value = |field| match field {
         Field::Bytes(1, value) => match fields(value)[..] {

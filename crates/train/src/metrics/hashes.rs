@@ -1,4 +1,4 @@
-//! `hashes.jsonl`: hashes of what each recorded step computed, by which runs are compared.
+//! `hashes.jsonl`: hashes of the results of recorded steps, by which two runs are compared.
 
 use super::json_lines::JsonLines;
 use super::record_file::Unwritten;
@@ -8,18 +8,18 @@ use std::path::Path;
 use trireme_parallel::StepHashes;
 use trireme_tensor::ParameterTable;
 
-/// The file of hashes in a run's folder: a [`HashRecord`] a line.
+/// The file of hashes in a run's folder, with one [`HashRecord`] per line.
 pub const HASHES_FILE: &str = "hashes.jsonl";
 
-/// Bytes of a line of `hashes.jsonl` at most: some hundred thousand tensors.
+/// Maximum number of bytes in a line of `hashes.jsonl`, enough for some hundred thousand tensors.
 pub const HASH_LINE_BYTES_MAX: usize = 16 << 20;
 
 /// Hashes of one step, or of the parameters that a run begins or resumes with.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HashRecord {
-    /// The step: the parameters are those after it.
+    /// The step. Parameter hashes are of the parameters after it.
     pub step: u64,
-    /// The bits of the loss as an f64; `None` in the record of the parameters that a run begins or resumes with.
+    /// The bits of the loss as an f64. `None` in the record of the parameters that a run begins or resumes with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<Bits>,
     /// Hashes of all units, in forward order; empty if the step was skipped.
@@ -31,7 +31,7 @@ pub struct HashRecord {
 pub struct UnitBits {
     /// Name of the unit.
     pub unit: String,
-    /// Its parameters, in the model's order.
+    /// Hashes of the unit's parameters, in the model's order.
     pub tensors: Vec<TensorBits>,
 }
 
@@ -40,14 +40,14 @@ pub struct UnitBits {
 pub struct TensorBits {
     /// Name of the parameter.
     pub name: String,
-    /// Hash of its reduced gradient; `None` where nothing was trained.
+    /// Hash of its reduced gradient. `None` in the record of the parameters that a run begins or resumes with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gradient: Option<Bits>,
     /// Hash of the parameter after the update.
     pub parameter: Bits,
 }
 
-/// 64 bits, in files as 16 hexadecimal digits: many readers of JSON round large numbers.
+/// 64 bits, written as 16 hexadecimal digits because many JSON readers round large numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "&str")]
 pub struct Bits(pub u64);
@@ -69,12 +69,12 @@ impl TryFrom<&str> for Bits {
 }
 
 impl HashRecord {
-    /// The record of the parameters that a run has after `step`, before it trains.
+    /// Returns the record of the parameters after `step`, with which a run begins or resumes.
     pub(crate) fn of_start(step: u64, parameters: &[u64], table: &ParameterTable) -> Self {
         HashRecord { step, loss: None, units: units(table, None, parameters) }
     }
 
-    /// The record of a step with this loss; `hashes` is `None` if the step was skipped.
+    /// Returns the record of a step with this loss. `hashes` is `None` if the step was skipped.
     pub(crate) fn of_step(step: u64, loss: f64, hashes: Option<&StepHashes>, table: &ParameterTable) -> Self {
         let units = hashes.map(|hashes| units(table, Some(&hashes.gradients), &hashes.parameters));
         HashRecord { step, loss: Some(Bits(loss.to_bits())), units: units.unwrap_or_default() }
@@ -98,13 +98,14 @@ fn units(table: &ParameterTable, gradients: Option<&[u64]>, parameters: &[u64]) 
 pub(crate) struct HashWriter(JsonLines);
 
 impl HashWriter {
-    /// Opens the file in a run's folder, to continue after `resumed_step`: later records are cut off.
+    /// Opens the file in a run's folder, to continue after `resumed_step`. Later records are removed.
     pub(crate) fn open(folder: &Path, resumed_step: u64) -> Result<Self, MetricsError> {
         let lines = JsonLines::open(folder.join(HASHES_FILE), resumed_step, HASH_LINE_BYTES_MAX)?;
         Ok(HashWriter(lines))
     }
 
-    /// Writes a record. What a full disk does not take waits in memory. Fails if more waits than memory is meant to hold.
+    /// Writes a record. If the disk is full, the record waits in memory. Fails if the limit of waiting bytes is exceeded, or if the record
+    /// is too long.
     pub(crate) fn write(&mut self, record: &HashRecord) -> Result<Written, MetricsError> {
         let has_waited = self.0.file.is_waiting();
         match self.0.write(record) {

@@ -7,7 +7,7 @@ use std::io::{self, BufRead, BufReader, Read};
 use std::path::PathBuf;
 use trireme_base::open_regular_with;
 
-/// A file of records: a JSON object a line, in the order of their steps.
+/// A file of records in the order of their steps, with one JSON object per line.
 #[derive(Debug)]
 pub(super) struct JsonLines {
     pub(super) file: RecordFile,
@@ -16,8 +16,8 @@ pub(super) struct JsonLines {
 }
 
 impl JsonLines {
-    /// Opens or creates the file, and cuts off the records after `resumed_step`, with the torn line that a
-    /// crash may have left. A line of more than `line_bytes_max` bytes is no record.
+    /// Opens or creates the file, and removes the records after `resumed_step` and the torn line that a crash may have left. A line of more
+    /// than `line_bytes_max` bytes is not a record.
     pub(super) fn open(
         path: PathBuf,
         resumed_step: u64,
@@ -53,7 +53,7 @@ enum Scan {
     Damaged { line: usize },
 }
 
-/// Length of the records up to `resumed_step`.
+/// Returns the length in bytes of the records up to `resumed_step`.
 fn kept_bytes(file: &File, resumed_step: u64, line_bytes_max: u64) -> io::Result<Scan> {
     #[derive(Deserialize)]
     struct Step {

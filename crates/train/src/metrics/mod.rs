@@ -1,7 +1,6 @@
-//! What is recorded of a run: one [`StepRecord`] a step, as a line of `metrics.jsonl` and as scalars for
-//! TensorBoard.
+//! The metrics of a run: one [`StepRecord`] per step, written as a line of `metrics.jsonl` and as scalars for TensorBoard.
 //!
-//! Writing a record to its files allocates nothing on the heap and costs one system call a file.
+//! Writing a record does not allocate on the heap, and costs one system call per file.
 
 mod error;
 mod event_file;
@@ -24,18 +23,18 @@ use record_file::{RecordFile, Unwritten};
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-/// What is recorded of each step, in a run's folder: a line of JSON each.
+/// The file of step records in a run's folder, with one JSON object per line.
 pub const METRICS_FILE: &str = "metrics.jsonl";
 
-/// Bytes of a line of `metrics.jsonl` at most. No record comes near this length; a longer line is something else.
+/// Maximum number of bytes in a line of `metrics.jsonl`. No record is nearly as long, so a longer line is not a record.
 pub const LINE_BYTES_MAX: usize = 1 << 16;
 
-/// A run has at most this many metrics of units, so that a record fits its buffer.
+/// Maximum number of metrics that the units of a model report. It bounds the length of a record, so that a record fits its buffer.
 const METRICS_MAX: usize = 64;
 
 const METRIC_NAME_MAX: usize = 48;
 
-/// Refuses metrics of units that cannot be told from the rest of a record, or are too many.
+/// Refuses metrics of units if there are too many, or if their names could be confused with other parts of a record.
 pub(crate) fn check_names(names: &[&'static str]) -> Result<(), MetricsError> {
     if names.len() > METRICS_MAX {
         return Err(MetricsError::TooMany { found: names.len(), most: METRICS_MAX });
@@ -56,29 +55,30 @@ pub(crate) fn check_names(names: &[&'static str]) -> Result<(), MetricsError> {
 pub struct MetricsWriter {
     json_lines: Option<JsonLines>,
     event_file: Option<EventFile>,
-    /// Shows the last record as well.
+    /// Serves the most recent record as well.
     pub(crate) prometheus: Option<PrometheusEndpoint>,
-    /// Whether some records wait for the disk.
+    /// Whether records wait in memory for the disk.
     is_waiting: bool,
 }
 
-/// What became of a record.
+/// The outcome of writing a record.
 #[derive(Debug)]
 pub enum Written {
-    /// It is in its files.
+    /// The record is in its files.
     Now,
-    /// Some files cannot be written, each for a reason of its own. It waits for them in memory, and is written with the next record.
+    /// Some files cannot be written, each for the listed reason. For these files, the record waits in memory and is written with the next
+    /// one.
     Later(Vec<MetricsError>),
-    /// It is in its files, and so are those that waited.
+    /// The record is in its files, and so are the records that waited.
     WithThoseThatWaited,
 }
 
 impl MetricsWriter {
-    /// Opens the files that the config wants in `folder`, which exists, to continue after `resumed_step`: 0 for a new run.
+    /// Opens the files that the config asks for in `folder`, which exists, to continue after `resumed_step`. 0 stands for a new run.
     ///
-    /// `metrics.jsonl` keeps the records up to that step and loses later ones, which the run is about to
-    /// write again. Event files of TensorBoard cannot be cut, as a reader may hold them open: a new one
-    /// starts, which tells the reader to forget the steps after `resumed_step`.
+    /// `metrics.jsonl` keeps the records up to that step. Later ones are removed, because the run will write them again. TensorBoard's
+    /// event files cannot be truncated, because a reader may have them open. So a new one is created, which tells the reader to discard the
+    /// steps after `resumed_step`.
     pub fn open(folder: &Path, config: &Metrics, resumed_step: u64) -> Result<Self, MetricsError> {
         let open = || JsonLines::open(folder.join(METRICS_FILE), resumed_step, LINE_BYTES_MAX);
         let json_lines = config.jsonl.then(open).transpose()?;
@@ -87,10 +87,10 @@ impl MetricsWriter {
         Ok(MetricsWriter { json_lines, event_file, prometheus: None, is_waiting: false })
     }
 
-    /// Writes the record of a step to each file. What a full disk does not take waits in memory.
+    /// Writes the record of a step to each file. If the disk is full, the record waits in memory.
     ///
     /// # Errors
-    /// If more waits than memory is meant to hold.
+    /// If the limit of waiting bytes is exceeded, or if the record is too long.
     pub fn write(&mut self, record: &StepRecord) -> Result<Written, MetricsError> {
         if let Some(prometheus) = &self.prometheus {
             prometheus.show(record);
@@ -115,7 +115,7 @@ impl MetricsWriter {
         })
     }
 
-    /// Tries for the last time to write what waits, to every file.
+    /// Makes a last attempt to write the waiting records to every file.
     ///
     /// # Errors
     /// If records are lost; the error names the first file that fails.
@@ -128,7 +128,7 @@ impl MetricsWriter {
     }
 }
 
-/// Time since 1970, as event files hold it.
+/// Returns the time since 1970, as event files store it.
 fn wall_time() -> Duration {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }
@@ -161,7 +161,7 @@ mod tests {
         let json_lines = &mut writer.json_lines.as_mut().unwrap().file;
         *json_lines = RecordFile::new("metrics.jsonl".into(), full(), 0, 0);
         assert!(json_lines.append(b"first").is_err());
-        // The second file's disk has room again.
+        // The disk of the second file has room again.
         let events = folder.path().join("events");
         let mut waiting = RecordFile::new(events.clone(), full(), 0, 0);
         assert!(waiting.append(b"second").is_err());

@@ -1,7 +1,7 @@
-//! The last record of a run over HTTP, as Prometheus reads it.
+//! Serves the most recent record of a run over HTTP in the Prometheus text format.
 //!
-//! One thread serves up to [`CONNECTIONS_MAX`] connections at a time, each for at most [`CONNECTION_MAX`]. A further client takes the place of the
-//! oldest connection, so clients that connect and say nothing do not keep others out.
+//! One thread serves up to [`CONNECTIONS_MAX`] connections at a time, each for at most [`CONNECTION_MAX`]. A further client replaces the
+//! oldest connection, so clients that connect and send nothing do not block others.
 
 use super::{MetricsError, StepRecord};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -25,13 +25,13 @@ const CONNECTION_MAX: Duration = Duration::from_secs(2);
 
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 
-/// Time after which connections are accepted again when the system has refused one.
+/// Pause before connections are accepted again after the system has refused one.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Numbers that only grow; their names end as Prometheus has it.
+/// Names of counters, which only increase. By Prometheus' convention, `_total` is appended to their names.
 const COUNTERS: [&str; 4] = ["steps", "samples", "tokens", "skipped_steps"];
 
-/// Answers requests for `/metrics` while it lives.
+/// An HTTP endpoint that answers requests for `/metrics` until it is dropped.
 pub(crate) struct PrometheusEndpoint {
     address: SocketAddr,
     shared: Arc<Shared>,
@@ -57,7 +57,7 @@ impl fmt::Debug for PrometheusEndpoint {
 }
 
 impl PrometheusEndpoint {
-    /// Listens at this address. Fails if it is in use, or not this machine's.
+    /// Listens at this address. Fails if the address is in use or does not belong to this machine.
     pub(crate) fn open(address: SocketAddr) -> Result<Self, MetricsError> {
         let refuse = |source| MetricsError::Listen { address, source };
         let listener = TcpListener::bind(address).map_err(refuse)?;
@@ -69,7 +69,7 @@ impl PrometheusEndpoint {
         Ok(PrometheusEndpoint { address, shared, thread: Some(thread) })
     }
 
-    /// Shows this record from now on.
+    /// Replaces the record that is served.
     pub(super) fn show(&self, record: &StepRecord) {
         let mut text = self.shared.text();
         text.clear();
@@ -85,7 +85,7 @@ impl Drop for PrometheusEndpoint {
             IpAddr::V6(ip) if ip.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
             ip => ip,
         };
-        // It waits for a connection. If none can be made, it ends with the process, and has nothing that could be lost.
+        // A connection wakes the thread, which waits for one. If none can be made, the thread ends with the process and loses nothing.
         let woken = TcpStream::connect_timeout(&(here, self.address.port()).into(), CONNECTION_MAX);
         if woken.is_ok()
             && let Some(thread) = self.thread.take()
@@ -95,7 +95,7 @@ impl Drop for PrometheusEndpoint {
     }
 }
 
-/// Serves connections until the endpoint is dropped, or the system refuses to wait for them.
+/// Serves connections until the endpoint is dropped, or until waiting for them fails.
 fn serve(listener: &TcpListener, shared: &Shared) {
     let mut connections: VecDeque<Connection> = VecDeque::new();
     while wait(listener, &connections).is_ok() && !shared.is_over.load(Ordering::Relaxed) {
@@ -103,7 +103,7 @@ fn serve(listener: &TcpListener, shared: &Shared) {
         connections.retain_mut(|connection| {
             connection.deadline > now && connection.advance(shared).unwrap_or(false)
         });
-        // A client that fails asks again.
+        // An error closes the connection, because a client can repeat its request.
         loop {
             match listener.accept() {
                 Ok((stream, _)) => {
@@ -114,7 +114,7 @@ fn serve(listener: &TcpListener, shared: &Shared) {
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // Such as too many open files: the client waits, and this thread does not spin meanwhile.
+                // There may be too many open files, for example. The client waits, and the pause keeps this thread from spinning.
                 Err(_) => {
                     thread::sleep(ACCEPT_RETRY);
                     break;
@@ -124,13 +124,13 @@ fn serve(listener: &TcpListener, shared: &Shared) {
     }
 }
 
-/// Waits until a client connects, or a connection is ready or over.
+/// Waits until a client connects, a connection is ready, or the deadline of a connection has passed.
 fn wait(listener: &TcpListener, connections: &VecDeque<Connection>) -> io::Result<()> {
     let mut ready = vec![PollFd::new(listener, PollFlags::IN)];
     ready.extend(connections.iter().map(|Connection { stream, answer, .. }| {
         PollFd::new(stream, if answer.is_empty() { PollFlags::IN } else { PollFlags::OUT })
     }));
-    // The oldest connection ends first.
+    // The oldest connection has the earliest deadline.
     let left = connections.front().map(|oldest| oldest.deadline.saturating_duration_since(Instant::now()));
     let left =
         left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
@@ -141,12 +141,12 @@ fn wait(listener: &TcpListener, connections: &VecDeque<Connection>) -> io::Resul
 }
 
 struct Connection {
-    /// Does not block.
+    /// Non-blocking.
     stream: TcpStream,
-    /// When it ends at the latest.
+    /// The time at which the connection is closed at the latest.
     deadline: Instant,
     request: Vec<u8>,
-    /// The rest of the answer, once the request is complete.
+    /// The part of the answer that is not sent yet. Empty until the request is complete.
     answer: Vec<u8>,
 }
 
@@ -156,7 +156,7 @@ impl Connection {
         Some(Connection { stream, deadline, request: Vec::new(), answer: Vec::new() })
     }
 
-    /// Reads and writes as much as is possible now. Returns whether the connection continues.
+    /// Reads and writes as much as is possible without blocking. Returns whether the connection remains open.
     fn advance(&mut self, shared: &Shared) -> io::Result<bool> {
         match self.read_and_write(shared) {
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(true),
@@ -164,7 +164,7 @@ impl Connection {
         }
     }
 
-    /// Returns when the answer is written or the client sends no more.
+    /// Returns `Ok` when the answer is written, or when the client sends no more or too much.
     fn read_and_write(&mut self, shared: &Shared) -> io::Result<()> {
         let mut chunk = [0; 1024];
         while self.answer.is_empty() {
@@ -184,7 +184,7 @@ impl Connection {
     }
 }
 
-/// The answer to a request whose head is complete.
+/// Returns the answer to a request whose head is complete.
 fn answer(request: &[u8], text: &str) -> Vec<u8> {
     let mut words = request.split(|byte| byte.is_ascii_whitespace());
     let (method, target) = (words.next(), words.next().unwrap_or_default());
@@ -221,7 +221,7 @@ fn write_record(text: &mut String, record: &StepRecord) -> fmt::Result {
     result
 }
 
-/// Writes a number with its label, and before the first one of its name its type. `last` is the name before.
+/// Writes a number with its label, after a `# TYPE` line if `name` differs from `last`, the name of the number before.
 fn write_number(
     text: &mut String,
     last: &mut String,
@@ -290,14 +290,15 @@ mod tests {
         let length = shown.split_once("\r\n\r\n").unwrap().1.len();
         assert!(head.contains(&format!("\r\nContent-Length: {length}\r\n")), "{head}");
         assert!(PrometheusEndpoint::open(address).is_err(), "the port is in use");
-        // Clients that say nothing, or only half, keep no other out: one after the other, they would last for longer than the others wait.
+        // Clients that send nothing or half a request do not block others. Served one after the other, they would take longer than the read
+        // timeout.
         let idle: Vec<TcpStream> =
             (0..4 * CONNECTIONS_MAX).map(|_| TcpStream::connect(address).unwrap()).collect();
         let mut half = TcpStream::connect(address).unwrap();
         write!(half, "GET /met").unwrap();
         assert_eq!(get("/metrics"), shown);
         drop((idle, half));
-        // A client that announces more than it sends holds nobody up.
+        // A client that sends less than it announces does not block others.
         let mut slow = TcpStream::connect(address).unwrap();
         write!(slow, "POST /metrics HTTP/1.1\r\nContent-Length: 100000\r\n\r\nabc").unwrap();
         assert!(get("/metrics").contains("trireme_loss 2.5"));

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use trireme_base::{Category, CategoryBytes};
 use trireme_tensor::Device;
 
-/// Metrics that units report, by name. The value of a step is the mean over its rows.
+/// Metrics that units report, by name. The value of a metric is its mean over the rows of the step.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct MetricValues(Vec<(&'static str, f64)>);
 
@@ -13,22 +13,22 @@ impl MetricValues {
         self.0.push(metric);
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no metrics.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Forgets all, but keeps the memory.
+    /// Removes all metrics, but keeps the memory.
     pub(crate) fn clear(&mut self) {
         self.0.clear();
     }
 
-    /// Names and values.
+    /// Returns names and values.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, f64)> + '_ {
         self.0.iter().copied()
     }
 
-    /// The value of a name.
+    /// Returns the value of the metric `name`, if there is one.
     pub fn get(&self, name: &str) -> Option<f64> {
         self.iter().find(|(own, _)| *own == name).map(|(_, value)| value)
     }
@@ -40,87 +40,89 @@ impl Serialize for MetricValues {
     }
 }
 
-/// The record of one step. Numbers that are not finite are written as `null` in JSON: of a skipped step, the norm of the
-/// gradients or the loss.
+/// The record of one step. JSON has `null` for numbers that are not finite, such as the gradient norm or the loss of a skipped step.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub struct StepRecord {
     /// The step, counted from 1.
     pub step: u64,
-    /// Mean loss of the step: of a language model the cross-entropy over its tokens, in nats. NaN if nothing in the step counts in it.
+    /// Mean loss of the step; for a language model, the cross-entropy over its tokens in nats. NaN if nothing in the step counts in the
+    /// loss.
     pub loss: f64,
-    /// What units report beside the loss.
+    /// Metrics that units report in addition to the loss.
     #[serde(skip_serializing_if = "MetricValues::is_empty")]
     pub metrics: MetricValues,
-    /// Global norm of the gradients before clipping; NaN where momentum was exchanged in their place.
+    /// Global norm of the gradients before clipping. NaN if workers exchanged momentum instead.
     pub grad_norm: f64,
     /// Learning rate of the step.
     pub lr: f64,
     /// Samples trained on since the beginning of the run, or since it resumed with other samples.
     pub samples: u64,
-    /// Passes over these samples.
+    /// Number of passes over these samples.
     pub epoch: f64,
-    /// When the step ended, in seconds since 1970.
+    /// The time at which the step ended, in seconds since 1970.
     pub unix_seconds: f64,
-    /// Samples a second of all workers together.
+    /// Samples per second of all workers together.
     pub samples_per_second: f64,
-    /// Tokens trained on since the beginning of the run, where samples are of tokens.
+    /// Tokens trained on since the beginning of the run, if samples have tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens: Option<u64>,
-    /// Tokens a second of all workers together.
+    /// Tokens per second of all workers together.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens_per_second: Option<f64>,
-    /// Wall time of the step.
+    /// Wall time of the step in seconds.
     pub step_seconds: f64,
-    /// Part of the step in which this worker computed nothing because it waited for others.
+    /// Seconds of the step in which this worker computed nothing because it waited for others.
     pub comm_seconds_exposed: f64,
-    /// Bytes that this worker sent.
+    /// Bytes that this worker sent in the step.
     pub comm_bytes: u64,
-    /// Most memory held by this worker so far; where units of a pipeline have moved, since then.
+    /// Peak memory of this worker so far, or since units of a pipeline last moved.
     pub memory_peak_bytes: MemoryPeakBytes,
-    /// What that was predicted to be, where it was, and no units have moved.
+    /// The predicted peak memory, if there is a prediction and no units have moved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_predicted_bytes: Option<MemoryPeakBytes>,
-    /// Most bytes of activations that lay in files, because this worker's experts had more tokens than were planned for, if any did.
+    /// Peak of the activation bytes spilled to files because this worker's experts had more tokens than planned, if any were spilled.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_spilled_bytes: Option<u64>,
-    /// How long a step was predicted to take, if that was asked for.
+    /// The predicted time of a step in seconds, if a prediction was requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub step_seconds_predicted: Option<f64>,
-    /// Bytes that this worker would have sent in addition without compression, by the formulas of
-    /// docs/compression.md, in runs with compression.
+    /// Bytes that this worker would have sent in addition without compression, by the formulas of docs/compression.md. Only in runs with
+    /// compression.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compression_bytes_saved: Option<u64>,
-    /// Norm of what this worker's mean gradient, with what earlier steps have kept of it, lacks in its messages, in the
-    /// units of `grad_norm`, in runs with compression; where momentum was exchanged, what that lacks.
+    /// Norm of the compression error of this worker: the difference between its mean gradient plus residuals of earlier steps, and the
+    /// messages that it sent, in the units of `grad_norm`. If workers exchanged momentum, the error of the momentum. Only in runs with
+    /// compression.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compression_error_norm: Option<f64>,
-    /// Factor of the loss in this step's backward, in runs with `dtype = "f16"`.
+    /// The loss scale of this step's backward. Only in runs with `dtype = "f16"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<u32>,
-    /// Steps skipped since the beginning of the run, because gradients overflowed or nothing counted in the loss, in runs with
+    /// Steps skipped since the beginning of the run, because gradients overflowed or nothing counted in the loss. Only in runs with
     /// `dtype = "f16"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped_steps: Option<u64>,
-    /// Model FLOPs utilization: the operations that the model needs for the step, relative to the peak of all workers, where that is known.
+    /// Model FLOPs utilization: the operations that the model needs for the step, relative to the peak of all workers, if the peak is
+    /// known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
-    /// Mean loss of the validation samples, where this step measured it.
+    /// Mean loss of the validation samples, if a validation followed this step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_loss: Option<f64>,
-    /// That loss before the first step, in the record of that step.
+    /// The validation loss before the first step, in the record of that step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub initial_validation_loss: Option<f64>,
-    /// What units report of the validation samples beside the loss.
+    /// Metrics that units report on the validation samples in addition to the loss.
     #[serde(skip_serializing_if = "MetricValues::is_empty")]
     pub validation_metrics: MetricValues,
-    /// Time from the start of the command to the end of its first step, in the record of that step.
+    /// Seconds from the start of the command to the end of its first step, in the record of that step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seconds_to_first_step: Option<f64>,
 }
 
 impl StepRecord {
-    /// Shows `put` every number that a display draws over the steps: its group, its name within the group, and its value. Numbers of one group
-    /// and name follow each other.
+    /// Calls `put` with the group, the name within the group, and the value of every number that displays plot over the steps. Numbers of
+    /// one group and name follow each other.
     pub(super) fn scalars(&self, mut put: impl FnMut(&'static str, &str, f64)) {
         put("train", "loss", self.loss);
         self.metrics.iter().for_each(|(name, value)| put("metrics", name, value));
@@ -163,24 +165,24 @@ impl StepRecord {
     }
 }
 
-/// Most memory held so far, by what it is for. In JSON, a number for the name of each category and one for `total`; what a record lacks is 0.
+/// Peak memory so far by category, in bytes. In JSON, one number per category name and one for `total`. A missing number is read as 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryPeakBytes {
-    /// Each category.
+    /// The peak of each category.
     pub categories: CategoryBytes,
-    /// All categories together: less than their sum where they peak at different times.
+    /// The peak of the sum of all categories. It is less than the sum of their peaks if they peak at different times.
     pub total: usize,
 }
 
 impl MemoryPeakBytes {
-    /// The peaks of a device so far.
+    /// Returns the peaks of a device so far.
     pub fn measured(device: &Device) -> Self {
         let memory = device.memory();
         let categories = Category::ALL.map(|category| memory.usage(category).peak);
         MemoryPeakBytes { categories: CategoryBytes(categories), total: memory.total().peak }
     }
 
-    /// The higher peak of each category and of the total.
+    /// Returns the higher peak of each category and of the total.
     pub fn max(self, other: Self) -> Self {
         let higher = |index: usize| self.categories.0[index].max(other.categories.0[index]);
         MemoryPeakBytes {
@@ -189,7 +191,7 @@ impl MemoryPeakBytes {
         }
     }
 
-    /// The categories and all of them together, with their names.
+    /// Returns the peaks of the categories and of the total, with their names.
     pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
         let MemoryPeakBytes { categories, total } = *self;
         let categories = Category::ALL.map(|category| (category.name(), categories.get(category) as u64));
@@ -213,7 +215,7 @@ impl<'de> Deserialize<'de> for MemoryPeakBytes {
 }
 
 impl StepRecord {
-    /// The speed, and its short name: tokens a second (`tps`), or samples a second (`sps`) where there are no tokens.
+    /// Returns the speed and the name of its unit: tokens per second (`tps`), or samples per second (`sps`) if there are no tokens.
     pub fn speed(&self) -> (&'static str, f64) {
         self.tokens_per_second.map_or(("sps", self.samples_per_second), |speed| ("tps", speed))
     }

@@ -3,33 +3,35 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-/// Bytes of the buffers in which records are put together: more than the longest record, so that none grows.
+/// Size of the buffers in which records are assembled. It exceeds the longest usual record, so that buffers do not grow.
 pub(super) const RECORD_BYTES: usize = 16 << 10;
 
-/// Records that wait for a disk to have room again take at most this much memory, in bytes a file.
+/// Maximum number of bytes per file of records that wait in memory until the disk has room again.
 const WAITING_BYTES_MAX: usize = 16 << 20;
 
-/// A file that grows by whole records. What the disk does not take waits in memory and is written with the next record.
+/// A file to which whole records are appended. A record that cannot be written, such as on a full disk, waits in memory and is written with
+/// the next one.
 #[derive(Debug)]
 pub(super) struct RecordFile {
     pub(super) path: PathBuf,
     pub(super) file: File,
-    /// Bytes that are written. What follows them, a part of a record, is written over.
+    /// Number of bytes that are written completely. A partial record after them is overwritten.
     written_bytes: u64,
     waiting: Vec<u8>,
 }
 
 impl RecordFile {
-    /// Appends to the first `written_bytes` of `file`. A buffer of `record_bytes` is made, so that records up to that
-    /// length allocate nothing.
+    /// Appends to the first `written_bytes` of `file`. Allocates a buffer of `record_bytes`, so that appending records up to that length
+    /// does not allocate.
     pub(super) fn new(path: PathBuf, file: File, written_bytes: u64, record_bytes: usize) -> Self {
         RecordFile { path, file, written_bytes, waiting: Vec::with_capacity(record_bytes) }
     }
 
-    /// Appends a record, in one system call, behind those that wait.
+    /// Appends a record after the waiting ones, in one system call.
     ///
     /// # Errors
-    /// Why it waits, which is no loss until the file is dropped; or why it is refused, where too much waits already.
+    /// [`Unwritten::Waits`] if the record waits in memory, where it stays until it is written or the file is dropped.
+    /// [`Unwritten::Refused`] if too many bytes wait already.
     pub(super) fn append(&mut self, record: &[u8]) -> Result<(), Unwritten> {
         let is_full = self.waiting.len() + record.len() > WAITING_BYTES_MAX;
         if !is_full {
@@ -49,7 +51,7 @@ impl RecordFile {
         }
     }
 
-    /// Tries for the last time to write what waits.
+    /// Makes a last attempt to write the waiting records.
     pub(super) fn finish(&mut self) -> Result<(), MetricsError> {
         if self.is_waiting() { self.append(&[]).map_err(Unwritten::into_error) } else { Ok(()) }
     }
@@ -59,11 +61,12 @@ impl RecordFile {
     }
 }
 
-/// Why a record is not in its file.
+/// The reason why a record is not in its file.
 #[derive(Debug)]
 pub(super) enum Unwritten {
-    /// It is in memory, and is written with the next record.
+    /// The record waits in memory and is written with the next one.
     Waits(MetricsError),
+    /// The record is lost.
     Refused(MetricsError),
 }
 
@@ -99,7 +102,7 @@ mod tests {
         assert!(!records.is_waiting());
         records.append(b"d;").unwrap();
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "kept;a;b;c;d;");
-        // As much as memory takes at once goes to the disk behind what waits.
+        // A record of the maximum waiting size is written after the waiting ones.
         records.file = open(std::path::Path::new("/dev/full"));
         records.append(b"e;").unwrap_err();
         records.file = open(&path);

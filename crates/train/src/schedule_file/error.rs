@@ -1,13 +1,13 @@
-//! Why the schedule of a file cannot be run.
+//! Errors of schedule files.
 
 use std::io;
 use trireme_schedule::ParseError;
 use trireme_schedule::pipeline::WeightVersions;
 
-/// The largest file that is read: enough for as many passes as a schedule may have.
+/// Maximum size of a schedule file in bytes: enough for as many passes as a schedule may have.
 pub(super) const FILE_BYTES_MAX: u64 = 64 << 20;
 
-/// Why the schedule of a file cannot be run.
+/// The reason why a schedule from a file cannot be run.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ScheduleFileError {
@@ -23,7 +23,7 @@ pub enum ScheduleFileError {
         found.0, found.1, expected.0, expected.1
     )]
     SizesDiffer {
-        /// Ranks of the pipeline, and microbatches of a step, of the file.
+        /// Number of ranks of the pipeline and of microbatches per step, in the file.
         found: (usize, usize),
         expected: (usize, usize),
     },
@@ -35,16 +35,16 @@ pub enum ScheduleFileError {
         steps(*found), steps(*expected)
     )]
     StepsDiffer {
-        /// Steps between drains, and the versions of weights, of the file.
+        /// Number of steps between drains, and the weight versions, in the file.
         found: (usize, WeightVersions),
         expected: (usize, WeightVersions),
     },
-    /// The schedule must not run: what is wrong, and a grid of ranks and time in which the place is marked.
+    /// The schedule is invalid. `picture` describes the fault, and marks it in a grid of ranks and time.
     #[error("{picture}")]
     Invalid { picture: String },
 }
 
-/// `a drain after 2 steps and stashed weights`.
+/// Formats steps and weights, such as `a drain after 2 steps and stashed weights`.
 fn steps((num_steps, weights): (usize, WeightVersions)) -> String {
     let steps = if num_steps == 1 { "step" } else { "steps" };
     format!("a drain after {num_steps} {steps} and {} weights", weights.name())

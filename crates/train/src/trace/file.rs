@@ -1,5 +1,5 @@
-//! `trace.json`: Chrome's trace format (Google, "Trace Event Format", the JSON object form), a process for each rank and a thread for
-//! each stream. Names of events are actions as programs have them; `otherData` has what the programs are for.
+//! `trace.json` in Chrome's trace format (Google, "Trace Event Format", the JSON object form), with a process for each rank and a thread
+//! for each stream. Names of events are actions in the form of program texts. `otherData` has the outlines of the programs.
 
 use super::{RankPlace, RankTimeline, TRACE_FILE, TracedAction, TracedStep};
 use crate::error::TrainError;
@@ -11,20 +11,20 @@ use std::path::Path;
 use trireme_base::{read_at_most, replace_file};
 use trireme_schedule::{Action, Outline, Stream};
 
-/// What this version writes and reads.
+/// The version of the format that is written and read.
 const FORMAT: u32 = 3;
 const FILE_BYTES_MAX: u64 = 256 << 20;
-/// More than any run writes.
+/// Maximum number of steps. No run writes as many.
 const STEPS_MAX: usize = 64;
-/// Units times microbatches.
+/// Maximum number of units times microbatches.
 const PASSES_MAX: usize = 1 << 22;
-/// As many as a world has at most.
+/// The maximum world size.
 const RANKS_MAX: usize = 1 << 16;
-/// Times are below this many microseconds: a year.
+/// Upper bound of times in microseconds: a year.
 const MICROSECONDS_MAX: f64 = 3.2e13;
-/// What a step takes at most: a day. Steps of as many ranks can be added up.
+/// Maximum duration of a step: a day. A sum over [`RANKS_MAX`] ranks does not overflow.
 const STEP_NANOSECONDS_MAX: u64 = 86_400_000_000_000;
-/// Category of events that are no actions, but what came before one.
+/// Category of events that are not actions, but the wait before an action.
 const WAITING: &str = "waiting";
 
 #[derive(Serialize, Deserialize)]
@@ -46,7 +46,7 @@ struct Header {
 struct HeaderStep {
     step: u64,
     model_flops: f64,
-    /// Nanoseconds that it took each rank.
+    /// Nanoseconds that the step took each rank.
     durations: Vec<u64>,
 }
 
@@ -64,11 +64,11 @@ struct Event<'a> {
     #[serde(default)]
     cat: Cow<'a, str>,
     ph: Cow<'a, str>,
-    /// Rank.
+    /// The rank.
     pid: usize,
-    /// Stream.
+    /// The stream.
     tid: usize,
-    /// In microseconds.
+    /// Microseconds.
     #[serde(default)]
     ts: f64,
     #[serde(default)]
@@ -86,10 +86,10 @@ struct Arguments<'a> {
     unit: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     microbatch: Option<usize>,
-    /// When the rank came to the action.
+    /// The time in microseconds at which the rank reached the action.
     #[serde(skip_serializing_if = "Option::is_none")]
     issued: Option<f64>,
-    /// Floating-point operations of its matrix products.
+    /// Floating-point operations of the action's matrix products.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     product_flops: Option<u64>,
 }
@@ -101,7 +101,7 @@ const STREAMS: [(Stream, &str); 4] = [
     (Stream::Offload, "offload"),
 ];
 
-/// Writes steps in the place of an earlier file, which stays whole until then.
+/// Writes steps to a file. An earlier file stays complete until it is replaced.
 pub(super) fn write(path: &Path, steps: &[TracedStep]) -> io::Result<()> {
     replace_file(path, |file| {
         serde_json::to_writer(&mut *file, &document(steps))?;
@@ -132,7 +132,7 @@ fn document(steps: &[TracedStep]) -> Document<'static> {
         }
     }
     for step in steps {
-        // Clocks of a run do not go back.
+        // The clocks of a run are monotonic.
         let began = step.began.saturating_sub(origin);
         for rank in &step.ranks {
             rank.actions
@@ -151,7 +151,7 @@ fn document(steps: &[TracedStep]) -> Document<'static> {
     }
 }
 
-/// What a process or a thread is called.
+/// Returns the event that names a process or a thread.
 fn named(what: &'static str, pid: usize, tid: usize, name: String) -> Event<'static> {
     let args = Arguments { name: Some(name.into()), ..Arguments::default() };
     Event { name: what.into(), cat: "".into(), ph: "M".into(), pid, tid, ts: 0.0, dur: 0.0, args }
@@ -174,18 +174,18 @@ fn push_action(events: &mut Vec<Event<'static>>, step: u64, began: u64, pid: usi
         let tid = action.stream() as usize;
         events.push(Event { name: name.into(), cat: cat.into(), ph: "X".into(), pid, tid, ts, dur, args });
     };
-    // Below a microsecond nothing was waited for.
+    // Waits of less than a microsecond are left out.
     if start - issued >= 1000 {
         push(format!("waits to {name}"), WAITING, issued, start);
     }
     push(name, STREAMS[action.stream() as usize].1, start, end);
 }
 
-/// The steps in the trace of a run's folder, in their order. Each has actions of every rank.
+/// Reads the steps in the trace of a run's folder, in their order. Each has actions of every rank.
 ///
 /// # Errors
-/// [`TrainError::NoTrace`], [`TrainError::ReadTrace`], and [`TrainError::DamagedTrace`] for what is no trace: times that go back, ranks that
-/// do not make up a world, or programs of more units, microbatches or steps than there are in any.
+/// [`TrainError::NoTrace`], [`TrainError::ReadTrace`], or [`TrainError::DamagedTrace`] if the file is not a trace: if times go back, if
+/// ranks do not form a world, or if a program has more units, microbatches or steps than any run has.
 pub fn read(folder: &Path) -> Result<Vec<TracedStep>, TrainError> {
     let path = folder.join(TRACE_FILE);
     let unreadable = |source: io::Error| match source.kind() {
@@ -205,7 +205,7 @@ fn steps(text: &[u8]) -> Result<Vec<TracedStep>, String> {
     if headers.len() > STEPS_MAX {
         return Err(format!("it has more than {STEPS_MAX} steps"));
     }
-    // Each has an event with its name.
+    // Each rank has an event with its name.
     if !(1..=RANKS_MAX.min(document.trace_events.len())).contains(&ranks.len()) {
         return Err(format!("it claims to have {} ranks", ranks.len()));
     }
@@ -237,7 +237,7 @@ fn steps(text: &[u8]) -> Result<Vec<TracedStep>, String> {
     assembled.collect()
 }
 
-/// Ranks that make up pipelines beside each other, all with one outline; nothing is known yet of what they did.
+/// Checks that the ranks form data-parallel pipelines with one outline. Returns their timelines without actions.
 fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<RankTimeline>, String> {
     let of_first = |rank: &&HeaderRank| rank.place.pipeline_rank == 0;
     let data_degree = ranks.iter().filter(of_first).count();

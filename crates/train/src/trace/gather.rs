@@ -9,31 +9,31 @@ use trireme_base::Rank;
 use trireme_parallel::{ActionTime, Executor};
 use trireme_schedule::Action;
 
-/// Steps that a trace has at most.
+/// Maximum number of steps in a trace.
 const STEPS_MAX: usize = 8;
-/// Actions of all ranks that a trace has at most, unless its last step has more.
+/// Maximum number of actions of all ranks in a trace, unless its last step alone has more.
 const ACTIONS_MAX: usize = 1 << 18;
 
-/// Writes the timelines of a run's steps, the newest of them.
+/// A writer of the timelines of the newest traced steps.
 pub(crate) struct Tracer {
     path: PathBuf,
-    /// At rank 0.
+    /// On rank 0.
     steps: VecDeque<TracedStep>,
 }
 
 impl Tracer {
-    /// For a run in `folder`. An earlier trace there stays until the first step is written.
+    /// Creates the writer for a run in `folder`. An earlier trace there remains until the first step is written.
     pub(crate) fn new(folder: &Path) -> Self {
         Tracer { path: folder.join(TRACE_FILE), steps: VecDeque::new() }
     }
 
-    /// Leaves the steps so far out of what is written next: their programs were others.
+    /// Drops the steps so far, because later steps have other programs.
     pub(crate) fn forget(&mut self) {
         self.steps.clear();
     }
 
-    /// Gathers the timeline of the last step, which took this rank so long, from all ranks and writes it, with those before it that are kept.
-    /// Collective.
+    /// Gathers the timeline of the last step from all ranks, and writes it with the earlier steps that are kept. `duration` is the time
+    /// that the step took this rank. Collective.
     pub(crate) fn write(
         &mut self,
         step: u64,
@@ -57,7 +57,7 @@ impl Tracer {
     }
 }
 
-/// The timeline of this rank's last step, on its host's clock.
+/// Returns the timeline of this rank's last step, on its host's clock.
 fn timeline(executor: &Executor, duration: Duration) -> RankTimeline {
     let ranks = executor.ranks();
     let (world, rank) = (ranks.world(), ranks.world().rank());
@@ -83,13 +83,13 @@ fn timeline(executor: &Executor, duration: Duration) -> RankTimeline {
     RankTimeline { place, outline, peak_flops: None, duration, actions }
 }
 
-/// The clock of [`Instant`], which processes of a host share.
+/// Returns the time on the clock of [`Instant`], which the processes of a host share.
 fn monotonic() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or_default())
 }
 
-/// The timelines of all ranks on their hosts' clocks, at rank 0.
+/// Gathers the timelines of all ranks at rank 0, each on its host's clock. Returns `None` on other ranks.
 fn gather(executor: &Executor, duration: Duration) -> Result<Option<Vec<RankTimeline>>, TrainError> {
     let world = executor.group();
     let told = serde_json::to_vec(&timeline(executor, duration)).expect("numbers and texts are JSON");
@@ -115,14 +115,15 @@ fn gather(executor: &Executor, duration: Duration) -> Result<Option<Vec<RankTime
     Ok(Some(ranks))
 }
 
-/// Puts all times on one clock, from the beginning of the step.
+/// Converts all times to one clock, relative to the beginning of the step. Clocks of hosts are aligned at the first update of each host's
+/// lowest rank.
 fn align(step: u64, model_flops: f64, mut ranks: Vec<RankTimeline>) -> TracedStep {
     let reduced = |rank: &RankTimeline| {
         let is_step = |traced: &&TracedAction| matches!(traced.action, Action::Step { .. });
         rank.actions.iter().find(is_step).map_or(0, |traced| traced.start)
     };
     let root = reduced(&ranks[0]);
-    // Of each host its lowest rank.
+    // The time of the first update of the lowest rank on each host.
     let mut hosts: Vec<u64> = Vec::new();
     for rank in &ranks {
         if rank.place.host == hosts.len() {
@@ -159,7 +160,7 @@ mod tests {
             rank.actions.iter_mut().for_each(|traced| each_time(traced, |time| *time += began));
         };
         set(&mut ranks[0], 0, 1_000_000);
-        // The second began later, and the third has another clock.
+        // Rank 1 began later, and rank 2 has another clock.
         set(&mut ranks[1], 0, 1_000_007);
         set(&mut ranks[2], 1, 50);
         let step = align(3, 1e9, ranks);

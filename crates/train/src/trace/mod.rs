@@ -1,7 +1,7 @@
-//! Timelines of steps: when each rank did what.
+//! Timelines of steps: the times of each rank's actions.
 //!
-//! The trainer gathers the timeline of a step to rank 0, which writes it to the run's folder; [`read`] reads it again. The file
-//! alone is enough to know the programs of all ranks.
+//! The trainer gathers the timeline of a step at rank 0, which writes it to the run's folder. [`read`] reads the file, which alone
+//! determines the programs of all ranks.
 
 mod file;
 mod gather;
@@ -15,84 +15,85 @@ use crate::as_text;
 use serde::{Deserialize, Serialize};
 use trireme_schedule::{Action, Outline, Program};
 
-/// Name of the file in a run's folder.
+/// Name of the trace file in a run's folder.
 pub const TRACE_FILE: &str = "trace.json";
 
-/// Where a rank lies. Ranks of one pipeline have the same place in data.
+/// The place of a rank. The ranks of one pipeline have the same `data_rank`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankPlace {
-    /// In the world.
+    /// The rank in the world.
     pub rank: usize,
-    /// In its pipeline.
+    /// The rank in its pipeline.
     pub pipeline_rank: usize,
-    /// Among the ranks that run the same units.
+    /// The rank among the ranks that run the same units.
     pub data_rank: usize,
-    /// The host, counted from 0.
+    /// The index of the host.
     pub host: usize,
 }
 
-/// An action of a step, in nanoseconds from when the first rank began the step.
+/// An action of a step. Times are in nanoseconds since the first rank began the step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TracedAction {
-    /// What was done.
+    /// The action.
     #[serde(with = "as_text")]
     pub action: Action,
-    /// The rank came to it.
+    /// The time at which the rank reached the action.
     pub issued: u64,
-    /// It had what it needed, and its own work began.
+    /// The time at which the action had everything that it needs, and its own work began.
     pub start: u64,
-    /// The rank went on.
+    /// The time at which the rank continued with the next action.
     pub end: u64,
-    /// Floating-point operations of the matrix products that it issued.
+    /// Floating-point operations of the matrix products that the action issued.
     pub product_flops: u64,
 }
 
-/// What a rank did in a step.
+/// The actions of one rank in a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankTimeline {
-    /// Which rank.
+    /// The place of the rank.
     pub place: RankPlace,
-    /// What its program is for.
+    /// The outline of the rank's program.
     #[serde(with = "as_text")]
     pub outline: Outline,
-    /// Peak FLOP/s of the rank's device, where it is known.
+    /// Peak FLOP/s of the rank's device, if it is known.
     pub peak_flops: Option<f64>,
-    /// Nanoseconds that the step took the rank, with reading its samples.
+    /// Nanoseconds that the step took the rank, including the reading of its samples.
     pub duration: u64,
-    /// In the program's order.
+    /// The actions in the program's order.
     pub actions: Vec<TracedAction>,
 }
 
 impl RankTimeline {
-    /// Nanoseconds from its first action to the end of its last one.
+    /// Returns the nanoseconds from the rank's first action to the end of its last one.
     pub fn program_time(&self) -> u64 {
         let ends = self.actions.first().zip(self.actions.last());
         ends.map_or(0, |(first, last)| last.end - first.issued)
     }
 
-    /// The program that the rank ran.
+    /// Returns the program that the rank ran.
     pub fn program(&self) -> Program {
         let actions = self.actions.iter().map(|traced| traced.action).collect();
         Program { outline: self.outline.clone(), actions }
     }
 }
 
-/// What all ranks did in a step. Times of ranks on one host are of one clock. Hosts are aligned by the sum of the gradients'
-/// squares in the step, which ends on all ranks at about the same time: to within a message and a sum.
+/// The actions of all ranks in a step. Ranks on one host share a clock. Clocks of hosts are aligned at the sum of the gradients' squares in
+/// the step, which ends on all ranks at about the same time: within the time of a message and a sum.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TracedStep {
-    /// Its number, from 1.
+    /// The number of the step, from 1.
     pub step: u64,
-    /// When it began, in nanoseconds on the clock of rank 0, or after the first step of its file.
+    /// The time at which the step began, in nanoseconds: on the clock of rank 0, or, if the step was read from a file, since the first step
+    /// of the file.
     pub began: u64,
     /// Floating-point operations that the model needs for the step, on all ranks together.
     pub model_flops: f64,
-    /// By rank.
+    /// The timelines by rank.
     pub ranks: Vec<RankTimeline>,
 }
 
 impl TracedStep {
-    /// Nanoseconds from when the first rank began until the last one ended.
+    /// Returns the nanoseconds from the beginning of the step on the first rank to its end on the last one.
     pub fn makespan(&self) -> u64 {
         self.ranks.iter().filter_map(|rank| rank.actions.last()).map(|last| last.end).max().unwrap_or(0)
     }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::error::TrainError;
 
-/// A rank of a pipeline of `num_ranks`, one unit on each.
+/// Returns the timeline of a rank in a pipeline of `num_ranks`, with one unit per rank.
 pub(super) fn rank(rank: usize, num_ranks: usize) -> RankTimeline {
     let stages: String = (0..num_ranks).map(|rank| format!(" stage {rank}-{}@{rank}", rank + 1)).collect();
     let outline = format!("units {num_ranks} microbatches 1 rank {rank}{stages}");
@@ -25,7 +25,7 @@ pub(super) fn rank(rank: usize, num_ranks: usize) -> RankTimeline {
 fn steps() -> Vec<TracedStep> {
     let step = |step| {
         let mut ranks = vec![rank(0, 2), rank(1, 2)];
-        // Rank 1 waits for long before its first pass.
+        // Rank 1 waits long before its first pass.
         ranks[1].actions[0].start = 2700 + step;
         ranks[1].actions.iter_mut().for_each(|traced| traced.end += 3000);
         ranks[1].actions[1..].iter_mut().for_each(|traced| {
@@ -70,13 +70,13 @@ fn the_file_is_what_viewers_read() {
     assert_eq!((forward["ts"].as_f64(), forward["dur"].as_f64()), (Some(102.72), Some(1.28)));
     assert_eq!((&forward["args"]["unit"], &forward["args"]["microbatch"]), (&1.into(), &0.into()));
     assert_eq!(forward["args"]["issued"], 100.0);
-    // Only what is long enough to be seen.
+    // Only waits that are long enough to be visible.
     let waits = events.iter().filter(|event| event["cat"] == "waiting");
     let names: Vec<&str> = waits.map(|event| event["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["waits to F 1 0", "waits to F 1 0"]);
 }
 
-/// What is said about a file with this text.
+/// Returns the error for a file with this text.
 fn refused(text: &str) -> String {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join(TRACE_FILE), text).unwrap();
@@ -128,6 +128,6 @@ fn other_files_are_refused() {
     refused("");
     refused("[]");
     refused(&"[".repeat(100_000));
-    // Half of a file is none.
+    // A truncated file is refused.
     (0..text.len() - 2).step_by(97).for_each(|length| drop(refused(&text[..length])));
 }

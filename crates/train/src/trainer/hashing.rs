@@ -1,4 +1,4 @@
-//! Hashes of what steps compute, for `trireme report diff`.
+//! Hashes of the results of steps, for `trireme report diff`.
 
 use super::Trainer;
 use crate::error::TrainError;
@@ -6,7 +6,8 @@ use crate::metrics::HashRecord;
 use std::sync::Arc;
 
 impl Trainer<'_> {
-    /// Lets steps be hashed as the config says, and records the parameters that the run begins or resumes with. Collective.
+    /// Turns on the hashes that the config asks for, and records the hashes of the parameters that the run begins or resumes with.
+    /// Collective.
     pub(super) fn begin_hashes(&mut self) -> Result<(), TrainError> {
         let interval = self.config.metrics().hash_interval;
         if interval == 0 {
@@ -18,7 +19,7 @@ impl Trainer<'_> {
         self.write_hashes(&record)
     }
 
-    /// Records the hashes of the program's steps that are due. Collective.
+    /// Records the hashes of the program's steps for which hashes are due. Collective.
     pub(super) fn finish_hashes(&mut self) -> Result<(), TrainError> {
         let interval = self.config.metrics().hash_interval;
         if interval == 0 {

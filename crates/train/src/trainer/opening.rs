@@ -1,4 +1,4 @@
-//! Opens a run on a rank. Every check comes before the first write.
+//! Opens a run on a rank. All checks precede the first write.
 
 use super::{Trainer, TrainerOptions, stepping};
 use crate::agreement::{Facts, agree};
@@ -37,8 +37,8 @@ use trireme_parallel::Executor;
 use trireme_tensor::Device;
 
 impl<'a> Trainer<'a> {
-    /// Opens the samples, builds the model, loads what there is to resume from, and opens the run's files. Collective:
-    /// all ranks of `group` call it with the same config and the same task.
+    /// Opens the samples, builds the model, loads the checkpoint to resume from if there is one, and opens the run's files. Collective: all
+    /// ranks of `group` call it with the same config and the same task.
     pub fn new(
         config: &'a Config,
         task: Arc<dyn Task>,
@@ -132,7 +132,7 @@ fn notice_settings(config: &Config, task: &dyn Task, observer: &mut dyn Observer
     notice_fp8(config, observer);
 }
 
-/// The executor of this rank, with the choices for its steps.
+/// The executor of this rank, and the values that are derived while it is built.
 struct Built {
     executor: Executor,
     choices: StepChoices,
@@ -141,7 +141,7 @@ struct Built {
 }
 
 impl Built {
-    /// Builds the model with its first weights, for batches of `batch_specs`. Collective.
+    /// Builds the model with its initial weights, for batches of `batch_specs`. Collective.
     fn new(
         config: &Config,
         task: &dyn Task,
@@ -159,7 +159,7 @@ impl Built {
         let choices = match &options.plan {
             Some(plan) => plan.choices.clone(),
             None => {
-                // Passes of ranks of the tensor axis may differ, what they do must not.
+                // The costs of passes may differ between ranks of the tensor axis, but their choices must not.
                 let own = StepChoices::given(config, &rehearsal.passes())?;
                 let is_root = group.rank() == Rank::ROOT;
                 StepChoices::of_root(is_root.then_some(&own), &group)?.unwrap_or(own)
@@ -179,7 +179,7 @@ fn begin_or_resume(
     (train, validation): (&dyn Dataset, Option<&Validation>),
     observer: &mut dyn Observer,
 ) -> Result<(TrainingState, Option<Checkpoint>), TrainError> {
-    // Only now, when nothing but the resume itself can still be refused.
+    // The earlier run is moved only when nothing but the resume itself can still fail.
     if executor.group().rank() == Rank::ROOT && config.checkpoint().resume == Resume::Never {
         run_folder::set_aside(&config.run_folder(), observer)?;
     }
@@ -204,7 +204,7 @@ fn begin_or_resume(
     }
 }
 
-/// Writes the description of a run that continues after `step`, and opens the files of its steps. For rank 0.
+/// Writes the description of a run that continues after `step`, and opens its metrics and hashes. Called on rank 0.
 fn open_files(
     config: &Config,
     options: &TrainerOptions,

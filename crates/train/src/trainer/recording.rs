@@ -7,7 +7,7 @@ use crate::run_folder;
 use trireme_base::with_sources;
 
 impl Trainer<'_> {
-    /// Writes the record of a step; says so when a full disk keeps it waiting, and when it waits no more.
+    /// Writes the record of a step. Reports if the record waits for a full disk, and when no record waits any more.
     pub(super) fn write_metrics(&mut self, record: &StepRecord) -> Result<(), TrainError> {
         let Some(metrics) = &mut self.metrics else { return Ok(()) };
         let written = metrics.write(record)?;
@@ -15,7 +15,7 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Reports that records wait for a full disk, and when they wait no more.
+    /// Reports if records wait for a full disk, and when no record waits any more.
     pub(super) fn report_written(&mut self, written: Written, step: u64) {
         match written {
             Written::Now => {}
@@ -33,7 +33,7 @@ impl Trainer<'_> {
         }
     }
 
-    /// Tells the user what does not end the run, unless that was said before.
+    /// Shows a notice, unless the same text was shown before.
     pub(super) fn report_once(&mut self, text: String) {
         if !self.reported.contains(&text) {
             self.observer.notice(&text);
@@ -41,7 +41,7 @@ impl Trainer<'_> {
         }
     }
 
-    /// Writes down when the ranks did what in the last step, if its turn has come. Collective.
+    /// Writes the timeline of the last step, if a trace is due. Collective.
     pub(super) fn trace(&mut self) -> Result<(), TrainError> {
         let (step, interval) = (self.state.step, self.config.metrics().trace_interval);
         if interval > 0 && step.is_multiple_of(interval) && !self.executor.timeline().is_empty() {
@@ -51,7 +51,7 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Writes down which algorithms were chosen, when there are new ones.
+    /// Writes the algorithms that the group has chosen, if there are new choices.
     pub(super) fn write_choices(&mut self) -> Result<(), TrainError> {
         let group = self.executor.group();
         let num_choices = group.num_choices();

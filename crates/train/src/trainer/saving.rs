@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use trireme_base::with_sources;
 
 impl Trainer<'_> {
-    /// Rank 0 asks for a checkpoint when its time comes with the step that begins.
+    /// Requests a checkpoint, on rank 0, if its interval ends with the step that begins.
     pub(super) fn request_checkpoint(&self, last_step: Duration) {
         let checkpoint = self.config.checkpoint();
         if let Interval::Time(interval) = checkpoint.interval
@@ -22,7 +22,7 @@ impl Trainer<'_> {
         }
     }
 
-    /// Saves a checkpoint if the config wants any. A full disk ends the run only if it is the last one. Collective.
+    /// Saves a checkpoint, if checkpoints are enabled. A full disk ends the run only if the checkpoint is the last one. Collective.
     pub(super) fn save(&mut self, is_last: bool, summary: &mut RunSummary) -> Result<(), TrainError> {
         if self.config.checkpoint().enable {
             self.requests.forget_checkpoint();
@@ -37,7 +37,7 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Saves the last checkpoint of a run, unless that of its last step was saved already. Collective.
+    /// Saves the last checkpoint of a run, unless the last step already has one. Collective.
     pub(super) fn save_last(&mut self, summary: &mut RunSummary) -> Result<(), TrainError> {
         match &summary.checkpoint {
             Some((step, _)) if *step == self.state.step => Ok(()),
@@ -45,7 +45,7 @@ impl Trainer<'_> {
         }
     }
 
-    /// Saves a checkpoint; `None` if the disk is full, which ends the run only where the checkpoint `is_last`. Collective.
+    /// Saves a checkpoint. Returns `None` if the disk is full, which is an error if the checkpoint `is_last`. Collective.
     fn save_checkpoint(&mut self, is_last: bool) -> Result<Option<PathBuf>, TrainError> {
         self.executor.group().set_line(format_args!("step {}: checkpoint", self.state.step));
         let saved = write_checkpoint(&mut self.executor, &self.state, self.config, &*self.task);

@@ -1,4 +1,4 @@
-//! One run of the step program, and what it has come to.
+//! One run of the step program, and the records of its steps.
 
 use super::Trainer;
 use crate::dataset::read_batch;
@@ -9,12 +9,12 @@ use trireme_base::{Bytes, Category};
 use trireme_optim::LossScaling;
 use trireme_parallel::{GradNorm, NonFinite, Skipped, StepOutcome, StepPlan};
 
-/// Steps of a run after which predicted and measured times are compared, of which the first ones do not count.
+/// Number of first steps whose predicted and measured times are compared. The first [`NUM_WARMING_UP`] of them do not count.
 pub(super) const NUM_COMPARED: usize = 10;
 const NUM_WARMING_UP: usize = 3;
 
 impl Trainer<'_> {
-    /// Runs the program once, and notes what each of its steps has come to.
+    /// Runs the program once, and records the result of each of its steps.
     pub(super) fn advance(&mut self) -> Result<(), TrainError> {
         let began = Instant::now();
         let bytes_before = self.executor.ranks().payload_bytes();
@@ -56,7 +56,7 @@ impl Trainer<'_> {
         self.finish_hashes()
     }
 
-    /// Notes what a step has come to, whose share of its program's time and bytes this is.
+    /// Records the result of a step. `step_seconds` and `comm_bytes` are its share of the program's time and bytes.
     fn record(
         &mut self,
         plan: StepPlan,
@@ -115,7 +115,8 @@ impl Trainer<'_> {
         }
     }
 
-    /// Returns the model FLOPs utilization of a step; `None` without a known peak, and for a program whose steps were all skipped, which runs no pass.
+    /// Returns the model FLOPs utilization of a step. `None` without a known peak, and for a program whose steps were all skipped, because
+    /// it runs no pass.
     fn mfu(&mut self, step_seconds: f64) -> Option<f64> {
         const LOW_PEAK: &str = "steps are faster than the peak that is known of the devices, so MFU is left out: it was measured while other programs \
                                 computed, or [metrics] peak_flops is too small";
@@ -127,7 +128,7 @@ impl Trainer<'_> {
         Some(mfu)
     }
 
-    /// Tells after some steps how far the prediction of their time was off.
+    /// Reports after [`NUM_COMPARED`] steps how far the prediction of their time was off.
     fn compare_times(&mut self, step_seconds: f64) {
         let Some(predicted) = self.options.plan.as_ref().and_then(|plan| plan.step_seconds) else { return };
         if self.first_seconds.len() == NUM_COMPARED {
@@ -148,7 +149,7 @@ impl Trainer<'_> {
         }
     }
 
-    /// Reports a step that was skipped; such a step is done as far as data and schedule go.
+    /// Reports a step that was skipped. A skipped step uses up its data and its place in the schedule.
     fn notice_skipped(&mut self, outcome: &StepOutcome) {
         let step = self.state.step;
         let Some(skipped) = outcome.skipped else { return };
@@ -166,7 +167,7 @@ impl Trainer<'_> {
         self.observer.notice(&text);
     }
 
-    /// Reads this rank's microbatches of the next program, and notes in the plans which of its steps have a loss.
+    /// Reads this rank's microbatches of the next program, and sets in the plans which of its steps have a loss.
     fn load_batches(&mut self) -> Result<(), TrainError> {
         let local_batch_size = self.config.training().local_batch_size;
         let context = self.executor.ranks().context_place();

@@ -1,4 +1,4 @@
-//! Validations between steps, the checkpoint that they keep, and early stopping.
+//! Validations between steps, the best checkpoint, and early stopping.
 
 use super::Trainer;
 use crate::checkpointing::untidy_notice;
@@ -9,13 +9,13 @@ use trireme_base::with_sources;
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, mark_best, tidy};
 
 impl Trainer<'_> {
-    /// Whether so many validations have found no lower loss that the run ends.
+    /// Returns whether so many validations have found no lower loss that the run ends.
     pub(super) fn is_patience_over(&self) -> bool {
         let patience = self.config.training().early_stopping_patience;
         patience > 0 && self.state.validations.num_since >= patience
     }
 
-    /// The loss before the first step, where others follow, or there is none. Collective.
+    /// Returns the loss before the first step of a new run, if validations follow or the run has no steps. Collective.
     pub(super) fn validate_at_start(&mut self) -> Result<Option<Validated>, TrainError> {
         let training = self.config.training();
         if !self.is_new || training.validation_interval == 0 && training.steps > 0 {
@@ -28,7 +28,8 @@ impl Trainer<'_> {
         Ok(validated)
     }
 
-    /// Mean loss and metrics on the samples to validate on; `None` if there are none, or nothing in them counts in the loss. Collective.
+    /// Returns the mean loss and metrics on the validation samples, or `None` if there are none, or nothing in them counts in the loss.
+    /// Collective.
     pub fn validate(&mut self) -> Result<Option<Validated>, TrainError> {
         self.executor.group().set_line(format_args!("step {}: validation", self.state.step));
         let Some(validation) = &mut self.validation else { return Ok(None) };
@@ -47,7 +48,7 @@ impl Trainer<'_> {
         Ok(validated)
     }
 
-    /// Reports that early stopping has ended an earlier run, which this one resumes for no further step.
+    /// Reports that early stopping has ended this run earlier, if it resumes without a further step.
     pub(super) fn notice_ended(&mut self) {
         if self.state.step < self.config.training().steps && self.is_patience_over() {
             self.observer.notice(&format!(
@@ -58,12 +59,12 @@ impl Trainer<'_> {
         }
     }
 
-    /// Names the checkpoint of `step` the best, and removes the one before it, unless it is among those to keep.
+    /// Marks the checkpoint of `step` as the best, and removes the previous best one, unless it is among those to keep.
     pub(super) fn keep_best(&mut self, step: u64) {
         let folder = self.config.run_folder().join(CHECKPOINTS_FOLDER);
         let heartbeat = self.executor.group().heartbeat().clone();
         match mark_best(&folder, step) {
-            // The save that came before kept the previous best checkpoint.
+            // The preceding save kept the previous best checkpoint.
             Ok(()) => {
                 for error in tidy(&folder, step, self.config.checkpoint().keep_latest_k, &|| heartbeat.beat())
                 {

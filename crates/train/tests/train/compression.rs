@@ -1,4 +1,4 @@
-//! What a user sees of compressed gradients, and runs that change their compression or their layout.
+//! Notices and metrics of compressed gradients, and runs that change their compression or their layout.
 
 use crate::common::heard::Heard;
 use crate::common::{job, open, trainer};
@@ -14,7 +14,7 @@ fn config(folder: &Path, world_size: usize, steps: u64, keys: &[&str]) -> Config
     job(folder, "run", world_size, steps, &[&["training.determinism=run"], keys].concat())
 }
 
-/// Trains the run up to `steps`; what rank 0 told, when all ranks told the same.
+/// Trains the run up to `steps`. Returns the notices and losses of rank 0, which are equal on all ranks.
 fn train(folder: &Path, world_size: usize, steps: u64, keys: &[&str]) -> Heard {
     let config = config(folder, world_size, steps, keys);
     let mut ranks = run_ranks(world_size, |group| {
@@ -33,7 +33,7 @@ fn a_run_changes_its_compression_and_its_layout_and_is_told_what_is_lost() {
     let changes: [(usize, &[&str], &str, &str); 8] = [
         (1, &[top_k], "a single worker sends nothing, so nothing is compressed", ""),
         (2, &[top_k], "gradients of 4 of 4 units are compressed by top_k (ratio = 0.01", ""),
-        // The same again loses nothing.
+        // The state of the same codec on as many workers is kept.
         (2, &[top_k, "comm.compression_ratio=0.02"], "top_k (ratio = 0.02", ""),
         (
             4,
@@ -92,7 +92,7 @@ fn workers_that_divide_layers_resume_what_they_kept() {
     }
 }
 
-/// A worker of a pipeline compresses what it would compress without one, among the same workers.
+/// A worker of a pipeline compresses the same gradients as it would without a pipeline, among the same workers.
 #[test]
 fn workers_of_a_pipeline_compress_and_resume_as_others_do() {
     const PIPELINE: &str = "parallelism.pipeline_parallel_degree=2";
@@ -104,7 +104,7 @@ fn workers_of_a_pipeline_compress_and_resume_as_others_do() {
         "training.max_norm=0",
         "optimizer.weight_decay=0",
     ];
-    // One that updates each unit as soon as it can, and drains after each step.
+    // A schedule that updates each unit as soon as it can, and drains after each step.
     let eager = [
         "parallelism.pipeline_parallel_schedule=pipedream",
         "parallelism.pipeline_parallel_drain_interval=1",
@@ -125,7 +125,7 @@ fn workers_of_a_pipeline_compress_and_resume_as_others_do() {
     }
 }
 
-/// Each step of a program without drains exchanges what that step is to exchange, and says so.
+/// Each step of a program without drains exchanges either gradients or momentum, and its record shows which.
 #[test]
 fn momentum_is_exchanged_from_the_step_on_that_freezes_the_second_moment() {
     let folder = tempfile::tempdir().unwrap();
@@ -171,7 +171,7 @@ fn metrics_tell_what_is_saved_and_what_is_lost() {
         assert!(
             plain.get("compression_bytes_saved").is_none() && plain.get("compression_error_norm").is_none()
         );
-        // Two ranks send a vector's length in an all-reduce, whatever its algorithm.
+        // In an all-reduce, each of two ranks sends as many elements as the vector has, whatever the algorithm.
         let bytes = |record: &Value, key: &str| record[key].as_u64().unwrap();
         let saved = bytes(plain, "comm_bytes") - bytes(top_k, "comm_bytes");
         assert_eq!(bytes(top_k, "compression_bytes_saved"), saved);
@@ -180,7 +180,7 @@ fn metrics_tell_what_is_saved_and_what_is_lost() {
         let norm = top_k["grad_norm"].as_f64().unwrap();
         assert!(error > 0.1 * norm, "much of the gradient is late: {error}, {norm}");
     }
-    // What is late adds up over the steps.
+    // The error adds up over the steps.
     let errors: Vec<f64> =
         top_k.iter().map(|record| record["compression_error_norm"].as_f64().unwrap()).collect();
     assert!(errors.is_sorted(), "{errors:?}");
@@ -239,7 +239,7 @@ fn a_state_that_is_not_finite_is_refused() {
     assert!(error.contains("the compressor of head in") && error.contains("damaged/step-5"), "{error}");
 }
 
-/// What one optimizer did not send of its momentum is none of another's.
+/// Momentum that one optimizer has not sent yet has no meaning for another optimizer.
 #[test]
 fn momentum_that_another_optimizer_kept_is_not_read() {
     let folder = tempfile::tempdir().unwrap();
@@ -263,7 +263,7 @@ fn momentum_that_another_optimizer_kept_is_not_read() {
     assert_eq!(resume(&["optimizer.name=zero_one_adam"]), None);
 }
 
-/// Saves the tensors of a checkpoint again, one of them beginning with NaN.
+/// Saves the tensors of a checkpoint again, with NaN as the first element of one of them.
 fn copy_with_nan(original: &Path, folder: &Path, damaged: &str) -> PathBuf {
     let (checkpoint, mesh) = (Checkpoint::open(original).unwrap(), Mesh::data_parallel(1));
     let read = |(name, tensor): (&str, &StoredTensor)| {

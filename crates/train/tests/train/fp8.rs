@@ -1,4 +1,4 @@
-//! What a user of fp8 is told, and runs that change to it and back.
+//! Notices about fp8, and runs that change to fp8 and back.
 
 use crate::common::heard::Heard;
 use crate::common::{job, trainer};
@@ -18,7 +18,7 @@ fn a_run_changes_to_fp8_and_back() {
     let folder = tempfile::tempdir().unwrap();
     let without = train(folder.path(), 5, &[]);
     assert_eq!(without.notices, [""; 0]);
-    // The checkpoint has no history, then one of another length, then one that nobody asks for.
+    // The checkpoint has no history, then a history of another length, then a history that is not read.
     for (steps, keys) in [
         (10, &["training.fp8=hybrid"][..]),
         (15, &["training.fp8=e4m3", "training.fp8_amax_history_len=4", "training.fp8_margin=1"]),

@@ -1,4 +1,4 @@
-//! A swap file that was spoilt ends a run with a clear error, and its last checkpoint is as good as ever.
+//! A corrupted swap file ends a run with a clear error, and does not affect its last checkpoint.
 
 use crate::common::{job, trainer};
 use std::error::Error;
@@ -8,7 +8,7 @@ use std::path::Path;
 use trireme_testkit::run_ranks;
 use trireme_train::Silent;
 
-/// Flips a bit in every page of the files without names that this process has open in `folder`.
+/// Flips a bit in every page of the unnamed files in `folder` that this process has open.
 fn spoil(folder: &Path) {
     let folder = folder.canonicalize().unwrap();
     let mut num_files = 0;

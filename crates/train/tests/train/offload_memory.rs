@@ -1,4 +1,4 @@
-//! State that lives on a disk is in memory by units, from its first values to a checkpoint and back.
+//! State on a disk is in memory one unit at a time, from its initial values to a checkpoint and back.
 
 use crate::common::{job, trainer};
 use trireme_base::Category;
@@ -18,7 +18,7 @@ fn the_host_never_holds_all_that_lives_on_a_disk() {
         "checkpoint.interval=1",
         &swap_folder,
     ];
-    // The second run goes on from the first one's checkpoint.
+    // The second run resumes from the first one's checkpoint.
     for steps in [2, 3] {
         run_ranks(1, |group| {
             let config = job(folder.path(), "disk", 1, steps, &keys);
@@ -29,11 +29,12 @@ fn the_host_never_holds_all_that_lives_on_a_disk() {
             let units = executor.model().table().units();
             let largest = units.iter().map(|unit| unit.num_elements).max().unwrap();
             let all: usize = units.iter().map(|unit| unit.num_elements).sum();
-            // Parameter and both moments, in f32.
+            // The parameter and both moments, in f32.
             let usage = |category| executor.host().memory().usage(category).peak;
             let (state, peak) = (largest * 12, usage(Category::Optimizer) + usage(Category::Parameters));
             assert!(peak <= state + state / 10 && peak < all * 4, "{peak} bytes, of {state} for a unit");
-            // Of either file five chunks that are written, one of them filled, and one that is read: each of one unit.
+            // For each file, five chunks that are written, one of which is being filled, and one chunk that is read. Each chunk has one
+            // unit.
             let (chunks, peak) = (6 * state, usage(Category::Communication));
             assert!(peak <= chunks + chunks / 10, "{peak} bytes on the way, of {state} for a unit");
         });

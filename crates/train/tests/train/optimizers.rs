@@ -4,7 +4,7 @@ use crate::common::{job, open, trainer};
 use trireme_testkit::run_ranks;
 use trireme_train::{RunSummary, Silent, TrainError};
 
-/// Keys with a learning rate that fits.
+/// The keys of each optimizer, with a suitable learning rate.
 const OPTIMIZERS: [&[&str]; 10] = [
     &["optimizer.name=adamw"],
     &["optimizer.name=adam", "optimizer.weight_decay=0"],
@@ -25,7 +25,7 @@ const OPTIMIZERS: [&[&str]; 10] = [
 
 const STATE_DTYPES: [&str; 3] = ["f32", "bf16", "int8"];
 
-/// Validation losses after 5 steps and at the end, of two ranks.
+/// Returns the validation losses of two ranks after 5 steps and at the end.
 fn losses(keys: &[&str], steps: u64) -> [f64; 2] {
     let folder = tempfile::tempdir().unwrap();
     let config = job(folder.path(), "run", 2, steps, &[&["checkpoint.enable=false"], keys].concat());
@@ -63,7 +63,7 @@ fn compressed_momentum_ends_near_adamw() {
 
 #[test]
 fn narrow_states_train_as_well() {
-    // Wide enough for blocks of 8 bits.
+    // Units are large enough for 8-bit state in blocks.
     let wide = ["model.hidden_size=128", "optimizer.lr=3e-3"];
     let losses = STATE_DTYPES.map(|dtype| {
         let dtype = format!("optimizer.state_dtype={dtype}");

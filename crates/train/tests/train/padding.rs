@@ -1,4 +1,4 @@
-//! Padding changes nothing that is learned or reported.
+//! Padding changes neither training nor metrics.
 
 use crate::common::{job_of, trainer};
 use std::path::Path;
@@ -6,7 +6,7 @@ use trireme_testkit::run_ranks;
 use trireme_train::metrics::StepRecord;
 use trireme_train::{Observer, RunFacts};
 
-/// By step: the loss, the norm of gradients, and the metrics with their names.
+/// For each step, the loss, the gradient norm and the metrics, with their names.
 #[derive(Default)]
 struct Reported(Vec<Vec<(String, f64)>>);
 
@@ -33,7 +33,7 @@ fn routers_do_not_see_padding() {
         "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
         "first_k_dense_replace": 1}"#;
     let folder = tempfile::tempdir().unwrap();
-    // With its end, each document has 20 tokens: one fits into a window.
+    // With its end token, each document has 20 tokens, so one document fits into a window.
     let documents = (0..64_u32).map(|index| {
         let letters = (0..19).map(|place| char::from(b'a' + (index * (place + 3) * 7 % 26) as u8));
         format!("{{\"text\": \"{}\"}}\n", letters.collect::<String>())
@@ -77,7 +77,7 @@ fn routers_do_not_see_padding() {
                 (2, "parallelism.tensor_parallel_degree=2"),
                 (2, "parallelism.context_parallel_degree=2"),
             ];
-            // Ranks of the context axis have capacities of their own.
+            // Ranks of the context axis have separate capacities, so this layout is left out if there is a capacity.
             for layout in layouts.into_iter().take(if capacity.is_empty() { 4 } else { 3 }) {
                 let padded = run(36, capacity, layout);
                 for ((name, tight), (_, padded)) in tight.iter().flatten().zip(padded.iter().flatten()) {

@@ -1,4 +1,4 @@
-//! A run that was cut in two is the run that was not, to the last bit.
+//! A run that is interrupted and resumed has the same bits as a run that is not.
 
 use crate::common::{job, job_of, open, trainer};
 use std::path::Path;
@@ -7,7 +7,7 @@ use trireme_train::config::Config;
 use trireme_train::metrics::StepRecord;
 use trireme_train::{Observer, RunFacts};
 
-/// What a step found, as bits.
+/// The results of a step, as bits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct StepBits {
     step: u64,
@@ -19,7 +19,7 @@ struct StepBits {
     compression_bytes_saved: Option<u64>,
 }
 
-/// Keeps what each step found.
+/// An observer that records the results of each step.
 #[derive(Default)]
 struct Bits(Vec<StepBits>);
 
@@ -43,7 +43,7 @@ impl Observer for Bits {
 
 type Found = (Vec<StepBits>, Vec<u32>);
 
-/// Steps of rank 0, and its parameters at the end; ranks are on two hosts.
+/// Trains a run with its ranks on two hosts. Returns the steps and the final parameters of rank 0.
 fn train(config: &Config) -> Found {
     let hosts: Vec<usize> = (0..config.world_size()).map(|rank| 2 * rank / config.world_size()).collect();
     let ranks = run_ranks_on(&hosts, |group| {
@@ -60,8 +60,7 @@ fn train(config: &Config) -> Found {
     ranks.into_iter().next().unwrap()
 }
 
-/// Trains 20 steps at once with `first` workers, and 10 and 10 with each pair of numbers of workers; returns the
-/// steps.
+/// Trains 20 steps at once with the first number of workers, and 10 and 10 steps with each pair of numbers. Returns the steps.
 fn check_cut_runs(workers: &[(usize, usize)], keys: &[&str]) -> Vec<StepBits> {
     let folder = tempfile::tempdir().unwrap();
     let whole = train(&job(folder.path(), "whole", workers[0].0, 20, keys));
@@ -71,7 +70,7 @@ fn check_cut_runs(workers: &[(usize, usize)], keys: &[&str]) -> Vec<StepBits> {
         let mut found = train(&job(folder.path(), &name, *first, 10, keys)).0;
         let rest = train(&job(folder.path(), &name, *second, 20, keys));
         found.extend(&rest.0);
-        // The tenth step is the last of its run, and so validated; so is the tenth of the whole.
+        // The tenth step is validated in both runs: as the last step of the first part, and because of the validation interval.
         assert!(found == whole.0, "{name}, {keys:?}: steps differ: {found:?} {:?}", whole.0);
         assert!(rest.1 == whole.1, "{name}, {keys:?}: weights differ");
     }
@@ -90,7 +89,7 @@ fn twenty_steps_are_ten_and_ten_in_16_bits() {
     check_cut_runs(&[(1, 1), (2, 4)], &["training.dtype=bf16"]);
     let keys =
         ["training.dtype=f16", "training.loss_scale_initial=64", "training.loss_scale_growth_interval=4"];
-    // The cut after step 10 is half way from one growth to the next.
+    // The interruption after step 10 is halfway between two growths of the scale.
     let scales: Vec<_> =
         check_cut_runs(&[(1, 2), (4, 1)], &keys)[..14].iter().map(|step| step.loss_scale.unwrap()).collect();
     assert_eq!(scales, [64, 64, 64, 64, 128, 128, 128, 128, 256, 256, 256, 256, 512, 512]);
@@ -132,8 +131,8 @@ fn a_run_that_began_on_the_cpu_ends_on_a_detached_device_and_the_other_way_round
 /// A number of workers, and the keys of their layout.
 type WorkersAndKeys<'a> = (usize, &'a [&'a str]);
 
-/// Trains 20 steps with the layout `uninterrupted`, and 10 and 10 with each layout and the next one: weights have the same bits across the change of
-/// layout, and losses are nearly those of the uninterrupted run.
+/// Trains 20 steps with the layout `uninterrupted`, and 10 and 10 steps with each layout and the next one. Weights have the same bits
+/// across the change of layout, and losses are nearly those of the uninterrupted run.
 fn check_continuation<'a>(
     layouts: &[WorkersAndKeys<'a>],
     uninterrupted: WorkersAndKeys<'a>,
@@ -154,8 +153,8 @@ fn check_continuation<'a>(
     }
 }
 
-/// Ranks of the tensor axis and of the context axis take sums in another order, so losses after a change are nearly equal, not equal. Stored
-/// weights have the same bits.
+/// Ranks of the tensor axis and of the context axis change the order of sums, so losses after a change of layout are only nearly equal.
+/// Stored weights have the same bits.
 #[test]
 fn a_checkpoint_of_any_degree_continues_with_any_other() {
     const TENSOR: &str = "parallelism.tensor_parallel_degree=2";
@@ -184,7 +183,7 @@ fn a_checkpoint_of_any_degree_continues_with_any_other() {
     }
 }
 
-/// Experts of a checkpoint go to the workers that have them, with what the optimizer keeps of them.
+/// Experts of a checkpoint are loaded on the workers that have them, with their optimizer state.
 #[test]
 fn experts_continue_on_other_workers() {
     const EXPERTS: &str = "parallelism.expert_parallel_degree=2";
@@ -316,7 +315,7 @@ fn twenty_steps_are_ten_and_ten_in_fp8() {
     }
 }
 
-/// Nothing of it is state: not even copies of parameters, which the first gathering after a cut makes again.
+/// ZeRO++ has no state of its own: even the copies of parameters are gathered again after an interruption.
 #[test]
 fn twenty_steps_are_ten_and_ten_with_zero_plus_plus() {
     let keys = [
@@ -335,7 +334,7 @@ fn twenty_steps_are_ten_and_ten_with_compression() {
     let cases: [(usize, &str, &[&str]); 7] = [
         (4, "top_k", &["comm.compression_ratio=0.05"]),
         (4, "powersgd", &["comm.compression_rank=2"]),
-        // The cut is within the warm-up.
+        // The interruption is within the warm-up.
         (2, "one_bit", &["comm.compression_warmup_steps=15", "comm.compression_block_len=64"]),
         (2, "random_k", &["comm.compression_ratio=0.1", "comm.compression_warmup_steps=12"]),
         (2, "int8", &[]),
@@ -367,7 +366,7 @@ fn twenty_steps_are_ten_and_ten_with_exchanged_momentum() {
     let f16 =
         ["training.dtype=f16", "training.loss_scale_initial=64", "training.loss_scale_growth_interval=4"];
     let cases: [&[&str]; 4] = [
-        // The cut is in the warm-up, and after it.
+        // The interruption is within the warm-up, and then after it.
         &["optimizer.name=one_bit_adam", "optimizer.freeze_step=14"],
         &["optimizer.name=one_bit_adam", "optimizer.freeze_step=6"],
         &["optimizer.name=zero_one_adam", "optimizer.var_update_scaler=2", "comm.compression=int4"],
@@ -412,7 +411,7 @@ fn metrics_hold_every_step_once_after_a_crash_between_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
     let whole = train(&job(folder.path(), "whole", 2, 12, &[]));
     let config = job(folder.path(), "crash", 2, 12, &[]);
-    // Eight steps, of which the checkpoint after five survives.
+    // The run ends after eight steps. Its last checkpoint is that of step 5.
     run_ranks(2, |group| {
         let mut observer = trireme_train::Silent;
         let mut short = trainer(&config, group, &mut observer);
@@ -477,12 +476,12 @@ fn a_fork_within_one_folder_is_refused() {
     let fork = job(folder.path(), "run", 1, 10, &[&resume]);
     let error = open(&fork, trireme_comm::single(), &mut trireme_train::Silent).err().unwrap();
     assert!(error.to_string().contains("cannot resume after step 5"), "{error}");
-    // In a folder of its own the branch is welcome.
+    // A branch in its own folder is allowed.
     let branch = train(&job(folder.path(), "branch", 1, 10, &[&resume]));
     assert_eq!(branch.0[0].step, 6);
 }
 
-/// States that begin after ten steps: of another optimizer, or of parameters that were frozen until then.
+/// Optimizer states that begin after ten steps, because the optimizer is another one, or because parameters were frozen until then.
 #[test]
 fn optimizer_state_that_begins_in_the_middle_of_a_run_counts_its_own_updates() {
     let frozen = "optimizer.groups=[{match = \"*mlp*\", frozen = true}]";
@@ -516,7 +515,7 @@ fn optimizer_state_that_begins_in_the_middle_of_a_run_counts_its_own_updates() {
         let distances = before.iter().zip(&after);
         let distances = distances.map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs());
         let largest = distances.fold(0.0, f32::max);
-        // Ten updates of about the learning rate; more where a second moment is frozen and a gradient grows.
+        // Ten updates of about the learning rate; more if a second moment is frozen and a gradient grows.
         assert!((5e-3..0.5).contains(&largest), "{second:?}: a weight moves by {largest}");
     }
 }

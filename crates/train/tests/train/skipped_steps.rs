@@ -1,4 +1,4 @@
-//! What a user sees of steps that are skipped because gradients overflow.
+//! Notices and records of skipped steps.
 
 use crate::common::{job, trainer};
 use serde_json::Value;
@@ -8,7 +8,7 @@ use trireme_train::config::Config;
 use trireme_train::metrics::StepRecord;
 use trireme_train::{Observer, RunFacts};
 
-/// Keeps the notices.
+/// An observer that records notices.
 #[derive(Default)]
 struct Notices(Vec<String>);
 
@@ -21,13 +21,14 @@ impl Observer for Notices {
     fn checkpoint(&mut self, _: u64, _: &Path) {}
 }
 
-/// The records of a run's steps.
+/// Returns the records of a run's steps.
 fn records(config: &Config) -> Vec<Value> {
     let text = std::fs::read_to_string(config.run_folder().join("metrics.jsonl")).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Inputs of a prompt of `num_windows` sequences each, of which only the last one has an answer.
+/// Writes inputs with prompts of `num_windows` sequences each, of which only the last one has an answer. Returns the value of
+/// `data.inputs`.
 fn prompts(path: &Path, num_records: usize, num_windows: usize) -> String {
     let prompt = "word ".repeat(5 * num_windows - 2);
     std::fs::write(

@@ -1,4 +1,4 @@
-//! Validations of a run that resumes, and the checkpoints that they keep.
+//! Validations of a run that resumes, and its best checkpoint.
 
 use crate::common::heard::Heard;
 use crate::common::{job, open, trainer};
@@ -6,7 +6,7 @@ use std::path::Path;
 use trireme_train::RunSummary;
 use trireme_train::config::Config;
 
-/// Validates after each step, and keeps the last checkpoint and the best one.
+/// Keys with which a run validates after each step, and keeps the last checkpoint and the best one.
 const VALIDATED: [&str; 3] =
     ["training.validation_interval=1", "checkpoint.interval=1000", "checkpoint.keep_latest_k=1"];
 
@@ -17,7 +17,7 @@ fn train(folder: &Path, run: &str, steps: u64, keys: &[&str]) -> (Config, RunSum
     (config, summary, heard.notices)
 }
 
-/// The names in the folder of the run's checkpoints.
+/// Returns the names in the folder of the run's checkpoints.
 fn names(config: &Config) -> Vec<String> {
     let entries = std::fs::read_dir(config.run_folder().join("checkpoints")).unwrap();
     let mut names: Vec<String> =
@@ -89,7 +89,7 @@ fn other_samples_are_read_from_the_first_one() {
     };
     let allowed = "checkpoint.allow_changed=[\"data\"]";
     samples("run", 2, &[]);
-    // Samples that are the same continue.
+    // A run whose samples have not changed continues with the next sample.
     assert_eq!(samples("run", 3, &[allowed]).0, 3 * 16);
     let (read, notices) = samples("run", 5, &[allowed, "training.seed=1"]);
     assert_eq!(read, 2 * 16);

@@ -2,6 +2,7 @@
 
 use super::*;
 
+/// Options of a run whose gradients may be compressed: SGD without momentum.
 const COMPRESSIBLE: [&str; 3] = ["training.determinism=run", "optimizer.name=sgd", "optimizer.momentum=0"];
 
 #[test]
@@ -95,7 +96,7 @@ fn compression_is_refused_where_it_makes_no_sense() {
         (&["comm.compression_rank=0", "comm.compression=powersgd"], "expected a whole number from 1 to 1024"),
         (&["comm.compression_ratio=0", "comm.compression=top_k"], "expected a number above 0 and up to 1"),
         (&["comm.compression_momentum=1", "comm.compression=top_k"], "expected a number from 0 to below 1"),
-        // As an f32 it is 1.
+        // Rounded to f32, this is 1.
         (&["comm.compression_momentum=0.9999999999", "comm.compression=top_k"], "expected from 0 to below 1"),
         (&["comm.compression_normalize=true"], "only applies with compression = \"f16\""),
         (
@@ -130,11 +131,11 @@ fn compression_is_refused_where_it_makes_no_sense() {
     ] {
         refused(options, part);
     }
-    // The default of determinism is told as well, at the key that is there.
+    // If determinism is not set, the mistake is reported at the key that is set.
     assert!(
         mistake_of("comm.compression=bf16").starts_with("--set comm.compression=bf16: sums of compressed")
     );
-    // One mistake for each option that is another codec's.
+    // One mistake for each option of another codec.
     let options = [
         "comm.compression=f16",
         "training.dtype=f16",

@@ -1,10 +1,10 @@
-//! Configs of which the size is the mistake.
+//! Configs with very many mistakes.
 
 use super::*;
 
 #[test]
 fn many_mistakes_are_counted_after_the_first() {
-    // Quadratic work would take a minute.
+    // Work that is quadratic in the number of mistakes would take a minute.
     let unknown: String = (0..80_000).map(|index| format!("k{index}=1\n")).collect();
     let broken: String = (0..40_000).map(|index| format!("k{index}=\n")).collect();
     for (lines, count) in [(unknown, 80_000), (broken, 40_000)] {

@@ -84,7 +84,7 @@ fn groups_are_read_and_written_in_order() {
     assert_eq!((groups[1].beta1, groups[1].beta2), (Some(0.8), Some(0.9)));
     assert_eq!(good(&config.to_toml(), &[]), config, "{}", config.to_toml());
     assert!(config != good(SMALLEST, &["optimizer.weight_decay=0.2"]));
-    // An option replaces them all.
+    // An option replaces all groups.
     let option = "optimizer.groups=[{match = \"h.*\", lr_scale = 3}]";
     let replaced = good(GROUPS, &[option]);
     assert_eq!(replaced.optimizer().groups.len(), 1);

@@ -1,10 +1,10 @@
-//! What a run tells.
+//! An observer for tests.
 
 use std::path::Path;
 use trireme_train::metrics::StepRecord;
 use trireme_train::{Observer, RunFacts};
 
-/// Keeps notices, except of changes of the config, and losses.
+/// An observer that records losses, and notices except those about changes of the config.
 #[derive(Default)]
 pub(crate) struct Heard {
     pub(crate) notices: Vec<String>,

@@ -11,16 +11,16 @@ use trireme_train::{
     LanguageTask, Observer, TrainError, Trainer, TrainerOptions, corpus_folder, ensure_corpus,
 };
 
-/// The config of a job of `steps` steps over eight microbatches each; `more` is added to its keys.
+/// Returns the config of a job of `steps` steps with eight microbatches each. `more` is added to its keys.
 ///
-/// The corpus is made on first use.
+/// The corpus is prepared on first use.
 pub(crate) fn job(folder: &Path, run: &str, world_size: usize, steps: u64, more: &[&str]) -> Config {
     let model =
         r#"architecture = "llama", hidden_size = 32, num_layers = 2, num_heads = 4, num_kv_heads = 2"#;
     job_of(folder, model, run, (world_size, steps), more)
 }
 
-/// The same for a model that these keys describe.
+/// Like [`job`], for a model that the keys `model` describe.
 pub(crate) fn job_of(
     folder: &Path,
     model: &str,
@@ -54,12 +54,12 @@ pub(crate) fn job_of(
     config.with_data_folder(folder)
 }
 
-/// A trainer for one rank.
+/// Returns the trainer of one rank.
 pub(crate) fn trainer<'a>(config: &'a Config, group: Group, observer: &'a mut dyn Observer) -> Trainer<'a> {
     open(config, group, observer).unwrap()
 }
 
-/// As [`trainer`], which may be refused.
+/// Like [`trainer`], but returns errors.
 pub(crate) fn open<'a>(
     config: &'a Config,
     group: Group,
