@@ -144,14 +144,14 @@ impl Equal {
 #[derive(Debug)]
 struct Step {
     step: u64,
-    /// Of the step itself.
+    /// Record of the step itself.
     trained: Option<HashRecord>,
-    /// Of the parameters with which the run began or resumed after the step.
+    /// Record of the parameters with which the run began or resumed after the step.
     started: Option<HashRecord>,
 }
 
 impl Step {
-    /// The record of the parameters with which the run continues; `None` if the step was skipped and so has none.
+    /// Returns the record of the parameters with which the run continues; `None` if the step was skipped and so has none.
     fn parameters(&self) -> Option<&HashRecord> {
         self.started.as_ref().or(self.trained.as_ref()).filter(|record| !record.units.is_empty())
     }
@@ -232,7 +232,7 @@ fn compare(steps: [&Step; 2], folders: [&Path; 2], equal: &Equal) -> Result<Opti
     Ok(Some(text + &counted))
 }
 
-/// As [`compare`], of the records of the step itself.
+/// Like [`compare`], for the records of the step itself.
 fn compare_trained(records: [&HashRecord; 2], folders: [&Path; 2], equal: &Equal) -> Result<Option<String>> {
     let step = records[0].step;
     let losses = records.map(|record| record.loss);

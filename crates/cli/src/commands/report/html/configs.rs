@@ -1,10 +1,10 @@
-//! Configs, compared.
+//! Comparison of configs.
 
 use super::loaded_run::LoadedRun;
 use std::collections::BTreeSet;
 use trireme_base::escape_markup;
 
-/// The keys in which the runs differ as a table, and those that they share, folded.
+/// Returns a table of the keys in which the runs differ, and a folded table of the keys that they share.
 pub(super) fn configs(runs: &[LoadedRun]) -> String {
     let mut html = String::new();
     for run in runs.iter().filter(|run| run.keys.is_empty()) {
