@@ -127,7 +127,7 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> 
     show_all(args, Job { config: &config, source, blueprint, workers }, (environment, &simd, started))
 }
 
-/// A worker measures; the command itself shows what a step takes, and starts the workers.
+/// Shows the plan and, with `--time`, the step time. A worker only measures; the command itself shows the plan and starts the workers.
 fn show_all(
     args: &PlanArgs,
     job: Job<'_>,
@@ -182,7 +182,7 @@ fn show(args: &PlanArgs, job: Job<'_>, plan: &Plan) -> Result<()> {
     let Job { config, workers, .. } = job;
     let drawing = Drawing::new(config, plan)?;
     let has_pipeline = config.parallelism().pipeline_parallel_degree > 1;
-    // Its one stage could not be read again as a schedule of one's own.
+    // A schedule of one stage could not be read back from a schedule file.
     if args.save_schedule.is_some() && !has_pipeline {
         bail!("--save-schedule needs a pipeline; set parallelism.pipeline_parallel_degree");
     }

@@ -1,4 +1,4 @@
-//! `trireme prepare`: text to token files.
+//! `trireme prepare`: converts text to token files.
 
 use crate::console::{Output, progress_bar};
 use crate::numbers::counted;
@@ -145,7 +145,7 @@ fn options(args: &PrepareArgs) -> anyhow::Result<PrepareOptions> {
     })
 }
 
-/// The tokenizer with this name, and the chat template that is named or belongs to it, if there is one.
+/// Returns the tokenizer with this name, and the chat template that is given or else belongs to the tokenizer, if there is one.
 fn tokenizer(
     name: &Path,
     template: Option<&Path>,
@@ -175,13 +175,13 @@ fn tokenizer(
     Ok((choice, chat_template_for(template, &source)?))
 }
 
-/// How often a line tells the progress where there is no terminal.
+/// Interval of progress lines where there is no terminal.
 const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// A progress bar on a terminal, else a line on the error output now and then.
+/// A progress bar on a terminal, else a line on standard error every [`LINE_INTERVAL`].
 #[derive(Debug)]
 pub(crate) struct Display {
-    /// Tells ranks that wait for this one that it works.
+    /// Shows waiting ranks that this one makes progress.
     heartbeat: Heartbeat,
     bar: Option<ProgressBar>,
     /// The phase that is shown, and the time of the last line.
