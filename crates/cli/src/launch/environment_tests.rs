@@ -104,7 +104,7 @@ fn slurm() {
     let (host, port) = meeting_point.split_once(':').unwrap();
     assert_eq!(host, "node08");
     assert!((20_000..30_000).contains(&port.parse().unwrap()), "{port}");
-    // Two steps of one job do not meet, and what the user has set counts.
+    // Two steps of one job use different ports, and variables that the user has set take precedence.
     assert_ne!(worker(&SRUN.replace("STEP_ID=0", "STEP_ID=1")).4, meeting_point);
     assert_eq!(worker(&format!("MASTER_ADDR=head MASTER_PORT=3 {SRUN}")).4, "head:3");
     assert_eq!(
