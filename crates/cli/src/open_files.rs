@@ -1,4 +1,4 @@
-//! How many files a process may have open.
+//! The limit of open files of a process.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -7,7 +7,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 pub(crate) fn raise_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum {
-        // Without it, a world that needs more says so when it needs them.
+        // If this fails, a world that needs more files reports it when it opens them.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     }
 }
