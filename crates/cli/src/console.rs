@@ -50,7 +50,7 @@ pub(crate) fn columns() -> usize {
 /// Reports an error with all its causes. Returns the exit code.
 pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
     if let Some(not_joined) = error.downcast_ref::<NotJoined>() {
-        // The user is informed before the other ranks, which may take seconds.
+        // The user is informed first: informing the other ranks may take seconds.
         let code = report_error(&not_joined.failure);
         not_joined.tell_others();
         return code;

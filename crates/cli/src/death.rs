@@ -35,7 +35,7 @@ impl fmt::Display for Death {
     }
 }
 
-/// The name of a signal, such as `SIGTERM`.
+/// Returns the name of a signal, such as `SIGTERM`.
 pub(crate) fn signal_name(signal: i32) -> String {
     signal_hook::low_level::signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
 }

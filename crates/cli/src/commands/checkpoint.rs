@@ -295,7 +295,7 @@ mod tests {
         command: CheckpointCommand,
     }
 
-    /// A run with one checkpoint of a weight and its optimizer state.
+    /// Creates a run with one checkpoint of a weight and its optimizer state.
     fn run_folder() -> tempfile::TempDir {
         let run = tempfile::tempdir().unwrap();
         let mesh = Mesh::data_parallel(1);

@@ -30,8 +30,8 @@ Examples:
 
 /// Generate text from a checkpoint, a run, or a Hugging Face model directory.
 ///
-/// Prints the text as it is generated, and reports if it reaches the model's maximum length. The same seed gives the same text on the same kind
-/// of machine.
+/// Prints the text as it is generated, and reports if it reaches the model's maximum length. The same seed gives the same text on the same
+/// kind of machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct GenerateArgs {

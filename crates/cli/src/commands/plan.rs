@@ -46,10 +46,10 @@ also starts the workers and measures for a few seconds. docs/memory.md explains 
 
 /// Predict the memory use of a run's workers, and the time of a step.
 ///
-/// Walks through the actions of a step (its program) without computing anything. Prints the peak of each memory category, the
-/// peak of their total, and the action at which it is reached, for the worker that needs the most. The workers are those that
-/// `trireme train` would start on this host. `--set memory.device_budget=512MiB` bounds a worker, and shows what would fit. For a pipeline, also prints what each rank runs and how much of
-/// its time is idle.
+/// Walks through the actions of a step (its program) without computing anything. Prints the peak of each memory category, the peak of their
+/// total, and the action at which it is reached, for the worker that needs the most. The workers are those that `trireme train` would start
+/// on this host. `--set memory.device_budget=512MiB` bounds a worker, and shows what would fit. For a pipeline, also prints what each rank
+/// runs and how much of its time is idle.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanArgs {

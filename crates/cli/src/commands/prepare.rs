@@ -41,10 +41,10 @@ If no input and no option has changed since the last run, the command does nothi
 
 /// Convert text files, folders and JSON Lines into token files for training.
 ///
-/// Writes train.tokens, validation.tokens, the tokenizer and a report, prepare.json, into one folder. Uses all cores,
-/// and little memory regardless of the input size. A text file is one document; so is each line of a .jsonl, .ndjson
-/// or .json file, or each element if the file is one JSON array. Folders are searched recursively. Hidden entries, folders named target, symbolic links and binary
-/// files in them are skipped and counted.
+/// Writes train.tokens, validation.tokens, the tokenizer and a report, prepare.json, into one folder. Uses all cores, and little memory
+/// regardless of the input size. A text file is one document; so is each line of a .jsonl, .ndjson or .json file, or each element if the
+/// file is one JSON array. Folders are searched recursively. Hidden entries, folders named target, symbolic links and binary files in them
+/// are skipped and counted.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PrepareArgs {
@@ -75,8 +75,9 @@ pub(crate) struct PrepareArgs {
     /// Train a byte-level BPE tokenizer with at most N tokens on the input, such as 8192.
     #[arg(long, value_name = "N", conflicts_with = "tokenizer")]
     train_bpe: Option<usize>,
-    /// Field of each JSON object that contains the text. Objects without it may have `messages` (with `role` and `content`), a `prompt` and its
-    /// `completion`, or the fields of ShareGPT (`conversations`) or Alpaca (`instruction`, `output`); then only the answers contribute to the loss.
+    /// Field of each JSON object that contains the text. Objects without it may have `messages` (with `role` and `content`), a `prompt` and
+    /// its `completion`, or the fields of ShareGPT (`conversations`) or Alpaca (`instruction`, `output`); then only the answers contribute
+    /// to the loss.
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
     /// Read only files with these extensions from folders. By default, all text files.
@@ -86,8 +87,8 @@ pub(crate) struct PrepareArgs {
     /// replacements, or refuse them with an error that names the file and the byte.
     #[arg(long, default_value_t, value_parser = invalid_utf8())]
     invalid_utf8: InvalidUtf8,
-    /// Fraction of tokens held out for validation: whole documents, or the tail of the last if documents are longer than what is held out. 0 holds
-    /// out none. 0.05 by default.
+    /// Fraction of tokens held out for validation: whole documents, or the tail of the last if documents are longer than what is held out.
+    /// 0 holds out none. 0.05 by default.
     #[arg(long, value_name = "SHARE")]
     validation_fraction: Option<f64>,
     /// Number of tokenizer threads; all cores by default. Does not affect the result.

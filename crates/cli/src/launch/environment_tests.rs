@@ -8,7 +8,7 @@ fn read(variables: &str) -> Result<Option<WorkerEnvironment>, LaunchError> {
     WorkerEnvironment::from_variables(&lookup)
 }
 
-/// Rank, world size, local rank, local world size and where to meet.
+/// Returns the rank, world size, local rank, local world size and address of rank 0.
 fn worker(variables: &str) -> (usize, usize, usize, usize, String) {
     let worker = read(variables).unwrap().expect("a worker");
     let meeting_point = format!("{}:{}", worker.master_addr, worker.master_port);

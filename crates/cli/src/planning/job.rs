@@ -56,7 +56,7 @@ pub(crate) struct Job<'a> {
     pub(crate) workers: Workers<'a>,
 }
 
-/// How the model of a run is built, and what its batches are.
+/// How the model of a run is built, and the tensors of its batches.
 #[derive(Clone, Copy)]
 pub(crate) enum Blueprint<'a> {
     /// A language model. Its text need not exist yet.

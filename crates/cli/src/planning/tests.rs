@@ -51,7 +51,7 @@ fn adamw() -> OptimizerOptions {
     OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(OptimizerName::AdamW) }
 }
 
-/// A model of some hundred thousand parameters, in which no size is a power of two.
+/// Returns a model of some hundred thousand parameters, in which no size is a power of two.
 fn medium_model() -> ModelConfig {
     model_of_layers(5)
 }

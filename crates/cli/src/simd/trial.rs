@@ -111,7 +111,8 @@ fn read(printed: &[u8], names: &[String], verdicts: &mut Verdicts) -> Option<Str
     tried
 }
 
-/// The verdict on the kernel that a child was trying. Only faults are certain: a failed allocation aborts, a busy machine may exceed a limit.
+/// Returns the verdict on the kernel that a child was trying. Only faults are certain: a failed allocation aborts, a busy machine may
+/// exceed a limit.
 fn verdict_of_death(status: ExitStatus) -> Verdict {
     match status.signal() {
         Some(signal) if FAULTS.iter().any(|fault| fault.as_raw() == signal) => {
@@ -136,7 +137,7 @@ mod tests {
         Trial { kernel: kernel.to_owned(), prove: Box::new(prove) }
     }
 
-    /// Good kernels, and every way to fail.
+    /// Returns good kernels, and a kernel for each way to fail.
     fn trials() -> Vec<Trial> {
         let dies_by = |signal| {
             move || {

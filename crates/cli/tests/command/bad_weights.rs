@@ -2,7 +2,7 @@
 
 use crate::common::{Scene, Weights, tells};
 
-/// A scene with a trained model exported to `model`.
+/// Creates a scene with a trained model that is exported to `model`.
 fn scene_with_model() -> Scene {
     let scene = Scene::with_corpus();
     scene.run("train tiny.toml --workers 1 --set training.steps=1").succeeded();

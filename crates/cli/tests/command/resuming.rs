@@ -1,4 +1,4 @@
-//! A run that resumes reports what has changed, and an earlier run is not replaced unasked.
+//! A run that resumes reports the changes of its config, and an earlier run is not replaced unasked.
 
 use crate::common::{Running, Scene, tells};
 

@@ -57,7 +57,8 @@ fn spread(numbers: &[f64]) -> String {
     format!("{mean:.2} ± {distance:.2}")
 }
 
-/// Trains the larger model with each of the settings in turns. Returns the median seconds of a step, the peak bytes of activations and the last loss.
+/// Trains the larger model with each of the settings in turns. Returns the median seconds of a step, the peak bytes of activations and the
+/// last loss.
 fn compare<const N: usize>(product: &Product, name: &str, settings: [&str; N]) -> [(f64, f64, f64); N] {
     const NUM_ROUNDS: usize = 3;
     let mut seconds = [const { Vec::new() }; N];

@@ -460,7 +460,7 @@ fn gather(world: &Group, facts: &[f64; 4]) -> Result<Vec<[f64; 4]>> {
     Ok(all.iter().map(|bytes| std::array::from_fn(|index| number(&bytes[index * 8..][..8]))).collect())
 }
 
-/// Returns the peak resident set size of this process so far.
+/// Returns the peak resident set size of this process.
 fn peak_rss_bytes() -> Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read /proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

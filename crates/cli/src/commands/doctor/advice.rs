@@ -117,7 +117,7 @@ mod tests {
     use trireme_tensor::Precision;
     use trireme_tensor::proof::ProductKernel;
 
-    /// A machine without problems, which has two cores, and its use.
+    /// Returns a machine with two cores and no problems, and its use.
     fn quiet() -> (Machine, Uses) {
         let machine = Machine {
             processor: None,

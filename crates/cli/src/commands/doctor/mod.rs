@@ -73,14 +73,14 @@ The exit code is 0 unless something prevents training on this machine. With
 
 /// Show this machine, which of its features Trireme uses, and how fast matrix multiplications are.
 ///
-/// Warnings at the end describe problems and how to fix them. Without `--cluster`, the command writes nothing. With it, the first worker of each
-/// host writes a file of 64 MiB to the run's folder and removes it.
+/// Warnings at the end describe problems and how to fix them. Without `--cluster`, the command writes nothing. With it, the first worker of
+/// each host writes a file of 64 MiB to the run's folder and removes it.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct DoctorArgs {
-    /// Check a job instead of this machine. All workers compare program and config, the run's folder and clocks; then links between hosts and the disk
-    /// are measured. Start it as the job will be started: with srun, mpirun or torchrun. Without a launcher, it starts the config's workers on this
-    /// host.
+    /// Check a job instead of this machine. All workers compare program and config, the run's folder and clocks; then links between hosts
+    /// and the disk are measured. Start it as the job will be started: with srun, mpirun or torchrun. Without a launcher, it starts the
+    /// config's workers on this host.
     #[arg(long, conflicts_with_all = ["workers", "hosts", "threads", "sizes", "thorough", "seconds"])]
     cluster: bool,
     /// The run's config, for --cluster.

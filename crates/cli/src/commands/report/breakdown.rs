@@ -144,8 +144,8 @@ mod tests {
     use trireme_schedule::Program;
     use trireme_train::trace::{RankPlace, TracedAction};
 
-    /// A rank whose program begins 10 ns after the step. Each action waits and then works for the given times; passes have 5 operations per
-    /// nanosecond of work.
+    /// Creates a rank whose program begins 10 ns after the step. Each action waits and then works for the given times; passes have 5
+    /// operations per nanosecond of work.
     fn rank(index: usize, text: &str, peak: Option<f64>, times: &[(u64, u64)]) -> RankTimeline {
         let program: Program = text.parse().unwrap();
         let mut now = 10;

@@ -136,7 +136,7 @@ mod tests {
     use super::*;
     use trireme_train::trace::{RankPlace, TracedAction};
 
-    /// A rank whose actions each wait and then work for the given times.
+    /// Creates a rank whose actions each wait and then work for the given times.
     fn rank(pipeline_rank: usize, text: &str, times: &[(u64, u64)]) -> RankTimeline {
         let program: Program = text.parse().unwrap();
         let mut now = 0;

@@ -113,12 +113,12 @@ impl Records {
         if self.last().tokens.is_some() { Unit::Tokens } else { Unit::Samples }
     }
 
-    /// Steps that measured a finite validation loss, with that loss.
+    /// Returns the steps that measured a finite validation loss, with that loss.
     pub(super) fn validations(&self) -> impl DoubleEndedIterator<Item = (u64, f64)> {
         self.0.iter().filter_map(|record| Some((record.step, record.validation_loss??)))
     }
 
-    /// The lowest validation loss, with its step.
+    /// Returns the step with the lowest validation loss, and that loss.
     pub(super) fn best_validation(&self) -> Option<(u64, f64)> {
         self.validations().min_by(|a, b| a.1.total_cmp(&b.1))
     }
@@ -158,7 +158,7 @@ fn read_records(run_folder: &Path) -> Result<(Vec<Record>, Option<Skipped>)> {
     Ok((records, skipped))
 }
 
-/// The file in a run's folder that holds its records.
+/// Returns the file in a run's folder that holds its records.
 pub(super) fn records_file(run_folder: &Path) -> PathBuf {
     run_folder.join(METRICS_FILE)
 }

@@ -57,7 +57,7 @@ pub(super) fn train(config: &Config, group: Group, process: Process<'_>) -> Resu
         }
         let signal = match stopped_by {
             StoppedBy::Signal(signal) => signal,
-            // As if the batch system had sent the signal that it usually sends.
+            // As if the batch system had sent its usual signal.
             StoppedBy::TimeLimit => SIGUSR1,
         };
         return Err(LaunchError::Stopped { signal }.into());

@@ -120,7 +120,7 @@ impl Case {
         Executor::new(ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload })
     }
 
-    /// Takes a few steps on a device.
+    /// Runs a few steps on a device.
     pub(super) fn run(
         &self,
         subject: &dyn Subject,
@@ -183,7 +183,7 @@ impl Case {
         self.dry_executor(subject, backend, hosts, rank).dry_run(self.validation()).unwrap().0
     }
 
-    /// Whether a rank reads batches of all sizes of the validation: predictions are those of such a rank.
+    /// Whether a rank reads batches of all sizes of the validation. The prediction is exact for such a rank.
     pub(super) fn reads_all_sizes(&self, ranks: &RankGrid) -> bool {
         self.validation().is_none_or(|batches| {
             let size = |index: usize| batches.batch(index).1;

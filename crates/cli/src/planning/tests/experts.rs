@@ -48,7 +48,7 @@ fn a_capacity_bounds_memory_to_the_byte() {
     }
 }
 
-/// Without a capacity, loads decide how much memory the experts' rows take: at most that of all choices of all ranks. All other memory is
+/// Without a capacity, loads decide how much memory the experts' rows take, up to the rows of all choices of all ranks. All other memory is
 /// predicted.
 #[test]
 fn uneven_loads_take_memory_of_activations_alone() {

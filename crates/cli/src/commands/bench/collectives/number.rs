@@ -11,7 +11,7 @@ pub(super) enum Dtype {
     I64,
 }
 
-/// The name of a value on the command line.
+/// Returns the name of a value on the command line.
 pub(super) fn name(value: impl clap::ValueEnum) -> String {
     value.to_possible_value().expect("no value is hidden").get_name().to_owned()
 }

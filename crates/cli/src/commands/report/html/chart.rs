@@ -109,7 +109,7 @@ impl Chart {
         }
     }
 
-    /// Curves with at least one point.
+    /// Returns the curves with at least one point.
     fn drawn(&self) -> impl Iterator<Item = &Curve> {
         self.curves.iter().filter(|curve| !curve.points.parts.is_empty())
     }

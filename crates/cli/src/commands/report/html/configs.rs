@@ -33,7 +33,7 @@ pub(super) fn configs(runs: &[LoadedRun]) -> String {
     html
 }
 
-/// A row for each key and a column for each run.
+/// Returns a table with a row for each key and a column for each run.
 fn table(keys: &[&String], runs: &[&LoadedRun], has_names: bool) -> String {
     let mut html = "<div class=\"wide\"><table>\n".to_owned();
     if has_names {
