@@ -46,7 +46,6 @@ const MODELS: [(&str, &str); 6] = [
     ),
 ];
 
-/// The models with experts.
 const WITH_EXPERTS: [&str; 3] = ["mixtral", "qwen3_moe", "deepseek_v3"];
 
 /// The example: a user's own model, operation and samples.

@@ -63,7 +63,6 @@ const SOURCES: &str = "\
 - Zhao et al., \"PyTorch FSDP\", 2023
 ";
 
-/// Returns the document with these sections.
 fn document(product: &Product, sections: &[Section]) -> String {
     let header = format!(
         "# The surveys' claims\n\nClaims of papers and surveys on distributed training, and the same quantities as Trireme computes them. `cargo xtask surveys` prints this \

@@ -45,7 +45,6 @@ const TEXTS: [&str; 7] = [
     "docs/pipeline.md",
 ];
 
-/// Returns the root of the repository.
 pub(crate) fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }

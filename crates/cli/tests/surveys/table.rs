@@ -28,7 +28,6 @@ pub(crate) struct Section {
 }
 
 impl Section {
-    /// Returns the section as Markdown.
     pub(crate) fn markdown(&self) -> String {
         let mut text = format!("## {}\n\n| the surveys say | here | why |\n|---|---|---|\n", self.title);
         for row in &self.rows {
@@ -54,7 +53,6 @@ pub(crate) fn gigabytes(bytes: f64) -> String {
     }
 }
 
-/// Formats a number of parameters.
 pub(crate) fn billions(parameters: f64) -> String {
     match parameters {
         1e12.. => format!("{} T", short(parameters / 1e12)),

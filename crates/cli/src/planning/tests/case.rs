@@ -98,7 +98,6 @@ impl Case {
         DeviceOptions { num_threads: NUM_THREADS, budget, ..DeviceOptions::default() }
     }
 
-    /// Creates the executor of a rank.
     pub(super) fn executor(
         &self,
         subject: &dyn Subject,
@@ -120,7 +119,6 @@ impl Case {
         Executor::new(ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload })
     }
 
-    /// Runs a few steps on a device.
     pub(super) fn run(
         &self,
         subject: &dyn Subject,

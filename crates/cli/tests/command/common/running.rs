@@ -84,7 +84,6 @@ impl Running {
         self.worker(1);
     }
 
-    /// Returns the command's own process.
     pub(crate) fn process(&self) -> Pid {
         Pid::from_child(&self.child)
     }
@@ -94,12 +93,10 @@ impl Running {
         kill_process_group(self.process(), Signal::INT).unwrap();
     }
 
-    /// Whether the command's own process has ended.
     pub(crate) fn has_ended(&mut self) -> bool {
         self.child.try_wait().unwrap().is_some()
     }
 
-    /// Waits for the command to end.
     pub(crate) fn end(self) -> Outcome {
         self.end_within(PATIENCE)
     }

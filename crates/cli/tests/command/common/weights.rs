@@ -53,7 +53,6 @@ impl Weights {
         self
     }
 
-    /// Returns the bytes of a tensor.
     pub(crate) fn bytes(&self, name: &str) -> &[u8] {
         let offset = |index: usize| self.header[name]["data_offsets"][index].as_u64().unwrap() as usize;
         &self.data[offset(0)..offset(1)]
@@ -65,7 +64,6 @@ impl Weights {
         self
     }
 
-    /// Returns the names of the tensors.
     pub(crate) fn names(&self) -> Vec<String> {
         self.header.keys().filter(|name| *name != "__metadata__").cloned().collect()
     }

@@ -109,7 +109,6 @@ impl Chart {
         }
     }
 
-    /// Returns the curves with at least one point.
     fn drawn(&self) -> impl Iterator<Item = &Curve> {
         self.curves.iter().filter(|curve| !curve.points.parts.is_empty())
     }
