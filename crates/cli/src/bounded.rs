@@ -1,11 +1,11 @@
-//! Work that may never end, such as reading from a file system that hangs.
+//! Runs blocking work with a time limit, such as reading from a file system that hangs.
 
 use std::io;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 use trireme_base::spawn_thread;
 
-/// Returns what `work` returns. If that takes longer than `limit`, the thread that does it is abandoned.
+/// Returns the result of `work`. If it takes longer than `limit`, its thread is abandoned.
 ///
 /// # Errors
 /// `TimedOut` if `work` takes longer or panics; the system's error if it refuses a thread.

@@ -6,12 +6,12 @@ use std::time::UNIX_EPOCH;
 /// The last second of the year 9999.
 const SECONDS_MAX: u64 = 253_402_300_799;
 
-/// The date and time that is so many seconds after 1970 began, as people read it; none beyond the year 9999.
+/// Formats a Unix timestamp for people, such as `2023-11-14 22:13:20 UTC`. `None` beyond the year 9999.
 pub(crate) fn date_and_time(unix_seconds: u64) -> Option<String> {
     Some(moment(unix_seconds)?.format("%F %T UTC").to_string())
 }
 
-/// The date and time of now, as programs read it (RFC 3339).
+/// Returns the current date and time in RFC 3339.
 pub(crate) fn now() -> String {
     let seconds = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
     moment(seconds).map_or_else(String::new, |moment| moment.format("%FT%TZ").to_string())

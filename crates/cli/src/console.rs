@@ -1,4 +1,4 @@
-//! What a person sees of a run, and how commands end.
+//! Output of runs for people, and the exit codes of commands.
 
 use crate::bounded::within;
 use crate::commands::report::RunsDiffer;
@@ -21,7 +21,7 @@ use trireme_train::config::{LogFormat, Metrics};
 use trireme_train::metrics::StepRecord;
 use trireme_train::{Observer, RunFacts, TrainError};
 
-/// Standard output, for what a command was asked to print. A reader that has seen enough, such as `head`, is no error.
+/// Standard output, for the results of a command. A closed pipe is no error: a reader such as `head` has seen enough.
 pub(crate) struct Output;
 
 impl Write for Output {
@@ -41,23 +41,23 @@ fn read_enough<T>(result: io::Result<T>, done: T) -> io::Result<T> {
     })
 }
 
-/// Columns of a drawing: those of the terminal, where it says how many it has.
+/// Returns the columns of a drawing: the value of COLUMNS if it is from 20 to 1000, else 120.
 pub(crate) fn columns() -> usize {
     let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
     columns.filter(|columns| (20..=1000).contains(columns)).unwrap_or(120)
 }
 
-/// Tells of an error with all its causes; returns the exit code.
+/// Reports an error with all its causes. Returns the exit code.
 pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
     if let Some(not_joined) = error.downcast_ref::<NotJoined>() {
-        // The user first.
+        // The user is informed first: informing the other ranks may take seconds.
         let code = report_error(&not_joined.failure);
         not_joined.tell_others();
         return code;
     }
     let text = describe(error);
-    // A launcher shows the end of the log: on the terminal as well, the error would stand there twice.
-    // Who presses Ctrl-C needs no telling, and a run that has stopped has said so.
+    // A launcher shows the end of the log, so an error in the log is not printed as well. Ctrl-C needs no message, and a stopped run and
+    // runs that differ have been reported already.
     let is_known = matches!(
         error.downcast_ref(),
         Some(LaunchError::Interrupted { signal: SIGINT } | LaunchError::Stopped { .. })
@@ -70,13 +70,14 @@ pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
     exit_code(error)
 }
 
-/// The error and its causes, of which further lines are indented below; what came from outside cannot steer the terminal.
+/// Formats the error and its causes, with further lines of a cause indented. Escapes control characters, so that text from outside cannot
+/// steer the terminal.
 fn describe(error: &anyhow::Error) -> String {
     let mut text = format!("error: {error}");
     let mut last = error.to_string();
     for cause in error.chain().skip(1) {
         let cause = cause.to_string();
-        // Errors that pass on another's text name it once.
+        // An error that includes the text of its cause shows it once.
         if !last.contains(&cause) {
             text.push_str(&format!("\n  because: {}", cause.replace('\n', "\n    ")));
         }
@@ -88,7 +89,7 @@ fn describe(error: &anyhow::Error) -> String {
     printable(&text).into_owned()
 }
 
-/// Whether the line could be added to a log, whose file system may hang.
+/// Appends a line to a log, whose file system may hang. Returns whether that succeeded.
 fn is_logged(log: PathBuf, line: String) -> bool {
     let append = move || writeln!(open_regular_with(&log, OpenOptions::new().append(true))?, "{line}");
     matches!(within(LOG_MAX, append), Ok(Ok(())))
@@ -111,10 +112,11 @@ fn exit_code(error: &anyhow::Error) -> u8 {
     }
 }
 
-/// Shows a run: rank 0 a progress bar on a terminal and lines elsewhere. All ranks have a log, with times.
+/// The output of a run on one rank. Rank 0 shows a progress bar on a terminal, and lines elsewhere. Every rank has a log, with times.
 pub(crate) struct Console {
     rank: Rank,
-    /// Whether lines go to the standard output. That of other ranks than 0 is their log, if this program has started them, and else is left to rank 0.
+    /// Whether lines go to standard output. On other ranks than 0, they do if this program's launcher has made standard output their log;
+    /// otherwise rank 0 alone prints.
     prints: bool,
     log_interval: u64,
     bar: Option<ProgressBar>,
@@ -129,12 +131,12 @@ struct Pace {
     first: Option<Instant>,
     /// Steps since then, with the validations and checkpoints between them.
     num_steps: u64,
-    /// Tokens or samples a second within the last steps.
+    /// Moving average of the tokens or samples per second.
     speed: Option<f64>,
 }
 
 impl Pace {
-    /// How much a new step counts; the rest is what was known before.
+    /// Weight of a new step in the moving average.
     const NEW: f64 = 0.1;
 
     fn add(&mut self, record: &StepRecord) {
@@ -146,7 +148,7 @@ impl Pace {
         }
     }
 
-    /// How long so many steps take, by the mean since the first one: validations are as frequent in what is left.
+    /// Estimates the time for `num_steps` more steps from the mean since the first step. Validations are assumed to stay as frequent.
     fn left(&self, num_steps: u64) -> Option<Duration> {
         let elapsed = self.first.filter(|_| self.num_steps > 0)?.elapsed().as_secs_f64();
         Duration::try_from_secs_f64(elapsed / self.num_steps as f64 * num_steps as f64).ok()
@@ -154,7 +156,7 @@ impl Pace {
 }
 
 impl Console {
-    /// A console for one rank, which logs to `log_folder/rank-N.log`.
+    /// Creates the console of one rank, which logs to `log_folder/rank-N.log`.
     pub(crate) fn new(rank: Rank, config: &Metrics, log_folder: &Path) -> anyhow::Result<Self> {
         let is_output_log = rank != Rank::ROOT && launch::is_under_launcher();
         let path = log_folder.join(format!("rank-{rank}.log"));
@@ -166,7 +168,7 @@ impl Console {
             Err(source) if rank == Rank::ROOT => {
                 return Err(TrainError::RunFolder { path, source }.into());
             }
-            // Others have nothing else to write there.
+            // Other ranks write nothing else to the folder, so they continue without a log.
             Err(error) => {
                 remark(&format!("warning: there is no log {}: {error}", path.display()));
                 None
@@ -211,10 +213,10 @@ impl Console {
         if !self.prints {
             return;
         }
-        // The output of the other ranks is a log.
+        // The output of other ranks is a log, whose lines have times.
         let stamped = (!self.is_root()).then(|| Channel::current().stamped(text));
         let text = stamped.as_deref().unwrap_or(text);
-        // A run goes on when nobody looks any more: the line is in the log as well.
+        // A closed output does not end the run: the line is in the log as well.
         let print = || drop(writeln!(Output, "{text}"));
         match &self.bar {
             Some(bar) if !bar.is_finished() => bar.suspend(print),
@@ -222,7 +224,7 @@ impl Console {
         }
     }
 
-    /// Prints the line of a step, as wide as the terminal, if there is one; the log has all of it.
+    /// Prints the line of a step, shortened to the width of a terminal. The log has the full line.
     fn record(&mut self, line: LogLine<'_>) {
         let channel = Channel::current();
         if channel.format == LogFormat::Json {
@@ -246,12 +248,12 @@ impl Console {
 
 impl Drop for Console {
     fn drop(&mut self) {
-        // An error begins on a line of its own.
+        // An error message must begin on its own line.
         self.finish();
     }
 }
 
-/// A number of parameters, in millions unless it is small.
+/// Formats a number of parameters, in millions unless it is small.
 pub(crate) fn parameters(number: usize) -> String {
     match number {
         0..10_000 => format!("{number} parameters"),
@@ -340,13 +342,13 @@ impl Observer for Console {
     }
 }
 
-/// A bar on the error output; nothing where that is no terminal.
+/// Creates a progress bar on standard error, which is invisible where that is no terminal.
 pub(crate) fn progress_bar(len: Option<u64>, template: &str) -> ProgressBar {
     let style = ProgressStyle::with_template(template).expect("the template is well formed");
     ProgressBar::with_draw_target(len, ProgressDrawTarget::stderr()).with_style(style)
 }
 
-/// A line on the terminal that names what is being measured; nothing where there is no terminal.
+/// A line on the terminal that names the current measurement. Invisible where there is no terminal.
 pub(crate) struct Measuring(ProgressBar);
 
 impl Measuring {

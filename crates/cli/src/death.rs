@@ -5,7 +5,7 @@ use std::fmt;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Death {
-    /// It exited with this code, which is not 0.
+    /// The process exited with this code, which is not 0.
     Exit(i32),
     Signal(i32),
 }
@@ -16,9 +16,9 @@ pub(crate) type Fates = BTreeMap<usize, Fate>;
 /// The state of a worker's process, as its launcher observes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fate {
-    /// It has ended, and not well.
+    /// The process has ended abnormally.
     Dead(Death),
-    /// It does not run, until a signal continues it.
+    /// The process is stopped until a signal continues it.
     Stopped,
 }
 
@@ -26,7 +26,7 @@ impl fmt::Display for Death {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Death::Exit(code) => write!(f, "exited with code {code}"),
-            // SIGKILL: nobody else sends it unasked.
+            // Nothing else sends SIGKILL unasked.
             Death::Signal(9) => {
                 f.write_str("was killed by SIGKILL (sent by a user, or because memory ran out)")
             }
@@ -35,7 +35,7 @@ impl fmt::Display for Death {
     }
 }
 
-/// The name of a signal, such as `SIGTERM`.
+/// Returns the name of a signal, such as `SIGTERM`.
 pub(crate) fn signal_name(signal: i32) -> String {
     signal_hook::low_level::signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
 }

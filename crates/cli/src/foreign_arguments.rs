@@ -1,9 +1,9 @@
-//! Words of other systems on the command line.
+//! Hints for command-line arguments of other systems.
 
 use clap::error::{ContextKind, ContextValue, Error, ErrorKind};
 use trireme_train::config::Config;
 
-/// Commands of other systems, and what does the same here.
+/// Commands of other systems, with the equivalent command here.
 const COMMANDS: [(&str, &str); 7] = [
     ("chat", "generate --chat"),
     ("evaluate", "eval"),
@@ -17,7 +17,7 @@ const COMMANDS: [(&str, &str); 7] = [
 /// Commands that read a config.
 const WITH_CONFIG: [&str; 4] = ["config", "data", "plan", "train"];
 
-/// What to try in place of an argument that is not known, of a command.
+/// Returns what to try instead of an unknown command, or instead of an unknown argument of `command`.
 pub(crate) fn hint(error: &Error, command: Option<&str>) -> Option<String> {
     let word = |kind| match error.get(kind) {
         Some(ContextValue::String(word)) => Some(word.as_str()),
@@ -43,7 +43,7 @@ pub(crate) fn hint(error: &Error, command: Option<&str>) -> Option<String> {
     }
 }
 
-/// Puts a hint in the place of what was guessed.
+/// Replaces clap's own suggestions by a hint.
 pub(crate) fn add(error: &mut Error, hint: String) {
     for kind in [ContextKind::SuggestedSubcommand, ContextKind::SuggestedArg] {
         error.remove(kind);

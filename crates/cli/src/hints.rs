@@ -1,4 +1,4 @@
-//! Remedies for errors that are keys of the config, environment variables or options of the command, which libraries do not name.
+//! Remedies for errors: keys of the config, environment variables and options, which libraries do not name.
 
 use std::error::Error;
 use trireme_checkpoint::{CONFIG_FILE, CheckpointError};
@@ -87,7 +87,7 @@ fn device(error: &DeviceError) -> Option<&'static str> {
     })
 }
 
-/// Returns the remedy for the reason for which a worker was refused.
+/// Returns the remedy for the reason why a worker was refused.
 pub(crate) fn refusal(reason: &str) -> Option<&'static str> {
     reason.contains("secret").then_some("the secret is in TRIREME_SECRET or [comm] secret_file")
 }

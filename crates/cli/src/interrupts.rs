@@ -14,13 +14,13 @@ use std::time::{Duration, Instant};
 use trireme_base::spawn_thread;
 use trireme_train::Requests;
 
-/// Urgent signals to a worker within this time are one: a terminal signals every process, and the launcher forwards the signal.
+/// Time in which urgent signals to a worker count as one: a terminal signals every process, and the launcher forwards the signal.
 const DUPLICATE_WINDOW_OF_WORKER: Duration = Duration::from_millis(500);
 
 /// The same for a process without a launcher: programs such as `timeout` signal a process and then its group.
 const DUPLICATE_WINDOW: Duration = Duration::from_millis(100);
 
-/// The signals that end a run. Signals that the parent ignores are handled too, except SIGHUP, so that `nohup` works.
+/// Returns the signals that end a run. Signals that the parent ignores are handled too, except SIGHUP, so that `nohup` works.
 pub(crate) fn stop_signals() -> Vec<i32> {
     let is_hangup_ignored = ignored_signals() & 1 << (SIGHUP - 1) != 0;
     let signals = [SIGINT, SIGTERM, SIGUSR1, SIGUSR2].into_iter();
@@ -40,20 +40,20 @@ pub(crate) struct SecondSignal {
 }
 
 impl SecondSignal {
-    /// A detector that has seen no signal. `is_worker` says whether a launcher may forward signals to this process.
+    /// Creates a detector that has seen no signal. `is_worker` says whether a launcher may forward signals to this process.
     pub(crate) fn new(is_worker: bool) -> Self {
         let window = if is_worker { DUPLICATE_WINDOW_OF_WORKER } else { DUPLICATE_WINDOW };
         SecondSignal { first: None, window }
     }
 
-    /// Takes note of an urgent signal that came `now`. Returns whether it is the second one.
+    /// Records an urgent signal that arrived at `now`. Returns whether it is the second one.
     pub(crate) fn note(&mut self, now: Instant) -> bool {
         let first = *self.first.get_or_insert(now);
         now.duration_since(first) > self.window
     }
 }
 
-/// What a process that trains says when it is asked to end.
+/// Returns the message of a training process that is asked to end.
 pub(crate) fn stopping_notice(signal: i32) -> String {
     format!(
         "{}: the run ends after this step; send another SIGINT or SIGTERM to end it at once, without a checkpoint",
@@ -61,10 +61,11 @@ pub(crate) fn stopping_notice(signal: i32) -> String {
     )
 }
 
-/// Whether nothing handles the signals of this process yet.
+/// Whether no handlers are installed yet.
 static UNHANDLED: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| Arc::new(AtomicBool::new(true)));
 
-/// Lets signals end this process if it is the first one of a container, for which the kernel drops unhandled signals (pid_namespaces(7)).
+/// Lets signals end this process if it is the first process of a container, for which the kernel drops unhandled signals
+/// (pid_namespaces(7)).
 pub(crate) fn end_as_first_process() -> io::Result<()> {
     if std::process::id() != 1 {
         return Ok(());
@@ -78,8 +79,8 @@ pub(crate) fn end_as_first_process() -> io::Result<()> {
 pub(crate) struct Interrupts(Arc<Mutex<Option<Requests>>>);
 
 impl Interrupts {
-    /// Installs the handlers. Before a run [begins](Interrupts::save_for), and after it has ended, signals end the process. `reports` says whether
-    /// the first one is reported, `is_worker` whether a launcher may forward signals to this process.
+    /// Installs the handlers. Before a run [begins](Interrupts::save_for), and after it has ended, signals end the process. `reports` says
+    /// whether the first signal is reported, `is_worker` whether a launcher may forward signals to this process.
     pub(crate) fn listen(reports: bool, is_worker: bool) -> io::Result<Self> {
         let mut signals = Signals::new(stop_signals())?;
         UNHANDLED.store(false, Ordering::SeqCst);
@@ -88,7 +89,7 @@ impl Interrupts {
         let mut second = SecondSignal::new(is_worker);
         let mut is_first = true;
         let mut handle = move |signal: i32| {
-            // Held while the process ends, so that no run ends by itself meanwhile.
+            // The lock is held while the process ends, so that no run ends by itself meanwhile.
             let run = run.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(requests) = &*run else { return end(signal) };
             if is_urgent(signal) && second.note(Instant::now()) {
@@ -99,13 +100,13 @@ impl Interrupts {
             }
             requests.stop(signal);
         };
-        // It ends with the process: without it, signals would be lost.
+        // The thread ends with the process: without it, signals would be lost.
         let listen = move || signals.forever().for_each(&mut handle);
         spawn_thread("signals", listen)?;
         Ok(interrupts)
     }
 
-    /// From now on a signal asks a run for its end. It is over when the guard is dropped.
+    /// Makes signals ask a run to end, until the returned guard is dropped.
     pub(crate) fn save_for(&self, requests: Requests) -> impl Drop + use<> {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(requests);
         Guard(self.clone())
@@ -120,9 +121,9 @@ impl Drop for Guard {
     }
 }
 
-/// Ends this process as the signal does where nobody hears it.
+/// Ends this process as the signal does by default.
 fn end(signal: i32) {
-    // All of these end a process, except the first one of a container.
+    // All of these signals end a process, except the first process of a container.
     if std::process::id() != 1 {
         let _ = emulate_default_handler(signal);
     }

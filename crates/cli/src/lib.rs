@@ -1,8 +1,8 @@
 //! Distributed deep-learning training: the `trireme` command, and the library for programs that train a model of their own.
 //!
-//! A program says what it trains as a [`Task`], and hands it to [`run`]. The program then has the commands `train CONFIG`,
-//! `plan CONFIG` and `report`. It starts its workers, shards and overlaps as the config says, writes checkpoints and resumes from them, and
-//! says why if it hangs.
+//! A program describes what it trains as a [`Task`], and passes it to [`run`]. The program then has the commands `train CONFIG`, `plan
+//! CONFIG` and `report`. It starts its workers, shards and overlaps as the config says, writes checkpoints and resumes from them, and
+//! reports the cause of a hang.
 //!
 //! - A [`Model`](model::Model) is a chain of [units](model::Unit), which apply [operations](tape) to named tensors.
 //! - A [`Dataset`] writes the sample of any index into the tensors of a batch.
@@ -153,8 +153,9 @@ pub fn run_command() -> ExitCode {
 
 /// Runs a program that trains `task`, with the arguments of this process: `train CONFIG`, `plan CONFIG` or `report`.
 ///
-/// The config is that of `trireme`, without `[data]`, `[generate]`, the description of a model in `[model]`, and `[training] seq_len`. Call this first in `main`: it starts the
-/// program again for each further worker. Errors are printed; the exit code is that of `trireme`.
+/// The config is the config of `trireme`, without `[data]`, `[generate]`, the description of a model in `[model]`, and `[training]
+/// seq_len`. Call this first in `main`: it starts the program again for each further worker. Errors are printed; the exit code is that of
+/// `trireme`.
 pub fn run(task: impl Task + 'static) -> ExitCode {
     let task: Arc<dyn Task> = Arc::new(task);
     within_process(|started| match parse::<TaskArguments>().command {
@@ -165,7 +166,7 @@ pub fn run(task: impl Task + 'static) -> ExitCode {
     })
 }
 
-/// The arguments of this process; exits where they cannot be understood.
+/// Parses the arguments of this process. Exits if they are invalid.
 fn parse<P: Parser>() -> P {
     P::try_parse().unwrap_or_else(|mut error| {
         if let Some(hint) = foreign_arguments::hint(&error, std::env::args().nth(1).as_deref()) {

@@ -10,7 +10,7 @@ use trireme_train::metrics::StepRecord;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LogLine<'a> {
     pub(crate) record: &'a StepRecord,
-    /// Tokens or samples a second, over the last steps.
+    /// Tokens or samples per second, averaged over recent steps.
     pub(crate) speed: f64,
     /// Time to the last step.
     pub(crate) left: Option<Duration>,
@@ -19,19 +19,19 @@ pub(crate) struct LogLine<'a> {
 struct Field {
     name: String,
     value: String,
-    /// The higher, the sooner it is left out where there is no room for all.
+    /// Fields with the highest rank are left out first where there is no room for all. Rank 0 always stays.
     rank: u8,
 }
 
 impl LogLine<'_> {
-    /// All that is known.
+    /// Returns the line with all fields.
     pub(crate) fn plain(&self) -> String {
         let fields: Vec<String> =
             self.fields().iter().map(|Field { name, value, .. }| format!("{name}: {value}")).collect();
         fields.join("  ")
     }
 
-    /// As much as so many columns have room for, in colour if the terminal has some.
+    /// Returns the fields that fit into `columns`, in colour if the terminal supports it.
     pub(crate) fn fitted(&self, columns: usize) -> String {
         let mut fields = self.fields();
         let width = |fields: &[Field]| -> usize {

@@ -9,13 +9,13 @@ use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 use trireme_base::read_at_most;
 
-/// Longer files are not read; ours have a few KiB.
+/// Maximum size of a file that is read. Real files have a few KiB.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 
-/// The first processor's part of /proc/cpuinfo is shorter.
+/// Bytes of /proc/cpuinfo that are read. The part about the first processor is shorter.
 const PROCESSOR_BYTES_MAX: u64 = 16 << 10;
 
-/// What stays the same of a processor, as Linux calls it on x86-64 and on Arm.
+/// Fields of a processor that do not change, as Linux names them on x86-64 and on Arm.
 const PROCESSOR_FIELDS: [&str; 13] = [
     "vendor_id",
     "cpu family",
@@ -32,12 +32,12 @@ const PROCESSOR_FIELDS: [&str; 13] = [
     "CPU revision",
 ];
 
-/// What the results are true of.
+/// The machine and program for which results are valid.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Identity {
     processor: String,
-    /// Which states of the processor are saved, and what is emulated, is the system's matter.
+    /// The system decides which processor states are saved and what is emulated.
     system: String,
     program: String,
 }
@@ -57,7 +57,7 @@ pub(crate) struct MachineCache {
 }
 
 impl MachineCache {
-    /// The cache of results of this kind, which is the beginning of the file's name; `None` if the system does not identify the machine.
+    /// Returns the cache of results of this `kind`, which begins the file's name; `None` if the system does not identify the machine.
     pub(crate) fn of_this_machine(kind: &str) -> Option<Self> {
         let identity = Identity::of_this_process()?;
         // One file for each kind of processor: hosts may share the folder.
@@ -73,14 +73,15 @@ impl MachineCache {
         MachineCache { path: path.to_owned(), identity }
     }
 
-    /// The results, if the file has such of this machine and program. The caller checks their values: other programs can write the file.
+    /// Reads the results, if the file has results of this machine and program. The caller checks their values, because other programs can
+    /// write the file.
     pub(crate) fn read<T: DeserializeOwned>(&self) -> Option<T> {
         let text = read_at_most(&self.path, FILE_BYTES_MAX).ok()?;
         let Document { identity, results } = serde_json::from_slice(&text).ok()?;
         (identity == self.identity).then_some(results)
     }
 
-    /// Keeps results. A reader finds the old file or the new one, never a part.
+    /// Writes results. A reader finds the old file or the new one, never a part.
     pub(crate) fn write(&self, results: &impl Serialize) -> io::Result<()> {
         let document = Document { identity: self.identity.clone(), results };
         fs::create_dir_all(self.path.parent().unwrap_or(Path::new(".")))?;
@@ -111,7 +112,7 @@ impl Identity {
     }
 }
 
-/// The lines about the first processor that do not change while it runs.
+/// Returns the lines about the first processor that do not change while it runs.
 fn processor(text: &str) -> String {
     let is_kept = |line: &&str| {
         line.split_once(':').is_some_and(|(field, _)| PROCESSOR_FIELDS.contains(&field.trim_end()))
@@ -120,7 +121,7 @@ fn processor(text: &str) -> String {
     first.filter(is_kept).collect::<Vec<_>>().join("\n")
 }
 
-/// The user's folder for what can be made again (XDG Base Directory Specification).
+/// Returns the user's cache folder (XDG Base Directory Specification).
 fn folder() -> Option<PathBuf> {
     let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")))

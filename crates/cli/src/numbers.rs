@@ -1,8 +1,8 @@
-//! Numbers as people read them; sizes are [`Bytes`](trireme_base::Bytes).
+//! Numbers as text for people; sizes are [`Bytes`](trireme_base::Bytes).
 
 use std::time::Duration;
 
-/// Such as `2d03h`, `5h07m`, `1m05s` or `9s`.
+/// Formats a duration, such as `2d03h`, `5h07m`, `1m05s` or `9s`.
 pub(crate) fn duration(time: Duration) -> String {
     let seconds = time.as_secs();
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
@@ -14,7 +14,7 @@ pub(crate) fn duration(time: Duration) -> String {
     }
 }
 
-/// The number with a comma between groups of three digits.
+/// Formats a number with a comma between groups of three digits.
 pub(crate) fn grouped(number: u64) -> String {
     match number {
         0..1000 => number.to_string(),
@@ -22,7 +22,7 @@ pub(crate) fn grouped(number: u64) -> String {
     }
 }
 
-/// Bytes of a size such as `4096`, `48K` or `1M`.
+/// Parses a size such as `4096`, `48K` or `1M` to bytes.
 pub(crate) fn size_with_unit(text: &str) -> Option<u64> {
     let (digits, unit) = match text.split_at_checked(text.len().checked_sub(1)?)? {
         (digits, "K") => (digits, 1 << 10),
@@ -33,7 +33,7 @@ pub(crate) fn size_with_unit(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(unit)
 }
 
-/// Such as `1 question` and `2 questions`.
+/// Formats a number with its noun, such as `1 question` and `2 questions`.
 pub(crate) fn counted(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }

@@ -1,4 +1,4 @@
-//! The peak speed of a worker's device, which MFU is relative to.
+//! The peak FLOP/s of a worker's device, which MFU is relative to.
 
 use crate::host::{HostShare, load_average};
 use crate::machine_cache::MachineCache;
@@ -12,23 +12,23 @@ use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
 use trireme_train::config::{Config, DeviceName};
 use trireme_train::{executor_options, local_threads, share_of_cores, tell_all};
 
-/// Long enough for several milliseconds without a disturbance, and short enough to delay no first step.
+/// Long enough for several undisturbed milliseconds, and short enough not to delay the first step.
 const MEASURING_DURATION: Duration = Duration::from_millis(30);
 
-/// No thread of a CPU is as fast: a cached value above it was not measured.
+/// FLOP/s that no CPU thread reaches. A cached value above it was not measured.
 const THREAD_PEAK_MAX: f64 = 1e15;
 
-/// FLOP/s of one thread, by the unit that multiplies and the number of threads that were busy at a time.
+/// FLOP/s of one thread, by the unit that multiplies and the number of busy threads.
 type ThreadPeaks = BTreeMap<String, f64>;
 
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct WorkerPeak {
-    /// In the training dtype.
+    /// FLOP/s in the training dtype.
     pub(crate) flops: f64,
     pub(crate) note: String,
 }
 
-/// Returns the peak speed of this worker; `None` if the config sets a peak. On a CPU it is the peak of one thread, measured with as many
+/// Returns the peak FLOP/s of this worker; `None` if the config sets a peak. On a CPU it is the peak of one thread, measured with as many
 /// busy threads as the workers of the host have together, times the worker's threads or its share of the CPUs, whichever is smaller. So the
 /// peaks of workers that share cores add up to the peak of these cores. Unless `cache` has the figure, the first worker of each host
 /// measures it while the others wait. Collective.
@@ -39,7 +39,7 @@ pub(crate) fn worker_peak(
     group: &Group,
     cache: Option<MachineCache>,
 ) -> Result<Option<WorkerPeak>> {
-    // A device with a known peak has an arm of its own here.
+    // A device with a known peak gets its own arm here.
     match config.training().device {
         DeviceName::Cpu | DeviceName::Detached => {}
     }
@@ -68,7 +68,7 @@ pub(crate) fn worker_peak(
     Ok((!is_configured).then_some(WorkerPeak { flops, note }))
 }
 
-/// FLOP/s of one of so many busy threads, and how they are known. A measurement while other programs compute is not kept.
+/// Returns the FLOP/s of one of `num_busy` busy threads, and how it is known. A measurement while other programs compute is not cached.
 fn thread_peak(unit: Unit, num_busy: usize, cache: Option<MachineCache>) -> Result<(f64, String)> {
     let key = format!("{unit}, {num_busy} threads");
     let mut peaks: ThreadPeaks = cache.as_ref().and_then(MachineCache::read).unwrap_or_default();

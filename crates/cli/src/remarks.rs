@@ -1,4 +1,4 @@
-//! Errors, warnings and notes, which go to standard error and to the rank's log.
+//! Errors, warnings and notes on standard error and in the rank's log.
 
 use crate::bounded::within;
 use crate::clock;
@@ -13,19 +13,19 @@ use trireme_base::{Rank, printable};
 use trireme_comm::host_name;
 use trireme_train::config::LogFormat;
 
-/// How long the last words of a worker may take to be written to its log, whose file system may hang.
+/// Maximum time to write a line to a log, whose file system may hang.
 pub(crate) const LOG_MAX: Duration = Duration::from_secs(1);
 
-/// Remarks that are kept until it is known whether there is a log.
+/// Maximum number of remarks that are kept before the log is known.
 const EARLY_MAX: usize = 100;
 
 static CHANNEL: RwLock<Channel> =
     RwLock::new(Channel { rank: None, is_shared: false, format: LogFormat::Text, log: None });
 
-/// Lines from before it was known whether there is a log; `None` from then on.
+/// Remarks from before the log was known; `None` afterwards.
 static EARLY: Mutex<Option<Vec<String>>> = Mutex::new(Some(Vec::new()));
 
-/// Where remarks and the lines of a log go, and how.
+/// Destination and format of remarks and of log lines.
 #[derive(Clone)]
 pub(crate) struct Channel {
     rank: Option<Rank>,
@@ -52,7 +52,7 @@ impl Channel {
         }
     }
 
-    /// A JSON object with one member besides time, host and rank.
+    /// Returns a JSON object with time, host, rank and one more member.
     pub(crate) fn object(&self, name: &str, value: impl Serialize) -> String {
         let mut object = json!({ "time": clock::now(), "host": host_name() });
         if let Some(rank) = self.rank {
@@ -62,7 +62,7 @@ impl Channel {
         object.to_string()
     }
 
-    /// Adds the time to each line of a formatted text; objects have it.
+    /// Adds the time to each line of a formatted text. JSON objects have the time already.
     pub(crate) fn stamped(&self, formatted: &str) -> String {
         if self.format == LogFormat::Json {
             return formatted.to_owned();
@@ -97,7 +97,7 @@ pub(crate) fn set_format(format: LogFormat) {
     Channel::change(|channel| channel.format = format);
 }
 
-/// Attributes later remarks and lines to `rank`, and writes all remarks to `log`, unless an output of the process is the log.
+/// Attributes later remarks and lines to `rank`, and writes all remarks to `log`. `log` is `None` if an output of the process is the log.
 pub(crate) fn set_log(rank: Rank, log: Option<File>) {
     let log = log.map(Arc::new);
     Channel::change(|channel| (channel.rank, channel.log) = (Some(rank), log.clone()));
@@ -105,7 +105,7 @@ pub(crate) fn set_log(rank: Rank, log: Option<File>) {
     early.into_iter().flatten().for_each(|line| write(log.as_deref(), &line));
 }
 
-/// Writes an error, a warning or a note.
+/// Writes an error, a warning or a note to standard error and to the log.
 pub(crate) fn remark(text: &str) {
     let channel = Channel::current();
     let formatted = channel.formatted(text);
@@ -113,9 +113,9 @@ pub(crate) fn remark(text: &str) {
         LogFormat::Json => Cow::Borrowed(&*formatted),
         LogFormat::Text => channel.with_origin(&formatted),
     };
-    // What stands on the line is a progress bar, which is drawn again.
+    // Clears a progress bar on the line. The bar is drawn again.
     let clear = if io::stderr().is_terminal() { "\r\x1b[K" } else { "" };
-    // Nobody listening is no reason to stop. In one piece, so that lines of several ranks do not mix.
+    // A closed standard error does not end the process. One write keeps lines of several ranks from mixing.
     let _ = io::stderr().write_all(format!("{clear}{shown}\n").as_bytes());
     let line = channel.stamped(&formatted);
     let mut early = EARLY.lock().unwrap_or_else(PoisonError::into_inner);
@@ -124,7 +124,7 @@ pub(crate) fn remark(text: &str) {
         Some(_) => {}
         None => {
             drop(early);
-            // Not that of before: it may have been set since.
+            // Read again, because the log may have been set since.
             if let Some(log) = Channel::current().log {
                 let _ = within(LOG_MAX, move || write(Some(&log), &line));
             }
@@ -139,7 +139,7 @@ fn write(log: Option<&File>, line: &str) {
     }
 }
 
-/// The `message` of a JSON line of a log.
+/// Returns the `message` of a JSON log line.
 pub(crate) fn message(line: &str) -> Option<String> {
     match serde_json::from_str::<Value>(line).ok()?.get_mut("message")?.take() {
         Value::String(text) => Some(text),

@@ -1,12 +1,13 @@
-//! When the command started: what `seconds_to_first_step` counts from.
+//! The start of the command, from which `seconds_to_first_step` counts.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::time::{Duration, Instant};
 
-/// Hands the launcher's start on to its workers: nanoseconds on the clock that counts from boot.
+/// Environment variable that passes the launcher's start to its workers, in nanoseconds since boot.
 pub(crate) const STARTED_VARIABLE: &str = "TRIREME_STARTED";
 
-/// Now, or the start of the launcher of this process. Called first in `main`; the process may be older: `cargo run` becomes the program.
+/// Returns when this command started, or when the launcher of this process started. Call it first in `main`; the process may be older,
+/// because `cargo run` becomes the program.
 pub(crate) fn command_started() -> Instant {
     let since_boot =
         std::env::var(STARTED_VARIABLE).ok().and_then(|text| text.parse().ok()).map(Duration::from_nanos);
@@ -14,7 +15,7 @@ pub(crate) fn command_started() -> Instant {
     Instant::now().checked_sub(elapsed).unwrap_or_else(Instant::now)
 }
 
-/// `started` for [`STARTED_VARIABLE`].
+/// Encodes `started` for [`STARTED_VARIABLE`].
 pub(crate) fn to_variable(started: Instant) -> String {
     now().saturating_sub(started.elapsed()).as_nanos().to_string()
 }

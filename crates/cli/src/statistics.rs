@@ -1,6 +1,6 @@
 //! Statistics of measurements.
 
-/// The median: of an even number of values, the mean of the two in the middle.
+/// Returns the median. Of an even number of values, it is the mean of the two in the middle.
 ///
 /// # Panics
 /// If there are no values.

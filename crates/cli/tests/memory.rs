@@ -1,8 +1,8 @@
-//! Memory is counted, not guessed: what the process holds at most is what the categories say.
+//! Counted memory against the resident set of the process.
 
 use std::process::Command;
 
-/// Large enough for the program itself, which nobody counts, to be a small part.
+/// Large enough that the uncounted memory of the program itself is a small part.
 const MODEL: &str = r#"{"model_type": "gpt2", "vocab_size": 512, "n_positions": 256, "n_embd": 320, "n_layer": 10, "n_head": 5}"#;
 
 #[test]

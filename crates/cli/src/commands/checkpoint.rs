@@ -1,4 +1,4 @@
-//! `trireme checkpoint`: look into checkpoints and model directories, and export models.
+//! `trireme checkpoint`: inspects checkpoints and model directories, and exports models.
 
 use crate::console::Output;
 use crate::remarks::remark;
@@ -83,7 +83,7 @@ fn inspect(path: &Path, json: bool, verify: bool, out: &mut impl Write) -> anyho
     Ok(())
 }
 
-/// Opens what `path` holds, and warns of checkpoints that had to be passed over.
+/// Opens a checkpoint, run or model directory. Warns of each unusable checkpoint that was skipped.
 fn open(path: &Path) -> anyhow::Result<ModelSource> {
     let source = ModelSource::open(path)?;
     if let ModelSource::Checkpoint { skipped, .. } = &source {
@@ -125,7 +125,7 @@ fn write_model(
     if let (Some(tokenizer), Some(mark)) =
         (&tokenizer, files.iter_mut().find(|file| file.0 == BYTES_TOKENIZER_FILE))
     {
-        // In a form that other programs know.
+        // Hugging Face's format, which other programs can read.
         *mark = tokenizer.hugging_face_file()?;
     }
     let sha256 = tokenizer.map(|tokenizer| tokenizer.sha256()).transpose()?;
@@ -142,12 +142,13 @@ fn write_model(
     Ok(writeln!(out, "{}", printable(&line))?)
 }
 
-/// Returns the weights to export. Weights in no file that the model does not need, such as a tied output layer, are left out.
+/// Returns the weights to export. A tensor that the index names but no file holds is left out if the model does not need it, such as a tied
+/// output layer.
 fn exported_weights(source: &ModelSource, files: &[ExtraFile<'_>]) -> anyhow::Result<StoredTensors> {
     let weights = source.weights();
     let config = files.iter().find(|file| file.name == trireme_checkpoint::CONFIG_FILE);
     let config = config.and_then(|file| std::str::from_utf8(file.contents).ok());
-    // Models that cannot be trained here can be exported.
+    // A model that cannot be trained here can still be exported.
     let Some(Ok(config)) = config.map(ModelConfig::from_json) else { return Ok(weights) };
     let canonical = canonical_names(config.build(0, &Device::counting(DeviceOptions::default())?)?.table());
     let is_kept = |name: &str| weights.get(name).is_some() || canonical(name).is_some();
@@ -175,7 +176,7 @@ fn list(run_folder: &Path, out: &mut impl Write) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What `inspect` shows; its fields are the keys of `--json`.
+/// The output of `inspect`; its fields are the keys of `--json`.
 #[derive(Debug, Serialize)]
 struct Report {
     path: PathBuf,
@@ -294,7 +295,7 @@ mod tests {
         command: CheckpointCommand,
     }
 
-    /// A run with one checkpoint of a weight and its optimizer state.
+    /// Creates a run with one checkpoint of a weight and its optimizer state.
     fn run_folder() -> tempfile::TempDir {
         let run = tempfile::tempdir().unwrap();
         let mesh = Mesh::data_parallel(1);

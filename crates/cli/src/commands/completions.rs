@@ -1,4 +1,4 @@
-//! `trireme completions` and `trireme man`: what shells and `man` read.
+//! `trireme completions` and `trireme man`: shell completions and manual pages.
 
 use crate::console::Output;
 use anyhow::{Context, Result};

@@ -1,4 +1,4 @@
-//! What communication costs, as options of commands that choose algorithms.
+//! Communication costs as options of commands that choose algorithms.
 
 use trireme_comm::GivenCosts;
 use trireme_schedule::collective::{DirectCost, LinkCost};
@@ -21,7 +21,7 @@ pub(crate) struct CostArgs {
 }
 
 impl CostArgs {
-    /// The costs that are not to be measured.
+    /// Returns the costs that are given, and so are not measured.
     pub(crate) fn given(&self) -> GivenCosts {
         let to_link = |(latency, bandwidth)| LinkCost::of(latency, bandwidth);
         GivenCosts {

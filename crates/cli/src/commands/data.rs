@@ -1,4 +1,4 @@
-//! `trireme data`: look into prepared corpora.
+//! `trireme data`: shows samples of prepared corpora.
 
 use super::check_config_path;
 use super::init::DEFAULT_CONFIG;
@@ -18,9 +18,9 @@ use trireme_train::{
     CorpusSamples, RunLock, SampleView, TrainError, corpus_folder, current_corpus, ensure_corpus,
 };
 
-/// Samples whose learned tokens are counted, at most.
+/// Maximum number of samples whose learned tokens are counted.
 const COUNTED_SAMPLES_MAX: u64 = 10_000;
-/// Samples without anything to learn that are named, at most.
+/// Maximum number of samples without learned tokens that are named.
 const NAMED_SAMPLES_MAX: usize = 10;
 
 const SHOW_EXAMPLES: &str = "\
@@ -93,7 +93,7 @@ fn show(args: &ShowArgs) -> Result<()> {
     let marks = Marks::for_output();
     let mut shown = args.sample..args.sample.saturating_add(args.num_samples);
     if args.validation {
-        // Training reads its samples again and again, a validation once.
+        // Training reads its samples repeatedly, a validation reads them once.
         ensure!(args.sample < num_samples, "there are {num_samples} samples, numbered from 0");
         shown.end = shown.end.min(num_samples);
     }
@@ -150,7 +150,7 @@ fn heading(index: u64, view: &SampleView) -> String {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Piece {
-    /// Its text, or the name of a special token. A character that consists of several tokens belongs to the last of them.
+    /// Text of the token, or the name of a special token. A character that consists of several tokens belongs to the last of them.
     text: String,
     is_special: bool,
 }
@@ -179,10 +179,10 @@ fn append(pieces: &mut [Piece], rest: &str) {
     }
 }
 
-/// The line between two documents of a sample.
+/// Line between two documents of a sample.
 const NEXT_DOCUMENT: &str = "--- next document ---\n";
 
-/// Returns the line that stands for the padding of a sample; empty without padding.
+/// Returns the line that represents the padding of a sample; empty without padding.
 fn padding_line(view: &SampleView) -> String {
     match view.num_padding {
         0 => String::new(),
@@ -190,7 +190,7 @@ fn padding_line(view: &SampleView) -> String {
     }
 }
 
-/// The marks of learned tokens.
+/// How learned tokens are marked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Marks {
     Colors,
@@ -271,7 +271,7 @@ fn table(view: &SampleView, pieces: &[Piece]) -> String {
     text
 }
 
-/// Describes how much the first samples have to learn.
+/// Summarizes how many tokens the first samples learn. `learned` has one element per sample.
 fn summary(learned: &[u64], num_samples: u64) -> String {
     let (Some(least), Some(most)) = (learned.iter().min(), learned.iter().max()) else {
         return String::new();

@@ -1,4 +1,4 @@
-//! `trireme eval`: how good a model is.
+//! `trireme eval`: measures how good a model is.
 
 use super::prepare::Display;
 use crate::console::{Output, progress_bar};
@@ -88,7 +88,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     show(args, &found, evaluator.seq_len())
 }
 
-/// The corpus to evaluate, with the folder that it was prepared into unless it was there.
+/// Returns the corpus to evaluate. If it had to be prepared, the second value is its temporary folder.
 fn corpus(
     args: &EvalArgs,
     chat_template: Option<ChatTemplate>,
@@ -165,7 +165,7 @@ fn show(args: &EvalArgs, found: &Evaluation, seq_len: usize) -> Result<()> {
     Ok(writeln!(Output, "bits per byte: {bits} ({} bytes)", found.num_bytes)?)
 }
 
-/// The share of questions that were answered, and its standard error, which is unknown from one question.
+/// Returns the share of correctly answered questions and its standard error, which is unknown for a single question.
 fn score(answered: &[bool]) -> (f64, Option<f64>) {
     let count = answered.len() as f64;
     let mean = answered.iter().filter(|answered| **answered).count() as f64 / count;
@@ -188,7 +188,7 @@ fn answer(
             found.push(evaluator.log_likelihood(&choice.tokens, choice.num_given)?);
         }
         let per_character = found.iter().zip(&question.choices).map(|(found, choice)| {
-            // As the harness counts: characters, without what stands before the choice.
+            // lm-evaluation-harness divides by the characters of the choice, without the delimiter before it.
             found / choice.chars().count() as f64
         });
         likeliest.push(largest(found.iter().copied()) == question.answer);
@@ -217,7 +217,7 @@ fn answer(
     Ok(writeln!(Output, "{} (by likelihood per character)", line("acc_norm", normalized))?)
 }
 
-/// The first of the largest.
+/// Returns the index of the first largest value; 0 without values.
 fn largest(values: impl Iterator<Item = f64>) -> usize {
     let largest = values.enumerate().reduce(|best, next| if next.1 > best.1 { next } else { best });
     largest.map_or(0, |(index, _)| index)

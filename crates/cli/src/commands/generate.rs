@@ -30,8 +30,8 @@ Examples:
 
 /// Generate text from a checkpoint, a run, or a Hugging Face model directory.
 ///
-/// Prints the text as it is generated, and reports if it reaches the model's maximum length. The same seed gives the same text on the same kind
-/// of machine.
+/// Prints the text as it is generated, and reports if it reaches the model's maximum length. The same seed gives the same text on the same
+/// kind of machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct GenerateArgs {
@@ -152,7 +152,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     Ok(())
 }
 
-/// Shows one text, as it grows or at once.
+/// Generates one text and prints it as it grows, or at once as JSON. Returns why the text ended.
 fn generate(
     args: &GenerateArgs,
     settings: &SampleSettings,
@@ -167,7 +167,7 @@ fn generate(
             written = Output.write_all(piece.as_bytes()).and_then(|()| Output.flush());
         }
     };
-    // A conversation is known to who has asked.
+    // In a chat, the user knows the question.
     let repeats_prompt = !(args.chat || args.json);
     if repeats_prompt {
         show(&settings.prompt.text);
@@ -189,7 +189,8 @@ fn generate(
     Ok(ended)
 }
 
-/// Returns the tokens that end a text by the files of the model, and a warning for each entry that is no token of the model.
+/// Returns the tokens that end a text according to the model's files, and a warning for each file that cannot be parsed or has an entry
+/// that is no token of the model.
 fn end_tokens(source: &ModelSource, vocab_size: usize) -> Result<(Vec<u32>, Vec<String>)> {
     let (mut found, mut warnings) = (BTreeSet::new(), Vec::new());
     for name in ["generation_config.json", "config.json"] {

@@ -1,4 +1,4 @@
-//! `trireme init`: a first config and text.
+//! `trireme init`: writes a first config and text.
 
 use super::write_file;
 use crate::console::Output;
@@ -8,7 +8,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use trireme_base::quoted;
 
-/// The config that `trireme train` reads if none is named.
+/// The config that `trireme train` reads by default.
 pub(crate) const DEFAULT_CONFIG: &str = "train.toml";
 
 const TEXT_FILE: &str = "text.txt";

@@ -1,4 +1,4 @@
-//! One file a command, and the options that several have.
+//! The commands, one file each, and the functions that several share.
 
 pub(crate) mod bench;
 pub(crate) mod checkpoint;
@@ -21,7 +21,7 @@ use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Endings of files that people train on.
+/// Extensions of files that hold training data.
 const DATA_EXTENSIONS: [&str; 6] = ["gz", "jsonl", "ndjson", "parquet", "txt", "zst"];
 
 fn write_file(path: &Path, contents: &str) -> Result<()> {
@@ -32,7 +32,7 @@ fn read_file(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
-/// Refuses what cannot be a config, with what might have been meant.
+/// Refuses a path that cannot be a config, and suggests what may have been meant.
 fn check_config_path(path: &Path) -> Result<()> {
     if path.is_dir() {
         bail!(
@@ -58,7 +58,7 @@ fn check_config_path(path: &Path) -> Result<()> {
     bail!("the config {} does not exist; {configs}", path.display())
 }
 
-/// The first few configs in a folder.
+/// Returns the first few configs in a folder, by name.
 fn configs_in(folder: &Path) -> Vec<String> {
     const NUM_SHOWN_MAX: usize = 5;
     let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());

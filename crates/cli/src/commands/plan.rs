@@ -46,10 +46,10 @@ also starts the workers and measures for a few seconds. docs/memory.md explains 
 
 /// Predict the memory use of a run's workers, and the time of a step.
 ///
-/// Walks through the actions of a step (its program) without computing anything. Prints the peak of each memory category, the
-/// peak of their total, and the action at which it is reached, for the worker that needs the most. The workers are those that
-/// `trireme train` would start on this host. `--set memory.device_budget=512MiB` bounds a worker, and shows what would fit. For a pipeline, also prints what each rank runs and how much of
-/// its time is idle.
+/// Walks through the actions of a step (its program) without computing anything. Prints the peak of each memory category, the peak of their
+/// total, and the action at which it is reached, for the worker that needs the most. The workers are those that `trireme train` would start
+/// on this host. `--set memory.device_budget=512MiB` bounds a worker, and shows what would fit. For a pipeline, also prints what each rank
+/// runs and how much of its time is idle.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanArgs {
@@ -127,7 +127,7 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> 
     show_all(args, Job { config: &config, source, blueprint, workers }, (environment, &simd, started))
 }
 
-/// A worker measures; the command itself shows what a step takes, and starts the workers.
+/// Shows the plan and, with `--time`, the step time. A worker only measures; the command itself shows the plan and starts the workers.
 fn show_all(
     args: &PlanArgs,
     job: Job<'_>,
@@ -182,7 +182,7 @@ fn show(args: &PlanArgs, job: Job<'_>, plan: &Plan) -> Result<()> {
     let Job { config, workers, .. } = job;
     let drawing = Drawing::new(config, plan)?;
     let has_pipeline = config.parallelism().pipeline_parallel_degree > 1;
-    // Its one stage could not be read again as a schedule of one's own.
+    // A schedule of one stage could not be read back from a schedule file.
     if args.save_schedule.is_some() && !has_pipeline {
         bail!("--save-schedule needs a pipeline; set parallelism.pipeline_parallel_degree");
     }

@@ -1,4 +1,4 @@
-//! `trireme prepare`: text to token files.
+//! `trireme prepare`: converts text to token files.
 
 use crate::console::{Output, progress_bar};
 use crate::numbers::counted;
@@ -41,10 +41,10 @@ If no input and no option has changed since the last run, the command does nothi
 
 /// Convert text files, folders and JSON Lines into token files for training.
 ///
-/// Writes train.tokens, validation.tokens, the tokenizer and a report, prepare.json, into one folder. Uses all cores,
-/// and little memory regardless of the input size. A text file is one document; so is each line of a .jsonl, .ndjson
-/// or .json file, or each element if the file is one JSON array. Folders are searched recursively. Hidden entries, folders named target, symbolic links and binary
-/// files in them are skipped and counted.
+/// Writes train.tokens, validation.tokens, the tokenizer and a report, prepare.json, into one folder. Uses all cores, and little memory
+/// regardless of the input size. A text file is one document; so is each line of a .jsonl, .ndjson or .json file, or each element if the
+/// file is one JSON array. Folders are searched recursively. Hidden entries, folders named target, symbolic links and binary files in them
+/// are skipped and counted.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PrepareArgs {
@@ -75,8 +75,9 @@ pub(crate) struct PrepareArgs {
     /// Train a byte-level BPE tokenizer with at most N tokens on the input, such as 8192.
     #[arg(long, value_name = "N", conflicts_with = "tokenizer")]
     train_bpe: Option<usize>,
-    /// Field of each JSON object that contains the text. Objects without it may have `messages` (with `role` and `content`), a `prompt` and its
-    /// `completion`, or the fields of ShareGPT (`conversations`) or Alpaca (`instruction`, `output`); then only the answers contribute to the loss.
+    /// Field of each JSON object that contains the text. Objects without it may have `messages` (with `role` and `content`), a `prompt` and
+    /// its `completion`, or the fields of ShareGPT (`conversations`) or Alpaca (`instruction`, `output`); then only the answers contribute
+    /// to the loss.
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
     /// Read only files with these extensions from folders. By default, all text files.
@@ -86,8 +87,8 @@ pub(crate) struct PrepareArgs {
     /// replacements, or refuse them with an error that names the file and the byte.
     #[arg(long, default_value_t, value_parser = invalid_utf8())]
     invalid_utf8: InvalidUtf8,
-    /// Fraction of tokens held out for validation: whole documents, or the tail of the last if documents are longer than what is held out. 0 holds
-    /// out none. 0.05 by default.
+    /// Fraction of tokens held out for validation: whole documents, or the tail of the last if documents are longer than what is held out.
+    /// 0 holds out none. 0.05 by default.
     #[arg(long, value_name = "SHARE")]
     validation_fraction: Option<f64>,
     /// Number of tokenizer threads; all cores by default. Does not affect the result.
@@ -145,7 +146,7 @@ fn options(args: &PrepareArgs) -> anyhow::Result<PrepareOptions> {
     })
 }
 
-/// The tokenizer with this name, and the chat template that is named or belongs to it, if there is one.
+/// Returns the tokenizer with this name, and the chat template that is given or else belongs to the tokenizer, if there is one.
 fn tokenizer(
     name: &Path,
     template: Option<&Path>,
@@ -175,13 +176,13 @@ fn tokenizer(
     Ok((choice, chat_template_for(template, &source)?))
 }
 
-/// How often a line tells the progress where there is no terminal.
+/// Interval of progress lines where there is no terminal.
 const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// A progress bar on a terminal, else a line on the error output now and then.
+/// A progress bar on a terminal, else a line on standard error every [`LINE_INTERVAL`].
 #[derive(Debug)]
 pub(crate) struct Display {
-    /// Tells ranks that wait for this one that it works.
+    /// Shows waiting ranks that this one makes progress.
     heartbeat: Heartbeat,
     bar: Option<ProgressBar>,
     /// The phase that is shown, and the time of the last line.

@@ -5,10 +5,10 @@ use crate::simd::{Trial, trials, try_kernels};
 use anyhow::Result;
 use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
 
-/// As the command is called.
+/// Name of the command.
 pub(crate) const NAME: &str = "prove-kernels";
 
-/// A kernel that never ends is ended by SIGXCPU after so many seconds of all kernels together.
+/// CPU seconds for all kernels together. A kernel that never ends is ended by SIGXCPU.
 const SECONDS_MAX: u64 = 10;
 
 /// Compare this machine's matrix multiplication kernels with the portable ones.
@@ -22,7 +22,7 @@ pub(crate) struct ProveKernelsArgs {
 }
 
 pub(crate) fn run(args: &ProveKernelsArgs) -> Result<()> {
-    // Its death is nothing to keep a memory image of.
+    // A crash of this process needs no core dump.
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     let Rlimit { current, maximum } = getrlimit(Resource::Cpu);
     let seconds = current.map_or(SECONDS_MAX, |current| current.min(SECONDS_MAX));

@@ -2,7 +2,7 @@ use crate::death::{Death, Fate, Fates};
 use trireme_base::ranks;
 use trireme_comm::{Diagnosis, Difference, Finding, OperationState, Source};
 
-/// What to try, by the first cause that is seen.
+/// Returns what to try, according to the first cause that is found.
 pub(super) fn advice(diagnosis: &Diagnosis, fates: &Fates) -> Option<String> {
     let difference = diagnosis.disagreement.as_ref().map(|found| found.difference);
     let found = [
@@ -49,7 +49,7 @@ fn of_difference(difference: Difference) -> Option<&'static str> {
     })
 }
 
-/// Two ranks that wait for each other in different groups.
+/// Finds two ranks that wait for each other in different groups.
 fn of_crossed_groups(findings: &[Finding]) -> Option<String> {
     let group = |finding: &Finding| Some(finding.place.as_ref()?.group.clone());
     findings.iter().find_map(|one| {
@@ -83,7 +83,7 @@ fn of_missing_ranks(diagnosis: &Diagnosis) -> Option<String> {
     })
 }
 
-/// Whether the rank itself waits for others: then it is not where to begin.
+/// Whether the rank itself waits for others. Then the search should not begin there.
 fn is_waiting(diagnosis: &Diagnosis, rank: usize) -> bool {
     diagnosis.findings.get(rank).is_some_and(|finding| !finding.waits_for.is_empty())
 }

@@ -1,4 +1,4 @@
-//! What happened between the workers when something went wrong: one table, and what to try.
+//! Diagnosis of failures between workers: one table of all ranks, and what to try.
 
 mod advice;
 mod table;
@@ -9,23 +9,23 @@ use crate::death::Fates;
 use anyhow::Error;
 use trireme_comm::{Diagnosis, FlightRecorder, Occasion, Source};
 
-/// A failure between workers, with what is known of all of them.
+/// A failure between workers, with a table of all of them.
 #[derive(Debug, thiserror::Error)]
 #[error("{failure}{}", indented(table))]
 pub(crate) struct Hang {
-    /// What ended this worker.
+    /// The error that ended this worker.
     #[source]
     pub(crate) failure: Error,
     table: Vec<String>,
 }
 
-/// The lines as they stand below an error.
+/// Indents lines for display below an error.
 pub(crate) fn indented(lines: &[String]) -> String {
     lines.iter().map(|line| format!("\n  {line}")).collect()
 }
 
-/// Adds to a worker's failure what the others have told it, if it is one between workers and this worker is the one to tell
-/// it: the lowest rank that is heard of. To be called when the worker's groups are no more.
+/// Adds a table of all workers to a failure between workers, if this worker is the lowest rank that is heard of. Call it after the worker's
+/// groups have been dropped.
 pub(crate) fn explain(failure: Error, recorder: &FlightRecorder) -> Error {
     let report = recorder.report();
     let diagnosis = Diagnosis::of(std::slice::from_ref(&report));

@@ -8,7 +8,7 @@ use trireme_comm::{
 
 const HEADER: [&str; 6] = ["rank", "host", "state", "since", "waits for", "operation"];
 
-/// The table with all that follows from it, line by line; nothing if nothing is known.
+/// Returns the lines of the table, the first mismatch and the advice; empty if there are no findings.
 pub(crate) fn lines(diagnosis: &Diagnosis, fates: &Fates) -> Vec<String> {
     if diagnosis.findings.is_empty() {
         return Vec::new();
@@ -30,7 +30,7 @@ pub(crate) fn lines(diagnosis: &Diagnosis, fates: &Fates) -> Vec<String> {
     lines.iter().map(|line| plain(line)).collect()
 }
 
-/// What came from files and other hosts cannot steer the terminal.
+/// Escapes control characters, so that text from files and other hosts cannot steer the terminal.
 pub(crate) fn plain(line: &str) -> String {
     line.chars()
         .map(|c| if c.is_control() { c.escape_default().to_string() } else { c.to_string() })
@@ -85,7 +85,7 @@ fn operation(finding: &Finding) -> String {
     }
 }
 
-/// An operation with its place in its group and in the program.
+/// Describes an operation with its place in its group and in the program.
 pub(crate) fn described(group: &str, report: &OperationReport) -> String {
     let OperationReport { sequence, operation, line, .. } = report;
     let peer = report.peer.map(|peer| match peer.direction {

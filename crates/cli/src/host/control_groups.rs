@@ -1,17 +1,18 @@
-//! What the control groups of this process set.
+//! Settings of this process's control groups.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
-/// A controller, and the files of a group in which it keeps its settings.
+/// A controller, and the files in which a group of version 2 or 1 keeps its settings.
 pub(crate) struct Controller {
     pub(crate) name: &'static str,
     pub(crate) files: &'static [&'static str],
     pub(crate) files_of_version_1: &'static [&'static str],
 }
 
-/// The files of a controller with what they hold, in this process's groups and those around them. `root` is `/` except in tests.
+/// Returns the files of a controller with their contents, for this process's groups and the groups around them. `root` is `/` except in
+/// tests.
 pub(crate) fn settings(root: &Path, controller: &Controller) -> impl Iterator<Item = (PathBuf, String)> {
     let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
     let (groups, mounts) = (text("proc/self/cgroup"), text("proc/self/mountinfo"));
@@ -23,7 +24,7 @@ pub(crate) fn settings(root: &Path, controller: &Controller) -> impl Iterator<It
     })
 }
 
-/// The file system of a file that sets a limit, and its number there. 0 if that is unknown, so that all such files count as one.
+/// Returns the device and the inode of a file that sets a limit. Both are 0 if unknown, so that all such files count as one.
 pub(crate) fn identity(file: &Path) -> (u64, u64) {
     fs::metadata(file).map_or((0, 0), |file| (file.dev(), file.ino()))
 }
@@ -31,13 +32,14 @@ pub(crate) fn identity(file: &Path) -> (u64, u64) {
 /// A tree of control groups that has the controller.
 struct Hierarchy {
     mount_point: PathBuf,
-    /// This process's group, relative to that.
+    /// This process's group, relative to `mount_point`.
     group: PathBuf,
     files: &'static [&'static str],
 }
 
 impl Hierarchy {
-    /// The hierarchy of a line of `/proc/self/cgroup`: `0::/path` in version 2, `4:memory:/path` in version 1.
+    /// Returns the hierarchy of a line of `/proc/self/cgroup`, `0::/path` in version 2 and `4:memory:/path` in version 1; `None` if it
+    /// lacks the controller.
     fn of(line: &str, mounts: &str, controller: &Controller) -> Option<Self> {
         let mut fields = line.splitn(3, ':').skip(1);
         let (controllers, group) = (fields.next()?, Path::new(fields.next()?));
@@ -62,14 +64,14 @@ impl Hierarchy {
         })
     }
 
-    /// The files of the group and of those around it.
+    /// Returns the files of the group and of the groups around it.
     fn paths(&self) -> Vec<PathBuf> {
         let folders = self.group.ancestors().map(|group| self.mount_point.join(group));
         folders.flat_map(|folder| self.files.iter().map(move |file| folder.join(file))).collect()
     }
 }
 
-/// A line of `/proc/self/mountinfo`, as far as it matters here.
+/// A line of `/proc/self/mountinfo`, with the fields that are needed here.
 struct Mount<'a> {
     /// The part of the file system that is mounted.
     root: &'a str,
@@ -80,7 +82,7 @@ struct Mount<'a> {
 
 impl<'a> Mount<'a> {
     fn parse(line: &'a str) -> Option<Self> {
-        // Between the two parts stands any number of optional fields.
+        // Any number of optional fields precedes the separator.
         let (place, file_system) = line.split_once(" - ")?;
         let mut place = place.split(' ').skip(3);
         let mut file_system = file_system.split(' ');

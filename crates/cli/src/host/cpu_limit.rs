@@ -1,4 +1,4 @@
-//! How much of the processors the control groups of this process let it use.
+//! CPU limits of this process's control groups.
 
 use super::control_groups::{Controller, settings};
 use std::fmt;
@@ -8,16 +8,16 @@ use std::path::{Path, PathBuf};
 const CPU: Controller =
     Controller { name: "cpu", files: &["cpu.max"], files_of_version_1: &["cpu.cfs_quota_us"] };
 
-/// A limit on the time that all processes of a group compute.
+/// A limit on the CPU time of all processes of a group together.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct CpuLimit {
-    /// Seconds of computing in a second.
+    /// Seconds of CPU time per second.
     pub(crate) num_cores: f64,
     pub(crate) file: PathBuf,
 }
 
 impl CpuLimit {
-    /// The limits of this process's control groups, from the innermost on, read from the files below `root`: `/` except in tests.
+    /// Returns the limits of this process's control groups, innermost first, read from the files below `root`: `/` except in tests.
     pub(crate) fn all(root: &Path) -> Vec<Self> {
         let limits = settings(root, &CPU).filter_map(|(file, text)| {
             let period = || {
@@ -30,7 +30,7 @@ impl CpuLimit {
         limits.collect()
     }
 
-    /// The lowest of them; of equal ones the outermost, which more processes share.
+    /// Returns the lowest limit. Of equal limits, returns the outermost, which more processes share.
     pub(crate) fn lowest_of_groups(root: &Path) -> Option<Self> {
         Self::all(root).into_iter().rev().min_by(|a, b| a.num_cores.total_cmp(&b.num_cores))
     }
@@ -42,13 +42,13 @@ impl fmt::Display for CpuLimit {
     }
 }
 
-/// What `cpu.max` says: quota and period in microseconds; `max` for no limit.
+/// Parses `cpu.max`: quota and period in microseconds. `max` means no limit.
 fn num_cores(text: &str) -> Option<f64> {
     let (quota, period) = text.trim().split_once(' ')?;
     num_cores_of(quota, period)
 }
 
-/// A quota of -1 is no limit.
+/// Divides a quota by its period. `None` if there is no limit, such as with a quota of -1.
 fn num_cores_of(quota: &str, period: &str) -> Option<f64> {
     let [quota, period] = [quota, period].map(|text| text.trim().parse::<u64>().ok());
     let (quota, period) = (quota?, period?);

@@ -1,4 +1,4 @@
-//! How much memory the processes of this host may take, and what says so.
+//! Memory limits of the processes of this host, and the files that set them.
 
 use super::control_groups::{Controller, settings};
 use rustix::system::sysinfo;
@@ -8,7 +8,7 @@ use std::{fmt, fs};
 use trireme_base::{Bytes, HUGE_PAGE_BYTES};
 use trireme_train::config::HugePages;
 
-/// Above `memory.high` the kernel slows processes down until they hardly run.
+/// Limits on ordinary memory. Above `memory.high`, the kernel slows processes down until they hardly run.
 const MEMORY: Controller = Controller {
     name: "memory",
     files: &["memory.max", "memory.high"],
@@ -22,15 +22,15 @@ const HUGE_PAGES: Controller = Controller {
     files_of_version_1: &["hugetlb.2MB.limit_in_bytes"],
 };
 
-/// How many of those pages the host has set aside.
+/// File with the number of pages of 2 MiB that the host has reserved.
 const POOL: &str = "sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
-/// What counts against a limit.
+/// The kind of memory that counts against a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Pages {
-    /// All memory but that in the host's pool of huge pages.
+    /// All memory outside the host's pool of huge pages.
     Ordinary,
-    /// Memory in the pool.
+    /// Memory in the pool of huge pages.
     Reserved,
 }
 
@@ -43,16 +43,16 @@ pub(crate) struct MemoryLimit {
     pub(crate) pages: Pages,
 }
 
-/// A limit, and how many workers take from it together.
+/// A limit, and the number of workers that share it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SharedLimit {
     pub(crate) limit: MemoryLimit,
-    /// All workers of this host where it is not known which of them do.
+    /// `None` if it is unknown which workers share it. Then all workers of this host count.
     pub(crate) num_sharing: Option<usize>,
 }
 
 impl SharedLimit {
-    /// The limits of this process, as those of all workers that it starts.
+    /// Returns the limits of this process, which also apply to the workers that it starts.
     pub(crate) fn all(huge_pages: HugePages) -> Vec<Self> {
         let limits = MemoryLimit::all(Path::new("/"), huge_pages).into_iter();
         limits.map(|limit| SharedLimit { limit, num_sharing: None }).collect()
@@ -60,8 +60,8 @@ impl SharedLimit {
 }
 
 impl MemoryLimit {
-    /// All limits that apply to this process, outer ones after inner ones. `root` is `/` except in tests. Memory that other programs use
-    /// does not lower them: the same run gets the same limits every time.
+    /// Returns all limits that apply to this process, inner ones before outer ones. `root` is `/` except in tests. Memory that other
+    /// programs use does not lower the limits, so the same run gets the same limits every time.
     pub(crate) fn all(root: &Path, huge_pages: HugePages) -> Vec<Self> {
         let mut limits = Self::of_groups(root, &MEMORY, Pages::Ordinary);
         limits.push(Self::of_machine(root));
@@ -72,7 +72,8 @@ impl MemoryLimit {
         limits
     }
 
-    /// The lowest limit that a control group sets on memory outside of the pool; of equal ones the outermost, which more processes share.
+    /// Returns the lowest limit that a control group sets on ordinary memory. Of equal limits, returns the outermost, which more processes
+    /// share.
     pub(crate) fn lowest_of_groups(root: &Path) -> Option<Self> {
         Self::of_groups(root, &MEMORY, Pages::Ordinary).into_iter().rev().min_by_key(|limit| limit.bytes)
     }
@@ -85,7 +86,7 @@ impl MemoryLimit {
         limits.collect()
     }
 
-    /// The machine's memory without what is set aside in huge pages of any size.
+    /// Returns the machine's memory without the memory that is reserved in huge pages of any size.
     fn of_machine(root: &Path) -> Self {
         let system = sysinfo();
         let bytes = system.totalram as u64 * u64::from(system.mem_unit.max(1));
@@ -137,7 +138,7 @@ mod tests {
 ";
     const CONTAINER: &str = "35 31 0:32 /docker/1 /sys/fs/cgroup/x rw - cgroup cgroup rw,cpu,memory\n";
 
-    /// The limit that is found, with its file below `/sys/fs/cgroup`.
+    /// Returns the lowest limit, with its file below `/sys/fs/cgroup`.
     fn found(groups: &str, mounts: &str, files: &[(&str, &str)]) -> Option<(u64, String)> {
         let folder = tempfile::tempdir().unwrap();
         let write = |path: &str, text: &str| {
@@ -214,7 +215,7 @@ mod tests {
         assert_eq!(limits()[0].to_string(), expected);
         write("proc/self/cgroup", "0::/a\n");
         write("proc/self/mountinfo", MOUNTS);
-        // The memory of other pages has limits of its own.
+        // Ordinary memory has its own limits.
         write("sys/fs/cgroup/unified/a/memory.max", "1000\n");
         write("sys/fs/cgroup/unified/a/hugetlb.2MB.max", "33554432\n");
         write("sys/fs/cgroup/unified/hugetlb.2MB.max", "4194304\n");
@@ -223,7 +224,7 @@ mod tests {
         let ordinary = || MemoryLimit::all(folder.path(), HugePages::Transparent);
         let [group, machine] = &ordinary()[..] else { panic!("{:?}", ordinary()) };
         assert_eq!(group.bytes, 1000);
-        // The pool is memory that others cannot have.
+        // The pool is not available as ordinary memory.
         write("proc/meminfo", "MemTotal: 9 kB\nHugetlb:        16384 kB\n");
         assert_eq!(machine.bytes - ordinary()[1].bytes, 16 << 20);
     }

@@ -1,4 +1,4 @@
-//! What the host of a worker offers: the limits of its control groups, its memory and its processors, and each worker's share of them.
+//! The host of a worker: the limits of its control groups, its memory and its CPUs, and each worker's share of them.
 
 mod control_groups;
 mod cpu_limit;

@@ -1,4 +1,4 @@
-//! What a worker may take of its host, where several workers, and perhaps several launchers, share it.
+//! A worker's share of its host, which several workers, and perhaps several launchers, use together.
 
 use super::control_groups::identity;
 use super::cpu_limit::CpuLimit;
@@ -14,23 +14,23 @@ use trireme_comm::{Group, host_name};
 use trireme_train::config::{Bind, HugePages};
 use trireme_train::tell_all;
 
-/// What this host grants a worker, as the worker sees it.
+/// The resources that this host grants a worker, as the worker sees them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Grant {
-    /// The running kernel.
+    /// Boot id of the running kernel, which identifies the machine. Empty if unknown.
     machine: String,
     host: String,
-    /// Processors that it may run on, those that share caches and memory next to each other.
+    /// CPUs that the worker may run on. CPUs that share caches and memory are next to each other.
     cpus: Vec<usize>,
-    /// To how many cores control groups limit its computing.
+    /// CPU limits of control groups, in cores.
     cpu_limits: Vec<Bound<f64>>,
-    /// What limits its memory, outer limits after inner ones.
+    /// Memory limits, inner ones before outer ones.
     memory_limits: Vec<Bound<MemoryLimit>>,
-    /// Processes that ran or wanted to run in the last minute.
+    /// Mean number of processes that ran or waited to run in the last minute.
     load: f64,
 }
 
-/// A limit on what all processes of a control group, or of the machine, take together.
+/// A limit on the total use of all processes of a control group, or of the machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Bound<T> {
     setter: Setter,
@@ -40,9 +40,9 @@ struct Bound<T> {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 enum Setter {
     Machine,
-    /// The machine's pool of huge pages. Its file looks different in each network namespace.
+    /// The machine's pool of huge pages. Its file has another identity in each network namespace.
     Pool,
-    /// A control group, by the identity of the file.
+    /// A control group, by the identity of its file.
     Group((u64, u64)),
 }
 
@@ -57,7 +57,7 @@ impl Setter {
 }
 
 impl<T> Bound<T> {
-    /// How many of these workers it bounds, one of them its own.
+    /// Counts those of `workers` to which the limit applies.
     fn num_bound(&self, workers: &[(usize, &Grant)], limits: impl Fn(&Grant) -> &[Bound<T>]) -> usize {
         let is_bound = |grant: &Grant| limits(grant).iter().any(|other| other.setter == self.setter);
         workers.iter().filter(|(_, grant)| is_bound(grant)).count()
@@ -66,21 +66,21 @@ impl<T> Bound<T> {
 
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct HostShare {
-    /// Workers that share memory segments of this host.
+    /// Number of workers that share memory segments on this host.
     pub(crate) num_workers: usize,
     pub(crate) limits: Vec<SharedLimit>,
-    /// Processors that it may use, where those that several workers may use count in equal parts.
+    /// CPUs of this worker. A CPU that several workers may use counts in equal parts, and control groups may limit the sum.
     pub(crate) num_cpus: f64,
-    /// Threads that have a processor each.
+    /// Number of threads with a CPU each, at least 1.
     pub(crate) num_threads: usize,
     /// The CPUs that this worker is bound to, if any.
     binding: Option<Vec<usize>>,
-    /// Why it is not bound, if it might be.
+    /// Reason why the worker is not bound, if it might be.
     pub(crate) why_unbound: Option<String>,
 }
 
 impl HostShare {
-    /// That of one of so many workers that do not know each other yet.
+    /// Returns the share of one of `num_workers` workers that do not know each other yet.
     pub(crate) fn of_equals(num_workers: usize, huge_pages: HugePages) -> Self {
         HostShare {
             num_workers,
@@ -92,11 +92,11 @@ impl HostShare {
         }
     }
 
-    /// That of this rank, as all ranks of its world see it together. Collective.
+    /// Returns the share of this rank, which all ranks compute from the same grants. Collective.
     pub(crate) fn of_world(group: &Group, huge_pages: HugePages, bind: Bind) -> Result<Self> {
         let mut own = Grant::of_this_process(huge_pages);
         if own.machine.is_empty() {
-            // Unknown: then it counts as alone.
+            // A worker whose machine is unknown counts as alone on it.
             own.machine = format!("that of rank {}", group.rank());
         }
         let grants = tell_all(group, &own)?;
@@ -133,7 +133,7 @@ impl HostShare {
         HostShare { num_workers, limits, num_cpus, num_threads, binding, why_unbound }
     }
 
-    /// The CPUs that so many workers of this host would be bound to, for people.
+    /// Describes the CPUs that `num_workers` workers of this host would be bound to.
     pub(crate) fn preview(num_workers: usize) -> String {
         let grants = vec![Grant::of_this_process(HugePages::Transparent); num_workers];
         let shares = (0..num_workers).map(|rank| Self::among(&grants, rank, num_workers, Bind::Auto));
@@ -146,7 +146,7 @@ impl HostShare {
         texts.map_or_else(|why| why, |texts| texts.join("; "))
     }
 
-    /// Binds the calling thread, and those that it starts from now on, to the CPUs of this worker, if it has its own.
+    /// Binds the calling thread, and the threads that it starts later, to the CPUs of this worker, if it has its own.
     pub(crate) fn bind(&self) -> io::Result<()> {
         let Some(cpus) = &self.binding else { return Ok(()) };
         let mut set = CpuSet::new();
@@ -154,13 +154,14 @@ impl HostShare {
         Ok(sched_setaffinity(None, &set)?)
     }
 
-    /// Which CPUs this worker is bound to, for people.
+    /// Describes the CPUs that this worker is bound to; `None` if it is not bound.
     pub(crate) fn bound_to(&self) -> Option<String> {
         Some(format!("CPUs {}", ranges(self.binding.clone()?)))
     }
 }
 
-/// The CPUs to bind a worker to, if the launcher has not chosen some for it; why not, if it might be bound.
+/// Returns the CPUs to bind a worker to; `None` if it need not be bound, such as where the launcher has chosen CPUs. The error is the
+/// reason why a worker that might be bound is not.
 fn binding(
     own: &Grant,
     rank: usize,
@@ -208,7 +209,7 @@ impl Grant {
     }
 }
 
-/// Processes that ran or wanted to run in the last minute.
+/// Returns the mean number of processes that ran or waited to run in the last minute; 0 if unknown.
 pub(crate) fn load_average() -> f64 {
     let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     text.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0)
@@ -216,13 +217,13 @@ pub(crate) fn load_average() -> f64 {
 
 fn allowed_cpus() -> Vec<usize> {
     let Ok(allowed) = sched_getaffinity(None) else {
-        // More CPUs than a set has.
+        // The system has more CPUs than a set can hold.
         return (0..trireme_train::share_of_cores(1)).collect();
     };
     (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).collect()
 }
 
-/// Processors in the order of their memory node, package and core, read from the files below `root`: neighbours share what can be shared.
+/// Sorts CPUs by memory node, package and core, read from the files below `root`. Adjacent CPUs share caches and memory where possible.
 fn by_neighbourhood(mut cpus: Vec<usize>, root: &Path) -> Vec<usize> {
     let folder = |cpu: usize| root.join(format!("sys/devices/system/cpu/cpu{cpu}"));
     let number = |cpu: usize, name: &str| {
@@ -293,7 +294,7 @@ mod tests {
         };
         assert_eq!(threads(&[limited(&[(1, 4.0)]), limited(&[(1, 4.0)])]), [2; 2]);
         assert_eq!(threads(&[limited(&[(1, 4.0)]), limited(&[(2, 0.5)])]), [4, 1]);
-        // Siblings with limits of their own, in a group that has less than they have together.
+        // Sibling groups with their own limits, in a group whose limit is below their sum.
         assert_eq!(threads(&[limited(&[(1, 4.0), (9, 6.0)]), limited(&[(2, 2.0), (9, 6.0)])]), [3, 2]);
     }
 
@@ -313,7 +314,7 @@ mod tests {
             shares.map(|share| share.limits.iter().map(told).collect()).collect()
         };
         assert_eq!(sharing(&[in_groups(&[]), in_groups(&[])]), [[(100, 2)], [(100, 2)]]);
-        // Siblings with limits of their own, in a group that has less than they have together.
+        // Sibling groups with their own limits, in a group whose limit is below their sum.
         let siblings = [in_groups(&[4, 6]), in_groups(&[2, 6]), in_groups(&[4, 6])];
         let first = vec![(40, 2), (60, 3), (100, 3)];
         assert_eq!(sharing(&siblings), [first.clone(), vec![(20, 1), (60, 3), (100, 3)], first]);

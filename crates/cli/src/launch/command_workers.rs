@@ -1,4 +1,4 @@
-//! Workers of commands that have no run folder.
+//! Workers of commands without a run folder.
 
 use super::LaunchError;
 use super::supervisor::{LocalWorld, OnSignal, run_local_workers, worker_command};
@@ -9,11 +9,11 @@ use std::path::PathBuf;
 use std::time::Instant;
 use trireme_train::FLIGHT_RECORDER_FOLDER;
 
-/// Tells a worker where to write the reports of its flight recorder.
+/// Environment variable with the folder for the reports of a worker's flight recorder.
 const RECORDER_VARIABLE: &str = "TRIREME_FLIGHT_RECORDER";
 
-/// Starts this command again for each worker, and waits until all have exited. If one dies, its log and the flight
-/// recorders' reports stay in a folder like that of a run. `simd` is what the workers' kernels use, if they have any.
+/// Starts this command again for each worker, and waits until all have exited. If one dies, its log and the flight recorders' reports are
+/// kept in a folder like that of a run. `simd` is the SIMD level of the workers' kernels, if they have any.
 pub(crate) fn launch_workers(num_workers: usize, started: Instant, simd: Option<&Simd>) -> Result<()> {
     let folder = temporary_folder("trireme-workers-")?;
     let (log_folder, recorder_folder) = (folder.path(), &folder.path().join(FLIGHT_RECORDER_FOLDER));
@@ -25,14 +25,14 @@ pub(crate) fn launch_workers(num_workers: usize, started: Instant, simd: Option<
         worker.env(RECORDER_VARIABLE, recorder_folder);
         worker
     });
-    // Of a worker's death the error names the log; else nobody will look for it.
+    // Only the error of a worker's death names the log.
     if matches!(ended, Err(LaunchError::WorkerDied { .. })) {
         let _kept = folder.keep();
     }
     Ok(ended?)
 }
 
-/// Where this worker writes the reports of its flight recorder, if a launcher of ours has said so.
+/// Returns the folder for the reports of this worker's flight recorder, if Trireme's launcher has set it.
 pub(crate) fn recorder_folder() -> Option<PathBuf> {
     std::env::var_os(RECORDER_VARIABLE).map(PathBuf::from)
 }

@@ -1,6 +1,6 @@
-//! What the environment says of the world this process belongs to.
+//! The world that this process belongs to, as the environment describes it.
 //!
-//! The first family of variables counts that describes a worker:
+//! The first family of variables that describes a worker counts:
 //!
 //! 1. torchrun's: `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, and `LOCAL_RANK` with
 //!    `LOCAL_WORLD_SIZE`. Without the last two, a loopback `MASTER_ADDR` means that the whole world is on this
@@ -13,26 +13,25 @@
 //! torchrun's own store may keep listening on `MASTER_PORT` (`TORCHELASTIC_USE_AGENT_STORE`); the workers then meet at the
 //! next port.
 //!
-//! `MASTER_ADDR` and `MASTER_PORT` may be set beside any family; alone they make no worker. Without them the workers meet on the
-//! first host of SLURM's list, or on this one if all are here, at a port that follows from the job's name.
+//! `MASTER_ADDR` and `MASTER_PORT` may be set in addition to any family; alone they do not describe a worker. Without them the workers meet
+//! on the first host of SLURM's list, or on this host if all are here, at a port that follows from the job's name.
 //!
-//! SLURM sets some of its variables where nobody asked for a worker. A batch script has `SLURM_PROCID` = 0 and
-//! all of `SLURM_NTASKS`, but `ENVIRONMENT` = `BATCH` and no `SLURM_STEP_ID`, which `srun` sets for its tasks;
-//! the shell of `salloc` has no `SLURM_PROCID`; an interactive shell is the only task of its step.
-//! None of them is a worker, and nor is the only process of a PMI world.
+//! SLURM sets some of its variables in processes that are not workers. A batch script has `SLURM_PROCID` = 0 and all of `SLURM_NTASKS`, but
+//! `ENVIRONMENT` = `BATCH` and no `SLURM_STEP_ID`, which `srun` sets for its tasks; the shell of `salloc` has no `SLURM_PROCID`; an
+//! interactive shell is the only task of its step. None of these processes is a worker, and neither is the only process of a PMI world.
 
 use super::LaunchError;
 use super::host_list::{first_host, tasks_on_node};
 use std::net::IpAddr;
 use trireme_base::Rank;
 
-/// More workers than any launcher starts; a larger number is a mistake.
+/// Maximum world size. No launcher starts more workers, so a larger number is a mistake.
 const WORLD_SIZE_MAX: usize = 1 << 20;
 
-/// torchrun's default, for launchers that name no job.
+/// torchrun's default port, for launchers that name no job.
 const DEFAULT_MASTER_PORT: u16 = 29_500;
 
-/// What a worker must know of its world to join it.
+/// The facts about its world that a worker needs to join it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct WorkerEnvironment {
     pub(crate) rank: Rank,
@@ -45,12 +44,12 @@ pub(crate) struct WorkerEnvironment {
 }
 
 impl WorkerEnvironment {
-    /// What the variables of this process say; none if it is no worker.
+    /// Reads the variables of this process; `None` if it is not a worker.
     pub(crate) fn of_this_process() -> Result<Option<Self>, LaunchError> {
         Self::from_variables(&|name| std::env::var(name).ok())
     }
 
-    /// What the given variables say; none if they make no worker.
+    /// Reads the given variables; `None` if they do not describe a worker.
     pub(crate) fn from_variables(
         lookup: &dyn Fn(&str) -> Option<String>,
     ) -> Result<Option<Self>, LaunchError> {
@@ -72,7 +71,7 @@ impl WorkerEnvironment {
     }
 }
 
-/// The environment, with empty variables taken as unset.
+/// The environment. Empty variables count as unset.
 struct Variables<'a> {
     lookup: &'a dyn Fn(&str) -> Option<String>,
 }
@@ -101,7 +100,7 @@ impl Variables<'_> {
         }
     }
 
-    /// A number that must be there because `present` is.
+    /// Returns a number that must be set because `present` is.
     fn count(&self, variable: &'static str, present: &'static str) -> Result<Count, LaunchError> {
         match self.number(variable, WORLD_SIZE_MAX)? {
             Some(value) => Ok(Count { variable, value }),
@@ -117,7 +116,7 @@ struct Count {
 }
 
 impl Count {
-    /// Refuses numbers that do not compare as they must.
+    /// Refuses numbers for which `compare` is false.
     fn must(self, compare: fn(&usize, &usize) -> bool, other: Count) -> Result<(), LaunchError> {
         if compare(&self.value, &other.value) {
             return Ok(());
@@ -133,9 +132,9 @@ struct Family {
     world_size: Count,
     /// Rank and number of workers on this host.
     local: Option<(Count, Count)>,
-    /// Where rank 0 is, if the family knows.
+    /// The host of rank 0, if the family knows it.
     first_host: Option<String>,
-    /// What distinguishes this world from others on the same hosts.
+    /// A name that distinguishes this world from others on the same hosts.
     job: Option<String>,
 }
 
@@ -178,7 +177,7 @@ impl Family {
             size.must(usize::le, self.world_size)?;
             rank.must(usize::le, self.rank)?;
         }
-        // Scripts export it beside the variables of another launcher.
+        // Scripts export it in addition to the variables of another launcher.
         if let Some(value) = variables.number("WORLD_SIZE", WORLD_SIZE_MAX)? {
             Count { variable: "WORLD_SIZE", value }.must(usize::eq, self.world_size)?;
         }
@@ -187,7 +186,7 @@ impl Family {
 
     fn master_addr(&self, variables: &Variables<'_>) -> Result<String, LaunchError> {
         if let Some(address) = variables.text("MASTER_ADDR") {
-            // One of IPv6 may be written as in a URL.
+            // An IPv6 address may be in brackets, as in a URL.
             let bare = address.strip_prefix('[').and_then(|address| address.strip_suffix(']'));
             return Ok(bare.map(str::to_owned).unwrap_or(address));
         }
@@ -287,7 +286,7 @@ fn pmi(variables: &Variables<'_>) -> Result<Option<Family>, LaunchError> {
     Ok(Some(Family { rank, world_size, local, first_host: None, job }))
 }
 
-/// The place on this host where both variables are set; an error where only one is.
+/// Returns the rank and the number of workers on this host if both variables are set; an error if only one is.
 fn local_counts(
     variables: &Variables<'_>,
     rank: &'static str,
@@ -299,8 +298,8 @@ fn local_counts(
     }
 }
 
-/// A port from 20000 to 29999 that follows from the job's name: all workers find the same one, and two jobs
-/// on one host are unlikely to. Linux gives outgoing connections ports from 32768 on.
+/// Returns a port from 20000 to 29999 that follows from the job's name. All workers find the same port, and two jobs on one host are
+/// unlikely to collide. Linux gives outgoing connections ports from 32768 on.
 fn port_of_job(job: &str) -> u16 {
     let hash = job.bytes().fold(0_u32, |hash, byte| hash.wrapping_mul(31).wrapping_add(u32::from(byte)));
     20_000 + (hash % 10_000) as u16

@@ -8,7 +8,7 @@ fn read(variables: &str) -> Result<Option<WorkerEnvironment>, LaunchError> {
     WorkerEnvironment::from_variables(&lookup)
 }
 
-/// Rank, world size, local rank, local world size and where to meet.
+/// Returns the rank, world size, local rank, local world size and address of rank 0.
 fn worker(variables: &str) -> (usize, usize, usize, usize, String) {
     let worker = read(variables).unwrap().expect("a worker");
     let meeting_point = format!("{}:{}", worker.master_addr, worker.master_port);
@@ -104,7 +104,7 @@ fn slurm() {
     let (host, port) = meeting_point.split_once(':').unwrap();
     assert_eq!(host, "node08");
     assert!((20_000..30_000).contains(&port.parse().unwrap()), "{port}");
-    // Two steps of one job do not meet, and what the user has set counts.
+    // Two steps of one job use different ports, and variables that the user has set take precedence.
     assert_ne!(worker(&SRUN.replace("STEP_ID=0", "STEP_ID=1")).4, meeting_point);
     assert_eq!(worker(&format!("MASTER_ADDR=head MASTER_PORT=3 {SRUN}")).4, "head:3");
     assert_eq!(

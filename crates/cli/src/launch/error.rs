@@ -6,15 +6,15 @@ use std::path::PathBuf;
 use trireme_base::Rank;
 use trireme_comm::CommError;
 
-/// Workers could not be started, or did not end well; or the environment describes no possible worker.
+/// An error of starting or supervising workers, or an environment that describes no possible worker.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LaunchError {
-    /// Some of the variables that make a worker are set and some are not.
+    /// Some of the variables that describe a worker are set and some are not.
     #[error(
         "{present} is set but {missing} is not; set both, or unset {present} to let this command start the workers"
     )]
     MissingVariable { present: &'static str, missing: &'static str },
-    /// A variable does not hold what it should.
+    /// A variable has an invalid value.
     #[error("the environment variable {variable} is '{value}'; expected {expected}")]
     UnfitVariable { variable: &'static str, value: String, expected: String },
     /// Two variables cannot both be right.
@@ -30,12 +30,12 @@ pub(crate) enum LaunchError {
     },
     #[error("cannot write the log of rank {rank} to {}", path.display())]
     Log { rank: Rank, path: PathBuf, source: io::Error },
-    /// No TCP port could be had for the workers to meet.
+    /// No TCP port is available for the workers to meet.
     #[error(
         "cannot use TCP port {port} of 127.0.0.1; set [launch] master_port to another one, or to 0 for any free port"
     )]
     Port {
-        /// The port, 0 for any.
+        /// The port; 0 means any.
         port: u16,
         source: io::Error,
     },
@@ -46,13 +46,13 @@ pub(crate) enum LaunchError {
     },
     #[error("cannot start rank {rank} as {program}")]
     Start { rank: Rank, program: String, source: io::Error },
-    /// The operating system refused what watching over processes needs.
+    /// The operating system refused a call that the supervision of processes needs.
     #[error("cannot monitor the workers")]
     Watch {
         #[from]
         source: io::Error,
     },
-    /// A worker died, and the others have been ended. Of several deaths this is the first that was not itself the loss of a peer.
+    /// A worker died, and the others have been ended. Of several deaths, this is the first that was not itself the loss of a peer.
     #[error("{}{}", describe_death(*rank, death, left, log, last_lines), indented(table))]
     WorkerDied {
         rank: Rank,
@@ -61,28 +61,28 @@ pub(crate) enum LaunchError {
         left: Vec<Rank>,
         log: PathBuf,
         last_lines: Vec<String>,
-        /// Where all workers were, if this is a failure between them.
+        /// Table of the state of all workers, if this is a failure between them.
         table: Vec<String>,
     },
-    /// A signal, such as that of Ctrl-C, ended the launcher and so its workers.
+    /// A signal, such as SIGINT from Ctrl-C, ended the launcher and so its workers.
     #[error("interrupted by {}", signal_name(*signal))]
     Interrupted { signal: i32 },
-    /// The run was asked to end by a signal, and has ended in good order. It has said so.
+    /// A signal asked the run to end, and the run has ended in good order and reported it.
     #[error("stopped by {}", signal_name(*signal))]
     Stopped { signal: i32 },
-    /// The launcher is no more, and so this worker has no reason to be.
+    /// The launcher has exited, so this worker ends.
     #[error("the launcher of this worker has exited")]
     LauncherGone,
 }
 
-/// What an exit code of a run's process says.
+/// Returns the signal for which a process of a run has exited with `code`, if there is one.
 pub(super) fn stopped_by(code: i32) -> Option<i32> {
     let signal = code.checked_sub(128)?;
     [SIGHUP, SIGINT, SIGUSR1, SIGUSR2, SIGTERM].contains(&signal).then_some(signal)
 }
 
 impl LaunchError {
-    /// What the process should end with: 128 and the signal where a signal ended it, as shells do.
+    /// Returns the exit code of the process: 128 plus the signal if a signal ended it, as in shells.
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
             LaunchError::Interrupted { signal } | LaunchError::Stopped { signal } => {

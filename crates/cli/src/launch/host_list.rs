@@ -1,6 +1,6 @@
-//! SLURM's short forms of lists.
+//! SLURM's compact forms of lists.
 
-/// The first host of a list such as `rack[1-2]node[07-11,20],login`; none if it is no such list.
+/// Returns the first host of a list such as `rack[1-2]node[07-11,20],login`; `None` if the list is malformed.
 pub(super) fn first_host(list: &str) -> Option<String> {
     let mut host = String::new();
     let mut rest = list;
@@ -17,7 +17,7 @@ pub(super) fn first_host(list: &str) -> Option<String> {
     (!host.is_empty() && host.chars().all(is_name)).then_some(host)
 }
 
-/// Tasks on the node of index `node` in a list such as `4(x2),3`: four on nodes 0 and 1, three on node 2.
+/// Returns the number of tasks on the node of index `node` in a list such as `4(x2),3`: four on nodes 0 and 1, three on node 2.
 pub(super) fn tasks_on_node(list: &str, node: usize) -> Option<usize> {
     let mut nodes_before = 0_usize;
     for run in list.split(',') {

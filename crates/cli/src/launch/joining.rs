@@ -1,4 +1,4 @@
-//! How a worker joins its world.
+//! Joining the world as a worker.
 
 use super::WorkerEnvironment;
 use super::slurm::node_address;
@@ -13,11 +13,11 @@ use trireme_comm::{
     CommError, Group, JoinOptions, LineListener, OnRefusal, RecorderOptions, Secret, join, report_failure,
 };
 
-/// Holds the secret that all workers of a job share. Only processes of the same user can read it.
+/// Environment variable with the secret that all workers of a job share. Only processes of the same user can read it.
 pub(super) const SECRET_VARIABLE: &str = "TRIREME_SECRET";
 
-/// The options of a worker whose place in the world is known; the rest at their defaults. The secret is that of the
-/// environment, else that of `secret_file`. Those who are refused while the world joins are told of on the error output.
+/// Returns the options of a worker whose place in the world is known; the rest are defaults. The secret comes from the environment, else
+/// from `secret_file`. Connections that are refused while the world joins are reported on standard error.
 pub(crate) fn join_options(
     environment: &WorkerEnvironment,
     secret_file: Option<&Path>,
@@ -27,7 +27,7 @@ pub(crate) fn join_options(
         let hint = hints::refusal(&refusal.to_string()).map_or(String::new(), |hint| format!("; {hint}"));
         remark(&format!("warning: refused a connection: {refusal}{hint}"));
     });
-    // One worker of a host reports whom it waits for, and rank 0 always.
+    // One worker of each host, and always rank 0, reports for which ranks it waits.
     let tells = environment.local_rank == 0 || environment.rank == Rank::ROOT;
     let on_note = LineListener::new(|line| remark(&format!("note: {line}")));
     Ok(JoinOptions {
@@ -44,8 +44,8 @@ pub(crate) fn join_options(
     })
 }
 
-/// Where workers listen for each other: what this host's environment says, before the config that all hosts have. Variables that are meant for other
-/// programs count last, and only between hosts.
+/// Returns the network interface on which this worker listens for the others. The environment of this host takes precedence over the
+/// config, which all hosts share. Variables of other programs count last, and only if the world spans several hosts.
 pub(crate) fn interface(environment: &WorkerEnvironment, of_config: Option<&str>) -> Option<String> {
     choose_interface(environment, of_config, &|name| std::env::var(name).ok())
 }
@@ -62,8 +62,8 @@ fn choose_interface(
     own.or_else(|| foreign().filter(|_| spans_hosts))
 }
 
-/// Does what a worker does before it joins its world. If that fails, the others are told why, so that they do not wait for this worker; a launcher of
-/// ours sees it by itself.
+/// Does `work` before a worker joins its world. A failure becomes [`NotJoined`], with which the other workers can be informed, so that they
+/// do not wait for this worker. Under Trireme's launcher the failure stays as it is, because the launcher notices the end of the worker.
 pub(crate) fn before_joining<T>(
     environment: Option<&WorkerEnvironment>,
     work: impl FnOnce() -> Result<T>,
@@ -77,7 +77,7 @@ pub(crate) fn before_joining<T>(
     })
 }
 
-/// A worker has failed before it joined its world.
+/// The failure of a worker before it joined its world.
 #[derive(Debug, thiserror::Error)]
 #[error("{failure:#}")]
 pub(crate) struct NotJoined {
@@ -93,11 +93,11 @@ impl NotJoined {
         }
     }
 
-    /// Tells the other workers. Takes some seconds at most.
+    /// Reports the failure to the other workers. Takes some seconds at most.
     pub(crate) fn tell_others(&self) {
         let told = match self.failure.downcast_ref() {
             Some(CommError::RankFailed { told, .. }) => told,
-            // Found on this host, before rank 0 has let this rank in.
+            // The failure was found on this host, before rank 0 admitted this rank.
             None
             | Some(
                 CommError::Options { .. }
@@ -109,7 +109,7 @@ impl NotJoined {
                 | CommError::TlsFile { .. }
                 | CommError::TlsUnavailable,
             ) => &Vec::new(),
-            // The others know of the rest, or there is nobody to tell.
+            // The other workers know of any other failure, or cannot be reached.
             Some(_) => return,
         };
         let hint = hints::hint(&self.failure).map(|hint| format!("; {hint}")).unwrap_or_default();
@@ -117,8 +117,8 @@ impl NotJoined {
     }
 }
 
-/// Joins the world and does `work` there. A failure between workers is told of with what all of them were doing: by the
-/// launcher from the reports in `recorder_folder`, or, where the launcher is none of ours, by this worker.
+/// Joins the world and does `work` there. A failure between workers is reported with the state of all of them: by Trireme's launcher from
+/// the reports in `recorder_folder`, or, without that launcher, by this worker.
 pub(crate) fn work_in_world(
     options: JoinOptions,
     recorder_folder: Option<PathBuf>,
@@ -130,19 +130,19 @@ pub(crate) fn work_in_world(
     let flight_recorder = RecorderOptions { folder: recorder_folder, on_stall: Some(on_stall), gathers };
     let options = JoinOptions { flight_recorder, ..options };
     let group = join(&options).map_err(|failure| NotJoined::of(failure.into(), options))?;
-    // It may be another one than the launcher's.
+    // Joining may have renumbered the ranks.
     speak_for(group.rank());
     let recorder = group.flight_recorder().clone();
     let result = work(group);
     if gathers { result.map_err(|failure| hang::explain(failure, &recorder)) } else { result }
 }
 
-/// The error output of other ranks than 0 is shared, unless this program has started them.
+/// Attributes remarks to `rank`. Ranks other than 0 share standard error, unless Trireme's launcher has started them.
 fn speak_for(rank: Rank) {
     set_rank(rank, rank != Rank::ROOT && !is_under_launcher());
 }
 
-/// The secret that is `text`, if that is set, else that of a file, if there is one.
+/// Returns the secret `text` if it is set, else the secret of the file, if there is one.
 fn secret(text: Option<&str>, file: Option<&Path>) -> Result<Option<Secret>, CommError> {
     match (text, file) {
         (Some(text), _) if !text.is_empty() => Secret::new(text).map(Some),

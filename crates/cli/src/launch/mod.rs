@@ -1,4 +1,4 @@
-//! How a process comes to be a worker of a world: by a launcher's environment, or by starting the workers of this host itself.
+//! Workers of a world: processes that another launcher has described by its environment, or that this process starts on its host.
 
 mod command_workers;
 mod environment;

@@ -1,14 +1,15 @@
-//! What only Slurm knows.
+//! Facts that only Slurm's controller knows.
 
 use crate::bounded::within;
 use std::net::ToSocketAddrs;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// How long Slurm's controller has to tell the address of a node.
+/// Maximum time for Slurm's controller to report the address of a node.
 const SCONTROL_MAX: Duration = Duration::from_secs(20);
 
-/// The address of a node whose name only Slurm resolves (`NodeAddr`); the name itself if the system resolves it or Slurm does not know more.
+/// Returns the address of a node whose name only Slurm resolves (`NodeAddr`). Returns the name itself if the system resolves it, or if
+/// Slurm does not know the address.
 pub(super) fn node_address(name: &str) -> String {
     let is_known = (name, 0).to_socket_addrs().is_ok();
     let ask = |name: String| {
@@ -23,7 +24,7 @@ pub(super) fn node_address(name: &str) -> String {
     if is_known { name.to_owned() } else { told().unwrap_or_else(|| name.to_owned()) }
 }
 
-/// `NodeAddr` of the node that `scontrol show node` tells of.
+/// Returns `NodeAddr` from the output of `scontrol show node`.
 fn node_addr(told: &str) -> Option<String> {
     let address = told.split_whitespace().find_map(|word| word.strip_prefix("NodeAddr="))?;
     (!address.is_empty()).then(|| address.to_owned())

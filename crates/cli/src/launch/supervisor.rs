@@ -1,4 +1,4 @@
-//! Starts the workers of this host and watches over them until all have ended.
+//! Starts the workers of this host and supervises them until all have ended.
 
 use super::LaunchError;
 use super::joining::SECRET_VARIABLE;
@@ -23,51 +23,51 @@ use std::time::{Duration, Instant};
 use trireme_base::{Rank, spawn_thread};
 use trireme_comm::{Diagnosis, Occasion, RankReport, Secret, remove_reports};
 
-/// Tells workers how the user has called this program.
+/// Environment variable with the name by which the user has called this program.
 pub(crate) const INVOKED_AS_VARIABLE: &str = "TRIREME_INVOKED_AS";
 
-/// How long the death of a worker that has lost a peer waits for the death of that peer.
+/// Maximum wait for the death of a peer after the death of a worker that has lost it.
 const CAUSE_GRACE: Duration = Duration::from_secs(1);
 
-/// How long the workers that are left have to report where they are, after the death of one.
+/// Time that the remaining workers have to report their state after the death of one.
 const REPORT_GRACE: Duration = Duration::from_millis(1500);
 
-/// How often to look for their reports meanwhile.
+/// Interval of looking for these reports.
 const REPORT_LOOK: Duration = Duration::from_millis(20);
 
-/// How long a file system has to give the reports that are there.
+/// Maximum time to read the reports from the file system.
 const READ_MAX: Duration = Duration::from_secs(1);
 
-/// How long a worker has to end after SIGTERM.
+/// Time that a worker has to end after SIGTERM.
 const TERMINATE_GRACE: Duration = Duration::from_secs(2);
 
-/// How long the workers have to end by themselves after Ctrl-C, which reaches them as well.
+/// Time that the workers have to end by themselves after Ctrl-C, which reaches them as well.
 const INTERRUPT_GRACE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LocalWorld<'a> {
     /// Number of workers, at least 1.
     pub(crate) num_workers: usize,
-    /// The TCP port at which they meet; 0 takes a free one.
+    /// TCP port at which the workers meet; 0 takes a free one.
     pub(crate) master_port: u16,
-    /// Folder of `rank-k.log`, one for each worker; it exists.
+    /// Folder of `rank-k.log`, one for each worker. It must exist.
     pub(crate) log_folder: &'a Path,
-    /// Folder of the reports that the workers' flight recorders write, if they do; it need not exist.
+    /// Folder of the reports that the workers' flight recorders write, if they do. It need not exist.
     pub(crate) recorder_folder: &'a Path,
     pub(crate) on_signal: OnSignal,
 }
 
-/// What a signal to the launcher means for its workers.
+/// The effect of a signal to the launcher on its workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OnSignal {
-    /// They end.
+    /// The workers end.
     End,
-    /// They hear SIGUSR1, save what they have, and end by themselves; a second SIGINT, SIGTERM or SIGHUP ends them.
+    /// The workers receive SIGUSR1, save a checkpoint, and end by themselves. A second SIGINT, SIGTERM or SIGHUP ends them.
     Save,
 }
 
-/// Makes commands for workers: this program with the arguments that it was called with. `started` is when this command
-/// started, and `simd` what the workers' kernels use, if they have any.
+/// Returns a function that creates commands for workers: this program with its own arguments. `started` is when this command started, and
+/// `simd` the SIMD level of the workers' kernels, if they have any.
 pub(crate) fn worker_command(started: Instant, simd: Option<&Simd>) -> io::Result<impl Fn() -> Command> {
     let (program, simd) = (std::env::current_exe()?, simd.map(Simd::variable));
     Ok(move || {
@@ -79,26 +79,26 @@ pub(crate) fn worker_command(started: Instant, simd: Option<&Simd>) -> io::Resul
     })
 }
 
-/// Starts a worker for each rank with the command that `command` makes, and waits until all have ended.
+/// Starts a worker for each rank with the command that `command` returns, and waits until all have ended.
 ///
-/// The commands get torchrun's variables, and a secret that is made for this world. What a worker prints goes to its log; what rank 0 prints, to
-/// where this process prints. If a worker dies, the others are ended: within 1 second the cause is found, then SIGTERM leaves them 2 seconds,
-/// then they are killed. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end the workers, too, at once or [when they have saved](OnSignal).
-/// No worker is left when this returns, unless the kernel does not let it end within 2 seconds, as on a file system that hangs. The process
-/// should end then: these signals no longer end it.
+/// The commands get torchrun's variables, and a secret that is generated for this world. The output of a worker goes to its log; the output
+/// of rank 0 goes to the output of this process. If a worker dies, the others are ended: within 1 second the cause is found, then SIGTERM
+/// leaves them 2 seconds, then they are killed. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end the workers, too, at once or [after a
+/// checkpoint](OnSignal). No worker is left when this returns, unless the kernel does not let it end within 2 seconds, as on a file system
+/// that hangs. The process should end then: these signals no longer end it.
 ///
-/// When one dies, the others have 1.5 seconds to report where they are, and the error tells it. What cannot be read within
-/// 1 second is left out, and the death is printed then, before anything else is waited for.
+/// After a death, the other workers have 1.5 seconds to report their state, which becomes part of the error. Reports that cannot be read
+/// within 1 second are left out; then the death is printed at once, before any further wait.
 ///
 /// Call it from the main thread: workers that call [`die_with_parent`](super::die_with_parent) end with the thread that has started them.
 pub(crate) fn run_local_workers(
     world: LocalWorld<'_>,
     command: impl FnMut(Rank) -> Command,
 ) -> Result<(), LaunchError> {
-    // Those of an earlier run would be taken for this one's.
+    // Reports of an earlier run would be taken for reports of this run.
     remove_reports(world.recorder_folder)?;
     let (sender, signals) = channel();
-    // Before the first worker starts: none may end unseen, and no Ctrl-C may leave one behind.
+    // Started before the first worker: no worker may end unseen, and no Ctrl-C may leave one behind.
     let _forwarder = SignalForwarder::start(sender)?;
     let workers = start_workers(world, command)?;
     Watch { world, workers, signals: &signals, tell: &remark }.until_all_have_ended()
@@ -127,7 +127,8 @@ fn start_workers(
     Ok(workers)
 }
 
-/// The given port if it is free, or any free one for 0. Another process may take it before rank 0 binds, which then says so.
+/// Returns the given port if it is free, or any free port for 0. Another process may take it before rank 0 binds it, which then fails with
+/// an error.
 fn master_port(port: u16) -> io::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", port))?.local_addr()?.port())
 }
@@ -165,8 +166,8 @@ impl Watch<'_> {
         }
     }
 
-    /// Waits for workers that save what they have, and ends them if one of them fails or a second signal comes. `asked` is the first signal that
-    /// came to this process, if one did.
+    /// Waits for workers that save a checkpoint, and ends them if one of them fails or a second signal comes. `asked` is the first signal
+    /// that came to this process, if one did.
     ///
     /// A worker that is killed meanwhile is an error, unless the checkpoint is complete: then it is a warning.
     fn end_after_stop(mut self, asked: Option<i32>) -> Result<(), LaunchError> {
@@ -174,7 +175,7 @@ impl Watch<'_> {
         if asked.is_some_and(is_urgent) {
             second.note(Instant::now());
         }
-        // A worker that is suspended takes part in the checkpoint again.
+        // A suspended worker must continue to take part in the checkpoint.
         self.workers.send(Signal::CONT);
         loop {
             self.workers.reap()?;
@@ -183,7 +184,7 @@ impl Watch<'_> {
                     return Err(LaunchError::Stopped { signal: asked.unwrap_or(signal) });
                 }
                 (Some(_), _) | (None, None) if self.workers.are_running() => {}
-                // It had reached its last step.
+                // All workers had finished their last step.
                 (None, None) => return Ok(()),
                 // The request itself kills a worker that has not begun to train.
                 (_, Some((_, Death::Signal(signal)))) if stop_signals().contains(&signal) => {
@@ -211,7 +212,7 @@ impl Watch<'_> {
         }
     }
 
-    /// The next signal, or none after `deadline`.
+    /// Returns the next signal; `None` after `deadline`.
     fn next_signal(&self, deadline: Option<Instant>) -> Option<i32> {
         let received = match deadline {
             Some(deadline) => self.signals.recv_timeout(deadline.saturating_duration_since(Instant::now())),
@@ -224,10 +225,10 @@ impl Watch<'_> {
         }
     }
 
-    /// Finds the cause of a first death, ends the other workers, and reports that cause.
+    /// Finds the cause of a first death, ends the other workers, and returns the cause as an error.
     fn end_after_death(mut self, mut rank: Rank, mut death: Death) -> Result<(), LaunchError> {
         let deadline = Instant::now() + CAUSE_GRACE;
-        // A follower may be seen before the one it has followed.
+        // A follower may be seen before the worker that it has lost.
         while is_follower(death) && self.workers.are_running() && self.next_signal(Some(deadline)).is_some() {
             self.workers.reap()?;
             (rank, death) = self.workers.dead().expect("the dead stay dead");
@@ -237,14 +238,15 @@ impl Watch<'_> {
         Err(self.workers.report(rank, death, table))
     }
 
-    /// The table of what workers report after the death of `rank`; empty if it ended for a reason of its own, which it has told.
+    /// Returns the table of the workers' reports after the death of `rank`; empty if that worker exited for a reason of its own, which it
+    /// has reported.
     fn table(&mut self, rank: Rank, death: Death) -> Result<Vec<String>, LaunchError> {
         let deadline = Instant::now() + REPORT_GRACE;
         loop {
             let reports = match self.reports() {
                 Ok(reports) => reports,
                 Err(error) => {
-                    // At once, because ending workers that wait for this file system may take long.
+                    // Printed at once, because ending workers that wait for this file system may take long.
                     let folder = self.world.recorder_folder.display();
                     (self.tell)(&format!(
                         "warning: rank {rank} {death}; cannot tell what the workers last did, because {folder} cannot be \
@@ -269,10 +271,10 @@ impl Watch<'_> {
         }
     }
 
-    /// The reports that are there, without those that cannot be read.
+    /// Returns the reports that exist, without unreadable ones.
     ///
     /// # Errors
-    /// If the file system does not respond, or no thread can be started to find out.
+    /// If the file system does not respond, or no thread can be started to read it.
     fn reports(&self) -> io::Result<Vec<RankReport>> {
         let (folder, num_workers) = (self.world.recorder_folder.to_owned(), self.world.num_workers);
         within(READ_MAX, move || {
@@ -280,7 +282,7 @@ impl Watch<'_> {
         })
     }
 
-    /// Ends the workers after a signal to this process, and reports the signal.
+    /// Ends the workers after a signal to this process, and returns the signal as an error.
     fn end_after_signal(mut self, signal: i32) -> Result<(), LaunchError> {
         if signal == SIGINT {
             self.wait_for_all(INTERRUPT_GRACE)?;
@@ -289,7 +291,7 @@ impl Watch<'_> {
         Err(LaunchError::Interrupted { signal })
     }
 
-    /// Ends all workers: politely, and after a while by force.
+    /// Ends all workers: first by SIGTERM, then by SIGKILL.
     fn end_workers(&mut self) -> Result<(), LaunchError> {
         self.workers.kill_stopped();
         self.workers.send(Signal::TERM);
@@ -297,7 +299,7 @@ impl Watch<'_> {
         Ok(self.workers.kill()?)
     }
 
-    /// Waits until all workers have ended, for `grace` at most; a further signal to end cuts that short.
+    /// Waits until all workers have ended, for `grace` at most. A further stop signal ends the wait.
     fn wait_for_all(&mut self, grace: Duration) -> Result<(), LaunchError> {
         let deadline = Instant::now() + grace;
         self.workers.reap()?;
@@ -308,7 +310,7 @@ impl Watch<'_> {
     }
 }
 
-/// A thread that hands on the signals of interest.
+/// A thread that forwards SIGCHLD and the signals that end a run.
 struct SignalForwarder {
     handle: signal_hook::iterator::Handle,
     thread: Option<JoinHandle<()>>,
@@ -325,7 +327,7 @@ impl SignalForwarder {
     }
 }
 
-/// The signals that this process ignores, signal `n` as bit `n - 1`; none if the system does not tell.
+/// Returns the signals that this process ignores, signal `n` as bit `n - 1`; 0 if the system does not report them.
 pub(crate) fn ignored_signals() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

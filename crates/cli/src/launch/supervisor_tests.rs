@@ -1,4 +1,4 @@
-//! Workers are shells here. Each notes its process id, so that it can be seen to be gone.
+//! Tests whose workers are shells. Each shell records its process id, so that the tests can check that it is gone.
 
 use super::*;
 use signal_hook::consts::{SIGHUP, SIGTERM};
@@ -31,7 +31,7 @@ impl Scene {
         }
     }
 
-    /// A shell that notes its process id and then runs `script`.
+    /// Returns a shell that records its process id and then runs `script`.
     fn shell(&self, script: &str) -> Command {
         let mut command = Command::new("sh");
         command.arg("-c").arg(format!("echo $$ > pid-$RANK; {script}")).current_dir(self.folder.path());
@@ -46,7 +46,7 @@ impl Scene {
         fs::read_to_string(self.path(&format!("rank-{rank}.log"))).unwrap()
     }
 
-    /// Asserts that no worker is left, not even one that nobody has waited for.
+    /// Asserts that no worker is left, not even as a zombie.
     fn assert_all_gone(&self) {
         for entry in fs::read_dir(self.folder.path()).unwrap() {
             let path = entry.unwrap().path();
@@ -60,7 +60,7 @@ impl Scene {
     }
 }
 
-/// What the error tells of the one death that it reports.
+/// Returns the rank, the death and the last lines of the log from the error.
 fn death(result: Result<(), LaunchError>) -> (usize, Death, Vec<String>) {
     match result {
         Err(LaunchError::WorkerDied { rank, death, last_lines, .. }) => (rank.0, death, last_lines),
@@ -68,7 +68,7 @@ fn death(result: Result<(), LaunchError>) -> (usize, Death, Vec<String>) {
     }
 }
 
-/// Long enough to be ended, and not so long that a failed test leaves it for good.
+/// Runs until it is ended, but not for good if a failed test leaves it.
 const FOREVER: &str = "exec sleep 60";
 
 #[test]
@@ -113,7 +113,7 @@ fn a_death_ends_the_others_and_is_reported_once() {
 #[test]
 fn the_cause_is_reported_and_not_the_follower_that_was_seen_first() {
     let scene = Scene::new();
-    // A process is there until its death has been seen by the one that waits for it.
+    // A dead process exists until its parent has waited for it.
     let after_0 = "until [ -s pid-0 ]; do sleep 0.01; done; \
                    while kill -0 $(cat pid-0) 2>&-; do sleep 0.01; done; exit 3";
     assert_eq!(death(scene.run(&["exit 74", after_0, FOREVER])), (1, Death::Exit(3), vec![]));
@@ -136,7 +136,7 @@ fn a_worker_that_does_not_heed_sigterm_is_killed() {
     scene.assert_all_gone();
 }
 
-/// Runs two workers that would go on forever, and acts as if the signals had reached this process.
+/// Runs two workers that do not end by themselves, and acts as if the signals had reached this process.
 fn interrupted_by(scene: &Scene, sent: &[i32]) -> LaunchError {
     let (sender, signals) = channel();
     let _forwarder = SignalForwarder::start(sender.clone()).unwrap();
@@ -148,7 +148,7 @@ fn interrupted_by(scene: &Scene, sent: &[i32]) -> LaunchError {
 
 #[test]
 fn signals_end_the_workers_and_give_the_exit_code_of_shells() {
-    // The second Ctrl-C is the impatient one.
+    // The second Ctrl-C cuts the wait for the first one short.
     for (sent, code) in [(&[SIGTERM][..], 143), (&[SIGHUP], 129), (&[SIGINT, SIGINT], 130)] {
         let scene = Scene::new();
         let error = interrupted_by(&scene, sent);
@@ -158,12 +158,13 @@ fn signals_end_the_workers_and_give_the_exit_code_of_shells() {
     }
 }
 
-/// Runs two workers until both are ready, and acts as if SIGTERM had reached this process. `on_request` is what each does when the request arrives.
+/// Runs two workers until both are ready, and acts as if SIGTERM had reached this process. `on_request` is the script that each worker runs
+/// when the request arrives.
 fn asked_to_save(scene: &Scene, on_request: [&str; 2]) -> LaunchError {
     asked_by(scene, on_request, |sender| sender.send(SIGTERM).unwrap())
 }
 
-/// As [`asked_to_save`], with signals that `send` sends.
+/// Like [`asked_to_save`], with the signals that `send` sends.
 fn asked_by(scene: &Scene, on_request: [&str; 2], send: impl FnOnce(Sender<i32>)) -> LaunchError {
     let (sender, signals) = channel();
     let _forwarder = SignalForwarder::start(sender.clone()).unwrap();
@@ -191,11 +192,11 @@ fn a_worker_killed_while_the_others_save_is_reported_unless_the_checkpoint_is_co
     let text = error.to_string();
     assert_eq!(error.exit_code(), 1, "{text}");
     assert!(text.starts_with("rank 1 was killed by SIGKILL"), "{text}");
-    // Exits with 143 only when all ranks have agreed that the checkpoint is complete.
+    // A worker exits with 143 only when all ranks have agreed that the checkpoint is complete.
     let scene = Scene::new();
     let after_0 = "while kill -0 $(cat pid-0) 2>&-; do sleep 0.01; done; kill -KILL $$";
     assert_eq!(asked_to_save(&scene, ["exit 143", after_0]).exit_code(), 143);
-    // Killed by the request itself, or by another signal that asks for the end: it had not begun to train.
+    // The request itself, or another stop signal, kills a worker that has not begun to train.
     for on_request in ["trap - USR1; kill -USR1 $$", "kill -TERM $$"] {
         let scene = Scene::new();
         let error = asked_to_save(&scene, [after_1, on_request]);
@@ -235,7 +236,7 @@ fn a_start_that_fails_leaves_no_worker() {
         if rank == Rank(0) {
             return scene.shell(FOREVER);
         }
-        // Rank 0 runs by now; it must have noted its process id to be looked for.
+        // Rank 0 runs by now. It must have recorded its process id, so that the test can look for it.
         while fs::read_to_string(scene.path("pid-0")).unwrap_or_default().is_empty() {
             thread::yield_now();
         }

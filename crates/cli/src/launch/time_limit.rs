@@ -1,14 +1,15 @@
-//! When a run must have ended.
+//! The time by which a run must end.
 
 use super::LaunchError;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use trireme_train::config::Config;
 
-/// The end of a Slurm job, in seconds since 1970.
+/// Environment variable with the end of a Slurm job, as a Unix time in seconds.
 const SLURM_END: &str = "SLURM_JOB_END_TIME";
 
-/// The end of a command that started at `started`: by the limit of its config, or by that of its job, whichever comes first. An end of the job
-/// that is past means nothing: Slurm may let jobs run longer. Nor does one of a job that saves nothing, and loses nothing if it is ended.
+/// Returns when a command that started at `started` must end: at the limit of its config or at the end of its job, whichever comes first. A
+/// job end in the past is ignored, because Slurm may let jobs run longer. So is the end of the job of a run without checkpoints, which has
+/// nothing to save.
 pub(crate) fn run_end(
     config: &Config,
     started: Instant,
@@ -54,7 +55,7 @@ mod tests {
         let end = |limit, job: Option<u64>| {
             let lookup = |name: &str| job.filter(|_| name == SLURM_END).map(|end| end.to_string());
             let found = first_end(limit, started, &lookup).unwrap();
-            // In minutes, to the nearest.
+            // In minutes, rounded.
             found.map(|end| (end.duration_since(started).as_secs() + 30) / 60)
         };
         let minutes = |minutes: u64| Some(Duration::from_secs(60 * minutes));

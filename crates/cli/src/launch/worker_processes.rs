@@ -14,39 +14,41 @@ use std::thread;
 use std::time::{Duration, Instant};
 use trireme_base::{Rank, name_limits, open_regular, open_regular_with};
 
-/// The exit code of a worker that ends because another one is gone: a follower, not the cause.
+/// Exit code of a worker that ends because it has lost a peer: a follower, not the cause.
 pub(crate) const LOST_PEER_EXIT_CODE: u8 = 74;
 
-/// Tells a worker the process id of the launcher that has started it.
+/// Environment variable with the process id of the launcher that has started a worker.
 const LAUNCHER_VARIABLE: &str = "TRIREME_LAUNCHER_PID";
 
-/// How long a killed worker has to end. Only a call of the kernel takes longer, such as one of a file system that hangs.
+/// Time that a killed worker has to end. Only a system call takes longer, such as one on a file system that hangs.
 const KILL_GRACE: Duration = Duration::from_secs(2);
 
-/// How often to look whether it has.
+/// Interval of looking whether killed workers have ended.
 const KILL_LOOK: Duration = Duration::from_millis(5);
 
-/// How long a file system has to give the end of a log.
+/// Maximum time to read the end of a log.
 const READ_MAX: Duration = Duration::from_secs(1);
 
-/// Tells rank 0 which file is its log.
+/// Environment variable with the path of rank 0's log.
 const ERROR_LOG_VARIABLE: &str = "TRIREME_ERROR_LOG";
 
-/// Makes a worker of a launcher die with it; other processes stay as they are. Call it first, from a thread that lives as long as the process.
+/// Makes a worker of Trireme's launcher die with the launcher; does nothing in other processes. Call it first, from a thread that lives as
+/// long as the process.
 pub(crate) fn die_with_parent() -> Result<(), LaunchError> {
     let Ok(launcher) = std::env::var(LAUNCHER_VARIABLE) else { return Ok(()) };
     set_parent_process_death_signal(Some(Signal::KILL))
         .map_err(|error| LaunchError::Watch { source: error.into() })?;
-    // A launcher that died before the line above sends nothing, and a worker without parent gets another one.
+    // A launcher that died before the call above sends nothing, and the worker has got another parent.
     if launcher == parent_id().to_string() { Ok(()) } else { Err(LaunchError::LauncherGone) }
 }
 
-/// Whether a launcher of ours has started this process.
+/// Whether Trireme's launcher has started this process.
 pub(crate) fn is_under_launcher() -> bool {
     std::env::var_os(LAUNCHER_VARIABLE).is_some()
 }
 
-/// The log for the last words of rank 0 under a launcher of ours, whose output is the launcher's. The launcher shows the log's end.
+/// Returns the log for the error that ends rank 0 under Trireme's launcher, which shares its output with rank 0. The launcher shows the end
+/// of the log.
 pub(crate) fn error_log() -> Option<PathBuf> {
     std::env::var_os(ERROR_LOG_VARIABLE).map(PathBuf::from)
 }
@@ -54,14 +56,14 @@ pub(crate) fn error_log() -> Option<PathBuf> {
 /// The processes of the workers of this host. None outlives this value, unless not even SIGKILL ends it.
 pub(super) struct WorkerProcesses {
     workers: Vec<Worker>,
-    /// Until when those that were killed are waited for.
+    /// Deadline of the wait for killed workers.
     patience: Option<Instant>,
 }
 
 struct Worker {
     rank: Rank,
     child: Child,
-    /// How it ended, once it has and has been waited for.
+    /// Exit status, once the process has ended and been waited for.
     status: Option<ExitStatus>,
     log: PathBuf,
     /// Length of the log before this worker wrote to it.
@@ -73,8 +75,8 @@ impl WorkerProcesses {
         WorkerProcesses { workers: Vec::new(), patience: None }
     }
 
-    /// Starts the worker `rank` with `command`, and appends what it prints to `log`. Rank 0 prints to
-    /// where the launcher does, keeps its log itself, and finds there where to write its error.
+    /// Starts the worker `rank` with `command`, and appends its output to `log`. Rank 0 shares the launcher's output instead and writes its
+    /// log itself; it gets the path of the log for the error that ends it.
     pub(super) fn start(
         &mut self,
         rank: Rank,
@@ -102,7 +104,7 @@ impl WorkerProcesses {
         Ok(())
     }
 
-    /// Notes which workers have ended.
+    /// Records which workers have ended.
     pub(super) fn reap(&mut self) -> io::Result<()> {
         for worker in self.workers.iter_mut().filter(|worker| worker.status.is_none()) {
             worker.status = worker.child.try_wait()?;
@@ -114,30 +116,30 @@ impl WorkerProcesses {
         self.workers.iter().any(|worker| worker.status.is_none())
     }
 
-    /// The first worker, by rank, that died and not just because it lost a peer; else the first that died.
+    /// Returns the first worker, by rank, that died of something other than the loss of a peer; else the first that died.
     pub(super) fn dead(&self) -> Option<(Rank, Death)> {
         let dead = || self.workers.iter().filter_map(|worker| Some((worker.rank, death(worker.status?)?)));
         dead().find(|(_, death)| !is_follower(*death)).or_else(|| dead().next())
     }
 
-    /// The signal for which a worker has ended in good order, if all that have ended have done so.
+    /// Returns the signal for which workers have ended in good order, if all that have ended have done so.
     pub(super) fn stopped_by(&self) -> Option<i32> {
         let mut ended = self.workers.iter().filter_map(|worker| worker.status);
         ended.all(|status| stop_signal(status).is_some()).then(|| self.first_stopped_by()).flatten()
     }
 
-    /// The signal for which the first worker, by rank, has ended in good order, if one has.
+    /// Returns the signal for which the first worker, by rank, has ended in good order, if one has.
     pub(super) fn first_stopped_by(&self) -> Option<i32> {
         self.workers.iter().filter_map(|worker| worker.status).find_map(stop_signal)
     }
 
-    /// Workers that can still do something.
+    /// Returns the workers that have neither ended nor been stopped.
     pub(super) fn active(&self) -> impl Iterator<Item = Rank> {
         let is_active = |worker: &&Worker| worker.status.is_none() && !is_stopped(&worker.child);
         self.workers.iter().filter(is_active).map(|worker| worker.rank)
     }
 
-    /// What is seen of the workers that have not ended well or do not run.
+    /// Returns the fates of the workers that have ended abnormally or are stopped.
     pub(super) fn fates(&self) -> Fates {
         let fate = |worker: &Worker| match worker.status {
             Some(status) => death(status).map(Fate::Dead),
@@ -146,7 +148,7 @@ impl WorkerProcesses {
         self.workers.iter().filter_map(|worker| Some((worker.rank.0, fate(worker)?))).collect()
     }
 
-    /// Kills the workers that are stopped, who would not hear any other signal.
+    /// Kills the stopped workers, which no other signal would reach.
     pub(super) fn kill_stopped(&self) {
         let running = self.workers.iter().filter(|worker| worker.status.is_none());
         for worker in running.filter(|worker| is_stopped(&worker.child)) {
@@ -156,7 +158,7 @@ impl WorkerProcesses {
 
     pub(super) fn send(&self, signal: Signal) {
         for worker in self.workers.iter().filter(|worker| worker.status.is_none()) {
-            // A child that has not been waited for keeps its id, so this reaches it or nobody.
+            // A child that has not been waited for keeps its id, so the signal reaches no other process.
             let _ = kill_process(Pid::from_child(&worker.child), signal);
         }
     }
@@ -178,7 +180,7 @@ impl WorkerProcesses {
         }
     }
 
-    /// The error that tells of the death of the worker `rank`, with the end of its log and a table of all workers.
+    /// Returns the error for the death of the worker `rank`, with the end of its log and a table of all workers.
     pub(super) fn report(&self, rank: Rank, death: Death, table: Vec<String>) -> LaunchError {
         let worker = self.workers.iter().find(|worker| worker.rank == rank).expect("the rank was started");
         let (log, start) = (worker.log.clone(), worker.log_start);
@@ -198,25 +200,25 @@ impl WorkerProcesses {
 
 impl Drop for WorkerProcesses {
     fn drop(&mut self) {
-        // Nothing is left to be done about a process that cannot be waited for.
+        // A process that cannot be waited for is left alone.
         let _ = self.kill();
     }
 }
 
-/// Whether the process does not run until a signal lets it.
+/// Whether the process is stopped until a signal continues it.
 fn is_stopped(child: &Child) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap_or_default();
-    // The name, in parentheses, may hold anything.
+    // The name of the process, in parentheses, may contain anything.
     let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
     matches!(state, Some('T' | 't'))
 }
 
-/// The signal for which a process has ended in good order, if it has.
+/// Returns the signal for which a process has ended in good order, if it has.
 fn stop_signal(status: ExitStatus) -> Option<i32> {
     status.code().and_then(stopped_by)
 }
 
-/// How a process ended, if neither by itself nor because it was asked to.
+/// Returns the death of a process; `None` if it exited with 0 or in good order after a signal.
 fn death(status: ExitStatus) -> Option<Death> {
     match (status.code(), status.signal()) {
         (Some(0), _) => None,
@@ -226,17 +228,17 @@ fn death(status: ExitStatus) -> Option<Death> {
     }
 }
 
-/// Whether the worker says itself that it died of another one's death.
+/// Whether the exit code says that the worker has lost a peer.
 pub(super) fn is_follower(death: Death) -> bool {
     death == Death::Exit(i32::from(LOST_PEER_EXIT_CODE))
 }
 
-/// The error at the end of what a file holds from `start` on, or the last few lines; without control characters.
+/// Returns the error at the end of a log after the byte `start`, or the last few lines, without control characters.
 fn last_lines(path: &Path, start: u64) -> io::Result<Vec<String>> {
     const LINES_MAX: usize = 5;
-    /// What is shown of the end.
+    /// Maximum number of bytes that are shown.
     const BYTES_MAX: usize = 4096;
-    /// What is read: an error that is an object is one line.
+    /// Maximum number of bytes that are read. It is larger, because an error as a JSON object is one line.
     const BYTES_READ: u64 = 1 << 16;
     let mut file = open_regular(path)?;
     let len = file.metadata()?.len();
@@ -307,7 +309,7 @@ mod tests {
     fn a_worker_that_cannot_be_killed_is_not_waited_for_but_named() {
         let folder = tempfile::tempdir().unwrap();
         let mut workers = WorkerProcesses::new();
-        // Nobody kills it before it is waited for.
+        // No kill precedes the wait.
         workers
             .start(Rank(0), Command::new("sleep").arg("60").stdout(Stdio::null()), folder.path().join("log"))
             .unwrap();

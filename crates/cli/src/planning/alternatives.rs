@@ -1,4 +1,4 @@
-//! Changes of a config that would fit into its memory.
+//! Changes of a config that would fit into the memory limits.
 
 use super::job::{Job, Workers};
 use super::plan::{Limit, Plan};
@@ -14,10 +14,10 @@ use trireme_train::config::{ActivationCheckpointMode, Config, Tier};
 
 const NUM_TOLD: usize = 3;
 
-/// No other change is tried after so long: an error should not keep its reader waiting.
+/// Time after which no other change is tried: an error should not keep its reader waiting.
 const TRYING_MAX: Duration = Duration::from_secs(5);
 
-/// Values for keys, which users may give as `--set`.
+/// Keys with values, as users give them to `--set`.
 type Change = Vec<String>;
 
 impl Plan {
@@ -30,7 +30,7 @@ impl Plan {
     }
 }
 
-/// Why a plan of `job` is refused that passes `limit`, and what would fit in its place.
+/// Returns why a plan of `job` that exceeds `limit` is refused, and what would fit instead.
 pub(super) fn advice(job: Job<'_>, plan: &Plan, limit: Limit) -> String {
     let (taken, bound) = plan.taken(limit);
     let [taken_bytes, excess, bound] = [taken, taken - bound, bound].map(|bytes| Bytes(bytes as u64));
@@ -65,7 +65,8 @@ pub(super) fn advice(job: Job<'_>, plan: &Plan, limit: Limit) -> String {
     format!("{refusal}\n{}", changes(job, taken, limit))
 }
 
-/// At most three config changes that fit, for a job that takes `now` of what is limited; if none fits, the one that takes the least.
+/// Returns at most three config changes that fit, as text. `now` is how many bytes the job takes of the limited memory. If no change fits,
+/// the text names the change that takes the least.
 pub(crate) fn changes(job: Job<'_>, now: usize, limit: Limit) -> String {
     let (mut tried, mut told) = (Vec::new(), Vec::new());
     let mut smallest: Option<(usize, Change)> = None;
@@ -78,7 +79,7 @@ pub(crate) fn changes(job: Job<'_>, now: usize, limit: Limit) -> String {
             if began.elapsed() > TRYING_MAX {
                 break 'families;
             }
-            // Families that have nothing to offer leave their combinations as they are without them.
+            // Where families are empty, combinations repeat changes that have been tried.
             if tried.contains(&change) {
                 continue;
             }
@@ -115,7 +116,7 @@ fn planned(job: Job<'_>, change: &Change) -> Option<Plan> {
     Plan::largest(Job { config: &config, workers, ..job }).ok()
 }
 
-/// Families of changes, those that cost least first; within a family each takes less than the one before.
+/// Returns families of changes, cheapest first. Within a family, each change takes less memory than the one before.
 fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     let (training, stage) = (config.training(), config.parallelism().zero_stage);
     let global = format!("training.global_batch_size={}", training.global_batch_size);
@@ -131,13 +132,13 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     let unless_empty = |change: Change| Vec::from_iter(Some(change).filter(|change| !change.is_empty()));
     let shares = (stage + 1..=3).filter(|_| config.world_size() > 1);
     let sharded: Vec<Change> = shares.map(|stage| vec![format!("parallelism.zero_stage={stage}")]).collect();
-    // What is there to leave, of the classes that the stage sets apart.
+    // Classes on the device that can leave it at this ZeRO stage.
     let open = stays(config).iter().map(|class| format!("offload.{}=auto", class.name())).collect();
     let moved = unless_empty(open);
-    // What is with the host could be on a disk.
+    // Classes in host memory can move to a disk.
     let onto_disk = on_host(config).iter().map(|class| format!("offload.{}=disk", class.name())).collect();
     let onto_disk = unless_empty(onto_disk);
-    // Whatever can leave where all of the state is set apart, even on one worker.
+    // All classes, at the stage at which each of them can leave the device, even on one worker.
     let all_moved: Change = std::iter::once(stage_3.clone())
         .chain(config.offload().tiers().iter().map(|(class, _)| format!("offload.{}=auto", class.name())))
         .collect();
@@ -147,7 +148,7 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
         .map(|half| vec![format!("training.local_batch_size={half}"), global.clone()])
         .collect();
     let narrow = only_if(training.dtype == Precision::F32, "training.dtype=bf16");
-    // Sums that need not have the same bits on every layout keep fewer parts.
+    // Sums whose bits may depend on the layout keep fewer partial sums.
     let unordered = only_if(training.determinism == Determinism::Layout, "training.determinism=run");
     let more_workers: Vec<Change> = (1..=3)
         .filter(|_| may_start_workers)
@@ -163,7 +164,7 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     let strongest = |family: &[Change]| family.last().cloned().unwrap_or_default();
     let [recompute, shard, moves, shrink, reorder, narrowed, alone] =
         [&recomputed, &sharded, &moved, &smaller, &unordered, &narrow, &fewer_workers].map(|f| strongest(f));
-    // With how much each costs a step, roughly: several means together are tried in the order of their sums.
+    // Each with its rough cost per step. Combinations are tried in the order of the sums of these costs.
     let means = [
         (1, reorder),
         (1, narrowed),
@@ -192,7 +193,7 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     families.into_iter().chain(combined).collect()
 }
 
-/// All changes of two means or more, those first that cost least.
+/// Returns all combinations of two or more of the given changes, cheapest first. Empty changes are left out.
 fn combinations<const N: usize>(means: [(u32, Change); N]) -> Vec<Change> {
     let has = |set: usize, index: usize| set & 1 << index != 0;
     let mut sets: Vec<(u32, Change)> = (0_usize..1 << N)
@@ -210,20 +211,20 @@ fn combinations<const N: usize>(means: [(u32, Change); N]) -> Vec<Change> {
     sets.into_iter().map(|(_, change)| change).collect()
 }
 
-/// A change that several changes were joined to: keys that they share, once.
+/// Removes repeated keys from a combination of several changes.
 fn unrepeated(mut change: Change) -> Change {
     let mut seen = BTreeSet::new();
     change.retain(|key| seen.insert(key.clone()));
     change
 }
 
-/// Classes of state that the config has with the host.
+/// Returns the classes of state that the config keeps in host memory.
 fn on_host(config: &Config) -> Vec<StateClass> {
     let on_host = config.offload().tiers().into_iter().filter(|(_, tier)| *tier == Tier::Host);
     on_host.map(|(class, _)| class).collect()
 }
 
-/// Classes of state that stay on the device and could leave it as it is.
+/// Returns the classes of state that are on the device and could leave it without another change.
 fn stays(config: &Config) -> Vec<StateClass> {
     let state = config.parallelism().state_layout();
     let can_leave = |&(class, tier): &(StateClass, Tier)| {

@@ -1,4 +1,4 @@
-//! A step in time: the schedule of a run, with floating-point operations for time.
+//! A step over time: the schedule of a run, with floating-point operations as time.
 
 use super::plan::Plan;
 use anyhow::Result;
@@ -11,12 +11,12 @@ use trireme_train::{StageChoice, pipeline_costs, pipeline_schedule};
 pub(crate) struct Drawing {
     pub(crate) schedule: Schedule,
     pub(crate) timeline: Timeline,
-    /// The units of each stage, and what it has of all floating-point operations.
+    /// The units of each stage, and the stage's share of all floating-point operations.
     shares: Vec<(Range<usize>, f64)>,
 }
 
 impl Drawing {
-    /// Of a plan; without a pipeline all units are one stage.
+    /// Creates the drawing of a plan. Without a pipeline, all units are one stage.
     pub(crate) fn new(config: &Config, plan: &Plan) -> Result<Self> {
         let stages = plan.choices.stages_or_one(&plan.passes);
         let schedule = pipeline_schedule(config, &stages, plan.choices.schedule.as_ref())?;
@@ -26,7 +26,7 @@ impl Drawing {
         Ok(Drawing { schedule, timeline, shares: stages.into_iter().map(share).collect() })
     }
 
-    /// What the stages are and how much time is lost, in a line for each rank and one for all; and whether that stays.
+    /// Describes the stages, in a line for each pipeline rank, then the bubble, the versions of weights and whether units may move.
     pub(crate) fn summary(&self, config: &Config) -> String {
         let mut text = String::new();
         for rank in 0..self.schedule.num_ranks() {

@@ -1,4 +1,4 @@
-//! Kernels of a step, called by themselves to be timed.
+//! Kernels of a step, called in isolation to be timed.
 
 use super::job::Job;
 use super::probe::{NUM_ROUNDS, weight};
@@ -15,23 +15,23 @@ use trireme_optim::{Optimizer, StepSettings, WholeUnits};
 use trireme_tensor::{Device, Parameters, RecordedCalls, Tensor};
 use trireme_train::{TrainError, executor_options, optimizer_options};
 
-/// Bytes of other memory that are read before what is timed: more than most caches hold, as between two uses of a parameter in a step.
+/// Bytes of other memory that are read before each timed call: more than most caches hold, as between two uses of a parameter in a step.
 const SWEPT_BYTES: usize = 128 << 20;
 
-/// Calls kernels, and notes how long each takes.
+/// Calls kernels and records how long each takes.
 pub(super) struct Exerciser<'a> {
     device: &'a Device,
     journal: Journal,
-    /// All ranks, and whether this one is among those that compute. The others wait for each round.
+    /// All ranks, and whether this rank computes. The other ranks wait for each round.
     world: &'a Group,
     is_active: bool,
-    /// A device that keeps no journal, and two vectors in its memory.
+    /// A device without a journal, and two vectors in its memory.
     swept: Option<RefCell<(Device, [Tensor; 2])>>,
     samples: RefCell<BTreeMap<KernelCall, Vec<f64>>>,
 }
 
 impl<'a> Exerciser<'a> {
-    /// Sweeps over `others`, which has as many threads as `device` and keeps no journal.
+    /// Creates an exerciser. Its sweeps use `others`, which has as many threads as `device` and keeps no journal.
     pub(super) fn new(
         device: &'a Device,
         others: &Device,
@@ -50,7 +50,7 @@ impl<'a> Exerciser<'a> {
         Ok(Exerciser { device, journal, world, is_active, swept, samples: RefCell::default() })
     }
 
-    /// Goes over other memory, so that what is timed next is no more in the caches of its cores than in a step.
+    /// Reads other memory, so that caches hold no more of the next call's operands than in a step.
     fn sweep(&self) {
         if let Some(swept) = &self.swept {
             let (device, [sum, term]) = &mut *swept.borrow_mut();
@@ -58,7 +58,7 @@ impl<'a> Exerciser<'a> {
         }
     }
 
-    /// A kernel's time ends where the next entry begins, so it includes what the tape does in between.
+    /// Records the kernels' times. A kernel's time ends where the next entry begins, so it includes the tape's work in between.
     fn take_in(&self, noted: &[(JournalEntry, Instant)]) {
         let mut samples = self.samples.borrow_mut();
         for pair in noted.windows(2) {
@@ -68,7 +68,8 @@ impl<'a> Exerciser<'a> {
         }
     }
 
-    /// Runs something again and again, at the same time as the others do; each time after `prepare`, which all ranks do.
+    /// Repeats `run` on all computing ranks at the same time. All ranks call `prepare` before each round. The first round is not recorded.
+    /// Collective.
     fn repeat(
         &self,
         mut prepare: impl FnMut() -> Result<()>,
@@ -91,7 +92,7 @@ impl<'a> Exerciser<'a> {
         Ok(())
     }
 
-    /// As [`repeat`](Exerciser::repeat), of what finds nothing in caches.
+    /// Like [`repeat`](Exerciser::repeat), with a sweep before each round, so that `run` finds nothing in caches.
     fn repeat_swept(&self, run: impl FnMut() -> Result<()>) -> Result<()> {
         let prepare = || {
             self.sweep();
@@ -100,7 +101,7 @@ impl<'a> Exerciser<'a> {
         self.repeat(prepare, run)
     }
 
-    /// The kernels of passes of each unit that is like no other one before.
+    /// Times the kernels of the passes of each distinct unit. Collective.
     pub(super) fn units(&self, job: Job<'_>, model: &Model, rehearsal: &Rehearsal) -> Result<()> {
         let options = executor_options(job.config).passes(job.config.context_place(Rank(job.workers.rank)));
         for unit in distinct_units(model, rehearsal) {
@@ -110,7 +111,7 @@ impl<'a> Exerciser<'a> {
         Ok(())
     }
 
-    /// The kernels of an update, of the longest of these parts of units.
+    /// Times the kernels of an update, for the longest of these parts of units. Collective.
     pub(super) fn updates(&self, job: Job<'_>, model: &Model, parts: &[Range<usize>]) -> Result<()> {
         let table = model.table();
         let longest = (0..parts.len()).max_by_key(|&unit| parts[unit].len()).unwrap_or(0);
@@ -194,7 +195,8 @@ impl<'a> Exerciser<'a> {
         })
     }
 
-    /// What each call took. Where workers share cores, a call is either interrupted or not, so the mean counts.
+    /// Returns the typical seconds of each call: the median, or the mean where workers share cores, because there a call is either
+    /// interrupted or not.
     pub(super) fn seconds(self, are_cores_shared: bool) -> impl Iterator<Item = (KernelCall, f64)> {
         let typical = move |samples: Vec<f64>| match are_cores_shared {
             true => samples.iter().sum::<f64>() / samples.len() as f64,
@@ -204,7 +206,7 @@ impl<'a> Exerciser<'a> {
     }
 }
 
-/// Of units that are alike in all that their passes do, the first.
+/// Returns the first unit of each set of units whose passes are alike.
 fn distinct_units(model: &Model, rehearsal: &Rehearsal) -> Vec<usize> {
     let shapes = |unit: usize| {
         let parameters = model.table().units()[unit].parameters.clone();

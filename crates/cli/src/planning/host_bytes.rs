@@ -1,4 +1,4 @@
-//! What the workers of a host take together, against the limits that they share.
+//! Memory of all workers of a host, against the limits that they share.
 
 use super::job::Workers;
 use super::limits::{GAPS, PROCESS_BYTES, launcher_bytes};
@@ -8,7 +8,7 @@ use trireme_base::MemoryUse;
 use trireme_tensor::ParameterTable;
 use trireme_train::config::{Config, HugePages};
 
-/// What a process takes of memory outside of the host's pool of huge pages, and inside.
+/// Bytes of a process outside (`ordinary`) and inside (`reserved`) the host's pool of huge pages.
 #[derive(Debug, Clone, Copy, Default)]
 struct ProcessBytes {
     ordinary: usize,
@@ -40,13 +40,13 @@ impl ProcessBytes {
     }
 }
 
-/// What the workers of a host take, and the limits on it.
+/// Memory of the workers of a host, and the limits on it.
 #[derive(Debug)]
 pub(super) struct HostBytes {
-    /// All of this host, and the process that starts them.
+    /// All workers of this host, and the process that starts them.
     sum: ProcessBytes,
     largest: ProcessBytes,
-    /// What the first worker takes beyond that for the sample.
+    /// Memory that the first worker needs in addition for the sample at the end.
     sampling: ProcessBytes,
     num_workers: usize,
     limits: Vec<SharedLimit>,
@@ -63,7 +63,7 @@ impl HostBytes {
         }
     }
 
-    /// Adds `num_workers` workers of which one has this plan.
+    /// Adds `num_workers` workers with this plan.
     pub(super) fn add(&mut self, plan: &Plan, config: &Config, num_workers: usize) {
         if num_workers > 0 {
             let process = process_bytes(&plan.prediction, config);
@@ -81,14 +81,15 @@ impl HostBytes {
         self.limits[index].num_sharing.unwrap_or(self.num_workers)
     }
 
-    /// What they take. Of other workers than those of this host, each counts as much as the largest of it.
+    /// Returns the bytes that count against the limit. If the workers that share it are not just those of this host, each counts as the
+    /// largest of this host.
     pub(super) fn taken(&self, index: usize) -> usize {
         let number = self.num_sharing(index);
         let processes = if number == self.num_workers { self.sum } else { self.largest.times(number) };
         processes.plus(self.sampling).of(self.limit(index).pages)
     }
 
-    /// The index of the limit that is nearest to being passed, or is passed the most.
+    /// Returns the index of the limit that is used up the most.
     pub(super) fn nearest(&self) -> usize {
         let part = |index: &usize| self.taken(*index) as f64 / self.limit(*index).bytes.max(1) as f64;
         let all = 0..self.limits.len();
@@ -96,7 +97,7 @@ impl HostBytes {
     }
 }
 
-/// What a process takes of its host, uncounted memory included.
+/// Returns the bytes of a process on its host, uncounted memory included.
 fn process_bytes(prediction: &MemoryUse, config: &Config) -> ProcessBytes {
     let own = prediction.on_machine();
     let counted = own.saturating_add(own / GAPS);
@@ -104,15 +105,15 @@ fn process_bytes(prediction: &MemoryUse, config: &Config) -> ProcessBytes {
         HugePages::Transparent | HugePages::Never => {
             ProcessBytes { ordinary: counted.saturating_add(PROCESS_BYTES), reserved: 0 }
         }
-        // What is outside counts in the pool as well, because its part of the peak is not known.
+        // Memory outside the device counts in the pool as well, because its part of the peak is not known.
         HugePages::Reserved => {
             ProcessBytes { ordinary: prediction.outside.saturating_add(PROCESS_BYTES), reserved: counted }
         }
     }
 }
 
-/// What the first worker takes beyond that while it writes a sample after the last step: with its state it holds all parameters, and the unit
-/// that is being gathered, from all ranks of the tensor axis.
+/// Returns the memory that the first worker needs in addition while it writes a sample after the last step. Next to its state it holds all
+/// parameters, and the unit that is being gathered from all ranks of the tensor axis.
 fn sampling_bytes(plan: &Plan, config: &Config) -> ProcessBytes {
     if config.generate().num_tokens == 0 || plan.rank != 0 {
         return ProcessBytes::default();
@@ -122,13 +123,13 @@ fn sampling_bytes(plan: &Plan, config: &Config) -> ProcessBytes {
     let largest = |table: &ParameterTable| table.units().iter().map(|unit| unit.num_elements).max();
     let mut num_elements = whole.num_elements().saturating_add(largest(part).unwrap_or(0));
     if part.place().degree > 1 {
-        // Its parts one after the other, and joined.
+        // The parts of all ranks in sequence, and the joined unit.
         let largest = largest(&whole).unwrap_or(0).saturating_mul(2);
         num_elements = num_elements.saturating_add(largest);
     }
     let gathered = num_elements.saturating_mul(size_of::<f32>());
     match config.memory().huge_pages {
-        // A device gives nothing back to the pool.
+        // A device does not return memory to the pool.
         HugePages::Reserved => ProcessBytes { ordinary: 0, reserved: gathered },
         HugePages::Transparent | HugePages::Never => {
             let state = prediction.own_between_steps.saturating_add(prediction.host);

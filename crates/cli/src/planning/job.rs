@@ -17,7 +17,7 @@ use trireme_train::{
     validation_batches,
 };
 
-/// Where a config came from, so that it can be read again with changes.
+/// The source of a config, with which it can be read again with changes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Source<'a> {
     pub(crate) path: &'a Path,
@@ -39,7 +39,7 @@ impl Source<'_> {
         if config.parallelism().context_parallel_degree == 1 || self.subject == Subject::OwnTask {
             return Ok(config);
         }
-        // A model that cannot be read is refused where it is needed.
+        // A model that cannot be read is reported where it is needed.
         let heads = model_config(&config, 0).map(|(model, _)| (model.num_heads, model.num_kv_heads));
         Ok(match heads {
             Ok((num_heads, num_kv_heads)) => config.with_heads_chosen(num_heads, num_kv_heads),
@@ -56,10 +56,10 @@ pub(crate) struct Job<'a> {
     pub(crate) workers: Workers<'a>,
 }
 
-/// How the model of a run is built, and what its batches are.
+/// How the model of a run is built, and the tensors of its batches.
 #[derive(Clone, Copy)]
 pub(crate) enum Blueprint<'a> {
-    /// A language model, whose text need not be there yet.
+    /// A language model. Its text need not exist yet.
     Language { model: &'a ModelConfig, sequences: Sequences },
     /// A task, and the tensors of one sample.
     Task { task: &'a dyn Task, sample: &'a [TensorSpec] },
@@ -73,7 +73,7 @@ impl Blueprint<'_> {
         })
     }
 
-    /// What a worker has of a microbatch.
+    /// Returns the tensors of a worker's part of a microbatch.
     pub(super) fn batch(
         &self,
         config: &Config,
@@ -88,7 +88,8 @@ impl Blueprint<'_> {
         positions_of_batch(&whole, context, has_positions)
     }
 
-    /// The batches of a validation, if the run has any. For text that is not there yet, as many samples as the config asks for are assumed.
+    /// Returns the batches of a validation, if the run has one. For text that is not prepared yet, as many samples as the config asks for
+    /// are assumed.
     pub(super) fn validation(&self, config: &Config) -> Result<Option<ValidationBatches>, TrainError> {
         let (data, training) = (config.data(), config.training());
         let num_samples = match self {
@@ -114,17 +115,17 @@ pub(crate) struct Workers<'a> {
     pub(super) world_size: usize,
     pub(super) local_world_size: usize,
     pub(super) num_threads: usize,
-    /// The SIMD level of their kernels, on which scratch memory depends.
+    /// The SIMD level of the workers' kernels, on which scratch memory depends.
     pub(super) features: CpuFeatures,
     pub(super) shares_memory: bool,
-    /// Whose memory the group of this one takes a part of.
+    /// Number of workers that share memory segments with this one, itself included.
     pub(super) num_sharing: usize,
-    /// What workers may take together.
+    /// Memory limits of the workers together.
     pub(super) limits: &'a [SharedLimit],
 }
 
 impl<'a> Workers<'a> {
-    /// Those that the command starts on this host, seen by the first.
+    /// Returns the workers that the command starts on this host, as the first one sees them.
     pub(crate) fn local(config: &Config, limits: &'a [SharedLimit], features: CpuFeatures) -> Self {
         let world_size = config.world_size();
         let shares_memory = matches!(config.comm().transport, TransportChoice::Auto | TransportChoice::Shm);
@@ -140,7 +141,7 @@ impl<'a> Workers<'a> {
         }
     }
 
-    /// The same workers on several hosts with `local_world_size` of them each, seen by the first.
+    /// Returns the same workers on several hosts with `local_world_size` workers each, as the first one sees them.
     pub(crate) fn on_hosts(self, config: &Config, local_world_size: usize) -> Self {
         let shares_memory = self.shares_memory && local_world_size == self.world_size;
         let num_sharing = self.num_sharing.min(local_world_size);
@@ -166,7 +167,7 @@ impl<'a> Workers<'a> {
         }
     }
 
-    /// This worker's end of a world that is not there. Neighbours share a host, as launchers number them.
+    /// Returns this worker's group in a dry world, in which no other rank runs. Neighbouring ranks share a host, as launchers number them.
     pub(super) fn dry_group(&self) -> Result<Group, CommError> {
         let hosts: Vec<usize> = (0..self.world_size).map(|rank| rank / self.local_world_size).collect();
         let transport = match (self.num_sharing > 1, self.shares_memory) {
@@ -177,8 +178,8 @@ impl<'a> Workers<'a> {
         Group::dry(Rank(self.rank), Hosts::new(&hosts), transport)
     }
 
-    /// For each place of the pipeline a worker, one of this host if there is any, and how many of them this host has there.
-    /// Neighbours share a host, as launchers number them.
+    /// Returns a worker for each place of the pipeline, on this host if possible, and how many workers of this host have that place.
+    /// Neighbouring ranks share a host, as launchers number them.
     pub(super) fn by_place(self, config: &Config) -> Vec<(Workers<'a>, usize)> {
         let num_of_place = config.workers_per_place();
         let first = self.rank / self.local_world_size * self.local_world_size;

@@ -6,17 +6,17 @@ use trireme_base::Bytes;
 use trireme_planner::MemoryBounds;
 use trireme_train::config::{ActivationCheckpointMode, ByteLimit, Config};
 
-/// The part of what is counted that gaps between blocks and page tables take beside it.
+/// Gaps between blocks, and page tables, take this fraction (1/32) of the counted memory in addition.
 pub(super) const GAPS: usize = 32;
 
-/// What a process takes that is not counted: its heap, its threads, what the kernel holds for it, a checkpoint's writer.
+/// Bytes of a process that are not counted: its heap, its threads, kernel memory, the writer of a checkpoint.
 pub(super) const PROCESS_BYTES: usize = 16 << 20;
 
 pub(super) fn launcher_bytes(workers: Workers<'_>) -> usize {
     if workers.local_world_size > 1 { PROCESS_BYTES } else { 0 }
 }
 
-/// What one worker has to stay within: the config's budgets, and its share of the host's limit.
+/// Returns the memory bounds of one worker: the config's budgets, and its share of the host's limits.
 pub(super) fn bounds(config: &Config, workers: Workers<'_>) -> MemoryBounds {
     let bytes = |limit: ByteLimit| limit.0.map_or(usize::MAX, |bytes| bytes.0 as usize);
     let budget = bytes(config.memory().device_budget);
@@ -28,7 +28,8 @@ pub(super) fn bounds(config: &Config, workers: Workers<'_>) -> MemoryBounds {
     MemoryBounds { device, host: bytes(config.memory().host_budget), machine: tightest(workers).0 }
 }
 
-/// What each worker of this host may take of what is counted, so that all stay within the limits; and the limit that leaves the least.
+/// Returns the counted bytes that each worker of this host may take so that all stay within the limits, and the limit that leaves the
+/// least.
 fn tightest(workers: Workers<'_>) -> (usize, &MemoryLimit) {
     let has_pool = workers.limits.iter().any(|shared| shared.limit.pages == Pages::Reserved);
     let pages = if has_pool { Pages::Reserved } else { Pages::Ordinary };
@@ -44,7 +45,7 @@ fn tightest(workers: Workers<'_>) -> (usize, &MemoryLimit) {
         };
         (counted / (GAPS + 1) * GAPS, &shared.limit)
     });
-    // Of equal ones the outermost, which more processes share.
+    // Of equal limits the outermost, which more processes share.
     limits.rev().min_by_key(|(share, _)| *share).expect("the machine is always a limit")
 }
 

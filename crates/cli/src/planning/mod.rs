@@ -1,4 +1,4 @@
-//! What a run takes before it runs: `train` says what it would do, the planner says how much that takes.
+//! Plans of a run before it starts: `train` describes the run, the planner predicts its memory and time.
 
 mod alternatives;
 mod drawing;
@@ -29,13 +29,13 @@ pub(crate) fn language_model(config: &Config) -> Result<ModelConfig> {
     Ok(model_config(config, vocabulary_size(config)?)?.0)
 }
 
-/// The sequences of the config's corpus, if that is there; else of one in which all tokens are to be learned.
+/// Returns the sequences of the config's corpus. If there is no corpus yet, all tokens are assumed to be learned.
 pub(crate) fn sequences_of(config: &Config) -> Sequences {
     let corpus = PrepareReport::read(&config.data().folder);
     Sequences::new(config, corpus.is_ok_and(|report| report.has_loss_mask))
 }
 
-/// The vocabulary of the config's corpus, or what it will be when it is prepared.
+/// Returns the vocabulary size of the config's corpus, or the size that it will have once it is prepared.
 fn vocabulary_size(config: &Config) -> Result<usize> {
     let data = config.data();
     if let Ok(corpus) = Corpus::open(&data.folder) {
@@ -46,7 +46,7 @@ fn vocabulary_size(config: &Config) -> Result<usize> {
         ModelSource::File(_) | ModelSource::InitFrom(_) => true,
     };
     Ok(match (&data.tokenizer, data.train_bpe) {
-        // The model's own counts, and it is not smaller.
+        // The size of the model counts, and is not smaller.
         _ if is_known => 0,
         (_, vocabulary_size @ 1..) => vocabulary_size,
         (config::Tokenizer::Bytes, 0) => Tokenizer::bytes().vocabulary_size(),

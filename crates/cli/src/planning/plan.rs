@@ -22,22 +22,22 @@ use trireme_train::{
 
 pub(crate) struct PredictedTime {
     pub(crate) time: StepTime,
-    /// Kernels and operations that were not measured, and count as if they took no time.
+    /// Kernels and operations that were not measured, and count as no time.
     pub(crate) unmeasured: Vec<&'static str>,
 }
 
 /// Memory that has a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Limit {
-    /// The device's, by the config.
+    /// Memory of the device, limited by the config.
     Device,
-    /// The host's for state that is not on the device, by the config.
+    /// Host memory for state that is not on the device, limited by the config.
     Offload,
-    /// What workers take of a host together, by the machine or a control group: the index of the limit.
+    /// Memory of the workers of a host together, limited by the machine or a control group. Holds the index of the limit.
     Host(usize),
 }
 
-/// A step of a run, and what it takes of one worker's memory.
+/// The step program of one worker, with its predicted memory.
 pub(crate) struct Plan {
     pub(crate) rank: usize,
     pub(crate) model: Model,
@@ -45,16 +45,16 @@ pub(crate) struct Plan {
     pub(crate) program: Program,
     pub(crate) choices: StepChoices,
     pub(crate) prediction: MemoryUse,
-    /// What the config bounds of it, and the worker's share of the host's limit.
+    /// The config's budgets, and the worker's share of the host's limits.
     bounds: MemoryBounds,
-    /// What all workers of this host are predicted to take together.
+    /// Predicted memory of all workers of this host together.
     pub(super) on_host: HostBytes,
-    /// What was chosen and why, where something was to be chosen.
+    /// The choices that were left to the planner, with their reasons.
     pub(crate) reasons: Vec<String>,
 }
 
 impl Plan {
-    /// The plan of one worker. `chosen` is what another worker has chosen.
+    /// Plans one worker. `chosen` is the choices of another worker; without it, this worker chooses.
     pub(crate) fn new(job: Job<'_>, chosen: Option<StepChoices>) -> Result<Self> {
         let Job { config, workers, .. } = job;
         let mut plan = Plan::of_worker(job, chosen)?;
@@ -75,7 +75,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// The plan of the worker that needs the most memory, of one in each place of the pipeline; the first one chooses for all.
+    /// Plans one worker for each place of the pipeline, and returns the plan that needs the most memory. The first worker chooses for all.
     pub(crate) fn largest(job: Job<'_>) -> Result<Self> {
         let Job { config, workers, .. } = job;
         let need = |plan: &Plan| (plan.prediction.host > plan.bounds.host, plan.prediction.total());
@@ -94,7 +94,7 @@ impl Plan {
         Ok(Plan { on_host, ..largest })
     }
 
-    /// As [`new`](Plan::new), without what the other workers of the host take.
+    /// Like [`new`](Plan::new), without the memory of the other workers of the host.
     fn of_worker(job: Job<'_>, chosen: Option<StepChoices>) -> Result<Self> {
         let Job { config, workers, .. } = job;
         let (model, rehearsal) = rehearsed(job)?;
@@ -105,7 +105,7 @@ impl Plan {
         let is_open = chosen.is_none();
         let given = chosen.map_or_else(|| StepChoices::given(config, &passes), Ok)?;
         if is_open {
-            // What another worker has chosen it has proven.
+            // The choices of another worker are proven already.
             proven_programs(config, &chain, &given)?;
         }
         let base = base_programs(config, &chain, &given)?;
@@ -154,8 +154,8 @@ impl Plan {
         Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host, reasons })
     }
 
-    /// How long a step takes on this machine, whose kernels and links the workers of the job measure for some seconds; `world` is
-    /// this one's end of theirs. The first worker gets the prediction, the others `None`. Collective.
+    /// Predicts the time of a step on this machine. The workers of the job measure its kernels and links for some seconds; `world` is this
+    /// worker's group of them. Returns the prediction on the first worker, `None` on the others. Collective.
     pub(crate) fn step_time(&self, job: Job<'_>, world: Group) -> Result<Option<PredictedTime>> {
         let Job { config, workers, .. } = job;
         let (model, rehearsal) = rehearsed(job)?;
@@ -183,7 +183,7 @@ impl Plan {
         Ok(Some(PredictedTime { time, unmeasured: rates.unmeasured(&stages) }))
     }
 
-    /// What the plan takes of what is limited, and the limit.
+    /// Returns the bytes that count against `limit`, and the limit in bytes.
     pub(super) fn taken(&self, limit: Limit) -> (usize, usize) {
         match limit {
             Limit::Device => (self.prediction.total(), self.bounds.device),
@@ -195,13 +195,13 @@ impl Plan {
         }
     }
 
-    /// The limit that it passes, if any.
+    /// Returns the limit that the plan exceeds, if any.
     pub(crate) fn passed(&self) -> Option<Limit> {
         let limits = [Limit::Device, Limit::Offload, Limit::Host(self.on_host.nearest())];
         limits.into_iter().find(|&limit| matches!(self.taken(limit), (taken, bound) if taken > bound))
     }
 
-    /// The predicted peak of each category of the device's memory, and of their sum.
+    /// Returns the predicted peak of each category of the device's memory, and of their sum.
     pub(crate) fn memory_peak_bytes(&self) -> MemoryPeakBytes {
         MemoryPeakBytes { categories: self.prediction.peaks, total: self.prediction.total() }
     }
@@ -220,14 +220,14 @@ impl Plan {
     }
 }
 
-/// The memory choices whose keys are `auto`, which are left to the planner.
+/// Returns the memory choices whose keys are `auto`, which are left to the planner.
 pub(crate) fn open_choices(config: &Config) -> Open {
     let open = config.offload().tiers().into_iter().filter(|(_, tier)| *tier == Tier::Auto);
     let keeps = config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
     Open { keeps, classes: open.map(|(class, _)| class).collect() }
 }
 
-/// The model of a job, and what its passes are.
+/// Builds the model of a job, and infers the shapes, memory and cost of its passes.
 pub(super) fn rehearsed(job: Job<'_>) -> Result<(Model, Rehearsal)> {
     let Job { config, blueprint, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
@@ -239,7 +239,7 @@ pub(super) fn rehearsed(job: Job<'_>) -> Result<(Model, Rehearsal)> {
     Ok((model, rehearsal.map_err(TrainError::from)?))
 }
 
-/// The executor of a job's worker in a world that is not there, on a device that only counts.
+/// Creates the executor of a job's worker in a dry world, on a device that only counts.
 pub(super) fn dry_executor(job: Job<'_>, rehearsal: &Rehearsal, program: Program) -> Result<Executor> {
     let Job { config, blueprint, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
@@ -248,7 +248,7 @@ pub(super) fn dry_executor(job: Job<'_>, rehearsal: &Rehearsal, program: Program
     Ok(new_executor(config, of_model, program, workers.dry_group()?, &device)?)
 }
 
-/// Lets the worker of a job go through its program, and a validation, without computing.
+/// Dry-runs the program of a job's worker, and a validation.
 fn dry_run(
     job: Job<'_>,
     rehearsal: &Rehearsal,
@@ -260,7 +260,7 @@ fn dry_run(
     Ok(DryRun { program, prediction, lines })
 }
 
-/// The prediction itself knows no budget.
+/// Returns the options of a device without a budget, which must not end a prediction.
 fn device_options_without_budget(config: &Config, workers: Workers<'_>) -> DeviceOptions {
     let features_max = Some(workers.features);
     DeviceOptions { features_max, budget: None, ..device_options(config, workers.num_threads) }

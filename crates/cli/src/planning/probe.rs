@@ -1,4 +1,4 @@
-//! What kernels, links and disks of this machine take, each measured alone: never a step of the run that is planned.
+//! Speed of this machine's kernels, links and disks. Each is measured in isolation, never in a step of the planned run.
 
 use super::exerciser::Exerciser;
 use super::job::Job;
@@ -18,26 +18,26 @@ use trireme_swap::{SwapOptions, measure_bandwidth};
 use trireme_tensor::{Device, DeviceOptions, RecordedCalls};
 use trireme_train::{TrainError, device_options};
 
-/// Rounds that are measured, after one that is not: the median counts.
+/// Rounds that are measured, after one that is not. The median counts.
 pub(super) const NUM_ROUNDS: usize = 5;
 
-/// Blocks by which the bandwidth of a disk is measured, as long as those in which state moves.
+/// Size of the blocks that measure the bandwidth of a disk, the same as of blocks in which state moves.
 const DISK_BLOCK_BYTES: usize = 16 << 20;
 
 pub(super) struct Probed {
-    /// Workers that computed at a time, rising.
+    /// Numbers of workers that compute at the same time, ascending.
     loads: Vec<usize>,
-    /// Seconds under each of these loads.
+    /// Seconds of each call under each of these loads.
     kernels: BTreeMap<KernelCall, Vec<f64>>,
-    /// Seconds while all ranks do it.
+    /// Seconds of each operation or message while all ranks issue it.
     links: BTreeMap<Link, f64>,
-    /// Seconds a byte that is read from a disk and written there.
+    /// Seconds per byte, of reads from a disk and of writes.
     disk: [f64; 2],
-    /// Workers that have a core for each of their threads.
+    /// Number of workers that can compute with a core for each of their threads.
     num_undisturbed: usize,
 }
 
-/// An operation of a group of so many ranks, with so many elements of so many bytes; or a message.
+/// An operation or message: its name, number of ranks, number of elements, and bytes of an element.
 type Link = (&'static str, usize, usize, usize);
 
 fn link(issued: &Issued) -> Option<Link> {
@@ -51,9 +51,9 @@ fn link(issued: &Issued) -> Option<Link> {
 }
 
 impl Probed {
-    /// Measures what steps of a job call and issue, in the world of its workers on this host, each on a device of its own with at most
-    /// `memory_max` bytes; `calls` were recorded in their dry runs. This worker updates `parts` of the units. The first rank gets what it has found, the others `None`.
-    /// Collective.
+    /// Measures the calls and operations of a job's `stages`, in the world of its workers on this host. Each worker measures on its own
+    /// device with at most `memory_max` bytes, and updates `parts` of the units. `calls` were recorded in dry runs of the stages. Returns
+    /// the result on the first rank, `None` on the others. Collective.
     pub(super) fn measure(
         job: Job<'_>,
         stages: &[StepEntries],
@@ -109,7 +109,7 @@ impl Probed {
         entries.filter_map(name).collect::<BTreeSet<_>>().into_iter().collect()
     }
 
-    /// The call that is the nearest to one, and the seconds that it takes.
+    /// Returns the measured call of the same kernel that is nearest in size, and its seconds.
     fn nearest(&self, call: &KernelCall) -> Option<(&KernelCall, &Vec<f64>)> {
         let first = KernelCall { kernel: call.kernel, cost: Cost::ZERO };
         let same = self.kernels.range(first..).take_while(|(known, _)| known.kernel == call.kernel);
@@ -120,7 +120,7 @@ impl Probed {
         self.kernels.get_key_value(call).or(nearest)
     }
 
-    /// How much longer something takes under a load than it took under another one, beyond those that were measured.
+    /// Returns how much longer work takes under `load` than under the load `measured`, once workers share cores.
     fn slowdown(&self, load: usize, measured: usize) -> f64 {
         load.max(self.num_undisturbed) as f64 / measured.max(self.num_undisturbed) as f64
     }
@@ -148,19 +148,19 @@ impl Rates for Probed {
             _ => {
                 let link = link(issued).expect("what is not on a disk is on a link");
                 let seconds = self.links.get(&link).copied().unwrap_or_default();
-                // Groups of all ranks were busy at the same time.
+                // All groups were busy at the same time when links were measured.
                 seconds * self.slowdown(load, self.loads[self.loads.len() - 1]).max(1.0)
             }
         }
     }
 }
 
-/// By which calls of one kernel are compared: operations and bytes.
+/// Returns the size by which calls of one kernel are compared: operations plus bytes, at least 1.
 pub(super) fn weight(call: &KernelCall) -> f64 {
     (call.cost.operations() as f64 + call.cost.traffic.moved() as f64).max(1.0)
 }
 
-/// What operations and messages take while all ranks do them.
+/// Measures operations and messages while all ranks issue them. Returns seconds. Collective.
 fn measure_links(job: Job<'_>, links: BTreeSet<Link>, world: Group) -> Result<BTreeMap<Link, f64>> {
     let ranks = RankGrid::new(world, job.config.degrees()).map_err(TrainError::from)?;
     let groups = [
@@ -200,7 +200,8 @@ fn measure_links(job: Job<'_>, links: BTreeSet<Link>, world: Group) -> Result<BT
     Ok(found)
 }
 
-/// Seconds of an operation on vectors of `len` elements, which all ranks begin together.
+/// Returns the seconds of an operation on vectors of `len` elements, which all ranks begin together. Empty for an unknown operation.
+/// Collective.
 fn samples<T: Element>(world: &Group, group: &Group, operation: &str, len: usize) -> Result<Vec<f64>> {
     // An all-to-all is measured with equal blocks.
     let len =
@@ -208,7 +209,7 @@ fn samples<T: Element>(world: &Group, group: &Group, operation: &str, len: usize
     let mut buffer = group.buffer::<T>(len)?;
     let mut samples = Vec::new();
     for round in 0..=NUM_ROUNDS {
-        // Kernels have just written what is exchanged: peers find it in the caches of other cores.
+        // As in a step, the data has just been written, so peers find it in the caches of other cores.
         buffer.fill(T::zeroed());
         world.barrier().wait()?;
         let began = Instant::now();
@@ -231,7 +232,7 @@ fn samples<T: Element>(world: &Group, group: &Group, operation: &str, len: usize
             }
             _ => return Ok(Vec::new()),
         };
-        // A message has gone two ways.
+        // A message has gone both ways.
         let share = if operation == "message" { 0.5 } else { 1.0 };
         samples.push(share * began.elapsed().as_secs_f64());
         samples.truncate(if round == 0 { 0 } else { NUM_ROUNDS });
@@ -239,7 +240,7 @@ fn samples<T: Element>(world: &Group, group: &Group, operation: &str, len: usize
     Ok(samples)
 }
 
-/// A message between the first two ranks of a group.
+/// Sends a message there and back between the first two ranks of a group.
 fn there_and_back<T: Element>(group: &Group, mut buffer: Buffer<T>) -> Result<Buffer<T>> {
     for turn in 0..2 {
         buffer = match group.rank().0 {
@@ -252,7 +253,7 @@ fn there_and_back<T: Element>(group: &Group, mut buffer: Buffer<T>) -> Result<Bu
 }
 
 fn disk(folder: &Path) -> Result<[f64; 2]> {
-    // A run makes its folder when it begins.
+    // A run creates its folder when it begins.
     let folder = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
     let found = measure_bandwidth(folder, DISK_BLOCK_BYTES, &SwapOptions::default())?;
     Ok([found.read, found.write].map(|bytes_per_second| 1.0 / bytes_per_second))
@@ -278,7 +279,7 @@ mod tests {
         let probed = probed();
         let seconds = |operations, load| probed.kernel(&call("add", operations), load);
         assert_eq!([1, 2, 3, 4].map(|load| seconds(100, load)), [1.0, 1.5, 2.75, 4.0]);
-        // Beyond the highest load, all get less of the cores.
+        // Beyond the highest load, each worker gets less of the cores.
         assert_eq!(seconds(100, 8), 8.0);
         assert_eq!([seconds(200, 1), seconds(900, 1)], [2.0, 7.2]);
         let other = call("other", 100);

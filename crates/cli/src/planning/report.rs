@@ -1,4 +1,4 @@
-//! A plan as data, for programs that read it.
+//! A plan as data, for other programs.
 
 use super::drawing::Drawing;
 use super::job::{Job, Workers};
@@ -53,7 +53,7 @@ struct Exchange {
 }
 
 impl Plan {
-    /// The plan of `job` as data. Goes through a step once more.
+    /// Returns the plan of `job` as data. Dry-runs a step once more.
     pub(crate) fn report(&self, job: Job<'_>) -> Result<PlanReport> {
         let job = Job { workers: Workers { rank: self.rank, ..job.workers }, ..job };
         let (_, rehearsal) = rehearsed(job)?;

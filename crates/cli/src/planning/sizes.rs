@@ -1,4 +1,4 @@
-//! Sizes of state, as the planner is told them.
+//! Sizes of state for the planner.
 
 use anyhow::Result;
 use std::ops::Range;
@@ -11,7 +11,8 @@ use trireme_planner::{BatchMemory, StateSizes, UnitSizes};
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Device, ParameterTable};
 
-/// The state of the units that a worker holds, which updates `parts` of them and is one of `num_shards`. `device` only counts.
+/// Returns the sizes of the state of the units that a worker holds. The worker updates `parts` of the units and is one of `num_shards`.
+/// `device` only counts.
 pub(super) fn state_sizes(
     (table, rehearsal): (&Arc<ParameterTable>, &Rehearsal),
     (options, optimizer): (&ExecutorOptions, &OptimizerOptions),
@@ -23,7 +24,7 @@ pub(super) fn state_sizes(
     let gather_bytes = options.gather_precision().dtype().size();
     let as_integers = options.zero_plus_plus.quantized_gradients.is_some();
     let [_, gradient_dtype] = options.gradient_dtypes(outline, num_shards, as_integers);
-    // Beside narrow copies that stay, what is stepped is state of the optimizer.
+    // If 16-bit copies of the parameters stay, the f32 master weights are optimizer state.
     let is_apart = gather_bytes < DType::F32.size() && num_shards > 1;
     let has_masters = is_apart && outline.state.class_of_weights() == StateClass::Optimizer;
     let aligned = |num_bytes: usize| num_bytes.next_multiple_of(Device::ALIGNMENT);

@@ -1,4 +1,4 @@
-//! Predictions against what real steps take.
+//! Predicted memory against the memory of real steps.
 
 mod case;
 mod communication;
@@ -51,7 +51,7 @@ fn adamw() -> OptimizerOptions {
     OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(OptimizerName::AdamW) }
 }
 
-/// A model of some hundred thousand parameters, in which no size is a power of two.
+/// Returns a model of some hundred thousand parameters, in which no size is a power of two.
 fn medium_model() -> ModelConfig {
     model_of_layers(5)
 }
@@ -63,7 +63,7 @@ fn model_of_layers(num_layers: usize) -> ModelConfig {
     ModelConfig::from_json(&text.replace("LAYERS", &num_layers.to_string())).unwrap()
 }
 
-/// A model, for microbatches of so many samples of so many tokens.
+/// A model with batches. A `shape` is the samples of a microbatch and the tokens of a sample.
 trait Subject: Sync {
     fn build(
         &self,
@@ -72,7 +72,7 @@ trait Subject: Sync {
         table: ParameterTable,
     ) -> Result<Model, ModelError>;
     fn specs(&self, shape: (usize, usize)) -> Vec<TensorSpec>;
-    /// What a rank has of a batch.
+    /// Returns a rank's part of a batch. `place` is the step and the index of the microbatch.
     fn batch(
         &self,
         device: &Device,
@@ -107,7 +107,7 @@ impl Subject for ModelConfig {
     }
 }
 
-/// No language model: its samples have no tokens.
+/// A model other than a language model: its samples have no tokens.
 struct Classifier;
 
 impl Subject for Classifier {
@@ -259,7 +259,7 @@ fn pipelines() {
             let (state, num_shards) = (StateLayout::zero(stage), shards(stage, data_degree));
             let case = Case { num_microbatches: 4, num_shards, state, keep, pipeline, ..Case::default() };
             case.check(&config, 2 * data_degree);
-            // Versions of tied weights would differ.
+            // Asynchronous schedules keep versions, which would differ for tied weights.
             if !kind.is_synchronous() {
                 continue;
             }
@@ -307,7 +307,7 @@ fn layers_that_ranks_cut() {
         let case = Case { options, num_shards, state, num_microbatches, ..alone.clone() };
         case.check(&llama, 2 * num_shards);
     }
-    // Three heads are for one rank or three.
+    // Three heads can be split among three ranks only.
     Case { tensor_degree: 3, shape: (2, 18), ..alone.clone() }.check(&gpt2, 3);
     // Pairs of ranks share heads of keys and values.
     Case { tensor_degree: 4, ..alone.clone() }.check(&llama, 4);
@@ -394,7 +394,7 @@ fn what_no_machine_holds_is_predicted_all_the_same() {
     let state = StateLayout::zero(3);
     let case = Case { options, num_shards: 8, state, keep: Keep::Input, shape: (1, 4096), ..Case::default() };
     let predicted = case.dry_run(&config, BackendKind::Cpu, &[0; 8], 0);
-    // 70.6 billion parameters; three floats of each, shared out among eight.
+    // 70.6 billion parameters, with three floats each, split among eight ranks.
     let states = predicted.peaks.get(Category::Optimizer) as f64;
     assert!((states / (70.55e9 * 12.0 / 8.0) - 1.0).abs() < 0.01, "{states}");
 }

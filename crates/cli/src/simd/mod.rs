@@ -1,8 +1,8 @@
-//! Which SIMD level kernels use: the highest one whose kernels for products prove themselves on this machine.
+//! Choice of the SIMD level of kernels: the highest level whose matmul kernels match the portable ones on this machine.
 //!
-//! Before a command computes, each kernel is compared with the portable one, in a child process, because the system may kill
-//! whoever runs it (`trial`). The results are kept for this processor and this program (`MachineCache`). A kernel that could not be
-//! tried is not used, and the next command tries again. `TRIREME_SIMD` chooses a lower level. A launcher chooses for its workers.
+//! Before a command computes, each kernel is compared with the portable one in a child process, because the system may kill a process that
+//! runs it (`trial`). The results are cached for this processor and this program (`MachineCache`). A kernel that could not be tried is not
+//! used, and the next command tries it again. `TRIREME_SIMD` chooses a lower level. A launcher chooses for its workers.
 
 mod trial;
 
@@ -19,16 +19,16 @@ use trireme_tensor::probe::{Unit, why_absent};
 use trireme_tensor::proof::ProductKernel;
 use trireme_tensor::{CpuFeatures, DeviceOptions, Precision};
 
-/// The highest level that the user allows.
+/// Environment variable with the highest level that the user allows.
 const LEVEL_VARIABLE: &str = "TRIREME_SIMD";
 
-/// Tells a worker the level that its launcher has chosen.
+/// Environment variable with the level that a launcher has chosen for its workers.
 const CHOSEN_VARIABLE: &str = "TRIREME_SIMD_CHOSEN";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Proof {
     Cached,
-    /// All kernels are tried again.
+    /// Tries all kernels again.
     Fresh,
 }
 
@@ -36,13 +36,14 @@ pub(crate) enum Proof {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Simd {
     pub(crate) level: CpuFeatures,
-    /// The highest level of the machine, or that the user allows.
+    /// The highest level of the machine that the user allows.
     pub(crate) most: CpuFeatures,
     /// Kernels of the machine that must not be used.
     pub(crate) excluded: Vec<Excluded>,
 }
 
-/// A kernel that computes something else than the portable one, or that the system kills; its fields are keys of `doctor --json`.
+/// A kernel that must not be used: its results are wrong, the system kills it, or it could not be tried. The fields are keys of `doctor
+/// --json`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Excluded {
     #[serde(serialize_with = "serialize_text")]
@@ -104,7 +105,7 @@ impl Simd {
         (CHOSEN_VARIABLE, self.level.to_string())
     }
 
-    /// A line for each kernel that would be used, had it proven itself.
+    /// Returns a warning for each kernel that would be used if it were proven.
     pub(crate) fn warnings(&self) -> impl Iterator<Item = String> {
         let missed = self.excluded.iter().filter(|excluded| excluded.kernel.unit.features() > self.level);
         missed.map(|Excluded { kernel, reason }| {
@@ -120,7 +121,7 @@ impl Simd {
         self.warnings().for_each(|line| remark(&line));
     }
 
-    /// Why a proven kernel of a higher level is not used.
+    /// Returns why a proven kernel of a higher level is not used.
     pub(crate) fn reason_of_lower(&self) -> &'static str {
         if self.level < self.most {
             "another kernel of its SIMD level is excluded"
@@ -142,14 +143,14 @@ impl Simd {
     }
 }
 
-/// The options of a device with so many threads, for a command of one process; warns of kernels that are not used.
+/// Returns the options of a device with `num_threads` threads, for a command of one process. Warns of excluded kernels.
 pub(crate) fn device_options(num_threads: usize) -> Result<DeviceOptions> {
     let simd = Simd::choose(Proof::Cached)?;
     simd.warn();
     Ok(DeviceOptions { num_threads, features_max: Some(simd.level), ..DeviceOptions::default() })
 }
 
-/// Whether verdicts, which come from a file, are of these kernels and fit to be shown.
+/// Whether verdicts that come from a file are of these kernels and safe to print.
 fn are_of_kernels(verdicts: &Verdicts, names: &[String]) -> bool {
     let is_plain = |verdict: &Verdict| match verdict {
         Verdict::Proven => true,
@@ -162,7 +163,7 @@ fn are_of_kernels(verdicts: &Verdicts, names: &[String]) -> bool {
         && verdicts.values().all(is_plain)
 }
 
-/// The kernels of this machine that have something to prove.
+/// Returns the kernels of this machine that need a proof.
 fn kernels() -> Vec<ProductKernel> {
     let all = ProductKernel::up_to(CpuFeatures::detect()).into_iter();
     all.filter(|kernel| !kernel.is_portable()).collect()
@@ -185,7 +186,7 @@ fn prove(names: &[String]) -> Verdicts {
     trial::in_children(names, &command)
 }
 
-/// The level that a variable names, if it is set.
+/// Returns the level that a variable names, if it is set.
 fn level_of(
     variable: &'static str,
     value: Option<String>,
@@ -207,7 +208,7 @@ fn level_of(
 mod tests {
     use super::*;
 
-    /// What is chosen of the level `most`, where these kernels are excluded.
+    /// Chooses up to the level `most`, where these kernels are excluded.
     fn chosen(most: CpuFeatures, excluded: &[(CpuFeatures, Precision)]) -> Simd {
         let name = |&(level, precision): &(CpuFeatures, Precision)| {
             (ProductKernel::of(level, precision).to_string(), Verdict::Wrong("it was wrong".to_owned()))
@@ -235,7 +236,7 @@ mod tests {
         ] {
             assert!(forged != whole && !is_believed(&forged), "{forged}");
         }
-        // One more than was asked for.
+        // One verdict more than there are kernels.
         assert!(!are_of_kernels(&read(whole).unwrap(), &names[..1]));
     }
 
@@ -250,7 +251,7 @@ mod tests {
             // A kernel that several levels share; AMX alone does not make a level.
             (AmxBf16, &[(Avx512, F32)], Avx2, 1),
             (Avx512, &[(Avx512, F16), (Avx2, F32), (Avx2, Bf16)], Portable, 3),
-            // Nobody misses these.
+            // Excluded kernels that would not be used anyway.
             (AmxBf16, &[(Avx512Bf16, Bf16), (Avx2, F32)], AmxBf16, 0),
             (Avx2, &[(AmxBf16, Bf16), (Avx512, F32)], Avx2, 0),
         ] {

@@ -1,8 +1,8 @@
 //! Trying kernels in child processes.
 //!
-//! A child prints `try` with a kernel's name before it tries it, and then `proven`, or `wrong` with the reason. If it dies in
-//! between, the kernel is excluded, and another child tries those that are left. Kernels never run in the process that asks: an
-//! instruction that the system refuses would end it.
+//! A child prints `try` with a kernel's name before it tries it, and then `proven`, or `wrong` with the reason. If it dies in between, the
+//! kernel is excluded, and another child tries the remaining ones. Kernels never run in the calling process: an instruction that the system
+//! refuses would end it.
 
 use crate::death::signal_name;
 use crate::hang::plain;
@@ -19,26 +19,26 @@ pub(super) type Verdicts = BTreeMap<String, Verdict>;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Verdict {
-    /// It computes what the portable kernel computes.
+    /// The kernel computes what the portable kernel computes.
     Proven,
-    /// It computes something else or is killed for what it executes, and why this is known.
+    /// The kernel's results differ from the portable kernel's, or the system kills it for an instruction; with the reason.
     Wrong(String),
     /// The trial failed, perhaps for a reason outside the kernel, such as a limit on memory. Never cached: a later trial may succeed.
     #[serde(skip)]
     Untried(String),
 }
 
-/// Longer reasons are cut.
+/// Maximum number of characters of a reason. Longer reasons are cut.
 pub(super) const REASON_CHARS_MAX: usize = 300;
 
 pub(crate) struct Trial {
-    /// Its name, without a line break.
+    /// Name of the kernel, without a line break.
     pub(crate) kernel: String,
-    /// What is wrong with it.
+    /// Compares the kernel with the portable one. The error says what is wrong.
     pub(crate) prove: Box<dyn Fn() -> Result<(), String>>,
 }
 
-/// Signals by which the system ends a process for what it executed, and for nothing else.
+/// Signals by which the system ends a process only for an instruction that it has executed.
 const FAULTS: [Signal; 6] = [Signal::ILL, Signal::SEGV, Signal::BUS, Signal::FPE, Signal::TRAP, Signal::SYS];
 
 pub(crate) fn try_kernels<'a>(
@@ -56,7 +56,7 @@ pub(crate) fn try_kernels<'a>(
     out.flush()
 }
 
-/// Tries kernels in children that `command` makes for them.
+/// Tries kernels in child processes that `command` creates.
 pub(super) fn in_children(names: &[String], command: &dyn Fn(&[String]) -> io::Result<Command>) -> Verdicts {
     let mut verdicts = Verdicts::new();
     loop {
@@ -92,7 +92,7 @@ fn in_child(
     Ok(())
 }
 
-/// Takes in what a child has printed; returns the kernel that it tried without a verdict.
+/// Records the verdicts that a child has printed. Returns the kernel that it tried without a verdict.
 fn read(printed: &[u8], names: &[String], verdicts: &mut Verdicts) -> Option<String> {
     let mut tried = None;
     for line in String::from_utf8_lossy(printed).lines() {
@@ -111,7 +111,8 @@ fn read(printed: &[u8], names: &[String], verdicts: &mut Verdicts) -> Option<Str
     tried
 }
 
-/// The verdict on the kernel that a child was trying. Only faults are certain: a failed allocation aborts, a busy machine may exceed a limit.
+/// Returns the verdict on the kernel that a child was trying. Only faults are certain: a failed allocation aborts, a busy machine may
+/// exceed a limit.
 fn verdict_of_death(status: ExitStatus) -> Verdict {
     match status.signal() {
         Some(signal) if FAULTS.iter().any(|fault| fault.as_raw() == signal) => {
@@ -129,18 +130,18 @@ mod tests {
     use super::*;
     use rustix::process::{getpid, kill_process};
 
-    /// Tells this test program which kernels to try as a child; names have no comma.
+    /// Environment variable that makes this test program a child, and names the kernels to try. Names have no comma.
     const CHILD: &str = "TRIREME_TEST_TRIED_KERNELS";
 
     fn trial(kernel: &str, prove: impl Fn() -> Result<(), String> + 'static) -> Trial {
         Trial { kernel: kernel.to_owned(), prove: Box::new(prove) }
     }
 
-    /// Good kernels, and every way to fail.
+    /// Returns good kernels, and a kernel for each way to fail.
     fn trials() -> Vec<Trial> {
         let dies_by = |signal| {
             move || {
-                // Not by an instruction, for which a test would need unsafe code: the end is the same.
+                // Sent instead of raised by an instruction, for which a test would need unsafe code. The end is the same.
                 kill_process(getpid(), signal).unwrap();
                 // Another thread may take the signal.
                 loop {
@@ -177,7 +178,7 @@ mod tests {
     fn be_a_child() {
         let Ok(kernels) = std::env::var(CHILD) else { return };
         let is_chosen = |trial: &&Trial| kernels.split(',').any(|kernel| kernel == trial.kernel);
-        // The line on which the test's own name stands is none of the child's.
+        // Ends the line with the test's own name, which is not output of the child.
         println!();
         try_kernels(trials().iter().filter(is_chosen), &mut io::stdout()).unwrap();
     }
@@ -213,7 +214,7 @@ mod tests {
     #[test]
     fn without_a_child_that_tries_them_kernels_are_untried() {
         let is_untried = |verdict: &Verdict| matches!(verdict, Verdict::Untried(_));
-        // It knows no such kernel.
+        // The child knows no such kernel.
         let verdicts = in_children(&names(&["good", "unknown"]), &command);
         assert!(verdicts["good"] == Verdict::Proven && is_untried(&verdicts["unknown"]), "{verdicts:?}");
         for program in ["/nonexistent/trireme", "true"] {

@@ -1,4 +1,4 @@
-//! Names that are known late, ports that are the wrong ones, and networks that let only some through.
+//! Names that resolve late, wrong ports, and networks that let only some ports through.
 
 use crate::common::{Running, Scene, poll, tells};
 use crate::hosts::{hosts, network, place, start};
@@ -10,13 +10,13 @@ use trireme_testkit::relay::{Conditions, FrameRelay, Loss, Towards};
 
 const TRIREME: &str = env!("CARGO_BIN_EXE_trireme");
 
-/// As names of pods, which a cluster's name service learns some time after the pods have started.
+/// A name like that of a pod, which a cluster's name service learns some time after the pod has started.
 const NAME: &str = "books-0.books";
 
-/// For how long ranks wait for the name.
+/// Time for which ranks wait for the name.
 const NAME_DELAY: Duration = Duration::from_secs(20);
 
-/// A command on a host with its own `/etc/hosts`, which is the scene's file `hosts`.
+/// Returns a command on a host with its own `/etc/hosts`, which is the scene's file `hosts`.
 fn command_with_names(scene: &Scene, host: &Host, arguments: &str) -> Command {
     let mut command = host.command("unshare");
     let script = "mount --bind \"$0\" /etc/hosts && exec \"$@\"";
@@ -38,13 +38,13 @@ fn a_name_that_is_known_late_is_waited_for() {
     });
     workers[1].until_silent_for(NAME_DELAY);
     assert!(!workers[0].has_ended() && !workers[1].has_ended());
-    // The file is written in place, for a new one would not be the one that is mounted.
+    // The file is written in place, because the mount would not show a new file.
     scene.write("hosts", format!("{known}{} {NAME}\n", hosts[0].ipv4()));
     let note = &*format!("waiting for the name of rank 0's host, {NAME}");
     for (rank, outcome) in workers.map(Running::end).into_iter().enumerate() {
         assert_eq!(outcome.code, Some(0), "{outcome:?}");
         tells(&outcome.stderr, &[note]);
-        // It was told before there was a log.
+        // The note was printed before there was a log.
         tells(&scene.read(&format!("runs/tiny/logs/rank-{rank}.log")), &["Z note: ", note]);
     }
     assert_eq!(scene.records("tiny").len(), 4);
@@ -62,7 +62,7 @@ fn a_worker_at_the_wrong_port_keeps_nobody_from_the_right_one() {
         command.env("MASTER_PORT", port);
         Running::start(command)
     };
-    // Ranks connect before anybody listens, and are refused.
+    // Ranks connect before rank 0 listens, and are refused.
     let late = worker(1, 1, "29500", "");
     let refusals = || hosts[1].link().traffic().received.num_packets;
     poll(|| (refusals() > 4).then_some(()));
@@ -94,7 +94,7 @@ fn a_firewall_lets_a_run_through_whose_ports_are_set() {
         assert_eq!(second.code, Some(0), "{second:?}");
         assert_eq!(num_refused(), 0);
     }
-    // Without the key, ranks listen where nothing is let through.
+    // Without the key, ranks listen on ports that the firewall closes.
     let train = "train tiny.toml --set checkpoint.resume=never --set comm.join_timeout_seconds=15";
     for outcome in start(&scene, &hosts, hosts[0].ipv4().into(), train).map(Running::end) {
         assert!(outcome.code.is_some_and(|code| code != 0), "{outcome:?}");

@@ -140,7 +140,7 @@ fn settings_of_text_for_a_folder_that_is_prepared() {
     let prepared = "train tiny.toml --workers 1 --set data.inputs=[] --set data.folder=prepared";
     let error = scene.refused_without_trace(&format!("{prepared} --set data.tokenizer=tokenizer.json"));
     tells(&error, &["data.tokenizer", "only applies to `inputs`"]);
-    // Settings that change no token ids are no mistake: a config serves before and after its text is prepared.
+    // Settings that change no token ids are no mistake: one config works before and after its text is prepared.
     let printed =
         scene.run(&format!("{prepared} --set data.extensions=['md'] --set data.field=body")).succeeded();
     tells(&printed, &["note: without effect in [data]: extensions, field; the tokens in prepared are used"]);

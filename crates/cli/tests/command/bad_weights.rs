@@ -1,8 +1,8 @@
-//! Weights that are not the model's.
+//! Weights that do not belong to the model.
 
 use crate::common::{Scene, Weights, tells};
 
-/// A scene with a trained model exported to `model`.
+/// Creates a scene with a trained model that is exported to `model`.
 fn scene_with_model() -> Scene {
     let scene = Scene::with_corpus();
     scene.run("train tiny.toml --workers 1 --set training.steps=1").succeeded();
@@ -14,7 +14,7 @@ fn scene_with_model() -> Scene {
     scene
 }
 
-/// Asserts that neither a run nor `generate` takes the model, and that each says why.
+/// Asserts that neither a run nor `generate` accepts the model, and that each says why.
 fn assert_refused(scene: &Scene, facts: &[&str]) {
     for command in
         ["train from_model.toml --workers 1", "train from_model.toml --workers 2", "generate model"]
@@ -101,7 +101,7 @@ fn weights_that_are_not_finite() {
 fn a_checkpoint_with_weights_that_are_not_finite() {
     let scene = scene_with_model();
     let file = scene.path("model/model.safetensors");
-    // The embedding of a position that no sequence of the run is long enough for: the loss stays finite.
+    // The embedding of a position beyond all sequences of the run, so that the loss stays finite.
     Weights::read(&file).with_value("transformer.wpe.weight", 12 * 32, f32::INFINITY).write(&file);
     let train =
         "train from_model.toml --set training.seq_len=8 --set generate.num_tokens=0 --set training.steps";

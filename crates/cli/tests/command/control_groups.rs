@@ -1,4 +1,4 @@
-//! Runs in a control group that limits their memory: they fit, or are refused; the system kills nothing.
+//! Runs in a control group that limits their memory. They fit or are refused, and the system kills no process.
 
 use crate::common::{Outcome, Running, Scene, poll, tells};
 use std::fs;
@@ -6,17 +6,17 @@ use std::io;
 use std::path::{Path, PathBuf};
 use trireme_testkit::or_skip;
 
-/// Where systems mount the control groups that count memory: of version 2, and of version 1.
+/// Mount points of the control groups that count memory, of version 2 and of version 1.
 const MOUNT_POINTS: [(&str, &str); 2] = [("", "/sys/fs/cgroup"), ("memory", "/sys/fs/cgroup/memory")];
 
-/// A control group below the one of this process.
+/// A control group below the group of this process.
 struct ControlGroup {
     folder: PathBuf,
     limit_file: PathBuf,
 }
 
 impl ControlGroup {
-    /// A group whose processes may take so many bytes together.
+    /// Creates a group whose processes may use `limit` bytes together.
     fn new(limit: u64) -> io::Result<Self> {
         let groups = fs::read_to_string("/proc/self/cgroup")?;
         let parent = |(controllers, mount_point): &(&str, &str)| {
@@ -41,7 +41,7 @@ impl ControlGroup {
 
     fn limited(folder: PathBuf, limit: u64) -> io::Result<Self> {
         let files = ["memory.max", "memory.limit_in_bytes"].map(|name| folder.join(name));
-        // Without one of them the group has no controller of memory.
+        // Without one of these files, the group has no memory controller.
         let limit_file = files.into_iter().find(|file| file.exists()).unwrap_or_default();
         let group = ControlGroup { folder, limit_file };
         fs::write(&group.limit_file, limit.to_string())?;
@@ -54,7 +54,7 @@ impl ControlGroup {
         Running::start(scene.command_after(&enter, arguments)).end()
     }
 
-    /// How many processes the system has killed for the group's limit.
+    /// Returns how many processes the system has killed because of the group's limit.
     fn num_kills(&self) -> u64 {
         let files =
             ["memory.events", "memory.oom_control"].map(|name| fs::read_to_string(self.folder.join(name)));
@@ -65,7 +65,7 @@ impl ControlGroup {
 
 impl Drop for ControlGroup {
     fn drop(&mut self) {
-        // The last process leaves a moment after its end is told.
+        // The last process leaves the group a moment after its end is reported.
         let is_busy = |error: &io::Error| error.kind() == io::ErrorKind::ResourceBusy;
         poll(|| fs::remove_dir(&self.folder).err().filter(is_busy).is_none().then_some(()));
     }

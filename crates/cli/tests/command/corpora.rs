@@ -1,9 +1,9 @@
-//! A corpus that a run was trained on outlives launches that are refused, and runs that begin with another text.
+//! A corpus on which a run was trained survives refused launches, and runs that begin with another text.
 
 use crate::common::{Scene, tells};
 use std::fs::File;
 
-/// A run that has prepared its own corpus, and whose text has changed since.
+/// Creates a scene with a run that has prepared its own corpus, and whose text has changed since.
 fn trained_then_changed() -> Scene {
     let scene = Scene::new();
     scene.run("train tiny.toml").succeeded();
@@ -72,11 +72,11 @@ fn another_corpus_is_made_beside_one_that_checkpoints_refer_to() {
     let branch = scene.run(&branch);
     assert_eq!(branch.code, Some(0), "{branch:?}");
     assert_eq!(scene.losses("branch"), old[2..]);
-    // Of a run's folder, the newest checkpoint is taken.
+    // Given the folder of a run, the newest checkpoint is used.
     let resume = "--set checkpoint.resume=runs/tiny/previous-1 --set training.steps=5";
     let longer = format!("train tiny.toml {resume} --set run.name=longer --set data.folder=runs/tiny/data");
     tells(&scene.run(&longer).stdout, &["resuming after step 4 of 5", "checkpoint of step 5"]);
-    // Without a checkpoint there is nothing to keep.
+    // Without a checkpoint, no corpus needs to be kept.
     scene.write("text.txt", "one more text\n".repeat(900));
     scene.run("train tiny.toml --set run.name=fresh --set checkpoint.enable=false").succeeded();
     scene.write("text.txt", "and one more\n".repeat(900));
@@ -121,7 +121,7 @@ fn a_run_finds_its_corpus_beside_one_that_is_gone() {
     let scene = trained_then_changed();
     assert_eq!(scene.run("train tiny.toml --set checkpoint.resume=never").code, Some(0));
     std::fs::remove_dir_all(scene.path("runs/tiny/data")).unwrap();
-    // Not a corpus, and no reason to look at all numbers up to its own.
+    // Not a corpus, and no reason to try all numbers up to this one.
     std::fs::create_dir(scene.path("runs/tiny/data-18446744073709551615")).unwrap();
     scene.write("text.txt", "yet another text\n".repeat(900));
     let resumed = scene.run("train tiny.toml --set training.steps=6");

@@ -1,9 +1,9 @@
-//! A run whose newest checkpoint is damaged resumes from the one before.
+//! A run whose newest checkpoint is damaged resumes from the previous one.
 
 use crate::common::{Scene, tells};
 use std::fs;
 
-/// A run of four steps with a checkpoint after two.
+/// Creates a scene with a run of four steps, with checkpoints after two and four.
 fn trained() -> Scene {
     let scene = Scene::with_corpus();
     scene.run("train tiny.toml").succeeded();
@@ -15,8 +15,8 @@ const SHARD: &str = "runs/tiny/checkpoints/step-4/shard-00001.safetensors";
 const MANIFEST: &str = "runs/tiny/checkpoints/step-4/checkpoint.json";
 const TOKENIZER: &str = "runs/tiny/checkpoints/step-4/tokenizer.bytes.json";
 
-/// Damages the newest checkpoint, and asserts that the next command resumes from the one before with the losses of the
-/// undisturbed run, and renames the damaged one.
+/// Damages the newest checkpoint. Asserts that the next command resumes from the previous one with the losses of the undisturbed run, and
+/// renames the damaged one.
 fn check_damage(what: &str, damage: impl Fn(&Scene)) {
     let scene = trained();
     let losses = scene.losses("tiny");
@@ -140,7 +140,7 @@ fn a_checkpoint_that_was_asked_for_is_not_replaced_by_another() {
     let verified = scene.run("checkpoint inspect runs/tiny --verify");
     assert_eq!(verified.code, Some(1));
     tells(&verified.stderr, &["step-4/shard-00001.safetensors is damaged", "checksum"]);
-    // The one before it still serves.
+    // The previous checkpoint can still be resumed from.
     let earlier = "--set checkpoint.resume=runs/tiny/checkpoints/step-2 --set run.name=again";
     tells(&scene.run(&format!("train tiny.toml {earlier}")).succeeded(), &["resuming after step 2 of 4"]);
 }

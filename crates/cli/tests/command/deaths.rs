@@ -6,7 +6,7 @@ use std::process::Command;
 
 const ENDLESS: &str = "--set training.steps=1000000000";
 
-/// Asserts that the end is told once, with all that helps.
+/// Asserts that the death is reported once, with all facts that help.
 fn assert_death_of(rank: usize, scene: &Scene, outcome: Outcome) {
     let error = outcome.refused();
     let suggests_resume = error.contains("try: run the same command again; it resumes after step ");
@@ -23,7 +23,7 @@ fn assert_death_of(rank: usize, scene: &Scene, outcome: Outcome) {
 #[test]
 fn before_the_workers_have_met() {
     let scene = Scene::with_corpus();
-    // Opening a pipe waits for its other end: the launcher is given the config, and the workers are not.
+    // Opening a pipe waits for its other end: the launcher gets the config, and the workers do not.
     let pipe = scene.path("pipe.toml");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let mut run = Running::start(scene.command("train pipe.toml --set run.name=tiny"));
@@ -121,7 +121,7 @@ fn a_preparation_that_is_killed_is_begun_anew() {
     assert_eq!(run.end().code, None);
     let train = "train tiny.toml --set data.inputs=[] --set data.folder=corpus";
     tells(&scene.run(train).refused(), &["corpus contains no prepared corpus"]);
-    // It may tell of its progress, if the machine is slow.
+    // On a slow machine the command may print its progress.
     assert_eq!(scene.run(prepare).code, Some(0));
     assert_eq!(
         scene.names("corpus"),

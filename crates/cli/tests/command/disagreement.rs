@@ -1,17 +1,17 @@
-//! Ranks that are started by hand and given different runs.
+//! Ranks that are started by hand with different runs.
 
 use crate::common::{Running, Scene, free_port, tells};
 use crate::simd::level_above_portable;
 use std::fs;
 
-/// Asserts that the error of rank 1 is that of rank 0, but for where it comes from.
+/// Asserts that rank 1 reports the same error as rank 0, with its own origin.
 fn assert_same(first: &str, second: &str) {
     let origin = second.strip_prefix("error: rank 1 on ").and_then(|rest| rest.split_once(": "));
     let (_, rest) = origin.unwrap_or_else(|| panic!("{second}"));
     assert_eq!(first, format!("error: {rest}"));
 }
 
-/// Starts rank 0 with `first` and rank 1 with `second`; both end with the same error, which is returned.
+/// Starts rank 0 with `first` and rank 1 with `second`. Both must end with the same error, which is returned.
 fn refused_by_both(scene: &Scene, first: &str, second: &str) -> String {
     let port = free_port();
     let ranks =
@@ -52,7 +52,7 @@ fn the_same_config_with_other_contents_is_refused_and_other_paths_are_not() {
     scene.run("prepare other.txt --out other").succeeded();
     let error = refused_by_both(&scene, "train tiny.toml", "train tiny.toml --set data.folder=other");
     tells(&error, &["corpus of training samples: ", "corpus_tokens of training samples: ", "on rank 1"]);
-    // A copy on another host has a path of its own.
+    // A copy on another host may have another path.
     scene.run("prepare text.txt --out copy").succeeded();
     let port = free_port();
     let commands = ["train tiny.toml", "train tiny.toml --set data.folder=copy --set training.threads=2"];
@@ -61,12 +61,12 @@ fn the_same_config_with_other_contents_is_refused_and_other_paths_are_not() {
     assert_eq!(scene.whole_checkpoints("tiny"), 2);
 }
 
-/// Two hosts with the same paths and contents, each with its own files.
+/// Creates two hosts with the same paths and contents, each with its own files.
 fn two_hosts() -> [Scene; 2] {
     [(); 2].map(|()| Scene::with_corpus())
 }
 
-/// Starts a rank on each host with the same command; both are refused, and their errors are returned.
+/// Starts a rank on each host with the same command. Both must be refused; returns their errors.
 fn refused_on_both(hosts: &[Scene; 2], command: &str) -> [String; 2] {
     let port = free_port();
     let ranks = [0, 1].map(|rank| Running::start(hosts[rank].worker(rank, port, command)));
@@ -108,7 +108,7 @@ fn ranks_that_resume_from_other_checkpoints_of_the_same_path_are_refused() {
     let [first, second] = refused_on_both(&hosts, train);
     tells(&first, &["runs/tiny/checkpoints/step-4", "rank 1", "manifest has checksum"]);
     tells(&second, &["runs/tiny/checkpoints/step-4", "rank 0", "manifest has checksum"]);
-    // A host without the checkpoint is no reason to resume from an older one either.
+    // A host that lacks the checkpoint does not make the run resume from an older one either.
     fs::remove_dir_all(hosts[1].path("runs/tiny/checkpoints/step-4")).unwrap();
     let [first, second] = refused_on_both(&hosts, train);
     tells(&first, &["runs/tiny/checkpoints/step-4", "rank 1", "contains no checkpoint"]);

@@ -58,7 +58,7 @@ fn settings_of_experts_that_a_run_cannot_use_are_refused() {
     ] {
         tells(&scene.refused_without_trace(&format!("train tiny.toml {settings}")), &facts);
     }
-    // Counts of loads beside gradients of four bits.
+    // Counts of loads are reduced next to gradients, and so would be rounded to four bits.
     scene.write("biased.json", DEEPSEEK);
     let rounded = "plan tiny.toml --workers 4 --set model.config=biased.json --set parallelism.zero_stage=3 \
                    --set parallelism.zero_quantized_gradients=int4";
@@ -84,16 +84,16 @@ fn a_capacity_drops_what_the_metrics_count_and_makes_memory_known() {
             .iter()
             .map(|record| record["metrics"]["expert_drops"].as_f64().unwrap())
             .collect();
-        // A quarter of even loads has no room.
+        // With even loads, a quarter of the tokens exceeds the capacity.
         assert!(drops.iter().all(|drops| (0.25..0.6).contains(drops)), "{drops:?}");
     }
 }
 
-/// The worker to which more tokens come than were planned for says so, and the run has the losses that it has with all the memory.
+/// A worker that gets more tokens than planned reports it, and the losses are those of a run with enough memory.
 #[test]
 fn a_run_whose_loads_exceed_its_budget_spills_and_says_so() {
     let scene = scene();
-    // Each has one expert, of which one gets most.
+    // Each worker has one expert, and one of the experts gets most tokens.
     let settings = format!("--workers 4 --set {DEGREE}=4 --set training.seq_len=64");
     let text = scene.run(&format!("train tiny.toml {settings} --set run.name=rich")).succeeded();
     assert!(!text.contains("spill"), "{text}");

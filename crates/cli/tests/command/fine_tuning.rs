@@ -1,10 +1,10 @@
-//! Training begins with a model from elsewhere, and ends in one that goes elsewhere.
+//! Training that begins with a model from elsewhere, and exports for other programs.
 
 use crate::common::{Scene, tells};
 use serde_json::{Value, json};
 use std::fs;
 
-/// A scene with a model of a trained tokenizer in `model`, and a config that begins with it.
+/// Creates a scene with a model of a trained tokenizer in `model`, and a config that begins with it.
 fn with_model() -> Scene {
     let scene = Scene::new();
     scene.run("train tiny.toml --set run.name=base --set data.train_bpe=300").succeeded();
@@ -159,7 +159,7 @@ fn a_model_of_bytes_is_exported_with_a_tokenizer_that_others_read() {
     for key in ["bos_token_id", "eos_token_id"] {
         assert_eq!(read("model/config.json")[key], 256, "{key}");
     }
-    // It is trained on with the corpus of bytes.
+    // The exported model can be trained on with the corpus of bytes.
     let config = scene.read("tiny.toml");
     let (_, sections) = config.split_once("[data]").unwrap();
     scene.write("more.toml", format!("[model]\ninit_from = \"model\"\n[data]{sections}"));

@@ -1,4 +1,4 @@
-//! What a new user meets: something to begin with, words of other systems, models by name, and texts as they are wanted.
+//! The first steps of a new user: `init`, words of other systems, models by name, and generated texts.
 
 use crate::common::{Running, Scene, free_port, tells};
 use serde_json::Value;
@@ -48,7 +48,7 @@ fn words_of_other_systems_lead_to_keys() {
         &["`learning_rate` in other systems is optimizer.lr here", "[optimizer]", "\nlr = 3e-4"],
     );
     tells(&scene.run("config --explain optimizer.lr").succeeded(), &["[optimizer]", "\nlr = 3e-4"]);
-    // The key of that very name before those that only mention it.
+    // The key with exactly this name precedes keys that only mention it.
     assert!(scene.run("config --explain workers").succeeded().trim_start().starts_with("[launch]"));
     for (command, hint) in [
         ("train tiny.toml --lr 1", "`--set optimizer.lr=VALUE`"),
@@ -168,11 +168,11 @@ fn frozen_parameters_stay() {
     }
     let moved = "transformer.h.0.attn.c_attn.weight";
     assert!(tensor("before", moved) != tensor("frozen", moved));
-    // Gradients of what is frozen count in no norm.
+    // Gradients of frozen parameters do not count in the norm.
     let norm = |run: &str| scene.records(run)[0]["grad_norm"].as_f64().unwrap();
     scene.run("train tiny.toml --set run.name=all").succeeded();
     assert!(norm("frozen") < norm("all"));
-    // What is trained again begins without a state.
+    // Parameters that are trained again begin without optimizer state.
     let more = scene.run("train tiny.toml --set training.steps=8 --set run.name=frozen");
     tells(&more.succeeded(), &["optimizer.groups"]);
     assert_eq!(scene.records("frozen").last().unwrap()["step"], 8);

@@ -1,4 +1,4 @@
-//! Disks that fill up, and readers that go away.
+//! Disks that fill up, and readers that close their end.
 
 use crate::common::{Running, Scene, tells};
 use std::fs::File;
@@ -123,7 +123,7 @@ fn a_reader_that_has_seen_enough_is_none() {
         let output = child.wait_with_output().unwrap();
         assert!(output.status.success() && output.stderr.is_empty(), "{arguments}: {output:?}");
     }
-    // Nobody has read how the runs went, and still they went to their ends.
+    // The output of the runs was never read, and still they completed.
     for run in ["tiny", "two"] {
         assert_eq!(scene.whole_checkpoints(run), 2);
         tells(&scene.read(&format!("runs/{run}/logs/rank-0.log")), &["step: 4 ", "run folder: "]);

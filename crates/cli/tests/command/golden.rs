@@ -1,16 +1,16 @@
-//! What PyTorch, transformers and lm-evaluation-harness have found, of which `peers/fine_tuning_reference.py` says how.
+//! Golden values of PyTorch, transformers and lm-evaluation-harness, which `peers/fine_tuning_reference.py` computes.
 
 use crate::common::{Running, Scene, tells};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 
-/// Of losses, which torch has in f32.
+/// Tolerance of losses, which torch computes in f32.
 const LOSS_TOLERANCE: f64 = 1e-5;
-/// Of log-likelihoods, which are sums over some tens of tokens.
+/// Tolerance of log-likelihoods, which are sums over some tens of tokens.
 const LIKELIHOOD_TOLERANCE: f64 = 1e-3;
 
-/// A scene with the files of the golden values.
+/// Creates a scene with the files of the golden values.
 fn scene() -> Scene {
     let scene = Scene::new();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -87,7 +87,7 @@ fn questions_have_the_scores_of_the_harness() {
 #[test]
 fn a_text_has_the_loss_of_torch() {
     let scene = scene();
-    // Sequences of 64 leave nothing over.
+    // Sequences of 64 tokens divide the text without a rest.
     let golden = &read(&scene, "eval_text.json")["seq_len_64"];
     let found = scene.run("eval chat_model eval_text.txt --seq-len 64 --json").succeeded();
     let found: Value = serde_json::from_str(&found).unwrap();
@@ -112,7 +112,7 @@ fn names_of_special_tokens_in_messages_are_text() {
     scene.write("typed.jsonl", answer("<|endoftext|>"));
     let found = scene.run("eval chat_model typed.jsonl --json").succeeded();
     let found: Value = serde_json::from_str(&found).unwrap();
-    // More than that token and the end of the answer.
+    // More tokens than the special token and the end of the answer.
     assert!(found["num_tokens"].as_u64().unwrap() > 2, "{found}");
     let generated = |prompt: &[&str]| -> Value {
         let mut generate = scene.command("generate chat_model --json --num-tokens 20 --seed 3 --ignore-end");
@@ -141,7 +141,7 @@ fn names_of_special_tokens_in_messages_are_text() {
     scene.write("typed.jsonl", answer("<|endoftext|>").repeat(2));
     let prepared = scene.run("prepare typed.jsonl --tokenizer chat_model --out corpus");
     tells(&prepared.stdout, &[&format!("2 names {note}")]);
-    // A template as those that leave the thoughts of earlier answers out.
+    // A template like those that leave out the thoughts of earlier answers.
     let template = scene.read("chat_model/chat_template.jinja");
     let rewriting = template
         .replace("'bot: ' }}\n        {%- gen", "'bot: ' if loop.last else 'ex-bot: ' }}\n        {%- gen");

@@ -1,4 +1,4 @@
-//! What is told when workers die, stop, or do different things: one table.
+//! The table that is printed when workers die, stop, or issue different operations.
 
 use crate::common::{Running, Scene, free_port, kill, tells};
 use rustix::process::{Signal, kill_process};
@@ -6,11 +6,11 @@ use serde_json::Value;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
-/// Steps without end, and without checkpoints, which no line of the program makes.
+/// Steps without end and without checkpoints, which belong to no line of the program.
 const ENDLESS: &str = "--set training.steps=1000000000 --set checkpoint.interval=1000000000";
 const THREE_WORKERS: &str = "--workers 3 --set training.global_batch_size=12";
 
-/// The row of a rank in the table.
+/// Returns the row of a rank in the table.
 #[track_caller]
 fn row(text: &str, rank: usize) -> String {
     let mut lines = text.lines().skip_while(|line| !line.trim_start().starts_with("rank  state"));
@@ -35,7 +35,7 @@ fn a_killed_worker_is_told_with_what_the_others_were_doing() {
         for survivor in [0, 2] {
             tells(&row(&error, survivor), &["failed", "rank 1", ", world ", ", step ", "line "]);
         }
-        // What was told can be looked at later.
+        // The reports can be read later.
         let shown = scene.run("flight-recorder runs/tiny").succeeded();
         tells(&row(&shown, 0), &["failed", "rank 1"]);
         tells(&row(&shown, 1), &["silent"]);
@@ -77,7 +77,7 @@ fn a_stopped_worker_is_told_after_the_deadline() {
     let outcome = run.end();
     assert_eq!(outcome.code, Some(1), "{outcome:?}");
     let text = &outcome.stderr;
-    // Which operation it is depends on where in a step the worker was stopped.
+    // The operation depends on where in a step the worker was stopped.
     tells(text, &["warning: rank 0 has been waiting for rank 2 in ", "it will give up after 1.0 s"]);
     tells(text, &["error: rank ", "made no progress for 1s; ranks that have not reached it: 2"]);
     tells(text, &["try: find out what stopped rank 2"]);
@@ -96,7 +96,7 @@ fn a_bench_whose_worker_is_lost_or_stopped_ends_with_the_table() {
     ] {
         let scene = Scene::new();
         let mut bench = scene.command(&format!("bench collectives --workers 3 --timeout 1 {sizes}"));
-        // The logs and reports of a failed bench stay there.
+        // The logs and reports of a failed bench stay in this folder.
         bench.env("TMPDIR", scene.path(""));
         let mut run = Running::start(bench);
         run.until("3 workers over shm");
@@ -105,7 +105,7 @@ fn a_bench_whose_worker_is_lost_or_stopped_ends_with_the_table() {
         let error = run.end().stderr;
         tells(&error, &[cause, "try: "]);
         tells(&row(&error, 1), &[state]);
-        // Another user can neither guess its name nor put anything into it.
+        // Another user can neither guess the folder's name nor write into it.
         let kept = scene.names("").into_iter().find(|name| name.starts_with("trireme-workers-")).unwrap();
         assert_ne!(kept, format!("trireme-workers-{}", process_id.as_raw_nonzero()));
         assert_eq!(scene.path(&kept).metadata().unwrap().permissions().mode() & 0o777, 0o700);
@@ -115,7 +115,7 @@ fn a_bench_whose_worker_is_lost_or_stopped_ends_with_the_table() {
     }
 }
 
-/// Two workers, started by hand, of which the second has a config of its own.
+/// Starts two workers by hand, with other arguments for the second.
 fn by_hand(scene: &Scene, common: &str, second: &str) -> [Running; 2] {
     let port = free_port();
     let worker = |rank, more: &str| -> Command {
@@ -147,7 +147,7 @@ fn an_operation_that_differs_is_reported_without_a_launcher() {
         ],
     );
     tells(&row(&error, 1), &["failed", "bench all_reduce of 128.00KiB"]);
-    // Only the first rank reports on all.
+    // Only the first rank reports on all ranks.
     tells(&other, &["differs between ranks"]);
     assert!(!other.contains("first mismatch"), "{other}");
 }

@@ -1,4 +1,4 @@
-//! Workers on hosts of their own, joined by links that are counted and that fail.
+//! Workers on hosts of their own, with links whose traffic is counted and which fail.
 
 use crate::common::{Outcome, Running, Scene, kill, tells};
 use rustix::process::{Signal, kill_process};
@@ -11,29 +11,29 @@ use trireme_testkit::network::{Host, IPV4_TCP_HEADER_BYTES, IPV6_TCP_HEADER_BYTE
 use trireme_testkit::or_skip;
 use trireme_testkit::relay::{Conditions, FrameRelay, Loss, Towards};
 
-/// Costs of links that are not measured, so that no bytes are but those of the run.
+/// Costs of links, so that nothing is measured and all bytes are those of the run.
 const GIVEN_COSTS: &str = "--set comm.within_hosts_latency_microseconds=30 --set comm.within_hosts_gigabytes_per_second=2 \
      --set comm.across_hosts_latency_microseconds=50 --set comm.across_hosts_gigabytes_per_second=1 \
      --set comm.shared_memory_latency_microseconds=5 --set comm.shared_memory_gigabytes_per_second=5";
 
 const ENDLESS: &str = "--set comm.transport=tcp --set training.steps=1000000000";
 
-/// A network, or the reason why the test does without.
+/// Returns a network; `None` if the test is skipped.
 pub(crate) fn network() -> Option<Network> {
     or_skip("networks of hosts", Network::available()).map(|()| Network::new())
 }
 
-/// Hosts for a world of two.
+/// Returns the hosts for a world of two; `None` if the test is skipped.
 pub(crate) fn hosts() -> Option<[Host; 2]> {
     network().map(|network| [(); 2].map(|()| network.add_host()))
 }
 
-/// `trireme` on each host, as torchrun starts one worker a host. They meet at an address of the first.
+/// Starts `trireme` on each host, as torchrun starts one worker per host. The workers meet at an address of the first host.
 pub(crate) fn start(scene: &Scene, hosts: &[Host; 2], master_addr: IpAddr, arguments: &str) -> [Running; 2] {
     start_several(scene, hosts, master_addr, arguments)
 }
 
-/// The same with `N / 2` workers a host.
+/// Starts `N / 2` workers per host in the same way.
 fn start_several<const N: usize>(
     scene: &Scene,
     hosts: &[Host; 2],
@@ -47,7 +47,7 @@ fn start_several<const N: usize>(
     })
 }
 
-/// One worker of a world: its rank, the host it is on with its number there, and how many are there.
+/// Starts one worker of a world. Its place is its rank and the world size, then its host and local rank, and the number of workers there.
 fn start_at(
     scene: &Scene,
     hosts: &[Host; 2],
@@ -63,7 +63,7 @@ fn start_at(
     Running::start(command)
 }
 
-/// Makes `command` the only worker of its host, of a world that meets at `master_addr`, an address or a name.
+/// Makes `command` the only worker of its host, in a world that meets at `master_addr`, an address or a name.
 pub(crate) fn place(
     scene: &Scene,
     command: &mut Command,
@@ -77,13 +77,13 @@ pub(crate) fn place(
     command.env("MASTER_ADDR", master_addr).env("MASTER_PORT", "29500");
 }
 
-/// Asserts that the run ended because this rank was lost, and says so.
+/// Asserts that the run ended because `rank` was lost, and that the error says so.
 fn assert_loss_of(rank: usize, outcome: Outcome) {
     assert_eq!(outcome.code, Some(74), "{outcome:?}");
     tells(&outcome.one_error(), &[&format!("rank {rank} was lost"), "its log may say why"]);
 }
 
-/// Asserts that all workers of a run end well, and that rank 0 prints these facts, and the others log them.
+/// Asserts that all workers of a run succeed, that rank 0 prints these facts, and that the others log them.
 fn all_tell<const N: usize>(scene: &Scene, run: &str, workers: [Running; N], facts: &[&str]) {
     let outputs = workers.map(|worker| worker.end().succeeded());
     tells(&outputs[0], facts);
@@ -122,7 +122,7 @@ fn take_what_was_planned() {
 fn train_the_same_model_and_send_what_the_formula_says() {
     let Some(hosts) = hosts() else { return };
     let scene = Scene::with_corpus();
-    // With it nothing is measured, so that no bytes are but those of the run.
+    // With this setting nothing is measured, so all bytes are those of the run.
     let unmeasured = "--set training.determinism=run";
     scene.run(&format!("train tiny.toml --set run.name=local {unmeasured}")).succeeded();
     let [ipv4, ipv6] = [IpAddr::from(hosts[0].ipv4()), hosts[0].ipv6().into()];
@@ -136,7 +136,7 @@ fn train_the_same_model_and_send_what_the_formula_says() {
         all_tell(&scene, transport, start(&scene, &hosts, address, &train), &["over tcp", "step: 4 "]);
         assert_eq!(scene.losses(transport), scene.losses("local"));
         let traffic = hosts[0].link().traffic() - before;
-        // Besides the gradients there are their frames, joining, and telling each other about checkpoints.
+        // In addition to the gradients, frames, joining and the coordination of checkpoints are sent.
         let reduced: u64 =
             scene.records(transport).iter().map(|record| record["comm_bytes"].as_u64().unwrap()).sum();
         let bound = reduced + reduced / 50 + 8192;
@@ -214,7 +214,7 @@ fn ranks_that_are_dealt_out_in_turns_send_no_more() {
     assert_eq!(scene.losses("turns"), scene.losses("blocks"));
 }
 
-/// As on a cluster where only the home folders are shared, and the run is elsewhere.
+/// As on a cluster where only the home folders are shared, and the run's folder is elsewhere.
 #[test]
 fn a_run_folder_that_hosts_do_not_share_is_told_with_all_else_that_differs() {
     let Some(hosts) = hosts() else { return };
@@ -239,7 +239,7 @@ fn a_run_folder_that_hosts_do_not_share_is_told_with_all_else_that_differs() {
     assert!(scenes.iter().all(|scene| !scene.everything().keys().any(is_left)));
 }
 
-/// Pauses of a network, in seconds, which ranks survive.
+/// Pauses of the network that ranks survive, in seconds.
 const PAUSES: [u64; 3] = [2, 10, 25];
 
 #[test]
@@ -285,7 +285,7 @@ fn a_worker_whose_process_is_stopped_is_named() {
     let Some(hosts) = hosts() else { return };
     for stopped in [0, 1] {
         let scene = Scene::with_corpus();
-        // No checkpoint, so that the steps' reductions are all that can stop.
+        // Without checkpoints, the reductions of the steps are the only operations that can stop.
         let train = format!(
             "train tiny.toml {ENDLESS} --set comm.timeout_seconds=1 --set checkpoint.interval=1000000000"
         );
@@ -301,7 +301,7 @@ fn a_worker_whose_process_is_stopped_is_named() {
         let row = format!("     {stopped}  silent");
         tells(&outcome.stderr, &["warning: rank", "made no progress for 1s", &names_it, &row, " in all_"]);
         kill_process(stopped_process, Signal::CONT).unwrap();
-        // It learns that it is alone.
+        // The continued worker learns that it is alone.
         let outcome = stopped_worker.end_after_death();
         assert!(outcome.code.is_some_and(|code| code != 0), "{outcome:?}");
         tells(&outcome.stderr, &["error: "]);

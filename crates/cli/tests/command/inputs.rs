@@ -1,4 +1,4 @@
-//! Data as people have them, and what is shown of the samples that are made of them.
+//! Data in the forms that people have, and the display of the samples that are made of them.
 
 use crate::common::{Running, Scene, tells};
 use serde_json::Value;
@@ -134,7 +134,7 @@ fn samples_are_shown_as_they_are_trained_on() {
             "every sample has something to learn",
         ],
     );
-    // It is the corpus that the run trains on, and a folder of its own.
+    // The config's corpus is the one on which the run trains, and can be shown by its folder.
     scene.run("train chat.toml --set training.seq_len=200").succeeded();
     let (_, of_config) = shown.split_once('\n').unwrap();
     let of_folder = scene.run("data show runs/chat/data --sample 2 --set training.seq_len=200").succeeded();

@@ -1,4 +1,4 @@
-//! A signal saves what a run has done, whoever it is sent to.
+//! Signals make a run save a checkpoint, whichever process receives them.
 
 use crate::common::{Running, Scene, free_port, poll, tells};
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
@@ -14,8 +14,7 @@ fn send(process: Pid, signal: Signal) {
     kill_process(process, signal).unwrap();
 }
 
-/// The step after which a run says that it has stopped, whose checkpoint is there, and from which it resumes to the same losses as a run that was
-/// left alone.
+/// Asserts that a run stopped after some step with a checkpoint of that step, and that resuming it gives the losses of an undisturbed run.
 fn assert_resumes(scene: &Scene, printed: &str, run: &str) {
     let mut lines = printed.lines();
     let step = lines.find_map(|line| line.strip_prefix("stopped after step "));
@@ -35,7 +34,7 @@ fn assert_resumes(scene: &Scene, printed: &str, run: &str) {
     assert_eq!(scene.losses(run), scene.losses(&format!("{run}-alone")));
 }
 
-/// As in a container without an init process, where the kernel drops signals that nobody handles.
+/// As in a container without an init process, where the kernel drops unhandled signals.
 #[test]
 fn the_first_process_of_a_container_ends_while_it_waits_for_others() {
     let scene = Scene::with_corpus();
@@ -53,7 +52,7 @@ fn the_first_process_of_a_container_ends_while_it_waits_for_others() {
         });
     let Some(()) = or_skip("process namespaces", can_unshare) else { return };
     let running = Running::start(command);
-    // It listens, so it waits.
+    // The process listens, so it waits for the others.
     poll(|| TcpStream::connect(("127.0.0.1", port)).ok());
     let outer = running.process().as_raw_nonzero();
     let children = std::fs::read_to_string(format!("/proc/{outer}/task/{outer}/children")).unwrap();
@@ -89,7 +88,7 @@ fn a_signal_to_the_command_saves_and_ends_it() {
 #[test]
 fn ctrl_c_on_a_terminal_is_one_signal_though_all_processes_get_it() {
     let scene = Scene::with_corpus();
-    // As a shell starts what runs in the background.
+    // As a shell starts background processes.
     let mut run = Running::start(scene.command_after("trap '' INT", &format!("train tiny.toml {ENDLESS}")));
     run.until("step: 2 ");
     run.watch_workers();
@@ -110,7 +109,7 @@ fn a_signal_to_any_rank_saves_and_ends_all() {
     let outcome = run.end();
     assert_eq!((outcome.code, &outcome.stderr[..]), (Some(143), ""), "{outcome:?}");
     assert_resumes(&scene, &outcome.stdout, "tiny");
-    // Started by another launcher.
+    // The same with another launcher.
     let (port, named) = (free_port(), format!("{train} --set run.name=other"));
     let [mut first, second] = [0, 1].map(|rank| Running::start(scene.worker(rank, port, &named)));
     first.until("step: 2 ");
@@ -133,7 +132,7 @@ fn a_second_signal_ends_at_once_and_one_before_the_first_step_does() {
             run.watch_workers();
         }
         send(run.process(), Signal::INT);
-        // Those of the first half a second are one.
+        // Signals within the first half second count as one.
         poll(|| {
             let _ = kill_process(run.process(), Signal::INT);
             run.has_ended().then_some(())
@@ -144,7 +143,7 @@ fn a_second_signal_ends_at_once_and_one_before_the_first_step_does() {
     }
 }
 
-/// The command that resumes is one that a shell reads as it was.
+/// A shell must read the printed command as the original one.
 #[test]
 fn the_command_to_resume_is_quoted_for_the_shell() {
     let scene = Scene::with_corpus();
@@ -158,14 +157,14 @@ fn the_command_to_resume_is_quoted_for_the_shell() {
     tells(&printed, &[r"train 'my $HOME'\''s.toml' --set training.steps=1000000000"]);
 }
 
-/// A batch system takes 143 for a saved run, and would start this one again for ever.
+/// A batch system takes exit code 143 for a saved run, and would start this run again for ever.
 #[test]
 fn a_worker_that_is_killed_while_the_run_saves_after_a_signal_is_reported() {
     let scene = Scene::with_corpus();
     let mut run = Running::start(scene.command(&format!("train tiny.toml {ENDLESS}")));
     run.until("step: 2 ");
     run.worker(0);
-    // Enough for a few lines of its log, but not for its part of a checkpoint: SIGXFSZ kills it there.
+    // Enough for a few lines of the log, but not for the worker's part of a checkpoint, where SIGXFSZ kills it.
     let limit = Rlimit { current: Some(1 << 15), maximum: Some(1 << 15) };
     prlimit(Some(run.worker(1)), Resource::Fsize, limit).unwrap();
     send(run.process(), Signal::TERM);

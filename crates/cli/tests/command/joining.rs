@@ -1,11 +1,11 @@
-//! Workers that come late, or not at all.
+//! Workers that join late, or not at all.
 
 use crate::common::{Outcome, Running, Scene, free_port, tells};
 use serde_json::Value;
 
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
-/// Two workers of another launcher, of which each has its own command.
+/// Runs two workers of another launcher, each with its own command.
 fn world(scene: &Scene, commands: [&str; 2], secret: Option<&str>) -> [Outcome; 2] {
     let port = free_port();
     let start = |rank: usize| {
@@ -20,7 +20,7 @@ fn world(scene: &Scene, commands: [&str; 2], secret: Option<&str>) -> [Outcome; 
 fn a_worker_that_fails_before_it_joins_ends_the_others_with_its_reason() {
     let scene = Scene::with_corpus();
     let good = "train tiny.toml";
-    // What it cannot read says which job it is of; the secret is another sign of that.
+    // A config that cannot be read does not name the job. The secret identifies the job, too.
     for (bad, secret, reason) in [
         ("train nowhere.toml", Some(SECRET), "the config nowhere.toml does not exist"),
         ("train tiny.toml --set comm.interface=nowhere", None, "no interface 'nowhere'"),
@@ -31,7 +31,7 @@ fn a_worker_that_fails_before_it_joins_ends_the_others_with_its_reason() {
         let [first, second] = world(&scene, [bad, good], secret);
         tells(&first.refused(), &[reason]);
         tells(&second.refused(), &["rank 0 at 127.0.0.1", reason]);
-        // If all of them fail, none waits for the others.
+        // If all of them fail, no worker waits for the others.
         let [first, second] = world(&scene, [bad, bad], secret);
         tells(&first.refused(), &[reason]);
         tells(&second.refused(), &[reason]);
@@ -89,7 +89,7 @@ fn errors_of_all_ranks_are_on_the_error_output_and_in_their_logs() {
             }
         }
     }
-    // A launcher of ours shows what a log says in an object of its own.
+    // Trireme's launcher shows a worker's log line in a JSON object of its own.
     let shown = scene.run(&format!("{train} --workers 2 --set metrics.log_format=json")).stderr;
     let [shown] = &objects(&shown)[..] else { panic!("{shown}") };
     tells(

@@ -1,4 +1,4 @@
-//! From a text to a model and on: what works when all is well.
+//! From a text to a model and beyond, without failures.
 
 use crate::common::{Running, Scene, free_port, tells};
 
@@ -46,7 +46,7 @@ fn from_text_to_text() {
     tells(&printed, &["resuming after step 4 of 6", "step: 6 "]);
     assert_eq!(scene.losses("tiny").iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
 
-    // As if the run had been killed after its last checkpoint, before it tidied up.
+    // As if the run had been killed after its last checkpoint, before the cleanup.
     std::fs::remove_file(scene.path("runs/tiny/checkpoints/latest")).unwrap();
     std::fs::create_dir(scene.path("runs/tiny/checkpoints/step-2.partial-0123abcd")).unwrap();
     scene.run("train tiny.toml --set training.steps=6").succeeded();
@@ -80,7 +80,7 @@ fn a_run_is_summarized_and_drawn() {
     tells(&svg, &["runs/tiny: 4 steps", "validation loss", "bigram baseline"]);
     // Before the first step, and of steps 2 and 4.
     assert_eq!(svg.matches("<circle").count(), 3, "{svg}");
-    // A line that is being written is not there yet, and one that is no record is named.
+    // An unfinished line does not count, and a line that is no record is named.
     scene.cut("runs/tiny/metrics.jsonl", 5);
     tells(&scene.run("report run runs/tiny").succeeded(), &["steps: 3, "]);
     scene.write("runs/tiny/metrics.jsonl", "no record\n");

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use trireme_testkit::or_skip;
 
-/// Relative difference of losses in f32 where ranks take the sums of a layer, or over positions, in another order.
+/// Relative tolerance of losses in f32 where ranks compute the sums of a layer, or over positions, in another order.
 pub(crate) const LOSS_TOLERANCE: f64 = 1e-5;
 
 const MODELS: [(&str, &str); 6] = [
@@ -46,13 +46,12 @@ const MODELS: [(&str, &str); 6] = [
     ),
 ];
 
-/// The models with experts.
 const WITH_EXPERTS: [&str; 3] = ["mixtral", "qwen3_moe", "deepseek_v3"];
 
-/// The example: a model, an operation and samples of a user's own.
+/// The example: a user's own model, operation and samples.
 const EXAMPLE: &str = "residual_network";
 
-/// Workers, and the keys of a layout; those of `[parallelism]` without the section.
+/// Workers, and the keys of a layout. Keys of `[parallelism]` omit the section.
 const LAYOUTS: [(usize, &str); 58] = [
     (2, ""),
     (4, ""),
@@ -114,8 +113,8 @@ const LAYOUTS: [(usize, &str); 58] = [
     (2, "context_parallel_degree=2 activation_checkpoint.mode=block zero_stage=2 offload.optimizer=disk"),
 ];
 
-/// The same for models with experts, where workers have different ones, and whether all sums are then taken in the order of one worker: those over microbatches
-/// are, if each worker has one or gradients are sharded over all that have different experts.
+/// Workers and keys of layouts with different experts on the workers, and whether all sums have the order of one worker. Sums over
+/// microbatches have it if each worker has one microbatch, or if gradients are sharded over all workers with different experts.
 const EXPERT_LAYOUTS: [(usize, &str, bool); 28] = [
     (2, "expert_parallel_degree=2", false),
     (4, "expert_parallel_degree=2", false),
@@ -151,11 +150,11 @@ const EXPERT_LAYOUTS: [(usize, &str, bool); 28] = [
     (8, "expert_parallel_degree=2 context_parallel_degree=2 tensor_parallel_degree=2 zero_stage=3", false),
 ];
 
-/// What is trained on every layout: `{name}.toml` tells how.
+/// A program that is trained on every layout by `{name}.toml`.
 struct Subject {
     name: &'static str,
     program: PathBuf,
-    /// Whether ranks may divide the positions of its samples.
+    /// Whether ranks may split the positions of its samples.
     has_positions: bool,
 }
 
@@ -169,7 +168,7 @@ impl Subject {
         Running::start(command)
     }
 
-    /// The largest relative difference of losses from those of one worker; checks the memory that was predicted.
+    /// Returns the largest relative difference of the losses from those of one worker. Checks the predicted memory.
     fn difference(&self, scene: &Scene, workers: usize, layout: &str) -> Found {
         let keys = layout.split_whitespace().map(|key| {
             let section = if key.split_once('=').unwrap().0.contains('.') { "" } else { "parallelism." };
@@ -188,7 +187,7 @@ impl Subject {
         let text = outcome.succeeded();
         let total = text.lines().find(|line| line.starts_with("total")).unwrap();
         let columns: Vec<&str> = total.split_whitespace().collect();
-        // How many tokens go to the experts of a worker is not known before.
+        // The number of tokens for a worker's experts is not known in advance.
         let is_known = !layout.contains("expert");
         assert!(
             !is_known || Some(&columns[1]) == columns.last(),
@@ -221,7 +220,8 @@ impl fmt::Display for Found {
     }
 }
 
-/// The models, and the example, which Cargo builds with all tests of the workspace, and `cargo xtask ladder` before this one alone.
+/// Returns the models and the example. Cargo builds the example with all tests of the workspace, and `cargo xtask ladder` builds it before
+/// this test.
 fn subjects() -> Vec<Subject> {
     let trireme = Path::new(env!("CARGO_BIN_EXE_trireme"));
     let model = |(name, _)| Subject { name, program: trireme.to_owned(), has_positions: true };

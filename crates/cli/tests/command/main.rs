@@ -1,4 +1,4 @@
-//! The built command, run as its users run it: in a folder of its own, with real files and processes.
+//! The built command, run as users run it: in a folder of its own, with real files and processes.
 
 mod addresses;
 mod bad_config;

@@ -1,4 +1,4 @@
-//! `trireme doctor`, `trireme bench kernels` and `trireme bench schedule`: what they tell makes sense. How fast anything is, is not tested.
+//! The output of `trireme doctor`, `trireme bench` and `trireme plan --time` makes sense. Speeds are not tested.
 
 use crate::common::{Outcome, Running, Scene, free_port, tells};
 use serde_json::Value;
@@ -24,7 +24,7 @@ fn texts<'a>(list: &'a Value, key: &str) -> Vec<&'a str> {
     list.as_array().unwrap().iter().map(|entry| entry[key].as_str().unwrap()).collect()
 }
 
-/// The complaint about an option that makes no sense.
+/// Returns the error about an option that makes no sense.
 fn misused(outcome: Outcome) -> String {
     assert!(outcome.code == Some(2) && outcome.stdout.is_empty(), "{outcome:?}");
     outcome.stderr
@@ -143,7 +143,7 @@ fn kernels_of_a_step_are_measured_beside_their_bounds() {
 
     let one = parse(&scene.run(&format!("{arguments} --dtype f16 --only statistics --json")).succeeded());
     assert_eq!(texts(&one["steps"][0]["kernels"], "name"), ["softmax_statistics"]);
-    // Of any model, and any optimizer.
+    // With any model, and any optimizer.
     std::fs::create_dir(scene.path("moe")).unwrap();
     scene.write("moe/config.json", MIXTRAL);
     let experts =
@@ -235,7 +235,7 @@ fn the_collectives_of_workers_are_timed() {
         let text = scene.run(&bench).succeeded();
         let lines: Vec<serde_json::Value> =
             text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        // Each at two sizes, but the barrier.
+        // Each operation at two sizes, the barrier once.
         assert_eq!(lines.len(), 21, "{text}");
         for line in &lines {
             assert_eq!((&line["peer"], &line["world_size"]), (&"trireme".into(), &3.into()), "{line}");
@@ -289,8 +289,8 @@ fn schedules_are_made_and_proven_phase_by_phase() {
             positive(&schedule[key]);
         }
     }
-    // Three units' forward, recomputation and backward, and four messages, for eight microbatches; three reductions, steps and
-    // gatherings.
+    // Three units' forward, recomputation and backward, and four messages, for eight microbatches; three reductions, updates and
+    // all-gathers.
     assert_eq!(found["schedules"][1]["actions_per_rank"], (3 * 3 + 4) * 8 + 3 * 3);
 
     let table = scene.run(&format!("{arguments} --stages-per-rank 2")).succeeded();
@@ -380,7 +380,7 @@ fn the_doctor_examines_a_cluster() {
             "passed: ",
         ],
     );
-    // Under another launcher, and with workers that were given different runs.
+    // Under another launcher, and with workers that get different configs.
     std::fs::create_dir(scene.path("other")).unwrap();
     scene.write("other/tiny.toml", scene.read("tiny.toml").replace("seq_len = 16", "seq_len = 8"));
     let port = free_port();

@@ -1,4 +1,4 @@
-//! What runs take of memory: predicted, measured, bounded.
+//! Memory of runs: predicted, measured and bounded.
 
 use crate::common::{Scene, tells};
 use serde_json::Value;
@@ -6,7 +6,7 @@ use trireme_base::Bytes;
 
 const CATEGORIES: [&str; 5] = ["parameters", "gradients", "optimizer", "activations", "communication"];
 
-/// Bytes of the first line of a text that begins with `name`: the numbers behind it.
+/// Returns the words after `name` in the first line that begins with it.
 fn row<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
     let row = text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no {name}: {text}"));
     row.split_whitespace().skip(1).collect()
@@ -59,7 +59,7 @@ fn a_run_takes_what_was_planned() {
             let (predicted, measured) =
                 (bytes(&record, predicted, category), bytes(&record, measured, category));
             assert!(predicted == measured, "{settings}, {category}: {record}");
-            // A plan is of the first worker; the second column of a run is what that took.
+            // A plan describes the first worker; the second column of a run is that worker's measured memory.
             let title = category;
             assert_eq!(row(&planned, title)[0], row(&shown, title)[1], "{planned}{shown}");
         }
@@ -83,7 +83,7 @@ fn workers_of_a_host_have_a_device_each_and_the_bits_of_the_cpu() {
 #[test]
 fn what_would_not_fit_is_refused_and_what_would_is_told() {
     let scene = Scene::with_corpus();
-    // What a step takes depends on the SIMD level.
+    // The memory of a step depends on the SIMD level.
     let planned = scene.run("plan tiny.toml --workers 1 --set training.local_batch_size=4").succeeded();
     let total: f64 = row(&planned, "total")[0].strip_suffix("KiB").expect("a small model").parse().unwrap();
     let limit = total as u64 - 1;
@@ -99,7 +99,7 @@ fn what_would_not_fit_is_refused_and_what_would_is_told() {
             "what would fit:",
         ],
     );
-    // Every change that is told is one that fits.
+    // Each suggested change must fit.
     let changes: Vec<&str> =
         error.lines().filter_map(|line| line.split_once(" with ")).map(|(_, keys)| keys).collect();
     assert!(!changes.is_empty() && changes.len() <= 3, "{error}");
@@ -183,13 +183,13 @@ fn auto_moves_as_little_as_fits() {
     assert_eq!(scene.losses("less"), scene.losses("all"), "where state lives changes no bit");
     tells(&scene.read("runs/less/program.txt"), &["# offload, for at most", "EVICT activations 1 0"]);
 
-    // Both classes where one does not suffice; to a disk where the host has no room.
+    // Both classes move if one does not suffice, and to a disk if the host has no room.
     let text = scene.run(&format!("plan tiny.toml {} {auto}", budget(total * 3 / 4))).succeeded();
     tells(&text, &["optimizer (host)", "0B to and from disk"]);
     let poor = format!("{auto} --set memory.host_budget=1KiB");
     let error = scene.run(&format!("plan tiny.toml {} {poor}", budget(total * 3 / 4))).refused();
     tells(&error, &["more than"]);
-    // What the budget asks for is among the changes that are told.
+    // The suggested changes include the one that the budget needs.
     let error = scene.run(&format!("plan tiny.toml {}", budget(total * 15 / 16))).refused();
     tells(&error, &["what would fit:", "offload.activations=auto"]);
 }

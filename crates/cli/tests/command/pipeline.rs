@@ -22,7 +22,7 @@ fn a_pipeline_has_the_losses_of_one_worker() {
         let text =
             scene.run(&format!("train tiny.toml {MODEL} {settings} --set run.name={name}")).succeeded();
         assert_eq!(scene.losses(name), scene.losses("one"), "{name}");
-        // What was predicted of the rank that takes most is what was taken.
+        // The prediction for the rank that needs the most memory equals the measurement.
         let total = text.lines().find(|line| line.starts_with("total")).unwrap();
         let columns: Vec<&str> = total.split_whitespace().collect();
         assert_eq!(columns[1], columns[3], "{text}");
@@ -38,7 +38,7 @@ fn a_pipeline_has_the_losses_of_one_worker() {
     assert_eq!(scene.losses("tied-sharded"), scene.losses("tied"));
 }
 
-/// Both take memory from one pool.
+/// Both use memory of one pool.
 #[test]
 fn messages_may_be_as_long_as_a_tied_embedding() {
     let scene = Scene::with_corpus();
@@ -78,7 +78,7 @@ fn auto_fits_every_worker_of_a_pipeline() {
         let budget = most * part / 64;
         let settings =
             format!("{pipeline} {settings} --set memory.device_budget={budget}B --set run.name={name}");
-        // A budget ends a worker that takes more, whichever it is.
+        // A budget ends any worker that exceeds it.
         tells(&scene.run(&format!("train tiny.toml {settings}")).succeeded(), &told);
         assert!(total(name) <= budget);
         assert_eq!(scene.losses(name), scene.losses("all"), "{name}");
@@ -88,7 +88,7 @@ fn auto_fits_every_worker_of_a_pipeline() {
 #[test]
 fn units_move_where_a_given_cut_is_uneven() {
     let scene = Scene::with_corpus();
-    // Six blocks, of which any machine takes longer for five than for one.
+    // Six blocks: on any machine, five take longer than one.
     let model = format!("{MODEL} --set model.num_layers=6 --set training.steps=12");
     let pipeline =
         "--set parallelism.pipeline_parallel_degree=2 --set parallelism.pipeline_parallel_split_points=[2]";
@@ -106,18 +106,18 @@ fn units_move_where_a_given_cut_is_uneven() {
         let program = scene.read(&format!("runs/{name}/program.txt"));
         assert!(!program.contains("stage 0-2@0"), "{program}");
         tells(&program, &["# step ", " become "]);
-        // The trace is of the steps since then, whose programs it has.
+        // The trace covers only steps after the move, with their programs.
         tells(
             &scene.run(&format!("report trace runs/{name} --step 10")).succeeded(),
             &["measured", "simulated"],
         );
-        // Memory is that of the stages as they are now.
+        // The memory is that of the stages after the move.
         let rest = text.split_once("since units moved after step ").unwrap().1;
         let total = rest.lines().find(|line| line.starts_with("total")).unwrap();
         let columns: Vec<&str> = total.split_whitespace().collect();
         assert_eq!(columns[1], columns[3], "{text}");
     }
-    // What a rank had before a move another layout goes on from.
+    // Another layout resumes with the state that ranks had before the move.
     scene
         .run(&format!("train tiny.toml --workers 1 {model} --set run.name=two --set training.steps=14"))
         .succeeded();
@@ -222,7 +222,7 @@ fn a_pipeline_that_does_not_drain_tells_of_every_step_and_goes_on_from_a_checkpo
         .run(&format!("train tiny.toml {settings} --set run.name=whole --set metrics.trace_interval=2"))
         .succeeded();
     tells(&text, &["this schedule applies stale gradients", "[optimizer] nu"]);
-    // Updates are among the passes; how wide they are drawn is a matter of time.
+    // Updates are between the passes; their width in the drawing depends on time.
     let drawn = scene.run("report trace runs/whole").succeeded();
     tells(&drawn, &["measured", "simulated", "U update"]);
     let plan = scene.run(&format!("plan tiny.toml {settings} --draw")).succeeded();
@@ -232,7 +232,7 @@ fn a_pipeline_that_does_not_drain_tells_of_every_step_and_goes_on_from_a_checkpo
     assert_eq!(columns[1], columns[3], "{text}");
     tells(&scene.read("runs/whole/program.txt"), &["steps 2 weights double-buffered", "STASH 0"]);
     assert!(scene.losses("whole").len() >= 4, "{:?}", scene.losses("whole"));
-    // What a run that was cut in two has done.
+    // The same run in two parts.
     for steps in [2, 4] {
         let steps = format!("--set training.steps={steps} --set run.name=parts");
         scene.run(&format!("train tiny.toml {settings} {steps}")).succeeded();
@@ -265,7 +265,7 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
             "plan tiny.toml {pipeline} --set parallelism.pipeline_parallel_schedule=dualpipe-v --save-schedule saved.txt"
         ))
         .succeeded();
-    // Made by nobody's name: the embedding is on the last worker, and a worker's stages are neighbours.
+    // A schedule without a name: the embedding is on the last worker, and a worker's stages are neighbours.
     scene.write(
         "own.txt",
         "ranks 2 placement 1,1,0,0 microbatches 4 # there is no such schedule\n\
@@ -288,7 +288,7 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
         let total = text.lines().find(|line| line.starts_with("total")).unwrap();
         let columns: Vec<&str> = total.split_whitespace().collect();
         assert_eq!(columns[1], columns[3], "{text}");
-        // What is saved of it is what was given.
+        // The saved schedule equals the given one.
         scene.run(&format!("plan tiny.toml {settings} --save-schedule again.txt")).succeeded();
         let passes = |file: &str| scene.read(file).lines().skip(1).map(str::to_owned).collect::<Vec<_>>();
         assert_eq!(passes("again.txt"), passes(name));
@@ -300,7 +300,7 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
     ));
     tells(&text.refused(), &["3 stages need 2 split points", "has 1"]);
 
-    // One that does not drain.
+    // A schedule that does not drain.
     let ahead = format!(
         "{pipeline} --set parallelism.pipeline_parallel_schedule=pipedream --set parallelism.pipeline_parallel_drain_interval=2 \
          --set model.tie_word_embeddings=false --set checkpoint.interval=2"

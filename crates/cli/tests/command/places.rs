@@ -1,4 +1,4 @@
-//! Folders that cannot be written, ports and folders that are taken, and environments that contradict themselves.
+//! Folders that cannot be written, ports and folders in use, and contradictory environments.
 
 use crate::common::{Running, Scene, tells};
 use std::net::TcpListener;
@@ -6,7 +6,7 @@ use std::process::Command;
 
 #[test]
 fn folders_that_cannot_be_written() {
-    // Root may write into any folder, but nobody into a file.
+    // Root may write into any folder, but no user can create a folder below a file.
     let scene = Scene::with_corpus();
     let under_a_file = "text.txt/below";
     for (arguments, facts) in [
@@ -67,7 +67,7 @@ fn pipes_where_files_of_a_run_belong() {
         tells(&error, &[&format!("runs/tiny/{name}"), "it is not a regular file"]);
         std::fs::remove_dir_all(scene.path("runs")).unwrap();
     }
-    // A run starts even if it cannot write there that it uses the corpus.
+    // A run starts even if it cannot record that it uses the corpus.
     std::fs::remove_file(scene.path("corpus/used-by.txt")).unwrap();
     mkfifo("corpus/used-by.txt");
     scene.run("train tiny.toml").succeeded();
@@ -100,7 +100,7 @@ fn pipes_where_files_of_a_run_belong() {
     }
 }
 
-/// Names come from elsewhere: a shell reads them as they are, and a terminal does not obey them.
+/// A shell must read names as they are, and names must not control the terminal.
 #[test]
 fn names_are_quoted_in_commands_and_harmless_on_a_terminal() {
     let scene = Scene::with_corpus();

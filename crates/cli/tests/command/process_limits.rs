@@ -1,4 +1,4 @@
-//! Limits of the addresses and of the private memory that a process may have.
+//! Limits of the address space and of the private memory of a process.
 
 use crate::common::{Running, Scene, tells};
 
@@ -28,7 +28,7 @@ fn a_run_that_does_not_fit_is_refused_in_words() {
 #[test]
 fn threads_that_cannot_be_started_are_an_error_that_names_the_limits() {
     let scene = Scene::new();
-    // The stacks of so many threads take half a gigabyte of addresses.
+    // The stacks of 256 threads take half a gigabyte of address space.
     for more in ["", " --train-bpe 300"] {
         let prepare = format!("prepare text.txt --out corpus --threads 256{more}");
         let error = Running::start(scene.command_after("ulimit -v 400000", &prepare)).end().refused();
@@ -49,7 +49,7 @@ fn threads_that_cannot_be_started_are_an_error_that_names_the_limits() {
     tells(&error, &["cannot start the thread 'kernel-", "ulimit -v is 409600000 bytes"]);
 }
 
-/// Fewer open files than four workers need, whatever they inherit, and enough to start a program.
+/// Fewer open files than four workers need, whatever they inherit, but enough to start a program.
 const FEW_FILES: usize = 16;
 
 #[test]
@@ -58,7 +58,7 @@ fn a_soft_limit_of_open_files_is_raised() {
     let train = "train tiny.toml --workers 4";
     let soft = scene.command_after(&format!("ulimit -Sn {FEW_FILES}"), train);
     Running::start(soft).end().succeeded();
-    // One that cannot be raised is told of.
+    // A limit that cannot be raised is reported.
     let hard =
         scene.command_after(&format!("ulimit -n {FEW_FILES}"), &format!("{train} --set run.name=hard"));
     tells(&Running::start(hard).end().refused(), &["open files"]);

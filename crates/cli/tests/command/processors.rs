@@ -1,11 +1,11 @@
-//! Which processors workers use.
+//! The processors that workers use.
 
 use crate::common::{Running, Scene, free_port, tells};
 use std::process::Command;
 use std::thread::available_parallelism;
 use trireme_testkit::or_skip;
 
-/// Two processors of this host, as `/proc` lists those that this process may use.
+/// Returns two processors of this host that this process may use, as `/proc` lists them; `None` if the test is skipped.
 fn two_cpus() -> Option<[usize; 2]> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap().trim();

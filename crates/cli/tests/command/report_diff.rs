@@ -1,10 +1,10 @@
-//! The first step, unit and tensor at which two runs part.
+//! The first step, unit and tensor at which two runs differ.
 
 use crate::common::{Outcome, Scene, tells};
 
 const TRAIN: &str = "train tiny.toml --set metrics.hash_interval=1";
 
-/// The report of a command that has found a difference.
+/// Returns the report of a command that has found a difference.
 fn differing(outcome: Outcome) -> String {
     assert!(outcome.code == Some(1) && outcome.stderr.is_empty(), "{outcome:?}");
     outcome.stdout
@@ -49,7 +49,7 @@ fn a_resume_with_another_learning_rate_and_another_seed_are_located() {
     scene.run(&format!("{branch} --set run.name=branch --workers 1")).succeeded();
     let report = scene.run("report diff runs/whole runs/branch").succeeded();
     tells(&report, &["equal: 3 records in common, of steps 2 to 4\nno difference"]);
-    // Steps that a resume repeats replace their records.
+    // Steps that are repeated after a resume replace their records.
     std::fs::remove_dir_all(scene.path("runs/whole/checkpoints/step-4")).unwrap();
     tells(&scene.run(&whole).succeeded(), &["resuming after step 2"]);
     assert_eq!(scene.read("runs/whole/hashes.jsonl").lines().count(), 6, "steps 0 to 4, and the resume");

@@ -5,12 +5,12 @@ use crate::common::{Scene, tells};
 const CHARTS: [&str; 7] =
     ["Loss", "Learning rate", "Gradient norm", "Speed", "MFU", "Exposed communication", "Memory"];
 
-/// Writes the folder of a run with so many records of made-up numbers.
+/// Writes the folder of a run with `num_steps` records of made-up numbers.
 fn write_records(scene: &Scene, folder: &str, num_steps: usize) {
     std::fs::create_dir_all(scene.path(folder)).unwrap();
     let memory = "{\"parameters\":4096,\"total\":9000}";
     let line = |step: usize| {
-        // Digits as numbers of real runs have them, and values that were not finite.
+        // Digits as in the numbers of real runs, and values that are not finite.
         let noise = (step * 7919 % 1009) as f64 / 1009.0;
         let loss = if step.is_multiple_of(1000) {
             "null".to_owned()
@@ -35,7 +35,7 @@ fn write_records(scene: &Scene, folder: &str, num_steps: usize) {
 
 /// Asserts that a browser needs nothing but the page.
 fn loads_nothing(page: &str) {
-    // Names of a language and of a pattern within the page, which nobody loads.
+    // Names of the SVG namespace and of a pattern within the page, which are not loaded.
     let page = page.replace("xmlns=\"http://www.w3.org/2000/svg\"", "").replace("url(#idle)", "");
     for reference in ["http:", "https:", "src=", "href=", "url(", "@import", "<link", "<iframe", "<img"] {
         assert!(!page.contains(reference), "{reference}");
@@ -103,7 +103,7 @@ fn a_page_compares_two_runs() {
             "<th>median MFU</th>",
         ],
     );
-    // Above the fold is where the runs differ, and below it what they share.
+    // The part above the fold has the keys that differ, the folded part the shared keys.
     let (different, shared) = page.split_once("<details>").unwrap();
     let row = |key: &str, values: &[&str]| {
         let cell = |value: &&str| format!("<td><code>{value}</code></td>");
@@ -113,7 +113,7 @@ fn a_page_compares_two_runs() {
     tells(shared, &[&row("training.seq_len", &["16"])]);
     assert!(!different.contains("training.seq_len") && !shared.contains("optimizer.lr"));
     loads_nothing(&page);
-    // A later page replaces it, with the whole config of the only run.
+    // A later page replaces the earlier one, with the full config of its only run.
     scene.run("report html runs/slow").succeeded();
     let page = scene.read("report.html");
     tells(page.split_once("<details>").unwrap().1, &["optimizer.lr", "training.seq_len"]);

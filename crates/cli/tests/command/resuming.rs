@@ -1,8 +1,8 @@
-//! A run that resumes is told what has changed, and none is replaced unasked.
+//! A run that resumes reports the changes of its config, and an earlier run is not replaced unasked.
 
 use crate::common::{Running, Scene, tells};
 
-/// The folder of a run may hold an earlier one, whose checkpoints are not this run's.
+/// The folder of a run may contain an earlier run, whose checkpoints do not belong to this run.
 #[test]
 fn a_run_is_not_continued_from_what_was_moved_aside_in_its_folder() {
     let scene = Scene::with_corpus();
@@ -35,7 +35,7 @@ fn metrics_of_an_earlier_run_are_not_replaced_unasked() {
     tells(&anew, &["the earlier run was moved to runs/tiny/previous-1"]);
     scene.run("report run runs/tiny/previous-1").succeeded();
     assert_ne!(scene.losses("tiny"), losses);
-    // It has checkpoints of its own now; one of another run has not led to its metrics.
+    // The run has its own checkpoints now. A checkpoint of another run has not produced its metrics.
     scene.run("train tiny.toml --set training.seed=1 --set training.steps=5").succeeded();
     scene.run("train tiny.toml --set run.name=other").succeeded();
     let branch = "train tiny.toml --set training.steps=6 --resume runs/other";
@@ -116,13 +116,13 @@ fn a_dry_run_tells_what_a_run_would_do_and_does_nothing() {
         &dry(&scene),
         &["tokens to train on, in runs/tiny/data", "would resume after step 4 of 6, from runs/tiny/"],
     );
-    // Passes over the data are as many steps as they will be.
+    // Passes over the data are shown as the number of steps that they take.
     let epochs = "train tiny.toml --set run.name=epochs --set training.steps=0 --set training.epochs=0.1";
     let dry = scene.run(&format!("{epochs} --dry-run --set data.folder=runs/tiny/data")).succeeded();
     scene.run(epochs).succeeded();
     let steps = scene.records("epochs").last().unwrap()["step"].as_u64().unwrap();
     tells(&dry, &[&format!("would train {steps} steps from the beginning")]);
-    // What `train` refuses is refused.
+    // A dry run refuses what `train` refuses.
     scene.run("train tiny.toml --set run.name=earlier --set checkpoint.enable=false").succeeded();
     let refused = scene.refused_without_trace("train tiny.toml --set run.name=earlier --dry-run");
     tells(&refused, &["runs/earlier", "--resume never"]);

@@ -1,4 +1,4 @@
-//! Kernels prove themselves, and `TRIREME_SIMD` chooses a lower level.
+//! Proofs of kernels, and lower SIMD levels by `TRIREME_SIMD`.
 
 use crate::common::{Outcome, Running, Scene, tells};
 use serde_json::Value;
@@ -19,7 +19,7 @@ impl Scene {
         serde_json::from_str(&told).unwrap()
     }
 
-    /// Loss of each step of a run on one worker.
+    /// Returns the loss of each step of a run on one worker.
     fn losses_with_simd(&self, level: &str) -> Vec<(u64, u64)> {
         let run = format!("train tiny.toml --workers 1 --set run.name=at-{level}");
         self.run_with_simd(level, &run).succeeded();
@@ -27,12 +27,12 @@ impl Scene {
     }
 }
 
-/// The levels of this machine, without the lowest one.
+/// Returns the levels of this machine, without the lowest one.
 fn levels() -> impl Iterator<Item = CpuFeatures> {
     CpuFeatures::ALL.into_iter().filter(|level| (CpuFeatures::Avx2..=CpuFeatures::detect()).contains(level))
 }
 
-/// The highest level of this machine, if there are others to compare it with.
+/// Returns the highest level of this machine, if there is another one to compare it with.
 pub(crate) fn level_above_portable() -> Option<CpuFeatures> {
     let level = CpuFeatures::detect();
     let found = if level == CpuFeatures::Portable { Err("all kernels are portable") } else { Ok(level) };
@@ -80,7 +80,7 @@ fn training_computes_at_the_level_that_was_chosen() {
         let found: Value = serde_json::from_str(&told).unwrap();
         assert_eq!(found["features"], level.to_string());
     }
-    // In f32 the levels with fused multiply-adds agree to the bit, and the lowest one differs from them.
+    // In f32 all levels with fused multiply-adds agree to the bit, and the lowest level differs from them.
     let portable = scene.losses_with_simd("portable");
     for level in levels() {
         let fused = scene.losses_with_simd(&level.to_string());
@@ -143,7 +143,7 @@ fn proofs_are_cached_and_a_cached_exclusion_counts_until_the_doctor_looks_again(
     assert_eq!(warned.code, Some(0));
     tells(&warned.stderr, &[fused, "because 1 is 2", "f32 products run on mul+add 128"]);
     assert_eq!(warned.stderr.lines().count(), 1, "{}", warned.stderr);
-    // Two workers, one warning.
+    // Two workers print one warning.
     let mut command = scene.command("train tiny.toml");
     command.env("TRIREME_SIMD", "avx2");
     let trained = Running::start(command).end();

@@ -1,4 +1,4 @@
-//! Texts as people have them: conversations, several sources, compressed, from a pipe.
+//! Texts in several forms: conversations, several sources, and a pipe.
 
 use crate::common::{Scene, tells};
 use crate::ladder::LOSS_TOLERANCE;
@@ -17,7 +17,7 @@ fn conversations(count: usize) -> String {
     (0..count).map(line).collect()
 }
 
-/// A scene with conversations in `chat.jsonl`, and a config for them.
+/// Creates a scene with conversations in `chat.jsonl`, and a config for them.
 fn with_chat() -> Scene {
     let scene = Scene::new();
     scene.write("chat.jsonl", conversations(150));
@@ -45,7 +45,7 @@ fn answers_are_learned_alike_on_every_layout() {
     ] {
         assert_eq!(run(name, layout), *expected, "{layout}");
     }
-    // These split sums.
+    // Layouts that split sums.
     for degree in ["tensor", "pipeline", "context"] {
         let found = run(degree, &format!("--workers 2 --set parallelism.{degree}_parallel_degree=2"));
         for ((_, expected), (_, found)) in alone.iter().zip(&found) {
@@ -53,7 +53,7 @@ fn answers_are_learned_alike_on_every_layout() {
             assert!((found / expected - 1.0).abs() < LOSS_TOLERANCE, "{degree}: {found} for {expected}");
         }
     }
-    // All of the text is another task.
+    // Training on all of the text is another task.
     let all =
         "train chat.toml --set data.inputs=[\"text.txt\"] --set run.name=all --set data.packing=documents";
     scene.run(all).succeeded();
@@ -79,7 +79,7 @@ fn answers_are_learned_alike_on_every_layout() {
     assert_eq!(of_messages, of_text);
     let refused = scene.run("eval runs/alone asked.jsonl text.txt").refused();
     tells(&refused, &["asked.jsonl has questions, which are evaluated alone"]);
-    // The template goes with the model.
+    // The chat template is stored with the model.
     assert!(scene.names("runs/alone/checkpoints/step-4").contains(&"chat_template.jinja".to_owned()));
 }
 
@@ -127,7 +127,7 @@ fn a_special_token_ends_an_answer_and_is_a_stop() {
     let scene = with_chat();
     let answer = "{\"messages\": [{\"role\": \"user\", \"content\": \"one\"}, {\"role\": \"assistant\", \"content\": \"two\"}]}\n";
     scene.write("chat.jsonl", answer.repeat(60));
-    // Without the file that would name the token as the end of a document.
+    // Without the file that would declare the token as the end of a document.
     scene.write("tokenizer.json", include_bytes!("../../../data/tests/tokenizers/qwen2/tokenizer.json"));
     let config = scene.read("chat.toml").replace("[data]\n", "[data]\ntokenizer = \"tokenizer.json\"\n");
     scene.write("chat.toml", config);
@@ -208,10 +208,10 @@ fn a_run_resumes_with_the_corpus_of_its_own_among_similar_ones() {
         assert!(!printed.contains("corpus that it began with"), "{name}: {printed}");
     }
     assert!(scene.records("validated").last().unwrap()["validation_loss"].is_number());
-    // Inputs that have changed do not make the corpus of another run its own.
+    // After its inputs have changed, a run does not take the corpus of another run.
     scene.write("b.jsonl", records("other", "text"));
     tells(&train("b", &format!("{b} --set training.steps=8")), &["corpus that it began with"]);
-    // Other names are another choice of data.
+    // Other file names are another choice of data.
     scene.write("c.jsonl", records("other", "text"));
     let other = b.replace("b.jsonl", "c.jsonl");
     let refused = scene
@@ -254,7 +254,7 @@ fn a_corpus_that_a_run_has_used_is_not_replaced_unasked() {
     let refused = scene.refused_without_trace("prepare text.txt --out corpus");
     tells(&refused, &["corpus was used by the run in ", "runs/tiny", "--force"]);
     scene.run("prepare text.txt --out corpus --force").succeeded();
-    // A run without checkpoints has nothing to resume.
+    // A run without checkpoints cannot be resumed.
     std::fs::remove_dir_all(scene.path("runs")).unwrap();
     scene.write("text.txt", "and another\n".repeat(900));
     scene.run("prepare text.txt --out corpus").succeeded();

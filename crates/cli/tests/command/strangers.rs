@@ -1,4 +1,4 @@
-//! Workers that do not know the secret, and worlds that have none.
+//! Connections without the job's secret, and worlds that have no secret.
 
 use crate::common::{Running, Scene, free_port, tells};
 use rustix::process::{Resource, Rlimit, prlimit};
@@ -44,7 +44,7 @@ fn who_does_not_know_the_secret_changes_nothing() {
 fn a_world_of_several_hosts_needs_a_secret() {
     let scene = Scene::with_corpus();
     let before = scene.everything();
-    // An address of documentation (RFC 5737), which no host has.
+    // An address reserved for documentation (RFC 5737), which no host has.
     let worker = |arguments: &str| {
         let mut command: Command = scene.worker(0, free_port(), arguments);
         command.env("MASTER_ADDR", "192.0.2.1");
@@ -56,7 +56,7 @@ fn a_world_of_several_hosts_needs_a_secret() {
     assert!(scene.everything() == before);
 }
 
-/// More silent strangers than rank 0 may have open files.
+/// More silent connections than rank 0 may have open files.
 #[test]
 fn strangers_who_hold_all_open_files_keep_nobody_out() {
     let scene = Scene::with_corpus();

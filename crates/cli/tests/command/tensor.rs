@@ -1,4 +1,4 @@
-//! Layers and positions that workers divide, from a config.
+//! Tensor and context parallelism from a config.
 
 use crate::common::{Scene, tells};
 
@@ -22,13 +22,13 @@ fn workers_that_divide_layers_have_the_losses_of_one() {
             let difference = f64::from_bits(*found) / f64::from_bits(*expected) - 1.0;
             assert!(difference.abs() < 1e-5, "{name}, step {step}: {difference:e}");
         }
-        // What was predicted of the rank that takes most is what was taken.
+        // The prediction for the rank that needs the most memory equals the measurement.
         let total = text.lines().find(|line| line.starts_with("total")).unwrap();
         let columns: Vec<&str> = total.split_whitespace().collect();
         assert_eq!(columns[1], columns[3], "{text}");
         assert!(scene.whole_checkpoints(name) > 0);
     }
-    // Any model directory is the same: weights of whole tensors, under the same names.
+    // The model directory has full tensors under the usual names, whatever the layout was.
     scene.run("checkpoint export runs/shm exported").succeeded();
     scene.run("generate exported --prompt word --num-tokens 4").succeeded();
 }

@@ -1,4 +1,4 @@
-//! Timelines of runs, and what is told of them.
+//! Traces of runs, and the reports on them.
 
 use crate::common::{Outcome, Running, Scene, tells};
 use serde_json::Value;
@@ -6,7 +6,7 @@ use serde_json::Value;
 const PIPELINE: &str = "--set model.architecture=llama --set model.tie_word_embeddings=false --set model.num_layers=4 \
                         --set parallelism.pipeline_parallel_degree=2";
 
-/// A scene in which a pipeline of two workers has left a trace of steps 2 and 4.
+/// Creates a scene in which a pipeline of two workers has left a trace of steps 2 and 4.
 fn traced() -> Scene {
     let scene = Scene::with_corpus();
     scene.run(&format!("train tiny.toml {PIPELINE} --set metrics.trace_interval=2")).succeeded();
@@ -68,13 +68,13 @@ fn traces_of_other_layouts_and_without_any() {
 
 /// Figures of the last step in `trace.json`.
 struct WholeStep {
-    /// Operations that the model needs.
+    /// Floating-point operations that the model needs.
     model: f64,
-    /// Operations of products that were executed.
+    /// Floating-point operations of the matrix products that were executed.
     hardware: f64,
-    /// Of all workers.
+    /// Peak FLOP/s of all workers.
     peak: f64,
-    /// Of the first worker.
+    /// Seconds of the step on the first worker.
     seconds: f64,
 }
 
@@ -93,7 +93,7 @@ fn whole_step(scene: &Scene, run: &str) -> WholeStep {
     }
 }
 
-/// The percentages of a list of parts.
+/// Returns the percentages of a list of parts.
 fn parts(text: &str) -> Vec<f64> {
     let (_, list) = text.split_once("time of step 4, all workers; MFU ").unwrap();
     let lines = list.lines().skip(1).map_while(|line| line.split_once(" %  "));
@@ -178,7 +178,7 @@ fn damaged_traces_are_refused_in_words() {
         let mut damaged = whole.clone();
         damaged[at] = b"90F\"- ,{"[index % 8];
         scene.write("runs/tiny/trace.json", damaged);
-        // Another digit may be another time, and then there is nothing to refuse.
+        // Another digit may be another valid time, which need not be refused.
         let outcome = report();
         if outcome.code != Some(0) {
             outcome.refused();

@@ -1,4 +1,4 @@
-//! Validations: the first before the first step, the best kept, the end when none is better; and evaluations of finished models.
+//! Validations: before the first step, the best checkpoint, and early stopping. Evaluations of finished models.
 
 use crate::common::{Scene, tells};
 use serde_json::Value;
@@ -34,18 +34,18 @@ fn the_best_checkpoint_stays() {
     );
     let state = scene.run("checkpoint inspect runs/tiny/checkpoints/best --json").succeeded();
     assert_eq!(serde_json::from_str::<Value>(&state).unwrap()["step"], best);
-    // A crash may come between the checkpoint and its name.
+    // A crash may occur between writing a checkpoint and naming it the best.
     scene.write("runs/tiny/checkpoints/best", "step-1\n");
     let more = train.replace("training.steps=8", "training.steps=9");
     scene.run(&more).succeeded();
     let named = scene.read("runs/tiny/checkpoints/best");
     assert_ne!(named, "step-1\n");
     assert!(scene.path(&format!("runs/tiny/checkpoints/{}", named.trim())).exists());
-    // Without it, the loss alone is told.
+    // Without `keep_best`, only the loss is reported.
     let without = format!("{train} --set run.name=without --set checkpoint.keep_best=false");
     let printed = scene.run(&without).succeeded();
     tells(&printed, &[&format!("lowest validation loss: {loss:.4} after step {best}\n")]);
-    // It is a way to go back.
+    // A run can resume from the best checkpoint.
     let back = format!(
         "train tiny.toml --resume runs/tiny/checkpoints/best --set run.name=back --set training.steps={}",
         best + 1
@@ -91,7 +91,7 @@ fn a_run_may_be_as_long_as_passes_over_the_text() {
         assert!(records[0]["unix_seconds"].as_f64().unwrap() > 1.7e9);
     }
     assert_eq!(scene.losses("half-1"), scene.losses("half-2"));
-    // Steps on the command line take its place.
+    // Steps on the command line replace the epochs.
     scene.run("train half.toml --set training.steps=3 --set run.name=three").succeeded();
     assert_eq!(scene.losses("three").len(), 3);
     let many = scene.run("train half.toml --set training.seq_len=64 --set training.epochs=5 --set run.name=many --set checkpoint.interval=1000");
@@ -106,7 +106,7 @@ fn a_model_is_evaluated_on_texts_and_corpora() {
     scene.run(&format!("train tiny.toml {VALIDATED} --set training.validation_samples=0")).succeeded();
     let json = |command: &str| -> Value { serde_json::from_str(&scene.run(command).succeeded()).unwrap() };
     let found = json("eval runs/tiny corpus --seq-len 16 --json");
-    // The validation of the run leaves out a last piece.
+    // The validation of the run leaves out an incomplete last sequence.
     let validated = scene.records("tiny")[3]["validation_loss"].as_f64().unwrap();
     assert!((found["loss"].as_f64().unwrap() - validated).abs() < 0.02, "{found} {validated}");
     let bits =

@@ -20,7 +20,7 @@ pub(crate) fn section(product: &Product) -> Section {
     Section { title: "Communication", rows }
 }
 
-/// Steps and sent elements of the rank that sends the most in an all-reduce of `len` elements.
+/// Returns the steps and the sent elements of the rank that sends the most in an all-reduce of `len` elements.
 fn all_reduce(algorithm: &str, hosts: &Hosts, len: usize) -> (usize, usize) {
     let algorithm: Algorithm = algorithm.parse().unwrap();
     let of_rank = |rank: usize| {
@@ -85,7 +85,7 @@ fn hierarchy() -> Row {
     }
 }
 
-/// Number of operations and bytes of vectors of those that `matches` of a step, for each layer.
+/// Returns the number of exchanges that satisfy `matches`, and the bytes of their vectors, for each layer.
 fn of_a_layer(product: &Product, settings: &str, matches: impl Fn(&Exchange<'_>) -> bool) -> (f64, f64) {
     let sum = |num_layers: usize| {
         let step = product.plan(Gpt { num_layers, ..Gpt::GPT3 }, settings);
@@ -122,7 +122,7 @@ fn tensor_parallelism(product: &Product) -> Row {
     }
 }
 
-/// Bytes that a rank of many sends, by the algorithms that move the fewest: twice the vector for an all-reduce.
+/// Returns the bytes that one of many ranks sends, by the algorithms that move the fewest: twice the vector for an all-reduce.
 fn volume(step: &Step) -> f64 {
     let sent = |exchange: Exchange<'_>| match exchange.operation {
         "all_reduce" => 2.0 * exchange.bytes,
@@ -155,12 +155,12 @@ fn volumes(product: &Product) -> Row {
     }
 }
 
-/// Bytes that each host sends to the others, if collectives of two levels carry nothing twice.
+/// Returns the bytes that each host sends to the others, if two-level collectives send nothing twice.
 fn across_hosts(step: &Step, ranks_per_host: f64) -> f64 {
     let crossing = step.exchanges().filter(|exchange| exchange.num_hosts > 1.0);
     crossing
         .map(|exchange| {
-            // Groups with fewer ranks per host than it has exist several times.
+            // A group with fewer ranks per host than the host has exists several times.
             let num_groups = ranks_per_host * exchange.num_hosts / exchange.num_ranks;
             let passes = if exchange.operation == "all_reduce" { 2.0 } else { 1.0 };
             passes * num_groups * exchange.bytes * (exchange.num_hosts - 1.0) / exchange.num_hosts
@@ -191,7 +191,7 @@ fn zero_plus_plus(product: &Product) -> Row {
     }
 }
 
-/// Bytes of the message of a rank for the gradients of a layer of GPT-3, as a fraction of that in `bytes` an element.
+/// Returns how many times shorter a rank's compressed message for the gradients of a layer of GPT-3 is than one with `bytes` per element.
 fn compressed(options: CompressionOptions, bytes: f64) -> f64 {
     const LEN: usize = 12 * 12_288 * 12_288;
     let compression = Compression::new(&options).unwrap();

@@ -1,7 +1,6 @@
-//! The claims of surveys and papers, computed by Trireme: the rows of `docs/surveys.md`.
+//! Claims of surveys and papers, computed by Trireme: the rows of `docs/surveys.md`.
 //!
-//! Everything but the training runs is a test: `cargo test --test surveys`. `cargo xtask surveys` trains, too, and writes the
-//! document.
+//! Everything but the training runs is a test: `cargo test --test surveys`. `cargo xtask surveys` also trains, and writes the document.
 
 mod arithmetic;
 mod communication;
@@ -22,11 +21,11 @@ const DOCUMENT: &str = "docs/surveys.md";
 pub(crate) enum Effort {
     /// Some seconds of dry runs.
     Test,
-    /// Everything.
+    /// All dry runs, including the long ones.
     All,
 }
 
-/// The sections that are computed without training.
+/// Returns the sections that are computed without training.
 fn dry_sections(product: &Product, effort: Effort) -> Vec<Section> {
     vec![
         memory::section(product, effort),
@@ -64,7 +63,6 @@ const SOURCES: &str = "\
 - Zhao et al., \"PyTorch FSDP\", 2023
 ";
 
-/// The document of these sections.
 fn document(product: &Product, sections: &[Section]) -> String {
     let header = format!(
         "# The surveys' claims\n\nClaims of papers and surveys on distributed training, and the same quantities as Trireme computes them. `cargo xtask surveys` prints this \

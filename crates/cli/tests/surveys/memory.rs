@@ -26,7 +26,7 @@ pub(crate) fn section(product: &Product, effort: Effort) -> Section {
     Section { title: "Memory", rows }
 }
 
-/// Bytes of parameters, gradients and optimizer state for each parameter.
+/// Returns the bytes of parameters, gradients and optimizer state for each parameter.
 fn states_of_a_parameter(step: &Step) -> f64 {
     step.states() / step.num_parameters()
 }
@@ -120,16 +120,16 @@ fn shards(product: &Product) -> Row {
     }
 }
 
-/// The model of GPipe's table 1, of a number of layers.
+/// Returns the model of GPipe's table 1 with this number of layers.
 const fn gpipe(num_layers: usize) -> Gpt {
     Gpt { hidden_size: 2048, num_layers, num_heads: 32, vocab_size: 32_000, seq_len: 1024, is_tied: false }
 }
 
-/// GPipe's accelerators, and an optimizer with one number of state for each parameter, as there.
+/// Memory of GPipe's accelerators, and an optimizer with one number of state for each parameter, as in the paper.
 const GPIPE_MEMORY: f64 = 16e9;
 const GPIPE: &str = "optimizer.name=sgd training.determinism=run";
 
-/// Parameters of the model with the most layers, from 1 to 511, of which a step takes at most `bytes`.
+/// Returns the parameters of the model with the most layers, from 1 to 511, whose step takes at most `bytes`.
 fn largest(product: &Product, bytes: f64, settings: &str) -> f64 {
     let plan = |num_layers: usize| product.plan(gpipe(num_layers), &format!("{GPIPE} {settings}"));
     let (mut fits, mut exceeds) = (1, 512);
@@ -211,7 +211,7 @@ fn largest_on_a_pipeline(product: &Product, effort: Effort) -> Row {
     }
 }
 
-/// Parameters of the largest model that fits one device without recomputation, by GPipe's table 1.
+/// Parameters of the largest model that fits one device without recomputation, according to GPipe's table 1.
 const ONE_DEVICE: f64 = 282.2e6;
 
 fn offload(product: &Product) -> Row {
@@ -238,7 +238,7 @@ fn offload(product: &Product) -> Row {
 }
 
 fn infinity(product: &Product, effort: Effort) -> Row {
-    // As deep as GPT-3's width needs for 10^12 parameters; the device's share does not depend on the depth.
+    // As many layers of GPT-3's width as 10^12 parameters need. The device's share does not depend on the depth.
     let num_layers = if effort == Effort::All { 552 } else { 56 };
     let model = Gpt { seq_len: 1024, ..Gpt::of(12_288, num_layers, 96) };
     let settings = format!(
@@ -262,7 +262,7 @@ fn infinity(product: &Product, effort: Effort) -> Row {
     }
 }
 
-/// Bytes of activations for each token, element of the width, and layer.
+/// Returns the bytes of activations for each token, element of the width, and layer.
 fn of_a_layer(product: &Product, model: Gpt, settings: &str) -> f64 {
     let peak = |num_layers: usize| {
         let settings = format!("training.dtype=bf16 {settings}");

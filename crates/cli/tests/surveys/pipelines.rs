@@ -4,7 +4,7 @@ use crate::product::{Gpt, Product};
 use crate::table::{Row, Section, list, within};
 use trireme_schedule::pipeline::{Costs, Kind, Schedule, Sizes, StageCosts, Timeline, generate, simulate};
 
-/// Forward of one tick, and backward of two.
+/// Costs of a stage: one tick for forward, two for backward.
 const STAGE: StageCosts = StageCosts::of(1, 1, 1);
 
 pub(crate) fn section(product: &Product) -> Section {
@@ -25,7 +25,7 @@ fn run(kind: Kind, (num_ranks, num_microbatches, stages_per_rank): (usize, usize
     simulate(&generate(kind, sizes, &costs, None).unwrap(), &costs).unwrap()
 }
 
-/// Lost time, relative to the work of a rank.
+/// Returns the lost time relative to the work of a rank.
 fn lost(kind: Kind, sizes: (usize, usize, usize)) -> f64 {
     let lost = run(kind, sizes).lost();
     lost.ticks as f64 / lost.ideal_ticks as f64
@@ -101,7 +101,7 @@ fn in_flight() -> Row {
     }
 }
 
-/// Messages that a step sends between ranks: one for each pass of a stage whose neighbour is on another rank.
+/// Returns the number of messages that a step sends between ranks: one for each pass of a stage whose neighbour is on another rank.
 fn num_messages(schedule: &Schedule) -> usize {
     let pairs = schedule.stage_ranks.windows(2).filter(|pair| pair[0] != pair[1]).count();
     2 * pairs * schedule.num_microbatches

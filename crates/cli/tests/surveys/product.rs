@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use tempfile::TempDir;
 
-/// Program that trains, if it is not the one of this build: an optimized one is several times faster.
+/// Environment variable with the program that trains, instead of the one of this build: an optimized one is several times faster.
 const TRAINING_BINARY: &str = "TRIREME_SURVEYS_BINARY";
 
 const CONFIG: &str = r#"
@@ -34,7 +34,7 @@ workers = 1
 num_tokens = 0
 "#;
 
-/// Text to train on, a few hundred thousand bytes.
+/// Files whose text is trained on, a few hundred thousand bytes.
 const TEXTS: [&str; 12] = [
     "ARCHITECTURE.md",
     "CHANGELOG.md",
@@ -50,7 +50,6 @@ const TEXTS: [&str; 12] = [
     "docs/pipeline.md",
 ];
 
-/// The root of the repository.
 pub(crate) fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
@@ -98,7 +97,7 @@ impl Product {
         self.plan_on_hosts(model, settings, None)
     }
 
-    /// The same on hosts with some workers each.
+    /// Plans the same on hosts with `workers_per_host` workers each.
     pub(crate) fn plan_on_hosts(&self, model: Gpt, settings: &str, workers_per_host: Option<usize>) -> Step {
         let Gpt { hidden_size, num_layers, num_heads, vocab_size, seq_len, is_tied } = model;
         let mut command = self.command(Path::new(env!("CARGO_BIN_EXE_trireme")), "plan", settings);
@@ -119,7 +118,7 @@ impl Product {
         Step(serde_json::from_str(&succeed(&mut command)).unwrap())
     }
 
-    /// Trains with `settings` under a name of its own, and returns the records of its steps.
+    /// Trains with `settings` under its own name, and returns the records of its steps.
     pub(crate) fn train(&self, name: &str, settings: &str) -> Vec<Value> {
         let binary = std::env::var_os(TRAINING_BINARY).map(PathBuf::from);
         let binary = binary.as_deref().unwrap_or(Path::new(env!("CARGO_BIN_EXE_trireme")));
@@ -130,7 +129,7 @@ impl Product {
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    /// The processor's name, as `trireme doctor` reports it.
+    /// Returns the processor's name, as `trireme doctor` reports it.
     pub(crate) fn processor(&self) -> String {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trireme"));
         command.args(["doctor", "--seconds", "0.01", "--json"]).env("XDG_CACHE_HOME", self.folder.path());
@@ -149,7 +148,7 @@ impl Product {
     }
 }
 
-/// The standard output of a command that must succeed.
+/// Returns the standard output of a command that must succeed.
 fn succeed(command: &mut Command) -> String {
     let output = command.output().unwrap();
     assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -164,12 +163,12 @@ impl Step {
         self.number(&["num_parameters"])
     }
 
-    /// Peak bytes of a category of memory, or of the `total`.
+    /// Returns the peak bytes of a category of memory, or of the `total`.
     pub(crate) fn peak(&self, category: &str) -> f64 {
         self.number(&["memory_peak_bytes", category])
     }
 
-    /// Peak bytes of parameters, gradients and optimizer state.
+    /// Returns the peak bytes of parameters, gradients and optimizer state.
     pub(crate) fn states(&self) -> f64 {
         ["parameters", "gradients", "optimizer"].map(|category| self.peak(category)).iter().sum()
     }
@@ -178,12 +177,12 @@ impl Step {
         self.number(&["host_bytes"])
     }
 
-    /// Floating-point operations of matrix products in the `forward`, `recomputation` or `backward` pass.
+    /// Returns the floating-point operations of matrix products in the `forward`, `recomputation` or `backward` pass.
     pub(crate) fn operations(&self, pass: &str) -> f64 {
         self.number(&["product_operations", pass])
     }
 
-    /// The same in all passes.
+    /// Returns the floating-point operations of matrix products in all passes.
     pub(crate) fn all_operations(&self) -> f64 {
         ["forward", "recomputation", "backward"].map(|pass| self.operations(pass)).iter().sum()
     }
@@ -211,17 +210,17 @@ impl Step {
     }
 }
 
-/// Operations of one kind and length.
+/// Exchanges of one kind and length.
 pub(crate) struct Exchange<'a> {
     pub(crate) operation: &'a str,
     pub(crate) num_ranks: f64,
     pub(crate) num_hosts: f64,
-    /// Bytes of the vectors of all these operations.
+    /// Bytes of the vectors of all these exchanges.
     pub(crate) bytes: f64,
     pub(crate) count: f64,
 }
 
-/// The validation loss at the end of a run.
+/// Returns the validation loss at the end of a run.
 pub(crate) fn last_loss(records: &[Value]) -> f64 {
     records.last().unwrap()["validation_loss"].as_f64().unwrap()
 }

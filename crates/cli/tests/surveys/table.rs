@@ -15,7 +15,7 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// The cell of the claim with its source.
+    /// Returns the cell of the claim with its source.
     pub(crate) fn claim_cell(&self) -> String {
         format!("{} ({})", self.claim, self.source)
     }
@@ -28,7 +28,6 @@ pub(crate) struct Section {
 }
 
 impl Section {
-    /// The section as Markdown.
     pub(crate) fn markdown(&self) -> String {
         let mut text = format!("## {}\n\n| the surveys say | here | why |\n|---|---|---|\n", self.title);
         for row in &self.rows {
@@ -45,7 +44,7 @@ pub(crate) fn within(name: &str, value: f64, bounds: RangeInclusive<f64>) -> f64
     value
 }
 
-/// A number of bytes in decimal units, as papers write them.
+/// Formats a number of bytes in decimal units, as papers write them.
 pub(crate) fn gigabytes(bytes: f64) -> String {
     match bytes {
         1e12.. => format!("{} TB", short(bytes / 1e12)),
@@ -54,7 +53,6 @@ pub(crate) fn gigabytes(bytes: f64) -> String {
     }
 }
 
-/// A number of parameters.
 pub(crate) fn billions(parameters: f64) -> String {
     match parameters {
         1e12.. => format!("{} T", short(parameters / 1e12)),
@@ -63,7 +61,7 @@ pub(crate) fn billions(parameters: f64) -> String {
     }
 }
 
-/// The number with three digits, or all of those before the point.
+/// Formats a number with three digits, or with all of those before the point.
 pub(crate) fn short(number: f64) -> String {
     let num_decimals = match number.abs() {
         100.0.. => 0,
@@ -73,7 +71,7 @@ pub(crate) fn short(number: f64) -> String {
     format!("{number:.num_decimals$}")
 }
 
-/// The items, with semicolons between them.
+/// Formats the items with semicolons between them.
 pub(crate) fn list<T>(items: impl IntoIterator<Item = T>, show: impl Fn(T) -> String) -> String {
     items.into_iter().map(show).collect::<Vec<_>>().join("; ")
 }

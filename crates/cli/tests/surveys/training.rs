@@ -21,7 +21,7 @@ const SEEDS: [u64; 3] = [0, 1, 2];
 const LANES: usize = 2;
 
 pub(crate) fn section(product: &Product) -> Section {
-    // The first run prepares the text for all.
+    // The first run prepares the text for all others.
     product.train("first", &format!("{SMALL} training.steps=1"));
     let mut rows = vec![mixed_precision(product), recomputation(product), equal_losses(product)];
     rows.extend(large_batches(product));
@@ -50,14 +50,15 @@ fn median(mut numbers: Vec<f64>) -> f64 {
     numbers[numbers.len() / 2]
 }
 
-/// Writes the mean of the numbers and the largest distance from it.
+/// Formats the mean of the numbers and the largest distance from it.
 fn spread(numbers: &[f64]) -> String {
     let mean = numbers.iter().sum::<f64>() / numbers.len() as f64;
     let distance = numbers.iter().map(|number| (number - mean).abs()).fold(0.0, f64::max);
     format!("{mean:.2} ± {distance:.2}")
 }
 
-/// Trains the larger model with each of the settings in turns. Returns the median seconds of a step, the peak bytes of activations and the last loss.
+/// Trains the larger model with each of the settings in turns. Returns the median seconds of a step, the peak bytes of activations and the
+/// last loss.
 fn compare<const N: usize>(product: &Product, name: &str, settings: [&str; N]) -> [(f64, f64, f64); N] {
     const NUM_ROUNDS: usize = 3;
     let mut seconds = [const { Vec::new() }; N];
@@ -157,10 +158,10 @@ fn equal_losses(product: &Product) -> Row {
     }
 }
 
-/// Optimizers, with a learning rate for a batch of 4 that is tried next to its half and its double.
+/// Optimizers, each with a learning rate for a batch of 4. Its half and its double are tried, too.
 const OPTIMIZERS: [(&str, f64); 4] = [("adamw", 2e-3), ("lamb", 5e-3), ("sgd", 0.05), ("lars", 4.0)];
 
-/// A run on 8,192 samples with a batch that is `factor` times as large as 4.
+/// Returns the name and settings of a run on 8,192 samples with a batch of 4 times `factor`.
 fn large_batch_run(name: &str, lr: f64, factor: usize, seed: u64) -> (String, String) {
     let (num_samples, num_steps) = (4 * factor, 2048 / factor);
     let settings = format!(
@@ -173,7 +174,7 @@ fn large_batch_run(name: &str, lr: f64, factor: usize, seed: u64) -> (String, St
     (format!("{name}-{lr}-{factor}-{seed}"), settings)
 }
 
-/// The validation loss with each seed, after as many samples with a batch that is `factor` times as large.
+/// Compares optimizers by their validation losses after the same number of samples, with larger and larger batches.
 fn large_batches(product: &Product) -> [Row; 2] {
     const FACTORS: [usize; 4] = [1, 4, 16, 64];
     /// A seed that no compared run has.

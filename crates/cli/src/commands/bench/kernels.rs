@@ -31,7 +31,7 @@ const STEPS: [(&str, &str, [usize; 2]); 2] = [
     ),
 ];
 
-/// As much is copied to find out how fast memory is: no cache holds it.
+/// Bytes of the copy that measures memory bandwidth. No cache holds them.
 const COPY_BYTES: usize = 128 << 20;
 
 /// Steps that may be skipped before the measured one.
@@ -92,13 +92,13 @@ pub(crate) struct KernelsArgs {
     json: bool,
 }
 
-/// What is printed; the fields are the keys of `--json`.
+/// The output; the fields are the keys of `--json`.
 #[derive(Debug, Serialize)]
 struct Report {
     version: &'static str,
     features: String,
     threads: usize,
-    /// Bytes read and bytes written, of a copy that no cache holds.
+    /// Bytes read plus bytes written per second, by a copy that no cache holds.
     copy_bytes_per_second: f64,
     steps: Vec<StepReport>,
 }
@@ -109,12 +109,12 @@ struct StepReport {
     dtype: String,
     batch: usize,
     seq: usize,
-    /// What multiplies matrices.
+    /// The unit that multiplies matrices.
     product_unit: String,
     product_peak_gflops: f64,
     arithmetic_unit: String,
     arithmetic_peak_gflops: f64,
-    /// All calls in a step of all kernels that were measured.
+    /// Sum over all calls of the measured kernels in a step.
     bound_ms: f64,
     measured_ms: f64,
     kernels: Vec<KernelReport>,
@@ -131,7 +131,7 @@ struct KernelReport {
     bound_us: f64,
     median_us: f64,
     best_us: f64,
-    /// Bound by median.
+    /// `bound_us` divided by `median_us`.
     fraction_of_bound: f64,
 }
 
@@ -222,7 +222,7 @@ fn measure(
         let outcome = executor.run(plan, &mut std::iter::once(batch))?;
         anyhow::Ok(outcome.skipped.is_none())
     };
-    // In f16 the optimizer is left out until the loss scale fits.
+    // In f16, steps that overflow skip the optimizer until the loss scale fits.
     let mut number = 0;
     while !run(number)? {
         number += 1;

@@ -85,17 +85,17 @@ pub(crate) struct LayoutsArgs {
     json: bool,
 }
 
-/// A layout, and medians in seconds.
+/// A layout with its median step times in seconds.
 #[derive(Debug, Serialize)]
 struct Compared<'a> {
     layout: &'a str,
     predicted_step_seconds: f64,
     measured_step_seconds: f64,
-    /// Predicted by measured, of one round.
+    /// Median over the rounds of the predicted time divided by the measured time.
     ratio: f64,
 }
 
-/// What is read of a line of `metrics.jsonl`.
+/// The fields of a line of `metrics.jsonl` that are read.
 #[derive(Deserialize)]
 struct Step {
     step_seconds: f64,
@@ -110,7 +110,7 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
     let folder = temporary_folder("trireme-layouts-")?;
     let runs = &folder.path().join("runs");
     let measuring = Measuring::new();
-    // All before the first runs: a mistake in the last one must not cost the time of the others.
+    // All layouts are checked before the first run: a mistake in the last one must not cost the time of the others.
     for layout in &layouts {
         Config::load(&args.config, &overrides(args, layout, runs), None)
             .with_context(|| format!("layout '{layout}'"))?;
@@ -144,7 +144,7 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
     Ok(writeln!(Output, "{near} of {} within 10 %", compared.len())?)
 }
 
-/// What a layout changes in the config, with what all runs have in common.
+/// Returns the overrides of a layout, followed by those that all runs share.
 fn overrides(args: &LayoutsArgs, layout: &str, runs: &Path) -> Vec<String> {
     let common = [
         format!("run.folder={}", runs.display()),
@@ -160,7 +160,7 @@ fn overrides(args: &LayoutsArgs, layout: &str, runs: &Path) -> Vec<String> {
     args.overrides.iter().cloned().chain(layout).chain(common).collect()
 }
 
-/// Trains a layout for some steps: the predicted and the measured seconds of a step.
+/// Trains a layout for some steps. Returns the predicted and the measured seconds of a step.
 fn train(args: &LayoutsArgs, layout: &str, runs: &Path) -> Result<[f64; 2]> {
     let program = std::env::current_exe().context("cannot find this program")?;
     let mut command = Command::new(program);

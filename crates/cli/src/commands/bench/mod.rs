@@ -31,7 +31,7 @@ pub(crate) fn run(command: &BenchCommand, started: Instant) -> Result<()> {
     }
 }
 
-/// Reads how long to measure a figure.
+/// Parses the time for which a figure is measured, in seconds.
 pub(crate) fn seconds(text: &str) -> Result<Duration, &'static str> {
     let seconds = text.parse().ok().filter(|seconds| (0.0..=3600.0).contains(seconds));
     seconds.map(Duration::from_secs_f64).ok_or("expected a number of seconds from 0 to 3600")

@@ -12,13 +12,13 @@ use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{self, Costs, Kind, Schedule, Sizes, StageCosts};
 use trireme_schedule::{Chain, Keep, Program, StateLayout, validate_pipeline};
 
-/// With `--units-per-stage 0`, a rank does at least this many things.
+/// Minimum number of actions of a rank with `--units-per-stage 0`.
 const ACTIONS: usize = 60_000;
 
-/// Of a stage for a microbatch: a send and a receive in each direction.
+/// Messages of a stage per microbatch: a send and a receive in each direction.
 const MESSAGES: usize = 4;
 
-/// Of a unit after all microbatches: its reduction, step and gathering.
+/// Actions of a unit after all microbatches: its reduction, update and all-gather.
 const UPDATES: usize = 3;
 
 const HELP: &str = "\
@@ -82,7 +82,7 @@ enum Choice {
 }
 
 impl Choice {
-    /// Of all schedules, those that work with the stages of a rank; 0 suits each.
+    /// Returns the chosen schedule, or all schedules that support this number of stages per rank. 0 suits each.
     fn kinds(self, stages_per_rank: usize) -> Vec<Kind> {
         let fits = |kind: &Kind| stages_per_rank == 0 || kind.stages_per_rank().contains(&stages_per_rank);
         match self {
@@ -107,7 +107,7 @@ struct ScheduleReport {
     stages_per_rank: usize,
     units_per_stage: usize,
     actions_per_rank: usize,
-    /// Of all ranks.
+    /// Actions of all ranks together.
     actions: usize,
     generate_ms: f64,
     check_ms: f64,
@@ -146,7 +146,7 @@ fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
     let num_ranks = args.ranks;
     let (num_microbatches, num_steps) = match kind.is_synchronous() {
         true => (args.microbatches, 1),
-        // As many steps as there are, of the fewest microbatches that keep the pipeline full.
+        // As many microbatches in total, in steps of the fewest microbatches that keep the pipeline full.
         false => (num_ranks, args.microbatches.div_ceil(num_ranks)),
     };
     let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps };
@@ -167,7 +167,7 @@ fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
     })
 }
 
-/// No two neighbours take the same time.
+/// Returns costs that differ between neighbouring stages.
 fn stage_costs(stage: usize) -> StageCosts {
     let stage = stage as u64;
     StageCosts::of(18 + 2 * stage % 5, 18 + 3 * stage % 5, 18 + stage % 4)
@@ -213,7 +213,7 @@ fn make(kind: Kind, sizes: Sizes, costs: &Costs, args: &ScheduleArgs) -> Result<
     })
 }
 
-/// Units of a stage with which a rank has as many actions as are asked for: each pass of each unit is one.
+/// Returns the units per stage with which a rank has at least [`ACTIONS`] actions. Each pass of each unit is one action.
 fn units_for_actions(schedule: &Schedule, recompute: usize) -> usize {
     let num_ranks = schedule.num_ranks();
     let stages_per_rank = schedule.num_stages() / num_ranks;

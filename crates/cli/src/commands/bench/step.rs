@@ -124,7 +124,7 @@ fn parse_keep(text: &str) -> Result<Keep, &'static str> {
     keep.ok_or("expected all, products or input")
 }
 
-/// What is printed; the keys are those of common PyTorch timing scripts, units last.
+/// The output. The keys are those of common PyTorch timing scripts, units last.
 #[derive(Debug, Serialize)]
 struct Measurement {
     peer: &'static str,
@@ -149,13 +149,13 @@ struct Measurement {
     seconds_to_first_step: f64,
     peak_rss_bytes: u64,
     final_loss: f64,
-    /// Steps of the timed ones whose gradients overflowed in f16: they leave the optimizer out.
+    /// Timed steps whose gradients overflowed in f16, so that they skipped the optimizer.
     skipped_steps: usize,
     memory_counted_bytes: u64,
     comm_exposed_ms_median: f64,
-    /// In a step, by rank 0.
+    /// Bytes that rank 0 read in the last step.
     disk_bytes_read: u64,
-    /// In a step, by rank 0.
+    /// Bytes that rank 0 wrote in the last step.
     disk_bytes_written: u64,
 }
 
@@ -186,7 +186,7 @@ pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
             work_in_world(options, recorder_folder(), |group| measure(args, group, started, simd.level))
         }
         None if args.workers > 1 => {
-            // Before workers start, for each of them would find the same mistake.
+            // Checked before workers start, because each of them would report the same mistake.
             read_model(&args.model)?;
             launch_workers(args.workers, started, Some(&simd))
         }
@@ -375,7 +375,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
     };
     let features_max = Some(features);
     let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
-    // Independent workers meet again when they tell what they found.
+    // Independent workers communicate again only to gather their results.
     let (group, meeting) = if args.independent { (single(), Some(world)) } else { (world, None) };
     let config = read_model(&args.model)?;
     let mut executor = build(args, &config, OptimizerName::AdamW, group, &device)?;
@@ -460,7 +460,7 @@ fn gather(world: &Group, facts: &[f64; 4]) -> Result<Vec<[f64; 4]>> {
     Ok(all.iter().map(|bytes| std::array::from_fn(|index| number(&bytes[index * 8..][..8]))).collect())
 }
 
-/// Highest resident set of this process so far.
+/// Returns the peak resident set size of this process.
 fn peak_rss_bytes() -> Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read /proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

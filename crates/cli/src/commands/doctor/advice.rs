@@ -1,4 +1,4 @@
-//! What will hurt on this machine, and what to do about it.
+//! Warnings about this machine, with advice.
 
 use super::Uses;
 use super::machine::Machine;
@@ -9,7 +9,7 @@ use trireme_base::Bytes;
 use trireme_tensor::CpuFeatures;
 use trireme_tensor::probe::why_absent;
 
-/// A process with less to itself may not even start.
+/// Minimum of available memory. With less, a process may not even start.
 const MEMORY_BYTES_MIN: u64 = 1 << 30;
 
 /// A warning; its fields are keys of `--json`.
@@ -19,7 +19,7 @@ pub(super) struct Advice {
     pub(super) advice: String,
 }
 
-/// Every warning that applies; `is_debug` tells that this program checks itself.
+/// Returns every warning that applies. `is_debug` is true for a development build, which checks its own arithmetic.
 pub(super) fn warnings(machine: &Machine, uses: &Uses, is_debug: bool) -> Vec<Advice> {
     let mut found = Vec::new();
     let mut warn = |problem: String, advice: &str| found.push(Advice { problem, advice: advice.to_owned() });
@@ -117,7 +117,7 @@ mod tests {
     use trireme_tensor::Precision;
     use trireme_tensor::proof::ProductKernel;
 
-    /// A machine with two cores of its own, and what is used of it.
+    /// Returns a machine with two cores and no problems, and its use.
     fn quiet() -> (Machine, Uses) {
         let machine = Machine {
             processor: None,
@@ -164,7 +164,7 @@ mod tests {
         (machine, uses)
     }
 
-    /// Warnings after a change, besides those of a processor without AVX2.
+    /// Returns the warnings after a change, except the one about a processor without AVX2.
     fn after(change: impl FnOnce(&mut Machine, &mut Uses)) -> Vec<String> {
         let (mut machine, mut uses) = quiet();
         change(&mut machine, &mut uses);

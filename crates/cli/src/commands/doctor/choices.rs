@@ -1,10 +1,10 @@
-//! The algorithms that are chosen, by operation and size.
+//! Algorithms of collectives, by operation and size.
 
 use serde::Serialize;
 use trireme_base::{Bytes, Rank};
 use trireme_schedule::collective::{Algorithm, Collective, CollectiveKind, CostModel, Hosts, choose};
 
-/// Sizes for which algorithms are shown, each four times the one before.
+/// Range of the sizes for which algorithms are shown. Each size is four times the previous one.
 const SMALLEST_BYTES: usize = 1 << 10;
 const LARGEST_BYTES: usize = 64 << 20;
 
@@ -15,7 +15,7 @@ pub(super) struct Choice {
     pub(super) algorithm: String,
 }
 
-/// What `choose` says, for an operation on elements of so many bytes.
+/// Returns the algorithm that `choose` selects for each operation and size. `choose` receives the collective and the bytes of an element.
 pub(super) fn choices(choose: impl Fn(Collective, usize) -> Algorithm) -> Vec<Choice> {
     let kinds = [
         CollectiveKind::AllReduce,
@@ -38,7 +38,8 @@ pub(super) fn choices(choose: impl Fn(Collective, usize) -> Algorithm) -> Vec<Ch
     all.flat_map(|kind| sizes.clone().map(move |bytes| (kind, bytes))).map(choice).collect()
 }
 
-/// For each operation the algorithms by size, `all_reduce: recursive_doubling to 64 KiB, then halving_doubling`.
+/// Returns a line for each operation with its algorithms by size, such as `all_reduce: recursive_doubling to 64 KiB, then
+/// halving_doubling`.
 pub(super) fn lines(choices: &[Choice]) -> Vec<String> {
     let of_operation = |choices: &[Choice]| {
         let mut line = format!("{}: ", choices[0].operation);
@@ -54,19 +55,19 @@ pub(super) fn lines(choices: &[Choice]) -> Vec<String> {
     choices.chunk_by(|one, other| one.operation == other.operation).map(of_operation).collect()
 }
 
-/// What workers of several hosts would choose; its fields are keys of `--json`.
+/// The algorithms that workers of several hosts would choose; the fields are keys of `--json`.
 #[derive(Debug, Serialize)]
 pub(super) struct HostsFigure {
     pub(super) hosts: usize,
     pub(super) workers_per_host: usize,
-    /// What messages between hosts cost: as given, or typical.
+    /// Cost of messages between hosts: as given, or typical.
     pub(super) across_latency_seconds: f64,
     pub(super) across_seconds_per_byte: f64,
     pub(super) algorithms: Vec<Choice>,
 }
 
 impl HostsFigure {
-    /// By these costs, with sums in their canonical order.
+    /// Chooses by `costs`, with sums in their canonical order.
     pub(super) fn new(hosts: usize, workers_per_host: usize, costs: &CostModel) -> Self {
         let host_of: Vec<usize> = (0..hosts * workers_per_host).map(|rank| rank / workers_per_host).collect();
         let placed = Hosts::new(&host_of);

@@ -1,4 +1,4 @@
-//! `trireme doctor --cluster`: what must hold between the workers of a run, and how fast what they share is.
+//! `trireme doctor --cluster`: checks that the workers of a run agree, and measures links and the shared disk.
 
 use crate::commands::check_config_path;
 use crate::commands::train::world_options;
@@ -19,27 +19,28 @@ use trireme_comm::{Buffer, CommError, Group, host_name};
 use trireme_train::config::Config;
 use trireme_train::{preflight, tell_all};
 
-/// Messages there and back by which a latency is found; the quickest counts.
+/// Round trips that measure a latency. The quickest counts.
 const NUM_SHORT: usize = 20;
 const SHORT_BYTES: usize = 64;
-/// The same for a bandwidth.
+/// Round trips that measure a bandwidth. The quickest counts.
 const NUM_LONG: usize = 3;
 const LONG_BYTES: usize = 16 << 20;
-/// Up to so many hosts each pair of them is measured, of more each host with the next.
+/// Maximum number of hosts for which every pair is measured. With more hosts, each is measured with the next.
 const NUM_HOSTS_ALL_PAIRS: usize = 8;
-/// What a host writes and reads.
+/// Bytes that a host writes and reads.
 const FILE_BYTES: usize = 64 << 20;
 const BLOCK_BYTES: usize = 1 << 20;
-/// A link or a disk that is slower than the median by more than this holds up all others.
+/// Factor by which a link or disk must be slower than the median to be reported: it holds up all others.
 const SLOWNESS_MAX: f64 = 3.0;
 
-/// What is printed; the fields are keys of `--json`.
+/// The output; the fields are keys of `--json`.
 #[derive(Debug, Serialize)]
 struct Report {
     hosts: Vec<HostFigure>,
     links: Vec<LinkFigure>,
     disks: Vec<DiskFigure>,
-    /// What would slow the run down or make its logs misleading. What keeps a run from starting is the error of the command.
+    /// Problems that would slow the run down or make its logs misleading. A problem that keeps a run from starting is the error of the
+    /// command instead.
     problems: Vec<String>,
 }
 
@@ -47,13 +48,13 @@ struct Report {
 struct HostFigure {
     name: String,
     ranks: Vec<usize>,
-    /// Of its first rank.
+    /// Threads of the host's first rank.
     threads: usize,
     cores: Option<String>,
     memory_bytes: u64,
 }
 
-/// A connection between the first ranks of two hosts, or between two ranks of the only one.
+/// A connection between the first ranks of two hosts, or between two ranks of a single host.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct LinkFigure {
     ranks: [usize; 2],
@@ -61,7 +62,7 @@ struct LinkFigure {
     bytes_per_second: f64,
 }
 
-/// The file system of the run's folder, as a host sees it while all others use it as well.
+/// The file system of the run's folder, as one host measures it while all others use it as well.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct DiskFigure {
     rank: usize,
@@ -70,7 +71,7 @@ struct DiskFigure {
     available_bytes: u64,
 }
 
-/// Runs `trireme doctor --cluster` in this process: as a worker, or as what starts the workers of this host.
+/// Runs `trireme doctor --cluster` in this process, either as a worker or as the launcher of this host's workers.
 pub(super) fn run(path: &Path, json: bool, started: Instant) -> Result<()> {
     let load = |world_size| -> Result<Config> {
         check_config_path(path)?;
@@ -93,7 +94,7 @@ pub(super) fn run(path: &Path, json: bool, started: Instant) -> Result<()> {
                 print(&report, &config.run_folder(), &group)?;
             }
         }
-        // All see rank 0's output before a launcher ends them.
+        // All ranks wait until rank 0 has printed, because a launcher may end them after the first failure.
         group.barrier().wait()?;
         match report.problems.len() {
             0 => Ok(()),
@@ -103,7 +104,7 @@ pub(super) fn run(path: &Path, json: bool, started: Instant) -> Result<()> {
     })
 }
 
-/// Collective; all ranks get the same.
+/// Runs all checks. Collective; all ranks return the same report.
 fn check(config: &Config, group: &Group) -> Result<Report> {
     let mut problems = preflight(config, None, group)?;
     let hosts = hosts(config, group)?;
@@ -128,7 +129,7 @@ fn hosts(config: &Config, group: &Group) -> Result<Vec<HostFigure>> {
     Ok((0..group.hosts().num_hosts()).map(|host| all[group.hosts().ranks(host)[0].0].clone()).collect())
 }
 
-/// Whom to measure, one pair after the other.
+/// Returns the pairs of ranks to measure, one after the other.
 fn pairs(group: &Group) -> Vec<[Rank; 2]> {
     let num_hosts = group.hosts().num_hosts();
     let first = |host: usize| group.hosts().ranks(host)[0];
@@ -178,11 +179,11 @@ fn link(group: &Group, pair: [Rank; 2], place: usize) -> Result<LinkFigure, Comm
     Ok(LinkFigure { ranks: pair.map(|rank| rank.0), latency_seconds, bytes_per_second })
 }
 
-/// The first rank of each host writes a file and reads it again, all at the same time.
+/// Measures the run's folder. The first rank of each host writes a file and reads it again, all at the same time. Collective.
 fn disks(folder: &Path, group: &Group) -> Result<Vec<DiskFigure>> {
     let is_first = group.hosts().local_rank(group.rank()) == 0;
     if group.rank() == Rank::ROOT {
-        // A failure shows again below. Other hosts must not look before it is there.
+        // A failure shows up again below. Other hosts must not use the folder before it exists.
         let _ = fs::create_dir_all(folder);
     }
     group.barrier().wait()?;
@@ -192,7 +193,7 @@ fn disks(folder: &Path, group: &Group) -> Result<Vec<DiskFigure>> {
     });
     let all = tell_all(group, &own)?;
     if group.rank() == Rank::ROOT {
-        // Unless a run has files there.
+        // Does nothing if a run has files in the folder.
         let _ = fs::remove_dir(folder);
     }
     let figures: Result<Vec<DiskFigure>, String> = all.into_iter().flatten().collect();
@@ -203,7 +204,7 @@ fn disk(folder: &Path, group: &Group) -> io::Result<DiskFigure> {
     fs::create_dir_all(folder)?;
     let path = folder.join(format!(".doctor-{}-{}", group.rank(), std::process::id()));
     let figure = measure_file(&path, group);
-    // Best effort: what it could not write may not be there.
+    // Best effort: the file may not exist.
     let _ = fs::remove_file(&path);
     let (written_bytes_per_second, read_bytes_per_second) = figure?;
     let system = statvfs(folder)?;
@@ -221,7 +222,7 @@ fn measure_file(path: &PathBuf, group: &Group) -> io::Result<(f64, f64)> {
     }
     file.sync_all()?;
     let written = FILE_BYTES as f64 / start.elapsed().as_secs_f64();
-    // What this host has in memory says nothing of the disk. Not every file system forgets on request.
+    // Reading from this host's page cache would not measure the disk. Not every file system drops its pages on request.
     let _ = fadvise(&file, 0, None, Advice::DontNeed);
     let mut file = File::open(path)?;
     let start = Instant::now();

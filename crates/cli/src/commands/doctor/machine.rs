@@ -1,4 +1,4 @@
-//! What the system tells of the machine.
+//! Facts that the system reports about the machine.
 
 use crate::host::{CpuLimit, MemoryLimit};
 use crate::numbers::size_with_unit;
@@ -26,34 +26,34 @@ const INSTRUCTION_SETS: [&str; 16] = [
     "bf16",
 ];
 
-/// The machine as far as the system tells of it; its fields are keys of `--json`.
+/// The machine as the system describes it; the fields are keys of `--json`.
 #[derive(Debug, Serialize)]
 pub(super) struct Machine {
     pub(super) processor: Option<String>,
     pub(super) architecture: &'static str,
-    /// Logical ones that are online.
+    /// Logical cores that are online.
     pub(super) num_cores: usize,
-    /// Those that this process may use.
+    /// Logical cores that this process may use.
     pub(super) num_cores_available: usize,
-    /// How many cores' time the control group of this process allows, if it limits that.
+    /// CPU time that this process's control group allows, in cores, if it is limited.
     pub(super) cpu_limit_cores: Option<f64>,
     pub(super) cpu_limit_file: Option<PathBuf>,
     pub(super) threads_per_core: usize,
-    /// Maker and name of a virtual machine.
+    /// Vendor and product name of a virtual machine.
     pub(super) hypervisor: Option<String>,
     pub(super) instruction_sets: Vec<&'static str>,
     pub(super) caches: Vec<Cache>,
     pub(super) memory_bytes: Option<u64>,
     pub(super) memory_available_bytes: Option<u64>,
-    /// The limit of this process's control group, if that is less.
+    /// Memory limit of this process's control groups, if it is lower than `memory_bytes`.
     pub(super) memory_limit_bytes: Option<u64>,
     pub(super) memory_limit_file: Option<PathBuf>,
-    /// When the system gives huge pages: always, madvise or never.
+    /// Mode of transparent huge pages: always, madvise or never.
     pub(super) huge_pages: Option<String>,
-    /// Memory that the host has set aside in huge pages of 2 MiB, for `[memory] huge_pages = "reserved"`.
+    /// Memory that the host has reserved in huge pages of 2 MiB, for `[memory] huge_pages = "reserved"`.
     pub(super) huge_pages_reserved_bytes: u64,
     pub(super) dev_shm_bytes: Option<u64>,
-    /// Processes that ran or wanted to, mean over the last minute.
+    /// Mean number of processes that ran or waited to run in the last minute.
     pub(super) load: Option<f64>,
 }
 
@@ -68,7 +68,7 @@ pub(super) struct Cache {
 }
 
 impl Machine {
-    /// Reads what there is below `root`, which is `/` but for tests. What the system does not tell stays unknown.
+    /// Reads the facts below `root`, which is `/` except in tests. Facts that the system does not report stay unknown.
     pub(super) fn read(root: &Path) -> Self {
         let text = |path: &str| text(root, path);
         let (processor, memory) = (text("proc/cpuinfo"), text("proc/meminfo"));
@@ -109,7 +109,7 @@ impl Machine {
     }
 }
 
-/// A file's text; empty if there is no such file.
+/// Returns a file's text; empty if it cannot be read.
 fn text(root: &Path, path: &str) -> String {
     fs::read(root.join(path))
         .map_or_else(|_| String::new(), |text| String::from_utf8_lossy(&text).into_owned())
@@ -139,7 +139,7 @@ fn caches(root: &Path) -> Vec<Cache> {
     (0..16).map_while(cache).filter(|cache| !cache.name.ends_with('i')).collect()
 }
 
-/// The value of a line `key : value`.
+/// Returns the value of a line `key : value`.
 fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
     let mut lines = text.lines().filter_map(|line| line.split_once(':'));
     lines.find(|(found, _)| found.trim() == key).map(|(_, value)| value.trim())
@@ -149,7 +149,7 @@ fn number(text: &str) -> Option<u64> {
     text.trim().parse().ok()
 }
 
-/// Length of a list such as `0-3,8`.
+/// Counts the elements of a list such as `0-3,8`.
 fn list_len(list: &str) -> usize {
     let len = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -159,7 +159,7 @@ fn list_len(list: &str) -> usize {
     list.split(',').filter_map(len).fold(0, usize::saturating_add)
 }
 
-/// The word in brackets, of `always [madvise] never`.
+/// Returns the word in brackets, such as `madvise` in `always [madvise] never`.
 fn chosen(text: &str) -> Option<String> {
     let (_, rest) = text.split_once('[')?;
     Some(rest.split_once(']')?.0.to_owned())

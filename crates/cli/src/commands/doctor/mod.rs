@@ -34,12 +34,12 @@ const THOROUGH_SIZES: [ProductSizes; 2] = [
     ProductSizes { rows: 4096, cols: 4096, inner: 1024 },
 ];
 
-/// Workers that transports are tried with at most, and those of all hosts: each of the first is a thread, and algorithms
-/// are chosen by simulating all of the second.
+/// Maximum number of workers that test transports, and of ranks on all hosts. Each of the workers is a thread, and choosing algorithms
+/// simulates all of the ranks.
 const NUM_WORKERS_MAX: usize = 64;
 const NUM_RANKS_MAX: usize = 256;
 
-/// Rows and columns of a product at most: its factors take a few GiB.
+/// Maximum rows, columns and inner dimension of a product: its factors take a few GiB.
 const SIZE_MAX: usize = 1 << 14;
 
 const HELP: &str = "\
@@ -73,14 +73,14 @@ The exit code is 0 unless something prevents training on this machine. With
 
 /// Show this machine, which of its features Trireme uses, and how fast matrix multiplications are.
 ///
-/// Warnings at the end describe problems and how to fix them. Without `--cluster`, the command writes nothing. With it, the first worker of each
-/// host writes a file of 64 MiB to the run's folder and removes it.
+/// Warnings at the end describe problems and how to fix them. Without `--cluster`, the command writes nothing. With it, the first worker of
+/// each host writes a file of 64 MiB to the run's folder and removes it.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct DoctorArgs {
-    /// Check a job instead of this machine. All workers compare program and config, the run's folder and clocks; then links between hosts and the disk
-    /// are measured. Start it as the job will be started: with srun, mpirun or torchrun. Without a launcher, it starts the config's workers on this
-    /// host.
+    /// Check a job instead of this machine. All workers compare program and config, the run's folder and clocks; then links between hosts
+    /// and the disk are measured. Start it as the job will be started: with srun, mpirun or torchrun. Without a launcher, it starts the
+    /// config's workers on this host.
     #[arg(long, conflicts_with_all = ["workers", "hosts", "threads", "sizes", "thorough", "seconds"])]
     cluster: bool,
     /// The run's config, for --cluster.
@@ -107,7 +107,7 @@ pub(crate) struct DoctorArgs {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
-    // Last: its heading would cover all options after it.
+    // The last field, because its heading would cover all options after it.
     #[command(flatten)]
     costs: CostArgs,
 }
@@ -128,10 +128,10 @@ struct Uses {
     /// The CPUs that each local worker is bound to, or why they are not bound.
     binding: String,
     products: Vec<UsedKernel>,
-    /// Kernels that have not proven themselves.
+    /// Kernels that did not pass their trial.
     excluded: Vec<Excluded>,
     transports: Vec<TransportFigure>,
-    /// What several hosts would choose, if that was asked for.
+    /// The algorithms for several hosts, if `--hosts` asks for them.
     #[serde(skip_serializing_if = "Option::is_none")]
     hosts: Option<HostsFigure>,
 }
@@ -140,9 +140,9 @@ struct Uses {
 struct UsedKernel {
     precision: String,
     unit: String,
-    /// Values are rounded to the precision, then multiplied as f32.
+    /// Whether values are rounded to the precision, then multiplied as f32.
     is_emulated: bool,
-    /// Why faster ones do not.
+    /// Reasons why faster units are not used.
     not_used: Vec<String>,
 }
 
@@ -179,7 +179,7 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
         bail!("--hosts must be at least 1, with at most {NUM_RANKS_MAX} workers on all hosts in total");
     }
     let simd = Simd::choose(Proof::Fresh)?;
-    // Before anything here makes it busy.
+    // Read before this command itself loads the machine.
     let machine = Machine::read(Path::new("/"));
     let threads = match args.threads {
         0 => machine.num_cores_available,
@@ -193,7 +193,7 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
     let measuring = Measuring::new();
     measuring.tell("transports between workers");
     let transports = transports::check(args.workers, args.costs.given());
-    // By memory within hosts, if that can be had.
+    // The costs of the first transport that works: shared memory within hosts, if it is available.
     let costs = transports.iter().find_map(|transport| transport.costs);
     let hosts =
         costs.filter(|_| args.hosts > 1).map(|costs| HostsFigure::new(args.hosts, args.workers, &costs));

@@ -1,4 +1,4 @@
-//! How fast the kernels for matrix products are.
+//! Speed of the matrix multiplication kernels.
 
 use crate::console::{Measuring, Output};
 use crate::simd::Simd;
@@ -17,7 +17,7 @@ pub(super) struct ProductFigure {
     pub(super) precision: String,
     /// SIMD level of the kernel.
     pub(super) features: String,
-    /// What multiplies.
+    /// The processor unit that multiplies.
     pub(super) unit: String,
     /// Whether training of this precision uses this kernel.
     pub(super) is_used: bool,
@@ -25,9 +25,9 @@ pub(super) struct ProductFigure {
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) inner: usize,
-    /// Operations a second of the unit with all it needs in registers, in 1e9.
+    /// Peak of the unit with all operands in registers, in GFLOP/s.
     pub(super) peak_gflops: f64,
-    /// By which factors are read transposed.
+    /// Figures by which factors are read transposed.
     pub(super) transposes: Vec<TransposeFigure>,
 }
 
@@ -36,7 +36,7 @@ pub(super) struct TransposeFigure {
     pub(super) transposes: String,
     pub(super) gflops_best: f64,
     pub(super) gflops_median: f64,
-    /// Best, of the unit's peak.
+    /// `gflops_best` as a fraction of the unit's peak.
     pub(super) fraction_of_peak: f64,
 }
 

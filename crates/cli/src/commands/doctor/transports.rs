@@ -1,4 +1,4 @@
-//! Which transports workers of this host can use, found out by using them.
+//! Transports that workers of this host can use, tested by using them.
 
 use super::choices::{Choice, choices};
 use anyhow::Context;
@@ -11,28 +11,28 @@ use trireme_base::{Bytes, Rank, ReduceOp, spawn_scoped_thread};
 use trireme_comm::{CommError, GivenCosts, GroupOptions, JoinOptions, TransportChoice, join};
 use trireme_schedule::collective::CostModel;
 
-/// Ample for threads of one process.
+/// Ample for workers that are threads of one process.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 const NUM_ELEMENTS: usize = 4 << 20;
 const NUM_RUNS: usize = 5;
 
-/// What came of a try; its fields are keys of `--json`.
+/// The result of testing a transport; the fields are keys of `--json`.
 #[derive(Debug, Serialize)]
 pub(super) struct TransportFigure {
     pub(super) name: String,
-    /// Why it cannot be used.
+    /// Reason why the transport cannot be used.
     pub(super) error: Option<String>,
     pub(super) workers: usize,
     /// Best time of an all_reduce of `all_reduce_bytes` among the workers.
     pub(super) all_reduce_seconds: Option<f64>,
     pub(super) all_reduce_bytes: u64,
-    /// What messages between two workers cost, as given, or measured when they meet.
+    /// Cost of messages between two workers: as given, or measured when the workers join.
     pub(super) message_latency_seconds: Option<f64>,
     pub(super) message_seconds_per_byte: Option<f64>,
-    /// The algorithms that the workers choose by it.
+    /// The algorithms that the workers choose by these costs.
     pub(super) algorithms: Vec<Choice>,
-    /// All costs by which they choose.
+    /// All costs by which algorithms are chosen.
     #[serde(skip)]
     pub(super) costs: Option<CostModel>,
 }
@@ -58,7 +58,7 @@ impl fmt::Display for TransportFigure {
     }
 }
 
-/// Tries each transport with workers that are threads of this process.
+/// Tests each transport with workers that are threads of this process.
 pub(super) fn check(workers: usize, costs: GivenCosts) -> Vec<TransportFigure> {
     [TransportChoice::Shm, TransportChoice::Tcp]
         .map(|transport| try_transport(transport, workers, costs))

@@ -1,24 +1,24 @@
-//! The parts of a traced step's time, all workers together.
+//! The parts of a traced step's time, over all workers.
 
 use std::collections::HashMap;
 use trireme_schedule::{Action, Message, Stream};
 use trireme_train::trace::{RankTimeline, TracedStep};
 
-/// Parts of the time of all workers in a step. Each worker's time counts by its peak, so that operations relative to all peaks are a
-/// part of it, too: with equal peaks, the parts are means over the workers.
+/// Parts of the time that all workers spend in a step. Each worker's time is weighted by its peak FLOP/s, so that utilization is a part of
+/// it, too. With equal peaks, the parts are means over the workers.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Breakdown {
     pub(super) step: u64,
     /// Model and hardware FLOPs utilization: the operations of matrix products that the model needs, and those that were
     /// executed, relative to the peaks. `None` if a peak is unknown.
     pub(super) utilization: Option<Utilization>,
-    /// Kernels of passes and updates.
+    /// Time in kernels of passes and updates.
     computing: f64,
-    /// Waiting for messages and transfers that have begun, and handing them over.
+    /// Time waiting for messages and transfers that are in flight, and issuing them.
     exposed_communication: f64,
-    /// Waiting for ranks of the pipeline that still compute what is to be sent.
+    /// Time waiting for pipeline ranks that still compute the data to be sent.
     bubble: f64,
-    /// Reading samples, and what precedes and follows the step's program.
+    /// Time reading samples, and time before and after the step's program.
     outside: f64,
 }
 
@@ -65,7 +65,7 @@ impl Breakdown {
         }
     }
 
-    /// The parts with their names; they add up to 1.
+    /// Returns the parts with their names. They add up to 1.
     pub(super) fn parts(&self) -> Vec<(&'static str, f64)> {
         let Breakdown { utilization, computing, exposed_communication, bubble, outside, .. } = *self;
         let computing = match utilization {
@@ -83,7 +83,7 @@ impl Breakdown {
         computing.into_iter().chain(others).collect()
     }
 
-    /// A line for each part, after one that says what they are parts of.
+    /// Formats a title line and a line for each part.
     pub(super) fn to_text(&self) -> String {
         let mut text = format!("time of step {}, all workers{}\n", self.step, self.mfu());
         for (name, part) in self.parts() {
@@ -92,18 +92,18 @@ impl Breakdown {
         text
     }
 
-    /// The MFU as it follows a title; empty if it is unknown.
+    /// Returns the MFU as the end of a title; empty if it is unknown.
     pub(super) fn mfu(&self) -> String {
         self.utilization
             .map_or_else(String::new, |Utilization { model, .. }| format!("; MFU {:.1} %", 100.0 * model))
     }
 }
 
-/// The times at which ranks of pipelines had computed what others wait for.
+/// Times at which pipeline ranks had computed the data that other ranks wait for.
 struct Producers {
-    /// The start of sending each message, by the place of the pipeline among others.
+    /// Start of each send, by data rank (which identifies the pipeline) and message.
     sends: HashMap<(usize, Message), u64>,
-    /// The end of the last pass of each pipeline.
+    /// End of the last pass of each pipeline, by data rank.
     last_passes: HashMap<usize, u64>,
 }
 
@@ -126,7 +126,7 @@ impl Producers {
         Producers { sends, last_passes }
     }
 
-    /// Returns when other ranks of the pipeline had computed what an action of `rank` waits for, if it waits for any.
+    /// Returns when other ranks of the pipeline had computed the data that an action of `rank` waits for; `None` if it waits for none.
     fn end_for(&self, rank: &RankTimeline, action: Action) -> Option<u64> {
         let pipeline = rank.place.data_rank;
         match action {
@@ -144,8 +144,8 @@ mod tests {
     use trireme_schedule::Program;
     use trireme_train::trace::{RankPlace, TracedAction};
 
-    /// A rank that begins its program at 10 of its step, and whose actions each wait and then work for so long; passes have 5 operations for
-    /// each nanosecond of work.
+    /// Creates a rank whose program begins 10 ns after the step. Each action waits and then works for the given times; passes have 5
+    /// operations per nanosecond of work.
     fn rank(index: usize, text: &str, peak: Option<f64>, times: &[(u64, u64)]) -> RankTimeline {
         let program: Program = text.parse().unwrap();
         let mut now = 10;
@@ -167,14 +167,14 @@ mod tests {
                 0,
                 "units 2 microbatches 1 rank 0 stage 0-1@0 stage 1-2@1\nF 0 0\nSEND_F 0 0\nRECV_B 1 0\nB 0 0\nREDUCE_GRAD 0\nSTEP 0",
                 peaks[0],
-                // The message is sent at 100: 60 of 72 are a bubble. The update waits for a sum alone.
+                // The message is sent at 100, so 60 of the 72 are a bubble. The update waits only for a reduction.
                 &[(0, 20), (0, 10), (0, 0), (72, 30), (0, 0), (10, 8)],
             ),
             rank(
                 1,
                 "units 2 microbatches 1 rank 1 stage 0-1@0 stage 1-2@1\nRECV_F 0 0\nF 1 0\nB 1 0\nSEND_B 1 0\nREDUCE_GRAD 1\nSTEP 1",
                 peaks[1],
-                // The message is sent at 30, after 20; until 142 the other rank has passes.
+                // The message is sent at 30, so 20 of the 24 are a bubble. The other rank has passes until 142.
                 &[(0, 0), (24, 26), (0, 40), (0, 0), (0, 0), (42, 8)],
             ),
         ];

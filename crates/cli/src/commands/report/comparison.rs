@@ -1,4 +1,4 @@
-//! A step as it was measured, and as its programs would run if nothing but their passes took time.
+//! A step as measured, and as simulated with messages that take no time.
 
 use super::breakdown::Breakdown;
 use super::picture::StepPicture;
@@ -10,24 +10,24 @@ use trireme_schedule::pipeline::Span;
 use trireme_schedule::{Action, Program, Stream};
 use trireme_train::trace::{RankTimeline, TracedStep};
 
-/// A step twice; times are in nanoseconds.
+/// A step, measured and simulated. Times are in nanoseconds.
 pub(super) struct Comparison {
     pub(super) step: u64,
-    /// How many ranks run the same units. Drawn is the first pipeline.
+    /// Number of ranks that run the same units. Only the first pipeline is drawn.
     pub(super) data_degree: usize,
-    /// From the beginning to the end of all ranks.
+    /// Time from the beginning to the end of all ranks.
     pub(super) measured_time: u64,
     pub(super) simulated_time: u64,
     pub(super) measured: StepPicture,
     pub(super) simulated: StepPicture,
-    /// Of the ranks that are drawn.
+    /// Shares of the ranks that are drawn.
     pub(super) shares: Vec<Shares>,
-    /// Of all ranks.
+    /// Breakdown over all ranks.
     pub(super) breakdown: Breakdown,
 }
 
 impl Comparison {
-    /// Simulates the programs of a step with what their actions took in the mean, by unit.
+    /// Simulates the programs of a step. Each action takes the mean time of its kind.
     pub(super) fn new(step: &TracedStep) -> Result<Self> {
         let drawn: Vec<&RankTimeline> = step.ranks.iter().filter(|rank| rank.place.data_rank == 0).collect();
         let programs: Vec<Program> = drawn.iter().map(|rank| rank.program()).collect();
@@ -52,16 +52,16 @@ impl Comparison {
         })
     }
 
-    /// Measured by simulated time.
+    /// Returns the measured time divided by the simulated time.
     pub(super) fn ratio(&self) -> f64 {
         self.measured_time as f64 / self.simulated_time.max(1) as f64
     }
 }
 
-/// What an action does, whatever the microbatch: on a rank of a pipeline, of a unit.
+/// The kind of an action, whatever its microbatch: pipeline rank, action and unit.
 type Kind = (usize, Discriminant<Action>, usize);
 
-/// What actions took: the sum, and how many there were.
+/// Sum of the nanoseconds, and number of actions, of each kind.
 struct Costs(HashMap<Kind, (u64, u64)>);
 
 impl Costs {
@@ -77,7 +77,7 @@ impl Costs {
         Costs(costs)
     }
 
-    /// Messages take no time: whatever they cost a run is what it is compared for.
+    /// Returns the mean time of an action's kind. Messages take no time: the comparison shows their cost.
     fn mean(&self, rank: usize, action: Action) -> u64 {
         match self.0.get(&kind(rank, action)) {
             Some((sum, number)) if action.stream() != Stream::Pipeline => sum / number,
@@ -90,14 +90,14 @@ fn kind(rank: usize, action: Action) -> Kind {
     (rank, discriminant(&action), action.unit())
 }
 
-/// What a rank did in a step, as parts of the step's time.
+/// Fractions of a step's time that a rank spent on each kind of work.
 pub(super) struct Shares {
     pub(super) passes: f64,
-    /// Waiting for activations and gradients, and taking over those that have come.
+    /// Waiting for activations and gradients, and accepting those that have arrived.
     pub(super) waiting: f64,
-    /// Giving messages away.
+    /// Issuing sends and receives.
     pub(super) sending: f64,
-    /// Waiting for the end of all reductions.
+    /// Waiting until all reductions have ended.
     pub(super) reducing: f64,
     pub(super) updates: f64,
 }
@@ -136,7 +136,7 @@ mod tests {
     use super::*;
     use trireme_train::trace::{RankPlace, TracedAction};
 
-    /// A rank whose actions each wait and then work for so long.
+    /// Creates a rank whose actions each wait and then work for the given times.
     fn rank(pipeline_rank: usize, text: &str, times: &[(u64, u64)]) -> RankTimeline {
         let program: Program = text.parse().unwrap();
         let mut now = 0;
@@ -170,7 +170,7 @@ mod tests {
         // F 10, F 10, B 20, F 10, B 20, B 20, and updates.
         assert_eq!((comparison.measured_time, comparison.simulated_time), (130, 100));
         assert_eq!(comparison.ratio(), 1.3);
-        // Of two times 90, each works 60.
+        // Each of the two ranks works 60 of 90.
         assert_eq!(comparison.simulated.bubble, 1.0 - 120.0 / 180.0);
         let shares = &comparison.shares[0];
         let found = [shares.passes, shares.waiting, shares.sending, shares.reducing, shares.updates];

@@ -144,14 +144,14 @@ impl Equal {
 #[derive(Debug)]
 struct Step {
     step: u64,
-    /// Of the step itself.
+    /// Record of the step itself.
     trained: Option<HashRecord>,
-    /// Of the parameters with which the run began or resumed after the step.
+    /// Record of the parameters with which the run began or resumed after the step.
     started: Option<HashRecord>,
 }
 
 impl Step {
-    /// The record of the parameters with which the run continues; `None` if the step was skipped and so has none.
+    /// Returns the record of the parameters with which the run continues; `None` if the step was skipped and so has none.
     fn parameters(&self) -> Option<&HashRecord> {
         self.started.as_ref().or(self.trained.as_ref()).filter(|record| !record.units.is_empty())
     }
@@ -232,7 +232,7 @@ fn compare(steps: [&Step; 2], folders: [&Path; 2], equal: &Equal) -> Result<Opti
     Ok(Some(text + &counted))
 }
 
-/// As [`compare`], of the records of the step itself.
+/// Like [`compare`], for the records of the step itself.
 fn compare_trained(records: [&HashRecord; 2], folders: [&Path; 2], equal: &Equal) -> Result<Option<String>> {
     let step = records[0].step;
     let losses = records.map(|record| record.loss);
@@ -330,7 +330,7 @@ impl<'a> Tensors<'a> {
         Ok(Tensors(pairs.map(|((unit, left), (_, right))| Tensor { unit, of_runs: [left, right] }).collect()))
     }
 
-    /// The tensors of which `part` differs, in the order in which a step computes them: gradients from the last one to the first.
+    /// Returns the tensors whose `part` differs, in the order in which a step computes them: gradients from the last one to the first.
     fn differing(&self, part: Part) -> Vec<&Tensor<'a>> {
         let differs = |tensor: &&Tensor<'_>| part.of(tensor.of_runs[0]) != part.of(tensor.of_runs[1]);
         let mut found: Vec<_> = self.0.iter().filter(differs).collect();
@@ -340,7 +340,7 @@ impl<'a> Tensors<'a> {
         found
     }
 
-    /// A line that says how many tensors differ in each of these parts; none of a step without tensors.
+    /// Returns a line that says how many tensors differ in each of `parts`; empty for a step without tensors.
     fn counts(&self, parts: &[Part]) -> String {
         if self.0.is_empty() {
             return String::new();
@@ -356,7 +356,7 @@ mod tests {
     use super::*;
     use trireme_train::metrics::UnitBits;
 
-    /// A record of two units, whose hashes are `bits` except for the changed ones.
+    /// Creates a record of two units, whose hashes are 0 except for 1 in the changed ones.
     fn record(step: u64, loss: Option<f64>, changed: &[(&str, Part)]) -> HashRecord {
         let tensor = |name: &str| {
             let bits = |part| Bits(u64::from(changed.contains(&(name, part))));

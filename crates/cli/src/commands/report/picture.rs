@@ -1,19 +1,19 @@
-//! Step programs in time as passes of stages, to be drawn.
+//! Step programs over time as passes of stages, for drawing.
 
 use trireme_planner::StepTimeline;
 use trireme_schedule::pipeline::{Pass, PassKind, Schedule, Span, Timeline, WeightVersions};
 use trireme_schedule::{Action, Outline, Program};
 
-/// Passes of a step and when they ran, and the updates after them.
+/// The passes of a step, when they ran, and the updates after them.
 pub(super) struct StepPicture {
     pub(super) schedule: Schedule,
     pub(super) timeline: Timeline,
-    /// The idle part of all ranks' time, as of schedules; updates after a drain do not count.
+    /// Idle fraction of all ranks' time, as for schedules. Updates after a drain do not count.
     pub(super) bubble: f64,
 }
 
 impl StepPicture {
-    /// Of the ranks of a pipeline. Passes of a stage's units that follow each other are one.
+    /// Builds the picture of the ranks of one pipeline. Consecutive passes of a stage's units become one pass.
     pub(super) fn new(programs: &[Program], timeline: &StepTimeline) -> Self {
         let outline = &programs[0].outline;
         let stage_ranks = match &outline.stages[..] {
@@ -46,7 +46,7 @@ impl StepPicture {
             }
         };
         let is_drained = outline.asynchronous.is_none();
-        // Without a drain there are updates between the passes.
+        // Without a drain, updates run between the passes.
         push_all(if is_drained { |kind| kind != PassKind::Update } else { |_| true }, &mut drawn);
         let bubble = drawn.bubble();
         if is_drained {
@@ -56,7 +56,8 @@ impl StepPicture {
     }
 }
 
-/// The pass of a stage that an action is a part of, of units that have been updated so often. Recomputation belongs to backward.
+/// Returns the pass of a stage that an action belongs to. `num_updates` counts the updates of each unit so far. Recomputation belongs to
+/// backward.
 fn pass_of(action: Action, outline: &Outline, num_updates: &mut [usize]) -> Option<Pass> {
     let is_of = |unit: usize| outline.stages.iter().position(|stage| stage.units.contains(&unit));
     let stage = is_of(action.unit()).unwrap_or(0);
@@ -75,7 +76,7 @@ fn pass_of(action: Action, outline: &Outline, num_updates: &mut [usize]) -> Opti
     }
 }
 
-/// Adds to a rank's passes, or to the last of them.
+/// Appends a pass, or extends the last one if it is the same pass.
 fn push(passes: &mut Vec<Pass>, spans: &mut Vec<Span>, pass: Pass, span: Span) {
     match (passes.last(), spans.last_mut()) {
         (Some(&last), Some(last_span)) if last == pass => last_span.end = span.end,

@@ -1,4 +1,4 @@
-//! Files of a run that have a JSON object a line.
+//! Files of a run with one JSON object per line.
 
 use anyhow::{Context, Result, bail};
 use std::fs::File;
@@ -6,13 +6,13 @@ use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use trireme_base::open_regular;
 
-/// The lines of a file, read one at a time. A last line without an end is being written, and is left out.
+/// A reader of a file's lines, one at a time. A last line without a line end is still being written, and is left out.
 pub(super) struct RecordLines {
     path: PathBuf,
     reader: BufReader<File>,
     line: Vec<u8>,
     line_bytes_max: usize,
-    /// The number of the last line that was read.
+    /// Number of the last line that was read.
     number: usize,
 }
 
@@ -29,14 +29,14 @@ impl RecordLines {
         Ok(RecordLines { path, reader: BufReader::new(file), line: Vec::new(), line_bytes_max, number: 0 })
     }
 
-    /// The last line that was read, for errors.
+    /// Returns the place of the last line that was read, for errors.
     pub(super) fn place(&self) -> String {
         format!("line {} of {}", self.number, self.path.display())
     }
 
-    /// Returns the next line with its number, from 1. Of a line that is longer than any record it returns the beginning, without an end of line.
+    /// Returns the next line with its number, from 1. A line that is longer than any record is cut off, and so has no line end.
     pub(super) fn read(&mut self) -> Result<Option<(usize, &[u8])>> {
-        // The rest of a line that is longer than any record.
+        // Skips the rest of a line that is longer than any record.
         while !self.line.is_empty() && !self.line.ends_with(b"\n") {
             self.fill()?;
         }

@@ -1,4 +1,4 @@
-//! The records of a run, as reports read them.
+//! The step records of a run, as reports read them.
 
 use super::record_lines::RecordLines;
 use crate::numbers::counted;
@@ -12,14 +12,14 @@ use trireme_train::CONFIG_TOML;
 use trireme_train::config::Config;
 use trireme_train::metrics::{LINE_BYTES_MAX, METRICS_FILE, MemoryPeakBytes};
 
-/// What reports read of a line of `metrics.jsonl`. Numbers that are not finite are `null` there.
+/// The fields of a line of `metrics.jsonl` that reports read. Numbers that are not finite are `null` in the file.
 #[derive(Debug, Deserialize)]
 pub(super) struct Record {
     pub(super) step: u64,
     pub(super) loss: Option<f64>,
     pub(super) grad_norm: Option<f64>,
     pub(super) lr: Option<f64>,
-    /// Records of earlier versions have only tokens.
+    /// Absent in records of earlier versions, which have only tokens.
     samples: Option<u64>,
     samples_per_second: Option<f64>,
     tokens: Option<u64>,
@@ -27,7 +27,7 @@ pub(super) struct Record {
     pub(super) step_seconds: Option<f64>,
     pub(super) comm_seconds_exposed: Option<f64>,
     pub(super) mfu: Option<f64>,
-    /// None where the step did not measure it, and `Some(None)` where it was not finite.
+    /// `None` where the step did not measure it, and `Some(None)` where it was not finite.
     #[serde(default, deserialize_with = "measured")]
     pub(super) validation_loss: Option<Option<f64>>,
     pub(super) initial_validation_loss: Option<f64>,
@@ -35,12 +35,12 @@ pub(super) struct Record {
     pub(super) memory_predicted_bytes: Option<MemoryPeakBytes>,
 }
 
-/// Tells a value that is `null` from one that is absent.
+/// Deserializes `null` to `Some(None)`, which distinguishes it from an absent value.
 fn measured<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Option<f64>>, D::Error> {
     Option::deserialize(deserializer).map(Some)
 }
 
-/// Of what a run counts its progress and its speed.
+/// The unit in which a run counts its progress and its speed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unit {
     Tokens,
@@ -57,7 +57,7 @@ impl Unit {
 }
 
 impl Record {
-    /// How much the run has been trained on so far.
+    /// Returns the number of units on which the run has trained so far.
     pub(super) fn amount(&self, unit: Unit) -> Option<u64> {
         match unit {
             Unit::Tokens => self.tokens,
@@ -65,7 +65,7 @@ impl Record {
         }
     }
 
-    /// The speed of all workers together.
+    /// Returns the speed of all workers together, in units per second.
     pub(super) fn per_second(&self, unit: Unit) -> Option<f64> {
         match unit {
             Unit::Tokens => self.tokens_per_second,
@@ -113,23 +113,23 @@ impl Records {
         if self.last().tokens.is_some() { Unit::Tokens } else { Unit::Samples }
     }
 
-    /// Steps that measured a finite validation loss, with that loss.
+    /// Returns the steps that measured a finite validation loss, with that loss.
     pub(super) fn validations(&self) -> impl DoubleEndedIterator<Item = (u64, f64)> {
         self.0.iter().filter_map(|record| Some((record.step, record.validation_loss??)))
     }
 
-    /// The lowest validation loss, with its step.
+    /// Returns the step with the lowest validation loss, and that loss.
     pub(super) fn best_validation(&self) -> Option<(u64, f64)> {
         self.validations().min_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// The median of the model FLOPs utilization, where the devices' peaks were known.
+    /// Returns the median of the model FLOPs utilization, over the steps at which the devices' peaks were known.
     pub(super) fn median_mfu(&self) -> Option<f64> {
         let values: Vec<f64> = self.iter().filter_map(|record| record.mfu).collect();
         (!values.is_empty()).then(|| median(values))
     }
 
-    /// In units a second.
+    /// Returns the median speed in units per second.
     pub(super) fn median_speed(&self) -> Option<f64> {
         let speeds: Vec<f64> = self.iter().filter_map(|record| record.per_second(self.unit())).collect();
         (!speeds.is_empty()).then(|| median(speeds))
@@ -144,7 +144,7 @@ struct Skipped {
     first: usize,
 }
 
-/// Reads the records in a run's folder, and counts the lines that are none.
+/// Reads the records in a run's folder, and counts the lines that are not records.
 fn read_records(run_folder: &Path) -> Result<(Vec<Record>, Option<Skipped>)> {
     let advice = "expected the folder of a run, such as runs/NAME, with [metrics] jsonl = true";
     let mut lines = RecordLines::open(run_folder, METRICS_FILE, LINE_BYTES_MAX, advice)?;
@@ -158,7 +158,7 @@ fn read_records(run_folder: &Path) -> Result<(Vec<Record>, Option<Skipped>)> {
     Ok((records, skipped))
 }
 
-/// The file in a run's folder that holds its records.
+/// Returns the file in a run's folder that holds its records.
 pub(super) fn records_file(run_folder: &Path) -> PathBuf {
     run_folder.join(METRICS_FILE)
 }

@@ -1,4 +1,4 @@
-//! What a run would do, without doing it.
+//! `trireme train --dry-run`: checks a run and prints what it would do.
 
 use super::preparation::{check, check_plan, check_weights, with_length};
 use super::process::Process;
@@ -11,10 +11,11 @@ use trireme_planner::table;
 use trireme_train::config::Config;
 use trireme_train::{Samples, check_corpus_inputs, current_corpus, earlier_run, model_config, resume_point};
 
-/// How much of inputs that are not prepared is read.
+/// Maximum number of bytes that are read of inputs that are not prepared.
 const CHECKED_BYTES_MAX: u64 = 64 << 20;
 
-/// Checks what `train` checks before its first step, and prints what it would do. Writes nothing, and reads 64 MiB of unprepared texts.
+/// Performs the checks that `train` makes before its first step, and prints what the run would do. Writes nothing, and reads at most 64 MiB
+/// of unprepared text.
 pub(super) fn dry_run(config: &Config, process: Process<'_>) -> Result<()> {
     if let Some(earlier) = earlier_run(config)? {
         return Err(earlier.into());
@@ -60,7 +61,7 @@ pub(super) fn dry_run(config: &Config, process: Process<'_>) -> Result<()> {
             let (step, path) = (checkpoint.step(), checkpoint.path().display());
             format!("would resume after step {step} of {steps}, from {path}\n")
         }
-        // How many steps that is, the prepared text tells.
+        // The number of steps is known once the text is prepared.
         None if epochs > 0.0 && text.contains("would be prepared") => {
             format!("would train {epochs} passes over the data from the beginning\n")
         }

@@ -32,7 +32,7 @@ use trireme_train::config::{Comm, Config, Resume, Subject};
 use trireme_train::{FLIGHT_RECORDER_FOLDER, Task, TrainError, preflight, tell_all};
 use worker::train;
 
-/// How long it may take to list the run's checkpoints after a worker has died.
+/// Maximum time to list the run's checkpoints after a worker has died.
 const LIST_MAX: Duration = Duration::from_secs(1);
 
 const EXAMPLES: &str = "\
@@ -76,7 +76,7 @@ pub(crate) struct TrainArgs {
     overrides: Vec<String>,
 }
 
-/// Runs `trireme train`, or trains a task of the program's own.
+/// Runs `trireme train` for a language model, or for the program's `own` task.
 pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>>) -> Result<()> {
     let environment = WorkerEnvironment::of_this_process()?;
     if let Some(WorkerEnvironment { world_size, .. }) = environment
@@ -150,7 +150,7 @@ fn launch(config: &Config, started: Instant, simd: &Simd) -> Result<()> {
     Ok(ended?)
 }
 
-/// The step of the checkpoint that the same command would resume from, if there is one.
+/// Returns the step of the checkpoint from which the same command would resume, if there is one.
 fn resumable_step(config: &Config) -> Option<u64> {
     if !config.checkpoint().enable || config.checkpoint().resume != Resume::Auto {
         return None;
@@ -205,7 +205,7 @@ fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Resu
     train(&config, group, process)
 }
 
-/// The files for TLS; the config has all of them or none.
+/// Returns the files for TLS. The config has all of them or none.
 fn tls_options(comm: &Comm) -> Option<TlsOptions> {
     Some(TlsOptions {
         certificate: comm.tls_certificate.clone()?,

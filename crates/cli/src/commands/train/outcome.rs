@@ -1,4 +1,4 @@
-//! What a run shows when it has ended.
+//! The report of a run at its end.
 
 use crate::launch::INVOKED_AS_VARIABLE;
 use crate::planning::Plan;
@@ -15,7 +15,7 @@ use trireme_train::{
     LanguageTask, RunSummary, SampleSettings, TrainError, Trainer, forward_executor, sample, tell_all,
 };
 
-/// The memory that the run has taken of each worker, next to what was predicted. Collective.
+/// Returns a table of the memory that each worker has used, next to the prediction. Collective.
 pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
     let executor = trainer.executor();
     let own = MemoryPeakBytes::measured(executor.device());
@@ -45,13 +45,13 @@ pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String>
     Ok(text)
 }
 
-/// The validation loss; of a language model next to that of the bigram baseline.
+/// Returns a line with the validation loss, for a language model next to the loss of the bigram baseline. `None` without a validation loss.
 pub(super) fn verdict(language: Option<&LanguageTask>, summary: &RunSummary) -> Result<Option<String>> {
     let Some(loss) = summary.validation_loss else { return Ok(None) };
     let Some((train, Some(validation))) = language.map(LanguageTask::tokens) else {
         return Ok(Some(format!("validation loss {loss:.4}")));
     };
-    // Among answers, what a pair of tokens tells is no measure.
+    // The bigram baseline is no measure for answers.
     if language.is_some_and(LanguageTask::learns_answers) {
         return Ok(Some(format!("validation loss {loss:.4} nats per token")));
     }
@@ -62,18 +62,18 @@ pub(super) fn verdict(language: Option<&LanguageTask>, summary: &RunSummary) -> 
     )))
 }
 
-/// What to know of a run that a signal has ended. Which one it was, the process has said that heard it.
+/// Returns the lines for a run that a signal or the time limit has stopped. The process that received the signal has already reported it.
 pub(super) fn stopped(config: &Config, summary: &RunSummary) -> Vec<String> {
     let (step, steps) = (summary.step, config.training().steps);
     let mut lines = vec![format!("stopped after step {step} of {steps}")];
     match &summary.checkpoint {
         Some((saved, path)) if *saved == step => {
-            // Workers are started by a path that nobody has typed.
+            // Workers are started by a path that the user has not typed.
             let program = std::env::var_os(INVOKED_AS_VARIABLE).or_else(|| std::env::args_os().next());
             let words = program.into_iter().chain(std::env::args_os().skip(1));
             let words = words.map(|word| quoted(&word.to_string_lossy()));
             let command = words.collect::<Vec<_>>().join(" ");
-            // Else the same command would begin again.
+            // With another setting, the same command would begin a new run.
             let resume = if config.checkpoint().resume == Resume::Auto { "" } else { " --resume auto" };
             lines.push(format!("checkpoint: {}", path.display()));
             lines.push(format!("to resume: {command}{resume}"));
@@ -140,10 +140,10 @@ pub(super) fn sample_text(
     };
     let mut text = settings.prompt.text.clone();
     let take = |piece: &str| text.push_str(piece);
-    // Beside the training state, which is still there.
+    // On the host, because the device still holds the training state.
     let host = trainer.executor().device().host()?;
     let model_config = language.model_config();
-    // A generation has its own limit of positions.
+    // The generation sets its own limit of positions.
     let model = model_config.build(0, &host)?;
     let mut executor = forward_executor(model_config, model, weights, &host)?;
     sample(&mut executor, model_config, language.tokenizer(), &settings, take)?;

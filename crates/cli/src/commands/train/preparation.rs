@@ -1,4 +1,4 @@
-//! Before a run trains: its corpus, its length, and the checks of both against the machine.
+//! Preparation of a run: its corpus, its length, and the checks of both against the machine.
 
 use super::process::Process;
 use crate::commands::prepare::Display;
@@ -15,8 +15,8 @@ use trireme_train::{
     ensure_corpus, model_config,
 };
 
-/// Locks the run's folder, finds or prepares the corpus, and refuses what does not fit it or the machine, all of it before
-/// a file of the run is written or a worker is started; the version of the corpus, if the run has one.
+/// Locks the run's folder, finds or prepares the corpus, and refuses a corpus, model or plan that does not fit, before a file of the run is
+/// written or a worker is started. Returns the version of the corpus, if the run has one.
 pub(super) fn prepare_run(
     config: &Config,
     process: Process<'_>,
@@ -38,7 +38,7 @@ pub(super) fn prepare_run(
     let check = |corpus: &Corpus| check(config, corpus, source, workers).map(drop);
     let RunCorpus { version, state } = ensure_corpus(config, &Display::new(heartbeat), check)?;
     match state {
-        // The launcher has said so.
+        // Trireme's launcher has already reported it.
         _ if error_log().is_some() => {}
         CorpusState::Kept => remark(
             "warning: the inputs, or the way in which they are prepared, have changed, but the run resumes with the corpus \
@@ -54,7 +54,7 @@ pub(super) fn prepare_run(
     Ok(Some(version))
 }
 
-/// The config with the corpus, and with the steps of as many passes over it as it asks for.
+/// Returns the config with the folder of the corpus, and with the number of steps that its epochs take.
 pub(super) fn with_length(config: Config, version: Option<u64>, process: Process<'_>) -> Result<Config> {
     let folder = version.map(|version| corpus_folder(&config.data().folder, version));
     let config = folder.into_iter().fold(config, Config::with_data_folder);
@@ -75,7 +75,7 @@ pub(super) fn with_length(config: Config, version: Option<u64>, process: Process
     Ok(config.with_data_folder(folder))
 }
 
-/// Checks model, plan and settings against the corpus. Returns the plan; `None` if our launcher has planned already.
+/// Checks model, plan and settings against the corpus. Returns the plan; `None` if Trireme's launcher has planned already.
 pub(super) fn check(
     config: &Config,
     corpus: &Corpus,
@@ -88,7 +88,7 @@ pub(super) fn check(
     let sequences = Sequences::new(config, corpus.report.has_loss_mask);
     let num_cut = sequences.sampler(corpus, training.seed)?.num_cut_documents();
     let num_documents = corpus.train.tokens.num_documents();
-    // A text among conversations is cut, and that is no loss. Under a launcher of ours, the launcher has said so.
+    // A long text among conversations may be cut without harm. Under Trireme's launcher, the launcher has warned already.
     if corpus.report.has_loss_mask && num_cut > num_documents / 100 && error_log().is_none() {
         let seq_len = training.seq_len;
         remark(&format!(
@@ -106,7 +106,7 @@ pub(super) fn check(
     check_plan(Job { config, source, blueprint, workers })
 }
 
-/// Refuses a folder without the weights that the run shall begin with.
+/// Refuses a folder without the weights from which the run would start.
 pub(super) fn check_weights(config: &Config) -> Result<()> {
     if let Some(folder) = &config.model().init_from {
         ModelSource::open(folder).map_err(TrainError::from)?;
@@ -114,7 +114,7 @@ pub(super) fn check_weights(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// Checks the plan against the machine. Returns the plan; `None` if our launcher has planned already.
+/// Checks the plan against the machine. Returns the plan; `None` if Trireme's launcher has planned already.
 pub(super) fn check_plan(job: Job<'_>) -> Result<Option<Plan>> {
     if error_log().is_some() {
         return Ok(None);

@@ -1,4 +1,4 @@
-//! This process, as the files of `trireme train` see it.
+//! Facts about this process that the files of `trireme train` share.
 
 use crate::host::HostShare;
 use crate::planning::{Source, Workers};
@@ -13,12 +13,12 @@ use trireme_train::config::Config;
 #[derive(Clone, Copy)]
 pub(super) struct Process<'a> {
     pub(super) source: Source<'a>,
-    /// What this worker may take of its host.
+    /// This worker's share of its host.
     pub(super) share: &'a HostShare,
     pub(super) started: Instant,
-    /// The SIMD level of its kernels.
+    /// The SIMD level of this process's kernels.
     pub(super) features: CpuFeatures,
-    /// What the program trains if it is no language model.
+    /// The task that the program trains; `None` for a language model.
     pub(super) own: Option<&'a Arc<dyn Task>>,
 }
 

@@ -1,4 +1,4 @@
-//! One rank of a run, from the plan to the last line.
+//! One rank of a run, from the plan to the closing report.
 
 use super::outcome::{memory_table, sample_text, stopped, verdict, whereabouts};
 use super::process::{Process, log_folder};
@@ -23,7 +23,7 @@ use trireme_train::{
 /// Trains on one rank of `group`; rank 0 shows the run and its outcome.
 pub(super) fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     let is_root = group.rank() == Rank::ROOT;
-    // Under a launcher of ours, the launcher tells.
+    // Under Trireme's launcher, the launcher reports the first signal.
     let is_worker = group.world_size() > 1 || WorkerEnvironment::of_this_process()?.is_some();
     let interrupts = Interrupts::listen(is_root && error_log().is_none(), is_worker);
     let interrupts = interrupts.context("cannot install signal handlers")?;
@@ -48,7 +48,7 @@ pub(super) fn train(config: &Config, group: Group, process: Process<'_>) -> Resu
     let summary = trainer.run().map_err(refused)?;
     drop(saves);
     if let Some(stopped_by) = summary.stopped_by {
-        // The others must not outrun rank 0, as below.
+        // No rank may exit before rank 0 is here, as in `last_lines`.
         trainer.executor().group().barrier().wait()?;
         drop(trainer);
         console.finish();
@@ -57,7 +57,7 @@ pub(super) fn train(config: &Config, group: Group, process: Process<'_>) -> Resu
         }
         let signal = match stopped_by {
             StoppedBy::Signal(signal) => signal,
-            // As if the batch system had sent the signal that it usually sends.
+            // As if the batch system had sent its usual signal.
             StoppedBy::TimeLimit => SIGUSR1,
         };
         return Err(LaunchError::Stopped { signal }.into());
@@ -79,7 +79,7 @@ fn trainer_options(
     let (Job { config, source, .. }, Process { share, started, features, .. }) = (job, process);
     let predicts = config.metrics().predict_step_time;
     let step_seconds = if predicts { predicted_seconds(job, plan, group, console)? } else { None };
-    // Before this process is bound to some of the host's cores.
+    // Measured before this process is bound to some of the host's cores.
     let cache = MachineCache::of_this_machine("peaks");
     let peak = worker_peak(config, share, features, group, cache)?;
     peak.iter().for_each(|peak| console.log(&peak.note));
@@ -104,7 +104,7 @@ fn trainer_options(
     })
 }
 
-/// An error of a trainer, with changes of the config that would fit where its budget was exceeded.
+/// Converts an error of a trainer. If a memory budget was exceeded, adds config changes that would fit.
 fn with_alternatives(error: TrainError, job: Job<'_>, plan: &Plan) -> Error {
     match error.over_budget() {
         Some(OverBudget { budget, .. }) => {
@@ -124,14 +124,14 @@ fn last_lines(
     summary: &RunSummary,
 ) -> Result<Vec<String>> {
     let config = job.config;
-    // What was predicted before units moved was of other stages.
+    // A prediction from before units moved is for other stages.
     let plan = match trainer.moved_after() {
         Some(_) => Plan::new(job, Some(trainer.choices().clone()))?,
         None => plan,
     };
     let memory = summary.seconds_to_first_step.map(|_| memory_table(&trainer, &plan)).transpose()?;
     let learns_answers = language.as_ref().is_some_and(|language| language.learns_answers());
-    // A model that has learned answers has none unless it is asked.
+    // A model that was trained on answers needs a prompt.
     let is_silent = learns_answers && config.generate().prompt.trim().is_empty();
     let weights = match config.generate().num_tokens > 0 && !is_silent {
         false => Ok(None),
@@ -145,7 +145,7 @@ fn last_lines(
         Err(error) if error.comm().is_some() => return Err(error.into()),
         weights => weights.transpose(),
     };
-    // The others must not outrun rank 0's last words: their exit would look like a loss.
+    // No rank may exit before rank 0 is here: rank 0 would report it as a lost peer.
     let group = trainer.executor().group();
     group.barrier().wait()?;
     if group.rank() != Rank::ROOT {
@@ -156,7 +156,7 @@ fn last_lines(
         let text = weights.map_err(Error::from);
         lines.push(match text.and_then(|weights| sample_text(config, &language, &trainer, weights)) {
             Ok(text) => format!("\n--- sample ---\n{text}\n--------------\n"),
-            // What was trained is saved, and a sample can be made from it at any time.
+            // The trained model is saved, so a sample can be generated at any time.
             Err(error) => format!("\ncannot generate a sample: {error:#}\n"),
         });
     }
@@ -164,7 +164,7 @@ fn last_lines(
     Ok(lines)
 }
 
-/// How long a step is predicted to take, reported on rank 0. Collective.
+/// Predicts the seconds of a step and reports them. `None` on ranks other than 0, and with several hosts. Collective.
 fn predicted_seconds(job: Job<'_>, plan: &Plan, group: &Group, console: &mut Console) -> Result<Option<f64>> {
     if group.hosts().num_hosts() > 1 {
         console.notice("step times are only predicted for workers on one host");
@@ -183,7 +183,7 @@ fn predicted_seconds(job: Job<'_>, plan: &Plan, group: &Group, console: &mut Con
     Ok(Some(time.seconds))
 }
 
-/// The plan that fits all workers: what the first one has chosen, all keep.
+/// Returns a plan that fits all workers. All ranks use the choices of rank 0. Collective.
 fn common_plan(job: Job<'_>, group: &Group) -> Result<Plan> {
     let fitting = |chosen: Option<StepChoices>| {
         let plan = Plan::new(job, chosen)?;
@@ -193,13 +193,13 @@ fn common_plan(job: Job<'_>, group: &Group) -> Result<Plan> {
     let config = job.config;
     let open = open_choices(config);
     let has_file = config.parallelism().pipeline_parallel_schedule_file.is_some();
-    // Ranks of the tensor axis may have parts of the vocabulary of unequal cost, and must not cut stages by their own.
+    // Ranks of the tensor axis may have parts of the vocabulary with unequal costs, and must not split the stages by their own costs.
     let is_divided = config.parallelism().tensor_parallel_degree > 1;
     if !open.keeps && open.classes.is_empty() && !has_file && !is_divided {
         return fitting(None);
     }
     let is_root = group.rank() == Rank::ROOT;
-    // Hosts may differ in their memory and their files, and workers must not differ in what they do.
+    // Hosts may differ in memory and files, but workers must make the same choices.
     let own = if is_root { Some(fitting(None)?) } else { None };
     let chosen = StepChoices::of_root(own.as_ref().map(|plan| &plan.choices), group)?;
     match (own, chosen) {

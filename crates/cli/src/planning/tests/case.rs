@@ -1,4 +1,4 @@
-//! A layout whose predicted memory is compared with what it takes.
+//! A layout whose predicted memory is compared with the memory of real steps.
 
 use super::*;
 
@@ -9,17 +9,17 @@ pub(super) struct Case {
     pub(super) num_microbatches: usize,
     pub(super) num_shards: usize,
     pub(super) tensor_degree: usize,
-    /// The degree of the context axis, and how many of its ranks exchange heads.
+    /// The degree of the context axis, and the number of its ranks that exchange heads.
     pub(super) context: (usize, usize),
-    /// Ranks with different experts.
+    /// Number of ranks with different experts.
     pub(super) experts: usize,
     pub(super) keep: Keep,
     pub(super) state: StateLayout,
-    /// The schedule of a pipeline, its ranks, and stages of each.
+    /// The schedule of a pipeline, its number of ranks, and the stages of each rank.
     pub(super) pipeline: Option<(Kind, usize, usize)>,
     /// Sequences of a microbatch, and tokens of each.
     pub(super) shape: (usize, usize),
-    /// Samples of a validation before the first step.
+    /// Number of samples of a validation before the first step.
     pub(super) num_validated: Option<usize>,
 }
 
@@ -98,7 +98,6 @@ impl Case {
         DeviceOptions { num_threads: NUM_THREADS, budget, ..DeviceOptions::default() }
     }
 
-    /// Creates the executor of a rank.
     pub(super) fn executor(
         &self,
         subject: &dyn Subject,
@@ -120,7 +119,6 @@ impl Case {
         Executor::new(ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload })
     }
 
-    /// Takes a few steps on a device.
     pub(super) fn run(
         &self,
         subject: &dyn Subject,
@@ -157,7 +155,7 @@ impl Case {
         self.num_validated.map(|num_samples| ValidationBatches::new(num_samples, self.shape.0))
     }
 
-    /// An executor that computes nothing, of one rank.
+    /// Creates a dry executor of one rank.
     pub(super) fn dry_executor(
         &self,
         subject: &dyn Subject,
@@ -183,7 +181,7 @@ impl Case {
         self.dry_executor(subject, backend, hosts, rank).dry_run(self.validation()).unwrap().0
     }
 
-    /// Whether a rank reads batches of all sizes of the validation: predictions are those of such a rank.
+    /// Whether a rank reads batches of all sizes of the validation. The prediction is exact for such a rank.
     pub(super) fn reads_all_sizes(&self, ranks: &RankGrid) -> bool {
         self.validation().is_none_or(|batches| {
             let size = |index: usize| batches.batch(index).1;
@@ -197,10 +195,10 @@ impl Case {
         self.check_on(model, &vec![0; world_size]);
     }
 
-    /// As [`check`](Case::check), with a rank on each of these hosts.
+    /// Like [`check`](Case::check), with a rank on each of these hosts.
     pub(super) fn check_on(&self, model: &dyn Subject, hosts: &[usize]) {
         self.check_backend(model, BackendKind::Cpu, hosts);
-        // What more ranks exchange, they exchange alike.
+        // Larger worlds exchange in the same way.
         if hosts.len() <= 2 {
             self.check_backend(model, BackendKind::Detached(DetachedOptions::default()), hosts);
         }

@@ -1,4 +1,4 @@
-//! What gradients and parameters take that do not travel as they are.
+//! Memory of communication that is compressed, rounded or quantized.
 
 use super::*;
 use trireme_codec::{CodecName, CompressionOptions};
@@ -19,7 +19,7 @@ fn every_codec() {
     for codec in CodecName::ALL {
         let has = |option| codec.options().contains(&option);
         let plain = CompressionOptions { codec, ..CompressionOptions::default() };
-        // Runs of three steps come to the last kind of step, and top_k to three.
+        // The steps of a run reach the last kind of step; with top_k there are three kinds.
         let changed = CompressionOptions {
             warmup_steps: has("warmup_steps").then_some(2),
             warmup_codec: has("warmup_codec").then_some(CodecName::Int8),
@@ -33,7 +33,7 @@ fn every_codec() {
             for world_size in [1, 2] {
                 replicated(options, adamw()).check(&medium_model(), world_size);
             }
-            // Units that are too short to be compressed, beside others.
+            // Units that are too short to be compressed, next to others.
             replicated(options, adamw()).check(&small_models()[0], 4);
         }
     }

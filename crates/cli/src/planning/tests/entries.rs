@@ -1,4 +1,4 @@
-//! What a dry run says happens in a step, against what does.
+//! The journal of a dry step against the journal of a real one.
 
 use super::*;
 use std::collections::BTreeMap;
@@ -91,7 +91,7 @@ fn what_is_issued_in_a_dry_step_is_awaited_in_it_or_in_the_next() {
         assert_eq!(issued.len(), entries.num_issued);
         let first = issued[0];
         assert!(issued.iter().copied().eq(first..first + entries.num_issued), "{issued:?}");
-        // A number of the step before stands for its like in this step.
+        // A number of the previous step represents the same operation of this step.
         let mut places: Vec<usize> = awaited
             .iter()
             .map(|number| if *number < first { number + entries.num_issued } else { *number })

@@ -25,7 +25,7 @@ fn cases() -> Vec<Case> {
     for (stage, keep) in STAGES.into_iter().flat_map(|stage| Keep::ALL.map(|keep| (stage, keep))) {
         let (state, num_shards) = (StateLayout::zero(stage), shards(stage, 2));
         let options = if stage % 2 == 0 { OPTIONS } else { bf16 };
-        // 5 positions of 3 choices are no multiple of 4 experts.
+        // 5 positions with 3 choices each are not a multiple of 4 experts.
         let shape = (3, 5);
         let case = Case { options, num_microbatches: 2, experts: 2, shape, ..Case::default() };
         cases.push(Case { num_shards, state, keep, ..case });
@@ -48,7 +48,8 @@ fn a_capacity_bounds_memory_to_the_byte() {
     }
 }
 
-/// Without a capacity, loads decide what rows of experts take: at most what all choices of all ranks do. All else is predicted.
+/// Without a capacity, loads decide how much memory the experts' rows take, up to the rows of all choices of all ranks. All other memory is
+/// predicted.
 #[test]
 fn uneven_loads_take_memory_of_activations_alone() {
     let config = model(None, 1);
@@ -72,7 +73,7 @@ fn uneven_loads_take_memory_of_activations_alone() {
     }
 }
 
-/// A rank whose experts get more than their part needs more than was planned for: it ends, unless it may spill.
+/// A rank whose experts get more rows than planned needs more memory than planned. It fails, unless it may spill.
 #[test]
 fn a_budget_that_uneven_loads_would_exceed_spills() {
     for (stage, tensor_degree, num_shadowed) in [(0, 1, 0), (3, 1, 1), (0, 2, 0)] {
@@ -89,7 +90,7 @@ fn spills_instead(config: &ModelConfig, case: &Case) {
     let run = |spills: bool| {
         run_ranks_on(&hosts, |group| {
             let dry = case.dry_run(config, BackendKind::Cpu, &hosts, group.rank().0);
-            // That the peaks of categories come at different times leaves no room here.
+            // The peaks of the categories come at different times, which leaves no room here.
             let budget = dry.total();
             let device = Device::open(case.device_options(Some(budget))).unwrap();
             let spill = Arc::new(Spill::new(std::env::temp_dir()));

@@ -1,4 +1,4 @@
-//! What workers of one host may take together, and what is done about it.
+//! Memory limits that the workers of one host share, and the changes that are suggested.
 
 use crate::host::{MemoryLimit, Pages, SharedLimit};
 use crate::planning::alternatives::advice;
@@ -22,7 +22,7 @@ threads = 1
 
 const VOCABULARY_SIZE: usize = 257;
 
-/// What a process takes beside what is predicted.
+/// Bytes of a process in addition to its prediction.
 const RESERVE: u64 = 16 << 20;
 
 fn limit(file: &str, pages: Pages, bytes: u64, num_sharing: Option<usize>) -> SharedLimit {
@@ -41,7 +41,7 @@ impl Scene {
         Scene { folder, overrides: overrides.iter().map(|&change| change.to_owned()).collect() }
     }
 
-    /// The plan within a limit, and why it is refused.
+    /// Returns the plan within a limit, and the refusal if there is one.
     fn plan(&self, bytes: u64) -> (Plan, Option<String>) {
         self.plan_within(&[limit("/sys/fs/cgroup/memory.max", Pages::Ordinary, bytes, None)])
     }
@@ -68,7 +68,7 @@ impl Scene {
         (plan, refusal)
     }
 
-    /// The least limit that the plan fits.
+    /// Returns the lowest limit within which the plan fits.
     fn need(&self) -> u64 {
         self.plan(u64::MAX).0.taken(Limit::Host(0)).0 as u64
     }
@@ -90,7 +90,7 @@ fn without_a_budget_the_host_s_limit_bounds_a_plan() {
     ] {
         assert!(refusal.contains(fact), "{fact}: {refusal}");
     }
-    // What is said to fit does.
+    // Each change that is said to fit does fit.
     let changes: Vec<&str> =
         refusal.lines().filter_map(|line| Some(line.split_once(" with --set ")?.1)).collect();
     assert!(!changes.is_empty(), "{refusal}");
@@ -143,7 +143,7 @@ fn tensors_in_reserved_pages_and_the_rest_have_limits_of_their_own() {
     };
     let plan = scene.plan_within(&[limit("pool", Pages::Reserved, u64::MAX, None)]).0;
     let pool = plan.taken(Limit::Host(0)).0 as u64;
-    // Gradients that workers share lie outside of the device's memory.
+    // Gradients that workers share are outside the device's memory.
     let [gradients, outside] =
         [plan.prediction.peaks.get(trireme_base::Category::Gradients), plan.prediction.outside];
     assert!(gradients > 0 && outside >= gradients, "{outside} bytes, {gradients} of them gradients");
@@ -173,7 +173,7 @@ fn auto_stays_within_the_limit_without_a_budget() {
     assert_eq!(refusal, None);
     assert!(plan.reasons[0].contains("keep"), "{:?}", plan.reasons);
     assert_eq!(recomputed.plan(all * 9 / 10).0.choices, plan.choices, "the same limit, the same choice");
-    // Moving state to the host's memory does not spare any of it: only a disk does.
+    // Moving state to host memory does not lower the host's use: only a disk does.
     let large = "training.local_batch_size=1024";
     let moved = Scene::new(&["offload.activations=auto", large]);
     let (plan, refusal) = moved.plan(Scene::new(&[large]).need() * 9 / 10);

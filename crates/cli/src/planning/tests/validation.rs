@@ -20,9 +20,9 @@ fn a_short_batch_takes_memory_of_its_own() {
         (Case { pipeline: Some((Kind::OneFOneB, 2, 1)), ..alone.clone() }, 2),
         (Case { pipeline: Some((Kind::PipeDream2Bw, 2, 1)), ..alone.clone() }, 4),
         (Case { pipeline: Some((Kind::ZeroBubbleH1, 2, 1)), tensor_degree: 2, ..alone.clone() }, 4),
-        // The short batch is that of the second of two sample ranks, and one worker is planned for all.
+        // The second of two sample ranks reads the short batch, and one worker is planned for all.
         (Case { tensor_degree: 2, num_validated: Some(7), ..alone.clone() }, 4),
-        // One batch alone, which is short.
+        // A single batch, which is short.
         (Case { tensor_degree: 2, num_validated: Some(1), ..alone.clone() }, 2),
     ] {
         case.check(&llama, world_size);
@@ -32,7 +32,7 @@ fn a_short_batch_takes_memory_of_its_own() {
 #[test]
 fn ranks_with_different_experts_read_the_short_batch() {
     let config = model(Some(1.25), 1);
-    // Batches of 3 and 1, and of 3, 3 and 1.
+    // Batches of 3 and 1 samples, and of 3, 3 and 1.
     for num_validated in [4, 7] {
         let num_validated = Some(num_validated);
         let case = Case { experts: 2, shape: (3, 5), num_validated, num_microbatches: 2, ..Case::default() };

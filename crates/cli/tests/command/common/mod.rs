@@ -1,4 +1,4 @@
-//! A folder with a text and a config in it, commands run there, and what came of them.
+//! A folder with a text and a config, commands that run there, and their outcomes.
 
 mod running;
 mod weights;
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
-/// Trains in a few tenths of a second.
+/// A config that trains in a few tenths of a second.
 const CONFIG: &str = "\
 [model]
 architecture = \"gpt2\"
@@ -39,7 +39,7 @@ workers = 2
 num_tokens = 8
 ";
 
-/// Beginnings of the variables by which other launchers, or an outer run, would be taken for this one's.
+/// Prefixes of the variables by which other launchers, or an outer run, would be mistaken for a launcher of this run.
 const LAUNCHER_VARIABLES: [&str; 10] = [
     "RANK",
     "WORLD_SIZE",
@@ -53,7 +53,7 @@ const LAUNCHER_VARIABLES: [&str; 10] = [
     "TRIREME_",
 ];
 
-/// A folder of its own with `text.txt` and `tiny.toml`, and another one for what commands cache.
+/// A temporary folder with `text.txt` and `tiny.toml`, and another one for the caches of commands.
 pub(crate) struct Scene {
     folder: TempDir,
     cache: TempDir,
@@ -69,7 +69,7 @@ impl Scene {
         scene
     }
 
-    /// The same with the text prepared in `corpus`, and a config that says so.
+    /// Creates a scene whose text is prepared in `corpus`, with a config that says so.
     pub(crate) fn with_corpus() -> Self {
         let scene = Scene::new();
         scene.run("prepare text.txt --out corpus").succeeded();
@@ -97,13 +97,13 @@ impl Scene {
         self.write(name, content);
     }
 
-    /// Takes the last `num_bytes` from a file.
+    /// Removes the last `num_bytes` of a file.
     pub(crate) fn cut(&self, name: &str, num_bytes: usize) {
         let content = fs::read(self.path(name)).unwrap();
         self.write(name, &content[..content.len() - num_bytes]);
     }
 
-    /// `trireme` with these words as its arguments.
+    /// Returns a command of `trireme` with these words as its arguments.
     pub(crate) fn command(&self, arguments: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trireme"));
         command.args(arguments.split_whitespace());
@@ -111,7 +111,7 @@ impl Scene {
         command
     }
 
-    /// The same, in a process that a shell has first given the limits that `setup` sets.
+    /// Returns the same command, in a process to which a shell has first applied the limits of `setup`.
     pub(crate) fn command_after(&self, setup: &str, arguments: &str) -> Command {
         let mut command = Command::new("sh");
         let script = format!("{setup}; exec \"$@\"");
@@ -121,9 +121,9 @@ impl Scene {
         command
     }
 
-    /// The same, unable to make a file longer than `num_blocks` x 512 bytes, as on a disk that fills up.
+    /// Returns the same command, unable to make a file longer than `num_blocks` x 512 bytes, as on a disk that fills up.
     pub(crate) fn command_on_full_disk(&self, num_blocks: usize, arguments: &str) -> Command {
-        // Ignoring the signal turns it into an error of the write, as a full disk is one.
+        // Ignoring the signal turns it into an error of the write, as on a full disk.
         self.command_after(&format!("trap '' XFSZ; ulimit -f {num_blocks}"), arguments)
     }
 
@@ -136,11 +136,11 @@ impl Scene {
             command.env_remove(name);
         }
         command.env("XDG_CACHE_HOME", self.cache.path());
-        // A panic would show itself by its backtrace.
+        // A panic would be visible by its backtrace.
         command.env("RUST_BACKTRACE", "1").current_dir(self.folder.path()).stdin(Stdio::null());
     }
 
-    /// One worker of a world of two, as torchrun starts it.
+    /// Returns one worker of a world of two, as torchrun starts it.
     pub(crate) fn worker(&self, rank: usize, master_port: u16, arguments: &str) -> Command {
         let mut command = self.command(arguments);
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2").env("LOCAL_RANK", rank.to_string());
@@ -154,7 +154,7 @@ impl Scene {
         Running::start(self.command(arguments)).end()
     }
 
-    /// Every file of the scene with its content, and every folder.
+    /// Returns every file of the scene with its content, and every folder with `None`.
     pub(crate) fn everything(&self) -> BTreeMap<PathBuf, Option<Vec<u8>>> {
         let mut found = BTreeMap::new();
         let mut folders = vec![self.folder.path().to_owned()];
@@ -172,20 +172,20 @@ impl Scene {
         found
     }
 
-    /// The files in which results of proofs are cached.
+    /// Returns the files in which results of proofs are cached.
     pub(crate) fn cached_proofs(&self) -> Vec<PathBuf> {
         let folder = self.cache.path().join("trireme");
         if folder.exists() { entries(&folder) } else { Vec::new() }
     }
 
-    /// Names in a folder, in order; none if there is no such folder.
+    /// Returns the names in a folder, sorted; empty if there is no such folder.
     pub(crate) fn names(&self, folder: &str) -> Vec<String> {
         let name = |path: PathBuf| path.file_name().unwrap().to_str().unwrap().to_owned();
         let folder = self.path(folder);
         if folder.exists() { entries(&folder).into_iter().map(name).collect() } else { Vec::new() }
     }
 
-    /// The error of a command that leaves everything as it was.
+    /// Returns the error of a command, and asserts that the command has changed nothing in the scene.
     pub(crate) fn refused_without_trace(&self, arguments: &str) -> String {
         let before = self.everything();
         let error = self.run(arguments).refused();
@@ -196,13 +196,13 @@ impl Scene {
         error
     }
 
-    /// The lines of the run's `metrics.jsonl`: one for each step.
+    /// Returns the lines of the run's `metrics.jsonl`, one for each step.
     pub(crate) fn records(&self, run: &str) -> Vec<serde_json::Value> {
         let metrics = self.read(&format!("runs/{run}/metrics.jsonl"));
         metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    /// Steps of the run, with the bits of their losses.
+    /// Returns the steps of the run with the bits of their losses.
     pub(crate) fn losses(&self, run: &str) -> Vec<(u64, u64)> {
         let of_record = |record: &serde_json::Value| {
             (record["step"].as_u64().unwrap(), record["loss"].as_f64().unwrap().to_bits())
@@ -210,7 +210,7 @@ impl Scene {
         self.records(run).iter().map(of_record).collect()
     }
 
-    /// Asserts that the checkpoints of a run are whole, and that there are some; returns how many.
+    /// Asserts that a run has checkpoints and that they are complete; returns their number.
     pub(crate) fn whole_checkpoints(&self, run: &str) -> usize {
         let listed = self.run(&format!("checkpoint list runs/{run}")).succeeded();
         assert!(!listed.contains("unusable"), "{listed}");
@@ -225,34 +225,34 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// A port that nobody listens on.
+/// Returns a port on which no process listens.
 pub(crate) fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// What a command has printed, and how it ended.
+/// The output of a command, and how it ended.
 #[derive(Debug)]
 pub(crate) struct Outcome {
-    /// None if a signal killed it.
+    /// `None` if a signal killed the command.
     pub(crate) code: Option<i32>,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
 }
 
 impl Outcome {
-    /// What a command has printed that did what it was told, without a word of complaint.
+    /// Returns the output of a command that succeeded and printed nothing on standard error.
     pub(crate) fn succeeded(self) -> String {
         assert!(self.code == Some(0) && self.stderr.is_empty(), "{self:?}");
         self.stdout
     }
 
-    /// The error of a command that has ended in just one.
+    /// Returns the error of a command that failed with exactly one error.
     pub(crate) fn refused(self) -> String {
         assert_eq!(self.code, Some(1), "{self:?}");
         self.one_error()
     }
 
-    /// The one error: a line, and its causes and details indented below, each fact once.
+    /// Returns the only error: a line, with its causes and details indented below, each fact once.
     pub(crate) fn one_error(self) -> String {
         let mut lines = self.stderr.lines();
         assert!(lines.next().is_some_and(|line| line.starts_with("error: ")), "{self:?}");
@@ -269,7 +269,7 @@ impl Outcome {
     }
 }
 
-/// Asserts that a message tells every fact.
+/// Asserts that a message contains every fact.
 #[track_caller]
 pub(crate) fn tells(message: &str, facts: &[&str]) {
     for fact in facts {

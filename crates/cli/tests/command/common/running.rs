@@ -7,13 +7,13 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Far above what anything here takes on a busy machine: a test that would wait for ever ends all the same.
+/// Far above the time that anything here takes on a busy machine. It ends a test that would otherwise wait for ever.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How soon a run must have ended after the death of a worker.
+/// Time in which a run must end after the death of a worker.
 const DEATH_TO_END: Duration = Duration::from_secs(5);
 
-/// A command that runs. It does not outlive this value.
+/// A running command. It does not outlive this value.
 pub(crate) struct Running {
     child: Child,
     lines: Receiver<String>,
@@ -23,7 +23,7 @@ pub(crate) struct Running {
 }
 
 impl Running {
-    /// Starts a command, with a process group of its own: what Ctrl-C on a terminal reaches.
+    /// Starts a command in its own process group, which is what Ctrl-C on a terminal reaches.
     pub(crate) fn start(mut command: Command) -> Self {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
         let mut child = command.spawn().unwrap();
@@ -42,7 +42,7 @@ impl Running {
         Running { child, lines, printed: String::new(), stderr, workers: Vec::new() }
     }
 
-    /// Reads what the command prints until a line starts like this.
+    /// Reads the output until a line begins with `start`.
     pub(crate) fn until(&mut self, start: &str) {
         loop {
             let line = self.lines.recv_timeout(PATIENCE);
@@ -54,7 +54,7 @@ impl Running {
         }
     }
 
-    /// Reads what the command prints until it prints nothing for so long, but still runs.
+    /// Reads the output until the command has printed nothing for `duration` while it still runs.
     pub(crate) fn until_silent_for(&mut self, duration: Duration) {
         loop {
             match self.lines.recv_timeout(duration) {
@@ -65,7 +65,7 @@ impl Running {
         }
     }
 
-    /// Process id of a worker that the command has started, once it has.
+    /// Waits until the command has started the worker `rank`, and returns the worker's process id.
     pub(crate) fn worker(&mut self, rank: usize) -> Pid {
         let launcher = self.child.id().to_string();
         let mark = format!("RANK={rank}");
@@ -78,40 +78,37 @@ impl Running {
         Pid::from_raw(id).unwrap()
     }
 
-    /// Notes the workers of a world of two, which must be gone in the end.
+    /// Records the workers of a world of two, which must be gone in the end.
     pub(crate) fn watch_workers(&mut self) {
         self.worker(0);
         self.worker(1);
     }
 
-    /// The command's own process.
     pub(crate) fn process(&self) -> Pid {
         Pid::from_child(&self.child)
     }
 
-    /// Sends a signal to the command and all that it has started, as a terminal does.
+    /// Sends SIGINT to the command and all processes that it has started, as a terminal does.
     pub(crate) fn interrupt(&self) {
         kill_process_group(self.process(), Signal::INT).unwrap();
     }
 
-    /// Whether the command's own process is no more.
     pub(crate) fn has_ended(&mut self) -> bool {
         self.child.try_wait().unwrap().is_some()
     }
 
-    /// Waits for the end.
     pub(crate) fn end(self) -> Outcome {
         self.end_within(PATIENCE)
     }
 
-    /// Waits for the end, which the death of a worker must bring about at once.
+    /// Waits for the command to end, which must happen soon after the death of a worker.
     pub(crate) fn end_after_death(self) -> Outcome {
         self.end_within(DEATH_TO_END)
     }
 
     fn end_within(mut self, patience: Duration) -> Outcome {
         let deadline = Instant::now() + patience;
-        // Its output ends when the last of its processes does.
+        // The output ends when the last of the command's processes does.
         while let Ok(line) = self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             self.printed += &format!("{line}\n");
         }
@@ -126,18 +123,18 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // After an end in good order there is nothing to kill; its workers die with a launcher.
+        // After an end in good order there is no process to kill. The workers die with a launcher.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Kills a process without a chance to say a word.
+/// Kills a process with SIGKILL.
 pub(crate) fn kill(process: Pid) {
     kill_process(process, Signal::KILL).unwrap();
 }
 
-/// Looks again and again until there is something to see.
+/// Calls `look` until it returns a value.
 pub(crate) fn poll<T>(mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + PATIENCE;
     let (_sender, nothing) = channel::<()>();
@@ -150,10 +147,10 @@ pub(crate) fn poll<T>(mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// State and parent of a process, and all the kernel tells after them.
+/// Returns the fields of a process after its name in `/proc/PID/stat`: its state, its parent and the rest.
 fn status(id: i32) -> Option<Vec<String>> {
     let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
-    // The name, in parentheses, may hold anything.
+    // The name of the process, in parentheses, may contain anything.
     Some(stat.rsplit_once(')')?.1.split_whitespace().map(str::to_owned).collect())
 }
 
@@ -161,7 +158,7 @@ fn parent(id: i32) -> Option<String> {
     status(id)?.into_iter().nth(1)
 }
 
-/// Whether there is such a process, and not just a dead one that nobody has waited for.
+/// Whether the process exists and is not a zombie.
 fn is_alive(id: i32) -> bool {
     status(id).is_some_and(|status| status[0] != "Z")
 }

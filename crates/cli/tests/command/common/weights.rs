@@ -1,7 +1,7 @@
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// A safetensors file taken apart, to be put together wrongly.
+/// A safetensors file in parts, to be put together with mistakes.
 pub(crate) struct Weights {
     header: Map<String, Value>,
     data: Vec<u8>,
@@ -15,7 +15,7 @@ impl Weights {
         Weights { header: serde_json::from_slice(header).unwrap(), data: data.to_vec() }
     }
 
-    /// The same weights without the tensors that are not `kept`.
+    /// Returns the weights without the tensors that are not `kept`.
     pub(crate) fn filtered(self, kept: impl Fn(&str) -> bool) -> Self {
         let mut filtered = Weights { header: Map::new(), data: Vec::new() };
         for (name, entry) in self.header {
@@ -31,13 +31,13 @@ impl Weights {
         filtered
     }
 
-    /// The same weights and one more.
+    /// Returns the weights and one more tensor.
     pub(crate) fn with(mut self, name: &str) -> Self {
         self.add(name, json!([2]), &[0; 8]);
         self
     }
 
-    /// The same weights under other names.
+    /// Returns the weights under other names.
     pub(crate) fn renamed(mut self, rename: impl Fn(&str) -> String) -> Self {
         let is_tensor = |name: &str| name != "__metadata__";
         let renamed =
@@ -46,37 +46,35 @@ impl Weights {
         self
     }
 
-    /// The same weights, and a copy of one of them under another name.
+    /// Returns the weights, and a copy of one of them under another name.
     pub(crate) fn with_copy(mut self, name: &str, copy: &str) -> Self {
         let (shape, bytes) = (self.header[name]["shape"].clone(), self.bytes(name).to_vec());
         self.add(copy, shape, &bytes);
         self
     }
 
-    /// The bytes of one of the tensors.
     pub(crate) fn bytes(&self, name: &str) -> &[u8] {
         let offset = |index: usize| self.header[name]["data_offsets"][index].as_u64().unwrap() as usize;
         &self.data[offset(0)..offset(1)]
     }
 
-    /// The same weights, one of them with the shape of its transpose.
+    /// Returns the weights, one of them with the shape of its transpose.
     pub(crate) fn transposed(mut self, name: &str) -> Self {
         self.header[name]["shape"].as_array_mut().unwrap().reverse();
         self
     }
 
-    /// The names of the tensors.
     pub(crate) fn names(&self) -> Vec<String> {
         self.header.keys().filter(|name| *name != "__metadata__").cloned().collect()
     }
 
-    /// The same weights, the bytes of one of them as elements of another dtype.
+    /// Returns the weights, with the bytes of one of them as elements of another dtype.
     pub(crate) fn with_dtype(mut self, name: &str, dtype: &str) -> Self {
         self.header[name]["dtype"] = dtype.into();
         self
     }
 
-    /// The same weights with `value` as the element `index` of one of them.
+    /// Returns the weights with `value` as the element `index` of one of them.
     pub(crate) fn with_value(mut self, name: &str, index: usize, value: f32) -> Self {
         let start =
             self.header[name]["data_offsets"][0].as_u64().unwrap() as usize + index * size_of::<f32>();

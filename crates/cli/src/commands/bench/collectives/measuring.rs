@@ -1,4 +1,4 @@
-//! How one operation at one size is timed.
+//! Timing of one operation at one size.
 
 use super::args::CollectivesArgs;
 use super::number::{Number, name};
@@ -10,7 +10,7 @@ use std::time::Instant;
 use trireme_base::{Bytes, ReduceOp};
 use trireme_comm::Group;
 
-/// One line; the keys are those of common PyTorch timing scripts, and how it was done.
+/// One line of the output. The keys are those of common PyTorch timing scripts, with the transport, memory and algorithm that were used.
 #[derive(Debug, Serialize)]
 pub(super) struct Measurement {
     peer: &'static str,
@@ -64,7 +64,7 @@ pub(super) fn measure<T: Number>(
     })
 }
 
-/// Seconds of some calls, each of which begins when all ranks have come: those of the slowest rank.
+/// Returns the seconds of each call on the slowest rank. Each call starts after a barrier; a round trip of `send` counts half. Collective.
 fn times<T: Number>(group: &Group, op: Op, bench: &mut Bench<'_, T>, num_calls: usize) -> Result<Vec<f64>> {
     let mut seconds = group.buffer::<f64>(num_calls)?;
     for seconds in seconds.iter_mut() {

@@ -11,19 +11,19 @@ pub(super) enum Dtype {
     I64,
 }
 
-/// The name of a value on the command line.
+/// Returns the name of a value on the command line.
 pub(super) fn name(value: impl clap::ValueEnum) -> String {
     value.to_possible_value().expect("no value is hidden").get_name().to_owned()
 }
 
-/// An element that can be compared with what it should be.
+/// An element whose value can be compared with an expected number.
 pub(super) trait Number: Element {
-    /// The nearest one.
+    /// Converts a number to the nearest value of this type.
     fn of(value: f64) -> Self;
 
     fn value(self) -> f64;
 
-    /// Whether it is this number, as near as sums of its type come to it.
+    /// Whether the value equals `expected` within 1/32 of it, which covers the rounding of sums in every type.
     fn is(self, expected: f64) -> bool {
         let (found, expected) = (self.value(), Self::of(expected).value());
         found == expected || (found - expected).abs() <= expected.abs() / 32.0

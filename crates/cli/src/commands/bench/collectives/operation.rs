@@ -1,4 +1,4 @@
-//! The operations: what vectors they take, how they are called, and what must come of it.
+//! The operations that are timed: their vectors, their calls and their expected results.
 
 use super::number::{Number, name};
 use anyhow::{Context, Result};
@@ -34,7 +34,7 @@ pub(super) enum Op {
 }
 
 impl Op {
-    /// Those that other libraries' benchmarks have, too.
+    /// Operations that benchmarks of other libraries have, too.
     pub(super) const COMMON: [Op; 5] =
         [Op::AllReduce, Op::AllGather, Op::ReduceScatter, Op::AllToAll, Op::Broadcast];
 
@@ -42,7 +42,7 @@ impl Op {
         self != Op::Barrier
     }
 
-    /// Bus bandwidth over bytes a second (nccl-tests, doc/PERFORMANCE.md).
+    /// Returns the ratio of bus bandwidth to bytes per second (nccl-tests, doc/PERFORMANCE.md).
     pub(super) fn bus_factor(self, world_size: usize) -> f64 {
         let n = world_size as f64;
         match self {
@@ -52,7 +52,7 @@ impl Op {
         }
     }
 
-    /// Elements of the whole vector that come nearest to `len` from below.
+    /// Returns the elements of the full vector: the largest valid number up to `len`.
     fn len(self, world_size: usize, len: usize) -> usize {
         match self {
             Op::Barrier => 0,
@@ -62,19 +62,20 @@ impl Op {
         }
     }
 
-    /// The operation as algorithms are chosen for it, if there are several.
+    /// Returns the collective for which the group chooses an algorithm; `None` if there is no choice.
     fn collective(self, len: usize) -> Option<Collective> {
         let kind = CollectiveKind::named(&name(self)).filter(|kind| *kind != CollectiveKind::Barrier)?;
         Some(kind.with_root(Rank::ROOT, len))
     }
 }
 
-/// Units that a rank sends in an all-to-all of blocks of different lengths: as many to each rank as [`units`] says.
+/// Returns the units that a rank sends in total in an all-to-all of variable block lengths. [`units`] gives their number for each pair of
+/// ranks.
 fn num_units(world_size: usize) -> usize {
     world_size * (world_size + 1) / 2
 }
 
-/// Units of the block that one rank sends to another; in each row and column every number from 1 to the world size.
+/// Returns the units of the block that rank `from` sends to rank `to`. Each row and column has every number from 1 to the world size.
 fn units(from: usize, to: usize, world_size: usize) -> usize {
     1 + (from + to) % world_size
 }
@@ -83,16 +84,16 @@ fn units(from: usize, to: usize, world_size: usize) -> usize {
 pub(super) struct Bench<'a, T> {
     group: &'a Group,
     op: Op,
-    /// Elements of the whole vector.
+    /// Elements of the full vector.
     len: usize,
-    /// What goes in, and what comes out of it if that is another vector. Absent during a call.
+    /// The input, and the output if the operation is out of place. Absent during a call.
     vectors: Option<(Buffer<T>, Option<Buffer<T>>)>,
-    /// Elements of the blocks of an all-to-all; by the other rank, the same for what is sent and what is received.
+    /// Elements of the blocks of an all-to-all, by the other rank. Sent and received blocks have equal lengths.
     block_lens: Vec<usize>,
 }
 
 impl<'a, T: Number> Bench<'a, T> {
-    /// With vectors of at most `bytes`. Every element of rank `r` is `r + 1`.
+    /// Allocates vectors for a full vector of at most `bytes`. Every input element of rank `r` is `r + 1`.
     pub(super) fn new(group: &'a Group, op: Op, place: Place, bytes: usize) -> Result<Self> {
         let (own, world_size) = (group.rank(), group.world_size());
         let len = op.len(world_size, bytes / size_of::<T>());
@@ -119,13 +120,13 @@ impl<'a, T: Number> Bench<'a, T> {
         self.len * size_of::<T>()
     }
 
-    /// How the group does it, if it has a choice.
+    /// Returns the algorithm that the group uses, if it has a choice.
     pub(super) fn algorithm(&self) -> Option<String> {
         let collective = self.op.collective(self.len)?;
         Some(self.group.algorithm(collective, size_of::<T>()).to_string())
     }
 
-    /// Makes all elements of the input zero, so that repeated sums stay finite.
+    /// Sets the input to zero, so that repeated sums stay finite.
     pub(super) fn clear(&mut self) {
         if let Some((input, _)) = &mut self.vectors {
             input.fill(T::of(0.0));

@@ -1,4 +1,4 @@
-//! A chart of curves over steps, as a figure of a page or as a picture of its own.
+//! A chart of curves over steps, as a figure of a page or as a standalone picture.
 
 use super::hues::run_colour;
 use super::thinning::{Stretch, Thinned};
@@ -13,10 +13,10 @@ const RIGHT: f64 = 16.0;
 const TOP: f64 = 28.0;
 const BOTTOM: f64 = 42.0;
 
-/// Height of the title and the legend above the chart in a picture of its own.
+/// Height of the title and the legend above the chart in a standalone picture.
 const HEAD: f64 = 48.0;
 
-/// Style of a picture of its own with one run, for programs that know no variables in styles.
+/// Style of a standalone picture of one run, for programs that do not support CSS variables.
 const PICTURE_STYLE: &str = "<style>.grid{stroke:#e6e6e6} .level{stroke:#888888;stroke-dasharray:6 4} .run{color:#1f4e9c;stroke:#1f4e9c} \
                              .thin{stroke-width:1.3;opacity:0.6} .thick{stroke-width:2.4} .band{stroke:none;fill:#1f4e9c;opacity:0.15} \
                              text{stroke:none}</style>";
@@ -32,7 +32,7 @@ pub(super) enum Look {
 }
 
 pub(super) struct Curve {
-    /// Which run's colour it has.
+    /// Index of the run, which selects the colour.
     pub(super) run: usize,
     pub(super) name: String,
     pub(super) look: Look,
@@ -48,7 +48,7 @@ pub(super) struct Level {
 pub(super) struct Chart {
     pub(super) title: &'static str,
     pub(super) unit: String,
-    /// Where the axis of steps ends; no point lies behind it.
+    /// End of the axis of steps. No point is beyond it.
     pub(super) last_step: u64,
     /// Whether the axis shows zero, so that heights can be compared.
     pub(super) is_from_zero: bool,
@@ -57,7 +57,7 @@ pub(super) struct Chart {
 }
 
 impl Chart {
-    /// The figure; none if no curve has a point.
+    /// Returns the figure; `None` if no curve has a point.
     pub(super) fn to_html(&self) -> Option<String> {
         self.drawn().next()?;
         let frame = self.frame();
@@ -75,7 +75,7 @@ impl Chart {
         Some(format!("<figure>\n<h3>{title}</h3>\n{svg}<figcaption>{legend}</figcaption>\n</figure>\n"))
     }
 
-    /// A document of its own with this `title`, for a chart of one run.
+    /// Returns a standalone SVG document with this `title`, for a chart of one run.
     pub(super) fn to_svg(&self, title: &str) -> String {
         let mut svg = Svg::new(WIDTH, HEAD + HEIGHT);
         svg.definitions(PICTURE_STYLE);
@@ -109,7 +109,6 @@ impl Chart {
         }
     }
 
-    /// Curves with at least one point.
     fn drawn(&self) -> impl Iterator<Item = &Curve> {
         self.curves.iter().filter(|curve| !curve.points.parts.is_empty())
     }
@@ -184,7 +183,7 @@ impl Frame {
         svg.text(((LEFT + WIDTH - RIGHT) / 2.0, HEIGHT - 6.0), Anchor::Middle, "step");
     }
 
-    /// From the lowest to the highest of the values that each point stands for.
+    /// Draws the band from the lowest to the highest of the values that each point combines.
     fn push_band(&self, svg: &mut Svg, curve: &Curve) {
         if curve.points.steps_per_point == 1 {
             return;
@@ -264,7 +263,7 @@ mod tests {
         );
         assert_eq!(html.matches("<circle").count(), 1, "{html}");
         assert!(html.contains("data-points=\"1 5.0000e0 3 4.0000e0 4 -3.0000e0\""), "{html}");
-        // The legend has what is drawn.
+        // The legend names only what is drawn.
         assert!(
             html.contains("run &lt;0&gt;") && html.contains("baseline") && !html.contains("run &lt;1&gt;")
         );

@@ -1,4 +1,4 @@
-//! Which charts a page has.
+//! The charts of a page.
 
 use super::super::records::{Record, Records, Unit};
 use super::chart::{Chart, Curve, Level, Look};
@@ -6,7 +6,7 @@ use super::loaded_run::LoadedRun;
 use super::memory::memory_chart;
 use super::thinning::thinned;
 
-/// The figures of all runs together. What no run has recorded is left out.
+/// Returns the figures of all runs together. A figure without recorded values is left out.
 pub(super) fn charts(runs: &[LoadedRun]) -> String {
     let unit = common_unit(runs);
     let mut html = String::new();
@@ -21,20 +21,20 @@ pub(super) fn charts(runs: &[LoadedRun]) -> String {
     }));
     push(one_curve_a_run(runs, "Exposed communication", "% of the step in which rank 0 waits", &|record| {
         let part = record.comm_seconds_exposed? / record.step_seconds?;
-        // A step that took no time cannot be divided.
+        // A step that took no time would divide by zero.
         part.is_finite().then_some(100.0 * part)
     }));
     html.extend(memory_chart(runs));
     html
 }
 
-/// Tokens, if all runs count them.
+/// Returns tokens if all runs count them, else samples.
 fn common_unit(runs: &[LoadedRun]) -> Unit {
     let has_tokens = runs.iter().all(|run| run.records.unit() == Unit::Tokens);
     if has_tokens { Unit::Tokens } else { Unit::Samples }
 }
 
-/// Of the run that has come furthest. Steps are in order, unless the file of a run has been changed.
+/// Returns the last step of the run that has come furthest. Steps are in order, unless the file of a run has been changed.
 fn last_step(runs: &[LoadedRun]) -> u64 {
     let steps = runs.iter().flat_map(|run| run.records.iter().map(|record| record.step));
     steps.max().unwrap_or(0)
@@ -47,7 +47,7 @@ fn losses(runs: &[LoadedRun]) -> Chart {
     loss_chart(common_unit(runs), last_step(runs), curves.collect(), baselines(runs))
 }
 
-/// The losses of one run as a picture of its own.
+/// Draws the losses of one run as a standalone picture.
 pub(in super::super) fn loss_picture(title: &str, records: &Records, baseline: Option<f64>) -> String {
     let curves = loss_curves(0, ["training loss", "validation loss"].map(str::to_owned), records);
     let level = |value| Level { name: format!("bigram baseline {value:.4}"), value };
@@ -55,7 +55,7 @@ pub(in super::super) fn loss_picture(title: &str, records: &Records, baseline: O
     loss_chart(records.unit(), records.last().step, curves.into(), levels).to_svg(title)
 }
 
-/// Curves with these names of a run's losses in training and in validation.
+/// Returns the curves of a run's losses in training and in validation, with these names.
 fn loss_curves(run: usize, names: [String; 2], records: &Records) -> [Curve; 2] {
     let training: Vec<_> = records.iter().map(|record| (record.step, record.loss)).collect();
     let before = records
@@ -78,7 +78,7 @@ fn loss_chart(unit: Unit, last_step: u64, curves: Vec<Curve>, levels: Vec<Level>
     Chart { title: "Loss", unit: unit.to_owned(), last_step, is_from_zero: false, curves, levels }
 }
 
-/// A level for each baseline, which runs on the same text have in common.
+/// Returns a level for each baseline. Runs on the same text share one.
 fn baselines(runs: &[LoadedRun]) -> Vec<Level> {
     let mut levels: Vec<(f64, Vec<&str>)> = Vec::new();
     for (run, value) in runs.iter().filter_map(|run| Some((run, run.baseline?))) {

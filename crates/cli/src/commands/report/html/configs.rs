@@ -1,10 +1,10 @@
-//! Configs, compared.
+//! Comparison of configs.
 
 use super::loaded_run::LoadedRun;
 use std::collections::BTreeSet;
 use trireme_base::escape_markup;
 
-/// The keys in which the runs differ as a table, and those that they share, folded.
+/// Returns a table of the keys in which the runs differ, and a folded table of the keys that they share.
 pub(super) fn configs(runs: &[LoadedRun]) -> String {
     let mut html = String::new();
     for run in runs.iter().filter(|run| run.keys.is_empty()) {
@@ -33,7 +33,7 @@ pub(super) fn configs(runs: &[LoadedRun]) -> String {
     html
 }
 
-/// A row for each key and a column for each run.
+/// Returns a table with a row for each key and a column for each run.
 fn table(keys: &[&String], runs: &[&LoadedRun], has_names: bool) -> String {
     let mut html = "<div class=\"wide\"><table>\n".to_owned();
     if has_names {

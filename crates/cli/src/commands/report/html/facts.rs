@@ -1,4 +1,4 @@
-//! What runs were and reached, as a table.
+//! A table of facts about runs: model, workers, progress and results.
 
 use super::super::records::Record;
 use super::hues::run_colour;
@@ -41,7 +41,7 @@ const FACTS: [Fact; 16] = [
     ("last record written", |run| run.ended.and_then(date_and_time)),
 ];
 
-/// A column for each run and a row for each fact that is known of any.
+/// Returns a table with a column for each run and a row for each fact that is known of at least one run.
 pub(super) fn facts_table(runs: &[LoadedRun]) -> String {
     let mut html = "<div class=\"wide\"><table>\n<thead><tr><th></th>".to_owned();
     for (index, run) in runs.iter().enumerate() {
@@ -74,7 +74,7 @@ fn model(run: &LoadedRun) -> Option<String> {
     }
 }
 
-/// The product of the degrees that divide workers.
+/// Returns the number of workers: the product of the degrees that divide them.
 fn workers(run: &LoadedRun) -> Option<String> {
     let degree = |name: &str| run.keys.get(&format!("parallelism.{name}"))?.parse::<u64>().ok();
     let degrees = [

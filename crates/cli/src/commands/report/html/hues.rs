@@ -1,12 +1,12 @@
-//! Which run has which colour.
+//! Colours of runs.
 
-/// Hues in degrees; those of the first runs are furthest from each other.
+/// Hues in degrees. The hues of the first runs are furthest from each other.
 const HUES: [u16; 10] = [212, 28, 145, 345, 275, 185, 55, 312, 0, 95];
 
-/// How many runs can be told apart.
+/// Number of runs whose colours differ.
 pub(super) const NUM_HUES: usize = HUES.len();
 
-/// Attributes of an element that has the colour of a run.
+/// Returns the attributes of an element in the colour of a run.
 pub(super) fn run_colour(run: usize) -> String {
     format!("class=\"run\" style=\"--hue:{}\"", HUES[run % NUM_HUES])
 }

@@ -13,26 +13,26 @@ use trireme_train::CONFIG_TOML;
 use trireme_train::config::Config;
 use trireme_train::trace::{TRACE_FILE, read};
 
-/// A page shows no longer drawing: those of thousands of passes are for a viewer of their own.
+/// Maximum size of a drawing on a page. A larger one, of thousands of passes, needs its own viewer.
 const DRAWING_BYTES_MAX: usize = 400_000;
 
 pub(super) struct LoadedRun {
-    /// Short, but another one for each folder.
+    /// Short name that is unique among the runs.
     pub(super) name: String,
     pub(super) folder: PathBuf,
     pub(super) records: Records,
-    /// Keys of `config.toml` with their values; none if it cannot be read.
+    /// Keys of `config.toml` with their values; empty if the file cannot be read.
     pub(super) keys: BTreeMap<String, String>,
-    /// The loss of counting pairs of tokens.
+    /// Validation loss of the bigram baseline.
     pub(super) baseline: Option<f64>,
     /// Elements of the newest checkpoint's weights.
     pub(super) num_parameters: Option<f64>,
-    /// In seconds after 1970 began, as is `ended`.
+    /// Unix time in seconds, as is `ended`.
     pub(super) began: Option<u64>,
     pub(super) ended: Option<u64>,
-    /// The last traced step, if any was traced.
+    /// The last traced step, if any step was traced.
     pub(super) drawing: Option<Drawing>,
-    /// The parts of that step's time.
+    /// The breakdown of that step's time.
     pub(super) breakdown: Option<Breakdown>,
 }
 
@@ -77,7 +77,7 @@ fn load_run(folder: &Path, name: String) -> Result<LoadedRun> {
     })
 }
 
-/// The last part of each path where that is enough to tell it from the others, else the path.
+/// Returns the last component of each path where it is unique, else the path.
 fn names(folders: &[PathBuf]) -> Vec<String> {
     let short = |folder: &PathBuf| folder.file_name().map(|name| name.to_string_lossy().into_owned());
     let all: Vec<Option<String>> = folders.iter().map(short).collect();
@@ -90,25 +90,25 @@ fn names(folders: &[PathBuf]) -> Vec<String> {
 
 fn num_parameters(folder: &Path) -> Option<f64> {
     let weights = ModelSource::open(folder).ok()?.weights();
-    // Whole numbers might overflow: shapes come from a file.
+    // Integers might overflow, because shapes come from a file.
     let elements = |shape: &[usize]| shape.iter().map(|&dim| dim as f64).product::<f64>();
     Some(weights.iter().map(|(_, tensor)| elements(tensor.shape())).sum())
 }
 
-/// When the first file of events for TensorBoard was begun, which its name tells.
+/// Returns when the first TensorBoard event file was created, according to its name.
 fn began(folder: &Path) -> Option<u64> {
     let seconds = |name: &str| name.strip_prefix("events.out.tfevents.")?.split('.').next()?.parse().ok();
     let entries = fs::read_dir(folder).ok()?.flatten();
     entries.filter_map(|entry| seconds(&entry.file_name().to_string_lossy())).min()
 }
 
-/// When the last record was written.
+/// Returns when the last record was written.
 fn ended(folder: &Path) -> Option<u64> {
     let modified = fs::metadata(records_file(folder)).and_then(|metadata| metadata.modified()).ok()?;
     Some(modified.duration_since(UNIX_EPOCH).ok()?.as_secs())
 }
 
-/// The drawing of the last traced step, and the parts of its time.
+/// Returns the drawing of the last traced step, and the breakdown of its time.
 fn traced(folder: &Path) -> (Drawing, Option<Breakdown>) {
     let drawn = || -> Result<Option<(String, Breakdown)>> {
         let steps = read(folder)?;

@@ -8,15 +8,15 @@ use trireme_train::metrics::MemoryPeakBytes;
 // Sizes in pixels, before the page scales the chart.
 const WIDTH: f64 = 640.0;
 const LEFT: f64 = 116.0;
-/// The longest bar leaves room for its number.
+/// Leaves room for the number next to the longest bar.
 const RIGHT: f64 = 84.0;
 const TOP: f64 = 28.0;
 const BOTTOM: f64 = 30.0;
 const MEASURED_HEIGHT: f64 = 11.0;
 const PREDICTED_HEIGHT: f64 = 5.0;
-/// Of what a run has in a category.
+/// Height of a run's bars in a category.
 const RUN_HEIGHT: f64 = MEASURED_HEIGHT + PREDICTED_HEIGHT + 3.0;
-/// Between categories.
+/// Gap between categories.
 const GAP: f64 = 8.0;
 
 struct Bars<'a> {
@@ -26,7 +26,7 @@ struct Bars<'a> {
     predicted: Option<MemoryPeakBytes>,
 }
 
-/// A group of bars for each category; none if no run has recorded its memory.
+/// Returns a group of bars for each category; `None` if no run has recorded its memory.
 pub(super) fn memory_chart<'a>(runs: &'a [LoadedRun]) -> Option<String> {
     let bars = |(index, run): (usize, &'a LoadedRun)| {
         let last = run.records.last();
@@ -72,7 +72,7 @@ struct Scale {
 }
 
 impl Scale {
-    /// Of a value in the unit.
+    /// Returns the x coordinate of a value in the unit.
     fn at(&self, value: f64) -> f64 {
         LEFT + (WIDTH - LEFT - RIGHT) * self.ticks.part(value)
     }
@@ -82,7 +82,7 @@ impl Scale {
     }
 }
 
-/// The wide bar of what was measured, and below it the narrow one of what was predicted.
+/// Draws the wide bar of the measured peak, and below it the narrow bar of the predicted peak.
 fn push_bars(svg: &mut Svg, scale: &Scale, run: &Bars<'_>, category: usize, top: f64) {
     let of_category = |peaks: MemoryPeakBytes| peaks.named().nth(category).expect("a category or the total");
     let (name, measured) = of_category(run.measured);

@@ -1,4 +1,4 @@
-//! The page as a whole.
+//! The whole page.
 
 use super::super::breakdown::Breakdown;
 use super::charts::charts;
@@ -8,7 +8,7 @@ use super::hues::run_colour;
 use super::loaded_run::{Drawing, LoadedRun};
 use trireme_base::escape_markup;
 
-/// What every page begins with, by which an earlier one is known. The policy keeps browsers from loading anything.
+/// The beginning of every page, by which an earlier page is recognized. The policy keeps browsers from loading anything.
 pub(super) const BEGINNING: &str = "<!doctype html>
 <html lang=\"en\">
 <head>
@@ -43,7 +43,7 @@ fn times_table(breakdown: &Breakdown) -> String {
     )
 }
 
-/// The last traced step of each run that has traced some.
+/// Returns the last traced step of each run that has traced steps.
 fn drawings(runs: &[LoadedRun]) -> String {
     let mut html = String::new();
     for (index, run) in runs.iter().enumerate() {

@@ -1,30 +1,31 @@
-//! Curves of long runs with few points.
+//! Thinning of curves: long runs are drawn with few points.
 
-/// A point of a curve, which stands for one step or for several neighbours.
+/// A point of a curve, which represents one step or several neighbouring steps.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Stretch {
-    /// In the middle.
+    /// The middle step.
     pub(super) step: u64,
     pub(super) low: f64,
     pub(super) mean: f64,
     pub(super) high: f64,
 }
 
-/// A curve as parts, between which values are missing or not finite.
+/// A curve in parts. Between the parts, values are missing or not finite.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Thinned {
     pub(super) parts: Vec<Vec<Stretch>>,
-    /// How many steps a point stands for at most.
+    /// Maximum number of steps that a point represents.
     pub(super) steps_per_point: usize,
 }
 
-/// How many points a curve has at most.
+/// Maximum number of points of a curve.
 const POINTS_MAX: usize = 300;
 
-/// A larger number would leave no finite scale. What is drawn of a run comes nowhere near it.
+/// Maximum absolute value that is drawn. A larger value would leave no finite scale; the values of real runs are far below.
 const VALUE_MAX: f64 = 1e100;
 
-/// Takes neighbours together until there are few points, which keep their lowest and highest values: a spike of one step stays visible.
+/// Combines neighbouring values until there are at most [`POINTS_MAX`] points. Points keep their lowest and highest values, so a spike of
+/// one step stays visible.
 pub(super) fn thinned(values: &[(u64, Option<f64>)]) -> Thinned {
     let steps_per_point = values.len().div_ceil(POINTS_MAX).max(1);
     let mut parts = vec![Vec::new()];
@@ -38,7 +39,7 @@ pub(super) fn thinned(values: &[(u64, Option<f64>)]) -> Thinned {
     Thinned { parts, steps_per_point }
 }
 
-/// What neighbours have in common; nothing if none of them has a value.
+/// Combines neighbours to one point; `None` if none of them has a value.
 fn stretch(neighbours: &[(u64, Option<f64>)]) -> Option<Stretch> {
     let (mut low, mut high, mut sum, mut number) = (f64::INFINITY, f64::NEG_INFINITY, 0.0, 0);
     for value in neighbours.iter().filter_map(|(_, value)| *value).filter(|value| value.abs() <= VALUE_MAX) {
