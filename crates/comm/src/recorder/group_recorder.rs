@@ -59,10 +59,9 @@ impl GroupRecorder {
     }
 
     /// Records that the group's next operation was issued.
-    /// The failure that has ended the group on this rank, such as that of a message.
     ///
     /// # Errors
-    /// What has ended the group on this rank, such as a message that failed.
+    /// The failure that has ended the group on this rank, such as a failed message.
     pub(crate) fn issue(&self, operation: Operation) -> Result<Issued, CommError> {
         let mut state = self.log.lock();
         if let Some((_, failure)) = &state.failure {
