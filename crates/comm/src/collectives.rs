@@ -1,5 +1,5 @@
 //! The collective operations of a [`Group`].
-//! //
+//!
 //! All ranks issue the same operation with vectors of the same dtype and the same full length. The vector is divided into one [`block`] per
 //! rank: block `r` is [`block`]`(r, world_size, len)`. The blocks are equal, or the first ones are longer by one element. In-place
 //! operations read and write a rank's block at its offset in the full vector; the other elements are unspecified afterwards. Out-of-place
@@ -50,7 +50,7 @@ impl Group {
         self.out_of_place(CollectiveKind::Reduce.with_root(root, input.len()), Some(op), (input, output))
     }
 
-    /// Replaces each rank's elements by those of `root`.
+    /// Replaces each rank's elements by the root's elements.
     pub fn broadcast<T: Content>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::Broadcast.with_root(root, buffer.len()), None, buffer)
     }

@@ -1,7 +1,7 @@
 //! The control connections: one to each peer, which carry only notices.
 //!
 //! A connection that ends without a goodbye means that the peer's process died: the kernel closes the sockets of a dead process at once,
-//! and keepalive (see `rendezvous`) ends those of a dead host.
+//! and keepalive (see `rendezvous`) ends the connections to a dead host.
 
 mod peer;
 

@@ -57,7 +57,7 @@ pub struct Disagreement {
     pub sequence: u64,
     /// The property that differs.
     pub difference: Difference,
-    /// The different operations with their ranks, those of most ranks first.
+    /// The different operations with their ranks. The operation of most ranks comes first.
     pub sides: Vec<Side>,
 }
 

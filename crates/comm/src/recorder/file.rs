@@ -51,7 +51,7 @@ pub fn read_reports(folder: &Path) -> Result<Vec<RankReport>, ReadReportsError> 
 }
 
 /// Removes all reports in a folder. The folder need not exist.
-/// //
+///
 /// # Errors
 /// If the folder cannot be read, or a file cannot be removed.
 pub fn remove_reports(folder: &Path) -> io::Result<()> {

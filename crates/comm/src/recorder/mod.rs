@@ -60,9 +60,8 @@ struct Shared {
     gathers: bool,
     heartbeat: Heartbeat,
     /// Names of all ranks' hosts, once they are known.
-    /// `None` if no reports are written.
     hosts: OnceLock<Vec<String>>,
-    /// Absent if reports go nowhere.
+    /// `None` if no reports are written.
     writer: Option<ReportWriter>,
 }
 

@@ -14,7 +14,7 @@ pub(super) struct Joining<'a> {
     pub(super) options: &'a JoinOptions,
     /// Addresses at which rank 0 listens.
     pub(super) addresses: &'a [SocketAddr],
-    /// Address on which this rank listens for its peers, unless it is that of its connection to rank 0.
+    /// Address on which this rank listens for its peers, if it differs from the address of its connection to rank 0.
     pub(super) interface: Option<IpAddr>,
     /// The key derived from the job's secret.
     pub(super) key: &'a Key,

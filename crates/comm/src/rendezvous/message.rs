@@ -55,7 +55,7 @@ impl Message {
         bytes
     }
 
-    /// Decodes a complete message. A table must be that of a world of `world_size`.
+    /// Decodes a complete message. A table must have `world_size` places.
     pub(super) fn decode(bytes: &[u8], world_size: usize) -> io::Result<Self> {
         let (header, body) =
             bytes.split_first_chunk().ok_or_else(|| invalid("a message without a header"))?;

@@ -24,7 +24,7 @@ impl Place {
     }
 
     /// The place as seen by a rank that reaches rank 0 at `root`. A link-local address is valid only on one link, which is assumed to be
-    /// that of rank 0.
+    /// the link of rank 0.
     pub(super) fn seen_with(mut self, root: SocketAddr) -> Self {
         if let (SocketAddr::V6(address), SocketAddr::V6(root)) = (&mut self.address, root)
             && address.ip().is_unicast_link_local()

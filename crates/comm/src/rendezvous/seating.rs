@@ -10,7 +10,7 @@ use std::io;
 
 const SEAT_BYTES: usize = 16;
 
-/// Reserves an address in MPI for this rank, and receives those of its peers. `rows` are the group's connections.
+/// Reserves an address in MPI for this rank, and receives the addresses of its peers. `rows` are the group's connections.
 pub(super) fn exchange(
     rows: &[Vec<Option<Connection>>; 3],
     limit: WaitLimit<'_>,
