@@ -6,9 +6,9 @@ use trireme_base::{DType, Pending, ReduceOp};
 /// All-reduces many short vectors together in few batches: tensor fusion (Sergeev, Del Balso, "Horovod: fast and easy distributed deep
 /// learning in TensorFlow", 2018, section 5).
 ///
-/// A batch is issued when the next vector would exceed `len_max` elements, when one of its vectors is waited for, or by
-/// [`flush`](Fusion::flush). Batching does not depend on time, so ranks that issue and wait for the same vectors in the same order form the
-/// same batches, and no vector waits for one that never comes. Each element is reduced as it would be alone: under
+/// A batch is issued when the next vector would exceed `len_max` elements, before a vector that is reduced alone, when one of its vectors
+/// is waited for, or by [`flush`](Fusion::flush). Batching does not depend on time, so ranks that issue and wait for the same vectors in
+/// the same order form the same batches, and no vector waits for one that never comes. Each element is reduced as it would be alone: under
 /// [`keeps_order`](crate::GroupOptions::keeps_order), the bits are the same as without fusion.
 ///
 /// Fusion copies each vector into the batch and back. Vectors longer than half of `len_max` are reduced alone. Repeated use allocates
