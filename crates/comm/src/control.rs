@@ -278,7 +278,7 @@ impl Control {
         };
         Some(match notice.event {
             Event::Goodbye => call.peer_left(rank),
-            // A peer that lost its connection to this rank fails alone, as far as this rank can tell.
+            // A peer that lost its connection to this rank fails alone, as far as this rank knows.
             Event::Lost { rank: other } | Event::Left { rank: other } if self.is_own(other) => {
                 call.peer_failed(rank)
             }

@@ -213,7 +213,7 @@ impl Courier {
         Ok(has_moved)
     }
 
-    /// Sleeps until a message can make progress, `bell` is rung, or a tick has passed.
+    /// Sleeps until a message can make progress, `bell` is signalled, or a tick has passed.
     pub(super) fn sleep(&mut self, bell: &OwnedFd) -> Result<(), CommError> {
         let mut is_ready = false;
         self.each_interest(|link, interest| is_ready |= link.prepare_sleep(interest).unwrap_or(true));

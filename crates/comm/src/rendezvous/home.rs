@@ -17,7 +17,7 @@ pub(crate) struct Home {
 }
 
 impl Home {
-    /// The home of ranks that are threads of one process.
+    /// The context of ranks that are threads of one process.
     pub(crate) fn inproc() -> Self {
         Home { key: Key::of(None), addresses: None, ports: None, tls: None }
     }

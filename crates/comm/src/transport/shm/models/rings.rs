@@ -122,7 +122,7 @@ fn loom_a_ring_is_filled_and_emptied_at_once() {
     explore(3, || exchange([&[], &[1, 2, 3, 4]], 4));
 }
 
-/// Both ranks wait for room and for bytes, with one bell for both.
+/// Both ranks wait for room and for bytes, with one wake-up for both.
 #[test]
 fn loom_full_rings_in_both_directions_make_progress() {
     explore(2, || exchange([&[1, 2, 3, 4], &[5, 6, 7, 8]], 4));
