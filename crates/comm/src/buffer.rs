@@ -95,7 +95,7 @@ impl<T: Content> Buffer<T> {
         self.storage.len() / self.dtype().size()
     }
 
-    /// Whether there are none.
+    /// Whether the vector has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
