@@ -7,27 +7,28 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use trireme_base::{DType, Event, HostMemory, Pending};
 
-/// A vector that a group can communicate: 64-byte-aligned memory, which an operation takes and its [`Work`](crate::Work) returns.
+/// A vector that a group can communicate, in 64-byte-aligned memory. An operation takes the buffer, and its [`Work`](crate::Work) returns
+/// it.
 ///
-/// [`Group::buffer`](crate::Group::buffer) makes it in memory of the kind that the group's transport handles best,
-/// [`Buffer::private`] on the heap, where every group takes it, but through copies if its ranks share memory.
+/// [`Group::buffer`](crate::Group::buffer) allocates it in the memory that suits the group's transport, [`Buffer::private`] on the heap.
+/// Every group accepts a private buffer, but copies it if its ranks share memory.
 pub struct Buffer<T> {
     pub(crate) storage: Storage,
     element: PhantomData<T>,
 }
 
 impl<T: Element> Buffer<T> {
-    /// A zeroed vector of `len` elements in this process's own memory.
+    /// Allocates a zeroed vector of `len` elements in this process's own memory.
     ///
     /// # Errors
-    /// [`CommError::Allocate`] if there is not so much memory.
+    /// [`CommError::Allocate`] if there is not enough memory.
     pub fn private(len: usize) -> Result<Self, CommError> {
         Ok(Buffer::from_storage(Storage::heap(T::DTYPE, len)?))
     }
 }
 
 impl Buffer<Untyped> {
-    /// As [`private`](Buffer::private), of elements of `dtype`.
+    /// Like [`private`](Buffer::private), with a `dtype` known at run time.
     ///
     /// # Errors
     /// As [`private`](Buffer::private).
@@ -39,7 +40,7 @@ impl Buffer<Untyped> {
         Ok(Buffer::from_storage(Storage::heap(dtype, len)?))
     }
 
-    /// The elements, of which the type must be `T`.
+    /// The elements, which must have type `T`.
     ///
     /// # Panics
     /// If the vector has elements of another type.
@@ -48,7 +49,7 @@ impl Buffer<Untyped> {
         bytemuck::cast_slice(self.storage.bytes())
     }
 
-    /// As [`elements`](Buffer::elements), to write.
+    /// The elements, mutably. Waits until no device uses the vector.
     ///
     /// # Panics
     /// As [`elements`](Buffer::elements).
@@ -59,10 +60,11 @@ impl Buffer<Untyped> {
 }
 
 impl<T: Content> Buffer<T> {
-    /// A vector of `len` elements of `dtype` that a device may still work with. A group reads and writes it after the device's event.
+    /// Creates a vector of `len` elements of `dtype` from memory that a device may still use. A group accesses it only after the device's
+    /// event.
     ///
     /// # Panics
-    /// Here or when a group waits for it, if it has another type or fewer elements.
+    /// If the memory has another dtype or fewer elements: here, or when a group waits for the device.
     pub fn pending(buffer: Pending<Buffer<T>>, dtype: DType, len: usize) -> Self {
         match buffer.try_take() {
             Ok(buffer) => {
@@ -77,13 +79,13 @@ impl<T: Content> Buffer<T> {
         }
     }
 
-    /// The vector as memory that copies of devices work with, once no device works with it any more.
+    /// Turns the vector into memory for device copies. Blocks until no device uses it.
     pub fn into_memory(mut self) -> Pending<Buffer<T>> {
         self.wait();
         Pending::new(self)
     }
 
-    /// The type of the elements.
+    /// The element type.
     pub fn dtype(&self) -> DType {
         self.storage.dtype
     }
@@ -93,12 +95,13 @@ impl<T: Content> Buffer<T> {
         self.storage.len() / self.dtype().size()
     }
 
-    /// Whether there are none.
+    /// Whether the vector has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Waits until no device works with the vector, as before a [pending](Buffer::pending) one is read. Writing waits by itself.
+    /// Blocks until no device uses the vector. A [pending](Buffer::pending) vector must be waited for before it is read; writing waits by
+    /// itself.
     pub fn wait(&mut self) {
         self.storage.wait();
     }
@@ -134,29 +137,29 @@ impl<T: Content> HostMemory for Buffer<T> {
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        // A copy that waited here would keep its device from what it waits for.
+        // Waiting here would block the device that the copy waits for.
         assert!(self.storage.event().is_done(), "a copy runs when no other works with its memory");
         self.storage.bytes_mut()
     }
 }
 
-/// The elements of a [`Buffer`], whatever their type.
+/// The untyped memory of a [`Buffer`].
 pub(crate) struct Storage {
     pub(crate) memory: Memory,
     dtype: DType,
     num_bytes: usize,
-    /// How long it is when it is not [shortened](Storage::shorten).
+    /// Length in bytes before the storage was [shortened](Storage::shorten).
     whole_bytes: usize,
 }
 
 pub(crate) enum Memory {
     Heap(Vec<CacheLine>),
     Shared(Region),
-    /// A device may still work with it.
+    /// A device may still use the memory.
     Pending(PendingMemory),
 }
 
-/// Memory that comes back at an event.
+/// Memory that becomes available at a device event.
 pub(crate) struct PendingMemory {
     event: Event,
     wait: Box<dyn FnOnce() -> Storage + Send + Sync>,
@@ -193,7 +196,7 @@ impl Storage {
         self.num_bytes
     }
 
-    /// When no device works with it any more.
+    /// The event after which no device uses the memory.
     pub(crate) fn event(&self) -> Event {
         match &self.memory {
             Memory::Pending(pending) => pending.event.clone(),
@@ -212,14 +215,14 @@ impl Storage {
         };
     }
 
-    /// Panics unless it has elements of `dtype`, and at least so many bytes.
+    /// Panics unless the storage has elements of `dtype` and at least `num_bytes` bytes.
     fn check(&self, dtype: DType, num_bytes: usize) {
         let capacity = self.num_bytes.max(self.whole_bytes);
         assert_eq!(self.dtype, dtype, "the type of the elements");
         assert!(num_bytes <= capacity, "{num_bytes} bytes of {capacity}");
     }
 
-    /// The address of the first byte. It does not refer to the bytes, so peers may touch them meanwhile.
+    /// The address of the first byte. A raw pointer and no reference, so peers may access the bytes meanwhile.
     pub(crate) fn start(&mut self) -> *mut u8 {
         self.wait();
         match &mut self.memory {
@@ -229,13 +232,13 @@ impl Storage {
         }
     }
 
-    /// Makes it shorter, even while a device works with it, until it is [lengthened](Storage::lengthen).
+    /// Shortens the storage until it is [lengthened](Storage::lengthen). A device may still use it.
     pub(crate) fn shorten(&mut self, num_bytes: usize) {
         assert!(num_bytes <= self.num_bytes, "{num_bytes} of {} bytes", self.num_bytes);
         (self.num_bytes, self.whole_bytes) = (num_bytes, self.num_bytes);
     }
 
-    /// Makes it as long as before it was [shortened](Storage::shorten), if it was.
+    /// Restores the length from before [`shorten`](Storage::shorten), if the storage was shortened.
     pub(crate) fn lengthen(&mut self) {
         self.num_bytes = self.num_bytes.max(self.whole_bytes);
     }

@@ -1,4 +1,4 @@
-//! One operation in flight on this rank: what it works on, and what it costs.
+//! One operation that this rank executes: its identity, payload and cost.
 
 use crate::buffer::Storage;
 use crate::{CommError, Operation};
@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
-/// One operation in flight on this rank, as its transport sees it.
+/// The identity of the operation that this rank is executing, as its transport sees it.
 pub(crate) struct Call {
-    /// Whether the executing thread has nothing else to do for this rank, but to wait for this.
+    /// Whether the executing thread waits for this operation's result and has no other work.
     pub(crate) is_awaited: bool,
     pub(crate) operation: Operation,
     pub(crate) sequence: u64,
@@ -53,34 +53,34 @@ impl Call {
         CommError::Wait { operation: self.operation, sequence: self.sequence, source: Arc::new(source) }
     }
 
-    /// The failure if `rank` issued `theirs` where `own` issued this call's operation.
+    /// The failure of this operation if `own` issued it and `rank` issued `theirs` instead.
     pub(crate) fn mismatch(&self, own: Rank, rank: Rank, theirs: Operation) -> CommError {
         CommError::mismatch(self.sequence, (own, self.operation), (rank, theirs))
     }
 }
 
-/// What an operation works on, before and after it.
+/// The data of an operation: inputs before it runs, results after it.
 pub(crate) enum Payload {
-    /// A barrier has none.
+    /// The payload of a barrier.
     Nothing,
-    /// The vector of an operation in place.
+    /// The vector of an in-place operation.
     Vector(Storage),
-    /// The vectors of an operation out of place, with the lengths of an all-to-all with blocks of any lengths.
+    /// The vectors of an out-of-place operation. `lens` are the block lengths of a variable all-to-all.
     Pair { input: Storage, output: Storage, lens: Option<BlockLens> },
-    /// Control data of each rank: this rank's block before, all blocks after.
+    /// Control data, one block per rank. Before the operation, only this rank's block is filled.
     Blocks(Vec<Vec<u8>>),
 }
 
-/// Elements of the blocks of an all-to-all, and by that how they travel.
+/// Block lengths of a variable all-to-all, in elements. The variant decides how blocks are routed.
 pub(crate) enum BlockLens {
-    /// To each rank, and from each rank: blocks go straight there.
+    /// Lengths to each rank, and from each rank. Blocks go directly to their receivers.
     Own([Vec<usize>; 2]),
-    /// From each rank to each rank, first by who sends and then by who receives: blocks go by hosts.
+    /// A matrix in row-major order, a row per sender and a column per receiver. Blocks are routed by hosts.
     All(Arc<[usize]>),
 }
 
 impl BlockLens {
-    /// How many elements `rank` sends and receives in all.
+    /// Numbers of elements that `rank` sends and receives in total.
     pub(crate) fn totals(&self, rank: Rank, world_size: usize) -> [usize; 2] {
         match self {
             BlockLens::Own(lens) => lens.each_ref().map(|lens| lens.iter().sum()),
@@ -93,7 +93,7 @@ impl BlockLens {
 }
 
 impl Payload {
-    /// Waits until no device works with the vectors any more.
+    /// Blocks until no device uses the vectors.
     pub(crate) fn wait(&mut self) {
         match self {
             Payload::Vector(vector) => vector.wait(),
@@ -106,5 +106,5 @@ impl Payload {
     }
 }
 
-/// Is called with what came of an operation, by the thread that executes it.
+/// A function that receives the result of an operation on the thread that executed it.
 pub(crate) type Callback<T> = Box<dyn FnOnce(Result<T, CommError>) + Send>;

@@ -1,15 +1,15 @@
-//! The operations of a [`Group`] on vectors.
+//! The collective operations of a [`Group`].
 //!
-//! Every rank issues the same operation with vectors of the same whole length and dtype. Where ranks have parts of a
-//! vector, rank `r` has [`block`]`(r, world_size, len)`: equal blocks, or the first ones longer by an element. In
-//! place, a block lies at its place within the whole vector, before the operation or after it; what else the
-//! vector then holds is unspecified. Out of place (`…_into`), the input stays as it is.
+//! All ranks issue the same operation with vectors of the same dtype and the same full length. The vector is divided into one [`block`] per
+//! rank: block `r` is [`block`]`(r, world_size, len)`. The blocks are equal, or the first ones are longer by one element. In-place
+//! operations read and write a rank's block at its offset in the full vector; the other elements are unspecified afterwards. Out-of-place
+//! operations (`…_into`) do not change the input.
 //!
-//! Steps and bytes of each operation by each algorithm are listed in `docs/collectives.md`.
+//! `docs/collectives.md` lists the steps and bytes of each operation with each algorithm.
 //!
 //! # Errors
-//! From the [`Work`]s: [`CommError::NoSuchRoot`] and [`CommError::Lengths`], which this rank sees alone and which
-//! leave the group as it is, and whatever ends a group.
+//! From the [`Work`]s: [`CommError::NoSuchRoot`] and [`CommError::Lengths`], which only this rank sees and which do not end the group, and
+//! any failure that ends a group.
 
 use crate::call::BlockLens;
 use crate::{Buffer, CommError, Content, Group, Operation, Work};
@@ -23,7 +23,7 @@ impl Group {
         self.in_place(CollectiveKind::AllReduce.with_len(buffer.len()), Some(op), buffer)
     }
 
-    /// The reduction of all ranks' inputs, as long as they are.
+    /// Writes the reduction of all ranks' inputs to every output. Input and output have the same length.
     pub fn all_reduce_into<T: Content>(
         &self,
         input: Buffer<T>,
@@ -33,12 +33,13 @@ impl Group {
         self.out_of_place(CollectiveKind::AllReduce.with_len(input.len()), Some(op), (input, output))
     }
 
-    /// Replaces the root's elements by the reduction of all ranks' elements.
+    /// Replaces the root's elements by the reduction of all ranks' elements. The other ranks' elements are unspecified afterwards.
     pub fn reduce<T: Content>(&self, buffer: Buffer<T>, op: ReduceOp, root: Rank) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::Reduce.with_root(root, buffer.len()), Some(op), buffer)
     }
 
-    /// The reduction of all ranks' inputs at the root, as long as they are; the other outputs are empty.
+    /// Writes the reduction of all ranks' inputs to the root's output, which has the length of the input. The other ranks pass empty
+    /// outputs.
     pub fn reduce_into<T: Content>(
         &self,
         input: Buffer<T>,
@@ -49,12 +50,12 @@ impl Group {
         self.out_of_place(CollectiveKind::Reduce.with_root(root, input.len()), Some(op), (input, output))
     }
 
-    /// Replaces each rank's elements by those of `root`.
+    /// Replaces each rank's elements by the root's elements.
     pub fn broadcast<T: Content>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::Broadcast.with_root(root, buffer.len()), None, buffer)
     }
 
-    /// The root's input, as long as the outputs; the other inputs are empty. The root gets its output, too.
+    /// Writes the root's input to all outputs, the root's own included. The other ranks pass empty inputs.
     pub fn broadcast_into<T: Content>(
         &self,
         input: Buffer<T>,
@@ -64,12 +65,12 @@ impl Group {
         self.out_of_place(CollectiveKind::Broadcast.with_root(root, output.len()), None, (input, output))
     }
 
-    /// Fills the vector with the blocks of all ranks, each of which has its own one in its place.
+    /// Fills the vector with the blocks of all ranks. Each rank passes its own block at its offset in the vector.
     pub fn all_gather<T: Content>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::AllGather.with_len(buffer.len()), None, buffer)
     }
 
-    /// The inputs of all ranks, one after the other; a rank's input is its block of the output.
+    /// Concatenates the inputs of all ranks in every output. The input is this rank's block of the output.
     pub fn all_gather_into<T: Content>(
         &self,
         input: Buffer<T>,
@@ -78,12 +79,12 @@ impl Group {
         self.out_of_place(CollectiveKind::AllGather.with_len(output.len()), None, (input, output))
     }
 
-    /// Replaces this rank's block by the reduction of all ranks' elements there.
+    /// Replaces this rank's block by the reduction of that block over all ranks.
     pub fn reduce_scatter<T: Content>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::ReduceScatter.with_len(buffer.len()), Some(op), buffer)
     }
 
-    /// This rank's block of the reduction of all ranks' inputs.
+    /// Writes this rank's block of the reduction of all ranks' inputs to the output.
     pub fn reduce_scatter_into<T: Content>(
         &self,
         input: Buffer<T>,
@@ -93,12 +94,12 @@ impl Group {
         self.out_of_place(CollectiveKind::ReduceScatter.with_len(input.len()), Some(op), (input, output))
     }
 
-    /// Fills the root's vector with the blocks of all ranks, each of which has its own one in its place.
+    /// Fills the root's vector with the blocks of all ranks. Each rank passes its own block at its offset in the vector.
     pub fn gather<T: Content>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::Gather.with_root(root, buffer.len()), None, buffer)
     }
 
-    /// The inputs of all ranks, all of one length, one after the other at the root; the other outputs are empty.
+    /// Concatenates the inputs of all ranks, which have one length, in the root's output. The other ranks pass empty outputs.
     pub fn gather_into<T: Content>(
         &self,
         input: Buffer<T>,
@@ -109,12 +110,12 @@ impl Group {
         self.out_of_place(CollectiveKind::Gather.with_root(root, len), None, (input, output))
     }
 
-    /// Replaces each rank's block by that of the root's vector.
+    /// Replaces each rank's block by the same block of the root's vector.
     pub fn scatter<T: Content>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::Scatter.with_root(root, buffer.len()), None, buffer)
     }
 
-    /// This rank's block of the root's input, all of one length; the other inputs are empty.
+    /// Writes this rank's block of the root's input to the output. All blocks have one length. The other ranks pass empty inputs.
     pub fn scatter_into<T: Content>(
         &self,
         input: Buffer<T>,
@@ -125,12 +126,12 @@ impl Group {
         self.out_of_place(CollectiveKind::Scatter.with_root(root, len), None, (input, output))
     }
 
-    /// Swaps blocks: the `j`-th of rank `i` becomes the `i`-th of rank `j`. The length is a multiple of the world size.
+    /// Exchanges blocks: block `j` of rank `i` becomes block `i` of rank `j`. The length must be a multiple of the world size.
     pub fn all_to_all<T: Content>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::AllToAll.with_len(buffer.len()), None, buffer)
     }
 
-    /// The `i`-th block of the output is this rank's block of rank `i`'s input. The length is a multiple of the world size.
+    /// Exchanges blocks: block `i` of the output is this rank's block of rank `i`'s input. The length must be a multiple of the world size.
     pub fn all_to_all_into<T: Content>(
         &self,
         input: Buffer<T>,
@@ -139,8 +140,9 @@ impl Group {
         self.out_of_place(CollectiveKind::AllToAll.with_len(input.len()), None, (input, output))
     }
 
-    /// As [`all_to_all_into`](Group::all_to_all_into), with `send_lens[j]` elements for rank `j` in the input and `receive_lens[i]`
-    /// of rank `i` in the output, one block after the other. Both ends of a block must give the same length.
+    /// Like [`all_to_all_into`](Group::all_to_all_into), with blocks of different lengths: `send_lens[j]` elements of the input go to rank
+    /// `j`, and `receive_lens[i]` elements of the output come from rank `i`. Blocks are contiguous, in rank order. Sender and receiver must
+    /// pass the same length for a block.
     pub fn all_to_all_variable<T: Content>(
         &self,
         input: Buffer<T>,
@@ -166,15 +168,15 @@ impl Group {
         self.issue_pair(operation, (input, output), Some(lens))
     }
 
-    /// As [`all_to_all_variable`](Group::all_to_all_variable), for several hosts of equally many ranks: blocks for another host go
-    /// by way of the rank of this host with the receiver's local rank, so that a rank sends one message to each
-    /// host. `lens[i * N + j]` elements go from rank `i` to rank `j` of `N`, which all ranks know. The blocks lie one after
-    /// the other at the start of the vectors, which may be longer; the rest is neither read nor changed.
+    /// Like [`all_to_all_variable`](Group::all_to_all_variable), hierarchical: a block for another host goes through the rank of this host
+    /// that has the receiver's local rank, so each rank sends one message to each other host. `lens[i * N + j]` elements go from rank `i`
+    /// to rank `j` of `N` ranks; all ranks pass the same `lens`. Blocks are contiguous from the start of the vectors. The vectors may be
+    /// longer; the rest is neither read nor changed.
     ///
-    /// On `H` hosts of `L` ranks these are `H (L - 1)` steps within a host and `H - 1` across, where the pairwise algorithm has
-    /// `(H - 1) L` across. The bytes across are the same; those within grow by what a rank's blocks for other hosts
-    /// have for ranks with another local rank. Elsewhere, it is the pairwise algorithm. Source and details are those of
-    /// [`all_to_all_variable_by_hosts`](trireme_schedule::collective::all_to_all_variable_by_hosts).
+    /// On `H` hosts of `L` ranks, this takes `H (L - 1)` steps within a host and `H - 1` steps between hosts, where the pairwise algorithm
+    /// takes `(H - 1) L` between hosts. The bytes between hosts are the same. The bytes within a host grow by the blocks for ranks of other
+    /// hosts that have another local rank. The pairwise algorithm is used unless there are several hosts with equally many ranks.
+    /// [`all_to_all_variable_by_hosts`](trireme_schedule::collective::all_to_all_variable_by_hosts) has the source and the details.
     pub fn all_to_all_variable_by_hosts<T: Content>(
         &self,
         input: Buffer<T>,
@@ -209,7 +211,7 @@ impl Group {
         self.issue_pair(operation, (input, output), Some(lens))
     }
 
-    /// Refuses a root that the group lacks, and an all-to-all of unequal blocks.
+    /// Rejects a root outside the group, and an all-to-all whose length does not divide into equal blocks.
     fn check(&self, operation: Operation) -> Result<(), CommError> {
         let (world_size, (_, len)) = (self.world_size(), operation.elements());
         match operation.root() {

@@ -1,7 +1,7 @@
-//! The control connections: one to each peer, on which nothing travels but notices.
+//! The control connections: one to each peer, which carry only notices.
 //!
-//! A connection that ends without a goodbye is how a rank learns that a peer's process died: the kernel
-//! closes a dead process's sockets at once, and keepalive (see `rendezvous`) ends those of a dead host.
+//! A connection that ends without a goodbye means that the peer's process died: the kernel closes the sockets of a dead process at once,
+//! and keepalive (see `rendezvous`) ends the connections to a dead host.
 
 mod peer;
 
@@ -17,40 +17,39 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
-/// How long a wait lasts at most before it looks at the connections and the deadline again.
+/// Maximum time that a wait sleeps before it checks the connections and the deadline again.
 pub(crate) const TICK: Duration = Duration::from_millis(50);
-/// After this time in one operation a rank tells the others where it waits, so that all know who is missing, or see a mismatch.
-///
-/// It asks those who are missing for their progress again and again after as long.
+/// After this time in one operation, a rank reports to its peers where it waits, so that all know which ranks are missing and detect a
+/// mismatch. It repeatedly asks missing ranks for their progress at the same interval.
 const STALL: Duration = Duration::from_secs(1);
-/// After this time at most a rank tells its user that it waits.
+/// Upper bound of the time after which a rank warns its user that it waits.
 const WARN_MAX: Duration = Duration::from_secs(30);
-/// How long to look for the reason of a broken data connection on the control connection beside it.
+/// How long to wait on the control connection for the reason why a data connection broke.
 const REASON_WAIT: Duration = Duration::from_secs(1);
 
 pub(crate) struct Control {
-    /// The cost of the operation in flight so far.
+    /// The cost so far of the operation in flight.
     pub(crate) cost: Cost,
     peers: Vec<Peer>,
     /// Readable when any connection is.
     epoll: OwnedFd,
-    /// The operation that this rank last told its peers it is waiting in, plus one.
+    /// Number of the operation that this rank last reported to its peers as waiting, plus one.
     told_waiting: u64,
-    /// The operation of which this rank last told its user that it takes long, plus one.
+    /// Number of the operation about which this rank last warned its user, plus one.
     told_stall: u64,
-    /// When this rank last told its peers that it waits.
+    /// When this rank last reported to its peers that it waits.
     told_at: Option<Instant>,
-    /// When bytes last moved in an operation, or a peer was heard to have begun one.
+    /// When bytes last moved in an operation, or a peer was last found to have begun one.
     moved: Option<Instant>,
-    /// A failure of a peer was seen while this rank was in no operation.
+    /// Whether a peer's failure was noticed while this rank was in no operation.
     has_seen_trouble: bool,
-    /// Where this rank last told its peers that it is blocked.
+    /// The place that this rank last reported as the one where it is blocked.
     told_blocked: Option<ToldPlace>,
     recorder: GroupRecorder,
 }
 
 impl Control {
-    /// Takes one connected stream socket per peer, in rank order, `None` for this rank.
+    /// Creates the control connections from one connected stream socket per peer, in rank order, with `None` for this rank.
     pub(crate) fn new(sockets: Vec<Option<OwnedFd>>, recorder: GroupRecorder) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let mut peers = Vec::with_capacity(sockets.len());
@@ -84,7 +83,7 @@ impl Control {
         })
     }
 
-    /// Reads what the peers said, and fails if it ends `call`.
+    /// Reads the peers' notices, and fails if they end `call`.
     pub(crate) fn check(&mut self, call: &Call) -> Result<(), CommError> {
         if self.is_readable(Duration::ZERO).map_err(|source| call.wait_failed(source))? {
             self.read();
@@ -97,8 +96,8 @@ impl Control {
         failure.or_else(|| self.difference(call)).or_else(|| self.crossing(call)).map_or(Ok(()), Err)
     }
 
-    /// Reads what the peers said while this rank is in no operation, and has `sequence` as its next. Tells those who wait
-    /// for it why it does not come, if that is known. Whether, for the first time, one has failed or is lost.
+    /// Reads the peers' notices while this rank is in no operation and `sequence` is its next one. Reports to peers that wait for this rank
+    /// where it is blocked, if that is known. Returns true once: the first time that a peer has failed or is lost.
     pub(crate) fn look(&mut self, sequence: u64) -> bool {
         if self.is_readable(Duration::ZERO).unwrap_or(false) {
             self.read();
@@ -120,7 +119,7 @@ impl Control {
         has_trouble && !std::mem::replace(&mut self.has_seen_trouble, true)
     }
 
-    /// Waits until each peer has told where it is or has ended, not for long.
+    /// Waits up to [`GATHER_MAX`] for each peer to report its place or to end.
     pub(crate) fn gather(&mut self) {
         let deadline = Instant::now() + GATHER_MAX;
         loop {
@@ -133,7 +132,7 @@ impl Control {
         }
     }
 
-    /// Checks the peers and the deadline; tells the peers where this rank is if `call` takes long. To be called every [`TICK`].
+    /// Checks the peers and the deadline. Reports this rank's place to the peers if `call` takes long. Must be called every [`TICK`].
     pub(crate) fn tick(&mut self, call: &Call) -> Result<(), CommError> {
         self.check(call)?;
         let elapsed = call.started.elapsed();
@@ -170,7 +169,7 @@ impl Control {
         self.recorder.recorder.heartbeat().beat_at(now);
     }
 
-    /// Asks those of whom messages are waited for how they are.
+    /// Asks the ranks from which messages are awaited for their progress.
     fn ask(&mut self, sequence: u64) {
         for rank in self.recorder.take_asked() {
             let peer = &mut self.peers[rank.0];
@@ -180,7 +179,8 @@ impl Control {
         }
     }
 
-    /// The peers that have neither come nor made progress for the timeout. Empty if all have come, but nothing moves.
+    /// The peers that have neither reached the operation nor made progress for the timeout, if any. An empty list if all have reached it,
+    /// but no byte moves.
     fn silent(&self, call: &Call) -> Option<Vec<Rank>> {
         let mut missing = self.missing(call);
         if missing.is_empty() {
@@ -195,11 +195,11 @@ impl Control {
         (!missing.is_empty()).then_some(missing)
     }
 
-    /// Why the data connection to `rank` broke: what that rank says, or else that it is lost.
+    /// Determines why the data connection to `rank` broke: the reason that the rank reports, or else that it is lost.
     pub(crate) fn reason_of_break(&mut self, rank: Rank, call: &Call) -> CommError {
         let deadline = Instant::now() + REASON_WAIT;
         loop {
-            // The reason may have been heard before the break.
+            // The reason may have arrived before the break.
             if let Err(failure) = self.check(call) {
                 return failure;
             }
@@ -215,7 +215,7 @@ impl Control {
         self.tell(Notice { sequence, event: Event::Place(place) });
     }
 
-    /// Tells the peers why operation `sequence` has failed on this rank, and where that is.
+    /// Notifies the peers why operation `sequence` failed on this rank, and at which place.
     pub(crate) fn announce(&mut self, sequence: u64, failure: &CommError, place: Option<ToldPlace>) {
         self.tell_place(sequence, place);
         let event = match *failure {
@@ -230,7 +230,7 @@ impl Control {
         self.tell(Notice { sequence, event });
     }
 
-    /// Tells the peers that this rank leaves before operation `sequence`.
+    /// Notifies the peers that this rank leaves before operation `sequence`.
     pub(crate) fn leave(&mut self, sequence: u64) {
         self.tell(Notice { sequence, event: Event::Goodbye });
     }
@@ -246,12 +246,12 @@ impl Control {
             if let Some(ending) = peer.read(Rank(rank), world_size, &self.recorder) {
                 peer.end(ending, &self.epoll);
             }
-            // Who was missing has come: from now on it is what comes from there that is waited for.
+            // A missing peer has arrived. The timeout now counts from here, for its data.
             if peer.num_begun > num_begun {
                 self.moved = Some(Instant::now());
             }
             if std::mem::take(&mut peer.is_asking) {
-                // Rounded up: on its way an age must not get less.
+                // Rounded up, so that the age does not shrink on its way.
                 let milliseconds = 1 + self.recorder.recorder.heartbeat().age().as_millis() as u64;
                 peer.tell(Notice { sequence: 0, event: Event::Progress { milliseconds } });
             }
@@ -268,7 +268,7 @@ impl Control {
         }
     }
 
-    /// The failure of `call` if the end of `rank` is one.
+    /// The failure of `call`, if the peer's ending causes one.
     fn failure_of(&self, rank: Rank, ending: Ending, call: &Call) -> Option<CommError> {
         let notice = match ending {
             Ending::Lost => return Some(call.peer_lost(rank)),
@@ -278,7 +278,7 @@ impl Control {
         };
         Some(match notice.event {
             Event::Goodbye => call.peer_left(rank),
-            // A peer that cannot reach this rank fails alone, as far as this rank can tell.
+            // A peer that lost its connection to this rank fails alone, as far as this rank knows.
             Event::Lost { rank: other } | Event::Left { rank: other } if self.is_own(other) => {
                 call.peer_failed(rank)
             }
@@ -292,7 +292,7 @@ impl Control {
                 other_operation: second.1,
             },
             Event::TimedOut => match self.missing(call) {
-                // Then this rank is the one that was waited for.
+                // Then the peer waited for this rank.
                 missing if missing.is_empty() => call.peer_failed(rank),
                 missing => call.timed_out(missing),
             },
@@ -305,7 +305,7 @@ impl Control {
         })
     }
 
-    /// The mismatch if a peer waits in another operation than this rank has, or had, in its place.
+    /// The mismatch, if a peer waits in another operation than this rank issued under the same number.
     fn difference(&mut self, call: &Call) -> Option<CommError> {
         let own = self.own()?;
         self.peers.iter_mut().enumerate().find_map(|(rank, peer)| {
@@ -318,7 +318,7 @@ impl Control {
         })
     }
 
-    /// The failure if a peer does not come because it waits in another group for this rank, which waits here.
+    /// The failure, if a peer waits in another group for this rank, while this rank waits for it here.
     fn crossing(&self, call: &Call) -> Option<CommError> {
         let (other_rank, place) = self.peers.iter().enumerate().find_map(|(rank, peer)| {
             let place = peer.blocked.filter(|_| peer.num_begun <= call.sequence)?;
@@ -351,17 +351,17 @@ impl Control {
     }
 }
 
-/// How long an operation with this timeout takes before the peers are told.
+/// Time in an operation with this timeout after which the peers are notified.
 pub(crate) fn stall(timeout: Duration) -> Duration {
     STALL.min(timeout / 4)
 }
 
-/// How long an operation with this timeout takes before its user is told.
+/// Time in an operation with this timeout after which the user is warned.
 pub(crate) fn stall_warning(timeout: Duration) -> Duration {
     WARN_MAX.min(timeout / 2)
 }
 
-/// Becomes readable when there is something for [`check`](Control::check) to read.
+/// Becomes readable when [`check`](Control::check) has something to read.
 impl AsFd for Control {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()

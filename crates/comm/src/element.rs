@@ -4,31 +4,32 @@ use trireme_schedule::collective::Side;
 
 /// A type whose vectors can be communicated and reduced: `f32`, `f64`, [`F16`], [`Bf16`], `u8`, `u32`, `u64`, `i32`, `i64`.
 ///
-/// Integers wrap; sums and products of 16-bit floats are taken in f32 and rounded to nearest even. NaN wins `Max` and `Min`.
+/// Integers wrap around. Sums and products of 16-bit floats are computed in f32 and rounded to nearest even. `Max` and `Min` of a NaN and a
+/// number are NaN.
 pub trait Element: Pod + Send + Sync + private::Reduce {
-    /// The name of the type on the wire.
+    /// The dtype that names this type in operations and on the wire.
     const DTYPE: DType;
 }
 
-/// What a [`Buffer`](crate::Buffer) has elements of: an [`Element`] that is known at compile time, or [`Untyped`] ones.
+/// The element type of a [`Buffer`](crate::Buffer): an [`Element`] known at compile time, or [`Untyped`].
 pub trait Content: Send + Sync + 'static {}
 
 impl<T: Element> Content for T {}
 
-/// Elements of a type that is known at run time: [`Buffer::dtype`](crate::Buffer::dtype).
+/// Elements of a type known at run time, [`Buffer::dtype`](crate::Buffer::dtype).
 #[derive(Debug)]
 pub struct Untyped;
 
 impl Content for Untyped {}
 
 mod private {
-    /// How two elements become one; sealed, because the other side of a wire must know it too.
+    /// The reductions of two elements. Sealed, because both ends of a connection must know them.
     pub trait Reduce: Copy {
         fn sum(left: Self, right: Self) -> Self;
         fn prod(left: Self, right: Self) -> Self;
         fn max(left: Self, right: Self) -> Self;
         fn min(left: Self, right: Self) -> Self;
-        /// A sum over `num_ranks` becomes a mean; integers round toward zero.
+        /// Divides a sum over `num_ranks` ranks to get the mean. Integers round toward zero.
         fn mean_of(self, num_ranks: usize) -> Self;
     }
 }
@@ -96,7 +97,7 @@ macro_rules! integer_element {
                 left.wrapping_mul(right)
             }
             fn mean_of(self, num_ranks: usize) -> Self {
-                // Widened, for a group may have more ranks than an 8-bit number counts.
+                // Widened, because a group may have more ranks than an 8-bit integer can count.
                 (self as i128 / num_ranks as i128) as $type
             }
             fn max(left: Self, right: Self) -> Self {
@@ -119,12 +120,12 @@ integer_element!(u64, DType::U64);
 integer_element!(i32, DType::I32);
 integer_element!(i64, DType::I64);
 
-/// Whether there is an [`Element`] of this type.
+/// Whether an [`Element`] has this dtype.
 pub(crate) fn has_element(dtype: DType) -> bool {
     dtype != DType::U16
 }
 
-/// Calls a function for the element type that a dtype names.
+/// Calls a generic function with the element type of a dtype.
 macro_rules! call_for_element {
     ($dtype:expr, $function:ident($($argument:expr),*)) => {
         match $dtype {
@@ -142,15 +143,15 @@ macro_rules! call_for_element {
     };
 }
 
-/// Reduces `other` into `own`, both made of elements of `dtype`; `own` stands on `side`. A mean is a sum until [`finish_mean`].
+/// Reduces `other` into `own`, both elements of `dtype`. `own` is the operand on `side`. A mean is a sum until [`finish_mean`].
 ///
 /// # Panics
-/// If the lengths differ, the bytes are not whole, aligned elements, or `dtype` has no [`Element`].
+/// If the lengths differ, the bytes do not form full, aligned elements, or `dtype` has no [`Element`].
 pub(crate) fn reduce_into(own: &mut [u8], other: &[u8], dtype: DType, op: ReduceOp, side: Side) {
     call_for_element!(dtype, reduce_typed(own, other, op, side))
 }
 
-/// Reduces `left` and `right` into `out`, all made of elements of `dtype`.
+/// Reduces `left` and `right` into `out`, all elements of `dtype`.
 ///
 /// # Panics
 /// As [`reduce_into`].
@@ -158,7 +159,7 @@ pub(crate) fn combine_into(out: &mut [u8], left: &[u8], right: &[u8], dtype: DTy
     call_for_element!(dtype, combine_typed(out, left, right, op))
 }
 
-/// Turns sums over `num_ranks` ranks into means, if `op` is one.
+/// Divides sums over `num_ranks` ranks to get means, if `op` is a mean.
 pub(crate) fn finish_mean(sums: &mut [u8], dtype: DType, op: ReduceOp, num_ranks: usize) {
     if op == ReduceOp::Mean {
         call_for_element!(dtype, divide(sums, num_ranks))
@@ -239,7 +240,7 @@ mod tests {
             let f16 = reduced(F16::from_f32(left), F16::from_f32(right), ReduceOp::Sum, Side::Left);
             (bf16.to_f32(), f16.to_f32())
         };
-        // Half a unit in the last place of 256 in bf16: to even, down and up; f16 has three bits more.
+        // 1 is half a unit in the last place of 256 in bf16: it rounds to even, down and then up. f16 has three more bits.
         assert_eq!(sum(256.0, 1.0), (256.0, 257.0));
         assert_eq!(sum(258.0, 1.0), (260.0, 259.0));
         assert_eq!(sum(65_504.0, 65_504.0), (131_072.0, f32::INFINITY));
@@ -253,7 +254,7 @@ mod tests {
 
     #[test]
     fn the_side_decides_between_equal_values() {
-        // 0.0 == -0.0, so the right operand is kept: which one that is depends on the side.
+        // 0.0 == -0.0, so the right operand is kept, and the side says which one that is.
         assert!(reduced(0.0_f32, -0.0, ReduceOp::Max, Side::Left).is_sign_negative());
         assert!(reduced(0.0_f32, -0.0, ReduceOp::Max, Side::Right).is_sign_positive());
     }

@@ -5,10 +5,10 @@ use crate::transport::Transport;
 use crate::{CommError, CommStatistics, Operation};
 use std::time::{Duration, Instant};
 
-/// Peers' notices are read before an operation if that was not done for this long.
+/// Minimum time between two reads of the peers' notices before operations.
 const LOOK_AROUND_INTERVAL: Duration = Duration::from_millis(1);
 
-/// How often to look what the peers say while there is nothing to do, at most.
+/// Maximum interval between two reads of the peers' notices while the group is idle.
 pub(crate) const LOOK_INTERVAL_MAX: Duration = Duration::from_millis(500);
 
 pub(crate) struct Engine {
@@ -40,13 +40,13 @@ impl Engine {
         }
     }
 
-    /// How often to look what the peers say while there is nothing to do.
+    /// Interval between two reads of the peers' notices while the group is idle.
     pub(crate) fn look_interval(&self) -> Duration {
         LOOK_INTERVAL_MAX.min(stall(self.timeout))
     }
 
-    /// Executes the operation. After a failure, which the peers are told, the engine is of no use but to
-    /// [`leave`](Engine::leave). `is_awaited` is whether the calling thread has nothing else to do.
+    /// Executes the operation. After a failure, of which the peers are notified, only [`leave`](Engine::leave) may follow. `is_awaited`
+    /// says whether the calling thread waits for this operation and has no other work.
     pub(crate) fn execute(
         &mut self,
         operation: Operation,
@@ -77,7 +77,8 @@ impl Engine {
         result
     }
 
-    /// Fails if a peer has ended, unless that was just checked: a check takes as long as a short operation, and waits check anyway.
+    /// Fails if a peer has failed or left. Skipped if that was checked recently: a check takes as long as a short operation, and waits
+    /// check anyway.
     fn check_peers(&mut self, call: &Call) -> Result<(), CommError> {
         if self.looked_around.is_some_and(|last| call.started < last + LOOK_AROUND_INTERVAL) {
             return Ok(());
@@ -86,7 +87,8 @@ impl Engine {
         self.control.check(call)
     }
 
-    /// Reads notices between operations, and reports where this rank is after a failure. Returns, once, an operation's failure.
+    /// Reads the peers' notices between operations. After a failure, reports this rank's place in the program to its peers. Returns an
+    /// operation's failure, once.
     pub(crate) fn look_around(&mut self) -> Option<CommError> {
         if !self.control.look(self.next_sequence) {
             return None;
@@ -98,17 +100,17 @@ impl Engine {
         self.control.check(&Call { is_awaited: false, operation, sequence, started, timeout }).err()
     }
 
-    /// Ends this rank's part: in good order, or after a failure, of which the peers know or are told now.
+    /// Ends this rank's part: with a goodbye, or after a failure, of which the peers are notified unless they know.
     pub(crate) fn leave(mut self, failure: Option<CommError>) {
         match (failure, self.recorder.failure()) {
             (Some(_), _) => {}
-            // A message has failed, of which the peers do not know.
+            // A message failed, of which the peers have not been notified.
             (None, Some(failure)) => {
                 self.control.announce(self.next_sequence, &failure, self.recorder.told_place());
             }
             (None, None) => return self.control.leave(self.next_sequence),
         }
-        // Data connections end now, so that who waits at one learns of it.
+        // Closes the data connections now, so that ranks that wait on them notice.
         drop(self.transport);
         if self.recorder.recorder.gathers() {
             self.control.gather();

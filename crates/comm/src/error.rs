@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use trireme_base::{Rank, ranges};
 
-/// Why communication failed. Cheap to clone: after an operation has failed, all later ones fail with the same error. Operations are
-/// numbered from 0 (`sequence`) within their group.
+/// The cause of a failed communication. Cheap to clone: after an operation has failed, all later ones fail with the same error. `sequence`
+/// is the number of an operation within its group, from 0.
 #[derive(Debug, Clone, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain variants and fields")]
 pub enum CommError {
@@ -52,7 +52,7 @@ pub enum CommError {
     RankFailed {
         rank: Rank,
         reason: String,
-        /// Who knows of it: that rank, and those who had joined.
+        /// Ranks that know of the failure: the failed rank, and the ranks that had joined.
         told: Vec<Rank>,
     },
     #[error(
@@ -107,7 +107,7 @@ pub enum CommError {
         operation: Operation,
         sequence: u64,
         timeout: Duration,
-        /// Who has not come and does nothing else either; empty if all came, and no byte moves.
+        /// Ranks that have not reached the operation and make no other progress either. Empty if all have reached it, but no byte moves.
         missing: Vec<Rank>,
     },
     #[error("rank {rank} violated the protocol during operation {sequence}, {operation}: {what}")]
@@ -118,8 +118,8 @@ pub enum CommError {
     Panicked,
 }
 
-/// Operations of different groups in which two ranks wait for each other: this rank in `operation`, for `other_rank` of the
-/// same group, which waits in `other_operation`. A `sequence` is a position in that group's sequence of operations, from 0.
+/// A deadlock of two ranks across two groups: `rank` waits in `operation` for `other_rank`, which waits in `other_operation` of another
+/// group for `rank`. A `sequence` is the number of an operation within its group, from 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the message explains the fields")]
 pub struct Crossing {

@@ -3,15 +3,16 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 use trireme_base::{DType, Pending, ReduceOp};
 
-/// Reduces many short vectors together, as few long ones: tensor fusion (Sergeev, Del Balso, "Horovod: fast and easy
-/// distributed deep learning in TensorFlow", 2018, section 5).
+/// All-reduces many short vectors together in few batches: tensor fusion (Sergeev, Del Balso, "Horovod: fast and easy distributed deep
+/// learning in TensorFlow", 2018, section 5).
 ///
-/// Vectors wait until they are as many elements as `len_max`, until one of them is waited for, or until
-/// [`flush`](Fusion::flush). So none waits for what may never come, and when a batch leaves does not depend on time: all
-/// ranks that issue and await the same vectors in the same order fuse the same ones. Each element is reduced as it
-/// would be alone, so under [`keeps_order`](crate::GroupOptions::keeps_order) the bits are those of single operations.
+/// A batch is issued when the next vector would exceed `len_max` elements, before a vector that is reduced alone, when one of its vectors
+/// is waited for, or by [`flush`](Fusion::flush). Batching does not depend on time, so ranks that issue and wait for the same vectors in
+/// the same order form the same batches, and no vector waits for one that never comes. Each element is reduced as it would be alone: under
+/// [`keeps_order`](crate::GroupOptions::keeps_order), the bits are the same as without fusion.
 ///
-/// Costs a copy of each vector into the batch and one back; longer ones than half of `len_max` go alone. Repeats allocate nothing.
+/// Fusion copies each vector into the batch and back. Vectors longer than half of `len_max` are reduced alone. Repeated use allocates
+/// nothing.
 #[derive(Clone)]
 pub struct Fusion {
     group: Arc<Group>,
@@ -22,7 +23,7 @@ pub struct Fusion {
 
 struct State {
     open: Arc<Mutex<Batch>>,
-    /// Batches whose vectors their owners have got back.
+    /// Batches whose owners have all fetched their vectors.
     free: Vec<Arc<Mutex<Batch>>>,
     spare: Vec<Buffer<Untyped>>,
 }
@@ -30,20 +31,20 @@ struct State {
 struct Batch {
     memory: Progress,
     len: usize,
-    /// Vectors whose owners have not got them back.
+    /// Number of vectors that their owners have not fetched.
     num_vectors: usize,
 }
 
 enum Progress {
-    /// Vectors are still taken in; there is no memory before the first.
+    /// The batch accepts vectors. Memory is allocated for the first one.
     Open(Option<Buffer<Untyped>>),
     Issued(Work<Buffer<Untyped>>),
     Ended(Result<Buffer<Untyped>, CommError>),
-    /// The last owner has taken the memory back.
+    /// The last owner has fetched its vector, and the memory is free again.
     Spent,
 }
 
-/// A vector that is reduced alone or in a batch; `wait` gives it back.
+/// A vector that is being reduced, alone or in a batch. [`wait`](FusedWork::wait) returns it.
 #[must_use = "a vector's reduction, or its failure, is seen by waiting for it"]
 pub struct FusedWork {
     part: Part,
@@ -55,21 +56,21 @@ enum Part {
 }
 
 impl Fusion {
-    /// Reductions of `group` by `op`, in batches of at most `len_max` elements, all of one type.
+    /// Creates a fusion of `group`'s all-reduces by `op`, in batches of at most `len_max` elements, all of one dtype.
     pub fn new(group: Arc<Group>, op: ReduceOp, len_max: usize) -> Self {
         let state = State { open: Batch::new(), free: Vec::new(), spare: Vec::new() };
         Fusion { group, op, len_max, state: Arc::new(Mutex::new(state)) }
     }
 
-    /// Memory for a batch of elements of `dtype`.
+    /// Allocates the memory of a batch of `dtype`.
     fn memory(&self, dtype: DType) -> Result<Buffer<Untyped>, CommError> {
         self.group.buffer_of(dtype, self.len_max, PageSize::Base)
     }
 
-    /// Allocates in advance the batches that vectors of `dtype` and these lengths make, in this order. Returns the bytes.
+    /// Preallocates the batches that vectors of `dtype` with these lengths form, in this order. Returns the bytes allocated.
     ///
     /// # Errors
-    /// [`CommError::Allocate`].
+    /// [`CommError::Allocate`] if there is not enough memory.
     pub fn reserve(&self, dtype: DType, lens: impl IntoIterator<Item = usize>) -> Result<usize, CommError> {
         let (mut num_batches, mut len_open) = (0, None);
         for len in lens {
@@ -98,19 +99,19 @@ impl Fusion {
         len <= self.len_max / 2 && self.len_max > 0
     }
 
-    /// Replaces each element by the reduction of all ranks' elements.
+    /// Replaces each element by the reduction of all ranks' elements. Waits until no device uses a vector that is fused.
     ///
     /// # Errors
-    /// From the work: [`CommError::Allocate`] if there is no memory for a batch, and whatever ends a group.
+    /// From the work: [`CommError::Allocate`] if there is no memory for a batch, and any failure that ends a group.
     ///
     /// # Panics
-    /// If a vector short enough to be fused has another dtype than the vectors before it.
+    /// If a vector that is short enough to be fused has another dtype than the vectors before it.
     pub fn all_reduce(&self, mut vector: Buffer<Untyped>) -> FusedWork {
         if !self.fuses(vector.len()) {
             self.close(&mut lock(&self.state));
             return self.group.all_reduce(vector, self.op).into();
         }
-        // It is copied here and now.
+        // The vector is copied right away.
         vector.wait();
         let mut state = lock(&self.state);
         if lock(&state.open).len + vector.len() > self.len_max {
@@ -126,7 +127,7 @@ impl Fusion {
         FusedWork { part: Part::OfBatch { fusion: self.clone(), batch, range, vector } }
     }
 
-    /// Issues what waits for more. All ranks call it at the same place in the order of their operations.
+    /// Issues the open batch. All ranks call it at the same place in their order of operations.
     pub fn flush(&self) {
         self.close(&mut lock(&self.state));
     }
@@ -154,7 +155,7 @@ impl Fusion {
         Ok(())
     }
 
-    /// Issues the open batch, if anything is in it.
+    /// Issues the open batch unless it is empty.
     fn close(&self, state: &mut State) {
         let mut batch = lock(&state.open);
         let Progress::Open(memory) = &mut batch.memory else { unreachable!("the open batch is open") };
@@ -165,7 +166,7 @@ impl Fusion {
         state.open = state.free.pop().unwrap_or_else(Batch::new);
     }
 
-    /// The part of a batch that belongs to one vector, once the batch has ended.
+    /// Waits for the batch, and copies the reduced elements back to one vector.
     fn finish(
         &self,
         batch: &Arc<Mutex<Batch>>,
@@ -232,7 +233,7 @@ impl FusedWork {
         }
     }
 
-    /// As [`Work::into_pending`]. A vector of a batch is waited for here and now, because the host copies it.
+    /// Like [`Work::into_pending`]. Blocks for a fused vector, because the host copies it out of its batch.
     pub fn into_pending(self, dtype: DType, len: usize) -> (Pending<Buffer<Untyped>>, Outcome) {
         match self.part {
             Part::Alone(work) => work.into_pending(dtype, len),
@@ -241,7 +242,6 @@ impl FusedWork {
     }
 }
 
-/// A vector that travels alone.
 impl From<Work<Buffer<Untyped>>> for FusedWork {
     fn from(work: Work<Buffer<Untyped>>) -> Self {
         FusedWork { part: Part::Alone(work) }

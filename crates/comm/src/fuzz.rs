@@ -1,4 +1,4 @@
-//! Hostile inputs for parsers, the same ones in every run. For tests only.
+//! Malformed and hostile inputs for parsers, the same in every run.
 
 use crate::notice::{Event, NOTICE_BYTES, Notice};
 use crate::recorder::{GroupName, Line, OperationState, ToldPlace};
@@ -6,10 +6,10 @@ use crate::{Operation, words};
 use trireme_base::{DType, Random, RandomKey, Rank, ReduceOp};
 use trireme_schedule::collective::CollectiveKind;
 
-/// Bytes of which lengths, counts and tags often are wrong.
+/// Values for which length, count and tag checks often fail.
 const WORDS: [u64; 8] = [0, 1, 2, 255, 1 << 16, 1 << 32, u64::MAX - 1, u64::MAX];
 
-/// Makes inputs out of valid messages, by a few changes each, and some out of nothing.
+/// Generates inputs: valid messages with a few changes each, and some random bytes.
 pub(crate) struct Fuzzer {
     random: Random,
     valid: Vec<Vec<u8>>,
@@ -17,13 +17,13 @@ pub(crate) struct Fuzzer {
 }
 
 impl Fuzzer {
-    /// The inputs called `purpose`, made out of `valid` ones.
+    /// Creates the input sequence called `purpose`, derived from `valid` messages.
     pub(crate) fn new(purpose: &str, valid: Vec<Vec<u8>>) -> Self {
         assert!(!valid.is_empty(), "a message to begin with");
         Fuzzer { random: Random::new(RandomKey::new(7, purpose), 0), valid, input: Vec::new() }
     }
 
-    /// An input of any length.
+    /// The next input, of any length.
     pub(crate) fn next(&mut self) -> &[u8] {
         self.start();
         for _ in 0..=self.below(3) {
@@ -32,14 +32,14 @@ impl Fuzzer {
         &self.input
     }
 
-    /// An input of `BYTES` bytes.
+    /// The next input, cut or padded to `BYTES` bytes.
     pub(crate) fn next_array<const BYTES: usize>(&mut self) -> [u8; BYTES] {
         self.next();
         self.input.resize(BYTES, 0);
         self.input.as_slice().try_into().expect("as many bytes")
     }
 
-    /// A number below `bound`.
+    /// A random number below `bound`.
     pub(crate) fn below(&mut self, bound: usize) -> usize {
         self.random.below(bound as u64) as usize
     }
@@ -70,7 +70,7 @@ impl Fuzzer {
                 let place = self.below(len);
                 self.input[place] = self.random.next_u32() as u8;
             }
-            // The end of another message.
+            // Replaces the end with the end of another message.
             4 => {
                 let (other, keep) = (self.below(self.valid.len()), self.below(len + 1));
                 self.input.truncate(keep);
@@ -106,7 +106,7 @@ fn hostile_operations_are_read_or_refused() {
             num_read += 1;
         }
     }
-    // Both ways are taken often.
+    // Both outcomes must be frequent.
     assert!((10_000..190_000).contains(&num_read), "{num_read}");
 }
 

@@ -1,23 +1,22 @@
-//! Groups of ranks, their collectives and the transports under them.
+//! Process groups, their collectives, point-to-point messages, and the transports that carry them.
 //!
-//! A [`Group`] is one rank's end of a world whose members issue the same operations in the same order. Operations are
-//! asynchronous: each returns a [`Work`] that must be resolved, and the group's communication thread executes them in the order of
-//! issue.
+//! A [`Group`] is one rank's handle to a world whose members issue the same operations in the same order. Operations are asynchronous: each
+//! returns a [`Work`], whose `wait` returns the result. The group's communication thread executes the operations in the order of issue.
 //!
 //! # Invariants
-//! - This crate knows ranks, not axes, and bytes with a dtype, not tensors.
-//! - Unless [`GroupOptions::keeps_order`] is off, all reductions follow the canonical order of
-//!   [`trireme_schedule::collective`], whatever the transport and the algorithm: the same inputs give the same bits.
-//! - After a failed operation a group is of no use: everything pending and everything issued later
-//!   returns that failure. A rank's failure, its cause included, is told to its peers at once.
-//! - A steady state allocates nothing: repeating the same operations reuses what the first ones allocated.
-//! - Nothing a peer sends is trusted with an allocation before its length is checked.
+//! - This crate knows ranks, not mesh axes, and bytes with a dtype, not tensors.
+//! - Unless [`GroupOptions::keeps_order`] is off, all reductions follow the canonical order of [`trireme_schedule::collective`]. The same
+//!   inputs give the same bits with every transport and every algorithm.
+//! - The first failed operation ends a group: all pending and all later operations return that failure. A rank that fails notifies its
+//!   peers at once, with the cause.
+//! - A steady state allocates nothing: repeated operations reuse the memory that the first ones allocated.
+//! - The length of peer input is checked before memory is allocated for it.
 //!
 //! # Layers
-//! `group`, `collectives` and `work` (what users see) → `queue` (order, threads) → `engine` (one operation) → `transport::linked`,
-//! which runs the steps that `selection` has chosen over a link to each peer, or leaves the operation to `transport::shm` where
-//! ranks share memory. `messages` has links of its own. `control` is next to them: the connections over which ranks learn of each
-//! other's end. `rendezvous` builds all of this, and `recorder` notes what they do.
+//! `group`, `collectives` and `work` are the public interface. `queue` keeps operations in order and `engine` executes one at a time.
+//! `transport::linked` runs the steps of the algorithm that `selection` chose over a link to each peer. Where ranks share memory,
+//! `transport::shm` runs operations instead. `messages` has links of its own. `control` keeps the connections over which ranks learn that a
+//! peer failed or left. `rendezvous` sets all of this up, and `recorder` records the operations.
 
 mod buffer;
 mod call;

@@ -1,16 +1,16 @@
-//! Callbacks for events.
+//! Callbacks that receive events.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// Is told of something, from the thread that it happens on.
+/// A callback that receives events, on the thread where they occur.
 pub struct Listener<T: ?Sized>(Arc<dyn Fn(&T) + Send + Sync>);
 
-/// Is told lines for the user, from the thread that joins or that writes reports.
+/// A callback that receives lines for the user, on the thread that joins or writes reports.
 pub type LineListener = Listener<str>;
 
 impl<T: ?Sized> Listener<T> {
-    /// Calls `listener`, which must not take long: the thread waits for it.
+    /// Wraps `listener`, which must return quickly, because the thread that calls it waits.
     pub fn new(listener: impl Fn(&T) + Send + Sync + 'static) -> Self {
         Listener(Arc::new(listener))
     }
@@ -20,7 +20,7 @@ impl<T: ?Sized> Listener<T> {
     }
 }
 
-// Derived, these would ask for a `T` that has them.
+// Derived implementations would require them of `T`.
 impl<T: ?Sized> Clone for Listener<T> {
     fn clone(&self) -> Self {
         Listener(Arc::clone(&self.0))

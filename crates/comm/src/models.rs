@@ -1,8 +1,8 @@
-//! Models of a group's threads: `cargo test -p trireme-comm --features loom --lib loom_`.
+//! Loom models of a group's threads: `cargo test -p trireme-comm --features loom --lib loom_`.
 //!
-//! The queue is compiled here a second time, against loom's locks, and loom runs each test in every order of its threads.
-//! A lost wake-up is a deadlock, which loom reports. The engine is the real one, in a group of one rank, over a transport
-//! that moves nothing. The memory that ranks share has its own models, in `transport::shm`.
+//! The queue is compiled here a second time, against loom's locks, and loom runs each test with every interleaving of its threads. A lost
+//! wake-up is a deadlock, which loom reports. The engine is the real one, of a group of one rank, with a transport that moves no data. The
+//! code for shared memory has models of its own in `transport::shm`.
 
 #[path = "queue.rs"]
 #[expect(clippy::duplicate_mod, dead_code, reason = "a second time, for the models, which use a part of it")]
@@ -23,21 +23,21 @@ use std::time::Duration;
 use trireme_base::{DType, Rank};
 use trireme_schedule::collective::CollectiveKind;
 
-/// Runs a model in every order of its threads that preempts them at most this many times.
+/// Explores all interleavings of a model's threads with at most this many preemptions.
 pub(crate) fn explore(num_preemptions_max: usize, model: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(num_preemptions_max);
     builder.check(model);
 }
 
-/// Locks, and a clock.
+/// Loom's locks, and a clock that the tests set.
 mod sync {
     pub(super) use loom::sync::{Mutex, MutexGuard};
     use std::cell::Cell;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::time::Duration;
 
-    /// The first wait with a timeout times out at once, and no other one ever: the queue must not depend on timeouts.
+    /// A condition variable whose first wait with a timeout times out at once, and later ones never: the queue must not depend on timeouts.
     pub(super) struct Condvar {
         inner: loom::sync::Condvar,
         has_timed_out: AtomicBool,
@@ -81,7 +81,7 @@ mod sync {
     }
 
     thread_local! {
-        /// How long ago everything was. Loom's threads are one thread of the system.
+        /// The elapsed time that every [`Instant`] reports. Loom runs all threads of a model on one system thread.
         pub(super) static ELAPSED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
     }
 
@@ -98,14 +98,14 @@ mod sync {
     }
 }
 
-/// How many operations were executed.
+/// The number of executed operations.
 #[derive(Default)]
 struct Executed {
     num: Mutex<usize>,
     grown: Condvar,
 }
 
-/// Accepts the operations that [`submit`] numbers, in their order, until one fails.
+/// A transport that checks that operations arrive in the order of the numbers that [`submit`] gives them. Operation `failing` fails.
 struct InOrder {
     executed: Arc<Executed>,
     failing: Option<usize>,
@@ -131,7 +131,7 @@ fn recorder() -> GroupRecorder {
     FlightRecorder::new(Rank(0), 1).group("world".to_owned(), Rank(0), vec![Rank(0)])
 }
 
-/// A queue, the thread that serves it, and what it has executed.
+/// Starts a queue and its communication thread. Returns them with the count of executed operations.
 fn serve(
     office: &Arc<Office>,
     failing: Option<usize>,
@@ -151,7 +151,7 @@ fn submit(queue: &Arc<Queue>, number: usize) -> Ticket {
     queue.submit(operation, Payload::Nothing)
 }
 
-/// Explores a model in which the last operation was issued this long ago.
+/// Explores a model in which `elapsed` has passed since the last operation was issued.
 fn explore_after(elapsed: Duration, model: impl Fn(&Arc<Office>) + Send + Sync + 'static) {
     sync::ELAPSED.set(elapsed);
     let messenger = Messenger::start(Rank(0), vec![None], &GroupOptions::default(), recorder());
@@ -160,7 +160,7 @@ fn explore_after(elapsed: Duration, model: impl Fn(&Arc<Office>) + Send + Sync +
     explore(4, move || model(&office));
 }
 
-/// Explores a model once with a communication thread that glances at the queue, and once with one that must be woken.
+/// Explores a model with a communication thread that polls the queue, and with one that must be woken.
 fn explore_both(model: impl Fn(&Arc<Office>) + Copy + Send + Sync + 'static) {
     explore_after(Duration::ZERO, model);
     explore_after(Duration::MAX, model);

@@ -3,27 +3,27 @@ use crate::recorder::{Direction, GroupName, Line, OperationState, ToldPlace};
 use crate::words;
 use trireme_base::Rank;
 
-/// What a rank tells its peers over its control connections.
+/// A message about a rank's state that it sends to its peers over the control connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Notice {
-    /// The sender's operation that this is about.
+    /// Number of the sender's operation that the notice refers to.
     pub(crate) sequence: u64,
     pub(crate) event: Event,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Event {
-    /// The sender has been in the operation, which is this one, for a while.
+    /// The sender has been waiting in this operation, number `sequence`, for a while.
     Waiting { operation: Operation },
-    /// Something is wrong, and this is where the sender is; nowhere before its first operation. More may follow.
+    /// The sender's place in its program, after a failure; `None` before its first operation. Further notices may follow.
     Place(Option<ToldPlace>),
-    /// The sender is waited for, and the thread that would come waits here, in another group.
+    /// The sender has not reached an operation that others wait in, because its thread waits here, in another group.
     Blocked(ToldPlace),
-    /// The sender waits for a message of the receiver, which shall tell of its progress.
+    /// The sender waits for a message from the receiver and asks for the receiver's progress.
     Asking,
-    /// How many milliseconds ago the sender, or a rank that it waits for, made progress.
+    /// Milliseconds since the sender, or a rank that it waits for, last made progress.
     Progress { milliseconds: u64 },
-    /// The sender leaves in good order before the operation.
+    /// The sender leaves cleanly before the operation.
     Goodbye,
     /// The operation failed on the sender because `rank` was lost.
     Lost { rank: Rank },
@@ -31,7 +31,7 @@ pub(crate) enum Event {
     Left { rank: Rank },
     /// The operation failed on the sender because two ranks issued different ones as number `sequence`.
     Mismatch { sequence: u64, first: (Rank, Operation), second: (Rank, Operation) },
-    /// The operation did not end in time on the sender.
+    /// The operation timed out on the sender.
     TimedOut,
     /// The operation failed on the sender for another reason.
     GaveUp,
@@ -39,9 +39,10 @@ pub(crate) enum Event {
 
 const WORDS: usize = 17;
 
-/// Bytes of a notice on the wire: seventeen little-endian words. First tag and sequence. Then sequence, ranks and
-/// operations of a mismatch; a lost rank stands where the first rank does, the operation of who waits where the first
-/// operation does. Progress has its milliseconds. Of a place sequence, state with peer, milliseconds, operation, program line and group.
+/// Bytes of a notice on the wire: 17 little-endian words. Words 0 and 1 are the tag and the sequence. A mismatch has its sequence in word
+/// 2, the ranks in 3 and 4, and the operations in 5 to 8. A lost or departed rank is in word 3, the operation of `Waiting` in 5 and 6, the
+/// milliseconds of `Progress` in 4. A place has its sequence in word 2, state, direction and peer in 3, milliseconds in 4, the operation in
+/// 5 and 6, the program line in 7 to 13, and the group in 14 to 16.
 pub(crate) const NOTICE_BYTES: usize = 8 * WORDS;
 
 const STATES: [OperationState; 4] =
@@ -90,7 +91,7 @@ impl Notice {
         words::to_bytes(words)
     }
 
-    /// Reads a notice of a group of `world_size` ranks; `None` if it is none.
+    /// Decodes a notice of a group of `world_size` ranks. `None` if the bytes are not a valid notice.
     pub(crate) fn decode(bytes: &[u8; NOTICE_BYTES], world_size: usize) -> Option<Self> {
         let words: [u64; WORDS] = words::from_bytes(bytes);
         let rank =

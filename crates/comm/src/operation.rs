@@ -4,18 +4,19 @@ use std::fmt;
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_schedule::collective::{Collective, CollectiveKind, Data, RootRole};
 
-/// The kind of an operation: of all ranks of a group, or of two.
+/// The kind of an operation: a collective of all ranks of a group, or a message between two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum OperationKind {
-    /// A collective that has algorithms.
+    /// A collective for which [`trireme_schedule::collective`] has algorithms.
     Collective(CollectiveKind),
-    /// An all-to-all with blocks of any lengths.
+    /// An all-to-all with blocks of different lengths.
     AllToAllVariable,
-    /// The same, sending blocks for another host through a rank of the sender's host. Its length is the sum over all blocks of all ranks.
+    /// The hierarchical variant of `AllToAllVariable`: a block for another host goes through a rank of the sender's host. Its length is the
+    /// sum over the blocks of all ranks.
     AllToAllVariableByHosts,
-    /// Every rank gets the bytes of all ranks; their lengths may differ.
+    /// Gathers a few bytes of every rank on all ranks. Lengths may differ.
     AllGatherBytes,
-    /// One rank's vector goes to one other.
+    /// One rank sends a vector to another.
     Message,
 }
 
@@ -70,26 +71,26 @@ impl OperationKind {
     }
 }
 
-/// One operation of a group. All ranks must issue the same; any difference between ranks is a mismatch.
+/// One operation of a group. All ranks must issue equal operations; any difference is reported as a mismatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "OperationFields", try_from = "OperationFields")]
 pub struct Operation {
     kind: OperationKind,
     op: Option<ReduceOp>,
     root: Option<Rank>,
-    /// [`DType::U8`] if the kind has no elements.
+    /// [`DType::U8`] for kinds without elements.
     dtype: DType,
     len: usize,
 }
 
-/// The encoding of an operation: kind, reduction, dtype, root, length.
+/// Number of words of an encoded operation: kind, reduction, dtype, root, length.
 pub(crate) const OPERATION_WORDS: usize = 2;
 
 impl Operation {
-    /// No rank leaves before every rank has entered.
+    /// A barrier: no rank leaves it before every rank has entered.
     pub const BARRIER: Operation = Operation::of(CollectiveKind::Barrier.with_len(0), DType::U8);
 
-    /// Every rank gets the bytes of all ranks.
+    /// A gather of a few bytes of every rank on all ranks.
     pub const ALL_GATHER_BYTES: Operation = Operation::other(OperationKind::AllGatherBytes, DType::U8, 0);
 
     /// Creates an operation from a collective that does not reduce.
@@ -115,17 +116,17 @@ impl Operation {
         Operation { kind, op, root, dtype, len: collective.len }
     }
 
-    /// A message of `len` elements.
+    /// Creates the operation that sends or receives a message of `len` elements.
     pub const fn message(dtype: DType, len: usize) -> Self {
         Operation::other(OperationKind::Message, dtype, len)
     }
 
-    /// An all-to-all with blocks of any lengths.
+    /// Creates an all-to-all with blocks of different lengths.
     pub const fn all_to_all_variable(dtype: DType) -> Self {
         Operation::other(OperationKind::AllToAllVariable, dtype, 0)
     }
 
-    /// An all-to-all with blocks of any lengths that sends through hosts; all blocks of all ranks have `len` elements.
+    /// Creates a hierarchical all-to-all with blocks of different lengths; `len` is the sum over all blocks of all ranks.
     pub const fn all_to_all_variable_by_hosts(dtype: DType, len: usize) -> Self {
         Operation::other(OperationKind::AllToAllVariableByHosts, dtype, len)
     }
@@ -151,27 +152,27 @@ impl Operation {
         })
     }
 
-    /// The name, as users call it.
+    /// The name of the [`Group`](crate::Group) method that issues the operation; `message` for messages.
     pub fn name(self) -> &'static str {
         self.kind.name()
     }
 
-    /// Element type and number of elements of the whole vector. [`DType::U8`] and 0 for kinds without elements.
+    /// The element type, and the number of elements of the full vector. [`DType::U8`] and 0 for kinds without elements.
     pub fn elements(self) -> (DType, usize) {
         (self.dtype, self.len)
     }
 
-    /// Bytes of the elements; 0 where their number differs between ranks.
+    /// Bytes of the full vector. 0 if its length differs between ranks.
     pub fn bytes(self) -> u64 {
         (self.len as u64).saturating_mul(self.dtype.size() as u64)
     }
 
-    /// How elements are reduced, if they are.
+    /// The reduction, if the operation reduces.
     pub fn reduction(self) -> Option<ReduceOp> {
         self.op
     }
 
-    /// The one rank that differs from the others, if there is one.
+    /// The root, if the operation has one.
     pub fn root(self) -> Option<Rank> {
         self.root
     }
@@ -188,12 +189,12 @@ impl Operation {
         self.kind == OperationKind::Collective(kind)
     }
 
-    /// The operation as algorithms know it, if they do.
+    /// The collective with its root and length, if the operation has algorithms.
     pub(crate) fn collective(self) -> Option<Collective> {
         Some(self.kind.collective()?.with_root(self.root.unwrap_or(Rank::ROOT), self.len))
     }
 
-    /// Part `collective` of the operation, on the same elements and with its reduction; a mean is a sum until all parts are done.
+    /// One phase of the operation, with the same elements and reduction. A mean is a sum until all phases are done.
     pub(crate) fn part(self, collective: Collective) -> Operation {
         let op = match self.op {
             Some(ReduceOp::Mean) | None => ReduceOp::Sum,
@@ -202,16 +203,16 @@ impl Operation {
         Operation::new(collective, collective.reduces().then_some(op), self.dtype)
     }
 
-    /// The operation in two words; equal operations give equal words.
+    /// Encodes the operation. Equal operations have equal words.
     pub(crate) fn encode(self) -> [u64; OPERATION_WORDS] {
         let kind = OperationKind::all().position(|kind| kind == self.kind).expect("every kind is listed");
         let (op, root) = (self.op.map_or(0, |op| op as u64), self.root.map_or(0, |root| root.0));
-        // Zeros are no operation.
+        // An encoding is never all zeros.
         let kind = kind as u64 + 1;
         [kind | op << 8 | (self.dtype as u64) << 16 | (root as u64) << 32, self.len as u64]
     }
 
-    /// Reads what [`encode`](Operation::encode) wrote; `None` if the words come from something else.
+    /// Decodes the words of [`encode`](Operation::encode). `None` if they encode no operation.
     pub(crate) fn decode(words: [u64; OPERATION_WORDS]) -> Option<Self> {
         let field = |shift: u32| usize::from((words[0] >> shift) as u8);
         let kind = OperationKind::all().nth(field(0).checked_sub(1)?)?;

@@ -8,40 +8,42 @@ use std::time::Duration;
 use trireme_base::Rank;
 use trireme_schedule::collective::{Algorithm, CostModel, DirectCost, LinkCost};
 
-/// How a group runs its operations; the same on all ranks.
+/// Options of a group's operations. Must be equal on all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GroupOptions {
-    /// How long an operation may wait without a sign of progress, of its own or of ranks that have not reached it, before it fails; at most a year.
+    /// How long an operation may wait without progress of its own, or of the ranks that have not reached it, before it fails. At most a
+    /// year.
     pub timeout: Duration,
-    /// How long a network between hosts may carry nothing before a silent rank counts as lost; from a second to
-    /// [`NETWORK_PAUSE_MAX`](GroupOptions::NETWORK_PAUSE_MAX). The end of a process is known at once.
+    /// How long a network between hosts may carry no packets before an unresponsive rank counts as lost; from one second to
+    /// [`NETWORK_PAUSE_MAX`](GroupOptions::NETWORK_PAUSE_MAX). The end of a process is noticed at once.
     pub network_pause: Duration,
-    /// Vectors up to this size go through stages of shared memory, with one synchronisation; longer ones are read and
-    /// written where they lie. At most [`SHORT_BYTES_LIMIT`](GroupOptions::SHORT_BYTES_LIMIT).
+    /// Maximum bytes of vectors that are copied through staging areas in shared memory, with one synchronisation. Longer vectors are read
+    /// and written in place. At most [`SHORT_BYTES_LIMIT`](GroupOptions::SHORT_BYTES_LIMIT).
     pub short_bytes_max: usize,
-    /// Work on long vectors proceeds by pieces of this size, so that a piece stays in cache.
+    /// Bytes of the chunks in which long vectors are processed, chosen so that a chunk stays in cache.
     pub chunk_bytes: usize,
-    /// Whether every reduction follows the canonical order of [`trireme_schedule::collective`], so that all world
-    /// layouts, transports and algorithms give the same bits. Without it the same group gives the same bits.
+    /// Whether every reduction follows the canonical order of [`trireme_schedule::collective`], so that all world layouts, transports and
+    /// algorithms give the same bits. If off, results are reproducible only for the same group.
     pub keeps_order: bool,
-    /// The algorithm to take wherever it fits; the quickest one where it does not, or where none is named.
+    /// The algorithm to use for all operations that it fits. The fastest one is chosen for the other operations, or for all if this is
+    /// `None`.
     pub algorithm: Option<Algorithm>,
-    /// What is known of the costs of communication, by which the quickest algorithm is found.
+    /// Known communication costs, by which the fastest algorithm is chosen.
     pub costs: GivenCosts,
-    /// Whether every frame of a link carries a CRC-32C of header and payload, and a mismatch ends the group. TCP's 16-bit sum
-    /// misses one error in 65536. Data in shared memory without a link has no checksum.
+    /// Whether every frame on a link carries a CRC-32C of its header and payload. A mismatch ends the group. TCP's 16-bit checksum misses
+    /// one error in 65536. Data in shared memory that does not go over a link has no checksum.
     pub checksums: bool,
-    /// TCP connections to each peer for collective operations, and as many for messages; bytes go over them in turns, in
-    /// stripes of 128 KiB. At most [`SOCKETS_PER_PEER_MAX`](GroupOptions::SOCKETS_PER_PEER_MAX).
+    /// Number of TCP connections to each peer for collectives, and of as many more for messages. Bytes are striped over them, 128 KiB at a
+    /// time. At most [`SOCKETS_PER_PEER_MAX`](GroupOptions::SOCKETS_PER_PEER_MAX).
     pub sockets_per_peer: usize,
-    /// Whether long payloads go by TCP without a copy, where the kernel has that and it saves one.
+    /// Whether long payloads are sent over TCP without a copy, where the kernel supports that and it saves a copy.
     pub zero_copy: bool,
 }
 
 impl GroupOptions {
     /// Upper bound of [`short_bytes_max`](GroupOptions::short_bytes_max).
     pub const SHORT_BYTES_LIMIT: usize = 1 << 20;
-    /// Bounds of [`chunk_bytes`](GroupOptions::chunk_bytes): a cache line, and what no cache holds.
+    /// Bounds of [`chunk_bytes`](GroupOptions::chunk_bytes): a cache line, and more than any cache holds.
     pub const CHUNK_BYTES_BOUNDS: std::ops::RangeInclusive<usize> = 64..=1 << 24;
     /// Upper bound of [`network_pause`](GroupOptions::network_pause).
     pub const NETWORK_PAUSE_MAX: Duration = Duration::from_secs(3600);
@@ -66,20 +68,21 @@ impl Default for GroupOptions {
     }
 }
 
-/// Costs that need not be measured. The others are measured when a world is made if [`keeps_order`](GroupOptions::keeps_order),
-/// for then no choice of an algorithm changes a bit; else they are typical ones. All are positive.
+/// Costs that are known and need not be measured. When a world is created, the other costs are measured if
+/// [`keeps_order`](GroupOptions::keeps_order) is on, because then the choice of an algorithm changes no bit; otherwise typical costs are
+/// used. All must be positive.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct GivenCosts {
-    /// Messages between two ranks of a host.
+    /// Cost of messages between two ranks of a host.
     pub within: Option<LinkCost>,
-    /// Messages between ranks of different hosts.
+    /// Cost of messages between ranks of different hosts.
     pub across: Option<LinkCost>,
-    /// Memory that ranks of a host share; of no meaning where they share none.
+    /// Cost of access to memory that the ranks of a host share. Ignored where they share none.
     pub direct: Option<DirectCost>,
 }
 
 impl GivenCosts {
-    /// The model with what is given in the place of its own.
+    /// Returns `model` with the given costs in place of its own.
     pub fn over(&self, model: CostModel) -> CostModel {
         CostModel {
             within: self.within.unwrap_or(model.within),
@@ -89,7 +92,7 @@ impl GivenCosts {
         }
     }
 
-    /// Whether all are numbers that costs can be.
+    /// Whether all given costs are positive and finite.
     pub(crate) fn are_positive(&self) -> bool {
         let links = [self.within, self.across].into_iter().flatten();
         let links = links.map(|cost| [cost.latency_seconds, cost.seconds_per_byte]);
@@ -98,53 +101,54 @@ impl GivenCosts {
     }
 }
 
-/// How a worker process finds the others of its world.
+/// Options by which a worker process finds the other workers of its world and joins them.
 #[derive(Debug, Clone)]
 pub struct JoinOptions {
-    /// This worker.
+    /// Rank of this worker.
     pub rank: Rank,
     /// Number of workers.
     pub world_size: usize,
-    /// Host name or address where rank 0 listens, on that address only. IPv4 or IPv6, also in brackets.
+    /// Host name or address at which rank 0 listens; it listens on that address only. IPv4 or IPv6, optionally in brackets.
     pub master_addr: String,
-    /// Port where rank 0 listens.
+    /// Port at which rank 0 listens.
     pub master_port: u16,
-    /// What carries the data.
+    /// The requested transport.
     pub transport: TransportChoice,
-    /// Name of the job: workers of another job are refused.
+    /// Name of the job. Workers of another job are refused.
     pub job: String,
-    /// What all workers of the job know: who does not is refused. Without one, anybody who can connect may join.
+    /// Secret that all workers of the job share. Workers without it are refused. If `None`, any process that can connect may join.
     pub secret: Option<Secret>,
-    /// Whether workers need a secret to listen on anything but a loopback address.
+    /// Whether a secret is required to listen on any address but loopback.
     pub requires_secret: bool,
-    /// Encrypts what goes over TCP. Needs the cargo feature `tls`.
+    /// Encrypts TCP connections. Needs the cargo feature `tls`.
     pub tls: Option<TlsOptions>,
-    /// Where rank 0 listens, if not at `master_addr`: on all addresses (`0.0.0.0` or `::`) where that is the name of a service.
+    /// Address on which rank 0 listens, if not `master_addr`. If `master_addr` is the name of a service, use all addresses (`0.0.0.0` or
+    /// `::`).
     pub listen: Option<IpAddr>,
-    /// The network interface where this worker listens for the others: by its name (`eth0`) or the beginning of it, an address of it, or a
-    /// network (`10.0.0.0/8`); the first that fits of several, separated by commas. `=` before a name asks for exactly that, `^` for any other.
-    /// By default that from which it reaches rank 0, or where rank 0 listens.
+    /// Network interface on which this worker listens for its peers: a name (`eth0`) or its beginning, an address, or a network
+    /// (`10.0.0.0/8`). Of several, separated by commas, the first match is used. `=` before a name requires an exact match, `^` excludes
+    /// it. The default is the interface from which this worker reaches rank 0; for rank 0, the address at which it listens.
     pub interface: Option<String>,
-    /// The ports where this worker listens for the others; any by default.
+    /// Ports on which this worker may listen for its peers. Any port by default.
     pub ports: Option<RangeInclusive<u16>>,
-    /// The host that this worker counts as being on, by any name; workers of one name share memory. By default the system's.
+    /// Name of the host that this worker counts as being on. Workers with equal names share memory. The system's host name by default.
     pub host: Option<String>,
-    /// Is told of those who are refused.
+    /// Receives the connections that were refused.
     pub on_refusal: Option<OnRefusal>,
-    /// Whether to renumber ranks so that those of a host are neighbours. Rank 0 stays. Must be equal on all ranks.
+    /// Whether to renumber ranks so that the ranks of a host are adjacent. Rank 0 stays. Must be equal on all ranks.
     pub orders_by_host: bool,
-    /// Is told lines for the user while the world joins: who is waited for, and how ranks were renumbered.
+    /// Receives lines for the user while the world joins: which ranks are missing, and how ranks were renumbered.
     pub on_note: Option<LineListener>,
-    /// How long to wait for all workers to come; at most a year.
+    /// How long to wait for all workers to join. At most a year.
     pub join_timeout: Duration,
-    /// How the group runs its operations.
+    /// Options of the group's operations.
     pub group: GroupOptions,
-    /// What is done when something goes wrong, beside returning errors.
+    /// Options of the flight recorder, which reports failures in addition to the returned errors.
     pub flight_recorder: RecorderOptions,
 }
 
 impl JoinOptions {
-    /// The options of one rank, the rest at their defaults: rendezvous at 127.0.0.1:29500 within 60 s, automatic transport.
+    /// Options of one rank with defaults for the rest: rendezvous at 127.0.0.1:29500 within 60 s, automatic transport.
     pub fn new(rank: Rank, world_size: usize) -> Self {
         JoinOptions {
             rank,
@@ -170,25 +174,25 @@ impl JoinOptions {
     }
 }
 
-/// What a worker needs for TLS 1.3 with the others: both sides of a connection show a certificate.
+/// Files and name for TLS 1.3 between workers. Both ends of a connection present a certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsOptions {
     /// PEM file with this worker's certificate chain, for servers and clients of the DNS name [`name`](TlsOptions::name).
     pub certificate: PathBuf,
-    /// PEM file with the certificate's private key, which nobody but its owner may read.
+    /// PEM file with the certificate's private key, which only its owner may read.
     pub key: PathBuf,
-    /// PEM file with the certificates of the authorities that have signed those of the workers.
+    /// PEM file with the certificates of the authorities that signed the workers' certificates.
     pub authority: PathBuf,
-    /// The DNS name that every worker's certificate is for; it says that the holder is a worker, not where it runs.
+    /// The DNS name in every worker's certificate. It says that the holder is a worker, not where it runs.
     pub name: String,
 }
 
-/// A connection that was turned away while a world joined; it changed nothing.
+/// A connection that was refused while a world joined. It has no effect on the world.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// Where it came from; none for a process of this host.
+    /// Address of the peer. `None` for a process of this host.
     pub address: Option<SocketAddr>,
-    /// Why it was turned away.
+    /// Why the connection was refused.
     pub reason: String,
 }
 
@@ -201,29 +205,29 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Is told of the first refusals of a rendezvous, from the thread that joins.
+/// A callback that receives the first refusals of a rendezvous, on the thread that joins.
 pub type OnRefusal = Listener<Refusal>;
 
 trireme_base::named! {
     /// The transport that the user requests.
     #[derive(Default)]
     pub enum TransportChoice {
-        /// Shared memory between ranks that are on one host and can map each other's memory, TCP between others.
+        /// Shared memory between ranks that are on one host and can map each other's memory, TCP between the others.
         #[default]
         Auto = "auto",
-        /// Shared memory, or fail.
+        /// Shared memory between all ranks. Joining fails if they cannot share memory.
         Shm = "shm",
         /// TCP.
         Tcp = "tcp",
-        /// MPI, whose launcher has started the workers; only in programs built with the feature `mpi`.
+        /// MPI. Its launcher must have started the workers, and the program must be built with the feature `mpi`.
         Mpi = "mpi",
     }
 }
 
 trireme_base::named! {
-    /// The transport of a group's data.
+    /// The transport that carries a group's data.
     pub enum TransportKind {
-        /// Nothing: a world of one.
+        /// No transport: a world of one rank.
         Single = "single",
         /// Socket pairs between threads of one process.
         Inproc = "inproc",

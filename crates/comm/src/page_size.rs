@@ -2,13 +2,13 @@
 
 use trireme_base::HUGE_PAGE_BYTES;
 
-/// The size of the pages in which memory lies that ranks share.
+/// The size of the pages of memory that ranks share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PageSize {
-    /// The system's, mostly 4 KiB: a process maps what it touches.
+    /// The system's page size, mostly 4 KiB. A process maps only the pages that it accesses.
     Base,
-    /// 2 MiB, where the system has such pages for shared memory (Linux 6.1). A process that touches a byte maps the whole page, but long vectors
-    /// that are exchanged many times in a step take less time, because one cached entry maps 2 MiB.
+    /// 2 MiB pages, if the system has them for shared memory (Linux 6.1). A process that accesses a byte maps the whole page. Long vectors
+    /// that are exchanged many times per step are faster, because one TLB entry covers 2 MiB.
     Huge,
 }
 

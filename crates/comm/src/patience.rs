@@ -1,21 +1,22 @@
 use std::time::{Duration, Instant};
 
-/// How long a thread with nothing else to do looks for a peer before it sleeps. It yields the processor between looks.
+/// How long a thread without other work polls for a peer before it sleeps. It yields the processor between polls.
 const WAITING_MAX: Duration = Duration::from_micros(100);
-/// Looks in a row before that: what it takes a peer that is just about to come, on another processor.
+/// Initial and maximum number of polls that spin, before a thread yields: enough for a peer that is about to arrive on another processor.
 const NUM_LOOKS_MAX: u32 = 400;
-/// Where such looks were in vain, perhaps because the peer needs this very processor.
+/// Minimum number of spinning polls, reached when they keep failing, perhaps because the peer needs this very processor.
 const NUM_LOOKS_MIN: u32 = 1;
-/// Looks of a thread next to one that computes: it is woken at once, but does not soon regain a processor it gave away awake.
+/// Minimum number of spinning polls of a rank that also computes: the thread is woken at once, but does not soon regain a processor that it
+/// yields.
 const NUM_LOOKS_BESIDE_MIN: u32 = 100;
 
-/// From one look at the clock to the next.
+/// Number of yields between two reads of the clock.
 const NUM_YIELDS: u32 = 4;
 
-/// Tries of what only a try shows, by a thread that has nothing else to do; between them others may have the processor.
+/// Tries that yield the processor after each failure, by a thread without other work, for conditions that only a try can test.
 const NUM_PATIENT_TRIES: u32 = 200;
 
-/// Looks out for peers before sleeping, for as long as that has helped lately.
+/// Adaptive backoff: polls for peers before sleeping, for longer if that succeeded recently.
 pub(crate) struct Patience {
     num_looks: u32,
     num_tries: u32,
@@ -26,7 +27,8 @@ impl Patience {
         Patience { num_looks: NUM_LOOKS_MAX, num_tries: 0 }
     }
 
-    /// Looks for a while; whether `has_come` has said so. `has_nothing_else` is whether this rank computes nothing meanwhile.
+    /// Polls `has_come` for a while, and returns whether it was true. `has_nothing_else` says whether this rank has no computation to do
+    /// meanwhile.
     pub(crate) fn look(&mut self, has_nothing_else: bool, mut has_come: impl FnMut() -> bool) -> bool {
         let num_looks =
             if has_nothing_else { self.num_looks } else { self.num_looks.max(NUM_LOOKS_BESIDE_MIN) };
@@ -50,7 +52,7 @@ impl Patience {
         false
     }
 
-    /// Whether to try once more what only a try shows, after one in vain.
+    /// Whether to try again after a failed try, for conditions that only a try can test. Spins or yields before it returns true.
     pub(crate) fn tries_again(&mut self, has_nothing_else: bool) -> bool {
         self.num_tries += 1;
         let num_patient_tries = if has_nothing_else { NUM_PATIENT_TRIES } else { 0 };
@@ -65,7 +67,7 @@ impl Patience {
         true
     }
 
-    /// A try was not in vain.
+    /// Records that a try succeeded.
     pub(crate) fn has_succeeded(&mut self) {
         self.num_tries = 0;
     }

@@ -1,4 +1,4 @@
-//! What communication costs, measured by a few messages when a world is made.
+//! Measures communication costs with a few messages when a world is created.
 
 use crate::{CommError, GivenCosts, Group};
 use std::ops::Range;
@@ -6,21 +6,22 @@ use std::time::Instant;
 use trireme_base::{Rank, ReduceOp};
 use trireme_schedule::collective::{CostModel, DirectCost, LinkCost};
 
-/// Messages of each length there and back, besides a first one; the quickest counts, for what disturbs only adds.
+/// Round trips of each length after a first one. The fastest one counts, because disturbances only add time.
 const NUM_ROUNDS: usize = 4;
 const SHORT_BYTES: usize = 64;
-/// Lengths of messages by which a bandwidth is found, the longest that a link carries quickly.
+/// Lengths of the messages that measure the bandwidth. A slow link skips the longer ones.
 const LONGER_BYTES: [usize; 4] = [16 << 10, 64 << 10, 256 << 10, 1 << 20];
-/// A link on which a message there and back takes longer is not asked for longer ones, nor for more of them.
+/// A link with a slower round trip is not measured with longer messages or more of them.
 const ROUND_SECONDS_MAX: f64 = 2e-3;
-/// What is reduced in shared memory.
+/// Bytes of the vector that is reduced in shared memory.
 const DIRECT_BYTES: usize = 512 << 10;
-/// No link is quicker, whatever a clock says.
+/// Lower bound of a measured time, whatever the clock says.
 const SECONDS_MIN: f64 = 1e-9;
 
-/// Measures the costs that are not `given`; those that cannot be measured are `unmeasured`. All ranks call it, with one result.
+/// Measures the costs that are not `given`. Costs that cannot be measured are taken from `unmeasured`. All ranks call it and get the same
+/// result.
 ///
-/// Takes a few milliseconds: as many messages between two ranks of a host, and two hosts, as a link carries in one or two of them.
+/// Takes a few milliseconds: a few round trips between two ranks of one host, and between two hosts.
 pub(crate) fn measure(
     group: &Group,
     given: &GivenCosts,
@@ -36,13 +37,13 @@ pub(crate) fn measure(
     let within = within.map(|pair| link(group, pair)).transpose()?.flatten();
     let across = across.map(|pair| link(group, pair)).transpose()?.flatten();
     let direct = has_direct.then(|| direct(group)).transpose()?;
-    // What this rank has measured; zero where it has not.
+    // The values that this rank measured, 0 for the others.
     let [within, across] = [within, across].map(|cost| cost.map_or([0.0; 2], of_link));
     let direct = direct.map_or([0.0; 2], |cost| [cost.synchronisation_seconds, cost.seconds_per_byte]);
     let own: Vec<u8> =
         [within, across, direct].as_flattened().iter().flat_map(|value| value.to_le_bytes()).collect();
     let all = group.all_gather_bytes(&own).wait()?;
-    // The largest of what ranks have measured: they wait for the slowest.
+    // The largest measurement of any rank: ranks wait for the slowest.
     let largest = |range: Range<usize>| {
         let mut values = [0.0_f64; 2];
         for bytes in &all {
@@ -71,20 +72,20 @@ fn of_link(cost: LinkCost) -> [f64; 2] {
     [cost.latency_seconds, cost.seconds_per_byte]
 }
 
-/// Two ranks of one host.
+/// Two ranks of the same host, if there are any.
 fn neighbours(group: &Group) -> Option<[Rank; 2]> {
     let hosts = group.hosts();
     let ranks = (0..hosts.num_hosts()).map(|host| hosts.ranks(host));
     ranks.into_iter().find_map(|ranks| ranks.first_chunk::<2>().copied())
 }
 
-/// Two ranks of two hosts.
+/// Two ranks of different hosts, if there are any.
 fn strangers(group: &Group) -> Option<[Rank; 2]> {
     let hosts = group.hosts();
     (hosts.num_hosts() > 1).then(|| [hosts.ranks(0)[0], hosts.ranks(1)[0]])
 }
 
-/// The link between two ranks, measured by the first of them.
+/// Measures the link between two ranks. Returns the result on the first of them.
 fn link(group: &Group, [caller, answerer]: [Rank; 2]) -> Result<Option<LinkCost>, CommError> {
     if group.rank() == answerer {
         answer(group, caller)?;
@@ -106,8 +107,8 @@ fn link(group: &Group, [caller, answerer]: [Rank; 2]) -> Result<Option<LinkCost>
     Ok(Some(cost))
 }
 
-/// Seconds of the quickest of some messages there and back, and how long the next ones are, 0 if there are none: `next`,
-/// unless these were slow and not the shortest. Each message says how long the one after it is.
+/// Measures round trips with `answerer`. Returns the seconds of the fastest one, and the length of the following messages: `next`, or 0 to
+/// stop if these were slow and not the shortest. Each message contains the length of the one after it.
 fn call(group: &Group, answerer: Rank, bytes: usize, next: usize) -> Result<(f64, usize), CommError> {
     let mut buffer = group.buffer::<u8>(bytes)?;
     let mut quickest = f64::INFINITY;
@@ -131,7 +132,7 @@ fn call(group: &Group, answerer: Rank, bytes: usize, next: usize) -> Result<(f64
     }
 }
 
-/// Sends back what comes, until it says that nothing more will.
+/// Sends received messages back until one says that no more follow.
 fn answer(group: &Group, caller: Rank) -> Result<(), CommError> {
     let mut buffer = group.buffer::<u8>(SHORT_BYTES)?;
     for _ in 0..(NUM_ROUNDS + 1) * (LONGER_BYTES.len() + 1) {
@@ -148,7 +149,7 @@ fn answer(group: &Group, caller: Rank) -> Result<(), CommError> {
     Ok(())
 }
 
-/// Memory that all ranks share.
+/// Measures direct access to memory that all ranks share.
 fn direct(group: &Group) -> Result<DirectCost, CommError> {
     let mut quickest = f64::INFINITY;
     for _ in 0..=NUM_ROUNDS {

@@ -1,8 +1,8 @@
-//! The order of a group's operations, and who executes them.
+//! The queue of a group's operations, and the threads that execute them.
 //!
-//! Operations wait in one queue. The engine, which executes one at a time, lies beside it: the
-//! communication thread, or a thread that waits for a result anyway, takes it out, executes the oldest
-//! operation and puts it back. Slots for operations are reused, so that a steady state allocates nothing.
+//! All operations of a group wait in one queue. The engine executes one at a time. The communication thread, or a thread that waits for a
+//! result, takes the engine, executes the oldest operation and puts the engine back. Slots for operations are reused, so a steady state
+//! allocates nothing.
 
 use super::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::call::Callback;
@@ -16,44 +16,45 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Room for a pending operation of each unit of a large model. Their number depends on timing, so memory might grow in any step.
+/// Preallocated slots: one pending operation per unit of a large model. The number of pending operations depends on timing, so without this
+/// memory could grow in any step.
 const NUM_PENDING: usize = 1024;
 
-/// How often the communication thread looks for short operations by itself, while there were some lately.
+/// How often the communication thread polls for short operations while the group was active recently ([`WATCH`]).
 const GLANCE: Duration = Duration::from_millis(1);
-/// How lately that is.
+/// How long the communication thread polls after the last operation was issued.
 const WATCH: Duration = Duration::from_millis(20);
-/// What counts as short for it.
+/// Upper bound of a short operation, for which the communication thread is not woken while it polls.
 const QUICK_BYTES_MAX: usize = 64 << 10;
 
 pub(crate) struct Queue {
     recorder: GroupRecorder,
-    /// The group's messages, which end with it.
+    /// The group's messages, which fail when the group fails.
     messages: Arc<Office>,
     state: Mutex<State>,
-    /// There may be something for the communication thread to do.
+    /// Notified when the communication thread may have something to do.
     submitted: Condvar,
     finished: Condvar,
 }
 
-/// What the communication thread has seen of the group's activity.
+/// The recent activity of the group, as the communication thread has observed it.
 struct Watch {
     num_seen: u64,
     idle_since: Instant,
 }
 
 struct State {
-    /// Absent while a thread executes an operation, and forever after the end.
+    /// `None` while a thread executes an operation, and permanently after the group has ended.
     engine: Option<Engine>,
     slots: Slab<Slot>,
     waiting: VecDeque<usize>,
     failure: Option<CommError>,
-    /// The group has been dropped: nothing more will be issued.
+    /// The group has been dropped, so no more operations will be issued.
     closed: bool,
-    /// The communication thread looks for itself, every [`GLANCE`].
+    /// The communication thread polls every [`GLANCE`] and need not be woken for short operations.
     is_watched: bool,
     num_issued: u64,
-    /// Threads that wait while another one executes.
+    /// Number of threads that wait while another one executes.
     num_waiting: usize,
     statistics: CommStatistics,
 }
@@ -64,10 +65,10 @@ struct Slot {
 }
 
 enum Recipient {
-    /// Whoever waits at the ticket.
+    /// The thread that waits at the ticket, or will.
     Ticket,
     Nobody,
-    /// It is called as soon as the operation has ended.
+    /// Called as soon as the operation has ended.
     Callback(Callback<Payload>),
 }
 
@@ -76,16 +77,16 @@ enum Progress {
     Waiting(Operation, Issued, Payload),
     /// Some thread executes the operation.
     Running,
-    /// The result waits for its owner.
+    /// The result has not been fetched yet.
     Finished(Result<Payload, CommError>),
-    /// The owner has the result, and is about to free the slot.
+    /// The ticket's owner has the result and is about to free the slot.
     Taken,
 }
 
-/// A place in the queue, and the right to the result.
+/// The right to an operation's result; frees the operation's slot when dropped.
 pub(crate) struct Ticket {
     queue: Arc<Queue>,
-    /// None once a callback gets the result.
+    /// `None` once a callback receives the result.
     slot: Option<usize>,
 }
 
@@ -113,7 +114,7 @@ impl Queue {
     pub(crate) fn submit(self: &Arc<Self>, operation: Operation, payload: Payload) -> Ticket {
         let (dtype, len) = operation.elements();
         let ticket = self.enqueue(operation, payload);
-        // To wake a thread takes longer than a short operation, for which its issuer is likely to wait at once.
+        // Waking a thread takes longer than a short operation, and its issuer usually waits for it at once.
         if len * dtype.size() > QUICK_BYTES_MAX || !self.lock().is_watched {
             self.submitted.notify_one();
         }
@@ -139,7 +140,7 @@ impl Queue {
         Ticket { queue: Arc::clone(self), slot: Some(slot) }
     }
 
-    /// Executes operations until the queue is closed and empty, or has failed: the communication thread.
+    /// Runs the communication thread: executes operations until the queue is closed and empty, or has failed.
     pub(crate) fn serve(&self) {
         let mut state = self.lock();
         let mut watch = Watch { num_seen: 0, idle_since: Instant::now() };
@@ -155,7 +156,7 @@ impl Queue {
         engine.into_iter().for_each(|engine| engine.leave(failure.clone()));
     }
 
-    /// Waits for something to do; looks what the peers say when there is nothing for a while.
+    /// Waits for something to do. Reads the peers' notices if nothing arrives for a while.
     fn wait_and_look<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
@@ -185,25 +186,25 @@ impl Queue {
         if state.failure.is_none() {
             state.engine = Some(engine);
         }
-        // Who came meanwhile to execute an operation found no engine.
+        // A thread that wanted to execute an operation meanwhile found no engine.
         self.tell_waiting(&state);
         state
     }
 
-    /// Wakes the threads that wait for results, if there are any: to wake nobody costs a call of the kernel, too.
+    /// Wakes the threads that wait for results. Notifying costs a system call even without waiting threads, so it is skipped then.
     fn tell_waiting(&self, state: &State) {
         if state.num_waiting > 0 {
             self.finished.notify_all();
         }
     }
 
-    /// Lets the communication thread end after what was issued.
+    /// Lets the communication thread end after all issued operations.
     pub(crate) fn close(&self) {
         self.lock().closed = true;
         self.submitted.notify_one();
     }
 
-    /// Fails everything, now or after the running operation, and drops the engine without a goodbye, so that peers learn of it.
+    /// Fails all operations, now or after the running one, and drops the engine without a goodbye, so that the peers notice.
     pub(crate) fn abort(&self, failure: CommError) {
         let engine = {
             let mut state = self.lock();
@@ -224,7 +225,7 @@ impl Queue {
         self.state.lock().expect("no thread panics while it holds the queue")
     }
 
-    /// Takes the engine out, executes the oldest operation, and puts it back.
+    /// Takes the engine, executes the oldest operation, and puts the engine back.
     fn execute_oldest<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
@@ -235,7 +236,7 @@ impl Queue {
         else {
             unreachable!("a queued slot holds an operation");
         };
-        // In a panic it is dropped before the payload, whose memory must not be used again.
+        // In a panic, the engine is dropped before the payload: peers may still access the payload's memory until then.
         let mut engine = state.engine.take().expect("the caller saw the engine in its place");
         drop(state);
 
@@ -281,7 +282,7 @@ impl State {
         }
     }
 
-    /// The first failure stays; whatever waits fails with it.
+    /// Records the first failure, and fails all queued operations with it.
     fn fail(&mut self, failure: CommError) {
         let failure = self.failure.get_or_insert(failure).clone();
         while let Some(slot) = self.waiting.pop_front() {
@@ -296,7 +297,7 @@ impl Slot {
     }
 }
 
-/// Turns a panic while the engine is out of its place into a failure, for other threads may wait for results.
+/// Aborts the queue if the engine panics: other threads may be waiting for results.
 struct AbortOnPanic<'a> {
     queue: &'a Queue,
     slot: Option<usize>,
@@ -320,7 +321,7 @@ impl Ticket {
         self.slot.expect("a ticket with a callback is gone")
     }
 
-    /// Calls `callback` with the result, on the thread that executes the operation, with the queue locked: it must not use the group.
+    /// Calls `callback` with the result, on the thread that executes the operation and with the queue locked, so it must not use the group.
     /// Calls it at once if the operation has ended.
     pub(crate) fn on_done(mut self, callback: Callback<Payload>) {
         let mut state = self.queue.lock();
@@ -333,7 +334,7 @@ impl Ticket {
         slot.recipient = Recipient::Callback(callback);
         drop(state);
         self.slot = None;
-        // The issuer does not execute it.
+        // This thread does not wait for the operation, so the communication thread executes it.
         self.queue.submitted.notify_one();
     }
 

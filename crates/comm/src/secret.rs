@@ -7,23 +7,23 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What all workers of a job know and nobody else does: who knows it may join.
+/// A secret that all workers of a job share. A process must know it to join.
 ///
-/// It never travels, and nothing prints it. Choose it at random, as [`Secret::random`] and `openssl rand -hex 32` do:
-/// who records how a worker joins can try out guesses in peace.
+/// The secret is never sent or printed. Choose it at random, like [`Secret::random`] and `openssl rand -hex 32` do: an eavesdropper who
+/// records how a worker joins can try guesses offline.
 #[derive(Clone)]
 pub struct Secret(String);
 
 impl Secret {
-    /// Fewer characters than this can be guessed.
+    /// Minimum length. A shorter secret could be guessed.
     pub const BYTES_MIN: usize = 16;
-    /// More are no secret but another file.
+    /// Maximum length. A longer file is not a secret.
     pub const BYTES_MAX: usize = 4096;
 
-    /// The secret that is `text`, without white space around it.
+    /// Creates a secret from `text`, without surrounding white space.
     ///
     /// # Errors
-    /// [`CommError::SecretUnfit`] if it is too short or too long.
+    /// [`CommError::SecretUnfit`] if the text is too short or too long.
     pub fn new(text: &str) -> Result<Self, CommError> {
         let text = text.trim();
         if !(Self::BYTES_MIN..=Self::BYTES_MAX).contains(&text.len()) {
@@ -32,29 +32,28 @@ impl Secret {
         Ok(Secret(text.to_owned()))
     }
 
-    /// A new secret of 256 random bits, as 64 hexadecimal digits.
+    /// Generates a secret of 256 random bits, as 64 hexadecimal digits.
     ///
     /// # Errors
-    /// [`CommError::Random`] if the system has no random numbers.
+    /// [`CommError::Random`] if the system provides no random numbers.
     pub fn random() -> Result<Self, CommError> {
         let bytes: [u8; 32] =
             random_bytes().map_err(|source| CommError::Random { source: Arc::new(source) })?;
         Ok(Secret(bytes.iter().map(|byte| format!("{byte:02x}")).collect()))
     }
 
-    /// Reads the secret that is the text of a file, which nobody but its owner may read.
+    /// Reads a secret from a text file that only its owner may access.
     ///
     /// # Errors
-    /// [`CommError::SecretFile`] if it cannot be read or others can read it, too; [`CommError::SecretUnfit`] as for
-    /// [`Secret::new`].
+    /// [`CommError::SecretFile`] if the file cannot be read or others may access it; [`CommError::SecretUnfit`] as for [`Secret::new`].
     pub fn read(path: &Path) -> Result<Self, CommError> {
-        // One more than may be, so that what is too long is seen to be.
+        // One byte more than allowed, so that a longer file is detected.
         let text = read_private(path, Self::BYTES_MAX + 1)
             .map_err(|source| CommError::SecretFile { path: path.to_owned(), source: Arc::new(source) })?;
         Secret::new(&text)
     }
 
-    /// The secret itself, to be handed to a worker.
+    /// The text of the secret, to be passed to a worker.
     pub fn expose(&self) -> &str {
         &self.0
     }
@@ -66,7 +65,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// The start of a file that nobody but its owner may read, up to `bytes_max`.
+/// Reads up to `bytes_max` bytes of a file that only its owner may access.
 pub(crate) fn read_private(path: &Path, bytes_max: usize) -> io::Result<String> {
     let file = File::open(path)?;
     let mode = file.metadata()?.permissions().mode() & 0o777;
@@ -79,7 +78,7 @@ pub(crate) fn read_private(path: &Path, bytes_max: usize) -> io::Result<String> 
     Ok(text)
 }
 
-/// Random numbers of the system, fit for keys.
+/// Random bytes from the system, suitable for keys.
 pub(crate) fn random_bytes<const BYTES: usize>() -> io::Result<[u8; BYTES]> {
     let mut bytes = [0; BYTES];
     let mut num_filled = 0;

@@ -5,19 +5,19 @@ use trireme_schedule::collective::{
     Algorithm, Collective, CostModel, DirectCost, FlatAlgorithm, Hosts, LinkCost, choose, fits, is_canonical,
 };
 
-/// Choices that are kept; a step repeats far fewer operations.
+/// Maximum number of choices that are kept. A step repeats far fewer operations.
 const NUM_KEPT_MAX: usize = 4096;
 
-/// Costs of links within a host when nothing was measured: memory that processes share, or loopback.
+/// Costs of links within a host that are assumed without a measurement: over shared memory, or over loopback.
 const TYPICAL_MEMORY: LinkCost = LinkCost { latency_seconds: 3e-6, seconds_per_byte: 1.0 / 4e9 };
 const TYPICAL_LOOPBACK: LinkCost = LinkCost { latency_seconds: 20e-6, seconds_per_byte: 1.0 / 2e9 };
-/// That of a network of 10 Gbit/s.
+/// Cost of a 10 Gbit/s network.
 const TYPICAL_NETWORK: LinkCost = LinkCost { latency_seconds: 40e-6, seconds_per_byte: 1.0 / 1.2e9 };
 const TYPICAL_DIRECT: DirectCost = DirectCost { synchronisation_seconds: 3e-6, seconds_per_byte: 1.0 / 10e9 };
-/// Of one core.
+/// Reduction or copy by one core.
 const TYPICAL_SECONDS_PER_BYTE: f64 = 1.0 / 10e9;
 
-/// What communication costs where nothing was measured.
+/// Communication costs that are assumed without a measurement.
 pub(crate) fn typical_costs(shares_memory: bool) -> CostModel {
     CostModel {
         within: if shares_memory { TYPICAL_MEMORY } else { TYPICAL_LOOPBACK },
@@ -28,10 +28,10 @@ pub(crate) fn typical_costs(shares_memory: bool) -> CostModel {
     }
 }
 
-/// How a group does an operation on vectors of one length.
+/// The algorithm that a group chose for an operation on vectors of one length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choice {
-    /// The operation; its length is that of the whole vector, in elements.
+    /// The operation. Its length is that of the full vector, in elements.
     pub collective: Collective,
     /// Bytes of an element.
     pub element_bytes: usize,
@@ -40,7 +40,7 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// Bytes of the whole vector.
+    /// Bytes of the full vector.
     pub fn bytes(&self) -> u64 {
         (self.collective.len * self.element_bytes) as u64
     }
@@ -48,17 +48,17 @@ impl Choice {
 
 type Chosen = HashMap<(Collective, usize), Algorithm>;
 
-/// Chooses algorithms, the same ones on all ranks: what is asked for where it fits, else what is predicted to be the fastest.
+/// Chooses algorithms, equally on all ranks: the requested one where it fits, else the one predicted to be fastest.
 #[derive(Clone)]
 pub(crate) struct Selection {
     hosts: Hosts,
     asked: Option<Algorithm>,
     keeps_order: bool,
-    /// Given costs, typical ones where none are given.
+    /// Given costs, with typical ones for the rest.
     typical: CostModel,
-    /// What was measured, once it was: on all ranks between the same two operations.
+    /// Measured costs. All ranks set them between the same two operations.
     measured: Arc<OnceLock<CostModel>>,
-    /// What was chosen, before anything was measured and since. Clones share it.
+    /// The choices made before and after the measurement. Shared by clones.
     chosen: Arc<Mutex<[Chosen; 2]>>,
 }
 
@@ -79,7 +79,7 @@ impl Selection {
         }
     }
 
-    /// The algorithm for an operation on elements of so many bytes.
+    /// The algorithm for `collective` on elements of `element_bytes` bytes.
     pub(crate) fn algorithm(&self, collective: Collective, element_bytes: usize) -> Algorithm {
         let measured = self.measured.get();
         let (model, which) = (measured.unwrap_or(&self.typical), usize::from(measured.is_some()));
@@ -95,14 +95,14 @@ impl Selection {
         algorithm
     }
 
-    /// The algorithm that was chosen last for an operation; none where there was no choice, or none yet.
+    /// The algorithm chosen last for an operation. `None` if there was no choice yet, or the operation has no algorithms.
     pub(crate) fn chosen(&self, operation: Operation) -> Option<Algorithm> {
         let (dtype, _) = operation.elements();
         let key = (operation.collective()?, dtype.size());
         self.lock().iter().rev().find_map(|chosen| chosen.get(&key).copied())
     }
 
-    /// What was chosen by the costs that count now, in no order.
+    /// The choices by the costs that are in effect now, in any order.
     pub(crate) fn choices(&self) -> Vec<Choice> {
         let choice = |(&(collective, element_bytes), &algorithm): (&(Collective, usize), &Algorithm)| {
             Choice { collective, element_bytes, algorithm }
@@ -125,7 +125,7 @@ impl Selection {
                 && fits(collective, *algorithm, &self.hosts)
                 && (!self.keeps_order || is_canonical(collective, *algorithm, &self.hosts))
         };
-        // Where all ranks share memory, no message is quicker than a look at it.
+        // Where all ranks share memory, no message is faster than direct access.
         let direct = Algorithm::Flat(FlatAlgorithm::Direct);
         let choose = || choose(collective, &self.hosts, element_bytes, model, self.keeps_order);
         self.asked.filter(may_take).or(Some(direct).filter(may_take)).unwrap_or_else(choose)

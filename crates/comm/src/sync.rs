@@ -1,4 +1,4 @@
-//! The locks and the clock of the queue. The models compile it against others instead.
+//! The locks and the clock of the queue. Loom models compile the queue against replacements of them.
 
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
 pub(crate) use std::time::Instant;

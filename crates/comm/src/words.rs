@@ -1,4 +1,4 @@
-//! Fixed-size messages: little-endian words.
+//! Conversion of fixed-size messages between u64 words and little-endian bytes.
 
 pub(crate) fn to_bytes<const WORDS: usize, const BYTES: usize>(words: [u64; WORDS]) -> [u8; BYTES] {
     const { assert!(BYTES == 8 * WORDS) };

@@ -7,9 +7,9 @@ use crate::{Buffer, CommError, Content};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use trireme_base::{DType, Journal, JournalEntry, Latch, Pending};
 
-/// An operation that was issued and may not have ended; `wait` gives its result.
+/// An operation that was issued and may not have completed. [`wait`](Work::wait) returns its result.
 ///
-/// Dropping it does not cancel the operation, for the peers need it: it only drops the result.
+/// Dropping it drops only the result. The operation is not cancelled, because the peers need it.
 #[must_use = "an operation's result, or its failure, is seen by waiting for it"]
 pub struct Work<T> {
     state: State<T>,
@@ -17,7 +17,7 @@ pub struct Work<T> {
 
 enum State<T> {
     Ready(Result<T, CommError>),
-    /// Of a dry group, which notes that it is waited for.
+    /// An operation of a dry group. The wait for it is recorded in the journal.
     Dry {
         result: T,
         journal: Journal,
@@ -50,12 +50,12 @@ impl<T> Work<T> {
         Work { state: State::Message { receipt, finish } }
     }
 
-    /// Blocks until the operation has ended on this rank.
+    /// Blocks until the operation has completed on this rank.
     ///
-    /// If no thread executes the group's next operation, this one does, which is quicker for short operations.
+    /// If no thread is executing the group's next operation, the calling thread does, which is faster for short operations.
     ///
     /// # Errors
-    /// The operation's failure, or that of an earlier one of the group.
+    /// The failure of this operation, or of an earlier one of the group.
     pub fn wait(self) -> Result<T, CommError> {
         match self.state {
             State::Ready(result) => result,
@@ -79,11 +79,11 @@ impl<T> Work<T> {
 }
 
 impl<T: Content> Work<Buffer<T>> {
-    /// The vector, of `len` elements of `dtype`, as memory that comes back at the operation's event, so that a device reads it without the
-    /// host; and the outcome, which the host asks for before it relies on anything that was made of the vector.
+    /// Returns the vector, of `len` elements of `dtype`, as memory that becomes available at the operation's event, so that a device can
+    /// read it without the host. The host must wait for the [`Outcome`] before it relies on any result computed from the vector.
     ///
-    /// The group's own threads execute the operation. After a failure the event is done all the same, and zeros are in the place
-    /// of the vector, whose memory peers may still work with.
+    /// The group's own threads execute the operation. After a failure, the event completes as well, and the memory is a new vector of
+    /// zeros, because peers may still access the original one.
     pub fn into_pending(self, dtype: DType, len: usize) -> (Pending<Buffer<T>>, Outcome) {
         let (latch, place, result) =
             (Latch::new(|| ()), Arc::new(Mutex::new(None)), Arc::new(OnceLock::new()));
@@ -107,23 +107,23 @@ impl<T: Content> Work<Buffer<T>> {
             State::Message { receipt, finish } => {
                 receipt.on_done(Box::new(move |result| end(result.map(finish))));
             }
-            // A group of one rank does not touch the vector, which a device may still work with.
+            // A group of one rank does not access the vector, which a device may still use.
             ended => end(Work { state: ended }.wait().map(|vector| vector.into_memory().wait())),
         }
         (pending, outcome)
     }
 }
 
-/// What came of an operation whose vector a device waits for.
+/// The success or failure of an operation whose vector a device waits for.
 #[must_use = "an operation's failure is seen by waiting for its outcome"]
 pub struct Outcome {
-    /// Of a collective operation, for reports of ranks that wait for each other.
+    /// Set for a collective. Lets reports show that this thread waits.
     recorder: Option<GroupRecorder>,
     result: Arc<OnceLock<Result<(), CommError>>>,
 }
 
 impl Outcome {
-    /// Blocks until the operation has ended on this rank.
+    /// Blocks until the operation has completed on this rank.
     ///
     /// # Errors
     /// As [`Work::wait`].

@@ -1,4 +1,4 @@
-//! Where groups begin: a world of one, of threads, or of processes that join each other.
+//! Entry points: creates a world of one rank, of threads, or of processes that join each other.
 
 use crate::recorder::FlightRecorder;
 use crate::rendezvous::{self, Home};
@@ -10,30 +10,32 @@ use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 
-/// Tells the ranks that join a world with these options, except `told`, that this one has failed and why, so that they do not wait.
-/// Without a job (it could not be read), ranks of any job with the same secret listen. Best effort, 10 s at most.
+/// Reports to the ranks that join a world with these options, except the ranks in `told`, that this rank failed and why, so that they do
+/// not wait for it. If the job name is empty, because it could not be read, ranks of every job with the same secret accept the report. Best
+/// effort; takes at most 10 s.
 pub fn report_failure(options: &JoinOptions, reason: &str, told: &[Rank]) {
     if options.world_size > 1 && rendezvous::check_options(options).is_ok() {
         rendezvous::report_failure(options, reason, told);
     }
 }
 
-/// A world of one rank: every operation completes at once, and no thread is started.
+/// Creates a world of one rank. Every operation completes when it is issued, and no thread is started.
 pub fn single() -> Group {
     let recorder = FlightRecorder::new(Rank::ROOT, 1);
     Group::alone(None, Home::inproc(), &GroupOptions::default(), recorder)
 }
 
-/// A world whose ranks are threads of this process: one group per rank, in rank order.
+/// Creates a world whose ranks are threads of this process. Returns one group per rank, in rank order.
 ///
 /// # Panics
-/// If `world_size` is 0, the options are out of bounds, or the process has no file descriptors (three per pair
-/// of ranks and rank) or threads left.
+/// If `world_size` is 0, the options are out of bounds, or the process has no more file descriptors (three per pair of ranks, plus one per
+/// rank) or threads.
 pub fn inproc_world_with(world_size: usize, options: &GroupOptions) -> Vec<Group> {
     inproc_world_on(&vec![0; world_size], options)
 }
 
-/// As [`inproc_world_with`], with each rank on one of these (arbitrarily numbered) hosts, for the choice of algorithms and groups.
+/// Like [`inproc_world_with`], with rank `r` assigned to host `hosts[r]`, for the choice of algorithms and groups. Host numbers are
+/// arbitrary.
 ///
 /// # Panics
 /// As [`inproc_world_with`].
@@ -62,7 +64,7 @@ pub fn inproc_world_on(hosts: &[usize], options: &GroupOptions) -> Vec<Group> {
     .collect()
 }
 
-/// One connected pair of sockets for each pair of ranks; row `r` holds the ends of rank `r`.
+/// Creates one connected socket pair per pair of ranks. Row `r` holds the ends of rank `r`, indexed by peer.
 fn socket_pairs(world_size: usize) -> Vec<Vec<Option<Connection>>> {
     let mut ends: Vec<Vec<Option<Connection>>> =
         (0..world_size).map(|_| (0..world_size).map(|_| None).collect()).collect();
@@ -77,11 +79,11 @@ fn socket_pairs(world_size: usize) -> Vec<Vec<Option<Connection>>> {
     ends
 }
 
-/// Joins the world that `options` describe: meets the other ranks at rank 0's address and returns when all are connected.
+/// Joins the world that `options` describe: connects to rank 0 at its address, and returns when all ranks are connected.
 ///
 /// # Errors
-/// Options out of bounds; an address that does not resolve, is foreign or taken; a rank 0 that is not reached or refuses this rank;
-/// ranks that do not come in time; a transport that cannot be had.
+/// If options are out of bounds, an address does not resolve, is not this host's or is in use, rank 0 cannot be reached or refuses this
+/// rank, ranks do not join within [`JoinOptions::join_timeout`], or a requested transport is unavailable.
 pub fn join(options: &JoinOptions) -> Result<Group, CommError> {
     rendezvous::check_options(options)?;
     if options.world_size == 1 {

@@ -1,4 +1,4 @@
-//! The transport `mpi`, by processes that MPI's launcher starts. Skipped where there is no `mpirun`.
+//! The transport `mpi`, with processes started by MPI's launcher. Skipped if there is no `mpirun`.
 #![cfg(feature = "mpi")]
 
 #[allow(dead_code, reason = "the other test binary uses the rest")]
@@ -15,14 +15,14 @@ use trireme_comm::{Buffer, CommError, Element, Group, JoinOptions, TransportChoi
 use trireme_schedule::collective::{Algorithm, FlatAlgorithm, block};
 use trireme_testkit::or_skip;
 
-/// Set for the processes that these tests start: what to do, and the address of the world.
+/// Environment variable of the processes that these tests start: role and address of the world.
 const WORKER: &str = "TRIREME_COMM_TEST_MPI";
 
-/// Around the borders of short vectors, of a frame's first message (1024 bytes) and of fragments (128 bytes), and more
-/// fragments than travel at once.
+/// Lengths around short vectors, a frame's first message (1024 bytes) and fragments (128 bytes), and more fragments than are in flight at
+/// once.
 const LENGTHS: [usize; 12] = [0, 1, 3, 16, 17, 101, 240, 246, 247, 256, 1000, 5001];
 
-/// Runs `role` in `num_workers` processes; none if they cannot be started.
+/// Runs `role` in `num_workers` processes. `None` if they cannot be started.
 fn launch(role: &str, num_workers: usize) -> Option<Output> {
     let options = join_options(num_workers, TransportChoice::Mpi, &small_pieces());
     let folder = tempfile::tempdir().expect("a folder for the launcher");
@@ -32,7 +32,7 @@ fn launch(role: &str, num_workers: usize) -> Option<Output> {
         .args(["--exact", "worker", "--nocapture", "--test-threads=1"])
         .env(WORKER, format!("{role} {}", options.master_addr))
         .env("TMPDIR", folder.path())
-        // Open MPI starts neither more processes than there are cores nor any for root, unless it is told to.
+        // By default, Open MPI starts no more processes than there are cores, and none as root.
         .env("OMPI_MCA_rmaps_base_oversubscribe", "1")
         .env("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
         .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
@@ -41,7 +41,7 @@ fn launch(role: &str, num_workers: usize) -> Option<Output> {
     or_skip("launcher of MPI that can be started, mpirun", started)
 }
 
-/// What the workers said, and whether all of them and the launcher ended well.
+/// The workers' output, and whether the launcher exited successfully.
 fn said(output: &Output) -> (Vec<String>, bool) {
     let text = String::from_utf8_lossy(&output.stdout);
     let words = text.lines().filter_map(|line| line.split_once("worker: ")).map(|(_, word)| word.to_owned());
@@ -70,7 +70,7 @@ fn every_algorithm_works_over_mpi() {
 fn operations_that_differ_are_named_and_end_the_job() {
     let Some(output) = launch("mismatch", 2) else { return };
     let (words, is_success) = said(&output);
-    // The launcher ends the other worker as soon as the first one has ended.
+    // The launcher kills the other worker as soon as the first one has ended.
     assert!(!is_success && !words.is_empty(), "{output:#?}");
     assert!(words.iter().all(|word| word.contains("differs between ranks")), "{output:#?}");
 }
@@ -94,7 +94,7 @@ fn a_process_that_mpirun_has_not_started_is_told_so() {
     assert!(words[0].contains("this process is rank 0 of 1 in MPI, but rank 1 of 2 in the job"), "{words:?}");
 }
 
-/// What a started process does; nothing in the process that cargo started.
+/// The body of a started process. In the process that cargo started, does nothing.
 #[test]
 fn worker() {
     let Ok(task) = std::env::var(WORKER) else { return };
@@ -140,7 +140,7 @@ fn options(rank: usize, world_size: usize, master_addr: &str, transport: Transpo
     JoinOptions { rank: Rank(rank), master_addr, master_port, ..options }
 }
 
-/// A world for each algorithm, one after the other.
+/// Creates a world for each algorithm, one after the other.
 fn check_algorithms(options: &JoinOptions) {
     let with_steps = FlatAlgorithm::ALL.map(Algorithm::from).into_iter().zip(1..);
     for (algorithm, index) in with_steps.filter(|(algorithm, _)| !algorithm.needs_shared_memory()) {
@@ -159,7 +159,7 @@ fn check(mpi: &Group, tcp: &Group) {
     check_bytes(mpi);
     check_messages(mpi);
     let rank = mpi.rank().0;
-    // Halves of the world, in reverse order, and the world again; all in use at the same time as the first group.
+    // Halves of the world, in reverse order, and the whole world again, all used concurrently with the first group.
     for color in [rank as u64 % 2, 7] {
         let halves = [mpi, tcp].map(|group| {
             group.split(Some(color), (100 - rank) as u64).expect("split").expect("every rank has a color")
@@ -203,7 +203,7 @@ fn check_type<T: Value>(mpi: &Group, tcp: &Group) {
     }
 }
 
-/// What this rank has after every operation on vectors of `len`, where that is specified.
+/// This rank's results of every vector operation on `len` elements, where they are specified.
 fn results<T: Value>(group: &Group, len: usize) -> Result<Vec<Vec<T>>, CommError> {
     let (rank, world_size) = (group.rank(), group.world_size());
     let root = Rank(world_size - 1);
@@ -213,7 +213,7 @@ fn results<T: Value>(group: &Group, len: usize) -> Result<Vec<Vec<T>>, CommError
     let at_root = |len| if rank == root { len } else { 0 };
     let input = |range| filled::<T>(group, range);
     let output = |len| group.buffer::<T>(len);
-    // All in flight at once.
+    // All operations in flight at once.
     let whole = [
         group.all_reduce(input(0..len), ReduceOp::Sum),
         group.all_reduce(input(0..len), ReduceOp::Max),
@@ -258,7 +258,7 @@ fn check_bytes(group: &Group) {
     }
 }
 
-/// Every rank sends to every other one, and all of it is on its way at once, beside an operation of the group.
+/// Every rank sends to every other one, with all messages in flight at once, concurrently with an operation of the group.
 fn check_messages(group: &Group) {
     let peers = || (0..group.world_size()).filter(|&peer| peer != group.rank().0);
     let mut sent = Vec::new();
@@ -286,7 +286,7 @@ fn mismatch(group: &Group) {
     println!("worker: {}", failure.expect_err("the lengths differ"));
 }
 
-/// Rank 1 never receives what rank 0 sends it: rank 0 gives up, with a message under way that MPI cannot take back.
+/// Rank 1 never receives rank 0's message: rank 0 times out with a message in flight that MPI cannot cancel.
 fn timeout(mpi: Group, tcp: &Group) {
     if mpi.rank() == Rank(0) {
         let failure = mpi.send(filled::<f32>(&mpi, 0..1 << 20), Rank(1)).wait();

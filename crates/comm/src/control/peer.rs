@@ -1,4 +1,4 @@
-//! The control connection to one peer, and what is known of that peer.
+//! The control connection to one peer, and the known state of that peer.
 
 use crate::Operation;
 use crate::notice::{Event, NOTICE_BYTES, Notice};
@@ -10,57 +10,56 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
-/// Notices that wait for a peer that reads none.
+/// Maximum bytes of notices queued for a peer that does not read.
 const UNSENT_BYTES_MAX: usize = 64 << 10;
 
 #[derive(Default)]
 pub(super) struct Peer {
     pub(super) link: Link,
-    /// Operations that the peer is known to have begun.
+    /// Number of operations that the peer is known to have begun.
     pub(super) num_begun: u64,
-    /// What it has told to wait in, until that is compared with what this rank does there.
+    /// The operation that the peer reported as waiting, until it is compared with this rank's operation of the same number.
     pub(super) waiting: Option<(u64, Operation)>,
-    /// It waits to hear of this rank's progress.
+    /// Whether the peer waits for a report of this rank's progress.
     pub(super) is_asking: bool,
-    /// When it was asked for its progress, if it has not answered.
+    /// When the peer was asked for its progress, if it has not answered.
     pub(super) asked: Option<Instant>,
-    /// It has told where it is when something went wrong.
+    /// Whether the peer has reported its place after a failure.
     pub(super) has_told_place: bool,
-    /// Where it has told to be blocked.
+    /// The place where the peer reported that it is blocked.
     pub(super) blocked: Option<ToldPlace>,
 }
 
 #[derive(Default)]
 pub(super) enum Link {
-    /// This rank itself.
     #[default]
     Own,
     Connected(Connection),
-    /// With the connection, if the peer may still read from it.
+    /// Holds the socket if the peer may still read from it.
     Ended(Ending, Option<OwnedFd>),
 }
 
 /// How a peer's part in the group ended.
 #[derive(Clone, Copy)]
 pub(super) enum Ending {
-    /// It said goodbye, or why it failed. It takes part in the operations before the notice's.
+    /// The peer said goodbye, or why it failed. It takes part in all operations before the notice's `sequence`.
     Said(Notice),
-    /// The connection ended or broke without a word.
+    /// The connection ended or broke without a notice.
     Lost,
-    /// It sent what is no notice.
+    /// The peer sent bytes that are not a valid notice.
     Garbage,
 }
 
 pub(super) struct Connection {
     pub(super) socket: OwnedFd,
-    /// What the socket has not taken yet.
+    /// Bytes that the socket has not accepted yet.
     pub(super) unsent: Vec<u8>,
     pub(super) received: [u8; NOTICE_BYTES],
     pub(super) num_received: usize,
 }
 
 impl Peer {
-    /// Takes in everything that has come; how the connection has ended, if it just has.
+    /// Processes all notices that have arrived. Returns how the connection ended, if it just did.
     pub(super) fn read(&mut self, rank: Rank, world_size: usize, recorder: &GroupRecorder) -> Option<Ending> {
         let Link::Connected(connection) = &mut self.link else { return None };
         loop {
@@ -72,7 +71,8 @@ impl Peer {
                 }
                 Ok(Notice { event: Event::Asking, .. }) => self.is_asking = true,
                 Ok(Notice { event: Event::Progress { milliseconds }, .. }) => {
-                    // From when it was asked, not from when the answer is read: else ranks that wait in a circle would pass on ages that get less.
+                    // Counted from the question, not from the answer: otherwise ranks that wait in a circle would pass on ever smaller
+                    // ages.
                     let asked = self.asked.take();
                     let at = asked.and_then(|asked| asked.checked_sub(Duration::from_millis(milliseconds)));
                     at.into_iter().for_each(|at| recorder.hear_progress(rank, at));
@@ -92,7 +92,7 @@ impl Peer {
         }
     }
 
-    /// Best effort: a peer that cannot be told has ended, or will find the connection ended.
+    /// Sends a notice, best effort: a peer that cannot receive it has ended, or will notice that the connection ended.
     pub(super) fn tell(&mut self, notice: Notice) {
         match &mut self.link {
             Link::Own | Link::Ended(_, None) => {}
@@ -103,18 +103,18 @@ impl Peer {
         }
     }
 
-    /// The same with a notice that asks the peer for its progress.
+    /// Sends a notice that asks the peer for its progress.
     pub(super) fn ask(&mut self, notice: Notice) {
         self.asked = Some(Instant::now());
         self.tell(notice);
     }
 
-    /// Listens no more; a peer that failed may still be told where this rank is.
+    /// Stops reading from the peer. A peer that failed can still be sent this rank's place.
     pub(super) fn end(&mut self, ending: Ending, epoll: &OwnedFd) {
         let Link::Connected(Connection { socket, .. }) = std::mem::take(&mut self.link) else {
             unreachable!("only who is connected can end")
         };
-        // Fails only for what is not in it.
+        // Fails only if the socket is not registered.
         let _ = epoll::delete(epoll, &socket);
         let may_read = matches!(ending, Ending::Said(notice) if notice.event != Event::Goodbye);
         self.link = Link::Ended(ending, may_read.then_some(socket));
@@ -122,7 +122,8 @@ impl Peer {
 }
 
 impl Connection {
-    /// Sends as much of a notice as the socket takes; the rest goes before the next. Drops notices if the peer has long read none.
+    /// Sends as much of a notice as the socket accepts. The rest is sent before the next one. Drops the notice if too many bytes are
+    /// queued.
     pub(super) fn send(&mut self, notice: &[u8]) {
         if self.unsent.len() < UNSENT_BYTES_MAX {
             self.unsent.extend(notice);
@@ -131,13 +132,13 @@ impl Connection {
             match send(&self.socket, &self.unsent, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
                 Ok(num_sent) => drop(self.unsent.drain(..num_sent)),
                 Err(Errno::INTR) => {}
-                // It has ended, or will find the connection ended.
+                // The peer has ended, or will notice that the connection ended.
                 Err(_) => return,
             }
         }
     }
 
-    /// The next notice, if all of it has come, or the end.
+    /// Returns the next notice if all of it has arrived, or how the connection ended.
     pub(super) fn read(&mut self, world_size: usize) -> Option<Result<Notice, Ending>> {
         let rest = &mut self.received[self.num_received..];
         match recv(&self.socket, rest, RecvFlags::DONTWAIT) {

@@ -1,4 +1,4 @@
-//! How operations and messages get from their callers to the threads that execute them.
+//! Hands operations and messages from their callers to the threads that execute them.
 
 use super::Group;
 use crate::call::{BlockLens, Payload};
@@ -10,17 +10,17 @@ use std::sync::atomic::Ordering;
 use trireme_base::{Issued, Rank};
 
 impl Group {
-    /// Gives every rank a few bytes of every rank, in rank order.
+    /// Gathers a few bytes of every rank on all ranks, in rank order. Lengths may differ between ranks.
     ///
     /// # Errors
-    /// From the work: [`CommError::ControlDataTooLong`] above [`CONTROL_BYTES_MAX`](crate::CONTROL_BYTES_MAX), which leaves
-    /// the group as it is, and whatever ends a group.
+    /// From the work: [`CommError::ControlDataTooLong`] above [`CONTROL_BYTES_MAX`](crate::CONTROL_BYTES_MAX), which does not end the
+    /// group, and any failure that ends a group.
     pub fn all_gather_bytes(&self, mine: &[u8]) -> Work<Vec<Vec<u8>>> {
         if let Err(error) = check_control_bytes(self.rank, mine.len() as u64) {
             return Work::ready(Err(error));
         }
         if self.is_dry() {
-            // As if all ranks were like this one.
+            // Assumes that all ranks pass the same bytes as this one.
             return self.dry_work(Operation::ALL_GATHER_BYTES, vec![mine.to_vec(); self.world_size]);
         }
         let mut blocks = vec![Vec::new(); self.world_size];
@@ -33,37 +33,37 @@ impl Group {
         })
     }
 
-    /// Ends when all ranks have come to it: what each of them issued before has ended there.
+    /// Completes when all ranks have reached it. By then, each rank has completed all operations that it issued before.
     ///
     /// # Errors
-    /// From the work: whatever ends a group.
+    /// From the work: any failure that ends a group.
     pub fn barrier(&self) -> Work<()> {
         let Some(executor) = &self.executor else { return self.dry_work(Operation::BARRIER, ()) };
         Work::queued(executor.queue.submit(Operation::BARRIER, Payload::Nothing), |_| ())
     }
 
-    /// Sends a vector to another rank, which [receives](Group::receive) one of the same type and length. Messages of one rank to
-    /// another arrive in order; otherwise messages and the group's operations may be issued in any order.
+    /// Sends a vector to rank `to`, which must [receive](Group::receive) a vector of the same type and length. Messages from one rank to
+    /// another arrive in order. Apart from that, messages and the group's operations may be issued in any order.
     ///
     /// # Errors
-    /// From the work: [`CommError::NoSuchPeer`], and whatever ends a group.
+    /// From the work: [`CommError::NoSuchPeer`], and any failure that ends a group.
     pub fn send<T: Content>(&self, buffer: Buffer<T>, to: Rank) -> Work<Buffer<T>> {
         let len = buffer.len();
         self.send_first(buffer, len, to)
     }
 
-    /// As [`send`](Group::send), of the first `len` elements alone.
+    /// Like [`send`](Group::send), for the first `len` elements only.
     ///
     /// # Errors
     /// As [`send`](Group::send).
     ///
     /// # Panics
-    /// If the vector is shorter.
+    /// If the vector has fewer than `len` elements.
     pub fn send_first<T: Content>(&self, buffer: Buffer<T>, len: usize, to: Rank) -> Work<Buffer<T>> {
         self.message(Direction::Send, (buffer, len), to)
     }
 
-    /// Fills the vector with what another rank [sends](Group::send).
+    /// Fills the vector with the elements that rank `from` [sends](Group::send).
     ///
     /// # Errors
     /// As [`send`](Group::send).
@@ -72,13 +72,13 @@ impl Group {
         self.receive_first(buffer, len, from)
     }
 
-    /// As [`receive`](Group::receive), into the first `len` elements alone.
+    /// Like [`receive`](Group::receive), into the first `len` elements only.
     ///
     /// # Errors
     /// As [`send`](Group::send).
     ///
     /// # Panics
-    /// If the vector is shorter.
+    /// If the vector has fewer than `len` elements.
     pub fn receive_first<T: Content>(&self, buffer: Buffer<T>, len: usize, from: Rank) -> Work<Buffer<T>> {
         self.message(Direction::Receive, (buffer, len), from)
     }
@@ -121,13 +121,14 @@ impl Group {
         }
     }
 
-    /// An operation without a communication thread: of one rank, or of a dry group, which notes it. It has ended.
+    /// Completes an operation of a group without a communication thread, which is one of a single rank or a dry one. A dry group records
+    /// the operation.
     fn dry_work<T>(&self, operation: Operation, result: T) -> Work<T> {
         let (_, len) = operation.elements();
         self.dry_work_of(operation, len, result)
     }
 
-    /// As [`dry_work`](Group::dry_work), of an operation that has `len` elements on this rank.
+    /// Like [`dry_work`](Group::dry_work), for an operation that has `len` elements on this rank.
     fn dry_work_of<T>(&self, operation: Operation, len: usize, result: T) -> Work<T> {
         let (dtype, _) = operation.elements();
         self.dry_issued(result, || {
@@ -152,8 +153,8 @@ impl Group {
         })
     }
 
-    /// Issues an operation out of place. The output has the type of the input. An all-to-all with blocks of any lengths has their
-    /// `lens`, and they fit into the vectors.
+    /// Issues an out-of-place operation. Input and output must have the same type. `lens` are the block lengths of a variable all-to-all;
+    /// the caller has checked that the blocks fit into the vectors.
     pub(crate) fn issue_pair<T: Content>(
         &self,
         operation: Operation,
@@ -186,7 +187,7 @@ impl Group {
     }
 }
 
-/// Refuses vectors of two types: what is written to the output is as long as its elements would be in the type of the input.
+/// Rejects vectors of two types: the engine computes the length of the output from the type of the input.
 fn check_types<T: Content>(
     operation: Operation,
     input: &Buffer<T>,

@@ -1,4 +1,4 @@
-//! One rank's end of a world: what it is made of, and what it knows of itself.
+//! The [`Group`]: one rank's handle to a world, with its configuration, buffers and statistics.
 
 mod issuing;
 mod splitting;
@@ -23,42 +23,42 @@ use std::thread::JoinHandle;
 use trireme_base::{DType, Heartbeat, Journal, Rank, spawn_thread};
 use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts};
 
-/// One rank's end of a world of ranks that communicate.
+/// One rank's handle to a world of communicating ranks.
 ///
-/// All ranks issue the same operations in the same order; a group may be used from several threads only if they agree on that
-/// order. Operations return at once and are executed in order of issue by the group's communication thread, or by a thread that
-/// waits for one. The first failure ends the group: whatever is pending or issued later returns it too.
+/// All ranks issue the same operations in the same order. Several threads may use a group only if they agree on that order. Operations
+/// return at once. The group's communication thread, or a thread that waits for a result, executes them in order of issue. The first
+/// failure ends the group: all pending and all later operations return it.
 ///
-/// Dropping a group waits for what was issued, then leaves in good order; during a panic without a goodbye, so that peers fail.
+/// Dropping a group waits for all issued operations and then leaves the world cleanly. If the thread is panicking, the group leaves without
+/// a goodbye, so that its peers fail, too.
 pub struct Group {
     rank: Rank,
     world_size: usize,
     transport: TransportKind,
     hosts: Hosts,
-    /// Where buffers lie best; on the heap if there is none.
+    /// Shared memory from which buffers are allocated. Without it, buffers are on the heap.
     pub(crate) arena: Option<Arc<Arena>>,
     pub(crate) peer_arenas: Vec<Option<PeerArena>>,
     pub(crate) home: Home,
     pub(crate) options: GroupOptions,
     selection: Selection,
-    /// What communication in this world costs, once that was measured.
+    /// Communication costs of this world. Unset until they are measured.
     costs: Arc<OnceLock<CostModel>>,
     recorder: FlightRecorder,
     num_splits: AtomicU64,
-    /// Absent in a world of one and in a dry one, where every operation is complete when it is issued.
+    /// `None` in a world of one rank and in a dry group, where an operation is complete when it is issued.
     executor: Option<Executor>,
-    /// Absent in a world of one and in a dry one.
+    /// `None` in a world of one rank and in a dry group.
     messenger: Option<Messenger>,
-    /// As in [`CommStatistics`].
     message_bytes: AtomicU64,
-    /// Of a dry group.
+    /// Set if the group is dry.
     dry: Option<Dry>,
 }
 
 #[derive(Clone)]
 struct Dry {
     journal: Arc<OnceLock<Journal>>,
-    /// The group's ranks, as ranks of the world.
+    /// The ranks of the group, numbered as in the world.
     members: Arc<[Rank]>,
 }
 
@@ -99,7 +99,7 @@ impl Group {
         })
     }
 
-    /// A group of one rank, whose buffers lie in `arena`.
+    /// A group of one rank, which allocates its buffers in `arena`.
     pub(crate) fn alone(
         arena: Option<Arc<Arena>>,
         home: Home,
@@ -126,15 +126,15 @@ impl Group {
         }
     }
 
-    /// The end of `rank` in a world that is not there, whose ranks are on these `hosts` and would communicate by `transport`:
-    /// to find what a rank takes, without the others. Its operations are complete when they are issued and change
-    /// nothing, and its buffers are addresses for which no memory is set aside.
+    /// Creates a dry group: the handle of `rank` in a simulated world on these `hosts` with this `transport`. It serves to measure what one
+    /// rank needs without starting the others. Operations complete when they are issued and change nothing. Buffers reserve addresses but
+    /// no memory.
     ///
     /// # Errors
-    /// [`CommError::Allocate`] if the process has no addresses left.
+    /// [`CommError::Allocate`] if the process has no address space left.
     ///
     /// # Panics
-    /// If there is no such rank.
+    /// If `hosts` have no such rank.
     pub fn dry(rank: Rank, hosts: Hosts, transport: TransportKind) -> Result<Group, CommError> {
         assert!(rank.0 < hosts.world_size(), "no {rank} among {} ranks", hosts.world_size());
         let fail = |source| CommError::Allocate { bytes: 0, source: Arc::new(source) };
@@ -146,7 +146,7 @@ impl Group {
         Ok(alone.dry_part(rank, hosts, transport, dry))
     }
 
-    /// Journals the operations of this dry world and when they are waited for. A world keeps the first journal only.
+    /// Records the operations of this dry world, and the waits for them, in `journal`. Only the first journal of a world is used.
     ///
     /// # Panics
     /// If the group is not dry.
@@ -154,7 +154,7 @@ impl Group {
         self.dry.as_ref().expect("dry groups keep journals").journal.get_or_init(|| journal.clone());
     }
 
-    /// The dry group of these ranks, with the memory and options of this one.
+    /// Turns this group into the dry group of the given ranks. It keeps the memory and the options.
     fn dry_part(self, rank: Rank, hosts: Hosts, transport: TransportKind, dry: Dry) -> Group {
         let world_size = hosts.world_size();
         let transport = if world_size == 1 { TransportKind::Single } else { transport };
@@ -164,12 +164,12 @@ impl Group {
         Group { rank, world_size, transport, hosts, peer_arenas, selection, dry, ..self }
     }
 
-    /// Whether the world of this group is not [there](Group::dry).
+    /// Whether the group is [dry](Group::dry).
     pub fn is_dry(&self) -> bool {
         self.arena.as_ref().is_some_and(|arena| arena.is_dry())
     }
 
-    /// A group of this rank alone, whose buffers lie in the same memory. It is a local call, and takes nothing.
+    /// Creates a group of this rank alone, which shares this group's memory. A local call that allocates no buffers.
     pub fn singleton(&self) -> Group {
         self.singleton_with(&self.options)
     }
@@ -178,7 +178,7 @@ impl Group {
         Group::alone(self.arena.clone(), self.home.clone(), options, self.recorder.clone())
     }
 
-    /// Starts a group called `name` that was split from this one, of which it has these ranks.
+    /// Starts the group `name` of the given `ranks` of this group.
     pub(crate) fn begin_split(
         &self,
         parts: Parts,
@@ -196,34 +196,36 @@ impl Group {
         }
     }
 
-    /// What this rank's groups did last. The handle outlives the group.
+    /// The recorder of this rank's recent operations in all groups. The handle outlives the group.
     pub fn flight_recorder(&self) -> &FlightRecorder {
         &self.recorder
     }
 
-    /// Beat this every few seconds of long work: waiting ranks give up after [`GroupOptions::timeout`] without a beat.
+    /// The heartbeat of this rank. Long local work must beat it every few seconds: waiting peers give up after [`GroupOptions::timeout`]
+    /// without a beat.
     pub fn heartbeat(&self) -> &Heartbeat {
         self.recorder.heartbeat()
     }
 
-    /// Names the program line of the operations that follow, for reports: 56 bytes of it. No allocation, below a microsecond.
+    /// Sets the program line that reports show for the following operations. Keeps its first 56 bytes, does not allocate, and takes less
+    /// than a microsecond.
     pub fn set_line(&self, line: fmt::Arguments<'_>) {
         if let Some(executor) = &self.executor {
             executor.recorder.set_line(line);
         }
     }
 
-    /// Which ranks share a host.
+    /// The placement of the ranks on hosts.
     pub fn hosts(&self) -> &Hosts {
         &self.hosts
     }
 
-    /// The algorithm by which this group does an operation on elements of so many bytes.
+    /// The algorithm that this group uses for `collective` on elements of `element_bytes` bytes.
     pub fn algorithm(&self, collective: Collective, element_bytes: usize) -> Algorithm {
         self.selection.algorithm(collective, element_bytes)
     }
 
-    /// The algorithms that were chosen so far, in the order of the operations' names and of their bytes. At most 4096 are kept.
+    /// The algorithms chosen so far, sorted by operation name and then by bytes. At most 4096 are kept.
     pub fn choices(&self) -> Vec<Choice> {
         let mut choices = self.selection.choices();
         choices.sort_by_cached_key(|choice| {
@@ -233,12 +235,12 @@ impl Group {
         choices
     }
 
-    /// How many [`choices`](Group::choices) there are. Allocates nothing.
+    /// Number of [`choices`](Group::choices). Does not allocate.
     pub fn num_choices(&self) -> usize {
         self.selection.num_choices()
     }
 
-    /// What communication costs, as algorithms are chosen by it: given, measured, or else typical.
+    /// The cost model by which algorithms are chosen: the given or measured costs, else typical ones.
     pub fn costs(&self) -> CostModel {
         self.costs.get().copied().unwrap_or_else(|| self.unmeasured_costs())
     }
@@ -247,7 +249,7 @@ impl Group {
         self.options.costs.over(typical_costs(self.arena.is_some()))
     }
 
-    /// Measures what communication costs, if the options say so. All ranks of a new world call it before any operation.
+    /// Measures the communication costs unless the options switch that off. All ranks of a new world call it before any other operation.
     pub(crate) fn measure_costs(&self) -> Result<(), CommError> {
         if self.options.keeps_order && self.world_size > 1 {
             let costs = probe::measure(self, &self.options.costs, self.unmeasured_costs())?;
@@ -256,7 +258,7 @@ impl Group {
         Ok(())
     }
 
-    /// What has ended the group, as far as that is known; a peer that dies is noticed within half a second.
+    /// The failure that ended the group, if this rank knows of one. The death of a peer is noticed within half a second.
     pub(crate) fn failure(&self) -> Option<CommError> {
         self.messenger.as_ref()?.office.failure()
     }
@@ -271,21 +273,21 @@ impl Group {
         self.world_size
     }
 
-    /// What carries the data.
+    /// The kind of transport that carries the data.
     pub fn transport(&self) -> TransportKind {
         self.transport
     }
 
-    /// A zeroed vector of `len` elements, 64-byte aligned, in the memory that this group's transport handles best: memory that the
-    /// peers map for `shm`, else heap. A local call.
+    /// Allocates a zeroed, 64-byte-aligned vector of `len` elements in the memory that suits the transport: with `shm`, memory that the
+    /// peers map; else the heap. A local call.
     ///
     /// # Errors
-    /// [`CommError::Allocate`] if there is not so much memory.
+    /// [`CommError::Allocate`] if there is not enough memory.
     pub fn buffer<T: Element>(&self, len: usize) -> Result<Buffer<T>, CommError> {
         Ok(Buffer::from_storage(self.storage(T::DTYPE, len, PageSize::Base)?))
     }
 
-    /// As [`buffer`](Group::buffer), of elements of `dtype`, in pages of this size if the ranks share memory.
+    /// Like [`buffer`](Group::buffer), with a `dtype` known at run time and, if the ranks share memory, pages of this size.
     ///
     /// # Errors
     /// As [`buffer`](Group::buffer).
@@ -318,7 +320,8 @@ impl Group {
         }
     }
 
-    /// Bytes of memory that the group itself takes besides buffers: what ranks of a host meet by, and the rings between them.
+    /// Bytes that the group allocates in addition to buffers: the area in which the ranks of a host synchronise, and the rings between
+    /// them.
     pub fn fixed_bytes(&self) -> usize {
         let shares_memory = match self.is_dry() {
             true => matches!(self.transport, TransportKind::Shm | TransportKind::ShmAndTcp),
@@ -328,24 +331,25 @@ impl Group {
         if shares_memory { area_bytes(num_near) } else { 0 }
     }
 
-    /// Bytes of peers' memory that this process maps when a buffer of `num_bytes` is reduced: with `shm` its share of each.
+    /// Bytes of peers' memory that this process maps when a buffer of `num_bytes` is reduced: with `shm`, its block of each peer's buffer;
+    /// else 0.
     pub fn peer_bytes_mapped(&self, num_bytes: usize) -> usize {
         self.peer_bytes_mapped_in(num_bytes, PageSize::Base)
     }
 
-    /// As [`peer_bytes_mapped`](Group::peer_bytes_mapped), of a buffer in pages of this size. One in huge pages is reduced and gathered, and its
-    /// parts may begin and end within a page.
+    /// Like [`peer_bytes_mapped`](Group::peer_bytes_mapped), for a buffer in pages of this size. A buffer in huge pages is assumed to be
+    /// reduced and gathered, with blocks that may begin and end within a page.
     pub fn peer_bytes_mapped_in(&self, num_bytes: usize, page_size: PageSize) -> usize {
         let part = num_bytes.div_ceil(self.world_size);
         let mapped = match page_size {
             PageSize::Base => part,
-            // Sums touch this rank's part of a peer's buffer, gathers the peer's. One buffer serves both.
+            // A reduction reads this rank's block of a peer's buffer, a gather the peer's own block. One buffer serves both.
             PageSize::Huge => num_bytes.min(2 * (part + 2 * PageSize::HUGE_BYTES)),
         };
         if self.transport == TransportKind::Shm { mapped * (self.world_size - 1) } else { 0 }
     }
 
-    /// What the group has done so far.
+    /// The counters of all operations so far.
     pub fn statistics(&self) -> CommStatistics {
         let statistics =
             self.executor.as_ref().map(|executor| executor.queue.statistics()).unwrap_or_default();
@@ -356,7 +360,7 @@ impl Group {
 impl Drop for Executor {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // Its thread ends when the operation it is in does.
+            // The communication thread ends after the operation that it is executing.
             self.queue.abort(CommError::Panicked);
             return;
         }

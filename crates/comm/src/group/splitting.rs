@@ -1,4 +1,4 @@
-//! Groups of some ranks of a group.
+//! Splits a group into subgroups.
 
 use super::{Dry, Group};
 use crate::{CommError, GroupOptions, TransportKind, rendezvous};
@@ -8,20 +8,22 @@ use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 
 impl Group {
-    /// Makes groups of this group's ranks: those that give the same `color` are one group, in the order of their `key`s and then
-    /// of their ranks here; `None` for ranks that give no color. All ranks call it, at the same place in their sequence of
-    /// operations. Each group has a communication thread of its own, so operations of several groups run at the same time.
+    /// Splits the group: ranks that pass the same `color` form one new group, ordered by `key` and then by their rank here. Ranks that pass
+    /// no color get `None`. All ranks call it at the same place in their sequence of operations. Each group has its own communication
+    /// thread, so operations of several groups run concurrently.
     ///
-    /// Groups may use each other's buffers, which share memory. Reports name a group by split and color, such as `world/0.1`.
+    /// The groups share memory, so each may use the others' buffers. Reports name a group by the number of the split and the color, such as
+    /// `world/0.1`.
     ///
     /// # Errors
-    /// [`CommError::Split`] on all ranks if one cannot connect, and whatever ends a group.
+    /// [`CommError::Split`] on all ranks if one of them cannot connect, and any failure that ends a group.
     pub fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Group>, CommError> {
         let name = format!("{}.{}", self.num_splits.load(Ordering::Relaxed), color.unwrap_or(0));
         self.split_named(&name, color, key, &self.options)
     }
 
-    /// As [`split`](Group::split), by a function that all ranks know, into groups of one color, in their order here, called `name`.
+    /// Like [`split`](Group::split), with the colors given by a function that is the same on all ranks. Ranks keep their order, and the
+    /// groups are called `name`.
     ///
     /// # Errors
     /// As [`split`](Group::split).
@@ -29,7 +31,7 @@ impl Group {
         self.split_with(name, color, &self.options)
     }
 
-    /// As [`split_by`](Group::split_by), into groups that [keep the canonical order](GroupOptions::keeps_order) in any case.
+    /// Like [`split_by`](Group::split_by), into groups that always [keep the canonical order](GroupOptions::keeps_order).
     ///
     /// # Errors
     /// As [`split`](Group::split).
@@ -69,7 +71,7 @@ impl Group {
         }
     }
 
-    /// The group of a dry one's ranks that have the color of this rank.
+    /// The dry group of all ranks with this rank's color.
     fn dry_split(&self, color: impl Fn(Rank) -> u64, options: &GroupOptions) -> Group {
         let own = color(self.rank);
         let members: Vec<Rank> = (0..self.world_size).map(Rank).filter(|&rank| color(rank) == own).collect();

@@ -14,22 +14,22 @@ use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_schedule::collective::{Action, Span};
 
-/// Messages with room from the beginning: their number depends on timing, so that memory might grow in any later step.
+/// Preallocated messages. Their number depends on timing, so without this memory could grow in any later step.
 pub(super) const ROOM: usize = 256;
 
-/// A message that was issued.
+/// A message that was issued and has not completed.
 pub(super) struct Parcel {
     pub(super) slot: usize,
     peer: Rank,
     direction: Direction,
     operation: Operation,
     storage: Storage,
-    /// When it was issued, or its memory came back from a device.
+    /// When the message was issued, or a device released its memory.
     issued: Instant,
     number: u64,
-    /// When bytes of it last moved.
+    /// When bytes of the message last moved.
     moved: Option<Instant>,
-    /// When the peer was last asked how it is.
+    /// When the peer was last asked for its progress.
     asked: Option<Instant>,
     has_warned: bool,
 }
@@ -47,13 +47,13 @@ impl Parcel {
         Parcel { slot, peer, direction, operation, storage, issued, number, moved, asked, has_warned }
     }
 
-    /// Whether no device works with it any more, so that it may move.
+    /// Whether no device uses the memory any more, so that the message may move.
     fn is_here(&self) -> bool {
         self.storage.event().is_done()
     }
 }
 
-/// Moves messages between this rank and its peers: in order of issue within a pair of ranks and a direction, else independently.
+/// Moves messages between this rank and its peers: in order of issue per peer and direction, otherwise independently.
 pub(super) struct Courier {
     own: Rank,
     links: Vec<Option<Link>>,
@@ -63,11 +63,11 @@ pub(super) struct Courier {
     checked: Instant,
     piece: Vec<CacheLine>,
     patience: Patience,
-    /// Memory for the list of what is waited for.
+    /// Memory for the list of polled files.
     polled: Vec<PollFd<'static>>,
-    /// Messages that have ended, with what came of them.
+    /// Completed messages: slot and memory.
     pub(super) ended: Vec<(usize, Storage)>,
-    /// The number of the message that has failed, if one has.
+    /// The number of the failed message, if one has failed.
     pub(super) failed: Option<u64>,
     recorder: GroupRecorder,
 }
@@ -80,7 +80,7 @@ struct Lanes {
 
 struct Lane<T> {
     waiting: VecDeque<Parcel>,
-    /// The first of them, once it is under way.
+    /// The first message of `waiting`, once it is in flight.
     moving: Option<(Call, T)>,
     num_begun: u64,
 }
@@ -120,7 +120,7 @@ impl Courier {
             Direction::Send => &mut lanes.outgoing.waiting,
             Direction::Receive => &mut lanes.incoming.waiting,
         };
-        // Most ranks never exchange any.
+        // Allocated on first use: most pairs of ranks never exchange a message.
         if waiting.capacity() == 0 {
             waiting.reserve(ROOM);
         }
@@ -131,7 +131,7 @@ impl Courier {
         self.lanes.iter().all(|lanes| lanes.outgoing.waiting.is_empty() && lanes.incoming.waiting.is_empty())
     }
 
-    /// Looks for a while whether something can move, where that costs less than sleeping.
+    /// Polls for a while whether a message can make progress, on links where that costs less than sleeping.
     pub(super) fn look(&mut self, is_awaited: bool) -> bool {
         let waited_for = || {
             let lanes = self.links.iter().flatten().zip(&self.lanes);
@@ -144,9 +144,9 @@ impl Courier {
             && self.patience.look(is_awaited, || waited_for().any(|(link, interest)| link.is_ready(interest)))
     }
 
-    /// Moves what moves; whether that was anything.
+    /// Moves all messages that can make progress. Returns whether any byte moved.
     pub(super) fn advance(&mut self) -> Result<bool, CommError> {
-        // One that stands still must not wait for its end until all others do.
+        // A blocked message must reach its deadline even while other messages move.
         if self.checked.elapsed() >= TICK {
             self.check_deadlines()?;
         }
@@ -213,7 +213,7 @@ impl Courier {
         Ok(has_moved)
     }
 
-    /// Sleeps until something can move, `bell` is rung, or a tick is over.
+    /// Sleeps until a message can make progress, `bell` is signalled, or a tick has passed.
     pub(super) fn sleep(&mut self, bell: &OwnedFd) -> Result<(), CommError> {
         let mut is_ready = false;
         self.each_interest(|link, interest| is_ready |= link.prepare_sleep(interest).unwrap_or(true));
@@ -232,7 +232,7 @@ impl Courier {
             let timeout = Timespec::try_from(sleep_max).expect("a tick is short");
             let result = poll(&mut polled, Some(&timeout));
             polled.clear();
-            // The list is empty: this keeps its memory, and ends its borrows.
+            // Keeps the memory of the empty list, and ends its borrows.
             self.polled = polled.into_iter().map(|_| unreachable!("the list is empty")).collect();
             match result {
                 Ok(_) | Err(Errno::INTR) => {}
@@ -260,7 +260,7 @@ impl Courier {
             ] {
                 let Some(parcel) = parcel else { continue };
                 if !parcel.is_here() {
-                    // The peer does not keep it waiting yet.
+                    // This rank's device holds the message up, not the peer.
                     parcel.issued = self.checked;
                     continue;
                 }
@@ -318,7 +318,7 @@ impl Lanes {
 }
 
 impl<T> Lane<T> {
-    /// Notes what has come of the first message: whether bytes of it moved, and its end.
+    /// Records the progress of the first message. Returns its slot and memory if it has completed.
     fn note(&mut self, has_moved: bool, is_done: bool, recorder: &GroupRecorder) -> Option<(usize, Storage)> {
         let parcel = self.waiting.front_mut()?;
         if has_moved {

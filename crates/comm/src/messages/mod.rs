@@ -1,7 +1,8 @@
-//! Messages between two ranks of a group, beside its collective operations.
+//! Point-to-point messages between ranks of a group, independent of its collectives.
 //!
-//! A courier moves them all at once: a thread that waits for one, or else a thread of its own. They have links of their own, so
-//! they and collective operations do not wait for each other. Ranks may issue them in any order that keeps the order of each pair.
+//! A message engine moves all messages at once, on a thread that waits for one, or else on a thread of its own. Messages have their own
+//! links, so messages and collectives do not wait for each other. Ranks may issue them in any order that keeps the order of each pair of
+//! ranks.
 
 mod courier;
 
@@ -26,27 +27,27 @@ pub(crate) struct Messenger {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What a rank's messages wait in.
+/// The pending messages of a rank, and the state that its threads share.
 pub(crate) struct Office {
     recorder: GroupRecorder,
     state: Mutex<State>,
-    /// There may be something for the courier's own thread to do.
+    /// Notified when there may be work for the message thread.
     submitted: Condvar,
-    /// Some message has ended, or the courier is back.
+    /// Notified when a message has ended or the message engine is available.
     finished: Condvar,
     bell: OwnedFd,
 }
 
 struct State {
-    /// Absent while a thread moves messages, and after a failure.
+    /// `None` while a thread moves messages, and after a failure.
     courier: Option<Courier>,
-    /// Issued, and not yet known to the courier.
+    /// Messages that were issued and not yet passed to the message engine.
     submitted: VecDeque<Parcel>,
     slots: Slab<Slot>,
     num_pending: usize,
-    /// For each rank: messages that were issued to and from it.
+    /// Per rank: number of messages sent to it and received from it.
     num_issued: Vec<[u64; 2]>,
-    /// Threads that wait for a message: one of them is the courier.
+    /// Number of threads that wait for a message. One of them runs the message engine.
     num_waiting: usize,
     is_asleep: bool,
     is_closed: bool,
@@ -55,19 +56,19 @@ struct State {
 
 enum Slot {
     Pending,
-    /// Nobody waits for what comes of it.
+    /// The receipt was dropped, so the result will be dropped, too.
     Abandoned,
-    /// It is called as soon as the message has ended.
+    /// Called as soon as the message has ended.
     Callback(Callback<Storage>),
     Ended(Result<Storage, CommError>),
-    /// The owner has it, and is about to free the slot.
+    /// The owner has the result and is about to free the slot.
     Taken,
 }
 
-/// The right to what comes of a message.
+/// The right to a message's result; frees its slot when dropped.
 pub(crate) struct Receipt {
     office: Arc<Office>,
-    /// None once a callback gets the result.
+    /// `None` once a callback receives the result.
     slot: Option<usize>,
 }
 
@@ -157,23 +158,24 @@ impl Drop for Messenger {
 }
 
 impl Office {
-    /// Fails whatever is pending, and what is issued from now on: the group has failed.
+    /// Fails all pending and all later messages, because the group has failed.
     pub(crate) fn abort(&self, failure: CommError) {
         self.lock().fail(failure);
         self.wake_all();
     }
 
-    /// What has failed whatever is issued from now on.
+    /// The failure that all later messages return.
     pub(crate) fn failure(&self) -> Option<CommError> {
         self.lock().failure.clone()
     }
 
-    /// Also after a panic with the office locked: it fails the group, for which other threads must still get in.
+    /// Ignores poisoning: a panic fails the group, of which other threads must still learn.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Best effort: a bell that cannot be rung any louder has been heard, or will be.
+    /// Wakes the thread that runs the message engine, best effort: a write fails only if the counter is at its maximum, and then the thread
+    /// wakes anyway.
     fn ring(&self) {
         let _ = write(&self.bell, &1_u64.to_ne_bytes());
     }
@@ -184,7 +186,7 @@ impl Office {
         self.finished.notify_all();
     }
 
-    /// The courier's own thread: moves messages while nobody waits for one.
+    /// Runs the message thread: moves messages while no thread waits for one.
     fn serve(&self) {
         let mut state = self.lock();
         while state.failure.is_none() && !(state.is_closed && state.num_pending == 0) {
@@ -194,13 +196,13 @@ impl Office {
                 None => self.submitted.wait(state).unwrap_or_else(PoisonError::into_inner),
             };
         }
-        // The connections end with the courier.
+        // Dropping the engine closes its connections.
         let courier = state.courier.take();
         drop(state);
         drop(courier);
     }
 
-    /// Moves messages until there are none, or `is_enough`. `is_awaited` is whether this rank has nothing else to do.
+    /// Moves messages until there are none, or `is_enough`. `is_awaited` says whether this rank has no other work.
     fn deliver<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
@@ -209,7 +211,7 @@ impl Office {
         is_enough: impl Fn(&State) -> bool,
     ) -> MutexGuard<'a, State> {
         let guard = AbortOnPanic(self);
-        // A panic drops variables in reverse order: the office is unlocked before the guard locks it.
+        // A panic drops variables in reverse order, so the lock is released before the guard locks it.
         let mut state = state;
         let mut may_sleep = false;
         let result = loop {
@@ -225,7 +227,7 @@ impl Office {
                 false => courier.advance(),
             };
             if may_sleep {
-                // Heard; what it was rung for is found in the office.
+                // Resets the event. Its cause is found in the shared state.
                 let _ = read(&self.bell, &mut [0_u8; 8]);
             }
             may_sleep = matches!(moved, Ok(false)) && !courier.look(is_awaited);
@@ -250,7 +252,7 @@ impl Office {
     }
 }
 
-/// Turns a panic while the courier is out of its place into a failure of the group, for other threads may wait for messages.
+/// Fails the group if the message engine panics: other threads may be waiting for messages.
 struct AbortOnPanic<'a>(&'a Office);
 
 impl Drop for AbortOnPanic<'_> {
@@ -261,7 +263,7 @@ impl Drop for AbortOnPanic<'_> {
 }
 
 impl State {
-    /// Gives the courier what was issued, and takes what has ended.
+    /// Passes issued messages to the engine, and collects completed ones.
     fn exchange(&mut self, courier: &mut Courier) {
         self.submitted.drain(..).for_each(|parcel| courier.take(parcel));
         for (slot, storage) in courier.ended.drain(..) {
@@ -272,7 +274,7 @@ impl State {
         }
     }
 
-    /// The first failure stays; whatever is pending fails with it.
+    /// Records the first failure, and fails all pending messages with it.
     fn fail(&mut self, failure: CommError) {
         let failure = self.failure.get_or_insert(failure).clone();
         self.submitted.clear();
@@ -283,7 +285,7 @@ impl State {
         }
     }
 
-    /// Passes on what has come of a message; whether that was not known.
+    /// Passes on the result of a message. Returns false if the message had already ended.
     fn end(&mut self, slot: usize, result: Result<Storage, CommError>) -> bool {
         let Some(known) = self.slots.get_mut(slot) else { return false };
         match std::mem::replace(known, Slot::Taken) {
@@ -311,8 +313,8 @@ impl Receipt {
         self.slot.expect("a receipt with a callback is gone")
     }
 
-    /// Calls `callback` with what comes of the message, on the thread that moves it, with the office locked: it must not use the group. Calls
-    /// it at once if the message has ended.
+    /// Calls `callback` with the result, on the thread that moves the message and with the state locked, so it must not use the group.
+    /// Calls it at once if the message has ended.
     pub(crate) fn on_done(mut self, callback: Callback<Storage>) {
         let mut state = self.office.lock();
         let slot = &mut state.slots[self.slot()];
@@ -338,7 +340,7 @@ impl Receipt {
             state = match state.courier.take() {
                 Some(courier) => office.deliver(state, courier, true, is_done),
                 None => {
-                    // The courier's own thread gives way to one that waits.
+                    // The message thread lets a waiting thread run the engine.
                     office.ring();
                     office.finished.wait(state).unwrap_or_else(PoisonError::into_inner)
                 }
@@ -373,7 +375,7 @@ mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
     use trireme_base::DType;
 
-    /// A messenger without the link that it needs, so whoever moves a message panics; and its group's recorder.
+    /// Creates a messenger without the link that it needs, so a thread that moves a message panics. Also returns the group's recorder.
     fn without_links() -> (Messenger, GroupRecorder) {
         let recorder = FlightRecorder::new(Rank(0), 2);
         let world = recorder.group("world".to_owned(), Rank(0), vec![Rank(0), Rank(1)]);
@@ -390,7 +392,7 @@ mod tests {
             messenger.submit(Direction::Send, Rank(1), operation, Storage::heap(DType::U8, 1).unwrap())
         };
         let (first, second) = (send(), send());
-        // Panics here, unless the courier's own thread was quicker.
+        // Panics here, unless the message thread was faster.
         let first = catch_unwind(AssertUnwindSafe(|| first.wait()));
         assert!(!matches!(first, Ok(Ok(_))));
         assert!(matches!(second.wait(), Err(CommError::Panicked)));

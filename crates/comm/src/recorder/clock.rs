@@ -1,8 +1,8 @@
-//! Wall-clock times of instants.
+//! Conversion of monotonic times to wall-clock times.
 
 use std::time::{Instant, SystemTime};
 
-/// Turns instants into seconds since 1970.
+/// Converts instants to seconds since 1970, relative to one reading of both clocks.
 pub(super) struct Clock {
     now: Instant,
     pub(super) unix_now: f64,

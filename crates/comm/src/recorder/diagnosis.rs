@@ -6,103 +6,103 @@ use crate::Operation;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// What the reports of some ranks tell of their world together.
+/// The combined findings of the reports of one world.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Diagnosis {
-    /// One of each rank of the world, in their order.
+    /// One finding per rank of the world, in rank order.
     pub findings: Vec<Finding>,
-    /// The first place in a group's sequence where ranks issued different things, if there is one.
+    /// The first position in a group's sequence at which ranks issued different operations, if there is one.
     pub disagreement: Option<Disagreement>,
 }
 
-/// What is known of one rank.
+/// The known state of one rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Finding {
     /// The rank.
     pub rank: usize,
-    /// Who says so.
+    /// Where the knowledge of the rank's place comes from.
     pub source: Source,
-    /// Where it is, if anybody says so.
+    /// The rank's place, if it is known.
     pub place: Option<Place>,
-    /// Ranks that have not begun what it is in, and ranks that it has lost.
+    /// Ranks that have not begun the rank's current operation, and ranks that it has lost.
     pub waits_for: Vec<usize>,
-    /// What ended its group, in its own words.
+    /// The text of the error that ended the rank's group.
     pub failure: Option<String>,
-    /// Its host, if it has reported or others know it.
+    /// The rank's host, if the rank's own or another report names it.
     pub host: Option<String>,
-    /// Its process there.
+    /// The rank's process on that host.
     pub process_id: Option<u32>,
 }
 
-/// Where the knowledge of a rank's place comes from.
+/// The source of the knowledge of a rank's place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
-    /// Its own report.
+    /// The rank's own report.
     Own,
-    /// Its own report, from before something failed: it has not reported since.
+    /// The rank's own report from before the failure. The rank has not reported since.
     Earlier,
-    /// What it told another rank.
+    /// A notice of the rank to another rank.
     Told,
-    /// Nowhere.
+    /// No source: the place is unknown.
     Nothing,
 }
 
-/// A place in a group's sequence where ranks issued different things.
+/// A position in a group's sequence at which ranks issued different operations.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Disagreement {
-    /// The group.
+    /// Name of the group.
     pub group: String,
-    /// The position in its sequence, from 0.
+    /// The position in the group's sequence, from 0.
     pub sequence: u64,
-    /// What differs.
+    /// The property that differs.
     pub difference: Difference,
-    /// Who issued what: that of most ranks first.
+    /// The different operations with their ranks. The operation of most ranks comes first.
     pub sides: Vec<Side>,
 }
 
 trireme_base::named! {
-    /// A property that differs between operations that should be the same.
+    /// The property in which operations differ that should be equal.
     #[derive(Serialize)]
     #[serde(rename_all = "snake_case")]
     pub enum Difference {
-        /// The same operations come in another order.
+        /// The order: the ranks issue the same operations in different orders.
         Order = "order",
-        /// The operations, their reductions or roots, or the lines of the program that issued them.
+        /// The operation, its reduction or root, or the program line that issued it.
         Operation = "operation",
-        /// The type of the elements.
+        /// The element type.
         Dtype = "dtype",
         /// The number of elements.
         Size = "size",
-        /// The program line only. Ranks at different places of a pipeline have different programs: of these, steps are compared.
+        /// Only the program line. Ranks at different places of a pipeline have different programs; for them, steps are compared.
         Line = "program line",
     }
 }
 
-/// What some ranks issued.
+/// An operation that some ranks issued.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Side {
     /// The operation.
     pub operation: Operation,
-    /// The line of the program that issued it; empty if that is not known.
+    /// The program line that issued the operation. Empty if unknown.
     pub line: String,
-    /// Who.
+    /// The ranks that issued the operation.
     pub ranks: Vec<usize>,
 }
 
-/// A group by its name and members.
+/// The name and the members of a group.
 type GroupKey<'a> = (&'a str, &'a [usize]);
 
-/// What ranks issued in one group, by sequence and rank. The line is empty where it is not known.
+/// The operations issued in one group, by sequence and rank.
 type Sequences<'a> = BTreeMap<u64, BTreeMap<usize, IssuedAt<'a>>>;
 
-/// An operation and the line of the program that issued it.
+/// An operation and the program line that issued it, which is empty if unknown.
 type IssuedAt<'a> = (Operation, &'a str);
 
 impl Diagnosis {
-    /// Combines reports of one or several ranks of a world. A report also holds what other ranks have told its rank.
+    /// Combines reports of one or several ranks of a world. A report also holds the places that other ranks reported to its rank.
     pub fn of(reports: &[RankReport]) -> Self {
-        // Others were left by an earlier world of another size.
+        // Reports of another world size are left from an earlier world.
         let newest = reports.iter().max_by(|one, other| one.written.total_cmp(&other.written));
         let world_size = newest.map_or(0, |report| report.world_size);
         let reports: Vec<&RankReport> =
@@ -150,7 +150,7 @@ fn first_failure(report: &RankReport) -> Option<&super::FailureReport> {
     failures.min_by(|one, other| one.at.total_cmp(&other.at))
 }
 
-/// For whom a rank waits at a place: as its own failure says, else who is known not to have begun that operation.
+/// The ranks that a rank waits for at a place: those its own failure names, else those known not to have begun that operation.
 fn waits_for(place: &Place, own: Option<&RankReport>, reports: &[&RankReport]) -> Vec<usize> {
     let Some(operation) = place.operation.as_ref().filter(|operation| is_waiting(operation)) else {
         return Vec::new();
@@ -207,7 +207,7 @@ fn group_sequences<'a>(reports: &[&'a RankReport]) -> BTreeMap<GroupKey<'a>, Seq
     groups
 }
 
-/// The first difference between operations, or else, between the lines of like operations.
+/// The first difference between operations, or, if `of_operations` is false, between the program lines of equal operations.
 fn first_disagreement(
     groups: &BTreeMap<GroupKey<'_>, Sequences<'_>>,
     of_operations: bool,
@@ -223,15 +223,15 @@ fn first_disagreement(
     })
 }
 
-/// All ranks, if they issued different operations.
+/// Returns all ranks if they issued different operations.
 fn of_unlike_operations<'a>(ranks: &BTreeMap<usize, IssuedAt<'a>>) -> Option<BTreeMap<usize, IssuedAt<'a>>> {
     let (first, _) = ranks.values().next()?;
     ranks.values().any(|(operation, _)| operation != first).then(|| ranks.clone())
 }
 
-/// The ranks to compare, if lines differ that should be the same: all, or those that run the program within which lines differ.
+/// The ranks to compare, if lines differ that should be equal: all ranks, or the ranks of the one program in which lines differ.
 fn of_unlike_lines<'a>(ranks: &BTreeMap<usize, IssuedAt<'a>>) -> Option<BTreeMap<usize, IssuedAt<'a>>> {
-    // One line of each program.
+    // One line of each program so far.
     let mut lines: Vec<&str> = Vec::new();
     let pipeline_rank = |line| step_and_pipeline_rank(line).map(|(_, rank)| rank);
     for (_, line) in ranks.values().filter(|(_, line)| !line.is_empty()) {
@@ -276,7 +276,7 @@ fn sides(ranks: &BTreeMap<usize, IssuedAt<'_>>, of_operations: bool) -> Vec<Side
 
 fn difference(sides: &[Side], sequence: u64, sequences: &Sequences<'_>) -> Difference {
     let [one, other] = [&sides[0], &sides[1]];
-    // Whether a rank of `side` issues `operation` after this place.
+    // Whether a rank of `side` issues `operation` later in the sequence.
     let comes_later = |side: &Side, operation: Operation| {
         let later = sequences
             .range(sequence + 1..)

@@ -4,12 +4,12 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use trireme_base::{create_regular, read_at_most};
 
-/// No report comes near this length.
+/// Upper bound of a report's length. Actual reports are far shorter.
 const FILE_BYTES_MAX: u64 = 64 << 20;
-/// Ranks in a world, as `rendezvous` bounds them.
+/// Maximum world size, as in `rendezvous`.
 const WORLD_SIZE_MAX: usize = 1 << 16;
 
-/// Reports cannot be read.
+/// The cause why reports cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ReadReportsError {
@@ -23,34 +23,37 @@ pub enum ReadReportsError {
     NoReport { path: PathBuf, what: String },
 }
 
-/// The file of a rank's report.
+/// Path of a rank's report in `folder`.
 pub fn report_path(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("rank-{rank}.json"))
 }
 
-/// Writes a report in the place of an earlier one, which stays whole until then.
+/// Writes a report and replaces an earlier one atomically.
 pub(super) fn write_report(folder: &Path, report: &RankReport) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     let path = report_path(folder, report.rank);
     let aside = folder.join(format!(".rank-{}.json.partial", report.rank));
     let mut text = serde_json::to_vec(report)?;
     text.push(b'\n');
-    // It is not synced: a disk that hangs must not hold up a worker that has failed.
+    // Not synced: a disk that hangs must not hold up a failed worker.
     let written = create_regular(&aside).and_then(|mut file| file.write_all(&text));
     written.and_then(|()| fs::rename(&aside, path)).inspect_err(|_| drop(fs::remove_file(&aside)))
 }
 
-/// The reports in a folder, by rank.
+/// Reads all reports in a folder, in rank order.
 ///
 /// # Errors
-/// A folder or file that cannot be read, and the first file that is no report of its rank.
+/// If the folder or a file cannot be read, or a file is not a report of its rank. The first error is returned.
 pub fn read_reports(folder: &Path) -> Result<Vec<RankReport>, ReadReportsError> {
     let unreadable = |source| ReadReportsError::Read { path: folder.to_owned(), source };
     let ranks = ranks(folder).map_err(unreadable)?;
     ranks.into_iter().map(|rank| RankReport::read(folder, rank)).collect()
 }
 
-/// Removes the reports in a folder, if there is one.
+/// Removes all reports in a folder. The folder need not exist.
+///
+/// # Errors
+/// If the folder cannot be read, or a file cannot be removed.
 pub fn remove_reports(folder: &Path) -> io::Result<()> {
     if !folder.exists() {
         return Ok(());
@@ -58,7 +61,7 @@ pub fn remove_reports(folder: &Path) -> io::Result<()> {
     ranks(folder)?.into_iter().try_for_each(|rank| fs::remove_file(report_path(folder, rank)))
 }
 
-/// The ranks that have a report in a folder, in their order.
+/// The ranks that have a report in a folder, in ascending order.
 fn ranks(folder: &Path) -> io::Result<Vec<usize>> {
     let mut ranks = Vec::new();
     for entry in fs::read_dir(folder)? {
@@ -72,10 +75,10 @@ fn ranks(folder: &Path) -> io::Result<Vec<usize>> {
 }
 
 impl RankReport {
-    /// Reads a rank's report in a folder.
+    /// Reads one rank's report in a folder.
     ///
     /// # Errors
-    /// A file that cannot be read, or is no report of this rank.
+    /// If the file cannot be read, or is not a report of this rank.
     pub fn read(folder: &Path, rank: usize) -> Result<Self, ReadReportsError> {
         read_report(&report_path(folder, rank), rank)
     }

@@ -15,12 +15,12 @@ pub(super) struct GroupLog {
     pub(super) name: String,
     pub(super) own: Rank,
     pub(super) members: Vec<Rank>,
-    /// How the group's algorithms are chosen, once that is known.
+    /// The group's choice of algorithms, once it is known.
     pub(super) selection: OnceLock<Selection>,
     state: Mutex<State>,
 }
 
-/// Which threads issue a group's operations.
+/// The threads that issue a group's operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Issuer {
     Nobody,
@@ -30,7 +30,7 @@ pub(super) enum Issuer {
 
 pub(super) struct State {
     pub(super) issuer: Issuer,
-    /// The one thread that issues this group's operations waits for one of them.
+    /// Whether the only issuing thread waits for one of this group's operations.
     pub(super) is_awaited: bool,
     pub(super) line: Line,
     pub(super) operations: Ring,
@@ -38,11 +38,11 @@ pub(super) struct State {
     pub(super) num_issued: u64,
     pub(super) num_messages: u64,
     pub(super) failure: Option<(Instant, CommError)>,
-    /// By member: where it has told to be, and when.
+    /// By member: the place that the member reported last, and when.
     pub(super) heard: Vec<Option<(Instant, Option<ToldPlace>)>>,
-    /// By member: when it is known to have made progress last.
+    /// By member: the latest time at which it is known to have made progress.
     pub(super) progress: Vec<Option<Instant>>,
-    /// By member: whether it shall be asked for its progress.
+    /// By member: whether it must be asked for its progress.
     pub(super) is_asked: Vec<bool>,
     pub(super) is_dropped: bool,
 }

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use trireme_base::{Rank, ranks};
 
-/// A thread waits for an operation as long as this lives.
+/// A guard that marks its thread as waiting for an operation.
 pub(crate) struct Wait<'a> {
     log: Option<&'a GroupLog>,
 }
@@ -40,28 +40,28 @@ impl GroupRecorder {
         &self.log.name
     }
 
-    /// The members' ranks in the world.
+    /// The members, by their ranks in the world.
     pub(crate) fn members(&self) -> &[Rank] {
         &self.log.members
     }
 
-    /// Says how the group's algorithms are chosen, so that reports can tell them.
+    /// Sets the group's choice of algorithms, so that reports can name them.
     pub(crate) fn set_selection(&self, selection: Selection) {
         let is_first = self.log.selection.set(selection).is_ok();
         assert!(is_first, "a group is made once");
     }
 
-    /// What is issued from now on belongs to this line of a program.
+    /// Sets the program line of all operations issued from now on.
     pub(crate) fn set_line(&self, line: fmt::Arguments<'_>) {
         let line = Line::of(line);
         self.log.lock().line = line;
         self.recorder.heartbeat().beat();
     }
 
-    /// Notes that the next operation of the group was issued.
+    /// Records that the group's next operation was issued.
     ///
     /// # Errors
-    /// What has ended the group on this rank, such as a message that failed.
+    /// The failure that has ended the group on this rank, such as a failed message.
     pub(crate) fn issue(&self, operation: Operation) -> Result<Issued, CommError> {
         let mut state = self.log.lock();
         if let Some((_, failure)) = &state.failure {
@@ -85,7 +85,7 @@ impl GroupRecorder {
         let mut state = self.log.lock();
         match state.operations.find(call.sequence) {
             Some(record) => record.started = Some(call.started),
-            // There was no room for it when it was issued; now all before it have ended.
+            // The ring had no room when the operation was issued. Now all earlier ones have ended.
             None => state.operations.add(Record {
                 started: Some(call.started),
                 ..Record::issued(call.sequence, call.sequence, call.operation, issued)
@@ -107,14 +107,15 @@ impl GroupRecorder {
         }
     }
 
-    /// A member tells when it last made progress.
+    /// Records when a member last made progress.
     pub(crate) fn hear_progress(&self, member: Rank, at: Instant) {
         let mut state = self.log.lock();
         let known = &mut state.progress[member.0];
         *known = (*known).max(Some(at));
     }
 
-    /// How long `member` has made no progress, since `since` at most. Counts its progress as this rank's, for ranks behind it.
+    /// Time since `member` last made progress, counted from `since` at the earliest. Passes its progress on as this rank's own, for ranks
+    /// that wait for this one.
     pub(crate) fn silence_passing_on(&self, member: Rank, since: Instant) -> Duration {
         let progress = self.log.lock().progress[member.0];
         if let Some(at) = progress {
@@ -127,14 +128,14 @@ impl GroupRecorder {
         self.log.lock().is_asked[member.0] = true;
     }
 
-    /// Whom to ask, since the last time.
+    /// Returns and clears the members to ask for their progress.
     pub(crate) fn take_asked(&self) -> Vec<Rank> {
         let mut state = self.log.lock();
         let asked = state.is_asked.iter_mut().enumerate();
         asked.filter_map(|(member, is_asked)| std::mem::take(is_asked).then_some(Rank(member))).collect()
     }
 
-    /// Notes that the calling thread waits for an operation, until the value is dropped.
+    /// Marks the calling thread as waiting for an operation until the guard is dropped.
     pub(crate) fn wait(&self) -> Wait<'_> {
         let mut state = self.log.lock();
         let is_issuer = state.issuer == Issuer::One(thread::current().id());
@@ -142,7 +143,7 @@ impl GroupRecorder {
         Wait { log: is_issuer.then_some(&*self.log) }
     }
 
-    /// Where the one thread that issues this group's operations waits, if that is in another group.
+    /// The place where the only thread that issues this group's operations waits, if it waits in another group.
     pub(crate) fn blocked_elsewhere(&self) -> Option<ToldPlace> {
         let issuer = self.log.lock().issuer;
         let groups = self.recorder.groups().clone();
@@ -165,7 +166,7 @@ impl GroupRecorder {
         })
     }
 
-    /// Whether member `other` waits at `place` of another common group for the thread that waits in this group: a deadlock.
+    /// Whether there is a deadlock: member `other` waits at `place` of another common group for the thread that waits in this group.
     pub(crate) fn is_crossed_by(&self, other: Rank, place: &ToldPlace) -> bool {
         let issuer = {
             let state = self.log.lock();
@@ -175,7 +176,7 @@ impl GroupRecorder {
             state.issuer
         };
         let groups = self.recorder.groups().clone();
-        // Groups of one split have one name and no member in common.
+        // Groups of one split may have the same name, but have no member in common.
         let other = self.in_world(other);
         let is_theirs = |group: &&Arc<GroupLog>| {
             GroupName::of(format_args!("{}", group.name)) == place.group && group.members.contains(&other)
@@ -190,12 +191,12 @@ impl GroupRecorder {
         }
     }
 
-    /// What this rank has issued as operation `sequence`, if that is still known.
+    /// The operation that this rank issued as number `sequence`, if its record still exists.
     pub(crate) fn issued(&self, sequence: u64) -> Option<Operation> {
         self.log.lock().operations.find(sequence).map(|record| record.operation)
     }
 
-    /// Notes that a message was issued, the `sequence`-th that goes its way; returns its number.
+    /// Records that a message was issued, the `sequence`-th from its sender to its receiver. Returns its number.
     pub(crate) fn issue_message(
         &self,
         (direction, peer): (Direction, Rank),
@@ -213,7 +214,7 @@ impl GroupRecorder {
         number
     }
 
-    /// Notes that a message is the next to go its way.
+    /// Records that the message is now the first of its direction and peer.
     pub(crate) fn begin_message(&self, number: u64) {
         if let Some(record) = self.log.lock().messages.find(number) {
             record.started = Some(Instant::now());
@@ -227,7 +228,7 @@ impl GroupRecorder {
         self.recorder.heartbeat().beat();
     }
 
-    /// Notes what has ended the group beside its operations, and that message `number` has failed, if one has.
+    /// Records a failure that is not an operation's and has ended the group. `number` is the failed message, if there is one.
     pub(crate) fn fail(&self, failure: &CommError, number: Option<u64>) {
         let now = Instant::now();
         let mut state = self.log.lock();
@@ -240,22 +241,22 @@ impl GroupRecorder {
         self.recorder.write(Occasion::Failed);
     }
 
-    /// What has ended the group on this rank.
+    /// The failure that ended the group on this rank.
     pub(crate) fn failure(&self) -> Option<CommError> {
         self.log.lock().failure.as_ref().map(|(_, failure)| failure.clone())
     }
 
-    /// Notes where a member has told to be.
+    /// Records the place that a member reported.
     pub(crate) fn hear(&self, member: Rank, told: Option<ToldPlace>) {
         self.log.lock().heard[member.0] = Some((Instant::now(), told));
     }
 
-    /// Where this rank is, for its peers.
+    /// This rank's place, to be reported to its peers.
     pub(crate) fn told_place(&self) -> Option<ToldPlace> {
         ToldPlace::of(&self.recorder.report().place())
     }
 
-    /// Says that an operation takes long, and for whom it waits.
+    /// Warns the user that an operation takes long, and names the ranks it waits for.
     pub(crate) fn tell_of_stall(&self, call: &Call, missing: &[Rank]) {
         let whom = match missing {
             [] => "for the end of an operation that all ranks have begun,".to_owned(),

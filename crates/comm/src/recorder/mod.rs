@@ -1,8 +1,8 @@
-//! The flight recorder: what each group of this rank did last, for the moment when something goes wrong.
+//! The flight recorder: records the recent operations of this rank's groups, to explain failures and hangs.
 //!
-//! Every operation is noted when it is issued, when its execution begins and when it ends: three short locks and no
-//! allocation. When an operation takes long or fails, or a peer tells of a failure, the rank tells its peers where it is
-//! and has a thread of its own write all of it to a file. [`Diagnosis`] puts the reports of several ranks together.
+//! Every operation is recorded when it is issued, when its execution begins and when it ends, with three short locks and no allocation.
+//! When an operation takes long or fails, or a peer reports a failure, the rank reports its place to its peers, and a separate thread
+//! writes the records to a file. [`Diagnosis`] combines the reports of several ranks.
 
 mod clock;
 mod diagnosis;
@@ -41,13 +41,13 @@ use std::time::Duration;
 use trireme_base::{Heartbeat, Rank};
 use writer::ReportWriter;
 
-/// How long a rank whose group has failed waits for the others to tell where they are, if it does.
+/// How long a rank whose group has failed waits for its peers to report their places, if the options say so.
 pub(crate) const GATHER_MAX: Duration = Duration::from_millis(1500);
 
-/// Groups whose records are kept after they were dropped.
+/// Number of dropped groups whose records are kept.
 const NUM_DROPPED_KEPT: usize = 8;
 
-/// A handle on what this rank's groups did last, those split from its world included. It outlives the groups.
+/// A handle to the records of this rank's groups: its world and all groups split from it. It outlives the groups.
 #[derive(Clone)]
 pub struct FlightRecorder(Arc<Shared>);
 
@@ -55,23 +55,23 @@ struct Shared {
     rank: Rank,
     world_size: usize,
     groups: Mutex<Vec<Arc<GroupLog>>>,
-    /// The worst that has happened; held while a report is handed to the writer, so that the last one says the worst.
+    /// The worst occasion so far. Locked while a report is passed to the writer, so that the last report has the worst occasion.
     worst: Mutex<Occasion>,
     gathers: bool,
     heartbeat: Heartbeat,
-    /// Names of the hosts of all ranks, once they are known.
+    /// Names of all ranks' hosts, once they are known.
     hosts: OnceLock<Vec<String>>,
-    /// Absent if reports go nowhere.
+    /// `None` if no reports are written.
     writer: Option<ReportWriter>,
 }
 
 impl FlightRecorder {
-    /// A recorder whose reports are read by nobody but this process.
+    /// Creates a recorder that writes no reports.
     pub(crate) fn new(rank: Rank, world_size: usize) -> Self {
         FlightRecorder::with(rank, world_size, false, None)
     }
 
-    /// A recorder that does what the options say.
+    /// Creates a recorder with the given options, and starts its writer.
     pub(crate) fn start(rank: Rank, world_size: usize, options: &RecorderOptions) -> Result<Self, CommError> {
         let writer = ReportWriter::start(rank, options)?;
         Ok(FlightRecorder::with(rank, world_size, options.gathers, writer))
@@ -92,7 +92,7 @@ impl FlightRecorder {
         }))
     }
 
-    /// Begins to record a group, in which this rank is `own` and whose `members` have these ranks in the world.
+    /// Starts the records of a group in which this rank is `own`. `members` are ranks of the world.
     pub(crate) fn group(&self, name: String, own: Rank, members: Vec<Rank>) -> GroupRecorder {
         let log = Arc::new(GroupLog::new(name, own, members));
         let mut groups = self.groups();
@@ -106,22 +106,22 @@ impl FlightRecorder {
         GroupRecorder::new(self.clone(), log)
     }
 
-    /// When this rank last made progress. Lines of programs and operations of groups are noted by themselves.
+    /// The heartbeat of this rank. Program lines and group operations beat it.
     pub(crate) fn heartbeat(&self) -> &Heartbeat {
         &self.0.heartbeat
     }
 
-    /// Says the names of the hosts of all ranks, for reports; the first time counts.
+    /// Sets the host names of all ranks, for reports. Only the first call has an effect.
     pub fn name_hosts(&self, names: Vec<String>) {
         let _ = self.0.hosts.set(names);
     }
 
-    /// All that is recorded.
+    /// A report of everything recorded.
     pub fn report(&self) -> RankReport {
         self.report_on(*self.worst())
     }
 
-    /// Has the report written to its file, if it has one.
+    /// Passes the report to the writer, if there is one.
     pub(crate) fn write(&self, occasion: Occasion) {
         let mut worst = self.worst();
         *worst = occasion.max(*worst);
@@ -130,7 +130,7 @@ impl FlightRecorder {
         }
     }
 
-    /// Waits until the reports so far are written, but not for a file system that hangs.
+    /// Blocks until the reports so far are written, or a time limit is reached, in case the file system hangs.
     pub(crate) fn flush(&self) {
         self.0.writer.iter().for_each(ReportWriter::flush);
     }

@@ -2,7 +2,7 @@ use crate::operation::{Operation, OperationKind};
 use serde::{Deserialize, Serialize};
 use trireme_base::{DType, Rank, ReduceOp};
 
-/// An operation as documents have it.
+/// The fields of an operation in a JSON document.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct OperationFields {
     name: String,
@@ -12,7 +12,7 @@ pub(crate) struct OperationFields {
     root: Option<u32>,
     dtype: String,
     len: usize,
-    /// For readers: follows from the others.
+    /// For readers only; derived from the other fields.
     #[serde(default)]
     bytes: u64,
 }

@@ -1,16 +1,17 @@
-//! What the flight recorder does when something goes wrong.
+//! Options of the flight recorder.
 
 use crate::listener::LineListener;
 use std::path::PathBuf;
 
-/// What the flight recorder does when something goes wrong.
+/// Options of the flight recorder: its reports of stalls and failures.
 #[derive(Debug, Clone, Default)]
 pub struct RecorderOptions {
-    /// Where this rank writes its report, as `rank-N.json`; nowhere by default. A file that cannot be written is left
-    /// out, and so is one that takes longer than 1 s when the rank joins or ends: it must not be what ends a run.
+    /// Folder in which this rank writes its report, as `rank-N.json`. No report is written by default. A failed write is ignored, and a
+    /// write that takes longer than 1 s when the rank joins or ends is not waited for: reports must not end a run.
     pub folder: Option<PathBuf>,
-    /// Is told of operations that take long: once each, at half of the timeout or after 30 s.
+    /// Receives a line for each operation that takes long: once, after half of the timeout or after 30 s.
     pub on_stall: Option<LineListener>,
-    /// Whether dropping a failed group waits until other ranks have told where they are, 1.5 s at most: if no launcher reads files.
+    /// Whether dropping a failed group waits until the peers have reported their places, for at most 1.5 s. For runs without a launcher
+    /// that reads the files.
     pub gathers: bool,
 }

@@ -1,15 +1,15 @@
 use std::fmt;
 
-/// A line of a rank's step program, as reports show it.
+/// A line of a rank's step program, as shown in reports.
 #[derive(Debug, Clone, Copy)]
 pub struct ProgramLine<'a> {
-    /// The step of the run.
+    /// The training step.
     pub step: u64,
-    /// The rank's place in its pipeline, if it has one: ranks at other places run other programs.
+    /// The rank's place in its pipeline, if it has one. Ranks at other places run other programs.
     pub pipeline_rank: Option<usize>,
-    /// The number of the line in the program's text, from 1.
+    /// The line number in the program's text, from 1.
     pub line: usize,
-    /// The action of the line.
+    /// The line's action.
     pub action: fmt::Arguments<'a>,
 }
 
@@ -26,13 +26,14 @@ impl fmt::Display for ProgramLine<'_> {
     }
 }
 
-/// The step and the pipeline rank in the text of a [`ProgramLine`] that has one.
+/// Extracts the step and the pipeline rank from the text of a [`ProgramLine`], if it has a pipeline rank.
 pub(super) fn step_and_pipeline_rank(line: &str) -> Option<(&str, &str)> {
     let (step, rest) = line.split_once(PIPELINE_RANK)?;
     Some((step, rest.split_once(LINE)?.0))
 }
 
-/// Whether two lines differ that should be equal. Unknown lines do not; of different pipeline programs, steps are compared.
+/// Whether two lines differ that should be equal. An unknown line equals every line. For lines of different pipeline programs, only the
+/// steps are compared.
 pub(super) fn differ(one: &str, other: &str) -> bool {
     if one.is_empty() || other.is_empty() {
         return false;

@@ -1,4 +1,4 @@
-//! What a rank tells of its groups when something has gone wrong: documents, for files and for people.
+//! Reports of a rank's groups for diagnosis after a failure, as JSON documents.
 
 use super::text::{GroupName, Line};
 use crate::Operation;
@@ -13,7 +13,7 @@ pub struct RankReport {
     pub rank: usize,
     pub world_size: usize,
     pub host: String,
-    /// The names of the hosts of all ranks, if the program has said them.
+    /// Names of all ranks' hosts, if the program has set them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub hosts: Vec<String>,
     pub process_id: u32,
@@ -23,7 +23,7 @@ pub struct RankReport {
     pub groups: Vec<GroupReport>,
 }
 
-/// What gave rise to a report: the worst that has happened so far.
+/// The cause of a report: the worst event so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[expect(missing_docs, reason = "the names say it")]
@@ -37,34 +37,34 @@ pub enum Occasion {
 /// One group of a rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GroupReport {
-    /// `world`, or the name of the group it was split from and its own.
+    /// `world`, or the path of the parent group and the group's own name.
     pub name: String,
-    /// The group's ranks, in the order of their ranks in the group.
+    /// World ranks of the members, in the order of their ranks in the group.
     pub members: Vec<usize>,
-    /// Operations that this rank has issued; messages not counted.
+    /// Number of operations that this rank has issued, without messages.
     pub num_issued: u64,
-    /// What ended it, if it has failed.
+    /// The failure that ended the group, if it has failed.
     pub failure: Option<FailureReport>,
-    /// The last operations, in the order of issue.
+    /// The most recent operations, in the order of issue.
     pub operations: Vec<OperationReport>,
-    /// The last messages, in the order of issue.
+    /// The most recent messages, in the order of issue.
     pub messages: Vec<OperationReport>,
-    /// Where other members were, as they have told this rank when something went wrong.
+    /// The places that other members reported to this rank after a failure.
     pub heard: Vec<Place>,
 }
 
-/// What ended a group on a rank.
+/// The failure that ended a group on a rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct FailureReport {
     pub text: String,
     pub at: f64,
     pub missing: Vec<usize>,
-    /// Who issued what at the same place, if that differed.
+    /// The operations that ranks issued at the same position, if they differed.
     pub mismatch: Vec<IssuedOperation>,
 }
 
-/// What a rank issued at a place of a group's sequence.
+/// An operation that a rank issued at a position in a group's sequence.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct IssuedOperation {
@@ -78,23 +78,24 @@ pub struct IssuedOperation {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct OperationReport {
-    /// Position in the group's sequence of operations, from 0; of a message, among those from the one rank to the other.
+    /// Position in the group's sequence of operations, from 0. For a message, position among the messages with the same sender and
+    /// receiver.
     pub sequence: u64,
     pub operation: Operation,
     pub peer: Option<MessagePeer>,
-    /// The algorithm that was chosen for it, if it has been and there was a choice.
+    /// The chosen algorithm, if one was chosen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub algorithm: Option<String>,
-    /// The line of the program that issued it, if the program says so.
+    /// The program line that issued the operation, or an empty string.
     pub line: String,
     pub state: OperationState,
     pub queued: f64,
     pub started: Option<f64>,
-    /// When it was done, or failed.
+    /// When the operation completed or failed.
     pub ended: Option<f64>,
 }
 
-/// The other side of a message.
+/// The peer of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct MessagePeer {
@@ -102,7 +103,7 @@ pub struct MessagePeer {
     pub rank: usize,
 }
 
-/// Which way a message goes.
+/// The direction of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[expect(missing_docs, reason = "the names say it")]
@@ -111,7 +112,7 @@ pub enum Direction {
     Receive,
 }
 
-/// How far an operation is.
+/// The state of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[expect(missing_docs, reason = "the names say it")]
@@ -122,16 +123,16 @@ pub enum OperationState {
     Failed,
 }
 
-/// Where a rank is: the operation that tells most.
+/// The place of a rank: its most significant operation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Place {
-    /// Who.
+    /// The rank.
     pub rank: usize,
-    /// In which group; where it is another rank that tells, the first 24 bytes of its name.
+    /// Name of the group. If another rank reported the place, the first 24 bytes of the name.
     pub group: String,
-    /// Of several operations a failed one, else one under way, else the last that was done; none before the first.
+    /// A failed operation if there is one, else a pending one, else the last completed one. `None` before the first operation.
     pub operation: Option<OperationReport>,
-    /// Seconds since it began; since it ended, if it is done.
+    /// Seconds since the operation began, or since it ended if it is done.
     pub seconds: f64,
 }
 
@@ -139,7 +140,7 @@ impl RankReport {
     /// Version of the format that this program writes and reads.
     pub const FORMAT: u32 = 1;
 
-    /// Where the rank is.
+    /// The rank's place in the groups of this report.
     pub fn place(&self) -> Place {
         let all = self.groups.iter().flat_map(|group| {
             let operations = group.operations.iter().chain(&group.messages);
@@ -161,7 +162,7 @@ impl RankReport {
 }
 
 impl OperationReport {
-    /// What tells most comes first.
+    /// Rank of the state by significance. The lowest is the most significant.
     fn precedence(&self) -> u8 {
         match self.state {
             OperationState::Failed => 0,
@@ -171,7 +172,8 @@ impl OperationReport {
         }
     }
 
-    /// Of failed and pending ones the first tells most, of those that are done the last.
+    /// Order among operations in the same state; the lowest counts. It selects the earliest failed or pending operation and the latest
+    /// completed one.
     fn urgency(&self) -> f64 {
         match self.state {
             OperationState::Failed => self.ended.unwrap_or(self.queued),
@@ -180,7 +182,7 @@ impl OperationReport {
         }
     }
 
-    /// When it came into its state; of a failed one, when it began.
+    /// When the operation entered its state. For a failed operation, when it began.
     fn since(&self) -> f64 {
         match self.state {
             OperationState::Queued => self.queued,
@@ -190,7 +192,7 @@ impl OperationReport {
     }
 }
 
-/// A [`Place`] as a rank tells it to its peers.
+/// A [`Place`] in the fixed-size form that ranks send to their peers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ToldPlace {
     pub(crate) group: GroupName,
@@ -203,12 +205,12 @@ pub(crate) struct ToldPlace {
 }
 
 impl ToldPlace {
-    /// What tells one operation of this rank from another.
+    /// A key that identifies the operation among all operations of this rank.
     pub(crate) fn operation_key(&self) -> (&str, u64) {
         (self.group.as_str(), self.sequence)
     }
 
-    /// `None` before the first operation.
+    /// Converts a place. `None` before the first operation.
     pub(crate) fn of(place: &Place) -> Option<Self> {
         let operation = place.operation.as_ref()?;
         Some(ToldPlace {
@@ -222,7 +224,7 @@ impl ToldPlace {
         })
     }
 
-    /// What `rank` told, at the time `now`.
+    /// Converts a place that `rank` reported at time `now`, in seconds since 1970.
     pub(crate) fn place(told: Option<Self>, rank: Rank, now: f64) -> Place {
         let Some(told) = told else {
             return Place { rank: rank.0, group: String::new(), operation: None, seconds: 0.0 };

@@ -4,22 +4,22 @@ use crate::Operation;
 use std::time::Instant;
 use trireme_base::Rank;
 
-/// How many operations, and how many messages, of each group are kept.
+/// Number of operations, and of messages, that are kept per group.
 pub(super) const NUM_KEPT: u64 = 256;
 
-/// What is known of an operation when it is issued.
+/// The program line and time of an operation's issue.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Issued {
     pub(crate) line: Line,
     pub(crate) at: Instant,
 }
 
-/// One operation, or one message.
+/// The record of one operation or one message.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Record {
-    /// Place in the ring: counts what the group was given to do.
+    /// Number that determines the slot in the ring: position among all operations, or all messages, of the group.
     pub(super) number: u64,
-    /// Position among the operations of the group, or among the messages that go the same way.
+    /// Position among the operations of the group, or among the messages with the same sender and receiver.
     pub(super) sequence: u64,
     pub(super) operation: Operation,
     pub(super) peer: Option<(Direction, Rank)>,
@@ -30,23 +30,23 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// An operation that has not begun.
+    /// Creates the record of an operation that has not begun.
     pub(super) fn issued(number: u64, sequence: u64, operation: Operation, issued: Issued) -> Self {
         let (peer, started, ended, has_failed) = (None, None, None, false);
         Record { number, sequence, operation, peer, issued, started, ended, has_failed }
     }
 }
 
-/// The last records. Those that have not ended are never overwritten.
+/// A ring of the most recent records. Records of operations that have not ended are never overwritten.
 pub(super) struct Ring(Vec<Option<Record>>);
 
 impl Ring {
-    /// Takes no memory before the first record.
+    /// Creates an empty ring. Memory is allocated with the first record.
     pub(super) fn new() -> Self {
         Ring(Vec::new())
     }
 
-    /// Adds a record, unless one that has not ended has its place: then there are too many of them to keep all.
+    /// Adds a record. Drops it if its slot holds an operation that has not ended, because then too many are pending to keep all.
     pub(super) fn add(&mut self, record: Record) {
         if self.0.is_empty() {
             self.0.resize(NUM_KEPT as usize, None);

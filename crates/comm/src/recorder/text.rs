@@ -1,13 +1,13 @@
 use std::fmt::{self, Write};
 
-/// A short text that takes no memory elsewhere. What does not fit is cut off; control characters are left out.
+/// A short text, stored inline. Longer text is truncated at a character; control characters are removed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Text<const BYTES: usize> {
-    /// UTF-8, then zeros.
+    /// UTF-8, padded with zeros.
     bytes: [u8; BYTES],
 }
 
-/// The line of a program that an operation belongs to.
+/// The program line of an operation.
 pub(crate) type Line = Text<56>;
 
 pub(crate) type GroupName = Text<24>;
@@ -17,7 +17,7 @@ impl<const BYTES: usize> Text<BYTES> {
 
     pub(crate) fn of(text: fmt::Arguments<'_>) -> Self {
         let mut written = Writer { text: Text::EMPTY, len: 0 };
-        // Ends early where the text is cut off.
+        // Fails where the text is truncated.
         let _ = written.write_fmt(text);
         written.text
     }
@@ -27,7 +27,7 @@ impl<const BYTES: usize> Text<BYTES> {
         std::str::from_utf8(&self.bytes[..len]).expect("a text is UTF-8")
     }
 
-    /// The text in little-endian words, as many as `words` has.
+    /// Encodes the text as `words.len()` little-endian words.
     pub(crate) fn encode(&self, words: &mut [u64]) {
         assert_eq!(8 * words.len(), BYTES, "as many words as the text has");
         for (word, chunk) in words.iter_mut().zip(self.bytes.chunks_exact(8)) {
@@ -35,7 +35,7 @@ impl<const BYTES: usize> Text<BYTES> {
         }
     }
 
-    /// Reads what [`encode`](Text::encode) wrote; `None` if the words come from something else.
+    /// Decodes the words of [`encode`](Text::encode). `None` if they do not encode a text.
     pub(crate) fn decode(words: &[u64]) -> Option<Self> {
         assert_eq!(8 * words.len(), BYTES, "as many words as the text has");
         let mut text = Text::EMPTY;

@@ -1,4 +1,4 @@
-//! Writes reports and tells of stalls on a thread of its own: a file system that hangs holds up nothing else.
+//! Writes reports and reports stalls on a separate thread, so that a file system that hangs holds up nothing else.
 
 use super::RankReport;
 use super::file::write_report;
@@ -8,31 +8,31 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use trireme_base::{Rank, spawn_thread};
 
-/// How long a rank waits for its report to be written before it carries on without.
+/// Maximum time that a rank waits for its report to be written.
 const WRITE_MAX: Duration = Duration::from_secs(1);
 
-/// The other end of the writing thread. When it is dropped, it waits until everything is written, 1 s at most.
+/// A handle to the writing thread. Dropping it waits until everything is written, for at most 1 s.
 pub(super) struct ReportWriter(Arc<Mailbox>);
 
 struct Mailbox {
     state: Mutex<State>,
-    /// Something was handed over or is done.
+    /// Notified when a report or stall is added or done.
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct State {
-    /// Stalls that nobody has been told of.
+    /// Lines about stalls that have not been passed to the listener.
     stalls: Vec<String>,
-    /// The newest report, until it is being written.
+    /// The latest report that is not being written yet.
     report: Option<RankReport>,
-    /// When the oldest of the things that are not done was handed over.
+    /// When the oldest pending item was added.
     pending_since: Option<Instant>,
     is_closed: bool,
 }
 
 impl ReportWriter {
-    /// Starts the thread; `None` if there is nothing for it to do.
+    /// Starts the thread. Returns `None` if the options ask for neither files nor stall lines.
     pub(super) fn start(rank: Rank, options: &RecorderOptions) -> Result<Option<Self>, CommError> {
         if options.folder.is_none() && options.on_stall.is_none() {
             return Ok(None);
@@ -44,7 +44,7 @@ impl ReportWriter {
         Ok(Some(ReportWriter(mailbox)))
     }
 
-    /// Has a report written, in place of an earlier one that still waits.
+    /// Writes a report, in place of an earlier one that is still pending.
     pub(super) fn write(&self, report: RankReport) {
         self.0.hand_over(|state| state.report = Some(report));
     }
@@ -53,7 +53,7 @@ impl ReportWriter {
         self.0.hand_over(|state| state.stalls.push(line));
     }
 
-    /// Waits until everything that was handed over is done, or the oldest of it is 1 s old.
+    /// Blocks until everything pending is done, or the oldest pending item is 1 s old.
     pub(super) fn flush(&self) {
         let mut state = self.0.lock();
         while let Some(left) = state.pending_since.and_then(|since| WRITE_MAX.checked_sub(since.elapsed())) {
@@ -101,7 +101,7 @@ impl Mailbox {
                 stalls.iter().for_each(|line| listener.tell(line));
             }
             if let (Some(folder), Some(report)) = (&options.folder, report) {
-                // Best effort, as the options say.
+                // Best effort, as the options document.
                 let _ = write_report(folder, &report);
             }
             state = self.lock();

@@ -7,12 +7,12 @@ use std::io;
 use std::net::TcpStream;
 use std::time::Instant;
 
-/// A connection between rank 0 and another rank after their handshake. Each message is followed by a tag of its bytes,
-/// its number and its direction, so that nobody in between can change, repeat, leave out or turn around any.
+/// A connection between rank 0 and another rank after their handshake. An authentication tag of its bytes, number and direction follows
+/// each message, so that no third party can change, repeat, omit or reflect a message.
 pub(super) struct Channel {
     pub(super) stream: TcpStream,
     key: Key,
-    /// Of the messages that this end sends, and of those that it receives.
+    /// Purposes of the tags on messages that this end sends, and on messages that it receives.
     purposes: &'static [&'static str; 2],
     num_sent: u64,
     num_received: u64,
@@ -23,12 +23,12 @@ const FROM_ROOT: &str = "trireme: message from rank 0";
 const TO_ROOT: &str = "trireme: message to rank 0";
 
 impl Channel {
-    /// The end of rank 0, of a connection whose handshake gave `key`.
+    /// Rank 0's end of a connection whose handshake derived `key`.
     pub(super) fn at_root(stream: TcpStream, key: Key) -> Self {
         Channel { stream, key, purposes: &[FROM_ROOT, TO_ROOT], num_sent: 0, num_received: 0 }
     }
 
-    /// The end of another rank, of a connection whose handshake gave `key`.
+    /// Another rank's end of a connection whose handshake derived `key`.
     pub(super) fn to_root(stream: TcpStream, key: Key) -> Self {
         Channel { stream, key, purposes: &[TO_ROOT, FROM_ROOT], num_sent: 0, num_received: 0 }
     }
@@ -41,7 +41,7 @@ impl Channel {
         send_all(&self.stream, &bytes, deadline)
     }
 
-    /// Receives a message in a world of `world_size`, which bounds its length.
+    /// Receives a message. `world_size` bounds its length.
     pub(super) fn receive(&mut self, world_size: usize, deadline: Instant) -> io::Result<Message> {
         let bytes = receive_bytes(&self.stream, world_size, deadline)?;
         let mut tag = [0; TAG_BYTES];
@@ -55,13 +55,13 @@ impl Channel {
         Message::decode(&bytes, world_size)
     }
 
-    /// Whether the other side has closed the connection, or speaks out of turn.
+    /// Whether the peer has closed the connection, or sent a message out of turn.
     pub(super) fn has_gone(&self) -> bool {
         let peeked = recv(&self.stream, &mut [0], RecvFlags::DONTWAIT | RecvFlags::PEEK);
         !matches!(peeked, Err(Errno::AGAIN | Errno::INTR))
     }
 
-    /// Whether the other side has gone or reports a failure next.
+    /// Whether the peer has closed the connection, or its next message reports a failure.
     pub(super) fn brings_failure(&self) -> bool {
         let mut header = [0; HEADER_BYTES];
         match recv(&self.stream, &mut header, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
@@ -89,7 +89,7 @@ mod tests {
         [one, listener.accept().expect("a connection").0]
     }
 
-    /// What a message becomes on the wire as number `index` from `end`.
+    /// The bytes of a message that `end` sends as number `index`.
     fn sealed(message: &Message, end: fn(TcpStream, Key) -> Channel, index: u64) -> Vec<u8> {
         let [one, mut other] = streams();
         let mut channel = end(one, Key::of(None));
@@ -131,7 +131,7 @@ mod tests {
     #[test]
     fn no_bit_can_be_changed() {
         let wire = sealed(&Message::Report(Err("why".to_owned())), Channel::to_root, 0);
-        // The length is left: a longer message is waited for.
+        // Bits of the length are not flipped: the receiver would wait for a longer message.
         for bit in (0..8 * 16).chain(8 * 24..8 * wire.len()) {
             let mut changed = wire.clone();
             changed[bit / 8] ^= 1 << (bit % 8);

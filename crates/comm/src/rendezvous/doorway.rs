@@ -1,4 +1,4 @@
-//! Where connections come in: all are heard out at the same time, and who has the key is let in.
+//! Accepts connections and runs their handshakes concurrently. Only peers that prove knowledge of the job's key are admitted.
 
 use super::handshake::{Examination, Finding, Introduction, Member};
 use super::key::{Key, nonce};
@@ -13,57 +13,57 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// A connection that has not proved to have the key after this long is closed.
+/// Time after which a connection that has not authenticated is closed.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Connections that have not proved to have the key; fewer if the process runs out of descriptors.
+/// Maximum number of unauthenticated connections. Lowered if the process runs out of file descriptors.
 const NUM_VISITORS_MAX: usize = 256;
-/// When there are so many, the oldest makes room for the next, but has had this long.
+/// At the maximum, the oldest unauthenticated connection is closed for a new one, but not before this time.
 const STAY_MIN: Duration = Duration::from_millis(200);
 
-/// A listening socket, and the connections that are being heard out.
+/// A listening socket, and the connections whose handshakes are in progress.
 pub(super) struct Doorway<'a, I> {
     listener: BorrowedFd<'a>,
     key: &'a Key,
     refusals: &'a Refusals,
     num_visitors_max: usize,
-    /// The oldest first.
+    /// Unauthenticated connections, the oldest first.
     visitors: VecDeque<Visitor<I>>,
-    /// Those who have the key and have not been let in.
+    /// Peers that have authenticated and are not admitted yet.
     members: VecDeque<(Door, Member<I>)>,
 }
 
-/// Somebody who has been let in.
+/// A peer that was admitted.
 pub(super) struct Guest<I> {
     pub(super) socket: OwnedFd,
     pub(super) introduction: I,
-    /// The key for this connection alone.
+    /// The key of this connection only.
     pub(super) key: Key,
 }
 
-/// A connection that may be turned away.
+/// A connection that may be refused.
 struct Door {
     socket: OwnedFd,
     address: Option<SocketAddr>,
 }
 
-/// A connection that has not proved to have the key.
+/// A connection whose handshake is in progress.
 struct Visitor<I> {
     door: Door,
     examination: Examination<I>,
-    /// What has come of the turn that is being heard.
+    /// Received bytes of the current handshake message.
     received: Vec<u8>,
     since: Instant,
 }
 
 enum Heard<I> {
-    /// Not everything has been said yet.
+    /// The handshake message is incomplete, or another one follows.
     Listening,
     Member(Member<I>),
     Refused(String),
 }
 
 impl<'a, I: Introduction> Doorway<'a, I> {
-    /// Takes a listening socket, which no longer blocks from then on.
+    /// Creates the acceptor. Makes the listening socket non-blocking.
     pub(super) fn new(listener: &'a impl AsFd, key: &'a Key, refusals: &'a Refusals) -> io::Result<Self> {
         ioctl_fionbio(listener, true)?;
         let (visitors, members) = (VecDeque::new(), VecDeque::new());
@@ -71,7 +71,7 @@ impl<'a, I: Introduction> Doorway<'a, I> {
         Ok(Doorway { listener: listener.as_fd(), key, refusals, num_visitors_max, visitors, members })
     }
 
-    /// The next one who has the key and to whom nothing is objected; none if none comes until the deadline.
+    /// Returns the next authenticated peer without an `objection`, or `None` at the deadline.
     pub(super) fn next(
         &mut self,
         deadline: Instant,
@@ -97,7 +97,7 @@ impl<'a, I: Introduction> Doorway<'a, I> {
         }
     }
 
-    /// Waits until somebody speaks or knocks, or has been silent for too long.
+    /// Waits until bytes or a new connection arrive, or a handshake times out.
     fn sleep(&self, deadline: Instant) -> io::Result<()> {
         let has_room = self.has_room();
         let oldest = self.visitors.front().map(|oldest| oldest.since);
@@ -118,19 +118,19 @@ impl<'a, I: Introduction> Doorway<'a, I> {
         }
     }
 
-    /// Whether there is room for one more, be it that of the oldest visitor.
+    /// Whether there is room for another connection, possibly that of the oldest one.
     fn has_room(&self) -> bool {
         self.visitors.len() < self.num_visitors_max || self.visitors.front().is_some_and(Visitor::may_leave)
     }
 
-    /// Hangs up on the oldest visitor without a word: if it is a member, it tries again.
+    /// Closes the oldest unauthenticated connection without a message. If it is a member's, the member tries again.
     fn make_room(&mut self) {
         if let Some(oldest) = self.visitors.pop_front() {
             self.refusals.add(oldest.door.address, "it had not introduced itself when others connected");
         }
     }
 
-    /// Accepts those who knock, as long as there is room.
+    /// Accepts pending connections as long as there is room.
     fn admit(&mut self) -> io::Result<()> {
         while self.has_room() {
             match acceptfrom_with(self.listener, SocketFlags::CLOEXEC) {
@@ -145,7 +145,7 @@ impl<'a, I: Introduction> Doorway<'a, I> {
                     self.visitors.push_back(Visitor { door, examination, received, since });
                 }
                 Err(Errno::AGAIN) => break,
-                // What went wrong with a connection that was about to be accepted (accept(2), "Error handling").
+                // Errors of the connection that was about to be accepted (accept(2), "Error handling").
                 Err(
                     Errno::INTR
                     | Errno::CONNABORTED
@@ -158,7 +158,8 @@ impl<'a, I: Introduction> Doorway<'a, I> {
                     | Errno::HOSTUNREACH
                     | Errno::NONET,
                 ) => {}
-                // Visitors hold the descriptors or memory that ran out, so one of them makes room. With no visitors, waiting would not help.
+                // Unauthenticated connections hold the descriptors or memory that ran out, so one of them is closed. Without any, waiting
+                // would not help.
                 Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
                     if !self.visitors.is_empty() =>
                 {
@@ -173,7 +174,7 @@ impl<'a, I: Introduction> Doorway<'a, I> {
         Ok(())
     }
 
-    /// Listens to all visitors; those who have said enough are members or turned away.
+    /// Continues all handshakes. Finished ones are authenticated or refused.
     fn hear(&mut self) {
         for mut visitor in std::mem::take(&mut self.visitors) {
             match visitor.listen() {
@@ -185,7 +186,7 @@ impl<'a, I: Introduction> Doorway<'a, I> {
     }
 
     fn turn_away(&self, door: Door, reason: &str) {
-        // Best effort: who was refused may not be listening.
+        // Best effort: the refused peer may not be receiving.
         door.say(&Message::TurnedAway(reason.to_owned()));
         self.refusals.add(door.address, reason);
     }
@@ -226,7 +227,7 @@ impl<I: Introduction> Visitor<I> {
 }
 
 impl Door {
-    /// Sends a short message, if the connection takes it at once.
+    /// Sends a short message. Returns whether the socket accepted it at once.
     fn say(&self, message: &Message) -> bool {
         let bytes = message.encode();
         let sent = send(&self.socket, &bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);

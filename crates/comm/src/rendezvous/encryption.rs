@@ -1,8 +1,8 @@
-//! Encrypts a connection between two members.
+//! Encrypts a connection between two authenticated members.
 //!
-//! Both have introduced themselves, so strangers never get this far. What is left is to make sure that the other end of the
-//! encryption is the same member, and not somebody in between who holds a certificate of the same authority: each side proves
-//! that it knows the key of the introduction, by a tag of a number that only the two ends of the encryption have.
+//! Both ends have completed the handshake, so strangers never get this far. It remains to exclude a man in the middle with a certificate of
+//! the same authority: each side proves that it knows the key of the handshake, with a tag of keying material that only the two ends of the
+//! encryption can derive.
 
 use super::key::{Key, TAG_BYTES};
 use super::wait_limit::WaitLimit;
@@ -11,7 +11,7 @@ use crate::transport::link::{Interest, Side, Tls, TlsLink};
 use std::io;
 use std::os::fd::OwnedFd;
 
-/// The purpose of the tag that a side sends.
+/// The purpose of the tag that `side` sends.
 fn purpose(side: Side) -> &'static str {
     match side {
         Side::Connecting => "trireme: encryption of the side that connects",
@@ -19,7 +19,7 @@ fn purpose(side: Side) -> &'static str {
     }
 }
 
-/// Encrypts a connection whose introduction gave `key`.
+/// Encrypts a connection whose handshake derived `key`.
 pub(super) fn encrypt(
     socket: OwnedFd,
     tls: &Tls,
@@ -86,7 +86,7 @@ mod tests {
         WaitLimit::from(Instant::now() + Duration::from_secs(20))
     }
 
-    /// What the holder of a certificate of the tests has.
+    /// The TLS configuration of a holder of one of the test certificates.
     fn tls(holder: &str) -> Tls {
         let folder = tempfile::tempdir().expect("a folder");
         let given = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/certificates");
@@ -98,7 +98,7 @@ mod tests {
         Tls::read(&TlsOptions { certificate, key, authority, name: "trireme".to_owned() }).expect("files")
     }
 
-    /// Both ends, for two holders of certificates who have introduced themselves by these keys.
+    /// Encrypts both ends, with the certificates of two holders and the keys that their handshakes derived.
     fn ends(holders: [&str; 2], keys: [&Key; 2]) -> [io::Result<TlsLink>; 2] {
         let (one, other) = UnixStream::pair().expect("sockets");
         let [connecting, accepting] = holders.map(tls);
@@ -166,7 +166,7 @@ mod tests {
         let [connecting, accepting] = ends(["worker"; 2], [&one, &other]);
         for end in [connecting, accepting] {
             let kind = end.err().expect("another key").kind();
-            // The side that finds out first hangs up.
+            // The side that detects it first closes the connection.
             assert!(matches!(kind, io::ErrorKind::PermissionDenied | io::ErrorKind::UnexpectedEof), "{kind}");
         }
     }

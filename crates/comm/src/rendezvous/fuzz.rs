@@ -1,4 +1,4 @@
-//! Hostile introductions, messages and whole handshakes. For tests only.
+//! Tests with hostile introductions, messages and entire handshakes.
 
 use super::handshake::{Examination, Finding, Introduction, proof};
 use super::hello::Hello;
@@ -79,7 +79,7 @@ fn hostile_messages_are_read_or_refused_within_their_bounds() {
         }
         match Message::decode(bytes, WORLD_SIZE) {
             Ok(Message::Table(table)) => assert_eq!(table.places.len(), WORLD_SIZE),
-            // A byte that is no UTF-8 becomes a character of three.
+            // An invalid UTF-8 byte becomes a character of three bytes.
             Ok(Message::TurnedAway(text) | Message::Report(Err(text))) => {
                 assert!(text.len() <= 3 * TEXT_BYTES_MAX && !text.contains(char::is_control));
             }
@@ -91,7 +91,7 @@ fn hostile_messages_are_read_or_refused_within_their_bounds() {
     assert!((10_000..190_000).contains(&num_read), "{num_read}");
 }
 
-/// What the accepting side makes of two turns; whether it has found a member.
+/// Runs the accepting side of a handshake with these two messages. Returns whether it accepts the peer as a member.
 fn is_let_in(turns: [&[u8]; 2], challenge: Nonce) -> bool {
     let mut examination = Examination::<Hello>::new(key(), challenge);
     for turn in turns {

@@ -1,13 +1,13 @@
-//! How the two ends of a new connection convince each other that they have the same key, which does not travel.
+//! Mutual authentication of the two ends of a new connection: each proves to the other that it has the same key, without sending it.
 //!
-//! 1. The side that connects sends an introduction, which says who it is, and a random number.
-//! 2. The side that accepts answers with a random number of its own, the challenge.
-//! 3. The side that connects sends its proof: a tag of all that was said, which only the key can make.
-//! 4. The side that accepts welcomes it with another such tag, or turns it away and says why.
+//! 1. The connecting side sends an introduction, which says who it is, and a nonce.
+//! 2. The accepting side answers with a nonce of its own, the challenge.
+//! 3. The connecting side sends its proof: a tag of all bytes exchanged so far, which only the key can make.
+//! 4. The accepting side sends a welcome with another such tag, or refuses the connection with a reason.
 //!
-//! The random numbers make every handshake another one, so that a recorded proof fits no other; the two proofs have
-//! different purposes, so that neither can be sent back as the other. (ISO/IEC 9798-4, mutual authentication in three
-//! passes, with one more in which the challenged side speaks first: strangers get no tag to try guesses on.)
+//! The nonces make every handshake unique, so a recorded proof fits no other handshake. The two proofs have different purposes, so neither
+//! can be reflected as the other. (ISO/IEC 9798-4, mutual authentication in three passes, plus one pass in which the connecting side speaks
+//! first: strangers get no tag with which to test guesses of the secret.)
 
 use super::key::{Key, NONCE_BYTES, Nonce, TAG_BYTES, Tag, nonce};
 use super::message::Message;
@@ -20,24 +20,24 @@ const CONNECTING: &str = "trireme: proof of the side that connects";
 const ACCEPTING: &str = "trireme: proof of the side that accepts";
 const CONNECTION: &str = "trireme: key of the connection";
 
-/// Who connects, in a message of fixed length that begins with a magic word.
+/// An introduction of the connecting side: a message of fixed length that starts with a magic word.
 pub(super) trait Introduction: Sized {
-    /// How the message begins.
+    /// The first bytes of the message.
     const MAGIC: [u8; 8];
     const BYTES: usize;
 
-    /// Reads an introduction; `None` if the bytes are none.
+    /// Decodes an introduction. `None` if the bytes are not a valid one.
     fn decode(bytes: &[u8]) -> Option<Self>;
 }
 
-/// How the side that accepts has received the one that connects.
+/// The accepting side's response to a handshake.
 pub(super) enum Reception {
-    /// Both have the same key, and now also one for this connection alone.
+    /// Both sides have the same key. Holds the derived key of this connection only.
     Welcome(Key),
     TurnedAway(String),
 }
 
-/// Connects: introduces this process and makes sure that the other one has the key.
+/// Runs the connecting side of a handshake: introduces this process, and verifies that the peer has the key.
 pub(super) fn introduce<'a>(
     stream: impl AsFd,
     introduction: &[u8],
@@ -66,32 +66,33 @@ pub(super) fn introduce<'a>(
     }
 }
 
-/// What the side that connects answers to a challenge.
+/// The proof by which the connecting side answers a challenge.
 pub(super) fn proof(key: &Key, opening: &[u8], challenge: &Nonce) -> Tag {
     key.tag(CONNECTING, &[opening, challenge])
 }
 
-/// Accepts: hears one turn of the other side after the other. It reads no sockets, so that it can be tested by the million.
+/// The accepting side of a handshake, as a state machine that handles one message at a time. Does no I/O, so it can be tested with millions
+/// of inputs.
 pub(super) struct Examination<I> {
     key: Key,
     challenge: Nonce,
-    /// The first turn, once it has been heard.
+    /// The connecting side's first message, once it has arrived.
     opened: Option<(I, Vec<u8>)>,
 }
 
-/// What follows from a turn of the other side.
+/// The result of handling one message.
 pub(super) enum Finding<I> {
-    /// It shall be answered and heard again.
+    /// Send this message, and handle the next one.
     Answer(Message),
     Member(Member<I>),
     Refused(&'static str),
 }
 
-/// Somebody who has proved to have the key.
+/// A peer that has proved that it has the key.
 pub(super) struct Member<I> {
     pub(super) introduction: I,
     pub(super) welcome: Tag,
-    /// The key for this connection alone.
+    /// The key of this connection only.
     pub(super) key: Key,
 }
 
@@ -110,14 +111,14 @@ impl<I: Introduction> Examination<I> {
         }
     }
 
-    /// Whether a turn can begin with these bytes; if not, nobody needs to wait for the rest.
+    /// Fails if no valid message starts with these bytes, so that the rest need not be awaited.
     pub(super) fn can_begin(&self, bytes: &[u8]) -> Result<(), &'static str> {
         let num_bytes = bytes.len().min(I::MAGIC.len());
         let is_possible = self.opened.is_some() || bytes[..num_bytes] == I::MAGIC[..num_bytes];
         if is_possible { Ok(()) } else { Err(NO_PROTOCOL) }
     }
 
-    /// Hears a turn of [`turn_bytes`](Self::turn_bytes) bytes. After a member or a refusal the examination is over.
+    /// Handles a message of [`turn_bytes`](Self::turn_bytes) bytes. `Member` and `Refused` end the handshake.
     pub(super) fn hear(&mut self, turn: &[u8]) -> Finding<I> {
         let Some((introduction, opening)) = self.opened.take() else {
             let introduction = turn.get(..I::BYTES).and_then(I::decode);

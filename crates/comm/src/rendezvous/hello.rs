@@ -5,9 +5,9 @@ use crate::{GroupOptions, JoinOptions, words};
 use std::net::{Ipv4Addr, SocketAddr};
 
 const WORDS: usize = 4 + NUM_OPTIONS + PLACE_WORDS;
-/// How many options must be the same on all ranks.
+/// Number of options that must be equal on all ranks.
 const NUM_OPTIONS: usize = 13;
-/// How a rank introduces itself to rank 0.
+/// The introduction of a rank to rank 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) rank: u64,
@@ -20,7 +20,7 @@ pub(super) struct Hello {
 }
 
 impl Introduction for Hello {
-    /// This protocol, fifth version.
+    /// Version 5 of this protocol.
     const MAGIC: [u8; 8] = *b"TRIRJOI5";
     const BYTES: usize = 8 * WORDS;
 
@@ -45,7 +45,7 @@ impl Hello {
         }
     }
 
-    /// Of a rank that cannot join, and will say why. It may not know its job.
+    /// The introduction of a rank that cannot join and will report why. Its job name may be unknown.
     pub(super) fn of_failed(options: &JoinOptions) -> Self {
         let address = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
         Hello::of(options, Place { host: 0, meeting: 0, address })
@@ -65,7 +65,7 @@ impl Hello {
         words::to_bytes(words)
     }
 
-    /// Why rank 0, with its own options, turns the sender away; `None` if it does not.
+    /// The reason why rank 0, with these `options`, refuses the sender. `None` if it does not.
     pub(super) fn objection(&self, options: &JoinOptions) -> Option<String> {
         let expected = options.world_size as u64;
         if self.world_size != expected {
@@ -80,7 +80,7 @@ impl Hello {
         if self.rank >= expected {
             return Some(format!("rank {} is outside a world of {expected} ranks", self.rank));
         }
-        // It knows the secret, and perhaps nothing else: what it could not read may be its config.
+        // The sender knows the secret, but perhaps not its job: it may have failed to read its config.
         let knows_no_job = self.job == fingerprint("job", "") && options.secret.is_some();
         if self.has_failed() && knows_no_job {
             return None;
@@ -102,7 +102,7 @@ impl Hello {
     }
 }
 
-/// The options that must be the same on all ranks, with their names.
+/// The options that must be equal on all ranks, with their names.
 fn shared_options(options: &JoinOptions) -> [(&'static str, String); NUM_OPTIONS] {
     let JoinOptions { transport, tls, orders_by_host, group, .. } = options;
     let GroupOptions {
@@ -134,7 +134,7 @@ fn shared_options(options: &JoinOptions) -> [(&'static str, String); NUM_OPTIONS
     ]
 }
 
-/// The text as one number: finds mistakes. What protects is the secret.
+/// A hash of a text that detects mismatches. It is not a protection; the secret is.
 pub(super) fn fingerprint(purpose: &str, text: &str) -> u64 {
     let tag = Key::of(None).tag(purpose, &[text.as_bytes()]);
     u64::from_le_bytes(*tag.first_chunk().expect("a tag has more than eight bytes"))

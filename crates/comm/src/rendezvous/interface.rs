@@ -1,11 +1,11 @@
-//! On which address this rank listens for the others.
+//! Selects the address on which this rank listens for its peers.
 
 use crate::{CommError, JoinOptions};
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 
-/// The address of the interface that the options name, of the same family as `addresses` if it has one; none if they name none.
+/// The address of the interface that the options name, preferably of the same family as `addresses`. `None` if they name no interface.
 pub(super) fn address(options: &JoinOptions, addresses: &[SocketAddr]) -> Result<Option<IpAddr>, CommError> {
     let Some(interface) = &options.interface else { return Ok(None) };
     let fail = |source| CommError::Interface { interface: interface.clone(), source: Arc::new(source) };
@@ -16,7 +16,7 @@ pub(super) fn address(options: &JoinOptions, addresses: &[SocketAddr]) -> Result
     choose(interface, &present, wants_v4).map(Some).ok_or_else(|| fail(not_found(interface, &present)))
 }
 
-/// The best address, among those that are present, that the text asks for.
+/// The best of the present addresses that match the text.
 fn choose(interface: &str, present: &[(String, IpAddr)], wants_v4: bool) -> Option<IpAddr> {
     let fitting = |fits: &dyn Fn(&str, IpAddr) -> bool| {
         let candidates = present.iter().filter(|(name, ip)| !is_link_local(*ip) && fits(name, *ip));
@@ -40,7 +40,7 @@ fn choose(interface: &str, present: &[(String, IpAddr)], wants_v4: bool) -> Opti
             return fitting(&|_, ip| ip == wanted);
         }
         if let Some(network) = Network::parse(wanted) {
-            // Of a network that has all addresses, those of this host alone are not meant.
+            // The network of all addresses does not match loopback addresses.
             return fitting(&|_, ip| network.has(ip) && ip.is_loopback() == network.ip.is_loopback());
         }
         let begins = || fitting(&|name, _| !is_exact && name.starts_with(wanted));
@@ -52,7 +52,7 @@ fn names(text: &str) -> impl Iterator<Item = &str> {
     text.split(',').map(str::trim).filter(|name| !name.is_empty())
 }
 
-/// Addresses that begin with the same bits.
+/// A network: all addresses with the same leading bits.
 struct Network {
     ip: IpAddr,
     num_bits: u32,
@@ -78,7 +78,7 @@ impl Network {
     }
 }
 
-/// Such an address means something together with an interface only, which the other ranks do not have.
+/// A link-local address is valid only together with an interface of this host, which other ranks do not have.
 fn is_link_local(ip: IpAddr) -> bool {
     matches!(ip, IpAddr::V6(ip) if Ipv6Addr::is_unicast_link_local(&ip))
 }

@@ -8,27 +8,27 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::time::Instant;
 
-/// Who joins whom, and how it knows the others.
+/// Options, addresses and keys of an attempt to join a world.
 #[derive(Clone, Copy)]
 pub(super) struct Joining<'a> {
     pub(super) options: &'a JoinOptions,
-    /// Where rank 0 listens.
+    /// Addresses at which rank 0 listens.
     pub(super) addresses: &'a [SocketAddr],
-    /// Where this rank listens for the others, if not where it meets rank 0.
+    /// Address on which this rank listens for its peers, if it differs from the address of its connection to rank 0.
     pub(super) interface: Option<IpAddr>,
-    /// The key that follows from the job's secret.
+    /// The key derived from the job's secret.
     pub(super) key: &'a Key,
     pub(super) refusals: &'a Refusals,
     pub(super) waiting: &'a Waiting<'a>,
     pub(super) deadline: Instant,
 }
 
-/// The addresses of rank 0's host; at least one.
+/// Resolves the addresses of rank 0's host. Returns at least one.
 pub(super) fn look_up(options: &JoinOptions) -> io::Result<Vec<SocketAddr>> {
     let name = options.master_addr.as_str();
-    // As in a URL.
+    // Brackets as in a URL.
     let name = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
-    // One of IPv6 may end with the name of a link.
+    // An IPv6 address may end with a scope, the name of an interface.
     let is_address = name.split('%').next().is_some_and(|ip| ip.parse::<IpAddr>().is_ok());
     if !is_address && !is_host_name(name) {
         return Err(io::Error::new(
@@ -41,7 +41,7 @@ pub(super) fn look_up(options: &JoinOptions) -> io::Result<Vec<SocketAddr>> {
     if addresses.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(addresses) }
 }
 
-/// Whether the text can be the name of a host (RFC 1123, section 2.1), with the underscores that some systems allow.
+/// Whether the text can be a host name (RFC 1123, section 2.1), with the underscores that some systems allow.
 fn is_host_name(text: &str) -> bool {
     let is_label = |label: &str| {
         let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
@@ -50,7 +50,7 @@ fn is_host_name(text: &str) -> bool {
     text.strip_suffix('.').unwrap_or(text).split('.').all(is_label)
 }
 
-/// Refuses to be reachable by strangers without a secret to tell them by.
+/// Fails if strangers could connect to one of `addresses`, and there is no secret to tell members from strangers.
 pub(super) fn check_secret(
     options: &JoinOptions,
     mut addresses: impl Iterator<Item = IpAddr>,

@@ -1,4 +1,4 @@
-//! Message authentication codes, by which members of a job know each other: HMAC-SHA256 (RFC 2104, FIPS 198-1).
+//! Message authentication codes, by which members of a job authenticate each other: HMAC-SHA256 (RFC 2104, FIPS 198-1).
 
 use crate::Secret;
 use crate::secret::random_bytes;
@@ -7,25 +7,25 @@ use sha2::Sha256;
 use std::io;
 
 pub(super) const TAG_BYTES: usize = 32;
-/// Bytes of a number that is used once.
+/// Bytes of a nonce.
 pub(super) const NONCE_BYTES: usize = 32;
 
-/// What only who has the key can make of a message, and verify.
+/// A message authentication code. Only holders of the key can compute and verify it.
 pub(super) type Tag = [u8; TAG_BYTES];
-/// A random number that is used once, so that no message fits twice.
+/// A random number that is used once, so that no message is valid twice.
 pub(super) type Nonce = [u8; NONCE_BYTES];
 
-/// A key that members of a job share. The same parts have other tags for another purpose.
+/// A key shared by members of a job. Tags of the same parts for different purposes differ.
 #[derive(Clone)]
 pub(super) struct Key(Hmac<Sha256>);
 
 impl Key {
-    /// The key that follows from a job's secret. Without one, everybody has it.
+    /// The key derived from a job's secret. Without a secret, a fixed key that any process has.
     pub(super) fn of(secret: Option<&Secret>) -> Self {
         Key::new(secret.map_or(&[], |secret| secret.expose().as_bytes()))
     }
 
-    /// The key for one purpose, which tells nothing of this key.
+    /// Derives a key for one purpose. It reveals nothing about this key.
     pub(super) fn derive(&self, purpose: &str, parts: &[&[u8]]) -> Self {
         Key::new(&self.tag(purpose, parts))
     }
@@ -34,7 +34,7 @@ impl Key {
         self.over(purpose, parts).finalize().into_bytes().into()
     }
 
-    /// Whether `tag` is that of the parts, found out in a time that does not depend on where it differs.
+    /// Whether `tag` is the tag of the parts. Takes constant time.
     pub(super) fn verify(&self, purpose: &str, parts: &[&[u8]], tag: &Tag) -> bool {
         self.over(purpose, parts).verify_slice(tag).is_ok()
     }
@@ -45,7 +45,7 @@ impl Key {
 
     fn over(&self, purpose: &str, parts: &[&[u8]]) -> Hmac<Sha256> {
         let mut code = self.0.clone();
-        // With their lengths, so that no two lists of parts are the same bytes.
+        // Lengths are included, so that different lists of parts are different bytes.
         for part in [purpose.as_bytes()].iter().chain(parts) {
             code.update(&(part.len() as u64).to_le_bytes());
             code.update(part);

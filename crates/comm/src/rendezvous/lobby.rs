@@ -1,4 +1,4 @@
-//! Rank 0's side: listens, and lets in who belongs.
+//! Rank 0's side of the rendezvous: listens, and admits the ranks of its job.
 
 use super::channel::Channel;
 use super::doorway::Doorway;
@@ -15,22 +15,22 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::{Rank, ranges};
 
-/// How often rank 0 looks whether somebody has gone, or whether all know of a failure.
+/// How often rank 0 checks whether a joined rank has disconnected, or all ranks know of a failure.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// How long a rank has to say why it cannot join.
+/// Maximum time in which a failed rank must report its reason.
 const REASON_MAX: Duration = Duration::from_secs(2);
 
-/// How long rank 0 tells those who come of a failure.
+/// How long a failed rank 0 reports its failure to ranks that connect.
 const DISMISSAL: Duration = Duration::from_secs(10);
 
-/// A rank that has been let in.
+/// A rank that has joined.
 pub(super) struct Guest {
     pub(super) channel: Channel,
     pub(super) place: Place,
 }
 
-/// Opens the rendezvous at the first of `addresses` that this host has.
+/// Listens on the first of `addresses` that is an address of this host.
 pub(super) fn listen(addresses: &[SocketAddr]) -> Result<TcpListener, CommError> {
     let mut failure = None;
     for address in addresses {
@@ -39,7 +39,7 @@ pub(super) fn listen(addresses: &[SocketAddr]) -> Result<TcpListener, CommError>
             Err(source) => {
                 let is_taken = source.kind() == io::ErrorKind::AddrInUse;
                 failure = Some(CommError::Listen { address: address.to_string(), source: Arc::new(source) });
-                // The others would look for rank 0 here first, and find another program.
+                // Ranks would try this address first, and find another program.
                 if is_taken {
                     break;
                 }
@@ -49,7 +49,7 @@ pub(super) fn listen(addresses: &[SocketAddr]) -> Result<TcpListener, CommError>
     Err(failure.expect("a resolved name has an address"))
 }
 
-/// Waits until every rank from 1 on has come; in rank order, `None` for rank 0.
+/// Waits until all ranks from 1 on have joined. Returns them in rank order, with `None` for rank 0.
 pub(super) fn gather(joining: &Joining<'_>, listener: &TcpListener) -> Result<Vec<Option<Guest>>, CommError> {
     let Joining { options, key, refusals, deadline, waiting, .. } = *joining;
     let wrap = |source| CommError::rendezvous("waiting for the other ranks to join", source);
@@ -63,7 +63,7 @@ pub(super) fn gather(joining: &Joining<'_>, listener: &TcpListener) -> Result<Ve
         let look = deadline.min(now + LOOK);
         let guest = doorway.next(look, |hello| objection(hello, &guests, options)).map_err(wrap)?;
         let Some(guest) = guest else {
-            // Who has gone may come again.
+            // Ranks that have disconnected may join again.
             guests.iter_mut().for_each(|guest| drop(guest.take_if(|guest| guest.channel.has_gone())));
             waiting.tell(Instant::now(), || {
                 let missing = missing(&guests);
@@ -101,7 +101,7 @@ fn missing(guests: &[Option<Guest>]) -> Vec<Rank> {
     absent.map(|(rank, _)| Rank(rank)).collect()
 }
 
-/// What a rank says that cannot join.
+/// Receives the reason why a rank cannot join.
 fn reason_of(channel: &mut Channel, options: &JoinOptions) -> String {
     match channel.receive(options.world_size, Instant::now() + REASON_MAX) {
         Ok(Message::Report(Err(reason))) => reason,
@@ -109,21 +109,21 @@ fn reason_of(channel: &mut Channel, options: &JoinOptions) -> String {
     }
 }
 
-/// Tells those who came that the world will not be. Returns who they are.
+/// Notifies the joined ranks that the world will not start. Returns these ranks.
 fn tell_guests(guests: Vec<Option<Guest>>, reason: &str) -> Vec<Rank> {
     let came = guests.into_iter().enumerate().filter_map(|(rank, guest)| Some((rank, guest?)));
     let told = came.map(|(rank, mut guest)| {
-        // Best effort: a guest may have gone.
+        // Best effort: the rank may have disconnected.
         let _ = guest.channel.send(&Message::TurnedAway(reason.to_owned()), Instant::now());
         Rank(rank)
     });
     told.collect()
 }
 
-/// Tells ranks that are still to come, all but `told`, for a few seconds why there is no world: they would wait in vain.
+/// For a few seconds, reports the failure to ranks that connect, except those in `told`, because they would wait in vain.
 pub(super) fn dismiss(joining: &Joining<'_>, listener: &TcpListener, reason: &str, told: &[Rank]) {
     let Joining { options, key, deadline, .. } = *joining;
-    // Who knows neither a secret nor its job would tell strangers.
+    // Without a secret or a job name, the ranks of other jobs would be notified.
     if options.secret.is_none() && options.job.is_empty() {
         return;
     }
@@ -137,22 +137,22 @@ pub(super) fn dismiss(joining: &Joining<'_>, listener: &TcpListener, reason: &st
             return;
         }
         let refuse = |hello: &Hello| {
-            // A rank 0 that could not read its job tells ranks of any.
+            // A rank 0 that could not read its job name notifies ranks of any job.
             let objection = if options.job.is_empty() { None } else { hello.objection(options) };
-            // Who has failed has its own reason.
+            // A failed rank has a reason of its own.
             if objection.is_none() || hello.has_failed() {
                 told.insert(hello.rank as usize);
             }
             Some(objection.unwrap_or_else(|| reason.to_owned()))
         };
-        // `refuse` always objects, so nobody is let in.
+        // `refuse` always objects, so no rank is admitted.
         if doorway.next(until.min(now + LOOK), refuse).is_err() {
             return;
         }
     }
 }
 
-/// Tells those who came who did not.
+/// Reports the missing ranks to the joined ones. Returns the error.
 fn give_up(
     options: &JoinOptions,
     guests: Vec<Option<Guest>>,
@@ -186,7 +186,7 @@ mod tests {
         JoinOptions { job: "a".to_owned(), ..JoinOptions::new(Rank(rank), 3) }
     }
 
-    /// A world of three, in which other threads play ranks 1 and 2 while rank 0 waits for them.
+    /// Runs rank 0 of a world of three in a thread, while `guests` acts as ranks 1 and 2.
     fn with_rank_0<T: Send>(
         host: impl FnOnce(&Joining<'_>, &TcpListener) -> T + Send,
         guests: impl FnOnce(SocketAddr),

@@ -1,4 +1,4 @@
-//! Processes of one host meet at sockets that have no files, and pass each other their arenas.
+//! Connections between processes of one host, over abstract sockets, and the exchange of their arenas.
 
 use super::wait_limit::WaitLimit;
 use super::wire::{invalid, wait_for};
@@ -18,10 +18,10 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
 use std::time::{Duration, Instant};
 
-/// Processes of one host need no longer to connect, once all of them are there.
+/// Time within which processes of one host connect, once all of them have joined.
 pub(super) const LOCAL_CONNECT_MAX: Duration = Duration::from_secs(5);
 
-/// The socket at which a rank is met by processes of its host. It has no file, and ends with the process.
+/// Listens on the socket at which processes of this host reach a rank. It has no file, and vanishes with the process.
 pub(super) fn listen_local(meeting: u64) -> io::Result<UnixListener> {
     UnixListener::bind_addr(&local_address(meeting)?)
 }
@@ -34,11 +34,11 @@ fn local_name(meeting: u64) -> String {
     format!("trireme-{meeting:016x}")
 }
 
-/// Connects to the socket of a rank of this host. Waits until the deadline for a stopped rank; one that has ended refuses at once.
+/// Connects to a rank of this host. Waits for a stopped process until the deadline; a process that has ended refuses at once.
 pub(super) fn connect_local(meeting: u64, deadline: Instant) -> io::Result<OwnedFd> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     let address = SocketAddrUnix::new_abstract_name(local_name(meeting).as_bytes())?;
-    // It is this timeout that bounds a wait for room in the listener's queue (unix(7), connect).
+    // This timeout also limits the wait for room in the listener's queue (unix(7), connect).
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     set_socket_timeout(&socket, Timeout::Send, Some(left))?;
     match retry_on_intr(|| net::connect(&socket, &address)) {
@@ -49,7 +49,7 @@ pub(super) fn connect_local(meeting: u64, deadline: Instant) -> io::Result<Owned
     Ok(socket)
 }
 
-/// Refuses to share memory with a process of another user.
+/// Fails if the peer's process belongs to another user, with which memory must not be shared.
 pub(super) fn check_user(socket: impl AsFd) -> io::Result<()> {
     if socket_peercred(socket)?.uid == geteuid() {
         return Ok(());
@@ -86,7 +86,7 @@ mod tests {
     use crate::secret::random_bytes;
     use rustix::net::{bind, listen, socket};
 
-    /// A queue for connections that is full, before a process that accepts none, as one that is stopped.
+    /// A full queue of connections to a process that accepts none, like a stopped one.
     #[test]
     fn a_socket_of_this_host_that_accepts_nobody_is_given_up_at_the_deadline() {
         let meeting = u64::from_ne_bytes(random_bytes().unwrap());

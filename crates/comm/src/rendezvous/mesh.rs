@@ -1,4 +1,4 @@
-//! The connections between all pairs of a group's members. Of each pair the higher one connects and introduces itself.
+//! Establishes the connections between all pairs of a group's members. In each pair, the higher rank connects and introduces itself.
 
 use super::encryption::encrypt;
 use super::key::Key;
@@ -21,11 +21,11 @@ use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 
-/// Which of the connections between two members.
+/// Identifies one of the connections between two members.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Errand {
     purpose: Purpose,
-    /// Its place among those for the same purpose.
+    /// Index among the connections for the same purpose.
     index: usize,
 }
 
@@ -34,48 +34,48 @@ impl Errand {
         (self.index as u64) << 8 | self.purpose as u64
     }
 
-    /// Reads what [`to_word`](Errand::to_word) has made; `None` if the word is no errand.
+    /// Decodes the word of [`to_word`](Errand::to_word). `None` if it is not valid.
     fn of(word: u64) -> Option<Self> {
         let purpose = Purpose::ALL.into_iter().find(|&known| known as u64 == word & 0xff)?;
         Some(Errand { purpose, index: usize::try_from(word >> 8).ok()? })
     }
 }
 
-/// How two members are connected.
+/// The kind of connection between two members.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Route {
-    /// By sockets of their host.
+    /// Unix sockets within a host.
     Local,
     Tcp,
 }
 
-/// How rank `own` is connected to all ranks: to those of its host by `within`, to others by TCP.
+/// The routes from rank `own` to all ranks: `within` to ranks of its host, TCP to others.
 pub(super) fn routes(hosts: &Hosts, own: Rank, within: Route) -> Vec<Route> {
     let route = |rank| if hosts.host_of(Rank(rank)) == hosts.host_of(own) { within } else { Route::Tcp };
     (0..hosts.world_size()).map(route).collect()
 }
 
-/// Where a rank is met.
+/// The sockets on which a rank accepts connections of its peers.
 pub(crate) struct Listeners {
     pub(crate) tcp: Option<TcpListener>,
     pub(crate) local: UnixListener,
 }
 
-/// Who is to be connected, and how.
+/// The members to connect, and how.
 pub(super) struct Members<'a> {
-    /// This rank's place among the members.
+    /// Index of this rank among the members.
     pub(super) own: Rank,
     pub(super) places: &'a [Place],
     pub(super) routes: &'a [Route],
-    /// This rank's arena, if arenas are to be exchanged with the members of this host.
+    /// This rank's arena, if arenas are exchanged with the members of this host.
     pub(super) arena: Option<&'a Arena>,
-    /// Bytes that any arena has at least.
+    /// Minimum size of an arena in bytes.
     pub(super) arena_bytes_min: usize,
-    /// What encrypts data that goes by TCP.
+    /// Encrypts data connections over TCP.
     pub(super) tls: Option<&'a Tls>,
-    /// How long a network may carry nothing before a silent member counts as lost.
+    /// How long a network may carry no packets before an unresponsive member counts as lost.
     pub(super) network_pause: Duration,
-    /// TCP connections to each member for each purpose but notices.
+    /// Number of TCP connections to each member for collectives, and for messages.
     pub(super) sockets_per_peer: usize,
 }
 
@@ -89,14 +89,14 @@ impl Members<'_> {
     }
 }
 
-/// One row of connections per purpose, in the order of the members, `None` for the own rank.
+/// One row of connections per purpose, in member order, with `None` for this rank.
 pub(super) struct Mesh {
     pub(super) rows: [Vec<Option<Connection>>; 3],
-    /// The arenas of the members of this host, if they were exchanged.
+    /// The arenas of the members on this host, if they were exchanged.
     pub(super) arenas: Vec<Option<PeerArena>>,
 }
 
-/// Connects to all other members, unless a failure of some member is known: then some of them never connect.
+/// Connects to all other members. Stops early if a member is known to have failed: then some members never connect.
 pub(super) fn connect(
     session: &Session<'_>,
     members: &Members<'_>,
@@ -138,7 +138,7 @@ pub(super) fn connect(
     Ok(growing.finish())
 }
 
-/// A mesh while it is made: of each member, the connections for each purpose.
+/// A mesh that is being established.
 struct Growing<'a> {
     session: &'a Session<'a>,
     members: &'a Members<'a>,
@@ -148,12 +148,12 @@ struct Growing<'a> {
 }
 
 impl Growing<'_> {
-    /// The place of a connection, if it is to be made.
+    /// The slot of a connection, if there is such a connection.
     fn place(&mut self, member: usize, errand: Errand) -> Option<&mut Option<Connection>> {
         self.rows[errand.purpose as usize][member].get_mut(errand.index)
     }
 
-    /// Whether a connection with a member is still to be made.
+    /// Whether a connection to a member is missing.
     fn misses(&self, member: usize) -> bool {
         self.rows.iter().any(|row| row[member].iter().any(Option::is_none))
     }
@@ -166,13 +166,13 @@ impl Growing<'_> {
         Mesh { rows: self.rows.map(|row| row.into_iter().map(joined).collect()), arenas: self.arenas }
     }
 
-    /// Connects to a lower member for one errand.
+    /// Establishes one connection to a member of lower rank.
     fn call(&mut self, lower: usize, errand: Errand) -> io::Result<()> {
         let (socket, key) = self.reach(lower, errand)?;
         self.establish(lower, errand, Side::Connecting, socket, &key)
     }
 
-    /// Connects to a lower member and introduces this rank.
+    /// Connects to a member of lower rank, and introduces this rank.
     fn reach(&self, lower: usize, errand: Errand) -> io::Result<(OwnedFd, Key)> {
         let (place, limit) = (&self.members.places[lower], self.limit);
         loop {
@@ -202,14 +202,14 @@ impl Growing<'_> {
                 }
             };
             match self.session.introduce(&socket, Rank(lower), errand.to_word(), limit) {
-                // Among many who connect, the other rank may have hung up to make room.
+                // The peer may have closed the connection to make room for others.
                 Err(error) if has_hung_up(&error) && pauses(limit.deadline) => {}
                 introduced => return Ok((socket, introduced?)),
             }
         }
     }
 
-    /// Takes the next connection of a higher member.
+    /// Accepts and establishes the next connection from a member of higher rank.
     fn answer(&mut self, gate: &mut Gate<'_>, route: Route) -> io::Result<()> {
         let (members, limit) = (self.members, self.limit);
         let mut is_expected = |from: Rank, word: u64| {
@@ -232,8 +232,8 @@ impl Growing<'_> {
         self.establish(accepted.from.0, errand, Side::Accepting, accepted.socket, &accepted.key)
     }
 
-    /// Makes a connection with a member out of a socket whose introduction gave `key`. What carries data by TCP is encrypted, if
-    /// that was asked for; notices say no more than which operation a rank is in.
+    /// Establishes a connection from a socket whose handshake derived `key`. Data connections over TCP are encrypted if TLS is configured.
+    /// Notices are not: they reveal only which operation a rank executes.
     fn establish(
         &mut self,
         member: usize,
@@ -270,22 +270,22 @@ impl Growing<'_> {
     }
 }
 
-/// Sets what makes small messages quick, and what notices a dead host a few seconds after the pause that a network may make.
+/// Sets socket options: low latency for small messages, and detection of a dead host a few seconds after the network pause.
 fn tuned(socket: OwnedFd, purpose: Purpose, network_pause: Duration) -> io::Result<OwnedFd> {
     set_tcp_nodelay(&socket, true)?;
-    // Only where it is always quiet: a full data connection may well wait for longer than this.
+    // Only for control connections: a full data connection may be blocked for longer than this.
     if purpose == Purpose::Control {
         set_socket_keepalive(&socket, true)?;
         set_tcp_keepidle(&socket, Duration::from_secs(1))?;
         set_tcp_keepintvl(&socket, Duration::from_secs(1))?;
-        // With a timeout it decides, and not the number of probes (tcp(7), TCP_USER_TIMEOUT).
+        // With this timeout, the number of keepalive probes has no effect (tcp(7), TCP_USER_TIMEOUT).
         set_tcp_user_timeout(&socket, network_pause.as_millis() as u32)?;
     }
     Ok(socket)
 }
 
 fn in_context(error: io::Error, doing: String) -> io::Error {
-    // That another rank has failed is no failure of what this one was doing.
+    // Another rank's failure is not a failure of this rank's action.
     if error.get_ref().is_some_and(|inner| inner.is::<AnotherFailed>()) {
         return error;
     }
@@ -297,7 +297,7 @@ mod tests {
     use super::*;
     use crate::rendezvous::refusals::Refusals;
 
-    /// As a rank hangs up on the oldest connection when too many have not introduced themselves.
+    /// Simulates a rank that closes the oldest unauthenticated connection for lack of room.
     #[test]
     fn a_member_that_was_hung_up_on_tries_again() {
         let refusals = Refusals::silent();

@@ -1,4 +1,4 @@
-//! What is said after an introduction: a header of three words (magic, kind, length of the body), then the body.
+//! Messages after an introduction: a header of three words (magic, kind, length of the body), followed by the body.
 
 use super::key::{NONCE_BYTES, Nonce, Tag};
 use super::place::{PLACE_WORDS, Place};
@@ -14,13 +14,13 @@ pub(super) const HEADER_BYTES: usize = 24;
 const FAILURE: u64 = 4;
 const PLACE_BYTES: usize = 8 * PLACE_WORDS;
 const TABLE_HEAD_BYTES: usize = NONCE_BYTES + 8;
-/// Longer texts are cut.
+/// Maximum length of a text. Longer texts are truncated.
 pub(super) const TEXT_BYTES_MAX: usize = 4096;
 
-/// Who is where, and how they shall connect.
+/// The places of all ranks, and how the ranks must connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Table {
-    /// Random number of this world, from which its members make the key of their connections.
+    /// Nonce of this world, from which its members derive the key of their connections.
     pub(super) session: Nonce,
     /// Whether to try shared memory first.
     pub(super) tries_shm: bool,
@@ -29,14 +29,14 @@ pub(super) struct Table {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
-    /// The sender has no business with the receiver.
+    /// The receiver is refused, with the reason.
     TurnedAway(String),
     Table(Table),
-    /// A phase succeeded, or why not.
+    /// The result of a phase: success or the reason of a failure.
     Report(Result<(), String>),
-    /// The receiver shall prove that it has the key.
+    /// The receiver must prove that it has the key.
     Challenge(Nonce),
-    /// The sender proves that it has the key.
+    /// The sender's proof that it has the key.
     Welcome(Tag),
 }
 
@@ -55,7 +55,7 @@ impl Message {
         bytes
     }
 
-    /// Reads a whole message; it may hold the table of a world of `world_size`.
+    /// Decodes a complete message. A table must have `world_size` places.
     pub(super) fn decode(bytes: &[u8], world_size: usize) -> io::Result<Self> {
         let (header, body) =
             bytes.split_first_chunk().ok_or_else(|| invalid("a message without a header"))?;
@@ -82,13 +82,13 @@ impl Message {
         kind == FAILURE
     }
 
-    /// Receives a message that is no table.
+    /// Receives a message other than a table.
     pub(super) fn receive<'a>(socket: impl AsFd, limit: impl Into<WaitLimit<'a>>) -> io::Result<Self> {
         Message::decode(&receive_bytes(socket, 0, limit)?, 0)
     }
 }
 
-/// Receives the bytes of a message in a world of `world_size`, which bounds their number.
+/// Receives the bytes of a message. `world_size` bounds their number.
 pub(super) fn receive_bytes<'a>(
     socket: impl AsFd,
     world_size: usize,
@@ -104,7 +104,7 @@ pub(super) fn receive_bytes<'a>(
     Ok(bytes)
 }
 
-/// The length of the body that follows the header, if that may be.
+/// The length of the body after a header. An error if it is out of bounds.
 pub(super) fn body_bytes(header: &[u8; HEADER_BYTES], world_size: usize) -> io::Result<usize> {
     let [magic, _, length] = words::from_bytes(header);
     if magic != MAGIC || length > TEXT_BYTES_MAX.max(table_bytes(world_size)) as u64 {
@@ -121,7 +121,7 @@ fn text_body(text: &str) -> Vec<u8> {
     text.as_bytes()[..text.len().min(TEXT_BYTES_MAX)].to_vec()
 }
 
-/// The text, without what could command a terminal.
+/// The text without control characters, which could manipulate a terminal.
 fn text(body: &[u8]) -> String {
     String::from_utf8_lossy(body).chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }

@@ -1,23 +1,22 @@
-//! How the ranks of a world find each other and connect.
+//! Rendezvous: the ranks of a world find each other and connect.
 //!
-//! 1. Rank 0 listens on the rendezvous address, the others connect to it (with retries, for it may start
-//!    last) and say hello: protocol version, rank, world size, job. Both prove that they know the job's secret
-//!    (`handshake`). Who does not belong is told why and changes nothing.
-//! 2. When all are there, rank 0 sends everyone the table of places and whether to try shared memory: it does
-//!    if that was asked for, or nothing was and some ranks share a host. From then on messages to and from
-//!    rank 0 carry tags that only who knows the secret can make (`channel`).
-//!    Where ranks of a host are not neighbours, and if that was asked for, all ranks are renumbered by the table.
-//! 3. Shared memory: processes of one host meet at abstract unix sockets and pass each other the descriptors
-//!    of their arenas. If any rank fails, all of them continue with TCP under [`TransportChoice::Auto`], and fail
-//!    otherwise.
-//! 4. TCP between other ranks. Each pair has one connection for collective operations, one for messages and one for
-//!    control.
-//! 5. All ranks tell rank 0 that they are connected, and start when everyone is. One that cannot connect says so at once, and
-//!    the others stop waiting for it. Under [`TransportChoice::Mpi`] they tell
-//!    each other before where MPI finds them (`seating`).
+//! 1. Rank 0 listens on the rendezvous address. The others connect to it, with retries, because it may start last, and introduce
+//!    themselves: protocol version, rank, world size, job. Both sides prove that they know the job's secret (`handshake`). A connection
+//!    that does not belong to the job is refused with a reason, and has no effect.
+//! 2. When all ranks have joined, rank 0 sends each of them the table of places. The table says whether to try shared memory: if it was
+//!    requested, or if no transport was requested and some ranks share a host. From then on, messages to and from rank 0 carry tags that
+//!    only holders of the secret can make (`channel`). If requested, and if the ranks of a host are not adjacent, all ranks are renumbered
+//!    by the table.
+//! 3. Shared memory: processes of one host connect over abstract Unix sockets, and pass each other the descriptors of their arenas. If any
+//!    rank fails, all ranks continue with TCP under [`TransportChoice::Auto`], and fail otherwise.
+//! 4. TCP between all other pairs of ranks. Each pair has one connection for collectives, one for messages and one for control. There may
+//!    be more connections for data ([`GroupOptions::sockets_per_peer`]).
+//! 5. Each rank reports to rank 0 that it is connected, and starts when all ranks are. A rank that cannot connect reports that at once, and
+//!    the others stop waiting for it. Under [`TransportChoice::Mpi`], the ranks first exchange their addresses in MPI (`seating`).
 //!
-//! On each connection of 3 and 4 both sides prove that they belong to the session that follows from the secret and the
-//! table (`session`). With TLS, those of 4 that carry data are then encrypted (`encryption`). `docs/security.md` says what this protects.
+//! On each connection of steps 3 and 4, both sides prove that they belong to the session, whose key is derived from the secret and the
+//! table (`session`). With TLS, the data connections of step 4 are then encrypted (`encryption`). `docs/security.md` describes what this
+//! protects.
 
 mod channel;
 mod doorway;
@@ -74,13 +73,13 @@ use wait_limit::{AnotherFailed, WaitLimit};
 use waiting::Waiting;
 use wire::pauses_for;
 
-/// Ranks in a world: what the tables that are sent around are bounded by.
+/// Maximum number of ranks in a world. It bounds the tables that ranks exchange.
 const WORLD_SIZE_MAX: usize = 1 << 16;
-/// As good as forever, and far from where times overflow.
+/// Upper bound of timeouts: practically unlimited, and far from where times overflow.
 const TIMEOUT_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
-/// Between two attempts to find the name of rank 0's host.
+/// Pause between two attempts to resolve the name of rank 0's host.
 const LOOK_UP_PAUSE: Duration = Duration::from_millis(500);
-/// How long a rank that has failed tries to find rank 0, to tell it.
+/// How long a failed rank tries to reach rank 0 to report its failure.
 const FAILURE_REPORT_MAX: Duration = Duration::from_secs(10);
 
 pub(crate) fn check_options(options: &JoinOptions) -> Result<(), CommError> {
@@ -170,7 +169,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         Some(rank) => Rank(rank),
         None => options.rank,
     };
-    // From here on, ranks are the new ones.
+    // From here on, ranks are the renumbered ones.
     let options = &JoinOptions { rank, ..options.clone() };
     if !order.is_sorted() {
         star.reorder(rank, &order);
@@ -182,7 +181,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     let session = Session::new(&key, &table.session, options.rank, options.world_size, &refusals);
     let listeners = Listeners { tcp: Some(listener), local };
 
-    // All ranks are here now: what is left does not depend on when they come.
+    // All ranks have joined, so the remaining time does not depend on when they start.
     let deadline = deadline.max(Instant::now() + 2 * LOCAL_CONNECT_MAX);
     let mut connecting = Connecting {
         options,
@@ -206,13 +205,13 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     let members = (0..options.world_size).map(Rank).collect();
     let world = recorder.group("world".to_owned(), options.rank, members);
     let group = Group::start(parts, home, Arc::default(), &options.group, world)?;
-    // Tells a launcher that this rank will report.
+    // Shows a launcher that this rank writes reports.
     recorder.write(Occasion::Joined);
     recorder.flush();
     Ok(group)
 }
 
-/// As [`crate::report_failure`].
+/// Implements [`crate::report_failure`].
 pub(crate) fn report_failure(options: &JoinOptions, reason: &str, told: &[Rank]) {
     let now = Instant::now();
     let waiting = Waiting::new(None, now);
@@ -233,7 +232,7 @@ pub(crate) fn report_failure(options: &JoinOptions, reason: &str, told: &[Rank])
     }
 }
 
-/// A rank that has the table, and connects to all others.
+/// The state of a rank that has the table and connects to all others.
 struct Connecting<'a> {
     options: &'a JoinOptions,
     session: &'a Session<'a>,
@@ -244,13 +243,14 @@ struct Connecting<'a> {
 }
 
 impl Connecting<'_> {
-    /// Shares memory with the ranks of this host, and connects to the others by TCP; the reasons why not if some rank could not.
+    /// Shares memory with the ranks of this host, and connects to the others by TCP. The inner error has the reasons if some rank could
+    /// not.
     fn share_memory(&mut self, deadline: Instant) -> Result<Result<Parts, String>, CommError> {
         let hosts = match self.options.transport {
             TransportChoice::Shm => Hosts::single(self.options.world_size),
             _ => hosts_of(&self.table.places),
         };
-        // Those who share a host need no longer than that; a network between hosts may.
+        // Ranks of one host need no longer than this; a network between hosts may.
         let is_local = hosts.num_hosts() == 1;
         let until = if is_local { deadline.min(Instant::now() + LOCAL_CONNECT_MAX) } else { deadline };
         let own =
@@ -258,7 +258,7 @@ impl Connecting<'_> {
         let routes = routes(&hosts, self.options.rank, Route::Local);
         let connected = own.and_then(|memory| {
             let mesh = self.mesh(&routes, Some(&memory.arena), until).map_err(|e| reason_of(&e))?;
-            // Every rank's area is the first thing in its arena.
+            // Every rank's area is the first region of its arena.
             let offsets = vec![0; mesh.arenas.len()];
             let memory = memory.with_areas(mesh.arenas, &offsets, &hosts, self.options.rank);
             Ok((memory.map_err(|e| e.to_string())?, mesh.rows))
@@ -285,7 +285,7 @@ impl Connecting<'_> {
         Ok(Parts { rank, hosts, rows: mesh.rows, memory: None, seats: None, is_inproc: false })
     }
 
-    /// As by TCP, but MPI carries the data.
+    /// Connects by TCP for control, with MPI as the transport of data.
     fn by_mpi(&mut self, deadline: Instant) -> Result<Parts, CommError> {
         let parts = self.by_tcp(deadline)?;
         let failure = || self.star.knows_of_failure().then(|| io::Error::other(AnotherFailed));
@@ -305,7 +305,7 @@ impl Connecting<'_> {
             arena_bytes_min: area_bytes(self.options.world_size),
             tls: self.tls,
             network_pause: self.options.group.network_pause,
-            // Beside MPI a connection carries no data.
+            // With MPI, TCP connections carry no data.
             sockets_per_peer: match self.options.transport {
                 TransportChoice::Mpi => 1,
                 _ => self.options.group.sockets_per_peer,
@@ -316,13 +316,13 @@ impl Connecting<'_> {
     }
 }
 
-/// What a rank that could not connect reports: empty if it stopped only because another failed.
+/// The report of a rank that could not connect. Empty if it stopped only because another rank failed.
 fn reason_of(error: &io::Error) -> String {
     let is_followup = error.get_ref().is_some_and(|inner| inner.is::<AnotherFailed>());
     if is_followup { String::new() } else { error.to_string() }
 }
 
-/// Who shares a host. A rank that does not know its host is alone.
+/// The placement of the ranks on hosts. A rank with an unknown host is alone on its host.
 fn hosts_of(places: &[Place]) -> Hosts {
     let ids = places.iter().enumerate().map(|(rank, place)| match place.host {
         0 => (0, rank),
@@ -331,7 +331,7 @@ fn hosts_of(places: &[Place]) -> Hosts {
     Hosts::new(&ids.collect::<Vec<_>>())
 }
 
-/// The ranks in an order in which those of a host are neighbours, hosts by their first ranks.
+/// Orders the ranks so that those of a host are adjacent. Hosts are in the order of their first ranks.
 fn order_by_host(places: &[Place]) -> Vec<usize> {
     let hosts = hosts_of(places);
     let mut order: Vec<usize> = (0..places.len()).collect();
@@ -350,7 +350,7 @@ fn order_note(order: &[usize]) -> String {
     )
 }
 
-/// Where rank 0 is. A name that is not known yet, as that of a container that is being started, is waited for.
+/// Resolves rank 0's addresses. Retries until the deadline while the name is unknown, like that of a container that is starting.
 fn resolve(
     options: &JoinOptions,
     deadline: Instant,
@@ -361,7 +361,7 @@ fn resolve(
             Ok(addresses) => return Ok(addresses),
             Err(failure) => failure,
         };
-        // What can be no name will never be one.
+        // An invalid name will never become valid.
         if failure.kind() == io::ErrorKind::InvalidInput || !pauses_for(LOOK_UP_PAUSE, deadline) {
             let (address, source) = (options.master_addr.clone(), Arc::new(failure));
             return Err(CommError::Resolve { address, source });
@@ -372,8 +372,8 @@ fn resolve(
     }
 }
 
-/// A number that the processes share that can reach each other within this host, and no others: those of one running
-/// system and one network namespace, in which local sockets are found. 0 if it cannot be known.
+/// An identifier of the host that is equal for processes that can reach each other within it, and different for all others: it identifies
+/// the running system and the network namespace, in which abstract sockets are visible. 0 if unknown.
 fn this_host(options: &JoinOptions) -> u128 {
     if let Some(name) = &options.host {
         return u128::from(hello::fingerprint("host", name)) << 64 | 1;
@@ -381,7 +381,7 @@ fn this_host(options: &JoinOptions) -> u128 {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let system = u128::from_str_radix(&text.trim().replace('-', ""), 16).unwrap_or(0);
     match std::fs::metadata("/proc/thread-self/ns/net") {
-        // Namespaces are numbered in the low bits of a system.
+        // Namespace numbers are unique within a system.
         Ok(namespace) if system != 0 => system ^ u128::from(namespace.ino()) << 32,
         _ => system,
     }

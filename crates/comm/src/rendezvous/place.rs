@@ -1,18 +1,18 @@
-//! The address of a rank.
+//! The addresses of a rank.
 
 use super::wire::{ip_to_words, words_to_ip};
 use std::net::SocketAddr;
 
 pub(super) const PLACE_WORDS: usize = 6;
 
-/// Where the other ranks find one.
+/// The addresses at which the other ranks reach a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Place {
-    /// The running system, the same for all processes of a host; 0 if unknown.
+    /// Identifier of the host, equal for all processes of a host. 0 if unknown.
     pub(super) host: u128,
-    /// Names the socket at which processes of the same host meet the rank.
+    /// Number in the name of the socket at which processes of the same host reach the rank.
     pub(super) meeting: u64,
-    /// Where processes of other hosts connect.
+    /// Address at which processes of other hosts connect.
     pub(super) address: SocketAddr,
 }
 
@@ -23,7 +23,8 @@ impl Place {
         [(self.host >> 64) as u64, self.host as u64, self.meeting, ip_high, ip_low, port]
     }
 
-    /// The place as a rank knows it that reaches rank 0 at `root`: an address of a link means something on that link only, which is that of rank 0.
+    /// The place as seen by a rank that reaches rank 0 at `root`. A link-local address is valid only on one link, which is assumed to be
+    /// the link of rank 0.
     pub(super) fn seen_with(mut self, root: SocketAddr) -> Self {
         if let (SocketAddr::V6(address), SocketAddr::V6(root)) = (&mut self.address, root)
             && address.ip().is_unicast_link_local()
@@ -33,7 +34,7 @@ impl Place {
         self
     }
 
-    /// Reads what [`to_words`](Place::to_words) wrote; `None` if the words are no place.
+    /// Decodes the words of [`to_words`](Place::to_words). `None` if they are not a valid place.
     pub(super) fn from_words(words: [u64; PLACE_WORDS]) -> Option<Self> {
         let [host_high, host_low, meeting, ip_high, ip_low, port] = words;
         let address = SocketAddr::new(words_to_ip([ip_high, ip_low]), u16::try_from(port).ok()?);

@@ -1,10 +1,10 @@
-//! Sockets that listen, at any free port or at one of those that a firewall lets through.
+//! Listening sockets on any free port, or on one of the ports that a firewall admits.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::ops::RangeInclusive;
 
-/// Listens at an address, whatever its port, at the first free one of `ports`, or any.
+/// Listens on an address, ignoring its port, at the first free port of `ports`, or at any free port.
 pub(super) fn listen_at(
     mut address: SocketAddr,
     ports: Option<&RangeInclusive<u16>>,
@@ -31,7 +31,7 @@ mod tests {
     #[test]
     fn the_first_free_port_is_taken() {
         let any: SocketAddr = "127.0.0.1:9".parse().expect("an address");
-        // Two that follow each other, of which other programs have neither.
+        // Two consecutive ports that no other program uses.
         let (first, second) = (0..100)
             .find_map(|_| {
                 let first = listen_at(any, None).ok()?;

@@ -2,10 +2,11 @@ use crate::{JoinOptions, OnRefusal, Refusal};
 use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Refusals that are told and kept; the rest is counted, for a flood of strangers must not become one of warnings.
+/// Maximum number of refusals that are reported and kept. Others are only counted, so that a flood of connections does not become a flood
+/// of warnings.
 const NUM_TOLD_MAX: usize = 16;
 
-/// Who was turned away while this rank joined.
+/// The connections that were refused while this rank joined.
 pub(super) struct Refusals {
     listener: Option<OnRefusal>,
     kept: Mutex<Kept>,
@@ -22,7 +23,7 @@ impl Refusals {
         Refusals { listener: options.on_refusal.clone(), kept: Mutex::default() }
     }
 
-    /// Refusals of which nobody is told.
+    /// Refusals that are not reported.
     pub(super) fn silent() -> Self {
         Refusals { listener: None, kept: Mutex::default() }
     }
@@ -45,7 +46,7 @@ impl Refusals {
         }
     }
 
-    /// A text for each refusal, or for many of them.
+    /// One text per kept refusal, and one with the number of others.
     pub(super) fn texts(&self) -> Vec<String> {
         let kept = self.kept();
         let more = (kept.num_more > 0).then(|| format!("and {} more", kept.num_more));
@@ -53,7 +54,7 @@ impl Refusals {
     }
 
     fn kept(&self) -> MutexGuard<'_, Kept> {
-        // Every change of it is a single one.
+        // Poisoning is ignored: every change of the state is a single assignment.
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! How the ranks of a group find each other in MPI's world: each tells all others over their control connections.
+//! Exchanges the ranks' addresses in MPI's world over their control connections.
 
 use super::wait_limit::WaitLimit;
 use super::wire::{receive_exact, send_all};
@@ -10,7 +10,7 @@ use std::io;
 
 const SEAT_BYTES: usize = 16;
 
-/// Takes a seat for this rank and learns those of the others. `rows` are the group's connections.
+/// Reserves an address in MPI for this rank, and receives the addresses of its peers. `rows` are the group's connections.
 pub(super) fn exchange(
     rows: &[Vec<Option<Connection>>; 3],
     limit: WaitLimit<'_>,

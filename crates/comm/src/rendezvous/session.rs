@@ -1,4 +1,4 @@
-//! How the members of a world know each other's connections, once they have the table of places.
+//! Authentication of connections between the members of a world, once they have the table of places.
 
 use super::doorway::Doorway;
 use super::handshake::{Introduction, Reception, introduce};
@@ -13,8 +13,8 @@ use trireme_base::Rank;
 
 /// One rank's membership in a world.
 ///
-/// The key of a session follows from the job's secret and the random number in rank 0's table: who has overheard the
-/// table but does not know the secret cannot make it, and that of an earlier world of the same job is another one.
+/// The key of a session is derived from the job's secret and the nonce in rank 0's table. An eavesdropper who has the table but not the
+/// secret cannot derive it, and an earlier world of the same job has another key.
 pub(super) struct Session<'a> {
     key: Key,
     rank: Rank,
@@ -25,15 +25,15 @@ pub(super) struct Session<'a> {
 pub(super) struct Accepted {
     pub(super) socket: OwnedFd,
     pub(super) from: Rank,
-    /// What the connection is for, as the connecting side has said.
+    /// The purpose of the connection, given by the connecting side.
     pub(super) purpose: u64,
-    /// A key that the two ends of this connection have.
+    /// The key of this connection only.
     pub(super) key: Key,
 }
 
 const WORDS: usize = 4;
 
-/// Who connects to whom, and what for.
+/// The introduction of one member to another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PeerHello {
     pub(super) from: u64,
@@ -58,7 +58,7 @@ impl PeerHello {
 }
 
 impl<'a> Session<'a> {
-    /// The session of the world whose table has the random number `number`, for a job's members.
+    /// The session of the world whose table has the nonce `number`. `job` is the job's key.
     pub(super) fn new(
         job: &Key,
         number: &Nonce,
@@ -69,10 +69,10 @@ impl<'a> Session<'a> {
         Session { key: job.derive("trireme: key of the session", &[number]), rank, world_size, refusals }
     }
 
-    /// Introduces this rank on a connection to rank `to`, checks that the peer is a member, and returns the key of this connection.
+    /// Introduces this rank on a connection to rank `to`, verifies that the peer is a member, and returns the key of this connection.
     ///
     /// # Errors
-    /// Any error of the connection; `ConnectionRefused` if the peer turned this rank away; `PermissionDenied` if it is no member.
+    /// Any error of the connection; `ConnectionRefused` if the peer refused this rank; `PermissionDenied` if the peer is not a member.
     pub(super) fn introduce<'p>(
         &self,
         socket: impl AsFd,
@@ -90,20 +90,20 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Accepts connections of other members at `listener`, a TCP or Unix one, which no longer blocks from then on.
+    /// Accepts connections of other members on `listener`, a TCP or Unix socket, which becomes non-blocking.
     pub(super) fn accept<'b>(&'b self, listener: &'b impl AsFd) -> io::Result<Gate<'b>> {
         Ok(Gate { session: self, doorway: Doorway::new(listener, &self.key, self.refusals)? })
     }
 }
 
-/// Where other members connect. Strangers are turned away and hold up nobody.
+/// Accepts connections of other members. Strangers are refused and do not delay members.
 pub(super) struct Gate<'a> {
     session: &'a Session<'a>,
     doorway: Doorway<'a, PeerHello>,
 }
 
 impl Gate<'_> {
-    /// The next connection of an expected rank and purpose; `TimedOut` if none comes until the deadline. Others are turned away.
+    /// Returns the next connection with an expected rank and purpose, or fails with `TimedOut` at the deadline. Refuses other connections.
     pub(super) fn next(
         &mut self,
         deadline: Instant,
@@ -184,7 +184,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         thread::scope(|scope| {
             scope.spawn(|| {
-                // Answers as the other side itself does, with what it has said.
+                // Reflects the connecting side's own proof.
                 let (stream, _) = listener.accept().expect("a connection");
                 let mut opening = [0; PeerHello::BYTES + 32];
                 receive_exact(&stream, &mut opening, soon()).expect("an opening");

@@ -1,4 +1,4 @@
-//! Groups of some ranks of a group.
+//! Establishes the connections of a group that is split from another.
 
 use super::key::{NONCE_BYTES, Nonce, nonce};
 use super::local::{self, LOCAL_CONNECT_MAX};
@@ -20,13 +20,13 @@ use std::time::Instant;
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 
-/// A new group's ranks, by their ranks in the parent.
+/// The members of a new group, by their ranks in the parent.
 struct Membership {
     own: Rank,
     ranks: Vec<Rank>,
 }
 
-/// What a member brings into the new group.
+/// A member's addresses in the new group, and its part of the session key.
 struct Offer {
     place: Place,
     nonce: Nonce,
@@ -56,7 +56,7 @@ impl Offer {
     }
 }
 
-/// Splits `parent` into groups that are called `name`; all of its ranks take part, those without a color too.
+/// Splits `parent` into groups called `name`. All ranks of `parent` call it, including those without a color.
 pub(crate) fn split(
     parent: &Group,
     name: String,
@@ -84,7 +84,7 @@ pub(crate) fn split(
     parent.begin_split(parts, name, &ranks, options).map(Some)
 }
 
-/// Everyone says how it went, with some bytes for the others; an error if it went wrong for anyone.
+/// Exchanges the outcome of a phase, with some bytes for the others, among all ranks. An error if any rank failed.
 fn agree(parent: &Group, doing: &str, own: Result<Vec<u8>, String>) -> Result<Vec<Vec<u8>>, CommError> {
     let said = match own {
         Ok(bytes) => [&[1], &bytes[..]].concat(),
@@ -101,7 +101,7 @@ fn agree(parent: &Group, doing: &str, own: Result<Vec<u8>, String>) -> Result<Ve
     Ok(all)
 }
 
-/// The ranks of this rank's color, by their keys and then their ranks in the parent.
+/// The ranks of this rank's color, ordered by key and then by rank in the parent.
 fn membership(parent: &Group, color: Option<u64>, key: u64) -> Result<Option<Membership>, CommError> {
     let own: [u8; 24] = words::to_bytes([u64::from(color.is_some()), color.unwrap_or(0), key]);
     let all = parent.all_gather_bytes(&own).wait()?;
@@ -124,7 +124,7 @@ fn membership(parent: &Group, color: Option<u64>, key: u64) -> Result<Option<Mem
     Ok(Some(Membership { own: Rank(own), ranks }))
 }
 
-/// A member that waits to be connected.
+/// The listeners and memory of a member before it is connected.
 struct Preparation {
     offer: Offer,
     listeners: Listeners,
@@ -169,7 +169,7 @@ impl Preparation {
         let offers = offers.ok_or_else(|| super::wire::invalid("a member's offer is none"))?;
         let is_inproc = parent.transport() == TransportKind::Inproc;
         let within = if self.memory.is_some() { Route::Local } else { Route::Tcp };
-        // Threads of one process, wherever they say they are.
+        // Threads of one process use local sockets, whatever hosts they are assigned to.
         let routes = match is_inproc {
             true => vec![Route::Local; membership.ranks.len()],
             false => mesh::routes(&self.hosts, membership.own, within),
@@ -192,7 +192,7 @@ impl Preparation {
                 _ => parent.options.sockets_per_peer,
             },
         };
-        // A world's own options for refusals are gone by now; strangers are turned away in silence.
+        // The options of the world are not kept, so strangers are refused without a report.
         let refusals = Refusals::silent();
         let session = Session::new(
             &parent.home.key,
@@ -229,7 +229,7 @@ mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
     use std::time::Duration;
 
-    /// Rank 2 dies when it has made one of its connections to each of the others, which wait for the next.
+    /// Rank 2 dies after it has established one of its connections to each of the others, which wait for the next one.
     #[test]
     fn a_rank_that_dies_during_a_split_is_noticed_long_before_the_deadline() {
         let options = GroupOptions { timeout: Duration::from_secs(3600), ..GroupOptions::default() };

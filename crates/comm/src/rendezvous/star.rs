@@ -1,4 +1,4 @@
-//! The connections between rank 0 and everyone else, over which they agree how to connect.
+//! The connections between rank 0 and all other ranks, over which they agree how to connect.
 
 use super::channel::Channel;
 use super::handshake::{Reception, introduce};
@@ -19,15 +19,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
-/// The name of rank 0's host is looked up again after this long.
+/// Time after which the name of rank 0's host is resolved again.
 const RESOLVED_MAX: Duration = Duration::from_secs(5);
-/// An introduction that is not answered within this long is tried again.
+/// Time after which an unanswered introduction is retried.
 const INTRODUCTION_MAX: Duration = Duration::from_secs(30);
-/// Rank 0 has listened for longer than the others have known it, so it gives up first and can say why.
+/// Extra time for the other ranks: rank 0 started to listen before they connected, so it times out first and can report why.
 const COURTESY: Duration = Duration::from_secs(5);
 
 pub(super) enum Star {
-    /// Rank 0, with the channels to ranks 1, 2 …
+    /// Rank 0, with the channels to ranks 1, 2, ….
     Center {
         channels: Vec<Channel>,
     },
@@ -39,19 +39,19 @@ pub(super) enum Star {
     },
 }
 
-/// What a rank has when it is in: the star, the table, and its own listener for the mesh.
+/// The state of a joined rank: the connections to rank 0, the table, and its own listener for the mesh.
 pub(super) struct Meeting {
     pub(super) star: Star,
     pub(super) table: Table,
     pub(super) listener: TcpListener,
-    /// Where the others reach that listener.
+    /// Address at which the other ranks reach that listener.
     pub(super) own: SocketAddr,
-    /// Where this rank reaches rank 0; on rank 0, where it listens.
+    /// Address at which this rank reaches rank 0; on rank 0, the address on which it listens.
     pub(super) root: SocketAddr,
 }
 
 impl Joining<'_> {
-    /// Rank 0: waits for everyone and gives them the table.
+    /// Runs rank 0: waits for all ranks and sends them the table.
     pub(super) fn host(&self, place_at: impl Fn(SocketAddr) -> Place) -> Result<Meeting, CommError> {
         let setting_up = |source| CommError::rendezvous("setting up rank 0", source);
         let master = self.listen_as_root()?;
@@ -62,7 +62,7 @@ impl Joining<'_> {
         let guests = lobby::gather(self, &master)?;
         let guests: Vec<Guest> = guests.into_iter().flatten().collect();
         if own.ip().is_unspecified() {
-            // The address at which a connection has come, be it by the name of a service that forwards no other port.
+            // The address at which a rank has reached rank 0. It may belong to the name of a service that forwards no other port.
             let reached = guests[0].channel.stream.local_addr().map_err(setting_up)?;
             own = SocketAddr::new(reached.ip().to_canonical(), own.port());
         }
@@ -89,7 +89,7 @@ impl Joining<'_> {
         }
     }
 
-    /// Another rank: reaches rank 0, introduces itself and gets the table.
+    /// Runs another rank: connects to rank 0, introduces itself and receives the table.
     pub(super) fn visit(&self, place_at: impl Fn(SocketAddr) -> Place) -> Result<Meeting, CommError> {
         let JoinOptions { rank, world_size, join_timeout, .. } = *self.options;
         let (center, root, listener) = self.enter(place_at)?;
@@ -128,7 +128,8 @@ impl Joining<'_> {
                     let (rank, address) = (self.options.rank, address.to_string());
                     return Err(CommError::Refused { rank, address, reason });
                 }
-                // Among many strangers, rank 0 may have hung up to make room; or another program forwards the port, and rank 0 is not there yet.
+                // Rank 0 may have closed the connection to make room for others, or another program forwards the port before rank 0
+                // listens.
                 Err(error) if may_be_another_time(&error) && pauses(self.deadline) => {
                     self.waiting
                         .tell(Instant::now(), || format!("waiting for rank 0 at {address} ({error})"));
@@ -138,7 +139,7 @@ impl Joining<'_> {
         }
     }
 
-    /// Tells the others that this rank cannot join and why; those who were told already know it. Best effort, until the deadline.
+    /// Reports to the other ranks that this rank cannot join, and why. Ranks in `told` know it already. Best effort, until the deadline.
     pub(super) fn apologize(&self, reason: &str, told: &[Rank]) {
         if self.options.rank == Rank::ROOT {
             if let Ok(master) = self.listen_as_root() {
@@ -154,7 +155,7 @@ impl Joining<'_> {
         }
     }
 
-    /// Connects to rank 0, as soon as it listens.
+    /// Connects to rank 0, with retries until it listens.
     fn reach(&self) -> Result<(TcpStream, SocketAddr), CommError> {
         let Joining { options, deadline, waiting, .. } = *self;
         let mut addresses = Cow::Borrowed(self.addresses);
@@ -178,7 +179,7 @@ impl Joining<'_> {
                     source: Arc::new(source),
                 });
             }
-            // Rank 0 may have been started again elsewhere under the same name.
+            // Rank 0 may have been restarted elsewhere under the same name.
             if resolved.elapsed() > RESOLVED_MAX
                 && let Ok(found) = look_up(options)
                 && check_secret(options, found.iter().map(SocketAddr::ip)).is_ok()
@@ -188,7 +189,7 @@ impl Joining<'_> {
         }
     }
 
-    /// Listens for the other ranks, at `address` if the options name no interface; whatever its port.
+    /// Listens for the peers, on the chosen interface or else on `address`. The port of `address` is ignored.
     fn listen(&self, address: SocketAddr) -> Result<TcpListener, CommError> {
         let address = self.interface.map_or(address, |ip| SocketAddr::new(ip, 0));
         let listening = |source| CommError::ListenForPeers { ip: address.ip(), source: Arc::new(source) };
@@ -202,7 +203,7 @@ fn may_be_another_time(error: &io::Error) -> bool {
 
 fn connect(address: &SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
     let stream = TcpStream::connect_timeout(address, timeout)?;
-    // Without a listener, a connection to a port of this host can meet itself.
+    // Without a listener, a connection to a port of this host can connect to itself.
     if stream.local_addr()? == *address {
         return Err(io::ErrorKind::ConnectionRefused.into());
     }
@@ -222,16 +223,17 @@ impl Star {
         }
     }
 
-    /// Whether some rank is known to have failed in what all are doing.
+    /// Whether a rank is known to have failed in the current phase.
     pub(super) fn knows_of_failure(&self) -> bool {
         match self {
-            // It speaks before this rank has reported only if somebody has failed.
+            // Rank 0 sends a message before this rank has reported only if a rank has failed.
             Star::Ray { center, .. } => center.has_gone(),
             Star::Center { channels } => channels.iter().any(Channel::brings_failure),
         }
     }
 
-    /// Each rank reports success, a reason, or an empty reason if another's failure stopped it. All learn the first reason at once.
+    /// Ends a phase. Each rank reports success, a reason, or an empty reason if another rank's failure stopped it. All ranks receive the
+    /// outcome, as soon as the first reason is known.
     pub(super) fn agree(
         &mut self,
         doing: &str,
@@ -265,7 +267,7 @@ impl Star {
     }
 }
 
-/// Collects the reports of all ranks, and tells everyone what they add up to; as soon as it knows why if one has failed.
+/// Collects the reports of all ranks and sends all of them the outcome. A failure is sent as soon as its reason is known.
 fn collect(
     channels: &mut [Channel],
     own: Result<(), String>,
@@ -280,7 +282,7 @@ fn collect(
             && let Some(outcome) = sum_up(&failures, awaited.is_empty())
         {
             let sent = tell_all(channels, &Message::Report(outcome.clone()), deadline);
-            // That a failed rank cannot be told is no more than a part of its failure.
+            // The failed rank may be unreachable, which is part of its failure.
             if outcome.is_ok() {
                 sent?;
             }
@@ -291,7 +293,7 @@ fn collect(
         }
         let sockets = awaited.iter().map(|rank| &channels[rank - 1].stream);
         let mut polled: Vec<_> = sockets.map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
-        // Nobody is waited for after the deadline; those who are silent fail below.
+        // After the deadline, no rank is waited for; ranks without a report fail below.
         let is_over = wait_for_any(&mut polled, deadline).is_err();
         awaited.retain(|&rank| {
             let channel = &mut channels[rank - 1];
@@ -309,7 +311,7 @@ fn collect(
     }
 }
 
-/// What the reports add up to, if that is known: all are there, or one says why it has failed.
+/// The outcome of the reports, if it is known: all reports have arrived, or one has a reason.
 fn sum_up(failures: &[(usize, String)], are_all_there: bool) -> Option<Result<(), String>> {
     let reasons = failures.iter().filter(|(_, reason)| !reason.is_empty());
     let reasons: Vec<String> = reasons.map(|(rank, reason)| format!("rank {rank}: {reason}")).collect();
@@ -321,7 +323,7 @@ fn sum_up(failures: &[(usize, String)], are_all_there: bool) -> Option<Result<()
     }
 }
 
-/// Sends the same to all other ranks, also to those after one that cannot be told.
+/// Sends a message to all other ranks, even if one cannot be reached.
 fn tell_all(channels: &mut [Channel], message: &Message, deadline: Instant) -> Result<(), CommError> {
     let told = channels.iter_mut().enumerate().map(|(index, channel)| {
         let telling = |source| CommError::rendezvous(format!("telling rank {}", index + 1), source);
@@ -340,7 +342,7 @@ mod tests {
         Instant::now() + Duration::from_secs(20)
     }
 
-    /// Rank 0's star and those of two others.
+    /// Rank 0's end and the ends of two other ranks.
     fn stars() -> (Star, [Star; 2]) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = listener.local_addr().expect("an address");
@@ -355,7 +357,7 @@ mod tests {
         (Star::Center { channels }, rays)
     }
 
-    /// What a rank reports that stops as soon as it knows of another's failure.
+    /// The report of a rank that stops as soon as it knows of another rank's failure.
     fn stopped(star: &Star) -> Result<(), String> {
         while !star.knows_of_failure() {
             assert!(pauses(soon()));
@@ -373,7 +375,7 @@ mod tests {
                     scope.spawn(move || {
                         let report = if rank == failing { Err("why".to_owned()) } else { stopped(&star) };
                         let failed = star.agree("failing", report, soon()).expect("all are there");
-                        // The next agreement is not mistaken for this one.
+                        // The next agreement is not confused with this one.
                         let next = star.agree("trying again", Ok(()), soon()).expect("all are there");
                         (failed, next)
                     })

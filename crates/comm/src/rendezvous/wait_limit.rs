@@ -1,12 +1,12 @@
-//! How long to wait.
+//! Deadlines of waits that a failure ends early.
 
 use std::io;
 use std::time::{Duration, Instant};
 
-/// How often to look whether a wait has become pointless.
+/// How often a wait checks for a failure.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Until when to wait, and what makes the wait pointless before.
+/// A deadline, and a check for a failure that ends the wait early.
 #[derive(Clone, Copy)]
 pub(super) struct WaitLimit<'a> {
     pub(super) deadline: Instant,
@@ -14,12 +14,12 @@ pub(super) struct WaitLimit<'a> {
 }
 
 impl<'a> WaitLimit<'a> {
-    /// Waits until `deadline`, unless there is a `failure`.
+    /// A limit that ends at `deadline`, or as soon as `failure` returns an error.
     pub(super) fn unless(deadline: Instant, failure: &'a dyn Fn() -> Option<io::Error>) -> Self {
         WaitLimit { deadline, failure: Some(failure) }
     }
 
-    /// How long to wait at once.
+    /// The time until which to wait before the next [`check`](Self::check).
     pub(super) fn next_look(&self) -> Instant {
         match self.failure {
             Some(_) => self.deadline.min(Instant::now() + LOOK_INTERVAL),
@@ -27,8 +27,10 @@ impl<'a> WaitLimit<'a> {
         }
     }
 
+    /// Checks for the failure and the deadline.
+    ///
     /// # Errors
-    /// `TimedOut` after the deadline; the failure.
+    /// The failure; `TimedOut` after the deadline.
     pub(super) fn check(&self) -> io::Result<()> {
         if let Some(failure) = self.failure.and_then(|failure| failure()) {
             return Err(failure);
@@ -43,7 +45,7 @@ impl From<Instant> for WaitLimit<'_> {
     }
 }
 
-/// A rank stops connecting because another one has failed.
+/// The error of a rank that stops connecting because another one has failed.
 #[derive(Debug, thiserror::Error)]
 #[error("another rank has failed")]
 pub(super) struct AnotherFailed;

@@ -1,13 +1,13 @@
-//! Tells the user who is waited for while a world joins.
+//! Reports to the user which ranks or names are waited for while a world joins.
 
 use crate::LineListener;
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// A wait that is worth a line.
+/// Time of waiting after which the first line is reported.
 const FIRST: Duration = Duration::from_secs(10);
 
-/// Lines follow each other after twice as long each time, but at most this.
+/// Maximum time between lines. The time doubles with each line.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
 pub(super) struct Waiting<'a> {
@@ -21,7 +21,7 @@ impl<'a> Waiting<'a> {
         Waiting { listener, next: Cell::new(now + FIRST), pause: Cell::new(FIRST) }
     }
 
-    /// Tells what is waited for `now`, if it is time for a line.
+    /// Reports a line if enough time has passed at time `now`.
     pub(super) fn tell(&self, now: Instant, line: impl FnOnce() -> String) {
         let Some(listener) = self.listener.filter(|_| now >= self.next.get()) else { return };
         self.pause.set((2 * self.pause.get()).min(PAUSE_MAX));

@@ -1,4 +1,4 @@
-//! Bytes over sockets with a deadline.
+//! Socket I/O with deadlines.
 
 use super::wait_limit::WaitLimit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -9,10 +9,10 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-/// One attempt to reach another rank by TCP lasts at most this long.
+/// Maximum time of one attempt to connect to another rank by TCP.
 pub(super) const ATTEMPT_MAX: Duration = Duration::from_secs(5);
 
-/// Between two attempts to reach another rank.
+/// Pause between two attempts to connect to another rank.
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
 pub(super) fn wait_for<'a>(
@@ -23,12 +23,12 @@ pub(super) fn wait_for<'a>(
     wait_for_any(&mut [PollFd::new(&socket, flags)], limit)
 }
 
-/// Waits until any of the sockets is ready for what it is polled for.
+/// Waits until any of the sockets is ready for its polled events.
 pub(super) fn wait_for_any<'a>(polled: &mut [PollFd<'_>], limit: impl Into<WaitLimit<'a>>) -> io::Result<()> {
     let limit = limit.into();
     loop {
         let left = limit.next_look().saturating_duration_since(Instant::now());
-        // Rounded up, so that the last wait does not end just before the deadline, again and again.
+        // Rounded up, so that the last wait does not repeatedly end just before the deadline.
         let timeout = Timespec::try_from(left + Duration::from_millis(1)).map_err(io::Error::other)?;
         match poll(polled, Some(&timeout)) {
             Ok(0) => limit.check()?,
@@ -74,7 +74,7 @@ pub(super) fn send_all<'a>(
     Ok(())
 }
 
-/// Whether the other side has ended the connection, which may be worth another attempt.
+/// Whether the peer has closed the connection, which may be worth another attempt.
 pub(super) fn has_hung_up(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -82,7 +82,7 @@ pub(super) fn has_hung_up(error: &io::Error) -> bool {
     )
 }
 
-/// Waits before the next attempt, if there is time for one.
+/// Sleeps before the next attempt. Returns false, at once, if there is no time for one.
 pub(super) fn pauses(deadline: Instant) -> bool {
     pauses_for(RETRY_PAUSE, deadline)
 }
@@ -95,12 +95,12 @@ pub(super) fn pauses_for(pause: Duration, deadline: Instant) -> bool {
     has_time
 }
 
-/// A failure for bytes that are not what the protocol says.
+/// The error for bytes that violate the protocol.
 pub(super) fn invalid(what: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.into())
 }
 
-/// An address without its port, as two words; IPv4 as its IPv6 mapping.
+/// Encodes an address without its port in two words. IPv4 addresses are mapped to IPv6.
 pub(super) fn ip_to_words(ip: IpAddr) -> [u64; 2] {
     let bits = match ip {
         IpAddr::V4(ip) => ip.to_ipv6_mapped().to_bits(),

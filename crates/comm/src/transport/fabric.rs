@@ -1,4 +1,4 @@
-//! Puts together what connects a rank to its peers.
+//! Assembles the links, shared memory and control connections of a rank.
 
 use super::link::{Connection, Link, RingLink};
 use super::linked::Linked;
@@ -15,59 +15,59 @@ use std::sync::{Arc, OnceLock};
 use trireme_base::Rank;
 use trireme_schedule::collective::{CostModel, Hosts};
 
-/// What a rank has of a group before the group is made.
+/// The connections and memory of a group, from which a rank's fabric is assembled.
 pub(crate) struct Parts {
     pub(crate) rank: Rank,
     pub(crate) hosts: Hosts,
-    /// Connections with the peers, one row for each [`Purpose`], in rank order, `None` for this rank.
+    /// Connections to the peers: one row per [`Purpose`], in rank order, with `None` for this rank.
     pub(crate) rows: [Vec<Option<Connection>>; 3],
-    /// Memory that ranks of this host share.
+    /// Memory shared with the ranks on this host.
     pub(crate) memory: Option<GroupMemory>,
-    /// Where MPI finds the ranks, if it carries the data.
+    /// The ranks' addresses in MPI, if MPI carries the data.
     pub(crate) seats: Option<Seats>,
     /// Whether all ranks are threads of this process.
     pub(crate) is_inproc: bool,
 }
 
-/// This rank's memory for a group, before the peers' is known.
+/// This rank's memory for a group, before the peers' memory is known.
 pub(crate) struct OwnMemory {
     pub(crate) arena: Arc<Arena>,
     pub(crate) area: Arc<Region>,
 }
 
-/// The memory of a group's ranks that share a host with this one.
+/// The memory of those ranks of a group that are on this host.
 pub(crate) struct GroupMemory {
     own: OwnMemory,
     peers: Vec<Option<PeerArena>>,
-    /// The areas of the ranks of this host, `None` for others.
+    /// The areas of the ranks on this host, `None` for other ranks.
     areas: Vec<Option<Area>>,
 }
 
-/// All that connects one rank to its peers.
+/// The connections, transport and memory of one rank in a group.
 pub(crate) struct Fabric {
     pub(crate) kind: TransportKind,
     pub(crate) control: Control,
     pub(crate) transport: Box<dyn Transport>,
     pub(crate) selection: Selection,
-    /// For messages to and from each rank.
+    /// Links for messages to and from each rank, `None` for this rank.
     pub(crate) message_links: Vec<Option<Link>>,
-    /// Where buffers lie best, and where those of the peers are.
+    /// Shared memory from which the group's buffers are allocated.
     pub(crate) arena: Option<Arc<Arena>>,
     pub(crate) peer_arenas: Vec<Option<PeerArena>>,
 }
 
 impl OwnMemory {
-    /// A new arena for this process, and an area in it for the group of all ranks.
+    /// Creates an arena for this process, and in it the area for the group of all ranks.
     pub(crate) fn new(world_size: usize, hosts: &Hosts, rank: Rank) -> io::Result<Self> {
         let arena = Arena::new(world_size)?;
         let num_members = hosts.ranks(hosts.host_of(rank)).len();
-        // The first thing in an arena, so the peers know where it is.
+        // The first region of an arena, so that the peers know its offset.
         let area = arena.allocate_for_good(area_bytes(num_members))?;
         assert_eq!(area.offset(), 0, "an arena begins with its first region");
         Ok(OwnMemory { arena, area: Arc::new(area) })
     }
 
-    /// With the arenas of the others, in rank order, and where their areas are.
+    /// Adds the peers' arenas, in rank order, with the offsets of their areas.
     pub(crate) fn with_areas(
         self,
         peers: Vec<Option<PeerArena>>,
@@ -157,7 +157,7 @@ impl Parts {
     }
 }
 
-/// The link to a peer: through memory that both map, if they do.
+/// Creates the link to a peer. It is a ring in shared memory if both ranks map each other's memory.
 fn link(
     connection: Connection,
     purpose: Purpose,

@@ -1,4 +1,4 @@
-//! What carries the data of a group.
+//! Transports: the implementations that move a group's data.
 
 mod fabric;
 pub(crate) mod link;
@@ -13,10 +13,10 @@ use crate::call::{Call, Payload};
 use crate::control::Control;
 use trireme_base::Rank;
 
-/// Bytes a rank may give to [`Group::all_gather_bytes`](crate::Group::all_gather_bytes).
+/// Maximum bytes per rank in [`Group::all_gather_bytes`](crate::Group::all_gather_bytes).
 pub const CONTROL_BYTES_MAX: usize = 1 << 20;
 
-/// The length of a rank's control data, unless that is above [`CONTROL_BYTES_MAX`].
+/// The length of a rank's control data. An error if it exceeds [`CONTROL_BYTES_MAX`].
 pub(crate) fn check_control_bytes(rank: Rank, bytes: u64) -> Result<usize, CommError> {
     let bytes_max = CONTROL_BYTES_MAX;
     let len = usize::try_from(bytes).ok().filter(|&len| len <= bytes_max);
@@ -37,13 +37,14 @@ impl Purpose {
 
 /// Executes operations among the ranks of one group.
 ///
-/// All ranks call it with the same operations in the same order; where they do not, it fails with a
-/// mismatch. While it waits it calls [`Control::tick`], which ends the wait when a peer is lost.
+/// All ranks call it with the same operations in the same order. Otherwise, it fails with a mismatch. While it waits, it calls
+/// [`Control::tick`], which ends the wait if a peer is lost.
 pub(crate) trait Transport: Send {
     /// Executes one operation on this rank's payload.
     fn execute(&mut self, call: &Call, payload: &mut Payload, control: &mut Control)
     -> Result<(), CommError>;
 
-    /// The operation failed on this rank: memory that others may still access, also of the payload, must not be used again.
+    /// Called after the operation failed on this rank. Memory that peers, the kernel or MPI may still access, including the payload, must
+    /// not be reused.
     fn abandon(&mut self, payload: &mut Payload);
 }

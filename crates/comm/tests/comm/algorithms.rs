@@ -1,5 +1,5 @@
-//! Every operation × algorithm × transport × number and placement of ranks × awkward length × kind of memory: results
-//! against a naive oracle, and bytes sent against the steps, which tests of their own hold to the formulas.
+//! Every operation × algorithm × transport × number and placement of ranks × awkward length × kind of memory: results against a naive
+//! oracle, and bytes sent against the algorithm's steps, which separate tests compare with the formulas.
 
 use crate::support::operations::{Place, check, check_algorithm, kinds};
 use crate::support::{on_hosts, small_pieces};
@@ -7,12 +7,12 @@ use std::collections::HashSet;
 use trireme_comm::{GroupOptions, TransportKind};
 use trireme_schedule::collective::{Algorithm, FlatAlgorithm, Hosts, algorithms_for, fits, is_canonical};
 
-/// Where ranks are, by the number of their host.
+/// Placements of ranks: the host of each rank.
 const ONE_HOST: [&[usize]; 4] = [&[0, 0], &[0, 0, 0], &[0, 0, 0, 0], &[0, 0, 0, 0, 0]];
 const SEVERAL_HOSTS: [&[usize]; 7] =
     [&[0, 1], &[0, 0, 1], &[0, 1, 0], &[0, 0, 1, 1], &[0, 1, 0, 1], &[0, 0, 0, 1, 1], &[0, 1, 1, 1, 1]];
 
-/// All algorithms that do one of the operations where ranks are so placed.
+/// All algorithms that at least one operation supports with this placement of ranks.
 fn algorithms(hosts: &Hosts) -> Vec<Algorithm> {
     let mut seen = HashSet::new();
     let kinds = kinds(hosts.world_size()).into_iter();
@@ -56,7 +56,7 @@ fn by_shared_memory_within_hosts_and_sockets_across() {
         .for_each(|placement| check_all(TransportKind::ShmAndTcp, placement));
 }
 
-/// With sums in their order, what is asked for is taken where it keeps it, and nowhere else.
+/// Under the canonical order, a requested algorithm is used only for operations in which it keeps the order.
 #[test]
 fn an_algorithm_with_an_order_of_its_own_is_not_taken_where_the_order_counts() {
     for algorithm in FlatAlgorithm::ALL.map(Algorithm::from) {

@@ -1,4 +1,4 @@
-//! Every operation over every transport, world size and awkward length, against a naive oracle.
+//! Every operation on every transport, world size and awkward length, against a naive oracle.
 
 use crate::support::oracle::{Value, expected};
 use crate::support::{TRANSPORTS, on_ranks, small_pieces};
@@ -7,13 +7,13 @@ use trireme_base::{Bf16, F16, Rank, ReduceOp};
 use trireme_comm::{CONTROL_BYTES_MAX, Element, Group, GroupOptions, TransportKind, Work, single};
 use trireme_schedule::collective::FlatAlgorithm;
 
-/// Around the borders of short_bytes_max (16 f32, 32 f16), a piece (twice that), cache lines and shares of four ranks.
+/// Lengths around short_bytes_max (16 f32, 32 f16), a piece (twice that), cache lines and the shares of four ranks.
 const LENGTHS: [usize; 14] = [0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 64, 100, 1000, 4099];
 fn bits<T: Element>(values: &[T]) -> &[u8] {
     bytemuck::cast_slice(values)
 }
 
-/// All-reduces every length with every operation, with all works in flight at once.
+/// All-reduces vectors of every length with every reduction, all in flight at once.
 fn check_all_reduce<T: Value>(group: &Group) {
     let mut works: Vec<(ReduceOp, Work<_>)> = Vec::new();
     for len in LENGTHS {
@@ -89,7 +89,7 @@ fn short_and_long_vectors_give_the_same_bits() {
         let reduced = [64, GroupOptions::SHORT_BYTES_LIMIT].map(|short_bytes_max| {
             let options = GroupOptions { short_bytes_max, chunk_bytes: 4096, ..small_pieces() };
             on_ranks(transport, 4, &options, |group| {
-                // More than a socket holds: what is received must not overwrite what is still to be sent.
+                // More bytes than a socket buffers: received bytes must not overwrite those that are not sent yet.
                 let len = GroupOptions::SHORT_BYTES_LIMIT / size_of::<f32>();
                 let mut buffer = group.buffer::<f32>(len).expect("memory");
                 for (index, value) in buffer.iter_mut().enumerate() {
@@ -236,7 +236,7 @@ fn bytes_moved_follow_the_formulas() {
                 statistics.payload_bytes
             })
         };
-        // 2 D (N - 1) / N a rank, so 2 D (N - 1) in all.
+        // 2 D (N - 1) / N per rank, so 2 D (N - 1) in total.
         let long: u64 = moved(FlatAlgorithm::HalvingDoubling, len).iter().sum();
         assert_eq!(long as usize, 2 * 4 * len * (world_size - 1), "{transport}");
         let short = moved(FlatAlgorithm::RecursiveDoubling, 16);

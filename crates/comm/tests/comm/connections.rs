@@ -1,10 +1,10 @@
-//! Connections by TCP with several sockets, and frames with checksums.
+//! TCP connections with several sockets per peer, and frames with checksums.
 
 use crate::support::{on_ranks, small_pieces};
 use trireme_base::{Rank, ReduceOp};
 use trireme_comm::{Group, GroupOptions, TransportKind};
 
-/// Shorter than a stripe, a few stripes, and many with an odd end.
+/// Shorter than a stripe, a few stripes, and many stripes with an incomplete last one.
 const LENGTHS: [usize; 4] = [3, 40_000, 150_000, 500_003];
 
 fn check_all_reduce(group: &Group, len: usize) {
@@ -16,7 +16,7 @@ fn check_all_reduce(group: &Group, len: usize) {
     assert!(sum.iter().enumerate().all(|(index, &element)| element == index as u64 * factor), "{len}");
 }
 
-/// Everyone sends a message to the next rank, while all reduce a vector.
+/// Every rank sends a message to the next rank while all reduce a vector.
 fn check_messages(group: &Group, len: usize) {
     let (rank, world_size) = (group.rank().0, group.world_size());
     let (next, previous) = ((rank + 1) % world_size, (rank + world_size - 1) % world_size);
@@ -59,7 +59,7 @@ fn several_sockets_carry_one_stream() {
             check(TransportKind::Tcp, &options);
         }
     }
-    // Only what goes between hosts has several.
+    // Only links between hosts have several sockets.
     check(TransportKind::ShmAndTcp, &GroupOptions { sockets_per_peer: 3, ..small_pieces() });
 }
 

@@ -1,4 +1,4 @@
-//! Costs that are given: they are not measured, and algorithms are chosen by them.
+//! Given costs: they are not measured, and algorithms are chosen by them.
 
 use crate::support::{on_ranks, small_pieces};
 use trireme_comm::{GivenCosts, GroupOptions, TransportKind};
@@ -15,7 +15,7 @@ fn only_what_is_not_given_is_measured() {
     let none = GivenCosts::default();
     let across = GivenCosts { across: Some(link), ..none };
     let both = GivenCosts { within: Some(link), ..across };
-    // Measuring ends with an exchange of the figures.
+    // The measurement ends with an exchange of the results.
     for (given, num_operations) in [(none, 1), (across, 1), (both, 0)] {
         let found = on_ranks(TransportKind::Tcp, 4, &with(given), |group| {
             assert_eq!(group.statistics().num_operations, num_operations);
@@ -42,7 +42,7 @@ fn algorithms_follow_the_costs() {
         assert!(chosen.iter().all(|algorithm| *algorithm == chosen[0]), "{chosen:?}");
         chosen[0].clone()
     };
-    // Few messages where each takes long, few bytes where those do.
+    // Few messages if each one takes long, few bytes if each byte takes long.
     assert_eq!(chosen(1000.0, 10.0), "recursive_doubling");
     assert_eq!(chosen(0.001, 0.01), "halving_doubling");
 }

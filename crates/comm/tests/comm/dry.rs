@@ -1,10 +1,10 @@
-//! Groups of a world that is not there.
+//! Dry groups: simulated worlds without other ranks.
 
 use trireme_base::{Issued, Journal, JournalEntry, Rank, ReduceOp};
 use trireme_comm::{Group, GroupOptions, PageSize, TransportKind, inproc_world_on};
 use trireme_schedule::collective::Hosts;
 
-/// More than any machine has.
+/// More elements than any machine has memory for.
 const LEN: usize = 1 << 37;
 
 fn shape(group: &Group) -> (Rank, usize, usize) {
@@ -62,7 +62,7 @@ fn operations_end_at_once_and_touch_no_memory() {
     assert_eq!(dry.statistics().payload_bytes, 0);
 }
 
-/// The elements that a rank sends, or those that it receives if they are more.
+/// A journal entry has the elements that the rank sends or receives, whichever are more.
 #[test]
 fn a_journal_has_what_a_rank_exchanges() {
     let dry = Group::dry(Rank(1), Hosts::new(&[0, 0, 1, 1]), TransportKind::Tcp).unwrap();
@@ -89,7 +89,7 @@ fn a_journal_has_what_a_rank_exchanges() {
 fn a_rank_maps_its_part_of_peers_buffers() {
     let dry = Group::dry(Rank(0), Hosts::single(4), TransportKind::Shm).unwrap();
     assert_eq!(dry.peer_bytes_mapped(4001), 3 * 1001);
-    // All of a short buffer; of a long one two parts, and the huge pages in which they begin and end.
+    // All of a short buffer. Of a long buffer, two blocks and the huge pages in which they begin and end.
     assert_eq!(dry.peer_bytes_mapped_in(4001, PageSize::Huge), 3 * 4001);
     let part = 100 * PageSize::HUGE_BYTES;
     assert_eq!(dry.peer_bytes_mapped_in(4 * part, PageSize::Huge), 3 * (2 * part + 4 * PageSize::HUGE_BYTES));

@@ -1,4 +1,4 @@
-//! What each rank is told when something goes wrong.
+//! The errors that each rank returns after a failure.
 
 use crate::support::{TRANSPORTS, join_options, on_ranks, ranks, small_pieces};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
@@ -17,7 +17,7 @@ fn zeros<T: Element>(group: &Group, len: usize) -> Buffer<T> {
     group.buffer(len).expect("memory")
 }
 
-/// An all-to-all by hosts with these lengths, from a vector of 8 elements to another one.
+/// A hierarchical all-to-all with these lengths, between two vectors of 8 elements.
 fn by_hosts(group: &Group, lens: [usize; 16]) -> Result<(), CommError> {
     let (input, output) = (zeros::<f32>(group, 8), zeros::<f32>(group, 8));
     group.all_to_all_variable_by_hosts(input, output, lens.into()).wait().map(drop)
@@ -214,7 +214,7 @@ fn what_one_rank_can_see_alone_does_not_end_the_group() {
     });
 }
 
-/// A pipe without a reader is where the flight recorder of rank 0 writes. To open it as a file would never return.
+/// The report of rank 0 is a pipe without a reader. Opening it like a file would block forever.
 #[test]
 fn a_pipe_in_the_place_of_a_report_is_not_waited_for() {
     for choice in [TransportChoice::Shm, TransportChoice::Tcp] {
@@ -278,7 +278,7 @@ fn a_vector_that_is_passed_on_comes_at_its_event_and_its_failure_with_the_outcom
     }
 }
 
-/// Both would pass on that the other made progress, if that did not get older.
+/// Each rank would keep reporting the other's progress if the reported age did not grow.
 #[test]
 fn ranks_that_wait_for_each_other_do_not_keep_each_other_alive() {
     let options = GroupOptions { timeout: Duration::from_secs(2), ..small_pieces() };
@@ -299,9 +299,9 @@ fn ranks_that_wait_for_each_other_do_not_keep_each_other_alive() {
     });
 }
 
-/// Rank 1 waits in an operation for rank 0, which is busy for longer than the timeout, and rank 2 for a message of rank 1.
+/// Rank 1 waits in an operation for rank 0, which is busy for longer than the timeout, and rank 2 waits for a message from rank 1.
 ///
-/// The timeout is several times the age at which progress is passed on, so that a busy machine does not end a rank that makes progress.
+/// The timeout is several times the interval at which progress is reported, so a busy machine does not end a rank that makes progress.
 #[test]
 fn who_makes_progress_is_waited_for() {
     let timeout = Duration::from_secs(8);

@@ -1,4 +1,4 @@
-//! What ranks report when something goes wrong, and what the reports tell together.
+//! Reports of ranks after failures, and their combined diagnosis.
 
 use crate::support::{TRANSPORTS, join_options, on_ranks, ranks, small_pieces};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -20,7 +20,7 @@ fn sum<T: Element>(group: &Group, len: usize) -> Result<(), CommError> {
     group.all_reduce(group.buffer::<T>(len).expect("memory"), ReduceOp::Sum).wait().map(drop)
 }
 
-/// Waits until the rank has heard of a failure, in an operation or not.
+/// Waits until the rank knows of a failure, whether or not it executes an operation.
 fn report_of_failure(group: &Group) -> RankReport {
     loop {
         let report = group.flight_recorder().report();
@@ -109,7 +109,7 @@ fn a_lost_rank_is_named_in_every_report() {
                 assert!(panicked.is_err());
                 return None;
             }
-            // Rank 2 is in no operation when it learns of it.
+            // Rank 2 is in no operation when it is notified.
             if group.rank() == Rank(0) {
                 sum::<f32>(&group, 100).expect_err("rank 1 is gone");
             }
@@ -124,7 +124,7 @@ fn a_lost_rank_is_named_in_every_report() {
     }
 }
 
-/// Issues operations that all ranks should issue alike.
+/// Issues operations that should be equal on all ranks.
 type Issue = fn(&Group) -> Result<(), CommError>;
 
 #[test]
@@ -166,7 +166,7 @@ fn the_first_mismatch_is_found_in_the_reports() {
     }
 }
 
-/// Ranks 0 and 1 wait for rank 2 in different operations, and never for each other.
+/// Ranks 0 and 1 wait for rank 2 in different operations, and do not communicate with each other.
 #[test]
 fn ranks_in_different_operations_that_never_meet_fail_long_before_the_deadline() {
     for transport in TRANSPORTS {
@@ -208,7 +208,7 @@ fn a_mismatch_of_different_lines_is_one_of_operations() {
     assert_eq!(found.difference, Difference::Operation);
 }
 
-/// Rank 0 uses the first group first, rank 1 the second.
+/// Rank 0 issues an operation of the first group first, rank 1 of the second.
 #[test]
 fn ranks_that_wait_for_each_other_in_different_groups_fail_long_before_the_deadline() {
     for transport in TRANSPORTS {
@@ -229,7 +229,7 @@ fn ranks_that_wait_for_each_other_in_different_groups_fail_long_before_the_deadl
                     let expected = if rank == 0 { [world, other] } else { [other, world] };
                     assert_eq!([group, other_group], expected);
                 }
-                // The other one was quicker to see it.
+                // The other rank detected it first.
                 CommError::PeerFailed { .. } | CommError::PeerLost { .. } | CommError::PeerLeft { .. } => {}
                 other => panic!("{transport}: {other}"),
             }
@@ -238,8 +238,8 @@ fn ranks_that_wait_for_each_other_in_different_groups_fail_long_before_the_deadl
     }
 }
 
-/// Rows of a mesh have groups of one name. That rank 2 waits in the group of its row, for a slow rank 3, is no reason for
-/// rank 0 to give up waiting for it in the world.
+/// Groups of the rows of a mesh have one name. Rank 2 waits in its row's group for a slow rank 3, which must not make rank 0 stop waiting
+/// for rank 2 in the world.
 #[test]
 fn groups_of_one_name_without_a_common_rank_are_no_crossing() {
     let (sender, has_waited) = std::sync::mpsc::channel();
@@ -260,7 +260,7 @@ fn groups_of_one_name_without_a_common_rank_are_no_crossing() {
                 let data = world.split_by("data", |rank| rank.0 as u64 / 2).expect("split");
                 data.barrier().wait().expect("both are here");
                 if world.rank() == Rank(3) {
-                    // Slow, until rank 0 has waited for as long as it does without a word.
+                    // Slow, until rank 0 has waited long enough to report a stall.
                     let patience = Duration::from_secs(60);
                     has_waited.lock().expect("not poisoned").recv_timeout(patience).expect("rank 0 waits");
                 }
@@ -285,7 +285,7 @@ fn equal_operations_of_different_lines_are_told() {
     assert_eq!([&*found.sides[0].line, &*found.sides[1].line], ["line 3", "line 4"]);
 }
 
-/// The first two ranks of four run one program of a pipeline, the others another one.
+/// The first two of four ranks run one program of a pipeline, the others run another one.
 #[test]
 fn programs_of_a_pipeline_differ_by_design() {
     let found = |steps: [u64; 4], lines: [usize; 4]| {
@@ -359,7 +359,7 @@ fn groups_have_names_and_speak_of_the_worlds_ranks() {
             assert_eq!(result.is_err(), rank % 2 == 1);
             sum::<f32>(&other, 3).expect("the other groups go on");
             let report = world.flight_recorder().report();
-            // A group's records stay for a while after it.
+            // A group's records are kept for a while after it is dropped.
             drop((data, other));
             assert_eq!(world.flight_recorder().report().groups.len(), 3);
             report
@@ -418,14 +418,14 @@ fn ranks_write_files_gather_and_tell_of_a_wait_once() {
             threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
         });
         let gathered = Diagnosis::of(&[recorders[0].report()]);
-        // Their reports are written then.
+        // Dropping a recorder writes its report.
         drop(recorders);
         let files = read_reports(folder.path()).expect("reports");
         assert_eq!(
             files.iter().map(|report| (report.rank, report.occasion)).collect::<Vec<_>>(),
             [(0, Occasion::Failed), (1, Occasion::Failed), (2, Occasion::Failed)]
         );
-        // What rank 0 was told is what the others report.
+        // The places reported to rank 0 equal those in the ranks' own reports.
         let own = Diagnosis::of(&files);
         assert_eq!(gathered.findings.len(), 3);
         for (told, own) in gathered.findings.iter().zip(&own.findings) {
@@ -467,7 +467,7 @@ fn files_that_are_no_reports_are_refused() {
     };
     std::fs::write(folder.path().join("rank-x.json"), "not read").expect("written");
     let found = read(&text).expect("a report").remove(0);
-    // But for the last bits of times.
+    // Times may differ in their last bits.
     assert_eq!((found.rank, found.host), (1, reports[1].host.clone()));
     assert_eq!(
         found.groups[0].failure.as_ref().map(|failure| &failure.mismatch).expect("it failed").len(),

@@ -1,4 +1,4 @@
-//! Short vectors that are reduced together.
+//! Fusion: short vectors that are reduced together.
 
 use crate::support::{TRANSPORTS, on_ranks, small_pieces};
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use trireme_base::{DType, Rank, ReduceOp};
 use trireme_comm::{Buffer, CommError, Fusion, Group, PageSize, Untyped};
 
 const LEN_MAX: usize = 100;
-/// Empty, short, half a batch, more than half, more than a batch.
+/// Empty, short, half a batch, more than half, and more than a batch.
 const LENGTHS: [usize; 12] = [0, 1, 30, 30, 30, 30, 50, 51, 7, 250, 0, 3];
 
 fn zeros(group: &Group, len: usize) -> Buffer<Untyped> {
@@ -68,7 +68,7 @@ fn few_operations_carry_many_vectors() {
             let group = Arc::new(group);
             let fusion = Fusion::new(Arc::clone(&group), ReduceOp::Sum, LEN_MAX);
             let before = group.statistics().num_operations;
-            // Ten of each batch's elements stay empty: three vectors of thirty are a batch.
+            // A batch has room for three vectors of thirty, so ten of its elements remain empty.
             let works: Vec<_> = (0..9).map(|_| fusion.all_reduce(zeros(&group, 30))).collect();
             for work in works {
                 drop(work.wait().expect("reduced"));

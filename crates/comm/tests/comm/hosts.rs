@@ -1,4 +1,4 @@
-//! Ranks on hosts of their own: what crosses the link between them.
+//! Ranks on separate hosts: bytes that cross the link between the hosts.
 
 use crate::support::small_pieces;
 use std::sync::Barrier;
@@ -12,7 +12,7 @@ use trireme_testkit::or_skip;
 const LEN: usize = 1 << 20;
 const BYTES: u64 = 4 * LEN as u64;
 
-/// Four ranks, dealt to two hosts in turns.
+/// Runs four ranks, assigned to two hosts alternately.
 fn on_two_hosts(hosts: &[Host; 2], options: &GroupOptions, body: impl Fn(&Group) + Sync) {
     let secret = Secret::random().expect("random numbers");
     thread::scope(|scope| {
@@ -29,7 +29,7 @@ fn on_two_hosts(hosts: &[Host; 2], options: &GroupOptions, body: impl Fn(&Group)
     });
 }
 
-/// Payload bytes that leave the first host while all ranks reduce a vector, and whether some went twice.
+/// Payload bytes that leave the first host while all ranks reduce a vector, and whether any were retransmitted.
 fn bytes_across(hosts: &[Host; 2], algorithm: &str) -> (u64, bool) {
     let algorithm: Algorithm = algorithm.parse().expect("an algorithm");
     let options = GroupOptions {
@@ -68,10 +68,10 @@ fn a_hierarchy_sends_a_third_of_what_a_ring_sends_across_hosts() {
     let is_about = |(bytes, has_resent): (u64, bool), expected: u64| {
         bytes >= expected && (has_resent || bytes < expected + expected / 50 + 8192)
     };
-    // Each rank's next one is on the other host: 2 D (N - 1) / N for each of a host's two ranks.
+    // Each rank's successor is on the other host: 2 D (N - 1) / N for each of a host's two ranks.
     let ring = bytes_across(&hosts, "ring");
     assert!(is_about(ring, 3 * BYTES), "{ring:?}");
-    // 2 D (H - 1) / H a host, shared by its leaders.
+    // 2 D (H - 1) / H per host, divided among its leaders.
     for hierarchy in ["hierarchical:all:direct:ring", "hierarchical:one:direct:ring"] {
         let bytes = bytes_across(&hosts, hierarchy);
         assert!(is_about(bytes, BYTES), "{hierarchy}: {bytes:?}");

@@ -6,9 +6,9 @@ use crate::support::{TRANSPORTS, on_hosts, on_ranks, small_pieces};
 use trireme_base::{Bf16, DType, F16, Rank, ReduceOp};
 use trireme_comm::{CommError, Group, GroupOptions, PageSize, TransportKind, Work};
 
-/// Around the borders of short_bytes_max, pieces, cache lines and blocks of up to five ranks.
+/// Lengths around short_bytes_max, pieces, cache lines and blocks of up to five ranks.
 const LENGTHS: [usize; 9] = [0, 1, 3, 5, 16, 17, 64, 101, 1000];
-/// Longer than the windows by which private memory goes through stages.
+/// Longer than the windows in which private memory goes through stages.
 const LONG: usize = 700_001;
 
 #[test]
@@ -57,7 +57,7 @@ fn vectors_above_the_default_thresholds() {
     }
 }
 
-/// The form of an operation is each rank's own affair.
+/// Each rank may choose independently between in-place and out-of-place.
 #[test]
 fn ranks_may_work_in_place_and_out_of_place_in_one_operation() {
     for transport in TRANSPORTS {
@@ -85,7 +85,7 @@ fn blocks_of_any_lengths_go_from_all_to_all() {
             on_ranks(transport, world_size, &small_pieces(), |group| {
                 let rank = group.rank().0;
                 for scale in [0, 1, 40] {
-                    // Some blocks are empty, and no two pairs alike.
+                    // Some blocks are empty, and block lengths differ between pairs of ranks.
                     let len = |from: usize, to: usize| (from * 7 + to * 3) % 5 * scale;
                     let value = |from: usize, to: usize, index: usize| u64::of(from, to * 1000 + index);
                     let send_lens: Vec<usize> = (0..world_size).map(|to| len(rank, to)).collect();
@@ -109,11 +109,11 @@ fn blocks_of_any_lengths_go_from_all_to_all() {
     }
 }
 
-/// Where blocks travel in two levels, and where they do not: hosts of different numbers of ranks, and one host.
+/// Placements with two-level routing, and placements without it: hosts with different numbers of ranks, and a single host.
 const PLACEMENTS: [&[usize]; 7] =
     [&[0, 0, 1, 1], &[0, 1, 0, 1], &[0, 0, 1, 1, 2, 2], &[0, 1, 1, 0, 1, 0], &[0, 0, 1], &[0, 0, 0], &[0]];
 
-/// An all-to-all by hosts, with vectors that have `rest` more elements than they must: what arrives, what stays as it is, and
+/// Checks a hierarchical all-to-all whose vectors have `rest` more elements than needed: the received elements, the unchanged elements, and
 /// the bytes that this rank sends.
 fn check_by_hosts<T: Value>(group: &Group, len: impl Fn(usize, usize) -> usize, rest: usize) {
     let (rank, world_size, hosts) = (group.rank().0, group.world_size(), group.hosts());
@@ -164,7 +164,7 @@ fn blocks_of_any_lengths_go_by_hosts() {
         for placement in PLACEMENTS.into_iter().filter(|hosts| is_possible(hosts)) {
             on_hosts(transport, placement, &small_pieces(), |group| {
                 for scale in [0, 1, 40] {
-                    // Some blocks are empty, and no two pairs alike.
+                    // Some blocks are empty, and block lengths differ between pairs of ranks.
                     let len = |from: usize, to: usize| (from * 7 + to * 3) % 5 * scale;
                     for rest in [0, 33] {
                         check_by_hosts::<f32>(&group, len, rest);

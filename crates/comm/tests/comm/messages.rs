@@ -1,4 +1,4 @@
-//! Messages between two ranks, beside and among a group's operations; groups of some ranks.
+//! Messages between two ranks, concurrent with a group's operations, and split groups.
 
 use crate::support::{TRANSPORTS, on_ranks, small_pieces};
 use std::time::Duration;
@@ -25,7 +25,7 @@ fn check(group: &Group, from: usize, len: usize, work: Work<Buffer<u64>>) {
     assert!(buffer.iter().enumerate().all(is_right), "{len} from {from} on {group:?}");
 }
 
-/// All ranks send first and receive later: more than any connection holds is under way both ways.
+/// All ranks send first and receive later, with more bytes in flight in both directions than a connection buffers.
 #[test]
 fn everyone_sends_to_everyone_in_any_order() {
     for transport in TRANSPORTS {
@@ -56,7 +56,7 @@ fn messages_and_operations_do_not_wait_for_each_other() {
     for transport in TRANSPORTS {
         on_ranks(transport, 3, &small_pieces(), |group| {
             let sum = || group.all_reduce(filled(&group, 0, 500), ReduceOp::Sum);
-            // Rank 0 receives before it reduces, rank 1 sends after it has.
+            // Rank 0 receives before it reduces; rank 1 sends after it has reduced.
             match group.rank().0 {
                 0 => {
                     let message = group.receive(group.buffer(9000).expect("memory"), Rank(1));
@@ -171,7 +171,7 @@ fn a_lost_or_silent_peer_is_named() {
 fn a_failed_operation_ends_the_messages_of_its_group() {
     for transport in TRANSPORTS {
         on_ranks(transport, 3, &small_pieces(), |group| {
-            // Nobody sends it.
+            // No rank sends this message.
             let from = Rank((group.rank().0 + 1) % 3);
             let message = group.receive(group.buffer::<u8>(5).expect("memory"), from);
             let len = 100 + group.rank().0 / 2;
@@ -195,7 +195,7 @@ fn messages_to_nobody_are_refused() {
     });
 }
 
-/// Rows and columns of a 2 × 2 mesh, at work at the same time, and a row of the row.
+/// Rows and columns of a 2 × 2 mesh that operate concurrently, and a split of a row.
 #[test]
 fn groups_of_some_ranks_work_at_the_same_time() {
     for transport in TRANSPORTS {
@@ -203,7 +203,7 @@ fn groups_of_some_ranks_work_at_the_same_time() {
             let rank = world.rank().0;
             let (row_color, column_color) = (rank as u64 / 2, rank as u64 % 2);
             let row = world.split(Some(row_color), 0).expect("split").expect("a member");
-            // Keys turn the order around.
+            // The keys reverse the order.
             let column = world.split(Some(column_color), 10 - rank as u64).expect("split").expect("a member");
             assert_eq!((row.world_size(), row.rank().0), (2, rank % 2));
             assert_eq!((column.world_size(), column.rank().0), (2, 1 - rank / 2));

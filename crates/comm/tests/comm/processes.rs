@@ -6,12 +6,12 @@ use std::process::{Child, Command, Stdio};
 use trireme_base::{Rank, ReduceOp};
 use trireme_comm::{CommError, Group, JoinOptions, TransportChoice, TransportKind, join};
 
-/// Set for the processes that this test starts: rank, transport, address, port.
+/// Environment variable of the processes that this test starts: rank, transport, address, port.
 const CHILD: &str = "TRIREME_COMM_TEST_CHILD";
 const WORLD_SIZE: usize = 3;
 const VICTIM: Rank = Rank(2);
 
-/// A process that does not outlive the test.
+/// A process that is killed when the test ends.
 struct Worker(Child);
 
 impl Drop for Worker {
@@ -32,7 +32,7 @@ fn sum(group: &Group, len: usize) -> Result<f32, CommError> {
     Ok(group.all_reduce(buffer, ReduceOp::Sum).wait()?[len - 1])
 }
 
-/// What a started process does; nothing in the process that cargo started.
+/// The body of a started process. In the process that cargo started, does nothing.
 #[test]
 fn child() {
     let Ok(role) = std::env::var(CHILD) else { return };
@@ -45,7 +45,7 @@ fn child() {
     sum(&group, 1000).expect("everybody is here");
     println!("child: ready");
     if rank == VICTIM {
-        // Ends when the parent does, if it is not killed before.
+        // Ends with the parent, if it is not killed before.
         let _ = std::io::stdin().read(&mut [0]);
         return;
     }

@@ -1,4 +1,4 @@
-//! Joining, and everything that can come in its way.
+//! Joining a world, and failures while joining.
 
 use crate::support::{check_world, join_all, join_options, ranks, small_pieces};
 use std::io::{Read, Write};
@@ -25,7 +25,7 @@ fn ranks_of_one_host_share_memory_unless_told_otherwise() {
 
 #[test]
 fn ipv6_works_where_the_host_has_it() {
-    // As it is, and as in a URL.
+    // Without and with the brackets of a URL.
     for address in ["::1", "[::1]"] {
         let Some(probe) = or_skip("IPv6 on loopback", TcpListener::bind("[::1]:0")) else { return };
         let master_port = probe.local_addr().expect("an address").port();
@@ -48,7 +48,7 @@ fn ranks_meet_on_the_interface_that_is_asked_for() {
     assert!(matches!(failure, CommError::Interface { .. }), "{failure}");
 }
 
-/// Splits a world of three, whose last rank is alone.
+/// Splits a world of three ranks. The last rank gets a group of its own.
 fn check_splits(world: Vec<Result<Group, CommError>>) {
     std::thread::scope(|scope| {
         for group in world {
@@ -65,9 +65,9 @@ fn check_splits(world: Vec<Result<Group, CommError>>) {
 #[test]
 fn rank_0_may_listen_on_all_addresses_of_its_host() {
     let tcp = join_options(3, TransportChoice::Tcp, &small_pieces());
-    // At a port that no other world has at any address.
+    // A port that no other test uses on any address.
     let options = JoinOptions { secret: Secret::random().ok(), master_port: 29_499, ..tcp };
-    // As where an operator calls it by its own name, and the others by that of a service.
+    // Rank 0 uses its own name and the others use the name of a service, as in a cluster with an operator.
     let mut own = ranks(&options, &[0, 1, 2]);
     own[0].listen = Some("0.0.0.0".parse().expect("an address"));
     own[0].master_addr = "localhost".to_owned();
@@ -79,7 +79,7 @@ fn rank_0_may_listen_on_all_addresses_of_its_host() {
 
 #[test]
 fn ranks_listen_at_the_ports_that_they_are_given() {
-    // Below those that the system gives out. Ranks 1 and 2 listen at 127.0.0.1, from which they reach rank 0.
+    // Below the system's ephemeral ports. Ranks 1 and 2 listen on 127.0.0.1, from which they reach rank 0.
     let options = |ports| JoinOptions {
         ports: Some(ports),
         join_timeout: Duration::from_secs(1),
@@ -104,7 +104,7 @@ fn a_second_rank_of_the_same_number_is_refused() {
             let sender = sender.clone();
             scope.spawn(move || sender.send(join(&options)).expect("somebody listens"));
         }
-        // The other two wait for rank 2.
+        // The other two ranks wait for rank 2.
         let refused = outcomes.recv().expect("an outcome").expect_err("a twin");
         assert!(refused.to_string().contains("rank 1 has already joined"), "{refused}");
         let mut world = Vec::from([join(&rank(2))]);
@@ -154,7 +154,7 @@ fn a_busy_port_is_named() {
 fn an_address_that_names_no_host_is_refused() {
     let options = JoinOptions { master_addr: "no\0host".to_owned(), ..options(2) };
     assert!(matches!(join(&options), Err(CommError::Resolve { .. })));
-    // An address of documentation (RFC 5737), which no host has.
+    // A documentation address (RFC 5737), which no host has.
     let options = JoinOptions {
         master_addr: "192.0.2.1".to_owned(),
         secret: Some(Secret::random().expect("random numbers")),

@@ -1,4 +1,4 @@
-//! Who does not belong to a world, and tries to join it all the same.
+//! Connections of strangers, which must not join a world.
 
 use crate::support::{check_world, join_all, join_options, ranks, small_pieces};
 use std::io::{Read, Write};
@@ -18,7 +18,7 @@ fn secret() -> Option<Secret> {
     Some(Secret::random().expect("random numbers"))
 }
 
-/// The options, and where they note who was refused.
+/// The options with a listener that records refusals, and the record.
 fn noting(options: JoinOptions) -> (JoinOptions, Arc<Mutex<Vec<Refusal>>>) {
     let refusals = Arc::new(Mutex::new(Vec::new()));
     let told = Arc::clone(&refusals);
@@ -26,7 +26,7 @@ fn noting(options: JoinOptions) -> (JoinOptions, Arc<Mutex<Vec<Refusal>>>) {
     (JoinOptions { on_refusal: Some(on_refusal), ..options }, refusals)
 }
 
-/// A connection to rank 0, as soon as it listens.
+/// Connects to rank 0 as soon as it listens.
 fn knock(options: &JoinOptions) -> TcpStream {
     loop {
         if let Ok(stream) = TcpStream::connect((options.master_addr.as_str(), options.master_port)) {
@@ -45,7 +45,7 @@ fn strangers_are_refused_and_the_others_join() {
         let mut garbage = knock(&options);
         garbage.write_all(b"GET / HTTP/1.1\r\n\r\n").expect("sent");
         let mut answer = Vec::new();
-        // A reset instead of an orderly end is an answer too.
+        // A reset instead of a clean end is fine, too.
         let _ = garbage.read_to_end(&mut answer);
         assert!(String::from_utf8_lossy(&answer).contains("does not speak"), "{answer:?}");
         silent.write_all(b"TRIR").expect("sent");
@@ -112,7 +112,7 @@ fn nobody_listens_where_strangers_are_without_a_secret() {
     assert!(matches!(join(&allowed), Err(CommError::Listen { .. })));
 }
 
-/// A worker's hello and its proof for a challenge of zeros, overheard by somebody who poses as rank 0.
+/// Poses as rank 0 to record a worker's introduction and its proof for a challenge of zeros.
 fn overhear(options: &JoinOptions) -> Vec<u8> {
     let listener = TcpListener::bind((options.master_addr.as_str(), 0)).expect("a free port");
     let master_port = listener.local_addr().expect("an address").port();
@@ -127,7 +127,7 @@ fn overhear(options: &JoinOptions) -> Vec<u8> {
         stream.write_all(&challenge).expect("sent");
         let mut proof = [0; 32];
         stream.read_exact(&mut proof).expect("a proof");
-        // A welcome that only who knows the secret could have made.
+        // A welcome that only a holder of the secret could have made.
         let welcome = [b"TRIRMSG2".as_slice(), &6_u64.to_le_bytes(), &32_u64.to_le_bytes(), &proof].concat();
         stream.write_all(&welcome).expect("sent");
         said.extend(proof);
@@ -144,7 +144,7 @@ fn hostile_clients_change_nothing() {
         let joined = scope.spawn(|| join_all(&ranks(&good, &[0, 2])));
         let say = |bytes: &[u8]| {
             let mut stream = knock(&good);
-            // Rank 0 may hang up before it has heard everything.
+            // Rank 0 may close the connection before it has received everything.
             let _ = stream.write_all(bytes);
             stream
         };
@@ -188,7 +188,7 @@ fn a_crowd_that_says_nothing_does_not_keep_the_others_out() {
         let mut crowd: Vec<TcpStream> = (0..300).map(|_| knock(&good)).collect();
         let guest = join(&JoinOptions { rank: Rank(1), ..good.clone() });
         check_world(Vec::from([host.join().expect("no panic"), guest]), TransportKind::Shm);
-        // Whoever makes room is not turned away: it may try again.
+        // A connection that is closed for lack of room gets no refusal, so its peer may retry.
         let mut said = Vec::new();
         crowd[0].read_to_end(&mut said).expect("an end");
         assert!(said.is_empty(), "{}", String::from_utf8_lossy(&said));
@@ -215,7 +215,7 @@ fn ipv6_strangers_are_refused_too() {
     });
 }
 
-/// Addresses at which this process listens on `port`; from the kernel's table for IPv4.
+/// Addresses on which this process listens at `port`, from the kernel's table for IPv4.
 fn listening_addresses(port: u16) -> Vec<String> {
     let table = std::fs::read_to_string("/proc/net/tcp").unwrap_or_default();
     let rows = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());

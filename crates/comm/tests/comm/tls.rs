@@ -1,4 +1,4 @@
-//! Worlds whose data is encrypted; and programs that cannot encrypt it.
+//! Worlds with encrypted data, and programs built without encryption.
 
 use crate::support::{join_all, join_options, ranks, small_pieces};
 use std::os::unix::fs::PermissionsExt;
@@ -6,7 +6,7 @@ use std::path::Path;
 use tempfile::TempDir;
 use trireme_comm::{CommError, JoinOptions, TlsOptions, TransportChoice};
 
-/// Options of a world by TCP whose workers hold a certificate of the tests, and the folder of its key.
+/// Options of a TCP world whose workers use one of the test certificates, and the folder of its key.
 fn options(world_size: usize, holder: &str) -> (JoinOptions, TempDir) {
     let folder = tempfile::tempdir().expect("a folder");
     let given = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/certificates");

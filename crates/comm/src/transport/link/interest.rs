@@ -1,17 +1,17 @@
 //! Types that all links share.
 
-/// The connection is of no more use: it ended, broke, or carries what it cannot.
+/// The connection cannot be used any more: it ended, broke, or violated the protocol.
 #[derive(Debug)]
 pub(crate) struct Broken;
 
-/// The direction in which a thread waits for a link.
+/// The direction in which a thread waits on a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Interest {
     Send,
     Receive,
 }
 
-/// Which side of a connection.
+/// The side of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
     Connecting,

@@ -1,6 +1,5 @@
-//! Sends that the kernel does not copy: it reads a sender's memory until the peer has acknowledged the bytes, and then
-//! says so in the socket's error queue (Linux 4.14 and later; de Bruijn, Dumazet, "sendmsg copy avoidance with
-//! MSG_ZEROCOPY", netdev 2.1, 2017).
+//! Zero-copy sends: the kernel reads the sender's memory until the peer has acknowledged the bytes, and then notifies the sender through
+//! the socket's error queue (Linux 4.14 and later; de Bruijn, Dumazet, "sendmsg copy avoidance with MSG_ZEROCOPY", netdev 2.1, 2017).
 
 use super::Broken;
 use super::notifications::{Notification, next_notification, notify_of_lent_memory};
@@ -9,40 +8,40 @@ use rustix::net::{SendFlags, send};
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Shorter payloads cost less to copy than to keep account of.
+/// Minimum bytes of a zero-copy payload. Shorter ones cost less to copy than to track.
 const PAYLOAD_BYTES_MIN: usize = 64 << 10;
-/// The end of a payload is copied: a receiver acknowledges what comes last perhaps only after 40 ms, all before it at once.
+/// Bytes at the end of a payload that are copied: a receiver may acknowledge the last bytes only after 40 ms, but earlier ones at once.
 const TAIL_BYTES: usize = 32 << 10;
-/// What is lent at a time, and given back at a time.
+/// Bytes of one zero-copy send, which the kernel releases together.
 const LOAN_BYTES: usize = 512 << 10;
-/// Asks the kernel not to copy.
+/// Asks the kernel to send without a copy.
 const LEND: SendFlags = SendFlags::from_bits_retain(libc::MSG_ZEROCOPY as u32);
 
-/// What the kernel has taken of what a sender gave, and perhaps still reads.
+/// The bytes that the kernel has accepted from a sender and may still read.
 ///
-/// Memory that was lent may be freed at any time; but what is written to it before it is given back may be sent.
+/// Lent memory may be freed at any time. But bytes written to it before the kernel releases it may be sent.
 pub(super) struct Loans {
-    /// Sends in order; the first is one whose memory is lent.
+    /// Sends in order. The memory of the first one is lent.
     sends: VecDeque<Taken>,
-    /// Bytes of all of them.
+    /// Total bytes of these sends.
     num_taken: usize,
-    /// The kernel counts the sends that lend from 0, and wraps.
+    /// The kernel's number of the next zero-copy send. It starts at 0 and wraps around.
     next_number: u32,
-    /// Bytes were left that the socket had no room for.
+    /// Whether the last call left bytes for which the socket had no room.
     wants_room: bool,
-    /// The kernel copies all the same, as it does where both ends are on one host.
+    /// Whether zero-copy sends are useless because the kernel copies anyway, as it does if both ends are on one host.
     is_futile: bool,
 }
 
-/// Bytes that the kernel has taken in one send.
+/// Bytes that the kernel accepted in one send.
 struct Taken {
     num_bytes: usize,
-    /// The number of the send, if the bytes are lent.
+    /// The kernel's number of the send, if its memory is lent.
     loan: Option<u32>,
 }
 
 impl Loans {
-    /// Readies a TCP socket; `None` if the kernel copies.
+    /// Enables zero-copy sends on a TCP socket. `None` if the kernel does not support them.
     pub(super) fn new(socket: &OwnedFd) -> Option<Self> {
         notify_of_lent_memory(socket).then(|| Loans {
             sends: VecDeque::with_capacity(64),
@@ -53,27 +52,28 @@ impl Loans {
         })
     }
 
-    /// Whether these are the means for a payload, or for what is left of one.
+    /// Whether a payload, or the rest of one, must be sent this way.
     pub(super) fn suit(&self, payload: &[u8]) -> bool {
         !self.sends.is_empty() || !self.is_futile && payload.len() >= PAYLOAD_BYTES_MIN
     }
 
-    /// Whether nothing is lent, nor worth lending any more.
+    /// Whether no memory is lent, and zero-copy sends have become useless.
     pub(super) fn are_over(&self) -> bool {
         self.is_futile && self.sends.is_empty()
     }
 
-    /// Whether the kernel may still read memory that was given.
+    /// Whether the kernel may still read the caller's memory.
     pub(super) fn are_open(&self) -> bool {
         !self.sends.is_empty()
     }
 
-    /// Whether nothing moves before the kernel gives memory back, of which notifications tell.
+    /// Whether progress depends only on the kernel's releasing memory, of which it notifies the sender.
     pub(super) fn are_awaited(&self) -> bool {
         !self.sends.is_empty() && !self.wants_room
     }
 
-    /// Sends what goes; returns how many bytes from the first on the kernel is done with. The next call begins after those.
+    /// Sends as many bytes as possible. Returns the number of leading bytes that the kernel has finished with. The next call must start
+    /// after them.
     pub(super) fn send(&mut self, socket: &OwnedFd, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
         let lent_end = header.len() + payload.len().saturating_sub(TAIL_BYTES);
         self.wants_room = false;
@@ -92,7 +92,7 @@ impl Loans {
                     self.wants_room = true;
                     break;
                 }
-                // As much is lent as may be.
+                // The limit of lent memory is reached.
                 Err(Errno::NOBUFS) if !self.sends.is_empty() => break,
                 Err(Errno::NOBUFS | Errno::INVAL | Errno::OPNOTSUPP) if lends => self.is_futile = true,
                 Err(_) => return Err(Broken),
@@ -112,7 +112,7 @@ impl Loans {
         Ok(())
     }
 
-    /// Takes note of what the kernel has given back.
+    /// Processes the kernel's notifications about released memory.
     fn hear(&mut self, socket: &OwnedFd) -> Result<(), Broken> {
         while self.sends.iter().any(|taken| taken.loan.is_some()) {
             let Some(notification) = next_notification(socket)? else { break };
@@ -129,7 +129,7 @@ impl Loans {
         }
     }
 
-    /// Takes out what the kernel needs no more, up to the first bytes that it does; how many bytes that was.
+    /// Removes the leading sends whose memory the kernel has released. Returns their total bytes.
     fn pop_done(&mut self) -> usize {
         let num_sends = self.sends.iter().take_while(|taken| taken.loan.is_none()).count();
         let num_done = self.sends.drain(..num_sends).map(|taken| taken.num_bytes).sum();
@@ -180,7 +180,7 @@ mod tests {
                 std::thread::yield_now();
             }
             assert!(loans.sends.is_empty() && loans.num_taken == 0);
-            // Loopback copies, and says so.
+            // Loopback copies, and its notifications say so.
             assert!(loans.are_over() && loans.next_number > 0);
             assert!(reader.join().expect("no panic") == expected);
         }
@@ -190,7 +190,7 @@ mod tests {
     fn memory_is_done_in_order_whatever_the_order_of_notifications() {
         let (socket, _other) = pair((Ipv4Addr::LOCALHOST, 0).into());
         let Some(mut loans) = loans(&socket) else { return };
-        // The kernel counts on after its largest number.
+        // The kernel's counter wraps around.
         loans.next_number = u32::MAX;
         for (num_bytes, lends) in [(1000, true), (2000, true), (10, false), (3000, true)] {
             loans.take(socket.as_fd(), &vec![1; num_bytes], lends).expect("room");

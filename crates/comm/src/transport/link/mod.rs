@@ -1,4 +1,4 @@
-//! A connection for data between two ranks: bytes in order, both ways.
+//! Data connections between two ranks: ordered byte streams in both directions.
 
 mod interest;
 mod lent;
@@ -20,33 +20,33 @@ use rustix::event::PollFlags;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-/// One rank's end of a connection for data with a peer. Nothing here waits.
+/// One rank's end of a data connection to a peer. All methods are non-blocking.
 pub(crate) enum Link {
     Socket(SocketLink),
-    /// Through the kernel, encrypted.
+    /// An encrypted socket.
     Tls(Box<TlsLink>),
-    /// Through memory that both map.
+    /// Rings in memory that both ranks map.
     Ring(RingLink),
     Mpi(MpiLink),
-    /// Several, through the kernel.
+    /// Several socket links, used as one.
     Striped(StripedLink),
 }
 
 const DATA_BY_TCP: &str = "only connections for data by TCP are encrypted or striped";
 
-/// A connection with a peer that has been made, and is to become a link or carry notices.
+/// An established connection to a peer, which will become a link or carry notices.
 pub(crate) enum Connection {
     Plain(OwnedFd),
     Encrypted(Box<TlsLink>),
-    /// Several of the former, in the same order on both sides.
+    /// Several connections of the other kinds, in the same order on both sides.
     Striped(Vec<Connection>),
 }
 
 impl Connection {
-    /// The socket of a connection that is never encrypted nor striped: for notices, within a host, or beside MPI.
+    /// The socket of a connection that is never encrypted or striped: for notices, within a host, or next to MPI.
     ///
     /// # Panics
-    /// If it is another one.
+    /// If the connection is encrypted or striped.
     pub(crate) fn socket(&self) -> &OwnedFd {
         match self {
             Connection::Plain(socket) => socket,
@@ -54,10 +54,10 @@ impl Connection {
         }
     }
 
-    /// As [`socket`](Connection::socket).
+    /// Like [`socket`](Connection::socket), by value.
     ///
     /// # Panics
-    /// If it is another one.
+    /// If the connection is encrypted or striped.
     pub(crate) fn into_socket(self) -> OwnedFd {
         match self {
             Connection::Plain(socket) => socket,
@@ -65,13 +65,13 @@ impl Connection {
         }
     }
 
-    /// The link through the kernel that the connection is; with `zero_copy` the kernel need not copy what is sent.
+    /// Turns the connection into a link over its sockets. `zero_copy` allows sends without a copy.
     pub(crate) fn into_link(self, zero_copy: bool) -> Link {
         match self {
             Connection::Plain(socket) => Link::Socket(SocketLink::new(socket, zero_copy)),
             Connection::Encrypted(link) => Link::Tls(link),
             Connection::Striped(connections) => {
-                // A stripe that is lent would hold up its connection's next one until it has been acknowledged.
+                // A zero-copy stripe would block its connection's next stripe until the peer has acknowledged it.
                 let links = connections.into_iter().map(|connection| connection.into_link(false)).collect();
                 Link::Striped(StripedLink::new(links))
             }
@@ -80,11 +80,11 @@ impl Connection {
 }
 
 impl Link {
-    /// Sends what goes of a header and its payload, and says how many bytes that was. The next call begins with the
-    /// byte after those; what was given stays where and as it is until then.
+    /// Sends as much of a header and its payload as possible. Returns the number of bytes sent. The next call must start with the byte
+    /// after those; until then, the caller must not move or change the unsent bytes.
     ///
-    /// With `may_lend`, what was given may count as sent only once the peer has received it. Never where the peer receives
-    /// only after some of it counts as sent: both would wait.
+    /// With `may_lend`, bytes may count as sent only once the peer has received them. The caller must not set it if the peer receives only
+    /// after some of these bytes count as sent: then both ranks would wait.
     pub(crate) fn send(&mut self, header: &[u8], payload: &[u8], may_lend: bool) -> Result<usize, Broken> {
         match self {
             Link::Socket(link) => link.send(header, payload, may_lend),
@@ -95,7 +95,7 @@ impl Link {
         }
     }
 
-    /// Receives what has come of a header, and says how many bytes that was.
+    /// Receives as much of a header as has arrived. Returns the number of bytes.
     pub(crate) fn receive_header(&mut self, header: &mut [u8]) -> Result<usize, Broken> {
         match self {
             Link::Mpi(link) => link.receive_header(header),
@@ -103,7 +103,8 @@ impl Link {
         }
     }
 
-    /// Receives what has come of a payload; returns the bytes. The next call is for the rest, whose memory nothing else uses.
+    /// Receives as much of a payload as has arrived. Returns the number of bytes. The next call must pass the rest, and no other code may
+    /// use that memory until then.
     pub(crate) fn receive(&mut self, bytes: &mut [u8]) -> Result<usize, Broken> {
         if bytes.is_empty() {
             return Ok(0);
@@ -117,13 +118,13 @@ impl Link {
         }
     }
 
-    /// Says that the caller is about to sleep; whether it need not, because what it waits for is there.
+    /// Announces that the caller is about to sleep. Returns true if the link is ready, so that the caller must not sleep.
     pub(crate) fn prepare_sleep(&mut self, interest: Interest) -> Result<bool, Broken> {
         let Link::Ring(link) = self else { return Ok(false) };
         link.prepare_sleep(interest)
     }
 
-    /// The caller is awake again.
+    /// Announces that the caller is awake again.
     pub(crate) fn end_sleep(&mut self, interest: Interest) {
         match self {
             Link::Socket(_) | Link::Tls(_) | Link::Striped(_) => {}
@@ -132,7 +133,7 @@ impl Link {
         }
     }
 
-    /// What to poll while asleep.
+    /// The file descriptor and the events to poll while asleep.
     pub(crate) fn poll(&self, interest: Interest) -> (BorrowedFd<'_>, PollFlags) {
         match self {
             Link::Socket(link) => link.poll(interest),
@@ -143,22 +144,23 @@ impl Link {
         }
     }
 
-    /// How long to sleep at most, if nothing wakes the sleeper when bytes have come.
+    /// Maximum time to sleep, if nothing wakes the sleeper when bytes arrive.
     pub(crate) fn nap(&self) -> Option<Duration> {
         matches!(self, Link::Mpi(_)).then_some(NAP)
     }
 
-    /// Whether looking again soon costs less than sleeping.
+    /// Whether polling for a short time costs less than sleeping.
     pub(crate) fn is_worth_looking(&self) -> bool {
         matches!(self, Link::Ring(_))
     }
 
-    /// Whether only a try shows that bytes can be sent or have come.
+    /// Whether only a try shows that bytes can be sent or have arrived.
     pub(crate) fn must_be_tried(&self) -> bool {
         matches!(self, Link::Mpi(_))
     }
 
-    /// Ends the use of the link. Returns whether others may still access memory passed to it, which then must never be freed.
+    /// Ends the use of the link. Returns whether the kernel or MPI may still access memory passed to the link, which then must never be
+    /// freed.
     pub(crate) fn abandon(&mut self) -> bool {
         match self {
             Link::Tls(_) | Link::Ring(_) | Link::Striped(_) => false,
@@ -167,7 +169,7 @@ impl Link {
         }
     }
 
-    /// Whether what somebody waits for is there, as far as that can be seen without the kernel.
+    /// Whether the link is ready, as far as that is visible without a system call.
     pub(crate) fn is_ready(&self, interest: Interest) -> bool {
         matches!(self, Link::Ring(link) if link.is_ready(interest))
     }

@@ -1,4 +1,4 @@
-//! Stands for TLS in a program that was built without it: nothing here can be made.
+//! Replaces `tls` in a program built without TLS. The types have no values.
 
 use super::{Interest, Side};
 use crate::{CommError, TlsOptions};

@@ -6,15 +6,15 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Two rings of bytes in memory that both ranks map, and a socket that wakes the one who sleeps. The kernel closes
-/// the socket with the process, so a sleeper learns of its peer's death.
+/// A link of two byte rings in memory that both ranks map, and a socket that wakes a sleeping peer. The kernel closes the socket with the
+/// process, so a sleeper notices its peer's death.
 pub(crate) struct RingLink {
     bell: OwnedFd,
     outgoing: RingSender,
     incoming: RingReceiver,
-    /// The peer has closed the bell: it is gone, but what it wrote before counts.
+    /// Whether the peer has closed the socket. The peer has ended, but the bytes it wrote before are valid.
     has_ended: bool,
-    /// Keeps the memory of the outgoing ring from other uses.
+    /// Keeps the outgoing ring's memory allocated.
     _area: Arc<Region>,
 }
 
@@ -25,7 +25,7 @@ impl From<Corrupt> for Broken {
 }
 
 impl RingLink {
-    /// Takes a connected stream socket as the bell.
+    /// Creates the link. `bell` is a connected stream socket that wakes the peer.
     pub(crate) fn new(
         bell: OwnedFd,
         outgoing: RingSender,
@@ -60,7 +60,7 @@ impl RingLink {
         Ok(num_read)
     }
 
-    /// What cannot be told shows when it is used.
+    /// Whether the ring has room or unread bytes. True for a corrupt ring: the next use reports the error.
     pub(super) fn is_ready(&self, interest: Interest) -> bool {
         match interest {
             Interest::Send => self.outgoing.has_room().unwrap_or(true),
@@ -80,7 +80,7 @@ impl RingLink {
             Interest::Send => self.outgoing.end_sleep(),
             Interest::Receive => self.incoming.end_sleep(),
         }
-        // Rings that were heard must not wake the next sleeper.
+        // Wake-ups that were received must not wake the next sleeper.
         match recv(&self.bell, &mut [0; 64][..], RecvFlags::DONTWAIT) {
             Ok((_, 1..)) | Err(Errno::AGAIN | Errno::INTR) => {}
             Ok((_, 0)) | Err(_) => self.has_ended = true,
@@ -91,7 +91,7 @@ impl RingLink {
         (self.bell.as_fd(), PollFlags::IN)
     }
 
-    /// Best effort: a bell full of rings wakes its owner anyway, and one that has ended has none.
+    /// Wakes the peer, best effort: a full socket wakes it anyway, and a closed one has no reader.
     fn ring(&self) {
         let _ = send(&self.bell, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     }

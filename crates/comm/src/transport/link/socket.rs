@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 pub(crate) struct SocketLink {
     socket: OwnedFd,
-    /// What long payloads are sent by without copies, as long as the kernel does that.
+    /// State of zero-copy sends of long payloads, as long as the kernel really avoids copies.
     loans: Option<Loans>,
 }
 
@@ -31,7 +31,7 @@ impl SocketLink {
         }
     }
 
-    /// Whether the kernel may still read memory that was given.
+    /// Whether the kernel may still read the caller's memory.
     pub(super) fn has_lent(&self) -> bool {
         self.loans.as_ref().is_some_and(Loans::are_open)
     }
@@ -47,7 +47,7 @@ impl SocketLink {
 
     pub(super) fn poll(&self, interest: Interest) -> (BorrowedFd<'_>, PollFlags) {
         let flags = match interest {
-            // Notifications wake without being asked for.
+            // Zero-copy notifications wake `poll` without a requested event.
             Interest::Send if self.loans.as_ref().is_some_and(Loans::are_awaited) => PollFlags::empty(),
             Interest::Send => PollFlags::OUT,
             Interest::Receive => PollFlags::IN,

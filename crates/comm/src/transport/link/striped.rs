@@ -2,30 +2,29 @@ use super::{Broken, Interest, Link};
 use rustix::event::PollFlags;
 use std::os::fd::BorrowedFd;
 
-/// Bytes that go over one connection before the next one's turn.
+/// Number of consecutive bytes on one connection.
 const STRIPE_BYTES: u64 = 128 << 10;
 
-/// Several connections with one peer, used as one: the stream's bytes go over them in turns, in stripes. So one stream
-/// is not bound by what one connection carries: a window of unacknowledged bytes, one of several paths of a network, one
-/// queue of a network device.
+/// Several connections to one peer, used as one byte stream that is striped over them. The stream is not limited by what one connection can
+/// carry: its window of unacknowledged bytes, one of several network paths, one queue of a network device.
 ///
-/// A connection may be ahead of the others within what the caller has given: that stays as it is until all is done.
+/// A connection may be ahead of the others within the caller's bytes, which must not change until all of them are done.
 pub(crate) struct StripedLink {
     connections: Vec<Link>,
     sending: Way,
     receiving: Way,
 }
 
-/// One direction.
+/// The state of one direction.
 struct Way {
-    /// Bytes that the caller knows to be done.
+    /// Number of stream bytes that were reported to the caller as done.
     num_done: u64,
-    /// Of each connection, where in the stream its next byte is.
+    /// Position in the stream of each connection's next byte.
     next: Vec<u64>,
 }
 
 impl StripedLink {
-    /// Takes the connections in the order that both sides have.
+    /// Creates the link. Both sides must pass the connections in the same order.
     pub(crate) fn new(connections: Vec<Link>) -> Self {
         let way = || Way {
             num_done: 0,
@@ -47,7 +46,7 @@ impl StripedLink {
         self.receiving.advance(bytes.len(), |index, part| self.connections[index].receive(&mut bytes[part]))
     }
 
-    /// That of the connection whose turn it is: nothing is done before it moves.
+    /// Polls the connection whose turn it is: no byte is done before that one makes progress.
     pub(super) fn poll(&self, interest: Interest) -> (BorrowedFd<'_>, PollFlags) {
         let way = match interest {
             Interest::Send => &self.sending,
@@ -59,8 +58,8 @@ impl StripedLink {
 }
 
 impl Way {
-    /// Has every connection move its stripes among the next `len` bytes, as far as it goes, and says how many bytes from
-    /// their start are done. `transfer` is given a connection and a part of the bytes.
+    /// Makes every connection transfer its stripes of the next `len` bytes, as far as possible. Returns the number of leading bytes that
+    /// are done. `transfer` gets the index of a connection and a range of the bytes.
     fn advance(
         &mut self,
         len: usize,

@@ -1,6 +1,6 @@
-//! Encrypted connections: TLS 1.3 (RFC 8446) with a certificate on both sides, by rustls.
+//! Encrypted links: TLS 1.3 (RFC 8446) by rustls, with certificates on both sides.
 //!
-//! Every record costs a copy and an allocation of up to 16 KiB on either side, unlike the other links.
+//! Unlike the other links, every record costs a copy and an allocation of up to 16 KiB on both sides.
 
 use super::{Interest, Side};
 use crate::secret::read_private;
@@ -20,14 +20,14 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Larger files hold no certificates.
+/// Maximum bytes of a certificate or key file.
 const FILE_BYTES_MAX: usize = 1 << 20;
-/// What is encrypted before any of it is sent.
+/// Maximum bytes that are encrypted before they are sent.
 const ENCRYPTED_BYTES_MAX: usize = 64 << 10;
-/// Names the numbers that [`TlsLink::export`] takes from a connection (RFC 5705).
+/// Label of the keying material that [`TlsLink::export`] derives from a connection (RFC 5705).
 const EXPORT_LABEL: &[u8] = b"EXPORTER-trireme";
 
-/// How this process makes encrypted connections.
+/// The TLS configuration of this process.
 #[derive(Clone)]
 pub(crate) struct Tls {
     client: Arc<ClientConfig>,
@@ -51,7 +51,7 @@ impl Tls {
         Ok(Tls { client: Arc::new(client), server: Arc::new(server), name })
     }
 
-    /// Starts to encrypt a connected stream socket. [`TlsLink::shake_hands`] comes first.
+    /// Starts TLS on a connected stream socket. The handshake, [`TlsLink::shake_hands`], must complete before other calls.
     pub(crate) fn start(&self, socket: OwnedFd, side: Side) -> io::Result<TlsLink> {
         let mut connection: Connection = match side {
             Side::Connecting => ClientConnection::new(Arc::clone(&self.client), self.name.clone())
@@ -81,7 +81,7 @@ fn configure(
         .with_client_cert_verifier(verifier)
         .with_single_cert(chain.clone(), key.clone_key())
         .map_err(io::Error::other)?;
-    // Every connection is made once.
+    // Connections are never resumed.
     server.send_tls13_tickets = 0;
     let mut client = ClientConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&TLS13])
@@ -120,11 +120,11 @@ fn read_authorities(path: &Path) -> io::Result<RootCertStore> {
 pub(crate) struct TlsLink {
     socket: OwnedFd,
     connection: Connection,
-    /// Bytes that were given to [`send`](TlsLink::send) and encrypted, but not yet reported as sent.
+    /// Bytes that [`send`](TlsLink::send) has accepted and encrypted, but not reported as sent.
     num_encrypted: usize,
 }
 
-/// The socket, as the encryption reads from it and writes to it.
+/// The unencrypted socket, as a reader and writer for rustls.
 struct Plain<'a>(BorrowedFd<'a>);
 
 impl Read for Plain<'_> {
@@ -145,7 +145,7 @@ impl Write for Plain<'_> {
 }
 
 impl TlsLink {
-    /// Goes on with the handshake; what to wait for before the next call, or none when it is complete.
+    /// Continues the handshake. Returns the event to wait for before the next call, or `None` once the handshake is complete.
     pub(crate) fn shake_hands(&mut self) -> io::Result<Option<Interest>> {
         loop {
             if !self.flush()? {
@@ -160,12 +160,13 @@ impl TlsLink {
         }
     }
 
-    /// A number that the two ends of this connection have, and nobody in between.
+    /// Keying material that only the two ends of this connection can derive.
     pub(crate) fn export(&self) -> io::Result<[u8; 32]> {
         self.connection.export_keying_material([0; 32], EXPORT_LABEL, None).map_err(io::Error::other)
     }
 
-    /// Sends what goes; returns the bytes. Encrypted bytes count once all their records are sent, so none is left behind.
+    /// Sends as many bytes as possible and returns their number. Bytes count as sent once all their records are sent, so no record stays
+    /// behind.
     pub(crate) fn send(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
         if self.num_encrypted == 0 {
             let slices = [IoSlice::new(header), IoSlice::new(payload)];
@@ -177,7 +178,7 @@ impl TlsLink {
         Ok(std::mem::take(&mut self.num_encrypted))
     }
 
-    /// Receives what has come, and says how many bytes that was.
+    /// Receives the bytes that have arrived and returns their number.
     pub(crate) fn receive(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.connection.reader().read(bytes) {
@@ -192,7 +193,8 @@ impl TlsLink {
         }
     }
 
-    /// What to poll. Bytes that were received and decrypted are no reason to wait: see [`receive`](TlsLink::receive).
+    /// The file descriptor and the events to poll. Call [`receive`](TlsLink::receive) first: decrypted bytes do not make the socket
+    /// readable.
     pub(crate) fn poll(&self, interest: Interest) -> (BorrowedFd<'_>, PollFlags) {
         let flags = match interest {
             Interest::Send => PollFlags::OUT,
@@ -201,7 +203,7 @@ impl TlsLink {
         (self.socket.as_fd(), flags)
     }
 
-    /// Sends the records that wait; whether all have gone.
+    /// Sends pending records. Returns whether all were sent.
     fn flush(&mut self) -> io::Result<bool> {
         while self.connection.wants_write() {
             match self.connection.write_tls(&mut Plain(self.socket.as_fd())) {
@@ -213,7 +215,7 @@ impl TlsLink {
         Ok(true)
     }
 
-    /// Takes in what has come; whether that was anything.
+    /// Reads records from the socket. Returns whether any bytes had arrived.
     fn pull(&mut self) -> io::Result<bool> {
         match self.connection.read_tls(&mut Plain(self.socket.as_fd())) {
             Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the other side hung up")),
@@ -222,7 +224,7 @@ impl TlsLink {
             Err(error) => return Err(error),
         }
         if let Err(error) = self.connection.process_new_packets() {
-            // Tells the other side why, as far as it listens.
+            // Sends an alert that tells the peer the reason, best effort.
             let _ = self.flush();
             return Err(io::Error::new(io::ErrorKind::InvalidData, error));
         }

@@ -7,7 +7,7 @@ use trireme_base::{DType, Rank};
 use trireme_schedule::collective::all_gather_pairwise;
 
 impl Linked {
-    /// Gathers the lengths of all blocks, then the blocks.
+    /// Gathers control data of all ranks: first the lengths of all blocks, then the blocks.
     pub(super) fn gather_blocks(
         &mut self,
         call: &Call,

@@ -11,7 +11,7 @@ use std::time::Instant;
 use trireme_base::Rank;
 use trireme_schedule::collective;
 
-/// One step under way: a message out and one in, whichever can move first.
+/// One step in flight: an outgoing and an incoming message, which make progress independently.
 pub(super) struct Exchange<'a> {
     call: &'a Call,
     outgoing: Option<Outgoing>,
@@ -39,7 +39,7 @@ impl<'a> Exchange<'a> {
         Exchange { call, outgoing, incoming }
     }
 
-    /// Moves both messages to their ends. `piece` holds incoming bytes until they get to their place.
+    /// Transfers both messages completely. `piece` holds incoming bytes until they are copied or reduced to their place.
     pub(super) fn run(
         mut self,
         links: &mut [Option<Link>],
@@ -82,7 +82,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Looks for a while whether something can move, where that costs less than sleeping.
+    /// Polls for a while whether a message can make progress, on links where that costs less than sleeping.
     fn look(&self, links: &mut [Option<Link>], piece_bytes: usize, patience: &mut Patience) -> bool {
         let interests = self.interests(piece_bytes);
         let mut waited_for = interests.into_iter().flatten();
@@ -97,7 +97,7 @@ impl<'a> Exchange<'a> {
             })
     }
 
-    /// What this rank waits for, and from whom.
+    /// The peers and directions that this rank waits for.
     fn interests(&self, piece_bytes: usize) -> [Option<(Rank, Interest)>; 2] {
         let incoming = self.incoming.as_ref().filter(|incoming| !incoming.is_held(piece_bytes));
         [
@@ -106,7 +106,7 @@ impl<'a> Exchange<'a> {
         ]
     }
 
-    /// Sleeps until something can move, a peer speaks on its control connection, or a tick is over.
+    /// Sleeps until a message can make progress, a notice arrives, or a tick has passed.
     fn wait(
         &self,
         links: &mut [Option<Link>],

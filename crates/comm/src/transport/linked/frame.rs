@@ -6,12 +6,12 @@ pub(super) const HEADER_BYTES: usize = 40;
 
 pub(super) const CHECKSUM_BYTES: usize = 4;
 
-/// `TRIRFRM1`: a frame of this protocol, first version.
+/// `TRIRFRM1`: magic of a frame without a checksum, version 1 of the protocol.
 const MAGIC: u64 = u64::from_le_bytes(*b"TRIRFRM1");
-/// `TRIRFRC1`: the same, with a checksum after the payload.
+/// `TRIRFRC1`: magic of a frame with a checksum after the payload.
 const MAGIC_WITH_CHECKSUM: u64 = u64::from_le_bytes(*b"TRIRFRC1");
 
-/// What stands before each message's payload.
+/// The header before each message's payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) sequence: u64,
@@ -21,7 +21,7 @@ pub(super) struct Header {
     pub(super) has_checksum: bool,
 }
 
-/// CRC-32C (Castagnoli; RFC 3720, appendix B.4) of the bytes of a frame that have passed so far, in order.
+/// CRC-32C (Castagnoli; RFC 3720, appendix B.4) of the bytes of a frame transferred so far, in order.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Checksum(u32);
 
@@ -37,7 +37,7 @@ impl Header {
         words::to_bytes([magic, self.sequence, first, second, self.payload_bytes])
     }
 
-    /// Reads a header; `None` if the bytes are none.
+    /// Decodes a header. `None` if the bytes are not a valid header.
     pub(super) fn decode(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
         let [magic, sequence, first, second, payload_bytes] = words::from_bytes(bytes);
         let has_checksum = match magic {

@@ -3,11 +3,11 @@ use std::ops::Range;
 use trireme_base::{DType, ReduceOp};
 use trireme_schedule::collective::{Memory, Side, Span};
 
-/// The memory that an operation's steps work on.
+/// The memories that the steps of an operation read and write.
 pub(crate) struct Memories<'a> {
-    /// The vector, or the part of it that this rank has.
+    /// The full vector, or the part of it that this rank stores.
     vector: &'a mut [u8],
-    /// Where that part begins in the whole vector, in bytes.
+    /// Offset of that part in the full vector, in bytes.
     pub(super) first: usize,
     pub(super) input: &'a [u8],
     pub(super) scratch: &'a mut [u8],
@@ -15,7 +15,7 @@ pub(crate) struct Memories<'a> {
     op: Option<ReduceOp>,
 }
 
-/// Bytes of one of the memories.
+/// A byte range of one of the memories.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Place {
     memory: Memory,
@@ -27,7 +27,7 @@ impl Place {
         self.bytes.len()
     }
 
-    /// The bytes of this place from the `from`-th to before the `to`-th.
+    /// The bytes `from..to` of this place.
     pub(super) fn part(&self, from: usize, to: usize) -> Place {
         Place { memory: self.memory, bytes: self.bytes.start + from..self.bytes.start + to }
     }
@@ -40,7 +40,7 @@ impl Place {
 }
 
 impl<'a> Memories<'a> {
-    /// A vector in place.
+    /// The memories of an in-place operation on `vector`.
     pub(crate) fn new(vector: &'a mut [u8], dtype: DType, op: Option<ReduceOp>) -> Self {
         Memories { vector, first: 0, input: &[], scratch: &mut [], dtype, op }
     }
@@ -65,8 +65,10 @@ impl<'a> Memories<'a> {
         &memory[place.bytes.clone()]
     }
 
+    /// The bytes of a place, mutably.
+    ///
     /// # Panics
-    /// If the place is in the input, which nothing may write to.
+    /// If the place is in the input, to which no step may write.
     pub(super) fn bytes_mut(&mut self, place: &Place) -> &mut [u8] {
         let memory = match place.memory {
             Memory::Vector => &mut *self.vector,
@@ -76,7 +78,7 @@ impl<'a> Memories<'a> {
         &mut memory[place.bytes.clone()]
     }
 
-    /// Reduces received bytes into a place.
+    /// Reduces received bytes into a place. `own` is the side of the bytes in the place.
     pub(super) fn reduce(&mut self, place: &Place, received: &[u8], own: Side) {
         let (dtype, op) = (self.dtype, self.op.expect("only reductions have reducing steps"));
         reduce_into(self.bytes_mut(place), received, dtype, op, own);

@@ -1,8 +1,8 @@
-//! Collectives over [links](super::link), by the steps of [`trireme_schedule::collective`], or by [`SharedMemory`] on one host.
+//! Collectives over [links](super::link), by the steps of [`trireme_schedule::collective`], or by [`SharedMemory`] within one host.
 //!
-//! The message of each step is a frame: a header of five little-endian words (magic, sequence number, the operation in
-//! two words, payload length), then the payload, and its checksum if [`GroupOptions::checksums`]. The receiver knows what
-//! must come, so a header that says anything else ends the operation, and no length from the wire is ever allocated.
+//! The message of each step is a frame: a header of five little-endian words (magic, sequence number, two words of the operation, payload
+//! length), the payload, and its checksum if [`GroupOptions::checksums`] is set. The receiver knows the expected header, so any other
+//! header ends the operation, and no length from the wire is ever allocated.
 
 mod blocks;
 mod exchange;
@@ -36,27 +36,27 @@ use trireme_schedule::collective::{
 pub(crate) struct Linked {
     rank: Rank,
     hosts: Hosts,
-    /// The connection to each rank, `None` for this one.
+    /// The link to each rank, `None` for this rank.
     links: Vec<Option<Link>>,
-    /// The memory of the ranks of this host; absent where this rank shares with nobody.
+    /// Memory shared with the ranks of this host. `None` if this rank shares memory with no other rank.
     shared: Option<SharedMemory>,
-    /// Where the group's buffers lie, if they are shared.
+    /// The arena of the group's buffers, if they are in shared memory.
     arena: Option<Arc<Arena>>,
     selection: Selection,
     patience: Patience,
     checksums: bool,
-    /// Where a piece of a message lies before it is reduced.
+    /// Memory for a piece of an incoming message before it is reduced.
     piece: Vec<CacheLine>,
-    /// The steps of the operation under way, and their memory; kept from one operation to the next.
+    /// The steps of the current operation, and their memory, reused by later operations.
     steps: Vec<Step>,
     phases: Vec<Phase>,
     scratch: Vec<CacheLine>,
-    /// A vector for operations out of place that have none of their own.
+    /// A full vector for out-of-place operations without a full output.
     vector: Vec<CacheLine>,
 }
 
 impl Linked {
-    /// Takes one link per peer, in rank order, `None` for this rank.
+    /// Creates the transport from one link per peer, in rank order, with `None` for this rank.
     pub(crate) fn new(
         rank: Rank,
         hosts: Hosts,
@@ -116,7 +116,7 @@ impl Linked {
         Ok(())
     }
 
-    /// Executes an operation in place, on a vector of which `slot` holds what begins at element `first`.
+    /// Executes an in-place operation. `slot` holds the elements of the vector from element `first` on.
     fn in_place(
         &mut self,
         call: &Call,
@@ -161,13 +161,13 @@ impl Linked {
             finish_mean(result, dtype, op, self.world_size());
         }
         if call.operation.root().is_some() {
-            // Who has only sent knows nothing of the others: a mismatch must reach it, too.
+            // A rank that only sends gets no header from the others. The barrier makes a mismatch reach it, too.
             self.barrier_by_links(call, control)?;
         }
         Ok(())
     }
 
-    /// Executes one phase of a hierarchical algorithm: in memory that its members share, or by its steps.
+    /// Executes one phase of a hierarchical algorithm, in memory that its members share or by its steps.
     fn phase(
         &mut self,
         call: &Call,
@@ -193,7 +193,7 @@ impl Linked {
         }
     }
 
-    /// Executes `self.steps` on a vector of which `slot` holds what begins at element `first`.
+    /// Executes `self.steps`. `slot` holds the elements of the vector from element `first` on.
     fn work_steps(
         &mut self,
         call: &Call,
@@ -211,7 +211,7 @@ impl Linked {
         result
     }
 
-    /// Executes an operation out of place, by one in place.
+    /// Executes an out-of-place operation by an in-place one.
     fn out_of_place(
         &mut self,
         call: &Call,
@@ -224,7 +224,7 @@ impl Linked {
         let own = self.own_block(len);
         let own_bytes = own.start * dtype.size()..own.end * dtype.size();
         let is_root = call.operation.root().is_none_or(|root| root == self.rank);
-        // With a linear algorithm a rank touches nothing but its own block, unless it is the root.
+        // With the linear algorithm, a rank other than the root accesses only its own block.
         let has_own_only = !is_root && algorithm == Algorithm::Flat(FlatAlgorithm::Linear);
         if has_own_only && call.operation.input_is_block() {
             return self.in_place(call, (input, own.start), algorithm, control);
@@ -291,7 +291,7 @@ impl Linked {
             }
         }
         let mut scratch = std::mem::take(&mut self.scratch);
-        // As much as the vectors may ever need, so that it does not grow with the lengths of later steps.
+        // Large enough for any block lengths of these vectors, so that it does not grow in later steps.
         let (len, room) =
             (scratch_len(&self.steps) * dtype.size(), input.bytes().len() + output.bytes().len());
         let scratch_bytes = reserve(&mut scratch, if len == 0 { 0 } else { len.max(room) })?;
@@ -316,7 +316,7 @@ impl Linked {
         self.run_steps(call, &mut Memories::new(&mut [], DType::U8, None), control)
     }
 
-    /// The shared memory, if all ranks of the group share it.
+    /// The shared memory, if all ranks of the group are members of it.
     fn shared_by_all(&mut self) -> Option<&mut SharedMemory> {
         let world_size = self.world_size();
         self.shared.as_mut().filter(|shared| shared.num_members() == world_size)
@@ -357,7 +357,7 @@ impl Transport for Linked {
 
 impl Drop for Linked {
     fn drop(&mut self) {
-        // In the middle of an operation peers may still write to this rank's memory.
+        // In the middle of an operation, peers may still write to this rank's memory.
         if std::thread::panicking()
             && let Some(shared) = &mut self.shared
         {
@@ -366,7 +366,7 @@ impl Drop for Linked {
     }
 }
 
-/// The first `num_bytes` of memory that grows when it must.
+/// The first `num_bytes` of `memory`, which grows if it is shorter.
 fn reserve(memory: &mut Vec<CacheLine>, num_bytes: usize) -> Result<&mut [u8], CommError> {
     if memory.len() * size_of::<CacheLine>() < num_bytes {
         *memory = CacheLine::zeroed(num_bytes)?;

@@ -1,4 +1,4 @@
-//! A peer that does not keep to the protocol: its ends of the connections are in the test's hands.
+//! Tests against a peer that violates the protocol, whose ends of the connections the test controls.
 
 use super::*;
 use crate::Operation;
@@ -26,7 +26,7 @@ fn call(operation: Operation) -> Call {
     }
 }
 
-/// Rank 0 of two executes `operation` after the peer did `act`.
+/// Executes `operation` as rank 0 of two, after `act` has acted as the peer.
 fn outcome(
     operation: Operation,
     payload: &mut Payload,
@@ -78,7 +78,7 @@ fn garbage_is_named_and_ends_the_operation() {
     assert!(matches!(failure, CommError::Protocol { rank: Rank(1), sequence: 7, .. }), "{failure}");
 }
 
-/// Rank 1 broadcasts four words to this one, with `flips` in the bytes of its frame.
+/// Receives a broadcast of 16 bytes from rank 1, whose frame has flipped bits in the bytes `flips`.
 fn broadcast_with(checksums: bool, flips: &[usize]) -> Result<(), CommError> {
     let operation = Operation::of(CollectiveKind::Broadcast.with_root(Rank(1), 16), DType::U8);
     let options = GroupOptions { checksums, ..GroupOptions::default() };
@@ -90,7 +90,7 @@ fn broadcast_with(checksums: bool, flips: &[usize]) -> Result<(), CommError> {
         checksum.add(&bytes);
         bytes.extend(checksum.to_bytes());
         flips.iter().for_each(|&flip| bytes[flip] ^= 0x10);
-        // The barrier that follows.
+        // The frame of the barrier that follows.
         let header = frame::Header { payload_bytes: 0, ..frame::Header::decode(&header).expect("a header") };
         let (mut checksum, header) = (frame::Checksum::default(), header.encode());
         checksum.add(&header);
@@ -102,7 +102,7 @@ fn broadcast_with(checksums: bool, flips: &[usize]) -> Result<(), CommError> {
 #[test]
 fn a_bit_that_changes_on_the_way_is_found_by_the_checksum() {
     broadcast_with(true, &[]).expect("nothing has changed");
-    // In the payload, which nothing else checks, and in the checksum itself.
+    // In the payload, which only the checksum covers, and in the checksum itself.
     for flip in (40..60).step_by(3) {
         let failure = broadcast_with(true, &[flip]).expect_err("a bit has changed");
         assert!(failure.to_string().contains("bytes changed on the way"), "{failure}");

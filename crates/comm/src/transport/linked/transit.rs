@@ -1,4 +1,4 @@
-//! Messages on their way: frames that are sent and received as far as a link goes on, and checked.
+//! Messages in flight: frames that are sent and received as far as a link makes progress, and checked.
 
 use super::frame::{CHECKSUM_BYTES, Checksum, HEADER_BYTES, Header};
 use super::memories::{Memories, Place};
@@ -8,10 +8,10 @@ use crate::transport::link::{Broken, Link};
 use trireme_base::Rank;
 use trireme_schedule::collective::Action;
 
-/// Why a message does not go on.
+/// The cause why a message cannot continue.
 pub(crate) enum Trouble {
     Broken,
-    /// The peer sent something else.
+    /// The peer sent a frame that does not match.
     Refused(CommError),
 }
 
@@ -21,7 +21,7 @@ impl From<Broken> for Trouble {
     }
 }
 
-/// The checksum of a frame under way, and how much of it has itself gone over the link.
+/// The checksum of a frame in flight, and how many of its own bytes were transferred.
 #[derive(Default)]
 struct Trailer {
     checksum: Checksum,
@@ -33,7 +33,7 @@ pub(crate) struct Outgoing {
     pub(super) to: Rank,
     header: [u8; HEADER_BYTES],
     pub(super) place: Place,
-    /// Header and payload bytes sent.
+    /// Number of header and payload bytes sent.
     num_sent: usize,
     /// As in [`Link::send`].
     may_lend: bool,
@@ -47,11 +47,11 @@ pub(crate) struct Incoming {
     num_header_bytes: usize,
     place: Place,
     action: Action,
-    /// Whether bytes lie in the piece before they get to their place.
+    /// Whether bytes are received into the piece before they are copied or reduced to their place.
     is_buffered: bool,
-    /// Payload bytes that are in their place.
+    /// Number of payload bytes that are in their place.
     num_placed: usize,
-    /// Payload bytes after those, in the piece.
+    /// Number of payload bytes after those, in the piece.
     num_pending: usize,
     trailer: Option<Trailer>,
 }
@@ -63,7 +63,7 @@ impl Outgoing {
         Outgoing { to, header, place, num_sent: 0, may_lend: true, trailer }
     }
 
-    /// Sends what goes; whether that was anything.
+    /// Sends as much as possible. Returns whether any byte was sent.
     pub(crate) fn advance(&mut self, link: &mut Link, memories: &Memories<'_>) -> Result<bool, Broken> {
         let (unsent, frame_bytes) = (self.unsent(), HEADER_BYTES + self.place.len());
         if let Some(trailer) = self.trailer.as_mut().filter(|_| self.num_sent == frame_bytes) {
@@ -89,7 +89,7 @@ impl Outgoing {
             && self.trailer.as_ref().is_none_or(|trailer| trailer.num_moved == CHECKSUM_BYTES)
     }
 
-    /// The part that must stay as it is.
+    /// The part of the payload that is not sent yet, and must not change.
     pub(super) fn unsent(&self) -> Place {
         self.place.part(self.num_sent.saturating_sub(HEADER_BYTES), self.place.len())
     }
@@ -111,7 +111,7 @@ impl Incoming {
         }
     }
 
-    /// Makes a message into the memory of `outgoing` wait in the piece until that was sent; the peer does likewise.
+    /// If the message overwrites the memory of `outgoing`, makes it wait in the piece until that memory was sent. The peer does the same.
     pub(super) fn give_way_to(&mut self, outgoing: &mut Outgoing) {
         if outgoing.place.overlaps(&self.place) {
             self.is_buffered = true;
@@ -119,7 +119,7 @@ impl Incoming {
         }
     }
 
-    /// Receives what has come and puts it in its place; whether that was anything. `unsent` is not written to.
+    /// Receives the bytes that have arrived and moves them to their place. Returns whether there was progress. `unsent` is not written to.
     pub(crate) fn advance(
         &mut self,
         call: &Call,
@@ -197,12 +197,12 @@ impl Incoming {
         Ok(num_read > 0)
     }
 
-    /// The length of the piece being received.
+    /// Length of the piece that is being received.
     fn piece_bytes(&self, piece_bytes_max: usize) -> usize {
         (self.place.len() - self.num_placed).min(piece_bytes_max)
     }
 
-    /// Whether the piece is whole but its place not yet free: reading on must wait for the sender in us.
+    /// Whether the piece is complete, but its place not yet sent: receiving must wait for this rank's outgoing message.
     pub(super) fn is_held(&self, piece_bytes_max: usize) -> bool {
         self.num_pending > 0 && self.num_pending == self.piece_bytes(piece_bytes_max)
     }
@@ -238,7 +238,7 @@ impl Incoming {
     }
 }
 
-/// Takes bytes that have come into a frame's checksum, if it has one.
+/// Adds received bytes to a frame's checksum, if it has one.
 fn add_to(trailer: &mut Option<Trailer>, bytes: &[u8]) {
     if let Some(trailer) = trailer {
         trailer.checksum.add(bytes);

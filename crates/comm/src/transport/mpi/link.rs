@@ -1,5 +1,5 @@
-//! A connection for data by MPI. Of each frame the header and a short payload are one message, through memory of the
-//! link; a longer payload follows in fragments, from and into the memory of the operation.
+//! Data links over MPI. Of each frame, the header and a short payload form one message, sent from and received into memory of the link. A
+//! longer payload follows in fragments, sent from and received into the memory of the operation.
 #![allow(unsafe_code)]
 
 use super::library::{Failed, Request};
@@ -14,44 +14,44 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
-/// Bytes of a frame's first message at most.
+/// Maximum bytes of a frame's first message.
 const FIRST_BYTES: usize = 1024;
-/// Messages of one frame under way at the same time.
+/// Maximum number of messages in flight per direction.
 const NUM_FLIGHTS: usize = 8;
-/// What a peer sent before it ended arrives within this time.
+/// Time within which bytes that a peer sent before it ended must arrive.
 const ARRIVAL_MAX: Duration = Duration::from_secs(1);
-/// MPI has nothing to sleep on, so who waits for it looks again after this time.
+/// Interval of polls by a waiting thread: MPI has no file descriptor to sleep on.
 pub(crate) const NAP: Duration = Duration::from_micros(50);
 
-/// One rank's end of a connection by MPI, with a socket that tells when the peer's process has ended.
+/// One rank's end of a link over MPI, with a socket that shows when the peer's process ends.
 pub(crate) struct MpiLink {
     route: Route,
     bell: OwnedFd,
-    /// Since when it is known that the peer's process has ended.
+    /// When this rank noticed that the peer's process had ended.
     ended: Option<Instant>,
     /// Length of all fragments of a frame but the last.
     fragment_bytes: usize,
     outgoing: Way,
     incoming: Way,
-    /// The part of the incoming first message that nobody has taken.
+    /// The part of the incoming first message that the caller has not received.
     rest: std::ops::Range<usize>,
     is_abandoned: bool,
 }
 
-/// One direction.
+/// The state of one direction.
 struct Way {
-    /// Memory of the first message of a frame.
+    /// Memory of a frame's first message.
     first: Vec<u8>,
-    /// Messages under way, in order.
+    /// Messages in flight, in order.
     flights: VecDeque<Flight>,
-    /// Bytes of all of them.
+    /// Total bytes of these messages.
     num_flying: usize,
 }
 
 struct Flight {
     request: Request,
     num_bytes: usize,
-    /// Whether the bytes are not the link's own.
+    /// Whether the message uses the caller's memory, not the link's own.
     is_lent: bool,
 }
 
@@ -62,7 +62,7 @@ impl From<Failed> for Broken {
 }
 
 impl MpiLink {
-    /// Takes a connected stream socket as the bell. `fragment_bytes` is the same on both sides.
+    /// Creates the link. `bell` is a connected stream socket to the peer. `fragment_bytes` must be equal on both sides.
     pub(crate) fn new(
         bell: OwnedFd,
         seats: &Seats,
@@ -83,8 +83,8 @@ impl MpiLink {
         }
     }
 
-    /// Sends a header (or nothing, once that was sent) and its payload, and says how many bytes of both MPI has done
-    /// with. Until it has done with all, the caller keeps the payload as it is, and calls again with the rest.
+    /// Sends a header, or an empty slice once the header was sent, and its payload. Returns the number of bytes of both that MPI has
+    /// finished with. Until MPI has finished with all, the caller must not change the payload, and must call again with the rest.
     pub(crate) fn send(&mut self, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
         let Route { communicator, peer, outgoing_tag: tag, .. } = self.route;
         let way = &mut self.outgoing;
@@ -100,8 +100,8 @@ impl MpiLink {
                 way.first.extend_from_slice(if num_bytes <= FIRST_BYTES { payload } else { &[] });
                 &way.first
             };
-            // SAFETY: see "Lent memory" for the payload; the link's own memory is kept by it until the message has
-            // ended, and forever if it does not.
+            // SAFETY: see "Lent memory" for the payload. The link keeps its own memory until the message has completed, and forever if it
+            // does not.
             let request = unsafe { communicator.send(message, peer, tag)? };
             let num_bytes = message.len();
             way.take(Flight { request, num_bytes, is_lent });
@@ -122,7 +122,7 @@ impl MpiLink {
         let way = &mut self.incoming;
         if way.flights.is_empty() {
             way.first.resize(FIRST_BYTES, 0);
-            // SAFETY: the link keeps its own memory until the message has ended, and forever if it does not.
+            // SAFETY: the link keeps its own memory until the message has completed, and forever if it does not.
             let request = unsafe { communicator.receive(&mut way.first, peer, tag)? };
             way.take(Flight { request, num_bytes: FIRST_BYTES, is_lent: false });
         }
@@ -132,8 +132,8 @@ impl MpiLink {
         Ok(header.len())
     }
 
-    /// Receives into `bytes`, which end with the payload or a fragment, and says how many of them are there. The caller
-    /// keeps the others, and calls again with them until there are none.
+    /// Receives into `bytes`, which must end with the payload or a fragment. Returns the number of leading bytes that have arrived. The
+    /// caller must keep the other bytes, and call again with them until all have arrived.
     pub(crate) fn receive(&mut self, bytes: &mut [u8]) -> Result<usize, Broken> {
         if !self.rest.is_empty() {
             let num_bytes = self.rest.len().min(bytes.len());
@@ -147,7 +147,7 @@ impl MpiLink {
         while way.num_flying < bytes.len() && way.flights.len() < NUM_FLIGHTS {
             let free = &mut bytes[way.num_flying..];
             let num_bytes = free.len().min(self.fragment_bytes);
-            // SAFETY: see "Lent memory"; these bytes are not part of what earlier messages fill.
+            // SAFETY: see "Lent memory"; these bytes do not overlap those that earlier messages fill.
             let request = unsafe { communicator.receive(&mut free[..num_bytes], peer, tag)? };
             way.take(Flight { request, num_bytes, is_lent: true });
         }
@@ -161,7 +161,7 @@ impl MpiLink {
         self.check(num_done)
     }
 
-    /// A link that has moved nothing for long after its peer's end is broken.
+    /// Fails if the link has transferred nothing for [`ARRIVAL_MAX`] after its peer ended.
     fn check(&self, num_moved: usize) -> Result<usize, Broken> {
         match self.ended {
             Some(ended) if num_moved == 0 && ended.elapsed() > ARRIVAL_MAX => Err(Broken),
@@ -182,7 +182,7 @@ impl MpiLink {
         (self.bell.as_fd(), PollFlags::IN)
     }
 
-    /// The link is of no more use. Whether MPI still has memory that was passed to it, which then must never be freed.
+    /// Ends the use of the link. Returns whether MPI still has memory passed to it, which then must never be freed.
     pub(crate) fn abandon(&mut self) -> bool {
         self.is_abandoned = true;
         [&self.outgoing, &self.incoming].iter().any(|way| way.flights.iter().any(|flight| flight.is_lent))
@@ -198,7 +198,7 @@ impl Drop for MpiLink {
         }
         for way in ways {
             if !way.flights.is_empty() {
-                // MPI may still use it.
+                // MPI may still access this memory.
                 std::mem::forget(std::mem::take(&mut way.first));
             }
         }
@@ -219,7 +219,7 @@ impl Way {
         self.flights.push_back(flight);
     }
 
-    /// The oldest message, if it has ended, and the number of bytes received.
+    /// Removes and returns the oldest message if it has completed, with the number of bytes received.
     fn next_ended(&mut self) -> Result<Option<(Flight, usize)>, Broken> {
         let Some(flight) = self.flights.front_mut() else { return Ok(None) };
         let ended = match flight.request.test() {

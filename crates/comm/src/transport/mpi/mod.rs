@@ -1,13 +1,13 @@
-//! MPI as what carries data, so that it takes the fabric that a cluster's MPI library knows.
+//! MPI as a transport, to use the network fabric that a cluster's MPI library supports.
 //!
-//! MPI's ranks and those of a group need not be the same. What is sent to a rank carries a tag that the receiver has
-//! chosen, a new one for each group and purpose, so neither groups nor messages and collective operations meet.
+//! Ranks in MPI and ranks of a group may differ. A message carries a tag that its receiver chose, a new one for each group and purpose. So
+//! messages of different groups, and messages and collectives of one group, cannot be confused.
 //!
 //! # Lent memory
-//! A message is sent from and received into the memory of the operation itself, and MPI has that memory until the message
-//! has ended, which may be after the call that began it. Nothing that MPI offers ends a message early for certain. So
-//! whoever uses a [`MpiLink`] passes the same memory again until the link says that it is done with it; and when an
-//! operation fails, [`MpiLink::abandon`] tells whether there is memory that MPI still has, which then must never be freed.
+//! A message is sent from and received into the memory of the operation itself. MPI uses that memory until the message has completed, which
+//! may be after the call that started it. MPI has no call that reliably cancels a message. So the user of an [`MpiLink`] must pass the same
+//! memory again until the link reports that it is done. When an operation fails, [`MpiLink::abandon`] returns whether MPI still has memory,
+//! which then must never be freed.
 
 #[cfg_attr(not(feature = "mpi"), path = "no_library.rs")]
 mod library;
@@ -21,22 +21,22 @@ use library::{Communicator, Library};
 use std::sync::atomic::{AtomicU32, Ordering};
 use trireme_base::Rank;
 
-/// This process as one of MPI's.
+/// This process as a process of MPI's world.
 #[derive(Clone, Copy)]
 pub(crate) struct MpiProcess {
     mpi: &'static Library,
 }
 
-/// Where MPI finds a rank of a group.
+/// The address of a rank of a group in MPI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Seat {
-    /// Its rank in MPI's world.
+    /// Rank in MPI's world.
     pub(crate) process: u32,
-    /// The first of its tags for this group: one for each purpose with data.
+    /// First of the rank's tags for this group. Each purpose with data has one.
     pub(crate) tag: u32,
 }
 
-/// Where MPI finds the ranks of a group.
+/// The addresses of a group's ranks in MPI.
 pub(crate) struct Seats {
     communicator: &'static Communicator,
     own: Seat,
@@ -44,7 +44,7 @@ pub(crate) struct Seats {
     peers: Vec<Option<Seat>>,
 }
 
-/// What two ranks send each other by.
+/// Communicator, peer and tags of the messages between two ranks.
 #[derive(Clone, Copy)]
 struct Route {
     communicator: &'static Communicator,
@@ -56,7 +56,7 @@ struct Route {
 const TAGS_PER_SEAT: u32 = 2;
 
 impl MpiProcess {
-    /// Starts MPI in this process, if it has not been. The process must be `rank` of `world_size` for MPI, too.
+    /// Initializes MPI in this process, unless it is. The process must have the same rank and world size in MPI.
     pub(crate) fn start(rank: Rank, world_size: usize) -> Result<Self, CommError> {
         let process = Self::of_this_process()?;
         let (own, size) = (process.mpi.rank(), process.mpi.size());
@@ -69,12 +69,13 @@ impl MpiProcess {
         Ok(process)
     }
 
-    /// This process, if MPI can be used.
+    /// This process, if MPI is available.
     pub(crate) fn of_this_process() -> Result<Self, CommError> {
         Ok(MpiProcess { mpi: Library::start().map_err(unavailable)? })
     }
 
-    /// Takes a seat in a new group. The first time, all processes of MPI's world call it and wait for each other.
+    /// Reserves this rank's address in a new group. The first call is collective: all processes of MPI's world make it and wait for each
+    /// other.
     pub(crate) fn take_seat(self) -> Result<Seat, CommError> {
         static NEXT_TAG: AtomicU32 = AtomicU32::new(0);
         let communicator = self.mpi.communicator().map_err(unavailable)?;
@@ -88,7 +89,7 @@ impl MpiProcess {
         Ok(Seat { process: self.mpi.rank(), tag })
     }
 
-    /// The group whose other ranks have the seats `peers`.
+    /// Creates the addresses of a group from this rank's and its peers'.
     pub(crate) fn seats(self, own: Seat, peers: Vec<Option<Seat>>) -> Result<Seats, CommError> {
         let communicator = self.mpi.communicator().map_err(unavailable)?;
         let is_fit = |seat: &Seat| {
@@ -102,10 +103,10 @@ impl MpiProcess {
 }
 
 impl Seats {
-    /// What this rank and a peer send each other by.
+    /// The route between this rank and a peer.
     ///
     /// # Panics
-    /// If `peer` is this rank, or `purpose` has no data.
+    /// If `peer` is this rank, or `purpose` is `Control`.
     fn route(&self, peer: Rank, purpose: Purpose) -> Route {
         let offset = match purpose {
             Purpose::Collectives => 0,

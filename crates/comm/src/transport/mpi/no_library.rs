@@ -1,4 +1,4 @@
-//! Stands where MPI's functions are, in a program that was built without them: there are no values of these types.
+//! Replaces `library` in a program built without MPI. The types have no values.
 #![allow(unsafe_code)] // The functions are called as the real ones.
 
 use std::convert::Infallible;

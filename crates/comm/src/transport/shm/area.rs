@@ -7,13 +7,13 @@ use crate::transport::{CONTROL_BYTES_MAX, Purpose};
 use std::sync::Arc;
 
 const BOARD_BYTES: usize = 4096;
-/// One of the two stages through which short vectors go whole, and long private ones by windows.
+/// Bytes of each of the two stages, through which short vectors go at once and long private ones by windows.
 pub(super) const STAGE_BYTES: usize = (1 << 20) + 4096;
 const _: () = assert!(size_of::<Board>() <= BOARD_BYTES);
 const _: () = assert!(size_of::<Board>() == 3 * 64, "what a rank says at a meeting takes one cache line");
 const _: () = assert!(STAGE_BYTES >= CONTROL_BYTES_MAX + 8 && STAGE_BYTES >= GroupOptions::SHORT_BYTES_LIMIT);
 
-/// Bytes of an area: the board, two stages, then two rings to each of the members.
+/// Bytes of an area: the board, two stages, then two rings to each member.
 pub(crate) fn area_bytes(num_members: usize) -> usize {
     rings_start() + 2 * num_members * RING_BYTES
 }
@@ -22,7 +22,7 @@ fn rings_start() -> usize {
     BOARD_BYTES + 2 * STAGE_BYTES
 }
 
-/// What one rank of a group has in its arena for the group's use.
+/// The memory that one rank of a group reserves in its arena for the group's synchronisation and transfers.
 #[derive(Clone)]
 pub(crate) struct Area {
     pub(super) memory: Arc<Mapping>,
@@ -31,7 +31,7 @@ pub(crate) struct Area {
 }
 
 impl Area {
-    /// The area at `offset` of a rank's arena; `None` if it cannot be there.
+    /// The area at `offset` of a rank's arena. `None` if it does not fit there.
     pub(crate) fn new(memory: Arc<Mapping>, offset: usize, num_members: usize) -> Option<Self> {
         let end = offset.checked_add(area_bytes(num_members))?;
         let is_inside = offset.is_multiple_of(BOARD_BYTES) && end <= memory.len();
@@ -40,23 +40,23 @@ impl Area {
 
     pub(super) fn board(&self) -> &Board {
         let start = self.memory.at(self.offset, size_of::<Board>());
-        // SAFETY: inside of the mapping, which `self` keeps, and at the start of a page; a board is made of atomics
-        // only, and any bits are one.
+        // SAFETY: the board is inside the mapping, which `self` keeps, and at the start of a page. It consists of atomics only, for which
+        // any bits are valid.
         unsafe { &*start.cast::<Board>() }
     }
 
-    /// The first `num_bytes` of a stage; stages alternate with `turn`.
+    /// The first `num_bytes` of the stage of this `turn`. Stages alternate.
     pub(super) fn stage(&self, turn: usize, num_bytes: usize) -> *mut u8 {
         assert!(num_bytes <= STAGE_BYTES, "{num_bytes} bytes fit into a stage");
         self.memory.at(self.offset + BOARD_BYTES + turn % 2 * STAGE_BYTES, num_bytes)
     }
 
-    /// The sending end of the ring to member `receiver`, for the area's owner.
+    /// The sending end of the ring to member `receiver`. For the owner of the area.
     pub(crate) fn sender(&self, purpose: Purpose, receiver: usize) -> RingSender {
         RingSender::new(self.ring(purpose, receiver))
     }
 
-    /// The receiving end of the owner's ring to member `receiver`, for that member.
+    /// The receiving end of the owner's ring to member `receiver`. For that member.
     pub(crate) fn receiver(&self, purpose: Purpose, receiver: usize) -> RingReceiver {
         RingReceiver::new(self.ring(purpose, receiver))
     }

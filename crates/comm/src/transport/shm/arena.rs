@@ -13,28 +13,28 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// What all arenas of a group may take of a process's address space, which has 128 TiB.
+/// Upper bound of a process's address space that all arenas of a group reserve together. A process has 128 TiB.
 const ADDRESS_BYTES: usize = 1 << 45;
 
-/// Addresses of an arena of a [dry](crate::Group::dry) group at first; fewer if the process has not as many left.
+/// Initial address space of the arena of a [dry](crate::Group::dry) group. Halved until the process has that much left.
 const DRY_BYTES: usize = 1 << 42;
 
-/// Fewer addresses than this are an error.
+/// Minimum address space of a dry arena. Less is an error.
 const DRY_BYTES_MIN: usize = 1 << 24;
 
-/// The shared memory of one rank: address space for as much as the host has, memory only where buffers lie.
+/// The shared memory of one rank: reserves address space for the host's memory size, and allocates memory only for regions in use.
 pub(crate) struct Arena {
-    /// What peers map. A dry group has no peers.
+    /// The file that peers map. `None` in a dry group, which has no peers.
     memory: Option<OwnedFd>,
     mapping: Arc<Mapping>,
-    /// What no buffer has: sorted, and no two ranges touch. All of it reads as zero, except in a dry arena.
+    /// Free ranges, sorted and not adjacent. They read as zeros, except in a dry arena.
     free: Mutex<Vec<Range<usize>>>,
-    /// Peers may still write to buffers that this rank has dropped.
+    /// Whether peers may still write to buffers that this rank has dropped.
     is_retired: AtomicBool,
 }
 
 impl Arena {
-    /// The arena of one of `world_size` ranks, all of which a process maps.
+    /// Creates the arena of one of `world_size` ranks. A process maps the arenas of all of them.
     pub(crate) fn new(world_size: usize) -> io::Result<Arc<Self>> {
         let host = sysinfo();
         let host_bytes = host.totalram as u64 * u64::from(host.mem_unit.max(1));
@@ -50,14 +50,14 @@ impl Arena {
         Ok(Arena::of(mapping, Some(memory)))
     }
 
-    /// An arena of addresses, whose buffers may be larger than the machine's memory: none is set aside for them.
+    /// Creates an arena that reserves addresses but no memory, so its buffers may exceed the machine's memory.
     pub(crate) fn dry() -> io::Result<Arc<Self>> {
         let allowed = getrlimit(Resource::As).current.map_or(usize::MAX, |bytes| bytes as usize / 4);
         let mut len = DRY_BYTES.min(allowed) / param::page_size() * param::page_size();
         loop {
             let mapping = Mapping::private(len).or_else(|refused| {
-                // Where the system sets memory aside for all that may be written, it does not for a file without pages. Making
-                // one longer than `ulimit -f` allows would end the process.
+                // If the system commits memory for all writable mappings, it does not for a file without pages. But a file longer than
+                // `ulimit -f` would end the process.
                 if getrlimit(Resource::Fsize).current.is_some() { Err(refused) } else { sparse(len) }
             });
             match mapping {
@@ -78,9 +78,10 @@ impl Arena {
         })
     }
 
-    /// Zeroed memory for `num_bytes`, reserved, so that touching it cannot fail.
+    /// Allocates `num_bytes` of zeroed memory. Pages are reserved, so accessing them cannot fail.
     ///
-    /// Huge pages are at the arena's end, because touching one maps all of it. A page not full of buffers yet stays in small ones.
+    /// Huge pages are taken from the end of the arena, because accessing one maps all of it. A page that is not fully allocated yet stays
+    /// in small pages.
     pub(crate) fn allocate(self: &Arc<Self>, num_bytes: usize, page_size: PageSize) -> io::Result<Region> {
         let len = num_bytes
             .max(1)
@@ -99,19 +100,19 @@ impl Arena {
         Ok(Region { arena: Arc::clone(self), range, returns: true })
     }
 
-    /// As [`allocate`](Arena::allocate), but not reused while the arena lives: peers may touch it after this rank has done with it.
+    /// Like [`allocate`](Arena::allocate), for memory that is never reused: peers may access it after this rank is done with it.
     pub(crate) fn allocate_for_good(self: &Arc<Self>, num_bytes: usize) -> io::Result<Region> {
         let mut region = self.allocate(num_bytes, PageSize::Base)?;
         region.returns = false;
         Ok(region)
     }
 
-    /// From now on no memory is given out twice, because peers may still write to what was dropped.
+    /// Stops the reuse of freed memory, because peers may still write to it.
     pub(crate) fn retire(&self) {
         self.is_retired.store(true, Ordering::Release);
     }
 
-    /// Whether no memory is set aside for buffers.
+    /// Whether buffers have addresses but no reserved memory.
     pub(crate) fn is_dry(&self) -> bool {
         self.memory.is_none()
     }
@@ -120,7 +121,7 @@ impl Arena {
         &self.mapping
     }
 
-    /// Takes the first free bytes, or the last ones for huge pages. Also returns the huge pages that this fills.
+    /// Takes the first free bytes, or the last ones for huge pages. Also returns the huge pages that are now fully allocated.
     fn take(&self, len: usize, page_size: PageSize) -> Option<(Range<usize>, Range<usize>)> {
         let mut free = self.free.lock().expect("no thread panics while it holds the list");
         let fits = |range: &Range<usize>| range.len() >= len;
@@ -145,7 +146,7 @@ impl Arena {
         Some((taken, full))
     }
 
-    /// Frees the memory of a range and makes it available again: zero as at first, except in a dry arena.
+    /// Frees a range: releases its pages and adds it to the free list. It reads as zeros again, except in a dry arena.
     fn give_back(&self, range: Range<usize>) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let punch = |memory| fallocate(memory, flags, range.start as u64, range.len() as u64);
@@ -171,7 +172,7 @@ impl AsFd for Arena {
     }
 }
 
-/// The huge pages of `len` bytes that share bytes with `taken`, and of which no byte is `free`.
+/// The huge pages of an arena of `len` bytes that overlap `taken` and have no `free` byte.
 fn full_huge_pages(free: &[Range<usize>], taken: &Range<usize>, len: usize) -> Range<usize> {
     let next = free.partition_point(|range| range.end <= taken.start);
     let used_from = next.checked_sub(1).map_or(0, |before| free[before].end);
@@ -181,24 +182,24 @@ fn full_huge_pages(free: &[Range<usize>], taken: &Range<usize>, len: usize) -> R
     first..end.max(first)
 }
 
-/// A file that has no name and no pages, mapped.
+/// Maps a sparse file without a name.
 fn sparse(len: usize) -> io::Result<Mapping> {
     let memory = memfd_create(c"trireme-dry", MemfdFlags::CLOEXEC)?;
     ftruncate(&memory, len as u64)?;
     Mapping::new(&memory, len)
 }
 
-/// Makes the kernel set memory aside: without it, touching a page may kill the process instead of failing.
+/// Reserves pages. Without it, accessing a page could kill the process instead of failing.
 fn reserve(memory: &OwnedFd, range: Range<usize>) -> io::Result<()> {
     let allocate = || fallocate(memory, FallocateFlags::empty(), range.start as u64, range.len() as u64);
     Ok(retry_on_intr(allocate)?)
 }
 
-/// Memory of an arena that belongs to one buffer.
+/// A range of an arena's memory, allocated to one owner.
 pub(crate) struct Region {
     arena: Arc<Arena>,
     range: Range<usize>,
-    /// Whether the memory is given back in the end.
+    /// Whether the range is freed when the region is dropped.
     returns: bool,
 }
 
@@ -215,15 +216,15 @@ impl Region {
         self.range.len()
     }
 
-    /// The address of the first byte. For who shares the bytes with peers, and may have no reference to them.
+    /// The address of the first byte. For callers that share the bytes with peers, and so must not hold a reference to them.
     pub(crate) fn start(&self) -> *mut u8 {
         self.arena.mapping.at(self.range.start, self.len())
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: mapped as long as the arena, which `self` keeps, and no other region has the range. Peers touch the
-        // memory of a buffer only during an operation, which owns the buffer and has its address from a `Slot`; an area,
-        // which peers touch at any time, is used by its address only.
+        // SAFETY: the range is mapped as long as the arena, which `self` keeps, and no other region has it. Peers access a buffer only
+        // during an operation, which owns the buffer and has its address from a `Slot`. An area, which peers access at any time, is used by
+        // its address only.
         unsafe { std::slice::from_raw_parts(self.start().cast_const(), self.len()) }
     }
 

@@ -1,3 +1,3 @@
-//! The atomics that ranks share. The models compile boards and rings against loom's instead.
+//! The atomics in shared memory. Loom models compile boards and rings against loom's atomics instead.
 
 pub(super) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};

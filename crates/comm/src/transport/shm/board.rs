@@ -9,27 +9,27 @@ use rustix::io::Errno;
 use std::time::Instant;
 use trireme_base::Rank;
 
-/// The state that a rank publishes to its peers, at the start of its area. Only its owner writes to it, but for `num_sleepers`.
+/// The state that a rank publishes to its peers, at the start of its area. Only the owner writes to it, except for `num_sleepers`.
 #[derive(Default)]
 #[repr(C)]
 pub(super) struct Board {
-    /// Of the last even and the last odd meeting: the owner can be one meeting ahead of a peer that still reads, but not two.
+    /// The posts of the last even and the last odd meeting. The owner can be one meeting ahead of a peer that still reads, but not two.
     turns: [Line<Turn>; 2],
-    /// Peers asleep until the owner comes to a meeting.
+    /// Number of peers that sleep until the owner arrives at a meeting.
     num_sleepers: Line<AtomicU32>,
 }
 
-/// Keeps what is written by different ranks or at different times in different cache lines, and what is read together
-/// in one: from the cache of another core a line takes longer than all that is done with it.
+/// A cache line. Values written by different ranks or at different times are in different lines, and values read together are in one: to
+/// fetch a line from another core's cache takes longer than to process it.
 #[derive(Default)]
 #[repr(C, align(64))]
 struct Line<T>(T);
 
-/// What a rank says at a meeting.
+/// The words that a rank publishes for a meeting.
 #[derive(Default)]
 #[repr(C)]
 struct Turn {
-    /// The number of the last such meeting that the owner has come to, wrapping.
+    /// Number of the last such meeting at which the owner arrived. Wraps around.
     meeting: AtomicU32,
     sequence: AtomicU64,
     operation: [AtomicU64; OPERATION_WORDS],
@@ -37,14 +37,14 @@ struct Turn {
     output: AtomicU64,
 }
 
-/// Where a rank's elements lie.
+/// The location of a rank's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Location {
-    /// In no memory that others map.
+    /// Memory that peers do not map.
     Private,
-    /// The whole vector, from this offset of the rank's arena on.
+    /// The full vector, at this offset of the rank's arena.
     Vector(usize),
-    /// The rank's own block of it, from this offset of the rank's arena on.
+    /// Only the rank's own block of the vector, at this offset of the rank's arena.
     Block(usize),
 }
 
@@ -68,7 +68,7 @@ impl Location {
     }
 }
 
-/// What a rank says when it comes to an operation.
+/// The locations of a rank's operands in an operation.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Post {
     pub(super) input: Location,
@@ -76,12 +76,12 @@ pub(super) struct Post {
 }
 
 impl Post {
-    /// Whether the result takes the input's place. Vectors in private memory count as one.
+    /// Whether the result overwrites the input. Also true if both vectors are in private memory.
     pub(super) fn is_in_place(&self) -> bool {
         self.input == self.output
     }
 
-    /// Whether blocks are where the operation has blocks, and vectors where it has vectors.
+    /// Whether the locations are blocks where the operation has blocks, and full vectors where it has full vectors.
     pub(super) fn fits(&self, operation: Operation) -> bool {
         let is_block = |location: Location| matches!(location, Location::Block(_));
         let (input_is_block, output_is_block) = (operation.input_is_block(), operation.output_is_block());
@@ -93,12 +93,12 @@ impl Post {
                 || matches!(self.input, Location::Private))
     }
 
-    /// Of an operation whose data goes through stages.
+    /// The post of an operation whose data goes through stages.
     pub(super) const STAGED: Post = Post { input: Location::Private, output: Location::Private };
 }
 
 impl Board {
-    /// Posts what the owner comes to its `meeting`-th meeting with; visible after the [`arrive`](Board::arrive) there.
+    /// Posts the owner's operands for meeting number `meeting`. Visible to peers after [`arrive`](Board::arrive) at that meeting.
     pub(super) fn post(&self, meeting: u32, call: &Call, post: Post) {
         let words = self.turn(meeting);
         words.sequence.store(call.sequence, Ordering::Relaxed);
@@ -109,7 +109,7 @@ impl Board {
         }
     }
 
-    /// What the owner, `rank`, posted for the `meeting`-th meeting, if that was for the operation that `own` is in.
+    /// Reads the post of the board's owner, `rank`, for a meeting. Fails unless it is for the operation that `own` executes.
     pub(super) fn read(&self, meeting: u32, call: &Call, own: Rank, rank: Rank) -> Result<Post, CommError> {
         let words = self.turn(meeting);
         let operation = [0, 1].map(|index: usize| words.operation[index].load(Ordering::Relaxed));
@@ -126,19 +126,19 @@ impl Board {
         }
     }
 
-    /// Says that the owner has come to its `meeting`-th meeting, and publishes all memory it wrote before.
+    /// Publishes that the owner has arrived at a meeting, and all memory that it wrote before.
     pub(super) fn arrive(&self, meeting: u32) {
         let word = &self.turn(meeting).meeting;
         word.store(meeting, Ordering::Release);
-        // A sleeper raises the count before it reads the meeting a last time, and the owner does it the other way round:
-        // either the owner sees a sleeper, or the sleeper sees that it has come.
+        // A sleeper increments the count before it reads the meeting number a last time, and the owner does both in the opposite order. So
+        // either the owner sees the sleeper, or the sleeper sees that the owner has arrived.
         fence(Ordering::SeqCst);
         if self.num_sleepers.0.load(Ordering::Relaxed) > 0 {
             futex::wake(word);
         }
     }
 
-    /// Waits until the owner has come to the `meeting`-th meeting or a later one: looks for a moment, then sleeps.
+    /// Waits until the owner has arrived at this or a later meeting. Polls for a moment, then sleeps.
     pub(super) fn wait(
         &self,
         meeting: u32,
@@ -178,7 +178,7 @@ impl Board {
         }
     }
 
-    /// Sleeps until something may have changed, for a tick at most; whether the owner has come to the meeting.
+    /// Sleeps until the owner may have arrived, for at most a tick. Returns whether it has.
     pub(super) fn doze(&self, meeting: u32) -> Result<bool, Errno> {
         let word = &self.turn(meeting).meeting;
         self.num_sleepers.0.fetch_add(1, Ordering::Relaxed);

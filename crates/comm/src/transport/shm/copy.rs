@@ -1,23 +1,24 @@
 //! Copies between the memories of ranks.
 
-/// Copies from here on bypass the caches: none holds the result until its use, and a line written as a whole need not be read.
+/// Minimum bytes of a copy that bypasses the caches: no cache would hold the result until it is used, and a line that is fully overwritten
+/// need not be read.
 const STREAM_BYTES_MIN: usize = 8 << 20;
 
-/// Copies bytes. Costs two accesses of memory a byte from 8 MiB on, below that three, where no cache holds the target.
+/// Copies bytes. If no cache holds the target, costs two memory accesses per byte from 8 MiB on, and three below that.
 ///
 /// # Safety
 /// As [`std::ptr::copy_nonoverlapping`].
 pub(super) unsafe fn copy(from: *const u8, to: *mut u8, num_bytes: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { copy_of_total(from, to, num_bytes, num_bytes) };
 }
 
-/// Copies one of the pieces in which `total_bytes` are copied.
+/// Copies one piece of a copy of `total_bytes`.
 ///
 /// # Safety
 /// As [`std::ptr::copy_nonoverlapping`].
 pub(super) unsafe fn copy_of_total(from: *const u8, to: *mut u8, num_bytes: usize, total_bytes: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         if total_bytes >= STREAM_BYTES_MIN {
             stream(from, to, num_bytes);
@@ -27,11 +28,11 @@ pub(super) unsafe fn copy_of_total(from: *const u8, to: *mut u8, num_bytes: usiz
     }
 }
 
-/// As where there are no stores that go past the caches.
+/// The fallback for processors without stores that bypass the caches.
 #[cfg(not(target_arch = "x86_64"))]
 use std::ptr::copy_nonoverlapping as stream;
 
-/// Copies with stores that go past the caches (`movntdq`, which every x86-64 has).
+/// Copies with stores that bypass the caches (`movntdq`, which every x86-64 processor has).
 ///
 /// # Safety
 /// As [`std::ptr::copy_nonoverlapping`].
@@ -41,12 +42,12 @@ unsafe fn stream(from: *const u8, to: *mut u8, num_bytes: usize) {
         __m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128,
     };
     const LINE: usize = 64;
-    /// How far ahead lines are asked for.
+    /// How far ahead of the copy lines are prefetched.
     const AHEAD: usize = 16 * LINE;
     let head = to.align_offset(LINE).min(num_bytes);
     let lines_end = head + (num_bytes - head) / LINE * LINE;
-    // SAFETY: all offsets are below `num_bytes`, within which the caller allows reading and writing; stores are aligned to
-    // their 16 bytes, for they begin at a line of the target. A line that is only asked for may lie anywhere.
+    // SAFETY: all offsets are below `num_bytes`, within which the caller allows reads and writes. Stores are aligned to their 16 bytes,
+    // because they start at a line of the target. A line that is only prefetched may be anywhere.
     unsafe {
         std::ptr::copy_nonoverlapping(from, to, head);
         for offset in (head..lines_end).step_by(LINE) {
@@ -58,7 +59,7 @@ unsafe fn stream(from: *const u8, to: *mut u8, num_bytes: usize) {
             }
         }
         std::ptr::copy_nonoverlapping(from.add(lines_end), to.add(lines_end), num_bytes - lines_end);
-        // Such stores are in no order with others: the meeting at which peers learn of them comes after.
+        // These stores are not ordered with later ones, such as the arrival at the meeting after which peers read the bytes.
         _mm_sfence();
     }
 }

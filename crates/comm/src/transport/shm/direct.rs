@@ -1,4 +1,4 @@
-//! Operations on vectors that lie where all members can read and write them.
+//! Operations on vectors that all members can read and write in place.
 
 use super::board::Location;
 use super::copy::{copy, copy_of_total};
@@ -12,11 +12,11 @@ use std::ops::Range;
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_schedule::collective::{CollectiveKind, owned_range};
 
-/// What is asked for ahead of a reduction, of each member: as much as stays in the first cache.
+/// Maximum bytes per member that are prefetched before a reduction, so that they stay in the L1 cache.
 const FETCH_BYTES_MAX: usize = 8 << 10;
 
 impl SharedMemory {
-    /// Finds the members' vectors by what they posted. Whether all that others read and write lies in arenas.
+    /// Locates the members' vectors by their posts. Returns whether all vectors that peers must access are in arenas.
     pub(super) fn collect_views(&mut self, call: &Call, operation: Operation) -> Result<bool, CommError> {
         let (dtype, len) = operation.elements();
         let num_members = self.members.len();
@@ -36,7 +36,7 @@ impl SharedMemory {
                     Location::Block(offset) => (offset, Part::Block(member)),
                     Location::Private => return Ok(None),
                 };
-                // A member that has no part in an operation may give an empty vector.
+                // A member without data in an operation may pass an empty vector.
                 let range = if counts { part.range(num_members, len) } else { 0..0 };
                 let bytes = range.start * dtype.size()..range.end * dtype.size();
                 let refuse = || call.protocol(self.members[member], "its buffer lies outside its arena");
@@ -54,13 +54,13 @@ impl SharedMemory {
         (self.inputs, self.outputs) = (inputs, outputs);
         Ok(match operation.reduction() {
             Some(_) if !operation.output_is_block() => all_see_inputs && all_see_outputs,
-            // Swapping in place writes into inputs, which nobody else may read meanwhile.
+            // An in-place exchange writes to inputs, which no other member may read at that time.
             _ if operation.is(CollectiveKind::AllToAll) => all_see_inputs && all_have_one_form,
             _ => all_see_inputs,
         })
     }
 
-    /// Reduces this member's share of the vectors, and writes it into all outputs, or the root's.
+    /// Reduces this member's share of the vectors, and writes the result to all outputs, or to the root's.
     pub(super) fn reduce_owned(
         &mut self,
         (dtype, op): (DType, ReduceOp),
@@ -78,8 +78,8 @@ impl SharedMemory {
         let num_written =
             if root.is_none() { self.others().count() } else { usize::from(root != Some(Rank(self.own))) };
         cost.payload_bytes += (owned.len() * (self.others().count() + num_written)) as u64;
-        // SAFETY: all vectors are mapped as long as `self` is, and between the meetings only this member touches these
-        // bytes of them. Results are put where nobody reads any more: the piece itself has been read.
+        // SAFETY: all vectors are mapped as long as `self` exists, and between the meetings only this member accesses these bytes of them.
+        // A result is written only where no member reads any more: its piece has been read.
         unsafe {
             self.reducer.reduce(&self.inputs, owned, (dtype, op), |piece, result| {
                 for output in outputs {
@@ -89,7 +89,7 @@ impl SharedMemory {
         }
     }
 
-    /// Pulls from the members' vectors, which do not change until all have finished.
+    /// Reads from the members' vectors, which do not change until all members have finished.
     pub(super) fn pull_from_vectors(
         &mut self,
         operation: Operation,
@@ -114,7 +114,8 @@ impl SharedMemory {
         operands.output.unwrap_or(operands.input).view(range.start * dtype.size())
     }
 
-    /// Pulls a window of one part. `inputs` have what is read, and `output` what is written, at their places.
+    /// Executes a pull for one window. `inputs` and `output` are the members' inputs and the own output, addressed by their position in the
+    /// full vector.
     pub(super) fn pull(
         &mut self,
         operation: Operation,
@@ -133,8 +134,8 @@ impl SharedMemory {
             Pull::Copy { from, source, target } => {
                 let (source, target) = (bytes(source), bytes(target));
                 let (from_bytes, to_bytes) = (inputs[from].bytes(&source), output.bytes(&target));
-                // SAFETY: both are mapped, no two members' memory overlaps, and nobody writes to the source, nor
-                // reads the target, before the next meeting.
+                // SAFETY: both ranges are mapped, and the memory of different members does not overlap. Before the next meeting, no member
+                // writes to the source or reads the target.
                 unsafe { copy(from_bytes.cast_const(), to_bytes, source.len()) };
                 cost.payload_bytes += if from == self.own { 0 } else { source.len() as u64 };
             }
@@ -145,7 +146,7 @@ impl SharedMemory {
                 if range.len() <= FETCH_BYTES_MAX {
                     self.others().for_each(|member| inputs[member].fetch(&range));
                 }
-                // SAFETY: as above; the output is this member's own, and is no input of another one here.
+                // SAFETY: as above; the output is this member's own, and not an input of another member here.
                 unsafe {
                     let total_bytes = range.len();
                     self.reducer.reduce(inputs, range, (dtype, op), |piece, result| {
@@ -156,7 +157,7 @@ impl SharedMemory {
         }
     }
 
-    /// Swaps blocks in place: of each pair of members each moves one half.
+    /// Exchanges blocks in place. Each member of a pair swaps one half of their blocks.
     pub(super) fn swap_blocks(&mut self, dtype: DType, len: usize, cost: &mut Cost) {
         let num_members = self.members.len();
         for distance in 1..num_members {
@@ -170,8 +171,7 @@ impl SharedMemory {
             let half = if self.own < peer { 0..middle } else { middle..own_block.len() };
             let one = self.inputs[self.own].bytes(&own_block).wrapping_add(half.start);
             let other = self.inputs[peer].bytes(&peer_block).wrapping_add(half.start);
-            // SAFETY: both blocks are mapped and lie in different arenas, and of this pair of blocks this half is
-            // touched by this member only.
+            // SAFETY: both blocks are mapped and in different arenas, and only this member accesses this half of this pair of blocks.
             unsafe { std::ptr::swap_nonoverlapping(one, other, half.len()) };
             cost.payload_bytes += 2 * half.len() as u64;
         }

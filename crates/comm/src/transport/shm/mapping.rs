@@ -7,26 +7,27 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Bytes of a huge page, which one page-table entry maps. It begins at a multiple of this in memory and in the arena.
+/// Bytes of a huge page, which one page-table entry maps. It is aligned to its size, in memory and in the arena.
 pub(super) const HUGE_PAGE: usize = PageSize::HUGE_BYTES;
 
-/// Advice to `madvise`: move these bytes to huge pages now, unless the system denies them to shared memory (Linux 6.1).
+/// Advice to `madvise`: collapse these bytes into huge pages now, unless the system denies them to shared memory (Linux 6.1).
 const MADV_COLLAPSE: libc::c_int = 25;
 
-/// A whole arena, mapped into this process.
+/// An entire arena, mapped into this process.
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: a mapping is memory of the process, not of a thread; who may touch which part of it when is the
-// protocol of this module's parent.
+// SAFETY: a mapping belongs to the process, not to a thread. The protocol of the parent module says which thread may access which part of
+// it at what time.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; the methods only compute addresses.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `len` bytes of `memory`, whose size is sealed to be at least that, where [huge pages](HUGE_PAGE) can begin.
+    /// Maps the first `len` bytes of `memory` at an address aligned to [huge pages](HUGE_PAGE). A seal must guarantee that the file has at
+    /// least this size.
     pub(super) fn new(memory: impl AsFd, len: usize) -> io::Result<Self> {
         let map = |near: *mut u8| {
             let protection = ProtFlags::READ | ProtFlags::WRITE;
@@ -42,12 +43,12 @@ impl Mapping {
         if excess == 0 {
             return Ok(first);
         }
-        // The kernel hands out addresses from the highest down, so those below are free, most likely.
+        // The kernel assigns addresses downwards from the highest, so the addresses below are most likely free.
         drop(first);
         map(start.wrapping_sub(excess))
     }
 
-    /// Maps `len` bytes that no peer maps, and for which the kernel sets no memory aside.
+    /// Maps `len` bytes that are not shared, and for which the kernel does not reserve memory.
     pub(super) fn private(len: usize) -> io::Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -57,10 +58,10 @@ impl Mapping {
         Ok(Mapping { start, len })
     }
 
-    /// Asks the kernel to move `range`, which begins and ends with [huge pages](HUGE_PAGE), to such: a page of 4 KiB that left the caches
-    /// costs several accesses to memory to be found again. The bytes stay as they are, even while others use them.
+    /// Asks the kernel to collapse `range`, which must be aligned to [huge pages](HUGE_PAGE), into huge pages: an access to an uncached 4
+    /// KiB page costs several memory accesses to find it. The bytes do not change, even while other threads access them.
     pub(super) fn make_huge(&self, range: Range<usize>) {
-        // SAFETY: the range is mapped, and its bytes do not change. Whether the kernel does it changes speed only.
+        // SAFETY: the range is mapped, and its bytes do not change. Success affects only speed.
         let _ =
             unsafe { libc::madvise(self.at(range.start, range.len()).cast(), range.len(), MADV_COLLAPSE) };
     }
@@ -69,10 +70,10 @@ impl Mapping {
         self.len
     }
 
-    /// The address of `len` bytes from `offset` on.
+    /// The address of `len` bytes at `offset`.
     ///
     /// # Panics
-    /// If they are not all inside.
+    /// If they are not all inside the mapping.
     pub(super) fn at(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(
             offset <= self.len && len <= self.len - offset,
@@ -94,7 +95,7 @@ impl Drop for Mapping {
 pub(crate) struct PeerArena(pub(crate) Arc<Mapping>);
 
 impl PeerArena {
-    /// Maps what a peer sent, if it is an arena of at least `num_bytes`.
+    /// Maps the memory that a peer sent, if it is an arena of at least `num_bytes`.
     pub(crate) fn map(memory: &OwnedFd, num_bytes: usize) -> io::Result<Self> {
         let refuse = |what| Err(io::Error::new(io::ErrorKind::InvalidData, what));
         if !fcntl_get_seals(memory)?.contains(SealFlags::SHRINK) {

@@ -1,27 +1,27 @@
-//! Collectives over shared memory: ranks of one host read and write each other's memory in place.
+//! Collectives over shared memory: the ranks of one host read and write each other's memory in place.
 //!
-//! Each process has one arena, a sealed memfd that the peers of its host map. It holds the buffers made by
-//! [`Group::buffer`](crate::Group::buffer) and, for each group, an [`Area`]: a [board], two stages and
-//! the rings of the group's [links](super::link). An operation goes like this:
+//! Each process has one arena, a sealed memfd that its peers on the host map. The arena holds the buffers of
+//! [`Group::buffer`](crate::Group::buffer) and, for each group, an [`Area`]: a [board], two stages and the rings of the group's
+//! [links](super::link). A meeting is a barrier of the members. Operations run in one of three ways:
 //!
-//! - *Short vectors, control data, barriers*: a rank copies what its peers need into one of its stages, posts the
-//!   operation on its board and waits until all have posted; then it [pulls] from all stages. Stages alternate,
-//!   and no rank gets two operations ahead of another, so one meeting is enough.
-//! - *Long vectors in arenas*: a rank posts where its vector lies and waits until all have posted. It then pulls from
-//!   the vectors themselves. In an all-reduce, where all need everything, it reduces only its [own range] and
-//!   writes each piece into all vectors. It meets the others again when it has finished.
-//! - *Long vectors in private memory* go through the stages by windows, one meeting each.
+//! - *Short vectors, control data and barriers*: a rank copies the data that its peers need into one of its stages, posts the operation on
+//!   its board and waits until all have posted. Then it [pulls] from all stages. Stages alternate, and no rank gets two operations ahead of
+//!   another, so one meeting is enough.
+//! - *Long vectors in arenas*: a rank posts the location of its vector and waits until all have posted. It then pulls from the vectors
+//!   themselves. In an all-reduce, each rank reduces only its [own range] and writes each piece to all vectors. A second meeting ends the
+//!   operation.
+//! - *Long vectors in private memory* go through the stages by windows, with one meeting per window.
 //!
 //! # Safety of the memory
-//! Every other process that maps an arena is a member of the same job that runs this same code under the same user. Between the
-//! meetings of an operation the memory is divided as above. Outside of an operation only its owner touches a buffer: peers touch
-//! it after its owner has posted it, and have finished when its owner has left the last meeting.
+//! Every other process that maps an arena belongs to the same job, runs this same code and has the same user. Between the meetings of an
+//! operation, the memory is divided as described above. Outside of an operation, only its owner accesses a buffer: peers access it after
+//! its owner has posted it, and have finished when its owner leaves the last meeting.
 //!
-//! So a vector is a [`Slot`] here, which borrows its buffer exclusively but holds its address only: a reference would promise that
-//! nobody else touches the bytes. References exist where that is true: to a buffer or slot outside of [`SharedMemory::execute`],
-//! and to inputs that nobody writes to until the reference has ended ([`reducer`]).
+//! So a vector is represented by a [`Slot`], which borrows its buffer exclusively but holds only its address: a reference would promise
+//! that no other process accesses the bytes. References exist only where that is true: to a buffer or slot outside of
+//! [`SharedMemory::execute`], and to inputs that no rank writes to until the reference has ended ([`reducer`]).
 //!
-//! Offsets and lengths read from a board are checked before use, and seals keep a peer from shrinking what is mapped.
+//! Offsets and lengths from a board are checked before use, and seals keep a peer from shrinking memory that is mapped.
 //!
 //! [pulls]: pull::pulls
 //! [own range]: trireme_schedule::collective::owned_range
@@ -67,15 +67,15 @@ use trireme_base::Rank;
 use trireme_schedule::collective::CollectiveKind;
 use view::View;
 
-/// The group's ranks that share this rank's host, and the memory through which they meet.
+/// The ranks of a group on this host, called members, and the memory through which they communicate.
 pub(crate) struct SharedMemory {
-    /// Which member this rank is.
+    /// Index of this rank among the members.
     own: usize,
     /// The members, by ascending rank.
     members: Vec<Rank>,
     areas: Vec<Area>,
     arena: Arc<Arena>,
-    /// Keeps the own area's memory.
+    /// Keeps the memory of this rank's area allocated.
     _own_area: Arc<Region>,
     short_bytes_max: usize,
     reducer: Reducer,
@@ -87,16 +87,16 @@ pub(crate) struct SharedMemory {
     outputs: Vec<View>,
 }
 
-/// A vector on this rank, or a part of one. Peers touch its memory while [`SharedMemory::execute`] has it.
+/// A vector on this rank, or a part of one. Peers access its memory during [`SharedMemory::execute`].
 pub(crate) struct Slot<'a> {
     start: *mut u8,
     len: usize,
-    /// Where it begins in the arena that buffers of the group lie in; unset elsewhere.
+    /// Offset in the arena of the group's buffers. `None` for other memory.
     offset: Option<usize>,
     borrow: PhantomData<&'a mut [u8]>,
 }
 
-/// The elements of an operation on this rank: an input, and where the result goes if that is another place.
+/// The vectors of an operation on this rank: an input, and an output unless the operation is in place.
 pub(crate) struct Operands<'a> {
     pub(crate) input: Slot<'a>,
     pub(crate) output: Option<Slot<'a>>,
@@ -109,12 +109,12 @@ impl Operands<'_> {
 }
 
 impl<'a> Slot<'a> {
-    /// Memory that is this process's own.
+    /// Memory that only this process maps.
     pub(crate) fn private(bytes: &'a mut [u8]) -> Self {
         Slot { start: bytes.as_mut_ptr(), len: bytes.len(), offset: None, borrow: PhantomData }
     }
 
-    /// A buffer of a group whose buffers lie in `arena`.
+    /// A buffer of a group that allocates its buffers in `arena`.
     pub(crate) fn new(storage: &'a mut Storage, arena: Option<&Arc<Arena>>) -> Self {
         let offset = match (&storage.memory, arena) {
             (Memory::Shared(region), Some(arena)) if region.is_in(arena) => Some(region.offset()),
@@ -127,19 +127,19 @@ impl<'a> Slot<'a> {
         self.len
     }
 
-    /// Its bytes, between the operations in shared memory.
+    /// The bytes of the slot. Not available while an operation in shared memory uses it.
     pub(crate) fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: the slot borrows these bytes exclusively from their owner, so nobody else of this process has a reference.
-        // Peers touch them during `SharedMemory::execute` only: it posts them, and returns after the meeting that ends
-        // the operation. It borrows the slot itself, so it does not run while the reference lives. After a failure, which
-        // peers may not know of yet, the vector is dropped, and nobody asks for its bytes.
+        // SAFETY: the slot borrows these bytes exclusively from their owner, so no other code of this process has a reference. Peers access
+        // them only during `SharedMemory::execute`, which posts them and returns after the last meeting of the operation. It borrows the
+        // slot itself, so it does not run while the reference exists. After a failure, of which peers may not know yet, the vector is
+        // dropped, and its bytes are not accessed.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 
-    /// Some bytes of it.
+    /// A range of the slot's bytes.
     ///
     /// # Panics
-    /// If they are not all there.
+    /// If the range is not inside the slot.
     pub(crate) fn part(&mut self, range: Range<usize>) -> Slot<'_> {
         Slot {
             start: self.view(0).bytes(&range),
@@ -153,14 +153,14 @@ impl<'a> Slot<'a> {
         self.part(0..self.len)
     }
 
-    /// Its bytes as those of a whole vector from byte `first` on.
+    /// A view of the slot as the part of a full vector that starts at byte `first`.
     fn view(&self, first: usize) -> View {
         View::at(self.start, first..first + self.len)
     }
 }
 
 impl SharedMemory {
-    /// Takes the members' areas, in the order of `members`, of which this rank is the `own`-th.
+    /// Creates the state of member `own`. `areas` are in the order of `members`.
     pub(crate) fn new(
         own: usize,
         members: Vec<Rank>,
@@ -190,17 +190,17 @@ impl SharedMemory {
         self.members.len()
     }
 
-    /// From now on no memory of this rank is given out twice: peers may still write to what was dropped.
+    /// Stops the reuse of this rank's freed memory, because peers may still write to it.
     pub(crate) fn abandon(&mut self) {
         self.arena.retire();
     }
 
-    /// Returns when all members have come.
+    /// Returns when all members have arrived.
     pub(crate) fn barrier(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
         self.meet_with(call, Post::STAGED, control)
     }
 
-    /// Gives every member a few bytes of every member.
+    /// Gathers a few bytes of every member on all members.
     pub(crate) fn gather_blocks(
         &mut self,
         call: &Call,
@@ -211,8 +211,8 @@ impl SharedMemory {
         let length = bytes.len() as u64;
         let turn = self.next_stage();
         let stage = self.areas[self.own].stage(turn, HEAD_BYTES + bytes.len());
-        // SAFETY: this rank's stage of this turn, which the peers finished reading before they came to the last
-        // meeting; `bytes` lies on the heap.
+        // SAFETY: this rank's stage of this turn, which the peers finished reading before they arrived at the last meeting; `bytes` is on
+        // the heap.
         unsafe {
             std::ptr::copy_nonoverlapping(length.to_ne_bytes().as_ptr(), stage, HEAD_BYTES);
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), stage.add(HEAD_BYTES), bytes.len());
@@ -221,7 +221,7 @@ impl SharedMemory {
         for member in self.others() {
             let mut length = [0; HEAD_BYTES];
             let head = self.areas[member].stage(turn, HEAD_BYTES);
-            // SAFETY: its owner wrote it before it came, and does not again before this rank has come to the next meeting.
+            // SAFETY: the owner wrote it before it arrived, and does not write it again before this rank arrives at the next meeting.
             unsafe { std::ptr::copy_nonoverlapping(head.cast_const(), length.as_mut_ptr(), HEAD_BYTES) };
             let len = check_control_bytes(self.members[member], u64::from_ne_bytes(length))?;
             let mut block = vec![0; len];
@@ -240,7 +240,7 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// Executes the operation of the call, or a part of it among the members, whose numbers its root and blocks then are.
+    /// Executes the operation of the call, or one phase of it among the members. Root and blocks of `operation` are member indices.
     pub(crate) fn execute(
         &mut self,
         call: &Call,
@@ -278,7 +278,7 @@ impl SharedMemory {
         self.num_staged
     }
 
-    /// Posts the operation, waits for everyone to post theirs, and compares.
+    /// Posts the operation, waits until all members have posted theirs, and compares them.
     fn meet_with(&mut self, call: &Call, post: Post, control: &mut Control) -> Result<(), CommError> {
         self.areas[self.own].board().post(self.num_meetings.wrapping_add(1), call, post);
         self.meet(call, control)?;
@@ -290,7 +290,7 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// Waits until all have come here, and sees what they wrote before.
+    /// Waits until all members have arrived at the next meeting. Makes visible all memory that they wrote before.
     fn meet(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
         self.num_meetings = self.num_meetings.wrapping_add(1);
         self.areas[self.own].board().arrive(self.num_meetings);
@@ -301,7 +301,7 @@ impl SharedMemory {
     }
 }
 
-/// Where a member says that its elements are.
+/// The locations of the operands, to be posted.
 fn post_of(operation: Operation, operands: &Operands<'_>) -> Post {
     let locate = |slot: &Slot<'_>, is_block: bool| match slot.offset {
         Some(offset) if is_block => Location::Block(offset),
@@ -320,5 +320,5 @@ fn post_of(operation: Operation, operands: &Operands<'_>) -> Post {
     }
 }
 
-/// Bytes before a member's control data, which say how much that is.
+/// Bytes of the length before a member's control data.
 const HEAD_BYTES: usize = 8;

@@ -2,21 +2,23 @@ use super::mapping::Mapping;
 use super::ring::State;
 use std::sync::Arc;
 
-/// What one ring takes in its sender's arena.
+/// Bytes of one ring in its sender's arena.
 pub(super) const RING_BYTES: usize = size_of::<State>() + Place::CAPACITY;
 
-/// A ring's memory in an arena: its state, then its bytes.
+/// A ring's memory in an arena: its state, followed by its bytes.
 pub(crate) struct Place {
     memory: Arc<Mapping>,
     offset: usize,
 }
 
 impl Place {
-    /// Bytes that fit into a ring. A multiple of any element, so that no element of an aligned message is torn.
+    /// Capacity of a ring in bytes. A multiple of every element size, so that no element of an aligned message is split.
     pub(super) const CAPACITY: usize = 256 << 10;
 
+    /// Creates the place of the ring at `offset`.
+    ///
     /// # Panics
-    /// If the ring is not inside of the memory, or not at a multiple of a line.
+    /// If the ring is not inside the memory, or not aligned to a cache line.
     pub(super) fn new(memory: Arc<Mapping>, offset: usize) -> Self {
         memory.at(offset, RING_BYTES);
         assert!(offset.is_multiple_of(align_of::<State>()), "rings are at multiples of a line");
@@ -25,25 +27,25 @@ impl Place {
 
     pub(super) fn state(&self) -> &State {
         let start = self.memory.at(self.offset, size_of::<State>());
-        // SAFETY: inside of the mapping, which `self` keeps, and aligned, as `new` has checked; a `State` is made of
-        // atomics only, and any bits are one.
+        // SAFETY: the state is inside the mapping, which `self` keeps, and aligned, as `new` has checked. It consists of atomics only, for
+        // which any bits are valid.
         unsafe { &*start.cast::<State>() }
     }
 
-    /// Copies `from` into the ring's bytes from the `first`-th on.
+    /// Copies `from` to the ring's bytes from index `first` on.
     ///
     /// # Safety
-    /// Nobody else touches these bytes meanwhile.
+    /// No other thread or process may access these bytes at the same time.
     pub(super) unsafe fn write(&self, first: usize, from: &[u8]) {
-        // SAFETY: the bytes are mapped, and by the caller's promise nobody else's. `from` is no part of a ring: nobody
-        // refers to one.
+        // SAFETY: the bytes are mapped, and by the caller's promise no other code accesses them. `from` is not part of a ring, because no
+        // reference into a ring exists.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.bytes(first, from.len()), from.len()) };
     }
 
-    /// Copies the ring's bytes from the `first`-th on to `to`.
+    /// Copies the ring's bytes from index `first` on to `to`.
     ///
     /// # Safety
-    /// Nobody writes to these bytes meanwhile.
+    /// No other thread or process may write to these bytes at the same time.
     pub(super) unsafe fn read(&self, first: usize, to: &mut [u8]) {
         let from = self.bytes(first, to.len()).cast_const();
         // SAFETY: as for `write`.

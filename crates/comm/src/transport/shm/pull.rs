@@ -1,27 +1,27 @@
-//! Who reads what from whom, when every rank's input lies where all can read it.
+//! The reads of each rank in an operation whose inputs all ranks can read.
 
 use crate::Operation;
 use std::ops::Range;
 use trireme_base::Rank;
 use trireme_schedule::collective::{Collective, CollectiveKind, Data, DataFlow, block};
 
-/// A part of the vector of an operation.
+/// A part of an operation's vector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
     Whole,
     Block(usize),
 }
 
-/// One thing to read.
+/// One read from the members' inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pull {
-    /// A part of one member's vector becomes a part of the own.
+    /// Copies a part of one member's vector to a part of the own output.
     Copy { from: usize, source: Part, target: Part },
-    /// A part of all members' vectors is reduced and becomes that part of the own.
+    /// Reduces a part of all members' vectors into the same part of the own output.
     Reduce(Part),
 }
 
-/// What a member's peers read of its input.
+/// The part of a member's input that its peers read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Contribution {
     Nothing,
@@ -39,7 +39,7 @@ impl Part {
         }
     }
 
-    /// The elements of a window of the part; the window counts from the part's first element.
+    /// The elements of a window of the part. `window` counts from the part's first element.
     pub(super) fn window(self, num_members: usize, len: usize, window: &Range<usize>) -> Range<usize> {
         let all = self.range(num_members, len);
         all.end.min(all.start + window.start)..all.end.min(all.start + window.end)
@@ -50,7 +50,7 @@ fn on_vectors(operation: Operation) -> Collective {
     operation.collective().expect("operations on vectors are collectives")
 }
 
-/// Returns the pieces that member `own` reads, in its best order. If `out_of_place`, that includes its own elements, which change memories.
+/// Returns the reads of member `own`, in its best order. If `out_of_place`, they include its own elements, which are copied to the output.
 pub(super) fn pulls(
     operation: Operation,
     own: usize,
@@ -62,7 +62,7 @@ pub(super) fn pulls(
     let has_output = collective.has_output(Rank(own));
     let target = if output == Data::Block { Part::Block(own) } else { Part::Whole };
     let reduced = (reduces && has_output).then_some(Pull::Reduce(target));
-    // Each member begins with another peer, so that they do not all read from one memory at a time.
+    // Each member starts with a different peer, so that they do not all read from one memory at the same time.
     let peers = (0..num_members).map(move |distance| (own + distance) % num_members);
     let sources = peers.filter(move |&from| {
         let is_read = collective.has_input(Rank(from)) && (from != own || out_of_place);
@@ -99,7 +99,7 @@ fn contribution_of_sources(kind: CollectiveKind) -> Contribution {
     }
 }
 
-/// Elements of a stage that the windows of all staged blocks share, and elements over which windows run.
+/// Returns the number of elements of a stage for each staged block, and the number of elements over which windows run.
 pub(super) fn staging(operation: Operation, num_members: usize, stage_len: usize) -> (usize, usize) {
     let collective = on_vectors(operation);
     let longest_block = block(Rank(0), num_members, collective.len).len();

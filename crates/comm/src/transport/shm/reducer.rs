@@ -6,11 +6,11 @@ use std::ops::Range;
 use trireme_base::{DType, ReduceOp};
 use trireme_schedule::collective::{Side, Term, canonical_terms, num_partials};
 
-/// Reduces what lies in several memories, piece by piece, in the canonical order.
+/// Reduces several members' vectors piece by piece, in the canonical order.
 pub(super) struct Reducer {
     num_members: usize,
     terms: Vec<Term>,
-    /// The stack on which `terms` work, one piece each.
+    /// The stack of partial results on which `terms` operate, one piece each.
     partials: Vec<CacheLine>,
     piece_bytes: usize,
 }
@@ -26,11 +26,11 @@ impl Reducer {
         })
     }
 
-    /// Reduces the bytes `range` of all `inputs` and gives each piece, with its place, to `put`.
+    /// Reduces the bytes `range` of all `inputs`, and passes each result with its range to `put`.
     ///
     /// # Safety
-    /// The bytes are in all views, and nobody but `put` writes to them until this function returns. `put` may: a piece has
-    /// been read when its result is put somewhere, and the result is no part of any view.
+    /// All views must contain the bytes, and no code but `put` may write to them until this function returns. `put` may write to them: a
+    /// piece has been read when its result is passed to `put`, and the result is not part of any view.
     pub(super) unsafe fn reduce(
         &mut self,
         inputs: &[View],
@@ -42,8 +42,8 @@ impl Reducer {
         for start in range.step_by(self.piece_bytes) {
             let piece = start..end.min(start + self.piece_bytes);
             let source = |member: usize| {
-                // SAFETY: mapped, and nobody writes to this piece while the slice lives, by the caller's promise: others at
-                // most read it, and `put` is called when `evaluate` has returned and its slices have ended.
+                // SAFETY: the bytes are mapped. By the caller's promise, no other code writes to this piece while the slice exists: others
+                // at most read it, and `put` is called after `evaluate` has returned and its slices have ended.
                 unsafe { std::slice::from_raw_parts(inputs[member].bytes(&piece).cast_const(), piece.len()) }
             };
             let result = evaluate(
@@ -60,7 +60,7 @@ impl Reducer {
     }
 }
 
-/// Runs the terms on a stack of partial results; the result is at its bottom.
+/// Evaluates the terms on a stack of partial results. The result is at the bottom.
 fn evaluate<'a, 'b>(
     terms: &[Term],
     partials: &'a mut [u8],
@@ -75,7 +75,7 @@ fn evaluate<'a, 'b>(
         rest = after;
         let (below, above) = partials.split_at_mut(depth * stride);
         match (*term, after.first()) {
-            // Both at once, which saves writing the first one down.
+            // Fused, which avoids storing the first operand.
             (Term::Load(left), Some(Term::Reduce(right))) => {
                 combine_into(&mut above[..num_bytes], source(left.0), source(right.0), dtype, op);
                 depth += 1;

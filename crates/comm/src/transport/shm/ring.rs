@@ -2,26 +2,26 @@ use super::atomics::{AtomicU32, AtomicU64, Ordering, fence};
 use super::place::Place;
 use std::ops::Range;
 
-/// One direction between two ranks of a host: a queue of bytes with one writer and one reader. Zero memory is an empty ring.
+/// The state of a byte queue with one writer and one reader, from one rank to another of the same host. Zeroed memory is an empty ring.
 #[derive(Default)]
 #[repr(C)]
 pub(super) struct State {
-    /// Bytes ever written; only the sender writes it.
+    /// Total bytes written. Only the sender writes it.
     written: Line<AtomicU64>,
-    /// Bytes ever read; only the receiver writes it.
+    /// Total bytes read. Only the receiver writes it.
     read: Line<AtomicU64>,
-    /// The receiver sleeps until something is written.
+    /// Whether the receiver sleeps until bytes are written.
     receiver_sleeps: Line<AtomicU32>,
-    /// The sender sleeps until something is read.
+    /// Whether the sender sleeps until bytes are read.
     sender_sleeps: Line<AtomicU32>,
 }
 
-/// Separates what different ranks write into pairs of cache lines, which processors fetch together.
+/// Separates values written by different ranks by pairs of cache lines, which processors fetch together.
 #[derive(Default)]
 #[repr(C, align(128))]
 struct Line<T>(T);
 
-/// The peer's counter is none that a ring can have.
+/// The peer's counter has a value that a ring cannot have.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Corrupt;
 
@@ -35,7 +35,7 @@ pub(crate) struct RingReceiver {
     read: u64,
 }
 
-/// Up to two pieces of a ring's bytes, which hold `len` bytes from the `position`-th one ever written on.
+/// Up to two ranges of the ring that hold `len` bytes from stream position `position` on.
 fn pieces(position: u64, len: usize) -> [Range<usize>; 2] {
     let start = (position % Place::CAPACITY as u64) as usize;
     let first = len.min(Place::CAPACITY - start);
@@ -43,19 +43,19 @@ fn pieces(position: u64, len: usize) -> [Range<usize>; 2] {
 }
 
 impl RingSender {
-    /// The sending end of a ring of this rank's arena.
+    /// The sending end of a ring in this rank's arena.
     pub(super) fn new(place: Place) -> Self {
         RingSender { place, written: 0 }
     }
 
-    /// Writes as much of `bytes` as there is room for, and says how much that was.
+    /// Writes as many of `bytes` as fit. Returns their number.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<usize, Corrupt> {
         let room = self.room()?;
         let len = room.min(bytes.len());
         let mut rest = &bytes[..len];
         for piece in pieces(self.written, len) {
             let (from, after) = rest.split_at(piece.len());
-            // SAFETY: the reader has read these bytes, or never got any here: it does not touch them until `written` says so.
+            // SAFETY: the reader has read these bytes, or they were never written: it does not access them until `written` covers them.
             unsafe { self.place.write(piece.start, from) };
             rest = after;
         }
@@ -76,12 +76,12 @@ impl RingSender {
         }
     }
 
-    /// Whether the receiver must be woken, after a write.
+    /// Whether the receiver must be woken after a write. Clears its flag.
     pub(crate) fn takes_waking(&self) -> bool {
         takes(&self.place.state().receiver_sleeps.0)
     }
 
-    /// Says that this end is about to sleep until there is room; whether there is some already.
+    /// Announces that this end is about to sleep until there is room. Returns whether there is room already.
     pub(crate) fn prepare_sleep(&self) -> Result<bool, Corrupt> {
         announce(&self.place.state().sender_sleeps.0);
         self.has_room()
@@ -93,18 +93,18 @@ impl RingSender {
 }
 
 impl RingReceiver {
-    /// The receiving end of a ring of a peer's arena.
+    /// The receiving end of a ring in a peer's arena.
     pub(super) fn new(place: Place) -> Self {
         RingReceiver { place, read: 0 }
     }
 
-    /// Reads what has come, at most as much as `bytes` holds, and says how much that was.
+    /// Reads available bytes, at most `bytes.len()`. Returns their number.
     pub(crate) fn read(&mut self, bytes: &mut [u8]) -> Result<usize, Corrupt> {
         let len = self.unread()?.min(bytes.len());
         let mut rest = &mut bytes[..len];
         for piece in pieces(self.read, len) {
             let (to, after) = rest.split_at_mut(piece.len());
-            // SAFETY: the sender has written these bytes, and does not touch them until `read` says so.
+            // SAFETY: the sender has written these bytes, and does not access them until `read` covers them.
             unsafe { self.place.read(piece.start, to) };
             rest = after;
         }
@@ -113,7 +113,7 @@ impl RingReceiver {
         Ok(len)
     }
 
-    /// Whether anything has come that was not read.
+    /// Whether there are unread bytes.
     pub(crate) fn has_unread(&self) -> Result<bool, Corrupt> {
         Ok(self.unread()? > 0)
     }
@@ -126,12 +126,12 @@ impl RingReceiver {
         }
     }
 
-    /// Whether the sender must be woken, after a read.
+    /// Whether the sender must be woken after a read. Clears its flag.
     pub(crate) fn takes_waking(&self) -> bool {
         takes(&self.place.state().sender_sleeps.0)
     }
 
-    /// Says that this end is about to sleep until something is written; whether something is already.
+    /// Announces that this end is about to sleep until bytes are written. Returns whether there are unread bytes already.
     pub(crate) fn prepare_sleep(&self) -> Result<bool, Corrupt> {
         announce(&self.place.state().receiver_sleeps.0);
         self.has_unread()
@@ -142,15 +142,15 @@ impl RingReceiver {
     }
 }
 
-/// Raises the flag of one who will sleep, before it looks at the peer's counter a last time. The peer writes its
-/// counter before it looks at the flag, so one of the two sees the other.
+/// Sets the flag of a rank that will sleep, before it reads the peer's counter a last time. The peer writes its counter before it reads the
+/// flag, so one of the two sees the other.
 fn announce(flag: &AtomicU32) {
-    // A store would do: the peer's swap that read an older value precedes it. Loom does not conclude that from a store.
+    // A plain store would be enough: it is ordered after a peer's swap that read an older value. Loom does not infer that from a store.
     flag.swap(1, Ordering::Relaxed);
     fence(Ordering::SeqCst);
 }
 
-/// Lowers the flag of one who sleeps; whether it was raised. To be called after the counter was written.
+/// Clears the flag of a sleeping rank. Returns whether it was set. Must be called after the counter was written.
 fn takes(flag: &AtomicU32) -> bool {
     fence(Ordering::SeqCst);
     flag.load(Ordering::Relaxed) == 1 && flag.swap(0, Ordering::Relaxed) == 1

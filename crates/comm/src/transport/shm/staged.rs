@@ -1,4 +1,4 @@
-//! Operations whose data goes through stages: short ones whole, others window by window.
+//! Operations whose data goes through stages: short vectors at once, longer ones window by window.
 
 use super::area::STAGE_BYTES;
 use super::board::Post;
@@ -13,10 +13,10 @@ use std::ops::Range;
 use trireme_base::{Rank, ReduceOp};
 use trireme_schedule::collective::{CollectiveKind, owned_range};
 
-/// Bytes that go through a stage at a time of a longer vector: little enough to stay in a core's cache, with their source.
+/// Bytes of a longer vector that go through a stage at a time: few enough to stay in a core's cache together with their source.
 const WINDOW_BYTES: usize = 256 << 10;
 
-/// A window of a staged operation, and the stages that it goes through.
+/// A window of a staged operation, and the turn of the stages that it uses.
 struct Window {
     operation: Operation,
     elements: Range<usize>,
@@ -38,7 +38,7 @@ impl SharedMemory {
         let is_short = len * dtype.size() <= WINDOW_BYTES;
         let stage_len = if is_short { STAGE_BYTES } else { WINDOW_BYTES } / dtype.size();
         let (window_len, end) = staging(operation, num_members, stage_len);
-        // Windows begin at multiples of a cache line, so that vectors are aligned in the stage as elsewhere.
+        // Windows start at multiples of a cache line, so that vectors have the same alignment in the stage as in memory.
         let window_len = (window_len & !63).max(64);
         let out_of_place = operands.output.is_some();
         if let Some(op) = operation.reduction()
@@ -74,7 +74,7 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// An all-reduce through the stages, in which each member reduces its share of a window for all.
+    /// Executes an all-reduce through the stages. Each member reduces its share of a window for all members.
     fn staged_by_shares(
         &mut self,
         call: &Call,
@@ -101,8 +101,8 @@ impl SharedMemory {
                 (first + share.start) * dtype.size()..(first + share.end) * dtype.size()
             };
             let own_stage = inputs[self.own];
-            // SAFETY: the members' stages of this turn are mapped and filled, and of this share nobody else touches a
-            // byte before the next meeting; a piece has been read when its result is put in its place.
+            // SAFETY: the members' stages of this turn are mapped and filled, and no other member accesses this share before the next
+            // meeting. A piece has been read when its result is written.
             unsafe {
                 self.reducer.reduce(&inputs, share(self.own), (dtype, op), |piece, result| {
                     std::ptr::copy_nonoverlapping(result.as_ptr(), own_stage.bytes(&piece), result.len());
@@ -113,8 +113,8 @@ impl SharedMemory {
             for member in self.others() {
                 let share = share(member);
                 let (from, to) = (inputs[member].bytes(&share), output.bytes(&share));
-                // SAFETY: the member has put its results there, and does not touch them before this one has come to
-                // the meeting of the next window; the output is this member's own.
+                // SAFETY: the member has written its results there, and does not access them before this member arrives at the meeting of
+                // the next window. The output is this member's own.
                 unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to, share.len()) };
                 control.cost.payload_bytes += share.len() as u64;
             }
@@ -124,7 +124,7 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// Copies what the peers need of this window into the own stage.
+    /// Copies the data of this window that the peers need into the own stage.
     fn fill_stage(&self, window: &Window, operands: &Operands<'_>) {
         let (dtype, len) = window.operation.elements();
         let num_members = self.members.len();
@@ -134,8 +134,8 @@ impl SharedMemory {
             let view = self.view_of_stage(window, self.own, part);
             let bytes = range.start * dtype.size()..range.end * dtype.size();
             let source = operands.input.view(input_first).bytes(&bytes).cast_const();
-            // SAFETY: this rank's stage of this turn, which the peers finished reading before they came to the last meeting. The
-            // source is on the heap or in a buffer, and nobody touches a vector of a staged operation but its owner.
+            // SAFETY: this rank's stage of this turn, which the peers finished reading before they arrived at the last meeting. The source
+            // is on the heap or in a buffer, and only its owner accesses a vector of a staged operation.
             unsafe { std::ptr::copy_nonoverlapping(source, view.bytes(&bytes), bytes.len()) };
         };
         match contribution(window.operation, self.own) {
@@ -150,7 +150,7 @@ impl SharedMemory {
         }
     }
 
-    /// Where a window of a part lies in a member's stage.
+    /// The location of a window of a part in a member's stage.
     fn view_of_stage(&self, window: &Window, member: usize, part: Part) -> View {
         let (dtype, len) = window.operation.elements();
         let index = match (contribution(window.operation, member), part) {

@@ -1,4 +1,4 @@
-//! Rings in an arena.
+//! Tests of rings in an arena.
 
 use super::arena::Arena;
 use super::place::{Place, RING_BYTES};
@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 const CAPACITY: usize = Place::CAPACITY;
 
-/// The arena and the offset of an empty ring.
+/// Creates an empty ring. Returns its arena and offset.
 fn ring() -> (Arc<Arena>, usize) {
     let arena = Arena::new(2).expect("an arena");
     let region = arena.allocate_for_good(RING_BYTES).expect("memory");
@@ -77,7 +77,7 @@ fn counters_that_cannot_be_are_refused() {
     assert_eq!(early_sender.write(&vec![1; CAPACITY]), Ok(CAPACITY));
     assert_eq!(early_receiver.read(&mut [0; 1]), Ok(1));
     assert_eq!(early_sender.write(&[1]), Ok(1));
-    // More was read than the sender wrote, and more was written than fits before the receiver reads.
+    // The receiver read more than this sender wrote, and the sender wrote more than fits before this receiver reads.
     assert_eq!(sender(&ring).write(&[1]), Err(Corrupt));
     assert_eq!(receiver(&ring).read(&mut [0; 1]), Err(Corrupt));
     assert_eq!(receiver(&ring).prepare_sleep(), Err(Corrupt));

@@ -2,21 +2,22 @@ use super::mapping::Mapping;
 use crate::buffer::CacheLine;
 use std::ops::Range;
 
-/// Where a vector, or a part of it, lies in some rank's arena. Ranges are bytes of the whole vector.
+/// The address of a vector, or of a part of it, in memory of some rank. Ranges are bytes of the full vector.
 #[derive(Clone, Copy)]
 pub(super) struct View {
-    /// Where the whole vector's first byte is, or would be.
+    /// Address of the full vector's first byte, whether or not that byte is in the part.
     start: *mut u8,
-    /// The part that is there.
+    /// The range of the part that is in memory.
     first: usize,
     end: usize,
 }
 
-// SAFETY: a view is an address; who may use it when is the protocol of this module's parent.
+// SAFETY: a view is only an address. The protocol of the parent module says when it may be used.
 unsafe impl Send for View {}
 
 impl View {
-    /// A view of the bytes `part` of a vector from `offset` on; `None` if outside of the arena or misaligned for such elements.
+    /// A view of the bytes `part` of a vector, stored at `offset` of an arena. `None` if it is outside of the arena or misaligned for the
+    /// elements.
     pub(super) fn new(
         memory: &Mapping,
         offset: usize,
@@ -28,15 +29,15 @@ impl View {
         is_inside.then(|| View::at(memory.at(offset, part.len()), part))
     }
 
-    /// A view of the bytes `part` of a vector, which lie from `start` on.
+    /// A view of the bytes `part` of a vector, stored at `start`.
     pub(super) fn at(start: *mut u8, part: Range<usize>) -> Self {
         View { start: start.wrapping_sub(part.start), first: part.start, end: part.end }
     }
 
-    /// The address of some bytes.
+    /// The address of a range of bytes.
     ///
     /// # Panics
-    /// If they are not all there.
+    /// If the range is not inside the part.
     pub(super) fn bytes(&self, range: &Range<usize>) -> *mut u8 {
         assert!(
             self.first <= range.start && range.start <= range.end && range.end <= self.end,
@@ -47,7 +48,7 @@ impl View {
         self.start.wrapping_add(range.start)
     }
 
-    /// Prefetches bytes, all at once: one by one, each would wait for the one before on its way from another core's cache.
+    /// Prefetches bytes, all at once. Loaded one by one, each line would wait for the previous one to arrive from another core's cache.
     ///
     /// # Panics
     /// As [`bytes`](View::bytes).

@@ -1,4 +1,4 @@
-//! Worlds for tests: ranks as threads of this process, over every transport.
+//! Test worlds: ranks as threads of this process, on every transport.
 pub(crate) mod operations;
 pub(crate) mod oracle;
 
@@ -14,17 +14,17 @@ use trireme_schedule::collective::{DirectCost, LinkCost};
 pub(crate) const TRANSPORTS: [TransportKind; 4] =
     [TransportKind::Inproc, TransportKind::Shm, TransportKind::Tcp, TransportKind::ShmAndTcp];
 
-/// Thresholds so low that short vectors take the paths of long ones, in several pieces.
+/// Options with thresholds so low that short vectors take the paths of long ones, in several pieces.
 pub(crate) fn small_pieces() -> GroupOptions {
     let timeout = Duration::from_secs(60);
     let link = LinkCost::of(10.0, 1.0);
-    // What is measured would choose now this algorithm, now that.
+    // Given, because measured costs would choose different algorithms from run to run.
     let costs =
         GivenCosts { within: Some(link), across: Some(link), direct: Some(DirectCost::of(1.0, 10.0)) };
     GroupOptions { timeout, short_bytes_max: 64, chunk_bytes: 128, costs, ..GroupOptions::default() }
 }
 
-/// Options of one world: a loopback address that no other world of these tests has.
+/// Options of one world, with a loopback address that no other world of these tests uses.
 pub(crate) fn join_options(
     world_size: usize,
     transport: TransportChoice,
@@ -42,8 +42,8 @@ pub(crate) fn join_options(
     }
 }
 
-/// Runs `body` once per rank, each on its own thread, and returns what they return, in rank order. Ranks 0 and 1 are on one
-/// host, ranks 2 and 3 on another one, unless the transport has but one host.
+/// Runs `body` once per rank, each in its own thread, and returns the results in rank order. Ranks 0 and 1 are on one host, ranks 2 and 3
+/// on another one, unless the transport supports only one host.
 pub(crate) fn on_ranks<R: Send>(
     transport: TransportKind,
     world_size: usize,
@@ -57,7 +57,7 @@ pub(crate) fn on_ranks<R: Send>(
     on_hosts(transport, &Vec::from_iter((0..world_size).map(host_of)), options, body)
 }
 
-/// As [`on_ranks`], with each rank on the host that `hosts` says.
+/// Like [`on_ranks`], with rank `r` on host `hosts[r]`.
 pub(crate) fn on_hosts<R: Send>(
     transport: TransportKind,
     hosts: &[usize],
@@ -78,7 +78,7 @@ pub(crate) fn on_hosts<R: Send>(
     let host = |rank: usize| Some(format!("host {}", hosts[rank]));
     let ranks =
         (0..world_size).map(|rank| JoinOptions { rank: Rank(rank), host: host(rank), ..options.clone() });
-    // One host, where all ranks are on one.
+    // If all ranks are on one host, there is no TCP.
     let expected = match transport {
         TransportKind::ShmAndTcp if hosts.iter().all(|host| *host == hosts[0]) => TransportKind::Shm,
         other => other,
@@ -93,17 +93,17 @@ pub(crate) fn on_hosts<R: Send>(
     }))
 }
 
-/// Joins all ranks at once; what each gets.
+/// Joins all ranks at the same time. Returns their results in order.
 pub(crate) fn join_all(options: &[JoinOptions]) -> Vec<Result<Group, CommError>> {
     on_threads(options.iter().map(|options| move || join(options)))
 }
 
-/// The options of some ranks of a world.
+/// The options of the given ranks of a world.
 pub(crate) fn ranks(options: &JoinOptions, ranks: &[usize]) -> Vec<JoinOptions> {
     ranks.iter().map(|&rank| JoinOptions { rank: Rank(rank), ..options.clone() }).collect()
 }
 
-/// Asserts that all have joined, by `transport`, and are connected.
+/// Asserts that all ranks have joined by `transport` and can communicate.
 pub(crate) fn check_world(groups: Vec<Result<Group, CommError>>, transport: TransportKind) {
     std::thread::scope(|scope| {
         for group in groups {

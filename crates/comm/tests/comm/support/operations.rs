@@ -1,4 +1,4 @@
-//! The operations on vectors: how they are issued, and what must come of them.
+//! The vector operations: how to issue them, and their expected results.
 use super::oracle::{Value, expected};
 use std::ops::Range;
 use trireme_base::{Rank, ReduceOp};
@@ -7,7 +7,7 @@ use trireme_schedule::collective::{
     Algorithm, Collective, CollectiveKind, Step, block, fits, is_canonical, steps,
 };
 
-/// Around the borders of blocks of up to five ranks, of short vectors (16) and of pieces (32), none but 0 a multiple of them.
+/// Lengths around blocks of up to five ranks, short vectors (16) and pieces (32). None but 0 is a multiple of these.
 const LENGTHS: [usize; 6] = [0, 1, 3, 17, 101, 1001];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,19 +22,19 @@ pub(crate) enum Kind {
     AllToAll,
 }
 
-/// Where buffers lie.
+/// The memory of buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// Where the group would have them.
+    /// Memory of [`Group::buffer`].
     Group,
-    /// In the process's own memory.
+    /// The process's own memory.
     Private,
-    /// The input here, the output there, and the other way round on every second rank.
+    /// Input and output in different memories, swapped on every second rank.
     Mixed,
 }
 
 impl Kind {
-    /// The operation on a vector of `len`, as algorithms know it.
+    /// The collective of the operation on a vector of `len` elements.
     pub(crate) fn collective(self, len: usize) -> Collective {
         match self {
             Kind::AllReduce(_) => CollectiveKind::AllReduce.with_len(len),
@@ -48,7 +48,7 @@ impl Kind {
         }
     }
 
-    /// The longest vector up to `len` that the operation takes, in place and out of place.
+    /// The longest vector of up to `len` elements that the operation supports, in place and out of place.
     pub(crate) fn lens(self, world_size: usize, len: usize) -> [usize; 2] {
         let equal = len / world_size * world_size;
         match self {
@@ -81,7 +81,7 @@ pub(crate) fn kinds(world_size: usize) -> Vec<Kind> {
     kinds
 }
 
-/// The element at `index` of what `rank` has in the end, where that is specified.
+/// The expected element at `index` of the full vector on `rank`, if it is specified.
 pub(crate) fn result<T: Value>(
     kind: Kind,
     rank: usize,
@@ -133,7 +133,7 @@ pub(crate) fn bits<T: Element>(values: &[T]) -> &[u8] {
     bytemuck::cast_slice(values)
 }
 
-/// Compares the elements of a buffer that begins at `first` of the whole vector.
+/// Compares the elements of a buffer that holds the full vector from `first` on.
 pub(crate) fn compare<T: Value>(
     group: &Group,
     kind: Kind,
@@ -169,7 +169,7 @@ pub(crate) fn in_place<T: Value>(group: &Group, kind: Kind, place: Place, len: u
 
 pub(crate) type Pair<T> = (Buffer<T>, Buffer<T>);
 
-/// The work, and where its output begins in the whole vector.
+/// Issues the operation out of place. Returns the work, and the offset of its output in the full vector.
 pub(crate) fn out_of_place<T: Value>(
     group: &Group,
     kind: Kind,
@@ -197,7 +197,7 @@ pub(crate) fn out_of_place<T: Value>(
     }
 }
 
-/// All lengths of an operation, in place and out of place, all in flight at once.
+/// Checks all lengths of an operation, in place and out of place, all in flight at once.
 pub(crate) fn check<T: Value>(group: &Group, kind: Kind, place: Place, lengths: &[usize]) {
     let world_size = group.world_size();
     let mut in_flight = Vec::new();
@@ -227,7 +227,7 @@ pub(crate) fn check<T: Value>(group: &Group, kind: Kind, place: Place, lengths: 
     }
 }
 
-/// Checks what the algorithm does, in every kind of memory that the group has.
+/// Checks the algorithm's operations in every kind of memory that the group has.
 pub(crate) fn check_algorithm(group: &Group, algorithm: Algorithm) {
     let hosts = group.hosts();
     for kind in kinds(group.world_size()) {
@@ -241,7 +241,7 @@ pub(crate) fn check_algorithm(group: &Group, algorithm: Algorithm) {
             let before = group.statistics().payload_bytes;
             match is_canonical(kind.collective(1000), algorithm, hosts) {
                 true => check::<f32>(group, kind, place, &LENGTHS),
-                // Integers have one sum in any order.
+                // Sums of integers do not depend on the order.
                 false => check::<i32>(group, kind, place, &LENGTHS),
             }
             if !algorithm.needs_shared_memory() {

@@ -1,4 +1,4 @@
-//! What operations must give, found out naively.
+//! Expected results of operations, computed naively.
 use trireme_base::{Bf16, F16, ReduceOp};
 use trireme_comm::Element;
 
@@ -34,11 +34,11 @@ macro_rules! float_value {
     ($type:ty) => {
         impl Value for $type {
             fn of(rank: usize, index: usize) -> Self {
-                // Zeros of both signs are equal, but not their bits: Max and Min depend on their order.
+                // Zeros of both signs compare equal, but have different bits: the result of Max and Min depends on the order.
                 if index % 5 == 4 {
                     return if rank % 3 == 1 { -0.0 } else { 0.0 };
                 }
-                // Sums of these depend on their order, in the last bits.
+                // The last bits of sums of these depend on the order.
                 1.0 / (3.0 + ((rank * 7919 + index * 104_729) % 1009) as $type) - 0.001 * rank as $type
             }
             fn sum(self, other: Self) -> Self {
@@ -84,7 +84,7 @@ macro_rules! integer_value {
         impl Value for $type {
             fn of(rank: usize, index: usize) -> Self {
                 let bits = ((rank + 1) * 7919 + index * 104_729) as $type;
-                // Of both signs, where the type has two.
+                // Values of both signs, if the type has them.
                 if index % 2 == 1 { (0 as $type).wrapping_sub(bits) } else { bits }
             }
             fn sum(self, other: Self) -> Self {
@@ -113,7 +113,7 @@ integer_value!(u64);
 integer_value!(i32);
 integer_value!(i64);
 
-/// An element of the reduction over ranks.
+/// The expected element of a reduction over all ranks.
 pub(crate) fn expected<T: Value>(op: ReduceOp, world_size: usize, index: usize) -> T {
     let values: Vec<T> = (0..world_size).map(|rank| T::of(rank, index)).collect();
     let reduced = oracle(&values, &|left, right| match op {

@@ -1,4 +1,4 @@
-//! Boards, and memory that meetings divide among ranks.
+//! Models of boards, and of memory that meetings divide among ranks.
 
 use super::Cell;
 use super::board::{Board, Post};
@@ -10,7 +10,7 @@ use loom::thread;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
-/// What one rank shares with the others.
+/// The memory that one rank shares with the others.
 #[derive(Default)]
 struct Area {
     board: Board,
@@ -29,12 +29,12 @@ fn call(sequence: u64) -> Call {
     }
 }
 
-/// Waits as `Board::wait` does, but looks only once before it sleeps.
+/// Waits like `Board::wait`, but polls only once before it sleeps.
 fn wait(board: &Board, meeting: u32) {
     while !board.has_come(meeting) && !board.doze(meeting).expect("sleep") {}
 }
 
-/// As `SharedMemory::meet_with`.
+/// Meets like `SharedMemory::meet_with`.
 fn meet_with(own: usize, areas: &[Area], meeting: u32, sequence: u64) {
     areas[own].board.post(meeting, &call(sequence), Post::STAGED);
     meet(own, areas, meeting);
@@ -50,7 +50,7 @@ fn meet(own: usize, areas: &[Area], meeting: u32) {
     }
 }
 
-/// Runs `rank` for each of the members.
+/// Runs `rank` in one thread for each of `N` members.
 fn run_ranks<const N: usize>(rank: impl Fn(usize, &[Area]) + Copy + Send + 'static) {
     let areas: Arc<[Area; N]> = Arc::new(std::array::from_fn(|_| Area::default()));
     let peers = (1..N).map(|own| {
@@ -62,7 +62,7 @@ fn run_ranks<const N: usize>(rank: impl Fn(usize, &[Area]) + Copy + Send + 'stat
     peers.into_iter().for_each(|peer| peer.join().unwrap());
 }
 
-/// Three operations in a row go through stages: the third one uses the stage of the first.
+/// Three consecutive operations go through stages; the third one reuses the stage of the first.
 #[test]
 fn loom_one_meeting_divides_the_stages_of_an_operation() {
     explore(3, || {
@@ -76,7 +76,7 @@ fn loom_one_meeting_divides_the_stages_of_an_operation() {
     });
 }
 
-/// Each rank reduces its share of both vectors in place, and reads its whole vector after the second meeting.
+/// Each rank reduces its share of both vectors in place, and reads its full vector after the second meeting.
 #[test]
 fn loom_two_meetings_divide_vectors_that_peers_write_to() {
     explore(3, || {

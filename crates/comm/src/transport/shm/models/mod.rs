@@ -1,10 +1,10 @@
-//! Models of the memory that ranks share: `cargo test -p trireme-comm --features loom --lib loom_`.
+//! Loom models of shared memory: `cargo test -p trireme-comm --features loom --lib loom_`.
 //!
-//! Boards and rings are compiled here a second time, against loom's atomics instead of the processor's. Loom runs each test in
-//! every order of its threads, and with every value that a load may return. Each plain byte is in a [`Cell`], which fails the test
-//! if two threads access it and nothing orders them. Only a wake-up ends a sleep, so a lost one is a deadlock, which loom reports.
+//! Boards and rings are compiled here a second time, against loom's atomics. Loom runs each test with every interleaving of its threads,
+//! and with every value that a load may return. Each plain byte is in a [`Cell`], which fails the test if two threads access it without
+//! synchronisation. Only a wake-up ends a sleep, so a lost one is a deadlock, which loom reports.
 //!
-//! Loom treats a `SeqCst` access as `AcqRel`, but knows `SeqCst` fences. So the protocols use fences.
+//! Loom treats a `SeqCst` access as `AcqRel`, but supports `SeqCst` fences, so the protocols use fences.
 
 mod boards;
 mod rings;
@@ -20,7 +20,7 @@ mod atomics {
     pub(super) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 }
 
-/// Sleep on words, as in the kernel, but without a tick that ends it.
+/// Sleep on words, as with the kernel's futex, but without a tick that ends it.
 mod futex {
     use super::atomics::{AtomicU32, Ordering};
     use loom::sync::{Condvar, Mutex};
@@ -29,7 +29,7 @@ mod futex {
     use std::sync::Arc;
 
     loom::lazy_static! {
-        /// The sleepers by the address of their word.
+        /// The sleepers, by the address of their word.
         static ref SLEEPERS: Mutex<BTreeMap<usize, Arc<Condvar>>> = Mutex::default();
     }
 
@@ -51,7 +51,7 @@ mod futex {
     }
 }
 
-/// The memory of a ring, which has few bytes so that it is soon full.
+/// The memory of a ring, with so few bytes that it is soon full.
 mod place {
     use super::Cell;
     use super::ring::State;

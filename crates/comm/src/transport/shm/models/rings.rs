@@ -1,4 +1,4 @@
-//! Rings, and the bells that wake the ranks that sleep at them.
+//! Models of rings, and of the sockets that wake the ranks that sleep on them.
 
 use super::place::Place;
 use super::ring::{RingReceiver, RingSender};
@@ -6,7 +6,7 @@ use crate::models::explore;
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-/// The socket of a ring's link: it stays readable until somebody reads it.
+/// A model of the socket of a ring's link: it stays readable until it is read.
 #[derive(Default)]
 struct Bell {
     is_rung: Mutex<bool>,
@@ -31,7 +31,7 @@ impl Bell {
     }
 }
 
-/// One rank's end of two rings, with the bell of both.
+/// One rank's end of two rings, with the bells of both ranks.
 struct Link {
     sender: RingSender,
     receiver: RingReceiver,
@@ -40,8 +40,8 @@ struct Link {
 }
 
 impl Link {
-    /// Sends in pieces of at most `piece_len` bytes and receives at the same time, in the steps of a `RingLink` and of a
-    /// thread that waits at it.
+    /// Sends in pieces of at most `piece_len` bytes and receives at the same time, by the same steps as a `RingLink` and a thread that
+    /// waits on it.
     fn exchange(&mut self, outgoing: &[u8], piece_len: usize, incoming: &mut [u8]) {
         let (own_bell, peer_bell) = (&self.bells[self.own], &self.bells[1 - self.own]);
         let (mut num_sent, mut num_received) = (0, 0);
@@ -88,7 +88,7 @@ impl Link {
     }
 }
 
-/// Two ranks send each other a message each.
+/// Sends one message in each direction between two ranks.
 fn exchange(messages: [&'static [u8]; 2], piece_len: usize) {
     let rings = [Place::default(), Place::default()];
     let bells: Arc<[Bell; 2]> = Arc::default();
@@ -111,7 +111,7 @@ fn exchange(messages: [&'static [u8]; 2], piece_len: usize) {
     peer.join().unwrap();
 }
 
-/// Pieces wrap around the end of the ring, and the message does not fit into it.
+/// Pieces wrap around the end of the ring, and the message is longer than the ring.
 #[test]
 fn loom_bytes_come_around_the_end_and_nobody_sleeps_on() {
     explore(3, || exchange([&[1, 2, 3, 4, 5], &[]], 2));
@@ -122,7 +122,7 @@ fn loom_a_ring_is_filled_and_emptied_at_once() {
     explore(3, || exchange([&[], &[1, 2, 3, 4]], 4));
 }
 
-/// Both ranks wait for room and for bytes, with one bell for both.
+/// Both ranks wait for room and for bytes, with one wake-up for both.
 #[test]
 fn loom_full_rings_in_both_directions_make_progress() {
     explore(2, || exchange([&[1, 2, 3, 4], &[5, 6, 7, 8]], 4));
