@@ -99,12 +99,11 @@ fn nothing_to_open(folder: &Path) -> CheckpointError {
              AutoTokenizer)",
         )
     } else {
-        let expected = match folder.join(CONFIG_FILE).is_file() {
-            true => "model.safetensors or model.safetensors.index.json beside config.json",
-            false => {
-                "the folder of a run that has saved a checkpoint, a checkpoint with checkpoint.json, or a Hugging Face \
+        let expected = if folder.join(CONFIG_FILE).is_file() {
+            "model.safetensors or model.safetensors.index.json beside config.json"
+        } else {
+            "the folder of a run that has saved a checkpoint, a checkpoint with checkpoint.json, or a Hugging Face \
                  model directory with model.safetensors or model.safetensors.index.json"
-            }
         };
         ("no checkpoint and no model", expected)
     };

@@ -232,9 +232,10 @@ impl Console {
             self.print(&object);
             return channel.log(&object);
         }
-        match std::io::stdout().is_terminal() {
-            true => self.print(&line.fitted(usize::from(Term::stdout().size().1))),
-            false => self.print(&line.plain()),
+        if std::io::stdout().is_terminal() {
+            self.print(&line.fitted(usize::from(Term::stdout().size().1)))
+        } else {
+            self.print(&line.plain())
         }
         channel.log(&line.plain());
     }
@@ -324,10 +325,8 @@ impl Observer for Console {
         if let Some(bar) = &self.bar {
             bar.set_position(record.step);
             let left = left.map(|left| format!("  {} left", duration(left))).unwrap_or_default();
-            let loss = match record.loss.is_nan() {
-                true => "no loss".to_owned(),
-                false => format!("loss {:.4}", record.loss),
-            };
+            let loss =
+                if record.loss.is_nan() { "no loss".to_owned() } else { format!("loss {:.4}", record.loss) };
             bar.set_message(format!("{loss}  {speed:.0} {unit}{left}"));
         }
         if is_due || record.seconds_to_first_step.is_some() {

@@ -91,10 +91,10 @@ impl Compressor {
     ) -> Result<Self, CompressionError> {
         assert!(rank.0 < world_size, "rank {rank} in a world of {world_size}");
         check_len(compression, bucket)?;
-        let (codec, keeps_residual): (Box<dyn Codec>, bool) = match compression.has_codec(bucket, world_size)
-        {
-            true => (codec_of(compression.method, compression, bucket), compression.error_feedback()),
-            false => (Box::new(Uncompressed), false),
+        let (codec, keeps_residual): (Box<dyn Codec>, bool) = if compression.has_codec(bucket, world_size) {
+            (codec_of(compression.method, compression, bucket), compression.error_feedback())
+        } else {
+            (Box::new(Uncompressed), false)
         };
         let warmup_codec = codec_of(compression.warmup_method, compression, bucket);
         let residual = keeps_residual.then(|| vec![0.0; bucket.len()]);

@@ -310,10 +310,8 @@ impl Control {
         let own = self.own()?;
         self.peers.iter_mut().enumerate().find_map(|(rank, peer)| {
             let (sequence, theirs) = peer.waiting.take_if(|(sequence, _)| *sequence <= call.sequence)?;
-            let issued = match sequence == call.sequence {
-                true => call.operation,
-                false => self.recorder.issued(sequence)?,
-            };
+            let issued =
+                if sequence == call.sequence { call.operation } else { self.recorder.issued(sequence)? };
             (issued != theirs).then(|| CommError::mismatch(sequence, (own, issued), (Rank(rank), theirs)))
         })
     }

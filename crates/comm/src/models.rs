@@ -65,9 +65,10 @@ mod sync {
             guard: MutexGuard<'a, T>,
             _: Duration,
         ) -> Result<(MutexGuard<'a, T>, WaitTimeoutResult), ()> {
-            match self.has_timed_out.swap(true, Ordering::Relaxed) {
-                false => Ok((guard, WaitTimeoutResult(true))),
-                true => Ok((self.wait(guard)?, WaitTimeoutResult(false))),
+            if self.has_timed_out.swap(true, Ordering::Relaxed) {
+                Ok((self.wait(guard)?, WaitTimeoutResult(false)))
+            } else {
+                Ok((guard, WaitTimeoutResult(true)))
             }
         }
 
@@ -118,10 +119,7 @@ impl Transport for InOrder {
         assert_eq!(*num_executed, number, "operations are executed in the order of issue");
         *num_executed += 1;
         self.executed.grown.notify_one();
-        match self.failing == Some(number) {
-            true => Err(call.timed_out(Vec::new())),
-            false => Ok(()),
-        }
+        if self.failing == Some(number) { Err(call.timed_out(Vec::new())) } else { Ok(()) }
     }
 
     fn abandon(&mut self, _: &mut Payload) {}

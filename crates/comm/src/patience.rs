@@ -60,9 +60,10 @@ impl Patience {
             self.num_tries = 0;
             return false;
         }
-        match self.num_tries < NUM_LOOKS_MAX {
-            true => std::hint::spin_loop(),
-            false => std::thread::yield_now(),
+        if self.num_tries < NUM_LOOKS_MAX {
+            std::hint::spin_loop()
+        } else {
+            std::thread::yield_now()
         }
         true
     }

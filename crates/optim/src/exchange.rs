@@ -46,9 +46,10 @@ impl Optimizer {
             members.iter().map(move |member| rule.updates_second_moment(number(member)))
         });
         let mut updates_second = updates_second.peekable();
-        match updates_second.peek().is_none() || updates_second.any(|is_update| is_update) {
-            true => Exchange::Gradients,
-            false => Exchange::Momentum,
+        if updates_second.peek().is_none() || updates_second.any(|is_update| is_update) {
+            Exchange::Gradients
+        } else {
+            Exchange::Momentum
         }
     }
 

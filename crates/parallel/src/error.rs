@@ -59,10 +59,11 @@ pub enum ParallelError {
     TooFewMicrobatches { expected: usize, found: usize },
     #[error(
         "step {step}: the {what} is {value}; {}",
-        match *.is_ahead {
-            true => "other workers of the pipeline may have updated parameters since, so resume from the last checkpoint",
-            false => "parameters are unchanged since the previous step",
-        }
+        if *.is_ahead {
+"other workers of the pipeline may have updated parameters since, so resume from the last checkpoint"
+} else {
+"parameters are unchanged since the previous step"
+}
     )]
     NotFinite {
         step: u64,

@@ -153,14 +153,15 @@ impl<E> Fitting<'_, E> {
             tier => Some(format!("{} ({})", class.name(), tier.name())),
         };
         let away: Vec<String> = open.iter().filter_map(of_class).collect();
-        let moved = match away.is_empty() {
-            true => "everything stays on the device".to_owned(),
-            false => format!(
+        let moved = if away.is_empty() {
+            "everything stays on the device".to_owned()
+        } else {
+            format!(
                 "{}; each step moves {} to and from the host, and {} to and from disk",
                 away.join(", "),
                 Bytes(traffic.host),
                 Bytes(traffic.disk)
-            ),
+            )
         };
         format!(
             "offload, for at most {} per worker: {moved}; takes {} on the device and {} of host memory",

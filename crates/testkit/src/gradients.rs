@@ -272,9 +272,8 @@ impl GradientCheck<'_> {
             // The result of an operation may be overwritten by its last reader.
             let is_float = |index: usize| !matches!(self.inputs[index].values, Values::Ids(_));
             let same = Arc::new(Scale(1.0));
-            let moved = inputs.into_iter().enumerate().map(|(index, input)| match is_float(index) {
-                true => recorder.apply(&same, [input]).unwrap(),
-                false => input,
+            let moved = inputs.into_iter().enumerate().map(|(index, input)| {
+                if is_float(index) { recorder.apply(&same, [input]).unwrap() } else { input }
             });
             inputs = moved.collect();
         }

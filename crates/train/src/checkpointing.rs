@@ -204,9 +204,10 @@ pub(crate) fn write_checkpoint(
         for (index, State { info, .. }) in executor.optimizer().states(unit).iter().enumerate() {
             // A state tensor with the parameter's shape is placed as the parameter is. Others are placed on all ranks that store any part
             // of it.
-            let placements = match info.is_like_parameter {
-                true => of_parameters[info.parameter.name.as_str()].placements.clone(),
-                false => executor.placements().beside(executor.model().table(), &outline, info.parameter),
+            let placements = if info.is_like_parameter {
+                of_parameters[info.parameter.name.as_str()].placements.clone()
+            } else {
+                executor.placements().beside(executor.model().table(), &outline, info.parameter)
             };
             let (name, shape) = (state_name(info), info.shape.dims().to_vec());
             tensors.push(TensorPlacement { name, shape, dtype: DType::F32, placements });

@@ -79,9 +79,10 @@ impl CorpusSamples {
         let mut tokens = sample.u32s(TOKENS).to_vec();
         tokens.extend(sample.u32s(TARGETS).last());
         let mut is_learned = vec![false];
-        match weighs_losses {
-            true => is_learned.extend(sample.f32s(LOSS_WEIGHTS).iter().map(|&weight| weight > 0.0)),
-            false => is_learned.resize(tokens.len(), true),
+        if weighs_losses {
+            is_learned.extend(sample.f32s(LOSS_WEIGHTS).iter().map(|&weight| weight > 0.0))
+        } else {
+            is_learned.resize(tokens.len(), true)
         }
         let num_padding = tokens.len() - window.len;
         tokens.truncate(window.len);

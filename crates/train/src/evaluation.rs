@@ -158,9 +158,10 @@ impl Evaluator {
 
     fn check_vocabulary(&self, vocabulary_size: usize) -> Result<(), TrainError> {
         let vocab_size = self.config.vocab_size;
-        match vocabulary_size > vocab_size {
-            true => Err(TrainError::ForeignToken { token: vocabulary_size as u32 - 1, vocab_size }),
-            false => Ok(()),
+        if vocabulary_size > vocab_size {
+            Err(TrainError::ForeignToken { token: vocabulary_size as u32 - 1, vocab_size })
+        } else {
+            Ok(())
         }
     }
 

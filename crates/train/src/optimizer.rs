@@ -22,9 +22,10 @@ pub fn optimizer_options(config: &Config, table: &ParameterTable) -> Result<Opti
         balance_rate: config.experts().bias_update_rate as f32,
         precision: config.training().dtype,
     };
-    match names.iter().all(|name| options.is_frozen(name)) {
-        true => Err(TrainError::AllFrozen { num_parameters: names.len() }),
-        false => Ok(options),
+    if names.iter().all(|name| options.is_frozen(name)) {
+        Err(TrainError::AllFrozen { num_parameters: names.len() })
+    } else {
+        Ok(options)
     }
 }
 

@@ -37,9 +37,10 @@ pub fn preflight(
     group: &Group,
 ) -> Result<Vec<String>, TrainError> {
     let mut facts = Facts::of_config(config, features_max);
-    let token = match config.checkpoint().enable && group.hosts().num_hosts() > 1 {
-        true => Token::share(&config.run_folder(), group)?,
-        false => None,
+    let token = if config.checkpoint().enable && group.hosts().num_hosts() > 1 {
+        Token::share(&config.run_folder(), group)?
+    } else {
+        None
     };
     if let Some(token) = &token {
         let folder = config.run_folder().display().to_string();

@@ -54,9 +54,10 @@ impl Pretrained {
     pub(crate) fn open(config: &Config) -> Result<Option<Self>, TrainError> {
         let Some(path) = &config.model().init_from else { return Ok(None) };
         let source = ModelSource::open(path)?;
-        let tokenizer = match config.model().allow_other_tokenizer && !takes_its_tokenizer(config) {
-            true => None,
-            false => model_tokenizer(&source)?.map(Arc::new),
+        let tokenizer = if config.model().allow_other_tokenizer && !takes_its_tokenizer(config) {
+            None
+        } else {
+            model_tokenizer(&source)?.map(Arc::new)
         };
         Ok(Some(Pretrained { path: path.clone(), source, tokenizer }))
     }

@@ -309,9 +309,10 @@ fn restore(
         ));
     }
     for (index, info) in model.table().parameters().iter().enumerate() {
-        let start = match stateless.contains(&info.name) {
-            true => state.num_updates(),
-            false => state.optimizer_starts.get(&info.name).copied().unwrap_or(0),
+        let start = if stateless.contains(&info.name) {
+            state.num_updates()
+        } else {
+            state.optimizer_starts.get(&info.name).copied().unwrap_or(0)
         };
         executor.optimizer_mut().set_state_start(index, start);
     }

@@ -33,9 +33,10 @@ impl Utilization {
     ) -> Result<Self, TrainError> {
         let places = (config.model_place(group.rank()), config.context_place(group.rank()));
         let alone = (ModelPlace::WHOLE, ContextPlace::ALONE);
-        let of_microbatch = match places == alone {
-            true => rehearsal.model_operations(),
-            false => rehearse_at(config, task, (alone, num_threads), batch)?.model_operations(),
+        let of_microbatch = if places == alone {
+            rehearsal.model_operations()
+        } else {
+            rehearse_at(config, task, (alone, num_threads), batch)?.model_operations()
         };
         let training = config.training();
         let num_microbatches = training.global_batch_size / training.local_batch_size;

@@ -57,9 +57,10 @@ impl CompareArgs {
     }
 
     fn effort(&self) -> Effort {
-        match self.quick {
-            true => Effort { num_steps: 2, num_warmup_steps: 1, seconds: 0.05 },
-            false => Effort { num_steps: 16, num_warmup_steps: 3, seconds: 1.0 },
+        if self.quick {
+            Effort { num_steps: 2, num_warmup_steps: 1, seconds: 0.05 }
+        } else {
+            Effort { num_steps: 16, num_warmup_steps: 3, seconds: 1.0 }
         }
     }
 }

@@ -66,10 +66,10 @@ fn paths(root: &Path) -> Result<Vec<PathBuf>> {
 fn add_files(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
     for path in entries(folder)? {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        match path.is_dir() {
-            true if name == "target" || name.starts_with('.') => {}
-            true => add_files(&path, paths)?,
-            false => paths.push(path),
+        if !path.is_dir() {
+            paths.push(path);
+        } else if name != "target" && !name.starts_with('.') {
+            add_files(&path, paths)?;
         }
     }
     Ok(())

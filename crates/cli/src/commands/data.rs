@@ -261,10 +261,8 @@ fn table(view: &SampleView, pieces: &[Piece]) -> String {
             text.push_str(NEXT_DOCUMENT);
         }
         let learned = if is_learned { "learned" } else { "" };
-        let shown = match piece.is_special {
-            true => printable(&piece.text).into_owned(),
-            false => format!("{:?}", piece.text),
-        };
+        let shown =
+            if piece.is_special { printable(&piece.text).into_owned() } else { format!("{:?}", piece.text) };
         writeln!(text, "{position:>8} {id:>8}  {learned:<7}  {shown}").expect("a string takes everything");
     }
     text.push_str(&padding_line(view));
@@ -277,9 +275,10 @@ fn summary(learned: &[u64], num_samples: u64) -> String {
         return String::new();
     };
     let mean = learned.iter().sum::<u64>() as f64 / learned.len() as f64;
-    let which = match learned.len() as u64 == num_samples {
-        true => String::new(),
-        false => format!(" (of the first {})", counted(learned.len(), "sample")),
+    let which = if learned.len() as u64 == num_samples {
+        String::new()
+    } else {
+        format!(" (of the first {})", counted(learned.len(), "sample"))
     };
     let mut text = format!("learned tokens per sample{which}: least {least}, mean {mean:.1}, most {most}\n");
     let empty = learned.iter().enumerate().filter(|(_, learned)| **learned == 0);

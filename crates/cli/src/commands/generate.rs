@@ -236,13 +236,14 @@ fn prompts(args: &GenerateArgs, template: Option<&ChatTemplate>) -> Result<Vec<P
         let messages = with_text_contents(messages).map_err(|reason| anyhow!("{reason}"))?;
         template.prompt(&messages).map_err(|reason| anyhow!("{reason}"))
     };
-    let prompt = |text: &str| match args.chat {
-        true => {
+    let prompt = |text: &str| {
+        if args.chat {
             let message = |role: &str, content: &str| json!({ "role": role, "content": content });
             let system = args.system.as_ref().map(|system| message("system", system));
             rendered(&system.into_iter().chain([message("user", text)]).collect::<Vec<_>>())
+        } else {
+            Ok(text.to_owned().into())
         }
-        false => Ok(text.to_owned().into()),
     };
     let mut prompts = args.prompt.iter().map(|text| prompt(text)).collect::<Result<Vec<_>>>()?;
     if let Some(path) = &args.prompt_file {

@@ -87,10 +87,7 @@ pub(crate) struct NotJoined {
 
 impl NotJoined {
     fn of(failure: anyhow::Error, options: JoinOptions) -> anyhow::Error {
-        match is_under_launcher() {
-            true => failure,
-            false => NotJoined { failure, options: Box::new(options) }.into(),
-        }
+        if is_under_launcher() { failure } else { NotJoined { failure, options: Box::new(options) }.into() }
     }
 
     /// Reports the failure to the other workers. Takes some seconds at most.

@@ -16,9 +16,10 @@ pub(crate) fn run_end(
     lookup: &dyn Fn(&str) -> Option<String>,
 ) -> Result<Option<Instant>, LaunchError> {
     let limit = config.training().time_limit;
-    match config.checkpoint().enable {
-        true => first_end(limit, started, lookup),
-        false => Ok(limit.and_then(|limit| started.checked_add(limit))),
+    if config.checkpoint().enable {
+        first_end(limit, started, lookup)
+    } else {
+        Ok(limit.and_then(|limit| started.checked_add(limit)))
     }
 }
 

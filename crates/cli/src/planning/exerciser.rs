@@ -198,9 +198,12 @@ impl<'a> Exerciser<'a> {
     /// Returns the typical seconds of each call: the median, or the mean where workers share cores, because there a call is either
     /// interrupted or not.
     pub(super) fn seconds(self, are_cores_shared: bool) -> impl Iterator<Item = (KernelCall, f64)> {
-        let typical = move |samples: Vec<f64>| match are_cores_shared {
-            true => samples.iter().sum::<f64>() / samples.len() as f64,
-            false => median(samples),
+        let typical = move |samples: Vec<f64>| {
+            if are_cores_shared {
+                samples.iter().sum::<f64>() / samples.len() as f64
+            } else {
+                median(samples)
+            }
         };
         self.samples.into_inner().into_iter().map(move |(call, samples)| (call, typical(samples)))
     }

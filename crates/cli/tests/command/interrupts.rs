@@ -45,11 +45,13 @@ fn the_first_process_of_a_container_ends_while_it_waits_for_others() {
     scene.prepare(&mut command);
     command.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
     let can_unshare = Command::new("unshare").args(["--pid", "--fork", "true"]).output();
-    let can_unshare =
-        can_unshare.map_err(|error| error.to_string()).and_then(|output| match output.status.success() {
-            true => Ok(()),
-            false => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
-        });
+    let can_unshare = can_unshare.map_err(|error| error.to_string()).and_then(|output| {
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err(String::from_utf8_lossy(&output.stderr).into_owned())
+        }
+    });
     let Some(()) = or_skip("process namespaces", can_unshare) else { return };
     let running = Running::start(command);
     // The process listens, so it waits for the others.

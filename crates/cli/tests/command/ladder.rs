@@ -196,9 +196,12 @@ impl Subject {
         let (found, expected) = (scene.losses("rung"), scene.losses(self.name));
         assert_eq!(found.len(), expected.len(), "{what}");
         let pairs = found.into_iter().zip(expected);
-        let differences = pairs.map(|((_, found), (_, expected))| match found == expected {
-            true => 0.0,
-            false => (f64::from_bits(found) / f64::from_bits(expected) - 1.0).abs(),
+        let differences = pairs.map(|((_, found), (_, expected))| {
+            if found == expected {
+                0.0
+            } else {
+                (f64::from_bits(found) / f64::from_bits(expected) - 1.0).abs()
+            }
         });
         Found::Difference(differences.fold(0.0, f64::max))
     }

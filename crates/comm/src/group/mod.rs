@@ -323,9 +323,10 @@ impl Group {
     /// Bytes that the group allocates in addition to buffers: the area in which the ranks of a host synchronise, and the rings between
     /// them.
     pub fn fixed_bytes(&self) -> usize {
-        let shares_memory = match self.is_dry() {
-            true => matches!(self.transport, TransportKind::Shm | TransportKind::ShmAndTcp),
-            false => self.arena.is_some() && self.executor.is_some(),
+        let shares_memory = if self.is_dry() {
+            matches!(self.transport, TransportKind::Shm | TransportKind::ShmAndTcp)
+        } else {
+            self.arena.is_some() && self.executor.is_some()
         };
         let num_near = self.hosts.ranks(self.hosts.host_of(self.rank)).len();
         if shares_memory { area_bytes(num_near) } else { 0 }

@@ -222,10 +222,7 @@ impl Office {
             }
             state.is_asleep = may_sleep;
             drop(state);
-            let moved = match may_sleep {
-                true => courier.sleep(&self.bell).map(|()| true),
-                false => courier.advance(),
-            };
+            let moved = if may_sleep { courier.sleep(&self.bell).map(|()| true) } else { courier.advance() };
             if may_sleep {
                 // Resets the event. Its cause is found in the shared state.
                 let _ = read(&self.bell, &mut [0_u8; 8]);

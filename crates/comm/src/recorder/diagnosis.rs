@@ -252,10 +252,8 @@ fn of_unlike_lines<'a>(ranks: &BTreeMap<usize, IssuedAt<'a>>) -> Option<BTreeMap
 fn sides(ranks: &BTreeMap<usize, IssuedAt<'_>>, of_operations: bool) -> Vec<Side> {
     let mut sides: Vec<Side> = Vec::new();
     for (rank, (operation, line)) in ranks {
-        let same = |side: &&mut Side| match of_operations {
-            true => side.operation == *operation,
-            false => side.line == *line,
-        };
+        let same =
+            |side: &&mut Side| if of_operations { side.operation == *operation } else { side.line == *line };
         match sides.iter_mut().find(same) {
             None => sides.push(Side {
                 operation: *operation,

@@ -129,9 +129,10 @@ mod tests {
                         let (header, payload) = sent[num_sent..].split_at(40.min(sent.len() - num_sent));
                         let sending = end.send(header, payload).expect("sent");
                         num_sent += sending;
-                        let receiving = match num_received < sent.len() {
-                            true => end.receive(&mut received[num_received..]).expect("received"),
-                            false => 0,
+                        let receiving = if num_received < sent.len() {
+                            end.receive(&mut received[num_received..]).expect("received")
+                        } else {
+                            0
                         };
                         num_received += receiving;
                         if sending + receiving == 0 {

@@ -170,9 +170,10 @@ impl Preparation {
         let is_inproc = parent.transport() == TransportKind::Inproc;
         let within = if self.memory.is_some() { Route::Local } else { Route::Tcp };
         // Threads of one process use local sockets, whatever hosts they are assigned to.
-        let routes = match is_inproc {
-            true => vec![Route::Local; membership.ranks.len()],
-            false => mesh::routes(&self.hosts, membership.own, within),
+        let routes = if is_inproc {
+            vec![Route::Local; membership.ranks.len()]
+        } else {
+            mesh::routes(&self.hosts, membership.own, within)
         };
         let seen = |place: Place| match parent.home.addresses {
             Some([_, root]) => place.seen_with(root),

@@ -142,15 +142,14 @@ fn check_by_hosts<T: Value>(group: &Group, len: impl Fn(usize, usize) -> usize, 
     let has_own_number = |to: usize| hosts.local_rank(Rank(to)) == hosts.local_rank(group.rank());
     let own_host = hosts.host_of(group.rank());
     let others = (0..world_size).filter(|&to| to != rank);
-    let sent: usize = match has_levels {
-        false => others.map(|to| len(rank, to)).sum(),
-        true => {
-            let sent = others.map(|to| match (has_own_number(to), hosts.ranks(own_host)) {
-                (true, own) => own.iter().map(|from| len(from.0, to)).sum(),
-                (false, _) => len(rank, to),
-            });
-            sent.sum()
-        }
+    let sent: usize = if has_levels {
+        let sent = others.map(|to| match (has_own_number(to), hosts.ranks(own_host)) {
+            (true, own) => own.iter().map(|from| len(from.0, to)).sum(),
+            (false, _) => len(rank, to),
+        });
+        sent.sum()
+    } else {
+        others.map(|to| len(rank, to)).sum()
     };
     let sent_now = group.statistics().payload_bytes - sent_before;
     assert_eq!(sent_now, (sent * size_of::<T>()) as u64, "{group:?}, {hosts:?}");

@@ -272,10 +272,9 @@ impl ChatTemplate {
         match runner.as_mut().expect("it was started") {
             Runner::Here(interpreter) => interpreter.run(task),
             // The process is still running if the template itself rejected the messages.
-            Runner::Child(process) => process.exchange(task).map_err(|reason| match process.is_running() {
-                true => reason,
-                false => of_template(reason),
-            }),
+            Runner::Child(process) => process
+                .exchange(task)
+                .map_err(|reason| if process.is_running() { reason } else { of_template(reason) }),
         }
     }
 

@@ -45,9 +45,10 @@ impl PrepareOptions {
         if !self.weights.is_empty() {
             hasher.update(format!("{:?}", self.weights).as_bytes());
         }
-        let validation = match self.validation_inputs.is_empty() {
-            true => String::new(),
-            false => format!("-{}", Inputs::of(&self.validation_inputs, self)?.fingerprint()),
+        let validation = if self.validation_inputs.is_empty() {
+            String::new()
+        } else {
+            format!("-{}", Inputs::of(&self.validation_inputs, self)?.fingerprint())
         };
         Ok(format!("{:08x}-{}{validation}", hasher.finalize(), inputs.fingerprint()))
     }

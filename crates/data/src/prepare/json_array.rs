@@ -35,9 +35,10 @@ impl JsonArray {
         loop {
             let bytes = input.fill_buf()?;
             if bytes.is_empty() {
-                return Ok(match self.is_closed {
-                    true => Ok(None),
-                    false => Err(ArrayError::Malformed("the array is not closed by `]`")),
+                return Ok(if self.is_closed {
+                    Ok(None)
+                } else {
+                    Err(ArrayError::Malformed("the array is not closed by `]`"))
                 });
             }
             let mut num_taken = bytes.len();

@@ -113,11 +113,12 @@ impl<'a> Records<'a> {
         }
         let messages = with_text_contents(messages).map_err(RecordError::Conversation)?;
         let samples = template.samples(&messages, first).map_err(RecordError::Conversation)?;
-        match samples.documents.iter().all(|document| document.answers.is_empty()) {
-            true => Err(RecordError::Conversation(
+        if samples.documents.iter().all(|document| document.answers.is_empty()) {
+            Err(RecordError::Conversation(
                 "it has no message with the role `assistant` to learn, or only such with the weight 0; leave it out".to_owned(),
-            )),
-            false => Ok(Record::Answered(samples)),
+            ))
+        } else {
+            Ok(Record::Answered(samples))
         }
     }
 }

@@ -61,9 +61,10 @@ impl Staging {
             Err(TryLockError::WouldBlock) => return Err(DataError::Busy { folder: folder.to_owned() }),
             Err(TryLockError::Error(source)) => return Err(write(source)),
         }
-        let is_own = match folder.join(mark).exists() {
-            true => existing == Existing::Replace,
-            false => is_interrupted(folder, mark).map_err(write)?,
+        let is_own = if folder.join(mark).exists() {
+            existing == Existing::Replace
+        } else {
+            is_interrupted(folder, mark).map_err(write)?
         };
         if let Some(name) = [mark].iter().chain(names).find(|name| !is_own && folder.join(name).exists()) {
             return Err(DataError::Occupied { path: folder.join(name) });

@@ -32,10 +32,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
         return Err(wrong("num_key_value_heads", &json!(config.num_kv_heads), &expected));
     }
     let latent = LatentConfig {
-        query_rank: match reader.has("q_lora_rank") {
-            true => reader.optional_size("q_lora_rank")?,
-            false => Some(1536),
-        },
+        query_rank: if reader.has("q_lora_rank") { reader.optional_size("q_lora_rank")? } else { Some(1536) },
         kv_rank: reader.size_or("kv_lora_rank", 512)?,
         plain_dim: reader.size_or("qk_nope_head_dim", 128)?,
         rotary_dim: reader.size_or("qk_rope_head_dim", 64)?,

@@ -35,9 +35,12 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     };
     let config = read_decoder(reader, FAMILY, defaults)?;
     // Null disables a cap.
-    let cap = |key: &'static str, default: f64| match reader.has(key) {
-        true => reader.get(key).map(|_| reader.narrow_number(key, default)).transpose(),
-        false => Ok(Some(default as f32)),
+    let cap = |key: &'static str, default: f64| {
+        if reader.has(key) {
+            reader.get(key).map(|_| reader.narrow_number(key, default)).transpose()
+        } else {
+            Ok(Some(default as f32))
+        }
     };
     let alternating = || (0..config.num_layers).step_by(2).collect();
     let sliding = match read_window(reader)? {

@@ -82,9 +82,10 @@ impl Rule for CompressedAdam {
 
     fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
         let adam = self.adam_step(member, step);
-        match self.updates_second_moment(step.number(member)) {
-            true => Update::AdamW(adam),
-            false => Update::FrozenAdam(adam),
+        if self.updates_second_moment(step.number(member)) {
+            Update::AdamW(adam)
+        } else {
+            Update::FrozenAdam(adam)
         }
     }
 

@@ -74,9 +74,10 @@ impl Lane {
         let room = self.room_for_rows.fetch_max(room, Ordering::Relaxed).max(room);
         let [even, most] = [runs.even_len, runs.len_max].map(|len| len.div_ceil(piece_len(self.dtype())));
         let rounds_under_way = (even + 1).min(most).min(MESSAGES_MAX / (degree - 1)).max(1);
-        let (buffer_len, num_buffers) = match goes_by_hosts {
-            true => ((degree - 1) * room, 2 * rounds_under_way),
-            false => (room, 2 * (degree - 1) * rounds_under_way),
+        let (buffer_len, num_buffers) = if goes_by_hosts {
+            ((degree - 1) * room, 2 * rounds_under_way)
+        } else {
+            (room, 2 * (degree - 1) * rounds_under_way)
         };
         let mut free = Vec::with_capacity(num_buffers);
         for _ in 0..num_buffers {

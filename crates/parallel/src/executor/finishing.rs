@@ -20,9 +20,10 @@ impl Executor {
         let loss_scale = self.optimization.loss_scaler.scale();
         let grad_scale = self.grad_scale();
         let is_scaled = self.optimization.loss_scaler.scaling() != LossScaling::Off;
-        let norm = match is_scaled || plan.grad_norm != GradNorm::Off {
-            true => Some(self.sum_of_squares(true, &mut waiting)?.sqrt() * grad_scale),
-            false => None,
+        let norm = if is_scaled || plan.grad_norm != GradNorm::Off {
+            Some(self.sum_of_squares(true, &mut waiting)?.sqrt() * grad_scale)
+        } else {
+            None
         };
         self.timeline.has_waited(waiting.waited - waited);
         let overflow = match norm {
@@ -124,11 +125,11 @@ impl Executor {
     /// Returns the sum of squares of all gradients of this pipeline rank, or of all pipeline ranks if `across` is true.
     pub(super) fn sum_of_squares(&mut self, across: bool, waiting: &mut Waiting) -> Result<f64> {
         for unit in 0..self.model.num_units() {
-            match self.program.outline.holds(unit) {
-                false => self.optimization.squares.skip(unit),
-                // Offloaded gradients were squared before they were evicted.
-                true if self.moves.offloaded.moves(StateClass::Gradients) => (),
-                true => self.square(unit)?,
+            // Offloaded gradients were squared before they were evicted.
+            if !self.program.outline.holds(unit) {
+                self.optimization.squares.skip(unit);
+            } else if !self.moves.offloaded.moves(StateClass::Gradients) {
+                self.square(unit)?;
             }
         }
         let ranks = &self.ranks;

@@ -122,9 +122,10 @@ impl Executor {
             self.send_unit(unit, to)?;
             self.set_part(unit, part, false)?;
         } else if to == own && from != own {
-            match self.moves.offloaded.moves(CLASS) {
-                true => self.retake(CLASS, unit)?,
-                false => self.set_part(unit, part, true)?,
+            if self.moves.offloaded.moves(CLASS) {
+                self.retake(CLASS, unit)?
+            } else {
+                self.set_part(unit, part, true)?
             }
             self.receive_unit(unit, from)?;
         }

@@ -32,30 +32,33 @@ impl Gradients {
         // A unit of another pipeline rank has no gradient here. Without training, no unit has one.
         let is_held: Vec<bool> =
             (0..table.units().len()).map(|unit| outline.holds(unit) && outline.state.is_trained()).collect();
-        let compressed = |unit: usize| match layout.is_scattered() || !is_held[unit] {
-            true => Ok(None),
-            false => Compressed::new(table, unit, options, device, layout.group(&ranks.state.shared)),
+        let compressed = |unit: usize| {
+            if layout.is_scattered() || !is_held[unit] {
+                Ok(None)
+            } else {
+                Compressed::new(table, unit, options, device, layout.group(&ranks.state.shared))
+            }
         };
         let compressed = (0..table.units().len()).map(compressed).collect::<Result<Vec<_>, _>>()?;
-        let rounded_apart = match hierarchy.is_some() || compressed.iter().any(Option::is_some) {
-            true => Holders::of_all(table, ranks, device, DType::F32),
-            false => Holders::none(table),
+        let rounded_apart = if hierarchy.is_some() || compressed.iter().any(Option::is_some) {
+            Holders::of_all(table, ranks, device, DType::F32)
+        } else {
+            Holders::none(table)
         };
         let counted = Counted::new(device);
         let len = |(unit, info): (usize, &UnitInfo)| if is_held[unit] { info.num_elements } else { 0 };
         let sums = ranks.state.try_map(|state| -> Result<_> {
             let (dtype, group) = (layout.dtype, layout.group(state));
-            let reductions = match layout.is_scattered() {
-                true => Reductions::reduce_scatter(dtype, group, !layout.has_shards(state), device),
-                false => {
-                    // Backward starts with the last unit.
-                    let units = table.units().iter().enumerate().rev();
-                    let reduced = units.filter(|(unit, info)| {
-                        std::ptr::eq(ranks.state_of(info), state) && compressed[*unit].is_none()
-                    });
-                    let lens: Vec<usize> = reduced.map(len).collect();
-                    Reductions::all_reduce(dtype, group, options.fusion_bytes, &lens, &counted)?
-                }
+            let reductions = if layout.is_scattered() {
+                Reductions::reduce_scatter(dtype, group, !layout.has_shards(state), device)
+            } else {
+                // Backward starts with the last unit.
+                let units = table.units().iter().enumerate().rev();
+                let reduced = units.filter(|(unit, info)| {
+                    std::ptr::eq(ranks.state_of(info), state) && compressed[*unit].is_none()
+                });
+                let lens: Vec<usize> = reduced.map(len).collect();
+                Reductions::all_reduce(dtype, group, options.fusion_bytes, &lens, &counted)?
             };
             Ok((reductions, ShardSums::new(layout.shard_dtype, options.determinism, state, shards_device)))
         })?;
@@ -64,9 +67,10 @@ impl Gradients {
             let (ranks, (reductions, shards)) = (ranks.state_of(info), sums.of(info));
             let num_elements = len((index, info));
             let len = if is_held[index] && layout.is_scattered() { info.padded_len() } else { num_elements };
-            let own = match is_held[index] {
-                true => info.shard(ranks.shards.rank().0, ranks.shards.world_size()),
-                false => 0..0,
+            let own = if is_held[index] {
+                info.shard(ranks.shards.rank().0, ranks.shards.world_size())
+            } else {
+                0..0
             };
             let stays = layout.keeps_full() || compressed.is_some();
             if layout.keeps_full() && !layout.is_scattered() && compressed.is_none() {

@@ -219,9 +219,10 @@ impl Gradients {
 
     pub(crate) fn discard(&mut self, unit: usize) {
         let vector = self.take_sum(unit);
-        match self.layout.keeps_full() {
-            true => self.units[unit].reducible = Some(vector),
-            false => self.pool.give(vector),
+        if self.layout.keeps_full() {
+            self.units[unit].reducible = Some(vector)
+        } else {
+            self.pool.give(vector)
         }
     }
 

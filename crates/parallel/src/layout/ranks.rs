@@ -67,9 +67,10 @@ impl Degrees {
     pub fn expert_mesh(self, world_size: usize) -> Mesh {
         let Degrees { pipeline, shards, tensor, experts, .. } = self;
         let replicas = world_size / (pipeline * shards * tensor);
-        let (replicas, shards) = match shards.is_multiple_of(experts) {
-            true => (replicas, shards / experts),
-            false => (replicas * shards / experts, 1),
+        let (replicas, shards) = if shards.is_multiple_of(experts) {
+            (replicas, shards / experts)
+        } else {
+            (replicas * shards / experts, 1)
         };
         assert_eq!(pipeline * replicas * shards * experts * tensor, world_size, "{self:?}");
         let axes = [

@@ -184,16 +184,15 @@ impl Disk {
 
     /// Allocates `memory` again, and copies the chunks of a block there as they are read.
     fn finish_read(&mut self, block: usize, memory: Memory<'_>) -> Result<()> {
-        let finished = match self.options.host.is_counting() {
-            true => {
-                if let (Some(journal), Some(number)) =
-                    (self.options.host.journal(), self.noted_reads[block].take())
-                {
-                    journal.note(JournalEntry::Await(number));
-                }
-                try_each(memory, |part| part.restore())
+        let finished = if self.options.host.is_counting() {
+            if let (Some(journal), Some(number)) =
+                (self.options.host.journal(), self.noted_reads[block].take())
+            {
+                journal.note(JournalEntry::Await(number));
             }
-            false => self.copy_read(block, memory),
+            try_each(memory, |part| part.restore())
+        } else {
+            self.copy_read(block, memory)
         };
         self.counted.give(Category::Communication, self.read_bytes(block));
         finished

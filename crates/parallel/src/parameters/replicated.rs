@@ -118,16 +118,14 @@ impl Holders {
             let (group, device, len) = (pool.group(), pool.device(), end - start);
             let mut own = values.reborrow().into_part(start - part.start, [len].into());
             let is_first = group.rank() == Rank::ROOT;
-            let buffer = match is_first {
-                true => pool.send(device, (own.reborrow().as_view(), 0), len)?,
-                false => Buffer::pending(pool.take_buffer(len)?, pool.dtype(), len),
+            let buffer = if is_first {
+                pool.send(device, (own.reborrow().as_view(), 0), len)?
+            } else {
+                Buffer::pending(pool.take_buffer(len)?, pool.dtype(), len)
             };
             let buffer =
                 waiting.wait_on_device(group.broadcast(buffer, Rank::ROOT), (pool.dtype(), len), device)?;
-            match is_first {
-                true => pool.give_buffer(len, buffer),
-                false => pool.receive(device, (buffer, len), 0, own),
-            }
+            if is_first { pool.give_buffer(len, buffer) } else { pool.receive(device, (buffer, len), 0, own) }
         }
         Ok(())
     }

@@ -394,27 +394,29 @@ fn messages_are_those_of_the_papers() {
             };
             let all =
                 |kinds: &[ExchangeKind]| list(&kinds.iter().map(|&kind| (kind, narrow)).collect::<Vec<_>>());
-            let block = match shards_rows {
-                false => PassExchanges {
-                    forward: all(&[Reduce, Reduce]),
-                    backward: all(&[Reduce, Reduce]),
-                    input_half: all(&[Reduce, Reduce]),
-                    weight_half: Vec::new(),
-                },
-                true => PassExchanges {
+            let block = if shards_rows {
+                PassExchanges {
                     forward: all(&[Gather, Scatter, Gather, Scatter]),
                     // The gather of a column-parallel layer's input overlaps with the computation of its gradient.
                     backward: all(&[Gather, Gather, Scatter, Gather, Gather, Scatter]),
                     input_half: all(&[Gather, Scatter, Gather, Scatter]),
                     weight_half: all(&[Gather, Gather]),
-                },
+                }
+            } else {
+                PassExchanges {
+                    forward: all(&[Reduce, Reduce]),
+                    backward: all(&[Reduce, Reduce]),
+                    input_half: all(&[Reduce, Reduce]),
+                    weight_half: Vec::new(),
+                }
             };
-            let (embedding, head) = match shards_rows {
-                false => ((vec![(Reduce, narrow)], vec![]), vec![(Gather, statistics), (Reduce, narrow)]),
-                true => (
+            let (embedding, head) = if shards_rows {
+                (
                     (vec![(Scatter, narrow)], vec![(Gather, wide)]),
                     vec![(Gather, narrow), (Gather, statistics), (Scatter, narrow)],
-                ),
+                )
+            } else {
+                ((vec![(Reduce, narrow)], vec![]), vec![(Gather, statistics), (Reduce, narrow)])
             };
             let found = run_ranks(4, |group| {
                 let mut executor = executor(config, group, 4, &layout);

@@ -85,16 +85,18 @@ pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], s
     let with_local_rank = |local_rank: usize, host: usize| hosts.ranks(host)[local_rank].0;
     let of_host = |host: usize| host * ranks_per_host..(host + 1) * ranks_per_host;
     // Scratch holds the blocks of this host's ranks for ranks with this local rank, by host; then the received blocks.
-    let relay_len = |host: usize, from: &Rank| match host == own_host {
-        true => 0,
-        false => lens[from.0 * world_size + with_local_rank(local_rank, host)],
+    let relay_len = |host: usize, from: &Rank| {
+        if host == own_host { 0 } else { lens[from.0 * world_size + with_local_rank(local_rank, host)] }
     };
     let by_host = |host| neighbours.iter().map(move |from| relay_len(host, from));
     let relay_lens = Vec::from_iter((0..hosts.num_hosts()).flat_map(by_host));
     let arrival_start: usize = relay_lens.iter().sum();
-    let relayed = |from: usize, host: usize| match host == own_host {
-        true => place(&receive_lens, neighbours[from].0).into(),
-        false => Span::scratch(place(&relay_lens, of_host(host).start + from)),
+    let relayed = |from: usize, host: usize| {
+        if host == own_host {
+            place(&receive_lens, neighbours[from].0).into()
+        } else {
+            Span::scratch(place(&relay_lens, of_host(host).start + from))
+        }
     };
     // Within the host, blocks go from the input to the place from which they are sent on, so no packing is needed.
     steps.extend((0..hosts.num_hosts()).map(|host| Step::Copy {

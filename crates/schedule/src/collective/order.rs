@@ -81,10 +81,12 @@ impl Folding {
 
     /// Returns the rank that represents a leaf.
     pub(super) fn leader(&self, leaf: usize) -> usize {
-        match leaf < self.extra {
-            _ if leaf == self.leaf(self.root) => self.root,
-            true => 2 * leaf,
-            false => leaf + self.extra,
+        if leaf == self.leaf(self.root) {
+            self.root
+        } else if leaf < self.extra {
+            2 * leaf
+        } else {
+            leaf + self.extra
         }
     }
 
@@ -103,9 +105,12 @@ impl Folding {
     ) -> Option<usize> {
         let leaf = self.leaf(rank);
         let leads = self.leader(leaf) == rank;
-        steps.extend(self.other(rank).map(|other| match leads {
-            true => Step::receive(Incoming::reduce(rank, other, whole())),
-            false => Step::send(Outgoing::new(other, whole())),
+        steps.extend(self.other(rank).map(|other| {
+            if leads {
+                Step::receive(Incoming::reduce(rank, other, whole()))
+            } else {
+                Step::send(Outgoing::new(other, whole()))
+            }
         }));
         leads.then_some(leaf)
     }

@@ -67,9 +67,12 @@ impl Costs {
     /// If a time is above [`TICKS_MAX`], forward or the input half takes no tick, `activation` is above [`TICKS_MAX`], or
     /// `weight_activation` is above `activation`.
     pub fn new(stages: Vec<StageCosts>, send: u64) -> Result<Costs, CostsError> {
-        let check = |what: &str, found: u64, min: u64, max: u64| match (min..=max).contains(&found) {
-            true => Ok(()),
-            false => Err(CostsError { what: what.to_owned(), found, min, max }),
+        let check = |what: &str, found: u64, min: u64, max: u64| {
+            if (min..=max).contains(&found) {
+                Ok(())
+            } else {
+                Err(CostsError { what: what.to_owned(), found, min, max })
+            }
         };
         for (stage, costs) in stages.iter().enumerate() {
             for (what, found, min, max) in [

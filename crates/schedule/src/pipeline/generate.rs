@@ -94,9 +94,10 @@ fn check_sizes(sizes: Sizes) -> Result<(), GenerateError> {
     // At most four passes per stage and microbatch: forward, two halves of backward, an update.
     let factors = [num_ranks, num_microbatches, stages_per_rank, num_steps];
     let num_passes = factors.into_iter().try_fold(4_usize, usize::checked_mul);
-    match num_passes.is_some_and(|number| (1..=PASSES_MAX).contains(&number)) {
-        true => Ok(()),
-        false => Err(GenerateError::Sizes(sizes)),
+    if num_passes.is_some_and(|number| (1..=PASSES_MAX).contains(&number)) {
+        Ok(())
+    } else {
+        Err(GenerateError::Sizes(sizes))
     }
 }
 

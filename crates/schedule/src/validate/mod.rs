@@ -88,9 +88,10 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
         microbatches.map(move |microbatch| Action::Forward { unit, microbatch, keep: Keep::Nothing })
     };
     let lacks = |action: &Action| !state.is_done(*action);
-    let missing = match outline.state.is_trained() {
-        true => outline.held().map(|unit| Action::Step { unit }).find(lacks),
-        false => outline.held().flat_map(forward).find(lacks),
+    let missing = if outline.state.is_trained() {
+        outline.held().map(|unit| Action::Step { unit }).find(lacks)
+    } else {
+        outline.held().flat_map(forward).find(lacks)
     };
     match missing.or_else(|| state.left_over()) {
         Some(missing) => Err(ProgramError::Missing { missing }),

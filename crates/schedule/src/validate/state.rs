@@ -118,9 +118,10 @@ pub(super) struct State<'a> {
 
 impl<'a> State<'a> {
     pub(super) fn new(outline: &'a Outline) -> Self {
-        let at_rest = match outline.state.is_sharded(StateClass::Parameters) {
-            true => Parameters::Sharded,
-            false => Parameters::Whole,
+        let at_rest = if outline.state.is_sharded(StateClass::Parameters) {
+            Parameters::Sharded
+        } else {
+            Parameters::Whole
         };
         let unit = |unit| Unit {
             activations: vec![Activations::Absent; outline.num_microbatches],

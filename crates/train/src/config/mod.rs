@@ -175,9 +175,10 @@ impl Config {
 
     /// Returns the number of optimizer steps in one step program: 1, unless the pipeline does not drain between steps.
     pub fn steps_per_program(&self) -> usize {
-        match self.parallelism().is_asynchronous() {
-            true => self.parallelism().pipeline_parallel_drain_interval as usize,
-            false => 1,
+        if self.parallelism().is_asynchronous() {
+            self.parallelism().pipeline_parallel_drain_interval as usize
+        } else {
+            1
         }
     }
 
@@ -213,9 +214,10 @@ impl Config {
     pub(crate) fn data_keys_without_effect(&self) -> Vec<&'static str> {
         let data = self.data();
         let is_used = |key: &&str| matches!(*key, "folder" | "packing" | "mask_documents");
-        match data.inputs.is_empty() {
-            true => changed_keys(data).filter(|key| !is_used(key)).collect(),
-            false => Vec::new(),
+        if data.inputs.is_empty() {
+            changed_keys(data).filter(|key| !is_used(key)).collect()
+        } else {
+            Vec::new()
         }
     }
 

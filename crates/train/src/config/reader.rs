@@ -79,9 +79,10 @@ impl Loose {
     ) {
         let name = section.get_ref().as_ref();
         let Some(table) = keys.get_ref().as_table() else {
-            let explanation = match Sections::NAMES.contains(&name) {
-                true => format!("expected a section: a line [{name}] followed by its keys"),
-                false => outside_of_sections(&self.sections, name),
+            let explanation = if Sections::NAMES.contains(&name) {
+                format!("expected a section: a line [{name}] followed by its keys")
+            } else {
+                outside_of_sections(&self.sections, name)
             };
             return self.refuse(source.given(section.span().start..keys.span().end), explanation);
         };

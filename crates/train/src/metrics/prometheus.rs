@@ -190,9 +190,10 @@ fn answer(request: &[u8], text: &str) -> Vec<u8> {
     let (method, target) = (words.next(), words.next().unwrap_or_default());
     let is_head = method == Some(b"HEAD");
     let path = target.split(|&byte| byte == b'?').next();
-    let (status, body) = match path == Some(b"/metrics") && (is_head || method == Some(b"GET")) {
-        true => ("200 OK", text),
-        false => ("404 Not Found", "see /metrics\n"),
+    let (status, body) = if path == Some(b"/metrics") && (is_head || method == Some(b"GET")) {
+        ("200 OK", text)
+    } else {
+        ("404 Not Found", "see /metrics\n")
     };
     let length = body.len();
     let body = if is_head { "" } else { body };

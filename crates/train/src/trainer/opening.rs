@@ -73,13 +73,12 @@ impl<'a> Trainer<'a> {
             begin_or_resume(config, &*task, &mut executor, (&*train, validation.as_ref()), observer)?;
         executor.describe_disks().iter().for_each(|line| observer.notice(line));
         notice_passes(config, &*train, observer);
-        let (metrics, hashes) = match is_root {
-            true => {
-                let (mut metrics, hashes) = open_files(config, &options, &executor, state.step)?;
-                metrics.prometheus = prometheus;
-                (Some(metrics), hashes)
-            }
-            false => (None, None),
+        let (metrics, hashes) = if is_root {
+            let (mut metrics, hashes) = open_files(config, &options, &executor, state.step)?;
+            metrics.prometheus = prometheus;
+            (Some(metrics), hashes)
+        } else {
+            (None, None)
         };
         if let Some(resumed) = resumed.as_ref().filter(|_| is_root) {
             tidy_up(config, (resumed, &state.validations), executor.group().heartbeat(), observer);
@@ -198,9 +197,10 @@ fn begin_or_resume(
         }
     }
     let num_steps = config.steps_per_program() as u64;
-    match state.step.is_multiple_of(num_steps) {
-        true => Ok((state, resumed)),
-        false => Err(TrainError::ResumedWithinProgram { step: state.step, num_steps }),
+    if state.step.is_multiple_of(num_steps) {
+        Ok((state, resumed))
+    } else {
+        Err(TrainError::ResumedWithinProgram { step: state.step, num_steps })
     }
 }
 

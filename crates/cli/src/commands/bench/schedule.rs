@@ -144,10 +144,11 @@ fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
         given => given,
     };
     let num_ranks = args.ranks;
-    let (num_microbatches, num_steps) = match kind.is_synchronous() {
-        true => (args.microbatches, 1),
+    let (num_microbatches, num_steps) = if kind.is_synchronous() {
+        (args.microbatches, 1)
+    } else {
         // As many microbatches in total, in steps of the fewest microbatches that keep the pipeline full.
-        false => (num_ranks, args.microbatches.div_ceil(num_ranks)),
+        (num_ranks, args.microbatches.div_ceil(num_ranks))
     };
     let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps };
     let costs = Costs::new((0..num_ranks * stages_per_rank).map(stage_costs).collect(), 1)?;

@@ -133,13 +133,12 @@ fn last_lines(
     let learns_answers = language.as_ref().is_some_and(|language| language.learns_answers());
     // A model that was trained on answers needs a prompt.
     let is_silent = learns_answers && config.generate().prompt.trim().is_empty();
-    let weights = match config.generate().num_tokens > 0 && !is_silent {
-        false => Ok(None),
-        true => {
-            // Activations are no longer needed; the copy of the parameters takes their place.
-            trainer.executor().device().trim();
-            trainer.gather_parameters()
-        }
+    let weights = if config.generate().num_tokens > 0 && !is_silent {
+        // Activations are no longer needed; the copy of the parameters takes their place.
+        trainer.executor().device().trim();
+        trainer.gather_parameters()
+    } else {
+        Ok(None)
     };
     let weights = match weights {
         Err(error) if error.comm().is_some() => return Err(error.into()),

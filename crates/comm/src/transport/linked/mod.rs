@@ -234,9 +234,10 @@ impl Linked {
         }
         let mut vector = std::mem::take(&mut self.vector);
         let is_whole = output.len() == len * dtype.size();
-        let mut slot = match is_whole {
-            true => output.part(0..len * dtype.size()),
-            false => Slot::private(reserve(&mut vector, len * dtype.size())?),
+        let mut slot = if is_whole {
+            output.part(0..len * dtype.size())
+        } else {
+            Slot::private(reserve(&mut vector, len * dtype.size())?)
         };
         if call.operation.input_is_block() {
             slot.bytes()[own_bytes.clone()].copy_from_slice(input.bytes());

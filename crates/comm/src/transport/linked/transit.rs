@@ -138,9 +138,10 @@ impl Incoming {
         if self.num_placed == self.place.len() {
             return self.receive_checksum(call, link);
         }
-        let has_moved = match self.is_buffered {
-            true => self.receive_piece(link, memories, piece, unsent)?,
-            false => self.receive_in_place(link, memories)?,
+        let has_moved = if self.is_buffered {
+            self.receive_piece(link, memories, piece, unsent)?
+        } else {
+            self.receive_in_place(link, memories)?
         };
         Ok(has_moved)
     }

@@ -82,9 +82,10 @@ pub(super) fn pulls(
 /// The part of the input of member `own` that its peers read.
 pub(super) fn contribution(operation: Operation, own: usize) -> Contribution {
     let collective = on_vectors(operation);
-    match collective.has_input(Rank(own)) {
-        true => contribution_of_sources(collective.kind),
-        false => Contribution::Nothing,
+    if collective.has_input(Rank(own)) {
+        contribution_of_sources(collective.kind)
+    } else {
+        Contribution::Nothing
     }
 }
 

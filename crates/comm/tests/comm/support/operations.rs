@@ -239,10 +239,11 @@ pub(crate) fn check_algorithm(group: &Group, algorithm: Algorithm) {
         let places = if has_memory { &[Place::Group, Place::Private][..] } else { &[Place::Private] };
         for &place in places {
             let before = group.statistics().payload_bytes;
-            match is_canonical(kind.collective(1000), algorithm, hosts) {
-                true => check::<f32>(group, kind, place, &LENGTHS),
+            if is_canonical(kind.collective(1000), algorithm, hosts) {
+                check::<f32>(group, kind, place, &LENGTHS)
+            } else {
                 // Sums of integers do not depend on the order.
-                false => check::<i32>(group, kind, place, &LENGTHS),
+                check::<i32>(group, kind, place, &LENGTHS)
             }
             if !algorithm.needs_shared_memory() {
                 let sent = group.statistics().payload_bytes - before;

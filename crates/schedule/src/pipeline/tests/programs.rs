@@ -233,10 +233,11 @@ proptest! {
     fn asynchronous_programs_are_valid_and_stash_as_many_versions_as_stated(
         is_double_buffered in any::<bool>(), num_ranks in 1..5_usize, microbatches in 0..5_usize, steps in 1..12_usize,
     ) {
-        let (kind, microbatches) = match is_double_buffered {
-            true => (Kind::PipeDream2Bw, num_ranks + microbatches),
-            false => (Kind::PipeDream, 1 + microbatches),
-        };
+        let (kind, microbatches) = if is_double_buffered {
+(Kind::PipeDream2Bw, num_ranks + microbatches)
+} else {
+(Kind::PipeDream, 1 + microbatches)
+};
         let (schedule, programs) = asynchronous(kind, num_ranks, microbatches, steps);
         prop_assert_eq!(validate_pipeline(&programs), Ok(()));
         for (rank, program) in programs.iter().enumerate() {

@@ -34,9 +34,10 @@ impl State<'_> {
         match action {
             Action::Forward { unit, microbatch, .. } => {
                 let below = unit.checked_sub(1)?;
-                let missing = match self.holds(below) {
-                    true => Action::Forward { unit: below, microbatch, keep: Keep::All },
-                    false => Action::Receive(Message::activation(below, microbatch)),
+                let missing = if self.holds(below) {
+                    Action::Forward { unit: below, microbatch, keep: Keep::All }
+                } else {
+                    Action::Receive(Message::activation(below, microbatch))
                 };
                 (self.activations(below, microbatch) == Activations::Absent).then_some(missing)
             }
@@ -173,13 +174,12 @@ impl State<'_> {
             return Some(Action::Step { unit });
         }
         if let Some(tie) = self.tie.as_ref().filter(|tie| tie.owner == unit) {
-            let missing = match tie.is_across {
-                true => {
-                    let receive = Action::Receive(Message::tied_gradient(unit, microbatch));
-                    let is_sent = self.outline.sends_tied_gradient(microbatch);
-                    (is_sent && !self.is_done(receive)).then_some(receive)
-                }
-                false => self.missing_for_tied_grad(microbatch),
+            let missing = if tie.is_across {
+                let receive = Action::Receive(Message::tied_gradient(unit, microbatch));
+                let is_sent = self.outline.sends_tied_gradient(microbatch);
+                (is_sent && !self.is_done(receive)).then_some(receive)
+            } else {
+                self.missing_for_tied_grad(microbatch)
             };
             if missing.is_some() {
                 return missing;
@@ -192,9 +192,10 @@ impl State<'_> {
     fn missing_for_input_half(&self, unit: usize, microbatch: usize) -> Option<Action> {
         let above = unit + 1;
         if above < self.outline.chain.num_units && !self.activations(above, microbatch).are_differentiated() {
-            return Some(match self.holds(above) {
-                true => Action::Backward { unit: above, microbatch },
-                false => Action::Receive(Message::gradient(above, microbatch)),
+            return Some(if self.holds(above) {
+                Action::Backward { unit: above, microbatch }
+            } else {
+                Action::Receive(Message::gradient(above, microbatch))
             });
         }
         match self.activations(unit, microbatch) {
