@@ -27,7 +27,7 @@ trireme_base::named! {
     }
 }
 
-/// How linear layers compute in fp8.
+/// Settings of linear layers that compute in fp8.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fp8Recipe {
     /// Formats of matmul operands.
@@ -58,7 +58,7 @@ impl Fp8Recipe {
     }
 }
 
-/// How an operand is scaled before it is rounded.
+/// The scale of an operand, applied before it is rounded.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fp8Scale {
     recipe: Fp8Recipe,

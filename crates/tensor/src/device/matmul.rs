@@ -8,7 +8,7 @@ use crate::precision::Precision;
 use crate::tensor::{Tensor, View, ViewMut};
 use trireme_base::DType;
 
-/// Whether a matmul operand is transposed.
+/// The transposition of a matmul operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transpose {
     /// As stored.

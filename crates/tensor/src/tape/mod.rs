@@ -43,7 +43,7 @@ use std::ops::Range;
 use trireme_base::{Category, DType};
 use value::Value;
 
-/// Whether a tape saves the values that backward needs.
+/// The recording mode of a tape: whether it saves the values that backward needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Recording {
     /// Backward will follow forward.

@@ -6,7 +6,7 @@ use crate::kernels::{Activation, Operand, OperandMut};
 use trireme_base::{Cost, RandomKey};
 
 kernel_calls! {
-    /// Elementwise kernels. Those that write `x` or `dy` work in place.
+    /// Elementwise kernels. Kernels that write `x` or `dy` work in place.
     ElementwiseCall {
         "zero" => Zero { x: OperandMut }
         "convert" => Convert { x: Operand, y: OperandMut }

@@ -32,7 +32,7 @@ use super::{Operand, OperandMut};
 use crate::shape::Shape;
 use trireme_base::Cost;
 
-/// How a kernel uses an operand.
+/// Access of a kernel to an operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Access {
     Read,

@@ -44,7 +44,7 @@ impl Chosen<'_> {
     }
 }
 
-/// How the experts of a token are chosen by their scores.
+/// The rule by which a token chooses experts, given their scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RoutingRule {
     /// Number of experts per token.

@@ -25,7 +25,7 @@ use trireme_base::DType;
 #[derive(Debug)]
 pub struct GatherLoads(pub ExpertExchange);
 
-/// How rows are exchanged with the experts of all ranks.
+/// Settings of the exchange of rows with the experts of all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertExchange {
     /// Number of experts over all ranks.

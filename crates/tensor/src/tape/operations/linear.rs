@@ -41,7 +41,7 @@ pub struct Linear {
     pub activation: InputActivation,
 }
 
-/// How ranks of the tensor axis shard a layer.
+/// Sharding of a layer over the ranks of the tensor axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
     /// Not sharded.

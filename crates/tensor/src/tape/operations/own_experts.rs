@@ -33,7 +33,7 @@ pub struct OwnExperts {
     pub into: GroupedLinear,
     /// The second layer, which reads the outputs of the first.
     pub back: GroupedLinear,
-    /// How rows are exchanged.
+    /// Settings of the exchange of rows.
     pub exchange: ExpertExchange,
 }
 

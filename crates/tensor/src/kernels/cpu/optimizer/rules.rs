@@ -360,7 +360,7 @@ pub(super) fn rms_update(g: f32, v: f32) -> f32 {
     g.clamp(-GRADIENT_MAX, GRADIENT_MAX) / v.max(FACTORED_FLOOR).sqrt()
 }
 
-/// How an update accesses a value of an element.
+/// Access of an update to a value of an element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Access {
     /// No access.
