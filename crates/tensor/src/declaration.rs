@@ -1,50 +1,50 @@
-//! What a model declares of a parameter.
+//! Declarations of parameters.
 
 use trireme_base::{Cut, RandomKey};
 
-/// A parameter as a model declares it, once. Whoever initializes, updates, cuts or stores it reads it from here.
+/// A parameter as its model declares it. Initialization, updates, sharding and checkpoints all read this declaration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Parameter {
-    /// Fully qualified name, as Hugging Face checkpoints spell it.
+    /// Fully qualified name, as in Hugging Face checkpoints.
     pub name: String,
-    /// Sizes of its dims, as Hugging Face checkpoints store it.
+    /// Dims, as in Hugging Face checkpoints.
     pub dims: Vec<usize>,
-    /// Its values before training.
+    /// Values before training.
     pub initial: Initial,
-    /// What it is for.
+    /// Determines optimizer update and weight decay.
     pub class: ParameterClass,
-    /// How tensor parallelism may cut it; `None` if each rank needs all of it.
+    /// How tensor parallelism may split the parameter; `None` if every rank needs all of it.
     pub cut: Option<Cut>,
-    /// Which of a unit's experts it belongs to, and how many there are; `None` if it is for all tokens.
+    /// Index of the parameter's expert and number of experts of the unit; `None` if the parameter belongs to no expert.
     pub expert: Option<(usize, usize)>,
 }
 
 impl Parameter {
-    /// A factor of a product: [`ParameterClass::Matrix`].
+    /// Declares a matmul weight: [`ParameterClass::Matrix`].
     pub fn matrix(name: impl Into<String>, dims: &[usize], initial: Initial) -> Self {
         let (name, class) = (name.into(), ParameterClass::Matrix);
         Parameter { name, dims: dims.into(), initial, class, cut: None, expert: None }
     }
 
-    /// A table of rows, or the weight of an output layer or of a router: [`ParameterClass::Embedding`].
+    /// Declares an embedding table, or the weight of an output layer or router: [`ParameterClass::Embedding`].
     pub fn embedding(name: impl Into<String>, dims: &[usize], initial: Initial) -> Self {
         Parameter { class: ParameterClass::Embedding, ..Parameter::matrix(name, dims, initial) }
     }
 
-    /// The weight of a normalisation, or a bias: [`ParameterClass::Vector`].
+    /// Declares the weight of a normalization, or a bias: [`ParameterClass::Vector`].
     pub fn vector(name: impl Into<String>, len: usize, initial: Initial) -> Self {
         Parameter { class: ParameterClass::Vector, ..Parameter::matrix(name, &[len], initial) }
     }
 
-    /// A bias that balances loads, of `len` experts: [`ParameterClass::Balance`].
+    /// Declares the load-balancing bias of `len` experts: [`ParameterClass::Balance`].
     pub fn balance(name: impl Into<String>, len: usize) -> Self {
         Parameter { class: ParameterClass::Balance, ..Parameter::vector(name, len, Initial::ZEROS) }
     }
 
-    /// The same, which tensor parallelism may cut.
+    /// Lets tensor parallelism split the parameter along `cut`.
     ///
     /// # Panics
-    /// If it has no such dim, or the dim does not consist of whole granules in each group.
+    /// If the parameter does not have the dim, or the dim does not consist of full granules in each group.
     pub fn with_cut(self, cut: Cut) -> Self {
         let Cut { dim, num_groups, granule, .. } = cut;
         let whole = num_groups.saturating_mul(granule);
@@ -53,32 +53,33 @@ impl Parameter {
         Parameter { cut: Some(cut), ..self }
     }
 
-    /// The same, of one of the `num_experts` of its unit: ranks of the expert axis have equally many experts each, and nothing of the others.
+    /// Assigns the parameter to expert `expert` of the `num_experts` of its unit. Each rank of the expert axis stores an equal number of
+    /// experts.
     ///
     /// # Panics
-    /// If there is no such expert.
+    /// If `expert` is not less than `num_experts`.
     pub fn of_expert(self, expert: usize, num_experts: usize) -> Self {
         assert!(expert < num_experts, "expert {expert} of {num_experts}");
         Parameter { expert: Some((expert, num_experts)), ..self }
     }
 }
 
-/// What a parameter is for: which updates and which weight decay it gets.
+/// The role of a parameter. Determines its optimizer update and its weight decay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ParameterClass {
-    /// A factor of a product between hidden values. It decays. Muon is for those of two dims.
+    /// A weight that multiplies hidden values. Weight decay applies. Muon updates the parameters of this class that have two dims.
     Matrix,
-    /// A table of rows, or the weight of an output layer or of a router. It decays.
+    /// An embedding table, or the weight of an output layer or router. Weight decay applies.
     Embedding,
-    /// The weight of a normalisation or a bias. It decays only where that is asked for.
+    /// The weight of a normalization, or a bias. Weight decay applies only on request.
     Vector,
-    /// A bias whose gradient says how much more often each expert was chosen than others, and is no derivative: each update lowers or raises elements by
-    /// the same amount. It neither decays nor counts in the norm of gradients.
+    /// A load-balancing bias of a router. Its "gradient" is no derivative: it says how much more often than average each expert was chosen,
+    /// and each update raises or lowers elements by a fixed amount. Neither weight decay nor the gradient norm includes this class.
     Balance,
 }
 
 impl ParameterClass {
-    /// Whether a gradient of the loss updates parameters of this class: one that can be rounded and counts in the norm.
+    /// Returns whether parameters of this class have a true gradient of the loss, which may be rounded and counts in the gradient norm.
     pub fn has_gradient(self) -> bool {
         self != ParameterClass::Balance
     }
@@ -89,7 +90,7 @@ impl ParameterClass {
 pub enum Initial {
     /// Each element has this value.
     Constant(f32),
-    /// Normal with mean 0, from the run's seed and the parameter's name.
+    /// Normal with mean 0. The random numbers depend on the run's seed and the parameter's name.
     Normal {
         /// Standard deviation.
         standard_deviation: f32,
@@ -102,7 +103,8 @@ impl Initial {
     /// Ones.
     pub const ONES: Initial = Initial::Constant(1.0);
 
-    /// Writes the elements from `first` on of the parameter `name`. An element's value depends on the seed, the name and its index alone.
+    /// Writes the initial values of the elements from `first` on of parameter `name`. Each value depends only on the seed, the name and the
+    /// element's index.
     pub fn fill(self, name: &str, seed: u64, first: usize, values: &mut [f32]) {
         match self {
             Initial::Constant(value) => values.fill(value),

@@ -1,4 +1,4 @@
-//! The boundary between what is computed and the hardware that computes it.
+//! The interface to hardware: memory, kernels, copies and events.
 
 mod attention;
 mod blocks;
@@ -47,43 +47,44 @@ use std::panic::Location;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use trireme_base::{Category, Cost, DType, Event, Journal, JournalEntry, KernelCall, Traffic};
 
-/// How to open a device.
+/// Options of [`Device::open`].
 #[derive(Debug, Clone, Copy, Default)]
 pub struct DeviceOptions {
-    /// Threads that kernels may use, the calling one included; 0 means one for each core.
+    /// Number of kernel threads, including the calling thread; 0 for one per core.
     pub num_threads: usize,
-    /// Use no higher SIMD level than this; `None` means the highest that the machine has.
+    /// Highest SIMD level that kernels may use; `None` for the highest that the machine supports.
     pub features_max: Option<CpuFeatures>,
-    /// Bytes that may be in use at a time, of all categories together; `None` for as many as the machine has.
+    /// Maximum bytes in use, over all categories; `None` for no limit but the machine's memory.
     pub budget: Option<usize>,
-    /// Which hardware.
+    /// The hardware.
     pub backend: BackendKind,
-    /// Where its pages come from. A detached device ignores it.
+    /// Source of the arena's pages. Detached devices ignore it.
     pub page_source: PageSource,
 }
 
 /// The hardware behind a device.
 #[derive(Debug, Clone, Copy, Default)]
 pub enum BackendKind {
-    /// The CPU, which runs a kernel to its end before a call returns, in memory that the host shares.
+    /// The CPU. A kernel runs to completion before its call returns, in memory that the host shares.
     #[default]
     Cpu,
-    /// A CPU that behaves like an accelerator: kernels run later, and the host does not reach its memory.
+    /// A CPU that behaves like an accelerator: kernels run asynchronously, and the host cannot access its memory.
     Detached(DetachedOptions),
 }
 
-/// Hardware that owns memory and runs kernels; cheap to clone.
+/// Hardware that owns memory and runs kernels. Cheap to clone.
 ///
-/// A method *issues* a kernel, and may return before it has run. Kernels run in the order of issue, and give the same bits for any
-/// number of threads. Copies between the host and the device run beside them, in the order of [events](Event).
+/// A method *issues* a kernel and may return before the kernel has run. Kernels run in the order of issue. Their results are bitwise
+/// identical for any number of threads. Asynchronous copies between host and device run concurrently with kernels, ordered by
+/// [events](Event).
 #[derive(Debug, Clone)]
 pub struct Device {
     backend: Arc<dyn Backend>,
-    /// The host's processor. On the CPU it is the backend, too.
+    /// The host's processor. On a CPU device, also the backend.
     cpu: Arc<Cpu>,
     arena: Arc<Arena>,
     counter: Arc<MemoryCounter>,
-    /// Of the host's memory that vectors pass through on their way to other ranks.
+    /// Counts the host memory in which vectors are staged on their way to other ranks.
     staging: Arc<MemoryCounter>,
     cost: Arc<Mutex<Cost>>,
     journal: Arc<OnceLock<Journal>>,
@@ -93,16 +94,16 @@ pub struct Device {
 }
 
 impl Device {
-    /// Sizes of memory are rounded up to a multiple of so many bytes.
+    /// Alignment in bytes. Sizes of allocations are rounded up to a multiple of it.
     pub const ALIGNMENT: usize = ALIGNMENT;
 
-    /// Threads that a device may have at most; more are refused before any is started.
+    /// Maximum number of threads of a device. Larger numbers are refused before any thread starts.
     pub const THREADS_MAX: usize = ThreadPool::SIZE_MAX;
 
-    /// The device of these options, with threads of its own.
+    /// Opens a device with its own threads.
     ///
     /// # Errors
-    /// If its threads or its memory cannot be had.
+    /// If its threads cannot be started or its memory cannot be reserved.
     pub fn open(options: DeviceOptions) -> Result<Self> {
         let num_threads = num_threads(options)?;
         let refused = |source| DeviceError::Threads { num_threads, source };
@@ -127,21 +128,19 @@ impl Device {
         }
     }
 
-    /// The CPU: [`open`](Device::open) of these options, whatever backend they name.
-    /// Fails as [`open`](Device::open).
+    /// Opens a CPU device, like [`open`](Device::open) but ignoring `options.backend`.
     pub fn cpu(options: DeviceOptions) -> Result<Self> {
         Device::open(DeviceOptions { backend: BackendKind::Cpu, ..options })
     }
 
-    /// Opens the CPU as [`cpu`](Device::cpu) does, and returns a timer of its kernels with it.
-    /// Fails as [`open`](Device::open).
+    /// Opens a CPU device, like [`cpu`](Device::cpu), and returns it with a timer of its kernels.
     pub fn timed(options: DeviceOptions) -> Result<(Self, CallTimer)> {
         let timer = CallTimer::default();
         Ok((Device { timer: Some(timer.clone()), ..Device::cpu(options)? }, timer))
     }
 
-    /// A device that counts what [`Device::open`] with these options would take and compute, and does neither: its memory is
-    /// never touched, and its kernels do not run. What runs on it tells its own size.
+    /// Opens a device that counts the memory and the cost that a device of these options would incur. Its memory must not be accessed, and
+    /// its kernels do not run. Used for dry runs.
     pub fn counting(options: DeviceOptions) -> Result<Self> {
         let cpu = Cpu::new(ThreadPool::unstarted(num_threads(options)?), features(options));
         let counter = Arc::new(MemoryCounter::new(options.budget));
@@ -175,61 +174,60 @@ impl Device {
         }
     }
 
-    /// Whether kernels work in the host's memory, too: then the host and the device are one space, and nothing is copied between them.
+    /// Returns whether kernels can access host memory. If so, host and device share one address space, and no copies between them are
+    /// needed.
     pub fn reaches_host(&self) -> bool {
         self.reaches_host
     }
 
-    /// Whether both are clones of one device.
+    /// Returns whether both are clones of one device.
     pub fn is_same(&self, other: &Device) -> bool {
         Arc::ptr_eq(&self.arena, &other.arena)
     }
 
-    /// Whether kernels of both work in one space.
+    /// Returns whether kernels of both devices can access the same memory.
     pub fn shares_space(&self, other: &Device) -> bool {
         self.is_same(other) || self.reaches_host && other.reaches_host
     }
 
-    /// Whether this device [only counts](Device::counting): who fills its memory without a kernel must leave it alone.
+    /// Returns whether this device [only counts](Device::counting). Code other than kernels must not write the memory of such a device.
     pub fn is_counting(&self) -> bool {
         self.backend.is_counting()
     }
 
-    /// What the kernels have cost that this device has run since it was opened or since [`restart_cost`](Device::restart_cost), as
-    /// their formulas say.
+    /// Returns the analytic cost of the kernels issued since the device was opened or since [`restart_cost`](Device::restart_cost).
     pub fn cost(&self) -> Cost {
         *self.cost.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts the cost of kernels from zero.
+    /// Resets the cost to zero.
     pub fn restart_cost(&self) {
         *self.cost.lock().unwrap_or_else(PoisonError::into_inner) = Cost::ZERO;
     }
 
-    /// Notes the kernels of this device and its [hosts](Device::host) from now on. A device keeps one journal; later ones are not
-    /// kept.
+    /// Records the kernels of this device, and of its [hosts](Device::host), in `journal` from now on. Only the first call has an effect.
     pub fn keep_journal(&self, journal: &Journal) {
         self.journal.get_or_init(|| journal.clone());
     }
 
-    /// The journal that the device keeps.
+    /// Returns the device's journal.
     pub fn journal(&self) -> Option<&Journal> {
         self.journal.get()
     }
 
-    /// Records the kernel calls of this device and its [hosts](Device::host) from now on. A device records to one place: later calls of this
-    /// method have no effect. On the CPU, calls of [functions](Device::map) are left out.
+    /// Records the kernel calls of this device, and of its [hosts](Device::host), in `calls` from now on. Only the first call has an
+    /// effect. On a CPU device, calls of [functions](Device::map) are not recorded.
     pub fn record_calls(&self, calls: &RecordedCalls) {
         self.recorded.get_or_init(|| calls.clone());
     }
 
-    /// Counts as many operations of the products issued last as [repeated](Cost::repeated_operations) as the product of `factors`.
+    /// Marks operations of the latest matmuls as [repeated](Cost::repeated_operations), as many as the product of `factors`.
     pub(crate) fn count_repeated(&self, factors: &[usize]) {
         let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
         *cost = cost.repeats(factors);
     }
 
-    /// Adds the cost of a kernel that begins, and notes it in the journal.
+    /// Adds a kernel's cost to the total and to the journal.
     fn count(&self, kernel: &'static str, cost: Cost) {
         if let Some(journal) = self.journal.get() {
             journal.note(JournalEntry::Kernel(KernelCall { kernel, cost }));
@@ -237,14 +235,14 @@ impl Device {
         *self.cost.lock().unwrap_or_else(PoisonError::into_inner) += cost;
     }
 
-    /// Counts a kernel, and passes it to the backend.
+    /// Counts a kernel and passes it to the backend.
     fn issue(&self, call: impl Into<Call>) {
         let call = call.into();
         self.count(call.name(), call.cost());
         self.run(call);
     }
 
-    /// Passes a call to the backend, and records it if calls are recorded.
+    /// Passes a call to the backend, and to the recorder and the timer if there are any.
     fn run(&self, call: Call) {
         if let Some(recorded) = self.recorded.get() {
             recorded.note(&call);
@@ -255,8 +253,7 @@ impl Device {
         self.backend.run(call);
     }
 
-    /// Issues a function of this program as a kernel. Where kernels run at once, it is called without a value that would have to be
-    /// allocated.
+    /// Issues a Rust function as a kernel. A CPU backend calls it directly, so that no `FunctionCall` is allocated.
     fn issue_function<const N: usize>(
         &self,
         name: &'static str,
@@ -277,18 +274,18 @@ impl Device {
         self.run(FunctionCall { name, cost, inputs, output, function }.into());
     }
 
-    /// An event that is done when all kernels issued so far have run.
+    /// Returns an event that completes when all kernels issued so far have run.
     pub fn record(&self) -> Event {
         self.backend.record()
     }
 
-    /// Lets kernels that are issued from now on run after an event. The caller goes on at once, unless kernels run while they are issued.
+    /// Makes kernels issued from now on wait for `event`. Does not block the caller, except on backends that run kernels during the call.
     #[track_caller]
     pub fn wait_for(&self, event: &Event) {
         self.backend.wait_for(event, Location::caller());
     }
 
-    /// Waits on the host until all that was issued has run.
+    /// Blocks until all issued kernels have run.
     ///
     /// # Panics
     /// If a kernel panicked.
@@ -296,13 +293,13 @@ impl Device {
         self.record().wait();
     }
 
-    /// Where the streams of a [detached](BackendKind::Detached) device have waited for events.
+    /// Returns the call sites at which streams of a [detached](BackendKind::Detached) device have waited for events.
     pub fn wait_sites(&self) -> Vec<WaitSite> {
         self.backend.wait_sites()
     }
 
-    /// The host beside this device: memory of its own, counted apart, and the processor that works in it. On the CPU that is
-    /// the same one. It is a device that [reaches the host's memory](Device::reaches_host), and runs kernels at once.
+    /// Returns a device for the host's memory and processor, with its own arena and memory counter. It [reaches the host's
+    /// memory](Device::reaches_host) and runs kernels during the call. Use it for offloaded state.
     ///
     /// # Errors
     /// If its memory cannot be reserved.
@@ -319,42 +316,40 @@ impl Device {
         Ok(Device { backend, arena, counter, staging, cost, timer: None, reaches_host: true, ..self.clone() })
     }
 
-    /// Gives memory that is not in use back to the system, after something that took much of it for once. A detached device keeps it.
+    /// Returns unused memory to the system, for example after a large temporary allocation. No-op on a detached device.
     pub fn trim(&self) {
         self.arena.trim();
     }
 
-    /// Threads that kernels use.
+    /// Returns the number of kernel threads.
     pub fn num_threads(&self) -> usize {
         self.cpu.threads.num_threads()
     }
 
-    /// The SIMD level that kernels use.
+    /// Returns the SIMD level of the kernels.
     pub fn cpu_features(&self) -> CpuFeatures {
         self.cpu.features
     }
 
-    /// Bytes in use, by category.
+    /// Returns the memory counter.
     pub fn memory(&self) -> &MemoryCounter {
         &self.counter
     }
 
-    /// Bytes of the host's memory in use that vectors of this device pass through on their way to other ranks, by category. Where kernels
-    /// reach the host's memory, it is [`memory`](Device::memory). What [`pinned_memory`](Device::pinned_memory) takes counts in the
-    /// host's `memory`.
+    /// Counts the host memory in use for staging vectors of this device on their way to other ranks. The same counter as
+    /// [`memory`](Device::memory) if kernels reach the host's memory. [`pinned_memory`](Device::pinned_memory) is counted in the host
+    /// device's `memory` instead.
     pub fn staging(&self) -> &MemoryCounter {
         &self.staging
     }
 
-    /// Refuses what can never fit, before any of it is taken: `num_bytes` for `category`, if that is more than all the
-    /// memory of the device.
+    /// Returns an error if `num_bytes` exceed the total memory of the device. Lets callers fail before they allocate a part of it.
     pub fn check_room(&self, num_bytes: usize, category: Category) -> Result<()> {
         self.arena.check_room(num_bytes, category)
     }
 
-    /// Lets activations that the budget has no room for lie elsewhere from now on. Activations leave `reserved` bytes of the budget free, which is what
-    /// everything else takes at most.
-    /// A device has one such place; later ones are not used.
+    /// Sets an allocator for activations that exceed the budget. From now on, activations leave `reserved` bytes of the budget free: the
+    /// maximum that all other categories need. Only the first call has an effect.
     ///
     /// # Panics
     /// If kernels do not [reach the host's memory](Device::reaches_host).
@@ -363,7 +358,7 @@ impl Device {
         self.arena.overflow_to(overflow, reserved);
     }
 
-    /// A tensor with unspecified contents.
+    /// Allocates a tensor with unspecified contents.
     ///
     /// # Errors
     /// If its size cannot be addressed, or there is no memory for it.
@@ -371,29 +366,29 @@ impl Device {
         Tensor::take(&self.arena, (shape, dtype), category)
     }
 
-    /// A tensor of zeros.
+    /// Allocates a tensor of zeros.
     pub fn zeros(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor> {
         let mut tensor = self.empty(shape, dtype, category)?;
         self.zero(tensor.view_mut());
         Ok(tensor)
     }
 
-    /// An f32 tensor for activations, with unspecified contents.
+    /// Allocates an f32 activation tensor with unspecified contents.
     pub(crate) fn activation(&self, shape: impl Into<Shape>) -> Result<Tensor> {
         self.activation_of(shape, DType::F32)
     }
 
-    /// A tensor for activations, with unspecified contents.
+    /// Allocates an activation tensor with unspecified contents.
     pub(crate) fn activation_of(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         self.empty(shape.into(), dtype, Category::Activations)
     }
 
-    /// Lets a unit of every thread do nothing but its operation; returns how many floating-point operations that were.
+    /// Runs only the operation of `unit` on every thread. Returns the number of floating-point operations.
     pub(crate) fn run_unit(&self, unit: Unit, rounds: u64) -> u64 {
         self.cpu.run_unit(unit, rounds)
     }
 
-    /// Goes through memory and computes next to nothing.
+    /// Streams through memory with almost no arithmetic. Measures bandwidth.
     pub(crate) fn stream(&self, traffic: Traffic, memory: ViewMut<'_>) {
         self.issue_function("stream", Cost::ZERO, [], memory, move |cpu, [], mut memory| {
             cpu.stream(traffic, memory.u32s(cpu));
@@ -401,7 +396,7 @@ impl Device {
     }
 }
 
-/// The SIMD level of these options on this machine.
+/// Returns the SIMD level of these options on this machine.
 fn features(options: DeviceOptions) -> CpuFeatures {
     let detected = CpuFeatures::detect();
     options.features_max.map_or(detected, |most| most.min(detected))

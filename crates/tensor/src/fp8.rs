@@ -1,14 +1,14 @@
-//! Training in 8-bit floats, emulated: factors of products are rounded as fp8 would round them.
+//! Emulated training in 8-bit floats: matmul operands are rounded as fp8 hardware would round them.
 //!
-//! Formats and their use are those of Micikevicius et al. ("FP8 formats for deep learning", 2022): the products of linear layers
-//! are made of fp8, and everything else stays as it is. A factor is multiplied by a scale before it is rounded, so that its
-//! largest values use the format's range; the scale follows from the largest magnitudes ("amax") of the same factor in earlier steps
-//! (*delayed scaling*, as in NVIDIA's Transformer Engine), for then a value is read once.
+//! Formats and their use follow Micikevicius et al. ("FP8 formats for deep learning", 2022): the matmuls of linear layers have fp8
+//! operands, and everything else keeps its precision. An operand is multiplied by a scale before it is rounded, so that its largest values
+//! use the range of the format. The scale is derived from the largest magnitudes ("amax") of the same operand in earlier steps (*delayed
+//! scaling*, as in NVIDIA's Transformer Engine), so that values are read only once.
 //!
-//! Scales are powers of two. So a rounded factor, divided by its scale again, is exact in bf16, the product of two of them is
-//! exact in f32, and a product of matrices in bf16 sums just the terms that fp8 hardware sums. What may differ is the sum: its order,
-//! and hardware that keeps fewer than f32's digits of it (about 14 bits on Hopper: DeepSeek-AI, "DeepSeek-V3 technical report",
-//! 2024, section 3.3.2).
+//! Scales are powers of two. A rounded operand, divided by its scale, is therefore exact in bf16, the product of two rounded elements is
+//! exact in f32, and a bf16 matmul adds exactly the products that fp8 hardware adds. Only the sum may differ: its order, and the bits that
+//! hardware keeps of it if these are fewer than in f32 (about 14 on Hopper: DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section
+//! 3.3.2).
 
 use crate::device::{Device, Result};
 use crate::parameter_table::{ParameterId, ParameterTable};
@@ -18,28 +18,28 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use trireme_base::{Category, DType, Fp8Format};
 
 trireme_base::named! {
-    /// Which formats factors are rounded to.
+    /// The fp8 formats of matmul operands.
     pub enum Fp8Formats {
         /// E4M3 for all.
         E4m3 = "e4m3",
-        /// E4M3 for inputs and weights, and E5M2, which has more range and fewer digits, for gradients.
+        /// E4M3 for inputs and weights; E5M2, with more range and less precision, for gradients.
         Hybrid = "hybrid",
     }
 }
 
-/// How linear layers work in fp8.
+/// Settings of linear layers that compute in fp8.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fp8Recipe {
-    /// Which formats factors are rounded to.
+    /// Formats of matmul operands.
     pub formats: Fp8Formats,
-    /// Steps whose amaxes a scale follows from; at least 1.
+    /// Number of steps whose amaxes determine a scale; at least 1.
     pub amax_history_len: usize,
-    /// Scales leave room for values `2^margin` times larger than those of earlier steps.
+    /// Headroom: scales leave room for values `2^margin` times larger than those of earlier steps.
     pub margin: u32,
 }
 
 impl Fp8Recipe {
-    /// With a history of 16 steps, and no margin.
+    /// Creates a recipe with a history of 16 steps and no margin.
     pub const fn new(formats: Fp8Formats) -> Self {
         Fp8Recipe { formats, amax_history_len: 16, margin: 0 }
     }
@@ -51,14 +51,14 @@ impl Fp8Recipe {
         }
     }
 
-    /// Exponent of the largest power of two with `amax * scale * 2^margin` at most the format's maximum.
+    /// Returns the exponent of the largest power of two `scale` with `amax * scale * 2^margin` at most the format's maximum.
     fn scale_exponent(&self, operand: Operand, amax: f32) -> i32 {
         let exponent = self.format(operand).scale_exponent(amax);
         exponent.saturating_sub_unsigned(self.margin).clamp(-SCALE_EXPONENT_MAX, SCALE_EXPONENT_MAX)
     }
 }
 
-/// How a factor is scaled before it is rounded.
+/// The scale of an operand, applied before it is rounded.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fp8Scale {
     recipe: Fp8Recipe,
@@ -72,29 +72,29 @@ impl Fp8Scale {
         self.recipe.format(self.operand)
     }
 
-    /// Whether it follows from earlier steps, else from the values themselves (*current scaling*).
+    /// Returns whether the scale is derived from earlier steps. If not, it is derived from the values themselves (*current scaling*).
     pub(crate) fn is_known(&self) -> bool {
         self.reference.is_some()
     }
 
-    /// The exponent of the scale, if it is known.
+    /// Returns the exponent of the scale, if it is known.
     pub(crate) fn exponent(&self) -> Option<i32> {
         self.reference.map(|amax| self.exponent_for(amax))
     }
 
-    /// The exponent of a scale by this largest magnitude.
+    /// Returns the exponent of the scale for values of largest magnitude `amax`.
     pub(crate) fn exponent_for(&self, amax: f32) -> i32 {
         self.recipe.scale_exponent(self.operand, amax)
     }
 }
 
-/// Scales lie between two to minus this and two to this: beyond, rounded values would not be normal in bf16.
+/// Bound on the magnitude of scale exponents. Beyond it, rounded values would not be normal in bf16.
 pub(crate) const SCALE_EXPONENT_MAX: i32 = 100;
 
-/// What a linear layer's products read.
+/// A matmul operand of a linear layer's forward or backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Operand {
-    /// What the weight is applied to.
+    /// The layer's input.
     Input,
     Weight,
     /// Gradient of the output, before a bias and a residual.
@@ -103,30 +103,30 @@ pub(crate) enum Operand {
 
 const OPERANDS: usize = 3;
 
-/// Scales of a step, and the amaxes found in it: what tapes share.
+/// The scales of a step, and the amaxes observed in it. Shared by the tapes of the step.
 #[derive(Debug)]
 pub struct Fp8Scales {
     recipe: Fp8Recipe,
     /// First parameter of each layer's weight, ascending.
     layers: Vec<ParameterId>,
-    /// By layer, then [`Operand`]: the largest amax of the history, as bits of an f32; 0 where nothing is known.
+    /// Largest amax of the history, indexed by layer, then [`Operand`], as the bits of an f32; 0 if unknown.
     history_max: Vec<AtomicU32>,
-    /// By layer, then [`Operand`]: the largest magnitudes of this step so far, on the device.
+    /// Largest magnitudes in this step so far, on the device, indexed by layer, then [`Operand`].
     amaxes: Mutex<Tensor>,
 }
 
-/// One layer's part of [`Fp8Scales`].
+/// One layer's scales and amaxes in [`Fp8Scales`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fp8Layer<'a> {
     scales: &'a Fp8Scales,
     layer: usize,
-    /// Whether amaxes count for the scales to come.
+    /// Whether the amaxes of this pass are recorded for later scales.
     observes: bool,
 }
 
 impl Fp8Scales {
-    /// The layer whose weight begins with parameter `weight`, if it works in fp8. Of passes that train, the amaxes count
-    /// for the scales to come.
+    /// Returns the layer whose weight begins with parameter `weight`, or `None` if it does not compute in fp8. Amaxes are recorded only if
+    /// `trains`.
     pub(crate) fn layer(&self, weight: ParameterId, trains: bool) -> Option<Fp8Layer<'_>> {
         let layer = self.layers.binary_search(&weight).ok()?;
         Some(Fp8Layer { scales: self, layer, observes: trains })
@@ -138,9 +138,9 @@ impl Fp8Scales {
 }
 
 impl Fp8Layer<'_> {
-    /// A copy of `values`, rounded as `operand`; bf16.
+    /// Returns a bf16 copy of `values`, rounded to the format of `operand`.
     ///
-    /// Where nothing is known of earlier steps, the scale is that of the values themselves (*current scaling*).
+    /// Before the first amax is known, the scale is derived from the values themselves (*current scaling*).
     pub(crate) fn quantize(&self, device: &Device, operand: Operand, values: View<'_>) -> Result<Tensor> {
         let place = self.layer * OPERANDS + operand as usize;
         let history_max = f32::from_bits(self.scales.history_max[place].load(Ordering::Relaxed));
@@ -154,32 +154,31 @@ impl Fp8Layer<'_> {
     }
 }
 
-/// The scales of a model's layers from step to step.
+/// The amax history of a model's fp8 layers, from which the scales follow.
 ///
-/// All of it is a function of the amaxes given to [`Fp8State::advance`]: ranks that are given the same ones have the same
-/// scales.
+/// The scales are a function of the amaxes passed to [`Fp8State::advance`]: ranks that pass the same amaxes have the same scales.
 #[derive(Debug)]
 pub struct Fp8State {
     scales: Arc<Fp8Scales>,
-    /// By layer, then [`Operand`]: amaxes of earlier steps, the newest first; 0 where there was none.
+    /// Amaxes of earlier steps, newest first, indexed by layer, then [`Operand`]; 0 if unknown.
     history: Vec<f32>,
 }
 
 impl Fp8State {
-    /// The state of a model all of whose [matrices](ParameterTable::matrices) are weights of linear layers in fp8.
+    /// Creates the state of a model whose [matrices](ParameterTable::matrices) are all weights of fp8 linear layers.
     ///
-    /// Fails and panics as [`new`](Fp8State::new).
+    /// Fails and panics like [`new`](Fp8State::new).
     pub fn of_matrices(recipe: Fp8Recipe, table: &ParameterTable, device: &Device) -> Result<Self> {
         Fp8State::new(recipe, table.matrices().iter().map(|span| span.first).collect(), device)
     }
 
-    /// Nothing is known yet. `layers` has the first parameter of each layer's weight.
+    /// Creates a state without history. `layers` has the first parameter of each layer's weight.
     ///
     /// # Errors
     /// If the device has no memory for the amaxes of a step.
     ///
     /// # Panics
-    /// If the history has no room for a step.
+    /// If the recipe's history length is 0.
     pub fn new(recipe: Fp8Recipe, mut layers: Vec<ParameterId>, device: &Device) -> Result<Self> {
         assert!(recipe.amax_history_len > 0, "scales follow from at least one step");
         layers.sort_unstable();
@@ -191,35 +190,35 @@ impl Fp8State {
         Ok(Fp8State { scales: Arc::new(scales), history })
     }
 
-    /// What tapes read and write.
+    /// Returns the scales that tapes read, and the amaxes that they write.
     pub fn scales(&self) -> &Arc<Fp8Scales> {
         &self.scales
     }
 
-    /// The first parameter of each layer's weight.
+    /// Returns the first parameter of each layer's weight, ascending.
     pub fn layers(&self) -> &[ParameterId] {
         &self.scales.layers
     }
 
-    /// Number of amaxes of a step.
+    /// Returns the number of amaxes per step.
     pub fn num_amaxes(&self) -> usize {
         self.scales.history_max.len()
     }
 
-    /// Takes the amaxes of the step out of the scales: of this rank's microbatches.
+    /// Copies the step's amaxes of this rank's microbatches to `amaxes`, and resets them to 0.
     ///
     /// # Panics
-    /// If there is no room for [`Fp8State::num_amaxes`].
+    /// If `amaxes` does not have length [`Fp8State::num_amaxes`].
     pub fn take_amaxes(&mut self, device: &Device, amaxes: &mut [f32]) {
         let mut own = self.scales.amaxes();
         device.download(own.view(), amaxes);
         device.zero(own.view_mut());
     }
 
-    /// Ends a step: its `amaxes`, of all ranks, enter the history, and give new scales.
+    /// Ends a step: adds its `amaxes`, reduced over all ranks, to the history and updates the scales.
     ///
     /// # Panics
-    /// If they are not [`Fp8State::num_amaxes`].
+    /// If `amaxes` does not have length [`Fp8State::num_amaxes`].
     pub fn advance(&mut self, amaxes: &[f32]) {
         assert_eq!(amaxes.len(), self.num_amaxes());
         let len = self.scales.recipe.amax_history_len;
@@ -230,15 +229,15 @@ impl Fp8State {
         self.update_scales();
     }
 
-    /// The history of a layer, to be kept: `[3, amax_history_len]` for input, weight and output gradient, the newest step
-    /// first, 0 where nothing is known.
+    /// Returns the history of a layer and its shape, for a checkpoint: `[3, amax_history_len]` for input, weight and output gradient,
+    /// newest step first, 0 if unknown.
     pub fn history(&self, layer: usize) -> (&[f32], [usize; 2]) {
         let len = self.scales.recipe.amax_history_len;
         (&self.history[layer * OPERANDS * len..][..OPERANDS * len], [OPERANDS, len])
     }
 
-    /// Goes on from a kept history of a layer, of which the newest steps count that there is room for. `false`, and nothing
-    /// changes, if it is none.
+    /// Restores the history of a layer from a checkpoint. Steps beyond `amax_history_len` are dropped, oldest first. Returns `false` and
+    /// changes nothing if `kept` is not a valid history of shape `shape`.
     #[must_use = "a history may be refused"]
     pub fn restore(&mut self, layer: usize, kept: &[f32], shape: &[usize]) -> bool {
         let is_amax = |amax: &f32| amax.is_finite() && *amax >= 0.0;

@@ -1,17 +1,17 @@
-//! Memory of the host that tensors may use.
+//! Host memory that tensors borrow.
 
 use std::any::Any;
 use std::fmt;
 use trireme_base::HostMemory;
 
-/// Memory of the host in which a tensor lies until it is dropped, such as that which ranks exchange.
+/// Host memory that backs a tensor until the tensor is dropped, for example a communication buffer.
 pub trait LentMemory: HostMemory + Sync + Any + fmt::Debug {
-    /// The tensor was dropped.
+    /// Returns the memory to its owner. Called when the tensor is dropped.
     fn give_back(self: Box<Self>);
 }
 
-/// Where activations lie that do not fit into a device's budget.
+/// An allocator for activations that do not fit into a device's budget.
 pub trait Overflow: fmt::Debug + Send + Sync {
-    /// So many bytes, with unspecified contents; `None` if there are none either.
+    /// Allocates `num_bytes` bytes with unspecified contents. Returns `None` if they are not available.
     fn take(&self, num_bytes: usize) -> Option<Box<dyn LentMemory>>;
 }

@@ -1,9 +1,8 @@
-//! Storage, kernels and the tape.
+//! Memory, tensors, kernels and the autograd tape.
 //!
-//! A [`Device`] owns memory and runs kernels; [`Tensor`]s live on it. [`Tape`] records operations
-//! and differentiates them; gradients of parameters leave through a [`GradSink`] the moment they are
-//! complete. `model` and `parallel` call the device and the tape only: which hardware runs a kernel is
-//! decided below [`Device`].
+//! A [`Device`] owns memory and runs kernels; [`Tensor`]s reside on it. A [`Tape`] records operations and differentiates them. It passes
+//! each parameter gradient to a [`GradSink`] as soon as the gradient is complete. The crates `model` and `parallel` use only the device and
+//! the tape: which hardware runs a kernel is decided inside [`Device`].
 
 mod declaration;
 mod device;

@@ -1,21 +1,21 @@
-//! Counting memory by what it is for.
+//! Memory accounting by category.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use trireme_base::{Bytes, Category};
 
 const NUM_CATEGORIES: usize = Category::ALL.len();
 
-/// Where pages of 2 MiB come from. The processor translates their addresses faster than those of small pages.
+/// The source of 2 MiB pages, whose addresses take fewer TLB misses than those of small pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum PageSource {
-    /// From the system's free memory, as far as it has and gives them; the rest lies in small pages.
+    /// Transparent huge pages, as far as the system provides them; small pages for the rest.
     #[default]
     Transparent,
-    /// From the pool that the host has set aside (`vm.nr_hugepages`), and from nowhere else.
+    /// Only the pool that the host has reserved (`vm.nr_hugepages`).
     Reserved,
 }
 
-/// Bytes in use now and at most so far.
+/// Current and peak number of bytes in use.
 #[derive(Debug, Default)]
 struct Gauge {
     current: AtomicUsize,
@@ -41,31 +41,31 @@ impl Gauge {
     }
 }
 
-/// Bytes in use now and at most so far, by category and of all together; and the bound on them.
+/// Current and peak bytes in use, by category and in total, and the budget.
 #[derive(Debug, Default)]
 pub struct MemoryCounter {
     of_category: [Gauge; NUM_CATEGORIES],
     total: Gauge,
     /// The bytes of each category at the peak of the total.
     at_peak: [AtomicUsize; NUM_CATEGORIES],
-    /// The part of the total that is memory of others, which count it as well.
+    /// The part of the total that is memory of other processes. They count it as well.
     mapped: AtomicUsize,
     peak_own: AtomicUsize,
-    /// The part of the total that is memory of this process outside of the device's arena.
+    /// The part of the total that this process has allocated outside of the device's arena.
     outside: Gauge,
     budget: Option<usize>,
 }
 
-/// A reading, in bytes.
+/// Memory in use, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryUsage {
     /// In use now.
     pub current: usize,
-    /// In use at most since the start.
+    /// Maximum in use since the start or the last restart of the peaks.
     pub peak: usize,
 }
 
-/// Memory that would have passed the budget; none of it was taken.
+/// A refused allocation that would have exceeded the budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{category} grew by {}, which exceeds the device budget of {} by {}; in use: {}",
@@ -84,33 +84,33 @@ pub struct OverBudget {
 }
 
 impl OverBudget {
-    /// Bytes by which the budget would have been passed.
+    /// Returns the bytes by which the allocation exceeds the budget.
     pub fn excess(&self) -> usize {
         (self.in_use.iter().sum::<usize>() + self.requested).saturating_sub(self.budget)
     }
 }
 
-/// What each category holds, as errors tell it.
+/// Formats the bytes of each category for error messages.
 pub(crate) fn describe(in_use: &[usize; NUM_CATEGORIES]) -> String {
     let text = |(category, bytes): (Category, &usize)| format!("{category} {}", Bytes(*bytes as u64));
     Category::ALL.into_iter().zip(in_use).map(text).collect::<Vec<_>>().join(", ")
 }
 
 impl MemoryCounter {
-    /// Nothing is in use, and no more than `budget` bytes ever will be.
+    /// Creates a counter with nothing in use and a budget in bytes.
     pub(crate) fn new(budget: Option<usize>) -> Self {
         MemoryCounter { budget, ..MemoryCounter::default() }
     }
 
-    /// Bytes that are never passed, if there is such a bound.
+    /// Returns the maximum total in bytes, if there is one.
     pub fn budget(&self) -> Option<usize> {
         self.budget
     }
 
-    /// Counts `bytes` that are about to be taken for `category`.
+    /// Counts `bytes` that the caller is about to allocate for `category`.
     ///
     /// # Errors
-    /// If the budget has no room for them; nothing is counted then.
+    /// If they would exceed the budget; nothing is counted then.
     pub fn take(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
         let total = self.total.current.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
         if let Some(budget) = self.budget.filter(|&budget| total > budget) {
@@ -132,8 +132,7 @@ impl MemoryCounter {
         }
     }
 
-    /// As [`take`](MemoryCounter::take), for memory of another process that this one maps.
-    /// Fails as [`take`](MemoryCounter::take).
+    /// Like [`take`](MemoryCounter::take), for memory of another process that this process maps.
     pub fn take_mapped(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
         self.mapped.fetch_add(bytes, Ordering::Relaxed);
         let taken = self.take(category, bytes);
@@ -143,60 +142,59 @@ impl MemoryCounter {
         taken
     }
 
-    /// Counts what is mapped no more.
+    /// Uncounts `bytes` counted by [`take_mapped`](MemoryCounter::take_mapped), after they are unmapped.
     pub fn give_mapped(&self, category: Category, bytes: usize) {
         self.give(category, bytes);
         self.mapped.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// As [`take`](MemoryCounter::take), for memory that is not the device's own: of a group, or of the process.
-    /// Fails as [`take`](MemoryCounter::take).
+    /// Like [`take`](MemoryCounter::take), for memory outside of the device's arena: of a process group, or of the process.
     pub fn take_outside(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
         self.take(category, bytes)?;
         self.outside.add(bytes);
         Ok(())
     }
 
-    /// Counts such memory that was given back.
+    /// Uncounts freed `bytes` that [`take_outside`](MemoryCounter::take_outside) counted.
     pub fn give_outside(&self, category: Category, bytes: usize) {
         self.outside.subtract(bytes);
         self.give(category, bytes);
     }
 
-    /// Counts `bytes` given back by `category`.
+    /// Uncounts freed `bytes` of `category`.
     pub fn give(&self, category: Category, bytes: usize) {
         self.of_category[category as usize].subtract(bytes);
         self.total.subtract(bytes);
     }
 
-    /// The reading of one category.
+    /// Returns the usage of one category.
     pub fn usage(&self, category: Category) -> MemoryUsage {
         self.of_category[category as usize].usage()
     }
 
-    /// The reading of all categories together. Its peak is less than the sum of theirs where they peak at different times.
+    /// Returns the usage of all categories together. Its peak is less than the sum of their peaks if they peak at different times.
     pub fn total(&self) -> MemoryUsage {
         self.total.usage()
     }
 
-    /// As [`total`](MemoryCounter::total), without memory of other processes that this one maps.
+    /// Like [`total`](MemoryCounter::total), without memory of other processes that this process maps.
     pub fn own(&self) -> MemoryUsage {
         let mapped = self.mapped.load(Ordering::Relaxed);
         let current = self.total().current.saturating_sub(mapped);
         MemoryUsage { current, peak: self.peak_own.load(Ordering::Relaxed) }
     }
 
-    /// The part of [`own`](MemoryCounter::own) that is not the device's own memory.
+    /// Returns the part of [`own`](MemoryCounter::own) that lies outside of the device's arena.
     pub fn outside(&self) -> MemoryUsage {
         self.outside.usage()
     }
 
-    /// What each category held when the total was at its peak, in the order of [`Category::ALL`].
+    /// Returns the bytes of each category at the peak of the total, in the order of [`Category::ALL`].
     pub fn at_peak(&self) -> [usize; NUM_CATEGORIES] {
         std::array::from_fn(|slot| self.at_peak[slot].load(Ordering::Relaxed))
     }
 
-    /// Lets peaks begin again at what is in use now.
+    /// Restarts all peaks at the current usage.
     pub fn restart_peaks(&self) {
         let gauges = self.of_category.iter().chain([&self.total, &self.outside]);
         gauges.for_each(Gauge::restart_peak);
@@ -204,7 +202,7 @@ impl MemoryCounter {
         self.keep_as_peak();
     }
 
-    /// What each category holds now, in the order of [`Category::ALL`].
+    /// Returns the current bytes of each category, in the order of [`Category::ALL`].
     pub(crate) fn in_use(&self) -> [usize; NUM_CATEGORIES] {
         Category::ALL.map(|category| self.usage(category).current)
     }

@@ -1,4 +1,4 @@
-//! What optimizers keep from step to step.
+//! Optimizer state.
 
 use crate::device::{Device, Result};
 use crate::kernels::cpu::Cpu;
@@ -8,19 +8,19 @@ use crate::tensor::Tensor;
 use std::ops::Range;
 use trireme_base::{Bf16, Category, DType};
 
-/// A value for each element of some pieces, in f32 or fewer bits.
+/// One state value per element of some [`Pieces`], stored in f32, bf16 or block-wise quantized 8 bits.
 #[derive(Debug)]
 pub struct OptimizerState {
     dtype: StateDType,
     is_square: bool,
     values: Tensor,
-    /// Of 8-bit codes, what one stands for, for each block.
+    /// Quantization step of each block of 8-bit codes; empty for other dtypes.
     steps: Tensor,
 }
 
 impl OptimizerState {
-    /// Zeros for the elements of `pieces`. `is_square` says that they are second moments: never negative, and of which the
-    /// root counts.
+    /// Allocates zeros for the elements of `pieces`. `is_square` marks second moments: they are never negative and are used through their
+    /// square root, which determines their 8-bit code.
     pub fn zeros(pieces: &Pieces, dtype: StateDType, is_square: bool, device: &Device) -> Result<Self> {
         let (values_dtype, num_blocks) = match dtype {
             StateDType::F32 => (DType::F32, 0),
@@ -37,7 +37,7 @@ impl OptimizerState {
         })
     }
 
-    /// Bytes of memory.
+    /// Returns the bytes of device memory.
     pub fn num_bytes(&self) -> usize {
         [&self.values, &self.steps]
             .iter()
@@ -45,13 +45,13 @@ impl OptimizerState {
             .sum()
     }
 
-    /// Shows `visit` the memory.
+    /// Calls `visit` with each tensor of the state.
     pub fn for_each_memory(&mut self, mut visit: impl FnMut(&mut Tensor)) {
         visit(&mut self.values);
         visit(&mut self.steps);
     }
 
-    /// The values of the pieces `range`, one after another, exactly.
+    /// Writes the values of the pieces `range`, in order, as f32 into `out`. The conversion is exact.
     ///
     /// # Panics
     /// If `out` is too short.
@@ -71,7 +71,8 @@ impl OptimizerState {
         }
     }
 
-    /// Sets the values of the pieces `range`. What [`read`](OptimizerState::read) gave of a state of the same dtype leaves it as it was.
+    /// Sets the values of the pieces `range`. Values that [`read`](OptimizerState::read) returned for a state of the same dtype restore it
+    /// bit for bit.
     ///
     /// # Panics
     /// If there are too few values.
@@ -105,7 +106,7 @@ impl OptimizerState {
     }
 }
 
-/// The arrays of a state.
+/// Kernel operands of an [`OptimizerState`].
 #[derive(Debug)]
 pub(crate) struct StateOperands {
     pub(crate) dtype: StateDType,
@@ -115,7 +116,7 @@ pub(crate) struct StateOperands {
 }
 
 impl StateOperands {
-    /// The state, for tasks to divide.
+    /// Returns the state as slices that the tasks of a kernel share.
     pub(crate) fn slice<'c>(&'c mut self, cpu: &'c Cpu) -> StateSlice<'c> {
         match self.dtype {
             StateDType::F32 => StateSlice::F32(SharedSlice::new(self.values.elements(cpu))),
@@ -129,14 +130,14 @@ impl StateOperands {
     }
 }
 
-/// A matrix whose second moment is factored, or what is here of it.
+/// A matrix with a factored second moment, or the shard of it that this rank stores.
 #[derive(Debug, Clone)]
 pub struct FactoredMatrix {
     pub(crate) part: FactoredPart,
 }
 
 impl FactoredMatrix {
-    /// The parameter `info` of `unit`, of whose flat buffer the elements `held` are here.
+    /// Describes the parameter `info` of `unit`, on a rank that stores the elements `held` of the unit's flat buffer.
     pub fn new(info: &ParameterInfo, unit: &UnitInfo, held: Range<usize>) -> Self {
         let range = info.range();
         let start = held.start.clamp(range.start, range.end);

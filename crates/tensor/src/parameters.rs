@@ -1,4 +1,4 @@
-//! Parameters in flat buffers, one buffer a unit.
+//! Parameter values in flat buffers, one per unit.
 
 use crate::device::{Device, Result};
 use crate::parameter_table::{ParameterId, ParameterInfo, ParameterSpan, ParameterTable};
@@ -8,25 +8,25 @@ use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{Category, DType};
 
-/// Where operations read the values of parameters.
+/// Values of parameters, as operations read them.
 pub trait ParameterSource: fmt::Debug {
-    /// All of a unit's flat buffer, in f32 or a narrower float.
+    /// Returns the flat buffer of `unit`, in f32 or a narrower float.
     ///
     /// # Panics
-    /// If it is not there.
+    /// If the full buffer is not in memory.
     fn unit(&self, unit: usize) -> View<'_>;
 
-    /// What a span covers.
+    /// Returns the values that `span` covers.
     fn span(&self, span: &ParameterSpan) -> View<'_> {
         self.unit(span.unit).part(span.offset, span.shape)
     }
 }
 
-/// Values for the parameters of a table: one flat f32 buffer a unit, or a part of each.
+/// Values of a table's parameters: one flat f32 buffer per unit, or a shard of each.
 #[derive(Debug)]
 pub struct Parameters {
     table: Arc<ParameterTable>,
-    /// Of each unit's flat buffer.
+    /// The elements of each unit's flat buffer that are stored here.
     parts: Vec<Range<usize>>,
     flats: Vec<Tensor>,
     device: Device,
@@ -34,15 +34,15 @@ pub struct Parameters {
 }
 
 impl Parameters {
-    /// Zeros, counted as `category`.
+    /// Allocates zeros, counted as `category`.
     pub fn zeros(table: &Arc<ParameterTable>, device: &Device, category: Category) -> Result<Self> {
         Self::zeros_of(table, table.shards(0, 1), device, category)
     }
 
-    /// Zeros for these elements of each unit's flat buffer, counted as `category`.
+    /// Allocates zeros for the elements `parts` of each unit's flat buffer, counted as `category`.
     ///
     /// # Panics
-    /// If there is not one range for each unit.
+    /// If `parts` does not have one range per unit.
     pub fn zeros_of(
         table: &Arc<ParameterTable>,
         parts: Vec<Range<usize>>,
@@ -57,8 +57,8 @@ impl Parameters {
         Ok(Parameters { table: Arc::clone(table), parts, flats, device: device.clone(), category })
     }
 
-    /// The same without memory, which [`memory_mut`](Parameters::memory_mut) lets be taken: no more than a unit's is taken at a
-    /// time, and given back.
+    /// Like [`zeros_of`](Parameters::zeros_of), but without memory. The caller allocates and releases one unit's memory at a time through
+    /// [`memory_mut`](Parameters::memory_mut).
     pub fn without_memory(
         table: &Arc<ParameterTable>,
         parts: Vec<Range<usize>>,
@@ -75,49 +75,49 @@ impl Parameters {
         Ok(Parameters { table: Arc::clone(table), parts, flats, device: device.clone(), category })
     }
 
-    /// The table that these values are for.
+    /// Returns the table that describes the parameters.
     pub fn table(&self) -> &Arc<ParameterTable> {
         &self.table
     }
 
-    /// The elements of each unit's flat buffer that are here.
+    /// Returns the elements of each unit's flat buffer that are stored here.
     pub fn parts(&self) -> &[Range<usize>] {
         &self.parts
     }
 
-    /// The device that they lie on.
+    /// Returns the device of the buffers.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// What is here of a unit's flat buffer.
+    /// Returns the stored part of a unit's flat buffer.
     pub fn flat(&self, unit: usize) -> View<'_> {
         self.flats[unit].view()
     }
 
-    /// What is here of a unit's flat buffer, on the host.
+    /// Copies the stored part of a unit's flat buffer to the host.
     pub fn values(&self, unit: usize) -> Vec<f32> {
         self.device.read(self.flat(unit))
     }
 
-    /// Sets what is here of a unit's flat buffer.
+    /// Sets the stored part of a unit's flat buffer.
     ///
     /// # Panics
-    /// If there are not as many values.
+    /// If the number of values differs.
     pub fn set(&mut self, unit: usize, values: &[f32]) {
         let Parameters { flats, device, .. } = self;
         device.upload(values, flats[unit].view_mut());
     }
 
-    /// What is here of a unit's flat buffer, to write.
+    /// Returns the stored part of a unit's flat buffer, for writing.
     pub fn flat_mut(&mut self, unit: usize) -> ViewMut<'_> {
         self.flats[unit].view_mut()
     }
 
-    /// Has zeros for `part` of a unit's flat buffer from now on; what was there of it is given back.
+    /// Frees the stored part of a unit's flat buffer and allocates zeros for `part`.
     ///
     /// # Errors
-    /// If there is no memory for it; nothing is there of the unit then.
+    /// If there is no memory for the zeros. The unit's buffer is then released.
     pub fn set_part(&mut self, unit: usize, part: Range<usize>) -> Result<()> {
         self.flats[unit].release();
         self.flats[unit] = self.device.zeros([part.len()].into(), DType::F32, self.category)?;
@@ -125,25 +125,25 @@ impl Parameters {
         Ok(())
     }
 
-    /// The memory of a unit.
+    /// Returns the tensor that backs a unit's buffer.
     pub fn memory_mut(&mut self, unit: usize) -> &mut Tensor {
         &mut self.flats[unit]
     }
 
-    /// One parameter.
+    /// Returns the values of one parameter.
     ///
     /// # Panics
-    /// If it is not all here.
+    /// If only a part of its unit's flat buffer is stored.
     pub fn parameter(&self, id: ParameterId) -> View<'_> {
         let info = &self.table.parameters()[id.0];
         self.unit(info.unit).part(info.offset, info.shape)
     }
 
-    /// Calls `write` with the description of each parameter of which something is here, which of its elements that is,
-    /// and zeros in their place, in order. What it makes of them becomes the values.
+    /// Calls `write`, in order, with each parameter that is at least partly stored, the range of its elements that is stored, and a zeroed
+    /// buffer for them. The buffer's contents become the values.
     ///
     /// # Errors
-    /// Those of `write`.
+    /// If `write` fails.
     pub fn load<E>(
         &mut self,
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,

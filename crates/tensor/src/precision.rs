@@ -1,10 +1,10 @@
 use trireme_base::DType;
 
 trireme_base::named! {
-    /// The type of activations and of the factors of products.
+    /// The dtype of activations and of matmul operands.
     ///
-    /// The residual stream, statistics, sums, losses, parameters and their gradients are f32 whatever the precision:
-    /// mixed precision as Micikevicius et al. describe it ("Mixed precision training", 2018).
+    /// The residual stream, statistics, sums, losses, parameters and their gradients are f32 at every precision, as in Micikevicius et al.
+    /// ("Mixed precision training", 2018).
     #[derive(Default)]
     pub enum Precision {
         /// All f32.
@@ -18,7 +18,7 @@ trireme_base::named! {
 }
 
 impl Precision {
-    /// Element type of activations.
+    /// Returns the dtype of activations.
     pub const fn dtype(self) -> DType {
         match self {
             Precision::F32 => DType::F32,

@@ -1,7 +1,7 @@
-//! Measures the kernels of a device, beside what its units and its memory do with no kernel around them.
+//! Measures the kernels of a device, and the peak throughput of its execution units and its memory.
 //!
-//! Other programs slow every figure down and nothing speeds one up, so that the best of several runs tells what the
-//! machine can do, and the median what to expect of it.
+//! Other programs only ever slow a run down. The best of several runs therefore shows what the machine can do, and the median what to
+//! expect.
 
 mod bound;
 
@@ -20,17 +20,17 @@ use std::convert::Infallible;
 use std::time::{Duration, Instant};
 use trireme_base::{Category, DType, RandomKey};
 
-/// A unit runs this long at least before it is timed, so that to wake threads up takes no share of it.
+/// Minimum duration of a timed run, so that the time to wake up threads is negligible.
 const UNIT_DURATION_MIN: Duration = Duration::from_millis(1);
 
 trireme_base::named! {
-    /// Which factors of a product are read transposed, of those that training needs.
+    /// The transposes of matmul operands that occur in training.
     pub enum Transposes {
-        /// None: `y = x W`, as forward has it.
+        /// None: `y = x W`, the forward pass.
         NN = "NN",
-        /// The right one: `dx = dy W^T`, the gradient of the input.
+        /// The right operand: `dx = dy W^T`, the gradient of the input.
         NT = "NT",
-        /// The left one: `dW += x^T dy`, the gradient of the weight.
+        /// The left operand: `dW += x^T dy`, the gradient of the weight.
         TN = "TN",
     }
 }
@@ -45,7 +45,7 @@ impl Transposes {
     }
 }
 
-/// Why this machine has no such SIMD level; `None` if it has.
+/// Returns the reason why this machine lacks a SIMD level; `None` if it has the level.
 pub fn why_absent(features: CpuFeatures) -> Option<&'static str> {
     if features <= CpuFeatures::detect() {
         return None;
@@ -63,7 +63,7 @@ pub fn why_absent(features: CpuFeatures) -> Option<&'static str> {
     })
 }
 
-/// Measures a device for about the same time a figure.
+/// Measures a device. Each measurement takes about the same time.
 #[derive(Debug, Clone)]
 pub struct Probe {
     device: Device,
@@ -71,17 +71,16 @@ pub struct Probe {
 }
 
 impl Probe {
-    /// A probe that runs what it measures once to warm up, then again and again for `duration`: at least three times,
-    /// but once is enough for what takes seconds.
+    /// Creates a probe that runs each function once to warm up and then repeatedly for `duration`, at least three times unless that takes
+    /// over a second.
     pub fn new(device: &Device, duration: Duration) -> Self {
         Probe { device: device.clone(), duration }
     }
 
-    /// Floating-point operations a second of a unit that finds all it needs in registers, on all threads of the
-    /// device.
+    /// Measures the floating-point operations per second of `unit`, with all operands in registers, on all threads of the device.
     ///
     /// # Panics
-    /// If the device's SIMD level has no such unit.
+    /// If the device's SIMD level does not have the unit.
     pub fn peak(&self, unit: Unit) -> f64 {
         let mut rounds = 1024;
         loop {
@@ -100,10 +99,10 @@ impl Probe {
         operations as f64 / timing.best
     }
 
-    /// Times plain loops that go through memory and compute next to nothing.
+    /// Times plain loops that stream through memory with almost no arithmetic.
     ///
     /// # Errors
-    /// If the device has not as much memory.
+    /// If the device does not have enough memory.
     pub fn stream(&self, traffic: Traffic) -> Result<Timing> {
         let shape = [traffic.extent().div_ceil(size_of::<u32>())].into();
         let mut memory = self.device.empty(shape, DType::U32, Category::Activations)?;
@@ -113,11 +112,11 @@ impl Probe {
         })
     }
 
-    /// Times a product of factors that lie in memory as those of training do: activations in `precision`, weights in
-    /// f32; NN and NT make activations, TN adds to an f32 gradient.
+    /// Times a matmul with the dtypes of training: activations in `precision`, weights in f32. NN and NT write activations; TN adds to an
+    /// f32 gradient.
     ///
     /// # Errors
-    /// If the device has no memory for the factors.
+    /// If the device has no memory for the operands.
     pub fn product(
         &self,
         precision: Precision,
@@ -145,7 +144,7 @@ impl Probe {
         })
     }
 
-    /// A tensor of normal values of standard deviation 0.5.
+    /// Returns a tensor of random normal values with standard deviation 0.5.
     fn random(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let shape = shape.into();
         let mut values = self.device.empty(shape, DType::F32, Category::Activations)?;

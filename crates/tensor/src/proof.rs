@@ -1,4 +1,4 @@
-//! Kernels for products prove themselves: what they compute is compared with what the portable kernel computes.
+//! Verification of matmul kernels against the portable kernel.
 
 use crate::kernels::cpu::element::{Element, FloatsMut, with_element};
 use crate::kernels::cpu::matmul::{Epilogue, Matrix, ProductSizes};
@@ -10,42 +10,41 @@ use crate::probe::Transposes;
 use std::fmt;
 use trireme_base::DType;
 
-/// A kernel for products of a precision: the one that runs on a unit of the processor.
+/// A matmul kernel for operands of a precision, which uses an execution unit of the processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductKernel {
-    /// What factors are rounded to.
+    /// Precision of the operands.
     pub precision: Precision,
-    /// What multiplies.
+    /// The execution unit that multiplies.
     pub unit: Unit,
 }
 
 impl ProductKernel {
-    /// The kernel that products of a precision use at a SIMD level.
+    /// Returns the kernel that matmuls of a precision use at a SIMD level.
     pub fn of(features: CpuFeatures, precision: Precision) -> Self {
         ProductKernel { precision, unit: Unit::of(features, precision) }
     }
 
-    /// Every kernel that some level up to `features` uses, from the lowest level of each precision.
+    /// Returns every kernel that some SIMD level up to `features` uses, in ascending order of level for each precision.
     pub fn up_to(features: CpuFeatures) -> Vec<ProductKernel> {
         let levels = CpuFeatures::ALL.into_iter().filter(|level| *level <= features);
         let kernels = |precision| levels.clone().map(move |level| ProductKernel::of(level, precision));
         let mut kernels: Vec<_> = Precision::ALL.into_iter().flat_map(kernels).collect();
-        // Levels that change nothing for a precision are neighbours.
+        // Levels that share a kernel for a precision are adjacent.
         kernels.dedup();
         kernels
     }
 
-    /// Whether this is a kernel that the others are compared with: every machine has it, and it has no machine code of its own.
+    /// Returns whether this is a portable kernel, which exists on every machine and is the reference for the others.
     pub fn is_portable(self) -> bool {
         self.unit.features() == CpuFeatures::Portable
     }
 
-    /// Compares the kernel with the portable one on small products: whole panels and edges, sums of one term, of an odd
-    /// number and of several blocks. Takes about a millisecond. An instruction that the system refuses kills the process.
+    /// Compares the kernel with the portable one on small matmuls: full panels and edges; inner dims of one, of an odd number and of
+    /// several blocks. Takes about a millisecond. If the system forbids an instruction, the process is killed.
     ///
     /// # Errors
-    /// The first element that is wrong. Elements whose terms are small integers must be equal; others may differ by as much as
-    /// rounding allows.
+    /// The first wrong element. Elements whose partial sums are small integers must be equal; others may differ by the rounding error.
     ///
     /// # Panics
     /// If the machine does not have the kernel's SIMD level.
@@ -67,7 +66,7 @@ impl fmt::Display for ProductKernel {
     }
 }
 
-/// An element that a kernel computed wrong.
+/// A wrong element that a kernel computed.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error(
     "element {row},{col} of a product of {sizes} ({transposes}) is {found:e}, but the portable kernel computes \
@@ -83,26 +82,26 @@ pub struct WrongProduct {
     pub expected: f32,
 }
 
-/// Rows, columns and terms. Every micro-kernel meets whole tiles and edges, and inner dims in one block and in several; the left
-/// factor of the last product is packed once for two tiles of columns.
+/// Rows, columns and inner dim. Every micro-kernel gets full tiles and edges, and inner dims of one and of several blocks. The left operand
+/// of the last matmul is packed once for two tiles of columns.
 const SIZES: [[usize; 3]; 6] = [[1, 1, 1], [5, 7, 3], [33, 37, 19], [32, 33, 32], [2, 17, 531], [3, 515, 5]];
 
 fn single_threaded(features: CpuFeatures) -> Cpu {
-    // A pool of one is the calling thread, so that none has to be started.
+    // A pool of size one uses the calling thread and starts none.
     Cpu::new(ThreadPool::new(1).expect("a pool of one starts no thread"), features)
 }
 
-/// Compares two ways to compute the products of a precision.
+/// Compares two implementations of matmuls of a precision.
 fn compare(
     precision: Precision,
     expected: impl Fn(&Case) -> Vec<f32>,
     found: impl Fn(&Case) -> Vec<f32>,
 ) -> Result<(), WrongProduct> {
-    // In memory, factors are activations or, if f32, also weights and gradients.
+    // Operands are activations or, if f32, also weights and gradients.
     let kept = precision.dtype();
     let mut dtypes = vec![(kept, DType::F32), (kept, kept), (DType::F32, kept), (DType::F32, DType::F32)];
     if precision == Precision::F32 {
-        // All of them are alike: one is written, one is added.
+        // All four are equal. One is written, one is accumulated.
         dtypes.truncate(2);
     }
     for [rows, cols, inner] in SIZES {
@@ -117,10 +116,10 @@ fn compare(
     Ok(())
 }
 
-/// A product, with its factors.
+/// A matmul with its operands.
 ///
-/// Even rows of the left factor and even columns of the right one hold small integers. Where they meet, no operation rounds, in
-/// whatever order terms are summed.
+/// Even rows of the left operand and even columns of the right one hold small integers. Where they meet, no operation rounds, whatever the
+/// order of the sum.
 struct Case {
     precision: Precision,
     size: ProductSizes,
@@ -128,7 +127,7 @@ struct Case {
     dtypes: (DType, DType),
     left: Vec<f32>,
     right: Vec<f32>,
-    /// What the product is added to, if it is.
+    /// Previous value of the output, if the result is accumulated.
     before: Option<f32>,
 }
 
@@ -187,7 +186,7 @@ impl Case {
         let left = Matrix::row_major(L::floats(&left), left_cols, left_transposed);
         let right = Matrix::row_major(R::floats(&right), right_cols, right_transposed);
         let epilogue = Epilogue { accumulate: self.before.is_some(), ..Epilogue::OVERWRITE };
-        // What a kernel reads and must not shows as NaN.
+        // Memory that a kernel must not read holds NaN.
         let mut out = vec![self.before.unwrap_or(f32::NAN); rows * cols];
         let mut scratch = vec![u32::MAX; cpu.matmul_scratch(self.precision, self.size, left)];
         let factors = (left, right);
@@ -211,7 +210,7 @@ impl Case {
         Ok(())
     }
 
-    /// By how much two kernels may differ, each of which has a rounding error of its own.
+    /// Returns the maximum difference of two kernels that each have a rounding error.
     fn bound(&self, row: usize, col: usize) -> f64 {
         let term = |term| {
             f64::from((self.left[self.left_place(row, term)] * self.right[self.right_place(term, col)]).abs())
@@ -221,7 +220,7 @@ impl Case {
     }
 }
 
-/// An integer from -4 to 3 in an even line, a fraction from -1 to 1 in an odd one.
+/// Returns an integer from -4 to 3 in even lines, a fraction from -1 to 1 in odd ones.
 fn value(index: usize, line: usize) -> f32 {
     let bits = (index as u32).wrapping_mul(0x9e37_79b1);
     let bits = (bits ^ (bits >> 15)).wrapping_mul(0x2c1b_3c6d);
@@ -275,7 +274,7 @@ mod tests {
         assert_eq!(names(CpuFeatures::Avx512Bf16).len(), amx.len() - 1);
     }
 
-    /// Compares the portable kernel with itself after a mistake.
+    /// Compares the portable kernel with itself, with an injected mistake.
     fn mistaken(precision: Precision, mistake: impl Fn(&Case, &mut Vec<f32>)) -> Result<(), WrongProduct> {
         let cpu = single_threaded(CpuFeatures::Portable);
         compare(
@@ -293,7 +292,7 @@ mod tests {
     fn wrong_numbers_are_found_and_told() {
         for precision in Precision::ALL {
             mistaken(precision, |_, _| ()).unwrap();
-            // The last element of whole tiles and of edges, a sign, a value that is not a number.
+            // The last elements of full tiles and of edges; changed values and NaN.
             for (row, col) in [(0, 0), (32, 36), (31, 31)] {
                 let at = |case: &Case, found: &mut Vec<f32>, wrong: &dyn Fn(f32) -> f32| {
                     if (case.size.rows, case.size.cols) == (33, 37) {
@@ -318,7 +317,7 @@ mod tests {
         };
         let error = mistaken(Precision::F32, next).unwrap_err();
         assert_eq!((error.row, error.col, error.sizes.inner), (0, 2, 531));
-        // Elsewhere it may differ.
+        // Other elements may differ in the last bit.
         let next = |_: &Case, found: &mut Vec<f32>| {
             if let Some(odd) = found.get_mut(1) {
                 *odd = odd.next_up();

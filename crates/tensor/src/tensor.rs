@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{Category, DType};
 
-/// A row-major array, in memory of a device or in memory lent by the host.
+/// A row-major array in a device's arena or in lent host memory.
 #[derive(Debug)]
 pub struct Tensor {
     memory: Memory,
@@ -22,7 +22,7 @@ enum Memory {
     Lent(LentGuard),
 }
 
-/// Gives lent memory back.
+/// Returns lent memory to its owner on drop.
 #[derive(Debug)]
 struct LentGuard(Option<Box<dyn LentMemory>>);
 
@@ -45,7 +45,7 @@ impl Drop for LentGuard {
 }
 
 impl Memory {
-    /// The arena's, or what lies elsewhere if its budget has no room.
+    /// Allocates from the arena, or from its overflow memory if the budget has no room.
     fn take(arena: &Arc<Arena>, num_bytes: usize, category: Category) -> Result<Self> {
         let overflow =
             || arena.overflow(num_bytes, category).map(|memory| Memory::Lent(LentGuard(Some(memory))));
@@ -72,16 +72,17 @@ impl Tensor {
         Ok(Tensor { memory: Memory::take(arena, num_bytes, category)?, shape, dtype })
     }
 
-    /// Elements in memory of the host, which is aligned to them. Only devices that [reach it](crate::Device::reaches_host) work with the tensor.
+    /// Wraps host memory, which must be aligned for `dtype`. Only devices that [reach the host's memory](crate::Device::reaches_host) can
+    /// use the tensor.
     ///
     /// # Panics
-    /// If the memory has not as many bytes.
+    /// If the size of the memory is not that of the shape.
     pub fn lent(memory: Box<dyn LentMemory>, shape: Shape, dtype: DType) -> Self {
         assert_eq!(Some(memory.bytes().len()), shape.num_bytes(dtype), "{shape:?}");
         Tensor { memory: Memory::Lent(LentGuard(Some(memory))), shape, dtype }
     }
 
-    /// The memory that was [lent](Tensor::lent), if it was.
+    /// Returns the [lent](Tensor::lent) memory; `None` if the tensor resides in a device's arena.
     pub fn lent_memory(&self) -> Option<&dyn LentMemory> {
         match &self.memory {
             Memory::Lent(guard) => guard.0.as_deref(),
@@ -89,10 +90,10 @@ impl Tensor {
         }
     }
 
-    /// The memory that was [lent](Tensor::lent).
+    /// Unwraps the [lent](Tensor::lent) memory.
     ///
     /// # Errors
-    /// The tensor, if its memory is a device's.
+    /// Returns the tensor if it resides in a device's arena.
     pub fn into_lent(self) -> Result<Box<dyn LentMemory>, Tensor> {
         match self.memory {
             Memory::Lent(mut guard) => Ok(guard.0.take().expect("it is there until the end")),
@@ -100,36 +101,36 @@ impl Tensor {
         }
     }
 
-    /// Sizes of the dims.
+    /// Returns the dims.
     pub fn shape(&self) -> Shape {
         self.shape
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The same elements in another shape.
+    /// Returns the same elements in another shape.
     ///
     /// # Panics
-    /// If it has not as many elements.
+    /// If the number of elements differs.
     pub fn reshaped(self, shape: Shape) -> Self {
         assert_eq!(shape.num_elements(), self.shape.num_elements(), "{:?} as {shape:?}", self.shape);
         Tensor { shape, ..self }
     }
 
-    /// Gives the memory back, unless it was lent, and with it the contents; shape and dtype stay.
+    /// Frees the memory, and with it the contents, unless the memory is lent. Shape and dtype stay.
     pub fn release(&mut self) {
         if let Memory::Block(block) = &mut self.memory {
             block.release();
         }
     }
 
-    /// Takes memory again after [`release`](Tensor::release); the contents are unspecified.
+    /// Allocates memory again after [`release`](Tensor::release). The contents are unspecified.
     ///
     /// # Errors
-    /// If there is none.
+    /// If there is not enough memory.
     pub fn restore(&mut self) -> Result<()> {
         let Memory::Block(block) = &mut self.memory else { return Ok(()) };
         match block.retake() {
@@ -142,7 +143,7 @@ impl Tensor {
         }
     }
 
-    /// Number of bytes, whether they are here or not.
+    /// Returns the size in bytes, also while the memory is released.
     pub fn num_bytes(&self) -> usize {
         match &self.memory {
             Memory::Block(block) => block.len(),
@@ -150,10 +151,10 @@ impl Tensor {
         }
     }
 
-    /// All of the tensor, to read.
+    /// Borrows the tensor for reading.
     ///
     /// # Panics
-    /// If its memory was given back.
+    /// If its memory is released.
     pub fn view(&self) -> View<'_> {
         let of = (self.shape, self.dtype);
         let operand = match &self.memory {
@@ -163,10 +164,10 @@ impl Tensor {
         View { operand, lifetime: PhantomData }
     }
 
-    /// As [`view`](Tensor::view), to write.
+    /// Borrows the tensor for writing.
     ///
     /// # Panics
-    /// If its memory was given back.
+    /// If its memory is released.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
         let of = (self.shape, self.dtype);
         let operand = match &mut self.memory {
@@ -183,7 +184,7 @@ impl Tensor {
 /// ```compile_fail,E0624
 /// # use trireme_tensor::View;
 /// fn address(view: View<'_>) {
-///     // Nobody else learns where the elements are.
+///     // Only kernels learn the address of the elements.
 ///     view.operand();
 /// }
 /// ```
@@ -193,7 +194,7 @@ pub struct View<'a> {
     lifetime: PhantomData<&'a [u8]>,
 }
 
-/// As [`View`], to write.
+/// The mutable counterpart of [`View`].
 #[derive(Debug)]
 pub struct ViewMut<'a> {
     operand: OperandMut,
@@ -201,34 +202,34 @@ pub struct ViewMut<'a> {
 }
 
 impl<'a> View<'a> {
-    /// Number of bytes.
+    /// Returns the size in bytes.
     pub fn num_bytes(&self) -> usize {
         self.operand.num_bytes()
     }
 
-    /// Host memory as an f32 array. Only devices that [reach the host's memory](crate::Device::reaches_host) work with it.
+    /// Wraps an f32 slice of host memory. Only devices that [reach the host's memory](crate::Device::reaches_host) can use the view.
     ///
     /// # Panics
-    /// If the length is not the shape's.
+    /// If the length is not that of the shape.
     pub fn from_f32s(values: &'a [f32], shape: Shape) -> Self {
         View::from_bytes(bytemuck::cast_slice(values), DType::F32, shape)
     }
 
-    /// As [`from_f32s`](View::from_f32s), of any type, to which the memory is aligned.
+    /// Wraps host memory, which must be aligned for `dtype`, like [`from_f32s`](View::from_f32s).
     ///
     /// # Panics
-    /// If the length is not the shape's.
+    /// If the length is not that of the shape.
     pub fn from_bytes(bytes: &'a [u8], dtype: DType, shape: Shape) -> Self {
         assert_eq!(bytes.len(), shape.num_elements() * dtype.size(), "{shape:?}");
         View { operand: Operand::of_host(bytes, (shape, dtype)), lifetime: PhantomData }
     }
 
-    /// Sizes of the dims.
+    /// Returns the dims.
     pub fn shape(&self) -> Shape {
         self.operand.shape()
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.operand.dtype()
     }
@@ -237,13 +238,13 @@ impl<'a> View<'a> {
         self.operand
     }
 
-    /// The same memory as an array of bytes.
+    /// Returns the same memory as an array of bytes.
     pub fn as_bytes(&self) -> View<'a> {
         let num_bytes = self.num_bytes();
         self.bytes(0..num_bytes, ([num_bytes].into(), DType::U8))
     }
 
-    /// Rows `first..first + num_rows` of a matrix.
+    /// Returns rows `first..first + num_rows` of a matrix.
     ///
     /// # Panics
     /// If the matrix has fewer rows.
@@ -252,10 +253,10 @@ impl<'a> View<'a> {
         self.part(first * cols, [num_rows, cols].into())
     }
 
-    /// `shape.num_elements()` elements from element `offset` on, as an array of that shape.
+    /// Returns the `shape.num_elements()` elements from element `offset` on, in that shape.
     ///
     /// # Panics
-    /// If they lie outside.
+    /// If they exceed the view.
     pub fn part(&self, offset: usize, shape: Shape) -> View<'a> {
         self.bytes(part_bytes(self.dtype(), offset, shape), (shape, self.dtype()))
     }
@@ -266,34 +267,34 @@ impl<'a> View<'a> {
 }
 
 impl<'a> ViewMut<'a> {
-    /// Number of bytes.
+    /// Returns the size in bytes.
     pub fn num_bytes(&self) -> usize {
         self.operand.num_bytes()
     }
 
-    /// As [`View::from_f32s`].
+    /// Like [`View::from_f32s`].
     ///
     /// # Panics
-    /// If the length is not the shape's.
+    /// If the length is not that of the shape.
     pub fn from_f32s(values: &'a mut [f32], shape: Shape) -> Self {
         ViewMut::from_bytes(bytemuck::cast_slice_mut(values), DType::F32, shape)
     }
 
-    /// As [`View::from_bytes`].
+    /// Like [`View::from_bytes`].
     ///
     /// # Panics
-    /// If the length is not the shape's.
+    /// If the length is not that of the shape.
     pub fn from_bytes(bytes: &'a mut [u8], dtype: DType, shape: Shape) -> Self {
         assert_eq!(bytes.len(), shape.num_elements() * dtype.size(), "{shape:?}");
         ViewMut { operand: OperandMut::of_host(bytes, (shape, dtype)), lifetime: PhantomData }
     }
 
-    /// Sizes of the dims.
+    /// Returns the dims.
     pub fn shape(&self) -> Shape {
         self.operand.shape()
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.operand.dtype()
     }
@@ -302,24 +303,24 @@ impl<'a> ViewMut<'a> {
         self.operand
     }
 
-    /// The same memory as an array of bytes.
+    /// Returns the same memory as an array of bytes.
     pub fn into_bytes(self) -> ViewMut<'a> {
         let num_bytes = self.num_bytes();
         let operand = self.operand.into_part(0..num_bytes, ([num_bytes].into(), DType::U8));
         ViewMut { operand, lifetime: PhantomData }
     }
 
-    /// The same array, to read.
+    /// Borrows the array for reading.
     pub fn as_view(&self) -> View<'_> {
         View { operand: self.operand.as_operand(), lifetime: PhantomData }
     }
 
-    /// The same array for a shorter time.
+    /// Reborrows the array for a shorter lifetime.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
         ViewMut { operand: self.operand.reborrow(), lifetime: PhantomData }
     }
 
-    /// Rows `first..first + num_rows` of a matrix.
+    /// Returns rows `first..first + num_rows` of a matrix.
     ///
     /// # Panics
     /// If the matrix has fewer rows.
@@ -327,17 +328,16 @@ impl<'a> ViewMut<'a> {
         self.reborrow().into_rows(first, num_rows)
     }
 
-    /// As [`rows`](ViewMut::rows), for as long as the whole.
-    /// Panics as [`rows`](ViewMut::rows).
+    /// Like [`rows`](ViewMut::rows), for the full lifetime of the view. Panics in the same cases.
     pub fn into_rows(self, first: usize, num_rows: usize) -> ViewMut<'a> {
         let cols = self.shape().cols();
         self.into_part(first * cols, [num_rows, cols].into())
     }
 
-    /// `shape.num_elements()` elements from element `offset` on, as an array of that shape.
+    /// Returns the `shape.num_elements()` elements from element `offset` on, in that shape.
     ///
     /// # Panics
-    /// If they lie outside.
+    /// If they exceed the view.
     pub fn into_part(self, offset: usize, shape: Shape) -> ViewMut<'a> {
         let dtype = self.dtype();
         let operand = self.operand.into_part(part_bytes(dtype, offset, shape), (shape, dtype));
@@ -345,8 +345,8 @@ impl<'a> ViewMut<'a> {
     }
 }
 
-/// The bytes of `shape.num_elements()` elements from element `offset` on. What overflows saturates, and lies outside of all
-/// memory.
+/// Returns the byte range of `shape.num_elements()` elements from element `offset` on. Bounds that overflow saturate, and so exceed every
+/// view.
 fn part_bytes(dtype: DType, offset: usize, shape: Shape) -> Range<usize> {
     let byte = |element: usize| element.saturating_mul(dtype.size());
     byte(offset)..byte(offset.saturating_add(shape.num_elements()))
@@ -360,7 +360,7 @@ mod tests {
     use trireme_base::Category;
     use trireme_base::HostMemory;
 
-    /// Eight bytes that come back to a list.
+    /// Eight bytes that are pushed to a list when they are returned.
     #[derive(Debug)]
     struct Bytes([u8; 8], Arc<Mutex<Vec<[u8; 8]>>>);
 

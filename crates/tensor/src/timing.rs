@@ -2,19 +2,19 @@
 
 use std::time::{Duration, Instant};
 
-/// Minimum number of runs for a median, if they take no longer than [`RUNS_MIN_DURATION`].
+/// Minimum number of runs for a median. [`time_runs`] exceeds its `duration` for them, up to [`RUNS_MIN_DURATION`].
 pub(crate) const NUM_RUNS_MIN: usize = 3;
 const RUNS_MIN_DURATION: Duration = Duration::from_secs(1);
 
 /// Maximum number of runs; more do not change the median.
 const NUM_RUNS_MAX: usize = 1000;
 
-/// Seconds that one run took.
+/// Run times, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Timing {
-    /// The fastest.
+    /// Time of the fastest run.
     pub best: f64,
-    /// Half of the runs were faster.
+    /// Median time.
     pub median: f64,
 }
 
@@ -25,7 +25,7 @@ impl Timing {
     }
 }
 
-/// Times `run` for about `duration`, after one untimed run. A run is timed from the instant that `run` last set.
+/// Times `run` for about `duration`, after one untimed run. `run` may set its argument to the instant from which the run counts.
 pub(crate) fn time_runs<E>(
     duration: Duration,
     mut run: impl FnMut(&mut Instant) -> Result<(), E>,
@@ -43,10 +43,10 @@ pub(crate) fn time_runs<E>(
     Ok(Timing::of(seconds))
 }
 
-/// Seconds of one run, from the instant that it leaves.
+/// Returns the seconds from the instant that `run` stores in its argument (by default, the call) to its return.
 fn seconds_of<E>(run: &mut impl FnMut(&mut Instant) -> Result<(), E>) -> Result<f64, E> {
     let mut start = Instant::now();
     run(&mut start)?;
-    // A clock may stand still for less than its resolution; speeds stay finite.
+    // The time between two readings of a coarse clock may be 0. The minimum keeps throughputs finite.
     Ok(start.elapsed().max(Duration::from_nanos(1)).as_secs_f64())
 }

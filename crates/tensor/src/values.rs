@@ -1,21 +1,21 @@
-//! Values as their readers need them.
+//! Values in the dtype that their reader needs.
 
 use crate::device::{Device, Result};
 use crate::precision::Precision;
 use crate::tensor::{Tensor, View};
 use trireme_base::{Category, DType};
 
-/// Values as they are stored, or converted for a reader that needs another type, which fails if there is no memory for it.
+/// Tensor values: borrowed as stored, or converted into a new tensor. Conversion fails if the device has no memory for the copy.
 #[derive(Debug)]
 pub enum Values<'a> {
-    /// As they are.
+    /// The stored values, borrowed.
     Stored(View<'a>),
-    /// Converted.
+    /// A converted copy.
     Converted(Tensor),
 }
 
 impl<'a> Values<'a> {
-    /// `stored` in f32. Memory for it counts as `category`.
+    /// Returns `stored` in f32. A copy, if one is needed, is counted as `category`.
     pub fn in_f32(device: &Device, stored: View<'a>, category: Category) -> Result<Self> {
         if stored.dtype() == DType::F32 {
             return Ok(Values::Stored(stored));
@@ -25,7 +25,8 @@ impl<'a> Values<'a> {
         Ok(Values::Converted(converted))
     }
 
-    /// `stored`, in f32, rounded to `precision`.
+    /// Returns `stored` rounded to `precision`. Only f32 values at [`Precision::F32`] are borrowed; others are copied into an activation in
+    /// f32.
     pub fn rounded(device: &Device, precision: Precision, stored: View<'a>) -> Result<Self> {
         if precision == Precision::F32 && stored.dtype() == DType::F32 {
             return Ok(Values::Stored(stored));
@@ -35,7 +36,7 @@ impl<'a> Values<'a> {
         Ok(Values::Converted(rounded))
     }
 
-    /// The values.
+    /// Returns the values.
     pub fn view(&self) -> View<'_> {
         match self {
             Values::Stored(view) => *view,

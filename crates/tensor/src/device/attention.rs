@@ -1,4 +1,4 @@
-//! Attention and rotary positions on a device.
+//! Attention and rotary embedding kernels.
 
 use super::{Device, Result};
 use crate::kernels::call::AttentionCall;
@@ -11,7 +11,7 @@ use crate::tensor::{Tensor, View, ViewMut};
 use trireme_base::DType;
 
 impl Device {
-    /// Rotates query and key heads in place, with which each row of `qkv` begins; `inverse` is the gradient.
+    /// Rotates the query and key heads at the start of each row of `qkv` in place. `inverse` computes the gradient.
     pub(crate) fn rotary(
         &self,
         qkv: ViewMut<'_>,
@@ -23,7 +23,8 @@ impl Device {
         self.issue(AttentionCall::Rotary { qkv, rotary, shape, inverse });
     }
 
-    /// Rows of heads of latent attention, of `[queries, keys_values, shared_key]` (see [`LatentHeads`](crate::tape::LatentHeads)).
+    /// Assembles the `qkv` rows of latent attention from `inputs`: `[queries, keys_values, shared_key]` (see
+    /// [`LatentHeads`](crate::tape::LatentHeads)).
     pub(crate) fn latent_heads(
         &self,
         shape: LatentHeadShape,
@@ -35,7 +36,7 @@ impl Device {
         self.issue(AttentionCall::LatentHeads { inputs, rotary, qkv: qkv.into_operand(), shape });
     }
 
-    /// The gradients of the inputs of [`latent_heads`](Device::latent_heads).
+    /// Computes the gradients of the inputs of [`latent_heads`](Device::latent_heads).
     pub(crate) fn latent_heads_backward(
         &self,
         shape: LatentHeadShape,
@@ -47,7 +48,8 @@ impl Device {
         self.issue(AttentionCall::LatentHeadsBackward { grad: grad.operand(), rotary, grads, shape });
     }
 
-    /// Attention, whose rows are the positions of `batch` sequences: `y` is `[rows, output_cols]`, `log_sums` `[batch, num_heads, seq_len]`.
+    /// Computes attention. Rows are the positions of `batch` sequences; `y` is `[rows, output_cols]`, `log_sums` is `[batch, num_heads,
+    /// seq_len]`.
     ///
     /// Fails if there is no scratch memory.
     pub(crate) fn attention(
@@ -66,9 +68,9 @@ impl Device {
         Ok(())
     }
 
-    /// Takes some keys into attention: `y`, in f32, and `log_sums`, shaped as in [`Device::attention`], hold the results for other keys, or
-    /// zeros and negative infinity; they become those for all. Over all keys, block by block, it is the same as attention, in another order
-    /// of sums.
+    /// Adds a block of keys to attention. `y`, in f32, and `log_sums`, shaped as in [`Device::attention`], hold the results for earlier
+    /// keys, or zeros and negative infinity before the first block. The results over all blocks are those of attention, up to the order of
+    /// sums.
     ///
     /// Fails if there is no scratch memory.
     pub(crate) fn attention_block(
@@ -90,8 +92,8 @@ impl Device {
         self.activation([len])
     }
 
-    /// Causal attention after the positions of a cache, which takes the new keys and values: they are `[batch, capacity, key_cols]` and `[.., value_cols]`, `y`
-    /// `[rows, output_cols]`; all in f32.
+    /// Computes causal attention with a KV cache and appends the new keys and values to the cache. Cached keys are `[batch, capacity,
+    /// key_cols]`, values are `[batch, capacity, value_cols]`, and `y` is `[rows, output_cols]`, all in f32.
     ///
     /// Fails if there is no scratch memory.
     pub(crate) fn attention_cached(
@@ -119,8 +121,8 @@ impl Device {
         Ok(())
     }
 
-    /// Gradient of [`Device::attention`] with respect to the queries, and to keys and values if they lie apart. Gradients
-    /// have the shapes of what they are gradients of.
+    /// Computes the gradient of [`Device::attention`] with respect to the queries, and with respect to keys and values if they are stored
+    /// separately. Each gradient has the shape of its input.
     ///
     /// Fails if there is no scratch memory.
     pub(crate) fn attention_backward(
@@ -145,7 +147,8 @@ impl Device {
         Ok(())
     }
 
-    /// Adds the gradients of [`Device::attention_block`] with respect to queries, keys and values, in f32. `output` is that for all keys.
+    /// Adds the gradients of [`Device::attention_block`] with respect to queries, keys and values, in f32. `output` is the output over all
+    /// keys.
     ///
     /// Fails if there is no scratch memory.
     pub(crate) fn attention_block_backward(
@@ -173,12 +176,12 @@ fn operands(inputs: AttentionInputs<View<'_>>) -> AttentionInputs<Operand> {
     inputs.map(View::operand, View::operand)
 }
 
-/// Keys and values of earlier positions, `[batch, capacity, key_cols]` and `[batch, capacity, value_cols]`.
+/// Views of a KV cache: keys `[batch, capacity, key_cols]` and values `[batch, capacity, value_cols]`.
 #[derive(Debug)]
 pub(crate) struct CacheViews<'a> {
     pub(crate) keys: ViewMut<'a>,
     pub(crate) values: ViewMut<'a>,
     pub(crate) capacity: usize,
-    /// Positions already held.
+    /// Number of cached positions.
     pub(crate) len: usize,
 }

@@ -1,4 +1,4 @@
-//! Elements in another order or place, sums over a dim, and softmax, on a device.
+//! Copy, permutation and gather kernels, sums over a dim, and softmax.
 
 use super::Device;
 use crate::kernels::Blocks;
@@ -8,7 +8,7 @@ use crate::tensor::{View, ViewMut};
 impl Device {
     /// Copies `num_blocks` blocks of `len` elements from `x` to `y`.
     ///
-    /// Panics if a block lies outside, or the types differ.
+    /// Panics if a block exceeds its tensor or the dtypes differ.
     pub(crate) fn copy_blocks(
         &self,
         (x, from): (View<'_>, Blocks),
@@ -20,36 +20,36 @@ impl Device {
         self.issue(BlockCall::CopyBlocks { x, y, from, to, num_blocks, len });
     }
 
-    /// Reads `x` in another order of its dims: `strides` are those of `x`, of the `dims` of `y`.
+    /// Copies `x` to `y` with permuted dims. `strides` are the strides in `x` of the `dims` of `y`.
     pub(crate) fn permute(&self, (x, strides): (View<'_>, [usize; 4]), (y, dims): (ViewMut<'_>, [usize; 4])) {
         assert_eq!(x.dtype(), y.dtype());
         self.issue(BlockCall::Permute { x: x.operand(), y: y.into_operand(), strides, dims });
     }
 
-    /// `y[o, i] = factor * sum over d of x[o, d, i]`, for `x` of `[outer, dim, inner]`.
+    /// Computes `y[o, i] = factor * sum over d of x[o, d, i]` for `x` of shape `[outer, dim, inner]`.
     pub(crate) fn sum_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, y: ViewMut<'_>) {
         self.issue(BlockCall::SumDim { x: x.operand(), y: y.into_operand(), dims, factor });
     }
 
-    /// `y[o, d, i] = factor * x[o, i]`, for `y` of `[outer, dim, inner]`.
+    /// Computes `y[o, d, i] = factor * x[o, i]` for `y` of shape `[outer, dim, inner]`.
     pub(crate) fn spread_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, y: ViewMut<'_>) {
         self.issue(BlockCall::SpreadDim { x: x.operand(), y: y.into_operand(), dims, factor });
     }
 
-    /// `y[i] = x[ids[i]]`, of rows.
+    /// Computes `y[i] = x[ids[i]]` for rows.
     ///
-    /// Panics if an id is outside the rows.
+    /// Panics if an id exceeds the rows.
     pub(crate) fn gather_rows(&self, x: View<'_>, ids: View<'_>, y: ViewMut<'_>) {
         assert_eq!(x.dtype(), y.dtype());
         self.issue(BlockCall::GatherRows { x: x.operand(), ids: ids.operand(), y: y.into_operand() });
     }
 
-    /// Softmax of each row of `[rows, cols]`. A row of nothing but negative infinity gives NaN.
+    /// Computes the softmax of each row of `[rows, cols]`. A row whose elements are all negative infinity gives NaN.
     pub(crate) fn softmax(&self, x: View<'_>, y: ViewMut<'_>) {
         self.issue(BlockCall::Softmax { x: x.operand(), y: y.into_operand() });
     }
 
-    /// In place: `dy`, the gradient of the softmax `y`, becomes that of its input.
+    /// Replaces `dy`, the gradient of the softmax `y`, by the gradient of the softmax's input, in place.
     pub(crate) fn softmax_backward(&self, y: View<'_>, dy: ViewMut<'_>) {
         self.issue(BlockCall::SoftmaxBackward { y: y.operand(), dy: dy.into_operand() });
     }

@@ -1,4 +1,4 @@
-//! A backend that runs nothing.
+//! The backend of counting devices, which run nothing.
 
 use crate::kernels::backend::{Backend, HostCopy};
 use crate::kernels::call::Call;

@@ -1,8 +1,8 @@
-//! A CPU device that behaves like an accelerator: kernels run later, on a thread of its own, in any order that streams and events
-//! allow, and the host can neither read nor write its memory.
+//! A CPU device that behaves like an accelerator: kernels run asynchronously on another thread, in any order that streams and events allow,
+//! and the host can neither read nor write the device's memory.
 //!
-//! It tests that boundary. What reads memory of the device without a transfer traps; what takes for granted that a kernel has
-//! run, or that a copy has ended, finds other bits for some seed of the order. New memory holds NaN.
+//! It tests the host–device boundary. Access to device memory without a transfer traps. Code that assumes that a kernel has run, or that a
+//! copy has completed, without waiting for it gets different bits for some seed. New memory holds NaN.
 
 use crate::kernels::backend::{Backend, DeviceSide, HostCopy, Stream, WaitSite};
 use crate::kernels::call::{Access, Call, Operands};
@@ -19,15 +19,15 @@ use trireme_base::{Event, Latch, Random, RandomKey, spawn_thread};
 
 const NUM_STREAMS: usize = 3;
 
-/// How eagerly jobs run while nobody waits: a seed picks one of these, and so many of eight jobs run as soon as they may.
+/// Probabilities, in eighths, that an issued job runs without a waiter. The seed picks one.
 const EAGERNESS: [u32; 4] = [0, 1, 5, 8];
 
-/// How a detached device orders what it may order.
+/// Options of a detached device.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct DetachedOptions {
-    /// Decides when jobs run, and in which order.
+    /// Seed of the order and the time of jobs.
     pub seed: u64,
-    /// Where one wait is left out, so that a test can show that it is needed.
+    /// A wait site to skip, so that a test can show that the wait is necessary.
     pub ignored_wait: Option<WaitSite>,
 }
 
@@ -44,53 +44,53 @@ pub(crate) struct Detached {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What is issued and has not run.
+/// Jobs that were issued and have not run.
 struct Queue {
     state: Mutex<State>,
-    /// A job was issued or demanded, or an event was completed.
+    /// Signals that a job was issued or demanded, or that an event completed.
     changed: Condvar,
     options: DetachedOptions,
     own: Weak<Queue>,
 }
 
-/// For each stream a number of jobs.
+/// A vector clock: a number of jobs per stream.
 type Clock = [u64; NUM_STREAMS];
 
-/// A copy that may still run.
+/// A copy that may still be pending.
 struct Copying {
     stream: Stream,
-    /// Position among the jobs of the stream, from 1.
+    /// Position among the jobs of the stream, counted from 1.
     position: u64,
-    /// The memory of the device.
+    /// The copied device memory.
     operand: Operand,
     until: Event,
-    /// Set when the copy has run, which is before its event.
+    /// Set when the copy has run, before its event completes.
     has_run: Arc<AtomicBool>,
 }
 
 struct State {
     streams: [VecDeque<Job>; NUM_STREAMS],
     copies: Vec<Copying>,
-    /// The vector clock of each stream: how many jobs of every stream run before the next job that is issued to this one.
+    /// The vector clock of each stream: how many jobs of every stream precede the next job issued to it.
     clocks: [Clock; NUM_STREAMS],
-    /// The events of this device for which somebody may still wait, each with the clock of its stream when it was recorded.
+    /// Events of this device that may still be awaited, each with the clock of its stream when it was recorded.
     events: Vec<(Event, Clock)>,
-    /// Jobs that may run although nobody waits.
+    /// Number of jobs that may run without a waiter.
     allowance: usize,
-    /// Somebody waits: all runs that may.
+    /// Set while the host or another device waits: every ready job runs.
     is_demanded: bool,
     is_closed: bool,
-    /// Why nothing runs any more.
+    /// The first failure. No job runs after it.
     failure: Option<String>,
     random: Random,
     eagerness: u32,
-    /// The stream that runs as long as it can.
+    /// The stream that runs as long as it has ready jobs.
     favourite: usize,
     sites: Vec<WaitSite>,
 }
 
 impl Detached {
-    /// Starts the thread, which runs kernels on `cpu`. Fails if the system refuses to.
+    /// Starts a thread that runs kernels on `cpu`. Fails if the system cannot start it.
     pub(crate) fn start(cpu: Cpu, options: DetachedOptions) -> std::io::Result<Self> {
         let mut random = Random::new(RandomKey::new(options.seed, "order of streams"), 0);
         let eagerness = EAGERNESS[random.below(EAGERNESS.len() as u64) as usize];
@@ -121,8 +121,8 @@ impl Detached {
 }
 
 impl Backend for Detached {
-    /// Panics if the kernel races with a copy: one of them writes memory that the other one works with, and the kernel does not
-    /// wait for the copy.
+    /// Panics if the kernel races with a copy: one of them writes memory that the other accesses, and the kernel does not wait for the
+    /// copy.
     fn run(&self, call: Call) {
         self.queue.check_races(call.name(), &call);
         self.queue.push(Stream::Compute, Job::Run(Box::new(move |cpu| cpu.run(call))));
@@ -157,7 +157,7 @@ impl Backend for Detached {
         let ended = Arc::clone(&has_run);
         let position = queue.copy(stream, move |cpu| {
             device.copy(cpu, host.bytes());
-            // The host may take its memory back before the event.
+            // The host may use its memory again before the event completes.
             ended.store(true, Ordering::Release);
             host.give_back();
         });
@@ -174,7 +174,7 @@ impl Backend for Detached {
         self.queue.wait(Stream::Compute, event, caller);
     }
 
-    /// Fills the memory with NaN as well.
+    /// Also fills the memory with NaN.
     fn reuse(&self, mut memory: OperandMut) {
         let copies = self.queue.copies_of(&memory.as_operand());
         copies.iter().for_each(|event| self.queue.wait(Stream::Compute, event, Location::caller()));
@@ -190,7 +190,7 @@ impl Drop for Detached {
     fn drop(&mut self) {
         self.queue.lock().is_closed = true;
         self.queue.changed.notify_all();
-        // A kernel's panic was passed on to who waits.
+        // A kernel's panic was already passed to the waiting threads.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -198,7 +198,7 @@ impl Drop for Detached {
 impl Queue {
     fn check_races(&self, name: &str, operands: &impl Operands) {
         let state = self.lock();
-        // With an ignored wait, a test compares the bits that a race leaves. After a failure, no job runs.
+        // With an ignored wait, a test compares the bits that the race leaves. After a failure, no job runs.
         if self.options.ignored_wait.is_some() || state.failure.is_some() {
             return;
         }
@@ -215,17 +215,17 @@ impl Queue {
         });
     }
 
-    /// Issues a copy, and returns its position among the jobs of the stream.
+    /// Issues a copy. Returns its position among the jobs of the stream.
     fn copy(&self, stream: Stream, copy: impl FnOnce(&Cpu) + Send + 'static) -> u64 {
         self.push(stream, Job::Run(Box::new(copy)))[stream as usize]
     }
 
-    /// An event that is done when all that was issued to a stream so far has run.
+    /// Returns an event that completes when all jobs issued to the stream so far have run.
     fn record(&self, stream: Stream) -> Event {
         let own = Weak::clone(&self.own);
         let latch = Latch::new(move || {
             if let Some(queue) = own.upgrade() {
-                // Devices that wait for each other would wake each other again and again.
+                // Without this check, devices that wait for each other would wake each other endlessly.
                 let was_demanded = std::mem::replace(&mut queue.lock().is_demanded, true);
                 if !was_demanded {
                     queue.changed.notify_all();
@@ -241,7 +241,7 @@ impl Queue {
         event
     }
 
-    /// Lets what is issued to a stream from now on run after an event.
+    /// Makes jobs that are issued to the stream from now on wait for `event`.
     fn wait(&self, stream: Stream, event: &Event, caller: &'static Location<'static>) {
         let site = WaitSite(stream, caller);
         let mut state = self.lock();
@@ -250,7 +250,7 @@ impl Queue {
         }
         state.await_event(stream, event);
         drop(state);
-        // A failure is passed on in its turn.
+        // A failed event is still queued, so that the failure propagates in stream order.
         let has_succeeded = event.is_done() && event.failure().is_none();
         if self.options.ignored_wait == Some(site) || has_succeeded {
             return;
@@ -259,14 +259,14 @@ impl Queue {
         let own = Weak::clone(&self.own);
         event.on_done(move || {
             if let Some(queue) = own.upgrade() {
-                // After the lock the thread waits, or sees the event.
+                // Taking the lock ensures that the thread either waits already or will see the completed event.
                 drop(queue.lock());
                 queue.changed.notify_all();
             }
         });
     }
 
-    /// Notes that the copy at `position` of a stream works with `operand` until it sets `has_run`, and its event is done.
+    /// Records that the copy at `position` of a stream uses `operand` until it sets `has_run` and its event completes.
     fn keep_until(
         &self,
         (stream, position): (Stream, u64),
@@ -278,14 +278,14 @@ impl Queue {
         state.copies.push(Copying { stream, position, operand, until: until.clone(), has_run });
     }
 
-    /// The events of the copies that may still work with memory.
+    /// Returns the events of the copies that may still use `memory`.
     fn copies_of(&self, memory: &Operand) -> Vec<Event> {
         let state = self.lock();
         let copies = state.copies.iter().filter(|copy| copy.operand.overlaps(memory));
         copies.map(|copy| copy.until.clone()).collect()
     }
 
-    /// Returns the clock of the stream after the job.
+    /// Appends a job to a stream. Returns the stream's clock after the job.
     fn push(&self, stream: Stream, job: Job) -> Clock {
         let mut state = self.lock();
         if let Some(cause) = &state.failure {
@@ -309,7 +309,7 @@ impl Queue {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs jobs until the device is closed and no more can run.
+    /// Runs jobs until the device is closed and no job is ready.
     fn serve(&self, cpu: &Cpu) {
         while let Some(job) = self.next() {
             let run = match job {
@@ -342,7 +342,7 @@ impl Queue {
             if is_empty {
                 state.is_demanded = false;
             }
-            // What a stream waits for may be another device's.
+            // Streams may wait for events of another device.
             let awaited: Vec<Event> = state.awaited().cloned().collect();
             if state.is_demanded && !has_demanded && !awaited.is_empty() {
                 drop(state);
@@ -351,7 +351,7 @@ impl Queue {
                 continue;
             }
             has_demanded = false;
-            // What waits for somebody else when the device is closed is not needed.
+            // On close, jobs that wait for other devices are dropped.
             if state.is_closed && (is_empty || !state.can_run()) {
                 return None;
             }
@@ -359,7 +359,7 @@ impl Queue {
         }
     }
 
-    /// Nothing runs any more: whoever waits learns why.
+    /// Records a failure. Pending events fail with its cause, and no job runs any more.
     fn fail(&self, cause: String) {
         let mut state = self.lock();
         let cause = state.failure.get_or_insert(cause).clone();
@@ -378,9 +378,9 @@ impl Job {
 }
 
 impl State {
-    /// Orders the jobs that are issued to a stream from now on after an event, and after every job that precedes the event. An event that is not
-    /// known here may follow any job that was issued: the events of groups of ranks do, and are done early if an exchange fails.
-    /// [`Event::DONE`] follows none.
+    /// Orders all jobs that are issued to `stream` from now on after `event` and after every job that precedes the event. An unknown event
+    /// may follow any issued job: events of process groups do, although they complete early if an exchange fails. [`Event::DONE`] follows
+    /// no job.
     fn await_event(&mut self, stream: Stream, event: &Event) {
         if event.is_same(&Event::DONE) {
             return;
@@ -400,7 +400,7 @@ impl State {
         }
     }
 
-    /// Events that the next jobs of streams wait for.
+    /// Returns the pending events that the next jobs of streams wait for.
     fn awaited(&self) -> impl Iterator<Item = &Event> {
         self.streams.iter().filter_map(|jobs| match jobs.front() {
             Some(Job::Wait(event)) if !event.is_done() => Some(event),
@@ -412,14 +412,14 @@ impl State {
         (0..NUM_STREAMS).any(|stream| self.is_ready(stream))
     }
 
-    /// The stream whose next job runs.
+    /// Chooses the stream whose next job runs.
     fn choose(&mut self) -> Option<usize> {
         let is_due = self.is_demanded || self.is_closed || self.allowance > 0;
         if !is_due || !self.can_run() {
             return None;
         }
         self.allowance = self.allowance.saturating_sub(1);
-        // Long runs of one stream show what is missing between it and the others.
+        // Long runs of one stream expose missing synchronization with the others.
         if self.random.below(16) == 0 || !self.is_ready(self.favourite) {
             self.favourite = self.random.below(NUM_STREAMS as u64) as usize;
         }

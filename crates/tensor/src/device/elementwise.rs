@@ -1,4 +1,4 @@
-//! Functions of single elements on a device.
+//! Elementwise kernels.
 
 use super::Device;
 use crate::kernels::Activation;
@@ -14,7 +14,7 @@ impl Device {
         self.issue(ElementwiseCall::Zero { x: x.into_operand() });
     }
 
-    /// `y = x`, elementwise, from any of f32, bf16 and f16 to any, rounded to nearest even.
+    /// Computes `y = x` elementwise between any two of f32, bf16 and f16, rounded to nearest even.
     ///
     /// # Panics
     /// If the shapes differ.
@@ -23,10 +23,10 @@ impl Device {
         self.issue(ElementwiseCall::Convert { x: x.operand(), y: y.into_operand() });
     }
 
-    /// `y = x`, element by element, of one type.
+    /// Computes `y = x` elementwise for equal dtypes.
     ///
     /// # Panics
-    /// If the shapes or the types differ.
+    /// If the shapes or the dtypes differ.
     pub fn copy(&self, x: View<'_>, y: ViewMut<'_>) {
         assert_eq!((x.dtype(), x.shape()), (y.dtype(), y.shape()));
         if x.dtype().size() < 8 && x.dtype().is_float() {
@@ -35,34 +35,34 @@ impl Device {
         self.issue(ElementwiseCall::Copy { x: x.operand(), y: y.into_operand() });
     }
 
-    /// `y = activation(x)`, element by element.
+    /// Computes `y = activation(x)` elementwise.
     pub(crate) fn activate(&self, activation: Activation, x: View<'_>, y: ViewMut<'_>) {
         self.issue(ElementwiseCall::Activate { x: x.operand(), y: y.into_operand(), activation });
     }
 
-    /// In place: `x` becomes `activation(x)`, and `dy` the gradient of `x`.
+    /// Replaces `x` by `activation(x)` and `dy` by the gradient of `x`, in place.
     pub(crate) fn activate_backward(&self, activation: Activation, x: ViewMut<'_>, dy: ViewMut<'_>) {
         let (x, dy) = (x.into_operand(), dy.into_operand());
         self.issue(ElementwiseCall::ActivateBackward { x, dy, activation });
     }
 
-    /// `y = activation(gate) * up`, of `[rows, cols]`, for rows `gate | up` of `[rows, 2 cols]`.
+    /// Computes `y = activation(gate) * up`. `y` is `[rows, cols]`; `gate_up` is `[rows, 2 cols]`, with rows `gate | up`.
     pub(crate) fn gate(&self, activation: Activation, gate_up: View<'_>, y: ViewMut<'_>) {
         let (gate_up, y) = (gate_up.operand(), y.into_operand());
         self.issue(ElementwiseCall::Gate { gate_up, y, activation });
     }
 
-    /// In place: `gate_up` becomes its gradient, and `dy` the output.
+    /// Replaces `gate_up` by its gradient and `dy` by the output, in place.
     pub(crate) fn gate_backward(&self, activation: Activation, gate_up: ViewMut<'_>, dy: ViewMut<'_>) {
         let (gate_up, dy) = (gate_up.into_operand(), dy.into_operand());
         self.issue(ElementwiseCall::GateBackward { gate_up, dy, activation });
     }
 
-    /// `y = function(x)`, element by element: computed in f32, and rounded to the type of both. `operations` are those of
-    /// `function`.
+    /// Computes `y = function(x)` elementwise in f32, rounded to the dtype of `x` and `y`. `operations` is the number of operations of
+    /// `function`, for the [cost](Device::cost).
     ///
     /// # Panics
-    /// If the shapes or the types differ.
+    /// If the shapes or the dtypes differ.
     pub fn map(
         &self,
         x: View<'_>,
@@ -77,15 +77,15 @@ impl Device {
         });
     }
 
-    /// Sets each element of `x` to 0 where its word of the stream lies below `rate` of its range, else divides it by `1 - rate`.
+    /// Sets each element of `x` to 0 if its random word is less than `rate` times the range of words, else divides it by `1 - rate`.
     pub(crate) fn dropout(&self, x: ViewMut<'_>, key: RandomKey, words: WordRows, rate: f32) {
         self.issue(ElementwiseCall::Dropout { x: x.into_operand(), key, words, rate });
     }
 
-    /// `y = function(left, right)`, as [`map`](Device::map).
+    /// Computes `y = function(left, right)` elementwise, like [`map`](Device::map).
     ///
     /// # Panics
-    /// If the shapes or the types differ.
+    /// If the shapes or the dtypes differ.
     pub fn zip(
         &self,
         (left, right): (View<'_>, View<'_>),
@@ -103,7 +103,7 @@ impl Device {
         });
     }
 
-    /// `y = function(y)`, as [`map`](Device::map), in the memory of `y`.
+    /// Computes `y = function(y)` elementwise in place, like [`map`](Device::map).
     pub fn map_in_place(
         &self,
         y: ViewMut<'_>,
@@ -116,7 +116,7 @@ impl Device {
         });
     }
 
-    /// `y = function(y, x)`, as [`map`](Device::map), in the memory of `y`; `x` may have another type.
+    /// Computes `y = function(y, x)` elementwise in place, like [`map`](Device::map). `x` may have another dtype.
     ///
     /// # Panics
     /// If the shapes differ.
@@ -136,11 +136,11 @@ impl Device {
         });
     }
 
-    /// Lets `compute` write each row of `out` by its index and the elements of `inputs`, on any thread: the kernel of an operation of
-    /// one's own. All are f32. `operations` are those of an element, for the [cost](Device::cost).
+    /// Runs a custom kernel: `compute` writes each row of `out`, given the elements of `inputs` and the row's index, on any thread. All
+    /// tensors are f32. `operations` is the number of operations per element of `out`, for the [cost](Device::cost).
     ///
     /// # Panics
-    /// If something is not f32.
+    /// If a tensor is not f32.
     pub fn for_each_row<const N: usize>(
         &self,
         inputs: [View<'_>; N],
@@ -156,15 +156,15 @@ impl Device {
         });
     }
 
-    /// `out += term`, element by element, each sum rounded to the type of both.
+    /// Computes `out += term` elementwise, rounded to the dtype of both.
     ///
     /// # Panics
-    /// If the lengths or the types differ.
+    /// If the lengths or the dtypes differ.
     pub fn add_assign(&self, out: ViewMut<'_>, term: View<'_>) {
         self.issue(ElementwiseCall::AddAssign { out: out.into_operand(), term: term.operand() });
     }
 
-    /// `y = x + bias + residual`, of rows as long as `bias`; `bias` and `residual` are f32.
+    /// Computes `y = x + bias + residual` for rows as long as `bias`. `bias` and `residual` are f32.
     ///
     /// Panics if the shapes differ.
     pub(crate) fn add_bias(
@@ -179,10 +179,10 @@ impl Device {
         self.issue(ElementwiseCall::AddBias { x: x.operand(), bias, residual, y: y.into_operand() });
     }
 
-    /// `sums[row] = sum of function(left, right)` over the elements of each row; `sums` is f32.
+    /// Computes `sums[row] = sum of function(left, right)` over the elements of each row. `sums` is f32.
     ///
     /// # Panics
-    /// If the shapes of `left` and `right` differ, or there are not as many sums as rows.
+    /// If the shapes of `left` and `right` differ, or the number of sums is not the number of rows.
     pub fn zip_sum_rows(
         &self,
         (left, right): (View<'_>, View<'_>),

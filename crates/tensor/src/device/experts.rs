@@ -1,4 +1,4 @@
-//! What brings tokens to experts and back, on a device.
+//! Routing kernels: choice of experts, dispatch of tokens and combination of expert outputs.
 
 use super::Device;
 use crate::kernels::call::ExpertCall;
@@ -6,12 +6,12 @@ use crate::kernels::{ChosenGroups, RoutingRule};
 use crate::tensor::{View, ViewMut};
 
 impl Device {
-    /// For each row of `x` (`[rows, cols]`, f32) the experts that are chosen for it: their scores as `values` (`[rows, num_choices]`, f32), as the
-    /// rule says, and which they are as `ids` (u32). `bias` (`[cols]`, f32) is added to scores where they are compared. The largest comes
-    /// first, and of equal ones the first. A row whose weight in `row_weights` (`[rows]`, f32) is 0 is given to no expert: its values are 0, and its ids
-    /// are `cols`.
+    /// Chooses the top experts for each row of `x` (`[rows, cols]`, f32) by `rule`. Writes their scores to `values` (`[rows, num_choices]`,
+    /// f32) and their indices to `ids` (u32). `bias` (`[cols]`, f32) is added to scores only for the comparison. Choices are in descending
+    /// order; of equal ones, the lower index comes first. A row whose weight in `row_weights` (`[rows]`, f32) is 0 chooses no expert: its
+    /// values are 0, and its ids are `cols`.
     ///
-    /// Panics if rows have fewer elements, or if groups are unequal, too many, or too few to have so many experts.
+    /// Panics if there are fewer than `num_choices` experts in the chosen groups, if groups are unequal, or if there are too many groups.
     pub(crate) fn top_k(
         &self,
         x: View<'_>,
@@ -34,7 +34,7 @@ impl Device {
         self.issue(ExpertCall::TopK { x, bias, row_weights, values, ids, rule });
     }
 
-    /// The gradient of the rows `x` of [`top_k`](Device::top_k), from that of the values, `dy`.
+    /// Computes the gradient of the rows `x` of [`top_k`](Device::top_k) from the gradient `dy` of `values`.
     pub(crate) fn top_k_backward(
         &self,
         x: View<'_>,
@@ -46,25 +46,25 @@ impl Device {
         self.issue(ExpertCall::TopKBackward { x, ids, dy, dx: dx.into_operand(), rule });
     }
 
-    /// Counts how often each expert occurs in `ids` (u32), as `out` (`[num_experts]`, f32), exactly up to 2^24. The id `num_experts` is that of no
-    /// expert.
+    /// Counts how often each expert occurs in `ids` (u32) and writes the counts to `out` (`[num_experts]`, f32), exact up to 2^24. The id
+    /// `num_experts` means no expert.
     ///
     /// Panics if an id is larger.
     pub(crate) fn expert_loads(&self, ids: View<'_>, out: ViewMut<'_>) {
         self.issue(ExpertCall::ExpertLoads { ids: ids.operand(), out: out.into_operand() });
     }
 
-    /// Computes how often each expert occurs in `ids` (u32), less its part if all occurred equally often, as `out` (`[num_experts]`, f32), or adds it to
-    /// that. The id `num_experts` is that of no expert.
+    /// Writes to `out` (`[num_experts]`, f32), or adds to it, how often each expert occurs in `ids` (u32), minus the mean over all experts.
+    /// The id `num_experts` means no expert.
     ///
     /// Panics if an id is larger.
     pub(crate) fn excess_loads(&self, ids: View<'_>, out: ViewMut<'_>, accumulate: bool) {
         self.issue(ExpertCall::ExcessLoads { ids: ids.operand(), out: out.into_operand(), accumulate });
     }
 
-    /// `y[i] = weights[c] x[c / num_choices]`, where `c` is `order[i]`: the rows of tokens, for each of their choices.
+    /// Computes `y[i] = weights[c] x[c / num_choices]`, where `c = order[i]`: one copy of a token's row for each of its choices.
     ///
-    /// Panics if a choice is of no token.
+    /// Panics if a choice belongs to no token.
     pub(crate) fn spread_rows(
         &self,
         x: View<'_>,
@@ -76,10 +76,11 @@ impl Device {
         self.issue(ExpertCall::SpreadRows { x, order, weights, y, num_choices });
     }
 
-    /// `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[places[t, c]]`, of rows, in the order of the choices; in f32,
-    /// rounded once. Weights and residual are f32.
+    /// Computes `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[places[t, c]]` for rows, in the order of the
+    /// choices. Sums are f32, rounded once. Weights and residual are f32.
     ///
-    /// Panics if a place is outside the rows, or weights and residual are not of the shapes of places and `y`.
+    /// Panics if a place exceeds the rows, if `weights` does not have the shape of `places`, or if `residual` does not have the shape of
+    /// `y`.
     pub(crate) fn combine_rows(
         &self,
         x: View<'_>,
@@ -96,10 +97,10 @@ impl Device {
         self.issue(ExpertCall::CombineRows { x, places, weights, residual, y });
     }
 
-    /// `products[t, c] = sum of x[places[t, c]] y[t]`, of rows, as f32: the gradient of the weights of
+    /// Computes the dot products `products[t, c] = sum of x[places[t, c]] y[t]` of rows, as f32: the gradient of the weights of
     /// [`combine_rows`](Device::combine_rows).
     ///
-    /// Panics if a place is outside the rows.
+    /// Panics if a place exceeds the rows.
     pub(crate) fn row_products(&self, x: View<'_>, places: View<'_>, y: View<'_>, products: ViewMut<'_>) {
         assert_eq!(products.shape(), places.shape());
         let [x, places, y] = [x, places, y].map(View::operand);

@@ -1,4 +1,4 @@
-//! Products of groups of rows on a device.
+//! Grouped matmul kernels and the sort of rows by group.
 
 use super::{Device, Result, Transpose};
 use crate::kernels::GroupLimit;
@@ -9,18 +9,18 @@ use crate::tensor::{View, ViewMut};
 use trireme_base::DType;
 
 impl Device {
-    /// For each group its rows of `left` (`[rows, inner]`), times its block of `right`, as `out` (`[rows, cols]`); factors are rounded to
-    /// `precision`, sums are in f32. The blocks of all groups are one matrix, one below the other, each read transposed or not.
-    /// `starts` (`[num_groups + 1]`, u32) holds where the rows of each group begin, and at last where they end. Only their differences matter: the first group begins at the
-    /// first row. Rows after the last group are of none, and become zeros.
+    /// Multiplies the rows of each group in `left` (`[rows, inner]`) by the group's block of `right`, as `out` (`[rows, cols]`). Operands
+    /// are rounded to `precision`; sums are f32. `right` stacks the blocks of all groups vertically; `transpose` applies to each block.
+    /// `starts` (`[num_groups + 1]`, u32) holds the first row of each group and the end of the last group. Only the differences of `starts`
+    /// matter: the first group begins at row 0. Rows after the last group belong to no group, and their outputs are zeros.
     ///
-    /// Cost: `2 rows cols inner` floating-point operations. Groups have the bits of products of their own, and no padding.
+    /// Cost: `2 rows cols inner` floating-point operations. Each group has the same bits as a separate matmul, without padding.
     ///
     /// # Errors
-    /// If there is no memory to pack factors.
+    /// If there is no memory to pack operands.
     ///
     /// # Panics
-    /// If the shapes do not fit, or a factor is not of floats.
+    /// If the shapes do not match, or an operand is not a float type.
     pub fn grouped_matmul(
         &self,
         precision: Precision,
@@ -53,14 +53,15 @@ impl Device {
         Ok(())
     }
 
-    /// For each group the transpose of its rows of `left` (`[rows, m]`), times its rows of `right` (`[rows, n]`), as its block of `out`
-    /// (`[num_groups * m, n]`, f32), or added to it; the rest as [`grouped_matmul`](Device::grouped_matmul). A group without rows gives
-    /// zeros. If `starts` has several parts of each group, a block is the sum of the products of its parts, in the order in which
-    /// as many ranks add up: a tree over the largest power of two of terms, of which the first ones are sums of two parts.
+    /// Computes `transpose(left) right` over the rows of each group, where `left` is `[rows, m]` and `right` is `[rows, n]`. Writes the
+    /// product to the group's block of `out` (`[num_groups * m, n]`, f32), or adds it. Other conventions are those of
+    /// [`grouped_matmul`](Device::grouped_matmul). A group without rows gives zeros. If `starts` splits each group into several parts, the
+    /// products of the parts are added in the order in which that many ranks reduce: the first partial products are added in pairs until a
+    /// power of two of them remains, which a binary tree adds.
     ///
-    /// Cost: `2 rows m n` floating-point operations; `num_groups m n` more for each part of a group but the first.
+    /// Cost: `2 rows m n` floating-point operations; `num_groups m n` more for each part of a group after the first.
     ///
-    /// Fails and panics as [`grouped_matmul`](Device::grouped_matmul).
+    /// Fails and panics like [`grouped_matmul`](Device::grouped_matmul).
     pub fn grouped_transposed_matmul(
         &self,
         precision: Precision,
@@ -76,12 +77,13 @@ impl Device {
         assert!(num_parts.is_multiple_of(num_groups), "{num_parts} parts of {num_groups} groups");
         let num_parts = num_parts / num_groups;
         let size = ProductSizes { rows, cols, inner };
-        // Whether a factor of one column is packed depends on whether it has an odd number of rows.
+        // An operand of one column is packed only if its number of rows has a certain parity, so that one row less may need more scratch
+        // memory.
         let shorter = ProductSizes { inner: inner.saturating_sub(1), ..size };
         let factor = (left, Transpose::Yes);
         let words = [size, shorter].map(|size| self.product_scratch_words(precision, size, &factor));
         let mut scratch = self.activation_of([words[0].max(words[1])], DType::U32)?;
-        // Blocks of parts that wait for their neighbours.
+        // Partial sums of parts that wait for their sibling in the tree.
         let num_sums = if num_parts == 1 { 0 } else { num_parts.ilog2() as usize + 1 };
         let mut sums = self.activation([num_sums * rows * cols])?;
         let [starts, left, right] = [starts, left, right].map(View::operand);
@@ -100,12 +102,12 @@ impl Device {
         Ok(())
     }
 
-    /// Orders rows by group, and those of a group as they were: `groups` (`[rows]`, u32) is that of each row, `starts` (`[num_groups + 1]`)
-    /// becomes where the rows of each group begin, `order` (`[rows]`) the row at each place, and `places` (`[rows]`) the place of each row. Rows
-    /// beyond the limit, and rows of the group `num_groups`, are of no group, and come last.
+    /// Sorts rows by group, stably. `groups` (`[rows]`, u32) is the group of each row. Writes the first position of each group to `starts`
+    /// (`[num_groups + 1]`), the row at each position to `order` (`[rows]`), and the position of each row to `places` (`[rows]`). Rows
+    /// beyond the limit, and rows of group `num_groups`, belong to no group and come last.
     ///
     /// # Panics
-    /// If the shapes do not fit, or a row is of a later group.
+    /// If the shapes do not match, or a group exceeds `num_groups`.
     pub fn group_rows(
         &self,
         (groups, limit): (View<'_>, GroupLimit),
@@ -120,10 +122,11 @@ impl Device {
         self.issue(GroupedCall::GroupRows { groups: groups.operand(), starts, order, places, limit });
     }
 
-    /// Counts the choices that are of no group by their `places` (`[.., k]`, u32), as `out` (`[1]`, f64): each by the weight of its token in `weights` (`[..]`,
-    /// f32), or as 1 without weights.
+    /// Counts the choices that belong to no group by their `places` (`[.., k]`, u32) and writes the sum to `out` (`[1]`, f64). A choice
+    /// counts as the weight of its token in `weights` (`[..]`, f32), or as 1 without weights.
     ///
     /// # Panics
+    /// If there is not one weight per token.
     /// If there is not one weight for each token.
     pub fn rows_of_no_group(
         &self,

@@ -1,4 +1,4 @@
-//! Normalisations, embeddings and cross-entropies on a device.
+//! Normalization, embedding and cross-entropy kernels.
 
 use super::Device;
 use crate::kernels::Bags;
@@ -10,7 +10,7 @@ use crate::tensor::{View, ViewMut};
 use trireme_base::Positions;
 
 impl Device {
-    /// Normalises each row of `x`, `[rows, cols]`; weight and bias are `[cols]`, `statistics` `[rows, 2]`.
+    /// Normalizes each row of `x`, `[rows, cols]`. Weight and bias are `[cols]`, `statistics` is `[rows, 2]`.
     pub(crate) fn norm(
         &self,
         x: View<'_>,
@@ -25,7 +25,7 @@ impl Device {
         self.issue(LayerCall::Norm { x, weight, bias, y, statistics, kind });
     }
 
-    /// Gradient of [`Device::norm`] with respect to `x`, written or added.
+    /// Writes or adds the gradient of [`Device::norm`] with respect to `x`.
     pub(crate) fn norm_backward_input(
         &self,
         (x, weight, statistics): (View<'_>, View<'_>, View<'_>),
@@ -39,7 +39,7 @@ impl Device {
         self.issue(LayerCall::NormBackwardInput { x, weight, statistics, dy, dx, kind, accumulate });
     }
 
-    /// Gradient of [`Device::norm`] with respect to the weight, `[cols]`, written or added.
+    /// Writes or adds the gradient of [`Device::norm`] with respect to the weight, `[cols]`.
     pub(crate) fn norm_backward_weight(
         &self,
         x: View<'_>,
@@ -53,7 +53,7 @@ impl Device {
         self.issue(LayerCall::NormBackwardWeight { x, dy, statistics, d_weight, accumulate });
     }
 
-    /// `y = x` rounded to `precision`, in f32.
+    /// Computes `y = x` in f32, rounded to `precision`.
     ///
     /// Panics if the shapes differ.
     pub(crate) fn round(&self, precision: Precision, x: View<'_>, y: ViewMut<'_>) {
@@ -61,7 +61,8 @@ impl Device {
         self.issue(LayerCall::Round { x: x.operand(), y: y.into_operand(), precision });
     }
 
-    /// `out[i] = table[ids[i]] + positions[at(i % at.len())]`, of rows in sequences of `at.len()`, of values rounded to `precision`.
+    /// Computes `out[i] = table[ids[i]] + positions[at(i % at.len())]` for the rows of sequences of length `at.len()`. Values of `table`
+    /// and `positions` are rounded to `precision`.
     pub(crate) fn embedding(
         &self,
         precision: Precision,
@@ -75,7 +76,7 @@ impl Device {
         self.issue(LayerCall::Embedding { ids, table, positions, out: out.into_operand(), precision, at });
     }
 
-    /// Sums of rows of a table, `[rows, cols]`, rounded to `precision`, by bags of ids: `[bags, cols]`.
+    /// Sums rows of a table, rounded to `precision`, over each bag of ids. `table` is `[rows, cols]`, `out` is `[bags, cols]`.
     pub(crate) fn embedding_bag(
         &self,
         precision: Precision,
@@ -93,13 +94,13 @@ impl Device {
         self.issue(LayerCall::EmbeddingBagBackward { bags, dy, d_table });
     }
 
-    /// `d_positions[at(t)] += sum over sequences of dy[sequence, t]`.
+    /// Computes `d_positions[at(t)] += sum over sequences of dy[sequence, t]`.
     pub(crate) fn position_backward(&self, dy: View<'_>, at: Positions, d_positions: ViewMut<'_>) {
         let (dy, d_positions) = (dy.operand(), d_positions.into_operand());
         self.issue(LayerCall::PositionBackward { dy, d_positions, at });
     }
 
-    /// Takes a chunk of logits, `[rows, chunk]`, into the `statistics` of their rows, `[rows, 3]`.
+    /// Accumulates a chunk of logits, `[rows, chunk]`, into the rows' softmax `statistics`, `[rows, 3]`.
     pub(crate) fn softmax_statistics(
         &self,
         logits: View<'_>,
@@ -111,13 +112,14 @@ impl Device {
         self.issue(LayerCall::SoftmaxStatistics { logits, targets, statistics, chunk });
     }
 
-    /// Statistics of the rows, `[rows, 3]`, from those that ranks have of their parts of the vocabulary, `[ranks, rows, 3]`.
+    /// Merges the statistics of vocabulary shards, `[ranks, rows, 3]`, into the statistics of the full rows, `[rows, 3]`.
     pub(crate) fn merge_statistics(&self, parts: View<'_>, statistics: ViewMut<'_>) {
         let (parts, statistics) = (parts.operand(), statistics.into_operand());
         self.issue(LayerCall::MergeStatistics { parts, statistics });
     }
 
-    /// Gradient of the rows' losses with respect to a chunk of logits, `[rows, chunk]`, for the statistics of all chunks, `[rows, 3]`.
+    /// Computes the gradient of the rows' losses with respect to a chunk of logits, `[rows, chunk]`. `statistics`, `[rows, 3]`, must cover
+    /// all chunks.
     pub(crate) fn cross_entropy_gradient(
         &self,
         logits: View<'_>,

@@ -1,4 +1,4 @@
-//! Products of matrices on a device.
+//! Matmul kernels.
 
 use super::{Device, Result};
 use crate::kernels::call::MatmulCall;
@@ -8,42 +8,42 @@ use crate::precision::Precision;
 use crate::tensor::{Tensor, View, ViewMut};
 use trireme_base::DType;
 
-/// Whether a factor of a product is read transposed.
+/// The transposition of a matmul operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transpose {
-    /// As it lies in memory.
+    /// As stored.
     No,
     /// Rows and columns exchanged.
     Yes,
 }
 
-/// What the result of a product is added to.
+/// An addition to the result of a matmul.
 #[derive(Debug, Clone, Copy)]
 pub enum MatmulEpilogue<'a> {
-    /// Nothing: the result replaces the destination.
+    /// No addition: the result replaces the destination.
     Overwrite,
-    /// The destination's values, which are f32.
+    /// Adds the result to the destination's values, which are f32.
     Accumulate,
-    /// Optional vectors and matrices, in f32: a bias for each column, a residual of the result's shape.
+    /// Adds an f32 bias and an f32 residual, both optional, to the result.
     Add {
-        /// One value a column.
+        /// One value per column.
         bias: Option<View<'a>>,
-        /// Row-major, of the result's shape.
+        /// Row-major, with the shape of the result.
         residual: Option<View<'a>>,
     },
 }
 
 impl Device {
-    /// `out = op(left) op(right) + epilogue` for matrices, with factors rounded to `precision` and sums in f32; `out` is
-    /// `rows x cols`.
+    /// Computes `out = op(left) op(right) + epilogue` for matrices. Operands are rounded to `precision`; sums are f32. `out` is `rows x
+    /// cols`.
     ///
     /// Cost: `2 rows cols inner` floating-point operations.
     ///
     /// # Errors
-    /// If there is no memory to pack the right factor.
+    /// If there is no memory to pack operands.
     ///
     /// # Panics
-    /// If the shapes do not fit, if a factor is not of floats, or if what is added to is not f32.
+    /// If the shapes do not match, if an operand is not a float type, or if an accumulated destination, bias or residual is not f32.
     pub fn matmul(
         &self,
         precision: Precision,
@@ -74,7 +74,7 @@ impl Device {
         Ok(())
     }
 
-    /// Memory to pack the factors of a product.
+    /// Allocates scratch memory to pack the operands of a matmul.
     pub(super) fn product_scratch(
         &self,
         precision: Precision,
@@ -84,7 +84,7 @@ impl Device {
         self.activation_of([self.product_scratch_words(precision, size, left)], DType::U32)
     }
 
-    /// 32-bit words of that memory.
+    /// Returns the 32-bit words of scratch memory for a matmul.
     pub(super) fn product_scratch_words(
         &self,
         precision: Precision,
@@ -97,7 +97,7 @@ impl Device {
     }
 }
 
-/// Rows and columns of a factor as a product reads it.
+/// Returns the rows and columns of `op(view)`.
 fn sides((view, transpose): &(View<'_>, Transpose)) -> (usize, usize) {
     let (rows, cols) = (view.shape().rows(), view.shape().cols());
     if *transpose == Transpose::Yes { (cols, rows) } else { (rows, cols) }

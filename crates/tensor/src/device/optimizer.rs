@@ -1,4 +1,4 @@
-//! Optimizer updates on a device.
+//! Optimizer update kernels.
 
 use super::{Device, Result};
 use crate::kernels::call::OptimizerCall;
@@ -9,36 +9,37 @@ use crate::tensor::{View, ViewMut};
 use std::sync::Arc;
 use trireme_base::DType;
 
-/// One pass of updates over pieces.
+/// One pass of optimizer updates over pieces.
 pub struct UpdatePass<'a> {
-    /// What is updated.
+    /// The elements to update.
     pub pieces: &'a Arc<Pieces>,
-    /// Each piece names the one that goes over it.
+    /// The update rules. Each piece has the index of its rule.
     pub updates: &'a Arc<Vec<Update>>,
-    /// Factors of the updates' learning rates, f32 `[updates]`, as [`Device::step_scales`] makes them.
+    /// Factors of the updates' learning rates, f32 `[updates]`, from [`Device::step_scales`].
     pub scales: Option<View<'a>>,
-    /// Decides with the position of an element how states are rounded that are narrower than f32.
+    /// Seed of the stochastic rounding of states narrower than f32, combined with the element's position.
     pub noise: u32,
-    /// Takes the two sums of each piece, f64 `[pieces, 2]`.
+    /// Receives the two sums of each piece, f64 `[pieces, 2]`.
     pub sums: Option<ViewMut<'a>>,
 }
 
-/// The second moment of a matrix: that of an element is its row's, divided by the mean of all rows, times its column's.
+/// The factored second moment of a matrix. The moment of an element is its row moment, divided by the mean of all row moments, times its
+/// column moment.
 #[derive(Debug, Clone, Copy)]
 pub struct FactoredMoments<'a> {
-    /// Of rows, f32 `[rows]`.
+    /// Row moments, f32 `[rows]`.
     pub rows: View<'a>,
-    /// Of columns, f32 `[cols]`.
+    /// Column moments, f32 `[cols]`.
     pub cols: View<'a>,
-    /// Mean of those of rows, one f64.
+    /// Mean of the row moments, one f64.
     pub row_mean: View<'a>,
 }
 
 impl Device {
-    /// Updates `parameters` and `states`, at most two, by `grads`, which may be empty where no update reads them.
+    /// Updates `parameters` and at most two `states` from `grads`. `grads` may be empty if no update reads them.
     ///
     /// # Panics
-    /// If there are not sums for each piece or a scale for each update, or a piece lies outside of a buffer.
+    /// If `sums` or `scales` have the wrong length, or a piece exceeds a buffer.
     pub fn update(
         &self,
         pass: UpdatePass<'_>,
@@ -64,11 +65,11 @@ impl Device {
         });
     }
 
-    /// Adds up the sums of pieces, f64 `[pieces, 2]`, over each of `runs`: all first sums, and then all second ones if `out`, f64, has room
-    /// for both.
+    /// Adds the sums of pieces, f64 `[pieces, 2]`, over each of `runs`. Writes all first sums, followed by all second sums if `out` (f64)
+    /// has room for both.
     ///
     /// # Panics
-    /// If `out` has room for something else.
+    /// If `out` has room for neither one nor two sums per run.
     pub fn leaf_sums(&self, sums: View<'_>, runs: &Arc<Vec<LeafRun>>, out: ViewMut<'_>) {
         let (num_runs, num_sums) = (runs.len(), out.shape().num_elements());
         assert!([num_runs, 2 * num_runs].contains(&num_sums), "{num_sums} sums of {num_runs} runs");
@@ -76,10 +77,10 @@ impl Device {
         self.issue(OptimizerCall::LeafSums { sums, out, runs });
     }
 
-    /// The scale of each parameter in f32, from the sums of its squares and of those of its update, f64.
+    /// Computes the f32 scale of each parameter's step from the sums of squares of the parameter and of its update, f64.
     ///
     /// # Panics
-    /// If there are not as many of each.
+    /// If the lengths differ.
     pub fn step_scales(
         &self,
         scales: &Arc<Vec<StepScale>>,
@@ -94,11 +95,11 @@ impl Device {
         self.issue(OptimizerCall::StepScales { of_parameter, of_update, out, scales });
     }
 
-    /// Sums of the squares of what is here of a matrix' gradient in the order of the unit's [leaves](crate::LEAVES): over each of its rows, and
-    /// then over each of its columns, in f64.
+    /// Sums the squares of the stored part of a matrix gradient, over each row and then over each column, in f64. The order of the sum
+    /// follows the unit's [leaves](crate::LEAVES).
     ///
     /// # Panics
-    /// If there are not as many sums as rows and columns.
+    /// If the number of sums is not the number of rows and columns.
     pub fn factored_sums(&self, matrix: &FactoredMatrix, grads: View<'_>, scale: f32, sums: ViewMut<'_>) {
         let part = matrix.part.clone();
         assert!(sums.shape().num_elements() >= part.cols, "sums for all columns");
@@ -106,18 +107,18 @@ impl Device {
         self.issue(OptimizerCall::FactoredSums { grads, sums, part, scale });
     }
 
-    /// Moves the second moments of rows, or of columns, by the share `mixing` towards the mean of the squares of `num_terms` gradients each, of
-    /// which `sums` has the sums in f64.
+    /// Moves row or column moments by the fraction `mixing` towards the mean squared gradient. `sums` holds the f64 sums of `num_terms`
+    /// squared gradients per moment.
     ///
     /// # Panics
-    /// If there is not a sum for each moment.
+    /// If there is not one sum per moment.
     pub fn factored_moments(&self, sums: View<'_>, num_terms: usize, mixing: f32, moments: ViewMut<'_>) {
         let (sums, moments) = (sums.operand(), moments.into_operand());
         self.issue(OptimizerCall::FactoredMoments { sums, moments, num_terms, mixing });
     }
 
-    /// For each piece of a matrix, the sum of the squares of the update that [`Device::factored_update`] makes with a learning
-    /// rate of 1: the first of two sums of each piece, of which the second is 0.
+    /// Computes, for each piece of a matrix, the sum of squares of the update of [`Device::factored_update`] at learning rate 1. Writes it
+    /// as the first of the piece's two sums; the second one is 0.
     pub fn factored_squares(
         &self,
         pieces: &Arc<Pieces>,
@@ -131,8 +132,8 @@ impl Device {
         self.issue(OptimizerCall::FactoredSquares { moments, grads, sums, pieces, step });
     }
 
-    /// Adafactor's update of a matrix: each gradient is divided by the root of its second moment. `lr` is one f32, as
-    /// [`step_scales`](Device::step_scales) makes it.
+    /// Applies Adafactor's update to a matrix: each gradient is divided by the root of its second moment. `lr` is one f32 from
+    /// [`step_scales`](Device::step_scales).
     pub fn factored_update(
         &self,
         pieces: &Arc<Pieces>,
@@ -146,10 +147,10 @@ impl Device {
         self.issue(OptimizerCall::FactoredUpdate { moments, lr, parameters, grads, pieces, step });
     }
 
-    /// Replaces a matrix by one with the same singular vectors whose singular values are about 1, from 0.7 to 1.2: `num_steps`
-    /// rounds of `X ← aX + (bA + cA²)X` with `A = X Xᵀ`, after division by the Frobenius norm; 0 stays 0.
+    /// Replaces a matrix by one with the same singular vectors and singular values between about 0.7 and 1.2: divides by the Frobenius
+    /// norm, then applies `num_steps` Newton–Schulz iterations `X ← aX + (bA + cA²)X` with `A = X Xᵀ`. A zero matrix stays zero.
     ///
-    /// Cost: `num_steps (4 m² n + 2 m³)` floating-point operations for sides `m <= n`, in products of `precision`.
+    /// Cost: `num_steps (4 m² n + 2 m³)` floating-point operations for sides `m <= n`, in matmuls of `precision`.
     ///
     /// # Errors
     /// If there is no scratch memory.

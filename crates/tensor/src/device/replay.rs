@@ -9,8 +9,8 @@ use std::ops::Range;
 use trireme_base::{Category, DType, Float, KernelCall, RandomKey};
 
 impl RecordedCalls {
-    /// Prepares a call to be run any number of times on `device`, with operands of its own: normal values in floats, zeros elsewhere.
-    /// `None` if the call was not recorded, or reads indices, because its work depends on their values.
+    /// Prepares a recorded call for repeated runs on `device` with newly allocated operands: random normal values for floats, zeros
+    /// otherwise. Returns `None` if the call was not recorded, or if it reads indices, because its work then depends on their values.
     ///
     /// # Errors
     /// If the device has no memory for the operands.
@@ -25,7 +25,7 @@ impl RecordedCalls {
         if has_indices {
             return Ok(None);
         }
-        // Operands that overlap in the recorded call share memory here, too.
+        // Operands that overlap in the recorded call also share memory here.
         let ranges = united(ranges);
         let memory =
             |range: &Range<usize>| device.zeros([range.len()].into(), DType::U8, Category::Activations);
@@ -44,7 +44,7 @@ impl RecordedCalls {
     }
 }
 
-/// A recorded call with memory of its own.
+/// A recorded call with its own memory.
 #[derive(Debug)]
 pub struct Replay {
     device: Device,
@@ -53,13 +53,13 @@ pub struct Replay {
 }
 
 impl Replay {
-    /// Issues the call to the device that it was prepared for.
+    /// Issues the call to its device.
     pub fn issue(&mut self) {
         self.device.issue(self.call.clone());
     }
 }
 
-/// Merges overlapping ranges; returns the union in rising order.
+/// Returns the union of the ranges as disjoint ranges in ascending order.
 fn united(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
     ranges.retain(|range| !range.is_empty());
     ranges.sort_by_key(|range| range.start);
@@ -76,7 +76,7 @@ fn united(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
 /// Maximum number of elements that are generated at a time.
 const FILLED_MAX: usize = 1 << 20;
 
-/// Fills an operand of floats with normal values, and leaves other operands as they are.
+/// Fills a float operand with random normal values. Leaves other operands unchanged.
 fn fill(device: &Device, operand: &Operand) {
     let dtype = operand.dtype();
     if ![DType::F32, DType::Bf16, DType::F16].contains(&dtype) {

@@ -1,4 +1,4 @@
-//! Counting without computing, and budgets.
+//! Counting devices, budgets and kernel timers.
 
 use super::*;
 use crate::memory::OverBudget;
@@ -10,7 +10,7 @@ use trireme_base::Positions;
 fn a_device_that_counts_computes_nothing_and_takes_no_memory() {
     let options = DeviceOptions { num_threads: 2, ..DeviceOptions::default() };
     let counting = Device::counting(options).unwrap();
-    // A terabyte, which would be touched if anything were done with it.
+    // One terabyte: a kernel that touched it would fail.
     let side = 1 << 19;
     let tensor = |device: &Device| device.zeros([side, side].into(), DType::F32, Category::Activations);
     let (left, mut out) = (tensor(&counting).unwrap(), tensor(&counting).unwrap());
@@ -41,7 +41,7 @@ fn cpu_options() -> DeviceOptions {
     DeviceOptions { num_threads: 2, ..DeviceOptions::default() }
 }
 
-/// A tensor of values that differ.
+/// Returns a tensor with varied values.
 fn values(device: &Device, shape: [usize; 2]) -> Tensor {
     let mut tensor = device.empty(shape.into(), DType::F32, Category::Activations).unwrap();
     let write = |values: &mut [f32]| {
@@ -52,7 +52,7 @@ fn values(device: &Device, shape: [usize; 2]) -> Tensor {
     tensor
 }
 
-/// A few kernels, some of which change what they read; the result is read back.
+/// Runs a few kernels, some of them in place, and returns their results.
 fn some_kernels(device: &Device) -> Vec<f32> {
     let (left, right, mut out) = (values(device, [4, 6]), values(device, [6, 5]), values(device, [4, 5]));
     let factors = || ((left.view(), Transpose::No), (right.view(), Transpose::No));
@@ -138,14 +138,14 @@ fn recorded_calls_run_again_on_memory_of_their_own() {
 fn sizes_beyond_all_addresses_are_refused_in_words() {
     let device = Device::counting(DeviceOptions::default()).unwrap();
     let (half, all) = (1 << 32, usize::MAX);
-    // Without the dims of 0 their product passes `isize::MAX`, too: rows of nothing are still counted.
+    // With dims of 0 counted as 1, the product exceeds `isize::MAX` for every shape.
     for dims in [&[half, half][..], &[all, 2], &[half, half, 0], &[0, all], &[half / 2, half / 4]] {
         let refused = device.empty(Shape::new(dims), DType::F32, Category::Gradients).unwrap_err();
         assert!(matches!(refused, DeviceError::Unaddressable { .. }), "{refused}");
         let text = refused.to_string();
         assert!(text.contains(&format!("{dims:?}")) && text.contains("gradients"), "{text}");
     }
-    // As many as can be addressed are more than there are.
+    // The address space is larger than the device's memory.
     let refused = device.empty([half / 2, half / 8].into(), DType::F32, Category::Gradients).unwrap_err();
     assert!(matches!(refused, DeviceError::OutOfMemory(_)), "{refused}");
     assert_eq!(Shape::from([half, half, 7]).num_elements(), usize::MAX);
@@ -156,7 +156,7 @@ fn sizes_beyond_all_addresses_are_refused_in_words() {
 #[test]
 fn operations_are_counted_to_the_largest_number_and_no_further() {
     let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
-    // 2^61 operations a product, in tensors that any SIMD level can address beside its copies.
+    // 2^61 operations per matmul. The operands and their packed copies stay addressable at every SIMD level.
     let side = 1 << 20;
     let tensor = || device.empty([side, side].into(), DType::Bf16, Category::Activations).unwrap();
     let (factor, mut out) = (tensor(), tensor());
@@ -173,6 +173,6 @@ fn a_table_of_rotary_positions_is_counted_and_not_computed() {
     let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
     let table = RotaryTable::new(&device, 64, &[1.0; 16], 1.0).unwrap();
     assert_eq!(device.memory().usage(Category::Parameters).current, 2 * 4 * 64 * 16);
-    // The cosine of position 0 is 1; memory that was never touched holds zeros.
+    // The cosine of position 0 is 1, but untouched memory reads as zeros.
     assert!(table.at(Positions::run(0, 1)).cos.operand().f32s(&device.cpu).iter().all(|&cos| cos == 0.0));
 }

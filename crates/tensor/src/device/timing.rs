@@ -1,4 +1,4 @@
-//! Times the kernels of a program on the operands that the program gives them.
+//! Kernel timing within a program, on the program's own operands.
 
 use crate::kernels::OperandMut;
 use crate::kernels::backend::Backend;
@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use trireme_base::Cost;
 
-/// Times the kernels of a [device](super::Device::timed).
+/// A timer of the kernels of a [timed device](super::Device::timed).
 #[derive(Clone, Default)]
 pub struct CallTimer(Arc<Mutex<Option<Timings>>>);
 
@@ -22,39 +22,39 @@ impl CallTimer {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Times a call while the timer is started.
+    /// Times a call if the timer is started.
     pub(super) fn time(&self, call: &Call, cpu: &Cpu) {
         if let Some(timings) = &mut *self.lock() {
             timings.time(call, cpu);
         }
     }
 
-    /// Starts timing. The first call of each kernel with given shapes, if `only` occurs in its name or shapes, is repeated for `duration`,
-    /// at least three times, with the values that it was given; the program gets those of one run. `report` is called after each; it must
-    /// not use this timer. Kernels of [hosts](super::Device::host) are not timed.
+    /// Starts timing. The first call of each kernel with given shapes is repeated for `duration`, at least three times, if its name and
+    /// shapes contain `only`. Operands are restored after the repetitions, and the program then runs the call once. `report` is called
+    /// after each timed call and must not use this timer. Kernels of [hosts](super::Device::host) are not timed.
     pub fn start(&self, duration: Duration, only: &str, report: impl FnMut(&TimedCall) + Send + 'static) {
         let (only, report) = (only.to_owned(), Box::new(report));
         *self.lock() = Some(Timings { duration, only, report, places: BTreeMap::new(), calls: Vec::new() });
     }
 
-    /// Stops timing, and returns the kernels in the order of their first calls.
+    /// Stops timing. Returns the timed kernels in the order of their first calls.
     pub fn finish(&self) -> Vec<TimedCall> {
         self.lock().take().map_or_else(Vec::new, |timings| timings.calls)
     }
 }
 
-/// The time that a kernel takes with operands of certain shapes.
+/// Time of a kernel with operands of certain shapes.
 #[derive(Debug, Clone)]
 pub struct TimedCall {
     /// Name of the kernel.
     pub kernel: &'static str,
-    /// Shapes of the operands that it reads, and of the first one that it writes.
+    /// Shapes of the operands that the kernel reads, and of the first one that it writes.
     pub shapes: String,
     /// Minimum work of a call: operations and memory traffic.
     pub cost: Cost,
     /// Calls since the timer was started.
     pub num_calls: usize,
-    /// Seconds of a call.
+    /// Seconds per call.
     pub timing: Timing,
 }
 
@@ -62,7 +62,7 @@ struct Timings {
     duration: Duration,
     only: String,
     report: Box<dyn FnMut(&TimedCall) + Send>,
-    /// Index in `calls` of each kernel with its shapes.
+    /// Index in `calls` of each kernel, keyed by name, shapes and cost.
     places: BTreeMap<(&'static str, String, Cost), usize>,
     calls: Vec<TimedCall>,
 }
@@ -103,7 +103,7 @@ impl Timings {
     }
 }
 
-/// Shapes of what a call reads, and of the first operand that it writes.
+/// Formats the shapes of a call's read operands and of the first written one.
 fn shapes_of(call: &Call) -> String {
     let text = |shape: Shape| {
         let dims: Vec<String> = shape.dims().iter().map(usize::to_string).collect();

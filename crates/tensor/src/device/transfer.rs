@@ -1,4 +1,4 @@
-//! What passes between the host and the memory of a device.
+//! Copies between host memory and device memory.
 
 use super::{Device, Result};
 use crate::kernels::OperandMut;
@@ -10,7 +10,7 @@ use bytemuck::{Pod, Zeroable};
 use std::sync::Arc;
 use trireme_base::{Category, Cost, DType, HostMemory, Pending};
 
-/// Memory of the host that copies of devices work with, counted as what it is for.
+/// Host memory for asynchronous copies, counted in a [host device](Device::host)'s memory.
 #[derive(Debug)]
 pub struct PinnedMemory {
     /// All of the block.
@@ -30,13 +30,13 @@ impl HostMemory for PinnedMemory {
 }
 
 impl Device {
-    /// Memory of the host beside a device, for copies, with unspecified contents.
+    /// Allocates host memory for copies, with unspecified contents.
     ///
     /// # Errors
-    /// If there is none.
+    /// If there is not enough memory.
     ///
     /// # Panics
-    /// If this is no host.
+    /// If this device does not [reach the host's memory](Device::reaches_host). Call it on [`host`](Device::host).
     pub fn pinned_memory(&self, num_bytes: usize, category: Category) -> Result<PinnedMemory> {
         assert!(self.reaches_host, "pinned memory is taken from the host beside a device");
         let block = self.arena.take(num_bytes, category)?;
@@ -44,11 +44,11 @@ impl Device {
         Ok(PinnedMemory { memory, cpu: Arc::clone(&self.cpu), _block: block })
     }
 
-    /// Copies values of the host into memory of the device: those of the element type, or the bytes of any. The values may be
+    /// Copies host values into device memory. `T` has the element type of `to`, or is `u8` for the bytes of any type. `values` may be
     /// overwritten once the call returns.
     ///
     /// # Panics
-    /// If they have not as many bytes.
+    /// If the sizes in bytes differ.
     pub fn upload<T: Pod>(&self, values: &[T], to: ViewMut<'_>) {
         let num_bytes = size_of_val(values);
         assert_eq!(num_bytes, to.num_bytes(), "{num_bytes} bytes for {:?}", to.shape());
@@ -56,10 +56,11 @@ impl Device {
         self.backend.upload(bytemuck::cast_slice(values), to.into_operand());
     }
 
-    /// Copies memory of the device into `to`, memory of the host, once what was issued has run: elements, or the bytes of any type.
+    /// Copies device memory to the host, after all kernels issued so far have run. `T` has the element type of `from`, or is `u8` for the
+    /// bytes of any type. Blocks until done.
     ///
     /// # Panics
-    /// If it has not as many bytes.
+    /// If the sizes in bytes differ.
     pub fn download<T: Pod>(&self, from: View<'_>, to: &mut [T]) {
         let num_bytes = size_of_val(to);
         assert_eq!(num_bytes, from.num_bytes(), "{num_bytes} bytes of {:?}", from.shape());
@@ -67,25 +68,25 @@ impl Device {
         self.backend.download(from.operand(), bytemuck::cast_slice_mut(to));
     }
 
-    /// Copies memory of the device to that of the host from byte `at` on, beside what kernels do from now on: on a device of its own,
-    /// when the kernels that were issued so far have run, and the memory has come back from an earlier copy.
+    /// Copies device memory asynchronously into the host memory `to`, from byte `at` on. The copy starts when all kernels issued so far
+    /// have run and an earlier copy that uses `to` has completed. Later kernels run concurrently, unless kernels run during their calls.
     ///
     /// # Panics
-    /// If it does not fit.
+    /// If the bytes do not fit.
     pub fn download_later<B: HostMemory>(&self, from: View<'_>, to: &mut Pending<B>, at: usize) {
         self.copy_later("download", DeviceSide::From(from.operand()), to, at);
     }
 
-    /// Copies memory of the host from byte `at` on to that of the device, beside what kernels do from now on, when the kernels that were
-    /// issued so far have run. Kernels that read it [wait](Device::wait_for) until the host's memory is back.
+    /// Copies host memory from byte `at` on asynchronously to the device, after all kernels issued so far have run. Kernels that read `to`
+    /// must [wait](Device::wait_for) until the copy has returned the host memory.
     ///
     /// # Panics
-    /// If there are not as many bytes.
+    /// If there are too few bytes.
     pub fn upload_later<B: HostMemory>(&self, from: &mut Pending<B>, at: usize, to: ViewMut<'_>) {
         self.copy_later("upload", DeviceSide::To(to.into_operand()), from, at);
     }
 
-    /// Copies between memory of the device and the memory of the host from byte `at` on. On the CPU it allocates nothing.
+    /// Copies between device memory and the host memory from byte `at` on. Does not allocate on a CPU device.
     fn copy_later<B: HostMemory>(
         &self,
         name: &'static str,
@@ -102,13 +103,13 @@ impl Device {
         }
     }
 
-    /// Lets `write` make values of zeros on the host, and uploads them.
+    /// Calls `write` with zeros on the host and uploads the values that it writes.
     ///
     /// # Errors
-    /// Those of `write`; nothing is uploaded then.
+    /// If `write` fails; nothing is uploaded then.
     ///
     /// # Panics
-    /// If the elements of `to` are of another size.
+    /// If `T` and the elements of `to` differ in size.
     pub fn fill<T: Pod + Zeroable, E>(
         &self,
         to: ViewMut<'_>,
@@ -120,10 +121,10 @@ impl Device {
         Ok(())
     }
 
-    /// The elements of `from` in memory of the host; zeros if the device only counts.
+    /// Copies the elements of `from` to the host. Returns zeros on a counting device.
     ///
     /// # Panics
-    /// If the elements are of another size.
+    /// If `T` and the elements of `from` differ in size.
     pub fn read<T: Pod + Zeroable>(&self, from: View<'_>) -> Vec<T> {
         let mut values = vec![T::zeroed(); from.shape().num_elements()];
         self.download(from, &mut values);

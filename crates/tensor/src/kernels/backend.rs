@@ -1,4 +1,4 @@
-//! The boundary between a device and the hardware that runs its kernels.
+//! The interface between a device and the hardware that runs its kernels.
 
 use super::call::Call;
 use super::cpu::Cpu;
@@ -9,7 +9,7 @@ use std::panic::Location;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{Event, HostMemory, Pending};
 
-/// A queue of a device. Its jobs run in order; jobs of different streams run in any order that events allow.
+/// A queue of jobs of a device. Jobs run in order; jobs of different streams run in any order that events allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Stream {
     /// Kernels.
@@ -20,7 +20,7 @@ pub(crate) enum Stream {
     FromHost,
 }
 
-/// A place in the code where a stream waits for an event.
+/// A call site at which a stream waits for an event.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct WaitSite(pub(crate) Stream, pub(crate) &'static Location<'static>);
 
@@ -30,46 +30,44 @@ impl fmt::Debug for WaitSite {
     }
 }
 
-/// Hardware that runs kernels in the order of issue, and copies between its memory and the host's concurrently, in the order of
-/// events.
+/// Hardware that runs kernels in the order of issue, and copies between its memory and host memory concurrently, ordered by events.
 ///
-/// To add one, implement this trait, and open a device with it by a [`BackendKind`](crate::BackendKind) of its own.
+/// To add a backend, implement this trait and add a [`BackendKind`](crate::BackendKind).
 pub(crate) trait Backend: fmt::Debug + Send + Sync {
-    /// The processor on which a device calls functions and copies directly. `None` if all must pass through this backend, to be queued or counted.
+    /// Returns the processor on which a device calls functions and copies directly. `None` if all calls must pass through this backend, to
+    /// be queued or counted.
     fn as_cpu(&self) -> Option<&Cpu> {
         None
     }
 
-    /// Whether kernels and copies do not run.
+    /// Returns whether the backend only counts: kernels and copies do not run.
     fn is_counting(&self) -> bool {
         false
     }
 
-    /// Runs a kernel, after those that were issued before. Panics if operands do not fit each other: here, or on the thread that
-    /// runs the kernel.
+    /// Runs a kernel after those issued before. Panics if operands do not match, either here or on the thread that runs the kernel.
     fn run(&self, call: Call);
 
-    /// Copies bytes of the host into memory of the device, after the kernels that were issued before. The bytes may be overwritten
-    /// once this returns.
+    /// Copies host bytes to device memory, after the kernels issued before. The bytes may be overwritten once this returns.
     fn upload(&self, from: &[u8], to: OperandMut);
 
-    /// Copies memory of the device, after the kernels that were issued before, and returns when it is copied.
+    /// Copies device memory to the host, after the kernels issued before. Blocks until done.
     fn download(&self, from: Operand, to: &mut [u8]);
 
-    /// Copies after the kernels that were issued before, concurrently with those that are issued later. Returns an event that is done when
-    /// the memory of the host was given back.
+    /// Starts a copy after the kernels issued before, concurrent with later ones. Returns an event that completes when the host memory has
+    /// been returned.
     fn copy(&self, copy: HostCopy) -> Event;
 
-    /// Returns an event that is done when the kernels issued so far have run.
+    /// Returns an event that completes when the kernels issued so far have run.
     fn record(&self) -> Event;
 
-    /// Lets kernels that are issued from now on run after an event. `caller` is the code that waits.
+    /// Makes kernels issued from now on wait for an event. `caller` is the code that waits.
     fn wait_for(&self, event: &Event, caller: &'static Location<'static>);
 
-    /// Called when memory is handed out again: kernels that are issued from now on wait for copies that still use it.
+    /// Called when freed memory is allocated again: kernels issued from now on wait for copies that still use it.
     fn reuse(&self, _memory: OperandMut) {}
 
-    /// Where kernels and copies have waited for events, if the backend keeps a list of it.
+    /// Returns the call sites at which streams have waited for events, if the backend records them.
     fn wait_sites(&self) -> Vec<WaitSite> {
         Vec::new()
     }
@@ -79,11 +77,11 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
 pub(crate) struct HostCopy {
     pub(crate) device: DeviceSide,
     pub(crate) host: Box<dyn HostPart>,
-    /// Done when no earlier copy uses the host's memory.
+    /// Completes when no earlier copy uses the host memory.
     pub(crate) after: Event,
 }
 
-/// The memory of the device that a copy reads or writes.
+/// The device memory that a copy reads or writes.
 pub(crate) enum DeviceSide {
     From(Operand),
     To(OperandMut),
@@ -97,7 +95,7 @@ impl DeviceSide {
         }
     }
 
-    /// Copies to or from memory of the host on a processor that reaches both. Panics if `host` has another number of bytes.
+    /// Copies to or from host memory on a processor that can access both. Panics if the sizes differ.
     pub(crate) fn copy(&mut self, cpu: &Cpu, host: &mut [u8]) {
         match self {
             DeviceSide::From(operand) => host.copy_from_slice(operand.bytes(cpu)),
@@ -106,16 +104,16 @@ impl DeviceSide {
     }
 }
 
-/// Memory of the host that is lent to a copy.
+/// Host memory that is lent to a copy.
 pub(crate) trait HostPart: Send {
-    /// The bytes to copy. Panics if an earlier copy still works with them.
+    /// Returns the bytes to copy. Panics if an earlier copy still uses them.
     fn bytes(&mut self) -> &mut [u8];
 
-    /// Gives the memory back, which a copy does once it has run. The memory of a copy that fails is lost.
+    /// Returns the memory to its owner. Called when the copy has run; the memory of a failed copy is lost.
     fn give_back(self: Box<Self>);
 }
 
-/// A range of bytes of `B`. The copy moves `B` into `returned` when it has run.
+/// A range of bytes of `B`. The copy moves `B` to `returned` when it has run.
 struct Lent<B: HostMemory> {
     memory: Pending<B>,
     range: Range<usize>,
@@ -133,7 +131,7 @@ impl<B: HostMemory> HostPart for Lent<B> {
     }
 }
 
-/// Issues a copy, and lends the bytes `range` of `host` to it until it has run.
+/// Issues a copy and lends the bytes `range` of `host` to it until it has run.
 pub(crate) fn copy_later<B: HostMemory>(
     backend: &dyn Backend,
     device: DeviceSide,

@@ -1,4 +1,4 @@
-//! The one place of this crate with `unsafe`: memory, threads, SIMD and machine code.
+//! Kernels. The only module of this crate with `unsafe` code: memory, threads, SIMD and machine code.
 #![allow(unsafe_code)]
 
 pub(crate) mod backend;

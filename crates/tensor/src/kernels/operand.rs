@@ -1,8 +1,8 @@
-//! The arrays that kernels read and write: addresses, which a kernel of the CPU turns into slices while it runs.
+//! The arrays that kernels read and write: addresses, which a CPU kernel turns into slices while it runs.
 //!
-//! A view is borrowed when a kernel is issued; the kernel may run later. It keeps no borrow then, but an operand. That is sound because
-//! memory outlives it: an arena is mapped until the last kernel that was issued to its device has run, and the memory of a block
-//! that was given back is used again by kernels that run after it.
+//! A view is borrowed only while a kernel is issued, but the kernel may run later. It then holds an operand instead of a borrow. This is
+//! sound because the memory outlives the kernel: an arena stays mapped until the last kernel issued to its device has run, and the memory
+//! of a freed block is reused only by kernels that run later.
 
 use super::cpu::Cpu;
 use super::cpu::element::{Element, Floats, FloatsMut};
@@ -12,28 +12,28 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use trireme_base::DType;
 
-/// A row-major array for a kernel to read: a [`View`](crate::View) without its borrow.
+/// A row-major array that a kernel reads: a [`View`](crate::View) without its borrow.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Operand {
     start: NonNull<u8>,
     num_bytes: usize,
     dtype: DType,
     shape: Shape,
-    /// Whether the host can neither read nor write it.
+    /// Whether the host cannot access the array.
     is_detached: bool,
 }
 
-/// A row-major array for a kernel to write: a [`ViewMut`](crate::ViewMut) without its borrow.
+/// A row-major array that a kernel writes: a [`ViewMut`](crate::ViewMut) without its borrow.
 #[derive(Debug)]
 pub(crate) struct OperandMut(Operand);
 
-// SAFETY: an address can be anywhere; who reads what is there holds a `Cpu`, of which see `bytes`.
+// SAFETY: an address alone gives no access. Reading the memory requires a `Cpu`; see `bytes`.
 unsafe impl Send for Operand {}
 // SAFETY: as above.
 unsafe impl Sync for Operand {}
 
 impl Operand {
-    /// `num_bytes` from `start` on, which are as many as those of `shape` and `dtype`.
+    /// Creates an operand of `num_bytes` bytes from `start` on. `num_bytes` must match `shape` and `dtype`.
     pub(crate) fn new(
         start: NonNull<u8>,
         num_bytes: usize,
@@ -64,13 +64,13 @@ impl Operand {
         start..start + self.num_bytes
     }
 
-    /// Whether a byte belongs to both.
+    /// Returns whether the operands share a byte.
     pub(crate) fn overlaps(&self, other: &Operand) -> bool {
         let (own, other) = (self.addresses(), other.addresses());
         own.start.max(other.start) < own.end.min(other.end)
     }
 
-    /// The bytes `range`, as an array of a shape and type. Panics if they lie outside.
+    /// Returns the bytes `range` as an array of another shape and dtype. Panics if the range exceeds the operand.
     pub(crate) fn part(&self, range: Range<usize>, of: (Shape, DType)) -> Self {
         assert!(range.start <= range.end && range.end <= self.num_bytes, "{range:?} of {}", self.num_bytes);
         // SAFETY: within the memory by the line above.
@@ -78,7 +78,7 @@ impl Operand {
         Operand::new(start, range.len(), of, self.is_detached)
     }
 
-    /// Returns the address at which `cpu` reaches the operand. Panics if `cpu` does not reach it.
+    /// Returns the address at which `cpu` can access the operand. Panics if `cpu` cannot access it.
     fn reach(&self, cpu: &Cpu) -> NonNull<u8> {
         match cpu.mapping() {
             Some(mapping) if self.num_bytes > 0 => mapping.translate(self.start, self.num_bytes),
@@ -92,15 +92,15 @@ impl Operand {
 
     pub(crate) fn bytes(self, cpu: &Cpu) -> &[u8] {
         let start = self.reach(cpu);
-        // SAFETY: `start` is where `cpu` reaches as many bytes of a view that was borrowed when the kernel was issued, of memory that is
-        // still there (see above). Every byte is initialised: a page of a fresh mapping begins as zeros. Nobody writes there now. A
+        // SAFETY: `start` is where `cpu` can access all bytes of a view that was borrowed when the kernel was issued, in memory that still
+        // exists (see the module). Every byte is initialized: pages of a fresh mapping are zeros. Nothing writes to these bytes now: a
         // kernel of the CPU runs before the call that issues it returns, and the view is borrowed meanwhile. A detached device runs one
-        // kernel at a time; beside it, copies run only in the order of events with those who work with the same memory. The kernel
-        // itself writes to what was borrowed apart from this.
+        // kernel at a time, and concurrent copies are ordered by events with all jobs that use the same memory. The kernel itself writes
+        // only to separately borrowed memory.
         unsafe { std::slice::from_raw_parts(start.as_ptr(), self.num_bytes) }
     }
 
-    /// All elements; panics if they are no `T`.
+    /// Returns all elements. Panics if their dtype is not `T`.
     pub(crate) fn elements<T: Element>(self, cpu: &Cpu) -> &[T] {
         assert_eq!(self.dtype, T::DTYPE);
         bytemuck::cast_slice(self.bytes(cpu))
@@ -110,25 +110,25 @@ impl Operand {
         self.elements(cpu)
     }
 
-    /// All elements; panics if they are no u32.
+    /// Returns all elements. Panics if their dtype is not u32.
     pub(crate) fn u32s(self, cpu: &Cpu) -> &[u32] {
         assert_eq!(self.dtype, DType::U32);
         self.words(cpu)
     }
 
-    /// All elements; panics if they are no f64.
+    /// Returns all elements. Panics if their dtype is not f64.
     pub(crate) fn f64s(self, cpu: &Cpu) -> &[f64] {
         assert_eq!(self.dtype, DType::F64);
         self.words(cpu)
     }
 
-    /// Elements as whole numbers of their size, to copy them; panics if they are of another size.
+    /// Returns the elements as plain words of equal size, for copies. Panics if the sizes differ.
     pub(crate) fn words<W: Pod>(self, cpu: &Cpu) -> &[W] {
         assert_eq!(self.dtype.size(), size_of::<W>());
         bytemuck::cast_slice(self.bytes(cpu))
     }
 
-    /// All elements; panics if they are no floats that kernels compute with.
+    /// Returns all elements. Panics if their dtype is not a float that kernels compute with.
     pub(crate) fn floats(self, cpu: &Cpu) -> Floats<'_> {
         match self.dtype {
             DType::Bf16 => Floats::Bf16(self.elements(cpu)),
@@ -139,7 +139,7 @@ impl Operand {
 }
 
 impl OperandMut {
-    /// An array that no other operand overlaps.
+    /// Creates an operand from an array that no other operand overlaps.
     pub(crate) fn new(operand: Operand) -> Self {
         OperandMut(operand)
     }
@@ -149,7 +149,7 @@ impl OperandMut {
         OperandMut(Operand::new(NonNull::from(bytes).cast(), num_bytes, of, false))
     }
 
-    /// The same array, to read.
+    /// Returns the array for reading.
     pub(crate) fn as_operand(&self) -> Operand {
         self.0
     }
@@ -158,7 +158,7 @@ impl OperandMut {
         self.0.shape
     }
 
-    /// The same array for the time of a borrow.
+    /// Reborrows the array.
     pub(crate) fn reborrow(&mut self) -> OperandMut {
         OperandMut(self.0)
     }
@@ -171,18 +171,18 @@ impl OperandMut {
         self.0.num_bytes
     }
 
-    /// As [`Operand::part`].
+    /// Like [`Operand::part`].
     pub(crate) fn into_part(self, range: Range<usize>, of: (Shape, DType)) -> Self {
         OperandMut(self.0.part(range, of))
     }
 
     pub(crate) fn bytes<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [u8] {
         let start = self.0.reach(cpu);
-        // SAFETY: as in `Operand::bytes`, of a view that was borrowed to be written: nothing else reads or writes there now.
+        // SAFETY: as in `Operand::bytes`, for a view that was borrowed mutably: no other code reads or writes these bytes now.
         unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), self.0.num_bytes) }
     }
 
-    /// All elements; panics if they are no `T`.
+    /// Returns all elements. Panics if their dtype is not `T`.
     pub(crate) fn elements<'c, T: Element>(&'c mut self, cpu: &'c Cpu) -> &'c mut [T] {
         assert_eq!(self.0.dtype, T::DTYPE);
         bytemuck::cast_slice_mut(self.bytes(cpu))
@@ -192,25 +192,25 @@ impl OperandMut {
         self.elements(cpu)
     }
 
-    /// All elements; panics if they are no u32.
+    /// Returns all elements. Panics if their dtype is not u32.
     pub(crate) fn u32s<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [u32] {
         assert_eq!(self.0.dtype, DType::U32);
         self.words(cpu)
     }
 
-    /// All elements; panics if they are no f64.
+    /// Returns all elements. Panics if their dtype is not f64.
     pub(crate) fn f64s<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [f64] {
         assert_eq!(self.0.dtype, DType::F64);
         self.words(cpu)
     }
 
-    /// As [`Operand::words`].
+    /// Like [`Operand::words`].
     pub(crate) fn words<'c, W: Pod>(&'c mut self, cpu: &'c Cpu) -> &'c mut [W] {
         assert_eq!(self.0.dtype.size(), size_of::<W>());
         bytemuck::cast_slice_mut(self.bytes(cpu))
     }
 
-    /// All elements; panics if they are no floats that kernels compute with.
+    /// Returns all elements. Panics if their dtype is not a float that kernels compute with.
     pub(crate) fn floats<'c>(&'c mut self, cpu: &'c Cpu) -> FloatsMut<'c> {
         match self.0.dtype {
             DType::Bf16 => FloatsMut::Bf16(self.elements(cpu)),

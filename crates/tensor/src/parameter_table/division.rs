@@ -1,23 +1,23 @@
-//! What of a model each rank has where ranks cut parameters or have different experts.
+//! The parameters of each rank under tensor and expert parallelism.
 
 use super::{ParameterInfo, ParameterTable, UnitInfo};
 use std::ops::Range;
 use trireme_base::{AxisPlace, Cut};
 
-/// Degrees of tensor parallelism beyond this are not suggested.
+/// Maximum degree of tensor parallelism that errors suggest.
 const DEGREE_MAX: usize = 1024;
 
-/// Which part of a model a rank has.
+/// A rank's place on the tensor and expert axes, which determines its parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ModelPlace {
-    /// Among the ranks that cut parameters.
+    /// Place on the axis whose ranks shard parameters.
     pub tensor: AxisPlace,
-    /// Among the ranks with different experts.
+    /// Place on the axis whose ranks have different experts.
     pub experts: AxisPlace,
 }
 
 impl ModelPlace {
-    /// All of it.
+    /// The place of a rank that stores the full model.
     pub const WHOLE: ModelPlace = ModelPlace { tensor: AxisPlace::ALONE, experts: AxisPlace::ALONE };
 }
 
@@ -27,22 +27,22 @@ impl From<AxisPlace> for ModelPlace {
     }
 }
 
-/// Experts that so many ranks cannot divide.
+/// An expert-parallel degree that does not fit a model.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ExpertsError {
-    /// There are none.
+    /// The model has no experts.
     #[error(
         "the model has no experts, so {degree} ranks cannot have different ones; use an expert-parallel degree of 1"
     )]
     None { degree: usize },
-    /// Ranks would have units of different forms.
+    /// The units of different ranks would differ in their layout.
     #[error(
         "{degree} ranks cannot have different experts of '{unit}': its experts have different shapes, or are declared in an order that leaves \
          what all ranks have at different places"
     )]
     Unlike { unit: String, degree: usize },
-    /// They do not divide.
+    /// The degree does not divide the number of experts.
     #[error(
         "{degree} ranks cannot have equally many of the {num_experts} experts of '{unit}'; nearest possible degree: {}",
         join(.nearest)
@@ -51,12 +51,12 @@ pub enum ExpertsError {
         unit: String,
         num_experts: usize,
         degree: usize,
-        /// The next smaller and the next larger number of ranks that divide those of all units, if there is one.
+        /// The next smaller and the next larger valid degree, if they exist.
         nearest: Vec<usize>,
     },
 }
 
-/// A parameter that so many ranks of the tensor axis cannot cut.
+/// A parameter that a tensor-parallel degree cannot split.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{degree} ranks cannot cut dim {dim} of '{name}' into equal parts: it has {num_granules} pieces of {granule} elements that stay together{}; \
@@ -65,14 +65,14 @@ pub enum ExpertsError {
 )]
 #[expect(missing_docs, reason = "the message explains the fields")]
 pub struct UncuttableError {
-    /// Of the first such parameter.
+    /// Name of the first such parameter.
     pub name: String,
     pub dim: usize,
     pub num_groups: usize,
     pub num_granules: usize,
     pub granule: usize,
     pub degree: usize,
-    /// Numbers of ranks that can cut all parameters: the next smaller and the next larger one, if there is one.
+    /// The next smaller and the next larger degree that can split all parameters, if they exist.
     pub nearest: Vec<usize>,
 }
 
@@ -85,44 +85,44 @@ fn join(degrees: &[usize]) -> String {
 }
 
 impl ParameterTable {
-    /// Which rank of the tensor axis the table is for.
+    /// Returns the table's place on the tensor axis.
     pub fn place(&self) -> AxisPlace {
         self.place.tensor
     }
 
-    /// Which rank of the axis of experts the table is for.
+    /// Returns the table's place on the expert axis.
     pub fn expert_place(&self) -> AxisPlace {
         self.place.experts
     }
 
-    /// Which part of the model the table is for.
+    /// Returns the table's place on the tensor and expert axes.
     pub fn model_place(&self) -> ModelPlace {
         self.place
     }
 
-    /// Of so many experts those that this rank has.
+    /// Returns the indices of this rank's experts, of `num_experts` in total.
     ///
     /// # Panics
-    /// If they do not divide; [`check_expert_degree`](ParameterTable::check_expert_degree) refuses that before.
+    /// If the degree does not divide `num_experts`. [`check_expert_degree`](ParameterTable::check_expert_degree) refuses such degrees.
     pub fn own_experts(&self, num_experts: usize) -> Range<usize> {
         let AxisPlace { rank, degree } = self.place.experts;
         assert!(num_experts.is_multiple_of(degree), "{num_experts} experts on {degree} ranks");
         rank * (num_experts / degree)..(rank + 1) * (num_experts / degree)
     }
 
-    /// The rank of the axis of experts that has a parameter, unless all have it.
+    /// Returns the rank of the expert axis that stores the parameter; `None` if all ranks do.
     pub fn owner(&self, info: &ParameterInfo) -> Option<usize> {
         let num_own = self.units[info.unit].num_experts / self.place.experts.degree;
         info.expert.map(|expert| expert / num_own)
     }
 
-    /// Whether this rank has a parameter, or a part of it.
+    /// Returns whether this rank stores the parameter or a shard of it.
     pub fn has(&self, info: &ParameterInfo) -> bool {
         self.owner(info).is_none_or(|owner| owner == self.place.experts.rank)
     }
 
-    /// The parameter that lies on this rank where another one lies on the rank that has it: all ranks of the axis of experts have units of one
-    /// form.
+    /// Returns the parameter that occupies the same place in this rank's unit as `info` does on the rank that stores it. All ranks of the
+    /// expert axis have units of the same layout.
     pub fn counterpart(&self, info: &ParameterInfo) -> &ParameterInfo {
         let unit = &self.units[info.unit];
         let all = &self.parameters[unit.parameters.clone()];
@@ -138,10 +138,10 @@ impl ParameterTable {
         found.expect("experts have the same parameters")
     }
 
-    /// Whether so many ranks can have equally many experts of each unit of this table, which has all of them.
+    /// Checks that `degree` ranks can have equally many experts of each unit. The table must be the full one.
     ///
     /// # Errors
-    /// The first unit whose experts do not divide, or differ, or that there are no experts.
+    /// If there are no experts, or for the first unit whose experts are not divisible or have different layouts.
     pub fn check_expert_degree(&self, degree: usize) -> Result<(), ExpertsError> {
         let nums = || self.units.iter().filter(|unit| unit.num_experts > 0);
         if degree <= 1 {
@@ -167,7 +167,7 @@ impl ParameterTable {
         })
     }
 
-    /// Whether so many ranks have equal shapes of a unit's parameters, of equal experts among their own, in the same order.
+    /// Returns whether the experts of all ranks have parameters of equal shapes in equal order within the unit.
     fn is_alike(&self, unit: &UnitInfo, degree: usize) -> bool {
         let num_own = unit.num_experts / degree;
         let form = |rank: usize| {
@@ -178,10 +178,10 @@ impl ParameterTable {
         (1..degree).all(|rank| form(rank).eq(form(0)))
     }
 
-    /// Whether so many ranks of the tensor axis can have parts of the parameters of this table, which has all of them.
+    /// Checks that `degree` ranks of the tensor axis can shard the parameters. The table must be the full one.
     ///
     /// # Errors
-    /// The first parameter that they cannot cut.
+    /// For the first parameter that cannot be split.
     pub fn check_degree(&self, degree: usize) -> Result<(), UncuttableError> {
         let cuts = |info: &ParameterInfo| Some((info.cut?, info.whole.dims()[info.cut?.dim]));
         let is_cut = |info: &ParameterInfo, degree: usize| {
@@ -205,10 +205,10 @@ impl ParameterTable {
         })
     }
 
-    /// What this rank of the tensor axis has of so many things that are cut like this, such as heads.
+    /// Returns this rank's share of `len` items that are split by `cut`, such as heads.
     ///
     /// # Panics
-    /// If they cannot be cut; [`check_degree`](ParameterTable::check_degree) refuses the parameters that belong to them before.
+    /// If they cannot be split. [`check_degree`](ParameterTable::check_degree) refuses such degrees for the corresponding parameters.
     pub fn part_of(&self, cut: Cut, len: usize) -> usize {
         cut.part_len(len, self.place.tensor.degree)
     }

@@ -1,54 +1,54 @@
-//! What a parameter is, and what of it is here.
+//! Description of a parameter and of its shard on a rank.
 
 use crate::declaration::{Initial, ParameterClass};
 use crate::shape::Shape;
 use std::ops::Range;
 use trireme_base::{AxisPlace, Cut, Segment};
 
-/// What a parameter is called, its shape, and where it lies.
+/// A parameter's declaration, its shapes and its place in the flat buffer of its unit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParameterInfo {
-    /// Fully qualified name, as Hugging Face checkpoints spell it.
+    /// Fully qualified name, as in Hugging Face checkpoints.
     pub name: String,
-    /// Shape of the whole, as Hugging Face checkpoints store it.
+    /// Shape of the full parameter, as in Hugging Face checkpoints.
     pub whole: Shape,
-    /// Shape of what this rank of the tensor axis has of it.
+    /// Shape of the shard on this rank of the tensor axis.
     pub shape: Shape,
-    /// Its values before training.
+    /// Values before training.
     pub initial: Initial,
-    /// What it is for.
+    /// Determines optimizer update and weight decay.
     pub class: ParameterClass,
-    /// How tensor parallelism may cut it; `None` if each rank needs all of it.
+    /// How tensor parallelism may split the parameter; `None` if every rank needs all of it.
     pub cut: Option<Cut>,
-    /// Which rank of the tensor axis this is.
+    /// Place of this rank on the tensor axis.
     pub place: AxisPlace,
-    /// Which of its unit's experts it belongs to; `None` if it is for all tokens.
+    /// Index of the parameter's expert in its unit; `None` if the parameter belongs to no expert.
     pub expert: Option<usize>,
-    /// Unit that holds it.
+    /// Unit that holds the parameter.
     pub unit: usize,
     /// First element within the unit's flat buffer.
     pub offset: usize,
 }
 
 impl ParameterInfo {
-    /// How many ranks of the tensor axis hold the same elements as this one: neighbours, the first of which has a multiple of that as its
-    /// number.
+    /// Returns the number of ranks of the tensor axis that store the same elements as this rank. They are neighbours, and the first one's
+    /// rank is a multiple of this number.
     pub fn num_holders(&self) -> usize {
         let holders = |cut: Cut| cut.num_holders(self.whole.dims()[cut.dim], self.place.degree);
         self.cut.map_or(self.place.degree, |cut| holders(cut).expect("the table was checked to be cut"))
     }
 
-    /// The same parameter as another rank of the tensor axis has it.
+    /// Returns the same parameter for another rank of the tensor axis. Keeps `shape`, which is equal on all ranks.
     pub fn at(&self, place: AxisPlace) -> Self {
         ParameterInfo { place, ..self.clone() }
     }
 
-    /// Whether this is the first of the ranks that hold the same elements: the one that counts them in sums over all ranks.
+    /// Returns whether this rank is the first that stores its elements. Only the first one counts them in sums over all ranks.
     pub fn is_counted(&self) -> bool {
         self.place.rank.is_multiple_of(self.num_holders())
     }
 
-    /// What this rank of the tensor axis has of a dim of the whole parameter.
+    /// Returns the segments of a dim of the full parameter that this rank of the tensor axis stores.
     pub fn segments(&self, dim: usize) -> Vec<Segment> {
         let len = self.whole.dims()[dim];
         match self.cut {
@@ -57,10 +57,10 @@ impl ParameterInfo {
         }
     }
 
-    /// The runs of the whole parameter, row-major, that the elements `held` make up, counted within what this rank of the tensor axis has:
-    /// for each its first element in the whole, and the range within what the rank has.
+    /// Maps the elements `held` of this rank's shard to contiguous runs of the full, row-major parameter. Returns, for each run, its first
+    /// element in the full parameter and its range in the shard.
     pub fn runs(&self, held: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
-        // A parameter that is not cut is one row.
+        // A replicated parameter is a single row.
         let one_row = (Cut::along(0), [self.whole.num_elements()], AxisPlace::ALONE);
         match self.cut {
             Some(cut) if self.place.degree > 1 => cut.runs(self.whole.dims(), self.place, held),
@@ -68,7 +68,7 @@ impl ParameterInfo {
         }
     }
 
-    /// Writes the initial values of the elements `held` of what this rank has.
+    /// Writes the initial values of the elements `held` of this rank's shard.
     pub fn initialize(&self, seed: u64, held: Range<usize>, values: &mut [f32]) {
         for (first, run) in self.runs(held.clone()) {
             let run = run.start - held.start..run.end - held.start;
@@ -76,12 +76,12 @@ impl ParameterInfo {
         }
     }
 
-    /// The parameter's elements within its unit's flat buffer.
+    /// Returns the range of the parameter within its unit's flat buffer.
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset.saturating_add(self.shape.num_elements())
     }
 
-    /// Which of the parameter's elements lie in `part` of the flat buffer, if any do.
+    /// Returns the range of the parameter's elements in `part` of the flat buffer; `None` if it is empty.
     pub fn held(&self, part: &Range<usize>) -> Option<Range<usize>> {
         let range = self.range();
         let (start, end) = (range.start.max(part.start), range.end.min(part.end));

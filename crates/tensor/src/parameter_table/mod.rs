@@ -1,4 +1,4 @@
-//! Which parameters a model has, and where each is in the flat buffer of its unit.
+//! The parameters of a model and their places in the flat buffers of units.
 
 mod division;
 mod info;
@@ -13,41 +13,41 @@ pub use info::ParameterInfo;
 pub(crate) use unit::leaf_sum;
 pub use unit::{LEAVES, UnitInfo};
 
-/// A parameter's place in its [`ParameterTable`].
+/// Index of a parameter in its [`ParameterTable`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ParameterId(pub usize);
 
-/// One parameter, or several adjacent ones that an operation reads as one matrix, stacked along dim 0.
+/// One parameter, or several adjacent ones that operations read as one matrix, stacked along dim 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParameterSpan {
-    /// Unit that holds it.
+    /// Unit that holds the parameters.
     pub unit: usize,
     /// First element within the unit's flat buffer.
     pub offset: usize,
-    /// Shape of the stack.
+    /// Shape of the stacked matrix.
     pub shape: Shape,
     /// First parameter.
     pub first: ParameterId,
     /// Number of parameters.
     pub num_parameters: usize,
-    /// Which part of it is here, if the tensor axis has several ranks and they cut it.
+    /// The shard on this rank, if tensor parallelism splits the span.
     pub part: Option<SpanPart>,
 }
 
-/// The part of a span that a rank of the tensor axis has.
+/// The shard of a span on a rank of the tensor axis. Indices and lengths are per parameter of the span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SpanPart {
-    /// The dim that is cut.
+    /// The sharded dim.
     pub dim: usize,
-    /// The first element of the dim that is here, of a parameter by itself.
+    /// First index along the dim in this shard.
     pub start: usize,
-    /// How many elements of the dim are here, of a parameter by itself, without those that fill it up.
+    /// Number of indices along the dim in this shard, without padding.
     pub len: usize,
-    /// How many elements the dim has on all ranks, of a parameter by itself.
+    /// Length of the dim over all ranks.
     pub whole: usize,
 }
 
-/// All parameters of a model, by unit.
+/// All parameters of a model, by unit, with the shards that one rank of the tensor and expert axes stores.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ParameterTable {
     parameters: Vec<ParameterInfo>,
@@ -57,22 +57,23 @@ pub struct ParameterTable {
     place: ModelPlace,
 }
 
-/// Parameters that a unit reads although another unit holds them.
+/// Parameters that a unit reads although another unit holds them (tied weights).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tie {
-    /// The unit that reads them and adds to their gradient.
+    /// The unit that reads the parameters and adds to their gradient.
     pub reader: usize,
     /// The parameters, with the unit that holds them.
     pub span: ParameterSpan,
 }
 
 impl ParameterTable {
-    /// An empty table of what a rank of the tensor axis, and of that of experts, has of parameters.
+    /// Creates an empty table for the rank at `place` on the tensor and expert axes.
     pub fn of_place(place: impl Into<ModelPlace>) -> Self {
         ParameterTable { place: place.into(), ..ParameterTable::default() }
     }
 
-    /// The parameters of all ranks of the tensor axis and of that of experts, in the same order. Nothing is tied, for nothing runs with them.
+    /// Returns the table of the full parameters, without tensor or expert parallelism, in the same order. Ties are dropped, because nothing
+    /// runs with this table.
     pub fn whole(&self) -> ParameterTable {
         let mut whole = ParameterTable::default();
         for unit in &self.units {
@@ -87,7 +88,7 @@ impl ParameterTable {
         whole
     }
 
-    /// Begins a unit; the parameters added next belong to it. Returns its index.
+    /// Begins a unit, to which the parameters added next belong. Returns its index.
     pub fn begin_unit(&mut self, name: impl Into<String>) -> usize {
         let next = self.parameters.len();
         let name = name.into();
@@ -98,15 +99,15 @@ impl ParameterTable {
     /// Adds a parameter to the last unit.
     ///
     /// # Panics
-    /// If no unit was begun.
+    /// If there is no unit, if tensor parallelism cannot split the parameter, or if experts are inconsistent.
     pub fn add(&mut self, parameter: Parameter) -> ParameterSpan {
         self.add_stacked([parameter])
     }
 
-    /// Adds parameters that operations read as one, stacked along dim 0.
+    /// Adds parameters that operations read as one matrix, stacked along dim 0.
     ///
     /// # Panics
-    /// If there are none, if their shapes differ in another dim, or if no unit was begun.
+    /// If there are none, if they differ in another dim or in the sharded dim, or as [`add`](ParameterTable::add) does.
     pub fn add_stacked(&mut self, parts: impl IntoIterator<Item = Parameter>) -> ParameterSpan {
         let mut parts = parts.into_iter();
         let first = parts.next().expect("a span has parameters");
@@ -146,7 +147,7 @@ impl ParameterTable {
             dims[0] = 0;
         }
         let shape = Shape::new(&dims);
-        // Saturates, as shapes do: a device refuses to hold so many.
+        // Saturates like `Shape::num_elements`: devices refuse such sizes.
         info.num_elements = info.num_elements.saturating_add(shape.num_elements());
         info.parameters.end += 1;
         let info = ParameterInfo { name, whole, shape, initial, class, cut, place, expert, unit, offset };
@@ -158,10 +159,10 @@ impl ParameterTable {
         self.units.len().checked_sub(1).expect("a parameter belongs to a unit")
     }
 
-    /// Lets the last unit read parameters of an earlier one, as an output layer does that is tied to the embedding.
+    /// Lets the last unit read parameters of an earlier unit, as an output layer that is tied to the embedding does.
     ///
     /// # Panics
-    /// If they are its own, or if the table has a tie already.
+    /// If the parameters belong to the last unit, or if the table already has a tie.
     pub fn add_tie(&mut self, span: ParameterSpan) -> ParameterSpan {
         let reader = self.last_unit();
         assert!(span.unit < reader, "a unit needs no tie to its own parameters");
@@ -170,36 +171,36 @@ impl ParameterTable {
         span
     }
 
-    /// What a unit reads of another unit's parameters, if one does.
+    /// Returns the tied parameters, if there are any.
     pub fn tie(&self) -> Option<Tie> {
         self.tie
     }
 
-    /// The factors of products between hidden values, each as operations read it: those that fp8 is for.
+    /// Returns the weights that multiply hidden values, stacked as operations read them. These are the matmuls that fp8 covers.
     pub fn matrices(&self) -> &[ParameterSpan] {
         &self.matrices
     }
 
-    /// Every parameter, in order of [`ParameterId`].
+    /// Returns all parameters, in the order of [`ParameterId`].
     pub fn parameters(&self) -> &[ParameterInfo] {
         &self.parameters
     }
 
-    /// Every unit, in forward order.
+    /// Returns all units, in forward order.
     pub fn units(&self) -> &[UnitInfo] {
         &self.units
     }
 
-    /// Shard `index` of `num_shards` of every unit's flat buffer; 0 of 1 is all of it.
+    /// Returns shard `index` of `num_shards` of every unit's flat buffer.
     ///
     /// # Panics
-    /// If there is no such shard.
+    /// If `index` is not less than `num_shards`.
     pub fn shards(&self, index: usize, num_shards: usize) -> Vec<Range<usize>> {
         self.units.iter().map(|unit| unit.shard(index, num_shards)).collect()
     }
 
-    /// Each parameter of which something lies in `parts` of the units' flat buffers, which of its elements do, and where they
-    /// lie within the part, in order.
+    /// Returns each parameter that overlaps `parts` of the units' flat buffers: the parameter, the range of its elements in the part, and
+    /// their range within the part, in order.
     pub fn held<'a>(
         &'a self,
         parts: &'a [Range<usize>],
@@ -213,7 +214,7 @@ impl ParameterTable {
         })
     }
 
-    /// Number of elements of all parameters.
+    /// Returns the number of elements of all parameters; saturates.
     pub fn num_elements(&self) -> usize {
         self.units.iter().fold(0, |sum: usize, unit| sum.saturating_add(unit.num_elements))
     }

@@ -1,14 +1,14 @@
-//! Units: what is gathered, reduced and updated together, and the tree that sums over them follow.
+//! Units, the granularity at which parameters are gathered, reduced and updated, and the canonical order of sums over a unit.
 
 use std::ops::Range;
 
-/// Leaves of the canonical tree over a unit's flat buffer: sums over a unit's elements are taken within leaves of equal
-/// length, and then of neighbours first. So up to so many ranks, if they are a power of two, come to the same sum by adding
-/// what each of them finds in its shard, in the order of any reduction.
+/// Number of leaves of the canonical summation tree over a unit's flat buffer. A sum over a unit's elements is computed within leaves of
+/// equal length, and then by a binary tree over the leaves. Any power-of-two number of ranks up to this therefore gets the same sum when
+/// each rank sums its shard and a reduction adds the results.
 pub const LEAVES: usize = 1024;
 
-/// Sum over some leaves, of neighbours first: what the tree over all leaves comes to if the others are zero. `zero` is the
-/// sum of no leaves.
+/// Sums `leaf(i)` over `leaves` in the order of the tree over all leaves, as if all other leaves were zero. Returns `zero` if `leaves` is
+/// empty.
 pub(crate) fn leaf_sum<T: Copy>(
     leaves: Range<usize>,
     zero: T,
@@ -21,7 +21,7 @@ pub(crate) fn leaf_sum<T: Copy>(
     if leaves.len() == 1 {
         return leaf(leaves.start);
     }
-    // The two halves of the smallest subtree that has them all.
+    // The two halves of the smallest subtree that contains all of `leaves`.
     let height = (leaves.start ^ (leaves.end - 1)).ilog2();
     let middle = (leaves.end - 1) >> height << height;
     let left = leaf_sum(leaves.start..middle, zero, leaf, add);
@@ -29,39 +29,40 @@ pub(crate) fn leaf_sum<T: Copy>(
     add(left, right)
 }
 
-/// What is gathered, reduced, fetched and stepped together.
+/// A unit: parameters that are gathered, reduced, fetched and updated together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnitInfo {
-    /// Name in reports, such as `transformer.h.3`.
+    /// Name in reports, for example `transformer.h.3`.
     pub name: String,
-    /// Its parameters, consecutive in the table.
+    /// The unit's parameters, consecutive in the table.
     pub parameters: Range<usize>,
-    /// Elements of its flat buffer.
+    /// Length of the flat buffer.
     pub num_elements: usize,
-    /// Its experts, on all ranks of the expert axis; 0 if it has none.
+    /// Number of experts over all ranks of the expert axis; 0 if the unit has none.
     pub num_experts: usize,
 }
 
 impl UnitInfo {
-    /// Whether it has parameters of experts.
+    /// Returns whether the unit has expert parameters.
     pub fn has_experts(&self) -> bool {
         self.num_experts > 0
     }
 
-    /// Elements of a leaf: the last leaves may have fewer, or none.
+    /// Returns the length of a leaf. The last leaves may be shorter or empty.
     pub fn leaf_len(&self) -> usize {
         self.num_elements.div_ceil(LEAVES)
     }
 
-    /// Elements of the flat buffer with all leaves filled up, which is what ranks shard: equal shards are whole leaves.
+    /// Returns the length of the flat buffer with all leaves padded to equal length. Ranks shard this length, so that equal shards consist
+    /// of full leaves.
     pub fn padded_len(&self) -> usize {
         self.leaf_len().saturating_mul(LEAVES)
     }
 
-    /// The elements of shard `index` of `num_shards`, without what fills up the last leaves.
+    /// Returns the elements of shard `index` of `num_shards`, without padding.
     ///
     /// # Panics
-    /// If there is no such shard.
+    /// If `index` is not less than `num_shards`.
     pub fn shard(&self, index: usize, num_shards: usize) -> Range<usize> {
         assert!(index < num_shards, "shard {index} of {num_shards}");
         let (base, longer) = (self.padded_len() / num_shards, self.padded_len() % num_shards);

@@ -1,43 +1,43 @@
-//! Lower bounds of the time of a kernel.
+//! Lower bounds on the time of a kernel (roofline model).
 
 use super::{Probe, Unit};
 use crate::device::Result;
 use crate::precision::Precision;
 use trireme_base::Cost;
 
-/// Floating-point operations a second of the units that a step runs on.
+/// Peak throughputs in floating-point operations per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Peaks {
-    /// Of the unit that makes products.
+    /// Peak of matmuls.
     pub products: f64,
-    /// Of the unit for all other arithmetic, if that is fused multiply-adds.
+    /// Peak of all other arithmetic, if it consists of fused multiply-adds.
     pub arithmetic: f64,
 }
 
 trireme_base::named! {
     /// The resource that limits a kernel.
     pub enum Limit {
-        /// The unit that makes products.
+        /// Matmul throughput.
         Products = "products",
-        /// The unit that makes other f32 arithmetic.
+        /// Throughput of other f32 arithmetic.
         Arithmetic = "arithmetic",
-        /// Memory, as far from the processor as the operands are.
+        /// Bandwidth of the memory level that the operands fit into.
         Memory = "memory",
     }
 }
 
 impl Probe {
-    /// The peaks that bound kernels of a precision on this device.
+    /// Measures the peaks that bound kernels of a precision on this device.
     pub fn peaks(&self, precision: Precision) -> Peaks {
         let peak = |precision| self.peak(Unit::of(self.device.cpu_features(), precision));
         Peaks { products: peak(precision), arithmetic: peak(Precision::F32) }
     }
 
-    /// Seconds that a kernel takes at least, on units that never wait or by the loops of [`stream`](Probe::stream) that move as many
-    /// bytes, whichever is more; and which of them it is.
+    /// Returns a lower bound on the seconds that a kernel takes, and the resource that causes it: the maximum of its operations at `peaks`
+    /// and of the time of [`stream`](Probe::stream) for its traffic.
     ///
     /// # Errors
-    /// If the device has not as much memory as the kernel goes through.
+    /// If the device does not have enough memory for the kernel's traffic.
     pub fn bound(&self, peaks: Peaks, cost: &Cost) -> Result<(f64, Limit)> {
         let bounds = [
             (cost.product_operations as f64 / peaks.products, Limit::Products),

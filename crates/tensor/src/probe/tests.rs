@@ -44,6 +44,6 @@ fn runs_are_timed_from_where_they_say() {
         *start = Instant::now() + Duration::from_secs(60);
         Ok::<_, Infallible>(())
     });
-    // One to warm up. From an instant to come no time has passed.
+    // The first run is the warm-up. The elapsed time since a future instant is 0.
     assert_eq!((num_runs, timing), (1 + NUM_RUNS_MIN, Timing { best: 1e-9, median: 1e-9 }));
 }

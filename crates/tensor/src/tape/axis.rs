@@ -1,10 +1,10 @@
-//! Values that the ranks of the tensor axis have parts of, and what these ranks exchange inside of a unit.
+//! Tensor parallelism within a unit: sharded values and the exchanges between ranks of the tensor axis.
 //!
-//! Operations with parameters that are cut work on parts: a layer that is cut by its outputs makes a part of them, and one that is cut by
-//! its inputs adds up what the ranks make of theirs (Shoeybi et al., "Megatron-LM", 2019, section 3). With sequence parallelism, values
-//! between them lie in rows: each rank has an equal part of the rows of a microbatch, so that norms and residuals are not computed
-//! twice, and what is kept for backward is cut as well (Korthikanti et al., "Reducing activation recomputation in large transformer
-//! models", 2022, section 4.2). Rows are those of all sequences one after the other: parts follow each other in memory.
+//! Layers with sharded parameters work on shards of values. A column-parallel layer computes a shard of the outputs; a row-parallel layer
+//! computes partial sums of all outputs, which are then reduced (Shoeybi et al., "Megatron-LM", 2019, section 3). With sequence
+//! parallelism, values between these layers are sharded by rows, so that norms and residuals are not computed redundantly and the saved
+//! activations are sharded, too (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, section 4.2).
+//! The rows are those of all sequences of the microbatch, concatenated: each rank's shard is contiguous in memory.
 
 use super::{
     AllGatherRows, Argument, Op, Operation, OperationContext, PendingExchange, Recorder, Sharding, SplitRows,
@@ -17,17 +17,17 @@ use crate::values::Values;
 use smallvec::SmallVec;
 use trireme_base::{DType, ExchangeKind};
 
-/// A value that ranks of the tensor axis make together.
+/// A result of an exchange along the tensor axis, possibly pending.
 #[derive(Debug)]
 pub(super) enum PendingValue {
-    /// The only rank has made it.
+    /// The result itself, on a tensor axis with one rank.
     Here(Tensor),
-    /// The exchange that brings it is pending.
+    /// A pending exchange, with the shape and dtype of its result.
     Travelling(PendingExchange, Shape, DType),
 }
 
 impl OperationContext<'_> {
-    /// The tensor axis, if it has several ranks.
+    /// Returns the tensor axis; `None` if it has one rank.
     pub fn axis(&self) -> Option<&TensorAxis> {
         self.tape.pass.axes.tensor.as_ref()
     }
@@ -36,7 +36,7 @@ impl OperationContext<'_> {
         self.axis().expect("only several ranks have parts of values")
     }
 
-    /// The rows of all ranks, of a value of which this rank has `part`.
+    /// All-gathers the rows of a value of which this rank has the shard `part`.
     pub fn gather_rows(&self, part: View<'_>) -> Result<Tensor> {
         let gather = self.start_gather(part)?;
         self.finish_on_axis(gather)
@@ -49,7 +49,7 @@ impl OperationContext<'_> {
         Ok(PendingValue::Travelling(exchange, axis.whole_shape(part.shape()), part.dtype()))
     }
 
-    /// What a rank gets by an exchange that it has started.
+    /// Waits for a started exchange and returns its result.
     pub(super) fn finish_on_axis(&self, value: PendingValue) -> Result<Tensor> {
         match value {
             PendingValue::Here(tensor) => Ok(tensor),
@@ -61,7 +61,8 @@ impl OperationContext<'_> {
         }
     }
 
-    /// As [`finish_on_axis`](OperationContext::finish_on_axis), for a reader that drops the value soon.
+    /// Like [`finish_on_axis`](OperationContext::finish_on_axis), for a caller that drops the value soon, so that it may use the exchange's
+    /// memory.
     pub(super) fn finish_temporary(&self, value: PendingValue) -> Result<Tensor> {
         match value {
             PendingValue::Here(tensor) => Ok(tensor),
@@ -71,7 +72,7 @@ impl OperationContext<'_> {
         }
     }
 
-    /// All rows of a value, of which this rank has `values`, for a reader that drops them soon. Fails as
+    /// Returns all rows of a value with the given sharding, for a caller that drops them soon. Fails like
     /// [`gather_rows`](OperationContext::gather_rows).
     pub(super) fn all_rows<'a>(&self, values: View<'a>, sharding: Sharding) -> Result<Values<'a>> {
         Ok(match sharding {
@@ -80,7 +81,7 @@ impl OperationContext<'_> {
         })
     }
 
-    /// This rank's part of the rows of a value that all ranks have.
+    /// Copies this rank's shard of the rows of a replicated value.
     pub fn split_rows(&self, whole: View<'_>) -> Result<Tensor> {
         let axis = self.expect_axis();
         let mut part = self.empty(axis.part_shape(whole.shape())?, whole.dtype())?;
@@ -89,13 +90,14 @@ impl OperationContext<'_> {
         Ok(part)
     }
 
-    /// The sum over the ranks of values of which each has a term: all of it, or its part of the rows. The term itself on a single rank.
+    /// Sums `term` over the ranks of the tensor axis: an all-reduce, or a reduce-scatter if the result is sharded by rows. Returns `term`
+    /// itself if the axis has one rank.
     pub fn sum_over_ranks(&self, term: Tensor, sharding: Sharding) -> Result<Tensor> {
         let sum = self.start_sum(term, sharding)?;
         self.finish_on_axis(sum)
     }
 
-    /// Starts [`sum_over_ranks`](OperationContext::sum_over_ranks). The memory of the term is free from then on.
+    /// Starts [`sum_over_ranks`](OperationContext::sum_over_ranks). The memory of `term` may be reused at once.
     pub(super) fn start_sum(&self, term: Tensor, sharding: Sharding) -> Result<PendingValue> {
         let Some(axis) = self.axis() else { return Ok(PendingValue::Here(term)) };
         let (kind, shape) = match sharding {
@@ -107,7 +109,7 @@ impl OperationContext<'_> {
         Ok(PendingValue::Travelling(exchange, shape, dtype))
     }
 
-    /// Memory for a term of such a sum, with unspecified contents. Fails if there is none.
+    /// Allocates memory for a partial sum that [`start_sum`](OperationContext::start_sum) will reduce, with unspecified contents.
     pub(super) fn empty_term(&self, shape: Shape, dtype: DType) -> Result<Tensor> {
         match self.axis() {
             Some(axis) => axis.ops.empty_term(self.device(), shape, dtype),
@@ -117,8 +119,9 @@ impl OperationContext<'_> {
 }
 
 impl Recorder<'_> {
-    /// Gathers inputs in rows for an operation that needs all rows, and splits replicated inputs where others are in rows. The inputs are the
-    /// arguments from `first` on; returns where they begin afterwards.
+    /// Inserts the gathers and splits that an operation needs: gathers inputs that are sharded by rows if the operation needs all rows, and
+    /// splits replicated inputs if the operation works on rows. The inputs are the arguments from `first` on. Returns the index of the
+    /// first adapted argument.
     pub(super) fn adapt(&mut self, op: &dyn Operation, first: usize) -> Result<usize> {
         let Some(axis) = &self.tape.pass.axes.tensor else { return Ok(first) };
         let of = |tape: &Tape, argument: &Argument| tape.values[argument.value].sharding;
@@ -153,7 +156,7 @@ impl Recorder<'_> {
         Ok(first)
     }
 
-    /// All rows of a value, for several operations that need them: each would gather them by itself.
+    /// Gathers the rows of a value once for several operations that need all rows. Otherwise, each of them would gather.
     pub fn all_rows(&mut self, value: Var) -> Result<Var> {
         match self.tape.values[value.0].sharding {
             Sharding::Rows => self.apply(&AllGatherRows, [value]),
@@ -161,10 +164,10 @@ impl Recorder<'_> {
         }
     }
 
-    /// A value as it passes from unit to unit.
+    /// Converts a value to the sharding in which values pass between units.
     ///
     /// # Panics
-    /// If ranks have parts of it that belong to their parts of parameters.
+    /// If the value is sharded like the parameters ([`Sharding::Cut`]).
     pub fn between_units(&mut self, value: Var) -> Result<Var> {
         let Some(axis) = &self.tape.pass.axes.tensor else { return Ok(value) };
         let found = &self.tape.values[value.0];
@@ -180,13 +183,13 @@ impl Recorder<'_> {
 }
 
 impl Tape {
-    /// What this rank has of a value that comes from another unit.
+    /// Returns the sharding of a value that comes from another unit.
     pub(super) fn sharding_of_input(&self, tensor: &Tensor) -> Sharding {
         let axis = self.pass.axes.tensor.as_ref();
         axis.map_or(Sharding::Replicated, |axis| axis.between_units(tensor.shape(), tensor.dtype()))
     }
 
-    /// What ranks have of the outputs of an operation.
+    /// Returns the sharding of the outputs of an operation.
     pub(super) fn output_sharding(&self, op: &dyn Operation, inputs: &[Argument]) -> Sharding {
         let Some(axis) = &self.pass.axes.tensor else { return Sharding::Replicated };
         op.output_sharding(axis).unwrap_or_else(|| {

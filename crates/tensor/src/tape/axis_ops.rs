@@ -1,4 +1,4 @@
-//! How values travel between ranks while a unit runs.
+//! Communication between ranks during the pass of a unit.
 
 use crate::device::{Device, Result};
 use crate::shape::Shape;
@@ -9,39 +9,39 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{AxisExchange, AxisPlace, DType, ExchangeKind, UnitAxis};
 
-/// An exchange that a rank has started, and is to finish, by the number that the implementation of [`AxisOps`] knows it by.
+/// Identifies a pending exchange within an implementation of [`AxisOps`]. Must be finished.
 #[derive(Debug)]
 #[must_use = "what is started is to be finished"]
 pub struct PendingExchange(pub usize);
 
-/// One rank of an axis, and how values travel along it. All ranks of the axis start the same exchanges in the same order; several may be
-/// pending. Methods fail with [`DeviceError::Exchange`](crate::DeviceError::Exchange) if a rank fails, and if there is no memory for what
-/// travels; after an error the axis is not used again.
+/// One rank's communication along an axis. All ranks of the axis start the same exchanges in the same order; several may be pending.
+/// Methods fail with [`DeviceError::Exchange`](crate::DeviceError::Exchange) if a rank fails, and if there is no memory for messages. After
+/// an error, the axis must not be used again.
 pub trait AxisOps: fmt::Debug + Send + Sync {
-    /// Which rank this is.
+    /// Returns this rank's place on the axis.
     fn place(&self) -> AxisPlace;
 
-    /// Starts an exchange of `values`: all of them, or this rank's part if the parts of all ranks are gathered. No kernel
-    /// writes to them until it [ends](AxisOps::finish); their memory may be given back, for the device reuses none that a copy works with.
+    /// Starts an exchange of `values`: the full vector, or this rank's part for an all-gather. No kernel may write to `values` until the
+    /// exchange is [finished](AxisOps::finish). Their memory may be freed, because the device does not reuse memory that a copy is using.
     fn start(&self, device: &Device, kind: ExchangeKind, values: View<'_>) -> Result<PendingExchange>;
 
-    /// Ends an exchange: kernels that are issued later find in `result`, of the type of the values, what this rank gets by it. It may be
-    /// the memory of the values.
+    /// Finishes an exchange: kernels issued later find its result in `result`, which has the dtype of the values. `result` may be the
+    /// memory of the values.
     fn finish(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()>;
 
-    /// Memory for a term of a sum that [`start_sum`](AxisOps::start_sum) starts, with unspecified contents.
+    /// Allocates memory for a partial sum to be passed to [`start_sum`](AxisOps::start_sum), with unspecified contents.
     fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor> {
         device.activation_of(shape, dtype)
     }
 
-    /// As [`start`](AxisOps::start), of a sum, with a term that nobody else reads. A term in [memory for it](AxisOps::empty_term) that other
-    /// ranks reach is not copied.
+    /// Like [`start`](AxisOps::start), for a reduction of a partial sum that has no other reader. A partial sum in memory of
+    /// [`empty_term`](AxisOps::empty_term) that other ranks can access is not copied.
     fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
         self.start(device, kind, term.view())
     }
 
-    /// As [`finish`](AxisOps::finish), into a tensor of this shape that may lie in the exchange's own memory, without a copy. Drop it soon:
-    /// later exchanges use that memory again.
+    /// Like [`finish`](AxisOps::finish), but returns a tensor that may borrow the exchange's own memory, to avoid a copy. Drop it soon:
+    /// later exchanges need that memory.
     fn finish_temporary(
         &self,
         device: &Device,
@@ -54,14 +54,15 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         Ok(result)
     }
 
-    /// What every rank has of numbers, `own` of this one: one rank's after the other. The host waits for it.
+    /// All-gathers numbers between hosts: returns the numbers `own` of every rank, in rank order. Blocks the host.
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>>;
 
-    /// Starts to send rows to every rank, and to receive rows from every one: the elements that `runs` lists, of `values` on each rank. As many are under way
-    /// as there is memory for, whatever loads are; [`send_rest`](AxisOps::send_rest) sends the others.
+    /// Starts an all-to-all of rows: sends the elements of `values` that `runs` lists to every rank and receives from every rank. Starts as
+    /// many messages as fit into memory of bounded size, independent of the loads; [`send_rest`](AxisOps::send_rest) sends the others.
     fn start_rows(&self, device: &Device, runs: ExchangedRuns, values: View<'_>) -> Result<PendingExchange>;
 
-    /// Sends the rest of an exchange of rows, of the same `values`. Part of what arrives is written to `result`, of the same type. Afterwards `values` may be overwritten.
+    /// Sends the remaining messages of an exchange of rows, from the same `values`. Some of the received elements are written to `result`,
+    /// which has the same dtype. Afterwards, `values` may be overwritten.
     fn send_rest(
         &self,
         device: &Device,
@@ -70,10 +71,10 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         result: ViewMut<'_>,
     ) -> Result<()>;
 
-    /// Ends an exchange of rows that has [sent all](AxisOps::send_rest): kernels that are issued later find what comes in `result`.
+    /// Finishes an exchange of rows after [`send_rest`](AxisOps::send_rest): kernels issued later find all received elements in `result`.
     fn finish_rows(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()>;
 
-    /// An exchange from its start to its end.
+    /// Starts and finishes an exchange.
     fn exchange(
         &self,
         device: &Device,
@@ -86,26 +87,26 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     }
 }
 
-/// Runs of elements that follow each other on their way from one rank to another.
+/// Ranges of elements that are consecutive in a message between two ranks.
 pub type Runs = SmallVec<[Range<usize>; 8]>;
 
-/// Elements that a rank sends to each rank of an axis, and receives from each, itself among them.
+/// The elements that a rank sends to and receives from each rank of an axis, itself included.
 #[derive(Debug, Clone)]
 pub struct ExchangedRuns {
-    /// To each, where they lie.
+    /// For each destination rank, the ranges in the sent tensor.
     pub sent: SmallVec<[Runs; 8]>,
-    /// From each, where they go.
+    /// For each source rank, the ranges in the received tensor.
     pub received: SmallVec<[Runs; 8]>,
-    /// Elements from each rank to each other one, first by who sends and then by who receives.
+    /// Number of elements between each pair of ranks, indexed by source rank, then destination rank.
     pub lens: Vec<usize>,
-    /// Elements from one rank to another with even loads: memory for messages is sized by it.
+    /// Number of elements from one rank to another at even loads. Determines the size of message buffers.
     pub even_len: usize,
-    /// The most elements from one rank to another with any loads.
+    /// Maximum number of elements from one rank to another at any load.
     pub len_max: usize,
 }
 
 impl ExchangedRuns {
-    /// Those of what is sent back.
+    /// Returns the runs of the reverse exchange, which returns the rows.
     pub fn reversed(self) -> Self {
         let degree = self.sent.len();
         let transposed =
@@ -114,7 +115,8 @@ impl ExchangedRuns {
         ExchangedRuns { sent: self.received, received: self.sent, lens, ..self }
     }
 
-    /// Of runs that follow each other, the parts of those in `range` of all their elements: where each begins in the range, and where it lies.
+    /// Restricts consecutive runs to `range` of all their elements. Returns, for each remaining run, its start relative to `range` and its
+    /// range in the tensor.
     pub fn within(runs: &[Range<usize>], range: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
         let mut next = 0;
         runs.iter().filter_map(move |run| {
@@ -126,18 +128,18 @@ impl ExchangedRuns {
     }
 }
 
-/// What would travel along axes whose other ranks are not there, in order. Clones are the same list.
+/// A log of exchanges in a dry run, in order. Clones share the log.
 #[derive(Debug, Clone, Default)]
 pub struct NotedExchanges(Arc<Mutex<Vec<AxisExchange>>>);
 
 impl NotedExchanges {
-    /// What was noted since the last call.
+    /// Takes the exchanges logged since the last call.
     pub fn take(&self) -> Vec<AxisExchange> {
         std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-/// A rank of an axis whose other ranks are not there: what would travel is noted.
+/// A rank of an axis in a dry run without other ranks. It logs exchanges instead of communicating.
 #[derive(Debug)]
 pub struct AloneOnAxis {
     axis: UnitAxis,
@@ -146,7 +148,7 @@ pub struct AloneOnAxis {
 }
 
 impl AloneOnAxis {
-    /// This rank of an axis.
+    /// Creates the rank at `place` of `axis`.
     pub fn new(axis: UnitAxis, place: AxisPlace, noted: &NotedExchanges) -> Self {
         AloneOnAxis { axis, place, noted: noted.clone() }
     }
@@ -172,7 +174,7 @@ impl AxisOps for AloneOnAxis {
         Ok(())
     }
 
-    /// As if all ranks had the same numbers.
+    /// Returns numbers as if all ranks had the same ones.
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>> {
         self.note(ExchangeKind::AllGather, self.place.degree * size_of_val(own));
         Ok(own.repeat(self.place.degree))

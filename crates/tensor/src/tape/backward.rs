@@ -1,4 +1,4 @@
-//! Backward over a tape, and what backward of one operation works with.
+//! Backward over a tape, and the context of an operation's backward.
 
 use super::operation::Halves;
 use super::value::Value;
@@ -11,10 +11,10 @@ use crate::tensor::{Tensor, View, ViewMut};
 use std::ops::{Deref, DerefMut};
 use trireme_base::{Category, DType};
 
-/// Lets `write` put the gradient of a span where the sink wants it, or add it there if its second argument says so.
+/// Calls `write` with the sink's memory for the gradient of `span`, and with whether to add to it, then reports the gradient to the sink.
 ///
 /// # Errors
-/// Those of the sink, and of `write`.
+/// If the sink or `write` fails.
 pub fn write_grad(
     sink: &mut dyn GradSink,
     span: &ParameterSpan,
@@ -26,10 +26,10 @@ pub fn write_grad(
     Ok(())
 }
 
-/// As [`write_grad`] for an `add` that can only add: the memory is 0 first if it does not hold a part of the gradient.
+/// Like [`write_grad`], for an `add` that always adds: zeroes the memory first if it holds no part of the gradient yet.
 ///
 /// # Errors
-/// Those of the sink.
+/// If the sink fails.
 pub fn add_to_grad(
     device: &Device,
     sink: &mut dyn GradSink,
@@ -46,8 +46,7 @@ pub fn add_to_grad(
 }
 
 impl Tape {
-    /// Runs backward. `outputs` are what it starts from, with their gradients: the unit's outputs, or none if the unit has a
-    /// loss.
+    /// Runs backward from the gradients of `outputs`: the unit's outputs, or none if the unit computes a loss.
     pub fn backward(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -68,11 +67,11 @@ impl Tape {
         Ok(())
     }
 
-    /// Runs the input halves of backward: the gradient of what the unit reads is there then, and the loss. `outputs` are as for
+    /// Runs the input halves of backward. Afterwards, the gradients of the unit's inputs and the loss are complete. `outputs` are as for
     /// [`backward`](Tape::backward).
     ///
-    /// What the weight halves read stays: inputs of linear layers and of normalisations, and the gradients of their results. A
-    /// gradient that is also passed along a residual is copied.
+    /// Values that the weight halves read stay in memory: the inputs of linear layers and of normalizations, and the gradients of their
+    /// outputs. A gradient that also flows along a residual connection is copied.
     pub fn backward_input(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -114,7 +113,7 @@ impl Tape {
         Ok(())
     }
 
-    /// Tells the sink what the gradients are that a node makes.
+    /// Reports to the sink whether the gradients of a node are partial sums.
     fn announce(&self, index: usize, sink: &mut dyn GradSink) {
         let Node { op, outputs, .. } = &self.nodes[index];
         let sharding =
@@ -126,8 +125,8 @@ impl Tape {
         outputs.into_iter().try_for_each(|(VarId(value), grad)| self.add_grad(value, grad))
     }
 
-    /// Whether backward of a node runs. If nothing has read the outputs of one with parameters, their gradients are zero: each
-    /// parameter gets a gradient.
+    /// Returns whether backward of a node runs, and prepares the gradients of its outputs. If a node with parameters has received no
+    /// gradient, its output gradients are zeros, so that every parameter gets a gradient.
     fn reach(&mut self, index: usize) -> Result<bool> {
         let is_reached = self.is_reached(index);
         let Node { op, outputs, .. } = &self.nodes[index];
@@ -145,15 +144,16 @@ impl Tape {
         Ok(is_reached || is_zero)
     }
 
-    /// Whether a gradient has come to an output of a node, or the node adds to the loss. The input half may have taken the gradient, if it has kept what it made of it.
+    /// Returns whether the node has received an output gradient or adds to the loss. If the input half has taken the gradient, the node
+    /// counts as reached if it has kept tensors.
     fn is_reached(&self, index: usize) -> bool {
         let Node { outputs, kept, .. } = &self.nodes[index];
         let outputs = &self.values[outputs.clone()];
         outputs.is_empty() || !kept.is_empty() || outputs.iter().any(|output| output.grad.is_some())
     }
 
-    /// Gives the gradient of a node's output to the inputs that have the same: itself to the last, unless the weight half
-    /// is still to read it.
+    /// Adds the gradient of a node's output to the inputs that have the same gradient. The last input receives the tensor itself, unless
+    /// the weight half still reads it.
     fn pass_grad(&mut self, index: usize, done: Halves) -> Result<()> {
         let Node { op, outputs, .. } = &self.nodes[index];
         let (output, stays) = (outputs.start, done == Halves::Input && op.get().has_parameters());
@@ -171,10 +171,10 @@ impl Tape {
         Ok(())
     }
 
-    /// Gives `grad` to a value that requires one: as its gradient, or added to it.
+    /// Adds `grad` to the gradient of a value, if the value requires one.
     ///
-    /// A sum of gradients has the type of its value. A single gradient of a value of 16 bits may be f32; it is rounded
-    /// before an operation reads it that does not [take it so](super::Operation::takes_f32_grads).
+    /// A sum of gradients has the dtype of its value. A single gradient of a 16-bit value may be f32; it is rounded before an operation
+    /// reads it, unless the operation [accepts f32](super::Operation::takes_f32_grads).
     fn add_grad(&mut self, value: usize, grad: Tensor) -> Result<()> {
         let value = &mut self.values[value];
         if !value.requires_grad {
@@ -194,7 +194,7 @@ impl Tape {
         Ok(())
     }
 
-    /// As [`add_grad`](Tape::add_grad) with the gradient of `output`, which stays.
+    /// Like [`add_grad`](Tape::add_grad) with a copy of the gradient of `output`.
     fn add_grad_of(&mut self, value: usize, output: usize) -> Result<()> {
         let grad = self.values[output].grad.take().expect("the node was reached");
         if self.values[value].requires_grad {
@@ -205,7 +205,7 @@ impl Tape {
         Ok(())
     }
 
-    /// Gives back what nobody reads after these halves of a node.
+    /// Frees the tensors that are no longer read after these halves of a node.
     fn leave(&mut self, index: usize, done: Halves) {
         let Node { op, inputs, outputs, saved, kept, .. } = &mut self.nodes[index];
         let operation = op.get();
@@ -215,7 +215,7 @@ impl Tape {
         let is_done = done != Halves::Input || !operation.has_parameters();
         for (place, output) in self.values[outputs.clone()].iter_mut().enumerate() {
             output.num_reads -= done.reads(operation.reads_output(place));
-            // All operations that read it came later on the tape.
+            // All readers of the output come later on the tape, so they are done.
             if output.num_reads == 0 && done != Halves::Weight {
                 output.tensor = None;
             }
@@ -258,44 +258,44 @@ impl<'a> BackwardContext<'a> {
         &self.tape.values[self.tape.nodes[self.node].outputs.clone()][index]
     }
 
-    /// Asserts that the operation has declared what it reads: the value may be gone, or be overwritten.
+    /// Checks that the operation declares this read. Otherwise the value may be freed or overwritten.
     fn check_read(&self, by: ReadBy, what: &str, index: usize) {
         let op = &self.tape.nodes[self.node].op;
         assert!(self.running.reads(by) > 0, "{op:?} does not declare that backward reads {what} {index}");
     }
 
-    /// Number of inputs.
+    /// Returns the number of inputs.
     pub fn num_inputs(&self) -> usize {
         self.tape.nodes[self.node].inputs.len()
     }
 
-    /// The value of an input, as [`Operation::reads_input`](super::Operation::reads_input) has said it would be read.
+    /// Returns the value of an input. [`Operation::reads_input`](super::Operation::reads_input) must declare the read.
     pub fn input(&self, index: usize) -> View<'_> {
         self.check_read(self.tape.nodes[self.node].op.get().reads_input(index), "input", index);
         self.tape.values[self.argument(index)].tensor().view()
     }
 
-    /// What this rank of the tensor axis has of an input.
+    /// Returns the sharding of an input on the tensor axis.
     pub fn input_sharding(&self, index: usize) -> Sharding {
         self.tape.values[self.argument(index)].sharding
     }
 
-    /// What this rank of the tensor axis has of the only output.
+    /// Returns the sharding of the only output on the tensor axis.
     pub fn output_sharding(&self) -> Sharding {
         self.result(0).sharding
     }
 
-    /// The shape of an input, whether its value is still there or not.
+    /// Returns the shape of an input, also if its value is freed.
     pub fn input_shape(&self, index: usize) -> Shape {
         self.tape.values[self.argument(index)].shape
     }
 
-    /// The type of an input, whether its value is still there or not.
+    /// Returns the dtype of an input, also if its value is freed.
     pub fn input_dtype(&self, index: usize) -> DType {
         self.tape.values[self.argument(index)].dtype
     }
 
-    /// The value of an input for the input half to compute in: its memory if nobody else reads it, else a copy.
+    /// Returns an input for the input half to compute in place: its own memory if there is no other reader, else a copy.
     pub fn take_or_copy_input(&mut self, index: usize) -> Result<Tensor> {
         let by = self.tape.nodes[self.node].op.get().reads_input(index);
         let place = self.argument(index);
@@ -309,18 +309,18 @@ impl<'a> BackwardContext<'a> {
         }
     }
 
-    /// The value of an output, as [`Operation::reads_output`](super::Operation::reads_output) has said it would be read.
+    /// Returns the value of an output. [`Operation::reads_output`](super::Operation::reads_output) must declare the read.
     pub fn output(&self, index: usize) -> View<'_> {
         self.check_read(self.tape.nodes[self.node].op.get().reads_output(index), "output", index);
         self.result(index).tensor().view()
     }
 
-    /// The gradient of an output; `None` if nothing has read this output.
+    /// Returns the gradient of an output; `None` if no operation has read the output.
     pub fn output_grad(&self, index: usize) -> Option<View<'_>> {
         self.result(index).grad.as_ref().map(Tensor::view)
     }
 
-    /// The gradient of the only output.
+    /// Returns the gradient of the only output.
     ///
     /// # Panics
     /// If the operation has no output.
@@ -328,31 +328,32 @@ impl<'a> BackwardContext<'a> {
         self.output_grad(0).expect("backward runs where the output has a gradient")
     }
 
-    /// The gradient of the only output, to compute in its memory. The weight half does not have it: an operation with parameters [keeps](BackwardContext::keep) what that needs.
+    /// Takes the gradient of the only output, to compute in its memory. The weight half can no longer read it: an operation with parameters
+    /// must [keep](BackwardContext::keep) what the weight half needs.
     ///
     /// # Panics
-    /// If the operation has no output; and, after the input half, if it has parameters and has kept nothing.
+    /// If the operation has no output. After the input half, if the operation has parameters and has kept nothing.
     pub fn take_output_grad(&mut self) -> Tensor {
         let tape = &mut *self.common.tape;
         let grad = tape.values[tape.nodes[self.node].outputs.start].grad.take();
         grad.expect("backward runs where the output has a gradient")
     }
 
-    /// What forward has saved, for the input half to compute in its memory. Panics if forward has saved nothing at this place, or
-    /// it was taken.
+    /// Takes a tensor saved by forward, for the input half to compute in its memory. Panics if forward has not saved a tensor at this
+    /// index, or if it was already taken.
     pub(super) fn take_saved(&mut self, index: usize) -> Tensor {
         let place = self.tape.nodes[self.node].saved.start + index;
         assert!(self.tape.nodes[self.node].saved.contains(&place), "nothing was saved as {index}");
         self.tape.tensors[place].take().expect("it is taken once")
     }
 
-    /// What forward has saved, in its order.
+    /// Returns the tensor that forward saved at this index, if there is one.
     pub fn saved(&self, index: usize) -> Option<View<'_>> {
         let saved = &self.tape.nodes[self.node].saved;
         self.tape.tensors[saved.clone()].get(index)?.as_ref().map(Tensor::view)
     }
 
-    /// Keeps a tensor for the weight half, as the next one.
+    /// Keeps a tensor for the weight half. Kept tensors are numbered in the order of the calls.
     pub fn keep(&mut self, tensor: Tensor) {
         let (tape, node) = (&mut *self.common.tape, self.node);
         let kept = &mut tape.nodes[node].kept;
@@ -363,46 +364,47 @@ impl<'a> BackwardContext<'a> {
         tape.tensors.push(Some(tensor));
     }
 
-    /// What the input half has kept, in its order.
+    /// Returns the tensor that the input half kept at this index, if there is one.
     pub fn kept(&self, index: usize) -> Option<View<'_>> {
         let kept = &self.tape.nodes[self.node].kept;
         self.tape.tensors[kept.clone()].get(index)?.as_ref().map(Tensor::view)
     }
 
-    /// Whether an input wants a gradient: data from outside has none.
+    /// Returns whether an input requires a gradient. Input data does not.
     pub fn requires_grad(&self, index: usize) -> bool {
         self.tape.values[self.argument(index)].requires_grad
     }
 
-    /// Gives an input its gradient, or a term of it. Dropped if the input requires none.
+    /// Adds `grad` to the gradient of an input. Dropped if the input requires none.
     ///
     /// # Panics
-    /// If it has not as many elements as the input.
+    /// If the number of elements is not that of the input.
     pub fn add_grad(&mut self, index: usize, grad: Tensor) -> Result<()> {
         let argument = self.argument(index);
         self.tape.add_grad(argument, grad)
     }
 
-    /// Gives an input the gradient of the only output as it is, once the operation needs it no more.
+    /// Adds the gradient of the only output, unchanged, to the gradient of an input. Takes effect after the operation's backward, so that
+    /// it may move the tensor.
     pub fn pass_grad(&mut self, index: usize) {
         let argument = self.argument(index);
         self.tape.passing.push(argument);
     }
 
-    /// The sum of the gradients that an input has been given so far, for the operation to add to in its own pass and to give
-    /// back by [`set_grad_sum`](BackwardContext::set_grad_sum).
+    /// Takes the sum of an input's gradients so far. The operation adds to it and puts it back with
+    /// [`set_grad_sum`](BackwardContext::set_grad_sum).
     pub(super) fn take_grad_sum(&mut self, index: usize) -> Option<Tensor> {
         let argument = self.argument(index);
         self.tape.values[argument].grad.take()
     }
 
-    /// Gives an input the whole sum of its gradients so far.
+    /// Sets the sum of an input's gradients so far.
     pub(super) fn set_grad_sum(&mut self, index: usize, sum: Tensor) {
         let argument = self.argument(index);
         self.tape.values[argument].grad = Some(sum).filter(|_| self.tape.values[argument].requires_grad);
     }
 
-    /// The factor of a loss's gradient: the [scale](super::PassState::loss_scale) of the pass times the weight of the term.
+    /// Returns the factor of the gradient of a loss: the pass's [scale](super::PassState::loss_scale) times the term's weight.
     pub fn loss_scale(&self) -> f32 {
         self.tape.pass.loss_scale * self.loss_weight
     }

@@ -1,4 +1,4 @@
-//! What forward and backward of an operation have in common.
+//! The context that forward and backward of an operation share.
 
 use super::{
     AxisOps, ExpertAxis, OperationContext, PendingExchange, PendingMean, Randomness, ShadowedExperts,
@@ -13,12 +13,12 @@ use crate::values::Values;
 use trireme_base::{Category, DType};
 
 impl OperationContext<'_> {
-    /// The ranks with different experts. Panics if the tape has no expert axis.
+    /// Returns the communication along the expert axis. Panics if the tape has no expert axis.
     pub(super) fn expert_axis(&self) -> &dyn AxisOps {
         &*self.experts().ops
     }
 
-    /// The experts of which all of them have shadows. Panics as [`expert_axis`](OperationContext::expert_axis).
+    /// Returns the experts that are replicated on all ranks of the expert axis. Panics like [`expert_axis`](OperationContext::expert_axis).
     pub(super) fn shadowed_experts(&self) -> &ShadowedExperts {
         &self.experts().shadowed
     }
@@ -27,76 +27,77 @@ impl OperationContext<'_> {
         self.tape.pass.axes.experts.as_ref().expect("only several ranks have different experts")
     }
 
-    /// Keeps an exchange of rows for the next operation that [takes](OperationContext::take_rows_in_flight) it.
+    /// Stores a pending exchange of rows for the next operation that [takes](OperationContext::take_rows_in_flight) it.
     pub(super) fn leave_rows_in_flight(&mut self, exchange: PendingExchange) {
         let other = self.tape.rows_in_flight.replace(exchange);
         assert!(other.is_none(), "one exchange of rows at a time is between operations");
     }
 
-    /// Takes the exchange that an earlier operation has [left](OperationContext::leave_rows_in_flight).
+    /// Takes the pending exchange that an earlier operation has [stored](OperationContext::leave_rows_in_flight).
     pub(super) fn take_rows_in_flight(&mut self) -> PendingExchange {
         self.tape.rows_in_flight.take().expect("an operation before has started an exchange of rows")
     }
 
-    /// The device to compute on.
+    /// Returns the device of the tape.
     pub fn device(&self) -> &Device {
         &self.tape.device
     }
 
-    /// What products and activations are in.
+    /// Returns the precision of matmuls and activations.
     pub fn precision(&self) -> Precision {
         self.tape.pass.precision
     }
 
-    /// What random numbers of the pass depend on.
+    /// Returns the key of the pass's random numbers.
     pub fn randomness(&self) -> Randomness {
         self.tape.pass.randomness
     }
 
-    /// The scales of a linear layer that works in fp8; its amaxes are taken if the pass is one of training.
+    /// Returns the fp8 scales of a linear layer, if it computes in fp8. Amaxes are recorded only if the tape records.
     pub(crate) fn fp8_layer(&self, weight: ParameterId) -> Option<Fp8Layer<'_>> {
         self.tape.pass.fp8.as_deref()?.layer(weight, self.is_recording())
     }
 
-    /// Whether the tape records, so that backward follows forward.
+    /// Returns whether the tape records, so that backward follows forward.
     pub fn is_recording(&self) -> bool {
         self.tape.recording == super::Recording::On
     }
 
-    /// Parameters as they are stored: in f32, or rounded to 16 bits, depending on the layout. Only for kernels that round them to the
+    /// Returns parameters as stored: in f32, or rounded to 16 bits, depending on the layout. Only for kernels that round them to the
     /// precision, such as [`Device::matmul`]; others read [`parameter_in_f32`](OperationContext::parameter_in_f32).
     pub fn parameter(&self, span: &ParameterSpan) -> View<'_> {
         self.parameters.span(span)
     }
 
-    /// Parameters in f32, rounded to the precision: the same values on every layout.
+    /// Returns parameters in f32, rounded to the precision: the same values on every layout.
     pub fn parameter_in_f32(&self, span: &ParameterSpan) -> Result<Values<'_>> {
         Values::rounded(&self.tape.device, self.tape.pass.precision, self.parameters.span(span))
     }
 
-    /// Values in f32.
+    /// Returns values in f32.
     pub fn in_f32<'a>(&self, values: View<'a>) -> Result<Values<'a>> {
         Values::in_f32(&self.tape.device, values, Category::Activations)
     }
 
-    /// Memory for a result or for scratch, with unspecified contents.
+    /// Allocates memory for a result or for scratch, with unspecified contents.
     pub fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         self.tape.device.empty(shape.into(), dtype, Category::Activations)
     }
 
-    /// As [`empty`](OperationContext::empty), of zeros.
+    /// Like [`empty`](OperationContext::empty), filled with zeros.
     pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         self.tape.device.zeros(shape.into(), dtype, Category::Activations)
     }
 
-    /// One f64, such as a sum that the host has made.
+    /// Uploads one f64, such as a sum that the host has computed.
     pub fn scalar(&self, value: f64) -> Result<Tensor> {
         let mut scalar = self.empty([1], DType::F64)?;
         self.tape.device.upload(&[value], scalar.view_mut());
         Ok(scalar)
     }
 
-    /// [Adds](OperationContext::add_loss) the sum over the elements of `values`, which are f32, divided by `divisor`, to the loss.
+    /// Sums the f32 elements of `values`, divided by `divisor`, and [adds](OperationContext::add_loss) the sum over `num_rows` rows to the
+    /// loss.
     pub(super) fn add_sum_to_loss(&mut self, values: View<'_>, divisor: f64, num_rows: usize) -> Result<()> {
         let mut sum = self.empty([1], DType::F64)?;
         self.device().sum_elements(values, divisor, sum.view_mut());
@@ -104,8 +105,8 @@ impl OperationContext<'_> {
     }
 
     /// Adds `sum / num_rows`, times the term's weight, to the loss, or reports it as a [metric](super::Recorder::apply_metric). `sum` is
-    /// one f64, that over `num_rows` rows: for a loss as many in every pass over a microbatch of the same size, because its gradient is
-    /// a mean over them; for a metric as many as there are.
+    /// one f64. For a loss, `num_rows` must be the same in every pass over a microbatch of equal size, because the gradient is that of the
+    /// mean; for a metric, it may vary.
     ///
     /// # Panics
     /// If `sum` is not one f64.

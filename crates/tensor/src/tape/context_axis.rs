@@ -1,8 +1,8 @@
-//! Values of which ranks have parts of the positions: context parallelism.
+//! Context parallelism: values whose positions are sharded over ranks.
 //!
-//! Dim 1 of values is that of positions, and floats have at least one more, except data that has a number for each position. What operations make of one position depends on no other one, except in attention, which takes
-//! in the keys of all ranks ([`Attention`](super::Attention)). To everything outside of units, these ranks are data-parallel: they have the
-//! same parameters, and their gradients are summed.
+//! Dim 1 of a value is its positions. Float values have at least one more dim, except data with one number per position. Operations compute
+//! each position independently of the others, except attention, which communicates the keys of all ranks ([`Attention`](super::Attention)).
+//! Outside of units, these ranks are data-parallel: they have the same parameters, and their gradients are summed.
 
 use super::value::Value;
 use super::{Argument, ContextAxis, Op, Operand, Operation, OperationContext, Recorder, Tape, Var};
@@ -11,21 +11,21 @@ use smallvec::SmallVec;
 use std::ops::Range;
 use trireme_base::{AxisPlace, ContextPlace, Positions};
 
-/// Dims of a value with positions: of the samples, of the positions, and of what there is of each.
+/// Minimum number of dims of a float value with positions: samples, positions and columns.
 const DIMS_MIN: usize = 3;
 
 impl OperationContext<'_> {
-    /// The context axis, if it has several ranks.
+    /// Returns the context axis; `None` if it has one rank.
     pub fn context(&self) -> Option<&ContextAxis> {
         self.tape.pass.axes.context.as_ref()
     }
 
-    /// Which of the ranks of the context axis this is.
+    /// Returns this rank's place on the context axis.
     pub fn context_place(&self) -> ContextPlace {
         self.context().map_or(ContextPlace::ALONE, ContextAxis::place)
     }
 
-    /// The positions of sequences of which this rank has `len`.
+    /// Returns the positions of sequences of which this rank holds `len`.
     pub fn positions(&self, len: usize) -> Positions {
         match self.context_place() {
             ContextPlace::ALONE => Positions::run(self.tape.pass.first_position, len),
@@ -33,7 +33,7 @@ impl OperationContext<'_> {
         }
     }
 
-    /// The positions of sequences of which this rank has `len` for its heads.
+    /// Returns the positions of sequences of which this rank holds `len` for its heads.
     pub fn positions_of_heads(&self, len: usize) -> Positions {
         match self.context_place() {
             place if place.ring == AxisPlace::ALONE => Positions::run(self.tape.pass.first_position, len),
@@ -43,13 +43,13 @@ impl OperationContext<'_> {
 }
 
 impl Recorder<'_> {
-    /// Exchanges positions of inputs for heads, where the operation wants that. The inputs are the arguments from `first` on;
-    /// returns where they begin afterwards. Fails if the operation is wrong where ranks have parts of the positions, or an
-    /// exchange fails.
+    /// Inserts exchanges of positions for heads of inputs if the operation needs them. The inputs are the arguments from `first` on.
+    /// Returns the index of the first exchanged argument. Fails if the operation is not correct for sharded positions, or if an exchange
+    /// fails.
     pub(super) fn exchange_for_heads(&mut self, op: &dyn Operation, first: usize) -> Result<usize> {
         let Some(axis) = &self.tape.pass.axes.context else { return Ok(first) };
         let inputs = self.tape.arguments[first..].iter().map(|argument| &self.tape.values[argument.value]);
-        // Dim 1 of fewer dims could be the last one, over which operations work; but not where data has a number for each position.
+        // With fewer dims, dim 1 could be the last one, over which operations compute. Data with one number per position is an exception.
         let is_data = |value: &Value| value.is_input && !value.requires_grad;
         let has_dims = (inputs.filter(|value| value.dtype.is_float()))
             .all(|value| value.shape.dims().len() >= DIMS_MIN || is_data(value));
@@ -74,7 +74,7 @@ impl Recorder<'_> {
         Ok(first)
     }
 
-    /// Exchanges heads of the only output for positions, where inputs were exchanged; the outputs.
+    /// Inserts the exchange of the only output's heads for positions if inputs were exchanged. Returns the indices of the outputs.
     pub(super) fn exchange_for_positions(&mut self, op: &Op, outputs: Range<usize>) -> Result<Range<usize>> {
         let has_heads = self.tape.pass.axes.context.as_ref().is_some_and(|axis| axis.heads.is_some());
         let Some(exchange) = op.get().head_exchange(Operand::Output, 1).filter(|_| has_heads) else {

@@ -1,4 +1,4 @@
-//! Ranks with different experts, and the experts of which all ranks have shadows.
+//! The expert axis, and experts that are replicated on all of its ranks.
 
 use super::AxisOps;
 use crate::parameter_table::ParameterId;
@@ -9,21 +9,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// The expert axis of a tape.
 #[derive(Debug, Clone)]
 pub struct ExpertAxis {
-    /// This rank, and the others.
+    /// Communication with the other ranks of the axis.
     pub ops: Arc<dyn AxisOps>,
-    /// The experts of which all ranks have shadows.
+    /// The experts that are replicated (shadowed) on all ranks.
     pub shadowed: Arc<ShadowedExperts>,
 }
 
-/// Which experts of each layer are shadowed: all ranks of the axis have copies of them, so that their rows do not travel (He et al., "FasterMoE", 2022, section 5.1). They are
-/// those that most tokens have chosen since the last time. All ranks of an axis see the same numbers, and so come to the same.
+/// The shadowed experts of each layer: all ranks of the axis have copies of them, so that their tokens need no exchange (He et al.,
+/// "FasterMoE", 2022, section 5.1). They are the experts with the most tokens since the last choice. All ranks of an axis count the same
+/// numbers and therefore choose the same experts.
 #[derive(Debug, Default)]
 pub struct ShadowedExperts(Mutex<BTreeMap<ParameterId, Layer>>);
 
 #[derive(Debug)]
 struct Layer {
     num_shadowed: usize,
-    /// Of each expert, since the last choice.
+    /// Tokens per expert since the last choice.
     num_tokens: Vec<u64>,
     is_shadowed: Vec<bool>,
 }
@@ -33,7 +34,8 @@ impl ShadowedExperts {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether each of `num_experts` experts of a layer is one of `num_shadowed`: the first ones, until others were chosen.
+    /// Returns, for each of `num_experts` experts of a layer, whether it is one of the `num_shadowed` shadowed ones. Before the first
+    /// choice, these are the first experts.
     pub(super) fn of_layer(&self, layer: ParameterId, num_experts: usize, num_shadowed: usize) -> Vec<bool> {
         let mut layers = self.layers();
         let layer = layers.entry(layer).or_insert_with(|| Layer {
@@ -44,15 +46,16 @@ impl ShadowedExperts {
         layer.is_shadowed.clone()
     }
 
-    /// Counts a rank's choices of a layer that was [asked for](ShadowedExperts::of_layer): those of each expert come first in `numbers`.
+    /// Adds one rank's token counts of a layer. `numbers` begins with the count of each expert. [`of_layer`](ShadowedExperts::of_layer)
+    /// must have been called for the layer.
     pub(super) fn count(&self, layer: ParameterId, numbers: &[u32]) {
         let mut layers = self.layers();
         let num_tokens = &mut layers.get_mut(&layer).expect("it was asked for").num_tokens;
         num_tokens.iter_mut().zip(numbers).for_each(|(sum, &number)| *sum += u64::from(number));
     }
 
-    /// Chooses the experts with the highest loads since the last time, the first of equal ones. To be called between steps, where no microbatch is between its
-    /// forward and its backward.
+    /// Shadows the experts with the most tokens since the last call; of equal ones, the first. Call it between steps, while no microbatch
+    /// is between its forward and its backward.
     pub fn choose(&self) {
         for layer in self.layers().values_mut().filter(|layer| layer.num_shadowed > 0) {
             let mut order: Vec<usize> = (0..layer.num_tokens.len()).collect();
@@ -78,13 +81,13 @@ mod tests {
         let shadowed = ShadowedExperts::default();
         let first = shadowed.of_layer(layer, 4, 2);
         assert_eq!(first, [true, true, false, false]);
-        // Of two ranks, in two microbatches.
+        // Two ranks and two microbatches.
         shadowed.count(layer, &[1, 2, 3, 0]);
         shadowed.count(layer, &[1, 0, 0, 0]);
         shadowed.count(layer, &[0, 0, 0, 2]);
         assert_eq!(shadowed.of_layer(layer, 4, 2), first, "not before the step has ended");
         shadowed.choose();
-        // 2, 2, 3 and 2 tokens.
+        // Totals: 2, 2, 3 and 2 tokens.
         assert_eq!(shadowed.of_layer(layer, 4, 2), [true, false, true, false]);
         shadowed.count(layer, &[0, 0, 0, 9]);
         shadowed.choose();

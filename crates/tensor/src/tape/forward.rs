@@ -1,4 +1,4 @@
-//! Recording, and what forward of one operation works with.
+//! Recording of operations, and the context of their forward.
 
 use super::value::Value;
 use super::{
@@ -12,8 +12,8 @@ use crate::tensor::{Tensor, View, ViewMut};
 use std::ops::{Deref, DerefMut, Range};
 use trireme_base::DType;
 
-/// Runs operations forward, and records them if the tape does. Methods fail if there is no memory for what they compute, and where values are exchanged
-/// with other ranks as [`AxisOps::start`](super::AxisOps::start).
+/// Runs operations forward and records them if the tape records. Methods fail if there is no memory for their results, and like
+/// [`AxisOps::start`](super::AxisOps::start) if they communicate.
 pub struct Recorder<'a> {
     pub(super) tape: &'a mut Tape,
     parameters: &'a dyn ParameterSource,
@@ -23,27 +23,27 @@ impl Recorder<'_> {
     /// Runs an operation with one output.
     ///
     /// # Panics
-    /// If it takes another number of inputs, or makes another number of outputs.
+    /// If the operation does not take this number of inputs, or if it does not have one output.
     pub fn apply(&mut self, op: impl Into<Op>, inputs: impl Arguments) -> Result<Var> {
         let mut outputs = self.apply_many(op, inputs)?;
         assert_eq!(outputs.len(), 1, "the operation has another number of outputs");
         Ok(outputs.next().expect("there is one"))
     }
 
-    /// Runs an operation that has no output, but adds to the loss: `weight` times the mean over its rows.
+    /// Runs an operation without outputs that adds to the loss: `weight` times the mean over its rows.
     ///
     /// # Panics
-    /// If it takes another number of inputs, or has an output.
+    /// If the operation does not take this number of inputs, or if it has an output.
     pub fn apply_loss(&mut self, op: impl Into<Op>, inputs: impl Arguments, weight: f32) -> Result<()> {
         assert!(self.apply_all(op.into(), inputs, weight)?.is_empty(), "a loss has no output");
         Ok(())
     }
 
-    /// Runs an operation that adds to the loss, and reports what it adds as a metric instead: the mean over the rows of a step,
-    /// on all ranks. The operation is not recorded. What is reported twice under a name is one mean over the rows of both.
+    /// Runs an operation that would add to the loss, and reports its mean as the metric `name` instead: the mean over the rows of a step,
+    /// on all ranks. The operation is not recorded. Metrics of the same name are combined into one mean over all their rows.
     ///
     /// # Panics
-    /// If it takes another number of inputs, has an output, or adds nothing.
+    /// If the operation does not take this number of inputs, has an output, or adds nothing to the loss.
     pub fn apply_metric(
         &mut self,
         name: &'static str,
@@ -56,9 +56,8 @@ impl Recorder<'_> {
         done
     }
 
-    /// As [`apply_metric`](Recorder::apply_metric), with `weight` times the gradient of the mean: a loss that helps in training, and is no part of the one
-    /// that is reported. It is known after forward.
-    /// Panics as [`apply_metric`](Recorder::apply_metric).
+    /// Like [`apply_metric`](Recorder::apply_metric), but backward adds `weight` times the gradient of the mean: an auxiliary training loss
+    /// that is not part of the reported loss. Its value is known after forward. Panics in the same cases.
     pub fn apply_auxiliary_loss(
         &mut self,
         name: &'static str,
@@ -89,20 +88,20 @@ impl Recorder<'_> {
         Ok(())
     }
 
-    /// The device to compute on.
+    /// Returns the device of the tape.
     pub fn device(&self) -> &Device {
         &self.tape.device
     }
 
-    /// Puts a value on the tape without a gradient. See [`Tape::constant`].
+    /// Adds a value without a gradient to the tape. See [`Tape::constant`].
     pub fn constant(&mut self, tensor: Tensor) -> Var {
         self.tape.constant(tensor)
     }
 
-    /// Runs an operation; its outputs, in order.
+    /// Runs an operation. Returns its outputs, in order.
     ///
     /// # Panics
-    /// If it takes another number of inputs.
+    /// If the operation does not take this number of inputs.
     pub fn apply_many<O: Into<Op>, A: Arguments>(
         &mut self,
         op: O,
@@ -131,7 +130,7 @@ impl Recorder<'_> {
         self.exchange_for_positions(&op, outputs)
     }
 
-    /// The tape, for what is never differentiated. Panics if it records.
+    /// Returns the tape and the parameters, for computations without backward. Panics if the tape records.
     pub(super) fn unrecorded(&mut self) -> (&mut Tape, &dyn ParameterSource) {
         assert_eq!(self.tape.recording, Recording::Off, "this runs forward only");
         (self.tape, self.parameters)
@@ -153,7 +152,7 @@ impl DerefMut for ForwardContext<'_> {
 }
 
 impl ForwardContext<'_> {
-    /// Runs a new node's operation, and appends the node if the tape records; its outputs.
+    /// Runs a new node's operation and, if the tape records, appends the node. Returns the indices of the outputs.
     fn first(tape: &mut Tape, parameters: &dyn ParameterSource, mut node: Node) -> Result<Range<usize>> {
         let operation = node.op.get();
         let sharding = tape.output_sharding(operation, &tape.arguments[node.inputs.clone()]);
@@ -196,7 +195,7 @@ impl ForwardContext<'_> {
         Ok(outputs)
     }
 
-    /// Runs the operation of a node again, for outputs that were given back.
+    /// Recomputes the freed outputs of a node.
     fn again(tape: &mut Tape, parameters: &dyn ParameterSource, index: usize) -> Result<()> {
         let node = &tape.nodes[index];
         let (op, inputs) = (node.op.clone(), node.inputs.clone());
@@ -209,17 +208,17 @@ impl ForwardContext<'_> {
         operation.forward(&mut cx)
     }
 
-    /// Number of inputs.
+    /// Returns the number of inputs.
     pub fn num_inputs(&self) -> usize {
         self.inputs.len()
     }
 
-    /// What this rank of the tensor axis has of an input.
+    /// Returns the sharding of an input on the tensor axis.
     pub fn input_sharding(&self, index: usize) -> Sharding {
         self.value(index).sharding
     }
 
-    /// What ranks of the tensor axis have of the outputs.
+    /// Returns the sharding of the outputs on the tensor axis.
     pub fn output_sharding(&self) -> Sharding {
         self.sharding
     }
@@ -232,17 +231,17 @@ impl ForwardContext<'_> {
         &self.tape.values[self.argument(index).value]
     }
 
-    /// The value of an input.
+    /// Returns the value of an input.
     pub fn input(&self, index: usize) -> View<'_> {
         self.value(index).tensor().view()
     }
 
-    /// Returns the memory of an input for the operation to overwrite, or `None` if another operation still reads it. Backward
-    /// of this operation sees the new contents.
+    /// Returns the memory of an input for the operation to overwrite, or `None` if another operation still reads it. If backward of this
+    /// operation reads the input, it sees the new contents.
     pub fn input_mut(&mut self, index: usize) -> Option<ViewMut<'_>> {
         let Argument { value, is_last } = *self.argument(index);
         let value = &mut self.tape.values[value];
-        // What forward makes again would have the old contents.
+        // A recomputation would restore the old contents.
         let is_free = is_last && value.num_reads == 0 && !value.is_input && !value.is_recomputable;
         value.tensor.as_mut().filter(|_| is_free).map(Tensor::view_mut)
     }
@@ -256,7 +255,7 @@ impl ForwardContext<'_> {
         self.tape.values[value].tensor.take_if(|_| !is_read)
     }
 
-    /// As [`take_input`](ForwardContext::take_input), or a copy if something still reads the input.
+    /// Like [`take_input`](ForwardContext::take_input), but returns a copy if the input is still read.
     pub fn take_or_copy_input(&mut self, index: usize) -> Result<Tensor> {
         match self.take_input(index) {
             Some(tensor) => Ok(tensor),
@@ -264,12 +263,12 @@ impl ForwardContext<'_> {
         }
     }
 
-    /// A copy of the value of an input.
+    /// Returns a copy of an input.
     pub fn copy_input(&self, index: usize) -> Result<Tensor> {
         copy(&self.tape.device, self.value(index).tensor())
     }
 
-    /// The output of what is cut by its inputs, of this rank's term of a sum over the ranks of the tensor axis.
+    /// Completes the output of a row-parallel layer: sums the ranks' partial sums `term` over the tensor axis, then adds bias and residual.
     pub(super) fn add_up(
         &self,
         term: Tensor,
@@ -287,7 +286,7 @@ impl ForwardContext<'_> {
         Ok(y)
     }
 
-    /// Hands over the next output.
+    /// Sets the next output.
     pub fn output(&mut self, tensor: Tensor) {
         let index = self.next_output;
         let is_expected = self.ends.is_none_or(|[end, _]| index < end);
@@ -307,7 +306,8 @@ impl ForwardContext<'_> {
         self.tape.push(value);
     }
 
-    /// Memory for what [`save`](ForwardContext::save) will take, with unspecified contents: when the operation runs again, the same.
+    /// Allocates memory for a tensor that [`save`](ForwardContext::save) will take, with unspecified contents. In a recomputation, returns
+    /// the tensor saved before.
     pub fn empty_to_save(&mut self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let index = self.next_saved;
         match self.tape.tensors.get_mut(index).and_then(Option::take) {
@@ -316,7 +316,7 @@ impl ForwardContext<'_> {
         }
     }
 
-    /// Saves a tensor for backward, as the next one.
+    /// Saves a tensor for backward. Saved tensors are numbered in the order of the calls.
     pub fn save(&mut self, tensor: Tensor) {
         let index = self.next_saved;
         let is_expected = self.ends.is_none_or(|[_, end]| index < end);
@@ -330,12 +330,12 @@ impl ForwardContext<'_> {
 }
 
 impl Tape {
-    /// Records operations that read `parameters`.
+    /// Returns a recorder for operations that read `parameters`.
     pub fn recorder<'a>(&'a mut self, parameters: &'a dyn ParameterSource) -> Recorder<'a> {
         Recorder { tape: self, parameters }
     }
 
-    /// Computes again what [`keep_products`](Tape::keep_products) has given back, with the same bits.
+    /// Recomputes the outputs that [`keep_products`](Tape::keep_products) has freed, with the same bits.
     pub fn recompute(&mut self, parameters: &dyn ParameterSource) -> Result<()> {
         for index in 0..self.nodes.len() {
             let node = &self.nodes[index];
@@ -347,7 +347,7 @@ impl Tape {
         Ok(())
     }
 
-    /// Gives an argument's value back if this was the last operation to read it, and backward does not.
+    /// Frees an argument's value if this operation is its last reader and backward does not read it.
     fn release_unread(&mut self, index: usize) {
         let Argument { value, is_last } = self.arguments[index];
         let value = &mut self.values[value];

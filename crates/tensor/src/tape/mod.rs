@@ -1,13 +1,12 @@
-//! Reverse-mode differentiation over an open set of operations.
+//! Reverse-mode automatic differentiation over an open set of operations.
 //!
-//! A tape records one unit's forward pass for one microbatch. Backward walks the record in reverse; a parameter's
-//! gradient goes to the [`GradSink`] at the moment it is complete, and each saved value is given back as soon as
-//! nothing needs it. Each [`Operation`]'s backward has an input half and a weight half. They run one after the other
-//! ([`Tape::backward`]), or all input halves before all weight halves ([`Tape::backward_input`], [`Tape::backward_weight`]), with
-//! the same bits.
+//! A tape records one unit's forward pass for one microbatch. Backward visits the recorded operations in reverse order. It passes each
+//! parameter gradient to the [`GradSink`] as soon as it is complete, and frees each saved value after its last use. The backward of an
+//! [`Operation`] has an input half and a weight half. The halves run one after the other ([`Tape::backward`]), or all input halves run
+//! before all weight halves ([`Tape::backward_input`], [`Tape::backward_weight`]), with the same bits.
 //!
-//! Several operations may read a value; their gradients are added in the reverse order of the record. The tape counts who
-//! still reads a value, so an operation computes in the memory of another value only where nobody reads that again.
+//! If several operations read a value, their gradients are added in the reverse order of the record. The tape counts the pending readers of
+//! a value, and an operation computes in place only if no other reader is pending.
 
 mod axis;
 mod axis_ops;
@@ -44,47 +43,47 @@ use std::ops::Range;
 use trireme_base::{Category, DType};
 use value::Value;
 
-/// Whether a tape saves what backward needs.
+/// The recording mode of a tape: whether it saves the values that backward needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Recording {
-    /// Forward will be followed by backward.
+    /// Backward will follow forward.
     On,
-    /// Forward only: evaluation and generation.
+    /// Forward only, for evaluation and generation.
     Off,
 }
 
-/// The record of one unit's forward pass. Methods fail if there is no memory for what they return or compute.
+/// The record of one unit's forward pass for one microbatch. Methods fail if the device has no memory for their results.
 #[derive(Debug)]
 pub struct Tape {
     device: Device,
     recording: Recording,
     pass: PassState,
-    /// Rows on their way between ranks with different experts, which one operation has started and a later one takes.
+    /// A pending exchange of rows between expert-parallel ranks, which one operation has started and a later one will finish.
     rows_in_flight: Option<PendingExchange>,
     values: Vec<Value>,
     nodes: Vec<Node>,
     /// The inputs of all nodes.
     arguments: Vec<Argument>,
-    /// What nodes have saved in forward for backward, then what input halves have kept for weight halves. Empty after its
-    /// last use.
+    /// Tensors that nodes saved in forward for backward, followed by those that input halves kept for weight halves. `None` after the last
+    /// use.
     tensors: Vec<Option<Tensor>>,
-    /// Inputs that have the gradient of the output of the node whose backward runs.
+    /// Inputs that receive the output gradient of the running backward node unchanged.
     passing: Vec<usize>,
     loss: Option<PendingMean>,
     metrics: Vec<Metric>,
 }
 
-/// A mean over rows whose sum is on the device: it is there when the kernels that add it up have run.
+/// A mean over rows whose sum is still on the device.
 #[derive(Debug)]
 pub struct PendingMean {
     /// Sum of the values of all rows, one f64.
     pub sum: Tensor,
-    /// The rows.
+    /// Number of rows.
     pub num_rows: usize,
 }
 
 impl PendingMean {
-    /// Waits for the sum, which is zero on a device that only counts.
+    /// Waits for the sum and downloads it; 0 on a counting device.
     pub fn read(&self, device: &Device) -> RowMean {
         let mut sum = [0.0];
         device.download(self.sum.view(), &mut sum);
@@ -97,39 +96,39 @@ impl PendingMean {
 pub struct RowMean {
     /// Sum of the values of all rows.
     pub sum: f64,
-    /// The rows.
+    /// Number of rows.
     pub num_rows: usize,
 }
 
-/// What is reported of a microbatch and has no gradient.
+/// A value that is reported per microbatch and has no gradient.
 #[derive(Debug)]
 pub struct Metric {
-    /// Its name in the metrics of the run.
+    /// Name in the metrics of the run.
     pub name: &'static str,
-    /// Its value.
+    /// Mean over the rows of the microbatch.
     pub mean: PendingMean,
 }
 
-/// An operation that was recorded. Its ranges are of the tape's lists.
+/// A recorded operation. Its ranges index lists of the tape.
 #[derive(Debug)]
 struct Node {
     op: Op,
     inputs: Range<usize>,
-    /// Values.
+    /// Indices of values.
     outputs: Range<usize>,
-    /// Tensors, saved by forward.
+    /// Indices of tensors that forward saved.
     saved: Range<usize>,
-    /// Tensors, kept by the input half of backward.
+    /// Indices of tensors that the input half of backward kept.
     kept: Range<usize>,
-    /// Of its term of the loss, if it has one.
+    /// Weight of the operation's loss term, if it has one.
     loss_weight: f32,
 }
 
 impl Tape {
-    /// An empty tape for a pass.
+    /// Creates an empty tape for a pass.
     ///
     /// # Panics
-    /// If `pass.fp8` is set and `pass.precision` is not bf16, in which fp8 is emulated.
+    /// If `pass.fp8` is set and `pass.precision` is not bf16, because fp8 is emulated in bf16.
     pub fn new(device: &Device, recording: Recording, pass: impl Into<PassState>) -> Self {
         Tape {
             device: device.clone(),
@@ -146,15 +145,15 @@ impl Tape {
         }
     }
 
-    /// Clears the tape and prepares it for another pass. It keeps its capacity.
-    /// Panics as [`new`](Tape::new).
+    /// Clears the tape for another pass. Keeps its capacity. Panics in the cases of [`new`](Tape::new).
     pub fn for_pass(mut self, pass: PassState) -> Self {
         self.clear();
         self.pass = checked(pass);
         self
     }
 
-    /// Forgets all values, nodes and saved tensors, but keeps their capacity, so that a reused tape allocates nothing, and the state of the pass.
+    /// Removes all values, nodes and saved tensors. Keeps the state of the pass and the lists' capacity, so that a reused tape does not
+    /// allocate.
     pub fn clear(&mut self) {
         self.values.clear();
         self.nodes.clear();
@@ -166,13 +165,13 @@ impl Tape {
         self.metrics.clear();
     }
 
-    /// Puts a value on the tape that [has a gradient](Tape::take_grad) after backward, unless it is of whole numbers.
+    /// Adds an input value to the tape. Float values [have a gradient](Tape::take_grad) after backward.
     pub fn input(&mut self, tensor: Tensor) -> Var {
         let (requires_grad, sharding) = (tensor.dtype().is_float(), self.sharding_of_input(&tensor));
         self.push(Value { sharding, ..Value::input(tensor, requires_grad) })
     }
 
-    /// Puts a value on the tape without a gradient, such as tokens.
+    /// Adds an input value without a gradient, for example tokens.
     pub fn constant(&mut self, tensor: Tensor) -> Var {
         self.push(Value::input(tensor, false))
     }
@@ -182,19 +181,18 @@ impl Tape {
         Var(self.values.len() - 1)
     }
 
-    /// Takes a value off the tape, which is not used again.
+    /// Removes a value from the tape. It must not be read afterwards.
     ///
     /// # Panics
-    /// If it was taken before.
+    /// If it was already taken.
     pub fn take_value(&mut self, place: VarId) -> Tensor {
         self.values[place.0].tensor.take().expect("values live until their last use")
     }
 
-    /// Takes the unit's output off the tape: a copy if backward reads it, or if it was put on the tape from outside and may be taken
-    /// off once more.
+    /// Takes the unit's output from the tape. Copies it if backward reads it, or if it is an input of the tape, which may be taken again.
     ///
     /// # Panics
-    /// If it was taken before.
+    /// If it was already taken.
     pub fn take_output(&mut self, output: &Var) -> Result<Tensor> {
         match &self.values[output.0] {
             Value { num_reads: 0, is_input: false, .. } => Ok(self.take_value(output.id())),
@@ -202,21 +200,21 @@ impl Tape {
         }
     }
 
-    /// Puts a value back that was [taken](Tape::take_value).
+    /// Puts back a value that was [taken](Tape::take_value).
     ///
     /// # Panics
-    /// If it is there.
+    /// If the tape still has the value.
     pub fn put_value(&mut self, place: VarId, tensor: Tensor) {
         let present = self.values[place.0].tensor.replace(tensor);
         assert!(present.is_none(), "only a value that was taken is put back");
     }
 
-    /// Whether backward gives a value a gradient.
+    /// Returns whether the value receives a gradient in backward.
     pub fn requires_grad(&self, place: VarId) -> bool {
         self.values[place.0].requires_grad
     }
 
-    /// Takes the gradient of a value in the type of the value; zeros if backward gave it none.
+    /// Takes the gradient of a value in the dtype of the value; zeros if it has received none.
     pub fn take_grad_or_zeros(&mut self, place: VarId) -> Result<Tensor> {
         let Value { shape, dtype, .. } = self.values[place.0];
         match self.take_grad(place) {
@@ -225,30 +223,30 @@ impl Tape {
         }
     }
 
-    /// Takes the gradient of a value, if backward gave it one.
+    /// Takes the gradient of a value; `None` if it has received none.
     pub fn take_grad(&mut self, place: VarId) -> Option<Tensor> {
         self.values[place.0].grad.take()
     }
 
-    /// The loss, if there are terms. It is known after forward if the tape does not record, and after backward if it does. `num_rows` is
-    /// that of the first term.
+    /// Returns the loss, if there is a loss term. It is complete after forward if the tape does not record, and after backward if it does.
+    /// `num_rows` is the number of rows of the first term.
     pub fn loss(&self) -> Option<&PendingMean> {
         self.loss.as_ref()
     }
 
-    /// The [metrics](Recorder::apply_metric), each name once.
+    /// Returns the [metrics](Recorder::apply_metric), one per name.
     pub fn metrics(&self) -> &[Metric] {
         &self.metrics
     }
 
-    /// Shows `visit` all memory that the tape holds: what backward reads. To move it elsewhere for a while.
+    /// Calls `visit` with each tensor that the tape holds for backward. Used to offload activations.
     pub fn for_each_memory(&mut self, visit: impl FnMut(&mut Tensor)) {
         let values = self.values.iter_mut().filter_map(|value| value.tensor.as_mut());
         values.chain(self.tensors.iter_mut().flatten()).for_each(visit);
     }
 
-    /// Gives back what is quickly computed again from the rest: the outputs of
-    /// [recomputable](Operation::is_recomputable) operations. Backward needs [`recompute`](Tape::recompute) first.
+    /// Frees the outputs of cheaply [recomputable](Operation::is_recomputable) operations. [`recompute`](Tape::recompute) must run before
+    /// backward.
     pub fn keep_products(&mut self) {
         let recomputable = self.values.iter_mut().filter(|value| value.is_recomputable);
         recomputable.for_each(|value| value.tensor = None);
@@ -260,7 +258,7 @@ fn checked(pass: PassState) -> PassState {
     pass
 }
 
-/// The same elements as `dtype`: the tensor itself, if they are so already.
+/// Returns the elements as `dtype`. Returns the tensor itself if it has that dtype.
 fn cast(device: &Device, tensor: Tensor, dtype: DType) -> Result<Tensor> {
     if tensor.dtype() == dtype {
         return Ok(tensor);
@@ -270,7 +268,7 @@ fn cast(device: &Device, tensor: Tensor, dtype: DType) -> Result<Tensor> {
     Ok(converted)
 }
 
-/// A tensor of its own with the same elements.
+/// Returns a copy of the tensor.
 fn copy(device: &Device, tensor: &Tensor) -> Result<Tensor> {
     let mut copy = device.empty(tensor.shape(), tensor.dtype(), Category::Activations)?;
     device.copy(tensor.view(), copy.view_mut());

@@ -1,4 +1,4 @@
-//! The trait `Operation`, and the contexts of its passes.
+//! The trait [`Operation`] and the contexts of its passes.
 
 use super::{Sharding, Tape, TensorAxis};
 use crate::device::Result;
@@ -9,100 +9,102 @@ use std::fmt;
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
-/// An operation with its settings, as a model declares it: it holds no values.
+/// A differentiable operation with its settings, as a model declares it. It holds no values.
 ///
-/// Forward makes outputs of inputs. Backward has an input half, which makes the gradients of the inputs, and a weight half, which makes
-/// those of parameters. The halves run one after the other, or all input halves of a tape before all weight halves, with the
-/// same bits.
+/// Forward computes outputs from inputs. Backward has an input half, which computes the gradients of the inputs, and a weight half, which
+/// computes the gradients of parameters. The halves run one after the other, or all input halves of a tape run before all weight halves,
+/// with the same bits.
 ///
-/// A new operation is one type that implements this trait, in any crate. Its passes fail if the device or the sink has no memory for what they make.
+/// To add an operation, implement this trait for a type in any crate. The passes fail if the device or the sink has no memory for their
+/// results.
 pub trait Operation: fmt::Debug + Send + Sync {
-    /// Computes the outputs, and hands each to [`ForwardContext::output`].
+    /// Computes the outputs and passes each to [`ForwardContext::output`], in order.
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()>;
 
-    /// Gives each input that [wants one](BackwardContext::requires_grad) its gradient. Not called if no output has a gradient.
+    /// Adds a gradient to each input that [requires one](BackwardContext::requires_grad). Not called if no output has a gradient.
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()>;
 
-    /// Gives `sink` the gradients of the parameters. Called after the input half of the same operation.
+    /// Writes the gradients of the parameters to `sink`. Called after the input half of the same operation.
     fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let _ = (cx, sink);
         Ok(())
     }
 
-    /// Both halves. To be implemented only if one of them makes what the other can use at once, or if values can travel while they compute.
+    /// Runs both halves. Override it only if one half computes values that the other can use at once, or to overlap communication with
+    /// computation.
     fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         self.backward_input(cx)?;
         self.backward_weight(cx, sink)
     }
 
-    /// How many inputs the operation takes.
+    /// Returns the valid numbers of inputs.
     fn num_inputs(&self) -> RangeInclusive<usize> {
         1..=1
     }
 
-    /// Whether the operation has parameters, and so a weight half.
+    /// Returns whether the operation has parameters, and thus a weight half.
     fn has_parameters(&self) -> bool {
         false
     }
 
-    /// Whether gradients of outputs of 16 bits may be f32, as some operations make them.
+    /// Returns whether the operation accepts f32 gradients of its 16-bit outputs, as some operations produce them.
     fn takes_f32_grads(&self) -> bool {
         false
     }
 
-    /// Which halves of backward read the value of an input. A tape may have given other values back.
+    /// Returns which halves of backward read the value of an input. The tape may free other values.
     fn reads_input(&self, input: usize) -> ReadBy {
         let _ = input;
         ReadBy::NEITHER
     }
 
-    /// Which halves of backward read the value of an output.
+    /// Returns which halves of backward read the value of an output.
     fn reads_output(&self, output: usize) -> ReadBy {
         let _ = output;
         ReadBy::NEITHER
     }
 
-    /// Whether an input may lie in [rows](Sharding::Rows): each row of the outputs then depends on no other row of the input, or the
-    /// operation gathers the others by itself.
+    /// Returns whether an input may be sharded by [rows](Sharding::Rows): each output row depends only on the same row of the input, or the
+    /// operation gathers the other rows itself.
     fn takes_rows(&self, input: usize) -> bool {
         let _ = input;
         false
     }
 
-    /// Whether the operation is right where ranks of the context axis have parts of the positions, dim 1 of its inputs: what it makes of a
-    /// position depends on no other one, or it takes in the others by itself.
+    /// Returns whether the operation is correct when ranks of the context axis shard the positions, dim 1 of its inputs: each output
+    /// position depends only on the same input position, or the operation communicates itself.
     fn takes_positions(&self) -> bool {
         self.takes_rows(0)
     }
 
-    /// What exchanges this rank's positions of an input for its heads, or its heads of the only output for its positions, where ranks of
-    /// the context axis do so: an operation that needs all positions, but of some heads only. Asked for inputs of floats, of which
-    /// there are so many.
+    /// Returns the operation that exchanges this rank's positions of an input for its heads, or its heads of the only output for its
+    /// positions. It is for operations that need all positions, but only of some heads, when ranks of the context axis exchange heads
+    /// (Ulysses). Called for float inputs, of which there are `num_float_inputs`.
     fn head_exchange(&self, operand: Operand, num_float_inputs: usize) -> Option<Op> {
         let _ = (operand, num_float_inputs);
         None
     }
 
-    /// What a rank of the tensor axis has of the outputs, if that does not follow from what it has of the inputs.
+    /// Returns the sharding of the outputs on the tensor axis, if it does not follow from the sharding of the inputs.
     fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {
         let _ = axis;
         None
     }
 
-    /// Whether a rank makes only a term of the gradients of parameters that are not cut, where ranks have this of the outputs.
+    /// Returns whether each rank computes only a partial sum of the gradients of replicated parameters, given the sharding of the outputs.
     fn makes_grad_terms(&self, outputs: Sharding) -> bool {
         outputs != Sharding::Replicated
     }
 
-    /// Whether a tape may [drop](super::Tape::keep_products) the outputs after forward, and run forward again before backward:
-    /// it should be cheap. Backward must read every input, and forward must neither compute in the memory of an input nor
-    /// add to the loss.
+    /// Returns whether a tape may [drop](super::Tape::keep_products) the outputs after forward and run forward again before backward.
+    /// Forward should be cheap. Backward must read every input, and forward must neither write to an input's memory nor add to the loss.
     fn is_recomputable(&self) -> bool {
         false
     }
 }
 
-/// Implements methods of an [`Operation`] that return a constant, at the beginning of its `impl`: any of these, in any order.
+/// Implements methods of an [`Operation`] that return a constant, at the start of its `impl`. Takes any of these declarations, in any
+/// order:
 ///
 /// | declaration | meaning |
 /// |---|---|
@@ -121,7 +123,7 @@ pub trait Operation: fmt::Debug + Send + Sync {
 ///     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
 /// ```
 ///
-/// A method whose result depends on the operation's settings or on the number of the input is written as a method.
+/// Write a method out if its result depends on the operation's settings or on the index of the input.
 macro_rules! declares {
     ($($name:ident $(: $value:tt $(..= $last:expr)?)?),+) => {
         $($crate::tape::declares! { @ $name $($value $(..= $last)?)? })+
@@ -162,72 +164,72 @@ macro_rules! declares {
 }
 pub(crate) use declares;
 
-/// What an operation reads or makes.
+/// An input or the output of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operand {
-    /// The input of this number.
+    /// The input at this index.
     Input(usize),
-    /// Its output.
+    /// The only output.
     Output,
 }
 
-/// The common context of an operation's forward and backward: the device, parameters and the [state of the pass](super::PassState). [`ForwardContext`]
-/// and [`BackwardContext`] dereference to it. Methods of all three fail if there is no memory for what they return or make, and those that exchange values
-/// with other ranks as [`AxisOps::start`](super::AxisOps::start).
+/// The context that forward and backward of an operation share: the device, parameters and the [state of the pass](super::PassState).
+/// [`ForwardContext`] and [`BackwardContext`] dereference to it. Methods of all three fail if there is no memory for their results; methods
+/// that communicate fail like [`AxisOps::start`](super::AxisOps::start).
 pub struct OperationContext<'a> {
     pub(super) tape: &'a mut Tape,
     pub(super) parameters: &'a dyn ParameterSource,
-    /// Of the operation's term of the loss, if it has one.
+    /// Weight of the operation's loss term, if it has one.
     pub(super) loss_weight: f32,
 }
 
-/// What forward of one operation works with.
+/// The context of an operation's forward.
 pub struct ForwardContext<'a> {
     pub(super) common: OperationContext<'a>,
     pub(super) inputs: Range<usize>,
-    /// Where the next output goes, and the next saved tensor: at the end of the tape's lists, or where they were before.
+    /// Indices of the next output and of the next saved tensor: the ends of the tape's lists, or the original indices in a recomputation.
     pub(super) next_output: usize,
     pub(super) next_saved: usize,
-    /// Of a node whose operation runs again: where its outputs and saved tensors end.
+    /// In a recomputation, the ends of the node's outputs and of its saved tensors.
     pub(super) ends: Option<[usize; 2]>,
     pub(super) sharding: Sharding,
     pub(super) operation: &'a dyn Operation,
 }
 
-/// What backward of one operation works with.
+/// The context of an operation's backward.
 pub struct BackwardContext<'a> {
     pub(super) common: OperationContext<'a>,
     pub(super) node: usize,
     pub(super) running: Halves,
 }
 
-/// Where the gradient of a span of parameters goes.
+/// Memory for the gradient of a span of parameters.
 #[derive(Debug)]
 pub struct GradTarget<'a> {
-    /// Memory of the span's shape.
+    /// Memory with the shape of the span.
     pub view: ViewMut<'a>,
-    /// Whether it already holds a part of this microbatch's gradient, to be added to.
+    /// Whether the memory already holds a part of this microbatch's gradient, so that the caller must add to it.
     pub accumulate: bool,
 }
 
-/// Takes gradients of parameters during backward.
+/// A receiver of parameter gradients during backward.
 pub trait GradSink {
-    /// Where to put a contribution to the gradient of `span`.
+    /// Returns the memory for a contribution to the gradient of `span`.
     ///
     /// # Errors
     /// If there is no memory for it.
     fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>>;
 
-    /// The contribution is written.
+    /// Reports that a contribution to the gradient of `span` is written.
     fn grad_ready(&mut self, span: &ParameterSpan);
 
-    /// Whether what comes next is only this rank's term of a sum over the ranks of the tensor axis, as far as parameters are not cut.
+    /// Reports whether the next gradients of replicated parameters are only this rank's partial sums, to be reduced over the tensor axis.
     fn expect_terms(&mut self, are_terms: bool) {
         let _ = are_terms;
     }
 }
 
-/// The halves of an operation's backward that run.
+/// The halves of an operation's backward that are running.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Halves {
     Both,
@@ -236,7 +238,7 @@ pub(super) enum Halves {
 }
 
 impl Halves {
-    /// Returns how many of them read a value.
+    /// Returns the number of running halves that read a value.
     pub(super) fn reads(self, by: ReadBy) -> usize {
         let input_half = by.input_half && self != Halves::Weight;
         let weight_half = by.weight_half && self != Halves::Input;
@@ -268,9 +270,9 @@ impl ReadBy {
     }
 }
 
-/// An operation that tapes can record: shared, so that recording allocates nothing.
+/// An operation that tapes can record. Shared, so that recording does not allocate.
 ///
-/// Made from `&Arc<T>`, or from a `&'static T`: a constant expression, such as `&Relu` or `&Mean { dim: 1 }`.
+/// Convert from `&Arc<T>`, or from `&'static T` for a constant expression such as `&Relu` or `&Mean { dim: 1 }`.
 #[derive(Debug, Clone)]
 pub struct Op(Held);
 

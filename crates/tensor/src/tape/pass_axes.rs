@@ -1,4 +1,4 @@
-//! The axes of a pass: ranks that have parts of parameters, of positions, or of the experts.
+//! The axes of a pass, whose ranks shard parameters, positions or experts.
 
 use super::{AxisOps, ExpertAxis};
 use crate::device::{DeviceError, Result};
@@ -9,23 +9,23 @@ use trireme_base::{AxisPlace, ContextPlace, DType};
 /// The axes that split parameters, positions or experts of a unit; `None` for an axis with one rank.
 #[derive(Debug, Clone, Default)]
 pub struct PassAxes {
-    /// Ranks that have parts of parameters.
+    /// Ranks that shard parameters.
     pub tensor: Option<TensorAxis>,
-    /// Ranks that have parts of the positions.
+    /// Ranks that shard positions.
     pub context: Option<ContextAxis>,
     /// Ranks with different experts.
     pub experts: Option<ExpertAxis>,
 }
 
-/// The part of a value that a rank of the tensor axis holds.
+/// Sharding of a value on the tensor axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sharding {
-    /// Every rank holds all of it.
+    /// Every rank holds the full value.
     #[default]
     Replicated,
-    /// An equal part of its rows, in the order of the ranks.
+    /// Each rank holds an equal number of rows, in the order of the ranks.
     Rows,
-    /// The part that belongs to this rank's parts of parameters, such as its heads.
+    /// Each rank holds the part that belongs to its shards of parameters, such as its heads.
     Cut,
 }
 
@@ -34,30 +34,30 @@ pub enum Sharding {
 pub struct TensorAxis {
     /// Communication with the other ranks of the axis.
     pub ops: Arc<dyn AxisOps>,
-    /// Whether values are sharded by rows between layers that are split: sequence parallelism.
+    /// Whether values between sharded layers are sharded by rows: sequence parallelism.
     pub shards_rows: bool,
 }
 
 impl TensorAxis {
-    /// Which rank this is.
+    /// Returns this rank's place on the axis.
     pub fn place(&self) -> AxisPlace {
         self.ops.place()
     }
 
-    /// The sharding of values between layers that are split.
+    /// Returns the sharding of values between sharded layers.
     pub fn between_layers(&self) -> Sharding {
         if self.shards_rows { Sharding::Rows } else { Sharding::Replicated }
     }
 
-    /// The sharding of a value of this shape and type that passes from unit to unit.
+    /// Returns the sharding of a value of this shape and dtype that passes from unit to unit.
     pub(super) fn between_units(&self, shape: Shape, dtype: DType) -> Sharding {
         let is_sharded = shape.dims().len() >= ROWS_DIMS_MIN && dtype.is_float();
         if is_sharded { self.between_layers() } else { Sharding::Replicated }
     }
 
-    /// The shape of a rank's part of the rows of a value of this shape: the last dim but one is shorter. Only the number of
-    /// elements is that of the rows: `[batch, seq_len / degree, cols]` are consecutive rows of all sequences, not the same
-    /// positions of each. Fails if it does not divide.
+    /// Returns the shape of a rank's shard of the rows of a value of shape `whole`: the second-last dim is divided by the degree. Only the
+    /// number of elements is meaningful: `[batch, seq_len / degree, cols]` stands for consecutive rows of the concatenated sequences, not
+    /// for the same positions of each. Fails if the degree does not divide the dim.
     pub(super) fn part_shape(&self, whole: Shape) -> Result<Shape> {
         let (dim, degree) = (rows_dim(whole), self.place().degree);
         let len = whole.dims()[dim];
@@ -67,14 +67,14 @@ impl TensorAxis {
         Ok(whole.with_dim(dim, len / degree))
     }
 
-    /// The shape of a value of which ranks have such parts of the rows.
+    /// Returns the shape of the full value whose row shards have shape `part`.
     pub(super) fn whole_shape(&self, part: Shape) -> Shape {
         let dim = rows_dim(part);
         part.with_dim(dim, part.dims()[dim] * self.place().degree)
     }
 }
 
-/// Values of fewer dims, such as one number per sample, are replicated.
+/// Minimum number of dims of values that are sharded by rows. Values with fewer dims, such as one number per sample, are replicated.
 const ROWS_DIMS_MIN: usize = 3;
 
 fn rows_dim(shape: Shape) -> usize {
@@ -84,14 +84,14 @@ fn rows_dim(shape: Shape) -> usize {
 /// The context axis of a pass.
 #[derive(Debug, Clone)]
 pub struct ContextAxis {
-    /// The ranks among which keys and values travel; `None` if this rank alone has all positions of its heads.
+    /// The ring along which keys and values are passed; `None` if this rank has all positions of its heads.
     pub ring: Option<Arc<dyn AxisOps>>,
     /// The ranks that exchange positions for heads; `None` if this rank has all heads of its positions.
     pub heads: Option<Arc<dyn AxisOps>>,
 }
 
 impl ContextAxis {
-    /// Which rank this is.
+    /// Returns this rank's place on the axis.
     pub fn place(&self) -> ContextPlace {
         let place = |ops: &Option<Arc<dyn AxisOps>>| ops.as_ref().map_or(AxisPlace::ALONE, |ops| ops.place());
         ContextPlace { ring: place(&self.ring), heads: place(&self.heads) }

@@ -1,4 +1,4 @@
-//! The halves of backward, one after the other and apart.
+//! The halves of backward, together and separately.
 
 use super::*;
 use crate::declaration::{Initial, Parameter};
@@ -9,12 +9,12 @@ use crate::parameters::Parameters;
 use std::sync::Arc;
 use trireme_base::{Category, RandomKey};
 
-/// So many that the logits of the vocabulary take two chunks.
+/// Enough rows that the logits of the vocabulary take two chunks.
 const ROWS: usize = 3072;
 const COLS: usize = 8;
 const VOCABULARY: usize = 3000;
 
-/// Adds gradients up in one flat buffer.
+/// Accumulates gradients in one flat buffer.
 struct Grads {
     sum: Parameters,
     num_written: usize,
@@ -31,7 +31,7 @@ impl GradSink for Grads {
     }
 }
 
-/// Embedding, a block and the loss, on one tape.
+/// An embedding, a block and the loss on one tape.
 struct Network {
     device: Device,
     embedding: Arc<Embedding>,
@@ -101,7 +101,7 @@ impl Network {
         }
     }
 
-    /// The bits of the gradients of all parameters, and the loss.
+    /// Returns the bits of the gradients of all parameters, and the loss.
     fn run(&self, precision: Precision, apart: bool) -> (Vec<u32>, u64) {
         let tokens = |first: u32| {
             let mut tensor = self.device.empty([1, ROWS].into(), DType::U32, Category::Activations).unwrap();
@@ -130,7 +130,7 @@ impl Network {
         } else {
             tape.backward(parameters, None, &mut grads).unwrap();
         }
-        // The normalisation is used twice.
+        // The normalization is applied twice.
         assert_eq!(grads.num_written, self.num_parameters + 2);
         let bits = self.device.read(grads.sum.flat(0));
         let loss = tape.loss().unwrap().read(&self.device).sum;

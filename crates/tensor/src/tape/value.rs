@@ -1,4 +1,4 @@
-//! Values on a tape, and how operations are given them.
+//! Values on a tape and arguments of operations.
 
 use super::Sharding;
 use crate::shape::Shape;
@@ -7,23 +7,23 @@ use trireme_base::DType;
 
 /// A value on a tape.
 ///
-/// It is neither copied nor cloned: an operation that is given the `Var` itself is its last reader, and may compute in its
-/// memory; one that is given `&Var` is not the last.
+/// It cannot be cloned. An operation that takes the `Var` by value is its last reader and may compute in its memory; passing `&Var` keeps
+/// the value.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Var(pub(super) usize);
 
 impl Var {
-    /// Names the value, to take it or its gradient off the tape.
+    /// Returns an identifier with which the value or its gradient can be taken from the tape.
     pub fn id(&self) -> VarId {
         VarId(self.0)
     }
 }
 
-/// Names a value of a tape.
+/// Identifies a value of a tape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct VarId(pub(super) usize);
 
-/// An input of an operation. It is neither copied nor cloned, as a `Var` is not.
+/// An input of an operation. Like a [`Var`], it cannot be cloned.
 #[derive(Debug)]
 pub struct Argument {
     pub(super) value: usize,
@@ -42,9 +42,9 @@ impl From<&Var> for Argument {
     }
 }
 
-/// The inputs of an operation, in order: an array or a tuple of `Var` and `&Var`.
+/// The inputs of an operation, in order: an array, a vector or a tuple of `Var` and `&Var`.
 pub trait Arguments {
-    /// Appends them.
+    /// Appends the inputs to `arguments`.
     fn append_to(self, arguments: &mut Vec<Argument>);
 }
 
@@ -72,7 +72,7 @@ impl<A: Into<Argument>, B: Into<Argument>, C: Into<Argument>> Arguments for (A, 
     }
 }
 
-/// Inputs of which the last one is optional.
+/// Inputs with an optional last one.
 impl<A: Into<Argument>> Arguments for (A, Option<Argument>) {
     fn append_to(self, arguments: &mut Vec<Argument>) {
         arguments.push(self.0.into());
@@ -80,7 +80,7 @@ impl<A: Into<Argument>> Arguments for (A, Option<Argument>) {
     }
 }
 
-/// Inputs of which the last one is optional.
+/// Inputs with an optional last one.
 impl<A: Into<Argument>, B: Into<Argument>> Arguments for (A, B, Option<Argument>) {
     fn append_to(self, arguments: &mut Vec<Argument>) {
         arguments.extend([self.0.into(), self.1.into()]);
@@ -88,22 +88,22 @@ impl<A: Into<Argument>, B: Into<Argument>> Arguments for (A, B, Option<Argument>
     }
 }
 
-/// What a tape holds of a value.
+/// A value of a tape, with its gradient.
 #[derive(Debug)]
 pub(super) struct Value {
     pub(super) shape: Shape,
     pub(super) dtype: DType,
-    /// What this rank of the tensor axis has of it.
+    /// Sharding of the value on the tensor axis.
     pub(super) sharding: Sharding,
-    /// `None` where it was taken or has had its last use.
+    /// `None` if the value was taken or after its last use.
     pub(super) tensor: Option<Tensor>,
     pub(super) grad: Option<Tensor>,
     pub(super) requires_grad: bool,
-    /// Whether it was put on the tape from outside. Forward does not overwrite it, for it may be taken off again.
+    /// Whether the caller put the value on the tape. Forward does not overwrite such values, because the caller may take them again.
     pub(super) is_input: bool,
-    /// Whether forward may run again to make it.
+    /// Whether forward can recompute the value.
     pub(super) is_recomputable: bool,
-    /// Halves of backward, still to run, that read it.
+    /// Number of pending backward halves that read the value.
     pub(super) num_reads: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Memory, copies and functions of elements.
+//! Memory, copies and elementwise functions.
 
 use super::{FLOATS, assert_near, empty, on_all, random, rounded, rounding, shaped, tensor, wide};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -38,7 +38,7 @@ fn elements_are_converted_and_copied_to_the_nearest_of_their_type() {
     }
 }
 
-/// Kernels overtake copies, and copies kernels, unless they are told to wait.
+/// Kernels and copies overtake each other unless they wait.
 #[test]
 fn copies_beside_kernels_see_what_was_issued_before_them() {
     on_all(|device: &Device| {
@@ -49,7 +49,7 @@ fn copies_beside_kernels_see_what_was_issued_before_them() {
             device.map_in_place(x.view_mut(), 1, move |x| x + round as f32);
             device.download_later(x.view().part(100, [200].into()), &mut host, 400);
             device.download_later(x.view().part(0, [100].into()), &mut host, 0);
-            // Its memory goes to the next tensor, while the copies may still read it.
+            // The memory of `x` is reused by the next tensor while the copies may still read it.
             drop(x);
             let mut y = empty(device, [300], DType::F32);
             device.zero(y.view_mut());
@@ -86,7 +86,7 @@ fn functions_are_applied_to_each_element_and_rounded_once() {
             let [mapped, zipped, changed, added] = out.each_ref().map(|out| wide(device, out));
             [mapped, zipped, changed, added, device.read(sums.view())]
         });
-        // The values as their type has them.
+        // Expected values are computed from inputs rounded to the dtype.
         let device = &Device::cpu(DeviceOptions::default()).unwrap();
         let of = |values: &[f32]| wide(device, &rounded(device, values, dtype));
         let pairs = || of(&left).into_iter().map(f64::from).zip(of(&right).into_iter().map(f64::from));
@@ -115,7 +115,7 @@ fn rows_are_written_by_a_function_of_their_number() {
     assert_near(&found, expected, 1e-6, "element");
 }
 
-/// Whoever waits for one device has the others run what it waits for.
+/// A thread that waits for one device makes other devices run the jobs that it depends on.
 #[test]
 fn a_device_waits_for_the_copies_of_another() {
     let values = random(300, "x");
@@ -146,7 +146,7 @@ fn a_failure_of_one_device_reaches_who_waits_for_another() {
         let mut host = Pending::new(vec![0_u8; 4]);
         from.download_later(x.view(), &mut host, 0);
         if seed % 2 == 0 {
-            // It has failed before the other device hears of it.
+            // The event fails before the other device waits for it.
             host.event().demand();
             while !host.event().is_done() {
                 std::thread::yield_now();
@@ -172,12 +172,12 @@ fn work_that_does_not_wait_for_a_copy_of_its_memory_is_found() {
             let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
             let device = Device::open(options).unwrap();
             let [mut x, mut other] = ["x", "other"].map(|name| tensor(&device, &random(100, name)));
-            // The copy cannot run before the end of the test, or before a thread that waits has it.
+            // The copy cannot run before `held` completes: before the kernel if that is awaited, otherwise at the end of the test.
             let held = Latch::new(|| ());
             let mut host = Pending::until(held.event(), host_memory(400));
             let run = AssertUnwindSafe(|| {
                 device.upload_later(&mut host, 0, x.view_mut());
-                // A copy of other memory is awaited, which orders nothing after the first.
+                // Waiting for a copy of other memory does not order the kernel after the first copy.
                 let mut copied = Pending::until(Event::DONE, host_memory(400));
                 device.download_later(other.view(), &mut copied, 0);
                 device.wait_for(&copied.event());

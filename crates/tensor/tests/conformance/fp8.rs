@@ -1,4 +1,4 @@
-//! Products of factors that were rounded as fp8 rounds them.
+//! Matmuls with operands rounded to fp8.
 
 use super::{on_all, random, rounded, wide};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use trireme_tensor::{
     Tape,
 };
 
-/// A layer of one weight, which is 1, so that its outputs are its inputs, rounded.
+/// A layer with a single weight of 1, so that its outputs are its rounded inputs.
 #[test]
 fn inputs_are_rounded_to_the_nearest_of_their_format_and_their_largest_is_kept() {
     let values = random(500, "x");
@@ -32,7 +32,7 @@ fn inputs_are_rounded_to_the_nearest_of_their_format_and_their_largest_is_kept()
         state.take_amaxes(device, &mut amaxes);
         (y, amaxes)
     });
-    // Three bits of fraction; far below the largest value, steps no longer shrink.
+    // Three fraction bits. Far below the largest value, the rounding step is constant.
     for (&found, &x) in found.iter().zip(&values) {
         let bound = (f64::from(x).abs() / 16.0).max(f64::from(largest) * 2.0_f64.powi(-17)) * 1.1;
         assert!((f64::from(found) - f64::from(x)).abs() <= bound, "{found} instead of {x}");

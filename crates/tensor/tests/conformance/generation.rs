@@ -1,4 +1,4 @@
-//! Attention after positions that were read before, and with positions that are rotary.
+//! Attention with a KV cache, with and without rotary embeddings.
 
 use super::{assert_near, on_all, random, shaped};
 use std::sync::Arc;
@@ -10,17 +10,17 @@ const HEADS: usize = 2;
 const DIM: usize = 4;
 const COLS: usize = 3 * HEADS * DIM;
 
-/// Angles per position of the pairs of a head whose positions are rotary.
+/// Angles per position of the pairs of a rotary head.
 const FREQUENCIES: [f64; DIM / 2] = [1.0, 0.25];
 
-/// Causal attention of one sequence, by its definition (rotary positions: Su et al., "RoFormer", 2021, section 3.4.2).
+/// Computes causal attention of one sequence by its definition (rotary embeddings: Su et al., "RoFormer", 2021, section 3.4.2).
 fn attention(qkv: &[f64], is_rotary: bool) -> Vec<f64> {
     let element = |row: usize, part: usize, head: usize, col: usize| {
         let at = |col: usize| qkv[row * COLS + part * HEADS * DIM + head * DIM + col];
         if part == 2 || !is_rotary {
             return at(col);
         }
-        // Elements of the two halves of a head are pairs.
+        // Pairs consist of one element from each half of a head.
         let (sin, cos) = (row as f64 * FREQUENCIES[col % 2]).sin_cos();
         if col < DIM / 2 { at(col) * cos - at(col + 2) * sin } else { at(col) * cos + at(col - 2) * sin }
     };

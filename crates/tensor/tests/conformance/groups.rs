@@ -1,4 +1,4 @@
-//! Rows by group, and their products.
+//! Sorting rows by group, and grouped matmuls.
 
 use super::{FLOATS, empty, on_all, random, rounded};
 use trireme_base::DType;
@@ -31,7 +31,8 @@ fn rows_are_ordered_by_group_and_as_they_were() {
     }
 }
 
-/// Of each few neighbours a group takes the first ones; the others come last, as they were. Rows of the group after the last one take no room.
+/// Of each `num_together` neighbours, a group takes the first rows up to its limit. The others come last, in their order. Rows of the id
+/// after the last group do not count in the limit.
 #[test]
 fn rows_beyond_a_limit_are_of_no_group() {
     const WEIGHTS: [f32; 6] = [1.5, 0.0, 0.25, 2.0, 1.0, 4.0];
@@ -76,7 +77,8 @@ fn rows_beyond_a_limit_are_of_no_group() {
     }
 }
 
-/// The sum over parts of a group is that of as many ranks: neighbours first, where the first pairs make the number a power of two.
+/// The sum over parts of a group has the order of a reduction over that many ranks: the first parts are added in pairs until their number
+/// is a power of two, which a binary tree adds.
 #[test]
 fn parts_of_groups_are_summed_as_ranks_sum() {
     let (inner, cols, num_groups) = (30, 50, 2);
@@ -136,15 +138,15 @@ fn parts_of_groups_are_summed_as_ranks_sum() {
     }
 }
 
-/// Whatever the type, groups have the bits of products of their own, among them one without rows and one of a single row.
+/// In every dtype, groups have the same bits as separate matmuls, including a group without rows and a group of one row.
 #[test]
 fn groups_have_the_bits_of_products_of_their_own() {
     let (starts, inner, cols) = ([0_usize, 70, 70, 71, 130], 40, 90);
-    // The last ones are of no group.
+    // The last rows belong to no group.
     let (rows, num_groups) = (starts[4] + 3, starts.len() - 1);
     for (dtype, precision) in FLOATS.into_iter().zip([Precision::F32, Precision::Bf16, Precision::F16]) {
         let is_equal = on_all(|device| {
-            // Only differences matter.
+            // Only the differences of starts matter.
             let of_groups = ids(device, &starts.map(|start| start as u32 + 7));
             let values = |shape: [usize; 2], name| {
                 rounded(device, &random(shape[0] * shape[1], name), dtype).reshaped(shape.into())
@@ -221,7 +223,7 @@ fn groups_have_the_bits_of_products_of_their_own() {
     }
 }
 
-/// One output a group: its gradient is a column, which is packed only for some numbers of rows.
+/// With one output per group, the gradient is a column, which is packed only for some numbers of rows.
 #[test]
 fn columns_of_odd_and_even_groups() {
     let (starts, cols) = ([0_u32, 3, 8], 700);

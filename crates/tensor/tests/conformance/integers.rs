@@ -1,4 +1,4 @@
-//! Messages of integers.
+//! Messages of quantized integers.
 
 use super::{FLOATS, assert_near, empty, on_all, random, rounding, tensor, wide};
 use trireme_base::DType;

@@ -1,6 +1,6 @@
-//! What a device must do beside the kernels of operations, which `tests/operations` checks: every backend against definitions in f64.
+//! Compares every backend with definitions in f64, beyond the kernels of operations, which `tests/operations` checks.
 //!
-//! Backends have the same bits: a kernel computes in the order that shapes alone decide.
+//! All backends must give the same bits: only shapes determine the order in which a kernel computes.
 
 mod copies;
 mod fp8;
@@ -14,10 +14,10 @@ use trireme_base::{DType, RandomKey};
 use trireme_tensor::{BackendKind, Category, DetachedOptions, Device, DeviceOptions, Shape, Tensor};
 use trireme_testkit::TracedDevice;
 
-/// Floats that kernels compute with.
+/// Float dtypes that kernels compute with.
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
-/// A device of each backend, and with several threads.
+/// Returns options for every backend, with different numbers of threads and seeds.
 pub(crate) fn devices() -> Vec<DeviceOptions> {
     let with = |num_threads, backend| DeviceOptions { num_threads, backend, ..DeviceOptions::default() };
     let detached = |seed| BackendKind::Detached(DetachedOptions { seed, ignored_wait: None });
@@ -28,7 +28,7 @@ pub(crate) fn devices() -> Vec<DeviceOptions> {
         .collect()
 }
 
-/// What `run` finds on every device, which must be the same.
+/// Runs `run` on every device and asserts equal results. Returns the result.
 pub(crate) fn on_all<T: PartialEq + std::fmt::Debug>(run: impl Fn(&Device) -> T) -> T {
     let mut found =
         devices().into_iter().map(|options| (options, run(&TracedDevice::open(options).unwrap())));
@@ -39,14 +39,14 @@ pub(crate) fn on_all<T: PartialEq + std::fmt::Debug>(run: impl Fn(&Device) -> T)
     first
 }
 
-/// Normal values, of standard deviation 1.
+/// Returns random normal values of standard deviation 1.
 pub(crate) fn random(len: usize, name: &str) -> Vec<f32> {
     let mut values = vec![0.0; len];
     RandomKey::new(5, name).fill_normal(&mut values, 1.0);
     values
 }
 
-/// A tensor of these values in f32.
+/// Returns an f32 tensor with these values.
 pub(crate) fn tensor(device: &Device, values: &[f32]) -> Tensor {
     shaped(device, values, [values.len()])
 }
@@ -61,7 +61,7 @@ pub(crate) fn empty(device: &Device, shape: impl Into<Shape>, dtype: DType) -> T
     device.empty(shape.into(), dtype, Category::Activations).unwrap()
 }
 
-/// The values, rounded to a type.
+/// Returns the values rounded to a dtype.
 pub(crate) fn rounded(device: &Device, values: &[f32], dtype: DType) -> Tensor {
     let wide = tensor(device, values);
     let mut narrow = empty(device, [values.len()], dtype);
@@ -69,14 +69,14 @@ pub(crate) fn rounded(device: &Device, values: &[f32], dtype: DType) -> Tensor {
     narrow
 }
 
-/// The values in f32.
+/// Returns the values in f32.
 pub(crate) fn wide(device: &Device, tensor: &Tensor) -> Vec<f32> {
     let mut wide = empty(device, tensor.shape(), DType::F32);
     device.convert(tensor.view(), wide.view_mut());
     device.read(wide.view())
 }
 
-/// Half a unit in the last place of a type, in proportion to a value.
+/// Returns the relative rounding error of a dtype: half a unit in the last place.
 pub(crate) fn rounding(dtype: DType) -> f64 {
     match dtype {
         DType::Bf16 => 2.0_f64.powi(-8),
@@ -85,7 +85,7 @@ pub(crate) fn rounding(dtype: DType) -> f64 {
     }
 }
 
-/// Asserts that values are as near to those of a definition as so many roundings explain.
+/// Asserts that values equal expected ones up to `bound`, relative to values greater than 1 and absolute otherwise.
 pub(crate) fn assert_near(found: &[f32], expected: impl IntoIterator<Item = f64>, bound: f64, what: &str) {
     let mut num = 0;
     for (index, (&found, expected)) in found.iter().zip(expected).enumerate() {

@@ -1,4 +1,4 @@
-//! Updates of optimizers.
+//! Optimizer updates.
 
 use super::{assert_near, empty, on_all, random, shaped, tensor};
 use std::sync::Arc;
@@ -21,7 +21,7 @@ const ADAMW: AdamWStep = AdamWStep {
     ..AdamWStep::DEFAULT
 };
 
-/// One update of AdamW (Loshchilov, Hutter 2019), with its moments: those of zero gradients before.
+/// Computes one AdamW update (Loshchilov, Hutter 2019) from zero moments: the parameter and both moments.
 fn adamw(parameter: f64, gradient: f64) -> [f64; 3] {
     let step = |x: f32| f64::from(x);
     let g = gradient * step(ADAMW.grad_scale);
@@ -51,7 +51,7 @@ fn an_update_goes_over_parameters_and_states_and_takes_sums() {
                 values
             };
             let [first, second] = states.each_ref().map(read);
-            // What was read comes back as it was.
+            // Writing back values that were read does not change the state.
             states[0].write(&pieces, all.clone(), device, &first);
             assert_eq!(read(&states[0]), first);
             let mut sums = empty(device, [all.len(), 2], DType::F64);
@@ -95,7 +95,7 @@ fn learning_rates_are_scaled_by_sums_over_whole_parameters() {
         let taken = Some(of_pieces.view_mut());
         let pass = UpdatePass { pieces: &pieces, updates: &updates, scales: None, noise: 0, sums: taken };
         device.update(pass, p.view_mut(), g.view(), &mut []);
-        // The second parameter is one that another rank counts.
+        // The second parameter is counted by another rank.
         let runs =
             [LeafRun { pieces: 0..num_pieces, first_leaf: 3 }, LeafRun { pieces: 0..0, first_leaf: 0 }];
         let mut sums = empty(device, [4], DType::F64);
@@ -182,7 +182,7 @@ fn matrices_are_made_nearly_orthogonal() {
             device.orthogonalize(matrix.view_mut(), 5, Precision::F32).unwrap();
             device.read::<f32>(matrix.view())
         });
-        // Of the five vectors along the shorter side.
+        // Returns one of the five vectors of length 40.
         let vector = |index: usize| -> Vec<f64> {
             let of = |place: usize| if rows < cols { index * cols + place } else { place * cols + index };
             (0..40).map(|place| f64::from(found[of(place)])).collect()

@@ -1,4 +1,4 @@
-//! Operations on a rank of the tensor axis, against the same on one rank.
+//! Operations on ranks of the tensor axis, compared with one rank.
 
 use crate::threads::Threads;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use trireme_tensor::{
 };
 use trireme_testkit::TracedDevice;
 
-/// Gradients, and which of them are terms of a sum.
+/// Gradients, and which of them are partial sums.
 struct Grads {
     flat: Parameters,
     is_written: Vec<bool>,
@@ -43,13 +43,13 @@ const BATCH: usize = 2;
 const SEQ_LEN: usize = 6;
 const HIDDEN: usize = 8;
 const INNER: usize = 12;
-/// Does not divide.
+/// Not divisible by the tested degrees.
 const VOCABULARY: usize = 11;
 
-/// What a rank finds: the loss, and for each parameter what it has of its gradient, and whether that is a term.
+/// The loss of a rank, and for each parameter its shard of the gradient, and whether the gradient is a partial sum.
 type Found = (f64, Vec<(ParameterInfo, Vec<f32>, bool)>);
 
-/// Layers that are cut between others that are not, forward and backward; in bf16 they multiply numbers of fp8.
+/// Runs sharded layers between replicated ones, forward and backward. In bf16, matmuls are quantized to fp8.
 fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found {
     let place = axis.as_ref().map_or(AxisPlace::ALONE, TensorAxis::place);
     let shards_rows = axis.as_ref().is_some_and(|axis| axis.shards_rows);
@@ -79,7 +79,7 @@ fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found
         bias: Some(table.add(Parameter::vector("narrow.bias", HIDDEN, normal))),
         activation: InputActivation::Of(Activation::Gelu),
     });
-    // Of an input that an activation is applied to, and of one that has no gradient.
+    // One layer has an activated input; the input of the other one has no gradient.
     let columns = |table: &mut ParameterTable, name: &str, activation| {
         let weight = table.add(matrix(name, [INNER, HIDDEN], Cut::along(0)));
         Arc::new(Linear { weight, layout: WeightLayout::OutputsFirst, bias: None, activation })
@@ -150,14 +150,14 @@ fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found
         let inner = recorder.apply(&dropouts[1], [inner])?;
         let x = recorder.apply(&narrow, (inner, x))?;
         let x = recorder.apply(&dropouts[0], [x])?;
-        // What each rank makes of all rows, and all of them add up.
+        // Each rank computes on all rows, and the results are summed.
         let copy = recorder.apply(&CopyToRanks, [&x])?;
         let part = recorder.apply(&mean_of_ranks, [copy])?;
         let sum = recorder.apply(&SumOverRanks, [part])?;
         let turned = recorder.apply(&plain, [&x])?;
         let x = recorder.apply(&Add, (x, turned))?;
         let x = recorder.apply(&Add, (x, sum))?;
-        // Reads all rows of a sequence at once.
+        // Needs all rows of a sequence.
         let mean = recorder.apply(&Mean { dim: 1 }, [&x])?;
         recorder.apply_loss(&MeanLoss(SquaredError), (mean, zeros), 0.5)?;
         let normed = recorder.apply(&norms[1], [x])?;
@@ -175,7 +175,7 @@ fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found
     (loss.sum / loss.num_rows as f64, grads.collect())
 }
 
-/// What ranks of an axis find, with their parts of gradients joined and terms added.
+/// Returns the results of the ranks of an axis, with shards of gradients joined and partial sums added.
 fn run_ranks(
     backend: BackendKind,
     precision: Precision,
@@ -208,8 +208,8 @@ fn run_ranks(
     (found[0].0, (0..found[0].1.len()).map(joined).collect())
 }
 
-/// How far the loss and gradients may be from one rank's, relative to the largest element: sums in another order in f32, and in bf16 terms that
-/// are rounded before they are added, of which a few are then rounded to other numbers of fp8.
+/// Returns the tolerances of the loss and of gradients, relative to the largest element. In f32, sums have another order. In bf16, partial
+/// sums are rounded before they are added, so that a few values are then rounded to other fp8 values.
 fn bounds(precision: Precision) -> (f64, f32) {
     if precision == Precision::F32 { (1e-6, 1e-5) } else { (8e-3, 0.05) }
 }

@@ -1,4 +1,4 @@
-//! Operations on a rank that has a part of the positions, against the same on one rank.
+//! Operations on ranks of the context axis, compared with one rank.
 
 use crate::no_parameters;
 use crate::threads::Threads;
@@ -22,11 +22,11 @@ const DIM: usize = 6;
 const COLS: usize = (HEADS + 2 * KV_HEADS) * DIM;
 const OUT: usize = HEADS * DIM;
 
-/// What is attended to.
+/// Settings of an attention.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     rule: AttentionRule,
-    /// Of the first sequence.
+    /// Number of keys of the first sequence.
     num_keys: Option<u32>,
     has_documents: bool,
     is_rotary: bool,
@@ -39,7 +39,7 @@ fn random(len: usize, name: &str) -> Vec<f32> {
     values
 }
 
-/// Rows of these positions.
+/// Returns the rows of the positions `at`.
 fn rows<T: Copy>(all: &[T], cols: usize, at: Positions) -> Vec<T> {
     let of_sequence = |sequence| (0..at.len()).map(move |index| sequence * LEN + at.at(index));
     let all_rows = (0..BATCH).flat_map(of_sequence);
@@ -66,7 +66,7 @@ fn pass_of(context: Option<ContextAxis>) -> PassState {
     PassState { axes: PassAxes { context, ..PassAxes::default() }, ..Precision::F32.into() }
 }
 
-/// The outputs and gradients of a rank: rows of its positions.
+/// Returns the outputs and gradients of a rank, in rows of its positions.
 fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<ContextAxis>) -> [Vec<f32>; 3] {
     let place = axis.as_ref().map_or(ContextPlace::ALONE, ContextAxis::place);
     let (at, of_heads) = (place.positions(LEN), place.positions_of_heads(LEN));
@@ -113,7 +113,7 @@ fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<Contex
     [found, first, if num_floats == 2 { grads.next().unwrap() } else { Vec::new() }]
 }
 
-/// What ranks find, put together.
+/// Returns the joined results of all ranks.
 fn run_ranks(backend: BackendKind, case: Case, degree: usize, heads: usize) -> [Vec<f32>; 3] {
     let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
     let ring = degree / heads;
@@ -208,7 +208,7 @@ fn what_mixes_positions_and_heads_that_do_not_divide_are_refused() {
     let x = tape.input(tensor(&device, &[1, 4, 2], &[0.0; 8]));
     let refused = tape.recorder(&parameters).apply(&Mean { dim: 1 }, [x]).unwrap_err().to_string();
     assert!(refused.contains("Mean { dim: 1 } mixes positions"), "{refused}");
-    // Softmax is over the last dim, which here would be that of positions.
+    // Softmax over the last dim, which is the dim of positions here.
     let mut tape = Tape::new(&device, Recording::On, pass_of(Some(axis_alone(1))));
     let x = tape.input(tensor(&device, &[2, 4], &[0.0; 8]));
     let refused = tape.recorder(&parameters).apply(&Softmax, [x]).unwrap_err().to_string();

@@ -1,10 +1,10 @@
-//! Functions of single elements.
+//! Elementwise operations.
 
 use crate::{check, no_parameters, op};
 use trireme_tensor::tape::{Add, Convert, Mul, Op, Relu, Scale, Sigmoid, Silu, Tanh};
 use trireme_testkit::Input;
 
-/// Shapes at the edges: nothing, one element, more than a task of a kernel has, odd ones.
+/// Edge cases: an empty shape, one element, odd shapes, more elements than one task of a kernel.
 const SHAPES: [&[usize]; 5] = [&[0, 3], &[1], &[1, 1, 1], &[3, 5, 7], &[2, 129]];
 
 /// Checks an operation without parameters on inputs of equal shapes.

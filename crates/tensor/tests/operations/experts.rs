@@ -1,4 +1,4 @@
-//! What a mixture of experts is made of.
+//! Operations of a mixture of experts.
 
 use crate::{PRECISIONS, check, no_parameters, op, product};
 use std::sync::Arc;
@@ -32,7 +32,7 @@ fn routers() {
     }
 }
 
-/// Places of the `k` largest elements of a row, the largest first.
+/// Returns the indices of the `k` largest elements of a row, in descending order.
 fn largest(row: &[f64], k: usize) -> Vec<usize> {
     let mut places: Vec<usize> = (0..row.len()).collect();
     places.sort_by(|&a, &b| row[b].total_cmp(&row[a]));
@@ -44,7 +44,7 @@ fn largest(row: &[f64], k: usize) -> Vec<usize> {
 fn largest_elements_of_rows() {
     for (shape, k, normalizes) in [(&[3_usize, 7][..], 2, true), (&[2, 2, 4], 4, false), (&[0, 3], 1, true)] {
         let cols = shape[shape.len() - 1];
-        // Of positive numbers, as those of which there are sums.
+        // Softmax makes scores positive, so that their sum can normalize them.
         let reference = |x: &[Vec<f64>], _: &[f64]| -> Vec<f64> {
             let row = |row: &[f64]| -> Vec<f64> {
                 let exps: Vec<f64> = row.iter().map(|x| x.exp()).collect();
@@ -76,7 +76,7 @@ fn largest_elements_of_rows() {
     }
 }
 
-/// Rows go to the experts that were chosen, and their sums back.
+/// Spreads rows to the chosen experts and combines the results.
 #[test]
 fn rows_by_expert_and_back() {
     let (cols, num_groups) = (600, 4);
@@ -124,7 +124,7 @@ fn rows_by_expert_and_back() {
     }
 }
 
-/// A choice among the experts of the best groups, by scores with a bias that is no part of weights.
+/// Chooses experts of the best groups, by scores with a bias that does not affect weights.
 #[test]
 fn experts_of_the_best_groups() {
     let (rows, cols) = (5, 12);
@@ -160,7 +160,7 @@ fn experts_of_the_best_groups() {
             };
             x[0].chunks(cols).flat_map(row).collect()
         };
-        // The gradient of the bias is no derivative.
+        // The gradient of the bias is not a derivative.
         let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
         let mut parameters = Parameters::zeros(&table.clone().into(), &device, Category::Parameters).unwrap();
         let biases: Vec<f32> = (0..cols).map(|place| (place * 5 % 7) as f32 * 0.1).collect();
@@ -201,7 +201,7 @@ fn experts_of_the_best_groups() {
     }
 }
 
-/// Takes the gradient of one parameter.
+/// Stores the gradient of one parameter.
 struct Loads {
     device: Device,
     loads: Vec<f32>,
@@ -269,7 +269,7 @@ fn losses_that_balance_experts() {
         }
         .check();
     }
-    // Reported, with the gradient of a weighted loss beside others; and what has none.
+    // Metrics without a gradient, and an auxiliary loss with a weighted gradient.
     let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
     let parameters = Parameters::zeros(&no_parameters().into(), &device, Category::Parameters).unwrap();
     let x: Vec<f32> = (0..rows * num_experts).map(|place| (place * 7 % 5) as f32 * 0.3).collect();
@@ -374,7 +374,7 @@ fn heads_of_latent_attention() {
     }
 }
 
-/// Statistics of a router over some tokens and padding are those of the tokens alone, and padding has neither expert nor gradient.
+/// Router statistics over tokens and padding equal those over the tokens alone. Padding has no expert and no gradient.
 #[test]
 fn padding_does_not_count_in_statistics_of_routers() {
     for backend in [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())] {

@@ -1,4 +1,4 @@
-//! Fused operations.
+//! Fused layers.
 
 use crate::{check, gelu, no_parameters, normal_distribution, op, product};
 use trireme_tensor::tape::{
@@ -47,7 +47,7 @@ fn linear_layers() {
     }
 }
 
-/// What a layer's activation makes of rows with `inputs` elements after it.
+/// Applies a layer's activation to rows; the results have `inputs` elements.
 fn activated(activation: InputActivation, x: &[f64], inputs: usize) -> Vec<f64> {
     let curve = |activation: Activation, x: f64| match activation {
         Activation::Gelu => gelu(x),
@@ -146,7 +146,7 @@ fn normalisations() {
             x[0].chunks(cols).flat_map(row).collect()
         };
         let norm = op(Norm { weight, bias, weight_offset, epsilon, centred });
-        // Of the residual stream, which is f32, and of an activation.
+        // Both f32, as in the residual stream, and the precision of activations.
         let x = Input::random(&[rows, cols], "x");
         check(&norm, &table, std::slice::from_ref(&x), &reference);
         check(&norm, &table, &[x.in_f32()], &reference);

@@ -103,7 +103,7 @@ fn a_metric_is_reported_and_changes_no_gradient() {
             recorder.apply_metric("accuracy", &Accuracy, (&x, &labels)).unwrap();
             assert!(tape.loss().is_none());
             let [accuracy, entropy] = tape.metrics() else { panic!("{:?}", tape.metrics()) };
-            // Right, the first of two, the second of two, and NaN on both sides.
+            // Rows: one maximum, the first of two equal maxima, the second of two, and NaN before and after the maximum.
             let found = accuracy.mean.read(&device);
             assert_eq!((accuracy.name, found), ("accuracy", RowMean { sum: 4.0, num_rows: 10 }));
             assert_eq!((entropy.name, entropy.mean.num_rows), ("entropy", 5));

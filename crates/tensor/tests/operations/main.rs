@@ -1,4 +1,4 @@
-//! Every operation against its definition in f64: values, and the gradients of all inputs and parameters.
+//! Compares every operation with its definition in f64: values, and gradients of all inputs and parameters.
 
 mod axis;
 mod context;
@@ -43,7 +43,7 @@ pub(crate) fn check(op: &Op, table: &ParameterTable, inputs: &[Input], reference
     }
 }
 
-/// `[rows, inner] x [inner, cols]`.
+/// Computes `[rows, inner] x [inner, cols]`.
 pub(crate) fn product(left: &[f64], right: &[f64], inner: usize, cols: usize) -> Vec<f64> {
     let rows = left.len() / inner;
     let element = |index: usize| {
@@ -53,7 +53,7 @@ pub(crate) fn product(left: &[f64], right: &[f64], inner: usize, cols: usize) ->
     (0..rows * cols).map(element).collect()
 }
 
-/// The normal distribution from negative infinity to `x`, by the series around 0; for moderate arguments.
+/// Returns the cumulative normal distribution at `x`, by the series around 0; for moderate arguments.
 pub(crate) fn normal_distribution(x: f64) -> f64 {
     let density = (-x * x / 2.0).exp() / (2.0 * std::f64::consts::PI).sqrt();
     let terms = (1..200).scan(x, |term, n| {

@@ -1,4 +1,4 @@
-//! Operations with random numbers, and sums of rows of tables.
+//! Operations with random numbers, and embedding bags.
 
 use crate::{PRECISIONS, check, no_parameters, op};
 use std::sync::Arc;
@@ -24,7 +24,7 @@ fn dropout_is_a_function_of_its_stream() {
     }
 }
 
-/// What dropout makes of ones, of two rows for each sample.
+/// Returns the output of a dropout of ones with two rows per sample.
 fn dropped(num_samples: usize, randomness: Randomness, recording: Recording) -> Vec<f32> {
     let randomness = Randomness { num_samples, ..randomness };
     let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
@@ -79,7 +79,7 @@ fn bags_of_rows() {
 
 #[test]
 fn dropped_gradients_are_those_of_kept_elements_in_every_precision() {
-    // An element and its gradient are dropped together, so the sum of products is that over kept elements.
+    // With ones as inputs and as output gradients, the input gradient equals the output, because both have the same mask.
     for precision in PRECISIONS {
         let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
         let parameters =

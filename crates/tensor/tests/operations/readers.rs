@@ -1,4 +1,4 @@
-//! Values that several operations read.
+//! Values with several readers.
 
 use crate::{PRECISIONS, gelu, no_parameters, product};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use trireme_tensor::{
 };
 use trireme_testkit::{GradientCheck, Input};
 
-/// For tapes without parameters.
+/// A gradient sink for tapes without parameters.
 pub(crate) struct NoParameters;
 
 impl GradSink for NoParameters {
@@ -36,14 +36,14 @@ fn random(device: &Device, shape: impl Into<Shape>, name: &str) -> Tensor {
     values
 }
 
-/// One head of four elements, whose positions are rotary.
+/// Returns a rotary attention with one head of four elements.
 fn rotary_attention(device: &Device, seq_len: usize) -> Arc<Attention> {
     let rotary = Some(Arc::new(RotaryTable::new(device, seq_len, &[1.0, 0.25], 1.0).unwrap()));
     let rule = AttentionRule::causal(4);
     Arc::new(Attention::new(1, 1, 4, rule).with_rotary(rotary))
 }
 
-/// Two linear layers, a normalisation and a sum read one value, in every order.
+/// Two linear layers, a normalization and a sum read one value, in every order.
 #[test]
 fn a_value_with_several_readers() {
     let (rows, cols) = (3, 6);
@@ -57,7 +57,7 @@ fn a_value_with_several_readers() {
     };
     let [first, left, right] = weights;
     let [first, left] = [first, left].map(|weight| linear(weight, InputActivation::Identity));
-    // Its backward computes in the memory of its input.
+    // The backward of this layer computes in the memory of its input.
     let right = linear(right, InputActivation::Of(Activation::Gelu));
     let norm =
         Arc::new(Norm { weight: norm_weight, bias: None, weight_offset: 0.0, epsilon: 1e-3, centred: false });
@@ -78,7 +78,7 @@ fn a_value_with_several_readers() {
             .collect()
     };
     for order in 0..24 {
-        // The readers in the order that the number stands for.
+        // Decodes a permutation of the readers.
         let mut places = vec![0, 1, 2, 3];
         let order: Vec<usize> =
             [order / 6, order / 2 % 3, order % 2, 0].map(|place| places.remove(place)).into();
@@ -114,7 +114,7 @@ fn a_value_with_several_readers() {
     }
 }
 
-/// Its parameters get a gradient all the same: zero.
+/// The parameters still get a gradient: zero.
 #[test]
 fn a_layer_whose_output_nothing_reads() {
     let mut table = ParameterTable::default();
@@ -140,7 +140,7 @@ fn a_layer_whose_output_nothing_reads() {
     }
 }
 
-/// A value in f32 whose readers work in 16 bits, and a gradient in f32 of a value in 16 bits.
+/// An f32 value whose readers compute in 16 bits, and an f32 gradient of a 16-bit value.
 #[test]
 fn values_and_gradients_of_two_types() {
     let (rows, cols) = (4, 6);
@@ -196,7 +196,7 @@ fn values_and_gradients_of_two_types() {
     }
 }
 
-/// An operation computes in the memory of its input only if nobody else reads that.
+/// An operation computes in place only if its input has no other reader.
 #[test]
 fn rotation_in_place_leaves_what_others_read() {
     let (seq_len, cols) = (3, 12);
@@ -212,7 +212,7 @@ fn rotation_in_place_leaves_what_others_read() {
         let place = input.id();
         let mut recorder = tape.recorder(&parameters);
         let qkv = recorder.apply(&double, [&input]).unwrap();
-        // Squared before or after the rotation, by an operation that reads it again in backward.
+        // The square is computed before or after the rotation, and its backward reads the value again.
         let (attended, square) = match order {
             0 => {
                 let square = recorder.apply(&Mul, (&qkv, &qkv)).unwrap();
@@ -238,7 +238,7 @@ fn rotation_in_place_leaves_what_others_read() {
     assert!(bits[0] == bits[1]);
 }
 
-/// What forward makes again is not overwritten: backward would read it as it was before.
+/// Values that will be recomputed are not overwritten in forward, because backward would otherwise read the recomputed contents.
 #[test]
 fn what_is_made_again_is_as_backward_left_it() {
     let (seq_len, cols) = (3, 12);
@@ -273,7 +273,7 @@ fn what_is_made_again_is_as_backward_left_it() {
     assert_eq!(gradient(true), gradient(false));
 }
 
-/// Backward does not compute in memory that is lent to the tape, though it is the only reader.
+/// Backward does not overwrite an input of the tape, even if it is the only reader.
 #[test]
 fn what_is_lent_to_the_tape_is_whole_after_backward() {
     let device = device();

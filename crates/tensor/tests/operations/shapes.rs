@@ -1,4 +1,4 @@
-//! Elements in other places, and functions along a dim.
+//! Reshapes, permutations and reductions along a dim.
 
 use crate::{check, no_parameters, op};
 use trireme_tensor::tape::{
@@ -6,7 +6,7 @@ use trireme_tensor::tape::{
 };
 use trireme_testkit::Input;
 
-/// Each element of `shape` with its place in every dim.
+/// Returns the index in every dim of each element of `shape`.
 fn places(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> {
     let shape = shape.to_vec();
     (0..shape.iter().product()).map(move |index: usize| {
@@ -25,7 +25,7 @@ fn places(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> {
     })
 }
 
-/// The element of `x` of `shape` at a place.
+/// Returns the element of `x`, which has shape `shape`, at `place`.
 fn at(x: &[f64], shape: &[usize], place: &[usize]) -> f64 {
     x[shape.iter().zip(place).fold(0, |index, (dim, place)| index * dim + place)]
 }
@@ -114,7 +114,7 @@ fn sums_and_means_over_a_dim() {
         (&[0, 2], 1),
         (&[0, 100], 0),
     ] {
-        // A mean over nothing is NaN.
+        // The mean over an empty dim is NaN.
         for is_mean in [false, true].into_iter().filter(|is_mean| shape[dim] > 0 || !is_mean) {
             let mut summed = shape.to_vec();
             summed[dim] = 1;

@@ -6,12 +6,12 @@ use trireme_base::{AxisPlace, DType, ExchangeKind};
 use trireme_tensor::tape::{AxisOps, ExchangedRuns, PendingExchange};
 use trireme_tensor::{Category, Device, DeviceError, View, ViewMut};
 
-/// Ranks as threads of the test, which exchange f32 and round sums once.
+/// A rank that runs on a thread of the test. Ranks exchange f32 values and round sums once.
 #[derive(Debug)]
 pub(crate) struct Threads {
     place: AxisPlace,
     shared: Arc<Shared>,
-    /// Of each exchange that was started; that of a shift comes from the rank before.
+    /// Result of each started exchange; `None` for a shift, whose result comes from the previous rank.
     results: Mutex<Vec<Option<Vec<f32>>>>,
 }
 
@@ -19,13 +19,13 @@ pub(crate) struct Threads {
 struct Shared {
     slots: Mutex<Vec<Vec<f32>>>,
     barrier: Barrier,
-    /// For each rank, what was sent to it and has not arrived.
+    /// For each rank, the vectors that were sent to it and not received yet.
     sent: Mutex<Vec<VecDeque<Vec<f32>>>>,
     is_sent: Condvar,
 }
 
 impl Threads {
-    /// The ranks of an axis.
+    /// Returns the ranks of an axis.
     pub(crate) fn all(degree: usize) -> Vec<Arc<Threads>> {
         let shared = Arc::new(Shared {
             slots: Mutex::new(vec![Vec::new(); degree]),

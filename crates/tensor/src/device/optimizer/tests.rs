@@ -23,7 +23,7 @@ fn transposed(values: &[f32], [rows, cols]: [usize; 2]) -> Vec<f32> {
     (0..rows * cols).map(|index| values[index % rows * cols + index / rows]).collect()
 }
 
-/// Dot product of two rows.
+/// Returns the dot product of two rows.
 fn dot(values: &[f32], cols: usize, left: usize, right: usize) -> f64 {
     let row = |row: usize| &values[row * cols..(row + 1) * cols];
     row(left).iter().zip(row(right)).map(|(x, y)| f64::from(x * y)).sum()
@@ -35,7 +35,7 @@ fn matrices_become_nearly_orthogonal() {
         for size in [1e-25, 1.0, 1e25] {
             let values = random(rows, cols, size);
             let found = orthogonal(&values, shape, Precision::F32);
-            // The iteration leaves singular values from 0.7 to 1.2, of which these are sums.
+            // The iteration leaves singular values between 0.7 and 1.2. A squared row norm is a weighted mean of their squares.
             for row in 0..rows {
                 let square = dot(&found, cols, row, row);
                 assert!((0.4..1.5).contains(&square), "{shape:?} of {size}: a row of length {square}");
@@ -59,7 +59,7 @@ fn products_in_bf16_come_near() {
     let rounded = orthogonal(&values, shape, Precision::Bf16);
     assert!(exact != rounded);
     let distance: f32 = exact.iter().zip(&rounded).map(|(x, y)| (x - y) * (x - y)).sum();
-    // The squares of 24 rows sum up to about 24.
+    // The rows have norms near 1, so the squared norm of the matrix is about 24.
     assert!(distance < 0.01 * 24.0, "{distance}");
 }
 

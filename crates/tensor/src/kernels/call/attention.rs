@@ -1,4 +1,4 @@
-//! Attention and rotary positions.
+//! Attention and rotary embeddings.
 
 use super::{Operands, Replace, kernel_calls, num_bytes};
 use crate::kernels::{
@@ -9,7 +9,7 @@ use crate::shape::Shape;
 use trireme_base::Cost;
 
 kernel_calls! {
-    /// Attention and rotary positions.
+    /// Attention and rotary embeddings.
     AttentionCall {
         "rotary" => Rotary { qkv: OperandMut, rotary: Rotary<Operand>; shape: AttentionShape, inverse: bool }
         "latent_heads" => LatentHeads {
@@ -26,7 +26,7 @@ kernel_calls! {
             inputs: AttentionInputs<Operand>, y: OperandMut, log_sums: OperandMut, scratch: OperandMut;
             shape: AttentionShape, scope: AttentionScope
         }
-        /// Attention after the positions of a cache, which has room for `capacity` and holds `len`.
+        /// Attention with a KV cache that has room for `capacity` positions and holds `len`.
         "attention_cached" => AttentionCached {
             qkv: Operand, keys: OperandMut, values: OperandMut, y: OperandMut, log_sums: OperandMut, scratch: OperandMut;
             shape: AttentionShape, rule: AttentionRule, capacity: usize, len: usize
@@ -88,18 +88,19 @@ impl AttentionCall {
     }
 }
 
-/// The operations that rotate the parts of all heads, without memory traffic.
+/// Returns the operations that rotate the rotary parts of all heads, without memory traffic.
 fn latent_cost(shape: LatentHeadShape, qkv: Shape) -> Cost {
     Cost::others(&[3, qkv.rows(), (shape.num_heads + 1) * shape.rotary_dim])
 }
 
-/// The operations of the two products and of the softmax between them, without memory traffic.
+/// Returns the operations of the two matmuls and the softmax between them, without memory traffic.
 fn forward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
     Cost::products(&[2, shape.batch, shape.query_cols() + shape.output_cols(), num_pairs])
         + Cost::others(&[Cost::EXP + 4, shape.batch, shape.num_heads, num_pairs])
 }
 
-/// The operations of five products (the recomputed scores, and the gradients of weights, values, queries and keys), without memory traffic.
+/// Returns the operations of five matmuls (the recomputed scores, and the gradients of attention weights, values, queries and keys),
+/// without memory traffic.
 fn backward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
     Cost::products(&[2, shape.batch, 3 * shape.query_cols() + 2 * shape.output_cols(), num_pairs]).repeats(&[
         2,

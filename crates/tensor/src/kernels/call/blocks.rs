@@ -1,18 +1,18 @@
-//! Elements in another order or place, sums over a dim, and softmax.
+//! Copies, permutations, gathers, sums over a dim, and softmax.
 
 use super::{each, kernel_calls};
 use crate::kernels::{Blocks, Operand, OperandMut};
 use trireme_base::Cost;
 
 kernel_calls! {
-    /// Elements in another order or place, sums over a dim, and softmax.
+    /// Copies, permutations, gathers, sums over a dim, and softmax.
     BlockCall {
         "copy_blocks" => CopyBlocks { x: Operand, y: OperandMut; from: Blocks, to: Blocks, num_blocks: usize, len: usize }
         /// Permutes the dims of `x`: `strides` are the strides in `x` of the `dims` of `y`.
         "permute" => Permute { x: Operand, y: OperandMut; strides: [usize; 4], dims: [usize; 4] }
-        /// `y[o, i] = factor * sum over d of x[o, d, i]`, for `x` of `dims`, `[outer, dim, inner]`.
+        /// `y[o, i] = factor * sum over d of x[o, d, i]`, where `dims` is the shape `[outer, dim, inner]` of `x`.
         "sum_dim" => SumDim { x: Operand, y: OperandMut; dims: [usize; 3], factor: f32 }
-        /// `y[o, d, i] = factor * x[o, i]`, for `y` of `dims`, `[outer, dim, inner]`.
+        /// `y[o, d, i] = factor * x[o, i]`, where `dims` is the shape `[outer, dim, inner]` of `y`.
         "spread_dim" => SpreadDim { x: Operand, y: OperandMut; dims: [usize; 3], factor: f32 }
         "gather_rows" => GatherRows { x: Operand, ids: Operand, y: OperandMut }
         "softmax" => Softmax { x: Operand, y: OperandMut }
@@ -20,7 +20,7 @@ kernel_calls! {
     }
 }
 
-/// Operations of a softmax, for each element: two exponentials, the largest value, the sum and the scale.
+/// Operations of a softmax per element: two exponentials, the maximum, the sum and the scale.
 const SOFTMAX_OPERATIONS: usize = 2 * Cost::EXP + 4;
 
 impl BlockCall {

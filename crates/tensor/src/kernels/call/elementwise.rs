@@ -1,4 +1,4 @@
-//! Functions of single elements.
+//! Elementwise kernels.
 
 use super::{each, kernel_calls, num_bytes};
 use crate::kernels::cpu::dropout::WordRows;
@@ -6,7 +6,7 @@ use crate::kernels::{Activation, Operand, OperandMut};
 use trireme_base::{Cost, RandomKey};
 
 kernel_calls! {
-    /// Functions of single elements. Those that write `x` or `dy` work in place.
+    /// Elementwise kernels. Kernels that write `x` or `dy` work in place.
     ElementwiseCall {
         "zero" => Zero { x: OperandMut }
         "convert" => Convert { x: Operand, y: OperandMut }

@@ -1,4 +1,4 @@
-//! Routing of tokens to experts: choosing experts, dispatching rows and combining their results.
+//! Routing of tokens to experts: choice of experts, dispatch of rows and combination of results.
 
 use super::{each, kernel_calls, num_bytes};
 use crate::kernels::{Operand, OperandMut, RoutingRule};

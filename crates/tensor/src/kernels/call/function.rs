@@ -1,4 +1,4 @@
-//! Kernels that are functions of this program.
+//! Kernels that are Rust functions.
 
 use super::{Operands, Replace};
 use crate::kernels::cpu::Cpu;
@@ -7,8 +7,8 @@ use std::fmt;
 use std::sync::Arc;
 use trireme_base::Cost;
 
-/// A function of this program as a kernel, such as a [`Pointwise`](crate::tape::Pointwise) function of a model. Only a processor that runs
-/// this program can run it; other hardware leaves it to the host, with copies of its operands.
+/// A Rust function as a kernel, such as a [`Pointwise`](crate::tape::Pointwise) function of a model. Only a processor that executes this
+/// program can run it; other hardware must leave it to the host and copy its operands.
 pub(crate) struct FunctionCall {
     pub(crate) name: &'static str,
     pub(crate) cost: Cost,

@@ -1,4 +1,4 @@
-//! Products of groups of rows.
+//! Grouped matmuls.
 
 use super::{each, kernel_calls, num_bytes, written};
 use crate::kernels::{GroupLimit, Operand, OperandMut};
@@ -6,13 +6,12 @@ use crate::precision::Precision;
 use trireme_base::Cost;
 
 kernel_calls! {
-    /// Products of groups of rows, and the ordering of rows by group.
+    /// Grouped matmuls, and the sort of rows by group.
     GroupedCall {
         "grouped_matmul" => GroupedMatmul {
             starts: Operand, left: Operand, right: Operand, out: OperandMut, scratch: OperandMut; precision: Precision, is_transposed: bool
         }
-        /// For each group the transpose of its rows of `left`, times its rows of `right`; each group has `num_parts` parts, whose
-        /// blocks wait in `sums`.
+        /// `transpose(left) right` over the rows of each group. Each group has `num_parts` parts, whose partial sums are stored in `sums`.
         "grouped_transposed_matmul" => GroupedTransposedMatmul {
             starts: Operand, left: Operand, right: Operand, out: OperandMut, scratch: OperandMut, sums: OperandMut;
             precision: Precision, num_parts: usize, accumulate: bool

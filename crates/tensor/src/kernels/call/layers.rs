@@ -1,4 +1,4 @@
-//! Normalisations, embeddings and cross-entropies.
+//! Normalization, embedding and cross-entropy.
 
 use super::{Operands, Replace, each, kernel_calls, written};
 use crate::kernels::cpu::cross_entropy::VocabularyChunk;
@@ -9,8 +9,8 @@ use crate::precision::Precision;
 use trireme_base::{Cost, DType, Positions};
 
 kernel_calls! {
-    /// Normalisations, embeddings and cross-entropies. Gradients of inputs and weights are written, or added if the call accumulates.
-    /// Gradients of embedding tables are always added.
+    /// Normalization, embedding and cross-entropy. Gradients of inputs and weights are written, or added if the call accumulates. Gradients
+    /// of embedding tables are always added.
     LayerCall {
         "norm" => Norm { x: Operand, weight: Operand, bias: Option<Operand>, y: OperandMut, statistics: OperandMut; kind: NormKind }
         "norm_backward_input" => NormBackwardInput {
@@ -37,13 +37,13 @@ kernel_calls! {
     }
 }
 
-/// Operations of a normalisation for each element: two sums, a difference, a product with the weight, and a bias.
+/// Operations of a normalization per element: two sums, a difference, a product with the weight, and a bias.
 const NORM_OPERATIONS: usize = 8;
 
-/// Operations of the input gradient of a normalisation for each element: the normalised value, two sums, and their combination.
+/// Operations of the input gradient of a normalization per element: the normalized value, two sums, and their combination.
 const NORM_INPUT_GRADIENT_OPERATIONS: usize = 14;
 
-/// Operations of the weight gradient of a normalisation for each element: the normalised value, a product and a sum.
+/// Operations of the weight gradient of a normalization per element: the normalized value, a product and a sum.
 const NORM_WEIGHT_GRADIENT_OPERATIONS: usize = 4;
 
 impl LayerCall {

@@ -1,4 +1,4 @@
-//! Products of matrices.
+//! Matmuls.
 
 use super::{kernel_calls, num_bytes, written};
 use crate::kernels::{Operand, OperandMut};
@@ -6,10 +6,10 @@ use crate::precision::Precision;
 use trireme_base::Cost;
 
 kernel_calls! {
-    /// Products of matrices.
+    /// Matmuls.
     MatmulCall {
-        /// `out = op(left) op(right) + bias + residual`, or added to `out`. `transposed` says for each factor whether it is read
-        /// transposed. Factors are packed in `scratch`.
+        /// `out = op(left) op(right) + bias + residual`, or added to `out`. `transposed` says whether each operand is transposed. Operands
+        /// are packed in `scratch`.
         "matmul" => Matmul {
             left: Operand, right: Operand, bias: Option<Operand>, residual: Option<Operand>, out: OperandMut, scratch: OperandMut;
             precision: Precision, transposed: [bool; 2], accumulate: bool

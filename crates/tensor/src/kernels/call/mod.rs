@@ -1,8 +1,8 @@
 //! Kernel calls as values: a kernel, its operands, and its other arguments.
 //!
-//! [`Device`](crate::Device) checks the shapes of views and builds a call from them; a backend runs it. The name, the cost and the operands are
-//! derived from the call, so each kernel is described once. A file holds the calls of one area. What a kernel computes is said at the method of `Device`
-//! that has its name.
+//! [`Device`](crate::Device) checks the shapes of views and builds a call from them; a backend runs it. The name, the cost and the operands
+//! are derived from the call, so each kernel is described once. Each file holds the calls of one area. The method of `Device` with the name
+//! of the kernel documents what it computes.
 
 mod attention;
 mod blocks;
@@ -32,15 +32,15 @@ use super::{Operand, OperandMut};
 use crate::shape::Shape;
 use trireme_base::Cost;
 
-/// How a kernel uses an operand.
+/// Access of a kernel to an operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Access {
     Read,
-    /// The kernel may read it as well.
+    /// The kernel may also read the operand.
     Write,
 }
 
-/// A call, or a part of one that has operands.
+/// A call, or a part of a call that has operands.
 pub(crate) trait Operands: Sized {
     /// Returns a copy in which each operand is replaced by the result of `replace`.
     fn with_operands(&self, replace: &mut Replace<'_>) -> Self;
@@ -86,7 +86,7 @@ impl<T: Operands, const N: usize> Operands for [T; N] {
     }
 }
 
-/// Defines the calls of an area: for each its name, its operands, and after a semicolon its other arguments.
+/// Defines the calls of an area: the name of each, its operands and, after a semicolon, its other arguments.
 macro_rules! kernel_calls {
     (
         $(#[$attribute:meta])*
@@ -127,10 +127,10 @@ macro_rules! kernel_calls {
 }
 use kernel_calls;
 
-/// Defines [`Call`] by its areas.
+/// Defines [`Call`] from its areas.
 macro_rules! areas {
     ($($area:ident($calls:ident)),*) => {
-        /// A kernel and all that it works with.
+        /// A kernel with its operands and arguments.
         #[derive(Debug)]
         #[expect(clippy::large_enum_variant, reason = "a call is made and run in place: a box would be an allocation for each kernel")]
         pub(crate) enum Call {
@@ -150,7 +150,7 @@ macro_rules! areas {
                 }
             }
 
-            /// The operations and the memory traffic of the call.
+            /// Returns the operations and the memory traffic of the call.
             pub(crate) fn cost(&self) -> Cost {
                 match self {
                     $(Call::$area(call) => call.cost(),)*
@@ -188,17 +188,17 @@ areas! {
     Sum(SumCall)
 }
 
-/// The cost of `num_operations` operations for each element.
+/// Returns the cost of `num_operations` operations per element.
 pub(crate) fn each(shape: Shape, num_operations: usize) -> Cost {
     Cost::others(&[num_operations, shape.num_elements()])
 }
 
-/// Adds the cost of writing `out`, or of adding to it.
+/// Adds the cost of writing `out`, or of accumulating into it.
 fn written(cost: Cost, out: &OperandMut, accumulate: bool) -> Cost {
     if accumulate { cost.updates(out.num_bytes()) } else { cost.writes(out.num_bytes()) }
 }
 
-/// The size of an operand in bytes; 0 if it is absent.
+/// Returns the size of an operand in bytes; 0 if it is absent.
 fn num_bytes(operand: &Option<Operand>) -> usize {
     operand.as_ref().map_or(0, Operand::num_bytes)
 }

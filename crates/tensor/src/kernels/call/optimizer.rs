@@ -1,4 +1,4 @@
-//! Updates of optimizers.
+//! Optimizer updates.
 
 use super::{Operands, Replace, kernel_calls};
 use crate::kernels::{
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use trireme_base::{Cost, DType};
 
 kernel_calls! {
-    /// Updates of optimizers. The moments of a factored matrix are those of rows and columns, and the mean of those of rows.
+    /// Optimizer updates. The moments of a factored matrix are its row moments, its column moments and the mean of its row moments.
     OptimizerCall {
         "update" => Update {
             parameters: OperandMut, grads: Operand, scales: Option<Operand>, sums: Option<OperandMut>, states: [Option<StateOperands>; 2];
@@ -28,7 +28,7 @@ kernel_calls! {
         "factored_update" => FactoredUpdate {
             moments: [Operand; 3], lr: Operand, parameters: OperandMut, grads: Operand; pieces: Arc<Pieces>, step: FactoredStep
         }
-        /// Makes the singular values of a matrix about 1. The intermediate products are part of the call.
+        /// Makes the singular values of a matrix about 1. The call includes the scratch tensors of intermediate results.
         "orthogonalize" => Orthogonalize {
             matrix: OperandMut, gram: OperandMut, polynomial: OperandMut, product: OperandMut, words: OperandMut;
             num_steps: usize, precision: Precision
@@ -79,13 +79,13 @@ impl Operands for StateOperands {
     }
 }
 
-/// The update of each element of Adafactor's matrices, from the gradients.
+/// Returns the cost of the elementwise part of Adafactor's update.
 fn factored_cost(pieces: &Pieces) -> Cost {
     let num_elements = pieces.num_elements();
     Cost::others(&[9, num_elements]).reads(DType::F32.size() * num_elements)
 }
 
-/// Operations that rounding the elements of a state to its type, and back, adds to an update.
+/// Returns the operations per element that conversion to and from a state's dtype adds to an update.
 fn rounding_operations(dtype: StateDType) -> usize {
     match dtype {
         StateDType::F32 => 0,

@@ -1,4 +1,4 @@
-//! Rounding to integers and to 8-bit floats.
+//! Quantization to integers and 8-bit floats.
 
 use super::{each, kernel_calls};
 use crate::fp8::Fp8Scale;
@@ -6,7 +6,7 @@ use crate::kernels::{IntegerFormat, Operand, OperandMut};
 use trireme_base::Cost;
 
 kernel_calls! {
-    /// Rounding to integers and to 8-bit floats.
+    /// Quantization to integers and 8-bit floats.
     QuantizedCall {
         "quantize" => Quantize { x: Operand, message: OperandMut; format: IntegerFormat }
         "dequantize" => Dequantize { message: Operand, y: OperandMut; format: IntegerFormat }
@@ -15,7 +15,7 @@ kernel_calls! {
     }
 }
 
-/// Operations of a rounding to fp8 for each element: two products with the scale, limits, and the amax.
+/// Operations of a quantization to fp8 per element: two products with the scale, clamping, and the amax.
 const FP8_OPERATIONS: usize = 6;
 
 impl QuantizedCall {
@@ -32,7 +32,7 @@ impl QuantizedCall {
             }
             Self::QuantizeFp8 { x, y, scale, .. } => {
                 let cost = each(x.shape(), FP8_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes());
-                // An unknown scale takes a first pass that finds the amax, and whose output is overwritten.
+                // An unknown scale needs a first pass for the amax, whose output is overwritten.
                 if scale.is_known() { cost } else { cost + cost }
             }
         }

@@ -1,4 +1,4 @@
-//! Sums, in f64 where they stay on a device.
+//! Sums; in f64 if they stay on the device.
 
 use super::{each, kernel_calls, written};
 use crate::kernels::{Operand, OperandMut};

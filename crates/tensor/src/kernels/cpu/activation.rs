@@ -1,17 +1,16 @@
-//! Activation functions between two linear layers.
+//! Activation functions.
 
 use super::element::Element;
 use super::simd::{exp, for_each_simd_level, sigmoid};
 use super::{Cpu, SharedSlice};
 use trireme_base::Cost;
 
-/// A function that is applied to hidden values.
+/// An activation function of hidden values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
-    /// GELU, with GPT-2's approximation by the hyperbolic tangent (Hendrycks, Gimpel: "Gaussian error linear units", 2016,
-    /// section 2).
+    /// GELU with the tanh approximation of GPT-2 (Hendrycks, Gimpel: "Gaussian error linear units", 2016, section 2).
     Gelu,
-    /// GELU, exactly: `x` times the normal distribution at `x`.
+    /// Exact GELU: `x` times the cumulative normal distribution at `x`.
     ExactGelu,
     /// `x sigmoid(x)` (Elfwing et al., 2017).
     Silu,
@@ -27,9 +26,9 @@ impl Activation {
     }
 }
 
-/// An [`Activation`] as kernels are compiled for it.
+/// An [`Activation`] as a type for which kernels are compiled.
 trait Curve {
-    /// The value at `x`, and the derivative.
+    /// Returns the value and the derivative at `x`.
     fn at(x: f32) -> (f32, f32);
 }
 
@@ -42,7 +41,7 @@ impl Curve for Gelu {
     fn at(x: f32) -> (f32, f32) {
         const SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
         const CUBIC: f32 = 0.044_715;
-        // Cut where the sigmoid has long been 0 or 1: an infinite square would make the slope NaN.
+        // Clamped where the sigmoid is long 0 or 1, because an infinite square would make the slope NaN.
         const SQUARE_MAX: f32 = 1e4;
         let square = x * x;
         let square = if square > SQUARE_MAX { SQUARE_MAX } else { square };
@@ -54,8 +53,8 @@ impl Curve for Gelu {
 }
 
 impl Curve for ExactGelu {
-    /// By the complementary error function, with the rational Chebyshev approximation of Press et al. ("Numerical recipes",
-    /// section 6.2): relative error below 1.2e-7, in the tails as well.
+    /// Uses the complementary error function in the rational Chebyshev approximation of Press et al. ("Numerical recipes", section 6.2).
+    /// The relative error is below 1.2e-7, also in the tails.
     #[inline(always)]
     fn at(x: f32) -> (f32, f32) {
         const COEFFICIENTS: [f32; 9] = [
@@ -71,11 +70,11 @@ impl Curve for ExactGelu {
         ];
         const ROOT_OF_HALF: f32 = std::f32::consts::FRAC_1_SQRT_2;
         const DENSITY: f32 = 0.398_942_3; // 1 / sqrt(2 pi)
-        // Beyond, the tail is 0; NaN stays.
+        // Beyond 20, the tail is 0. NaN is kept.
         let z = x.abs() * ROOT_OF_HALF;
         let z = if z > 20.0 { 20.0 } else { z };
         let square = z * z;
-        // What rounding has taken from the square counts in the exponential.
+        // The second factor corrects for the rounding error of the square.
         let bell = exp(-square) * (1.0 - z.mul_add(z, -square));
         let t = 1.0 / (1.0 + 0.5 * z);
         let polynomial = COEFFICIENTS.into_iter().fold(0.170_872_77, |sum: f32, c| sum.mul_add(t, c));
@@ -154,8 +153,8 @@ impl Cpu {
         }));
     }
 
-    /// In place, given the input `x` and the gradient `dy` of the output: `x` becomes the output and `dy`
-    /// the gradient of the input, in one pass, for both need the same exponential.
+    /// Replaces the input `x` by the output and the output gradient `dy` by the input gradient. One pass, because both need the same
+    /// exponential.
     pub(crate) fn activate_backward<T: Element>(&self, activation: Activation, x: &mut [T], dy: &mut [T]) {
         assert_eq!(x.len(), dy.len());
         let len = x.len();
@@ -166,7 +165,7 @@ impl Cpu {
         }));
     }
 
-    /// `y = activation(gate) * up` for rows `gate | up` of `2 cols` elements (Shazeer, "GLU variants improve transformer", 2020).
+    /// Computes `y = activation(gate) * up` for rows `gate | up` of `2 cols` elements (Shazeer, "GLU variants improve transformer", 2020).
     pub(crate) fn gate<T: Element>(&self, activation: Activation, gate_up: &[T], y: &mut [T], cols: usize) {
         assert_eq!(gate_up.len(), 2 * y.len());
         with_curve!(activation => |C| self.for_each_row(y, cols, |row, y| {
@@ -175,8 +174,7 @@ impl Cpu {
         }));
     }
 
-    /// In place, given the input rows `gate | up` and the gradient `dy` of the output: `gate_up` becomes
-    /// its own gradient and `dy` the output, in one pass.
+    /// Replaces the rows `gate | up` of `gate_up` by their gradient and the output gradient `dy` by the output, in one pass.
     pub(crate) fn gate_backward<T: Element>(
         &self,
         activation: Activation,

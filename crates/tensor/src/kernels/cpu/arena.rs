@@ -1,8 +1,8 @@
-//! Memory for tensors: one reserved range of addresses, cut into blocks.
+//! Memory for tensors: one reserved range of addresses, split into blocks.
 //!
-//! Pages are taken from the system when first touched, so the resident size of the process follows what is
-//! counted. Freed blocks are merged with their neighbours and reused, best fit first: after the first step
-//! every request finds its block, and nothing is allocated.
+//! The system provides a page when it is first touched, so that the resident size of the process follows the counted bytes. Freed blocks
+//! are merged with adjacent free memory and reused, best fit first. After the first step, every request finds a free block, and no memory
+//! is requested from the system.
 
 use crate::device::{DeviceError, Result};
 use crate::kernels::backend::Backend;
@@ -16,43 +16,42 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use trireme_base::{Bytes, Category, DType};
 
-/// Blocks begin at multiples of this: a cache line, and the widest SIMD register.
+/// Alignment of blocks in bytes: a cache line, and the widest SIMD register.
 pub(crate) const ALIGNMENT: usize = 64;
 
-/// A range of memory handed out in blocks.
+/// A range of memory that is allocated in blocks.
 #[derive(Debug)]
 pub(crate) struct Arena {
     memory: Arc<Mapping>,
     blocks: Mutex<Blocks>,
     counter: Arc<MemoryCounter>,
-    /// The backend whose kernels and copies may still work with memory that was given back.
+    /// The backend whose kernels and copies may still use freed memory.
     backend: OnceLock<Arc<dyn Backend>>,
-    /// With the bytes of the budget that activations leave free.
+    /// The overflow allocator, with the bytes of the budget that activations must leave free.
     overflow: OnceLock<(Arc<dyn Overflow>, usize)>,
 }
 
-/// Which bytes of an arena belong to no block, and which a block may lie in.
+/// Free and accessible bytes of an arena.
 #[derive(Debug)]
 struct Blocks {
     free: FreeList,
-    /// Bytes from the start on that may be read and written. Those after them are addresses and nothing else, for which
-    /// no system asks whether it has the memory.
+    /// End of the accessible bytes. Later addresses are only reserved: the system does not check whether it has memory for them.
     accessible: usize,
 }
 
 impl Arena {
-    /// Hands out as much memory as the machine has, or as many addresses as the process may have; takes none of it.
+    /// Reserves addresses for as much memory as the machine has, or as many as the process may have. Allocates no memory.
     pub(crate) fn reserve(page_source: PageSource, counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
         Ok(Self::new(Mapping::reserve(page_source)?, 0, counter))
     }
 
-    /// As [`reserve`](Arena::reserve), of memory that kernels find elsewhere, and that the host can neither read nor write. It is handed
-    /// out in the order of a backend's work, once it has [one](Arena::order_by).
+    /// Like [`reserve`](Arena::reserve), for memory that kernels access at other addresses and that the host cannot access. Allocations are
+    /// ordered with the work of a backend once [`order_by`](Arena::order_by) is called.
     pub(crate) fn detached(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
         Ok(Self::accessible(Mapping::detached()?, counter))
     }
 
-    /// An arena of a device that only counts, whose blocks may be larger than the machine's memory.
+    /// Creates the arena of a counting device. Its blocks may exceed the machine's memory.
     pub(crate) fn counting(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
         Ok(Self::accessible(Mapping::counting()?, counter))
     }
@@ -68,17 +67,17 @@ impl Arena {
         Arena { memory, blocks, counter, backend, overflow }
     }
 
-    /// Hands memory out in the order of this backend's work from now on.
+    /// Orders allocations with the work of `backend` from now on.
     pub(crate) fn order_by(&self, backend: &Arc<dyn Backend>) {
         self.backend.get_or_init(|| Arc::clone(backend));
     }
 
-    /// Sets where activations go that the budget has no room for beside `reserved` bytes.
+    /// Sets an allocator for activations that do not fit into the budget minus `reserved` bytes.
     pub(crate) fn overflow_to(&self, overflow: Arc<dyn Overflow>, reserved: usize) {
         self.overflow.get_or_init(|| (overflow, reserved));
     }
 
-    /// Whether `len` more bytes of activations would take memory that is reserved for other categories.
+    /// Returns whether `len` more bytes of activations would use memory that is reserved for other categories.
     pub(crate) fn is_overflowing(&self, len: usize, category: Category) -> bool {
         let Some((_, reserved)) = self.overflow.get().filter(|_| category == Category::Activations) else {
             return false;
@@ -88,7 +87,7 @@ impl Arena {
         self.counter.budget().is_some_and(|budget| needed > budget.saturating_sub(*reserved))
     }
 
-    /// Memory elsewhere for activations, if there is any.
+    /// Allocates overflow memory for activations; `None` if there is none.
     pub(crate) fn overflow(&self, len: usize, category: Category) -> Option<Box<dyn LentMemory>> {
         let overflow = self.overflow.get().filter(|_| category == Category::Activations);
         overflow.and_then(|(overflow, _)| overflow.take(len))
@@ -102,12 +101,12 @@ impl Arena {
         &self.memory
     }
 
-    /// Refuses early what can never fit.
+    /// Returns an error if `len` exceeds the arena.
     pub(crate) fn check_room(&self, len: usize, category: Category) -> Result<()> {
         if len <= self.memory.num_bytes() { Ok(()) } else { Err(self.out_of_memory(len, category)) }
     }
 
-    /// More is asked for than the machine has.
+    /// Returns the error of a request that exceeds the machine's memory.
     fn out_of_memory(&self, len: usize, category: Category) -> DeviceError {
         let [requested, reserved] = [len, self.memory.num_bytes()].map(|bytes| Bytes(bytes as u64));
         let in_use = describe(&self.counter.in_use());
@@ -117,8 +116,8 @@ impl Arena {
         ))
     }
 
-    /// The system gives no more memory to this process, or the host's pool of huge pages is used up, the control group may have no more of it, or
-    /// the system is too old to say so.
+    /// Returns the error of a request that the system refuses: the process may have no more memory, the host's pool of huge pages is
+    /// exhausted, the control group is at its limit, or the kernel is too old to populate pages.
     fn refused(&self, len: usize, category: Category, source: rustix::io::Errno) -> DeviceError {
         let (requested, in_use) = (Bytes(len as u64), describe(&self.counter.in_use()));
         let source = std::io::Error::from(source);
@@ -134,28 +133,28 @@ impl Arena {
         }
     }
 
-    /// Gives the pages of free memory back to the system.
+    /// Returns the pages of free memory to the system.
     pub(crate) fn trim(&self) {
-        // Kernels that have not run may still read what was given back.
+        // Pending kernels may still read freed memory.
         if self.memory.is_detached() {
             return;
         }
         let blocks = self.blocks();
         for span in &blocks.free.spans {
             let end = (span.offset + span.len).min(blocks.accessible);
-            // SAFETY: no block has a part of them.
+            // SAFETY: no block overlaps the bytes.
             unsafe { self.memory.discard(span.offset..end) };
         }
     }
 
-    /// Takes a block of `len` bytes, with whatever its last user left in it.
+    /// Allocates a block of `len` bytes with unspecified contents.
     pub(crate) fn take(self: &Arc<Self>, len: usize, category: Category) -> Result<Block> {
         let offset = Some(self.take_offset(len, category)?);
         Ok(Block { arena: Arc::clone(self), offset, len, category })
     }
 
     fn take_offset(&self, len: usize, category: Category) -> Result<usize> {
-        // No length that is asked for may overflow on its way to being refused.
+        // Checked first, so that no later addition overflows.
         self.check_room(len, category)?;
         let padded = len.next_multiple_of(ALIGNMENT);
         self.counter.take(category, padded)?;
@@ -177,7 +176,7 @@ impl Arena {
         Ok(offset)
     }
 
-    /// Lets blocks lie in the bytes before `end`.
+    /// Makes the bytes before `end` accessible.
     fn make_accessible(&self, blocks: &mut Blocks, end: usize) -> rustix::io::Result<()> {
         if end <= blocks.accessible {
             return Ok(());
@@ -191,18 +190,18 @@ impl Arena {
     }
 }
 
-/// Bytes of an arena that belong to one owner; given back when dropped.
+/// A block of an arena; freed when dropped.
 #[derive(Debug)]
 pub(crate) struct Block {
     arena: Arc<Arena>,
-    /// Absent while the memory is given back.
+    /// `None` while the memory is released.
     offset: Option<usize>,
     len: usize,
     category: Category,
 }
 
 impl Block {
-    /// Number of bytes, whether they are here or not.
+    /// Returns the size in bytes, also while the memory is released.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
@@ -215,7 +214,7 @@ impl Block {
         &self.arena
     }
 
-    /// Gives the memory back, and with it what it holds.
+    /// Frees the memory, and with it its contents.
     pub(crate) fn release(&mut self) {
         let Some(offset) = self.offset.take() else { return };
         let padded = self.len.next_multiple_of(ALIGNMENT);
@@ -223,7 +222,7 @@ impl Block {
         self.arena.blocks().free.give(offset, padded);
     }
 
-    /// Takes memory again, with whatever its last user left in it.
+    /// Allocates memory again, with unspecified contents.
     pub(crate) fn retake(&mut self) -> Result<()> {
         if self.offset.is_none() {
             self.offset = Some(self.arena.take_offset(self.len, self.category)?);
@@ -235,7 +234,7 @@ impl Block {
         self.offset.expect("memory is here when it is worked with")
     }
 
-    /// All of it, as an array of a shape and type. Panics if its memory was given back.
+    /// Returns the block as an array of a shape and dtype. Panics if its memory is released.
     pub(crate) fn operand(&self, of: (Shape, DType)) -> Operand {
         Operand::new(self.start(), self.len, of, self.arena.memory.is_detached())
     }
@@ -258,7 +257,7 @@ mod tests {
 
     impl Block {
         fn bytes(&self) -> &[u8] {
-            // SAFETY: within the accessible part of the mapping, and no other block overlaps.
+            // SAFETY: within the accessible part of the mapping; no other block overlaps.
             unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.len) }
         }
 
@@ -294,7 +293,7 @@ mod tests {
             return assert!(!pool.exists(), "the system has such pages");
         };
         let arena = Arc::new(arena);
-        // One page, not the whole pool, which may have other users. Most hosts have none.
+        // Takes one page, because the pool may have other users. Most hosts have none.
         let mut block = match arena.take(PAGE, Category::Activations) {
             Err(error) => {
                 assert!(error.to_string().contains("the pool of huge pages has too few left for"), "{error}");
@@ -304,7 +303,7 @@ mod tests {
         };
         block.bytes_mut().fill(7);
         drop(block);
-        // Other programs could take what is given back.
+        // If the pages were returned, other programs could take them.
         arena.trim();
         assert!(arena.take(PAGE, Category::Activations).unwrap().bytes().iter().all(|&byte| byte == 7));
     }

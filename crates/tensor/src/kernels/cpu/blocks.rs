@@ -1,16 +1,16 @@
-//! Elements in another order or place, and sums over a dim.
+//! Copies, permutations, gathers, and sums over a dim.
 
 use super::element::Element;
 use super::reduce::{COLUMN_BLOCK, sum_rows};
 use super::simd::{for_each_simd_level, sum_zip};
 use super::{Cpu, SharedSlice};
 
-/// Blocks of equal length at equal distances in memory.
+/// Blocks of equal length at a constant stride.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Blocks {
     /// First element of the first block.
     pub(crate) offset: usize,
-    /// Elements from the start of a block to that of the next.
+    /// Elements between the starts of consecutive blocks.
     pub(crate) stride: usize,
 }
 
@@ -69,8 +69,8 @@ impl Cpu {
         });
     }
 
-    /// `y[o, i] = factor * sum over d of x[o, d, i]`, for `x` of `[outer, dim, inner]`: in fixed lanes of `d` where `inner` is
-    /// 1, else in blocks of `d`.
+    /// Computes `y[o, i] = factor * sum over d of x[o, d, i]` for `x` of shape `[outer, dim, inner]`. The sum over `d` has fixed lanes if
+    /// `inner` is 1, and blocks of `d` otherwise.
     pub(crate) fn sum_dim<T: Element>(
         &self,
         x: &[T],

@@ -1,25 +1,25 @@
-//! Softmax cross-entropy over rows of logits, a chunk of the vocabulary at a time.
+//! Softmax cross-entropy over rows of logits, one chunk of the vocabulary at a time.
 
 use super::Cpu;
 use super::element::Element;
 use super::simd::{exp, for_each_simd_level, max_of, sum_map};
 
-/// What is known of a row after some chunks, in this order: the largest logit, the sum of `exp(logit - largest)`, and
-/// the target's logit (Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018).
+/// Statistics per row, accumulated over chunks, in this order: the largest logit, the sum of `exp(logit - largest)`, and the target's logit
+/// (Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018).
 pub(crate) const STATISTICS: usize = 3;
 
-/// Columns of the logits that a chunk holds.
+/// The vocabulary columns of a chunk of logits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct VocabularyChunk {
-    /// The first of them, of what is here of the vocabulary.
+    /// First column, relative to this rank's shard of the vocabulary.
     pub(crate) first: usize,
     pub(crate) len: usize,
-    /// Where what is here of the vocabulary begins.
+    /// Start of this rank's shard within the full vocabulary.
     pub(crate) vocabulary_start: usize,
 }
 
 impl VocabularyChunk {
-    /// Column of a target within the chunk.
+    /// Returns the column of a target within the chunk, if the chunk contains it.
     fn column(&self, target: u32) -> Option<usize> {
         (target as usize).checked_sub(self.vocabulary_start + self.first).filter(|&column| column < self.len)
     }
@@ -40,8 +40,8 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// Takes a chunk of logits (`targets.len() x chunk.len`) into the rows' `statistics`, [`STATISTICS`] a row; the first chunk
-    /// begins them.
+    /// Accumulates a chunk of logits (`targets.len() x chunk.len`) into the rows' `statistics`, [`STATISTICS`] per row. The first chunk
+    /// initializes them.
     pub(crate) fn softmax_statistics(
         &self,
         logits: &[f32],
@@ -54,7 +54,7 @@ impl Cpu {
         self.for_each_reduced_row(statistics, STATISTICS, cols, |row, saved| {
             let logits = &logits[row * cols..(row + 1) * cols];
             if chunk.first == 0 {
-                // Not negative infinity: a chunk of such logits would be NaN, the difference of two.
+                // Not negative infinity: a chunk whose logits are all negative infinity would give NaN.
                 saved.copy_from_slice(&[f32::MIN, 0.0, 0.0]);
             }
             (saved[0], saved[1]) = row_statistics(self.features, logits, saved[0], saved[1]);
@@ -74,15 +74,15 @@ impl Cpu {
             let (mut sum, mut target) = (0.0, 0.0);
             for part in parts() {
                 sum += part[1] * exp(part[0] - max);
-                // Those of the other parts are zeros.
+                // The target's logit is 0 in all other parts.
                 target += part[2];
             }
             merged.copy_from_slice(&[max, sum, target]);
         });
     }
 
-    /// Gradient of the rows' losses with respect to a chunk of logits, for the statistics of all chunks:
-    /// `(softmax - one_hot(target)) * scale`, and times the row's weight if there are `weights`; exactly 0 for a weight of 0.
+    /// Computes the gradient of the rows' losses with respect to a chunk of logits, given the statistics over all chunks: `(softmax -
+    /// one_hot(target)) * scale`, times the row's weight if there are `weights`. A row of weight 0 has gradient 0.
     pub(crate) fn cross_entropy_gradient<T: Element>(
         &self,
         logits: &[f32],
@@ -100,7 +100,7 @@ impl Cpu {
             let (max, sum) = (statistics[row * STATISTICS], statistics[row * STATISTICS + 1]);
             let logits = &logits[row * cols..(row + 1) * cols];
             let scale = match weights.map(|weights| weights[row]) {
-                // Whatever the logits are.
+                // Even if the logits are not finite.
                 Some(0.0) => return gradient.fill(T::from_f32(0.0)),
                 Some(weight) => scale * weight,
                 None => scale,
@@ -114,7 +114,7 @@ impl Cpu {
     }
 }
 
-/// Loss of a row in nats, for the statistics of all chunks.
+/// Returns the loss of a row in nats, given its statistics over all chunks.
 pub(crate) fn row_loss(statistics: &[f32]) -> f32 {
     (statistics[0] - statistics[2]) + statistics[1].ln()
 }

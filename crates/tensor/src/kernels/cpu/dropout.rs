@@ -1,11 +1,11 @@
-//! Random zeros.
+//! Dropout.
 
 use super::element::Element;
 use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
 use trireme_base::RandomKey;
 
-/// Random words at a time.
+/// Number of random words per block.
 const WORDS: usize = 256;
 
 for_each_simd_level! {
@@ -23,7 +23,8 @@ for_each_simd_level! {
     }
 }
 
-/// Which words of a stream belong to elements: rows of `len` elements have neighbouring words, and the next row begins `stride` words on.
+/// The random words of elements: the elements of a row of length `len` have consecutive words, and the next row begins `stride` words
+/// later.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct WordRows {
     pub(crate) first: u64,
@@ -35,7 +36,7 @@ impl Cpu {
     pub(crate) fn dropout<T: Element>(&self, x: &mut [T], key: RandomKey, words: WordRows, rate: f32) {
         let threshold = (f64::from(rate) * 2.0_f64.powi(32)) as u32;
         let scale = 1.0 / (1.0 - rate);
-        // Rows without words between them are one.
+        // Rows without gaps between their words are treated as a single sequence of words.
         let (row_len, stride) = if words.len == words.stride { (1, 1) } else { (words.len, words.stride) };
         let num_rows = x.len() / row_len.max(1);
         let x = SharedSlice::new(x);

@@ -4,15 +4,15 @@ use crate::precision::Precision;
 use std::ops::Range;
 use trireme_base::{Bf16, DType, F16, Float};
 
-/// A float that kernels read and write, and compute with as f32.
+/// A float that kernels read and write; they compute in f32.
 pub(crate) trait Element: Float {
-    /// What products of such elements are made of.
+    /// Precision of matmuls with such operands.
     const PRECISION: Precision;
 
-    /// Elements in memory, as a factor of a product.
+    /// Wraps stored elements as a matmul operand.
     fn floats(values: &[Self]) -> Floats<'_>;
 
-    /// The nearest bf16, ties to even.
+    /// Converts to bf16, rounded to nearest even.
     #[inline(always)]
     fn to_bf16(self) -> Bf16 {
         Bf16::from_f32(self.to_f32())
@@ -48,7 +48,7 @@ impl Element for F16 {
     }
 }
 
-/// Evaluates an expression with `$element` as the type that a dtype stands for.
+/// Evaluates an expression with `$element` as the Rust type of a dtype.
 macro_rules! with_element {
     ($dtype:expr => |$element:ident| $body:expr) => {
         match $dtype {
@@ -70,7 +70,7 @@ macro_rules! with_element {
 }
 pub(crate) use with_element;
 
-/// Runs a body with a name for the unsigned integer that is as wide as elements of a type: for kernels that only move them.
+/// Evaluates an expression with `$word` as the unsigned integer type of the size of a dtype, for kernels that only copy.
 macro_rules! with_word {
     ($dtype:expr => |$word:ident| $body:expr) => {
         match $dtype.size() {
@@ -92,7 +92,7 @@ macro_rules! with_word {
 }
 pub(crate) use with_word;
 
-/// Elements in memory, of any of the types.
+/// A slice of any float element type.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Floats<'a> {
     F32(&'a [f32]),
@@ -100,7 +100,7 @@ pub(crate) enum Floats<'a> {
     F16(&'a [F16]),
 }
 
-/// As [`Floats`], to write.
+/// The mutable counterpart of [`Floats`].
 #[derive(Debug)]
 pub(crate) enum FloatsMut<'a> {
     F32(&'a mut [f32]),
@@ -108,7 +108,7 @@ pub(crate) enum FloatsMut<'a> {
     F16(&'a mut [F16]),
 }
 
-/// Evaluates an expression for whichever type of elements there is, with the slice as `$x`.
+/// Evaluates an expression with the slice as `$x`, whatever its element type.
 macro_rules! with_floats {
     ($floats:expr => |$x:ident| $body:expr) => {
         match $floats {
@@ -121,7 +121,7 @@ macro_rules! with_floats {
 pub(crate) use with_floats;
 
 impl Floats<'_> {
-    /// No elements of a type; f32 unless it is narrower.
+    /// Returns an empty slice of a dtype; f32 unless the dtype is bf16 or f16.
     pub(crate) fn none(dtype: DType) -> Self {
         match dtype {
             DType::Bf16 => Floats::Bf16(&[]),

@@ -1,4 +1,4 @@
-//! Functions of single elements, computed in f32.
+//! Elementwise functions, computed in f32.
 
 use super::Cpu;
 use super::element::Element;

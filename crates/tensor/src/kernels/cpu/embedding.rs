@@ -1,4 +1,4 @@
-//! Rows of a table, gathered by token id.
+//! Embedding tables: rows gathered by id.
 
 use super::element::Element;
 use super::simd::for_each_simd_level;
@@ -6,34 +6,34 @@ use super::{Cpu, SharedSlice};
 use crate::parameter_table::SpanPart;
 use trireme_base::Positions;
 
-/// Ids in bags of equal length, of which only the first may count. They are views, operands or slices of u32.
+/// Ids in bags of equal length, each possibly padded at its end. `V` is a view, an operand or a slice of u32.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bags<V> {
-    /// A row is a bag.
+    /// One row per bag.
     pub(crate) ids: V,
     pub(crate) bag_len: usize,
-    /// Ids of each bag that count; `None` if all do.
+    /// Number of ids of each bag that are not padding; `None` if there is no padding.
     pub(crate) lens: Option<V>,
     /// Whether sums are divided by the number of ids.
     pub(crate) takes_mean: bool,
-    /// The ids whose rows are here, where the table is a part of a larger one; rows of others are zeros. `None` if all are here.
+    /// First row and number of rows of this rank's shard of the table; ids of other rows contribute zeros. `None` if the table is not
+    /// sharded.
     pub(crate) part: Option<(usize, usize)>,
 }
 
 impl<V> Bags<V> {
-    /// One id a bag.
+    /// Creates bags of one id each.
     pub(crate) fn of_single_ids(ids: V) -> Self {
         Bags { ids, bag_len: 1, lens: None, takes_mean: false, part: None }
     }
 
-    /// Restricts the ids to the part of a table that a rank of the tensor axis stores. Panics if the table is not cut by its
-    /// rows.
+    /// Restricts the ids to the shard of a table that a rank of the tensor axis stores. Panics if the table is not sharded by its rows.
     pub(crate) fn of_part(self, part: Option<SpanPart>) -> Self {
         assert!(part.is_none_or(|part| part.dim == 0), "a table is cut by its rows");
         Bags { part: part.map(|part| (part.start, part.len)), ..self }
     }
 
-    /// Replaces each array by the result of a function of it.
+    /// Applies a function to each array.
     pub(crate) fn map<U>(self, mut array: impl FnMut(V) -> U) -> Bags<U> {
         let Bags { bag_len, takes_mean, part, .. } = self;
         Bags { ids: array(self.ids), lens: self.lens.map(array), bag_len, takes_mean, part }
@@ -41,14 +41,14 @@ impl<V> Bags<V> {
 }
 
 impl<'a> Bags<&'a [u32]> {
-    /// The ids of a bag, and what their rows are multiplied by.
+    /// Returns the ids of a bag, and the factor of their rows.
     fn bag(&self, index: usize) -> (&'a [u32], f32) {
         let len = self.lens.map_or(self.bag_len, |lens| (lens[index] as usize).min(self.bag_len));
         let factor = if self.takes_mean { 1.0 / len.max(1) as f32 } else { 1.0 };
         (&self.ids[index * self.bag_len..][..len], factor)
     }
 
-    /// The row of the table for an id, unless it is elsewhere.
+    /// Returns the table row of an id; `None` if another rank stores it.
     #[inline]
     fn row(&self, id: u32) -> Option<usize> {
         match self.part {
@@ -58,7 +58,7 @@ impl<'a> Bags<&'a [u32]> {
     }
 }
 
-/// Columns of the table's gradient that one task owns.
+/// Number of columns of the table's gradient per task.
 const COLUMNS_PER_TASK: usize = 64;
 
 for_each_simd_level! {
@@ -92,7 +92,7 @@ for_each_simd_level! {
             let dy = &dy[first..first + width];
             let (ids, factor) = bags.bag(row);
             for row in ids.iter().filter_map(|&id| bags.row(id)) {
-                // SAFETY: this task alone has these columns.
+                // SAFETY: no other task accesses these columns.
                 let out = unsafe { d_table.range(row * cols + first, width) };
                 out.iter_mut().zip(dy).for_each(|(out, &dy)| *out += factor * dy);
             }
@@ -101,7 +101,7 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// `out[i]` is the sum of the rows `P(table[id])` of bag `i`, times its factor. Panics if an id lies outside of the table.
+    /// Computes `out[i]`, the sum of the rows `P(table[id])` of bag `i`, times its factor. Panics if an id exceeds the table.
     pub(crate) fn embedding_bag<T: Element, P: Element>(
         &self,
         bags: Bags<&[u32]>,
@@ -114,8 +114,8 @@ impl Cpu {
         });
     }
 
-    /// `d_table[id] += dy[i] * factor` for the ids of each bag `i`, in order; columns are divided among tasks. Panics if there
-    /// are not as many rows as bags, or an id lies outside of the table.
+    /// Computes `d_table[id] += dy[i] * factor` for the ids of each bag `i`, in order. Tasks split the columns. Panics if the number of
+    /// rows is not the number of bags, or an id exceeds the table.
     pub(crate) fn embedding_bag_backward(
         &self,
         bags: Bags<&[u32]>,
@@ -132,8 +132,8 @@ impl Cpu {
         });
     }
 
-    /// `out[i] = P(table[ids[i]]) + P(positions[at(i % at.len())])`, in sequences of `at.len()`; `out` is `ids.len() x cols`.
-    /// Panics if there are no ids, an id lies outside of the table or a position outside of `positions`.
+    /// Computes `out[i] = P(table[ids[i]]) + P(positions[at(i % at.len())])` for sequences of length `at.len()`. `out` is `ids.len() x
+    /// cols`. Panics if there are no ids, or if an id or a position exceeds its table.
     pub(crate) fn embedding<T: Element, P: Element>(
         &self,
         ids: &[u32],

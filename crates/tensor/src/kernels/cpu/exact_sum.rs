@@ -1,13 +1,14 @@
-//! Sums of squares that are exact, and so the same however their terms are divided.
+//! Exact sums of squares, which do not depend on how their terms are divided among threads and ranks.
 
 use super::simd::{LANES, for_each_simd_level};
 use super::{Cpu, SharedSlice};
 
-/// A sum of f32 values that no rounding has touched: its value depends neither on the order of the terms nor on how they lie among threads and ranks.
+/// An exact sum of f32 values. Its value depends neither on the order of the terms nor on their division among threads and ranks.
 ///
-/// It has one f64 for each window of 36 bits between the smallest and the largest f32, which holds a multiple of the window's lowest bit. Windows are added one by one, in any
-/// order: up to `2^17` sums after each was [carried](ExactSum::carry). It is exact below `2^156`. (The windows are those of Demmel and Nguyen, "Fast reproducible
-/// floating-point summation", 2013, at fixed places and all kept.)
+/// It consists of one f64 per window of 36 bits between the smallest and the largest f32. Each f64 is a multiple of the lowest bit of its
+/// window. Sums are added window by window, in any order; up to `2^17` sums can be added if each has been [carried](ExactSum::carry). The
+/// result is exact below `2^156`. (The windows are those of Demmel and Nguyen, "Fast reproducible floating-point summation", 2013, at fixed
+/// positions and without dropping any.)
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct ExactSum {
     windows: [f64; ExactSum::LEN],
@@ -19,35 +20,35 @@ impl ExactSum {
 
     const WINDOW_BITS: usize = 36;
 
-    /// The lowest bit of a window. That of the first is the smallest f32.
+    /// Returns the lowest bit of a window. The lowest bit of the first window is the smallest f32.
     const fn lowest(window: usize) -> f64 {
         power_of_two((Self::WINDOW_BITS * window) as i32 - 149)
     }
 
-    /// The window of the highest bit of a finite value above 0, by its bits.
+    /// Returns the window of the highest bit of a finite positive value, given by its bits.
     const fn highest_window(bits: u32) -> usize {
         let exponent = (bits >> (f32::MANTISSA_DIGITS - 1)) as usize;
         let exponent = if exponent > 0 { exponent } else { 1 };
-        // The value is below 2^(exponent - 126), which is so many bits above the smallest f32.
+        // The value is below 2^(exponent - 126), which is `num_bits` bits above the smallest f32.
         let num_bits = exponent + 23;
         (num_bits - 1) / Self::WINDOW_BITS
     }
 
-    /// Adds windows.
+    /// Adds another sum, given by its windows.
     ///
     /// # Panics
-    /// If there are not [`LEN`](Self::LEN).
+    /// If the number of windows is not [`LEN`](Self::LEN).
     pub fn add(&mut self, windows: &[f64]) {
         assert_eq!(windows.len(), Self::LEN, "windows of a sum");
         self.windows.iter_mut().zip(windows).for_each(|(sum, window)| *sum += window);
     }
 
-    /// Its windows, for [`add`](Self::add).
+    /// Returns the windows, for [`add`](Self::add).
     pub fn windows(&self) -> &[f64; ExactSum::LEN] {
         &self.windows
     }
 
-    /// Carries what windows have beyond their bits to the next ones.
+    /// Carries the bits that exceed a window to the next windows.
     pub fn carry(&mut self) {
         for window in 1..Self::LEN {
             let lowest = Self::lowest(window);
@@ -57,25 +58,25 @@ impl ExactSum {
         }
     }
 
-    /// The sum, rounded once for each window that it has bits in.
+    /// Returns the sum, rounded once for each window that it has bits in.
     pub fn value(mut self) -> f64 {
         self.carry();
         self.windows.iter().sum()
     }
 }
 
-/// `2^exponent`, of a normal value.
+/// Returns `2^exponent`. The result must be normal.
 const fn power_of_two(exponent: i32) -> f64 {
     f64::from_bits(((exponent + f64::MAX_EXP - 1) as u64) << (f64::MANTISSA_DIGITS - 1))
 }
 
-/// Squares that are divided into windows at a time: they stay in the first cache.
+/// Number of squares that are split into windows at a time. They fit into the L1 cache.
 const CHUNK: usize = 256;
 
-/// Squares between two carries: so many fill the room above a window's bits.
+/// Number of squares between two carries: as many as fit into the spare bits above a window.
 const CARRY_BLOCK: usize = 1 << 16;
 
-/// Parts that threads sum, each for itself.
+/// Maximum number of parts that threads sum independently.
 const PARTS_MAX: usize = 64;
 
 for_each_simd_level! {
@@ -85,7 +86,7 @@ for_each_simd_level! {
             let mut largest = 0_u32;
             for (rest, x) in rest.iter_mut().zip(x) {
                 let square = x * x;
-                // Without the sign, which only NaN has. Bits of values that are not negative are ordered like the values.
+                // Drops the sign, which only NaN has. Bits of non-negative values are ordered like the values.
                 largest = largest.max(square.abs().to_bits());
                 *rest = f64::from(square);
             }
@@ -94,7 +95,7 @@ for_each_simd_level! {
                 continue;
             }
             for window in (0..=ExactSum::highest_window(largest)).rev() {
-                // Adding it rounds to a multiple of the window's lowest bit, and leaves that in the low bits.
+                // Adding `rounder` rounds to a multiple of the window's lowest bit.
                 let rounder = 1.5 * power_of_two(f64::MANTISSA_DIGITS as i32 - 1) * ExactSum::lowest(window);
                 let mut sums = [0.0_f64; LANES];
                 let mut left = [0_u64; LANES];
@@ -116,9 +117,9 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// Sum of the squares of `x`, each rounded to f32. It is infinite or NaN if a square is.
+    /// Sums the squares of `x`, each rounded to f32. The sum is infinite or NaN if a square is.
     pub(crate) fn sum_of_squares(&self, x: &[f32]) -> ExactSum {
-        // On the stack, so that nothing is allocated.
+        // On the stack, to avoid an allocation.
         let mut parts = [ExactSum::default(); PARTS_MAX];
         let num_blocks = x.len().div_ceil(CARRY_BLOCK);
         let part_len = num_blocks.div_ceil(PARTS_MAX) * CARRY_BLOCK;

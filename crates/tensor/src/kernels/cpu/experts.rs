@@ -1,10 +1,10 @@
-//! What brings tokens to experts and back: the largest elements of rows, and sums of chosen rows.
+//! Routing kernels: top-k choice of experts, dispatch of rows, and weighted sums of chosen rows.
 
 use super::element::Element;
 use super::simd::{LANES, for_each_simd_level, sum_lanes};
 use super::{Cpu, SharedSlice};
 
-/// Columns that are summed at a time, in the first-level cache.
+/// Number of columns that are summed at a time, in the L1 cache.
 const COLS: usize = 512;
 
 for_each_simd_level! {
@@ -25,18 +25,18 @@ for_each_simd_level! {
     }
 }
 
-/// How rows that were chosen for tokens lie, `num_choices` a token.
+/// The rows chosen for tokens, `num_choices` per token.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Chosen<'a> {
     /// The row of each choice of each token.
     pub(crate) places: &'a [u32],
     pub(crate) num_choices: usize,
-    /// What each chosen row is multiplied by, if by anything.
+    /// The weight of each chosen row; `None` for weights of 1.
     pub(crate) weights: Option<&'a [f32]>,
 }
 
 impl Chosen<'_> {
-    /// Row and weight of the choices of a token.
+    /// Returns the row and the weight of each choice of a token.
     fn of_token(&self, token: usize) -> impl Iterator<Item = (usize, f32)> {
         let choices = token * self.num_choices..(token + 1) * self.num_choices;
         choices
@@ -44,41 +44,41 @@ impl Chosen<'_> {
     }
 }
 
-/// How experts are chosen for tokens by the scores that they have.
+/// The rule by which a token chooses experts, given their scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RoutingRule {
-    /// How many experts a token gets.
+    /// Number of experts per token.
     pub num_choices: usize,
-    /// Whether the scores of those are divided by their sum.
+    /// Whether the scores of the chosen experts are divided by their sum.
     pub normalizes: bool,
-    /// What they are multiplied by.
+    /// Factor of the scores of the chosen experts.
     pub scale: f32,
-    /// The groups of which experts are chosen, if not all are.
+    /// Limits the choice to the best groups of experts; `None` for no limit.
     pub groups: Option<ChosenGroups>,
 }
 
-/// A limit on how many groups of experts serve a token. Groups are equally many neighbours; a group's score is the sum of the two best of its
-/// experts (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 2.1.2).
+/// A limit on the number of expert groups per token (node-limited routing). Groups consist of an equal number of consecutive experts. The
+/// score of a group is the sum of its two best experts' scores (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 2.1.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChosenGroups {
     /// Number of groups; at most [`ChosenGroups::NUM_MAX`].
     pub num_groups: usize,
-    /// How many of them serve a token.
+    /// Number of groups that a token's experts may belong to.
     pub num_chosen: usize,
 }
 
 impl ChosenGroups {
-    /// The most groups there may be.
+    /// Maximum number of groups.
     pub const NUM_MAX: usize = 64;
 }
 
 impl RoutingRule {
-    /// The `num_choices` largest elements.
+    /// Chooses the `num_choices` largest elements, with the elements as weights.
     pub fn largest(num_choices: usize) -> Self {
         RoutingRule { num_choices, normalizes: false, scale: 1.0, groups: None }
     }
 
-    /// Which groups experts are chosen from, as bits, and the number of experts of a group.
+    /// Returns the chosen groups as bits, and the number of experts per group.
     fn chosen_groups(self, num_experts: usize, score: &dyn Fn(usize) -> f32) -> (u64, usize) {
         let Some(ChosenGroups { num_groups, num_chosen }) = self.groups else { return (1, num_experts) };
         let len = num_experts / num_groups;
@@ -97,15 +97,15 @@ impl RoutingRule {
         (chosen, len)
     }
 
-    /// What the scores of a token's experts are multiplied by to be its weights, and their sum.
+    /// Returns the factor that turns scores of a token's experts into weights, and the sum of the scores.
     fn factor(self, scores: impl Iterator<Item = f32>) -> (f32, f32) {
-        // Sigmoids of very negative logits are all 0.
+        // Avoids a division by 0 if the logits are very negative and all sigmoids are 0.
         let sum: f32 = if self.normalizes { scores.sum::<f32>() + 1e-20 } else { 1.0 };
         (self.scale / sum, sum)
     }
 }
 
-/// Returns the ids of experts, without those of no expert.
+/// Returns the chosen experts. Skips choices of no expert.
 fn chosen(ids: &[u32], num_experts: usize) -> impl Iterator<Item = usize> {
     let check = move |&id: &u32| {
         assert!(id as usize <= num_experts, "expert {id} of {num_experts}");
@@ -114,7 +114,7 @@ fn chosen(ids: &[u32], num_experts: usize) -> impl Iterator<Item = usize> {
     ids.iter().map(check).filter(move |&id| id < num_experts)
 }
 
-/// The one of the largest score; of equal ones the first.
+/// Returns the id with the largest score; the first one of equals.
 fn first_largest(ids: impl Iterator<Item = usize>, score: &dyn Fn(usize) -> f32) -> Option<usize> {
     ids.reduce(|best, id| if score(id) > score(best) { id } else { best })
 }

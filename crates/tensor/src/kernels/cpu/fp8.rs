@@ -1,7 +1,7 @@
-//! Rounding to 8-bit floats, whose values are kept in bf16.
+//! Rounding to 8-bit floats, whose values are stored in bf16.
 //!
-//! No machine code for fp8 is needed: adding a power of two whose unit in the last place is fp8's, and taking it away again,
-//! rounds to nearest even. There are no branches, so the loop becomes SIMD code.
+//! No machine code for fp8 is needed: adding and subtracting a power of two whose unit in the last place is that of fp8 rounds to nearest
+//! even. There are no branches, so the loop becomes SIMD code.
 
 use super::Cpu;
 use super::element::Element;
@@ -12,18 +12,18 @@ use trireme_base::{Bf16, Fp8Format, power_of_two};
 const EXPONENT: u32 = 0x7f80_0000;
 const MAGNITUDE: u32 = 0x7fff_ffff;
 
-/// Bits of fraction of an f32.
+/// Fraction bits of an f32.
 const FRACTION_BITS: u32 = 23;
 
-/// How values become values of a format, divided by the scale again.
+/// Rounding of values to a format at a scale.
 #[derive(Clone, Copy)]
 struct Rounding {
     scale: f32,
     inverse_scale: f32,
     max: f32,
-    /// Bits of the smallest normal value: below it the unit in the last place stays the same.
+    /// Bits of the smallest normal value. Below it, the unit in the last place is constant.
     normal_min: u32,
-    /// From the bits of a power of two to those of the power whose unit in the last place is fp8's for the first.
+    /// Added to the bits of a power of two, gives the power of two whose unit in the last place is that of fp8 at the first one.
     to_rounder: u32,
 }
 
@@ -43,7 +43,7 @@ impl Rounding {
     fn round(&self, x: f32) -> f32 {
         let scaled = (x * self.scale).to_bits();
         let magnitude = f32::from_bits(scaled & MAGNITUDE);
-        // NaN is not larger, and so survives.
+        // NaN is not larger and is therefore kept.
         let saturated = if magnitude > self.max { self.max } else { magnitude };
         let power = (saturated.to_bits() & EXPONENT).max(self.normal_min);
         let rounder = f32::from_bits(power + self.to_rounder);
@@ -53,7 +53,7 @@ impl Rounding {
 }
 
 for_each_simd_level! {
-    /// Returns the bits of the largest finite magnitude; they are ordered as the values are.
+    /// Returns the bits of the largest finite magnitude. Bits of magnitudes are ordered like the values.
     fn quantize<T: Element>(x: &[T], y: &mut [Bf16], rounding: Rounding) -> u32 {
         let mut amax = 0;
         for (y, x) in y.iter_mut().zip(x) {
@@ -67,10 +67,10 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// `y = fp8(x * 2^scale_exponent) / 2^scale_exponent`, elementwise, rounded to nearest even; larger values become the
-    /// format's largest, NaN stays NaN. Returns the largest finite `|x|`.
+    /// Computes `y = fp8(x * 2^scale_exponent) / 2^scale_exponent` elementwise, rounded to nearest even. Values beyond the format's range
+    /// saturate; NaN stays NaN. Returns the largest finite `|x|`.
     ///
-    /// Exact in bf16 while the results' exponents are those of normal values, which [`crate::fp8`] sees to.
+    /// Exact in bf16 as long as the results are normal, which [`crate::fp8`] ensures.
     pub(crate) fn quantize_fp8<T: Element>(
         &self,
         x: &[T],
@@ -82,7 +82,7 @@ impl Cpu {
         let (amax, rounding) = (AtomicU32::new(0), Rounding::new(format, scale_exponent));
         self.for_each_block(y, |first, y| {
             let found = quantize(self.features, &x[first..first + y.len()], y, rounding);
-            // The largest is the largest in whatever order blocks come.
+            // The maximum does not depend on the order of blocks.
             amax.fetch_max(found, Ordering::Relaxed);
         });
         f32::from_bits(amax.into_inner())
@@ -100,7 +100,7 @@ mod tests {
 
     const FORMATS: [Fp8Format; 2] = [Fp8Format::E4m3, Fp8Format::E5m2];
 
-    /// The value of a code as the papers define it; `None` for infinity and NaN.
+    /// Decodes a code by its definition; `None` for infinity and NaN.
     fn decode(format: Fp8Format, code: u8) -> Option<f64> {
         let (fraction_bits, bias, has_infinity) = match format {
             Fp8Format::E4m3 => (3, 7, false),
@@ -117,12 +117,12 @@ mod tests {
         (!is_special).then_some(sign * magnitude)
     }
 
-    /// The nearest value of the format by search through all its codes; of two, the one with the even code.
+    /// Finds the nearest value of the format by searching all codes. Of two, it is the one with the even code.
     fn nearest(format: Fp8Format, x: f64) -> f64 {
         if x.is_nan() {
             return x;
         }
-        // Beyond all values, where distances are still told apart.
+        // Clamped beyond all values of the formats, where distances in f64 still differ.
         let x = x.clamp(-1e6, 1e6);
         let values = (0..=u8::MAX).filter_map(|code| Some((code, decode(format, code)?)));
         let of_sign = values.filter(|(code, _)| (code & 0x80 != 0) == x.is_sign_negative());
@@ -147,7 +147,7 @@ mod tests {
         (y.into_iter().map(|y| f64::from(y.to_f32())).collect(), amax)
     }
 
-    /// Compares with the search, at every level.
+    /// Compares with the search at every level.
     fn check<T: Element>(x: &[T], format: Fp8Format, scale_exponent: i32) {
         let scale = 2.0_f64.powi(scale_exponent);
         for features in levels() {
@@ -241,7 +241,7 @@ mod tests {
             near in proptest::collection::vec((-20.0..20.0_f32, any::<bool>()), 1..40),
             scale_exponent in -SCALE_EXPONENT_MAX..=SCALE_EXPONENT_MAX,
         ) {
-            // Values of any size, and values of the sizes that the formats have.
+            // Values of any size, and values in the range of the format.
             let unscaled = |(log, negative): &(f32, bool)| {
                 let magnitude = log.exp2() * power_of_two(-scale_exponent);
                 if *negative { -magnitude } else { magnitude }

@@ -1,6 +1,6 @@
-//! Which bytes of an arena belong to no block.
+//! The free bytes of an arena.
 
-/// The gaps between blocks, in address order, never adjacent.
+/// The free spans between blocks, in address order. Adjacent spans are merged.
 #[derive(Debug)]
 pub(super) struct FreeList {
     pub(super) spans: Vec<Span>,
@@ -14,13 +14,13 @@ pub(super) struct Span {
 
 impl FreeList {
     pub(super) fn new(len: usize) -> Self {
-        // Room for far more gaps than a step makes, so that steady-state steps do not grow it.
+        // Capacity for far more spans than a step creates, so that the list does not grow in steady state.
         let mut spans = Vec::with_capacity(4096);
         spans.push(Span { offset: 0, len });
         FreeList { spans }
     }
 
-    /// Best fit: the smallest gap that is large enough, the lowest of equals.
+    /// Allocates by best fit: the smallest span that is large enough, the lowest one of equals.
     pub(super) fn take(&mut self, len: usize) -> Option<usize> {
         let fitting = self.spans.iter().enumerate().filter(|(_, span)| span.len >= len);
         let (index, _) = fitting.min_by_key(|(_, span)| span.len)?;

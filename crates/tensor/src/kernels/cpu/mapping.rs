@@ -1,4 +1,4 @@
-//! Addresses of the process, and the pages behind them.
+//! Reserved address ranges and the pages behind them.
 
 use crate::memory::PageSource;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -10,39 +10,39 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use trireme_base::HUGE_PAGE_BYTES;
 
-/// The least that the system takes back; a multiple of its pages.
+/// Granularity at which memory is returned to the system; a multiple of the page size.
 pub(super) const PAGE: usize = 64 << 10;
 
-/// Addresses of an arena that only counts: more than any model needs, and less than a process has.
+/// Size of the mapping of a counting arena: more than any model needs, less than the address space of a process.
 const COUNTING_BYTES: usize = 1 << 45;
 
-/// One mapping reserves at most 1/4 of the addresses that `ulimit -v` allows.
+/// One mapping reserves at most this fraction of the addresses that `ulimit -v` allows.
 const ADDRESSES_SHARE: usize = 4;
 
-/// Fewer addresses than this are an error.
+/// Minimum size of a mapping. Below it, reserving fails.
 const ADDRESSES_MIN: usize = 1 << 24;
 
-/// What blocks are for.
+/// Access rights of blocks.
 const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
-/// Addresses that the system has reserved, as long as this is there.
+/// A range of addresses that is reserved until the mapping is dropped.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     num_bytes: usize,
-    /// Where kernels find the same memory, if the host can neither read nor write it.
+    /// Address at which kernels access the same memory, if the host cannot access it.
     detached: Option<NonNull<u8>>,
     page_source: PageSource,
 }
 
-// SAFETY: addresses, whose memory is only reached through blocks, which do not overlap; `Operand` says why kernels may.
+// SAFETY: a mapping only holds addresses. Memory is accessed only through blocks, which do not overlap; see `Operand` for kernels.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Addresses for as much memory as the machine has, or as many as the process may have, none of it
-    /// [accessible](Mapping::make_accessible); takes no memory.
+    /// Reserves addresses for as much memory as the machine has, or as many as the process may have. None of them is
+    /// [accessible](Mapping::make_accessible). Allocates no memory.
     pub(super) fn reserve(page_source: PageSource) -> std::io::Result<Self> {
         let mut mapping = halving(addresses(machine_bytes()), |num_bytes| match page_source {
             PageSource::Transparent => map_private(num_bytes, ProtFlags::empty()),
@@ -54,27 +54,27 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// As [`reserve`](Mapping::reserve), of memory that kernels find elsewhere, and that the host can neither read nor write.
+    /// Like [`reserve`](Mapping::reserve), for memory that kernels access at other addresses and that the host cannot access.
     pub(super) fn detached() -> std::io::Result<Self> {
         let num_bytes = addresses(machine_bytes());
-        // Making a file longer than `ulimit -f` allows would end the process.
+        // Extending a file beyond `ulimit -f` would kill the process.
         if getrlimit(Resource::Fsize).current.is_some_and(|max| max < num_bytes as u64) {
             return Err(rustix::io::Errno::FBIG.into());
         }
         let start = map_private(num_bytes, ProtFlags::empty())?;
-        // From here on the addresses are given back if the file cannot be mapped.
+        // From here on, dropping `mapping` unmaps the addresses if the file cannot be mapped.
         let mut mapping = Mapping::of(start, num_bytes);
         mapping.detached = Some(map_file(num_bytes)?);
         Ok(mapping)
     }
 
-    /// Accessible addresses of a device that only counts, whose blocks may be larger than the machine's memory: few of their pages are
-    /// ever touched. Others that count may have taken most addresses of the process.
+    /// Maps accessible addresses for a counting device. Its blocks may exceed the machine's memory, because few of their pages are ever
+    /// touched. Tries smaller mappings if other counting devices use most addresses of the process.
     pub(super) fn counting() -> std::io::Result<Self> {
         halving(addresses(COUNTING_BYTES), |num_bytes| {
             map_private(num_bytes, ACCESS).or_else(|refused| {
-                // Where the system sets memory aside for all that may be written, it does not for a file without pages. Making
-                // one longer than `ulimit -f` allows would end the process.
+                // Systems that commit memory for all writable pages do not do so for a file without pages. Extending a file beyond `ulimit
+                // -f` would kill the process.
                 if getrlimit(Resource::Fsize).current.is_some() { Err(refused) } else { map_file(num_bytes) }
             })
         })
@@ -92,19 +92,19 @@ impl Mapping {
         self.page_source
     }
 
-    /// Whether the host can neither read nor write the memory.
+    /// Returns whether the host cannot access the memory.
     pub(super) fn is_detached(&self) -> bool {
         self.detached.is_some()
     }
 
-    /// The address of byte `offset`, as the host knows it. Panics if it lies outside.
+    /// Returns the host's address of byte `offset`. Panics if it exceeds the mapping.
     pub(super) fn address(&self, offset: usize) -> NonNull<u8> {
         assert!(offset <= self.num_bytes, "byte {offset} of {}", self.num_bytes);
         // SAFETY: within the mapping, or at its end, by the line above.
         unsafe { self.start.add(offset) }
     }
 
-    /// Returns the address at which kernels find the bytes that the host knows at `start`. Panics if they are outside the mapping.
+    /// Returns the address at which kernels access the bytes that the host addresses by `start`. Panics if they exceed the mapping.
     pub(crate) fn translate(&self, start: NonNull<u8>, num_bytes: usize) -> NonNull<u8> {
         let offset = start.addr().get().checked_sub(self.start.addr().get());
         let offset =
@@ -114,31 +114,32 @@ impl Mapping {
         unsafe { self.detached.unwrap_or(self.start).add(offset) }
     }
 
-    /// Lets the bytes `range` be read and written, and some after them; the end of those. The end is rounded up to a huge page, so that none is split
-    /// there. Pages of the host's pool are taken now: if the pool is empty when a page is first touched, SIGBUS ends the process.
+    /// Makes the bytes `range` and possibly some after them accessible. Returns the end of the accessible bytes, which is rounded up to a
+    /// huge page, so that no huge page is split there. Pages of the host's pool are populated at once: if the pool were empty at the first
+    /// touch, SIGBUS would kill the process.
     pub(super) fn make_accessible(&self, range: Range<usize>) -> rustix::io::Result<usize> {
         let address = self.start.addr().get();
         let end = ((address + range.end).next_multiple_of(HUGE_PAGE_BYTES) - address).min(self.num_bytes);
         let first = self.address(range.start).as_ptr().cast();
-        // SAFETY: within the mapping, whose memory nobody reads or writes before this.
+        // SAFETY: within the mapping; nothing accesses this memory before it is made accessible.
         unsafe { mprotect(first, end - range.start, MprotectFlags::READ | MprotectFlags::WRITE)? };
         if self.page_source == PageSource::Reserved {
-            // SAFETY: as above; it changes no byte.
+            // SAFETY: as above; populating pages changes no byte.
             unsafe { madvise(first, end - range.start, Advice::LinuxPopulateWrite)? };
         }
         Ok(end)
     }
 
-    /// Gives the pages that lie within `range` back to the system, if it takes them: they are zeros then. Those of the host's pool are kept, for
-    /// other processes could take them before they are touched again.
+    /// Returns the pages that lie within `range` to the system, if it accepts them; they then read as zeros. Pages of the host's pool are
+    /// kept, because other processes could take them before they are touched again.
     ///
     /// # Safety
-    /// Nobody reads them before writing them anew.
+    /// Nothing may read the bytes before writing them again.
     pub(super) unsafe fn discard(&self, range: Range<usize>) {
         let (start, end) = (range.start.next_multiple_of(PAGE), range.end / PAGE * PAGE);
         if start < end && self.page_source == PageSource::Transparent {
             let first = self.address(start).as_ptr().cast();
-            // SAFETY: within the mapping; nobody reads them by the caller's promise. A system that refuses keeps them.
+            // SAFETY: within the mapping; the caller promises that nothing reads the bytes. If the system refuses, it keeps them.
             let _ = unsafe { madvise(first, end - start, Advice::LinuxDontNeed) };
         }
     }
@@ -147,13 +148,14 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         for start in [Some(self.start), self.detached].into_iter().flatten() {
-            // SAFETY: mapped with this length; no block is left, for each holds the arena, and no kernel, for its processor holds this.
+            // SAFETY: mapped with this length. No block is left, because each holds the arena, and no kernel, because its processor holds
+            // the mapping.
             let _ = unsafe { munmap(start.as_ptr().cast(), self.num_bytes) };
         }
     }
 }
 
-/// Maps so many bytes, or the half of them, and so on.
+/// Maps `num_bytes` bytes. Halves the size until mapping succeeds.
 fn halving(
     mut num_bytes: usize,
     map: impl Fn(usize) -> rustix::io::Result<NonNull<u8>>,
@@ -169,13 +171,13 @@ fn halving(
     }
 }
 
-/// Bytes of this machine's memory, or more.
+/// Returns the size of this machine's memory in bytes, at least 1 GiB.
 fn machine_bytes() -> usize {
     let system = rustix::system::sysinfo();
     (system.totalram as usize * system.mem_unit.max(1) as usize).max(1 << 30)
 }
 
-/// How many addresses to ask for where `num_bytes` are wanted: with `ulimit -v` the process needs some for other things, too.
+/// Returns the number of addresses to request for `num_bytes`. Under `ulimit -v`, leaves addresses for the rest of the process.
 fn addresses(num_bytes: usize) -> usize {
     let allowed =
         getrlimit(Resource::As).current.map_or(usize::MAX, |bytes| bytes as usize / ADDRESSES_SHARE);
@@ -184,25 +186,25 @@ fn addresses(num_bytes: usize) -> usize {
 
 fn map_private(num_bytes: usize, access: ProtFlags) -> rustix::io::Result<NonNull<u8>> {
     let start = map_anonymous(num_bytes, access, MapFlags::empty())?;
-    // Fewer TLB misses; a system without huge pages may refuse, at no loss but speed.
+    // Fewer TLB misses. A system without huge pages may refuse, which only costs speed.
     // SAFETY: the range has just been mapped.
     let _ = unsafe { madvise(start.as_ptr().cast(), num_bytes, Advice::LinuxHugepage) };
     Ok(start)
 }
 
-/// Maps addresses, for which the system sets no memory aside.
+/// Maps anonymous memory, without committing it.
 fn map_anonymous(num_bytes: usize, access: ProtFlags, more: MapFlags) -> rustix::io::Result<NonNull<u8>> {
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | more;
-    // SAFETY: a fresh anonymous mapping at an address of the system's choice.
+    // SAFETY: a new anonymous mapping at an address that the system chooses.
     let start = unsafe { mmap_anonymous(std::ptr::null_mut(), num_bytes, access, flags)? };
     Ok(NonNull::new(start.cast()).expect("the system maps nothing at address 0"))
 }
 
-/// Maps a file that has no name and no pages.
+/// Maps an anonymous file without pages.
 fn map_file(num_bytes: usize) -> rustix::io::Result<NonNull<u8>> {
     let file = memfd_create(c"trireme-device", MemfdFlags::CLOEXEC)?;
     ftruncate(&file, num_bytes as u64)?;
-    // SAFETY: a fresh mapping at an address of the system's choice; nobody else has the file, which reads as zero.
+    // SAFETY: a new mapping at an address that the system chooses. No other code has the file, which reads as zeros.
     let start = unsafe { mmap(std::ptr::null_mut(), num_bytes, ACCESS, MapFlags::SHARED, &file, 0)? };
     Ok(NonNull::new(start.cast()).expect("the system maps nothing at address 0"))
 }

@@ -1,8 +1,7 @@
-//! Kernels for the CPU. They compute in f32; activations and factors of products may be stored in 16 bits.
+//! Kernels for the CPU. They compute in f32; activations and matmul operands may be stored in 16 bits.
 //!
-//! Bits do not depend on the number of threads: work is cut into tasks by shape alone, and no sum
-//! is split between tasks. Nor do they depend on the SIMD level outside of matrix products: sums run in
-//! sixteen fixed lanes, whatever the register width.
+//! Results do not depend on the number of threads: the shape alone determines how work is split into tasks, and no sum is split between
+//! tasks. Outside of matmuls, results do not depend on the SIMD level either: sums run in sixteen fixed lanes, whatever the register width.
 //!
 //! The method of [`Device`](crate::Device) with the name of a kernel documents the kernel.
 
@@ -38,35 +37,35 @@ use simd::CpuFeatures;
 use std::sync::Arc;
 use threads::ThreadPool;
 
-/// The processor that kernels run on: threads and the SIMD level. It is needed to turn [operands](crate::kernels::Operand) into slices.
+/// The processor that kernels run on: threads and SIMD level. Required to turn [operands](crate::kernels::Operand) into slices.
 #[derive(Debug)]
 pub(crate) struct Cpu {
     pub(crate) threads: ThreadPool,
     pub(crate) features: CpuFeatures,
-    /// Where this processor finds the only memory that it reaches; `None` if it reaches all memory where the host does.
+    /// The only memory that this processor can access, and its addresses; `None` if it can access all memory at the host's addresses.
     mapping: Option<Arc<Mapping>>,
 }
 
 impl Cpu {
-    /// One that reaches all memory.
+    /// Creates a processor that can access all memory.
     pub(crate) fn new(threads: ThreadPool, features: CpuFeatures) -> Self {
         Cpu { threads, features, mapping: None }
     }
 
-    /// The same, which reaches the memory of `mapping` and no other.
+    /// Restricts the processor to the memory of `mapping`.
     pub(crate) fn within(self, mapping: Arc<Mapping>) -> Self {
         Cpu { mapping: Some(mapping), ..self }
     }
 
-    /// Where this processor finds the only memory that it reaches, if it does not reach all where the host does.
+    /// Returns the only memory that this processor can access; `None` if it can access all memory at the host's addresses.
     pub(crate) fn mapping(&self) -> Option<&Mapping> {
         self.mapping.as_deref()
     }
 }
 
-/// A mutable slice that tasks of one kernel cut among themselves.
+/// A mutable slice that the tasks of one kernel share.
 ///
-/// Sound only while no two tasks touch the same element; every use says why that holds.
+/// Sound only while no two tasks access the same element; every use states why that holds.
 #[derive(Clone, Copy)]
 pub(crate) struct SharedSlice<'a, T> {
     start: *mut T,
@@ -74,7 +73,7 @@ pub(crate) struct SharedSlice<'a, T> {
     lifetime: std::marker::PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: elements are only reached through `range`, whose callers keep tasks apart.
+// SAFETY: elements are accessed only through `range`, whose callers ensure that tasks do not overlap.
 unsafe impl<T: Send> Send for SharedSlice<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for SharedSlice<'_, T> {}
@@ -84,10 +83,10 @@ impl<'a, T> SharedSlice<'a, T> {
         SharedSlice { start: slice.as_mut_ptr(), len: slice.len(), lifetime: std::marker::PhantomData }
     }
 
-    /// Elements `start..start + len`.
+    /// Returns the elements `start..start + len`.
     ///
     /// # Safety
-    /// No other live reference reaches these elements.
+    /// No other live reference covers these elements.
     ///
     /// # Panics
     /// If the range is out of bounds.
@@ -103,28 +102,27 @@ impl<'a, T> SharedSlice<'a, T> {
     }
 }
 
-/// Roundings to f32 one after the other in a kernel apart from its sums: at most a dozen operations, among them
-/// an exponential with an error of five roundings.
+/// Maximum number of consecutive f32 roundings in a kernel, apart from its sums: at most a dozen operations, among them an exponential with
+/// an error of five roundings.
 const NUM_ROUNDINGS: f64 = 16.0;
 
-/// Bound of a kernel's rounding errors in f32, in proportion to the magnitudes of its terms, for sums of up to `num_terms`: one of
-/// the analysis of rounding errors, to first order. Sums have their terms in [`simd::LANES`] lanes; those of matrix products
-/// have one lane, but also errors that cancel.
+/// Returns a first-order bound on a kernel's f32 rounding error, relative to the magnitudes of its terms, for sums of up to `num_terms`.
+/// Sums have [`simd::LANES`] lanes. Sums of matmuls have one lane, but their errors partly cancel.
 pub(crate) fn f32_error(num_terms: usize) -> f64 {
     (NUM_ROUNDINGS + num_terms as f64 / simd::LANES as f64) * 2.0_f64.powi(-24)
 }
 
-/// Elements one task of an elementwise kernel handles: enough to repay a hand-over between
-/// threads (about a microsecond), small enough to divide among threads.
+/// Number of elements per task of an elementwise kernel: large enough to amortize the hand-over between threads (about a microsecond),
+/// small enough to balance the load.
 const TASK_ELEMENTS: usize = 16 * 1024;
 
-/// Rows one task handles when a row has `cols` elements.
+/// Returns the number of rows per task for rows of `cols` elements.
 pub(crate) fn rows_per_task(cols: usize) -> usize {
     (TASK_ELEMENTS / cols.max(1)).max(1)
 }
 
 impl Cpu {
-    /// Runs `task(first_row, num_rows)` over blocks of rows whose cut depends on the shape alone.
+    /// Runs `task(first_row, num_rows)` over blocks of rows whose size depends only on the shape.
     pub(crate) fn for_row_blocks(&self, rows: usize, cols: usize, task: impl Fn(usize, usize) + Sync) {
         let block = rows_per_task(cols);
         self.threads.run(rows.div_ceil(block), &|index| {
@@ -149,7 +147,7 @@ impl Cpu {
         });
     }
 
-    /// Runs `task(first, elements)` over blocks of `out`, for kernels of single elements.
+    /// Runs `task(first, elements)` over blocks of `out`, for elementwise kernels.
     pub(crate) fn for_each_block<T: Send>(&self, out: &mut [T], task: impl Fn(usize, &mut [T]) + Sync) {
         self.for_each_chunk(out, TASK_ELEMENTS, task);
     }
@@ -164,7 +162,7 @@ impl Cpu {
         self.for_each_reduced_row(out, cols, cols, task);
     }
 
-    /// As [`for_each_row`](Cpu::for_each_row), where a row takes as much work as `num_read` elements.
+    /// Like [`for_each_row`](Cpu::for_each_row), if a row takes as much work as `num_read` elements.
     pub(crate) fn for_each_reduced_row<T: Send>(
         &self,
         out: &mut [T],

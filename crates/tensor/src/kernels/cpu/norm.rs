@@ -1,13 +1,14 @@
-//! Layer normalisation (Ba, Kiros, Hinton 2016) and RMS normalisation (Zhang, Sennrich 2019).
+//! Layer normalization (Ba, Kiros, Hinton 2016) and RMS normalization (Zhang, Sennrich 2019).
 //!
-//! Both are `y = (x - mean) * scale * weight + bias` a row; RMS normalisation has mean 0 and no bias.
+//! Both compute `y = (x - mean) * scale * weight + bias` per row. RMS normalization has mean 0 and no bias.
 
 use super::element::Element;
 use super::reduce::{COLUMN_BLOCK, put, sum_rows};
 use super::simd::{for_each_simd_level, sum_map, sum_zip};
 use super::{Cpu, SharedSlice};
 
-/// Saved for backward, a pair for each row: mean and scale (one over the standard deviation or the root mean square).
+/// Number of values per row that are saved for backward: the mean and the scale, which is one over the standard deviation or the root mean
+/// square.
 pub(crate) const STATISTICS: usize = 2;
 
 for_each_simd_level! {
@@ -61,21 +62,21 @@ for_each_simd_level! {
     }
 }
 
-/// Which normalisation.
+/// The kind of normalization.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NormKind {
-    /// Added to the variance or mean square.
+    /// Added to the variance or to the mean square.
     pub(crate) epsilon: f32,
-    /// Layer normalisation, else RMS normalisation.
+    /// Whether the mean is subtracted: layer normalization; otherwise RMS normalization.
     pub(crate) centred: bool,
 }
 
-/// Rows that were normalised.
+/// Normalized rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Normalised<'a> {
     pub(crate) x: &'a [f32],
     pub(crate) weight: &'a [f32],
-    /// [`STATISTICS`] values a row.
+    /// [`STATISTICS`] values per row.
     pub(crate) statistics: &'a [f32],
     pub(crate) kind: NormKind,
 }

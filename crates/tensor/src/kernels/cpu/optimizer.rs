@@ -1,4 +1,4 @@
-//! Optimizer updates: one pass over parameters, gradients and state, in pieces.
+//! Optimizer updates: one pass over parameters, gradients and states, in pieces.
 
 mod factored;
 mod orthogonalize;

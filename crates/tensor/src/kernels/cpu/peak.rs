@@ -1,31 +1,31 @@
-//! What arithmetic units and memory do with no kernel around them: the bounds that kernels are compared with.
+//! Peak throughput of execution units and of memory: the bounds that kernels are compared with.
 
 use super::simd::{CpuFeatures, for_each_simd_level};
 use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
 use trireme_base::Traffic;
 
-/// Words of memory that one task of [`Cpu::stream`] goes through.
+/// Number of words of memory per task of [`Cpu::stream`].
 const STREAM_BLOCK: usize = 16 * 1024;
 
 trireme_base::named! {
-    /// A unit of the processor that products of matrices run on.
+    /// An execution unit of the processor that matmuls use.
     pub enum Unit {
-        /// A multiplication and an addition of f32 in the narrowest registers (128 bits on x86-64).
+        /// Separate multiplication and addition of f32 in the narrowest registers (128 bits on x86-64).
         MulAdd128 = "mul+add 128",
-        /// Fused multiply-adds of f32 in 256-bit registers (AVX2, FMA).
+        /// Fused multiply-add of f32 in 256-bit registers (AVX2, FMA).
         Fma256 = "fma 256",
-        /// Fused multiply-adds of f32 in 512-bit registers (AVX-512).
+        /// Fused multiply-add of f32 in 512-bit registers (AVX-512).
         Fma512 = "fma 512",
-        /// Products of bf16 pairs in 512-bit registers (AVX512-BF16).
+        /// Dot products of bf16 pairs in 512-bit registers (AVX512-BF16).
         DotBf16 = "vdpbf16ps",
-        /// Products of tiles of bf16 (AMX).
+        /// Matmuls of bf16 tiles (AMX).
         TileBf16 = "tdpbf16ps",
     }
 }
 
 impl Unit {
-    /// The unit that products of a precision run on at a SIMD level.
+    /// Returns the unit that matmuls of a precision use at a SIMD level.
     pub fn of(features: CpuFeatures, precision: Precision) -> Self {
         match (features, precision) {
             (CpuFeatures::Portable, _) => Unit::MulAdd128,
@@ -36,7 +36,7 @@ impl Unit {
         }
     }
 
-    /// The lowest SIMD level that has the unit.
+    /// Returns the lowest SIMD level that has the unit.
     pub fn features(self) -> CpuFeatures {
         match self {
             Unit::MulAdd128 => CpuFeatures::Portable,
@@ -47,7 +47,7 @@ impl Unit {
         }
     }
 
-    /// Floating-point operations in one round of [`run`].
+    /// Returns the floating-point operations in one round of [`run`].
     fn operations(self) -> u64 {
         match self {
             Unit::MulAdd128 => 12 * 4 * 2,
@@ -60,8 +60,8 @@ impl Unit {
 }
 
 impl Cpu {
-    /// Lets a unit do nothing but its operation, `rounds` times on each thread at once; returns how many floating-point
-    /// operations that were. Panics if the SIMD level has no such unit.
+    /// Runs only the operation of a unit, `rounds` times on every thread at once. Returns the number of floating-point operations. Panics
+    /// if the SIMD level does not have the unit.
     pub(crate) fn run_unit(&self, unit: Unit, rounds: u64) -> u64 {
         assert!(self.features >= unit.features(), "{unit} is beyond {}", self.features);
         let num_threads = self.threads.num_threads();
@@ -69,8 +69,8 @@ impl Cpu {
         num_threads as u64 * rounds * unit.operations()
     }
 
-    /// Goes through memory as plain loops do that compute next to nothing: updates one part in place, copies from one to another,
-    /// and only reads or only writes what is left over. Panics if `memory` has fewer words than the traffic.
+    /// Streams through memory with almost no arithmetic: updates one part in place, copies from one part to another, and only reads or only
+    /// writes the remainder. Panics if `memory` has fewer words than the traffic.
     pub(crate) fn stream(&self, traffic: Traffic, memory: &mut [u32]) {
         let words = |bytes: usize| bytes / size_of::<u32>();
         let (updated, memory) = memory.split_at_mut(words(traffic.updated));
@@ -113,15 +113,14 @@ for_each_simd_level! {
     }
 }
 
-/// Each round does the unit's operation once for each of the sums that registers or tiles hold. They are so many that
-/// none waits for its last operation: it has at least six cycles to end, of which it needs four or five (tiles: 64, of
-/// which it needs 52).
+/// Runs the unit's operation once per round for each of the accumulators that fit into registers or tiles. Their number hides the latency:
+/// an accumulator is reused after at least six cycles, and an operation takes four or five (for tiles: 64 and 52).
 #[cfg(target_arch = "x86_64")]
 fn run(unit: Unit, rounds: u64) {
     use super::matmul::amx::TileConfig;
     use std::arch::asm;
 
-    /// Words that are small and not subnormal as f32, and as two bf16: sums stay finite.
+    /// Words that are small and not subnormal as f32 and as two bf16, so that sums stay finite.
     static FACTORS: [u32; 256] = [0x3a83_3a83; 256];
 
     macro_rules! repeat {
@@ -143,8 +142,8 @@ fn run(unit: Unit, rounds: u64) {
             )
         };
     }
-    // SAFETY: the machine has the unit, as `Cpu::run_unit` has checked. The code reads the factors, and changes registers
-    // that a call may change.
+    // SAFETY: the machine has the unit, as `Cpu::run_unit` has checked. The code reads `FACTORS` and changes only registers that a call may
+    // change.
     unsafe {
         match unit {
             Unit::MulAdd128 => {
@@ -175,7 +174,7 @@ fn run(unit: Unit, rounds: u64) {
     }
 }
 
-/// As above, as the compiler makes it.
+/// The same in portable Rust.
 #[cfg(not(target_arch = "x86_64"))]
 fn run(_: Unit, rounds: u64) {
     let factor = std::hint::black_box(1e-3_f32);

@@ -1,8 +1,8 @@
-//! Rounding to integers of few bits, block by block, for messages.
+//! Block-wise quantization to integers of few bits, for messages.
 //!
-//! A block is the value of code 1 (f32, little-endian) and then the codes, in two's complement: a byte each, or two in a byte,
-//! of which the high one belongs to the element half a block further on, so that both halves are read and written in
-//! whole registers. A block that holds what is not finite becomes all NaN, so that who looks for such values finds them.
+//! A block consists of its unit, the value of code 1 (f32, little-endian), followed by its codes in two's complement. A code takes a byte,
+//! or half a byte: the high half then belongs to the element half a block later, so that both halves are read and written in full
+//! registers. A block with a value that is not finite becomes all NaN, so that checks for such values still find them.
 
 use super::element::Element;
 use super::simd::for_each_simd_level;
@@ -13,7 +13,7 @@ const MAGNITUDE: u32 = 0x7fff_ffff;
 /// Magnitudes from here on are not finite.
 const INFINITY: u32 = 0x7f80_0000;
 
-/// Smaller magnitudes count as 0: the reciprocal of their unit overflows.
+/// Smaller magnitudes are rounded to 0, because the reciprocal of their unit would overflow.
 const MAGNITUDE_MIN: f32 = 1e-36;
 
 /// Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
@@ -21,19 +21,19 @@ const ROUNDER: f32 = 12_582_912.0;
 
 const UNIT_BYTES: usize = size_of::<f32>();
 
-/// What floats of a message are rounded to. [`BLOCK_LEN`](IntegerFormat::BLOCK_LEN) of them share a scale, by which the one of
-/// the largest magnitude becomes the largest code; 0 stays 0.
+/// An integer format of messages. Each [`BLOCK_LEN`](IntegerFormat::BLOCK_LEN) elements share a scale that maps the largest magnitude to
+/// the largest code; 0 stays 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IntegerFormat {
-    /// Codes from -127 to 127: off by at most 1/254 of the block's largest magnitude.
+    /// Codes from -127 to 127. The error is at most 1/254 of the block's largest magnitude.
     Int8,
-    /// Codes from -7 to 7: off by at most 1/14 of the block's largest magnitude.
+    /// Codes from -7 to 7. The error is at most 1/14 of the block's largest magnitude.
     Int4,
 }
 
 impl IntegerFormat {
-    /// Elements of a block. Shorter ones follow the values more closely, and send more: the scales of these add 1.6 % to 8
-    /// bits and 3.1 % to 4.
+    /// Number of elements per block. Shorter blocks are more accurate but send more scales. At this length, scales add 1.6 % to 8 bits and
+    /// 3.1 % to 4 bits.
     pub const BLOCK_LEN: usize = 256;
 
     const fn code_bytes(self, num_codes: usize) -> usize {
@@ -43,7 +43,7 @@ impl IntegerFormat {
         }
     }
 
-    /// Bytes of a message of so many elements.
+    /// Returns the bytes of a message of `num_elements` elements.
     pub const fn num_bytes(self, num_elements: usize) -> usize {
         num_elements.div_ceil(Self::BLOCK_LEN) * UNIT_BYTES + self.code_bytes(num_elements)
     }
@@ -56,7 +56,7 @@ impl IntegerFormat {
     }
 }
 
-/// The blocks of a message, each as the bytes of its unit and its codes.
+/// Returns the unit and the codes of each block of a message.
 #[inline(always)]
 fn blocks(message: &[u8], format: IntegerFormat) -> impl Iterator<Item = (f32, &[u8])> {
     message.chunks(format.num_bytes(IntegerFormat::BLOCK_LEN)).map(|block| {
@@ -65,7 +65,7 @@ fn blocks(message: &[u8], format: IntegerFormat) -> impl Iterator<Item = (f32, &
     })
 }
 
-/// The value of code 1, and what values are multiplied with to become codes.
+/// Returns the unit and its reciprocal, which maps values to codes.
 #[inline(always)]
 fn scales(x: &[f32], format: IntegerFormat) -> (f32, f32) {
     let largest = x.iter().fold(0, |largest: u32, x| largest.max(x.to_bits() & MAGNITUDE));
@@ -84,7 +84,7 @@ fn code(x: f32, inverse: f32) -> u8 {
     (x * inverse + ROUNDER).to_bits() as u8
 }
 
-/// Calls `write` with each element and its value in the message.
+/// Calls `write` with each element of `y` and its value in the message.
 #[inline(always)]
 fn for_each_value<T>(message: &[u8], format: IntegerFormat, y: &mut [T], write: impl Fn(&mut T, f32)) {
     for ((unit, codes), y) in blocks(message, format).zip(y.chunks_mut(IntegerFormat::BLOCK_LEN)) {
@@ -174,7 +174,7 @@ impl Cpu {
         });
     }
 
-    /// Runs `task` with the elements and the bytes, as first and number, of runs of whole blocks.
+    /// Runs `task` over runs of full blocks, each given by its elements and its bytes as first index and count.
     fn for_message_blocks(
         &self,
         num_elements: usize,
@@ -218,7 +218,7 @@ mod tests {
         y.into_iter().map(T::to_f32).collect()
     }
 
-    /// Compares with f64 at every level: off by half a code, but for the f32 roundings of the scale.
+    /// Compares with f64 at every level. The error is half a code, plus the f32 roundings of the scale.
     fn check(x: &[f32]) {
         for format in FORMATS {
             let mut first: Option<Vec<u8>> = None;
@@ -243,7 +243,7 @@ mod tests {
         }
     }
 
-    /// What is written in other types, or added, are the same values.
+    /// Checks that reading in other dtypes and adding give the same values.
     fn check_readers(cpu: &Cpu, x: &[f32], message: &[u8], found: &[f32], format: IntegerFormat) {
         let bf16 = values::<Bf16>(cpu, message, x.len(), format);
         let f16 = values::<F16>(cpu, message, x.len(), format);

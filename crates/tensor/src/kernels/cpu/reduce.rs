@@ -1,17 +1,16 @@
-//! Sums down the columns of a matrix and over whole buffers, and conversions.
+//! Column sums, and conversions.
 
 use super::Cpu;
 use super::element::Element;
 use super::simd::for_each_simd_level;
 
-/// Columns one task sums: a few registers, whole cache lines.
+/// Number of columns per task: a few registers, full cache lines.
 pub(crate) const COLUMN_BLOCK: usize = 64;
 
-/// Rows summed before the partial sum moves to the total: keeps the rounding error of a long column near
-/// that of a short one.
+/// Number of rows per partial sum. Blocks keep the rounding error of a long column near that of a short one.
 const ROW_BLOCK: usize = 128;
 
-/// Writes `total`, or adds it.
+/// Writes or adds `total`.
 #[inline(always)]
 pub(crate) fn put(out: &mut [f32], total: &[f32], accumulate: bool) {
     if accumulate {

@@ -1,10 +1,10 @@
-//! Run-time choice of the SIMD level, and the elementary functions of the kernels.
+//! Run-time selection of the SIMD level, and elementary functions for kernels.
 
 use super::element::Element;
 use super::matmul::amx;
 
 trireme_base::named! {
-    /// SIMD levels that kernels are compiled for, from the narrowest.
+    /// SIMD levels that kernels are compiled for, in ascending order.
     pub enum CpuFeatures {
         /// The target's baseline (SSE2 on x86-64).
         Portable = "portable",
@@ -12,15 +12,15 @@ trireme_base::named! {
         Avx2 = "avx2",
         /// 512-bit registers.
         Avx512 = "avx512",
-        /// AVX-512 with products of bf16 pairs (`vdpbf16ps`).
+        /// AVX-512 with dot products of bf16 pairs (`vdpbf16ps`).
         Avx512Bf16 = "avx512_bf16",
-        /// Also tiles with products of bf16 (AMX).
+        /// Also matmuls of bf16 tiles (AMX).
         AmxBf16 = "amx_bf16",
     }
 }
 
 impl CpuFeatures {
-    /// The widest level that this machine has.
+    /// Returns the highest level that this machine supports.
     pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
@@ -43,9 +43,9 @@ impl CpuFeatures {
     }
 }
 
-/// Compiles a function once for each SIMD level; the generated function takes the level first.
+/// Compiles a function once per SIMD level. The generated function takes the level as its first argument.
 ///
-/// The level given must come from [`CpuFeatures::detect`] or lie below it.
+/// The level must be at most [`CpuFeatures::detect`].
 macro_rules! for_each_simd_level {
     ($($(#[$meta:meta])* $vis:vis fn $name:ident$(<$($generic:ident: $bound:path),+>)?($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => {$(
         $(#[$meta])*
@@ -83,13 +83,13 @@ macro_rules! for_each_simd_level {
 }
 pub(crate) use for_each_simd_level;
 
-/// Number of partial sums that a reduction over a row keeps, whatever the register width.
+/// Number of partial sums of a reduction over a row, for every register width.
 pub(crate) const LANES: usize = 16;
 
-/// `e^x`, relative error below 3e-7 where the result is normal; 0 below -104, infinity above 88.8, NaN for NaN.
+/// `e^x`. The relative error is below 3e-7 where the result is normal. The result is 0 below -104, infinity above 88.8, and NaN for NaN.
 ///
-/// Cody-Waite reduction to |r| <= ln(2)/2 and the polynomial of the Cephes library (`expf`). No branch, so that
-/// loops over it become SIMD code; fused multiply-adds are one instruction on every level but the portable one.
+/// Cody-Waite reduction to |r| <= ln(2)/2 and the polynomial of the Cephes library (`expf`). It has no branch, so that loops over it become
+/// SIMD code. A fused multiply-add is one instruction on every level but the portable one.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     const LOG2_E: f32 = std::f32::consts::LOG2_E;
@@ -97,8 +97,8 @@ pub(crate) fn exp(x: f32) -> f32 {
     const LN_2_LOW: f32 = -2.121_944_4e-4;
     // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
     const ROUNDER: f32 = 12_582_912.0;
-    // Beyond these the scaling below gives 0 and infinity by itself. At the lower one both factors are 0: to multiply
-    // until the result is 0 would be slow.
+    // Beyond these limits, the scaling below gives 0 and infinity. At the lower limit both factors are 0, because multiplying through
+    // subnormal numbers would be slow.
     let clamped = if x < -176.0 { -176.0 } else { x };
     let clamped = if clamped > 89.0 { 89.0 } else { clamped };
     let shifted = clamped.mul_add(LOG2_E, ROUNDER);
@@ -127,7 +127,7 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
 /// The hyperbolic tangent, relative error below 6e-7.
 #[inline(always)]
 pub(crate) fn tanh(x: f32) -> f32 {
-    // Below, the Taylor polynomial of degree 7 is nearer to the value than the difference of two numbers near 1.
+    // Below, the Taylor polynomial of degree 7 is more accurate than the difference of two numbers near 1.
     const SMALL: f32 = 0.15;
     let square = x * x;
     let small = x + x * square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0)));
@@ -135,13 +135,13 @@ pub(crate) fn tanh(x: f32) -> f32 {
     if x.abs() < SMALL { small } else { large }
 }
 
-/// Sum of the lanes, in a fixed tree.
+/// Sums the lanes in a fixed tree.
 #[inline(always)]
 pub(crate) fn sum_lanes(lanes: [f32; LANES]) -> f32 {
     fold_lanes(lanes, |a, b| a + b)
 }
 
-/// The largest lane; NaN is passed over.
+/// Returns the largest lane. Ignores NaN.
 #[inline(always)]
 fn max_lane(lanes: [f32; LANES]) -> f32 {
     fold_lanes(lanes, |a, b| if b > a { b } else { a })
@@ -149,8 +149,7 @@ fn max_lane(lanes: [f32; LANES]) -> f32 {
 
 #[inline(always)]
 fn fold_lanes(lanes: [f32; LANES], fold: impl Fn(f32, f32) -> f32) -> f32 {
-    // Hidden from the compiler, which would carry the tree's pairs into the loop that filled the lanes, in place of
-    // whole registers.
+    // Hides the lanes from the compiler, which would otherwise pair them in the loop that fills them instead of using full registers.
     let mut lanes = std::hint::black_box(lanes);
     let mut width = LANES / 2;
     while width > 0 {
@@ -162,13 +161,13 @@ fn fold_lanes(lanes: [f32; LANES], fold: impl Fn(f32, f32) -> f32) -> f32 {
     lanes[0]
 }
 
-/// Sum of `term(x[i])`, in [`LANES`] partial sums.
+/// Sums `term(x[i])` in [`LANES`] partial sums.
 #[inline(always)]
 pub(crate) fn sum_map(x: &[f32], term: impl Fn(f32) -> f32) -> f32 {
     sum_zip(x, x, x, |x, _, _| term(x))
 }
 
-/// Sum of `term(x[i], y[i], z[i])`, in [`LANES`] partial sums.
+/// Sums `term(x[i], y[i], z[i])` in [`LANES`] partial sums.
 #[inline(always)]
 pub(crate) fn sum_zip<X: Copy, Y: Copy, Z: Copy>(
     x: &[X],
@@ -191,7 +190,7 @@ pub(crate) fn sum_zip<X: Copy, Y: Copy, Z: Copy>(
     sum_lanes(lanes)
 }
 
-/// Writes `map(x[i])` to `out[i]`; returns the sum of what was written before it was rounded, in [`LANES`] partial sums.
+/// Writes `map(x[i])` to `out[i]`. Returns the sum of the values before they are rounded, in [`LANES`] partial sums.
 #[inline(always)]
 pub(crate) fn sum_into<T: Element>(x: &[f32], out: &mut [T], map: impl Fn(f32) -> f32) -> f32 {
     let mut lanes = [0.0_f32; LANES];
@@ -212,7 +211,7 @@ pub(crate) fn sum_into<T: Element>(x: &[f32], out: &mut [T], map: impl Fn(f32) -
     sum_lanes(lanes)
 }
 
-/// The largest element, negative infinity for none; NaN is passed over.
+/// Returns the largest element; negative infinity if there is none. Ignores NaN.
 #[inline(always)]
 pub(crate) fn max_of(x: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];

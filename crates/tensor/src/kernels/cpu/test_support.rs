@@ -1,4 +1,4 @@
-//! What the tests of the kernels share: processors to run on, values, and how much rounding is allowed.
+//! Helpers for kernel tests: processors, values, and error bounds.
 
 use super::element::Element;
 use super::simd::CpuFeatures;
@@ -11,9 +11,9 @@ use trireme_base::{DType, RandomKey};
 /// Element types that kernels compute with.
 pub(crate) const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
-/// The SIMD levels that this machine has; AMX is emulated where it has none.
+/// Returns the SIMD levels of this machine. AMX is emulated if the machine has AVX512-BF16 but no AMX.
 pub(crate) fn levels() -> impl Iterator<Item = CpuFeatures> {
-    // Miri interprets no signal handler.
+    // Miri does not support signal handlers.
     #[cfg(all(target_arch = "x86_64", target_os = "linux", not(miri)))]
     trireme_testkit::emulate_amx();
     let detected = CpuFeatures::detect();
@@ -22,12 +22,12 @@ pub(crate) fn levels() -> impl Iterator<Item = CpuFeatures> {
     CpuFeatures::ALL.into_iter().filter(move |&level| level <= detected || emulates)
 }
 
-/// A processor of some level and number of threads.
+/// Returns a processor with a SIMD level and a number of threads.
 pub(crate) fn cpu(features: CpuFeatures, num_threads: usize) -> Cpu {
     Cpu::new(ThreadPool::new(num_threads).unwrap(), features)
 }
 
-/// The outputs of a kernel at each level, with one thread and with three: their bits must be equal.
+/// Returns the outputs of a kernel at each level. Checks that one thread and three threads give equal bits.
 pub(crate) fn run_at_levels<const N: usize>(
     kernel: impl Fn(&Cpu) -> [Vec<f32>; N],
 ) -> Vec<(CpuFeatures, [Vec<f32>; N])> {
@@ -39,7 +39,7 @@ pub(crate) fn run_at_levels<const N: usize>(
     levels().map(at_level).collect()
 }
 
-/// As [`run_at_levels`] for a kernel without matrix products, whose bits must not depend on the level either.
+/// Like [`run_at_levels`], for a kernel without matmuls, whose bits must not depend on the level either.
 pub(crate) fn run<const N: usize>(kernel: impl Fn(&Cpu) -> [Vec<f32>; N]) -> [Vec<f32>; N] {
     let mut results = run_at_levels(kernel).into_iter();
     let (_, first) = results.next().expect("every machine has the lowest level");
@@ -49,7 +49,7 @@ pub(crate) fn run<const N: usize>(kernel: impl Fn(&Cpu) -> [Vec<f32>; N]) -> [Ve
     first
 }
 
-/// Bits, with one NaN for all: which of them an operation gives is not specified.
+/// Returns the bits of a value. All NaNs are equal, because their bits are not specified.
 fn bits(value: f32) -> u32 {
     if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() }
 }
@@ -65,29 +65,29 @@ fn assert_same_bits<const N: usize>(expected: &[Vec<f32>; N], found: &[Vec<f32>;
     }
 }
 
-/// Normal variates of standard deviation 1.
+/// Returns random normal values of standard deviation 1.
 pub(crate) fn random(len: usize, name: &str) -> Vec<f32> {
     let mut values = vec![0.0; len];
     RandomKey::new(9, name).fill_normal(&mut values, 1.0);
     values
 }
 
-/// Values rounded to an element type.
+/// Rounds values to an element type.
 pub(crate) fn narrow<T: Element>(values: &[f32]) -> Vec<T> {
     values.iter().map(|&x| T::from_f32(x)).collect()
 }
 
-/// Elements as f32, exactly.
+/// Converts elements to f32, exactly.
 pub(crate) fn widen<T: Element>(values: &[T]) -> Vec<f32> {
     values.iter().map(|x| x.to_f32()).collect()
 }
 
-/// Elements as f64, exactly.
+/// Converts elements to f64, exactly.
 pub(crate) fn exactly<T: Element>(values: &[T]) -> Vec<f64> {
     values.iter().map(|x| f64::from(x.to_f32())).collect()
 }
 
-/// Indices of what is not finite in `after`; all else must have the bits it has in `before`.
+/// Returns the indices of non-finite values in `after`. All others must have the same bits as in `before`.
 pub(crate) fn not_finite(before: &[f32], after: &[f32]) -> Vec<usize> {
     assert_eq!(before.len(), after.len());
     let spoilt: Vec<usize> = (0..after.len()).filter(|&index| !after[index].is_finite()).collect();
@@ -97,19 +97,19 @@ pub(crate) fn not_finite(before: &[f32], after: &[f32]) -> Vec<usize> {
     spoilt
 }
 
-/// The first cases of a table, the small ones, where an interpreter runs the test a thousand times slower.
+/// Returns only the first, small cases of a table under Miri, which is about a thousand times slower.
 pub(crate) fn affordable<C>(cases: &[C], num_small: usize) -> &[C] {
     if cfg!(miri) { &cases[..num_small] } else { cases }
 }
 
-/// Settings of a property test of so many cases.
+/// Returns the settings of a property test with `number` cases.
 pub(crate) fn cases(number: u32) -> ProptestConfig {
     let cases = if cfg!(miri) { number.min(2) } else { number };
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
-/// The largest relative error of one rounding, the largest absolute error of one to a subnormal value, and the
-/// largest finite value.
+/// Returns the largest relative error of one rounding, the largest absolute error of a rounding to a subnormal value, and the largest
+/// finite value.
 fn limits<T: Element>() -> (f64, f64, f64) {
     match T::DTYPE {
         DType::Bf16 => (2.0_f64.powi(-8), 2.0_f64.powi(-134), (2.0 - 2.0_f64.powi(-7)) * 2.0_f64.powi(127)),
@@ -118,21 +118,21 @@ fn limits<T: Element>() -> (f64, f64, f64) {
     }
 }
 
-/// Exponentials overflow, and what is divided by them is lost, a little below this; it is far below what a test looks at.
+/// Bound on values that may be lost because exponentials overflow a little below it. Far below any value that a test examines.
 const VANISHING: f64 = 1e-33;
 
-/// What a kernel should give, and what its rounding errors are in proportion to.
+/// The expected result of a kernel, and the magnitudes to which its rounding errors are proportional.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Exact {
     pub(crate) value: f64,
-    /// Magnitudes, added up, of the terms that are computed in f32.
+    /// Sum of the magnitudes of the terms that are computed in f32.
     pub(crate) in_f32: f64,
-    /// Likewise of what is rounded to the element type: the value, and terms that are kept in between.
+    /// Sum of the magnitudes that are rounded to the element type: the value, and intermediate results.
     pub(crate) in_element: f64,
 }
 
 impl Exact {
-    /// A value of terms with these magnitudes.
+    /// Creates an exact value with terms of this magnitude.
     pub(crate) fn new(value: f64, magnitude: f64) -> Self {
         Exact { value, in_f32: magnitude, in_element: value.abs() }
     }
@@ -140,7 +140,7 @@ impl Exact {
 
 /// Compares a kernel's results, which were stored as `T` and had up to `num_terms` terms, with exact ones.
 ///
-/// The bound of an error is a unit roundoff of `T`, once, and [`f32_error`] for the operations before it.
+/// The error bound is one unit roundoff of `T`, plus [`f32_error`] for the operations before it.
 pub(crate) fn assert_close<T: Element>(
     what: &impl Debug,
     found: &[f32],

@@ -1,4 +1,4 @@
-//! A bounded set of threads that share the tasks of one kernel at a time.
+//! A bounded thread pool that runs the tasks of one kernel at a time.
 
 use std::any::Any;
 use std::fmt;
@@ -8,17 +8,17 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
 use std::thread::JoinHandle;
 use trireme_base::spawn_thread;
 
-/// How often an idle thread looks for work before it sleeps: some tens of microseconds, which
-/// bridges the gap between two kernels but not a wait for another rank.
+/// Number of spins of an idle thread before it sleeps: some tens of microseconds, enough for the gap between two kernels, but not for a
+/// wait for another rank.
 const SPINS_BEFORE_SLEEP: usize = 4_000;
 
-/// Called with the thread's index and the task's.
+/// Called with the thread index and the task index.
 type Task<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
-/// Threads that run the tasks of a kernel. The calling thread is one of them, so a pool of one has no
-/// thread of its own and runs everything in place.
+/// Threads that run the tasks of a kernel. The calling thread is one of them: a pool of size one starts no thread and runs everything in
+/// place.
 pub(crate) struct ThreadPool {
-    /// Held while a kernel runs.
+    /// Locked while a kernel runs.
     running: Mutex<()>,
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
@@ -28,11 +28,11 @@ pub(crate) struct ThreadPool {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// Wakes sleeping workers: a new job or the end.
+    /// Wakes sleeping workers when a job is posted or the pool is dropped.
     job_posted: Condvar,
-    /// Wakes the caller: the last worker has left the job.
+    /// Wakes the caller when the last worker has left the job.
     job_left: Condvar,
-    /// Number of jobs posted, so that workers can spin without the lock.
+    /// Number of posted jobs. Workers spin on it without the lock.
     num_jobs: AtomicU64,
     /// Next task of the current job.
     next_task: AtomicUsize,
@@ -41,9 +41,9 @@ struct Shared {
 #[derive(Default)]
 struct State {
     job: Option<Job>,
-    /// Workers inside of the current job.
+    /// Number of workers in the current job.
     num_active: usize,
-    /// Workers that must be notified of a job.
+    /// Number of sleeping workers, which must be notified of a job.
     num_sleeping: usize,
     panic: Option<Box<dyn Any + Send>>,
     closed: bool,
@@ -55,13 +55,13 @@ struct Job {
     num_tasks: usize,
 }
 
-// SAFETY: the task is Sync, and `ThreadPool::run` keeps it alive until no worker is inside of the job.
+// SAFETY: the task is `Sync`, and `ThreadPool::run` keeps it alive until no worker is in the job.
 unsafe impl Send for Job {}
 
 impl ThreadPool {
     pub(crate) const SIZE_MAX: usize = 1 << 12;
 
-    /// A pool of `num_threads`, the caller included. Fails if the system refuses to start a thread.
+    /// Creates a pool of `num_threads`, including the caller. Fails if the system cannot start a thread.
     pub(crate) fn new(num_threads: usize) -> std::io::Result<Self> {
         let mut pool = ThreadPool::unstarted(num_threads);
         for index in 1..num_threads {
@@ -71,7 +71,7 @@ impl ThreadPool {
         Ok(pool)
     }
 
-    /// A pool whose threads are not started. Only its size may be used: [`run`](ThreadPool::run) panics.
+    /// Creates a pool without starting its threads. Only its size may be used: [`run`](ThreadPool::run) panics.
     pub(crate) fn unstarted(num_threads: usize) -> Self {
         ThreadPool { running: Mutex::new(()), shared: Arc::default(), workers: Vec::new(), num_threads }
     }
@@ -80,19 +80,18 @@ impl ThreadPool {
         self.num_threads
     }
 
-    /// Runs `task(0) … task(num_tasks - 1)`, each once, in any order and on any thread; returns when all have ended. A panic in a
-    /// task is passed on. Allocates nothing. Panics if another kernel runs: tasks must not call `run`, and a device serves one
-    /// thread at a time.
+    /// Runs `task(0) … task(num_tasks - 1)`, each once, in any order and on any thread. Returns when all have ended. Propagates a panic of
+    /// a task. Does not allocate. Panics if another kernel is running: tasks must not call `run`, and a device serves one thread at a time.
     pub(crate) fn run(&self, num_tasks: usize, task: &(dyn Fn(usize) + Sync + '_)) {
         self.run_on_threads(num_tasks, &|_, index| task(index));
     }
 
-    /// As [`ThreadPool::run`] for tasks that keep memory of the thread: `task(thread, index)` with `thread` below
-    /// [`ThreadPool::num_threads`], and never two at a time with the same one.
+    /// Like [`ThreadPool::run`], for tasks that use thread-local memory: `task(thread, index)` with `thread` less than
+    /// [`ThreadPool::num_threads`]. No two concurrent tasks have the same thread index.
     pub(crate) fn run_on_threads(&self, num_tasks: usize, task: &Task<'_>) {
         let _running = match self.running.try_lock() {
             Ok(running) => running,
-            // A task's panic was passed on by an earlier call.
+            // An earlier call has propagated a task's panic.
             Err(TryLockError::Poisoned(running)) => running.into_inner(),
             Err(TryLockError::WouldBlock) => panic!("kernels of one device run one at a time"),
         };
@@ -146,7 +145,7 @@ impl Shared {
 
     /// Takes tasks until none is left.
     fn share(&self, job: Job, thread: usize) {
-        // SAFETY: the caller is inside of the job, so `ThreadPool::run` has not returned.
+        // SAFETY: the caller is in the job, so `ThreadPool::run` has not returned.
         let task = unsafe { &*job.task };
         loop {
             let index = self.next_task.fetch_add(1, Ordering::Relaxed);
@@ -173,7 +172,7 @@ impl Shared {
         }
     }
 
-    /// Waits for a job that this worker has not seen and enters it; `None` when the pool ends.
+    /// Waits for a new job and enters it. Returns `None` when the pool is dropped.
     fn enter(&self, num_seen: &mut u64) -> Option<Job> {
         loop {
             let mut spins = 0;
@@ -191,7 +190,7 @@ impl Shared {
                 return None;
             }
             *num_seen = self.num_jobs.load(Ordering::Acquire);
-            // The others may have finished the job before this worker woke.
+            // The other threads may have finished the job before this worker woke.
             if let Some(job) = state.job {
                 state.num_active += 1;
                 return Some(job);
@@ -205,12 +204,12 @@ impl Drop for ThreadPool {
         {
             let mut state = self.shared.lock();
             state.closed = true;
-            // Ends the spinning.
+            // Ends spinning.
             self.shared.num_jobs.fetch_add(1, Ordering::Release);
         }
         self.shared.job_posted.notify_all();
         for worker in self.workers.drain(..) {
-            // A worker's panic has already been passed on by `run`.
+            // `run` has already propagated a worker's panic.
             let _ = worker.join();
         }
     }

@@ -2,7 +2,7 @@ use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use trireme_base::DType;
 
-/// `left + right`, of values of one shape and of floats. The sum has their type, or f32 if they have two.
+/// `left + right` for float values of one shape. The result has their dtype, or f32 if the dtypes differ.
 #[derive(Debug)]
 pub struct Add;
 

@@ -10,30 +10,31 @@ use crate::tensor::{Tensor, View};
 use std::sync::Arc;
 use trireme_base::{Category, DType, Positions};
 
-/// Cosines and sines for every position of a rotary embedding, `[positions, head_dim / 2]` each. Tables are not made if there is no memory for them.
+/// Cosines and sines of rotary position embeddings, `[positions, head_dim / 2]` each. Constructors fail if the device has no memory for
+/// them.
 #[derive(Debug)]
 pub struct RotaryTable {
     cos: Tensor,
     sin: Tensor,
-    /// Angle per position of each pair.
+    /// Angle per position of each pair of elements.
     frequencies: Vec<f64>,
     amplitude: f32,
     scaling: Option<DynamicScaling>,
 }
 
-/// Frequencies that fall with the number of positions of a table, so that sequences may be longer than those of pretraining ("dynamic NTK":
+/// Rotary frequencies that decrease with the number of positions of the table, for sequences longer than in pretraining ("dynamic NTK":
 /// Peng et al., "YaRN", 2023, section 3.3).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DynamicScaling {
-    /// Growth of the base of the frequencies with the length.
+    /// Growth factor of the frequency base with the length.
     pub factor: f64,
-    /// Positions up to which frequencies stay.
+    /// Number of positions up to which frequencies are unchanged.
     pub original_positions: usize,
 }
 
 impl DynamicScaling {
-    /// The frequencies in a table of so many positions. The base of the frequencies grows; the first one stays, and the last one is divided
-    /// by the growth.
+    /// Returns the frequencies of a table with `positions` positions. The base of the frequencies grows: the first frequency is unchanged,
+    /// the last one is divided by the growth.
     fn apply(&self, frequencies: &[f64], positions: usize) -> Vec<f64> {
         let longer = (positions as f64 / self.original_positions as f64).max(1.0);
         let growth = self.factor * longer - (self.factor - 1.0);
@@ -44,13 +45,13 @@ impl DynamicScaling {
 }
 
 impl RotaryTable {
-    /// The table for `positions`; `frequencies` holds the angle per position of each of the `head_dim / 2` pairs. Cosines and sines are multiplied by `amplitude`, and
-    /// so is what they rotate.
+    /// Creates a table for `positions` positions. `frequencies` holds the angle per position of each of the `head_dim / 2` pairs. Cosines
+    /// and sines, and therefore the rotated values, are multiplied by `amplitude`.
     pub fn new(device: &Device, positions: usize, frequencies: &[f64], amplitude: f32) -> Result<Self> {
         RotaryTable::with_scaling(device, positions, frequencies.to_vec(), (amplitude, None))
     }
 
-    /// The same, where `frequencies` are those of short tables, and depend on the number of positions.
+    /// Creates a table whose frequencies depend on the number of positions. `frequencies` are those of short tables.
     pub fn dynamic(
         device: &Device,
         positions: usize,
@@ -86,7 +87,7 @@ impl RotaryTable {
         Ok(RotaryTable { cos, sin, frequencies, amplitude, scaling })
     }
 
-    /// The table for another number of positions.
+    /// Creates the same table for another number of positions.
     pub fn with_positions(&self, device: &Device, positions: usize) -> Result<Self> {
         RotaryTable::with_scaling(device, positions, self.frequencies.clone(), (self.amplitude, self.scaling))
     }
@@ -96,7 +97,7 @@ impl RotaryTable {
     }
 }
 
-/// Keys and values of the positions that a layer has seen, for generation. A cache is not made if there is no memory for it.
+/// The KV cache of one attention layer, for generation. The constructor fails if the device has no memory for it.
 #[derive(Debug)]
 pub struct KeyValueCache {
     keys: Tensor,
@@ -105,7 +106,7 @@ pub struct KeyValueCache {
 }
 
 impl KeyValueCache {
-    /// An empty cache of an attention for `batch` sequences of up to `capacity` positions.
+    /// Creates an empty cache for `batch` sequences of up to `capacity` positions.
     pub fn new(device: &Device, batch: usize, capacity: usize, attention: &Attention) -> Result<Self> {
         let of_heads =
             |head_dim: usize| device.activation([batch, capacity, attention.num_kv_heads * head_dim]);
@@ -113,48 +114,48 @@ impl KeyValueCache {
         Ok(KeyValueCache { keys, values, len: 0 })
     }
 
-    /// Positions held.
+    /// Returns the number of cached positions.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether no position is held.
+    /// Returns whether no position is cached.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Positions there is room for.
+    /// Returns the maximum number of cached positions.
     pub fn capacity(&self) -> usize {
         self.keys.shape().dims()[1]
     }
 }
 
-/// Attention within sequences, as `[batch, seq_len, num_heads * value_dim]` in the tape's precision.
+/// Multi-head attention within sequences. The output is `[batch, seq_len, num_heads * value_dim]` in the tape's precision.
 ///
-/// Of rows of query heads, key heads and value heads (`[batch, seq_len, qkv_cols]`); or of queries (`[batch, seq_len, num_heads *
-/// head_dim]`) and, apart, rows of key heads and value heads (`[batch, num_keys, num_kv_heads * (head_dim + value_dim)]`). Further inputs, in u32, may
-/// say how many keys of each sequence are not padding (`[batch]`), and for each query where its document begins (`[batch, seq_len]`): a
-/// causal query sees no key before.
+/// The input is either rows of query heads, key heads and value heads (`[batch, seq_len, qkv_cols]`); or queries (`[batch, seq_len,
+/// num_heads * head_dim]`) and separate rows of key heads and value heads (`[batch, num_keys, num_kv_heads * (head_dim + value_dim)]`).
+/// Optional u32 inputs hold the number of keys of each sequence that are not padding (`[batch]`), and the position at which the document of
+/// each query begins (`[batch, seq_len]`): a causal query does not see earlier keys.
 ///
-/// Where ranks of the context axis have parts of the positions, they exchange them for heads first, or the keys and values of all pass by, or
-/// both. What says where documents begin is then about the positions of the heads.
+/// If ranks of the context axis shard the positions, they exchange positions for heads first (Ulysses), or pass keys and values around a
+/// ring, or both. The starts of documents are then those of the positions after the exchange.
 #[derive(Debug, Clone)]
 pub struct Attention {
-    /// Query heads.
+    /// Number of query heads.
     pub num_heads: usize,
-    /// Key-value heads; divides `num_heads`.
+    /// Number of key-value heads; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements of a head of queries or keys.
+    /// Dim of query heads and key heads.
     pub head_dim: usize,
-    /// Elements of a head of values or of the output.
+    /// Dim of value heads and output heads.
     pub value_dim: usize,
-    /// Which keys a query sees, and how scores become weights.
+    /// The mask, and how scores become weights.
     pub rule: AttentionRule,
     rotary: Option<Arc<RotaryTable>>,
     exchanges: Exchanges,
 }
 
-/// What exchanges positions for heads, and back.
+/// The operations that exchange positions for heads and back.
 #[derive(Debug, Clone)]
 struct Exchanges {
     together: Arc<ExchangeHeads>,
@@ -164,12 +165,12 @@ struct Exchanges {
 }
 
 impl Attention {
-    /// Attention by this rule, with query heads and key-value heads, which divide them, of `head_dim` elements.
+    /// Creates an attention by `rule` with heads of `head_dim` elements. `num_kv_heads` divides `num_heads`.
     pub fn new(num_heads: usize, num_kv_heads: usize, head_dim: usize, rule: AttentionRule) -> Self {
         Attention::with_value_dim([num_heads, num_kv_heads], [head_dim; 2], rule)
     }
 
-    /// As [`new`](Attention::new), where heads of values and of the output have `value_dim` elements.
+    /// Like [`new`](Attention::new), with value heads and output heads of `value_dim` elements.
     pub fn with_value_dim(
         [num_heads, num_kv_heads]: [usize; 2],
         [head_dim, value_dim]: [usize; 2],
@@ -189,20 +190,21 @@ impl Attention {
         Attention { num_heads, num_kv_heads, head_dim, value_dim, rule, rotary: None, exchanges }
     }
 
-    /// The same, which rotates queries and keys first, by a table that covers every position. Keys and values are no separate input then.
+    /// Sets a table with which queries and keys are rotated first. It must cover every position. Keys and values must then not be a
+    /// separate input.
     pub fn with_rotary(self, rotary: Option<Arc<RotaryTable>>) -> Self {
         Attention { rotary, ..self }
     }
 
-    /// What rotates queries and keys.
+    /// Returns the table that rotates queries and keys.
     pub fn rotary(&self) -> Option<&Arc<RotaryTable>> {
         self.rotary.as_ref()
     }
 
-    /// The sizes for queries, or queries with keys and values, of this shape, and for keys and values that lie apart.
+    /// Returns the sizes for queries of this shape, which may include keys and values, and for separate keys and values.
     ///
     /// # Panics
-    /// If a shape has other dims.
+    /// If a shape does not have three dims.
     pub fn shape(&self, queries: Shape, keys_values: Option<Shape>) -> AttentionShape {
         let &[batch, seq_len, _] = queries.dims() else {
             panic!("{queries:?} is not [batch, seq_len, cols]")
@@ -212,7 +214,7 @@ impl Attention {
         AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, value_dim, num_keys }
     }
 
-    /// The sizes of what this rank attends to.
+    /// Returns the sizes of this rank's attention, with its share of the heads.
     fn shape_of(&self, cx: &OperationContext<'_>, views: &AttentionInputs<View<'_>>) -> AttentionShape {
         let degree = cx.context_place().heads.degree;
         let shape = self.shape(views.queries.shape(), views.keys_values.map(|view| view.shape()));
@@ -221,7 +223,7 @@ impl Attention {
     }
 }
 
-/// What an attention is given, by the types and shapes of its inputs.
+/// Assigns the operation's inputs by their dtypes and shapes.
 fn given<'a>(num_inputs: usize, input: impl Fn(usize) -> View<'a>) -> AttentionInputs<View<'a>> {
     let mut views = AttentionInputs::together(input(0));
     for view in (1..num_inputs).map(input) {
@@ -306,7 +308,7 @@ impl Operation for Attention {
     }
 }
 
-/// Rotates queries and keys: in the memory of the input, or in a copy where somebody else reads it.
+/// Rotates queries and keys in place, or returns a rotated copy if the input has another reader.
 fn rotate(
     cx: &mut ForwardContext<'_>,
     shape: AttentionShape,
@@ -323,10 +325,10 @@ fn rotate(
 }
 
 impl Recorder<'_> {
-    /// As [`Attention`] for rows that follow the positions of `cache`, which takes them in.
+    /// Runs [`Attention`] for rows that follow the positions of `cache`, and appends their keys and values to it.
     ///
     /// # Panics
-    /// If the tape records, its precision is not f32, or the cache is full.
+    /// If the tape records, if its precision is not f32, or if the cache is full.
     pub fn attention_cached(
         &mut self,
         attention: &Attention,

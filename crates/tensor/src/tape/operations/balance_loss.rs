@@ -4,28 +4,29 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, 
 use crate::tensor::{Tensor, View};
 use trireme_base::{DType, ExchangeKind};
 
-/// How unevenly tokens go to experts: `num_experts * sum over e of f_e P_e`, where `f_e` is the part of all choices that expert `e` has, and `P_e` the mean of its part of
-/// the scores of a token (Fedus et al., "Switch transformers", 2021, section 2.2, for more than one choice); 1 if all have as many. Of scores (`[..,
-/// num_experts]`, f32, not negative) and the experts that were chosen (`[.., num_choices]`, u32; `num_experts` stands for none), over all tokens of a microbatch. A third
-/// input weighs the rows of the mean (`[..]`, f32). It is for [auxiliary losses](crate::tape::Recorder::apply_auxiliary_loss): it has no output.
+/// The load-balancing loss `num_experts * sum over e of f_e P_e`, where `f_e` is the fraction of all choices that go to expert `e`, and
+/// `P_e` is the mean over tokens of its fraction of the token's scores (Fedus et al., "Switch transformers", 2021, section 2.2, generalized
+/// to several choices). It is 1 at even loads. The inputs are scores (`[.., num_experts]`, f32, not negative) and the chosen experts (`[..,
+/// num_choices]`, u32; `num_experts` means none) of all tokens of a microbatch. An optional third input holds weights of the rows for the
+/// mean (`[..]`, f32). It has no output: use it for [auxiliary losses](crate::tape::Recorder::apply_auxiliary_loss).
 ///
-/// Ranks of the context axis add up their loads: `4 num_experts` bytes each, forward.
+/// Ranks of the context axis all-reduce their loads in forward: `4 num_experts` bytes each.
 #[derive(Debug)]
 pub struct BalanceLoss;
 
-/// Added to sums of scores, which may all be 0.
+/// Added to sums of scores to avoid a division by 0.
 const NO_SCORE: f32 = 1e-20;
 
-/// The largest part of the choices that an expert has, relative to an even one: of the experts that were chosen (u32; `num_experts` stands for none). It has no gradient: it is for
-/// [metrics](crate::tape::Recorder::apply_metric).
+/// The maximum load of an expert relative to an even load, from the chosen experts (u32; `num_experts` means none). It has no gradient: use
+/// it for [metrics](crate::tape::Recorder::apply_metric).
 #[derive(Debug)]
 pub struct PeakLoad {
     /// Number of experts.
     pub num_experts: usize,
 }
 
-/// Computes by how much each expert was chosen more often than with even loads, as a part of an even load (`[num_experts]`, f32), on all ranks of the context
-/// axis; 0 for all if nothing was chosen.
+/// Computes the relative excess load of each expert, `load / even load - 1` (`[num_experts]`, f32), over all ranks of the context axis; 0
+/// for all experts if there are no choices.
 fn relative_excess(cx: &OperationContext<'_>, ids: View<'_>, num_experts: usize) -> Result<Tensor> {
     let mut loads = cx.empty([num_experts], DType::F32)?;
     cx.device().expert_loads(ids, loads.view_mut());

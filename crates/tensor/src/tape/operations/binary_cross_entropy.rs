@@ -1,8 +1,8 @@
 use crate::kernels::sigmoid;
 use crate::tape::ElementLoss;
 
-/// The cross-entropy of the probability `1 / (1 + e^-x)` and a target from 0 to 1, from the logit `x`: no large `x` makes it
-/// infinite.
+/// The cross-entropy of the probability `1 / (1 + e^-x)` and a target between 0 and 1, computed from the logit `x`. It stays finite for any
+/// finite `x`.
 #[derive(Debug, Clone, Copy)]
 pub struct BinaryCrossEntropyWithLogits;
 

@@ -2,10 +2,10 @@ use crate::device::Result;
 use crate::kernels::Blocks;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 
-/// Joins any number of values of one type along one dim. Panics if another dim differs.
+/// Concatenates any number of values of one dtype along one dim. Panics if another dim differs.
 #[derive(Debug, Clone, Copy)]
 pub struct Concat {
-    /// The dim.
+    /// The dim to concatenate.
     pub dim: usize,
 }
 

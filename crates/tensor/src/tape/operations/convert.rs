@@ -1,7 +1,7 @@
 use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 
-/// `x`, of any floats, in the tape's precision: for data, which comes in f32.
+/// Converts float data to the tape's precision.
 #[derive(Debug)]
 pub struct Convert;
 

@@ -5,9 +5,9 @@ use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use crate::tensor::{Tensor, View};
 
-/// The mean cross-entropy of the softmax of rows of logits (`[.., classes]`) and classes (u32, one a row). It has no output: it adds to
-/// the tape's [loss](crate::tape::Tape::loss). For an output layer over a large vocabulary, [`LossHead`](crate::tape::LossHead)
-/// never holds all logits.
+/// The mean cross-entropy of the softmax of logits (`[.., classes]`) and target classes (u32, one per row). It has no output: it adds to
+/// the tape's [loss](crate::tape::Tape::loss). For an output layer over a large vocabulary, use [`LossHead`](crate::tape::LossHead), which
+/// never stores all logits.
 #[derive(Debug)]
 pub struct CrossEntropy;
 

@@ -6,12 +6,11 @@ use crate::tape::{
 use crate::tensor::Tensor;
 use trireme_base::{AxisPlace, RandomKey};
 
-/// Sets each element of `x` (of any floats) to 0 with the same probability, and scales the others so that the mean stays (Srivastava et
-/// al., "Dropout", 2014). Each sample has equally many elements, one sample after the other. Tapes that do not record leave
-/// `x` as it is.
+/// Sets each element of a float value to 0 with a fixed probability, and scales the others to preserve the mean (Srivastava et al.,
+/// "Dropout", 2014). Samples are equal in size and contiguous. Tapes that do not record leave the value unchanged.
 ///
-/// Whether an element stays is a function of seed, name, step, sample and place within the sample, also where ranks of the tensor axis have
-/// parts of `x`, or ranks of the context axis parts of the positions. Backward computes it again.
+/// Whether an element is kept is a function of seed, name, step, sample and place within the sample, independent of tensor and context
+/// parallelism. Backward recomputes the mask.
 #[derive(Debug, Clone)]
 pub struct Dropout {
     name: String,
@@ -19,22 +18,22 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// With a name of its own in the model, and the probability to drop.
+    /// Creates a dropout with a name that is unique in the model and a drop probability.
     ///
     /// # Panics
-    /// If the probability is not at least 0 and below 1.
+    /// If the probability is not at least 0 and less than 1.
     pub fn new(name: impl Into<String>, rate: f32) -> Self {
         assert!((0.0..1.0).contains(&rate), "a dropout of {rate}");
         Dropout { name: name.into(), rate }
     }
 
-    /// Multiplies elements by 0 or by what keeps the mean, as `x` forward and its gradient backward.
+    /// Applies the mask in place: to `x` in forward, to the gradient in backward.
     fn drop(&self, cx: &OperationContext<'_>, x: &mut Tensor, sharding: Sharding) {
         let Randomness { seed, step, first_sample, num_samples } = cx.randomness();
         let key = RandomKey::new(seed, &self.name).derived(step);
         let place = cx.axis().map_or(AxisPlace::ALONE, TensorAxis::place);
         let (here, cols, num_samples) = (x.shape().num_elements(), x.shape().cols(), num_samples.max(1));
-        // Where elements lie in the value of all ranks.
+        // Maps local elements to the full value of all tensor-parallel ranks.
         let (degree, start, stride) = match sharding {
             Sharding::Replicated => (1, 0, cols),
             Sharding::Rows => (place.degree, place.rank * here, cols),
@@ -47,10 +46,10 @@ impl Dropout {
             cx.device().dropout(x.view_mut(), key, WordRows { first, len: cols, stride }, self.rate);
             return;
         }
-        // Of the values of all tensor ranks: elements of a position, and positions of a sample that are here.
+        // Both sizes refer to the full value of all tensor-parallel ranks: elements per position, and local positions per sample.
         let inner: usize = x.shape().dims()[2..].iter().product();
         let position_len = match sharding {
-            // The dim but the last is cut.
+            // The second-last dim is sharded.
             Sharding::Rows if x.shape().dims().len() > 3 => inner * degree,
             _ => inner * stride / cols,
         };
@@ -60,7 +59,7 @@ impl Dropout {
         for (sample, (index, run)) in
             (0..num_samples).flat_map(|sample| at.runs().map(move |run| (sample, run)))
         {
-            // What this rank has of the run, among the elements of all positions that are here.
+            // The intersection of the run with this rank's elements.
             let run_start = (sample * at.len() + index) * position_len;
             let begin = run_start.max(row_start);
             let end = (run_start + run.len() * position_len).min(row_start + here * stride / cols);

@@ -7,10 +7,11 @@ use crate::tape::{
 use crate::tensor::Tensor;
 use trireme_base::DType;
 
-/// Rows of a table by token id, plus rows of a second table by position: of ids (`[batch, seq_len]`, u32), as `[batch, seq_len, cols]`,
-/// f32. Positions are those that this rank of the context axis has, or begin at the tape's first position.
+/// Looks up rows of a token table, plus rows of an optional position table. The input is ids (`[batch, seq_len]`, u32), the output is
+/// `[batch, seq_len, cols]`, f32. Positions are those of this rank of the context axis, or begin at the tape's first position.
 ///
-/// Ranks of the tensor axis may have parts of the table's rows; then each looks up its own, and they add up what they find.
+/// Ranks of the tensor axis may shard the rows of the token table. Each rank then looks up the ids of its shard, and the results are summed
+/// over the ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct Embedding {
     /// `[vocabulary, cols]`.
@@ -20,8 +21,8 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// Rows of this rank's part of the table, of which the other ranks have the others: their sum is exact in any precision, for one
-    /// term of it is not zero.
+    /// Looks up rows of a vocabulary-parallel table. The sum over the ranks is exact in any precision, because only one of the partial sums
+    /// is not zero.
     fn forward_in_parts(&self, cx: &ForwardContext<'_>) -> Result<Tensor> {
         let (ids, device) = (cx.input(0), cx.device());
         let (seq_len, cols) = (ids.shape().cols(), self.tokens.shape.cols());
@@ -97,7 +98,7 @@ impl Operation for Embedding {
         self.tokens.part.map(|_| axis.between_layers())
     }
 
-    /// Backward reads the gradients of all rows.
+    /// Backward computes the gradients of all rows on every rank.
     fn makes_grad_terms(&self, _: Sharding) -> bool {
         false
     }

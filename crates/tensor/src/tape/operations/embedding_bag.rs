@@ -8,16 +8,16 @@ use crate::tensor::View;
 use std::ops::RangeInclusive;
 use trireme_base::DType;
 
-/// Sums or means of rows of a table: of ids (`[batch, bag]`, u32), as `[batch, cols]`, f32.
+/// Sums or averages rows of a table over each bag of ids (`[batch, bag]`, u32). The output is `[batch, cols]`, f32.
 ///
-/// Ranks of the tensor axis may have parts of the table's rows; then they add up what they find in theirs.
+/// Ranks of the tensor axis may shard the rows of the table. They then sum their results.
 #[derive(Debug, Clone, Copy)]
 pub struct EmbeddingBag {
     /// `[num_rows, cols]`.
     pub table: ParameterSpan,
-    /// Whether to divide by the number of ids. The mean of no ids is 0.
+    /// Whether to divide by the number of ids. The mean of an empty bag is 0.
     pub takes_mean: bool,
-    /// Whether there is one more input, `[batch]` in u32: how many ids of each bag are not padding.
+    /// Whether there is a second input, `[batch]` in u32: the number of ids of each bag that are not padding.
     pub is_padded: bool,
 }
 

@@ -5,25 +5,25 @@ use crate::tensor::{Tensor, View};
 use std::sync::Arc;
 use trireme_base::{AxisPlace, ExchangeKind};
 
-/// From all heads of this rank's positions, `[batch, positions, cols]`, to all positions of its heads, or back: each rank sends every other
-/// one a part of what it has (Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.2). The last dim is one of groups of heads, such as those of
-/// queries, keys and values, of which a rank gets an equal part each.
+/// Exchanges all heads of this rank's positions, `[batch, positions, cols]`, for all positions of its heads, or back, by an all-to-all
+/// (Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.2). The last dim consists of groups of heads, such as queries, keys and values. A
+/// rank gets an equal share of each group.
 ///
-/// Cost: one all-to-all of the value, and one of its gradient; `(degree - 1) / degree` of it is sent.
+/// Cost: one all-to-all of the value and one of its gradient; `(degree - 1) / degree` of the value is sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExchangeHeads {
-    /// The groups, on all ranks.
+    /// The groups of heads, over all ranks.
     pub groups: Vec<HeadGroup>,
-    /// Whether the value has all heads, and gets all positions; else the other way round.
+    /// Whether the input has all heads and the output all positions; otherwise the reverse.
     pub to_heads: bool,
 }
 
-/// Heads that lie side by side.
+/// Heads that are adjacent in a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HeadGroup {
-    /// How many.
+    /// Number of heads.
     pub num_heads: usize,
-    /// Elements of each.
+    /// Elements per head.
     pub head_dim: usize,
 }
 
@@ -55,7 +55,7 @@ impl ExchangeHeads {
         if batch == 1 {
             return Ok(received);
         }
-        // The parts of all ranks hold each sequence's positions of this rank.
+        // The received parts are ordered by rank, then by sequence; the output is ordered by sequence.
         drop(parts);
         let mut all = cx.empty(received.shape(), x.dtype())?;
         for (from, to) in sequences(degree, len * own_cols, batch) {
@@ -93,8 +93,8 @@ impl ExchangeHeads {
         Ok(all)
     }
 
-    /// Where the columns of each rank and group begin in rows of all heads, where in the rank's part of `[rows, own_cols]`, and how many
-    /// there are.
+    /// Returns, for each rank and group, the first column in rows of all heads, the first element in the rank's part of shape `[rows,
+    /// own_cols]`, and the number of columns.
     fn columns(
         &self,
         degree: usize,
@@ -110,7 +110,7 @@ impl ExchangeHeads {
     }
 }
 
-/// Where the positions of each rank begin, a sequence after the other: in the rank's part, and among all.
+/// Returns, for each rank, the layout of its positions in the rank's part and in the value of all positions.
 fn sequences(degree: usize, len: usize, batch: usize) -> impl Iterator<Item = (Blocks, Blocks)> {
     let part = move |rank| Blocks { offset: rank * batch * len, stride: len };
     let all = move |rank| Blocks { offset: rank * len, stride: degree * len };

@@ -1,4 +1,5 @@
-//! Rows of tokens on their way to the ranks that have their experts, and back (Lepikhin et al., "GShard", 2020, section 3.3), without padding.
+//! Dispatch of tokens to the ranks of their experts, and the return of the results (Lepikhin et al., "GShard", 2020, section 3.3), without
+//! padding.
 
 use super::experts::Capacity;
 use crate::device::{Device, Result};
@@ -8,48 +9,52 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, declares};
 use crate::tensor::Tensor;
 use trireme_base::DType;
 
-/// Tells all ranks of the expert axis how many choices each expert has. The inputs are the first and the last output of [`GroupRows`](crate::tape::GroupRows); of the
-/// last one only the shape is read. The outputs, all u32, are:
+/// All-gathers the number of choices of each expert over the ranks of the expert axis. The inputs are the first and the last output of
+/// [`GroupRows`](crate::tape::GroupRows); only the shape of the latter is read. The outputs, all u32, are:
 ///
-/// - a table (`[degree + 1, num_experts + 2]`): a row of each rank, with how many choices of each expert it has, how many it has in all, and how many of them an expert takes at most; and
-///   a row with 1 for each expert that is [shadowed](crate::tape::ShadowedExperts) and 0 for the others;
-/// - where the rows of each of this rank's experts begin, and where the last ones end (`[own_experts + 1]`);
-/// - where the rows of each rank begin among those (`[own_experts * degree + 1]`): rows are ordered by expert, and those of an expert by the rank
-///   that has sent them. Shadowed experts have none.
+/// - a table (`[degree + 1, num_experts + 2]`): one row per rank with its number of choices of each expert, its total number of choices,
+///   and the maximum number of them that an expert takes; and a last row with 1 for each [shadowed](crate::tape::ShadowedExperts) expert
+///   and 0 for the others;
+/// - the first row of each of this rank's experts and the end of the last one (`[own_experts + 1]`);
+/// - the first row of each source rank within each expert (`[own_experts * degree + 1]`): rows are ordered by expert, then by source rank.
+///   Shadowed experts have no rows.
 ///
-/// Ranks have equally many experts, in their order. They may have different numbers of tokens.
+/// Every rank has the same number of experts, in the order of the ranks. Ranks may have different numbers of tokens.
 ///
-/// Cost: the host reads the numbers of choices of this rank, and one all-gather of `4 (num_experts + 2)` bytes a rank.
+/// Cost: the host reads this rank's numbers of choices, and one all-gather of `4 (num_experts + 2)` bytes per rank.
 #[derive(Debug)]
 pub struct GatherLoads(pub ExpertExchange);
 
-/// How rows travel to the experts of all ranks, and back.
+/// Settings of the exchange of rows with the experts of all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertExchange {
-    /// Experts of all ranks.
+    /// Number of experts over all ranks.
     pub num_experts: usize,
-    /// That of [`GroupRows`](crate::tape::GroupRows).
+    /// Capacity of experts, as in [`GroupRows`](crate::tape::GroupRows).
     pub capacity: Option<Capacity>,
-    /// In how many chunks the rows for a rank travel, each for some of its experts; at most as many as it has. One chunk travels while another one is computed.
+    /// Number of chunks per rank, each for some of its experts; at most the number of experts per rank. One chunk is in flight while
+    /// another one is computed.
     pub num_chunks: usize,
-    /// How many experts of this layer are [shadowed](crate::tape::ShadowedExperts): their rows do not travel.
+    /// Number of [shadowed](crate::tape::ShadowedExperts) experts of this layer. Their rows are not exchanged.
     pub num_shadowed: usize,
-    /// What tells the layer from others: the first parameter of its experts on this rank.
+    /// Identifies the layer: the first parameter of its experts on this rank.
     pub layer: ParameterId,
 }
 
-/// Starts to send the first chunk of rows, ordered by expert (`[1, num_choices, cols]`), to the ranks that have their experts, and passes the rows on to
-/// [`OwnExperts`](super::OwnExperts). What is computed between the two does not wait for what travels, forward and backward. The other inputs are the first output of
-/// [`GatherLoads`] and the last one of [`GroupRows`](crate::tape::GroupRows), of which only the shape is read.
+/// Starts to send the first chunk of rows, ordered by expert (`[1, num_choices, cols]`), to the ranks of their experts, and passes the rows
+/// on to [`OwnExperts`](super::OwnExperts). Computation between the two operations overlaps with the exchange, in forward and in backward.
+/// The other inputs are the first output of [`GatherLoads`] and the last one of [`GroupRows`](crate::tape::GroupRows), of which only the
+/// shape is read.
 ///
-/// Cost: the host reads the numbers of choices. Rows are copied from where they are to what is sent.
+/// Cost: the host reads the numbers of choices. Rows are copied into messages.
 #[derive(Debug)]
 pub struct DispatchRows(pub ExpertExchange);
 
-/// Waits for the last chunk of rows that [`OwnExperts`](super::OwnExperts) sends back. The inputs are its output (`[1, num_choices, cols]`), the first output of
-/// [`GatherLoads`], and the last one of [`GroupRows`](crate::tape::GroupRows), of which only the shape is read. The output has the shape of the first input.
+/// Waits for the last chunk of rows that [`OwnExperts`](super::OwnExperts) sends back. The inputs are its output (`[1, num_choices,
+/// cols]`), the first output of [`GatherLoads`], and the last one of [`GroupRows`](crate::tape::GroupRows), of which only the shape is
+/// read. The output has the shape of the first input.
 ///
-/// Cost: as [`DispatchRows`], from what comes to where it belongs.
+/// Cost: as for [`DispatchRows`]; rows are copied from messages to their places.
 #[derive(Debug)]
 pub struct ReturnRows(pub ExpertExchange);
 

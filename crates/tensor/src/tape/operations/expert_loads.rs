@@ -1,4 +1,4 @@
-//! How many choices of each expert each rank has, and which rows travel for that.
+//! Numbers of choices of each expert on each rank, and the rows that are exchanged for them.
 
 use super::expert_exchange::ExpertExchange;
 use crate::device::Result;
@@ -10,23 +10,24 @@ use std::iter;
 use std::ops::Range;
 use trireme_base::AxisPlace;
 
-/// Numbers in a row of the table, beside those of experts: of all choices, and of those that an expert takes at most.
+/// Numbers in a row of the table after those of the experts: the total number of choices, and the maximum per expert.
 const NUM_OTHERS: usize = 2;
 
-/// How many choices of each expert each rank has, and which rows that makes.
+/// The number of choices of each expert on each rank, and the row ranges that follow from them.
 pub(super) struct Loads {
-    /// The rows of ranks of the table.
+    /// The rows of all ranks of the table.
     table: Vec<u32>,
-    /// Of each expert.
+    /// Whether each expert is shadowed.
     is_shadowed: Vec<bool>,
     place: AxisPlace,
     exchange: ExpertExchange,
-    /// Whether experts have memory for as many rows as they can get, or as even loads have on a device that only counts; else for as many as come.
+    /// Whether buffers are sized for the maximum number of rows (with a capacity), or for even loads on a counting device. Otherwise they
+    /// are sized for the actual rows.
     is_bounded: bool,
 }
 
 impl ExpertExchange {
-    /// Tells all ranks how many choices this one has of each expert; `places` are those of its choices.
+    /// All-gathers the numbers of choices of each expert. `places` is the shape of this rank's choices.
     pub(super) fn gather(self, cx: &OperationContext<'_>, starts: View<'_>, places: Shape) -> Result<Loads> {
         let own: Vec<u32> = match cx.device().is_counting() {
             true => self.even_row(places),
@@ -45,8 +46,8 @@ impl ExpertExchange {
         Ok(self.loads(cx, table, is_shadowed))
     }
 
-    /// Reads the table from the device: the first output of [`GatherLoads`]. On a device that only counts, experts have equally many choices, and the first experts are
-    /// shadowed.
+    /// Reads the table, the first output of [`GatherLoads`](super::GatherLoads), from the device. On a counting device, loads are even and
+    /// the first experts are shadowed.
     pub(super) fn read(self, cx: &OperationContext<'_>, table: View<'_>, places: Shape) -> Loads {
         if cx.device().is_counting() {
             let rows = iter::repeat_n(self.even_row(places), cx.expert_axis().place().degree);
@@ -67,18 +68,18 @@ impl ExpertExchange {
         self.num_experts + NUM_OTHERS
     }
 
-    /// The last numbers of this rank's row.
+    /// Returns the last two numbers of this rank's row.
     fn totals(self, places: Shape) -> [u32; NUM_OTHERS] {
         let most = self.capacity.map(|capacity| capacity.num_rows(places, self.num_experts));
         [places.num_elements(), most.unwrap_or(places.num_elements())].map(|number| number as u32)
     }
 
-    /// The row of a rank on which all experts have equally many choices, as far as they take them.
+    /// Returns a rank's row at even loads, limited by the capacity.
     fn even_row(self, places: Shape) -> Vec<u32> {
         let [num_choices, most] = self.totals(places);
         let before = |expert: usize| (expert * num_choices as usize / self.num_experts) as u32;
         let numbers = (0..self.num_experts).map(|expert| (before(expert + 1) - before(expert)).min(most));
-        // Memory is for as many rows of each expert as of any other.
+        // The same buffer size for every expert.
         let room = match self.capacity {
             Some(_) => most,
             None => num_choices.div_ceil(self.num_experts as u32),
@@ -92,21 +93,21 @@ impl Loads {
         self.exchange.num_experts / self.place.degree
     }
 
-    /// This rank's experts of each chunk, in order.
+    /// Returns this rank's experts in each chunk, in order.
     pub(super) fn chunks(&self) -> impl DoubleEndedIterator<Item = Range<usize>> + ExactSizeIterator + use<> {
         let num_own = self.num_own();
         let num_chunks = self.exchange.num_chunks.clamp(1, num_own);
         (0..num_chunks).map(move |chunk| chunk * num_own / num_chunks..(chunk + 1) * num_own / num_chunks)
     }
 
-    /// The table, as [`read`](ExpertExchange::read) reads it, and its shape.
+    /// Returns the table that [`read`](ExpertExchange::read) reads, and its shape.
     pub(super) fn table(&self) -> (Vec<u32>, [usize; 2]) {
         let flags = self.is_shadowed.iter().map(|&is| u32::from(is)).chain([0; NUM_OTHERS]);
         let table = self.table.iter().copied().chain(flags).collect();
         (table, [self.place.degree + 1, self.exchange.row_len()])
     }
 
-    /// How many choices a rank has of an expert, by its number among those of all ranks.
+    /// Returns a rank's number of choices of an expert, by the expert's index over all ranks.
     fn num_choices_on(&self, rank: usize, expert: usize) -> usize {
         self.row(rank)[expert] as usize
     }
@@ -115,7 +116,7 @@ impl Loads {
         &self.table[rank * self.exchange.row_len()..][..self.exchange.row_len()]
     }
 
-    /// Of a rank, which has most: all choices, and the rows of an expert that there is memory for.
+    /// Returns the maximum over all ranks of the total number of choices, and of the number of rows per expert that buffers hold.
     fn totals_max(&self) -> [usize; NUM_OTHERS] {
         let of_ranks = |other: usize| {
             let numbers =
@@ -129,24 +130,25 @@ impl Loads {
         self.row(self.place.rank)[self.exchange.num_experts] as usize
     }
 
-    /// How many rows rank `from` has for an expert of rank `owner`, by its number there: none if the expert is shadowed.
+    /// Returns the number of rows that rank `from` sends for an expert of rank `owner`, by the expert's index there; 0 if the expert is
+    /// shadowed.
     fn num_rows_for(&self, from: usize, owner: usize, own_expert: usize) -> usize {
         let expert = owner * self.num_own() + own_expert;
         if self.is_shadowed[expert] { 0 } else { self.num_choices_on(from, expert) }
     }
 
-    /// Ranks, and which this one is.
+    /// Returns the place on the expert axis.
     pub(super) fn axis_place(&self) -> AxisPlace {
         self.place
     }
 
-    /// The shadowed experts: the rank that has each, and its number there.
+    /// Returns the rank and the index on that rank of each shadowed expert.
     pub(super) fn shadowed(&self) -> impl Iterator<Item = (usize, usize)> {
         let all = self.is_shadowed.iter().enumerate().filter(|(_, is)| **is);
         all.map(|(expert, _)| (expert / self.num_own(), expert % self.num_own()))
     }
 
-    /// This rank's rows of each of them, among those of all its choices.
+    /// Returns this rank's rows of each shadowed expert among the rows of all its choices.
     pub(super) fn shadowed_rows(&self) -> impl Iterator<Item = Range<usize>> {
         let mut end = 0;
         let rows = (0..self.exchange.num_experts).map(move |expert| {
@@ -156,7 +158,7 @@ impl Loads {
         rows.zip(&self.is_shadowed).filter(|(_, is)| **is).map(|(rows, _)| rows)
     }
 
-    /// Rows that there is memory for, of those.
+    /// Returns the number of rows for which the buffer of the shadowed experts has room.
     pub(super) fn shadowed_room(&self) -> usize {
         let [num_choices, rows_per_expert] = self.totals_max();
         match self.is_bounded {
@@ -165,20 +167,20 @@ impl Loads {
         }
     }
 
-    /// Choices on this rank that no expert takes.
+    /// Returns the number of this rank's choices that were dropped.
     pub(super) fn num_dropped(&self) -> usize {
         let experts = 0..self.exchange.num_experts;
         self.num_choices() - experts.map(|expert| self.num_choices_on(self.place.rank, expert)).sum::<usize>()
     }
 
-    /// Rows that come from all ranks for a chunk of this rank's experts.
+    /// Returns the number of rows that all ranks send for a chunk of this rank's experts.
     pub(super) fn num_rows(&self, chunk: &Range<usize>) -> usize {
         let numbers = chunk.clone().flat_map(|expert| (0..self.place.degree).map(move |from| (from, expert)));
         numbers.map(|(from, expert)| self.num_rows_for(from, self.place.rank, expert)).sum()
     }
 
-    /// Rows that there is memory for, for a chunk of this rank's experts. With a capacity they depend on no load: as many as the experts can take from all ranks, or as
-    /// those can have.
+    /// Returns the number of rows for which the buffer of a chunk of this rank's experts has room. With a capacity, it does not depend on
+    /// the loads: it is the number of rows that the experts can take from all ranks, or that all ranks can have.
     pub(super) fn room(&self, chunk: &Range<usize>) -> usize {
         let [num_choices, rows_per_expert] = self.totals_max();
         match self.is_bounded {
@@ -187,15 +189,15 @@ impl Loads {
         }
     }
 
-    /// The rows that there is memory for, of a chunk of this rank's experts, among those of all chunks.
+    /// Returns the buffer range of a chunk of this rank's experts within the buffer of all chunks.
     pub(super) fn rows(&self, chunk: &Range<usize>) -> Range<usize> {
         let before = self.chunks().take_while(|other| other.end <= chunk.start);
         let first = before.map(|other| self.room(&other)).sum();
         first..first + self.room(chunk)
     }
 
-    /// The elements, of rows of `cols`, that ranks send for a chunk of each rank's experts. Those sent are ordered by expert; those received by expert, and for each by the rank
-    /// that has sent them.
+    /// Returns the elements, in rows of `cols`, that ranks send for a chunk of each rank's experts. Sent rows are ordered by expert;
+    /// received rows by expert, then by source rank.
     pub(super) fn runs(&self, cols: usize, chunk: &Range<usize>) -> ExchangedRuns {
         let AxisPlace { rank, degree } = self.place;
         let after = |end: &mut usize, len: usize| {
@@ -224,7 +226,7 @@ impl Loads {
                 runs.push(after(&mut end, self.num_rows_for(from, rank, expert)));
             }
         }
-        // What ranks take memory for, and in how many rounds they send, must be the same on all of them.
+        // All ranks must agree on the size of buffers and on the number of rounds of messages.
         let [num_choices, _] = self.totals_max();
         let even_len = num_choices.div_ceil(self.exchange.num_experts) * chunk.len() * cols;
         let len = |from: usize, to: usize| -> usize {
@@ -235,7 +237,7 @@ impl Loads {
         ExchangedRuns { sent, received, lens, even_len, len_max: num_choices * cols }
     }
 
-    /// Where the rows of each own expert begin, and of each rank among them.
+    /// Returns the first row of each of this rank's experts, and of each source rank within them, followed by the end.
     pub(super) fn starts(&self) -> [Vec<u32>; 2] {
         let (mut starts, mut segments) = (vec![0], vec![0]);
         let mut end = 0;

@@ -1,4 +1,4 @@
-//! Tokens by the experts that were chosen for them.
+//! Sorting tokens by their experts, and combining the outputs of experts.
 
 use crate::device::Result;
 use crate::kernels::GroupLimit;
@@ -6,37 +6,37 @@ use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, Sharding, TensorAxis, declares};
 use trireme_base::DType;
 
-/// The order in which the choices of tokens are by expert, and for each expert as they were. Of ids (`[.., k]`, u32) it makes
-/// where the choices of each expert begin and the last ones end (`[num_groups + 1]`), the choice at each place (`[num_choices]`), and the
-/// place of each choice (the shape of the ids), all u32. A choice is numbered as an element of the ids. Choices beyond an expert's [`Capacity`] are dropped: they come
-/// last, after where the last expert's end, as do choices of no expert (the id `num_groups`).
+/// Sorts the choices of tokens by expert, stably. From ids (`[.., k]`, u32), computes the first position of each expert and the end of the
+/// last one (`[num_groups + 1]`), the choice at each position (`[num_choices]`), and the position of each choice (with the shape of the
+/// ids), all u32. Choices are numbered like the elements of the ids. Choices beyond an expert's [`Capacity`] are dropped: they come last,
+/// after the end of the last expert, as do choices of no expert (id `num_groups`).
 ///
 /// Cost: a counting sort of the ids.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GroupRows {
     /// Number of experts.
     pub num_groups: usize,
-    /// How many choices an expert takes; all if absent.
+    /// Capacity of each expert; unlimited if absent.
     pub capacity: Option<Capacity>,
 }
 
-/// How many choices an expert takes of each sample: a multiple of an even load, rounded up, the first ones in the order of positions. (Lepikhin et al., "GShard", 2020,
-/// section 2.2, where a group of tokens with a capacity of its own is a sample here.) Only choices of an expert count in the load: padding has none. Dropped choices so
-/// depend on no other sample.
+/// The number of choices that an expert takes from each sample: a multiple of an even load, rounded up, the first ones in the order of
+/// positions. (Lepikhin et al., "GShard", 2020, section 2.2; a group of tokens with its own capacity is a sample here.) Only choices of an
+/// expert count in the load; padding has none. Thus dropped choices depend on no other sample.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Capacity {
-    /// The multiple.
+    /// Multiple of an even load.
     pub factor: f64,
 }
 
 impl Capacity {
-    /// Returns the limit for the choices of each sample, of ids of such a shape: `[samples, positions, k]`, or `[positions, k]` of one sample.
+    /// Returns the limit for the choices of each sample. The shape of ids is `[samples, positions, k]`, or `[positions, k]` for one sample.
     pub fn limit(self, ids: Shape) -> GroupLimit {
         let num_samples = if ids.dims().len() > 2 { ids.dims()[0] } else { 1 };
         GroupLimit { num_together: ids.num_elements() / num_samples.max(1), factor: self.factor }
     }
 
-    /// The most rows of one expert among all samples.
+    /// Returns the maximum number of rows of one expert over all samples.
     pub(super) fn num_rows(self, ids: Shape, num_experts: usize) -> usize {
         let limit = self.limit(ids);
         let capacity = limit.capacity(limit.num_together, num_experts);
@@ -44,23 +44,24 @@ impl Capacity {
     }
 }
 
-/// The part of all choices that no expert takes: of where those of each expert begin, and of the place of each choice (`[.., k]`), which [`GroupRows`] makes. A third
-/// input weighs the tokens of the mean (`[..]`, f32). It has no gradient: it is for [metrics](crate::tape::Recorder::apply_metric).
+/// The fraction of choices that no expert takes. The inputs are the first position of each expert and the position of each choice (`[..,
+/// k]`), from [`GroupRows`]. An optional third input holds weights of the tokens for the mean (`[..]`, f32). It has no gradient: use it for
+/// [metrics](crate::tape::Recorder::apply_metric).
 #[derive(Debug)]
 pub struct DroppedChoices;
 
-/// The rows of tokens, for each of their choices, in the order of [`GroupRows`]: of `x` (`[.., cols]`), the choice at each place, and
-/// the place of each choice, as `[1, num_choices, cols]`.
+/// Copies the rows of tokens once per choice, in the order of [`GroupRows`]. The inputs are `x` (`[.., cols]`), the choice at each
+/// position, and the position of each choice; the output is `[1, num_choices, cols]`.
 #[derive(Debug)]
 pub struct SpreadRows;
 
-/// What experts make of tokens, brought back: of `x` (`[num_choices, cols]`), the choice at each place, the place of each choice (`[.., k]`) and
-/// weights (`[.., k]`, f32) the sums of the weighted rows of each token, as `[.., cols]`. With a residual (f32) they are added to that, in f32.
-/// Sums are in f32, in the order of the choices.
+/// Combines the outputs of experts: sums the weighted rows of each token, as `[.., cols]`. The inputs are `x` (`[num_choices, cols]`), the
+/// choice at each position, the position of each choice (`[.., k]`), weights (`[.., k]`, f32) and an optional residual (f32), with which
+/// the output is f32. Sums are f32, in the order of the choices.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CombineRows {
-    /// Whether ranks of the tensor axis have terms of the rows, because weights of experts are cut by their inputs: they add up the sums, once for each
-    /// token.
+    /// Whether rows are partial sums on each rank of the tensor axis, because the weights of experts are row-parallel. The ranks then sum
+    /// the combined rows, once per token.
     pub adds_up: bool,
 }
 

@@ -9,35 +9,36 @@ use crate::tape::{
 };
 use crate::tensor::{Tensor, View, ViewMut};
 
-/// Linear layers of groups of rows, such as those that experts make of the tokens that are sent to them: `y[i] = W[g] f(x[i])`, where `g` is
-/// the group of row `i`. The inputs are `x` (`[.., inputs]`), whose rows are ordered by group, and where the groups begin
-/// (`[num_groups + 1]`, u32; the last number is where the last one ends). Groups may be empty, and rows after the last one give zeros. A third input may say where parts of equally many in each group begin
-/// (`[num_groups * parts + 1]`, u32): the weight's gradient is then the sum of those of the parts, neighbours first, as ranks would add up what each makes of its part.
+/// Linear layers of groups of rows, such as experts on the tokens routed to them: `y[i] = W[g] f(x[i])`, where `g` is the group of row `i`.
+/// The inputs are `x` (`[.., inputs]`), whose rows are ordered by group, and the first row of each group (`[num_groups + 1]`, u32; the last
+/// number is the end of the last group). Groups may be empty. Rows after the last group give zeros. An optional third input splits each
+/// group into an equal number of parts by their first rows (`[num_groups * parts + 1]`, u32): the weight gradient is then the sum over the
+/// parts in the order in which that many ranks would reduce it.
 ///
-/// Cost: `2 rows inputs outputs` floating-point operations forward, and twice as many backward; no padding. A group has the bits of a layer of
-/// its own.
+/// Cost: `2 rows inputs outputs` floating-point operations forward and twice as many backward, without padding. A group has the same bits
+/// as a separate layer.
 #[derive(Debug, Clone, Copy)]
 pub struct GroupedLinear {
-    /// The matrices, `[outputs, inputs]` each, one below the other.
+    /// The matrices, `[outputs, inputs]` each, stacked vertically.
     pub weight: ParameterSpan,
-    /// How many there are.
+    /// Number of groups.
     pub num_groups: usize,
     /// Applied to the input first.
     pub activation: InputActivation,
 }
 
 impl GroupedLinear {
-    /// Number of outputs of a group.
+    /// Returns the number of outputs of a group.
     ///
     /// # Panics
-    /// If the groups do not have equally many.
+    /// If the rows of the weight are not divisible by the number of groups.
     pub fn outputs(&self) -> usize {
         let (rows, num_groups) = (self.weight.shape.rows(), self.num_groups);
         assert!(rows.is_multiple_of(num_groups), "{num_groups} groups of {rows} outputs");
         self.weight.shape.rows() / self.num_groups
     }
 
-    /// The shape of the matrices of so many groups, one below the other.
+    /// Returns the shape of the stacked matrices of `num_groups` groups.
     pub(super) fn shape_of(&self, num_groups: usize) -> Shape {
         [num_groups * self.outputs(), self.weight.shape.cols()].into()
     }
@@ -46,7 +47,7 @@ impl GroupedLinear {
         self.shape_of(1).num_elements()
     }
 
-    /// The outputs of groups, of their rows: where these begin, and the matrices.
+    /// Computes the outputs of groups, given by their first rows and their matrices.
     pub(super) fn product(
         &self,
         cx: &OperationContext<'_>,
@@ -59,7 +60,7 @@ impl GroupedLinear {
         self.multiply(cx, groups, input, Transpose::Yes, y)
     }
 
-    /// The gradient of the input of [`product`](GroupedLinear::product) after the activation, from that of its outputs.
+    /// Computes the gradient of the activated input of [`product`](GroupedLinear::product) from the gradient of the outputs.
     pub(super) fn input_grad(
         &self,
         cx: &OperationContext<'_>,
@@ -70,7 +71,7 @@ impl GroupedLinear {
         self.multiply(cx, groups, (dy, Operand::OutputGrad), Transpose::No, d_activated)
     }
 
-    /// The product of rows with the matrices of their groups.
+    /// Multiplies rows by the matrices of their groups.
     fn multiply(
         &self,
         cx: &OperationContext<'_>,
@@ -85,8 +86,8 @@ impl GroupedLinear {
         device.grouped_matmul(cx.precision(), starts, rows.view(), (weight.view(), transpose), out)
     }
 
-    /// Writes the gradients of the matrices of `num_groups` groups to `out`, or adds them, from the gradient `dy` of the outputs and what the matrices were multiplied with. `starts` divides each
-    /// group into equally many parts.
+    /// Writes or adds the gradients of the matrices of `num_groups` groups to `out`, from the gradient `dy` of the outputs and the
+    /// activated input. `starts` splits each group into an equal number of parts.
     pub(super) fn weight_grad(
         &self,
         cx: &OperationContext<'_>,
@@ -95,7 +96,7 @@ impl GroupedLinear {
         (out, accumulate): (ViewMut<'_>, bool),
     ) -> Result<()> {
         let device = cx.device();
-        // Rounded again rather than kept: the scale is still that of the step.
+        // Quantized again instead of kept. The scale is the same within a step.
         let input = factor(device, cx.fp8_layer(self.weight.first), Operand::Input, input)?;
         let dy = factor(device, cx.fp8_layer(self.weight.first), Operand::OutputGrad, dy)?;
         let factors = (dy.view(), input.view());

@@ -3,28 +3,29 @@ use crate::kernels::Activation;
 use crate::tape::{BackwardContext, ReadBy};
 use crate::tensor::{Tensor, View, ViewMut};
 
-/// What is applied to a linear layer's input first.
+/// A function that a linear layer applies to its input.
 ///
-/// The activation belongs to the layer that reads it, not to the one that makes its argument: then only the argument is
-/// saved, and backward gets the activation again in the pass that differentiates it, for one exponential.
+/// The activation belongs to the layer that reads it, not to the layer that computes its argument. Thus only the argument is saved, and the
+/// pass that differentiates the activation also recomputes its output, for one exponential.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InputActivation {
-    /// Nothing.
+    /// No activation.
     Identity,
-    /// A function.
+    /// An elementwise function.
     Of(Activation),
-    /// `activation(gate) * up` of rows `gate | up`, twice as long.
+    /// `activation(gate) * up` for rows `gate | up` of twice the length.
     Gated(Activation),
 }
 
 impl InputActivation {
-    /// Which halves of backward read the input of a layer: what an activation makes of it is kept for the weight half.
+    /// Returns which halves of backward read the input of a layer. With an activation, the input half keeps the activated input for the
+    /// weight half.
     pub(super) fn read_by(self) -> ReadBy {
         if self == InputActivation::Identity { ReadBy::WEIGHT_HALF } else { ReadBy::INPUT_HALF }
     }
 }
 
-/// Gives input 0 its gradient, from that of what the activation makes of it. Keeps what the activation makes, for the weight half.
+/// Adds the gradient of input 0, given the gradient of the activated input. Keeps the activated input for the weight half.
 pub(super) fn activation_grad(
     cx: &mut BackwardContext<'_>,
     activation: InputActivation,
@@ -41,7 +42,8 @@ pub(super) fn activation_grad(
     Ok(())
 }
 
-/// Computes the gradient of an activation's argument and its output, in the memory of the argument and of the output's gradient: [which is where](grad_and_output) depends on the activation.
+/// Computes the gradient of an activation's argument, and its output, in place of the argument and of the output's gradient.
+/// [`grad_and_output`] tells which is where.
 pub(super) fn differentiate(
     device: &Device,
     activation: InputActivation,
@@ -55,7 +57,7 @@ pub(super) fn differentiate(
     }
 }
 
-/// The gradient of an activation's argument, and its output, of the two memories in which [`differentiate`] leaves them.
+/// Returns the gradient of an activation's argument and its output from the two buffers that [`differentiate`] has written.
 pub(super) fn grad_and_output<T>(activation: InputActivation, x: T, d_activated: T) -> [T; 2] {
     match activation {
         InputActivation::Gated(_) => [x, d_activated],
@@ -63,7 +65,7 @@ pub(super) fn grad_and_output<T>(activation: InputActivation, x: T, d_activated:
     }
 }
 
-/// What a layer's products read for `x`; `None` for `x` itself.
+/// Returns the activated input; `None` if it is `x` itself.
 pub(super) fn activate(device: &Device, activation: InputActivation, x: View<'_>) -> Result<Option<Tensor>> {
     Ok(match activation {
         InputActivation::Identity => None,

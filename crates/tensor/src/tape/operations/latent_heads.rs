@@ -4,16 +4,17 @@ use crate::kernels::LatentHeadShape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use std::sync::Arc;
 
-/// Heads of latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1), as [`Attention`](crate::tape::Attention) reads them: `[batch, seq_len, qkv_cols]`. The inputs, of one type, are
-/// queries (`[batch, seq_len, num_heads * (plain_dim + rotary_dim)]`), the parts of keys and values that heads have of their own (`[batch, seq_len, num_heads *
-/// (plain_dim + value_dim)]`), and the part that the keys of all heads share (`[batch, seq_len, rotary_dim]`). What belongs to positions is rotated.
+/// Assembles the heads of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1) for
+/// [`Attention`](crate::tape::Attention): `[batch, seq_len, qkv_cols]`. The inputs, of one dtype, are queries (`[batch, seq_len,
+/// num_heads * (plain_dim + rotary_dim)]`), the per-head parts of keys and values (`[batch, seq_len, num_heads * (plain_dim +
+/// value_dim)]`), and the part of keys that all heads share (`[batch, seq_len, rotary_dim]`). The rotary parts are rotated.
 ///
-/// Cost: one pass over memory, forward and backward.
+/// Cost: one pass over memory in forward and in backward.
 #[derive(Debug, Clone)]
 pub struct LatentHeads {
     /// Sizes of heads.
     pub shape: LatentHeadShape,
-    /// What rotates, by a table that covers every position, for heads of `rotary_dim`.
+    /// The table that rotates heads of `rotary_dim`. It must cover every position.
     pub rotary: Arc<RotaryTable>,
 }
 

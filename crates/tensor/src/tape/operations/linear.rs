@@ -13,47 +13,47 @@ use crate::tensor::{Tensor, View, ViewMut};
 use crate::values::Values;
 use trireme_base::DType;
 
-/// Which dim of a stored weight is the input.
+/// The order of the dims of a stored weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightLayout {
-    /// `[inputs, outputs]`, as GPT-2 checkpoints store it.
+    /// `[inputs, outputs]`, as in GPT-2 checkpoints.
     InputsFirst,
-    /// `[outputs, inputs]`, as most others do.
+    /// `[outputs, inputs]`, as in most other checkpoints.
     OutputsFirst,
 }
 
-/// `y = activation(x) W + bias + residual`, for `x` (`[.., inputs]`, in the tape's precision) and an optional residual (`[.., outputs]`,
-/// f32), as `[.., outputs]`: in the tape's precision, or in f32 with a residual.
+/// `y = activation(x) W + bias + residual` for `x` (`[.., inputs]`, in the tape's precision) and an optional residual (`[.., outputs]`,
+/// f32). The output is `[.., outputs]`: in the tape's precision, or in f32 with a residual.
 ///
-/// Where ranks of the tensor axis cut the weight by its outputs, each makes its part of them of all rows of `x`, and the gradient of `x` is
-/// the sum of what ranks make of theirs. Where they cut it by its inputs, `y` is the sum of what ranks make of their parts, in the tape's
-/// precision, to which bias and residual are added once. So one of the two passes of each has an exchange of `rows * inputs` or `rows *
-/// outputs` elements: an all-reduce, or with sequence parallelism an all-gather in one and a reduce-scatter in the other.
+/// If ranks of the tensor axis shard the weight by its outputs (column-parallel), each computes its outputs of all rows of `x`, and the
+/// gradient of `x` is summed over the ranks. If they shard it by its inputs (row-parallel), `y` is summed over the ranks in the tape's
+/// precision, and bias and residual are added once. In both cases, one of the two passes has an exchange of `rows * inputs` or `rows *
+/// outputs` elements: an all-reduce, or with sequence parallelism an all-gather in one pass and a reduce-scatter in the other.
 #[derive(Debug, Clone, Copy)]
 pub struct Linear {
-    /// The matrix.
+    /// The weight matrix.
     pub weight: ParameterSpan,
-    /// How it lies in memory.
+    /// Order of its dims.
     pub layout: WeightLayout,
-    /// One value an output.
+    /// One value per output.
     pub bias: Option<ParameterSpan>,
     /// Applied to the input first.
     pub activation: InputActivation,
 }
 
-/// How ranks of the tensor axis cut a layer.
+/// Sharding of a layer over the ranks of the tensor axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
-    /// Not at all.
+    /// Not sharded.
     Whole,
-    /// By its outputs.
+    /// Sharded by its outputs.
     ColumnParallel,
-    /// By its inputs.
+    /// Sharded by its inputs.
     RowParallel,
 }
 
 impl Linear {
-    /// A layer with a bias: declares `{name}.weight`, `[inputs, outputs]`, and `{name}.bias`, which begins at 0.
+    /// Declares a layer with the parameters `{name}.weight`, `[inputs, outputs]`, and `{name}.bias`, which is initialized to 0.
     pub fn new(
         table: &mut ParameterTable,
         name: &str,
@@ -69,7 +69,7 @@ impl Linear {
         }
     }
 
-    /// Number of outputs.
+    /// Returns the number of outputs.
     pub fn outputs(&self) -> usize {
         match self.layout {
             WeightLayout::InputsFirst => self.weight.shape.cols(),
@@ -89,12 +89,12 @@ impl Linear {
         }
     }
 
-    /// What a rank has of an input, as the layer reads it: `Rows` only if it reads those of the other ranks, too.
+    /// Returns the sharding in which the layer reads an input: `Rows` only if it also reads the rows of the other ranks.
     fn read_sharding(&self, input: Sharding) -> Sharding {
         if self.role() == Role::ColumnParallel { input } else { Sharding::Replicated }
     }
 
-    /// How the weight is read in `x W`, and in `dy W^T`.
+    /// Returns the transposition of the weight in `x W` and in `dy W^T`.
     fn transposes(&self) -> (Transpose, Transpose) {
         match self.layout {
             WeightLayout::InputsFirst => (Transpose::No, Transpose::Yes),
@@ -102,7 +102,8 @@ impl Linear {
         }
     }
 
-    /// Gradient of what the matrix is applied to, from `dy` as products read it: the sum of what ranks make of it, if they do.
+    /// Computes the gradient of the activated input from `dy` as quantized for the matmul. Starts the sum over the ranks if the layer is
+    /// column-parallel.
     fn input_grad(&self, cx: &BackwardContext<'_>, dy: View<'_>) -> Result<PendingValue> {
         let inputs = self.weight.shape.num_elements() / self.outputs();
         let is_term = self.role() == Role::ColumnParallel;
@@ -115,15 +116,15 @@ impl Linear {
         if is_term { cx.start_sum(dx, cx.input_sharding(0)) } else { Ok(PendingValue::Here(dx)) }
     }
 
-    /// The input half, up to a gradient that travels: only that of an input that the product reads as it is.
-    /// `is_divided` is whether the weight half runs later.
+    /// Runs the input half. Returns the gradient of the input if it is pending, which only happens without an activation. `is_divided` says
+    /// that the weight half runs later.
     fn input_half(&self, cx: &mut BackwardContext<'_>, is_divided: bool) -> Result<Option<PendingValue>> {
         let fp8 = cx.fp8_layer(self.weight.first);
         let mut dy = self.all_grads(cx, is_divided)?;
         if let Values::Converted(rounded) = factor(cx.device(), fp8, Operand::OutputGrad, dy.view())? {
             dy = Values::Converted(rounded);
         }
-        // An activation's pass also makes what the weight half reads.
+        // With an activation, the pass also computes the activated input that the weight half reads.
         let is_needed = cx.requires_grad(0) || self.activation != InputActivation::Identity;
         let d_input = if is_needed { Some(self.input_grad(cx, dy.view())?) } else { None };
         let rounded = match dy {
@@ -155,7 +156,7 @@ impl Linear {
         cx.add_grad(0, d_input)
     }
 
-    /// The weight half; `rows` are those of the input, if they are being gathered.
+    /// Runs the weight half. `rows` is a pending gather of the input's rows.
     fn weight_half(
         &self,
         cx: &mut BackwardContext<'_>,
@@ -168,7 +169,7 @@ impl Linear {
             let activated = activated.and_then(|place| cx.kept(place));
             let input = match rows {
                 Some(rows) => Values::Converted(cx.finish_temporary(rows)?),
-                // Gathered and rounded again rather than kept: the scale is still that of the step.
+                // Gathered and quantized again instead of kept. The scale is the same within a step.
                 None => {
                     let input = activated.unwrap_or_else(|| cx.input(0));
                     cx.all_rows(input, self.read_sharding(cx.input_sharding(0)))?
@@ -187,8 +188,8 @@ impl Linear {
         Ok(())
     }
 
-    /// The gradient of all rows that the product has made, in the tape's precision if it is gathered; in memory that it may keep, if
-    /// it `is_kept` for the weight half.
+    /// Returns the output gradient of all rows, in the tape's precision if it is gathered. With `is_kept`, it is in memory that the weight
+    /// half may keep.
     fn all_grads<'a>(&self, cx: &'a BackwardContext<'_>, is_kept: bool) -> Result<Values<'a>> {
         let (dy, dtype) = (cx.grad(), cx.precision().dtype());
         if self.role() != Role::RowParallel || cx.output_sharding() != Sharding::Rows {
@@ -205,7 +206,7 @@ impl Linear {
         Ok(Values::Converted(all))
     }
 
-    /// Where the input half keeps what the activation made of the input, and the gradient as products read it in fp8.
+    /// Returns the indices at which the input half keeps the activated input and the quantized output gradient.
     fn kept_places(&self) -> (Option<usize>, usize) {
         match self.activation {
             InputActivation::Identity => (None, 0),
@@ -214,7 +215,7 @@ impl Linear {
     }
 }
 
-/// What products read for `values`.
+/// Returns `values` as a matmul operand: quantized if the layer computes in fp8.
 pub(super) fn factor<'a>(
     device: &Device,
     fp8: Option<Fp8Layer<'_>>,
@@ -270,8 +271,8 @@ impl Operation for Linear {
         self.weight_half(cx, sink, None)
     }
 
-    /// The rows of the input travel while its gradient is computed (Korthikanti et al., 2022, section 4.2.2), and that gradient while the
-    /// weight's is.
+    /// Overlaps the gather of the input's rows with the computation of the input gradient (Korthikanti et al., 2022, section 4.2.2), and
+    /// the exchange of the input gradient with the computation of the weight gradient.
     fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let is_read_as_it_is = self.activation == InputActivation::Identity;
         let has_part = self.read_sharding(cx.input_sharding(0)) == Sharding::Rows;
@@ -294,7 +295,7 @@ impl Operation for Linear {
     }
 }
 
-/// `input^T dy` in the weight's layout, written or added.
+/// Writes or adds `input^T dy` in the weight's layout.
 pub(super) fn weight_grad(
     device: &Device,
     precision: Precision,

@@ -14,34 +14,35 @@ use crate::tape::{
 use crate::tensor::{Tensor, View};
 use trireme_base::{DType, ExchangeKind};
 
-/// Bytes of logits held at once; part of the result's bits, for sums over the vocabulary are taken chunk by chunk.
+/// Maximum bytes of logits in memory. Affects the bits of results, because sums over the vocabulary are computed chunk by chunk.
 const LOGITS_BYTES_MAX: usize = 32 << 20;
 
-/// Chunks of the vocabulary are at least so wide: a product of fewer columns is mostly packing.
+/// Minimum columns of a chunk of the vocabulary. In a matmul with fewer columns, packing dominates.
 const CHUNK_COLS_MIN: usize = 2048;
 
-/// The output layer with the cross-entropy: `loss = -log softmax(x W^T)[target]`, of `x` (`[.., cols]`, in the tape's precision) and
-/// targets (u32, one a row). It has no output: it adds to the tape's [loss](crate::tape::Tape::loss). A third input, f32 and one a row, has
-/// weights of the rows: the loss is the mean of weighted losses over all rows, and a row of weight 0 has no gradient.
+/// The output layer fused with the cross-entropy: `loss = -log softmax(x W^T)[target]` for `x` (`[.., cols]`, in the tape's precision) and
+/// targets (u32, one per row). It has no output: it adds to the tape's [loss](crate::tape::Tape::loss). An optional third input, f32 and
+/// one per row, holds weights of the rows: the loss is the mean of the weighted losses over all rows, and a row of weight 0 has no
+/// gradient.
 ///
-/// A recording tape computes nothing in forward: backward makes the logits, and takes loss and gradients from them.
+/// A recording tape computes nothing in forward: backward computes the logits, the loss and the gradients.
 ///
-/// Logits are f32 and exist for a chunk of the vocabulary at a time. If there are several chunks, backward makes each twice:
-/// for the sums of the softmax, and for the gradient (Wijmans et al., "Cut your losses in large-vocabulary language models",
-/// 2024): a third more work in this layer, for memory that does not grow with the vocabulary.
+/// Logits are f32 and exist only for one chunk of the vocabulary at a time. If there are several chunks, backward computes each chunk
+/// twice: for the sums of the softmax, and for the gradient (Wijmans et al., "Cut your losses in large-vocabulary language models", 2024).
+/// This is a third more work in this layer, for memory that does not grow with the vocabulary.
 ///
-/// Where ranks of the tensor axis have parts of the vocabulary, they gather three numbers for each row, and add up the gradients of `x`;
-/// no rank has logits of the others.
+/// If ranks of the tensor axis shard the vocabulary, they all-gather three numbers per row and sum the gradients of `x`. No rank has logits
+/// of another rank.
 #[derive(Debug, Clone, Copy)]
 pub struct LossHead {
-    /// `[vocabulary, cols]`; may belong to another unit (tied to the embedding).
+    /// `[vocabulary, cols]`. May belong to another unit, if it is tied to the embedding.
     pub weight: ParameterSpan,
-    /// Logits `z` become `c tanh(z / c)` (Gemma team, "Gemma 2", 2024).
+    /// Replaces logits `z` by `c tanh(z / c)` (Gemma team, "Gemma 2", 2024).
     pub soft_cap: Option<f32>,
 }
 
 impl LossHead {
-    /// Columns of the vocabulary whose logits are held at once for `rows` rows.
+    /// Returns the chunks of this rank's vocabulary, so that the logits of a chunk for `rows` rows fit the limit.
     pub(crate) fn chunks(&self, rows: usize) -> impl Iterator<Item = VocabularyChunk> + Clone + use<> {
         let (vocabulary, vocabulary_start) = self.vocabulary();
         let len = (LOGITS_BYTES_MAX / (size_of::<f32>() * rows.max(1))).max(CHUNK_COLS_MIN).min(vocabulary);
@@ -49,14 +50,14 @@ impl LossHead {
         first.map(move |first| VocabularyChunk { first, len: len.min(vocabulary - first), vocabulary_start })
     }
 
-    /// How many rows of the vocabulary this rank has, and the first of them.
+    /// Returns the number of this rank's vocabulary rows, and the first of them.
     fn vocabulary(&self) -> (usize, usize) {
         let Some(part) = self.weight.part else { return (self.weight.shape.rows(), 0) };
         assert_eq!(part.dim, 0, "an output layer is cut by its rows");
         (part.len, part.start)
     }
 
-    /// The part of the weight that belongs to a chunk.
+    /// Returns the part of the weight that belongs to a chunk.
     fn chunk_span(&self, chunk: VocabularyChunk) -> ParameterSpan {
         let cols = self.weight.shape.cols();
         let (offset, shape) = (self.weight.offset + chunk.first * cols, Shape::from([chunk.len, cols]));
@@ -81,7 +82,7 @@ impl LossHead {
         Ok(logits)
     }
 
-    /// The logits of the whole vocabulary, of which ranks have `part`s that are filled up to the same length.
+    /// Gathers the logits of the full vocabulary from ranks with shards that are padded to equal length.
     fn all_logits(&self, device: &Device, axis: &TensorAxis, part: &Tensor) -> Result<Tensor> {
         let (rows, cols, degree) = (part.shape().rows(), part.shape().cols(), axis.place().degree);
         let mut parts = device.activation([degree, rows, cols])?;
@@ -97,7 +98,7 @@ impl LossHead {
         Ok(all)
     }
 
-    /// What the softmax of every row sums to, and the logits if one chunk held all that are here.
+    /// Computes the softmax statistics of every row. Also returns the logits if one chunk covers this rank's vocabulary.
     fn statistics(
         &self,
         cx: &OperationContext<'_>,
@@ -123,7 +124,7 @@ impl LossHead {
     }
 }
 
-/// The sum of the losses of the rows that have these statistics, each times its weight if there are weights.
+/// Sums the losses of the rows with these statistics, each multiplied by its weight if there are weights.
 pub(super) fn sum_of_losses(
     cx: &OperationContext<'_>,
     statistics: &Tensor,
@@ -135,8 +136,8 @@ pub(super) fn sum_of_losses(
 }
 
 impl Recorder<'_> {
-    /// Logits of every row of `x` (`[.., cols]`): `[.., vocabulary]`, f32. For generation and tests; training never holds them
-    /// all.
+    /// Computes the logits of every row of `x` (`[.., cols]`): `[.., vocabulary]`, f32. For generation and tests; training never stores all
+    /// logits.
     ///
     /// # Panics
     /// If the tape records.
@@ -172,11 +173,11 @@ impl Operation for LossHead {
         cx.add_loss(sum, rows)
     }
 
-    /// Gradients of the mean loss over the rows, times the loss scale.
+    /// Computes the gradients of the mean loss over the rows, times the loss scale.
     fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let x = cx.all_rows(cx.input(0), cx.input_sharding(0))?;
         let (statistics, mut whole) = self.statistics(cx, x.view(), self.targets(cx, x.view()))?;
-        // Sums over the vocabulary, so f32 until they are complete.
+        // Sums over the vocabulary stay in f32 until they are complete.
         let mut dx = cx.empty(x.view().shape(), DType::F32)?;
         let mut target = self.target(cx.device(), sink)?;
         for chunk in self.chunks(x.view().shape().rows()) {
@@ -190,12 +191,12 @@ impl Operation for LossHead {
         self.add_losses(cx, &statistics)
     }
 
-    /// Of several chunks the weight half makes the logits again.
+    /// With several chunks, the weight half recomputes the logits.
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let x = cx.all_rows(cx.input(0), cx.input_sharding(0))?;
         let (statistics, mut whole) = self.statistics(cx, x.view(), self.targets(cx, x.view()))?;
         let is_one_chunk = whole.is_some();
-        // Sums over the vocabulary, so f32 until they are complete.
+        // Sums over the vocabulary stay in f32 until they are complete.
         let mut dx = cx.empty(x.view().shape(), DType::F32)?;
         let mut kept = None;
         for chunk in self.chunks(x.view().shape().rows()) {
@@ -234,19 +235,19 @@ impl Operation for LossHead {
         input == 0
     }
 
-    /// It has none; the loss is the same on all ranks.
+    /// The operation has no output. The loss is the same on all ranks.
     fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
         Some(Sharding::Replicated)
     }
 }
 
-/// The parts of backward.
+/// Helpers of backward.
 impl LossHead {
     fn targets<'a>(&self, cx: &'a BackwardContext<'_>, x: View<'_>) -> View<'a> {
         cx.input(1).part(0, [x.shape().rows()].into())
     }
 
-    /// The weights of the rows, if there are any.
+    /// Returns the weights of the rows, if there are any.
     fn weights<'a>(&self, cx: &'a BackwardContext<'_>, rows: usize) -> Option<View<'a>> {
         (cx.num_inputs() == 3).then(|| cx.input(2).part(0, [rows].into()))
     }
@@ -257,7 +258,7 @@ impl LossHead {
         cx.add_loss(sum, rows)
     }
 
-    /// Gives the input its gradient, of which `dx` is what this rank's part of the vocabulary makes.
+    /// Adds the gradient of the input. `dx` is the contribution of this rank's vocabulary.
     fn give_input_grad(&self, cx: &mut BackwardContext<'_>, mut dx: Tensor) -> Result<()> {
         let (sharding, dtype) = (cx.input_sharding(0), cx.precision().dtype());
         if self.weight.part.is_some() {
@@ -273,7 +274,7 @@ impl LossHead {
         cx.add_grad(0, dx)
     }
 
-    /// Where the gradient of the weight goes; zeros where rows fill up this rank's part.
+    /// Returns the memory for the weight gradient, with zeros in the padding rows of this rank's shard.
     fn target<'a>(&self, device: &Device, sink: &'a mut dyn GradSink) -> Result<GradTarget<'a>> {
         let mut target = sink.target(&self.weight)?;
         let (rows, cols) = (self.vocabulary().0, self.weight.shape.cols());
@@ -284,7 +285,7 @@ impl LossHead {
         Ok(target)
     }
 
-    /// The gradient of a chunk of the logits, which are computed unless given.
+    /// Computes the gradient of a chunk of logits. Recomputes the logits unless they are given.
     fn logits_grad(
         &self,
         cx: &BackwardContext<'_>,
@@ -296,7 +297,7 @@ impl LossHead {
         let logits = match logits {
             Some(logits) => logits,
             None => {
-                // The statistics were made of the same logits.
+                // The statistics were computed from the same logits.
                 device.count_repeated(&[2, x.shape().num_elements(), chunk.len]);
                 self.chunk_logits((device, precision), cx.parameters, x, chunk)?
             }

@@ -4,14 +4,14 @@ use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use crate::tensor::{Tensor, View};
 
-/// The matrix product of two values of floats, in the tape's precision: `left` (`[.., rows, inner]`) times `right`, which is one
-/// matrix for all (`[inner, cols]`) or one for each (`[.., inner, cols]`), as `[.., rows, cols]`. Sums are f32.
+/// The matmul of two float values in the tape's precision: `left` (`[.., rows, inner]`) times `right`, which is either one matrix for all
+/// (`[inner, cols]`) or one per matrix of `left` (`[.., inner, cols]`). The output is `[.., rows, cols]`. Sums are f32.
 ///
-/// Panics if the sizes do not fit. For a layer with a weight, [`Linear`](crate::tape::Linear) is faster.
+/// Panics if the sizes do not match. For a layer with a weight, [`Linear`](crate::tape::Linear) is faster.
 #[derive(Debug)]
 pub struct MatMul;
 
-/// How values divide into matrices.
+/// The sizes of a batched matmul.
 #[derive(Debug, Clone, Copy)]
 struct Sizes {
     num_matrices: usize,
@@ -37,10 +37,10 @@ impl Sizes {
     }
 }
 
-/// A factor: the value, the size of its matrices, and whether they are read transposed.
+/// An operand: the value, the size of its matrices, and their transposition.
 type Factor<'a> = (View<'a>, [usize; 2], Transpose);
 
-/// `out = left right`, a matrix after the other.
+/// Computes `out = left right`, one matrix at a time.
 fn multiply(
     (device, precision): (&Device, Precision),
     num_matrices: usize,

@@ -1,29 +1,29 @@
-//! Losses of single elements.
+//! Elementwise losses.
 
 use crate::device::{Device, Result};
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use crate::tensor::{Tensor, View};
 use std::fmt;
 
-/// A loss of an element `x` and its target. Kernels that run later have clones of it.
+/// A loss of an element `x` and its target. Cloned into kernels, which may run later.
 pub trait ElementLoss: fmt::Debug + Clone + Send + Sync + 'static {
-    /// Floating-point operations of a value; a derivative takes about as many.
+    /// Floating-point operations per value; a derivative takes about as many.
     const OPERATIONS: usize;
 
-    /// The loss.
+    /// Returns the loss.
     fn value(&self, x: f32, target: f32) -> f32;
 
-    /// The derivative with respect to `x`.
+    /// Returns the derivative with respect to `x`.
     fn derivative(&self, x: f32, target: f32) -> f32;
 }
 
-/// The mean of a loss over the elements of `x` and of targets of the same shape and type. It has no output: it adds to the
-/// tape's [loss](crate::tape::Tape::loss), a row the mean over its elements. Targets have no gradient.
+/// The mean of a loss over the elements of `x` and of targets of the same shape and dtype. It has no output: it adds to the tape's
+/// [loss](crate::tape::Tape::loss), in which the value of a row is the mean over its elements. Targets have no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct MeanLoss<L>(pub L);
 
 impl<L: ElementLoss> MeanLoss<L> {
-    /// The sum of each row.
+    /// Computes the sum of each row.
     fn sums(&self, device: &Device, x: View<'_>, target: View<'_>) -> Result<Tensor> {
         let mut sums = device.activation([x.shape().rows()])?;
         let loss = self.0.clone();

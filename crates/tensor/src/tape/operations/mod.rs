@@ -1,4 +1,4 @@
-//! Operations: one file each.
+//! Operations, one per file.
 
 mod accuracy;
 mod add;

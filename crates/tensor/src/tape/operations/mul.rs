@@ -1,7 +1,7 @@
 use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 
-/// `left * right`, element by element, of values of one shape and type of floats; the product has both.
+/// `left * right` elementwise for float values of one shape and dtype, which the result has, too.
 #[derive(Debug)]
 pub struct Mul;
 

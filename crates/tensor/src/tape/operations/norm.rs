@@ -7,18 +7,18 @@ use crate::tape::{
 use crate::values::Values;
 use trireme_base::DType;
 
-/// A normalisation of rows: of `x` (`[.., cols]`, computed in f32), in the tape's precision.
+/// A layer or RMS normalization of the rows of `x` (`[.., cols]`). Computed in f32; the output is in the tape's precision.
 #[derive(Debug, Clone, Copy)]
 pub struct Norm {
-    /// One weight a column.
+    /// One weight per column.
     pub weight: ParameterSpan,
-    /// Added to the weights: with 1, weights begin at 0 (Gemma team, "Gemma", 2024).
+    /// Added to the weights. With 1, weights are initialized to 0 (Gemma team, "Gemma", 2024).
     pub weight_offset: f32,
-    /// One bias a column.
+    /// One bias per column.
     pub bias: Option<ParameterSpan>,
-    /// Added to the variance or mean square.
+    /// Added to the variance or to the mean square.
     pub epsilon: f32,
-    /// Layer normalisation, which subtracts the mean; else RMS normalisation.
+    /// Whether the mean is subtracted: layer normalization; otherwise RMS normalization.
     pub centred: bool,
 }
 
@@ -27,7 +27,7 @@ impl Norm {
         NormKind { epsilon: self.epsilon, centred: self.centred }
     }
 
-    /// What columns are multiplied by.
+    /// Returns the weights plus the offset.
     fn weight<'a>(&self, cx: &'a OperationContext<'_>) -> Result<Values<'a>> {
         let weight = cx.parameter_in_f32(&self.weight)?;
         if self.weight_offset == 0.0 {
@@ -64,7 +64,7 @@ impl Operation for Norm {
             return Ok(());
         }
         let (shape, dtype) = (cx.input(0).shape(), cx.input(0).dtype());
-        // The residual stream has left its gradient here already: add to it in the same pass.
+        // If the residual stream has already added its gradient, add to it in the same pass.
         let sum = if dtype == DType::F32 { cx.take_grad_sum(0) } else { None };
         let (mut dx, accumulate) = match sum {
             Some(sum) => (sum, true),

@@ -1,4 +1,4 @@
-//! The experts of this rank, with rows that come from all ranks and go back while others are computed.
+//! The experts of this rank, with exchanges of rows that overlap with computation.
 
 use super::expert_exchange::ExpertExchange;
 use super::expert_loads::Loads;
@@ -14,47 +14,50 @@ use crate::tensor::{Tensor, View, ViewMut};
 use std::ops::Range;
 use trireme_base::DType;
 
-/// Two [`GroupedLinear`] layers of the experts that this rank has, for the rows of all ranks.
+/// Two [`GroupedLinear`] layers of this rank's experts, applied to the rows of all ranks.
 ///
-/// The inputs are the output of [`DispatchRows`](super::DispatchRows) (`[1, num_choices, cols]`), the three outputs of [`GatherLoads`](super::GatherLoads), and the last output of
-/// [`GroupRows`](super::GroupRows), of which only the shape is read. The output (`[1, num_choices, cols]`) has what experts make of this rank's rows; rows of dropped choices
-/// are zeros. When forward returns, the last chunk is still under way: [`ReturnRows`](super::ReturnRows) waits for it.
+/// The inputs are the output of [`DispatchRows`](super::DispatchRows) (`[1, num_choices, cols]`), the three outputs of
+/// [`GatherLoads`](super::GatherLoads), and the last output of [`GroupRows`](super::GroupRows), of which only the shape is read. The output
+/// (`[1, num_choices, cols]`) holds the experts' outputs for this rank's rows; rows of dropped choices are zeros. When forward returns, the
+/// last chunk is still in flight: [`ReturnRows`](super::ReturnRows) waits for it.
 ///
-/// Rows travel in chunks, each for some experts: while one is computed, the next one comes and the one before goes back (Hwang et al., "Tutel", 2023, section 3.3). Forward goes through
-/// them in order, backward in reverse order. Shadowed experts are computed last, since their matrices travel meanwhile.
+/// Rows are exchanged in chunks, each for some experts: while one chunk is computed, the next one is received and the previous one is sent
+/// back (Hwang et al., "Tutel", 2023, section 3.3). Forward processes the chunks in order, backward in reverse order. Shadowed experts are
+/// computed last, so that the exchange of their matrices overlaps with the other experts.
 ///
-/// Cost: that of the layers. Ranks send `2 num_choices cols` elements forward and as many backward, except those that stay on a rank. Shadows cost what
-/// `docs/experts.md` says. The host reads the numbers of choices in each pass.
+/// Cost: the cost of the layers. Ranks send `2 num_choices cols` elements in forward and as many in backward, except those that stay on
+/// their rank. See `docs/experts.md` for the cost of shadows. The host reads the numbers of choices in each pass.
 #[derive(Debug)]
 pub struct OwnExperts {
-    /// Reads the rows as they are.
+    /// The first layer, which reads the rows without an activation.
     pub into: GroupedLinear,
-    /// Reads what that makes.
+    /// The second layer, which reads the outputs of the first.
     pub back: GroupedLinear,
-    /// How rows travel.
+    /// Settings of the exchange of rows.
     pub exchange: ExpertExchange,
 }
 
-/// Places of the inputs.
+/// Indices of the inputs.
 const LOADS: usize = 1;
 const STARTS: usize = 2;
 const PARTS: usize = 3;
 const PLACES: usize = 4;
 
-/// Places of what forward saves: the rows that have come, and what the activation reads; then what it saves of shadows.
+/// Indices of saved tensors: the received rows, and the argument of the activation. The saved tensors of shadows follow.
 const RECEIVED: usize = 0;
 const INNER: usize = 1;
 const SAVED_OF_SHADOWS: usize = 2;
 
-/// Places of what the input half keeps: the gradients of both layers' outputs, and the activation's output; then what it keeps of shadows.
+/// Indices of tensors that the input half keeps: the gradients of both layers' outputs, and the activated input. The kept tensors of
+/// shadows follow.
 const D_MADE: usize = 0;
 const D_INNER: usize = 1;
 const ACTIVATED: usize = 2;
 const KEPT_OF_SHADOWS: usize = 3;
 
 impl OwnExperts {
-    /// The input halves of both layers, for groups of rows: `inner`, which the activation reads, and memory for the gradient of its output become what
-    /// [`differentiate`] leaves.
+    /// Runs the input halves of both layers for groups of rows. Replaces `inner`, the argument of the activation, and `d_activated` by the
+    /// results of [`differentiate`].
     pub(super) fn inner_grads(
         &self,
         cx: &OperationContext<'_>,
@@ -69,7 +72,7 @@ impl OwnExperts {
     }
 }
 
-/// Where some of the groups of a layer begin, and their matrices.
+/// Returns the first rows of some groups of a layer, and their matrices.
 fn groups<'a>(
     cx: &'a OperationContext<'_>,
     layer: &GroupedLinear,
@@ -81,25 +84,26 @@ fn groups<'a>(
     (starts_of(starts, groups.clone()), weight)
 }
 
-/// Where some groups begin, and where the last of them ends, of the starts of all.
+/// Restricts the starts of all groups to some groups, with the end of the last one.
 fn starts_of(starts: View<'_>, groups: Range<usize>) -> View<'_> {
     starts.part(groups.start, [groups.len() + 1].into())
 }
 
-/// Memory for the rows of all chunks.
+/// Allocates memory for the rows of all chunks.
 fn rows_of_all_chunks(cx: &OperationContext<'_>, loads: &Loads, cols: usize, dtype: DType) -> Result<Tensor> {
     cx.empty([1, loads.chunks().map(|chunk| loads.room(&chunk)).sum(), cols], dtype)
 }
 
-/// Makes rows zeros that nobody writes, but kernels read. A device that only counts does not have them: there, loads are even.
+/// Zeroes rows that no exchange writes but kernels read. A counting device has no such rows, because its loads are even.
 pub(super) fn zero(cx: &OperationContext<'_>, all: ViewMut<'_>, rows: Range<usize>) {
     if !rows.is_empty() && !cx.device().is_counting() {
         cx.device().zero(all.into_rows(rows.start, rows.len()));
     }
 }
 
-/// Lets the rows of `outside` come in `come`, chunk by chunk, and what `compute` makes of them in `go` go back to their places: while one chunk is computed,
-/// the next one and the one before travel. The exchange of the first chunk was started before; that of the last one is returned, to be finished.
+/// Processes rows chunk by chunk: receives the rows of `outside` in `come`, calls `compute` to write their results to `go`, and sends the
+/// results back to their places in `outside`. The exchanges of the next chunk and of the previous one overlap with the computation. The
+/// exchange of the first chunk was started by the caller; the exchange of the last one is returned, to be finished.
 fn stream(
     cx: &OperationContext<'_>,
     loads: &Loads,
@@ -209,7 +213,7 @@ impl Operation for OwnExperts {
         let saved = |place: usize| cx.saved(place).expect("forward has saved it");
         let saved_of_shadows = |place: usize| saved(SAVED_OF_SHADOWS + place);
         let has_shadows = self.exchange.num_shadowed > 0;
-        // The gradient of the outputs, and what is multiplied with, of own experts' rows, and of those of shadows.
+        // For each layer, the output gradient and the input of its weight gradient: for rows of own experts, and for rows of shadows.
         let of_shadows = has_shadows.then(|| {
             let back = [
                 kept_of_shadows(shadowed_experts::KEPT_DY),

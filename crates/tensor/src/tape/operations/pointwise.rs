@@ -1,22 +1,22 @@
-//! Functions of single elements.
+//! Elementwise operations.
 
 use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, declares};
 use std::fmt;
 
-/// A function of single elements, computed in f32: implement this, and the type is an [`Operation`]. Kernels that run later have
-/// clones of it.
+/// An elementwise function, computed in f32. Types that implement this trait are [`Operation`]s. Cloned into kernels, which may run later.
 pub trait Pointwise: fmt::Debug + Clone + Send + Sync + 'static {
-    /// Floating-point operations of a value; a derivative takes about as many.
+    /// Floating-point operations per value; a derivative takes about as many.
     const OPERATIONS: usize;
 
-    /// What the derivative is computed from: the output, which the tape then keeps in place of the input.
+    /// Whether the derivative is computed from the output. If so, the tape keeps the output instead of the input.
     const DERIVATIVE_OF_OUTPUT: bool;
 
-    /// The value for `x`.
+    /// Returns the value at `x`.
     fn value(&self, x: f32) -> f32;
 
-    /// The derivative at the input, or at the input that has the output `read`.
+    /// Returns the derivative at the input `read`, or at the input whose output is `read` if
+    /// [`DERIVATIVE_OF_OUTPUT`](Pointwise::DERIVATIVE_OF_OUTPUT).
     fn derivative(&self, read: f32) -> f32;
 }
 

@@ -1,9 +1,9 @@
-//! What brings values from one sharding on the tensor axis to another.
+//! Operations that change the sharding of a value on the tensor axis.
 
 use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, Sharding, TensorAxis, declares};
 
-/// All rows of a value that lies in rows. Its readers compute the same on every rank.
+/// All-gathers a value that is sharded by rows. Its readers compute the same on every rank.
 #[derive(Debug)]
 pub struct AllGatherRows;
 
@@ -26,7 +26,7 @@ impl Operation for AllGatherRows {
     }
 }
 
-/// This rank's part of the rows of a value that every rank has.
+/// Splits a replicated value by rows: the output is this rank's shard.
 #[derive(Debug)]
 pub struct SplitRows;
 
@@ -49,8 +49,8 @@ impl Operation for SplitRows {
     }
 }
 
-/// A value that every rank has, or all rows of one that lies in rows, for operations that work on this rank's parts of parameters: its gradient is the sum of what ranks
-/// make of it. [`Linear`](crate::tape::Linear) does the same by itself.
+/// Replicates a value, gathering it if it is sharded by rows, for operations with sharded parameters. Its gradient is the sum over the
+/// ranks. [`Linear`](crate::tape::Linear) includes this step.
 #[derive(Debug)]
 pub struct CopyToRanks;
 
@@ -77,7 +77,7 @@ impl Operation for CopyToRanks {
     }
 }
 
-/// The sum over the ranks of what they have made by their parts of parameters. [`Linear`](crate::tape::Linear) does the same by itself.
+/// Sums the partial sums of operations with sharded parameters over the ranks. [`Linear`](crate::tape::Linear) includes this step.
 #[derive(Debug)]
 pub struct SumOverRanks;
 

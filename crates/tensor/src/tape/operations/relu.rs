@@ -1,6 +1,6 @@
 use crate::tape::Pointwise;
 
-/// `max(x, 0)`; its derivative at 0 is 0. NaN stays NaN.
+/// `max(x, 0)`, with derivative 0 at 0. NaN stays NaN.
 #[derive(Debug, Clone, Copy)]
 pub struct Relu;
 

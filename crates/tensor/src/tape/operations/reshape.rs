@@ -2,19 +2,18 @@ use crate::device::Result;
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation};
 
-/// The same elements with other dims, at most four. Panics if the number of elements differs. Copies them only if somebody else
-/// reads `x`.
+/// Changes the dims of `x`, to at most four. Panics if the number of elements differs. Copies the elements only if `x` has another reader.
 #[derive(Debug, Clone)]
 pub struct Reshape(pub Vec<NewDim>);
 
-/// A dim of what [`Reshape`] makes.
+/// A dim of the output of [`Reshape`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NewDim {
-    /// As long as this.
+    /// This length.
     Size(usize),
-    /// As long as the dim of `x` at the same place.
+    /// The length of the dim of `x` at the same index.
     Same,
-    /// As long as the others leave; at most one.
+    /// The remaining length; at most one dim.
     Rest,
 }
 

@@ -1,10 +1,11 @@
-//! Attention to the keys of all ranks of a ring, which pass by one rank after the other (Liu, Zaharia, Abbeel: "Ring attention with blockwise
-//! transformers", 2023). A rank has those of two ranks at a time, and as much in buffers, however many there are.
+//! Ring attention: keys and values are passed around a ring of ranks (Liu, Zaharia, Abbeel: "Ring attention with blockwise transformers",
+//! 2023). A rank holds the keys and values of two ranks at a time, and as much in buffers, for any number of ranks.
 //!
-//! Ranks have positions in zig-zag, so that each sees about as many pairs in every step if attention is causal (Brandon et al., "Striped
-//! attention", 2023, has another order for the same purpose).
+//! Positions are assigned in zig-zag order, so that with a causal mask each rank computes about the same number of pairs in every step
+//! (Brandon et al., "Striped attention", 2023, has another order for the same purpose).
 //!
-//! Cost, of `degree` ranks: keys and values are sent `degree - 1` times in forward and in backward, and their gradients, in f32, `degree` times.
+//! Cost for `degree` ranks: keys and values are sent `degree - 1` times in forward and in backward, and their gradients, in f32, `degree`
+//! times.
 
 use crate::device::{DeviceError, Result};
 use crate::kernels::{
@@ -16,7 +17,7 @@ use crate::values::Values;
 use std::sync::Arc;
 use trireme_base::{AxisPlace, DType, ExchangeKind, Positions};
 
-/// What this rank of a ring attends to.
+/// The attention of one rank of a ring.
 pub(super) struct RingAttention {
     ops: Arc<dyn AxisOps>,
     shape: AttentionShape,
@@ -24,13 +25,13 @@ pub(super) struct RingAttention {
 }
 
 impl RingAttention {
-    /// On the ring of the context axis; `None` if it has one rank.
+    /// Returns the attention on the ring of the context axis; `None` if the ring has one rank.
     pub(super) fn of(cx: &OperationContext<'_>, shape: AttentionShape, rule: AttentionRule) -> Option<Self> {
         let ops = Arc::clone(cx.context()?.ring.as_ref()?);
         Some(RingAttention { ops, shape, rule })
     }
 
-    /// The keys that are here in a step: first this rank's own.
+    /// Returns the positions of the queries and of the keys present in a step. Step 0 has this rank's own keys.
     fn scope(&self, step: usize) -> AttentionScope {
         let AxisPlace { rank, degree } = self.ops.place();
         let of = |rank, len| Positions::zig_zag(len * degree, AxisPlace { rank, degree });
@@ -45,7 +46,7 @@ impl RingAttention {
         self.ops.place().degree
     }
 
-    /// The queries, and the keys and values of this rank, each in rows of their own.
+    /// Returns the queries and this rank's keys and values as separate tensors.
     fn apart<'a>(
         &self,
         cx: &OperationContext<'_>,
@@ -65,13 +66,13 @@ impl RingAttention {
         Ok([part(0, q_cols)?, part(q_cols, kv_cols)?])
     }
 
-    /// Sequences, their queries here, and columns of queries and of keys and values.
+    /// Returns the number of sequences, queries per sequence on this rank, columns of queries, and columns of keys and values.
     fn sizes(&self) -> [usize; 4] {
         let AttentionShape { batch, seq_len, .. } = self.shape;
         [batch, seq_len, self.shape.query_cols(), self.shape.kv_cols()]
     }
 
-    /// Sends keys and values on, unless this is the last step.
+    /// Starts to send keys and values to the next rank, unless this is the last step.
     fn send(
         &self,
         cx: &OperationContext<'_>,
@@ -82,7 +83,7 @@ impl RingAttention {
         (step + 1 < self.degree()).then(shift).transpose()
     }
 
-    /// The keys and values of the rank before, while those that are here were sent on.
+    /// Waits for the keys and values of the previous rank.
     fn next(&self, cx: &OperationContext<'_>, shift: PendingExchange, block: View<'_>) -> Result<Tensor> {
         let mut next = cx.empty(block.shape(), block.dtype())?;
         self.ops.finish(cx.device(), shift, next.view_mut())?;
@@ -114,7 +115,7 @@ impl RingAttention {
         cast(device, sums, views.queries.dtype())
     }
 
-    /// The gradients of the queries, and of keys and values if they lie apart.
+    /// Computes the gradients of the queries and, if they are a separate input, of keys and values.
     pub(super) fn backward(
         &self,
         cx: &OperationContext<'_>,
@@ -126,7 +127,7 @@ impl RingAttention {
         let [queries, mut block] = self.apart(cx, &views)?;
         let mut d_queries = cx.zeros([batch, len, q_cols], DType::F32)?;
         let mut d_block = cx.zeros(block.view().shape(), DType::F32)?;
-        // The gradient of keys goes with them, and comes home with the last step.
+        // The gradients of keys and values travel with them, and return to their rank in the last step.
         let mut d_shift = None;
         for step in 0..self.degree() {
             let shift = self.send(cx, block.view(), step)?;

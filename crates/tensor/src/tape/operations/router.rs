@@ -5,9 +5,9 @@ use crate::precision::Precision;
 use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, declares, write_grad};
 use trireme_base::DType;
 
-/// How much each expert suits each token: `x W^T`, of `x` (`[.., inputs]`, of any floats), as `[.., num_experts]` in f32. Products and sums
-/// are in f32 whatever the precision, because a small difference may choose another expert (Fedus et al., "Switch transformers", 2021,
-/// section 2.4); weights are rounded to it, so that they are the same on any layout.
+/// Computes router logits `x W^T` for `x` (`[.., inputs]`, of any float dtype) as `[.., num_experts]` in f32. The matmul is f32 at every
+/// precision, because a small difference may change the choice of experts (Fedus et al., "Switch transformers", 2021, section 2.4). Weights
+/// are rounded to the precision, so that they are the same on every layout.
 ///
 /// Cost: `2 rows inputs num_experts` floating-point operations forward, and twice as many backward.
 #[derive(Debug, Clone, Copy)]

@@ -3,14 +3,14 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use crate::tensor::View;
 use trireme_base::DType;
 
-/// The mean square of the logarithm of the sum of exponentials of a router's logits (`[.., num_experts]`, f32): it keeps them small (Zoph et al., "ST-MoE", 2022, section
-/// 3.3). A second input weighs the rows (`[..]`, f32); padding weighs nothing. It is for [auxiliary losses](crate::tape::Recorder::apply_auxiliary_loss): it has no output.
+/// The router z-loss: the mean square of the log-sum-exp of router logits (`[.., num_experts]`, f32), which keeps logits small (Zoph et
+/// al., "ST-MoE", 2022, section 3.3). An optional second input holds weights of the rows (`[..]`, f32); padding has weight 0. It has no
+/// output: use it for [auxiliary losses](crate::tape::Recorder::apply_auxiliary_loss).
 #[derive(Debug)]
 pub struct RouterZLoss;
 
-/// The mean entropy, in nats, of scores (`[.., num_experts]`, f32, not negative) as parts of their sum. A second input weighs the rows (`[..]`, f32). It has no
-/// gradient: it is for
-/// [metrics](crate::tape::Recorder::apply_metric).
+/// The mean entropy, in nats, of scores (`[.., num_experts]`, f32, not negative), normalized to sum 1. An optional second input holds
+/// weights of the rows (`[..]`, f32). It has no gradient: use it for [metrics](crate::tape::Recorder::apply_metric).
 #[derive(Debug)]
 pub struct RouterEntropy;
 
@@ -19,7 +19,7 @@ fn log_sum(logits: &[f32]) -> f32 {
     max + logits.iter().map(|logit| (logit - max).exp()).sum::<f32>().ln()
 }
 
-/// Returns the weights of rows, or an empty view without an input for them, for which [`weight_of`] is 1.
+/// Returns the weights of rows. Without an input for them, returns an empty view, for which [`weight_of`] is 1.
 pub(super) fn row_weights(input: Option<View<'_>>) -> View<'_> {
     input.unwrap_or_else(|| View::from_f32s(&[], [0].into()))
 }
@@ -28,7 +28,7 @@ pub(super) fn weight_of(weights: &[f32], row: usize) -> f32 {
     weights.get(row).copied().unwrap_or(1.0)
 }
 
-/// Adds the mean over rows of what `value` makes of the elements of each, weighted if there is a second input.
+/// Adds the mean over rows of `value`, weighted if there is a second input.
 fn add_mean(
     cx: &mut ForwardContext<'_>,
     operations: usize,

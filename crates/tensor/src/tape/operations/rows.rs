@@ -5,14 +5,14 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, declares};
 use crate::tensor::{Tensor, View};
 use trireme_base::{Category, DType};
 
-/// Rows of `x` (`[num_rows, cols]`, of any floats) by id (u32, at most three dims), as `[.., cols]`.
+/// Gathers rows of `x` (`[num_rows, cols]`, of any float dtype) by id (u32, at most three dims), as `[.., cols]`.
 #[derive(Debug)]
 pub struct GatherRows;
 
-/// The sum of the rows of `x` (`[.., cols]`) with each id (u32, one a row), as `[num_rows, cols]`; zero where there is none.
+/// Sums the rows of `x` (`[.., cols]`) with equal ids (u32, one per row), as `[num_rows, cols]`; zeros for ids without rows.
 #[derive(Debug, Clone, Copy)]
 pub struct ScatterAddRows {
-    /// Number of ids.
+    /// Number of rows of the output.
     pub num_rows: usize,
 }
 

@@ -1,7 +1,7 @@
 use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 
-/// `factor * x`, for `x` of any shape and type of floats; the result has both.
+/// `factor * x` for float values, in the shape and dtype of `x`.
 #[derive(Debug, Clone, Copy)]
 pub struct Scale(pub f32);
 

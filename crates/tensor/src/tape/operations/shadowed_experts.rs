@@ -1,5 +1,6 @@
-//! Shadows of experts: copies that all ranks have. Matrices come from the ranks that have the experts, and gradients are added up there (He et al., "FasterMoE", 2022,
-//! section 5.1). Ranks add up what each makes of its own rows, neighbours first, as the owner would: so shadows change no bit.
+//! Shadowed experts, of which all ranks have copies. Matrices are broadcast from the ranks of the experts, and gradients are summed there
+//! (He et al., "FasterMoE", 2022, section 5.1). The gradients are summed over ranks in the same order as the owner would sum over the parts
+//! of its rows, so shadows do not change any bits.
 
 use super::expert_loads::Loads;
 use super::grouped_linear::GroupedLinear;
@@ -12,23 +13,23 @@ use smallvec::{SmallVec, smallvec};
 use std::ops::Range;
 use trireme_base::{AxisPlace, DType, ExchangeKind};
 
-/// Matrices of both layers on their way.
+/// Pending exchanges of the matrices of both layers.
 pub(super) struct Shadows([PendingExchange; 2]);
 
-/// Places of what backward needs of shadows' forward: this rank's rows of shadowed experts, by expert; where those of each expert begin, and the
-/// last ones end; and what the activation reads.
+/// Indices of the tensors that forward of shadows saves: this rank's rows of shadowed experts, by expert; the first row of each expert and
+/// the end of the last one; and the argument of the activation.
 pub(super) const SAVED_X: usize = 0;
 pub(super) const SAVED_STARTS: usize = 1;
 pub(super) const SAVED_INNER: usize = 2;
 
-/// Places of what the weight half needs of the input half of shadows' backward: the gradients of the outputs of the second layer, and of the first
-/// one; and the output of the activation.
+/// Indices of the tensors that the input half of shadows keeps for the weight half: the output gradients of the second layer and of the
+/// first layer, and the activated input.
 pub(super) const KEPT_DY: usize = 0;
 pub(super) const KEPT_D_INNER: usize = 1;
 pub(super) const KEPT_ACTIVATED: usize = 2;
 
 impl Shadows {
-    /// Starts to send the matrices of own experts, and to receive those of others; `None` if no expert is shadowed.
+    /// Starts to send the matrices of own shadowed experts and to receive those of others. Returns `None` if no expert is shadowed.
     pub(super) fn start(
         experts: &OwnExperts,
         cx: &OperationContext<'_>,
@@ -43,7 +44,7 @@ impl Shadows {
         Ok(Some(Shadows([start(&experts.into)?, start(&experts.back)?])))
     }
 
-    /// The matrices of both layers, when they have come.
+    /// Waits for the matrices of both layers.
     fn finish(self, experts: &OwnExperts, cx: &OperationContext<'_>, loads: &Loads) -> Result<[Tensor; 2]> {
         let finish = |layer: &GroupedLinear, exchange: PendingExchange| {
             let (axis, device, weight) = (cx.expert_axis(), cx.device(), cx.parameter(&layer.weight));
@@ -56,7 +57,7 @@ impl Shadows {
         Ok([finish(&experts.into, into)?, finish(&experts.back, back)?])
     }
 
-    /// Replaces this rank's rows of shadowed experts by what shadows make of them; returns what backward needs.
+    /// Replaces this rank's rows of shadowed experts by the experts' outputs. Returns the tensors that backward needs.
     pub(super) fn forward(
         self,
         experts: &OwnExperts,
@@ -74,7 +75,8 @@ impl Shadows {
         Ok([x, starts, inner])
     }
 
-    /// Replaces the gradients of what shadows have made of this rank's rows by those of the rows; returns what the weight half needs.
+    /// Replaces the output gradients of this rank's rows of shadowed experts by the gradients of the rows. Returns the tensors that the
+    /// weight half needs.
     pub(super) fn backward(
         self,
         experts: &OwnExperts,
@@ -97,7 +99,7 @@ impl Shadows {
     }
 }
 
-/// What ranks send of their experts' matrices, and receive of those of others, in the order of the experts.
+/// Returns the elements of matrices that each rank sends and receives, in the order of the experts.
 fn runs(layer: &GroupedLinear, loads: &Loads) -> ExchangedRuns {
     let AxisPlace { rank, degree } = loads.axis_place();
     let len = layer.matrix_len();
@@ -123,7 +125,7 @@ fn runs(layer: &GroupedLinear, loads: &Loads) -> ExchangedRuns {
     }
 }
 
-/// Where the rows of each shadowed expert begin, and the last ones end.
+/// Returns the first row of each shadowed expert and the end of the last one.
 fn starts(cx: &OperationContext<'_>, loads: &Loads) -> Result<Tensor> {
     let ends = loads.shadowed_rows().scan(0, |end, rows| {
         *end += rows.len() as u32;
@@ -135,7 +137,7 @@ fn starts(cx: &OperationContext<'_>, loads: &Loads) -> Result<Tensor> {
     Ok(tensor)
 }
 
-/// This rank's rows of shadowed experts, and where they lie among those that are taken.
+/// Returns this rank's rows of each shadowed expert, and their range among the rows of all shadowed experts.
 fn rows_of_shadows(loads: &Loads) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
     let mut end = 0;
     loads.shadowed_rows().map(move |rows| {
@@ -144,7 +146,7 @@ fn rows_of_shadows(loads: &Loads) -> impl Iterator<Item = (Range<usize>, Range<u
     })
 }
 
-/// Takes this rank's rows of shadowed experts from all of its rows, by expert: `[1, room, cols]`.
+/// Gathers this rank's rows of shadowed experts, by expert: `[1, room, cols]`.
 fn taken(cx: &OperationContext<'_>, loads: &Loads, rows: View<'_>) -> Result<Tensor> {
     let room = loads.shadowed_room();
     let mut taken = cx.empty([1, room, rows.shape().cols()], rows.dtype())?;
@@ -158,14 +160,15 @@ fn taken(cx: &OperationContext<'_>, loads: &Loads, rows: View<'_>) -> Result<Ten
     Ok(taken)
 }
 
-/// Puts what was made of such rows in their places.
+/// Scatters the results for these rows to their places.
 fn put_back(cx: &OperationContext<'_>, loads: &Loads, made: View<'_>, mut rows: ViewMut<'_>) {
     for (to, from) in rows_of_shadows(loads) {
         cx.device().copy(made.rows(from.start, from.len()), rows.rows(to.start, to.len()));
     }
 }
 
-/// Computes this rank's term of the gradients of shadows' matrices, from where their rows begin, the gradient of their outputs and what they were multiplied with, and starts the sum over the ranks.
+/// Computes this rank's partial sum of the gradients of the shadowed experts' matrices, from the first rows of the experts, the output
+/// gradients and the inputs. Starts the sum over the ranks.
 pub(super) fn start_sum(
     layer: &GroupedLinear,
     cx: &OperationContext<'_>,
@@ -179,7 +182,7 @@ pub(super) fn start_sum(
     axis.start_sum(device, ExchangeKind::AllReduce, term)
 }
 
-/// Writes the sum to the gradients of own experts, or adds it there.
+/// Writes or adds the sum to the gradients of this rank's experts.
 pub(super) fn finish_sum(
     layer: &GroupedLinear,
     cx: &OperationContext<'_>,

@@ -3,12 +3,12 @@ use crate::kernels::Blocks;
 use crate::tape::{BackwardContext, ForwardContext, Operation};
 use std::ops::Range;
 
-/// A range of one dim of `x`, of any shape and type. Panics if the range does not lie within the dim.
+/// A range of one dim of `x`, of any shape and dtype. Panics if the range exceeds the dim.
 #[derive(Debug, Clone)]
 pub struct Slice {
-    /// The dim.
+    /// The dim to slice.
     pub dim: usize,
-    /// What is taken of it.
+    /// The range of the dim.
     pub range: Range<usize>,
 }
 

@@ -1,8 +1,7 @@
 use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 
-/// Softmax over the last dim of `x`, of any shape and type of floats; the result has both. A row of nothing but negative infinity
-/// gives NaN.
+/// Softmax over the last dim of a float value, in the shape and dtype of `x`. A row whose elements are all negative infinity gives NaN.
 #[derive(Debug)]
 pub struct Softmax;
 

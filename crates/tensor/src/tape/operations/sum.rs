@@ -1,21 +1,21 @@
 use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation};
 
-/// The sum over one dim of `x`, of any shape and floats; the dim is then of size 1.
+/// The sum over one dim of a float value; the dim becomes 1.
 #[derive(Debug, Clone, Copy)]
 pub struct Sum {
-    /// The dim.
+    /// The dim to sum.
     pub dim: usize,
 }
 
-/// The mean over one dim of `x`, of any shape and floats; the dim is then of size 1.
+/// The mean over one dim of a float value; the dim becomes 1.
 #[derive(Debug, Clone, Copy)]
 pub struct Mean {
-    /// The dim.
+    /// The dim to average.
     pub dim: usize,
 }
 
-/// Sums over `dim` and multiplies the sums by `factor` of its size.
+/// Sums over `dim` and multiplies the sums by `factor` of the dim's length.
 fn forward(cx: &mut ForwardContext<'_>, dim: usize, factor: fn(usize) -> f32) -> Result<()> {
     let x = cx.input(0);
     let dims = x.shape().around(dim);

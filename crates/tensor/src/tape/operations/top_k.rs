@@ -4,24 +4,24 @@ use crate::parameter_table::ParameterSpan;
 use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, declares, write_grad};
 use trireme_base::DType;
 
-/// The experts that are chosen for each token by their scores (`[.., num_experts]`, f32): their weights (f32), and which they are (u32), two
-/// outputs of `[.., num_choices]`, from the largest on. Of equal scores the first comes first; NaN counts as no larger than any number. Weights that are divided by their
-/// sum are 0 if all are. A second input weighs the rows (`[..]`, f32): a row of weight 0, such as padding, is given to no expert. Its weights are 0, and its ids are
-/// `num_experts`.
+/// Chooses the top experts of each token by their scores (`[.., num_experts]`, f32). The outputs are their weights (f32) and indices (u32),
+/// `[.., num_choices]` each, in descending order. Of equal scores, the lower index comes first; NaN is never larger than a number. Weights
+/// that are normalized by their sum are 0 if all are. An optional second input holds weights of the rows (`[..]`, f32): a row of weight 0,
+/// such as padding, chooses no expert. Its weights are 0, and its indices are `num_experts`.
 ///
-/// Cost: `num_choices` searches of each row, which pass over what was found before.
+/// Cost: `num_choices` searches over each row, each also over the choices found before.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TopK {
-    /// How many, of which groups, and what their weights are.
+    /// Number of choices, groups of experts, and the weights of choices.
     pub rule: RoutingRule,
-    /// Added to scores where they are compared, but not to weights: `[num_experts]`. Its gradient is no derivative, but how often each expert was
-    /// chosen, less the even part: an optimizer that lowers it by the sign of that balances loads (Wang et al., "Auxiliary-loss-free load balancing
-    /// strategy for mixture-of-experts", 2024).
+    /// Added to scores for the comparison, but not to weights: `[num_experts]`. Its gradient is no derivative: it is how often each expert
+    /// was chosen, minus the mean. An optimizer that lowers the bias by the sign of this gradient balances loads (Wang et al.,
+    /// "Auxiliary-loss-free load balancing strategy for mixture-of-experts", 2024).
     pub bias: Option<ParameterSpan>,
 }
 
 impl TopK {
-    /// The `k` largest elements of each row as they are.
+    /// Chooses the `k` largest elements of each row, with the elements as weights.
     pub fn largest(k: usize) -> Self {
         TopK { rule: RoutingRule::largest(k), bias: None }
     }

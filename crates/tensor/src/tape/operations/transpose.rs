@@ -3,7 +3,7 @@ use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation};
 use crate::tensor::{View, ViewMut};
 
-/// Exchanges two dims of `x`, of any shape and type. The elements are copied.
+/// Exchanges two dims of `x`, of any shape and dtype. Copies the elements.
 #[derive(Debug, Clone, Copy)]
 pub struct Transpose(pub usize, pub usize);
 
@@ -15,7 +15,7 @@ impl Transpose {
     fn run(self, device: &Device, x: View<'_>, y: ViewMut<'_>) {
         let shape = x.shape();
         let num_dims = shape.dims().len();
-        // Dims of size 1 before the others.
+        // Leading dims of size 1 fill up to four dims.
         let (mut strides, mut dims) = ([0; 4], [1; 4]);
         let first = dims.len() - num_dims;
         for dim in 0..num_dims {

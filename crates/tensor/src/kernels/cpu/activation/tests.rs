@@ -6,13 +6,13 @@ use crate::kernels::cpu::test_support::{
 use proptest::prelude::*;
 use trireme_base::Float;
 
-/// Zeros, subnormal and tiny values, where the exponential begins to overflow, and the largest.
+/// Zeros, subnormal and tiny values, values where the exponential begins to overflow, and the largest.
 const EDGES: [f32; 26] = [
     0.0, -0.0, 1e-40, -1e-40, 1.2e-38, -1.2e-38, 1e-20, 0.5, -0.5, 5.5, -5.5, 10.0, -10.0, 20.0, -20.0, 88.5,
     -88.5, 89.0, -89.0, 104.5, -104.5, 6e4, -6e4, 1e30, -1e30, 3e38,
 ];
 
-/// The edges that an element type has, and random values: more than two tasks, and a rest.
+/// The edge cases that an element type represents, and random values: more than two tasks, and a remainder.
 fn values<T: Element>(name: &str) -> Vec<T> {
     let random: Vec<f32> =
         random(if cfg!(miri) { 70 } else { 40_007 }, name).iter().map(|x| 4.0 * x).collect();
@@ -22,28 +22,28 @@ fn values<T: Element>(name: &str) -> Vec<T> {
     values
 }
 
-/// `1 / (1 + e^-x)`, one minus that, and the magnitude of the error of the latter in f32, where it is a difference: a
-/// rounding of the sigmoid, or all there is once the sigmoid is 1.
+/// Returns `1 / (1 + e^-x)`, one minus that, and the magnitude of the latter's error in f32, where it is a difference: one rounding of the
+/// sigmoid, or all of the value once the sigmoid is 1.
 fn sigmoid_f64(x: f64) -> (f64, f64, f64) {
     let (s, rest) = (1.0 / (1.0 + (-x).exp()), 1.0 / (1.0 + x.exp()));
     (s, rest, (rest * 2.0_f64.powi(24)).min(1.0))
 }
 
-/// GELU and its slope.
+/// Returns GELU and its slope.
 fn gelu_f64(x: f64) -> (Exact, Exact) {
     let scale = (8.0 / std::f64::consts::PI).sqrt();
     let argument = scale * (x + 0.044715 * x.powi(3));
     let (s, rest, rest_magnitude) = sigmoid_f64(argument);
-    // The error of an argument is a relative one of its exponential.
+    // An absolute error of the argument is a relative error of its exponential.
     let amplified = 1.0 + argument.abs().min(1e3) * rest;
     let steepness = scale * (1.0 + 3.0 * 0.044715 * x * x);
-    // Where the sigmoid is 0 or 1, the product would be that of zero and infinity for the largest arguments.
+    // Where the sigmoid is 0 or 1, the product for the largest arguments would be zero times infinity.
     let product = |factor: f64| if x * s * factor == 0.0 { 0.0 } else { x * s * factor * steepness };
     let slope_magnitude = s + product(rest_magnitude).abs();
     (Exact::new(x * s, (x * s).abs() * amplified), Exact::new(s + product(rest), slope_magnitude * amplified))
 }
 
-/// The normal distribution from negative infinity to `x`, by the continued fraction of its tail or the series around 0.
+/// Returns the cumulative normal distribution at `x`, by the continued fraction of its tail or the series around 0.
 fn normal_distribution(x: f64) -> f64 {
     let density = (-x * x / 2.0).exp() / (2.0 * std::f64::consts::PI).sqrt();
     let z = x.abs();
@@ -62,11 +62,11 @@ fn normal_distribution(x: f64) -> f64 {
     if x < 0.0 { tail } else { 1.0 - tail }
 }
 
-/// Exact GELU and its slope.
+/// Returns the exact GELU and its slope.
 fn exact_gelu_f64(x: f64) -> (Exact, Exact) {
     let (distribution, density) =
         (normal_distribution(x), (-x * x / 2.0).exp() / (2.0 * std::f64::consts::PI).sqrt());
-    // The polynomial has a few roundings and an error of its own.
+    // The polynomial has a few roundings and an approximation error.
     let amplified = 4.0;
     let slope = Exact::new(
         distribution + x * density,
@@ -92,7 +92,7 @@ fn the_reference_is_the_published_formula() {
     }
 }
 
-/// `y`, then what backward makes of `x` and `dy`.
+/// Returns `y`, followed by the results of backward for `x` and `dy`.
 fn run_gelu<T: Element>(activation: Activation, x: &[T], dy: &[T]) -> [Vec<f32>; 3] {
     run(|cpu| {
         let (mut y, mut input, mut dy) = (narrow::<T>(&vec![f32::NAN; x.len()]), x.to_vec(), dy.to_vec());
@@ -114,7 +114,7 @@ fn check_gelu<T: Element>(x: &[T], dy: &[T]) {
     }
 }
 
-/// `y`, then what backward makes of `gate | up` and `dy`.
+/// Returns `y`, followed by the results of backward for `gate | up` and `dy`.
 fn run_swiglu<T: Element>(gate_up: &[T], dy: &[T], cols: usize) -> [Vec<f32>; 3] {
     run(|cpu| {
         let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
@@ -156,7 +156,7 @@ fn values_and_gradients_match_f64() {
         let (x, dy) = (values::<T>("x"), values::<T>("dy"));
         let moderate: Vec<T> = narrow(&random(x.len(), "dy"));
         check_gelu(&x, &moderate);
-        // Edges against each other overflow.
+        // Products of edge cases would overflow.
         let (up, dy) = (&dy[EDGES.len()..], &moderate);
         for &cols in affordable(&[1, 7, 16, 33, 400], 2) {
             let rows = up.len() / cols;

@@ -1,8 +1,8 @@
-//! Keys and values as right factors of products, packed once for many blocks of queries.
+//! Keys and values as right matmul operands, packed once for many blocks of queries.
 
 use crate::kernels::cpu::matmul::{Matrix, Micro, RightPanels};
 
-/// Keys in a block of scores, and in a block of packed keys or values.
+/// Number of keys per block of scores, and per block of packed keys or values.
 pub(super) const KEY_BLOCK: usize = 256;
 
 /// Keys and values that the queries of a task see.
@@ -11,18 +11,18 @@ pub(super) struct KeysValues<'a> {
     pub(super) keys: Matrix<'a>,
     pub(super) values: Matrix<'a>,
     pub(super) num_keys: usize,
-    /// Elements of a key, and of a value.
+    /// Dims of a key and of a value.
     pub(super) dims: [usize; 2],
 }
 
-/// What forward multiplies with.
+/// The packed operands of forward.
 #[derive(Clone, Copy)]
 pub(super) struct ForwardFactors<'a> {
     pub(super) keys_transposed: RightPanels<'a>,
     pub(super) values: RowBlocks<'a>,
 }
 
-/// What backward multiplies with.
+/// The packed operands of backward.
 #[derive(Clone, Copy)]
 pub(super) struct BackwardFactors<'a> {
     pub(super) keys_transposed: RightPanels<'a>,
@@ -31,7 +31,7 @@ pub(super) struct BackwardFactors<'a> {
 }
 
 impl KeysValues<'_> {
-    /// Words that the factors of at most `num_keys` keys take.
+    /// Returns the words of the packed operands for at most `num_keys` keys.
     pub(super) fn num_words(micro: Micro, num_keys: usize, dims: [usize; 2], backward: bool) -> usize {
         let [keys, values] = dims.map(|dim| RightPanels::num_words(micro, dim, num_keys));
         let [key_blocks, value_blocks] = dims.map(|dim| RowBlocks::num_words(micro, num_keys, dim));
@@ -78,7 +78,7 @@ impl KeysValues<'_> {
     }
 }
 
-/// Keys or values, a row each, in blocks of [`KEY_BLOCK`].
+/// Keys or values, one per row, in blocks of [`KEY_BLOCK`] rows.
 #[derive(Clone, Copy)]
 pub(super) struct RowBlocks<'a> {
     micro: Micro,
@@ -101,7 +101,7 @@ impl<'a> RowBlocks<'a> {
         RowBlocks { micro, num_rows, cols, words }
     }
 
-    /// The block that begins at row `first`.
+    /// Returns the block that begins at row `first`.
     pub(super) fn block(self, first: usize) -> RightPanels<'a> {
         let RowBlocks { micro, num_rows, cols, words } = self;
         assert!(first.is_multiple_of(KEY_BLOCK) && first < num_rows);

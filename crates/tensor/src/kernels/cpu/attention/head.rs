@@ -1,4 +1,4 @@
-//! One head of one sequence, block by block.
+//! Attention of one head of one sequence, block by block.
 
 use super::factors::{BackwardFactors, ForwardFactors, KEY_BLOCK};
 use super::rule::{AttentionRule, KeyView, all_seen};
@@ -8,23 +8,23 @@ use crate::kernels::cpu::matmul::{LeftFactor, Matrix, Micro, ProductSizes, Right
 use crate::kernels::cpu::simd::{LANES, exp, for_each_simd_level, max_of, sum_into, sum_zip, tanh};
 use std::ops::Range;
 
-/// Queries in a block of scores: with [`KEY_BLOCK`] keys 64 KiB in f32, which stays in the second-level cache.
+/// Number of queries per block of scores. With [`KEY_BLOCK`] keys, a block takes 64 KiB in f32 and fits into the L2 cache.
 pub(super) const QUERY_BLOCK: usize = 64;
 
 const NUM_SCORES: usize = QUERY_BLOCK * KEY_BLOCK;
 
-/// What a thread works in, a block of queries after the other.
+/// Scratch memory of a thread, reused for each block of queries.
 pub(super) struct Scratch<'a, T> {
     scores: &'a mut [f32],
     weights: &'a mut [T],
     d_weights: &'a mut [f32],
     d_scores: &'a mut [T],
-    /// Queries, and the gradient of their outputs, packed.
+    /// Packed queries and packed output gradients.
     query_panels: &'a mut [u32],
 }
 
 impl<'a, T: Element> Scratch<'a, T> {
-    /// f32 elements of its memory, for heads of so many elements of keys and of values.
+    /// Returns the f32 elements of scratch memory for heads with the given dims of keys and values.
     pub(super) fn num_elements(micro: Micro, dims: [usize; 2], backward: bool) -> usize {
         let num_words = |dim: usize| RightPanels::num_words(micro, QUERY_BLOCK, dim);
         match backward {
@@ -37,7 +37,7 @@ impl<'a, T: Element> Scratch<'a, T> {
         let (scores, memory) = memory.split_at_mut(NUM_SCORES);
         let (weights, memory) = memory.split_at_mut(NUM_SCORES);
         let weights = bytemuck::cast_slice_mut(weights);
-        // What forward has no use for is empty.
+        // Empty in forward, which does not need it.
         let (d_weights, memory) = memory.split_at_mut(NUM_SCORES.min(memory.len()));
         let (d_scores, memory) = memory.split_at_mut(NUM_SCORES.min(memory.len()));
         let (d_scores, query_panels) = (bytemuck::cast_slice_mut(d_scores), bytemuck::cast_slice_mut(memory));
@@ -46,14 +46,14 @@ impl<'a, T: Element> Scratch<'a, T> {
 }
 
 for_each_simd_level! {
-    /// Turns raw scores of a block, rows of `num_keys`, into `weights`, and brings `rows` up to date.
+    /// Converts the raw scores of a block, rows of `num_keys`, into `weights`, and updates the softmax state of `rows`.
     fn soften<T: Element>(scores: &mut [f32], pair: BlockPair<'_>, scale: f32, rows: &mut [SoftRow], weights: &mut [T]) {
-        // In two passes, so that a row does not wait for what follows from the row before.
+        // Two passes, so that a row does not wait for results of the previous row.
         for (index, (row, scores)) in rows.iter_mut().zip(scores.chunks_exact_mut(pair.num_keys)).enumerate() {
             let seen = pair.pad_visible(index, scores);
             let block_max = max_of(seen);
             let max = if block_max > row.max { block_max } else { row.max };
-            // A row that has seen nothing yet has nothing to be scaled.
+            // A row that has seen no key yet has no earlier sums to scale.
             row.factor = if row.max > f32::NEG_INFINITY { exp((row.max - max) * scale) } else { 0.0 };
             row.max = max;
         }
@@ -67,7 +67,7 @@ for_each_simd_level! {
         }
     }
 
-    /// Bends raw scores so that they stay below the cap once they are scaled.
+    /// Applies the soft cap to raw scores.
     fn cap_scores(scores: &mut [f32], scale: f32, cap: f32) {
         scores.iter_mut().for_each(|score| *score = cap * tanh(*score * scale / cap));
     }
@@ -85,14 +85,14 @@ for_each_simd_level! {
         sum_zip(x, y, y, |x, y, _| x.to_f32() * y.to_f32())
     }
 
-    /// From scores of a block, raw or capped, and the gradient of the weights, both rows of `num_keys`: `weights`, and the gradient
-    /// of the raw scores.
+    /// Computes `weights` and the gradients of the raw scores from the scores of a block, raw or capped, and the gradients of the weights.
+    /// All are rows of `num_keys`.
     fn soften_backward<T: Element>(scores: &[f32], d_weights: &[f32], pair: BlockPair<'_>, rule: AttentionRule, rows: &[SavedRow], weights: &mut [T], d_scores: &mut [T]) {
         let AttentionRule { scale, soft_cap, .. } = rule;
         let raw = scores.chunks_exact(pair.num_keys).zip(d_weights.chunks_exact(pair.num_keys));
         let out = weights.chunks_exact_mut(pair.num_keys).zip(d_scores.chunks_exact_mut(pair.num_keys));
         for (index, ((row, (scores, d_weights)), (weights, d_scores))) in rows.iter().zip(raw).zip(out).enumerate() {
-            // What is computed for hidden scores is written over.
+            // Values for masked scores are overwritten below.
             let (padded, visible) = (pair.padded(index), pair.visible(index));
             let seen = scores[padded.clone()].iter().zip(&d_weights[padded.clone()]);
             let made = weights[padded.clone()].iter_mut().zip(&mut d_scores[padded]);
@@ -116,21 +116,21 @@ for_each_simd_level! {
     }
 }
 
-/// What forward knows of a row of scores after the blocks so far.
+/// Online softmax state of a row of scores.
 #[derive(Clone, Copy)]
 struct SoftRow {
     max: f32,
-    /// Of the exponentials.
+    /// Sum of the exponentials.
     sum: f32,
-    /// What sums of earlier blocks are multiplied by, for the maximum has grown since.
+    /// Factor of the sums over earlier blocks, because the maximum has grown.
     factor: f32,
 }
 
-/// What backward needs of a row of scores.
+/// Values of a row of scores for backward.
 #[derive(Clone, Copy)]
 struct SavedRow {
     log_sum: f32,
-    /// The row's output times its gradient.
+    /// Dot product of the row's output and its gradient.
     delta: f32,
 }
 
@@ -138,33 +138,34 @@ struct SavedRow {
 pub(super) struct Head<'a> {
     pub(super) queries: Matrix<'a>,
     pub(super) keys: KeyView<'a>,
-    /// The first key of the factors: a multiple of [`KEY_BLOCK`].
+    /// First packed key; a multiple of [`KEY_BLOCK`].
     pub(super) first_packed: usize,
-    /// Elements of a query or key, and of a value.
+    /// Dims of a query or key, and of a value.
     pub(super) dims: [usize; 2],
 }
 
-/// Of each query of a block, the keys that it sees. Several blocks of keys ask for them.
+/// The keys that each query of a block sees. Used for several blocks of keys.
 type SeenKeys = [Range<usize>; QUERY_BLOCK];
 
-/// A block of queries against a block of keys.
+/// A block of queries and a block of keys.
 #[derive(Clone, Copy)]
 struct BlockPair<'a> {
     first_query: usize,
     first_key: usize,
     num_keys: usize,
-    /// Of each query of the block.
+    /// The keys that each query of the block sees.
     seen: &'a [Range<usize>],
 }
 
 impl BlockPair<'_> {
-    /// The keys of the pair that its query `row` sees.
+    /// Returns the keys of the pair that its query `row` sees.
     fn visible(self, row: usize) -> Range<usize> {
         let within = |key: usize| key.saturating_sub(self.first_key).min(self.num_keys);
         within(self.seen[row].start)..within(self.seen[row].end)
     }
 
-    /// The same in whole registers, as far as the pair has them: loops over rests are slow. Nothing if the query sees nothing.
+    /// Returns the visible keys, rounded out to full registers as far as the pair has them, because remainder loops are slow. Empty if no
+    /// key is visible.
     fn padded(self, row: usize) -> Range<usize> {
         let Range { start, end } = self.visible(row);
         if start >= end {
@@ -173,7 +174,7 @@ impl BlockPair<'_> {
         start / LANES * LANES..end.next_multiple_of(LANES).min(self.num_keys)
     }
 
-    /// Scores there, with hidden ones of negative infinity: their weight is 0.
+    /// Returns the padded scores, with masked ones set to negative infinity, so that their weights are 0.
     fn pad_visible(self, row: usize, scores: &mut [f32]) -> &[f32] {
         let (padded, visible) = (self.padded(row), self.visible(row));
         if padded.is_empty() {
@@ -186,12 +187,12 @@ impl BlockPair<'_> {
 }
 
 impl Head<'_> {
-    /// The keys that each of the queries `first..first + num_queries` sees.
+    /// Returns the keys that each of the queries `first..first + num_queries` sees.
     fn seen_keys(&self, first: usize, num_queries: usize) -> SeenKeys {
         std::array::from_fn(|row| if row < num_queries { self.keys.of_query(first + row) } else { 0..0 })
     }
 
-    /// Blocks of keys that queries from `first_query` on see.
+    /// Returns the blocks of keys that the queries from `first_query` on see.
     fn key_blocks(first_query: usize, seen: &[Range<usize>]) -> impl Iterator<Item = BlockPair<'_>> {
         let all = all_seen(seen);
         (all.start / KEY_BLOCK..all.end.div_ceil(KEY_BLOCK)).map(move |block| {
@@ -200,13 +201,13 @@ impl Head<'_> {
         })
     }
 
-    /// What scores are still multiplied by after [`cap`](Head::cap).
+    /// Returns the factor of scores after [`cap`](Head::cap).
     fn scale(&self) -> f32 {
         let AttentionRule { scale, soft_cap, .. } = self.keys.scope.rule;
         if soft_cap.is_some() { 1.0 } else { scale }
     }
 
-    /// Caps raw scores, if the rule caps them.
+    /// Applies the rule's soft cap to raw scores, if there is one.
     fn cap(&self, cpu: &Cpu, scores: &mut [f32]) {
         let AttentionRule { scale, soft_cap, .. } = self.keys.scope.rule;
         if let Some(cap) = soft_cap {
@@ -214,8 +215,8 @@ impl Head<'_> {
         }
     }
 
-    /// Output rows of one block of queries (`log_sums.len()`, as wide as values), and the logarithm of each row's sum of exponentials. If the rows
-    /// are `carried`, `out` and `log_sums` hold those for other keys, and become those for all.
+    /// Computes the output rows of one block of queries (`log_sums.len()` rows, as long as a value), and the logarithm of each row's sum of
+    /// exponentials. If `is_carried`, `out` and `log_sums` hold the results for earlier keys and become the results for all keys.
     pub(super) fn forward<T: Element>(
         &self,
         cpu: &Cpu,
@@ -228,7 +229,7 @@ impl Head<'_> {
         let mut rows = [SoftRow { max: f32::NEG_INFINITY, sum: 0.0, factor: 0.0 }; QUERY_BLOCK];
         let rows = &mut rows[..num_queries];
         if is_carried {
-            // As if there was one key with this weight, whose value is the output.
+            // Equivalent to a single key with this weight whose value is the output.
             for (row, &log_sum) in rows.iter_mut().zip(&*log_sums) {
                 row.max = log_sum / self.scale();
                 row.sum = if log_sum > f32::NEG_INFINITY { 1.0 } else { 0.0 };
@@ -254,14 +255,14 @@ impl Head<'_> {
         if is_first {
             out.fill(0.0);
         }
-        // The output of a query that sees nothing is 0.
+        // A query that sees no key has output 0.
         scale_rows(cpu.features, out, rows, |row| if row.sum == 0.0 { 0.0 } else { 1.0 / row.sum });
         for (row, log_sum) in rows.iter().zip(log_sums) {
             *log_sum = row.max * self.scale() + row.sum.ln();
         }
     }
 
-    /// Raw scores of a pair, rows of `num_keys`.
+    /// Computes the raw scores of a pair, rows of `num_keys`.
     fn scores(&self, pair: BlockPair<'_>, keys_transposed: RightPanels<'_>, scores: &mut [f32]) {
         let size = ProductSizes { rows: pair.seen.len(), cols: pair.num_keys, inner: self.dims[0] };
         let queries = LeftFactor::InMemory(self.queries.from(pair.first_query, 0));
@@ -269,7 +270,8 @@ impl Head<'_> {
         Tile::whole(scores, size).multiply(queries, keys, false);
     }
 
-    /// Adds one block of queries' share to the gradients of keys and values, and writes its own; or adds to that, if it is `carried`.
+    /// Adds the contribution of one block of queries to the gradients of keys and values. Writes the gradient of the queries, or adds to it
+    /// if `is_carried`.
     pub(super) fn backward<T: Element>(
         &self,
         cpu: &Cpu,
@@ -329,23 +331,23 @@ impl Head<'_> {
     }
 }
 
-/// Rows of `cols` elements as a factor.
+/// Wraps rows of `cols` elements as a matmul operand.
 fn block<T: Element>(values: &[T], cols: usize) -> Matrix<'_> {
     Matrix::row_major(T::floats(values), cols, false)
 }
 
-/// What backward knows about one block of output rows.
+/// The outputs of one block of queries and their gradients.
 #[derive(Clone, Copy)]
 pub(super) struct OutputRows<'a, T> {
-    /// Rows of the head, `cols` apart.
+    /// Rows of the head, `cols` elements apart.
     pub(super) y: &'a [T],
-    /// Their gradient.
+    /// Gradient of `y`.
     pub(super) dy: &'a [T],
     pub(super) cols: usize,
     pub(super) log_sums: &'a [f32],
 }
 
-/// Sums of the gradients of a block of queries, and of the keys and values of a head.
+/// Gradient sums of a block of queries, and of the keys and values of a head.
 pub(super) struct HeadGrads<'a> {
     pub(super) queries: &'a mut [f32],
     pub(super) keys: &'a mut [f32],

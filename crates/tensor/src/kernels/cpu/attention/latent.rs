@@ -1,48 +1,48 @@
-//! Heads of latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1): of a part that is made from latent vectors and one that is rotated; the
-//! rotated part of keys is the same for all heads.
+//! Heads of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1). A head consists of a part computed from latent
+//! vectors and a rotary part. All heads share the rotary part of keys.
 
 use super::Rotary;
 use crate::kernels::cpu::element::Element;
 use crate::kernels::cpu::{Cpu, SharedSlice};
 
-/// Sizes of heads of latent attention.
+/// Sizes of the heads of latent attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LatentHeadShape {
-    /// Heads of queries, and of keys and values.
+    /// Number of heads, equal for queries, keys and values.
     pub num_heads: usize,
-    /// Elements of the part of a query or key that has no position.
+    /// Dim of the part of a query or key without position.
     pub plain_dim: usize,
-    /// Elements of the part that is rotated, an even number.
+    /// Dim of the rotary part; even.
     pub rotary_dim: usize,
-    /// Elements of a head of values.
+    /// Dim of a value head.
     pub value_dim: usize,
-    /// Whether neighbours are rotated together, such as elements 0 and 1; else those half a part away. Afterwards the first of all pairs come before
-    /// the second.
+    /// Whether adjacent elements, such as 0 and 1, form the pairs that are rotated; otherwise, elements half a part apart do. In the
+    /// result, the first elements of all pairs precede the second ones.
     pub is_interleaved: bool,
 }
 
 impl LatentHeadShape {
-    /// Elements of a head of queries or keys.
+    /// Returns the dim of a query or key head.
     pub fn head_dim(&self) -> usize {
         self.plain_dim + self.rotary_dim
     }
 
-    /// Elements of a row of queries.
+    /// Returns the length of a row of queries.
     pub fn query_cols(&self) -> usize {
         self.num_heads * self.head_dim()
     }
 
-    /// Elements of a row of the parts of keys and values that each head has of its own.
+    /// Returns the length of a row of the per-head parts of keys and values.
     pub fn kv_cols(&self) -> usize {
         self.num_heads * (self.plain_dim + self.value_dim)
     }
 
-    /// Elements of a row of queries, keys and values.
+    /// Returns the length of a row of queries, keys and values.
     pub fn qkv_cols(&self) -> usize {
         2 * self.query_cols() + self.num_heads * self.value_dim
     }
 
-    /// Places of a pair in what is rotated.
+    /// Returns the indices of a pair in a rotary part.
     fn pair(&self, index: usize) -> [usize; 2] {
         let half = self.rotary_dim / 2;
         if self.is_interleaved { [2 * index, 2 * index + 1] } else { [index, index + half] }
@@ -58,7 +58,7 @@ impl LatentHeadShape {
         }
     }
 
-    /// Undoes [`rotate`](LatentHeadShape::rotate); `of(place)` are rotated elements.
+    /// Inverts [`rotate`](LatentHeadShape::rotate). `of(index)` returns the rotated elements.
     fn rotate_back<T: Element>(
         &self,
         of: impl Fn(usize) -> f32,
@@ -82,8 +82,8 @@ impl<'a> Rotary<&'a [f32]> {
 }
 
 impl Cpu {
-    /// Rows of query heads, key heads and value heads, of rows of queries, of the parts of keys and values that heads have of their own, and
-    /// of what keys share.
+    /// Assembles rows of query heads, key heads and value heads from rows of queries, of the per-head parts of keys and values, and of the
+    /// shared part of keys.
     pub(crate) fn latent_heads<T: Element>(
         &self,
         shape: LatentHeadShape,
@@ -115,7 +115,7 @@ impl Cpu {
         });
     }
 
-    /// The gradients of the three inputs of [`latent_heads`](Cpu::latent_heads).
+    /// Computes the gradients of the three inputs of [`latent_heads`](Cpu::latent_heads).
     pub(crate) fn latent_heads_backward<T: Element>(
         &self,
         shape: LatentHeadShape,

@@ -1,8 +1,8 @@
-//! Attention in blocks, never holding all scores (Dao, Fu, Ermon, Rudra, Ré: "FlashAttention", 2022, and
-//! "FlashAttention-2", 2023), with rotary position embedding (Su et al., "RoFormer", 2021).
+//! Blockwise attention that never stores all scores (Dao, Fu, Ermon, Rudra, Ré: "FlashAttention", 2022, and "FlashAttention-2", 2023), with
+//! rotary position embedding (Su et al., "RoFormer", 2021).
 //!
-//! A row of `qkv` holds the query heads, then the key heads, then the value heads; or queries lie apart from rows of key heads and
-//! value heads. With fewer key-value heads than query heads, consecutive query heads share one (Ainslie et al., "GQA", 2023).
+//! A row of `qkv` holds query heads, then key heads, then value heads; or queries are a separate array from rows of key heads and value
+//! heads. With fewer key-value heads than query heads, consecutive query heads share one (Ainslie et al., "GQA", 2023).
 
 mod factors;
 mod head;
@@ -24,28 +24,28 @@ use head::{Head, HeadGrads, OutputRows, QUERY_BLOCK, Scratch};
 use rule::KeyView;
 use trireme_base::Positions;
 
-/// Queries of a task of forward, which share packed keys and values.
+/// Number of queries of a task in forward. They share packed keys and values.
 const TASK_QUERIES: usize = 4 * QUERY_BLOCK;
 
-/// Queries, keys and values, of which `F` are arrays of floats and `I` arrays of u32: views, operands or slices.
+/// Queries, keys and values: `F` is an array of floats, `I` an array of u32. Arrays are views, operands or slices.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttentionInputs<F, I = F> {
     pub(crate) queries: F,
     /// Rows of key heads and value heads; `None` if they follow the query heads in the rows of `queries`.
     pub(crate) keys_values: Option<F>,
-    /// Of each sequence, the position from which on its keys are padding; `None` if none is.
+    /// For each sequence, the position from which on its keys are padding; `None` if there is no padding.
     pub(crate) num_keys: Option<I>,
-    /// Of each query, the position at which its document begins: it sees no key before; `None` if that of the sequence is one.
+    /// For each query, the position at which its document begins: it does not see earlier keys. `None` if a sequence is one document.
     pub(crate) document_starts: Option<I>,
 }
 
 impl<F, I> AttentionInputs<F, I> {
-    /// Queries, keys and values in the same rows, without padding.
+    /// Wraps rows that hold queries, keys and values, without padding.
     pub(crate) fn together(rows: F) -> Self {
         AttentionInputs { queries: rows, keys_values: None, num_keys: None, document_starts: None }
     }
 
-    /// Replaces each array by the result of a function of it.
+    /// Applies a function to each array.
     pub(crate) fn map<G, J>(
         self,
         floats: impl Fn(F) -> G,
@@ -60,7 +60,7 @@ impl<F, I> AttentionInputs<F, I> {
     }
 }
 
-/// The output of attention and its gradient: views or operands.
+/// The output of attention and its gradient, as views or operands.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttentionOutput<V> {
     pub(crate) y: V,
@@ -69,17 +69,17 @@ pub(crate) struct AttentionOutput<V> {
 }
 
 impl<V> AttentionOutput<V> {
-    /// Replaces each array by the result of a function of it.
+    /// Applies a function to each array.
     pub(crate) fn map<U>(self, mut array: impl FnMut(V) -> U) -> AttentionOutput<U> {
         AttentionOutput { y: array(self.y), log_sums: array(self.log_sums), dy: array(self.dy) }
     }
 }
 
-/// The destination of rows of results, which tasks write.
+/// The destination of rows of results.
 pub(crate) enum Results<'a, T> {
-    /// To elements, rounded.
+    /// Rounded elements.
     Elements(SharedSlice<'a, T>),
-    /// To what is there for other keys, in f32.
+    /// f32 sums over earlier keys, to be updated.
     Sums(SharedSlice<'a, f32>),
 }
 
@@ -91,27 +91,27 @@ impl<T: Element> Results<'_, T> {
         }
     }
 
-    /// Copies to `rows` of `dim` elements what is there of other keys. Returns whether anything is.
+    /// Copies the results for earlier keys to `rows` of `dim` elements. Returns whether there are any.
     ///
     /// # Safety
-    /// No one else reaches these rows.
+    /// No other code accesses these rows.
     unsafe fn load(&self, rows: &mut [f32], (start, stride): (usize, usize), dim: usize) -> bool {
         let Results::Sums(sums) = self else { return false };
         for (row, to) in rows.chunks_exact_mut(dim).enumerate() {
-            // SAFETY: the caller has the row.
+            // SAFETY: only the caller accesses the row.
             to.copy_from_slice(unsafe { sums.range(start + row * stride, dim) });
         }
         true
     }
 
-    /// Rounds rows of `dim` elements, or writes them over what [`load`](Results::load) has found.
+    /// Writes rows of `dim` elements, rounded, or replaces the sums that [`load`](Results::load) has returned.
     ///
     /// # Safety
-    /// No one else reaches these rows.
+    /// No other code accesses these rows.
     unsafe fn store(&self, cpu: &Cpu, rows: &[f32], (start, stride): (usize, usize), dim: usize) {
         for (row, from) in rows.chunks_exact(dim).enumerate() {
             let start = start + row * stride;
-            // SAFETY: the caller has the row.
+            // SAFETY: only the caller accesses the row.
             unsafe {
                 match self {
                     Results::Elements(out) => round_row(cpu.features, from, out.range(start, dim)),
@@ -122,12 +122,12 @@ impl<T: Element> Results<'_, T> {
     }
 }
 
-/// Where rows of heads lie.
+/// The layout of rows of heads.
 #[derive(Debug, Clone, Copy)]
 struct Layout {
     query_cols: usize,
     key_value_cols: usize,
-    /// First column of the keys' heads.
+    /// First column of the key heads.
     key_col: usize,
 }
 
@@ -142,7 +142,7 @@ impl Layout {
         }
     }
 
-    /// First columns of a head's keys and values.
+    /// Returns the first columns of a head's keys and values.
     fn key_value(&self, shape: AttentionShape, kv_head: usize) -> [usize; 2] {
         let first_value = self.key_col + shape.key_cols();
         [self.key_col + kv_head * shape.head_dim, first_value + kv_head * shape.value_dim]
@@ -165,7 +165,7 @@ impl<'a, T: Element> AttentionInputs<&'a [T], &'a [u32]> {
         [queries, Matrix::row_major(T::floats(keys_values), layout.key_value_cols, false)]
     }
 
-    /// The keys of a sequence.
+    /// Returns the keys of a sequence.
     fn view(&self, shape: AttentionShape, scope: AttentionScope, sequence: usize) -> KeyView<'a> {
         let end = self.num_keys.map_or(usize::MAX, |num_keys| num_keys[sequence] as usize);
         let of_sequence = |starts: &'a [u32]| &starts[sequence * shape.seq_len..][..shape.seq_len];
@@ -173,7 +173,7 @@ impl<'a, T: Element> AttentionInputs<&'a [T], &'a [u32]> {
     }
 }
 
-/// Cosines and sines of a rotary embedding: row `p` holds `head_dim / 2` values for position `p`. They are views, operands or slices.
+/// Cosines and sines of a rotary embedding: row `p` holds `head_dim / 2` values for position `p`. Arrays are views, operands or slices.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rotary<V> {
     pub(crate) cos: V,
@@ -183,20 +183,20 @@ pub(crate) struct Rotary<V> {
 }
 
 impl<V> Rotary<V> {
-    /// Replaces each array by the result of a function of it.
+    /// Applies a function to each array.
     pub(crate) fn map<U>(self, mut array: impl FnMut(V) -> U) -> Rotary<U> {
         Rotary { cos: array(self.cos), sin: array(self.sin), positions: self.positions }
     }
 }
 
-/// Keys and values of earlier positions, `batch x capacity` rows each.
+/// The KV cache of a layer, `batch x capacity` rows each.
 #[derive(Debug)]
 pub(crate) struct CacheSpan<'a> {
     /// Keys, after rotation.
     pub(crate) keys: &'a mut [f32],
     pub(crate) values: &'a mut [f32],
     pub(crate) capacity: usize,
-    /// Positions already held.
+    /// Number of cached positions.
     pub(crate) len: usize,
 }
 
@@ -237,8 +237,8 @@ impl Cpu {
         });
     }
 
-    /// f32 elements of scratch memory that attention needs: for each thread blocks of scores, a block of outputs, packed keys and
-    /// values of a head, and in backward the sums of a key-value head's gradients. `num_earlier` positions are in a cache.
+    /// Returns the f32 elements of scratch memory that attention needs. Per thread: blocks of scores, a block of outputs, packed keys and
+    /// values of a head, and in backward the gradient sums of a key-value head. `num_earlier` is the number of cached positions.
     pub(crate) fn attention_scratch<T: Element>(
         &self,
         shape: AttentionShape,
@@ -248,7 +248,7 @@ impl Cpu {
         self.threads.num_threads() * self.scratch_len::<T>(shape, num_earlier, backward)
     }
 
-    /// f32 elements of scratch memory of one thread.
+    /// Returns the f32 elements of scratch memory of one thread.
     fn scratch_len<T: Element>(&self, shape: AttentionShape, num_earlier: usize, backward: bool) -> usize {
         let (micro, dims) = (Micro::new(self.features, T::PRECISION), [shape.head_dim, shape.value_dim]);
         let num_keys = num_earlier + shape.num_keys;
@@ -261,9 +261,9 @@ impl Cpu {
             + num_sums
     }
 
-    /// Attention within each sequence: `y` has [`AttentionShape::output_cols`] a row, `log_sums` one value
-    /// a head and row (`batch x num_heads x seq_len`). If `y` are sums, they and `log_sums` hold the results for other keys (zeros and
-    /// negative infinity if there were none).
+    /// Computes attention within each sequence. `y` has [`AttentionShape::output_cols`] per row, `log_sums` one value per head and row
+    /// (`batch x num_heads x seq_len`). If `y` holds sums, `y` and `log_sums` hold the results for earlier keys (zeros and negative
+    /// infinity if there were none).
     pub(crate) fn attention<T: Element>(
         &self,
         inputs: AttentionInputs<&[T], &[u32]>,
@@ -284,8 +284,8 @@ impl Cpu {
         });
     }
 
-    /// As [`Cpu::attention`] for queries that follow the positions of `cache`, to which their own keys
-    /// and values are added; nothing is saved for backward.
+    /// Like [`Cpu::attention`], for queries that follow the positions of `cache`. Appends their keys and values to the cache. Saves nothing
+    /// for backward.
     pub(crate) fn attention_cached(
         &self,
         qkv: &[f32],
@@ -320,7 +320,8 @@ impl Cpu {
         });
     }
 
-    /// `view_of(sequence)` says which keys queries see, `parts_of(sequence, head)` gives rows of queries, keys and values.
+    /// Runs forward. `view_of(sequence)` returns the keys and their mask; `parts_of(sequence, head)` returns rows of queries, keys and
+    /// values.
     fn attend<'a, T: Element>(
         &self,
         (shape, num_earlier): (AttentionShape, usize),
@@ -358,7 +359,7 @@ impl Cpu {
                 let num_queries = QUERY_BLOCK.min(end - first);
                 let sums = &mut sums[..num_queries * value_dim];
                 let start = (sequence * seq_len + first) * out_cols + head * value_dim;
-                // SAFETY: this task alone has these rows of this head.
+                // SAFETY: only this task accesses these rows of this head.
                 unsafe {
                     let log_sums = log_sums.range(sequence_head * seq_len + first, num_queries);
                     let is_carried = y.load(sums, (start, out_cols), value_dim);
@@ -369,9 +370,9 @@ impl Cpu {
         });
     }
 
-    /// Gradient of [`Cpu::attention`] with respect to the queries, and to keys and values if these lie apart; else `d_keys_values` is
-    /// `None`, and the gradient of all goes to `d_queries`. Gradients that are sums are added to what is there. `y` and `log_sums` are those
-    /// for all keys.
+    /// Computes the gradient of [`Cpu::attention`] with respect to the queries, and to keys and values if they are separate. Otherwise,
+    /// `d_keys_values` is `None`, and `d_queries` receives all gradients. Gradients that are sums are accumulated. `y` and `log_sums` must
+    /// be the results for all keys.
     pub(crate) fn attention_backward<T: Element>(
         &self,
         inputs: AttentionInputs<&[T], &[u32]>,
@@ -407,7 +408,7 @@ impl Cpu {
             let (keys, values) = keys_values.split_at_mut(num_keys * dim);
             let place_of = |col: usize| (first_key * layout.key_value_cols + col, layout.key_value_cols);
             for ((sums, col), dim) in [&mut *keys, &mut *values].into_iter().zip(key_value).zip(dims) {
-                // SAFETY: this task alone has the columns of this key-value head in this sequence.
+                // SAFETY: only this task accesses the columns of this key-value head in this sequence.
                 if !unsafe { d_keys_values.load(sums, place_of(col), dim) } {
                     sums.fill(0.0);
                 }
@@ -429,7 +430,7 @@ impl Cpu {
                         log_sums: &log_sums[saved..saved + num_queries],
                     };
                     let place = ((first + query) * layout.query_cols + head * dim, layout.query_cols);
-                    // SAFETY: this task alone has the query heads of its key-value head in this sequence.
+                    // SAFETY: only this task accesses the query heads of its key-value head in this sequence.
                     unsafe {
                         let is_carried = d_queries.load(&mut grads.queries[..num_queries * dim], place, dim);
                         parts.backward(self, query, factors, &mut blocks, output, (&mut grads, is_carried));

@@ -1,61 +1,60 @@
-//! Which keys a query sees, and how scores become weights.
+//! Attention masks and the computation of weights from scores.
 
 use super::shape::AttentionShape;
 use std::ops::Range;
 use trireme_base::Positions;
 
-/// Which keys a query sees, and how scores become weights.
+/// The mask of an attention, and how scores become weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionRule {
-    /// A query sees no key after its own position; else all keys of its sequence.
+    /// Whether a query sees no key after its own position. Otherwise, it sees all keys of its sequence.
     pub is_causal: bool,
-    /// A causal query sees at most so many keys, the last of them at its own position (sliding window; Beltagy et al.,
-    /// "Longformer", 2020).
+    /// Maximum number of keys that a causal query sees, the last of them at its own position (sliding window; Beltagy et al., "Longformer",
+    /// 2020).
     pub window: Option<usize>,
-    /// What products of queries and keys are multiplied by.
+    /// Factor of the dot products of queries and keys.
     pub scale: f32,
-    /// Scores `s` become `c tanh(s / c)` (Gemma team, "Gemma 2", 2024).
+    /// Replaces scores `s` by `c tanh(s / c)` (Gemma team, "Gemma 2", 2024).
     pub soft_cap: Option<f32>,
 }
 
 impl AttentionRule {
-    /// Causal, with scores of unit variance if queries and keys have it (Vaswani et al., 2017, section 3.2.1).
+    /// Creates a causal rule whose scores have unit variance if queries and keys have (Vaswani et al., 2017, section 3.2.1).
     pub fn causal(head_dim: usize) -> Self {
         let scale = 1.0 / (head_dim as f32).sqrt();
         AttentionRule { is_causal: true, window: None, scale, soft_cap: None }
     }
 
-    /// The same, in which each query sees all keys.
+    /// Creates a rule without a mask; otherwise like [`causal`](AttentionRule::causal).
     pub fn full(head_dim: usize) -> Self {
         AttentionRule { is_causal: false, ..AttentionRule::causal(head_dim) }
     }
 }
 
-/// Which positions of sequences the queries and keys of a kernel are of, and what queries see.
+/// The positions of a kernel's queries and keys, and the mask.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct AttentionScope {
-    /// What queries see.
+    /// The mask, and how scores become weights.
     pub(crate) rule: AttentionRule,
-    /// Of the queries of each sequence.
+    /// Positions of the queries of each sequence.
     pub(crate) queries: Positions,
-    /// Of its keys.
+    /// Positions of the keys of each sequence.
     pub(crate) keys: Positions,
 }
 
 impl AttentionScope {
-    /// All queries and keys of sequences.
+    /// Covers all queries and keys of sequences.
     pub(crate) fn whole(shape: AttentionShape, rule: AttentionRule) -> Self {
         AttentionScope::after(0, shape, rule)
     }
 
-    /// Queries that follow `num_earlier` positions, and all keys.
+    /// Covers queries after `num_earlier` cached positions, and all keys.
     pub(crate) fn after(num_earlier: usize, shape: AttentionShape, rule: AttentionRule) -> Self {
         let queries = Positions::run(num_earlier, shape.seq_len);
         AttentionScope { rule, queries, keys: Positions::run(0, num_earlier + shape.num_keys) }
     }
 
-    /// Pairs of a query and a key that it sees, of one sequence and head, where none is padding and none in another document;
-    /// saturates.
+    /// Returns the number of visible query-key pairs of one sequence and head, without padding and document boundaries; saturates.
     pub(crate) fn num_pairs(&self) -> usize {
         let AttentionScope { rule, queries, keys } = self;
         let pairs = if rule.is_causal {
@@ -63,7 +62,7 @@ impl AttentionScope {
                 .runs()
                 .flat_map(|(_, queries)| keys.runs().map(move |(_, keys)| (queries.clone(), keys)));
             let seen = runs.map(|(queries, keys)| {
-                // Those from the first position on, less those before the window.
+                // Pairs at distance 0 or more, minus pairs beyond the window.
                 let outside =
                     rule.window.map_or(0, |window| num_not_after(queries.clone(), keys.clone(), window));
                 num_not_after(queries, keys, 0) - outside
@@ -76,12 +75,12 @@ impl AttentionScope {
     }
 }
 
-/// Pairs of a query and a key at least `distance` positions before it.
+/// Returns the number of pairs of a query and a key at least `distance` positions before it.
 fn num_not_after(queries: Range<usize>, keys: Range<usize>, distance: usize) -> u128 {
     let [start, end, first, distance] =
         [queries.start, queries.end, keys.start, distance].map(|at| at as u128);
     let num_keys = keys.len() as u128;
-    // A query at `first + distance` sees one key, each later one another one more, until they see all.
+    // The query at `first + distance` sees one key, and each later one sees one more, until all keys are visible.
     let growing = |end: u128| {
         let num_seeing = end.saturating_sub(first + distance);
         let num_partial = num_seeing.min(num_keys);
@@ -90,18 +89,18 @@ fn num_not_after(queries: Range<usize>, keys: Range<usize>, distance: usize) -> 
     growing(end) - growing(start)
 }
 
-/// The keys of one sequence as its queries see them.
+/// The keys of one sequence, with the mask of its queries.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct KeyView<'a> {
     pub(super) scope: AttentionScope,
-    /// The position from which on keys are padding.
+    /// Position from which on keys are padding.
     pub(super) end: usize,
-    /// For each query, the position at which its document begins; `None` if that of the sequence is one.
+    /// For each query, the position at which its document begins; `None` if the sequence is one document.
     pub(super) document_starts: Option<&'a [u32]>,
 }
 
 impl KeyView<'_> {
-    /// The keys that a query sees.
+    /// Returns the keys that a query sees.
     pub(super) fn of_query(&self, query: usize) -> Range<usize> {
         let AttentionScope { rule, queries, keys } = &self.scope;
         if !rule.is_causal {
@@ -113,13 +112,13 @@ impl KeyView<'_> {
         keys.before(start.min(self.end))..keys.before(end.min(self.end))
     }
 
-    /// The keys that some of these queries see.
+    /// Returns the range of keys that at least one of the queries sees.
     pub(super) fn of_queries(&self, queries: Range<usize>) -> Range<usize> {
         all_seen(&[self.of_query(queries.start), self.of_query(queries.end - 1)])
     }
 }
 
-/// The keys that some of several queries see, in order. Later queries begin and end with no earlier keys.
+/// Returns the range of keys that at least one of several consecutive queries sees. Starts and ends must not decrease.
 pub(super) fn all_seen(of_queries: &[Range<usize>]) -> Range<usize> {
     let seen = match of_queries {
         [] => 0..0,
@@ -160,7 +159,7 @@ mod tests {
     fn a_query_sees_what_is_of_its_document_and_no_padding() {
         let (queries, keys) = (Positions::run(4, 4), Positions::zig_zag(12, AxisPlace::new(0, 2)));
         let scope = AttentionScope { rule: AttentionRule::causal(4), queries, keys };
-        // Keys are at the positions 0, 1, 2, 9, 10 and 11.
+        // The keys have the positions 0, 1, 2, 9, 10 and 11.
         let seen = |end, document_starts: Option<&[u32]>| {
             let view = KeyView { scope, end, document_starts };
             (0..4).map(|query| view.of_query(query)).collect::<Vec<_>>()

@@ -30,7 +30,7 @@ const fn shape(
     }
 }
 
-/// From the smallest on: around a block of queries, more than a block of keys, heads of odd and of common sizes, grouped.
+/// In ascending order: around a block of queries, more than a block of keys, odd and common head dims, grouped heads.
 const SHAPES: [AttentionShape; 11] = [
     shape(1, 1, 1, 1, 1),
     shape(2, 3, 2, 1, 3),
@@ -45,7 +45,7 @@ const SHAPES: [AttentionShape; 11] = [
     shape(2, 300, 4, 2, 6),
 ];
 
-/// What a layer is given, and what comes back to it.
+/// Inputs of an attention and the output gradient.
 struct Inputs<T> {
     shape: AttentionShape,
     rule: AttentionRule,
@@ -81,7 +81,7 @@ impl<T: Element> Inputs<T> {
         AttentionInputs { queries, keys_values, num_keys, document_starts }
     }
 
-    /// The output, its logarithms of sums, and the gradient.
+    /// Returns the output, its logarithms of sums, and the gradient.
     fn run_on(&self, cpu: &Cpu) -> [Vec<f32>; 3] {
         let Inputs { shape, qkv, dy, .. } = self;
         let inputs = self.views(qkv, None);
@@ -97,7 +97,7 @@ impl<T: Element> Inputs<T> {
         [widen(&y), log_sums, widen(&d_qkv)]
     }
 
-    /// The same, with rows of keys and values apart from those of queries.
+    /// Like `run_on`, with rows of keys and values separate from the queries.
     fn run_apart_on(&self, cpu: &Cpu) -> [Vec<f32>; 3] {
         let Inputs { shape, qkv, dy, .. } = self;
         let rows = || qkv.chunks_exact(shape.qkv_cols());
@@ -154,7 +154,7 @@ fn outputs_and_gradients_match_f64() {
     }
 }
 
-/// Rules with all that a rule can have.
+/// Returns rules that cover all options.
 fn rules(head_dim: usize) -> impl Iterator<Item = AttentionRule> {
     let causal = AttentionRule::causal(head_dim);
     let windows = [1, 5, 64, 300].map(|window| AttentionRule { window: Some(window), ..causal });
@@ -164,7 +164,7 @@ fn rules(head_dim: usize) -> impl Iterator<Item = AttentionRule> {
     windows.into_iter().chain([full]).chain(capped)
 }
 
-/// The types to test a shape with: one for a long sequence, which takes long. How keys are divided into blocks depends on no type.
+/// Returns the dtypes for a shape; only one for long sequences, which take long. Blocks of keys do not depend on the dtype.
 fn dtypes(shape: AttentionShape) -> &'static [DType] {
     if shape.seq_len < 500 { &DTYPES } else { &[DType::Bf16] }
 }
@@ -191,7 +191,7 @@ fn queries_see_their_document_alone() {
     for dtype in DTYPES {
         with_element!(dtype => |T| {
             let mut inputs = Inputs::<T>::new(shape(2, 70, 2, 1, 5));
-            // Documents of 3, 1, 40 and 26 positions, and one of all.
+            // Documents of 3, 1, 40 and 26 positions in one sequence; one document in the other.
             let starts = [(0, 3), (3, 1), (4, 40), (44, 26), (0, 70)];
             let starts = starts.iter().flat_map(|&(start, len)| std::iter::repeat_n(start, len));
             inputs.document_starts = Some(starts.collect());
@@ -285,7 +285,7 @@ fn a_score_far_above_the_others_takes_all() {
     check::<F16>(200.0);
 }
 
-/// Where what is not finite may come to, and where it must.
+/// The elements that a non-finite value may reach, and those that it must reach.
 struct Reach<'a> {
     may: &'a dyn Fn(Place) -> bool,
     must: &'a dyn Fn(Place) -> bool,
@@ -340,7 +340,7 @@ impl Place {
         Place { sequence, position, kind: Kind::Output, kv_head, head, col: 0 }
     }
 
-    /// Index into `qkv`.
+    /// Returns the index into `qkv`.
     fn in_qkv(self, shape: AttentionShape) -> usize {
         let start = match self.kind {
             Kind::Query => self.head * shape.head_dim,
@@ -398,11 +398,11 @@ fn what_is_not_finite_stays_in_its_sequence_and_group_of_heads() {
                 let own_row =
                     |at: Place| in_group(at) && at.position == culprit.position && at.head == culprit.head;
                 let nowhere = |_: Place| false;
-                // A hidden value has the weight 0 within its block of keys, and 0 times what is not finite is NaN.
+                // A masked value has weight 0 within its block of keys, and 0 times a non-finite value is NaN.
                 let same_col = |at: Place| in_group(at) && at.col == culprit.col;
                 let reach = match kind {
                     Kind::Query => Reach { may: &own_row, must: &own_row },
-                    // A score of negative infinity has the weight 0.
+                    // A score of negative infinity has weight 0.
                     Kind::Key if value.is_nan() => Reach { may: &later, must: &later },
                     Kind::Key => Reach { may: &later, must: &nowhere },
                     Kind::Value => Reach { may: &same_col, must: &|at| later(at) && same_col(at) },
@@ -441,7 +441,7 @@ fn a_cache_continues_where_it_stopped() {
     }
 }
 
-/// Attention in parts with a cache comes to what it does at once.
+/// Attention in parts with a KV cache equals attention over the full sequence.
 fn check_cache(shape: AttentionShape, rule: AttentionRule) {
     let inputs = Inputs { rule, ..Inputs::<f32>::new(shape) };
     let (exact, qkv) = (inputs.exact().y, inputs.qkv);
@@ -520,7 +520,7 @@ fn rotations_match_f64_and_are_undone_by_their_inverse() {
             assert_close::<T>(&("rotated", shape, direction), &found, exact, 0);
         }
     }
-    // The last: more than one task.
+    // The last shape takes more than one task.
     for &shape in affordable(
         &[shape(2, 3, 2, 1, 2), shape(2, 9, 3, 3, 5), shape(1, 4, 1, 1, 1), shape(2, 65, 4, 2, 64)],
         3,

@@ -20,8 +20,8 @@ const fn plain(rows: usize, cols: usize, width: usize) -> Case {
     Case { rows, cols, width, deviation: 3.0, scale: 0.5 }
 }
 
-/// From the smallest on; chunks of a width about those of registers, one column at a time; several tasks of rows; logits that
-/// hardly differ, are subnormal, or differ by more than an exponential bears.
+/// In ascending order: chunk widths around the register width, and of one column; several tasks of rows; logits that hardly differ, are
+/// subnormal, or differ by more than an exponential can represent.
 const CASES: [Case; 14] = [
     plain(1, 1, 1),
     plain(0, 4, 4),
@@ -46,7 +46,7 @@ struct Inputs {
 }
 
 impl Inputs {
-    /// Targets are the first column, the last one, and some between.
+    /// Targets are the first column, the last one, and some in between.
     fn new(case: Case) -> Self {
         let Case { rows, cols, deviation, .. } = case;
         let logits = random(rows * cols, "logits").iter().map(|x| deviation * x).collect();
@@ -54,13 +54,13 @@ impl Inputs {
         Inputs { case, logits, targets: (0..rows).map(|row| target(row) as u32).collect() }
     }
 
-    /// Columns of the logits, row by row.
+    /// Returns the columns of a chunk, row by row.
     fn part(&self, chunk: VocabularyChunk) -> Vec<f32> {
         let rows = self.logits.chunks_exact(self.case.cols);
         rows.flat_map(|row| &row[chunk.first..][..chunk.len]).copied().collect()
     }
 
-    /// The rows' losses and the gradient.
+    /// Returns the rows' losses and the gradient.
     fn run<T: Element>(&self) -> [Vec<f32>; 2] {
         let Case { rows, cols, width, scale, .. } = self.case;
         let chunk = |first| VocabularyChunk { first, len: width.min(cols - first), vocabulary_start: 0 };
@@ -94,7 +94,7 @@ impl Inputs {
 /// A row of the definition, in f64.
 struct Row {
     loss: Exact,
-    /// Each column's share of the softmax, and the magnitude of its error.
+    /// Softmax probability of each column, and the magnitude of its error.
     shares: Vec<(f64, f64)>,
 }
 
@@ -102,7 +102,7 @@ impl Row {
     fn new(logits: &[f64], target: usize) -> Self {
         let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = logits.iter().map(|logit| (logit - max).exp()).sum();
-        // The error of an argument is a relative one of its exponential.
+        // An absolute error of the argument is a relative error of its exponential.
         let with_error = |logit: &f64| {
             let share = (logit - max).exp() / sum;
             let amplified = if share == 0.0 { 0.0 } else { share * (1.0 + (logit - max).abs()) };
@@ -127,7 +127,7 @@ fn check<T: Element>(inputs: &Inputs) {
         let rows = logits.chunks_exact(cols).zip(&inputs.targets);
         rows.map(|(logits, &target)| (Row::new(logits, target as usize), target as usize))
     };
-    // Each chunk scales the sum of those before it.
+    // Each chunk scales the sum over earlier chunks.
     let num_terms = cols + LANES * cols.div_ceil(width);
     assert_close::<f32>(&("loss", case), &losses, rows().map(|(row, _)| row.loss), num_terms);
     let exact = rows().flat_map(|(row, target)| {
@@ -161,7 +161,7 @@ proptest! {
     ) {
         let case = Case { rows, cols, width, deviation: 2.0_f32.powi(range), scale };
         let mut inputs = Inputs::new(case);
-        // Of the runs of seven columns so many in four are minus infinity and have no share; the target keeps its own.
+        // Per four runs of seven columns, `vanishing` runs are minus infinity and have probability 0. The target keeps its logit.
         for (row, logits) in inputs.logits.chunks_exact_mut(cols).enumerate() {
             for (col, logit) in logits.iter_mut().enumerate() {
                 if (col / 7 + row) % 4 < vanishing && col != inputs.targets[row] as usize {
@@ -199,7 +199,7 @@ fn what_is_not_finite_reaches_its_row_only() {
             inputs.run::<T>()
         };
         for col in [0, 15, 16, 36, target] {
-            // Infinity has all of the softmax, so that the others' shares are not known: it is taken for NaN.
+            // An infinite logit has the full probability, and the others are undefined. It is treated like NaN.
             for value in [f32::NAN, f32::INFINITY] {
                 let [losses, gradient] = with(col, value);
                 assert!(losses[row].is_nan() && gradient[whole_row[0]..][..cols].iter().all(|x| x.is_nan()));

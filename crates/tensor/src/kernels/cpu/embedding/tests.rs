@@ -6,15 +6,15 @@ use proptest::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use trireme_base::{AxisPlace, Bf16, Positions};
 
-/// One id a bag.
+/// Wraps one id per bag.
 fn single_ids(ids: &[u32]) -> Bags<&[u32]> {
     Bags::of_single_ids(ids)
 }
 
-/// What gradients hold before they are added to.
+/// Values of gradients before they are accumulated.
 const BEFORE: f32 = 0.5;
 
-/// Rows of the table of positions that no sequence reaches.
+/// Number of rows of the position table that no sequence uses.
 const SPARE_POSITIONS: usize = 2;
 
 #[derive(Clone, Copy, Debug)]
@@ -30,8 +30,8 @@ const fn case(vocabulary: usize, cols: usize, sequences: usize, seq_len: usize) 
     Case { vocabulary, cols, sequences, seq_len, first_position: 0 }
 }
 
-/// From the smallest on; a table of one row, to which all is added; widths about those of registers and tasks; more rows of
-/// positions than a task has.
+/// In ascending order: a table of one row, which receives all gradients; widths around those of registers and tasks; more positions than
+/// one task has.
 const CASES: [Case; 9] = [
     case(1, 1, 1, 1),
     case(3, 15, 2, 3),
@@ -65,7 +65,7 @@ impl Inputs {
         }
     }
 
-    /// The output, the one without positions, and the gradients of the table and of the positions.
+    /// Returns the output, the output without positions, and the gradients of the table and of the positions.
     fn run(&self) -> [Vec<f32>; 4] {
         let Case { cols, seq_len, first_position, .. } = self.case;
         run(|cpu| {
@@ -93,7 +93,7 @@ impl Inputs {
         })
     }
 
-    /// Where an element of the output has its token's part in the table, and its position's.
+    /// Returns the indices of the token's element and of the position's element for an element of the output.
     fn sources(&self, index: usize) -> (usize, usize) {
         let Case { cols, seq_len, first_position, .. } = self.case;
         let (row, col) = (index / cols, index % cols);
@@ -101,7 +101,7 @@ impl Inputs {
     }
 }
 
-/// Sums in f64, from `BEFORE` on, of the elements of `dy` that each of `len` destinations has.
+/// Sums in f64, starting from `BEFORE`, the elements of `dy` that belong to each of `len` destinations.
 fn scattered(dy: &[f32], len: usize, destination: impl Fn(usize) -> usize) -> Vec<Exact> {
     let before = f64::from(BEFORE);
     let mut sums = vec![(before, before); len];
@@ -120,14 +120,14 @@ fn check(inputs: &Inputs) {
         let (in_table, in_positions) = inputs.sources(index);
         let (expected, position) = (inputs.table[in_table], inputs.positions[in_positions]);
         assert_eq!(token.to_bits(), expected.to_bits(), "{case:?}: element {index}");
-        // One sum is rounded as it is in f64.
+        // A single sum is rounded as in f64.
         let sum = (f64::from(expected) + f64::from(position)) as f32;
         assert_eq!(out.to_bits(), sum.to_bits(), "{case:?}: element {index} with its position");
     }
     let num_rows = inputs.ids.len();
     let exact = scattered(&inputs.dy, d_table.len(), |index| inputs.sources(index).0);
     assert_close::<f32>(&("gradient of the table", case), &d_table, exact, num_rows);
-    // Gradients hold those of the positions that sequences begin with, wherever they began.
+    // Position gradients start at the first position of the sequences.
     let skipped = case.first_position * case.cols;
     let exact = scattered(&inputs.dy, d_positions.len(), |index| inputs.sources(index).1 - skipped);
     assert_close::<f32>(&("gradient of the positions", case), &d_positions, exact, num_rows);
@@ -162,7 +162,7 @@ proptest! {
 
 #[test]
 fn gradients_of_one_token_are_added_in_the_order_of_rows() {
-    // Any other order would round differently: the small ones vanish beside the large one.
+    // Any other order would round differently, because small values vanish next to the large one.
     let cols = 70;
     let rows = [1.0, 2.0_f32.powi(30), 1.0, -(2.0_f32.powi(30)), 0.25];
     let dy: Vec<f32> = rows.iter().flat_map(|&value| vec![value; cols]).collect();
@@ -192,7 +192,7 @@ fn what_is_not_finite_reaches_its_row_and_column_only() {
             let at = |rows: &[usize]| rows.iter().map(|row| row * case.cols + col).collect::<Vec<_>>();
             let found = with(&|inputs| inputs.table[2 * case.cols + col] = value);
             assert_eq!(spoilt(found), [at(&[0, 2, 5]), at(&[0, 2, 5]), vec![], vec![]]);
-            // The third position is the second of each sequence.
+            // Position 2 is the second position of each sequence.
             let found = with(&|inputs| inputs.positions[2 * case.cols + col] = value);
             assert_eq!(spoilt(found), [at(&[1, 4]), vec![], vec![], vec![]]);
             let found = with(&|inputs| inputs.dy[4 * case.cols + col] = value);

@@ -2,7 +2,7 @@ use super::*;
 use crate::kernels::cpu::simd::CpuFeatures;
 use crate::kernels::cpu::test_support::{affordable, cpu, exactly, levels, random};
 
-/// The sum, whose bits neither threads nor levels change, nor where it is divided.
+/// Returns the sum. Checks that its bits do not depend on threads, levels and the division of the terms.
 fn sum_of_squares(x: &[f32]) -> f64 {
     let divided = |cpu: &Cpu, cuts: &[usize]| {
         let bounds = [0].into_iter().chain(cuts.iter().map(|&cut| cut.min(x.len()))).chain([x.len()]);
@@ -38,7 +38,7 @@ fn sums_of_squares_match_f64() {
 
 #[test]
 fn no_term_is_lost_beside_larger_ones() {
-    // Powers of two from the largest square to the smallest, which are far more bits than an f64 has.
+    // Powers of two from the largest square to the smallest: far more bits than an f64 has.
     let x: Vec<f32> = (-74..=63).map(|exponent| (exponent as f32).exp2()).collect();
     let of = |x: &[f32]| cpu(CpuFeatures::Portable, 1).sum_of_squares(x);
     let mut without = of(&x);

@@ -1,41 +1,38 @@
-//! The micro-kernel for AMX: products of tiles of 16 rows of 64 bytes, for bf16.
+//! The AMX micro-kernel: bf16 products of tiles of 16 rows of 64 bytes.
 //!
-//! **Bound.** A product of two tiles (`tdpbf16ps`) takes the matrix unit 16 cycles, the load of a tile from
-//! the first-level cache 8, a store 16 (Intel 64 and IA-32 Architectures Optimization Reference Manual, on
-//! AMX). A step of [`STEP`] words loads two tiles of either factor for four products, so the loads take 32
-//! cycles beside the products' 64: the products are the bound, 65,536 floating-point operations in 64 cycles.
-//! A sum is added to once in a step, which hides a product's latency of 52 cycles. A call's stores take as
-//! long as one step: `len` should be many steps.
+//! **Bound.** A product of two tiles (`tdpbf16ps`) takes the matrix unit 16 cycles, the load of a tile from the L1 cache 8, a store 16
+//! (Intel 64 and IA-32 Architectures Optimization Reference Manual, on AMX). A step of [`STEP`] words loads two tiles of each operand for
+//! four products: the loads take 32 cycles, the products 64. The kernel is therefore bound by the products: 65,536 floating-point
+//! operations in 64 cycles. Each sum is accumulated once per step, which hides a product's latency of 52 cycles. The stores of a call take
+//! as long as one step, so `len` should be many steps.
 //!
-//! A step reads 4 KiB, 64 bytes a cycle, which is the peak of the second-level cache: one of the factors
-//! should lie in the first-level cache. Rows that begin elsewhere than at multiples of 64 bytes are read as
-//! two cache lines each. There are no software prefetches: no load waits for a product, so that the processor
-//! runs ahead with them by itself.
+//! A step reads 4 KiB, 64 bytes per cycle, which is the peak of the L2 cache: one of the operands should fit into the L1 cache. Rows that
+//! do not start at a multiple of 64 bytes are read as two cache lines each. There are no software prefetches: no load waits for a product,
+//! so the processor runs ahead with loads.
 //!
-//! **Arithmetic.** (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS.)
-//! Within each step of 16 words the products of low halves and those of high halves are summed apart, one by
-//! one; the two sums are added, then added to the element. Every operation is in f32 and rounded to the
-//! nearest, ties to even, whatever the thread's mode. Denormals among bf16 factors, sums and elements that
-//! are added to count as zero, and none result: what is smaller than 2^-126 is lost. A sum of no terms leaves
-//! an element as it is.
+//! **Arithmetic.** (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS.) Within each step of 16 words, the
+//! products of low halves and the products of high halves are summed separately, one by one. The two sums are added, and the result is
+//! added to the element. Every operation is in f32 and rounded to nearest even, whatever the thread's rounding mode. Denormal bf16
+//! operands, sums and previous elements count as zero, and results are never denormal: values below 2^-126 are lost. A sum without terms
+//! leaves an element unchanged.
 
 use core::arch::asm;
 use core::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
-/// Rows of one call.
+/// Rows per call.
 pub(super) const ROWS: usize = 32;
 
-/// Columns of one call.
+/// Columns per call.
 pub(super) const COLS: usize = 32;
 
-/// Words of the inner dim that one tile holds.
+/// Words of the inner dim per tile.
 pub(super) const STEP: usize = 16;
 
-/// Whether the machine has tiles for bf16 and the system grants them to this process. Asked once.
+/// Returns whether the machine has bf16 tiles and the system grants them to this process. The result is cached.
 ///
-/// Linux gives a process the tiles' 8 KiB of state when it asks for them.
+/// Linux grants a process the 8 KiB of tile state on request.
 pub(crate) fn detect() -> bool {
     static GRANTED: OnceLock<bool> = OnceLock::new();
     *GRANTED.get_or_init(|| cfg!(target_os = "linux") && machine_has_tiles() && request_tiles())
@@ -57,11 +54,11 @@ pub(crate) fn machine_has_tiles() -> bool {
         && enabled & TILE_CONFIG_AND_DATA == TILE_CONFIG_AND_DATA
 }
 
-/// `arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)` of Linux, for all threads.
+/// Calls `arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)` on Linux, for all threads.
 fn request_tiles() -> bool {
     const ARCH_PRCTL: i64 = 158;
     let mut result = ARCH_PRCTL;
-    // SAFETY: the system call changes no memory of the process, and of its registers the three named.
+    // SAFETY: the system call changes no memory of the process, and only the three named registers.
     unsafe {
         asm!(
             "syscall",
@@ -76,7 +73,7 @@ fn request_tiles() -> bool {
     result == 0
 }
 
-/// The operand of `ldtilecfg`; it has room for more tiles than there are.
+/// The operand of `ldtilecfg`, which has room for more tiles than exist.
 #[repr(C, align(64))]
 struct Layout {
     palette: u8,
@@ -88,7 +85,7 @@ struct Layout {
     reserved_rows: [u8; 8],
 }
 
-/// All eight tiles at their full size.
+/// All eight tiles at full size.
 static LAYOUT: Layout = Layout {
     palette: 1,
     start_row: 0,
@@ -101,19 +98,19 @@ static LAYOUT: Layout = Layout {
 
 /// The calling thread's tiles, configured until this is dropped.
 ///
-/// One at a time a thread: dropping one releases the tiles. While they are configured, the system saves and
-/// restores them whenever it switches threads, so a kernel holds this no longer than it multiplies.
+/// At most one per thread, because dropping it releases the tiles. While tiles are configured, the system saves and restores them on every
+/// context switch, so a kernel holds this only while it multiplies.
 pub(crate) struct TileConfig {
     of_this_thread: PhantomData<*const ()>,
 }
 
 impl TileConfig {
-    /// Configures the tiles, all zero.
+    /// Configures the tiles and sets them to zero.
     ///
     /// # Safety
-    /// The process may execute AMX instructions: [`detect`] has said so, or a test emulates them.
+    /// The process may execute AMX instructions: [`detect`] has returned true, or a test emulates them.
     pub(crate) unsafe fn load() -> Self {
-        // SAFETY: the caller's promise; the layout is valid.
+        // SAFETY: guaranteed by the caller; the layout is valid.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &LAYOUT, options(nostack, readonly, preserves_flags)) };
         TileConfig { of_this_thread: PhantomData }
     }
@@ -121,21 +118,20 @@ impl TileConfig {
 
 impl Drop for TileConfig {
     fn drop(&mut self) {
-        // SAFETY: they were configured, on this thread.
+        // SAFETY: the tiles were configured on this thread.
         unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
     }
 }
 
-/// `out = left panel`, plus `out` where `accumulate` is set; [`ROWS`] rows and [`COLS`] columns of f32.
+/// Computes `out = left panel`, or adds the product if `accumulate` is set, for [`ROWS`] rows and [`COLS`] columns of f32.
 ///
-/// A word is a pair of bf16 that are neighbours in the inner dim, the first in the low half. `left` has rows
-/// of `len` words, `left_row_bytes` apart; the panel has `len` rows of [`COLS`] words, one after the other;
-/// `out` has rows `out_row_stride` elements apart. Nothing needs to be aligned. `len` is a multiple of
-/// [`STEP`].
+/// A word is a pair of bf16 that are adjacent along the inner dim, the first in the low half. `left` has rows of `len` words,
+/// `left_row_bytes` apart. The panel has `len` contiguous rows of [`COLS`] words. The rows of `out` are `out_row_stride` elements apart. No
+/// alignment is required. `len` is a multiple of [`STEP`].
 ///
 /// # Safety
-/// A [`TileConfig`] lives on this thread. The rows of `left` and the panel may be read and those of `out`
-/// written and read, and no one else writes to any of them.
+/// A [`TileConfig`] exists on this thread. The rows of `left` and the panel are readable, the rows of `out` are readable and writable, and
+/// no other code writes to any of them.
 pub(super) unsafe fn multiply(
     len: usize,
     left: *const u8,
@@ -147,8 +143,8 @@ pub(super) unsafe fn multiply(
 ) {
     debug_assert!(len.is_multiple_of(STEP), "{len} words are not whole steps");
     let out_row_bytes = size_of::<f32>() * out_row_stride;
-    // SAFETY: tiles 0 to 3 are the quarters of `out`, 4 and 5 the halves of a step's left factor, 6 and 7
-    // those of its right one. Each load and store takes 16 rows of 64 bytes of what the caller promised.
+    // SAFETY: tiles 0 to 3 are the quarters of `out`, tiles 4 and 5 the halves of a step's left operand, tiles 6 and 7 the halves of its
+    // right operand. Each load and store accesses 16 rows of 64 bytes that the caller guarantees.
     unsafe {
         asm!(
             "test {accumulate:e}, {accumulate:e}",
@@ -166,8 +162,7 @@ pub(super) unsafe fn multiply(
             "3:",
             "test {steps}, {steps}",
             "jz 5f",
-            // A load before the product that needs it and after one that does not, so that both units have
-            // work.
+            // Each load precedes the product that needs it and follows one that does not, so that both units are busy.
             "4:",
             "tileloadd tmm4, [{left} + {left_row_bytes}*1]",
             "tileloadd tmm6, [{panel} + {panel_row_bytes}*1]",

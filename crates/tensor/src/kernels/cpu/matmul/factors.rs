@@ -1,4 +1,4 @@
-//! Packed factors of a product.
+//! Packed matmul operands.
 
 use super::kernel::{Left, Micro};
 use super::matrix::{Matrix, ProductSizes};
@@ -6,30 +6,30 @@ use super::pack::{self, Span};
 use crate::kernels::cpu::SharedSlice;
 use std::ops::Range;
 
-/// A packed right factor: for each block of the inner dim, for each panel of columns, rows of the panel's width.
+/// A packed right operand, ordered by block of the inner dim, then by panel of columns. A panel consists of rows of its width.
 #[derive(Clone, Copy)]
 pub(crate) struct RightPanels<'a> {
     pub(super) micro: Micro,
     inner: usize,
     cols: usize,
-    /// The column that a tile begins at.
+    /// First column of the tile.
     first_col: usize,
     words: &'a [u32],
 }
 
 impl<'a> RightPanels<'a> {
-    /// Words that a packed factor of `inner x cols` takes.
+    /// Returns the words of a packed operand of `inner x cols`.
     pub(crate) fn num_words(micro: Micro, inner: usize, cols: usize) -> usize {
         micro.padded_words(inner) * cols.next_multiple_of(micro.cols)
     }
 
-    /// A factor of `inner x cols` that was packed into `words`.
+    /// Wraps an operand of `inner x cols` that was packed into `words`.
     pub(crate) fn new(micro: Micro, (inner, cols): (usize, usize), words: &'a [u32]) -> Self {
         let words = &words[..Self::num_words(micro, inner, cols)];
         RightPanels { micro, inner, cols, first_col: 0, words }
     }
 
-    /// Packs a factor of `inner x cols` on the calling thread.
+    /// Packs an operand of `inner x cols` on the calling thread.
     pub(crate) fn pack(
         micro: Micro,
         (inner, cols): (usize, usize),
@@ -39,25 +39,25 @@ impl<'a> RightPanels<'a> {
         assert!(right.covers(inner, cols), "{right:?} is smaller than {inner} x {cols}");
         let out = SharedSlice::new(&mut *words);
         for col in (0..cols).step_by(micro.cols) {
-            // SAFETY: nothing else runs.
+            // SAFETY: no other code accesses `out`.
             unsafe { pack_panel(micro, (inner, cols), right, col, &out) };
         }
         Self::new(micro, (inner, cols), words)
     }
 
-    /// The factor without its first columns, which are whole panels.
+    /// Returns the operand from column `col` on. `col` must be the start of a panel.
     pub(crate) fn from(self, col: usize) -> Self {
         assert!(col.is_multiple_of(self.micro.cols), "panels are not cut");
         RightPanels { first_col: self.first_col + col, ..self }
     }
 
-    /// Words of the block of the inner dim that begins at word `first`.
+    /// Returns the number of words of the block of the inner dim that begins at word `first`.
     pub(super) fn block_len(&self, first: usize) -> usize {
         let block = self.micro.inner_blocks(self.inner).find(|block| block.0 == first);
         block.expect("a product cuts its inner dim as its factors do").1
     }
 
-    /// The first `len` words of the panel that begins at column `col`, of a block (its first word and length).
+    /// Returns the first `len` words of the panel that begins at column `col`, in a block given by its first word and length.
     pub(super) fn panel(&self, block: (usize, usize), len: usize, col: usize) -> &'a [u32] {
         assert!(len <= block.1 && self.first_col + col < self.cols);
         let offset = panel_offset(self.micro, self.cols, block, self.first_col + col);
@@ -65,7 +65,7 @@ impl<'a> RightPanels<'a> {
     }
 }
 
-/// A left factor in panels: for each panel of rows, for each block of the inner dim, what the micro-kernel reads.
+/// A packed left operand, ordered by panel of rows, then by block of the inner dim.
 pub(crate) struct PackedLeft<'a> {
     pub(super) micro: Micro,
     pub(super) inner: usize,
@@ -82,7 +82,7 @@ impl PackedLeft<'_> {
         micro.inner_blocks(inner).map(|(_, len)| pack::left_words(micro, len)).sum()
     }
 
-    /// Where the panel that begins at `row` lies: the part of the `block`th block, the words `first..first + len`.
+    /// Returns the range of the panel that begins at `row`, in block number `block`, which has the words `first..first + len`.
     pub(super) fn place(
         (micro, inner): (Micro, usize),
         row: usize,
@@ -93,25 +93,25 @@ impl PackedLeft<'_> {
         start..start + pack::left_words(micro, len)
     }
 
-    /// The panel that begins at `row`, in a block.
+    /// Returns the panel that begins at `row`, in a block.
     pub(super) fn panel(&self, row: usize, block: (usize, usize, usize)) -> Left<'_> {
         let words = &self.words[Self::place((self.micro, self.inner), row, block)];
         pack::packed_left(self.micro, self.by_rows, block.2, words)
     }
 }
 
-/// Rows of a left factor from a tile's first on.
+/// The rows of a left operand from the first row of a tile on.
 #[derive(Clone, Copy)]
 pub(crate) enum LeftFactor<'a> {
     InMemory(Matrix<'a>),
-    /// Packed, from this row on.
+    /// A packed operand, and the first row.
     Packed(&'a PackedLeft<'a>, usize),
 }
 
-/// Packs the panel of a right factor of `inner x cols` that begins at column `col`.
+/// Packs the panel that begins at column `col` of a right operand of `inner x cols`.
 ///
 /// # Safety
-/// No one else reaches the words of this panel.
+/// No other code accesses the words of this panel.
 pub(super) unsafe fn pack_panel(
     micro: Micro,
     (inner, cols): (usize, usize),
@@ -123,13 +123,13 @@ pub(super) unsafe fn pack_panel(
     for (first, len) in micro.inner_blocks(inner) {
         let (first_term, num_terms) = micro.terms(first, len, inner);
         let offset = panel_offset(micro, cols, (first, len), col);
-        // SAFETY: panels do not overlap, and the caller has this one.
+        // SAFETY: panels do not overlap, and only the caller accesses this one.
         let out = unsafe { out.range(offset, len * micro.cols) };
         pack::right_panel(micro, right.from(first_term, col), Span { inner: num_terms, lines, len }, out);
     }
 }
 
-/// Where a panel lies that begins at column `col`, of the words `first..first + len` of the inner dim.
+/// Returns the offset of the panel that begins at column `col`, in the block of words `first..first + len` of the inner dim.
 fn panel_offset(micro: Micro, cols: usize, (first, len): (usize, usize), col: usize) -> usize {
     first * cols.next_multiple_of(micro.cols) + len * col
 }

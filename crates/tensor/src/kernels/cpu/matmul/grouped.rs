@@ -1,9 +1,9 @@
-//! Products of groups of rows, each with a matrix of its own.
+//! Grouped matmuls: groups of rows, each with its own matrix.
 //!
-//! Groups are as long as they are: nothing is padded, and the product of a group has the bits that it has alone (Gale et al.,
-//! "MegaBlocks", 2023, section 5, computes them at once on a GPU; a core of a CPU is filled by one).
+//! Groups may have any length, without padding, and each has the same bits as a separate matmul (Gale et al., "MegaBlocks", 2023, section
+//! 5, computes all groups at once on a GPU; on a CPU, one group keeps a core busy).
 //!
-//! A device that only counts has no numbers in the starts of groups: nothing is done on it.
+//! These kernels do not run on counting devices, where the starts of groups have no values.
 
 use super::{Epilogue, Matrix, ProductSizes};
 use crate::kernels::cpu::Cpu;
@@ -11,44 +11,44 @@ use crate::kernels::cpu::element::FloatsMut;
 use crate::precision::Precision;
 use std::ops::Range;
 
-/// How many rows a group takes.
+/// A limit on the number of rows per group.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GroupLimit {
-    /// Number of neighbouring rows that share a capacity.
+    /// Number of consecutive rows that share a capacity.
     pub num_together: usize,
-    /// The capacity of a group, as a multiple of its even part of the rows that share it.
+    /// Capacity of a group, as a multiple of an even share of these rows.
     pub factor: f64,
 }
 
 impl GroupLimit {
-    /// Groups take all rows.
+    /// No limit.
     pub const NONE: GroupLimit = GroupLimit { num_together: usize::MAX, factor: f64::INFINITY };
 
-    /// Returns how many of `num_rows` rows that share a capacity one of `num_groups` groups takes: at least one.
+    /// Returns the capacity of each of `num_groups` groups for `num_rows` rows; at least one.
     pub fn capacity(self, num_rows: usize, num_groups: usize) -> usize {
         ((self.factor * num_rows as f64 / num_groups as f64).ceil() as usize).max(1)
     }
 }
 
-/// The rows of each group: `starts` holds where groups begin, and where the last one ends. Only their differences matter: the
-/// first group begins at the first row. Rows after the last group are of none. Panics if they are more than `num_rows` in all, or
-/// not in order.
+/// Returns the rows of each group. `starts` holds the first row of each group and the end of the last group. Only the differences matter:
+/// the first group begins at row 0. Rows after the last group belong to no group. Panics if the groups have more than `num_rows` rows, or
+/// if `starts` is not sorted.
 fn groups(starts: &[u32], num_rows: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
     assert!(starts.is_sorted() && end_of(starts) <= num_rows, "groups of {num_rows} rows: {starts:?}");
     let first = starts[0];
     starts.windows(2).map(move |pair| (pair[0] - first) as usize..(pair[1] - first) as usize).enumerate()
 }
 
-/// Where the last group ends.
+/// Returns the end of the last group.
 fn end_of(starts: &[u32]) -> usize {
     (starts[starts.len() - 1] - starts[0]) as usize
 }
 
 impl Cpu {
-    /// For each group its rows of `left`, times its block of `right`, into its rows of `out`. A block begins `block_rows` rows of the matrix
-    /// in memory after the one before. `size` is the product of all rows with one block. Rows of no group become zeros.
+    /// Multiplies the rows of each group in `left` by the group's block of `right`, into its rows of `out`. A block begins `block_len`
+    /// elements after the previous one. `size` is the size of the matmul of all rows with one block. Rows of no group become zeros.
     ///
-    /// Cost: as a product of `size`. Panics as [`Cpu::matmul`], and if `starts` are not those of groups of so many rows.
+    /// Cost: that of a matmul of `size`. Panics like [`Cpu::matmul`], and if `starts` are not valid starts of groups.
     pub(crate) fn grouped_matmul(
         &self,
         (precision, size): (Precision, ProductSizes),
@@ -67,11 +67,12 @@ impl Cpu {
         out.range(end_of(starts) * size.cols..size.rows * size.cols).zero();
     }
 
-    /// For each group the transpose of its rows of `left`, times its rows of `right`, into its block of `out`, which is as large as `size`
-    /// without its inner dim, or added to it. A group without rows gives zeros. The block of a group of several parts is the
-    /// sum of the products of its parts, in the canonical order of as many ranks; `sums` has room for those that wait, at most one more than the logarithm of their number.
+    /// Computes `transpose(left) right` over the rows of each group and writes or adds it to the group's block of `out`, which has the rows
+    /// and columns of `size`. A group without rows gives zeros. If a group has several parts, its block is the sum of the products of its
+    /// parts, in the canonical order of a reduction over that many ranks. `sums` has room for the pending partial sums, at most one more
+    /// than the binary logarithm of the number of parts.
     ///
-    /// Cost: as a product of `size`, whose inner dim is the number of all rows. Panics as [`grouped_matmul`](Cpu::grouped_matmul).
+    /// Cost: that of a matmul of `size`, whose inner dim is the number of all rows. Panics like [`grouped_matmul`](Cpu::grouped_matmul).
     pub(crate) fn grouped_transposed_matmul(
         &self,
         (precision, size): (Precision, ProductSizes),
@@ -100,8 +101,8 @@ impl Cpu {
                 product(rows, out, accumulate);
                 continue;
             }
-            // A binary counter over as many terms as the largest power of two, of which the first ones are sums of two parts: the sums that wait are of as many terms
-            // as the bits of how many there were.
+            // A binary counter over a power of two of terms. The first terms are sums of two parts, so that a power of two remains. Pending
+            // partial sums correspond to the bits of the counter.
             let num_terms = 1 << num_parts.ilog2();
             let mut num_waiting = 0;
             for term in 0..num_terms {
@@ -124,24 +125,24 @@ impl Cpu {
         }
     }
 
-    /// Adds the last of some blocks to the one before.
+    /// Adds the last block to the one before it.
     fn add_last(&self, blocks: &mut [f32], block_len: usize) {
         let (blocks, last) = blocks.split_at_mut(blocks.len() - block_len);
         let first = blocks.len() - block_len;
         self.zip_in_place::<f32, f32>(&mut blocks[first..], last, |left, right| left + right);
     }
 
-    /// Orders rows by their group, with a stable counting sort: `starts[g]` is where the rows of group
-    /// `g` begin, `order[i]` the row at place `i`, and `places[row]` its place. Of each `limit.num_together` rows, a group has
-    /// the first ones, up to its [capacity](GroupLimit::capacity); the others are of no group, and come last, as do rows of the
-    /// group `num_groups`, which no capacity counts. Panics if a row is of a later group.
+    /// Sorts rows by group with a stable counting sort: `starts[g]` is the first position of group `g`, `order[i]` the row at position `i`,
+    /// and `places[row]` its position. Of each `limit.num_together` rows, a group takes the first ones, up to its
+    /// [capacity](GroupLimit::capacity). The others belong to no group and come last, as do rows of the group `num_groups`, which do not
+    /// count in the capacity. Panics if a group exceeds `num_groups`.
     pub(crate) fn group_rows(
         &self,
         (groups, limit): (&[u32], GroupLimit),
         (starts, order, places): (&mut [u32], &mut [u32], &mut [u32]),
     ) {
         let num_groups = starts.len() - 1;
-        // First the group that takes each row, as its place.
+        // First, `places` holds the group that takes each row.
         let together =
             groups.chunks(limit.num_together.max(1)).zip(places.chunks_mut(limit.num_together.max(1)));
         for (groups, taken_by) in together {
@@ -162,14 +163,14 @@ impl Cpu {
         for group in 1..starts.len() {
             starts[group] += starts[group - 1];
         }
-        // The last start is where rows of no group begin.
+        // The last start is the first position of rows of no group.
         for (row, place) in places.iter_mut().enumerate() {
             let next = &mut starts[*place as usize];
             *place = *next;
             *next += 1;
             order[*place as usize] = row as u32;
         }
-        // Each group ends where the next one begins.
+        // The end of each group is the start of the next one.
         starts.copy_within(..num_groups, 1);
         starts[0] = 0;
     }

@@ -1,4 +1,4 @@
-//! The micro-kernels: a few rows times a panel, with the sums in registers or tiles.
+//! The micro-kernels: a few rows times a panel, with sums in registers or AMX tiles.
 
 #[cfg(target_arch = "x86_64")]
 use super::amx;
@@ -7,12 +7,12 @@ use crate::kernels::cpu::simd::CpuFeatures;
 use crate::precision::Precision;
 use std::marker::PhantomData;
 
-/// Most columns and rows of any micro-kernel.
+/// Maximum columns and rows of any micro-kernel.
 pub(super) const COLS_MAX: usize = 32;
 pub(super) const ROWS_MAX: usize = 32;
 
-/// Words of the inner dim that are summed in registers before they are added to the result: a panel of the right factor
-/// (32 KiB) stays in the first-level cache.
+/// Number of words of the inner dim that are summed in registers before they are added to the result. A panel of the right operand (32 KiB)
+/// then fits into the L1 cache.
 pub(super) const INNER_BLOCK: usize = 256;
 
 /// The micro-kernel for a SIMD level and a precision.
@@ -20,17 +20,17 @@ pub(super) const INNER_BLOCK: usize = 256;
 pub(crate) struct Micro {
     pub(super) features: CpuFeatures,
     pub(super) words: WordKind,
-    /// Columns of a panel.
+    /// Number of columns of a panel.
     pub(super) cols: usize,
-    /// Rows of one call at most. Rows x columns fill the registers: 24 of 32, or 12 of 16, hold sums.
+    /// Maximum rows of one call. Rows x columns fill the registers: 24 of 32, or 12 of 16, hold sums.
     pub(super) rows: usize,
-    /// Blocks of the inner dim have a multiple of so many words.
+    /// The number of words in a block of the inner dim is a multiple of this.
     pub(super) step: usize,
-    /// The left factor is read by rows of words, all `rows` of them.
+    /// Whether the kernel reads the left operand by rows of words, always `rows` of them.
     pub(super) row_major: bool,
 }
 
-/// The left factor as a micro-kernel reads it: words, at strides in bytes.
+/// The left operand as a micro-kernel reads it: words with strides in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Left<'a> {
     start: *const u8,
@@ -40,14 +40,14 @@ pub(super) struct Left<'a> {
 }
 
 impl<'a> Left<'a> {
-    /// Words of `num_terms` elements each; strides in elements.
+    /// Wraps words of `num_terms` elements each. Strides are in elements.
     pub(super) fn new<T>(source: &'a [T], row_stride: usize, term_stride: usize, num_terms: usize) -> Self {
         let [row_bytes, word_bytes] = [row_stride, term_stride * num_terms].map(|len| len * size_of::<T>());
         Left { start: source.as_ptr().cast(), row_bytes, word_bytes, lifetime: PhantomData }
     }
 }
 
-/// The part of a result that one call makes.
+/// The part of a result that one call computes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MicroTile {
     pub(super) start: *mut f32,
@@ -56,7 +56,7 @@ pub(super) struct MicroTile {
     pub(super) cols: usize,
 }
 
-/// What a thread holds while it runs micro-kernels.
+/// State that a thread holds while it runs micro-kernels.
 pub(super) struct Session {
     #[cfg(target_arch = "x86_64")]
     _tiles: Option<amx::TileConfig>,
@@ -78,7 +78,7 @@ impl Micro {
         micro
     }
 
-    /// First word and length of each block of an inner dim of `inner` elements: equal but for the last.
+    /// Returns the first word and the length of each block of an inner dim of `inner` elements. All blocks but the last are equal.
     pub(super) fn inner_blocks(&self, inner: usize) -> impl Iterator<Item = (usize, usize)> {
         let num_words = self.padded_words(inner);
         let len =
@@ -86,42 +86,42 @@ impl Micro {
         (0..num_words).step_by(len).map(move |first| (first, len.min(num_words - first)))
     }
 
-    /// Words of the inner dim, with those that fill it up.
+    /// Returns the number of words of the inner dim, with padding.
     pub(super) fn padded_words(&self, inner: usize) -> usize {
         inner.div_ceil(self.words.num_terms()).next_multiple_of(self.step)
     }
 
-    /// First element and number of elements in the block of `len` words from word `first` on.
+    /// Returns the first element and the number of elements of the block of `len` words from word `first` on.
     pub(super) fn terms(&self, first: usize, len: usize, inner: usize) -> (usize, usize) {
         let (first, len) = (first * self.words.num_terms(), len * self.words.num_terms());
         (first, len.min(inner.saturating_sub(first)))
     }
 
-    /// Whether a call takes that many rows.
+    /// Returns whether one call can compute `rows` rows.
     pub(super) fn takes_rows(&self, rows: usize) -> bool {
         !self.row_major || rows == self.rows
     }
 
-    /// Whether rows of a left factor, `row_bytes` apart, are best read where they lie. Tiles are read by whole rows: each is
-    /// one cache line if they are aligned, and if they lie far enough from each other's places in the first-level cache.
+    /// Returns whether rows of a left operand, `row_bytes` apart, are best read in place. AMX tiles are loaded by rows: each row is one
+    /// cache line if rows are aligned, and rows must not collide in the sets of the L1 cache.
     pub(super) fn reads_rows(&self, row_bytes: usize) -> bool {
         !self.row_major || (row_bytes.is_multiple_of(64) && !row_bytes.is_multiple_of(2048))
     }
 
-    /// To be held by a thread while it calls [`Micro::run`].
+    /// Begins a session, which a thread must hold while it calls [`Micro::run`].
     pub(super) fn begin(&self) -> Session {
         Session {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: micro-kernels by rows of words are those of AMX, which was detected.
+            // SAFETY: only AMX micro-kernels read rows of words, and AMX was detected.
             _tiles: self.row_major.then(|| unsafe { amx::TileConfig::load() }),
         }
     }
 
-    /// `tile = left panel`, plus the tile where `accumulate` is set; `panel` holds `len` rows of `self.cols` words.
+    /// Computes `tile = left panel`, or adds the product if `accumulate` is set. `panel` holds `len` rows of `self.cols` words.
     ///
     /// # Safety
-    /// The left factor has `len` words in each row of the tile (of `self.rows` rows if read by rows of words), the tile's elements
-    /// are in bounds, belong to the caller and, if `accumulate` is set, are initialised, and this thread holds the session.
+    /// The left operand has `len` words in each row of the tile (in `self.rows` rows if `row_major`). The tile's elements are in bounds,
+    /// are exclusively the caller's and, if `accumulate` is set, are initialized. This thread holds the session.
     #[inline]
     pub(super) unsafe fn run(
         &self,
@@ -133,42 +133,43 @@ impl Micro {
     ) {
         assert!(panel.len() == len * self.cols && tile.rows <= self.rows && tile.cols <= self.cols);
         if tile.cols == self.cols && self.takes_rows(tile.rows) {
-            // SAFETY: the caller vouches for the operands.
+            // SAFETY: guaranteed by the caller.
             unsafe { self.dispatch(len, left, panel, tile, accumulate) };
             return;
         }
-        // A panel that reaches beyond the result goes through a whole tile on the stack.
+        // A panel that exceeds the result is computed in a full tile on the stack.
         let mut whole = [0.0_f32; COLS_MAX * ROWS_MAX];
         let rows = if self.row_major { self.rows } else { tile.rows };
-        // Pointers, not references: unless the call accumulates, the elements may be uninitialised.
+        // Pointers instead of references: unless the call accumulates, the elements may be uninitialized.
         let out = |row: usize, col: usize| tile.start.wrapping_add(row * tile.row_stride + col);
-        // AMX adds to what is there as it goes, the others in the end: an edge has the bits of a whole tile.
+        // AMX starts from the previous values, the other kernels add them at the end. Doing the same here gives edges the bits of full
+        // tiles.
         let is_added_first = accumulate && self.row_major;
         if is_added_first {
             for (row, sums) in whole.chunks_exact_mut(self.cols).take(tile.rows).enumerate() {
-                // SAFETY: the elements of a row of the tile, which the caller has written.
+                // SAFETY: the elements of a row of the tile, which the caller has initialized.
                 unsafe { sums.as_mut_ptr().copy_from_nonoverlapping(out(row, 0), tile.cols) };
             }
         }
         let wide = MicroTile { start: whole.as_mut_ptr(), row_stride: self.cols, cols: self.cols, rows };
-        // SAFETY: the caller vouches for the factors; the tile is our own.
+        // SAFETY: the caller guarantees the operands; the tile is on the stack.
         unsafe { self.dispatch(len, left, panel, wide, is_added_first) };
         for (row, sums) in whole.chunks_exact(self.cols).take(tile.rows).enumerate() {
             for (col, &sum) in sums.iter().enumerate().take(tile.cols) {
-                // SAFETY: an element of the tile, which the caller has written if it is to be added to.
+                // SAFETY: an element of the tile, which the caller has initialized if it is accumulated.
                 unsafe { put(out(row, col), sum, accumulate && !is_added_first) };
             }
         }
     }
 
     /// # Safety
-    /// As [`Micro::run`], for a tile of whole width.
+    /// As for [`Micro::run`], for a tile of full width.
     #[inline]
     unsafe fn dispatch(&self, len: usize, left: Left<'_>, panel: &[u32], tile: MicroTile, accumulate: bool) {
         macro_rules! by_rows {
             ($kernel:ident: $($rows:literal)+) => {
                 match tile.rows {
-                    // SAFETY: the SIMD level was detected; the caller vouches for the operands.
+                    // SAFETY: the SIMD level was detected; the caller guarantees the operands.
                     $($rows => unsafe { $kernel::<$rows>(len, left, panel, tile, accumulate) },)+
                     rows => unreachable!("a micro-kernel of {rows} rows"),
                 }
@@ -178,7 +179,7 @@ impl Micro {
             #[cfg(target_arch = "x86_64")]
             (CpuFeatures::AmxBf16, WordKind::Bf16Pair) => {
                 let (start, stride) = (tile.start, tile.row_stride);
-                // SAFETY: AMX was detected and its tiles are configured; the caller vouches for the operands.
+                // SAFETY: AMX was detected and its tiles are configured; the caller guarantees the operands.
                 unsafe {
                     amx::multiply(len, left.start, left.row_bytes, panel.as_ptr(), start, stride, accumulate)
                 }
@@ -194,15 +195,15 @@ impl Micro {
     }
 }
 
-/// A micro-kernel whose sums fill two registers a row: each word of the left factor meets a row of the panel.
+/// Defines a micro-kernel whose sums take two registers per row. Each word of the left operand is multiplied by a row of the panel.
 macro_rules! register_kernel {
     ($(#[$doc:meta])* $name:ident, $features:literal, $lanes:literal,
         $zero:ident, $load:ident, $broadcast:ident, $add:ident, $store:ident, |$a:ident, $b:ident, $sum:ident| $multiply:expr) => {
         $(#[$doc])*
         ///
         /// # Safety
-        /// The machine has the features; `left` has `len` words in each of `ROWS` rows; `panel` holds `len` rows; the tile's `ROWS` rows
-        /// belong to the caller.
+        /// The machine has the features. `left` has `len` words in each of `ROWS` rows. `panel` holds `len` rows. The tile's `ROWS` rows
+        /// are exclusively the caller's.
         #[cfg(target_arch = "x86_64")]
         #[target_feature(enable = $features)]
         unsafe fn $name<const ROWS: usize>(len: usize, left: Left<'_>, panel: &[u32], tile: MicroTile, accumulate: bool) {
@@ -213,7 +214,7 @@ macro_rules! register_kernel {
                 // SAFETY: a row of the panel.
                 let b = unsafe { [$load(panel.add(word * 2 * $lanes)), $load(panel.add(word * 2 * $lanes + $lanes))] };
                 for (row, sums) in sums.iter_mut().enumerate() {
-                    // SAFETY: the left factor has this word.
+                    // SAFETY: the left operand has this word.
                     let a = unsafe { start.add(row * left.row_bytes + word * left.word_bytes).cast::<f32>().read_unaligned() };
                     let $a = $broadcast(a);
                     for (sum, $b) in sums.iter_mut().zip(b) {
@@ -224,7 +225,7 @@ macro_rules! register_kernel {
             }
             for (row, sums) in sums.into_iter().enumerate() {
                 for (half, sum) in sums.into_iter().enumerate() {
-                    // SAFETY: the tile's elements belong to the caller.
+                    // SAFETY: the tile's elements are exclusively the caller's.
                     unsafe {
                         let out = tile.start.add(row * tile.row_stride + half * $lanes);
                         $store(out, if accumulate { $add($load(out), sum) } else { sum });
@@ -243,12 +244,12 @@ register_kernel!(
 );
 
 register_kernel!(
-    /// Panels of 32 pairs of bf16. The sum of a pair's products is added to an f32; subnormal values count as zero
-    /// (`vdpbf16ps`: Intel, "Software developer's manual", volume 2).
+    /// Panels of 32 pairs of bf16. The sum of a pair's products is added to an f32. Subnormal values count as zero (`vdpbf16ps`: Intel,
+    /// "Software developer's manual", volume 2).
     avx512_bf16, "avx512f,avx512bf16", 16,
     _mm512_setzero_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_add_ps, _mm512_storeu_ps,
     |a, b, sum| {
-        // SAFETY: both are 512 bits; words were loaded as f32, whose bits loads leave alone.
+        // SAFETY: both types have 512 bits, and loads as f32 keep the bits of words.
         let pairs = |words| unsafe { std::mem::transmute::<__m512, __m512bh>(words) };
         _mm512_dpbf16_ps(sum, pairs(a), pairs(b))
     }
@@ -264,7 +265,7 @@ register_kernel!(
 /// Panels of 16 f32.
 ///
 /// # Safety
-/// As [`avx512`], with no demand on the machine.
+/// As for [`avx512`], without requirements on the machine.
 unsafe fn portable<const ROWS: usize>(
     len: usize,
     left: Left<'_>,
@@ -276,7 +277,7 @@ unsafe fn portable<const ROWS: usize>(
     for (word, b) in panel.as_chunks::<16>().0.iter().enumerate().take(len) {
         for (row, sums) in sums.iter_mut().enumerate() {
             let offset = row * left.row_bytes + word * left.word_bytes;
-            // SAFETY: the left factor has this word.
+            // SAFETY: the left operand has this word.
             let a = unsafe { left.start.add(offset).cast::<f32>().read_unaligned() };
             for (sum, &b) in sums.iter_mut().zip(b) {
                 *sum += a * f32::from_bits(b);
@@ -285,18 +286,18 @@ unsafe fn portable<const ROWS: usize>(
     }
     for (row, sums) in sums.iter().enumerate() {
         for (col, &sum) in sums.iter().enumerate() {
-            // SAFETY: the tile's elements belong to the caller.
+            // SAFETY: the tile's elements are exclusively the caller's.
             unsafe { put(tile.start.add(row * tile.row_stride + col), sum, accumulate) };
         }
     }
 }
 
-/// Writes a sum to `out`, or adds it to what is there.
+/// Writes or adds a sum to `out`.
 ///
 /// # Safety
-/// `out` may be written to and, if `accumulate` is set, read.
+/// `out` must be writable and, if `accumulate` is set, initialized.
 #[inline(always)]
 unsafe fn put(out: *mut f32, sum: f32, accumulate: bool) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { out.write(if accumulate { out.read() + sum } else { sum }) };
 }

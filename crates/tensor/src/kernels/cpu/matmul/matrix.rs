@@ -1,9 +1,9 @@
-//! Matrices in memory, sizes of products, and what is added to them.
+//! Matrices in memory, sizes of matmuls, and epilogues.
 
 use crate::kernels::cpu::element::Floats;
 use std::fmt;
 
-/// A matrix in memory: element `(i, j)` is `values[i * row_stride + j * col_stride]`; one of the strides is 1.
+/// A matrix in memory: element `(i, j)` is `values[i * row_stride + j * col_stride]`. One of the strides is 1.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Matrix<'a> {
     pub(crate) values: Floats<'a>,
@@ -12,20 +12,20 @@ pub(crate) struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// A row-major matrix whose rows are `cols` long, or its transpose.
+    /// Creates a row-major matrix with rows of length `cols`, or its transpose.
     pub(crate) fn row_major(values: Floats<'a>, cols: usize, transposed: bool) -> Self {
         let (row_stride, col_stride) = if transposed { (1, cols) } else { (cols, 1) };
         Matrix { values, row_stride, col_stride }
     }
 
-    /// The matrix without its first rows and columns.
+    /// Returns the submatrix from row `row` and column `col` on.
     pub(crate) fn from(self, row: usize, col: usize) -> Self {
         let start = row * self.row_stride + col * self.col_stride;
-        // A matrix without columns has rows, but no values.
+        // A matrix without columns may have rows but has no values.
         Matrix { values: self.values.from(start.min(self.values.len())), ..self }
     }
 
-    /// The same elements with rows and columns exchanged.
+    /// Exchanges rows and columns.
     pub(crate) fn transposed(self) -> Self {
         Matrix { row_stride: self.col_stride, col_stride: self.row_stride, ..self }
     }
@@ -41,19 +41,19 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// Sizes of a product: `rows x inner` times `inner x cols`.
+/// Sizes of a matmul: `rows x inner` times `inner x cols`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductSizes {
     /// Rows of the result.
     pub rows: usize,
     /// Columns of the result.
     pub cols: usize,
-    /// Terms of each sum.
+    /// Number of terms of each sum.
     pub inner: usize,
 }
 
 impl ProductSizes {
-    /// Floating-point operations: a multiplication and an addition a term.
+    /// Returns the floating-point operations: a multiplication and an addition per term.
     pub fn operations(&self) -> f64 {
         2.0 * self.rows as f64 * self.cols as f64 * self.inner as f64
     }
@@ -66,14 +66,14 @@ impl fmt::Display for ProductSizes {
     }
 }
 
-/// The destination to which a result, or a part of it, is added.
+/// Values to which a result, or a part of it, is added.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Epilogue<'a> {
-    /// Whether to the destination's values, which are f32; else the result replaces them.
+    /// Whether the result is added to the destination's values, which are f32; otherwise it replaces them.
     pub(crate) accumulate: bool,
-    /// One value a column.
+    /// One value per column.
     pub(crate) bias: Option<&'a [f32]>,
-    /// From the first element on, with the row stride of the result.
+    /// Starts at the first element and has the row stride of the result.
     pub(crate) residual: Option<&'a [f32]>,
 }
 
@@ -81,13 +81,13 @@ impl<'a> Epilogue<'a> {
     pub(crate) const OVERWRITE: Epilogue<'static> =
         Epilogue { accumulate: false, bias: None, residual: None };
 
-    /// The epilogue of the part of a result of width `cols` that begins at `(row, col)`.
+    /// Returns the epilogue of the part that begins at `(row, col)` of a result of width `cols`.
     pub(super) fn from(self, row: usize, col: usize, cols: usize) -> Self {
         let (bias, residual) = (self.bias.map(|bias| &bias[col..]), self.residual);
         Epilogue { bias, residual: residual.map(|residual| &residual[row * cols + col..]), ..self }
     }
 
-    /// Bias and residual of `cols` elements of a row, where rows begin `stride` elements apart.
+    /// Returns bias and residual of `cols` elements of a row, where rows begin `stride` elements apart.
     pub(super) fn of_row(&self, row: usize, stride: usize, cols: usize) -> [Option<&'a [f32]>; 2] {
         let residual = self.residual.map(|residual| &residual[row * stride..][..cols]);
         [self.bias.map(|bias| &bias[..cols]), residual]

@@ -1,13 +1,12 @@
-//! Matrix products.
+//! Matmuls.
 //!
-//! Factors are read as 32-bit words: f32, or pairs of bf16 where the machine multiplies them; sums are f32. The right factor is
-//! packed once, in panels as wide as the micro-kernel, and shared by all threads; the left one is read where it lies, or
-//! packed a panel at a time if it is transposed or of another type. (Goto, van de Geijn: "Anatomy of high-performance
-//! matrix multiplication", 2008.)
+//! Operands are read as 32-bit words: f32, or pairs of bf16 on machines that multiply them; sums are f32. The right operand is packed once,
+//! in panels as wide as the micro-kernel, and shared by all threads. The left operand is read in place, or packed one panel at a time if it
+//! is transposed or of another dtype. (Goto, van de Geijn: "Anatomy of high-performance matrix multiplication", 2008.)
 //!
-//! Every element of a result is summed in one order: `inner` is cut into equal blocks of at most 256 words, by
-//! `inner` alone, and within a block words are added one by one (by AMX, sixteen at a time). So the bits depend neither on threads nor on tiles, nor, in f32 on
-//! machines with fused multiply-add, on the width of the registers. Nothing is allocated.
+//! Every element of a result is summed in the same order: `inner` is split into equal blocks of at most 256 words, which depends only on
+//! `inner`, and within a block words are added one by one (by AMX, sixteen at a time). Results therefore depend neither on threads nor on
+//! tiles, nor, in f32 on machines with fused multiply-add, on the register width. Matmuls do not allocate.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
@@ -34,21 +33,21 @@ use pack::Span;
 pub(crate) use tile::Tile;
 use tile::{TILE_COLS, TILE_ROWS, rounded_tile};
 
-/// Columns of the right factor that are packed at a time; bounds the memory.
+/// Number of columns of the right operand that are packed at a time. Bounds the scratch memory.
 const GROUP_COLS: usize = 2048;
 
 impl Cpu {
-    /// 32-bit words of scratch memory that [`Cpu::matmul`] needs.
+    /// Returns the 32-bit words of scratch memory that [`Cpu::matmul`] needs.
     pub(crate) fn matmul_scratch(&self, precision: Precision, size: ProductSizes, left: Matrix<'_>) -> usize {
         let micro = Micro::new(self.features, precision);
         let left = if packs_left(micro, size, left) { PackedLeft::num_words(micro, size) } else { 0 };
         left + RightPanels::num_words(micro, size.inner, size.cols.min(GROUP_COLS))
     }
 
-    /// `out = left right + epilogue`, `out` row-major and contiguous; factors are rounded to `precision` as they are packed.
+    /// Computes `out = left right + epilogue` for a contiguous, row-major `out`. Operands are rounded to `precision` as they are packed.
     ///
-    /// Cost: `2 rows cols inner` floating-point operations. Panics if an operand is too small for the sizes, `scratch` smaller
-    /// than [`Cpu::matmul_scratch`], or a 16-bit result is to be accumulated.
+    /// Cost: `2 rows cols inner` floating-point operations. Panics if an operand is too small for the sizes, if `scratch` is smaller than
+    /// [`Cpu::matmul_scratch`], or if a 16-bit result is to be accumulated.
     pub(crate) fn matmul(
         &self,
         precision: Precision,
@@ -65,7 +64,7 @@ impl Cpu {
             FloatsMut::F32(out) => {
                 let out = SharedSlice::new(out);
                 self.for_tiles(precision, size, factors, scratch, |at| {
-                    // SAFETY: tiles do not overlap, and this task alone has this one.
+                    // SAFETY: tiles do not overlap, and only this task accesses this tile.
                     let mut tile = unsafe { Tile::new(&out, at.row * cols + at.col, cols, at.size) };
                     let epilogue = epilogue.from(at.row, at.col, cols);
                     tile.multiply(at.left, at.right, epilogue.accumulate);
@@ -90,12 +89,12 @@ impl Cpu {
         let out = SharedSlice::new(out);
         self.for_tiles(precision, size, factors, scratch, |at| {
             let (place, epilogue) = ((at.row * cols + at.col, cols), epilogue.from(at.row, at.col, cols));
-            // SAFETY: tiles do not overlap, and this task alone has this one.
+            // SAFETY: tiles do not overlap, and only this task accesses this tile.
             unsafe { rounded_tile(&out, place, at.size, (at.left, at.right), &epilogue) };
         });
     }
 
-    /// Packs the factors, and runs `task` for each tile of the result.
+    /// Packs the operands and runs `task` for each tile of the result.
     fn for_tiles(
         &self,
         precision: Precision,
@@ -163,30 +162,31 @@ impl Cpu {
     ) -> RightPanels<'a> {
         let out = SharedSlice::new(&mut *words);
         self.threads.run(cols.div_ceil(micro.cols), &|panel| {
-            // SAFETY: this task alone has this panel.
+            // SAFETY: only this task accesses this panel.
             unsafe { pack_panel(micro, (inner, cols), right, panel * micro.cols, &out) };
         });
         RightPanels::new(micro, (inner, cols), words)
     }
 }
 
-/// Rows of a tile, such that threads end at about the same time: a few whole panels of a left factor, `TILE_ROWS` at most.
+/// Chooses the number of rows of a tile, so that threads finish at about the same time: full panels of the left operand, at most
+/// `TILE_ROWS`.
 fn tile_rows(rows: usize, panel_rows: usize, col_tiles: usize, num_threads: usize) -> usize {
     let (num_panels, most) = (rows.div_ceil(panel_rows), TILE_ROWS / panel_rows);
-    // What the busiest thread computes, in panels, if tasks are taken in turns; the last ones may be smaller.
+    // Work of the busiest thread, in panels, if threads take tasks in turns; the last tasks may be smaller.
     let longest = |tile: usize| {
         let (num_tasks, rest) = (num_panels.div_ceil(tile) * col_tiles, num_panels % tile);
         let only_small_ones_last = (1..=col_tiles).contains(&(num_tasks % num_threads)) && rest > 0;
         let rounds = num_tasks.div_ceil(num_threads);
         if only_small_ones_last { (rounds - 1) * tile + rest } else { rounds * tile }
     };
-    // Smaller ones read the right factor more often: those of half the size count as 1/32 slower.
+    // Smaller tiles read the right operand more often. Half the size counts as 1/32 slower.
     let cost = |tile: usize| longest(tile) * (17 * most - tile);
     let tiles = (most.div_ceil(2)..=most).rev();
     tiles.min_by_key(|&tile| cost(tile)).expect("a tile has a panel") * panel_rows
 }
 
-/// One tile of a result, and the panels it is made from.
+/// One tile of a result and its operands.
 struct TileTask<'a> {
     row: usize,
     col: usize,
@@ -195,8 +195,7 @@ struct TileTask<'a> {
     right: RightPanels<'a>,
 }
 
-/// Whether a left factor is packed once for all tiles: if it cannot be read where it lies, and several tiles read the same
-/// rows.
+/// Returns whether the left operand is packed once for all tiles: if it cannot be read in place and several tiles read the same rows.
 fn packs_left(micro: Micro, size: ProductSizes, left: Matrix<'_>) -> bool {
     size.cols > TILE_COLS && !pack::can_stay(micro, left, size.inner)
 }

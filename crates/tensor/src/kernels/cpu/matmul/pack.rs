@@ -1,4 +1,4 @@
-//! Factors in the order in which the micro-kernel reads them.
+//! Packing of operands in the order in which the micro-kernel reads them.
 
 use super::kernel::{INNER_BLOCK, Left, Micro, ROWS_MAX};
 use super::matrix::Matrix;
@@ -9,13 +9,13 @@ use crate::kernels::cpu::element::{Element, Floats, with_floats};
 use crate::kernels::cpu::simd::{CpuFeatures, for_each_simd_level};
 use std::mem::MaybeUninit;
 
-/// Words on a side of the blocks that are transposed at a time.
+/// Side length, in words, of the blocks that are transposed at a time.
 pub(super) const SIDE: usize = 16;
 
-/// Words that may be written beyond the end of a left panel.
+/// Number of words that may be written beyond the end of a left panel.
 pub(super) const SLACK: usize = SIDE;
 
-/// Memory for a panel of a left factor. Words are zeroed when they are first asked for: most products need few of them.
+/// Memory for a panel of a left operand. Words are zeroed at their first use, because most matmuls need few of them.
 pub(super) struct LeftBuffer {
     words: [MaybeUninit<u32>; Self::LEN],
     num_zeroed: usize,
@@ -39,7 +39,7 @@ impl LeftBuffer {
     }
 }
 
-/// Runs an expression for the kind of word, with its type as `$word`.
+/// Evaluates an expression with `$word` as the type of a kind of word.
 macro_rules! with_word {
     ($kind:expr => |$word:ident| $body:expr) => {
         match $kind {
@@ -63,14 +63,14 @@ macro_rules! with_word {
     };
 }
 
-/// Lines that are asked for ahead of their use: they lie too far apart for the processor to guess the next one.
+/// Prefetch distance in lines. Lines are too far apart for the hardware prefetcher.
 pub(super) const LINES_AHEAD: usize = 16;
 
-/// Asks for the cache line of an element, if there is one.
+/// Prefetches the cache line of an element. The index may be out of bounds.
 #[inline(always)]
 pub(super) fn prefetch<T>(source: &[T], index: usize) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch of any address changes nothing.
+    // SAFETY: a prefetch of any address has no effect on memory.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T0>(source.as_ptr().wrapping_add(index).cast());
@@ -79,18 +79,18 @@ pub(super) fn prefetch<T>(source: &[T], index: usize) {
     let _ = (source, index);
 }
 
-/// The part of a factor that a panel is made of: `lines` are rows of a left factor or columns of a right one.
+/// The part of an operand that a panel contains. `lines` are rows of a left operand or columns of a right one.
 #[derive(Clone, Copy)]
 pub(super) struct Span {
-    /// Elements along the inner dim.
+    /// Number of elements along the inner dim.
     pub(super) inner: usize,
     pub(super) lines: usize,
-    /// Words along the inner dim of the panel; those beyond `inner` are zero.
+    /// Number of words along the inner dim of the panel. Words beyond `inner` are zero.
     pub(super) len: usize,
 }
 
 for_each_simd_level! {
-    /// The lines lie side by side: `len` rows of `width` words.
+    /// Packs lines that are adjacent in memory: `len` rows of `width` words.
     fn across_panel<W: Word, T: Element>(source: &[T], stride: usize, span: Span, width: usize, out: &mut [u32]) {
         for (word, out) in out.chunks_exact_mut(width).enumerate().take(span.len) {
             let line = |index: usize| (index < span.inner).then(|| &source[index * stride..][..span.lines]);
@@ -100,19 +100,19 @@ for_each_simd_level! {
             }
             let (out, zeros) = out.split_at_mut(span.lines);
             across::<W, T>(line(first), line(first + W::TERMS - 1), out);
-            // A call for nothing would take as long as a short row.
+            // A call of `fill` for no words would take as long as a short row.
             if !zeros.is_empty() {
                 zeros.fill(0);
             }
         }
     }
 
-    /// As `across_panel` for a width below sixteen, writing sixteen words a row: the next row covers what is too much.
+    /// Like `across_panel` for a width below sixteen, but writes sixteen words per row. The next row overwrites the excess.
     fn across_narrow_panel<W: Word, T: Element>(first_word: usize, source: &[T], stride: usize, span: Span, width: usize, out: &mut [u32]) {
         for word in first_word..span.len {
             let line = |index: usize| (index < span.inner).then(|| &source[index * stride..]);
             let (low, high) = (line(word * W::TERMS), line(word * W::TERMS + W::TERMS - 1));
-            // A line may begin anywhere, and so lie in two cache lines.
+            // A line may start anywhere, so it may span two cache lines.
             let ahead = (word * W::TERMS + LINES_AHEAD) * stride;
             prefetch(source, ahead);
             prefetch(source, ahead + SIDE - 1);
@@ -127,7 +127,7 @@ for_each_simd_level! {
         }
     }
 
-    /// The lines follow each other, `stride` apart: as `len` rows of `width` words.
+    /// Packs lines that are contiguous in memory, `stride` apart, as `len` rows of `width` words.
     fn along_panel_transposed<W: Word, T: Element>(level: CpuFeatures, in_place: bool, source: &[T], stride: usize, span: Span, width: usize, out: &mut [u32]) {
         for first_word in (0..span.len).step_by(SIDE) {
             let first = first_word * W::TERMS;
@@ -161,7 +161,7 @@ for_each_simd_level! {
         }
     }
 
-    /// The lines lie side by side: as rows of `len` words, a multiple of sixteen, for lines in a multiple of sixteen.
+    /// Packs lines that are adjacent in memory as rows of `len` words, a multiple of sixteen. The number of lines is a multiple of sixteen.
     fn across_panel_transposed<W: Word, T: Element>(level: CpuFeatures, source: &[T], stride: usize, span: Span, out: &mut [u32]) {
         for first_word in (0..span.len).step_by(SIDE) {
             for first_line in (0..span.lines).step_by(SIDE) {
@@ -181,7 +181,7 @@ for_each_simd_level! {
         }
     }
 
-    /// The lines follow each other, `stride` apart: as rows of `len` words.
+    /// Packs lines that are contiguous in memory, `stride` apart, as rows of `len` words.
     fn along_panel<W: Word, T: Element>(source: &[T], stride: usize, span: Span, out: &mut [u32]) {
         for (line, out) in out.chunks_exact_mut(span.len).enumerate().take(span.lines) {
             along::<W, T>(&source[line * stride..][..span.inner], out);
@@ -189,18 +189,18 @@ for_each_simd_level! {
     }
 }
 
-/// Whether words are what lies in memory.
+/// Returns whether words are equal to the stored values.
 fn in_place(kind: WordKind, values: Floats<'_>) -> bool {
     matches!((kind, values), (WordKind::F32, Floats::F32(_)) | (WordKind::Bf16Pair, Floats::Bf16(_)))
 }
 
-/// A panel of the right factor: `span.len` rows of `micro.cols` words, filled up with zeros.
+/// Packs a panel of the right operand: `span.len` rows of `micro.cols` words, padded with zeros.
 pub(super) fn right_panel(micro: Micro, right: Matrix<'_>, span: Span, out: &mut [u32]) {
     let (features, width) = (micro.features, micro.cols);
     assert!(span.lines <= width && out.len() == span.len * width && right.covers(span.inner, span.lines));
     #[cfg(target_arch = "x86_64")]
     if let (WordKind::Bf16Pair, Floats::F32(source)) = (micro.words, right.values) {
-        // SAFETY: words of pairs are for machines with AVX512-BF16.
+        // SAFETY: words of pairs are used only on machines with AVX512-BF16.
         unsafe { pairs::right_panel(source, (right.row_stride, right.col_stride), span, width, out) };
         return;
     }
@@ -215,12 +215,12 @@ pub(super) fn right_panel(micro: Micro, right: Matrix<'_>, span: Span, out: &mut
     }));
 }
 
-/// Words of a packed panel of a left factor.
+/// Returns the words of a packed panel of a left operand.
 pub(super) fn left_words(micro: Micro, len: usize) -> usize {
     micro.rows * len + SLACK
 }
 
-/// Whether whole panels of a left factor are read where they lie.
+/// Returns whether full panels of a left operand are read in place.
 pub(super) fn can_stay(micro: Micro, left: Matrix<'_>, inner: usize) -> bool {
     let row_bytes = left.row_stride * size_of::<u32>() / micro.words.num_terms();
     left.col_stride == 1
@@ -229,12 +229,12 @@ pub(super) fn can_stay(micro: Micro, left: Matrix<'_>, inner: usize) -> bool {
         && micro.reads_rows(row_bytes)
 }
 
-/// Whether packed panels have rows of words, or columns.
+/// Returns whether packed panels consist of rows of words; otherwise, of columns.
 pub(super) fn by_rows(micro: Micro, left: Matrix<'_>) -> bool {
     micro.row_major || left.col_stride == 1
 }
 
-/// A panel of the left factor as the micro-kernel reads it: where it lies, or in `buffer`.
+/// Returns a panel of the left operand for the micro-kernel: in place, or packed in `buffer`.
 pub(super) fn left_panel<'a>(
     micro: Micro,
     left: Matrix<'a>,
@@ -251,7 +251,7 @@ pub(super) fn left_panel<'a>(
     packed_left(micro, by_rows(micro, left), span.len, out)
 }
 
-/// Packs a panel of the left factor into [`left_words`].
+/// Packs a panel of the left operand into [`left_words`] words.
 pub(super) fn pack_left_panel(micro: Micro, left: Matrix<'_>, span: Span, out: &mut [u32]) {
     let features = micro.features;
     assert!(span.lines <= micro.rows && left.covers(span.lines, span.inner));
@@ -272,18 +272,18 @@ pub(super) fn pack_left_panel(micro: Micro, left: Matrix<'_>, span: Span, out: &
     }));
 }
 
-/// The first words of a narrow panel by the machine's own instructions, where it has them; returns how many.
+/// Packs the first words of a narrow panel with special instructions, if the machine has them. Returns the number of packed words.
 fn narrow_panel_of_pairs(micro: Micro, left: Matrix<'_>, span: Span, out: &mut [u32]) -> usize {
     #[cfg(target_arch = "x86_64")]
     if let (WordKind::Bf16Pair, Floats::Bf16(source)) = (micro.words, left.values) {
-        // SAFETY: words of pairs are for machines with AVX512-BF16.
+        // SAFETY: words of pairs are used only on machines with AVX512-BF16.
         return unsafe { pairs::narrow_panel(source, left.col_stride, span, micro.rows, out) };
     }
     let _ = (micro, left, span, out);
     0
 }
 
-/// A packed panel of `len` words a row, to be read.
+/// Wraps a packed panel of `len` words per row.
 pub(super) fn packed_left(micro: Micro, by_rows: bool, len: usize, words: &[u32]) -> Left<'_> {
     assert_eq!(words.len(), left_words(micro, len));
     if by_rows { Left::new(words, len, 1, 1) } else { Left::new(words, 1, micro.rows, 1) }
@@ -292,13 +292,13 @@ pub(super) fn packed_left(micro: Micro, by_rows: bool, len: usize, words: &[u32]
 /// Transposes sixteen lines of sixteen words, `row_bytes` apart, to rows of `out` that are `width` words apart.
 ///
 /// # Safety
-/// The words lie in memory that can be read; they need not be aligned.
+/// The words must be readable. They need not be aligned.
 #[inline(always)]
 unsafe fn transpose(level: CpuFeatures, source: *const u8, row_bytes: usize, out: &mut [u32], width: usize) {
     assert!(out.len() >= (SIDE - 1) * width + SIDE);
     #[cfg(target_arch = "x86_64")]
     if level >= CpuFeatures::Avx512 {
-        // SAFETY: AVX-512 was detected, and the caller vouches for the source.
+        // SAFETY: AVX-512 was detected, and the caller guarantees that the source is readable.
         unsafe { transpose_16x16(source, row_bytes, out, width) };
         return;
     }
@@ -306,14 +306,14 @@ unsafe fn transpose(level: CpuFeatures, source: *const u8, row_bytes: usize, out
     let _ = level;
     for line in 0..SIDE {
         for word in 0..SIDE {
-            // SAFETY: the caller vouches for the source.
+            // SAFETY: the caller guarantees that the source is readable.
             let value = unsafe { source.add(line * row_bytes).cast::<u32>().add(word).read_unaligned() };
             out[word * width + line] = value;
         }
     }
 }
 
-/// `out[j * width + i]` becomes word `j` of line `i`, for `i, j < 16`.
+/// Writes word `j` of line `i` to `out[j * width + i]`, for `i, j < 16`.
 ///
 /// # Safety
 /// The machine has AVX-512F; sixteen lines of sixteen words, `row_bytes` apart, can be read at `source`.
@@ -325,7 +325,7 @@ pub(super) unsafe fn transpose_16x16(source: *const u8, row_bytes: usize, out: &
     // `quads[g][c]` lane `l` holds rows `4g..4g + 4` of column `4l + c`.
     let mut quads = [[_mm512_setzero_ps(); 4]; 4];
     for (group, quad) in quads.iter_mut().enumerate() {
-        // SAFETY: sixteen words of one line; the caller vouches for them.
+        // SAFETY: sixteen words of one line; the caller guarantees that they are readable.
         let row =
             |index: usize| unsafe { _mm512_loadu_ps(source.add((4 * group + index) * row_bytes).cast()) };
         let (r0, r1, r2, r3) = (row(0), row(1), row(2), row(3));

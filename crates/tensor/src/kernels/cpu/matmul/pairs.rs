@@ -1,11 +1,11 @@
-//! What products of bf16 pairs spend outside of the micro-kernel, with the machine's own instructions: panels from f32 (weights,
-//! gradients of the residual stream), and transposed panels.
+//! Packing for bf16 pair products with AVX-512 instructions: panels from f32 (weights, gradients of the residual stream), and transposed
+//! panels.
 
 use super::pack::{LINES_AHEAD, SIDE, Span, prefetch, transpose_16x16};
 use std::arch::x86_64::*;
 use trireme_base::Bf16;
 
-/// As [`super::pack::right_panel`], from f32. Subnormal values become zero, as in the product itself.
+/// Like [`super::pack::right_panel`], from f32. Subnormal values become zero, as in the matmul itself.
 ///
 /// # Safety
 /// The machine has AVX-512 (F, BW, VL, DQ) and AVX512-BF16.
@@ -25,11 +25,11 @@ pub(super) unsafe fn right_panel(
     }
 }
 
-/// Elements of a line that are asked for ahead of their use.
+/// Prefetch distance along a line, in elements.
 const TERMS_AHEAD: usize = 64;
 
-/// The first words of `super::pack::across_narrow_panel` for bf16: those whose sixteen lanes of both lines lie in `source`. Returns how
-/// many.
+/// Packs the first words of `super::pack::across_narrow_panel` for bf16: those for which all sixteen lanes of both lines are in `source`.
+/// Returns the number of packed words.
 ///
 /// # Safety
 /// The machine has AVX-512 (F, BW, VL).
@@ -45,8 +45,8 @@ pub(super) unsafe fn narrow_panel(
     let num_words = (whole_lines.min(span.inner) / 2).min(span.len);
     assert!(num_words == 0 || (num_words - 1) * width + SIDE <= out.len());
     for word in 0..num_words {
-        // SAFETY: lines `2 word` and `2 word + 1` are whole, so sixteen elements can be read from each; the words' place was
-        // checked above.
+        // SAFETY: lines `2 word` and `2 word + 1` are complete, so sixteen elements can be read from each; the destination was checked
+        // above.
         unsafe {
             let line = |line: usize| {
                 _mm512_cvtepu16_epi32(_mm256_loadu_si256(source.as_ptr().add(line * stride).cast()))
@@ -58,19 +58,19 @@ pub(super) unsafe fn narrow_panel(
     num_words
 }
 
-/// Lanes of the block that begins at `first` of `num`.
+/// Returns the mask of the valid lanes in the block of sixteen that begins at `first`, out of `num`.
 fn mask(first: usize, num: usize) -> __mmask16 {
     let lanes = num.saturating_sub(first).min(SIDE) as u32;
     ((1_u32 << lanes) - 1) as __mmask16
 }
 
-/// Elements of the lines from `first` on, zero where the mask is not set.
+/// Loads elements from `first` on; zero where the mask is not set.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load(source: &[f32], first: usize, mask: __mmask16) -> __m512 {
     let lanes = (__mmask16::BITS - mask.leading_zeros()) as usize;
     assert!(lanes == 0 || first + lanes <= source.len());
-    // SAFETY: the lanes that are read lie in the source; a lane that the mask leaves out is not touched.
+    // SAFETY: the loaded lanes are in the source; masked lanes are not accessed.
     unsafe { _mm512_maskz_loadu_ps(mask, source.as_ptr().wrapping_add(first)) }
 }
 
@@ -81,10 +81,10 @@ fn store(out: &mut [u32], words: __m512i) {
     unsafe { _mm512_storeu_si512(out[..SIDE].as_mut_ptr().cast(), words) };
 }
 
-/// The lines lie side by side: two rows make a row of words.
+/// Packs lines that are adjacent in memory: two rows form a row of words.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn across(source: &[f32], stride: usize, span: Span, width: usize, out: &mut [u32]) {
-    // Lane `l` of the first row goes to half-word `2l`, of the second to `2l + 1`.
+    // Lane `l` of the first row goes to half-word `2l`, lane `l` of the second row to `2l + 1`.
     let mut order = [0_u16; 2 * SIDE];
     for (index, place) in order.iter_mut().enumerate() {
         *place = (index / 2 + index % 2 * SIDE) as u16;
@@ -106,7 +106,7 @@ fn across(source: &[f32], stride: usize, span: Span, width: usize, out: &mut [u3
     }
 }
 
-/// The lines follow each other: blocks of sixteen lines of sixteen words are transposed.
+/// Packs lines that are contiguous in memory: transposes blocks of sixteen lines of sixteen words.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn along(source: &[f32], stride: usize, span: Span, width: usize, out: &mut [u32]) {
     let mut block = [0_u32; SIDE * SIDE];

@@ -10,7 +10,7 @@ use crate::kernels::cpu::test_support::{
 use proptest::prelude::*;
 use trireme_base::{Bf16, DType, F16};
 
-/// What a product is made of, and what is added to it.
+/// The sizes, layouts and dtypes of a matmul.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     size: ProductSizes,
@@ -22,7 +22,7 @@ struct Case {
 }
 
 impl Case {
-    /// One of the four layouts, with all that can be added.
+    /// Creates one of the four layouts.
     fn new((rows, cols, inner): (usize, usize, usize), layout: usize, kind: Kind) -> Self {
         Case {
             size: ProductSizes { rows, cols, inner },
@@ -35,10 +35,10 @@ impl Case {
     }
 }
 
-/// A precision, and the dtypes of the left factor, the right one and the result.
+/// A precision, and the dtypes of the left operand, the right operand and the result.
 type Kind = (Precision, DType, DType, DType);
 
-/// What the tape multiplies: activations, weights and gradients, in each precision.
+/// The matmuls of the tape: activations, weights and gradients, in each precision.
 const KINDS: [Kind; 9] = [
     (Precision::F32, DType::F32, DType::F32, DType::F32),
     (Precision::Bf16, DType::Bf16, DType::F32, DType::Bf16),
@@ -51,23 +51,23 @@ const KINDS: [Kind; 9] = [
     (Precision::F16, DType::F32, DType::F16, DType::F32),
 ];
 
-/// Where an element of a matrix of that size lies.
+/// Returns the index of an element in a matrix of this size.
 fn place((row, col): (usize, usize), (rows, cols): (usize, usize), transposed: bool) -> usize {
     if transposed { col * rows + row } else { row * cols + col }
 }
 
-/// Operands of a product as they lie in memory, before they are rounded to its dtypes.
+/// Stored operands of a matmul, before they are rounded to its dtypes.
 struct Operands {
     case: Case,
     left: Vec<f32>,
     right: Vec<f32>,
     bias: Vec<f32>,
     residual: Vec<f32>,
-    /// What the result is added to where it is accumulated.
+    /// Previous values of the result, for accumulation.
     before: Vec<f32>,
 }
 
-/// Results of a product: written, with what is added, and accumulated, which 16-bit ones cannot be.
+/// Results of a matmul: overwritten, with bias and residual, and accumulated (not for 16-bit results).
 type Results = [Vec<f32>; 3];
 
 impl Operands {
@@ -96,7 +96,7 @@ impl Operands {
         with_element!(left => |L| with_element!(right => |R| with_element!(out => |T| self.run_typed::<L, R, T>())))
     }
 
-    /// Matrices of the factors' values.
+    /// Wraps the operands' values as matrices.
     fn factors<'a>(&self, left: Floats<'a>, right: Floats<'a>) -> (Matrix<'a>, Matrix<'a>) {
         let Case { size, left_transposed, right_transposed, .. } = self.case;
         let left_cols = if left_transposed { size.rows } else { size.inner };
@@ -129,7 +129,7 @@ impl Operands {
         })
     }
 
-    /// Each element's sum in f64, of factors rounded to the product's precision.
+    /// Returns each element's sum in f64, of operands rounded to the matmul's precision.
     fn sums(&self) -> Vec<Exact> {
         let (precision, left, right, _) = self.case.kind;
         let round = |values: &[f32], dtype| {
@@ -170,7 +170,7 @@ fn multiply<T: Element>(
     cpu.matmul(precision, size, factors, out, epilogue, &mut scratch);
 }
 
-/// The sum and two more terms.
+/// Adds two more terms to a sum.
 fn plus(sum: &Exact, terms: [f32; 2]) -> Exact {
     let terms = terms.map(f64::from);
     Exact::new(sum.value + terms[0] + terms[1], sum.in_f32 + terms[0].abs() + terms[1].abs())
@@ -199,8 +199,8 @@ fn check(case: Case) {
 
 #[test]
 fn products_of_every_layout_and_odd_sizes() {
-    // No rows, columns or terms; the edges of registers; the last five: several tiles of rows and of columns, more columns than
-    // are packed at a time, and several blocks of the inner dim.
+    // No rows, columns or terms; the edges of registers; the last five: several tiles of rows and of columns, more columns than are packed
+    // at a time, and several blocks of the inner dim.
     let sizes = [
         (1, 1, 1),
         (130, 3, 0),
@@ -223,7 +223,7 @@ fn products_of_every_layout_and_odd_sizes() {
 
 #[test]
 fn threads_share_a_packed_left_factor() {
-    // Two tiles of columns, whose tasks read the same panels. Small enough for Miri, which sees who reads what another may write.
+    // Two tiles of columns whose tasks read the same panels. Small enough for Miri, which detects data races.
     for kind in [KINDS[0], KINDS[1]] {
         check(Case::new((5, TILE_COLS + 1, 3), 1, kind));
     }
@@ -231,7 +231,7 @@ fn threads_share_a_packed_left_factor() {
 
 #[test]
 fn sums_of_narrow_results_begin_in_memory_that_nothing_has_written() {
-    // No terms, a whole tile of the portable kernel, and edges. Miri sees whether something refers to the memory too early:
+    // No terms, a full tile of the portable kernel, and edges. Miri detects references to uninitialized memory with
     // MIRIFLAGS=-Zmiri-recursive-validation.
     for size in [(2, 3, 0), (4, 16, 2), (5, 17, 2)] {
         check(Case::new(size, 0, KINDS[1]));
@@ -256,7 +256,7 @@ fn a_matrix_whose_extent_overflows_is_not_covered() {
     assert!(!matrix.covers((1 << 32) + 1, 4));
 }
 
-/// Zero and one as often as many.
+/// Generates lengths, with zero and one more often.
 fn lengths(max: usize) -> impl Strategy<Value = usize> {
     prop_oneof![1 => 0_usize..2, 5 => 2_usize..max]
 }
@@ -336,7 +336,7 @@ fn f32_products_have_the_same_bits_with_registers_of_any_width() {
 
 #[test]
 fn one_wrong_stride_would_be_seen() {
-    // By hand, so that a broken helper does not pass unseen.
+    // Expected values by hand, so that a mistake in a helper is detected.
     let left = [1.0, 2.0, 3.0, 4.0];
     let identity = [1.0, 0.0, 0.0, 1.0];
     let size = ProductSizes { rows: 2, cols: 2, inner: 2 };
@@ -392,7 +392,7 @@ fn tiles_are_as_large_as_threads_end_at_about_the_same_time() {
     // Three tiles on two threads would take as long as four.
     assert_eq!([rows(256, 12, 1, 1), rows(256, 12, 1, 2)], [96, 72]);
     assert_eq!([rows(1024, 12, 1, 1), rows(1024, 12, 1, 2)], [96, 84]);
-    // Of many the last one matters little.
+    // With many tiles, the last one matters little.
     assert_eq!(rows(4096, 12, 2, 2), 96);
     assert_eq!([rows(1, 12, 1, 8), rows(0, 32, 1, 8), rows(100, 6, 3, 64)], [96, 96, 48]);
 }

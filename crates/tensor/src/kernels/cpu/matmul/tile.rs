@@ -1,4 +1,4 @@
-//! Rectangles of a result, each made by one task.
+//! Tiles of a result, one per task.
 
 use super::factors::{LeftFactor, RightPanels};
 use super::kernel::MicroTile;
@@ -10,13 +10,13 @@ use crate::kernels::cpu::simd::{CpuFeatures, for_each_simd_level};
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
-/// Tiles of the result, one a task. Columns: a block of the right factor (512 KiB) stays in the second-level cache.
-/// Rows: whole panels of every micro-kernel, and tasks enough for many threads.
+/// Size of a tile of the result. Columns: a block of the right operand (512 KiB) fits into the L2 cache. Rows: full panels for every
+/// micro-kernel, and enough tasks for many threads.
 pub(super) const TILE_ROWS: usize = 96;
 pub(super) const TILE_COLS: usize = 512;
 
 for_each_simd_level! {
-    /// Rounds `sums` with what is added to them.
+    /// Adds bias and residual to `sums` and rounds the result.
     fn put_row<T: Element>(sums: &[f32], bias: Option<&[f32]>, residual: Option<&[f32]>, out: &mut [T]) {
         match (bias, residual) {
             (None, None) => {
@@ -45,7 +45,7 @@ for_each_simd_level! {
     }
 }
 
-/// A rectangle of a row-major result. The tile borrows its elements mutably for `'a`.
+/// A tile of a row-major result. It borrows its elements mutably for `'a`.
 pub(crate) struct Tile<'a> {
     start: *mut f32,
     row_stride: usize,
@@ -54,10 +54,10 @@ pub(crate) struct Tile<'a> {
 }
 
 impl<'a> Tile<'a> {
-    /// The rectangle of `size.rows x size.cols` that begins at element `offset`.
+    /// Creates the tile of `size.rows x size.cols` that begins at element `offset`.
     ///
     /// # Safety
-    /// Nothing else accesses its elements while the tile exists.
+    /// No other code accesses its elements while the tile exists.
     pub(crate) unsafe fn new(
         out: &SharedSlice<'a, f32>,
         offset: usize,
@@ -69,13 +69,13 @@ impl<'a> Tile<'a> {
         Tile { start: unsafe { out.as_ptr().add(offset) }, row_stride, size, elements: PhantomData }
     }
 
-    /// A tile that is a whole buffer.
+    /// Creates a tile that covers a buffer.
     pub(crate) fn whole(out: &'a mut [f32], size: ProductSizes) -> Self {
         assert_eq!(out.len(), size.rows * size.cols);
         Tile { start: out.as_mut_ptr(), row_stride: size.cols, size, elements: PhantomData }
     }
 
-    /// The product of two factors, in memory that nothing has written yet.
+    /// Computes the product of two operands in uninitialized memory.
     fn of_product(
         memory: &'a mut [MaybeUninit<f32>],
         size: ProductSizes,
@@ -84,18 +84,18 @@ impl<'a> Tile<'a> {
         assert!(size.rows * size.cols <= memory.len());
         let start = memory.as_mut_ptr().cast();
         let mut tile = Tile { start, row_stride: size.cols, size, elements: PhantomData };
-        // It writes every element before it reads it, and makes no reference to any.
+        // `multiply` writes every element before reading it and creates no reference to uninitialized elements.
         tile.multiply(left, right, false);
         tile
     }
 
     pub(crate) fn row(&mut self, row: usize) -> &mut [f32] {
         assert!(row < self.size.rows);
-        // SAFETY: the row lies in the result, as `new` checked, and the tile borrows it mutably.
+        // SAFETY: the row is in the result, as `new` has checked, and the tile borrows it mutably.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(row * self.row_stride), self.size.cols) }
     }
 
-    /// The part of the tile that one call of the micro-kernel computes.
+    /// Returns the part of the tile that one call of the micro-kernel computes.
     fn part(&mut self, row: usize, rows: usize, col: usize, cols: usize) -> MicroTile {
         assert!(row + rows <= self.size.rows && col + cols <= self.size.cols);
         // SAFETY: within the tile by the line above.
@@ -103,17 +103,18 @@ impl<'a> Tile<'a> {
         MicroTile { start, row_stride: self.row_stride, rows, cols }
     }
 
-    /// `tile = left right`, plus the tile where `accumulate` is set; without it, no element is read before it is written. Runs on
-    /// the calling thread. A left factor in memory is packed on the way, a panel at a time.
+    /// Computes `tile = left right`, or adds the product if `accumulate` is set. Otherwise, no element is read before it is written. Runs
+    /// on the calling thread. A left operand in memory is packed one panel at a time.
     ///
-    /// The right factor may have more terms than the product, if all of them are one block of the inner dim: the first ones count.
+    /// The right operand may have more terms than the product if all of them fit into one block of the inner dim; only the first ones are
+    /// used.
     pub(crate) fn multiply(&mut self, left: LeftFactor<'_>, right: RightPanels<'_>, accumulate: bool) {
         let ProductSizes { rows, cols, inner } = self.size;
         let micro = right.micro;
         if inner == 0 && !accumulate {
             for row in 0..rows {
                 let MicroTile { start, .. } = self.part(row, 1, 0, cols);
-                // SAFETY: a row of this tile. Bits of zero are 0.0.
+                // SAFETY: a row of this tile. All bits zero is 0.0.
                 unsafe { start.write_bytes(0, cols) };
             }
         }
@@ -136,14 +137,14 @@ impl<'a> Tile<'a> {
                 for col in (0..cols).step_by(micro.cols) {
                     let panel = right.panel(right_block, len, col);
                     let part = self.part(row, panel_rows, col, micro.cols.min(cols - col));
-                    // SAFETY: a part of this tile, whose owner calls; the left panel covers it.
+                    // SAFETY: a part of this tile, which the caller owns; the left panel covers the rows.
                     unsafe { micro.run(len, left, panel, part, accumulate || first > 0) };
                 }
             }
         }
     }
 
-    /// Adds what the epilogue adds after the product.
+    /// Adds bias and residual to the product.
     pub(super) fn finish(&mut self, features: CpuFeatures, epilogue: &Epilogue<'_>) {
         if epilogue.bias.is_none() && epilogue.residual.is_none() {
             return;
@@ -155,10 +156,10 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// Makes a tile of 16-bit elements: summed in f32 beside the result, then rounded into it.
+/// Computes a tile of 16-bit elements: sums in an f32 buffer and rounds the sums into the result.
 ///
 /// # Safety
-/// No one else reaches the elements of the rectangle of `size` at `offset` of `out`.
+/// No other code accesses the elements of the tile of `size` at `offset` of `out`.
 pub(super) unsafe fn rounded_tile<T: Element>(
     out: &SharedSlice<'_, T>,
     (offset, row_stride): (usize, usize),
@@ -171,14 +172,14 @@ pub(super) unsafe fn rounded_tile<T: Element>(
     assert!(!epilogue.accumulate);
     let mut tile = Tile::of_product(&mut sums, size, (left, right));
     for row in 0..size.rows {
-        // SAFETY: in bounds by the assertion; the caller has the rectangle.
+        // SAFETY: in bounds by the assertion; only the caller accesses the tile.
         let out = unsafe { out.range(offset + row * row_stride, size.cols) };
         let [bias, residual] = epilogue.of_row(row, row_stride, size.cols);
         put_row(right.micro.features, tile.row(row), bias, residual, out);
     }
 }
 
-/// Elements from the first of a rectangle to its last.
+/// Returns the number of elements from the first of a tile to its last.
 fn extent(row_stride: usize, size: ProductSizes) -> usize {
     if size.rows == 0 || size.cols == 0 { 0 } else { (size.rows - 1) * row_stride + size.cols }
 }

@@ -1,25 +1,25 @@
-//! What packed factors are made of: 32-bit words.
+//! The 32-bit words of packed operands.
 
 use crate::kernels::cpu::element::Element;
 use crate::kernels::cpu::simd::CpuFeatures;
 use crate::precision::Precision;
 use trireme_base::{Bf16, F16};
 
-/// What a word of a packed factor holds.
+/// The content of a word of a packed operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WordKind {
     /// An f32.
     F32,
-    /// An f32 that was rounded to bf16: for machines that cannot multiply bf16.
+    /// An f32 that was rounded to bf16, for machines without bf16 multiplication.
     RoundedBf16,
     /// An f32 that was rounded to f16.
     RoundedF16,
-    /// Two bf16 that are neighbours in the inner dim, the lower index in the lower half.
+    /// Two bf16 that are adjacent along the inner dim, the lower index in the lower half.
     Bf16Pair,
 }
 
 impl WordKind {
-    /// What products of `precision` are made of on a machine.
+    /// Returns the kind of words of matmuls of `precision` on a machine.
     pub(super) fn new(features: CpuFeatures, precision: Precision) -> Self {
         match precision {
             Precision::F32 => WordKind::F32,
@@ -29,7 +29,7 @@ impl WordKind {
         }
     }
 
-    /// Elements of the inner dim in a word.
+    /// Returns the number of elements of the inner dim per word.
     pub(super) fn num_terms(self) -> usize {
         if self == WordKind::Bf16Pair { 2 } else { 1 }
     }
@@ -39,7 +39,7 @@ impl WordKind {
 pub(super) trait Word {
     const TERMS: usize;
 
-    /// The word of one element (`low`), or of two.
+    /// Returns the word of one element (`low`) or of two.
     fn word<T: Element>(low: T, high: T) -> u32;
 }
 
@@ -85,7 +85,7 @@ impl Word for Bf16PairWord {
     }
 }
 
-/// Words of elements that follow each other along the inner dim; what is missing is zero.
+/// Forms words from elements that are contiguous along the inner dim. Missing elements are zero.
 #[inline(always)]
 pub(super) fn along<W: Word, T: Element>(source: &[T], out: &mut [u32]) {
     let (out, zeros) = out.split_at_mut(source.len().div_ceil(W::TERMS));
@@ -105,8 +105,7 @@ pub(super) fn along<W: Word, T: Element>(source: &[T], out: &mut [u32]) {
     }
 }
 
-/// Words of elements side by side across the inner dim: `low` and `high` are one line of the factor, or two
-/// neighbouring ones; a line that is missing is zero.
+/// Forms words from lines across the inner dim: `low` and `high` are the same line, or two adjacent ones. A missing line is zero.
 #[inline(always)]
 pub(super) fn across<W: Word, T: Element>(low: Option<&[T]>, high: Option<&[T]>, out: &mut [u32]) {
     match (low, high) {
@@ -117,7 +116,7 @@ pub(super) fn across<W: Word, T: Element>(low: Option<&[T]>, high: Option<&[T]>,
             }
         }
         (Some(low), Some(high)) => {
-            // By blocks of sixteen, for a line is too short for a loop with a remainder.
+            // In blocks of sixteen, because lines are too short for a vectorized loop with a remainder.
             let (blocks, rest) = out.as_chunks_mut::<16>();
             let ((low, low_rest), (high, high_rest)) = (low.as_chunks::<16>(), high.as_chunks::<16>());
             for ((out, low), high) in blocks.iter_mut().zip(low).zip(high) {

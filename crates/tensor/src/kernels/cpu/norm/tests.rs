@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 const EPSILON: f32 = 1e-5;
 
-/// What `dx` and `d_weight` hold before they are added to.
+/// Values of `dx` and `d_weight` before they are accumulated.
 const BEFORE: f32 = 0.5;
 
 /// Rows of `mean + deviation * normal`.
@@ -24,8 +24,8 @@ const fn plain(rows: usize, cols: usize, centred: bool) -> Case {
     Case { rows, cols, centred, mean: 0.0, deviation: 1.0 }
 }
 
-/// From the smallest on; several tasks of rows, several blocks of columns; values that are far from zero, hardly differ, are
-/// subnormal or have large squares.
+/// In ascending order: several tasks of rows, several blocks of columns; values that are far from zero, hardly differ, are subnormal or
+/// have large squares.
 const CASES: [Case; 14] = [
     plain(1, 1, false),
     plain(1, 1, true),
@@ -59,7 +59,8 @@ impl<T: Element> Inputs<T> {
         Inputs { case, x, weight: random(cols, "weight"), bias: random(cols, "bias"), dy }
     }
 
-    /// The output, its statistics, and the gradients: of the input written and added, of the weight likewise.
+    /// Returns the output, its statistics, and the gradients: the input gradient written and accumulated, then the weight gradient
+    /// likewise.
     fn run(&self) -> [Vec<f32>; 6] {
         let Case { rows, cols, centred, .. } = self.case;
         let (x, weight, dy) = (&self.x[..], &self.weight[..], &self.dy[..]);
@@ -99,7 +100,7 @@ impl Row {
         (self.x[col] - self.mean) * self.scale
     }
 
-    /// What the error of a normalised value is in proportion to.
+    /// Returns the magnitude to which the error of a normalized value is proportional.
     fn magnitude(&self, col: usize) -> f64 {
         let mean_magnitude = self.x.iter().map(|x| x.abs()).sum::<f64>() / self.x.len() as f64;
         let mean_magnitude = if self.mean == 0.0 { 0.0 } else { mean_magnitude };
@@ -107,7 +108,7 @@ impl Row {
     }
 }
 
-/// The slope of `loss` along each of the columns of `x`.
+/// Returns the slope of `loss` along each of the columns of `x`.
 fn slopes(x: &[f64], step: f64, loss: impl Fn(&[f64]) -> f64) -> Vec<f64> {
     let at = |col: usize, by: f64| {
         let mut x = x.to_vec();
@@ -164,7 +165,7 @@ fn check<T: Element>(case: Case) {
     );
 }
 
-/// Central differences of `sum(dy y)`, for steps of a small part of what changes a row.
+/// Returns central differences of `sum(dy y)`. Steps are small relative to the scale of the row.
 fn input_gradient(row: &Row, weight: &[f64], dy: &[f64], centred: bool) -> Vec<Exact> {
     let loss = |x: &[f64]| {
         let row = Row::new(x, centred);
@@ -221,7 +222,7 @@ fn what_is_not_finite_reaches_what_depends_on_it_only() {
         let in_column: Vec<usize> = (0..case.rows).map(|row| row * case.cols + col).collect();
 
         let [y, statistics, dx, dx_added, d_weight, _] = spoilt(&|inputs| inputs.x[place] = value);
-        // An infinite element leaves no other anything of the unit of RMS normalisation: they become zero.
+        // In RMS normalization, an infinite element makes the scale 0, so that all others become zero.
         if centred || value.is_nan() {
             assert_eq!(not_finite(&clean[0], &y), whole_row);
         } else {

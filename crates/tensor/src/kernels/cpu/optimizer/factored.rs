@@ -1,5 +1,5 @@
-//! Adafactor for matrices: the second moment is the product of a column and a row (Shazeer, Stern, "Adafactor", 2018,
-//! section 3 and algorithm 4).
+//! Adafactor for matrices: the second moment is the product of a column vector and a row vector (Shazeer, Stern, "Adafactor", 2018, section
+//! 3 and algorithm 4).
 
 use super::pieces::{Piece, Pieces};
 use super::rules::{FACTORED_FLOOR, bounded_square, rms_update};
@@ -8,20 +8,20 @@ use crate::kernels::cpu::{Cpu, SharedSlice};
 use crate::parameter_table::leaf_sum;
 use std::ops::Range;
 
-/// Columns whose sums one task takes.
+/// Number of columns per task of a column sum.
 const COLUMNS: usize = 64;
 
-/// What is here of a matrix.
+/// The shard of a matrix on this rank.
 #[derive(Debug, Clone)]
 pub(crate) struct FactoredPart {
     pub(crate) cols: usize,
     /// First element of the matrix within its unit's flat buffer.
     pub(crate) offset: usize,
-    /// Which of its elements are here, within the unit's flat buffer.
+    /// The stored elements of the matrix, within the unit's flat buffer.
     pub(crate) held: Range<usize>,
-    /// Where the buffers of parameters and gradients begin there.
+    /// Start of the parameter and gradient buffers within the unit's flat buffer.
     pub(crate) buffer: usize,
-    /// Elements of a leaf of the unit.
+    /// Length of a leaf of the unit.
     pub(crate) leaf_len: usize,
 }
 
@@ -30,19 +30,19 @@ pub(crate) struct FactoredPart {
 pub struct FactoredStep {
     /// First element of the matrix within its unit's flat buffer.
     pub offset: usize,
-    /// What is left of the parameter.
+    /// Factor of the parameter (weight decay).
     pub keep: f32,
-    /// Every gradient is multiplied by this first.
+    /// Factor applied to every gradient first.
     pub grad_scale: f32,
 }
 
-/// Second moments of rows and of columns. That of an element is the one of its row, divided by the mean of rows, times the one of
-/// its column.
+/// Second moments of rows and columns. The moment of an element is its row moment, divided by the mean of the row moments, times its column
+/// moment.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Factors<'a> {
     pub(crate) rows: &'a [f32],
     pub(crate) cols: &'a [f32],
-    /// Mean of those of all rows, wherever they are: one value.
+    /// Mean over all rows of the full matrix; one value.
     pub(crate) row_mean: &'a [f64],
 }
 
@@ -81,13 +81,13 @@ impl FactoredPart {
         position / self.leaf_len
     }
 
-    /// What is here of the elements `range` of the unit, and their leaves.
+    /// Returns the leaves of the stored elements in `range` of the unit.
     fn leaves(&self, range: Range<usize>) -> Range<usize> {
         let (start, end) = (range.start.max(self.held.start), range.end.min(self.held.end));
         if start < end { self.leaf_of(start)..self.leaf_of(end - 1) + 1 } else { 0..0 }
     }
 
-    /// What is here of the elements `range` in one leaf, as indices of the buffer.
+    /// Returns the stored elements of `range` in one leaf, as indices of the buffer.
     fn share(&self, range: &Range<usize>, leaf: usize) -> Range<usize> {
         let start = range.start.max(self.held.start).max(leaf * self.leaf_len);
         let end = range.end.min(self.held.end).min((leaf + 1) * self.leaf_len);
@@ -95,7 +95,7 @@ impl FactoredPart {
     }
 }
 
-/// The segments of a piece that lie in one row each: the row, its first column, and the elements within the piece.
+/// Splits a piece at row boundaries. Returns the row, the first column, and the elements within the piece of each segment.
 fn segments(piece: &Piece, offset: usize, cols: usize) -> impl Iterator<Item = (usize, usize, Range<usize>)> {
     let (first, len) = (piece.position - offset, piece.len);
     let mut done = 0;
@@ -108,7 +108,7 @@ fn segments(piece: &Piece, offset: usize, cols: usize) -> impl Iterator<Item = (
 }
 
 impl Cpu {
-    /// Sums of the squares of gradients over each row of a matrix, of what is here of it.
+    /// Sums the squares of the stored gradients over each row of a matrix.
     pub(crate) fn row_squares(&self, part: &FactoredPart, grads: &[f32], scale: f32, sums: &mut [f64]) {
         let cols = part.cols;
         self.for_each_reduced_row(sums, 1, cols, |row, sum| {
@@ -119,10 +119,10 @@ impl Cpu {
         });
     }
 
-    /// The same over each column.
+    /// Sums the squares of the stored gradients over each column of a matrix.
     pub(crate) fn column_squares(&self, part: &FactoredPart, grads: &[f32], scale: f32, sums: &mut [f64]) {
         let (cols, held) = (part.cols, &part.held);
-        // From the buffer to the matrix.
+        // Conversions between indices of the buffer and of the matrix.
         let (to_matrix, to_buffer) =
             (|index| index + part.buffer - part.offset, |index| index + part.offset - part.buffer);
         self.for_each_chunk(&mut sums[..cols], COLUMNS, |first, columns| {
@@ -178,7 +178,7 @@ impl Cpu {
                 let (row, scale) = (factors.row(row), step.grad_scale);
                 sum += f64::from(update_squares(self.features, &g[segment], cols, row, scale));
             }
-            // SAFETY: each piece has its own.
+            // SAFETY: each piece has its own sums.
             let sums = unsafe { sums.range(index, 1) };
             sums[0] = [sum, 0.0];
         });

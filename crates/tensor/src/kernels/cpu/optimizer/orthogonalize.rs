@@ -1,30 +1,30 @@
-//! Matrices made nearly orthogonal, by products alone (Jordan, "Muon", 2024).
+//! Approximate orthogonalization of matrices by matmuls (Newton–Schulz iteration; Jordan, "Muon", 2024).
 
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::{Floats, FloatsMut};
 use crate::kernels::cpu::matmul::{Epilogue, Matrix, ProductSizes};
 use crate::precision::Precision;
 
-/// Coefficients of the iteration: odd polynomials whose repetition brings singular values from 0 to 1 near 1, the small ones fast.
+/// Coefficients of an odd polynomial whose iteration moves singular values in (0, 1] close to 1, small ones quickly.
 const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
 
 /// Added to the norm of a matrix, which may be zero.
 const NORM_EPSILON: f32 = 1e-7;
 
-/// Memory that the iteration works in, for a matrix whose shorter side is `m`.
+/// Scratch memory of the iteration, for a matrix whose shorter side is `m`.
 pub(crate) struct OrthogonalizeScratch<'a> {
     /// `m x m`.
     pub(crate) gram: &'a mut [f32],
     /// `m x m`.
     pub(crate) polynomial: &'a mut [f32],
-    /// As the matrix.
+    /// The shape of the matrix.
     pub(crate) product: &'a mut [f32],
-    /// For packed factors.
+    /// Memory for packed operands.
     pub(crate) words: &'a mut [u32],
 }
 
-/// The three products of a round, as sizes and how their factors are read: the shorter side is multiplied out, `X Xᵀ` of wide
-/// matrices, `Xᵀ X` of tall ones.
+/// The three matmuls of an iteration, as sizes and operands. The Gram matrix has the shorter side: `X Xᵀ` for wide matrices, `Xᵀ X` for
+/// tall ones.
 struct Round {
     rows: usize,
     cols: usize,
@@ -64,7 +64,7 @@ impl Round {
 }
 
 impl Cpu {
-    /// Words of scratch memory that [`Cpu::orthogonalize`] packs factors in.
+    /// Returns the words of scratch memory in which [`Cpu::orthogonalize`] packs operands.
     pub(crate) fn orthogonalize_scratch(&self, precision: Precision, [rows, cols]: [usize; 2]) -> usize {
         let (round, none) = (Round { rows, cols }, Floats::F32(&[]));
         let square = Matrix::row_major(none, round.side(), false);
@@ -83,7 +83,7 @@ impl Cpu {
     ) {
         let OrthogonalizeScratch { gram, polynomial, product, words } = scratch;
         let round = Round { rows, cols };
-        // Not a sum of squares of large elements: their squares must not overflow.
+        // Divides by the largest element first, so that squares do not overflow.
         let largest = matrix.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
         let inverse = if largest > 0.0 { 1.0 / largest } else { 0.0 };
         self.scale(matrix, inverse);

@@ -1,4 +1,4 @@
-//! What goes over the elements of a unit: pieces that are updated alike.
+//! Pieces: ranges of elements with a common update rule.
 
 use super::rules::Update;
 use super::state::{BLOCK_LEN, PieceState, StateSlice, num_blocks};
@@ -6,10 +6,10 @@ use crate::kernels::cpu::simd::CpuFeatures;
 use crate::kernels::cpu::{Cpu, SharedSlice, TASK_ELEMENTS};
 use std::ops::Range;
 
-/// Neighbouring elements of one parameter that are updated by the same numbers, and whose sums are one term.
+/// Consecutive elements of one parameter with the same update. Each of their sums is one term.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// First element within the unit's flat buffer, whatever part of it is here.
+    /// First element within the unit's full flat buffer, even if only a part of it is stored.
     pub position: usize,
     /// First element within the buffers of parameters and gradients.
     pub start: usize,
@@ -17,11 +17,11 @@ pub struct Piece {
     pub state: usize,
     /// Number of elements.
     pub len: usize,
-    /// Index of the update that goes over it.
+    /// Index of the update rule.
     pub update: usize,
 }
 
-/// Pieces in order, dealt out to tasks by their lengths alone.
+/// Pieces in order, assigned to tasks by their lengths alone.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Pieces {
     pieces: Vec<Piece>,
@@ -32,13 +32,13 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// Longer pieces would leave threads without work. Of what is updated without sums and blocks they may be cut anywhere.
+    /// Maximum length for load balancing. Pieces without sums and without blocks may be split anywhere.
     pub const LEN_MAX: usize = TASK_ELEMENTS;
 
-    /// These pieces, in the order of memory.
+    /// Creates pieces, given in the order of memory.
     ///
     /// # Panics
-    /// If two of them overlap, in the buffers or in the state, or are out of order: tasks write to pieces at the same time.
+    /// If two pieces overlap, in the buffers or in the state, or are out of order, because tasks write to pieces concurrently.
     pub fn new(pieces: Vec<Piece>) -> Self {
         for pair in pieces.windows(2) {
             let (first, second) = (pair[0], pair[1]);
@@ -69,7 +69,7 @@ impl Pieces {
         Pieces { pieces, blocks, tasks, num_blocks: num_blocks_before }
     }
 
-    /// Pieces of `len` elements that are all updated by the first update.
+    /// Splits `len` elements into pieces that all use the first update rule.
     pub fn whole(len: usize) -> Self {
         let piece = |start| Piece {
             position: start,
@@ -81,17 +81,17 @@ impl Pieces {
         Pieces::new((0..len).step_by(Self::LEN_MAX).map(piece).collect())
     }
 
-    /// The pieces.
+    /// Returns the pieces.
     pub fn as_slice(&self) -> &[Piece] {
         &self.pieces
     }
 
-    /// Blocks of 8-bit state: each piece has its own.
+    /// Returns the number of blocks of 8-bit state. Blocks do not span pieces.
     pub fn num_blocks(&self) -> usize {
         self.num_blocks
     }
 
-    /// Elements of all pieces.
+    /// Returns the number of elements of all pieces.
     pub fn num_elements(&self) -> usize {
         self.pieces.iter().map(|piece| piece.len).sum()
     }
@@ -107,10 +107,10 @@ impl Cpu {
         });
     }
 
-    /// Updates parameters and states piece by piece; `sums` gets the two sums of each piece that its update takes, if they are wanted.
+    /// Updates parameters and states piece by piece. If given, `sums` receives the two sums of each piece.
     ///
-    /// Where the states are narrower than f32, they are rounded by random numbers of `noise` and the position. `grads` is empty
-    /// where no update reads it. `scales` has a factor of the learning rate for each update, or is empty.
+    /// States narrower than f32 are rounded by random numbers from `noise` and the position. `grads` is empty if no update reads it.
+    /// `scales` has a factor of the learning rate per update, or is empty.
     pub(crate) fn update(
         &self,
         (pieces, updates, scales): (&Pieces, &[Update], &[f32]),
@@ -124,7 +124,7 @@ impl Cpu {
         assert!(sums.as_ref().is_none_or(is_for_each), "sums for each piece");
         let (parameters, sums) = (SharedSlice::new(parameters), sums.map(SharedSlice::new));
         self.for_pieces(pieces, |index, piece| {
-            // SAFETY: pieces do not overlap, nor do their blocks.
+            // SAFETY: neither pieces nor their blocks overlap.
             let p = unsafe { parameters.range(piece.start, piece.len) };
             let states = states.map(|state| {
                 // SAFETY: as above.
@@ -136,7 +136,7 @@ impl Cpu {
             let update = scales.get(piece.update).map_or(update, |&scale| update.scaled(scale));
             let found = update.run(p, g, walk);
             if let Some(sums) = &sums {
-                // SAFETY: each piece has its own.
+                // SAFETY: each piece has its own sums.
                 unsafe { sums.range(index, 1) }.copy_from_slice(&[found]);
             }
         });
@@ -144,7 +144,7 @@ impl Cpu {
 }
 
 impl Pieces {
-    /// The elements of a state that the pieces `range` have, and their blocks. Panics if the state has something between them.
+    /// Returns the elements and the blocks of the pieces `range` within a state. Panics if the pieces are not contiguous in the state.
     pub(crate) fn span(&self, range: Range<usize>) -> (Range<usize>, Range<usize>) {
         let Some(last) = range.clone().last() else { return (0..0, 0..0) };
         let (first, piece) = (range.start, self.pieces[last]);
@@ -155,7 +155,7 @@ impl Pieces {
         (elements, blocks)
     }
 
-    /// Copies the state of the pieces `range` to f32s, one after another. `state` begins with what the first of them has.
+    /// Copies the state of the pieces `range` to f32s, contiguously. `state` starts with the first of these pieces.
     pub(crate) fn read_state(
         &self,
         features: CpuFeatures,
@@ -170,8 +170,8 @@ impl Pieces {
         });
     }
 
-    /// Sets the state of the pieces `range`; what was read from one of its kind comes back as it was. `state` begins with what the
-    /// first of them has.
+    /// Sets the state of the pieces `range`. Values that were read from a state of the same dtype are restored exactly. `state` starts with
+    /// the first of these pieces.
     pub(crate) fn write_state(
         &self,
         features: CpuFeatures,
@@ -186,7 +186,7 @@ impl Pieces {
         });
     }
 
-    /// Calls `visit` with each of the pieces `range`, its elements among those of all of them, and its part of their `state`.
+    /// Calls `visit` with each of the pieces `range`, its elements relative to the first piece, and its part of `state`.
     fn for_each_state(
         &self,
         range: Range<usize>,
@@ -198,14 +198,14 @@ impl Pieces {
             let piece = &self.pieces[index];
             let first = piece.state - elements.start;
             let place = first..first + piece.len;
-            // SAFETY: the last piece's is gone.
+            // SAFETY: the previous piece's reference was dropped.
             let state = unsafe { state.piece(place.clone(), self.blocks[index] - blocks.start) };
             visit(piece, place, state);
         }
     }
 }
 
-/// A piece's state, and how it is walked through.
+/// The state of a piece and the parameters of its rounding.
 pub(super) struct Walk<'a> {
     pub(super) features: CpuFeatures,
     states: [PieceState<'a>; 2],
@@ -214,7 +214,7 @@ pub(super) struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// Calls `run` with f32 states: at once where they are f32, else block by block. Returns the sums of what it returns.
+    /// Calls `run` with f32 states: once if the states are f32, otherwise block by block. Returns the sum of the results.
     pub(super) fn run(
         self,
         p: &mut [f32],
@@ -241,7 +241,7 @@ impl Walk<'_> {
             (total[0], total[1]) = (total[0] + sums[0], total[1] + sums[1]);
             let position = position + start;
             states[0].store(features, block, first, noise, position);
-            // The second state is rounded by other numbers than the first.
+            // The second state uses other random numbers than the first.
             states[1].store(features, block, second, !noise, position);
         }
         total

@@ -1,4 +1,4 @@
-//! The rules by which elements are updated.
+//! Elementwise update rules.
 
 use super::pieces::Walk;
 use crate::kernels::cpu::simd::{for_each_simd_level, sum_zip};
@@ -12,24 +12,24 @@ pub struct AdamWStep {
     pub beta1: f32,
     /// Decay rate of the second moment.
     pub beta2: f32,
-    /// Share of the first moment in the update of AdamW and of Adam; the gradient itself has the rest (`nu1` of Ma, Yarats:
-    /// "Quasi-hyperbolic momentum and Adam for deep learning", 2019, equation 8). 1 is the optimizer itself.
+    /// Weight of the first moment in the update of AdamW and Adam; the gradient itself has the remaining weight (`nu1` of Ma, Yarats:
+    /// "Quasi-hyperbolic momentum and Adam for deep learning", 2019, equation 8). 1 gives the plain optimizer.
     pub nu: f32,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub epsilon: f32,
-    /// Decoupled decay; 0 for parameters that do not decay.
+    /// Decoupled weight decay; 0 for parameters without decay.
     pub weight_decay: f32,
-    /// Every gradient is multiplied by this first: mean over microbatches, and clipping.
+    /// Factor applied to every gradient first: mean over microbatches, and clipping.
     pub grad_scale: f32,
-    /// Number of this step, from 1: corrects the bias of the first moment.
+    /// Number of this step, from 1. Corrects the bias of the first moment.
     pub step: u64,
-    /// Updates that the second moment has seen, this one included: corrects its bias. The number of the step, unless the second
-    /// moment is not updated in every step.
+    /// Number of updates of the second moment, including this one. Corrects its bias. Equal to `step`, unless the second moment is not
+    /// updated in every step.
     pub num_second: u64,
 }
 
 impl AdamWStep {
-    /// The first step with PyTorch's defaults, without decay.
+    /// The first step with PyTorch's defaults, without weight decay.
     pub const DEFAULT: AdamWStep = AdamWStep {
         lr: 1e-3,
         beta1: 0.9,
@@ -43,39 +43,39 @@ impl AdamWStep {
     };
 }
 
-/// The numbers of one SGD update with momentum (as PyTorch defines it: dampening 0).
+/// The numbers of one SGD update with momentum, as PyTorch defines it with dampening 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MomentumStep {
     /// Learning rate of this step.
     pub lr: f32,
     /// Decay rate of the velocity; 0 for plain SGD.
     pub momentum: f32,
-    /// Step along `gradient + momentum * velocity` (Nesterov) instead of along the velocity.
+    /// Whether to step along `gradient + momentum * velocity` (Nesterov) instead of along the velocity.
     pub nesterov: bool,
     /// Added to the gradient as `weight_decay * parameter`.
     pub weight_decay: f32,
-    /// Every gradient is multiplied by this first.
+    /// Factor applied to every gradient first.
     pub grad_scale: f32,
-    /// Number of this step, from 1: the first sets the velocity to the gradient.
+    /// Number of this step, from 1. The first step sets the velocity to the gradient.
     pub step: u64,
 }
 
-/// The numbers of one update of Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023, program 1).
+/// The numbers of one Lion update (Chen et al., "Symbolic discovery of optimization algorithms", 2023, program 1).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LionStep {
     /// Learning rate of this step.
     pub lr: f32,
-    /// Share of the momentum in the update.
+    /// Weight of the momentum in the update.
     pub beta1: f32,
     /// Decay rate of the momentum.
     pub beta2: f32,
-    /// Decoupled decay.
+    /// Decoupled weight decay.
     pub weight_decay: f32,
-    /// Every gradient is multiplied by this first.
+    /// Factor applied to every gradient first.
     pub grad_scale: f32,
 }
 
-/// The numbers of one update of LARS (You et al., "Large batch training of convolutional networks", 2017, algorithm 1).
+/// The numbers of one LARS update (You et al., "Large batch training of convolutional networks", 2017, algorithm 1).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LarsStep {
     /// Learning rate of this step, to be multiplied by the parameter's [`StepScale`](super::StepScale).
@@ -84,101 +84,101 @@ pub struct LarsStep {
     pub momentum: f32,
     /// Added to the gradient as `weight_decay * parameter`.
     pub weight_decay: f32,
-    /// Every gradient is multiplied by this first.
+    /// Factor applied to every gradient first.
     pub grad_scale: f32,
 }
 
 /// The numbers of one step of Muon's momentum (Jordan, "Muon", 2024).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MuonStep {
-    /// Decay rate of the momentum, which is a mean of gradients.
+    /// Decay rate of the momentum, which is an average of gradients.
     pub momentum: f32,
-    /// Look ahead: mix the gradient in once more.
+    /// Whether to mix in the gradient once more (Nesterov).
     pub nesterov: bool,
-    /// Every gradient is multiplied by this first.
+    /// Factor applied to every gradient first.
     pub grad_scale: f32,
 }
 
-/// The numbers of one update of Adafactor for a vector (Shazeer, Stern, "Adafactor", 2018, algorithm 5).
+/// The numbers of one Adafactor update of a vector (Shazeer, Stern, "Adafactor", 2018, algorithm 5).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RmsStep {
     /// Learning rate of this step, to be multiplied by the parameter's [`StepScale`](super::StepScale).
     pub lr: f32,
-    /// Share of the new square in the second moment.
+    /// Weight of the new square in the second moment.
     pub mixing: f32,
-    /// What is left of the parameter.
+    /// Factor of the parameter (weight decay).
     pub keep: f32,
-    /// Every gradient is multiplied by this first.
+    /// Factor applied to every gradient first.
     pub grad_scale: f32,
 }
 
-/// What happens to the elements of a piece, and which two sums over them are taken.
+/// The update of the elements of a piece, and the two sums over them that it computes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Update {
     /// AdamW; states: first and second moment. No sums.
     AdamW(AdamWStep),
     /// Adam (Kingma, Ba 2015), with the decay added to the gradient; states as AdamW. No sums.
     Adam(AdamWStep),
-    /// Adam of which the second moment does not change, with decoupled decay; states as AdamW. No sums. Where the second moment
-    /// is zero there is no step but for the decay.
+    /// Adam with a frozen second moment and decoupled decay; states as for AdamW. No sums. Where the second moment is zero, only the decay
+    /// applies.
     FrozenAdam(AdamWStep),
-    /// The second half of [`Update::FrozenAdam`]: the gradient is the new first moment already.
+    /// The second half of [`Update::FrozenAdam`]: the gradient is already the new first moment.
     FromMomentum(AdamWStep),
-    /// The first half of [`Update::FrozenAdam`]: gradients, in the place of the parameters, become the new first moment; state:
-    /// first moment, which stays as it is. No sums, no other gradients.
+    /// The first half of [`Update::FrozenAdam`]: the gradients are passed as the parameters and become the new first moment; state: first
+    /// moment, which is unchanged. No sums, no other gradients.
     ToMomentum(AdamWStep),
     /// SGD; state: velocity. No sums.
     Momentum(MomentumStep),
     /// Lion; state: momentum. No sums.
     Lion(LionStep),
-    /// Squares of parameter and gradient; nothing changes.
+    /// Sums: squares of parameter and gradient. Changes nothing.
     Norms {
-        /// Every gradient is multiplied by this first.
+        /// Factor applied to every gradient first.
         grad_scale: f32,
     },
     /// LARS; state: velocity. No sums.
     Lars(LarsStep),
-    /// The moments of LAMB (You et al., "Large batch optimization for deep learning", 2020, algorithm 2), as AdamW's;
-    /// parameters stay. Sums: squares of the parameter and of its update.
+    /// The moments of LAMB (You et al., "Large batch optimization for deep learning", 2020, algorithm 2); states as for AdamW. Parameters
+    /// are unchanged. Sums: squares of the parameter and of its update.
     LambMoments(AdamWStep),
-    /// LAMB's update by moments that are there; its learning rate is multiplied by the parameter's [`StepScale`](super::StepScale). No sums.
+    /// LAMB's update from existing moments. Its learning rate is multiplied by the parameter's [`StepScale`](super::StepScale). No sums.
     Lamb(AdamWStep),
-    /// The second moment of Adafactor's vectors; parameters stay; state: second moment. Sums: squares of the update, nothing.
+    /// The second moment of Adafactor's vectors; state: second moment. Parameters are unchanged. Sums: squares of the update, and 0.
     RmsMoment(RmsStep),
-    /// Adafactor's update of vectors by the moment that is there. No sums.
+    /// Adafactor's update of vectors from the existing second moment. No sums.
     Rms(RmsStep),
-    /// Muon's momentum, of which the matrix to be made orthogonal is written to the parameters; state: momentum. No sums.
+    /// Muon's momentum; state: momentum. Writes the matrix to be orthogonalized to the parameters. No sums.
     MuonMomentum(MuonStep),
-    /// A step along the gradient as it is, with decoupled decay. No sums.
+    /// A step along the unmodified gradient, with decoupled decay. No sums.
     Descend {
         /// Learning rate.
         lr: f32,
-        /// What is left of the parameter.
+        /// Factor of the parameter (weight decay).
         keep: f32,
     },
-    /// A step of the same length for all elements, against the sign of the gradient; none where that is 0. No sums.
+    /// A step of constant length against the sign of the gradient; no step where the gradient is 0. No sums.
     Sign {
-        /// The length.
+        /// Length of the step.
         rate: f32,
     },
 }
 
-/// Gradients of Adafactor count as no larger than this: their squares stay finite.
+/// Bound on the magnitude of Adafactor's gradients. Keeps their squares finite.
 const GRADIENT_MAX: f32 = 1e15;
 
-/// Second moments of Adafactor are no smaller.
+/// Minimum second moment of Adafactor.
 pub(super) const FACTORED_FLOOR: f32 = 1e-30;
 
-/// AdamW's numbers with what is the same for all elements.
+/// The numbers of an Adam step, with values that are the same for all elements.
 #[derive(Clone, Copy)]
 struct Corrected {
     step: AdamWStep,
     step_size: f32,
-    /// What the gradient itself counts in the update, where an uncorrected first moment counts `nu`.
+    /// Weight of the gradient in the update, relative to the weight `nu` of the uncorrected first moment.
     gradient_share: f32,
-    /// One over the correction of the first moment.
+    /// Reciprocal of the bias correction of the first moment.
     unbias1: f32,
-    /// One over the root of the correction of the second moment.
+    /// Reciprocal of the square root of the bias correction of the second moment.
     root2: f32,
     keep: f32,
 }
@@ -197,28 +197,28 @@ impl Corrected {
         }
     }
 
-    /// What the update goes along, for a new first moment `m` and a gradient `g`.
+    /// Returns the direction of the update for a new first moment `m` and a gradient `g`.
     #[inline(always)]
     fn direction(self, m: f32, g: f32) -> f32 {
         if self.step.nu == 1.0 { m } else { self.step.nu * m + self.gradient_share * g }
     }
 }
 
-/// The square of Adafactor's gradient.
+/// Returns the square of a gradient, bounded as for Adafactor.
 #[inline(always)]
 pub(super) fn bounded_square(g: f32) -> f32 {
     let g = g.clamp(-GRADIENT_MAX, GRADIENT_MAX);
     g * g
 }
 
-/// What Adam divides by while the second moment `v` stands still. Where that is zero there was no gradient before, and one that
-/// comes now, or the rounding of a compressed momentum, would be divided by epsilon alone: such elements stay.
+/// Returns Adam's denominator for a frozen second moment `v`. Where `v` is zero, there was no gradient before. A new gradient, or the
+/// rounding error of a compressed momentum, would be divided by epsilon alone, so such elements are not updated.
 #[inline(always)]
 fn frozen_denominator(v: f32, c: Corrected) -> f32 {
     if v == 0.0 { f32::INFINITY } else { v.sqrt() * c.root2 + c.step.epsilon }
 }
 
-/// The sign of zero is zero here, which `signum` is not.
+/// Returns the sign of `x`; 0 for 0, unlike `signum`.
 #[inline(always)]
 fn sign(x: f32) -> f32 {
     if x == 0.0 { 0.0 } else { x.signum() }
@@ -354,22 +354,22 @@ fn lamb_update(c: Corrected, p: f32, m: f32, v: f32) -> f32 {
     m * c.unbias1 / (v.sqrt() * c.root2 + c.step.epsilon) + c.step.weight_decay * p
 }
 
-/// A gradient over the root of its second moment.
+/// Returns a gradient divided by the square root of its second moment.
 #[inline(always)]
 pub(super) fn rms_update(g: f32, v: f32) -> f32 {
     g.clamp(-GRADIENT_MAX, GRADIENT_MAX) / v.max(FACTORED_FLOOR).sqrt()
 }
 
-/// What an update does with a value of an element.
+/// Access of an update to a value of an element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// Nothing.
+    /// No access.
     Skip,
     Read,
     Change,
 }
 
-/// What an update does with an element: floating-point operations, and access to parameter, gradient, first and second state.
+/// The work per element of an update: floating-point operations, and access to the parameter, the gradient and both states.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ElementCost {
     pub(crate) num_operations: usize,
@@ -379,8 +379,7 @@ pub(crate) struct ElementCost {
 }
 
 impl Update {
-    /// The same with its learning rate times `scale`. Panics if it is none of those whose rate depends on sums over the
-    /// parameter.
+    /// Multiplies the learning rate by `scale`. Panics for updates whose rate does not depend on sums over the parameter.
     pub(super) fn scaled(self, scale: f32) -> Self {
         match self {
             Update::Lars(step) => Update::Lars(LarsStep { lr: step.lr * scale, ..step }),
@@ -390,7 +389,7 @@ impl Update {
         }
     }
 
-    /// What it costs, with states in f32.
+    /// Returns the cost of the update with f32 states.
     pub(crate) fn cost(&self) -> ElementCost {
         use Access::{Change, Read, Skip};
         let (num_operations, parameter, gradient, states) = match self {
@@ -411,7 +410,7 @@ impl Update {
         ElementCost { num_operations, parameter, gradient, states }
     }
 
-    /// Updates a piece; returns its sums.
+    /// Updates a piece. Returns its sums.
     pub(super) fn run(&self, p: &mut [f32], g: &[f32], walk: Walk<'_>) -> [f64; 2] {
         let features = walk.features;
         const NONE: [f32; 2] = [0.0; 2];

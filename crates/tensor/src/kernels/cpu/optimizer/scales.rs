@@ -1,4 +1,4 @@
-//! Factors of learning rates, from sums over whole parameters.
+//! Learning rate factors from sums over full parameters.
 
 use crate::parameter_table::leaf_sum;
 use std::ops::Range;
@@ -13,7 +13,7 @@ pub struct LeafRun {
 }
 
 impl LeafRun {
-    /// The sum of one of the two sums of each piece, of neighbours first; 0 without pieces.
+    /// Adds one of the two sums of each piece in the order of the tree; 0 without pieces.
     pub(crate) fn sum(&self, of_pieces: &[[f64; 2]], which: usize) -> f64 {
         let leaves = self.first_leaf..self.first_leaf + self.pieces.len();
         let mut leaf = |leaf: usize| of_pieces[self.pieces.start + leaf - self.first_leaf][which];
@@ -21,30 +21,30 @@ impl LeafRun {
     }
 }
 
-/// What the learning rate of a whole parameter is multiplied by, from the squares of its elements and of those of its update.
+/// The learning rate factor of a parameter, from the sums of squares of its elements and of its update.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum StepScale {
-    /// The norm of the parameter over that of its update (LARS, LAMB); 1 where one of them is zero or not finite, for then it says nothing.
+    /// The norm of the parameter divided by the norm of its update (LARS, LAMB); 1 if a norm is zero or not finite.
     TrustRatio {
-        /// What the norm of the parameter counts as part of the update's.
+        /// Fraction of the parameter's norm that is added to the norm of the update.
         weight_decay: f32,
     },
-    /// The learning rate itself, where the one that is multiplied is 1, as Adafactor derives it (Shazeer, Stern, "Adafactor", 2018, algorithm 6).
+    /// Adafactor's learning rate (Shazeer, Stern, "Adafactor", 2018, algorithm 6). The update's own rate must be 1.
     Adafactor {
-        /// Learning rate, of a parameter whose root mean square is 1 if it is relative.
+        /// Learning rate. If relative, the rate of a parameter whose root mean square is 1.
         lr: f64,
-        /// Whether it grows with the parameter.
+        /// Whether the rate is proportional to the parameter's root mean square.
         is_relative: bool,
-        /// Updates of a larger root mean square are scaled down to it.
+        /// Updates with a larger root mean square are scaled down to this.
         clip_threshold: f32,
-        /// Of the whole parameter.
+        /// Number of elements of the full parameter.
         num_elements: usize,
     },
 }
 
 impl StepScale {
     pub(crate) fn of(self, parameter: f64, update: f64) -> f32 {
-        /// Parameters count as no smaller: zeros could not begin to move.
+        /// Minimum root mean square of a parameter. Zeros could not be updated otherwise.
         const SIZE_MIN: f64 = 1e-3;
         match self {
             StepScale::TrustRatio { weight_decay } => {

@@ -1,48 +1,48 @@
-//! Optimizer state in fewer bits than an f32.
+//! Optimizer state in fewer bits than f32.
 //!
-//! It is rounded at random, up or down so that the mean is right: to the nearest value, a moment that changes by less than
-//! half a unit a step would never change (docs/optimizers.md has the figures). A value that the format has stays as it is,
-//! so that a state goes through f32 and back without a change.
+//! Rounding is stochastic and unbiased: with rounding to nearest, a moment that changes by less than half a unit per step would never
+//! change (see docs/optimizers.md for figures). A value that the format represents is unchanged, so that a state can be converted to f32
+//! and back without loss.
 
 use crate::kernels::cpu::SharedSlice;
 use crate::kernels::cpu::simd::{CpuFeatures, for_each_simd_level};
 use std::ops::Range;
 use trireme_base::Bf16;
 
-/// Elements that share the step of their 8-bit codes.
+/// Number of elements that share the quantization step of their 8-bit codes.
 pub(super) const BLOCK_LEN: usize = 256;
 
-/// Larger values count as this, so that steps may be rounded up.
+/// Larger values are clamped to this, so that steps can be rounded up.
 const LARGEST: f32 = 3e38;
 
-/// Codes of either sign.
+/// Number of positive and of negative codes.
 const SIGNED_LEVELS: f32 = 127.0;
 
-/// Codes of roots.
+/// Number of codes of square roots.
 const ROOT_LEVELS: f32 = 255.0;
 
-/// So near to the largest code a value has that code, for steps are rounded up by less.
+/// Values this close to the largest code get that code. Steps are rounded up by less.
 const SNAP: f32 = 0.01;
 
-/// Steps below this cannot be divided by; what is so small counts as nothing.
+/// Smaller steps cannot be divided by. They are rounded to 0.
 const STEP_MIN: f32 = 1e-30;
 
 trireme_base::named! {
-    /// The type of optimizer state.
+    /// The dtype of optimizer state.
     pub enum StateDType {
         /// f32.
         F32 = "f32",
-        /// bf16, rounded at random.
+        /// bf16 with stochastic rounding.
         Bf16 = "bf16",
-        /// One byte, and an f32 for up to 256 of them (Dettmers et al., "8-bit optimizers via block-wise quantization", 2022,
-        /// with linear codes, rounded at random): signed values as multiples of 1/127 of the block's largest, second moments
-        /// by their roots, as multiples of 1/255 of the largest root, and at least one of them.
+        /// One byte per value, and one f32 per up to 256 of them (Dettmers et al., "8-bit optimizers via block-wise quantization", 2022,
+        /// with linear codes and stochastic rounding). Signed values are multiples of 1/127 of the block's largest magnitude. Second
+        /// moments are stored by their square roots, as multiples of 1/255 of the largest root; at least one multiple if they are not 0.
         Int8 = "int8",
     }
 }
 
 impl StateDType {
-    /// Bytes of so many elements of one piece.
+    /// Returns the bytes of `len` elements of one piece.
     pub(crate) fn num_bytes(self, len: usize) -> usize {
         match self {
             StateDType::F32 => len * size_of::<f32>(),
@@ -66,13 +66,13 @@ pub(crate) enum StateSlice<'a> {
 }
 
 impl<'a> StateSlice<'a> {
-    /// The elements `range`, whose first block is `block`.
+    /// Returns the elements `range`, whose first block is `block`.
     ///
     /// # Safety
-    /// No other live reference reaches them or their blocks.
+    /// No other live reference covers these elements or their blocks.
     pub(super) unsafe fn piece(&self, range: Range<usize>, block: usize) -> PieceState<'a> {
         let (start, len) = (range.start, range.len());
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match self {
                 StateSlice::Absent => PieceState::Absent,
@@ -96,7 +96,7 @@ pub(super) enum PieceState<'a> {
 }
 
 impl PieceState<'_> {
-    /// Writes a block to f32s.
+    /// Converts a block to f32.
     pub(super) fn load(&self, features: CpuFeatures, block: usize, out: &mut [f32]) {
         let range = block * BLOCK_LEN..block * BLOCK_LEN + out.len();
         match self {
@@ -122,7 +122,7 @@ impl PieceState<'_> {
         position: usize,
     ) {
         let range = block * BLOCK_LEN..block * BLOCK_LEN + values.len();
-        // The noise is a function of all bits of the position: the high ones, mostly 0, change the seed.
+        // Uses all bits of the position: the high ones, which are mostly 0, change the seed.
         let noise = noise ^ ((position as u64 >> 32) as u32).wrapping_mul(0x85eb_ca6b);
         let position = position as u32;
         match self {
@@ -139,7 +139,7 @@ impl PieceState<'_> {
     }
 }
 
-/// 32 random bits, a function of seed and position (constants: Wellons, "Prospecting for hash functions", 2018).
+/// Returns 32 random bits, a function of seed and position (constants: Wellons, "Prospecting for hash functions", 2018).
 #[inline(always)]
 fn random_bits(seed: u32, position: u32) -> u32 {
     let mut bits = position.wrapping_mul(0x9e37_79b1) ^ seed;
@@ -148,9 +148,9 @@ fn random_bits(seed: u32, position: u32) -> u32 {
     bits ^ (bits >> 16)
 }
 
-/// Rounds a number from 0 to 255 up or down, and leaves whole numbers whole: twelve random bits and a half never make a tie.
+/// Rounds a number from 0 to 255 stochastically. Integers are unchanged: the shift of twelve random bits and a half never causes a tie.
 ///
-/// No cast, for those that saturate are no SIMD code: added to 2^23, a number has its whole part in the low bits.
+/// Avoids a cast, because saturating casts do not become SIMD code. Adding 2^23 leaves the integer part in the low bits.
 #[inline(always)]
 fn round_at_random(value: f32, bits: u32) -> u8 {
     const WHOLE: f32 = 8_388_608.0;
@@ -158,15 +158,14 @@ fn round_at_random(value: f32, bits: u32) -> u8 {
     ((value + shift) + WHOLE).to_bits() as u8
 }
 
-/// The largest magnitude. As whole numbers, because a maximum of floats is no SIMD code.
+/// Returns the largest magnitude. Compares integers, because a maximum of floats does not become SIMD code.
 #[inline(always)]
 fn magnitude_max(values: &[f32]) -> f32 {
     let bits = values.iter().fold(0_u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
     f32::from_bits(bits).min(LARGEST)
 }
 
-/// What a code stands for: `largest / levels`, rounded up to 16 bits of fraction, so that its multiples are exact; 0 where
-/// it is too small.
+/// Returns the value of code 1: `largest / levels`, rounded up to 16 fraction bits, so that its multiples are exact; 0 if it is too small.
 #[inline(always)]
 fn step_of(largest: f32, levels: f32) -> f32 {
     let step = largest / levels;
@@ -191,7 +190,7 @@ for_each_simd_level! {
 
     fn store_signed(values: &[f32], codes: &mut [u8], noise: u32, position: u32) -> f32 {
         let step = step_of(magnitude_max(values), SIGNED_LEVELS);
-        // Without a step all values count as nothing: infinity makes them so.
+        // Dividing by infinity gives 0 for all values if there is no step.
         let divisor = if step == 0.0 { f32::INFINITY } else { step };
         for (index, (code, value)) in codes.iter_mut().zip(values).enumerate() {
             let bits = random_bits(noise, position.wrapping_add(index as u32));
@@ -217,7 +216,7 @@ for_each_simd_level! {
             let bits = random_bits(noise, position.wrapping_add(index as u32));
             let exact = value.sqrt() / divisor;
             let exact = if exact > ROOT_LEVELS - SNAP { ROOT_LEVELS } else { exact };
-            // What is not zero does not become zero: updates are divided by it.
+            // Values that are not zero must not become zero, because updates are divided by them.
             let exact = if *value > 0.0 && exact < 1.0 { 1.0 } else { exact };
             *code = round_at_random(exact, bits);
         }

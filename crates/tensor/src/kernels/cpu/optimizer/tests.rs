@@ -8,7 +8,7 @@ use crate::kernels::cpu::test_support::{
 use crate::kernels::cpu::{Cpu, SharedSlice};
 use proptest::prelude::*;
 
-/// Numbers of elements: none, one, about the widths of registers, two tasks and a rest.
+/// Numbers of elements: none, one, around register widths, two tasks and a remainder.
 const LENGTHS: [usize; 9] = [1, 0, 15, 16, 17, 33, 65, 16 * 1024, 33 * 1024 + 5];
 
 const ADAMW: AdamWStep = AdamWStep {
@@ -24,7 +24,7 @@ const ADAMW: AdamWStep = AdamWStep {
 const MOMENTUM: MomentumStep =
     MomentumStep { lr: 0.05, momentum: 0.9, nesterov: true, weight_decay: 0.1, grad_scale: 0.5, step: 3 };
 
-/// Parameters, gradients, and the optimizer's state before a step.
+/// Parameters, gradients, and the optimizer state before a step.
 #[derive(Clone, Debug)]
 struct Inputs {
     parameters: Vec<f32>,
@@ -34,7 +34,7 @@ struct Inputs {
 }
 
 impl Inputs {
-    /// Gradients of some size, and moments of gradients of that size.
+    /// Creates gradients of magnitude `grad_size`, and moments of such gradients.
     fn new(len: usize, grad_size: f32) -> Self {
         let scaled = |name| random(len, name).iter().map(|x| grad_size * x).collect::<Vec<f32>>();
         Inputs {
@@ -57,7 +57,7 @@ impl Inputs {
         })
     }
 
-    /// With the first moments as velocities.
+    /// Runs SGD with the first moments as velocities.
     fn momentum(&self, step: MomentumStep) -> [Vec<f32>; 2] {
         run(|cpu| {
             let Inputs { mut parameters, grads, mut first, .. } = self.clone();
@@ -68,7 +68,7 @@ impl Inputs {
     }
 }
 
-/// One update of all elements; its sums.
+/// Runs one update of all elements. Returns its sums.
 fn update(
     cpu: &Cpu,
     update: Update,
@@ -82,12 +82,12 @@ fn update(
     sums
 }
 
-/// A sum of terms.
+/// Returns the sum of `terms`, with its error magnitude.
 fn sum(terms: &[f64]) -> Exact {
     Exact::new(terms.iter().sum(), terms.iter().map(|term| term.abs()).sum())
 }
 
-/// Algorithm 2 of the paper with QHAdam's `nu1`, in f64: parameter, first and second moment.
+/// Computes algorithm 2 of the paper with QHAdam's `nu1`, in f64: parameter, first and second moment.
 fn adamw_f64(s: AdamWStep, (parameter, grad, first, second): (f64, f64, f64, f64)) -> [Exact; 3] {
     let [lr, beta1, beta2, epsilon, decay, scale] =
         [s.lr, s.beta1, s.beta2, s.epsilon, s.weight_decay, s.grad_scale].map(f64::from);
@@ -104,7 +104,7 @@ fn adamw_f64(s: AdamWStep, (parameter, grad, first, second): (f64, f64, f64, f64
     [Exact::new(value, magnitude), first, second]
 }
 
-/// As PyTorch documents its `SGD`, in f64: parameter and velocity.
+/// Computes SGD as PyTorch documents it, in f64: parameter and velocity.
 fn momentum_f64(s: MomentumStep, (parameter, grad, velocity): (f64, f64, f64)) -> [Exact; 2] {
     let [lr, momentum, decay, scale] = [s.lr, s.momentum, s.weight_decay, s.grad_scale].map(f64::from);
     let grad = sum(&[scale * grad, decay * parameter]);
@@ -144,7 +144,7 @@ fn check_momentum(inputs: &Inputs, step: MomentumStep) {
 #[test]
 fn steps_match_f64() {
     for &len in affordable(&LENGTHS, 6) {
-        // From squares that vanish, by way of subnormal ones, to some near the largest.
+        // From vanishing squares through subnormal ones to squares near the largest f32.
         for grad_size in [0.0, 1e-30, 1e-20, 1e-8, 1.0, 1e18] {
             let inputs = Inputs::new(len, grad_size);
             check_adamw(&inputs, ADAMW);
@@ -259,7 +259,7 @@ fn elements_without_a_frozen_second_moment_stay() {
     }
 }
 
-/// Every update, with what is no part of the others' tests.
+/// Returns every update, with options that other tests do not cover.
 fn updates() -> [Update; 17] {
     let adam = AdamWStep { num_second: 2, ..ADAMW };
     let rms = RmsStep { lr: 0.01, mixing: 0.1, keep: 0.99, grad_scale: 0.5 };
@@ -291,7 +291,7 @@ fn updates_have_the_same_bits_at_any_level_and_number_of_threads() {
         for rule in updates() {
             let [_, _, _, sums] = run(|cpu| {
                 let Inputs { mut parameters, grads, mut first, mut second } = inputs.clone();
-                // The moment of Adafactor's vectors is the first state, and no number below zero.
+                // The second moment of Adafactor's vectors is the first state and must not be negative.
                 first.iter_mut().for_each(|x| *x = x.abs());
                 let states = [
                     StateSlice::F32(SharedSlice::new(&mut first)),
@@ -307,7 +307,7 @@ fn updates_have_the_same_bits_at_any_level_and_number_of_threads() {
 
 #[test]
 fn factored_kernels_match_f64() {
-    // Leaves that cut rows, and rows that cut leaves; what is here begins and ends within a row.
+    // Leaves that split rows, and rows that split leaves. The shard starts and ends within a row.
     for (rows, cols, leaf_len) in [(1, 1, 1), (5, 7, 3), (70, 130, 50), (9, 200, 450)] {
         let (offset, len) = (11, rows * cols);
         let held = offset + len / 5..offset + len - len / 7;
@@ -364,7 +364,7 @@ fn pieces_that_overlap_are_refused() {
     let piece = |start, state| Piece { position: start, start, state, len: 4, update: 0 };
     let new = |pieces: [Piece; 2]| std::panic::catch_unwind(|| Pieces::new(pieces.into()));
     assert!(new([piece(0, 0), piece(4, 4)]).is_ok());
-    // Of parameters, of state, and in another order than that of memory.
+    // Overlaps of parameters and of state, and an order other than that of memory.
     for (start, state) in [(3, 4), (4, 3), (3, 3)] {
         assert!(new([piece(0, 0), piece(start, state)]).is_err(), "{start}, {state}");
     }

@@ -7,10 +7,10 @@ use crate::kernels::cpu::test_support::{
 use proptest::prelude::*;
 use trireme_base::{Bf16, F16};
 
-/// What a destination holds before it is added to.
+/// Values of a destination before they are accumulated.
 const BEFORE: f32 = 0.5;
 
-/// Rows and columns: none and one, widths about those of registers and tasks, rows about a block's.
+/// Rows and columns: none and one; widths around those of registers and tasks; rows around the number per block.
 const SHAPES: [(usize, usize); 13] = [
     (1, 1),
     (0, 3),
@@ -27,7 +27,7 @@ const SHAPES: [(usize, usize); 13] = [
     (2000, 2),
 ];
 
-/// Sums of the columns, written and added.
+/// Returns the sums of the columns, written and accumulated.
 fn column_sums<T: Element>(x: &[T], cols: usize) -> [Vec<f32>; 2] {
     run(|cpu| {
         let (mut written, mut added) = (vec![f32::NAN; cols], vec![BEFORE; cols]);
@@ -66,7 +66,7 @@ fn column_sums_match_f64() {
 
 #[test]
 fn small_terms_of_a_long_column_are_not_lost() {
-    // One by one, each would be less than half a unit of the sum so far.
+    // Added one by one, each would be less than half a unit of the sum so far.
     let rows = if cfg!(miri) { 300 } else { 4096 };
     let x: Vec<f32> = (0..rows).map(|row| if row < 128 { 1.0 } else { 3e-6 }).collect();
     let [written, _] = column_sums(&x, 1);
@@ -96,7 +96,7 @@ fn what_is_not_finite_reaches_its_column_only() {
     }
 }
 
-/// Values of every kind: all that 16 bits hold, what lies halfway between two of them, and its neighbours.
+/// Returns values of every kind: all 16-bit values, the halfway points between them, and their neighbours.
 fn values_to_round<T: Element>(from_bits: impl Fn(u16) -> T) -> Vec<f32> {
     let step = if cfg!(miri) { 397 } else { 1 };
     let widened =
@@ -106,7 +106,7 @@ fn values_to_round<T: Element>(from_bits: impl Fn(u16) -> T) -> Vec<f32> {
         [low, halfway, halfway.next_up(), halfway.next_down()]
     };
     let edges = [0.0, -0.0, f32::MAX, f32::MIN, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN];
-    // NaN of which only the bits that rounding drops are set, and the smallest values.
+    // NaN with only bits that rounding drops, and the smallest values.
     let hidden = [0x7f80_0001, 0xff80_0001, 0x7fff_ffff, 1, 0x8000_0001, 0x007f_ffff].map(f32::from_bits);
     widened.flat_map(around).chain(edges).chain(hidden).collect()
 }
@@ -121,7 +121,7 @@ fn conversions_round_each_element_to_nearest_even_at_every_level() {
             [widen(&y)]
         });
         for (x, found) in exactly(&x).into_iter().zip(found) {
-            // One element by itself: that its rounding is right is a test of the element types.
+            // The conversion of single elements is tested with the element types.
             let expected = U::from_f32(x as f32).to_f32();
             let is_same = expected.to_bits() == found.to_bits() || (x.is_nan() && found.is_nan());
             assert!(is_same, "{} to {}: {x:e} became {found:e}", T::DTYPE, U::DTYPE);
@@ -187,7 +187,7 @@ proptest! {
             [out]
         });
         for (index, found) in found.into_iter().enumerate() {
-            // In f64 the sum of two f32 is rounded once, too far down to matter to the rounding to f32.
+            // In f64, the sum of two f32 is rounded so finely that the rounding to f32 is not affected.
             let exact = (f64::from(before[index]) + f64::from(term[index])) as f32;
             prop_assert!(exact.to_bits() == found.to_bits() || (exact.is_nan() && found.is_nan()));
         }

@@ -18,7 +18,7 @@ use crate::kernels::{Operand, OperandMut};
 use std::panic::Location;
 use trireme_base::Event;
 
-/// Each method does all its work before it returns.
+/// Every method completes its work before it returns.
 impl Backend for Cpu {
     fn as_cpu(&self) -> Option<&Cpu> {
         Some(self)
@@ -65,7 +65,7 @@ impl Backend for Cpu {
 }
 
 impl Cpu {
-    /// The f32 elements of an operand that may be absent.
+    /// Returns the f32 elements of an optional operand.
     fn optional_f32s(&self, operand: Option<Operand>) -> Option<&[f32]> {
         operand.map(|operand| operand.f32s(self))
     }

@@ -50,7 +50,7 @@ impl Cpu {
     }
 }
 
-/// Whether the score of `class` is the first of the largest ones.
+/// Returns whether the score of `class` is the first of the largest scores.
 fn is_largest(scores: &[f32], class: usize) -> bool {
     let Some(&own) = scores.get(class) else { return false };
     scores[..class].iter().all(|score| *score < own) && scores[class..].iter().all(|score| *score <= own)

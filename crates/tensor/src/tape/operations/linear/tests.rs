@@ -1,4 +1,4 @@
-//! Linear layers in fp8 against sums in f64 over factors that are rounded here by other means.
+//! Linear layers in fp8, compared with f64 sums over operands that are quantized here independently.
 
 use super::*;
 use crate::declaration::{Initial, Parameter};
@@ -15,12 +15,12 @@ const ROWS: usize = 37;
 const INPUTS: usize = 24;
 const OUTPUTS: usize = 40;
 
-/// Fraction bits, exponent of the smallest normal value, largest value.
+/// Fraction bits, exponent of the smallest normal value, and largest value.
 type Format = (i32, i32, f64);
 const E4M3: Format = (3, -6, 448.0);
 const E5M2: Format = (2, -14, 57_344.0);
 
-/// Values as fp8 has them, at the scale that an amax gives.
+/// Returns values rounded to fp8 at the scale that an amax gives.
 fn rounded(x: &[f32], (fraction_bits, exponent_min, max): Format, amax: f64, margin: i32) -> Vec<f64> {
     let scale = (max / amax).log2().floor().exp2() * 0.5_f64.powi(margin);
     let round = |x: &f32| {
@@ -36,7 +36,7 @@ fn amax(x: &[f32]) -> f64 {
     x.iter().fold(0.0, |amax, &x| f64::from(x.abs()).max(amax))
 }
 
-/// `[rows, inner] x [inner, cols]` in f64.
+/// Computes `[rows, inner] x [inner, cols]` in f64.
 fn product(left: &[f64], right: &[f64], inner: usize) -> Vec<f64> {
     let cols = right.len() / inner;
     let element = |index: usize| {
@@ -50,7 +50,7 @@ fn transposed(x: &[f64], cols: usize) -> Vec<f64> {
     (0..x.len()).map(|index| x[index % (x.len() / cols) * cols + index / (x.len() / cols)]).collect()
 }
 
-/// Takes gradients in one flat buffer.
+/// Stores gradients in one flat buffer.
 struct Grads(Parameters);
 
 impl GradSink for Grads {
@@ -62,19 +62,19 @@ impl GradSink for Grads {
     fn grad_ready(&mut self, _: &ParameterSpan) {}
 }
 
-/// A layer with what goes into it.
+/// A layer with its inputs.
 struct Case {
     device: Device,
     op: Linear,
     parameters: Parameters,
-    /// What the activation reads; bf16 values.
+    /// Argument of the activation, in bf16 values.
     x: Vec<f32>,
     residual: Option<Vec<f32>>,
-    /// bf16 values without a residual.
+    /// Output gradient, in bf16 values if there is no residual.
     dy: Vec<f32>,
 }
 
-/// What a pass found.
+/// Results of a pass.
 struct Found {
     y: Vec<f32>,
     dx: Vec<f32>,
@@ -126,14 +126,14 @@ impl Case {
         tensor
     }
 
-    /// Values of a tensor in f32.
+    /// Returns the values of a tensor in f32.
     fn values(&self, tensor: &Tensor) -> Vec<f32> {
         let mut values = vec![0.0; tensor.shape().num_elements()];
         self.device.convert(tensor.view(), ViewMut::from_f32s(&mut values, tensor.shape()));
         values
     }
 
-    /// What the weight is applied to.
+    /// Returns the activated input.
     fn input(&self) -> Vec<f32> {
         let x = self.tensor(&self.x, DType::Bf16);
         let activated = activate(&self.device, self.op.activation, x.view()).unwrap();
@@ -174,7 +174,7 @@ impl Case {
         }
     }
 
-    /// Compares with products of factors rounded at the scales of `amaxes`: of input, weight and output gradient.
+    /// Compares with matmuls of operands quantized at the scales of `amaxes`: of input, weight and output gradient.
     fn check(&self, found: &Found, dy_format: Format, amaxes: [f64; 3], margin: i32) {
         let input = rounded(&self.input(), E4M3, amaxes[0], margin);
         let weight = rounded(&self.weight(), E4M3, amaxes[1], margin);
@@ -190,7 +190,7 @@ impl Case {
             let bias = Bf16::from_f32(bias[index % OUTPUTS]).to_f32();
             *y += f64::from(bias) + f64::from(residual);
         });
-        // Results in bf16 are rounded to 8 bits, those in f32 not.
+        // Results in bf16 are rounded to 8 bits; those in f32 are not.
         let rounding = if self.residual.is_some() { 1e-6 } else { 1.0 / 256.0 };
         assert_close("y", &found.y, &y, rounding);
         if self.op.activation == InputActivation::Identity {
@@ -209,7 +209,7 @@ impl Case {
     }
 }
 
-/// `found` is `expected` but for rounding, as a part of the value, and the sums' own error.
+/// Asserts that `found` equals `expected` up to a relative rounding error and the error of the sums.
 fn assert_close(what: &str, found: &[f32], expected: &[f64], rounding: f64) {
     assert_eq!(found.len(), expected.len());
     let largest = expected.iter().fold(0.0, |max: f64, x| x.abs().max(max));
@@ -224,7 +224,7 @@ fn state(case: &Case, formats: Fp8Formats, margin: u32) -> Fp8State {
     Fp8State::new(recipe, vec![case.op.weight.first], &case.device).unwrap()
 }
 
-/// Ends a step; its amaxes.
+/// Ends a step. Returns its amaxes.
 fn advance(device: &Device, state: &mut Fp8State) -> [f64; 3] {
     let mut amaxes = [0.0; 3];
     state.take_amaxes(device, &mut amaxes);
@@ -245,7 +245,7 @@ fn products_are_those_of_rounded_factors() {
             let mut case = Case::new(layout, activation, with_residual);
             let mut state = state(&case, formats, margin);
             let mut steps: Vec<[f64; 3]> = Vec::new();
-            // Larger values than before saturate; smaller ones lose digits until the larger are forgotten.
+            // Larger values than before saturate. Smaller ones lose digits until the history has dropped the larger ones.
             for factor in [1.0, 8.0, 1.0 / 64.0, 1.0, 1.0] {
                 case.x.iter_mut().chain(&mut case.dy).for_each(|x| *x *= factor);
                 let own = [amax(&case.input()), amax(&case.weight()), amax(&case.dy)];

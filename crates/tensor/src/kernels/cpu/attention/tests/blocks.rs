@@ -1,9 +1,9 @@
-//! Attention that takes in the keys of one rank after the other.
+//! Attention that accumulates the keys of one rank after the other.
 
 use super::*;
 
 impl<T: Element> Inputs<T> {
-    /// The same by ranks that have the positions in zig-zag, and take in the keys of one rank after the other.
+    /// Runs the attention on ranks with zig-zag positions that accumulate the keys of one rank after the other.
     fn run_in_blocks_on(&self, cpu: &Cpu, degree: usize) -> [Vec<f32>; 3] {
         let Inputs { shape, rule, qkv, dy, .. } = self;
         let [q_cols, kv_cols, out_cols] = [shape.query_cols(), shape.kv_cols(), shape.output_cols()];
@@ -32,7 +32,7 @@ impl<T: Element> Inputs<T> {
         for (rank, at) in ranks().enumerate() {
             let (queries, dy, document_starts) =
                 (queries(at), take(dy, out_cols, rows_of(at), 0..out_cols), starts(at));
-            // Those of the rank itself come first.
+            // The rank's own keys come first.
             let blocks: Vec<Positions> = ranks().skip(rank).chain(ranks().take(rank)).collect();
             let scope = |keys| AttentionScope { rule: *rule, queries: at, keys };
             let mut sums = vec![0.0; dy.len()];

@@ -9,7 +9,7 @@ pub(super) struct Reference {
     pub(super) d_qkv: Vec<Exact>,
 }
 
-/// What is attended to, and how.
+/// Settings of an attention.
 pub(super) struct Facts {
     pub(super) shape: AttentionShape,
     pub(super) rule: AttentionRule,
@@ -18,7 +18,7 @@ pub(super) struct Facts {
 }
 
 impl Facts {
-    /// The positions that the query at a position sees.
+    /// Returns the key positions that the query at `position` sees.
     fn seen(&self, sequence: usize, position: usize) -> Vec<usize> {
         let num_keys = self.num_keys.as_ref().map_or(usize::MAX, |num_keys| num_keys[sequence] as usize);
         let AttentionRule { is_causal, window, .. } = self.rule;
@@ -32,20 +32,20 @@ impl Facts {
     }
 }
 
-/// One query against the keys that it sees.
+/// One query and the keys that it sees.
 struct Row {
     query: usize,
     head_dim: usize,
-    /// Where the rows of the keys and of the values begin in `qkv`.
+    /// Starts of the rows of keys and values in `qkv`.
     keys: Vec<usize>,
     values: Vec<usize>,
     weights: Vec<f64>,
-    /// Derivatives of the scores by the products of queries and keys.
+    /// Derivatives of the scores with respect to the dot products of queries and keys.
     slopes: Vec<f64>,
-    /// The largest slope that there can be.
+    /// Bound on the slopes.
     steepness: f64,
     log_sum: f64,
-    /// The largest sum of magnitudes of the terms of a score.
+    /// Largest sum of magnitudes of the terms of a score.
     score_magnitude: f64,
 }
 
@@ -80,20 +80,20 @@ impl Row {
         Row { query, head_dim, keys, values, weights, slopes, steepness: scale, log_sum, score_magnitude }
     }
 
-    /// How much larger errors of the scores make those of the weights: an error of an argument is a relative one of its
-    /// exponential, and weights are quotients of two.
+    /// Returns the amplification from errors of scores to errors of weights: an absolute error of an argument is a relative error of its
+    /// exponential, and weights are quotients of two exponentials.
     fn amplified(&self) -> f64 {
         1.0 + 2.0 * self.score_magnitude
     }
 
-    /// The element `i` of the output.
+    /// Returns element `i` of the output.
     fn output(&self, qkv: &[f64], i: usize) -> Exact {
         let terms = || self.weights.iter().zip(&self.values).map(|(weight, value)| weight * qkv[value + i]);
         let (value, magnitude) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
         Exact { value, in_f32: magnitude * self.amplified(), in_element: value.abs() + magnitude }
     }
 
-    /// Adds the row's share of the gradients.
+    /// Adds the row's contribution to the gradients.
     fn backward(&self, qkv: &[f64], y: &[Exact], dy: &[f64], d_qkv: &mut [Exact]) {
         let mut add = |index: usize, value: f64, magnitude: f64| {
             d_qkv[index].value += value;

@@ -3,7 +3,7 @@ use std::sync::Barrier;
 use trireme_base::{Bf16, RandomKey};
 use trireme_testkit::emulate_amx;
 
-/// Factors of `2 * len` bf16 in the inner dim.
+/// Matmul operands with `2 * len` bf16 along the inner dim.
 struct Factors {
     len: usize,
     /// `ROWS` rows.
@@ -22,14 +22,13 @@ impl Factors {
         Factors { len, left: random(ROWS * 2 * len, "left"), right: random(2 * len * COLS, "right") }
     }
 
-    /// Every left element one value, every right element another.
+    /// Sets every left element to one value and every right element to another.
     fn constant(len: usize, left: f32, right: f32) -> Self {
         let all = |value, num: usize| vec![Bf16::from_f32(value); num];
         Factors { len, left: all(left, ROWS * 2 * len), right: all(right, 2 * len * COLS) }
     }
 
-    /// The kernel's product, with the left factor at an odd address and `padding` bytes after each of its
-    /// rows.
+    /// Runs the kernel with the left operand at an odd address and `padding` bytes after each of its rows.
     fn multiply(&self, padding: usize, out: &mut [f32], out_row_stride: usize, accumulate: bool) {
         let mut left = vec![0xff];
         for row in 0..ROWS {
@@ -46,8 +45,7 @@ impl Factors {
         assert!(out.len() >= (ROWS - 1) * out_row_stride + COLS);
         let (left, left_row_bytes) = (left[1..].as_ptr(), 4 * self.len + padding);
         let (panel, out) = (panel.as_ptr(), out.as_mut_ptr());
-        // SAFETY: tiles are configured, emulated if need be; the factors are as promised, the result by the
-        // assertion.
+        // SAFETY: tiles are configured, possibly emulated; the operands have the required layout, the result by the assertion.
         unsafe { multiply(self.len, left, left_row_bytes, panel, out, out_row_stride, accumulate) };
     }
 
@@ -57,7 +55,7 @@ impl Factors {
         out
     }
 
-    /// An element's sum in f64, and the sum of its terms' magnitudes.
+    /// Returns an element's sum in f64, and the sum of its terms' magnitudes.
     fn exact(&self, row: usize, col: usize) -> (f64, f64) {
         let terms = (0..2 * self.len).map(|inner| {
             let right = self.right[inner * COLS + col].to_f32();
@@ -70,7 +68,7 @@ impl Factors {
 /// Runs `test` with the tiles configured.
 fn with_tiles<T>(test: impl FnOnce() -> T) -> T {
     emulate_amx();
-    // SAFETY: the hardware's tiles or emulated ones.
+    // SAFETY: the tiles are in hardware or emulated.
     let tiles = unsafe { TileConfig::load() };
     let result = test();
     drop(tiles);

@@ -1,9 +1,9 @@
-//! Values that are not finite, subnormal ones, and sums that overflow.
+//! Non-finite and subnormal values, and sums that overflow.
 
 use super::*;
 use crate::kernels::cpu::test_support::not_finite;
 
-/// A product without anything that is not finite, at every level, and what is to spoil it.
+/// A matmul of finite values at every level, and a non-finite value to insert.
 struct Spoilt {
     case: Case,
     clean: Vec<(CpuFeatures, Results)>,
@@ -11,7 +11,8 @@ struct Spoilt {
 }
 
 impl Spoilt {
-    /// Spoils an operand: of each of the results, the elements given must not be finite, and no others may change.
+    /// Inserts the value into an operand. In each of the results, exactly the `expected` elements must become non-finite, and no others may
+    /// change.
     fn check(&self, spoil: impl Fn(&mut Operands, f32), expected: [&[usize]; 3]) {
         let mut operands = Operands::new(self.case);
         spoil(&mut operands, self.value);
@@ -27,7 +28,7 @@ impl Spoilt {
 
 #[test]
 fn what_is_not_finite_reaches_its_row_or_column_only() {
-    // Of the last NaN no bit is set that bf16 has.
+    // The last NaN has no bit set in the upper half, which bf16 keeps, except the exponent.
     let values = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0x7f80_0001)];
     let (rows, cols, inner) = (101, 37, 71);
     let whole_row = |row: usize| (row * cols..(row + 1) * cols).collect::<Vec<usize>>();
@@ -37,7 +38,7 @@ fn what_is_not_finite_reaches_its_row_or_column_only() {
             let case = Case::new((rows, cols, inner), layout, kind);
             let value = values[(index + layout) % values.len()];
             let spoilt = Spoilt { case, clean: Operands::new(case).run(), value };
-            // First and last ones, and about the edges of panels, tiles and words.
+            // The first and last elements, and elements at the edges of panels, tiles and words.
             for (row, term) in [(0, 0), (31, 70), (95, 31), (96, 32), (100, 69)] {
                 let spoil = |operands: &mut Operands, value| {
                     let place = operands.left_place(row, term);
@@ -60,7 +61,7 @@ fn what_is_not_finite_reaches_its_row_or_column_only() {
     }
 }
 
-/// A product of 1 x `values.len()` with as many times `other`.
+/// Returns the product of `values` as a row and as many times `other` as a column.
 fn sum_of(features: CpuFeatures, precision: Precision, values: &[f32], other: f32) -> f32 {
     let size = ProductSizes { rows: 1, cols: 1, inner: values.len() };
     let others = vec![other; values.len()];
@@ -99,7 +100,7 @@ fn infinities_add_up_and_padding_has_no_part_in_it() {
             f32::INFINITY,
             "{features} overflows"
         );
-        // The largest value of f16 is 65504; the sum is not f16.
+        // The largest f16 value is 65504; the sum is not f16.
         assert_eq!(sum_of(features, Precision::F16, &[7e4; 3], 1.0), f32::INFINITY, "{features} overflows");
         assert_eq!(sum_of(features, Precision::F16, &[6e4; 3], 6e4), 1.08e10, "{features} does not overflow");
     }
@@ -109,7 +110,7 @@ fn infinities_add_up_and_padding_has_no_part_in_it() {
 fn subnormal_values_count_but_for_the_instructions_that_take_them_for_zero() {
     let tiny = f32::MIN_POSITIVE / 2.0;
     for features in levels() {
-        // vdpbf16ps and tdpbf16ps take subnormal factors for zero, and make zero of subnormal results.
+        // vdpbf16ps and tdpbf16ps treat subnormal operands as zero and flush subnormal results to zero.
         let flushes = features >= CpuFeatures::Avx512Bf16;
         for precision in [Precision::F32, Precision::Bf16] {
             let expected = |value: f32| if flushes && precision == Precision::Bf16 { 0.0 } else { value };
@@ -127,7 +128,7 @@ fn subnormal_values_count_but_for_the_instructions_that_take_them_for_zero() {
                 "{features} {precision}: products"
             );
         }
-        // The smallest f16 is normal as an f32: nothing is lost.
+        // The smallest f16 is normal as an f32, so nothing is lost.
         let smallest = F16::from_bits(1).to_f32();
         assert_eq!(sum_of(features, Precision::F16, &[smallest; 2], 1.0), 2.0 * smallest);
         assert_eq!(sum_of(features, Precision::F16, &[smallest; 2], smallest), 2.0 * smallest * smallest);

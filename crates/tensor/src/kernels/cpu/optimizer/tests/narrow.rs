@@ -1,11 +1,11 @@
-//! State in fewer bits.
+//! Optimizer state in fewer bits.
 
 use super::*;
 use crate::kernels::cpu::simd::CpuFeatures;
 use crate::kernels::cpu::test_support::cpu;
 use trireme_base::Bf16;
 
-/// A state of one piece.
+/// The state of one piece.
 struct Kept {
     dtype: StateDType,
     is_square: bool,
@@ -39,7 +39,7 @@ impl Kept {
     }
 }
 
-/// What a state keeps of values.
+/// Returns values after a round trip through a state.
 fn kept(dtype: StateDType, is_square: bool, values: &[f32]) -> Vec<f32> {
     let [found] = run(|cpu| {
         let pieces = Pieces::whole(values.len());
@@ -94,8 +94,8 @@ fn values_that_are_not_finite_stay_apart_from_other_blocks() {
     }
 }
 
-/// Of moments that are all 1, every second one falls by 0.1 % a step, far less than a unit of the format, and the others keep
-/// the units of their blocks as they are.
+/// Every other moment of 1 falls by 0.1 % per step, far less than a unit of the format. The remaining ones keep the units of their blocks
+/// constant.
 #[test]
 fn rounding_at_random_keeps_means_right() {
     let len = affordable(&[8192, 512], 1)[0];
