@@ -156,10 +156,7 @@ impl Device {
         counter: Arc<MemoryCounter>,
     ) -> Self {
         let reaches_host = matches!(options.backend, BackendKind::Cpu);
-        let staging = match reaches_host {
-            true => Arc::clone(&counter),
-            false => Arc::new(MemoryCounter::new(None)),
-        };
+        let staging = if reaches_host { Arc::clone(&counter) } else { Arc::new(MemoryCounter::new(None)) };
         Device {
             backend,
             cpu,
@@ -305,12 +302,11 @@ impl Device {
     /// If its memory cannot be reserved.
     pub fn host(&self) -> Result<Device> {
         let counter = Arc::new(MemoryCounter::new(None));
-        let (backend, arena): (Arc<dyn Backend>, _) = match self.is_counting() {
-            true => {
-                let arena = Arena::counting(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
-                (Arc::clone(&self.backend), arena)
-            }
-            false => (Arc::clone(&self.cpu) as _, reserve(self.arena.page_source(), &counter)?),
+        let (backend, arena): (Arc<dyn Backend>, _) = if self.is_counting() {
+            let arena = Arena::counting(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
+            (Arc::clone(&self.backend), arena)
+        } else {
+            (Arc::clone(&self.cpu) as _, reserve(self.arena.page_source(), &counter)?)
         };
         let (arena, staging, cost) = (Arc::new(arena), Arc::clone(&counter), Arc::default());
         Ok(Device { backend, arena, counter, staging, cost, timer: None, reaches_host: true, ..self.clone() })

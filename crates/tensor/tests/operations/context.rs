@@ -82,12 +82,13 @@ fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<Contex
         own.chunks_exact(COLS).flat_map(|row| row[first..last].to_vec()).collect()
     };
     let len = at.len();
-    let mut values = match case.is_apart {
-        false => vec![tape.input(tensor(device, &[BATCH, len, COLS], &columns(0, COLS)))],
-        true => vec![
+    let mut values = if case.is_apart {
+        vec![
             tape.input(tensor(device, &[BATCH, len, OUT], &columns(0, OUT))),
             tape.input(tensor(device, &[BATCH, len, COLS - OUT], &columns(OUT, COLS))),
-        ],
+        ]
+    } else {
+        vec![tape.input(tensor(device, &[BATCH, len, COLS], &columns(0, COLS)))]
     };
     let num_floats = values.len();
     let places: Vec<_> = values.iter().map(|value| value.id()).collect();

@@ -47,9 +47,10 @@ impl Cpu {
                 let first = words.first.wrapping_add((row * stride) as u64);
                 drop_block(self.features, x, key, first, threshold, scale);
             };
-            match row_len == stride {
-                true => drop(start, num),
-                false => (start..start + num).for_each(|row| drop(row, 1)),
+            if row_len == stride {
+                drop(start, num)
+            } else {
+                (start..start + num).for_each(|row| drop(row, 1))
             }
         });
     }

@@ -169,9 +169,10 @@ impl Cpu {
             }
             let value = |id: u32| x[id as usize];
             let (factor, sum) = rule.factor(ids.iter().map(|&id| value(id)));
-            let mean = match rule.normalizes {
-                true => ids.iter().zip(dy).map(|(&id, dy)| dy * value(id)).sum::<f32>() / sum,
-                false => 0.0,
+            let mean = if rule.normalizes {
+                ids.iter().zip(dy).map(|(&id, dy)| dy * value(id)).sum::<f32>() / sum
+            } else {
+                0.0
             };
             ids.iter().zip(dy).for_each(|(&id, dy)| dx[id as usize] = (dy - mean) * factor);
         });

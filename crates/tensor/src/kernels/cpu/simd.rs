@@ -29,10 +29,12 @@ impl CpuFeatures {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
             {
-                return match is_x86_feature_detected!("avx512bf16") {
-                    true if amx::detect() => CpuFeatures::AmxBf16,
-                    true => CpuFeatures::Avx512Bf16,
-                    false => CpuFeatures::Avx512,
+                return if !is_x86_feature_detected!("avx512bf16") {
+                    CpuFeatures::Avx512
+                } else if amx::detect() {
+                    CpuFeatures::AmxBf16
+                } else {
+                    CpuFeatures::Avx512Bf16
                 };
             }
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {

@@ -10,13 +10,12 @@ impl Operation for Convert {
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let dtype = cx.precision().dtype();
-        let y = match cx.input(0).dtype() == dtype {
-            true => cx.take_or_copy_input(0)?,
-            false => {
-                let mut y = cx.empty(cx.input(0).shape(), dtype)?;
-                cx.device().convert(cx.input(0), y.view_mut());
-                y
-            }
+        let y = if cx.input(0).dtype() == dtype {
+            cx.take_or_copy_input(0)?
+        } else {
+            let mut y = cx.empty(cx.input(0).shape(), dtype)?;
+            cx.device().convert(cx.input(0), y.view_mut());
+            y
         };
         cx.output(y);
         Ok(())

@@ -29,13 +29,12 @@ pub(super) struct Loads {
 impl ExpertExchange {
     /// All-gathers the numbers of choices of each expert. `places` is the shape of this rank's choices.
     pub(super) fn gather(self, cx: &OperationContext<'_>, starts: View<'_>, places: Shape) -> Result<Loads> {
-        let own: Vec<u32> = match cx.device().is_counting() {
-            true => self.even_row(places),
-            false => {
-                let starts = cx.device().read::<u32>(starts);
-                let numbers = starts.windows(2).map(|pair| pair[1] - pair[0]);
-                numbers.chain(self.totals(places)).collect()
-            }
+        let own: Vec<u32> = if cx.device().is_counting() {
+            self.even_row(places)
+        } else {
+            let starts = cx.device().read::<u32>(starts);
+            let numbers = starts.windows(2).map(|pair| pair[1] - pair[0]);
+            numbers.chain(self.totals(places)).collect()
         };
         let table = cx.expert_axis().gather_numbers(&own)?;
         let shadowed = cx.shadowed_experts();
@@ -161,9 +160,10 @@ impl Loads {
     /// Returns the number of rows for which the buffer of the shadowed experts has room.
     pub(super) fn shadowed_room(&self) -> usize {
         let [num_choices, rows_per_expert] = self.totals_max();
-        match self.is_bounded {
-            true => (self.exchange.num_shadowed * rows_per_expert).min(num_choices),
-            false => self.shadowed_rows().map(|rows| rows.len()).sum(),
+        if self.is_bounded {
+            (self.exchange.num_shadowed * rows_per_expert).min(num_choices)
+        } else {
+            self.shadowed_rows().map(|rows| rows.len()).sum()
         }
     }
 
@@ -183,9 +183,10 @@ impl Loads {
     /// the loads: it is the number of rows that the experts can take from all ranks, or that all ranks can have.
     pub(super) fn room(&self, chunk: &Range<usize>) -> usize {
         let [num_choices, rows_per_expert] = self.totals_max();
-        match self.is_bounded {
-            true => self.place.degree * (chunk.len() * rows_per_expert).min(num_choices),
-            false => self.num_rows(chunk),
+        if self.is_bounded {
+            self.place.degree * (chunk.len() * rows_per_expert).min(num_choices)
+        } else {
+            self.num_rows(chunk)
         }
     }
 

@@ -246,9 +246,10 @@ impl Operation for Linear {
         let weight = factor(device, fp8, Operand::Weight, cx.parameter(&self.weight))?;
         let bias = self.bias.as_ref().map(|bias| cx.parameter_in_f32(bias)).transpose()?;
         let bias_view = bias.as_ref().map(|bias| bias.view());
-        let epilogue = match is_term {
-            true => MatmulEpilogue::Overwrite,
-            false => MatmulEpilogue::Add { bias: bias_view, residual },
+        let epilogue = if is_term {
+            MatmulEpilogue::Overwrite
+        } else {
+            MatmulEpilogue::Add { bias: bias_view, residual }
         };
         let (left, right) = ((input.view(), Transpose::No), (weight.view(), self.transposes().0));
         device.matmul(cx.precision(), left, right, y.view_mut(), epilogue)?;

@@ -27,10 +27,7 @@ impl<'a, T: Element> Scratch<'a, T> {
     /// Returns the f32 elements of scratch memory for heads with the given dims of keys and values.
     pub(super) fn num_elements(micro: Micro, dims: [usize; 2], backward: bool) -> usize {
         let num_words = |dim: usize| RightPanels::num_words(micro, QUERY_BLOCK, dim);
-        match backward {
-            false => 2 * NUM_SCORES,
-            true => 4 * NUM_SCORES + dims.map(num_words).iter().sum::<usize>(),
-        }
+        if backward { 4 * NUM_SCORES + dims.map(num_words).iter().sum::<usize>() } else { 2 * NUM_SCORES }
     }
 
     pub(super) fn new(memory: &'a mut [f32]) -> Self {

@@ -133,12 +133,11 @@ struct Layout {
 
 impl Layout {
     fn new(shape: AttentionShape, is_apart: bool) -> Self {
-        match is_apart {
-            true => Layout { query_cols: shape.query_cols(), key_value_cols: shape.kv_cols(), key_col: 0 },
-            false => {
-                let cols = shape.qkv_cols();
-                Layout { query_cols: cols, key_value_cols: cols, key_col: shape.query_cols() }
-            }
+        if is_apart {
+            Layout { query_cols: shape.query_cols(), key_value_cols: shape.kv_cols(), key_col: 0 }
+        } else {
+            let cols = shape.qkv_cols();
+            Layout { query_cols: cols, key_value_cols: cols, key_col: shape.query_cols() }
         }
     }
 
@@ -252,9 +251,10 @@ impl Cpu {
     fn scratch_len<T: Element>(&self, shape: AttentionShape, num_earlier: usize, backward: bool) -> usize {
         let (micro, dims) = (Micro::new(self.features, T::PRECISION), [shape.head_dim, shape.value_dim]);
         let num_keys = num_earlier + shape.num_keys;
-        let num_sums = match backward {
-            false => QUERY_BLOCK * shape.value_dim,
-            true => QUERY_BLOCK * shape.head_dim + num_keys * (shape.head_dim + shape.value_dim),
+        let num_sums = if backward {
+            QUERY_BLOCK * shape.head_dim + num_keys * (shape.head_dim + shape.value_dim)
+        } else {
+            QUERY_BLOCK * shape.value_dim
         };
         Scratch::<T>::num_elements(micro, dims, backward)
             + KeysValues::num_words(micro, num_keys, dims, backward)

@@ -118,9 +118,10 @@ impl Cpu {
                 }
             }
             let sum = &sums[..block_len];
-            match accumulate {
-                false => self.zip_in_place::<f32, f32>(out, sum, |_, sum| sum),
-                true => self.zip_in_place::<f32, f32>(out, sum, |out, sum| out + sum),
+            if accumulate {
+                self.zip_in_place::<f32, f32>(out, sum, |out, sum| out + sum);
+            } else {
+                self.zip_in_place::<f32, f32>(out, sum, |_, sum| sum);
             }
         }
     }
