@@ -31,7 +31,7 @@ pub enum Placement {
         /// The index of the rank on the axis.
         rank: usize,
     },
-    /// Of each `num` neighbouring ranks of the axis, one holds the values, and the others hold nothing. Used for experts, which may have
+    /// One of each `num` neighbouring ranks of the axis holds the values, and the others hold nothing. Used for experts, which may have
     /// several replicas.
     OneOf {
         /// The index of the rank that holds the tensor, from 0 to `num - 1`.

@@ -1,6 +1,7 @@
 //! Checks of the workspace that the compiler does not make. Each check is a function from the files that were read to findings.
 
 mod circles;
+mod comments;
 mod dependencies;
 mod finding;
 mod form;
@@ -36,6 +37,7 @@ fn check(root: &Path) -> Result<Vec<Finding>> {
     for file in &workspace.sources {
         findings.extend(soundness::check(file));
         findings.extend(words::check(file));
+        findings.extend(comments::check(file));
     }
     findings.extend(circles::check(&workspace.texts));
     findings.sort();

@@ -19,6 +19,7 @@ pub(crate) struct Line {
     pub(crate) comment: String,
     /// Literals as they are written, with their quotes.
     pub(crate) literal: String,
+    pub(crate) num_columns: usize,
 }
 
 impl RustFile {
@@ -63,6 +64,7 @@ fn split(text: &str) -> Result<Vec<Line>, LexError> {
     let mut lines = vec![Line::default()];
     for (index, next) in text.char_indices() {
         let line = lines.last_mut().expect("there is always a line");
+        line.num_columns += usize::from(next != '\n');
         match parts[index] {
             _ if next == '\n' => lines.push(Line::default()),
             Part::Code => line.code.push(next),

@@ -45,7 +45,7 @@ fn tightest(workers: Workers<'_>) -> (usize, &MemoryLimit) {
         };
         (counted / (GAPS + 1) * GAPS, &shared.limit)
     });
-    // Of equal limits the outermost, which more processes share.
+    // The outermost of equal limits, because more processes share it.
     limits.rev().min_by_key(|(share, _)| *share).expect("the machine is always a limit")
 }
 

@@ -30,7 +30,7 @@ pub(crate) struct RankParameters {
     table: Arc<ParameterTable>,
     /// For each unit, the elements that this rank updates, without padding.
     parts: Vec<Range<usize>>,
-    /// The elements that this rank updates; `None` if they are within `wholes`.
+    /// The elements that this rank updates; `None` if these are within the gathered units.
     shards: Option<Parameters>,
     /// The units that operations read; `None` if they are the elements that this rank updates.
     wholes: Option<Gathered>,

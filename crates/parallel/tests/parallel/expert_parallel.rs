@@ -130,7 +130,7 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
     let mut config = models().swap_remove(0);
     config.initializer_range = 0.0;
     let (num_layers, num_experts, num_choices) = (2, 4, 2);
-    // Of the two experts that tokens choose, none, the first, or both are shadowed.
+    // None, the first, or both of the two experts that tokens choose are shadowed.
     for (precision, num_shadowed) in
         [(Precision::F32, 0), (Precision::F32, 1), (Precision::Bf16, 0), (Precision::Bf16, 2)]
     {

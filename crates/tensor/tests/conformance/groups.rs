@@ -31,7 +31,7 @@ fn rows_are_ordered_by_group_and_as_they_were() {
     }
 }
 
-/// Of each `num_together` neighbours, a group takes the first rows up to its limit. The others come last, in their order. Rows of the id
+/// A group takes the first rows of each `num_together` neighbours, up to its limit. The others come last, in their order. Rows of the id
 /// after the last group do not count in the limit.
 #[test]
 fn rows_beyond_a_limit_are_of_no_group() {

@@ -24,7 +24,7 @@ config_section! {
         sequence_parallel: bool = true;
         /// Number of workers that divide the positions of each sequence. They are neighbours, or next to each other after those of
         /// `tensor_parallel_degree`, and read the same samples, of which each takes its positions; `seq_len` must be a
-        /// multiple of twice the degree. Activations take so much less memory. Attention takes in the keys of all
+        /// multiple of twice the degree. Activations take so much less memory. Attention reads the keys of all
         /// (docs/context.md). Losses differ from those of one worker by rounding.
         context_parallel_degree: usize = 1, within 1..=1 << 12;
         /// How many of the workers of `context_parallel_degree` exchange their positions for heads before attention and
@@ -32,24 +32,23 @@ config_section! {
         /// itself no ring. Must divide the degree, and the heads of keys and values that a worker has. 0 chooses
         /// what sends the fewest bytes; for a task of one's own, a ring.
         context_parallel_heads_degree: usize = 0, within 0..=1 << 12;
-        /// Number of workers with different experts, for models with experts (docs/experts.md). They are neighbours among the workers that see
-        /// different samples or positions. Tokens travel to their experts and back in each layer, forward and backward. Must divide the number of
-        /// these workers and the experts of each layer. If training state is sharded, it must divide the workers of a replica, or be a multiple
-        /// of them.
+        /// Number of workers with different experts, for models with experts (docs/experts.md). They are neighbours among the workers that
+        /// see different samples or positions. Tokens travel to their experts and back in each layer, forward and backward. Must divide the
+        /// number of these workers and the experts of each layer. If training state is sharded, it must divide the workers of a replica, or
+        /// be a multiple of them.
         expert_parallel_degree: usize = 1, within 1..=1 << 12;
-        /// Number of workers in a pipeline. The units of the model (embedding, blocks, head) are divided among them
-        /// in stages of about equal work, and each microbatch passes through all of them. Ranks of neighbours in the
-        /// pipeline differ by the number of data-parallel workers times `context_parallel_degree` times `tensor_parallel_degree`. Losses and weights have the same bits with every
-        /// schedule that drains between steps.
+        /// Number of workers in a pipeline. The units of the model (embedding, blocks, head) are divided among them in stages of about
+        /// equal work, and each microbatch passes through all of them. Ranks of neighbours in the pipeline differ by the number of
+        /// data-parallel workers times `context_parallel_degree` times `tensor_parallel_degree`. Losses and weights have the same bits with
+        /// every schedule that drains between steps.
         pipeline_parallel_degree: usize = 1, within 1..=1 << 12;
         /// Order in which stages run (docs/pipeline.md). `pipedream` and `pipedream-2bw` do not drain between steps, so losses and
         /// weights differ. Only applies with `pipeline_parallel_degree` above 1.
         pipeline_parallel_schedule: Kind = Kind::OneFOneB;
-        /// File with a custom schedule, which replaces `pipeline_parallel_schedule`. With `pipedream` or `pipedream-2bw`, which must match the file's
-        /// weights, the file may describe a schedule without drains. It lists the passes of each
-        /// worker in order, as text, in the format that `trireme plan --save-schedule` writes (docs/pipeline.md). The
-        /// schedule is validated before the first step. The first worker reads the file for all. Only applies with
-        /// `pipeline_parallel_degree` above 1.
+        /// File with a custom schedule, which replaces `pipeline_parallel_schedule`. With `pipedream` or `pipedream-2bw`, which must match
+        /// the file's weights, the file may describe a schedule without drains. It lists the passes of each worker in order, as text, in
+        /// the format that `trireme plan --save-schedule` writes (docs/pipeline.md). The schedule is validated before the first step. The
+        /// first worker reads the file for all. Only applies with `pipeline_parallel_degree` above 1.
         pipeline_parallel_schedule_file: Option<PathBuf> = None;
         /// Stages per worker; 0 uses 1, or 2 if the schedule needs several. Only applies with
         /// `pipeline_parallel_degree` above 1.
@@ -71,13 +70,12 @@ config_section! {
         /// Units move if the work of the busiest worker of the pipeline, relative to the mean, exceeds this value.
         /// Only applies with `pipeline_parallel_rebalance_interval`.
         pipeline_parallel_rebalance_threshold: f64 = 1.1, within 1.0..;
-        /// Number of workers that shard one replica of the training state; they see different data, too. Their
-        /// ranks differ by `context_parallel_degree` times `tensor_parallel_degree`, so one replica can stay within a host (hybrid sharding). Workers of
-        /// `context_parallel_degree` shard it with them. If anything is sharded, -1 uses as many
-        /// as the replicas leave (one replica across all workers if neither is set); else 1. Only applies with
-        /// `zero_stage` or `shard_gradients`.
+        /// Number of workers that shard one replica of the training state; they see different data, too. Their ranks differ by
+        /// `context_parallel_degree` times `tensor_parallel_degree`, so one replica can stay within a host (hybrid sharding). Workers of
+        /// `context_parallel_degree` shard it with them. If anything is sharded, -1 uses as many as the replicas leave (one replica across
+        /// all workers if neither is set); else 1. Only applies with `zero_stage` or `shard_gradients`.
         data_parallel_shard_degree: i64 = -1, within -1..=1 << 20;
-        /// What the workers of a replica shard (ZeRO): 0 nothing, 1 the optimizer state, 2 gradients as well, 3
+        /// State that the workers of a replica shard (ZeRO): 0 nothing, 1 the optimizer state, 2 gradients as well, 3
         /// parameters as well. Losses and weights have the same bits. 1 and 2 send as much as 0; 3 sends half as much
         /// again. With a 16-bit `dtype`, stages 1 and above gather weights in it.
         zero_stage: u32 = 0, within 0..=3;
@@ -107,7 +105,7 @@ config_section! {
 }
 
 config_section! {
-    /// What the forward pass keeps for the backward pass; the rest is recomputed. Losses and weights have the same
+    /// Activations that the forward pass keeps for the backward pass; the rest is recomputed. Losses and weights have the same
     /// bits.
     ActivationCheckpoint {
         /// `none` keeps everything; `selective` the results of matrix multiplications and attention, but not of
@@ -153,7 +151,7 @@ config_section! {
         /// Each worker's shard of the reduced gradients. Requires `zero_stage` 2 or 3, or 1 with `shard_gradients`;
         /// `disk` also requires one microbatch per step.
         gradients: Tier = Tier::Device;
-        /// What forward passes of blocks keep for backward passes.
+        /// Activations that forward passes of blocks keep for backward passes.
         activations: Tier = Tier::Device;
         /// How many uses ahead offloaded state is fetched.
         prefetch: usize = 1, within 0..=64;

@@ -75,8 +75,8 @@ config_section! {
         /// Path of a Hugging Face `config.json` that describes the model.
         @per_rank
         config: Option<PathBuf> = None;
-        /// A Hugging Face directory, a run, a checkpoint, or the name of a model in the local Hugging Face cache, such as `gpt2`. Provides the
-        /// initial weights; without it, weights are random. Its `config.json` describes the model unless another key does.
+        /// A Hugging Face directory, a run, a checkpoint, or the name of a model in the local Hugging Face cache, such as `gpt2`. Provides
+        /// the initial weights; without it, weights are random. Its `config.json` describes the model unless another key does.
         init_from: Option<PathBuf> = None;
         /// Loads weights even if they contain NaN or infinity, from `init_from` or from a checkpoint.
         allow_non_finite: bool = false;
@@ -116,8 +116,9 @@ config_section! {
 config_section! {
     /// How a mixture of experts is trained, for models that are one.
     Experts {
-        /// Weight of the loss that keeps loads of experts even (Switch Transformer's alpha, Megatron-LM's `--moe-aux-loss-coeff`). With equal
-        /// loads the loss of a layer is 1. Replaces `router_aux_loss_coef`, or deepseek_v3's `aux_loss_alpha`, of the model. 0 turns it off.
+        /// Weight of the loss that keeps loads of experts even (Switch Transformer's alpha, Megatron-LM's `--moe-aux-loss-coeff`). With
+        /// equal loads the loss of a layer is 1. Replaces `router_aux_loss_coef`, or deepseek_v3's `aux_loss_alpha`, of the model. 0 turns
+        /// it off.
         balance_loss: Option<f64> = None;
         /// Weight of the loss that keeps the logits of routers small (ST-MoE; Megatron-LM's `--moe-z-loss-coeff`). Replaces
         /// `router_z_loss_coef` of the model. 0 turns it off.
@@ -125,20 +126,20 @@ config_section! {
         /// How far each update moves the biases that balance experts, in models that have such biases (deepseek_v3; Megatron-LM's
         /// `--moe-router-bias-update-rate`). 0 leaves them as they are.
         bias_update_rate: f64 = 1e-3, within 0.0..=1.0;
-        /// Most tokens of a sample that an expert takes, as a multiple of an even load (Megatron-LM's `--moe-expert-capacity-factor`). The first
-        /// ones of the sample are taken, and later ones pass the expert by: the metric expert_drops is their part. Bounds the memory of experts,
-        /// however uneven loads are. When absent, experts take all tokens.
+        /// Most tokens of a sample that an expert takes, as a multiple of an even load (Megatron-LM's `--moe-expert-capacity-factor`). The
+        /// first ones of the sample are taken, and later ones pass the expert by: the metric expert_drops is their part. Bounds the memory
+        /// of experts, however uneven loads are. When absent, experts take all tokens.
         capacity_factor: Option<f64> = None;
-        /// Whether activations that do not fit into `[memory] device_budget`, because loads are more uneven than was planned for, go to files
-        /// in `[offload] folder`. Otherwise the run ends. Memory is planned for even loads; a capacity_factor bounds it.
+        /// Whether activations that do not fit into `[memory] device_budget`, because loads are more uneven than was planned for, go to
+        /// files in `[offload] folder`. Otherwise the run ends. Memory is planned for even loads; a capacity_factor bounds it.
         spill: bool = true;
-        /// Number of chunks in which tokens travel to experts on other workers: one travels while another one is computed (docs/experts.md). At most as many
-        /// as a worker has experts. 2 is faster between hosts. Within a host it is slower, since the cores that compute also copy, and products get smaller.
-        /// Results stay bit-identical, unless products are in fp8.
+        /// Number of chunks in which tokens travel to experts on other workers: one travels while another one is computed
+        /// (docs/experts.md). At most as many as a worker has experts. 2 is faster between hosts. Within a host it is slower, since the
+        /// cores that compute also copy, and products get smaller. Results stay bit-identical, unless products are in fp8.
         num_chunks: usize = 1, within 1..=1 << 10;
-        /// Number of experts of each layer of which all workers with different experts keep copies (FasterMoE's shadow experts): those that most tokens chose
-        /// before. Tokens do not travel to them; their weights and gradients do, in each microbatch. Pays where a few experts have most of the load
-        /// (docs/experts.md). Results stay bit-identical.
+        /// Number of experts of each layer of which all workers with different experts keep copies (FasterMoE's shadow experts): those that
+        /// most tokens chose before. Tokens do not travel to them; their weights and gradients do, in each microbatch. Pays where a few
+        /// experts have most of the load (docs/experts.md). Results stay bit-identical.
         num_shadowed: usize = 0, within 0..=1 << 10;
     }
 }
@@ -146,9 +147,9 @@ config_section! {
 config_section! {
     /// The text, and how it becomes tokens.
     Data {
-        /// Text files, folders of text, and JSON Lines files or JSON arrays, also compressed (`.gz`, `.zst`). They are prepared into `folder` on first use.
-        /// A record has a text in `field`, or `messages`, or a `prompt` and its `completion`, or the fields of ShareGPT or Alpaca. For conversations and
-        /// completions, only the answers contribute to the loss.
+        /// Text files, folders of text, and JSON Lines files or JSON arrays, also compressed (`.gz`, `.zst`). They are prepared into
+        /// `folder` on first use. A record has a text in `field`, or `messages`, or a `prompt` and its `completion`, or the fields of
+        /// ShareGPT or Alpaca. For conversations and completions, only the answers contribute to the loss.
         @no_effect_on_training
         inputs: Vec<PathBuf> = Vec::new();
         /// Sampling weight of each input, such as [3, 1]. When empty, inputs are sampled in proportion to their tokens.
@@ -158,8 +159,8 @@ config_section! {
         /// Folder of prepared token files. When empty, `data` in the run's folder.
         @no_effect_on_training @per_rank
         folder: PathBuf = PathBuf::new();
-        /// `auto`, `bytes`, or the path of a Hugging Face `tokenizer.json`. `auto` uses the tokenizer of the model in `init_from`, or `bytes`
-        /// without one.
+        /// `auto`, `bytes`, or the path of a Hugging Face `tokenizer.json`. `auto` uses the tokenizer of the model in `init_from`, or
+        /// `bytes` without one.
         tokenizer: Tokenizer = Tokenizer::Auto;
         /// Vocabulary size of a byte-pair encoding to train on the inputs; 0 trains none.
         train_bpe: usize = 0, within 0..=1 << 24;
@@ -167,19 +168,21 @@ config_section! {
         extensions: Vec<String> = Vec::new();
         /// Field that contains the text in JSON Lines files.
         field: String = "text".to_owned();
-        /// Jinja template that formats `messages` as text: a file, or `chatml`. Defaults to the template of the model in `init_from`, or the one next
-        /// to the `tokenizer` file.
+        /// Jinja template that formats `messages` as text: a file, or `chatml`. Defaults to the template of the model in `init_from`, or
+        /// the one next to the `tokenizer` file.
         chat_template: Option<PathBuf> = None;
-        /// Whether the names of special tokens in `messages` become those tokens. Otherwise they are text, because a user may have typed them.
+        /// Whether the names of special tokens in `messages` become those tokens. Otherwise they are text, because a user may have typed
+        /// them.
         special_tokens_in_messages: bool = false;
-        /// What to do with bytes that are not valid UTF-8: `replace` them, or `refuse` the file.
+        /// Treatment of bytes that are not valid UTF-8: `replace` them, or `refuse` the file.
         invalid_utf8: InvalidUtf8 = InvalidUtf8::Replace;
-        /// How documents become sequences. `stream` cuts them wherever a sequence ends. `documents` packs whole documents, each attending only to
-        /// itself, and pads the rest. `auto` is `documents` if only answers contribute to the loss, else `stream`.
+        /// How documents become sequences. `stream` cuts them wherever a sequence ends. `documents` packs whole documents, each attending
+        /// only to itself, and pads the rest. `auto` is `documents` if only answers contribute to the loss, else `stream`.
         packing: Packing = Packing::Auto;
         /// Masks attention to earlier documents in the same sequence.
         mask_documents: bool = false;
-        /// Fraction of the tokens held out for validation: whole documents, or the tail of the last if documents are longer than what is held out; only without `validation_inputs`.
+        /// Fraction of the tokens held out for validation: whole documents, or the tail of the last if documents are longer than what is
+        /// held out; only without `validation_inputs`.
         validation_fraction: f64 = 0.05, within 0.0..=0.5;
     }
 }
@@ -231,8 +234,8 @@ config_section! {
         /// in an order that `seed` changes, and the host cannot read the device's memory. It has the bits of `cpu`, is slower,
         /// and shows whether a model of your own would run on an accelerator.
         device: DeviceName = DeviceName::Cpu;
-        /// Threads per worker; 0 uses its share of the cores: all of those that it has to itself, and an equal part of those that several workers
-        /// share, within the CPU quota of its control group.
+        /// Threads per worker; 0 uses its share of the cores: all of those that it has to itself, and an equal part of those that several
+        /// workers share, within the CPU quota of its control group.
         @no_effect_on_training @per_rank
         threads: usize = 0, within 0..=Device::THREADS_MAX;
         /// `layout` gives the same bits for any number of workers and threads, as long as the local and global batch
@@ -245,8 +248,9 @@ config_section! {
         max_norm: f64 = 1.0, within 0.0..;
         /// Steps between validations, the first before step 1; 0 validates only at the end.
         validation_interval: u64 = 0, within 0..;
-        /// Time from the start of the command in which the run saves a checkpoint and ends, by what its steps, validations and
-        /// checkpoints have taken so far. The exit code is then 138, and the same command resumes. Without it, the end of a Slurm job counts (SLURM_JOB_END_TIME).
+        /// Time from the start of the command in which the run saves a checkpoint and ends, by what its steps, validations and checkpoints
+        /// have taken so far. The exit code is then 138, and the same command resumes. Without it, the end of a Slurm job counts
+        /// (SLURM_JOB_END_TIME).
         @no_effect_on_training
         time_limit: Option<Duration> = None;
         /// Stops the run after this many validations in a row without a new lowest loss; 0 disables it.
@@ -286,8 +290,8 @@ config_section! {
     OptimizerGroup {
         /// Pattern of parameter names, such as "*.bias": `*` matches any text and `?` any character.
         pattern as "match": String = String::new();
-        /// Freezes these parameters: they are not updated, have no optimizer state, and their gradients do not count in `max_norm`. Gradients are
-        /// still computed.
+        /// Freezes these parameters: they are not updated, have no optimizer state, and their gradients do not count in `max_norm`.
+        /// Gradients are still computed.
         frozen: bool = false;
         /// Factor of the learning rate.
         lr_scale: f64 = 1.0, within 0.0..;
@@ -324,15 +328,15 @@ config_section! {
         interval: Interval = Interval::Time(Duration::from_secs(600));
         /// How many of the newest checkpoints to keep; 0 keeps all.
         keep_latest_k: usize = 10, within 0..=1 << 20;
-        /// Writes a checkpoint at each new lowest validation loss and keeps the best. `checkpoints/best` names it and can be given wherever a
-        /// checkpoint is expected.
+        /// Writes a checkpoint at each new lowest validation loss and keeps the best. `checkpoints/best` names it and can be given wherever
+        /// a checkpoint is expected.
         keep_best: bool = true;
         /// `auto` resumes from the newest complete checkpoint of the run, and `never` starts a new run. The path of a
         /// checkpoint resumes from it, and the path of a run's folder from its newest checkpoint.
         resume: Resume = Resume::Auto;
-        /// What may have changed since the checkpoint that the run resumes from: `optimizer` (its state starts from zero), `model` (settings, as far
-        /// as parameters have the same names and shapes) and `data` (samples, their order, or the tokenizer). Other changes are always allowed,
-        /// and reported.
+        /// Parts that may have changed since the checkpoint that the run resumes from: `optimizer` (its state starts from zero), `model`
+        /// (settings, as far as parameters have the same names and shapes) and `data` (samples, their order, or the tokenizer). Other
+        /// changes are always allowed, and reported.
         allow_changed: Vec<Change> = Vec::new();
     }
 }
@@ -360,16 +364,16 @@ config_section! {
         shared_memory_latency_microseconds: f64 = 0.0, within 0.0..=1e6;
         /// Bandwidth at which a worker reads and writes the memory of the others while all of them do.
         shared_memory_gigabytes_per_second: f64 = 0.0, within 0.0..=1e6;
-        /// Seconds that workers wait for each other at the start: for a host name that is not known yet, a port at which nobody listens yet, and
-        /// workers that are missing. Meanwhile they say whom they wait for.
+        /// Seconds that workers wait for each other at the start: for a host name that is not known yet, a port that no worker listens on
+        /// yet, and workers that are missing. Meanwhile they say whom they wait for.
         @no_effect_on_training
         join_timeout_seconds: f64 = 600.0, within above_up_to(0.0, 86_400.0);
-        /// Seconds of silence after which a worker that waits for another one gives up and reports which one. One that makes progress, such as
-        /// rank 0 while it tokenizes or a worker that writes to a slow disk, says so and is waited for.
+        /// Seconds of silence after which a worker that waits for another one gives up and reports which one. One that makes progress, such
+        /// as rank 0 while it tokenizes or a worker that writes to a slow disk, says so and is waited for.
         @no_effect_on_training
         timeout_seconds: f64 = 300.0, within above_up_to(0.0, 86_400.0);
-        /// Seconds for which the network between hosts may stall. A host that is silent for longer counts as lost. The end of a process is noticed
-        /// within a second, whatever this value is.
+        /// Seconds for which the network between hosts may stall. A host that is silent for longer counts as lost. The end of a process is
+        /// noticed within a second, whatever this value is.
         @no_effect_on_training
         network_pause_seconds: f64 = 30.0, within 1.0..=3600.0;
         /// File with the secret that all workers share; only its owner may have access to it. The environment
@@ -379,18 +383,20 @@ config_section! {
         /// Whether workers need a secret to listen where other hosts can connect. Without one, anybody on that
         /// network may join.
         require_secret: bool = true;
-        /// Address on which rank 0 listens, if not that of MASTER_ADDR: `0.0.0.0` or `::` where workers reach it by the name of a service. Others than
-        /// loopback addresses need a secret, as `require_secret` says.
+        /// Address on which rank 0 listens, if not that of MASTER_ADDR: `0.0.0.0` or `::` where workers reach it by the name of a service.
+        /// Others than loopback addresses need a secret, as `require_secret` says.
         @no_effect_on_training
         listen: Option<IpAddr> = None;
-        /// Network interface on which each worker listens for the others: by name (`eth0`) or the beginning of it, by an address of it, or by a
-        /// network (`10.0.0.0/8`). Of several, separated by commas, the first that the host has. `=eth0` asks for exactly that name, `^docker,lo`
-        /// for any other. By default, the one through which the worker reaches rank 0. The environment variable TRIREME_INTERFACE takes
-        /// precedence; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME count where nothing else is set and workers are on several hosts.
+        /// Network interface on which each worker listens for the others: by name (`eth0`) or the beginning of it, by an address of it, or
+        /// by a network (`10.0.0.0/8`). Of several, separated by commas, the first that the host has. `=eth0` asks for exactly that name,
+        /// `^docker,lo` for any other. By default, the one through which the worker reaches rank 0. The environment variable
+        /// TRIREME_INTERFACE takes precedence; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME count where nothing else is set and workers are on
+        /// several hosts.
         @no_effect_on_training @per_rank
         interface: Option<String> = None;
-        /// Ports on which workers listen for each other, such as `30000-30063`, where a firewall lets only some through: at least as
-        /// many as a host has workers. Ports below 32768 are best, for Linux gives the others to outgoing connections. By default any. MASTER_PORT, where rank 0 listens, is set by itself.
+        /// Ports on which workers listen for each other, such as `30000-30063`, where a firewall lets only some through: at least as many
+        /// as a host has workers. Ports below 32768 are best, for Linux gives the others to outgoing connections. By default any.
+        /// MASTER_PORT, where rank 0 listens, is set by itself.
         @no_effect_on_training
         ports: Option<RangeInclusive<u16>> = None;
         /// TCP connections to each peer; data is striped over them. More than one pays off on networks that limit the
@@ -451,12 +457,12 @@ config_section! {
 }
 
 config_section! {
-    /// What a run records.
+    /// The records of a run.
     @no_effect_on_training Metrics {
         /// Steps between log lines.
         log_interval: u64 = 10, within 1..;
-        /// Format of lines on the console, on standard error and in logs: `text`, or `json`, one object a line. An object has `time`, `host`, `rank` once
-        /// it is known, and `message` or a step's `record`.
+        /// Format of lines on the console, on standard error and in logs: `text`, or `json`, one object a line. An object has `time`,
+        /// `host`, `rank` once it is known, and `message` or a step's `record`.
         log_format: LogFormat = LogFormat::Text;
         /// Whether to write `metrics.jsonl`, with one JSON object per step.
         jsonl: bool = true;
@@ -466,12 +472,12 @@ config_section! {
         /// what, for `trireme report trace`, chrome://tracing and Perfetto. The file contains the last few traced
         /// steps. 0 writes none.
         trace_interval: u64 = 0, within 0..;
-        /// Steps between steps whose results are hashed to `hashes.jsonl`: the loss, and each parameter with its reduced gradient, bit by bit.
-        /// `trireme report diff` finds by them where two runs part. Hashes do not depend on the layout. Hashing takes about as
-        /// long as reading gradients and parameters with one thread. 0 hashes none, and changes nothing else.
+        /// Steps between steps whose results are hashed to `hashes.jsonl`: the loss, and each parameter with its reduced gradient, bit by
+        /// bit. `trireme report diff` finds by them where two runs part. Hashes do not depend on the layout. Hashing takes about as long as
+        /// reading gradients and parameters with one thread. 0 hashes none, and changes nothing else.
         hash_interval: u64 = 0, within 0..;
-        /// Peak of each worker's device in floating-point operations a second, in `[training] dtype`, such as 312e12: MFU is relative to it. 0 takes
-        /// that of the device: on a CPU it is measured once, and multiplied by the worker's share of the cores.
+        /// Peak of each worker's device in floating-point operations a second, in `[training] dtype`, such as 312e12: MFU is relative to
+        /// it. 0 takes that of the device: on a CPU it is measured once, and multiplied by the worker's share of the cores.
         peak_flops: f64 = 0.0, within 0.0..;
         /// TCP port on which rank 0 serves the last record at `/metrics`, in the Prometheus text format; 0 disables it.
         prometheus_port: u16 = 0;
@@ -487,14 +493,15 @@ config_section! {
 config_section! {
     /// The workers of a host. If torchrun, SLURM or MPI has started them, `workers` and `master_port` have no effect.
     @no_effect_on_training Launch {
-        /// Number of workers that this command starts; 0 starts one for each device of the host. The CPU is one device, however many cores it has.
+        /// Number of workers that this command starts; 0 starts one for each device of the host. The CPU is one device, however many cores
+        /// it has.
         @per_rank
         workers: usize = 0, within 0..=4096;
         /// TCP port where the workers meet; 0 uses a free one.
         @per_rank
         master_port: u16 = 0;
-        /// How workers are bound to cores. Neighbouring ranks get neighbouring cores, close to their own memory. `trireme doctor --workers N` shows what
-        /// `auto` would do for N workers on this host.
+        /// How workers are bound to cores. Neighbouring ranks get neighbouring cores, close to their own memory. `trireme doctor --workers
+        /// N` shows what `auto` would do for N workers on this host.
         @per_rank
         bind: Bind = Bind::Auto;
     }

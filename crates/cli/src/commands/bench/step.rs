@@ -65,7 +65,7 @@ pub(crate) struct StepArgs {
     /// Run the workers side by side without communication: the upper bound for data parallelism on this machine.
     #[arg(long)]
     independent: bool,
-    /// What is sharded across the workers: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as well.
+    /// State that the workers shard: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as well.
     #[arg(long, value_name = "N", default_value = "0", value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: u8,
     /// Workers that divide the layers among them, and see the same data (tensor and sequence parallelism).
@@ -93,7 +93,7 @@ pub(crate) struct StepArgs {
     /// Folder for files on disk.
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     offload_folder: PathBuf,
-    /// What blocks keep for the backward pass: all, products or input.
+    /// Activations that blocks keep for the backward pass: all, products or input.
     #[arg(long, value_name = "WHAT", default_value = "all", value_parser = parse_keep)]
     keep: Keep,
     /// Number of timed steps.
