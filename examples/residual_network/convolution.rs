@@ -1,7 +1,7 @@
 //! A convolution, an operation that Trireme does not provide.
 
 use std::sync::Arc;
-use trireme::base::{Cut, DType};
+use trireme::base::{AxisSplit, DType};
 use trireme::tape::{BackwardContext, ForwardContext, Operation, ReadBy, write_grad};
 use trireme::tensor::{DeviceError, GradSink, Initial, Parameter, ParameterSpan, ParameterTable};
 
@@ -20,14 +20,14 @@ pub(crate) struct Convolution {
 
 impl Convolution {
     /// Returns the split by output channels: each rank of the tensor axis computes a part of them.
-    pub(crate) fn by_outputs() -> Cut {
-        Cut::along(1)
+    pub(crate) fn by_outputs() -> AxisSplit {
+        AxisSplit::along(1)
     }
 
     /// Returns the split by input channels: each rank of the tensor axis reads a part of them, and the output is the sum over the ranks.
     /// The weight contains the input channels once for each offset.
-    pub(crate) fn by_inputs() -> Cut {
-        Cut::along(0).with_groups(OFFSETS)
+    pub(crate) fn by_inputs() -> AxisSplit {
+        AxisSplit::along(0).with_groups(OFFSETS)
     }
 
     /// Declares the weight in `table`. Its initial values preserve the variance of the inputs (He et al., "Delving deep into rectifiers",
@@ -37,7 +37,7 @@ impl Convolution {
         name: &str,
         size: usize,
         (inputs, outputs): (usize, usize),
-        cut: Option<Cut>,
+        cut: Option<AxisSplit>,
     ) -> Arc<Self> {
         let fan_in = OFFSETS * inputs;
         let initial = Initial::Normal { standard_deviation: (2.0 / fan_in as f32).sqrt() };

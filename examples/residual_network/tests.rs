@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::time::Instant;
 use trireme::model::{Model, ModelError};
 use trireme::tensor::{Device, ParameterTable, Precision};
-use trireme::train::config::{Config, Subject};
-use trireme::train::{Samples, Silent, TrainError, Trainer, TrainerOptions};
+use trireme::train::config::{Config, TaskKind};
+use trireme::train::{NullObserver, Samples, TrainError, Trainer, TrainerOptions};
 use trireme::{Dataset, Task};
 use trireme_testkit::{GradientCheck, Input, run_ranks};
 
@@ -72,7 +72,8 @@ fn train(num_workers: usize, layout: &[&str]) -> Vec<u64> {
     );
     let overrides: Vec<String> = layout.iter().map(|&key| key.to_owned()).collect();
     let config =
-        Config::parse_as(Subject::OwnTask, &toml, Path::new("shapes.toml"), &overrides, None).unwrap();
+        Config::parse_for_task(TaskKind::CustomTask, &toml, Path::new("shapes.toml"), &overrides, None)
+            .unwrap();
     let ranks = run_ranks(num_workers, |group| {
         let options = TrainerOptions {
             num_threads: 1,
@@ -83,7 +84,7 @@ fn train(num_workers: usize, layout: &[&str]) -> Vec<u64> {
             ends_at: None,
             given_config: None,
         };
-        let observer = &mut Silent;
+        let observer = &mut NullObserver;
         let mut trainer = Trainer::new(&config, Arc::new(Shapes), group, options, observer).unwrap();
         let mut bits = Vec::new();
         for _ in 0..4 {
@@ -136,7 +137,8 @@ impl Task for Empty {
 
 #[test]
 fn a_task_without_samples_is_refused() {
-    let config = Config::parse_as(Subject::OwnTask, "", Path::new("shapes.toml"), &[], None).unwrap();
+    let config =
+        Config::parse_for_task(TaskKind::CustomTask, "", Path::new("shapes.toml"), &[], None).unwrap();
     let error = Samples::open(&Empty, &config).err().unwrap().to_string();
     assert_eq!(
         error,

@@ -51,7 +51,7 @@ generate = { num_tokens = 0 }
 "#;
 
 /// A folder for runs with faults.
-struct Scene {
+struct FaultRunner {
     folder: PathBuf,
     binary: PathBuf,
     num_workers: NonZeroUsize,
@@ -73,7 +73,7 @@ enum Outcome {
 
 impl Injection<'_> {
     /// Returns the text that strace writes when it has injected the fault.
-    fn mark(&self) -> &'static str {
+    fn trace_text(&self) -> &'static str {
         match self.fault {
             "signal=SIGKILL" => "killed by SIGKILL",
             "signal=SIGSTOP" => "SIGSTOP",
@@ -106,12 +106,12 @@ pub(crate) fn run(args: &FaultsArgs, root: &Path) -> Result<()> {
         .with_context(|| format!("no program at {}; run `cargo build --release`", args.binary.display()))?;
     let folder = std::env::temp_dir().join(format!("trireme-faults-{}", std::process::id()));
     fs::create_dir(&folder)?;
-    let scene = Scene { folder: folder.clone(), binary, num_workers: args.workers };
-    scene.run_all(args.stride.get()).with_context(|| format!("the files are in {}", folder.display()))?;
+    let runner = FaultRunner { folder: folder.clone(), binary, num_workers: args.workers };
+    runner.run_all(args.stride.get()).with_context(|| format!("the files are in {}", folder.display()))?;
     Ok(fs::remove_dir_all(&folder)?)
 }
 
-impl Scene {
+impl FaultRunner {
     fn run_all(&self, stride: usize) -> Result<()> {
         fs::write(self.folder.join("job.toml"), CONFIG)?;
         fs::write(self.folder.join("text.txt"), "a text of words that come again and again\n".repeat(200))?;
@@ -180,13 +180,13 @@ impl Scene {
         })
     }
 
-    fn forget_run(&self) -> Result<()> {
+    fn remove_run(&self) -> Result<()> {
         Ok(fs::remove_dir_all(self.folder.join("runs"))?)
     }
 
     /// Returns the maximum number of calls of each kind that a thread of a run makes.
     fn count_calls(&self) -> Result<BTreeMap<String, usize>> {
-        self.forget_run()?;
+        self.remove_run()?;
         succeeded(&self.train_under_strace(&[format!("trace={}", CALLS.join(","))])?)?;
         let mut counts: BTreeMap<(String, String), usize> = BTreeMap::new();
         for line in self.log()?.lines() {
@@ -212,14 +212,14 @@ impl Scene {
     /// Runs once with a fault, and once without a fault to resume. Checks the result.
     fn check(&self, injection: &Injection<'_>, losses: &str) -> Result<Outcome> {
         let Injection { call, fault, number } = injection;
-        self.forget_run()?;
+        self.remove_run()?;
         fs::remove_file(self.folder.join(LOG))?;
         let inject = format!("inject={call}:{fault}:when={number}");
         let disturbed = self.train_under_strace(&[format!("trace={call}"), inject])?;
         let text = describe(&disturbed);
         ensure!(!text.contains("panicked"), "the run panicked:\n{text}");
         let log = self.log()?;
-        let is_reached = log.contains(injection.mark());
+        let is_reached = log.contains(injection.trace_text());
         ensure!(is_reached || disturbed.status.success(), "the run failed without a fault:\n{text}");
         // A run that is killed before its folder was created has left nothing to resume.
         fs::create_dir_all(self.folder.join("runs"))?;

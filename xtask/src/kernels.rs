@@ -25,7 +25,7 @@ const SUITES: [&str; 2] = ["conformance", "operations"];
 const BACKENDS: [&str; 2] = ["cpu", "detached"];
 
 /// Kernels that measure a machine and contribute to no result.
-const MEASURES: [&str; 1] = ["stream"];
+const MEASUREMENT_KERNELS: [&str; 1] = ["stream"];
 
 /// Write docs/kernels.md, the list of kernels that a backend must provide.
 ///
@@ -198,7 +198,7 @@ fn methods(text: &str, names: &Calls, arms: &Calls) -> Vec<Kernel> {
                 let issued = body.split_once("self.issue(").and_then(|(_, call)| path(call));
                 let call = issued.and_then(|path| Some((names.get(&path)?.clone(), &arms[&path][..])));
                 let kernel = call.or_else(|| Some((kernel_name(body)?, &body[..])));
-                let kernel = kernel.filter(|(name, _)| !MEASURES.contains(&name.as_str()));
+                let kernel = kernel.filter(|(name, _)| !MEASUREMENT_KERNELS.contains(&name.as_str()));
                 found.extend(kernel.map(|(name, run)| Kernel {
                     name,
                     what: what.clone(),

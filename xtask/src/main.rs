@@ -18,7 +18,7 @@ use std::process::ExitCode;
 /// Development tasks of the workspace.
 #[derive(Debug, clap::Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
-enum Chore {
+enum XtaskCommand {
     /// Check the rules that the compiler does not enforce.
     ///
     /// The rules are about dependencies between crates, places for unsafe code, words and calls that do not belong in the sources, and the
@@ -38,15 +38,15 @@ enum Chore {
 }
 
 fn main() -> ExitCode {
-    let succeeded = match Chore::parse() {
-        Chore::Tidy => tidy::run(workspace_root()),
-        Chore::Kernels(args) => kernels::run(&args, workspace_root()).map(|()| true),
-        Chore::Ladder => ladder(workspace_root()),
-        Chore::Compare(args) => compare::run(&args, workspace_root()),
-        Chore::Faults(args) => faults::run(&args, workspace_root()).map(|()| true),
-        Chore::Foreign(args) => foreign::run(&args, workspace_root()),
-        Chore::Slurm(args) => slurm::run(&args, workspace_root()),
-        Chore::Surveys(args) => surveys::run(&args, workspace_root()).map(|()| true),
+    let succeeded = match XtaskCommand::parse() {
+        XtaskCommand::Tidy => tidy::run(workspace_root()),
+        XtaskCommand::Kernels(args) => kernels::run(&args, workspace_root()).map(|()| true),
+        XtaskCommand::Ladder => ladder(workspace_root()),
+        XtaskCommand::Compare(args) => compare::run(&args, workspace_root()),
+        XtaskCommand::Faults(args) => faults::run(&args, workspace_root()).map(|()| true),
+        XtaskCommand::Foreign(args) => foreign::run(&args, workspace_root()),
+        XtaskCommand::Slurm(args) => slurm::run(&args, workspace_root()),
+        XtaskCommand::Surveys(args) => surveys::run(&args, workspace_root()).map(|()| true),
     };
     match succeeded {
         Ok(true) => ExitCode::SUCCESS,

@@ -26,16 +26,16 @@ pub(crate) struct SlurmArgs {
 }
 
 /// Timeout for everything but time limits and queues.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Polling interval.
-const LOOK: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Number of steps of a run. They take longer than Slurm needs to preempt the job.
 const STEPS: usize = 20_000;
 
 /// Number of steps after which a run is disturbed.
-const STEPS_BEFORE: usize = 300;
+const STEPS_BEFORE_DISTURBANCE: usize = 300;
 
 const CONFIG: &str = r#"
 model = { architecture = "gpt2", hidden_size = 32, num_layers = 1, num_heads = 2 }
@@ -125,7 +125,7 @@ impl Cluster {
         ];
         cluster.daemon("munged", &munged.each_ref().map(String::as_str))?;
         let socket = cluster.path("munge/socket");
-        wait_for("munged", PATIENCE, || Ok(socket.exists()))?;
+        wait_for("munged", TIMEOUT, || Ok(socket.exists()))?;
         cluster.daemon("slurmctld", &["-D"])?;
         cluster.daemon("slurmd", &["-D", "-N", "n1"])?;
         cluster.daemon("slurmd", &["-D", "-N", "n2"])?;
@@ -134,7 +134,7 @@ impl Cluster {
             let text = String::from_utf8_lossy(&states.stdout).into_owned();
             Ok(text.lines().count() > 1 && text.lines().all(|state| state.trim() == "idle"))
         };
-        wait_for("idle nodes", PATIENCE, idle)?;
+        wait_for("idle nodes", TIMEOUT, idle)?;
         Ok(cluster)
     }
 
@@ -258,17 +258,17 @@ impl Cluster {
     }
 
     fn wait_for_steps(&self, run: &str, steps: usize) -> Result<()> {
-        wait_for(&format!("{steps} steps of {run}"), PATIENCE, || Ok(self.losses(run)?.len() >= steps))
+        wait_for(&format!("{steps} steps of {run}"), TIMEOUT, || Ok(self.losses(run)?.len() >= steps))
     }
 
     /// Waits until a run was stopped, and checks that it has saved its last step. Returns this step.
-    fn wait_for_stop(&self, run: &str, patience: Duration) -> Result<usize> {
+    fn wait_for_stop(&self, run: &str, timeout: Duration) -> Result<usize> {
         let stop = || {
             self.printed(run).lines().find_map(|line| {
                 line.strip_prefix("stopped after step ")?.split_once(' ')?.0.parse::<usize>().ok()
             })
         };
-        wait_for(&format!("the stop of {run}"), patience, || Ok(stop().is_some()))?;
+        wait_for(&format!("the stop of {run}"), timeout, || Ok(stop().is_some()))?;
         let step = stop().context("a step")?;
         let saved = self.path("runs").join(run).join(format!("checkpoints/step-{step}"));
         ensure!(saved.exists(), "{} does not exist", saved.display());
@@ -283,7 +283,7 @@ impl Cluster {
             start.args(["update", &format!("JobId={job}"), "StartTime=now"]).output()?;
             Ok(self.losses(run)?.len() >= STEPS && self.printed(run).contains("last checkpoint: "))
         };
-        wait_for(&format!("the end of {run}"), PATIENCE, is_over)?;
+        wait_for(&format!("the end of {run}"), TIMEOUT, is_over)?;
         let resumed = format!("resuming after step {step} of ");
         ensure!(self.printed(run).contains(&resumed), "{run} did not resume after step {step}");
         self.wait_for_empty_queue()?;
@@ -293,8 +293,8 @@ impl Cluster {
     }
 
     /// Waits until a run was stopped. Checks that it has saved all steps that it has reported, and that its job is not queued again.
-    fn ensure_over(&self, run: &str, patience: Duration) -> Result<()> {
-        let step = self.wait_for_stop(run, patience)?;
+    fn ensure_over(&self, run: &str, timeout: Duration) -> Result<()> {
+        let step = self.wait_for_stop(run, timeout)?;
         let (found, expected) = (self.losses(run)?, self.undisturbed(STEPS)?);
         ensure!(found.len() == step, "{} steps were reported, and {step} saved", found.len());
         let num_compared = found.len().min(expected.len());
@@ -305,7 +305,7 @@ impl Cluster {
 
     fn wait_for_empty_queue(&self) -> Result<()> {
         let is_empty = || Ok(output(self.slurm("squeue").arg("--noheader"))?.trim().is_empty());
-        wait_for("an empty queue", PATIENCE, is_empty)
+        wait_for("an empty queue", TIMEOUT, is_empty)
     }
 
     fn cancel_all(&self) -> Result<()> {
@@ -334,32 +334,32 @@ fn script_of(page: &Path) -> Result<String> {
 
 fn requeued(cluster: &Cluster) -> Result<()> {
     let job = cluster.submit("requeued", STEPS, &[])?;
-    cluster.wait_for_steps("requeued", STEPS_BEFORE)?;
+    cluster.wait_for_steps("requeued", STEPS_BEFORE_DISTURBANCE)?;
     output(cluster.slurm("scontrol").args(["requeue", &job]))?;
-    let step = cluster.wait_for_stop("requeued", PATIENCE)?;
+    let step = cluster.wait_for_stop("requeued", TIMEOUT)?;
     cluster.wait_for_end("requeued", &job, step)
 }
 
 fn preempted(cluster: &Cluster) -> Result<()> {
     let job = cluster.submit("preempted", STEPS, &[])?;
-    cluster.wait_for_steps("preempted", STEPS_BEFORE)?;
+    cluster.wait_for_steps("preempted", STEPS_BEFORE_DISTURBANCE)?;
     let urgent = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"];
     output(cluster.slurm("sbatch").args(urgent))?;
-    let step = cluster.wait_for_stop("preempted", PATIENCE)?;
+    let step = cluster.wait_for_stop("preempted", TIMEOUT)?;
     cluster.wait_for_end("preempted", &job, step)
 }
 
 fn cancelled(cluster: &Cluster) -> Result<()> {
     let job = cluster.submit("cancelled", STEPS, &[])?;
-    cluster.wait_for_steps("cancelled", STEPS_BEFORE)?;
+    cluster.wait_for_steps("cancelled", STEPS_BEFORE_DISTURBANCE)?;
     output(cluster.slurm("scancel").arg(&job))?;
-    cluster.ensure_over("cancelled", PATIENCE)
+    cluster.ensure_over("cancelled", TIMEOUT)
 }
 
 fn out_of_time(cluster: &Cluster) -> Result<()> {
     cluster.submit("late", 1_000_000_000, &["--time=1"])?;
     // Slurm checks time limits every half minute.
-    cluster.ensure_over("late", 3 * PATIENCE)
+    cluster.ensure_over("late", 3 * TIMEOUT)
 }
 
 fn task_killed(cluster: &Cluster) -> Result<()> {
@@ -371,7 +371,7 @@ fn task_killed(cluster: &Cluster) -> Result<()> {
         srun
     };
     let mut running = srun(cluster).spawn().context("cannot start srun")?;
-    cluster.wait_for_steps("killed", STEPS_BEFORE)?;
+    cluster.wait_for_steps("killed", STEPS_BEFORE_DISTURBANCE)?;
     kill_process(task(cluster, 1)?, Signal::KILL).context("cannot kill the task")?;
     let status = running.wait()?;
     ensure!(!status.success(), "srun ended well");
@@ -399,11 +399,11 @@ fn task(cluster: &Cluster, rank: usize) -> Result<Pid> {
     bail!("no process is task {rank}")
 }
 
-fn wait_for(what: &str, patience: Duration, is_there: impl Fn() -> Result<bool>) -> Result<()> {
+fn wait_for(what: &str, timeout: Duration, is_there: impl Fn() -> Result<bool>) -> Result<()> {
     let began = Instant::now();
     while !is_there()? {
-        ensure!(began.elapsed() < patience, "waited {} s for {what}", patience.as_secs());
-        sleep(LOOK);
+        ensure!(began.elapsed() < timeout, "waited {} s for {what}", timeout.as_secs());
+        sleep(POLL_INTERVAL);
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 ///
 /// Clones are the same event. Events of a device that runs its work synchronously are always done, and cost nothing.
 #[derive(Clone, Default)]
-pub struct Event(Option<Arc<Latch>>);
+pub struct Event(Option<Arc<EventCompleter>>);
 
 impl Event {
     /// An event that is done.
@@ -24,7 +24,7 @@ impl Event {
         self.0.as_ref().map(Arc::as_ptr) == other.0.as_ref().map(Arc::as_ptr)
     }
 
-    /// Returns whether other clones of the event exist, or a [`Latch`] that may still complete it.
+    /// Returns whether other clones of the event exist, or a [`EventCompleter`] that may still complete it.
     pub fn is_shared(&self) -> bool {
         self.0.as_ref().is_some_and(|latch| Arc::strong_count(latch) > 1)
     }
@@ -82,8 +82,8 @@ impl fmt::Debug for Event {
 }
 
 /// The completing side of an [`Event`].
-pub struct Latch {
-    state: Mutex<LatchState>,
+pub struct EventCompleter {
+    state: Mutex<EventState>,
     changed: Condvar,
     on_demand: Box<dyn Fn() + Send + Sync>,
 }
@@ -91,17 +91,21 @@ pub struct Latch {
 type Wake = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
-struct LatchState {
+struct EventState {
     /// `None` while pending; the cause of a failure.
     outcome: Option<Result<(), String>>,
     wakes: Vec<Wake>,
 }
 
-impl Latch {
+impl EventCompleter {
     /// Creates the latch of a pending event. `on_demand` is called for each [`demand`](Event::demand) and [`wait`](Event::wait) while the
     /// event is pending.
     pub fn new(on_demand: impl Fn() + Send + Sync + 'static) -> Arc<Self> {
-        Arc::new(Latch { state: Mutex::default(), changed: Condvar::new(), on_demand: Box::new(on_demand) })
+        Arc::new(EventCompleter {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            on_demand: Box::new(on_demand),
+        })
     }
 
     /// Returns the event that this latch completes.
@@ -125,12 +129,12 @@ impl Latch {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, LatchState> {
+    fn lock(&self) -> MutexGuard<'_, EventState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl fmt::Debug for Latch {
+impl fmt::Debug for EventCompleter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Latch({:?})", self.lock().outcome)
     }
@@ -153,7 +157,7 @@ impl<B> Pending<B> {
         Pending(State::Here(memory))
     }
 
-    /// Wraps memory that will be stored in `place` before `event` is done. If `event` is [`Event::DONE`] and `place` is filled, the memory
+    /// Wraps memory that will be stored in `offset` before `event` is done. If `event` is [`Event::DONE`] and `offset` is filled, the memory
     /// is available at once.
     pub fn until(event: Event, place: Arc<Mutex<Option<B>>>) -> Self {
         if event.0.is_none()
@@ -263,7 +267,7 @@ mod tests {
     fn who_waits_is_woken_and_says_so() {
         let num_demands = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&num_demands);
-        let latch = Latch::new(move || {
+        let latch = EventCompleter::new(move || {
             counted.fetch_add(1, Ordering::Relaxed);
         });
         let event = latch.event();
@@ -284,7 +288,7 @@ mod tests {
 
     #[test]
     fn a_failure_reaches_who_waits() {
-        let latch = Latch::new(|| ());
+        let latch = EventCompleter::new(|| ());
         latch.complete(Err("a kernel panicked".to_owned()));
         assert_eq!(latch.event().failure().as_deref(), Some("a kernel panicked"));
         let failed = std::thread::spawn(move || latch.event().wait()).join().unwrap_err();
@@ -293,7 +297,7 @@ mod tests {
 
     #[test]
     fn memory_comes_back_at_its_event() {
-        let (latch, place) = (Latch::new(|| ()), Arc::new(Mutex::new(None)));
+        let (latch, place) = (EventCompleter::new(|| ()), Arc::new(Mutex::new(None)));
         let pending = Pending::until(latch.event(), Arc::clone(&place));
         assert!(pending.get().is_none());
         let mut pending = pending.try_take().unwrap_err();

@@ -4,7 +4,7 @@
 pub struct UnknownName(pub &'static [&'static str]);
 
 /// Declares an enum whose variants have names. Generates the constant `ALL`, `name` and `named`, [`FromStr`](std::str::FromStr) and
-/// [`Display`](std::fmt::Display).
+/// [`PreparationProgress`](std::fmt::PreparationProgress).
 ///
 /// ```
 /// trireme_base::named! {

@@ -21,7 +21,7 @@ pub struct UnitPasses {
     /// Peak of forward, which starts with the input and ends with the record and the output.
     pub forward_peak: usize,
     /// Peak of recomputing the record from the kept products.
-    pub renewal_peak: usize,
+    pub recompute_peak: usize,
     /// Peak of backward, which starts with the record and the gradient of the output, and ends with the gradient of the input.
     pub backward_peak: usize,
     /// Bytes that remain between the halves of backward, if the halves run separately.
@@ -35,7 +35,7 @@ pub struct UnitPasses {
     /// Cost of the half of backward that computes gradients of the weights. It may recompute values that a full backward still has.
     pub weight_half_cost: Cost,
     /// Cost of recomputing the record from the kept products.
-    pub renewal_cost: Cost,
+    pub recompute_cost: Cost,
 }
 
 impl UnitPasses {

@@ -1,6 +1,6 @@
 //! The positions of a sequence that a rank holds with context parallelism.
 
-use crate::AxisPlace;
+use crate::AxisRank;
 use std::ops::Range;
 
 /// The place of a rank among the ranks that share the positions of the same sequences (context parallelism).
@@ -9,27 +9,27 @@ use std::ops::Range;
 /// 2023). In Ulysses attention, each rank gets all positions for a part of the heads by an all-to-all (Jacobs et al., "DeepSpeed Ulysses",
 /// 2023). If both are used, each place of the ring belongs to several neighbouring ranks, which exchange positions for heads first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct ContextPlace {
+pub struct ContextRank {
     /// The place on the ring.
-    pub ring: AxisPlace,
+    pub ring: AxisRank,
     /// The place among the ranks that share a place on the ring and exchange positions for heads.
-    pub heads: AxisPlace,
+    pub heads: AxisRank,
 }
 
-impl ContextPlace {
+impl ContextRank {
     /// The place of a rank that holds all positions.
-    pub const ALONE: ContextPlace = ContextPlace { ring: AxisPlace::ALONE, heads: AxisPlace::ALONE };
+    pub const ALONE: ContextRank = ContextRank { ring: AxisRank::ALONE, heads: AxisRank::ALONE };
 
     /// Returns the place of a rank of the context axis. Each `heads_degree` neighbouring ranks exchange positions for heads; the ring has a
     /// place for each such set.
     ///
     /// # Panics
     /// If `heads_degree` does not divide the degree of the axis.
-    pub fn new(AxisPlace { rank, degree }: AxisPlace, heads_degree: usize) -> Self {
+    pub fn new(AxisRank { rank, degree }: AxisRank, heads_degree: usize) -> Self {
         assert!(degree.is_multiple_of(heads_degree), "{heads_degree} of {degree} ranks exchange heads");
-        ContextPlace {
-            ring: AxisPlace::new(rank / heads_degree, degree / heads_degree),
-            heads: AxisPlace::new(rank % heads_degree, heads_degree),
+        ContextRank {
+            ring: AxisRank::new(rank / heads_degree, degree / heads_degree),
+            heads: AxisRank::new(rank % heads_degree, heads_degree),
         }
     }
 
@@ -82,7 +82,7 @@ impl Positions {
     ///
     /// # Panics
     /// If `len` is not a multiple of twice the degree, and the degree is more than 1.
-    pub fn zig_zag(len: usize, AxisPlace { rank, degree }: AxisPlace) -> Self {
+    pub fn zig_zag(len: usize, AxisRank { rank, degree }: AxisRank) -> Self {
         if degree == 1 {
             return Positions::run(0, len);
         }
@@ -149,7 +149,7 @@ mod tests {
         for degree in 1..6 {
             let len = 6 * degree;
             let of_ranks: Vec<Positions> =
-                AxisPlace::all(degree).map(|place| Positions::zig_zag(len, place)).collect();
+                AxisRank::all(degree).map(|place| Positions::zig_zag(len, place)).collect();
             let mut all: Vec<usize> =
                 of_ranks.iter().flat_map(|of| (0..of.len()).map(|i| of.at(i))).collect();
             all.sort_unstable();
@@ -161,22 +161,22 @@ mod tests {
 
     #[test]
     fn ranks_with_a_place_on_the_ring_have_its_positions_together() {
-        let places = AxisPlace::all(6).map(|place| ContextPlace::new(place, 3));
+        let places = AxisRank::all(6).map(|place| ContextRank::new(place, 3));
         let mut all = Vec::new();
         for place in places {
             let own = place.positions(24);
             assert_eq!((own.len(), place.degree()), (4, 6));
             all.extend((0..own.len()).map(|index| own.at(index)));
         }
-        let of_ring = AxisPlace::all(2).map(|place| Positions::zig_zag(24, place));
+        let of_ring = AxisRank::all(2).map(|place| Positions::zig_zag(24, place));
         assert!(all.into_iter().eq(of_ring.flat_map(|of| (0..of.len()).map(move |index| of.at(index)))));
-        let own = ContextPlace::new(AxisPlace::new(2, 4), 4).positions(16);
+        let own = ContextRank::new(AxisRank::new(2, 4), 4).positions(16);
         assert!(own.runs().eq([(0, 8..12)]));
     }
 
     #[test]
     fn indices_positions_and_parts_agree() {
-        let whole = Positions::zig_zag(24, AxisPlace::new(1, 3));
+        let whole = Positions::zig_zag(24, AxisRank::new(1, 3));
         for (start, end) in [(0, 8), (0, 3), (2, 7), (5, 8), (4, 4), (0, 4), (8, 8)] {
             let part = whole.part(start..end);
             assert_eq!(part.len(), end - start);

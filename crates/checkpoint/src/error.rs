@@ -42,7 +42,7 @@ pub enum CheckpointError {
     #[error(
         "{} does not exist; expected the folder of a run, a checkpoint, or a Hugging Face model directory{}",
         path.display(),
-        beside(path)
+        sibling_folders_hint(path)
     )]
     NoSuchFolder { path: PathBuf },
     #[error("{} contains {found}; expected {expected}", path.display())]
@@ -230,7 +230,7 @@ fn prefix_hint(mismatches: &[Mismatch]) -> String {
 }
 
 /// Returns a hint that names the first few folders in the parent of a missing folder.
-fn beside(missing: &Path) -> String {
+fn sibling_folders_hint(missing: &Path) -> String {
     const NUM_SHOWN_MAX: usize = 5;
     let Some(parent) = missing.parent().filter(|parent| !parent.as_os_str().is_empty()) else {
         return String::new();

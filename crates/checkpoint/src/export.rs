@@ -2,7 +2,7 @@
 
 use crate::error::CheckpointError;
 use crate::extent::split;
-use crate::files::{ExtraFile, FileStep, damaged, is_plain_name, parent_of, partial_suffix, reading};
+use crate::files::{ExtraFile, FileOperation, damaged, is_plain_name, parent_of, partial_suffix, reading};
 use crate::folder::list_checkpoints;
 use crate::manifest::MANIFEST_FILE;
 use crate::model_files::{INDEX_FILE, MODEL_FILE, MODEL_FILES, ShardIndex};
@@ -53,17 +53,17 @@ pub fn export(model: &ModelExport<'_>, out: &Path) -> Result<(), CheckpointError
     check_target(out, model.force)?;
     // Removes a separator at the end, because the name of a sibling is derived from it: `out/` and `out` are the same folder.
     let out = &out.components().collect::<PathBuf>();
-    let aside = with_partial_suffix(out);
-    let result = write_aside(model, &aside).and_then(|()| publish(&aside, out, model.force));
+    let partial = with_partial_suffix(out);
+    let result = write_partial(model, &partial).and_then(|()| publish(&partial, out, model.force));
     if result.is_err() {
         // Best effort: the error to report is the first one.
-        let _ = fs::remove_dir_all(&aside);
+        let _ = fs::remove_dir_all(&partial);
     }
     result
 }
 
 fn check_target(out: &Path, force: bool) -> Result<(), CheckpointError> {
-    if let Some(run) = run_around(out).map_err(reading(out))? {
+    if let Some(run) = enclosing_run(out).map_err(reading(out))? {
         return Err(CheckpointError::TargetInRun { path: out.to_owned(), run });
     }
     let entries = match fs::read_dir(out) {
@@ -90,7 +90,7 @@ fn check_target(out: &Path, force: bool) -> Result<(), CheckpointError> {
 }
 
 /// Returns the checkpoint or the run's folder that is `out` or contains it, if there is one.
-fn run_around(out: &Path) -> io::Result<Option<PathBuf>> {
+fn enclosing_run(out: &Path) -> io::Result<Option<PathBuf>> {
     // `out` may not exist yet, and links above it may lead into a run.
     let there = out.ancestors().find(|folder| folder.exists());
     let there = there.filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -126,56 +126,56 @@ fn with_partial_suffix(path: &Path) -> PathBuf {
     name.into()
 }
 
-fn write_aside(model: &ModelExport<'_>, aside: &Path) -> Result<(), CheckpointError> {
+fn write_partial(model: &ModelExport<'_>, partial: &Path) -> Result<(), CheckpointError> {
     let config = model.files.iter().find(|file| file.name == CONFIG_FILE);
-    let config = config.map(|file| read_config(file.contents, &aside.join(CONFIG_FILE))).transpose()?;
+    let config = config.map(|file| read_config(file.contents, &partial.join(CONFIG_FILE))).transpose()?;
     if let Some(config) = &config {
         model.tensors.check_quantization(config)?;
     }
     let shards = shards(model)?;
-    FileStep::CreateFolder(aside.to_owned()).execute()?;
+    FileOperation::CreateFolder(partial.to_owned()).execute()?;
     for file in model.files {
         if !is_plain_name(file.name) {
             return Err(CheckpointError::FileName { name: file.name.to_owned() });
         }
-        let path = aside.join(file.name);
+        let path = partial.join(file.name);
         let contents = match &config {
             Some(config) if file.name == CONFIG_FILE => config_of(file.contents, config, &shards),
             _ => file.contents.to_vec(),
         };
-        FileStep::WriteFile { path, contents }.execute()?;
+        FileOperation::WriteFile { path, contents }.execute()?;
     }
     for (number, shard) in shards.iter().enumerate() {
-        write_shard(model, shard, &aside.join(shard_name(number, shards.len())))?;
+        write_shard(model, shard, &partial.join(shard_name(number, shards.len())))?;
     }
     if shards.len() > 1 {
         let contents = serde_json::to_vec_pretty(&index(&shards)).expect("an index is JSON");
-        FileStep::WriteFile { path: aside.join(INDEX_FILE), contents }.execute()?;
+        FileOperation::WriteFile { path: partial.join(INDEX_FILE), contents }.execute()?;
     }
-    FileStep::SyncFolder(aside.to_owned()).execute()
+    FileOperation::SyncFolder(partial.to_owned()).execute()
 }
 
 /// Renames the folder `aside` to `out`. With `force`, an existing export is renamed first, and removed last.
-fn publish(aside: &Path, out: &Path, force: bool) -> Result<(), CheckpointError> {
+fn publish(partial: &Path, out: &Path, force: bool) -> Result<(), CheckpointError> {
     // Checked again, because writing may have taken long: files that appeared since then must not be removed.
     check_target(out, force)?;
     let rename =
-        |from: &Path, to: &Path| FileStep::Rename { from: from.to_owned(), to: to.to_owned() }.execute();
-    let sync = FileStep::SyncFolder(parent_of(out).to_owned());
+        |from: &Path, to: &Path| FileOperation::Rename { from: from.to_owned(), to: to.to_owned() }.execute();
+    let sync = FileOperation::SyncFolder(parent_of(out).to_owned());
     let holds_anything = fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some());
     if !(force && holds_anything) {
         // The rename replaces an empty folder, and fails if the folder is not empty.
-        rename(aside, out)?;
+        rename(partial, out)?;
         return sync.execute();
     }
     let replaced = with_partial_suffix(out);
     rename(out, &replaced)?;
-    if let Err(error) = rename(aside, out) {
+    if let Err(error) = rename(partial, out) {
         rename(&replaced, out)?;
         return Err(error);
     }
     sync.execute()?;
-    FileStep::Remove(replaced).execute()
+    FileOperation::Remove(replaced).execute()
 }
 
 struct Exported<'a> {
@@ -202,7 +202,7 @@ fn shards<'a>(model: &ModelExport<'a>) -> Result<Vec<Vec<Exported<'a>>>, Checkpo
             _ => read_dtype,
         };
         let dtype = model.dtype.filter(|_| read_dtype.is_float()).unwrap_or(stored_dtype);
-        let bytes = (Extent::whole(tensor.shape()).num_elements() * dtype.size()) as u64;
+        let bytes = (Extent::full(tensor.shape()).num_elements() * dtype.size()) as u64;
         if shard_bytes > 0 && shard_bytes + bytes > model.shard_bytes_max {
             shards.push(Vec::new());
             shard_bytes = 0;
@@ -228,7 +228,7 @@ fn write_shard(model: &ModelExport<'_>, shard: &[Exported<'_>], path: &Path) -> 
     let (mut read, mut converted) = (Vec::new(), Vec::new());
     for &Exported { name, tensor, read_dtype, dtype, .. } in shard {
         let elements_max = PART_BYTES_MAX as usize / read_dtype.size();
-        for piece in split(&Extent::whole(tensor.shape()), elements_max) {
+        for piece in split(&Extent::full(tensor.shape()), elements_max) {
             read.resize(piece.num_elements() * read_dtype.size(), 0);
             model.tensors.read_into(name, &piece, &mut read)?;
             if dtype == read_dtype {

@@ -9,7 +9,7 @@ pub(crate) fn checked_num_elements(shape: &[usize]) -> Option<usize> {
     Some(if shape.contains(&0) { 0 } else { nonzero })
 }
 
-pub(crate) fn lies_within(extent: &Extent, shape: &[usize]) -> bool {
+pub(crate) fn is_within(extent: &Extent, shape: &[usize]) -> bool {
     extent.start.len() == shape.len()
         && extent.shape.len() == shape.len()
         && (extent.start.iter().zip(&extent.shape).zip(shape))
@@ -54,11 +54,11 @@ pub(crate) fn split(extent: &Extent, elements_max: usize) -> Vec<Extent> {
 /// Returns why `parts` do not hold each element of a tensor of `shape` exactly once. `None` if they do.
 ///
 /// Cost: sorts the parts, then compares each part with the parts that begin before it ends along the first dim.
-pub(crate) fn cover_problem(shape: &[usize], parts: &[&Extent]) -> Option<String> {
+pub(crate) fn coverage_error(shape: &[usize], parts: &[&Extent]) -> Option<String> {
     let Some(total) = checked_num_elements(shape) else {
         return Some(format!("the shape {shape:?} has too many elements"));
     };
-    if let Some(outside) = parts.iter().find(|part| !lies_within(part, shape)) {
+    if let Some(outside) = parts.iter().find(|part| !is_within(part, shape)) {
         return Some(format!("a part at {:?} of shape {:?} is out of bounds", outside.start, outside.shape));
     }
     let mut sorted = parts.to_vec();
@@ -112,7 +112,7 @@ mod tests {
             sizes in prop::collection::vec((0..3_usize, 1..4_usize, 0..3_usize), 0..4),
         ) {
             let (shape, part) = boxed(sizes);
-            let whole = Extent::whole(&shape);
+            let whole = Extent::full(&shape);
             let mut copied = vec![usize::MAX; part.num_elements()];
             for run in runs(&part, &whole, &part) {
                 for element in 0..run.len {
@@ -149,9 +149,9 @@ mod tests {
         let left = extent(&[0, 0], &[2, 1]);
         let right = extent(&[0, 1], &[2, 2]);
         let corner = extent(&[1, 2], &[1, 1]);
-        assert_eq!(cover_problem(&[2, 3], &[&right, &left]), None);
-        assert_eq!(cover_problem(&[], &[&extent(&[], &[])]), None);
-        assert_eq!(cover_problem(&[0], &[]), None);
+        assert_eq!(coverage_error(&[2, 3], &[&right, &left]), None);
+        assert_eq!(coverage_error(&[], &[&extent(&[], &[])]), None);
+        assert_eq!(coverage_error(&[0], &[]), None);
         for (parts, word) in [
             (vec![&left], "contain 2 of 6"),
             (vec![&left, &right, &corner], "overlap"),
@@ -159,19 +159,19 @@ mod tests {
             (vec![&right, &extent(&[0, 2], &[1, 2])], "out of bounds"),
             (vec![&extent(&[0], &[6])], "out of bounds"),
         ] {
-            let problem = cover_problem(&[2, 3], &parts).expect("a problem");
+            let problem = coverage_error(&[2, 3], &parts).expect("a problem");
             assert!(problem.contains(word), "{problem}");
         }
-        assert!(cover_problem(&[1 << 40, 1 << 40], &[]).unwrap().contains("too many elements"));
-        assert!(cover_problem(&[], &[&extent(&[], &[]), &extent(&[], &[])]).unwrap().contains("overlap"));
+        assert!(coverage_error(&[1 << 40, 1 << 40], &[]).unwrap().contains("too many elements"));
+        assert!(coverage_error(&[], &[&extent(&[], &[]), &extent(&[], &[])]).unwrap().contains("overlap"));
     }
 
     #[test]
-    fn shapes_beyond_counting_are_refused() {
+    fn shapes_that_overflow_are_refused() {
         assert_eq!(checked_num_elements(&[2, 3]), Some(6));
         assert_eq!(checked_num_elements(&[]), Some(1));
         assert_eq!(checked_num_elements(&[5, 0]), Some(0));
         assert_eq!(checked_num_elements(&[1 << 40, 1 << 40]), None);
-        assert!(!lies_within(&extent(&[usize::MAX], &[2]), &[4]));
+        assert!(!is_within(&extent(&[usize::MAX], &[2]), &[4]));
     }
 }

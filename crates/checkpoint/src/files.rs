@@ -21,7 +21,7 @@ pub(crate) const JSON_BYTES_MAX: u64 = 256 << 20;
 
 /// One change of the file system. A publication is a list of these changes, so that tests can stop between any two of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum FileStep {
+pub(crate) enum FileOperation {
     /// Creates a folder and its missing parents.
     CreateFolder(PathBuf),
     /// Writes a file, replacing an existing one, and syncs it to the disk.
@@ -34,7 +34,7 @@ pub(crate) enum FileStep {
     Remove(PathBuf),
 }
 
-impl FileStep {
+impl FileOperation {
     pub(crate) fn execute(&self) -> Result<(), CheckpointError> {
         self.execute_with_progress(&|| {})
     }
@@ -43,17 +43,16 @@ impl FileStep {
     pub(crate) fn execute_with_progress(&self, on_progress: &dyn Fn()) -> Result<(), CheckpointError> {
         on_progress();
         match self {
-            FileStep::CreateFolder(path) => fs::create_dir_all(path).map_err(writing(path)),
-            FileStep::WriteFile { path, contents } => write_synced(path, contents).map_err(writing(path)),
-            FileStep::SyncFolder(path) => {
+            FileOperation::CreateFolder(path) => fs::create_dir_all(path).map_err(writing(path)),
+            FileOperation::WriteFile { path, contents } => {
+                write_synced(path, contents).map_err(writing(path))
+            }
+            FileOperation::SyncFolder(path) => {
                 File::open(path).and_then(|folder| folder.sync_all()).map_err(writing(path))
             }
-            FileStep::Rename { from, to } => fs::rename(from, to).map_err(|source| CheckpointError::Rename {
-                from: from.clone(),
-                to: to.clone(),
-                source,
-            }),
-            FileStep::Remove(path) => remove(path, on_progress)
+            FileOperation::Rename { from, to } => fs::rename(from, to)
+                .map_err(|source| CheckpointError::Rename { from: from.clone(), to: to.clone(), source }),
+            FileOperation::Remove(path) => remove(path, on_progress)
                 .map_err(|source| CheckpointError::Remove { path: path.clone(), source }),
         }
     }
@@ -159,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_that_lead_elsewhere_are_not_plain() {
+    fn paths_are_not_plain_names() {
         assert!(is_plain_name("shard-00000.safetensors"));
         for name in ["", ".", "..", "/etc/passwd", "a/b", "../a", "a/", "./a", "a\\b", "a\0b"] {
             assert!(!is_plain_name(name), "{name:?}");
@@ -176,7 +175,9 @@ mod tests {
         }
         std::os::unix::fs::symlink(folder.path(), checkpoint.join("link")).unwrap();
         let calls = std::cell::Cell::new(0);
-        FileStep::Remove(checkpoint.clone()).execute_with_progress(&|| calls.set(calls.get() + 1)).unwrap();
+        FileOperation::Remove(checkpoint.clone())
+            .execute_with_progress(&|| calls.set(calls.get() + 1))
+            .unwrap();
         assert!(!checkpoint.exists() && folder.path().exists());
         assert_eq!(calls.get(), 5);
     }
@@ -191,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_are_too_large_or_no_files_are_refused() {
+    fn files_that_are_too_large_or_not_regular_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("f");
         fs::write(&path, "12345").unwrap();

@@ -4,7 +4,9 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
-use crate::files::{FileStep, damaged, damaged_suffix, is_partial_suffix, parent_of, read_bounded, reading};
+use crate::files::{
+    FileOperation, damaged, damaged_suffix, is_partial_suffix, parent_of, read_bounded, reading,
+};
 use crate::manifest::MANIFEST_FILE;
 use crate::model_source::checkpoints_folder;
 use std::fs;
@@ -82,7 +84,7 @@ pub fn best_step(folder: &Path) -> Option<u64> {
 }
 
 /// Returns the path of the checkpoint that a file `best` or `latest` names, such as `checkpoints/best`. Returns any other path unchanged.
-pub(crate) fn follow_name(path: &Path) -> PathBuf {
+pub(crate) fn resolve_name_file(path: &Path) -> PathBuf {
     let name = path.file_name().and_then(|name| name.to_str());
     let step = name.filter(|name| [BEST_FILE, LATEST_FILE].contains(name) && path.is_file());
     let folder = parent_of(path);
@@ -146,7 +148,7 @@ pub fn find_latest(
 /// # Errors
 /// If the checkpoint does not open, or there is none.
 pub fn open_newest(path: &Path) -> Result<Checkpoint, CheckpointError> {
-    let path = &follow_name(path);
+    let path = &resolve_name_file(path);
     if path.join(MANIFEST_FILE).is_file() {
         return Checkpoint::open(path);
     }
@@ -176,14 +178,14 @@ pub fn set_aside(path: &Path) -> Result<PathBuf, CheckpointError> {
     let mut name = path.as_os_str().to_owned();
     name.push(damaged_suffix());
     let aside = PathBuf::from(name);
-    set_aside_steps(path, &aside).iter().try_for_each(FileStep::execute)?;
+    set_aside_operations(path, &aside).iter().try_for_each(FileOperation::execute)?;
     Ok(aside)
 }
 
-fn set_aside_steps(path: &Path, aside: &Path) -> Vec<FileStep> {
+fn set_aside_operations(path: &Path, aside: &Path) -> Vec<FileOperation> {
     vec![
-        FileStep::Rename { from: path.to_owned(), to: aside.to_owned() },
-        FileStep::SyncFolder(parent_of(path).to_owned()),
+        FileOperation::Rename { from: path.to_owned(), to: aside.to_owned() },
+        FileOperation::SyncFolder(parent_of(path).to_owned()),
     ]
 }
 
@@ -192,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_our_own_names_count() {
+    fn other_names_are_ignored() {
         let mut names = FolderNames::default();
         for name in
             ["step-3", "step-20", "step-007", "step-", "step--1", "step-99999999999999999999", "latest"]
@@ -213,11 +215,11 @@ mod tests {
     }
 
     #[test]
-    fn setting_a_checkpoint_aside_lasts() {
+    fn setting_a_checkpoint_aside_syncs_the_folder() {
         let aside = PathBuf::from("checkpoints/step-4.damaged-0123abcd");
-        let steps = set_aside_steps(Path::new("checkpoints/step-4"), &aside);
-        assert!(matches!(&steps[0], FileStep::Rename { to, .. } if *to == aside));
-        assert_eq!(steps[1..], [FileStep::SyncFolder("checkpoints".into())]);
+        let steps = set_aside_operations(Path::new("checkpoints/step-4"), &aside);
+        assert!(matches!(&steps[0], FileOperation::Rename { to, .. } if *to == aside));
+        assert_eq!(steps[1..], [FileOperation::SyncFolder("checkpoints".into())]);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 const REVISION_BYTES_MAX: u64 = 256;
 
 /// Organisations that are tried for a model name without one.
-const WELL_KNOWN: [&str; 3] = ["openai-community", "EleutherAI", "HuggingFaceTB"];
+const DEFAULT_ORGANISATIONS: [&str; 3] = ["openai-community", "EleutherAI", "HuggingFaceTB"];
 
 /// Returns `path`, or, if there is no such path, the snapshot in the Hugging Face cache of the model of that name (`gpt2`,
 /// `Qwen/Qwen3-0.6B`). Builds with the feature `hub` fetch files that the cache lacks, also those of an interrupted download, from the hub,
@@ -84,7 +84,8 @@ pub(crate) fn snapshot_in(cache: &Path, name: &str) -> Option<PathBuf> {
         return None;
     }
     let folder = |name: &str| cache.join(format!("models--{}", name.replace('/', "--")));
-    let with_organisation = WELL_KNOWN.iter().map(|organisation| folder(&format!("{organisation}/{name}")));
+    let with_organisation =
+        DEFAULT_ORGANISATIONS.iter().map(|organisation| folder(&format!("{organisation}/{name}")));
     let candidates = std::iter::once(folder(name)).chain(with_organisation.filter(|_| !name.contains('/')));
     candidates.into_iter().find_map(|folder| snapshot(&folder))
 }

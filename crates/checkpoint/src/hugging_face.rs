@@ -122,8 +122,9 @@ fn read_shards(folder: &Path) -> Result<(StoredTensors, HashMap<String, String>)
         notes.extend(add_file(&folder.join(file), &mut tensors)?);
     }
     let absent = index.weight_map.into_iter().map(|(name, file)| (name, folder.join(file)));
-    let absent =
-        absent.filter(|(name, file)| !tensors.get(name).is_some_and(|tensor| tensor.lies_in(file))).collect();
+    let absent = absent
+        .filter(|(name, file)| !tensors.get(name).is_some_and(|tensor| tensor.is_stored_in(file)))
+        .collect();
     Ok((StoredTensors::new(folder, tensors).with_absent(absent), notes))
 }
 
@@ -135,7 +136,7 @@ fn add_file(
     let file: Arc<Path> = path.into();
     let header = read_header(path)?;
     for (name, entry) in header.entries {
-        let (file, extent) = (Arc::clone(&file), Extent::whole(&entry.shape));
+        let (file, extent) = (Arc::clone(&file), Extent::full(&entry.shape));
         let part = StoredPart { file, offset: entry.offset, extent, crc32: None };
         let tensor = StoredTensor { dtype: entry.dtype, shape: entry.shape, parts: vec![part] };
         if tensors.contains_key(&name) {

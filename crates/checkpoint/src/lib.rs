@@ -33,6 +33,7 @@
 compile_error!("safetensors files are little-endian and their bytes are used as they are");
 
 mod checkpoint;
+mod cleanup;
 mod error;
 mod export;
 mod extent;
@@ -50,10 +51,10 @@ mod safetensors_file;
 mod save;
 mod save_plan;
 mod stored;
-mod tidying;
 mod verification;
 
 pub use checkpoint::Checkpoint;
+pub use cleanup::{clean_up, mark_best};
 pub use error::{CheckpointError, Mismatch};
 pub use export::{ModelExport, SHARD_BYTES_MAX, export};
 pub use files::ExtraFile;
@@ -65,7 +66,6 @@ pub use safetensors::Dtype as StoredDType;
 pub use save::{InMemory, Saved, Snapshot, TensorSource, WriteBytes, save};
 pub use save_plan::{PART_BYTES_MAX, WritePart, plan_save};
 pub use stored::{StoredTensor, StoredTensors};
-pub use tidying::{mark_best, tidy};
 
 /// Prefix of the names of optimizer state, as in `optimizer.exp_avg.<parameter>`. Tensors of a checkpoint without this prefix are the
 /// model's weights.

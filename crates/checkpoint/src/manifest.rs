@@ -2,9 +2,9 @@
 
 use crate::StoredDType;
 use crate::error::CheckpointError;
-use crate::extent::cover_problem;
+use crate::extent::coverage_error;
 use crate::files::{damaged, is_plain_name};
-use crate::safetensors_file::read_as;
+use crate::safetensors_file::readable_dtype;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -57,7 +57,7 @@ pub(crate) struct FileEntry {
 
 /// The members that every version of the format begins with.
 #[derive(Deserialize)]
-struct Head {
+struct FormatHeader {
     format: String,
     format_version: u64,
 }
@@ -73,14 +73,14 @@ impl Manifest {
     }
 
     pub(crate) fn to_text(&self) -> String {
-        seal(&serde_json::to_string(self).expect("a manifest is JSON"))
+        append_checksum(&serde_json::to_string(self).expect("a manifest is JSON"))
     }
 
     /// Parses and checks an untrusted text. `path` is named in errors.
     pub(crate) fn from_text(text: &[u8], path: &Path) -> Result<Self, CheckpointError> {
         let invalid = |error: serde_json::Error| damaged(path, format!("it is invalid: {error}"));
-        let json = unseal(text).ok_or_else(|| damaged(path, "its checksum does not match"))?;
-        let head: Head = serde_json::from_str(&json).map_err(invalid)?;
+        let json = verify_checksum(text).ok_or_else(|| damaged(path, "its checksum does not match"))?;
+        let head: FormatHeader = serde_json::from_str(&json).map_err(invalid)?;
         if head.format != FORMAT {
             return Err(damaged(path, format!("its format is '{}'", head.format)));
         }
@@ -98,11 +98,11 @@ impl Manifest {
             return Err(format!("it lists a file outside its folder, '{name}'"));
         }
         for (name, tensor) in &self.tensors {
-            if read_as(tensor.dtype).is_none() {
+            if readable_dtype(tensor.dtype).is_none() {
                 return Err(format!("tensor '{name}' has dtype {}, which cannot be read", tensor.dtype));
             }
             let extents: Vec<&Extent> = tensor.parts.iter().map(|part| &part.extent).collect();
-            if let Some(problem) = cover_problem(&tensor.shape, &extents) {
+            if let Some(problem) = coverage_error(&tensor.shape, &extents) {
                 return Err(format!("tensor '{name}': {problem}"));
             }
             if let Some(part) = tensor.parts.iter().find(|part| !self.files.contains_key(&part.file)) {
@@ -113,19 +113,19 @@ impl Manifest {
     }
 }
 
-const SEAL_START: &str = ",\"crc32\":";
-const SEAL_END: &str = "}\n";
+const CHECKSUM_START: &str = ",\"crc32\":";
+const CHECKSUM_END: &str = "}\n";
 
 /// Appends to a JSON object's text, as its last member, the CRC-32 of the text before that member.
-fn seal(json: &str) -> String {
+fn append_checksum(json: &str) -> String {
     let body = json.strip_suffix('}').expect("an object");
-    format!("{body}{SEAL_START}{}{SEAL_END}", crc32fast::hash(body.as_bytes()))
+    format!("{body}{CHECKSUM_START}{}{CHECKSUM_END}", crc32fast::hash(body.as_bytes()))
 }
 
 /// Returns the text that was sealed. `None` if it has changed since.
-fn unseal(text: &[u8]) -> Option<String> {
+fn verify_checksum(text: &[u8]) -> Option<String> {
     let text = std::str::from_utf8(text).ok()?;
-    let (body, crc32) = text.strip_suffix(SEAL_END)?.rsplit_once(SEAL_START)?;
+    let (body, crc32) = text.strip_suffix(CHECKSUM_END)?.rsplit_once(CHECKSUM_START)?;
     (crc32fast::hash(body.as_bytes()).to_string() == crc32).then(|| format!("{body}}}"))
 }
 

@@ -1,6 +1,6 @@
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
-use crate::folder::{SkippedCheckpoint, find_latest, follow_name, list_checkpoints};
+use crate::folder::{SkippedCheckpoint, find_latest, list_checkpoints, resolve_name_file};
 use crate::hub_cache::resolve_model;
 use crate::hugging_face::HuggingFaceDirectory;
 use crate::manifest::MANIFEST_FILE;
@@ -33,7 +33,7 @@ impl ModelSource {
     /// # Errors
     /// If `path` is none of these, or does not open.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let path = &resolve_model(&follow_name(path))?;
+        let path = &resolve_model(&resolve_name_file(path))?;
         if path.join(MANIFEST_FILE).is_file() {
             let checkpoint = Checkpoint::open(path)?;
             return Ok(ModelSource::Checkpoint { checkpoint, skipped: Vec::new() });

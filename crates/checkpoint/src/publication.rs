@@ -1,24 +1,24 @@
 //! The changes that rank 0 makes in a folder of checkpoints, as lists of single changes. A list is complete before its first change is
 //! made, so that a test can stop after each one, as a crash would.
 
-use crate::files::{ExtraFile, FileStep, damaged_suffix, parent_of, partial_suffix};
+use crate::files::{ExtraFile, FileOperation, damaged_suffix, parent_of, partial_suffix};
 use crate::folder::{LATEST_FILE, step_name};
 use crate::manifest::MANIFEST_FILE;
 use std::iter;
 use std::path::Path;
 
 /// Returns the changes that rank 0 makes before the ranks write.
-pub(crate) fn begin_steps(folder: &Path, partial_name: &str) -> Vec<FileStep> {
+pub(crate) fn begin_operations(folder: &Path, partial_name: &str) -> Vec<FileOperation> {
     vec![
-        FileStep::CreateFolder(folder.to_owned()),
-        FileStep::SyncFolder(parent_of(folder).to_owned()),
-        FileStep::CreateFolder(folder.join(partial_name)),
+        FileOperation::CreateFolder(folder.to_owned()),
+        FileOperation::SyncFolder(parent_of(folder).to_owned()),
+        FileOperation::CreateFolder(folder.join(partial_name)),
     ]
 }
 
 /// Returns the changes that remove unfinished saves, which crashes have left. None has to succeed, because the next save tries again.
-pub(crate) fn leftover_steps(folder: &Path, leftovers: &[String]) -> Vec<Vec<FileStep>> {
-    leftovers.iter().map(|name| vec![FileStep::Remove(folder.join(name))]).collect()
+pub(crate) fn leftover_removals(folder: &Path, leftovers: &[String]) -> Vec<Vec<FileOperation>> {
+    leftovers.iter().map(|name| vec![FileOperation::Remove(folder.join(name))]).collect()
 }
 
 /// The publication of a checkpoint, by rank 0 after the ranks have written their shards.
@@ -35,25 +35,25 @@ pub(crate) struct Publication<'a> {
 impl Publication<'_> {
     /// Returns the changes that publish the checkpoint, in order. Until the rename to `step-N`, the earlier checkpoints are as before;
     /// after it, the new checkpoint is complete.
-    pub(crate) fn steps(&self) -> Vec<FileStep> {
+    pub(crate) fn operations(&self) -> Vec<FileOperation> {
         let partial = self.folder.join(self.partial_name);
         let published = self.folder.join(step_name(self.step));
-        let mut steps: Vec<FileStep> = (self.files.iter())
-            .map(|file| FileStep::WriteFile {
+        let mut steps: Vec<FileOperation> = (self.files.iter())
+            .map(|file| FileOperation::WriteFile {
                 path: partial.join(file.name),
                 contents: file.contents.to_vec(),
             })
             .collect();
         let contents = self.manifest.clone().into_bytes();
-        steps.push(FileStep::WriteFile { path: partial.join(MANIFEST_FILE), contents });
-        steps.push(FileStep::SyncFolder(partial.clone()));
+        steps.push(FileOperation::WriteFile { path: partial.join(MANIFEST_FILE), contents });
+        steps.push(FileOperation::SyncFolder(partial.clone()));
         if self.damaged_exists {
             let to = self.folder.join(step_name(self.step) + &damaged_suffix());
-            steps.push(FileStep::Rename { from: published.clone(), to });
+            steps.push(FileOperation::Rename { from: published.clone(), to });
         }
         steps.extend([
-            FileStep::Rename { from: partial, to: published },
-            FileStep::SyncFolder(self.folder.to_owned()),
+            FileOperation::Rename { from: partial, to: published },
+            FileOperation::SyncFolder(self.folder.to_owned()),
         ]);
         steps
     }
@@ -62,28 +62,28 @@ impl Publication<'_> {
 /// Returns the cleanup once the checkpoint of `step` is complete: a list of changes that names it the latest, and one that removes each
 /// checkpoint of `pruned`. The lists are independent, and each ends at its first failure. None has to succeed, because the next save tries
 /// again.
-pub(crate) fn tidying_steps(folder: &Path, step: u64, pruned: &[u64]) -> Vec<Vec<FileStep>> {
-    iter::once(mark(folder, LATEST_FILE, step))
+pub(crate) fn cleanup_operations(folder: &Path, step: u64, pruned: &[u64]) -> Vec<Vec<FileOperation>> {
+    iter::once(name_checkpoint(folder, LATEST_FILE, step))
         .chain(pruned.iter().map(|&step| removal(folder, step)))
         .collect()
 }
 
 /// Returns the changes that name the checkpoint of `step` in the file `name`, which is `latest` or `best`.
-pub(crate) fn mark(folder: &Path, name: &str, step: u64) -> Vec<FileStep> {
+pub(crate) fn name_checkpoint(folder: &Path, name: &str, step: u64) -> Vec<FileOperation> {
     let (to, from) = (folder.join(name), folder.join(format!("{name}.partial")));
     let contents = format!("{}\n", step_name(step)).into_bytes();
     vec![
-        FileStep::WriteFile { path: from.clone(), contents },
-        FileStep::Rename { from, to },
-        FileStep::SyncFolder(folder.to_owned()),
+        FileOperation::WriteFile { path: from.clone(), contents },
+        FileOperation::Rename { from, to },
+        FileOperation::SyncFolder(folder.to_owned()),
     ]
 }
 
 /// Returns the changes that rename a checkpoint to an unfinished one and then remove it, so that a partly removed one never looks complete.
-fn removal(folder: &Path, step: u64) -> Vec<FileStep> {
+fn removal(folder: &Path, step: u64) -> Vec<FileOperation> {
     let aside = folder.join(step_name(step) + &partial_suffix());
     let from = folder.join(step_name(step));
-    vec![FileStep::Rename { from, to: aside.clone() }, FileStep::Remove(aside)]
+    vec![FileOperation::Rename { from, to: aside.clone() }, FileOperation::Remove(aside)]
 }
 
 #[cfg(test)]
@@ -107,14 +107,14 @@ mod tests {
 
     /// Returns all changes in `folder` when step 30 is saved, given `model`, a complete checkpoint of that step. Copying its shard stands
     /// for the writes of the ranks.
-    fn all_steps(folder: &Path, model: &Path) -> Vec<FileStep> {
+    fn all_steps(folder: &Path, model: &Path) -> Vec<FileOperation> {
         let partial_name = "step-30.partial-0000abcd";
         let read = |name: &str| fs::read(model.join(name)).unwrap();
-        let mut steps = leftover_steps(folder, &["step-7.partial-00000007".to_owned()]).concat();
-        steps.extend(begin_steps(folder, partial_name));
+        let mut steps = leftover_removals(folder, &["step-7.partial-00000007".to_owned()]).concat();
+        steps.extend(begin_operations(folder, partial_name));
         let shard = "shard-00000.safetensors";
         let path = folder.join(partial_name).join(shard);
-        steps.push(FileStep::WriteFile { path, contents: read(shard) });
+        steps.push(FileOperation::WriteFile { path, contents: read(shard) });
         let publication = Publication {
             folder,
             partial_name,
@@ -123,8 +123,8 @@ mod tests {
             manifest: String::from_utf8(read(MANIFEST_FILE)).unwrap(),
             damaged_exists: true,
         };
-        steps.extend(publication.steps());
-        steps.extend(tidying_steps(folder, 30, &[10]).concat());
+        steps.extend(publication.operations());
+        steps.extend(cleanup_operations(folder, 30, &[10]).concat());
         steps
     }
 

@@ -154,7 +154,10 @@ fn header<'a>(
     let infos = tensors.into_iter().map(|(name, dtype, shape)| {
         let start = end;
         end += shape.iter().product::<usize>() * dtype.size();
-        (name, TensorInfo { dtype: stored(dtype), shape: shape.to_vec(), data_offsets: (start, end) })
+        (
+            name,
+            TensorInfo { dtype: to_stored_dtype(dtype), shape: shape.to_vec(), data_offsets: (start, end) },
+        )
     });
     let infos = infos.collect();
     // PyTorch writes this note, and transformers refuses files without it.
@@ -173,7 +176,7 @@ fn header<'a>(
 }
 
 /// Returns the safetensors dtype of a dtype.
-pub(crate) fn stored(dtype: DType) -> StoredDType {
+pub(crate) fn to_stored_dtype(dtype: DType) -> StoredDType {
     match dtype {
         DType::F32 => StoredDType::F32,
         DType::F64 => StoredDType::F64,
@@ -189,7 +192,7 @@ pub(crate) fn stored(dtype: DType) -> StoredDType {
 }
 
 /// Returns the dtype that elements of a file are read as: f16 and bf16 are read as f32. `None` if they cannot be read.
-pub(crate) fn read_as(dtype: StoredDType) -> Option<DType> {
+pub(crate) fn readable_dtype(dtype: StoredDType) -> Option<DType> {
     match dtype {
         StoredDType::F32 | StoredDType::F16 | StoredDType::BF16 => Some(DType::F32),
         StoredDType::F64 => Some(DType::F64),
@@ -217,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_here_and_by_the_reference_implementation() {
+    fn written_files_are_readable_here_and_by_the_reference_implementation() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("f.safetensors");
         let entry = write_example(&path);

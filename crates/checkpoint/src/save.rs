@@ -1,15 +1,15 @@
 //! Saving: every rank writes its shard into an unfinished folder, then rank 0 publishes the folder.
 
 use crate::checkpoint::Checkpoint;
+use crate::cleanup::{clean_up_after, try_all};
 use crate::error::CheckpointError;
 use crate::extent::intersection;
-use crate::files::{ExtraFile, FileStep, JSON_BYTES_MAX, is_plain_name, partial_suffix, remove};
+use crate::files::{ExtraFile, FileOperation, JSON_BYTES_MAX, is_plain_name, partial_suffix, remove};
 use crate::folder::{FolderNames, step_name};
 use crate::manifest::{FileEntry, MANIFEST_FILE, Manifest, PartEntry, TensorEntry};
-use crate::publication::{Publication, begin_steps, leftover_steps};
-use crate::safetensors_file::{SafetensorsWriter, stored};
+use crate::publication::{Publication, begin_operations, leftover_removals};
+use crate::safetensors_file::{SafetensorsWriter, to_stored_dtype};
 use crate::save_plan::{PART_BYTES_MAX, WritePart, part_name, plan_save};
-use crate::tidying::{tidy_after, try_all};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -67,7 +67,7 @@ pub struct Saved {
     pub path: PathBuf,
     /// Errors of the cleanup on rank 0, such as an old checkpoint that could not be removed. The checkpoint is complete all the same, and
     /// the next save tries again; report them to the user. Empty on other ranks.
-    pub untidy: Vec<CheckpointError>,
+    pub cleanup_errors: Vec<CheckpointError>,
 }
 
 /// Writes a checkpoint to `folder/step-N`. All ranks of `group` call it together and share `folder`. Afterwards only the newest
@@ -75,12 +75,12 @@ pub struct Saved {
 ///
 /// Each rank writes its parts of [`plan_save`] to one safetensors file in `step-N.partial-xxxxxxxx` and syncs it. Rank 0 adds the other
 /// files and the manifest, syncs the folder, renames it to `step-N` and names it in `latest`. A crash at any moment leaves the complete
-/// checkpoints in place. The next save or [`tidy`](crate::tidy) removes unfinished folders, so a folder of checkpoints belongs to one run.
+/// checkpoints in place. The next save or [`clean_up`](crate::clean_up) removes unfinished folders, so a folder of checkpoints belongs to one run.
 ///
 /// Cost: every byte of the state is written once, by one rank, and the ranks exchange small messages three times. Memory: the bytes that
 /// `source` holds at a time.
 ///
-/// A failure of the cleanup after the checkpoint is complete is not an error: see [`Saved::untidy`].
+/// A failure of the cleanup after the checkpoint is complete is not an error: see [`Saved::cleanup_errors`].
 ///
 /// # Errors
 /// A failure on one rank is an error on all ranks, each with the failing rank and the reason, and the unfinished folder is removed. A
@@ -92,9 +92,9 @@ pub fn save(
     source: &mut dyn TensorSource,
     keep_latest_k: usize,
 ) -> Result<Saved, CheckpointError> {
-    let saving = Saving { group, folder, snapshot };
+    let operation = SaveOperation { group, folder, snapshot };
     let partial_name = (group.rank() == Rank::ROOT).then(|| step_name(snapshot.step) + &partial_suffix());
-    let result = saving.run(partial_name.as_deref(), source, keep_latest_k);
+    let result = operation.run(partial_name.as_deref(), source, keep_latest_k);
     if result.is_err() {
         // Best effort: the error to report is the first one, and the next save tries again.
         if let Some(name) = partial_name {
@@ -106,14 +106,14 @@ pub fn save(
     result
 }
 
-struct Saving<'a> {
+struct SaveOperation<'a> {
     group: &'a Group,
     folder: &'a Path,
     snapshot: &'a Snapshot<'a>,
 }
 
 #[derive(Serialize, Deserialize)]
-struct Opening {
+struct StartMessage {
     /// Checksum of everything that the ranks must agree on.
     fingerprint: u32,
     /// Name of the unfinished folder; set on rank 0 only.
@@ -139,7 +139,7 @@ impl Failure {
     }
 }
 
-impl Saving<'_> {
+impl SaveOperation<'_> {
     /// Runs the save on one rank. `partial_name` is set on rank 0 only.
     fn run(
         &self,
@@ -148,28 +148,31 @@ impl Saving<'_> {
         keep_latest_k: usize,
     ) -> Result<Saved, CheckpointError> {
         let mut untidy = Vec::new();
-        let opened = self.plan().and_then(|plan| {
+        let planned = self.plan().and_then(|plan| {
             partial_name.map_or(Ok(()), |name| self.begin(name, &mut untidy))?;
             Ok(plan)
         });
         let fingerprint = self.fingerprint();
-        let (plan, openings) =
-            self.agree(opened, |_| Opening { fingerprint, partial_name: partial_name.map(str::to_owned) })?;
-        if let Some(rank) = openings.iter().position(|opening| opening.fingerprint != openings[0].fingerprint)
+        let (plan, start_messages) = self.exchange_outcomes(planned, |_| StartMessage {
+            fingerprint,
+            partial_name: partial_name.map(str::to_owned),
+        })?;
+        if let Some(rank) =
+            start_messages.iter().position(|opening| opening.fingerprint != start_messages[0].fingerprint)
         {
             return Err(CheckpointError::RanksDisagree { rank: Rank(rank) });
         }
-        let agreed_name = openings[0].partial_name.as_deref().expect("rank 0 names the folder");
+        let agreed_name = start_messages[0].partial_name.as_deref().expect("rank 0 names the folder");
         let written = self.write_shard(&self.folder.join(agreed_name), &plan[self.group.rank().0], source);
-        let (_, shards) = self.agree(written, Option::clone)?;
+        let (_, shards) = self.exchange_outcomes(written, Option::clone)?;
         let publish = |name| self.publish(name, &plan, &shards, keep_latest_k, &mut untidy);
-        self.agree(partial_name.map_or(Ok(()), publish), |()| ())?;
-        Ok(Saved { path: self.folder.join(step_name(self.snapshot.step)), untidy })
+        self.exchange_outcomes(partial_name.map_or(Ok(()), publish), |()| ())?;
+        Ok(Saved { path: self.folder.join(step_name(self.snapshot.step)), cleanup_errors: untidy })
     }
 
     /// Exchanges the outcomes of all ranks. Returns the value of this rank and the messages of all ranks if all succeeded, and an error on
     /// every rank otherwise.
-    fn agree<T, M: Serialize + DeserializeOwned>(
+    fn exchange_outcomes<T, M: Serialize + DeserializeOwned>(
         &self,
         outcome: Result<T, CheckpointError>,
         message: impl Fn(&T) -> M,
@@ -238,8 +241,8 @@ impl Saving<'_> {
                 Err(_) => {}
             }
         }
-        try_all(&leftover_steps(self.folder, &names.leftovers), untidy, &|| self.beat());
-        self.execute(&begin_steps(self.folder, partial_name))
+        try_all(&leftover_removals(self.folder, &names.leftovers), untidy, &|| self.beat());
+        self.execute(&begin_operations(self.folder, partial_name))
     }
 
     /// Writes and syncs this rank's file. Returns `None` if the rank has no parts to write.
@@ -283,7 +286,7 @@ impl Saving<'_> {
         Ok(Some(Shard { file: writer.finish()?, part_crc32s }))
     }
 
-    fn execute(&self, steps: &[FileStep]) -> Result<(), CheckpointError> {
+    fn execute(&self, steps: &[FileOperation]) -> Result<(), CheckpointError> {
         steps.iter().try_for_each(|step| step.execute_with_progress(&|| self.beat()))
     }
 
@@ -317,14 +320,14 @@ impl Saving<'_> {
             manifest,
             damaged_exists: names.steps.contains(&step),
         };
-        self.execute(&publication.steps())?;
-        tidy_after(self.folder, step, &names, keep_latest_k, untidy, &|| self.beat());
+        self.execute(&publication.operations())?;
+        clean_up_after(self.folder, step, &names, keep_latest_k, untidy, &|| self.beat());
         Ok(())
     }
 
     fn manifest(&self, plan: &[Vec<WritePart>], shards: &[Option<Shard>]) -> Manifest {
         let entry = |tensor: &TensorPlacement| {
-            let (dtype, shape) = (stored(tensor.dtype), tensor.shape.clone());
+            let (dtype, shape) = (to_stored_dtype(tensor.dtype), tensor.shape.clone());
             (tensor.name.clone(), TensorEntry { dtype, shape, parts: Vec::new() })
         };
         let mut tensors: BTreeMap<_, _> = self.snapshot.tensors.iter().map(entry).collect();

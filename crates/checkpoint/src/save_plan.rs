@@ -42,12 +42,12 @@ pub fn plan_save(
     for (index, tensor) in tensors.iter().enumerate() {
         let element_bytes = tensor.dtype.size() as u64;
         let elements_max = (part_bytes_max / element_bytes).max(1) as usize;
-        for (extent, holders) in holdings(tensor, mesh)? {
-            let holders = Rc::new(holders);
+        for (extent, replicated) in extents_with_holders(tensor, mesh)? {
+            let replicated = Rc::new(replicated);
             candidates.extend(split(&extent, elements_max).into_iter().map(|extent| Candidate {
                 bytes: extent.num_elements() as u64 * element_bytes,
                 part: WritePart { tensor: index, extent },
-                holders: Rc::clone(&holders),
+                replicated: Rc::clone(&replicated),
             }));
         }
     }
@@ -64,16 +64,16 @@ pub fn plan_save(
 struct Candidate {
     bytes: u64,
     part: WritePart,
-    holders: Rc<Vec<usize>>,
+    replicated: Rc<Vec<usize>>,
 }
 
 /// Assigns each part to one of its holders. Parts with few holders come first, so that the others balance the loads.
 fn assign(mut candidates: Vec<Candidate>, num_ranks: usize) -> Vec<Vec<WritePart>> {
-    candidates.sort_by_key(|candidate| (candidate.holders.len(), Reverse(candidate.bytes)));
+    candidates.sort_by_key(|candidate| (candidate.replicated.len(), Reverse(candidate.bytes)));
     let mut per_rank = vec![Vec::new(); num_ranks];
     let mut assigned_bytes = vec![0; num_ranks];
     for candidate in candidates {
-        let least_loaded = candidate.holders.iter().min_by_key(|&&rank| (assigned_bytes[rank], rank));
+        let least_loaded = candidate.replicated.iter().min_by_key(|&&rank| (assigned_bytes[rank], rank));
         let &rank = least_loaded.expect("a part has a holder");
         assigned_bytes[rank] += candidate.bytes;
         per_rank[rank].push(candidate.part);
@@ -82,14 +82,17 @@ fn assign(mut candidates: Vec<Candidate>, num_ranks: usize) -> Vec<Vec<WritePart
 }
 
 /// Returns the distinct extents that ranks hold of a tensor, each with the ranks that hold it.
-fn holdings(tensor: &TensorPlacement, mesh: &Mesh) -> Result<Vec<(Extent, Vec<usize>)>, CheckpointError> {
-    let mut holders: BTreeMap<(Vec<usize>, Vec<usize>), Vec<usize>> = BTreeMap::new();
+fn extents_with_holders(
+    tensor: &TensorPlacement,
+    mesh: &Mesh,
+) -> Result<Vec<(Extent, Vec<usize>)>, CheckpointError> {
+    let mut replicated: BTreeMap<(Vec<usize>, Vec<usize>), Vec<usize>> = BTreeMap::new();
     for rank in 0..mesh.num_ranks() {
         for extent in tensor.extents(mesh, Rank(rank))? {
-            holders.entry((extent.start, extent.shape)).or_default().push(rank);
+            replicated.entry((extent.start, extent.shape)).or_default().push(rank);
         }
     }
-    Ok(holders.into_iter().map(|((start, shape), ranks)| (Extent { start, shape }, ranks)).collect())
+    Ok(replicated.into_iter().map(|((start, shape), ranks)| (Extent { start, shape }, ranks)).collect())
 }
 
 /// Separator between a tensor's name and the start of a part, in the name of the part.
@@ -173,7 +176,7 @@ mod tests {
                     let held = tensors[part.tensor].extents(&mesh(degree), Rank(rank)).unwrap();
                     let is_within = |held| crate::extent::intersection(&part.extent, held).as_ref() == Some(&part.extent);
                     prop_assert!(held.iter().any(is_within));
-                    let whole = Extent::whole(&tensors[part.tensor].shape);
+                    let whole = Extent::full(&tensors[part.tensor].shape);
                     for run in trireme_plan::runs(&part.extent, &whole, &part.extent) {
                         let elements = &mut written[part.tensor][run.source..run.source + run.len];
                         elements.iter_mut().for_each(|times| *times += 1);
@@ -197,18 +200,18 @@ mod tests {
     }
 
     #[test]
-    fn replicated_parts_make_up_for_uneven_shards() {
+    fn replicated_parts_balance_uneven_shards() {
         let tensors = [
             tensor("shard", &[1, 8], DType::F32, Placement::Shard { dim: 0 }),
             tensor("replica", &[8], DType::F32, Placement::Replicate),
         ];
         let plan = plan_save(&tensors, &mesh(2), 32).unwrap();
-        assert_eq!(plan[0], [WritePart { tensor: 0, extent: Extent::whole(&[1, 8]) }]);
-        assert_eq!(plan[1], [WritePart { tensor: 1, extent: Extent::whole(&[8]) }]);
+        assert_eq!(plan[0], [WritePart { tensor: 0, extent: Extent::full(&[1, 8]) }]);
+        assert_eq!(plan[1], [WritePart { tensor: 1, extent: Extent::full(&[8]) }]);
     }
 
     #[test]
-    fn large_parts_are_dealt_out_before_small_ones() {
+    fn large_parts_are_assigned_before_small_ones() {
         let tensors = [("a", 1), ("b", 1), ("c", 2)]
             .map(|(name, size)| tensor(name, &[size], DType::F32, Placement::Replicate));
         let plan = plan_save(&tensors, &mesh(2), 64).unwrap();
@@ -216,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_saved_is_refused() {
+    fn invalid_names_and_placements_are_refused() {
         let refused = |tensors: &[TensorPlacement]| plan_save(tensors, &mesh(2), 64).unwrap_err();
         let whole = |name| tensor(name, &[2], DType::F32, Placement::Replicate);
         for tensors in
@@ -232,7 +235,7 @@ mod tests {
     fn parts_are_named_after_their_start() {
         let part = Extent { start: vec![3, 0], shape: vec![1, 4] };
         assert_eq!(part_name("w", &[4, 4], &part), "w@3,0");
-        assert_eq!(part_name("w", &[4, 4], &Extent::whole(&[4, 4])), "w");
-        assert_eq!(part_name("scalar", &[], &Extent::whole(&[])), "scalar");
+        assert_eq!(part_name("w", &[4, 4], &Extent::full(&[4, 4])), "w");
+        assert_eq!(part_name("scalar", &[], &Extent::full(&[])), "scalar");
     }
 }

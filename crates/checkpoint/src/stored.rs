@@ -2,9 +2,9 @@
 
 use crate::StoredDType;
 use crate::error::{CheckpointError, Mismatch};
-use crate::extent::{checked_num_elements, intersection, lies_within, split};
+use crate::extent::{checked_num_elements, intersection, is_within, split};
 use crate::files::{damaged, open_file, reading};
-use crate::safetensors_file::read_as;
+use crate::safetensors_file::readable_dtype;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
@@ -83,7 +83,7 @@ impl StoredTensor {
 
     /// Element type that [`StoredTensors::read_into`] returns: F16 and BF16 are read as f32. `None` if the stored dtype cannot be read.
     pub fn dtype(&self) -> Option<DType> {
-        read_as(self.dtype)
+        readable_dtype(self.dtype)
     }
 
     /// Size of the tensor in the files, in bytes.
@@ -98,7 +98,7 @@ impl StoredTensor {
     }
 
     /// Returns whether all of the tensor is in `file`.
-    pub(crate) fn lies_in(&self, file: &Path) -> bool {
+    pub(crate) fn is_stored_in(&self, file: &Path) -> bool {
         self.parts.iter().all(|part| *part.file == *file)
     }
 
@@ -238,7 +238,7 @@ impl StoredTensors {
         }
         let size = a.dtype().map_or(0, DType::size);
         let (mut of_first, mut of_second) = (Vec::new(), Vec::new());
-        for piece in split(&Extent::whole(&a.shape), COMPARED_ELEMENTS) {
+        for piece in split(&Extent::full(&a.shape), COMPARED_ELEMENTS) {
             for (name, elements) in [(first, &mut of_first), (second, &mut of_second)] {
                 elements.resize(piece.num_elements() * size, 0);
                 self.read_into(name, &piece, elements)?;
@@ -295,7 +295,7 @@ impl StoredTensors {
         let Some(tensor) = self.tensors.get(name) else {
             return Err(CheckpointError::NoSuchTensor { name: name.into(), path: self.path.clone() });
         };
-        if !lies_within(extent, &tensor.shape) {
+        if !is_within(extent, &tensor.shape) {
             let (shape, extent) = (tensor.shape.clone(), extent.clone());
             return Err(CheckpointError::OutsideTensor { name: name.into(), shape, extent });
         }
@@ -322,7 +322,7 @@ fn read_part(
 ) -> Result<(), CheckpointError> {
     let Some(shared) = intersection(&part.extent, extent) else { return Ok(()) };
     let stored_size = dtype.bitsize() / 8;
-    let size = read_as(dtype).expect("only readable dtypes are read").size();
+    let size = readable_dtype(dtype).expect("only readable dtypes are read").size();
     let mut reader = PartReader::open(part)?;
     for run in runs(&shared, &part.extent, extent) {
         reader.skip_to(run.source * stored_size)?;

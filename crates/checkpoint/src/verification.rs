@@ -21,7 +21,7 @@ enum Piece<'a> {
     /// A part of a tensor.
     Part(Span<'a>),
     /// The bytes of a file outside of its parts. The parts are sorted by position.
-    Rest { path: PathBuf, entry: &'a FileEntry, parts: Vec<Span<'a>> },
+    OutsideParts { path: PathBuf, entry: &'a FileEntry, parts: Vec<Span<'a>> },
 }
 
 /// A part and its range of bytes in its file.
@@ -52,7 +52,7 @@ impl Checkpoint {
     ) -> Vec<CheckpointError> {
         assert!(rank < num_ranks, "rank {rank} is one of {num_ranks}");
         let pieces = self.pieces();
-        let ranks = share(pieces.iter().map(Piece::num_bytes), num_ranks);
+        let ranks = assign_pieces(pieces.iter().map(Piece::num_bytes), num_ranks);
         let mut failures = BTreeMap::new();
         for (piece, _) in pieces.iter().zip(ranks).filter(|(_, owner)| *owner == rank) {
             if let Entry::Vacant(vacant) = failures.entry(piece.path())
@@ -79,7 +79,7 @@ impl Checkpoint {
             let mut parts = spans.remove(&*path).unwrap_or_default();
             parts.sort_by_key(|span| (span.bytes.start, span.bytes.end));
             let own = parts.clone().into_iter().map(Piece::Part);
-            pieces.push(Piece::Rest { path, entry, parts });
+            pieces.push(Piece::OutsideParts { path, entry, parts });
             pieces.extend(own);
         }
         pieces
@@ -90,7 +90,7 @@ impl Piece<'_> {
     fn path(&self) -> &Path {
         match self {
             Piece::Part(span) => &span.part.file,
-            Piece::Rest { path, .. } => path,
+            Piece::OutsideParts { path, .. } => path,
         }
     }
 
@@ -98,7 +98,9 @@ impl Piece<'_> {
         let len = |span: &Span<'_>| span.bytes.end - span.bytes.start;
         match self {
             Piece::Part(span) => len(span),
-            Piece::Rest { entry, parts, .. } => entry.size.saturating_sub(parts.iter().map(len).sum()),
+            Piece::OutsideParts { entry, parts, .. } => {
+                entry.size.saturating_sub(parts.iter().map(len).sum())
+            }
         }
     }
 
@@ -106,14 +108,16 @@ impl Piece<'_> {
         on_progress();
         match self {
             Piece::Part(Span { part, bytes }) => part.verify((bytes.end - bytes.start) as usize),
-            Piece::Rest { path, entry, parts } => verify_rest(path, entry, parts, on_progress),
+            Piece::OutsideParts { path, entry, parts } => {
+                verify_outside_parts(path, entry, parts, on_progress)
+            }
         }
     }
 }
 
 /// Compares the checksum of a file. Reads only the bytes outside of the parts, and uses the recorded checksums of the parts, which are
 /// verified as pieces of their own.
-fn verify_rest(
+fn verify_outside_parts(
     path: &Path,
     entry: &FileEntry,
     parts: &[Span<'_>],
@@ -154,7 +158,7 @@ fn verify_rest(
 
 /// Returns the rank of each piece, given the pieces' sizes in bytes. Each piece is assigned to the rank with the fewest bytes so far, so
 /// the ranks' numbers of bytes differ by at most the largest piece.
-fn share(sizes: impl Iterator<Item = u64>, num_ranks: usize) -> Vec<usize> {
+fn assign_pieces(sizes: impl Iterator<Item = u64>, num_ranks: usize) -> Vec<usize> {
     let mut loads: BinaryHeap<Reverse<(u64, usize)>> =
         (0..num_ranks).map(|rank| Reverse((0, rank))).collect();
     let least_loaded = |size| {
@@ -176,7 +180,7 @@ mod tests {
         fn each_piece_goes_to_one_rank_and_the_ranks_read_about_as_much(
             sizes in prop::collection::vec(0..100_u64, 0..60), num_ranks in 1..9_usize,
         ) {
-            let ranks = share(sizes.iter().copied(), num_ranks);
+            let ranks = assign_pieces(sizes.iter().copied(), num_ranks);
             prop_assert_eq!(ranks.len(), sizes.len());
             let mut loads = vec![0; num_ranks];
             for (rank, size) in ranks.into_iter().zip(&sizes) {

@@ -1,13 +1,13 @@
 //! Output of runs for people, and the exit codes of commands.
 
-use crate::bounded::within;
 use crate::commands::report::RunsDiffer;
-use crate::hang::Hang;
+use crate::diagnostics::{DiagnosticOutput, LOG_MAX, print_diagnostic, set_log};
+use crate::hang::DiagnosedFailure;
 use crate::hints::hint;
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError, NotJoined};
 use crate::log_line::LogLine;
-use crate::numbers::{counted, duration};
-use crate::remarks::{Channel, LOG_MAX, remark, set_log};
+use crate::numbers::{duration, with_noun};
+use crate::timeout::run_with_timeout;
 use console::Term;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use signal_hook::consts::SIGINT;
@@ -19,7 +19,7 @@ use trireme_base::{Rank, open_regular_with, printable};
 use trireme_comm::CommError;
 use trireme_train::config::{LogFormat, Metrics};
 use trireme_train::metrics::StepRecord;
-use trireme_train::{Observer, RunFacts, TrainError};
+use trireme_train::{Observer, RunInfo, TrainError};
 
 /// Standard output, for the results of a command. A closed pipe is no error: a reader such as `head` has seen enough.
 pub(crate) struct Output;
@@ -52,7 +52,7 @@ pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
     if let Some(not_joined) = error.downcast_ref::<NotJoined>() {
         // The user is informed first: informing the other ranks may take seconds.
         let code = report_error(&not_joined.failure);
-        not_joined.tell_others();
+        not_joined.report_to_peers();
         return code;
     }
     let text = describe(error);
@@ -62,10 +62,10 @@ pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
         error.downcast_ref(),
         Some(LaunchError::Interrupted { signal: SIGINT } | LaunchError::Stopped { .. })
     ) || error.is::<RunsDiffer>();
-    let line = || Channel::current().formatted(&text).into_owned();
+    let line = || DiagnosticOutput::current().formatted(&text).into_owned();
     let is_logged = || launch::error_log().is_some_and(|log| is_logged(log, line()));
     if !is_known && !is_logged() {
-        remark(&text);
+        print_diagnostic(&text);
     }
     exit_code(error)
 }
@@ -92,11 +92,11 @@ fn describe(error: &anyhow::Error) -> String {
 /// Appends a line to a log, whose file system may hang. Returns whether that succeeded.
 fn is_logged(log: PathBuf, line: String) -> bool {
     let append = move || writeln!(open_regular_with(&log, OpenOptions::new().append(true))?, "{line}");
-    matches!(within(LOG_MAX, append), Ok(Ok(())))
+    matches!(run_with_timeout(LOG_MAX, append), Ok(Ok(())))
 }
 
 fn exit_code(error: &anyhow::Error) -> u8 {
-    let error = error.downcast_ref::<Hang>().map_or(error, |hang| &hang.failure);
+    let error = error.downcast_ref::<DiagnosedFailure>().map_or(error, |hang| &hang.failure);
     if let Some(error) = error.downcast_ref::<LaunchError>() {
         return error.exit_code();
     }
@@ -170,7 +170,7 @@ impl Console {
             }
             // Other ranks write nothing else to the folder, so they continue without a log.
             Err(error) => {
-                remark(&format!("warning: there is no log {}: {error}", path.display()));
+                print_diagnostic(&format!("warning: there is no log {}: {error}", path.display()));
                 None
             }
             Ok(log) => log,
@@ -193,7 +193,7 @@ impl Console {
 
     /// Prints a line, above the bar if there is one.
     pub(crate) fn line(&mut self, text: &str) {
-        let channel = Channel::current();
+        let channel = DiagnosticOutput::current();
         let text = channel.formatted(text);
         self.print(&text);
         channel.log(&text);
@@ -201,7 +201,7 @@ impl Console {
 
     /// Writes a line to this rank's log alone.
     pub(crate) fn log(&mut self, text: &str) {
-        let channel = Channel::current();
+        let channel = DiagnosticOutput::current();
         let text = channel.formatted(text);
         if !self.is_root() {
             self.print(&text);
@@ -214,7 +214,7 @@ impl Console {
             return;
         }
         // The output of other ranks is a log, whose lines have times.
-        let stamped = (!self.is_root()).then(|| Channel::current().stamped(text));
+        let stamped = (!self.is_root()).then(|| DiagnosticOutput::current().stamped(text));
         let text = stamped.as_deref().unwrap_or(text);
         // A closed output does not end the run: the line is in the log as well.
         let print = || drop(writeln!(Output, "{text}"));
@@ -226,7 +226,7 @@ impl Console {
 
     /// Prints the line of a step, shortened to the width of a terminal. The log has the full line.
     fn record(&mut self, line: LogLine<'_>) {
-        let channel = Channel::current();
+        let channel = DiagnosticOutput::current();
         if channel.format == LogFormat::Json {
             let object = channel.object("record", line.record);
             self.print(&object);
@@ -279,9 +279,9 @@ impl Observer for Console {
         }
     }
 
-    fn begin(&mut self, facts: &RunFacts) {
-        let RunFacts { model, num_parameters, world_size, num_threads, transport, .. } = facts;
-        let threads = counted(*num_threads, "thread");
+    fn begin(&mut self, facts: &RunInfo) {
+        let RunInfo { model, num_parameters, world_size, num_threads, transport, .. } = facts;
+        let threads = with_noun(*num_threads, "thread");
         let workers = match world_size {
             1 => format!("1 worker x {threads}"),
             _ => format!("{world_size} workers x {threads} over {transport}"),
@@ -291,20 +291,20 @@ impl Observer for Console {
         let data = match facts.tokens_per_sample {
             Some(tokens) => format!(
                 "{} of {tokens} tokens, {} tokens per step",
-                counted(facts.num_samples as usize, "sample"),
+                with_noun(facts.num_samples as usize, "sample"),
                 facts.samples_per_step * tokens
             ),
             None => format!("{} samples, {} per step", facts.num_samples, facts.samples_per_step),
         };
         self.line(&format!("data: {data}; {workers}"));
         match facts.resumed_step {
-            0 => self.line(&format!("training {}", counted(facts.steps as usize, "step"))),
+            0 => self.line(&format!("training {}", with_noun(facts.steps as usize, "step"))),
             step if step >= facts.steps => self.line(&format!(
                 "the run is complete at step {step}; raise [training] steps to train longer, or start again with --resume never"
             )),
             step => self.line(&format!("resuming after step {step} of {}", facts.steps)),
         }
-        let is_text = Channel::current().format == LogFormat::Text;
+        let is_text = DiagnosticOutput::current().format == LogFormat::Text;
         let has_bar = self.is_root() && is_text && std::io::stderr().is_terminal();
         if has_bar && facts.resumed_step < facts.steps {
             let bar = progress_bar(Some(facts.steps), "{wide_bar} {pos}/{len}  {msg}");
@@ -348,20 +348,20 @@ pub(crate) fn progress_bar(len: Option<u64>, template: &str) -> ProgressBar {
 }
 
 /// A line on the terminal that names the current measurement. Invisible where there is no terminal.
-pub(crate) struct Measuring(ProgressBar);
+pub(crate) struct MeasurementStatus(ProgressBar);
 
-impl Measuring {
+impl MeasurementStatus {
     pub(crate) fn new() -> Self {
-        Measuring(progress_bar(None, "measuring {wide_msg}"))
+        MeasurementStatus(progress_bar(None, "measuring {wide_msg}"))
     }
 
-    pub(crate) fn tell(&self, what: &str) {
+    pub(crate) fn show(&self, what: &str) {
         self.0.set_message(what.to_owned());
         self.0.tick();
     }
 }
 
-impl Drop for Measuring {
+impl Drop for MeasurementStatus {
     fn drop(&mut self) {
         self.0.finish_and_clear();
     }
@@ -373,7 +373,7 @@ mod tests {
     use rustix::fs::{CWD, FileType, Mode, mknodat};
 
     #[test]
-    fn a_log_that_cannot_be_written_does_not_hold_up_the_last_words() {
+    fn a_log_that_cannot_be_written_does_not_delay_the_error() {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log");
         assert!(!is_logged(log.clone(), "error: first".to_owned()));

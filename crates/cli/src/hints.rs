@@ -49,15 +49,15 @@ fn parallel(error: &ParallelError) -> Option<&'static str> {
         ParallelError::LossScaleExhausted { .. } => {
             "try [training] dtype = \"bf16\", a lower [optimizer] lr, or loss_scale = 0 if it is set"
         }
-        ParallelError::UnequalHosts { .. } => {
+        ParallelError::UnevenRanksPerHost { .. } => {
             "start the same number of workers on each host, or remove [parallelism] zero_quantized_weights, zero_hpz and \
              zero_quantized_gradients"
         }
-        ParallelError::UnlikeHosts { .. } => {
+        ParallelError::DifferentHostCounts { .. } => {
             "choose degrees that divide the number of workers of a host, or remove [parallelism] zero_quantized_weights, zero_hpz \
              and zero_quantized_gradients"
         }
-        ParallelError::RoundedBesideLoads { .. } => "remove [parallelism] zero_quantized_gradients",
+        ParallelError::QuantizedLoadCounts { .. } => "remove [parallelism] zero_quantized_gradients",
         _ => return None,
     })
 }

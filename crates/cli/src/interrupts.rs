@@ -1,8 +1,8 @@
 //! Signals that ask a run to save a checkpoint and end.
 
-use crate::death::signal_name;
+use crate::diagnostics::print_diagnostic;
 use crate::launch::ignored_signals;
-use crate::remarks::remark;
+use crate::process_state::signal_name;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::flag::register_conditional_shutdown;
 use signal_hook::iterator::Signals;
@@ -96,7 +96,7 @@ impl Interrupts {
                 return end(signal);
             }
             if std::mem::take(&mut is_first) && reports {
-                remark(&stopping_notice(signal));
+                print_diagnostic(&stopping_notice(signal));
             }
             requests.stop(signal);
         };
@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_signal_that_is_handed_on_is_no_second_one() {
+    fn a_forwarded_signal_is_not_a_second_one() {
         let (mut second, start) = (SecondSignal::new(true), Instant::now());
         let after = |milliseconds| start + Duration::from_millis(milliseconds);
         let is_second = [0, 10, 400, 600].map(|milliseconds| second.note(after(milliseconds)));

@@ -4,18 +4,17 @@
 //! CONFIG` and `report`. It starts its workers, shards and overlaps as the config says, writes checkpoints and resumes from them, and
 //! reports the cause of a hang.
 //!
-//! - A [`Model`](model::Model) is a chain of [units](model::Unit), which apply [operations](tape) to named tensors.
+//! - A [`Model`](model::Model) is a chain of [units](model::ProgressUnit), which apply [operations](tape) to named tensors.
 //! - A [`Dataset`] writes the sample of any index into the tensors of a batch.
 //! - An [`Operation`](tape::Operation) of your own is a type that implements forward and backward.
 //!
 //! `examples/residual_network` has all three.
 
-mod bounded;
+mod argument_hints;
 mod clock;
 mod commands;
 mod console;
-mod death;
-mod foreign_arguments;
+mod diagnostics;
 mod hang;
 mod hints;
 mod host;
@@ -27,11 +26,12 @@ mod numbers;
 mod open_files;
 mod peak;
 mod planning;
-mod remarks;
+mod process_state;
 mod simd;
 mod started;
 mod statistics;
 mod temporary;
+mod timeout;
 
 pub use trireme_base as base;
 pub use trireme_checkpoint as checkpoint;
@@ -130,7 +130,7 @@ enum TaskCommand {
 /// Runs the `trireme` command with the arguments of this process.
 pub fn run_command() -> ExitCode {
     trireme_data::isolate_chat_templates(&[RENDER_CHAT_TEMPLATE]);
-    within_process(|started| match parse::<Arguments>().command {
+    run_and_exit_code(|started| match parse::<Arguments>().command {
         Command::Init(args) => commands::init::run(&args),
         Command::Train(args) => commands::train::run(&args, started, None),
         Command::Prepare(args) => commands::prepare::run(&args),
@@ -158,7 +158,7 @@ pub fn run_command() -> ExitCode {
 /// `trireme`.
 pub fn run(task: impl Task + 'static) -> ExitCode {
     let task: Arc<dyn Task> = Arc::new(task);
-    within_process(|started| match parse::<TaskArguments>().command {
+    run_and_exit_code(|started| match parse::<TaskArguments>().command {
         TaskCommand::Train(args) => commands::train::run(&args, started, Some(&task)),
         TaskCommand::Plan(args) => commands::plan::run(&args, Some(&*task), started),
         TaskCommand::Report(args) => commands::report::run(&args),
@@ -169,14 +169,14 @@ pub fn run(task: impl Task + 'static) -> ExitCode {
 /// Parses the arguments of this process. Exits if they are invalid.
 fn parse<P: Parser>() -> P {
     P::try_parse().unwrap_or_else(|mut error| {
-        if let Some(hint) = foreign_arguments::hint(&error, std::env::args().nth(1).as_deref()) {
-            foreign_arguments::add(&mut error, hint);
+        if let Some(hint) = argument_hints::hint(&error, std::env::args().nth(1).as_deref()) {
+            argument_hints::add(&mut error, hint);
         }
         error.exit()
     })
 }
 
-fn within_process(run: impl FnOnce(Instant) -> anyhow::Result<()>) -> ExitCode {
+fn run_and_exit_code(run: impl FnOnce(Instant) -> anyhow::Result<()>) -> ExitCode {
     let started = started::command_started();
     open_files::raise_limit();
     let prepared = launch::die_with_parent().map_err(Into::into).and_then(|()| Ok(end_as_first_process()?));

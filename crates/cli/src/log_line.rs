@@ -1,6 +1,6 @@
 //! A step as a line of text.
 
-use crate::numbers::{duration, grouped};
+use crate::numbers::{duration, with_thousands_separators};
 use console::{Style, colors_enabled};
 use std::time::Duration;
 use trireme_base::Bytes;
@@ -80,7 +80,7 @@ impl LogLine<'_> {
         if !record.grad_norm.is_nan() {
             push(5, "grad_norm", format!("{:.2}", record.grad_norm));
         }
-        push(1, record.speed().0, grouped(self.speed.round() as u64));
+        push(1, record.speed().0, with_thousands_separators(self.speed.round() as u64));
         if let (Some(scale), Some(skipped)) = (record.loss_scale, record.skipped_steps) {
             push(7, "loss_scale", scale.to_string());
             push(7, "skipped", skipped.to_string());
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_line_tells_what_is_known() {
+    fn a_log_line_has_all_known_fields() {
         let mut record = record();
         assert_eq!(
             plain(&record),

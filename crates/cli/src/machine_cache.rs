@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_are_broken_or_forged_are_not_believed() {
+    fn files_that_are_broken_or_forged_are_ignored() {
         let folder = tempfile::tempdir().unwrap();
         let own = cache(&folder);
         own.write(&results()).unwrap();
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_processor_is_what_does_not_change() {
+    fn a_processor_is_identified_by_constant_fields() {
         let text = "processor\t: 0\nmodel name\t: Fast\ncpu MHz\t\t: 1234.5\nflags\t\t: fma avx2\n\nprocessor\t: 1\n\
                     model name\t: Other\n";
         assert_eq!(processor(text), "model name\t: Fast\nflags\t\t: fma avx2");

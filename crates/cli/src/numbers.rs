@@ -15,10 +15,10 @@ pub(crate) fn duration(time: Duration) -> String {
 }
 
 /// Formats a number with a comma between groups of three digits.
-pub(crate) fn grouped(number: u64) -> String {
+pub(crate) fn with_thousands_separators(number: u64) -> String {
     match number {
         0..1000 => number.to_string(),
-        _ => format!("{},{:03}", grouped(number / 1000), number % 1000),
+        _ => format!("{},{:03}", with_thousands_separators(number / 1000), number % 1000),
     }
 }
 
@@ -34,7 +34,7 @@ pub(crate) fn size_with_unit(text: &str) -> Option<u64> {
 }
 
 /// Formats a number with its noun, such as `1 question` and `2 questions`.
-pub(crate) fn counted(number: usize, what: &str) -> String {
+pub(crate) fn with_noun(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
@@ -44,12 +44,15 @@ mod tests {
 
     #[test]
     fn digits_are_grouped() {
-        assert_eq!([0, 999, 1000, 3_475_712].map(grouped), ["0", "999", "1,000", "3,475,712"]);
+        assert_eq!(
+            [0, 999, 1000, 3_475_712].map(with_thousands_separators),
+            ["0", "999", "1,000", "3,475,712"]
+        );
     }
 
     #[test]
     fn one_is_singular() {
-        assert_eq!([0, 1, 2].map(|number| counted(number, "step")), ["0 steps", "1 step", "2 steps"]);
+        assert_eq!([0, 1, 2].map(|number| with_noun(number, "step")), ["0 steps", "1 step", "2 steps"]);
     }
 
     #[test]

@@ -2,15 +2,15 @@
 
 use crate::host::{HostShare, load_average};
 use crate::machine_cache::MachineCache;
-use crate::numbers::counted;
+use crate::numbers::with_noun;
 use anyhow::Result;
 use std::collections::BTreeMap;
 use std::time::Duration;
 use trireme_comm::Group;
-use trireme_tensor::probe::{Probe, Unit};
+use trireme_tensor::probe::{ExecutionUnit, Probe};
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
 use trireme_train::config::{Config, DeviceName};
-use trireme_train::{executor_options, local_threads, share_of_cores, tell_all};
+use trireme_train::{all_gather_json, executor_options, local_threads, share_of_cores};
 
 /// Long enough for several undisturbed milliseconds, and short enough not to delay the first step.
 const MEASURING_DURATION: Duration = Duration::from_millis(30);
@@ -43,18 +43,18 @@ pub(crate) fn worker_peak(
     match config.training().device {
         DeviceName::Cpu | DeviceName::Detached => {}
     }
-    let unit = Unit::of(features, executor_options(config).precision);
+    let unit = ExecutionUnit::of(features, executor_options(config).precision);
     let num_threads = local_threads(config, share.num_threads);
     let own = share.num_cpus.min(num_threads as f64);
     // From this exchange to the next one, no other worker of the host computes.
-    let shares = tell_all(group, &own)?;
+    let shares = all_gather_json(group, &own)?;
     let ranks = group.hosts().ranks(group.hosts().host_of(group.rank()));
     let num_busy = ranks.iter().map(|rank| shares[rank.0]).sum::<f64>().round() as usize;
     let num_busy = num_busy.clamp(1, share_of_cores(1));
     let is_configured = config.metrics().peak_flops > 0.0;
     let measures = ranks.first() == Some(&group.rank()) && !is_configured;
     let measured = measures.then(|| thread_peak(unit, num_busy, cache)).transpose()?;
-    let found = tell_all(group, &measured)?;
+    let found = all_gather_json(group, &measured)?;
     let Some((thread_peak, how)) = ranks.first().and_then(|first| found[first.0].clone()) else {
         return Ok(None);
     };
@@ -63,13 +63,13 @@ pub(crate) fn worker_peak(
     let note = format!(
         "note: the peak of this worker, for MFU, is {:.1} GFLOP/s: {unit}, {}{shared}, {how}",
         flops / 1e9,
-        counted(num_threads, "thread")
+        with_noun(num_threads, "thread")
     );
     Ok((!is_configured).then_some(WorkerPeak { flops, note }))
 }
 
 /// Returns the FLOP/s of one of `num_busy` busy threads, and how it is known. A measurement while other programs compute is not cached.
-fn thread_peak(unit: Unit, num_busy: usize, cache: Option<MachineCache>) -> Result<(f64, String)> {
+fn thread_peak(unit: ExecutionUnit, num_busy: usize, cache: Option<MachineCache>) -> Result<(f64, String)> {
     let key = format!("{unit}, {num_busy} threads");
     let mut peaks: ThreadPeaks = cache.as_ref().and_then(MachineCache::read).unwrap_or_default();
     if let Some(&peak) = peaks.get(&key).filter(|peak| (1.0..THREAD_PEAK_MAX).contains(*peak)) {
@@ -104,7 +104,7 @@ mod tests {
     }
 
     fn peak(keys: &[&str], num_cpus: f64) -> Option<WorkerPeak> {
-        let mut share = HostShare::of_equals(1, HugePages::Transparent);
+        let mut share = HostShare::of_equal_workers(1, HugePages::Transparent);
         share.num_cpus = num_cpus;
         worker_peak(&config(keys), &share, CpuFeatures::Portable, &single(), None).unwrap()
     }
@@ -121,7 +121,7 @@ mod tests {
     fn impossible_peaks_of_a_file_are_not_believed() {
         let folder = tempfile::tempdir().unwrap();
         let cache = || Some(MachineCache::at(&folder.path().join("peaks.json")));
-        let unit = Unit::MulAdd128;
+        let unit = ExecutionUnit::MulAdd128;
         for (kept, is_believed) in [(7e9, true), (0.0, false), (-1.0, false), (1e300, false)] {
             let peaks: ThreadPeaks = [(format!("{unit}, 1 threads"), kept)].into();
             cache().unwrap().write(&peaks).unwrap();

@@ -6,7 +6,7 @@ use std::process::Command;
 const MODEL: &str = r#"{"model_type": "gpt2", "vocab_size": 512, "n_positions": 256, "n_embd": 320, "n_layer": 10, "n_head": 5}"#;
 
 #[test]
-fn peak_memory_is_within_a_tenth_of_what_is_counted() {
+fn peak_memory_is_within_a_tenth_of_the_counted_memory() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("config.json"), MODEL).unwrap();
     for workers in ["1", "2"] {

@@ -1,6 +1,6 @@
 //! Codecs whose messages are the elements themselves, in f32 or rounded to 16 bits. The all-reduce sums the messages.
 
-use super::{Codec, CompressionError, Turn};
+use super::{Codec, CompressionError, RoundContext};
 use std::marker::PhantomData;
 use trireme_base::Float;
 
@@ -9,12 +9,17 @@ use trireme_base::Float;
 pub(super) struct Uncompressed;
 
 impl Codec for Uncompressed {
-    fn encode(&mut self, _turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+    fn encode(&mut self, _context: &RoundContext, values: &mut [f32], message: &mut [u8]) {
         bytemuck::cast_slice_mut(message).copy_from_slice(values);
         values.fill(0.0);
     }
 
-    fn decode(&mut self, _turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
+    fn decode(
+        &mut self,
+        _context: &RoundContext,
+        result: &[u8],
+        gradient: &mut [f32],
+    ) -> Result<(), CompressionError> {
         gradient.copy_from_slice(bytemuck::cast_slice(result));
         Ok(())
     }
@@ -31,14 +36,19 @@ impl<T> Rounded<T> {
 }
 
 impl<T: Float> Codec for Rounded<T> {
-    fn encode(&mut self, _turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+    fn encode(&mut self, _context: &RoundContext, values: &mut [f32], message: &mut [u8]) {
         for (value, rounded) in values.iter_mut().zip(bytemuck::cast_slice_mut::<u8, T>(message)) {
             *rounded = T::from_f32(*value);
             *value -= rounded.to_f32();
         }
     }
 
-    fn decode(&mut self, _turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
+    fn decode(
+        &mut self,
+        _context: &RoundContext,
+        result: &[u8],
+        gradient: &mut [f32],
+    ) -> Result<(), CompressionError> {
         for (gradient, sum) in gradient.iter_mut().zip(bytemuck::cast_slice::<u8, T>(result)) {
             *gradient = sum.to_f32();
         }

@@ -47,13 +47,13 @@ impl CodecName {
         }
     }
 
-    pub(super) fn owners(option: &str) -> Vec<CodecName> {
+    pub(super) fn codecs_with_option(option: &str) -> Vec<CodecName> {
         CodecName::ALL.into_iter().filter(|codec| codec.options().contains(&option)).collect()
     }
 
     /// Whether error feedback is on by default. It is on for biased codecs, and for fp8, which rounds small values to
     /// 0.
-    pub(super) const fn feeds_errors_back(self) -> bool {
+    pub(super) const fn has_error_feedback_by_default(self) -> bool {
         use CodecName::{Bf16, F16, Int4, Int8, None};
         !matches!(self, None | F16 | Bf16 | Int8 | Int4)
     }

@@ -97,10 +97,10 @@ impl Compression {
     /// Validates the options and resolves defaults.
     ///
     /// # Errors
-    /// [`CompressionError::ForeignOption`] if the codec does not have an option that is given.
+    /// [`CompressionError::UnsupportedOption`] if the codec does not have an option that is given.
     /// [`CompressionError::Option`] if a value is out of range, or `top_k` has momentum without error feedback.
     pub fn new(options: &CompressionOptions) -> Result<Self, CompressionError> {
-        options.refuse_foreign()?;
+        options.check_option_support()?;
         let method = match options.codec {
             CodecName::None => Method::None,
             CodecName::F16 => Method::F16,
@@ -114,7 +114,7 @@ impl Compression {
             CodecName::RandomK => Method::RandomK { ratio: options.ratio()? },
             CodecName::PowerSgd => Method::LowRank { rank: options.rank()? },
         };
-        let error_feedback = options.error_feedback.unwrap_or(options.codec.feeds_errors_back());
+        let error_feedback = options.error_feedback.unwrap_or(options.codec.has_error_feedback_by_default());
         if !error_feedback && options.momentum.is_some_and(|momentum| momentum > 0.0) {
             let allowed = "true with momentum, which corrects what is kept for later steps";
             return Err(options.refuse("error_feedback", error_feedback, allowed));
@@ -164,7 +164,7 @@ impl Compression {
     }
 
     /// Whether the warm-up codec compresses step `step`, counted from 0.
-    pub(super) fn is_by_warmup_codec(&self, step: u64) -> bool {
+    pub(super) fn uses_warmup_codec(&self, step: u64) -> bool {
         step < self.warmup_steps && self.warmup_method != Method::None
     }
 
@@ -223,7 +223,7 @@ impl Compression {
 
     fn rounds_of(&self, method: Method, bucket: &Bucket, step: u64) -> Vec<Round> {
         let len = bucket.len();
-        let num_kept = |ratio| num_kept(len, ratio_at(ratio, self.warmup_steps, step));
+        let num_kept = |ratio| num_selected(len, ratio_at(ratio, self.warmup_steps, step));
         match method {
             Method::None => vec![Round::uncompressed(len)],
             Method::F16 => vec![Round::AllReduce { dtype: DType::F16, len }],
@@ -246,7 +246,7 @@ impl Compression {
 
 /// Number of elements that a ratio selects from `len`: rounded to the nearest integer, and at least one unless `len` is
 /// 0.
-fn num_kept(len: usize, ratio: f64) -> usize {
+fn num_selected(len: usize, ratio: f64) -> usize {
     ((len as f64 * ratio).round() as usize).clamp(len.min(1), len)
 }
 
@@ -267,7 +267,7 @@ fn warmup_ratios(last: f64) -> impl Iterator<Item = f64> {
 }
 
 impl CompressionOptions {
-    fn refuse_foreign(&self) -> Result<(), CompressionError> {
+    fn check_option_support(&self) -> Result<(), CompressionError> {
         let given = [
             ("rank", self.rank.is_some()),
             ("ratio", self.ratio.is_some()),
@@ -282,8 +282,8 @@ impl CompressionOptions {
         let is_foreign = |&(option, is_given): &(&str, bool)| is_given && !codec.options().contains(&option);
         match given.into_iter().find(is_foreign) {
             Some((option, _)) => {
-                let owners = list(&CodecName::owners(option));
-                Err(CompressionError::ForeignOption { codec, option, owners })
+                let owners = list(&CodecName::codecs_with_option(option));
+                Err(CompressionError::UnsupportedOption { codec, option, owners })
             }
             None => Ok(()),
         }
@@ -399,7 +399,7 @@ mod tests {
             (10, 1.0, 10),
             (3, f64::MIN_POSITIVE, 1),
         ] {
-            assert_eq!(num_kept(len, ratio), expected, "{len} x {ratio}");
+            assert_eq!(num_selected(len, ratio), expected, "{len} x {ratio}");
         }
     }
 }

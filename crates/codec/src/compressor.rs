@@ -3,12 +3,12 @@ use super::compression::Method;
 use super::fp8::Fp8;
 use super::low_rank::LowRank;
 use super::normalizer::Normalizer;
-use super::numbers::settle;
 use super::one_bit::OneBit;
 use super::quantized::Quantized;
 use super::random_k::RandomK;
 use super::top_k::TopK;
-use super::{Bucket, Codec, Compression, CompressionError, Round, Turn, UncompressedReason};
+use super::vector_ops::zero_non_finite;
+use super::{Bucket, Codec, Compression, CompressionError, Round, RoundContext, UncompressedReason};
 use trireme_base::{Bf16, F16, RandomKey, Rank};
 
 /// Compresses the gradient reductions of one bucket on one rank, and holds the state that is carried from step to step.
@@ -33,7 +33,7 @@ pub struct Compressor {
     pub(super) state: State,
     rounds: Vec<Round>,
     uncompressed_reason: Option<UncompressedReason>,
-    next: Next,
+    expected_call: ExpectedCall,
     statistics: CompressionStatistics,
 }
 
@@ -48,7 +48,7 @@ pub(super) struct State {
 
 /// The call that the compressor expects next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Next {
+enum ExpectedCall {
     Write { round: usize },
     Read { round: usize },
 }
@@ -110,7 +110,7 @@ impl Compressor {
             state: State { step: 0, residual, normalizer },
             rounds: Vec::new(),
             uncompressed_reason: None,
-            next: Next::Write { round: 0 },
+            expected_call: ExpectedCall::Write { round: 0 },
             statistics: CompressionStatistics::default(),
         };
         compressor.begin_step();
@@ -145,10 +145,10 @@ impl Compressor {
     /// Bytes of the vectors that are carried from step to step: residual, velocity, factors, second moment.
     pub fn num_bytes(&self) -> usize {
         let residual_len = self.state.residual.as_ref().map_or(0, Vec::len);
-        let kept_len = self.codec.kept().map_or(0, |(_, values)| values.len());
+        let codec_state_len = self.codec.own_state().map_or(0, |(_, values)| values.len());
         let moment_len =
             self.state.normalizer.as_ref().map_or(0, |normalizer| normalizer.second_moment.len());
-        (residual_len + kept_len + moment_len) * size_of::<f32>()
+        (residual_len + codec_state_len + moment_len) * size_of::<f32>()
     }
 
     /// Writes this rank's message of the next round into `message`. The caller passes the same `gradient` in all rounds
@@ -160,12 +160,12 @@ impl Compressor {
     /// If a call of [`read`](Compressor::read) is expected instead, the message has another length than the round's or
     /// is not aligned to its dtype, or the gradient does not have the bucket's length.
     pub fn write(&mut self, gradient: &mut [f32], message: &mut [u8]) {
-        let Next::Write { round } = self.next else {
-            panic!("expected {:?} before the next message", self.next)
+        let ExpectedCall::Write { round } = self.expected_call else {
+            panic!("expected {:?} before the next message", self.expected_call)
         };
         assert_eq!(gradient.len(), self.bucket.len(), "the gradient belongs to another bucket");
         assert_eq!(message.len(), self.rounds[round].num_bytes(), "a message of {:?}", self.rounds[round]);
-        self.next = Next::Read { round };
+        self.expected_call = ExpectedCall::Read { round };
         let turn = self.turn(round);
         if let (0, Some(normalizer)) = (round, &mut self.state.normalizer) {
             normalizer.divide(turn.step, gradient);
@@ -183,11 +183,11 @@ impl Compressor {
             Uncompressed.encode(&turn, values, message);
             self.statistics.error_norm = 0.0;
         } else {
-            let is_by_warmup_codec = self.compression.is_by_warmup_codec(turn.step);
+            let is_by_warmup_codec = self.compression.uses_warmup_codec(turn.step);
             let codec = if is_by_warmup_codec { &mut self.warmup_codec } else { &mut self.codec };
             codec.encode(&turn, values, message);
             if round + 1 == self.rounds.len() {
-                self.statistics.error_norm = settle(values);
+                self.statistics.error_norm = zero_non_finite(values);
             }
         }
     }
@@ -206,7 +206,9 @@ impl Compressor {
     /// If a call of [`write`](Compressor::write) is expected instead, the result is not aligned to the round's dtype,
     /// or the gradient does not have the bucket's length.
     pub fn read(&mut self, gradient: &mut [f32], result: &[u8]) -> Result<(), CompressionError> {
-        let Next::Read { round } = self.next else { panic!("expected {:?} before a result", self.next) };
+        let ExpectedCall::Read { round } = self.expected_call else {
+            panic!("expected {:?} before a result", self.expected_call)
+        };
         assert_eq!(gradient.len(), self.bucket.len(), "the gradient belongs to another bucket");
         let expected = match self.rounds[round] {
             Round::AllReduce { .. } => self.rounds[round].num_bytes(),
@@ -219,12 +221,12 @@ impl Compressor {
         let turn = self.turn(round);
         match self.uncompressed_reason {
             Some(_) => Uncompressed.decode(&turn, result, gradient)?,
-            None if self.compression.is_by_warmup_codec(turn.step) => {
+            None if self.compression.uses_warmup_codec(turn.step) => {
                 self.warmup_codec.decode(&turn, result, gradient)?;
             }
             None => self.codec.decode(&turn, result, gradient)?,
         }
-        self.next = Next::Write { round: round + 1 };
+        self.expected_call = ExpectedCall::Write { round: round + 1 };
         if round + 1 == self.rounds.len() {
             self.end_step();
         }
@@ -242,9 +244,9 @@ impl Compressor {
         self.state.residual.iter_mut().flatten().for_each(|value| *value *= factor);
     }
 
-    fn turn(&self, round: usize) -> Turn {
+    fn turn(&self, round: usize) -> RoundContext {
         let Compressor { rank, world_size, key, .. } = *self;
-        Turn { step: self.state.step, round, rank, world_size, key }
+        RoundContext { step: self.state.step, round, rank, world_size, key }
     }
 
     fn end_step(&mut self) {
@@ -255,7 +257,7 @@ impl Compressor {
         if self.state.step <= self.compression.warmup_steps() {
             self.begin_step();
         }
-        self.next = Next::Write { round: 0 };
+        self.expected_call = ExpectedCall::Write { round: 0 };
     }
 
     /// Determines the rounds of the next step.
@@ -263,7 +265,7 @@ impl Compressor {
         let (bucket, step) = (&self.bucket, self.state.step);
         self.rounds = self.compression.rounds(bucket, self.world_size, step);
         self.uncompressed_reason = self.compression.uncompressed_reason(bucket, self.world_size, step);
-        self.next = Next::Write { round: 0 };
+        self.expected_call = ExpectedCall::Write { round: 0 };
     }
 }
 
@@ -298,7 +300,7 @@ mod tests {
     use crate::{CodecName, CompressionOptions};
 
     #[test]
-    fn a_bucket_whose_elements_32_bits_cannot_number_is_refused() {
+    fn a_bucket_with_more_elements_than_32_bit_indices_is_refused() {
         let found = |codec, len| {
             let options = CompressionOptions { codec, ..CompressionOptions::default() };
             check_len(&Compression::new(&options).unwrap(), &Bucket::flat(len))
@@ -315,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_compressor_asks_before_it_allocates() {
+    fn a_bucket_that_is_too_long_is_refused_before_allocation() {
         let options = CompressionOptions { codec: CodecName::TopK, ..CompressionOptions::default() };
         let compression = Compression::new(&options).unwrap();
         // No machine has this much memory, so the allocation would panic if it were not refused before.

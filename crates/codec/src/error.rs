@@ -6,7 +6,7 @@ use trireme_base::Rank;
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum CompressionError {
     #[error("compression {codec} has no option {option}; {owners} has it")]
-    ForeignOption { codec: CodecName, option: &'static str, owners: String },
+    UnsupportedOption { codec: CodecName, option: &'static str, owners: String },
     #[error("compression {codec}: {option} is {value}, but must be {allowed}")]
     Option { codec: CodecName, option: &'static str, value: String, allowed: &'static str },
     #[error(

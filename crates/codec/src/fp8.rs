@@ -5,8 +5,8 @@
 //! power of two that keeps the largest finite magnitude within the range of the format, so scaling does not change
 //! mantissas. E4M3 has no infinity and sends NaN instead.
 
-use super::numbers::{INFINITY_BITS, largest_finite_magnitude, magnitude_bits};
-use super::{Codec, CompressionError, Turn};
+use super::vector_ops::{INFINITY_BITS, largest_finite_magnitude, magnitude_bits};
+use super::{Codec, CompressionError, RoundContext};
 use trireme_base::{Fp8Format, power_of_two};
 
 const SCALE_BYTES: usize = size_of::<f32>();
@@ -37,7 +37,7 @@ impl<const FRACTION_BITS: u32> Code<FRACTION_BITS> {
     /// The distance between neighbouring subnormal values.
     const UNIT: f32 = power_of_two(1 - Self::BIAS as i32 - FRACTION_BITS as i32);
     /// A number whose unit in the last place is `UNIT`. Adding it to a value rounds the value to a multiple of `UNIT`.
-    const ANCHOR: f32 = Self::UNIT * power_of_two(23);
+    const ROUNDING_ADDEND: f32 = Self::UNIT * power_of_two(23);
 
     const VALUES: &[f32; 256] = &{
         let mut values = [0.0; 256];
@@ -56,8 +56,9 @@ impl<const FRACTION_BITS: u32> Code<FRACTION_BITS> {
         let (sign, magnitude) = ((value.to_bits() >> 24) & 0x80, magnitude_bits(value));
         let half_below = (1 << (Self::SHIFT - 1)) - 1 + ((magnitude >> Self::SHIFT) & 1);
         let normal = magnitude.wrapping_sub(Self::REBIAS).wrapping_add(half_below) >> Self::SHIFT;
-        let subnormal =
-            (f32::from_bits(magnitude) + Self::ANCHOR).to_bits().wrapping_sub(Self::ANCHOR.to_bits());
+        let subnormal = (f32::from_bits(magnitude) + Self::ROUNDING_ADDEND)
+            .to_bits()
+            .wrapping_sub(Self::ROUNDING_ADDEND.to_bits());
         let finite = if magnitude < Self::NORMAL_MIN { subnormal } else { normal };
         let special = if magnitude > INFINITY_BITS { Self::NAN } else { Self::INFINITY };
         (sign | if magnitude >= INFINITY_BITS { special } else { finite.min(Self::LARGEST) }) as u8
@@ -101,7 +102,7 @@ pub(super) struct Fp8 {
 }
 
 impl Codec for Fp8 {
-    fn encode(&mut self, _turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+    fn encode(&mut self, _context: &RoundContext, values: &mut [f32], message: &mut [u8]) {
         let scale_exponent = self.format.scale_exponent(largest_finite_magnitude(values)).clamp(-126, 126);
         match self.format {
             Fp8Format::E4m3 => Code::<3>::encode(scale_exponent, values, message),
@@ -109,7 +110,12 @@ impl Codec for Fp8 {
         }
     }
 
-    fn decode(&mut self, _turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
+    fn decode(
+        &mut self,
+        _context: &RoundContext,
+        result: &[u8],
+        gradient: &mut [f32],
+    ) -> Result<(), CompressionError> {
         let num_bytes = message_bytes(gradient.len());
         for (piece, sums) in gradient.chunks_mut(PIECE_LEN).enumerate() {
             sums.fill(0.0);
@@ -174,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_are_those_of_the_paper() {
+    fn codes_match_the_paper() {
         for (format, check, largest) in
             [(Fp8Format::E4m3, check::<3> as fn(f32), 448.0), (Fp8Format::E5m2, check::<2>, 57_344.0)]
         {

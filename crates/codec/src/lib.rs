@@ -21,7 +21,6 @@ mod error;
 mod fp8;
 mod low_rank;
 mod normalizer;
-mod numbers;
 mod one_bit;
 mod quantized;
 mod random_k;
@@ -31,6 +30,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 mod top_k;
+mod vector_ops;
 
 pub use bucket::{Bucket, Matrix};
 pub use codec_name::CodecName;
@@ -53,18 +53,23 @@ trait Codec: Send + Sync + std::fmt::Debug {
     }
 
     /// Writes this rank's message of a round. After the last round, `values` holds the compression error.
-    fn encode(&mut self, turn: &Turn, values: &mut [f32], message: &mut [u8]);
+    fn encode(&mut self, turn: &RoundContext, values: &mut [f32], message: &mut [u8]);
 
     /// Decodes the result of a round: the sum of all messages, or all messages in rank order. After the last round,
     /// `gradient` holds the sum over all ranks.
-    fn decode(&mut self, turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError>;
+    fn decode(
+        &mut self,
+        turn: &RoundContext,
+        result: &[u8],
+        gradient: &mut [f32],
+    ) -> Result<(), CompressionError>;
 
     /// The codec's own state that is carried from step to step, with its name. The residual is not part of it.
-    fn kept(&self) -> Option<(&'static str, &[f32])> {
+    fn own_state(&self) -> Option<(&'static str, &[f32])> {
         None
     }
 
-    fn kept_mut(&mut self) -> Option<(&'static str, &mut [f32])> {
+    fn own_state_mut(&mut self) -> Option<(&'static str, &mut [f32])> {
         None
     }
 
@@ -74,7 +79,7 @@ trait Codec: Send + Sync + std::fmt::Debug {
 
 /// The step, round and rank for which a codec is called.
 #[derive(Debug, Clone, Copy)]
-struct Turn {
+struct RoundContext {
     step: u64,
     /// Index of the round within the step, from 0.
     round: usize,

@@ -10,8 +10,8 @@
 //!
 //! Factors are stored column-major, so that all inner loops access contiguous memory.
 
-use super::numbers::{INFINITY_BITS, add_scaled, dot, largest_magnitude_bits};
-use super::{Bucket, Codec, CompressionError, Matrix, Round, Turn};
+use super::vector_ops::{INFINITY_BITS, add_scaled, dot, largest_magnitude_bits};
+use super::{Bucket, Codec, CompressionError, Matrix, Round, RoundContext};
 use std::ops::Range;
 use trireme_base::{RandomKey, exponent, power_of_two};
 
@@ -27,7 +27,7 @@ pub(super) struct Layout {
     plain: Vec<Range<usize>>,
     p_len: usize,
     q_len: usize,
-    plain_len: usize,
+    unfactored_len: usize,
 }
 
 #[derive(Debug)]
@@ -39,12 +39,13 @@ struct Factored {
 
 impl Layout {
     pub(super) fn new(bucket: &Bucket, rank: usize) -> Self {
-        let mut layout = Layout { factored: Vec::new(), plain: Vec::new(), p_len: 0, q_len: 0, plain_len: 0 };
+        let mut layout =
+            Layout { factored: Vec::new(), plain: Vec::new(), p_len: 0, q_len: 0, unfactored_len: 0 };
         let mut end = 0;
         for &matrix in bucket.matrices() {
             let Matrix { rows, cols, .. } = matrix;
             if rank.saturating_mul(rows + cols) < rows * cols {
-                layout.add_plain(end..matrix.offset);
+                layout.add_unfactored(end..matrix.offset);
                 end = matrix.range().end;
                 let p = layout.p_len..layout.p_len + rank * rows;
                 let q = layout.q_len..layout.q_len + rank * cols;
@@ -52,13 +53,13 @@ impl Layout {
                 layout.factored.push(Factored { matrix, p, q });
             }
         }
-        layout.add_plain(end..bucket.len());
+        layout.add_unfactored(end..bucket.len());
         layout
     }
 
-    fn add_plain(&mut self, range: Range<usize>) {
+    fn add_unfactored(&mut self, range: Range<usize>) {
         if !range.is_empty() {
-            self.plain_len += range.len();
+            self.unfactored_len += range.len();
             self.plain.push(range);
         }
     }
@@ -70,7 +71,7 @@ impl Layout {
     }
 
     pub(super) fn rounds(&self) -> [Round; 2] {
-        [self.p_len, self.q_len + self.plain_len].map(Round::uncompressed)
+        [self.p_len, self.q_len + self.unfactored_len].map(Round::uncompressed)
     }
 }
 
@@ -90,7 +91,7 @@ impl LowRank {
     }
 
     /// Writes `P = M Q`.
-    fn encode_p(&mut self, turn: &Turn, values: &[f32], message: &mut [f32]) {
+    fn encode_p(&mut self, turn: &RoundContext, values: &[f32], message: &mut [f32]) {
         for Factored { matrix, p, q } in &self.layout.factored {
             let q_first = (turn.step << 32).wrapping_add(q.start as u64);
             for (column, q) in self.q[q.clone()].chunks_exact_mut(matrix.cols).enumerate() {
@@ -145,20 +146,25 @@ impl LowRank {
         }
         self.q.copy_from_slice(factors);
         for Factored { matrix, q, .. } in &self.layout.factored {
-            self.q[q.clone()].chunks_exact_mut(matrix.cols).for_each(make_usable);
+            self.q[q.clone()].chunks_exact_mut(matrix.cols).for_each(rescale_or_zero);
         }
     }
 }
 
 impl Codec for LowRank {
-    fn encode(&mut self, turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+    fn encode(&mut self, turn: &RoundContext, values: &mut [f32], message: &mut [u8]) {
         match turn.round {
             0 => self.encode_p(turn, values, bytemuck::cast_slice_mut(message)),
             _ => self.encode_q(values, bytemuck::cast_slice_mut(message)),
         }
     }
 
-    fn decode(&mut self, turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
+    fn decode(
+        &mut self,
+        turn: &RoundContext,
+        result: &[u8],
+        gradient: &mut [f32],
+    ) -> Result<(), CompressionError> {
         match turn.round {
             0 => self.decode_p(bytemuck::cast_slice(result)),
             _ => self.decode_q(bytemuck::cast_slice(result), gradient),
@@ -166,11 +172,11 @@ impl Codec for LowRank {
         Ok(())
     }
 
-    fn kept(&self) -> Option<(&'static str, &[f32])> {
+    fn own_state(&self) -> Option<(&'static str, &[f32])> {
         Some(("q", &self.q))
     }
 
-    fn kept_mut(&mut self) -> Option<(&'static str, &mut [f32])> {
+    fn own_state_mut(&mut self) -> Option<(&'static str, &mut [f32])> {
         Some(("q", &mut self.q))
     }
 }
@@ -194,7 +200,7 @@ fn fill_uniform(key: RandomKey, first: u64, values: &mut [f32]) {
 
 /// Scales a column by a power of two so that its largest magnitude is at least 1 and below 2: then products neither
 /// overflow nor underflow. A column that is not finite becomes zeros.
-fn make_usable(column: &mut [f32]) {
+fn rescale_or_zero(column: &mut [f32]) {
     match largest_magnitude_bits(column) {
         0 => {}
         INFINITY_BITS.. => column.fill(0.0),

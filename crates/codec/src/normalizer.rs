@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_stays_so_and_is_not_kept() {
+    fn non_finite_values_stay_non_finite_and_do_not_change_the_moment() {
         let mut normalizer = Normalizer::new(0.5, 4);
         divided(&mut normalizer, 0, [1.0; 4]);
         let found = divided(&mut normalizer, 1, [f32::NAN, f32::INFINITY, f32::MIN, 1.0]);

@@ -6,7 +6,7 @@
 //! A message consists of two f32 for each block, the means of the values without and with a minus sign, and then one
 //! bit for each element: 1 for a minus, lowest bit first.
 
-use super::{Codec, CompressionError, Turn};
+use super::{Codec, CompressionError, RoundContext};
 
 const MEANS_BYTES: usize = 2 * size_of::<f32>();
 
@@ -30,7 +30,7 @@ pub(super) struct OneBit {
 }
 
 impl Codec for OneBit {
-    fn encode(&mut self, _turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+    fn encode(&mut self, _context: &RoundContext, values: &mut [f32], message: &mut [u8]) {
         let (means, signs) = message.split_at_mut(values.len().div_ceil(self.block_len) * MEANS_BYTES);
         let blocks = values.chunks_mut(self.block_len).zip(signs.chunks_mut(self.block_len / 8));
         for ((values, signs), bytes) in blocks.zip(means.as_chunks_mut::<MEANS_BYTES>().0) {
@@ -38,15 +38,20 @@ impl Codec for OneBit {
             *bytes = means.to_bytes();
             let (whole, rest) = values.as_chunks_mut::<8>();
             for (values, byte) in whole.iter_mut().zip(signs.iter_mut()) {
-                *byte = take_signs(means, values);
+                *byte = encode_signs(means, values);
             }
             if !rest.is_empty() {
-                signs[whole.len()] = take_signs(means, rest);
+                signs[whole.len()] = encode_signs(means, rest);
             }
         }
     }
 
-    fn decode(&mut self, _turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
+    fn decode(
+        &mut self,
+        _context: &RoundContext,
+        result: &[u8],
+        gradient: &mut [f32],
+    ) -> Result<(), CompressionError> {
         let num_bytes = message_bytes(gradient.len(), self.block_len);
         let means_bytes = gradient.len().div_ceil(self.block_len) * MEANS_BYTES;
         for (block, sums) in gradient.chunks_mut(self.block_len).enumerate() {
@@ -63,7 +68,7 @@ impl Codec for OneBit {
 
 /// Returns the signs of at most eight values, and replaces the values by their compression errors.
 #[inline(always)]
-fn take_signs(means: Means, values: &mut [f32]) -> u8 {
+fn encode_signs(means: Means, values: &mut [f32]) -> u8 {
     let mut signs = 0;
     for (bit, value) in values.iter_mut().enumerate() {
         let is_minus = value.is_sign_negative();

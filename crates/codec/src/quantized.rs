@@ -6,8 +6,8 @@
 //! first one in the low bits. A block with values that are not finite has the scale NaN. A block whose largest
 //! magnitude is below 1e-36 is sent as zeros, because the reciprocal of its quantization step would overflow.
 
-use super::numbers::{INFINITY_BITS, largest_magnitude_bits};
-use super::{Codec, CompressionError, Turn};
+use super::vector_ops::{INFINITY_BITS, largest_magnitude_bits};
+use super::{Codec, CompressionError, RoundContext};
 use trireme_base::RandomKey;
 
 /// The width of a code in bits.
@@ -53,7 +53,7 @@ pub(super) struct Quantized {
 }
 
 impl Codec for Quantized {
-    fn encode(&mut self, turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+    fn encode(&mut self, turn: &RoundContext, values: &mut [f32], message: &mut [u8]) {
         let num_pieces = values.len().div_ceil(PIECE_LEN) as u64;
         let mut piece = turn.step.wrapping_mul(turn.world_size as u64).wrapping_add(turn.rank as u64);
         piece = piece.wrapping_mul(num_pieces);
@@ -72,7 +72,12 @@ impl Codec for Quantized {
         }
     }
 
-    fn decode(&mut self, _turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
+    fn decode(
+        &mut self,
+        _context: &RoundContext,
+        result: &[u8],
+        gradient: &mut [f32],
+    ) -> Result<(), CompressionError> {
         let num_bytes = message_bytes(gradient.len(), self.bits, self.block_len);
         let scales_bytes = gradient.len().div_ceil(self.block_len) * SCALE_BYTES;
         for (block, sums) in gradient.chunks_mut(self.block_len).enumerate() {

@@ -5,8 +5,8 @@
 //! multiplied by `len / k`, which makes the codec unbiased. If any element of a rank is not finite, drawn or not, the
 //! rank sends NaN as its first value.
 
-use super::numbers::{INFINITY_BITS, largest_magnitude_bits};
-use super::{Codec, CompressionError, Turn};
+use super::vector_ops::{INFINITY_BITS, largest_magnitude_bits};
+use super::{Codec, CompressionError, RoundContext};
 use trireme_base::{Random, RandomKey};
 
 const WORD_BITS: usize = u64::BITS as usize;
@@ -60,7 +60,7 @@ fn indices(drawn: &[u64]) -> impl Iterator<Item = usize> {
 }
 
 impl Codec for RandomK {
-    fn encode(&mut self, turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+    fn encode(&mut self, turn: &RoundContext, values: &mut [f32], message: &mut [u8]) {
         let message: &mut [f32] = bytemuck::cast_slice_mut(message);
         self.draw(turn.key, turn.step, values.len(), message.len());
         let is_finite = largest_magnitude_bits(values) < INFINITY_BITS;
@@ -74,7 +74,12 @@ impl Codec for RandomK {
         }
     }
 
-    fn decode(&mut self, _turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
+    fn decode(
+        &mut self,
+        _context: &RoundContext,
+        result: &[u8],
+        gradient: &mut [f32],
+    ) -> Result<(), CompressionError> {
         gradient.fill(0.0);
         let sums: &[f32] = bytemuck::cast_slice(result);
         for (&sum, index) in sums.iter().zip(indices(&self.drawn)) {

@@ -25,9 +25,9 @@ impl Compression {
     pub fn sizes(&self, bucket: &Bucket, world_size: usize) -> Option<CompressorSizes> {
         let has_codec = self.has_codec(bucket, world_size);
         let residual_len = if has_codec && self.error_feedback() { bucket.len() } else { 0 };
-        let (kept_len, scratch_bytes) = if has_codec { self.codec_sizes(bucket) } else { (0, 0) };
+        let (codec_state_len, scratch_bytes) = if has_codec { self.codec_sizes(bucket) } else { (0, 0) };
         let moment_len = if self.normalize().is_some() { bucket.len() } else { 0 };
-        let state_bytes = (residual_len + kept_len + moment_len) * size_of::<f32>();
+        let state_bytes = (residual_len + codec_state_len + moment_len) * size_of::<f32>();
         if state_bytes == 0 && !self.is_ever_compressed(bucket, world_size) {
             return None;
         }

@@ -67,7 +67,7 @@ impl Compressor {
     pub fn state(&self) -> impl Iterator<Item = (&'static str, StateValues<'_>)> {
         let step = ("step", StateValues::U64(std::slice::from_ref(&self.state.step)));
         let residual = self.state.residual.as_deref().map(|values| ("residual", StateValues::F32(values)));
-        let kept = self.codec.kept().map(|(name, values)| (name, StateValues::F32(values)));
+        let kept = self.codec.own_state().map(|(name, values)| (name, StateValues::F32(values)));
         let normalizer = self.state.normalizer.as_ref();
         let moment =
             normalizer.map(|normalizer| (SECOND_MOMENT, StateValues::F32(&normalizer.second_moment[..])));
@@ -122,7 +122,7 @@ impl Compressor {
                         let normalizer = self.state.normalizer.as_mut();
                         &mut normalizer.expect("the name is one of its tensors").second_moment
                     }
-                    _ => self.codec.kept_mut().expect("the name is one of its tensors").1,
+                    _ => self.codec.own_state_mut().expect("the name is one of its tensors").1,
                 };
                 own.copy_from_slice(values);
             }

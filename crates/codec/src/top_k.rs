@@ -7,8 +7,8 @@
 //! threshold, those with lower indices are sent. Infinity ranks above all numbers and NaN above infinity, so they are
 //! sent first.
 
-use super::numbers::magnitude_bits;
-use super::{Codec, CodecName, CompressionError, Turn};
+use super::vector_ops::magnitude_bits;
+use super::{Codec, CodecName, CompressionError, RoundContext};
 use trireme_base::Rank;
 
 const ENTRY_BYTES: usize = size_of::<u32>() + size_of::<f32>();
@@ -47,23 +47,23 @@ impl Codec for TopK {
         }
     }
 
-    fn encode(&mut self, _turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+    fn encode(&mut self, _context: &RoundContext, values: &mut [f32], message: &mut [u8]) {
         let num_kept = message.len() / ENTRY_BYTES;
-        let limit = Limit::of(values, num_kept);
+        let threshold = Threshold::of(values, num_kept);
         let (indices, kept) = message.split_at_mut(num_kept * size_of::<u32>());
         let mut slots = indices.as_chunks_mut::<4>().0.iter_mut().zip(kept.as_chunks_mut::<4>().0);
-        let mut num_equal = limit.num_equal;
+        let mut num_equal = threshold.num_equal;
         for (chunk, values) in values.chunks_mut(CHUNK_LEN).enumerate() {
             let largest = values.iter().fold(0, |largest, &value| magnitude_bits(value).max(largest));
-            if largest < limit.bits {
+            if largest < threshold.bits {
                 continue;
             }
             for (lane, value) in values.iter_mut().enumerate() {
                 let bits = magnitude_bits(*value);
-                if bits < limit.bits || (bits == limit.bits && num_equal == 0) {
+                if bits < threshold.bits || (bits == threshold.bits && num_equal == 0) {
                     continue;
                 }
-                num_equal -= usize::from(bits == limit.bits);
+                num_equal -= usize::from(bits == threshold.bits);
                 let index = chunk * CHUNK_LEN + lane;
                 let (index_slot, value_slot) =
                     slots.next().expect("the limit leaves as many as there are slots");
@@ -76,7 +76,12 @@ impl Codec for TopK {
         }
     }
 
-    fn decode(&mut self, turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
+    fn decode(
+        &mut self,
+        turn: &RoundContext,
+        result: &[u8],
+        gradient: &mut [f32],
+    ) -> Result<(), CompressionError> {
         let messages = result.chunks_exact(result.len() / turn.world_size);
         for (rank, message) in messages.clone().enumerate() {
             check_indices(Rank(rank), message, gradient.len())?;
@@ -88,11 +93,11 @@ impl Codec for TopK {
         Ok(())
     }
 
-    fn kept(&self) -> Option<(&'static str, &[f32])> {
+    fn own_state(&self) -> Option<(&'static str, &[f32])> {
         (!self.velocity.is_empty()).then_some(("velocity", &self.velocity))
     }
 
-    fn kept_mut(&mut self) -> Option<(&'static str, &mut [f32])> {
+    fn own_state_mut(&mut self) -> Option<(&'static str, &mut [f32])> {
         (!self.velocity.is_empty()).then_some(("velocity", &mut self.velocity))
     }
 
@@ -125,20 +130,20 @@ fn check_indices(rank: Rank, message: &[u8], len: usize) -> Result<(), Compressi
 /// The selection threshold. All elements whose magnitude bits are above `bits` are sent, and the first `num_equal`
 /// elements whose magnitude bits equal `bits`.
 #[derive(Debug, PartialEq, Eq)]
-struct Limit {
+struct Threshold {
     bits: u32,
     num_equal: usize,
 }
 
-impl Limit {
-    /// Finds the threshold that selects `num_kept` of the values by a radix selection over three digits of the
+impl Threshold {
+    /// Finds the threshold that selects `num_selected` of the values by a radix selection over three digits of the
     /// magnitude bits, highest first.
     fn of(values: &[f32], num_kept: usize) -> Self {
-        let mut limit = Limit { bits: 0, num_equal: num_kept };
-        limit.narrow::<20, 11>(values);
-        limit.narrow::<10, 10>(values);
-        limit.narrow::<0, 10>(values);
-        limit
+        let mut threshold = Threshold { bits: 0, num_equal: num_kept };
+        threshold.narrow::<20, 11>(values);
+        threshold.narrow::<10, 10>(values);
+        threshold.narrow::<0, 10>(values);
+        threshold
     }
 
     /// Determines the `WIDTH` bits of the threshold from bit `SHIFT` on. Higher bits are known.
@@ -166,7 +171,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_limit_is_that_of_a_sort(
+        fn the_threshold_matches_a_sort(
             mut values in proptest::collection::vec(
                 prop_oneof![any::<f32>(), (-3..3_i32).prop_map(|x| x as f32), Just(f32::NAN), Just(0.0)],
                 1..200,
@@ -174,13 +179,13 @@ mod tests {
             part in 0.0..1.0_f64,
         ) {
             let num_kept = 1 + ((values.len() - 1) as f64 * part) as usize;
-            let limit = Limit::of(&values, num_kept);
+            let threshold = Threshold::of(&values, num_kept);
             let mut message = vec![0; message_bytes(num_kept)];
             let original = values.clone();
             TopK::new(values.len(), 0.0).encode(&turn(), &mut values, &mut message);
             let mut sorted: Vec<usize> = (0..values.len()).collect();
             sorted.sort_by_key(|&index| (std::cmp::Reverse(magnitude_bits(original[index])), index));
-            prop_assert_eq!(limit.bits, magnitude_bits(original[sorted[num_kept - 1]]));
+            prop_assert_eq!(threshold.bits, magnitude_bits(original[sorted[num_kept - 1]]));
             let mut expected = sorted[..num_kept].to_vec();
             expected.sort_unstable();
             let sent: Vec<usize> = entries(&message).map(|(index, _)| index).collect();
@@ -193,8 +198,8 @@ mod tests {
         }
     }
 
-    fn turn() -> Turn {
-        Turn { step: 0, round: 0, rank: 0, world_size: 1, key: trireme_base::RandomKey::new(0, "") }
+    fn turn() -> RoundContext {
+        RoundContext { step: 0, round: 0, rank: 0, world_size: 1, key: trireme_base::RandomKey::new(0, "") }
     }
 
     #[test]
@@ -223,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_velocity_stops_where_it_was_sent() {
+    fn the_velocity_of_a_sent_element_is_reset() {
         let mut codec = TopK::new(3, 0.5);
         let mut residual = [0.0; 3];
         let mut message = [0; message_bytes(1)];

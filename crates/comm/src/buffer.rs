@@ -149,7 +149,7 @@ pub(crate) struct Storage {
     dtype: DType,
     num_bytes: usize,
     /// Length in bytes before the storage was [shortened](Storage::shorten).
-    whole_bytes: usize,
+    full_bytes: usize,
 }
 
 pub(crate) enum Memory {
@@ -189,7 +189,7 @@ impl Storage {
     }
 
     pub(crate) fn new(memory: Memory, dtype: DType, num_bytes: usize) -> Self {
-        Storage { memory, dtype, num_bytes, whole_bytes: num_bytes }
+        Storage { memory, dtype, num_bytes, full_bytes: num_bytes }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -207,17 +207,17 @@ impl Storage {
     pub(crate) fn wait(&mut self) {
         self.memory = match std::mem::replace(&mut self.memory, Memory::Heap(Vec::new())) {
             Memory::Pending(pending) => {
-                let there = (pending.wait)();
-                there.check(self.dtype, self.num_bytes.max(self.whole_bytes));
-                there.memory
+                let ready = (pending.wait)();
+                ready.check(self.dtype, self.num_bytes.max(self.full_bytes));
+                ready.memory
             }
-            here => here,
+            memory => memory,
         };
     }
 
     /// Panics unless the storage has elements of `dtype` and at least `num_bytes` bytes.
     fn check(&self, dtype: DType, num_bytes: usize) {
-        let capacity = self.num_bytes.max(self.whole_bytes);
+        let capacity = self.num_bytes.max(self.full_bytes);
         assert_eq!(self.dtype, dtype, "the type of the elements");
         assert!(num_bytes <= capacity, "{num_bytes} bytes of {capacity}");
     }
@@ -235,12 +235,12 @@ impl Storage {
     /// Shortens the storage until it is [lengthened](Storage::lengthen). A device may still use it.
     pub(crate) fn shorten(&mut self, num_bytes: usize) {
         assert!(num_bytes <= self.num_bytes, "{num_bytes} of {} bytes", self.num_bytes);
-        (self.num_bytes, self.whole_bytes) = (num_bytes, self.num_bytes);
+        (self.num_bytes, self.full_bytes) = (num_bytes, self.num_bytes);
     }
 
     /// Restores the length from before [`shorten`](Storage::shorten), if the storage was shortened.
     pub(crate) fn lengthen(&mut self) {
-        self.num_bytes = self.num_bytes.max(self.whole_bytes);
+        self.num_bytes = self.num_bytes.max(self.full_bytes);
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {

@@ -6,9 +6,9 @@
 mod peer;
 
 use crate::call::{Call, Cost};
-use crate::error::{CommError, Crossing};
-use crate::notice::{Event, NOTICE_BYTES, Notice};
-use crate::recorder::{GATHER_MAX, GroupRecorder, ToldPlace};
+use crate::error::{CommError, GroupDeadlock};
+use crate::notice::{NOTICE_BYTES, Notice, NoticeKind};
+use crate::recorder::{GATHER_MAX, GroupRecorder, ReportedPlace};
 use peer::{Connection, Ending, Link, Peer};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use rustix::io::Errno;
@@ -34,17 +34,17 @@ pub(crate) struct Control {
     /// Readable when any connection is.
     epoll: OwnedFd,
     /// Number of the operation that this rank last reported to its peers as waiting, plus one.
-    told_waiting: u64,
+    reported_waiting: u64,
     /// Number of the operation about which this rank last warned its user, plus one.
-    told_stall: u64,
+    warned_of_stall: u64,
     /// When this rank last reported to its peers that it waits.
-    told_at: Option<Instant>,
+    reported_at: Option<Instant>,
     /// When bytes last moved in an operation, or a peer was last found to have begun one.
-    moved: Option<Instant>,
+    last_progress: Option<Instant>,
     /// Whether a peer's failure was noticed while this rank was in no operation.
-    has_seen_trouble: bool,
+    has_seen_failure: bool,
     /// The place that this rank last reported as the one where it is blocked.
-    told_blocked: Option<ToldPlace>,
+    reported_blocked: Option<ReportedPlace>,
     recorder: GroupRecorder,
 }
 
@@ -73,12 +73,12 @@ impl Control {
             cost: Cost::default(),
             peers,
             epoll,
-            told_waiting: 0,
-            told_stall: 0,
-            told_at: None,
-            moved: None,
-            has_seen_trouble: false,
-            told_blocked: None,
+            reported_waiting: 0,
+            warned_of_stall: 0,
+            reported_at: None,
+            last_progress: None,
+            has_seen_failure: false,
+            reported_blocked: None,
             recorder,
         })
     }
@@ -93,12 +93,12 @@ impl Control {
             Link::Ended(ending, _) => self.failure_of(Rank(rank), ending, call),
             Link::Own | Link::Connected(_) => None,
         });
-        failure.or_else(|| self.difference(call)).or_else(|| self.crossing(call)).map_or(Ok(()), Err)
+        failure.or_else(|| self.mismatch_failure(call)).or_else(|| self.deadlock(call)).map_or(Ok(()), Err)
     }
 
     /// Reads the peers' notices while this rank is in no operation and `sequence` is its next one. Reports to peers that wait for this rank
     /// where it is blocked, if that is known. Returns true once: the first time that a peer has failed or is lost.
-    pub(crate) fn look(&mut self, sequence: u64) -> bool {
+    pub(crate) fn read_while_idle(&mut self, sequence: u64) -> bool {
         if self.is_readable(Duration::ZERO).unwrap_or(false) {
             self.read();
         }
@@ -106,17 +106,17 @@ impl Control {
         let is_awaited = |peer: &Peer| peer.waiting.is_some_and(|(theirs, _)| theirs >= sequence);
         if self.peers.iter().any(is_awaited)
             && let Some(place) = self.recorder.blocked_elsewhere()
-            && self.told_blocked.is_none_or(|told| told.operation_key() != place.operation_key())
+            && self.reported_blocked.is_none_or(|told| told.operation_key() != place.operation_key())
         {
-            self.told_blocked = Some(place);
-            self.tell(Notice { sequence, event: Event::Blocked(place) });
+            self.reported_blocked = Some(place);
+            self.notify(Notice { sequence, event: NoticeKind::Blocked(place) });
         }
-        let has_trouble = self.peers.iter().any(|peer| match peer.link {
+        let has_failure = self.peers.iter().any(|peer| match peer.link {
             Link::Own | Link::Connected(_) => false,
-            Link::Ended(Ending::Said(notice), _) => notice.event != Event::Goodbye,
+            Link::Ended(Ending::Notice(notice), _) => notice.event != NoticeKind::Goodbye,
             Link::Ended(..) => true,
         });
-        has_trouble && !std::mem::replace(&mut self.has_seen_trouble, true)
+        has_failure && !std::mem::replace(&mut self.has_seen_failure, true)
     }
 
     /// Waits up to [`GATHER_MAX`] for each peer to report its place or to end.
@@ -124,7 +124,7 @@ impl Control {
         let deadline = Instant::now() + GATHER_MAX;
         loop {
             self.read();
-            let is_open = |peer: &Peer| matches!(peer.link, Link::Connected(_)) && !peer.has_told_place;
+            let is_open = |peer: &Peer| matches!(peer.link, Link::Connected(_)) && !peer.has_reported_place;
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() || !self.peers.iter().any(is_open) || self.is_readable(left).is_err() {
                 return;
@@ -139,16 +139,17 @@ impl Control {
         if elapsed < stall(call.timeout) {
             return Ok(());
         }
-        if let Some(silent) = self.silent(call) {
+        if let Some(silent) = self.timed_out_peers(call) {
             return Err(call.timed_out(silent));
         }
-        let notice = Notice { sequence: call.sequence, event: Event::Waiting { operation: call.operation } };
-        if self.told_waiting <= call.sequence {
-            self.told_waiting = call.sequence + 1;
-            self.told_at = Some(Instant::now());
+        let notice =
+            Notice { sequence: call.sequence, event: NoticeKind::Waiting { operation: call.operation } };
+        if self.reported_waiting <= call.sequence {
+            self.reported_waiting = call.sequence + 1;
+            self.reported_at = Some(Instant::now());
             self.peers.iter_mut().for_each(|peer| peer.ask(notice));
-        } else if self.told_at.is_none_or(|last| last.elapsed() >= stall(call.timeout)) {
-            self.told_at = Some(Instant::now());
+        } else if self.reported_at.is_none_or(|last| last.elapsed() >= stall(call.timeout)) {
+            self.reported_at = Some(Instant::now());
             let missing = self.missing(call);
             for (rank, peer) in self.peers.iter_mut().enumerate() {
                 if peer.asked.is_none() && (missing.is_empty() || missing.contains(&Rank(rank))) {
@@ -156,42 +157,42 @@ impl Control {
                 }
             }
         }
-        if elapsed >= stall_warning(call.timeout) && self.told_stall <= call.sequence {
-            self.told_stall = call.sequence + 1;
-            self.recorder.tell_of_stall(call, &self.missing(call));
+        if elapsed >= stall_warning(call.timeout) && self.warned_of_stall <= call.sequence {
+            self.warned_of_stall = call.sequence + 1;
+            self.recorder.report_stall(call, &self.missing(call));
         }
         Ok(())
     }
 
-    pub(crate) fn has_moved(&mut self) {
+    pub(crate) fn note_progress(&mut self) {
         let now = Instant::now();
-        self.moved = Some(now);
+        self.last_progress = Some(now);
         self.recorder.recorder.heartbeat().beat_at(now);
     }
 
     /// Asks the ranks from which messages are awaited for their progress.
     fn ask(&mut self, sequence: u64) {
-        for rank in self.recorder.take_asked() {
+        for rank in self.recorder.take_progress_requests() {
             let peer = &mut self.peers[rank.0];
             if peer.asked.is_none() {
-                peer.ask(Notice { sequence, event: Event::Asking });
+                peer.ask(Notice { sequence, event: NoticeKind::ProgressRequest });
             }
         }
     }
 
     /// The peers that have neither reached the operation nor made progress for the timeout, if any. An empty list if all have reached it,
     /// but no byte moves.
-    fn silent(&self, call: &Call) -> Option<Vec<Rank>> {
+    fn timed_out_peers(&self, call: &Call) -> Option<Vec<Rank>> {
         let mut missing = self.missing(call);
         if missing.is_empty() {
-            let since = self.moved.map_or(call.started, |moved| moved.max(call.started));
+            let since = self.last_progress.map_or(call.started, |moved| moved.max(call.started));
             let others = (0..self.peers.len()).map(Rank).filter(|&rank| !self.is_own(rank));
             let are_silent = others
-                .map(|rank| self.recorder.silence_passing_on(rank, since))
+                .map(|rank| self.recorder.time_since_progress(rank, since))
                 .all(|silence| silence >= call.timeout);
             return (since.elapsed() >= call.timeout && are_silent).then_some(missing);
         }
-        missing.retain(|&rank| self.recorder.silence_passing_on(rank, call.started) >= call.timeout);
+        missing.retain(|&rank| self.recorder.time_since_progress(rank, call.started) >= call.timeout);
         (!missing.is_empty()).then_some(missing)
     }
 
@@ -211,31 +212,35 @@ impl Control {
         }
     }
 
-    pub(crate) fn tell_place(&mut self, sequence: u64, place: Option<ToldPlace>) {
-        self.tell(Notice { sequence, event: Event::Place(place) });
+    pub(crate) fn report_place(&mut self, sequence: u64, place: Option<ReportedPlace>) {
+        self.notify(Notice { sequence, event: NoticeKind::Place(place) });
     }
 
     /// Notifies the peers why operation `sequence` failed on this rank, and at which place.
-    pub(crate) fn announce(&mut self, sequence: u64, failure: &CommError, place: Option<ToldPlace>) {
-        self.tell_place(sequence, place);
+    pub(crate) fn announce(&mut self, sequence: u64, failure: &CommError, place: Option<ReportedPlace>) {
+        self.report_place(sequence, place);
         let event = match *failure {
-            CommError::PeerLost { rank, .. } => Event::Lost { rank },
-            CommError::PeerLeft { rank, .. } => Event::Left { rank },
+            CommError::PeerLost { rank, .. } => NoticeKind::Lost { rank },
+            CommError::PeerLeft { rank, .. } => NoticeKind::Left { rank },
             CommError::Mismatch { sequence, rank, operation, other_rank, other_operation } => {
-                Event::Mismatch { sequence, first: (rank, operation), second: (other_rank, other_operation) }
+                NoticeKind::Mismatch {
+                    sequence,
+                    first: (rank, operation),
+                    second: (other_rank, other_operation),
+                }
             }
-            CommError::TimedOut { .. } => Event::TimedOut,
-            _ => Event::GaveUp,
+            CommError::TimedOut { .. } => NoticeKind::TimedOut,
+            _ => NoticeKind::Failed,
         };
-        self.tell(Notice { sequence, event });
+        self.notify(Notice { sequence, event });
     }
 
     /// Notifies the peers that this rank leaves before operation `sequence`.
     pub(crate) fn leave(&mut self, sequence: u64) {
-        self.tell(Notice { sequence, event: Event::Goodbye });
+        self.notify(Notice { sequence, event: NoticeKind::Goodbye });
     }
 
-    fn tell(&mut self, notice: Notice) {
+    fn notify(&mut self, notice: Notice) {
         self.peers.iter_mut().for_each(|peer| peer.tell(notice));
     }
 
@@ -248,12 +253,12 @@ impl Control {
             }
             // A missing peer has arrived. The timeout now counts from here, for its data.
             if peer.num_begun > num_begun {
-                self.moved = Some(Instant::now());
+                self.last_progress = Some(Instant::now());
             }
             if std::mem::take(&mut peer.is_asking) {
                 // Rounded up, so that the age does not shrink on its way.
                 let milliseconds = 1 + self.recorder.recorder.heartbeat().age().as_millis() as u64;
-                peer.tell(Notice { sequence: 0, event: Event::Progress { milliseconds } });
+                peer.tell(Notice { sequence: 0, event: NoticeKind::Progress { milliseconds } });
             }
         }
     }
@@ -272,41 +277,41 @@ impl Control {
     fn failure_of(&self, rank: Rank, ending: Ending, call: &Call) -> Option<CommError> {
         let notice = match ending {
             Ending::Lost => return Some(call.peer_lost(rank)),
-            Ending::Garbage => return Some(call.protocol(rank, "it sent bytes that are not a valid notice")),
-            Ending::Said(notice) if notice.sequence > call.sequence => return None,
-            Ending::Said(notice) => notice,
+            Ending::Invalid => return Some(call.protocol(rank, "it sent bytes that are not a valid notice")),
+            Ending::Notice(notice) if notice.sequence > call.sequence => return None,
+            Ending::Notice(notice) => notice,
         };
         Some(match notice.event {
-            Event::Goodbye => call.peer_left(rank),
+            NoticeKind::Goodbye => call.peer_left(rank),
             // A peer that lost its connection to this rank fails alone, as far as this rank knows.
-            Event::Lost { rank: other } | Event::Left { rank: other } if self.is_own(other) => {
+            NoticeKind::Lost { rank: other } | NoticeKind::Left { rank: other } if self.is_own(other) => {
                 call.peer_failed(rank)
             }
-            Event::Lost { rank: lost } => call.peer_lost(lost),
-            Event::Left { rank: left } => call.peer_left(left),
-            Event::Mismatch { sequence, first, second } => CommError::Mismatch {
+            NoticeKind::Lost { rank: lost } => call.peer_lost(lost),
+            NoticeKind::Left { rank: left } => call.peer_left(left),
+            NoticeKind::Mismatch { sequence, first, second } => CommError::Mismatch {
                 sequence,
                 rank: first.0,
                 operation: first.1,
                 other_rank: second.0,
                 other_operation: second.1,
             },
-            Event::TimedOut => match self.missing(call) {
+            NoticeKind::TimedOut => match self.missing(call) {
                 // Then the peer waited for this rank.
                 missing if missing.is_empty() => call.peer_failed(rank),
                 missing => call.timed_out(missing),
             },
-            Event::Waiting { .. }
-            | Event::Place(_)
-            | Event::Blocked(_)
-            | Event::Asking
-            | Event::Progress { .. }
-            | Event::GaveUp => call.peer_failed(rank),
+            NoticeKind::Waiting { .. }
+            | NoticeKind::Place(_)
+            | NoticeKind::Blocked(_)
+            | NoticeKind::ProgressRequest
+            | NoticeKind::Progress { .. }
+            | NoticeKind::Failed => call.peer_failed(rank),
         })
     }
 
     /// The mismatch, if a peer waits in another operation than this rank issued under the same number.
-    fn difference(&mut self, call: &Call) -> Option<CommError> {
+    fn mismatch_failure(&mut self, call: &Call) -> Option<CommError> {
         let own = self.own()?;
         self.peers.iter_mut().enumerate().find_map(|(rank, peer)| {
             let (sequence, theirs) = peer.waiting.take_if(|(sequence, _)| *sequence <= call.sequence)?;
@@ -317,12 +322,12 @@ impl Control {
     }
 
     /// The failure, if a peer waits in another group for this rank, while this rank waits for it here.
-    fn crossing(&self, call: &Call) -> Option<CommError> {
+    fn deadlock(&self, call: &Call) -> Option<CommError> {
         let (other_rank, place) = self.peers.iter().enumerate().find_map(|(rank, peer)| {
             let place = peer.blocked.filter(|_| peer.num_begun <= call.sequence)?;
-            self.recorder.is_crossed_by(Rank(rank), &place).then_some((Rank(rank), place))
+            self.recorder.is_deadlocked_with(Rank(rank), &place).then_some((Rank(rank), place))
         })?;
-        Some(CommError::CrossedGroups(Box::new(Crossing {
+        Some(CommError::GroupDeadlock(Box::new(GroupDeadlock {
             rank: self.own()?,
             group: self.recorder.name().to_owned(),
             sequence: call.sequence,

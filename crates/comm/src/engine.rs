@@ -6,10 +6,10 @@ use crate::{CommError, CommStatistics, Operation};
 use std::time::{Duration, Instant};
 
 /// Minimum time between two reads of the peers' notices before operations.
-const LOOK_AROUND_INTERVAL: Duration = Duration::from_millis(1);
+const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Maximum interval between two reads of the peers' notices while the group is idle.
-pub(crate) const LOOK_INTERVAL_MAX: Duration = Duration::from_millis(500);
+pub(crate) const NOTICE_INTERVAL_MAX: Duration = Duration::from_millis(500);
 
 pub(crate) struct Engine {
     control: Control,
@@ -17,7 +17,7 @@ pub(crate) struct Engine {
     timeout: Duration,
     next_sequence: u64,
     /// When the peers' notices were last read before an operation.
-    looked_around: Option<Instant>,
+    notices_read_at: Option<Instant>,
     pub(crate) statistics: CommStatistics,
     recorder: GroupRecorder,
 }
@@ -34,15 +34,15 @@ impl Engine {
             transport,
             timeout,
             next_sequence: 0,
-            looked_around: None,
+            notices_read_at: None,
             statistics: CommStatistics::default(),
             recorder,
         }
     }
 
     /// Interval between two reads of the peers' notices while the group is idle.
-    pub(crate) fn look_interval(&self) -> Duration {
-        LOOK_INTERVAL_MAX.min(stall(self.timeout))
+    pub(crate) fn notice_interval(&self) -> Duration {
+        NOTICE_INTERVAL_MAX.min(stall(self.timeout))
     }
 
     /// Executes the operation. After a failure, of which the peers are notified, only [`leave`](Engine::leave) may follow. `is_awaited`
@@ -71,7 +71,7 @@ impl Engine {
         self.recorder.end(&call, ended, &result);
         if let Err(failure) = &result {
             self.transport.abandon(payload);
-            self.control.announce(call.sequence, failure, self.recorder.told_place());
+            self.control.announce(call.sequence, failure, self.recorder.reported_place());
             self.recorder.recorder.write(Occasion::Failed);
         }
         result
@@ -80,20 +80,20 @@ impl Engine {
     /// Fails if a peer has failed or left. Skipped if that was checked recently: a check takes as long as a short operation, and waits
     /// check anyway.
     fn check_peers(&mut self, call: &Call) -> Result<(), CommError> {
-        if self.looked_around.is_some_and(|last| call.started < last + LOOK_AROUND_INTERVAL) {
+        if self.notices_read_at.is_some_and(|last| call.started < last + CHECK_INTERVAL) {
             return Ok(());
         }
-        self.looked_around = Some(call.started);
+        self.notices_read_at = Some(call.started);
         self.control.check(call)
     }
 
     /// Reads the peers' notices between operations. After a failure, reports this rank's place in the program to its peers. Returns an
     /// operation's failure, once.
-    pub(crate) fn look_around(&mut self) -> Option<CommError> {
-        if !self.control.look(self.next_sequence) {
+    pub(crate) fn read_notices(&mut self) -> Option<CommError> {
+        if !self.control.read_while_idle(self.next_sequence) {
             return None;
         }
-        self.control.tell_place(self.next_sequence, self.recorder.told_place());
+        self.control.report_place(self.next_sequence, self.recorder.reported_place());
         self.recorder.recorder.write(Occasion::Failed);
         let (operation, sequence) = (Operation::BARRIER, self.next_sequence);
         let (started, timeout) = (Instant::now(), self.timeout);
@@ -106,7 +106,7 @@ impl Engine {
             (Some(_), _) => {}
             // A message failed, of which the peers have not been notified.
             (None, Some(failure)) => {
-                self.control.announce(self.next_sequence, &failure, self.recorder.told_place());
+                self.control.announce(self.next_sequence, &failure, self.recorder.reported_place());
             }
             (None, None) => return self.control.leave(self.next_sequence),
         }

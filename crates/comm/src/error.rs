@@ -53,7 +53,7 @@ pub enum CommError {
         rank: Rank,
         reason: String,
         /// Ranks that know of the failure: the failed rank, and the ranks that had joined.
-        told: Vec<Rank>,
+        informed: Vec<Rank>,
     },
     #[error(
         "after {waited:?}, these ranks have not joined at {address}: {}{}",
@@ -89,7 +89,7 @@ pub enum CommError {
     )]
     Mismatch { sequence: u64, rank: Rank, operation: Operation, other_rank: Rank, other_operation: Operation },
     #[error("{0}; all ranks must issue the operations of several groups in the same order")]
-    CrossedGroups(Box<Crossing>),
+    GroupDeadlock(Box<GroupDeadlock>),
     #[error(
         "rank {rank} was lost at operation {sequence}, {operation}: its process died or its connection broke; its log \
          may say why"
@@ -122,7 +122,7 @@ pub enum CommError {
 /// group for `rank`. A `sequence` is the number of an operation within its group, from 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the message explains the fields")]
-pub struct Crossing {
+pub struct GroupDeadlock {
     pub rank: Rank,
     pub group: String,
     pub sequence: u64,
@@ -133,11 +133,11 @@ pub struct Crossing {
     pub other_operation: Operation,
 }
 
-impl fmt::Display for Crossing {
+impl fmt::Display for GroupDeadlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Crossing { rank, group, sequence, operation, .. } = self;
+        let GroupDeadlock { rank, group, sequence, operation, .. } = self;
         write!(f, "rank {rank} waits in {operation} ({group} {sequence}) for rank {}, ", self.other_rank)?;
-        let Crossing { other_group, other_sequence, other_operation, .. } = self;
+        let GroupDeadlock { other_group, other_sequence, other_operation, .. } = self;
         write!(f, "which waits in {other_operation} ({other_group} {other_sequence}) for rank {rank}")
     }
 }
@@ -159,7 +159,7 @@ impl CommError {
         match self {
             CommError::TimedOut { missing, .. } => missing.clone(),
             CommError::PeerLost { rank, .. } | CommError::PeerLeft { rank, .. } => Vec::from([*rank]),
-            CommError::CrossedGroups(crossing) => Vec::from([crossing.other_rank]),
+            CommError::GroupDeadlock(crossing) => Vec::from([crossing.other_rank]),
             _ => Vec::new(),
         }
     }

@@ -47,10 +47,10 @@ enum Progress {
 /// A vector that is being reduced, alone or in a batch. [`wait`](FusedWork::wait) returns it.
 #[must_use = "a vector's reduction, or its failure, is seen by waiting for it"]
 pub struct FusedWork {
-    part: Part,
+    state: WorkState,
 }
 
-enum Part {
+enum WorkState {
     Alone(Work<Buffer<Untyped>>),
     OfBatch { fusion: Fusion, batch: Arc<Mutex<Batch>>, range: Range<usize>, vector: Buffer<Untyped> },
 }
@@ -124,7 +124,7 @@ impl Fusion {
             return Work::ready(Err(failure)).into();
         }
         drop(open);
-        FusedWork { part: Part::OfBatch { fusion: self.clone(), batch, range, vector } }
+        FusedWork { state: WorkState::OfBatch { fusion: self.clone(), batch, range, vector } }
     }
 
     /// Issues the open batch. All ranks call it at the same place in their order of operations.
@@ -140,8 +140,8 @@ impl Fusion {
             Some(memory) => memory,
             None => {
                 let spare = state.spare.pop();
-                let whole = spare.map_or_else(|| self.memory(vector.dtype()), Ok)?;
-                memory.insert(whole)
+                let batch_memory = spare.map_or_else(|| self.memory(vector.dtype()), Ok)?;
+                memory.insert(batch_memory)
             }
         };
         assert_eq!(vector.dtype(), memory.dtype(), "the vectors of a fusion have one element type");
@@ -227,24 +227,26 @@ impl FusedWork {
     /// # Errors
     /// As [`Work::wait`].
     pub fn wait(self) -> Result<Buffer<Untyped>, CommError> {
-        match self.part {
-            Part::Alone(work) => work.wait(),
-            Part::OfBatch { fusion, batch, range, vector } => fusion.finish(&batch, range, vector),
+        match self.state {
+            WorkState::Alone(work) => work.wait(),
+            WorkState::OfBatch { fusion, batch, range, vector } => fusion.finish(&batch, range, vector),
         }
     }
 
     /// Like [`Work::into_pending`]. Blocks for a fused vector, because the host copies it out of its batch.
     pub fn into_pending(self, dtype: DType, len: usize) -> (Pending<Buffer<Untyped>>, Outcome) {
-        match self.part {
-            Part::Alone(work) => work.into_pending(dtype, len),
-            part @ Part::OfBatch { .. } => Work::ready(FusedWork { part }.wait()).into_pending(dtype, len),
+        match self.state {
+            WorkState::Alone(work) => work.into_pending(dtype, len),
+            part @ WorkState::OfBatch { .. } => {
+                Work::ready(FusedWork { state: part }.wait()).into_pending(dtype, len)
+            }
         }
     }
 }
 
 impl From<Work<Buffer<Untyped>>> for FusedWork {
     fn from(work: Work<Buffer<Untyped>>) -> Self {
-        FusedWork { part: Part::Alone(work) }
+        FusedWork { state: WorkState::Alone(work) }
     }
 }
 

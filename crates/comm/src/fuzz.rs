@@ -1,7 +1,7 @@
 //! Malformed and hostile inputs for parsers, the same in every run.
 
-use crate::notice::{Event, NOTICE_BYTES, Notice};
-use crate::recorder::{GroupName, Line, OperationState, ToldPlace};
+use crate::notice::{NOTICE_BYTES, Notice, NoticeKind};
+use crate::recorder::{GroupName, Line, OperationState, ReportedPlace};
 use crate::{Operation, words};
 use trireme_base::{DType, Random, RandomKey, Rank, ReduceOp};
 use trireme_schedule::collective::CollectiveKind;
@@ -113,8 +113,8 @@ fn hostile_operations_are_read_or_refused() {
 #[test]
 fn hostile_notices_are_read_or_refused() {
     let [first, second, ..] = operations();
-    let mismatch = Event::Mismatch { sequence: 5, first: (Rank(0), first), second: (Rank(3), second) };
-    let place = Event::Place(Some(ToldPlace {
+    let mismatch = NoticeKind::Mismatch { sequence: 5, first: (Rank(0), first), second: (Rank(3), second) };
+    let place = NoticeKind::Place(Some(ReportedPlace {
         group: GroupName::of(format_args!("world/data")),
         sequence: 3,
         operation: first,
@@ -123,8 +123,15 @@ fn hostile_notices_are_read_or_refused() {
         state: OperationState::Running,
         milliseconds: 40,
     }));
-    let waiting = Event::Waiting { operation: second };
-    let events = [waiting, Event::Goodbye, Event::Lost { rank: Rank(1) }, mismatch, Event::TimedOut, place];
+    let waiting = NoticeKind::Waiting { operation: second };
+    let events = [
+        waiting,
+        NoticeKind::Goodbye,
+        NoticeKind::Lost { rank: Rank(1) },
+        mismatch,
+        NoticeKind::TimedOut,
+        place,
+    ];
     let valid = events.map(|event| Notice { sequence: 8, event }.encode().to_vec());
     let mut fuzzer = Fuzzer::new("notices", valid.to_vec());
     let mut num_read = 0;

@@ -18,6 +18,7 @@
 //! `transport::shm` runs operations instead. `messages` has links of its own. `control` keeps the connections over which ranks learn that a
 //! peer failed or left. `rendezvous` sets all of this up, and `recorder` records the operations.
 
+mod backoff;
 mod buffer;
 mod call;
 mod collectives;
@@ -38,7 +39,6 @@ mod notice;
 mod operation;
 mod options;
 mod page_size;
-mod patience;
 mod probe;
 mod queue;
 mod recorder;
@@ -54,7 +54,7 @@ mod world;
 
 pub use buffer::Buffer;
 pub use element::{Content, Element, Untyped};
-pub use error::{CommError, Crossing};
+pub use error::{CommError, GroupDeadlock};
 pub use fusion::{FusedWork, Fusion};
 pub use group::Group;
 pub use host_name::host_name;
@@ -67,7 +67,7 @@ pub use page_size::PageSize;
 pub use recorder::{
     Diagnosis, Difference, Direction, Disagreement, FailureReport, Finding, FlightRecorder, GroupReport,
     IssuedOperation, MessagePeer, Occasion, OperationReport, OperationState, Place, ProgramLine, RankReport,
-    ReadReportsError, RecorderOptions, Side, Source, read_reports, remove_reports, report_path,
+    ReadReportsError, RecorderOptions, Source, Variant, read_reports, remove_reports, report_path,
 };
 pub use secret::Secret;
 pub use selection::Choice;

@@ -15,7 +15,7 @@ impl<T: ?Sized> Listener<T> {
         Listener(Arc::new(listener))
     }
 
-    pub(crate) fn tell(&self, event: &T) {
+    pub(crate) fn notify(&self, event: &T) {
         (self.0)(event);
     }
 }

@@ -11,7 +11,7 @@ mod queue;
 use crate::call::{Call, Payload};
 use crate::control::Control;
 use crate::engine::Engine;
-use crate::messages::{Messenger, Office};
+use crate::messages::{MessageQueue, Messenger};
 use crate::recorder::{FlightRecorder, GroupRecorder};
 use crate::transport::Transport;
 use crate::{CommError, GroupOptions, Operation};
@@ -131,7 +131,7 @@ fn recorder() -> GroupRecorder {
 
 /// Starts a queue and its communication thread. Returns them with the count of executed operations.
 fn serve(
-    office: &Arc<Office>,
+    queue: &Arc<MessageQueue>,
     failing: Option<usize>,
 ) -> (Arc<Queue>, thread::JoinHandle<()>, Arc<Executed>) {
     let recorder = recorder();
@@ -139,7 +139,7 @@ fn serve(
     let executed = Arc::new(Executed::default());
     let transport = Box::new(InOrder { executed: Arc::clone(&executed), failing });
     let engine = Engine::new(control, transport, Duration::from_secs(60), recorder.clone());
-    let queue = Arc::new(Queue::new(engine, Arc::clone(office), recorder));
+    let queue = Arc::new(Queue::new(engine, Arc::clone(queue), recorder));
     let served = Arc::clone(&queue);
     (queue, thread::spawn(move || served.serve()), executed)
 }
@@ -150,24 +150,24 @@ fn submit(queue: &Arc<Queue>, number: usize) -> Ticket {
 }
 
 /// Explores a model in which `elapsed` has passed since the last operation was issued.
-fn explore_after(elapsed: Duration, model: impl Fn(&Arc<Office>) + Send + Sync + 'static) {
+fn explore_after(elapsed: Duration, model: impl Fn(&Arc<MessageQueue>) + Send + Sync + 'static) {
     sync::ELAPSED.set(elapsed);
     let messenger = Messenger::start(Rank(0), vec![None], &GroupOptions::default(), recorder());
     let messenger = messenger.expect("a messenger without peers");
-    let office = Arc::clone(&messenger.office);
-    explore(4, move || model(&office));
+    let queue = Arc::clone(&messenger.message_queue);
+    explore(4, move || model(&queue));
 }
 
 /// Explores a model with a communication thread that polls the queue, and with one that must be woken.
-fn explore_both(model: impl Fn(&Arc<Office>) + Copy + Send + Sync + 'static) {
+fn explore_both(model: impl Fn(&Arc<MessageQueue>) + Copy + Send + Sync + 'static) {
     explore_after(Duration::ZERO, model);
     explore_after(Duration::MAX, model);
 }
 
 #[test]
-fn loom_whoever_waits_for_an_operation_gets_it() {
-    explore_both(|office| {
-        let (queue, serving, _) = serve(office, None);
+fn loom_each_waiting_thread_gets_its_result() {
+    explore_both(|queue| {
+        let (queue, serving, _) = serve(queue, None);
         let (first, second) = (submit(&queue, 0), submit(&queue, 1));
         let waiting = thread::spawn(move || assert!(second.wait().is_ok()));
         assert!(first.wait().is_ok());
@@ -179,8 +179,8 @@ fn loom_whoever_waits_for_an_operation_gets_it() {
 
 #[test]
 fn loom_an_operation_is_executed_in_the_background() {
-    explore_after(Duration::MAX, |office| {
-        let (queue, serving, executed) = serve(office, None);
+    explore_after(Duration::MAX, |queue| {
+        let (queue, serving, executed) = serve(queue, None);
         let ticket = submit(&queue, 0);
         let mut num_executed = executed.num.lock().unwrap();
         while *num_executed == 0 {
@@ -194,9 +194,9 @@ fn loom_an_operation_is_executed_in_the_background() {
 }
 
 #[test]
-fn loom_what_nobody_waits_for_is_executed_before_the_end() {
-    explore_both(|office| {
-        let (queue, serving, _) = serve(office, None);
+fn loom_operations_without_a_waiter_are_executed_before_the_end() {
+    explore_both(|queue| {
+        let (queue, serving, _) = serve(queue, None);
         drop(submit(&queue, 0));
         let last = submit(&queue, 1);
         queue.close();
@@ -206,9 +206,9 @@ fn loom_what_nobody_waits_for_is_executed_before_the_end() {
 }
 
 #[test]
-fn loom_a_failure_reaches_whoever_waits() {
-    explore_both(|office| {
-        let (queue, serving, _) = serve(office, Some(1));
+fn loom_a_failure_reaches_all_waiting_threads() {
+    explore_both(|queue| {
+        let (queue, serving, _) = serve(queue, Some(1));
         let [first, second, third] = [0, 1, 2].map(|number| submit(&queue, number));
         let waiting = thread::spawn(move || assert!(third.wait().is_err()));
         assert!(first.wait().is_ok());
@@ -219,9 +219,9 @@ fn loom_a_failure_reaches_whoever_waits() {
 }
 
 #[test]
-fn loom_a_callback_gets_the_result_whoever_executes_the_operation() {
-    explore_both(|office| {
-        let (queue, serving, _) = serve(office, Some(1));
+fn loom_a_callback_gets_the_result_from_any_executing_thread() {
+    explore_both(|queue| {
+        let (queue, serving, _) = serve(queue, Some(1));
         let called = Arc::new(Executed::default());
         let [first, second, third] = [0, 1, 2].map(|number| submit(&queue, number));
         for (number, ticket) in [first, second].into_iter().enumerate() {
@@ -244,9 +244,9 @@ fn loom_a_callback_gets_the_result_whoever_executes_the_operation() {
 }
 
 #[test]
-fn loom_an_end_at_once_reaches_whoever_waits() {
-    explore_both(|office| {
-        let (queue, serving, _) = serve(office, None);
+fn loom_an_abort_reaches_waiting_threads() {
+    explore_both(|queue| {
+        let (queue, serving, _) = serve(queue, None);
         let ticket = submit(&queue, 0);
         let waiting = thread::spawn(move || drop(ticket.wait()));
         queue.abort(CommError::Panicked);

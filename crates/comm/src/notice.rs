@@ -1,5 +1,5 @@
 use crate::operation::Operation;
-use crate::recorder::{Direction, GroupName, Line, OperationState, ToldPlace};
+use crate::recorder::{Direction, GroupName, Line, OperationState, ReportedPlace};
 use crate::words;
 use trireme_base::Rank;
 
@@ -8,19 +8,19 @@ use trireme_base::Rank;
 pub(crate) struct Notice {
     /// Number of the sender's operation that the notice refers to.
     pub(crate) sequence: u64,
-    pub(crate) event: Event,
+    pub(crate) event: NoticeKind,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Event {
+pub(crate) enum NoticeKind {
     /// The sender has been waiting in this operation, number `sequence`, for a while.
     Waiting { operation: Operation },
     /// The sender's place in its program, after a failure; `None` before its first operation. Further notices may follow.
-    Place(Option<ToldPlace>),
+    Place(Option<ReportedPlace>),
     /// The sender has not reached an operation that others wait in, because its thread waits here, in another group.
-    Blocked(ToldPlace),
+    Blocked(ReportedPlace),
     /// The sender waits for a message from the receiver and asks for the receiver's progress.
-    Asking,
+    ProgressRequest,
     /// Milliseconds since the sender, or a rank that it waits for, last made progress.
     Progress { milliseconds: u64 },
     /// The sender leaves cleanly before the operation.
@@ -34,13 +34,13 @@ pub(crate) enum Event {
     /// The operation timed out on the sender.
     TimedOut,
     /// The operation failed on the sender for another reason.
-    GaveUp,
+    Failed,
 }
 
 const WORDS: usize = 17;
 
 /// Bytes of a notice on the wire: 17 little-endian words. Words 0 and 1 are the tag and the sequence. A mismatch has its sequence in word
-/// 2, the ranks in 3 and 4, and the operations in 5 to 8. A lost or departed rank is in word 3, the operation of `Waiting` in 5 and 6, the
+/// 2, the ranks in 3 and 4, and the operations in 5 to 8. A lost or departed rank is in word 3, the operation of `WaitTracker` in 5 and 6, the
 /// milliseconds of `Progress` in 4. A place has its sequence in word 2, state, direction and peer in 3, milliseconds in 4, the operation in
 /// 5 and 6, the program line in 7 to 13, and the group in 14 to 16.
 pub(crate) const NOTICE_BYTES: usize = 8 * WORDS;
@@ -53,37 +53,37 @@ impl Notice {
         let mut words = [0; WORDS];
         words[1] = self.sequence;
         words[0] = match self.event {
-            Event::Waiting { operation } => {
+            NoticeKind::Waiting { operation } => {
                 words[5..7].copy_from_slice(&operation.encode());
                 1
             }
-            Event::Goodbye => 2,
-            Event::Lost { rank } => {
+            NoticeKind::Goodbye => 2,
+            NoticeKind::Lost { rank } => {
                 words[3] = rank.0 as u64;
                 3
             }
-            Event::Left { rank } => {
+            NoticeKind::Left { rank } => {
                 words[3] = rank.0 as u64;
                 4
             }
-            Event::Mismatch { sequence, first, second } => {
+            NoticeKind::Mismatch { sequence, first, second } => {
                 words[2..5].copy_from_slice(&[sequence, first.0.0 as u64, second.0.0 as u64]);
                 words[5..7].copy_from_slice(&first.1.encode());
                 words[7..9].copy_from_slice(&second.1.encode());
                 5
             }
-            Event::TimedOut => 6,
-            Event::GaveUp => 7,
-            Event::Place(place) => {
+            NoticeKind::TimedOut => 6,
+            NoticeKind::Failed => 7,
+            NoticeKind::Place(place) => {
                 place.iter().for_each(|place| encode_place(place, &mut words));
                 8
             }
-            Event::Blocked(place) => {
+            NoticeKind::Blocked(place) => {
                 encode_place(&place, &mut words);
                 9
             }
-            Event::Asking => 10,
-            Event::Progress { milliseconds } => {
+            NoticeKind::ProgressRequest => 10,
+            NoticeKind::Progress { milliseconds } => {
                 words[4] = milliseconds;
                 11
             }
@@ -98,29 +98,29 @@ impl Notice {
             |index: usize| usize::try_from(words[index]).ok().filter(|&rank| rank < world_size).map(Rank);
         let operation = |first: usize| Operation::decode([words[first], words[first + 1]]);
         let event = match words[0] {
-            1 => Event::Waiting { operation: operation(5)? },
-            2 => Event::Goodbye,
-            3 => Event::Lost { rank: rank(3)? },
-            4 => Event::Left { rank: rank(3)? },
-            5 => Event::Mismatch {
+            1 => NoticeKind::Waiting { operation: operation(5)? },
+            2 => NoticeKind::Goodbye,
+            3 => NoticeKind::Lost { rank: rank(3)? },
+            4 => NoticeKind::Left { rank: rank(3)? },
+            5 => NoticeKind::Mismatch {
                 sequence: words[2],
                 first: (rank(3)?, operation(5)?),
                 second: (rank(4)?, operation(7)?),
             },
-            6 => Event::TimedOut,
-            7 => Event::GaveUp,
-            8 if words[3] == 0 => Event::Place(None),
-            8 => Event::Place(Some(decode_place(&words)?)),
-            9 => Event::Blocked(decode_place(&words)?),
-            10 => Event::Asking,
-            11 => Event::Progress { milliseconds: words[4] },
+            6 => NoticeKind::TimedOut,
+            7 => NoticeKind::Failed,
+            8 if words[3] == 0 => NoticeKind::Place(None),
+            8 => NoticeKind::Place(Some(decode_place(&words)?)),
+            9 => NoticeKind::Blocked(decode_place(&words)?),
+            10 => NoticeKind::ProgressRequest,
+            11 => NoticeKind::Progress { milliseconds: words[4] },
             _ => return None,
         };
         Some(Notice { sequence: words[1], event })
     }
 }
 
-fn encode_place(place: &ToldPlace, words: &mut [u64; WORDS]) {
+fn encode_place(place: &ReportedPlace, words: &mut [u64; WORDS]) {
     let state =
         1 + STATES.iter().position(|&state| state == place.state).expect("every state is in the table");
     let (direction, peer) = match place.peer {
@@ -136,9 +136,9 @@ fn encode_place(place: &ToldPlace, words: &mut [u64; WORDS]) {
     place.group.encode(&mut words[14..17]);
 }
 
-fn decode_place(words: &[u64; WORDS]) -> Option<ToldPlace> {
+fn decode_place(words: &[u64; WORDS]) -> Option<ReportedPlace> {
     let peer = Rank((words[3] >> 32) as usize);
-    Some(ToldPlace {
+    Some(ReportedPlace {
         group: GroupName::decode(&words[14..17])?,
         sequence: words[2],
         operation: Operation::decode([words[5], words[6]])?,
@@ -164,14 +164,14 @@ mod tests {
     fn notices_read_back() {
         let operation =
             Operation::of(CollectiveKind::Broadcast.with_root(Rank(2), 9), trireme_base::DType::F64);
-        let mismatch = Event::Mismatch {
+        let mismatch = NoticeKind::Mismatch {
             sequence: 5,
             first: (Rank(0), Operation::BARRIER),
             second: (Rank(3), operation),
         };
-        let lost = Event::Lost { rank: Rank(1) };
-        let left = Event::Left { rank: Rank(2) };
-        let place = ToldPlace {
+        let lost = NoticeKind::Lost { rank: Rank(1) };
+        let left = NoticeKind::Left { rank: Rank(2) };
+        let place = ReportedPlace {
             group: GroupName::of(format_args!("world/data")),
             sequence: 12,
             operation,
@@ -180,19 +180,19 @@ mod tests {
             state: OperationState::Failed,
             milliseconds: 1500,
         };
-        let places = [None, Some(place), Some(ToldPlace { peer: None, ..place })].map(Event::Place);
-        let waiting = Event::Waiting { operation };
+        let places = [None, Some(place), Some(ReportedPlace { peer: None, ..place })].map(NoticeKind::Place);
+        let waiting = NoticeKind::Waiting { operation };
         let others = [
-            Event::Blocked(place),
+            NoticeKind::Blocked(place),
             waiting,
-            Event::Goodbye,
+            NoticeKind::Goodbye,
             lost,
             left,
             mismatch,
-            Event::TimedOut,
-            Event::GaveUp,
-            Event::Asking,
-            Event::Progress { milliseconds: 77 },
+            NoticeKind::TimedOut,
+            NoticeKind::Failed,
+            NoticeKind::ProgressRequest,
+            NoticeKind::Progress { milliseconds: 77 },
         ];
         for event in others.into_iter().chain(places) {
             let notice = Notice { sequence: u64::MAX - 1, event };

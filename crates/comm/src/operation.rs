@@ -361,7 +361,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_decodes_encodes_to_the_same_words(words in any::<[u64; 2]>(), tag in 0..15_u64) {
+        fn decoded_operations_encode_to_the_same_words(words in any::<[u64; 2]>(), tag in 0..15_u64) {
             for words in [words, [words[0] & 0xffff_ffff_0007_0300 | tag, words[1]], [tag, 0]] {
                 if let Some(operation) = Operation::decode(words) {
                     prop_assert_eq!(operation.encode(), words);

@@ -27,8 +27,8 @@ pub(crate) fn measure(
     given: &GivenCosts,
     unmeasured: CostModel,
 ) -> Result<CostModel, CommError> {
-    let within = neighbours(group).filter(|_| given.within.is_none());
-    let across = strangers(group).filter(|_| given.across.is_none());
+    let within = ranks_on_one_host(group).filter(|_| given.within.is_none());
+    let across = ranks_on_two_hosts(group).filter(|_| given.across.is_none());
     let shares_all = unmeasured.direct.is_some() && group.hosts().num_hosts() == 1;
     let has_direct = shares_all && given.direct.is_none();
     if within.is_none() && across.is_none() && !has_direct {
@@ -73,34 +73,34 @@ fn of_link(cost: LinkCost) -> [f64; 2] {
 }
 
 /// Two ranks of the same host, if there are any.
-fn neighbours(group: &Group) -> Option<[Rank; 2]> {
+fn ranks_on_one_host(group: &Group) -> Option<[Rank; 2]> {
     let hosts = group.hosts();
     let ranks = (0..hosts.num_hosts()).map(|host| hosts.ranks(host));
     ranks.into_iter().find_map(|ranks| ranks.first_chunk::<2>().copied())
 }
 
 /// Two ranks of different hosts, if there are any.
-fn strangers(group: &Group) -> Option<[Rank; 2]> {
+fn ranks_on_two_hosts(group: &Group) -> Option<[Rank; 2]> {
     let hosts = group.hosts();
     (hosts.num_hosts() > 1).then(|| [hosts.ranks(0)[0], hosts.ranks(1)[0]])
 }
 
 /// Measures the link between two ranks. Returns the result on the first of them.
-fn link(group: &Group, [caller, answerer]: [Rank; 2]) -> Result<Option<LinkCost>, CommError> {
-    if group.rank() == answerer {
-        answer(group, caller)?;
+fn link(group: &Group, [sender, echoing]: [Rank; 2]) -> Result<Option<LinkCost>, CommError> {
+    if group.rank() == echoing {
+        echo(group, sender)?;
         return Ok(None);
     }
-    if group.rank() != caller {
+    if group.rank() != sender {
         return Ok(None);
     }
-    let (short, _) = call(group, answerer, SHORT_BYTES, LONGER_BYTES[0])?;
+    let (short, _) = measure_round_trips(group, echoing, SHORT_BYTES, LONGER_BYTES[0])?;
     let mut cost = LinkCost { latency_seconds: short / 2.0, seconds_per_byte: SECONDS_MIN };
     for (index, &bytes) in LONGER_BYTES.iter().enumerate() {
         let next = LONGER_BYTES.get(index + 1).copied().unwrap_or(0);
-        let (seconds, told) = call(group, answerer, bytes, next)?;
+        let (seconds, next_bytes) = measure_round_trips(group, echoing, bytes, next)?;
         cost.seconds_per_byte = (seconds - short).max(SECONDS_MIN) / (2 * (bytes - SHORT_BYTES)) as f64;
-        if told == 0 {
+        if next_bytes == 0 {
             break;
         }
     }
@@ -109,41 +109,47 @@ fn link(group: &Group, [caller, answerer]: [Rank; 2]) -> Result<Option<LinkCost>
 
 /// Measures round trips with `answerer`. Returns the seconds of the fastest one, and the length of the following messages: `next`, or 0 to
 /// stop if these were slow and not the shortest. Each message contains the length of the one after it.
-fn call(group: &Group, answerer: Rank, bytes: usize, next: usize) -> Result<(f64, usize), CommError> {
+fn measure_round_trips(
+    group: &Group,
+    echoing: Rank,
+    bytes: usize,
+    next: usize,
+) -> Result<(f64, usize), CommError> {
     let mut buffer = group.buffer::<u8>(bytes)?;
     let mut quickest = f64::INFINITY;
     let mut round = 0;
     loop {
         let is_slow = round > 0 && quickest > ROUND_SECONDS_MAX;
-        let told = match (is_slow, round < NUM_ROUNDS) {
+        let next_bytes = match (is_slow, round < NUM_ROUNDS) {
             (false, true) => bytes,
             (true, _) if bytes > SHORT_BYTES => 0,
             _ => next,
         };
-        buffer[..8].copy_from_slice(&(told as u64).to_le_bytes());
+        buffer[..8].copy_from_slice(&(next_bytes as u64).to_le_bytes());
         let start = Instant::now();
-        buffer = group.send(buffer, answerer).wait()?;
-        buffer = group.receive(buffer, answerer).wait()?;
+        buffer = group.send(buffer, echoing).wait()?;
+        buffer = group.receive(buffer, echoing).wait()?;
         quickest = quickest.min(start.elapsed().as_secs_f64());
-        if told != bytes {
-            return Ok((quickest, told));
+        if next_bytes != bytes {
+            return Ok((quickest, next_bytes));
         }
         round += 1;
     }
 }
 
 /// Sends received messages back until one says that no more follow.
-fn answer(group: &Group, caller: Rank) -> Result<(), CommError> {
+fn echo(group: &Group, sender: Rank) -> Result<(), CommError> {
     let mut buffer = group.buffer::<u8>(SHORT_BYTES)?;
     for _ in 0..(NUM_ROUNDS + 1) * (LONGER_BYTES.len() + 1) {
-        buffer = group.receive(buffer, caller).wait()?;
-        let told = u64::from_le_bytes(*buffer.first_chunk().expect("every message has a word")) as usize;
-        buffer = group.send(buffer, caller).wait()?;
-        if told != SHORT_BYTES && !LONGER_BYTES.contains(&told) {
+        buffer = group.receive(buffer, sender).wait()?;
+        let next_bytes =
+            u64::from_le_bytes(*buffer.first_chunk().expect("every message has a word")) as usize;
+        buffer = group.send(buffer, sender).wait()?;
+        if next_bytes != SHORT_BYTES && !LONGER_BYTES.contains(&next_bytes) {
             break;
         }
-        if told != buffer.len() {
-            buffer = group.buffer(told)?;
+        if next_bytes != buffer.len() {
+            buffer = group.buffer(next_bytes)?;
         }
     }
     Ok(())

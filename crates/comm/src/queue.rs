@@ -7,8 +7,8 @@
 use super::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::call::Callback;
 use crate::call::Payload;
-use crate::engine::{Engine, LOOK_INTERVAL_MAX};
-use crate::messages::Office;
+use crate::engine::{Engine, NOTICE_INTERVAL_MAX};
+use crate::messages::MessageQueue;
 use crate::recorder::{GroupRecorder, Issued};
 use crate::{CommError, CommStatistics, Operation};
 use slab::Slab;
@@ -20,17 +20,17 @@ use std::time::Duration;
 /// memory could grow in any step.
 const NUM_PENDING: usize = 1024;
 
-/// How often the communication thread polls for short operations while the group was active recently ([`WATCH`]).
-const GLANCE: Duration = Duration::from_millis(1);
+/// How often the communication thread polls for short operations while the group was active recently ([`POLL_DURATION`]).
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// How long the communication thread polls after the last operation was issued.
-const WATCH: Duration = Duration::from_millis(20);
+const POLL_DURATION: Duration = Duration::from_millis(20);
 /// Upper bound of a short operation, for which the communication thread is not woken while it polls.
-const QUICK_BYTES_MAX: usize = 64 << 10;
+const SHORT_BYTES_MAX: usize = 64 << 10;
 
 pub(crate) struct Queue {
     recorder: GroupRecorder,
     /// The group's messages, which fail when the group fails.
-    messages: Arc<Office>,
+    messages: Arc<MessageQueue>,
     state: Mutex<State>,
     /// Notified when the communication thread may have something to do.
     submitted: Condvar,
@@ -38,7 +38,7 @@ pub(crate) struct Queue {
 }
 
 /// The recent activity of the group, as the communication thread has observed it.
-struct Watch {
+struct Activity {
     num_seen: u64,
     idle_since: Instant,
 }
@@ -51,8 +51,8 @@ struct State {
     failure: Option<CommError>,
     /// The group has been dropped, so no more operations will be issued.
     closed: bool,
-    /// The communication thread polls every [`GLANCE`] and need not be woken for short operations.
-    is_watched: bool,
+    /// The communication thread polls every [`POLL_INTERVAL`] and need not be woken for short operations.
+    is_polled: bool,
     num_issued: u64,
     /// Number of threads that wait while another one executes.
     num_waiting: usize,
@@ -67,7 +67,7 @@ struct Slot {
 enum Recipient {
     /// The thread that waits at the ticket, or will.
     Ticket,
-    Nobody,
+    Dropped,
     /// Called as soon as the operation has ended.
     Callback(Callback<Payload>),
 }
@@ -91,7 +91,7 @@ pub(crate) struct Ticket {
 }
 
 impl Queue {
-    pub(crate) fn new(engine: Engine, messages: Arc<Office>, recorder: GroupRecorder) -> Self {
+    pub(crate) fn new(engine: Engine, messages: Arc<MessageQueue>, recorder: GroupRecorder) -> Self {
         Queue {
             recorder,
             messages,
@@ -101,7 +101,7 @@ impl Queue {
                 waiting: VecDeque::with_capacity(NUM_PENDING),
                 failure: None,
                 closed: false,
-                is_watched: false,
+                is_polled: false,
                 num_issued: 0,
                 num_waiting: 0,
                 statistics: CommStatistics::default(),
@@ -115,7 +115,7 @@ impl Queue {
         let (dtype, len) = operation.elements();
         let ticket = self.enqueue(operation, payload);
         // Waking a thread takes longer than a short operation, and its issuer usually waits for it at once.
-        if len * dtype.size() > QUICK_BYTES_MAX || !self.lock().is_watched {
+        if len * dtype.size() > SHORT_BYTES_MAX || !self.lock().is_polled {
             self.submitted.notify_one();
         }
         ticket
@@ -143,12 +143,12 @@ impl Queue {
     /// Runs the communication thread: executes operations until the queue is closed and empty, or has failed.
     pub(crate) fn serve(&self) {
         let mut state = self.lock();
-        let mut watch = Watch { num_seen: 0, idle_since: Instant::now() };
+        let mut watch = Activity { num_seen: 0, idle_since: Instant::now() };
         while state.failure.is_none() && !(state.closed && state.engine.is_some() && state.waiting.is_empty())
         {
             state = match &state.engine {
                 Some(_) if !state.waiting.is_empty() => self.execute_oldest(state, false),
-                _ => self.wait_and_look(state, &mut watch),
+                _ => self.wait_and_read_notices(state, &mut watch),
             };
         }
         let (engine, failure) = (state.engine.take(), state.failure.clone());
@@ -157,27 +157,27 @@ impl Queue {
     }
 
     /// Waits for something to do. Reads the peers' notices if nothing arrives for a while.
-    fn wait_and_look<'a>(
+    fn wait_and_read_notices<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
-        watch: &mut Watch,
+        watch: &mut Activity,
     ) -> MutexGuard<'a, State> {
         if watch.num_seen != state.num_issued {
-            *watch = Watch { num_seen: state.num_issued, idle_since: Instant::now() };
+            *watch = Activity { num_seen: state.num_issued, idle_since: Instant::now() };
         }
-        state.is_watched = watch.idle_since.elapsed() < WATCH;
-        let look_interval = state.engine.as_ref().map_or(LOOK_INTERVAL_MAX, Engine::look_interval);
-        let interval = if state.is_watched { GLANCE } else { look_interval };
+        state.is_polled = watch.idle_since.elapsed() < POLL_DURATION;
+        let look_interval = state.engine.as_ref().map_or(NOTICE_INTERVAL_MAX, Engine::notice_interval);
+        let interval = if state.is_polled { POLL_INTERVAL } else { look_interval };
         let waited = self.submitted.wait_timeout(state, interval);
         let (mut state, waited) = waited.expect("no thread panics while it holds the queue");
-        let was_glance = std::mem::replace(&mut state.is_watched, false);
+        let was_glance = std::mem::replace(&mut state.is_polled, false);
         if was_glance || !waited.timed_out() || !state.waiting.is_empty() {
             return state;
         }
         let Some(mut engine) = state.engine.take() else { return state };
         drop(state);
         let guard = AbortOnPanic { queue: self, slot: None };
-        let failure = engine.look_around();
+        let failure = engine.read_notices();
         std::mem::forget(guard);
         if let Some(failure) = failure {
             self.messages.abort(failure);
@@ -187,12 +187,12 @@ impl Queue {
             state.engine = Some(engine);
         }
         // A thread that wanted to execute an operation meanwhile found no engine.
-        self.tell_waiting(&state);
+        self.wake_waiting(&state);
         state
     }
 
     /// Wakes the threads that wait for results. Notifying costs a system call even without waiting threads, so it is skipped then.
-    fn tell_waiting(&self, state: &State) {
+    fn wake_waiting(&self, state: &State) {
         if state.num_waiting > 0 {
             self.finished.notify_all();
         }
@@ -261,7 +261,7 @@ impl Queue {
         if !state.waiting.is_empty() || state.closed || state.failure.is_some() {
             self.submitted.notify_one();
         }
-        self.tell_waiting(&state);
+        self.wake_waiting(&state);
         state
     }
 }
@@ -274,7 +274,7 @@ impl State {
     fn finish(&mut self, slot: usize, result: Result<Payload, CommError>) {
         match std::mem::replace(&mut self.slots[slot].recipient, Recipient::Ticket) {
             Recipient::Ticket => self.slots[slot].progress = Progress::Finished(result),
-            Recipient::Nobody => drop(self.slots.remove(slot)),
+            Recipient::Dropped => drop(self.slots.remove(slot)),
             Recipient::Callback(callback) => {
                 self.slots.remove(slot);
                 callback(result);
@@ -373,7 +373,7 @@ impl Drop for Ticket {
             drop(state);
             drop(result);
         } else {
-            state.slots[slot].recipient = Recipient::Nobody;
+            state.slots[slot].recipient = Recipient::Dropped;
         }
     }
 }

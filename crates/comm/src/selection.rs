@@ -52,7 +52,7 @@ type Chosen = HashMap<(Collective, usize), Algorithm>;
 #[derive(Clone)]
 pub(crate) struct Selection {
     hosts: Hosts,
-    asked: Option<Algorithm>,
+    requested: Option<Algorithm>,
     keeps_order: bool,
     /// Given costs, with typical ones for the rest.
     typical: CostModel,
@@ -71,7 +71,7 @@ impl Selection {
     ) -> Self {
         Selection {
             hosts,
-            asked: options.algorithm,
+            requested: options.algorithm,
             keeps_order: options.keeps_order,
             typical: options.costs.over(typical_costs(shares_memory)),
             measured,
@@ -128,6 +128,6 @@ impl Selection {
         // Where all ranks share memory, no message is faster than direct access.
         let direct = Algorithm::Flat(FlatAlgorithm::Direct);
         let choose = || choose(collective, &self.hosts, element_bytes, model, self.keeps_order);
-        self.asked.filter(may_take).or(Some(direct).filter(may_take)).unwrap_or_else(choose)
+        self.requested.filter(may_take).or(Some(direct).filter(may_take)).unwrap_or_else(choose)
     }
 }

@@ -1,11 +1,11 @@
 use crate::buffer::Storage;
 use crate::call::Payload;
-use crate::messages::Receipt;
+use crate::messages::MessageTicket;
 use crate::queue::Ticket;
 use crate::recorder::GroupRecorder;
 use crate::{Buffer, CommError, Content};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use trireme_base::{DType, Journal, JournalEntry, Latch, Pending};
+use trireme_base::{DType, EventCompleter, Journal, JournalEntry, Pending};
 
 /// An operation that was issued and may not have completed. [`wait`](Work::wait) returns its result.
 ///
@@ -28,7 +28,7 @@ enum State<T> {
         finish: fn(Payload) -> T,
     },
     Message {
-        receipt: Receipt,
+        receipt: MessageTicket,
         finish: fn(Storage) -> T,
     },
 }
@@ -46,7 +46,7 @@ impl<T> Work<T> {
         Work { state: State::Queued { ticket, finish } }
     }
 
-    pub(crate) fn message(receipt: Receipt, finish: fn(Storage) -> T) -> Self {
+    pub(crate) fn message(receipt: MessageTicket, finish: fn(Storage) -> T) -> Self {
         Work { state: State::Message { receipt, finish } }
     }
 
@@ -86,7 +86,7 @@ impl<T: Content> Work<Buffer<T>> {
     /// zeros, because peers may still access the original one.
     pub fn into_pending(self, dtype: DType, len: usize) -> (Pending<Buffer<T>>, Outcome) {
         let (latch, place, result) =
-            (Latch::new(|| ()), Arc::new(Mutex::new(None)), Arc::new(OnceLock::new()));
+            (EventCompleter::new(|| ()), Arc::new(Mutex::new(None)), Arc::new(OnceLock::new()));
         let pending = Pending::until(latch.event(), Arc::clone(&place));
         let mut outcome = Outcome { recorder: None, result: Arc::clone(&result) };
         let end = move |vector: Result<Buffer<T>, CommError>| {

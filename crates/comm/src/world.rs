@@ -1,8 +1,8 @@
 //! Entry points: creates a world of one rank, of threads, or of processes that join each other.
 
 use crate::recorder::FlightRecorder;
-use crate::rendezvous::{self, Home};
-use crate::transport::Parts;
+use crate::rendezvous::{self, SplitContext};
+use crate::transport::GroupConnections;
 use crate::transport::link::Connection;
 use crate::{CommError, Group, GroupOptions, JoinOptions};
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 
-/// Reports to the ranks that join a world with these options, except the ranks in `told`, that this rank failed and why, so that they do
+/// Reports to the ranks that join a world with these options, except the ranks in `informed`, that this rank failed and why, so that they do
 /// not wait for it. If the job name is empty, because it could not be read, ranks of every job with the same secret accept the report. Best
 /// effort; takes at most 10 s.
 pub fn report_failure(options: &JoinOptions, reason: &str, told: &[Rank]) {
@@ -22,7 +22,7 @@ pub fn report_failure(options: &JoinOptions, reason: &str, told: &[Rank]) {
 /// Creates a world of one rank. Every operation completes when it is issued, and no thread is started.
 pub fn single() -> Group {
     let recorder = FlightRecorder::new(Rank::ROOT, 1);
-    Group::alone(None, Home::inproc(), &GroupOptions::default(), recorder)
+    Group::single_rank(None, SplitContext::inproc(), &GroupOptions::default(), recorder)
 }
 
 /// Creates a world whose ranks are threads of this process. Returns one group per rank, in rank order.
@@ -48,7 +48,7 @@ pub fn inproc_world_on(hosts: &[usize], options: &GroupOptions) -> Vec<Group> {
     let [collectives, messages, control] = [0, 1, 2].map(|_| socket_pairs(world_size));
     let rows = collectives.into_iter().zip(messages).zip(control).enumerate();
     rows.map(|(rank, ((collectives, messages), control))| {
-        let parts = Parts {
+        let parts = GroupConnections {
             rank: Rank(rank),
             hosts: hosts.clone(),
             rows: [collectives, messages, control],
@@ -58,7 +58,7 @@ pub fn inproc_world_on(hosts: &[usize], options: &GroupOptions) -> Vec<Group> {
         };
         let recorder = FlightRecorder::new(Rank(rank), world_size);
         let world = recorder.group("world".to_owned(), Rank(rank), (0..world_size).map(Rank).collect());
-        Group::start(parts, Home::inproc(), Arc::default(), options, world)
+        Group::start(parts, SplitContext::inproc(), Arc::default(), options, world)
             .expect("memory, file descriptors and a thread")
     })
     .collect()

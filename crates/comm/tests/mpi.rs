@@ -83,7 +83,7 @@ fn a_failure_while_memory_is_lent_leaves_the_other_transports() {
 }
 
 #[test]
-fn a_process_that_mpirun_has_not_started_is_told_so() {
+fn a_process_that_mpirun_has_not_started_fails_with_a_hint() {
     let options = join_options(2, TransportChoice::Mpi, &small_pieces());
     let child = Command::new(std::env::current_exe().expect("this program"))
         .args(["--exact", "worker", "--nocapture", "--test-threads=1"])

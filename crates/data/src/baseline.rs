@@ -21,7 +21,7 @@ const STRETCH_TOKENS: u64 = 64 << 10;
 /// If `validation` has fewer than two tokens, or a file cannot be read or is damaged.
 pub fn bigram_baseline(train: &TokenFile, validation: &TokenFile) -> Result<f64, DataError> {
     let vocabulary_size = train.vocabulary_size().max(validation.vocabulary_size());
-    let mut pairs = Pairs::of(validation, vocabulary_size)?;
+    let mut pairs = Bigrams::of(validation, vocabulary_size)?;
     let num_pairs: u64 = pairs.occurrences.iter().sum();
     if num_pairs == 0 {
         return Err(DataError::TooFewTokens { num_tokens: validation.num_tokens(), seq_len: 1 });
@@ -47,7 +47,7 @@ pub fn bigram_baseline(train: &TokenFile, validation: &TokenFile) -> Result<f64,
 }
 
 /// The distinct pairs of neighbouring tokens in the validation text, sorted.
-struct Pairs {
+struct Bigrams {
     /// The pairs whose first token is `a` have the indices `starts[a]..starts[a + 1]`.
     starts: Vec<usize>,
     /// The second token of each pair, in ascending order for each first token.
@@ -58,7 +58,7 @@ struct Pairs {
     counts: Vec<u64>,
 }
 
-impl Pairs {
+impl Bigrams {
     fn of(validation: &TokenFile, vocabulary_size: usize) -> Result<Self, DataError> {
         let mut all: Vec<(u32, u32)> = Vec::new();
         for_each_stretch(validation, VALIDATION_TOKENS_MAX, |tokens| {
@@ -76,7 +76,7 @@ impl Pairs {
         for a in 0..vocabulary_size {
             starts[a + 1] += starts[a];
         }
-        Ok(Pairs { starts, counts: vec![0; followers.len()], followers, occurrences })
+        Ok(Bigrams { starts, counts: vec![0; followers.len()], followers, occurrences })
     }
 
     fn count(&mut self, a: u32, b: u32) {
@@ -104,9 +104,9 @@ fn for_each_stretch(
     mut visit: impl FnMut(&[u32]),
 ) -> Result<(), DataError> {
     let num_tokens = file.num_tokens();
-    let one_in = num_tokens.div_ceil(tokens_max).max(1);
+    let stride = num_tokens.div_ceil(tokens_max).max(1);
     let mut buffer = vec![0; STRETCH_TOKENS.min(num_tokens) as usize];
-    for start in (0..num_tokens).step_by((STRETCH_TOKENS * one_in) as usize) {
+    for start in (0..num_tokens).step_by((STRETCH_TOKENS * stride) as usize) {
         let stretch = &mut buffer[..STRETCH_TOKENS.min(num_tokens - start) as usize];
         file.read_window(start, stretch)?;
         visit(stretch);
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn agrees_with_the_formula_written_out() {
+    fn agrees_with_a_direct_evaluation_of_the_formula() {
         let folder = tempfile::tempdir().unwrap();
         let text = |seed: u32, length: u32| -> Vec<u32> {
             (0..length).map(|i| (i * i * 7 + i * seed + i / 5) % 23).collect()
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn knows_a_cycle_by_heart_and_noise_not_at_all() {
+    fn a_cycle_has_almost_no_loss_and_noise_has_full_entropy() {
         let folder = tempfile::tempdir().unwrap();
         let cycle: Vec<u32> = (0..10_000).map(|i| i % 10).collect();
         let train = token_file(&folder, "cycle", &cycle, 70_000);

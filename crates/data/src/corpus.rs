@@ -33,7 +33,7 @@ impl Corpus {
     }
 
     /// The tokens to evaluate a model on: the validation tokens, or the training tokens if none were held out.
-    pub fn held_out(&self) -> &MaskedTokens {
+    pub fn evaluation_tokens(&self) -> &MaskedTokens {
         self.validation.as_ref().unwrap_or(&self.train)
     }
 

@@ -82,7 +82,7 @@ pub enum DataError {
     #[error(
         "there are texts to validate on, so nothing needs to be held out; set the validation fraction, {fraction}, to 0"
     )]
-    TwoValidations { fraction: f64 },
+    ConflictingValidation { fraction: f64 },
     #[error("texts to validate on cannot come from the standard input; name files or folders")]
     StdinValidation,
     #[error("{mistake}")]

@@ -23,7 +23,7 @@ mod tokenizer;
 
 pub use baseline::bigram_baseline;
 pub use chat::{
-    Answered, CHAT_TEMPLATE_BYTES_MAX, CHAT_TEMPLATE_FILE, ChatTemplate, Prompt, Samples,
+    AnnotatedText, CHAT_TEMPLATE_BYTES_MAX, CHAT_TEMPLATE_FILE, ChatTemplate, ConversationDocuments, Prompt,
     isolate_chat_templates, serve_chat_template,
 };
 pub use corpus::Corpus;
@@ -32,9 +32,10 @@ pub use masked_tokens::MaskedTokens;
 pub use messages::with_text_contents;
 pub use multiple_choice::{ChoiceTokens, Question};
 pub use prepare::{
-    Existing, ForeignForms, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, REPORT_FILE,
-    Silent, Skipped, Source, StagedCorpus, TRAIN_FILE, TRAIN_MASK_FILE, TokenizerChoice, VALIDATION_FILE,
-    VALIDATION_MASK_FILE, check_inputs, is_current, is_free, prepare, stage,
+    ConvertedFormats, ExistingCorpus, InvalidUtf8, NoProgress, Phase, PrepareOptions, PrepareReport,
+    Progress, REPORT_FILE, Skipped, Source, SplitSize, StagedCorpus, TRAIN_FILE, TRAIN_MASK_FILE,
+    TokenizerChoice, VALIDATION_FILE, VALIDATION_MASK_FILE, check_inputs, has_no_corpus, is_up_to_date,
+    prepare, stage,
 };
 pub use sampler::{Packing, Sampler, Shuffle, Window};
 pub use token_file::{TokenFile, TokenFileWriter, VOCABULARY_SIZE_MAX};

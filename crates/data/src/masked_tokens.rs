@@ -39,7 +39,7 @@ impl MaskedTokens {
     ///
     /// # Errors
     /// If the mask cannot be read.
-    pub fn read_counted(
+    pub fn read_loss_mask(
         &self,
         start: u64,
         document_starts: Option<&[u32]>,

@@ -78,7 +78,7 @@ pub struct ChoiceTokens {
     /// The tokens of the context, followed by those of the choice.
     pub tokens: Vec<u32>,
     /// Number of context tokens, at least 1.
-    pub num_given: usize,
+    pub num_context: usize,
 }
 
 impl Question {
@@ -87,7 +87,7 @@ impl Question {
     ///
     /// # Errors
     /// If the file cannot be read.
-    pub fn is_first_of(path: &Path) -> Result<bool, DataError> {
+    pub fn is_question_file(path: &Path) -> Result<bool, DataError> {
         let read = |source| DataError::Read { path: path.to_owned(), source };
         let mut line = Vec::new();
         let file = BufReader::new(File::open(path).map_err(read)?);
@@ -156,7 +156,7 @@ impl Question {
             if tokens.len() < 2 {
                 return Err(DataError::EmptyChoice { choice: choice.clone() });
             }
-            Ok(ChoiceTokens { num_given: num_given.min(tokens.len() - 1), tokens })
+            Ok(ChoiceTokens { num_context: num_given.min(tokens.len() - 1), tokens })
         };
         self.choices.iter().map(choice).collect()
     }
@@ -176,9 +176,9 @@ mod tests {
         };
         let bytes = |text: &str| text.bytes().map(u32::from).collect::<Vec<_>>();
         let tokens = |context: &str| question(context).tokens(&Tokenizer::bytes()).unwrap();
-        assert_eq!(tokens("a")[1], ChoiceTokens { tokens: bytes("a cd"), num_given: 1 });
-        assert_eq!(tokens("a ")[0], ChoiceTokens { tokens: bytes("a  b"), num_given: 1 });
-        assert_eq!(tokens("")[0], ChoiceTokens { tokens: [vec![256], bytes(" b")].concat(), num_given: 1 });
+        assert_eq!(tokens("a")[1], ChoiceTokens { tokens: bytes("a cd"), num_context: 1 });
+        assert_eq!(tokens("a ")[0], ChoiceTokens { tokens: bytes("a  b"), num_context: 1 });
+        assert_eq!(tokens("")[0], ChoiceTokens { tokens: [vec![256], bytes(" b")].concat(), num_context: 1 });
     }
 
     #[test]
@@ -197,7 +197,7 @@ mod tests {
         std::fs::write(&path, words).unwrap();
         let tokenizer = Tokenizer::from_file(&path).unwrap();
         let found = question("a", "").tokens(&tokenizer).unwrap();
-        assert_eq!((found[0].tokens.len(), found[0].num_given), (2, 1));
+        assert_eq!((found[0].tokens.len(), found[0].num_context), (2, 1));
         assert!(matches!(question("", "").tokens(&tokenizer), Err(DataError::EmptyChoice { .. })));
     }
 
@@ -207,7 +207,7 @@ mod tests {
         let path = folder.path().join("questions.jsonl");
         let good = r#"{"context": "a", "choices": ["b", "c"], "answer": 1, "id": 7}"#;
         std::fs::write(&path, format!("{good}\n\n{good}\n")).unwrap();
-        assert!(Question::is_first_of(&path).unwrap());
+        assert!(Question::is_question_file(&path).unwrap());
         assert_eq!(Question::read_all(&path, None).unwrap().len(), 2);
         std::fs::write(&path, format!("{good}\n{}\n", good.replace("1,", "2,"))).unwrap();
         let error = Question::read_all(&path, None).unwrap_err().to_string();
@@ -221,14 +221,14 @@ mod tests {
             (good.replace("1,", "true,"), "line 2: invalid type: boolean `true`, expected usize; "),
         ] {
             std::fs::write(&path, format!("\u{feff}{good}\n{wrong}\n")).unwrap();
-            assert!(Question::is_first_of(&path).unwrap());
+            assert!(Question::is_question_file(&path).unwrap());
             let error = Question::read_all(&path, None).unwrap_err().to_string();
             assert!(error.contains(fact), "{error}");
         }
         std::fs::write(&path, "{\"text\": \"a\"}\n").unwrap();
-        assert!(!Question::is_first_of(&path).unwrap() && Question::read_all(&path, None).is_err());
+        assert!(!Question::is_question_file(&path).unwrap() && Question::read_all(&path, None).is_err());
         std::fs::write(&path, good.replace("1,", "\"c\",")).unwrap();
-        assert!(Question::is_first_of(&path).unwrap() && Question::read_all(&path, None).is_err());
+        assert!(Question::is_question_file(&path).unwrap() && Question::read_all(&path, None).is_err());
     }
 
     #[test]

@@ -31,7 +31,7 @@ enum Windows {
     Stream { first: u64, num_windows: u64 },
     /// Window `i` consists of the tokens `bounds[i]..bounds[i + 1]`. `num_cut` documents are longer than a window and
     /// therefore split.
-    Documents { bounds: Arc<[u64]>, num_cut: u64 },
+    Documents { bounds: Arc<[u64]>, num_split: u64 },
 }
 
 impl Windows {
@@ -45,7 +45,7 @@ impl Windows {
     fn documents(file: &TokenFile, tokens: Range<u64>, seq_len: usize) -> Result<Self, DataError> {
         let len_max = seq_len as u64 + 1;
         let mut bounds = vec![tokens.start];
-        let (mut end, mut num_cut) = (tokens.start, 0);
+        let (mut end, mut num_split) = (tokens.start, 0);
         let mut index = file.document_at(tokens.start)?;
         while end < tokens.end {
             let document_end = file.document(index)?.end.min(tokens.end);
@@ -54,7 +54,7 @@ impl Windows {
                 if end > *bounds.last().expect("there is a first") {
                     bounds.push(end);
                 }
-                num_cut += u64::from(document_end - end > len_max);
+                num_split += u64::from(document_end - end > len_max);
                 let whole = (end..document_end).step_by(len_max as usize).skip(1);
                 bounds.extend(whole);
             }
@@ -62,7 +62,7 @@ impl Windows {
             index += 1;
         }
         bounds.push(end);
-        Ok(Windows::Documents { bounds: bounds.into(), num_cut })
+        Ok(Windows::Documents { bounds: bounds.into(), num_split })
     }
 
     fn len(&self) -> u64 {
@@ -79,19 +79,19 @@ struct SourceWindows {
     /// The shuffled order of the windows; `None` for the order of the file.
     order: Option<Shuffle>,
     /// Number of samples of this source in each block.
-    num_places: u64,
+    num_per_block: u64,
 }
 
 /// Number of samples in a block. Each block contains samples of all sources in proportion to their weights, so weights
 /// are rounded to multiples of its inverse.
-const BLOCK: u64 = 1 << 12;
+const BLOCK_SAMPLES: u64 = 1 << 12;
 
 /// The source of one sample in a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Place {
+struct BlockSlot {
     source: u32,
     /// Number of earlier samples of the source in the block.
-    rank: u32,
+    index_in_source: u32,
 }
 
 /// Maps the index of a sample in the run to a window of a token file.
@@ -114,7 +114,7 @@ struct Place {
 pub struct Sampler {
     sources: Vec<SourceWindows>,
     /// The source of each sample in a block; empty if there is only one source.
-    block: Arc<[Place]>,
+    block: Arc<[BlockSlot]>,
     seq_len: usize,
 }
 
@@ -126,7 +126,7 @@ impl Sampler {
     /// # Errors
     /// If `num_tokens` are too few for one window.
     pub fn stream(num_tokens: u64, seq_len: usize, seed: Option<u64>) -> Result<Self, DataError> {
-        Self::of_one(Windows::stream(0..num_tokens, seq_len), num_tokens, seq_len, seed)
+        Self::with_one_source(Windows::stream(0..num_tokens, seq_len), num_tokens, seq_len, seed)
     }
 
     /// Creates a sampler of the windows of a file, in shuffled order if a `seed` is given. If `sources` is not empty,
@@ -146,22 +146,24 @@ impl Sampler {
         };
         let num_tokens = file.num_tokens();
         if sources.is_empty() {
-            return Self::of_one(windows(0..num_tokens)?, num_tokens, seq_len, seed);
+            return Self::with_one_source(windows(0..num_tokens)?, num_tokens, seq_len, seed);
         }
-        let num_places = places(sources);
+        let num_places = samples_per_block(sources);
         let (mut of_sources, mut first) = (Vec::with_capacity(sources.len()), 0);
         for (index, (source, &num_places)) in sources.iter().zip(&num_places).enumerate() {
             let tokens = first..(first + source.num_tokens).min(num_tokens);
             first = tokens.end;
             let own = RandomKey::new(seed.unwrap_or_default(), "data.source").words(index as u64);
             let own_seed = seed.map(|_| u64::from(own[0]) << 32 | u64::from(own[1]));
-            let one = Self::of_one(windows(tokens)?, source.num_tokens, seq_len, own_seed)?;
-            of_sources.extend(one.sources.into_iter().map(|one| SourceWindows { num_places, ..one }));
+            let one = Self::with_one_source(windows(tokens)?, source.num_tokens, seq_len, own_seed)?;
+            of_sources.extend(
+                one.sources.into_iter().map(|one| SourceWindows { num_per_block: num_places, ..one }),
+            );
         }
         Ok(Sampler { sources: of_sources, block: spread(&num_places), seq_len })
     }
 
-    fn of_one(
+    fn with_one_source(
         windows: Windows,
         num_tokens: u64,
         seq_len: usize,
@@ -171,7 +173,7 @@ impl Sampler {
             return Err(DataError::TooFewTokens { num_tokens, seq_len });
         }
         let order = seed.map(|seed| Shuffle::new(windows.len(), seed));
-        let sources = vec![SourceWindows { windows, order, num_places: BLOCK }];
+        let sources = vec![SourceWindows { windows, order, num_per_block: BLOCK_SAMPLES }];
         Ok(Sampler { sources, block: Arc::default(), seq_len })
     }
 
@@ -182,10 +184,10 @@ impl Sampler {
 
     /// Number of documents that [`Packing::Documents`] splits because they are longer than a window; 0 for
     /// [`Packing::Stream`].
-    pub fn num_cut_documents(&self) -> u64 {
+    pub fn num_split_documents(&self) -> u64 {
         let cut = |source: &SourceWindows| match source.windows {
             Windows::Stream { .. } => 0,
-            Windows::Documents { num_cut, .. } => num_cut,
+            Windows::Documents { num_split, .. } => num_split,
         };
         self.sources.iter().map(cut).sum()
     }
@@ -196,7 +198,7 @@ impl Sampler {
         let num_windows = source.windows.len();
         let epoch = index / num_windows;
         let window = match source.order {
-            Some(shuffle) => shuffle.place(index),
+            Some(shuffle) => shuffle.element_at(index),
             None => index % num_windows,
         };
         match &source.windows {
@@ -215,42 +217,44 @@ impl Sampler {
         if self.block.is_empty() {
             return (&self.sources[0], global_sample_index);
         }
-        let Place { source, rank } = self.block[(global_sample_index % BLOCK) as usize];
+        let BlockSlot { source, index_in_source: rank } =
+            self.block[(global_sample_index % BLOCK_SAMPLES) as usize];
         let source = &self.sources[source as usize];
-        (source, global_sample_index / BLOCK * source.num_places + u64::from(rank))
+        (source, global_sample_index / BLOCK_SAMPLES * source.num_per_block + u64::from(rank))
     }
 }
 
 /// Assigns the samples of a block to sources, evenly spread: the next sample is of the source that is farthest behind
 /// its share.
-fn spread(num_places: &[u64]) -> Arc<[Place]> {
+fn spread(num_places: &[u64]) -> Arc<[BlockSlot]> {
     let mut counts = vec![0_u64; num_places.len()];
     let next = |done: u64| {
-        let behind =
-            |source: &usize| (num_places[*source] * (done + 1)) as i64 - (counts[*source] * BLOCK) as i64;
+        let behind = |source: &usize| {
+            (num_places[*source] * (done + 1)) as i64 - (counts[*source] * BLOCK_SAMPLES) as i64
+        };
         let source = (0..num_places.len()).rev().max_by_key(behind).expect("there are sources");
-        let place = Place { source: source as u32, rank: counts[source] as u32 };
+        let place = BlockSlot { source: source as u32, index_in_source: counts[source] as u32 };
         counts[source] += 1;
         place
     };
-    (0..BLOCK).map(next).collect()
+    (0..BLOCK_SAMPLES).map(next).collect()
 }
 
 /// Returns the number of samples of each source in a block: proportional to the weights, at least one for each source,
 /// and rounded so that the sum is the block's size. The largest remainders are rounded up.
-fn places(sources: &[Source]) -> Vec<u64> {
+fn samples_per_block(sources: &[Source]) -> Vec<u64> {
     let total: f64 = sources.iter().map(|source| source.weight).sum();
-    let exact: Vec<f64> = sources.iter().map(|source| source.weight / total * BLOCK as f64).collect();
+    let exact: Vec<f64> = sources.iter().map(|source| source.weight / total * BLOCK_SAMPLES as f64).collect();
     let mut places: Vec<u64> = exact.iter().map(|exact| (exact.floor() as u64).max(1)).collect();
     let mut by_remainder: Vec<usize> = (0..sources.len()).collect();
     by_remainder.sort_by(|&a, &b| (exact[b] - exact[b].floor()).total_cmp(&(exact[a] - exact[a].floor())));
     for &index in by_remainder.iter().cycle().take(sources.len()) {
-        if places.iter().sum::<u64>() < BLOCK {
+        if places.iter().sum::<u64>() < BLOCK_SAMPLES {
             places[index] += 1;
         }
     }
     // Samples that were added to give each source at least one are taken from the source that has most.
-    while places.iter().sum::<u64>() > BLOCK {
+    while places.iter().sum::<u64>() > BLOCK_SAMPLES {
         *places.iter_mut().max().expect("there are sources") -= 1;
     }
     places
@@ -275,7 +279,7 @@ impl Shuffle {
     }
 
     /// Returns the element of `0..count` at position `index` of the run. Each epoch has `count` positions.
-    pub fn place(&self, index: u64) -> u64 {
+    pub fn element_at(&self, index: u64) -> u64 {
         permuted(index % self.count, self.count, self.seed, index / self.count)
     }
 }
@@ -428,10 +432,10 @@ mod tests {
         let source = |weight, num_tokens| Source { input: String::new(), weight, num_tokens };
         let sources = [source(1.0, 4001), source(3.0, 101)];
         let sampler = Sampler::new(&file, &sources, (10, Packing::Stream), Some(7)).unwrap();
-        let starts: Vec<u64> = (0..2 * BLOCK).map(|index| sampler.window(index).start).collect();
+        let starts: Vec<u64> = (0..2 * BLOCK_SAMPLES).map(|index| sampler.window(index).start).collect();
         let of_second = |starts: &[u64]| starts.iter().filter(|start| **start >= 4001).count() as u64;
-        assert_eq!(of_second(&starts[..BLOCK as usize]), BLOCK / 4 * 3);
-        assert_eq!(of_second(&starts), BLOCK / 2 * 3);
+        assert_eq!(of_second(&starts[..BLOCK_SAMPLES as usize]), BLOCK_SAMPLES / 4 * 3);
+        assert_eq!(of_second(&starts), BLOCK_SAMPLES / 2 * 3);
         // The samples of the two sources are interleaved.
         assert!((600..900).contains(&of_second(&starts[..1000])), "{}", of_second(&starts[..1000]));
         let mut first_pass: Vec<u64> =
@@ -446,8 +450,8 @@ mod tests {
         #[test]
         fn a_block_has_places_for_all_sources(weights in prop::collection::vec(1e-6_f64..1e6, 1..40)) {
             let source = |&weight: &f64| Source { input: String::new(), weight, num_tokens: 1 };
-            let found = places(&weights.iter().map(source).collect::<Vec<_>>());
-            prop_assert_eq!(found.iter().sum::<u64>(), BLOCK);
+            let found = samples_per_block(&weights.iter().map(source).collect::<Vec<_>>());
+            prop_assert_eq!(found.iter().sum::<u64>(), BLOCK_SAMPLES);
             prop_assert!(found.iter().all(|&places| places > 0));
             for (source, &places) in found.iter().enumerate() {
                 let own = spread(&found).iter().filter(|place| place.source as usize == source).count();

@@ -107,7 +107,7 @@ fn the_length_of_a_template_is_limited() {
 }
 
 #[test]
-fn templates_of_use_run_in_a_process_as_they_do_without() {
+fn templates_render_the_same_in_a_child_process() {
     let source = "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}\
         {% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}";
     let template = template(source).unwrap();

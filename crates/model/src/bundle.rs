@@ -3,7 +3,7 @@
 use crate::tokens::DOCUMENT_STARTS;
 use smallvec::SmallVec;
 use std::fmt;
-use trireme_base::{ContextPlace, DType, Positions};
+use trireme_base::{ContextRank, DType, Positions};
 use trireme_tensor::{Category, Device, DeviceError, Shape, Tensor};
 
 /// A few named values in a fixed order, such as the outputs of a unit or the tensors of a microbatch.
@@ -132,7 +132,7 @@ impl TensorSpec {
     }
 
     /// Returns the spec of the part of a batch tensor that a rank of the context axis has: its positions, or all if there are no positions.
-    pub fn of_positions(self, context: ContextPlace) -> Self {
+    pub fn of_positions(self, context: ContextRank) -> Self {
         match self.positions(context) {
             None => self,
             Some(positions) => TensorSpec { shape: self.shape.with_dim(1, positions.len()), ..self },
@@ -141,8 +141,8 @@ impl TensorSpec {
 
     /// Returns the positions of the tensor that a rank of the context axis has; `None` for all. For document starts, these are all
     /// positions of its place on the ring, because its heads attend from all of them.
-    fn positions(&self, context: ContextPlace) -> Option<Positions> {
-        let len = self.num_positions().filter(|_| context != ContextPlace::ALONE)?;
+    fn positions(&self, context: ContextRank) -> Option<Positions> {
+        let len = self.num_positions().filter(|_| context != ContextRank::ALONE)?;
         Some(if self.name == DOCUMENT_STARTS {
             context.positions_of_heads(len)
         } else {
@@ -202,14 +202,14 @@ impl HostBatch {
     /// # Errors
     /// If the device cannot allocate memory.
     pub fn upload(&self, device: &Device) -> Result<Batch, DeviceError> {
-        self.upload_positions(device, ContextPlace::ALONE)
+        self.upload_positions(device, ContextRank::ALONE)
     }
 
     /// Copies to a device the part of each tensor that a rank of the context axis has: its positions along dim 1.
     ///
     /// # Errors
     /// If the device cannot allocate memory.
-    pub fn upload_positions(&self, device: &Device, context: ContextPlace) -> Result<Batch, DeviceError> {
+    pub fn upload_positions(&self, device: &Device, context: ContextRank) -> Result<Batch, DeviceError> {
         let tensor = |(spec, words): &(TensorSpec, Vec<Word>)| {
             let bytes = &bytemuck::cast_slice::<_, u8>(words)[..spec.num_bytes()];
             let shape = spec.of_positions(context).shape;

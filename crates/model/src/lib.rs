@@ -6,15 +6,15 @@
 mod bundle;
 mod config;
 mod error;
-mod exercise;
 mod families;
+mod kv_cache;
 mod model;
-mod past;
-mod rehearsal;
+mod profile;
 mod sampling;
 mod tokens;
 mod transformer;
 mod unit;
+mod unit_benchmark;
 
 pub use bundle::{Batch, Bundle, HostBatch, TensorSpec};
 pub use config::{
@@ -22,13 +22,13 @@ pub use config::{
     RopeScaling, RouterScores, SlidingWindow, YarnScaling,
 };
 pub use error::ModelError;
-pub use exercise::Exercise;
 pub use families::{canonical_names, tied_names};
+pub use kv_cache::KvCache;
 pub use model::Model;
-pub use past::Past;
-pub use rehearsal::{BatchTensor, KeptBytes, PassOptions, Rehearsal, Report, UnitRehearsal};
+pub use profile::{BatchTensor, KeptBytes, ModelProfile, PassOptions, Report, UnitProfile};
 pub use sampling::Sampling;
 pub use tokens::{
     DOCUMENT_STARTS, LOGITS, LOSS_WEIGHTS, TARGETS, TOKEN_WEIGHTS, TOKENS, set_window, token_specs,
 };
 pub use unit::{Unit, UnitContext, UnitPass};
+pub use unit_benchmark::UnitBenchmark;

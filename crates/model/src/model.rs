@@ -2,7 +2,7 @@ use crate::error::Result;
 use crate::unit::Unit;
 use std::fmt;
 use std::sync::Arc;
-use trireme_tensor::{Device, DeviceOptions, ModelPlace, ParameterTable};
+use trireme_tensor::{Device, DeviceOptions, ModelRank, ParameterTable};
 
 /// A model: a chain of units, and the table of their parameters. The values of parameters are not part of it.
 #[derive(Clone)]
@@ -33,18 +33,18 @@ impl Model {
     /// # Errors
     /// Errors of `build`, [`Uncuttable`](crate::ModelError::Uncuttable) and [`Experts`](crate::ModelError::Experts).
     pub fn build_at(
-        place: impl Into<ModelPlace>,
+        place: impl Into<ModelRank>,
         device: &Device,
         build: impl Fn(&Device, ParameterTable) -> Result<Model>,
     ) -> Result<Self> {
         let place = place.into();
-        if place != ModelPlace::WHOLE {
+        if place != ModelRank::ALONE {
             let counting = Device::counting(DeviceOptions::default())?;
             let whole = build(&counting, ParameterTable::default())?;
             whole.table().check_degree(place.tensor.degree)?;
             whole.table().check_expert_degree(place.experts.degree)?;
         }
-        build(device, ParameterTable::of_place(place))
+        build(device, ParameterTable::for_place(place))
     }
 
     /// Returns the table of parameter names, shapes and offsets.

@@ -1,7 +1,7 @@
 //! Units, and the pass of a unit over a microbatch.
 
 use crate::bundle::{Batch, Bundle};
-use crate::past::Past;
+use crate::kv_cache::KvCache;
 use crate::tokens::DOCUMENT_STARTS;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ pub struct UnitContext<'a> {
     batch: &'a mut Batch,
     /// Tensors of the batch that are on the tape.
     lent: Bundle<VarId>,
-    past: Option<&'a mut Past>,
+    past: Option<&'a mut KvCache>,
 }
 
 impl<'a> Deref for UnitContext<'a> {
@@ -140,14 +140,14 @@ pub struct UnitPass {
 
 impl UnitPass {
     /// Runs a unit forward on an empty tape. Returns the pass and the unit's outputs. The tensors taken from `batch` are returned to it.
-    /// With a KV cache `past`, the pass appends to it, and the tape must start at its [position](Past::position).
+    /// With a KV cache `kv_cache`, the pass appends to it, and the tape must start at its [position](KvCache::position).
     pub fn forward(
         unit: &dyn Unit,
         mut tape: Tape,
         parameters: &dyn ParameterSource,
         inputs: Bundle<Tensor>,
         batch: &mut Batch,
-        past: Option<&mut Past>,
+        past: Option<&mut KvCache>,
     ) -> Result<(Self, Bundle<Tensor>), DeviceError> {
         let inputs: Bundle<Var> =
             inputs.into_iter().map(|(name, tensor)| (name, tape.input(tensor))).collect();

@@ -5,22 +5,22 @@
 //! algorithm 1; Lu et al., "Maximizing communication efficiency for large-scale training via 0/1 Adam", 2022, algorithm 1 with an exchange
 //! in every step, so replicas never differ).
 //!
-//! In a step of [`Exchange::Momentum`], each rank calls [`Optimizer::gradient_to_momentum`] with its own gradient, the results are summed
+//! In a step of [`ReducedQuantity::Momentum`], each rank calls [`Optimizer::gradient_to_momentum`] with its own gradient, the results are summed
 //! over the ranks, and each rank calls [`Optimizer::step_from_momentum`]. A rank that has the sum of all gradients may call
 //! [`Optimizer::step_unit`] in any step instead: the result is the same, except for rounding. The norm over the gradients of all ranks is
 //! not known before momentum is exchanged, so such steps cannot clip by it.
 
+use crate::elementwise::ElementwiseUpdate;
 use crate::members::Member;
-use crate::optimizer::{Optimizer, UnitShare, noise};
+use crate::optimizer::{Optimizer, UnitUpdate, noise};
 use crate::rules::Rule;
-use crate::share::Share;
 use crate::step::{StepSettings, UnitStep};
 use trireme_tensor::updates::Update;
 use trireme_tensor::{Device, View, ViewMut};
 
 /// The quantity that ranks sum in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Exchange {
+pub enum ReducedQuantity {
     /// Gradients, in full precision.
     Gradients,
     /// Momentum, which may be compressed.
@@ -36,9 +36,9 @@ impl Optimizer {
     /// Returns the quantity that ranks sum for a unit in update `step` of the run, counted from 1. This is momentum, unless a parameter of
     /// the unit updates its second moment, or no parameter has a momentum because all are frozen. The result is the same on all ranks,
     /// whichever part of the unit they store.
-    pub fn exchange(&self, unit: usize, step: u64) -> Exchange {
+    pub fn exchange(&self, unit: usize, step: u64) -> ReducedQuantity {
         let updates_second = self.units[unit].iter().filter_map(|share| match share {
-            UnitShare::Elements(share) => Some((share.rule.compressed_adam()?, &share.members.list)),
+            UnitUpdate::Elements(share) => Some((share.rule.compressed_adam()?, &share.members.list)),
             _ => None,
         });
         let updates_second = updates_second.flat_map(|(rule, members)| {
@@ -47,9 +47,9 @@ impl Optimizer {
         });
         let mut updates_second = updates_second.peekable();
         if updates_second.peek().is_none() || updates_second.any(|is_update| is_update) {
-            Exchange::Gradients
+            ReducedQuantity::Gradients
         } else {
-            Exchange::Momentum
+            ReducedQuantity::Momentum
         }
     }
 
@@ -71,7 +71,7 @@ impl Optimizer {
         let part = &self.parts[unit];
         for info in &self.table.parameters()[self.table.units()[unit].parameters.clone()] {
             if self.options.is_frozen(&info.name)
-                && let Some(held) = info.held(part)
+                && let Some(held) = info.stored(part)
             {
                 let start = info.offset + held.start - part.start;
                 device.zero(grads.reborrow().into_part(start, [held.len()].into()));
@@ -115,11 +115,11 @@ impl Optimizer {
         settings: StepSettings,
         update: impl Fn(&dyn Rule, &Member, &UnitStep<'_>) -> Option<Update>,
     ) {
-        assert_eq!(self.exchange(unit, settings.step), Exchange::Momentum, "step {}", settings.step);
+        assert_eq!(self.exchange(unit, settings.step), ReducedQuantity::Momentum, "step {}", settings.step);
         let noise = noise(unit, settings.step);
         let step = UnitStep { device, table: &self.table, settings, starts: &self.starts, noise };
         for share in &mut self.units[unit] {
-            let UnitShare::Elements(Share { rule, members, states, .. }) = share else {
+            let UnitUpdate::Elements(ElementwiseUpdate { rule, members, states, .. }) = share else {
                 unreachable!("an optimizer that exchanges momentum has rules for elements")
             };
             // Balance biases have no momentum: their gradients are exchanged unchanged.

@@ -123,7 +123,7 @@ impl Factored {
                 for segment in segments {
                     let len = [segment.len].into();
                     let to = sums.reborrow().into_part(first + segment.start, len);
-                    device.copy(own.view().part(place + segment.place, len), to);
+                    device.copy(own.view().part(place + segment.offset, len), to);
                 }
             }
         }
@@ -142,7 +142,7 @@ impl Factored {
         for ((here, moments), segments) in
             self.here.iter_mut().flatten().zip(&self.moments).zip(&self.segments)
         {
-            for &Segment { start, place, len } in segments {
+            for &Segment { start, offset: place, len } in segments {
                 let len = [len].into();
                 device.copy(moments.view().part(start, len), here.view_mut().into_part(place, len));
             }
@@ -159,7 +159,7 @@ impl Factored {
         let sums = [first.part(0, [1].into()), second];
         let settings = self.settings;
         let lr = self.members.scales(step.device, sums, |member| adafactor_scale(settings, member, step))?;
-        let factored = (self.step(step, rms_step(settings, self.member(), step).keep), lr.view());
+        let factored = (self.step(step, rms_step(settings, self.member(), step).parameter_factor), lr.view());
         step.device.factored_update(&self.members.pieces, factored, self.moments_here(), parameters, grads);
         Ok(())
     }

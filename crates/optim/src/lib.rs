@@ -1,6 +1,7 @@
 //! Optimizers over flat buffers, gradient clipping, loss scaling, learning-rate schedules.
 
 mod clip;
+mod elementwise;
 mod error;
 mod exchange;
 mod factored;
@@ -14,13 +15,12 @@ mod options;
 mod rules;
 mod settings;
 mod shards;
-mod share;
 mod states;
 mod step;
 
 pub use clip::clip_coefficient;
 pub use error::OptimError;
-pub use exchange::Exchange;
+pub use exchange::ReducedQuantity;
 pub use groups::ParameterGroup;
 pub use loss_scaler::{LossScaler, LossScalerState, LossScaling};
 pub use lr::{Decay, LrSchedule};
@@ -28,7 +28,7 @@ pub use optimizer::Optimizer;
 pub use options::OptimizerOptions;
 pub use rules::OptimizerName;
 pub use settings::{Limits, MuonScale, OptimizerSettings, Setting, SettingValue};
-pub use shards::{ShardOps, WholeUnits};
+pub use shards::{ShardOps, Unsharded};
 pub use states::{State, StateInfo};
 pub use step::StepSettings;
 pub use trireme_tensor::StateDType;

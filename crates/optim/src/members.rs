@@ -23,7 +23,7 @@ pub(crate) struct Member {
 
 /// How parameters are split into pieces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Cut {
+pub(crate) enum PieceSplit {
     /// By lengths that keep threads busy.
     Anywhere,
     /// Along the leaves of the unit, so that sums and blocks do not depend on the sharding.
@@ -48,7 +48,7 @@ impl Members {
         table: &ParameterTable,
         unit: &UnitInfo,
         part: &Range<usize>,
-        cut: Cut,
+        cut: PieceSplit,
         chosen: Vec<(usize, ParameterSettings)>,
     ) -> Self {
         let mut pieces: Vec<Piece> = Vec::new();
@@ -56,14 +56,14 @@ impl Members {
         let mut num_elements = 0;
         for (update, (parameter, settings)) in chosen.into_iter().enumerate() {
             let info = &table.parameters()[parameter];
-            let held = info.held(part).unwrap_or(0..0);
+            let held = info.stored(part).unwrap_or(0..0);
             let first = pieces.len();
             let (mut position, end) = (info.offset + held.start, info.offset + held.end);
             let first_leaf = position / unit.leaf_len().max(1);
             while position < end {
                 let len = match cut {
-                    Cut::Anywhere => Pieces::LEN_MAX.min(end - position),
-                    Cut::Leaves => (unit.leaf_len() - position % unit.leaf_len()).min(end - position),
+                    PieceSplit::Anywhere => Pieces::LEN_MAX.min(end - position),
+                    PieceSplit::Leaves => (unit.leaf_len() - position % unit.leaf_len()).min(end - position),
                 };
                 pieces.push(Piece {
                     position,
@@ -75,7 +75,7 @@ impl Members {
                 (position, num_elements) = (position + len, num_elements + len);
             }
             list.push(Member { parameter, settings, held, pieces: first..pieces.len() });
-            let end = if info.is_counted() { pieces.len() } else { first };
+            let end = if info.is_first_replica() { pieces.len() } else { first };
             counted.push(LeafRun { pieces: first..end, first_leaf });
         }
         Members {
@@ -119,7 +119,7 @@ impl Members {
     }
 
     pub(crate) fn choose(&mut self, update: impl FnMut(&Member) -> Update) -> Arc<Vec<Update>> {
-        renew(&mut self.updates, self.list.iter().map(update))
+        refill(&mut self.updates, self.list.iter().map(update))
     }
 
     /// Returns the factors of all members' learning rates, from the squares of parameters and of updates. Returns an error if their memory
@@ -130,7 +130,7 @@ impl Members {
         sums: [View<'_>; 2],
         scale: impl FnMut(&Member) -> StepScale,
     ) -> Result<Tensor, DeviceError> {
-        let scales = renew(&mut self.scales, self.list.iter().map(scale));
+        let scales = refill(&mut self.scales, self.list.iter().map(scale));
         let mut factors = device.empty([scales.len()].into(), DType::F32, Category::Optimizer)?;
         device.step_scales(&scales, sums, factors.view_mut());
         Ok(factors)
@@ -138,7 +138,7 @@ impl Members {
 }
 
 /// Replaces the contents of a list. If a pending kernel still holds the list, a copy is written instead.
-fn renew<T: Clone>(list: &mut Arc<Vec<T>>, items: impl Iterator<Item = T>) -> Arc<Vec<T>> {
+fn refill<T: Clone>(list: &mut Arc<Vec<T>>, items: impl Iterator<Item = T>) -> Arc<Vec<T>> {
     let own = Arc::make_mut(list);
     own.clear();
     own.extend(items);

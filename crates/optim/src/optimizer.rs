@@ -1,13 +1,13 @@
 //! The optimizer of one rank. The rank's part of each unit is divided among the rules that apply to its parameters.
 
+use crate::elementwise::ElementwiseUpdate;
 use crate::factored::Factored;
 use crate::groups::ParameterSettings;
-use crate::members::{Cut, Members};
+use crate::members::{Members, PieceSplit};
 use crate::muon::{MUON_STATES, Muon};
 use crate::options::OptimizerOptions;
 use crate::rules::{OptimizerName, Rule, Sign, StateSpec};
 use crate::shards::ShardOps;
-use crate::share::Share;
 use crate::step::{StepSettings, UnitStep};
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,21 +18,21 @@ use trireme_tensor::{
 };
 
 #[derive(Debug)]
-pub(crate) enum UnitShare {
-    Elements(Share),
+pub(crate) enum UnitUpdate {
+    Elements(ElementwiseUpdate),
     Factored(Box<Factored>),
     Muon(Muon),
     /// A matrix of an expert that is on other ranks, by its parameter index. Its state is factored by rows and columns.
     Elsewhere(usize),
 }
 
-impl UnitShare {
+impl UnitUpdate {
     /// Returns the number of sums over full parameters in exchange `phase`.
     fn num_sums(&self, phase: usize) -> usize {
         match self {
-            UnitShare::Elements(share) => share.num_sums(phase),
-            UnitShare::Factored(share) => share.num_sums(phase),
-            UnitShare::Muon(_) | UnitShare::Elsewhere(_) => 0,
+            UnitUpdate::Elements(share) => share.num_sums(phase),
+            UnitUpdate::Factored(share) => share.num_sums(phase),
+            UnitUpdate::Muon(_) | UnitUpdate::Elsewhere(_) => 0,
         }
     }
 
@@ -46,11 +46,11 @@ impl UnitShare {
         (known, sums): (Option<View<'_>>, ViewMut<'_>),
     ) -> Result<(), DeviceError> {
         match self {
-            UnitShare::Elements(share) => {
+            UnitUpdate::Elements(share) => {
                 share.observe(usize::from(known.is_some()), step, parameters, grads, sums)
             }
-            UnitShare::Factored(share) => share.observe(step, parameters, grads, (known, sums)),
-            UnitShare::Muon(_) | UnitShare::Elsewhere(_) => Ok(()),
+            UnitUpdate::Factored(share) => share.observe(step, parameters, grads, (known, sums)),
+            UnitUpdate::Muon(_) | UnitUpdate::Elsewhere(_) => Ok(()),
         }
     }
 
@@ -63,10 +63,10 @@ impl UnitShare {
         shards: &mut S,
     ) -> Result<(), S::Error> {
         match self {
-            UnitShare::Elements(share) => share.apply(step, parameters, grads, sums)?,
-            UnitShare::Factored(share) => share.apply(step, parameters, grads, sums)?,
-            UnitShare::Muon(share) => share.apply(step, parameters, grads, shards)?,
-            UnitShare::Elsewhere(_) => {}
+            UnitUpdate::Elements(share) => share.apply(step, parameters, grads, sums)?,
+            UnitUpdate::Factored(share) => share.apply(step, parameters, grads, sums)?,
+            UnitUpdate::Muon(share) => share.apply(step, parameters, grads, shards)?,
+            UnitUpdate::Elsewhere(_) => {}
         }
         Ok(())
     }
@@ -74,12 +74,12 @@ impl UnitShare {
 
 /// Offsets of the shares' sums in the vectors of the two exchanges.
 #[derive(Default)]
-struct SumPlaces {
+struct SumOffsets {
     ends: [usize; 2],
 }
 
-impl SumPlaces {
-    fn next(&mut self, share: &UnitShare) -> [Range<usize>; 2] {
+impl SumOffsets {
+    fn next(&mut self, share: &UnitUpdate) -> [Range<usize>; 2] {
         [0, 1].map(|phase| {
             let start = self.ends[phase];
             self.ends[phase] += share.num_sums(phase);
@@ -94,7 +94,7 @@ pub struct Optimizer {
     pub(crate) options: OptimizerOptions,
     pub(crate) table: Arc<ParameterTable>,
     pub(crate) parts: Vec<Range<usize>>,
-    pub(crate) units: Vec<Vec<UnitShare>>,
+    pub(crate) units: Vec<Vec<UnitUpdate>>,
     /// Number of updates of the run before the state of each parameter began.
     pub(crate) starts: Vec<u64>,
 }
@@ -163,15 +163,15 @@ impl Optimizer {
         Ok(())
     }
 
-    fn shares(&self, unit: usize, device: &Device) -> Result<Vec<UnitShare>, DeviceError> {
+    fn shares(&self, unit: usize, device: &Device) -> Result<Vec<UnitUpdate>, DeviceError> {
         let (table, unit, part) = (&self.table, &self.table.units()[unit], &self.parts[unit]);
         let OptimizerOptions { name, settings, precision, balance_rate, .. } = self.options;
         let state_dtype = match self.options.state_dtype {
             StateDType::Int8 if unit.num_elements < OptimizerOptions::INT8_ELEMENTS_MIN => StateDType::F32,
             dtype => dtype,
         };
-        let members = |cut: Cut, chosen: Vec<(usize, ParameterSettings)>| {
-            let cut = if state_dtype == StateDType::Int8 { Cut::Leaves } else { cut };
+        let members = |cut: PieceSplit, chosen: Vec<(usize, ParameterSettings)>| {
+            let cut = if state_dtype == StateDType::Int8 { PieceSplit::Leaves } else { cut };
             Members::new(table, unit, part, cut, chosen)
         };
         let states = |members: &Members, states: &[StateSpec]| -> Result<Vec<_>, DeviceError> {
@@ -204,30 +204,30 @@ impl Optimizer {
         let rules: [(Box<dyn Rule>, _); 2] =
             [(name.rule(settings), rest), (Box::new(Sign(balance_rate)), balancing)];
         for (rule, chosen) in rules.into_iter().filter(|(_, chosen)| !chosen.is_empty()) {
-            let cut = if rule.num_sums() == [0, 0] { Cut::Anywhere } else { Cut::Leaves };
+            let cut = if rule.num_sums() == [0, 0] { PieceSplit::Anywhere } else { PieceSplit::Leaves };
             let members = members(cut, chosen);
             let states = states(&members, rule.states())?;
-            shares.push(UnitShare::Elements(Share { rule, members, states }));
+            shares.push(UnitUpdate::Elements(ElementwiseUpdate { rule, members, states }));
         }
         match name {
             OptimizerName::Muon if !matrices.is_empty() => {
-                let members = members(Cut::Anywhere, matrices);
+                let members = members(PieceSplit::Anywhere, matrices);
                 let states = states(&members, MUON_STATES)?;
                 let (num_elements, part) = (unit.num_elements, part.clone());
                 let muon = Muon { settings, precision, members, states, num_elements, part };
-                shares.push(UnitShare::Muon(muon));
+                shares.push(UnitUpdate::Muon(muon));
             }
             OptimizerName::Adafactor => {
                 for chosen in matrices {
                     let info = &table.parameters()[chosen.0];
-                    if !table.has(info) {
-                        shares.push(UnitShare::Elsewhere(chosen.0));
+                    if !table.stores(info) {
+                        shares.push(UnitUpdate::Elsewhere(chosen.0));
                         continue;
                     }
                     let matrix = FactoredMatrix::new(info, unit, part.clone());
-                    let members = members(Cut::Leaves, Vec::from([chosen]));
+                    let members = members(PieceSplit::Leaves, Vec::from([chosen]));
                     let factored = Factored::new(settings, members, info, matrix, device)?;
-                    shares.push(UnitShare::Factored(Box::new(factored)));
+                    shares.push(UnitUpdate::Factored(Box::new(factored)));
                 }
             }
             _ => {}
@@ -292,7 +292,7 @@ impl Optimizer {
         let mut sums = [empty(num_sums[0])?, empty(num_sums[1])?];
         for phase in (0..2).filter(|&phase| num_sums[phase] > 0) {
             let (known, sums) = sums.split_at_mut(phase);
-            let mut places = SumPlaces::default();
+            let mut places = SumOffsets::default();
             for share in shares.iter_mut() {
                 let [first, second] = places.next(share);
                 let known = known.first().map(|known| known.view().part(first.start, [first.len()].into()));
@@ -302,7 +302,7 @@ impl Optimizer {
             }
             shards.sum(sums[0].view_mut())?;
         }
-        let mut places = SumPlaces::default();
+        let mut places = SumOffsets::default();
         for share in shares.iter_mut() {
             let [first, second] = places.next(share);
             let known = [(&sums[0], first), (&sums[1], second)]

@@ -24,9 +24,9 @@ pub trait ShardOps {
 
 /// The exchange of a single rank, which has full units: it does nothing.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct WholeUnits;
+pub struct Unsharded;
 
-impl ShardOps for WholeUnits {
+impl ShardOps for Unsharded {
     type Error = DeviceError;
 
     fn sum(&mut self, _: ViewMut<'_>) -> Result<(), DeviceError> {

@@ -4,7 +4,7 @@
 use crate::factored::FACTORED_STATES;
 use crate::members::{Member, Members};
 use crate::muon::MUON_STATES;
-use crate::optimizer::{Optimizer, UnitShare};
+use crate::optimizer::{Optimizer, UnitUpdate};
 use crate::rules::StateSpec;
 use std::ops::Range;
 use trireme_tensor::{Device, OptimizerState, ParameterInfo, ParameterTable, Shape, Tensor};
@@ -62,16 +62,16 @@ impl Optimizer {
         let (table, mut found) = (&self.table, Vec::new());
         for share in &self.units[unit] {
             let (members, specs, states) = match share {
-                UnitShare::Elements(share) => (&share.members, share.rule.states(), &share.states),
-                UnitShare::Muon(share) => (&share.members, MUON_STATES, &share.states),
-                UnitShare::Factored(share) => {
+                UnitUpdate::Elements(share) => (&share.members, share.rule.states(), &share.states),
+                UnitUpdate::Muon(share) => (&share.members, MUON_STATES, &share.states),
+                UnitUpdate::Factored(share) => {
                     for (name, moments) in FACTORED_STATES.into_iter().zip(&share.moments) {
                         let info = factored_info(table, name, share.member().parameter, moments.shape());
                         found.push(State { info, source: Source::Moments(moments) });
                     }
                     continue;
                 }
-                UnitShare::Elsewhere(parameter) => {
+                UnitUpdate::Elsewhere(parameter) => {
                     let whole = table.parameters()[*parameter].whole;
                     for (name, len) in FACTORED_STATES.into_iter().zip([whole.rows(), whole.cols()]) {
                         let info = factored_info(table, name, *parameter, [len].into());
@@ -106,9 +106,9 @@ impl Optimizer {
         let mut buffer = Vec::new();
         for share in &mut self.units[unit] {
             let (members, specs, states) = match share {
-                UnitShare::Elements(share) => (&share.members, share.rule.states(), &mut share.states),
-                UnitShare::Muon(share) => (&share.members, MUON_STATES, &mut share.states),
-                UnitShare::Factored(share) => {
+                UnitUpdate::Elements(share) => (&share.members, share.rule.states(), &mut share.states),
+                UnitUpdate::Muon(share) => (&share.members, MUON_STATES, &mut share.states),
+                UnitUpdate::Factored(share) => {
                     let parameter = share.member().parameter;
                     for (name, moments) in FACTORED_STATES.into_iter().zip(&mut share.moments) {
                         let info = factored_info(table, name, parameter, moments.shape());
@@ -116,7 +116,7 @@ impl Optimizer {
                     }
                     continue;
                 }
-                UnitShare::Elsewhere(_) => continue,
+                UnitUpdate::Elsewhere(_) => continue,
             };
             for (StateSpec { name, .. }, state) in specs.iter().zip(states) {
                 for member in members.list.iter().filter(|member| !member.held.is_empty()) {
@@ -134,13 +134,13 @@ impl Optimizer {
     pub fn for_each_memory(&mut self, unit: usize, mut visit: impl FnMut(&mut Tensor)) {
         for share in &mut self.units[unit] {
             let states = match share {
-                UnitShare::Elements(share) => &mut share.states,
-                UnitShare::Muon(share) => &mut share.states,
-                UnitShare::Factored(share) => {
+                UnitUpdate::Elements(share) => &mut share.states,
+                UnitUpdate::Muon(share) => &mut share.states,
+                UnitUpdate::Factored(share) => {
                     share.moments.iter_mut().for_each(&mut visit);
                     continue;
                 }
-                UnitShare::Elsewhere(_) => continue,
+                UnitUpdate::Elsewhere(_) => continue,
             };
             states.iter_mut().for_each(|state| state.for_each_memory(&mut visit));
         }

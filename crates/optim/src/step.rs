@@ -48,6 +48,6 @@ impl UnitStep<'_> {
 
     /// Returns whether this rank contributes a member to sums over all ranks. Of the ranks with the same elements, only the first does.
     pub(crate) fn counts(&self, member: &Member) -> bool {
-        self.table.parameters()[member.parameter].is_counted()
+        self.table.parameters()[member.parameter].is_first_replica()
     }
 }

@@ -34,22 +34,22 @@ pub enum ParallelError {
     #[error(
         "tensor '{name}' of a microbatch: found {found}, expected {expected}, as in the rehearsal of the model"
     )]
-    OtherBatch { name: &'static str, found: String, expected: String },
+    BatchMismatch { name: &'static str, found: String, expected: String },
     #[error("cannot store state on disk")]
     Swap(#[from] SwapError),
     #[error(
         "the hosts of replica {replica} have {ranks:?} of its ranks, but ZeRO++ needs the same number on each host"
     )]
-    UnequalHosts { replica: usize, ranks: Vec<usize> },
+    UnevenRanksPerHost { replica: usize, ranks: Vec<usize> },
     #[error(
         "replica {replica} lies on {num_hosts} hosts, but replica 0 on {expected}, and ZeRO++ needs all to be spread alike"
     )]
-    UnlikeHosts { replica: usize, num_hosts: usize, expected: usize },
+    DifferentHostCounts { replica: usize, num_hosts: usize, expected: usize },
     #[error(
         "'{parameter}' balances experts by how often each was chosen, and gradients that are rounded beside such counts would be lost; \
          do not quantize gradients"
     )]
-    RoundedBesideLoads { parameter: String },
+    QuantizedLoadCounts { parameter: String },
     /// A rank has no batch to evaluate, but ranks with other experts wait for its tokens.
     #[error(
         "a rank without a batch cannot run a model whose experts lie on several ranks; give it any batch, and leave out its losses"

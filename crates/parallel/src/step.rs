@@ -1,11 +1,11 @@
 //! Options, inputs and results of training steps.
 
 use std::time::Duration;
-use trireme_base::{ContextPlace, DType};
+use trireme_base::{ContextRank, DType};
 use trireme_codec::{Compression, CompressionStatistics};
 use trireme_model::PassOptions;
 use trireme_optim::LossScaling;
-use trireme_schedule::{Outline, StateClass};
+use trireme_schedule::{ProgramHeader, StateClass};
 use trireme_tensor::{Fp8Recipe, IntegerFormat, Precision};
 
 trireme_base::named! {
@@ -86,7 +86,7 @@ impl ExecutorOptions {
     pub const FUSION_BYTES: usize = 512 << 10;
 
     /// Returns the options of units' passes, on a rank with this place among the ranks that share the positions of a sequence.
-    pub fn passes(&self, context: ContextPlace) -> PassOptions {
+    pub fn passes(&self, context: ContextRank) -> PassOptions {
         PassOptions { precision: self.precision, fp8: self.fp8, shards_rows: self.shards_rows, context }
     }
 
@@ -98,9 +98,9 @@ impl ExecutorOptions {
     /// Returns the dtype in which `num_ranks` ranks reduce gradients, and the dtype of a shard's gradient. A shard that sums several
     /// reduce-scattered microbatches is in f32. A single rank does not round, and neither are gradients rounded that are exchanged
     /// `as_integers`.
-    pub fn gradient_dtypes(&self, outline: &Outline, num_ranks: usize, as_integers: bool) -> [DType; 2] {
+    pub fn gradient_dtypes(&self, header: &ProgramHeader, num_ranks: usize, as_integers: bool) -> [DType; 2] {
         let reduced = if num_ranks == 1 || as_integers { DType::F32 } else { self.reduce_dtype.dtype() };
-        let sums_shards = outline.state.is_sharded(StateClass::Gradients) && outline.num_microbatches > 1;
+        let sums_shards = header.state.is_sharded(StateClass::Gradients) && header.num_microbatches > 1;
         [reduced, if sums_shards { DType::F32 } else { reduced }]
     }
 }

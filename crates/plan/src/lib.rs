@@ -8,5 +8,5 @@ mod placement;
 mod run;
 
 pub use mesh::{Axis, Mesh, MeshError};
-pub use placement::{Extent, HeldBox, Part, Placement, PlacementError, TensorPlacement};
+pub use placement::{Extent, LocalBox, LocalShape, Placement, PlacementError, TensorPlacement};
 pub use run::{Run, position_in, runs};

@@ -2,10 +2,10 @@ use crate::mesh::Mesh;
 use crate::run::runs;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
-use trireme_base::{AxisPlace, Cut, DType, Rank, Segment};
+use trireme_base::{AxisRank, AxisSplit, DType, Rank, Segment};
 
 /// How a tensor is placed along one mesh axis. The axes apply in the order of the mesh, each to the part that the earlier ones leave to a
-/// rank. [`Ragged`](Placement::Ragged) applies last.
+/// rank. [`Ragged`](StagePlacement::Ragged) applies last.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Placement {
     /// Every rank of the axis holds the same values.
@@ -16,7 +16,7 @@ pub enum Placement {
         dim: usize,
     },
     /// Each rank holds a part of every group of a dim, in full granules (tensor parallelism).
-    Cut(Cut),
+    Cut(AxisSplit),
     /// Each rank holds a range of the elements in row-major order. Rank `i` of the axis holds the elements from `bounds[i]` to
     /// `bounds[i + 1]`.
     ///
@@ -65,7 +65,7 @@ pub struct Extent {
 
 impl Extent {
     /// Returns the box that covers a full tensor of this shape.
-    pub fn whole(shape: &[usize]) -> Self {
+    pub fn full(shape: &[usize]) -> Self {
         Extent { start: vec![0; shape.len()], shape: shape.to_vec() }
     }
 
@@ -119,28 +119,28 @@ impl Extent {
     }
 }
 
-/// A rank's part of a tensor as a row-major array, before a [ragged](Placement::Ragged) placement selects a range of it. May include
+/// A rank's part of a tensor as a row-major array, before a [ragged](StagePlacement::Ragged) placement selects a range of it. May include
 /// padding.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+pub struct LocalShape {
     /// Shape of the part, including padding.
     shape: Vec<usize>,
     /// For each dim, the segments of the full tensor that the part holds. The rest of the dim is padding.
     segments: Vec<Vec<Segment>>,
 }
 
-impl Part {
+impl LocalShape {
     /// Returns a part that holds a full tensor of this shape.
     pub fn whole(shape: &[usize]) -> Self {
-        let segment = |&len: &usize| vec![Segment { start: 0, place: 0, len }];
-        Part { shape: shape.to_vec(), segments: shape.iter().map(segment).collect() }
+        let segment = |&len: &usize| vec![Segment { start: 0, offset: 0, len }];
+        LocalShape { shape: shape.to_vec(), segments: shape.iter().map(segment).collect() }
     }
 
-    /// Splits this part once more: returns the portion that the rank at `place` holds if an axis splits dim `cut.dim` by `cut`.
+    /// Splits this part once more: returns the portion that the rank at `offset` holds if an axis splits dim `cut.dim` by `cut`.
     ///
     /// # Panics
     /// If `place.degree` ranks cannot split the dim, or the dim does not exist.
-    pub fn cut(self, cut: Cut, place: AxisPlace) -> Self {
+    pub fn cut(self, cut: AxisSplit, place: AxisRank) -> Self {
         let len = self.shape[cut.dim];
         let segments: Vec<Segment> = cut.segments(len, place).collect();
         self.narrow(cut.dim, cut.part_len(len, place.degree), &segments)
@@ -149,10 +149,10 @@ impl Part {
     /// Restricts `dim` to `segments` of its current elements. The dim then has `len` elements.
     fn narrow(mut self, dim: usize, len: usize, segments: &[Segment]) -> Self {
         let shared = |new: &Segment, old: &Segment| {
-            let (start, end) = (new.start.max(old.place), (new.start + new.len).min(old.place + old.len));
+            let (start, end) = (new.start.max(old.offset), (new.start + new.len).min(old.offset + old.len));
             (start < end).then(|| Segment {
-                start: old.start + start - old.place,
-                place: new.place + start - new.start,
+                start: old.start + start - old.offset,
+                offset: new.offset + start - new.start,
                 len: end - start,
             })
         };
@@ -170,10 +170,10 @@ impl Part {
 
     /// Returns the boxes of the full tensor whose elements are the range `held` of the part, counted in row-major order. Padding belongs to
     /// no box.
-    pub fn boxes(&self, held: Range<usize>) -> Vec<HeldBox> {
+    pub fn boxes(&self, held: Range<usize>) -> Vec<LocalBox> {
         let mut boxes = Vec::new();
         let mut first = 0;
-        for piece in Extent::whole(&self.shape).run(held) {
+        for piece in Extent::full(&self.shape).run(held) {
             let num_elements = piece.num_elements();
             let empty = Extent { start: Vec::new(), shape: Vec::new() };
             self.add_boxes(&piece, first, (empty.clone(), empty), &mut boxes);
@@ -184,18 +184,18 @@ impl Part {
 
     /// Adds the boxes within `piece`, a box of the part. `found` is the box within the full tensor and the box within the part, for the
     /// dims that are resolved so far.
-    fn add_boxes(&self, piece: &Extent, first: usize, found: (Extent, Extent), boxes: &mut Vec<HeldBox>) {
+    fn add_boxes(&self, piece: &Extent, first: usize, found: (Extent, Extent), boxes: &mut Vec<LocalBox>) {
         let dim = found.0.start.len();
         if dim == self.shape.len() {
             let (extent, within) = found;
-            return boxes.push(HeldBox { extent, piece: piece.clone(), within, first });
+            return boxes.push(LocalBox { extent, piece: piece.clone(), within, first });
         }
         let (start, end) = (piece.start[dim], piece.start[dim] + piece.shape[dim]);
         for segment in &self.segments[dim] {
-            let (from, to) = (start.max(segment.place), end.min(segment.place + segment.len));
+            let (from, to) = (start.max(segment.offset), end.min(segment.offset + segment.len));
             if from < to {
                 let (mut extent, mut within) = found.clone();
-                extent.start.push(segment.start + from - segment.place);
+                extent.start.push(segment.start + from - segment.offset);
                 within.start.push(from);
                 [&mut extent, &mut within].into_iter().for_each(|found| found.shape.push(to - from));
                 self.add_boxes(piece, first, (extent, within), boxes);
@@ -206,7 +206,7 @@ impl Part {
 
 /// A box of a tensor, and the location of its elements among the elements that a rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HeldBox {
+pub struct LocalBox {
     /// The box within the full tensor.
     pub extent: Extent,
     /// The box of the part that contains this one and whose elements are contiguous in the rank's memory.
@@ -217,7 +217,7 @@ pub struct HeldBox {
     first: usize,
 }
 
-impl HeldBox {
+impl LocalBox {
     /// Returns the ranges of the box's elements among the elements that the rank holds. The box is traversed in row-major order.
     pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + '_ {
         let first = self.first;
@@ -237,7 +237,7 @@ pub enum PlacementError {
     )]
     WrongBounds { name: String, bounds: Vec<usize>, degree: usize, num_elements: usize },
     #[error("tensor '{name}' is cut by {degree} ranks as {cut:?}, which does not fit {len} elements")]
-    WrongCut { name: String, cut: Cut, len: usize, degree: usize },
+    WrongCut { name: String, cut: AxisSplit, len: usize, degree: usize },
     #[error("tensor '{name}' is placed on rank {rank} of an axis of {degree}")]
     NoSuchRank { name: String, rank: usize, degree: usize },
     #[error("tensor '{name}' of shape {shape:?} has no dim {dim} to shard")]
@@ -276,7 +276,7 @@ impl TensorPlacement {
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
-    pub fn boxes(&self, mesh: &Mesh, rank: Rank) -> Result<Vec<HeldBox>, PlacementError> {
+    pub fn boxes(&self, mesh: &Mesh, rank: Rank) -> Result<Vec<LocalBox>, PlacementError> {
         let (part, held) = self.held(mesh, rank)?;
         Ok(part.boxes(held))
     }
@@ -289,7 +289,7 @@ impl TensorPlacement {
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
-    pub fn held(&self, mesh: &Mesh, rank: Rank) -> Result<(Part, Range<usize>), PlacementError> {
+    pub fn held(&self, mesh: &Mesh, rank: Rank) -> Result<(LocalShape, Range<usize>), PlacementError> {
         if self.placements.len() != mesh.axes().len() {
             return Err(PlacementError::WrongNumber {
                 name: self.name.clone(),
@@ -297,10 +297,10 @@ impl TensorPlacement {
                 axes: mesh.axes().len(),
             });
         }
-        let (mut part, mut bounds, mut is_elsewhere) = (Part::whole(&self.shape), None, false);
+        let (mut part, mut bounds, mut is_elsewhere) = (LocalShape::whole(&self.shape), None, false);
         let positions = mesh.coordinates(rank);
         for ((placement, &(_, degree)), position) in self.placements.iter().zip(mesh.axes()).zip(positions) {
-            let place = AxisPlace::new(position, degree);
+            let place = AxisRank::new(position, degree);
             match placement {
                 Placement::Replicate => (),
                 Placement::Shard { dim } => part = self.shard(part, *dim, place)?,
@@ -350,15 +350,15 @@ impl TensorPlacement {
         PlacementError::NoSuchDim { name, shape, dim }
     }
 
-    fn shard(&self, part: Part, dim: usize, place: AxisPlace) -> Result<Part, PlacementError> {
+    fn shard(&self, part: LocalShape, dim: usize, place: AxisRank) -> Result<LocalShape, PlacementError> {
         let &len = part.shape.get(dim).ok_or_else(|| self.no_such_dim(dim))?;
         let (base, longer) = (len / place.degree, len % place.degree);
         let start = place.rank * base + place.rank.min(longer);
         let len = base + usize::from(place.rank < longer);
-        Ok(part.narrow(dim, len, &[Segment { start, place: 0, len }]))
+        Ok(part.narrow(dim, len, &[Segment { start, offset: 0, len }]))
     }
 
-    fn cut(&self, part: Part, cut: Cut, place: AxisPlace) -> Result<Part, PlacementError> {
+    fn cut(&self, part: LocalShape, cut: AxisSplit, place: AxisRank) -> Result<LocalShape, PlacementError> {
         let &len = part.shape.get(cut.dim).ok_or_else(|| self.no_such_dim(cut.dim))?;
         if cut.num_holders(len, place.degree).is_none() {
             let (name, degree) = (self.name.clone(), place.degree);
@@ -371,7 +371,7 @@ impl TensorPlacement {
         &self,
         bounds: &[usize],
         num_elements: usize,
-        place: AxisPlace,
+        place: AxisRank,
     ) -> Result<Range<usize>, PlacementError> {
         let (degree, num_runs) = (place.degree, bounds.len().saturating_sub(1));
         let is_cut = num_runs > 0
@@ -445,7 +445,7 @@ mod tests {
             (vec![3, 0, 2], vec![1, 1, 2]),
         ];
         assert_eq!(boxes(3..18), several);
-        assert_eq!(Extent::whole(&[]).run(0..1), [Extent::whole(&[])]);
+        assert_eq!(Extent::full(&[]).run(0..1), [Extent::full(&[])]);
     }
 
     proptest! {
@@ -483,8 +483,8 @@ mod tests {
     fn first_holders_have_each_element_once() {
         use Placement::{Cut as CutAlong, OneOf, Ragged, Replicate, Shard, Single};
         let mesh = Mesh::new(&[(Axis::DATA_REPLICATE, 2), (Axis::DATA_SHARD, 4), (Axis::TENSOR, 4)]).unwrap();
-        let shared = CutAlong(Cut::along(0).with_granule(6).shared());
-        let padded = CutAlong(Cut::along(0).padded());
+        let shared = CutAlong(AxisSplit::along(0).with_granule(6).shared());
+        let padded = CutAlong(AxisSplit::along(0).padded());
         for placements in [
             [Replicate, Replicate, Replicate],
             [Single { rank: 1 }, Shard { dim: 0 }, Replicate],
@@ -518,7 +518,7 @@ mod tests {
             dtype: DType::F32,
             placements: vec![
                 Placement::Ragged { bounds: vec![0, 8, 18] },
-                Placement::Cut(Cut::along(1).with_groups(3).with_granule(2)),
+                Placement::Cut(AxisSplit::along(1).with_groups(3).with_granule(2)),
             ],
         };
         let mut found = vec![0; 36];
@@ -544,7 +544,7 @@ mod tests {
         }
         assert_eq!(found, [1; 36]);
         let uneven = TensorPlacement {
-            placements: vec![Placement::Replicate, Placement::Cut(Cut::along(0))],
+            placements: vec![Placement::Replicate, Placement::Cut(AxisSplit::along(0))],
             ..tensor
         };
         assert!(matches!(uneven.extents(&mesh, Rank(0)), Err(PlacementError::WrongCut { degree: 2, .. })));
@@ -554,7 +554,7 @@ mod tests {
     fn refuses_what_does_not_fit() {
         let mesh = Mesh::data_parallel(2);
         let mut tensor = TensorPlacement::replicated("w", &[4], DType::F32, &mesh);
-        assert_eq!(tensor.extents(&mesh, Rank(1)), Ok(vec![Extent::whole(&[4])]));
+        assert_eq!(tensor.extents(&mesh, Rank(1)), Ok(vec![Extent::full(&[4])]));
         tensor.placements = vec![Placement::Shard { dim: 1 }];
         assert!(matches!(tensor.extents(&mesh, Rank(0)), Err(PlacementError::NoSuchDim { dim: 1, .. })));
         for bounds in [vec![], vec![0, 1, 2, 4], vec![0, 2, 3], vec![1, 2, 4], vec![0, 5, 4]] {

@@ -1,11 +1,11 @@
 //! Predicts memory and time of a step program before it runs, and finds choices with which it fits.
 //!
 //! The executor determines in a dry run how many bytes are in use at each line of a program. The caller passes the result as data
-//! ([`DryRun`]). [`Fitting`] finds the least recomputation that fits, and the state to offload. [`simulate`] computes when each action of a
+//! ([`DryRun`]). [`MemorySearch`] finds the least recomputation that fits, and the state to offload. [`simulate`] computes when each action of a
 //! program runs, and [`step_time`](fn@step_time) how long a step takes. This crate does no IO, starts no threads, reads no clock and uses
 //! no tensors.
 
-mod fitting;
+mod memory_search;
 mod offload;
 mod recomputation;
 mod report;
@@ -14,7 +14,7 @@ mod step_time;
 mod timeline;
 mod usage;
 
-pub use fitting::{Fitting, MemoryChoices, Open};
+pub use memory_search::{MemoryChoices, MemorySearch, OpenChoices};
 pub use offload::MemoryBounds;
 pub use report::{peak_moment, table};
 pub use sizes::{BatchMemory, StateSizes, UnitSizes};

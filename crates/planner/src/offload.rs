@@ -3,7 +3,7 @@
 use crate::sizes::StateSizes;
 use std::collections::{BTreeMap, BTreeSet};
 use trireme_base::MemoryUse;
-use trireme_schedule::{Action, Program, StateClass, StateLayout, StateOf, Tier};
+use trireme_schedule::{Action, Program, StateClass, StateKey, StateLayout, Tier};
 
 /// Cost of moving a byte to or from disk, relative to host memory: a fast disk moves 2 GB/s, a bus 20 GB/s.
 const DISK_COST: u64 = 10;
@@ -91,7 +91,7 @@ pub(crate) fn fit_places<E>(
     if bounds.hold(&stays.prediction) {
         return Ok(stays);
     }
-    let mut all = combinations(given, open, program(given).outline.num_microbatches);
+    let mut all = combinations(given, open, program(given).header.num_microbatches);
     // `given` was run above, unless its number of offloaded blocks is open.
     all.retain(|&state| state != given || search.has_open_blocks(given));
     all.sort_by_cached_key(|&state| search.cost_min(state));
@@ -180,7 +180,7 @@ impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E
 
 /// Returns the traffic of a step. If the host runs the updates, it receives gradients from the device and returns parameters.
 fn traffic(sizes: &StateSizes, program: &Program) -> Traffic {
-    let layout = program.outline.state;
+    let layout = program.header.state;
     let mut traffic = Traffic::default();
     let mut add = |tier: Tier, bytes: usize| match tier {
         Tier::Device => (),
@@ -188,7 +188,7 @@ fn traffic(sizes: &StateSizes, program: &Program) -> Traffic {
         Tier::Disk => traffic.disk += bytes as u64,
     };
     let elements = |unit: usize, bytes: usize| sizes.units[unit].shard_len * bytes;
-    let bytes_of = |activations: &BTreeMap<StateOf, usize>, state: StateOf| {
+    let bytes_of = |activations: &BTreeMap<StateKey, usize>, state: StateKey| {
         activations.get(&state).copied().unwrap_or_else(|| sizes.of(state))
     };
     let mut stepped = BTreeSet::new();

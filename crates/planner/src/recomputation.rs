@@ -92,7 +92,7 @@ fn others(num_units: usize, batch: &[BatchMemory], run: &DryRun) -> Vec<PassByte
         let tensors = |is_one: &dyn Fn(&BatchMemory) -> bool| -> usize {
             batch.iter().filter(|tensor| is_one(tensor)).map(|tensor| tensor.bytes).sum()
         };
-        let batches = run.program.outline.num_microbatches * tensors(&|tensor| !tensor.readers.is_empty());
+        let batches = run.program.header.num_microbatches * tensors(&|tensor| !tensor.readers.is_empty());
         let found = peaks.besides_activations() + batches;
         let unit = &mut others[action.unit()];
         match action {
@@ -175,9 +175,9 @@ impl Search<'_> {
         }
         if kept_below + passes.backward_peak <= room.backward {
             self.push(unit, Node { kept: passes.record, below, keep: Keep::All, len: 1, operations: 0 });
-            let is_renewable = kept_below + passes.renewal_peak + self.grad(unit) <= room.backward;
+            let is_renewable = kept_below + passes.recompute_peak + self.grad(unit) <= room.backward;
             if passes.keeps() && is_renewable {
-                let (kept, operations) = (passes.products, passes.renewal_cost.operations());
+                let (kept, operations) = (passes.products, passes.recompute_cost.operations());
                 self.push(unit, Node { kept, operations, below, keep: Keep::Products, len: 1 });
             }
         }

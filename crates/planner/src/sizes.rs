@@ -1,7 +1,7 @@
 //! Sizes of the state and of the passes of units on one rank.
 
 use trireme_base::UnitPasses;
-use trireme_schedule::{StateClass, StateOf};
+use trireme_schedule::{StateClass, StateKey};
 
 /// Sizes of a unit on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -27,7 +27,7 @@ pub struct StateSizes {
 
 impl StateSizes {
     /// Returns the bytes of `state`. For activations, returns the maximum that a forward pass keeps.
-    pub(crate) fn of(&self, state: StateOf) -> usize {
+    pub(crate) fn of(&self, state: StateKey) -> usize {
         let unit = &self.units[state.unit];
         match state.class {
             StateClass::Activations => unit.passes.record,

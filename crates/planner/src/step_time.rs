@@ -36,7 +36,7 @@ const NUM_STEPS: usize = 3;
 /// [`Stuck`] if a rank waits for an operation that never ends.
 pub fn step_time(ranks: &[StepEntries], data_degree: usize, rates: &dyn Rates) -> Result<StepTime, Stuck> {
     let num_workers = ranks.len() * data_degree;
-    let mut places = Places { data_degree, num_workers, rates, channels: BTreeMap::new() };
+    let mut places = EntryBuilder { data_degree, num_workers, rates, channels: BTreeMap::new() };
     let entries: Vec<RankEntries> =
         (ranks.iter().enumerate()).map(|(place, rank)| RankEntries::new(place, rank, &mut places)).collect();
     let actor = |rank| Actor { entries: rank, host: 0, load: data_degree };
@@ -67,14 +67,14 @@ enum Channel {
     Disk(usize),
 }
 
-struct Places<'a> {
+struct EntryBuilder<'a> {
     data_degree: usize,
     num_workers: usize,
     rates: &'a dyn Rates,
     channels: BTreeMap<Channel, usize>,
 }
 
-impl Places<'_> {
+impl EntryBuilder<'_> {
     fn length(&self, seconds: impl Fn(usize) -> f64) -> Length {
         Length::ByLoad((1..=2 * self.num_workers).map(seconds).collect())
     }
@@ -118,7 +118,7 @@ struct RankEntries {
 }
 
 impl RankEntries {
-    fn new(place: usize, rank: &StepEntries, places: &mut Places<'_>) -> Self {
+    fn new(place: usize, rank: &StepEntries, places: &mut EntryBuilder<'_>) -> Self {
         let numbers = rank.actions.iter().flatten().filter_map(|event| match event {
             JournalEntry::Issue(number, _) => Some(*number),
             _ => None,
@@ -154,7 +154,7 @@ impl RankEntries {
     }
 }
 
-fn computation(kernels: &mut Vec<&KernelCall>, places: &Places<'_>) -> Option<Entry> {
+fn computation(kernels: &mut Vec<&KernelCall>, places: &EntryBuilder<'_>) -> Option<Entry> {
     let kernels = std::mem::take(kernels);
     let seconds = |load| kernels.iter().map(|call| places.rates.kernel(call, load)).sum();
     (!kernels.is_empty()).then(|| Entry::Compute(places.length(seconds)))

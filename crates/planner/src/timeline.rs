@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use trireme_schedule::engine::{Actor, Entry, Interval, Job, Length, run};
 use trireme_schedule::pipeline::Span;
-use trireme_schedule::{Action, Message, Program, ProgramError, StateOf, Stream, validate_pipeline};
+use trireme_schedule::{Action, Message, Program, ProgramError, StateKey, Stream, validate_pipeline};
 
 #[cfg(test)]
 mod tests;
@@ -84,7 +84,7 @@ struct RankEntries {
     actions: Vec<usize>,
     /// Job numbers of the last gather of each unit, of the last fetch of each state, and of each received message.
     gathered: BTreeMap<usize, usize>,
-    fetched: BTreeMap<StateOf, usize>,
+    fetched: BTreeMap<StateKey, usize>,
     received: BTreeMap<Message, usize>,
     /// Number of the last job of each stream.
     last: [Option<usize>; NUM_STREAMS],
@@ -94,7 +94,7 @@ struct RankEntries {
 impl RankEntries {
     fn new(rank: usize, program: &Program, ticks: &dyn Fn(Action) -> u64, channels: &mut Channels) -> Self {
         let mut made = RankEntries::default();
-        let is_asynchronous = program.outline.asynchronous.is_some();
+        let is_asynchronous = program.header.asynchronous.is_some();
         let mut has_met = false;
         for &action in &program.actions {
             made.await_needs(program, action);
@@ -146,8 +146,8 @@ impl RankEntries {
 
     /// Waits for the parameters, the state and the messages that an action reads.
     fn await_needs(&mut self, program: &Program, action: Action) {
-        let outline = &program.outline;
-        let gathered = outline.reads(action).filter_map(|unit| self.gathered.get(&unit));
+        let header = &program.header;
+        let gathered = header.reads(action).filter_map(|unit| self.gathered.get(&unit));
         let fetched = action.uses().iter().filter_map(|&class| self.fetched.get(&action.state(class)));
         // The gradient of a tied parameter completes only after the gradient from the other rank has arrived.
         let tied = action.completed_gradient().map(|(unit, batch)| Message::tied_gradient(unit, batch));

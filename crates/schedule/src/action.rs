@@ -41,7 +41,7 @@ impl Keep {
     pub fn repeated_operations(self, passes: &UnitPasses) -> u64 {
         match self {
             Keep::All => 0,
-            Keep::Products => passes.renewal_cost.operations(),
+            Keep::Products => passes.recompute_cost.operations(),
             Keep::Input | Keep::Nothing => passes.forward_cost.operations(),
         }
     }
@@ -74,7 +74,7 @@ impl StateClass {
 /// A piece of state that is fetched or evicted at once: one class of state of one unit, and for activations of one microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[expect(missing_docs, reason = "the names say it")]
-pub struct StateOf {
+pub struct StateKey {
     pub class: StateClass,
     pub unit: usize,
     /// The microbatch of activations; 0 for the other classes.
@@ -96,7 +96,7 @@ pub enum Action {
     BackwardInput { unit: usize, microbatch: usize },
     /// `W u m`: the weight half of backward, which adds to the unit's gradient.
     BackwardWeight { unit: usize, microbatch: usize },
-    /// `SEND_F u m`: starts to send a message to its receiver ([`Outline::peer`](crate::Outline::peer)).
+    /// `SEND_F u m`: starts to send a message to its receiver ([`ProgramHeader::peer`](crate::ProgramHeader::peer)).
     Send(Message),
     /// `RECV_F u m`: starts to receive a message from the rank that produced it. Actions that read the message wait for it.
     Receive(Message),
@@ -113,9 +113,9 @@ pub enum Action {
     UnshardGrad { unit: usize },
     /// `FETCH optimizer u`, `FETCH activations u m`: starts to load state from the tier where it resides. Actions that use the state wait
     /// for it.
-    Fetch(StateOf),
+    Fetch(StateKey),
     /// `EVICT optimizer u`, `EVICT activations u m`: starts to write state back to the tier where it resides, and frees its memory.
-    Evict(StateOf),
+    Evict(StateKey),
     /// `STEP u`: updates a unit's parameters, or this rank's shard of them. The first `STEP` of a program waits for all reductions, because
     /// it needs the global gradient norm. Without a drain between updates, the first `STEP` of each update waits for this rank's
     /// reductions.
@@ -174,9 +174,9 @@ impl Action {
     }
 
     /// Returns the piece of state that the action uses, for a class that it [uses](Action::uses).
-    pub fn state(self, class: StateClass) -> StateOf {
+    pub fn state(self, class: StateClass) -> StateKey {
         let microbatch = if class == StateClass::Activations { self.microbatch() } else { None };
-        StateOf { class, unit: self.unit(), microbatch: microbatch.unwrap_or(0) }
+        StateKey { class, unit: self.unit(), microbatch: microbatch.unwrap_or(0) }
     }
 
     /// Whether the action is a pass of a unit: forward, recomputation, backward or a half of backward.

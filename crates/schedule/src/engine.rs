@@ -127,8 +127,8 @@ enum Side {
     Expects,
 }
 
-struct Running<'a> {
-    what: What,
+struct RunningActivity<'a> {
+    activity: Activity,
     host: usize,
     load: usize,
     length: &'a Length,
@@ -136,7 +136,7 @@ struct Running<'a> {
 }
 
 #[derive(Clone, Copy)]
-enum What {
+enum Activity {
     Rank(usize),
     Job(usize),
     /// A job that has left its streams and has not arrived.
@@ -180,7 +180,7 @@ struct Engine<'a> {
     channels: Vec<Channel>,
     /// Jobs of each stream that have not ended, in order.
     streams: Vec<VecDeque<usize>>,
-    running: Vec<Option<Running<'a>>>,
+    running: Vec<Option<RunningActivity<'a>>>,
     free_slots: Vec<usize>,
     loads: Vec<usize>,
     /// The ends of running computations and jobs. Times are stored as bits, which sort like times; of equal ends, the one pushed first is
@@ -223,7 +223,7 @@ impl<'a> Engine<'a> {
                 Entry::Compute(_) if has_begun_entry => return,
                 Entry::Compute(length) => {
                     let Actor { host, load, .. } = self.actors[rank];
-                    self.run(What::Rank(rank), host, load, length);
+                    self.run(Activity::Rank(rank), host, load, length);
                     return;
                 }
                 Entry::Start(number, job) => {
@@ -284,16 +284,16 @@ impl<'a> Engine<'a> {
         if state.num_started == job.num_starts && !state.has_begun && job.streams.iter().all(is_first) {
             let state = &mut self.jobs[index];
             (state.has_begun, state.ran.start) = (true, self.now);
-            self.run(What::Job(index), host, job.load, &job.length);
+            self.run(Activity::Job(index), host, job.load, &job.length);
         }
     }
 
-    fn run(&mut self, what: What, host: usize, load: usize, length: &'a Length) {
+    fn run(&mut self, what: Activity, host: usize, load: usize, length: &'a Length) {
         self.change_load(host, |before| before + load);
         self.has_loads |= matches!(length, Length::ByLoad(_));
         let end = self.now + length.at(self.loads[host]);
         let slot = self.free_slots.pop().unwrap_or(self.running.len());
-        *grown(&mut self.running, slot) = Some(Running { what, host, load, length, end });
+        *grown(&mut self.running, slot) = Some(RunningActivity { activity: what, host, load, length, end });
         self.push_end(end, slot);
     }
 
@@ -327,19 +327,19 @@ impl<'a> Engine<'a> {
         if self.running[slot].as_ref().is_none_or(|running| running.end != time) {
             return true;
         }
-        let Running { what, host, load, .. } = self.running[slot].take().expect("it runs");
+        let RunningActivity { activity: what, host, load, .. } = self.running[slot].take().expect("it runs");
         self.free_slots.push(slot);
         self.now = time;
         self.change_load(host, |before| before - load);
         match what {
-            What::Rank(rank) => {
+            Activity::Rank(rank) => {
                 let state = &mut self.ranks[rank];
                 self.found[rank][state.at].end = time;
                 state.has_begun_entry = false;
                 state.at += 1;
                 self.advance(rank);
             }
-            What::Job(index) => {
+            Activity::Job(index) => {
                 self.jobs[index].ran.end = time;
                 let (job, host) = self.jobs[index].job.expect("it ran");
                 for stream in &job.streams {
@@ -351,10 +351,10 @@ impl<'a> Engine<'a> {
                 }
                 match job.lag {
                     Length::Fixed(0.0) => self.arrive(index),
-                    _ => self.run(What::Lag(index), host, 0, &job.lag),
+                    _ => self.run(Activity::Lag(index), host, 0, &job.lag),
                 }
             }
-            What::Lag(index) => self.arrive(index),
+            Activity::Lag(index) => self.arrive(index),
         }
         true
     }

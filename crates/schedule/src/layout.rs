@@ -10,10 +10,10 @@ use trireme_base::named;
 named! {
     /// The portion of a class of state that a data-parallel rank holds.
     #[derive(Default)]
-    pub enum Share {
+    pub enum Portion {
         /// All of it, on every rank.
         #[default]
-        Whole = "whole",
+        Full = "whole",
         /// The rank's shard.
         Shard = "shard",
         /// Nothing: there is no state of the class.
@@ -39,7 +39,7 @@ named! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct ClassLayout {
     /// The portion that the rank holds.
-    pub share: Share,
+    pub portion: Portion,
     /// The tier in which that portion resides.
     pub tier: Tier,
 }
@@ -80,7 +80,7 @@ impl Default for StateLayout {
 impl StateLayout {
     /// The layout in which all state is unsharded and on the device.
     pub const WHOLE: StateLayout = {
-        let here = ClassLayout { share: Share::Whole, tier: Tier::Device };
+        let here = ClassLayout { portion: Portion::Full, tier: Tier::Device };
         StateLayout {
             parameters: here,
             gradients: here,
@@ -102,27 +102,27 @@ impl StateLayout {
         assert!(stage <= 3, "stages of ZeRO are 0 to 3");
         let mut layout = StateLayout::WHOLE;
         if stage >= 1 {
-            layout.optimizer.share = Share::Shard;
+            layout.optimizer.portion = Portion::Shard;
         }
         if stage >= 2 {
-            layout.gradients.share = Share::Shard;
+            layout.gradients.portion = Portion::Shard;
         }
         if stage >= 3 {
-            layout.parameters.share = Share::Shard;
+            layout.parameters.portion = Portion::Shard;
         }
         layout
     }
 
     /// Returns the layout for units that only run forward, without gradients and optimizer state.
     pub fn forward_only(mut self) -> StateLayout {
-        let absent = ClassLayout { share: Share::Absent, tier: Tier::Device };
+        let absent = ClassLayout { portion: Portion::Absent, tier: Tier::Device };
         (self.gradients, self.optimizer) = (absent, absent);
         self
     }
 
     /// Whether parameters are trained, so that there are gradients.
     pub fn is_trained(&self) -> bool {
-        self.gradients.share != Share::Absent
+        self.gradients.portion != Portion::Absent
     }
 
     /// Returns the layout of a class.
@@ -148,7 +148,7 @@ impl StateLayout {
 
     /// Whether ranks hold shards of a class.
     pub fn is_sharded(&self, class: StateClass) -> bool {
-        self.of(class).share == Share::Shard
+        self.of(class).portion == Portion::Shard
     }
 
     /// Whether ranks hold shards of any class.
@@ -214,7 +214,7 @@ impl StateLayout {
         let [parameters, optimizer, activations] =
             [StateClass::Parameters, StateClass::Optimizer, StateClass::Activations]
                 .map(|class| self.is_sharded(class));
-        let is_absent = |class| self.of(class).share == Share::Absent;
+        let is_absent = |class| self.of(class).portion == Portion::Absent;
         let is_trained = self.is_trained();
         let are_there = !is_absent(StateClass::Parameters) && !is_absent(StateClass::Activations);
         StateClass::ALL.into_iter().all(can_live)
@@ -229,9 +229,9 @@ impl StateLayout {
 impl fmt::Display for StateLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for class in StateClass::ALL {
-            let ClassLayout { share, tier } = self.of(class);
+            let ClassLayout { portion: share, tier } = self.of(class);
             match tier {
-                Tier::Device if share == Share::Whole => (),
+                Tier::Device if share == Portion::Full => (),
                 Tier::Device => write!(f, " {} {}", class.name(), share.name())?,
                 tier => write!(f, " {} {}@{}", class.name(), share.name(), tier.name())?,
             }
@@ -279,7 +279,7 @@ impl StateLayout {
             _ => {
                 let class = StateClass::named(key)?;
                 let (share, tier) = value.split_once('@').unwrap_or((value, Tier::Device.name()));
-                let layout = ClassLayout { share: Share::named(share)?, tier: Tier::named(tier)? };
+                let layout = ClassLayout { portion: Portion::named(share)?, tier: Tier::named(tier)? };
                 *self.of_mut(class) = layout;
             }
         }

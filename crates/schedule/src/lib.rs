@@ -15,9 +15,9 @@ mod program;
 pub mod single;
 mod validate;
 
-pub use action::{Action, Keep, Message, MessageKind, StateClass, StateOf, Stream};
+pub use action::{Action, Keep, Message, MessageKind, StateClass, StateKey, Stream};
 pub use exchanges::UnitExchanges;
-pub use layout::{ClassLayout, Share, StateLayout, Tier};
+pub use layout::{ClassLayout, Portion, StateLayout, Tier};
 pub use parse::ParseError;
-pub use program::{Asynchronous, Chain, Outline, Program, Stage};
+pub use program::{Asynchronous, Chain, Program, ProgramHeader, Stage};
 pub use validate::{ActionFault, ProgramError, validate, validate_pipeline, validate_world};

@@ -82,7 +82,7 @@ impl Chain {
 
 /// The header of a program: its model, sizes, layout and stages.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Outline {
+pub struct ProgramHeader {
     /// The model.
     pub chain: Chain,
     /// Microbatches of this rank: of a step, or of all steps if the program has several.
@@ -97,7 +97,7 @@ pub struct Outline {
     pub asynchronous: Option<Asynchronous>,
 }
 
-impl Outline {
+impl ProgramHeader {
     /// Returns the number of steps of the program.
     pub fn num_steps(&self) -> usize {
         self.asynchronous.map_or(1, |asynchronous| asynchronous.num_steps)
@@ -218,12 +218,12 @@ impl Outline {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
     /// The header.
-    pub outline: Outline,
+    pub header: ProgramHeader,
     /// The actions, in order of issue.
     pub actions: Vec<Action>,
 }
 
-impl fmt::Display for Outline {
+impl fmt::Display for ProgramHeader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Chain { num_units, ties, sums_ties, unread, reread, unkept, exchanges } = &self.chain;
         write!(f, "units {num_units} microbatches {}", self.num_microbatches)?;
@@ -248,12 +248,12 @@ impl fmt::Display for Outline {
 
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{}", self.outline)?;
+        writeln!(f, "{}", self.header)?;
         self.actions.iter().try_for_each(|action| writeln!(f, "{action}"))
     }
 }
 
-impl FromStr for Outline {
+impl FromStr for ProgramHeader {
     type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -268,46 +268,46 @@ impl FromStr for Outline {
     }
 }
 
-fn parse_outline(text: &str) -> Option<Outline> {
+fn parse_outline(text: &str) -> Option<ProgramHeader> {
     let words: Vec<&str> = text.split_whitespace().collect();
     let ["units", units, "microbatches", microbatches, rest @ ..] = &words[..] else { return None };
-    let mut outline = Outline {
+    let mut header = ProgramHeader {
         chain: Chain::of_units(units.parse().ok()?),
         num_microbatches: microbatches.parse().ok()?,
-        ..Outline::default()
+        ..ProgramHeader::default()
     };
     let (pairs, odd) = rest.as_chunks::<2>();
     for pair in pairs {
         match pair {
             ["ties", tie] => {
                 let (reader, owner) = tie.split_once(':')?;
-                outline.chain.ties.push((reader.parse().ok()?, owner.parse().ok()?));
+                header.chain.ties.push((reader.parse().ok()?, owner.parse().ok()?));
             }
-            ["tied_gradient", "step"] => outline.chain.sums_ties = true,
-            ["unread", unit] => outline.chain.unread.push(unit.parse().ok()?),
-            ["reread", unit] => outline.chain.reread.push(unit.parse().ok()?),
-            ["unkept", unit] => outline.chain.unkept.push(unit.parse().ok()?),
-            ["exchanges", text] => outline.chain.exchanges.push(UnitExchanges::parse(text)?),
-            ["rank", rank] => outline.rank = rank.parse().ok()?,
+            ["tied_gradient", "step"] => header.chain.sums_ties = true,
+            ["unread", unit] => header.chain.unread.push(unit.parse().ok()?),
+            ["reread", unit] => header.chain.reread.push(unit.parse().ok()?),
+            ["unkept", unit] => header.chain.unkept.push(unit.parse().ok()?),
+            ["exchanges", text] => header.chain.exchanges.push(UnitExchanges::parse(text)?),
+            ["rank", rank] => header.rank = rank.parse().ok()?,
             ["stage", stage] => {
                 let (units, rank) = stage.split_once('@')?;
                 let (start, end) = units.split_once('-')?;
                 let units = start.parse().ok()?..end.parse().ok()?;
-                outline.stages.push(Stage { units, rank: rank.parse().ok()? });
+                header.stages.push(Stage { units, rank: rank.parse().ok()? });
             }
             ["steps", steps] => {
                 let num_steps = steps.parse().ok().filter(|&steps| steps > 0)?;
-                outline.asynchronous = Some(Asynchronous { num_steps, weights: WeightVersions::Stashed });
+                header.asynchronous = Some(Asynchronous { num_steps, weights: WeightVersions::Stashed });
             }
             ["weights", name] => {
-                outline.asynchronous.as_mut()?.weights = WeightVersions::named(name)?;
+                header.asynchronous.as_mut()?.weights = WeightVersions::named(name)?;
             }
-            [key, value] => outline.state.read(key, value)?,
+            [key, value] => header.state.read(key, value)?,
         }
     }
-    let is_whole = outline.num_microbatches.is_multiple_of(outline.num_steps());
-    let is_possible = outline.state.is_possible(outline.num_microbatches);
-    (odd.is_empty() && is_whole && is_possible).then_some(outline)
+    let is_whole = header.num_microbatches.is_multiple_of(header.num_steps());
+    let is_possible = header.state.is_possible(header.num_microbatches);
+    (odd.is_empty() && is_whole && is_possible).then_some(header)
 }
 
 impl FromStr for Program {
@@ -316,9 +316,9 @@ impl FromStr for Program {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let mut lines = lines(text);
         let (line, header) = lines.next().unwrap_or((1, ""));
-        let outline = header.parse().map_err(|error: ParseError| error.at_line(line))?;
+        let header = header.parse().map_err(|error: ParseError| error.at_line(line))?;
         let action =
             |(line, text): (usize, &str)| text.parse().map_err(|error: ParseError| error.at_line(line));
-        Ok(Program { outline, actions: lines.map(action).collect::<Result<_, _>>()? })
+        Ok(Program { header: header, actions: lines.map(action).collect::<Result<_, _>>()? })
     }
 }

@@ -1,7 +1,7 @@
 //! Programs without pipeline schedules: training where every rank runs the whole model, and forward only.
 
 use crate::action::{Action, Keep, Message};
-use crate::program::{Chain, Outline, Program};
+use crate::program::{Chain, Program, ProgramHeader};
 
 /// Returns the program of a rank that runs all units for each of its microbatches in turn, with unsharded training state.
 ///
@@ -20,19 +20,19 @@ pub fn program(chain: &Chain, num_microbatches: usize) -> Program {
         }
     }
     actions.extend((0..num_units).map(|unit| Action::Step { unit }));
-    let outline = Outline { chain: chain.clone(), num_microbatches, ..Outline::default() };
-    Program { outline, actions }
+    let header = ProgramHeader { chain: chain.clone(), num_microbatches, ..ProgramHeader::default() };
+    Program { header: header, actions }
 }
 
 /// Returns the program of a rank that runs its units of `training` forward for one microbatch and keeps no activations (evaluation,
 /// generation).
-pub fn forward_only(training: &Outline) -> Program {
-    let Outline { chain, stages, rank, .. } = training.clone();
+pub fn forward_only(training: &ProgramHeader) -> Program {
+    let ProgramHeader { chain, stages, rank, .. } = training.clone();
     let num_units = chain.num_units;
-    let outline = Outline { chain, num_microbatches: 1, stages, rank, ..Outline::default() };
-    let is_elsewhere = |unit: usize| unit < num_units && !outline.holds(unit);
+    let header = ProgramHeader { chain, num_microbatches: 1, stages, rank, ..ProgramHeader::default() };
+    let is_elsewhere = |unit: usize| unit < num_units && !header.holds(unit);
     let mut actions = Vec::new();
-    for action in forward(num_units, 0, Keep::Nothing).filter(|action| outline.holds(action.unit())) {
+    for action in forward(num_units, 0, Keep::Nothing).filter(|action| header.holds(action.unit())) {
         let (unit, microbatch) = (action.unit(), 0);
         if let Some(below) = unit.checked_sub(1).filter(|&below| is_elsewhere(below)) {
             actions.push(Action::Receive(Message::activation(below, microbatch)));
@@ -40,7 +40,7 @@ pub fn forward_only(training: &Outline) -> Program {
         actions.push(action);
         actions.extend(is_elsewhere(unit + 1).then_some(Action::Send(Message::activation(unit, microbatch))));
     }
-    Program { outline, actions }
+    Program { header: header, actions }
 }
 
 fn forward(num_units: usize, microbatch: usize, keep: Keep) -> impl Iterator<Item = Action> {
@@ -70,7 +70,7 @@ STEP 1
 ";
         assert_eq!(program(&Chain::of_units(2), 2).to_string(), expected);
         let tied = Chain { ties: vec![(1, 0)], ..Chain::of_units(2) };
-        let text = forward_only(&program(&tied, 1).outline).to_string();
+        let text = forward_only(&program(&tied, 1).header).to_string();
         assert_eq!(text, "units 2 microbatches 1 ties 1:0\nF 0 0 keep nothing\nF 1 0 keep nothing\n");
     }
 }

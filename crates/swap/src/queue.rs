@@ -1,7 +1,7 @@
 //! State shared by the callers of a swap file and the threads that serve it.
 
 use crate::buffer::AlignedBuffer;
-use crate::raw::Part;
+use crate::raw::MemoryPart;
 use crate::state::{Block, State};
 use crate::{Access, Direction, SwapError, SwapOptions, SwapStatistics};
 use std::io;
@@ -27,7 +27,7 @@ pub(crate) struct Operation {
     pub(crate) access: Access,
     /// CRC-32C of the part. For a read, the expected value; for a write, valid once [`prepared`](Operation::prepared).
     pub(crate) checksum: u32,
-    pub(crate) part: Part,
+    pub(crate) part: MemoryPart,
 }
 
 impl Queue {

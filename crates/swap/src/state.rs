@@ -61,12 +61,12 @@ struct Slot {
 
 enum Phase {
     Waiting(AlignedBuffer),
-    Running(Running),
+    Running(RunningTransfer),
     /// `None` if the transfer failed.
     Ended(Option<AlignedBuffer>),
 }
 
-struct Running {
+struct RunningTransfer {
     buffer: LentBuffer,
     began: Instant,
     num_handed_out: usize,
@@ -123,7 +123,7 @@ impl State {
             unreachable!("a transfer that waits has its buffer")
         };
         let (buffer, began) = (buffer.lend(), Instant::now());
-        slot.phase = Phase::Running(Running { buffer, began, num_handed_out: 0, num_ended: 0 });
+        slot.phase = Phase::Running(RunningTransfer { buffer, began, num_handed_out: 0, num_ended: 0 });
         self.blocks[slot.block].is_busy = true;
         Some(index)
     }
@@ -153,7 +153,7 @@ impl State {
         let has_failed = self.failure.is_some();
         let slot = &mut self.slots[index];
         let phase = std::mem::replace(&mut slot.phase, Phase::Ended(None));
-        let is_done = |running: &Running| {
+        let is_done = |running: &RunningTransfer| {
             running.num_ended == running.num_handed_out && (has_failed || running.buffer.memory.is_cut_up())
         };
         let running = match phase {

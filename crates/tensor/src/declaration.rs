@@ -1,6 +1,6 @@
 //! Declarations of parameters.
 
-use trireme_base::{Cut, RandomKey};
+use trireme_base::{AxisSplit, RandomKey};
 
 /// A parameter as its model declares it. Initialization, updates, sharding and checkpoints all read this declaration.
 #[derive(Debug, Clone, PartialEq)]
@@ -14,7 +14,7 @@ pub struct Parameter {
     /// Determines optimizer update and weight decay.
     pub class: ParameterClass,
     /// How tensor parallelism may split the parameter; `None` if every rank needs all of it.
-    pub cut: Option<Cut>,
+    pub cut: Option<AxisSplit>,
     /// Index of the parameter's expert and number of experts of the unit; `None` if the parameter belongs to no expert.
     pub expert: Option<(usize, usize)>,
 }
@@ -45,8 +45,8 @@ impl Parameter {
     ///
     /// # Panics
     /// If the parameter does not have the dim, or the dim does not consist of full granules in each group.
-    pub fn with_cut(self, cut: Cut) -> Self {
-        let Cut { dim, num_groups, granule, .. } = cut;
+    pub fn with_cut(self, cut: AxisSplit) -> Self {
+        let AxisSplit { dim, num_groups, granule, .. } = cut;
         let whole = num_groups.saturating_mul(granule);
         let has_whole = self.dims.get(dim).is_some_and(|&len| whole > 0 && len.is_multiple_of(whole));
         assert!(has_whole, "{} of {:?} cannot be cut as {cut:?}", self.name, self.dims);
@@ -140,7 +140,7 @@ mod tests {
     #[should_panic(expected = "cannot be cut")]
     fn granules_must_be_whole_in_each_group() {
         let weight = Parameter::matrix("qkv", &[8, 36], Initial::ZEROS);
-        let weight = weight.with_cut(Cut::along(1).with_groups(3).with_granule(6));
-        _ = weight.with_cut(Cut::along(1).with_groups(3).with_granule(5));
+        let weight = weight.with_cut(AxisSplit::along(1).with_groups(3).with_granule(6));
+        _ = weight.with_cut(AxisSplit::along(1).with_groups(3).with_granule(5));
     }
 }

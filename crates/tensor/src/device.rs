@@ -24,7 +24,7 @@ pub(crate) use attention::CacheViews;
 pub use detached::DetachedOptions;
 pub use error::DeviceError;
 pub(crate) use error::Result;
-pub use matmul::{MatmulEpilogue, Transpose};
+pub use matmul::{MatmulEpilogue, Transposition};
 pub use optimizer::{FactoredMoments, UpdatePass};
 pub use recorded::RecordedCalls;
 pub use replay::Replay;
@@ -36,8 +36,8 @@ use crate::kernels::call::{Call, Function, FunctionCall};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{ALIGNMENT, Arena};
 use crate::kernels::cpu::threads::ThreadPool;
-use crate::kernels::{CpuFeatures, Operand, OperandMut, Unit};
-use crate::lent_memory::Overflow;
+use crate::kernels::{CpuFeatures, ExecutionUnit, Operand, OperandMut};
+use crate::lent_memory::OverflowAllocator;
 use crate::memory::MemoryCounter;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
@@ -183,7 +183,7 @@ impl Device {
     }
 
     /// Returns whether kernels of both devices can access the same memory.
-    pub fn shares_space(&self, other: &Device) -> bool {
+    pub fn shares_address_space(&self, other: &Device) -> bool {
         self.is_same(other) || self.reaches_host && other.reaches_host
     }
 
@@ -192,13 +192,13 @@ impl Device {
         self.backend.is_counting()
     }
 
-    /// Returns the analytic cost of the kernels issued since the device was opened or since [`restart_cost`](Device::restart_cost).
+    /// Returns the analytic cost of the kernels issued since the device was opened or since [`reset_cost`](Device::reset_cost).
     pub fn cost(&self) -> Cost {
         *self.cost.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Resets the cost to zero.
-    pub fn restart_cost(&self) {
+    pub fn reset_cost(&self) {
         *self.cost.lock().unwrap_or_else(PoisonError::into_inner) = Cost::ZERO;
     }
 
@@ -218,7 +218,7 @@ impl Device {
         self.recorded.get_or_init(|| calls.clone());
     }
 
-    /// Marks operations of the latest matmuls as [repeated](Cost::repeated_operations), as many as the product of `factors`.
+    /// Marks operations of the latest matmuls as [repeated](Cost::repeated_operations), as many as the product of `operands`.
     pub(crate) fn count_repeated(&self, factors: &[usize]) {
         let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
         *cost = cost.repeats(factors);
@@ -349,7 +349,7 @@ impl Device {
     ///
     /// # Panics
     /// If kernels do not [reach the host's memory](Device::reaches_host).
-    pub fn overflow_to(&self, overflow: Arc<dyn Overflow>, reserved: usize) {
+    pub fn set_overflow_allocator(&self, overflow: Arc<dyn OverflowAllocator>, reserved: usize) {
         assert!(self.reaches_host, "kernels work with memory of their device alone");
         self.arena.overflow_to(overflow, reserved);
     }
@@ -380,7 +380,7 @@ impl Device {
     }
 
     /// Runs only the operation of `unit` on every thread. Returns the number of floating-point operations.
-    pub(crate) fn run_unit(&self, unit: Unit, rounds: u64) -> u64 {
+    pub(crate) fn run_execution_unit(&self, unit: ExecutionUnit, rounds: u64) -> u64 {
         self.cpu.run_unit(unit, rounds)
     }
 

@@ -44,15 +44,15 @@ impl Fp8Recipe {
         Fp8Recipe { formats, amax_history_len: 16, margin: 0 }
     }
 
-    const fn format(&self, operand: Operand) -> Fp8Format {
+    const fn format(&self, operand: LinearOperand) -> Fp8Format {
         match (self.formats, operand) {
-            (Fp8Formats::E4m3, _) | (_, Operand::Input | Operand::Weight) => Fp8Format::E4m3,
-            (Fp8Formats::Hybrid, Operand::OutputGrad) => Fp8Format::E5m2,
+            (Fp8Formats::E4m3, _) | (_, LinearOperand::Input | LinearOperand::Weight) => Fp8Format::E4m3,
+            (Fp8Formats::Hybrid, LinearOperand::OutputGrad) => Fp8Format::E5m2,
         }
     }
 
     /// Returns the exponent of the largest power of two `scale` with `amax * scale * 2^margin` at most the format's maximum.
-    fn scale_exponent(&self, operand: Operand, amax: f32) -> i32 {
+    fn scale_exponent(&self, operand: LinearOperand, amax: f32) -> i32 {
         let exponent = self.format(operand).scale_exponent(amax);
         exponent.saturating_sub_unsigned(self.margin).clamp(-SCALE_EXPONENT_MAX, SCALE_EXPONENT_MAX)
     }
@@ -62,7 +62,7 @@ impl Fp8Recipe {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fp8Scale {
     recipe: Fp8Recipe,
-    operand: Operand,
+    operand: LinearOperand,
     /// Largest magnitude of earlier steps, if one is known.
     reference: Option<f32>,
 }
@@ -93,7 +93,7 @@ pub(crate) const SCALE_EXPONENT_MAX: i32 = 100;
 
 /// A matmul operand of a linear layer's forward or backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Operand {
+pub(crate) enum LinearOperand {
     /// The layer's input.
     Input,
     Weight,
@@ -101,7 +101,7 @@ pub(crate) enum Operand {
     OutputGrad,
 }
 
-const OPERANDS: usize = 3;
+const NUM_OPERANDS: usize = 3;
 
 /// The scales of a step, and the amaxes observed in it. Shared by the tapes of the step.
 #[derive(Debug)]
@@ -109,9 +109,9 @@ pub struct Fp8Scales {
     recipe: Fp8Recipe,
     /// First parameter of each layer's weight, ascending.
     layers: Vec<ParameterId>,
-    /// Largest amax of the history, indexed by layer, then [`Operand`], as the bits of an f32; 0 if unknown.
+    /// Largest amax of the history, indexed by layer, then [`LinearOperand`], as the bits of an f32; 0 if unknown.
     history_max: Vec<AtomicU32>,
-    /// Largest magnitudes in this step so far, on the device, indexed by layer, then [`Operand`].
+    /// Largest magnitudes in this step so far, on the device, indexed by layer, then [`LinearOperand`].
     amaxes: Mutex<Tensor>,
 }
 
@@ -121,7 +121,7 @@ pub(crate) struct Fp8Layer<'a> {
     scales: &'a Fp8Scales,
     layer: usize,
     /// Whether the amaxes of this pass are recorded for later scales.
-    observes: bool,
+    records_amaxes: bool,
 }
 
 impl Fp8Scales {
@@ -129,7 +129,7 @@ impl Fp8Scales {
     /// `trains`.
     pub(crate) fn layer(&self, weight: ParameterId, trains: bool) -> Option<Fp8Layer<'_>> {
         let layer = self.layers.binary_search(&weight).ok()?;
-        Some(Fp8Layer { scales: self, layer, observes: trains })
+        Some(Fp8Layer { scales: self, layer, records_amaxes: trains })
     }
 
     fn amaxes(&self) -> MutexGuard<'_, Tensor> {
@@ -141,14 +141,19 @@ impl Fp8Layer<'_> {
     /// Returns a bf16 copy of `values`, rounded to the format of `operand`.
     ///
     /// Before the first amax is known, the scale is derived from the values themselves (*current scaling*).
-    pub(crate) fn quantize(&self, device: &Device, operand: Operand, values: View<'_>) -> Result<Tensor> {
-        let place = self.layer * OPERANDS + operand as usize;
+    pub(crate) fn quantize(
+        &self,
+        device: &Device,
+        operand: LinearOperand,
+        values: View<'_>,
+    ) -> Result<Tensor> {
+        let place = self.layer * NUM_OPERANDS + operand as usize;
         let history_max = f32::from_bits(self.scales.history_max[place].load(Ordering::Relaxed));
         let reference = (history_max > 0.0).then_some(history_max);
         let scale = Fp8Scale { recipe: self.scales.recipe, operand, reference };
         let mut rounded = device.activation_of(values.shape(), DType::Bf16)?;
         let mut amaxes = self.scales.amaxes();
-        let amax = self.observes.then(|| amaxes.view_mut().into_part(place, [1].into()));
+        let amax = self.records_amaxes.then(|| amaxes.view_mut().into_part(place, [1].into()));
         device.quantize_fp8(values, scale, rounded.view_mut(), amax);
         Ok(rounded)
     }
@@ -160,7 +165,7 @@ impl Fp8Layer<'_> {
 #[derive(Debug)]
 pub struct Fp8State {
     scales: Arc<Fp8Scales>,
-    /// Amaxes of earlier steps, newest first, indexed by layer, then [`Operand`]; 0 if unknown.
+    /// Amaxes of earlier steps, newest first, indexed by layer, then [`LinearOperand`]; 0 if unknown.
     history: Vec<f32>,
 }
 
@@ -182,7 +187,7 @@ impl Fp8State {
     pub fn new(recipe: Fp8Recipe, mut layers: Vec<ParameterId>, device: &Device) -> Result<Self> {
         assert!(recipe.amax_history_len > 0, "scales follow from at least one step");
         layers.sort_unstable();
-        let num_operands = layers.len() * OPERANDS;
+        let num_operands = layers.len() * NUM_OPERANDS;
         let history_max = (0..num_operands).map(|_| AtomicU32::default()).collect();
         let amaxes = device.zeros([num_operands].into(), DType::F32, Category::Communication)?;
         let history = vec![0.0; num_operands * recipe.amax_history_len];
@@ -233,7 +238,7 @@ impl Fp8State {
     /// newest step first, 0 if unknown.
     pub fn history(&self, layer: usize) -> (&[f32], [usize; 2]) {
         let len = self.scales.recipe.amax_history_len;
-        (&self.history[layer * OPERANDS * len..][..OPERANDS * len], [OPERANDS, len])
+        (&self.history[layer * NUM_OPERANDS * len..][..NUM_OPERANDS * len], [NUM_OPERANDS, len])
     }
 
     /// Restores the history of a layer from a checkpoint. Steps beyond `amax_history_len` are dropped, oldest first. Returns `false` and
@@ -241,12 +246,12 @@ impl Fp8State {
     #[must_use = "a history may be refused"]
     pub fn restore(&mut self, layer: usize, kept: &[f32], shape: &[usize]) -> bool {
         let is_amax = |amax: &f32| amax.is_finite() && *amax >= 0.0;
-        let &[OPERANDS, kept_len] = shape else { return false };
-        if kept.len() != OPERANDS * kept_len || kept_len == 0 || !kept.iter().all(is_amax) {
+        let &[NUM_OPERANDS, kept_len] = shape else { return false };
+        if kept.len() != NUM_OPERANDS * kept_len || kept_len == 0 || !kept.iter().all(is_amax) {
             return false;
         }
         let len = self.scales.recipe.amax_history_len;
-        let history = &mut self.history[layer * OPERANDS * len..][..OPERANDS * len];
+        let history = &mut self.history[layer * NUM_OPERANDS * len..][..NUM_OPERANDS * len];
         history.fill(0.0);
         for (history, kept) in history.chunks_exact_mut(len).zip(kept.chunks_exact(kept_len)) {
             let num_steps = len.min(kept_len);

@@ -11,7 +11,7 @@ pub trait LentMemory: HostMemory + Sync + Any + fmt::Debug {
 }
 
 /// An allocator for activations that do not fit into a device's budget.
-pub trait Overflow: fmt::Debug + Send + Sync {
+pub trait OverflowAllocator: fmt::Debug + Send + Sync {
     /// Allocates `num_bytes` bytes with unspecified contents. Returns `None` if they are not available.
     fn take(&self, num_bytes: usize) -> Option<Box<dyn LentMemory>>;
 }

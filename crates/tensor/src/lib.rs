@@ -15,17 +15,17 @@ mod parameter_table;
 mod parameters;
 mod precision;
 pub mod probe;
-pub mod proof;
 mod shape;
 pub mod tape;
 mod tensor;
 mod timing;
 mod values;
+pub mod verification;
 
 pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
     BackendKind, CallTimer, DetachedOptions, Device, DeviceError, DeviceOptions, FactoredMoments,
-    MatmulEpilogue, PageSource, PinnedMemory, RecordedCalls, Replay, TimedCall, Transpose, UpdatePass,
+    MatmulEpilogue, PageSource, PinnedMemory, RecordedCalls, Replay, TimedCall, Transposition, UpdatePass,
     WaitSite,
 };
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
@@ -33,17 +33,17 @@ pub use kernels::{
     Activation, AttentionRule, AttentionShape, ChosenGroups, CpuFeatures, ExactSum, FactoredStep, GroupLimit,
     IntegerFormat, LatentHeadShape, LeafRun, Piece, Pieces, RoutingRule, StateDType, StepScale, updates,
 };
-pub use lent_memory::{LentMemory, Overflow};
+pub use lent_memory::{LentMemory, OverflowAllocator};
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::{FactoredMatrix, OptimizerState};
 pub use parameter_table::{
-    ExpertsError, LEAVES, ModelPlace, ParameterId, ParameterInfo, ParameterSpan, ParameterTable, SpanPart,
-    Tie, UncuttableError, UnitInfo,
+    ExpertsError, ModelRank, NUM_LEAVES, ParameterId, ParameterInfo, ParameterSpan, ParameterTable,
+    SpanShard, Tie, UncuttableError, UnitInfo,
 };
 pub use parameters::{ParameterSource, Parameters};
 pub use precision::Precision;
 pub use shape::Shape;
 pub use tape::{GradSink, GradTarget, PassState, Tape, Var};
 pub use tensor::{Tensor, View, ViewMut};
-pub use trireme_base::{AxisPlace, Category, Cut};
+pub use trireme_base::{AxisRank, AxisSplit, Category};
 pub use values::Values;

@@ -36,7 +36,7 @@ impl Gauge {
         MemoryUsage { current: self.current.load(Ordering::Relaxed), peak: self.peak.load(Ordering::Relaxed) }
     }
 
-    fn restart_peak(&self) {
+    fn reset_peak(&self) {
         self.peak.store(self.usage().current, Ordering::Relaxed);
     }
 }
@@ -111,7 +111,7 @@ impl MemoryCounter {
     ///
     /// # Errors
     /// If they would exceed the budget; nothing is counted then.
-    pub fn take(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
+    pub fn charge(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
         let total = self.total.current.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
         if let Some(budget) = self.budget.filter(|&budget| total > budget) {
             self.total.subtract(bytes);
@@ -121,48 +121,48 @@ impl MemoryCounter {
         let own = total.saturating_sub(self.mapped.load(Ordering::Relaxed));
         self.peak_own.fetch_max(own, Ordering::Relaxed);
         if self.total.peak.fetch_max(total, Ordering::Relaxed) < total {
-            self.keep_as_peak();
+            self.record_at_peak();
         }
         Ok(())
     }
 
-    fn keep_as_peak(&self) {
+    fn record_at_peak(&self) {
         for (at_peak, current) in self.at_peak.iter().zip(self.in_use()) {
             at_peak.store(current, Ordering::Relaxed);
         }
     }
 
-    /// Like [`take`](MemoryCounter::take), for memory of another process that this process maps.
-    pub fn take_mapped(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
+    /// Like [`charge`](MemoryCounter::charge), for memory of another process that this process maps.
+    pub fn charge_mapped(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
         self.mapped.fetch_add(bytes, Ordering::Relaxed);
-        let taken = self.take(category, bytes);
+        let taken = self.charge(category, bytes);
         if taken.is_err() {
             self.mapped.fetch_sub(bytes, Ordering::Relaxed);
         }
         taken
     }
 
-    /// Uncounts `bytes` counted by [`take_mapped`](MemoryCounter::take_mapped), after they are unmapped.
-    pub fn give_mapped(&self, category: Category, bytes: usize) {
-        self.give(category, bytes);
+    /// Uncounts `bytes` counted by [`charge_mapped`](MemoryCounter::charge_mapped), after they are unmapped.
+    pub fn uncharge_mapped(&self, category: Category, bytes: usize) {
+        self.uncharge(category, bytes);
         self.mapped.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Like [`take`](MemoryCounter::take), for memory outside of the device's arena: of a process group, or of the process.
-    pub fn take_outside(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
-        self.take(category, bytes)?;
+    /// Like [`charge`](MemoryCounter::charge), for memory outside of the device's arena: of a process group, or of the process.
+    pub fn charge_outside_arena(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
+        self.charge(category, bytes)?;
         self.outside.add(bytes);
         Ok(())
     }
 
-    /// Uncounts freed `bytes` that [`take_outside`](MemoryCounter::take_outside) counted.
-    pub fn give_outside(&self, category: Category, bytes: usize) {
+    /// Uncounts freed `bytes` that [`charge_outside_arena`](MemoryCounter::charge_outside_arena) counted.
+    pub fn uncharge_outside_arena(&self, category: Category, bytes: usize) {
         self.outside.subtract(bytes);
-        self.give(category, bytes);
+        self.uncharge(category, bytes);
     }
 
     /// Uncounts freed `bytes` of `category`.
-    pub fn give(&self, category: Category, bytes: usize) {
+    pub fn uncharge(&self, category: Category, bytes: usize) {
         self.of_category[category as usize].subtract(bytes);
         self.total.subtract(bytes);
     }
@@ -195,11 +195,11 @@ impl MemoryCounter {
     }
 
     /// Restarts all peaks at the current usage.
-    pub fn restart_peaks(&self) {
+    pub fn reset_peaks(&self) {
         let gauges = self.of_category.iter().chain([&self.total, &self.outside]);
-        gauges.for_each(Gauge::restart_peak);
+        gauges.for_each(Gauge::reset_peak);
         self.peak_own.store(self.own().current, Ordering::Relaxed);
-        self.keep_as_peak();
+        self.record_at_peak();
     }
 
     /// Returns the current bytes of each category, in the order of [`Category::ALL`].
@@ -213,34 +213,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn peaks_stay_when_memory_is_given_back() {
+    fn peaks_stay_when_memory_is_freed() {
         let counter = MemoryCounter::new(None);
-        counter.take(Category::Activations, 10).unwrap();
-        counter.take(Category::Activations, 5).unwrap();
-        counter.give(Category::Activations, 12);
-        counter.take(Category::Gradients, 1).unwrap();
+        counter.charge(Category::Activations, 10).unwrap();
+        counter.charge(Category::Activations, 5).unwrap();
+        counter.uncharge(Category::Activations, 12);
+        counter.charge(Category::Gradients, 1).unwrap();
         assert_eq!(counter.usage(Category::Activations), MemoryUsage { current: 3, peak: 15 });
         assert_eq!(counter.total(), MemoryUsage { current: 4, peak: 15 });
         assert_eq!(counter.at_peak()[Category::Activations as usize], 15);
-        counter.take_mapped(Category::Communication, 20).unwrap();
+        counter.charge_mapped(Category::Communication, 20).unwrap();
         assert_eq!((counter.total().peak, counter.own()), (24, MemoryUsage { current: 4, peak: 15 }));
-        counter.take_outside(Category::Gradients, 2).unwrap();
-        counter.give_outside(Category::Gradients, 2);
+        counter.charge_outside_arena(Category::Gradients, 2).unwrap();
+        counter.uncharge_outside_arena(Category::Gradients, 2);
         assert_eq!(counter.outside(), MemoryUsage { current: 0, peak: 2 });
         assert_eq!(counter.usage(Category::Gradients).peak, 3);
         assert_eq!(counter.at_peak()[Category::Activations as usize], 3);
-        counter.give_mapped(Category::Communication, 20);
-        counter.restart_peaks();
+        counter.uncharge_mapped(Category::Communication, 20);
+        counter.reset_peaks();
         assert_eq!(counter.own(), MemoryUsage { current: 4, peak: 4 });
         assert_eq!(counter.usage(Category::Activations).peak, 3);
         assert_eq!(counter.total().peak, 4);
     }
 
     #[test]
-    fn what_passes_the_budget_is_refused_and_not_counted() {
+    fn allocations_beyond_the_budget_are_refused_and_not_counted() {
         let counter = MemoryCounter::new(Some(4096));
-        counter.take(Category::Parameters, 3072).unwrap();
-        let refused = counter.take(Category::Activations, 2048).unwrap_err();
+        counter.charge(Category::Parameters, 3072).unwrap();
+        let refused = counter.charge(Category::Activations, 2048).unwrap_err();
         assert_eq!((refused.requested, refused.excess()), (2048, 1024));
         assert_eq!(
             refused.to_string(),
@@ -248,6 +248,6 @@ mod tests {
              gradients 0B, optimizer 0B, activations 0B, communication 0B"
         );
         assert_eq!(counter.total(), MemoryUsage { current: 3072, peak: 3072 });
-        counter.take(Category::Activations, 1024).unwrap();
+        counter.charge(Category::Activations, 1024).unwrap();
     }
 }

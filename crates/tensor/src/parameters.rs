@@ -171,7 +171,7 @@ mod tests {
     use crate::device::{DeviceError, DeviceOptions};
 
     #[test]
-    fn tables_beyond_all_addresses_are_refused_in_words() {
+    fn tables_beyond_the_address_space_return_an_error() {
         let device = Device::counting(DeviceOptions::default()).unwrap();
         let mut table = ParameterTable::default();
         for name in ["first", "second"] {
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_has_parts_of_parameters() {
+    fn a_shard_loads_parts_of_parameters() {
         let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
         let mut table = ParameterTable::default();
         table.begin_unit("block");

@@ -5,12 +5,12 @@
 
 mod bound;
 
-pub use crate::kernels::{ProductSizes, Unit};
+pub use crate::kernels::{ExecutionUnit, ProductSizes};
 pub use crate::timing::Timing;
 pub use bound::{Limit, Peaks};
 pub use trireme_base::{Cost, Traffic};
 
-use crate::device::{Device, DeviceError, MatmulEpilogue, Result, Transpose};
+use crate::device::{Device, DeviceError, MatmulEpilogue, Result, Transposition};
 use crate::kernels::CpuFeatures;
 use crate::precision::Precision;
 use crate::shape::Shape;
@@ -36,17 +36,17 @@ trireme_base::named! {
 }
 
 impl Transposes {
-    fn split(self) -> (Transpose, Transpose) {
+    fn split(self) -> (Transposition, Transposition) {
         match self {
-            Transposes::NN => (Transpose::No, Transpose::No),
-            Transposes::NT => (Transpose::No, Transpose::Yes),
-            Transposes::TN => (Transpose::Yes, Transpose::No),
+            Transposes::NN => (Transposition::No, Transposition::No),
+            Transposes::NT => (Transposition::No, Transposition::Yes),
+            Transposes::TN => (Transposition::Yes, Transposition::No),
         }
     }
 }
 
 /// Returns the reason why this machine lacks a SIMD level; `None` if it has the level.
-pub fn why_absent(features: CpuFeatures) -> Option<&'static str> {
+pub fn reason_unsupported(features: CpuFeatures) -> Option<&'static str> {
     if features <= CpuFeatures::detect() {
         return None;
     }
@@ -81,11 +81,11 @@ impl Probe {
     ///
     /// # Panics
     /// If the device's SIMD level does not have the unit.
-    pub fn peak(&self, unit: Unit) -> f64 {
+    pub fn peak(&self, unit: ExecutionUnit) -> f64 {
         let mut rounds = 1024;
         loop {
             let start = Instant::now();
-            self.device.run_unit(unit, rounds);
+            self.device.run_execution_unit(unit, rounds);
             if start.elapsed() >= UNIT_DURATION_MIN {
                 break;
             }
@@ -93,7 +93,7 @@ impl Probe {
         }
         let mut operations = 0;
         let Ok(timing) = time_runs(self.duration, |_| {
-            operations = self.device.run_unit(unit, rounds);
+            operations = self.device.run_execution_unit(unit, rounds);
             Ok::<_, Infallible>(())
         });
         operations as f64 / timing.best

@@ -133,7 +133,7 @@ impl Tensor {
     /// If there is not enough memory.
     pub fn restore(&mut self) -> Result<()> {
         let Memory::Block(block) = &mut self.memory else { return Ok(()) };
-        match block.retake() {
+        match block.reallocate() {
             Err(DeviceError::OverBudget(error)) => {
                 let memory = block.arena().overflow(block.len(), block.category()).ok_or(error)?;
                 self.memory = Memory::Lent(LentGuard(Some(memory)));
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn lent_memory_is_worked_with_and_comes_back() {
+    fn lent_memory_is_used_and_returned() {
         let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
         let returned = Arc::new(Mutex::new(Vec::new()));
         let lend = || Tensor::lent(Box::new(Bytes([0; 8], Arc::clone(&returned))), [2, 4].into(), DType::U8);

@@ -40,7 +40,7 @@ struct Middle {
     norm: Arc<Norm>,
     linear: Arc<Linear>,
     dropout: Arc<Dropout>,
-    near: Option<Arc<Linear>>,
+    reconstruction: Option<Arc<Linear>>,
 }
 
 impl Unit for Middle {
@@ -50,7 +50,7 @@ impl Unit for Middle {
         let hidden = cx.apply(&self.linear, (normed, sparse))?;
         let hidden = cx.apply(&self.dropout, [hidden])?;
         cx.output("sparse", hidden)?;
-        let Some(near) = &self.near else {
+        let Some(near) = &self.reconstruction else {
             return cx.output("dense", dense);
         };
         let features = cx.batch("features");
@@ -95,15 +95,15 @@ impl Operation for Recall {
 }
 
 #[derive(Debug)]
-struct Classes {
+struct Head {
     linear: Arc<Linear>,
-    fit: Arc<Norm>,
+    sparse_norm: Arc<Norm>,
 }
 
-impl Unit for Classes {
+impl Unit for Head {
     fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError> {
         let (dense, sparse) = (cx.input("dense"), cx.input("sparse"));
-        let sparse = cx.apply(&self.fit, [sparse])?;
+        let sparse = cx.apply(&self.sparse_norm, [sparse])?;
         let both = cx.apply(&Concat { dim: 1 }, [dense, sparse])?;
         let logits = cx.apply(&self.linear, [both])?;
         let labels = cx.batch("labels");
@@ -147,14 +147,14 @@ pub fn build_classifier(_: &Device, mut table: ParameterTable) -> Result<Model, 
                 InputActivation::Of(Activation::Gelu),
             ),
             dropout: Arc::new(Dropout::new(format!("{name}.dropout"), 0.2)),
-            near: (layer != 2)
+            reconstruction: (layer != 2)
                 .then(|| linear(&mut table, &format!("{name}.near"), WIDTH, FEATURES, identity)),
         }));
     }
     table.begin_unit("classes");
     let fit = norm(&mut table, "classes.norm");
     let linear = linear(&mut table, "classes", 2 * WIDTH, CLASSES, identity);
-    units.push(Arc::new(Classes { linear, fit }));
+    units.push(Arc::new(Head { linear, sparse_norm: fit }));
     Ok(Model::new(units, table))
 }
 

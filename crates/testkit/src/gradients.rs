@@ -88,24 +88,30 @@ fn random(len: usize, name: &str) -> Vec<f32> {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Manner {
+struct RunVariant {
     num_threads: usize,
     /// Whether the gradients of inputs and of parameters are computed by two separate backward passes.
-    apart: bool,
-    is_moved: bool,
+    splits_backward: bool,
+    overwrites_inputs: bool,
     /// Initial value of the parameter gradients, which the gradients are added to. `None` if gradients are written.
-    before: Option<f32>,
+    initial_grad: Option<f32>,
     backend: BackendKind,
 }
 
-impl Default for Manner {
+impl Default for RunVariant {
     fn default() -> Self {
-        Manner { num_threads: 1, apart: false, is_moved: false, before: None, backend: BackendKind::Cpu }
+        RunVariant {
+            num_threads: 1,
+            splits_backward: false,
+            overwrites_inputs: false,
+            initial_grad: None,
+            backend: BackendKind::Cpu,
+        }
     }
 }
 
 #[derive(Debug, PartialEq)]
-struct Found {
+struct Outputs {
     /// The output, or the mean loss.
     output: Vec<f32>,
     is_loss: bool,
@@ -149,19 +155,19 @@ impl GradientCheck<'_> {
     /// # Panics
     /// If a value differs by more than the rounding of the precision explains, or if bits differ.
     pub fn check(&self) {
-        let plain = Manner::default();
+        let plain = RunVariant::default();
         let found = self.compute(plain);
-        for manner in [
-            Manner { apart: true, ..plain },
-            Manner { num_threads: 3, ..plain },
-            Manner { is_moved: true, ..plain },
-            Manner { is_moved: true, apart: true, ..plain },
-            Manner { backend: detached(0), ..plain },
-            Manner { backend: detached(1), num_threads: 2, is_moved: true, ..plain },
+        for variant in [
+            RunVariant { splits_backward: true, ..plain },
+            RunVariant { num_threads: 3, ..plain },
+            RunVariant { overwrites_inputs: true, ..plain },
+            RunVariant { overwrites_inputs: true, splits_backward: true, ..plain },
+            RunVariant { backend: detached(0), ..plain },
+            RunVariant { backend: detached(1), num_threads: 2, overwrites_inputs: true, ..plain },
         ] {
-            assert_eq!(found, self.compute(manner), "{}: {manner:?}", self.name);
+            assert_eq!(found, self.compute(variant), "{}: {variant:?}", self.name);
         }
-        let added = self.compute(Manner { before: Some(1.0), ..plain });
+        let added = self.compute(RunVariant { initial_grad: Some(1.0), ..plain });
         let tolerance = match self.precision {
             Precision::F32 => 2e-6,
             Precision::F16 => 4e-3,
@@ -255,8 +261,14 @@ impl GradientCheck<'_> {
         parameters
     }
 
-    fn compute(&self, manner: Manner) -> Found {
-        let Manner { num_threads, apart, is_moved, before, backend } = manner;
+    fn compute(&self, variant: RunVariant) -> Outputs {
+        let RunVariant {
+            num_threads,
+            splits_backward: apart,
+            overwrites_inputs: is_moved,
+            initial_grad: before,
+            backend,
+        } = variant;
         let device =
             TracedDevice::open(DeviceOptions { num_threads, backend, ..DeviceOptions::default() }).unwrap();
         let parameters = self.parameters(&device);
@@ -311,7 +323,7 @@ impl GradientCheck<'_> {
         let parameter_grads = if has_parameters { device.read(sink.flat.flat(0)) } else { Vec::new() };
         drop(tape);
         assert_eq!(device.memory().usage(Category::Activations).current, 0, "nothing is left");
-        Found { output, is_loss, input_grads, parameter_grads }
+        Outputs { output, is_loss, input_grads, parameter_grads }
     }
 }
 

@@ -29,14 +29,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_there_is_given() {
+    fn available_resources_are_returned() {
         assert_eq!([true, false].map(|may_skip| or_skip_if(may_skip, "x", Ok::<_, String>(7))), [Some(7); 2]);
         assert_eq!(or_skip_if::<u8>(true, "x", Err("none was made")), None);
     }
 
     #[test]
     #[should_panic(expected = "this machine has no x: none was made")]
-    fn what_must_be_there_fails_the_test() {
+    fn a_missing_required_resource_fails_the_test() {
         or_skip_if::<()>(false, "x", Err("none was made"));
     }
 }

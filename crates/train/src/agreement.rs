@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_learns_which_ranks_differ_in_what() {
+    fn all_ranks_report_each_difference_with_its_ranks() {
         let found = run_ranks(5, |group| {
             let lr = if [1, 4].contains(&group.rank().0) { "1e-3" } else { "3e-4" };
             let mut own = vec![("optimizer.lr", lr), ("training.seed", "0")];
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_agree_go_on() {
+    fn ranks_that_agree_continue() {
         let same = run_ranks(3, |group| agree(&facts(&[("a", "1"), ("b", "2")]), &group).is_ok());
         assert_eq!(same, [true; 3]);
         assert_ne!(facts(&[("a", "1b")]).checksum(), facts(&[("a1", "b")]).checksum());
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn values_that_differ_behind_what_is_quoted_differ() {
+    fn values_that_differ_after_the_quoted_part_differ() {
         let both = ["1", "2"].map(|end| facts(&[("a", &("x".repeat(VALUE_CHARS_MAX) + end))]));
         let both = both.map(|facts| Facts::from_bytes(&facts.to_bytes()));
         assert_eq!(differences(&both).len(), 1);

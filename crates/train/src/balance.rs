@@ -3,18 +3,18 @@
 //!
 //! A unit is assumed to cost the same on every rank as on the rank that holds it. If ranks differ in speed, the next measurements show it.
 
+use crate::all_gather_json::all_gather_json;
 use crate::choices::StepChoices;
 use crate::config::Config;
 use crate::error::TrainError;
 use crate::programs::proven_programs;
-use crate::stages::{StageChoice, counted_costs, follow_each_other, stages_of};
-use crate::telling::tell_all;
+use crate::stages::{StageChoice, are_contiguous, counted_costs, stages_with_costs};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use trireme_base::{Rank, UnitPasses};
 use trireme_parallel::{ActionTime, Executor};
 use trireme_schedule::pipeline::{self, StageCosts};
-use trireme_schedule::{Action, Outline, Program};
+use trireme_schedule::{Action, Program, ProgramHeader};
 
 /// Steps whose times are kept: enough that a few slow steps do not change the median, few enough that the median reflects recent steps.
 const STEPS_MAX: usize = 16;
@@ -27,7 +27,7 @@ const GAIN_MIN: f64 = 0.03;
 type UnitTimes = [u64; 5];
 
 /// Returns the index in [`UnitTimes`] to which the time of an action is added, or `None` if the action is no computation of a unit.
-fn part_of(action: Action) -> Option<usize> {
+fn time_index(action: Action) -> Option<usize> {
     match action {
         Action::Forward { .. } => Some(0),
         Action::Backward { .. } => Some(1),
@@ -61,7 +61,7 @@ impl MeasuredTimes {
         let step = &mut self.times[place..place + self.num_units];
         step.fill(UnitTimes::default());
         for (action, time) in program.actions.iter().zip(timeline) {
-            if let Some(part) = part_of(*action) {
+            if let Some(part) = time_index(*action) {
                 step[action.unit()][part] += (time.end - time.start).as_nanos() as u64;
             }
         }
@@ -112,20 +112,20 @@ fn imbalance<'a>(units: impl Iterator<Item = &'a Range<usize>>, stage_ranks: &[u
 
 /// A new split of the units into stages, with the [`imbalance`] before and after it, computed from the same times.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct Recut {
+struct NewSplit {
     stages: Vec<StageChoice>,
     before: f64,
     after: f64,
 }
 
 /// Returns a split that is better than `present`, or `None` if there is none, or if the imbalance is at most `threshold`.
-fn recut(
+fn new_split(
     present: &[StageChoice],
     stage_ranks: &[usize],
     costs: &[StageCosts],
     num_microbatches: usize,
     threshold: f64,
-) -> Option<Recut> {
+) -> Option<NewSplit> {
     let in_step = |costs: &StageCosts| costs.total() * num_microbatches as u64 + costs.update;
     let work: Vec<u64> = costs.iter().map(in_step).collect();
     let before = imbalance(present.iter().map(|stage| &stage.units), stage_ranks, &work);
@@ -135,11 +135,11 @@ fn recut(
     let units = pipeline::cut(&work, present.len());
     let after = imbalance(units.iter(), stage_ranks, &work);
     let is_better = after < before * (1.0 - GAIN_MIN);
-    is_better.then(|| Recut { stages: stages_of(costs, units), before, after })
+    is_better.then(|| NewSplit { stages: stages_with_costs(costs, units), before, after })
 }
 
 /// The new stages, and the reason for the move as it is printed.
-pub(crate) struct Move {
+pub(crate) struct Rebalancing {
     pub(crate) choices: StepChoices,
     pub(crate) reason: String,
 }
@@ -166,7 +166,7 @@ impl Balance {
     }
 
     /// Discards all measurements, because units have moved.
-    pub(crate) fn forget(&mut self) {
+    pub(crate) fn clear_measurements(&mut self) {
         self.times.num_seen = 0;
     }
 
@@ -178,67 +178,68 @@ impl Balance {
         config: &Config,
         choices: &StepChoices,
         executor: &Executor,
-    ) -> Result<Option<Move>, TrainError> {
+    ) -> Result<Option<Rebalancing>, TrainError> {
         let own = self.times.medians().filter(|_| step.is_multiple_of(self.interval));
         let Some(own) = own else { return Ok(None) };
         let group = executor.group();
-        let told = tell_all(group, &own)?;
+        let gathered = all_gather_json(group, &own)?;
         let found = match group.rank() {
-            Rank::ROOT => self.find(&told, config, choices, executor),
+            Rank::ROOT => self.find(&gathered, config, choices, executor),
             _ => None,
         };
-        let Some(recut) = tell_all(group, &found)?.swap_remove(Rank::ROOT.0) else { return Ok(None) };
-        if !follow_each_other(&recut.stages) {
-            return Err(TrainError::ForeignStages);
+        let Some(recut) = all_gather_json(group, &found)?.swap_remove(Rank::ROOT.0) else { return Ok(None) };
+        if !are_contiguous(&recut.stages) {
+            return Err(TrainError::UnreadableStages);
         }
-        Ok(Some(Move::new(step, recut, choices)))
+        Ok(Some(Rebalancing::new(step, recut, choices)))
     }
 
     /// Returns a better split that the schedule can run, computed from the unit times of all ranks.
     fn find(
         &self,
-        told: &[Vec<UnitTimes>],
+        gathered: &[Vec<UnitTimes>],
         config: &Config,
         choices: &StepChoices,
         executor: &Executor,
-    ) -> Option<Recut> {
-        let times = slowest(told, self.passes.len());
-        let outline: &Outline = &executor.program().outline;
+    ) -> Option<NewSplit> {
+        let times = slowest(gathered, self.passes.len());
+        let header: &ProgramHeader = &executor.program().header;
         let counted = counted_costs(&self.passes, &choices.keeps);
-        let costs = measured_costs(&counted, &times, outline.num_microbatches);
-        let stage_ranks: Vec<usize> = outline.stages.iter().map(|stage| stage.rank).collect();
-        let recut = recut(&choices.stages, &stage_ranks, &costs, outline.num_microbatches, self.threshold)?;
+        let costs = measured_costs(&counted, &times, header.num_microbatches);
+        let stage_ranks: Vec<usize> = header.stages.iter().map(|stage| stage.rank).collect();
+        let recut =
+            new_split(&choices.stages, &stage_ranks, &costs, header.num_microbatches, self.threshold)?;
         let choices = StepChoices { stages: recut.stages.clone(), ..choices.clone() };
-        proven_programs(config, &outline.chain, &choices).is_ok().then_some(recut)
+        proven_programs(config, &header.chain, &choices).is_ok().then_some(recut)
     }
 }
 
 /// Returns, for each unit, its longest times over all ranks. A step waits for the slowest of the ranks that run a unit.
-fn slowest(told: &[Vec<UnitTimes>], num_units: usize) -> Vec<UnitTimes> {
+fn slowest(gathered: &[Vec<UnitTimes>], num_units: usize) -> Vec<UnitTimes> {
     let mut times = vec![UnitTimes::default(); num_units];
-    for told in told {
-        for (slowest, &time) in times.iter_mut().flatten().zip(told.iter().flatten()) {
+    for gathered in gathered {
+        for (slowest, &time) in times.iter_mut().flatten().zip(gathered.iter().flatten()) {
             *slowest = time.max(*slowest);
         }
     }
     times
 }
 
-impl Move {
-    fn new(step: u64, recut: Recut, present: &StepChoices) -> Self {
-        let Recut { stages, before, after } = recut;
+impl Rebalancing {
+    fn new(step: u64, recut: NewSplit, present: &StepChoices) -> Self {
+        let NewSplit { stages, before, after } = recut;
         let reason = format!(
             "step {step}: the busiest worker of the pipeline took {before:.2} times the mean; units {} become {}, for \
              {after:.2} times the mean",
-            cut_text(&present.stages),
-            cut_text(&stages)
+            split_text(&present.stages),
+            split_text(&stages)
         );
-        Move { choices: StepChoices { stages, ..present.clone() }, reason }
+        Rebalancing { choices: StepChoices { stages, ..present.clone() }, reason }
     }
 }
 
 /// Formats the units of stages, such as `0-3 | 4-7`.
-fn cut_text(stages: &[StageChoice]) -> String {
+fn split_text(stages: &[StageChoice]) -> String {
     let text = |StageChoice { units, .. }: &StageChoice| match units.len() {
         1 => units.start.to_string(),
         _ => format!("{}-{}", units.start, units.end - 1),
@@ -263,28 +264,28 @@ mod tests {
     }
 
     #[test]
-    fn an_uneven_cut_is_made_better() {
+    fn an_uneven_split_is_improved() {
         let costs = of(&[100, 100, 100, 500]);
-        let found = recut(&units(&[0..1, 1..4]), &[0, 1], &costs, 4, 1.1).unwrap();
+        let found = new_split(&units(&[0..1, 1..4]), &[0, 1], &costs, 4, 1.1).unwrap();
         assert_eq!(found.stages.iter().map(|stage| stage.units.clone()).collect::<Vec<_>>(), [0..3, 3..4]);
         assert_eq!((found.before, found.after), (1.75, 1.25));
         // The schedule uses costs relative to the longest stage's forward pass.
         assert_eq!((found.stages[0].costs.forward, found.stages[1].costs.forward), (600, 1000));
         // The update makes the first unit the most expensive one, whatever its passes cost.
         let costs = [StageCosts { update: 9000, ..StageCosts::of(1, 1, 0) }, costs[0], costs[0], costs[0]];
-        let found = recut(&units(&[0..2, 2..4]), &[0, 1], &costs, 4, 1.1).unwrap();
+        let found = new_split(&units(&[0..2, 2..4]), &[0, 1], &costs, 4, 1.1).unwrap();
         assert_eq!(found.stages[0].units, 0..1);
     }
 
     #[test]
-    fn what_is_even_enough_or_cannot_be_better_stays() {
-        assert_eq!(recut(&units(&[0..2, 2..4]), &[0, 1], &of(&[100, 120, 100, 100]), 4, 1.1), None);
+    fn even_splits_and_best_splits_are_kept() {
+        assert_eq!(new_split(&units(&[0..2, 2..4]), &[0, 1], &of(&[100, 120, 100, 100]), 4, 1.1), None);
         // One unit has more than half of the work.
-        assert_eq!(recut(&units(&[0..3, 3..4]), &[0, 1], &of(&[10, 10, 10, 100]), 4, 1.1), None);
+        assert_eq!(new_split(&units(&[0..3, 3..4]), &[0, 1], &of(&[10, 10, 10, 100]), 4, 1.1), None);
         // The work of all stages of a rank adds up.
         let round = [0, 1, 0, 1];
         assert_eq!(
-            recut(&units(&[0..1, 1..2, 2..3, 3..4]), &round, &of(&[100, 300, 300, 100]), 4, 1.1),
+            new_split(&units(&[0..1, 1..2, 2..3, 3..4]), &round, &of(&[100, 300, 300, 100]), 4, 1.1),
             None
         );
     }
@@ -318,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn backward_in_one_is_divided_as_operations_are() {
+    fn full_backward_is_divided_by_counted_operations() {
         let counted = [StageCosts::of(5, 30, 10)];
         let costs = measured_costs(&counted, &[[40, 80, 8, 4, 9]], 4);
         let expected = StageCosts { update: 9, ..StageCosts::of(10, 17, 6) };
@@ -328,23 +329,23 @@ mod tests {
 
     #[test]
     fn units_move_by_the_times_of_the_slowest_ranks() {
-        let told = [vec![[1, 2, 3, 4, 5]], vec![[2, 1, 0, 9, 0], [7; 5]]];
-        assert_eq!(slowest(&told, 2), [[2, 2, 3, 9, 5], [7; 5]]);
+        let gathered = [vec![[1, 2, 3, 4, 5]], vec![[2, 1, 0, 9, 0], [7; 5]]];
+        assert_eq!(slowest(&gathered, 2), [[2, 2, 3, 9, 5], [7; 5]]);
         let keeps = vec![Keep::All, Keep::Input];
         let state = trireme_schedule::StateLayout::WHOLE;
         let schedule = "ranks 1 placement 0 microbatches 1\nrank 0: F 0 0, B 0 0".parse().ok();
         let present = StepChoices { keeps, state, stages: units(&[0..1, 1..4]), schedule };
         let next = StepChoices { stages: units(&[0..3, 3..4]), ..present.clone() };
-        let recut = Recut { stages: next.stages.clone(), before: 1.75, after: 1.25 };
+        let recut = NewSplit { stages: next.stages.clone(), before: 1.75, after: 1.25 };
         let text = serde_json::to_string(&recut).unwrap();
-        assert_eq!(serde_json::from_str::<Recut>(&text).unwrap(), recut);
-        let made = Move::new(40, recut, &present);
+        assert_eq!(serde_json::from_str::<NewSplit>(&text).unwrap(), recut);
+        let made = Rebalancing::new(40, recut, &present);
         assert_eq!(made.choices, next);
         assert!(made.choices.schedule.is_some());
         let text = "step 40: the busiest worker of the pipeline took 1.75 times the mean; units 0 | 1-3 become 0-2 | 3, for 1.25 times the mean";
         assert_eq!(made.reason, text);
-        assert!(serde_json::from_str::<Recut>("{\"stages\": [], \"before\": 1.75}").is_err());
+        assert!(serde_json::from_str::<NewSplit>("{\"stages\": [], \"before\": 1.75}").is_err());
         let cuts: [&[Range<usize>]; 4] = [&[0..3, 3..4], &[1..2, 2..4], &[0..1, 2..4], &[0..4, 4..4]];
-        assert_eq!(cuts.map(|cut| follow_each_other(&units(cut))), [true, false, false, false]);
+        assert_eq!(cuts.map(|cut| are_contiguous(&units(cut))), [true, false, false, false]);
     }
 }

@@ -1,6 +1,6 @@
 //! The contents of a run's checkpoints: its tensors, its training state and its files.
 
-use crate::compression::{CompressionState, CompressorStates, compressor_bytes};
+use crate::compression::{CompressionInfo, CompressorStates, compressor_bytes};
 use crate::config::Config;
 use crate::error::TrainError;
 use crate::fp8::history_placements;
@@ -20,7 +20,7 @@ use trireme_checkpoint::{
 };
 use trireme_optim::{LossScalerState, State, StateInfo};
 use trireme_parallel::{Executor, ParallelError};
-use trireme_plan::{HeldBox, TensorPlacement};
+use trireme_plan::{LocalBox, TensorPlacement};
 use trireme_schedule::StateClass;
 
 /// The name of the corpus checksum in the identity of the samples.
@@ -47,9 +47,9 @@ pub(crate) struct TrainingState {
     pub(crate) loss_scaler: LossScalerState,
     /// Describes the compressor state among the checkpoint's tensors. `None` if the run compresses no gradients.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) compression: Option<CompressionState>,
+    pub(crate) compression: Option<CompressionInfo>,
     #[serde(default)]
-    pub(crate) validations: Validations,
+    pub(crate) validations: ValidationHistory,
     /// The gradient norms by which the next steps clip, as bits of f64. Only pipelines that do not drain between steps have them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) earlier_norms: Vec<u64>,
@@ -61,7 +61,7 @@ pub(crate) struct TrainingState {
 
 /// The results of validations so far.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub(crate) struct Validations {
+pub(crate) struct ValidationHistory {
     /// Identifies the validation samples. Checkpoints of earlier versions do not state it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) samples: Option<BTreeMap<String, String>>,
@@ -73,7 +73,7 @@ pub(crate) struct Validations {
     pub(crate) num_since: u64,
 }
 
-impl Validations {
+impl ValidationHistory {
     /// Records the validation loss after a step. Returns whether it is the lowest so far.
     pub(crate) fn add(&mut self, step: u64, loss: f64) -> bool {
         let is_best = loss.is_finite() && (self.best_step.is_none() || loss < f64::from_bits(self.best_loss));
@@ -91,7 +91,7 @@ impl Validations {
         let difference = self.samples.as_ref().and_then(|found| difference(found, &samples));
         let has_results = self.best_step.is_some() || self.num_since > 0;
         if difference.is_some() {
-            *self = Validations::default();
+            *self = ValidationHistory::default();
         }
         self.samples = Some(samples);
         difference.filter(|_| has_results)
@@ -194,7 +194,7 @@ pub(crate) fn write_checkpoint(
     task: &dyn Task,
 ) -> Result<Saved, TrainError> {
     let mesh = executor.placements().mesh().clone();
-    let outline = executor.program().outline.clone();
+    let header = executor.program().header.clone();
     let mut tensors = executor.placements().tensors().to_vec();
     let mut entries: Vec<Entry> = (0..tensors.len()).map(Entry::Parameter).collect();
     let of_parameters = executor.placements().tensors();
@@ -207,7 +207,7 @@ pub(crate) fn write_checkpoint(
             let placements = if info.is_like_parameter {
                 of_parameters[info.parameter.name.as_str()].placements.clone()
             } else {
-                executor.placements().beside(executor.model().table(), &outline, info.parameter)
+                executor.placements().replicated_with(executor.model().table(), &header, info.parameter)
             };
             let (name, shape) = (state_name(info), info.shape.dims().to_vec());
             tensors.push(TensorPlacement { name, shape, dtype: DType::F32, placements });
@@ -222,13 +222,13 @@ pub(crate) fn write_checkpoint(
     }
     let compressors = CompressorStates::gather(executor)?;
     tensors.extend(compressors.placements(&mesh));
-    entries.extend(compressors.own_places(executor).map(|index| Entry::Compressor { index }));
+    entries.extend(compressors.own_indices(executor).map(|index| Entry::Compressor { index }));
     let (config_toml, of_task) = (config.to_toml(), task.files());
     let mut files = vec![ExtraFile { name: CONFIG_TOML, contents: config_toml.as_bytes() }];
     files.extend(of_task.iter().map(|file| ExtraFile { name: file.name, contents: &file.contents }));
     let earlier_norms = executor.earlier_norms().into_iter().map(f64::to_bits).collect();
     let state = &TrainingState {
-        compression: CompressionState::of(executor, &compressors),
+        compression: CompressionInfo::of(executor, &compressors),
         earlier_norms,
         optimizer_starts: optimizer_starts(executor),
         ..state.clone()
@@ -289,7 +289,7 @@ impl RunTensors<'_> {
             return Ok(());
         }
         self.send_back()?;
-        self.executor.bring_state(class, unit)?;
+        self.executor.fetch_state(class, unit)?;
         self.brought = Some((class, unit));
         Ok(())
     }
@@ -299,7 +299,7 @@ impl RunTensors<'_> {
         let executor = &*self.executor;
         let (mesh, rank) = (executor.placements().mesh(), executor.group().rank());
         let boxes = self.tensors[index].boxes(mesh, rank)?;
-        let runs: Vec<Range<usize>> = boxes.iter().flat_map(HeldBox::runs).collect();
+        let runs: Vec<Range<usize>> = boxes.iter().flat_map(LocalBox::runs).collect();
         let is_in_order = runs.iter().scan(0, |next, run| {
             let is_next = run.start == *next;
             *next = run.end;
@@ -314,7 +314,7 @@ impl RunTensors<'_> {
 
     fn send_back(&mut self) -> Result<(), ParallelError> {
         match self.brought.take() {
-            Some((class, unit)) => self.executor.send_state(class, unit, false),
+            Some((class, unit)) => self.executor.evict_state(class, unit, false),
             None => Ok(()),
         }
     }
@@ -338,7 +338,7 @@ impl TensorSource for RunTensors<'_> {
             Entry::Parameter(parameter) => {
                 let info = &executor.model().table().parameters()[parameter];
                 let range = &executor.parts()[info.unit];
-                let values = info.held(range).map_or_else(Vec::new, |held| {
+                let values = info.stored(range).map_or_else(Vec::new, |held| {
                     let first = info.offset + held.start - range.start;
                     executor
                         .shard_device()
@@ -367,7 +367,7 @@ pub(crate) fn state_name(info: &StateInfo<'_>) -> String {
 }
 
 /// Returns the notice for a failed cleanup of old checkpoints.
-pub(crate) fn untidy_notice(error: &CheckpointError) -> String {
+pub(crate) fn cleanup_notice(error: &CheckpointError) -> String {
     format!("{}; the checkpoints are complete, and the next save will try again", with_sources(error))
 }
 
@@ -423,7 +423,7 @@ mod tests {
     #[test]
     fn losses_of_other_validation_samples_are_not_compared() {
         let of = |value: &str| BTreeMap::from([("validation_samples".to_owned(), value.to_owned())]);
-        let mut validations = Validations::default();
+        let mut validations = ValidationHistory::default();
         assert_eq!(validations.begin(of("8")), None);
         assert!(validations.add(5, 2.0) && !validations.add(10, 2.5));
         let before = validations.clone();
@@ -431,13 +431,16 @@ mod tests {
         assert_eq!(validations, before);
         let difference = validations.begin(of("16")).unwrap();
         assert_eq!((&*difference.found, &*difference.expected), ("8", "16"));
-        assert_eq!(validations, Validations { samples: Some(of("16")), ..Validations::default() });
+        assert_eq!(
+            validations,
+            ValidationHistory { samples: Some(of("16")), ..ValidationHistory::default() }
+        );
         assert!(validations.add(15, 3.0), "a higher loss of other samples is their lowest");
         // No results are reset, so there is nothing to report.
-        validations = Validations { samples: Some(of("8")), ..Validations::default() };
+        validations = ValidationHistory { samples: Some(of("8")), ..ValidationHistory::default() };
         assert_eq!(validations.begin(of("16")), None);
         // Earlier versions did not state the samples.
-        validations = Validations { samples: None, ..before.clone() };
+        validations = ValidationHistory { samples: None, ..before.clone() };
         assert_eq!(validations.begin(of("8")), None);
         assert_eq!(validations, before);
     }

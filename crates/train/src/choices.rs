@@ -4,7 +4,7 @@ use crate::as_text;
 use crate::config::{self, Config};
 use crate::error::TrainError;
 use crate::schedule_file::read_schedule;
-use crate::stages::{StageChoice, cut_evenly, cut_stages, follow_each_other};
+use crate::stages::{StageChoice, are_contiguous, split_evenly, split_stages};
 use serde::{Deserialize, Serialize};
 use trireme_base::{Rank, UnitPasses};
 use trireme_comm::{CONTROL_BYTES_MAX, CommError, Group};
@@ -39,21 +39,21 @@ impl StepChoices {
         let keeps = given_keeps(config, passes);
         let schedule = read_schedule(config)?;
         let num_stages = schedule.as_ref().map_or(config.parallelism().num_stages(), Schedule::num_stages);
-        let stages = cut_stages(config, num_stages, passes, &keeps)?;
+        let stages = split_stages(config, num_stages, passes, &keeps)?;
         Ok(StepChoices { keeps, state: given_state(config), stages, schedule })
     }
 
     /// Returns the stages of the pipeline, or one stage with all units without a pipeline.
     pub fn stages_or_one(&self, passes: &[UnitPasses]) -> Vec<StageChoice> {
         match &self.stages[..] {
-            [] => cut_evenly(passes, &self.keeps, 1),
+            [] => split_evenly(passes, &self.keeps, 1),
             stages => stages.to_vec(),
         }
     }
 
     /// Returns the choices of rank 0, which passes them as `own`. Returns `None` on a rank that cannot parse them. Collective: sends as
     /// many control messages as the text needs.
-    pub fn of_root(own: Option<&StepChoices>, group: &Group) -> Result<Option<Self>, TrainError> {
+    pub fn broadcast_from_root(own: Option<&StepChoices>, group: &Group) -> Result<Option<Self>, TrainError> {
         let own = own.map_or_else(Vec::new, |own| serde_json::to_vec(own).expect("choices are JSON"));
         let tell = |bytes: &[u8]| -> Result<Vec<u8>, CommError> {
             Ok(group.all_gather_bytes(bytes).wait()?.swap_remove(Rank::ROOT.0))
@@ -68,7 +68,7 @@ impl StepChoices {
             message.extend(piece);
         }
         let choices = serde_json::from_slice(&message).ok();
-        Ok(choices.filter(|choices: &StepChoices| follow_each_other(&choices.stages)))
+        Ok(choices.filter(|choices: &StepChoices| are_contiguous(&choices.stages)))
     }
 }
 
@@ -114,7 +114,7 @@ mod tests {
     use trireme_testkit::run_ranks;
 
     #[test]
-    fn all_ranks_have_what_rank_0_has_chosen_however_long_it_is() {
+    fn rank_0_broadcasts_choices_of_any_length() {
         let passes =
             |stage: usize, count: usize| (0..count).map(|index| Pass::forward(stage, index)).collect();
         // The text of the longer schedule takes four messages.
@@ -135,7 +135,7 @@ mod tests {
             assert_eq!(serde_json::to_vec(&chosen).unwrap().len() > 3 * CONTROL_BYTES_MAX, count > 1);
             let found = run_ranks(3, |group| {
                 let own = (group.rank() == Rank::ROOT).then_some(&chosen);
-                StepChoices::of_root(own, &group).unwrap()
+                StepChoices::broadcast_from_root(own, &group).unwrap()
             });
             assert_eq!(found, [Some(chosen.clone()), Some(chosen.clone()), Some(chosen)]);
         }

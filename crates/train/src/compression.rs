@@ -15,7 +15,7 @@ const PER_RANK: [&str; 3] = ["residual", "velocity", "second_moment"];
 /// Reports to the observer what the codec does in this run. Collective over the ranks of the pipeline.
 ///
 /// # Errors
-/// Failed communication, or [`TrainError::ForeignCompressors`] if a rank sends no list of compressor state.
+/// Failed communication, or [`TrainError::UnreadableCompressors`] if a rank sends no list of compressor state.
 pub(crate) fn notice_compression(executor: &Executor, observer: &mut dyn Observer) -> Result<(), TrainError> {
     let (compression, world_size) = (executor.compression(), executor.ranks().data().world_size());
     if compression.codec() == CodecName::None {
@@ -43,7 +43,7 @@ pub(crate) fn notice_compression(executor: &Executor, observer: &mut dyn Observe
 
 /// Describes the run that wrote the compressor state of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct CompressionState {
+pub(crate) struct CompressionInfo {
     codec: String,
     world_size: usize,
     /// The loss scale of the stored gradients. 1 for momentum, which is not scaled.
@@ -53,14 +53,14 @@ pub(crate) struct CompressionState {
     is_momentum: bool,
 }
 
-impl CompressionState {
+impl CompressionInfo {
     /// Returns the description of this run's compressor state, or `None` if the run compresses no unit.
     pub(crate) fn of(executor: &Executor, states: &CompressorStates) -> Option<Self> {
         if states.num_compressed == 0 {
             return None;
         }
         let is_momentum = executor.optimizer().exchanges_momentum();
-        Some(CompressionState {
+        Some(CompressionInfo {
             codec: executor.compression().codec().to_string(),
             world_size: executor.group().world_size(),
             loss_scale: if is_momentum { 1 } else { executor.loss_scaler().scale() },
@@ -112,7 +112,7 @@ impl CompressorStates {
         let texts = executor.ranks().pipeline().all_gather_bytes(&own).wait().map_err(ParallelError::from)?;
         for (pipeline_rank, text) in texts.iter().enumerate() {
             let (num_compressed, states): (usize, Vec<CompressorState>) =
-                serde_json::from_slice(text).map_err(|_| TrainError::ForeignCompressors)?;
+                serde_json::from_slice(text).map_err(|_| TrainError::UnreadableCompressors)?;
             all.num_compressed += num_compressed;
             all.states.extend(states.into_iter().map(|state| CompressorState { pipeline_rank, ..state }));
         }
@@ -124,7 +124,7 @@ impl CompressorStates {
     }
 
     /// Returns, for each state, its index among the states of this rank, or `None` if another rank of the pipeline has it.
-    pub(crate) fn own_places(&self, executor: &Executor) -> impl Iterator<Item = Option<usize>> {
+    pub(crate) fn own_indices(&self, executor: &Executor) -> impl Iterator<Item = Option<usize>> {
         let rank = executor.ranks().pipeline().rank().0;
         let mut own = 0..;
         self.states.iter().map(move |state| (state.pipeline_rank == rank).then(|| own.next()).flatten())
@@ -185,7 +185,7 @@ impl CompressorState {
 /// decide alike, because all of them read the manifest.
 pub(crate) fn read_compressors(
     checkpoint: &Checkpoint,
-    saved: Option<&CompressionState>,
+    saved: Option<&CompressionInfo>,
     executor: &mut Executor,
     observer: &mut dyn Observer,
 ) -> Result<(), TrainError> {
@@ -195,19 +195,19 @@ pub(crate) fn read_compressors(
     let is_kept = |name: &str| name.starts_with(&name_prefix());
     let stored = checkpoint.tensors().renamed(|name| is_kept(name).then(|| name.to_owned()))?;
     if let Err(difference) = check_fits(saved, &stored, executor, (&states, &mesh)) {
-        let CompressionState { codec, world_size, .. } = saved;
-        let anew = match CompressionState::of(executor, &states) {
+        let CompressionInfo { codec, world_size, .. } = saved;
+        let restart = match CompressionInfo::of(executor, &states) {
             Some(_) => ", and compression restarts with its warm-up",
             None => "",
         };
         observer.notice(&format!(
             "{} has the state of compression {codec} on {world_size} workers, but {difference}. The state was \
-             ignored: gradients that earlier steps have not sent yet are lost{anew}",
+             ignored: gradients that earlier steps have not sent yet are lost{restart}",
             checkpoint.path().display()
         ));
         return Ok(());
     }
-    let own_scale = CompressionState::of(executor, &states).map_or(1, |own| own.loss_scale);
+    let own_scale = CompressionInfo::of(executor, &states).map_or(1, |own| own.loss_scale);
     let factor = own_scale as f32 / saved.loss_scale as f32;
     for (unit, compressor) in executor.compressors_mut() {
         let placements =
@@ -219,12 +219,12 @@ pub(crate) fn read_compressors(
 }
 
 fn check_fits(
-    saved: &CompressionState,
+    saved: &CompressionInfo,
     stored: &StoredTensors,
     executor: &Executor,
     (states, mesh): (&CompressorStates, &Mesh),
 ) -> Result<(), String> {
-    let Some(own) = CompressionState::of(executor, states) else {
+    let Some(own) = CompressionInfo::of(executor, states) else {
         return Err("this run does not compress".to_owned());
     };
     if (&own.codec, own.world_size) != (&saved.codec, saved.world_size) {

@@ -13,8 +13,8 @@ use std::path::{Component, Path, PathBuf};
 use trireme_base::{open_regular, open_regular_with};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_data::{
-    ChatTemplate, Corpus, DataError, Existing, MaskedTokens, PrepareOptions, PrepareReport, Progress, Source,
-    TokenFile, TokenizerChoice, check_inputs, is_current, is_free, stage,
+    ChatTemplate, Corpus, DataError, ExistingCorpus, MaskedTokens, PrepareOptions, PrepareReport, Progress,
+    Source, TokenFile, TokenizerChoice, check_inputs, has_no_corpus, is_up_to_date, stage,
 };
 
 /// The name of the loss mask's checksum in the identity of the samples.
@@ -29,7 +29,7 @@ pub enum CorpusState {
     /// The corpus fits the config.
     Current,
     /// The corpus was prepared by this call.
-    Made,
+    Prepared,
     /// The inputs or their preparation have changed, but the resumed run keeps the corpus that it began with.
     Kept,
 }
@@ -65,25 +65,26 @@ pub fn ensure_corpus<E: From<TrainError>>(
     progress: &dyn Progress,
     check: impl FnOnce(&Corpus) -> Result<(), E>,
 ) -> Result<RunCorpus, E> {
-    let parts = text_parts(config)?;
+    let parts = text_processing(config)?;
     let check = |corpus: &Corpus| {
         check_tokenizer(config, parts.pretrained.as_ref(), corpus)?;
         check(corpus)
     };
     loop {
-        let (version, existing, resumed) = match find_place(config, &parts)? {
-            Place::Found(found) => {
+        let (version, existing, resumed) = match find_corpus(config, &parts)? {
+            CorpusSearch::Found(found) => {
                 let folder = corpus_folder(&config.data().folder, found.version);
                 check(&Corpus::open(&folder).map_err(TrainError::from)?)?;
                 return Ok(found);
             }
-            Place::Free { version, existing, resumed } => (version, existing, resumed),
+            CorpusSearch::Free { version, existing, resumed } => (version, existing, resumed),
         };
         let options = prepare_options(config, &parts, version);
         let staged = match stage(&options, existing, progress) {
             // Another run that shares the folder has prepared this version first.
             Err(DataError::Occupied { .. })
-                if existing == Existing::Keep && !is_free(&options.out).map_err(TrainError::from)? =>
+                if existing == ExistingCorpus::Keep
+                    && !has_no_corpus(&options.out).map_err(TrainError::from)? =>
             {
                 continue;
             }
@@ -95,7 +96,7 @@ pub fn ensure_corpus<E: From<TrainError>>(
         }
         check(&corpus)?;
         staged.commit().map_err(TrainError::from)?;
-        return Ok(RunCorpus { version, state: CorpusState::Made });
+        return Ok(RunCorpus { version, state: CorpusState::Prepared });
     }
 }
 
@@ -104,10 +105,10 @@ pub fn ensure_corpus<E: From<TrainError>>(
 /// # Errors
 /// If a checkpoint or the folder cannot be used, or if the corpus has another tokenizer than the model.
 pub fn current_corpus(config: &Config) -> Result<Option<RunCorpus>, TrainError> {
-    let parts = text_parts(config)?;
-    let found = match find_place(config, &parts)? {
-        Place::Found(found) => found,
-        Place::Free { .. } => return Ok(None),
+    let parts = text_processing(config)?;
+    let found = match find_corpus(config, &parts)? {
+        CorpusSearch::Found(found) => found,
+        CorpusSearch::Free { .. } => return Ok(None),
     };
     let corpus = Corpus::open(&corpus_folder(&config.data().folder, found.version))?;
     check_tokenizer(config, parts.pretrained.as_ref(), &corpus)?;
@@ -120,23 +121,23 @@ pub fn current_corpus(config: &Config) -> Result<Option<RunCorpus>, TrainError> 
 /// # Errors
 /// If an input cannot be read or parsed.
 pub fn check_corpus_inputs(config: &Config, bytes_max: u64) -> Result<usize, TrainError> {
-    let parts = text_parts(config)?;
+    let parts = text_processing(config)?;
     check_inputs(&prepare_options(config, &parts, 1), bytes_max)?;
     Ok(parts.tokenizer.vocabulary_size_min()?)
 }
 
-fn text_parts(config: &Config) -> Result<TextParts, TrainError> {
+fn text_processing(config: &Config) -> Result<TextProcessing, TrainError> {
     let pretrained = Pretrained::open(config)?;
     if config.data().inputs.is_empty() {
-        return Ok(TextParts { tokenizer: TokenizerChoice::Bytes, chat_template: None, pretrained });
+        return Ok(TextProcessing { tokenizer: TokenizerChoice::Bytes, chat_template: None, pretrained });
     }
     let tokenizer = tokenizer_choice(config, pretrained.as_ref())?;
     let chat_template = chat_template(config, pretrained.as_ref())?;
-    Ok(TextParts { tokenizer, chat_template, pretrained })
+    Ok(TextProcessing { tokenizer, chat_template, pretrained })
 }
 
 /// The tokenizer and the chat template that turn inputs into tokens, and the pretrained model of the run, if there is one.
-struct TextParts {
+struct TextProcessing {
     tokenizer: TokenizerChoice,
     chat_template: Option<ChatTemplate>,
     pretrained: Option<Pretrained>,
@@ -146,7 +147,7 @@ struct TextParts {
 const USERS_FILE: &str = "used-by.txt";
 
 /// Records in a corpus outside of the run's folder that the run uses it, so that it is not replaced without the user's consent.
-pub(crate) fn note_use(config: &Config) {
+pub(crate) fn record_use(config: &Config) {
     let folder = &config.data().folder;
     let run_folder = config.run_folder();
     if lies_in(folder, &run_folder) {
@@ -188,12 +189,12 @@ pub(crate) fn corpus_identity(train: &MaskedTokens, sources: &[Source]) -> BTree
     [(CORPUS.to_owned(), checksum(&train.tokens))].into_iter().chain(mask).chain(weights).collect()
 }
 
-enum Place {
+enum CorpusSearch {
     Found(RunCorpus),
     /// No corpus fits. This version can be prepared.
     Free {
         version: u64,
-        existing: Existing,
+        existing: ExistingCorpus,
         resumed: Option<ResumedCorpus>,
     },
 }
@@ -223,10 +224,10 @@ fn has_inputs(report: &PrepareReport, inputs: &[PathBuf]) -> bool {
     report.inputs.iter().eq(inputs.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().iter())
 }
 
-fn find_place(config: &Config, parts: &TextParts) -> Result<Place, TrainError> {
+fn find_corpus(config: &Config, parts: &TextProcessing) -> Result<CorpusSearch, TrainError> {
     let data = config.data();
     if data.inputs.is_empty() {
-        return Ok(Place::Found(RunCorpus { version: 1, state: CorpusState::Current }));
+        return Ok(CorpusSearch::Found(RunCorpus { version: 1, state: CorpusState::Current }));
     }
     let resumed = resumed_corpus(config)?;
     let is_replaceable =
@@ -234,14 +235,14 @@ fn find_place(config: &Config, parts: &TextParts) -> Result<Place, TrainError> {
     let mut taken = BTreeSet::new();
     let mut kept = None;
     for version in versions(&data.folder)? {
-        if is_free(&corpus_folder(&data.folder, version))? {
+        if has_no_corpus(&corpus_folder(&data.folder, version))? {
             continue;
         }
         taken.insert(version);
-        let is_current = || is_current(&prepare_options(config, parts, version));
+        let is_current = || is_up_to_date(&prepare_options(config, parts, version));
         let Some(resumed) = &resumed else {
             if is_current()? {
-                return Ok(Place::Found(RunCorpus { version, state: CorpusState::Current }));
+                return Ok(CorpusSearch::Found(RunCorpus { version, state: CorpusState::Current }));
             }
             continue;
         };
@@ -251,7 +252,7 @@ fn find_place(config: &Config, parts: &TextParts) -> Result<Place, TrainError> {
         }
         // A corpus with the same training tokens may have other validation tokens. Inputs that no longer exist count as changed.
         if is_current().unwrap_or(false) {
-            return Ok(Place::Found(RunCorpus { version, state: CorpusState::Current }));
+            return Ok(CorpusSearch::Found(RunCorpus { version, state: CorpusState::Current }));
         }
         // Inputs with other names are another choice of data, whose contents may differ.
         if has_inputs(&corpus.report, &data.inputs) {
@@ -259,13 +260,13 @@ fn find_place(config: &Config, parts: &TextParts) -> Result<Place, TrainError> {
         }
     }
     if let Some(version) = kept {
-        return Ok(Place::Found(RunCorpus { version, state: CorpusState::Kept }));
+        return Ok(CorpusSearch::Found(RunCorpus { version, state: CorpusState::Kept }));
     }
     let first_free =
         (1..).find(|version| !taken.contains(version)).expect("there are more numbers than folders");
     let (version, existing) =
-        if is_replaceable { (1, Existing::Replace) } else { (first_free, Existing::Keep) };
-    Ok(Place::Free { version, existing, resumed })
+        if is_replaceable { (1, ExistingCorpus::Replace) } else { (first_free, ExistingCorpus::Keep) };
+    Ok(CorpusSearch::Free { version, existing, resumed })
 }
 
 /// Returns 1 and the number of every other version that has a folder. The numbers may be far apart: a folder may be called `corpus-2026`
@@ -324,7 +325,7 @@ fn resumed_corpus(config: &Config) -> Result<Option<ResumedCorpus>, TrainError> 
     }))
 }
 
-fn prepare_options(config: &Config, parts: &TextParts, version: u64) -> PrepareOptions {
+fn prepare_options(config: &Config, parts: &TextProcessing, version: u64) -> PrepareOptions {
     let data = config.data();
     PrepareOptions {
         tokenizer: parts.tokenizer.clone(),

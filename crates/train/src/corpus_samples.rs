@@ -3,7 +3,7 @@
 use crate::config::Config;
 use crate::dataset::{Dataset, Sample, batch_specs};
 use crate::error::TrainError;
-use crate::language::{Sequences, TokenWindows};
+use crate::language::{SequenceFormat, TokenWindows};
 use trireme_data::Corpus;
 use trireme_model::{DOCUMENT_STARTS, HostBatch, LOSS_WEIGHTS, TARGETS, TOKENS};
 
@@ -42,7 +42,7 @@ impl CorpusSamples {
     /// # Errors
     /// If there are too few tokens for one sample, or none are held out.
     pub fn open(config: &Config, corpus: &Corpus, is_validation: bool) -> Result<Self, TrainError> {
-        let sequences = Sequences::new(config, corpus.report.has_loss_mask);
+        let sequences = SequenceFormat::new(config, corpus.report.has_loss_mask);
         let tokenizer = corpus.tokenizer_sha256()?.into();
         let windows = if is_validation {
             let no_validation = || TrainError::NoValidation { folder: corpus.folder.clone() };

@@ -2,7 +2,7 @@
 
 use crate::error::TrainError;
 use std::collections::BTreeMap;
-use trireme_base::{ContextPlace, DType};
+use trireme_base::{ContextRank, DType};
 use trireme_model::{Batch, HostBatch, TensorSpec};
 use trireme_tensor::Device;
 
@@ -42,7 +42,7 @@ pub trait Dataset: Send {
     /// [`Shuffle`](trireme_data::Shuffle) gives each pass another random order.
     ///
     /// # Errors
-    /// [`TrainError::Samples`] with the reason if the sample cannot be read.
+    /// [`TrainError::ConversationDocuments`] with the reason if the sample cannot be read.
     fn read(&mut self, index: u64, sample: &mut Sample<'_>) -> Result<(), TrainError>;
 }
 
@@ -82,7 +82,7 @@ pub(crate) fn read_batch(
     device: &Device,
     batch: &mut HostBatch,
     first: u64,
-    context: ContextPlace,
+    context: ContextRank,
 ) -> Result<Batch, TrainError> {
     for row in 0..batch.num_samples() {
         dataset.read(first + row as u64, &mut Sample { batch, row })?;

@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use trireme_parallel::Spill;
 use trireme_tensor::{
-    BackendKind, CpuFeatures, DetachedOptions, Device, DeviceOptions, Overflow, PageSource,
+    BackendKind, CpuFeatures, DetachedOptions, Device, DeviceOptions, OverflowAllocator, PageSource,
 };
 
 /// Returns the options with which a worker opens its device.
@@ -45,7 +45,7 @@ pub(crate) fn spill(config: &Config, device: &Device, reserved: usize) -> Option
         return None;
     }
     let spill = Arc::new(Spill::new(config.offload().folder.clone()));
-    device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>, reserved);
+    device.set_overflow_allocator(Arc::clone(&spill) as Arc<dyn OverflowAllocator>, reserved);
     Some(spill)
 }
 

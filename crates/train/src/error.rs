@@ -196,7 +196,7 @@ pub enum TrainError {
         "the tokenizer produced token {token}, but the model's vocab_size is {vocab_size}; the tokenizer belongs to \
          another model"
     )]
-    ForeignToken { token: u32, vocab_size: usize },
+    TokenOutsideVocabulary { token: u32, vocab_size: usize },
     #[error(transparent)]
     Data(#[from] DataError),
     /// A dataset that the program defines itself cannot be opened or read.
@@ -236,13 +236,13 @@ pub enum TrainError {
     #[error(
         "rank 0 sent pipeline stages in an unknown format; run the same version of trireme on all workers"
     )]
-    ForeignStages,
+    UnreadableStages,
     #[error(
         "another worker of the pipeline sent the states of its compressors in an unknown format; run the same version of trireme on all workers"
     )]
-    ForeignCompressors,
+    UnreadableCompressors,
     #[error("rank {rank} sent a message that this program cannot read; run the same version everywhere")]
-    ForeignMessage { rank: Rank, source: serde_json::Error },
+    UnreadableMessage { rank: Rank, source: serde_json::Error },
     #[error("cannot run the pipeline schedule {}", path.display())]
     ScheduleFile { path: PathBuf, source: ScheduleFileError },
     #[error(

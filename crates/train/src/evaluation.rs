@@ -1,7 +1,7 @@
 //! Evaluation of texts by a model: losses and log-likelihoods.
 
 use crate::error::TrainError;
-use crate::language::Sequences;
+use crate::language::SequenceFormat;
 use crate::weights::{ModelWeights, evaluating_executor};
 use std::path::Path;
 use trireme_base::DType;
@@ -20,7 +20,7 @@ pub struct Evaluator {
     device: Device,
     config: ModelConfig,
     seq_len: usize,
-    /// The index of the next-token loss among the [reports](trireme_model::Rehearsal::reports).
+    /// The index of the next-token loss among the [reports](trireme_model::ModelProfile::reports).
     report: usize,
     notices: Vec<String>,
 }
@@ -76,11 +76,11 @@ impl Evaluator {
         let (config, notices) = (weights.config.clone(), weights.notices.clone());
         let (model, parameters) = weights.load(seq_len, allow_non_finite, device)?;
         let executor = evaluating_executor(&config, model, parameters, &specs(BATCH_SIZE, seq_len), device)?;
-        let rehearsal = executor.rehearsal();
+        let profile = executor.profile();
         let is_prediction = |(_, (unit, report)): &(usize, (usize, trireme_model::Report))| {
             report.metric.is_none() && *unit + 1 == executor.model().num_units()
         };
-        let report = rehearsal.reports().enumerate().find(is_prediction);
+        let report = profile.reports().enumerate().find(is_prediction);
         let (report, _) = report.expect("the last unit of a language model predicts");
         Ok(Evaluator { executor, device: device.clone(), config, seq_len, report, notices })
     }
@@ -159,7 +159,7 @@ impl Evaluator {
     fn check_vocabulary(&self, vocabulary_size: usize) -> Result<(), TrainError> {
         let vocab_size = self.config.vocab_size;
         if vocabulary_size > vocab_size {
-            Err(TrainError::ForeignToken { token: vocabulary_size as u32 - 1, vocab_size })
+            Err(TrainError::TokenOutsideVocabulary { token: vocabulary_size as u32 - 1, vocab_size })
         } else {
             Ok(())
         }
@@ -214,7 +214,7 @@ impl Sequence {
             tokens.tokens.document_starts(start, &mut sequence.starts)?;
         }
         let starts = whole_documents.then_some(&sequence.starts[..]);
-        tokens.read_counted(start, starts, &mut sequence.counted)?;
+        tokens.read_loss_mask(start, starts, &mut sequence.counted)?;
         Ok(sequence)
     }
 
@@ -237,5 +237,5 @@ fn windows(tokens: &TokenFile, seq_len: usize, whole_documents: bool) -> Result<
 }
 
 fn specs(num_samples: usize, seq_len: usize) -> Vec<TensorSpec> {
-    Sequences::weighted(seq_len).sample().into_iter().map(|spec| spec.in_batch(num_samples)).collect()
+    SequenceFormat::weighted(seq_len).sample().into_iter().map(|spec| spec.in_batch(num_samples)).collect()
 }

@@ -11,7 +11,7 @@ use crate::weights::{checked_weights, read_held};
 use std::time::Duration;
 use trireme_checkpoint::ModelSource as WeightsSource;
 use trireme_comm::Group;
-use trireme_model::{Model, Rehearsal};
+use trireme_model::{Model, ModelProfile};
 use trireme_optim::LossScaling;
 use trireme_parallel::{
     Executor, ExecutorOptions, ExecutorSetup, OffloadOptions, RankGrid, SwapOptions, ZeroPlusPlus, chain,
@@ -34,15 +34,15 @@ fn loss_scaling(training: &Training) -> LossScaling {
 /// weights.
 pub(crate) fn build_executor(
     config: &Config,
-    (model, rehearsal): (Model, Rehearsal),
+    (model, profile): (Model, ModelProfile),
     choices: &StepChoices,
     group: Group,
     device: &Device,
 ) -> Result<Executor, TrainError> {
-    let chain = chain(model.table(), &rehearsal, executor_options(config).determinism);
+    let chain = chain(model.table(), &profile, executor_options(config).determinism);
     let place = group.rank().0 / config.workers_per_place();
     let program = proven_programs(config, &chain, choices)?.swap_remove(place);
-    let mut executor = new_executor(config, (model, rehearsal), program, group, device)?;
+    let mut executor = new_executor(config, (model, profile), program, group, device)?;
     match &config.model().init_from {
         None => executor.initialize(config.training().seed)?,
         Some(folder) => {
@@ -61,16 +61,16 @@ pub(crate) fn build_executor(
 /// Failures of the device, the groups or the offload folder.
 pub fn new_executor(
     config: &Config,
-    (model, rehearsal): (Model, Rehearsal),
+    (model, profile): (Model, ModelProfile),
     program: Program,
     group: Group,
     device: &Device,
 ) -> Result<Executor, TrainError> {
     let ranks = RankGrid::new(group, config.degrees())?;
     let optimizer = &optimizer_options(config, model.table())?;
-    let offload = &offload_options(config, &program.outline.state, device)?;
+    let offload = &offload_options(config, &program.header.state, device)?;
     let options = executor_options(config);
-    let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
+    let setup = ExecutorSetup { model, profile, optimizer, ranks, device, program, options, offload };
     Ok(Executor::new(setup)?)
 }
 

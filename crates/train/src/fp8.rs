@@ -57,7 +57,7 @@ pub(crate) fn read_histories(
         let is_small = matches!(shape, [3, len] if *len <= config::FP8_AMAX_HISTORY_LEN_MAX);
         let restored = is_small && tensor.dtype() == Some(DType::F32) && {
             let mut history = vec![0.0_f32; shape.iter().product()];
-            stored.read_into(&name, &Extent::whole(shape), bytemuck::cast_slice_mut(&mut history))?;
+            stored.read_into(&name, &Extent::full(shape), bytemuck::cast_slice_mut(&mut history))?;
             state.restore(layer, &history, shape)
         };
         if !restored {
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_history_is_refused_by_name() {
+    fn invalid_histories_are_refused_by_name() {
         let (table, layers) = layers();
         let bad = [1.0, 2.0, f32::NAN];
         let long = vec![1.0_f32; 3 * (config::FP8_AMAX_HISTORY_LEN_MAX + 1)];

@@ -38,14 +38,14 @@ pub struct LanguageTask {
     train: MaskedTokens,
     validation: Option<MaskedTokens>,
     sources: Vec<Source>,
-    sequences: Sequences,
+    sequences: SequenceFormat,
     /// Whether only the answers in the corpus contribute to the loss.
     learns_answers: bool,
 }
 
 /// The form in which a corpus is divided into sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sequences {
+pub struct SequenceFormat {
     /// Number of tokens per sequence.
     pub seq_len: usize,
     packing: Packing,
@@ -55,7 +55,7 @@ pub struct Sequences {
     weighs_losses: bool,
 }
 
-impl Sequences {
+impl SequenceFormat {
     /// Returns the form that the config gives to the sequences of a corpus, with or without a loss mask.
     pub fn new(config: &Config, has_loss_mask: bool) -> Self {
         let data = config.data();
@@ -65,7 +65,7 @@ impl Sequences {
             config::Packing::Documents => Packing::Documents,
         };
         let packs_documents = packing == Packing::Documents;
-        Sequences {
+        SequenceFormat {
             seq_len: config.training().seq_len,
             packing,
             masks_documents: data.mask_documents || packs_documents,
@@ -76,7 +76,7 @@ impl Sequences {
 
     /// Returns the form with packed documents, attention within documents, and loss weights.
     pub(crate) fn weighted(seq_len: usize) -> Self {
-        Sequences { seq_len, packing: Packing::Documents, masks_documents: true, weighs_losses: true }
+        SequenceFormat { seq_len, packing: Packing::Documents, masks_documents: true, weighs_losses: true }
     }
 
     /// Returns the number of samples in held-out tokens.
@@ -182,7 +182,7 @@ impl LanguageTask {
             train,
             validation,
             sources: report.sources,
-            sequences: Sequences::new(config, report.has_loss_mask),
+            sequences: SequenceFormat::new(config, report.has_loss_mask),
             learns_answers: report.has_loss_mask,
         })
     }
@@ -286,7 +286,7 @@ impl Task for LanguageTask {
 fn with_ends(model_json: &str, tokenizer: &Tokenizer) -> String {
     let mut json = parse_json(model_json.as_bytes()).expect("it describes a model");
     let end = tokenizer.end_of_document();
-    let beginning = tokenizer.beginning().first().copied().or(end);
+    let beginning = tokenizer.prefix_tokens().first().copied().or(end);
     for (key, token) in [("bos_token_id", beginning), ("eos_token_id", end)] {
         if json[key].is_null() {
             json[key] = token.into();
@@ -311,7 +311,7 @@ pub(crate) struct TokenWindows {
     tokenizer_sha256: Arc<str>,
     sources: Vec<Source>,
     sampler: Sampler,
-    sequences: Sequences,
+    sequences: SequenceFormat,
     window: Vec<u32>,
     /// For each token of the window, 1 if it counts in the loss, else 0.
     counted: Vec<u32>,
@@ -329,7 +329,7 @@ impl TokenWindows {
         tokens: &MaskedTokens,
         tokenizer_sha256: Arc<str>,
         sources: &[Source],
-        sequences: Sequences,
+        sequences: SequenceFormat,
         seed: Option<u64>,
     ) -> Result<Self, TrainError> {
         let window_len = sequences.seq_len + 1;
@@ -380,7 +380,7 @@ impl TokenWindows {
         if self.sequences.weighs_losses {
             let packs_documents = self.sequences.packing == Packing::Documents;
             let starts = packs_documents.then_some(&self.starts[..len]);
-            self.tokens.read_counted(start, starts, &mut self.counted[..len])?;
+            self.tokens.read_loss_mask(start, starts, &mut self.counted[..len])?;
             self.counted[len..].fill(0);
         }
         Ok(())

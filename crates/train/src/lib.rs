@@ -3,6 +3,7 @@
 //! [`config::Config`] is read and validated once. [`Trainer`] runs it on one rank of a group, and reports progress to an [`Observer`].
 
 mod agreement;
+mod all_gather_json;
 mod as_text;
 mod balance;
 mod changes;
@@ -18,6 +19,7 @@ mod error;
 mod evaluation;
 mod executor;
 mod fp8;
+mod generation;
 mod language;
 pub mod metrics;
 mod model_config;
@@ -32,11 +34,9 @@ mod requests;
 mod resume;
 mod run_folder;
 mod run_lock;
-mod sample;
 mod schedule_file;
 mod stages;
 mod task;
-mod telling;
 mod time_limit;
 pub mod trace;
 mod trainer;
@@ -44,6 +44,7 @@ mod utilization;
 mod validation;
 mod weights;
 
+pub use all_gather_json::all_gather_json;
 pub use changes::training_changes;
 pub use choices::StepChoices;
 pub use corpus::{
@@ -57,25 +58,24 @@ pub use error::TrainError;
 pub use evaluation::{Evaluation, Evaluator};
 pub use executor::{executor_options, new_executor};
 pub use fp8::FP8_NOTICE;
-pub use language::{LanguageTask, Sequences};
+pub use generation::{FinishReason, GenerationSettings, generate_text};
+pub use language::{LanguageTask, SequenceFormat};
 pub use model_config::model_config;
-pub use observer::{Observer, RunFacts, Silent};
+pub use observer::{NullObserver, Observer, RunInfo};
 pub use optimizer::optimizer_options;
 pub use passes::positions_of_batch;
 pub use preflight::preflight;
 pub use pretrained::{
-    TOKENIZER_NOTE, chat_template_alone, chat_template_for, chat_template_next_to, model_tokenizer,
+    TOKENIZER_NOTE, chat_template_for, chat_template_next_to, chat_template_without_files, model_tokenizer,
 };
 pub use programs::{base_programs, lowered, pipeline_schedule, proven_programs, step_programs};
 pub use requests::{Requests, StoppedBy};
 pub use resume::{earlier_run, resume_point};
 pub use run_folder::{CONFIG_TOML, FLIGHT_RECORDER_FOLDER};
 pub use run_lock::RunLock;
-pub use sample::{Ended, SampleSettings, sample};
 pub use schedule_file::ScheduleFileError;
 pub use stages::{StageChoice, pipeline_costs};
 pub use task::{Samples, Task, TaskFile};
-pub use telling::tell_all;
 pub use trainer::{RunSummary, Trainer, TrainerOptions, WorkerPlan};
-pub use validation::{Validated, validation_batches};
+pub use validation::{ValidationResult, validation_batches};
 pub use weights::{LoadedModel, forward_executor, load_model};

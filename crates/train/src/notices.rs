@@ -40,7 +40,7 @@ pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &
 }
 
 /// Recommends settings for schedules with stale gradients.
-pub(crate) fn notice_delay(config: &Config, observer: &mut dyn Observer) {
+pub(crate) fn notice_staleness(config: &Config, observer: &mut dyn Observer) {
     let optimizer = config.optimizer();
     let has_nu = optimizer.name.settings().contains(&"nu");
     if config.parallelism().is_asynchronous() && has_nu && optimizer.settings.nu == 1.0 {

@@ -4,7 +4,7 @@ use trireme_base::Rank;
 
 /// The properties of a run at its first step.
 #[derive(Debug, Clone, PartialEq)]
-pub struct RunFacts {
+pub struct RunInfo {
     /// The task's description of the model.
     pub model: String,
     /// Number of parameters.
@@ -38,7 +38,7 @@ pub trait Observer {
     }
 
     /// Called before the first step.
-    fn begin(&mut self, facts: &RunFacts);
+    fn begin(&mut self, facts: &RunInfo);
 
     /// Called with the loss of a validation before the first step.
     fn initial_validation(&mut self, loss: f64) {
@@ -54,11 +54,11 @@ pub trait Observer {
 
 /// An observer that ignores all events.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Silent;
+pub struct NullObserver;
 
-impl Observer for Silent {
+impl Observer for NullObserver {
     fn notice(&mut self, _: &str) {}
-    fn begin(&mut self, _: &RunFacts) {}
+    fn begin(&mut self, _: &RunInfo) {}
     fn step(&mut self, _: &StepRecord) {}
     fn checkpoint(&mut self, _: u64, _: &Path) {}
 }

@@ -5,9 +5,9 @@ use crate::device::device_options;
 use crate::error::TrainError;
 use crate::executor::executor_options;
 use crate::task::Task;
-use trireme_base::{ContextPlace, Rank};
-use trireme_model::{Model, Rehearsal, TensorSpec};
-use trireme_tensor::{Device, ModelPlace};
+use trireme_base::{ContextRank, Rank};
+use trireme_model::{Model, ModelProfile, TensorSpec};
+use trireme_tensor::{Device, ModelRank};
 
 /// Returns the tensors of a microbatch with the positions that a worker has of them.
 ///
@@ -15,7 +15,7 @@ use trireme_tensor::{Device, ModelPlace};
 /// [`TrainError::NoPositions`] or [`TrainError::UnequalPositions`] if the positions cannot be split evenly over the context axis.
 pub fn positions_of_batch(
     batch: &[TensorSpec],
-    context: ContextPlace,
+    context: ContextRank,
     has_positions: bool,
 ) -> Result<Vec<TensorSpec>, TrainError> {
     let degree = context.degree();
@@ -32,34 +32,34 @@ pub fn positions_of_batch(
 }
 
 /// Returns the costs and shapes of a model's passes on a worker. `batch` has all positions.
-pub(crate) fn rehearse(
+pub(crate) fn infer_passes(
     config: &Config,
     task: &dyn Task,
     (rank, num_threads): (Rank, usize),
     batch: &[TensorSpec],
-) -> Result<Rehearsal, TrainError> {
+) -> Result<ModelProfile, TrainError> {
     let places = (config.model_place(rank), config.context_place(rank));
-    rehearse_at(config, task, (places, num_threads), batch)
+    infer_passes_at(config, task, (places, num_threads), batch)
 }
 
-/// Like [`rehearse`], for a worker at these places of the model and context axes.
-pub(crate) fn rehearse_at(
+/// Like [`infer_passes`], for a worker at these places of the model and context axes.
+pub(crate) fn infer_passes_at(
     config: &Config,
     task: &dyn Task,
-    ((place, context), num_threads): ((ModelPlace, ContextPlace), usize),
+    ((place, context), num_threads): ((ModelRank, ContextRank), usize),
     batch: &[TensorSpec],
-) -> Result<Rehearsal, TrainError> {
+) -> Result<ModelProfile, TrainError> {
     let build = |device: &Device, table| task.build(device, table);
     let build_part = |device: &Device| Model::build_at(place, device, build);
     let passes = executor_options(config).passes(context);
     let batch = positions_of_batch(batch, context, task.has_positions())?;
-    Ok(Rehearsal::of(build_part, device_options(config, num_threads), passes, &batch)?)
+    Ok(ModelProfile::of(build_part, device_options(config, num_threads), passes, &batch)?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trireme_base::{AxisPlace, DType};
+    use trireme_base::{AxisRank, DType};
 
     #[test]
     fn workers_have_equal_parts_of_the_positions_of_a_batch_or_are_refused() {
@@ -67,13 +67,13 @@ mod tests {
             [("rows", &[3, len, 5][..]), ("lens", &[3])]
                 .map(|(name, dims)| TensorSpec::new(name, dims, DType::U32))
         };
-        let context = ContextPlace::new(AxisPlace::new(1, 2), 1);
+        let context = ContextRank::new(AxisRank::new(1, 2), 1);
         let found = positions_of_batch(&specs(8), context, true).unwrap();
         assert_eq!(found.iter().map(|spec| spec.shape.dims()).collect::<Vec<_>>(), [&[3, 4, 5][..], &[3]]);
         let refused = positions_of_batch(&specs(6), context, true).unwrap_err().to_string();
         assert!(refused.contains("rows") && refused.contains("6, which is not a multiple of 4"), "{refused}");
         let refused = positions_of_batch(&specs(8), context, false).unwrap_err().to_string();
         assert!(refused.contains("has_positions"), "{refused}");
-        assert_eq!(positions_of_batch(&specs(6), ContextPlace::ALONE, false).unwrap(), specs(6));
+        assert_eq!(positions_of_batch(&specs(6), ContextRank::ALONE, false).unwrap(), specs(6));
     }
 }

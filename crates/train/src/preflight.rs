@@ -1,9 +1,9 @@
 //! Checks before anything is computed that the conditions for the first step hold. One message names every rank that violates them.
 
 use crate::agreement::{Facts, agree};
+use crate::all_gather_json::all_gather_json;
 use crate::config::Config;
 use crate::error::TrainError;
-use crate::telling::tell_all;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
@@ -37,43 +37,44 @@ pub fn preflight(
     group: &Group,
 ) -> Result<Vec<String>, TrainError> {
     let mut facts = Facts::of_config(config, features_max);
-    let token = if config.checkpoint().enable && group.hosts().num_hosts() > 1 {
-        Token::share(&config.run_folder(), group)?
+    let marker = if config.checkpoint().enable && group.hosts().num_hosts() > 1 {
+        MarkerFile::share(&config.run_folder(), group)?
     } else {
         None
     };
-    if let Some(token) = &token {
+    if let Some(marker) = &marker {
         let folder = config.run_folder().display().to_string();
-        let sees = if token.shows(group.heartbeat()) { "has" } else { "lacks" };
+        let sees = if marker.is_visible(group.heartbeat()) { "has" } else { "lacks" };
         facts.insert(
             "[run] folder, which all hosts must share",
             format!("{folder} {sees} the file that rank 0 has just written there"),
         );
-        let writes = token.writes(group.rank()).map_or_else(|error| error.to_string(), |()| "yes".to_owned());
+        let writes =
+            marker.check_writable(group.rank()).map_or_else(|error| error.to_string(), |()| "yes".to_owned());
         facts.insert("[run] folder can be written", writes);
     }
     let agreed = agree(&facts, group);
-    drop(token);
+    drop(marker);
     agreed?;
     compare_clocks(group)
 }
 
 /// A file that rank 0 writes into the run's folder, by which other ranks recognise the folder.
-struct Token {
+struct MarkerFile {
     path: PathBuf,
     /// Folders that were created for the file, the innermost first.
     made: Vec<PathBuf>,
 }
 
-impl Token {
+impl MarkerFile {
     /// Writes the file on rank 0 and sends its name to the other ranks. Returns `None` if rank 0 cannot write it; the run then fails when
     /// it opens the folder.
     fn share(folder: &Path, group: &Group) -> Result<Option<Self>, CommError> {
-        let own = if group.rank() == Rank::ROOT { Token::write(folder).ok() } else { None };
-        let name = own.as_ref().and_then(|token| token.path.file_name()?.to_str()).unwrap_or_default();
+        let own = if group.rank() == Rank::ROOT { MarkerFile::write(folder).ok() } else { None };
+        let name = own.as_ref().and_then(|marker| marker.path.file_name()?.to_str()).unwrap_or_default();
         let names = group.all_gather_bytes(name.as_bytes()).wait()?;
         let name = String::from_utf8_lossy(&names[0]);
-        let seen = || (!name.is_empty()).then(|| Token { path: folder.join(&*name), made: Vec::new() });
+        let seen = || (!name.is_empty()).then(|| MarkerFile { path: folder.join(&*name), made: Vec::new() });
         Ok(own.or_else(seen))
     }
 
@@ -82,14 +83,14 @@ impl Token {
         let made = missing.map(Path::to_owned).collect();
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let name = format!(".preflight-{:x}-{:x}", std::process::id(), now.as_nanos());
-        let token = Token { path: folder.join(name), made };
+        let marker = MarkerFile { path: folder.join(name), made };
         fs::create_dir_all(folder)?;
-        File::create_new(&token.path)?.sync_all()?;
-        Ok(token)
+        File::create_new(&marker.path)?.sync_all()?;
+        Ok(marker)
     }
 
     /// Returns whether the file is visible within [`VISIBLE_MAX`].
-    fn shows(&self, heartbeat: &Heartbeat) -> bool {
+    fn is_visible(&self, heartbeat: &Heartbeat) -> bool {
         let deadline = Instant::now() + VISIBLE_MAX;
         while !self.path.exists() {
             if Instant::now() >= deadline {
@@ -102,7 +103,7 @@ impl Token {
     }
 
     /// Creates a file next to the token, and removes it.
-    fn writes(&self, rank: Rank) -> io::Result<()> {
+    fn check_writable(&self, rank: Rank) -> io::Result<()> {
         let mut path = self.path.clone().into_os_string();
         path.push(format!("-{rank}"));
         // A missing folder is already reported.
@@ -114,7 +115,7 @@ impl Token {
     }
 }
 
-impl Drop for Token {
+impl Drop for MarkerFile {
     /// Removes the file on every rank, and on rank 0 also the folders that it created. Failures are ignored, because at worst an empty file
     /// remains.
     fn drop(&mut self) {
@@ -128,7 +129,7 @@ fn compare_clocks(group: &Group) -> Result<Vec<String>, TrainError> {
     // After the barrier, all ranks read their clocks within the time of one message.
     group.barrier().wait()?;
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    Ok(clock_warnings(&tell_all(group, &now.as_secs_f64())?))
+    Ok(clock_warnings(&all_gather_json(group, &now.as_secs_f64())?))
 }
 
 fn clock_warnings(times: &[f64]) -> Vec<String> {
@@ -192,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_clock_that_differs_is_told_with_its_ranks() {
+    fn clocks_that_differ_are_reported_with_their_ranks() {
         assert!(clock_warnings(&[100.0, 101.5, 98.5]).is_empty());
         let warnings = clock_warnings(&[100.0, 160.2, 160.1, 40.0]);
         assert_eq!(warnings.len(), 2);
@@ -217,14 +218,14 @@ mod tests {
     }
 
     #[test]
-    fn the_token_leaves_nothing_behind() {
+    fn the_marker_file_leaves_nothing_behind() {
         let scratch = tempfile::tempdir().unwrap();
         let folder = scratch.path().join("runs/new");
-        let token = Token::write(&folder).unwrap();
-        token.writes(Rank(3)).unwrap();
-        let copy = Token { path: token.path.clone(), made: Vec::new() };
-        assert!(copy.shows(&Heartbeat::new()));
-        drop(token);
+        let marker = MarkerFile::write(&folder).unwrap();
+        marker.check_writable(Rank(3)).unwrap();
+        let copy = MarkerFile { path: marker.path.clone(), made: Vec::new() };
+        assert!(copy.is_visible(&Heartbeat::new()));
+        drop(marker);
         assert_eq!(fs::read_dir(scratch.path()).unwrap().count(), 0);
     }
 }

@@ -54,7 +54,7 @@ impl Pretrained {
     pub(crate) fn open(config: &Config) -> Result<Option<Self>, TrainError> {
         let Some(path) = &config.model().init_from else { return Ok(None) };
         let source = ModelSource::open(path)?;
-        let tokenizer = if config.model().allow_other_tokenizer && !takes_its_tokenizer(config) {
+        let tokenizer = if config.model().allow_other_tokenizer && !uses_model_tokenizer(config) {
             None
         } else {
             model_tokenizer(&source)?.map(Arc::new)
@@ -86,7 +86,7 @@ impl Pretrained {
     }
 }
 
-fn takes_its_tokenizer(config: &Config) -> bool {
+fn uses_model_tokenizer(config: &Config) -> bool {
     let data = config.data();
     !data.inputs.is_empty() && data.tokenizer == config::Tokenizer::Auto && data.train_bpe == 0
 }
@@ -184,7 +184,7 @@ pub fn chat_template_next_to(
 ///
 /// # Errors
 /// If it cannot be read, or is not valid.
-pub fn chat_template_alone(name: Option<&Path>) -> Result<Option<ChatTemplate>, TrainError> {
+pub fn chat_template_without_files(name: Option<&Path>) -> Result<Option<ChatTemplate>, TrainError> {
     chosen_chat_template(name, Path::new(""), |_| Ok(None))
 }
 
@@ -197,7 +197,7 @@ pub(crate) fn chat_template(
     match (&data.tokenizer, model) {
         (config::Tokenizer::File(path), _) => chat_template_next_to(name, path),
         (_, Some(model)) => chat_template_for(name, &model.source),
-        (_, None) => chat_template_alone(name),
+        (_, None) => chat_template_without_files(name),
     }
 }
 

@@ -32,7 +32,7 @@ impl Requests {
     }
 
     /// Requests a checkpoint and the end of the run because of the time limit.
-    pub(crate) fn stop_in_time(&self) {
+    pub(crate) fn stop_at_time_limit(&self) {
         self.0.fetch_or(TIME_LIMIT, Ordering::Relaxed);
     }
 
@@ -40,7 +40,7 @@ impl Requests {
         self.0.fetch_or(CHECKPOINT, Ordering::Relaxed);
     }
 
-    pub(crate) fn forget_checkpoint(&self) {
+    pub(crate) fn clear_checkpoint(&self) {
         self.0.fetch_and(!CHECKPOINT, Ordering::Relaxed);
     }
 }
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_are_told_apart() {
+    fn requests_are_distinguished() {
         let bits = Arc::new(AtomicU32::new(0));
         let requests = Requests(Arc::clone(&bits));
         let requested = || Requested(bits.load(Ordering::Relaxed));
@@ -78,9 +78,9 @@ mod tests {
         assert_eq!((requested().checkpoint(), requested().stop()), (true, None));
         requests.stop(15);
         requests.stop(2);
-        requests.forget_checkpoint();
+        requests.clear_checkpoint();
         assert_eq!((requested().checkpoint(), requested().stop()), (false, Some(StoppedBy::Signal(2))));
-        requests.stop_in_time();
+        requests.stop_at_time_limit();
         assert_eq!(requested().stop(), Some(StoppedBy::Signal(2)));
         assert_eq!(Requested(TIME_LIMIT | CHECKPOINT).stop(), Some(StoppedBy::TimeLimit));
     }

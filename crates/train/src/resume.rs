@@ -1,7 +1,7 @@
 //! The choice and verification of the checkpoint that a run resumes from, and the restoration of its state.
 
 use crate::changes::check_changes;
-use crate::checkpointing::{Difference, TrainingState, Validations, state_name, untidy_notice};
+use crate::checkpointing::{Difference, TrainingState, ValidationHistory, cleanup_notice, state_name};
 use crate::compression::read_compressors;
 use crate::config::{Change, Config, Resume};
 use crate::dataset::Dataset;
@@ -18,13 +18,13 @@ use std::fs;
 use std::path::Path;
 use trireme_base::{Heartbeat, Rank, with_sources};
 use trireme_checkpoint::{
-    CHECKPOINTS_FOLDER, Checkpoint, CheckpointError, SkippedCheckpoint, best_step, find_latest,
-    list_checkpoints, mark_best, open_newest, set_aside, tidy,
+    CHECKPOINTS_FOLDER, Checkpoint, CheckpointError, SkippedCheckpoint, best_step, clean_up, find_latest,
+    list_checkpoints, mark_best, open_newest, set_aside,
 };
 use trireme_comm::Group;
 use trireme_optim::StateInfo;
 use trireme_parallel::Executor;
-use trireme_plan::Part;
+use trireme_plan::LocalShape;
 
 /// Maximum number of bytes in the description of a failure that ranks send each other.
 const MESSAGE_BYTES_MAX: usize = 4096;
@@ -58,9 +58,9 @@ pub(crate) fn resume(
 
 /// Cleans up the folder of the checkpoint that the run has resumed from, if it is the run's own. Called on rank 0 when nothing can refuse
 /// the run any more, because checkpoints that are removed here cannot be resumed from.
-pub(crate) fn tidy_up(
+pub(crate) fn clean_up_after_resume(
     config: &Config,
-    (resumed, validations): (&Checkpoint, &Validations),
+    (resumed, validations): (&Checkpoint, &ValidationHistory),
     heartbeat: &Heartbeat,
     observer: &mut dyn Observer,
 ) {
@@ -72,10 +72,12 @@ pub(crate) fn tidy_up(
             && list_checkpoints(&folder).is_ok_and(|all| all.iter().any(|(found, _)| *found == step))
             && let Err(error) = mark_best(&folder, step)
         {
-            observer.notice(&untidy_notice(&error));
+            observer.notice(&cleanup_notice(&error));
         }
-        for error in tidy(&folder, resumed.step(), config.checkpoint().keep_latest_k, &|| heartbeat.beat()) {
-            observer.notice(&untidy_notice(&error));
+        for error in
+            clean_up(&folder, resumed.step(), config.checkpoint().keep_latest_k, &|| heartbeat.beat())
+        {
+            observer.notice(&cleanup_notice(&error));
         }
     }
 }
@@ -320,7 +322,8 @@ fn restore(
         if stateless.contains(&info.parameter.name) {
             return Ok(());
         }
-        let part = if info.is_like_parameter { part(info.parameter) } else { Part::whole(info.shape.dims()) };
+        let part =
+            if info.is_like_parameter { part(info.parameter) } else { LocalShape::whole(info.shape.dims()) };
         read_boxes(checkpoint.tensors(), &state_name(info), &part, info.held.clone(), values)
     })?;
     if let Some(fp8) = executor.fp8_state_mut() {

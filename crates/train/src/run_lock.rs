@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use trireme_base::create_regular;
 
 /// Maximum time to wait for a lock that another process holds.
-const LOCK_PATIENCE: Duration = Duration::from_secs(2);
+const LOCK_WAIT_MAX: Duration = Duration::from_secs(2);
 
 /// Pause between attempts to take the lock.
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
@@ -34,7 +34,7 @@ impl RunLock {
     /// # Errors
     /// If the folder cannot be created, or if another process is using the run.
     pub fn of_run(config: &Config) -> Result<Self, TrainError> {
-        let deadline = Instant::now() + LOCK_PATIENCE;
+        let deadline = Instant::now() + LOCK_WAIT_MAX;
         RunLock::take(&config.run_folder(), || {
             thread::sleep(LOCK_PAUSE);
             Instant::now() < deadline

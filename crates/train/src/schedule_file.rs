@@ -88,7 +88,7 @@ mod tests {
     use std::fs::File;
 
     #[test]
-    fn what_is_no_schedule_is_read_within_bounds() {
+    fn files_that_are_no_schedule_are_read_within_bounds() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("large");
         let file = File::create(&path).unwrap();

@@ -21,14 +21,14 @@ pub struct StageChoice {
 }
 
 /// Returns whether the stages are contiguous, begin at unit 0, and have at least one unit each.
-pub(crate) fn follow_each_other(stages: &[StageChoice]) -> bool {
+pub(crate) fn are_contiguous(stages: &[StageChoice]) -> bool {
     let starts = [0].into_iter().chain(stages.iter().map(|stage| stage.units.end));
     starts.zip(stages).all(|(start, stage)| stage.units.start == start && !stage.units.is_empty())
 }
 
-/// Splits units into `num_stages` stages at the config's split points, or [evenly](cut_evenly) if it has none. Empty without a pipeline.
+/// Splits units into `num_stages` stages at the config's split points, or [evenly](split_evenly) if it has none. Empty without a pipeline.
 /// Fails if there are fewer units than stages, or if the split points do not fit the units or the stages.
-pub(crate) fn cut_stages(
+pub(crate) fn split_stages(
     config: &Config,
     num_stages: usize,
     passes: &[UnitPasses],
@@ -39,7 +39,7 @@ pub(crate) fn cut_stages(
     match (config.parallelism().pipeline_parallel_degree, given.last()) {
         (1, _) => Ok(Vec::new()),
         _ if num_stages > num_units => Err(TrainError::TooManyStages { num_stages, num_units }),
-        (_, None) => Ok(cut_evenly(passes, keeps, num_stages)),
+        (_, None) => Ok(split_evenly(passes, keeps, num_stages)),
         (_, Some(&split_point)) if split_point >= num_units => {
             Err(TrainError::SplitPointBeyondUnits { split_point, num_units })
         }
@@ -47,20 +47,20 @@ pub(crate) fn cut_stages(
         _ => {
             let bounds = [&[0], &given[..], &[num_units]].concat();
             let units = bounds.windows(2).map(|pair| pair[0]..pair[1]).collect();
-            Ok(stages_of(&counted_costs(passes, keeps), units))
+            Ok(stages_with_costs(&counted_costs(passes, keeps), units))
         }
     }
 }
 
 /// Splits units into stages so that the maximum number of floating-point operations per stage is as small as possible.
-pub(crate) fn cut_evenly(passes: &[UnitPasses], keeps: &[Keep], num_stages: usize) -> Vec<StageChoice> {
+pub(crate) fn split_evenly(passes: &[UnitPasses], keeps: &[Keep], num_stages: usize) -> Vec<StageChoice> {
     let costs = counted_costs(passes, keeps);
     let totals: Vec<u64> = costs.iter().map(StageCosts::total).collect();
-    stages_of(&costs, pipeline::cut(&totals, num_stages))
+    stages_with_costs(&costs, pipeline::cut(&totals, num_stages))
 }
 
 /// Returns stages with these units, and with costs in ticks. `costs` has the costs of each unit, with times in any measure.
-pub(crate) fn stages_of(costs: &[StageCosts], stages: Vec<Range<usize>>) -> Vec<StageChoice> {
+pub(crate) fn stages_with_costs(costs: &[StageCosts], stages: Vec<Range<usize>>) -> Vec<StageChoice> {
     let sums: Vec<StageCosts> = stages.iter().map(|units| sum(&costs[units.clone()])).collect();
     let longest = sums.iter().map(|costs| costs.forward).max().unwrap_or(0).max(1);
     let ticks = |cost: u64| (u128::from(cost) * u128::from(TICKS) / u128::from(longest)) as u64;

@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 /// Factor by which a checkpoint may take longer than earlier ones, as a fraction.
-const SAVING: (u32, u32) = (3, 2);
+const SAVE_TIME_FACTOR: (u32, u32) = (3, 2);
 
 /// Time reserved for the end of the process: the run's whole time divided by this number, but at most this duration.
-const ENDING: (u32, Duration) = (20, Duration::from_secs(30));
+const SHUTDOWN_TIME: (u32, Duration) = (20, Duration::from_secs(30));
 
 /// Assumed time of the first checkpoint: the run's whole time divided by this number, but at most this duration.
 const FIRST_CHECKPOINT: (u32, Duration) = (10, Duration::from_secs(600));
@@ -61,11 +61,11 @@ impl TimeLimit {
         self.between_steps = Duration::ZERO;
         let part = |(part, most): (u32, Duration)| (self.whole / part).min(most);
         let saving = match self.longest_save {
-            Some(longest) => longest * SAVING.0 / SAVING.1,
+            Some(longest) => longest * SAVE_TIME_FACTOR.0 / SAVE_TIME_FACTOR.1,
             None => part(FIRST_CHECKPOINT),
         };
         // A validation may follow either step.
-        now + 2 * (self.longest_step + self.longest_validation) + saving + part(ENDING) >= self.end
+        now + 2 * (self.longest_step + self.longest_validation) + saving + part(SHUTDOWN_TIME) >= self.end
     }
 }
 

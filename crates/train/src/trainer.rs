@@ -14,7 +14,7 @@ use crate::config::{Config, Interval};
 use crate::dataset::Dataset;
 use crate::error::TrainError;
 use crate::metrics::{HashWriter, MemoryPeakBytes, MetricsWriter, StepRecord};
-use crate::observer::{Observer, RunFacts};
+use crate::observer::{Observer, RunInfo};
 use crate::programs::proven_programs;
 use crate::requests::{Requested, Requests, StoppedBy};
 use crate::run_folder;
@@ -23,7 +23,7 @@ use crate::task::Task;
 use crate::time_limit::TimeLimit;
 use crate::trace::Tracer;
 use crate::utilization::Utilization;
-use crate::validation::{Validated, Validation};
+use crate::validation::{Validation, ValidationResult};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -60,7 +60,7 @@ pub struct WorkerPlan {
     /// The predicted peak memory of the worker.
     pub predicted: MemoryPeakBytes,
     /// The predicted peak of the bytes of everything but activations.
-    pub besides_activations: usize,
+    pub non_activation_bytes: usize,
     /// The predicted time of a step in seconds, if there is a prediction on this worker.
     pub step_seconds: Option<f64>,
     /// The reasons for the plan, which are written to the file of the step program.
@@ -98,7 +98,7 @@ pub struct Trainer<'a> {
     balance: Option<Balance>,
     /// The files to which activations spill if uneven loads leave no room for them.
     spill: Option<Arc<Spill>>,
-    has_told_of_spill: bool,
+    has_reported_spill: bool,
     /// The step after which units moved last, if they did.
     moved_after: Option<u64>,
     train: Box<dyn Dataset>,
@@ -120,7 +120,7 @@ pub struct Trainer<'a> {
     outcomes: Vec<StepOutcome>,
     records: Vec<StepRecord>,
     /// Seconds of the run's first steps, if their time was predicted.
-    first_seconds: Vec<f64>,
+    first_step_seconds: Vec<f64>,
     /// Whether the run began without a checkpoint.
     is_new: bool,
     /// The handle for requests of this rank.
@@ -205,7 +205,7 @@ impl<'a> Trainer<'a> {
         let interval = training.validation_interval;
         let is_due = is_last || (interval > 0 && step.is_multiple_of(interval));
         let mut is_best = false;
-        if is_due && let Some(Validated { loss, metrics }) = self.validate()? {
+        if is_due && let Some(ValidationResult { loss, metrics }) = self.validate()? {
             record.validation_loss = Some(loss);
             record.validation_metrics = metrics;
             summary.validation_loss = Some(loss);
@@ -235,7 +235,7 @@ impl<'a> Trainer<'a> {
     /// Requests the end of the run, on rank 0, if its time might not suffice for another step after the one that begins.
     fn request_end(&mut self) {
         if self.time_limit.as_mut().is_some_and(|limit| limit.begin_step(Instant::now())) {
-            self.requests.stop_in_time();
+            self.requests.stop_at_time_limit();
             self.report_once("the time limit is near; the run saves what it has, and ends".to_owned());
         }
     }
@@ -249,17 +249,17 @@ impl<'a> Trainer<'a> {
             return Ok(());
         };
         let place = self.executor.ranks().pipeline().rank().0;
-        let chain = &self.executor.program().outline.chain;
+        let chain = &self.executor.program().header.chain;
         let programs = proven_programs(self.config, chain, &found.choices);
         self.executor.relocate(programs?.swap_remove(place))?;
-        balance.forget();
+        balance.clear_measurements();
         self.choices = found.choices;
         self.moved_after = Some(step);
         // The plan and the traced steps belong to the previous stages.
         self.options.plan = None;
-        self.tracer.forget();
+        self.tracer.clear();
         for device in [self.executor.device(), self.executor.host()] {
-            device.memory().restart_peaks();
+            device.memory().reset_peaks();
         }
         if self.metrics.is_some() {
             run_folder::write_program(self.config, self.executor.program(), &found.reason)?;
@@ -274,11 +274,11 @@ impl<'a> Trainer<'a> {
         Ok(self.records.last().expect("a program has steps"))
     }
 
-    fn facts(&self) -> RunFacts {
+    fn facts(&self) -> RunInfo {
         let training = self.config.training();
-        RunFacts {
+        RunInfo {
             model: self.task.description(),
-            num_parameters: self.executor.model().table().whole().num_elements(),
+            num_parameters: self.executor.model().table().full().num_elements(),
             world_size: self.executor.group().world_size(),
             num_threads: self.options.num_threads,
             transport: self.executor.group().transport().to_string(),

@@ -1,15 +1,15 @@
 //! Model FLOPs utilization (MFU): the floating-point operations that the model needs for a step, relative to the peak of the workers'
 //! devices over the time of the step (Chowdhery et al., "PaLM", 2022, appendix B). docs/performance.md has the conventions.
 
+use crate::all_gather_json::all_gather_json;
 use crate::config::Config;
 use crate::error::TrainError;
-use crate::passes::rehearse_at;
+use crate::passes::infer_passes_at;
 use crate::task::Task;
-use crate::telling::tell_all;
-use trireme_base::ContextPlace;
+use trireme_base::ContextRank;
 use trireme_comm::Group;
-use trireme_model::{Rehearsal, TensorSpec};
-use trireme_tensor::ModelPlace;
+use trireme_model::{ModelProfile, TensorSpec};
+use trireme_tensor::ModelRank;
 
 /// The operations of a step, and the peaks of the workers that share it. Equal on all ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -22,27 +22,27 @@ pub(crate) struct Utilization {
 }
 
 impl Utilization {
-    /// Counts the operations of the model on a single worker, so that they do not depend on the layout, and gathers the peaks. `rehearsal`
+    /// Counts the operations of the model on a single worker, so that they do not depend on the layout, and gathers the peaks. `profile`
     /// is this worker's, `batch` has all positions, and `measured_peak` counts unless the config gives a peak. Collective.
     pub(crate) fn new(
         config: &Config,
         task: &dyn Task,
-        (rehearsal, batch): (&Rehearsal, &[TensorSpec]),
+        (profile, batch): (&ModelProfile, &[TensorSpec]),
         (group, num_threads): (&Group, usize),
         measured_peak: Option<f64>,
     ) -> Result<Self, TrainError> {
         let places = (config.model_place(group.rank()), config.context_place(group.rank()));
-        let alone = (ModelPlace::WHOLE, ContextPlace::ALONE);
+        let alone = (ModelRank::ALONE, ContextRank::ALONE);
         let of_microbatch = if places == alone {
-            rehearsal.model_operations()
+            profile.model_operations()
         } else {
-            rehearse_at(config, task, (alone, num_threads), batch)?.model_operations()
+            infer_passes_at(config, task, (alone, num_threads), batch)?.model_operations()
         };
         let training = config.training();
         let num_microbatches = training.global_batch_size / training.local_batch_size;
         let configured = config.metrics().peak_flops;
         let own = if configured > 0.0 { Some(configured) } else { measured_peak };
-        let peaks = tell_all(group, &own)?;
+        let peaks = all_gather_json(group, &own)?;
         Ok(Utilization {
             model_flops: of_microbatch as f64 * num_microbatches as f64,
             peaks: peaks.into_iter().map(|peak| peak.filter(|peak| *peak > 0.0)).collect(),

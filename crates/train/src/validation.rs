@@ -7,7 +7,7 @@ use crate::metrics::MetricValues;
 use std::collections::BTreeMap;
 use trireme_base::ReduceOp;
 use trireme_comm::Buffer;
-use trireme_model::{Batch, HostBatch, Rehearsal};
+use trireme_model::{Batch, HostBatch, ModelProfile};
 use trireme_parallel::{Executor, ValidationBatches, ValidationRound};
 
 /// The samples of a validation, divided among the ranks.
@@ -21,7 +21,7 @@ pub(crate) struct Validation {
 
 /// The result of a validation.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Validated {
+pub struct ValidationResult {
     /// The mean loss; for a language model, in nats per token.
     pub loss: f64,
     /// The means of the metrics that units report.
@@ -52,7 +52,7 @@ impl Validation {
 
     /// Returns the loss and the metrics, with the same bits for any number of ranks, unless ranks have parts of the positions. `None` if
     /// nothing in the samples counts in the loss. Collective.
-    pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<Option<Validated>, TrainError> {
+    pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<Option<ValidationResult>, TrainError> {
         if !self.samples.begin(0, self.batches.num_samples() as u64)? {
             return Ok(None);
         }
@@ -69,7 +69,7 @@ impl Validation {
             }
         }
         let reports = executor.group().all_reduce(reports, ReduceOp::Sum).wait()?;
-        let validated = means(executor.rehearsal(), &reports, batch_len);
+        let validated = means(executor.profile(), &reports, batch_len);
         self.reports = Some(reports);
         Ok(Some(validated))
     }
@@ -99,10 +99,10 @@ impl Validation {
 
 /// Returns the means over all batches. The mean losses of units are added. A metric that several units report has one mean over all their
 /// rows.
-fn means(rehearsal: &Rehearsal, reports: &[f64], batch_len: usize) -> Validated {
+fn means(profile: &ModelProfile, reports: &[f64], batch_len: usize) -> ValidationResult {
     let sum = |first: usize| reports.iter().skip(first).step_by(batch_len).sum::<f64>();
     let of = |metric: Option<&'static str>| {
-        let all = rehearsal.reports().enumerate().filter(move |(_, (_, report))| report.metric == metric);
+        let all = profile.reports().enumerate().filter(move |(_, (_, report))| report.metric == metric);
         all.map(|(index, _)| (sum(2 * index), sum(2 * index + 1)))
     };
     let mean = |name| {
@@ -110,6 +110,6 @@ fn means(rehearsal: &Rehearsal, reports: &[f64], batch_len: usize) -> Validated 
         (name, sum / num_rows)
     };
     let mut metrics = MetricValues::default();
-    rehearsal.metric_names().into_iter().map(mean).for_each(|metric| metrics.push(metric));
-    Validated { loss: of(None).map(|(sum, num_rows)| sum / num_rows).sum(), metrics }
+    profile.metric_names().into_iter().map(mean).for_each(|metric| metrics.push(metric));
+    ValidationResult { loss: of(None).map(|(sum, num_rows)| sum / num_rows).sum(), metrics }
 }

@@ -5,10 +5,10 @@ use std::ops::Range;
 use std::path::Path;
 use trireme_base::parse_json;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource, StoredTensors};
-use trireme_model::{Model, ModelConfig, Rehearsal, TensorSpec, canonical_names, tied_names, token_specs};
+use trireme_model::{Model, ModelConfig, ModelProfile, TensorSpec, canonical_names, tied_names, token_specs};
 use trireme_parallel::{Executor, Placements};
-use trireme_plan::{Mesh, Part};
-use trireme_schedule::Outline;
+use trireme_plan::{LocalShape, Mesh};
+use trireme_schedule::ProgramHeader;
 use trireme_tensor::{Category, Device, DeviceOptions, ParameterInfo, Parameters, Precision};
 
 /// A model with its weights, for use without training.
@@ -103,8 +103,8 @@ pub(crate) fn evaluating_executor(
     let rehearsed = DeviceOptions { num_threads: 1, ..DeviceOptions::default() };
     let seq_len = batch.first().and_then(TensorSpec::num_positions).unwrap_or(1);
     let build = |device: &Device| config.build(seq_len, device);
-    let rehearsal = Rehearsal::of(build, rehearsed, Precision::F32, batch)?;
-    Ok(Executor::forward_only(model, rehearsal, parameters, device)?)
+    let profile = ModelProfile::of(build, rehearsed, Precision::F32, batch)?;
+    Ok(Executor::forward_only(model, profile, parameters, device)?)
 }
 
 /// Adapts the config of a model, read from the `config.json` `text`, to the weights that are stored with it. If the weights contain an
@@ -146,7 +146,7 @@ pub(crate) fn adapt_to_weights(
 /// Returns the weights under the names of `model`. Missing, extra and mis-shaped tensors are errors, which are reported together.
 pub(crate) fn checked_weights(stored: &StoredTensors, model: &Model) -> Result<StoredTensors, TrainError> {
     let stored = stored.renamed(canonical_names(model.table()))?;
-    let whole = Placements::new(model.table(), &Outline::default(), Mesh::data_parallel(1));
+    let whole = Placements::new(model.table(), &ProgramHeader::default(), Mesh::data_parallel(1));
     stored.check_against(whole.tensors())?;
     Ok(stored)
 }
@@ -174,8 +174,8 @@ pub(crate) fn read_held(
 }
 
 /// Returns this rank's part of a parameter on the tensor axis.
-pub(crate) fn part(info: &ParameterInfo) -> Part {
-    let whole = Part::whole(info.whole.dims());
+pub(crate) fn part(info: &ParameterInfo) -> LocalShape {
+    let whole = LocalShape::whole(info.whole.dims());
     match info.cut {
         Some(cut) if info.place.degree > 1 => whole.cut(cut, info.place),
         // On a single rank, a dim with groups would be split into one box per group.
@@ -187,7 +187,7 @@ pub(crate) fn part(info: &ParameterInfo) -> Part {
 pub(crate) fn read_boxes(
     stored: &StoredTensors,
     name: &str,
-    part: &Part,
+    part: &LocalShape,
     held: Range<usize>,
     values: &mut [f32],
 ) -> Result<(), TrainError> {

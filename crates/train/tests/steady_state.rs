@@ -11,9 +11,9 @@ use trireme_codec::CodecName;
 use trireme_model::{Model, ModelError, TensorSpec};
 use trireme_tensor::{Device, ParameterTable};
 use trireme_testkit::{CountingAllocator, build_classifier, classifier_sample, run_ranks_on};
-use trireme_train::config::{Config, Metrics, Subject};
+use trireme_train::config::{Config, Metrics, TaskKind};
 use trireme_train::metrics::MetricsWriter;
-use trireme_train::{Dataset, Sample, Silent, Task, TrainError, Trainer};
+use trireme_train::{Dataset, NullObserver, Sample, Task, TrainError, Trainer};
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator::new();
@@ -113,7 +113,7 @@ fn check_metrics() {
         );
         let overrides: Vec<String> = keys.iter().map(|&key| key.to_owned()).collect();
         let path = Path::new("job.toml");
-        let config = Config::parse_as(Subject::OwnTask, &toml, path, &overrides, None).unwrap();
+        let config = Config::parse_for_task(TaskKind::CustomTask, &toml, path, &overrides, None).unwrap();
         count_on(&[0, 0], &config, Some(Arc::new(Classifier)));
     }
 }
@@ -155,9 +155,9 @@ impl Dataset for Classifier {
 /// Counts the allocations of 20 steps of a task, or of a language model.
 fn count_on(hosts: &[usize; 2], config: &Config, task: Option<Arc<dyn Task>>) {
     let folder = tempfile::tempdir().unwrap();
-    let everyone = Barrier::new(2);
+    let barrier = Barrier::new(2);
     run_ranks_on(hosts, |group| {
-        let mut observer = Silent;
+        let mut observer = NullObserver;
         let rank = group.rank().0;
         let mut trainer = match &task {
             None => trainer(config, group, &mut observer),
@@ -174,13 +174,13 @@ fn count_on(hosts: &[usize; 2], config: &Config, task: Option<Arc<dyn Task>>) {
             }
         };
         run(5);
-        everyone.wait();
+        barrier.wait();
         let before = ALLOCATOR.num_allocations();
-        everyone.wait();
+        barrier.wait();
         run(20);
-        everyone.wait();
+        barrier.wait();
         let made = ALLOCATOR.num_allocations() - before;
-        everyone.wait();
+        barrier.wait();
         assert_eq!(made, 0, "20 steps of 2 ranks allocated {made} times: {:?}", config.parallelism());
     });
 }

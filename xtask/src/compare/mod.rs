@@ -1,18 +1,18 @@
 //! `cargo xtask compare`: measures the table of README.md on this machine.
 
+mod environment;
 mod programs;
 mod progress;
 mod results;
 mod rows;
-mod setting;
 mod table;
 
 use anyhow::{Result, bail};
+use environment::{Bound, Environment};
 use programs::Programs;
 use progress::Progress;
 use results::Round;
-use rows::{Effort, Peer, Row, Run, Step};
-use setting::{Bound, Setting};
+use rows::{BenchSettings, Peer, Row, Run, Step};
 use std::path::{Path, PathBuf};
 
 const HELP: &str = "\
@@ -56,11 +56,11 @@ impl CompareArgs {
         if self.quick { 1 } else { self.rounds as usize }
     }
 
-    fn effort(&self) -> Effort {
+    fn effort(&self) -> BenchSettings {
         if self.quick {
-            Effort { num_steps: 2, num_warmup_steps: 1, seconds: 0.05 }
+            BenchSettings { num_steps: 2, num_warmup_steps: 1, seconds: 0.05 }
         } else {
-            Effort { num_steps: 16, num_warmup_steps: 3, seconds: 1.0 }
+            BenchSettings { num_steps: 16, num_warmup_steps: 3, seconds: 1.0 }
         }
     }
 }
@@ -75,7 +75,7 @@ pub(crate) fn run(args: &CompareArgs, root: &Path) -> Result<bool> {
 
     let mut progress = Progress::new(1 + steps.len() + args.num_rounds() * runs.len());
     progress.begin("the machine");
-    let setting = Setting::find(root, &programs)?;
+    let setting = Environment::find(root, &programs)?;
     let measure = |step: &Step| {
         progress.begin(&format!("the bound of {}, {}", step.model, step.dtype));
         Bound::measure(*step, &programs)
@@ -86,7 +86,7 @@ pub(crate) fn run(args: &CompareArgs, root: &Path) -> Result<bool> {
 
     print!("{setting}");
     println!("- Method: {}.", method(args));
-    println!("{}", setting::show_bounds(&bounds, &rows, &rounds));
+    println!("{}", environment::show_bounds(&bounds, &rows, &rounds));
     print!("{}", table::table(&rows, &rounds, is_installed));
     Ok(num_failed == 0)
 }
@@ -150,7 +150,7 @@ fn method(args: &CompareArgs) -> String {
     if args.quick {
         return "a smoke test; its figures mean nothing".to_owned();
     }
-    let Effort { num_steps, num_warmup_steps, .. } = args.effort();
+    let BenchSettings { num_steps, num_warmup_steps, .. } = args.effort();
     format!(
         "{} rounds, both sides in turns; a figure is the median of the rounds, a ratio the median of the rounds' ratios \
          (lowest–highest); training runs have {num_steps} timed steps after {num_warmup_steps} others",
@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     fn all() -> Vec<Row> {
-        rows::rows(Effort { num_steps: 2, num_warmup_steps: 1, seconds: 0.5 })
+        rows::rows(BenchSettings { num_steps: 2, num_warmup_steps: 1, seconds: 0.5 })
     }
 
     #[test]

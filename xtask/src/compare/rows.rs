@@ -98,7 +98,7 @@ impl Peer {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Effort {
+pub(super) struct BenchSettings {
     /// Number of timed steps of a training run, which follow the warmup steps.
     pub(super) num_steps: usize,
     pub(super) num_warmup_steps: usize,
@@ -115,7 +115,7 @@ pub(super) struct Step {
     /// Number of sequences in a worker's batch.
     batch: usize,
     seq: usize,
-    effort: Effort,
+    bench_settings: BenchSettings,
 }
 
 /// Number of threads of all workers together.
@@ -136,7 +136,7 @@ impl Step {
     }
 
     fn arguments(self) -> String {
-        let Effort { num_steps, num_warmup_steps, .. } = self.effort;
+        let BenchSettings { num_steps, num_warmup_steps, .. } = self.bench_settings;
         format!("{} --steps {num_steps} --warmup {num_warmup_steps}", self.shape())
     }
 
@@ -171,7 +171,7 @@ impl Step {
     /// Returns the command that measures the kernels of this step, each with its bound.
     pub(super) fn kernels(self) -> Run {
         let arguments =
-            format!("bench kernels {} --seconds {} --json", self.shape(), self.effort.seconds / 10.0);
+            format!("bench kernels {} --seconds {} --json", self.shape(), self.bench_settings.seconds / 10.0);
         Run { program: Program::Trireme, arguments }
     }
 }
@@ -182,8 +182,9 @@ pub(super) fn installation() -> Run {
 }
 
 /// Returns the rows of the table of README.md.
-pub(super) fn rows(effort: Effort) -> Vec<Row> {
-    let gpt2 = Step { model: "gpt2-11m", dtype: "bf16", num_workers: 1, batch: 8, seq: 256, effort };
+pub(super) fn rows(effort: BenchSettings) -> Vec<Row> {
+    let gpt2 =
+        Step { model: "gpt2-11m", dtype: "bf16", num_workers: 1, batch: 8, seq: 256, bench_settings: effort };
     let gpt2_by_two = Step { num_workers: 2, batch: 4, ..gpt2 };
     let [gpt2_f32, gpt2_by_two_f32] = [gpt2, gpt2_by_two].map(|step| Step { dtype: "f32", ..step });
     let llama = Step { model: "llama-12m", ..gpt2 };
@@ -256,7 +257,7 @@ pub(super) fn rows(effort: Effort) -> Vec<Row> {
 mod tests {
     use super::*;
 
-    const EFFORT: Effort = Effort { num_steps: 16, num_warmup_steps: 3, seconds: 1.0 };
+    const EFFORT: BenchSettings = BenchSettings { num_steps: 16, num_warmup_steps: 3, seconds: 1.0 };
 
     #[test]
     fn the_rows_are_those_of_the_readme() {

@@ -37,7 +37,7 @@ pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
     for (index, line) in file.lines.iter().enumerate() {
         let comment = comment_alone(line);
         let mut refuse = |what: String, remedy: String| {
-            findings.push(Finding::refuse(&file.path, index + 1, what, remedy));
+            findings.push(Finding::violation(&file.path, index + 1, what, remedy));
         };
         if let Some((marker, text)) = comment
             && marker_before != Some(marker)

@@ -26,7 +26,7 @@ pub(crate) fn check(architecture: &TextFile, members: &[Member]) -> Vec<Finding>
     for (name, row) in &table {
         if !members.iter().any(|member| member.name == *name) {
             let what = format!("the table has a crate '{name}', the workspace has none");
-            findings.push(Finding::refuse(&architecture.path, row.line, what, "remove its row"));
+            findings.push(Finding::violation(&architecture.path, row.line, what, "remove its row"));
         }
     }
     for member in members {
@@ -35,7 +35,7 @@ pub(crate) fn check(architecture: &TextFile, members: &[Member]) -> Vec<Finding>
             None => {
                 let what = format!("'{}' has no row in the table of {}", member.name, architecture.path);
                 let remedy = format!("add one below '{TABLE_MARK}'");
-                findings.push(Finding::refuse(&member.manifest.path, 1, what, remedy));
+                findings.push(Finding::violation(&member.manifest.path, 1, what, remedy));
             }
         }
     }
@@ -55,12 +55,12 @@ fn check_member(architecture: &TextFile, row: &Row, member: &Member) -> Vec<Find
             let what = format!("'{}' may not depend on '{name}'", member.name);
             let remedy =
                 format!("do without it, or change the direction in {}:{}", architecture.path, row.line);
-            findings.push(Finding::refuse(&member.manifest.path, 1, what, remedy));
+            findings.push(Finding::violation(&member.manifest.path, 1, what, remedy));
         }
     }
     for name in row.dependencies.iter().filter(|name| !used.contains(name.as_str())) {
         let what = format!("the row of '{}' lists '{name}', which it does not depend on", member.name);
-        findings.push(Finding::refuse(&architecture.path, row.line, what, "remove it from the row"));
+        findings.push(Finding::violation(&architecture.path, row.line, what, "remove it from the row"));
     }
     findings
 }
@@ -96,7 +96,7 @@ pub(crate) fn check_command_line_crates(members: &[Member]) -> Vec<Finding> {
             if COMMAND_LINE_CRATES.contains(&dependency.package.as_str()) {
                 let what = format!("'{}' depends on '{}'", member.name, dependency.package);
                 let remedy = "add a variant to the crate's error enum, or leave it to cli";
-                findings.push(Finding::refuse(&member.manifest.path, 1, what, remedy));
+                findings.push(Finding::violation(&member.manifest.path, 1, what, remedy));
             }
         }
     }

@@ -74,13 +74,13 @@ pub(crate) fn check_lints(workspace: &TextFile, members: &[Member]) -> Result<Ve
     let level = level.as_ref().and_then(Value::as_str);
     if !matches!(level, Some("deny" | "forbid")) {
         let remedy = "set unsafe_code = \"deny\" in [workspace.lints.rust]";
-        findings.push(Finding::refuse(&workspace.path, 1, "unsafe code is not denied", remedy));
+        findings.push(Finding::violation(&workspace.path, 1, "unsafe code is not denied", remedy));
     }
     for Member { manifest, .. } in members {
         let inherited = entry(manifest, &["lints", "workspace"])?;
         if inherited != Some(true.into()) {
             let remedy = "write 'workspace = true' under [lints]";
-            findings.push(Finding::refuse(&manifest.path, 1, "without the workspace's lints", remedy));
+            findings.push(Finding::violation(&manifest.path, 1, "without the workspace's lints", remedy));
         }
     }
     Ok(findings)

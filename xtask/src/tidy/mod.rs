@@ -1,14 +1,14 @@
 //! Checks of the workspace that the compiler does not make. Each check is a function from the files that were read to findings.
 
-mod circles;
 mod comments;
 mod dependencies;
 mod finding;
-mod form;
+mod forbidden_words;
+mod formatting;
+mod import_cycles;
 mod manifest;
 mod rust_text;
 mod soundness;
-mod words;
 mod workspace;
 
 use anyhow::Result;
@@ -20,7 +20,7 @@ use workspace::Workspace;
 pub(crate) fn run(root: &Path) -> Result<bool> {
     let findings = check(root)?;
     findings.iter().for_each(|finding| println!("{finding}"));
-    let num_refused = findings.iter().filter(|finding| finding.is_refused).count();
+    let num_refused = findings.iter().filter(|finding| finding.is_violation).count();
     println!("tidy: {num_refused} to fix, {} to consider", findings.len() - num_refused);
     Ok(num_refused == 0)
 }
@@ -32,14 +32,14 @@ fn check(root: &Path) -> Result<Vec<Finding>> {
     findings.extend(dependencies::check_command_line_crates(&workspace.members));
     findings.extend(manifest::check_lints(&workspace.manifest, &workspace.members)?);
     for file in &workspace.texts {
-        findings.extend(form::check(file));
+        findings.extend(formatting::check(file));
     }
     for file in &workspace.sources {
         findings.extend(soundness::check(file));
-        findings.extend(words::check(file));
+        findings.extend(forbidden_words::check(file));
         findings.extend(comments::check(file));
     }
-    findings.extend(circles::check(&workspace.texts));
+    findings.extend(import_cycles::check(&workspace.texts));
     findings.sort();
     Ok(findings)
 }
@@ -51,7 +51,7 @@ mod tests {
     fn the_workspace_is_tidy() {
         let findings = super::check(crate::workspace_root()).expect("the workspace can be read");
         let refused: Vec<String> =
-            findings.iter().filter(|finding| finding.is_refused).map(ToString::to_string).collect();
+            findings.iter().filter(|finding| finding.is_violation).map(ToString::to_string).collect();
         assert!(refused.is_empty(), "{} to fix:\n{}", refused.len(), refused.join("\n"));
     }
 }

@@ -30,7 +30,7 @@ pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (index, line) in file.lines.iter().enumerate() {
         let mut refuse = |what: &str, remedy: String| {
-            findings.push(Finding::refuse(&file.path, index + 1, what, remedy));
+            findings.push(Finding::violation(&file.path, index + 1, what, remedy));
         };
         if !is_permitted && ["unsafe", "unsafe_code"].iter().any(|word| contains_word(&line.code, word)) {
             refuse(

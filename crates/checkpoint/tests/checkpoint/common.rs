@@ -84,6 +84,6 @@ pub(crate) fn save_all(folder: &Path, step: u64, tensors: &[TensorPlacement], de
     let mut results = save_changed(folder, step, tensors, degree, |_, _| ());
     assert!(results.iter().all(Result::is_ok), "{results:?}");
     let saved = results.swap_remove(0).expect("every rank has saved");
-    assert!(saved.untidy.is_empty(), "{:?}", saved.untidy);
+    assert!(saved.cleanup_errors.is_empty(), "{:?}", saved.cleanup_errors);
     saved.path
 }

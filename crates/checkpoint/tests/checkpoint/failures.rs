@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use trireme_base::{DType, Rank};
 use trireme_checkpoint::{
-    Checkpoint, CheckpointError, ExtraFile, InMemory, Saved, Snapshot, find_latest, save, tidy,
+    Checkpoint, CheckpointError, ExtraFile, InMemory, Saved, Snapshot, clean_up, find_latest, save,
 };
 use trireme_plan::{Extent, Placement, TensorPlacement};
 
@@ -29,7 +29,7 @@ fn files_of(folder: &Path) -> Vec<PathBuf> {
 fn read_all(path: &Path) -> Result<(), CheckpointError> {
     let checkpoint = Checkpoint::open(path)?;
     for tensor in example() {
-        let whole = Extent::whole(&tensor.shape);
+        let whole = Extent::full(&tensor.shape);
         let expected = bytes(&tensor, &whole);
         let mut loaded = vec![0; expected.len()];
         checkpoint.tensors().read_into(&tensor.name, &whole, &mut loaded)?;
@@ -114,7 +114,7 @@ fn every_cut_and_every_missing_file_is_refused_on_opening() {
 }
 
 #[test]
-fn a_checkpoint_that_may_not_be_looked_at_is_not_damaged() {
+fn a_checkpoint_that_cannot_be_accessed_is_not_damaged() {
     let folder = tempfile::tempdir().unwrap();
     let path = save_all(folder.path(), 1, &example(), 1);
     let manifest = path.join("checkpoint.json");
@@ -146,7 +146,7 @@ fn a_shard_of_another_checkpoint_is_refused_on_opening() {
 }
 
 #[test]
-fn a_small_file_that_changed_is_not_given_out() {
+fn a_small_file_that_changed_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = save_all(folder.path(), 1, &example(), 1);
     let checkpoint = Checkpoint::open(&path).unwrap();
@@ -188,7 +188,7 @@ fn a_failure_on_one_rank_is_one_on_all_and_leaves_earlier_checkpoints() {
 }
 
 #[test]
-fn what_cannot_be_tidied_up_fails_no_save_and_is_tried_again() {
+fn a_failed_cleanup_does_not_fail_the_save_and_is_retried() {
     let folder = tempfile::tempdir().unwrap();
     let latest = folder.path().join("latest");
     save_all(folder.path(), 1, &example(), 2);
@@ -200,10 +200,10 @@ fn what_cannot_be_tidied_up_fails_no_save_and_is_tried_again() {
         let results = save_changed(folder.path(), step, &example(), 2, |_, _| ());
         let saved: Vec<_> = results.into_iter().map(Result::unwrap).collect();
         assert!(
-            matches!(&saved[0].untidy[..], [CheckpointError::Rename { to, .. }] if *to == latest),
+            matches!(&saved[0].cleanup_errors[..], [CheckpointError::Rename { to, .. }] if *to == latest),
             "{saved:?}"
         );
-        assert!(saved[1].untidy.is_empty(), "it is for rank 0 to tidy up");
+        assert!(saved[1].cleanup_errors.is_empty(), "it is for rank 0 to tidy up");
         assert!(Checkpoint::open(&saved[0].path).unwrap().verify().is_empty());
         assert!(!folder.path().join("latest.partial").exists(), "a mark that fails leaves nothing behind");
     }
@@ -234,13 +234,13 @@ fn reading_and_removing_report_progress() {
     assert!(Checkpoint::open(&newest).unwrap().verify_share(0, 1, &progress).is_empty());
     assert!(num_calls.replace(0) >= tensors.len() + 4);
     let num_removed = 2 * files_of(&newest).len();
-    assert!(tidy(folder.path(), 3, 1, &progress).is_empty());
+    assert!(clean_up(folder.path(), 3, 1, &progress).is_empty());
     assert_eq!(files_of(folder.path()).len(), 2, "the newest and a link to it");
     assert!(num_calls.get() >= num_removed);
 }
 
 #[test]
-fn saving_is_progress() {
+fn saving_reports_progress() {
     let (folder, group, mesh) = (tempfile::tempdir().unwrap(), trireme_comm::single(), mesh(1));
     let heartbeat = group.heartbeat().clone();
     while heartbeat.age() < Duration::from_millis(20) {
@@ -256,7 +256,7 @@ fn saving_is_progress() {
 }
 
 #[test]
-fn what_a_failure_after_the_last_save_left_is_tidied_up() {
+fn leftovers_of_a_failed_cleanup_are_removed() {
     let folder = tempfile::tempdir().unwrap();
     for step in 1..=3 {
         save_all(folder.path(), step, &example(), 2);
@@ -268,15 +268,15 @@ fn what_a_failure_after_the_last_save_left_is_tidied_up() {
         let name = |path: &PathBuf| path.file_name().unwrap().to_owned();
         files_of(folder.path()).iter().map(name).collect()
     };
-    assert!(tidy(folder.path(), 3, 0, &|| {}).is_empty());
+    assert!(clean_up(folder.path(), 3, 0, &|| {}).is_empty());
     assert_eq!(names(), ["latest", "step-1", "step-2", "step-3"]);
-    assert!(tidy(folder.path(), 3, 1, &|| {}).is_empty());
+    assert!(clean_up(folder.path(), 3, 1, &|| {}).is_empty());
     assert_eq!(names(), ["latest", "step-3"]);
     assert!(newest.verify().is_empty());
 }
 
 #[test]
-fn what_has_the_name_of_a_checkpoint_and_is_none_is_kept_under_another() {
+fn a_file_named_like_a_checkpoint_is_renamed() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("step-2"), "thesis").unwrap();
     save_all(folder.path(), 2, &example(), 1);
@@ -322,7 +322,7 @@ fn reason(result: Result<Saved, CheckpointError>) -> CheckpointError {
 }
 
 #[test]
-fn a_complete_checkpoint_is_never_overwritten_but_a_damaged_one_makes_room() {
+fn a_complete_checkpoint_is_never_overwritten_but_a_damaged_one_is_set_aside() {
     let folder = tempfile::tempdir().unwrap();
     save_all(folder.path(), 1, &example(), 1);
     for step in [0, 1] {

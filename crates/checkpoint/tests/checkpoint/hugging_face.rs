@@ -52,7 +52,7 @@ fn every_float_dtype_is_read_as_f32() {
     let directory = HuggingFaceDirectory::open(folder.path()).unwrap();
     let middle = Extent { start: vec![0, 1], shape: vec![2, 1] };
     for name in ["f32", "bf16", "f16"] {
-        assert_eq!(read(directory.tensors(), name, &Extent::whole(shape)), f32, "{name}");
+        assert_eq!(read(directory.tensors(), name, &Extent::full(shape)), f32, "{name}");
         assert_eq!(read(directory.tensors(), name, &middle), floats(&[-2.5, 8.0]), "{name}");
     }
 }
@@ -84,7 +84,7 @@ fn names_can_be_mapped_and_buffers_left_out() {
     let all_alike = directory.tensors().renamed(|_| Some("w".into()));
     assert!(matches!(all_alike, Err(CheckpointError::SameName { .. })));
     let unreadable =
-        directory.tensors().read_into("h.0.attn.bias", &Extent::whole(&[4]), &mut [0; 4]).unwrap_err();
+        directory.tensors().read_into("h.0.attn.bias", &Extent::full(&[4]), &mut [0; 4]).unwrap_err();
     assert!(matches!(unreadable, CheckpointError::UnreadableDType { .. }));
 }
 
@@ -102,7 +102,7 @@ fn shards_are_found_by_their_index_and_bad_ones_refused() {
         |a: &str, b: &str| format!(r#"{{"metadata": {{}}, "weight_map": {{"a": "{a}", "b": "{b}"}}}}"#);
     write_sharded(folder.path(), &index(first, second));
     let directory = HuggingFaceDirectory::open(folder.path()).unwrap();
-    assert_eq!(read(directory.tensors(), "b", &Extent::whole(&[1])), [2]);
+    assert_eq!(read(directory.tensors(), "b", &Extent::full(&[1])), [2]);
 
     for (index, word) in [
         (index(second, first), "lacks 'a'"),
@@ -153,7 +153,7 @@ fn copies_have_the_same_fingerprint_and_other_tensors_have_another() {
 }
 
 #[test]
-fn what_is_no_model_is_named() {
+fn folders_without_a_model_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let message = |path: &Path| ModelSource::open(path).unwrap_err().to_string();
     assert!(message(folder.path()).contains("no model"));
@@ -202,7 +202,7 @@ fn an_exported_checkpoint_is_a_model_directory_of_one_file_or_more() {
         let exported = source.weights();
         exported.check_against(&weights()[..3]).unwrap();
         for tensor in &weights()[..3] {
-            let whole = Extent::whole(&tensor.shape);
+            let whole = Extent::full(&tensor.shape);
             assert_eq!(read(&exported, &tensor.name, &whole), bytes(tensor, &whole));
         }
     }
@@ -395,7 +395,7 @@ fn an_export_has_the_stored_dtypes_or_the_one_that_is_asked_for() {
         let exported = export(Some(dtype)).unwrap();
         assert_eq!(exported.tensors().get("w").unwrap().stored_dtype(), stored);
         assert_eq!(exported.tensors().get("ids").unwrap().stored_dtype(), Dtype::I64);
-        assert_eq!(read(exported.tensors(), "w", &Extent::whole(&[2])), floats(&[1.0, -2.5]));
+        assert_eq!(read(exported.tensors(), "w", &Extent::full(&[2])), floats(&[1.0, -2.5]));
         assert!(config(&exported).contains(name));
     }
     let refused = export_again(folder.path(), &tensors, "{}", Some(DType::F16)).unwrap_err().to_string();

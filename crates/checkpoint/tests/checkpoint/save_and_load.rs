@@ -37,7 +37,7 @@ proptest! {
     ) {
         for (index, (writer, reader)) in tensors.iter_mut().enumerate() {
             for (tensor, degree) in [(&mut *writer, writers), (&mut *reader, readers)] {
-                cut_for(tensor, degree);
+                split_for(tensor, degree);
             }
             writer.name = format!("layer.{index}.{}", "w".repeat(index));
             reader.name = writer.name.clone();
@@ -61,7 +61,7 @@ proptest! {
 }
 
 /// Splits a ragged tensor among `degree` ranks. Earlier runs are shorter, and may be empty.
-fn cut_for(tensor: &mut TensorPlacement, degree: usize) {
+fn split_for(tensor: &mut TensorPlacement, degree: usize) {
     let num_elements: usize = tensor.shape.iter().product();
     if let [Placement::Ragged { bounds }] = &mut tensor.placements[..] {
         *bounds = (0..=degree).map(|index| num_elements * index * index / (degree * degree)).collect();
@@ -124,7 +124,7 @@ fn the_newest_checkpoint_that_opens_is_found_and_the_others_have_a_reason() {
 }
 
 #[test]
-fn every_difference_from_what_is_expected_is_reported_at_once() {
+fn all_differences_from_the_expected_tensors_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let stored: Vec<_> =
         ["a", "b", "c", "d"].map(|name| tensor(name, &[2], DType::F32, Placement::Replicate)).into();
@@ -153,7 +153,7 @@ fn every_difference_from_what_is_expected_is_reported_at_once() {
 }
 
 #[test]
-fn reading_refuses_what_does_not_fit() {
+fn reading_refuses_wrong_names_extents_and_lengths() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = Checkpoint::open(&save_all(folder.path(), 1, &two_tensors(), 2)).unwrap();
     let read = |name: &str, start: &[usize], shape: &[usize], len: usize| {

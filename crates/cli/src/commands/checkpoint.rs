@@ -1,7 +1,7 @@
 //! `trireme checkpoint`: inspects checkpoints and model directories, and exports models.
 
 use crate::console::Output;
-use crate::remarks::remark;
+use crate::diagnostics::print_diagnostic;
 use anyhow::{Context, bail};
 use clap::Subcommand;
 use serde::Serialize;
@@ -89,7 +89,7 @@ fn open(path: &Path) -> anyhow::Result<ModelSource> {
     if let ModelSource::Checkpoint { skipped, .. } = &source {
         for skipped in skipped {
             let reason = with_sources(&skipped.reason);
-            remark(&format!("warning: skipped {}: {reason}", skipped.path.display()));
+            print_diagnostic(&format!("warning: skipped {}: {reason}", skipped.path.display()));
         }
     }
     Ok(source)

@@ -2,9 +2,9 @@
 
 use super::check_config_path;
 use super::init::DEFAULT_CONFIG;
-use super::prepare::Display;
+use super::prepare::PreparationProgress;
 use crate::console::Output;
-use crate::numbers::counted;
+use crate::numbers::with_noun;
 use anyhow::{Result, bail, ensure};
 use clap::{Args, Subcommand};
 use std::env;
@@ -87,7 +87,7 @@ fn show(args: &ShowArgs) -> Result<()> {
         Output,
         "{}, {file}: {} of {} tokens, loss on {what}, attention {attention} documents\n",
         printable(&corpus.folder.display().to_string()),
-        counted(num_samples as usize, "sample"),
+        with_noun(num_samples as usize, "sample"),
         config.training().seq_len
     )?;
     let marks = Marks::for_output();
@@ -125,7 +125,7 @@ fn config(path: &Path, overrides: &[String]) -> Result<Config> {
         Some(found) => found,
         None => {
             let _lock = RunLock::of_run(&config)?;
-            ensure_corpus::<TrainError>(&config, &Display::new(Heartbeat::new()), |_| Ok(()))?
+            ensure_corpus::<TrainError>(&config, &PreparationProgress::new(Heartbeat::new()), |_| Ok(()))?
         }
     };
     let folder = corpus_folder(&config.data().folder, found.version);
@@ -143,7 +143,7 @@ fn heading(index: u64, view: &SampleView) -> String {
     format!(
         "sample {index}: tokens {} to {end} of the file, in {}; {num_learned} learned, {} only read{padding}",
         view.start,
-        counted(num_documents, "document"),
+        with_noun(num_documents, "document"),
         view.tokens.len() - num_learned,
     )
 }
@@ -278,7 +278,7 @@ fn summary(learned: &[u64], num_samples: u64) -> String {
     let which = if learned.len() as u64 == num_samples {
         String::new()
     } else {
-        format!(" (of the first {})", counted(learned.len(), "sample"))
+        format!(" (of the first {})", with_noun(learned.len(), "sample"))
     };
     let mut text = format!("learned tokens per sample{which}: least {least}, mean {mean:.1}, most {most}\n");
     let empty = learned.iter().enumerate().filter(|(_, learned)| **learned == 0);
@@ -288,7 +288,7 @@ fn summary(learned: &[u64], num_samples: u64) -> String {
         count => {
             let more = if count > NAMED_SAMPLES_MAX { ", …" } else { "" };
             let named = empty[..count.min(NAMED_SAMPLES_MAX)].join(", ");
-            format!("nothing to learn in {}: {named}{more}\n", counted(count, "sample"))
+            format!("nothing to learn in {}: {named}{more}\n", with_noun(count, "sample"))
         }
     };
     text

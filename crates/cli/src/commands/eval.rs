@@ -1,9 +1,9 @@
 //! `trireme eval`: measures how good a model is.
 
-use super::prepare::Display;
+use super::prepare::PreparationProgress;
 use crate::console::{Output, progress_bar};
-use crate::numbers::counted;
-use crate::remarks::remark;
+use crate::diagnostics::print_diagnostic;
+use crate::numbers::with_noun;
 use crate::simd::device_options;
 use crate::temporary::temporary_folder;
 use anyhow::{Result, anyhow, bail};
@@ -72,9 +72,9 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     let template = chat_template_for(args.chat_template.as_deref(), &source)?;
     let template = template.map(|template| template.with_special_tokens_as_text(&tokenizer));
     let mut evaluator = Evaluator::load(&args.model, args.allow_non_finite, args.seq_len, &device)?;
-    evaluator.notices().iter().for_each(|notice| remark(&format!("note: {notice}")));
+    evaluator.notices().iter().for_each(|notice| print_diagnostic(&format!("note: {notice}")));
     for file in args.data.iter().filter(|path| path.is_file()) {
-        if !Question::is_first_of(file)? {
+        if !Question::is_question_file(file)? {
             continue;
         }
         if args.data.len() > 1 {
@@ -106,7 +106,7 @@ fn corpus(
             );
         }
         if corpus.validation.is_none() {
-            remark(&format!(
+            print_diagnostic(&format!(
                 "note: {} holds nothing out for validation, so all of it is evaluated, including text that the model may have been trained on",
                 folder.display()
             ));
@@ -121,7 +121,7 @@ fn corpus(
         validation_fraction: 0.0,
         ..PrepareOptions::new(args.data.clone(), scratch.path().join("corpus"))
     };
-    prepare(&options, &Display::new(Heartbeat::new()))?;
+    prepare(&options, &PreparationProgress::new(Heartbeat::new()))?;
     Ok((Corpus::open(&options.out)?, Some(scratch)))
 }
 
@@ -140,8 +140,12 @@ fn evaluate(evaluator: &mut Evaluator, corpus: &Corpus, tokenizer: &Tokenizer) -
         let tokens: Vec<u32> = tokens.iter().copied().filter(|&token| Some(token) != end).collect();
         Ok(tokenizer.num_bytes(&tokens)?)
     };
-    let found =
-        evaluator.evaluate_corpus(corpus.held_out(), corpus.report.has_loss_mask, num_bytes, progress);
+    let found = evaluator.evaluate_corpus(
+        corpus.evaluation_tokens(),
+        corpus.report.has_loss_mask,
+        num_bytes,
+        progress,
+    );
     bar.finish_and_clear();
     Ok(found?)
 }
@@ -185,7 +189,7 @@ fn answer(
     for question in questions {
         let mut found = Vec::new();
         for choice in question.tokens(tokenizer)? {
-            found.push(evaluator.log_likelihood(&choice.tokens, choice.num_given)?);
+            found.push(evaluator.log_likelihood(&choice.tokens, choice.num_context)?);
         }
         let per_character = found.iter().zip(&question.choices).map(|(found, choice)| {
             // lm-evaluation-harness divides by the characters of the choice, without the delimiter before it.
@@ -213,7 +217,7 @@ fn answer(
         let error = standard_error.map_or_else(String::new, |error| format!(" +- {:.2} %", 100.0 * error));
         format!("{name}: {:.2} %{error}", 100.0 * mean)
     };
-    writeln!(Output, "{} ({})", line("acc", accuracy), counted(questions.len(), "question"))?;
+    writeln!(Output, "{} ({})", line("acc", accuracy), with_noun(questions.len(), "question"))?;
     Ok(writeln!(Output, "{} (by likelihood per character)", line("acc_norm", normalized))?)
 }
 

@@ -1,8 +1,8 @@
 //! `trireme flight-recorder`.
 
 use crate::console::Output;
-use crate::death::Fates;
 use crate::hang;
+use crate::process_state::ProcessStates;
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::io::Write;
@@ -56,7 +56,7 @@ pub(crate) fn run(args: &FlightRecorderArgs) -> Result<()> {
         }
         ([report, ..], Some(_), false) => print_operations(report)?,
         (_, None, false) => {
-            for line in hang::lines(&Diagnosis::of(&reports), &Fates::new()) {
+            for line in hang::lines(&Diagnosis::of(&reports), &ProcessStates::new()) {
                 writeln!(Output, "{line}")?;
             }
             writeln!(Output, "reports: {}", folder.display())?;
@@ -68,7 +68,13 @@ pub(crate) fn run(args: &FlightRecorderArgs) -> Result<()> {
 fn print_operations(report: &RankReport) -> Result<()> {
     for group in &report.groups {
         let failure = group.failure.as_ref().map(|failure| format!(": {}", failure.text)).unwrap_or_default();
-        writeln!(Output, "{}, ranks {:?}{}", hang::plain(&group.name), group.members, hang::plain(&failure))?;
+        writeln!(
+            Output,
+            "{}, ranks {:?}{}",
+            hang::escape_controls(&group.name),
+            group.members,
+            hang::escape_controls(&failure)
+        )?;
         for operation in group.operations.iter().chain(&group.messages) {
             let ago = report.written - operation.started.unwrap_or(operation.queued);
             let took = match (operation.started, operation.ended) {
@@ -83,7 +89,7 @@ fn print_operations(report: &RankReport) -> Result<()> {
             };
             let described = hang::described(&group.name, operation);
             let algorithm = operation.algorithm.iter().map(|name| format!(", by {name}")).collect::<String>();
-            let described = hang::plain(&format!("{described}{algorithm}"));
+            let described = hang::escape_controls(&format!("{described}{algorithm}"));
             writeln!(Output, "  {ago:9.3} s ago  {state:7}  {took:>10}  {described}")?;
         }
     }

@@ -2,7 +2,7 @@
 
 use super::read_file;
 use crate::console::Output;
-use crate::remarks::remark;
+use crate::diagnostics::print_diagnostic;
 use crate::simd::device_options;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
@@ -16,7 +16,8 @@ use trireme_model::{ModelConfig, Sampling};
 use trireme_parallel::Executor;
 use trireme_tensor::Device;
 use trireme_train::{
-    Ended, LoadedModel, SampleSettings, chat_template_for, load_model, model_tokenizer, sample,
+    FinishReason, GenerationSettings, LoadedModel, chat_template_for, generate_text, load_model,
+    model_tokenizer,
 };
 
 const EXAMPLES: &str = "\
@@ -106,7 +107,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let device = Device::cpu(device_options(args.threads)?)?;
     let LoadedModel { mut executor, config, notices } =
         load_model(&args.path, args.allow_non_finite, &device)?;
-    notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
+    notices.iter().for_each(|notice| print_diagnostic(&format!("note: {notice}")));
     let source = ModelSource::open(&args.path)?;
     let tokenizer = tokenizer(args, &source)?;
     let template = chat_template_for(args.chat_template.as_deref(), &source)?;
@@ -123,9 +124,9 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         end_tokens.extend(tokenizer.special_tokens_in(end));
         stop.push(end.to_owned());
     }
-    warnings.iter().for_each(|warning| remark(&format!("warning: {warning}")));
+    warnings.iter().for_each(|warning| print_diagnostic(&format!("warning: {warning}")));
     for (index, prompt) in prompts.iter().enumerate() {
-        let settings = SampleSettings {
+        let settings = GenerationSettings {
             prompt: prompt.clone(),
             num_tokens: args.num_tokens,
             sampling: Sampling {
@@ -144,9 +145,9 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
             writeln!(Output, "--- {} of {} ---", index + 1, prompts.len())?;
         }
         let ended = generate(args, &settings, (&mut executor, &config, &tokenizer))?;
-        if ended == Ended::AtModelLength && !args.json {
+        if ended == FinishReason::PositionLimit && !args.json {
             let positions = config.max_positions();
-            remark(&format!("note: the text ends because the model has {positions} positions"));
+            print_diagnostic(&format!("note: the text ends because the model has {positions} positions"));
         }
     }
     Ok(())
@@ -155,9 +156,9 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
 /// Generates one text and prints it as it grows, or at once as JSON. Returns why the text ended.
 fn generate(
     args: &GenerateArgs,
-    settings: &SampleSettings,
+    settings: &GenerationSettings,
     (executor, config, tokenizer): (&mut Executor, &ModelConfig, &Tokenizer),
-) -> Result<Ended> {
+) -> Result<FinishReason> {
     let mut written = Ok(());
     let mut all = String::new();
     let mut show = |piece: &str| {
@@ -172,13 +173,13 @@ fn generate(
     if repeats_prompt {
         show(&settings.prompt.text);
     }
-    let ended = sample(executor, config, tokenizer, settings, &mut show)?;
+    let ended = generate_text(executor, config, tokenizer, settings, &mut show)?;
     if args.json {
         let ended = match ended {
-            Ended::AsAsked => "num_tokens",
-            Ended::AtEnd => "end",
-            Ended::AtStop => "stop",
-            Ended::AtModelLength => "model_length",
+            FinishReason::TokenLimit => "num_tokens",
+            FinishReason::EndOfDocument => "end",
+            FinishReason::StopSequence => "stop",
+            FinishReason::PositionLimit => "model_length",
         };
         written =
             writeln!(Output, "{}", json!({ "prompt": settings.prompt.text, "text": all, "ended": ended }));

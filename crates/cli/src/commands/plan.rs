@@ -7,7 +7,8 @@ use crate::console::{Output, columns, parameters};
 use crate::host::SharedLimit;
 use crate::launch::{WorkerEnvironment, launch_workers, recorder_folder, work_in_world};
 use crate::planning::{
-    Blueprint, Drawing, Job, Plan, PredictedTime, Source, Workers, language_model, sequences_of,
+    ConfigSource, Plan, PlannedRun, PlannedSchedule, PredictedTime, Workers, Workload, language_model,
+    sequences_of,
 };
 use crate::simd::{Proof, Simd};
 use anyhow::{Result, bail};
@@ -19,7 +20,7 @@ use trireme_base::Bytes;
 use trireme_comm::{Group, single};
 use trireme_planner::{StepTime, peak_moment, table};
 use trireme_schedule::pipeline::{draw_svg, draw_text};
-use trireme_train::config::Subject;
+use trireme_train::config::TaskKind;
 use trireme_train::{Samples, Task};
 
 const EXAMPLES: &str = "\
@@ -92,11 +93,11 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> 
     check_config_path(&args.config)?;
     let mut overrides = args.overrides.clone();
     overrides.extend(args.workers.map(|workers| format!("launch.workers={workers}")));
-    let subject = if own.is_some() { Subject::OwnTask } else { Subject::LanguageModel };
+    let subject = if own.is_some() { TaskKind::CustomTask } else { TaskKind::LanguageModel };
     // With --time, a process may be a worker.
     let environment = if args.time { WorkerEnvironment::of_this_process()? } else { None };
     let world_size = environment.as_ref().map(|environment| environment.world_size);
-    let source = Source { path: &args.config, overrides: &overrides, world_size, subject };
+    let source = ConfigSource { path: &args.config, overrides: &overrides, world_size, subject };
     let config = source.load(&[])?;
     let limits = SharedLimit::all(config.memory().huge_pages);
     let simd = Simd::choose(Proof::Cached)?;
@@ -114,23 +115,23 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> 
         workers = workers.on_hosts(&config, per_host);
     }
     let (sample, model);
-    let blueprint = match own {
+    let workload = match own {
         Some(task) => {
             sample = Samples::open(task, &config)?.train.sample();
-            Blueprint::Task { task, sample: &sample }
+            Workload::Task { task, sample: &sample }
         }
         None => {
             model = language_model(&config)?;
-            Blueprint::Language { model: &model, sequences: sequences_of(&config) }
+            Workload::Language { model: &model, sequences: sequences_of(&config) }
         }
     };
-    show_all(args, Job { config: &config, source, blueprint, workers }, (environment, &simd, started))
+    show_all(args, PlannedRun { config: &config, source, workload, workers }, (environment, &simd, started))
 }
 
 /// Shows the plan and, with `--time`, the step time. A worker only measures; the command itself shows the plan and starts the workers.
 fn show_all(
     args: &PlanArgs,
-    job: Job<'_>,
+    job: PlannedRun<'_>,
     (environment, simd, started): (Option<WorkerEnvironment>, &Simd, Instant),
 ) -> Result<()> {
     let config = job.config;
@@ -152,7 +153,7 @@ fn show_all(
     }
 }
 
-fn show_time(args: &PlanArgs, job: Job<'_>, plan: &Plan, world: Group) -> Result<()> {
+fn show_time(args: &PlanArgs, job: PlannedRun<'_>, plan: &Plan, world: Group) -> Result<()> {
     if world.hosts().num_hosts() > 1 {
         bail!("--time needs all workers on one host; start the command without a launcher");
     }
@@ -178,9 +179,9 @@ fn show_time(args: &PlanArgs, job: Job<'_>, plan: &Plan, world: Group) -> Result
     Ok(())
 }
 
-fn show(args: &PlanArgs, job: Job<'_>, plan: &Plan) -> Result<()> {
-    let Job { config, workers, .. } = job;
-    let drawing = Drawing::new(config, plan)?;
+fn show(args: &PlanArgs, job: PlannedRun<'_>, plan: &Plan) -> Result<()> {
+    let PlannedRun { config, workers, .. } = job;
+    let drawing = PlannedSchedule::new(config, plan)?;
     let has_pipeline = config.parallelism().pipeline_parallel_degree > 1;
     // A schedule of one stage could not be read back from a schedule file.
     if args.save_schedule.is_some() && !has_pipeline {
@@ -190,7 +191,7 @@ fn show(args: &PlanArgs, job: Job<'_>, plan: &Plan) -> Result<()> {
     if args.program {
         text += &format!("{}\n", plan.program);
     }
-    text += &format!("{}; {workers}\n\n", parameters(plan.model.table().whole().num_elements()));
+    text += &format!("{}; {workers}\n\n", parameters(plan.model.table().full().num_elements()));
     if has_pipeline {
         text += &format!("{}\nrank {}, which needs the most memory:\n", drawing.summary(config), plan.rank);
     }

@@ -1,8 +1,8 @@
 //! `trireme prepare`: converts text to token files.
 
 use crate::console::{Output, progress_bar};
-use crate::numbers::counted;
-use crate::remarks::remark;
+use crate::diagnostics::print_diagnostic;
+use crate::numbers::with_noun;
 use anyhow::{anyhow, bail};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 use trireme_base::{Bytes, Heartbeat};
 use trireme_checkpoint::{CheckpointError, ModelSource};
 use trireme_data::{
-    ChatTemplate, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, Source, TOKENIZER_FILE,
-    TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, prepare,
+    ChatTemplate, InvalidUtf8, Phase, PrepareOptions, PrepareReport, Progress, Source, SplitSize,
+    TOKENIZER_FILE, TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_up_to_date, prepare,
 };
 use trireme_train::{
-    chat_template_alone, chat_template_for, chat_template_next_to, model_tokenizer, users_of_corpus,
+    chat_template_for, chat_template_next_to, chat_template_without_files, model_tokenizer, users_of_corpus,
 };
 
 const EXAMPLES: &str = "\
@@ -99,7 +99,7 @@ pub(crate) struct PrepareArgs {
 pub(crate) fn run(args: &PrepareArgs) -> anyhow::Result<()> {
     let options = options(args)?;
     let mut out = Output;
-    let report = if is_current(&options)? {
+    let report = if is_up_to_date(&options)? {
         writeln!(out, "nothing to do: {} is up to date", options.out.display())?;
         PrepareReport::read(&options.out)?
     } else {
@@ -111,7 +111,7 @@ pub(crate) fn run(args: &PrepareArgs) -> anyhow::Result<()> {
                 run.display()
             );
         }
-        prepare(&options, &Display::new(Heartbeat::new()))?
+        prepare(&options, &PreparationProgress::new(Heartbeat::new()))?
     };
     Ok(write!(out, "{}", Summary { report: &report, out: &options.out })?)
 }
@@ -126,7 +126,7 @@ fn options(args: &PrepareArgs) -> anyhow::Result<PrepareOptions> {
     let template = args.chat_template.as_deref();
     let (tokenizer, chat_template) = match args.train_bpe {
         Some(vocabulary_size) => {
-            (TokenizerChoice::TrainBpe { vocabulary_size }, chat_template_alone(template)?)
+            (TokenizerChoice::TrainBpe { vocabulary_size }, chat_template_without_files(template)?)
         }
         None => tokenizer(&args.tokenizer, template)?,
     };
@@ -152,7 +152,7 @@ fn tokenizer(
     template: Option<&Path>,
 ) -> anyhow::Result<(TokenizerChoice, Option<ChatTemplate>)> {
     if name == Path::new("bytes") {
-        return Ok((TokenizerChoice::Bytes, chat_template_alone(template)?));
+        return Ok((TokenizerChoice::Bytes, chat_template_without_files(template)?));
     }
     if name.is_file() {
         return Ok((TokenizerChoice::File(name.to_owned()), chat_template_next_to(template, name)?));
@@ -181,7 +181,7 @@ const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// A progress bar on a terminal, else a line on standard error every [`LINE_INTERVAL`].
 #[derive(Debug)]
-pub(crate) struct Display {
+pub(crate) struct PreparationProgress {
     /// Shows waiting ranks that this one makes progress.
     heartbeat: Heartbeat,
     bar: Option<ProgressBar>,
@@ -189,15 +189,15 @@ pub(crate) struct Display {
     shown: Mutex<(Option<Phase>, Instant)>,
 }
 
-impl Display {
+impl PreparationProgress {
     pub(crate) fn new(heartbeat: Heartbeat) -> Self {
         let template = "{msg:<31} {wide_bar} {percent:>3}%  time left {eta}";
         let bar = std::io::stderr().is_terminal().then(|| progress_bar(None, template));
-        Display { heartbeat, bar, shown: Mutex::new((None, Instant::now())) }
+        PreparationProgress { heartbeat, bar, shown: Mutex::new((None, Instant::now())) }
     }
 }
 
-impl Drop for Display {
+impl Drop for PreparationProgress {
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -205,7 +205,7 @@ impl Drop for Display {
     }
 }
 
-impl Progress for Display {
+impl Progress for PreparationProgress {
     fn advance(&self, phase: Phase, done: u64, total: u64) {
         self.heartbeat.beat();
         let mut shown = self.shown.lock().expect("no thread panics while it shows progress");
@@ -223,7 +223,7 @@ impl Progress for Display {
             None if last_line.elapsed() >= LINE_INTERVAL => {
                 *last_line = Instant::now();
                 let percent = done.saturating_mul(100) / total.max(1);
-                remark(&format!("{}: {percent}%", title(phase)));
+                print_diagnostic(&format!("{}: {percent}%", title(phase)));
             }
             None => {}
         }
@@ -246,16 +246,17 @@ struct Summary<'a> {
 impl fmt::Display for Summary<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Summary { report, out } = self;
-        let line = |f: &mut fmt::Formatter<'_>, name: &str, Part { num_tokens, num_documents }: Part| {
-            let documents = if num_documents == 1 { "document" } else { "documents" };
-            writeln!(f, "  {name:<20} {num_tokens:>14} tokens  {num_documents:>10} {documents}")
-        };
+        let line =
+            |f: &mut fmt::Formatter<'_>, name: &str, SplitSize { num_tokens, num_documents }: SplitSize| {
+                let documents = if num_documents == 1 { "document" } else { "documents" };
+                writeln!(f, "  {name:<20} {num_tokens:>14} tokens  {num_documents:>10} {documents}")
+            };
         writeln!(f, "{}:", out.display())?;
         line(f, TRAIN_FILE, report.train)?;
         if let Some(validation) = report.validation {
             line(f, VALIDATION_FILE, validation)?;
         }
-        let files = counted(report.num_files as usize, "file");
+        let files = with_noun(report.num_files as usize, "file");
         writeln!(f, "  read {files}, {}; skipped {}", Bytes(report.input_bytes), report.skipped)?;
         let num_replaced = report.num_invalid_utf8_replaced;
         if num_replaced > 0 {

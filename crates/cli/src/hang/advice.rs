@@ -1,9 +1,9 @@
-use crate::death::{Death, Fate, Fates};
+use crate::process_state::{AbnormalExit, ProcessState, ProcessStates};
 use trireme_base::ranks;
 use trireme_comm::{Diagnosis, Difference, Finding, OperationState, Source};
 
 /// Returns what to try, according to the first cause that is found.
-pub(super) fn advice(diagnosis: &Diagnosis, fates: &Fates) -> Option<String> {
+pub(super) fn advice(diagnosis: &Diagnosis, fates: &ProcessStates) -> Option<String> {
     let difference = diagnosis.disagreement.as_ref().map(|found| found.difference);
     let found = [
         of_processes(diagnosis, fates),
@@ -19,21 +19,21 @@ pub(super) fn advice(diagnosis: &Diagnosis, fates: &Fates) -> Option<String> {
     found.into_iter().flatten().next()
 }
 
-fn of_processes(diagnosis: &Diagnosis, fates: &Fates) -> Option<String> {
+fn of_processes(diagnosis: &Diagnosis, fates: &ProcessStates) -> Option<String> {
     fates.iter().find_map(|(&rank, fate)| match fate {
-        Fate::Stopped => {
+        ProcessState::Stopped => {
             let process = diagnosis.findings.get(rank)?.process_id;
             let process = process.map_or_else(String::new, |id| format!(", process {id}"));
             Some(format!(
                 "find out what stopped rank {rank}{process}: SIGSTOP, a debugger, or a batch system that suspends jobs"
             ))
         }
-        Fate::Dead(Death::Signal(9)) => Some(format!(
+        ProcessState::Exited(AbnormalExit::Signal(9)) => Some(format!(
             "check whether rank {rank} was killed because memory ran out (dmesg | grep -i oom); if so, lower \
              [training] local_batch_size"
         )),
-        Fate::Dead(Death::Signal(_)) => Some(format!("look at the log of rank {rank}")),
-        Fate::Dead(Death::Exit(_)) => None,
+        ProcessState::Exited(AbnormalExit::Signal(_)) => Some(format!("look at the log of rank {rank}")),
+        ProcessState::Exited(AbnormalExit::Exit(_)) => None,
     })
 }
 

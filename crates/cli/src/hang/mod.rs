@@ -3,16 +3,16 @@
 mod advice;
 mod table;
 
-pub(crate) use table::{described, lines, plain};
+pub(crate) use table::{described, escape_controls, lines};
 
-use crate::death::Fates;
+use crate::process_state::ProcessStates;
 use anyhow::Error;
 use trireme_comm::{Diagnosis, FlightRecorder, Occasion, Source};
 
 /// A failure between workers, with a table of all of them.
 #[derive(Debug, thiserror::Error)]
 #[error("{failure}{}", indented(table))]
-pub(crate) struct Hang {
+pub(crate) struct DiagnosedFailure {
     /// The error that ended this worker.
     #[source]
     pub(crate) failure: Error,
@@ -33,5 +33,5 @@ pub(crate) fn explain(failure: Error, recorder: &FlightRecorder) -> Error {
     if report.occasion != Occasion::Failed || !is_first {
         return failure;
     }
-    Hang { failure, table: lines(&diagnosis, &Fates::new()) }.into()
+    DiagnosedFailure { failure, table: lines(&diagnosis, &ProcessStates::new()) }.into()
 }

@@ -1,15 +1,15 @@
 use super::advice::advice;
-use crate::death::{Death, Fate, Fates, signal_name};
+use crate::process_state::{AbnormalExit, ProcessState, ProcessStates, signal_name};
 use trireme_base::{Bytes, ranks};
 use trireme_comm::{
-    Diagnosis, Difference, Direction, Disagreement, Finding, OperationReport, OperationState, Place, Side,
-    Source,
+    Diagnosis, Difference, Direction, Disagreement, Finding, OperationReport, OperationState, Place, Source,
+    Variant,
 };
 
 const HEADER: [&str; 6] = ["rank", "host", "state", "since", "waits for", "operation"];
 
 /// Returns the lines of the table, the first mismatch and the advice; empty if there are no findings.
-pub(crate) fn lines(diagnosis: &Diagnosis, fates: &Fates) -> Vec<String> {
+pub(crate) fn lines(diagnosis: &Diagnosis, fates: &ProcessStates) -> Vec<String> {
     if diagnosis.findings.is_empty() {
         return Vec::new();
     }
@@ -27,17 +27,17 @@ pub(crate) fn lines(diagnosis: &Diagnosis, fates: &Fates) -> Vec<String> {
     let mut lines: Vec<String> = rows.iter().map(shown).collect();
     lines.extend(diagnosis.disagreement.as_ref().map(first_mismatch));
     lines.extend(advice(diagnosis, fates).map(|advice| format!("try: {advice}")));
-    lines.iter().map(|line| plain(line)).collect()
+    lines.iter().map(|line| escape_controls(line)).collect()
 }
 
 /// Escapes control characters, so that text from files and other hosts cannot steer the terminal.
-pub(crate) fn plain(line: &str) -> String {
+pub(crate) fn escape_controls(line: &str) -> String {
     line.chars()
         .map(|c| if c.is_control() { c.escape_default().to_string() } else { c.to_string() })
         .collect()
 }
 
-fn row(finding: &Finding, fate: Option<&Fate>) -> [String; 6] {
+fn row(finding: &Finding, fate: Option<&ProcessState>) -> [String; 6] {
     let since = match &finding.place {
         Some(place) if place.operation.is_some() => format!("{:.1} s", place.seconds),
         _ => String::new(),
@@ -53,12 +53,14 @@ fn row(finding: &Finding, fate: Option<&Fate>) -> [String; 6] {
     ]
 }
 
-fn state(finding: &Finding, fate: Option<&Fate>) -> String {
+fn state(finding: &Finding, fate: Option<&ProcessState>) -> String {
     let operation = finding.place.as_ref().and_then(|place| place.operation.as_ref());
     match (fate, finding.source, operation) {
-        (Some(Fate::Stopped), ..) => "stopped".to_owned(),
-        (Some(Fate::Dead(Death::Signal(signal))), ..) => format!("killed by {}", signal_name(*signal)),
-        (Some(Fate::Dead(Death::Exit(code))), Source::Nothing | Source::Earlier, _) => {
+        (Some(ProcessState::Stopped), ..) => "stopped".to_owned(),
+        (Some(ProcessState::Exited(AbnormalExit::Signal(signal))), ..) => {
+            format!("killed by {}", signal_name(*signal))
+        }
+        (Some(ProcessState::Exited(AbnormalExit::Exit(code))), Source::Nothing | Source::Earlier, _) => {
             format!("exited with {code}")
         }
         (_, Source::Nothing, _) => "silent".to_owned(),
@@ -105,7 +107,7 @@ fn in_line(line: &str) -> String {
 
 fn first_mismatch(disagreement: &Disagreement) -> String {
     let Disagreement { group, sequence, difference, sides } = disagreement;
-    let side = |side: &Side| {
+    let side = |side: &Variant| {
         format!("{} issued {}{}", ranks(side.ranks.iter().copied()), side.operation, in_line(&side.line))
     };
     let sides = sides.iter().map(side).collect::<Vec<_>>().join("; ");
@@ -133,7 +135,7 @@ mod tests {
         };
         let table = |hosts: [Option<&str>; 3]| {
             let findings = hosts.into_iter().enumerate().map(|(rank, host)| finding(rank, host)).collect();
-            lines(&Diagnosis { findings, disagreement: None }, &Fates::new())
+            lines(&Diagnosis { findings, disagreement: None }, &ProcessStates::new())
         };
         let across = table([Some("node-7"), Some("node-7"), Some("n8")]);
         assert_eq!(across[0], "rank  host    state   since  waits for  operation");

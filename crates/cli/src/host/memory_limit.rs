@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_told_or_makes_no_sense_limits_nothing() {
+    fn missing_or_malformed_limits_limit_nothing() {
         let file = ("memory/memory.limit_in_bytes", "1000");
         assert!(found("4:memory:/\n", MOUNTS, &[file]).is_some());
         for (groups, mounts, text) in [

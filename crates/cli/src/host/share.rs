@@ -11,34 +11,34 @@ use std::io;
 use std::path::Path;
 use trireme_base::ranges;
 use trireme_comm::{Group, host_name};
+use trireme_train::all_gather_json;
 use trireme_train::config::{Bind, HugePages};
-use trireme_train::tell_all;
 
 /// The resources that this host grants a worker, as the worker sees them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct Grant {
+struct WorkerResources {
     /// Boot id of the running kernel, which identifies the machine. Empty if unknown.
     machine: String,
     host: String,
     /// CPUs that the worker may run on. CPUs that share caches and memory are next to each other.
     cpus: Vec<usize>,
     /// CPU limits of control groups, in cores.
-    cpu_limits: Vec<Bound<f64>>,
+    cpu_limits: Vec<SharedBound<f64>>,
     /// Memory limits, inner ones before outer ones.
-    memory_limits: Vec<Bound<MemoryLimit>>,
+    memory_limits: Vec<SharedBound<MemoryLimit>>,
     /// Mean number of processes that ran or waited to run in the last minute.
     load: f64,
 }
 
 /// A limit on the total use of all processes of a control group, or of the machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct Bound<T> {
-    setter: Setter,
+struct SharedBound<T> {
+    setter: LimitOrigin,
     limit: T,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-enum Setter {
+enum LimitOrigin {
     Machine,
     /// The machine's pool of huge pages. Its file has another identity in each network namespace.
     Pool,
@@ -46,21 +46,26 @@ enum Setter {
     Group((u64, u64)),
 }
 
-impl Setter {
+impl LimitOrigin {
     fn of(limit: &MemoryLimit) -> Self {
         match &limit.file {
-            None => Setter::Machine,
-            Some(_) if limit.is_pool() => Setter::Pool,
-            Some(file) => Setter::Group(identity(file)),
+            None => LimitOrigin::Machine,
+            Some(_) if limit.is_pool() => LimitOrigin::Pool,
+            Some(file) => LimitOrigin::Group(identity(file)),
         }
     }
 }
 
-impl<T> Bound<T> {
+impl<T> SharedBound<T> {
     /// Counts those of `workers` to which the limit applies.
-    fn num_bound(&self, workers: &[(usize, &Grant)], limits: impl Fn(&Grant) -> &[Bound<T>]) -> usize {
-        let is_bound = |grant: &Grant| limits(grant).iter().any(|other| other.setter == self.setter);
-        workers.iter().filter(|(_, grant)| is_bound(grant)).count()
+    fn num_bound(
+        &self,
+        workers: &[(usize, &WorkerResources)],
+        limits: impl Fn(&WorkerResources) -> &[SharedBound<T>],
+    ) -> usize {
+        let is_bound =
+            |resources: &WorkerResources| limits(resources).iter().any(|other| other.setter == self.setter);
+        workers.iter().filter(|(_, resources)| is_bound(resources)).count()
     }
 }
 
@@ -81,7 +86,7 @@ pub(crate) struct HostShare {
 
 impl HostShare {
     /// Returns the share of one of `num_workers` workers that do not know each other yet.
-    pub(crate) fn of_equals(num_workers: usize, huge_pages: HugePages) -> Self {
+    pub(crate) fn of_equal_workers(num_workers: usize, huge_pages: HugePages) -> Self {
         HostShare {
             num_workers,
             limits: SharedLimit::all(huge_pages),
@@ -94,33 +99,32 @@ impl HostShare {
 
     /// Returns the share of this rank, which all ranks compute from the same grants. Collective.
     pub(crate) fn of_world(group: &Group, huge_pages: HugePages, bind: Bind) -> Result<Self> {
-        let mut own = Grant::of_this_process(huge_pages);
+        let mut own = WorkerResources::of_this_process(huge_pages);
         if own.machine.is_empty() {
             // A worker whose machine is unknown counts as alone on it.
             own.machine = format!("that of rank {}", group.rank());
         }
-        let grants = tell_all(group, &own)?;
-        group.flight_recorder().name_hosts(grants.iter().map(|grant| grant.host.clone()).collect());
+        let grants = all_gather_json(group, &own)?;
+        group.flight_recorder().name_hosts(grants.iter().map(|resources| resources.host.clone()).collect());
         let hosts = group.hosts();
         let num_workers = hosts.ranks(hosts.host_of(group.rank())).len();
-        Ok(Self::among(&grants, group.rank().0, num_workers, bind))
+        Ok(Self::from_resources(&grants, group.rank().0, num_workers, bind))
     }
 
-    fn among(grants: &[Grant], rank: usize, num_workers: usize, bind: Bind) -> Self {
+    fn from_resources(grants: &[WorkerResources], rank: usize, num_workers: usize, bind: Bind) -> Self {
         let own = &grants[rank];
-        let neighbours: Vec<(usize, &Grant)> =
-            grants.iter().enumerate().filter(|(_, grant)| grant.machine == own.machine).collect();
+        let neighbours: Vec<(usize, &WorkerResources)> =
+            grants.iter().enumerate().filter(|(_, resources)| resources.machine == own.machine).collect();
         let limits = own.memory_limits.iter().map(|bound| SharedLimit {
             limit: bound.limit.clone(),
-            num_sharing: Some(bound.num_bound(&neighbours, |grant| &grant.memory_limits)),
+            num_sharing: Some(bound.num_bound(&neighbours, |resources| &resources.memory_limits)),
         });
         // A CPU that several workers may use counts in equal parts.
-        let users = |cpu| neighbours.iter().filter(|(_, grant)| grant.cpus.contains(&cpu)).count();
+        let users = |cpu| neighbours.iter().filter(|(_, resources)| resources.cpus.contains(&cpu)).count();
         let num_cpus: f64 = own.cpus.iter().map(|&cpu| 1.0 / users(cpu) as f64).sum();
-        let quotas = own
-            .cpu_limits
-            .iter()
-            .map(|bound| bound.limit / bound.num_bound(&neighbours, |grant| &grant.cpu_limits) as f64);
+        let quotas = own.cpu_limits.iter().map(|bound| {
+            bound.limit / bound.num_bound(&neighbours, |resources| &resources.cpu_limits) as f64
+        });
         // Rounding: three thirds may sum to just below 1.
         let num_cpus = quotas.fold(num_cpus, f64::min);
         let num_threads = ((num_cpus + 1e-9) as usize).max(1);
@@ -135,8 +139,9 @@ impl HostShare {
 
     /// Describes the CPUs that `num_workers` workers of this host would be bound to.
     pub(crate) fn preview(num_workers: usize) -> String {
-        let grants = vec![Grant::of_this_process(HugePages::Transparent); num_workers];
-        let shares = (0..num_workers).map(|rank| Self::among(&grants, rank, num_workers, Bind::Auto));
+        let grants = vec![WorkerResources::of_this_process(HugePages::Transparent); num_workers];
+        let shares =
+            (0..num_workers).map(|rank| Self::from_resources(&grants, rank, num_workers, Bind::Auto));
         let texts = shares.enumerate().map(|(rank, share)| match (share.bound_to(), share.why_unbound) {
             (Some(cpus), _) => Ok(format!("rank {rank}: {cpus}")),
             (None, Some(why)) => Err(format!("{num_workers} workers are not bound to cores: {why}")),
@@ -163,12 +168,12 @@ impl HostShare {
 /// Returns the CPUs to bind a worker to; `None` if it need not be bound, such as where the launcher has chosen CPUs. The error is the
 /// reason why a worker that might be bound is not.
 fn binding(
-    own: &Grant,
+    own: &WorkerResources,
     rank: usize,
-    neighbours: &[(usize, &Grant)],
+    neighbours: &[(usize, &WorkerResources)],
     bind: Bind,
 ) -> Result<Option<Vec<usize>>, String> {
-    let are_chosen = neighbours.iter().any(|(_, grant)| grant.cpus != own.cpus);
+    let are_chosen = neighbours.iter().any(|(_, resources)| resources.cpus != own.cpus);
     if bind == Bind::None || are_chosen || neighbours.len() == 1 {
         return Ok(None);
     }
@@ -179,7 +184,7 @@ fn binding(
     if num_workers > own.cpus.len() {
         return Err(format!("{num_workers} workers share {} CPUs", own.cpus.len()));
     }
-    let load = neighbours.iter().map(|(_, grant)| grant.load).fold(0.0, f64::max);
+    let load = neighbours.iter().map(|(_, resources)| resources.load).fold(0.0, f64::max);
     if bind == Bind::Auto && !own.cpu_limits.is_empty() {
         return Err("a control group limits the time of all together".to_owned());
     }
@@ -192,18 +197,23 @@ fn binding(
     Ok(Some(own.cpus[border(place)..border(place + 1)].to_vec()))
 }
 
-impl Grant {
+impl WorkerResources {
     fn of_this_process(huge_pages: HugePages) -> Self {
         let cpu_limits = CpuLimit::all(Path::new("/")).into_iter();
         let memory_limits = MemoryLimit::all(Path::new("/"), huge_pages).into_iter();
-        Grant {
+        WorkerResources {
             host: host_name(),
             machine: fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default(),
-            cpus: by_neighbourhood(allowed_cpus(), Path::new("/")),
+            cpus: by_topology(allowed_cpus(), Path::new("/")),
             cpu_limits: cpu_limits
-                .map(|limit| Bound { setter: Setter::Group(identity(&limit.file)), limit: limit.num_cores })
+                .map(|limit| SharedBound {
+                    setter: LimitOrigin::Group(identity(&limit.file)),
+                    limit: limit.num_cores,
+                })
                 .collect(),
-            memory_limits: memory_limits.map(|limit| Bound { setter: Setter::of(&limit), limit }).collect(),
+            memory_limits: memory_limits
+                .map(|limit| SharedBound { setter: LimitOrigin::of(&limit), limit })
+                .collect(),
             load: load_average(),
         }
     }
@@ -224,7 +234,7 @@ fn allowed_cpus() -> Vec<usize> {
 }
 
 /// Sorts CPUs by memory node, package and core, read from the files below `root`. Adjacent CPUs share caches and memory where possible.
-fn by_neighbourhood(mut cpus: Vec<usize>, root: &Path) -> Vec<usize> {
+fn by_topology(mut cpus: Vec<usize>, root: &Path) -> Vec<usize> {
     let folder = |cpu: usize| root.join(format!("sys/devices/system/cpu/cpu{cpu}"));
     let number = |cpu: usize, name: &str| {
         let text = fs::read_to_string(folder(cpu).join("topology").join(name)).unwrap_or_default();
@@ -251,46 +261,48 @@ mod tests {
         MemoryLimit { bytes, file: None, pages: Pages::Ordinary }
     }
 
-    fn grant(cpus: impl IntoIterator<Item = usize>) -> Grant {
+    fn resources(cpus: impl IntoIterator<Item = usize>) -> WorkerResources {
         let machine = "one".to_owned();
-        Grant {
+        WorkerResources {
             machine,
             host: String::new(),
             cpus: cpus.into_iter().collect(),
             cpu_limits: Vec::new(),
-            memory_limits: vec![Bound { setter: Setter::Machine, limit: limit(100) }],
+            memory_limits: vec![SharedBound { setter: LimitOrigin::Machine, limit: limit(100) }],
             load: 0.0,
         }
     }
 
-    fn shares(grants: &[Grant], bind: Bind) -> Vec<HostShare> {
-        (0..grants.len()).map(|rank| HostShare::among(grants, rank, grants.len(), bind)).collect()
+    fn shares(grants: &[WorkerResources], bind: Bind) -> Vec<HostShare> {
+        (0..grants.len()).map(|rank| HostShare::from_resources(grants, rank, grants.len(), bind)).collect()
     }
 
-    fn threads(grants: &[Grant]) -> Vec<usize> {
+    fn threads(grants: &[WorkerResources]) -> Vec<usize> {
         shares(grants, Bind::None).iter().map(|share| share.num_threads).collect()
     }
 
     #[test]
-    fn who_has_processors_of_its_own_uses_all_of_them() {
-        let own: Vec<Grant> = (0..4).map(|rank| grant(8 * rank..8 * rank + 8)).collect();
+    fn a_worker_with_its_own_processors_uses_all_of_them() {
+        let own: Vec<WorkerResources> = (0..4).map(|rank| resources(8 * rank..8 * rank + 8)).collect();
         assert_eq!(threads(&own), [8; 4]);
         assert!(shares(&own, Bind::Cores).iter().all(|share| share.bound_to().is_none()));
-        assert_eq!(threads(&vec![grant(0..32); 4]), [8; 4]);
-        assert_eq!(threads(&[grant(0..2), grant(0..2), grant(2..8)]), [1, 1, 6]);
-        assert_eq!(threads(&vec![grant(0..2); 3]), [1; 3]);
-        let cpus: f64 = shares(&vec![grant(0..2); 3], Bind::None).iter().map(|share| share.num_cpus).sum();
+        assert_eq!(threads(&vec![resources(0..32); 4]), [8; 4]);
+        assert_eq!(threads(&[resources(0..2), resources(0..2), resources(2..8)]), [1, 1, 6]);
+        assert_eq!(threads(&vec![resources(0..2); 3]), [1; 3]);
+        let cpus: f64 =
+            shares(&vec![resources(0..2); 3], Bind::None).iter().map(|share| share.num_cpus).sum();
         assert!((cpus - 2.0).abs() < 1e-9, "{cpus} CPUs of 2");
-        let elsewhere = Grant { machine: "another".to_owned(), ..grant(0..8) };
-        assert_eq!(threads(&[grant(0..8), elsewhere]), [8; 2]);
+        let elsewhere = WorkerResources { machine: "another".to_owned(), ..resources(0..8) };
+        assert_eq!(threads(&[resources(0..8), elsewhere]), [8; 2]);
     }
 
     #[test]
     fn the_time_that_a_control_group_allows_is_shared_by_its_workers() {
         let limited = |limits: &[(u64, f64)]| {
-            let limits =
-                limits.iter().map(|&(group, limit)| Bound { setter: Setter::Group((0, group)), limit });
-            Grant { cpu_limits: limits.collect(), ..grant(0..16) }
+            let limits = limits
+                .iter()
+                .map(|&(group, limit)| SharedBound { setter: LimitOrigin::Group((0, group)), limit });
+            WorkerResources { cpu_limits: limits.collect(), ..resources(0..16) }
         };
         assert_eq!(threads(&[limited(&[(1, 4.0)]), limited(&[(1, 4.0)])]), [2; 2]);
         assert_eq!(threads(&[limited(&[(1, 4.0)]), limited(&[(2, 0.5)])]), [4, 1]);
@@ -301,14 +313,15 @@ mod tests {
     #[test]
     fn two_launchers_on_one_host_share_its_memory() {
         let in_groups = |groups: &[u64]| {
-            let mut grant = grant(0..4);
-            let limits = groups
-                .iter()
-                .map(|&group| Bound { setter: Setter::Group((0, group)), limit: limit(10 * group) });
-            grant.memory_limits.splice(0..0, limits);
-            grant
+            let mut resources = resources(0..4);
+            let limits = groups.iter().map(|&group| SharedBound {
+                setter: LimitOrigin::Group((0, group)),
+                limit: limit(10 * group),
+            });
+            resources.memory_limits.splice(0..0, limits);
+            resources
         };
-        let sharing = |grants: &[Grant]| -> Vec<Vec<(u64, usize)>> {
+        let sharing = |grants: &[WorkerResources]| -> Vec<Vec<(u64, usize)>> {
             let shares = shares(grants, Bind::None).into_iter();
             let told = |shared: &SharedLimit| (shared.limit.bytes, shared.num_sharing.unwrap());
             shares.map(|share| share.limits.iter().map(told).collect()).collect()
@@ -321,20 +334,21 @@ mod tests {
     }
 
     #[test]
-    fn workers_keep_to_their_own_cores_where_nobody_has_chosen() {
-        let bound = |grants: &[Grant], bind| -> Vec<Option<String>> {
+    fn workers_are_bound_to_their_own_cores_unless_a_launcher_has_chosen() {
+        let bound = |grants: &[WorkerResources], bind| -> Vec<Option<String>> {
             shares(grants, bind).iter().map(HostShare::bound_to).collect()
         };
         let texts = |texts: [&str; 2]| texts.map(|text| Some(text.to_owned())).to_vec();
-        let all = vec![grant([0, 2, 4, 1, 3, 5]); 2];
+        let all = vec![resources([0, 2, 4, 1, 3, 5]); 2];
         assert_eq!(bound(&all, Bind::Auto), texts(["CPUs 0, 2, 4", "CPUs 1, 3, 5"]));
         assert_eq!(bound(&all, Bind::None), [None, None]);
-        let busy: Vec<Grant> = all.iter().map(|grant| Grant { load: 3.5, ..grant.clone() }).collect();
+        let busy: Vec<WorkerResources> =
+            all.iter().map(|resources| WorkerResources { load: 3.5, ..resources.clone() }).collect();
         assert_eq!(bound(&busy, Bind::Auto), [None, None]);
         assert!(shares(&busy, Bind::Auto)[0].why_unbound.as_ref().unwrap().contains("load 3.5"));
         assert_eq!(bound(&busy, Bind::Cores), texts(["CPUs 0, 2, 4", "CPUs 1, 3, 5"]));
-        assert_eq!(bound(&vec![grant(0..2); 3], Bind::Cores), vec![None; 3]);
-        assert_eq!(bound(&[grant(0..4)], Bind::Cores), [None]);
+        assert_eq!(bound(&vec![resources(0..2); 3], Bind::Cores), vec![None; 3]);
+        assert_eq!(bound(&[resources(0..4)], Bind::Cores), [None]);
     }
 
     #[test]
@@ -347,7 +361,7 @@ mod tests {
             fs::write(path.join("topology/physical_package_id"), format!("{node}\n")).unwrap();
             fs::write(path.join("topology/core_id"), format!("{core}\n")).unwrap();
         }
-        assert_eq!(by_neighbourhood(vec![0, 1, 2, 3, 4], folder.path()), [0, 2, 4, 1, 3]);
-        assert_eq!(by_neighbourhood(vec![7, 5], Path::new("/nowhere")), [5, 7]);
+        assert_eq!(by_topology(vec![0, 1, 2, 3, 4], folder.path()), [0, 2, 4, 1, 3]);
+        assert_eq!(by_topology(vec![7, 5], Path::new("/nowhere")), [5, 7]);
     }
 }

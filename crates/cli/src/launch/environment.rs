@@ -101,44 +101,44 @@ impl Variables<'_> {
     }
 
     /// Returns a number that must be set because `present` is.
-    fn count(&self, variable: &'static str, present: &'static str) -> Result<Count, LaunchError> {
+    fn count(&self, variable: &'static str, present: &'static str) -> Result<NumericVariable, LaunchError> {
         match self.number(variable, WORLD_SIZE_MAX)? {
-            Some(value) => Ok(Count { variable, value }),
+            Some(value) => Ok(NumericVariable { variable, value }),
             None => Err(LaunchError::MissingVariable { present, missing: variable }),
         }
     }
 }
 
 #[derive(Clone, Copy)]
-struct Count {
+struct NumericVariable {
     variable: &'static str,
     value: usize,
 }
 
-impl Count {
+impl NumericVariable {
     /// Refuses numbers for which `compare` is false.
-    fn must(self, compare: fn(&usize, &usize) -> bool, other: Count) -> Result<(), LaunchError> {
+    fn require(self, compare: fn(&usize, &usize) -> bool, other: NumericVariable) -> Result<(), LaunchError> {
         if compare(&self.value, &other.value) {
             return Ok(());
         }
-        let Count { variable: first, value: first_value } = self;
-        let Count { variable: second, value: second_value } = other;
+        let NumericVariable { variable: first, value: first_value } = self;
+        let NumericVariable { variable: second, value: second_value } = other;
         Err(LaunchError::ContradictoryVariables { first, first_value, second, second_value })
     }
 }
 
-struct Family {
-    rank: Count,
-    world_size: Count,
+struct LauncherVariables {
+    rank: NumericVariable,
+    world_size: NumericVariable,
     /// Rank and number of workers on this host.
-    local: Option<(Count, Count)>,
+    local: Option<(NumericVariable, NumericVariable)>,
     /// The host of rank 0, if the family knows it.
     first_host: Option<String>,
     /// A name that distinguishes this world from others on the same hosts.
     job: Option<String>,
 }
 
-impl Family {
+impl LauncherVariables {
     fn into_worker(self, variables: &Variables<'_>) -> Result<WorkerEnvironment, LaunchError> {
         self.check(variables)?;
         let master_addr = self.master_addr(variables)?;
@@ -171,15 +171,15 @@ impl Family {
     }
 
     fn check(&self, variables: &Variables<'_>) -> Result<(), LaunchError> {
-        self.rank.must(usize::lt, self.world_size)?;
+        self.rank.require(usize::lt, self.world_size)?;
         if let Some((rank, size)) = self.local {
-            rank.must(usize::lt, size)?;
-            size.must(usize::le, self.world_size)?;
-            rank.must(usize::le, self.rank)?;
+            rank.require(usize::lt, size)?;
+            size.require(usize::le, self.world_size)?;
+            rank.require(usize::le, self.rank)?;
         }
         // Scripts export it in addition to the variables of another launcher.
         if let Some(value) = variables.number("WORLD_SIZE", WORLD_SIZE_MAX)? {
-            Count { variable: "WORLD_SIZE", value }.must(usize::eq, self.world_size)?;
+            NumericVariable { variable: "WORLD_SIZE", value }.require(usize::eq, self.world_size)?;
         }
         Ok(())
     }
@@ -198,7 +198,7 @@ impl Family {
     }
 }
 
-fn torchrun(variables: &Variables<'_>) -> Result<Family, LaunchError> {
+fn torchrun(variables: &Variables<'_>) -> Result<LauncherVariables, LaunchError> {
     let rank = variables.count("RANK", "RANK")?;
     let world_size = variables.count("WORLD_SIZE", "RANK")?;
     for missing in ["MASTER_ADDR", "MASTER_PORT"] {
@@ -207,11 +207,11 @@ fn torchrun(variables: &Variables<'_>) -> Result<Family, LaunchError> {
         }
     }
     let local = local_counts(variables, "LOCAL_RANK", "LOCAL_WORLD_SIZE")?;
-    Ok(Family { rank, world_size, local, first_host: None, job: None })
+    Ok(LauncherVariables { rank, world_size, local, first_host: None, job: None })
 }
 
-fn open_mpi(variables: &Variables<'_>, present: &'static str) -> Result<Family, LaunchError> {
-    Ok(Family {
+fn open_mpi(variables: &Variables<'_>, present: &'static str) -> Result<LauncherVariables, LaunchError> {
+    Ok(LauncherVariables {
         rank: variables.count("OMPI_COMM_WORLD_RANK", present)?,
         world_size: variables.count("OMPI_COMM_WORLD_SIZE", present)?,
         local: Some((
@@ -223,7 +223,7 @@ fn open_mpi(variables: &Variables<'_>, present: &'static str) -> Result<Family, 
     })
 }
 
-fn slurm(variables: &Variables<'_>) -> Result<Option<Family>, LaunchError> {
+fn slurm(variables: &Variables<'_>) -> Result<Option<LauncherVariables>, LaunchError> {
     let is_batch_script = variables.text("ENVIRONMENT").as_deref() == Some("BATCH")
         && variables.first_of(&["SLURM_STEP_ID", "SLURM_STEPID"]).is_none();
     if is_batch_script || !variables.has("SLURM_PROCID") {
@@ -238,7 +238,7 @@ fn slurm(variables: &Variables<'_>) -> Result<Option<Family>, LaunchError> {
     // Another MPI's launcher inside of a SLURM job starts its own processes by srun.
     for (variable, count) in [("PMI_RANK", rank), ("PMI_SIZE", world_size)] {
         if let Some(value) = variables.number(variable, WORLD_SIZE_MAX)? {
-            Count { variable, value }.must(usize::eq, count)?;
+            NumericVariable { variable, value }.require(usize::eq, count)?;
         }
     }
     let local_rank = variables.count("SLURM_LOCALID", "SLURM_PROCID")?;
@@ -247,7 +247,7 @@ fn slurm(variables: &Variables<'_>) -> Result<Option<Family>, LaunchError> {
         // Steps of one job may run side by side.
         format!("{job}.{}", variables.text("SLURM_STEP_ID").unwrap_or_default())
     });
-    Ok(Some(Family {
+    Ok(Some(LauncherVariables {
         rank,
         world_size,
         local: Some((local_rank, slurm_local_world_size(variables)?)),
@@ -259,12 +259,12 @@ fn slurm(variables: &Variables<'_>) -> Result<Option<Family>, LaunchError> {
     }))
 }
 
-fn slurm_local_world_size(variables: &Variables<'_>) -> Result<Count, LaunchError> {
+fn slurm_local_world_size(variables: &Variables<'_>) -> Result<NumericVariable, LaunchError> {
     let node = variables.number("SLURM_NODEID", WORLD_SIZE_MAX)?.unwrap_or(0);
     for variable in ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"] {
         let Some(value) = variables.text(variable) else { continue };
         return match tasks_on_node(&value, node) {
-            Some(value) if value <= WORLD_SIZE_MAX => Ok(Count { variable, value }),
+            Some(value) if value <= WORLD_SIZE_MAX => Ok(NumericVariable { variable, value }),
             _ => {
                 let expected = format!("the number of tasks per node, such as 4(x2), including node {node}");
                 Err(LaunchError::UnfitVariable { variable, value, expected })
@@ -274,7 +274,7 @@ fn slurm_local_world_size(variables: &Variables<'_>) -> Result<Count, LaunchErro
     variables.count("SLURM_NTASKS_PER_NODE", "SLURM_PROCID")
 }
 
-fn pmi(variables: &Variables<'_>) -> Result<Option<Family>, LaunchError> {
+fn pmi(variables: &Variables<'_>) -> Result<Option<LauncherVariables>, LaunchError> {
     let Some(present) = variables.first_of(&["PMI_RANK", "PMI_SIZE"]) else { return Ok(None) };
     let rank = variables.count("PMI_RANK", present)?;
     let world_size = variables.count("PMI_SIZE", present)?;
@@ -283,7 +283,7 @@ fn pmi(variables: &Variables<'_>) -> Result<Option<Family>, LaunchError> {
     }
     let local = local_counts(variables, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")?;
     let job = variables.text("SLURM_JOB_ID").or_else(|| variables.text("PMI_ID"));
-    Ok(Some(Family { rank, world_size, local, first_host: None, job }))
+    Ok(Some(LauncherVariables { rank, world_size, local, first_host: None, job }))
 }
 
 /// Returns the rank and the number of workers on this host if both variables are set; an error if only one is.
@@ -291,7 +291,7 @@ fn local_counts(
     variables: &Variables<'_>,
     rank: &'static str,
     size: &'static str,
-) -> Result<Option<(Count, Count)>, LaunchError> {
+) -> Result<Option<(NumericVariable, NumericVariable)>, LaunchError> {
     match variables.first_of(&[rank, size]) {
         Some(present) => Ok(Some((variables.count(rank, present)?, variables.count(size, present)?))),
         None => Ok(None),

@@ -118,7 +118,7 @@ fn slurm() {
 }
 
 #[test]
-fn what_slurm_sets_outside_of_tasks_makes_no_worker() {
+fn slurm_variables_outside_of_tasks_make_no_worker() {
     let batch_script = SRUN.replace("SLURM_STEP_ID=0", "").replace("SLURM_PROCID=5", "SLURM_PROCID=0");
     assert_eq!(read(&batch_script).unwrap(), None);
     let shell_of_salloc =

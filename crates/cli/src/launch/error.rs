@@ -1,5 +1,5 @@
-use crate::death::{Death, signal_name};
 use crate::hang::indented;
+use crate::process_state::{AbnormalExit, signal_name};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use std::io;
 use std::path::PathBuf;
@@ -48,7 +48,7 @@ pub(crate) enum LaunchError {
     Start { rank: Rank, program: String, source: io::Error },
     /// The operating system refused a call that the supervision of processes needs.
     #[error("cannot monitor the workers")]
-    Watch {
+    Supervise {
         #[from]
         source: io::Error,
     },
@@ -56,7 +56,7 @@ pub(crate) enum LaunchError {
     #[error("{}{}", describe_death(*rank, death, left, log, last_lines), indented(table))]
     WorkerDied {
         rank: Rank,
-        death: Death,
+        death: AbnormalExit,
         /// Workers that SIGKILL has not ended.
         left: Vec<Rank>,
         log: PathBuf,
@@ -95,7 +95,7 @@ impl LaunchError {
 
 fn describe_death(
     rank: Rank,
-    death: &Death,
+    death: &AbnormalExit,
     left: &[Rank],
     log: &std::path::Path,
     last_lines: &[String],

@@ -3,9 +3,9 @@
 use super::WorkerEnvironment;
 use super::slurm::node_address;
 use super::worker_processes::is_under_launcher;
+use crate::diagnostics::{print_diagnostic, set_rank};
 use crate::hang;
 use crate::hints;
-use crate::remarks::{remark, set_rank};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 use trireme_base::Rank;
@@ -25,11 +25,11 @@ pub(crate) fn join_options(
     let text = std::env::var(SECRET_VARIABLE).ok();
     let on_refusal = OnRefusal::new(|refusal| {
         let hint = hints::refusal(&refusal.to_string()).map_or(String::new(), |hint| format!("; {hint}"));
-        remark(&format!("warning: refused a connection: {refusal}{hint}"));
+        print_diagnostic(&format!("warning: refused a connection: {refusal}{hint}"));
     });
     // One worker of each host, and always rank 0, reports for which ranks it waits.
     let tells = environment.local_rank == 0 || environment.rank == Rank::ROOT;
-    let on_note = LineListener::new(|line| remark(&format!("note: {line}")));
+    let on_note = LineListener::new(|line| print_diagnostic(&format!("note: {line}")));
     Ok(JoinOptions {
         master_addr: match std::env::var_os("SLURM_JOB_ID") {
             Some(_) => node_address(&environment.master_addr),
@@ -69,7 +69,7 @@ pub(crate) fn before_joining<T>(
     work: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
     if let Some(environment) = environment {
-        speak_for(environment.rank);
+        attribute_diagnostics_to(environment.rank);
     }
     work().map_err(|failure| match environment.map(|environment| join_options(environment, None)) {
         Some(Ok(options)) => NotJoined::of(failure, options),
@@ -91,9 +91,9 @@ impl NotJoined {
     }
 
     /// Reports the failure to the other workers. Takes some seconds at most.
-    pub(crate) fn tell_others(&self) {
+    pub(crate) fn report_to_peers(&self) {
         let told = match self.failure.downcast_ref() {
-            Some(CommError::RankFailed { told, .. }) => told,
+            Some(CommError::RankFailed { informed: told, .. }) => told,
             // The failure was found on this host, before rank 0 admitted this rank.
             None
             | Some(
@@ -121,21 +121,25 @@ pub(crate) fn work_in_world(
     recorder_folder: Option<PathBuf>,
     work: impl FnOnce(Group) -> Result<()>,
 ) -> Result<()> {
-    speak_for(options.rank);
+    attribute_diagnostics_to(options.rank);
     let gathers = !is_under_launcher();
-    let on_stall = LineListener::new(|line| remark(&format!("warning: {line}")));
-    let flight_recorder = RecorderOptions { folder: recorder_folder, on_stall: Some(on_stall), gathers };
+    let on_stall = LineListener::new(|line| print_diagnostic(&format!("warning: {line}")));
+    let flight_recorder = RecorderOptions {
+        folder: recorder_folder,
+        on_stall: Some(on_stall),
+        waits_for_peer_reports: gathers,
+    };
     let options = JoinOptions { flight_recorder, ..options };
     let group = join(&options).map_err(|failure| NotJoined::of(failure.into(), options))?;
     // Joining may have renumbered the ranks.
-    speak_for(group.rank());
+    attribute_diagnostics_to(group.rank());
     let recorder = group.flight_recorder().clone();
     let result = work(group);
     if gathers { result.map_err(|failure| hang::explain(failure, &recorder)) } else { result }
 }
 
 /// Attributes remarks to `rank`. Ranks other than 0 share standard error, unless Trireme's launcher has started them.
-fn speak_for(rank: Rank) {
+fn attribute_diagnostics_to(rank: Rank) {
     set_rank(rank, rank != Rank::ROOT && !is_under_launcher());
 }
 

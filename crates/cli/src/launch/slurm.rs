@@ -1,6 +1,6 @@
 //! Facts that only Slurm's controller knows.
 
-use crate::bounded::within;
+use crate::timeout::run_with_timeout;
 use std::net::ToSocketAddrs;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -19,7 +19,7 @@ pub(super) fn node_address(name: &str) -> String {
     };
     let told = || {
         let owned = name.to_owned();
-        node_addr(&within(SCONTROL_MAX, move || ask(owned)).ok()??)
+        node_addr(&run_with_timeout(SCONTROL_MAX, move || ask(owned)).ok()??)
     };
     if is_known { name.to_owned() } else { told().unwrap_or_else(|| name.to_owned()) }
 }

@@ -2,14 +2,14 @@
 
 use super::LaunchError;
 use super::joining::SECRET_VARIABLE;
-use super::worker_processes::{WorkerProcesses, is_follower};
-use crate::bounded::within;
-use crate::death::Death;
+use super::worker_processes::{WorkerProcesses, is_peer_loss};
+use crate::diagnostics::print_diagnostic;
 use crate::hang;
 use crate::interrupts::{SecondSignal, is_urgent, stop_signals, stopping_notice};
-use crate::remarks::remark;
+use crate::process_state::AbnormalExit;
 use crate::simd::Simd;
 use crate::started::{STARTED_VARIABLE, to_variable};
+use crate::timeout::run_with_timeout;
 use rustix::process::Signal;
 use signal_hook::consts::{SIGCHLD, SIGINT};
 use signal_hook::iterator::Signals;
@@ -101,7 +101,7 @@ pub(crate) fn run_local_workers(
     // Started before the first worker: no worker may end unseen, and no Ctrl-C may leave one behind.
     let _forwarder = SignalForwarder::start(sender)?;
     let workers = start_workers(world, command)?;
-    Watch { world, workers, signals: &signals, tell: &remark }.until_all_have_ended()
+    Supervisor { world, workers, signals: &signals, print: &print_diagnostic }.until_all_have_ended()
 }
 
 fn start_workers(
@@ -133,14 +133,14 @@ fn master_port(port: u16) -> io::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", port))?.local_addr()?.port())
 }
 
-struct Watch<'a> {
+struct Supervisor<'a> {
     world: LocalWorld<'a>,
     workers: WorkerProcesses,
     signals: &'a Receiver<i32>,
-    tell: &'a dyn Fn(&str),
+    print: &'a dyn Fn(&str),
 }
 
-impl Watch<'_> {
+impl Supervisor<'_> {
     fn until_all_have_ended(mut self) -> Result<(), LaunchError> {
         loop {
             self.workers.reap()?;
@@ -149,7 +149,7 @@ impl Watch<'_> {
             }
             match self.workers.dead() {
                 // Ctrl-C reaches the workers as well, and may end one before it is seen here.
-                Some((_, Death::Signal(SIGINT))) => return self.end_after_signal(SIGINT),
+                Some((_, AbnormalExit::Signal(SIGINT))) => return self.end_after_signal(SIGINT),
                 Some((rank, death)) => return self.end_after_death(rank, death),
                 None if !self.workers.are_running() => return Ok(()),
                 None => {}
@@ -157,7 +157,7 @@ impl Watch<'_> {
             match self.next_signal(None) {
                 Some(SIGCHLD) | None => {}
                 Some(signal) if self.world.on_signal == OnSignal::Save => {
-                    (self.tell)(&stopping_notice(signal));
+                    (self.print)(&stopping_notice(signal));
                     self.workers.send(Signal::USR1);
                     return self.end_after_stop(Some(signal));
                 }
@@ -187,16 +187,16 @@ impl Watch<'_> {
                 // All workers had finished their last step.
                 (None, None) => return Ok(()),
                 // The request itself kills a worker that has not begun to train.
-                (_, Some((_, Death::Signal(signal)))) if stop_signals().contains(&signal) => {
+                (_, Some((_, AbnormalExit::Signal(signal)))) if stop_signals().contains(&signal) => {
                     return self.end_after_signal(asked.unwrap_or(SIGINT));
                 }
-                (_, Some((rank, death @ Death::Signal(_)))) => {
+                (_, Some((rank, death @ AbnormalExit::Signal(_)))) => {
                     // The others exit: because they have lost a peer, or because the checkpoint is complete on all ranks.
                     self.wait_for_all(CAUSE_GRACE)?;
                     let Some(signal) = self.workers.first_stopped_by() else {
                         return self.end_after_death(rank, death);
                     };
-                    (self.tell)(&format!("warning: rank {rank} {death} after the checkpoint was complete"));
+                    (self.print)(&format!("warning: rank {rank} {death} after the checkpoint was complete"));
                     self.end_workers()?;
                     return Err(LaunchError::Stopped { signal: asked.unwrap_or(signal) });
                 }
@@ -226,10 +226,11 @@ impl Watch<'_> {
     }
 
     /// Finds the cause of a first death, ends the other workers, and returns the cause as an error.
-    fn end_after_death(mut self, mut rank: Rank, mut death: Death) -> Result<(), LaunchError> {
+    fn end_after_death(mut self, mut rank: Rank, mut death: AbnormalExit) -> Result<(), LaunchError> {
         let deadline = Instant::now() + CAUSE_GRACE;
         // A follower may be seen before the worker that it has lost.
-        while is_follower(death) && self.workers.are_running() && self.next_signal(Some(deadline)).is_some() {
+        while is_peer_loss(death) && self.workers.are_running() && self.next_signal(Some(deadline)).is_some()
+        {
             self.workers.reap()?;
             (rank, death) = self.workers.dead().expect("the dead stay dead");
         }
@@ -240,7 +241,7 @@ impl Watch<'_> {
 
     /// Returns the table of the workers' reports after the death of `rank`; empty if that worker exited for a reason of its own, which it
     /// has reported.
-    fn table(&mut self, rank: Rank, death: Death) -> Result<Vec<String>, LaunchError> {
+    fn table(&mut self, rank: Rank, death: AbnormalExit) -> Result<Vec<String>, LaunchError> {
         let deadline = Instant::now() + REPORT_GRACE;
         loop {
             let reports = match self.reports() {
@@ -248,7 +249,7 @@ impl Watch<'_> {
                 Err(error) => {
                     // Printed at once, because ending workers that wait for this file system may take long.
                     let folder = self.world.recorder_folder.display();
-                    (self.tell)(&format!(
+                    (self.print)(&format!(
                         "warning: rank {rank} {death}; cannot tell what the workers last did, because {folder} cannot be \
                          read: {error}"
                     ));
@@ -258,14 +259,14 @@ impl Watch<'_> {
             let has_not_failed = |rank: Rank| {
                 reports.iter().any(|report| report.rank == rank.0 && report.occasion != Occasion::Failed)
             };
-            let has_own_reason = matches!(death, Death::Exit(_)) && has_not_failed(rank);
+            let has_own_reason = matches!(death, AbnormalExit::Exit(_)) && has_not_failed(rank);
             if has_own_reason || !reports.iter().any(|report| report.rank == rank.0) {
                 return Ok(Vec::new());
             }
             let is_over = Instant::now() >= deadline || !self.workers.active().any(has_not_failed);
             let next_look = Some(Instant::now() + REPORT_LOOK);
             if is_over || !matches!(self.next_signal(next_look), None | Some(SIGCHLD)) {
-                return Ok(hang::lines(&Diagnosis::of(&reports), &self.workers.fates()));
+                return Ok(hang::lines(&Diagnosis::of(&reports), &self.workers.process_states()));
             }
             self.workers.reap()?;
         }
@@ -277,7 +278,7 @@ impl Watch<'_> {
     /// If the file system does not respond, or no thread can be started to read it.
     fn reports(&self) -> io::Result<Vec<RankReport>> {
         let (folder, num_workers) = (self.world.recorder_folder.to_owned(), self.world.num_workers);
-        within(READ_MAX, move || {
+        run_with_timeout(READ_MAX, move || {
             (0..num_workers).filter_map(|rank| RankReport::read(&folder, rank).ok()).collect()
         })
     }

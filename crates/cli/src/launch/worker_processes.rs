@@ -1,8 +1,8 @@
 use super::LaunchError;
 use super::error::stopped_by;
-use crate::bounded::within;
-use crate::death::{Death, Fate, Fates};
-use crate::remarks::message;
+use crate::diagnostics::message;
+use crate::process_state::{AbnormalExit, ProcessState, ProcessStates};
+use crate::timeout::run_with_timeout;
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 use std::borrow::Cow;
 use std::fs::OpenOptions;
@@ -37,7 +37,7 @@ const ERROR_LOG_VARIABLE: &str = "TRIREME_ERROR_LOG";
 pub(crate) fn die_with_parent() -> Result<(), LaunchError> {
     let Ok(launcher) = std::env::var(LAUNCHER_VARIABLE) else { return Ok(()) };
     set_parent_process_death_signal(Some(Signal::KILL))
-        .map_err(|error| LaunchError::Watch { source: error.into() })?;
+        .map_err(|error| LaunchError::Supervise { source: error.into() })?;
     // A launcher that died before the call above sends nothing, and the worker has got another parent.
     if launcher == parent_id().to_string() { Ok(()) } else { Err(LaunchError::LauncherGone) }
 }
@@ -57,7 +57,7 @@ pub(crate) fn error_log() -> Option<PathBuf> {
 pub(super) struct WorkerProcesses {
     workers: Vec<Worker>,
     /// Deadline of the wait for killed workers.
-    patience: Option<Instant>,
+    kill_deadline: Option<Instant>,
 }
 
 struct Worker {
@@ -72,7 +72,7 @@ struct Worker {
 
 impl WorkerProcesses {
     pub(super) fn new() -> Self {
-        WorkerProcesses { workers: Vec::new(), patience: None }
+        WorkerProcesses { workers: Vec::new(), kill_deadline: None }
     }
 
     /// Starts the worker `rank` with `command`, and appends its output to `log`. Rank 0 shares the launcher's output instead and writes its
@@ -117,9 +117,9 @@ impl WorkerProcesses {
     }
 
     /// Returns the first worker, by rank, that died of something other than the loss of a peer; else the first that died.
-    pub(super) fn dead(&self) -> Option<(Rank, Death)> {
+    pub(super) fn dead(&self) -> Option<(Rank, AbnormalExit)> {
         let dead = || self.workers.iter().filter_map(|worker| Some((worker.rank, death(worker.status?)?)));
-        dead().find(|(_, death)| !is_follower(*death)).or_else(|| dead().next())
+        dead().find(|(_, death)| !is_peer_loss(*death)).or_else(|| dead().next())
     }
 
     /// Returns the signal for which workers have ended in good order, if all that have ended have done so.
@@ -140,10 +140,10 @@ impl WorkerProcesses {
     }
 
     /// Returns the fates of the workers that have ended abnormally or are stopped.
-    pub(super) fn fates(&self) -> Fates {
+    pub(super) fn process_states(&self) -> ProcessStates {
         let fate = |worker: &Worker| match worker.status {
-            Some(status) => death(status).map(Fate::Dead),
-            None => is_stopped(&worker.child).then_some(Fate::Stopped),
+            Some(status) => death(status).map(ProcessState::Exited),
+            None => is_stopped(&worker.child).then_some(ProcessState::Stopped),
         };
         self.workers.iter().filter_map(|worker| Some((worker.rank.0, fate(worker)?))).collect()
     }
@@ -166,7 +166,7 @@ impl WorkerProcesses {
     /// Kills every worker that has not ended, and waits until it has, 2 seconds at most.
     pub(super) fn kill(&mut self) -> io::Result<()> {
         self.send(Signal::KILL);
-        let until = *self.patience.get_or_insert_with(|| Instant::now() + KILL_GRACE);
+        let until = *self.kill_deadline.get_or_insert_with(|| Instant::now() + KILL_GRACE);
         self.wait(until)
     }
 
@@ -181,11 +181,11 @@ impl WorkerProcesses {
     }
 
     /// Returns the error for the death of the worker `rank`, with the end of its log and a table of all workers.
-    pub(super) fn report(&self, rank: Rank, death: Death, table: Vec<String>) -> LaunchError {
+    pub(super) fn report(&self, rank: Rank, death: AbnormalExit, table: Vec<String>) -> LaunchError {
         let worker = self.workers.iter().find(|worker| worker.rank == rank).expect("the rank was started");
         let (log, start) = (worker.log.clone(), worker.log_start);
         // An unreadable log is no reason to withhold the rest.
-        let last_lines = within(READ_MAX, move || last_lines(&log, start).unwrap_or_default());
+        let last_lines = run_with_timeout(READ_MAX, move || last_lines(&log, start).unwrap_or_default());
         let running = self.workers.iter().filter(|worker| worker.status.is_none());
         LaunchError::WorkerDied {
             rank,
@@ -219,18 +219,20 @@ fn stop_signal(status: ExitStatus) -> Option<i32> {
 }
 
 /// Returns the death of a process; `None` if it exited with 0 or in good order after a signal.
-fn death(status: ExitStatus) -> Option<Death> {
+fn death(status: ExitStatus) -> Option<AbnormalExit> {
     match (status.code(), status.signal()) {
         (Some(0), _) => None,
         (Some(_), _) if stop_signal(status).is_some() => None,
-        (Some(code), _) => Some(Death::Exit(code)),
-        (None, signal) => Some(Death::Signal(signal.expect("a process exits or is killed by a signal"))),
+        (Some(code), _) => Some(AbnormalExit::Exit(code)),
+        (None, signal) => {
+            Some(AbnormalExit::Signal(signal.expect("a process exits or is killed by a signal")))
+        }
     }
 }
 
 /// Whether the exit code says that the worker has lost a peer.
-pub(super) fn is_follower(death: Death) -> bool {
-    death == Death::Exit(i32::from(LOST_PEER_EXIT_CODE))
+pub(super) fn is_peer_loss(death: AbnormalExit) -> bool {
+    death == AbnormalExit::Exit(i32::from(LOST_PEER_EXIT_CODE))
 }
 
 /// Returns the error at the end of a log after the byte `start`, or the last few lines, without control characters.
@@ -314,7 +316,7 @@ mod tests {
             .start(Rank(0), Command::new("sleep").arg("60").stdout(Stdio::null()), folder.path().join("log"))
             .unwrap();
         workers.wait(Instant::now()).unwrap();
-        let text = workers.report(Rank(0), Death::Exit(1), Vec::new()).to_string();
+        let text = workers.report(Rank(0), AbnormalExit::Exit(1), Vec::new()).to_string();
         assert!(text.contains("except rank 0, which does not respond to SIGKILL"), "{text}");
     }
 

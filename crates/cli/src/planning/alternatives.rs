@@ -1,6 +1,6 @@
 //! Changes of a config that would fit into the memory limits.
 
-use super::job::{Job, Workers};
+use super::job::{PlannedRun, Workers};
 use super::plan::{Limit, Plan};
 use anyhow::{Result, bail};
 use std::collections::BTreeSet;
@@ -12,7 +12,7 @@ use trireme_schedule::{StateClass, Tier as StateTier};
 use trireme_tensor::Precision;
 use trireme_train::config::{ActivationCheckpointMode, Config, Tier};
 
-const NUM_TOLD: usize = 3;
+const NUM_SUGGESTIONS_MAX: usize = 3;
 
 /// Time after which no other change is tried: an error should not keep its reader waiting.
 const TRYING_MAX: Duration = Duration::from_secs(5);
@@ -22,8 +22,8 @@ type Change = Vec<String>;
 
 impl Plan {
     /// Refuses the plan of `job` if it exceeds a limit, and suggests what would fit.
-    pub(crate) fn check(&self, job: Job<'_>) -> Result<()> {
-        if let Some(limit) = self.passed() {
+    pub(crate) fn check(&self, job: PlannedRun<'_>) -> Result<()> {
+        if let Some(limit) = self.exceeded_limit() {
             bail!(advice(job, self, limit));
         }
         Ok(())
@@ -31,8 +31,8 @@ impl Plan {
 }
 
 /// Returns why a plan of `job` that exceeds `limit` is refused, and what would fit instead.
-pub(super) fn advice(job: Job<'_>, plan: &Plan, limit: Limit) -> String {
-    let (taken, bound) = plan.taken(limit);
+pub(super) fn advice(job: PlannedRun<'_>, plan: &Plan, limit: Limit) -> String {
+    let (taken, bound) = plan.used_and_limit(limit);
     let [taken_bytes, excess, bound] = [taken, taken - bound, bound].map(|bytes| Bytes(bytes as u64));
     let share =
         |category: Category| format!("{category} {}", Bytes(plan.prediction.at_peak.get(category) as u64));
@@ -67,12 +67,12 @@ pub(super) fn advice(job: Job<'_>, plan: &Plan, limit: Limit) -> String {
 
 /// Returns at most three config changes that fit, as text. `now` is how many bytes the job takes of the limited memory. If no change fits,
 /// the text names the change that takes the least.
-pub(crate) fn changes(job: Job<'_>, now: usize, limit: Limit) -> String {
-    let (mut tried, mut told) = (Vec::new(), Vec::new());
+pub(crate) fn changes(job: PlannedRun<'_>, now: usize, limit: Limit) -> String {
+    let (mut tried, mut suggestions) = (Vec::new(), Vec::new());
     let mut smallest: Option<(usize, Change)> = None;
     let began = Instant::now();
     'families: for family in candidates(job.config, job.source.world_size.is_none()) {
-        if told.len() == NUM_TOLD {
+        if suggestions.len() == NUM_SUGGESTIONS_MAX {
             break;
         }
         for change in family {
@@ -85,12 +85,12 @@ pub(crate) fn changes(job: Job<'_>, now: usize, limit: Limit) -> String {
             }
             tried.push(change.clone());
             let Some(plan) = planned(job, &change) else { continue };
-            let (taken, _) = plan.taken(limit);
+            let (taken, _) = plan.used_and_limit(limit);
             if taken < smallest.as_ref().map_or(now, |(least, _)| *least) {
                 smallest = Some((taken, change.clone()));
             }
-            if plan.passed().is_none() {
-                told.push((taken, change));
+            if plan.exceeded_limit().is_none() {
+                suggestions.push((taken, change));
                 break;
             }
         }
@@ -99,8 +99,8 @@ pub(crate) fn changes(job: Job<'_>, now: usize, limit: Limit) -> String {
         let keys: Vec<String> = change.iter().map(|key| format!("--set {key}")).collect();
         format!("\n    {:>10} with {}", Bytes(*taken as u64), keys.join(" "))
     };
-    match (told.is_empty(), smallest) {
-        (false, _) => format!("  what would fit:{}", told.iter().map(line).collect::<String>()),
+    match (suggestions.is_empty(), smallest) {
+        (false, _) => format!("  what would fit:{}", suggestions.iter().map(line).collect::<String>()),
         (true, Some(smallest)) => {
             format!("  none of the changes tried fits; the smallest takes:{}", line(&smallest))
         }
@@ -108,12 +108,12 @@ pub(crate) fn changes(job: Job<'_>, now: usize, limit: Limit) -> String {
     }
 }
 
-fn planned(job: Job<'_>, change: &Change) -> Option<Plan> {
-    let Job { source, workers, .. } = job;
+fn planned(job: PlannedRun<'_>, change: &Change) -> Option<Plan> {
+    let PlannedRun { source, workers, .. } = job;
     let config = source.load(change).ok()?;
     let is_same = config.world_size() == workers.world_size;
     let workers = if is_same { workers } else { Workers::local(&config, workers.limits, workers.features) };
-    Plan::largest(Job { config: &config, workers, ..job }).ok()
+    Plan::largest(PlannedRun { config: &config, workers, ..job }).ok()
 }
 
 /// Returns families of changes, cheapest first. Within a family, each change takes less memory than the one before.
@@ -133,7 +133,7 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     let shares = (stage + 1..=3).filter(|_| config.world_size() > 1);
     let sharded: Vec<Change> = shares.map(|stage| vec![format!("parallelism.zero_stage={stage}")]).collect();
     // Classes on the device that can leave it at this ZeRO stage.
-    let open = stays(config).iter().map(|class| format!("offload.{}=auto", class.name())).collect();
+    let open = movable_classes(config).iter().map(|class| format!("offload.{}=auto", class.name())).collect();
     let moved = unless_empty(open);
     // Classes in host memory can move to a disk.
     let onto_disk = on_host(config).iter().map(|class| format!("offload.{}=disk", class.name())).collect();
@@ -204,7 +204,7 @@ fn combinations<const N: usize>(means: [(u32, Change); N]) -> Vec<Change> {
             let chosen =
                 || means.iter().enumerate().filter(|(index, _)| has(set, *index)).map(|(_, mean)| mean);
             let change = chosen().flat_map(|(_, change)| change.iter().cloned()).collect();
-            (chosen().map(|(cost, _)| cost).sum(), unrepeated(change))
+            (chosen().map(|(cost, _)| cost).sum(), deduplicated(change))
         })
         .collect();
     sets.sort_by_key(|(cost, change)| (*cost, change.len()));
@@ -212,7 +212,7 @@ fn combinations<const N: usize>(means: [(u32, Change); N]) -> Vec<Change> {
 }
 
 /// Removes repeated keys from a combination of several changes.
-fn unrepeated(mut change: Change) -> Change {
+fn deduplicated(mut change: Change) -> Change {
     let mut seen = BTreeSet::new();
     change.retain(|key| seen.insert(key.clone()));
     change
@@ -225,7 +225,7 @@ fn on_host(config: &Config) -> Vec<StateClass> {
 }
 
 /// Returns the classes of state that are on the device and could leave it without another change.
-fn stays(config: &Config) -> Vec<StateClass> {
+fn movable_classes(config: &Config) -> Vec<StateClass> {
     let state = config.parallelism().state_layout();
     let can_leave = |&(class, tier): &(StateClass, Tier)| {
         tier == Tier::Device && state.can_live(class, StateTier::Host, 1)
@@ -238,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn combinations_begin_with_what_costs_least_and_name_a_key_once() {
+    fn combinations_begin_with_the_cheapest_and_name_a_key_once() {
         let change = |keys: &[&str]| -> Change { keys.iter().map(|&key| key.to_owned()).collect() };
         let means = [(3, change(&["a"])), (1, change(&["b", "c"])), (0, change(&[])), (1, change(&["c"]))];
         let expected = [vec!["b", "c"], vec!["a", "c"], vec!["a", "b", "c"], vec!["a", "b", "c"]];

@@ -8,14 +8,14 @@ use trireme_train::config::Config;
 use trireme_train::{StageChoice, pipeline_costs, pipeline_schedule};
 
 /// The stages of a run, and when their passes run.
-pub(crate) struct Drawing {
+pub(crate) struct PlannedSchedule {
     pub(crate) schedule: Schedule,
     pub(crate) timeline: Timeline,
     /// The units of each stage, and the stage's share of all floating-point operations.
     shares: Vec<(Range<usize>, f64)>,
 }
 
-impl Drawing {
+impl PlannedSchedule {
     /// Creates the drawing of a plan. Without a pipeline, all units are one stage.
     pub(crate) fn new(config: &Config, plan: &Plan) -> Result<Self> {
         let stages = plan.choices.stages_or_one(&plan.passes);
@@ -23,7 +23,7 @@ impl Drawing {
         let timeline = simulate(&schedule, &pipeline_costs(&stages)?)?;
         let all: u64 = stages.iter().map(|stage| stage.costs.total()).sum();
         let share = |stage: StageChoice| (stage.units, stage.costs.total() as f64 / all as f64);
-        Ok(Drawing { schedule, timeline, shares: stages.into_iter().map(share).collect() })
+        Ok(PlannedSchedule { schedule, timeline, shares: stages.into_iter().map(share).collect() })
     }
 
     /// Describes the stages, in a line for each pipeline rank, then the bubble, the versions of weights and whether units may move.

@@ -1,7 +1,7 @@
 //! Memory of all workers of a host, against the limits that they share.
 
 use super::job::Workers;
-use super::limits::{GAPS, PROCESS_BYTES, launcher_bytes};
+use super::limits::{GAP_DIVISOR, PROCESS_BYTES, launcher_bytes};
 use super::plan::Plan;
 use crate::host::{MemoryLimit, Pages, SharedLimit};
 use trireme_base::MemoryUse;
@@ -100,7 +100,7 @@ impl HostBytes {
 /// Returns the bytes of a process on its host, uncounted memory included.
 fn process_bytes(prediction: &MemoryUse, config: &Config) -> ProcessBytes {
     let own = prediction.on_machine();
-    let counted = own.saturating_add(own / GAPS);
+    let counted = own.saturating_add(own / GAP_DIVISOR);
     match config.memory().huge_pages {
         HugePages::Transparent | HugePages::Never => {
             ProcessBytes { ordinary: counted.saturating_add(PROCESS_BYTES), reserved: 0 }
@@ -119,7 +119,7 @@ fn sampling_bytes(plan: &Plan, config: &Config) -> ProcessBytes {
         return ProcessBytes::default();
     }
     let (prediction, part) = (&plan.prediction, plan.model.table());
-    let whole = part.whole();
+    let whole = part.full();
     let largest = |table: &ParameterTable| table.units().iter().map(|unit| unit.num_elements).max();
     let mut num_elements = whole.num_elements().saturating_add(largest(part).unwrap_or(0));
     if part.place().degree > 1 {

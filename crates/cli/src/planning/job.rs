@@ -1,42 +1,42 @@
 //! A run to plan: its config, its model, and its workers.
 
 use crate::host::{HostShare, SharedLimit};
-use crate::numbers::counted;
+use crate::numbers::with_noun;
 use std::fmt;
 use std::path::Path;
-use trireme_base::{ContextPlace, Rank};
+use trireme_base::{ContextRank, Rank};
 use trireme_comm::{CommError, Group, TransportChoice, TransportKind};
 use trireme_data::Corpus;
 use trireme_model::{Model, ModelConfig, ModelError, TensorSpec};
 use trireme_parallel::ValidationBatches;
 use trireme_schedule::collective::Hosts;
-use trireme_tensor::{CpuFeatures, Device, ModelPlace};
-use trireme_train::config::{Config, ConfigError, Subject};
+use trireme_tensor::{CpuFeatures, Device, ModelRank};
+use trireme_train::config::{Config, ConfigError, TaskKind};
 use trireme_train::{
-    Sequences, Task, TrainError, local_threads, model_config, positions_of_batch, share_of_cores,
+    SequenceFormat, Task, TrainError, local_threads, model_config, positions_of_batch, share_of_cores,
     validation_batches,
 };
 
 /// The source of a config, with which it can be read again with changes.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Source<'a> {
+pub(crate) struct ConfigSource<'a> {
     pub(crate) path: &'a Path,
     pub(crate) overrides: &'a [String],
     /// Number of workers, if another launcher has started them.
     pub(crate) world_size: Option<usize>,
-    pub(crate) subject: Subject,
+    pub(crate) subject: TaskKind,
 }
 
-impl Source<'_> {
+impl ConfigSource<'_> {
     pub(crate) fn given(&self, config: &Config) -> Result<String, ConfigError> {
-        config.given(self.path, self.overrides)
+        config.original_toml(self.path, self.overrides)
     }
 
     /// Reads the config with further overrides.
     pub(crate) fn load(&self, changes: &[String]) -> Result<Config, ConfigError> {
         let overrides = [self.overrides, changes].concat();
-        let config = Config::load_as(self.subject, self.path, &overrides, self.world_size)?;
-        if config.parallelism().context_parallel_degree == 1 || self.subject == Subject::OwnTask {
+        let config = Config::load_for_task(self.subject, self.path, &overrides, self.world_size)?;
+        if config.parallelism().context_parallel_degree == 1 || self.subject == TaskKind::CustomTask {
             return Ok(config);
         }
         // A model that cannot be read is reported where it is needed.
@@ -49,40 +49,36 @@ impl Source<'_> {
 }
 
 #[derive(Clone, Copy)]
-pub(crate) struct Job<'a> {
+pub(crate) struct PlannedRun<'a> {
     pub(crate) config: &'a Config,
-    pub(crate) source: Source<'a>,
-    pub(crate) blueprint: Blueprint<'a>,
+    pub(crate) source: ConfigSource<'a>,
+    pub(crate) workload: Workload<'a>,
     pub(crate) workers: Workers<'a>,
 }
 
 /// How the model of a run is built, and the tensors of its batches.
 #[derive(Clone, Copy)]
-pub(crate) enum Blueprint<'a> {
+pub(crate) enum Workload<'a> {
     /// A language model. Its text need not exist yet.
-    Language { model: &'a ModelConfig, sequences: Sequences },
+    Language { model: &'a ModelConfig, sequences: SequenceFormat },
     /// A task, and the tensors of one sample.
     Task { task: &'a dyn Task, sample: &'a [TensorSpec] },
 }
 
-impl Blueprint<'_> {
-    pub(super) fn build(&self, device: &Device, place: ModelPlace) -> Result<Model, ModelError> {
+impl Workload<'_> {
+    pub(super) fn build(&self, device: &Device, place: ModelRank) -> Result<Model, ModelError> {
         Model::build_at(place, device, |device, table| match self {
-            Blueprint::Language { model, sequences } => model.build_into(table, sequences.seq_len, device),
-            Blueprint::Task { task, .. } => task.build(device, table),
+            Workload::Language { model, sequences } => model.build_into(table, sequences.seq_len, device),
+            Workload::Task { task, .. } => task.build(device, table),
         })
     }
 
     /// Returns the tensors of a worker's part of a microbatch.
-    pub(super) fn batch(
-        &self,
-        config: &Config,
-        context: ContextPlace,
-    ) -> Result<Vec<TensorSpec>, TrainError> {
+    pub(super) fn batch(&self, config: &Config, context: ContextRank) -> Result<Vec<TensorSpec>, TrainError> {
         let num_samples = config.training().local_batch_size;
         let (sample, has_positions): (Vec<TensorSpec>, bool) = match self {
-            Blueprint::Language { sequences, .. } => (sequences.sample(), true),
-            Blueprint::Task { task, sample } => (sample.to_vec(), task.has_positions()),
+            Workload::Language { sequences, .. } => (sequences.sample(), true),
+            Workload::Task { task, sample } => (sample.to_vec(), task.has_positions()),
         };
         let whole: Vec<TensorSpec> = sample.iter().map(|spec| spec.in_batch(num_samples)).collect();
         positions_of_batch(&whole, context, has_positions)
@@ -93,8 +89,8 @@ impl Blueprint<'_> {
     pub(super) fn validation(&self, config: &Config) -> Result<Option<ValidationBatches>, TrainError> {
         let (data, training) = (config.data(), config.training());
         let num_samples = match self {
-            Blueprint::Task { task, .. } => task.validation_data()?.map(|samples| samples.num_samples()),
-            Blueprint::Language { sequences, .. } => match Corpus::open(&data.folder) {
+            Workload::Task { task, .. } => task.validation_data()?.map(|samples| samples.num_samples()),
+            Workload::Language { sequences, .. } => match Corpus::open(&data.folder) {
                 // Too few tokens are refused elsewhere.
                 Ok(corpus) => corpus
                     .validation
@@ -195,6 +191,6 @@ impl<'a> Workers<'a> {
 
 impl fmt::Display for Workers<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} x {} threads", counted(self.world_size, "worker"), self.num_threads)
+        write!(f, "{} x {} threads", with_noun(self.world_size, "worker"), self.num_threads)
     }
 }

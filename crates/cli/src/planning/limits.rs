@@ -7,7 +7,7 @@ use trireme_planner::MemoryBounds;
 use trireme_train::config::{ActivationCheckpointMode, ByteLimit, Config};
 
 /// Gaps between blocks, and page tables, take this fraction (1/32) of the counted memory in addition.
-pub(super) const GAPS: usize = 32;
+pub(super) const GAP_DIVISOR: usize = 32;
 
 /// Bytes of a process that are not counted: its heap, its threads, kernel memory, the writer of a checkpoint.
 pub(super) const PROCESS_BYTES: usize = 16 << 20;
@@ -43,7 +43,7 @@ fn tightest(workers: Workers<'_>) -> (usize, &MemoryLimit) {
                 process.saturating_sub(PROCESS_BYTES)
             }
         };
-        (counted / (GAPS + 1) * GAPS, &shared.limit)
+        (counted / (GAP_DIVISOR + 1) * GAP_DIVISOR, &shared.limit)
     });
     // The outermost of equal limits, because more processes share it.
     limits.rev().min_by_key(|(share, _)| *share).expect("the machine is always a limit")

@@ -2,9 +2,9 @@
 
 mod alternatives;
 mod drawing;
-mod exerciser;
 mod host_bytes;
 mod job;
+mod kernel_timer;
 mod limits;
 mod plan;
 mod probe;
@@ -15,24 +15,24 @@ mod sizes;
 mod tests;
 
 pub(crate) use alternatives::changes;
-pub(crate) use drawing::Drawing;
-pub(crate) use job::{Blueprint, Job, Source, Workers};
+pub(crate) use drawing::PlannedSchedule;
+pub(crate) use job::{ConfigSource, PlannedRun, Workers, Workload};
 pub(crate) use plan::{Limit, Plan, PredictedTime, open_choices};
 
 use anyhow::Result;
 use trireme_data::{Corpus, PrepareReport, Tokenizer};
 use trireme_model::ModelConfig;
 use trireme_train::config::{self, Config, ModelSource};
-use trireme_train::{Sequences, model_config};
+use trireme_train::{SequenceFormat, model_config};
 
 pub(crate) fn language_model(config: &Config) -> Result<ModelConfig> {
     Ok(model_config(config, vocabulary_size(config)?)?.0)
 }
 
 /// Returns the sequences of the config's corpus. If there is no corpus yet, all tokens are assumed to be learned.
-pub(crate) fn sequences_of(config: &Config) -> Sequences {
+pub(crate) fn sequences_of(config: &Config) -> SequenceFormat {
     let corpus = PrepareReport::read(&config.data().folder);
-    Sequences::new(config, corpus.is_ok_and(|report| report.has_loss_mask))
+    SequenceFormat::new(config, corpus.is_ok_and(|report| report.has_loss_mask))
 }
 
 /// Returns the vocabulary size of the config's corpus, or the size that it will have once it is prepared.

@@ -1,16 +1,18 @@
 //! A worker's plan: its step program, with the predicted memory and time.
 
 use super::host_bytes::HostBytes;
-use super::job::{Job, Workers};
+use super::job::{PlannedRun, Workers};
 use super::limits;
-use super::probe::Probed;
+use super::probe::MeasuredRates;
 use super::sizes::{batch_memory, state_sizes};
 use anyhow::Result;
 use trireme_base::{Bytes, MemoryUse, Rank, StepEntries, UnitPasses};
 use trireme_comm::Group;
-use trireme_model::{Model, Rehearsal};
+use trireme_model::{Model, ModelProfile};
 use trireme_parallel::{Executor, Placements, ValidationBatches, chain};
-use trireme_planner::{DryRun, Fitting, MemoryBounds, MemoryChoices, Open, StepTime, peak_moment, step_time};
+use trireme_planner::{
+    DryRun, MemoryBounds, MemoryChoices, MemorySearch, OpenChoices, StepTime, peak_moment, step_time,
+};
 use trireme_schedule::Program;
 use trireme_tensor::{Device, DeviceOptions, RecordedCalls};
 use trireme_train::config::{ActivationCheckpointMode, Config, Tier};
@@ -55,8 +57,8 @@ pub(crate) struct Plan {
 
 impl Plan {
     /// Plans one worker. `chosen` is the choices of another worker; without it, this worker chooses.
-    pub(crate) fn new(job: Job<'_>, chosen: Option<StepChoices>) -> Result<Self> {
-        let Job { config, workers, .. } = job;
+    pub(crate) fn new(job: PlannedRun<'_>, chosen: Option<StepChoices>) -> Result<Self> {
+        let PlannedRun { config, workers, .. } = job;
         let mut plan = Plan::of_worker(job, chosen)?;
         let place = |workers: Workers<'_>| workers.rank / config.workers_per_place();
         let mut on_host = HostBytes::of_launcher(workers);
@@ -67,7 +69,7 @@ impl Plan {
                 on_host.add(&plan, config, num_workers);
             } else {
                 let chosen = Some(plan.choices.clone());
-                let plan = Plan::of_worker(Job { workers: worker, ..job }, chosen)?;
+                let plan = Plan::of_worker(PlannedRun { workers: worker, ..job }, chosen)?;
                 on_host.add(&plan, config, num_workers);
             }
         }
@@ -76,16 +78,16 @@ impl Plan {
     }
 
     /// Plans one worker for each place of the pipeline, and returns the plan that needs the most memory. The first worker chooses for all.
-    pub(crate) fn largest(job: Job<'_>) -> Result<Self> {
-        let Job { config, workers, .. } = job;
+    pub(crate) fn largest(job: PlannedRun<'_>) -> Result<Self> {
+        let PlannedRun { config, workers, .. } = job;
         let need = |plan: &Plan| (plan.prediction.host > plan.bounds.host, plan.prediction.total());
         let mut places = workers.by_place(config).into_iter();
         let (worker, num_workers) = places.next().expect("a pipeline has a place");
-        let mut largest = Plan::of_worker(Job { workers: worker, ..job }, None)?;
+        let mut largest = Plan::of_worker(PlannedRun { workers: worker, ..job }, None)?;
         let mut on_host = HostBytes::of_launcher(workers);
         on_host.add(&largest, config, num_workers);
         for (worker, num_workers) in places {
-            let plan = Plan::of_worker(Job { workers: worker, ..job }, Some(largest.choices.clone()))?;
+            let plan = Plan::of_worker(PlannedRun { workers: worker, ..job }, Some(largest.choices.clone()))?;
             on_host.add(&plan, config, num_workers);
             if need(&plan) > need(&largest) {
                 largest = Plan { reasons: largest.reasons, ..plan };
@@ -95,13 +97,13 @@ impl Plan {
     }
 
     /// Like [`new`](Plan::new), without the memory of the other workers of the host.
-    fn of_worker(job: Job<'_>, chosen: Option<StepChoices>) -> Result<Self> {
-        let Job { config, workers, .. } = job;
-        let (model, rehearsal) = rehearsed(job)?;
+    fn of_worker(job: PlannedRun<'_>, chosen: Option<StepChoices>) -> Result<Self> {
+        let PlannedRun { config, workers, .. } = job;
+        let (model, profile) = model_and_inference(job)?;
         let device = Device::counting(device_options_without_budget(config, workers))?;
         let (optimizer, options) = (optimizer_options(config, model.table())?, executor_options(config));
         let num_shards = config.num_shards();
-        let (passes, chain) = (rehearsal.passes(), chain(model.table(), &rehearsal, options.determinism));
+        let (passes, chain) = (profile.passes(), chain(model.table(), &profile, options.determinism));
         let is_open = chosen.is_none();
         let given = chosen.map_or_else(|| StepChoices::given(config, &passes), Ok)?;
         if is_open {
@@ -112,28 +114,28 @@ impl Plan {
         let program = |place: usize, choices: &StepChoices| lowered(base[place].clone(), choices);
         let places = workers.by_place(config);
         let mesh = config.degrees().state_mesh(workers.world_size);
-        let (of_model, settings) = ((model.table(), &rehearsal), (&options, &optimizer));
+        let (of_model, settings) = ((model.table(), &profile), (&options, &optimizer));
         let sizes = |place: usize| {
-            let outline = &program(place, &given).outline;
-            let placements = Placements::new(model.table(), outline, mesh.clone());
+            let header = &program(place, &given).header;
+            let placements = Placements::new(model.table(), header, mesh.clone());
             let parts = placements.parts(model.table(), Rank(places[place].0.rank));
-            state_sizes(of_model, settings, (&parts, num_shards), outline, &device)
+            state_sizes(of_model, settings, (&parts, num_shards), header, &device)
         };
         let bounds = limits::bounds(config, workers);
-        let validation = job.blueprint.validation(config)?;
+        let validation = job.workload.validation(config)?;
         let with = |MemoryChoices { keeps, state }: &MemoryChoices| StepChoices {
             keeps: keeps.clone(),
             state: *state,
             ..given.clone()
         };
         let run = |place: usize, choices: &MemoryChoices| {
-            let job = Job { workers: places[place].0, ..job };
-            dry_run(job, &rehearsal, program(place, &with(choices)), validation)
+            let job = PlannedRun { workers: places[place].0, ..job };
+            dry_run(job, &profile, program(place, &with(choices)), validation)
         };
-        let fitting = Fitting {
+        let fitting = MemorySearch {
             sizes: &sizes,
             passes: &passes,
-            batch: &batch_memory(&rehearsal),
+            batch: &batch_memory(&profile),
             bounds,
             num_places: places.len(),
             program: &|place, choices| program(place, &with(choices)),
@@ -149,42 +151,42 @@ impl Plan {
         reasons.extend(limits::budget_notice(config, workers, bounds));
         let place = workers.rank / config.workers_per_place();
         let DryRun { program, prediction, .. } =
-            dry_run(job, &rehearsal, program(place, &choices), validation)?;
+            dry_run(job, &profile, program(place, &choices), validation)?;
         let (rank, on_host) = (workers.rank, HostBytes::of_launcher(workers));
         Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host, reasons })
     }
 
     /// Predicts the time of a step on this machine. The workers of the job measure its kernels and links for some seconds; `world` is this
     /// worker's group of them. Returns the prediction on the first worker, `None` on the others. Collective.
-    pub(crate) fn step_time(&self, job: Job<'_>, world: Group) -> Result<Option<PredictedTime>> {
-        let Job { config, workers, .. } = job;
-        let (model, rehearsal) = rehearsed(job)?;
-        let chain = chain(model.table(), &rehearsal, executor_options(config).determinism);
+    pub(crate) fn step_time(&self, job: PlannedRun<'_>, world: Group) -> Result<Option<PredictedTime>> {
+        let PlannedRun { config, workers, .. } = job;
+        let (model, profile) = model_and_inference(job)?;
+        let chain = chain(model.table(), &profile, executor_options(config).determinism);
         let programs = step_programs(config, &chain, &self.choices)?;
         let calls = RecordedCalls::default();
         let entries = |((worker, _), program): ((Workers<'_>, usize), &Program)| {
-            let executor = dry_executor(Job { workers: worker, ..job }, &rehearsal, program.clone())?;
+            let executor = dry_executor(PlannedRun { workers: worker, ..job }, &profile, program.clone())?;
             executor.device().record_calls(&calls);
-            Ok(executor.dry_entries().map_err(TrainError::from)?)
+            Ok(executor.dry_run_entries().map_err(TrainError::from)?)
         };
         let stages: Vec<StepEntries> =
             workers.by_place(config).into_iter().zip(&programs).map(entries).collect::<Result<_>>()?;
         let (rank, num_of_place) = (world.rank(), config.workers_per_place());
-        let outline = &programs[rank.0 / num_of_place].outline;
+        let header = &programs[rank.0 / num_of_place].header;
         let mesh = config.degrees().state_mesh(world.world_size());
-        let parts = Placements::new(model.table(), outline, mesh).parts(model.table(), rank);
+        let parts = Placements::new(model.table(), header, mesh).parts(model.table(), rank);
         let limits = (&parts[..], self.bounds.machine);
-        let rates = Probed::measure(job, &stages, (&model, &rehearsal), limits, &calls, world)?;
+        let rates = MeasuredRates::measure(job, &stages, (&model, &profile), limits, &calls, world)?;
         let Some(rates) = rates else { return Ok(None) };
         let mut time = step_time(&stages, num_of_place, &rates)?;
         // A program that does not drain has several steps.
-        let num_steps = outline.num_steps() as f64;
+        let num_steps = header.num_steps() as f64;
         time.computing.iter_mut().chain([&mut time.seconds]).for_each(|seconds| *seconds /= num_steps);
         Ok(Some(PredictedTime { time, unmeasured: rates.unmeasured(&stages) }))
     }
 
     /// Returns the bytes that count against `limit`, and the limit in bytes.
-    pub(super) fn taken(&self, limit: Limit) -> (usize, usize) {
+    pub(super) fn used_and_limit(&self, limit: Limit) -> (usize, usize) {
         match limit {
             Limit::Device => (self.prediction.total(), self.bounds.device),
             Limit::Offload => (self.prediction.host, self.bounds.host),
@@ -196,9 +198,11 @@ impl Plan {
     }
 
     /// Returns the limit that the plan exceeds, if any.
-    pub(crate) fn passed(&self) -> Option<Limit> {
+    pub(crate) fn exceeded_limit(&self) -> Option<Limit> {
         let limits = [Limit::Device, Limit::Offload, Limit::Host(self.on_host.nearest())];
-        limits.into_iter().find(|&limit| matches!(self.taken(limit), (taken, bound) if taken > bound))
+        limits
+            .into_iter()
+            .find(|&limit| matches!(self.used_and_limit(limit), (taken, bound) if taken > bound))
     }
 
     /// Returns the predicted peak of each category of the device's memory, and of their sum.
@@ -214,48 +218,52 @@ impl Plan {
             step_seconds,
             choices: self.choices.clone(),
             predicted: self.memory_peak_bytes(),
-            besides_activations: self.prediction.besides_activations,
+            non_activation_bytes: self.prediction.besides_activations,
             comment: self.reasons.iter().cloned().chain([predicted]).collect::<Vec<_>>().join("\n"),
         }
     }
 }
 
 /// Returns the memory choices whose keys are `auto`, which are left to the planner.
-pub(crate) fn open_choices(config: &Config) -> Open {
+pub(crate) fn open_choices(config: &Config) -> OpenChoices {
     let open = config.offload().tiers().into_iter().filter(|(_, tier)| *tier == Tier::Auto);
     let keeps = config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
-    Open { keeps, classes: open.map(|(class, _)| class).collect() }
+    OpenChoices { keeps, classes: open.map(|(class, _)| class).collect() }
 }
 
 /// Builds the model of a job, and infers the shapes, memory and cost of its passes.
-pub(super) fn rehearsed(job: Job<'_>) -> Result<(Model, Rehearsal)> {
-    let Job { config, blueprint, workers, .. } = job;
+pub(super) fn model_and_inference(job: PlannedRun<'_>) -> Result<(Model, ModelProfile)> {
+    let PlannedRun { config, workload, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
     let place = config.model_place(Rank(workers.rank));
-    let model = blueprint.build(&device, place).map_err(TrainError::from)?;
+    let model = workload.build(&device, place).map_err(TrainError::from)?;
     let context = config.context_place(Rank(workers.rank));
-    let batch = blueprint.batch(config, context)?;
-    let rehearsal = model.rehearse(&device, executor_options(config).passes(context), &batch);
-    Ok((model, rehearsal.map_err(TrainError::from)?))
+    let batch = workload.batch(config, context)?;
+    let profile = model.profile(&device, executor_options(config).passes(context), &batch);
+    Ok((model, profile.map_err(TrainError::from)?))
 }
 
 /// Creates the executor of a job's worker in a dry world, on a device that only counts.
-pub(super) fn dry_executor(job: Job<'_>, rehearsal: &Rehearsal, program: Program) -> Result<Executor> {
-    let Job { config, blueprint, workers, .. } = job;
+pub(super) fn dry_executor(
+    job: PlannedRun<'_>,
+    profile: &ModelProfile,
+    program: Program,
+) -> Result<Executor> {
+    let PlannedRun { config, workload, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
-    let model = blueprint.build(&device, config.model_place(Rank(workers.rank))).map_err(TrainError::from)?;
-    let of_model = (model, rehearsal.clone());
+    let model = workload.build(&device, config.model_place(Rank(workers.rank))).map_err(TrainError::from)?;
+    let of_model = (model, profile.clone());
     Ok(new_executor(config, of_model, program, workers.dry_group()?, &device)?)
 }
 
 /// Dry-runs the program of a job's worker, and a validation.
 fn dry_run(
-    job: Job<'_>,
-    rehearsal: &Rehearsal,
+    job: PlannedRun<'_>,
+    profile: &ModelProfile,
     program: Program,
     validation: Option<ValidationBatches>,
 ) -> Result<DryRun> {
-    let executor = dry_executor(job, rehearsal, program.clone())?;
+    let executor = dry_executor(job, profile, program.clone())?;
     let (prediction, lines) = executor.dry_run(validation).map_err(TrainError::from)?;
     Ok(DryRun { program, prediction, lines })
 }

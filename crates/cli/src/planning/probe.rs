@@ -1,7 +1,7 @@
 //! Speed of this machine's kernels, links and disks. Each is measured in isolation, never in a step of the planned run.
 
-use super::exerciser::Exerciser;
-use super::job::Job;
+use super::job::PlannedRun;
+use super::kernel_timer::KernelTimer;
 use crate::statistics::median;
 use anyhow::Result;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use trireme_base::{Bf16, Cost, Issued, JournalEntry, KernelCall, Rank, ReduceOp, StepEntries};
 use trireme_comm::{Buffer, Element, Group};
-use trireme_model::{Model, Rehearsal};
+use trireme_model::{Model, ModelProfile};
 use trireme_parallel::RankGrid;
 use trireme_planner::Rates;
 use trireme_swap::{SwapOptions, measure_bandwidth};
@@ -24,23 +24,23 @@ pub(super) const NUM_ROUNDS: usize = 5;
 /// Size of the blocks that measure the bandwidth of a disk, the same as of blocks in which state moves.
 const DISK_BLOCK_BYTES: usize = 16 << 20;
 
-pub(super) struct Probed {
+pub(super) struct MeasuredRates {
     /// Numbers of workers that compute at the same time, ascending.
     loads: Vec<usize>,
     /// Seconds of each call under each of these loads.
     kernels: BTreeMap<KernelCall, Vec<f64>>,
     /// Seconds of each operation or message while all ranks issue it.
-    links: BTreeMap<Link, f64>,
+    links: BTreeMap<CommKey, f64>,
     /// Seconds per byte, of reads from a disk and of writes.
     disk: [f64; 2],
     /// Number of workers that can compute with a core for each of their threads.
-    num_undisturbed: usize,
+    num_with_own_cores: usize,
 }
 
 /// An operation or message: its name, number of ranks, number of elements, and bytes of an element.
-type Link = (&'static str, usize, usize, usize);
+type CommKey = (&'static str, usize, usize, usize);
 
-fn link(issued: &Issued) -> Option<Link> {
+fn comm_key(issued: &Issued) -> Option<CommKey> {
     match issued {
         Issued::Collective { operation, len, element_bytes, members } => {
             Some((operation, members.len(), *len, *element_bytes))
@@ -50,19 +50,19 @@ fn link(issued: &Issued) -> Option<Link> {
     }
 }
 
-impl Probed {
+impl MeasuredRates {
     /// Measures the calls and operations of a job's `stages`, in the world of its workers on this host. Each worker measures on its own
     /// device with at most `memory_max` bytes, and updates `parts` of the units. `calls` were recorded in dry runs of the stages. Returns
     /// the result on the first rank, `None` on the others. Collective.
     pub(super) fn measure(
-        job: Job<'_>,
+        job: PlannedRun<'_>,
         stages: &[StepEntries],
-        (model, rehearsal): (&Model, &Rehearsal),
+        (model, profile): (&Model, &ModelProfile),
         (parts, memory_max): (&[Range<usize>], usize),
         calls: &RecordedCalls,
         world: Group,
     ) -> Result<Option<Self>> {
-        let Job { config, workers, .. } = job;
+        let PlannedRun { config, workers, .. } = job;
         let is_root = world.rank() == Rank::ROOT;
         let options = device_options(config, workers.num_threads);
         let (features_max, budget) = (Some(workers.features), Some(memory_max));
@@ -76,8 +76,8 @@ impl Probed {
         let entries = || stages.iter().flat_map(|stage| stage.actions.iter().flatten());
         let mut kernels: BTreeMap<KernelCall, Vec<f64>> = BTreeMap::new();
         for &load in &loads {
-            let exerciser = Exerciser::new(&device, &others, &world, world.rank().0 < load)?;
-            exerciser.units(job, model, rehearsal)?;
+            let exerciser = KernelTimer::new(&device, &others, &world, world.rank().0 < load)?;
+            exerciser.units(job, model, profile)?;
             exerciser.updates(job, model, parts)?;
             exerciser.others(entries(), calls)?;
             for (call, seconds) in exerciser.seconds(load > num_undisturbed) {
@@ -90,19 +90,19 @@ impl Probed {
                 _ => None,
             })
             .collect();
-        let uses_disk = issued.iter().any(|issued| link(issued).is_none());
+        let uses_disk = issued.iter().any(|issued| comm_key(issued).is_none());
         let disk = if uses_disk { disk(&config.offload().folder)? } else { [0.0; 2] };
-        let links = measure_links(job, issued.into_iter().filter_map(link).collect(), world)?;
-        let found = Probed { loads, kernels, links, disk, num_undisturbed };
+        let links = measure_links(job, issued.into_iter().filter_map(comm_key).collect(), world)?;
+        let found = MeasuredRates { loads, kernels, links, disk, num_with_own_cores: num_undisturbed };
         Ok(is_root.then_some(found))
     }
 
     pub(super) fn unmeasured(&self, stages: &[StepEntries]) -> Vec<&'static str> {
         let name = |entry: &JournalEntry| match entry {
             JournalEntry::Kernel(call) if self.nearest(call).is_none() => Some(call.kernel),
-            JournalEntry::Issue(_, issued) => {
-                link(issued).filter(|link| !self.links.contains_key(link)).map(|(operation, ..)| operation)
-            }
+            JournalEntry::Issue(_, issued) => comm_key(issued)
+                .filter(|link| !self.links.contains_key(link))
+                .map(|(operation, ..)| operation),
             _ => None,
         };
         let entries = stages.iter().flat_map(|stage| stage.actions.iter().flatten());
@@ -122,11 +122,11 @@ impl Probed {
 
     /// Returns how much longer work takes under `load` than under the load `measured`, once workers share cores.
     fn slowdown(&self, load: usize, measured: usize) -> f64 {
-        load.max(self.num_undisturbed) as f64 / measured.max(self.num_undisturbed) as f64
+        load.max(self.num_with_own_cores) as f64 / measured.max(self.num_with_own_cores) as f64
     }
 }
 
-impl Rates for Probed {
+impl Rates for MeasuredRates {
     fn kernel(&self, call: &KernelCall, load: usize) -> f64 {
         let Some((known, seconds)) = self.nearest(call) else { return 0.0 };
         let scale = weight(call) / weight(known);
@@ -146,7 +146,7 @@ impl Rates for Probed {
             Issued::DiskRead { bytes } => *bytes as f64 * self.disk[0],
             Issued::DiskWrite { bytes } => *bytes as f64 * self.disk[1],
             _ => {
-                let link = link(issued).expect("what is not on a disk is on a link");
+                let link = comm_key(issued).expect("what is not on a disk is on a link");
                 let seconds = self.links.get(&link).copied().unwrap_or_default();
                 // All groups were busy at the same time when links were measured.
                 seconds * self.slowdown(load, self.loads[self.loads.len() - 1]).max(1.0)
@@ -161,7 +161,11 @@ pub(super) fn weight(call: &KernelCall) -> f64 {
 }
 
 /// Measures operations and messages while all ranks issue them. Returns seconds. Collective.
-fn measure_links(job: Job<'_>, links: BTreeSet<Link>, world: Group) -> Result<BTreeMap<Link, f64>> {
+fn measure_links(
+    job: PlannedRun<'_>,
+    links: BTreeSet<CommKey>,
+    world: Group,
+) -> Result<BTreeMap<CommKey, f64>> {
     let ranks = RankGrid::new(world, job.config.degrees()).map_err(TrainError::from)?;
     let groups = [
         ranks.world(),
@@ -224,7 +228,7 @@ fn samples<T: Element>(world: &Group, group: &Group, operation: &str, len: usize
             "all_to_all" | "all_to_all_variable" | "all_to_all_variable_by_hosts" => {
                 group.all_to_all(buffer).wait()?
             }
-            "message" => there_and_back(group, buffer)?,
+            "message" => round_trip(group, buffer)?,
             // A few bytes take as long as none.
             "barrier" | "all_gather_bytes" => {
                 group.barrier().wait()?;
@@ -241,7 +245,7 @@ fn samples<T: Element>(world: &Group, group: &Group, operation: &str, len: usize
 }
 
 /// Sends a message there and back between the first two ranks of a group.
-fn there_and_back<T: Element>(group: &Group, mut buffer: Buffer<T>) -> Result<Buffer<T>> {
+fn round_trip<T: Element>(group: &Group, mut buffer: Buffer<T>) -> Result<Buffer<T>> {
     for turn in 0..2 {
         buffer = match group.rank().0 {
             own if own == turn => group.send(buffer, Rank(1 - own)).wait()?,
@@ -267,15 +271,15 @@ mod tests {
         KernelCall { kernel, cost: Cost::others(&[operations]) }
     }
 
-    fn probed() -> Probed {
+    fn probed() -> MeasuredRates {
         let kernels = [(call("add", 100), vec![1.0, 1.5, 4.0]), (call("add", 1000), vec![8.0, 9.0, 16.0])];
         let links = [(("all_reduce", 2, 10, 4), 3.0)];
         let (kernels, links) = (kernels.into_iter().collect(), links.into_iter().collect());
-        Probed { loads: vec![1, 2, 4], kernels, links, disk: [2.0, 5.0], num_undisturbed: 2 }
+        MeasuredRates { loads: vec![1, 2, 4], kernels, links, disk: [2.0, 5.0], num_with_own_cores: 2 }
     }
 
     #[test]
-    fn what_was_not_measured_is_reckoned_from_what_is_nearest() {
+    fn unmeasured_calls_are_estimated_from_the_nearest_measured_ones() {
         let probed = probed();
         let seconds = |operations, load| probed.kernel(&call("add", operations), load);
         assert_eq!([1, 2, 3, 4].map(|load| seconds(100, load)), [1.0, 1.5, 2.75, 4.0]);
@@ -288,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn links_are_slower_beside_others_and_disks_are_not() {
+    fn links_are_slower_under_load_and_disks_are_not() {
         let probed = probed();
         let members: Arc<[Rank]> = [Rank(4), Rank(5)].into();
         let reduction = |len| {

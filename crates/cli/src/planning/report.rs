@@ -1,8 +1,8 @@
 //! A plan as data, for other programs.
 
-use super::drawing::Drawing;
-use super::job::{Job, Workers};
-use super::plan::{Plan, dry_executor, rehearsed};
+use super::drawing::PlannedSchedule;
+use super::job::{PlannedRun, Workers};
+use super::plan::{Plan, dry_executor, model_and_inference};
 use anyhow::Result;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -54,20 +54,20 @@ struct Exchange {
 
 impl Plan {
     /// Returns the plan of `job` as data. Dry-runs a step once more.
-    pub(crate) fn report(&self, job: Job<'_>) -> Result<PlanReport> {
-        let job = Job { workers: Workers { rank: self.rank, ..job.workers }, ..job };
-        let (_, rehearsal) = rehearsed(job)?;
-        let executor = dry_executor(job, &rehearsal, self.program.clone())?;
-        let entries = executor.dry_entries().map_err(TrainError::from)?;
+    pub(crate) fn report(&self, job: PlannedRun<'_>) -> Result<PlanReport> {
+        let job = PlannedRun { workers: Workers { rank: self.rank, ..job.workers }, ..job };
+        let (_, profile) = model_and_inference(job)?;
+        let executor = dry_executor(job, &profile, self.program.clone())?;
+        let entries = executor.dry_run_entries().map_err(TrainError::from)?;
         let has_pipeline = job.config.parallelism().pipeline_parallel_degree > 1;
-        let drawing = has_pipeline.then(|| Drawing::new(job.config, self)).transpose()?;
+        let drawing = has_pipeline.then(|| PlannedSchedule::new(job.config, self)).transpose()?;
         Ok(PlanReport {
-            num_parameters: self.model.table().whole().num_elements(),
+            num_parameters: self.model.table().full().num_elements(),
             num_workers: job.workers.world_size,
             rank: self.rank,
             memory_peak_bytes: self.memory_peak_bytes(),
             host_bytes: self.prediction.host as u64,
-            fits: self.passed().is_none(),
+            fits: self.exceeded_limit().is_none(),
             product_operations: product_operations(&self.program, &entries),
             exchanges: exchanges(&entries, job.workers),
             pipeline_bubble: drawing.map(|drawing| drawing.timeline.bubble()),

@@ -4,31 +4,31 @@ use anyhow::Result;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_model::{BatchTensor, Rehearsal, UnitRehearsal};
+use trireme_model::{BatchTensor, ModelProfile, UnitProfile};
 use trireme_optim::{Optimizer, OptimizerOptions};
 use trireme_parallel::ExecutorOptions;
 use trireme_planner::{BatchMemory, StateSizes, UnitSizes};
-use trireme_schedule::{Outline, StateClass};
+use trireme_schedule::{ProgramHeader, StateClass};
 use trireme_tensor::{Device, ParameterTable};
 
 /// Returns the sizes of the state of the units that a worker holds. The worker updates `parts` of the units and is one of `num_shards`.
 /// `device` only counts.
 pub(super) fn state_sizes(
-    (table, rehearsal): (&Arc<ParameterTable>, &Rehearsal),
+    (table, profile): (&Arc<ParameterTable>, &ModelProfile),
     (options, optimizer): (&ExecutorOptions, &OptimizerOptions),
     (parts, num_shards): (&[Range<usize>], usize),
-    outline: &Outline,
+    header: &ProgramHeader,
     device: &Device,
 ) -> Result<StateSizes> {
     let mut optimizer = Optimizer::new(optimizer, table, parts, device)?;
     let gather_bytes = options.gather_precision().dtype().size();
     let as_integers = options.zero_plus_plus.quantized_gradients.is_some();
-    let [_, gradient_dtype] = options.gradient_dtypes(outline, num_shards, as_integers);
+    let [_, gradient_dtype] = options.gradient_dtypes(header, num_shards, as_integers);
     // If 16-bit copies of the parameters stay, the f32 master weights are optimizer state.
     let is_apart = gather_bytes < DType::F32.size() && num_shards > 1;
-    let has_masters = is_apart && outline.state.class_of_weights() == StateClass::Optimizer;
+    let has_masters = is_apart && header.state.class_of_weights() == StateClass::Optimizer;
     let aligned = |num_bytes: usize| num_bytes.next_multiple_of(Device::ALIGNMENT);
-    let mut unit = |(index, found): (usize, &UnitRehearsal)| {
+    let mut unit = |(index, found): (usize, &UnitProfile)| {
         let shard_len = parts[index].len();
         let mut optimizer_bytes = 0;
         optimizer.for_each_memory(index, |tensor| optimizer_bytes += aligned(tensor.num_bytes()));
@@ -37,11 +37,11 @@ pub(super) fn state_sizes(
         let state = [optimizer_bytes + masters, parameter_bytes, shard_len * gradient_dtype.size()];
         UnitSizes { state, shard_len, passes: found.passes }
     };
-    let units = rehearsal.units.iter().enumerate().map(&mut unit).collect();
+    let units = profile.units.iter().enumerate().map(&mut unit).collect();
     Ok(StateSizes { units, gather_bytes, gradient_bytes: gradient_dtype.size() })
 }
 
-pub(super) fn batch_memory(rehearsal: &Rehearsal) -> Vec<BatchMemory> {
+pub(super) fn batch_memory(profile: &ModelProfile) -> Vec<BatchMemory> {
     let memory = |tensor: &BatchTensor| BatchMemory { bytes: tensor.bytes, readers: tensor.readers.clone() };
-    rehearsal.batch.iter().map(memory).collect()
+    profile.batch.iter().map(memory).collect()
 }

@@ -8,10 +8,10 @@ mod limits;
 mod validation;
 
 use case::Case;
-use trireme_base::{Category, CategoryBytes, ContextPlace, MemoryUse, Rank};
+use trireme_base::{Category, CategoryBytes, ContextRank, MemoryUse, Rank};
 use trireme_codec::Compression;
 use trireme_comm::{Group, TransportKind};
-use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
+use trireme_model::{Batch, Model, ModelConfig, ModelError, ModelProfile, TensorSpec, token_specs};
 use trireme_optim::{LossScaling, MuonScale, OptimizerName, OptimizerOptions, OptimizerSettings};
 use trireme_parallel::{
     Degrees, Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, ParallelError,
@@ -21,10 +21,10 @@ use trireme_schedule::collective::Hosts;
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, cut, generate, programs};
 use trireme_schedule::{
-    Chain, ClassLayout, Keep, Outline, Program, Share, StateClass, StateLayout, Tier, single,
+    Chain, ClassLayout, Keep, Portion, Program, ProgramHeader, StateClass, StateLayout, Tier, single,
 };
 use trireme_tensor::{
-    BackendKind, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, ModelPlace, ParameterTable,
+    BackendKind, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, ModelRank, ParameterTable,
     Precision,
 };
 use trireme_testkit::{
@@ -72,13 +72,13 @@ trait Subject: Sync {
         table: ParameterTable,
     ) -> Result<Model, ModelError>;
     fn specs(&self, shape: (usize, usize)) -> Vec<TensorSpec>;
-    /// Returns a rank's part of a batch. `place` is the step and the index of the microbatch.
+    /// Returns a rank's part of a batch. `location` is the step and the index of the microbatch.
     fn batch(
         &self,
         device: &Device,
         shape: (usize, usize),
         place: (u64, usize),
-        context: ContextPlace,
+        context: ContextRank,
     ) -> Batch;
 }
 
@@ -101,7 +101,7 @@ impl Subject for ModelConfig {
         device: &Device,
         shape: (usize, usize),
         (step, index): (u64, usize),
-        context: ContextPlace,
+        context: ContextRank,
     ) -> Batch {
         random_tokens(shape, self.vocab_size, step, index).upload_positions(device, context).unwrap()
     }
@@ -124,7 +124,7 @@ impl Subject for Classifier {
         device: &Device,
         (num_samples, _): (usize, usize),
         (step, index): (u64, usize),
-        _: ContextPlace,
+        _: ContextRank,
     ) -> Batch {
         classifier_batch(device, num_samples, step, index)
     }
@@ -199,9 +199,9 @@ fn every_layout() {
 }
 
 #[test]
-fn layouts_that_are_no_stage() {
-    let gradients = ClassLayout { share: Share::Shard, tier: Tier::Device };
-    let without = ClassLayout { share: Share::Whole, tier: Tier::Device };
+fn layouts_that_are_no_zero_stage() {
+    let gradients = ClassLayout { portion: Portion::Shard, tier: Tier::Device };
+    let without = ClassLayout { portion: Portion::Full, tier: Tier::Device };
     for state in [
         StateLayout { gradients, ..StateLayout::WHOLE },
         StateLayout { gradients: without, ..StateLayout::zero(3) },
@@ -269,7 +269,7 @@ fn pipelines() {
 }
 
 #[test]
-fn state_that_lives_elsewhere() {
+fn offloaded_state() {
     use Tier::{Device, Disk, Host};
     let config = medium_model();
     for (stage, tiers, num_moved) in [
@@ -296,7 +296,7 @@ fn state_that_lives_elsewhere() {
 }
 
 #[test]
-fn layers_that_ranks_cut() {
+fn tensor_parallelism() {
     let [gpt2, llama] = small_models();
     let shape = (2, 16);
     let alone = Case { shape, tensor_degree: 2, ..Case::default() };
@@ -325,7 +325,7 @@ fn layers_that_ranks_cut() {
 }
 
 #[test]
-fn positions_that_ranks_divide() {
+fn context_parallelism() {
     let [gpt2, llama] = small_models();
     let alone = Case { shape: (2, 16), context: (2, 1), ..Case::default() };
     for (stage, context) in [(0, (2, 1)), (0, (2, 2)), (1, (2, 1)), (2, (2, 2)), (3, (2, 1))] {
@@ -360,12 +360,12 @@ fn optimizers_with_scratch_memory_and_exchanges() {
 fn a_budget_below_the_prediction_ends_the_step_at_the_predicted_line() {
     let config = medium_model();
     let case = Case::default();
-    let (device, rehearsal) = (
+    let (device, profile) = (
         Device::counting(case.device_options(None)).unwrap(),
-        case.rehearsal(&config, ModelPlace::WHOLE, ContextPlace::ALONE),
+        case.profile(&config, ModelRank::ALONE, ContextRank::ALONE),
     );
     let model = config.build(case.shape.1, &device).unwrap();
-    let program = case.program(&chain(model.table(), &rehearsal, case.options.determinism), 0);
+    let program = case.program(&chain(model.table(), &profile, case.options.determinism), 0);
     let predicted = case.dry_run(&config, BackendKind::Cpu, &[0], 0);
     let total = predicted.total();
     let run = |budget: usize| {
@@ -385,7 +385,7 @@ fn a_budget_below_the_prediction_ends_the_step_at_the_predicted_line() {
 }
 
 #[test]
-fn what_no_machine_holds_is_predicted_all_the_same() {
+fn models_larger_than_any_machine_are_predicted() {
     let text = r#"{"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
         "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
         "max_position_embeddings": 4096, "tie_word_embeddings": false}"#;

@@ -8,15 +8,15 @@ mod trial;
 
 pub(crate) use trial::{Trial, try_kernels};
 
+use crate::diagnostics::print_diagnostic;
 use crate::launch::LaunchError;
 use crate::machine_cache::MachineCache;
-use crate::remarks::remark;
 use anyhow::Result;
 use serde::{Serialize, Serializer};
 use std::process::Command;
 use trial::{REASON_CHARS_MAX, Verdict, Verdicts};
-use trireme_tensor::probe::{Unit, why_absent};
-use trireme_tensor::proof::ProductKernel;
+use trireme_tensor::probe::{ExecutionUnit, reason_unsupported};
+use trireme_tensor::verification::MatmulKernel;
 use trireme_tensor::{CpuFeatures, DeviceOptions, Precision};
 
 /// Environment variable with the highest level that the user allows.
@@ -37,7 +37,7 @@ pub(crate) enum Proof {
 pub(crate) struct Simd {
     pub(crate) level: CpuFeatures,
     /// The highest level of the machine that the user allows.
-    pub(crate) most: CpuFeatures,
+    pub(crate) max_level: CpuFeatures,
     /// Kernels of the machine that must not be used.
     pub(crate) excluded: Vec<Excluded>,
 }
@@ -47,11 +47,11 @@ pub(crate) struct Simd {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Excluded {
     #[serde(serialize_with = "serialize_text")]
-    pub(crate) kernel: ProductKernel,
+    pub(crate) kernel: MatmulKernel,
     pub(crate) reason: String,
 }
 
-fn serialize_text<S: Serializer>(kernel: &ProductKernel, serializer: S) -> Result<S::Ok, S::Error> {
+fn serialize_text<S: Serializer>(kernel: &MatmulKernel, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(kernel)
 }
 
@@ -64,13 +64,13 @@ impl Simd {
         let supported = CpuFeatures::detect();
         let named = |variable| level_of(variable, std::env::var(variable).ok(), supported);
         if let Some(level) = named(CHOSEN_VARIABLE)? {
-            return Ok(Simd { level, most: level, excluded: Vec::new() });
+            return Ok(Simd { level, max_level: level, excluded: Vec::new() });
         }
         let most = named(LEVEL_VARIABLE)?.unwrap_or(supported);
         if most == CpuFeatures::Portable {
-            return Ok(Simd { level: most, most, excluded: Vec::new() });
+            return Ok(Simd { level: most, max_level: most, excluded: Vec::new() });
         }
-        let names: Vec<String> = kernels().iter().map(ProductKernel::to_string).collect();
+        let names: Vec<String> = kernels().iter().map(MatmulKernel::to_string).collect();
         let cache = MachineCache::of_this_machine("kernels");
         let cached = cache.as_ref().filter(|_| proof == Proof::Cached).and_then(MachineCache::read);
         let cached = cached.filter(|verdicts| are_of_kernels(verdicts, &names));
@@ -87,18 +87,18 @@ impl Simd {
     }
 
     fn from_verdicts(most: CpuFeatures, mut verdicts: Verdicts) -> Self {
-        let exclude = |kernel: ProductKernel| match verdicts.remove(&kernel.to_string())? {
+        let exclude = |kernel: MatmulKernel| match verdicts.remove(&kernel.to_string())? {
             Verdict::Proven => None,
             Verdict::Wrong(reason) | Verdict::Untried(reason) => Some(Excluded { kernel, reason }),
         };
-        let excluded: Vec<Excluded> = ProductKernel::up_to(most).into_iter().filter_map(exclude).collect();
+        let excluded: Vec<Excluded> = MatmulKernel::up_to(most).into_iter().filter_map(exclude).collect();
         let is_proven = |level: &CpuFeatures| {
-            let kernels = Precision::ALL.map(|precision| ProductKernel::of(*level, precision));
+            let kernels = Precision::ALL.map(|precision| MatmulKernel::of(*level, precision));
             excluded.iter().all(|excluded| !kernels.contains(&excluded.kernel))
         };
         let levels = CpuFeatures::ALL.into_iter().rev().filter(|level| *level <= most);
         let level = levels.clone().find(is_proven).expect("portable kernels are never excluded");
-        Simd { level, most, excluded }
+        Simd { level, max_level: most, excluded }
     }
 
     pub(crate) fn variable(&self) -> (&'static str, String) {
@@ -109,7 +109,7 @@ impl Simd {
     pub(crate) fn warnings(&self) -> impl Iterator<Item = String> {
         let missed = self.excluded.iter().filter(|excluded| excluded.kernel.unit.features() > self.level);
         missed.map(|Excluded { kernel, reason }| {
-            let instead = Unit::of(self.level, kernel.precision);
+            let instead = ExecutionUnit::of(self.level, kernel.precision);
             format!(
                 "warning: {kernel} are not used, because {reason}; {} products run on {instead}",
                 kernel.precision
@@ -118,12 +118,12 @@ impl Simd {
     }
 
     pub(crate) fn warn(&self) {
-        self.warnings().for_each(|line| remark(&line));
+        self.warnings().for_each(|line| print_diagnostic(&line));
     }
 
     /// Returns why a proven kernel of a higher level is not used.
     pub(crate) fn reason_of_lower(&self) -> &'static str {
-        if self.level < self.most {
+        if self.level < self.max_level {
             "another kernel of its SIMD level is excluded"
         } else {
             "TRIREME_SIMD selects a lower level"
@@ -131,9 +131,9 @@ impl Simd {
     }
 
     pub(crate) fn reason(&self) -> &'static str {
-        if self.level < self.most {
+        if self.level < self.max_level {
             "the highest level whose matmul kernels match the portable ones"
-        } else if self.most < CpuFeatures::detect() {
+        } else if self.max_level < CpuFeatures::detect() {
             "set by TRIREME_SIMD"
         } else if self.level == CpuFeatures::Portable {
             "the only level of this machine"
@@ -164,15 +164,15 @@ fn are_of_kernels(verdicts: &Verdicts, names: &[String]) -> bool {
 }
 
 /// Returns the kernels of this machine that need a proof.
-fn kernels() -> Vec<ProductKernel> {
-    let all = ProductKernel::up_to(CpuFeatures::detect()).into_iter();
+fn kernels() -> Vec<MatmulKernel> {
+    let all = MatmulKernel::up_to(CpuFeatures::detect()).into_iter();
     all.filter(|kernel| !kernel.is_portable()).collect()
 }
 
 pub(crate) fn trials() -> Vec<Trial> {
-    let trial = |kernel: ProductKernel| Trial {
+    let trial = |kernel: MatmulKernel| Trial {
         kernel: kernel.to_string(),
-        prove: Box::new(move || kernel.prove().map_err(|wrong| wrong.to_string())),
+        prove: Box::new(move || kernel.verify().map_err(|wrong| wrong.to_string())),
     };
     kernels().into_iter().map(trial).collect()
 }
@@ -199,7 +199,7 @@ fn level_of(
     }
     let levels = CpuFeatures::ALL.into_iter().filter(|level| *level <= supported);
     let levels = levels.map(|level| level.to_string()).collect::<Vec<_>>().join(", ");
-    let why = named.and_then(why_absent).map(|why| format!(" ({why})")).unwrap_or_default();
+    let why = named.and_then(reason_unsupported).map(|why| format!(" ({why})")).unwrap_or_default();
     let expected = format!("a SIMD level of this machine: {levels}{why}");
     Err(LaunchError::UnfitVariable { variable, value, expected })
 }
@@ -208,12 +208,12 @@ fn level_of(
 mod tests {
     use super::*;
 
-    /// Chooses up to the level `most`, where these kernels are excluded.
+    /// Chooses up to the level `max_level`, where these kernels are excluded.
     fn chosen(most: CpuFeatures, excluded: &[(CpuFeatures, Precision)]) -> Simd {
         let name = |&(level, precision): &(CpuFeatures, Precision)| {
-            (ProductKernel::of(level, precision).to_string(), Verdict::Wrong("it was wrong".to_owned()))
+            (MatmulKernel::of(level, precision).to_string(), Verdict::Wrong("it was wrong".to_owned()))
         };
-        let all = ProductKernel::up_to(CpuFeatures::AmxBf16).into_iter();
+        let all = MatmulKernel::up_to(CpuFeatures::AmxBf16).into_iter();
         let mut verdicts: Verdicts = all.map(|kernel| (kernel.to_string(), Verdict::Proven)).collect();
         verdicts.extend(excluded.iter().map(name));
         Simd::from_verdicts(most, verdicts)

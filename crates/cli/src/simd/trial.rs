@@ -4,8 +4,8 @@
 //! kernel is excluded, and another child tries the remaining ones. Kernels never run in the calling process: an instruction that the system
 //! refuses would end it.
 
-use crate::death::signal_name;
-use crate::hang::plain;
+use crate::hang::escape_controls;
+use crate::process_state::signal_name;
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -66,7 +66,7 @@ pub(super) fn in_children(names: &[String], command: &dyn Fn(&[String]) -> io::R
             return verdicts;
         }
         if let Err(error) = in_child(&left, command, &mut verdicts) {
-            let reason = plain(&format!("they cannot be tried in a child process ({error})"));
+            let reason = escape_controls(&format!("they cannot be tried in a child process ({error})"));
             for name in left {
                 verdicts.entry(name).or_insert_with(|| Verdict::Untried(reason.clone()));
             }
@@ -100,7 +100,7 @@ fn read(printed: &[u8], names: &[String], verdicts: &mut Verdicts) -> Option<Str
             tried = names.iter().find(|known| *known == name).cloned();
         } else if let Some(name) = tried.take() {
             let reason = line.strip_prefix("wrong ");
-            let cut = |reason| plain(reason).chars().take(REASON_CHARS_MAX).collect();
+            let cut = |reason| escape_controls(reason).chars().take(REASON_CHARS_MAX).collect();
             match (line, reason) {
                 ("proven", _) => drop(verdicts.insert(name, Verdict::Proven)),
                 (_, Some(reason)) => drop(verdicts.insert(name, Verdict::Wrong(cut(reason)))),
@@ -190,7 +190,7 @@ mod tests {
         let wrong = |reason: &str| Verdict::Wrong(reason.to_owned());
         assert_eq!([&verdicts["good"], &verdicts["also good"]], [&Verdict::Proven; 2]);
         assert_eq!(verdicts["illegal"], wrong("a process that runs them is killed by SIGILL"));
-        let reason = plain("1 is 2,\u{1b}[31m here");
+        let reason = escape_controls("1 is 2,\u{1b}[31m here");
         assert!(!reason.chars().any(char::is_control));
         assert_eq!(verdicts["wrong"], wrong(&reason));
         assert_eq!(verdicts.len(), kernels.len());

@@ -1,12 +1,12 @@
 //! Names that resolve late, wrong ports, and networks that let only some ports through.
 
-use crate::common::{Running, Scene, poll, tells};
+use crate::common::{Fixture, Running, assert_contains, poll};
 use crate::hosts::{hosts, network, place, start};
 use std::process::Command;
 use std::time::Duration;
 use trireme_testkit::network::Host;
 use trireme_testkit::or_skip;
-use trireme_testkit::relay::{Conditions, FrameRelay, Loss, Towards};
+use trireme_testkit::relay::{Conditions, Direction, FrameLoss, FrameRelay};
 
 const TRIREME: &str = env!("CARGO_BIN_EXE_trireme");
 
@@ -17,10 +17,10 @@ const NAME: &str = "books-0.books";
 const NAME_DELAY: Duration = Duration::from_secs(20);
 
 /// Returns a command on a host with its own `/etc/hosts`, which is the scene's file `hosts`.
-fn command_with_names(scene: &Scene, host: &Host, arguments: &str) -> Command {
+fn command_with_names(fixture: &Fixture, host: &Host, arguments: &str) -> Command {
     let mut command = host.command("unshare");
     let script = "mount --bind \"$0\" /etc/hosts && exec \"$@\"";
-    command.args(["--mount", "sh", "-c", script]).arg(scene.path("hosts")).arg(TRIREME);
+    command.args(["--mount", "sh", "-c", script]).arg(fixture.path("hosts")).arg(TRIREME);
     command.args(arguments.split_whitespace());
     command
 }
@@ -28,37 +28,37 @@ fn command_with_names(scene: &Scene, host: &Host, arguments: &str) -> Command {
 #[test]
 fn a_name_that_is_known_late_is_waited_for() {
     let Some(hosts) = hosts() else { return };
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let known = "127.0.0.1 localhost\n";
-    scene.write("hosts", known);
+    fixture.write("hosts", known);
     let mut workers = [0, 1].map(|rank: usize| {
-        let mut command = command_with_names(&scene, &hosts[rank], "train tiny.toml");
-        place(&scene, &mut command, (rank, 2), NAME);
+        let mut command = command_with_names(&fixture, &hosts[rank], "train tiny.toml");
+        place(&fixture, &mut command, (rank, 2), NAME);
         Running::start(command)
     });
     workers[1].until_silent_for(NAME_DELAY);
     assert!(!workers[0].has_ended() && !workers[1].has_ended());
     // The file is written in place, because the mount would not show a new file.
-    scene.write("hosts", format!("{known}{} {NAME}\n", hosts[0].ipv4()));
+    fixture.write("hosts", format!("{known}{} {NAME}\n", hosts[0].ipv4()));
     let note = &*format!("waiting for the name of rank 0's host, {NAME}");
     for (rank, outcome) in workers.map(Running::end).into_iter().enumerate() {
         assert_eq!(outcome.code, Some(0), "{outcome:?}");
-        tells(&outcome.stderr, &[note]);
+        assert_contains(&outcome.stderr, &[note]);
         // The note was printed before there was a log.
-        tells(&scene.read(&format!("runs/tiny/logs/rank-{rank}.log")), &["Z note: ", note]);
+        assert_contains(&fixture.read(&format!("runs/tiny/logs/rank-{rank}.log")), &["Z note: ", note]);
     }
-    assert_eq!(scene.records("tiny").len(), 4);
+    assert_eq!(fixture.records("tiny").len(), 4);
 }
 
 #[test]
-fn a_worker_at_the_wrong_port_keeps_nobody_from_the_right_one() {
+fn a_worker_at_the_wrong_port_does_not_disturb_the_others() {
     let Some(hosts) = hosts() else { return };
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let address = hosts[0].ipv4().to_string();
     let worker = |host: usize, rank: usize, port: &str, settings: &str| {
         let mut command = hosts[host].command(TRIREME);
         command.args("train tiny.toml".split(' ')).args(settings.split_whitespace());
-        place(&scene, &mut command, (rank, 2), &address);
+        place(&fixture, &mut command, (rank, 2), &address);
         command.env("MASTER_PORT", port);
         Running::start(command)
     };
@@ -68,12 +68,12 @@ fn a_worker_at_the_wrong_port_keeps_nobody_from_the_right_one() {
     poll(|| (refusals() > 4).then_some(()));
     let stray = worker(1, 1, "29499", "--set comm.join_timeout_seconds=5");
     let first = worker(0, 0, "29500", "");
-    tells(&first.end().succeeded(), &["step: 4 "]);
+    assert_contains(&first.end().succeeded(), &["step: 4 "]);
     let late = late.end();
     assert_eq!(late.code, Some(0), "{late:?}");
     let stray = stray.end();
     assert_eq!(stray.code, Some(1), "{stray:?}");
-    tells(&stray.stderr, &[&format!("did not reach rank 0 at {address}:29499 within 5s")]);
+    assert_contains(&stray.stderr, &[&format!("did not reach rank 0 at {address}:29499 within 5s")]);
 }
 
 /// As behind a network policy of Kubernetes.
@@ -81,24 +81,25 @@ fn a_worker_at_the_wrong_port_keeps_nobody_from_the_right_one() {
 fn a_firewall_lets_a_run_through_whose_ports_are_set() {
     let Some(()) = or_skip("relays", FrameRelay::available()) else { return };
     let Some(network) = network() else { return };
-    let (far, relay) = network.add_host_behind(Conditions::default(), Loss::default());
-    relay.let_through(&[29500..=29500, 20000..=20003]);
+    let (far, relay) = network.add_host_with_relay(Conditions::default(), FrameLoss::default());
+    relay.allow_ports(&[29500..=29500, 20000..=20003]);
     let hosts = [far, network.add_host()];
-    let num_refused =
-        || [Towards::Near, Towards::Far].map(|towards| relay.counts(towards).num_refused).iter().sum::<u64>();
-    let scene = Scene::with_corpus();
+    let num_refused = || {
+        [Direction::Near, Direction::Far].map(|towards| relay.counts(towards).num_refused).iter().sum::<u64>()
+    };
+    let fixture = Fixture::with_corpus();
     for address in [hosts[0].ipv4().into(), hosts[0].ipv6().into()] {
         let train = "train tiny.toml --set checkpoint.resume=never --set comm.ports=20000-20003";
-        let [first, second] = start(&scene, &hosts, address, train).map(Running::end);
-        tells(&first.succeeded(), &["step: 4 "]);
+        let [first, second] = start(&fixture, &hosts, address, train).map(Running::end);
+        assert_contains(&first.succeeded(), &["step: 4 "]);
         assert_eq!(second.code, Some(0), "{second:?}");
         assert_eq!(num_refused(), 0);
     }
     // Without the key, ranks listen on ports that the firewall closes.
     let train = "train tiny.toml --set checkpoint.resume=never --set comm.join_timeout_seconds=15";
-    for outcome in start(&scene, &hosts, hosts[0].ipv4().into(), train).map(Running::end) {
+    for outcome in start(&fixture, &hosts, hosts[0].ipv4().into(), train).map(Running::end) {
         assert!(outcome.code.is_some_and(|code| code != 0), "{outcome:?}");
-        tells(&outcome.stderr, &["error: "]);
+        assert_contains(&outcome.stderr, &["error: "]);
     }
     assert!(num_refused() > 0);
 }

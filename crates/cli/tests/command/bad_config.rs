@@ -1,6 +1,6 @@
 //! Configs and arguments with mistakes.
 
-use crate::common::{Scene, tells};
+use crate::common::{Fixture, assert_contains};
 
 const MISTAKEN: &str = "\
 [model]
@@ -20,12 +20,12 @@ interval =
 ";
 
 #[test]
-fn all_mistakes_are_told_at_once_with_their_lines() {
-    let scene = Scene::new();
-    scene.write("mistaken.toml", MISTAKEN);
+fn all_mistakes_are_reported_at_once_with_their_lines() {
+    let fixture = Fixture::new();
+    fixture.write("mistaken.toml", MISTAKEN);
     for command in ["train mistaken.toml", "config mistaken.toml"] {
-        let error = scene.refused_without_trace(command);
-        tells(
+        let error = fixture.refused_without_changes(command);
+        assert_contains(
             &error,
             &[
                 "9 mistakes",
@@ -46,7 +46,7 @@ fn all_mistakes_are_told_at_once_with_their_lines() {
 
 #[test]
 fn values_that_cannot_be() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     for (setting, facts) in [
         (
             "training.global_batch_size=7",
@@ -65,42 +65,48 @@ fn values_that_cannot_be() {
         ("nonsense", &["--set nonsense: expected section.key=value"]),
         ("model.hidden_size=1048576 --set model.vocab_size=16777216", &["out of memory", "for parameters"]),
     ] {
-        let error = scene.run(&format!("train tiny.toml --workers 2 --set {setting}")).refused();
-        tells(&error, facts);
-        assert!(!scene.path("runs/tiny/checkpoints").exists(), "{setting}");
+        let error = fixture.run(&format!("train tiny.toml --workers 2 --set {setting}")).refused();
+        assert_contains(&error, facts);
+        assert!(!fixture.path("runs/tiny/checkpoints").exists(), "{setting}");
     }
 }
 
 #[test]
 fn files_that_are_no_config() {
-    let scene = Scene::new();
-    scene.write("latin.toml", b"[run]\nname = \"caf\xe9\"\n");
-    scene.write("binary.toml", b"\x1b[31m\0".repeat(9));
-    tells(
-        &scene.refused_without_trace("train nowhere.toml"),
+    let fixture = Fixture::new();
+    fixture.write("latin.toml", b"[run]\nname = \"caf\xe9\"\n");
+    fixture.write("binary.toml", b"\x1b[31m\0".repeat(9));
+    assert_contains(
+        &fixture.refused_without_changes("train nowhere.toml"),
         &["the config nowhere.toml does not exist; its folder has binary.toml, latin.toml"],
     );
-    tells(&scene.refused_without_trace("train ."), &[". is a folder; expected a config"]);
-    tells(&scene.refused_without_trace("train latin.toml"), &["latin.toml", "UTF-8"]);
-    let error = scene.refused_without_trace("train binary.toml");
-    tells(&error, &["binary.toml:1"]);
+    assert_contains(&fixture.refused_without_changes("train ."), &[". is a folder; expected a config"]);
+    assert_contains(&fixture.refused_without_changes("train latin.toml"), &["latin.toml", "UTF-8"]);
+    let error = fixture.refused_without_changes("train binary.toml");
+    assert_contains(&error, &["binary.toml:1"]);
     assert!(!error.contains(['\0', '\x1b']), "what is in a file does not reach the terminal: {error:?}");
 }
 
 #[test]
-fn checkpoints_that_this_run_cannot_go_on_from() {
-    let scene = Scene::with_corpus();
-    let error = scene.run("train tiny.toml --workers 1 --set checkpoint.resume=./nowhere").refused();
-    tells(&error, &["./nowhere does not exist"]);
-    std::fs::create_dir_all(scene.path("empty/checkpoints")).unwrap();
-    let error = scene.run("train tiny.toml --workers 1 --set checkpoint.resume=./empty").refused();
-    tells(&error, &["./empty contains no checkpoint; expected a checkpoint, or the folder of a run"]);
-    scene.run("train tiny.toml --workers 1").succeeded();
-    let before = scene.read("runs/tiny/metrics.jsonl");
+fn checkpoints_that_this_run_cannot_resume_from() {
+    let fixture = Fixture::with_corpus();
+    let error = fixture.run("train tiny.toml --workers 1 --set checkpoint.resume=./nowhere").refused();
+    assert_contains(&error, &["./nowhere does not exist"]);
+    std::fs::create_dir_all(fixture.path("empty/checkpoints")).unwrap();
+    let error = fixture.run("train tiny.toml --workers 1 --set checkpoint.resume=./empty").refused();
+    assert_contains(
+        &error,
+        &["./empty contains no checkpoint; expected a checkpoint, or the folder of a run"],
+    );
+    fixture.run("train tiny.toml --workers 1").succeeded();
+    let before = fixture.read("runs/tiny/metrics.jsonl");
     for workers in [1, 2] {
         let command =
             format!("train tiny.toml --workers {workers} --set training.steps=6 --set training.seed=9");
-        tells(&scene.run(&command).refused(), &["runs/tiny/checkpoints/step-4", "seed 0", "has 9"]);
+        assert_contains(
+            &fixture.run(&command).refused(),
+            &["runs/tiny/checkpoints/step-4", "seed 0", "has 9"],
+        );
         for (key, value, old) in
             [("num_layers", "2", "1"), ("num_heads", "4", "2"), ("norm_eps", "0.125", "0.00001")]
         {
@@ -108,63 +114,75 @@ fn checkpoints_that_this_run_cannot_go_on_from() {
                 "train tiny.toml --workers {workers} --set training.steps=6 --set model.{key}={value}"
             );
             let difference = format!("contains another model: {key} {old} instead of {value}");
-            tells(
-                &scene.run(&command).refused(),
+            assert_contains(
+                &fixture.run(&command).refused(),
                 &["runs/tiny/checkpoints/step-4", &difference, "[run] name"],
             );
         }
     }
-    assert_eq!(scene.read("runs/tiny/metrics.jsonl"), before);
-    assert_eq!(scene.whole_checkpoints("tiny"), 2);
+    assert_eq!(fixture.read("runs/tiny/metrics.jsonl"), before);
+    assert_eq!(fixture.complete_checkpoints("tiny"), 2);
 }
 
 #[test]
 fn folders_that_are_not_there_or_are_something_else() {
-    let scene = Scene::with_corpus();
-    tells(
-        &scene.run("generate nowhere").refused(),
+    let fixture = Fixture::with_corpus();
+    assert_contains(
+        &fixture.run("generate nowhere").refused(),
         &["nowhere does not exist; expected the folder of a run"],
     );
-    std::fs::create_dir(scene.path("empty")).unwrap();
-    tells(&scene.run("generate empty").refused(), &["empty contains no checkpoint and no model"]);
+    std::fs::create_dir(fixture.path("empty")).unwrap();
+    assert_contains(&fixture.run("generate empty").refused(), &["empty contains no checkpoint and no model"]);
     for folder in ["nowhere", "empty"] {
-        let error = scene.run(&format!("report run {folder}")).refused();
-        tells(&error, &[&format!("{folder} has no metrics.jsonl"), "expected the folder of a run"]);
+        let error = fixture.run(&format!("report run {folder}")).refused();
+        assert_contains(&error, &[&format!("{folder} has no metrics.jsonl"), "expected the folder of a run"]);
     }
 }
 
 #[test]
 fn settings_of_text_for_a_folder_that_is_prepared() {
-    let scene = Scene::with_corpus();
-    scene.run("prepare text.txt --out prepared").succeeded();
+    let fixture = Fixture::with_corpus();
+    fixture.run("prepare text.txt --out prepared").succeeded();
     let prepared = "train tiny.toml --workers 1 --set data.inputs=[] --set data.folder=prepared";
-    let error = scene.refused_without_trace(&format!("{prepared} --set data.tokenizer=tokenizer.json"));
-    tells(&error, &["data.tokenizer", "only applies to `inputs`"]);
+    let error = fixture.refused_without_changes(&format!("{prepared} --set data.tokenizer=tokenizer.json"));
+    assert_contains(&error, &["data.tokenizer", "only applies to `inputs`"]);
     // Settings that change no token ids are no mistake: one config works before and after its text is prepared.
     let printed =
-        scene.run(&format!("{prepared} --set data.extensions=['md'] --set data.field=body")).succeeded();
-    tells(&printed, &["note: without effect in [data]: extensions, field; the tokens in prepared are used"]);
+        fixture.run(&format!("{prepared} --set data.extensions=['md'] --set data.field=body")).succeeded();
+    assert_contains(
+        &printed,
+        &["note: without effect in [data]: extensions, field; the tokens in prepared are used"],
+    );
 }
 
 #[test]
 fn arguments_that_cannot_be() {
-    let scene = Scene::new();
-    tells(&scene.refused_without_trace("generate nowhere"), &["nowhere"]);
-    tells(&scene.refused_without_trace("generate . --temperature -1 "), &["--temperature is -1"]);
-    tells(&scene.refused_without_trace("generate . --top-p 2"), &["--top-p is 2"]);
-    tells(&scene.refused_without_trace("generate . --min-p=-1"), &["--min-p is -1"]);
-    tells(&scene.refused_without_trace("checkpoint list ."), &["contains no checkpoints"]);
-    tells(&scene.refused_without_trace("checkpoint export nowhere out"), &["nowhere"]);
-    tells(&scene.refused_without_trace("config --explain optimiser"), &["did you mean [optimizer]?"]);
-    tells(&scene.refused_without_trace("bench step --model nowhere --workers 2"), &["nowhere/config.json"]);
-    let outcome = scene.run("trian tiny.toml");
+    let fixture = Fixture::new();
+    assert_contains(&fixture.refused_without_changes("generate nowhere"), &["nowhere"]);
+    assert_contains(
+        &fixture.refused_without_changes("generate . --temperature -1 "),
+        &["--temperature is -1"],
+    );
+    assert_contains(&fixture.refused_without_changes("generate . --top-p 2"), &["--top-p is 2"]);
+    assert_contains(&fixture.refused_without_changes("generate . --min-p=-1"), &["--min-p is -1"]);
+    assert_contains(&fixture.refused_without_changes("checkpoint list ."), &["contains no checkpoints"]);
+    assert_contains(&fixture.refused_without_changes("checkpoint export nowhere out"), &["nowhere"]);
+    assert_contains(
+        &fixture.refused_without_changes("config --explain optimiser"),
+        &["did you mean [optimizer]?"],
+    );
+    assert_contains(
+        &fixture.refused_without_changes("bench step --model nowhere --workers 2"),
+        &["nowhere/config.json"],
+    );
+    let outcome = fixture.run("trian tiny.toml");
     assert_eq!(outcome.code, Some(2));
-    tells(&outcome.stderr, &["unrecognized subcommand 'trian'", "'train'"]);
+    assert_contains(&outcome.stderr, &["unrecognized subcommand 'trian'", "'train'"]);
 }
 
 #[test]
 fn more_threads_and_workers_than_there_can_be() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     for (command, fact) in [
         ("generate . --threads 99999", "99999 threads exceed the maximum of 4096"),
         ("prepare text.txt --out other --threads 99999", "99999 tokenizer threads exceed the maximum of 256"),
@@ -172,6 +190,6 @@ fn more_threads_and_workers_than_there_can_be() {
         ("train tiny.toml --set launch.workers=99999", "from 0 to 4096"),
         ("train tiny.toml --workers 99999", "from 0 to 4096"),
     ] {
-        tells(&scene.refused_without_trace(command), &[fact]);
+        assert_contains(&fixture.refused_without_changes(command), &[fact]);
     }
 }

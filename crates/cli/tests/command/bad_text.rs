@@ -1,15 +1,15 @@
 //! Text and token files that cannot be trained on.
 
-use crate::common::{Scene, tells};
+use crate::common::{Fixture, assert_contains};
 
 #[test]
 fn inputs_that_are_no_text() {
-    let scene = Scene::new();
-    scene.write("empty.txt", "");
-    scene.write("binary.dat", b"some\0thing".repeat(50));
-    scene.write("latin.txt", [b"caf\xe9 ".repeat(9).as_slice(), b"more".as_slice()].concat());
-    scene.write("broken.jsonl", "{\"text\": \"fine\"}\n{\"text\": \n");
-    scene.write("fields.jsonl", "{\"text\": \"fine\"}\n{\"body\": \"what?\"}\n");
+    let fixture = Fixture::new();
+    fixture.write("empty.txt", "");
+    fixture.write("binary.dat", b"some\0thing".repeat(50));
+    fixture.write("latin.txt", [b"caf\xe9 ".repeat(9).as_slice(), b"more".as_slice()].concat());
+    fixture.write("broken.jsonl", "{\"text\": \"fine\"}\n{\"text\": \n");
+    fixture.write("fields.jsonl", "{\"text\": \"fine\"}\n{\"body\": \"what?\"}\n");
     for (arguments, facts) in [
         ("nowhere.txt", &["input nowhere.txt does not exist"] as &[&str]),
         ("empty.txt", &["no text", "1 empty"]),
@@ -22,85 +22,95 @@ fn inputs_that_are_no_text() {
         ("text.txt --train-bpe 100", &["vocabulary of 100", "257"]),
         ("text.txt --validation-fraction 2", &["validation fraction 2"]),
     ] {
-        tells(&scene.refused_without_trace(&format!("prepare {arguments} --out corpus")), facts);
+        assert_contains(
+            &fixture.refused_without_changes(&format!("prepare {arguments} --out corpus")),
+            facts,
+        );
     }
     for (input, fact) in [("nowhere.txt", "nowhere.txt"), ("empty.txt", "no text"), ("binary.dat", "binary")]
     {
-        let error = scene.refused_without_trace(&format!("train tiny.toml --set data.inputs=['{input}']"));
-        tells(&error, &[fact]);
+        let error =
+            fixture.refused_without_changes(&format!("train tiny.toml --set data.inputs=['{input}']"));
+        assert_contains(&error, &[fact]);
     }
 }
 
 #[test]
 fn a_failed_preparation_leaves_the_earlier_corpus() {
-    let scene = Scene::with_corpus();
-    scene.write("binary.dat", [0; 9]);
-    scene.refused_without_trace("prepare text.txt binary.dat --out corpus");
-    scene.run("train tiny.toml --workers 1").succeeded();
+    let fixture = Fixture::with_corpus();
+    fixture.write("binary.dat", [0; 9]);
+    fixture.refused_without_changes("prepare text.txt binary.dat --out corpus");
+    fixture.run("train tiny.toml --workers 1").succeeded();
 }
 
 #[test]
 fn invalid_utf8_is_replaced_and_counted() {
-    let scene = Scene::new();
-    scene.write("latin.txt", b"caf\xe9 au lait, ".repeat(60));
-    let printed = scene.run("prepare latin.txt --out corpus").succeeded();
-    tells(&printed, &["replaced 60 invalid UTF-8 sequences with U+FFFD"]);
+    let fixture = Fixture::new();
+    fixture.write("latin.txt", b"caf\xe9 au lait, ".repeat(60));
+    let printed = fixture.run("prepare latin.txt --out corpus").succeeded();
+    assert_contains(&printed, &["replaced 60 invalid UTF-8 sequences with U+FFFD"]);
 }
 
 #[test]
 fn a_tokenizer_larger_than_the_vocabulary_of_the_model() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     for workers in [1, 2] {
         let command = format!("train tiny.toml --set model.vocab_size=100 --workers {workers}");
-        tells(&scene.refused_without_trace(&command), &["257 tokens", "vocab_size is 100", "corpus"]);
+        assert_contains(
+            &fixture.refused_without_changes(&command),
+            &["257 tokens", "vocab_size is 100", "corpus"],
+        );
     }
 }
 
 #[test]
 fn token_files_that_are_not_what_was_written() {
-    let assert_refused = |damage: fn(&Scene), facts: &[&str]| {
-        let scene = Scene::with_corpus();
-        damage(&scene);
+    let assert_refused = |damage: fn(&Fixture), facts: &[&str]| {
+        let fixture = Fixture::with_corpus();
+        damage(&fixture);
         for workers in [1, 2] {
-            tells(&scene.refused_without_trace(&format!("train tiny.toml --workers {workers}")), facts);
+            assert_contains(
+                &fixture.refused_without_changes(&format!("train tiny.toml --workers {workers}")),
+                facts,
+            );
         }
     };
-    assert_refused(|scene| scene.cut("corpus/train.tokens", 10), &["corpus/train.tokens", "truncated"]);
+    assert_refused(|fixture| fixture.cut("corpus/train.tokens", 10), &["corpus/train.tokens", "truncated"]);
     assert_refused(
-        |scene| scene.flip_bit("corpus/train.tokens"),
+        |fixture| fixture.flip_bit("corpus/train.tokens"),
         &["corpus/train.tokens is damaged", "checksum"],
     );
     assert_refused(
-        |scene| scene.write("corpus/train.tokens", "text"),
+        |fixture| fixture.write("corpus/train.tokens", "text"),
         &["corpus/train.tokens is not a token file"],
     );
-    assert_refused(|scene| scene.write("corpus/prepare.json", "{"), &["corpus/prepare.json is damaged"]);
+    assert_refused(|fixture| fixture.write("corpus/prepare.json", "{"), &["corpus/prepare.json is damaged"]);
     assert_refused(
-        |scene| std::fs::remove_dir_all(scene.path("corpus")).unwrap(),
+        |fixture| std::fs::remove_dir_all(fixture.path("corpus")).unwrap(),
         &["corpus contains no prepared corpus"],
     );
 }
 
 #[test]
 fn a_stored_tokenizer_that_has_changed() {
-    let scene = Scene::with_corpus();
-    scene.run("train tiny.toml --workers 1").succeeded();
-    scene.flip_bit("corpus/tokenizer.bytes.json");
+    let fixture = Fixture::with_corpus();
+    fixture.run("train tiny.toml --workers 1").succeeded();
+    fixture.flip_bit("corpus/tokenizer.bytes.json");
     for workers in [1, 2] {
         let command = format!("train tiny.toml --workers {workers} --set run.name=again");
-        tells(&scene.run(&command).refused(), &["corpus/tokenizer.bytes.json is damaged"]);
+        assert_contains(&fixture.run(&command).refused(), &["corpus/tokenizer.bytes.json is damaged"]);
     }
-    scene.flip_bit("runs/tiny/checkpoints/step-4/tokenizer.bytes.json");
-    tells(
-        &scene.run("generate runs/tiny").refused(),
+    fixture.flip_bit("runs/tiny/checkpoints/step-4/tokenizer.bytes.json");
+    assert_contains(
+        &fixture.run("generate runs/tiny").refused(),
         &["step-4/tokenizer.bytes.json is damaged", "checksum"],
     );
-    scene.run("generate runs/tiny --tokenizer bytes --num-tokens 1").succeeded();
+    fixture.run("generate runs/tiny --tokenizer bytes --num-tokens 1").succeeded();
 }
 
 #[test]
 fn a_tokenizer_that_the_library_cannot_take() {
-    let scene = Scene::new();
+    let fixture = Fixture::new();
     for (normalizer, fact) in [
         (
             r#"{"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAA="}"#,
@@ -108,45 +118,52 @@ fn a_tokenizer_that_the_library_cannot_take() {
         ),
         (r#"{"type": "Replace", "pattern": {"String": ""}, "content": "x"}"#, "an empty pattern"),
     ] {
-        scene.write("tokenizer.json", format!("{{\"normalizer\": {normalizer}}}"));
-        let error = scene.refused_without_trace("prepare text.txt --tokenizer tokenizer.json --out corpus");
-        tells(&error, &["cannot load the tokenizer tokenizer.json", fact]);
+        fixture.write("tokenizer.json", format!("{{\"normalizer\": {normalizer}}}"));
+        let error =
+            fixture.refused_without_changes("prepare text.txt --tokenizer tokenizer.json --out corpus");
+        assert_contains(&error, &["cannot load the tokenizer tokenizer.json", fact]);
     }
 }
 
 #[test]
 fn a_tokenizer_without_a_token_for_the_text() {
-    let scene = Scene::with_corpus();
-    scene.run("train tiny.toml").succeeded();
+    let fixture = Fixture::with_corpus();
+    fixture.run("train tiny.toml").succeeded();
     let tokenizer = |vocabulary: &str| {
         format!(
             r#"{{"added_tokens": [{{"id": 1, "content": "</s>", "special": true, "normalized": false, "single_word": false,
             "lstrip": false, "rstrip": false}}], "model": {{"type": "BPE", "vocab": {vocabulary}, "merges": []}}}}"#
         )
     };
-    scene.write("empty.json", tokenizer("{}"));
-    scene.write("x.json", tokenizer(r#"{"x": 0}"#));
-    scene.write("y.txt", "yy yy\n");
+    fixture.write("empty.json", tokenizer("{}"));
+    fixture.write("x.json", tokenizer(r#"{"x": 0}"#));
+    fixture.write("y.txt", "yy yy\n");
     let prepare = "prepare y.txt --out y --tokenizer";
-    tells(&scene.refused_without_trace(&format!("{prepare} empty.json")), &["model.vocab is empty"]);
-    tells(&scene.refused_without_trace(&format!("{prepare} x.json")), &["has no token for any of the text"]);
-    let error = scene.run("generate runs/tiny --tokenizer x.json --prompt yy").refused();
-    tells(&error, &["no token for any character of the prompt \"yy\""]);
+    assert_contains(
+        &fixture.refused_without_changes(&format!("{prepare} empty.json")),
+        &["model.vocab is empty"],
+    );
+    assert_contains(
+        &fixture.refused_without_changes(&format!("{prepare} x.json")),
+        &["has no token for any of the text"],
+    );
+    let error = fixture.run("generate runs/tiny --tokenizer x.json --prompt yy").refused();
+    assert_contains(&error, &["no token for any character of the prompt \"yy\""]);
 }
 
 #[test]
 fn ends_of_texts_that_are_no_tokens_are_named() {
-    let scene = Scene::with_corpus();
-    scene.run("train tiny.toml").succeeded();
-    scene.run("checkpoint export runs/tiny model").succeeded();
+    let fixture = Fixture::with_corpus();
+    fixture.run("train tiny.toml").succeeded();
+    fixture.run("checkpoint export runs/tiny model").succeeded();
     let warned = |config: &str| {
-        scene.write("model/generation_config.json", config);
-        let outcome = scene.run("generate model --num-tokens 1");
+        fixture.write("model/generation_config.json", config);
+        let outcome = fixture.run("generate model --num-tokens 1");
         assert_eq!(outcome.code, Some(0), "{outcome:?}");
         outcome.stderr
     };
     assert_eq!(warned(r#"{"eos_token_id": [256, 10]}"#), "");
-    tells(
+    assert_contains(
         &warned("{\"eos"),
         &["warning: model/generation_config.json is not read: ", "its eos_token_id is missing"],
     );
@@ -156,13 +173,13 @@ fn ends_of_texts_that_are_no_tokens_are_named() {
         let fact = format!(
             "warning: model/generation_config.json: eos_token_id has {shown}, which is not one of the 257 tokens"
         );
-        tells(&warned(&format!("{{\"eos_token_id\": {ids}}}")), &[&fact]);
+        assert_contains(&warned(&format!("{{\"eos_token_id\": {ids}}}")), &[&fact]);
     }
 }
 
 #[test]
 fn a_text_shorter_than_one_sequence() {
-    let scene = Scene::with_corpus();
-    let error = scene.refused_without_trace("train tiny.toml --set training.seq_len=100000");
-    tells(&error, &["too few for one sequence of 100000"]);
+    let fixture = Fixture::with_corpus();
+    let error = fixture.refused_without_changes("train tiny.toml --set training.seq_len=100000");
+    assert_contains(&error, &["too few for one sequence of 100000"]);
 }

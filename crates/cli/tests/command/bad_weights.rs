@@ -1,34 +1,34 @@
 //! Weights that do not belong to the model.
 
-use crate::common::{Scene, Weights, tells};
+use crate::common::{Fixture, Weights, assert_contains};
 
 /// Creates a scene with a trained model that is exported to `model`.
-fn scene_with_model() -> Scene {
-    let scene = Scene::with_corpus();
-    scene.run("train tiny.toml --workers 1 --set training.steps=1").succeeded();
-    scene.run("checkpoint export runs/tiny model").succeeded();
-    std::fs::remove_dir_all(scene.path("runs")).unwrap();
-    let config = scene.read("tiny.toml");
+fn scene_with_model() -> Fixture {
+    let fixture = Fixture::with_corpus();
+    fixture.run("train tiny.toml --workers 1 --set training.steps=1").succeeded();
+    fixture.run("checkpoint export runs/tiny model").succeeded();
+    std::fs::remove_dir_all(fixture.path("runs")).unwrap();
+    let config = fixture.read("tiny.toml");
     let (_, sections) = config.split_once("[data]").unwrap();
-    scene.write("from_model.toml", format!("[model]\ninit_from = \"model\"\n[data]{sections}"));
-    scene
+    fixture.write("from_model.toml", format!("[model]\ninit_from = \"model\"\n[data]{sections}"));
+    fixture
 }
 
 /// Asserts that neither a run nor `generate` accepts the model, and that each says why.
-fn assert_refused(scene: &Scene, facts: &[&str]) {
+fn assert_refused(fixture: &Fixture, facts: &[&str]) {
     for command in
         ["train from_model.toml --workers 1", "train from_model.toml --workers 2", "generate model"]
     {
-        tells(&scene.run(command).refused(), facts);
-        assert!(!scene.path("runs/from_model/metrics.jsonl").exists());
-        assert!(!scene.path("runs/from_model/checkpoints").exists());
+        assert_contains(&fixture.run(command).refused(), facts);
+        assert!(!fixture.path("runs/from_model/metrics.jsonl").exists());
+        assert!(!fixture.path("runs/from_model/checkpoints").exists());
     }
 }
 
 #[test]
 fn missing_extra_and_mis_shaped_tensors() {
-    let scene = scene_with_model();
-    let file = scene.path("model/model.safetensors");
+    let fixture = scene_with_model();
+    let file = fixture.path("model/model.safetensors");
     let weights = || Weights::read(&file);
     let original = std::fs::read(&file).unwrap();
     let changed = [
@@ -51,163 +51,172 @@ fn missing_extra_and_mis_shaped_tensors() {
     ];
     for (weights, facts) in changed {
         weights.write(&file);
-        assert_refused(&scene, facts);
+        assert_refused(&fixture, facts);
     }
     std::fs::write(&file, original).unwrap();
-    scene.run("train from_model.toml").succeeded();
+    fixture.run("train from_model.toml").succeeded();
 }
 
 #[test]
 fn a_file_of_weights_cut_off_or_gone() {
-    let scene = scene_with_model();
-    scene.cut("model/model.safetensors", 1000);
-    assert_refused(&scene, &["model/model.safetensors is damaged", "86016 bytes"]);
-    std::fs::remove_file(scene.path("model/model.safetensors")).unwrap();
+    let fixture = scene_with_model();
+    fixture.cut("model/model.safetensors", 1000);
+    assert_refused(&fixture, &["model/model.safetensors is damaged", "86016 bytes"]);
+    std::fs::remove_file(fixture.path("model/model.safetensors")).unwrap();
     assert_refused(
-        &scene,
+        &fixture,
         &["model contains no checkpoint and no model", "beside config.json", "[model] config"],
     );
 }
 
 #[test]
 fn a_model_without_description_or_tokenizer() {
-    let scene = scene_with_model();
-    std::fs::remove_file(scene.path("model/tokenizer.json")).unwrap();
-    tells(&scene.refused_without_trace("generate model"), &["--tokenizer", "model has no tokenizer"]);
-    scene.run("generate model --tokenizer bytes --num-tokens 1").succeeded();
-    scene.write("model/config.json", "{\"model_type\": \"other\"}");
-    assert_refused(&scene, &["model/config.json", "other"]);
-    std::fs::remove_file(scene.path("model/config.json")).unwrap();
-    assert_refused(&scene, &["model", "config.json"]);
+    let fixture = scene_with_model();
+    std::fs::remove_file(fixture.path("model/tokenizer.json")).unwrap();
+    assert_contains(
+        &fixture.refused_without_changes("generate model"),
+        &["--tokenizer", "model has no tokenizer"],
+    );
+    fixture.run("generate model --tokenizer bytes --num-tokens 1").succeeded();
+    fixture.write("model/config.json", "{\"model_type\": \"other\"}");
+    assert_refused(&fixture, &["model/config.json", "other"]);
+    std::fs::remove_file(fixture.path("model/config.json")).unwrap();
+    assert_refused(&fixture, &["model", "config.json"]);
 }
 
 #[test]
 fn weights_that_are_not_finite() {
-    let scene = scene_with_model();
-    let file = scene.path("model/model.safetensors");
+    let fixture = scene_with_model();
+    let file = fixture.path("model/model.safetensors");
     let name = "transformer.h.0.attn.c_attn.weight";
     Weights::read(&file)
         .with_value(name, 2000, f32::NAN)
         .with_value(name, 40, f32::NEG_INFINITY)
         .write(&file);
-    assert_refused(&scene, &["weights of 'transformer.h.0.attn.c_attn.weight' in model", "not finite"]);
-    tells(&scene.run("generate model").refused(), &["2 of 3072 weights", "the first is -inf, element 40"]);
-    scene.run("generate model --num-tokens 1 --allow-non-finite").succeeded();
+    assert_refused(&fixture, &["weights of 'transformer.h.0.attn.c_attn.weight' in model", "not finite"]);
+    assert_contains(
+        &fixture.run("generate model").refused(),
+        &["2 of 3072 weights", "the first is -inf, element 40"],
+    );
+    fixture.run("generate model --num-tokens 1 --allow-non-finite").succeeded();
     let train = "train from_model.toml --workers 1 --set model.allow_non_finite=true";
-    tells(&scene.run(train).refused(), &["the loss is NaN"]);
+    assert_contains(&fixture.run(train).refused(), &["the loss is NaN"]);
 }
 
 #[test]
 fn a_checkpoint_with_weights_that_are_not_finite() {
-    let scene = scene_with_model();
-    let file = scene.path("model/model.safetensors");
+    let fixture = scene_with_model();
+    let file = fixture.path("model/model.safetensors");
     // The embedding of a position beyond all sequences of the run, so that the loss stays finite.
     Weights::read(&file).with_value("transformer.wpe.weight", 12 * 32, f32::INFINITY).write(&file);
     let train =
         "train from_model.toml --set training.seq_len=8 --set generate.num_tokens=0 --set training.steps";
-    scene.run(&format!("{train}=1 --set model.allow_non_finite=true")).succeeded();
+    fixture.run(&format!("{train}=1 --set model.allow_non_finite=true")).succeeded();
     let facts = ["1 of 512 weights of 'transformer.wpe.weight'", "runs/from_model/checkpoints/step-1"];
-    tells(&scene.run("generate runs/from_model").refused(), &facts);
-    tells(&scene.run(&format!("{train}=2")).refused(), &["are not finite", "allow_non_finite"]);
-    scene.run(&format!("{train}=2 --set model.allow_non_finite=true")).succeeded();
+    assert_contains(&fixture.run("generate runs/from_model").refused(), &facts);
+    assert_contains(&fixture.run(&format!("{train}=2")).refused(), &["are not finite", "allow_non_finite"]);
+    fixture.run(&format!("{train}=2 --set model.allow_non_finite=true")).succeeded();
 }
 
 #[test]
 fn an_output_layer_that_differs_from_the_embedding_is_kept() {
-    let scene = scene_with_model();
-    let file = scene.path("model/model.safetensors");
+    let fixture = scene_with_model();
+    let file = fixture.path("model/model.safetensors");
     let (embedding, output) = ("transformer.wte.weight", "lm_head.weight");
-    let tied = scene.run("generate model --num-tokens 4 --temperature 0").succeeded();
+    let tied = fixture.run("generate model --num-tokens 4 --temperature 0").succeeded();
     Weights::read(&file).with_copy(embedding, output).write(&file);
-    assert_eq!(scene.run("generate model --num-tokens 4 --temperature 0").succeeded(), tied);
+    assert_eq!(fixture.run("generate model --num-tokens 4 --temperature 0").succeeded(), tied);
     Weights::read(&file).with_value(output, 40, 1.0).write(&file);
     let facts = ["'lm_head.weight' differs from 'transformer.wte.weight'", "model/config.json ties them"];
     for command in ["generate model --num-tokens 1", "train from_model.toml --set training.steps=0"] {
-        let outcome = scene.run(command);
+        let outcome = fixture.run(command);
         assert_eq!(outcome.code, Some(0), "{outcome:?}");
-        tells(&(outcome.stdout + &outcome.stderr), &facts);
+        assert_contains(&(outcome.stdout + &outcome.stderr), &facts);
     }
-    scene.run("checkpoint export runs/from_model again").succeeded();
-    let exported = Weights::read(&scene.path("again/model.safetensors"));
+    fixture.run("checkpoint export runs/from_model again").succeeded();
+    let exported = Weights::read(&fixture.path("again/model.safetensors"));
     assert!(exported.bytes(output) == Weights::read(&file).bytes(output));
-    let config: serde_json::Value = serde_json::from_str(&scene.read("again/config.json")).unwrap();
+    let config: serde_json::Value = serde_json::from_str(&fixture.read("again/config.json")).unwrap();
     assert_eq!(config["tie_word_embeddings"], false);
 }
 
 #[test]
 fn an_index_may_name_an_output_layer_that_is_tied() {
-    let scene = scene_with_model();
-    let weights = Weights::read(&scene.path("model/model.safetensors"));
+    let fixture = scene_with_model();
+    let weights = Weights::read(&fixture.path("model/model.safetensors"));
     let names = weights.names().into_iter().chain(["lm_head.weight".to_owned()]);
     let map: serde_json::Map<_, _> =
         names.map(|name| (name, "model-00001-of-00001.safetensors".into())).collect();
     std::fs::rename(
-        scene.path("model/model.safetensors"),
-        scene.path("model/model-00001-of-00001.safetensors"),
+        fixture.path("model/model.safetensors"),
+        fixture.path("model/model-00001-of-00001.safetensors"),
     )
     .unwrap();
     let index = serde_json::json!({ "metadata": {}, "weight_map": map });
-    scene.write("model/model.safetensors.index.json", format!("\u{feff}{index}"));
-    scene.run("generate model --num-tokens 1").succeeded();
-    scene.run("train from_model.toml --set training.steps=1").succeeded();
-    scene.run("checkpoint export model again").succeeded();
-    assert_eq!(Weights::read(&scene.path("again/model.safetensors")).names(), weights.names());
+    fixture.write("model/model.safetensors.index.json", format!("\u{feff}{index}"));
+    fixture.run("generate model --num-tokens 1").succeeded();
+    fixture.run("train from_model.toml --set training.steps=1").succeeded();
+    fixture.run("checkpoint export model again").succeeded();
+    assert_eq!(Weights::read(&fixture.path("again/model.safetensors")).names(), weights.names());
     let index = index.to_string().replace("lm_head.weight", "transformer.h.1.extra");
-    scene.write("model/model.safetensors.index.json", index);
+    fixture.write("model/model.safetensors.index.json", index);
     for command in ["generate model", "checkpoint export model another"] {
-        tells(&scene.run(command).refused(), &["lacks 'transformer.h.1.extra', which the index says"]);
+        assert_contains(
+            &fixture.run(command).refused(),
+            &["lacks 'transformer.h.1.extra', which the index says"],
+        );
     }
 }
 
 #[test]
 fn quantized_weights_are_refused_and_the_key_is_not_passed_on() {
-    let scene = scene_with_model();
-    let mut config: serde_json::Value = serde_json::from_str(&scene.read("model/config.json")).unwrap();
+    let fixture = scene_with_model();
+    let mut config: serde_json::Value = serde_json::from_str(&fixture.read("model/config.json")).unwrap();
     config["quantization_config"] = serde_json::json!({ "quant_method": "gptq", "bits": 4 });
-    scene.write("model/config.json", config.to_string());
-    let outcome = scene.run("train from_model.toml --set training.steps=0");
+    fixture.write("model/config.json", config.to_string());
+    let outcome = fixture.run("train from_model.toml --set training.steps=0");
     assert_eq!(outcome.code, Some(0), "{outcome:?}");
-    tells(
+    assert_contains(
         &(outcome.stdout + &outcome.stderr),
         &["model/config.json has a quantization_config", "leave it out"],
     );
     for path in ["runs/from_model", "model"] {
-        scene.run(&format!("checkpoint export {path} again --force")).succeeded();
-        let config: serde_json::Value = serde_json::from_str(&scene.read("again/config.json")).unwrap();
+        fixture.run(&format!("checkpoint export {path} again --force")).succeeded();
+        let config: serde_json::Value = serde_json::from_str(&fixture.read("again/config.json")).unwrap();
         assert_eq!(config.get("quantization_config"), None, "{path}");
     }
-    std::fs::remove_dir_all(scene.path("runs")).unwrap();
-    let file = scene.path("model/model.safetensors");
+    std::fs::remove_dir_all(fixture.path("runs")).unwrap();
+    let file = fixture.path("model/model.safetensors");
     Weights::read(&file).with_dtype("transformer.h.0.mlp.c_fc.weight", "I32").write(&file);
     let facts = ["quantized", "quant_method \"gptq\"; 'transformer.h.0.mlp.c_fc.weight' is stored as I32"];
-    assert_refused(&scene, &facts);
-    tells(&scene.run("checkpoint export model quantized").refused(), &facts);
+    assert_refused(&fixture, &facts);
+    assert_contains(&fixture.run("checkpoint export model quantized").refused(), &facts);
 }
 
 #[test]
 fn names_that_wrappers_of_pytorch_have_changed_are_read() {
-    let scene = scene_with_model();
-    let file = scene.path("model/model.safetensors");
-    let plain = scene.run("generate model --num-tokens 4 --temperature 0").succeeded();
+    let fixture = scene_with_model();
+    let file = fixture.path("model/model.safetensors");
+    let plain = fixture.run("generate model --num-tokens 4 --temperature 0").succeeded();
     Weights::read(&file).renamed(|name| format!("module._orig_mod.{name}")).write(&file);
-    assert_eq!(scene.run("generate model --num-tokens 4 --temperature 0").succeeded(), plain);
-    scene.run("train from_model.toml --set training.steps=1").succeeded();
+    assert_eq!(fixture.run("generate model --num-tokens 4 --temperature 0").succeeded(), plain);
+    fixture.run("train from_model.toml --set training.steps=1").succeeded();
     Weights::read(&file).renamed(|name| format!("net.{name}")).write(&file);
-    tells(&scene.run("generate model").refused(), &["begin with 'net.module._orig_mod.'"]);
+    assert_contains(&fixture.run("generate model").refused(), &["begin with 'net.module._orig_mod.'"]);
 }
 
 #[test]
 fn a_config_as_python_writes_it() {
-    let scene = scene_with_model();
-    let config = scene.read("model/config.json");
+    let fixture = scene_with_model();
+    let config = fixture.read("model/config.json");
     let config =
         config.trim_end().strip_suffix('}').unwrap().to_owned() + ", \"time_step_limit\": [0.0, Infinity]}";
-    scene.write("model/config.json", format!("\u{feff}{config}"));
-    scene.run("train from_model.toml --set training.steps=1").succeeded();
-    scene.run("checkpoint export runs/from_model again --dtype bf16").succeeded();
-    let written = scene.read("again/config.json");
+    fixture.write("model/config.json", format!("\u{feff}{config}"));
+    fixture.run("train from_model.toml --set training.steps=1").succeeded();
+    fixture.run("checkpoint export runs/from_model again --dtype bf16").succeeded();
+    let written = fixture.read("again/config.json");
     assert!(written.contains("Infinity") && written.contains("\"dtype\": \"bfloat16\""), "{written}");
-    scene.run("generate again --num-tokens 1").succeeded();
-    let export = scene.run("checkpoint export again third --dtype int8");
-    tells(&export.stderr, &["expected one of f32, bf16, f16"]);
+    fixture.run("generate again --num-tokens 1").succeeded();
+    let export = fixture.run("checkpoint export again third --dtype int8");
+    assert_contains(&export.stderr, &["expected one of f32, bf16, f16"]);
 }

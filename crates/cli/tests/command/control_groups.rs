@@ -1,6 +1,6 @@
 //! Runs in a control group that limits their memory. They fit or are refused, and the system kills no process.
 
-use crate::common::{Outcome, Running, Scene, poll, tells};
+use crate::common::{Fixture, Outcome, Running, assert_contains, poll};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -49,9 +49,9 @@ impl ControlGroup {
     }
 
     /// Runs `trireme` in the group.
-    fn run(&self, scene: &Scene, arguments: &str) -> Outcome {
+    fn run(&self, fixture: &Fixture, arguments: &str) -> Outcome {
         let enter = format!("echo $$ > '{}'", self.folder.join("cgroup.procs").display());
-        Running::start(scene.command_after(&enter, arguments)).end()
+        Running::start(fixture.command_after(&enter, arguments)).end()
     }
 
     /// Returns how many processes the system has killed because of the group's limit.
@@ -75,26 +75,26 @@ impl Drop for ControlGroup {
 fn auto_fits_or_is_refused_and_nothing_is_killed() {
     let group = ControlGroup::new(300 << 20);
     let Some(group) = or_skip("control group for processes of this test", group) else { return };
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let model = "--set model.hidden_size=64 --set model.num_layers=6 --set training.seq_len=128 --set training.steps=1 \
                  --set checkpoint.interval=1 --set training.global_batch_size=160";
     for workers in [1, 2] {
         let settings =
             format!("{model} --workers {workers} --set training.local_batch_size={}", 160 / workers);
-        let error = group.run(&scene, &format!("train tiny.toml {settings}")).refused();
+        let error = group.run(&fixture, &format!("train tiny.toml {settings}")).refused();
         let limit_file = group.limit_file.display().to_string();
-        tells(
+        assert_contains(
             &error,
             &["more than the 300.00MiB", &limit_file, "what would fit:", "activation_checkpoint.mode="],
         );
         let name = format!("auto-{workers}");
         let auto = format!("{settings} --set activation_checkpoint.mode=auto --set run.name={name}");
-        let shown = group.run(&scene, &format!("train tiny.toml {auto}")).succeeded();
-        tells(&shown, &["recomputation, for at most", "of the forward pass"]);
-        assert_eq!(scene.whole_checkpoints(&name), 1);
+        let shown = group.run(&fixture, &format!("train tiny.toml {auto}")).succeeded();
+        assert_contains(&shown, &["recomputation, for at most", "of the forward pass"]);
+        assert_eq!(fixture.complete_checkpoints(&name), 1);
     }
     let large = "--set model.hidden_size=1024 --set model.num_layers=8 --set activation_checkpoint.mode=auto";
-    let error = group.run(&scene, &format!("train tiny.toml {large}")).refused();
-    tells(&error, &["more than the 300.00MiB", "memory."]);
+    let error = group.run(&fixture, &format!("train tiny.toml {large}")).refused();
+    assert_contains(&error, &["more than the 300.00MiB", "memory."]);
     assert_eq!(group.num_kills(), 0);
 }

@@ -1,26 +1,26 @@
 //! A corpus on which a run was trained survives refused launches, and runs that begin with another text.
 
-use crate::common::{Scene, tells};
+use crate::common::{Fixture, assert_contains};
 use std::fs::File;
 
 /// Creates a scene with a run that has prepared its own corpus, and whose text has changed since.
-fn trained_then_changed() -> Scene {
-    let scene = Scene::new();
-    scene.run("train tiny.toml").succeeded();
-    scene.write("text.txt", "something else altogether\n".repeat(900));
-    scene
+fn trained_then_changed() -> Fixture {
+    let fixture = Fixture::new();
+    fixture.run("train tiny.toml").succeeded();
+    fixture.write("text.txt", "something else altogether\n".repeat(900));
+    fixture
 }
 
-fn resumes(scene: &Scene) {
-    let resumed = scene.run("train tiny.toml --set training.steps=6");
+fn resumes(fixture: &Fixture) {
+    let resumed = fixture.run("train tiny.toml --set training.steps=6");
     assert_eq!(resumed.code, Some(0), "{resumed:?}");
-    tells(&resumed.stdout, &["resuming after step 4 of 6"]);
-    tells(&resumed.stderr, &["the run resumes with the corpus that it began with"]);
+    assert_contains(&resumed.stdout, &["resuming after step 4 of 6"]);
+    assert_contains(&resumed.stderr, &["the run resumes with the corpus that it began with"]);
 }
 
 #[test]
 fn a_launch_that_is_refused_changes_nothing() {
-    let scene = trained_then_changed();
+    let fixture = trained_then_changed();
     for reason in [
         "--set memory.device_budget=100KiB",
         "--set training.seq_len=100000",
@@ -29,103 +29,109 @@ fn a_launch_that_is_refused_changes_nothing() {
     ] {
         let command = format!("train tiny.toml --set checkpoint.resume=never {reason}");
         for workers in [1, 2] {
-            scene.refused_without_trace(&format!("{command} --workers {workers}"));
+            fixture.refused_without_changes(&format!("{command} --workers {workers}"));
         }
     }
-    resumes(&scene);
+    resumes(&fixture);
 }
 
 #[test]
 fn a_launch_into_a_run_in_use_changes_nothing() {
-    let scene = trained_then_changed();
-    let lock = File::open(scene.path("runs/tiny/.lock")).unwrap();
+    let fixture = trained_then_changed();
+    let lock = File::open(fixture.path("runs/tiny/.lock")).unwrap();
     lock.lock().unwrap();
-    let error = scene.refused_without_trace("train tiny.toml --set checkpoint.resume=never");
-    tells(&error, &["another process is using the run runs/tiny"]);
+    let error = fixture.refused_without_changes("train tiny.toml --set checkpoint.resume=never");
+    assert_contains(&error, &["another process is using the run runs/tiny"]);
     drop(lock);
-    resumes(&scene);
+    resumes(&fixture);
 }
 
 #[test]
 fn a_first_launch_that_is_refused_leaves_nothing() {
-    let scene = Scene::new();
+    let fixture = Fixture::new();
     for workers in [1, 2] {
         let command = format!("train tiny.toml --workers {workers} --set memory.device_budget=100KiB");
-        scene.refused_without_trace(&command);
+        fixture.refused_without_changes(&command);
     }
 }
 
 #[test]
-fn another_corpus_is_made_beside_one_that_checkpoints_refer_to() {
-    let scene = trained_then_changed();
-    let old = scene.losses("tiny");
-    let anew = scene.run("train tiny.toml --set checkpoint.resume=never");
+fn another_corpus_is_made_next_to_one_that_checkpoints_refer_to() {
+    let fixture = trained_then_changed();
+    let old = fixture.losses("tiny");
+    let anew = fixture.run("train tiny.toml --set checkpoint.resume=never");
     assert_eq!(anew.code, Some(0), "{anew:?}");
-    tells(&anew.stderr, &["the corpus is in runs/tiny/data-2, next to the one that an earlier run used"]);
-    assert_ne!(scene.losses("tiny"), old);
-    tells(&scene.read("runs/tiny/config.toml"), &["folder = \"runs/tiny/data-2\""]);
+    assert_contains(
+        &anew.stderr,
+        &["the corpus is in runs/tiny/data-2, next to the one that an earlier run used"],
+    );
+    assert_ne!(fixture.losses("tiny"), old);
+    assert_contains(&fixture.read("runs/tiny/config.toml"), &["folder = \"runs/tiny/data-2\""]);
     // The new run resumes with its corpus.
-    tells(&scene.run("train tiny.toml --set training.steps=6").succeeded(), &["resuming after step 4 of 6"]);
+    assert_contains(
+        &fixture.run("train tiny.toml --set training.steps=6").succeeded(),
+        &["resuming after step 4 of 6"],
+    );
     // So does the earlier one.
     let resume = "--set checkpoint.resume=runs/tiny/previous-1/checkpoints/step-2";
     let branch = format!("train tiny.toml {resume} --set run.name=branch --set data.folder=runs/tiny/data");
-    let branch = scene.run(&branch);
+    let branch = fixture.run(&branch);
     assert_eq!(branch.code, Some(0), "{branch:?}");
-    assert_eq!(scene.losses("branch"), old[2..]);
+    assert_eq!(fixture.losses("branch"), old[2..]);
     // Given the folder of a run, the newest checkpoint is used.
     let resume = "--set checkpoint.resume=runs/tiny/previous-1 --set training.steps=5";
     let longer = format!("train tiny.toml {resume} --set run.name=longer --set data.folder=runs/tiny/data");
-    tells(&scene.run(&longer).stdout, &["resuming after step 4 of 5", "checkpoint of step 5"]);
+    assert_contains(&fixture.run(&longer).stdout, &["resuming after step 4 of 5", "checkpoint of step 5"]);
     // Without a checkpoint, no corpus needs to be kept.
-    scene.write("text.txt", "one more text\n".repeat(900));
-    scene.run("train tiny.toml --set run.name=fresh --set checkpoint.enable=false").succeeded();
-    scene.write("text.txt", "and one more\n".repeat(900));
-    scene
+    fixture.write("text.txt", "one more text\n".repeat(900));
+    fixture.run("train tiny.toml --set run.name=fresh --set checkpoint.enable=false").succeeded();
+    fixture.write("text.txt", "and one more\n".repeat(900));
+    fixture
         .run("train tiny.toml --set run.name=fresh --set checkpoint.enable=false --resume never")
         .succeeded();
-    assert!(!scene.path("runs/fresh/data-2").exists());
+    assert!(!fixture.path("runs/fresh/data-2").exists());
 }
 
 #[test]
 fn a_corpus_whose_report_is_damaged_is_not_replaced() {
-    let scene = trained_then_changed();
-    scene.cut("runs/tiny/data/prepare.json", 20);
-    let tokens = std::fs::read(scene.path("runs/tiny/data/train.tokens")).unwrap();
-    let anew = scene.run("train tiny.toml --set checkpoint.resume=never");
+    let fixture = trained_then_changed();
+    fixture.cut("runs/tiny/data/prepare.json", 20);
+    let tokens = std::fs::read(fixture.path("runs/tiny/data/train.tokens")).unwrap();
+    let anew = fixture.run("train tiny.toml --set checkpoint.resume=never");
     assert_eq!(anew.code, Some(0), "{anew:?}");
-    assert_eq!(std::fs::read(scene.path("runs/tiny/data/train.tokens")).unwrap(), tokens);
-    assert!(scene.path("runs/tiny/data-2/train.tokens").exists());
+    assert_eq!(std::fs::read(fixture.path("runs/tiny/data/train.tokens")).unwrap(), tokens);
+    assert!(fixture.path("runs/tiny/data-2/train.tokens").exists());
 }
 
 #[test]
-fn another_corpus_is_made_beside_a_folder_with_a_slash_at_its_end() {
-    let scene = Scene::new();
+fn another_corpus_is_made_next_to_a_folder_with_a_trailing_slash() {
+    let fixture = Fixture::new();
     let train = "train tiny.toml --set data.folder=shared/ --set run.name";
-    scene.run(&format!("{train}=first")).succeeded();
-    scene.write("text.txt", "something else altogether\n".repeat(900));
-    assert_eq!(scene.run(&format!("{train}=second")).code, Some(0));
-    assert!(scene.path("shared-2/train.tokens").exists());
+    fixture.run(&format!("{train}=first")).succeeded();
+    fixture.write("text.txt", "something else altogether\n".repeat(900));
+    assert_eq!(fixture.run(&format!("{train}=second")).code, Some(0));
+    assert!(fixture.path("shared-2/train.tokens").exists());
 }
 
 #[test]
 fn a_corpus_without_its_report_is_refused_where_it_would_be_replaced() {
-    let scene = Scene::new();
-    scene.run("train tiny.toml --set checkpoint.enable=false").succeeded();
-    std::fs::remove_file(scene.path("runs/tiny/data/prepare.json")).unwrap();
-    let refused = scene.run("train tiny.toml --set checkpoint.enable=false --resume never").refused();
-    tells(&refused, &["runs/tiny/data/train.tokens exists", "move it away"]);
+    let fixture = Fixture::new();
+    fixture.run("train tiny.toml --set checkpoint.enable=false").succeeded();
+    std::fs::remove_file(fixture.path("runs/tiny/data/prepare.json")).unwrap();
+    let refused = fixture.run("train tiny.toml --set checkpoint.enable=false --resume never").refused();
+    assert_contains(&refused, &["runs/tiny/data/train.tokens exists", "move it away"]);
 }
 
 #[test]
-fn a_run_finds_its_corpus_beside_one_that_is_gone() {
-    let scene = trained_then_changed();
-    assert_eq!(scene.run("train tiny.toml --set checkpoint.resume=never").code, Some(0));
-    std::fs::remove_dir_all(scene.path("runs/tiny/data")).unwrap();
+fn a_run_finds_its_corpus_after_another_one_was_removed() {
+    let fixture = trained_then_changed();
+    assert_eq!(fixture.run("train tiny.toml --set checkpoint.resume=never").code, Some(0));
+    std::fs::remove_dir_all(fixture.path("runs/tiny/data")).unwrap();
     // Not a corpus, and no reason to try all numbers up to this one.
-    std::fs::create_dir(scene.path("runs/tiny/data-18446744073709551615")).unwrap();
-    scene.write("text.txt", "yet another text\n".repeat(900));
-    let resumed = scene.run("train tiny.toml --set training.steps=6");
+    std::fs::create_dir(fixture.path("runs/tiny/data-18446744073709551615")).unwrap();
+    fixture.write("text.txt", "yet another text\n".repeat(900));
+    let resumed = fixture.run("train tiny.toml --set training.steps=6");
     assert_eq!(resumed.code, Some(0), "{resumed:?}");
-    tells(&resumed.stdout, &["resuming after step 4 of 6"]);
-    assert!(!scene.path("runs/tiny/data").exists());
+    assert_contains(&resumed.stdout, &["resuming after step 4 of 6"]);
+    assert!(!fixture.path("runs/tiny/data").exists());
 }

@@ -1,13 +1,13 @@
 //! A run whose newest checkpoint is damaged resumes from the previous one.
 
-use crate::common::{Scene, tells};
+use crate::common::{Fixture, assert_contains};
 use std::fs;
 
 /// Creates a scene with a run of four steps, with checkpoints after two and four.
-fn trained() -> Scene {
-    let scene = Scene::with_corpus();
-    scene.run("train tiny.toml").succeeded();
-    scene
+fn trained() -> Fixture {
+    let fixture = Fixture::with_corpus();
+    fixture.run("train tiny.toml").succeeded();
+    fixture
 }
 
 const NEWEST: &str = "runs/tiny/checkpoints/step-4";
@@ -17,101 +17,101 @@ const TOKENIZER: &str = "runs/tiny/checkpoints/step-4/tokenizer.bytes.json";
 
 /// Damages the newest checkpoint. Asserts that the next command resumes from the previous one with the losses of the undisturbed run, and
 /// renames the damaged one.
-fn check_damage(what: &str, damage: impl Fn(&Scene)) {
-    let scene = trained();
-    let losses = scene.losses("tiny");
-    damage(&scene);
-    let printed = scene.run("train tiny.toml").succeeded();
+fn check_damage(what: &str, damage: impl Fn(&Fixture)) {
+    let fixture = trained();
+    let losses = fixture.losses("tiny");
+    damage(&fixture);
+    let printed = fixture.run("train tiny.toml").succeeded();
     let notice = format!("note: renamed {NEWEST} to {NEWEST}.damaged-");
-    tells(&printed, &[&notice, "resuming after step 2 of 4"]);
-    assert_eq!(scene.losses("tiny"), losses, "{what}");
-    let names = scene.names("runs/tiny/checkpoints");
+    assert_contains(&printed, &[&notice, "resuming after step 2 of 4"]);
+    assert_eq!(fixture.losses("tiny"), losses, "{what}");
+    let names = fixture.names("runs/tiny/checkpoints");
     assert_eq!(names.len(), 4, "{what}: {names:?}");
     assert!(names[3].starts_with("step-4.damaged-"), "{what}: {names:?}");
-    assert_eq!(scene.whole_checkpoints("tiny"), 2, "{what}");
-    tells(&scene.run("train tiny.toml").succeeded(), &["the run is complete at step"]);
+    assert_eq!(fixture.complete_checkpoints("tiny"), 2, "{what}");
+    assert_contains(&fixture.run("train tiny.toml").succeeded(), &["the run is complete at step"]);
 }
 
-fn flip_bit_at(scene: &Scene, name: &str, position: impl FnOnce(&[u8]) -> usize) {
-    let mut content = fs::read(scene.path(name)).unwrap();
+fn flip_bit_at(fixture: &Fixture, name: &str, position: impl FnOnce(&[u8]) -> usize) {
+    let mut content = fs::read(fixture.path(name)).unwrap();
     let position = position(&content);
     content[position] ^= 4;
-    scene.write(name, content);
+    fixture.write(name, content);
 }
 
 #[test]
 fn a_missing_shard() {
-    check_damage("missing", |scene| fs::remove_file(scene.path(SHARD)).unwrap());
+    check_damage("missing", |fixture| fs::remove_file(fixture.path(SHARD)).unwrap());
 }
 
 #[test]
 fn a_cut_shard() {
-    check_damage("cut", |scene| scene.cut(SHARD, 1));
+    check_damage("cut", |fixture| fixture.cut(SHARD, 1));
 }
 
 #[test]
 fn an_empty_shard() {
-    check_damage("empty", |scene| scene.write(SHARD, ""));
+    check_damage("empty", |fixture| fixture.write(SHARD, ""));
 }
 
 #[test]
 fn a_flipped_bit_of_a_shards_header() {
-    check_damage("header", |scene| flip_bit_at(scene, SHARD, |_| 20));
+    check_damage("header", |fixture| flip_bit_at(fixture, SHARD, |_| 20));
 }
 
 #[test]
 fn a_flipped_bit_of_a_weight() {
-    check_damage("weight", |scene| flip_bit_at(scene, SHARD, |content| content.len() - 3));
+    check_damage("weight", |fixture| flip_bit_at(fixture, SHARD, |content| content.len() - 3));
 }
 
 #[test]
 fn a_missing_manifest() {
-    check_damage("no manifest", |scene| fs::remove_file(scene.path(MANIFEST)).unwrap());
+    check_damage("no manifest", |fixture| fs::remove_file(fixture.path(MANIFEST)).unwrap());
 }
 
 #[test]
 fn a_flipped_bit_of_a_manifest() {
-    check_damage("manifest", |scene| scene.flip_bit(MANIFEST));
+    check_damage("manifest", |fixture| fixture.flip_bit(MANIFEST));
 }
 
 #[test]
 fn a_cut_manifest() {
-    check_damage("cut manifest", |scene| scene.cut(MANIFEST, 40));
+    check_damage("cut manifest", |fixture| fixture.cut(MANIFEST, 40));
 }
 
 #[test]
 fn a_flipped_bit_of_a_stored_tokenizer() {
-    check_damage("tokenizer", |scene| scene.flip_bit(TOKENIZER));
+    check_damage("tokenizer", |fixture| fixture.flip_bit(TOKENIZER));
 }
 
 #[test]
 fn a_file_that_is_missing() {
-    check_damage("tokenizer", |scene| fs::remove_file(scene.path(TOKENIZER)).unwrap());
+    check_damage("tokenizer", |fixture| fs::remove_file(fixture.path(TOKENIZER)).unwrap());
 }
 
 #[test]
 fn a_copy_of_an_older_checkpoint() {
-    check_damage("copy", |scene| {
-        fs::remove_dir_all(scene.path(NEWEST)).unwrap();
-        let older = scene.path("runs/tiny/checkpoints/step-2");
-        fs::create_dir(scene.path(NEWEST)).unwrap();
+    check_damage("copy", |fixture| {
+        fs::remove_dir_all(fixture.path(NEWEST)).unwrap();
+        let older = fixture.path("runs/tiny/checkpoints/step-2");
+        fs::create_dir(fixture.path(NEWEST)).unwrap();
         for entry in fs::read_dir(older).unwrap() {
             let entry = entry.unwrap();
-            fs::copy(entry.path(), scene.path(NEWEST).join(entry.file_name())).unwrap();
+            fs::copy(entry.path(), fixture.path(NEWEST).join(entry.file_name())).unwrap();
         }
     });
 }
 
 #[test]
-fn a_run_without_a_whole_checkpoint_does_not_begin_anew_by_itself() {
-    let scene = trained();
+fn a_run_without_a_complete_checkpoint_does_not_restart_by_itself() {
+    let fixture = trained();
     for step in [2, 4] {
-        fs::remove_file(scene.path(&format!("runs/tiny/checkpoints/step-{step}/checkpoint.json"))).unwrap();
+        fs::remove_file(fixture.path(&format!("runs/tiny/checkpoints/step-{step}/checkpoint.json"))).unwrap();
     }
-    let names = scene.names("runs/tiny/checkpoints");
+    let names = fixture.names("runs/tiny/checkpoints");
     for workers in [1, 2] {
-        let refused = scene.run(&format!("train tiny.toml --workers {workers}")).refused();
-        tells(
+        let refused = fixture.run(&format!("train tiny.toml --workers {workers}")).refused();
+        assert_contains(
             &refused,
             &[
                 "none of the checkpoints in runs/tiny/checkpoints can be resumed",
@@ -119,28 +119,31 @@ fn a_run_without_a_whole_checkpoint_does_not_begin_anew_by_itself() {
                 "step-4",
             ],
         );
-        assert_eq!(scene.names("runs/tiny/checkpoints"), names);
+        assert_eq!(fixture.names("runs/tiny/checkpoints"), names);
     }
-    scene.run("train tiny.toml --set checkpoint.resume=never").succeeded();
-    assert_eq!(scene.names("runs/tiny/previous-1/checkpoints"), names);
+    fixture.run("train tiny.toml --set checkpoint.resume=never").succeeded();
+    assert_eq!(fixture.names("runs/tiny/previous-1/checkpoints"), names);
 }
 
 #[test]
 fn a_checkpoint_that_was_asked_for_is_not_replaced_by_another() {
-    let scene = trained();
-    flip_bit_at(&scene, SHARD, |content| content.len() - 3);
-    let names = scene.names("runs/tiny/checkpoints");
+    let fixture = trained();
+    flip_bit_at(&fixture, SHARD, |content| content.len() - 3);
+    let names = fixture.names("runs/tiny/checkpoints");
     for workers in [1, 2] {
         let command = format!(
             "train tiny.toml --workers {workers} --set checkpoint.resume={NEWEST} --set training.steps=6"
         );
-        tells(&scene.run(&command).refused(), &["step-4", "damaged", "checksum"]);
-        assert_eq!(scene.names("runs/tiny/checkpoints"), names);
+        assert_contains(&fixture.run(&command).refused(), &["step-4", "damaged", "checksum"]);
+        assert_eq!(fixture.names("runs/tiny/checkpoints"), names);
     }
-    let verified = scene.run("checkpoint inspect runs/tiny --verify");
+    let verified = fixture.run("checkpoint inspect runs/tiny --verify");
     assert_eq!(verified.code, Some(1));
-    tells(&verified.stderr, &["step-4/shard-00001.safetensors is damaged", "checksum"]);
+    assert_contains(&verified.stderr, &["step-4/shard-00001.safetensors is damaged", "checksum"]);
     // The previous checkpoint can still be resumed from.
     let earlier = "--set checkpoint.resume=runs/tiny/checkpoints/step-2 --set run.name=again";
-    tells(&scene.run(&format!("train tiny.toml {earlier}")).succeeded(), &["resuming after step 2 of 4"]);
+    assert_contains(
+        &fixture.run(&format!("train tiny.toml {earlier}")).succeeded(),
+        &["resuming after step 2 of 4"],
+    );
 }

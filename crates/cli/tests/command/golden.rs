@@ -1,6 +1,6 @@
 //! Golden values of PyTorch, transformers and lm-evaluation-harness, which `peers/fine_tuning_reference.py` computes.
 
-use crate::common::{Running, Scene, tells};
+use crate::common::{Fixture, Running, assert_contains};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
@@ -11,22 +11,22 @@ const LOSS_TOLERANCE: f64 = 1e-5;
 const LIKELIHOOD_TOLERANCE: f64 = 1e-3;
 
 /// Creates a scene with the files of the golden values.
-fn scene() -> Scene {
-    let scene = Scene::new();
+fn fixture() -> Fixture {
+    let fixture = Fixture::new();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-    fs::create_dir(scene.path("chat_model")).unwrap();
+    fs::create_dir(fixture.path("chat_model")).unwrap();
     for folder in ["", "chat_model"] {
         for entry in fs::read_dir(golden.join(folder)).unwrap().map(Result::unwrap) {
             if entry.file_type().unwrap().is_file() {
-                fs::copy(entry.path(), scene.path(folder).join(entry.file_name())).unwrap();
+                fs::copy(entry.path(), fixture.path(folder).join(entry.file_name())).unwrap();
             }
         }
     }
-    scene
+    fixture
 }
 
-fn read(scene: &Scene, name: &str) -> Value {
-    serde_json::from_str(&scene.read(name)).unwrap()
+fn read(fixture: &Fixture, name: &str) -> Value {
+    serde_json::from_str(&fixture.read(name)).unwrap()
 }
 
 fn numbers(values: &Value) -> Vec<f64> {
@@ -40,9 +40,9 @@ fn assert_near(found: f64, expected: f64, tolerance: f64) {
 
 #[test]
 fn fine_tuning_has_the_losses_of_transformers() {
-    let scene = scene();
-    let golden = read(&scene, "chat_losses.json");
-    scene.write(
+    let fixture = fixture();
+    let golden = read(&fixture, "chat_losses.json");
+    fixture.write(
         "chat.toml",
         "[model]\ninit_from = \"chat_model\"\n[data]\ninputs = [\"chat.jsonl\"]\nvalidation_fraction = 0.0\n[training]\n\
          local_batch_size = 1\nglobal_batch_size = 16\nseq_len = 128\nsteps = 10\nthreads = 1\n[optimizer]\nlr = 1e-3\n\
@@ -50,8 +50,8 @@ fn fine_tuning_has_the_losses_of_transformers() {
     );
     for workers in [1, 2] {
         let name = format!("chat-{workers}");
-        scene.run(&format!("train chat.toml --workers {workers} --set run.name={name}")).succeeded();
-        let records = scene.records(&name);
+        fixture.run(&format!("train chat.toml --workers {workers} --set run.name={name}")).succeeded();
+        let records = fixture.records(&name);
         assert_eq!(records.len(), 10);
         for (record, (loss, norm)) in
             records.iter().zip(numbers(&golden["losses"]).into_iter().zip(numbers(&golden["grad_norms"])))
@@ -64,9 +64,9 @@ fn fine_tuning_has_the_losses_of_transformers() {
 
 #[test]
 fn questions_have_the_scores_of_the_harness() {
-    let scene = scene();
-    let golden = read(&scene, "multiple_choice.json");
-    let found = scene.run("eval chat_model multiple_choice.jsonl --json").succeeded();
+    let fixture = fixture();
+    let golden = read(&fixture, "multiple_choice.json");
+    let found = fixture.run("eval chat_model multiple_choice.jsonl --json").succeeded();
     let found: Value = serde_json::from_str(&found).unwrap();
     for name in ["acc", "acc_stderr", "acc_norm", "acc_norm_stderr"] {
         assert_near(found[name].as_f64().unwrap(), golden[name].as_f64().unwrap(), 1e-9);
@@ -86,10 +86,10 @@ fn questions_have_the_scores_of_the_harness() {
 
 #[test]
 fn a_text_has_the_loss_of_torch() {
-    let scene = scene();
+    let fixture = fixture();
     // Sequences of 64 tokens divide the text without a rest.
-    let golden = &read(&scene, "eval_text.json")["seq_len_64"];
-    let found = scene.run("eval chat_model eval_text.txt --seq-len 64 --json").succeeded();
+    let golden = &read(&fixture, "eval_text.json")["seq_len_64"];
+    let found = fixture.run("eval chat_model eval_text.txt --seq-len 64 --json").succeeded();
     let found: Value = serde_json::from_str(&found).unwrap();
     assert_eq!(found["num_tokens"], golden["num_tokens"]);
     assert_near(found["loss"].as_f64().unwrap(), golden["loss"].as_f64().unwrap(), LOSS_TOLERANCE);
@@ -104,18 +104,19 @@ fn a_text_has_the_loss_of_torch() {
 /// Names of special tokens that a user types into a message stay text, unless a config says otherwise.
 #[test]
 fn names_of_special_tokens_in_messages_are_text() {
-    let scene = scene();
+    let fixture = fixture();
     let answer = |text: &str| {
         let messages = json!([{ "role": "user", "content": "b" }, { "role": "assistant", "content": text }]);
         format!("{}\n", json!({ "messages": messages }))
     };
-    scene.write("typed.jsonl", answer("<|endoftext|>"));
-    let found = scene.run("eval chat_model typed.jsonl --json").succeeded();
+    fixture.write("typed.jsonl", answer("<|endoftext|>"));
+    let found = fixture.run("eval chat_model typed.jsonl --json").succeeded();
     let found: Value = serde_json::from_str(&found).unwrap();
     // More tokens than the special token and the end of the answer.
     assert!(found["num_tokens"].as_u64().unwrap() > 2, "{found}");
     let generated = |prompt: &[&str]| -> Value {
-        let mut generate = scene.command("generate chat_model --json --num-tokens 20 --seed 3 --ignore-end");
+        let mut generate =
+            fixture.command("generate chat_model --json --num-tokens 20 --seed 3 --ignore-end");
         generate.args(prompt);
         serde_json::from_str(&Running::start(generate).end().succeeded()).unwrap()
     };
@@ -123,7 +124,7 @@ fn names_of_special_tokens_in_messages_are_text() {
     let rendered = generated(&["--prompt", "user: <|endoftext|>\nbot: "]);
     assert_eq!(typed["prompt"], rendered["prompt"]);
     assert_ne!(typed["text"], rendered["text"], "a prompt that is no message may hold special tokens");
-    scene.write(
+    fixture.write(
         "typed.toml",
         "[model]\ninit_from = \"chat_model\"\n[data]\ninputs = [\"typed.jsonl\"]\nvalidation_fraction = 0.0\n[training]\n\
          seq_len = 32\nsteps = 1\nthreads = 1\nlocal_batch_size = 1\nglobal_batch_size = 1\n[generate]\nnum_tokens = 0\n",
@@ -131,27 +132,27 @@ fn names_of_special_tokens_in_messages_are_text() {
     let note = "of special tokens in messages stayed text";
     for (control, found) in [(false, 1), (true, 0)] {
         let set = format!("--set data.special_tokens_in_messages={control} --set run.name={control}");
-        let outcome = scene.run(&format!("train typed.toml {set}"));
+        let outcome = fixture.run(&format!("train typed.toml {set}"));
         let is_noted = outcome.stdout.contains(&format!("1 name {note}"));
         assert_eq!(outcome.stdout.contains("[data] special_tokens_in_messages says"), is_noted);
         outcome.succeeded();
-        let report = read(&scene, &format!("runs/{control}/data/prepare.json"));
+        let report = read(&fixture, &format!("runs/{control}/data/prepare.json"));
         assert_eq!((report["num_literal_names"].as_u64(), is_noted), (Some(found), found == 1));
     }
-    scene.write("typed.jsonl", answer("<|endoftext|>").repeat(2));
-    let prepared = scene.run("prepare typed.jsonl --tokenizer chat_model --out corpus");
-    tells(&prepared.stdout, &[&format!("2 names {note}")]);
+    fixture.write("typed.jsonl", answer("<|endoftext|>").repeat(2));
+    let prepared = fixture.run("prepare typed.jsonl --tokenizer chat_model --out corpus");
+    assert_contains(&prepared.stdout, &[&format!("2 names {note}")]);
     // A template like those that leave out the thoughts of earlier answers.
-    let template = scene.read("chat_model/chat_template.jinja");
+    let template = fixture.read("chat_model/chat_template.jinja");
     let rewriting = template
         .replace("'bot: ' }}\n        {%- gen", "'bot: ' if loop.last else 'ex-bot: ' }}\n        {%- gen");
     let rewriting = rewriting.replace("{%- generation %}", "").replace("{%- endgeneration %}", "");
-    scene.write("chat_model/chat_template.jinja", rewriting);
+    fixture.write("chat_model/chat_template.jinja", rewriting);
     let turns = json!([
         { "role": "user", "content": "b" }, { "role": "assistant", "content": "c" },
         { "role": "user", "content": "d" }, { "role": "assistant", "content": "e" },
     ]);
-    scene.write("turns.jsonl", format!("{}\n", json!({ "messages": turns })));
-    let prepared = scene.run("prepare turns.jsonl --tokenizer chat_model --out turns");
-    tells(&prepared.stdout, &["1 of the conversations became one document for each answer"]);
+    fixture.write("turns.jsonl", format!("{}\n", json!({ "messages": turns })));
+    let prepared = fixture.run("prepare turns.jsonl --tokenizer chat_model --out turns");
+    assert_contains(&prepared.stdout, &["1 of the conversations became one document for each answer"]);
 }

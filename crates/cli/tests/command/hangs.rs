@@ -1,6 +1,6 @@
 //! The table that is printed when workers die, stop, or issue different operations.
 
-use crate::common::{Running, Scene, free_port, kill, tells};
+use crate::common::{Fixture, Running, assert_contains, free_port, kill};
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 use std::os::unix::fs::PermissionsExt;
@@ -19,32 +19,35 @@ fn row(text: &str, rank: usize) -> String {
 }
 
 #[test]
-fn a_killed_worker_is_told_with_what_the_others_were_doing() {
+fn a_killed_worker_is_reported_with_the_state_of_the_others() {
     for transport in ["shm", "tcp"] {
-        let scene = Scene::with_corpus();
+        let fixture = Fixture::with_corpus();
         let train = format!("train tiny.toml --set comm.transport={transport} {ENDLESS} {THREE_WORKERS}");
-        let mut run = Running::start(scene.command(&train));
+        let mut run = Running::start(fixture.command(&train));
         run.until("step: 5 ");
         kill(run.worker(1));
         let error = run.end_after_death().refused();
-        tells(
+        assert_contains(
             &error,
             &["rank 1 was killed by SIGKILL", "try: check whether rank 1 was killed because memory ran out"],
         );
-        tells(&row(&error, 1), &["killed by SIGKILL", "no report"]);
+        assert_contains(&row(&error, 1), &["killed by SIGKILL", "no report"]);
         for survivor in [0, 2] {
-            tells(&row(&error, survivor), &["failed", "rank 1", ", world ", ", step ", "line "]);
+            assert_contains(&row(&error, survivor), &["failed", "rank 1", ", world ", ", step ", "line "]);
         }
         // The reports can be read later.
-        let shown = scene.run("flight-recorder runs/tiny").succeeded();
-        tells(&row(&shown, 0), &["failed", "rank 1"]);
-        tells(&row(&shown, 1), &["silent"]);
-        let operations = scene.run("flight-recorder runs/tiny --rank 2").succeeded();
-        tells(&operations, &["world, ranks [0, 1, 2]: rank 1 was lost", "REDUCE_GRAD 0", "done", "failed"]);
+        let shown = fixture.run("flight-recorder runs/tiny").succeeded();
+        assert_contains(&row(&shown, 0), &["failed", "rank 1"]);
+        assert_contains(&row(&shown, 1), &["silent"]);
+        let operations = fixture.run("flight-recorder runs/tiny --rank 2").succeeded();
+        assert_contains(
+            &operations,
+            &["world, ranks [0, 1, 2]: rank 1 was lost", "REDUCE_GRAD 0", "done", "failed"],
+        );
         let reduction = operations.lines().find(|line| line.contains("REDUCE_GRAD 0")).unwrap();
         assert_eq!(reduction.ends_with("REDUCE_GRAD 0, by direct"), transport == "shm", "{reduction}");
-        tells(reduction, &["REDUCE_GRAD 0, by "]);
-        let document = scene.run("flight-recorder runs/tiny --json").succeeded();
+        assert_contains(reduction, &["REDUCE_GRAD 0, by "]);
+        let document = fixture.run("flight-recorder runs/tiny --json").succeeded();
         let document: Value = serde_json::from_str(&document).unwrap();
         assert_eq!(document["diagnosis"]["findings"][0]["waits_for"], serde_json::json!([1]));
         assert_eq!(document["reports"][2]["groups"][0]["name"], "world");
@@ -54,23 +57,23 @@ fn a_killed_worker_is_told_with_what_the_others_were_doing() {
 /// Opening a FIFO waits until its other end is opened.
 #[test]
 fn a_pipe_where_a_report_belongs_does_not_stop_the_end() {
-    let scene = Scene::with_corpus();
-    std::fs::create_dir_all(scene.path("runs/tiny/flight-recorder")).unwrap();
-    let pipe = scene.path("runs/tiny/flight-recorder/.rank-0.json.partial");
+    let fixture = Fixture::with_corpus();
+    std::fs::create_dir_all(fixture.path("runs/tiny/flight-recorder")).unwrap();
+    let pipe = fixture.path("runs/tiny/flight-recorder/.rank-0.json.partial");
     assert!(Command::new("mkfifo").arg(pipe).status().unwrap().success());
-    let mut run = Running::start(scene.command(&format!("train tiny.toml {ENDLESS} {THREE_WORKERS}")));
+    let mut run = Running::start(fixture.command(&format!("train tiny.toml {ENDLESS} {THREE_WORKERS}")));
     run.until("step: 2 ");
     kill(run.worker(1));
     let error = run.end_after_death().refused();
-    tells(&row(&error, 1), &["killed by SIGKILL", "no report"]);
-    tells(&row(&error, 2), &["failed", "rank 1"]);
+    assert_contains(&row(&error, 1), &["killed by SIGKILL", "no report"]);
+    assert_contains(&row(&error, 2), &["failed", "rank 1"]);
 }
 
 #[test]
-fn a_stopped_worker_is_told_after_the_deadline() {
-    let scene = Scene::with_corpus();
+fn a_stopped_worker_is_reported_after_the_deadline() {
+    let fixture = Fixture::with_corpus();
     let train = format!("train tiny.toml --set comm.timeout_seconds=1 {ENDLESS} {THREE_WORKERS}");
-    let mut run = Running::start(scene.command(&train));
+    let mut run = Running::start(fixture.command(&train));
     run.until("step: 5 ");
     let stopped = run.worker(2);
     kill_process(stopped, Signal::STOP).unwrap();
@@ -78,12 +81,15 @@ fn a_stopped_worker_is_told_after_the_deadline() {
     assert_eq!(outcome.code, Some(1), "{outcome:?}");
     let text = &outcome.stderr;
     // The operation depends on where in a step the worker was stopped.
-    tells(text, &["warning: rank 0 has been waiting for rank 2 in ", "it will give up after 1.0 s"]);
-    tells(text, &["error: rank ", "made no progress for 1s; ranks that have not reached it: 2"]);
-    tells(text, &["try: find out what stopped rank 2"]);
-    tells(&row(text, 2), &["stopped"]);
+    assert_contains(
+        text,
+        &["warning: rank 0 has been waiting for rank 2 in ", "it will give up after 1.0 s"],
+    );
+    assert_contains(text, &["error: rank ", "made no progress for 1s; ranks that have not reached it: 2"]);
+    assert_contains(text, &["try: find out what stopped rank 2"]);
+    assert_contains(&row(text, 2), &["stopped"]);
     for survivor in [0, 1] {
-        tells(&row(text, survivor), &["failed", "rank 2", ", step ", "line "]);
+        assert_contains(&row(text, survivor), &["failed", "rank 2", ", step ", "line "]);
     }
 }
 
@@ -94,50 +100,53 @@ fn a_bench_whose_worker_is_lost_or_stopped_ends_with_the_table() {
         (Signal::KILL, "rank 1 was killed by SIGKILL", "killed by SIGKILL"),
         (Signal::STOP, "ranks that have not reached it: 1", "stopped"),
     ] {
-        let scene = Scene::new();
-        let mut bench = scene.command(&format!("bench collectives --workers 3 --timeout 1 {sizes}"));
+        let fixture = Fixture::new();
+        let mut bench = fixture.command(&format!("bench collectives --workers 3 --timeout 1 {sizes}"));
         // The logs and reports of a failed bench stay in this folder.
-        bench.env("TMPDIR", scene.path(""));
+        bench.env("TMPDIR", fixture.path(""));
         let mut run = Running::start(bench);
         run.until("3 workers over shm");
         kill_process(run.worker(1), signal).unwrap();
         let process_id = run.process();
         let error = run.end().stderr;
-        tells(&error, &[cause, "try: "]);
-        tells(&row(&error, 1), &[state]);
+        assert_contains(&error, &[cause, "try: "]);
+        assert_contains(&row(&error, 1), &[state]);
         // Another user can neither guess the folder's name nor write into it.
-        let kept = scene.names("").into_iter().find(|name| name.starts_with("trireme-workers-")).unwrap();
+        let kept = fixture.names("").into_iter().find(|name| name.starts_with("trireme-workers-")).unwrap();
         assert_ne!(kept, format!("trireme-workers-{}", process_id.as_raw_nonzero()));
-        assert_eq!(scene.path(&kept).metadata().unwrap().permissions().mode() & 0o777, 0o700);
+        assert_eq!(fixture.path(&kept).metadata().unwrap().permissions().mode() & 0o777, 0o700);
         for survivor in [0, 2] {
-            tells(&row(&error, survivor), &["failed", "rank 1", ", world ", "bench all_reduce of 64.00KiB"]);
+            assert_contains(
+                &row(&error, survivor),
+                &["failed", "rank 1", ", world ", "bench all_reduce of 64.00KiB"],
+            );
         }
     }
 }
 
 /// Starts two workers by hand, with other arguments for the second.
-fn by_hand(scene: &Scene, common: &str, second: &str) -> [Running; 2] {
+fn by_hand(fixture: &Fixture, common: &str, second: &str) -> [Running; 2] {
     let port = free_port();
     let worker = |rank, more: &str| -> Command {
-        scene.worker(rank, port, &format!("train tiny.toml {common} {more}"))
+        fixture.worker(rank, port, &format!("train tiny.toml {common} {more}"))
     };
     [Running::start(worker(0, "")), Running::start(worker(1, second))]
 }
 
 #[test]
 fn an_operation_that_differs_is_reported_without_a_launcher() {
-    let scene = Scene::new();
+    let fixture = Fixture::new();
     let port = free_port();
     let bench = |rank, bytes: &str| {
         let command =
             format!("bench collectives --ops all_reduce --min-bytes {bytes} --max-bytes {bytes} --seconds 1");
-        Running::start(scene.worker(rank, port, &command))
+        Running::start(fixture.worker(rank, port, &command))
     };
     let (first, second) = (bench(0, "64K"), bench(1, "128K"));
     let (first, second) = (first.end(), second.end());
     assert!(first.code.is_some_and(|code| code != 0) && second.code.is_some_and(|code| code != 0));
     let (error, other) = (first.one_error(), second.one_error());
-    tells(
+    assert_contains(
         &error,
         &[
             "differs between ranks",
@@ -146,41 +155,44 @@ fn an_operation_that_differs_is_reported_without_a_launcher() {
             "try: ",
         ],
     );
-    tells(&row(&error, 1), &["failed", "bench all_reduce of 128.00KiB"]);
+    assert_contains(&row(&error, 1), &["failed", "bench all_reduce of 128.00KiB"]);
     // Only the first rank reports on all ranks.
-    tells(&other, &["differs between ranks"]);
+    assert_contains(&other, &["differs between ranks"]);
     assert!(!other.contains("first mismatch"), "{other}");
 }
 
 #[test]
-fn without_a_launcher_the_first_survivor_tells_of_a_rank_that_is_lost_or_stopped() {
+fn without_a_launcher_the_first_survivor_reports_a_rank_that_is_lost_or_stopped() {
     for (victim, signal) in [(0, Signal::KILL), (0, Signal::STOP), (1, Signal::STOP)] {
-        let scene = Scene::with_corpus();
+        let fixture = Fixture::with_corpus();
         let common = format!("--set comm.timeout_seconds=2 {ENDLESS}");
-        let [mut first, second] = by_hand(&scene, &common, "");
+        let [mut first, second] = by_hand(&fixture, &common, "");
         first.until("step: 5 ");
         let (dead, survivor) = if victim == 0 { (first, second) } else { (second, first) };
         kill_process(dead.process(), signal).unwrap();
         let text = survivor.end().stderr;
         kill(dead.process());
-        tells(&row(&text, victim), &["silent", "no report"]);
-        tells(&row(&text, 1 - victim), &["failed", &format!("rank {victim}"), "line "]);
-        tells(&text, &[&format!("try: look for the process of rank {victim}")]);
+        assert_contains(&row(&text, victim), &["silent", "no report"]);
+        assert_contains(&row(&text, 1 - victim), &["failed", &format!("rank {victim}"), "line "]);
+        assert_contains(&text, &[&format!("try: look for the process of rank {victim}")]);
         drop(dead.end());
     }
 }
 
 #[test]
 fn a_run_without_reports_is_refused() {
-    let scene = Scene::with_corpus();
-    tells(&scene.run("flight-recorder nowhere").refused(), &["nowhere has no reports from several workers"]);
-    scene.run("train tiny.toml").succeeded();
-    let shown = scene.run("flight-recorder runs/tiny").succeeded();
-    tells(&row(&shown, 1), &["no operation", "none yet"]);
-    tells(&scene.run("flight-recorder runs/tiny --rank 2").refused(), &["no report from rank 2"]);
-    scene.write("runs/tiny/flight-recorder/rank-1.json", "{}");
-    tells(
-        &scene.run("flight-recorder runs/tiny").refused(),
+    let fixture = Fixture::with_corpus();
+    assert_contains(
+        &fixture.run("flight-recorder nowhere").refused(),
+        &["nowhere has no reports from several workers"],
+    );
+    fixture.run("train tiny.toml").succeeded();
+    let shown = fixture.run("flight-recorder runs/tiny").succeeded();
+    assert_contains(&row(&shown, 1), &["no operation", "none yet"]);
+    assert_contains(&fixture.run("flight-recorder runs/tiny --rank 2").refused(), &["no report from rank 2"]);
+    fixture.write("runs/tiny/flight-recorder/rank-1.json", "{}");
+    assert_contains(
+        &fixture.run("flight-recorder runs/tiny").refused(),
         &["rank-1.json is not a flight recorder report"],
     );
 }

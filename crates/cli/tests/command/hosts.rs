@@ -1,6 +1,6 @@
 //! Workers on hosts of their own, with links whose traffic is counted and which fail.
 
-use crate::common::{Outcome, Running, Scene, kill, tells};
+use crate::common::{Fixture, Outcome, Running, assert_contains, kill};
 use rustix::process::{Signal, kill_process};
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 use trireme_testkit::network::{Host, IPV4_TCP_HEADER_BYTES, IPV6_TCP_HEADER_BYTES, Network};
 use trireme_testkit::or_skip;
-use trireme_testkit::relay::{Conditions, FrameRelay, Loss, Towards};
+use trireme_testkit::relay::{Conditions, Direction, FrameLoss, FrameRelay};
 
 /// Costs of links, so that nothing is measured and all bytes are those of the run.
 const GIVEN_COSTS: &str = "--set comm.within_hosts_latency_microseconds=30 --set comm.within_hosts_gigabytes_per_second=2 \
@@ -29,13 +29,18 @@ pub(crate) fn hosts() -> Option<[Host; 2]> {
 }
 
 /// Starts `trireme` on each host, as torchrun starts one worker per host. The workers meet at an address of the first host.
-pub(crate) fn start(scene: &Scene, hosts: &[Host; 2], master_addr: IpAddr, arguments: &str) -> [Running; 2] {
-    start_several(scene, hosts, master_addr, arguments)
+pub(crate) fn start(
+    fixture: &Fixture,
+    hosts: &[Host; 2],
+    master_addr: IpAddr,
+    arguments: &str,
+) -> [Running; 2] {
+    start_several(fixture, hosts, master_addr, arguments)
 }
 
 /// Starts `N / 2` workers per host in the same way.
 fn start_several<const N: usize>(
-    scene: &Scene,
+    fixture: &Fixture,
     hosts: &[Host; 2],
     master_addr: IpAddr,
     arguments: &str,
@@ -43,13 +48,13 @@ fn start_several<const N: usize>(
     let num_local = N / 2;
     std::array::from_fn(|rank| {
         let place = (rank / num_local, rank % num_local);
-        start_at(scene, hosts, (rank, N), (place, num_local), master_addr, arguments)
+        start_at(fixture, hosts, (rank, N), (place, num_local), master_addr, arguments)
     })
 }
 
 /// Starts one worker of a world. Its place is its rank and the world size, then its host and local rank, and the number of workers there.
 fn start_at(
-    scene: &Scene,
+    fixture: &Fixture,
     hosts: &[Host; 2],
     (rank, world_size): (usize, usize),
     ((host, local_rank), num_local): ((usize, usize), usize),
@@ -58,19 +63,19 @@ fn start_at(
 ) -> Running {
     let mut command = hosts[host].command(env!("CARGO_BIN_EXE_trireme"));
     command.args(arguments.split_whitespace());
-    place(scene, &mut command, (rank, world_size), &master_addr.to_string());
+    place(fixture, &mut command, (rank, world_size), &master_addr.to_string());
     command.env("LOCAL_RANK", local_rank.to_string()).env("LOCAL_WORLD_SIZE", num_local.to_string());
     Running::start(command)
 }
 
 /// Makes `command` the only worker of its host, in a world that meets at `master_addr`, an address or a name.
 pub(crate) fn place(
-    scene: &Scene,
+    fixture: &Fixture,
     command: &mut Command,
     (rank, world_size): (usize, usize),
     master_addr: &str,
 ) {
-    scene.prepare(command);
+    fixture.prepare(command);
     command.env("RANK", rank.to_string()).env("WORLD_SIZE", world_size.to_string());
     command.env("LOCAL_RANK", "0").env("LOCAL_WORLD_SIZE", "1");
     command.env("TRIREME_SECRET", "the secret of a test on its own network");
@@ -80,23 +85,23 @@ pub(crate) fn place(
 /// Asserts that the run ended because `rank` was lost, and that the error says so.
 fn assert_loss_of(rank: usize, outcome: Outcome) {
     assert_eq!(outcome.code, Some(74), "{outcome:?}");
-    tells(&outcome.one_error(), &[&format!("rank {rank} was lost"), "its log may say why"]);
+    assert_contains(&outcome.one_error(), &[&format!("rank {rank} was lost"), "its log may say why"]);
 }
 
 /// Asserts that all workers of a run succeed, that rank 0 prints these facts, and that the others log them.
-fn all_tell<const N: usize>(scene: &Scene, run: &str, workers: [Running; N], facts: &[&str]) {
+fn all_tell<const N: usize>(fixture: &Fixture, run: &str, workers: [Running; N], facts: &[&str]) {
     let outputs = workers.map(|worker| worker.end().succeeded());
-    tells(&outputs[0], facts);
+    assert_contains(&outputs[0], facts);
     for (rank, output) in outputs.iter().enumerate().skip(1) {
         assert_eq!(output, "");
-        tells(&scene.read(&format!("runs/{run}/logs/rank-{rank}.log")), facts);
+        assert_contains(&fixture.read(&format!("runs/{run}/logs/rank-{rank}.log")), facts);
     }
 }
 
 #[test]
-fn take_what_was_planned() {
+fn memory_on_several_hosts_is_as_planned() {
     let Some(hosts) = hosts() else { return };
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     for (index, settings) in [
         "--set training.reduce_dtype=bf16 --set training.dtype=bf16",
         "--set parallelism.zero_stage=2 --set parallelism.data_parallel_shard_degree=2",
@@ -107,9 +112,9 @@ fn take_what_was_planned() {
     .enumerate()
     {
         let train = format!("train tiny.toml --set run.name=run-{index} {settings}");
-        let workers = start_several::<4>(&scene, &hosts, hosts[0].ipv4().into(), &train);
-        all_tell(&scene, &format!("run-{index}"), workers, &["over shm+tcp"]);
-        let record = scene.records(&format!("run-{index}")).pop().unwrap();
+        let workers = start_several::<4>(&fixture, &hosts, hosts[0].ipv4().into(), &train);
+        all_tell(&fixture, &format!("run-{index}"), workers, &["over shm+tcp"]);
+        let record = fixture.records(&format!("run-{index}")).pop().unwrap();
         for category in ["parameters", "gradients", "optimizer", "activations", "communication"] {
             let [predicted, measured] =
                 ["memory_predicted_bytes", "memory_peak_bytes"].map(|what| &record[what][category]);
@@ -119,12 +124,12 @@ fn take_what_was_planned() {
 }
 
 #[test]
-fn train_the_same_model_and_send_what_the_formula_says() {
+fn several_hosts_train_the_same_model_and_send_the_bytes_of_the_formula() {
     let Some(hosts) = hosts() else { return };
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     // With this setting nothing is measured, so all bytes are those of the run.
     let unmeasured = "--set training.determinism=run";
-    scene.run(&format!("train tiny.toml --set run.name=local {unmeasured}")).succeeded();
+    fixture.run(&format!("train tiny.toml --set run.name=local {unmeasured}")).succeeded();
     let [ipv4, ipv6] = [IpAddr::from(hosts[0].ipv4()), hosts[0].ipv6().into()];
     for (transport, address, header_bytes) in
         [("auto", ipv4, IPV4_TCP_HEADER_BYTES), ("tcp", ipv6, IPV6_TCP_HEADER_BYTES)]
@@ -133,16 +138,16 @@ fn train_the_same_model_and_send_what_the_formula_says() {
         let train = format!(
             "train tiny.toml --set run.name={transport} --set comm.transport={transport} {unmeasured}"
         );
-        all_tell(&scene, transport, start(&scene, &hosts, address, &train), &["over tcp", "step: 4 "]);
-        assert_eq!(scene.losses(transport), scene.losses("local"));
+        all_tell(&fixture, transport, start(&fixture, &hosts, address, &train), &["over tcp", "step: 4 "]);
+        assert_eq!(fixture.losses(transport), fixture.losses("local"));
         let traffic = hosts[0].link().traffic() - before;
         // In addition to the gradients, frames, joining and the coordination of checkpoints are sent.
         let reduced: u64 =
-            scene.records(transport).iter().map(|record| record["comm_bytes"].as_u64().unwrap()).sum();
+            fixture.records(transport).iter().map(|record| record["comm_bytes"].as_u64().unwrap()).sum();
         let bound = reduced + reduced / 50 + 8192;
         for volume in [traffic.sent, traffic.received] {
             let payload = volume.payload_bytes(header_bytes);
-            let is_resent = traffic.num_resent_segments > 0;
+            let is_resent = traffic.num_retransmitted_segments > 0;
             assert!(
                 reduced <= payload && (payload <= bound || is_resent),
                 "{reduced} <= {payload} <= {bound}"
@@ -152,47 +157,47 @@ fn train_the_same_model_and_send_what_the_formula_says() {
 }
 
 #[test]
-fn a_line_that_delays_and_loses_changes_no_bit() {
+fn a_link_that_delays_and_loses_changes_no_bit() {
     let Some(()) = or_skip("relays", FrameRelay::available()) else { return };
     let Some(network) = network() else { return };
     let conditions = Conditions { delay: Duration::from_millis(1), bits_per_second: Some(100_000_000) };
-    let (far, relay) = network.add_host_behind(conditions, Loss { fraction: 0.02, seed: 1 });
+    let (far, relay) = network.add_host_with_relay(conditions, FrameLoss { fraction: 0.02, seed: 1 });
     let hosts = [network.add_host(), far];
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let train = "train tiny.toml --set comm.transport=tcp";
-    for worker in start(&scene, &hosts, hosts[0].ipv4().into(), &format!("{train} --set run.name=far")) {
+    for worker in start(&fixture, &hosts, hosts[0].ipv4().into(), &format!("{train} --set run.name=far")) {
         worker.end().succeeded();
     }
-    assert!([Towards::Near, Towards::Far].iter().all(|&towards| relay.counts(towards).num_lost > 0));
-    scene.run(&format!("{train} --set run.name=local")).succeeded();
-    assert_eq!(scene.losses("far"), scene.losses("local"));
+    assert!([Direction::Near, Direction::Far].iter().all(|&towards| relay.counts(towards).num_lost > 0));
+    fixture.run(&format!("{train} --set run.name=local")).succeeded();
+    assert_eq!(fixture.losses("far"), fixture.losses("local"));
 }
 
 #[test]
-fn each_names_the_other_when_the_link_between_them_is_cut() {
+fn each_rank_names_the_other_when_their_link_is_cut() {
     let Some(hosts) = hosts() else { return };
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let train = format!("train tiny.toml {ENDLESS} --set comm.network_pause_seconds=2");
-    let mut workers = start(&scene, &hosts, hosts[0].ipv4().into(), &train);
+    let mut workers = start(&fixture, &hosts, hosts[0].ipv4().into(), &train);
     workers[0].until("step: 5 ");
     hosts[1].link().cut();
     for (worker, other) in workers.into_iter().zip([1, 0]) {
         assert_loss_of(other, worker.end_after_death());
     }
-    assert!(scene.whole_checkpoints("tiny") > 0);
+    assert!(fixture.complete_checkpoints("tiny") > 0);
 }
 
 /// As `srun -m cyclic` places them: neighbouring ranks are on different hosts.
 #[test]
-fn ranks_that_are_dealt_out_in_turns_send_no_more() {
+fn ranks_placed_round_robin_send_no_more() {
     let Some(hosts) = hosts() else { return };
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let traffic = |name: &str, host_of: &dyn Fn(usize) -> usize| {
         let before = hosts[0].link().traffic();
         let train = format!("train tiny.toml {GIVEN_COSTS} --set run.name={name}");
         let workers: [Running; 4] = std::array::from_fn(|rank| {
             let place = (host_of(rank), (0..rank).filter(|&other| host_of(other) == host_of(rank)).count());
-            start_at(&scene, &hosts, (rank, 4), (place, 2), hosts[0].ipv4().into(), &train)
+            start_at(&fixture, &hosts, (rank, 4), (place, 2), hosts[0].ipv4().into(), &train)
         });
         let [first, others @ ..] = workers.map(Running::end);
         others.into_iter().for_each(|other| drop(other.succeeded()));
@@ -203,7 +208,7 @@ fn ranks_that_are_dealt_out_in_turns_send_no_more() {
     let (in_blocks, told) = traffic("blocks", &|rank| rank / 2);
     assert_eq!(told, "");
     let (in_turns, told) = traffic("turns", &|rank| rank % 2);
-    tells(
+    assert_contains(
         &told,
         &[
             "note: the launcher placed neighbouring ranks on different hosts",
@@ -211,21 +216,21 @@ fn ranks_that_are_dealt_out_in_turns_send_no_more() {
         ],
     );
     assert!(in_turns < in_blocks + in_blocks / 20, "{in_turns} and {in_blocks} bytes");
-    assert_eq!(scene.losses("turns"), scene.losses("blocks"));
+    assert_eq!(fixture.losses("turns"), fixture.losses("blocks"));
 }
 
 /// As on a cluster where only the home folders are shared, and the run's folder is elsewhere.
 #[test]
-fn a_run_folder_that_hosts_do_not_share_is_told_with_all_else_that_differs() {
+fn a_run_folder_that_hosts_do_not_share_is_reported_with_all_other_differences() {
     let Some(hosts) = hosts() else { return };
-    let scenes = [Scene::with_corpus(), Scene::with_corpus()];
+    let scenes = [Fixture::with_corpus(), Fixture::with_corpus()];
     let worker = |rank: usize| {
         let train = format!("train tiny.toml --set training.seed={}", 7 + rank);
         let [first, second] = start(&scenes[rank], &hosts, hosts[0].ipv4().into(), &train);
         if rank == 0 { first } else { second }
     };
     for error in [0, 1].map(worker).map(|worker| worker.end().one_error()) {
-        tells(
+        assert_contains(
             &error,
             &[
                 "the ranks disagree about the run",
@@ -236,7 +241,7 @@ fn a_run_folder_that_hosts_do_not_share_is_told_with_all_else_that_differs() {
         );
     }
     let is_left = |path: &PathBuf| path.to_string_lossy().contains("preflight");
-    assert!(scenes.iter().all(|scene| !scene.everything().keys().any(is_left)));
+    assert!(scenes.iter().all(|fixture| !fixture.everything().keys().any(is_left)));
 }
 
 /// Pauses of the network that ranks survive, in seconds.
@@ -245,11 +250,11 @@ const PAUSES: [u64; 3] = [2, 10, 25];
 #[test]
 fn a_pause_of_the_network_changes_no_bit() {
     let Some(network) = network() else { return };
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let train = "train tiny.toml --set comm.transport=tcp --set training.steps=200 --set lr_scheduler.decay_steps=200";
     let pause = |seconds: u64, hosts: [Host; 2]| {
         let named = format!("{train} --set run.name=pause-{seconds}");
-        let mut workers = start(&scene, &hosts, hosts[0].ipv4().into(), &named);
+        let mut workers = start(&fixture, &hosts, hosts[0].ipv4().into(), &named);
         workers[0].until("step: 5 ");
         hosts[1].link().cut();
         workers[0].until_silent_for(Duration::from_secs(seconds));
@@ -262,18 +267,18 @@ fn a_pause_of_the_network_changes_no_bit() {
             scope.spawn(move || pause(seconds, hosts));
         }
     });
-    scene.run(&format!("{train} --set run.name=local")).succeeded();
+    fixture.run(&format!("{train} --set run.name=local")).succeeded();
     for seconds in PAUSES {
-        assert_eq!(scene.losses(&format!("pause-{seconds}")), scene.losses("local"), "{seconds}");
+        assert_eq!(fixture.losses(&format!("pause-{seconds}")), fixture.losses("local"), "{seconds}");
     }
 }
 
 #[test]
 fn a_worker_whose_process_is_killed_is_named() {
     let Some(hosts) = hosts() else { return };
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let [mut survivor, victim] =
-        start(&scene, &hosts, hosts[0].ipv4().into(), &format!("train tiny.toml {ENDLESS}"));
+        start(&fixture, &hosts, hosts[0].ipv4().into(), &format!("train tiny.toml {ENDLESS}"));
     survivor.until("step: 5 ");
     kill(victim.process());
     assert_loss_of(1, survivor.end_after_death());
@@ -284,12 +289,12 @@ fn a_worker_whose_process_is_killed_is_named() {
 fn a_worker_whose_process_is_stopped_is_named() {
     let Some(hosts) = hosts() else { return };
     for stopped in [0, 1] {
-        let scene = Scene::with_corpus();
+        let fixture = Fixture::with_corpus();
         // Without checkpoints, the reductions of the steps are the only operations that can stop.
         let train = format!(
             "train tiny.toml {ENDLESS} --set comm.timeout_seconds=1 --set checkpoint.interval=1000000000"
         );
-        let mut workers = start(&scene, &hosts, hosts[0].ipv4().into(), &train);
+        let mut workers = start(&fixture, &hosts, hosts[0].ipv4().into(), &train);
         workers[0].until("step: 5 ");
         let stopped_process = workers[stopped].process();
         kill_process(stopped_process, Signal::STOP).unwrap();
@@ -299,11 +304,14 @@ fn a_worker_whose_process_is_stopped_is_named() {
         assert_eq!(outcome.code, Some(1), "{outcome:?}");
         let names_it = format!("ranks that have not reached it: {stopped}");
         let row = format!("     {stopped}  silent");
-        tells(&outcome.stderr, &["warning: rank", "made no progress for 1s", &names_it, &row, " in all_"]);
+        assert_contains(
+            &outcome.stderr,
+            &["warning: rank", "made no progress for 1s", &names_it, &row, " in all_"],
+        );
         kill_process(stopped_process, Signal::CONT).unwrap();
         // The continued worker learns that it is alone.
         let outcome = stopped_worker.end_after_death();
         assert!(outcome.code.is_some_and(|code| code != 0), "{outcome:?}");
-        tells(&outcome.stderr, &["error: "]);
+        assert_contains(&outcome.stderr, &["error: "]);
     }
 }

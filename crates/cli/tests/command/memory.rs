@@ -1,6 +1,6 @@
 //! Memory of runs: predicted, measured and bounded.
 
-use crate::common::{Scene, tells};
+use crate::common::{Fixture, assert_contains};
 use serde_json::Value;
 use trireme_base::Bytes;
 
@@ -17,8 +17,8 @@ fn bytes(record: &Value, what: &str, category: &str) -> f64 {
 }
 
 #[test]
-fn a_run_takes_what_was_planned() {
-    let scene = Scene::with_corpus();
+fn the_memory_of_a_run_is_as_planned() {
+    let fixture = Fixture::with_corpus();
     for (index, settings) in [
         "",
         "--set comm.transport=tcp --set training.dtype=bf16 --set training.reduce_dtype=bf16",
@@ -49,11 +49,11 @@ fn a_run_takes_what_was_planned() {
     .into_iter()
     .enumerate()
     {
-        let planned = scene.run(&format!("plan tiny.toml {settings}")).succeeded();
-        assert!(!scene.path(&format!("runs/run-{index}")).exists(), "a plan writes nothing");
+        let planned = fixture.run(&format!("plan tiny.toml {settings}")).succeeded();
+        assert!(!fixture.path(&format!("runs/run-{index}")).exists(), "a plan writes nothing");
         let name = format!("run-{index}");
-        let shown = scene.run(&format!("train tiny.toml {settings} --set run.name={name}")).succeeded();
-        let record = scene.records(&name).pop().unwrap();
+        let shown = fixture.run(&format!("train tiny.toml {settings} --set run.name={name}")).succeeded();
+        let record = fixture.records(&name).pop().unwrap();
         for category in CATEGORIES.into_iter().chain(["total"]) {
             let [predicted, measured] = ["memory_predicted_bytes", "memory_peak_bytes"];
             let (predicted, measured) =
@@ -63,17 +63,17 @@ fn a_run_takes_what_was_planned() {
             let title = category;
             assert_eq!(row(&planned, title)[0], row(&shown, title)[1], "{planned}{shown}");
         }
-        assert!(scene.read(&format!("runs/{name}/program.txt")).contains("predicted peak: "));
+        assert!(fixture.read(&format!("runs/{name}/program.txt")).contains("predicted peak: "));
     }
 }
 
 #[test]
 fn workers_of_a_host_have_a_device_each_and_the_bits_of_the_cpu() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let losses = |device: &str| {
         let settings = format!("--set training.device={device} --set run.name={device}");
-        scene.run(&format!("train tiny.toml --workers 2 {settings} --set optimizer.name=lamb")).succeeded();
-        let records = scene.records(device);
+        fixture.run(&format!("train tiny.toml --workers 2 {settings} --set optimizer.name=lamb")).succeeded();
+        let records = fixture.records(device);
         let bits = |record: &Value| ["loss", "grad_norm"].map(|key| record[key].as_f64().map(f64::to_bits));
         records.iter().map(bits).collect::<Vec<_>>()
     };
@@ -81,15 +81,15 @@ fn workers_of_a_host_have_a_device_each_and_the_bits_of_the_cpu() {
 }
 
 #[test]
-fn what_would_not_fit_is_refused_and_what_would_is_told() {
-    let scene = Scene::with_corpus();
+fn runs_that_do_not_fit_are_refused_with_changes_that_fit() {
+    let fixture = Fixture::with_corpus();
     // The memory of a step depends on the SIMD level.
-    let planned = scene.run("plan tiny.toml --workers 1 --set training.local_batch_size=4").succeeded();
+    let planned = fixture.run("plan tiny.toml --workers 1 --set training.local_batch_size=4").succeeded();
     let total: f64 = row(&planned, "total")[0].strip_suffix("KiB").expect("a small model").parse().unwrap();
     let limit = total as u64 - 1;
     let budget = format!("--set memory.device_budget={limit}KiB --set training.local_batch_size=4");
-    let error = scene.refused_without_trace(&format!("train tiny.toml --workers 1 {budget}"));
-    tells(
+    let error = fixture.refused_without_changes(&format!("train tiny.toml --workers 1 {budget}"));
+    assert_contains(
         &error,
         &[
             "is predicted to take",
@@ -104,21 +104,21 @@ fn what_would_not_fit_is_refused_and_what_would_is_told() {
         error.lines().filter_map(|line| line.split_once(" with ")).map(|(_, keys)| keys).collect();
     assert!(!changes.is_empty() && changes.len() <= 3, "{error}");
     for keys in changes {
-        scene
+        fixture
             .run(&format!("train tiny.toml --workers 1 {budget} --set checkpoint.resume=never {keys}"))
             .succeeded();
     }
-    let error = scene.run("plan tiny.toml --set memory.device_budget=10KiB").refused();
-    tells(&error, &["none of the changes tried fits; the smallest takes"]);
+    let error = fixture.run("plan tiny.toml --set memory.device_budget=10KiB").refused();
+    assert_contains(&error, &["none of the changes tried fits; the smallest takes"]);
 }
 
 #[test]
 fn without_a_budget_the_machine_bounds_a_run() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let settings = "--workers 4096 --set training.global_batch_size=8192 --set model.hidden_size=1024";
     for command in ["plan", "train"] {
-        let error = scene.refused_without_trace(&format!("{command} tiny.toml {settings}"));
-        tells(
+        let error = fixture.refused_without_changes(&format!("{command} tiny.toml {settings}"));
+        assert_contains(
             &error,
             &[
                 "predicted to take",
@@ -134,15 +134,15 @@ fn without_a_budget_the_machine_bounds_a_run() {
 
 #[test]
 fn auto_recomputes_as_little_as_fits() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let settings = "--workers 1 --set model.num_layers=6 --set activation_checkpoint.mode=auto";
     let plan = |memory: &str| {
-        scene.run(&format!("plan tiny.toml {settings} --set activation_checkpoint.memory={memory}"))
+        fixture.run(&format!("plan tiny.toml {settings} --set activation_checkpoint.memory={memory}"))
     };
-    tells(&plan("1GiB").succeeded(), &["units 0-7 keep all", "repeats 0.0 % of the forward pass"]);
-    let all = scene.run(&format!("train tiny.toml {settings} --set run.name=all")).succeeded();
-    tells(&all, &["recomputation, for at most", "units 0-7 keep all"]);
-    let record = scene.records("all").pop().unwrap();
+    assert_contains(&plan("1GiB").succeeded(), &["units 0-7 keep all", "repeats 0.0 % of the forward pass"]);
+    let all = fixture.run(&format!("train tiny.toml {settings} --set run.name=all")).succeeded();
+    assert_contains(&all, &["recomputation, for at most", "units 0-7 keep all"]);
+    let record = fixture.records("all").pop().unwrap();
     let total = bytes(&record, "memory_peak_bytes", "total") as u64;
     let memory = format!("{}B", total * 15 / 16);
     let text = plan(&memory).succeeded();
@@ -151,58 +151,61 @@ fn auto_recomputes_as_little_as_fits() {
         "{text}"
     );
     let settings = format!("{settings} --set activation_checkpoint.memory={memory} --set run.name=less");
-    scene.run(&format!("train tiny.toml {settings}")).succeeded();
-    let record = scene.records("less").pop().unwrap();
+    fixture.run(&format!("train tiny.toml {settings}")).succeeded();
+    let record = fixture.records("less").pop().unwrap();
     assert!(bytes(&record, "memory_peak_bytes", "total") as u64 <= total * 15 / 16, "{record}");
-    assert_eq!(scene.losses("less"), scene.losses("all"), "recomputation changes no bit");
-    tells(&scene.read("runs/less/program.txt"), &["# recomputation, for at most"]);
-    tells(&plan("1KiB").refused(), &["more than its limit of 1.00KiB"]);
+    assert_eq!(fixture.losses("less"), fixture.losses("all"), "recomputation changes no bit");
+    assert_contains(&fixture.read("runs/less/program.txt"), &["# recomputation, for at most"]);
+    assert_contains(&plan("1KiB").refused(), &["more than its limit of 1.00KiB"]);
 }
 
 #[test]
 fn auto_moves_as_little_as_fits() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let settings = "--workers 1 --set model.num_layers=6 --set parallelism.zero_stage=1";
-    scene.run(&format!("train tiny.toml {settings} --set run.name=all")).succeeded();
-    let total = bytes(&scene.records("all").pop().unwrap(), "memory_peak_bytes", "total") as u64;
+    fixture.run(&format!("train tiny.toml {settings} --set run.name=all")).succeeded();
+    let total = bytes(&fixture.records("all").pop().unwrap(), "memory_peak_bytes", "total") as u64;
     let budget = |bytes: u64| format!("{settings} --set memory.device_budget={bytes}B");
     let auto = "--set offload.activations=auto --set offload.optimizer=auto";
-    let text = scene.run(&format!("plan tiny.toml {} {auto}", budget(total * 2))).succeeded();
-    tells(&text, &["offload, for at most", "everything stays on the device"]);
+    let text = fixture.run(&format!("plan tiny.toml {} {auto}", budget(total * 2))).succeeded();
+    assert_contains(&text, &["offload, for at most", "everything stays on the device"]);
 
     let activations = format!("{} --set offload.activations=auto", budget(total * 15 / 16));
-    let text = scene.run(&format!("plan tiny.toml {activations}")).succeeded();
-    tells(
+    let text = fixture.run(&format!("plan tiny.toml {activations}")).succeeded();
+    assert_contains(
         &text,
         &["activations of units 1-", "(host, from their forward pass until 1 pass", "of host memory"],
     );
-    let text = scene.run(&format!("train tiny.toml {activations} --set run.name=less")).succeeded();
-    tells(&text, &["offload, for at most"]);
-    let record = scene.records("less").pop().unwrap();
+    let text = fixture.run(&format!("train tiny.toml {activations} --set run.name=less")).succeeded();
+    assert_contains(&text, &["offload, for at most"]);
+    let record = fixture.records("less").pop().unwrap();
     assert!(bytes(&record, "memory_peak_bytes", "total") as u64 <= total * 15 / 16, "{record}");
-    assert_eq!(scene.losses("less"), scene.losses("all"), "where state lives changes no bit");
-    tells(&scene.read("runs/less/program.txt"), &["# offload, for at most", "EVICT activations 1 0"]);
+    assert_eq!(fixture.losses("less"), fixture.losses("all"), "where state lives changes no bit");
+    assert_contains(
+        &fixture.read("runs/less/program.txt"),
+        &["# offload, for at most", "EVICT activations 1 0"],
+    );
 
     // Both classes move if one does not suffice, and to a disk if the host has no room.
-    let text = scene.run(&format!("plan tiny.toml {} {auto}", budget(total * 3 / 4))).succeeded();
-    tells(&text, &["optimizer (host)", "0B to and from disk"]);
+    let text = fixture.run(&format!("plan tiny.toml {} {auto}", budget(total * 3 / 4))).succeeded();
+    assert_contains(&text, &["optimizer (host)", "0B to and from disk"]);
     let poor = format!("{auto} --set memory.host_budget=1KiB");
-    let error = scene.run(&format!("plan tiny.toml {} {poor}", budget(total * 3 / 4))).refused();
-    tells(&error, &["more than"]);
+    let error = fixture.run(&format!("plan tiny.toml {} {poor}", budget(total * 3 / 4))).refused();
+    assert_contains(&error, &["more than"]);
     // The suggested changes include the one that the budget needs.
-    let error = scene.run(&format!("plan tiny.toml {}", budget(total * 15 / 16))).refused();
-    tells(&error, &["what would fit:", "offload.activations=auto"]);
+    let error = fixture.run(&format!("plan tiny.toml {}", budget(total * 15 / 16))).refused();
+    assert_contains(&error, &["what would fit:", "offload.activations=auto"]);
 }
 
 #[test]
 fn a_plan_as_json_has_memory_operations_and_exchanges() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let plan = |arguments: &str| -> Value {
-        let text = scene.run(&format!("plan tiny.toml --json {arguments}")).succeeded();
+        let text = fixture.run(&format!("plan tiny.toml --json {arguments}")).succeeded();
         serde_json::from_str(&text).unwrap()
     };
     let plain = plan("--workers 1");
-    let text = scene.run("plan tiny.toml --workers 1").succeeded();
+    let text = fixture.run("plan tiny.toml --workers 1").succeeded();
     let total = plain["memory_peak_bytes"]["total"].as_u64().unwrap();
     assert_eq!(row(&text, "total")[0], Bytes(total).to_string());
     assert_eq!(
@@ -230,19 +233,19 @@ fn a_plan_as_json_has_memory_operations_and_exchanges() {
     };
     assert!(gathers("").iter().all(|gather| *gather == (4, 1)));
     assert!(gathers("--workers-per-host 2").contains(&(4, 2)));
-    tells(
-        &scene.refused_without_trace(&format!("plan tiny.toml {hosts} --workers-per-host 3")),
+    assert_contains(
+        &fixture.refused_without_changes(&format!("plan tiny.toml {hosts} --workers-per-host 3")),
         &["--workers-per-host 3 does not divide the 4 workers; choose a divisor"],
     );
 }
 
 #[test]
 fn sizes_without_a_unit_and_unused_keys_are_mistakes() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     for (setting, facts) in [
         ("memory.device_budget=lots", ["a size with a unit", "512MiB"]),
         ("activation_checkpoint.memory=1GiB", ["only applies with mode = ", "auto"]),
     ] {
-        tells(&scene.refused_without_trace(&format!("plan tiny.toml --set {setting}")), &facts);
+        assert_contains(&fixture.refused_without_changes(&format!("plan tiny.toml --set {setting}")), &facts);
     }
 }

@@ -1,6 +1,6 @@
 //! The processors that workers use.
 
-use crate::common::{Running, Scene, free_port, tells};
+use crate::common::{Fixture, Running, assert_contains, free_port};
 use std::process::Command;
 use std::thread::available_parallelism;
 use trireme_testkit::or_skip;
@@ -20,34 +20,34 @@ fn two_cpus() -> Option<[usize; 2]> {
 #[test]
 fn a_launcher_s_choice_stands() {
     let Some(cpus) = two_cpus() else { return };
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let port = free_port();
     let worker = |rank: usize| {
-        let plain = scene.worker(rank, port, "train tiny.toml");
+        let plain = fixture.worker(rank, port, "train tiny.toml");
         let mut bound = Command::new("taskset");
         bound.args(["-c", &cpus[rank].to_string()]).arg(plain.get_program()).args(plain.get_args());
-        scene.prepare(&mut bound);
+        fixture.prepare(&mut bound);
         bound.envs(plain.get_envs().filter_map(|(name, value)| Some((name, value?))));
         Running::start(bound)
     };
     let [first, second] = [0, 1].map(worker).map(|worker| worker.end().succeeded());
-    tells(&first, &["2 workers x 1 thread"]);
+    assert_contains(&first, &["2 workers x 1 thread"]);
     assert_eq!(second, "");
-    let log = |rank| scene.read(&format!("runs/tiny/logs/rank-{rank}.log"));
+    let log = |rank| fixture.read(&format!("runs/tiny/logs/rank-{rank}.log"));
     assert!([0, 1].iter().all(|rank| !log(rank).contains("is bound")));
 }
 
 #[test]
 fn workers_are_bound_to_their_own_cores() {
     let Some([first, second]) = two_cpus() else { return };
-    let scene = Scene::with_corpus();
-    scene.run("train tiny.toml --set launch.bind=none --set run.name=free").succeeded();
-    scene.run("train tiny.toml --set launch.bind=cores --set run.name=bound").succeeded();
-    assert_eq!(scene.losses("bound"), scene.losses("free"));
+    let fixture = Fixture::with_corpus();
+    fixture.run("train tiny.toml --set launch.bind=none --set run.name=free").succeeded();
+    fixture.run("train tiny.toml --set launch.bind=cores --set run.name=bound").succeeded();
+    assert_eq!(fixture.losses("bound"), fixture.losses("free"));
     if available_parallelism().unwrap().get() == 2 {
         for (rank, cpu) in [first, second].into_iter().enumerate() {
-            let log = scene.read(&format!("runs/bound/logs/rank-{rank}.log"));
-            tells(&log, &[&format!("this worker is bound to CPUs {cpu}")]);
+            let log = fixture.read(&format!("runs/bound/logs/rank-{rank}.log"));
+            assert_contains(&log, &[&format!("this worker is bound to CPUs {cpu}")]);
         }
     }
 }

@@ -1,12 +1,12 @@
 //! Proofs of kernels, and lower SIMD levels by `TRIREME_SIMD`.
 
-use crate::common::{Outcome, Running, Scene, tells};
+use crate::common::{Fixture, Outcome, Running, assert_contains};
 use serde_json::Value;
 use std::fs;
 use trireme_tensor::CpuFeatures;
 use trireme_testkit::or_skip;
 
-impl Scene {
+impl Fixture {
     fn run_with_simd(&self, level: &str, arguments: &str) -> Outcome {
         let mut command = self.command(arguments);
         command.env("TRIREME_SIMD", level);
@@ -41,23 +41,23 @@ pub(crate) fn level_above_portable() -> Option<CpuFeatures> {
 
 #[test]
 fn the_kernels_of_this_machine_prove_themselves() {
-    let printed = Scene::new().run("prove-kernels").succeeded();
+    let printed = Fixture::new().run("prove-kernels").succeeded();
     let lines: Vec<&str> = printed.lines().collect();
     for pair in lines.chunks(2) {
         assert!(pair[0].starts_with("try ") && pair[1] == "proven", "{printed}");
     }
     assert_eq!(lines.is_empty(), CpuFeatures::detect() == CpuFeatures::Portable);
-    assert!(!Scene::new().run("--help").succeeded().contains("prove-kernels"));
+    assert!(!Fixture::new().run("--help").succeeded().contains("prove-kernels"));
 }
 
 #[test]
 fn the_user_chooses_a_lower_level() {
-    let scene = Scene::new();
-    let highest = scene.doctor("");
+    let fixture = Fixture::new();
+    let highest = fixture.doctor("");
     assert_eq!(highest["uses"]["features"], CpuFeatures::detect().to_string());
     assert_eq!(highest["uses"]["excluded"], Value::Array(Vec::new()));
     for level in levels().chain([CpuFeatures::Portable]) {
-        let found = scene.doctor(&level.to_string());
+        let found = fixture.doctor(&level.to_string());
         assert_eq!(found["uses"]["features"], level.to_string());
         let is_lower = level < CpuFeatures::detect();
         let reason = found["uses"]["features_reason"].as_str().unwrap();
@@ -69,61 +69,61 @@ fn the_user_chooses_a_lower_level() {
 
 #[test]
 fn training_computes_at_the_level_that_was_chosen() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let model = r#"{"model_type": "gpt2", "vocab_size": 50, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}"#;
-    fs::create_dir(scene.path("model")).unwrap();
-    scene.write("model/config.json", model);
+    fs::create_dir(fixture.path("model")).unwrap();
+    fixture.write("model/config.json", model);
     for level in levels().chain([CpuFeatures::Portable]) {
         let arguments =
             "bench kernels --model model --batch 1 --seq 4 --seconds 0 --threads 1 --only norm --json";
-        let told = scene.run_with_simd(&level.to_string(), arguments).succeeded();
+        let told = fixture.run_with_simd(&level.to_string(), arguments).succeeded();
         let found: Value = serde_json::from_str(&told).unwrap();
         assert_eq!(found["features"], level.to_string());
     }
     // In f32 all levels with fused multiply-adds agree to the bit, and the lowest level differs from them.
-    let portable = scene.losses_with_simd("portable");
+    let portable = fixture.losses_with_simd("portable");
     for level in levels() {
-        let fused = scene.losses_with_simd(&level.to_string());
+        let fused = fixture.losses_with_simd(&level.to_string());
         assert_eq!(fused.len(), portable.len());
         assert_ne!(fused, portable, "{level}");
-        assert_eq!(fused, scene.losses_with_simd("avx2"), "{level}");
+        assert_eq!(fused, fixture.losses_with_simd("avx2"), "{level}");
     }
 }
 
 #[test]
 fn workers_take_the_level_of_their_launcher() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let mut losses = Vec::new();
     for level in ["portable", ""] {
         let name = format!("level-{level}");
-        scene.run_with_simd(level, &format!("train tiny.toml --set run.name={name}")).succeeded();
-        losses.push(scene.losses(&name));
+        fixture.run_with_simd(level, &format!("train tiny.toml --set run.name={name}")).succeeded();
+        losses.push(fixture.losses(&name));
     }
     assert_eq!(losses[0] == losses[1], CpuFeatures::detect() == CpuFeatures::Portable);
 }
 
 #[test]
 fn levels_that_this_machine_has_not_are_refused() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     for arguments in ["train tiny.toml", "plan tiny.toml", "doctor", "generate nowhere"] {
-        let before = scene.everything();
-        let error = scene.run_with_simd("sse9", arguments).refused();
-        tells(&error, &["TRIREME_SIMD is 'sse9'", "portable"]);
-        assert!(scene.everything() == before, "{arguments}");
+        let before = fixture.everything();
+        let error = fixture.run_with_simd("sse9", arguments).refused();
+        assert_contains(&error, &["TRIREME_SIMD is 'sse9'", "portable"]);
+        assert!(fixture.everything() == before, "{arguments}");
     }
     if CpuFeatures::detect() < CpuFeatures::AmxBf16 {
-        let error = scene.run_with_simd("amx_bf16", "doctor").refused();
-        tells(&error, &["TRIREME_SIMD is 'amx_bf16'", "portable", "AMX"]);
+        let error = fixture.run_with_simd("amx_bf16", "doctor").refused();
+        assert_contains(&error, &["TRIREME_SIMD is 'amx_bf16'", "portable", "AMX"]);
     }
 }
 
 #[test]
 fn proofs_are_cached_and_a_cached_exclusion_counts_until_the_doctor_looks_again() {
     let Some(_) = level_above_portable() else { return };
-    let scene = Scene::with_corpus();
-    let plan = || Running::start(scene.command("plan tiny.toml")).end();
+    let fixture = Fixture::with_corpus();
+    let plan = || Running::start(fixture.command("plan tiny.toml")).end();
     plan().succeeded();
-    let cached = scene.cached_proofs();
+    let cached = fixture.cached_proofs();
     assert_eq!(cached.len(), 1);
     let first = fs::read_to_string(&cached[0]).unwrap();
     plan().succeeded();
@@ -135,21 +135,21 @@ fn proofs_are_cached_and_a_cached_exclusion_counts_until_the_doctor_looks_again(
     assert_ne!(excluded, first);
     fs::write(&cached[0], &excluded).unwrap();
     let warned = Running::start({
-        let mut command = scene.command("plan tiny.toml");
+        let mut command = fixture.command("plan tiny.toml");
         command.env("TRIREME_SIMD", "avx2");
         command
     });
     let warned = warned.end();
     assert_eq!(warned.code, Some(0));
-    tells(&warned.stderr, &[fused, "because 1 is 2", "f32 products run on mul+add 128"]);
+    assert_contains(&warned.stderr, &[fused, "because 1 is 2", "f32 products run on mul+add 128"]);
     assert_eq!(warned.stderr.lines().count(), 1, "{}", warned.stderr);
     // Two workers print one warning.
-    let mut command = scene.command("train tiny.toml");
+    let mut command = fixture.command("train tiny.toml");
     command.env("TRIREME_SIMD", "avx2");
     let trained = Running::start(command).end();
     assert!(trained.code == Some(0) && trained.stderr == warned.stderr, "{trained:?}");
 
-    assert_eq!(scene.doctor("avx2")["uses"]["features"], "avx2");
+    assert_eq!(fixture.doctor("avx2")["uses"]["features"], "avx2");
     assert_eq!(fs::read_to_string(&cached[0]).unwrap(), first);
 
     for broken in

@@ -1,22 +1,22 @@
 //! Tensor and context parallelism from a config.
 
-use crate::common::{Scene, tells};
+use crate::common::{Fixture, assert_contains};
 
 const CONTEXT: &str = "parallelism.context_parallel_degree";
 const DEGREE: &str = "parallelism.tensor_parallel_degree";
 
 #[test]
-fn workers_that_divide_layers_have_the_losses_of_one() {
-    let scene = Scene::with_corpus();
-    scene.run("train tiny.toml --workers 1 --set run.name=one").succeeded();
+fn tensor_parallelism_has_the_losses_of_one_worker() {
+    let fixture = Fixture::with_corpus();
+    fixture.run("train tiny.toml --workers 1 --set run.name=one").succeeded();
     for (name, settings) in [
         ("shm", format!("--workers 2 --set {DEGREE}=2 --set comm.transport=shm")),
         ("tcp", format!("--workers 2 --set {DEGREE}=2 --set comm.transport=tcp")),
         ("grid", format!("--workers 4 --set {DEGREE}=2 --set parallelism.zero_stage=3")),
         ("deep", format!("--workers 4 --set {DEGREE}=2 --set parallelism.pipeline_parallel_degree=2")),
     ] {
-        let text = scene.run(&format!("train tiny.toml {settings} --set run.name={name}")).succeeded();
-        let (found, expected) = (scene.losses(name), scene.losses("one"));
+        let text = fixture.run(&format!("train tiny.toml {settings} --set run.name={name}")).succeeded();
+        let (found, expected) = (fixture.losses(name), fixture.losses("one"));
         assert_eq!(found.len(), expected.len(), "{name}");
         for ((step, found), (_, expected)) in found.iter().zip(&expected) {
             let difference = f64::from_bits(*found) / f64::from_bits(*expected) - 1.0;
@@ -26,27 +26,30 @@ fn workers_that_divide_layers_have_the_losses_of_one() {
         let total = text.lines().find(|line| line.starts_with("total")).unwrap();
         let columns: Vec<&str> = total.split_whitespace().collect();
         assert_eq!(columns[1], columns[3], "{text}");
-        assert!(scene.whole_checkpoints(name) > 0);
+        assert!(fixture.complete_checkpoints(name) > 0);
     }
     // The model directory has full tensors under the usual names, whatever the layout was.
-    scene.run("checkpoint export runs/shm exported").succeeded();
-    scene.run("generate exported --prompt word --num-tokens 4").succeeded();
+    fixture.run("checkpoint export runs/shm exported").succeeded();
+    fixture.run("generate exported --prompt word --num-tokens 4").succeeded();
 }
 
 #[test]
-fn plan_shows_which_ranks_divide_layers() {
-    let scene = Scene::with_corpus();
+fn plan_shows_the_tensor_and_context_ranks() {
+    let fixture = Fixture::with_corpus();
     let settings = format!("--workers 4 --set {DEGREE}=2 --set parallelism.zero_stage=2");
-    let text = scene.run(&format!("plan tiny.toml {settings}")).succeeded();
-    tells(&text, &["data_shard  tensor  0  1\n         0          0  1\n         1          2  3\n"]);
+    let text = fixture.run(&format!("plan tiny.toml {settings}")).succeeded();
+    assert_contains(
+        &text,
+        &["data_shard  tensor  0  1\n         0          0  1\n         1          2  3\n"],
+    );
     let settings = format!("--workers 4 --set {DEGREE}=2 --set {CONTEXT}=2");
-    let text = scene.run(&format!("plan tiny.toml {settings}")).succeeded();
-    tells(&text, &["context  tensor  0  1\n      0          0  1\n      1          2  3\n"]);
+    let text = fixture.run(&format!("plan tiny.toml {settings}")).succeeded();
+    assert_contains(&text, &["context  tensor  0  1\n      0          0  1\n      1          2  3\n"]);
 }
 
 #[test]
 fn degrees_that_cannot_be_are_refused_before_a_worker_starts() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     for (settings, facts) in [
         (
             format!("--workers 3 --set {DEGREE}=2"),
@@ -78,6 +81,6 @@ fn degrees_that_cannot_be_are_refused_before_a_worker_starts() {
             ["cannot have equal parts", "sequence_parallel = false"],
         ),
     ] {
-        tells(&scene.refused_without_trace(&format!("train tiny.toml {settings}")), &facts);
+        assert_contains(&fixture.refused_without_changes(&format!("train tiny.toml {settings}")), &facts);
     }
 }

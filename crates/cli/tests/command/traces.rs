@@ -1,23 +1,23 @@
 //! Traces of runs, and the reports on them.
 
-use crate::common::{Outcome, Running, Scene, tells};
+use crate::common::{Fixture, Outcome, Running, assert_contains};
 use serde_json::Value;
 
 const PIPELINE: &str = "--set model.architecture=llama --set model.tie_word_embeddings=false --set model.num_layers=4 \
                         --set parallelism.pipeline_parallel_degree=2";
 
 /// Creates a scene in which a pipeline of two workers has left a trace of steps 2 and 4.
-fn traced() -> Scene {
-    let scene = Scene::with_corpus();
-    scene.run(&format!("train tiny.toml {PIPELINE} --set metrics.trace_interval=2")).succeeded();
-    scene
+fn traced() -> Fixture {
+    let fixture = Fixture::with_corpus();
+    fixture.run(&format!("train tiny.toml {PIPELINE} --set metrics.trace_interval=2")).succeeded();
+    fixture
 }
 
 #[test]
 fn a_step_is_drawn_as_measured_and_as_simulated() {
-    let scene = traced();
-    let text = scene.run("report trace runs/tiny --svg step.svg").succeeded();
-    tells(
+    let fixture = traced();
+    let text = fixture.run("report trace runs/tiny --svg step.svg").succeeded();
+    assert_contains(
         &text,
         &[
             "runs/tiny: step 4\n",
@@ -27,43 +27,46 @@ fn a_step_is_drawn_as_measured_and_as_simulated() {
             "; 1 column: ",
         ],
     );
-    tells(
+    assert_contains(
         &text,
         &["rank    passes   waiting", "ratio  bubble measured  simulated\n       2 ", "\n       4 "],
     );
     assert_eq!(text.matches("\nrank 0 |").count(), 2, "{text}");
-    let svg = scene.read("step.svg");
+    let svg = fixture.read("step.svg");
     assert!(svg.starts_with("<svg ") && svg.contains("<title>B 1 3, ns "), "{svg}");
     // Every microbatch runs forward and backward on both workers, in both pictures.
     for (pass, number) in [("F 0", 4), ("F 1", 4), ("B 0", 4), ("B 1", 4), ("U 0", 1), ("U 1", 1)] {
         assert_eq!(svg.matches(&format!("<title>{pass} ")).count(), 2 * number, "{pass}");
     }
-    tells(&scene.run("report trace runs/tiny --step 2").succeeded(), &["runs/tiny: step 2\n"]);
-    let error = scene.run("report trace runs/tiny --step 3").refused();
-    tells(&error, &["runs/tiny/trace.json does not contain this step; it has 2, 4"]);
+    assert_contains(&fixture.run("report trace runs/tiny --step 2").succeeded(), &["runs/tiny: step 2\n"]);
+    let error = fixture.run("report trace runs/tiny --step 3").refused();
+    assert_contains(&error, &["runs/tiny/trace.json does not contain this step; it has 2, 4"]);
 }
 
 #[test]
 fn traces_of_other_layouts_and_without_any() {
-    let scene = Scene::with_corpus();
-    scene.run(&format!("train tiny.toml {PIPELINE} --set run.name=plain")).succeeded();
-    let error = scene.run("report trace runs/plain").refused();
-    tells(&error, &["runs/plain has no trace.json", "[metrics] trace_interval"]);
+    let fixture = Fixture::with_corpus();
+    fixture.run(&format!("train tiny.toml {PIPELINE} --set run.name=plain")).succeeded();
+    let error = fixture.run("report trace runs/plain").refused();
+    assert_contains(&error, &["runs/plain has no trace.json", "[metrics] trace_interval"]);
     let trace = "--set metrics.trace_interval=4";
-    scene.run(&format!("train tiny.toml {PIPELINE} {trace} --set run.name=traced")).succeeded();
-    assert_eq!(scene.losses("traced"), scene.losses("plain"));
-    scene.run(&format!("train tiny.toml {PIPELINE} {trace} --workers 4 --set run.name=grid")).succeeded();
-    let text = scene.run("report trace runs/grid").succeeded();
-    tells(&text, &["step 4, the first of 2 data-parallel pipelines", "\nrank 1 |"]);
+    fixture.run(&format!("train tiny.toml {PIPELINE} {trace} --set run.name=traced")).succeeded();
+    assert_eq!(fixture.losses("traced"), fixture.losses("plain"));
+    fixture.run(&format!("train tiny.toml {PIPELINE} {trace} --workers 4 --set run.name=grid")).succeeded();
+    let text = fixture.run("report trace runs/grid").succeeded();
+    assert_contains(&text, &["step 4, the first of 2 data-parallel pipelines", "\nrank 1 |"]);
     let sharded =
         "--set parallelism.zero_stage=3 --set activation_checkpoint.mode=block --set offload.optimizer=host";
-    scene.run(&format!("train tiny.toml {sharded} {trace} --set run.name=sharded")).succeeded();
-    let text = scene.run("report trace runs/sharded").succeeded();
-    tells(&text, &["the first of 2"]);
+    fixture.run(&format!("train tiny.toml {sharded} {trace} --set run.name=sharded")).succeeded();
+    let text = fixture.run("report trace runs/sharded").succeeded();
+    assert_contains(&text, &["the first of 2"]);
     // Passes begin once parameters are gathered.
     assert!(text.lines().any(|line| line.starts_with("rank 0 |") && line.contains('F')), "{text}");
-    scene.run(&format!("train tiny.toml --workers 1 {trace} --set run.name=one")).succeeded();
-    tells(&scene.run("report trace runs/one").succeeded(), &["runs/one: step 4\n", "\nrank 0 |F"]);
+    fixture.run(&format!("train tiny.toml --workers 1 {trace} --set run.name=one")).succeeded();
+    assert_contains(
+        &fixture.run("report trace runs/one").succeeded(),
+        &["runs/one: step 4\n", "\nrank 0 |F"],
+    );
 }
 
 /// Figures of the last step in `trace.json`.
@@ -78,8 +81,8 @@ struct WholeStep {
     seconds: f64,
 }
 
-fn whole_step(scene: &Scene, run: &str) -> WholeStep {
-    let trace: Value = serde_json::from_str(&scene.read(&format!("runs/{run}/trace.json"))).unwrap();
+fn whole_step(fixture: &Fixture, run: &str) -> WholeStep {
+    let trace: Value = serde_json::from_str(&fixture.read(&format!("runs/{run}/trace.json"))).unwrap();
     let array = |value: &Value| value.as_array().unwrap().clone();
     let peaks = array(&trace["otherData"]["ranks"]);
     let step = array(&trace["otherData"]["steps"]).pop().unwrap();
@@ -102,7 +105,7 @@ fn parts(text: &str) -> Vec<f64> {
 
 #[test]
 fn the_parts_of_a_step_add_up_and_layouts_count_the_model_once() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let train = "train tiny.toml --set model.num_layers=2 --set metrics.trace_interval=4";
     let mut model = None;
     for (name, settings) in [
@@ -113,40 +116,41 @@ fn the_parts_of_a_step_add_up_and_layouts_count_the_model_once() {
         ("wide", "--set parallelism.tensor_parallel_degree=2"),
         ("long", "--set parallelism.context_parallel_degree=2"),
     ] {
-        scene.run(&format!("{train} {settings} --set run.name={name}")).succeeded();
-        let found = whole_step(&scene, name);
+        fixture.run(&format!("{train} {settings} --set run.name={name}")).succeeded();
+        let found = whole_step(&fixture, name);
         assert_eq!(*model.get_or_insert(found.model), found.model, "{name}");
         assert!(found.hardware > found.model, "{name}: {} of {}", found.hardware, found.model);
-        let mfu = scene.records(name).pop().unwrap()["mfu"].as_f64().unwrap();
+        let mfu = fixture.records(name).pop().unwrap()["mfu"].as_f64().unwrap();
         let expected = found.model / (found.peak * found.seconds);
         assert!((mfu / expected - 1.0).abs() < 1e-6, "{name}: {mfu} is not {expected}");
         for command in ["run", "trace"] {
-            let text = scene.run(&format!("report {command} runs/{name}")).succeeded();
+            let text = fixture.run(&format!("report {command} runs/{name}")).succeeded();
             let parts = parts(&text);
             let sum: f64 = parts.iter().sum();
             assert!(parts.len() == 5 && (sum - 100.0).abs() < 2.0, "{name}: {text}");
         }
     }
-    assert!(whole_step(&scene, "recomputed").hardware > 1.2 * whole_step(&scene, "one").hardware);
+    assert!(whole_step(&fixture, "recomputed").hardware > 1.2 * whole_step(&fixture, "one").hardware);
 }
 
 #[test]
 fn a_peak_of_the_config_is_that_of_each_worker() {
-    let scene = Scene::with_corpus();
-    let text =
-        scene.run("train tiny.toml --set metrics.trace_interval=4 --set metrics.peak_flops=4e12").succeeded();
-    tells(&text, &["  mfu: "]);
-    assert_eq!(whole_step(&scene, "tiny").peak, 8e12);
-    tells(&scene.run("report run runs/tiny").succeeded(), &["median MFU: "]);
-    assert!(!scene.read("runs/tiny/logs/rank-0.log").contains("the peak of this worker"));
+    let fixture = Fixture::with_corpus();
+    let text = fixture
+        .run("train tiny.toml --set metrics.trace_interval=4 --set metrics.peak_flops=4e12")
+        .succeeded();
+    assert_contains(&text, &["  mfu: "]);
+    assert_eq!(whole_step(&fixture, "tiny").peak, 8e12);
+    assert_contains(&fixture.run("report run runs/tiny").succeeded(), &["median MFU: "]);
+    assert!(!fixture.read("runs/tiny/logs/rank-0.log").contains("the peak of this worker"));
 }
 
 #[test]
 fn a_peak_is_measured_once_for_as_many_threads() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let line = |run: &str| {
-        scene.run(&format!("train tiny.toml --workers 1 --set run.name={run}")).succeeded();
-        let log = scene.read(&format!("runs/{run}/logs/rank-0.log"));
+        fixture.run(&format!("train tiny.toml --workers 1 --set run.name={run}")).succeeded();
+        let log = fixture.read(&format!("runs/{run}/logs/rank-0.log"));
         let line = log.lines().find_map(|line| line.split_once("the peak of this worker, for MFU, is "));
         line.unwrap_or_else(|| panic!("{log}")).1.to_owned()
     };
@@ -160,24 +164,24 @@ fn a_peak_is_measured_once_for_as_many_threads() {
 }
 
 #[test]
-fn a_new_run_sets_the_trace_aside() {
-    let scene = traced();
-    scene.run(&format!("train tiny.toml {PIPELINE} --set checkpoint.resume=never")).succeeded();
-    assert!(!scene.path("runs/tiny/trace.json").exists());
-    assert!(scene.path("runs/tiny/previous-1/trace.json").exists());
+fn a_new_run_moves_the_trace_of_an_earlier_run() {
+    let fixture = traced();
+    fixture.run(&format!("train tiny.toml {PIPELINE} --set checkpoint.resume=never")).succeeded();
+    assert!(!fixture.path("runs/tiny/trace.json").exists());
+    assert!(fixture.path("runs/tiny/previous-1/trace.json").exists());
 }
 
 #[test]
 fn damaged_traces_are_refused_in_words() {
-    let scene = traced();
-    let whole = scene.read("runs/tiny/trace.json").into_bytes();
+    let fixture = traced();
+    let whole = fixture.read("runs/tiny/trace.json").into_bytes();
     let report =
-        || -> Outcome { Running::start(scene.command("report trace runs/tiny --svg step.svg")).end() };
+        || -> Outcome { Running::start(fixture.command("report trace runs/tiny --svg step.svg")).end() };
     let mut num_refused = 0;
     for (index, at) in (0..whole.len()).step_by(whole.len() / 150).enumerate() {
         let mut damaged = whole.clone();
         damaged[at] = b"90F\"- ,{"[index % 8];
-        scene.write("runs/tiny/trace.json", damaged);
+        fixture.write("runs/tiny/trace.json", damaged);
         // Another digit may be another valid time, which need not be refused.
         let outcome = report();
         if outcome.code != Some(0) {
@@ -194,16 +198,16 @@ fn damaged_traces_are_refused_in_words() {
         ("\"traceEvents\"", "\"events\"", "is not a valid trace"),
     ] {
         assert!(text.contains(from), "{from}");
-        scene.write("runs/tiny/trace.json", text.replace(from, to));
-        tells(&report().refused(), &[why]);
+        fixture.write("runs/tiny/trace.json", text.replace(from, to));
+        assert_contains(&report().refused(), &[why]);
     }
 }
 
 #[test]
 fn a_peak_that_is_too_low_gives_no_utilization() {
-    let scene = Scene::with_corpus();
+    let fixture = Fixture::with_corpus();
     let printed =
-        scene.run("train tiny.toml --set metrics.peak_flops=1e8 --set model.hidden_size=128").succeeded();
-    tells(&printed, &["faster than the peak", "peak_flops"]);
-    assert!(scene.records("tiny").iter().any(|record| record["mfu"].is_null()));
+        fixture.run("train tiny.toml --set metrics.peak_flops=1e8 --set model.hidden_size=128").succeeded();
+    assert_contains(&printed, &["faster than the peak", "peak_flops"]);
+    assert!(fixture.records("tiny").iter().any(|record| record["mfu"].is_null()));
 }

@@ -10,7 +10,7 @@ mod product;
 mod table;
 mod training;
 
-use product::{Product, repository};
+use product::{Cli, repository};
 use std::fs;
 use table::Section;
 
@@ -26,7 +26,7 @@ pub(crate) enum Effort {
 }
 
 /// Returns the sections that are computed without training.
-fn dry_sections(product: &Product, effort: Effort) -> Vec<Section> {
+fn dry_sections(product: &Cli, effort: Effort) -> Vec<Section> {
     vec![
         memory::section(product, effort),
         arithmetic::section(product),
@@ -63,7 +63,7 @@ const SOURCES: &str = "\
 - Zhao et al., \"PyTorch FSDP\", 2023
 ";
 
-fn document(product: &Product, sections: &[Section]) -> String {
+fn document(product: &Cli, sections: &[Section]) -> String {
     let header = format!(
         "# The surveys' claims\n\nClaims of papers and surveys on distributed training, and the same quantities as Trireme computes them. `cargo xtask surveys` prints this \
          document: no figure in the column *here* is typed in.\n\n\
@@ -83,7 +83,7 @@ fn claims(sections: &[Section]) -> Vec<String> {
 
 #[test]
 fn dry_claims_stay_within_their_bounds() {
-    let found = claims(&dry_sections(&Product::new(), Effort::Test));
+    let found = claims(&dry_sections(&Cli::new(), Effort::Test));
     let written = fs::read_to_string(repository().join(DOCUMENT)).unwrap_or_default();
     let written: Vec<&str> =
         written.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next()).collect();
@@ -95,7 +95,7 @@ fn dry_claims_stay_within_their_bounds() {
 #[test]
 #[ignore = "trains for minutes and writes docs/surveys.md: cargo xtask surveys"]
 fn the_document_is_written() {
-    let product = Product::new();
+    let product = Cli::new();
     let mut sections = dry_sections(&product, Effort::All);
     sections.push(training::section(&product));
     fs::write(repository().join(DOCUMENT), document(&product, &sections)).unwrap();

@@ -1,7 +1,7 @@
 //! Memory of training states, activations and whole models, by dry runs.
 
 use crate::Effort;
-use crate::product::{Gpt, Product, Step};
+use crate::product::{Cli, Gpt, Step};
 use crate::table::{Row, Section, billions, gigabytes, list, short, within};
 
 /// 16-bit parameters and gradients, as in the papers on ZeRO.
@@ -10,7 +10,7 @@ const MIXED: &str = "training.dtype=bf16 training.reduce_dtype=bf16";
 /// 7.5 billion parameters.
 const BILLIONS_7: Gpt = Gpt::of(4096, 36, 32);
 
-pub(crate) fn section(product: &Product, effort: Effort) -> Section {
+pub(crate) fn section(product: &Cli, effort: Effort) -> Section {
     let rows = vec![
         states(product),
         zero_stages(product),
@@ -31,7 +31,7 @@ fn states_of_a_parameter(step: &Step) -> f64 {
     step.states() / step.num_parameters()
 }
 
-fn states(product: &Product) -> Row {
+fn states(product: &Cli) -> Row {
     let models = [Gpt::of(2048, 24, 16), Gpt::of(4096, 36, 32), Gpt::of(5120, 40, 40), Gpt::GPT3];
     let found = models.map(|model| {
         let step = product.plan(model, "launch.workers=1");
@@ -58,7 +58,7 @@ fn states(product: &Product) -> Row {
     }
 }
 
-fn zero_stages(product: &Product) -> Row {
+fn zero_stages(product: &Cli) -> Row {
     let degrees = [4, 8, 64, 1024];
     let found = [1, 2, 3].map(|stage| {
         degrees.map(|num_workers| {
@@ -95,7 +95,7 @@ fn zero_stages(product: &Product) -> Row {
     }
 }
 
-fn shards(product: &Product) -> Row {
+fn shards(product: &Cli) -> Row {
     let degrees = [1, 4, 16, 64, 256, 1024];
     let found = degrees.map(|num_shards| {
         // Memory of other workers that a worker maps is not its own.
@@ -130,7 +130,7 @@ const GPIPE_MEMORY: f64 = 16e9;
 const GPIPE: &str = "optimizer.name=sgd training.determinism=run";
 
 /// Returns the parameters of the model with the most layers, from 1 to 511, whose step takes at most `bytes`.
-fn largest(product: &Product, bytes: f64, settings: &str) -> f64 {
+fn largest(product: &Cli, bytes: f64, settings: &str) -> f64 {
     let plan = |num_layers: usize| product.plan(gpipe(num_layers), &format!("{GPIPE} {settings}"));
     let (mut fits, mut exceeds) = (1, 512);
     while exceeds - fits > 1 {
@@ -140,7 +140,7 @@ fn largest(product: &Product, bytes: f64, settings: &str) -> f64 {
     plan(fits).num_parameters()
 }
 
-fn largest_on_one_device(product: &Product) -> Row {
+fn largest_on_one_device(product: &Cli) -> Row {
     let on = |bytes: f64| {
         let naive = largest(product, bytes, "training.local_batch_size=32");
         let recomputed = |num_samples: usize| {
@@ -178,7 +178,7 @@ fn largest_on_one_device(product: &Product) -> Row {
     }
 }
 
-fn largest_on_a_pipeline(product: &Product, effort: Effort) -> Row {
+fn largest_on_a_pipeline(product: &Cli, effort: Effort) -> Row {
     let on = |(num_ranks, num_layers): (usize, usize)| {
         let settings = format!(
             "{GPIPE} training.local_batch_size=1 training.global_batch_size=32 launch.workers={num_ranks} \
@@ -214,7 +214,7 @@ fn largest_on_a_pipeline(product: &Product, effort: Effort) -> Row {
 /// Parameters of the largest model that fits one device without recomputation, according to GPipe's table 1.
 const ONE_DEVICE: f64 = 282.2e6;
 
-fn offload(product: &Product) -> Row {
+fn offload(product: &Cli) -> Row {
     let model = Gpt { seq_len: 1024, ..Gpt::of(5120, 40, 40) };
     let base = "parallelism.zero_stage=3 activation_checkpoint.mode=block offload.optimizer=host offload.gradients=host";
     let [all, kept] = ["host", "device"]
@@ -237,7 +237,7 @@ fn offload(product: &Product) -> Row {
     }
 }
 
-fn infinity(product: &Product, effort: Effort) -> Row {
+fn infinity(product: &Cli, effort: Effort) -> Row {
     // As many layers of GPT-3's width as 10^12 parameters need. The device's share does not depend on the depth.
     let num_layers = if effort == Effort::All { 552 } else { 56 };
     let model = Gpt { seq_len: 1024, ..Gpt::of(12_288, num_layers, 96) };
@@ -263,7 +263,7 @@ fn infinity(product: &Product, effort: Effort) -> Row {
 }
 
 /// Returns the bytes of activations for each token, element of the width, and layer.
-fn of_a_layer(product: &Product, model: Gpt, settings: &str) -> f64 {
+fn of_a_layer(product: &Cli, model: Gpt, settings: &str) -> f64 {
     let peak = |num_layers: usize| {
         let settings = format!("training.dtype=bf16 {settings}");
         product.plan(Gpt { num_layers, ..model }, &settings).peak("activations")
@@ -271,7 +271,7 @@ fn of_a_layer(product: &Product, model: Gpt, settings: &str) -> f64 {
     (peak(10) - peak(6)) / 4.0 / (model.seq_len * model.hidden_size) as f64
 }
 
-fn activations_of_a_layer(product: &Product) -> Row {
+fn activations_of_a_layer(product: &Cli) -> Row {
     let [all, selective, full] = ["none", "selective", "block"]
         .map(|mode| of_a_layer(product, Gpt::GPT3, &format!("activation_checkpoint.mode={mode}")));
     within("activations of a layer, in sbh", all, 26.0..=34.0);
@@ -293,7 +293,7 @@ fn activations_of_a_layer(product: &Product) -> Row {
     }
 }
 
-fn share_of_activations(product: &Product) -> Row {
+fn share_of_activations(product: &Cli) -> Row {
     let model = Gpt { vocab_size: 50_257, seq_len: 1024, ..Gpt::of(1600, 48, 25) };
     let [all, recomputed] = ["none", "block"].map(|mode| {
         let settings =
@@ -316,7 +316,7 @@ fn share_of_activations(product: &Product) -> Row {
     }
 }
 
-fn sequence_length(product: &Product) -> Row {
+fn sequence_length(product: &Cli) -> Row {
     let found = [2048, 8192, 32_768].map(|seq_len| {
         let model = Gpt { seq_len, ..Gpt::of(4096, 1, 32) };
         let bytes = of_a_layer(product, model, "");

@@ -79,17 +79,17 @@ impl Gpt {
 }
 
 /// A folder with a config, in which commands run.
-pub(crate) struct Product {
+pub(crate) struct Cli {
     folder: TempDir,
 }
 
-impl Product {
+impl Cli {
     pub(crate) fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("survey.toml"), CONFIG).unwrap();
         let text = TEXTS.map(|name| fs::read_to_string(repository().join(name)).unwrap()).concat();
         fs::write(folder.path().join("text.txt"), text).unwrap();
-        Product { folder }
+        Cli { folder }
     }
 
     /// Plans a step of the model with `settings`, such as `launch.workers=2`, separated by spaces.

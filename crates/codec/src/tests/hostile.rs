@@ -60,7 +60,7 @@ proptest! {
 
 /// Random bytes with many equal bits, as in damaged messages, and small integers that are almost valid indices.
 #[test]
-fn many_seeded_messages_are_survived() {
+fn random_messages_are_decoded_or_refused() {
     let mut random = Random::new(RandomKey::new(11, "hostile"), 0);
     let (mut num_refused, mut num_read) = (0, 0);
     for round in 0..20_000 {
@@ -103,14 +103,14 @@ fn a_result_of_the_wrong_length_is_refused() {
 
 #[test]
 #[should_panic(expected = "before a result")]
-fn a_result_before_its_message_is_a_mistake() {
+fn a_read_before_its_write_panics() {
     let mut world = World::new(&Compression::none(), &Bucket::flat(1), 2);
     world.compressors[0].read(&mut [0.0], bytemuck::bytes_of(&0.0_f32)).unwrap();
 }
 
 #[test]
 #[should_panic(expected = "a message of AllGather")]
-fn a_message_of_another_length_is_a_mistake() {
+fn a_message_of_the_wrong_length_panics() {
     let mut world = World::new(&compression(CodecName::OneBit), &Bucket::flat(100), 2);
     world.compressors[0].write(&mut [0.0; 100], bytemuck::cast_slice_mut(&mut [0.0_f32; 29]));
 }

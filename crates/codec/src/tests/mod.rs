@@ -3,8 +3,8 @@
 mod convergence;
 mod hostile;
 mod options;
+mod results;
 mod sizes;
-mod sums;
 
 use super::*;
 use bytemuck::Pod;
@@ -14,7 +14,7 @@ use trireme_base::{Bf16, DType, F16, Rank};
 struct World {
     compressors: Vec<Compressor>,
     /// The initial value of all bytes of a message, before it is written.
-    blank: u8,
+    initial_byte: u8,
     /// The messages of the last step, by round and then by rank.
     messages: Vec<Vec<Vec<u8>>>,
 }
@@ -29,7 +29,11 @@ impl World {
         let compressor = |rank| {
             Compressor::new(compression, bucket, Rank(rank), world_size, key).expect("options are right")
         };
-        World { compressors: (0..world_size).map(compressor).collect(), blank: 0, messages: Vec::new() }
+        World {
+            compressors: (0..world_size).map(compressor).collect(),
+            initial_byte: 0,
+            messages: Vec::new(),
+        }
     }
 
     /// Runs one step on all ranks, checks that they get the same bits, and returns the result.
@@ -64,7 +68,7 @@ impl World {
         let mut messages = Vec::new();
         for (compressor, gradient) in self.compressors.iter_mut().zip(gradients.iter_mut()) {
             let mut message = vec![T::zeroed(); round.message().1];
-            bytemuck::cast_slice_mut(&mut message).fill(self.blank);
+            bytemuck::cast_slice_mut(&mut message).fill(self.initial_byte);
             compressor.write(gradient, bytemuck::cast_slice_mut(&mut message));
             messages.push(message);
         }

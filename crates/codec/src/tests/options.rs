@@ -46,7 +46,7 @@ fn a_compression_is_printed_in_the_words_of_a_config() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_with_what_is_allowed() {
+fn invalid_options_are_refused_with_the_allowed_values() {
     use CodecName::{Int4, Int8, None, OneBit, PowerSgd, RandomK, TopK};
     let base = |codec| options(codec);
     for (options, parts) in [
@@ -138,7 +138,7 @@ fn messages_have_the_bytes_of_the_formulas_and_all_are_written() {
             let gradients = gradients(len, 2, 0);
             let messages = [0, 0xff].map(|blank| {
                 let mut world = World::new(&compression, &bucket, 2);
-                world.blank = blank;
+                world.initial_byte = blank;
                 world.step(&gradients);
                 world.messages
             });
@@ -166,7 +166,7 @@ fn matrices_of_a_bucket_are_factored_one_by_one() {
 }
 
 #[test]
-fn a_codec_that_saves_nothing_gives_way_and_says_so() {
+fn a_codec_that_saves_no_bytes_is_not_used_and_the_reason_is_given() {
     let reason = |codec, bucket: &Bucket, world_size| {
         let compression = compression(codec);
         let reason = compression.uncompressed_reason(bucket, world_size, 0);
@@ -228,7 +228,7 @@ fn the_warm_up_compresses_less() {
 }
 
 #[test]
-fn a_codec_of_its_own_may_compress_the_warm_up() {
+fn a_separate_codec_may_compress_the_warm_up() {
     let bucket = Bucket::flat(1000);
     for codec in lossy().filter(|codec| codec.options().contains(&"warmup_codec")) {
         for (warmup_codec, early) in [

@@ -20,7 +20,7 @@ fn changed(codec: CodecName, which: usize) -> Compression {
 }
 
 #[test]
-fn sizes_are_those_of_compressors_that_are_made() {
+fn computed_sizes_match_real_compressors() {
     for (codec, which) in CodecName::ALL.into_iter().flat_map(|codec| (0..6).map(move |which| (codec, which)))
     {
         for (len, world_size) in [(0, 2), (3, 2), (1000, 1), (1000, 2), (1000, 4), (1000, 7)] {
@@ -44,7 +44,7 @@ fn sizes_are_those_of_compressors_that_are_made() {
 }
 
 #[test]
-fn what_codecs_work_with_is_counted_as_well() {
+fn scratch_memory_is_counted() {
     for codec in CodecName::ALL {
         // `powersgd` factors a matrix of 31 x 32 by two columns each. `random_k` uses one bit for each element, in
         // 64-bit words.

@@ -1,8 +1,8 @@
 //! The control connection to one peer, and the known state of that peer.
 
 use crate::Operation;
-use crate::notice::{Event, NOTICE_BYTES, Notice};
-use crate::recorder::{GroupRecorder, ToldPlace};
+use crate::notice::{NOTICE_BYTES, Notice, NoticeKind};
+use crate::recorder::{GroupRecorder, ReportedPlace};
 use rustix::event::epoll;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
@@ -25,9 +25,9 @@ pub(super) struct Peer {
     /// When the peer was asked for its progress, if it has not answered.
     pub(super) asked: Option<Instant>,
     /// Whether the peer has reported its place after a failure.
-    pub(super) has_told_place: bool,
+    pub(super) has_reported_place: bool,
     /// The place where the peer reported that it is blocked.
-    pub(super) blocked: Option<ToldPlace>,
+    pub(super) blocked: Option<ReportedPlace>,
 }
 
 #[derive(Default)]
@@ -43,11 +43,11 @@ pub(super) enum Link {
 #[derive(Clone, Copy)]
 pub(super) enum Ending {
     /// The peer said goodbye, or why it failed. It takes part in all operations before the notice's `sequence`.
-    Said(Notice),
+    Notice(Notice),
     /// The connection ended or broke without a notice.
     Lost,
     /// The peer sent bytes that are not a valid notice.
-    Garbage,
+    Invalid,
 }
 
 pub(super) struct Connection {
@@ -64,28 +64,28 @@ impl Peer {
         let Link::Connected(connection) = &mut self.link else { return None };
         loop {
             match connection.read(world_size)? {
-                Ok(Notice { sequence, event: Event::Waiting { operation } }) => {
+                Ok(Notice { sequence, event: NoticeKind::Waiting { operation } }) => {
                     self.num_begun = self.num_begun.max(sequence.saturating_add(1));
                     self.waiting = Some((sequence, operation));
                     self.is_asking = true;
                 }
-                Ok(Notice { event: Event::Asking, .. }) => self.is_asking = true,
-                Ok(Notice { event: Event::Progress { milliseconds }, .. }) => {
+                Ok(Notice { event: NoticeKind::ProgressRequest, .. }) => self.is_asking = true,
+                Ok(Notice { event: NoticeKind::Progress { milliseconds }, .. }) => {
                     // Counted from the question, not from the answer: otherwise ranks that wait in a circle would pass on ever smaller
                     // ages.
                     let asked = self.asked.take();
                     let at = asked.and_then(|asked| asked.checked_sub(Duration::from_millis(milliseconds)));
-                    at.into_iter().for_each(|at| recorder.hear_progress(rank, at));
+                    at.into_iter().for_each(|at| recorder.record_progress(rank, at));
                 }
-                Ok(Notice { event: Event::Place(place), .. }) => {
-                    self.has_told_place = true;
-                    recorder.hear(rank, place);
+                Ok(Notice { event: NoticeKind::Place(place), .. }) => {
+                    self.has_reported_place = true;
+                    recorder.record_place(rank, place);
                 }
-                Ok(Notice { event: Event::Blocked(place), .. }) => self.blocked = Some(place),
+                Ok(Notice { event: NoticeKind::Blocked(place), .. }) => self.blocked = Some(place),
                 Ok(notice) => {
-                    let has_begun = u64::from(notice.event != Event::Goodbye);
+                    let has_begun = u64::from(notice.event != NoticeKind::Goodbye);
                     self.num_begun = self.num_begun.max(notice.sequence.saturating_add(has_begun));
-                    return Some(Ending::Said(notice));
+                    return Some(Ending::Notice(notice));
                 }
                 Err(ending) => return Some(ending),
             }
@@ -116,7 +116,7 @@ impl Peer {
         };
         // Fails only if the socket is not registered.
         let _ = epoll::delete(epoll, &socket);
-        let may_read = matches!(ending, Ending::Said(notice) if notice.event != Event::Goodbye);
+        let may_read = matches!(ending, Ending::Notice(notice) if notice.event != NoticeKind::Goodbye);
         self.link = Link::Ended(ending, may_read.then_some(socket));
     }
 }
@@ -151,6 +151,6 @@ impl Connection {
             return None;
         }
         self.num_received = 0;
-        Some(Notice::decode(&self.received, world_size).ok_or(Ending::Garbage))
+        Some(Notice::decode(&self.received, world_size).ok_or(Ending::Invalid))
     }
 }

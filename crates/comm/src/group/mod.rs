@@ -9,9 +9,9 @@ use crate::engine::Engine;
 use crate::messages::Messenger;
 use crate::queue::Queue;
 use crate::recorder::{FlightRecorder, GroupRecorder};
-use crate::rendezvous::Home;
+use crate::rendezvous::SplitContext;
 use crate::selection::{Choice, Selection, typical_costs};
-use crate::transport::Parts;
+use crate::transport::GroupConnections;
 use crate::transport::shm::{Arena, PeerArena, area_bytes};
 use crate::{
     Buffer, CommError, CommStatistics, Element, GroupOptions, PageSize, TransportKind, Untyped, probe,
@@ -39,7 +39,7 @@ pub struct Group {
     /// Shared memory from which buffers are allocated. Without it, buffers are on the heap.
     pub(crate) arena: Option<Arc<Arena>>,
     pub(crate) peer_arenas: Vec<Option<PeerArena>>,
-    pub(crate) home: Home,
+    pub(crate) split_context: SplitContext,
     pub(crate) options: GroupOptions,
     selection: Selection,
     /// Communication costs of this world. Unset until they are measured.
@@ -70,8 +70,8 @@ struct Executor {
 
 impl Group {
     pub(crate) fn start(
-        parts: Parts,
-        home: Home,
+        parts: GroupConnections,
+        home: SplitContext,
         costs: Arc<OnceLock<CostModel>>,
         options: &GroupOptions,
         recorder: GroupRecorder,
@@ -81,7 +81,7 @@ impl Group {
         recorder.set_selection(fabric.selection.clone());
         let engine = Engine::new(fabric.control, fabric.transport, options.timeout, recorder.clone());
         let messenger = Messenger::start(rank, fabric.message_links, options, recorder.clone())?;
-        let queue = Arc::new(Queue::new(engine, Arc::clone(&messenger.office), recorder.clone()));
+        let queue = Arc::new(Queue::new(engine, Arc::clone(&messenger.message_queue), recorder.clone()));
         let served = Arc::clone(&queue);
         let thread = spawn_thread(&format!("comm-{rank}"), move || served.serve())
             .map_err(|source| CommError::Spawn { source: Arc::new(source) })?;
@@ -95,14 +95,14 @@ impl Group {
             costs,
             messenger: Some(messenger),
             executor: Some(Executor { queue, thread: Some(thread), recorder: recorder.clone() }),
-            ..Group::alone(fabric.arena, home, options, recorder.recorder.clone())
+            ..Group::single_rank(fabric.arena, home, options, recorder.recorder.clone())
         })
     }
 
     /// A group of one rank, which allocates its buffers in `arena`.
-    pub(crate) fn alone(
+    pub(crate) fn single_rank(
         arena: Option<Arc<Arena>>,
-        home: Home,
+        home: SplitContext,
         options: &GroupOptions,
         recorder: FlightRecorder,
     ) -> Self {
@@ -113,7 +113,7 @@ impl Group {
             hosts: Hosts::single(1),
             arena,
             peer_arenas: vec![None],
-            home,
+            split_context: home,
             options: options.clone(),
             selection: Selection::new(Hosts::single(1), false, Arc::default(), options),
             costs: Arc::default(),
@@ -140,7 +140,7 @@ impl Group {
         let fail = |source| CommError::Allocate { bytes: 0, source: Arc::new(source) };
         let arena = Some(Arena::dry().map_err(fail)?);
         let recorder = FlightRecorder::new(rank, hosts.world_size());
-        let alone = Group::alone(arena, Home::inproc(), &GroupOptions::default(), recorder);
+        let alone = Group::single_rank(arena, SplitContext::inproc(), &GroupOptions::default(), recorder);
         let members = (0..hosts.world_size()).map(Rank).collect();
         let dry = Dry { journal: Arc::default(), members };
         Ok(alone.dry_part(rank, hosts, transport, dry))
@@ -175,13 +175,13 @@ impl Group {
     }
 
     fn singleton_with(&self, options: &GroupOptions) -> Group {
-        Group::alone(self.arena.clone(), self.home.clone(), options, self.recorder.clone())
+        Group::single_rank(self.arena.clone(), self.split_context.clone(), options, self.recorder.clone())
     }
 
     /// Starts the group `name` of the given `ranks` of this group.
     pub(crate) fn begin_split(
         &self,
-        parts: Parts,
+        parts: GroupConnections,
         name: String,
         ranks: &[Rank],
         options: &GroupOptions,
@@ -190,7 +190,7 @@ impl Group {
             Some(executor) if ranks.len() > 1 => {
                 let members = ranks.iter().map(|rank| executor.recorder.members()[rank.0]).collect();
                 let recorder = self.recorder.group(name, parts.rank, members);
-                Group::start(parts, self.home.clone(), Arc::clone(&self.costs), options, recorder)
+                Group::start(parts, self.split_context.clone(), Arc::clone(&self.costs), options, recorder)
             }
             _ => Ok(self.singleton_with(options)),
         }
@@ -260,7 +260,7 @@ impl Group {
 
     /// The failure that ended the group, if this rank knows of one. The death of a peer is noticed within half a second.
     pub(crate) fn failure(&self) -> Option<CommError> {
-        self.messenger.as_ref()?.office.failure()
+        self.messenger.as_ref()?.message_queue.failure()
     }
 
     /// This rank.
@@ -328,8 +328,8 @@ impl Group {
         } else {
             self.arena.is_some() && self.executor.is_some()
         };
-        let num_near = self.hosts.ranks(self.hosts.host_of(self.rank)).len();
-        if shares_memory { area_bytes(num_near) } else { 0 }
+        let num_on_host = self.hosts.ranks(self.hosts.host_of(self.rank)).len();
+        if shares_memory { area_bytes(num_on_host) } else { 0 }
     }
 
     /// Bytes of peers' memory that this process maps when a buffer of `num_bytes` is reduced: with `shm`, its block of each peer's buffer;

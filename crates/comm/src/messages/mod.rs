@@ -4,14 +4,14 @@
 //! links, so messages and collectives do not wait for each other. Ranks may issue them in any order that keeps the order of each pair of
 //! ranks.
 
-mod courier;
+mod message_engine;
 
 use crate::buffer::Storage;
 use crate::call::Callback;
 use crate::recorder::{Direction, GroupRecorder};
 use crate::transport::link::Link;
 use crate::{CommError, GroupOptions, Operation};
-use courier::{Courier, Parcel, ROOM};
+use message_engine::{MessageEngine, PendingMessage, ROOM};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
 use slab::Slab;
@@ -23,26 +23,26 @@ use std::time::Instant;
 use trireme_base::{Rank, spawn_thread};
 
 pub(crate) struct Messenger {
-    pub(crate) office: Arc<Office>,
+    pub(crate) message_queue: Arc<MessageQueue>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// The pending messages of a rank, and the state that its threads share.
-pub(crate) struct Office {
+pub(crate) struct MessageQueue {
     recorder: GroupRecorder,
     state: Mutex<State>,
     /// Notified when there may be work for the message thread.
     submitted: Condvar,
     /// Notified when a message has ended or the message engine is available.
     finished: Condvar,
-    bell: OwnedFd,
+    wakeup: OwnedFd,
 }
 
 struct State {
     /// `None` while a thread moves messages, and after a failure.
-    courier: Option<Courier>,
+    engine: Option<MessageEngine>,
     /// Messages that were issued and not yet passed to the message engine.
-    submitted: VecDeque<Parcel>,
+    submitted: VecDeque<PendingMessage>,
     slots: Slab<Slot>,
     num_pending: usize,
     /// Per rank: number of messages sent to it and received from it.
@@ -66,8 +66,8 @@ enum Slot {
 }
 
 /// The right to a message's result; frees its slot when dropped.
-pub(crate) struct Receipt {
-    office: Arc<Office>,
+pub(crate) struct MessageTicket {
+    queue: Arc<MessageQueue>,
     /// `None` once a callback receives the result.
     slot: Option<usize>,
 }
@@ -81,12 +81,12 @@ impl Messenger {
     ) -> Result<Self, CommError> {
         let failed = |source| CommError::Spawn { source: Arc::new(source) };
         let num_issued = vec![[0; 2]; links.len()];
-        let courier = Courier::new(own, links, options, recorder.clone())?;
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let office = Arc::new(Office {
+        let engine = MessageEngine::new(own, links, options, recorder.clone())?;
+        let wakeup = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let queue = Arc::new(MessageQueue {
             recorder,
             state: Mutex::new(State {
-                courier: Some(courier),
+                engine: Some(engine),
                 submitted: VecDeque::with_capacity(ROOM),
                 slots: Slab::with_capacity(ROOM),
                 num_pending: 0,
@@ -98,12 +98,12 @@ impl Messenger {
             }),
             submitted: Condvar::new(),
             finished: Condvar::new(),
-            bell: bell.map_err(|error| failed(error.into()))?,
+            wakeup: wakeup.map_err(|error| failed(error.into()))?,
         });
-        let served = Arc::clone(&office);
+        let served = Arc::clone(&queue);
         let name = format!("messages-{own}");
         let thread = spawn_thread(&name, move || served.serve()).map_err(failed)?;
-        Ok(Messenger { office, thread: Some(thread) })
+        Ok(Messenger { message_queue: queue, thread: Some(thread) })
     }
 
     /// Issues a message to or from `peer`.
@@ -113,9 +113,9 @@ impl Messenger {
         peer: Rank,
         operation: Operation,
         storage: Storage,
-    ) -> Receipt {
-        let office = &self.office;
-        let mut state = office.lock();
+    ) -> MessageTicket {
+        let queue = &self.message_queue;
+        let mut state = queue.lock();
         let failure = state.failure.clone();
         let slot = state.slots.insert(failure.map_or(Slot::Pending, |failure| Slot::Ended(Err(failure))));
         if state.failure.is_none() {
@@ -125,39 +125,39 @@ impl Messenger {
             let event = storage.event();
             if !event.is_done() {
                 event.demand();
-                let office = Arc::clone(office);
-                event.on_done(move || office.ring());
+                let queue = Arc::clone(queue);
+                event.on_done(move || queue.wake());
             }
-            let number = office.recorder.issue_message(way, *num_issued, operation, issued);
+            let number = queue.recorder.issue_message(way, *num_issued, operation, issued);
             *num_issued += 1;
-            state.submitted.push_back(Parcel::new(slot, way, operation, storage, issued, number));
+            state.submitted.push_back(PendingMessage::new(slot, way, operation, storage, issued, number));
             state.num_pending += 1;
             if state.is_asleep {
-                office.ring();
+                queue.wake();
             } else {
-                office.submitted.notify_one();
+                queue.submitted.notify_one();
             }
         }
         drop(state);
-        Receipt { office: Arc::clone(office), slot: Some(slot) }
+        MessageTicket { queue: Arc::clone(queue), slot: Some(slot) }
     }
 }
 
 impl Drop for Messenger {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.office.recorder.fail(&CommError::Panicked, None);
-            self.office.abort(CommError::Panicked);
+            self.message_queue.recorder.fail(&CommError::Panicked, None);
+            self.message_queue.abort(CommError::Panicked);
             return;
         }
-        self.office.lock().is_closed = true;
-        self.office.wake_all();
+        self.message_queue.lock().is_closed = true;
+        self.message_queue.wake_all();
         let ended = self.thread.take().map(JoinHandle::join);
         assert!(!matches!(ended, Some(Err(_))), "the courier's thread panicked; its message is above");
     }
 }
 
-impl Office {
+impl MessageQueue {
     /// Fails all pending and all later messages, because the group has failed.
     pub(crate) fn abort(&self, failure: CommError) {
         self.lock().fail(failure);
@@ -176,12 +176,12 @@ impl Office {
 
     /// Wakes the thread that runs the message engine, best effort: a write fails only if the counter is at its maximum, and then the thread
     /// wakes anyway.
-    fn ring(&self) {
-        let _ = write(&self.bell, &1_u64.to_ne_bytes());
+    fn wake(&self) {
+        let _ = write(&self.wakeup, &1_u64.to_ne_bytes());
     }
 
     fn wake_all(&self) {
-        self.ring();
+        self.wake();
         self.submitted.notify_all();
         self.finished.notify_all();
     }
@@ -191,22 +191,22 @@ impl Office {
         let mut state = self.lock();
         while state.failure.is_none() && !(state.is_closed && state.num_pending == 0) {
             let has_work = state.num_pending > 0 && state.num_waiting == 0;
-            state = match state.courier.take_if(|_| has_work) {
-                Some(courier) => self.deliver(state, courier, false, |state| state.num_waiting > 0),
+            state = match state.engine.take_if(|_| has_work) {
+                Some(engine) => self.run_engine(state, engine, false, |state| state.num_waiting > 0),
                 None => self.submitted.wait(state).unwrap_or_else(PoisonError::into_inner),
             };
         }
         // Dropping the engine closes its connections.
-        let courier = state.courier.take();
+        let engine = state.engine.take();
         drop(state);
-        drop(courier);
+        drop(engine);
     }
 
     /// Moves messages until there are none, or `is_enough`. `is_awaited` says whether this rank has no other work.
-    fn deliver<'a>(
+    fn run_engine<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
-        mut courier: Courier,
+        mut engine: MessageEngine,
         is_awaited: bool,
         is_enough: impl Fn(&State) -> bool,
     ) -> MutexGuard<'a, State> {
@@ -215,24 +215,24 @@ impl Office {
         let mut state = state;
         let mut may_sleep = false;
         let result = loop {
-            state.exchange(&mut courier);
+            state.exchange(&mut engine);
             self.finished.notify_all();
-            if is_enough(&state) || courier.is_idle() || state.failure.is_some() {
+            if is_enough(&state) || engine.is_idle() || state.failure.is_some() {
                 break Ok(());
             }
             state.is_asleep = may_sleep;
             drop(state);
-            let moved = if may_sleep { courier.sleep(&self.bell).map(|()| true) } else { courier.advance() };
+            let moved = if may_sleep { engine.sleep(&self.wakeup).map(|()| true) } else { engine.advance() };
             if may_sleep {
                 // Resets the event. Its cause is found in the shared state.
-                let _ = read(&self.bell, &mut [0_u8; 8]);
+                let _ = read(&self.wakeup, &mut [0_u8; 8]);
             }
-            may_sleep = matches!(moved, Ok(false)) && !courier.look(is_awaited);
+            may_sleep = matches!(moved, Ok(false)) && !engine.look(is_awaited);
             state = self.lock();
             state.is_asleep = false;
             if let Err(failure) = moved {
                 drop(state);
-                self.recorder.fail(&failure, courier.failed);
+                self.recorder.fail(&failure, engine.failed);
                 state = self.lock();
                 break Err(failure);
             }
@@ -240,7 +240,7 @@ impl Office {
         std::mem::forget(guard);
         match result {
             Err(failure) => state.fail(failure),
-            Ok(()) if state.failure.is_none() => state.courier = Some(courier),
+            Ok(()) if state.failure.is_none() => state.engine = Some(engine),
             Ok(()) => {}
         }
         self.finished.notify_all();
@@ -250,7 +250,7 @@ impl Office {
 }
 
 /// Fails the group if the message engine panics: other threads may be waiting for messages.
-struct AbortOnPanic<'a>(&'a Office);
+struct AbortOnPanic<'a>(&'a MessageQueue);
 
 impl Drop for AbortOnPanic<'_> {
     fn drop(&mut self) {
@@ -261,9 +261,9 @@ impl Drop for AbortOnPanic<'_> {
 
 impl State {
     /// Passes issued messages to the engine, and collects completed ones.
-    fn exchange(&mut self, courier: &mut Courier) {
-        self.submitted.drain(..).for_each(|parcel| courier.take(parcel));
-        for (slot, storage) in courier.ended.drain(..) {
+    fn exchange(&mut self, engine: &mut MessageEngine) {
+        self.submitted.drain(..).for_each(|pending| engine.take(pending));
+        for (slot, storage) in engine.ended.drain(..) {
             // The group may have failed meanwhile, and this message with it.
             if self.end(slot, Ok(storage)) {
                 self.num_pending -= 1;
@@ -301,9 +301,9 @@ impl State {
     }
 }
 
-impl Receipt {
+impl MessageTicket {
     pub(crate) fn is_done(&self) -> bool {
-        matches!(self.office.lock().slots[self.slot()], Slot::Ended(_))
+        matches!(self.queue.lock().slots[self.slot()], Slot::Ended(_))
     }
 
     fn slot(&self) -> usize {
@@ -313,7 +313,7 @@ impl Receipt {
     /// Calls `callback` with the result, on the thread that moves the message and with the state locked, so it must not use the group.
     /// Calls it at once if the message has ended.
     pub(crate) fn on_done(mut self, callback: Callback<Storage>) {
-        let mut state = self.office.lock();
+        let mut state = self.queue.lock();
         let slot = &mut state.slots[self.slot()];
         if let Slot::Pending = slot {
             *slot = Slot::Callback(callback);
@@ -329,23 +329,23 @@ impl Receipt {
     }
 
     pub(crate) fn wait(self) -> Result<Storage, CommError> {
-        let (office, slot) = (&self.office, self.slot());
+        let (queue, slot) = (&self.queue, self.slot());
         let is_done = |state: &State| matches!(state.slots[slot], Slot::Ended(_));
-        let mut state = office.lock();
+        let mut state = queue.lock();
         state.num_waiting += 1;
         while !is_done(&state) {
-            state = match state.courier.take() {
-                Some(courier) => office.deliver(state, courier, true, is_done),
+            state = match state.engine.take() {
+                Some(engine) => queue.run_engine(state, engine, true, is_done),
                 None => {
                     // The message thread lets a waiting thread run the engine.
-                    office.ring();
-                    office.finished.wait(state).unwrap_or_else(PoisonError::into_inner)
+                    queue.wake();
+                    queue.finished.wait(state).unwrap_or_else(PoisonError::into_inner)
                 }
             };
         }
         state.num_waiting -= 1;
         if state.num_waiting == 0 && state.num_pending > 0 {
-            office.submitted.notify_one();
+            queue.submitted.notify_one();
         }
         match std::mem::replace(&mut state.slots[slot], Slot::Taken) {
             Slot::Ended(result) => result,
@@ -354,10 +354,10 @@ impl Receipt {
     }
 }
 
-impl Drop for Receipt {
+impl Drop for MessageTicket {
     fn drop(&mut self) {
         let Some(slot) = self.slot else { return };
-        let mut state = self.office.lock();
+        let mut state = self.queue.lock();
         match state.slots[slot] {
             Slot::Ended(_) | Slot::Taken => drop(state.slots.remove(slot)),
             _ => state.slots[slot] = Slot::Abandoned,
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_courier_that_panics_fails_whoever_waits_and_its_group() {
+    fn a_panic_of_the_engine_fails_waiting_threads_and_the_group() {
         let (messenger, world) = without_links();
         let send = || {
             let operation = Operation::message(DType::U8, 1);
@@ -399,16 +399,16 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_with_the_office_locked_is_a_failure_and_not_a_deadlock() {
+    fn a_panic_with_the_queue_locked_is_a_failure_and_not_a_deadlock() {
         let (messenger, world) = without_links();
-        let office = &messenger.office;
-        let mut state = office.lock();
-        let courier = state.courier.take().expect("nobody moves messages while there are none");
+        let queue = &messenger.message_queue;
+        let mut state = queue.lock();
+        let engine = state.engine.take().expect("nobody moves messages while there are none");
         let panicked = catch_unwind(AssertUnwindSafe(|| {
-            drop(office.deliver(state, courier, true, |_| panic!("the office is locked here")));
+            drop(queue.run_engine(state, engine, true, |_| panic!("the office is locked here")));
         }));
         assert!(panicked.is_err());
-        assert!(matches!(office.failure(), Some(CommError::Panicked)));
+        assert!(matches!(queue.failure(), Some(CommError::Panicked)));
         let operation = Operation::message(DType::U8, 1);
         let sent =
             messenger.submit(Direction::Send, Rank(1), operation, Storage::heap(DType::U8, 1).unwrap());

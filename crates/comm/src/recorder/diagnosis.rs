@@ -58,7 +58,7 @@ pub struct Disagreement {
     /// The property that differs.
     pub difference: Difference,
     /// The different operations with their ranks. The operation of most ranks comes first.
-    pub sides: Vec<Side>,
+    pub sides: Vec<Variant>,
 }
 
 trireme_base::named! {
@@ -81,7 +81,7 @@ trireme_base::named! {
 
 /// An operation that some ranks issued.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Side {
+pub struct Variant {
     /// The operation.
     pub operation: Operation,
     /// The program line that issued the operation. Empty if unknown.
@@ -249,13 +249,14 @@ fn of_unlike_lines<'a>(ranks: &BTreeMap<usize, IssuedAt<'a>>) -> Option<BTreeMap
     None
 }
 
-fn sides(ranks: &BTreeMap<usize, IssuedAt<'_>>, of_operations: bool) -> Vec<Side> {
-    let mut sides: Vec<Side> = Vec::new();
+fn sides(ranks: &BTreeMap<usize, IssuedAt<'_>>, of_operations: bool) -> Vec<Variant> {
+    let mut sides: Vec<Variant> = Vec::new();
     for (rank, (operation, line)) in ranks {
-        let same =
-            |side: &&mut Side| if of_operations { side.operation == *operation } else { side.line == *line };
+        let same = |side: &&mut Variant| {
+            if of_operations { side.operation == *operation } else { side.line == *line }
+        };
         match sides.iter_mut().find(same) {
-            None => sides.push(Side {
+            None => sides.push(Variant {
                 operation: *operation,
                 line: (*line).to_owned(),
                 ranks: Vec::from([*rank]),
@@ -272,10 +273,10 @@ fn sides(ranks: &BTreeMap<usize, IssuedAt<'_>>, of_operations: bool) -> Vec<Side
     sides
 }
 
-fn difference(sides: &[Side], sequence: u64, sequences: &Sequences<'_>) -> Difference {
+fn difference(sides: &[Variant], sequence: u64, sequences: &Sequences<'_>) -> Difference {
     let [one, other] = [&sides[0], &sides[1]];
     // Whether a rank of `side` issues `operation` later in the sequence.
-    let comes_later = |side: &Side, operation: Operation| {
+    let comes_later = |side: &Variant, operation: Operation| {
         let later = sequences
             .range(sequence + 1..)
             .flat_map(|(_, ranks)| side.ranks.iter().filter_map(|rank| ranks.get(rank)));

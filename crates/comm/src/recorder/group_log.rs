@@ -1,6 +1,6 @@
 use super::clock::Clock;
 use super::report::{
-    FailureReport, GroupReport, IssuedOperation, MessagePeer, OperationReport, OperationState, ToldPlace,
+    FailureReport, GroupReport, IssuedOperation, MessagePeer, OperationReport, OperationState, ReportedPlace,
 };
 use super::ring::{Record, Ring};
 use super::text::Line;
@@ -23,7 +23,7 @@ pub(super) struct GroupLog {
 /// The threads that issue a group's operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Issuer {
-    Nobody,
+    Unknown,
     One(ThreadId),
     Several,
 }
@@ -39,7 +39,7 @@ pub(super) struct State {
     pub(super) num_messages: u64,
     pub(super) failure: Option<(Instant, CommError)>,
     /// By member: the place that the member reported last, and when.
-    pub(super) heard: Vec<Option<(Instant, Option<ToldPlace>)>>,
+    pub(super) heard: Vec<Option<(Instant, Option<ReportedPlace>)>>,
     /// By member: the latest time at which it is known to have made progress.
     pub(super) progress: Vec<Option<Instant>>,
     /// By member: whether it must be asked for its progress.
@@ -50,7 +50,7 @@ pub(super) struct State {
 impl GroupLog {
     pub(super) fn new(name: String, own: Rank, members: Vec<Rank>) -> Self {
         let state = State {
-            issuer: Issuer::Nobody,
+            issuer: Issuer::Unknown,
             is_awaited: false,
             line: Line::EMPTY,
             operations: Ring::new(),
@@ -76,7 +76,7 @@ impl GroupLog {
             |ring: &Ring| ring.records().iter().map(|record| self.operation(record, clock)).collect();
         let heard = state.heard.iter().enumerate().filter_map(|(member, heard)| {
             let (at, told) = (*heard)?;
-            Some(ToldPlace::place(told, self.members[member], clock.unix(at)))
+            Some(ReportedPlace::place(told, self.members[member], clock.unix(at)))
         });
         GroupReport {
             name: self.name.clone(),

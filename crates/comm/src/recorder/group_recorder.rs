@@ -1,6 +1,6 @@
 use super::FlightRecorder;
 use super::group_log::{GroupLog, Issuer};
-use super::report::{Direction, Occasion, OperationState, ToldPlace};
+use super::report::{Direction, Occasion, OperationState, ReportedPlace};
 use super::ring::{Issued, Record};
 use super::text::{GroupName, Line};
 use crate::call::Call;
@@ -71,7 +71,7 @@ impl GroupRecorder {
         self.recorder.heartbeat().beat_at(issued.at);
         let thread = Issuer::One(thread::current().id());
         state.issuer = match state.issuer {
-            Issuer::Nobody => thread,
+            Issuer::Unknown => thread,
             known if known == thread => thread,
             _ => Issuer::Several,
         };
@@ -108,7 +108,7 @@ impl GroupRecorder {
     }
 
     /// Records when a member last made progress.
-    pub(crate) fn hear_progress(&self, member: Rank, at: Instant) {
+    pub(crate) fn record_progress(&self, member: Rank, at: Instant) {
         let mut state = self.log.lock();
         let known = &mut state.progress[member.0];
         *known = (*known).max(Some(at));
@@ -116,7 +116,7 @@ impl GroupRecorder {
 
     /// Time since `member` last made progress, counted from `since` at the earliest. Passes its progress on as this rank's own, for ranks
     /// that wait for this one.
-    pub(crate) fn silence_passing_on(&self, member: Rank, since: Instant) -> Duration {
+    pub(crate) fn time_since_progress(&self, member: Rank, since: Instant) -> Duration {
         let progress = self.log.lock().progress[member.0];
         if let Some(at) = progress {
             self.recorder.heartbeat().beat_at(at);
@@ -129,7 +129,7 @@ impl GroupRecorder {
     }
 
     /// Returns and clears the members to ask for their progress.
-    pub(crate) fn take_asked(&self) -> Vec<Rank> {
+    pub(crate) fn take_progress_requests(&self) -> Vec<Rank> {
         let mut state = self.log.lock();
         let asked = state.is_asked.iter_mut().enumerate();
         asked.filter_map(|(member, is_asked)| std::mem::take(is_asked).then_some(Rank(member))).collect()
@@ -144,7 +144,7 @@ impl GroupRecorder {
     }
 
     /// The place where the only thread that issues this group's operations waits, if it waits in another group.
-    pub(crate) fn blocked_elsewhere(&self) -> Option<ToldPlace> {
+    pub(crate) fn blocked_elsewhere(&self) -> Option<ReportedPlace> {
         let issuer = self.log.lock().issuer;
         let groups = self.recorder.groups().clone();
         let now = Instant::now();
@@ -154,7 +154,7 @@ impl GroupRecorder {
             let records = is_blocked.then(|| state.operations.records())?;
             let record = records.into_iter().find(|record| record.ended.is_none())?;
             let since = record.started.unwrap_or(record.issued.at);
-            Some(ToldPlace {
+            Some(ReportedPlace {
                 group: GroupName::of(format_args!("{}", group.name)),
                 sequence: record.sequence,
                 operation: record.operation,
@@ -167,7 +167,7 @@ impl GroupRecorder {
     }
 
     /// Whether there is a deadlock: member `other` waits at `place` of another common group for the thread that waits in this group.
-    pub(crate) fn is_crossed_by(&self, other: Rank, place: &ToldPlace) -> bool {
+    pub(crate) fn is_deadlocked_with(&self, other: Rank, place: &ReportedPlace) -> bool {
         let issuer = {
             let state = self.log.lock();
             if !state.is_awaited {
@@ -247,27 +247,27 @@ impl GroupRecorder {
     }
 
     /// Records the place that a member reported.
-    pub(crate) fn hear(&self, member: Rank, told: Option<ToldPlace>) {
+    pub(crate) fn record_place(&self, member: Rank, told: Option<ReportedPlace>) {
         self.log.lock().heard[member.0] = Some((Instant::now(), told));
     }
 
     /// This rank's place, to be reported to its peers.
-    pub(crate) fn told_place(&self) -> Option<ToldPlace> {
-        ToldPlace::of(&self.recorder.report().place())
+    pub(crate) fn reported_place(&self) -> Option<ReportedPlace> {
+        ReportedPlace::of(&self.recorder.report().place())
     }
 
     /// Warns the user that an operation takes long, and names the ranks it waits for.
-    pub(crate) fn tell_of_stall(&self, call: &Call, missing: &[Rank]) {
+    pub(crate) fn report_stall(&self, call: &Call, missing: &[Rank]) {
         let whom = match missing {
             [] => "for the end of an operation that all ranks have begun,".to_owned(),
             [one] => format!("for rank {}", self.in_world(*one)),
             several => format!("for {}", ranks(several.iter().map(|rank| self.in_world(*rank)))),
         };
         let line = self.log.lock().operations.find(call.sequence).map(|record| record.issued.line);
-        self.tell_of_wait(call, &whom, "operation", line);
+        self.report_wait(call, &whom, "operation", line);
     }
 
-    pub(crate) fn tell_of_message_stall(
+    pub(crate) fn report_message_stall(
         &self,
         call: &Call,
         (direction, peer): (Direction, Rank),
@@ -278,10 +278,10 @@ impl GroupRecorder {
             Direction::Receive => format!("for rank {} to send", self.in_world(peer)),
         };
         let line = self.log.lock().messages.find(number).map(|record| record.issued.line);
-        self.tell_of_wait(call, &whom, "message", line);
+        self.report_wait(call, &whom, "message", line);
     }
 
-    fn tell_of_wait(&self, call: &Call, whom: &str, kind: &str, line: Option<Line>) {
+    fn report_wait(&self, call: &Call, whom: &str, kind: &str, line: Option<Line>) {
         let (own, name) = (self.in_world(self.log.own), &self.log.name);
         let Call { sequence, operation, timeout, started, .. } = call;
         let line = line.filter(|line| *line != Line::EMPTY);

@@ -17,13 +17,13 @@ mod ring;
 mod text;
 mod writer;
 
-pub use diagnosis::{Diagnosis, Difference, Disagreement, Finding, Side, Source};
+pub use diagnosis::{Diagnosis, Difference, Disagreement, Finding, Source, Variant};
 pub use file::{ReadReportsError, read_reports, remove_reports, report_path};
 pub(crate) use group_recorder::GroupRecorder;
 pub(crate) use operation_fields::OperationFields;
 pub use options::RecorderOptions;
 pub use program_line::ProgramLine;
-pub(crate) use report::ToldPlace;
+pub(crate) use report::ReportedPlace;
 pub use report::{
     Direction, FailureReport, GroupReport, IssuedOperation, MessagePeer, Occasion, OperationReport,
     OperationState, Place, RankReport,
@@ -74,7 +74,7 @@ impl FlightRecorder {
     /// Creates a recorder with the given options, and starts its writer.
     pub(crate) fn start(rank: Rank, world_size: usize, options: &RecorderOptions) -> Result<Self, CommError> {
         let writer = ReportWriter::start(rank, options)?;
-        Ok(FlightRecorder::with(rank, world_size, options.gathers, writer))
+        Ok(FlightRecorder::with(rank, world_size, options.waits_for_peer_reports, writer))
     }
 
     fn with(rank: Rank, world_size: usize, gathers: bool, writer: Option<ReportWriter>) -> Self {
@@ -92,7 +92,7 @@ impl FlightRecorder {
         }))
     }
 
-    /// Starts the records of a group in which this rank is `own`. `members` are ranks of the world.
+    /// Starts the records of a group in which this rank is `own`. `authenticated` are ranks of the world.
     pub(crate) fn group(&self, name: String, own: Rank, members: Vec<Rank>) -> GroupRecorder {
         let log = Arc::new(GroupLog::new(name, own, members));
         let mut groups = self.groups();

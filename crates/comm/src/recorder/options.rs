@@ -13,5 +13,5 @@ pub struct RecorderOptions {
     pub on_stall: Option<LineListener>,
     /// Whether dropping a failed group waits until the peers have reported their places, for at most 1.5 s. For runs without a launcher
     /// that reads the files.
-    pub gathers: bool,
+    pub waits_for_peer_reports: bool,
 }

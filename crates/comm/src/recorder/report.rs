@@ -194,7 +194,7 @@ impl OperationReport {
 
 /// A [`Place`] in the fixed-size form that ranks send to their peers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ToldPlace {
+pub(crate) struct ReportedPlace {
     pub(crate) group: GroupName,
     pub(crate) sequence: u64,
     pub(crate) operation: Operation,
@@ -204,7 +204,7 @@ pub(crate) struct ToldPlace {
     pub(crate) milliseconds: u64,
 }
 
-impl ToldPlace {
+impl ReportedPlace {
     /// A key that identifies the operation among all operations of this rank.
     pub(crate) fn operation_key(&self) -> (&str, u64) {
         (self.group.as_str(), self.sequence)
@@ -213,7 +213,7 @@ impl ToldPlace {
     /// Converts a place. `None` before the first operation.
     pub(crate) fn of(place: &Place) -> Option<Self> {
         let operation = place.operation.as_ref()?;
-        Some(ToldPlace {
+        Some(ReportedPlace {
             group: GroupName::of(format_args!("{}", place.group)),
             sequence: operation.sequence,
             operation: operation.operation,

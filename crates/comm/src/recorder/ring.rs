@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_are_kept_and_what_has_not_ended_stays() {
+    fn recent_and_pending_records_are_kept() {
         let mut ring = Ring::new();
         assert!(ring.records().is_empty() && ring.find(0).is_none());
         for number in 0..3 * NUM_KEPT {

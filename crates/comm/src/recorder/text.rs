@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_text_is_refused() {
+    fn invalid_text_is_refused() {
         for bytes in [*b"a\0b\0\0\0\0\0", *b"a\n\0\0\0\0\0\0", *b"\xff\0\0\0\0\0\0\0"] {
             assert_eq!(Text::<8>::decode(&[u64::from_le_bytes(bytes)]), None);
         }

@@ -98,7 +98,7 @@ impl Mailbox {
             }
             drop(state);
             if let Some(listener) = &options.on_stall {
-                stalls.iter().for_each(|line| listener.tell(line));
+                stalls.iter().for_each(|line| listener.notify(line));
             }
             if let (Some(folder), Some(report)) = (&options.folder, report) {
                 // Best effort, as the options document.

@@ -56,13 +56,13 @@ impl Channel {
     }
 
     /// Whether the peer has closed the connection, or sent a message out of turn.
-    pub(super) fn has_gone(&self) -> bool {
+    pub(super) fn has_disconnected(&self) -> bool {
         let peeked = recv(&self.stream, &mut [0], RecvFlags::DONTWAIT | RecvFlags::PEEK);
         !matches!(peeked, Err(Errno::AGAIN | Errno::INTR))
     }
 
     /// Whether the peer has closed the connection, or its next message reports a failure.
-    pub(super) fn brings_failure(&self) -> bool {
+    pub(super) fn has_failure_next(&self) -> bool {
         let mut header = [0; HEADER_BYTES];
         match recv(&self.stream, &mut header, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
             Ok((_, HEADER_BYTES)) => Message::is_failure(&header),

@@ -7,15 +7,15 @@
 use super::key::{Key, TAG_BYTES};
 use super::wait_limit::WaitLimit;
 use super::wire::wait_for;
-use crate::transport::link::{Interest, Side, Tls, TlsLink};
+use crate::transport::link::{ConnectionSide, Interest, Tls, TlsLink};
 use std::io;
 use std::os::fd::OwnedFd;
 
 /// The purpose of the tag that `side` sends.
-fn purpose(side: Side) -> &'static str {
+fn purpose(side: ConnectionSide) -> &'static str {
     match side {
-        Side::Connecting => "trireme: encryption of the side that connects",
-        Side::Accepting => "trireme: encryption of the side that accepts",
+        ConnectionSide::Connecting => "trireme: encryption of the side that connects",
+        ConnectionSide::Accepting => "trireme: encryption of the side that accepts",
     }
 }
 
@@ -23,7 +23,7 @@ fn purpose(side: Side) -> &'static str {
 pub(super) fn encrypt(
     socket: OwnedFd,
     tls: &Tls,
-    side: Side,
+    side: ConnectionSide,
     key: &Key,
     limit: WaitLimit<'_>,
 ) -> io::Result<TlsLink> {
@@ -36,8 +36,8 @@ pub(super) fn encrypt(
     let mut tag = [0; TAG_BYTES];
     receive_exact(&mut link, &mut tag, limit)?;
     let other = match side {
-        Side::Connecting => Side::Accepting,
-        Side::Accepting => Side::Connecting,
+        ConnectionSide::Connecting => ConnectionSide::Accepting,
+        ConnectionSide::Accepting => ConnectionSide::Connecting,
     };
     if key.verify(purpose(other), &[&exported], &tag) {
         return Ok(link);
@@ -99,13 +99,13 @@ mod tests {
     }
 
     /// Encrypts both ends, with the certificates of two holders and the keys that their handshakes derived.
-    fn ends(holders: [&str; 2], keys: [&Key; 2]) -> [io::Result<TlsLink>; 2] {
+    fn ends(replicated: [&str; 2], keys: [&Key; 2]) -> [io::Result<TlsLink>; 2] {
         let (one, other) = UnixStream::pair().expect("sockets");
-        let [connecting, accepting] = holders.map(tls);
+        let [connecting, accepting] = replicated.map(tls);
         thread::scope(|scope| {
             let accepting =
-                scope.spawn(|| encrypt(other.into(), &accepting, Side::Accepting, keys[1], soon()));
-            let connecting = encrypt(one.into(), &connecting, Side::Connecting, keys[0], soon());
+                scope.spawn(|| encrypt(other.into(), &accepting, ConnectionSide::Accepting, keys[1], soon()));
+            let connecting = encrypt(one.into(), &connecting, ConnectionSide::Connecting, keys[0], soon());
             [connecting, accepting.join().expect("no panic")]
         })
     }
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_arrive_both_ways_and_nobody_can_read_them() {
+    fn bytes_arrive_both_ways_encrypted() {
         let [key, _] = keys();
         let [one, other] = ends(["worker"; 2], [&key; 2]).map(|end| end.expect("encrypted"));
         let sent: Vec<u8> = (0..1_000_000_u32).map(|i| (i % 251) as u8).collect();
@@ -155,14 +155,14 @@ mod tests {
     #[test]
     fn both_sides_need_a_certificate_of_the_authority_and_the_name() {
         let [key, _] = keys();
-        for holders in [["worker", "stranger"], ["stranger", "worker"], ["worker", "elsewhere"]] {
-            let [connecting, accepting] = ends(holders, [&key; 2]);
-            assert!(connecting.is_err() && accepting.is_err(), "{holders:?}");
+        for replicated in [["worker", "stranger"], ["stranger", "worker"], ["worker", "elsewhere"]] {
+            let [connecting, accepting] = ends(replicated, [&key; 2]);
+            assert!(connecting.is_err() && accepting.is_err(), "{replicated:?}");
         }
     }
 
     #[test]
-    fn who_stands_in_between_is_found_out() {
+    fn a_man_in_the_middle_is_detected() {
         let [one, other] = keys();
         let [connecting, accepting] = ends(["worker"; 2], [&one, &other]);
         for end in [connecting, accepting] {

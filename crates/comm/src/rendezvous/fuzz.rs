@@ -1,10 +1,10 @@
 //! Tests with hostile introductions, messages and entire handshakes.
 
-use super::handshake::{Examination, Finding, Introduction, proof};
+use super::handshake::{HandshakeAcceptor, HandshakeStep, Introduction, proof};
 use super::hello::Hello;
 use super::key::{Key, NONCE_BYTES, Nonce};
 use super::message::{HEADER_BYTES, Message, TEXT_BYTES_MAX, Table, body_bytes};
-use super::place::Place;
+use super::rank_address::RankAddress;
 use super::session::PeerHello;
 use crate::fuzz::Fuzzer;
 use crate::{JoinOptions, Secret};
@@ -12,8 +12,12 @@ use trireme_base::Rank;
 
 const WORLD_SIZE: usize = 4;
 
-fn place() -> Place {
-    Place { host: 1 << 100 | 7, meeting: 8, address: "[2001:db8::1]:4000".parse().expect("an address") }
+fn place() -> RankAddress {
+    RankAddress {
+        host: 1 << 100 | 7,
+        socket_id: 8,
+        address: "[2001:db8::1]:4000".parse().expect("an address"),
+    }
 }
 
 fn hello() -> Hello {
@@ -59,7 +63,7 @@ fn hostile_introductions_of_members_are_read_or_refused() {
 fn hostile_messages_are_read_or_refused_within_their_bounds() {
     let table = Table { session: [77; NONCE_BYTES], tries_shm: true, places: vec![place(); WORLD_SIZE] };
     let messages = [
-        Message::TurnedAway("because".to_owned()),
+        Message::Refused("because".to_owned()),
         Message::Table(table),
         Message::Report(Ok(())),
         Message::Report(Err("no".to_owned())),
@@ -80,7 +84,7 @@ fn hostile_messages_are_read_or_refused_within_their_bounds() {
         match Message::decode(bytes, WORLD_SIZE) {
             Ok(Message::Table(table)) => assert_eq!(table.places.len(), WORLD_SIZE),
             // An invalid UTF-8 byte becomes a character of three bytes.
-            Ok(Message::TurnedAway(text) | Message::Report(Err(text))) => {
+            Ok(Message::Refused(text) | Message::Report(Err(text))) => {
                 assert!(text.len() <= 3 * TEXT_BYTES_MAX && !text.contains(char::is_control));
             }
             Ok(Message::Report(Ok(())) | Message::Challenge(_) | Message::Welcome(_)) => {}
@@ -93,17 +97,17 @@ fn hostile_messages_are_read_or_refused_within_their_bounds() {
 
 /// Runs the accepting side of a handshake with these two messages. Returns whether it accepts the peer as a member.
 fn is_let_in(turns: [&[u8]; 2], challenge: Nonce) -> bool {
-    let mut examination = Examination::<Hello>::new(key(), challenge);
+    let mut examination = HandshakeAcceptor::<Hello>::new(key(), challenge);
     for turn in turns {
         if examination.can_begin(turn).is_err() {
             return false;
         }
-        match examination.hear(turn) {
-            Finding::Answer(answer) => assert_eq!(answer, Message::Challenge(challenge)),
-            Finding::Member(_) => return true,
-            Finding::Refused(_) => return false,
+        match examination.handle(turn) {
+            HandshakeStep::Answer(answer) => assert_eq!(answer, Message::Challenge(challenge)),
+            HandshakeStep::Member(_) => return true,
+            HandshakeStep::Refused(_) => return false,
         }
-        assert!(examination.turn_bytes() < 256);
+        assert!(examination.message_bytes() < 256);
     }
     false
 }

@@ -31,7 +31,7 @@ pub(super) trait Introduction: Sized {
 }
 
 /// The accepting side's response to a handshake.
-pub(super) enum Reception {
+pub(super) enum HandshakeOutcome {
     /// Both sides have the same key. Holds the derived key of this connection only.
     Welcome(Key),
     TurnedAway(String),
@@ -43,22 +43,22 @@ pub(super) fn introduce<'a>(
     introduction: &[u8],
     key: &Key,
     limit: impl Into<WaitLimit<'a>>,
-) -> io::Result<Reception> {
+) -> io::Result<HandshakeOutcome> {
     let limit = limit.into();
     let opening = [introduction, &nonce()?].concat();
     send_all(&stream, &opening, limit)?;
     let challenge = match Message::receive(&stream, limit)? {
         Message::Challenge(challenge) => challenge,
-        Message::TurnedAway(reason) => return Ok(Reception::TurnedAway(reason)),
+        Message::Refused(reason) => return Ok(HandshakeOutcome::TurnedAway(reason)),
         _ => return Err(invalid("expected a challenge, but something else came")),
     };
     let said: [&[u8]; 2] = [&opening, &challenge];
     send_all(&stream, &proof(key, &opening, &challenge), limit)?;
     match Message::receive(&stream, limit)? {
         Message::Welcome(proof) if key.verify(ACCEPTING, &said, &proof) => {
-            Ok(Reception::Welcome(key.derive(CONNECTION, &said)))
+            Ok(HandshakeOutcome::Welcome(key.derive(CONNECTION, &said)))
         }
-        Message::TurnedAway(reason) => Ok(Reception::TurnedAway(reason)),
+        Message::Refused(reason) => Ok(HandshakeOutcome::TurnedAway(reason)),
         _ => {
             let why = "the other side does not know the secret of this job";
             Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
@@ -73,7 +73,7 @@ pub(super) fn proof(key: &Key, opening: &[u8], challenge: &Nonce) -> Tag {
 
 /// The accepting side of a handshake, as a state machine that handles one message at a time. Does no I/O, so it can be tested with millions
 /// of inputs.
-pub(super) struct Examination<I> {
+pub(super) struct HandshakeAcceptor<I> {
     key: Key,
     challenge: Nonce,
     /// The connecting side's first message, once it has arrived.
@@ -81,7 +81,7 @@ pub(super) struct Examination<I> {
 }
 
 /// The result of handling one message.
-pub(super) enum Finding<I> {
+pub(super) enum HandshakeStep<I> {
     /// Send this message, and handle the next one.
     Answer(Message),
     Member(Member<I>),
@@ -99,12 +99,12 @@ pub(super) struct Member<I> {
 const NO_MEMBER: &str = "it does not know the secret of this job, which all workers need";
 const NO_PROTOCOL: &str = "it does not speak this version of the rendezvous protocol";
 
-impl<I: Introduction> Examination<I> {
+impl<I: Introduction> HandshakeAcceptor<I> {
     pub(super) fn new(key: Key, challenge: Nonce) -> Self {
-        Examination { key, challenge, opened: None }
+        HandshakeAcceptor { key, challenge, opened: None }
     }
 
-    pub(super) fn turn_bytes(&self) -> usize {
+    pub(super) fn message_bytes(&self) -> usize {
         match self.opened {
             None => I::BYTES + NONCE_BYTES,
             Some(_) => TAG_BYTES,
@@ -118,24 +118,24 @@ impl<I: Introduction> Examination<I> {
         if is_possible { Ok(()) } else { Err(NO_PROTOCOL) }
     }
 
-    /// Handles a message of [`turn_bytes`](Self::turn_bytes) bytes. `Member` and `Refused` end the handshake.
-    pub(super) fn hear(&mut self, turn: &[u8]) -> Finding<I> {
+    /// Handles a message of [`message_bytes`](Self::message_bytes) bytes. `Member` and `Refused` end the handshake.
+    pub(super) fn handle(&mut self, turn: &[u8]) -> HandshakeStep<I> {
         let Some((introduction, opening)) = self.opened.take() else {
             let introduction = turn.get(..I::BYTES).and_then(I::decode);
-            let Some(introduction) = introduction.filter(|_| turn.len() == self.turn_bytes()) else {
-                return Finding::Refused(NO_PROTOCOL);
+            let Some(introduction) = introduction.filter(|_| turn.len() == self.message_bytes()) else {
+                return HandshakeStep::Refused(NO_PROTOCOL);
             };
             self.opened = Some((introduction, turn.to_vec()));
-            return Finding::Answer(Message::Challenge(self.challenge));
+            return HandshakeStep::Answer(Message::Challenge(self.challenge));
         };
         let said: [&[u8]; 2] = [&opening, &self.challenge];
         match turn.try_into() {
-            Ok(proof) if self.key.verify(CONNECTING, &said, proof) => Finding::Member(Member {
+            Ok(proof) if self.key.verify(CONNECTING, &said, proof) => HandshakeStep::Member(Member {
                 introduction,
                 welcome: self.key.tag(ACCEPTING, &said),
                 key: self.key.derive(CONNECTION, &said),
             }),
-            _ => Finding::Refused(NO_MEMBER),
+            _ => HandshakeStep::Refused(NO_MEMBER),
         }
     }
 }

@@ -1,6 +1,6 @@
 use super::handshake::Introduction;
 use super::key::Key;
-use super::place::{PLACE_WORDS, Place};
+use super::rank_address::{PLACE_WORDS, RankAddress};
 use crate::{GroupOptions, JoinOptions, words};
 use std::net::{Ipv4Addr, SocketAddr};
 
@@ -16,7 +16,7 @@ pub(super) struct Hello {
     pub(super) job: u64,
     /// Fingerprints of the [`shared_options`].
     pub(super) options: [u64; NUM_OPTIONS],
-    pub(super) place: Place,
+    pub(super) place: RankAddress,
 }
 
 impl Introduction for Hello {
@@ -28,14 +28,14 @@ impl Introduction for Hello {
         let [magic, rank, world_size, job, rest @ ..]: [u64; WORDS] =
             words::from_bytes::<WORDS, { 8 * WORDS }>(bytes.try_into().ok()?);
         let (options, place) = rest.split_first_chunk()?;
-        let place =
-            Place::from_words(place.try_into().ok()?).filter(|_| magic == u64::from_le_bytes(Self::MAGIC))?;
+        let place = RankAddress::from_words(place.try_into().ok()?)
+            .filter(|_| magic == u64::from_le_bytes(Self::MAGIC))?;
         Some(Hello { rank, world_size, job, options: *options, place })
     }
 }
 
 impl Hello {
-    pub(super) fn of(options: &JoinOptions, place: Place) -> Self {
+    pub(super) fn of(options: &JoinOptions, place: RankAddress) -> Self {
         Hello {
             rank: options.rank.0 as u64,
             world_size: options.world_size as u64,
@@ -48,7 +48,7 @@ impl Hello {
     /// The introduction of a rank that cannot join and will report why. Its job name may be unknown.
     pub(super) fn of_failed(options: &JoinOptions) -> Self {
         let address = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
-        Hello::of(options, Place { host: 0, meeting: 0, address })
+        Hello::of(options, RankAddress { host: 0, socket_id: 0, address })
     }
 
     /// Whether the rank cannot join. A rank that can has a port.
@@ -149,7 +149,7 @@ mod tests {
 
     fn hello(rank: u64, options: &JoinOptions) -> Hello {
         let address = "127.0.0.1:9".parse().expect("an address");
-        Hello { rank, ..Hello::of(options, Place { host: 1 << 100, meeting: 8, address }) }
+        Hello { rank, ..Hello::of(options, RankAddress { host: 1 << 100, socket_id: 8, address }) }
     }
 
     #[test]
@@ -162,10 +162,14 @@ mod tests {
     }
 
     #[test]
-    fn places_are_seen_with_the_address_of_rank_0() {
-        let at = |address: &str| Place { host: 0, meeting: 0, address: address.parse().expect("an address") };
+    fn link_local_addresses_get_the_scope_of_rank_0() {
+        let at = |address: &str| RankAddress {
+            host: 0,
+            socket_id: 0,
+            address: address.parse().expect("an address"),
+        };
         let root: SocketAddr = "[fe80::1%3]:29500".parse().expect("an address");
-        let seen = |address| at(address).seen_with(root).address.to_string();
+        let seen = |address| at(address).with_scope_of(root).address.to_string();
         assert_eq!(seen("[fe80::2]:7"), "[fe80::2%3]:7");
         assert_eq!(seen("[2001:db8::2]:7"), "[2001:db8::2]:7");
         assert_eq!(seen("192.0.2.2:7"), "192.0.2.2:7");
@@ -189,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_failed_needs_the_secret_or_the_job() {
+    fn a_failed_rank_needs_the_secret_or_the_job() {
         let secret = Secret::new("0123456789abcdef").ok();
         let named = JoinOptions { job: "a".to_owned(), ..JoinOptions::new(Rank(0), 4) };
         let secured = JoinOptions { secret, ..named.clone() };

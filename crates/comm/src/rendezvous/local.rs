@@ -88,7 +88,7 @@ mod tests {
 
     /// A full queue of connections to a process that accepts none, like a stopped one.
     #[test]
-    fn a_socket_of_this_host_that_accepts_nobody_is_given_up_at_the_deadline() {
+    fn a_local_socket_that_does_not_accept_times_out() {
         let meeting = u64::from_ne_bytes(random_bytes().unwrap());
         let listener = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
         let address = SocketAddrUnix::new_abstract_name(local_name(meeting).as_bytes()).unwrap();

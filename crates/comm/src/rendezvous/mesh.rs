@@ -3,12 +3,12 @@
 use super::encryption::encrypt;
 use super::key::Key;
 use super::local::{check_user, connect_local, receive_arena, send_arena};
-use super::place::Place;
-use super::session::{Gate, Session};
+use super::rank_address::RankAddress;
+use super::session::{MemberAcceptor, Session};
 use super::wait_limit::{AnotherFailed, WaitLimit};
 use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, pauses};
 use crate::transport::Purpose;
-use crate::transport::link::{Connection, Side, Tls};
+use crate::transport::link::{Connection, ConnectionSide, Tls};
 use crate::transport::shm::{Arena, PeerArena};
 use rustix::net::sockopt::{
     set_socket_keepalive, set_tcp_keepidle, set_tcp_keepintvl, set_tcp_nodelay, set_tcp_user_timeout,
@@ -23,21 +23,21 @@ use trireme_schedule::collective::Hosts;
 
 /// Identifies one of the connections between two members.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Errand {
+struct ConnectionId {
     purpose: Purpose,
     /// Index among the connections for the same purpose.
     index: usize,
 }
 
-impl Errand {
+impl ConnectionId {
     fn to_word(self) -> u64 {
         (self.index as u64) << 8 | self.purpose as u64
     }
 
-    /// Decodes the word of [`to_word`](Errand::to_word). `None` if it is not valid.
+    /// Decodes the word of [`to_word`](ConnectionId::to_word). `None` if it is not valid.
     fn of(word: u64) -> Option<Self> {
         let purpose = Purpose::ALL.into_iter().find(|&known| known as u64 == word & 0xff)?;
-        Some(Errand { purpose, index: usize::try_from(word >> 8).ok()? })
+        Some(ConnectionId { purpose, index: usize::try_from(word >> 8).ok()? })
     }
 }
 
@@ -65,7 +65,7 @@ pub(crate) struct Listeners {
 pub(super) struct Members<'a> {
     /// Index of this rank among the members.
     pub(super) own: Rank,
-    pub(super) places: &'a [Place],
+    pub(super) places: &'a [RankAddress],
     pub(super) routes: &'a [Route],
     /// This rank's arena, if arenas are exchanged with the members of this host.
     pub(super) arena: Option<&'a Arena>,
@@ -109,12 +109,12 @@ pub(super) fn connect(
         (0..num_members).map(cell).collect()
     };
     let (rows, arenas) = (Purpose::ALL.map(row), (0..num_members).map(|_| None).collect());
-    let mut growing = Growing { session, members, limit, rows, arenas };
+    let mut builder = MeshBuilder { session, members, limit, rows, arenas };
     for lower in 0..members.own.0 {
         for purpose in Purpose::ALL {
             for index in 0..members.num_connections(lower, purpose) {
-                growing
-                    .call(lower, Errand { purpose, index })
+                builder
+                    .connect_to(lower, ConnectionId { purpose, index })
                     .map_err(|error| in_context(error, format!("connecting to rank {lower}")))?;
             }
         }
@@ -124,22 +124,22 @@ pub(super) fn connect(
         if awaited.clone().next().is_none() {
             continue;
         }
-        let mut gate = match (route, &listeners.tcp) {
+        let mut acceptor = match (route, &listeners.tcp) {
             (Route::Local, _) => session.accept(&listeners.local)?,
             (Route::Tcp, Some(listener)) => session.accept(listener)?,
             (Route::Tcp, None) => return Err(invalid("this rank does not listen for TCP connections")),
         };
-        while let Some(absent) = awaited.clone().find(|&higher| growing.misses(higher)) {
-            growing
-                .answer(&mut gate, route)
+        while let Some(absent) = awaited.clone().find(|&higher| builder.is_missing(higher)) {
+            builder
+                .accept_next(&mut acceptor, route)
                 .map_err(|error| in_context(error, format!("waiting for rank {absent} to connect")))?;
         }
     }
-    Ok(growing.finish())
+    Ok(builder.finish())
 }
 
 /// A mesh that is being established.
-struct Growing<'a> {
+struct MeshBuilder<'a> {
     session: &'a Session<'a>,
     members: &'a Members<'a>,
     limit: WaitLimit<'a>,
@@ -147,14 +147,14 @@ struct Growing<'a> {
     arenas: Vec<Option<PeerArena>>,
 }
 
-impl Growing<'_> {
+impl MeshBuilder<'_> {
     /// The slot of a connection, if there is such a connection.
-    fn place(&mut self, member: usize, errand: Errand) -> Option<&mut Option<Connection>> {
-        self.rows[errand.purpose as usize][member].get_mut(errand.index)
+    fn place(&mut self, member: usize, id: ConnectionId) -> Option<&mut Option<Connection>> {
+        self.rows[id.purpose as usize][member].get_mut(id.index)
     }
 
     /// Whether a connection to a member is missing.
-    fn misses(&self, member: usize) -> bool {
+    fn is_missing(&self, member: usize) -> bool {
         self.rows.iter().any(|row| row[member].iter().any(Option::is_none))
     }
 
@@ -167,13 +167,13 @@ impl Growing<'_> {
     }
 
     /// Establishes one connection to a member of lower rank.
-    fn call(&mut self, lower: usize, errand: Errand) -> io::Result<()> {
-        let (socket, key) = self.reach(lower, errand)?;
-        self.establish(lower, errand, Side::Connecting, socket, &key)
+    fn connect_to(&mut self, lower: usize, id: ConnectionId) -> io::Result<()> {
+        let (socket, key) = self.reach(lower, id)?;
+        self.establish(lower, id, ConnectionSide::Connecting, socket, &key)
     }
 
     /// Connects to a member of lower rank, and introduces this rank.
-    fn reach(&self, lower: usize, errand: Errand) -> io::Result<(OwnedFd, Key)> {
+    fn reach(&self, lower: usize, id: ConnectionId) -> io::Result<(OwnedFd, Key)> {
         let (place, limit) = (&self.members.places[lower], self.limit);
         loop {
             let socket: OwnedFd = match self.members.routes[lower] {
@@ -190,7 +190,7 @@ impl Growing<'_> {
                     }
                 }
                 Route::Local => {
-                    let socket = match connect_local(place.meeting, limit.next_look()) {
+                    let socket = match connect_local(place.socket_id, limit.next_check()) {
                         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                             limit.check()?;
                             continue;
@@ -201,7 +201,7 @@ impl Growing<'_> {
                     socket
                 }
             };
-            match self.session.introduce(&socket, Rank(lower), errand.to_word(), limit) {
+            match self.session.introduce(&socket, Rank(lower), id.to_word(), limit) {
                 // The peer may have closed the connection to make room for others.
                 Err(error) if has_hung_up(&error) && pauses(limit.deadline) => {}
                 introduced => return Ok((socket, introduced?)),
@@ -210,17 +210,17 @@ impl Growing<'_> {
     }
 
     /// Accepts and establishes the next connection from a member of higher rank.
-    fn answer(&mut self, gate: &mut Gate<'_>, route: Route) -> io::Result<()> {
+    fn accept_next(&mut self, acceptor: &mut MemberAcceptor<'_>, route: Route) -> io::Result<()> {
         let (members, limit) = (self.members, self.limit);
         let mut is_expected = |from: Rank, word: u64| {
-            Errand::of(word).is_some_and(|errand| {
+            ConnectionId::of(word).is_some_and(|id| {
                 from > members.own
                     && members.routes[from.0] == route
-                    && self.place(from.0, errand).is_some_and(|place| place.is_none())
+                    && self.place(from.0, id).is_some_and(|place| place.is_none())
             })
         };
         let accepted = loop {
-            match gate.next(limit.next_look(), &mut is_expected) {
+            match acceptor.next(limit.next_check(), &mut is_expected) {
                 Err(error) if error.kind() == io::ErrorKind::TimedOut => limit.check()?,
                 accepted => break accepted?,
             }
@@ -228,8 +228,8 @@ impl Growing<'_> {
         if route == Route::Local {
             check_user(&accepted.socket)?;
         }
-        let errand = Errand::of(accepted.purpose).expect("only known errands are expected");
-        self.establish(accepted.from.0, errand, Side::Accepting, accepted.socket, &accepted.key)
+        let id = ConnectionId::of(accepted.purpose).expect("only known errands are expected");
+        self.establish(accepted.from.0, id, ConnectionSide::Accepting, accepted.socket, &accepted.key)
     }
 
     /// Establishes a connection from a socket whose handshake derived `key`. Data connections over TCP are encrypted if TLS is configured.
@@ -237,12 +237,12 @@ impl Growing<'_> {
     fn establish(
         &mut self,
         member: usize,
-        errand: Errand,
-        side: Side,
+        id: ConnectionId,
+        side: ConnectionSide,
         socket: OwnedFd,
         key: &Key,
     ) -> io::Result<()> {
-        let (members, limit, purpose) = (self.members, self.limit, errand.purpose);
+        let (members, limit, purpose) = (self.members, self.limit, id.purpose);
         let connection = match members.routes[member] {
             Route::Tcp => {
                 let socket = tuned(socket, purpose, members.network_pause)?;
@@ -253,11 +253,11 @@ impl Growing<'_> {
             }
             Route::Local => {
                 if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
-                    if side == Side::Connecting {
+                    if side == ConnectionSide::Connecting {
                         send_arena(&socket, arena)?;
                     }
                     let memory = receive_arena(&socket, limit)?;
-                    if side == Side::Accepting {
+                    if side == ConnectionSide::Accepting {
                         send_arena(&socket, arena)?;
                     }
                     self.arenas[member] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
@@ -265,7 +265,7 @@ impl Growing<'_> {
                 Connection::Plain(socket)
             }
         };
-        *self.place(member, errand).expect("it is one of the connections to be made") = Some(connection);
+        *self.place(member, id).expect("it is one of the connections to be made") = Some(connection);
         Ok(())
     }
 }
@@ -299,11 +299,11 @@ mod tests {
 
     /// Simulates a rank that closes the oldest unauthenticated connection for lack of room.
     #[test]
-    fn a_member_that_was_hung_up_on_tries_again() {
+    fn a_disconnected_member_retries() {
         let refusals = Refusals::silent();
         let session = |rank| Session::new(&Key::of(None), &[1; 32], Rank(rank), 2, &refusals);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let place = Place { host: 0, meeting: 0, address: listener.local_addr().unwrap() };
+        let place = RankAddress { host: 0, socket_id: 0, address: listener.local_addr().unwrap() };
         let members = Members {
             own: Rank(1),
             places: &[place, place],
@@ -314,19 +314,19 @@ mod tests {
             network_pause: Duration::from_secs(30),
             sockets_per_peer: 1,
         };
-        let errand = Errand { purpose: Purpose::Messages, index: 0 };
+        let id = ConnectionId { purpose: Purpose::Messages, index: 0 };
         let deadline = Instant::now() + Duration::from_secs(20);
         std::thread::scope(|scope| {
             let reached = scope.spawn(|| {
                 let (session, limit) = (&session(1), deadline.into());
                 let (rows, arenas) = (Default::default(), Vec::new());
-                Growing { session, members: &members, limit, rows, arenas }.reach(0, errand).map(drop)
+                MeshBuilder { session, members: &members, limit, rows, arenas }.reach(0, id).map(drop)
             });
             drop(listener.accept().unwrap());
             let accepting = scope.spawn(|| {
                 let session = session(0);
-                let mut gate = session.accept(&listener).unwrap();
-                gate.next(Instant::now() + Duration::from_secs(2), |_, _| true).map(|member| member.from)
+                let mut acceptor = session.accept(&listener).unwrap();
+                acceptor.next(Instant::now() + Duration::from_secs(2), |_, _| true).map(|member| member.from)
             });
             reached.join().unwrap().unwrap();
             assert_eq!(accepting.join().unwrap().unwrap(), Rank(1));

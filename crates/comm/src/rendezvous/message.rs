@@ -1,7 +1,7 @@
 //! Messages after an introduction: a header of three words (magic, kind, length of the body), followed by the body.
 
 use super::key::{NONCE_BYTES, Nonce, Tag};
-use super::place::{PLACE_WORDS, Place};
+use super::rank_address::{PLACE_WORDS, RankAddress};
 use super::wait_limit::WaitLimit;
 use super::wire::{invalid, receive_exact};
 use crate::words;
@@ -24,13 +24,13 @@ pub(super) struct Table {
     pub(super) session: Nonce,
     /// Whether to try shared memory first.
     pub(super) tries_shm: bool,
-    pub(super) places: Vec<Place>,
+    pub(super) places: Vec<RankAddress>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
     /// The receiver is refused, with the reason.
-    TurnedAway(String),
+    Refused(String),
     Table(Table),
     /// The result of a phase: success or the reason of a failure.
     Report(Result<(), String>),
@@ -43,7 +43,7 @@ pub(super) enum Message {
 impl Message {
     pub(super) fn encode(&self) -> Vec<u8> {
         let (kind, body) = match self {
-            Message::TurnedAway(reason) => (1, text_body(reason)),
+            Message::Refused(reason) => (1, text_body(reason)),
             Message::Table(table) => (2, table.encode()),
             Message::Report(Ok(())) => (3, Vec::new()),
             Message::Report(Err(reason)) => (FAILURE, text_body(reason)),
@@ -65,7 +65,7 @@ impl Message {
         let [_, kind, length] = words::from_bytes(header);
         let wrong = || invalid(format!("a rendezvous message of kind {kind} with {length} bytes"));
         match kind {
-            1 => Ok(Message::TurnedAway(text(body))),
+            1 => Ok(Message::Refused(text(body))),
             2 if body.len() == table_bytes(world_size) => {
                 Table::decode(body).map(Message::Table).ok_or_else(wrong)
             }
@@ -140,7 +140,7 @@ impl Table {
         let (session, rest) = body.split_first_chunk()?;
         let (tries_shm, rest) = rest.split_first_chunk()?;
         let (chunks, []) = rest.as_chunks::<PLACE_BYTES>() else { return None };
-        let places = chunks.iter().map(|chunk| Place::from_words(words::from_bytes(chunk)));
+        let places = chunks.iter().map(|chunk| RankAddress::from_words(words::from_bytes(chunk)));
         let tries_shm = u64::from_le_bytes(*tries_shm) == 1;
         Some(Table { session: *session, tries_shm, places: places.collect::<Option<_>>()? })
     }
@@ -159,9 +159,9 @@ mod tests {
     }
 
     fn table() -> Table {
-        let place = |meeting| Place {
+        let place = |meeting| RankAddress {
             host: u128::MAX - 1,
-            meeting,
+            socket_id: meeting,
             address: "[2001:db8::1]:4000".parse().expect("an address"),
         };
         Table { session: [77; 32], tries_shm: true, places: vec![place(1), place(2)] }
@@ -170,7 +170,7 @@ mod tests {
     #[test]
     fn messages_read_back() {
         let messages = [
-            Message::TurnedAway("because".to_owned()),
+            Message::Refused("because".to_owned()),
             Message::Table(table()),
             Message::Report(Ok(())),
             Message::Report(Err("no".to_owned())),
@@ -185,12 +185,12 @@ mod tests {
     }
 
     #[test]
-    fn texts_are_cut_and_command_no_terminal() {
+    fn texts_are_truncated_and_have_no_control_characters() {
         let (one, other) = UnixStream::pair().expect("sockets");
         let say = |text: String| {
-            send_all(&one, &Message::TurnedAway(text).encode(), soon()).expect("sent");
+            send_all(&one, &Message::Refused(text).encode(), soon()).expect("sent");
             match Message::receive(&other, soon()).expect("received") {
-                Message::TurnedAway(text) => text,
+                Message::Refused(text) => text,
                 message => panic!("{message:?}"),
             }
         };

@@ -12,36 +12,36 @@
 //! 4. TCP between all other pairs of ranks. Each pair has one connection for collectives, one for messages and one for control. There may
 //!    be more connections for data ([`GroupOptions::sockets_per_peer`]).
 //! 5. Each rank reports to rank 0 that it is connected, and starts when all ranks are. A rank that cannot connect reports that at once, and
-//!    the others stop waiting for it. Under [`TransportChoice::Mpi`], the ranks first exchange their addresses in MPI (`seating`).
+//!    the others stop waiting for it. Under [`TransportChoice::Mpi`], the ranks first exchange their addresses in MPI (`mpi_exchange`).
 //!
 //! On each connection of steps 3 and 4, both sides prove that they belong to the session, whose key is derived from the secret and the
 //! table (`session`). With TLS, the data connections of step 4 are then encrypted (`encryption`). `docs/security.md` describes what this
 //! protects.
 
+mod acceptor;
 mod channel;
-mod doorway;
 mod encryption;
 #[cfg(test)]
 mod fuzz;
 mod handshake;
 mod hello;
-mod home;
 mod interface;
 mod joining;
 mod key;
-mod lobby;
 mod local;
 mod mesh;
 mod message;
-mod place;
+mod mpi_exchange;
 mod ports;
+mod rank_address;
 mod refusals;
-mod seating;
+mod root_exchange;
 mod session;
 mod split;
-mod star;
+mod split_context;
 mod wait_limit;
 mod waiting;
+mod waiting_ranks;
 mod wire;
 
 use crate::recorder::{FlightRecorder, Occasion};
@@ -49,19 +49,19 @@ use crate::secret::random_bytes;
 use crate::transport::link::Tls;
 use crate::transport::mpi::MpiProcess;
 use crate::transport::shm::{Arena, area_bytes};
-use crate::transport::{OwnMemory, Parts};
+use crate::transport::{GroupConnections, OwnMemory};
 use crate::{CommError, Group, GroupOptions, JoinOptions, TransportChoice};
-pub(crate) use home::Home;
 use joining::{Joining, check_secret, look_up};
 use key::Key;
 use local::LOCAL_CONNECT_MAX;
 use mesh::{Listeners, Members, Mesh, Route, routes};
 use message::Table;
-use place::Place;
+use rank_address::RankAddress;
 use refusals::Refusals;
+use root_exchange::{Joined, RootExchange};
 use session::Session;
 pub(crate) use split::split;
-use star::{Meeting, Star};
+pub(crate) use split_context::SplitContext;
 use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
@@ -161,11 +161,14 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         deadline,
     };
     let host = this_host(options);
-    let place_at = |address| Place { host, meeting, address };
-    let Meeting { mut star, mut table, listener, own, root } =
-        if options.rank == Rank::ROOT { joining.host(place_at)? } else { joining.visit(place_at)? };
+    let place_at = |address| RankAddress { host, socket_id: meeting, address };
+    let Joined { mut star, mut table, listener, own, root } = if options.rank == Rank::ROOT {
+        joining.join_as_root(place_at)?
+    } else {
+        joining.join_as_peer(place_at)?
+    };
     let order = if options.orders_by_host { order_by_host(&table.places) } else { Vec::new() };
-    let rank = match order.iter().position(|&came_as| came_as == options.rank.0) {
+    let rank = match order.iter().position(|&old_rank| old_rank == options.rank.0) {
         Some(rank) => Rank(rank),
         None => options.rank,
     };
@@ -173,9 +176,9 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     let options = &JoinOptions { rank, ..options.clone() };
     if !order.is_sorted() {
         star.reorder(rank, &order);
-        table.places = order.iter().map(|&came_as| table.places[came_as]).collect();
+        table.places = order.iter().map(|&old_rank| table.places[old_rank]).collect();
         if rank == Rank::ROOT {
-            options.on_note.iter().for_each(|listener| listener.tell(&order_note(&order)));
+            options.on_note.iter().for_each(|listener| listener.notify(&order_note(&order)));
         }
     }
     let session = Session::new(&key, &table.session, options.rank, options.world_size, &refusals);
@@ -200,7 +203,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         _ => connecting.by_tcp(deadline)?,
     };
     let key = key.derive("trireme: key of split groups", &[&table.session]);
-    let home = Home { key, addresses: Some([own, root]), ports: options.ports.clone(), tls };
+    let home = SplitContext { key, addresses: Some([own, root]), ports: options.ports.clone(), tls };
     let recorder = FlightRecorder::start(options.rank, options.world_size, &options.flight_recorder)?;
     let members = (0..options.world_size).map(Rank).collect();
     let world = recorder.group("world".to_owned(), options.rank, members);
@@ -228,7 +231,7 @@ pub(crate) fn report_failure(options: &JoinOptions, reason: &str, told: &[Rank])
         deadline,
     };
     if check_secret(options, addresses.iter().map(SocketAddr::ip).chain(options.listen)).is_ok() {
-        joining.apologize(reason, told);
+        joining.report_failure(reason, told);
     }
 }
 
@@ -239,13 +242,13 @@ struct Connecting<'a> {
     table: &'a Table,
     listeners: &'a Listeners,
     tls: Option<&'a Tls>,
-    star: &'a mut Star,
+    star: &'a mut RootExchange,
 }
 
 impl Connecting<'_> {
     /// Shares memory with the ranks of this host, and connects to the others by TCP. The inner error has the reasons if some rank could
     /// not.
-    fn share_memory(&mut self, deadline: Instant) -> Result<Result<Parts, String>, CommError> {
+    fn share_memory(&mut self, deadline: Instant) -> Result<Result<GroupConnections, String>, CommError> {
         let hosts = match self.options.transport {
             TransportChoice::Shm => Hosts::single(self.options.world_size),
             _ => hosts_of(&self.table.places),
@@ -267,11 +270,11 @@ impl Connecting<'_> {
         let outcome = self.star.agree("sharing memory with the other ranks", report, deadline)?;
         Ok(outcome.and(connected).map(|(memory, rows)| {
             let rank = self.options.rank;
-            Parts { rank, hosts, rows, memory: Some(memory), seats: None, is_inproc: false }
+            GroupConnections { rank, hosts, rows, memory: Some(memory), seats: None, is_inproc: false }
         }))
     }
 
-    fn by_tcp(&mut self, deadline: Instant) -> Result<Parts, CommError> {
+    fn by_tcp(&mut self, deadline: Instant) -> Result<GroupConnections, CommError> {
         let doing = "connecting to the other ranks";
         let wrap = |source| CommError::rendezvous(doing, source);
         let rank = self.options.rank;
@@ -282,18 +285,18 @@ impl Connecting<'_> {
         outcome.map_err(|reason| wrap(io::Error::other(reason)))?;
         let mesh = mesh.map_err(wrap)?;
         let hosts = hosts_of(&self.table.places);
-        Ok(Parts { rank, hosts, rows: mesh.rows, memory: None, seats: None, is_inproc: false })
+        Ok(GroupConnections { rank, hosts, rows: mesh.rows, memory: None, seats: None, is_inproc: false })
     }
 
     /// Connects by TCP for control, with MPI as the transport of data.
-    fn by_mpi(&mut self, deadline: Instant) -> Result<Parts, CommError> {
+    fn by_mpi(&mut self, deadline: Instant) -> Result<GroupConnections, CommError> {
         let parts = self.by_tcp(deadline)?;
         let failure = || self.star.knows_of_failure().then(|| io::Error::other(AnotherFailed));
-        let seats = seating::exchange(&parts.rows, WaitLimit::unless(deadline, &failure));
+        let seats = mpi_exchange::exchange(&parts.rows, WaitLimit::unless(deadline, &failure));
         let report = seats.as_ref().map(drop).map_err(ToString::to_string);
         let outcome = self.star.agree("registering with MPI", report, deadline)?;
         outcome.map_err(|reason| CommError::MpiUnavailable { reason })?;
-        Ok(Parts { seats: Some(seats?), ..parts })
+        Ok(GroupConnections { seats: Some(seats?), ..parts })
     }
 
     fn mesh(&self, routes: &[Route], arena: Option<&Arena>, deadline: Instant) -> io::Result<Mesh> {
@@ -323,7 +326,7 @@ fn reason_of(error: &io::Error) -> String {
 }
 
 /// The placement of the ranks on hosts. A rank with an unknown host is alone on its host.
-fn hosts_of(places: &[Place]) -> Hosts {
+fn hosts_of(places: &[RankAddress]) -> Hosts {
     let ids = places.iter().enumerate().map(|(rank, place)| match place.host {
         0 => (0, rank),
         host => (host, 0),
@@ -332,7 +335,7 @@ fn hosts_of(places: &[Place]) -> Hosts {
 }
 
 /// Orders the ranks so that those of a host are adjacent. Hosts are in the order of their first ranks.
-fn order_by_host(places: &[Place]) -> Vec<usize> {
+fn order_by_host(places: &[RankAddress]) -> Vec<usize> {
     let hosts = hosts_of(places);
     let mut order: Vec<usize> = (0..places.len()).collect();
     order.sort_by_key(|&rank| hosts.host_of(Rank(rank)));
@@ -340,9 +343,9 @@ fn order_by_host(places: &[Place]) -> Vec<usize> {
 }
 
 fn order_note(order: &[usize]) -> String {
-    let renamed = order.iter().enumerate().filter(|(rank, came_as)| rank != *came_as);
+    let renamed = order.iter().enumerate().filter(|(rank, old_rank)| rank != *old_rank);
     let texts: Vec<String> =
-        renamed.clone().take(4).map(|(rank, came_as)| format!("{came_as} is now rank {rank}")).collect();
+        renamed.clone().take(4).map(|(rank, old_rank)| format!("{old_rank} is now rank {rank}")).collect();
     let more = if renamed.count() > texts.len() { ", and so on" } else { "" };
     format!(
         "the launcher placed neighbouring ranks on different hosts, so ranks are renumbered by host: rank {}{more}",
@@ -366,7 +369,7 @@ fn resolve(
             let (address, source) = (options.master_addr.clone(), Arc::new(failure));
             return Err(CommError::Resolve { address, source });
         }
-        waiting.tell(Instant::now(), || {
+        waiting.report(Instant::now(), || {
             format!("waiting for the name of rank 0's host, {} ({failure})", options.master_addr)
         });
     }

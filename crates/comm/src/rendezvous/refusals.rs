@@ -4,7 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Maximum number of refusals that are reported and kept. Others are only counted, so that a flood of connections does not become a flood
 /// of warnings.
-const NUM_TOLD_MAX: usize = 16;
+const NUM_REPORTED_MAX: usize = 16;
 
 /// The connections that were refused while this rank joined.
 pub(super) struct Refusals {
@@ -31,7 +31,7 @@ impl Refusals {
     pub(super) fn add(&self, address: Option<SocketAddr>, reason: &str) {
         let mut kept = self.kept();
         let mut refusal = Refusal { address, reason: reason.to_owned() };
-        if kept.texts.len() == NUM_TOLD_MAX {
+        if kept.texts.len() == NUM_REPORTED_MAX {
             kept.num_more += 1;
             if kept.num_more > 1 {
                 return;
@@ -42,7 +42,7 @@ impl Refusals {
         }
         drop(kept);
         if let Some(listener) = &self.listener {
-            listener.tell(&refusal);
+            listener.notify(&refusal);
         }
     }
 
@@ -67,7 +67,7 @@ mod tests {
     use trireme_base::Rank;
 
     #[test]
-    fn a_flood_of_refusals_is_told_in_a_few_lines() {
+    fn a_flood_of_refusals_is_reported_in_a_few_lines() {
         let num_told = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&num_told);
         let on_refusal = OnRefusal::new(move |_| {
@@ -76,9 +76,9 @@ mod tests {
         let options = JoinOptions { on_refusal: Some(on_refusal), ..JoinOptions::new(Rank(0), 2) };
         let refusals = Refusals::new(&options);
         (0..1000).for_each(|_| refusals.add(None, "it said nothing"));
-        assert_eq!(num_told.load(Ordering::Relaxed), NUM_TOLD_MAX + 1);
+        assert_eq!(num_told.load(Ordering::Relaxed), NUM_REPORTED_MAX + 1);
         let texts = refusals.texts();
-        assert_eq!(texts.len(), NUM_TOLD_MAX + 1);
-        assert_eq!(texts[NUM_TOLD_MAX], "and 984 more");
+        assert_eq!(texts.len(), NUM_REPORTED_MAX + 1);
+        assert_eq!(texts[NUM_REPORTED_MAX], "and 984 more");
     }
 }

@@ -1,7 +1,7 @@
 //! Authentication of connections between the members of a world, once they have the table of places.
 
-use super::doorway::Doorway;
-use super::handshake::{Introduction, Reception, introduce};
+use super::acceptor::Acceptor;
+use super::handshake::{HandshakeOutcome, Introduction, introduce};
 use super::key::{Key, Nonce};
 use super::refusals::Refusals;
 use super::wait_limit::WaitLimit;
@@ -82,8 +82,8 @@ impl<'a> Session<'a> {
     ) -> io::Result<Key> {
         let hello = PeerHello { from: self.rank.0 as u64, to: to.0 as u64, purpose };
         match introduce(socket, &hello.encode(), &self.key, limit)? {
-            Reception::Welcome(key) => Ok(key),
-            Reception::TurnedAway(reason) => {
+            HandshakeOutcome::Welcome(key) => Ok(key),
+            HandshakeOutcome::TurnedAway(reason) => {
                 let why = format!("rank {to} rejected the connection: {reason}");
                 Err(io::Error::new(io::ErrorKind::ConnectionRefused, why))
             }
@@ -91,18 +91,18 @@ impl<'a> Session<'a> {
     }
 
     /// Accepts connections of other members on `listener`, a TCP or Unix socket, which becomes non-blocking.
-    pub(super) fn accept<'b>(&'b self, listener: &'b impl AsFd) -> io::Result<Gate<'b>> {
-        Ok(Gate { session: self, doorway: Doorway::new(listener, &self.key, self.refusals)? })
+    pub(super) fn accept<'b>(&'b self, listener: &'b impl AsFd) -> io::Result<MemberAcceptor<'b>> {
+        Ok(MemberAcceptor { session: self, acceptor: Acceptor::new(listener, &self.key, self.refusals)? })
     }
 }
 
 /// Accepts connections of other members. Strangers are refused and do not delay members.
-pub(super) struct Gate<'a> {
+pub(super) struct MemberAcceptor<'a> {
     session: &'a Session<'a>,
-    doorway: Doorway<'a, PeerHello>,
+    acceptor: Acceptor<'a, PeerHello>,
 }
 
-impl Gate<'_> {
+impl MemberAcceptor<'_> {
     /// Returns the next connection with an expected rank and purpose, or fails with `TimedOut` at the deadline. Refuses other connections.
     pub(super) fn next(
         &mut self,
@@ -110,7 +110,7 @@ impl Gate<'_> {
         mut is_expected: impl FnMut(Rank, u64) -> bool,
     ) -> io::Result<Accepted> {
         let (own, world_size) = (self.session.rank, self.session.world_size);
-        let guest = self.doorway.next(deadline, |hello| {
+        let accepted = self.acceptor.next(deadline, |hello| {
             if hello.to != own.0 as u64 || hello.from >= world_size as u64 || hello.from == hello.to {
                 return Some(format!(
                     "it is rank {} and wants rank {}, but this is rank {own} of a world of {world_size}",
@@ -122,9 +122,9 @@ impl Gate<'_> {
                 format!("no connection from rank {} for purpose {} is expected", hello.from, hello.purpose)
             })
         })?;
-        let guest = guest.ok_or(io::ErrorKind::TimedOut)?;
-        let PeerHello { from, purpose, .. } = guest.introduction;
-        Ok(Accepted { socket: guest.socket, from: Rank(from as usize), purpose, key: guest.key })
+        let accepted = accepted.ok_or(io::ErrorKind::TimedOut)?;
+        let PeerHello { from, purpose, .. } = accepted.introduction;
+        Ok(Accepted { socket: accepted.socket, from: Rank(from as usize), purpose, key: accepted.key })
     }
 }
 
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn members_meet_and_others_are_turned_away() {
+    fn members_connect_and_strangers_are_refused() {
         let refusals = Refusals::new(&JoinOptions::new(Rank(0), 3));
         let session = |key: &Key, number, rank| Session::new(key, &[number; 32], Rank(rank), 3, &refusals);
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
@@ -159,8 +159,8 @@ mod tests {
         thread::scope(|scope| {
             let accepting = scope.spawn(|| {
                 let session = session(&job(), 1, 1);
-                let mut gate = session.accept(&listener).expect("a listener");
-                gate.next(soon(), |from, purpose| from == Rank(2) && purpose == 5).expect("a member")
+                let mut acceptor = session.accept(&listener).expect("a listener");
+                acceptor.next(soon(), |from, purpose| from == Rank(2) && purpose == 5).expect("a member")
             });
             let silent = TcpStream::connect(address).expect("connected");
             let kind = |outcome: io::Result<Key>| outcome.err().expect("turned away").kind();
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn somebody_who_only_repeats_is_no_member() {
+    fn a_reflected_proof_is_refused() {
         let refusals = Refusals::new(&JoinOptions::new(Rank(0), 2));
         let session = Session::new(&job(), &[1; 32], Rank(1), 2, &refusals);
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");

@@ -3,15 +3,15 @@
 use super::key::{NONCE_BYTES, Nonce, nonce};
 use super::local::{self, LOCAL_CONNECT_MAX};
 use super::mesh::{self, Listeners, Members, Mesh, Route};
-use super::place::{PLACE_WORDS, Place};
+use super::mpi_exchange;
 use super::ports::listen_at;
+use super::rank_address::{PLACE_WORDS, RankAddress};
 use super::refusals::Refusals;
-use super::seating;
 use super::session::Session;
 use super::wait_limit::WaitLimit;
 use crate::secret::random_bytes;
 use crate::transport::shm::area_bytes;
-use crate::transport::{OwnMemory, Parts};
+use crate::transport::{GroupConnections, OwnMemory};
 use crate::{CommError, Group, GroupOptions, TransportKind, words};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -27,15 +27,15 @@ struct Membership {
 }
 
 /// A member's addresses in the new group, and its part of the session key.
-struct Offer {
-    place: Place,
+struct MemberInfo {
+    place: RankAddress,
     nonce: Nonce,
     area_offset: usize,
 }
 
-const OFFER_BYTES: usize = 8 * (PLACE_WORDS + 1) + NONCE_BYTES;
+const MEMBER_INFO_BYTES: usize = 8 * (PLACE_WORDS + 1) + NONCE_BYTES;
 
-impl Offer {
+impl MemberInfo {
     fn encode(&self) -> Vec<u8> {
         let [a, b, c, d, e, f] = self.place.to_words();
         let words: [u8; 8 * (PLACE_WORDS + 1)] = words::to_bytes([a, b, c, d, e, f, self.area_offset as u64]);
@@ -43,13 +43,13 @@ impl Offer {
     }
 
     fn decode(bytes: &[u8]) -> Option<Self> {
-        let bytes: &[u8; OFFER_BYTES] = bytes.try_into().ok()?;
+        let bytes: &[u8; MEMBER_INFO_BYTES] = bytes.try_into().ok()?;
         let (words, nonce) = bytes.split_at(8 * (PLACE_WORDS + 1));
         let words: [u64; PLACE_WORDS + 1] =
             words::from_bytes::<{ PLACE_WORDS + 1 }, { 8 * (PLACE_WORDS + 1) }>(words.try_into().ok()?);
         let [place @ .., area_offset] = words;
-        Some(Offer {
-            place: Place::from_words(place)?,
+        Some(MemberInfo {
+            place: RankAddress::from_words(place)?,
             nonce: nonce.try_into().ok()?,
             area_offset: usize::try_from(area_offset).ok()?,
         })
@@ -69,10 +69,10 @@ pub(crate) fn split(
     let offer = prepared
         .as_ref()
         .map(|prepared| prepared.as_ref().map_or_else(Vec::new, |prepared| prepared.offer.encode()));
-    let offers = agree(parent, "preparing to connect", offer.map_err(ToString::to_string))?;
+    let infos = agree(parent, "preparing to connect", offer.map_err(ToString::to_string))?;
 
     let connected = match (&membership, prepared) {
-        (Some(membership), Ok(Some(prepared))) => Some(prepared.connect(parent, membership, &offers)),
+        (Some(membership), Ok(Some(prepared))) => Some(prepared.connect(parent, membership, &infos)),
         _ => None,
     };
     let report = match &connected {
@@ -126,7 +126,7 @@ fn membership(parent: &Group, color: Option<u64>, key: u64) -> Result<Option<Mem
 
 /// The listeners and memory of a member before it is connected.
 struct Preparation {
-    offer: Offer,
+    offer: MemberInfo,
     listeners: Listeners,
     hosts: Hosts,
     memory: Option<OwnMemory>,
@@ -140,21 +140,25 @@ impl Preparation {
             None => None,
             Some(arena) => {
                 let num_members = hosts.ranks(hosts.host_of(membership.own)).len();
-                let area = arena.allocate_for_good(area_bytes(num_members))?;
+                let area = arena.allocate_permanent(area_bytes(num_members))?;
                 Some(OwnMemory { arena: Arc::clone(arena), area: Arc::new(area) })
             }
         };
         let meeting = u64::from_ne_bytes(random_bytes()?);
-        let tcp = match parent.home.addresses {
+        let tcp = match parent.split_context.addresses {
             Some([own, _]) if parent.transport() != TransportKind::Shm => {
-                Some(listen_at(own, parent.home.ports.as_ref())?)
+                Some(listen_at(own, parent.split_context.ports.as_ref())?)
             }
             _ => None,
         };
         let nowhere = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
         let address = tcp.as_ref().map_or(Ok(nowhere), TcpListener::local_addr)?;
         let area_offset = memory.as_ref().map_or(0, |memory| memory.area.offset());
-        let offer = Offer { place: Place { host: 0, meeting, address }, nonce: nonce()?, area_offset };
+        let offer = MemberInfo {
+            place: RankAddress { host: 0, socket_id: meeting, address },
+            nonce: nonce()?,
+            area_offset,
+        };
         Ok(Preparation {
             offer,
             listeners: Listeners { tcp, local: local::listen_local(meeting)? },
@@ -163,10 +167,15 @@ impl Preparation {
         })
     }
 
-    fn connect(self, parent: &Group, membership: &Membership, offers: &[Vec<u8>]) -> io::Result<Parts> {
-        let offers: Option<Vec<Offer>> =
-            membership.ranks.iter().map(|rank| Offer::decode(&offers[rank.0])).collect();
-        let offers = offers.ok_or_else(|| super::wire::invalid("a member's offer is none"))?;
+    fn connect(
+        self,
+        parent: &Group,
+        membership: &Membership,
+        infos: &[Vec<u8>],
+    ) -> io::Result<GroupConnections> {
+        let infos: Option<Vec<MemberInfo>> =
+            membership.ranks.iter().map(|rank| MemberInfo::decode(&infos[rank.0])).collect();
+        let infos = infos.ok_or_else(|| super::wire::invalid("a member's offer is none"))?;
         let is_inproc = parent.transport() == TransportKind::Inproc;
         let within = if self.memory.is_some() { Route::Local } else { Route::Tcp };
         // Threads of one process use local sockets, whatever hosts they are assigned to.
@@ -175,18 +184,18 @@ impl Preparation {
         } else {
             mesh::routes(&self.hosts, membership.own, within)
         };
-        let seen = |place: Place| match parent.home.addresses {
-            Some([_, root]) => place.seen_with(root),
+        let seen = |place: RankAddress| match parent.split_context.addresses {
+            Some([_, root]) => place.with_scope_of(root),
             None => place,
         };
-        let places: Vec<Place> = offers.iter().map(|offer| seen(offer.place)).collect();
+        let places: Vec<RankAddress> = infos.iter().map(|offer| seen(offer.place)).collect();
         let members = Members {
             own: membership.own,
             places: &places,
             routes: &routes,
             arena: None,
             arena_bytes_min: 0,
-            tls: parent.home.tls.as_ref(),
+            tls: parent.split_context.tls.as_ref(),
             network_pause: parent.options.network_pause,
             sockets_per_peer: match parent.transport() {
                 TransportKind::Mpi => 1,
@@ -196,8 +205,8 @@ impl Preparation {
         // The options of the world are not kept, so strangers are refused without a report.
         let refusals = Refusals::silent();
         let session = Session::new(
-            &parent.home.key,
-            &offers[0].nonce,
+            &parent.split_context.key,
+            &infos[0].nonce,
             membership.own,
             membership.ranks.len(),
             &refusals,
@@ -207,19 +216,20 @@ impl Preparation {
         let limit = WaitLimit::unless(deadline, &failure);
         let Mesh { rows, .. } = mesh::connect(&session, &members, &self.listeners, limit)?;
         let memory = self.memory.map(|memory| -> io::Result<_> {
-            let is_near = |rank: Rank| self.hosts.host_of(rank) == self.hosts.host_of(membership.own);
+            let is_on_same_host = |rank: Rank| self.hosts.host_of(rank) == self.hosts.host_of(membership.own);
             let peers = membership.ranks.iter().enumerate();
-            let peers = peers
-                .map(|(index, rank)| parent.peer_arenas[rank.0].clone().filter(|_| is_near(Rank(index))));
-            let offsets: Vec<usize> = offers.iter().map(|offer| offer.area_offset).collect();
+            let peers = peers.map(|(index, rank)| {
+                parent.peer_arenas[rank.0].clone().filter(|_| is_on_same_host(Rank(index)))
+            });
+            let offsets: Vec<usize> = infos.iter().map(|offer| offer.area_offset).collect();
             memory.with_areas(peers.collect(), &offsets, &self.hosts, membership.own)
         });
         let memory = memory.transpose()?;
         let seats = match parent.transport() {
-            TransportKind::Mpi => Some(seating::exchange(&rows, limit).map_err(io::Error::other)?),
+            TransportKind::Mpi => Some(mpi_exchange::exchange(&rows, limit).map_err(io::Error::other)?),
             _ => None,
         };
-        Ok(Parts { rank: membership.own, hosts: self.hosts, rows, memory, seats, is_inproc })
+        Ok(GroupConnections { rank: membership.own, hosts: self.hosts, rows, memory, seats, is_inproc })
     }
 }
 
@@ -245,13 +255,14 @@ mod tests {
             }
             let membership = membership(&victim, Some(0), 0).unwrap().unwrap();
             let prepared = Preparation::new(&victim, &membership).unwrap();
-            let offers = agree(&victim, "preparing to connect", Ok(prepared.offer.encode())).unwrap();
-            let offers: Vec<Offer> = offers.iter().map(|offer| Offer::decode(offer).unwrap()).collect();
+            let infos = agree(&victim, "preparing to connect", Ok(prepared.offer.encode())).unwrap();
+            let infos: Vec<MemberInfo> =
+                infos.iter().map(|offer| MemberInfo::decode(offer).unwrap()).collect();
             let refusals = Refusals::silent();
-            let session = Session::new(&victim.home.key, &offers[0].nonce, Rank(2), 3, &refusals);
+            let session = Session::new(&victim.split_context.key, &infos[0].nonce, Rank(2), 3, &refusals);
             let soon = Instant::now() + Duration::from_secs(20);
             let made = [0, 1].map(|lower| {
-                let socket = local::connect_local(offers[lower].place.meeting, soon).unwrap();
+                let socket = local::connect_local(infos[lower].place.socket_id, soon).unwrap();
                 session.introduce(&socket, Rank(lower), 0, soon).unwrap();
                 socket
             });

@@ -4,7 +4,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 /// How often a wait checks for a failure.
-const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A deadline, and a check for a failure that ends the wait early.
 #[derive(Clone, Copy)]
@@ -20,9 +20,9 @@ impl<'a> WaitLimit<'a> {
     }
 
     /// The time until which to wait before the next [`check`](Self::check).
-    pub(super) fn next_look(&self) -> Instant {
+    pub(super) fn next_check(&self) -> Instant {
         match self.failure {
-            Some(_) => self.deadline.min(Instant::now() + LOOK_INTERVAL),
+            Some(_) => self.deadline.min(Instant::now() + CHECK_INTERVAL),
             None => self.deadline,
         }
     }

@@ -22,11 +22,11 @@ impl<'a> Waiting<'a> {
     }
 
     /// Reports a line if enough time has passed at time `now`.
-    pub(super) fn tell(&self, now: Instant, line: impl FnOnce() -> String) {
+    pub(super) fn report(&self, now: Instant, line: impl FnOnce() -> String) {
         let Some(listener) = self.listener.filter(|_| now >= self.next.get()) else { return };
         self.pause.set((2 * self.pause.get()).min(PAUSE_MAX));
         self.next.set(now + self.pause.get());
-        listener.tell(&line());
+        listener.notify(&line());
     }
 }
 
@@ -42,7 +42,8 @@ mod tests {
         let listener = LineListener::new(move |line| lines.lock().unwrap().push(line.to_owned()));
         let start = Instant::now();
         let waiting = Waiting::new(Some(&listener), start);
-        (0..240).for_each(|second| waiting.tell(start + Duration::from_secs(second), || second.to_string()));
+        (0..240)
+            .for_each(|second| waiting.report(start + Duration::from_secs(second), || second.to_string()));
         assert_eq!(*told.lock().unwrap(), ["10", "30", "70", "130", "190"]);
     }
 }

@@ -27,7 +27,7 @@ pub(super) fn wait_for<'a>(
 pub(super) fn wait_for_any<'a>(polled: &mut [PollFd<'_>], limit: impl Into<WaitLimit<'a>>) -> io::Result<()> {
     let limit = limit.into();
     loop {
-        let left = limit.next_look().saturating_duration_since(Instant::now());
+        let left = limit.next_check().saturating_duration_since(Instant::now());
         // Rounded up, so that the last wait does not repeatedly end just before the deadline.
         let timeout = Timespec::try_from(left + Duration::from_millis(1)).map_err(io::Error::other)?;
         match poll(polled, Some(&timeout)) {

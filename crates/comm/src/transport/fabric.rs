@@ -2,7 +2,7 @@
 
 use super::link::{Connection, Link, RingLink};
 use super::linked::Linked;
-use super::mpi::{MpiLink, Seats};
+use super::mpi::{MpiAddresses, MpiLink};
 use super::shm::{Area, Arena, PeerArena, Region, SharedMemory, area_bytes};
 use super::{Purpose, Transport};
 use crate::buffer::CacheLine;
@@ -16,7 +16,7 @@ use trireme_base::Rank;
 use trireme_schedule::collective::{CostModel, Hosts};
 
 /// The connections and memory of a group, from which a rank's fabric is assembled.
-pub(crate) struct Parts {
+pub(crate) struct GroupConnections {
     pub(crate) rank: Rank,
     pub(crate) hosts: Hosts,
     /// Connections to the peers: one row per [`Purpose`], in rank order, with `None` for this rank.
@@ -24,7 +24,7 @@ pub(crate) struct Parts {
     /// Memory shared with the ranks on this host.
     pub(crate) memory: Option<GroupMemory>,
     /// The ranks' addresses in MPI, if MPI carries the data.
-    pub(crate) seats: Option<Seats>,
+    pub(crate) seats: Option<MpiAddresses>,
     /// Whether all ranks are threads of this process.
     pub(crate) is_inproc: bool,
 }
@@ -62,7 +62,7 @@ impl OwnMemory {
         let arena = Arena::new(world_size)?;
         let num_members = hosts.ranks(hosts.host_of(rank)).len();
         // The first region of an arena, so that the peers know its offset.
-        let area = arena.allocate_for_good(area_bytes(num_members))?;
+        let area = arena.allocate_permanent(area_bytes(num_members))?;
         assert_eq!(area.offset(), 0, "an arena begins with its first region");
         Ok(OwnMemory { arena, area: Arc::new(area) })
     }
@@ -93,14 +93,14 @@ impl OwnMemory {
     }
 }
 
-impl Parts {
+impl GroupConnections {
     pub(crate) fn assemble(
         self,
         measured: &Arc<OnceLock<CostModel>>,
         options: &GroupOptions,
         recorder: &GroupRecorder,
     ) -> Result<Fabric, CommError> {
-        let Parts { rank, hosts, rows, memory, seats, is_inproc } = self;
+        let GroupConnections { rank, hosts, rows, memory, seats, is_inproc } = self;
         let [collectives, messages, control] = rows;
         let control = control.into_iter().map(|connection| connection.map(Connection::into_socket)).collect();
         let control = Control::new(control, recorder.clone())

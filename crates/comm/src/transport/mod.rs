@@ -6,7 +6,7 @@ pub(crate) mod linked;
 pub(crate) mod mpi;
 pub(crate) mod shm;
 
-pub(crate) use fabric::{OwnMemory, Parts};
+pub(crate) use fabric::{GroupConnections, OwnMemory};
 
 use crate::CommError;
 use crate::call::{Call, Payload};

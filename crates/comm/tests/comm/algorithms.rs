@@ -1,7 +1,7 @@
 //! Every operation × algorithm × transport × number and placement of ranks × awkward length × kind of memory: results against a naive
 //! oracle, and bytes sent against the algorithm's steps, which separate tests compare with the formulas.
 
-use crate::support::operations::{Place, check, check_algorithm, kinds};
+use crate::support::operations::{MemoryKind, check, check_algorithm, kinds};
 use crate::support::{on_hosts, small_pieces};
 use std::collections::HashSet;
 use trireme_comm::{GroupOptions, TransportKind};
@@ -70,7 +70,7 @@ fn an_algorithm_with_an_order_of_its_own_is_not_taken_where_the_order_counts() {
                 if fits && is_canonical(collective, algorithm, group.hosts()) {
                     assert_eq!(taken, algorithm);
                 }
-                check::<f32>(&group, kind, Place::Group, &[101]);
+                check::<f32>(&group, kind, MemoryKind::Group, &[101]);
             }
         });
     }

@@ -117,7 +117,7 @@ fn vectors_above_the_default_thresholds() {
 }
 
 #[test]
-fn nobody_passes_a_barrier_before_everybody_has_come() {
+fn no_rank_passes_a_barrier_before_all_have_arrived() {
     for transport in TRANSPORTS {
         let num_arrivals = AtomicUsize::new(0);
         on_ranks(transport, 3, &small_pieces(), |group| {
@@ -131,7 +131,7 @@ fn nobody_passes_a_barrier_before_everybody_has_come() {
 }
 
 #[test]
-fn a_barrier_is_under_way_while_its_rank_goes_on() {
+fn a_barrier_is_in_flight_while_its_rank_continues() {
     for transport in TRANSPORTS {
         let has_gone_on = std::sync::Barrier::new(2);
         on_ranks(transport, 2, &small_pieces(), |group| {

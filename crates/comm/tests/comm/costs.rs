@@ -10,7 +10,7 @@ fn with(costs: GivenCosts) -> GroupOptions {
 
 /// Four ranks on two hosts.
 #[test]
-fn only_what_is_not_given_is_measured() {
+fn only_unknown_costs_are_measured() {
     let link = LinkCost::of(7.0, 3.0);
     let none = GivenCosts::default();
     let across = GivenCosts { across: Some(link), ..none };

@@ -12,7 +12,7 @@ fn shape(group: &Group) -> (Rank, usize, usize) {
 }
 
 #[test]
-fn parts_of_a_dry_world_are_those_of_a_real_one() {
+fn splits_of_a_dry_world_equal_those_of_a_real_one() {
     let hosts = [0, 1, 0, 1, 1, 0];
     let colors: [fn(Rank) -> u64; 3] = [|_| 7, |rank| rank.0 as u64 % 2, |rank| rank.0 as u64 / 2];
     let world = inproc_world_on(&hosts, &GroupOptions::default());

@@ -175,7 +175,7 @@ fn leaving_in_good_order_is_no_loss() {
 }
 
 #[test]
-fn a_deadline_names_who_is_missing() {
+fn a_timeout_names_the_missing_ranks() {
     let options = GroupOptions { timeout: Duration::from_secs(1), ..small_pieces() };
     for transport in TRANSPORTS {
         let everybody_else_failed = std::sync::Barrier::new(4);
@@ -202,7 +202,7 @@ fn a_deadline_names_who_is_missing() {
 }
 
 #[test]
-fn what_one_rank_can_see_alone_does_not_end_the_group() {
+fn errors_of_one_rank_do_not_end_the_group() {
     on_ranks(TransportKind::Shm, 2, &small_pieces(), |group| {
         let no_root = group.broadcast(zeros::<f32>(&group, 1), Rank(2)).wait();
         assert!(matches!(no_root, Err(CommError::NoSuchRoot { root: Rank(2), world_size: 2, .. })));
@@ -240,7 +240,7 @@ fn a_pipe_in_the_place_of_a_report_is_not_waited_for() {
 
 /// A device waits for the vector, and the host for the outcome.
 #[test]
-fn a_vector_that_is_passed_on_comes_at_its_event_and_its_failure_with_the_outcome() {
+fn a_pending_vector_is_ready_at_its_event_and_its_failure_is_in_the_outcome() {
     for transport in TRANSPORTS {
         on_ranks(transport, 2, &small_pieces(), |group| {
             let peer = Rank(1 - group.rank().0);
@@ -303,7 +303,7 @@ fn ranks_that_wait_for_each_other_do_not_keep_each_other_alive() {
 ///
 /// The timeout is several times the interval at which progress is reported, so a busy machine does not end a rank that makes progress.
 #[test]
-fn who_makes_progress_is_waited_for() {
+fn ranks_that_make_progress_are_waited_for() {
     let timeout = Duration::from_secs(8);
     let busy = timeout + timeout / 4;
     let options = GroupOptions { timeout, ..small_pieces() };

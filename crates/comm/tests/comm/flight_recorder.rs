@@ -7,7 +7,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_comm::{
-    Choice, CommError, Crossing, Diagnosis, Difference, Direction, Disagreement, Element, Group,
+    Choice, CommError, Diagnosis, Difference, Direction, Disagreement, Element, Group, GroupDeadlock,
     GroupOptions, JoinOptions, LineListener, MessagePeer, Occasion, Operation, OperationState, ProgramLine,
     RankReport, RecorderOptions, Source, TransportChoice, TransportKind, join, read_reports, report_path,
 };
@@ -36,7 +36,7 @@ fn quick(timeout: Duration) -> GroupOptions {
 }
 
 #[test]
-fn a_deadline_is_reported_by_those_who_wait_and_by_those_who_are_missing() {
+fn a_timeout_is_reported_by_waiting_and_by_missing_ranks() {
     for transport in TRANSPORTS {
         let reports = on_ranks(transport, 3, &quick(Duration::from_secs(2)), |group| {
             group.set_line(format_args!("line {}", 6));
@@ -222,8 +222,8 @@ fn ranks_that_wait_for_each_other_in_different_groups_fail_long_before_the_deadl
         });
         for (rank, (failure, _)) in failures.iter().enumerate() {
             match failure {
-                CommError::CrossedGroups(crossing) => {
-                    let Crossing { rank: own, group, other_rank, other_group, .. } = &**crossing;
+                CommError::GroupDeadlock(crossing) => {
+                    let GroupDeadlock { rank: own, group, other_rank, other_group, .. } = &**crossing;
                     assert_eq!((own, other_rank), (&Rank(rank), &Rank(1 - rank)), "{transport}");
                     let [world, other] = ["world", "world/other"];
                     let expected = if rank == 0 { [world, other] } else { [other, world] };
@@ -234,14 +234,14 @@ fn ranks_that_wait_for_each_other_in_different_groups_fail_long_before_the_deadl
                 other => panic!("{transport}: {other}"),
             }
         }
-        assert!(failures.iter().any(|(failure, _)| matches!(failure, CommError::CrossedGroups { .. })));
+        assert!(failures.iter().any(|(failure, _)| matches!(failure, CommError::GroupDeadlock { .. })));
     }
 }
 
 /// Groups of the rows of a mesh have one name. Rank 2 waits in its row's group for a slow rank 3, which must not make rank 0 stop waiting
 /// for rank 2 in the world.
 #[test]
-fn groups_of_one_name_without_a_common_rank_are_no_crossing() {
+fn groups_of_one_name_without_a_common_rank_are_no_deadlock() {
     let (sender, has_waited) = std::sync::mpsc::channel();
     let has_waited = Mutex::new(has_waited);
     let on_stall = LineListener::new(move |_| sender.send(()).expect("rank 3 listens"));
@@ -274,7 +274,7 @@ fn groups_of_one_name_without_a_common_rank_are_no_crossing() {
 }
 
 #[test]
-fn equal_operations_of_different_lines_are_told() {
+fn equal_operations_of_different_lines_are_reported() {
     let reports = on_ranks(TransportKind::Inproc, 2, &small_pieces(), |group| {
         group.set_line(format_args!("line {}", group.rank().0 + 3));
         sum::<f32>(&group, 100).expect("the group sees no difference");
@@ -348,7 +348,7 @@ fn messages_are_reported_with_their_peers() {
 }
 
 #[test]
-fn groups_have_names_and_speak_of_the_worlds_ranks() {
+fn groups_have_names_and_report_world_ranks() {
     for transport in TRANSPORTS {
         let reports = on_ranks(transport, 4, &small_pieces(), |world| {
             let rank = world.rank().0 as u64;
@@ -374,13 +374,16 @@ fn groups_have_names_and_speak_of_the_worlds_ranks() {
 }
 
 fn recorded(options: &JoinOptions, folder: &Path, on_stall: &LineListener) -> JoinOptions {
-    let flight_recorder =
-        RecorderOptions { folder: Some(folder.to_owned()), on_stall: Some(on_stall.clone()), gathers: true };
+    let flight_recorder = RecorderOptions {
+        folder: Some(folder.to_owned()),
+        on_stall: Some(on_stall.clone()),
+        waits_for_peer_reports: true,
+    };
     JoinOptions { flight_recorder, ..options.clone() }
 }
 
 #[test]
-fn ranks_write_files_gather_and_tell_of_a_wait_once() {
+fn ranks_write_files_gather_places_and_report_a_stall_once() {
     for choice in [TransportChoice::Shm, TransportChoice::Tcp] {
         let folder = tempfile::tempdir().expect("a folder");
         let told = Arc::new(Mutex::new(Vec::new()));

@@ -53,7 +53,7 @@ fn bytes_across(hosts: &[Host; 2], algorithm: &str) -> (u64, bool) {
         if group.rank() == Rank(0) {
             let traffic = hosts[0].link().traffic() - before;
             let bytes = traffic.sent.payload_bytes(IPV4_TCP_HEADER_BYTES);
-            *counted.lock().expect("no panic") = (bytes, traffic.num_resent_segments > 0);
+            *counted.lock().expect("no panic") = (bytes, traffic.num_retransmitted_segments > 0);
         }
         all.wait();
     });

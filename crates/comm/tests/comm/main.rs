@@ -12,7 +12,7 @@ mod hosts;
 mod matrix;
 mod messages;
 mod processes;
+mod refused_connections;
 mod rendezvous;
-mod strangers;
 mod support;
 mod tls;

@@ -1,6 +1,6 @@
 //! Every operation on vectors × transport × world size × awkward length × type × kind of memory, against a naive oracle.
 
-use crate::support::operations::{Pair, Place, bits, check, compare, in_place, kinds, out_of_place};
+use crate::support::operations::{MemoryKind, Pair, bits, check, compare, in_place, kinds, out_of_place};
 use crate::support::oracle::Value;
 use crate::support::{TRANSPORTS, on_hosts, on_ranks, small_pieces};
 use trireme_base::{Bf16, DType, F16, Rank, ReduceOp};
@@ -17,7 +17,7 @@ fn every_operation_on_every_transport_and_world() {
         for world_size in 1..=5 {
             on_ranks(transport, world_size, &small_pieces(), |group| {
                 for kind in kinds(world_size) {
-                    for place in [Place::Group, Place::Private, Place::Mixed] {
+                    for place in [MemoryKind::Group, MemoryKind::Private, MemoryKind::Mixed] {
                         check::<f32>(&group, kind, place, &LENGTHS);
                     }
                 }
@@ -31,14 +31,14 @@ fn every_type_of_element() {
     for transport in TRANSPORTS {
         on_ranks(transport, 3, &small_pieces(), |group| {
             for kind in kinds(3) {
-                check::<f64>(&group, kind, Place::Group, &[7, 300]);
-                check::<F16>(&group, kind, Place::Group, &[7, 300]);
-                check::<Bf16>(&group, kind, Place::Group, &[7, 300]);
-                check::<u8>(&group, kind, Place::Group, &[7, 300]);
-                check::<u32>(&group, kind, Place::Group, &[7, 300]);
-                check::<u64>(&group, kind, Place::Group, &[7, 300]);
-                check::<i32>(&group, kind, Place::Group, &[7, 300]);
-                check::<i64>(&group, kind, Place::Group, &[7, 300]);
+                check::<f64>(&group, kind, MemoryKind::Group, &[7, 300]);
+                check::<F16>(&group, kind, MemoryKind::Group, &[7, 300]);
+                check::<Bf16>(&group, kind, MemoryKind::Group, &[7, 300]);
+                check::<u8>(&group, kind, MemoryKind::Group, &[7, 300]);
+                check::<u32>(&group, kind, MemoryKind::Group, &[7, 300]);
+                check::<u64>(&group, kind, MemoryKind::Group, &[7, 300]);
+                check::<i32>(&group, kind, MemoryKind::Group, &[7, 300]);
+                check::<i64>(&group, kind, MemoryKind::Group, &[7, 300]);
             }
         });
     }
@@ -49,7 +49,7 @@ fn vectors_above_the_default_thresholds() {
     for transport in TRANSPORTS {
         on_ranks(transport, 3, &GroupOptions::default(), |group| {
             for kind in kinds(3) {
-                for place in [Place::Group, Place::Private] {
+                for place in [MemoryKind::Group, MemoryKind::Private] {
                     check::<f32>(&group, kind, place, &[LONG]);
                 }
             }
@@ -65,10 +65,10 @@ fn ranks_may_work_in_place_and_out_of_place_in_one_operation() {
             for kind in kinds(4) {
                 for len in [4, 400, 4000] {
                     if group.rank().0.is_multiple_of(2) {
-                        let buffer = in_place::<f32>(&group, kind, Place::Group, len).wait();
+                        let buffer = in_place::<f32>(&group, kind, MemoryKind::Group, len).wait();
                         compare(&group, kind, len, 0, &buffer.expect("it goes well"), "in place");
                     } else {
-                        let (work, first) = out_of_place::<f32>(&group, kind, Place::Group, len);
+                        let (work, first) = out_of_place::<f32>(&group, kind, MemoryKind::Group, len);
                         let (_, output) = work.wait().expect("it goes well");
                         compare(&group, kind, len, first, &output, "out of place");
                     }

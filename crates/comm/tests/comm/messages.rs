@@ -27,7 +27,7 @@ fn check(group: &Group, from: usize, len: usize, work: Work<Buffer<u64>>) {
 
 /// All ranks send first and receive later, with more bytes in flight in both directions than a connection buffers.
 #[test]
-fn everyone_sends_to_everyone_in_any_order() {
+fn all_ranks_send_to_all_in_any_order() {
     for transport in TRANSPORTS {
         for world_size in 2..=4 {
             on_ranks(transport, world_size, &small_pieces(), |group| {
@@ -184,7 +184,7 @@ fn a_failed_operation_ends_the_messages_of_its_group() {
 }
 
 #[test]
-fn messages_to_nobody_are_refused() {
+fn messages_to_missing_ranks_are_refused() {
     on_ranks(TransportKind::Inproc, 2, &small_pieces(), |group| {
         for peer in [group.rank(), Rank(2)] {
             let buffer = || group.buffer::<u8>(1).expect("memory");

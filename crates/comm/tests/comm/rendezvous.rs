@@ -86,9 +86,9 @@ fn ranks_listen_at_the_ports_that_they_are_given() {
         ..join_options(3, TransportChoice::Tcp, &small_pieces())
     };
     check_splits(join_all(&ranks(&options(23_400..=23_405), &[0, 1, 2])));
-    let [host, guest, other] =
+    let [host, peer, other] =
         <[_; 3]>::try_from(join_all(&ranks(&options(23_410..=23_410), &[0, 1, 2]))).expect("three outcomes");
-    let failures = [host, guest, other].map(|outcome| outcome.expect_err("a port is missing"));
+    let failures = [host, peer, other].map(|outcome| outcome.expect_err("a port is missing"));
     let sources = failures.each_ref().map(|failure| with_sources(failure));
     let is_told = |text: &&String| text.contains("none of the ports 23410-23410 is free");
     assert_eq!(sources.iter().filter(is_told).count(), 1, "{sources:?}");
@@ -114,10 +114,10 @@ fn a_second_rank_of_the_same_number_is_refused() {
 }
 
 #[test]
-fn ranks_that_never_come_are_named_on_both_sides() {
+fn missing_ranks_are_named_on_both_sides() {
     let options = JoinOptions { join_timeout: Duration::from_secs(1), ..options(4) };
     let intruder = JoinOptions { rank: Rank(3), world_size: 9, ..options.clone() };
-    let [host, guest, refused] = <[_; 3]>::try_from(join_all(&[
+    let [host, peer, refused] = <[_; 3]>::try_from(join_all(&[
         JoinOptions { rank: Rank(0), ..options.clone() },
         JoinOptions { rank: Rank(2), ..options },
         intruder,
@@ -128,8 +128,8 @@ fn ranks_that_never_come_are_named_on_both_sides() {
     assert_eq!(*missing, [Rank(1), Rank(3)]);
     assert_eq!(turned_away.len(), 1, "{turned_away:?}");
     assert!(host.to_string().contains("world_size 9"), "{host}");
-    let guest = guest.expect_err("ranks are missing");
-    assert!(matches!(guest, CommError::Refused { .. }) && guest.to_string().contains("1, 3"), "{guest}");
+    let peer = peer.expect_err("ranks are missing");
+    assert!(matches!(peer, CommError::Refused { .. }) && peer.to_string().contains("1, 3"), "{peer}");
     assert!(matches!(refused, Err(CommError::Refused { .. })));
 }
 

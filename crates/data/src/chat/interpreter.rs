@@ -1,8 +1,8 @@
 //! An interpreter that renders chat templates in the current process.
 
-use super::marks::{ANSWER_BEGINS, ANSWER_ENDS, take_marks};
+use super::marks::{ANSWER_BEGINS, ANSWER_ENDS, remove_marks};
 use super::python_json::to_json;
-use super::text::Answered;
+use super::text::AnnotatedText;
 use chrono::DateTime;
 use minijinja::value::{Kwargs, Value as TemplateValue};
 use minijinja::{Environment, Error, ErrorKind, State, context};
@@ -24,7 +24,7 @@ const TEMPLATE: &str = "chat_template";
 
 /// A chat template and the values that it may read in addition to messages.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Program<'a> {
+pub(super) struct TemplateSpec<'a> {
     pub(super) source: Cow<'a, str>,
     pub(super) special_tokens: Cow<'a, BTreeMap<String, String>>,
     /// The time that `strftime_now` formats, in seconds since the Unix epoch.
@@ -32,13 +32,13 @@ pub(super) struct Program<'a> {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Task<'a> {
+pub(super) struct RenderRequest<'a> {
     pub(super) messages: Cow<'a, [Value]>,
-    pub(super) output: Output,
+    pub(super) output: RenderOutput,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Output {
+pub(super) enum RenderOutput {
     /// The conversation as one text.
     Text { add_generation_prompt: bool },
     /// The training samples of a conversation. Only answers in messages from index `first` on are learned.
@@ -54,7 +54,7 @@ pub(super) struct Interpreter {
 
 impl Interpreter {
     /// Compiles a template. Fails if it is not valid.
-    pub(super) fn new(program: &Program<'_>) -> Result<Self, String> {
+    pub(super) fn new(program: &TemplateSpec<'_>) -> Result<Self, String> {
         let mut environment = Environment::new();
         // The same settings as in transformers.
         environment.set_trim_blocks(true);
@@ -77,7 +77,7 @@ impl Interpreter {
         environment.add_function("mark_answer", mark_answer);
         environment.add_filter("tojson", to_json);
         environment
-            .add_template_owned(TEMPLATE, with_calls(&program.source))
+            .add_template_owned(TEMPLATE, replace_unsupported_tags(&program.source))
             .map_err(|error| error.to_string())?;
         Ok(Interpreter {
             environment,
@@ -90,16 +90,18 @@ impl Interpreter {
     ///
     /// # Errors
     /// If the template rejects the messages, or the answers cannot be located in the text.
-    pub(super) fn run(&self, task: &Task<'_>) -> Result<Vec<Answered>, String> {
+    pub(super) fn run(&self, task: &RenderRequest<'_>) -> Result<Vec<AnnotatedText>, String> {
         let messages = &task.messages[..];
         match task.output {
-            Output::Text { add_generation_prompt } => Ok(vec![self.render(messages, add_generation_prompt)?]),
-            Output::Samples { first } => self.samples(messages, first),
+            RenderOutput::Text { add_generation_prompt } => {
+                Ok(vec![self.render(messages, add_generation_prompt)?])
+            }
+            RenderOutput::Samples { first } => self.samples(messages, first),
         }
     }
 
     /// Renders the training samples of a conversation. Only answers in messages from index `first` on are learned.
-    fn samples(&self, messages: &[Value], first: usize) -> Result<Vec<Answered>, String> {
+    fn samples(&self, messages: &[Value], first: usize) -> Result<Vec<AnnotatedText>, String> {
         let mut all = self.render(messages, false)?;
         if self.marks_answers {
             if first > 0 {
@@ -126,9 +128,9 @@ impl Interpreter {
         let answers = (first..messages.len()).filter(is_answer);
         all.answers.clear();
         for index in answers.clone() {
-            let answered = self.answered(messages, index)?;
+            let answered = self.up_to_answer(messages, index)?;
             if !all.text.starts_with(&answered.text) {
-                return self.one_by_one(messages, answers);
+                return self.one_sample_per_answer(messages, answers);
             }
             all.answers.extend(answered.answers);
         }
@@ -136,14 +138,14 @@ impl Interpreter {
     }
 
     /// Renders one sample for each answer.
-    fn one_by_one(
+    fn one_sample_per_answer(
         &self,
         messages: &[Value],
         answers: impl Iterator<Item = usize>,
-    ) -> Result<Vec<Answered>, String> {
+    ) -> Result<Vec<AnnotatedText>, String> {
         let (mut samples, mut num_bytes) = (Vec::new(), 0);
         for index in answers {
-            let answered = self.answered(messages, index)?;
+            let answered = self.up_to_answer(messages, index)?;
             num_bytes += answered.text.len();
             if num_bytes > TEXT_BYTES_MAX {
                 return Err(format!(
@@ -157,7 +159,7 @@ impl Interpreter {
 
     /// Renders the conversation up to and including an answer. The answer begins where a model would continue the text
     /// of the earlier messages.
-    fn answered(&self, messages: &[Value], index: usize) -> Result<Answered, String> {
+    fn up_to_answer(&self, messages: &[Value], index: usize) -> Result<AnnotatedText, String> {
         let prompt = self.render(&messages[..index], true)?.text;
         let with = self.render(&messages[..=index], false)?;
         let start = if with.text.starts_with(&prompt) {
@@ -180,11 +182,11 @@ impl Interpreter {
                 .unwrap_or(0)
         };
         let answer = start..with.text.len();
-        Ok(Answered { answers: vec![answer], ..with })
+        Ok(AnnotatedText { answers: vec![answer], ..with })
     }
 
     /// Renders messages. The returned answers are those that the template marks.
-    fn render(&self, messages: &[Value], add_generation_prompt: bool) -> Result<Answered, String> {
+    fn render(&self, messages: &[Value], add_generation_prompt: bool) -> Result<AnnotatedText, String> {
         let template = self.environment.get_template(TEMPLATE).expect("it was added");
         let special_tokens = TemplateValue::from_serialize(&self.special_tokens);
         // Like transformers, pass None for the optional arguments.
@@ -199,7 +201,7 @@ impl Interpreter {
             // The detail is the argument of `raise_exception`.
             error.detail().map_or_else(|| error.to_string(), str::to_owned)
         })?;
-        Ok(take_marks(&String::from_utf8_lossy(&rendered.0)))
+        Ok(remove_marks(&String::from_utf8_lossy(&rendered.0)))
     }
 }
 
@@ -259,7 +261,7 @@ fn tag_name(inner: &str) -> &str {
 }
 
 /// Replaces tags that the template language does not have by calls.
-fn with_calls(source: &str) -> String {
+fn replace_unsupported_tags(source: &str) -> String {
     let (mut text, mut rest) = (String::with_capacity(source.len()), 0);
     for (start, inner, end) in tags(source) {
         let call = match tag_name(inner) {

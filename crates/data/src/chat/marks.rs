@@ -1,6 +1,6 @@
 //! Private-use characters that mark positions in rendered text. They are removed after rendering.
 
-use super::text::Answered;
+use super::text::AnnotatedText;
 use aho_corasick::{AhoCorasick, MatchKind};
 use serde_json::Value;
 
@@ -105,7 +105,7 @@ impl LiteralNames {
 }
 
 /// Removes the marks from a rendered text, and returns the positions where they were.
-pub(super) fn take_marks(rendered: &str) -> Answered {
+pub(super) fn remove_marks(rendered: &str) -> AnnotatedText {
     let (mut text, mut answers, mut start) = (String::with_capacity(rendered.len()), Vec::new(), None);
     let mut literal = Vec::new();
     for c in rendered.chars() {
@@ -116,5 +116,5 @@ pub(super) fn take_marks(rendered: &str) -> Answered {
             c => text.push(c),
         }
     }
-    Answered { text, answers, literal, adds_beginning: false, adds_end: false }
+    AnnotatedText { text, answers, literal, adds_beginning: false, adds_end: false }
 }

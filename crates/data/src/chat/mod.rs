@@ -7,11 +7,11 @@ mod python_json;
 mod text;
 
 pub use process::{isolate_chat_templates, serve_chat_template};
-pub use text::{Answered, Prompt, Samples};
+pub use text::{AnnotatedText, ConversationDocuments, Prompt};
 
 use crate::tokenizer::named_token;
 use crate::{DataError, TOKENIZER_CONFIG_FILE, Tokenizer};
-use interpreter::{Interpreter, Output, Program, Task};
+use interpreter::{Interpreter, RenderOutput, RenderRequest, TemplateSpec};
 use marks::{LiteralNames, has_mark};
 use process::Process;
 use serde_json::Value;
@@ -67,22 +67,26 @@ pub struct ChatTemplate {
 
 #[derive(Debug)]
 enum Runner {
-    Here(Box<Interpreter>),
+    InProcess(Box<Interpreter>),
     Child(Process),
 }
 
 impl Runner {
-    fn start(program: &Program<'_>) -> Result<Self, String> {
-        if process::is_available() { Process::start(program).map(Runner::Child) } else { Self::here(program) }
+    fn start(program: &TemplateSpec<'_>) -> Result<Self, String> {
+        if process::is_available() {
+            Process::start(program).map(Runner::Child)
+        } else {
+            Self::in_process(program)
+        }
     }
 
-    fn here(program: &Program<'_>) -> Result<Self, String> {
-        Interpreter::new(program).map(Box::new).map(Runner::Here)
+    fn in_process(program: &TemplateSpec<'_>) -> Result<Self, String> {
+        Interpreter::new(program).map(Box::new).map(Runner::InProcess)
     }
 
     fn is_running(&mut self) -> bool {
         match self {
-            Runner::Here(_) => true,
+            Runner::InProcess(_) => true,
             Runner::Child(process) => process.is_running(),
         }
     }
@@ -123,7 +127,7 @@ impl ChatTemplate {
     /// Returns a ChatML template, which suits models that have not been trained with another template.
     pub fn chatml() -> Self {
         let template = Self::new(CHATML, BTreeMap::new(), Path::new("chatml")).expect("it is short");
-        let runner = Runner::here(&template.program()).expect("it is a valid template");
+        let runner = Runner::in_process(&template.template_spec()).expect("it is a valid template");
         template.with_runner(runner)
     }
 
@@ -161,7 +165,7 @@ impl ChatTemplate {
         file.take(CHAT_TEMPLATE_BYTES_MAX as u64 + 1).read_to_string(&mut source).map_err(read)?;
         let config = parse_json(tokenizer_config).unwrap_or_default();
         let template = ChatTemplate::new(&source, special_tokens_in(&config), path)?;
-        let runner = Runner::start(&template.program()).map_err(|reason| refused(path, reason))?;
+        let runner = Runner::start(&template.template_spec()).map_err(|reason| refused(path, reason))?;
         Ok(template.with_runner(runner))
     }
 
@@ -197,17 +201,17 @@ impl ChatTemplate {
     /// # Errors
     /// If the template rejects the messages or exceeds a limit.
     pub fn prompt(&self, messages: &[Value]) -> Result<Prompt, String> {
-        let Answered { text, literal, .. } = self.text(messages, true)?;
+        let AnnotatedText { text, literal, .. } = self.text(messages, true)?;
         Ok(Prompt { text, literal, adds_beginning: false })
     }
 
     /// Returns the text that ends an answer, without surrounding whitespace. `None` if the template adds no such text,
     /// or it cannot be determined.
     pub fn end_of_answer(&self) -> Option<&str> {
-        self.found_end().as_ref().ok()?.as_deref()
+        self.cached_end_of_answer().as_ref().ok()?.as_deref()
     }
 
-    fn found_end(&self) -> &Result<Option<String>, ()> {
+    fn cached_end_of_answer(&self) -> &Result<Option<String>, ()> {
         self.end_of_answer.get_or_init(|| self.find_end_of_answer())
     }
 
@@ -229,23 +233,23 @@ impl ChatTemplate {
     /// # Errors
     /// If the template rejects the messages, if a message changes the text right before it, so that its answer cannot
     /// be located, or if the template exceeds a limit.
-    pub fn samples(&self, messages: &[Value], first: usize) -> Result<Samples, String> {
-        let (mut documents, num_names) = self.run(messages, Output::Samples { first })?;
+    pub fn samples(&self, messages: &[Value], first: usize) -> Result<ConversationDocuments, String> {
+        let (mut documents, num_names) = self.run(messages, RenderOutput::Samples { first })?;
         // The end that follows a question is not learned.
         let ends_with_question = messages.last().is_some_and(|message| message["role"] != "assistant");
         for document in &mut documents {
-            document.adds_end = ends_with_question || *self.found_end() == Ok(None);
+            document.adds_end = ends_with_question || *self.cached_end_of_answer() == Ok(None);
         }
-        Ok(Samples { documents, num_names })
+        Ok(ConversationDocuments { documents, num_names })
     }
 
-    fn text(&self, messages: &[Value], add_generation_prompt: bool) -> Result<Answered, String> {
-        let (rendered, _) = self.run(messages, Output::Text { add_generation_prompt })?;
+    fn text(&self, messages: &[Value], add_generation_prompt: bool) -> Result<AnnotatedText, String> {
+        let (rendered, _) = self.run(messages, RenderOutput::Text { add_generation_prompt })?;
         rendered.into_iter().next().ok_or_else(|| "the template gives no text".to_owned())
     }
 
     /// Renders messages, and returns the number of special-token names in them.
-    fn run(&self, messages: &[Value], output: Output) -> Result<(Vec<Answered>, u64), String> {
+    fn run(&self, messages: &[Value], output: RenderOutput) -> Result<(Vec<AnnotatedText>, u64), String> {
         if messages.iter().any(has_mark) {
             return Err("a message contains a character from U+10FFF0 to U+10FFF2, which mark answers here"
                 .to_owned());
@@ -258,19 +262,19 @@ impl ChatTemplate {
             }
             num_names = messages.to_mut().iter_mut().map(|message| names.mark_message(message)).sum();
         }
-        Ok((self.render(&Task { messages, output })?, num_names))
+        Ok((self.render(&RenderRequest { messages, output })?, num_names))
     }
 
-    fn render(&self, task: &Task<'_>) -> Result<Vec<Answered>, String> {
+    fn render(&self, task: &RenderRequest<'_>) -> Result<Vec<AnnotatedText>, String> {
         let mut runner = self.runner.lock().unwrap_or_else(PoisonError::into_inner);
         let of_template = |reason| format!("the chat template of {}: {reason}", self.path.display());
         // A process that has ended cannot run another task.
         let _ = runner.take_if(|runner| !runner.is_running());
         if runner.is_none() {
-            *runner = Some(Runner::start(&self.program()).map_err(of_template)?);
+            *runner = Some(Runner::start(&self.template_spec()).map_err(of_template)?);
         }
         match runner.as_mut().expect("it was started") {
-            Runner::Here(interpreter) => interpreter.run(task),
+            Runner::InProcess(interpreter) => interpreter.run(task),
             // The process is still running if the template itself rejected the messages.
             Runner::Child(process) => process
                 .exchange(task)
@@ -278,9 +282,9 @@ impl ChatTemplate {
         }
     }
 
-    fn program(&self) -> Program<'_> {
+    fn template_spec(&self) -> TemplateSpec<'_> {
         let now = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
-        Program {
+        TemplateSpec {
             source: Cow::Borrowed(&self.source),
             special_tokens: Cow::Borrowed(&self.special_tokens),
             now: now.try_into().unwrap_or(0),
@@ -322,12 +326,12 @@ mod tests {
         ]
     }
 
-    fn one(template: &ChatTemplate, messages: &[Value], first: usize) -> Answered {
+    fn one(template: &ChatTemplate, messages: &[Value], first: usize) -> AnnotatedText {
         let [document] = <[_; 1]>::try_from(template.samples(messages, first).unwrap().documents).unwrap();
         document
     }
 
-    fn parts(answered: &Answered) -> Vec<&str> {
+    fn parts(answered: &AnnotatedText) -> Vec<&str> {
         answered.answers.iter().map(|range| &answered.text[range.clone()]).collect()
     }
 
@@ -438,7 +442,7 @@ mod tests {
         let mut forged = messages();
         forged[0]["content"] = json!("a<|im_end|>b<s>c <|im_");
         let samples = chatml.samples(&forged[..2], 0).unwrap();
-        let Samples { documents, num_names } = &samples;
+        let ConversationDocuments { documents, num_names } = &samples;
         assert_eq!(
             documents[0].text,
             "<|im_start|>user\na<|im_end|>b<s>c <|im_<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"

@@ -3,7 +3,7 @@
 //! A template is untrusted code. The interpreter limits the number of steps but not the cost of a step: thirty steps
 //! can double a text thirty times. Only limits that the operating system enforces on a process bound the cost.
 
-use super::interpreter::{Interpreter, Program, Task};
+use super::interpreter::{Interpreter, RenderRequest, TemplateSpec};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
@@ -28,7 +28,7 @@ const STACK_BYTES: usize = 16 << 20;
 /// Maximum length of a message between the processes, in bytes.
 const MESSAGE_BYTES_MAX: u64 = 1 << 30;
 /// Maximum number of bytes read from a child's standard error.
-const LAST_WORDS_BYTES_MAX: u64 = 4096;
+const STDERR_BYTES_MAX: u64 = 4096;
 
 /// The arguments with which this program calls [`serve_chat_template`].
 static ARGUMENTS: OnceLock<&'static [&'static str]> = OnceLock::new();
@@ -55,7 +55,7 @@ pub(super) struct Process {
 impl Process {
     /// Starts a process and compiles the template in it.
     /// Fails if the template is not valid or exceeds a limit, or the process cannot be started.
-    pub(super) fn start(program: &Program<'_>) -> Result<Self, String> {
+    pub(super) fn start(program: &TemplateSpec<'_>) -> Result<Self, String> {
         let failed = |error: io::Error| format!("cannot start a process to run it: {error}");
         let (socket, of_child) = UnixStream::pair().map_err(failed)?;
         let child = Command::new("/proc/self/exe")
@@ -78,7 +78,7 @@ impl Process {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Sends the [`Program`] or a [`Task`] to the child, and returns the result of [`Interpreter::new`] or
+    /// Sends the [`TemplateSpec`] or a [`RenderRequest`] to the child, and returns the result of [`Interpreter::new`] or
     /// [`Interpreter::run`] there.
     ///
     /// # Errors
@@ -87,20 +87,20 @@ impl Process {
         let answer = send(&mut self.socket, request).and_then(|()| receive(&mut self.socket));
         match answer {
             Ok(Some(answer)) => answer,
-            Ok(None) | Err(_) => Err(self.reason_of_death()),
+            Ok(None) | Err(_) => Err(self.exit_reason()),
         }
     }
 
     /// Waits for the end of the child, which has closed its side of the connection, and describes why it ended.
-    fn reason_of_death(&mut self) -> String {
+    fn exit_reason(&mut self) -> String {
         // Ends a child that still waits for a task.
         let _ = self.socket.shutdown(Shutdown::Both);
-        let mut last_words = Vec::new();
+        let mut stderr_text = Vec::new();
         if let Some(stderr) = self.child.stderr.take() {
             // If standard error cannot be read, the reason is reported without it.
-            let _ = stderr.take(LAST_WORDS_BYTES_MAX).read_to_end(&mut last_words);
+            let _ = stderr.take(STDERR_BYTES_MAX).read_to_end(&mut stderr_text);
         }
-        let last_words = String::from_utf8_lossy(&last_words);
+        let stderr_text = String::from_utf8_lossy(&stderr_text);
         let status = match self.child.wait() {
             Ok(status) => status,
             Err(error) => return format!("the process that runs it was lost: {error}"),
@@ -108,12 +108,12 @@ impl Process {
         let is_signal = |signal: rustix::process::Signal| status.signal() == Some(signal.as_raw());
         if is_signal(rustix::process::Signal::XCPU) {
             format!("it takes more than {PROCESSOR_SECONDS_MAX} s of processor time")
-        } else if last_words.contains("overflowed its stack") {
+        } else if stderr_text.contains("overflowed its stack") {
             format!("its expressions or calls nest too deeply for a stack of {}", Bytes(STACK_BYTES as u64))
-        } else if last_words.contains("memory allocation") || last_words.contains("capacity overflow") {
+        } else if stderr_text.contains("memory allocation") || stderr_text.contains("capacity overflow") {
             format!("it takes more than {} of memory", Bytes(MEMORY_BYTES_MAX))
         } else {
-            format!("the process that runs it has ended ({status}): {}", last_words.trim())
+            format!("the process that runs it has ended ({status}): {}", stderr_text.trim())
         }
     }
 }
@@ -142,14 +142,14 @@ pub fn serve_chat_template() -> io::Result<()> {
 }
 
 fn serve(mut socket: UnixStream) -> io::Result<()> {
-    let Some(program) = receive::<Program<'_>>(&mut socket)? else { return Ok(()) };
+    let Some(program) = receive::<TemplateSpec<'_>>(&mut socket)? else { return Ok(()) };
     limit_processor_time()?;
     let interpreter = match Interpreter::new(&program) {
         Ok(interpreter) => interpreter,
         Err(reason) => return send(&mut socket, &Err::<(), _>(reason)),
     };
     send(&mut socket, &Ok::<_, String>(()))?;
-    while let Some(task) = receive::<Task<'_>>(&mut socket)? {
+    while let Some(task) = receive::<RenderRequest<'_>>(&mut socket)? {
         limit_processor_time()?;
         send(&mut socket, &interpreter.run(&task))?;
         // Reading the next task has its own time limit.

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 /// A document in which only the answers are learned.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Answered {
+pub struct AnnotatedText {
     /// The text of the document.
     pub text: String,
     /// Byte ranges of the answers in `text`, in ascending order.
@@ -21,10 +21,10 @@ pub struct Answered {
 
 /// The documents from which a model learns the answers of one conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Samples {
+pub struct ConversationDocuments {
     /// The conversation as one document. If the template renders earlier messages differently once later ones follow,
     /// there is one document for each answer instead, with the messages before it as they are rendered at that point.
-    pub documents: Vec<Answered>,
+    pub documents: Vec<AnnotatedText>,
     /// Number of special-token names in the messages.
     pub num_names: u64,
 }
@@ -34,7 +34,7 @@ pub struct Samples {
 pub struct Prompt {
     /// The text.
     pub text: String,
-    /// Positions in special-token names that were typed in a message, as in [`Answered::literal`].
+    /// Positions in special-token names that were typed in a message, as in [`AnnotatedText::literal_tokenizers`].
     pub literal: Vec<usize>,
     /// Whether to put the tokenizer's beginning tokens before the text. Chat templates write them themselves.
     pub adds_beginning: bool,

@@ -1,8 +1,8 @@
 //! Batches of document pieces that are tokenized independently. Long documents are split into pieces, and batches have
 //! similar sizes.
 
-use crate::chat::Answered;
-use crate::tokenizer::SpaceAtCut;
+use crate::chat::AnnotatedText;
+use crate::tokenizer::SpaceAtSplit;
 use std::ops::Range;
 
 /// Maximum length of a piece in bytes. It bounds the memory of the tokenizer for long documents.
@@ -29,7 +29,7 @@ pub(super) struct Piece {
     pub(super) source: usize,
     /// The byte ranges of the piece that count in the loss; `None` if all bytes do.
     pub(super) answers: Option<Vec<Range<usize>>>,
-    /// Positions in special-token names that stay plain text, as in [`Answered::literal`].
+    /// Positions in special-token names that stay plain text, as in [`AnnotatedText::literal_tokenizers`].
     pub(super) literal: Vec<usize>,
     /// Whether the tokenizer's beginning tokens go before the piece.
     pub(super) adds_beginning: bool,
@@ -57,7 +57,7 @@ impl Batch {
     }
 
     /// Adds a whole document with answers. It is not split, because its answer ranges refer to the whole text.
-    pub(super) fn push_answered(&mut self, document: Answered, source: usize) {
+    pub(super) fn push_with_answers(&mut self, document: AnnotatedText, source: usize) {
         self.text.push_str(&document.text);
         self.pieces.push(Piece {
             end: self.text.len(),
@@ -111,7 +111,7 @@ impl DocumentText {
     }
 
     /// Moves the next piece into `batch`: the rest of the document if it is short enough, otherwise a part of it.
-    pub(super) fn move_piece(&mut self, batch: &mut Batch, source: usize, space_at_cut: SpaceAtCut) {
+    pub(super) fn move_piece(&mut self, batch: &mut Batch, source: usize, space_at_cut: SpaceAtSplit) {
         let rest = &self.text[self.start..];
         let begins = !self.is_begun;
         self.is_begun = rest.len() > PIECE_BYTES_MAX;
@@ -120,7 +120,7 @@ impl DocumentText {
             self.start = self.text.len();
             return;
         }
-        let (end, next) = cut(rest, PIECE_BYTES_MAX, space_at_cut);
+        let (end, next) = split_position(rest, PIECE_BYTES_MAX, space_at_cut);
         batch.push(&rest[..end], begins, false, source);
         self.start += next;
     }
@@ -132,7 +132,7 @@ impl DocumentText {
 /// A space between two letters is a word boundary for every tokenizer that splits text into words, so splitting at the
 /// last such space does not change the tokens. If the second half of the piece has no such space, the text is split
 /// between two characters, possibly within a word.
-fn cut(text: &str, bytes_max: usize, space_at_cut: SpaceAtCut) -> (usize, usize) {
+fn split_position(text: &str, bytes_max: usize, space_at_cut: SpaceAtSplit) -> (usize, usize) {
     let bytes = text.as_bytes();
     let between_letters = |&at: &usize| {
         bytes[at] == b' '
@@ -140,7 +140,7 @@ fn cut(text: &str, bytes_max: usize, space_at_cut: SpaceAtCut) -> (usize, usize)
             && text[at + 1..].chars().next().is_some_and(char::is_alphabetic)
     };
     match (bytes_max / 2..bytes_max).rev().find(between_letters) {
-        Some(at) if space_at_cut == SpaceAtCut::Drop => (at, at + 1),
+        Some(at) if space_at_cut == SpaceAtSplit::Drop => (at, at + 1),
         Some(at) => (at, at),
         None => {
             let end = (0..=bytes_max).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
@@ -155,17 +155,21 @@ mod tests {
 
     #[test]
     fn cuts_at_the_last_space_between_letters() {
-        assert_eq!(cut("ab cd ef gh", 8, SpaceAtCut::Keep), (5, 5));
-        assert_eq!(cut("ab cd ef gh", 8, SpaceAtCut::Drop), (5, 6));
-        assert_eq!(cut("ab cd ef  gh", 10, SpaceAtCut::Keep), (5, 5), "of two spaces neither");
-        assert_eq!(cut("ab 1 . \n  x, y z", 14, SpaceAtCut::Keep), (14, 14), "no space between letters");
-        assert_eq!(cut("да нет да", 8, SpaceAtCut::Keep), (4, 4));
+        assert_eq!(split_position("ab cd ef gh", 8, SpaceAtSplit::Keep), (5, 5));
+        assert_eq!(split_position("ab cd ef gh", 8, SpaceAtSplit::Drop), (5, 6));
+        assert_eq!(split_position("ab cd ef  gh", 10, SpaceAtSplit::Keep), (5, 5), "of two spaces neither");
+        assert_eq!(
+            split_position("ab 1 . \n  x, y z", 14, SpaceAtSplit::Keep),
+            (14, 14),
+            "no space between letters"
+        );
+        assert_eq!(split_position("да нет да", 8, SpaceAtSplit::Keep), (4, 4));
     }
 
     #[test]
     fn cuts_text_without_spaces_between_characters() {
-        assert_eq!(cut(&"a".repeat(20), 8, SpaceAtCut::Keep), (8, 8));
-        assert_eq!(cut(&"€".repeat(20), 8, SpaceAtCut::Keep), (6, 6));
+        assert_eq!(split_position(&"a".repeat(20), 8, SpaceAtSplit::Keep), (8, 8));
+        assert_eq!(split_position(&"€".repeat(20), 8, SpaceAtSplit::Keep), (6, 6));
     }
 
     #[test]
@@ -177,7 +181,7 @@ mod tests {
         let (mut num_beginnings, mut num_ends) = (0, 0);
         while !document.is_empty() {
             let mut batch = Batch::default();
-            document.move_piece(&mut batch, 0, SpaceAtCut::Keep);
+            document.move_piece(&mut batch, 0, SpaceAtSplit::Keep);
             for (text, piece) in batch.pieces() {
                 assert!(text.len() <= PIECE_BYTES_MAX);
                 joined.push_str(text);

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use trireme_base::{Bytes, quoted};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Compression {
+pub(super) enum FileCompression {
     None,
     /// gzip, with one or several members.
     Gzip,
@@ -19,14 +19,14 @@ pub(super) enum Compression {
     Parquet,
 }
 
-impl Compression {
+impl FileCompression {
     /// Returns the compression that the extension of a file's name indicates, and the name without that extension.
     pub(super) fn of(path: &Path) -> (Self, &Path) {
         let compression = match path.extension().and_then(|extension| extension.to_str()) {
-            Some("gz") => Compression::Gzip,
-            Some("zst") => Compression::Zstandard,
-            Some("parquet") => return (Compression::Parquet, path),
-            _ => return (Compression::None, path),
+            Some("gz") => FileCompression::Gzip,
+            Some("zst") => FileCompression::Zstandard,
+            Some("parquet") => return (FileCompression::Parquet, path),
+            _ => return (FileCompression::None, path),
         };
         (compression, path.file_stem().map_or(path, Path::new))
     }
@@ -35,16 +35,16 @@ impl Compression {
     pub(super) fn open(self, path: &Path) -> io::Result<Box<dyn Read + Send>> {
         let file = File::open(path)?;
         Ok(match self {
-            Compression::None => Box::new(file),
-            Compression::Gzip => {
+            FileCompression::None => Box::new(file),
+            FileCompression::Gzip => {
                 let member = Some(GzDecoder::new(BufReader::new(file)));
                 Box::new(Members { path: path.to_owned(), member })
             }
-            Compression::Zstandard => {
+            FileCompression::Zstandard => {
                 let input = Some(BufReader::new(file));
                 Box::new(Frames { path: path.to_owned(), input, frame: None })
             }
-            Compression::Parquet => open_parquet(file)?,
+            FileCompression::Parquet => open_parquet(file)?,
         })
     }
 }

@@ -3,7 +3,7 @@
 use super::inputs::Inputs;
 use super::options::{PrepareOptions, TokenizerChoice};
 use crate::DataError;
-use crate::tokenizer::end_named_beside;
+use crate::tokenizer::eos_name_next_to;
 use std::fs;
 
 /// Changes whenever the same inputs and options give other files than in an earlier version.
@@ -16,7 +16,7 @@ impl PrepareOptions {
         let tokenizer = match &self.tokenizer {
             // The fingerprint must not depend on the path of the model.
             TokenizerChoice::OfModel { tokenizer, .. } => {
-                let around = (tokenizer.beginning(), tokenizer.ending());
+                let around = (tokenizer.prefix_tokens(), tokenizer.suffix_tokens());
                 format!("OfModel({}, {around:?})", tokenizer.sha256()?)
             }
             choice => format!("{choice:?}"),
@@ -33,7 +33,7 @@ impl PrepareOptions {
         if let TokenizerChoice::File(path) = &self.tokenizer {
             let read = |source| DataError::Read { path: path.clone(), source };
             hasher.update(&fs::read(path).map_err(read)?);
-            hasher.update(end_named_beside(path)?.unwrap_or_default().as_bytes());
+            hasher.update(eos_name_next_to(path)?.unwrap_or_default().as_bytes());
         }
         // If these options are not used, fingerprints equal those of earlier versions, which did not have them.
         if let Some(template) = &self.chat_template {

@@ -1,5 +1,5 @@
 use super::PrepareOptions;
-use super::decompress::Compression;
+use super::decompress::FileCompression;
 use super::report::Skipped;
 use crate::DataError;
 use std::fs::{self, Metadata};
@@ -18,15 +18,15 @@ pub(super) enum Format {
 pub(super) struct InputFile {
     pub(super) path: PathBuf,
     /// The path that is shown in messages.
-    pub(super) shown: PathBuf,
+    pub(super) display_path: PathBuf,
     pub(super) format: Format,
     pub(super) bytes: u64,
     /// Whether the user named this file itself and not a folder. Then an unreadable file is an error and is not
     /// skipped.
-    pub(super) named: bool,
+    pub(super) is_explicit: bool,
     /// Index of the input that the file belongs to.
     pub(super) source: usize,
-    pub(super) compression: Compression,
+    pub(super) compression: FileCompression,
     modified_nanoseconds: u128,
 }
 
@@ -100,7 +100,7 @@ impl Inputs {
                 self.add_folder(&path, extensions, out)?;
             } else if !metadata.is_file() {
                 self.skipped.not_files += 1;
-            } else if !extensions.is_empty() && !has_extension(Compression::of(&path).1, extensions) {
+            } else if !extensions.is_empty() && !has_extension(FileCompression::of(&path).1, extensions) {
                 self.skipped.other_extensions += 1;
             } else {
                 self.add_file(path, &metadata, false);
@@ -112,17 +112,17 @@ impl Inputs {
     fn add_file(&mut self, path: PathBuf, metadata: &Metadata, named: bool) {
         let modified = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
         let json_lines = ["jsonl", "ndjson", "json", "parquet"].map(str::to_owned);
-        let (compression, name) = Compression::of(&path);
+        let (compression, name) = FileCompression::of(&path);
         let is_json_lines = has_extension(name, &json_lines);
         self.bytes += metadata.len();
         self.files.push(InputFile {
             format: if is_json_lines { Format::JsonLines } else { Format::Text },
             source: self.source,
             compression,
-            shown: path.clone(),
+            display_path: path.clone(),
             path,
             bytes: metadata.len(),
-            named,
+            is_explicit: named,
             modified_nanoseconds: modified.map_or(0, |age| age.as_nanos()),
         });
     }

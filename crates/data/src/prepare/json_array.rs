@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn arrays_that_are_none_are_refused() {
+    fn malformed_arrays_are_refused() {
         for (text, reason) in [
             ("[1, 2", "the array is not closed by `]`"),
             ("[", "the array is not closed by `]`"),

@@ -87,13 +87,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn takes_the_field_whatever_stands_beside_it() {
+    fn the_field_is_read_among_other_fields() {
         let line = r#"{"id": [1, {"text": 2}], "text": "a\n\u00e9", "more": null}"#;
         assert_eq!(text_field(line, "text").unwrap(), Field::Text("a\né".to_owned()));
     }
 
     #[test]
-    fn says_what_stands_in_its_place() {
+    fn an_unusable_field_is_described() {
         let said = |line| match text_field(line, "text").unwrap() {
             Field::Unusable(words) => words,
             Field::Text(text) => panic!("{text}"),
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_no_object() {
+    fn a_record_that_is_not_an_object_is_refused() {
         for line in
             ["", "[1]", "\"text\"", "{\"text\": \"a\"", "{\"text\": \"a\"} {}", "{\"text\": \"\u{1}\"}"]
         {

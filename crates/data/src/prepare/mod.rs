@@ -21,12 +21,12 @@ mod utf8;
 
 pub use files::{REPORT_FILE, TRAIN_FILE, TRAIN_MASK_FILE, VALIDATION_FILE, VALIDATION_MASK_FILE};
 pub use options::{PrepareOptions, TokenizerChoice};
-pub use report::{ForeignForms, Part, PrepareReport, Skipped, Source};
-pub use staging::Existing;
+pub use report::{ConvertedFormats, PrepareReport, Skipped, Source, SplitSize};
+pub use staging::ExistingCorpus;
 pub use utf8::InvalidUtf8;
 
 use crate::chat::CHAT_TEMPLATE_FILE;
-use crate::tokenizer::{BYTES_TOKENIZER_FILE, SpaceAtCut, TOKENIZER_FILE};
+use crate::tokenizer::{BYTES_TOKENIZER_FILE, SpaceAtSplit, TOKENIZER_FILE};
 use crate::{Corpus, DataError, TokenFile, TokenFileWriter, Tokenizer};
 use batch::Batch;
 use inputs::Inputs;
@@ -86,9 +86,9 @@ pub trait Progress: Sync {
 
 /// A [`Progress`] that ignores all reports.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Silent;
+pub struct NoProgress;
 
-impl Progress for Silent {
+impl Progress for NoProgress {
     fn advance(&self, _phase: Phase, _done: u64, _total: u64) {}
 }
 
@@ -111,7 +111,7 @@ impl Progress for Silent {
 /// output cannot be written. The output folder is then unchanged, with one exception: if the new files are complete but
 /// cannot be moved into place, the folder has no [`REPORT_FILE`] and is treated as not prepared.
 pub fn prepare(options: &PrepareOptions, progress: &dyn Progress) -> Result<PrepareReport, DataError> {
-    stage(options, Existing::Replace, progress)?.commit()
+    stage(options, ExistingCorpus::Replace, progress)?.commit()
 }
 
 /// A complete corpus in a staging folder. Dropping it deletes the files.
@@ -148,7 +148,7 @@ impl StagedCorpus {
 /// As [`prepare`], and if the folder contains a corpus that `existing` says to keep.
 pub fn stage(
     options: &PrepareOptions,
-    existing: Existing,
+    existing: ExistingCorpus,
     progress: &dyn Progress,
 ) -> Result<StagedCorpus, DataError> {
     options.check()?;
@@ -163,7 +163,7 @@ pub fn stage(
             let path = |input: &PathBuf| if input.as_os_str() == STDIN { &spooled } else { input }.clone();
             let mut inputs = Inputs::of(&options.inputs.iter().map(path).collect::<Vec<_>>(), options)?;
             let own = inputs.files.iter_mut().filter(|file| file.path == spooled);
-            own.for_each(|file| file.shown = "standard input".into());
+            own.for_each(|file| file.display_path = "standard input".into());
             inputs
         }
     };
@@ -178,14 +178,15 @@ pub fn stage(
     let (mut counts, mut ends) = tokenize(options, &inputs, &tokenizer, (&staging, files), progress)?;
     // Inputs at the end of the list may have no documents.
     ends.resize(options.inputs.len(), ends.last().copied().unwrap_or(0));
-    let Parts { train, mut validation, tokens_at } =
+    let SplitCorpus { train, mut validation, cumulative_tokens: tokens_at } =
         split(options, &staging, (has_loss_mask, &ends), progress)?;
     if !options.validation_inputs.is_empty() {
         let files = (VALIDATION_FILE, has_loss_mask.then_some(VALIDATION_MASK_FILE));
         let (own, _) = tokenize(options, &validation_inputs, &tokenizer, (&staging, files), progress)?;
         counts.add_contents(&own);
         let written = TokenFile::open_unverified(&staging.path(VALIDATION_FILE))?;
-        validation = Some(Part { num_tokens: written.num_tokens(), num_documents: written.num_documents() });
+        validation =
+            Some(SplitSize { num_tokens: written.num_tokens(), num_documents: written.num_documents() });
     }
     tokenizer.save(&staging.path(""))?;
     if let Some(template) = &options.chat_template {
@@ -262,7 +263,7 @@ fn spool_stdin(staging: &Staging) -> Result<PathBuf, DataError> {
 ///
 /// # Errors
 /// If the folder cannot be read.
-pub fn is_free(folder: &Path) -> Result<bool, DataError> {
+pub fn has_no_corpus(folder: &Path) -> Result<bool, DataError> {
     let holds = |name: &str| folder.join(name).try_exists();
     let is_free = || Ok(is_interrupted(folder, REPORT_FILE)? || !(holds(REPORT_FILE)? || holds(TRAIN_FILE)?));
     is_free().map_err(|source| DataError::Read { path: folder.to_owned(), source })
@@ -277,7 +278,7 @@ pub fn check_inputs(options: &PrepareOptions, bytes_max: u64) -> Result<(), Data
     let lists = [Inputs::collect(options)?, Inputs::of(&options.validation_inputs, options)?];
     for inputs in &lists {
         let has_answers = CorpusReader::begins_with_answers(options, inputs)?;
-        let mut reader = CorpusReader::new(options, inputs, SpaceAtCut::Keep, has_answers);
+        let mut reader = CorpusReader::new(options, inputs, SpaceAtSplit::Keep, has_answers);
         let mut has_text = inputs.files.is_empty();
         while let Some(batch) = reader.next_batch()? {
             has_text = true;
@@ -298,7 +299,7 @@ pub fn check_inputs(options: &PrepareOptions, bytes_max: u64) -> Result<(), Data
 ///
 /// # Errors
 /// If an option is invalid, an input is missing, or a folder cannot be read.
-pub fn is_current(options: &PrepareOptions) -> Result<bool, DataError> {
+pub fn is_up_to_date(options: &PrepareOptions) -> Result<bool, DataError> {
     options.check()?;
     if options.reads_stdin() {
         return Ok(false);
@@ -326,8 +327,8 @@ fn choose_tokenizer(
         TokenizerChoice::OfModel { tokenizer, .. } => return Ok(Tokenizer::clone(tokenizer)),
         TokenizerChoice::TrainBpe { vocabulary_size } => *vocabulary_size,
     };
-    let one_in = inputs.bytes.div_ceil(BPE_TRAINING_BYTES_MAX).max(1) as usize;
-    let mut reader = CorpusReader::new(options, inputs, SpaceAtCut::Keep, true);
+    let stride = inputs.bytes.div_ceil(BPE_TRAINING_BYTES_MAX).max(1) as usize;
+    let mut reader = CorpusReader::new(options, inputs, SpaceAtSplit::Keep, true);
     let mut failure = None;
     let num_read = &AtomicU64::new(0);
     let batches = iter::from_fn(|| {
@@ -344,7 +345,7 @@ fn choose_tokenizer(
     let tokenizer = thread::scope(|scope| {
         let train = move || {
             let _done = done;
-            Tokenizer::train_bpe(batches.step_by(one_in).flat_map(pieces), vocabulary_size)
+            Tokenizer::train_bpe(batches.step_by(stride).flat_map(pieces), vocabulary_size)
         };
         let training = spawn_scoped_thread(scope, "tokenizer-training", train)
             .map_err(|source| DataError::Spawn { source })?;
@@ -372,13 +373,13 @@ fn tokenize(
     (staging, (name, mask_name)): (&Staging, (&str, Option<&str>)),
     progress: &dyn Progress,
 ) -> Result<(ReadCounts, Vec<u64>), DataError> {
-    let reader = CorpusReader::new(options, inputs, tokenizer.space_at_cut()?, mask_name.is_some());
+    let reader = CorpusReader::new(options, inputs, tokenizer.space_at_split()?, mask_name.is_some());
     let mut writers = Writers {
         tokens: TokenFileWriter::create(&staging.path(name), tokenizer.vocabulary_size())?,
         loss_mask: mask_name
             .map(|name| TokenFileWriter::create(&staging.path(name), MASK_VOCABULARY_SIZE))
             .transpose()?,
-        documents_at: Vec::new(),
+        cumulative_documents: Vec::new(),
     };
     let counts = pipeline::tokenize(reader, tokenizer, options.num_threads, &mut writers, |done| {
         progress.advance(Phase::Tokenize, done, inputs.bytes);
@@ -391,17 +392,17 @@ fn tokenize(
     if writers.tokens.num_tokens() <= num_ends {
         return Err(DataError::NoTokens);
     }
-    let documents_at = std::mem::take(&mut writers.documents_at);
+    let documents_at = std::mem::take(&mut writers.cumulative_documents);
     writers.finish()?;
     Ok((counts, documents_at))
 }
 
 /// The training and validation parts of a corpus.
-struct Parts {
-    train: Part,
-    validation: Option<Part>,
+struct SplitCorpus {
+    train: SplitSize,
+    validation: Option<SplitSize>,
     /// Number of training tokens up to the end of each input.
-    tokens_at: Vec<u64>,
+    cumulative_tokens: Vec<u64>,
 }
 
 /// Splits [`ALL_FILE`] into [`TRAIN_FILE`] and, if tokens are held out, [`VALIDATION_FILE`], and the loss mask
@@ -411,11 +412,11 @@ fn split(
     staging: &Staging,
     (has_mask, ends): (bool, &[u64]),
     progress: &dyn Progress,
-) -> Result<Parts, DataError> {
+) -> Result<SplitCorpus, DataError> {
     let all_path = staging.path(ALL_FILE);
     let all = TokenFile::open_unverified(&all_path)?;
     if options.validation_fraction == 0.0 {
-        let train = Part { num_tokens: all.num_tokens(), num_documents: all.num_documents() };
+        let train = SplitSize { num_tokens: all.num_tokens(), num_documents: all.num_documents() };
         let tokens_at = |end: &u64| match end.checked_sub(1) {
             Some(last) => Ok(all.document(last.min(all.num_documents() - 1))?.end),
             None => Ok(0),
@@ -426,7 +427,7 @@ fn split(
             let path = staging.path(from);
             fs::rename(&path, staging.path(to)).map_err(|source| DataError::Write { path, source })?;
         }
-        return Ok(Parts { train, validation: None, tokens_at });
+        return Ok(SplitCorpus { train, validation: None, cumulative_tokens: tokens_at });
     }
     let create = |name, vocabulary_size| TokenFileWriter::create(&staging.path(name), vocabulary_size);
     let mut train = create(TRAIN_FILE, all.vocabulary_size())?;
@@ -448,10 +449,10 @@ fn split(
         train.finish()?;
         validation.finish()?;
     }
-    let parts = (Part::of(&train), Some(Part::of(&validation)));
+    let parts = (SplitSize::of(&train), Some(SplitSize::of(&validation)));
     train.finish()?;
     validation.finish()?;
-    Ok(Parts { train: parts.0, validation: parts.1, tokens_at })
+    Ok(SplitCorpus { train: parts.0, validation: parts.1, cumulative_tokens: tokens_at })
 }
 
 fn skipped(inputs: &Inputs, counts: &ReadCounts) -> Skipped {

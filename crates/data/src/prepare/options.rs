@@ -158,7 +158,7 @@ impl PrepareOptions {
             return Err(DataError::ValidationFraction { fraction: self.validation_fraction });
         }
         if !self.validation_inputs.is_empty() && self.validation_fraction > 0.0 {
-            return Err(DataError::TwoValidations { fraction: self.validation_fraction });
+            return Err(DataError::ConflictingValidation { fraction: self.validation_fraction });
         }
         if self.validation_inputs.iter().any(|input| input.as_os_str() == STDIN) {
             return Err(DataError::StdinValidation);

@@ -16,7 +16,7 @@ pub(super) struct Writers {
     pub(super) tokens: TokenFileWriter,
     pub(super) loss_mask: Option<TokenFileWriter>,
     /// Number of documents up to the end of each input. Inputs without documents may be missing at the end.
-    pub(super) documents_at: Vec<u64>,
+    pub(super) cumulative_documents: Vec<u64>,
 }
 
 impl Writers {
@@ -31,9 +31,9 @@ impl Writers {
     fn end_document(&mut self, source: usize) -> Result<(), DataError> {
         self.tokens.end_document()?;
         self.loss_mask.as_mut().map_or(Ok(()), TokenFileWriter::end_document)?;
-        let before = self.documents_at.last().copied().unwrap_or(0);
-        self.documents_at.resize(source + 1, before);
-        self.documents_at[source] = self.tokens.num_documents();
+        let before = self.cumulative_documents.last().copied().unwrap_or(0);
+        self.cumulative_documents.resize(source + 1, before);
+        self.cumulative_documents[source] = self.tokens.num_documents();
         Ok(())
     }
 
@@ -77,7 +77,7 @@ pub(super) fn tokenize(
             let work = move || tokenize_batches(tokenizer, &batch_receiver, &result_sender);
             spawn_scoped_thread(scope, &format!("tokenizer-{index}"), work).map_err(failed)?;
         }
-        let read = move || deal(&mut reader, &batches).map(|()| reader.counts);
+        let read = move || distribute(&mut reader, &batches).map(|()| reader.counts);
         let reading = spawn_scoped_thread(scope, "reader", read).map_err(failed)?;
         let written = write_in_order(&results, writers, &mut on_progress);
         // If writing failed, this stops the other threads, because their channels are closed.
@@ -88,7 +88,7 @@ pub(super) fn tokenize(
 }
 
 /// Sends the batches to the threads round-robin, until the last batch or until a thread has ended.
-fn deal(reader: &mut CorpusReader<'_>, threads: &[SyncSender<Batch>]) -> Result<(), DataError> {
+fn distribute(reader: &mut CorpusReader<'_>, threads: &[SyncSender<Batch>]) -> Result<(), DataError> {
     for thread in threads.iter().cycle() {
         let Some(batch) = reader.next_batch()? else { break };
         if thread.send(batch).is_err() {
@@ -112,11 +112,11 @@ fn tokenize_batches(
 
 fn tokenize_batch(tokenizer: &Tokenizer, batch: &Batch) -> Result<TokenBatch, DataError> {
     let mut found = TokenBatch { input_bytes_read: batch.input_bytes_read, ..TokenBatch::default() };
-    let ending = tokenizer.ending();
+    let ending = tokenizer.suffix_tokens();
     for (text, piece) in batch.pieces() {
         let start = found.tokens.len();
         if piece.adds_beginning {
-            found.tokens.extend_from_slice(tokenizer.beginning());
+            found.tokens.extend_from_slice(tokenizer.prefix_tokens());
             found.loss_mask.resize(found.tokens.len(), u32::from(piece.answers.is_none()));
         }
         let is_end_counted = match &piece.answers {
@@ -148,10 +148,10 @@ fn push_answered(
     answers: &[Range<usize>],
     found: &mut TokenBatch,
 ) -> Result<bool, DataError> {
-    let mut places = Vec::new();
-    tokenizer.encode_with_literal(text, literal, &mut found.tokens, &mut places)?;
+    let mut offsets = Vec::new();
+    tokenizer.encode_with_literal(text, literal, &mut found.tokens, &mut offsets)?;
     let mut next = 0;
-    for place in places {
+    for place in offsets {
         while answers.get(next).is_some_and(|answer| answer.end <= place.start) {
             next += 1;
         }

@@ -1,16 +1,16 @@
 use super::PrepareOptions;
 use super::batch::{Batch, DocumentText};
-use super::decompress::Compression;
+use super::decompress::FileCompression;
 use super::inputs::{Format, InputFile, Inputs};
 use super::json_array::{ArrayError, JsonArray};
 use super::json_lines::reason;
 use super::records::{Record, RecordError, Records};
-use super::report::ForeignForms;
+use super::report::ConvertedFormats;
 use super::surrogates::replace_lone_surrogates;
 use super::utf8::{InvalidUtf8, Utf8Decoder};
 use crate::DataError;
-use crate::chat::{Answered, Samples};
-use crate::tokenizer::SpaceAtCut;
+use crate::chat::{AnnotatedText, ConversationDocuments};
+use crate::tokenizer::SpaceAtSplit;
 use std::io::{self, BufRead, BufReader, Chain, Cursor, Read};
 use std::path::PathBuf;
 
@@ -28,7 +28,7 @@ pub(super) struct ReadCounts {
     pub(super) num_replaced: u64,
     pub(super) num_binary: u64,
     pub(super) num_empty: u64,
-    pub(super) foreign_forms: ForeignForms,
+    pub(super) foreign_forms: ConvertedFormats,
     /// Names of special tokens in messages that were encoded as plain text.
     pub(super) num_literal_names: u64,
     /// Conversations that became one document for each answer.
@@ -48,9 +48,9 @@ impl ReadCounts {
 /// Reads the inputs in order, in batches. The bounds of the batches depend only on the inputs.
 pub(super) struct CorpusReader<'a> {
     options: &'a PrepareOptions,
-    space_at_cut: SpaceAtCut,
+    space_at_cut: SpaceAtSplit,
     /// Whether documents with answers are allowed, of which only the answers count in the loss.
-    takes_answers: bool,
+    allows_answers: bool,
     files: std::slice::Iter<'a, InputFile>,
     open: Option<OpenFile<'a>>,
     pub(super) counts: ReadCounts,
@@ -66,7 +66,7 @@ struct OpenFile<'a> {
     decoder: Utf8Decoder,
     document: DocumentText,
     /// The documents with answers of the last record; empty if it has none.
-    answered: Vec<Answered>,
+    answered: Vec<AnnotatedText>,
     /// The parser state if the file is one JSON array.
     array: Option<JsonArray>,
     /// Number of complete lines of JSON read.
@@ -86,13 +86,13 @@ impl<'a> CorpusReader<'a> {
     pub(super) fn new(
         options: &'a PrepareOptions,
         inputs: &'a Inputs,
-        space_at_cut: SpaceAtCut,
+        space_at_cut: SpaceAtSplit,
         takes_answers: bool,
     ) -> Self {
         CorpusReader {
             options,
             space_at_cut,
-            takes_answers,
+            allows_answers: takes_answers,
             files: inputs.files.iter(),
             open: None,
             counts: ReadCounts::default(),
@@ -103,7 +103,7 @@ impl<'a> CorpusReader<'a> {
     /// Whether the first record of any file has answers.
     pub(super) fn begins_with_answers(options: &PrepareOptions, inputs: &Inputs) -> Result<bool, DataError> {
         let records = Records::new(options);
-        let mut reader = CorpusReader::new(options, inputs, SpaceAtCut::Keep, true);
+        let mut reader = CorpusReader::new(options, inputs, SpaceAtSplit::Keep, true);
         for file in inputs.files.iter().filter(|file| file.format == Format::JsonLines) {
             let Some(mut open) = reader.open_file(file)? else { continue };
             open.read_more(records, &mut ReadCounts::default())?;
@@ -125,16 +125,16 @@ impl<'a> CorpusReader<'a> {
             };
             let bytes_read = open.read_more(Records::new(self.options), &mut self.counts)?;
             // Progress is measured in bytes of files, so a compressed file counts only when it is completely read.
-            let is_plain = open.file.compression == Compression::None;
+            let is_plain = open.file.compression == FileCompression::None;
             self.bytes_read += if is_plain { bytes_read } else { 0 };
             let source = open.file.source;
             if !open.answered.is_empty() {
-                if !self.takes_answers {
+                if !self.allows_answers {
                     let (path, line) = (open.place(), open.record_line);
                     return Err(DataError::MixedRecords { path, line });
                 }
                 for answered in open.answered.drain(..) {
-                    batch.push_answered(answered, source);
+                    batch.push_with_answers(answered, source);
                 }
             } else if open.has_piece() {
                 open.document.move_piece(&mut batch, source, self.space_at_cut);
@@ -154,13 +154,16 @@ impl<'a> CorpusReader<'a> {
 
     /// Opens a file. Returns `None` for an empty file, and for a binary file in a folder.
     fn open_file(&mut self, file: &'a InputFile) -> Result<Option<OpenFile<'a>>, DataError> {
-        let read = |source| DataError::Read { path: file.shown.clone(), source };
+        let read = |source| DataError::Read { path: file.display_path.clone(), source };
         let mut rest = file.compression.open(&file.path).map_err(read)?;
         let mut head = Vec::new();
         rest.by_ref().take(HEAD_BYTES as u64).read_to_end(&mut head).map_err(read)?;
         if let Some(offset) = head.iter().position(|&byte| byte == 0) {
-            if file.named {
-                return Err(DataError::BinaryInput { path: file.shown.clone(), offset: offset as u64 });
+            if file.is_explicit {
+                return Err(DataError::BinaryInput {
+                    path: file.display_path.clone(),
+                    offset: offset as u64,
+                });
             }
             self.counts.num_binary += 1;
             self.bytes_read += file.bytes;
@@ -249,13 +252,13 @@ impl OpenFile<'_> {
         let record = records.read(&object, &mut counts.foreign_forms);
         match record.map_err(|error| self.record_error(error, records.field))? {
             Record::Text(text) if text.is_empty() => counts.num_empty += 1,
-            Record::Answered(Samples { documents, .. })
+            Record::WithAnswers(ConversationDocuments { documents, .. })
                 if documents.iter().all(|document| document.text.is_empty()) =>
             {
                 counts.num_empty += 1;
             }
             Record::Text(text) => *self.document.buffer() = text,
-            Record::Answered(Samples { documents, num_names }) => {
+            Record::WithAnswers(ConversationDocuments { documents, num_names }) => {
                 counts.num_literal_names += num_names;
                 counts.num_split_conversations += u64::from(documents.len() > 1);
                 self.answered = documents;
@@ -310,8 +313,8 @@ impl OpenFile<'_> {
     /// one line.
     fn place(&self) -> PathBuf {
         match &self.array {
-            Some(_) => format!("{}, record {}", self.file.shown.display(), self.num_records).into(),
-            None => self.file.shown.clone(),
+            Some(_) => format!("{}, record {}", self.file.display_path.display(), self.num_records).into(),
+            None => self.file.display_path.clone(),
         }
     }
 
@@ -342,9 +345,9 @@ impl OpenFile<'_> {
 }
 
 fn read_error(file: &InputFile, source: io::Error) -> DataError {
-    DataError::Read { path: file.shown.clone(), source }
+    DataError::Read { path: file.display_path.clone(), source }
 }
 
 fn invalid_utf8(file: &InputFile, offset: u64) -> DataError {
-    DataError::InvalidUtf8 { path: file.shown.clone(), offset }
+    DataError::InvalidUtf8 { path: file.display_path.clone(), offset }
 }

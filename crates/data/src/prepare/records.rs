@@ -1,9 +1,9 @@
 //! Parsing of records: lines of a JSON Lines file, or elements of a JSON array.
 
 use super::json_lines::{Field, text_field};
-use super::report::ForeignForms;
+use super::report::ConvertedFormats;
 use super::{InvalidUtf8, PrepareOptions};
-use crate::chat::{Answered, ChatTemplate, Samples};
+use crate::chat::{AnnotatedText, ChatTemplate, ConversationDocuments};
 use crate::messages::{of_alpaca, of_share_gpt, with_text_contents};
 use serde_json::{Value, json};
 
@@ -13,7 +13,7 @@ pub(super) enum Record {
     /// A document in which all tokens count in the loss.
     Text(String),
     /// Documents in which only the answers count.
-    Answered(Samples),
+    WithAnswers(ConversationDocuments),
 }
 
 /// A reason why a record has no document.
@@ -48,7 +48,7 @@ impl<'a> Records<'a> {
     /// Parses a record. Known forms are: an object with the text field; `messages` with roles and contents; a `prompt`
     /// with a `completion`, both strings or both lists of messages; and records of ShareGPT and Alpaca, which are
     /// counted in `forms`.
-    pub(super) fn read(self, line: &str, forms: &mut ForeignForms) -> Result<Record, RecordError> {
+    pub(super) fn read(self, line: &str, forms: &mut ConvertedFormats) -> Result<Record, RecordError> {
         let missing = match text_field(line, self.field).map_err(RecordError::Json)? {
             Field::Text(text) => return Ok(Record::Text(text)),
             Field::Unusable(found) => found,
@@ -74,14 +74,14 @@ impl<'a> Records<'a> {
             (Value::String(prompt), Value::String(completion)) => {
                 let text = format!("{prompt}{completion}");
                 let answer = prompt.len()..text.len();
-                let document = Answered {
+                let document = AnnotatedText {
                     text,
                     answers: vec![answer],
                     literal: Vec::new(),
                     adds_beginning: true,
                     adds_end: true,
                 };
-                Ok(Record::Answered(Samples { documents: vec![document], num_names: 0 }))
+                Ok(Record::WithAnswers(ConversationDocuments { documents: vec![document], num_names: 0 }))
             }
             (Value::Array(prompt), Value::Array(completion)) => {
                 self.conversation(&[&prompt[..], completion].concat(), prompt.len())
@@ -118,7 +118,7 @@ impl<'a> Records<'a> {
                 "it has no message with the role `assistant` to learn, or only such with the weight 0; leave it out".to_owned(),
             ))
         } else {
-            Ok(Record::Answered(samples))
+            Ok(Record::WithAnswers(samples))
         }
     }
 }
@@ -133,15 +133,15 @@ mod tests {
 
     fn read(line: &str) -> Result<Record, RecordError> {
         let template = ChatTemplate::chatml();
-        with_template(&template).read(line, &mut ForeignForms::default())
+        with_template(&template).read(line, &mut ConvertedFormats::default())
     }
 
     #[test]
     fn records_are_texts_conversations_or_completions() {
         assert_eq!(read(r#"{"text": "a", "messages": 1}"#).unwrap(), Record::Text("a".to_owned()));
         let answers = |line: &str| match read(line).unwrap() {
-            Record::Answered(Samples { documents, .. }) => {
-                let Answered { text, answers, .. } = &documents[0];
+            Record::WithAnswers(ConversationDocuments { documents, .. }) => {
+                let AnnotatedText { text, answers, .. } = &documents[0];
                 answers.iter().map(|range| text[range.clone()].to_owned()).collect::<Vec<_>>()
             }
             other => panic!("{other:?}"),
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn records_of_share_gpt_and_alpaca_are_conversations() {
-        let forms = &mut ForeignForms::default();
+        let forms = &mut ConvertedFormats::default();
         let template = ChatTemplate::chatml();
         let mut read = |line: &str| with_template(&template).read(line, forms).unwrap();
         let messages = r#"[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]"#;
@@ -171,18 +171,18 @@ mod tests {
         let parts = messages
             .replace("\"1+1?\"", r#"[{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]"#);
         assert_eq!(read(&format!(r#"{{"messages": {parts}}}"#)), plain);
-        assert_eq!(*forms, ForeignForms { num_share_gpt: 1, num_alpaca: 1, num_arrays: 0 });
+        assert_eq!(*forms, ConvertedFormats { num_share_gpt: 1, num_alpaca: 1, num_arrays: 0 });
     }
 
     #[test]
-    fn others_are_refused() {
+    fn unknown_records_are_refused() {
         assert!(matches!(read("[]"), Err(RecordError::Json(_))));
         assert!(
             matches!(read(r#"{"prompt": "a"}"#), Err(RecordError::Field(found)) if found.contains("prompt"))
         );
         assert!(matches!(read(r#"{"context": "a", "choices": []}"#), Err(RecordError::Question)));
         let bare = Records { field: "text", template: None, invalid_utf8: InvalidUtf8::Replace };
-        let forms = &mut ForeignForms::default();
+        let forms = &mut ConvertedFormats::default();
         assert!(matches!(bare.read(r#"{"messages": []}"#, forms), Err(RecordError::NoTemplate)));
         for (line, reason) in [
             (r#"{"messages": [{"content": "a"}]}"#, "message 1 has no `role`"),

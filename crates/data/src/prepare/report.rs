@@ -11,16 +11,16 @@ const REPORT_BYTES_MAX: u64 = 16 << 20;
 
 /// The size of the training or the validation part of a corpus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
+pub struct SplitSize {
     /// Number of tokens, including end-of-document tokens.
     pub num_tokens: u64,
     /// Number of documents.
     pub num_documents: u64,
 }
 
-impl Part {
+impl SplitSize {
     pub(super) fn of(writer: &TokenFileWriter) -> Self {
-        Part { num_tokens: writer.num_tokens(), num_documents: writer.num_documents() }
+        SplitSize { num_tokens: writer.num_tokens(), num_documents: writer.num_documents() }
     }
 }
 
@@ -37,7 +37,7 @@ pub struct Source {
 
 /// Numbers of records and files in the formats of other programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct ForeignForms {
+pub struct ConvertedFormats {
     /// ShareGPT records: `conversations` of turns with `from` and `value`.
     pub num_share_gpt: u64,
     /// Alpaca records: an `instruction`, an optional `input`, and an `output`.
@@ -46,7 +46,7 @@ pub struct ForeignForms {
     pub num_arrays: u64,
 }
 
-impl ForeignForms {
+impl ConvertedFormats {
     pub(super) fn add(&mut self, other: Self) {
         self.num_share_gpt += other.num_share_gpt;
         self.num_alpaca += other.num_alpaca;
@@ -54,7 +54,7 @@ impl ForeignForms {
     }
 }
 
-impl fmt::Display for ForeignForms {
+impl fmt::Display for ConvertedFormats {
     /// Formats the counts as `read 3 ShareGPT conversations, 1 file as a JSON array of records`; empty if all are 0.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = [
@@ -151,9 +151,9 @@ pub struct PrepareReport {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unknown_end_of_answer: Option<String>,
     /// The training part.
-    pub train: Part,
+    pub train: SplitSize,
     /// The validation part, if there is one.
-    pub validation: Option<Part>,
+    pub validation: Option<SplitSize>,
     /// Number of files that were read.
     pub num_files: u64,
     /// Total bytes of all input files, including binary ones.
@@ -164,7 +164,7 @@ pub struct PrepareReport {
     pub num_invalid_utf8_replaced: u64,
     /// Records and files in the formats of other programs; absent in reports of earlier versions.
     #[serde(default)]
-    pub foreign_forms: ForeignForms,
+    pub foreign_forms: ConvertedFormats,
     /// Number of special-token names in messages that were encoded as plain text.
     #[serde(default)]
     pub num_literal_names: u64,
@@ -172,7 +172,7 @@ pub struct PrepareReport {
     /// messages differently once later ones follow.
     #[serde(default)]
     pub num_split_conversations: u64,
-    /// Identifies the inputs and options; see [`is_current`](crate::is_current).
+    /// Identifies the inputs and options; see [`is_up_to_date`](crate::is_up_to_date).
     pub fingerprint: String,
 }
 
@@ -193,7 +193,7 @@ impl PrepareReport {
     /// Returns sentences about properties of the tokens that a user may not expect.
     pub fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
-        if self.foreign_forms != ForeignForms::default() {
+        if self.foreign_forms != ConvertedFormats::default() {
             notes.push(self.foreign_forms.to_string());
         }
         if let Some(name) = &self.unknown_end_of_document {

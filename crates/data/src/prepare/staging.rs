@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// The treatment of a corpus that already exists in the output folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Existing {
+pub enum ExistingCorpus {
     /// The new corpus replaces it.
     Replace,
     /// It is kept, and preparing is refused.
@@ -28,12 +28,12 @@ pub(super) struct Staging {
     locked: File,
     /// The folders that were created: the output folder and its missing ancestors, innermost first.
     folders_made: Vec<PathBuf>,
-    stage: Stage,
+    commit_state: CommitState,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Stage {
-    Making,
+enum CommitState {
+    Uncommitted,
     Committing,
     Committed,
 }
@@ -45,8 +45,8 @@ impl Staging {
     pub(super) fn new(
         folder: &Path,
         names: &[&str],
-        mark: &str,
-        existing: Existing,
+        marker: &str,
+        existing: ExistingCorpus,
     ) -> Result<Self, DataError> {
         if folder.is_file() {
             return Err(DataError::OutputIsFile { path: folder.to_owned() });
@@ -61,15 +61,20 @@ impl Staging {
             Err(TryLockError::WouldBlock) => return Err(DataError::Busy { folder: folder.to_owned() }),
             Err(TryLockError::Error(source)) => return Err(write(source)),
         }
-        let is_own = if folder.join(mark).exists() {
-            existing == Existing::Replace
+        let is_own = if folder.join(marker).exists() {
+            existing == ExistingCorpus::Replace
         } else {
-            is_interrupted(folder, mark).map_err(write)?
+            is_interrupted(folder, marker).map_err(write)?
         };
-        if let Some(name) = [mark].iter().chain(names).find(|name| !is_own && folder.join(name).exists()) {
+        if let Some(name) = [marker].iter().chain(names).find(|name| !is_own && folder.join(name).exists()) {
             return Err(DataError::Occupied { path: folder.join(name) });
         }
-        let staging = Staging { folder: folder.to_owned(), locked, folders_made, stage: Stage::Making };
+        let staging = Staging {
+            folder: folder.to_owned(),
+            locked,
+            folders_made,
+            commit_state: CommitState::Uncommitted,
+        };
         staging.remove_leftovers().and_then(|()| fs::create_dir(staging.path(""))).map_err(write)?;
         Ok(staging)
     }
@@ -80,17 +85,17 @@ impl Staging {
     }
 
     /// Replaces the files `old` of the folder by the staged files `names`, and moves the marker file `mark` last.
-    pub(super) fn commit(mut self, old: &[&str], names: &[&str], mark: &str) -> Result<(), DataError> {
-        self.stage = Stage::Committing;
-        self.move_files(old, names, mark)
+    pub(super) fn commit(mut self, old: &[&str], names: &[&str], marker: &str) -> Result<(), DataError> {
+        self.commit_state = CommitState::Committing;
+        self.move_files(old, names, marker)
             .map_err(|source| DataError::Write { path: self.folder.clone(), source })?;
-        self.stage = Stage::Committed;
+        self.commit_state = CommitState::Committed;
         Ok(())
     }
 
-    fn move_files(&self, old: &[&str], names: &[&str], mark: &str) -> io::Result<()> {
-        for name in [mark].iter().chain(old) {
-            if_there(fs::remove_file(self.folder.join(name)))?;
+    fn move_files(&self, old: &[&str], names: &[&str], marker: &str) -> io::Result<()> {
+        for name in [marker].iter().chain(old) {
+            ignore_not_found(fs::remove_file(self.folder.join(name)))?;
         }
         // The removal of the old set must be durable before the first new file appears.
         self.locked.sync_all()?;
@@ -98,12 +103,12 @@ impl Staging {
             fs::rename(self.path(name), self.folder.join(name))?;
         }
         self.locked.sync_all()?;
-        fs::rename(self.path(mark), self.folder.join(mark))?;
+        fs::rename(self.path(marker), self.folder.join(marker))?;
         self.locked.sync_all()
     }
 
     fn remove_leftovers(&self) -> io::Result<()> {
-        if_there(fs::remove_dir_all(self.folder.join(STAGING_FOLDER)))
+        ignore_not_found(fs::remove_dir_all(self.folder.join(STAGING_FOLDER)))
     }
 }
 
@@ -111,11 +116,11 @@ impl Drop for Staging {
     fn drop(&mut self) {
         // A failed commit leaves the staging folder. It tells the next preparation that the files in the output folder
         // may be overwritten.
-        if self.stage != Stage::Committing {
+        if self.commit_state != CommitState::Committing {
             // An error cannot be reported from here; the next preparation removes what remains.
             let _ = self.remove_leftovers();
         }
-        if self.stage == Stage::Making {
+        if self.commit_state == CommitState::Uncommitted {
             // Removes only empty folders.
             let _ = self.folders_made.iter().try_for_each(fs::remove_dir);
         }
@@ -123,12 +128,12 @@ impl Drop for Staging {
 }
 
 /// Whether a commit into the folder was interrupted: the marker file is missing, and the staging folder exists.
-pub(super) fn is_interrupted(folder: &Path, mark: &str) -> io::Result<bool> {
-    Ok(!folder.join(mark).try_exists()? && folder.join(STAGING_FOLDER).try_exists()?)
+pub(super) fn is_interrupted(folder: &Path, marker: &str) -> io::Result<bool> {
+    Ok(!folder.join(marker).try_exists()? && folder.join(STAGING_FOLDER).try_exists()?)
 }
 
 /// Ignores the error that the file to remove does not exist.
-fn if_there(removed: io::Result<()>) -> io::Result<()> {
+fn ignore_not_found(removed: io::Result<()>) -> io::Result<()> {
     match removed {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),

@@ -13,7 +13,7 @@ pub(super) fn replace_lone_surrogates<'a>(json: &'a str, num_replaced: &mut u64)
     while let Some(found) = json[next..].find('\\') {
         let escape = next + found;
         next = match [escape, escape + REPLACEMENT.len()].map(|at| surrogate(json, at)) {
-            [Some(Half::Leading), Some(Half::Trailing)] => escape + 2 * REPLACEMENT.len(),
+            [Some(Surrogate::High), Some(Surrogate::Low)] => escape + 2 * REPLACEMENT.len(),
             [Some(_), _] => {
                 let end = escape + REPLACEMENT.len();
                 replaced += &json[copied..escape];
@@ -32,17 +32,17 @@ pub(super) fn replace_lone_surrogates<'a>(json: &'a str, num_replaced: &mut u64)
     }
 }
 
-enum Half {
-    Leading,
-    Trailing,
+enum Surrogate {
+    High,
+    Low,
 }
 
 /// Returns the kind of surrogate whose escape is at byte `at`, if there is one.
-fn surrogate(json: &str, at: usize) -> Option<Half> {
+fn surrogate(json: &str, at: usize) -> Option<Surrogate> {
     let digits = json.get(at..at + REPLACEMENT.len())?.strip_prefix("\\u")?;
     match u16::from_str_radix(digits, 16).ok()? {
-        0xd800..=0xdbff => Some(Half::Leading),
-        0xdc00..=0xdfff => Some(Half::Trailing),
+        0xd800..=0xdbff => Some(Surrogate::High),
+        0xdc00..=0xdfff => Some(Surrogate::Low),
         _ => None,
     }
 }

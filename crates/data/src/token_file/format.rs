@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_comes_back() {
+    fn a_header_round_trips() {
         let (read, layout) = parse(&header().to_bytes()).unwrap();
         assert_eq!(read, header());
         assert_eq!(layout.checksums.end, HEADER_BYTES as u64);

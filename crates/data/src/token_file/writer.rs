@@ -213,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_disk_is_waited_for_long_before_the_end() {
+    fn data_is_synced_at_regular_intervals() {
         let folder = tempfile::tempdir().unwrap();
         let mut writer = TokenFileWriter::create(&folder.path().join("tokens"), 2).unwrap();
         let block = vec![1; BLOCK_BYTES / 2];

@@ -19,7 +19,7 @@ const ADDED_TOKENS_MAX: usize = 1 << 16;
 /// The parts of a `tokenizer.json` that are checked. Vocabulary entries are counted but not stored.
 #[derive(Default, Deserialize)]
 #[serde(default)]
-struct Parts {
+struct CheckedParts {
     normalizer: Value,
     pre_tokenizer: Value,
     decoder: Value,
@@ -78,7 +78,8 @@ pub(super) fn check(json: &[u8]) -> Result<(), tokenizers::Error> {
     if json.starts_with("\u{feff}".as_bytes()) {
         return Err("it begins with a byte order mark, which JSON must not have; save it without one".into());
     }
-    let Parts { normalizer, pre_tokenizer, decoder, added_tokens, model } = serde_json::from_slice(json)?;
+    let CheckedParts { normalizer, pre_tokenizer, decoder, added_tokens, model } =
+        serde_json::from_slice(json)?;
     for (key, part) in [("normalizer", normalizer), ("pre_tokenizer", pre_tokenizer), ("decoder", decoder)] {
         let growth = growth(&part).map_err(|reason| format!("its {key} {reason}"))?;
         if growth > GROWTH_MAX {
@@ -177,7 +178,7 @@ fn longest_replacement(base64: &str) -> Option<usize> {
 /// Calls the tokenizer library, and turns a panic into an error. The library panics over some faults in a tokenizer,
 /// such as merges that lack a required prefix, or a decoder that removes the end of an empty token. A panic poisons
 /// only the library's own caches.
-pub(super) fn guarded<T>(
+pub(super) fn catch_panic<T>(
     call: impl FnOnce() -> Result<T, tokenizers::Error>,
 ) -> Result<T, tokenizers::Error> {
     catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|payload| {

@@ -43,7 +43,7 @@ impl Tokenizer {
             Kind::HuggingFace(inner) => inner.tokenizer.id_to_token(id),
         };
         let end = self.end_of_document().and_then(name);
-        let beginning = self.beginning().first().copied().and_then(name);
+        let beginning = self.prefix_tokens().first().copied().and_then(name);
         let config = json!({
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": max_tokens,

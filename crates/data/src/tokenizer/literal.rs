@@ -1,7 +1,7 @@
 //! Special tokens of a tokenizer: around a text, and as names within one.
 
-use super::checks::guarded;
-use super::special::end_in;
+use super::checks::catch_panic;
+use super::special::eos_name_in;
 use super::{HuggingFace, Kind, Tokenizer};
 use crate::DataError;
 use std::ops::Range;
@@ -12,7 +12,7 @@ impl HuggingFace {
     /// Returns a tokenizer that encodes names of special tokens as plain text. It is either for the beginning of a text
     /// or for a later part of one.
     fn literal(&self, is_beginning: bool) -> &tokenizers::Tokenizer {
-        let [of_beginning, of_later_part] = &self.literal;
+        let [of_beginning, of_later_part] = &self.literal_tokenizers;
         let tokenizer = if is_beginning { of_beginning } else { of_later_part };
         tokenizer.get_or_init(|| {
             let mut tokenizer = self.tokenizer.clone();
@@ -39,13 +39,13 @@ fn omit_first_space(pre_tokenizer: &mut PreTokenizerWrapper) {
 
 impl Tokenizer {
     /// The special tokens that begin a text, according to the post-processor: often none or one.
-    pub fn beginning(&self) -> &[u32] {
+    pub fn prefix_tokens(&self) -> &[u32] {
         self.hugging_face().map_or(&[], |inner| &inner.beginning)
     }
 
     /// Returns the tokens that [`prepare`](crate::prepare) puts after a document: those of the post-processor, and
     /// [`end_of_document`](Self::end_of_document) unless it is the last of them.
-    pub(crate) fn ending(&self) -> Vec<u32> {
+    pub(crate) fn suffix_tokens(&self) -> Vec<u32> {
         let after: &[u32] = self.hugging_face().map_or(&[], |inner| &inner.ending);
         let end = self.end_of_document().filter(|end| after.last() != Some(end));
         after.iter().copied().chain(end).collect()
@@ -63,8 +63,8 @@ impl Tokenizer {
         self.special_tokens().map(|(_, name)| name.to_owned()).collect()
     }
 
-    /// Encodes as [`encode_with_places`](Self::encode_with_places) does, except for special tokens whose range contains
-    /// one of the `literal` positions after its first byte. These are encoded as plain text, together with the text
+    /// Encodes as [`encode_with_offsets`](Self::encode_with_offsets) does, except for special tokens whose range contains
+    /// one of the `literal_tokenizers` positions after its first byte. These are encoded as plain text, together with the text
     /// around them up to the next special tokens.
     ///
     /// # Errors
@@ -74,13 +74,13 @@ impl Tokenizer {
         text: &str,
         literal: &[usize],
         out: &mut Vec<u32>,
-        places: &mut Vec<Range<usize>>,
+        offsets: &mut Vec<Range<usize>>,
     ) -> Result<(), DataError> {
         let Some(inner) = self.hugging_face().filter(|_| !literal.is_empty()) else {
-            return self.encode_with_places(text, out, places);
+            return self.encode_with_offsets(text, out, offsets);
         };
         let (mut ids, mut spans) = (Vec::new(), Vec::new());
-        self.encode_with_places(text, &mut ids, &mut spans)?;
+        self.encode_with_offsets(text, &mut ids, &mut spans)?;
         let is_special = |token: usize| self.special_token_name(ids[token]).is_some();
         let is_literal = |token: usize| {
             let first_after = literal.partition_point(|&position| position <= spans[token].start);
@@ -90,7 +90,7 @@ impl Tokenizer {
         while start < ids.len() {
             if is_special(start) && !is_literal(start) {
                 out.push(ids[start]);
-                places.push(spans[start].clone());
+                offsets.push(spans[start].clone());
                 start += 1;
                 continue;
             }
@@ -99,13 +99,13 @@ impl Tokenizer {
             if stretch.clone().any(is_special) {
                 let from = start.checked_sub(1).map_or(0, |before| spans[before].end);
                 let to = end.map_or(text.len(), |end| spans[end].start);
-                let encoding = guarded(|| inner.literal(from == 0).encode(&text[from..to], false))
+                let encoding = catch_panic(|| inner.literal(from == 0).encode(&text[from..to], false))
                     .map_err(|source| DataError::Encode { text_bytes: to - from, source })?;
                 out.extend_from_slice(encoding.get_ids());
-                places.extend(encoding.get_offsets().iter().map(|&(start, end)| from + start..from + end));
+                offsets.extend(encoding.get_offsets().iter().map(|&(start, end)| from + start..from + end));
             } else {
                 out.extend_from_slice(&ids[stretch.clone()]);
-                places.extend_from_slice(&spans[stretch.clone()]);
+                offsets.extend_from_slice(&spans[stretch.clone()]);
             }
             start = stretch.end;
         }
@@ -137,7 +137,7 @@ impl Tokenizer {
     /// Replaces the end-of-document token by the one that a `tokenizer_config.json` names, if it does.
     pub(super) fn with_config(mut self, config: &[u8]) -> Self {
         if let Kind::HuggingFace(inner) = &mut self.kind
-            && let Some(name) = end_in(config)
+            && let Some(name) = eos_name_in(config)
         {
             match inner.tokenizer.token_to_id(&name) {
                 Some(end) => self.set_end_of_document(Some(end)),

@@ -12,7 +12,7 @@ pub use stream::StreamDecoder;
 pub(crate) use train::BPE_VOCABULARY_SIZE_MIN;
 
 use crate::{DataError, PrepareReport, Prompt, VOCABULARY_SIZE_MAX};
-use checks::guarded;
+use checks::catch_panic;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -40,7 +40,7 @@ const END_OF_DOCUMENT_NAMES: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "<
 ///
 /// Encoding depends only on the text: padding, truncation and dropout of a `tokenizer.json` are ignored.
 /// [`encode`](Self::encode) adds no tokens; the tokens that the post-processor puts before a text are
-/// [`beginning`](Self::beginning). The name of a special token within a text is encoded as that token, as in the
+/// [`prefix_tokens`](Self::prefix_tokens). The name of a special token within a text is encoded as that token, as in the
 /// Hugging Face library.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
@@ -68,7 +68,7 @@ struct HuggingFace {
     unknown_end: Option<String>,
     /// Tokenizers that encode names of special tokens as plain text, created when first needed: for the beginning of a
     /// text, and for a later part of one.
-    literal: [OnceLock<Box<tokenizers::Tokenizer>>; 2],
+    literal_tokenizers: [OnceLock<Box<tokenizers::Tokenizer>>; 2],
 }
 
 impl PartialEq for Tokenizer {
@@ -82,7 +82,7 @@ impl Eq for Tokenizer {}
 /// The treatment of the space at which a long text is split into pieces, so that the pieces have the same tokens as the
 /// whole text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum SpaceAtCut {
+pub(crate) enum SpaceAtSplit {
     /// The space begins the next piece. Tokenizers such as that of GPT-2 have tokens such as `Ġword`.
     Keep,
     /// The space is dropped. Tokenizers such as SentencePiece put a space before every text.
@@ -125,7 +125,7 @@ impl Tokenizer {
     /// Returns the name and content of the tokenizer's file in the folder of a corpus or a model. The file of a corpus
     /// is compared with the checksum in the report.
     pub(crate) fn stored_file(folder: &Path) -> Result<(&'static str, Vec<u8>), DataError> {
-        let file = the_only_file(folder, |name| {
+        let file = single_tokenizer_file(folder, |name| {
             let path = folder.join(name);
             if path.exists() { read(&path).map(Some) } else { Ok(None) }
         })?;
@@ -146,7 +146,7 @@ impl Tokenizer {
         folder: &Path,
         read: impl Fn(&'static str) -> Result<Option<Vec<u8>>, E>,
     ) -> Result<Self, E> {
-        let (name, content) = the_only_file(folder, &read)?;
+        let (name, content) = single_tokenizer_file(folder, &read)?;
         let config = read(TOKENIZER_CONFIG_FILE)?.unwrap_or_default();
         Ok(Self::from_stored(folder, name, content)?.with_config(&config))
     }
@@ -157,7 +157,7 @@ impl Tokenizer {
     /// As [`encode`](Self::encode).
     pub fn encode_prompt(&self, prompt: &Prompt, out: &mut Vec<u32>) -> Result<(), DataError> {
         if prompt.adds_beginning {
-            out.extend_from_slice(self.beginning());
+            out.extend_from_slice(self.prefix_tokens());
         }
         self.encode_with_literal(&prompt.text, &prompt.literal, out, &mut Vec::new())
     }
@@ -216,7 +216,7 @@ impl Tokenizer {
         match &self.kind {
             Kind::Bytes => out.extend(text.bytes().map(u32::from)),
             Kind::HuggingFace(inner) => {
-                let encoding = guarded(|| inner.tokenizer.encode_fast(text, false))
+                let encoding = catch_panic(|| inner.tokenizer.encode_fast(text, false))
                     .map_err(|source| DataError::Encode { text_bytes: text.len(), source })?;
                 out.extend_from_slice(encoding.get_ids());
             }
@@ -224,26 +224,26 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Appends the tokens of `text` to `out`, and the byte range of each token in the text to `places`.
+    /// Appends the tokens of `text` to `out`, and the byte range of each token in the text to `samples_per_block`.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
-    pub fn encode_with_places(
+    pub fn encode_with_offsets(
         &self,
         text: &str,
         out: &mut Vec<u32>,
-        places: &mut Vec<Range<usize>>,
+        offsets: &mut Vec<Range<usize>>,
     ) -> Result<(), DataError> {
         match &self.kind {
             Kind::Bytes => {
                 out.extend(text.bytes().map(u32::from));
-                places.extend((0..text.len()).map(|byte| byte..byte + 1));
+                offsets.extend((0..text.len()).map(|byte| byte..byte + 1));
             }
             Kind::HuggingFace(inner) => {
-                let encoding = guarded(|| inner.tokenizer.encode(text, false))
+                let encoding = catch_panic(|| inner.tokenizer.encode(text, false))
                     .map_err(|source| DataError::Encode { text_bytes: text.len(), source })?;
                 out.extend_from_slice(encoding.get_ids());
-                places.extend(encoding.get_offsets().iter().map(|&(start, end)| start..end));
+                offsets.extend(encoding.get_offsets().iter().map(|&(start, end)| start..end));
             }
         }
         Ok(())
@@ -262,7 +262,7 @@ impl Tokenizer {
             }
             // The library subtracts one from the number of tokens.
             Kind::HuggingFace(_) if ids.is_empty() => Ok(String::new()),
-            Kind::HuggingFace(inner) => guarded(|| inner.tokenizer.decode(ids, true))
+            Kind::HuggingFace(inner) => catch_panic(|| inner.tokenizer.decode(ids, true))
                 .map_err(|source| DataError::Decode { num_tokens: ids.len(), source }),
         }
     }
@@ -303,7 +303,7 @@ impl Tokenizer {
     }
 
     /// Determines the treatment of spaces by encoding two words with and without a split.
-    pub(crate) fn space_at_cut(&self) -> Result<SpaceAtCut, DataError> {
+    pub(crate) fn space_at_split(&self) -> Result<SpaceAtSplit, DataError> {
         let ids = |texts: &[&str]| -> Result<Vec<u32>, DataError> {
             let mut ids = Vec::new();
             texts.iter().try_for_each(|text| self.encode(text, &mut ids))?;
@@ -311,12 +311,12 @@ impl Tokenizer {
         };
         let whole = ids(&["one two"])?;
         let dropping = ids(&["one", " two"])? != whole && ids(&["one", "two"])? == whole;
-        Ok(if dropping { SpaceAtCut::Drop } else { SpaceAtCut::Keep })
+        Ok(if dropping { SpaceAtSplit::Drop } else { SpaceAtSplit::Keep })
     }
 
     fn from_json(json: Vec<u8>) -> Result<Self, tokenizers::Error> {
         checks::check(&json)?;
-        let mut tokenizer = guarded(|| {
+        let mut tokenizer = catch_panic(|| {
             let tokenizer = tokenizers::Tokenizer::from_bytes(&json)?;
             checks::check_added_tokens(&tokenizer)?;
             Ok(tokenizer)
@@ -334,7 +334,7 @@ impl Tokenizer {
         if vocabulary_size > VOCABULARY_SIZE_MAX {
             return Err(format!("its largest id is {largest}, above {}", VOCABULARY_SIZE_MAX - 1).into());
         }
-        let (beginning, ending) = guarded(|| special::around_text(&tokenizer, vocabulary_size))?;
+        let (beginning, ending) = catch_panic(|| special::prefix_and_suffix(&tokenizer, vocabulary_size))?;
         tokenizer.with_post_processor(None::<PostProcessorWrapper>);
         let end_of_document = END_OF_DOCUMENT_NAMES.iter().find_map(|name| tokenizer.token_to_id(name));
         let inner = HuggingFace {
@@ -345,16 +345,16 @@ impl Tokenizer {
             ending,
             end_of_document,
             unknown_end: None,
-            literal: Default::default(),
+            literal_tokenizers: Default::default(),
         };
         Ok(Tokenizer { kind: Kind::HuggingFace(Box::new(inner)) })
     }
 }
 
 /// Returns the name of the end-of-document token in the [`TOKENIZER_CONFIG_FILE`] next to a tokenizer's file.
-pub(crate) fn end_named_beside(tokenizer: &Path) -> Result<Option<String>, DataError> {
+pub(crate) fn eos_name_next_to(tokenizer: &Path) -> Result<Option<String>, DataError> {
     let config = config_in(tokenizer.parent().unwrap_or(Path::new("")))?;
-    Ok(special::end_in(&config))
+    Ok(special::eos_name_in(&config))
 }
 
 /// Reads the [`TOKENIZER_CONFIG_FILE`] of a folder; empty if there is none.
@@ -363,7 +363,7 @@ fn config_in(folder: &Path) -> Result<Vec<u8>, DataError> {
     if path.is_file() { read(&path) } else { Ok(Vec::new()) }
 }
 
-fn the_only_file<E: From<DataError>>(
+fn single_tokenizer_file<E: From<DataError>>(
     folder: &Path,
     read: impl Fn(&'static str) -> Result<Option<Vec<u8>>, E>,
 ) -> Result<(&'static str, Vec<u8>), E> {

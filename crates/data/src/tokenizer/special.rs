@@ -4,20 +4,21 @@ use serde_json::Value;
 use tokenizers::{Encoding, PostProcessor, Token};
 
 /// Maximum number of tokens that a post-processor may add to a text. Known ones add one or two.
-const TOKENS_AROUND_MAX: usize = 16;
+const PREFIX_AND_SUFFIX_TOKENS_MAX: usize = 16;
 
 /// Returns the special tokens that the post-processor of a tokenizer puts before and after a text.
 /// Fails if it adds too many or unknown tokens, or changes the text itself.
-pub(super) fn around_text(
+pub(super) fn prefix_and_suffix(
     tokenizer: &tokenizers::Tokenizer,
     vocabulary_size: usize,
 ) -> Result<(Vec<u32>, Vec<u32>), tokenizers::Error> {
     let Some(processor) = tokenizer.get_post_processor() else { return Ok((Vec::new(), Vec::new())) };
     let num_added = processor.added_tokens(false);
-    if num_added > TOKENS_AROUND_MAX {
-        return Err(
-            format!("its post_processor adds {num_added} tokens, more than {TOKENS_AROUND_MAX}").into()
-        );
+    if num_added > PREFIX_AND_SUFFIX_TOKENS_MAX {
+        return Err(format!(
+            "its post_processor adds {num_added} tokens, more than {PREFIX_AND_SUFFIX_TOKENS_MAX}"
+        )
+        .into());
     }
     let text = Encoding::from_tokens(vec![Token::new(0, "a".to_owned(), (0, 1))], 0);
     let processed = processor.process(text, None, true)?;
@@ -40,7 +41,7 @@ pub(crate) fn named_token<'a>(config: &'a Value, name: &str) -> Option<&'a str> 
 }
 
 /// Returns the name of the end-of-document token in a `tokenizer_config.json`.
-pub(super) fn end_in(config: &[u8]) -> Option<String> {
+pub(super) fn eos_name_in(config: &[u8]) -> Option<String> {
     // A file that is not JSON is treated as empty.
     let config = trireme_base::parse_json(config).unwrap_or_default();
     named_token(&config, "eos_token").map(str::to_owned)

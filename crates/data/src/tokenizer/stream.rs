@@ -23,13 +23,13 @@ pub struct StreamDecoder<'a> {
     ids: Vec<u32>,
     num_context: usize,
     /// Number of bytes of the text of `ids` that were already returned.
-    given: usize,
+    num_returned_bytes: usize,
 }
 
 impl Tokenizer {
     /// Returns a decoder that takes one id at a time, as a model generates them.
     pub fn stream_decoder(&self) -> StreamDecoder<'_> {
-        StreamDecoder { tokenizer: self, ids: Vec::new(), num_context: 0, given: 0 }
+        StreamDecoder { tokenizer: self, ids: Vec::new(), num_context: 0, num_returned_bytes: 0 }
     }
 }
 
@@ -47,8 +47,8 @@ impl StreamDecoder<'_> {
             return self.start_next_piece(&text);
         }
         let finished = &text[..text.len() - num_unfinished * UNFINISHED.len_utf8()];
-        let piece = finished.get(self.given..).unwrap_or("").to_owned();
-        self.given += piece.len();
+        let piece = finished.get(self.num_returned_bytes..).unwrap_or("").to_owned();
+        self.num_returned_bytes += piece.len();
         Ok(piece)
     }
 
@@ -58,15 +58,15 @@ impl StreamDecoder<'_> {
     /// As [`Tokenizer::decode`].
     pub fn finish(self) -> Result<String, DataError> {
         let text = self.tokenizer.decode(&self.ids)?;
-        Ok(text.get(self.given..).unwrap_or("").to_owned())
+        Ok(text.get(self.num_returned_bytes..).unwrap_or("").to_owned())
     }
 
     /// Returns the rest of `text`. The tokens since the last piece become the context.
     fn start_next_piece(&mut self, text: &str) -> Result<String, DataError> {
-        let piece = text.get(self.given..).unwrap_or("").to_owned();
+        let piece = text.get(self.num_returned_bytes..).unwrap_or("").to_owned();
         self.ids.drain(..self.num_context);
         self.num_context = self.ids.len();
-        self.given = self.tokenizer.decode(&self.ids)?.len();
+        self.num_returned_bytes = self.tokenizer.decode(&self.ids)?.len();
         Ok(piece)
     }
 }

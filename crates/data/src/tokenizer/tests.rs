@@ -110,7 +110,7 @@ fn saving_and_loading_changes_no_byte() {
 }
 
 #[test]
-fn the_bytes_tokenizer_is_saved_as_a_mark() {
+fn the_bytes_tokenizer_is_saved_as_a_marker_file() {
     let folder = tempfile::tempdir().unwrap();
     let refused = |expected: &str| {
         let error = Tokenizer::load(folder.path()).unwrap_err().to_string();
@@ -219,7 +219,7 @@ fn tokenizers_that_the_library_cannot_take_are_refused() {
 }
 
 #[test]
-fn added_tokens_of_nothing_are_refused() {
+fn added_tokens_that_normalize_to_nothing_are_refused() {
     let mut json = sentence_piece();
     let space = json!({"id": 300, "content": " ", "special": true, "normalized": true, "single_word": false,
                        "lstrip": true, "rstrip": false});
@@ -252,7 +252,7 @@ fn vocabularies_are_neither_empty_nor_without_bound() {
 }
 
 #[test]
-fn nothing_decodes_to_nothing() {
+fn no_tokens_decode_to_an_empty_text() {
     let mut json = sentence_piece();
     json["decoder"] = json!({"type": "BPEDecoder", "suffix": "</w>"});
     for tokenizer in [from_value(&json), trained(), Tokenizer::bytes()] {
@@ -262,7 +262,7 @@ fn nothing_decodes_to_nothing() {
 
 #[test]
 fn a_panic_of_the_library_is_an_error() {
-    let error = guarded::<()>(|| panic!("this panic is part of the test")).unwrap_err().to_string();
+    let error = catch_panic::<()>(|| panic!("this panic is part of the test")).unwrap_err().to_string();
     assert!(error.ends_with("panicked: this panic is part of the test"), "{error}");
 }
 
@@ -283,12 +283,12 @@ fn padding_truncation_and_dropout_are_left_out() {
 }
 
 #[test]
-fn finds_what_to_do_with_the_space_at_a_cut() {
+fn the_treatment_of_a_space_at_a_split_is_detected() {
     let sentence_piece = from_value(&sentence_piece());
-    assert_eq!(sentence_piece.space_at_cut().unwrap(), SpaceAtCut::Drop);
+    assert_eq!(sentence_piece.space_at_split().unwrap(), SpaceAtSplit::Drop);
     assert_eq!(sentence_piece.end_of_document(), Some(256));
-    assert_eq!(trained().space_at_cut().unwrap(), SpaceAtCut::Keep);
-    assert_eq!(Tokenizer::bytes().space_at_cut().unwrap(), SpaceAtCut::Keep);
+    assert_eq!(trained().space_at_split().unwrap(), SpaceAtSplit::Keep);
+    assert_eq!(Tokenizer::bytes().space_at_split().unwrap(), SpaceAtSplit::Keep);
 }
 
 #[test]
@@ -316,7 +316,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn bytes_and_trained_tokenizers_lose_nothing(text in "\\PC{0,60}") {
+    fn bytes_and_trained_tokenizers_round_trip(text in "\\PC{0,60}") {
         for tokenizer in [Tokenizer::bytes(), trained_once()] {
             let ids = encode(&tokenizer, &text);
             prop_assert_eq!(&tokenizer.decode(&ids).unwrap(), &text);
@@ -373,7 +373,7 @@ fn a_hash_tells_what_a_tokenizer_does_and_not_how_it_is_written() {
 }
 
 #[test]
-fn bytes_are_those_of_the_text() {
+fn num_bytes_is_the_length_of_the_text() {
     let text = "to be, or not to be: the quick brown fox \u{e9}\u{20ac}";
     let bpe = Tokenizer::train_bpe(std::iter::repeat_n(text.to_owned(), 20), 300).unwrap();
     let words = r#"{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "bc": 1}, "unk_token": "a"},
@@ -410,7 +410,7 @@ fn post_processors_add_few_known_tokens_around_the_text() {
     let special = json!({"SpecialToken": {"id": "</s>", "type_id": 0}});
     let text = json!({"Sequence": {"id": "A", "type_id": 0}});
     let tokenizer = with(json!([special, text, special]), 256).unwrap();
-    assert_eq!((tokenizer.beginning(), tokenizer.ending()), (&[256][..], vec![256]));
+    assert_eq!((tokenizer.prefix_tokens(), tokenizer.suffix_tokens()), (&[256][..], vec![256]));
     assert_eq!(encode(&tokenizer, "one"), encode(&from_value(&sentence_piece()), "one"));
     let many = with(Value::Array(vec![special.clone(); 17]), 256).unwrap_err();
     assert!(many.contains("adds 17 tokens, more than 16"), "{many}");
@@ -431,17 +431,17 @@ fn a_name_that_stays_text_adds_no_space_within_a_text() {
         json["pre_tokenizer"] = pre_tokenizer;
         let tokenizer = from_value(&json);
         let literal = |text: &str, position: usize| {
-            let (mut ids, mut places) = (Vec::new(), Vec::new());
-            tokenizer.encode_with_literal(text, &[position], &mut ids, &mut places).unwrap();
-            let places: Vec<_> = places.into_iter().map(|place| text[place].to_owned()).collect();
-            (ids, places)
+            let (mut ids, mut offsets) = (Vec::new(), Vec::new());
+            tokenizer.encode_with_literal(text, &[position], &mut ids, &mut offsets).unwrap();
+            let offsets: Vec<_> = offsets.into_iter().map(|place| text[place].to_owned()).collect();
+            (ids, offsets)
         };
         let name = encode(&Tokenizer::bytes(), "</s>");
         let [o, n, e, one] = [258, 259, 260, 265];
         // The first name is encoded as the special token.
-        let (ids, places) = literal("</s>one</s>", 8);
+        let (ids, offsets) = literal("</s>one</s>", 8);
         assert_eq!(ids, [&[256, o, n, e][..], &name].concat());
-        assert_eq!(places, ["</s>", "o", "n", "e", "<", "/", "s", ">"]);
+        assert_eq!(offsets, ["</s>", "o", "n", "e", "<", "/", "s", ">"]);
         assert_eq!(literal("one</s>", 4).0, [&[one][..], &name].concat());
     }
 }

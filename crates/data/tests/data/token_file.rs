@@ -33,7 +33,7 @@ fn two_documents() -> (TempDir, PathBuf) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
-    fn everything_comes_back(
+    fn written_tokens_are_read_back(
         lengths in prop::collection::vec(0_usize..40_000, 0..6),
         vocabulary_size in prop::sample::select(vec![1_usize, 257, 65_536, 65_537, 1 << 24]),
         start in 0.0_f64..1.0,
@@ -195,7 +195,7 @@ fn flat_files_are_read_as_they_are() {
 }
 
 #[test]
-fn what_is_no_token_file_is_named_so() {
+fn a_file_that_is_not_a_token_file_is_refused_as_such() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("text");
     fs::write(&path, "just some text, longer than the header of a token file would be, really").unwrap();
@@ -206,7 +206,7 @@ fn what_is_no_token_file_is_named_so() {
 
 #[test]
 #[should_panic(expected = "past the end of 150 tokens")]
-fn a_window_past_the_end_is_a_broken_invariant() {
+fn a_window_past_the_end_panics() {
     let (_folder, path) = two_documents();
     let _ = TokenFile::open(&path).unwrap().read_window(100, &mut [0; 51]);
 }

@@ -1,13 +1,13 @@
 //! Special tokens around texts and conversations, compared with transformers (`peers/tokenizer_reference.py`).
 
-use crate::common::Room;
+use crate::common::TestFolder;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_data::{
-    ChatTemplate, Corpus, PrepareOptions, Question, Silent, TOKENIZER_CONFIG_FILE, Tokenizer,
-    TokenizerChoice, is_current, prepare,
+    ChatTemplate, Corpus, NoProgress, PrepareOptions, Question, TOKENIZER_CONFIG_FILE, Tokenizer,
+    TokenizerChoice, is_up_to_date, prepare,
 };
 
 fn folder(family: &str) -> PathBuf {
@@ -28,8 +28,8 @@ fn template_of(family: &str) -> Option<ChatTemplate> {
 }
 
 /// Returns the tokens and the loss mask of each document of the training file.
-fn documents(room: &Room) -> Vec<(Vec<u32>, Vec<u32>)> {
-    let corpus = Corpus::open(&room.path("out")).unwrap();
+fn documents(test_folder: &TestFolder) -> Vec<(Vec<u32>, Vec<u32>)> {
+    let corpus = Corpus::open(&test_folder.path("out")).unwrap();
     let read = |document: std::ops::Range<u64>| {
         let mut tokens = vec![0; (document.end - document.start) as usize];
         let mut mask = vec![1; tokens.len()];
@@ -49,15 +49,18 @@ fn texts_begin_and_end_as_in_transformers() {
     for (family, golden) in golden["families"].as_object().unwrap() {
         let end = golden["end"].as_u64().unwrap() as u32;
         let text = ids(&golden["text"]);
-        let room = Room::new(&[("text.txt", sentence.as_bytes())]);
+        let test_folder = TestFolder::new(&[("text.txt", sentence.as_bytes())]);
         let tokenizer = TokenizerChoice::File(folder(family).join("tokenizer.json"));
-        let options = PrepareOptions { tokenizer, ..room.options(&["text.txt"]) };
-        let report = prepare(&options, &Silent).unwrap();
+        let options = PrepareOptions { tokenizer, ..test_folder.options(&["text.txt"]) };
+        let report = prepare(&options, &NoProgress).unwrap();
         assert_eq!(report.end_of_document, Some(end), "{family}");
-        assert_eq!(documents(&room)[0].0, [&text[..], &[end]].concat(), "{family}");
+        assert_eq!(documents(&test_folder)[0].0, [&text[..], &[end]].concat(), "{family}");
         // The folder of the corpus contains no `tokenizer_config.json`.
-        let stored = Tokenizer::load(&room.path("out")).unwrap();
-        assert_eq!((stored.end_of_document(), stored.beginning()), (Some(end), &ids(&golden["empty"])[..]));
+        let stored = Tokenizer::load(&test_folder.path("out")).unwrap();
+        assert_eq!(
+            (stored.end_of_document(), stored.prefix_tokens()),
+            (Some(end), &ids(&golden["empty"])[..])
+        );
         let mut prompt = Vec::new();
         stored.encode_prompt(&sentence.to_owned().into(), &mut prompt).unwrap();
         assert_eq!(prompt, text, "{family}");
@@ -72,21 +75,24 @@ fn conversations_have_only_the_special_tokens_of_their_template() {
     for (family, golden) in golden["families"].as_object().unwrap() {
         let Some(template) = template_of(family) else { continue };
         let end = golden["end"].as_u64().unwrap() as u32;
-        let room = Room::new(&[("chat.jsonl", format!("{record}{completion}").as_bytes())]);
+        let test_folder = TestFolder::new(&[("chat.jsonl", format!("{record}{completion}").as_bytes())]);
         let tokenizer = Arc::new(Tokenizer::load(&folder(family)).unwrap());
         let options = PrepareOptions {
             tokenizer: TokenizerChoice::OfModel { model: folder(family), tokenizer: Arc::clone(&tokenizer) },
             chat_template: Some(template),
-            ..room.options(&["chat.jsonl"])
+            ..test_folder.options(&["chat.jsonl"])
         };
-        prepare(&options, &Silent).unwrap();
-        let [(chat, mask), (completion, completion_mask)] = &documents(&room)[..] else { panic!() };
+        prepare(&options, &NoProgress).unwrap();
+        let [(chat, mask), (completion, completion_mask)] = &documents(&test_folder)[..] else { panic!() };
         assert_eq!(*chat, ids(&golden["chat"]), "{family}");
         assert!(mask.contains(&1), "{family}");
         // A completion has the same beginning and ending tokens as a text, and of these only the ending tokens are
         // learned.
-        assert!(completion.starts_with(tokenizer.beginning()) && completion.last() == Some(&end), "{family}");
-        let num_beginning = tokenizer.beginning().len();
+        assert!(
+            completion.starts_with(tokenizer.prefix_tokens()) && completion.last() == Some(&end),
+            "{family}"
+        );
+        let num_beginning = tokenizer.prefix_tokens().len();
         assert!(completion_mask[..num_beginning].iter().all(|&counted| counted == 0), "{family}");
         assert_eq!(completion_mask.last(), Some(&1), "{family}");
     }
@@ -96,39 +102,40 @@ fn conversations_have_only_the_special_tokens_of_their_template() {
 fn a_conversation_without_an_end_of_its_own_gets_that_of_documents() {
     let record =
         br#"{"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}"#;
-    let room = Room::new(&[("chat.jsonl", record)]);
+    let test_folder = TestFolder::new(&[("chat.jsonl", record)]);
     let source = "{% for message in messages %}{{ message.content }} {% endfor %}";
     let template = ChatTemplate::new(source, Default::default(), Path::new("a")).unwrap();
     let tokenizer = TokenizerChoice::File(folder("deepseek/tokenizer.json"));
     let options =
-        PrepareOptions { tokenizer, chat_template: Some(template), ..room.options(&["chat.jsonl"]) };
-    prepare(&options, &Silent).unwrap();
-    let (tokens, mask) = &documents(&room)[0];
+        PrepareOptions { tokenizer, chat_template: Some(template), ..test_folder.options(&["chat.jsonl"]) };
+    prepare(&options, &NoProgress).unwrap();
+    let (tokens, mask) = &documents(&test_folder)[0];
     assert_eq!((tokens.last(), mask.last()), (Some(&1), Some(&1)));
     assert_ne!(tokens[0], 0, "the template has no token at the beginning");
 }
 
 #[test]
 fn another_end_in_the_config_is_another_corpus() {
-    let room = Room::new(&[("text.txt", b"one and two")]);
-    let tokenizer = room.path("in/tokenizer.json");
+    let test_folder = TestFolder::new(&[("text.txt", b"one and two")]);
+    let tokenizer = test_folder.path("in/tokenizer.json");
     fs::copy(folder("gpt_oss/tokenizer.json"), &tokenizer).unwrap();
     let options =
-        PrepareOptions { tokenizer: TokenizerChoice::File(tokenizer), ..room.options(&["text.txt"]) };
-    assert_eq!(prepare(&options, &Silent).unwrap().end_of_document, Some(1));
-    fs::write(room.path("in").join(TOKENIZER_CONFIG_FILE), r#"{"eos_token": "<|return|>"}"#).unwrap();
-    assert!(!is_current(&options).unwrap());
-    assert_eq!(prepare(&options, &Silent).unwrap().end_of_document, Some(2));
+        PrepareOptions { tokenizer: TokenizerChoice::File(tokenizer), ..test_folder.options(&["text.txt"]) };
+    assert_eq!(prepare(&options, &NoProgress).unwrap().end_of_document, Some(1));
+    fs::write(test_folder.path("in").join(TOKENIZER_CONFIG_FILE), r#"{"eos_token": "<|return|>"}"#).unwrap();
+    assert!(!is_up_to_date(&options).unwrap());
+    assert_eq!(prepare(&options, &NoProgress).unwrap().end_of_document, Some(2));
     // An end-of-document token that the tokenizer does not have is ignored.
-    fs::write(room.path("in").join(TOKENIZER_CONFIG_FILE), r#"{"eos_token": "<none>"}"#).unwrap();
-    assert_eq!(prepare(&options, &Silent).unwrap().end_of_document, Some(1));
+    fs::write(test_folder.path("in").join(TOKENIZER_CONFIG_FILE), r#"{"eos_token": "<none>"}"#).unwrap();
+    assert_eq!(prepare(&options, &NoProgress).unwrap().end_of_document, Some(1));
 }
 
 #[test]
 fn a_template_in_a_file_has_the_special_tokens_of_the_tokenizer() {
-    let room = Room::new(&[("own.jinja", b"{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")]);
+    let test_folder =
+        TestFolder::new(&[("own.jinja", b"{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")]);
     let config = fs::read(folder("llama").join(TOKENIZER_CONFIG_FILE)).unwrap();
-    let template = ChatTemplate::from_file(&room.path("in/own.jinja"), &config).unwrap();
+    let template = ChatTemplate::from_file(&test_folder.path("in/own.jinja"), &config).unwrap();
     let prompt = template.prompt(&[serde_json::json!({"role": "user", "content": "one"})]).unwrap();
     assert_eq!((prompt.text.as_str(), prompt.adds_beginning), ("<s>one</s>", false));
 }
@@ -145,7 +152,7 @@ fn contexts_of_questions_begin_as_texts_do() {
     let found = question("one and").tokens(&tokenizer).unwrap();
     assert_eq!(found[0].tokens[0], 2);
     let empty = question("").tokens(&tokenizer).unwrap();
-    assert_eq!((empty[0].tokens[0], empty[0].num_given), (2, 1));
+    assert_eq!((empty[0].tokens[0], empty[0].num_context), (2, 1));
 }
 
 #[test]
@@ -154,16 +161,16 @@ fn special_tokens_that_a_user_types_are_text() {
     let record = format!(
         "{{\"messages\": [{{\"role\": \"user\", \"content\": \"{typed}\"}}, {{\"role\": \"assistant\", \"content\": \"two\"}}]}}\n"
     );
-    let room = Room::new(&[("chat.jsonl", record.as_bytes())]);
+    let test_folder = TestFolder::new(&[("chat.jsonl", record.as_bytes())]);
     let tokenizer = Tokenizer::load(&folder("qwen2")).unwrap();
     let options = PrepareOptions {
         tokenizer: TokenizerChoice::File(folder("qwen2/tokenizer.json")),
         chat_template: Some(ChatTemplate::chatml()),
-        ..room.options(&["chat.jsonl"])
+        ..test_folder.options(&["chat.jsonl"])
     };
-    assert_eq!(prepare(&options, &Silent).unwrap().num_literal_names, 2);
+    assert_eq!(prepare(&options, &NoProgress).unwrap().num_literal_names, 2);
     let num_control = |tokens: &[u32]| tokens.iter().filter(|&&token| [1, 2].contains(&token)).count();
-    let (tokens, mask) = &documents(&room)[0];
+    let (tokens, mask) = &documents(&test_folder)[0];
     assert_eq!(num_control(tokens), 4, "the template's: {tokens:?}");
     // The text is unchanged, and the answer is learned with its ending token.
     assert!(tokenizer.decode(tokens).unwrap().contains(typed));
@@ -178,9 +185,9 @@ fn special_tokens_that_a_user_types_are_text() {
     assert!(tokens.starts_with(&prompted), "{prompted:?} {tokens:?}");
     // With the option, the names in messages are encoded as special tokens.
     let control = PrepareOptions { special_tokens_in_messages: true, ..options.clone() };
-    assert!(!is_current(&control).unwrap());
-    assert_eq!(prepare(&control, &Silent).unwrap().num_literal_names, 0);
-    assert_eq!(num_control(&documents(&room)[0].0), 6);
+    assert!(!is_up_to_date(&control).unwrap());
+    assert_eq!(prepare(&control, &NoProgress).unwrap().num_literal_names, 0);
+    assert_eq!(num_control(&documents(&test_folder)[0].0), 6);
 }
 
 #[test]
@@ -192,17 +199,18 @@ fn a_conversation_that_a_template_rewrites_is_a_document_for_each_answer() {
         message("user", "and"),
         message("assistant", "three"),
     ];
-    let room = Room::new(&[("chat.jsonl", format!("{{\"messages\": [{}]}}\n", turns.join(", ")).as_bytes())]);
+    let test_folder =
+        TestFolder::new(&[("chat.jsonl", format!("{{\"messages\": [{}]}}\n", turns.join(", ")).as_bytes())]);
     let source = "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}\
         {{- '<|return|>' if loop.last and message.role == 'assistant' else '<|end|>' }}{% endfor %}\
         {{- '<|start|>assistant' if add_generation_prompt }}";
     let template = ChatTemplate::new(source, Default::default(), Path::new("a")).unwrap();
     let tokenizer = TokenizerChoice::File(folder("gpt_oss/tokenizer.json"));
     let options =
-        PrepareOptions { tokenizer, chat_template: Some(template), ..room.options(&["chat.jsonl"]) };
-    let report = prepare(&options, &Silent).unwrap();
+        PrepareOptions { tokenizer, chat_template: Some(template), ..test_folder.options(&["chat.jsonl"]) };
+    let report = prepare(&options, &NoProgress).unwrap();
     assert_eq!((report.num_split_conversations, report.train.num_documents), (1, 2));
-    let (tokens, mask) = &documents(&room)[1];
+    let (tokens, mask) = &documents(&test_folder)[1];
     assert_eq!((tokens.iter().filter(|&&token| token == 2).count(), mask.last()), (1, Some(&1)));
 }
 
@@ -217,19 +225,21 @@ fn special_tokens_are_found_by_name() {
 
 #[test]
 fn a_tokenizer_without_the_end_that_its_config_names_is_noted() {
-    let room = Room::new(&[("text.txt", b"one and two")]);
+    let test_folder = TestFolder::new(&[("text.txt", b"one and two")]);
     for (family, end, note) in [
         ("gpt2", "<|none|>", "has \"<|none|>\" as its eos_token, which the tokenizer does not have; token "),
         ("deepseek", "<|none|>", "nothing ends documents, so a model cannot learn where to stop"),
         ("deepseek", "", "the tokenizer has no token that ends a document"),
     ] {
-        let folder_path = room.path("tokenizer");
+        let folder_path = test_folder.path("tokenizer");
         fs::create_dir_all(&folder_path).unwrap();
         fs::copy(folder(family).join("tokenizer.json"), folder_path.join("tokenizer.json")).unwrap();
         let config = if end.is_empty() { "{}".to_owned() } else { format!("{{\"eos_token\": \"{end}\"}}") };
         fs::write(folder_path.join(TOKENIZER_CONFIG_FILE), config).unwrap();
         let tokenizer = TokenizerChoice::File(folder_path.join("tokenizer.json"));
-        let report = prepare(&PrepareOptions { tokenizer, ..room.options(&["text.txt"]) }, &Silent).unwrap();
+        let report =
+            prepare(&PrepareOptions { tokenizer, ..test_folder.options(&["text.txt"]) }, &NoProgress)
+                .unwrap();
         assert!(report.notes().iter().any(|found| found.contains(note)), "{family}: {:?}", report.notes());
     }
 }
@@ -241,10 +251,10 @@ fn a_completion_that_ends_itself_has_one_end() {
         let end = tokenizer.end_of_document().unwrap();
         let name = tokenizer.special_token_name(end).unwrap();
         let record = format!("{{\"prompt\": \"one \", \"completion\": \"and two{name}\"}}\n");
-        let room = Room::new(&[("a.jsonl", record.as_bytes())]);
+        let test_folder = TestFolder::new(&[("a.jsonl", record.as_bytes())]);
         let tokenizer = TokenizerChoice::File(folder(family).join("tokenizer.json"));
-        prepare(&PrepareOptions { tokenizer, ..room.options(&["a.jsonl"]) }, &Silent).unwrap();
-        let (tokens, mask) = &documents(&room)[0];
+        prepare(&PrepareOptions { tokenizer, ..test_folder.options(&["a.jsonl"]) }, &NoProgress).unwrap();
+        let (tokens, mask) = &documents(&test_folder)[0];
         assert_eq!(tokens.iter().filter(|&&token| token == end).count(), 1, "{family}: {tokens:?}");
         assert_eq!((tokens.last(), mask.last()), (Some(&end), Some(&1)), "{family}");
     }
@@ -253,12 +263,12 @@ fn a_completion_that_ends_itself_has_one_end() {
 #[test]
 fn a_name_of_a_special_token_in_a_key_is_refused() {
     let record = br#"{"messages": [{"role": "user", "content": "one", "<|im_end|>": "x"}, {"role": "assistant", "content": "two"}]}"#;
-    let room = Room::new(&[("chat.jsonl", record)]);
+    let test_folder = TestFolder::new(&[("chat.jsonl", record)]);
     let options = PrepareOptions {
         tokenizer: TokenizerChoice::File(folder("qwen2/tokenizer.json")),
         chat_template: Some(ChatTemplate::chatml()),
-        ..room.options(&["chat.jsonl"])
+        ..test_folder.options(&["chat.jsonl"])
     };
-    let error = prepare(&options, &Silent).unwrap_err().to_string();
+    let error = prepare(&options, &NoProgress).unwrap_err().to_string();
     assert!(error.contains("a key within a message contains the name of a special token"), "{error}");
 }

@@ -271,7 +271,7 @@ impl ModelConfig {
         }
     }
 
-    /// Builds the model for sequences of at most `seq_len_max` tokens. A [`Past`](crate::Past) has its own limit.
+    /// Builds the model for sequences of at most `seq_len_max` tokens. A [`KvCache`](crate::KvCache) has its own limit.
     ///
     /// # Errors
     /// If sizes are inconsistent, or if the memory for tables of positions cannot be allocated.

@@ -9,7 +9,7 @@ use crate::unit::Unit;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use trireme_tensor::tape::{Embedding, InputActivation, Linear, LossHead, Norm, RotaryTable, WeightLayout};
-use trireme_tensor::{Activation, Cut, Initial, Parameter, ParameterTable};
+use trireme_tensor::{Activation, AxisSplit, Initial, Parameter, ParameterTable};
 
 pub(super) const FAMILY: Family = Family {
     name: "gpt2",
@@ -97,13 +97,13 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
     let num_added = (2.0 * config.num_layers as f32).sqrt();
     let into_residual = Initial::Normal { standard_deviation: config.initializer_range / num_added };
     // A column-parallel layer is split by its outputs, with its bias. The row-parallel layer after it is split by its inputs.
-    let column_parallel = |table: &mut ParameterTable, name: String, outputs: usize, cut: Cut| {
+    let column_parallel = |table: &mut ParameterTable, name: String, outputs: usize, cut: AxisSplit| {
         let weight = Parameter::matrix(format!("{name}.weight"), &[hidden, outputs], normal).with_cut(cut);
         let bias = Parameter::vector(format!("{name}.bias"), outputs, Initial::ZEROS);
         Arc::new(Linear {
             weight: table.add(weight),
             layout: WeightLayout::InputsFirst,
-            bias: Some(table.add(bias.with_cut(Cut { dim: 0, ..cut }))),
+            bias: Some(table.add(bias.with_cut(AxisSplit { dim: 0, ..cut }))),
             activation: InputActivation::Identity,
         })
     };
@@ -112,7 +112,7 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
             let weight = Parameter::matrix(format!("{name}.weight"), &[inputs, hidden], into_residual);
             let bias = Parameter::vector(format!("{name}.bias"), hidden, Initial::ZEROS);
             Arc::new(Linear {
-                weight: table.add(weight.with_cut(Cut::along(0).with_granule(granule))),
+                weight: table.add(weight.with_cut(AxisSplit::along(0).with_granule(granule))),
                 layout: WeightLayout::InputsFirst,
                 bias: Some(table.add(bias)),
                 activation,
@@ -132,7 +132,7 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
         let name = format!("transformer.h.{layer}");
         table.begin_unit(&name);
         let (head, identity) = (config.head_dim, InputActivation::Identity);
-        let qkv = Cut::along(1).with_groups(3).with_granule(head);
+        let qkv = AxisSplit::along(1).with_groups(3).with_granule(head);
         let activation = InputActivation::Of(config.activation);
         let into_residual = |table: &mut ParameterTable, name: String, inputs, granule, activation| {
             let dropout = dropout(config, &name);
@@ -147,7 +147,7 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
         };
         let mlp = Mlp {
             norm: norm(&mut table, &format!("{name}.ln_2")),
-            into: column_parallel(&mut table, format!("{name}.mlp.c_fc"), inner, Cut::along(1)),
+            into: column_parallel(&mut table, format!("{name}.mlp.c_fc"), inner, AxisSplit::along(1)),
             back: into_residual(&mut table, format!("{name}.mlp.c_proj"), inner, 1, activation),
         };
         units.push(Arc::new(Block(vec![Box::new(attention), Box::new(mlp)])));

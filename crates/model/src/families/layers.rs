@@ -4,11 +4,11 @@ use super::names;
 use crate::config::ModelConfig;
 use std::sync::Arc;
 use trireme_tensor::tape::{Attention, Dropout, RotaryTable};
-use trireme_tensor::{Cut, Initial, Parameter, ParameterSpan, ParameterTable};
+use trireme_tensor::{AxisSplit, Initial, Parameter, ParameterSpan, ParameterTable};
 
 /// Returns how the tensor axis splits heads of keys and values, in units of `granule` elements.
-pub(super) fn kv_heads(granule: usize) -> Cut {
-    Cut::along(0).with_granule(granule).shared()
+pub(super) fn kv_heads(granule: usize) -> AxisSplit {
+    AxisSplit::along(0).with_granule(granule).shared()
 }
 
 pub(super) fn attention(
@@ -17,7 +17,7 @@ pub(super) fn attention(
     rotary: Option<&Arc<RotaryTable>>,
     table: &ParameterTable,
 ) -> Arc<Attention> {
-    let num_heads = table.part_of(Cut::along(0), config.num_heads);
+    let num_heads = table.part_of(AxisSplit::along(0), config.num_heads);
     let num_kv_heads = table.part_of(kv_heads(1), config.num_kv_heads);
     let attention = Attention::new(num_heads, num_kv_heads, config.head_dim, config.attention_rule(layer));
     Arc::new(attention.with_rotary(rotary.cloned()))
@@ -35,7 +35,7 @@ pub(super) fn normal(config: &ModelConfig) -> Initial {
 /// Returns the declaration of an embedding table, `[vocab_size, hidden_size]`.
 pub(super) fn token_table(name: &str, config: &ModelConfig) -> Parameter {
     let dims = [config.vocab_size, config.hidden_size];
-    Parameter::embedding(name, &dims, normal(config)).with_cut(Cut::along(0).padded())
+    Parameter::embedding(name, &dims, normal(config)).with_cut(AxisSplit::along(0).padded())
 }
 
 /// Returns the weight of the output layer: the embedding's, if they are tied.

@@ -1,7 +1,7 @@
 //! The mixture-of-experts sublayer.
 
 use super::{Projection, Sublayer};
-use crate::rehearsal::EXPERT_DROPS;
+use crate::profile::EXPERT_DROPS;
 use crate::tokens::TOKEN_WEIGHTS;
 use crate::unit::UnitContext;
 use std::sync::Arc;
@@ -52,7 +52,7 @@ impl Experts {
         Experts::Distributed {
             gather: Arc::new(GatherLoads(exchange)),
             dispatch: Arc::new(DispatchRows(exchange)),
-            own: Arc::new(OwnExperts { into, back, exchange }),
+            own: Arc::new(OwnExperts { up: into, down: back, exchange }),
             back: Arc::new(ReturnRows(exchange)),
         }
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_model::{
-    Batch, Bundle, HostBatch, LOGITS, Model, ModelConfig, Past, TOKENS, UnitPass, set_window, token_specs,
+    Batch, Bundle, HostBatch, KvCache, LOGITS, Model, ModelConfig, TOKENS, UnitPass, set_window, token_specs,
 };
 use trireme_tensor::tape::{PendingMean, Recording};
 use trireme_tensor::{
@@ -118,7 +118,7 @@ impl Golden {
         self.logits_after(None, ids, shape)
     }
 
-    fn logits_after(&self, past: Option<&mut Past>, ids: &[u32], shape: (usize, usize)) -> Vec<f32> {
+    fn logits_after(&self, past: Option<&mut KvCache>, ids: &[u32], shape: (usize, usize)) -> Vec<f32> {
         let mut tokens =
             self.device.empty([shape.0, shape.1].into(), DType::U32, Category::Activations).unwrap();
         self.device.upload(ids, tokens.view_mut());
@@ -132,11 +132,11 @@ impl Golden {
         &self,
         (recording, precision, loss_scale): (Recording, Precision, f32),
         batch: &mut Batch,
-        mut past: Option<&mut Past>,
+        mut past: Option<&mut KvCache>,
     ) -> (Vec<UnitPass>, Bundle<Tensor>) {
         let (mut passes, mut x) = (Vec::new(), Bundle::new());
         for unit in 0..self.model.num_units() {
-            let position = past.as_deref().map_or(0, Past::position);
+            let position = past.as_deref().map_or(0, KvCache::position);
             let pass = PassState { first_position: position, loss_scale, ..precision.into() };
             let tape = Tape::new(&self.device, recording, pass);
             let (unit, past) = (self.model.unit(unit), past.as_deref_mut());
@@ -355,7 +355,7 @@ fn generation_with_a_cache_matches_one_pass() {
         let (ids, len) = (&ids[..shape[1]], shape[1]);
         let expected = golden.logits(ids, (1, len));
         let vocab_size = golden.config.vocab_size;
-        let mut past = Past::new(&golden.device, len);
+        let mut past = KvCache::new(&golden.device, len);
         for num_tokens in [5, 1, 1, 7, len - 14] {
             let position = past.position();
             let logits =

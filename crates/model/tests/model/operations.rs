@@ -1,6 +1,6 @@
 //! Compares the counted operations of a model with the usual estimate (docs/performance.md).
 
-use trireme_model::{Model, ModelConfig, Rehearsal, token_specs};
+use trireme_model::{Model, ModelConfig, ModelProfile, token_specs};
 use trireme_tensor::{Device, DeviceOptions, Precision};
 
 const GPT2: &str = r#"{"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}"#;
@@ -14,9 +14,9 @@ fn operations_per_token(config: &ModelConfig, seq_len: usize) -> (Model, f64) {
     let options = DeviceOptions { num_threads: 1, ..DeviceOptions::default() };
     let build = |device: &Device| config.build(seq_len, device);
     let batch = token_specs(TOKENS / seq_len, seq_len);
-    let rehearsal = Rehearsal::of(build, options, Precision::F32, &batch).unwrap();
+    let profile = ModelProfile::of(build, options, Precision::F32, &batch).unwrap();
     let model = build(&Device::counting(options).unwrap()).unwrap();
-    (model, rehearsal.model_operations() as f64 / TOKENS as f64)
+    (model, profile.model_operations() as f64 / TOKENS as f64)
 }
 
 fn assert_close(found: f64, expected: f64) {

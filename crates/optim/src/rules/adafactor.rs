@@ -56,7 +56,7 @@ pub(crate) fn rms_step(settings: OptimizerSettings, member: &Member, step: &Unit
     RmsStep {
         lr: 1.0,
         mixing: (step.number(member) as f64).powf(beta2_decay) as f32,
-        keep: (1.0 - lr * f64::from(own.weight_decay)) as f32,
+        parameter_factor: (1.0 - lr * f64::from(own.weight_decay)) as f32,
         grad_scale: step.grad_scale(),
     }
 }

@@ -20,7 +20,7 @@ pub(super) fn adamw_step(settings: OptimizerSettings, member: &Member, step: &Un
         weight_decay: own.weight_decay,
         grad_scale: step.grad_scale(),
         step: number,
-        num_second: number,
+        num_second_updates: number,
     }
 }
 
@@ -71,7 +71,7 @@ impl CompressedAdam {
 
     pub(crate) fn adam_step(&self, member: &Member, step: &UnitStep<'_>) -> AdamWStep {
         let num_second = self.schedule.at(step.number(member)).1;
-        AdamWStep { num_second, ..adamw_step(self.settings, member, step) }
+        AdamWStep { num_second_updates: num_second, ..adamw_step(self.settings, member, step) }
     }
 }
 

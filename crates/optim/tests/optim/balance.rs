@@ -1,7 +1,7 @@
 //! Balance biases change by the same amount in each update, whatever the optimizer.
 
 use crate::common::{KINDS, device, options, random, table, weights};
-use trireme_optim::{Optimizer, OptimizerOptions, StepSettings, WholeUnits};
+use trireme_optim::{Optimizer, OptimizerOptions, StepSettings, Unsharded};
 use trireme_tensor::{ParameterClass, View, ViewMut};
 
 #[test]
@@ -30,7 +30,7 @@ fn they_move_against_the_sign_of_their_gradient() {
             let settings = StepSettings { step, lr: 0.01, grad_scale: 0.5 };
             let parameters = ViewMut::from_f32s(&mut found, shape);
             let grads = View::from_f32s(&grads, shape);
-            optimizer.step_unit(&device, unit, parameters, grads, settings, &mut WholeUnits).unwrap();
+            optimizer.step_unit(&device, unit, parameters, grads, settings, &mut Unsharded).unwrap();
             assert_eq!(found[bias.range()], expected, "{kind:?}, step {step}");
         }
     }

@@ -2,8 +2,8 @@
 
 use crate::common::{DEFAULT, KINDS, device, options, random, table, weights};
 use trireme_optim::{
-    Exchange, Optimizer, OptimizerName, OptimizerOptions, OptimizerSettings, ParameterGroup, StepSettings,
-    WholeUnits,
+    Optimizer, OptimizerName, OptimizerOptions, OptimizerSettings, ParameterGroup, ReducedQuantity,
+    StepSettings, Unsharded,
 };
 use trireme_tensor::{View, ViewMut};
 
@@ -34,11 +34,11 @@ fn momentum_may_be_summed_instead_of_gradients() {
             let settings = StepSettings { step: number, lr: 0.01, grad_scale: 0.5 };
             let (parameters, grads) =
                 (ViewMut::from_f32s(&mut expected, shape), View::from_f32s(&sum, shape));
-            oracle.step_unit(&device, unit, parameters, grads, settings, &mut WholeUnits).unwrap();
+            oracle.step_unit(&device, unit, parameters, grads, settings, &mut Unsharded).unwrap();
             exchanges.push(oracle.exchange(unit, number));
             let momentum = match oracle.exchange(unit, number) {
-                Exchange::Gradients => sum,
-                Exchange::Momentum => {
+                ReducedQuantity::Gradients => sum,
+                ReducedQuantity::Momentum => {
                     let mut momenta = own;
                     for (rank, momentum) in ranks.iter_mut().zip(&mut momenta) {
                         let settings = StepSettings { grad_scale: 1.0, ..settings };
@@ -55,10 +55,12 @@ fn momentum_may_be_summed_instead_of_gradients() {
             for (rank, found) in ranks.iter_mut().zip(&mut found) {
                 let (parameters, sum) = (ViewMut::from_f32s(found, shape), View::from_f32s(&momentum, shape));
                 match rank.exchange(unit, number) {
-                    Exchange::Gradients => {
-                        rank.step_unit(&device, unit, parameters, sum, settings, &mut WholeUnits).unwrap();
+                    ReducedQuantity::Gradients => {
+                        rank.step_unit(&device, unit, parameters, sum, settings, &mut Unsharded).unwrap();
                     }
-                    Exchange::Momentum => rank.step_from_momentum(&device, unit, parameters, sum, settings),
+                    ReducedQuantity::Momentum => {
+                        rank.step_from_momentum(&device, unit, parameters, sum, settings)
+                    }
                 }
             }
             assert_eq!(found[0], found[1]);
@@ -66,7 +68,7 @@ fn momentum_may_be_summed_instead_of_gradients() {
                 assert!((found - expected).abs() < 1e-6, "step {number}: {found} {expected}");
             }
         }
-        assert!(exchanges.contains(&Exchange::Momentum) && exchanges[0] == Exchange::Gradients);
+        assert!(exchanges.contains(&ReducedQuantity::Momentum) && exchanges[0] == ReducedQuantity::Gradients);
     }
 }
 
@@ -91,7 +93,7 @@ fn frozen_parameters_have_no_part_in_the_exchange_of_momentum() {
     let all = frozen("wte.*");
     assert_eq!(
         [0, 1, 2].map(|unit| all.exchange(unit, 3)),
-        [Exchange::Gradients, Exchange::Momentum, Exchange::Momentum]
+        [ReducedQuantity::Gradients, ReducedQuantity::Momentum, ReducedQuantity::Momentum]
     );
     let mut part = frozen("in.*");
     let unit = 1;

@@ -7,7 +7,7 @@
 use crate::common::{DEFAULT, Kind, MUON, device, options, step};
 use std::sync::Arc;
 use trireme_optim::{
-    MuonScale, Optimizer, OptimizerName, OptimizerOptions, OptimizerSettings, StepSettings, WholeUnits,
+    MuonScale, Optimizer, OptimizerName, OptimizerOptions, OptimizerSettings, StepSettings, Unsharded,
 };
 use trireme_tensor::{Initial, Parameter, ParameterTable};
 
@@ -163,7 +163,7 @@ fn weights_are_those_of_other_implementations() {
         for number in 1..=num_steps {
             let settings = StepSettings { step: number, lr: 0.05, grad_scale: 1.0 };
             let grads = of_unit(100 * number);
-            step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut WholeUnits);
+            step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut Unsharded);
         }
         let expected = matrix.iter().chain(vector.iter().flatten());
         for (index, (&found, &expected)) in weights[1].iter().zip(expected).enumerate() {

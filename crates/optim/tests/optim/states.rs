@@ -4,7 +4,7 @@ use crate::common::{DEFAULT, KINDS, Kind, Weights, bits, device, grads, step, ta
 use std::sync::Arc;
 use trireme_optim::{
     Optimizer, OptimizerName, OptimizerOptions, ParameterGroup, StateDType, StateInfo, StepSettings,
-    WholeUnits,
+    Unsharded,
 };
 use trireme_tensor::{Category, Device, ParameterTable};
 
@@ -46,7 +46,7 @@ fn run(
     let parts = table.shards(0, 1);
     for number in steps {
         let settings = StepSettings { step: number, lr: 0.01, grad_scale: 1.0 };
-        step(optimizer, device, weights, &grads(table, number, 1.0), &parts, settings, &mut WholeUnits);
+        step(optimizer, device, weights, &grads(table, number, 1.0), &parts, settings, &mut Unsharded);
     }
 }
 
@@ -203,7 +203,7 @@ fn frozen_parameters_stay_whatever_their_gradients_are() {
             gradients[info.unit][info.range()].fill(f32::NAN);
         }
         let settings = StepSettings { step: 1, lr: 0.01, grad_scale: 1.0 };
-        step(&mut optimizer, &device, &mut found, &gradients, &parts, settings, &mut WholeUnits);
+        step(&mut optimizer, &device, &mut found, &gradients, &parts, settings, &mut Unsharded);
         let (before, mut plain) = (weights(&table), weights(&table));
         let mut unfrozen = Optimizer::new(&options, &table, &parts, &device).unwrap();
         run(&mut unfrozen, &device, &table, &mut plain, 1..=1);
@@ -259,7 +259,7 @@ fn a_state_that_begins_late_counts_its_own_updates() {
             for number in 1..=4 {
                 let settings = StepSettings { step: start + number, lr: 0.01, grad_scale: 1.0 };
                 let grads = grads(&table, number, 1.0);
-                step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut WholeUnits);
+                step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut Unsharded);
             }
             (weights, optimizer.exchange(1, start + 4))
         };
@@ -293,7 +293,7 @@ fn parameters_of_a_unit_may_begin_at_different_times() {
             for number in 1..=3 {
                 let settings = StepSettings { step: number, lr: 0.01, grad_scale: 1.0 };
                 let grads = grads(&table, LATE + number, 1.0);
-                step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut WholeUnits);
+                step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut Unsharded);
             }
             weights
         };

@@ -3,13 +3,13 @@
 mod rows;
 
 use crate::layout::RankGrid;
-use crate::memory::{ExchangePool, Pool, Waiting};
-use rows::StartedRows;
+use crate::memory::{ExchangePool, Pool, WaitTracker};
+use rows::RowExchange;
 use slab::Slab;
 use std::fmt;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use trireme_base::{AxisPlace, DType, ExchangeKind, Pending, Rank, ReduceOp};
+use trireme_base::{AxisRank, DType, ExchangeKind, Pending, Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Untyped, Work};
 use trireme_tensor::tape::{
     AxisOps, ContextAxis, ExchangedRuns, ExpertAxis, PassAxes, PendingExchange, ShadowedExperts, TensorAxis,
@@ -62,8 +62,8 @@ impl UnitAxes {
     }
 
     /// Returns the time that this rank has waited since the previous call, and the operations that its kernels wait for.
-    pub(crate) fn take_waiting(&self) -> Waiting {
-        let mut waiting = Waiting::default();
+    pub(crate) fn take_waiting(&self) -> WaitTracker {
+        let mut waiting = WaitTracker::default();
         [&self.tensor, &self.ring, &self.heads, &self.experts]
             .into_iter()
             .flatten()
@@ -78,19 +78,19 @@ const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 /// The ranks of one axis, behind the interface that a unit's operations call ([`AxisOps`]).
 pub(crate) struct GroupAxis {
     /// The lanes of the dtypes in [`FLOATS`], in the same order.
-    lanes: [Lane; FLOATS.len()],
-    waiting: Mutex<Waiting>,
+    by_dtype: [DtypeExchanges; FLOATS.len()],
+    waiting: Mutex<WaitTracker>,
 }
 
 /// The exchanges of one dtype.
-struct Lane {
+struct DtypeExchanges {
     memory: ExchangePool,
-    pending: Mutex<Slab<Started>>,
+    pending: Mutex<Slab<StartedExchange>>,
     /// Pending exchanges of rows. A [`PendingExchange`] holds the key.
-    rows: Mutex<Slab<StartedRows>>,
+    rows: Mutex<Slab<RowExchange>>,
     /// Elements of a buffer for one piece of rows: enough for the largest piece so far. A smaller exchange reuses buffers of this size
     /// instead of allocating its own.
-    room_for_rows: AtomicUsize,
+    row_buffer_len: AtomicUsize,
 }
 
 /// Locks a mutex, also after a panic of another thread: the guarded value is consistent between calls.
@@ -98,7 +98,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-struct Started {
+struct StartedExchange {
     kind: ExchangeKind,
     len: usize,
     vector: Work<Buffer<Untyped>>,
@@ -115,27 +115,30 @@ impl fmt::Debug for GroupAxis {
 impl GroupAxis {
     /// Connects the ranks of `group`. Its buffers are counted on `device`.
     fn new(group: &Arc<Group>, device: &Device) -> Self {
-        GroupAxis { lanes: FLOATS.map(|dtype| Lane::new(group, device, dtype)), waiting: Mutex::default() }
+        GroupAxis {
+            by_dtype: FLOATS.map(|dtype| DtypeExchanges::new(group, device, dtype)),
+            waiting: Mutex::default(),
+        }
     }
 
-    fn lane(&self, dtype: DType) -> &Lane {
+    fn exchanges_of(&self, dtype: DType) -> &DtypeExchanges {
         let index = FLOATS.iter().position(|float| *float == dtype);
-        &self.lanes[index.unwrap_or_else(|| unreachable!("units exchange floats, not {dtype}"))]
+        &self.by_dtype[index.unwrap_or_else(|| unreachable!("units exchange floats, not {dtype}"))]
     }
 
-    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+    fn waiting(&self) -> MutexGuard<'_, WaitTracker> {
         lock(&self.waiting)
     }
 }
 
-impl Lane {
+impl DtypeExchanges {
     fn new(group: &Arc<Group>, device: &Device, dtype: DType) -> Self {
         let pool = Pool::new(group, device, dtype, Category::Communication, true).in_huge_pages();
-        Lane {
+        DtypeExchanges {
             memory: ExchangePool::new(pool),
             pending: Mutex::default(),
             rows: Mutex::default(),
-            room_for_rows: AtomicUsize::new(0),
+            row_buffer_len: AtomicUsize::new(0),
         }
     }
 
@@ -147,14 +150,14 @@ impl Lane {
         self.pool().dtype()
     }
 
-    fn place(&self) -> AxisPlace {
+    fn place(&self) -> AxisRank {
         let group = self.pool().group();
-        AxisPlace::new(group.rank().0, group.world_size())
+        AxisRank::new(group.rank().0, group.world_size())
     }
 
     /// Starts an exchange of `own`, a buffer of the group.
     fn issue(&self, kind: ExchangeKind, own: Buffer<Untyped>) -> Result<PendingExchange> {
-        let (group, AxisPlace { rank, degree }) = (self.pool().group(), self.place());
+        let (group, AxisRank { rank, degree }) = (self.pool().group(), self.place());
         let len = own.len();
         let mut sent = None;
         let vector = match kind {
@@ -168,7 +171,7 @@ impl Lane {
                 group.receive(received, Rank((rank + degree - 1) % degree))
             }
         };
-        Ok(PendingExchange(lock(&self.pending).insert(Started { kind, len, vector, sent })))
+        Ok(PendingExchange(lock(&self.pending).insert(StartedExchange { kind, len, vector, sent })))
     }
 
     /// Returns the index within the exchanged vector of the first element that this rank keeps, for a result of this shape.
@@ -184,33 +187,33 @@ impl Lane {
         &self,
         device: &Device,
         PendingExchange(number): PendingExchange,
-        waiting: &mut Waiting,
+        waiting: &mut WaitTracker,
     ) -> Result<(Pending<Buffer<Untyped>>, usize, ExchangeKind)> {
-        let Started { kind, len, vector, sent } = lock(&self.pending).remove(number);
+        let StartedExchange { kind, len, vector, sent } = lock(&self.pending).remove(number);
         let vector = waiting.wait_on_device(vector, (self.dtype(), len), device)?;
         if let Some(sent) = sent {
             let sent = waiting.wait_on_device(sent, (self.dtype(), len), device)?;
             // The result may overwrite the memory that was sent.
             device.wait_for(&sent.event());
-            self.pool().give_buffer(len, sent);
+            self.pool().release_buffer(len, sent);
         }
         Ok((vector, len, kind))
     }
 }
 
 impl AxisOps for GroupAxis {
-    fn place(&self) -> AxisPlace {
-        self.lanes[0].place()
+    fn place(&self) -> AxisRank {
+        self.by_dtype[0].place()
     }
 
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>> {
-        let group = self.lanes[0].pool().group();
+        let group = self.by_dtype[0].pool().group();
         let all = self.waiting().wait(group.all_gather_bytes(bytemuck::cast_slice(own)))?;
         Ok(all.iter().flat_map(|bytes| bytemuck::pod_collect_to_vec::<u8, u32>(bytes)).collect())
     }
 
     fn start_rows(&self, device: &Device, runs: ExchangedRuns, values: View<'_>) -> Result<PendingExchange> {
-        self.lane(values.dtype()).start_rows(device, runs, values)
+        self.exchanges_of(values.dtype()).start_rows(device, runs, values)
     }
 
     fn send_rest(
@@ -220,16 +223,16 @@ impl AxisOps for GroupAxis {
         values: View<'_>,
         result: ViewMut<'_>,
     ) -> Result<()> {
-        self.lane(values.dtype()).send_rest(device, exchange, values, result, &mut self.waiting())
+        self.exchanges_of(values.dtype()).send_rest(device, exchange, values, result, &mut self.waiting())
     }
 
     fn finish_rows(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()> {
-        self.lane(result.dtype()).finish_rows(device, exchange, result, &mut self.waiting())
+        self.exchanges_of(result.dtype()).finish_rows(device, exchange, result, &mut self.waiting())
     }
 
     fn start(&self, device: &Device, kind: ExchangeKind, values: View<'_>) -> Result<PendingExchange> {
-        let lane = self.lane(values.dtype());
-        let (AxisPlace { rank, degree }, own_len) = (lane.place(), values.shape().num_elements());
+        let lane = self.exchanges_of(values.dtype());
+        let (AxisRank { rank, degree }, own_len) = (lane.place(), values.shape().num_elements());
         let (len, start) = match kind {
             ExchangeKind::AllGather => (own_len * degree, rank * own_len),
             _ => (own_len, 0),
@@ -238,7 +241,7 @@ impl AxisOps for GroupAxis {
     }
 
     fn finish(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()> {
-        let lane = self.lane(result.dtype());
+        let lane = self.exchanges_of(result.dtype());
         let (vector, len, kind) = lane.take(device, exchange, &mut self.waiting())?;
         lane.pool().receive(device, (vector, len), lane.first(kind, result.shape()), result);
         Ok(())
@@ -249,19 +252,19 @@ impl AxisOps for GroupAxis {
         if !device.reaches_host() {
             return device.empty(shape, dtype, Category::Activations);
         }
-        let (memory, len) = (&self.lane(dtype).memory, shape.num_elements());
+        let (memory, len) = (&self.exchanges_of(dtype).memory, shape.num_elements());
         Ok(memory.lend(memory.pool().take_buffer(len)?.wait(), 0..len, shape))
     }
 
     fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
-        let lane = self.lane(term.dtype());
+        let lane = self.exchanges_of(term.dtype());
         // Only memory of this pool is exchanged in place. Other lent memory, such as files for activations that exceed the budget, is
         // copied.
         if !term.lent_memory().is_some_and(|memory| lane.memory.has_lent(memory)) {
             return self.start(device, kind, term.view());
         }
         let memory = term.into_lent().expect("it was seen to be lent");
-        lane.issue(kind, lane.memory.take_back(memory))
+        lane.issue(kind, lane.memory.reclaim(memory))
     }
 
     fn finish_temporary(
@@ -276,7 +279,7 @@ impl AxisOps for GroupAxis {
             self.finish(device, exchange, result.view_mut())?;
             return Ok(result);
         }
-        let lane = self.lane(dtype);
+        let lane = self.exchanges_of(dtype);
         let (vector, _, kind) = lane.take(device, exchange, &mut self.waiting())?;
         let start = lane.first(kind, shape);
         Ok(lane.memory.lend(vector.wait(), start..start + shape.num_elements(), shape))

@@ -1,12 +1,12 @@
 //! Variable all-to-all: every rank sends a different number of rows to every other rank.
 
-use super::{Lane, Result, lock};
-use crate::memory::Waiting;
+use super::{DtypeExchanges, Result, lock};
+use crate::memory::WaitTracker;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use trireme_base::{AxisPlace, DType, Pending, Rank};
+use trireme_base::{AxisRank, DType, Pending, Rank};
 use trireme_comm::{Buffer, Untyped, Work};
 use trireme_tensor::tape::{ExchangedRuns, PendingExchange};
 use trireme_tensor::{Device, View, ViewMut};
@@ -16,25 +16,25 @@ const MESSAGES_MAX: usize = 64;
 
 /// Bytes from one rank to another, with even loads, below which rows are exchanged hierarchically by host. For such short messages, the
 /// number of messages across hosts is assumed to cost more than their length. The threshold was not measured on a network between hosts.
-const BY_HOSTS_BYTES_MAX: usize = 64 << 10;
+const HIERARCHICAL_BYTES_MAX: usize = 64 << 10;
 
 /// Ranks per host below which rows are not exchanged hierarchically by host: hardly any messages would be saved.
-const BY_HOSTS_RANKS_MIN: usize = 4;
+const HIERARCHICAL_RANKS_MIN: usize = 4;
 
 /// An exchange of rows in flight. It runs in rounds, each with at most one piece from every rank to every other rank.
-pub(super) struct StartedRows {
+pub(super) struct RowExchange {
     runs: ExchangedRuns,
-    /// Elements of a buffer: of one piece, or with `goes_by_hosts` of the pieces for all other ranks.
+    /// Elements of a buffer: of one piece, or with `is_hierarchical` of the pieces for all other ranks.
     buffer_len: usize,
-    goes_by_hosts: bool,
+    is_hierarchical: bool,
     /// Buffers that are not in flight. An exchange takes all buffers that it may need at its start, so that its memory does not depend on
     /// the loads.
     free: Vec<Pending<Buffer<Untyped>>>,
-    rounds_under_way: usize,
+    rounds_in_flight: usize,
     num_rounds: usize,
     next_round: usize,
     /// The exchanges in flight, each with its round.
-    under_way: VecDeque<(usize, Transfer)>,
+    in_flight: VecDeque<(usize, Transfer)>,
 }
 
 enum Transfer {
@@ -43,7 +43,7 @@ enum Transfer {
     /// A piece from another rank. `part` is its range among all elements that rank `from` sends to this rank.
     Receive { work: Work<Buffer<Untyped>>, from: usize, part: Range<usize> },
     /// The pieces of all ranks in one hierarchical exchange.
-    ByHosts(Work<(Buffer<Untyped>, Buffer<Untyped>)>),
+    Hierarchical(Work<(Buffer<Untyped>, Buffer<Untyped>)>),
 }
 
 const fn piece_len(dtype: DType) -> usize {
@@ -55,7 +55,7 @@ fn piece(dtype: DType, len: usize, round: usize) -> Range<usize> {
     (round * piece_len(dtype)).min(len)..((round + 1) * piece_len(dtype)).min(len)
 }
 
-impl Lane {
+impl DtypeExchanges {
     /// Implements [`AxisOps::start_rows`](trireme_tensor::tape::AxisOps::start_rows). Rows are sent in pieces of fixed size, so that the
     /// memory of the group does not depend on the number of rows. With even loads, all pieces are in flight at once; there is room for one
     /// more piece between two ranks.
@@ -67,11 +67,11 @@ impl Lane {
     ) -> Result<PendingExchange> {
         let (group, degree) = (self.pool().group(), self.place().degree);
         let hosts = group.hosts();
-        let has_many = hosts.ranks_per_host().is_some_and(|num_ranks| num_ranks >= BY_HOSTS_RANKS_MIN);
-        let is_short = runs.even_len * self.dtype().size() < BY_HOSTS_BYTES_MAX;
+        let has_many = hosts.ranks_per_host().is_some_and(|num_ranks| num_ranks >= HIERARCHICAL_RANKS_MIN);
+        let is_short = runs.even_len * self.dtype().size() < HIERARCHICAL_BYTES_MAX;
         let goes_by_hosts = hosts.num_hosts() > 1 && has_many && is_short;
         let room = runs.len_max.next_power_of_two().clamp(256, piece_len(self.dtype()));
-        let room = self.room_for_rows.fetch_max(room, Ordering::Relaxed).max(room);
+        let room = self.row_buffer_len.fetch_max(room, Ordering::Relaxed).max(room);
         let [even, most] = [runs.even_len, runs.len_max].map(|len| len.div_ceil(piece_len(self.dtype())));
         let rounds_under_way = (even + 1).min(most).min(MESSAGES_MAX / (degree - 1)).max(1);
         let (buffer_len, num_buffers) = if goes_by_hosts {
@@ -84,15 +84,15 @@ impl Lane {
             free.push(self.pool().take_buffer(buffer_len)?);
         }
         let num_rounds = runs.lens.iter().max().map_or(0, |len| len.div_ceil(piece_len(self.dtype())));
-        let mut started = StartedRows {
+        let mut started = RowExchange {
             runs,
             buffer_len,
-            goes_by_hosts,
+            is_hierarchical: goes_by_hosts,
             free,
-            rounds_under_way,
+            rounds_in_flight: rounds_under_way,
             num_rounds,
             next_round: 0,
-            under_way: VecDeque::with_capacity(num_buffers),
+            in_flight: VecDeque::with_capacity(num_buffers),
         };
         while started.next_round < started.num_rounds.min(rounds_under_way) {
             self.start_round(device, &mut started, values);
@@ -107,13 +107,13 @@ impl Lane {
         exchange: &PendingExchange,
         values: View<'_>,
         mut result: ViewMut<'_>,
-        waiting: &mut Waiting,
+        waiting: &mut WaitTracker,
     ) -> Result<()> {
         let mut rows = lock(&self.rows);
         let started = &mut rows[exchange.0];
-        self.keep_own(device, &started.runs, values, result.reborrow());
+        self.copy_own_rows(device, &started.runs, values, result.reborrow());
         while started.next_round < started.num_rounds {
-            let end = started.next_round - started.rounds_under_way + 1;
+            let end = started.next_round - started.rounds_in_flight + 1;
             self.finish_rounds_before(device, started, end, result.reborrow(), waiting)?;
             self.start_round(device, started, values);
         }
@@ -126,19 +126,25 @@ impl Lane {
         device: &Device,
         PendingExchange(number): PendingExchange,
         result: ViewMut<'_>,
-        waiting: &mut Waiting,
+        waiting: &mut WaitTracker,
     ) -> Result<()> {
         let mut started = lock(&self.rows).remove(number);
         let end = started.num_rounds;
         assert_eq!(started.next_round, end, "all was sent");
         self.finish_rounds_before(device, &mut started, end, result, waiting)?;
-        let StartedRows { free, buffer_len, .. } = started;
-        free.into_iter().for_each(|buffer| self.pool().give_buffer(buffer_len, buffer));
+        let RowExchange { free, buffer_len, .. } = started;
+        free.into_iter().for_each(|buffer| self.pool().release_buffer(buffer_len, buffer));
         Ok(())
     }
 
     /// Copies the rows that stay on this rank.
-    fn keep_own(&self, device: &Device, runs: &ExchangedRuns, values: View<'_>, mut result: ViewMut<'_>) {
+    fn copy_own_rows(
+        &self,
+        device: &Device,
+        runs: &ExchangedRuns,
+        values: View<'_>,
+        mut result: ViewMut<'_>,
+    ) {
         let own = self.place().rank;
         let mut next = 0;
         for run in &runs.received[own] {
@@ -151,9 +157,9 @@ impl Lane {
         }
     }
 
-    fn start_round(&self, device: &Device, started: &mut StartedRows, values: View<'_>) {
-        if started.goes_by_hosts {
-            self.start_round_by_hosts(device, started, values);
+    fn start_round(&self, device: &Device, started: &mut RowExchange, values: View<'_>) {
+        if started.is_hierarchical {
+            self.start_hierarchical_round(device, started, values);
         } else {
             self.start_messages(device, started, values);
         }
@@ -162,8 +168,8 @@ impl Lane {
 
     /// Starts a round: sends a piece to every other rank that still gets rows, and receives the pieces of other ranks. At the same distance
     /// in the loop, every rank sends to a different one.
-    fn start_messages(&self, device: &Device, started: &mut StartedRows, values: View<'_>) {
-        let AxisPlace { rank, degree } = self.place();
+    fn start_messages(&self, device: &Device, started: &mut RowExchange, values: View<'_>) {
+        let AxisRank { rank, degree } = self.place();
         let (round, len) = (started.next_round, started.buffer_len);
         let group = self.pool().group();
         for distance in 1..degree {
@@ -175,19 +181,19 @@ impl Lane {
                 let (mut buffer, num_sent) = (started.take(), sent.len());
                 started.copy_in(device, (values, to, sent), (&mut buffer, 0));
                 let work = group.send_first(Buffer::pending(buffer, self.dtype(), len), num_sent, Rank(to));
-                started.under_way.push_back((round, Transfer::Send(work)));
+                started.in_flight.push_back((round, Transfer::Send(work)));
             }
             if !received.is_empty() {
                 let buffer = Buffer::pending(started.take(), self.dtype(), len);
                 let work = group.receive_first(buffer, received.len(), Rank(from));
-                started.under_way.push_back((round, Transfer::Receive { work, from, part: received }));
+                started.in_flight.push_back((round, Transfer::Receive { work, from, part: received }));
             }
         }
     }
 
     /// Starts a round in one hierarchical exchange: sends the pieces for all other ranks, and receives their pieces.
-    fn start_round_by_hosts(&self, device: &Device, started: &mut StartedRows, values: View<'_>) {
-        let AxisPlace { rank, degree } = self.place();
+    fn start_hierarchical_round(&self, device: &Device, started: &mut RowExchange, values: View<'_>) {
+        let AxisRank { rank, degree } = self.place();
         let round = started.next_round;
         let lens: Arc<[usize]> =
             started.runs.lens.iter().map(|&len| piece(self.dtype(), len, round).len()).collect();
@@ -201,21 +207,21 @@ impl Lane {
         let [input, output] =
             [input, started.take()].map(|buffer| Buffer::pending(buffer, self.dtype(), started.buffer_len));
         let work = self.pool().group().all_to_all_variable_by_hosts(input, output, lens);
-        started.under_way.push_back((round, Transfer::ByHosts(work)));
+        started.in_flight.push_back((round, Transfer::Hierarchical(work)));
     }
 
     /// Waits for the pieces of the rounds before `end`, and copies received pieces to `result`.
     fn finish_rounds_before(
         &self,
         device: &Device,
-        started: &mut StartedRows,
+        started: &mut RowExchange,
         end: usize,
         mut result: ViewMut<'_>,
-        waiting: &mut Waiting,
+        waiting: &mut WaitTracker,
     ) -> Result<()> {
-        let (AxisPlace { rank, degree }, len) = (self.place(), started.buffer_len);
-        while started.under_way.front().is_some_and(|(round, _)| *round < end) {
-            let (round, transfer) = started.under_way.pop_front().expect("there is one");
+        let (AxisRank { rank, degree }, len) = (self.place(), started.buffer_len);
+        while started.in_flight.front().is_some_and(|(round, _)| *round < end) {
+            let (round, transfer) = started.in_flight.pop_front().expect("there is one");
             match transfer {
                 Transfer::Send(work) => {
                     let buffer = waiting.wait_on_device(work, (self.dtype(), len), device)?;
@@ -226,7 +232,7 @@ impl Lane {
                     started.copy_out(device, (&mut buffer, 0), (from, part, result.reborrow()));
                     started.give(device, buffer);
                 }
-                Transfer::ByHosts(work) => {
+                Transfer::Hierarchical(work) => {
                     let (input, output) = waiting.wait(work)?;
                     let (mut output, mut at) = (output.into_memory(), 0);
                     for from in 0..degree {
@@ -243,7 +249,7 @@ impl Lane {
     }
 }
 
-impl StartedRows {
+impl RowExchange {
     fn take(&mut self) -> Pending<Buffer<Untyped>> {
         self.free.pop().expect("there are buffers for as many rounds as are under way")
     }
@@ -263,7 +269,7 @@ impl StartedRows {
     ) {
         for (place, run) in ExchangedRuns::within(&self.runs.sent[to], part) {
             let values = values.part(run.start, [run.len()].into());
-            device.download_later(values, buffer, (at + place) * values.dtype().size());
+            device.download_async(values, buffer, (at + place) * values.dtype().size());
         }
     }
 
@@ -276,7 +282,7 @@ impl StartedRows {
     ) {
         for (place, run) in ExchangedRuns::within(&self.runs.received[from], part) {
             let result = result.reborrow().into_part(run.start, [run.len()].into());
-            device.upload_later(buffer, (at + place) * result.dtype().size(), result);
+            device.upload_async(buffer, (at + place) * result.dtype().size(), result);
         }
     }
 }
@@ -360,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn uneven_rows_come_in_the_memory_of_even_ones() {
+    fn uneven_rows_use_the_memory_of_even_rows() {
         // Two exchanges at a time, each with two pieces to and from each of the two other ranks.
         exchange(&[0; 3], PIECE, 2 * (2 * 2 * 2) * (256 << 10), false);
         // Hierarchical exchanges and messages take the same memory.

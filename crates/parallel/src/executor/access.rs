@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use trireme_codec::{Compression, Compressor};
 use trireme_comm::Group;
-use trireme_model::{Model, Rehearsal};
+use trireme_model::{Model, ModelProfile};
 use trireme_optim::{LossScaler, Optimizer};
 use trireme_schedule::Program;
 use trireme_tensor::{Device, Fp8State, View, ViewMut};
@@ -19,8 +19,8 @@ impl Executor {
     }
 
     /// The shapes, memory and costs of the model's passes.
-    pub fn rehearsal(&self) -> &Rehearsal {
-        &self.rehearsal
+    pub fn profile(&self) -> &ModelProfile {
+        &self.profile
     }
 
     /// The device that this rank computes on.
@@ -99,7 +99,7 @@ impl Executor {
     }
 
     /// The elements of a unit's parameters that this rank updates, in f32: a one-dimensional view. They must be [in
-    /// memory](Executor::bring_state).
+    /// memory](Executor::fetch_state).
     pub fn shard(&self, unit: usize) -> View<'_> {
         self.parameters.shard(unit)
     }

@@ -20,7 +20,7 @@ impl Executor {
         let step = updates.units[unit].newest;
         let settings = match updates.settings {
             Some((of, settings)) if of == step => settings,
-            _ => self.settings_of(step, plans[step])?,
+            _ => self.finish_step_gradients(step, plans[step])?,
         };
         match settings {
             Some(settings) => self.update(unit, plans[step].step, settings)?,
@@ -34,7 +34,7 @@ impl Executor {
 
     /// Waits for this rank's reductions of a step, and checks the results. Returns the settings of the update, or `None` if the step is
     /// skipped.
-    fn settings_of(&mut self, step: usize, plan: StepPlan) -> Result<Option<StepSettings>> {
+    fn finish_step_gradients(&mut self, step: usize, plan: StepPlan) -> Result<Option<StepSettings>> {
         if !plan.has_loss {
             self.optimization.loss_scaler.skip();
             let updates = self.updates.as_mut().expect("the program does not drain");
@@ -71,9 +71,9 @@ impl Executor {
             // The norms of steps that do not clip are not summed over the ranks.
             updates.norms.known.clear();
         }
-        self.timeline.has_waited(waiting.waited - waited);
+        self.timeline.exclude_wait(waiting.waited - waited);
         self.waiting = waiting;
-        Ok(Some(self.settings_by(plan, self.grad_scale(), found)))
+        Ok(Some(self.update_settings(plan, self.grad_scale(), found)))
     }
 
     /// Ends a program: waits for losses and norms, and appends the outcomes of the steps.

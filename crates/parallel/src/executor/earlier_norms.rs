@@ -1,12 +1,12 @@
 //! Global gradient norms of earlier steps, by which a pipeline that does not drain between updates clips.
 
 use crate::error::Result;
-use crate::memory::Waiting;
+use crate::memory::WaitTracker;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use trireme_base::ReduceOp;
 use trireme_comm::{Buffer, Group, Work};
-use trireme_schedule::Outline;
+use trireme_schedule::ProgramHeader;
 use trireme_schedule::pipeline::Schedule;
 
 /// The global gradient norms of the most recent steps.
@@ -25,14 +25,14 @@ pub(super) struct EarlierNorms {
 }
 
 impl EarlierNorms {
-    pub(super) fn new(outline: &Outline, group: Arc<Group>) -> Self {
-        let lag = Schedule::norm_lag(group.world_size(), outline.microbatches_per_step());
+    pub(super) fn new(header: &ProgramHeader, group: Arc<Group>) -> Self {
+        let lag = Schedule::norm_lag(group.world_size(), header.microbatches_per_step());
         EarlierNorms { group, lag, known: VecDeque::new(), under_way: VecDeque::new(), spare: Vec::new() }
     }
 
     /// Starts to sum the squared norm of a step over the pipeline, of which this rank contributes `own`. Returns the norm of `lag` steps
     /// before, or `None` if there was no such step.
-    pub(super) fn next(&mut self, own: f64, waiting: &mut Waiting) -> Result<Option<f64>> {
+    pub(super) fn next(&mut self, own: f64, waiting: &mut WaitTracker) -> Result<Option<f64>> {
         let mut square = match self.spare.pop() {
             Some(square) => square,
             None => self.group.buffer(1)?,
@@ -45,7 +45,7 @@ impl EarlierNorms {
     }
 
     /// Waits until at most `num_left` sums are pending.
-    pub(super) fn wait(&mut self, num_left: usize, waiting: &mut Waiting) -> Result<()> {
+    pub(super) fn wait(&mut self, num_left: usize, waiting: &mut WaitTracker) -> Result<()> {
         while self.under_way.len() > num_left {
             let square = waiting.wait(self.under_way.pop_front().expect("there are more"))?;
             self.push(square[0].sqrt());

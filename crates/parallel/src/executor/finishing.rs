@@ -2,7 +2,7 @@
 
 use super::Executor;
 use crate::error::{ParallelError, Result};
-use crate::memory::Waiting;
+use crate::memory::WaitTracker;
 use crate::step::{GradNorm, NonFinite, Skipped, StepOutcome, StepPlan};
 use trireme_codec::{CodecName, CompressionStatistics};
 use trireme_optim::{LossScaling, StepSettings, clip_coefficient};
@@ -25,7 +25,7 @@ impl Executor {
         } else {
             None
         };
-        self.timeline.has_waited(waiting.waited - waited);
+        self.timeline.exclude_wait(waiting.waited - waited);
         let overflow = match norm {
             _ if !loss.is_finite() => Some((NonFinite::Loss, loss)),
             Some(norm) if !norm.is_finite() => Some((NonFinite::GradNorm, norm)),
@@ -46,11 +46,11 @@ impl Executor {
         self.rescale_compressors(loss_scale);
         if skipped.is_some() {
             if has_momentum {
-                self.gradients.take_back_compression()?;
+                self.gradients.roll_back_compression()?;
             }
             return Ok((outcome, None));
         }
-        Ok((outcome, Some(self.settings_by(plan, grad_scale, grad_norm))))
+        Ok((outcome, Some(self.update_settings(plan, grad_scale, grad_norm))))
     }
 
     /// Skips all steps of a program, because nothing counts in their losses. Runs neither passes nor reductions, so parameters, optimizer
@@ -59,7 +59,7 @@ impl Executor {
         self.timeline.begin();
         // The following operations belong to no line of a program.
         self.ranks.forget_line();
-        let mut waiting = Waiting::default();
+        let mut waiting = WaitTracker::default();
         self.means.wait(&mut waiting)?;
         for _ in plans {
             self.optimization.loss_scaler.skip();
@@ -81,7 +81,7 @@ impl Executor {
     }
 
     /// Returns the settings of an update by gradients of this scale. `norm` is the gradient norm, and must be known if the plan clips.
-    pub(super) fn settings_by(&self, plan: StepPlan, grad_scale: f64, norm: Option<f64>) -> StepSettings {
+    pub(super) fn update_settings(&self, plan: StepPlan, grad_scale: f64, norm: Option<f64>) -> StepSettings {
         let clipping = match plan.grad_norm {
             GradNorm::Clip(norm_max) => {
                 clip_coefficient(norm.expect("a step that clips exchanges gradients"), norm_max)
@@ -110,7 +110,7 @@ impl Executor {
         if self.options.compression.normalize().is_some() {
             return 1.0;
         }
-        self.program.outline.microbatches_per_step() as f64 * f64::from(self.optimization.loss_scaler.scale())
+        self.program.header.microbatches_per_step() as f64 * f64::from(self.optimization.loss_scaler.scale())
     }
 
     /// Converts the gradients that compressors keep from the loss scale `from` to that of the next step. Momentum has no loss scale.
@@ -123,10 +123,10 @@ impl Executor {
     }
 
     /// Returns the sum of squares of all gradients of this pipeline rank, or of all pipeline ranks if `across` is true.
-    pub(super) fn sum_of_squares(&mut self, across: bool, waiting: &mut Waiting) -> Result<f64> {
+    pub(super) fn sum_of_squares(&mut self, across: bool, waiting: &mut WaitTracker) -> Result<f64> {
         for unit in 0..self.model.num_units() {
             // Offloaded gradients were squared before they were evicted.
-            if !self.program.outline.holds(unit) {
+            if !self.program.header.holds(unit) {
                 self.optimization.squares.skip(unit);
             } else if !self.moves.offloaded.moves(StateClass::Gradients) {
                 self.square(unit)?;
@@ -171,7 +171,7 @@ impl Executor {
     }
 
     /// Waits for all reductions. Returns the mean loss over the global batch, and the time that this rank has waited in this step.
-    fn finish_reductions(&mut self) -> Result<(f64, Waiting)> {
+    fn finish_reductions(&mut self) -> Result<(f64, WaitTracker)> {
         self.gradients.wait()?;
         self.messages.finish_until(0, &mut self.waiting)?;
         self.await_outcomes()?;

@@ -8,9 +8,9 @@ use crate::layout::{Degrees, RankGrid, chain};
 use crate::offload::OffloadOptions;
 use crate::step::{Determinism, ExecutorOptions};
 use trireme_base::{Category, DType};
-use trireme_model::{Batch, LOGITS, Model, Past, Rehearsal, TOKENS};
+use trireme_model::{Batch, KvCache, LOGITS, Model, ModelProfile, TOKENS};
 use trireme_optim::{OptimizerName, OptimizerOptions};
-use trireme_schedule::Outline;
+use trireme_schedule::ProgramHeader;
 use trireme_tensor::{Device, Parameters};
 
 impl Executor {
@@ -21,24 +21,26 @@ impl Executor {
     /// Errors of the device, such as an exceeded budget.
     pub fn forward_only(
         model: Model,
-        rehearsal: Rehearsal,
+        profile: ModelProfile,
         parameters: Parameters,
         device: &Device,
     ) -> Result<Self> {
-        let outline =
-            Outline { chain: chain(model.table(), &rehearsal, Determinism::Layout), ..Outline::default() };
+        let header = ProgramHeader {
+            chain: chain(model.table(), &profile, Determinism::Layout),
+            ..ProgramHeader::default()
+        };
         let mut executor = Executor::new(ExecutorSetup {
             model,
-            rehearsal,
+            profile,
             // The program never uses the optimizer.
             optimizer: &OptimizerOptions::new(OptimizerName::Sgd),
             ranks: RankGrid::new(trireme_comm::single(), Degrees::ONE)?,
             device,
-            program: forward_program(&outline)?,
+            program: forward_program(&header)?,
             options: ExecutorOptions::PLAIN,
             offload: &OffloadOptions::none(device),
         })?;
-        executor.parameters.take_over(parameters);
+        executor.parameters.set_all(parameters);
         Ok(executor)
     }
 }
@@ -47,7 +49,7 @@ impl Executor {
 pub struct Generation<'a> {
     executor: &'a mut Executor,
     /// The KV cache; `None` after a failure.
-    past: Option<Past>,
+    past: Option<KvCache>,
 }
 
 impl<'a> Generation<'a> {
@@ -56,8 +58,8 @@ impl<'a> Generation<'a> {
     /// # Panics
     /// If the units are split over several pipeline ranks.
     pub fn new(executor: &'a mut Executor, capacity: usize) -> Self {
-        assert!(executor.program.outline.stages.is_empty(), "one rank runs all units");
-        let past = Some(Past::new(&executor.device, capacity));
+        assert!(executor.program.header.stages.is_empty(), "one rank runs all units");
+        let past = Some(KvCache::new(&executor.device, capacity));
         Generation { executor, past }
     }
 

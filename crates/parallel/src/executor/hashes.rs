@@ -74,7 +74,7 @@ pub(crate) fn add_unit(
 ) {
     for index in table.units()[unit].parameters.clone() {
         let info = &table.parameters()[index];
-        let Some(held) = info.held(part) else { continue };
+        let Some(held) = info.stored(part) else { continue };
         if !placements.tensors()[index].is_first_holder(placements.mesh(), rank) {
             continue;
         }
@@ -141,7 +141,7 @@ mod tests {
         }
 
         #[test]
-        fn a_changed_bit_and_exchanged_elements_show(
+        fn changed_bits_and_swapped_elements_change_the_hash(
             bits in prop::collection::vec(any::<u32>(), 2..50),
             place in any::<prop::sample::Index>(),
             bit in 0..32_u32,

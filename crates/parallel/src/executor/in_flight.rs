@@ -1,8 +1,8 @@
 //! Microbatches in flight: their batches, the tensors that pass between units, and the activations kept for backward.
 
 use crate::error::{ParallelError, Result};
-use trireme_model::{Batch, BatchTensor, Bundle, Past, Rehearsal, TensorSpec, UnitPass};
-use trireme_schedule::{Message, MessageKind, Outline};
+use trireme_model::{Batch, BatchTensor, Bundle, KvCache, ModelProfile, TensorSpec, UnitPass};
+use trireme_schedule::{Message, MessageKind, ProgramHeader};
 use trireme_tensor::{Tape, Tensor};
 
 /// The part of a unit's forward pass of one microbatch that is kept for its backward.
@@ -10,7 +10,7 @@ pub(super) enum Kept {
     Recorded(UnitPass),
     Input(Bundle<Tensor>),
     /// A pass whose input half of backward has run. It holds the tensors that the weight half reads.
-    Halved(UnitPass),
+    InputHalfDone(UnitPass),
 }
 
 /// The purpose for which units run.
@@ -19,7 +19,7 @@ pub(super) enum Purpose {
     /// Evaluation: collects the reports of units.
     Evaluation(Reports),
     /// Generation: continues the sequence of this KV cache.
-    Generation(Past),
+    Generation(KvCache),
 }
 
 /// The losses and metrics that units report for one batch, in order.
@@ -38,7 +38,7 @@ pub(super) struct InFlight {
     pub(super) purpose: Purpose,
     /// For each kind of message and microbatch: the activations that a unit has passed on to the next one, or the gradients that it has
     /// passed back to the previous one.
-    pub(super) passing: [Vec<Option<Bundle<Tensor>>>; 2],
+    pub(super) between_units: [Vec<Option<Bundle<Tensor>>>; 2],
     pub(super) batches: Vec<Batch>,
     /// For each microbatch and tensor of the batch: the number of units on this rank that will still read it.
     pub(super) num_readers: Vec<usize>,
@@ -49,17 +49,17 @@ pub(super) struct InFlight {
 }
 
 impl InFlight {
-    pub(super) fn new(outline: &Outline, rehearsal: &Rehearsal) -> Self {
-        let (num_units, num_microbatches) = (outline.chain.num_units, outline.num_microbatches);
+    pub(super) fn new(header: &ProgramHeader, profile: &ModelProfile) -> Self {
+        let (num_units, num_microbatches) = (header.chain.num_units, header.num_microbatches);
         let none = || (0..num_microbatches).map(|_| None).collect();
         InFlight {
             num_microbatches,
             first_step: 0,
-            num_samples: rehearsal.num_samples(),
+            num_samples: profile.num_samples(),
             purpose: Purpose::Training,
-            passing: [none(), none()],
+            between_units: [none(), none()],
             batches: (0..num_microbatches).map(|_| Batch::new()).collect(),
-            num_readers: vec![0; num_microbatches * rehearsal.batch.len()],
+            num_readers: vec![0; num_microbatches * profile.batch.len()],
             passes: (0..num_units * num_microbatches).map(|_| None).collect(),
             spare_tapes: Vec::with_capacity(num_units * num_microbatches),
         }
@@ -70,26 +70,26 @@ impl InFlight {
         &mut self,
         microbatch: usize,
         mut batch: Batch,
-        outline: &Outline,
-        rehearsal: &Rehearsal,
+        header: &ProgramHeader,
+        profile: &ModelProfile,
     ) {
         self.num_samples = num_samples(&batch);
-        let first = microbatch * rehearsal.batch.len();
-        for (tensor, num_readers) in rehearsal.batch.iter().zip(&mut self.num_readers[first..]) {
-            *num_readers = tensor.readers.iter().filter(|&&unit| outline.holds(unit)).count();
+        let first = microbatch * profile.batch.len();
+        for (tensor, num_readers) in profile.batch.iter().zip(&mut self.num_readers[first..]) {
+            *num_readers = tensor.readers.iter().filter(|&&unit| header.holds(unit)).count();
             if *num_readers == 0 {
                 batch.take(tensor.spec.name);
             }
         }
         self.batches[microbatch] = batch;
         // The first unit reads only the batch.
-        *self.passing(MessageKind::Activation, microbatch) = outline.holds(0).then(Bundle::new);
+        *self.passing(MessageKind::Activation, microbatch) = header.holds(0).then(Bundle::new);
     }
 
     /// Records that a unit has read the batch for the last time, and frees tensors without further readers.
-    pub(super) fn end(&mut self, unit: usize, microbatch: usize, rehearsal: &Rehearsal) {
-        let first = microbatch * rehearsal.batch.len();
-        for (tensor, num_readers) in rehearsal.batch.iter().zip(&mut self.num_readers[first..]) {
+    pub(super) fn end(&mut self, unit: usize, microbatch: usize, profile: &ModelProfile) {
+        let first = microbatch * profile.batch.len();
+        for (tensor, num_readers) in profile.batch.iter().zip(&mut self.num_readers[first..]) {
             if tensor.readers.contains(&unit) {
                 *num_readers -= 1;
                 if *num_readers == 0 {
@@ -100,14 +100,14 @@ impl InFlight {
     }
 
     /// Returns the specs of the tensors in a message of activations or gradients.
-    pub(super) fn carried<'a>(
+    pub(super) fn message_specs<'a>(
         &self,
         Message { kind, unit, .. }: Message,
-        rehearsal: &'a Rehearsal,
+        profile: &'a ModelProfile,
     ) -> impl Iterator<Item = TensorSpec> + use<'a> {
-        let (num_samples, rehearsed) = (self.num_samples, rehearsal.num_samples());
+        let (num_samples, rehearsed) = (self.num_samples, profile.num_samples());
         let are_grads = kind == MessageKind::Gradient;
-        let outputs = &rehearsal.units[unit - usize::from(are_grads)].outputs;
+        let outputs = &profile.units[unit - usize::from(are_grads)].outputs;
         let specs = outputs.iter().map(move |spec| spec.with_samples(num_samples, rehearsed));
         specs.filter(move |spec| !are_grads || spec.has_grad())
     }
@@ -118,7 +118,7 @@ impl InFlight {
     }
 
     pub(super) fn passing(&mut self, kind: MessageKind, microbatch: usize) -> &mut Option<Bundle<Tensor>> {
-        &mut self.passing[kind as usize][microbatch]
+        &mut self.between_units[kind as usize][microbatch]
     }
 
     pub(super) fn pass(&mut self, unit: usize, microbatch: usize) -> &mut Option<Kept> {
@@ -130,14 +130,18 @@ pub(super) fn num_samples(batch: &Batch) -> usize {
     batch.iter().next().map_or(1, |(_, tensor)| tensor.shape().dims()[0])
 }
 
-/// Returns an error if the tensors of a batch differ from those of `rehearsal` in more than the number of samples.
-pub(super) fn check_batch(batch: &Batch, rehearsal: &Rehearsal, num_samples: usize) -> Result<()> {
-    for BatchTensor { spec, .. } in &rehearsal.batch {
+/// Returns an error if the tensors of a batch differ from those of `profile` in more than the number of samples.
+pub(super) fn check_batch(batch: &Batch, profile: &ModelProfile, num_samples: usize) -> Result<()> {
+    for BatchTensor { spec, .. } in &profile.batch {
         let found = batch.get(spec.name).map(|tensor| TensorSpec::of(spec.name, tensor));
-        let expected = spec.with_samples(num_samples, rehearsal.num_samples());
+        let expected = spec.with_samples(num_samples, profile.num_samples());
         if found != Some(expected) {
             let found = found.map_or_else(|| "none".to_owned(), |spec| spec.to_string());
-            return Err(ParallelError::OtherBatch { name: spec.name, found, expected: expected.to_string() });
+            return Err(ParallelError::BatchMismatch {
+                name: spec.name,
+                found,
+                expected: expected.to_string(),
+            });
         }
     }
     Ok(())

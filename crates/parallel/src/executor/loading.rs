@@ -5,11 +5,11 @@ use crate::error::{ParallelError, Result};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::{AxisPlace, Rank};
+use trireme_base::{AxisRank, Rank};
 use trireme_comm::{Buffer, Group};
 use trireme_optim::StateInfo;
 use trireme_schedule::StateClass;
-use trireme_tensor::{Category, ModelPlace, ParameterInfo, ParameterTable, Parameters};
+use trireme_tensor::{Category, ModelRank, ParameterInfo, ParameterTable, Parameters};
 
 impl Executor {
     /// Calls `write` for each parameter of which this rank updates elements, with the range of these elements and a slice of zeros for
@@ -28,7 +28,7 @@ impl Executor {
             write(info, held, values)
         };
         self.for_each_held(class, true, |executor, unit| executor.parameters.load(unit, &mut write))?;
-        Ok(self.refresh()?)
+        Ok(self.update_copies()?)
     }
 
     /// Calls `read` for each state of the optimizer that this rank stores, to write its values.
@@ -58,15 +58,15 @@ impl Executor {
     }
 
     /// Updates all copies that operations read, after parameters were loaded. Collective.
-    pub(super) fn refresh(&mut self) -> Result<()> {
-        self.parameters.forget();
-        if self.parameters.are_wholes_kept() {
+    pub(super) fn update_copies(&mut self) -> Result<()> {
+        self.parameters.invalidate();
+        if self.parameters.keeps_full_units() {
             let class = self.class_of_weights();
             self.for_each_held(class, false, |executor, unit| executor.parameters.unshard(unit))?;
         }
         self.outside_step(|executor| {
             let Executor { model, parameters, waiting, .. } = &mut *executor;
-            (0..model.num_units()).try_for_each(|unit| parameters.ensure(unit, waiting))?;
+            (0..model.num_units()).try_for_each(|unit| parameters.await_gathered_unit(unit, waiting))?;
             executor.exchange_copies()
         })
     }
@@ -78,8 +78,8 @@ impl Executor {
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>> {
         let is_root = self.group().rank() == Rank::ROOT;
         let table = Arc::clone(self.model.table());
-        let is_whole = table.model_place() == ModelPlace::WHOLE;
-        let whole = if is_whole { Arc::clone(&table) } else { Arc::new(table.whole()) };
+        let is_whole = table.model_place() == ModelRank::ALONE;
+        let whole = if is_whole { Arc::clone(&table) } else { Arc::new(table.full()) };
         let zeros = || Parameters::zeros(&whole, &self.device.host()?, Category::Parameters);
         let all = is_root.then(zeros).transpose();
         let outcomes = self.group().all_gather_bytes(&[u8::from(all.is_err())]).wait()?;
@@ -89,15 +89,15 @@ impl Executor {
         }
         let tensor = Arc::clone(self.ranks.tensor());
         for (unit, info) in table.units().iter().enumerate() {
-            let group = Arc::clone(self.ranks.state_of(info).updating(&self.program.outline));
+            let group = Arc::clone(self.ranks.state_of(info).update_group(&self.program.header));
             let mut buffer = group.buffer::<f32>(info.padded_len())?;
-            let owner = self.program.outline.rank_of(unit);
-            if self.program.outline.holds(unit) {
+            let owner = self.program.header.rank_of(unit);
+            if self.program.header.holds(unit) {
                 let part = self.parameters.parts()[unit].clone();
                 let class = self.class_of_weights();
-                self.bring_state(class, unit)?;
+                self.fetch_state(class, unit)?;
                 self.shard_device().download(self.parameters.shard(unit), &mut buffer[part]);
-                self.send_state(class, unit, false)?;
+                self.evict_state(class, unit, false)?;
                 buffer = group.all_gather(buffer).wait()?;
             }
             let buffer = self.ranks.pipeline().broadcast(buffer, Rank(owner)).wait()?;
@@ -110,7 +110,7 @@ impl Executor {
                 parts = gather_from(experts, parts)?;
             }
             if let Some(all) = &mut all {
-                all.set(unit, &joined(&table, &whole, unit, &parts));
+                all.set(unit, &assemble_unit(&table, &whole, unit, &parts));
             }
         }
         Ok(all)
@@ -123,19 +123,20 @@ impl Executor {
     /// [`ParallelError::ReplicasDiffer`] if they differ.
     pub fn check_replicas(&mut self) -> Result<()> {
         let table = Arc::clone(self.model.table());
-        let [mut of_all, mut with_experts, mut beside_experts] = [Hash::EMPTY; 3];
-        let mut of_holders: BTreeMap<usize, Hash> = BTreeMap::new();
-        let holders = table.parameters().iter().map(ParameterInfo::num_holders).filter(|number| *number > 1);
-        of_holders.extend(holders.map(|number| (number, Hash::EMPTY)));
+        let [mut of_all, mut with_experts, mut beside_experts] = [Fnv1a::EMPTY; 3];
+        let mut of_holders: BTreeMap<usize, Fnv1a> = BTreeMap::new();
+        let replicated =
+            table.parameters().iter().map(ParameterInfo::num_replicas).filter(|number| *number > 1);
+        of_holders.extend(replicated.map(|number| (number, Fnv1a::EMPTY)));
         self.for_each_held(self.class_of_weights(), false, |executor, unit| {
             let bits = executor.shard_device().read::<u32>(executor.parameters.shard(unit));
             let has_experts = table.units()[unit].has_experts();
             if has_experts { &mut with_experts } else { &mut of_all }.add(&bits);
             let part = &executor.parameters.parts()[unit];
             for info in &table.parameters()[table.units()[unit].parameters.clone()] {
-                let Some(held) = info.held(part) else { continue };
+                let Some(held) = info.stored(part) else { continue };
                 let bits = &bits[info.offset + held.start - part.start..][..held.len()];
-                if let Some(hash) = of_holders.get_mut(&info.num_holders()) {
+                if let Some(hash) = of_holders.get_mut(&info.num_replicas()) {
                     hash.add(bits);
                 }
                 if has_experts && info.expert.is_none() {
@@ -144,14 +145,16 @@ impl Executor {
             }
             Ok::<_, ParallelError>(())
         })?;
-        let outline = &self.program.outline;
-        self.compare(self.ranks.state.shared.alike(outline), of_all)?;
-        self.compare(self.ranks.state.of_experts().alike(outline), with_experts)?;
+        let header = &self.program.header;
+        self.compare(self.ranks.state.shared.same_update_group(header), of_all)?;
+        self.compare(self.ranks.state.of_experts().same_update_group(header), with_experts)?;
         self.ranks.experts().map_or(Ok(()), |experts| self.compare(experts, beside_experts))?;
-        of_holders.into_iter().try_for_each(|(number, hash)| self.compare(self.ranks.holders(number), hash))
+        of_holders
+            .into_iter()
+            .try_for_each(|(number, hash)| self.compare(self.ranks.replicated_on(number), hash))
     }
 
-    fn compare(&self, group: &Group, Hash(own): Hash) -> Result<()> {
+    fn compare(&self, group: &Group, Fnv1a(own): Fnv1a) -> Result<()> {
         // Each hash is sent with its world rank.
         let own = [self.group().rank().0 as u64, own];
         let hashes = group.all_gather_bytes(bytemuck::bytes_of(&own)).wait()?;
@@ -170,10 +173,10 @@ impl Executor {
 
 /// An FNV-1a hash over 32-bit words.
 #[derive(Clone, Copy)]
-struct Hash(u64);
+struct Fnv1a(u64);
 
-impl Hash {
-    const EMPTY: Hash = Hash(0xcbf2_9ce4_8422_2325);
+impl Fnv1a {
+    const EMPTY: Fnv1a = Fnv1a(0xcbf2_9ce4_8422_2325);
 
     fn add(&mut self, words: &[u32]) {
         for word in words {
@@ -190,9 +193,9 @@ fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>> {
     Ok(group.all_gather(all).wait()?)
 }
 
-/// Assembles the full flat buffer of a unit, in the layout of the table `whole`. `parts` are the flat buffers of all tensor ranks; for a
+/// Assembles the full flat buffer of a unit, in the layout of the table `full`. `contributions` are the flat buffers of all tensor ranks; for a
 /// unit with experts, of the tensor ranks of each expert rank.
-fn joined(table: &ParameterTable, whole: &ParameterTable, unit: usize, parts: &[f32]) -> Vec<f32> {
+fn assemble_unit(table: &ParameterTable, whole: &ParameterTable, unit: usize, parts: &[f32]) -> Vec<f32> {
     let degree = table.place().degree;
     let has_experts = table.units()[unit].has_experts();
     let len = parts.len() / degree / if has_experts { table.expert_place().degree } else { 1 };
@@ -202,8 +205,9 @@ fn joined(table: &ParameterTable, whole: &ParameterTable, unit: usize, parts: &[
         let first = table.owner(info).unwrap_or(0) * degree;
         let info = &ParameterInfo { offset: table.counterpart(info).offset, ..info.clone() };
         let num_elements = table.counterpart(info).shape.num_elements();
-        let holders = AxisPlace::all(degree).map(|place| info.at(place)).filter(ParameterInfo::is_counted);
-        for info in holders {
+        let replicated =
+            AxisRank::all(degree).map(|place| info.at(place)).filter(ParameterInfo::is_first_replica);
+        for info in replicated {
             let part = &parts[(first + info.place.rank) * len + info.offset..];
             for (first, run) in info.runs(0..num_elements) {
                 values[offset + first..][..run.len()].copy_from_slice(&part[run]);

@@ -2,23 +2,23 @@
 
 mod access;
 mod asynchronous;
-mod dry;
+mod dry_run;
 mod earlier_norms;
 mod finishing;
 mod fp8_scales;
 mod generation;
 mod hashes;
-mod hashing;
 mod in_flight;
 mod loading;
-mod means;
-mod moves;
+mod offloading;
 mod parallelize;
 mod passes;
 mod pending_messages;
+mod record_hashes;
 mod relocation;
 mod send_receive;
 mod shard_exchange;
+mod step_reports;
 mod timeline;
 mod updating;
 mod validation;
@@ -32,33 +32,33 @@ pub use validation::{ValidationBatches, ValidationRound};
 
 use crate::axis::UnitAxes;
 use crate::error::{ParallelError, Result};
-use crate::gradients::{Gradients, Squares};
-use crate::layout::{PerExperts, Placements, RankGrid};
-use crate::memory::{Counted, Waiting};
+use crate::gradients::{Gradients, SquaredNorms};
+use crate::layout::{DenseAndExpert, Placements, RankGrid};
+use crate::memory::{CountedMemory, WaitTracker};
 use crate::offload::{OffloadOptions, Offloaded};
-use crate::parameters::{Holders, RankParameters};
+use crate::parameters::{RankParameters, ReplicatedParameters};
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan};
-use fp8_scales::AgreedScales;
+use fp8_scales::SynchronizedScales;
 use hashes::HashRecorder;
 use in_flight::InFlight;
-use means::{Means, report_place};
-use pending_messages::Messages;
+use pending_messages::PendingMessages;
 use shard_exchange::ShardExchange;
 use std::sync::Arc;
+use step_reports::{StepReports, report_index};
 use timeline::Timeline;
 use trireme_comm::{CommError, ProgramLine};
-use trireme_model::{Batch, Model, Rehearsal};
+use trireme_model::{Batch, Model, ModelProfile};
 use trireme_optim::{LossScaler, Optimizer, StepSettings};
 use trireme_schedule::{Action, Program};
 use trireme_tensor::{Device, ParameterSource};
-use versions::Updates;
+use versions::AsynchronousUpdates;
 
 /// Runs step programs on one rank's part of a model.
 ///
 /// [`Executor::new`] describes how each axis of the ranks is implemented.
 pub struct Executor {
     model: Model,
-    rehearsal: Rehearsal,
+    profile: ModelProfile,
     device: Device,
     ranks: Arc<RankGrid>,
     options: ExecutorOptions,
@@ -69,13 +69,13 @@ pub struct Executor {
     parameters: RankParameters,
     gradients: Gradients,
     optimization: Optimization,
-    moves: Moves,
+    moves: OffloadState,
     passes: Passes,
-    messages: Messages,
-    means: Means,
+    messages: PendingMessages,
+    means: StepReports,
     /// `Some` for a pipeline that does not drain between updates.
-    updates: Option<Updates>,
-    waiting: Waiting,
+    updates: Option<AsynchronousUpdates>,
+    waiting: WaitTracker,
     /// The first failure of an operation that kernels waited for. All later operations fail with it.
     failure: Option<CommError>,
     timeline: Timeline,
@@ -87,16 +87,16 @@ struct Optimization {
     optimizer: Optimizer,
     /// The device that stores the optimizer's state and runs updates.
     device: Device,
-    exchanges: PerExperts<ShardExchange>,
+    exchanges: DenseAndExpert<ShardExchange>,
     /// Parameters for which this rank computes only a partial gradient.
-    grad_terms: Holders,
+    grad_terms: ReplicatedParameters,
     loss_scaler: LossScaler,
-    squares: Squares,
+    squares: SquaredNorms,
     hashes: HashRecorder,
 }
 
 /// Offloaded state.
-struct Moves {
+struct OffloadState {
     options: OffloadOptions,
     offloaded: Offloaded,
     /// For each unit, whether this rank's shard of parameters was written since it was last evicted.
@@ -108,10 +108,10 @@ struct Moves {
 /// The state of units' passes, and the axes along which they communicate.
 struct Passes {
     axes: UnitAxes,
-    fp8: Option<AgreedScales>,
+    fp8: Option<SynchronizedScales>,
     in_flight: InFlight,
     /// Counts the buffers of validations until the executor is dropped.
-    validation_memory: Vec<Counted>,
+    validation_memory: Vec<CountedMemory>,
 }
 
 impl Executor {
@@ -121,7 +121,7 @@ impl Executor {
     /// microbatch; microbatches then alternate between the ranks of the shards, so that sums over these ranks come first and the order of
     /// all sums is the same.
     pub fn global_microbatch(&self, index: usize) -> usize {
-        let place = report_place(&self.program.outline, &self.ranks, self.ranks.data().rank(), index);
+        let place = report_index(&self.program.header, &self.ranks, self.ranks.data().rank(), index);
         place / self.ranks.context_place().degree()
     }
 
@@ -173,11 +173,11 @@ impl Executor {
         plans: &[StepPlan],
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
         outcomes: &mut Vec<StepOutcome>,
-        see: &mut dyn FnMut(usize),
+        on_action_end: &mut dyn FnMut(usize),
     ) -> Result<()> {
-        assert!(self.program.outline.state.is_trained(), "an executor that only runs forward does not train");
-        assert_eq!(plans.len(), self.program.outline.num_steps(), "each step has its plan");
-        let expected = self.program.outline.num_microbatches;
+        assert!(self.program.header.state.is_trained(), "an executor that only runs forward does not train");
+        assert_eq!(plans.len(), self.program.header.num_steps(), "each step has its plan");
+        let expected = self.program.header.num_microbatches;
         if batches.len() < expected {
             return Err(ParallelError::TooFewMicrobatches { expected, found: batches.len() });
         }
@@ -191,7 +191,7 @@ impl Executor {
             self.begin_microbatch(microbatch, batch)?;
         }
         self.passes.axes.choose_shadowed();
-        self.device.restart_cost();
+        self.device.reset_cost();
         self.timeline.begin();
         let pipeline = self.ranks.pipeline();
         let pipeline_rank = (pipeline.world_size() > 1).then(|| pipeline.rank().0);
@@ -201,11 +201,11 @@ impl Executor {
             // Lines count from 1, and the first line of a program's text lists sizes.
             let (step, line) = (plans[0].step, index + 2);
             self.ranks.set_line(ProgramLine { step, pipeline_rank, line, action: format_args!("{action}") });
-            self.act(action, plans, &mut finished)
+            self.run_action(action, plans, &mut finished)
                 .map_err(|error| error.at(format_args!("step {step}, line {line} ({})", action.words())))?;
             self.note_waits(action);
             self.timeline.end(self.device.cost().product_operations);
-            see(index);
+            on_action_end(index);
         }
         self.ranks.forget_line();
         match finished {
@@ -220,12 +220,12 @@ impl Executor {
         let waited = self.waiting.waited;
         self.collect_waiting();
         if action.is_pass() {
-            self.timeline.has_waited(self.waiting.waited - waited);
+            self.timeline.exclude_wait(self.waiting.waited - waited);
         }
     }
 
     /// Executes one action. The first update of a step sets `finished` to the outcome and the settings of all its updates.
-    fn act(
+    fn run_action(
         &mut self,
         action: Action,
         plans: &[StepPlan],
@@ -283,9 +283,12 @@ impl Executor {
         }
         match action {
             Action::Reshard { unit } | Action::Step { unit } | Action::Stash { unit } => {
-                parameters.ensure(unit, waiting)
+                parameters.await_gathered_unit(unit, waiting)
             }
-            _ => program.outline.reads(action).try_for_each(|unit| parameters.ensure(unit, waiting)),
+            _ => program
+                .header
+                .reads(action)
+                .try_for_each(|unit| parameters.await_gathered_unit(unit, waiting)),
         }
     }
 }

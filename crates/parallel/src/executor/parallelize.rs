@@ -1,22 +1,22 @@
 //! Creates an executor: applies a layout to a model.
 
 use super::{
-    AgreedScales, Executor, HashRecorder, InFlight, Means, Messages, Moves, Optimization, Passes,
-    ShardExchange, Timeline, Updates,
+    AsynchronousUpdates, Executor, HashRecorder, InFlight, OffloadState, Optimization, Passes,
+    PendingMessages, ShardExchange, StepReports, SynchronizedScales, Timeline,
 };
 use crate::axis::UnitAxes;
 use crate::error::Result;
-use crate::gradients::{Gradients, Squares};
+use crate::gradients::{Gradients, SquaredNorms};
 use crate::layout::{Placements, RankGrid};
-use crate::memory::Waiting;
+use crate::memory::WaitTracker;
 use crate::offload::OffloadOptions;
-use crate::parameters::{Holders, RankParameters};
+use crate::parameters::{RankParameters, ReplicatedParameters};
 use crate::step::{ExecutorOptions, ZeroPlusPlus};
 use std::sync::Arc;
-use trireme_model::{Model, Rehearsal};
+use trireme_model::{Model, ModelProfile};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, OptimizerOptions};
 use trireme_schedule::lowering::lay_out;
-use trireme_schedule::{Outline, Program, StateClass, single, validate};
+use trireme_schedule::{Program, ProgramHeader, StateClass, single, validate};
 use trireme_tensor::{Category, Device};
 
 /// The parts of an executor.
@@ -24,8 +24,8 @@ pub struct ExecutorSetup<'a> {
     /// The model.
     pub model: Model,
     /// The shapes, memory and costs of the model's passes over a microbatch.
-    pub rehearsal: Rehearsal,
-    /// Options of the optimizer that updates this rank's [parts](Placements::parts) of the units.
+    pub profile: ModelProfile,
+    /// Options of the optimizer that updates this rank's [parts](Placements::contributions) of the units.
     pub optimizer: &'a OptimizerOptions,
     /// All ranks.
     pub ranks: RankGrid,
@@ -40,7 +40,7 @@ pub struct ExecutorSetup<'a> {
 }
 
 /// Returns the program that runs units without training. It has been validated.
-pub(super) fn forward_program(training: &Outline) -> Result<Program> {
+pub(super) fn forward_program(training: &ProgramHeader) -> Result<Program> {
     let program = lay_out(single::forward_only(training), training.state.forward_only());
     validate(&program, 1)?;
     Ok(program)
@@ -53,15 +53,15 @@ impl Executor {
     ///
     /// | axis | what its ranks split | what communicates |
     /// |---|---|---|
-    /// | pipeline | the units | `Messages` between programs; `Updates`, if the pipeline does not drain |
+    /// | pipeline | the units | `PendingMessages` between programs; `AsynchronousUpdates`, if the pipeline does not drain |
     /// | tensor | parameters, and with sequence parallelism rows | operations of units, by `UnitAxes` |
     /// | context | the positions of samples | attention, by `UnitAxes`; gradients are summed as over replicas |
     /// | experts | the experts of a unit | operations of units, by `UnitAxes` |
     /// | shards | state, by the outline's `StateLayout` | `RankParameters`, `Gradients`, `ShardExchange` |
     /// | replicas | samples only | `Gradients` |
     ///
-    /// `Holders` keep parameters equal that several ranks of the tensor or expert axis hold. All ranks agree on losses (`Means`), the norm
-    /// of gradients (`Squares`) and the scales of fp8 (`AgreedScales`).
+    /// `ReplicatedParameters` keep parameters equal that several ranks of the tensor or expert axis hold. All ranks agree on losses (`StepReports`), the norm
+    /// of gradients (`SquaredNorms`) and the scales of fp8 (`SynchronizedScales`).
     ///
     /// # Errors
     /// If the program is not valid; errors of devices, groups and disks.
@@ -69,52 +69,54 @@ impl Executor {
     /// # Panics
     /// If the model's parameters are those of another rank, or if there are shards but the program shards no state.
     pub fn new(setup: ExecutorSetup<'_>) -> Result<Self> {
-        let ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload } = setup;
+        let ExecutorSetup { model, profile, optimizer, ranks, device, program, options, offload } = setup;
         // Without a pipeline, microbatches run one after the other.
         let in_flight_max =
-            if program.outline.stages.is_empty() { 1 } else { program.outline.num_microbatches };
+            if program.header.stages.is_empty() { 1 } else { program.header.num_microbatches };
         validate(&program, in_flight_max)?;
-        let (outline, table, state) = (&program.outline, model.table(), program.outline.state);
-        let (ranks, updates) = split_groups(ranks, &model, outline, &options)?;
-        device.staging().take_outside(Category::Communication, ranks.fixed_bytes())?;
+        let (header, table, state) = (&program.header, model.table(), program.header.state);
+        let (ranks, updates) = split_groups(ranks, &model, header, &options)?;
+        device.staging().charge_outside_arena(Category::Communication, ranks.fixed_bytes())?;
 
         // Communication within units: the tensor, context and expert axes.
         let axes = UnitAxes::new(&ranks, device);
-        let grad_terms = Holders::of_terms(table, &rehearsal, &ranks, device);
-        let fp8 =
-            options.fp8.map(|recipe| AgreedScales::new(recipe, &model, device, ranks.world())).transpose()?;
+        let grad_terms = ReplicatedParameters::with_partial_gradients(table, &profile, &ranks, device);
+        let fp8 = options
+            .fp8
+            .map(|recipe| SynchronizedScales::new(recipe, &model, device, ranks.world()))
+            .transpose()?;
 
         // State: shards and replicas.
-        let placements = Placements::new(table, outline, ranks.mesh().clone());
+        let placements = Placements::new(table, header, ranks.mesh().clone());
         let parts = placements.parts(table, ranks.world().rank());
-        let squares = Squares::new(table, &ranks, device, optimizer)?;
+        let squares = SquaredNorms::new(table, &ranks, device, optimizer)?;
         let optimizer_device = offload.device_of(&state, StateClass::Optimizer, device).clone();
         let is_moved = state.moves(StateClass::Optimizer);
         let make = if is_moved { Optimizer::without_memory } else { Optimizer::new };
         let stepped = if state.is_trained() { parts.clone() } else { vec![0..0; parts.len()] };
         let optimizer = make(optimizer, table, &stepped, &optimizer_device)?;
-        let exchanges = ShardExchange::of_units(&ranks, outline, &optimizer_device, device);
+        let exchanges = ShardExchange::of_units(&ranks, header, &optimizer_device, device);
         let devices = (device, offload.device_of(&state, state.class_of_weights(), device));
         let precision = (options.gather_precision(), options.zero_plus_plus);
-        let parameters = RankParameters::new((table, parts), outline, precision, &ranks, devices)?;
+        let parameters = RankParameters::new((table, parts), header, precision, &ranks, devices)?;
 
         // Communication between units: the pipeline.
-        let messages = Messages::new(&ranks, outline.num_microbatches, device);
+        let messages = PendingMessages::new(&ranks, header.num_microbatches, device);
         let devices = (device, offload.device_of(&state, StateClass::Gradients, device));
-        let mut gradients = Gradients::new(table, outline, &ranks, devices, &messages.pool, &options)?;
+        let mut gradients = Gradients::new(table, header, &ranks, devices, &messages.pool, &options)?;
         if optimizer.exchanges_momentum() {
-            gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
+            gradients.reserve_for_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
         }
-        let means = Means::new(outline, &ranks, &rehearsal, device, Arc::default())?;
+        let means = StepReports::new(header, &ranks, &profile, device, Arc::default())?;
 
         let mut executor = Executor {
-            forward_program: forward_program(outline)?,
+            forward_program: forward_program(header)?,
             timeline: Timeline::new(program.actions.len()),
-            moves: Moves::new(offload, &program, device),
+            moves: OffloadState::new(offload, &program, device),
             passes: Passes {
                 axes,
                 fp8,
-                in_flight: InFlight::new(outline, &rehearsal),
+                in_flight: InFlight::new(header, &profile),
                 validation_memory: Vec::new(),
             },
             optimization: Optimization {
@@ -128,7 +130,7 @@ impl Executor {
             },
             device: device.clone(),
             model,
-            rehearsal,
+            profile,
             ranks,
             options,
             program,
@@ -138,12 +140,12 @@ impl Executor {
             messages,
             means,
             updates,
-            waiting: Waiting::default(),
+            waiting: WaitTracker::default(),
             failure: None,
             outcomes: Vec::with_capacity(1),
         };
-        executor.expect_moves();
-        executor.send_zeros()?;
+        executor.declare_offload_sizes();
+        executor.write_initial_zeros()?;
         Ok(executor)
     }
 }
@@ -153,10 +155,10 @@ impl Executor {
 fn split_groups(
     mut ranks: RankGrid,
     model: &Model,
-    outline: &Outline,
+    header: &ProgramHeader,
     options: &ExecutorOptions,
-) -> Result<(Arc<RankGrid>, Option<Updates>)> {
-    let (state, num_shards) = (&outline.state, ranks.shards().world_size());
+) -> Result<(Arc<RankGrid>, Option<AsynchronousUpdates>)> {
+    let (state, num_shards) = (&header.state, ranks.shards().world_size());
     assert!(num_shards == 1 || state.has_shards(), "{num_shards} shards of no state");
     assert_eq!(model.table().model_place(), ranks.model_place(), "the model's parts are those of this rank");
     if state.is_sharded(StateClass::Parameters)
@@ -165,7 +167,7 @@ fn split_groups(
     {
         ranks.split_by_hosts()?;
     }
-    ranks.split_holders(model.table())?;
-    let updates = Updates::new(outline, &mut ranks)?;
+    ranks.split_replicated_parameters(model.table())?;
+    let updates = AsynchronousUpdates::new(header, &mut ranks)?;
     Ok((Arc::new(ranks), updates))
 }

@@ -4,7 +4,7 @@ use super::in_flight::{Kept, Purpose, Reports, check_batch, num_samples};
 use super::versions::PassParameters;
 use super::{Executor, InFlight, ValidationBatches};
 use crate::error::{ParallelError, Result};
-use crate::memory::Counted;
+use crate::memory::CountedMemory;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_comm::Buffer;
@@ -15,26 +15,26 @@ use trireme_tensor::{Category, PassState, Tape, Tensor};
 
 impl Executor {
     pub(super) fn begin_microbatch(&mut self, microbatch: usize, batch: Batch) -> Result<()> {
-        check_batch(&batch, &self.rehearsal, self.rehearsal.num_samples())?;
-        self.passes.in_flight.begin(microbatch, batch, &self.program.outline, &self.rehearsal);
+        check_batch(&batch, &self.profile, self.profile.num_samples())?;
+        self.passes.in_flight.begin(microbatch, batch, &self.program.header, &self.profile);
         Ok(())
     }
 
     pub(super) fn forward(&mut self, unit: usize, microbatch: usize, keep: Keep) -> Result<()> {
         let mut inputs = self.passes.in_flight.take(MessageKind::Activation, microbatch);
-        let is_last = unit + 1 == self.program.outline.chain.num_units;
+        let is_last = unit + 1 == self.program.header.chain.num_units;
         if is_last && let Purpose::Generation(past) = &self.passes.in_flight.purpose {
             past.keep_last_rows(&mut inputs)?;
         }
         if let Some(updates) = &mut self.updates {
-            updates.begin_forward(unit, microbatch, &self.program.outline);
+            updates.begin_forward(unit, microbatch, &self.program.header);
         }
         let mut pass = self.record(unit, microbatch, inputs)?;
         match &mut self.passes.in_flight.purpose {
             Purpose::Training => (),
             Purpose::Generation(_) => return Ok(()),
             Purpose::Evaluation(Reports { sums, num_rows }) => {
-                let reports = self.rehearsal.reports().enumerate().filter(|(_, (own, _))| *own == unit);
+                let reports = self.profile.reports().enumerate().filter(|(_, (own, _))| *own == unit);
                 for (place, (_, report)) in reports {
                     let Some(mean) = pass.reported(report.metric) else { continue };
                     let sum = sums.view_mut().into_part(place, [1].into());
@@ -84,10 +84,10 @@ impl Executor {
 
     /// Returns the key of random operations in a microbatch. It is the same for any layout.
     fn randomness(&self, microbatch: usize) -> Randomness {
-        let per_step = self.program.outline.microbatches_per_step();
+        let per_step = self.program.header.microbatches_per_step();
         let step = self.passes.in_flight.first_step + (microbatch / per_step) as u64;
         let global = self.global_microbatch(microbatch) % (per_step * self.ranks.sample_place().degree);
-        let num_samples = self.rehearsal.num_samples();
+        let num_samples = self.profile.num_samples();
         let first_sample = (global * num_samples) as u64;
         Randomness { seed: self.options.seed, step, first_sample, num_samples }
     }
@@ -103,7 +103,7 @@ impl Executor {
                 return Ok(());
             }
             Some(Kept::Input(inputs)) => inputs,
-            Some(Kept::Halved(_)) => unreachable!("a pass is recomputed before its backward"),
+            Some(Kept::InputHalfDone(_)) => unreachable!("a pass is recomputed before its backward"),
             // The first unit reads only the batch.
             None if unit == 0 => Bundle::new(),
             None => self.passes.in_flight.take(MessageKind::Activation, microbatch),
@@ -131,13 +131,13 @@ impl Executor {
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
         pass.backward_input(&parameters, grads, &mut self.passes.in_flight.batches[microbatch])?;
         self.pass_grad_on(&mut pass, unit, microbatch)?;
-        *self.passes.in_flight.pass(unit, microbatch) = Some(Kept::Halved(pass));
+        *self.passes.in_flight.pass(unit, microbatch) = Some(Kept::InputHalfDone(pass));
         Ok(())
     }
 
     pub(super) fn backward_weight(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         self.gradients.prepare(unit, microbatch)?;
-        let Some(Kept::Halved(mut pass)) = self.passes.in_flight.pass(unit, microbatch).take() else {
+        let Some(Kept::InputHalfDone(mut pass)) = self.passes.in_flight.pass(unit, microbatch).take() else {
             unreachable!("the input half has run");
         };
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
@@ -152,7 +152,7 @@ impl Executor {
 
     /// Takes a unit's forward pass, and the gradients of its outputs.
     fn begin_backward(&mut self, unit: usize, microbatch: usize) -> (UnitPass, Bundle<Tensor>) {
-        let is_last = unit + 1 == self.program.outline.chain.num_units;
+        let is_last = unit + 1 == self.program.header.chain.num_units;
         let in_flight = &mut self.passes.in_flight;
         let Some(Kept::Recorded(pass)) = in_flight.pass(unit, microbatch).take() else {
             unreachable!("forward or a recomputation has recorded a pass");
@@ -175,35 +175,35 @@ impl Executor {
 
     fn end_backward(&mut self, pass: UnitPass, unit: usize, microbatch: usize) {
         self.passes.in_flight.spare_tapes.push(pass.into_tape());
-        self.passes.in_flight.end(unit, microbatch, &self.rehearsal);
+        self.passes.in_flight.end(unit, microbatch, &self.profile);
         self.gradients.close(unit);
     }
 
     /// Allocates a buffer of all ranks for the reports of a validation: for each batch, sum and number of rows of each
-    /// [report](trireme_model::Rehearsal::reports). It is counted as communication until the executor is dropped.
+    /// [report](trireme_model::ModelProfile::reports). It is counted as communication until the executor is dropped.
     ///
     /// # Errors
     /// If there is no memory for it.
     pub fn validation_reports(&mut self, batches: &ValidationBatches) -> Result<Buffer<f64>> {
-        let len = batches.num_batches() * 2 * self.rehearsal.reports().count();
+        let len = batches.num_batches() * 2 * self.profile.reports().count();
         let group = self.ranks.world();
-        let counted = Counted::new(&self.device);
+        let counted = CountedMemory::new(&self.device);
         counted.take_buffer(group, len * size_of::<f64>())?;
         self.passes.validation_memory.push(counted);
         Ok(group.buffer(len)?)
     }
 
-    /// Evaluates a batch without training. Returns the [reports](trireme_model::Rehearsal::reports) of all units in order; those of units
+    /// Evaluates a batch without training. Returns the [reports](trireme_model::ModelProfile::reports) of all units in order; those of units
     /// on other pipeline ranks are zeros. The batch may have fewer samples than a microbatch.
     ///
     /// Collective over the ranks of a pipeline, which pass the same batch. If parameters are sharded, collective over the ranks of the
     /// shards: a rank with `None` only takes part in the gathers. If ranks have different experts, all of them need a batch.
     ///
     /// # Errors
-    /// Errors of the device, the groups and disks; [`ParallelError::OtherBatch`]; [`ParallelError::NoBatch`].
+    /// Errors of the device, the groups and disks; [`ParallelError::BatchMismatch`]; [`ParallelError::NoBatch`].
     pub fn evaluate(&mut self, batch: Option<Batch>) -> Result<Vec<RowMean>> {
         match &batch {
-            Some(batch) => check_batch(batch, &self.rehearsal, num_samples(batch))?,
+            Some(batch) => check_batch(batch, &self.profile, num_samples(batch))?,
             None if self.ranks.experts().is_some() => return Err(ParallelError::NoBatch),
             None => {}
         }
@@ -220,7 +220,7 @@ impl Executor {
     }
 
     fn evaluate_checked(&mut self, batch: Option<Batch>) -> Result<Vec<RowMean>> {
-        let num_reports = self.rehearsal.reports().count();
+        let num_reports = self.profile.reports().count();
         let sums = self.device.zeros([num_reports].into(), DType::F64, Category::Activations)?;
         let reports = Reports { sums, num_rows: vec![0; num_reports] };
         let (Purpose::Evaluation(Reports { sums, num_rows }), _) =
@@ -252,12 +252,12 @@ impl Executor {
     fn run_forward_program(&mut self, batch: Option<Batch>) -> Result<()> {
         let has_batch = batch.is_some();
         if let Some(batch) = batch {
-            self.passes.in_flight.begin(0, batch, &self.program.outline, &self.rehearsal);
+            self.passes.in_flight.begin(0, batch, &self.program.header, &self.profile);
         }
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
             if has_batch || action.microbatch().is_none() {
-                self.act(action, &[], &mut None)?;
+                self.run_action(action, &[], &mut None)?;
             } else {
                 // A rank without a batch awaits gathers in the same order as the ranks with a batch.
                 self.await_parameters(action)?;

@@ -5,17 +5,17 @@
 //! the stages, so later steps have the same bits.
 
 use super::parallelize::forward_program;
-use super::{Executor, InFlight, Means, Messages, Optimization, ShardExchange, Timeline};
+use super::{Executor, InFlight, Optimization, PendingMessages, ShardExchange, StepReports, Timeline};
 use crate::error::Result;
 use crate::gradients::Gradients;
 use crate::layout::Placements;
-use crate::memory::Counted;
+use crate::memory::CountedMemory;
 use crate::offload::Offloaded;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_comm::Buffer;
-use trireme_schedule::{Outline, Program, Stage, StateClass, validate};
+use trireme_schedule::{Program, ProgramHeader, Stage, StateClass, validate};
 use trireme_tensor::{Category, Device, ViewMut};
 
 /// The class of state that moves. Parameters are not sharded when units move, so the weights that a rank updates belong to this class.
@@ -36,49 +36,51 @@ impl Executor {
     /// or parameters sharded, because their state does not move; if the pipeline does not drain between updates, because bits then depend
     /// on the stages.
     pub fn relocate(&mut self, program: Program) -> Result<()> {
-        validate(&program, program.outline.num_microbatches)?;
+        validate(&program, program.header.num_microbatches)?;
         // The ranks of stages stay, so a unit that reads a tied parameter of another rank still reads it from the copy on its rank.
-        let uncut = |outline: &Outline| {
+        let uncut = |header: &ProgramHeader| {
             let stage = |stage: &Stage| Stage { units: 0..0, rank: stage.rank };
-            Outline { stages: outline.stages.iter().map(stage).collect(), ..outline.clone() }
+            ProgramHeader { stages: header.stages.iter().map(stage).collect(), ..header.clone() }
         };
-        assert_eq!(uncut(&program.outline), uncut(&self.program.outline), "only the cut changes");
+        assert_eq!(uncut(&program.header), uncut(&self.program.header), "only the cut changes");
         assert!(self.compressors().next().is_none(), "nothing is kept of gradients");
-        let is_sharded = program.outline.state.is_sharded(StateClass::Parameters);
+        let is_sharded = program.header.state.is_sharded(StateClass::Parameters);
         assert!(!is_sharded, "ranks have whole parameters");
         assert!(self.updates.is_none(), "a pipeline that does not drain has other bits with each cut");
         for unit in 0..self.model.num_units() {
             // Gathers after the last update may still be in flight.
-            self.outside_step(|executor| executor.parameters.ensure(unit, &mut executor.waiting))?;
+            self.outside_step(|executor| {
+                executor.parameters.await_gathered_unit(unit, &mut executor.waiting)
+            })?;
         }
-        let before = std::mem::replace(&mut self.program, program).outline;
+        let before = std::mem::replace(&mut self.program, program).header;
         self.renew_step_memory()?;
         self.move_units(&before)?;
-        self.refresh()
+        self.update_copies()
     }
 
     /// Allocates the memory that holds no values between steps again, for the new program.
     fn renew_step_memory(&mut self) -> Result<()> {
-        let outline = &self.program.outline;
+        let header = &self.program.header;
         self.gradients.release();
-        self.passes.in_flight = InFlight::new(outline, &self.rehearsal);
-        self.messages = Messages::new(&self.ranks, outline.num_microbatches, &self.device);
+        self.passes.in_flight = InFlight::new(header, &self.profile);
+        self.messages = PendingMessages::new(&self.ranks, header.num_microbatches, &self.device);
         let on = &self.optimization.device;
-        self.optimization.exchanges = ShardExchange::of_units(&self.ranks, outline, on, &self.device);
+        self.optimization.exchanges = ShardExchange::of_units(&self.ranks, header, on, &self.device);
         let requests = Arc::clone(&self.means.requests);
-        self.means = Means::new(outline, &self.ranks, &self.rehearsal, &self.device, requests)?;
+        self.means = StepReports::new(header, &self.ranks, &self.profile, &self.device, requests)?;
         self.timeline = Timeline::new(self.program.actions.len());
-        self.forward_program = forward_program(outline)?;
-        let shards_device = self.moves.options.device_of(&outline.state, StateClass::Gradients, &self.device);
+        self.forward_program = forward_program(header)?;
+        let shards_device = self.moves.options.device_of(&header.state, StateClass::Gradients, &self.device);
         let devices = (&self.device, shards_device);
         let (table, messages) = (self.model.table(), &self.messages.pool);
-        self.gradients = Gradients::new(table, outline, &self.ranks, devices, messages, &self.options)?;
+        self.gradients = Gradients::new(table, header, &self.ranks, devices, messages, &self.options)?;
         self.moves.is_squared.fill(false);
         Ok(())
     }
 
-    fn move_units(&mut self, before: &Outline) -> Result<()> {
-        let now = &self.program.outline;
+    fn move_units(&mut self, before: &ProgramHeader) -> Result<()> {
+        let now = &self.program.header;
         let table = self.model.table();
         self.placements = Placements::new(table, now, self.ranks.mesh().clone());
         let parts = self.placements.parts(table, self.ranks.world().rank());
@@ -93,7 +95,7 @@ impl Executor {
             &mut self.moves.offloaded,
             Offloaded::new(&self.moves.options, &self.program, &self.device),
         );
-        self.expect_moves();
+        self.declare_offload_sizes();
         for (unit, part) in parts.into_iter().enumerate() {
             self.move_unit(unit, part, before, &mut was)?;
         }
@@ -107,14 +109,14 @@ impl Executor {
         &mut self,
         unit: usize,
         part: Range<usize>,
-        before: &Outline,
+        before: &ProgramHeader,
         was: &mut Offloaded,
     ) -> Result<()> {
-        let now = &self.program.outline;
+        let now = &self.program.header;
         let (own, from, to) = (now.rank, before.rank_of(unit), now.rank_of(unit));
         if from == own {
             std::mem::swap(&mut self.moves.offloaded, was);
-            let brought = self.bring_state(CLASS, unit);
+            let brought = self.fetch_state(CLASS, unit);
             std::mem::swap(&mut self.moves.offloaded, was);
             brought?;
         }
@@ -123,13 +125,13 @@ impl Executor {
             self.set_part(unit, part, false)?;
         } else if to == own && from != own {
             if self.moves.offloaded.moves(CLASS) {
-                self.retake(CLASS, unit)?
+                self.reallocate(CLASS, unit)?
             } else {
                 self.set_part(unit, part, true)?
             }
             self.receive_unit(unit, from)?;
         }
-        if to == own { self.send_state(CLASS, unit, true) } else { Ok(()) }
+        if to == own { self.evict_state(CLASS, unit, true) } else { Ok(()) }
     }
 
     /// Changes the part of a unit that this rank updates.
@@ -147,8 +149,8 @@ impl Executor {
     }
 
     /// Allocates a message for all memory that moves with a unit, and counts it.
-    fn unit_message(&mut self, unit: usize) -> Result<(Buffer<u8>, Counted)> {
-        let (mut num_bytes, counted) = (0, Counted::new(&self.device));
+    fn unit_message(&mut self, unit: usize) -> Result<(Buffer<u8>, CountedMemory)> {
+        let (mut num_bytes, counted) = (0, CountedMemory::new(&self.device));
         self.with_unit(unit, |_, part| num_bytes += part.num_bytes());
         counted.take(Category::Communication, num_bytes)?;
         Ok((self.ranks.pipeline().buffer(num_bytes)?, counted))

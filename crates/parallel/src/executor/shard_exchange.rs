@@ -1,20 +1,20 @@
 use crate::error::{ParallelError, Result};
-use crate::layout::{PerExperts, RankGrid, StateRanks};
+use crate::layout::{DenseAndExpert, RankGrid, StateRanks};
 use crate::memory::Pool;
 use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::{AxisPlace, DType, Pending, ReduceOp};
+use trireme_base::{AxisRank, DType, Pending, ReduceOp};
 use trireme_comm::Group;
 use trireme_optim::ShardOps;
-use trireme_schedule::Outline;
-use trireme_tensor::{Category, Device, LEAVES, ParameterInfo, View, ViewMut};
+use trireme_schedule::ProgramHeader;
+use trireme_tensor::{Category, Device, NUM_LEAVES, ParameterInfo, View, ViewMut};
 
 /// The exchanges of an optimizer's update between the ranks of the shards and of the tensor axis.
 pub(super) struct ShardExchange {
     device: Device,
     /// Memory for sums over the ranks that update a unit together, and over the tensor axis.
     sums: [Pool; 2],
-    wholes: Pool,
+    gathers: Pool,
     parts: Pool,
 }
 
@@ -22,20 +22,20 @@ impl ShardExchange {
     /// Creates the exchanges for updates that run on `device`. Memory of messages is counted on `counted`.
     pub(super) fn of_units(
         ranks: &RankGrid,
-        outline: &Outline,
+        header: &ProgramHeader,
         device: &Device,
         counted: &Device,
-    ) -> PerExperts<Self> {
+    ) -> DenseAndExpert<Self> {
         let pool =
             |group: &Arc<Group>, dtype| Pool::new(group, counted, dtype, Category::Communication, true);
         let exchange = |state: &StateRanks| {
-            let groups = [state.updating(outline), ranks.tensor()];
+            let groups = [state.update_group(header), ranks.tensor()];
             let sums = groups.map(|group| pool(group, DType::F64));
             let [wholes, parts] = groups.map(|group| pool(group, DType::F32));
-            ShardExchange { device: device.clone(), sums, wholes, parts }
+            ShardExchange { device: device.clone(), sums, gathers: wholes, parts }
         };
-        let PerExperts { shared, experts } = &ranks.state;
-        PerExperts { shared: exchange(shared), experts: experts.as_ref().map(exchange) }
+        let DenseAndExpert { shared, experts } = &ranks.state;
+        DenseAndExpert { shared: exchange(shared), experts: experts.as_ref().map(exchange) }
     }
 }
 
@@ -53,34 +53,34 @@ impl ShardOps for ShardExchange {
     }
 
     fn gather(&mut self, mut whole: ViewMut<'_>, part: Range<usize>) -> Result<()> {
-        if self.wholes.group().world_size() == 1 {
+        if self.gathers.group().world_size() == 1 {
             return Ok(());
         }
         // Shards consist of full leaves, so the exchanged length is a multiple of their number.
         let len = whole.shape().num_elements();
-        let len_exchanged = len.next_multiple_of(LEAVES);
+        let len_exchanged = len.next_multiple_of(NUM_LEAVES);
         let own = whole.reborrow().into_part(part.start, [part.len()].into());
         let own = (own.as_view(), part.start);
-        let buffer = self.wholes.send(&self.device, own, len_exchanged)?;
-        let buffer = self.wholes.group().all_gather(buffer).wait()?;
-        self.wholes.receive(&self.device, (buffer.into_memory(), len_exchanged), 0, whole);
+        let buffer = self.gathers.send(&self.device, own, len_exchanged)?;
+        let buffer = self.gathers.group().all_gather(buffer).wait()?;
+        self.gathers.receive(&self.device, (buffer.into_memory(), len_exchanged), 0, whole);
         Ok(())
     }
 
     fn join(&mut self, info: &ParameterInfo, part: View<'_>, whole: ViewMut<'_>) -> Result<()> {
-        let AxisPlace { rank, degree } = info.place;
+        let AxisRank { rank, degree } = info.place;
         let len = part.shape().num_elements();
         let buffer = self.parts.send(&self.device, (part, rank * len), degree * len)?;
         let buffer = self.parts.group().all_gather(buffer).wait()?;
         self.device.fill(whole, |values| {
-            for info in AxisPlace::all(degree).map(|place| info.at(place)) {
+            for info in AxisRank::all(degree).map(|place| info.at(place)) {
                 let part = &buffer.elements::<f32>()[info.place.rank * len..];
                 info.runs(0..len)
                     .for_each(|(first, run)| values[first..][..run.len()].copy_from_slice(&part[run]));
             }
             Ok::<_, ParallelError>(())
         })?;
-        self.parts.give_buffer(buffer.len(), Pending::new(buffer));
+        self.parts.release_buffer(buffer.len(), Pending::new(buffer));
         Ok(())
     }
 }

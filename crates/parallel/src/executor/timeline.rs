@@ -43,7 +43,7 @@ impl Timeline {
     }
 
     /// Excludes a wait of the current action from its work.
-    pub(super) fn has_waited(&mut self, waited: Duration) {
+    pub(super) fn exclude_wait(&mut self, waited: Duration) {
         self.start += waited;
     }
 
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn actions_follow_each_other_and_what_they_wait_is_not_their_work() {
+    fn actions_are_contiguous_and_waits_are_not_work() {
         let mut timeline = Timeline::new(2);
         for _ in 0..2 {
             timeline.begin();
@@ -70,7 +70,7 @@ mod tests {
             timeline.end(6);
             timeline.start();
             let started = timeline.start;
-            timeline.has_waited(Duration::from_nanos(5));
+            timeline.exclude_wait(Duration::from_nanos(5));
             timeline.end(10);
             let [first, second] = timeline.actions[..] else { panic!("a step has two actions") };
             assert!(first.issued <= first.start && first.start <= first.end);

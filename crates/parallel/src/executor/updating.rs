@@ -9,10 +9,10 @@
 use super::hashes::add_unit;
 use super::{Executor, Optimization};
 use crate::error::{ParallelError, Result};
-use crate::memory::{bring, change_on};
+use crate::memory::{on_device, update_on_device};
 use crate::step::StepPlan;
 use trireme_codec::CodecName;
-use trireme_optim::{Exchange, StepSettings};
+use trireme_optim::{ReducedQuantity, StepSettings};
 use trireme_tensor::{Category, Values};
 
 impl Executor {
@@ -23,7 +23,7 @@ impl Executor {
 
     /// Whether any unit of this rank exchanges momentum in the update with this number.
     pub(super) fn has_momentum(&self, update_number: u64) -> bool {
-        self.program.outline.held().any(|unit| self.is_momentum(unit, update_number))
+        self.program.header.held().any(|unit| self.is_momentum(unit, update_number))
     }
 
     /// Whether any unit of any pipeline rank may exchange momentum in this update. If so, no rank reports a gradient norm.
@@ -31,12 +31,13 @@ impl Executor {
         let mut units = 0..self.model.num_units();
         self.options.compression.codec() != CodecName::None
             && self.ranks.data().world_size() > 1
-            && units
-                .any(|unit| self.optimization.optimizer.exchange(unit, update_number) == Exchange::Momentum)
+            && units.any(|unit| {
+                self.optimization.optimizer.exchange(unit, update_number) == ReducedQuantity::Momentum
+            })
     }
 
     fn is_momentum(&self, unit: usize, update_number: u64) -> bool {
-        self.optimization.optimizer.exchange(unit, update_number) == Exchange::Momentum
+        self.optimization.optimizer.exchange(unit, update_number) == ReducedQuantity::Momentum
             && self.gradients.is_compressed(unit)
     }
 
@@ -57,14 +58,14 @@ impl Executor {
             let Executor {
                 optimization: Optimization { optimizer, device: on, .. }, gradients, device, ..
             } = self;
-            change_on(gradients.own_sum(unit), device, on, Category::Communication, |own_sum| {
+            update_on_device(gradients.own_sum(unit), device, on, Category::Communication, |own_sum| {
                 optimizer.gradient_to_momentum(on, unit, own_sum, settings);
                 Ok::<_, ParallelError>(())
             })?;
         }
         // If an optimizer exchanges momentum, it needs its gradients in full precision.
-        let is_whole = self.optimization.optimizer.exchanges_momentum() && !is_momentum;
-        self.gradients.reduce(unit, is_whole)
+        let is_uncompressed = self.optimization.optimizer.exchanges_momentum() && !is_momentum;
+        self.gradients.reduce(unit, is_uncompressed)
     }
 
     /// Updates a unit's parameters by its reduced gradient or momentum. `step` is the number in the schedule, which counts skipped steps.
@@ -75,7 +76,7 @@ impl Executor {
         let (exchange, device) = (exchanges.of_mut(&self.model.table().units()[unit]), &*device);
         let Executor { gradients, parameters, ranks, .. } = self;
         let category = Category::Communication;
-        let sum = bring(gradients.for_update(unit), gradients.update_device(unit), device, category)?;
+        let sum = on_device(gradients.for_update(unit), gradients.update_device(unit), device, category)?;
         let sum = Values::in_f32(device, sum.view(), category)?;
         let table = self.model.table();
         let place = (&**table, &self.placements, ranks.world().rank());
@@ -85,7 +86,7 @@ impl Executor {
             add_unit(&mut hashes.gradients, unit, place, values, device);
         }
         let from = parameters.shard_device().clone();
-        change_on(parameters.shard_mut(unit), &from, device, category, |shard| {
+        update_on_device(parameters.shard_mut(unit), &from, device, category, |shard| {
             if is_momentum {
                 let grad_scale = 1.0 / ranks.data().world_size() as f64;
                 let settings = StepSettings { grad_scale, ..settings };

@@ -1,7 +1,7 @@
 //! The batches of a validation, and their assignment to ranks.
 
 use crate::layout::RankGrid;
-use trireme_base::AxisPlace;
+use trireme_base::AxisRank;
 
 /// The batches of a validation. Each has as many samples as a microbatch; the last one may have fewer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,7 +49,7 @@ impl ValidationBatches {
     /// without a batch, in which it takes part in the gathers of sharded parameters; if ranks have different experts, it evaluates the last
     /// batch again.
     pub fn rounds(self, ranks: &RankGrid) -> impl Iterator<Item = ValidationRound> + use<> {
-        let AxisPlace { rank, degree } = ranks.sample_place();
+        let AxisRank { rank, degree } = ranks.sample_place();
         let (num_batches, has_experts) = (self.num_batches(), ranks.experts().is_some());
         (0..num_batches).step_by(degree).map(move |first| {
             let own = Some(first + rank).filter(|&index| index < num_batches);

@@ -9,11 +9,11 @@ use trireme_base::DType;
 use trireme_codec::CompressionStatistics;
 use trireme_comm::Buffer;
 use trireme_optim::StepSettings;
-use trireme_schedule::Outline;
+use trireme_schedule::ProgramHeader;
 use trireme_tensor::{Category, Device, ParameterSource, Tensor, View};
 
 /// The versions of a rank's parameters, and the state of pending updates.
-pub(super) struct Updates {
+pub(super) struct AsynchronousUpdates {
     pub(super) units: Vec<UnitVersions>,
     /// The step whose gradients were reduced last, with the settings of its update, or `None` if the step is skipped.
     pub(super) settings: Option<(usize, Option<StepSettings>)>,
@@ -37,23 +37,23 @@ pub(super) struct UnitVersions {
     pub(super) read: Vec<usize>,
 }
 
-impl Updates {
-    /// Creates the versions for programs of `outline`, or returns `None` if the pipeline drains between updates. Collective if it does not.
-    pub(super) fn new(outline: &Outline, ranks: &mut RankGrid) -> Result<Option<Self>> {
-        if outline.asynchronous.is_none() {
+impl AsynchronousUpdates {
+    /// Creates the versions for programs of `header`, or returns `None` if the pipeline drains between updates. Collective if it does not.
+    pub(super) fn new(header: &ProgramHeader, ranks: &mut RankGrid) -> Result<Option<Self>> {
+        if header.asynchronous.is_none() {
             return Ok(None);
         }
-        let unit = |_| UnitVersions { read: vec![0; outline.num_microbatches], ..UnitVersions::default() };
-        let units = (0..outline.chain.num_units).map(unit).collect();
-        let squares = Some(ranks.pipeline().buffer(outline.num_steps())?);
-        let norms = EarlierNorms::new(outline, ranks.split_pipeline("norms")?);
-        let (has_norms, compression) = (vec![true; outline.num_steps()], vec![None; outline.num_steps()]);
-        Ok(Some(Updates { units, settings: None, squares, norms, has_norms, compression }))
+        let unit = |_| UnitVersions { read: vec![0; header.num_microbatches], ..UnitVersions::default() };
+        let units = (0..header.chain.num_units).map(unit).collect();
+        let squares = Some(ranks.pipeline().buffer(header.num_steps())?);
+        let norms = EarlierNorms::new(header, ranks.split_pipeline("norms")?);
+        let (has_norms, compression) = (vec![true; header.num_steps()], vec![None; header.num_steps()]);
+        Ok(Some(AsynchronousUpdates { units, settings: None, squares, norms, has_norms, compression }))
     }
 
-    pub(super) fn begin_forward(&mut self, unit: usize, microbatch: usize, outline: &Outline) {
+    pub(super) fn begin_forward(&mut self, unit: usize, microbatch: usize, header: &ProgramHeader) {
         let state = &mut self.units[unit];
-        state.read[microbatch] = outline.version_read(microbatch, state.newest);
+        state.read[microbatch] = header.version_read(microbatch, state.newest);
     }
 
     pub(super) fn stash(&mut self, unit: usize, whole: View<'_>, device: &Device) -> Result<()> {
@@ -98,7 +98,7 @@ pub(super) struct PassParameters<'a> {
 impl<'a> PassParameters<'a> {
     pub(super) fn new(
         newest: &'a RankParameters,
-        updates: Option<&'a Updates>,
+        updates: Option<&'a AsynchronousUpdates>,
         unit: usize,
         microbatch: usize,
     ) -> Self {

@@ -1,7 +1,7 @@
 //! Sums a unit's gradient, or the momentum computed from it, over the ranks in compressed messages.
 
 use crate::error::Result;
-use crate::memory::{Counted, Exchanged, Exchanging, Waiting};
+use crate::memory::{CountedMemory, ExchangeVector, PendingVector, WaitTracker};
 use crate::step::ExecutorOptions;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -18,14 +18,14 @@ pub(crate) struct Compressed {
     /// `None` in a dry group, where nothing is compressed.
     pub(super) compressor: Option<Box<Compressor>>,
     /// In a dry group, the rounds of each kind of step that has not been run yet, in the order of the steps.
-    pub(super) kinds: VecDeque<Vec<Round>>,
+    pub(super) remaining_steps: VecDeque<Vec<Round>>,
     /// One exchange for each round, recreated when the rounds change.
     exchanges: Vec<RoundExchange>,
     /// Bytes of the state that the compressor keeps from step to step.
     state_bytes: usize,
-    counted: Counted,
-    under_way: Option<UnderWay>,
-    exact: Option<Box<Exact>>,
+    counted: CountedMemory,
+    under_way: Option<PendingReduction>,
+    uncompressed: Option<Box<UncompressedElements>>,
     /// Whether the gradient of the current or last step is sent compressed.
     pub(super) is_in_messages: bool,
     pub(super) statistics: CompressionStatistics,
@@ -33,9 +33,9 @@ pub(crate) struct Compressed {
     before: Option<Vec<(&'static str, StateCopy)>>,
 }
 
-enum UnderWay {
-    Round { gradient: Exchanged, round: usize },
-    Whole(Exchanging),
+enum PendingReduction {
+    Round { gradient: ExchangeVector, round: usize },
+    Whole(PendingVector),
 }
 
 impl Compressed {
@@ -52,7 +52,7 @@ impl Compressed {
         let (bucket, world_size) = (bucket(table, unit)?, group.world_size());
         let Some(sizes) = compression.sizes(&bucket, world_size) else { return Ok(None) };
         let num_bytes = sizes.state_bytes + sizes.scratch_bytes;
-        device.staging().take_outside(Category::Communication, num_bytes)?;
+        device.staging().charge_outside_arena(Category::Communication, num_bytes)?;
         let key = RandomKey::new(*seed, &format!("compression of {}", table.units()[unit].name));
         let compressor = || Compressor::new(compression, &bucket, group.rank(), world_size, key);
         let compressor = (!group.is_dry()).then(compressor).transpose()?;
@@ -61,26 +61,26 @@ impl Compressed {
             device: device.clone(),
             compressor: compressor.map(Box::new),
             state_bytes: sizes.state_bytes,
-            kinds: sizes.rounds.into(),
+            remaining_steps: sizes.rounds.into(),
             exchanges: Vec::new(),
-            counted: Counted::new(device),
+            counted: CountedMemory::new(device),
             under_way: None,
-            exact: Exact::new(table, unit).map(Box::new),
+            uncompressed: UncompressedElements::new(table, unit).map(Box::new),
             is_in_messages: false,
             statistics: CompressionStatistics::default(),
             before: None,
         };
         let first = match &compressed.compressor {
             Some(compressor) => compressor.rounds().to_vec(),
-            None => compressed.kinds.front().cloned().unwrap_or_default(),
+            None => compressed.remaining_steps.front().cloned().unwrap_or_default(),
         };
         compressed.make_exchanges(&first)?;
         Ok(Some(compressed))
     }
 
     /// Allocates memory to save the compressor's state before each step, so that a step can be rolled back.
-    pub(crate) fn remember(&mut self) -> Result<()> {
-        self.device.staging().take_outside(Category::Communication, self.state_bytes)?;
+    pub(crate) fn enable_rollback(&mut self) -> Result<()> {
+        self.device.staging().charge_outside_arena(Category::Communication, self.state_bytes)?;
         let states = self.compressor.iter().flat_map(|compressor| compressor.state());
         self.before = Some(states.map(|(name, values)| (name, values.into())).collect());
         Ok(())
@@ -88,7 +88,7 @@ impl Compressed {
 
     /// Rolls the compressor back to its state before the last step. Does nothing after an uncompressed step, which does not change the
     /// state.
-    pub(crate) fn take_back(&mut self) -> Result<()> {
+    pub(crate) fn roll_back(&mut self) -> Result<()> {
         if !self.is_in_messages {
             return Ok(());
         }
@@ -99,13 +99,13 @@ impl Compressed {
     }
 
     /// Starts the first round of a compressed step with this rank's `gradient`.
-    pub(crate) fn start(&mut self, mut gradient: Exchanged) -> Result<()> {
+    pub(crate) fn start(&mut self, mut gradient: ExchangeVector) -> Result<()> {
         self.is_in_messages = true;
         let Some(compressor) = &self.compressor else {
-            if let Some(rounds) = self.kinds.pop_front() {
+            if let Some(rounds) = self.remaining_steps.pop_front() {
                 self.make_exchanges(&rounds)?;
             }
-            self.under_way = Some(UnderWay::Whole(self.reduce_whole(gradient)));
+            self.under_way = Some(PendingReduction::Whole(self.reduce_uncompressed(gradient)));
             return Ok(());
         };
         let rounds = compressor.rounds();
@@ -119,38 +119,38 @@ impl Compressed {
         }
         // Codecs run on the host.
         let elements = gradient.download(&self.device);
-        self.exact.iter_mut().try_for_each(|exact| exact.start(elements, &self.group))?;
+        self.uncompressed.iter_mut().try_for_each(|exact| exact.start(elements, &self.group))?;
         self.exchanges[0].start(compressor, elements, &self.group);
-        self.under_way = Some(UnderWay::Round { gradient, round: 0 });
+        self.under_way = Some(PendingReduction::Round { gradient, round: 0 });
         Ok(())
     }
 
     /// Starts a step that sums `gradient` uncompressed and does not change the compressor.
-    pub(crate) fn start_whole(&mut self, gradient: Exchanged) {
+    pub(crate) fn start_uncompressed(&mut self, gradient: ExchangeVector) {
         self.is_in_messages = false;
         self.statistics = CompressionStatistics::uncompressed(gradient.len(), self.group.world_size());
-        self.under_way = Some(UnderWay::Whole(self.reduce_whole(gradient)));
+        self.under_way = Some(PendingReduction::Whole(self.reduce_uncompressed(gradient)));
     }
 
-    fn reduce_whole(&self, gradient: Exchanged) -> Exchanging {
+    fn reduce_uncompressed(&self, gradient: ExchangeVector) -> PendingVector {
         let len = gradient.len();
         let reduce = |gradient| self.group.all_reduce(gradient, ReduceOp::Sum);
         gradient.exchange(&self.device, 0..len, 0..len, reduce)
     }
 
     /// Waits for the message in flight, and starts the next round. After the last round, returns the sum over all ranks.
-    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged>> {
+    pub(crate) fn advance(&mut self, waiting: &mut WaitTracker) -> Result<Option<ExchangeVector>> {
         let (mut gradient, round) = match self.under_way.take() {
             None => return Ok(None),
-            Some(UnderWay::Whole(whole)) => return Ok(Some(whole.wait(&self.device, waiting)?)),
-            Some(UnderWay::Round { gradient, round }) => (gradient, round),
+            Some(PendingReduction::Whole(whole)) => return Ok(Some(whole.wait(&self.device, waiting)?)),
+            Some(PendingReduction::Round { gradient, round }) => (gradient, round),
         };
         let compressor = self.compressor.as_mut().expect("a round was started");
         // The gradient stays on the host from the first round to the last.
         self.exchanges[round].finish(compressor, gradient.host_elements(), waiting)?;
         let Some(next) = self.exchanges.get_mut(round + 1) else {
             self.statistics = compressor.statistics();
-            if let Some(exact) = &mut self.exact {
+            if let Some(exact) = &mut self.uncompressed {
                 exact.finish(gradient.host_elements(), waiting)?;
                 let uncompressed = CompressionStatistics::uncompressed(exact.len(), self.group.world_size());
                 self.statistics.bytes_sent += uncompressed.bytes_sent;
@@ -159,7 +159,7 @@ impl Compressed {
             return Ok(Some(gradient));
         };
         next.start(compressor, gradient.host_elements(), &self.group);
-        self.under_way = Some(UnderWay::Round { gradient, round: round + 1 });
+        self.under_way = Some(PendingReduction::Round { gradient, round: round + 1 });
         Ok(None)
     }
 
@@ -167,8 +167,8 @@ impl Compressed {
     fn make_exchanges(&mut self, rounds: &[Round]) -> Result<()> {
         let group = &self.group;
         self.exchanges.clear();
-        self.counted = Counted::new(&self.device);
-        let exact_bytes = self.exact.as_ref().map_or(0, |exact| exact.len() * size_of::<f32>());
+        self.counted = CountedMemory::new(&self.device);
+        let exact_bytes = self.uncompressed.as_ref().map_or(0, |exact| exact.len() * size_of::<f32>());
         self.counted.take_buffer(group, exact_bytes)?;
         for &round in rounds {
             self.counted.take_buffer(group, round.num_bytes() * round.num_messages(group.world_size()))?;
@@ -189,17 +189,17 @@ fn bucket(table: &ParameterTable, unit: usize) -> Result<Bucket, CompressionErro
 }
 
 /// Elements of a unit that no codec may round or mix with others: counts of expert loads, which are stored next to gradients.
-struct Exact {
+struct UncompressedElements {
     elements: Vec<Range<usize>>,
     sum: Option<Work<Buffer<f32>>>,
 }
 
-impl Exact {
+impl UncompressedElements {
     fn new(table: &ParameterTable, unit: usize) -> Option<Self> {
         let parameters = &table.parameters()[table.units()[unit].parameters.clone()];
         let exact = parameters.iter().filter(|parameter| !parameter.class.has_gradient());
         let elements: Vec<_> = exact.map(ParameterInfo::range).collect();
-        (!elements.is_empty()).then_some(Exact { elements, sum: None })
+        (!elements.is_empty()).then_some(UncompressedElements { elements, sum: None })
     }
 
     fn len(&self) -> usize {
@@ -215,7 +215,7 @@ impl Exact {
         Ok(())
     }
 
-    fn finish(&mut self, gradient: &mut [f32], waiting: &mut Waiting) -> Result<()> {
+    fn finish(&mut self, gradient: &mut [f32], waiting: &mut WaitTracker) -> Result<()> {
         let sum = waiting.wait(self.sum.take().expect("a sum was started"))?;
         let elements = self.elements.iter().cloned().flatten();
         sum.iter().zip(elements).for_each(|(&sum, element)| gradient[element] = sum);
@@ -257,7 +257,7 @@ impl RoundExchange {
         &mut self,
         compressor: &mut Compressor,
         gradient: &mut [f32],
-        waiting: &mut Waiting,
+        waiting: &mut WaitTracker,
     ) -> Result<()> {
         let work = self.work.take().expect("the round was started");
         let messages = waiting.wait(work)?;

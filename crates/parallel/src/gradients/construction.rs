@@ -6,13 +6,13 @@ use super::shard_sum::ShardSums;
 use super::{Compressed, GradientLayout, Gradients, TiedGradients, TreeSum, UnitGradient};
 use crate::error::{ParallelError, Result};
 use crate::layout::RankGrid;
-use crate::memory::{Counted, Pool, Waiting};
-use crate::parameters::{Gathered, Holders};
+use crate::memory::{CountedMemory, Pool, WaitTracker};
+use crate::parameters::{GatheredUnits, ReplicatedParameters};
 use crate::step::ExecutorOptions;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_schedule::Outline;
+use trireme_schedule::ProgramHeader;
 use trireme_tensor::{Category, Device, ParameterTable, UnitInfo};
 
 impl Gradients {
@@ -20,18 +20,18 @@ impl Gradients {
     /// `messages`.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
-        outline: &Outline,
+        header: &ProgramHeader,
         ranks: &Arc<RankGrid>,
         (device, shards_device): (&Device, &Device),
         messages: &Pool,
         options: &ExecutorOptions,
     ) -> Result<Self> {
         let hierarchy = hierarchy(table, ranks, device, options)?;
-        let layout = GradientLayout::new(outline, ranks, options, hierarchy.is_some());
+        let layout = GradientLayout::new(header, ranks, options, hierarchy.is_some());
         let pool = layout.pool(ranks, device, options);
         // A unit of another pipeline rank has no gradient here. Without training, no unit has one.
         let is_held: Vec<bool> =
-            (0..table.units().len()).map(|unit| outline.holds(unit) && outline.state.is_trained()).collect();
+            (0..table.units().len()).map(|unit| header.holds(unit) && header.state.is_trained()).collect();
         let compressed = |unit: usize| {
             if layout.is_scattered() || !is_held[unit] {
                 Ok(None)
@@ -41,11 +41,11 @@ impl Gradients {
         };
         let compressed = (0..table.units().len()).map(compressed).collect::<Result<Vec<_>, _>>()?;
         let rounded_apart = if hierarchy.is_some() || compressed.iter().any(Option::is_some) {
-            Holders::of_all(table, ranks, device, DType::F32)
+            ReplicatedParameters::all(table, ranks, device, DType::F32)
         } else {
-            Holders::none(table)
+            ReplicatedParameters::none(table)
         };
-        let counted = Counted::new(device);
+        let counted = CountedMemory::new(device);
         let len = |(unit, info): (usize, &UnitInfo)| if is_held[unit] { info.num_elements } else { 0 };
         let sums = ranks.state.try_map(|state| -> Result<_> {
             let (dtype, group) = (layout.dtype, layout.group(state));
@@ -98,19 +98,19 @@ impl Gradients {
             shards_device: shards_device.clone(),
             determinism: options.determinism,
             layout,
-            outline: outline.clone(),
+            header: header.clone(),
             written: vec![false; table.parameters().len()],
             table: Arc::clone(table),
             ranks: Arc::clone(ranks),
             under_way: VecDeque::with_capacity(units.len()),
             units,
             // Gradients are gathered from their shards if each rank updates full units.
-            gathered: layout.is_gathered().then(|| Gathered::absent(table, ranks, &pool)),
+            gathered: layout.is_gathered().then(|| GatheredUnits::absent(table, ranks, &pool)),
             pool,
             counted,
-            rounded_apart,
-            tied: TiedGradients::new(outline, table.tie(), messages),
-            waiting: Waiting::default(),
+            block_rounded: rounded_apart,
+            tied: TiedGradients::new(header, table.tie(), messages),
+            waiting: WaitTracker::default(),
         })
     }
 
@@ -119,8 +119,8 @@ impl Gradients {
         self.units.clear();
         self.pool = Pool::new(self.ranks.world(), &self.device, DType::F32, Category::Gradients, false);
         (self.gathered, self.tied) = (None, None);
-        self.rounded_apart = Holders::none(&self.table);
-        self.counted = Counted::new(&self.device);
+        self.block_rounded = ReplicatedParameters::none(&self.table);
+        self.counted = CountedMemory::new(&self.device);
     }
 }
 
@@ -135,7 +135,7 @@ fn hierarchy(
         return Ok(None);
     };
     match table.parameters().iter().find(|info| !info.class.has_gradient()) {
-        Some(info) => Err(ParallelError::RoundedBesideLoads { parameter: info.name.clone() }),
+        Some(info) => Err(ParallelError::QuantizedLoadCounts { parameter: info.name.clone() }),
         None => Ok(Some(Arc::new(Hierarchy::new(levels, format, device)))),
     }
 }

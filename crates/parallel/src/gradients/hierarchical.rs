@@ -2,8 +2,8 @@
 //! sends sums over its ranks to other hosts.
 
 use crate::error::Result;
-use crate::layout::Levels;
-use crate::memory::{Exchanged, Exchanging, Pool, Waiting};
+use crate::layout::HostLevels;
+use crate::memory::{ExchangeVector, PendingVector, Pool, WaitTracker};
 use crate::parameters::slot_bytes;
 use std::sync::Arc;
 use trireme_base::DType;
@@ -26,7 +26,7 @@ pub(crate) struct Hierarchy {
 }
 
 impl Hierarchy {
-    pub(crate) fn new(levels: &Levels, format: IntegerFormat, device: &Device) -> Self {
+    pub(crate) fn new(levels: &HostLevels, format: IntegerFormat, device: &Device) -> Self {
         let (num_local, num_hosts) = (levels.within.world_size(), levels.across.world_size());
         let of_local = |local| (0..num_hosts).map(|host| levels.shard(host, local)).collect();
         let of_host = |host| Vec::from([levels.shard(host, levels.within.rank().0)]);
@@ -54,13 +54,13 @@ pub(crate) struct Hierarchical {
     hierarchy: Arc<Hierarchy>,
     unit: UnitInfo,
     slot_bytes: usize,
-    under_way: Option<Swap>,
+    under_way: Option<PendingLevel>,
 }
 
-struct Swap {
-    gradient: Exchanged,
+struct PendingLevel {
+    gradient: ExchangeVector,
     level: usize,
-    messages: Exchanging,
+    messages: PendingVector,
 }
 
 impl Hierarchical {
@@ -71,11 +71,12 @@ impl Hierarchical {
 
     /// Waits for the level in flight, and starts the next one. After the last level, returns the gradient, in which this rank's shard is
     /// the sum over all ranks.
-    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged>> {
-        let Swap { mut gradient, level, messages } = self.under_way.take().expect("a reduction was started");
+    pub(crate) fn advance(&mut self, waiting: &mut WaitTracker) -> Result<Option<ExchangeVector>> {
+        let PendingLevel { mut gradient, level, messages } =
+            self.under_way.take().expect("a reduction was started");
         let messages = messages.wait(&self.hierarchy.device, waiting)?;
         self.add_up(&mut gradient, &self.hierarchy.levels[level], &messages);
-        self.hierarchy.levels[level].messages.give(messages);
+        self.hierarchy.levels[level].messages.release(messages);
         if level + 1 == self.hierarchy.levels.len() {
             return Ok(Some(gradient));
         }
@@ -84,7 +85,7 @@ impl Hierarchical {
     }
 
     /// Starts a level. The first level starts with this rank's `gradient`, later ones with the sums of the level before.
-    pub(crate) fn start(&mut self, gradient: Exchanged, level: usize) -> Result<()> {
+    pub(crate) fn start(&mut self, gradient: ExchangeVector, level: usize) -> Result<()> {
         let Hierarchy { device, format, num_shards, levels } = &*self.hierarchy;
         let Level { shards_of, messages: pool } = &levels[level];
         let num_slots: usize = shards_of.iter().map(Vec::len).sum();
@@ -98,12 +99,12 @@ impl Hierarchical {
         let len = messages.len();
         let swap = |messages| pool.group().all_to_all(messages);
         let messages = messages.exchange(device, 0..len, 0..len, swap);
-        self.under_way = Some(Swap { gradient, level, messages });
+        self.under_way = Some(PendingLevel { gradient, level, messages });
         Ok(())
     }
 
     /// Sums the messages that the ranks of a level have sent, in rank order.
-    fn add_up(&self, gradient: &mut Exchanged, level: &Level, messages: &Exchanged) {
+    fn add_up(&self, gradient: &mut ExchangeVector, level: &Level, messages: &ExchangeVector) {
         let Hierarchy { device, format, num_shards, .. } = &*self.hierarchy;
         let own = &level.shards_of[level.messages.group().rank().0];
         for source in 0..level.messages.group().world_size() {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use trireme_base::DType;
 use trireme_codec::CodecName;
 use trireme_comm::Group;
-use trireme_schedule::{Outline, StateClass};
+use trireme_schedule::{ProgramHeader, StateClass};
 use trireme_tensor::{Category, Device};
 
 /// The portion of gradients that a rank stores, and the precision in which ranks reduce them.
@@ -22,21 +22,21 @@ pub(super) struct GradientLayout {
 
 impl GradientLayout {
     pub(super) fn new(
-        outline: &Outline,
+        header: &ProgramHeader,
         ranks: &RankGrid,
         options: &ExecutorOptions,
         is_hierarchical: bool,
     ) -> Self {
-        let shards_gradients = outline.state.is_sharded(StateClass::Gradients);
+        let shards_gradients = header.state.is_sharded(StateClass::Gradients);
         let mut layout = GradientLayout {
             shards_gradients,
-            shards_optimizer: outline.state.is_sharded(StateClass::Optimizer),
+            shards_optimizer: header.state.is_sharded(StateClass::Optimizer),
             is_hierarchical,
             dtype: DType::F32,
             shard_dtype: DType::F32,
         };
         let num_ranks = layout.group(&ranks.state.shared).world_size();
-        [layout.dtype, layout.shard_dtype] = options.gradient_dtypes(outline, num_ranks, is_hierarchical);
+        [layout.dtype, layout.shard_dtype] = options.gradient_dtypes(header, num_ranks, is_hierarchical);
         layout
     }
 

@@ -11,14 +11,14 @@ mod summed_vector;
 mod tied;
 mod tree;
 
-pub(crate) use norm::Squares;
+pub(crate) use norm::SquaredNorms;
 pub(crate) use tree::TreeSum;
 
 use crate::error::Result;
 use crate::layout::RankGrid;
-use crate::memory::{Counted, Exchanged, Pool, Waiting};
+use crate::memory::{CountedMemory, ExchangeVector, Pool, WaitTracker};
 use crate::offload::Movable;
-use crate::parameters::{Gathered, Holders};
+use crate::parameters::{GatheredUnits, ReplicatedParameters};
 use crate::step::Determinism;
 use compressed::Compressed;
 use layout::GradientLayout;
@@ -30,7 +30,7 @@ use std::sync::Arc;
 use tied::TiedGradients;
 use trireme_base::DType;
 use trireme_codec::{CompressionStatistics, Compressor};
-use trireme_schedule::Outline;
+use trireme_schedule::ProgramHeader;
 use trireme_tensor::{
     Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Tensor, View, ViewMut,
 };
@@ -42,7 +42,7 @@ const IN_FLIGHT_MAX: usize = 2;
 /// A gradient of one unit or shard, for one microbatch or summed over several.
 pub(crate) enum Gradient {
     /// A vector that ranks can reduce in place.
-    Reducible(Exchanged),
+    Reducible(ExchangeVector),
     /// A partial sum in memory of its own, which is added to the reducible vector.
     Partial(Tensor),
 }
@@ -77,7 +77,7 @@ struct UnitGradient {
     /// The elements that belong to this rank's shard.
     own: Range<usize>,
     /// `None` while the gradient is written, summed or reduced. If the memory does not stay with the unit, it comes from the pool.
-    reducible: Option<Exchanged>,
+    reducible: Option<ExchangeVector>,
     open: Option<Gradient>,
     sum: TreeSum<Gradient>,
     reduction: Reduction,
@@ -91,7 +91,7 @@ pub(crate) struct Gradients {
     device: Device,
     determinism: Determinism,
     layout: GradientLayout,
-    outline: Outline,
+    header: ProgramHeader,
     table: Arc<ParameterTable>,
     ranks: Arc<RankGrid>,
     units: Vec<UnitGradient>,
@@ -101,16 +101,16 @@ pub(crate) struct Gradients {
     /// Units with a reduction in flight, in the order in which their next messages are awaited.
     under_way: VecDeque<usize>,
     /// Reduced gradients, gathered from their shards; only if gradients are sharded but each rank updates full units.
-    gathered: Option<Gathered>,
+    gathered: Option<GatheredUnits>,
     /// Counts the memory of reductions, apart from gradients.
-    counted: Counted,
+    counted: CountedMemory,
     /// Replicated parameters whose sums could differ between ranks, because their rounding depends on neighbouring elements.
-    rounded_apart: Holders,
+    block_rounded: ReplicatedParameters,
     /// Contributions to the gradients of tied parameters, in a pipeline.
     tied: Option<TiedGradients>,
     /// For each parameter, whether the open gradient of its unit already has a contribution, so that the next one is added.
     written: Vec<bool>,
-    waiting: Waiting,
+    waiting: WaitTracker,
 }
 
 impl Gradients {
@@ -118,9 +118,9 @@ impl Gradients {
     /// here.
     pub(crate) fn prepare(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         if !self.layout.keeps_full() {
-            let outline = std::mem::take(&mut self.outline);
-            let prepared = outline.writes(unit).try_for_each(|unit| self.take_whole(unit));
-            self.outline = outline;
+            let header = std::mem::take(&mut self.header);
+            let prepared = header.writes(unit).try_for_each(|unit| self.take_full_gradient(unit));
+            self.header = header;
             prepared?;
         }
         let Some(tied) = &mut self.tied else { return Ok(()) };
@@ -136,7 +136,7 @@ impl Gradients {
             device.copy(values, view)
         }
         self.grad_ready(&span);
-        self.tied.as_ref().expect("it was there").pool.give(part);
+        self.tied.as_ref().expect("it was there").pool.release(part);
         Ok(())
     }
 
@@ -145,7 +145,7 @@ impl Gradients {
     }
 
     /// Allocates memory for a full gradient. If too many gradients are in flight, waits until a reduction ends and reuses its memory.
-    fn take_whole(&mut self, unit: usize) -> Result<()> {
+    fn take_full_gradient(&mut self, unit: usize) -> Result<()> {
         let state = &self.units[unit];
         // Later gradients of a sum are partial sums in memory of their own.
         if state.reducible.is_some() || state.open.is_some() || !state.sum.is_empty() {
@@ -195,7 +195,7 @@ impl Gradients {
 
     /// Starts to reduce `unit`'s gradient, accumulated since the last reduction, over the ranks. If gradients are rounded into shards,
     /// waits until fewer than the maximum are in flight. With `is_whole`, the gradient is sent uncompressed.
-    pub(crate) fn reduce(&mut self, unit: usize, is_whole: bool) -> Result<()> {
+    pub(crate) fn reduce(&mut self, unit: usize, is_uncompressed: bool) -> Result<()> {
         while self.layout.is_rounded()
             && self.units[unit].shard.is_some()
             && self.is_full(self.units[unit].len)
@@ -204,14 +204,14 @@ impl Gradients {
         }
         let vector = self.take_sum(unit);
         let (device, state) = (&self.device, &mut self.units[unit]);
-        if let Some(compressed) = state.reduction.compressed_mut().filter(|_| is_whole) {
-            compressed.start_whole(vector);
+        if let Some(compressed) = state.reduction.compressed_mut().filter(|_| is_uncompressed) {
+            compressed.start_uncompressed(vector);
         } else if let Some(whole) = state.reduction.start(vector, device)? {
             // The rounded copy is reduced, so the f32 gradient goes back to the pool.
-            self.pool.give(whole);
+            self.pool.release(whole);
         }
         self.under_way.push_back(unit);
-        if self.under_way.len() == self.outline.held().count() {
+        if self.under_way.len() == self.header.held().count() {
             self.units.iter().for_each(|state| state.reduction.flush());
         }
         Ok(())
@@ -222,11 +222,11 @@ impl Gradients {
         if self.layout.keeps_full() {
             self.units[unit].reducible = Some(vector)
         } else {
-            self.pool.give(vector)
+            self.pool.release(vector)
         }
     }
 
-    fn take_sum(&mut self, unit: usize) -> Exchanged {
+    fn take_sum(&mut self, unit: usize) -> ExchangeVector {
         self.written[self.table.units()[unit].parameters.clone()].fill(false);
         let (device, state) = (&self.device, &mut self.units[unit]);
         let sum = state.sum.finish(|left, right| add(device, state.num_elements, left, right));
@@ -246,10 +246,10 @@ impl Gradients {
             self.under_way.push_back(unit);
             return Ok(());
         }
-        let is_rounded_apart = state.reduction.is_rounded_apart() && self.rounded_apart.has(unit);
+        let is_rounded_apart = state.reduction.is_block_rounded() && self.block_rounded.has(unit);
         if let Some(wide) = state.reducible.as_mut().filter(|_| is_rounded_apart) {
             let own = (wide.part_mut(state.own.clone()), state.own.clone());
-            self.rounded_apart.copy_first(unit, own, &mut self.waiting)?;
+            self.block_rounded.broadcast_first(unit, own, &mut self.waiting)?;
         }
         if let Some(shard) = &mut state.shard {
             let sum = state.reduction.view(&state.reducible);
@@ -258,14 +258,14 @@ impl Gradients {
             if let Reduction::Rounded(rounded) = &mut state.reduction {
                 rounded.release();
             } else if !self.layout.keeps_full() {
-                self.pool.give(state.reducible.take().expect("the sum lies there"));
+                self.pool.release(state.reducible.take().expect("the sum lies there"));
             }
         }
         Ok(())
     }
 
     /// Returns the time that this rank has waited for gradients since the previous call, and the operations that its kernels wait for.
-    pub(crate) fn take_waiting(&mut self) -> Waiting {
+    pub(crate) fn take_waiting(&mut self) -> WaitTracker {
         std::mem::take(&mut self.waiting)
     }
 
@@ -303,7 +303,7 @@ impl Gradients {
         gathered.unshard(unit, Some((self.units[unit].reduced(), &self.shards_device)))
     }
 
-    pub(crate) fn await_gathered(&mut self, unit: usize, waiting: &mut Waiting) -> Result<()> {
+    pub(crate) fn await_gathered(&mut self, unit: usize, waiting: &mut WaitTracker) -> Result<()> {
         self.gathered.as_mut().map_or(Ok(()), |gathered| gathered.ensure(unit, waiting))
     }
 
@@ -336,27 +336,29 @@ impl Gradients {
 
     /// Counts the memory that peers map when a step of a compressed unit is sent uncompressed. If a step `may_be_skipped`, allocates memory
     /// to roll compressors back.
-    pub(crate) fn expect_momentum(&mut self, may_be_skipped: bool) -> Result<()> {
+    pub(crate) fn reserve_for_momentum(&mut self, may_be_skipped: bool) -> Result<()> {
         let group = self.ranks.replicas();
         for state in &mut self.units {
             let Some(compressed) = state.reduction.compressed_mut() else { continue };
             let num_bytes = state.len * size_of::<f32>();
-            self.device.staging().take_mapped(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
+            self.device
+                .staging()
+                .charge_mapped(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
             if may_be_skipped {
-                compressed.remember()?;
+                compressed.enable_rollback()?;
             }
         }
         Ok(())
     }
 
-    pub(crate) fn take_back_compression(&mut self) -> Result<()> {
+    pub(crate) fn roll_back_compression(&mut self) -> Result<()> {
         let mut compressed = self.units.iter_mut().filter_map(|state| state.reduction.compressed_mut());
-        compressed.try_for_each(Compressed::take_back)
+        compressed.try_for_each(Compressed::roll_back)
     }
 
-    pub(crate) fn num_kinds(&self) -> usize {
+    pub(crate) fn num_step_kinds(&self) -> usize {
         let compressed = self.units.iter().filter_map(|state| state.reduction.compressed());
-        compressed.map(|compressed| compressed.kinds.len()).max().unwrap_or(0)
+        compressed.map(|compressed| compressed.remaining_steps.len()).max().unwrap_or(0)
     }
 
     pub(crate) fn compressors(&self) -> impl Iterator<Item = (&str, &Compressor)> {

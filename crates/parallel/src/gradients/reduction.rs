@@ -2,9 +2,9 @@
 
 use super::Compressed;
 use super::hierarchical::Hierarchical;
-use super::summed_vector::{Summation, Vector};
+use super::summed_vector::{ReducedVector, Summation};
 use crate::error::Result;
-use crate::memory::{Counted, Exchanged, Exchanging, Pool, Waiting};
+use crate::memory::{CountedMemory, ExchangeVector, PendingVector, Pool, WaitTracker};
 use crate::offload::Movable;
 use std::sync::Arc;
 use trireme_base::{DType, ReduceOp};
@@ -13,9 +13,9 @@ use trireme_tensor::{Category, Device, View};
 
 pub(crate) enum Reduction {
     /// In f32, in the gradient's own memory; a short gradient may be fused with others.
-    Plain { exchange: Summation, under_way: Option<Exchanging> },
+    Plain { exchange: Summation, under_way: Option<PendingVector> },
     /// Rounded to 16 bits, in memory of its own.
-    Rounded(Vector),
+    Rounded(ReducedVector),
     /// As integers, within hosts and then across them, in memory of its own.
     Hierarchical(Hierarchical),
     /// Compressed by a codec, in memory of its own.
@@ -38,7 +38,7 @@ impl Reductions {
         group: &Arc<Group>,
         fusion_bytes: usize,
         lens: &[usize],
-        counted: &Counted,
+        counted: &CountedMemory,
     ) -> Result<Self> {
         let shares_memory = matches!(group.transport(), TransportKind::Single | TransportKind::Shm);
         let len_max = if shares_memory { 0 } else { fusion_bytes / dtype.size() };
@@ -62,7 +62,7 @@ impl Reductions {
         let Some((pool, takes_memory)) = &self.rounded else {
             return Ok(Reduction::Plain { exchange: self.exchange.clone(), under_way: None });
         };
-        let mut vector = Vector::new(len, &self.exchange, pool);
+        let mut vector = ReducedVector::new(len, &self.exchange, pool);
         if *takes_memory {
             vector.restore()?;
         }
@@ -72,7 +72,7 @@ impl Reductions {
 
 impl Reduction {
     /// Starts the reduction of this rank's `sum`. Returns `sum` if a rounded copy is reduced instead.
-    pub(crate) fn start(&mut self, sum: Exchanged, device: &Device) -> Result<Option<Exchanged>> {
+    pub(crate) fn start(&mut self, sum: ExchangeVector, device: &Device) -> Result<Option<ExchangeVector>> {
         match self {
             Reduction::Plain { exchange, under_way } => *under_way = Some(exchange.start(sum, device)),
             Reduction::Rounded(rounded) => {
@@ -87,7 +87,7 @@ impl Reduction {
 
     /// Sends fused gradients that wait for more. Called when all gradients of a step have been passed to `start`.
     pub(crate) fn flush(&self) {
-        if let Reduction::Plain { exchange, .. } | Reduction::Rounded(Vector { exchange, .. }) = self {
+        if let Reduction::Plain { exchange, .. } | Reduction::Rounded(ReducedVector { exchange, .. }) = self {
             exchange.flush();
         }
     }
@@ -96,9 +96,9 @@ impl Reduction {
     /// reduction. If the sum is not complete, the next message is in flight.
     pub(crate) fn advance(
         &mut self,
-        wide: &mut Option<Exchanged>,
+        wide: &mut Option<ExchangeVector>,
         device: &Device,
-        waiting: &mut Waiting,
+        waiting: &mut WaitTracker,
     ) -> Result<bool> {
         *wide = match self {
             Reduction::Plain { under_way, .. } => {
@@ -116,7 +116,7 @@ impl Reduction {
     }
 
     /// Returns the sum: of this reduction if it is rounded, else `wide`.
-    pub(crate) fn view<'a>(&'a self, wide: &'a Option<Exchanged>) -> View<'a> {
+    pub(crate) fn view<'a>(&'a self, wide: &'a Option<ExchangeVector>) -> View<'a> {
         match self {
             Reduction::Rounded(rounded) => rounded.view(),
             _ => wide.as_ref().expect("a gradient is read after its reduction").view(),
@@ -125,7 +125,7 @@ impl Reduction {
 
     /// Whether the rounding of the last sum depends on neighbouring elements, so that ranks with other parts of parameters may get other
     /// bits.
-    pub(crate) fn is_rounded_apart(&self) -> bool {
+    pub(crate) fn is_block_rounded(&self) -> bool {
         match self {
             Reduction::Plain { .. } | Reduction::Rounded(_) => false,
             Reduction::Hierarchical(_) => true,
@@ -173,10 +173,10 @@ mod tests {
         let ranks = run_ranks(4, |group| {
             let group = Arc::new(group);
             let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
-            let counted = Counted::new(&device);
+            let counted = CountedMemory::new(&device);
             let reductions = Reductions::all_reduce(dtype, &group, 0, &[], &counted).unwrap();
             let mut reduction = reductions.reduction(LEN).unwrap();
-            let mut vector = Exchanged::new_for_host(&group, &device, DType::F32, LEN).unwrap();
+            let mut vector = ExchangeVector::new_for_host(&group, &device, DType::F32, LEN).unwrap();
             let mut found = Vec::new();
             // The second round reuses the buffers of the first.
             for _ in 0..2 {
@@ -184,7 +184,7 @@ mod tests {
                 device.upload(&values, vector.view_mut());
                 let mut wide = reduction.start(vector, &device).unwrap();
                 assert_eq!(wide.is_some(), dtype != DType::F32, "what was rounded is given back");
-                assert!(reduction.advance(&mut wide, &device, &mut Waiting::default()).unwrap());
+                assert!(reduction.advance(&mut wide, &device, &mut WaitTracker::default()).unwrap());
                 let sum = reduction.view(&wide);
                 let mut widened = vec![0.0_f32; LEN];
                 let mut converted = device.zeros([LEN].into(), DType::F32, Category::Gradients).unwrap();

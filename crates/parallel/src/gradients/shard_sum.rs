@@ -1,10 +1,10 @@
 //! A rank's shard of a unit's gradient: reduced shards, summed over microbatches and then over replicas.
 
-use super::summed_vector::{Summation, Vector};
+use super::summed_vector::{ReducedVector, Summation};
 use super::{Gradient, TreeSum, add};
 use crate::error::Result;
 use crate::layout::StateRanks;
-use crate::memory::{Pool, bring};
+use crate::memory::{Pool, on_device};
 use crate::step::Determinism;
 use std::sync::Arc;
 use trireme_base::{DType, ReduceOp};
@@ -16,7 +16,7 @@ pub(crate) struct ShardSum {
     determinism: Determinism,
     device: Device,
     /// The vector that is summed over the replicas.
-    pub(super) memory: Vector,
+    pub(super) memory: ReducedVector,
     sum: TreeSum<Gradient>,
 }
 
@@ -40,7 +40,7 @@ impl ShardSums {
         ShardSum {
             determinism: self.determinism,
             device: self.pool.device().clone(),
-            memory: Vector::new(len, &self.exchange, &self.pool),
+            memory: ReducedVector::new(len, &self.exchange, &self.pool),
             sum: TreeSum::new(),
         }
     }
@@ -50,7 +50,7 @@ impl ShardSum {
     /// Adds the shard of a microbatch, in memory of the device `from`, in the canonical order.
     pub(crate) fn add(&mut self, shard: View<'_>, from: &Device) -> Result<()> {
         let (len, device) = (self.memory.len, &self.device);
-        let shard = bring(shard, from, device, Category::Communication)?;
+        let shard = on_device(shard, from, device, Category::Communication)?;
         let mut term = if self.sum.is_empty() {
             Gradient::Reducible(self.memory.take()?)
         } else {

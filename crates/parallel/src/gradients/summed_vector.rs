@@ -1,7 +1,7 @@
 //! Vectors that are summed over ranks.
 
 use crate::error::Result;
-use crate::memory::{Exchanged, Exchanging, Pool, Waiting, bring};
+use crate::memory::{ExchangeVector, PendingVector, Pool, WaitTracker, on_device};
 use crate::offload::Movable;
 use std::sync::Arc;
 use trireme_base::ReduceOp;
@@ -19,7 +19,7 @@ pub(crate) enum Summation {
 }
 
 impl Summation {
-    pub(crate) fn start(&self, vector: Exchanged, device: &Device) -> Exchanging {
+    pub(crate) fn start(&self, vector: ExchangeVector, device: &Device) -> PendingVector {
         let len = vector.len();
         match self {
             Summation::AllReduce(fusion) => {
@@ -43,23 +43,23 @@ impl Summation {
 
 /// A vector that is summed over ranks in every step, in the dtype of the exchange. In 16 bits, each sum of two values is computed in f32
 /// and rounded, so the result depends on the order of the ranks, which the group determines.
-pub(crate) struct Vector {
+pub(crate) struct ReducedVector {
     pub(super) len: usize,
     pub(super) exchange: Summation,
     /// `None` while a sum is in flight, and while the memory is released.
-    memory: Option<Exchanged>,
-    under_way: Option<Exchanging>,
+    memory: Option<ExchangeVector>,
+    under_way: Option<PendingVector>,
     pool: Pool,
 }
 
-impl Vector {
+impl ReducedVector {
     /// Creates a vector, which allocates no memory before the first sum.
     pub(crate) fn new(len: usize, exchange: &Summation, pool: &Pool) -> Self {
         let (exchange, pool) = (exchange.clone(), pool.clone());
-        Vector { len, exchange, memory: None, under_way: None, pool }
+        ReducedVector { len, exchange, memory: None, under_way: None, pool }
     }
 
-    pub(crate) fn take(&mut self) -> Result<Exchanged> {
+    pub(crate) fn take(&mut self) -> Result<ExchangeVector> {
         self.memory.take().map_or_else(|| self.pool.take(self.len), Ok)
     }
 
@@ -67,7 +67,7 @@ impl Vector {
     pub(crate) fn reduce_rounded(&mut self, term: View<'_>, device: &Device) -> Result<()> {
         let mut memory = self.take()?;
         let own = self.pool.device();
-        let term = bring(term, device, own, Category::Communication)?;
+        let term = on_device(term, device, own, Category::Communication)?;
         own.convert(term.view(), memory.view_mut());
         drop(term);
         self.reduce(memory);
@@ -75,11 +75,11 @@ impl Vector {
     }
 
     /// Starts the sum over the ranks, with this rank's vector `term`.
-    pub(crate) fn reduce(&mut self, term: Exchanged) {
+    pub(crate) fn reduce(&mut self, term: ExchangeVector) {
         self.under_way = Some(self.exchange.start(term, self.pool.device()));
     }
 
-    pub(crate) fn wait(&mut self, waiting: &mut Waiting) -> Result<()> {
+    pub(crate) fn wait(&mut self, waiting: &mut WaitTracker) -> Result<()> {
         let under_way = self.under_way.take().expect("the sum over the ranks was started");
         self.memory = Some(under_way.wait(self.pool.device(), waiting)?);
         Ok(())
@@ -90,7 +90,7 @@ impl Vector {
     }
 }
 
-impl Movable for Vector {
+impl Movable for ReducedVector {
     fn num_bytes(&self) -> usize {
         self.len * self.pool.dtype().size()
     }
@@ -101,7 +101,7 @@ impl Movable for Vector {
 
     fn release(&mut self) {
         if let Some(memory) = self.memory.take() {
-            self.pool.give(memory);
+            self.pool.release(memory);
         }
     }
 

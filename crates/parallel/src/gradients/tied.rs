@@ -5,8 +5,8 @@
 //! accumulates its contributions of a step instead, and the owner adds them for the last microbatch.
 
 use crate::error::Result;
-use crate::memory::{Exchanged, Pool};
-use trireme_schedule::Outline;
+use crate::memory::{ExchangeVector, Pool};
+use trireme_schedule::ProgramHeader;
 use trireme_tensor::{GradTarget, ParameterSpan, Tie};
 
 /// The reader's contributions to the owner's gradient, by microbatch.
@@ -17,25 +17,32 @@ pub(crate) struct TiedGradients {
     /// The microbatch under which contributions of a step are accumulated; `None` if they are kept by microbatch.
     sums_at: Option<usize>,
     /// The contribution that the reader's backward is writing.
-    open: Option<Open>,
-    parts: Vec<Option<Exchanged>>,
+    open: Option<OpenContribution>,
+    contributions: Vec<Option<ExchangeVector>>,
 }
 
-struct Open {
+struct OpenContribution {
     microbatch: usize,
-    part: Exchanged,
+    part: ExchangeVector,
     accumulates: bool,
 }
 
 impl TiedGradients {
     /// Creates the contributions to the tied parameters, if this pipeline rank runs the reader or the owner. Memory comes from `pool`.
-    pub(crate) fn new(outline: &Outline, tie: Option<Tie>, pool: &Pool) -> Option<Self> {
-        let Tie { reader, span } = tie.filter(|_| !outline.stages.is_empty())?;
-        let is_here = outline.holds(reader) || outline.holds(span.unit);
-        let parts = (0..outline.num_microbatches).map(|_| None).collect();
-        let is_summed = outline.chain.sums_ties && !outline.holds(span.unit);
-        let sums_at = outline.num_microbatches.checked_sub(1).filter(|_| is_summed);
-        is_here.then(|| TiedGradients { span, reader, pool: pool.clone(), sums_at, open: None, parts })
+    pub(crate) fn new(header: &ProgramHeader, tie: Option<Tie>, pool: &Pool) -> Option<Self> {
+        let Tie { reader, span } = tie.filter(|_| !header.stages.is_empty())?;
+        let is_here = header.holds(reader) || header.holds(span.unit);
+        let parts = (0..header.num_microbatches).map(|_| None).collect();
+        let is_summed = header.chain.sums_ties && !header.holds(span.unit);
+        let sums_at = header.num_microbatches.checked_sub(1).filter(|_| is_summed);
+        is_here.then(|| TiedGradients {
+            span,
+            reader,
+            pool: pool.clone(),
+            sums_at,
+            open: None,
+            contributions: parts,
+        })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -46,17 +53,18 @@ impl TiedGradients {
     pub(crate) fn begin(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         if unit == self.reader {
             let microbatch = self.sums_at.unwrap_or(microbatch);
-            let sum = self.parts[microbatch].take();
+            let sum = self.contributions[microbatch].take();
             let accumulates = sum.is_some();
             let part = sum.map_or_else(|| self.pool.take(self.len()), Ok)?;
-            self.open = Some(Open { microbatch, part, accumulates });
+            self.open = Some(OpenContribution { microbatch, part, accumulates });
         }
         Ok(())
     }
 
     /// Returns the memory for the reader's contribution while its backward runs, or `None` for other parameters.
     pub(crate) fn target(&mut self, span: &ParameterSpan) -> Option<GradTarget<'_>> {
-        let Open { part, accumulates, .. } = self.open.as_mut().filter(|_| span.unit == self.span.unit)?;
+        let OpenContribution { part, accumulates, .. } =
+            self.open.as_mut().filter(|_| span.unit == self.span.unit)?;
         debug_assert_eq!((span.offset, span.shape), (self.span.offset, self.span.shape), "one span is tied");
         Some(GradTarget { view: part.view_mut().into_part(0, span.shape), accumulate: *accumulates })
     }
@@ -65,22 +73,22 @@ impl TiedGradients {
     pub(crate) fn end(&mut self, span: &ParameterSpan) -> bool {
         let open = self.open.take_if(|_| span.unit == self.span.unit);
         let is_end = open.is_some();
-        if let Some(Open { microbatch, part, .. }) = open {
+        if let Some(OpenContribution { microbatch, part, .. }) = open {
             self.put(microbatch, part);
         }
         is_end
     }
 
-    pub(crate) fn put(&mut self, microbatch: usize, part: Exchanged) {
-        self.parts[microbatch] = Some(part);
+    pub(crate) fn put(&mut self, microbatch: usize, part: ExchangeVector) {
+        self.contributions[microbatch] = Some(part);
     }
 
-    pub(crate) fn take_to_send(&mut self, microbatch: usize) -> Exchanged {
-        self.parts[microbatch].take().expect("the reader has run backward")
+    pub(crate) fn take_to_send(&mut self, microbatch: usize) -> ExchangeVector {
+        self.contributions[microbatch].take().expect("the reader has run backward")
     }
 
     /// Takes the contribution of a microbatch that must be added to the gradient of `unit`, if `unit` is the owner.
-    pub(crate) fn take(&mut self, unit: usize, microbatch: usize) -> Option<Exchanged> {
-        self.parts.get_mut(microbatch).filter(|_| unit == self.span.unit)?.take()
+    pub(crate) fn take(&mut self, unit: usize, microbatch: usize) -> Option<ExchangeVector> {
+        self.contributions.get_mut(microbatch).filter(|_| unit == self.span.unit)?.take()
     }
 }

@@ -2,31 +2,31 @@
 
 use crate::step::Determinism;
 use trireme_base::PassExchanges;
-use trireme_model::{Rehearsal, UnitRehearsal};
+use trireme_model::{ModelProfile, UnitProfile};
 use trireme_schedule::{Chain, UnitExchanges};
 use trireme_tensor::ParameterTable;
 
-/// Returns the properties of a model that step programs depend on: its parameters are in `table`, and `rehearsal` describes its passes.
-pub fn chain(table: &ParameterTable, rehearsal: &Rehearsal, determinism: Determinism) -> Chain {
-    let those = |is_one: fn(&UnitRehearsal) -> bool| {
-        let units = rehearsal.units.iter().enumerate().filter(|(_, unit)| is_one(unit));
+/// Returns the properties of a model that step programs depend on: its parameters are in `table`, and `profile` describes its passes.
+pub fn chain(table: &ParameterTable, profile: &ModelProfile, determinism: Determinism) -> Chain {
+    let units_where = |is_one: fn(&UnitProfile) -> bool| {
+        let units = profile.units.iter().enumerate().filter(|(_, unit)| is_one(unit));
         units.map(|(unit, _)| unit).collect()
     };
     Chain {
-        num_units: rehearsal.units.len(),
+        num_units: profile.units.len(),
         ties: table.tie().map(|tie| (tie.reader, tie.span.unit)).into_iter().collect(),
         sums_ties: table.tie().is_some() && determinism == Determinism::Run,
-        unread: those(|unit| !unit.backward_reads),
-        reread: those(|unit| unit.weight_half_reads),
-        unkept: those(|unit| !unit.passes.keeps()),
-        exchanges: exchanges(rehearsal),
+        unread: units_where(|unit| !unit.backward_reads),
+        reread: units_where(|unit| unit.weight_half_reads),
+        unkept: units_where(|unit| !unit.passes.keeps()),
+        exchanges: exchanges(profile),
     }
 }
 
 /// Returns the exchanges within units. Adjacent units with the same exchanges share an entry.
-fn exchanges(rehearsal: &Rehearsal) -> Vec<UnitExchanges> {
+fn exchanges(profile: &ModelProfile) -> Vec<UnitExchanges> {
     let mut found: Vec<UnitExchanges> = Vec::new();
-    for (unit, rehearsed) in rehearsal.units.iter().enumerate() {
+    for (unit, rehearsed) in profile.units.iter().enumerate() {
         let passes = &rehearsed.exchanges;
         match found.last_mut() {
             Some(last) if last.units.end == unit && last.passes == *passes => last.units.end = unit + 1,

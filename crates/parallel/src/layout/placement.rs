@@ -1,7 +1,7 @@
 use std::ops::Range;
 use trireme_base::{DType, Rank};
 use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
-use trireme_schedule::{Outline, StateClass};
+use trireme_schedule::{ProgramHeader, StateClass};
 use trireme_tensor::{ParameterInfo, ParameterTable};
 
 /// The placement of a parameter and of its optimizer state on the ranks that update it, in memory and in checkpoints.
@@ -15,11 +15,11 @@ impl Placements {
     /// Places every parameter. Along the pipeline axis, it is on its unit's rank. Ranks that shard optimizer state split it at the ends of
     /// the shards of the unit's flat buffer, and tensor ranks split it as the model declares. An expert is on one of the neighbouring
     /// data-parallel ranks that hold different experts.
-    pub fn new(table: &ParameterTable, outline: &Outline, mesh: Mesh) -> Self {
-        let is_sharded = outline.state.is_sharded(StateClass::Optimizer);
+    pub fn new(table: &ParameterTable, header: &ProgramHeader, mesh: Mesh) -> Self {
+        let is_sharded = header.state.is_sharded(StateClass::Optimizer);
         let (of_shards, of_replicas) = neighbours(table, &mesh);
         let along = |info: &ParameterInfo, axis, degree: usize| match (axis, table.owner(info)) {
-            (Axis::PIPELINE, _) => Placement::Single { rank: outline.rank_of(info.unit) },
+            (Axis::PIPELINE, _) => Placement::Single { rank: header.rank_of(info.unit) },
             (Axis::DATA_REPLICATE, Some(owner)) if of_replicas > 1 => {
                 Placement::OneOf { rank: owner / of_shards, num: of_replicas }
             }
@@ -55,10 +55,15 @@ impl Placements {
     }
 
     /// Returns the placement of a value that is replicated on all ranks that hold the parameter `info`, or a part of it.
-    pub fn beside(&self, table: &ParameterTable, outline: &Outline, info: &ParameterInfo) -> Vec<Placement> {
+    pub fn replicated_with(
+        &self,
+        table: &ParameterTable,
+        header: &ProgramHeader,
+        info: &ParameterInfo,
+    ) -> Vec<Placement> {
         let (of_shards, of_replicas) = neighbours(table, &self.mesh);
         let along = |&(axis, _): &(Axis, usize)| match (axis, table.owner(info)) {
-            (Axis::PIPELINE, _) => Placement::Single { rank: outline.rank_of(info.unit) },
+            (Axis::PIPELINE, _) => Placement::Single { rank: header.rank_of(info.unit) },
             (Axis::DATA_REPLICATE, Some(owner)) => {
                 Placement::OneOf { rank: owner / of_shards, num: of_replicas }
             }

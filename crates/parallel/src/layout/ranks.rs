@@ -1,14 +1,14 @@
 //! The grid of all ranks: pipeline stages, replicas, shards, and the context, tensor and expert axes.
 
 use crate::error::{ParallelError, Result};
-use crate::layout::PerExperts;
+use crate::layout::DenseAndExpert;
 use std::sync::Arc;
-use trireme_base::{AxisPlace, ContextPlace, Rank};
+use trireme_base::{AxisRank, ContextRank, Rank};
 use trireme_comm::{Group, ProgramLine};
 use trireme_plan::{Axis, Mesh};
 use trireme_schedule::collective::Hosts;
-use trireme_schedule::{Outline, StateClass};
-use trireme_tensor::{ModelPlace, ParameterInfo, ParameterTable, UnitInfo};
+use trireme_schedule::{ProgramHeader, StateClass};
+use trireme_tensor::{ModelRank, ParameterInfo, ParameterTable, UnitInfo};
 
 /// The number of ranks along each axis of a mesh. The remaining factor of the world size is the number of replicas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,17 +84,17 @@ impl Degrees {
     }
 
     /// Returns the place of a rank on the tensor and expert axes, which determines its part of the model.
-    pub fn model_place(self, rank: Rank) -> ModelPlace {
+    pub fn model_place(self, rank: Rank) -> ModelRank {
         let Degrees { tensor, experts, .. } = self;
-        ModelPlace {
-            tensor: AxisPlace::new(rank.0 % tensor, tensor),
-            experts: AxisPlace::new(rank.0 / tensor % experts, experts),
+        ModelRank {
+            tensor: AxisRank::new(rank.0 % tensor, tensor),
+            experts: AxisRank::new(rank.0 / tensor % experts, experts),
         }
     }
 
     /// Returns the place of a rank among the ranks that share the positions of a sequence.
-    pub fn context_place(self, rank: Rank) -> ContextPlace {
-        ContextPlace::new(AxisPlace::new(rank.0 / self.tensor % self.context, self.context), self.heads)
+    pub fn context_place(self, rank: Rank) -> ContextRank {
+        ContextRank::new(AxisRank::new(rank.0 / self.tensor % self.context, self.context), self.heads)
     }
 }
 
@@ -113,15 +113,15 @@ pub struct RankGrid {
     world: Arc<Group>,
     pipeline: Arc<Group>,
     /// The groups that store the state of units.
-    pub(crate) state: PerExperts<StateRanks>,
+    pub(crate) state: DenseAndExpert<StateRanks>,
     experts: Option<Arc<Group>>,
     ring: Arc<Group>,
     heads: Arc<Group>,
     tensor: Arc<Group>,
     /// The ranks of `shards` by host, after [`split_by_hosts`](RankGrid::split_by_hosts).
-    pub(crate) levels: Option<Levels>,
+    pub(crate) levels: Option<HostLevels>,
     /// The ranks of the tensor axis that hold the same elements of a parameter: one group for each number of such ranks.
-    holders: Vec<Arc<Group>>,
+    replicated: Vec<Arc<Group>>,
     groups: Vec<Arc<Group>>,
 }
 
@@ -140,13 +140,13 @@ pub struct StateRanks {
 
 impl StateRanks {
     /// Returns the ranks that update a unit together. Each updates its shard; without sharding, this rank alone updates the full unit.
-    pub(crate) fn updating(&self, outline: &Outline) -> &Arc<Group> {
-        if outline.state.is_sharded(StateClass::Optimizer) { &self.shards } else { &self.own }
+    pub(crate) fn update_group(&self, header: &ProgramHeader) -> &Arc<Group> {
+        if header.state.is_sharded(StateClass::Optimizer) { &self.shards } else { &self.own }
     }
 
     /// Returns the ranks that update the same elements as this rank.
-    pub(crate) fn alike(&self, outline: &Outline) -> &Arc<Group> {
-        if outline.state.is_sharded(StateClass::Optimizer) { &self.replicas } else { &self.data }
+    pub(crate) fn same_update_group(&self, header: &ProgramHeader) -> &Arc<Group> {
+        if header.state.is_sharded(StateClass::Optimizer) { &self.replicas } else { &self.data }
     }
 }
 
@@ -166,15 +166,15 @@ impl<'a> Groups<'a> {
     /// Returns the ranks that differ from this one only along `axes`. Collective.
     fn along(&mut self, name: &str, axes: &[Axis]) -> Result<Arc<Group>> {
         let (several, world) = &self.made[0];
-        let those: Vec<Axis> = several.iter().copied().filter(|axis| axes.contains(axis)).collect();
-        if let Some((_, group)) = self.made.iter().find(|(made, _)| *made == those) {
+        let several_axes: Vec<Axis> = several.iter().copied().filter(|axis| axes.contains(axis)).collect();
+        if let Some((_, group)) = self.made.iter().find(|(made, _)| *made == several_axes) {
             return Ok(Arc::clone(group));
         }
-        let group = Arc::new(match those[..] {
+        let group = Arc::new(match several_axes[..] {
             [] => world.singleton(),
             _ => world.split_by(name, |rank| self.mesh.group_of(rank, axes) as u64)?,
         });
-        self.made.push((those, Arc::clone(&group)));
+        self.made.push((several_axes, Arc::clone(&group)));
         Ok(group)
     }
 }
@@ -253,27 +253,27 @@ impl RankGrid {
             degrees,
             world,
             pipeline,
-            state: PerExperts { shared, experts: of_experts },
+            state: DenseAndExpert { shared, experts: of_experts },
             experts,
             ring,
             heads,
             tensor,
             levels: None,
-            holders: Vec::new(),
+            replicated: Vec::new(),
             groups,
         })
     }
 
     /// Creates the groups of ranks of the tensor axis that hold the same elements of a parameter. Collective over all ranks.
-    pub(crate) fn split_holders(&mut self, table: &ParameterTable) -> Result<()> {
-        let numbers = table.parameters().iter().map(ParameterInfo::num_holders);
+    pub(crate) fn split_replicated_parameters(&mut self, table: &ParameterTable) -> Result<()> {
+        let numbers = table.parameters().iter().map(ParameterInfo::num_replicas);
         let mut numbers: Vec<usize> = numbers.filter(|number| *number > 1).collect();
         numbers.sort_unstable();
         numbers.dedup();
         for num_holders in numbers {
             let group = part(&self.tensor, "holders", num_holders, |rank| rank / num_holders)?;
             add_once(&mut self.groups, &group);
-            self.holders.push(group);
+            self.replicated.push(group);
         }
         Ok(())
     }
@@ -286,19 +286,19 @@ impl RankGrid {
         Ok(group)
     }
 
-    /// Returns the ranks of the tensor axis that hold the same elements of a parameter, of which there are `num_holders`, at least 2.
+    /// Returns the ranks of the tensor axis that hold the same elements of a parameter, of which there are `num_replicas`, at least 2.
     ///
     /// # Panics
-    /// If no parameter is held by `num_holders` ranks.
-    pub(crate) fn holders(&self, num_holders: usize) -> &Arc<Group> {
-        let group = self.holders.iter().find(|group| group.world_size() == num_holders);
+    /// If no parameter is held by `num_replicas` ranks.
+    pub(crate) fn replicated_on(&self, num_holders: usize) -> &Arc<Group> {
+        let group = self.replicated.iter().find(|group| group.world_size() == num_holders);
         group.expect("groups were made for all parameters")
     }
 
     /// Splits the ranks of each replica by host. Collective over all ranks.
     ///
     /// # Errors
-    /// [`ParallelError::UnequalHosts`] if the hosts of a replica have different numbers of its ranks. [`ParallelError::UnlikeHosts`] if,
+    /// [`ParallelError::UnevenRanksPerHost`] if the hosts of a replica have different numbers of its ranks. [`ParallelError::DifferentHostCounts`] if,
     /// with tensor parallelism, replicas are on different numbers of hosts.
     pub(crate) fn split_by_hosts(&mut self) -> Result<()> {
         let group_of = |rank: usize| self.mesh.group_of(Rank(rank), &[Axis::DATA_SHARD]);
@@ -310,15 +310,15 @@ impl RankGrid {
             let hosts = Hosts::new(&hosts);
             if hosts.ranks_per_host().is_none() {
                 let ranks = (0..hosts.num_hosts()).map(|host| hosts.ranks(host).len()).collect();
-                return Err(ParallelError::UnequalHosts { replica, ranks });
+                return Err(ParallelError::UnevenRanksPerHost { replica, ranks });
             }
             // Ranks of the tensor axis issue exchanges in one order, so all must gather and sum by the same levels.
             let (num_hosts, expected) = (hosts.num_hosts(), *expected.get_or_insert(hosts.num_hosts()));
             if self.tensor.world_size() > 1 && num_hosts != expected {
-                return Err(ParallelError::UnlikeHosts { replica, num_hosts, expected });
+                return Err(ParallelError::DifferentHostCounts { replica, num_hosts, expected });
             }
         }
-        let levels = self.levels.insert(Levels::new(&self.state.shared.shards)?);
+        let levels = self.levels.insert(HostLevels::new(&self.state.shared.shards)?);
         let made = [&levels.within, &levels.across]
             .into_iter()
             .filter(|group| !Arc::ptr_eq(group, &self.state.shared.shards));
@@ -365,7 +365,7 @@ impl RankGrid {
     }
 
     /// This rank's place on the tensor and expert axes, which determines its part of the model.
-    pub fn model_place(&self) -> ModelPlace {
+    pub fn model_place(&self) -> ModelRank {
         self.degrees.model_place(self.world.rank())
     }
 
@@ -380,13 +380,13 @@ impl RankGrid {
     }
 
     /// This rank's place among the groups of ranks that see different samples.
-    pub fn sample_place(&self) -> AxisPlace {
+    pub fn sample_place(&self) -> AxisRank {
         let context = self.degrees.context;
-        AxisPlace::new(self.data().rank().0 / context, self.data().world_size() / context)
+        AxisRank::new(self.data().rank().0 / context, self.data().world_size() / context)
     }
 
     /// This rank's place among the ranks that share the positions of a sequence.
-    pub fn context_place(&self) -> ContextPlace {
+    pub fn context_place(&self) -> ContextRank {
         self.degrees.context_place(self.world.rank())
     }
 
@@ -439,7 +439,7 @@ impl RankGrid {
 }
 
 /// The ranks of a replica by host. Every host has the same number of them.
-pub(crate) struct Levels {
+pub(crate) struct HostLevels {
     hosts: Hosts,
     /// The ranks on this rank's host.
     pub(crate) within: Arc<Group>,
@@ -447,13 +447,13 @@ pub(crate) struct Levels {
     pub(crate) across: Arc<Group>,
 }
 
-impl Levels {
+impl HostLevels {
     fn new(shards: &Arc<Group>) -> Result<Self> {
         let (rank, hosts) = (shards.rank(), shards.hosts().clone());
         let num_local = hosts.ranks(hosts.host_of(rank)).len();
         let within = part(shards, "within", num_local, |rank| hosts.host_of(Rank(rank)))?;
         let across = part(shards, "across", hosts.num_hosts(), |rank| hosts.local_rank(Rank(rank)))?;
-        Ok(Levels { hosts, within, across })
+        Ok(HostLevels { hosts, within, across })
     }
 
     /// Returns the index of the shard that a rank has, from its host and its number on that host.
@@ -472,7 +472,7 @@ mod tests {
         let levels = run_ranks_on(&[0, 1, 0, 1, 1, 0, 1, 0], |group| {
             let mut ranks = RankGrid::new(group, Degrees { shards: 4, ..Degrees::ONE }).unwrap();
             ranks.split_by_hosts().unwrap();
-            let Levels { hosts, within, across } = ranks.levels.as_ref().unwrap();
+            let HostLevels { hosts, within, across } = ranks.levels.as_ref().unwrap();
             let (host, local) = (hosts.host_of(ranks.shards().rank()), within.rank().0);
             assert_eq!(ranks.levels.as_ref().unwrap().shard(host, local), ranks.shards().rank().0);
             assert_eq!(across.rank().0, host);

@@ -5,13 +5,13 @@ use trireme_tensor::{Category, Device, DeviceError, Tensor, Values, View, ViewMu
 
 /// Returns `values` in memory that kernels of `to` can read: the values themselves if the devices share memory, else a copy. Fails if there
 /// is no memory for the copy.
-pub(crate) fn bring<'a>(
+pub(crate) fn on_device<'a>(
     values: View<'a>,
     from: &Device,
     to: &Device,
     category: Category,
 ) -> Result<Values<'a>, DeviceError> {
-    if from.shares_space(to) {
+    if from.shares_address_space(to) {
         return Ok(Values::Stored(values));
     }
     let mut copy = to.empty(values.shape(), values.dtype(), category)?;
@@ -27,14 +27,14 @@ fn copy_across((x, from): (View<'_>, &Device), (y, to): (ViewMut<'_>, &Device)) 
 
 /// Lets `work` change `values` by kernels of `to`: in place if the devices share memory, else in a copy that is copied back. Fails if there
 /// is no memory for the copy, or if `work` fails.
-pub(crate) fn change_on<E: From<ParallelError>>(
+pub(crate) fn update_on_device<E: From<ParallelError>>(
     mut values: ViewMut<'_>,
     from: &Device,
     to: &Device,
     category: Category,
     work: impl FnOnce(ViewMut<'_>) -> Result<(), E>,
 ) -> Result<(), E> {
-    if from.shares_space(to) {
+    if from.shares_address_space(to) {
         return work(values);
     }
     let refused = |error: DeviceError| E::from(error.into());

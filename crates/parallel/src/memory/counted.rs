@@ -4,17 +4,17 @@ use trireme_comm::Group;
 use trireme_tensor::{Category, Device};
 
 /// Counts memory of groups as [staging](Device::staging) memory of a device. Dropping it subtracts everything that is still counted.
-pub(crate) struct Counted {
+pub(crate) struct CountedMemory {
     device: Device,
     bytes: [AtomicUsize; Category::ALL.len()],
     /// Bytes of memory of peers that this rank maps, counted as communication.
     mapped: AtomicUsize,
 }
 
-impl Counted {
+impl CountedMemory {
     pub(crate) fn new(device: &Device) -> Self {
         let bytes = std::array::from_fn(|_| AtomicUsize::new(0));
-        Counted { device: device.clone(), bytes, mapped: AtomicUsize::new(0) }
+        CountedMemory { device: device.clone(), bytes, mapped: AtomicUsize::new(0) }
     }
 
     pub(crate) fn device(&self) -> &Device {
@@ -28,35 +28,35 @@ impl Counted {
     }
 
     pub(crate) fn take(&self, category: Category, num_bytes: usize) -> Result<()> {
-        self.device.staging().take_outside(category, num_bytes)?;
+        self.device.staging().charge_outside_arena(category, num_bytes)?;
         self.bytes[category as usize].fetch_add(num_bytes, Ordering::Relaxed);
         Ok(())
     }
 
     /// Counts memory of peers that is about to be mapped.
     pub(crate) fn map(&self, num_bytes: usize) -> Result<()> {
-        self.device.staging().take_mapped(Category::Communication, num_bytes)?;
+        self.device.staging().charge_mapped(Category::Communication, num_bytes)?;
         self.mapped.fetch_add(num_bytes, Ordering::Relaxed);
         Ok(())
     }
 
     pub(crate) fn unmap(&self, num_bytes: usize) {
         self.mapped.fetch_sub(num_bytes, Ordering::Relaxed);
-        self.device.staging().give_mapped(Category::Communication, num_bytes);
+        self.device.staging().uncharge_mapped(Category::Communication, num_bytes);
     }
 
     pub(crate) fn give(&self, category: Category, num_bytes: usize) {
         self.bytes[category as usize].fetch_sub(num_bytes, Ordering::Relaxed);
-        self.device.staging().give_outside(category, num_bytes);
+        self.device.staging().uncharge_outside_arena(category, num_bytes);
     }
 }
 
-impl Drop for Counted {
+impl Drop for CountedMemory {
     fn drop(&mut self) {
         for (category, bytes) in Category::ALL.into_iter().zip(&mut self.bytes) {
-            self.device.staging().give_outside(category, *bytes.get_mut());
+            self.device.staging().uncharge_outside_arena(category, *bytes.get_mut());
         }
-        self.device.staging().give_mapped(Category::Communication, *self.mapped.get_mut());
+        self.device.staging().uncharge_mapped(Category::Communication, *self.mapped.get_mut());
     }
 }
 
@@ -66,9 +66,9 @@ mod tests {
     use trireme_tensor::DeviceOptions;
 
     #[test]
-    fn what_was_counted_is_given_back_in_the_end() {
+    fn dropping_subtracts_counted_memory() {
         let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
-        let counted = Counted::new(&device);
+        let counted = CountedMemory::new(&device);
         counted.take(Category::Gradients, 30).unwrap();
         counted.take(Category::Communication, 5).unwrap();
         counted.give(Category::Gradients, 10);

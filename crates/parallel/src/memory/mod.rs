@@ -2,14 +2,14 @@
 
 mod across_devices;
 mod counted;
-mod lent;
+mod exchange_pool;
 mod pool;
 mod vector;
 mod waiting;
 
-pub(crate) use across_devices::{bring, change_on};
-pub(crate) use counted::Counted;
-pub(crate) use lent::ExchangePool;
+pub(crate) use across_devices::{on_device, update_on_device};
+pub(crate) use counted::CountedMemory;
+pub(crate) use exchange_pool::ExchangePool;
 pub(crate) use pool::Pool;
-pub(crate) use vector::{DevicePart, Exchanged, Exchanging};
-pub(crate) use waiting::Waiting;
+pub(crate) use vector::{DevicePart, ExchangeVector, PendingVector};
+pub(crate) use waiting::WaitTracker;

@@ -1,5 +1,5 @@
 use crate::error::Result;
-use crate::memory::{Counted, DevicePart, Exchanged};
+use crate::memory::{CountedMemory, DevicePart, ExchangeVector};
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{DType, Pending};
 use trireme_comm::{Buffer, Group, PageSize, Untyped};
@@ -20,7 +20,7 @@ pub(crate) struct Pool {
 /// The state that clones of a pool share. Memory of the pool stays counted until the last clone is dropped.
 struct Shared {
     free: Mutex<Vec<(usize, Pending<Buffer<Untyped>>)>>,
-    counted: Counted,
+    counted: CountedMemory,
 }
 
 impl Clone for Pool {
@@ -39,7 +39,7 @@ impl Pool {
         category: Category,
         is_exchanged: bool,
     ) -> Self {
-        let shared = Shared { free: Mutex::default(), counted: Counted::new(device) };
+        let shared = Shared { free: Mutex::default(), counted: CountedMemory::new(device) };
         // A group of one rank exchanges nothing, so its vectors need no group memory.
         let has_buffers = group.world_size() > 1;
         let (group, page_size) = (Arc::clone(group), PageSize::Base);
@@ -73,9 +73,9 @@ impl Pool {
     }
 
     /// Returns a vector of `len` elements with unspecified contents.
-    pub(crate) fn take(&self, len: usize) -> Result<Exchanged> {
+    pub(crate) fn take(&self, len: usize) -> Result<ExchangeVector> {
         let own = self.take_own(len)?;
-        Ok(Exchanged { buffer: self.take_buffer(self.buffer_len(len))?, own })
+        Ok(ExchangeVector { buffer: self.take_buffer(self.buffer_len(len))?, own })
     }
 
     /// Allocates device memory for `len` elements. Returns `None` if kernels work in the group's memory instead.
@@ -108,9 +108,13 @@ impl Pool {
 
     /// Makes a vector of `len` elements from a received buffer of this pool, and copies the elements to the device if needed.
     #[track_caller]
-    pub(crate) fn adopt(&self, buffer: Pending<Buffer<Untyped>>, len: usize) -> Result<Exchanged> {
+    pub(crate) fn from_received(
+        &self,
+        buffer: Pending<Buffer<Untyped>>,
+        len: usize,
+    ) -> Result<ExchangeVector> {
         let part = DevicePart { own: self.take_own(len)?, arriving: 0..len };
-        Ok(Exchanged::arrive(buffer, part, self.device()))
+        Ok(ExchangeVector::end_exchange(buffer, part, self.device()))
     }
 
     /// Returns a buffer of `len` elements for the group to exchange. `values` are copied into it from element `at` on, after the kernels
@@ -122,7 +126,7 @@ impl Pool {
         len: usize,
     ) -> Result<Buffer<Untyped>> {
         let mut buffer = self.take_buffer(len)?;
-        device.download_later(values, &mut buffer, at * self.dtype.size());
+        device.download_async(values, &mut buffer, at * self.dtype.size());
         Ok(Buffer::pending(buffer, self.dtype, len))
     }
 
@@ -136,9 +140,9 @@ impl Pool {
         at: usize,
         result: ViewMut<'_>,
     ) {
-        device.upload_later(&mut buffer, at * self.dtype.size(), result);
+        device.upload_async(&mut buffer, at * self.dtype.size(), result);
         device.wait_for(&buffer.event());
-        self.give_buffer(len, buffer);
+        self.release_buffer(len, buffer);
     }
 
     /// Returns the bytes of a buffer, and the bytes of peers' buffers that are mapped for it.
@@ -147,17 +151,17 @@ impl Pool {
         (own, if self.is_exchanged { self.group.peer_bytes_mapped_in(own, self.page_size) } else { 0 })
     }
 
-    pub(crate) fn give(&self, vector: Exchanged) {
+    pub(crate) fn release(&self, vector: ExchangeVector) {
         let len = self.buffer_len(vector.len());
-        self.give_buffer(len, vector.buffer);
+        self.release_buffer(len, vector.buffer);
     }
 
-    pub(crate) fn give_buffer(&self, len: usize, buffer: Pending<Buffer<Untyped>>) {
+    pub(crate) fn release_buffer(&self, len: usize, buffer: Pending<Buffer<Untyped>>) {
         self.shared.free.lock().unwrap_or_else(PoisonError::into_inner).push((len, buffer));
     }
 
     /// Frees the memory of a vector instead of reusing it.
-    pub(crate) fn discard(&self, vector: Exchanged) {
+    pub(crate) fn discard(&self, vector: ExchangeVector) {
         let (own, mapped) = self.num_bytes(self.buffer_len(vector.len()));
         drop(vector);
         self.shared.counted.give(self.category, own);
@@ -182,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_to_nobody_lies_on_the_device() {
+    fn vectors_of_a_single_rank_have_no_group_memory() {
         assert_eq!(bytes(trireme_comm::single(), PageSize::Base), [4032, 0]);
         for page_size in [PageSize::Base, PageSize::Huge] {
             let found = run_ranks(2, |group| bytes(group, page_size));

@@ -1,7 +1,7 @@
 //! Vectors that kernels access and ranks exchange.
 
 use crate::error::Result;
-use crate::memory::Waiting;
+use crate::memory::WaitTracker;
 use std::ops::Range;
 use trireme_base::{DType, HostMemory, Pending};
 use trireme_comm::{Buffer, Element, FusedWork, Group, PageSize, Untyped};
@@ -11,7 +11,7 @@ use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
 ///
 /// If kernels can access host memory and the group has other ranks, the vector is stored in memory of the group, and nothing is copied.
 /// Otherwise it is stored on the device. Exchanges then pass through memory of the group; the copies to and from it overlap with kernels.
-pub(crate) struct Exchanged {
+pub(crate) struct ExchangeVector {
     /// The group's memory. Empty if the vector is on the device and is never exchanged.
     pub(super) buffer: Pending<Buffer<Untyped>>,
     /// The device's memory; `None` if kernels work in the group's memory.
@@ -24,7 +24,7 @@ pub(crate) struct DevicePart {
     pub(super) arriving: Range<usize>,
 }
 
-pub(crate) struct Exchanging {
+pub(crate) struct PendingVector {
     work: FusedWork,
     dtype: DType,
     /// Length of the group's memory in elements.
@@ -32,12 +32,12 @@ pub(crate) struct Exchanging {
     part: DevicePart,
 }
 
-impl Exchanged {
+impl ExchangeVector {
     /// Allocates a vector that the host reads after each exchange.
     pub(crate) fn new_for_host(group: &Group, device: &Device, dtype: DType, len: usize) -> Result<Self> {
         let is_apart = !device.reaches_host();
         let own = is_apart.then(|| device.zeros([len].into(), dtype, Category::Communication)).transpose()?;
-        Ok(Exchanged { buffer: Pending::new(group.buffer_of(dtype, len, PageSize::Base)?), own })
+        Ok(ExchangeVector { buffer: Pending::new(group.buffer_of(dtype, len, PageSize::Base)?), own })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -82,13 +82,13 @@ impl Exchanged {
 
     /// Prepares the vector for an exchange. The group gets the elements `leaving`, after the kernels that have been issued; the elements
     /// `arriving` are copied back to the device afterwards.
-    pub(crate) fn leave(
+    pub(crate) fn begin_exchange(
         self,
         device: &Device,
         leaving: Range<usize>,
         arriving: Range<usize>,
     ) -> (Buffer<Untyped>, DevicePart) {
-        let Exchanged { mut buffer, own } = self;
+        let ExchangeVector { mut buffer, own } = self;
         let Some(own) = own else {
             return (buffer.wait(), DevicePart { own: None, arriving });
         };
@@ -96,35 +96,39 @@ impl Exchanged {
         let (len, arriving) = if has_buffer { (own.shape().num_elements(), arriving) } else { (0, 0..0) };
         if has_buffer && !leaving.is_empty() {
             let part = own.view().part(leaving.start, [leaving.len()].into());
-            device.download_later(part, &mut buffer, leaving.start * own.dtype().size());
+            device.download_async(part, &mut buffer, leaving.start * own.dtype().size());
         }
         (Buffer::pending(buffer, own.dtype(), len), DevicePart { own: Some(own), arriving })
     }
 
     /// Takes the vector back after an exchange. Kernels issued later read the received elements.
     #[track_caller]
-    pub(crate) fn arrive(mut buffer: Pending<Buffer<Untyped>>, part: DevicePart, device: &Device) -> Self {
+    pub(crate) fn end_exchange(
+        mut buffer: Pending<Buffer<Untyped>>,
+        part: DevicePart,
+        device: &Device,
+    ) -> Self {
         let DevicePart { mut own, arriving } = part;
         if let Some(own) = own.as_mut().filter(|_| !arriving.is_empty()) {
             let first = arriving.start * own.dtype().size();
             let part = own.view_mut().into_part(arriving.start, [arriving.len()].into());
-            device.upload_later(&mut buffer, first, part);
+            device.upload_async(&mut buffer, first, part);
             device.wait_for(&buffer.event());
         }
-        Exchanged { buffer, own }
+        ExchangeVector { buffer, own }
     }
 
-    /// Starts an exchange of the vector with `start`, for example an all-reduce; see [`leave`](Exchanged::leave).
+    /// Starts an exchange of the vector with `start`, for example an all-reduce; see [`begin_exchange`](ExchangeVector::begin_exchange).
     pub(crate) fn exchange<W: Into<FusedWork>>(
         self,
         device: &Device,
         leaving: Range<usize>,
         arriving: Range<usize>,
         start: impl FnOnce(Buffer<Untyped>) -> W,
-    ) -> Exchanging {
-        let (buffer, part) = self.leave(device, leaving, arriving);
+    ) -> PendingVector {
+        let (buffer, part) = self.begin_exchange(device, leaving, arriving);
         let (dtype, len) = (buffer.dtype(), buffer.len());
-        Exchanging { work: start(buffer).into(), dtype, len, part }
+        PendingVector { work: start(buffer).into(), dtype, len, part }
     }
 
     /// Copies the elements to the host, after the kernels that have been issued.
@@ -136,12 +140,12 @@ impl Exchanged {
         buffer
     }
 
-    /// Returns the host's copy of the elements, as an earlier [`download`](Exchanged::download) or exchange has left it.
+    /// Returns the host's copy of the elements, as an earlier [`download`](ExchangeVector::download) or exchange has left it.
     pub(crate) fn host_elements<T: Element>(&mut self) -> &mut [T] {
         self.buffer.wait_mut().elements_mut()
     }
 
-    /// Copies the [host's elements](Exchanged::host_elements) to the device.
+    /// Copies the [host's elements](ExchangeVector::host_elements) to the device.
     pub(crate) fn upload<T: Element>(&mut self, device: &Device) {
         if let Some(own) = &mut self.own {
             device.upload(self.buffer.wait_mut().elements::<T>(), own.view_mut());
@@ -149,9 +153,9 @@ impl Exchanged {
     }
 }
 
-impl Exchanging {
+impl PendingVector {
     /// Waits for the exchange of a vector that another group reads next. Nothing is copied to the device.
-    pub(crate) fn wait_on_host(self, waiting: &mut Waiting) -> Result<(Buffer<Untyped>, DevicePart)> {
+    pub(crate) fn wait_on_host(self, waiting: &mut WaitTracker) -> Result<(Buffer<Untyped>, DevicePart)> {
         let mut buffer = waiting.wait_fused(self.work)?;
         buffer.wait();
         Ok((buffer, DevicePart { arriving: 0..0, ..self.part }))
@@ -159,14 +163,14 @@ impl Exchanging {
 
     /// Takes the vector back for kernels, which read it after the exchange.
     #[track_caller]
-    pub(crate) fn wait(self, device: &Device, waiting: &mut Waiting) -> Result<Exchanged> {
-        let Exchanging { work, dtype, len, part } = self;
-        Ok(Exchanged::arrive(waiting.wait_on_device(work, (dtype, len), device)?, part, device))
+    pub(crate) fn wait(self, device: &Device, waiting: &mut WaitTracker) -> Result<ExchangeVector> {
+        let PendingVector { work, dtype, len, part } = self;
+        Ok(ExchangeVector::end_exchange(waiting.wait_on_device(work, (dtype, len), device)?, part, device))
     }
 
-    /// Waits for the exchange of a vector for the [host](Exchanged::new_for_host), and takes it back without a copy to the device.
-    pub(crate) fn take_to_host(self, waiting: &mut Waiting) -> Result<Exchanged> {
+    /// Waits for the exchange of a vector for the [host](ExchangeVector::new_for_host), and takes it back without a copy to the device.
+    pub(crate) fn take_to_host(self, waiting: &mut WaitTracker) -> Result<ExchangeVector> {
         let (buffer, part) = self.wait_on_host(waiting)?;
-        Ok(Exchanged { buffer: Pending::new(buffer), own: part.own })
+        Ok(ExchangeVector { buffer: Pending::new(buffer), own: part.own })
     }
 }

@@ -6,12 +6,12 @@ use trireme_tensor::Device;
 
 /// The time in which a rank only waited for communication, and the pending operations that its kernels wait for.
 #[derive(Default)]
-pub(crate) struct Waiting {
+pub(crate) struct WaitTracker {
     pub(crate) waited: Duration,
     outcomes: Vec<Outcome>,
 }
 
-impl Waiting {
+impl WaitTracker {
     pub(crate) fn wait<T>(&mut self, work: Work<T>) -> Result<T> {
         Ok(self.during(|| work.wait())?)
     }
@@ -22,7 +22,7 @@ impl Waiting {
     }
 
     /// Returns a vector of `len` elements of `dtype` for kernels of `device`. If the device runs kernels asynchronously, the kernels wait
-    /// for the operation instead of the host, and [`await_outcomes`](Waiting::await_outcomes) returns its failure.
+    /// for the operation instead of the host, and [`await_outcomes`](WaitTracker::await_outcomes) returns its failure.
     pub(crate) fn wait_on_device(
         &mut self,
         work: impl Into<FusedWork>,
@@ -53,7 +53,7 @@ impl Waiting {
         result
     }
 
-    pub(crate) fn add(&mut self, mut other: Waiting) {
+    pub(crate) fn add(&mut self, mut other: WaitTracker) {
         self.waited += other.waited;
         self.outcomes.append(&mut other.outcomes);
     }
@@ -73,9 +73,9 @@ mod tests {
     }
 
     #[test]
-    fn outcomes_tell_of_a_failure() {
+    fn await_outcomes_returns_a_failure() {
         run_ranks(2, |group| {
-            let (device, mut waiting) = (detached(), Waiting::default());
+            let (device, mut waiting) = (detached(), WaitTracker::default());
             let mut sum = || {
                 let vector = group.buffer_of(DType::F32, 10, PageSize::Base).unwrap();
                 waiting
@@ -92,7 +92,7 @@ mod tests {
 
     /// The sender waits at a barrier for the receiver, which would time out if the host waited for the message first.
     #[test]
-    fn the_host_does_not_wait_for_what_kernels_wait_for() {
+    fn wait_on_device_does_not_block_the_host() {
         let options = GroupOptions { timeout: Duration::from_secs(20), ..GroupOptions::default() };
         std::thread::scope(|scope| {
             for group in inproc_world_on(&[0, 0], &options) {
@@ -103,7 +103,7 @@ mod tests {
                         group.send(vector, Rank::ROOT).wait().unwrap();
                         return;
                     }
-                    let (device, mut waiting) = (detached(), Waiting::default());
+                    let (device, mut waiting) = (detached(), WaitTracker::default());
                     waiting
                         .wait_on_device(group.receive(vector, Rank(1)), (DType::F32, 10), &device)
                         .unwrap();

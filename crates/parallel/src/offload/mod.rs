@@ -10,7 +10,7 @@ use crate::error::Result;
 pub use spill::Spill;
 use std::path::PathBuf;
 use store::Store;
-use trireme_schedule::{Outline, Program, StateClass, StateLayout, StateOf};
+use trireme_schedule::{Program, ProgramHeader, StateClass, StateKey, StateLayout};
 use trireme_swap::{SwapFile, SwapOptions};
 use trireme_tensor::{Device, Tensor, ViewMut};
 
@@ -70,11 +70,11 @@ impl Movable for Tensor {
 }
 
 /// A function that visits all memory of one state, which moves as a whole.
-pub(crate) type Memory<'a> = &'a mut dyn FnMut(&mut dyn FnMut(&mut dyn Movable));
+pub(crate) type VisitMemory<'a> = &'a mut dyn FnMut(&mut dyn FnMut(&mut dyn Movable));
 
 /// Visits all of `memory`, and returns the first failure. Memory after the failure is not visited.
 pub(crate) fn try_each(
-    memory: Memory<'_>,
+    memory: VisitMemory<'_>,
     mut visit: impl FnMut(&mut dyn Movable) -> Result<()>,
 ) -> Result<()> {
     let mut result = Ok(());
@@ -100,7 +100,7 @@ pub(crate) struct Offloaded {
 impl Offloaded {
     /// Creates empty stores for the classes that a program moves.
     pub(crate) fn new(options: &OffloadOptions, program: &Program, device: &Device) -> Self {
-        let Outline { chain, num_microbatches, state, .. } = &program.outline;
+        let ProgramHeader { chain, num_microbatches, state, .. } = &program.header;
         let mut stores = [const { None }; StateClass::ALL.len()];
         for class in StateClass::ALL.into_iter().filter(|&class| state.moves(class)) {
             let per_unit = if class == StateClass::Activations { *num_microbatches } else { 1 };
@@ -112,7 +112,7 @@ impl Offloaded {
     }
 
     /// Declares the maximum size of a state, before any state of its class is evicted.
-    pub(crate) fn expect(&mut self, state: StateOf, num_bytes: usize) {
+    pub(crate) fn declare_size(&mut self, state: StateKey, num_bytes: usize) {
         if let Some((store, block)) = self.store(state) {
             store.expect(block, num_bytes);
         }
@@ -122,7 +122,7 @@ impl Offloaded {
         self.stores[class as usize].is_some()
     }
 
-    fn store(&mut self, state: StateOf) -> Option<(&mut Store, usize)> {
+    fn store(&mut self, state: StateKey) -> Option<(&mut Store, usize)> {
         let block = match state.class {
             StateClass::Activations => state.unit * self.num_microbatches + state.microbatch,
             _ => state.unit,
@@ -136,16 +136,21 @@ impl Offloaded {
 
     /// Moves state to where it resides between uses, and frees its memory. State on a disk that has not changed since it was fetched is not
     /// written again.
-    pub(crate) fn evict(&mut self, state: StateOf, has_changed: bool, memory: Memory<'_>) -> Result<()> {
+    pub(crate) fn evict(
+        &mut self,
+        state: StateKey,
+        has_changed: bool,
+        memory: VisitMemory<'_>,
+    ) -> Result<()> {
         self.store(state).map_or(Ok(()), |(store, block)| store.evict(block, has_changed, memory))
     }
 
-    pub(crate) fn fetch(&mut self, state: StateOf) -> Result<()> {
+    pub(crate) fn fetch(&mut self, state: StateKey) -> Result<()> {
         self.store(state).map_or(Ok(()), |(store, block)| store.fetch(block))
     }
 
     /// Waits until state is in memory, and fetches it if necessary.
-    pub(crate) fn restore(&mut self, state: StateOf, memory: Memory<'_>) -> Result<()> {
+    pub(crate) fn restore(&mut self, state: StateKey, memory: VisitMemory<'_>) -> Result<()> {
         self.store(state).map_or(Ok(()), |(store, block)| store.restore(block, memory))
     }
 

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use trireme_base::HostMemory;
-use trireme_swap::SpilledMemory;
-use trireme_tensor::{LentMemory, Overflow};
+use trireme_swap::FileBackedMemory;
+use trireme_tensor::{LentMemory, OverflowAllocator};
 
 /// Files for activations that exceed a device's memory budget, because its experts got more tokens than the plan assumed.
 #[derive(Debug)]
@@ -33,10 +33,10 @@ impl Spill {
     }
 }
 
-impl Overflow for Spill {
+impl OverflowAllocator for Spill {
     /// Returns `None` if a file cannot be created: the user then sees the error that the budget is exceeded.
     fn take(&self, num_bytes: usize) -> Option<Box<dyn LentMemory>> {
-        let memory = SpilledMemory::new(&self.folder, num_bytes).ok()?;
+        let memory = FileBackedMemory::new(&self.folder, num_bytes).ok()?;
         let counter = Arc::clone(&self.counter);
         let in_use = counter.in_use.fetch_add(num_bytes, Ordering::Relaxed) + num_bytes;
         counter.peak.fetch_max(in_use, Ordering::Relaxed);
@@ -45,7 +45,7 @@ impl Overflow for Spill {
 }
 
 struct Spilled {
-    memory: SpilledMemory,
+    memory: FileBackedMemory,
     counter: Arc<Counter>,
 }
 

@@ -1,6 +1,6 @@
-use super::{Memory, OffloadOptions, try_each};
+use super::{OffloadOptions, VisitMemory, try_each};
 use crate::error::Result;
-use crate::memory::Counted;
+use crate::memory::CountedMemory;
 use std::collections::VecDeque;
 use trireme_base::{Issued, Journal, JournalEntry, Pending};
 use trireme_schedule::Tier;
@@ -17,43 +17,43 @@ const CHUNK_BYTES_MAX: usize = 16 << 20;
 pub(crate) struct Store {
     /// The device whose kernels use the state.
     owner: Device,
-    place: Place,
-    blocks: Vec<Block>,
+    place: Backing,
+    blocks: Vec<BlockState>,
     /// Host memory that pending copies may still read. It is freed before more is allocated, so that memory use does not depend on timing.
-    returning: Vec<Pending<PinnedMemory>>,
+    pending_copies: Vec<Pending<PinnedMemory>>,
 }
 
-enum Place {
+enum Backing {
     /// Host memory. Only activations move there.
     Host(Device),
     Disk(Box<Disk>),
 }
 
 #[derive(Default)]
-enum Block {
+enum BlockState {
     /// In memory of the owner.
     #[default]
-    Here,
+    Resident,
     /// In host memory, or being copied there.
     InMemory(Pending<PinnedMemory>),
     OnDisk,
     /// Being read from disk.
     Reading,
     /// In memory of the owner, with an unchanged copy on the disk.
-    Copied,
+    ResidentAndStored,
 }
 
 /// Blocks in a file, split into chunks. While one chunk of a block is written, the next one is copied from the device; while one is read,
 /// the one before is copied to the device. So transfers take the memory of a few chunks, whatever the size of a block.
 struct Disk {
     /// Counts the chunks in flight, which are in host memory.
-    counted: Counted,
+    counted: CountedMemory,
     /// If the host is a counting device, there is no file.
     options: OffloadOptions,
     /// The device whose kernels use the state.
     owner: Device,
     /// Maximum bytes of each block.
-    room: Vec<usize>,
+    bytes_max: Vec<usize>,
     /// Current bytes of each block.
     num_bytes: Vec<usize>,
     /// Bytes of a full chunk and of its buffer. Set with `file` and `first_chunks` when the first block is written.
@@ -70,10 +70,10 @@ struct Disk {
 impl Disk {
     fn new(options: &OffloadOptions, owner: &Device, num_blocks: usize) -> Self {
         Disk {
-            counted: Counted::new(&options.host),
+            counted: CountedMemory::new(&options.host),
             options: options.clone(),
             owner: owner.clone(),
-            room: vec![0; num_blocks],
+            bytes_max: vec![0; num_blocks],
             num_bytes: vec![0; num_blocks],
             chunk_bytes: None,
             file: None,
@@ -95,10 +95,10 @@ impl Disk {
 
     /// Chooses the chunk size, counts the memory of writes, and creates the file unless the host is a counting device.
     fn create(&mut self) -> Result<()> {
-        let longest = self.room.iter().copied().max().unwrap_or(0);
+        let longest = self.bytes_max.iter().copied().max().unwrap_or(0);
         let chunk_bytes = AlignedBuffer::capacity_for(longest.min(CHUNK_BYTES_MAX));
         let mut chunks = Vec::new();
-        for &room in &self.room {
+        for &room in &self.bytes_max {
             self.first_chunks.push(chunks.len());
             chunks.extend((0..room).step_by(chunk_bytes).map(|start| chunk_bytes.min(room - start)));
         }
@@ -113,8 +113,8 @@ impl Disk {
     }
 
     /// Copies a block to chunk buffers, starts to write them, and frees the block's memory.
-    fn write(&mut self, block: usize, memory: Memory<'_>) -> Result<()> {
-        let (num_bytes, room) = (num_bytes(memory), self.room[block]);
+    fn write(&mut self, block: usize, memory: VisitMemory<'_>) -> Result<()> {
+        let (num_bytes, room) = (num_bytes(memory), self.bytes_max[block]);
         assert!(num_bytes <= room, "{num_bytes} bytes for block {block}, which has room for {room}");
         self.num_bytes[block] = num_bytes;
         if self.chunk_bytes.is_none() {
@@ -138,7 +138,7 @@ impl Disk {
                 let mut buffer = match open.take() {
                     Some(buffer) => buffer,
                     None => {
-                        await_room(writes)?;
+                        await_write_slot(writes)?;
                         let mut buffer = file.buffer(chunk_bytes)?;
                         buffer.set_len(chunk_bytes.min(room - copied));
                         buffer
@@ -183,7 +183,7 @@ impl Disk {
     }
 
     /// Allocates `memory` again, and copies the chunks of a block there as they are read.
-    fn finish_read(&mut self, block: usize, memory: Memory<'_>) -> Result<()> {
+    fn finish_read(&mut self, block: usize, memory: VisitMemory<'_>) -> Result<()> {
         let finished = if self.options.host.is_counting() {
             if let (Some(journal), Some(number)) =
                 (self.options.host.journal(), self.noted_reads[block].take())
@@ -198,7 +198,7 @@ impl Disk {
         finished
     }
 
-    fn copy_read(&mut self, block: usize, memory: Memory<'_>) -> Result<()> {
+    fn copy_read(&mut self, block: usize, memory: VisitMemory<'_>) -> Result<()> {
         let chunk_bytes = self.chunk_bytes();
         let (reads, owner) = (&mut self.reads[block], &self.owner);
         let (mut copied, mut open) = (0, None::<AlignedBuffer>);
@@ -226,24 +226,24 @@ impl Disk {
 }
 
 /// Waits until fewer than [`WRITES_MAX`] writes are in flight, and removes completed writes from the front.
-fn await_room(writes: &mut VecDeque<Transfer>) -> Result<()> {
+fn await_write_slot(writes: &mut VecDeque<Transfer>) -> Result<()> {
     while writes.len() >= WRITES_MAX || writes.front().is_some_and(Transfer::is_done) {
         writes.pop_front().expect("a write is under way").wait()?;
     }
     Ok(())
 }
 
-fn num_bytes(memory: Memory<'_>) -> usize {
+fn num_bytes(memory: VisitMemory<'_>) -> usize {
     let mut sum = 0;
     memory(&mut |part| sum += part.num_bytes());
     sum
 }
 
 /// Copies all of `memory` from the device to the host, and frees it. Kernels continue meanwhile.
-fn copy_out(owner: &Device, memory: Memory<'_>, copy: PinnedMemory) -> Pending<PinnedMemory> {
+fn copy_out(owner: &Device, memory: VisitMemory<'_>, copy: PinnedMemory) -> Pending<PinnedMemory> {
     let (mut first, mut copy) = (0, Pending::new(copy));
     memory(&mut |part| {
-        owner.download_later(part.view_mut().as_view(), &mut copy, first);
+        owner.download_async(part.view_mut().as_view(), &mut copy, first);
         first += part.num_bytes();
         part.release();
     });
@@ -251,11 +251,11 @@ fn copy_out(owner: &Device, memory: Memory<'_>, copy: PinnedMemory) -> Pending<P
 }
 
 /// Allocates all of `memory` on the device again, and copies its contents back.
-fn copy_in(owner: &Device, memory: Memory<'_>, copy: &mut Pending<PinnedMemory>) -> Result<()> {
+fn copy_in(owner: &Device, memory: VisitMemory<'_>, copy: &mut Pending<PinnedMemory>) -> Result<()> {
     let mut first = 0;
     try_each(memory, |part| {
         part.restore()?;
-        owner.upload_later(copy, first, part.view_mut());
+        owner.upload_async(copy, first, part.view_mut());
         first += part.num_bytes();
         Ok(())
     })?;
@@ -266,62 +266,62 @@ fn copy_in(owner: &Device, memory: Memory<'_>, copy: &mut Pending<PinnedMemory>)
 impl Store {
     pub(crate) fn new(tier: Tier, options: &OffloadOptions, owner: &Device, num_blocks: usize) -> Self {
         let place = match tier {
-            Tier::Device | Tier::Host => Place::Host(options.host.clone()),
-            Tier::Disk => Place::Disk(Box::new(Disk::new(options, owner, num_blocks))),
+            Tier::Device | Tier::Host => Backing::Host(options.host.clone()),
+            Tier::Disk => Backing::Disk(Box::new(Disk::new(options, owner, num_blocks))),
         };
-        let blocks = (0..num_blocks).map(|_| Block::default()).collect();
-        Store { owner: owner.clone(), place, blocks, returning: Vec::new() }
+        let blocks = (0..num_blocks).map(|_| BlockState::default()).collect();
+        Store { owner: owner.clone(), place, blocks, pending_copies: Vec::new() }
     }
 
     pub(crate) fn expect(&mut self, block: usize, num_bytes: usize) {
-        if let Place::Disk(disk) = &mut self.place {
-            disk.room[block] = num_bytes;
+        if let Backing::Disk(disk) = &mut self.place {
+            disk.bytes_max[block] = num_bytes;
         }
     }
 
-    pub(crate) fn evict(&mut self, block: usize, has_changed: bool, memory: Memory<'_>) -> Result<()> {
+    pub(crate) fn evict(&mut self, block: usize, has_changed: bool, memory: VisitMemory<'_>) -> Result<()> {
         let state = &mut self.blocks[block];
         *state = match (&mut self.place, std::mem::take(state)) {
-            (Place::Host(host), _) => {
-                self.returning.drain(..).for_each(|copy| drop(copy.wait()));
+            (Backing::Host(host), _) => {
+                self.pending_copies.drain(..).for_each(|copy| drop(copy.wait()));
                 let copy = host.pinned_memory(num_bytes(memory), Category::Activations)?;
-                Block::InMemory(copy_out(&self.owner, memory, copy))
+                BlockState::InMemory(copy_out(&self.owner, memory, copy))
             }
-            (Place::Disk(_), Block::Copied) if !has_changed => {
+            (Backing::Disk(_), BlockState::ResidentAndStored) if !has_changed => {
                 memory(&mut |part| part.release());
-                Block::OnDisk
+                BlockState::OnDisk
             }
-            (Place::Disk(disk), _) => {
+            (Backing::Disk(disk), _) => {
                 disk.write(block, memory)?;
-                Block::OnDisk
+                BlockState::OnDisk
             }
         };
         Ok(())
     }
 
     pub(crate) fn fetch(&mut self, block: usize) -> Result<()> {
-        if let (Place::Disk(disk), Block::OnDisk) = (&mut self.place, &self.blocks[block]) {
+        if let (Backing::Disk(disk), BlockState::OnDisk) = (&mut self.place, &self.blocks[block]) {
             disk.read(block)?;
-            self.blocks[block] = Block::Reading;
+            self.blocks[block] = BlockState::Reading;
         }
         Ok(())
     }
 
-    pub(crate) fn restore(&mut self, block: usize, memory: Memory<'_>) -> Result<()> {
+    pub(crate) fn restore(&mut self, block: usize, memory: VisitMemory<'_>) -> Result<()> {
         self.fetch(block)?;
         let state = &mut self.blocks[block];
         *state = match (&mut self.place, std::mem::take(state)) {
-            (Place::Disk(disk), Block::Reading) => {
+            (Backing::Disk(disk), BlockState::Reading) => {
                 disk.finish_read(block, memory)?;
-                Block::Copied
+                BlockState::ResidentAndStored
             }
-            (Place::Host(_), Block::InMemory(mut copy)) => {
+            (Backing::Host(_), BlockState::InMemory(mut copy)) => {
                 copy_in(&self.owner, memory, &mut copy)?;
                 // If kernels can access host memory, the copy has completed, and its memory is freed at once.
                 if !self.owner.reaches_host() {
-                    self.returning.push(copy);
+                    self.pending_copies.push(copy);
                 }
-                Block::Here
+                BlockState::Resident
             }
             (_, here) => here,
         };
@@ -330,6 +330,6 @@ impl Store {
 
     /// The file of the disk, if anything was written to it.
     pub(crate) fn file(&self) -> Option<&SwapFile> {
-        if let Place::Disk(disk) = &self.place { disk.file.as_ref() } else { None }
+        if let Backing::Disk(disk) = &self.place { disk.file.as_ref() } else { None }
     }
 }

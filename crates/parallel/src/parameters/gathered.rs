@@ -1,69 +1,69 @@
 //! Full units, all-gathered from the shards of the ranks.
 
-use super::Holders;
-use super::quantized::PackedGathering;
+use super::ReplicatedParameters;
+use super::quantized::QuantizedGather;
 use super::secondary::SecondaryShards;
 use crate::error::Result;
 use crate::layout::RankGrid;
-use crate::memory::{Exchanged, Exchanging, Pool, Waiting, bring};
+use crate::memory::{ExchangeVector, PendingVector, Pool, WaitTracker, on_device};
 use crate::step::ZeroPlusPlus;
 use std::fmt;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_comm::Group;
 use trireme_schedule::collective::block;
-use trireme_schedule::{Outline, StateClass};
+use trireme_schedule::{ProgramHeader, StateClass};
 use trireme_tensor::{Category, Device, ParameterTable, Values, View, ViewMut};
 
 /// Full units in one dtype, all-gathered from shards.
-pub(crate) struct Gathered {
+pub(crate) struct GatheredUnits {
     table: Arc<ParameterTable>,
-    units: Vec<Whole>,
+    units: Vec<GatheredUnit>,
     /// For each unit, the ranks that store its shards.
     groups: Vec<Arc<Group>>,
     /// Whether gathered units stay allocated.
     pub(super) is_kept: bool,
     pool: Pool,
     /// Gathers units as integers, if weights are quantized. Secondary shards take precedence.
-    packed: Option<PackedGathering>,
+    packed: Option<QuantizedGather>,
     /// Replicated parameters that quantization would make different on different ranks, because scales depend on neighbouring elements. The
     /// first rank's values are broadcast.
-    rounded_apart: Holders,
+    rounded_apart: ReplicatedParameters,
     secondary: Option<SecondaryShards>,
 }
 
 #[derive(Default)]
-enum Whole {
+enum GatheredUnit {
     #[default]
     Absent,
-    Present(Exchanged),
-    Gathering(Exchanging),
+    Present(ExchangeVector),
+    Gathering(PendingVector),
     /// Being gathered across hosts, as integers.
-    Packed(Exchanging),
+    GatheringQuantized(PendingVector),
 }
 
-impl Gathered {
+impl GatheredUnits {
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
-        outline: &Outline,
-        spared: ZeroPlusPlus,
+        header: &ProgramHeader,
+        methods: ZeroPlusPlus,
         ranks: &RankGrid,
         (device, dtype): (&Device, DType),
     ) -> Result<Self> {
-        let is_kept = !outline.state.is_sharded(StateClass::Parameters);
+        let is_kept = !header.state.is_sharded(StateClass::Parameters);
         let category = if is_kept { Category::Parameters } else { Category::Communication };
         let pool = Pool::new(ranks.shards(), device, dtype, category, true);
-        let mut gathered = Gathered { is_kept, ..Gathered::absent(table, ranks, &pool) };
-        (0..table.units().len()).try_for_each(|unit| gathered.hold(unit, outline.holds(unit)))?;
+        let mut gathered = GatheredUnits { is_kept, ..GatheredUnits::absent(table, ranks, &pool) };
+        (0..table.units().len()).try_for_each(|unit| gathered.hold(unit, header.holds(unit)))?;
         // On a single host, secondary shards would save no traffic between hosts.
         if let Some(levels) = &ranks.levels {
-            let has_secondary = spared.secondary_shards && levels.across.world_size() > 1;
-            if spared.quantized_weights {
-                gathered.packed = Some(PackedGathering::new(levels, device));
-                gathered.rounded_apart = Holders::of_all(table, ranks, device, dtype);
+            let has_secondary = methods.secondary_shards && levels.across.world_size() > 1;
+            if methods.quantized_weights {
+                gathered.packed = Some(QuantizedGather::new(levels, device));
+                gathered.rounded_apart = ReplicatedParameters::all(table, ranks, device, dtype);
             }
             gathered.secondary = has_secondary
-                .then(|| SecondaryShards::new(table, outline, levels, device, dtype))
+                .then(|| SecondaryShards::new(table, header, levels, device, dtype))
                 .transpose()?;
         }
         Ok(gathered)
@@ -72,23 +72,23 @@ impl Gathered {
     /// Creates a set without any unit. Memory of units comes from `pool`.
     pub(crate) fn absent(table: &Arc<ParameterTable>, ranks: &RankGrid, pool: &Pool) -> Self {
         let group = |unit| Arc::clone(&ranks.state_of(unit).shards);
-        Gathered {
+        GatheredUnits {
             groups: table.units().iter().map(group).collect(),
             table: Arc::clone(table),
-            units: table.units().iter().map(|_| Whole::default()).collect(),
+            units: table.units().iter().map(|_| GatheredUnit::default()).collect(),
             is_kept: false,
             pool: pool.clone(),
             packed: None,
-            rounded_apart: Holders::none(table),
+            rounded_apart: ReplicatedParameters::none(table),
             secondary: None,
         }
     }
 
     /// Starts to all-gather a unit from the shards, without quantization.
-    fn gather(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<Whole> {
+    fn gather(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<GatheredUnit> {
         let info = &self.table.units()[unit];
         let mut whole = match std::mem::take(&mut self.units[unit]) {
-            Whole::Present(whole) => whole,
+            GatheredUnit::Present(whole) => whole,
             _ => self.pool.take(info.padded_len())?,
         };
         let (group, len) = (&self.groups[unit], whole.len());
@@ -97,16 +97,18 @@ impl Gathered {
             self.pool.device().convert(shard, whole.part_mut(own));
         }
         let own = block(group.rank(), group.world_size(), len);
-        Ok(Whole::Gathering(whole.exchange(self.pool.device(), own, 0..len, |whole| group.all_gather(whole))))
+        Ok(GatheredUnit::Gathering(
+            whole.exchange(self.pool.device(), own, 0..len, |whole| group.all_gather(whole)),
+        ))
     }
 
     /// Frees the memory of a unit, and allocates it again if this rank `holds` the unit and units stay allocated.
     pub(crate) fn hold(&mut self, unit: usize, holds: bool) -> Result<()> {
-        if let Whole::Present(whole) = std::mem::take(&mut self.units[unit]) {
+        if let GatheredUnit::Present(whole) = std::mem::take(&mut self.units[unit]) {
             self.pool.discard(whole);
         }
         if holds && self.is_kept {
-            self.units[unit] = Whole::Present(self.pool.take(self.table.units()[unit].padded_len())?);
+            self.units[unit] = GatheredUnit::Present(self.pool.take(self.table.units()[unit].padded_len())?);
         }
         Ok(())
     }
@@ -116,30 +118,30 @@ impl Gathered {
     pub(crate) fn unshard(&mut self, unit: usize, shard: Option<(View<'_>, &Device)>) -> Result<()> {
         let category = Category::Communication;
         let brought =
-            shard.map(|(shard, from)| bring(shard, from, self.pool.device(), category)).transpose()?;
+            shard.map(|(shard, from)| on_device(shard, from, self.pool.device(), category)).transpose()?;
         let shard = brought.as_ref().map(Values::view);
         let info = &self.table.units()[unit];
         self.units[unit] = match (&self.secondary, &self.packed, shard) {
             (Some(secondary), ..) if secondary.has(unit) => {
-                Whole::Gathering(secondary.gather(unit, self.pool.take(info.padded_len())?))
+                GatheredUnit::Gathering(secondary.gather(unit, self.pool.take(info.padded_len())?))
             }
-            (_, Some(packed), Some(shard)) => Whole::Packed(packed.start(info, shard)?),
+            (_, Some(packed), Some(shard)) => GatheredUnit::GatheringQuantized(packed.start(info, shard)?),
             (_, _, shard) => self.gather(unit, shard)?,
         };
         Ok(())
     }
 
     /// Waits until kernels may read a unit.
-    pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<()> {
+    pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut WaitTracker) -> Result<()> {
         let whole = match std::mem::take(&mut self.units[unit]) {
-            Whole::Gathering(under_way) => under_way.wait(self.pool.device(), waiting)?,
-            Whole::Packed(messages) => {
+            GatheredUnit::Gathering(under_way) => under_way.wait(self.pool.device(), waiting)?,
+            GatheredUnit::GatheringQuantized(messages) => {
                 let info = &self.table.units()[unit];
                 let mut whole = self.pool.take(info.padded_len())?;
                 let packed = self.packed.as_ref().expect("it was packed by this");
                 packed.finish(info, messages, &mut whole, waiting)?;
                 let all = (whole.part_mut(0..info.num_elements), 0..info.num_elements);
-                self.rounded_apart.copy_first(unit, all, waiting)?;
+                self.rounded_apart.broadcast_first(unit, all, waiting)?;
                 whole
             }
             other => {
@@ -150,13 +152,13 @@ impl Gathered {
         if let Some(secondary) = self.secondary.as_mut().filter(|secondary| !secondary.has(unit)) {
             secondary.keep(unit, &whole);
         }
-        self.units[unit] = Whole::Present(whole);
+        self.units[unit] = GatheredUnit::Present(whole);
         Ok(())
     }
 
     pub(crate) fn reshard(&mut self, unit: usize) {
-        if let Whole::Present(whole) = std::mem::take(&mut self.units[unit]) {
-            self.pool.give(whole);
+        if let GatheredUnit::Present(whole) = std::mem::take(&mut self.units[unit]) {
+            self.pool.release(whole);
         }
     }
 
@@ -174,7 +176,7 @@ impl Gathered {
     pub(crate) fn view(&self, unit: usize) -> View<'_> {
         let len = self.table.units()[unit].num_elements;
         match &self.units[unit] {
-            Whole::Present(whole) => whole.part(0..len),
+            GatheredUnit::Present(whole) => whole.part(0..len),
             _ => panic!("unit {unit} is read while it is not there"),
         }
     }
@@ -182,15 +184,15 @@ impl Gathered {
     pub(crate) fn view_mut(&mut self, unit: usize) -> ViewMut<'_> {
         let len = self.table.units()[unit].num_elements;
         match &mut self.units[unit] {
-            Whole::Present(whole) => whole.part_mut(0..len),
+            GatheredUnit::Present(whole) => whole.part_mut(0..len),
             _ => panic!("unit {unit} is written while it is not there"),
         }
     }
 }
 
-impl fmt::Debug for Gathered {
+impl fmt::Debug for GatheredUnits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let present = self.units.iter().map(|whole| matches!(whole, Whole::Present(_)));
+        let present = self.units.iter().map(|whole| matches!(whole, GatheredUnit::Present(_)));
         write!(f, "Gathered({:?})", present.collect::<Vec<_>>())
     }
 }
@@ -199,29 +201,30 @@ impl fmt::Debug for Gathered {
 mod tests {
     use super::*;
     use crate::layout::Degrees;
-    use trireme_base::Cut;
+    use trireme_base::AxisSplit;
     use trireme_schedule::lowering::lay_out;
     use trireme_schedule::{Chain, StateLayout, single};
     use trireme_tensor::{DeviceOptions, Initial, Parameter};
     use trireme_testkit::run_ranks_on;
 
     #[test]
-    fn integers_of_a_parameter_are_alike_on_all_ranks_that_hold_it() {
+    fn quantized_replicated_parameters_are_equal_on_all_ranks() {
         let found = run_ranks_on(&[0, 0, 0, 0, 1, 1, 1, 1], |group| {
             let degrees = Degrees { shards: 4, tensor: 2, ..Degrees::ONE };
             let mut ranks = RankGrid::new(group, degrees).unwrap();
             let place = ranks.model_place().tensor;
-            let mut table = ParameterTable::of_place(place);
+            let mut table = ParameterTable::for_place(place);
             table.begin_unit("unit");
             table.add(Parameter::vector("norm", 64, Initial::ZEROS));
-            table.add(Parameter::matrix("cut", &[64, 8], Initial::ZEROS).with_cut(Cut::along(0)));
+            table.add(Parameter::matrix("cut", &[64, 8], Initial::ZEROS).with_cut(AxisSplit::along(0)));
             ranks.split_by_hosts().unwrap();
-            ranks.split_holders(&table).unwrap();
+            ranks.split_replicated_parameters(&table).unwrap();
             let (table, own) = (Arc::new(table), ranks.shards().rank().0);
-            let outline = lay_out(single::program(&Chain::of_units(1), 1), StateLayout::zero(3)).outline;
+            let header = lay_out(single::program(&Chain::of_units(1), 1), StateLayout::zero(3)).header;
             let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
-            let spared = ZeroPlusPlus { quantized_weights: true, ..ZeroPlusPlus::NONE };
-            let mut wholes = Gathered::new(&table, &outline, spared, &ranks, (&device, DType::F32)).unwrap();
+            let methods = ZeroPlusPlus { quantized_weights: true, ..ZeroPlusPlus::NONE };
+            let mut wholes =
+                GatheredUnits::new(&table, &header, methods, &ranks, (&device, DType::F32)).unwrap();
             // Elements of the split parameter are larger on one rank of the axis, and so are the rounding steps of the whole quantization
             // block.
             let value =
@@ -229,7 +232,7 @@ mod tests {
             let shard: Vec<f32> = table.units()[0].shard(own, 4).map(value).collect();
             let view = View::from_f32s(&shard, [shard.len()].into());
             wholes.unshard(0, Some((view, &device))).unwrap();
-            wholes.ensure(0, &mut Waiting::default()).unwrap();
+            wholes.ensure(0, &mut WaitTracker::default()).unwrap();
             device.read::<u32>(wholes.view(0).part(0, [64].into()))
         });
         assert!(found.chunks(2).all(|pair| pair[0] == pair[1]));

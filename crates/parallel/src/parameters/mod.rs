@@ -5,18 +5,18 @@ mod quantized;
 mod replicated;
 mod secondary;
 
-pub(crate) use gathered::Gathered;
+pub(crate) use gathered::GatheredUnits;
 pub(crate) use quantized::slot_bytes;
-pub(crate) use replicated::Holders;
+pub(crate) use replicated::ReplicatedParameters;
 
 use crate::error::Result;
 use crate::layout::RankGrid;
-use crate::memory::Waiting;
+use crate::memory::WaitTracker;
 use crate::step::ZeroPlusPlus;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_schedule::{Outline, StateClass};
+use trireme_schedule::{ProgramHeader, StateClass};
 use trireme_tensor::{
     Category, Device, ParameterInfo, ParameterSource, ParameterTable, Parameters, Precision, Shape, Tensor,
     View, ViewMut,
@@ -33,28 +33,28 @@ pub(crate) struct RankParameters {
     /// The elements that this rank updates; `None` if these are within the gathered units.
     shards: Option<Parameters>,
     /// The units that operations read; `None` if they are the elements that this rank updates.
-    wholes: Option<Gathered>,
+    full_units: Option<GatheredUnits>,
     /// A copy of a tied unit of another pipeline rank that a unit of this rank reads, in the dtype in which operations read units.
-    copy: Option<(usize, Tensor)>,
+    tied_copy: Option<(usize, Tensor)>,
     device: Device,
 }
 
 impl RankParameters {
-    /// Allocates zeros, of which this rank updates `parts`. A rank that has all parameters and does not train allocates nothing:
-    /// [`take_over`](RankParameters::take_over) provides its parameters. Parameters are gathered in `precision`. The methods `spared` of
+    /// Allocates zeros, of which this rank updates `contributions`. A rank that has all parameters and does not train allocates nothing:
+    /// [`set_all`](RankParameters::set_all) provides its parameters. Parameters are gathered in `precision`. The methods `methods` of
     /// ZeRO++ apply if `ranks` are split by host. Shards that are separate from full units are on the second device.
     pub(crate) fn new(
         (table, parts): (&Arc<ParameterTable>, Vec<Range<usize>>),
-        outline: &Outline,
-        (precision, spared): (Precision, ZeroPlusPlus),
+        header: &ProgramHeader,
+        (precision, methods): (Precision, ZeroPlusPlus),
         ranks: &RankGrid,
         (device, shards_device): (&Device, &Device),
     ) -> Result<Self> {
-        let state = &outline.state;
+        let state = &header.state;
         let is_kept = !state.is_sharded(StateClass::Parameters);
         // With a single shard, the shard is the full unit.
-        let is_whole = is_kept && ranks.state.shared.updating(outline).world_size() == 1;
-        let gathered = || Gathered::new(table, outline, spared, ranks, (device, precision.dtype()));
+        let is_whole = is_kept && ranks.state.shared.update_group(header).world_size() == 1;
+        let gathered = || GatheredUnits::new(table, header, methods, ranks, (device, precision.dtype()));
         let wholes = (!is_whole).then(gathered).transpose()?;
         let shards = match precision {
             // A rank that does not train takes over existing parameters.
@@ -70,26 +70,26 @@ impl RankParameters {
                 Some(make(table, parts.clone(), shards_device, category)?)
             }
         };
-        let is_copied = |(reader, owner): &&(usize, usize)| outline.holds(*reader) && !outline.holds(*owner);
+        let is_copied = |(reader, owner): &&(usize, usize)| header.holds(*reader) && !header.holds(*owner);
         let mut copy = None;
-        if let Some(&(_, unit)) = outline.chain.ties.iter().find(is_copied) {
+        if let Some(&(_, unit)) = header.chain.ties.iter().find(is_copied) {
             let shape = [table.units()[unit].num_elements].into();
             let dtype = if is_whole { DType::F32 } else { precision.dtype() };
             copy = Some((unit, device.empty(shape, dtype, Category::Parameters)?));
         }
         let (table, device) = (Arc::clone(table), device.clone());
-        Ok(RankParameters { table, parts, shards, wholes, copy, device })
+        Ok(RankParameters { table, parts, shards, full_units: wholes, tied_copy: copy, device })
     }
 
     /// Sets the parameters of a rank that has all of them and does not train.
-    pub(crate) fn take_over(&mut self, all: Parameters) {
-        assert!(self.wholes.is_none(), "the rank has all parameters");
+    pub(crate) fn set_all(&mut self, all: Parameters) {
+        assert!(self.full_units.is_none(), "the rank has all parameters");
         self.shards = Some(all);
     }
 
     /// Returns the copy of the tied unit of another pipeline rank.
-    pub(crate) fn copy_mut(&mut self) -> ViewMut<'_> {
-        self.copy.as_mut().expect("a unit that lies elsewhere is read here").1.view_mut()
+    pub(crate) fn tied_copy_mut(&mut self) -> ViewMut<'_> {
+        self.tied_copy.as_mut().expect("a unit that lies elsewhere is read here").1.view_mut()
     }
 
     /// The device of the elements that this rank updates.
@@ -112,16 +112,16 @@ impl RankParameters {
     pub(crate) fn shard_mut(&mut self, unit: usize) -> ViewMut<'_> {
         let (start, shape) = (self.parts[unit].start, self.shape(unit));
         if let Some(shards) = &mut self.shards {
-            self.wholes.iter_mut().for_each(|wholes| wholes.forget(unit));
+            self.full_units.iter_mut().for_each(|wholes| wholes.forget(unit));
             return shards.flat_mut(unit);
         }
-        let wholes = self.wholes.as_mut().expect("what is stepped lies within whole units");
+        let wholes = self.full_units.as_mut().expect("what is stepped lies within whole units");
         wholes.view_mut(unit).into_part(start, shape)
     }
 
     /// The memory of this rank's shard of a unit, if it is separate from the unit that operations read.
     pub(crate) fn memory(&mut self, unit: usize) -> Option<&mut Tensor> {
-        let shards = self.shards.as_mut().filter(|_| self.wholes.is_some());
+        let shards = self.shards.as_mut().filter(|_| self.full_units.is_some());
         shards.map(|shards| shards.memory_mut(unit))
     }
 
@@ -148,7 +148,7 @@ impl RankParameters {
     /// part; the full unit is allocated if this pipeline rank `holds` it, and has to be gathered before it is read.
     pub(crate) fn set_part(&mut self, unit: usize, part: Range<usize>, holds: bool) -> Result<()> {
         self.parts[unit] = part.clone();
-        if let Some(wholes) = &mut self.wholes {
+        if let Some(wholes) = &mut self.full_units {
             wholes.hold(unit, holds)?;
         }
         if let Some(shards) = &mut self.shards {
@@ -160,38 +160,38 @@ impl RankParameters {
     /// Starts to gather a unit. Collective over the ranks of the shards.
     pub(crate) fn unshard(&mut self, unit: usize) -> Result<()> {
         let shard = self.shards.as_ref().map(|shards| (shards.flat(unit), shards.device()));
-        self.wholes.as_mut().map_or(Ok(()), |wholes| wholes.unshard(unit, shard))
+        self.full_units.as_mut().map_or(Ok(()), |wholes| wholes.unshard(unit, shard))
     }
 
     pub(crate) fn reshard(&mut self, unit: usize) {
-        self.wholes.as_mut().expect("only what was gathered is given back").reshard(unit);
+        self.full_units.as_mut().expect("only what was gathered is given back").reshard(unit);
     }
 
-    pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<()> {
-        self.wholes.as_mut().map_or(Ok(()), |wholes| wholes.ensure(unit, waiting))
+    pub(crate) fn await_gathered_unit(&mut self, unit: usize, waiting: &mut WaitTracker) -> Result<()> {
+        self.full_units.as_mut().map_or(Ok(()), |wholes| wholes.ensure(unit, waiting))
     }
 
     /// Invalidates the secondary shards of all units after parameters were loaded. All ranks must call it, including a rank that has loaded
     /// nothing of a unit.
-    pub(crate) fn forget(&mut self) {
-        if let Some(wholes) = &mut self.wholes {
+    pub(crate) fn invalidate(&mut self) {
+        if let Some(wholes) = &mut self.full_units {
             (0..self.parts.len()).for_each(|unit| wholes.forget(unit));
         }
     }
 
     /// Whether full copies of units stay allocated next to the shards.
-    pub(crate) fn are_wholes_kept(&self) -> bool {
-        self.wholes.as_ref().is_some_and(|wholes| wholes.is_kept)
+    pub(crate) fn keeps_full_units(&self) -> bool {
+        self.full_units.as_ref().is_some_and(|wholes| wholes.is_kept)
     }
 
     fn whole(&self, unit: usize) -> View<'_> {
-        self.wholes.as_ref().expect("what is stepped lies within whole units").view(unit)
+        self.full_units.as_ref().expect("what is stepped lies within whole units").view(unit)
     }
 }
 
 impl ParameterSource for RankParameters {
     fn unit(&self, unit: usize) -> View<'_> {
-        match (&self.copy, &self.wholes, &self.shards) {
+        match (&self.tied_copy, &self.full_units, &self.shards) {
             (Some((copied, values)), ..) if *copied == unit => values.view(),
             (_, None, Some(shards)) => shards.unit(unit),
             _ => self.whole(unit),

@@ -2,8 +2,8 @@
 //! to another host once.
 
 use crate::error::Result;
-use crate::layout::Levels;
-use crate::memory::{Exchanged, Exchanging, Pool, Waiting};
+use crate::layout::HostLevels;
+use crate::memory::{ExchangeVector, PendingVector, Pool, WaitTracker};
 use trireme_base::DType;
 use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo, View};
 
@@ -18,7 +18,7 @@ pub(crate) fn slot_bytes(unit: &UnitInfo, num_shards: usize, format: IntegerForm
 /// Gathers units in two steps. Each rank contributes its shard as a message of integers.
 ///
 /// For a unit of `P` bytes as integers, each of `H` hosts sends and receives `(H - 1) / H * P` bytes.
-pub(crate) struct PackedGathering {
+pub(crate) struct QuantizedGather {
     /// The shards in the order of their messages: by local rank, then by host.
     order: Vec<usize>,
     own: usize,
@@ -28,13 +28,13 @@ pub(crate) struct PackedGathering {
     all: Pool,
 }
 
-impl PackedGathering {
-    pub(crate) fn new(levels: &Levels, device: &Device) -> Self {
+impl QuantizedGather {
+    pub(crate) fn new(levels: &HostLevels, device: &Device) -> Self {
         let (within, across) = (&levels.within, &levels.across);
         let (num_local, num_hosts) = (within.world_size(), across.world_size());
         let order =
             (0..num_local * num_hosts).map(|place| levels.shard(place % num_hosts, place / num_hosts));
-        PackedGathering {
+        QuantizedGather {
             order: order.collect(),
             own: levels.shard(across.rank().0, within.rank().0),
             of_hosts: Pool::new(across, device, DType::U8, Category::Communication, true).with_buffers(),
@@ -43,7 +43,7 @@ impl PackedGathering {
     }
 
     /// Starts to gather a unit across hosts. This rank contributes `shard`, in f32. Collective.
-    pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<Exchanging> {
+    pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<PendingVector> {
         let (across, slot_bytes) =
             (self.of_hosts.group(), slot_bytes(unit, self.order.len(), PARAMETER_FORMAT));
         let mut messages = self.of_hosts.take(slot_bytes * across.world_size())?;
@@ -59,27 +59,27 @@ impl PackedGathering {
     pub(crate) fn finish(
         &self,
         unit: &UnitInfo,
-        of_hosts: Exchanging,
-        whole: &mut Exchanged,
-        waiting: &mut Waiting,
+        of_hosts: PendingVector,
+        whole: &mut ExchangeVector,
+        waiting: &mut WaitTracker,
     ) -> Result<()> {
         let slot_bytes = slot_bytes(unit, self.order.len(), PARAMETER_FORMAT);
         let all = self.all.take(slot_bytes * self.order.len())?;
         let len = all.len();
         // Messages of other hosts are passed on within this host unchanged.
         let (of_hosts, of_hosts_part) = of_hosts.wait_on_host(waiting)?;
-        let (all, all_part) = all.leave(self.all.device(), 0..0, 0..len);
+        let (all, all_part) = all.begin_exchange(self.all.device(), 0..0, 0..len);
         let (of_hosts, all) = waiting.wait(self.all.group().all_gather_into(of_hosts, all))?;
-        let of_hosts = Exchanged::arrive(of_hosts.into_memory(), of_hosts_part, self.all.device());
-        let all = Exchanged::arrive(all.into_memory(), all_part, self.all.device());
+        let of_hosts = ExchangeVector::end_exchange(of_hosts.into_memory(), of_hosts_part, self.all.device());
+        let all = ExchangeVector::end_exchange(all.into_memory(), all_part, self.all.device());
         for (place, &shard) in self.order.iter().enumerate() {
             let part = unit.shard(shard, self.order.len());
             let first = place * slot_bytes;
             let message = all.part(first..first + PARAMETER_FORMAT.num_bytes(part.len()));
             self.all.device().dequantize(message, PARAMETER_FORMAT, whole.part_mut(part));
         }
-        self.of_hosts.give(of_hosts);
-        self.all.give(all);
+        self.of_hosts.release(of_hosts);
+        self.all.release(all);
         Ok(())
     }
 }

@@ -2,16 +2,16 @@
 
 use crate::error::Result;
 use crate::layout::RankGrid;
-use crate::memory::{Pool, Waiting};
+use crate::memory::{Pool, WaitTracker};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_comm::Buffer;
-use trireme_model::Rehearsal;
+use trireme_model::ModelProfile;
 use trireme_tensor::{Category, Device, ParameterInfo, ParameterTable, ViewMut};
 
 /// Parameters that are replicated across the tensor or expert axis, with the buffers used to keep the replicas equal.
-pub(crate) struct Holders {
+pub(crate) struct ReplicatedParameters {
     units: Vec<Vec<Run>>,
 }
 
@@ -22,15 +22,15 @@ struct Run {
     pool: Pool,
 }
 
-impl Holders {
+impl ReplicatedParameters {
     /// Selects the parameters for which a rank computes only a partial gradient.
-    pub(crate) fn of_terms(
+    pub(crate) fn with_partial_gradients(
         table: &ParameterTable,
-        rehearsal: &Rehearsal,
+        profile: &ModelProfile,
         ranks: &RankGrid,
         device: &Device,
     ) -> Self {
-        let mut terms: Vec<usize> = rehearsal.units.iter().flat_map(|unit| unit.grad_terms.clone()).collect();
+        let mut terms: Vec<usize> = profile.units.iter().flat_map(|unit| unit.grad_terms.clone()).collect();
         terms.sort_unstable();
         terms.dedup();
         let mut found = Self::new(table, &terms, ranks, device, DType::F32);
@@ -46,14 +46,14 @@ impl Holders {
     }
 
     /// Selects all parameters that several ranks of the tensor axis hold.
-    pub(crate) fn of_all(table: &ParameterTable, ranks: &RankGrid, device: &Device, dtype: DType) -> Self {
-        let is_shared = |index: &usize| table.parameters()[*index].num_holders() > 1;
+    pub(crate) fn all(table: &ParameterTable, ranks: &RankGrid, device: &Device, dtype: DType) -> Self {
+        let is_shared = |index: &usize| table.parameters()[*index].num_replicas() > 1;
         let shared: Vec<usize> = (0..table.parameters().len()).filter(is_shared).collect();
         Self::new(table, &shared, ranks, device, dtype)
     }
 
     pub(crate) fn none(table: &ParameterTable) -> Self {
-        Holders { units: table.units().iter().map(|_| Vec::new()).collect() }
+        ReplicatedParameters { units: table.units().iter().map(|_| Vec::new()).collect() }
     }
 
     fn new(
@@ -67,8 +67,9 @@ impl Holders {
         let mut found = Self::none(table);
         for &index in chosen {
             let info = &table.parameters()[index];
-            let num_holders = info.num_holders();
-            let new = || Pool::new(ranks.holders(num_holders), device, dtype, Category::Communication, true);
+            let num_holders = info.num_replicas();
+            let new =
+                || Pool::new(ranks.replicated_on(num_holders), device, dtype, Category::Communication, true);
             found.add(info, pools.entry(num_holders).or_insert_with(new));
         }
         found
@@ -90,7 +91,7 @@ impl Holders {
     }
 
     /// Sums the selected parameters in `values`, a unit's flat buffer, over the ranks that hold them: one all-reduce for each run.
-    pub(crate) fn sum(&self, unit: usize, mut values: ViewMut<'_>, waiting: &mut Waiting) -> Result<()> {
+    pub(crate) fn sum(&self, unit: usize, mut values: ViewMut<'_>, waiting: &mut WaitTracker) -> Result<()> {
         for Run { range, pool } in &self.units[unit] {
             let device = pool.device();
             let mut terms = values.reborrow().into_part(range.start, [range.len()].into());
@@ -104,11 +105,11 @@ impl Holders {
 
     /// Broadcasts the selected parameters from the first rank that holds them. `values` are the elements `part` of a unit's flat buffer.
     /// One broadcast for each run.
-    pub(crate) fn copy_first(
+    pub(crate) fn broadcast_first(
         &self,
         unit: usize,
         (mut values, part): (ViewMut<'_>, Range<usize>),
-        waiting: &mut Waiting,
+        waiting: &mut WaitTracker,
     ) -> Result<()> {
         for Run { range, pool } in &self.units[unit] {
             let (start, end) = (range.start.max(part.start), range.end.min(part.end));
@@ -125,7 +126,11 @@ impl Holders {
             };
             let buffer =
                 waiting.wait_on_device(group.broadcast(buffer, Rank::ROOT), (pool.dtype(), len), device)?;
-            if is_first { pool.give_buffer(len, buffer) } else { pool.receive(device, (buffer, len), 0, own) }
+            if is_first {
+                pool.release_buffer(len, buffer)
+            } else {
+                pool.receive(device, (buffer, len), 0, own)
+            }
         }
         Ok(())
     }

@@ -34,14 +34,14 @@ fn plan(step: usize, grad_norm: GradNorm) -> StepPlan {
 
 /// Runs a program of [`ASYNCHRONOUS_STEPS`] steps, the first of which has the number `first`.
 fn run_steps(executor: &mut Executor, first: usize, grad_norm: GradNorm) -> Vec<StepOutcome> {
-    let outline = &executor.program().outline;
-    let per_step = outline.microbatches_per_step() * executor.ranks().data().world_size();
+    let header = &executor.program().header;
+    let per_step = header.microbatches_per_step() * executor.ranks().data().world_size();
     let batch = |index| -> Batch {
         let place = executor.global_microbatch(index);
         let step = (first + place / per_step) as u64;
         random_batch(executor.device(), SHAPE, 61, step, place % per_step)
     };
-    let batches: Vec<Batch> = (0..outline.num_microbatches).map(batch).collect();
+    let batches: Vec<Batch> = (0..header.num_microbatches).map(batch).collect();
     let plans: Vec<StepPlan> =
         (first..first + ASYNCHRONOUS_STEPS).map(|step| plan(step, grad_norm)).collect();
     let mut outcomes = Vec::new();
@@ -141,7 +141,7 @@ fn most_apart(left: &Found, right: &Found) -> (f64, f32) {
 }
 
 #[test]
-fn gradients_are_those_of_the_weights_that_the_schedule_says() {
+fn gradients_are_computed_at_the_scheduled_weight_versions() {
     for (kind, num_ranks, num_microbatches) in [
         (Kind::PipeDream, 2, 1),
         (Kind::PipeDream, 3, 1),
@@ -182,12 +182,12 @@ fn run_at(executor: &mut Executor, first: usize, rates: &[f64], grad_norm: GradN
 }
 
 fn run_plans(executor: &mut Executor, plans: &[StepPlan]) -> Vec<StepOutcome> {
-    let num_microbatches = executor.program().outline.microbatches_per_step();
+    let num_microbatches = executor.program().header.microbatches_per_step();
     let batch = |index: usize| -> Batch {
         let step = plans[index / num_microbatches].step;
         random_batch(executor.device(), SHAPE, 61, step, index % num_microbatches)
     };
-    let batches: Vec<Batch> = (0..executor.program().outline.num_microbatches).map(batch).collect();
+    let batches: Vec<Batch> = (0..executor.program().header.num_microbatches).map(batch).collect();
     let mut outcomes = Vec::new();
     executor.run_steps(plans, &mut batches.into_iter(), &mut outcomes).unwrap();
     outcomes

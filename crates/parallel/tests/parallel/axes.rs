@@ -13,7 +13,7 @@ use trireme_parallel::{
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{
-    AxisPlace, BackendKind, DetachedOptions, Device, DeviceOptions, IntegerFormat, ParameterInfo, Parameters,
+    AxisRank, BackendKind, DetachedOptions, Device, DeviceOptions, IntegerFormat, ParameterInfo, Parameters,
     Precision,
 };
 use trireme_testkit::{random_tokens, run_ranks, run_ranks_on};
@@ -106,7 +106,7 @@ fn train_on(hosts: &[usize], config: &ModelConfig, num_steps: u64, layout: &Layo
 }
 
 fn batches(executor: &Executor, config: &ModelConfig, step: u64) -> Vec<Batch> {
-    let num = executor.program().outline.num_microbatches;
+    let num = executor.program().header.num_microbatches;
     let batch = |index| {
         let place = executor.global_microbatch(index);
         positions_of_batch(executor, config, step, place)
@@ -216,7 +216,7 @@ fn losses_of_twenty_steps_are_those_of_one_rank() {
 }
 
 #[test]
-fn what_is_recomputed_and_what_lives_elsewhere_changes_no_bit() {
+fn recomputation_and_offloading_change_no_bit() {
     let config = &models()[1];
     let rows = ExecutorOptions { shards_rows: true, ..OPTIONS };
     let layout = Layout { tensor: 2, options: rows, num_shards: 2, ..Layout::default() };
@@ -244,7 +244,7 @@ fn what_is_recomputed_and_what_lives_elsewhere_changes_no_bit() {
 }
 
 #[test]
-fn optimizers_look_at_whole_parameters() {
+fn optimizers_use_full_parameters() {
     let muon = OptimizerSettings { muon_scale: MuonScale::Original, ..DEFAULT };
     let kinds = [
         (OptimizerName::Lamb, DEFAULT),
@@ -279,7 +279,7 @@ fn optimizers_look_at_whole_parameters() {
 /// The rounding by codecs and integer formats depends on the neighbouring elements of the unit, which differ between ranks of the tensor
 /// axis. The ranks that hold the same parameter must still have equal values, which [`train_on`] checks.
 #[test]
-fn what_is_rounded_by_its_neighbours_is_alike_on_all_ranks_that_hold_it() {
+fn block_rounded_parameters_are_equal_on_all_ranks() {
     let codec = |codec: CodecName| {
         let rank = (codec == CodecName::PowerSgd).then_some(2);
         let ratio = (codec == CodecName::TopK).then_some(0.1);
@@ -421,15 +421,15 @@ fn messages_are_those_of_the_papers() {
             let found = run_ranks(4, |group| {
                 let mut executor = executor(config, group, 4, &layout);
                 let units: Vec<PassExchanges> =
-                    executor.rehearsal().units.iter().map(|unit| unit.exchanges.clone()).collect();
+                    executor.profile().units.iter().map(|unit| unit.exchanges.clone()).collect();
                 let tensor = Arc::clone(executor.ranks().tensor());
                 let before = tensor.statistics().payload_bytes;
                 let plan = StepPlan { step: 1, lr: 1e-3, grad_norm: GradNorm::Off, has_loss: true };
                 executor.run(plan, &mut batches(&executor, config, 1).into_iter()).unwrap();
                 let table = executor.model().table();
-                let terms = executor.rehearsal().units.iter().flat_map(|unit| &unit.grad_terms);
+                let terms = executor.profile().units.iter().flat_map(|unit| &unit.grad_terms);
                 let terms: usize = terms.map(|&term| table.parameters()[term].shape.num_elements() * 4).sum();
-                let num_microbatches = executor.program().outline.num_microbatches;
+                let num_microbatches = executor.program().header.num_microbatches;
                 (units, terms, num_microbatches, (tensor.statistics().payload_bytes - before) as usize)
             });
             for (units, terms, num_microbatches, sent) in found {
@@ -487,7 +487,7 @@ fn keys_go_around_the_ring_and_heads_are_exchanged_as_in_the_papers() {
                 exchanged(queries).chain(back).chain(exchanged(queries + keys_values)).collect();
             let found = run_ranks(degree, |group| {
                 let mut executor = executor(config, group, degree, &layout);
-                let units = executor.rehearsal().units.iter().map(|unit| unit.exchanges.clone());
+                let units = executor.profile().units.iter().map(|unit| unit.exchanges.clone());
                 let units: Vec<PassExchanges> = units.collect();
                 let groups = [executor.ranks().ring(), executor.ranks().heads()].map(Arc::clone);
                 let of_groups = || groups.each_ref().map(|group| group.statistics());
@@ -498,7 +498,7 @@ fn keys_go_around_the_ring_and_heads_are_exchanged_as_in_the_papers() {
                 // separate.
                 let is_both = ring > 1 && heads > 1;
                 executor.run(plan, &mut batches(&executor, config, 1).into_iter()).unwrap();
-                let num_microbatches = executor.program().outline.num_microbatches;
+                let num_microbatches = executor.program().header.num_microbatches;
                 let sent: Vec<u64> =
                     sent().iter().zip(before).map(|(after, before)| after - before).collect();
                 (units, num_microbatches, is_both.then_some(sent))
@@ -524,11 +524,11 @@ fn keys_go_around_the_ring_and_heads_are_exchanged_as_in_the_papers() {
 }
 
 #[test]
-fn degrees_that_do_not_divide_are_refused_with_those_that_do() {
+fn indivisible_degrees_are_rejected_with_the_nearest_valid_ones() {
     let device = Device::counting(DeviceOptions::default()).unwrap();
     let refused = |config: &ModelConfig, degree| {
         let build = |device: &Device, table| config.build_into(table, SHAPE.1, device);
-        Model::build_at(AxisPlace::new(0, degree), &device, build).unwrap_err().to_string()
+        Model::build_at(AxisRank::new(0, degree), &device, build).unwrap_err().to_string()
     };
     assert_eq!(
         refused(&models()[0], 3),

@@ -167,7 +167,7 @@ fn check_bytes(group: Group, codec: CodecName) {
 }
 
 #[test]
-fn the_error_is_what_the_gradient_lacks() {
+fn the_error_norm_is_of_the_unsent_part_of_the_gradient() {
     // All ranks have the same gradient, so the gradient norm with TopK is the norm of the elements that were sent.
     let run = |codec, loss_scaling| {
         run_ranks(2, |group| {

@@ -13,7 +13,7 @@ use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, Generation, GradNorm, StepPlan, ZeroPlusPlus,
 };
 use trireme_schedule::pipeline::Kind;
-use trireme_schedule::{Keep, Share, StateClass, StateLayout, Tier};
+use trireme_schedule::{Keep, Portion, StateClass, StateLayout, Tier};
 use trireme_tensor::{
     BackendKind, Category, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, IntegerFormat,
     Precision, WaitSite,
@@ -66,7 +66,7 @@ fn cases(folder: &Path) -> Vec<Case<'_>> {
         secondary_shards: true,
         quantized_gradients: Some(IntegerFormat::Int8),
     };
-    let spared = ExecutorOptions { zero_plus_plus, ..OPTIONS };
+    let methods = ExecutorOptions { zero_plus_plus, ..OPTIONS };
     let away = |stage, tiers: [Tier; 4]| {
         let classes = StateClass::ALL.into_iter().zip(tiers);
         let state = StateLayout::zero(stage);
@@ -74,7 +74,7 @@ fn cases(folder: &Path) -> Vec<Case<'_>> {
         Layout { state, num_shards: if stage == 0 { 1 } else { 2 }, ..plain() }
     };
     let mut shards = StateLayout::zero(0);
-    shards.gradients.share = Share::Shard;
+    shards.gradients.portion = Portion::Shard;
     let settings = OptimizerSettings { relative_step: false, ..DEFAULT };
     let adafactor = (OptimizerName::Adafactor, settings);
     let muon = (
@@ -99,7 +99,7 @@ fn cases(folder: &Path) -> Vec<Case<'_>> {
         Case { hosts: &[0; 4], ..case("shards and replicas", sharded(3)) },
         Case {
             hosts: &[0, 0, 1, 1],
-            ..case("ZeRO++", Layout { options: spared, num_shards: 4, ..sharded(3) })
+            ..case("ZeRO++", Layout { options: methods, num_shards: 4, ..sharded(3) })
         },
         case("a pipeline", pipeline(Kind::OneFOneB)),
         case("a pipeline in halves", Layout { options: bf16, ..pipeline(Kind::ZeroBubbleH1) }),
@@ -118,7 +118,7 @@ fn cases(folder: &Path) -> Vec<Case<'_>> {
         Case {
             hosts: &[0, 0, 1, 1],
             num_microbatches: 2,
-            ..case("tensor parallel, ZeRO++", Layout { tensor: 2, options: spared, ..sharded(3) })
+            ..case("tensor parallel, ZeRO++", Layout { tensor: 2, options: methods, ..sharded(3) })
         },
         case("a cut matrix", Layout { tensor: 2, optimizer: muon, ..plain() }),
         case("a ring", Layout { context: (2, 1), ..plain() }),
@@ -260,9 +260,9 @@ fn copies(backend: BackendKind, sites: &Mutex<BTreeSet<WaitSite>>) -> [Vec<u8>; 
     let (mut x, mut y, mut z) = (zeros(), zeros(), zeros());
     device.map_in_place(y.view_mut(), 1, |_| 2.0);
     let mut host = Pending::new(vec![1; 1024]);
-    device.upload_later(&mut host, 0, x.view_mut());
-    device.download_later(y.view(), &mut host, 0);
-    device.upload_later(&mut host, 0, z.view_mut());
+    device.upload_async(&mut host, 0, x.view_mut());
+    device.download_async(y.view(), &mut host, 0);
+    device.upload_async(&mut host, 0, z.view_mut());
     device.wait_for(&host.event());
     sites.lock().unwrap().extend(device.wait_sites());
     [device.read(x.view().as_bytes()), device.read(z.view().as_bytes()), host.wait()]
@@ -270,7 +270,7 @@ fn copies(backend: BackendKind, sites: &Mutex<BTreeSet<WaitSite>>) -> [Vec<u8>; 
 
 /// If a wait can be removed without a failure, it is not needed or not tested.
 #[test]
-fn a_wait_that_is_left_out_is_found() {
+fn a_missing_wait_is_detected() {
     let (folder, sites) = (tempfile::tempdir().unwrap(), Mutex::default());
     let model = model();
     let cases = cases(folder.path());

@@ -80,7 +80,7 @@ fn plain() -> Layout<'static> {
 }
 
 #[test]
-fn tokens_that_move_change_no_bit() {
+fn expert_parallelism_changes_no_bit() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     let mut oracles = Vec::new();
     for config in models() {
@@ -169,7 +169,7 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
                     .filter(|info| info.expert.is_some())
                     .map(|info| info.whole.num_elements())
                     .sum();
-                let all = table.whole().num_elements();
+                let all = table.full().num_elements();
                 let own = all - of_experts + of_experts / degree;
                 assert_eq!(table.num_elements(), own);
                 let memory = executor.device().memory();
@@ -185,7 +185,7 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
 
 /// The experts with the highest loads of the previous step are shadowed. In the first step, no loads are known.
 #[test]
-fn the_highest_loads_do_not_travel() {
+fn experts_with_the_highest_loads_are_shadowed() {
     let mut config = models().swap_remove(0);
     config.experts.as_mut().unwrap().exchange.num_shadowed = 2;
     let sent_in_steps = run_ranks(2, |group| {
@@ -309,7 +309,7 @@ fn shadows_keep_the_order_of_sums() {
 }
 
 #[test]
-fn sums_that_split_come_near() {
+fn losses_are_close_if_sums_are_reordered() {
     for config in models() {
         let oracle = run(&config, 1, MICROBATCHES, &plain());
         let check = |num_ranks: usize, accumulation: usize, layout: Layout<'_>, what: &str| {
@@ -333,7 +333,7 @@ fn sums_that_split_come_near() {
 
 /// Ranks with other experts would wait for its rows.
 #[test]
-fn a_rank_without_a_batch_is_refused_where_experts_lie_on_several() {
+fn evaluation_without_a_batch_is_rejected_with_expert_parallelism() {
     let config = &models()[0];
     let refused = |experts: usize| {
         run_ranks(2, |group| {

@@ -1,7 +1,7 @@
 //! Generation with programs that only run forward passes.
 
 use crate::common::*;
-use trireme_model::{ModelConfig, Rehearsal, token_specs};
+use trireme_model::{ModelConfig, ModelProfile, token_specs};
 use trireme_parallel::{Executor, Generation};
 use trireme_schedule::{StateClass, StateLayout, Tier};
 use trireme_tensor::{Category, Device, DeviceError, DeviceOptions, Parameters, Precision};
@@ -13,8 +13,8 @@ fn device() -> Device {
 
 fn forward_only(config: &ModelConfig, device: &Device) -> Executor {
     let build = |device: &Device| config.build(1, device);
-    let rehearsal =
-        Rehearsal::of(build, DeviceOptions::default(), Precision::F32, &token_specs(1, 1)).unwrap();
+    let profile =
+        ModelProfile::of(build, DeviceOptions::default(), Precision::F32, &token_specs(1, 1)).unwrap();
     let model = config.build(8, device).unwrap();
     let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters).unwrap();
     let initialized = parameters.load(|info, held, values| {
@@ -23,7 +23,7 @@ fn forward_only(config: &ModelConfig, device: &Device) -> Executor {
     });
     initialized.unwrap();
     let before = device.memory().usage(Category::Parameters).peak;
-    let executor = Executor::forward_only(model, rehearsal, parameters, device).unwrap();
+    let executor = Executor::forward_only(model, profile, parameters, device).unwrap();
     assert_eq!(
         device.memory().usage(Category::Parameters).peak,
         before,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use trireme_model::ModelConfig;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepHashes, StepPlan};
 use trireme_schedule::pipeline::Kind;
-use trireme_schedule::{Share, StateClass, StateLayout, Tier};
+use trireme_schedule::{Portion, StateClass, StateLayout, Tier};
 use trireme_tensor::{BackendKind, DetachedOptions, Precision};
 use trireme_testkit::{run_ranks, small_models};
 
@@ -56,7 +56,7 @@ fn hashes_do_not_depend_on_the_layout() {
     let folder = tempfile::tempdir().unwrap();
     let only_gradients = {
         let mut state = StateLayout::WHOLE;
-        state.gradients.share = Share::Shard;
+        state.gradients.portion = Portion::Shard;
         state
     };
     let with_tier = |class, tier| StateLayout::zero(3).with_tier(class, tier);

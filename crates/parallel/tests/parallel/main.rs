@@ -2,7 +2,6 @@
 
 mod asynchronous;
 mod axes;
-mod chains;
 mod common;
 mod compression;
 mod detached;
@@ -18,6 +17,7 @@ mod hashes;
 mod layouts;
 mod loss_scaling;
 mod momentum;
+mod non_language_model;
 mod pipeline;
 mod reduce_dtype;
 mod relocation;

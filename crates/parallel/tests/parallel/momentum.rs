@@ -71,7 +71,7 @@ fn moments(executor: &Executor) -> Vec<u32> {
 }
 
 #[test]
-fn a_codec_that_loses_little_comes_to_where_gradients_come() {
+fn a_precise_codec_matches_the_exchange_of_gradients() {
     let bf16 = CompressionOptions { codec: CodecName::Bf16, ..CompressionOptions::default() };
     for schedule in [WARM_UP, DOUBLING] {
         let run = |compression: Compression| {

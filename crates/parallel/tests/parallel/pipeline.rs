@@ -119,14 +119,14 @@ fn a_tied_head_may_send_once_a_step() {
 }
 
 #[test]
-fn recomputation_and_shared_out_states_keep_the_bits() {
+fn recomputation_and_sharding_keep_the_bits() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     for (options, is_tied) in [(OPTIONS, false), (OPTIONS, true), (bf16, true)] {
-        shared_out(&model(is_tied), options);
+        check_sharding(&model(is_tied), options);
     }
 }
 
-fn shared_out(model: &ModelConfig, options: ExecutorOptions) {
+fn check_sharding(model: &ModelConfig, options: ExecutorOptions) {
     let oracle = run(model, &Layout { options, ..Layout::default() }, 1, 8);
     let segments = [
         Keep::All,
@@ -183,7 +183,7 @@ fn each_action_of_a_step_has_its_time() {
 
 /// In the first layers, a pass waits for the partial results of the other tensor rank. This wait is not work.
 #[test]
-fn what_a_pass_waits_for_is_before_its_work() {
+fn waits_within_a_pass_are_not_work() {
     const LATE: Duration = Duration::from_millis(50);
     let recorder = OnceLock::new();
     run_ranks(2, |group| {

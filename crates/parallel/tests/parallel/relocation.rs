@@ -1,6 +1,6 @@
 //! Units that move between pipeline ranks during training: no bit changes, and no memory is left behind.
 
-use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, SHAPE, batches, cut_anew, laid_out};
+use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, SHAPE, batches, laid_out, with_stages_at};
 use trireme_comm::Group;
 use trireme_model::ModelConfig;
 use trireme_optim::{OptimizerName, OptimizerSettings};
@@ -45,7 +45,7 @@ fn train(mut executor: Executor, layout: &Layout<'_>, cuts: &[&[usize]]) -> Foun
     let _reports = executor.validation_reports(&ValidationBatches::new(10, 4)).unwrap();
     for part in 0..=cuts.len() as u64 {
         if let (Some(cut), Some(_)) = ((part as usize).checked_sub(1).map(|cut| cuts[cut]), layout.pipeline) {
-            executor.relocate(cut_anew(&executor, cut, layout)).unwrap();
+            executor.relocate(with_stages_at(&executor, cut, layout)).unwrap();
             executor.check_replicas().unwrap();
         }
         for step in part * STEPS + 1..=(part + 1) * STEPS {
@@ -94,7 +94,7 @@ fn check_model(is_tied: bool, layout: &Layout<'_>, world_size: usize, cuts: &[&[
     let last = &cuts[cuts.len() - 1..];
     let once = run_ranks(world_size, |group| {
         let mut executor = start(group, is_tied, layout);
-        executor.relocate(cut_anew(&executor, last[0], layout)).unwrap();
+        executor.relocate(with_stages_at(&executor, last[0], layout)).unwrap();
         train(executor, layout, &[])
     });
     let in_use = |found: &[Found]| found.iter().map(|found| found.in_use).collect::<Vec<_>>();
@@ -136,7 +136,7 @@ fn units_move_whatever_the_schedule() {
 }
 
 #[test]
-fn all_that_optimizers_keep_moves() {
+fn all_optimizer_state_moves() {
     let muon = OptimizerSettings { muon_iterations: 3, ..DEFAULT };
     for optimizer in
         [(OptimizerName::Adafactor, DEFAULT), (OptimizerName::Muon, muon), (OptimizerName::Lamb, DEFAULT)]
@@ -148,7 +148,7 @@ fn all_that_optimizers_keep_moves() {
 }
 
 #[test]
-fn state_elsewhere_moves_too() {
+fn offloaded_state_moves() {
     let folder = tempfile::tempdir().unwrap();
     for precision in [Precision::F32, Precision::Bf16] {
         for optimizer in [Tier::Host, Tier::Disk] {

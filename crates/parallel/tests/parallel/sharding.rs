@@ -3,7 +3,7 @@
 use crate::common::{Layout, OPTIONS, STEPS, batches, dynamic, laid_out};
 use trireme_model::ModelConfig;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
-use trireme_schedule::{Keep, Share, StateClass, StateLayout, Tier};
+use trireme_schedule::{Keep, Portion, StateClass, StateLayout, Tier};
 use trireme_tensor::Precision;
 use trireme_testkit::{run_ranks, small_models};
 
@@ -66,11 +66,11 @@ fn run_layout(
 fn layouts() -> [StateLayout; 5] {
     let with = |stage, gradients| {
         let mut state = StateLayout::zero(stage);
-        state.gradients.share = gradients;
+        state.gradients.portion = gradients;
         state
     };
     let [one, two, three] = [1, 2, 3].map(StateLayout::zero);
-    [one, two, three, with(0, Share::Shard), with(3, Share::Whole)]
+    [one, two, three, with(0, Portion::Shard), with(3, Portion::Full)]
 }
 
 #[test]
@@ -123,7 +123,7 @@ fn rounded_gradients_have_the_bits_of_plain_data_parallelism_on_as_many_ranks() 
 }
 
 #[test]
-fn what_is_recomputed_has_the_bits_of_what_is_kept() {
+fn recomputation_keeps_the_bits() {
     use Keep::{All, Input, Nothing, Products};
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     for options in [OPTIONS, bf16] {
@@ -152,7 +152,7 @@ fn what_is_recomputed_has_the_bits_of_what_is_kept() {
 }
 
 #[test]
-fn state_that_lives_elsewhere_has_the_bits_of_state_on_the_device() {
+fn offloading_keeps_the_bits() {
     use Tier::{Device, Disk, Host};
     let folder = tempfile::tempdir().unwrap();
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };

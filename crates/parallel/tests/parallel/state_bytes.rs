@@ -3,7 +3,7 @@
 use crate::common::{Layout, OPTIONS, batches, laid_out};
 use trireme_model::ModelConfig;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan, ValidationBatches};
-use trireme_schedule::{ClassLayout, Share, StateClass, StateLayout, Tier};
+use trireme_schedule::{ClassLayout, Portion, StateClass, StateLayout, Tier};
 use trireme_tensor::{Category, Precision};
 use trireme_testkit::run_ranks;
 
@@ -51,11 +51,11 @@ fn states_take_the_bytes_of_the_paper() {
                 // In 16 bits, no rank keeps a 16-bit copy of sharded parameters next to its master weights. Without sharding, there are no
                 // master weights next to the f32 parameters, which matrix products round.
                 let is_narrow = options.precision != Precision::F32 && num_ranks > 1;
-                let spared = match zero_stage {
+                let methods = match zero_stage {
                     0 | 3 if is_narrow => share(0, 3),
                     _ => 0.0,
                 };
-                let least = formula - spared;
+                let least = formula - methods;
                 assert!(
                     (0.95 * least..1.05 * formula).contains(&found_sum),
                     "stage {zero_stage} on {num_ranks}, {}: {found:?} are {found_sum}, the paper's {formula}",
@@ -90,7 +90,7 @@ fn stages_send_the_bytes_of_the_paper() {
     for num_ranks in [2, 4] {
         let plain = sent(StateLayout::WHOLE, num_ranks);
         let [one, two, three] = [1, 2, 3].map(|stage| sent(StateLayout::zero(stage), num_ranks) / plain);
-        let gradients = ClassLayout { share: Share::Shard, tier: Tier::Device };
+        let gradients = ClassLayout { portion: Portion::Shard, tier: Tier::Device };
         let gradients = sent(StateLayout { gradients, ..StateLayout::WHOLE }, num_ranks) / plain;
         assert!((0.99..1.01).contains(&gradients), "{gradients} on {num_ranks}");
         assert!((0.99..1.01).contains(&one) && (0.99..1.01).contains(&two), "{one} {two} on {num_ranks}");

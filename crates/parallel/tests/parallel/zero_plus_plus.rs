@@ -18,8 +18,8 @@ const fn all(format: IntegerFormat) -> ZeroPlusPlus {
     ZeroPlusPlus { quantized_weights: true, secondary_shards: true, quantized_gradients: Some(format) }
 }
 
-fn with(spared: ZeroPlusPlus, options: ExecutorOptions) -> (StateLayout, ExecutorOptions) {
-    (StateLayout::zero(3), ExecutorOptions { zero_plus_plus: spared, ..options })
+fn with(methods: ZeroPlusPlus, options: ExecutorOptions) -> (StateLayout, ExecutorOptions) {
+    (StateLayout::zero(3), ExecutorOptions { zero_plus_plus: methods, ..options })
 }
 
 /// Returns the losses and norms of some steps, and then the loss of an evaluation. If `repeats`, all steps see the same batch.
@@ -63,7 +63,7 @@ fn run(
 }
 
 #[test]
-fn copies_on_hosts_have_the_bits_of_plain_data_parallelism() {
+fn secondary_shards_have_the_bits_of_plain_data_parallelism() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     let f16 = ExecutorOptions { precision: Precision::F16, loss_scaling: dynamic(256), ..OPTIONS };
     for options in [OPTIONS, bf16, f16] {
@@ -85,7 +85,7 @@ fn copies_on_hosts_have_the_bits_of_plain_data_parallelism() {
 /// In an evaluation, ranks without a batch take part in gathers of two levels. The gather of a tied embedding spans the gathers of other
 /// units.
 #[test]
-fn ranks_without_a_batch_end_gatherings_in_the_order_of_the_others() {
+fn ranks_without_a_batch_await_gathers_in_the_same_order() {
     for config in small_models() {
         let found = [false, true].map(|keep_gathered| {
             let (state, options) = with(QWZ, OPTIONS);
@@ -102,10 +102,10 @@ fn integers_train_as_floats_do() {
     for config in small_models() {
         for precision in [Precision::F32, Precision::Bf16] {
             let options = ExecutorOptions { precision, ..OPTIONS };
-            let losses = |spared| {
-                let run = || run(&config, with(spared, options), (&[0, 0, 1, 1], 4), 4, (NUM_STEPS, true));
+            let losses = |methods| {
+                let run = || run(&config, with(methods, options), (&[0, 0, 1, 1], 4), 4, (NUM_STEPS, true));
                 let found = run();
-                assert!(run() == found, "{spared:?}: a second run has the same bits");
+                assert!(run() == found, "{methods:?}: a second run has the same bits");
                 Vec::from_iter(found.0[..2 * NUM_STEPS as usize].iter().copied().step_by(2))
             };
             let plain = losses(ZeroPlusPlus::NONE);
@@ -113,12 +113,12 @@ fn integers_train_as_floats_do() {
             // Tolerances of the losses, as a fraction of the first loss.
             let cases =
                 [(QWZ, 0.02), (qgz(int8), 0.02), (all(int8), 0.02), (qgz(int4), 0.05), (all(int4), 0.05)];
-            for (spared, tolerance) in cases {
-                let found = losses(spared);
-                assert!(found[NUM_STEPS as usize - 1] < 0.15 * found[0], "{spared:?}: {found:?}");
+            for (methods, tolerance) in cases {
+                let found = losses(methods);
+                assert!(found[NUM_STEPS as usize - 1] < 0.15 * found[0], "{methods:?}: {found:?}");
                 for (step, (found, expected)) in found.iter().zip(&plain).enumerate() {
                     let is_near = (found - expected).abs() <= tolerance * plain[0];
-                    assert!(is_near, "{spared:?}, {precision}, step {step}: {found} instead of {expected}");
+                    assert!(is_near, "{methods:?}, {precision}, step {step}: {found} instead of {expected}");
                 }
             }
         }
@@ -140,20 +140,20 @@ fn ranks_agree_wherever_they_are() {
         for place in hosts {
             let num_microbatches = 2 * place.0.len();
             let [plain, found] = [ZeroPlusPlus::NONE, all(int4)]
-                .map(|spared| run(&config, with(spared, OPTIONS), place, num_microbatches, (2, false)).0);
+                .map(|methods| run(&config, with(methods, OPTIONS), place, num_microbatches, (2, false)).0);
             // Losses and norms alternate.
             for ((plain, found), tolerance) in plain.iter().zip(&found).zip([0.02, 0.1].into_iter().cycle()) {
                 assert!((plain - found).abs() < tolerance * plain, "{place:?}: {found} instead of {plain}");
             }
             assert!(plain != found, "{place:?}: something is rounded");
         }
-        let alone = |spared| run(&config, with(spared, OPTIONS), (&[0], 1), 2, (2, false));
+        let alone = |methods| run(&config, with(methods, OPTIONS), (&[0], 1), 2, (2, false));
         assert!(alone(all(int4)) == alone(ZeroPlusPlus::NONE), "a rank alone rounds nothing");
     }
 }
 
 #[test]
-fn what_overflows_is_found_in_integers_too() {
+fn overflows_are_detected_in_integers() {
     let f16 = ExecutorOptions { precision: Precision::F16, loss_scaling: dynamic(1 << 24), ..OPTIONS };
     for format in [IntegerFormat::Int8, IntegerFormat::Int4] {
         let (state, options) = with(all(format), f16);
@@ -212,7 +212,7 @@ fn across((state, options): (StateLayout, ExecutorOptions)) -> (f64, f64, f64, f
 }
 
 #[test]
-fn hosts_send_each_other_what_the_formulas_say() {
+fn traffic_between_hosts_follows_the_formulas() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     for (format, factor) in [(IntegerFormat::Int8, 3.5), (IntegerFormat::Int4, 4.5)] {
         let (sent, formula, plain, kept) = across(with(all(format), bf16));
@@ -220,8 +220,8 @@ fn hosts_send_each_other_what_the_formulas_say() {
         assert!(plain / sent > factor, "{format:?}: {sent} bytes instead of {plain}");
         // A secondary shard has half of a unit, in bf16. The quarter in f32 counts as optimizer state.
         assert!((kept - 1.0).abs() < 0.05, "{kept} bytes an element");
-        let spared = ZeroPlusPlus { secondary_shards: false, ..all(format) };
-        let (sent, formula, _, kept) = across(with(spared, bf16));
+        let methods = ZeroPlusPlus { secondary_shards: false, ..all(format) };
+        let (sent, formula, _, kept) = across(with(methods, bf16));
         assert_eq!((sent, kept), (formula, 0.0), "{format:?}");
     }
 }

@@ -17,7 +17,7 @@ fn sizes(num_units: usize) -> StateSizes {
         record: 640,
         products: 320,
         forward_peak: 704,
-        renewal_peak: 640,
+        recompute_peak: 640,
         backward_peak: 768,
         ..UnitPasses::default()
     };
@@ -32,7 +32,7 @@ fn sizes(num_units: usize) -> StateSizes {
 
 /// Predicts the memory of a rank that stores on the device all state of classes that stay there, and the state of two units of the others.
 fn predict(sizes: &StateSizes, program: &Program) -> MemoryUse {
-    let state = program.outline.state;
+    let state = program.header.state;
     let (mut device, mut host) = (1000, 0);
     let mut add = |class: StateClass, moved: usize, stays: usize| {
         device += stays;
@@ -48,7 +48,7 @@ fn predict(sizes: &StateSizes, program: &Program) -> MemoryUse {
         add(class, all, if is_here { all } else { 2 * sizes.units[0].state[class as usize] });
     }
     let has_left = |unit: &usize| {
-        let evicts = |action: &Action| matches!(action, Action::Evict(StateOf { class: StateClass::Activations, unit: own, .. }) if own == unit);
+        let evicts = |action: &Action| matches!(action, Action::Evict(StateKey { class: StateClass::Activations, unit: own, .. }) if own == unit);
         program.actions.iter().any(evicts)
     };
     let blocks = 1..sizes.units.len() - 1;

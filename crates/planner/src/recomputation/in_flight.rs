@@ -92,7 +92,7 @@ impl Upgrade {
         if in_flight == 0 || !passes.keeps() {
             return Vec::new();
         }
-        let (forward, renewal) = (passes.forward_cost.operations(), passes.renewal_cost.operations());
+        let (forward, renewal) = (passes.forward_cost.operations(), passes.recompute_cost.operations());
         let upgrade = |keep, operations: u64, [from, to]: [usize; 2]| {
             let bytes = in_flight * to.saturating_sub(from);
             Upgrade { unit, keep, operations, bytes }

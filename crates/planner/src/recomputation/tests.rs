@@ -39,7 +39,7 @@ fn run(passes: &[UnitPasses], keeps: &[Keep]) -> DryRun {
                 current -= of.record - keep.kept_bytes(of);
             }
             (Action::Recompute { .. }, Keep::Products) => {
-                peak = peak.max(current + of.renewal_peak - of.products);
+                peak = peak.max(current + of.recompute_peak - of.products);
                 current += of.record - of.products;
             }
             (Action::Recompute { .. }, keep) => {
@@ -91,12 +91,12 @@ fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
             record,
             products,
             forward_peak,
-            renewal_peak,
+            recompute_peak: renewal_peak,
             // The gradient of the output has the size of the input gradient of the unit above; the loop below adds it.
             backward_peak: record + backward.max(input_grad),
             forward_cost: cost(10 + operations),
             backward_cost: cost(20 + 2 * operations),
-            renewal_cost: cost(operations % 10),
+            recompute_cost: cost(operations % 10),
             ..UnitPasses::default()
         });
     }
@@ -125,7 +125,7 @@ fn every_choice(passes: &[UnitPasses]) -> Vec<Vec<Keep>> {
 fn operations(passes: &[UnitPasses], keeps: &[Keep]) -> u64 {
     let of_unit = |(passes, keep): (&UnitPasses, &Keep)| match keep {
         Keep::All => 0,
-        Keep::Products => passes.renewal_cost.operations(),
+        Keep::Products => passes.recompute_cost.operations(),
         Keep::Input | Keep::Nothing => passes.forward_cost.operations(),
     };
     passes.iter().zip(keeps).map(of_unit).sum()
@@ -190,11 +190,11 @@ fn more_memory_means_less_recomputation() {
         record: 100,
         products: 60,
         forward_peak: 120,
-        renewal_peak: 100,
+        recompute_peak: 100,
         backward_peak: 150,
         forward_cost: cost(1000),
         backward_cost: cost(2000),
-        renewal_cost: cost(10),
+        recompute_cost: cost(10),
         ..UnitPasses::default()
     };
     let embedding = UnitPasses { output: 10, forward_peak: 10, backward_peak: 10, ..UnitPasses::default() };

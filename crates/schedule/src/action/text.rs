@@ -1,12 +1,12 @@
 //! The text form of actions: one line of a program.
 
-use super::{Action, Keep, Message, MessageKind, StateClass, StateOf};
+use super::{Action, Keep, Message, MessageKind, StateClass, StateKey};
 use crate::parse::ParseError;
 use std::fmt;
 use std::str::FromStr;
 
 impl Action {
-    /// Returns the action in words for users, such as `backward, unit 4, microbatch 1`. [`Display`](fmt::Display) writes `B 4 1`.
+    /// Returns the action in words for users, such as `backward, unit 4, microbatch 1`. [`PreparationProgress`](fmt::PreparationProgress) writes `B 4 1`.
     pub fn words(self) -> impl fmt::Display {
         Words(self)
     }
@@ -39,7 +39,7 @@ impl Action {
             Action::Send(Message { kind, .. }) | Action::Receive(Message { kind, .. }) => {
                 (kind.name(), kind.words())
             }
-            Action::Fetch(StateOf { class, .. }) | Action::Evict(StateOf { class, .. }) => {
+            Action::Fetch(StateKey { class, .. }) | Action::Evict(StateKey { class, .. }) => {
                 (class.name(), class.words())
             }
             _ => ("", ""),
@@ -63,7 +63,7 @@ impl Action {
             Action::Unstash { unit },
         ];
         let messages = MessageKind::ALL.map(|kind| Message { kind, unit, microbatch });
-        let states = StateClass::ALL.map(|class| StateOf { class, unit, microbatch });
+        let states = StateClass::ALL.map(|class| StateKey { class, unit, microbatch });
         let messages =
             messages.into_iter().flat_map(|message| [Action::Send(message), Action::Receive(message)]);
         let moves = states.into_iter().flat_map(|state| [Action::Fetch(state), Action::Evict(state)]);

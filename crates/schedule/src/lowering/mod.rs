@@ -1,7 +1,7 @@
 //! Lowering passes: each adds to a program the actions that a layout requires, and returns a program that computes the same.
 //! [`recompute`](fn@recompute) comes before [`lay_out`], because recomputation reads parameters, too.
 
-mod beside;
+mod insertions;
 mod offload;
 mod recompute;
 mod shard;
@@ -9,17 +9,17 @@ mod shard;
 pub use recompute::recompute;
 
 use crate::layout::StateLayout;
-use crate::program::{Outline, Program};
+use crate::program::{Program, ProgramHeader};
 
 /// Adds the gathers, reductions, fetches and evictions of a layout to a program whose state is unsharded and on the device.
 ///
 /// # Panics
 /// If the program has a layout already, or there is [no program](StateLayout::is_possible) for the layout.
 pub fn lay_out(program: Program, state: StateLayout) -> Program {
-    let Program { outline, actions } = program;
-    assert_eq!(outline.state, StateLayout::WHOLE, "the program is laid out already");
-    assert!(state.is_possible(outline.num_microbatches), "no program of this layout:{state}");
-    let outline = Outline { state: state.normalized(), ..outline };
-    let actions = offload::offload(&outline, shard::shard(&outline, actions));
-    Program { outline, actions }
+    let Program { header, actions } = program;
+    assert_eq!(header.state, StateLayout::WHOLE, "the program is laid out already");
+    assert!(state.is_possible(header.num_microbatches), "no program of this layout:{state}");
+    let header = ProgramHeader { state: state.normalized(), ..header };
+    let actions = offload::offload(&header, shard::shard(&header, actions));
+    Program { header, actions }
 }

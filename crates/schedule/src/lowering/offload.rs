@@ -2,14 +2,14 @@
 //! Rajbhandari et al., "ZeRO-Infinity", 2021, section 6; Pudipeddi et al., "Training large neural networks with constant memory", L2L,
 //! 2020).
 
-use super::beside::{nothing_beside, places, put_beside};
-use crate::action::{Action, Keep, StateClass, StateOf};
-use crate::program::Outline;
+use super::insertions::{insert, no_insertions, places};
+use crate::action::{Action, Keep, StateClass, StateKey};
+use crate::program::ProgramHeader;
 
 /// Adds the fetches and evictions of all classes that move. Activations of a microbatch are evicted only if enough passes come before their
 /// use to fetch them ahead.
-pub(super) fn offload(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action> {
-    let state = &outline.state;
+pub(super) fn offload(header: &ProgramHeader, mut actions: Vec<Action>) -> Vec<Action> {
+    let state = &header.state;
     for class in StateClass::ALL.into_iter().filter(|&class| state.moves(class)) {
         let is_use = |action: Action| action.uses().contains(&class);
         actions = match class {
@@ -17,7 +17,7 @@ pub(super) fn offload(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action
                 swap_around(&actions, class, is_use, state.fetch_ahead)
             }
             StateClass::Gradients => swap_around(&evict_reduced(&actions), class, is_use, state.fetch_ahead),
-            StateClass::Activations => swap_activations(&actions, outline),
+            StateClass::Activations => swap_activations(&actions, header),
         };
     }
     actions
@@ -34,12 +34,12 @@ fn swap_around(
 ) -> Vec<Action> {
     let uses = places(actions, is_use);
     let last_pass = actions.iter().rposition(|action| action.is_pass()).unwrap_or(0);
-    let mut beside = nothing_beside(actions);
+    let mut beside = no_insertions(actions);
     let stays =
         |first: usize, second: usize| first + 1 == second && actions[first].unit() == actions[second].unit();
     for (index, &place) in uses.iter().enumerate() {
         let unit = actions[place].unit();
-        let state = StateOf { class, unit, microbatch: 0 };
+        let state = StateKey { class, unit, microbatch: 0 };
         let ahead = match index.checked_sub(prefetch) {
             Some(earlier) => uses[earlier],
             None => uses[0].min(last_pass),
@@ -62,31 +62,31 @@ fn swap_around(
         let is_gathered = is_step && actions.get(place + 1) == Some(&Action::Unshard { unit });
         beside[place + usize::from(is_gathered)][1].push(Action::Evict(state));
     }
-    put_beside(actions, beside)
+    insert(actions, beside)
 }
 
 /// Evicts each reduced gradient when the next reduction begins, because the gradient's own reduction has had time to end by then.
 fn evict_reduced(actions: &[Action]) -> Vec<Action> {
     let is_reduction = |action| matches!(action, Action::ReduceGrad { .. });
     let ends = places(actions, |action| is_reduction(action) || matches!(action, Action::Step { .. }));
-    let mut beside = nothing_beside(actions);
+    let mut beside = no_insertions(actions);
     for pair in ends.windows(2) {
         if let Action::ReduceGrad { unit } = actions[pair[0]] {
-            let state = StateOf { class: StateClass::Gradients, unit, microbatch: 0 };
+            let state = StateKey { class: StateClass::Gradients, unit, microbatch: 0 };
             beside[pair[1]][usize::from(is_reduction(actions[pair[1]]))].push(Action::Evict(state));
         }
     }
-    put_beside(actions, beside)
+    insert(actions, beside)
 }
 
 /// Evicts the kept activations of the first units that keep any, and fetches them `prefetch` passes before their use.
-fn swap_activations(actions: &[Action], outline: &Outline) -> Vec<Action> {
-    let (chain, prefetch) = (&outline.chain, outline.state.fetch_ahead);
+fn swap_activations(actions: &[Action], header: &ProgramHeader) -> Vec<Action> {
+    let (chain, prefetch) = (&header.chain, header.state.fetch_ahead);
     let mut is_moved = vec![false; chain.num_units];
     let kept = (0..chain.num_units).filter(|&unit| chain.keeps(unit));
-    kept.take(outline.state.num_moved).for_each(|unit| is_moved[unit] = true);
+    kept.take(header.state.num_moved).for_each(|unit| is_moved[unit] = true);
     let passes = places(actions, Action::is_pass);
-    let mut beside = nothing_beside(actions);
+    let mut beside = no_insertions(actions);
     for (pass, &place) in passes.iter().enumerate() {
         let Action::Forward { unit, microbatch, keep } = actions[place] else { continue };
         if keep == Keep::Nothing || !is_moved[unit] {
@@ -100,12 +100,12 @@ fn swap_activations(actions: &[Action], outline: &Outline) -> Vec<Action> {
         let later = &passes[pass + 1..];
         let Some(distance) = later.iter().position(is_use) else { continue };
         if distance > 2 * prefetch {
-            let state = StateOf { class: StateClass::Activations, unit, microbatch };
+            let state = StateKey { class: StateClass::Activations, unit, microbatch };
             beside[place][1].push(Action::Evict(state));
             beside[later[distance - prefetch]][0].push(Action::Fetch(state));
         }
     }
-    put_beside(actions, beside)
+    insert(actions, beside)
 }
 
 #[cfg(test)]

@@ -12,9 +12,9 @@ use crate::program::Program;
 /// If `keeps` does not have one element per unit, or the unit below a unit that keeps nothing is missing or keeps everything or its
 /// products: then no unit recomputes the input.
 pub fn recompute(program: Program, keeps: &[Keep]) -> Program {
-    let Program { outline, actions } = program;
-    assert_eq!(keeps.len(), outline.chain.num_units, "one choice for each unit");
-    let is_stage_start = |unit: usize| outline.stages.iter().any(|stage| stage.units.start == unit);
+    let Program { header, actions } = program;
+    assert_eq!(keeps.len(), header.chain.num_units, "one choice for each unit");
+    let is_stage_start = |unit: usize| header.stages.iter().any(|stage| stage.units.start == unit);
     let keep_received = |(unit, &keep): (usize, &Keep)| match keep {
         Keep::Nothing if is_stage_start(unit) => Keep::Input,
         keep => keep,
@@ -46,7 +46,7 @@ pub fn recompute(program: Program, keeps: &[Keep]) -> Program {
             other => lowered.push(other),
         }
     }
-    Program { outline, actions: lowered }
+    Program { header, actions: lowered }
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! Sharding: sharded state is gathered where it is used in full, and freed afterwards (Rajbhandari et al., 2020, section 5; parameters as
 //! in Zhao et al., "PyTorch FSDP", 2023, section 3).
 
-use super::beside::{nothing_beside, places, put_beside};
+use super::insertions::{insert, no_insertions, places};
 use crate::action::{Action, Message, MessageKind, StateClass};
-use crate::program::Outline;
+use crate::program::ProgramHeader;
 
 /// Adds the gathers and reductions of sharded state:
 /// - Sharded gradients are reduced after each backward pass of their unit, so that no rank keeps a full gradient. They are gathered for the
@@ -11,8 +11,8 @@ use crate::program::Outline;
 /// - If ranks update shards of unsharded parameters, the parameters are gathered after each `STEP`.
 /// - Sharded parameters are gathered before they are read, and freed after. Parameters that a tied unit on another rank reads are gathered
 ///   after their `STEP` as well, and sent.
-pub(super) fn shard(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action> {
-    let is_sharded = |class| outline.state.is_sharded(class);
+pub(super) fn shard(header: &ProgramHeader, mut actions: Vec<Action>) -> Vec<Action> {
+    let is_sharded = |class| header.state.is_sharded(class);
     if is_sharded(StateClass::Gradients) {
         actions.retain(|action| !matches!(action, Action::ReduceGrad { .. }));
         actions = followed(&actions, |action| {
@@ -23,7 +23,7 @@ pub(super) fn shard(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action> 
         }
     }
     match (is_sharded(StateClass::Parameters), is_sharded(StateClass::Optimizer)) {
-        (true, _) => gather_to_send(&gather_around_use(outline, &actions)),
+        (true, _) => gather_to_send(&gather_around_use(header, &actions)),
         (false, true) => followed(&actions, |action| match action {
             Action::Step { unit } => Some(Action::Unshard { unit }),
             _ => None,
@@ -40,11 +40,11 @@ fn followed(actions: &[Action], by: impl Fn(Action) -> Option<Action>) -> Vec<Ac
 /// Gathers each gradient one update ahead, so that the next gradient is gathered while a unit is updated.
 fn gather_grads_before_steps(actions: &[Action]) -> Vec<Action> {
     let steps = places(actions, |action| matches!(action, Action::Step { .. }));
-    let mut beside = nothing_beside(actions);
+    let mut beside = no_insertions(actions);
     for (index, &step) in steps.iter().enumerate() {
         beside[steps[index.saturating_sub(1)]][0].push(Action::UnshardGrad { unit: actions[step].unit() });
     }
-    put_beside(actions, beside)
+    insert(actions, beside)
 }
 
 /// A range of passes over which a unit's parameters stay gathered. Passes are numbered among all passes.
@@ -56,17 +56,17 @@ struct Stay {
     previous: Option<usize>,
 }
 
-fn gather_around_use(outline: &Outline, actions: &[Action]) -> Vec<Action> {
+fn gather_around_use(header: &ProgramHeader, actions: &[Action]) -> Vec<Action> {
     let places = places(actions, Action::is_pass);
     let passes: Vec<Action> = places.iter().map(|&place| actions[place]).collect();
-    let mut beside = nothing_beside(actions);
-    for Stay { unit, first, last, previous } in stays(outline, &passes) {
+    let mut beside = no_insertions(actions);
+    for Stay { unit, first, last, previous } in stays(header, &passes) {
         let earliest = previous.map_or(0, |previous| previous + 1);
-        let first = first.saturating_sub(outline.state.gather_ahead).max(earliest);
+        let first = first.saturating_sub(header.state.gather_ahead).max(earliest);
         beside[places[first]][0].push(Action::Unshard { unit });
         beside[places[last]][1].push(Action::Reshard { unit });
     }
-    put_beside(actions, beside)
+    insert(actions, beside)
 }
 
 /// Gathers parameters that are sent after their update, and frees them once they are sent.
@@ -81,16 +81,16 @@ fn gather_to_send(actions: &[Action]) -> Vec<Action> {
 
 /// Returns the stays in the order of their first passes. A unit stays gathered between neighbouring passes that read it, from its
 /// recomputation to its backward pass, and from forward to backward if the layout says so.
-fn stays(outline: &Outline, passes: &[Action]) -> Vec<Stay> {
+fn stays(header: &ProgramHeader, passes: &[Action]) -> Vec<Stay> {
     let mut stays: Vec<Stay> = Vec::new();
-    let mut latest: Vec<Option<usize>> = vec![None; outline.chain.num_units];
+    let mut latest: Vec<Option<usize>> = vec![None; header.chain.num_units];
     for (pass, &action) in passes.iter().enumerate() {
-        for unit in outline.reads(action).filter(|&unit| outline.holds(unit)) {
+        for unit in header.reads(action).filter(|&unit| header.holds(unit)) {
             let previous = latest[unit].map(|stay| stays[stay].last);
             let is_kept = previous.is_some_and(|last| {
                 let is_same_microbatch = passes[last].microbatch() == action.microbatch();
                 let is_recomputed = matches!(passes[last], Action::Recompute { .. });
-                last + 1 >= pass || (is_same_microbatch && (is_recomputed || outline.state.keep_gathered))
+                last + 1 >= pass || (is_same_microbatch && (is_recomputed || header.state.keep_gathered))
             });
             match latest[unit] {
                 Some(stay) if is_kept => stays[stay].last = pass,
@@ -107,7 +107,7 @@ fn stays(outline: &Outline, passes: &[Action]) -> Vec<Stay> {
 #[cfg(test)]
 mod tests {
     use crate::action::Action;
-    use crate::layout::{ClassLayout, Share, StateLayout};
+    use crate::layout::{ClassLayout, Portion, StateLayout};
     use crate::lowering::lay_out;
     use crate::program::Chain;
     use crate::single;
@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn sharded_gradients_are_gathered_for_updates_of_all_parameters() {
-        let gradients = ClassLayout { share: Share::Shard, ..ClassLayout::default() };
+        let gradients = ClassLayout { portion: Portion::Shard, ..ClassLayout::default() };
         let expected = "units 3 microbatches 1 gradients shard, F 0 0, F 1 0, F 2 0, B 2 0, REDUCE_GRAD 2, B 1 0, REDUCE_GRAD 1, \
                         B 0 0, REDUCE_GRAD 0, UNSHARD_GRAD 0, UNSHARD_GRAD 1, STEP 0, UNSHARD_GRAD 2, STEP 1, STEP 2";
         assert_eq!(text(&Chain::of_units(3), 1, StateLayout { gradients, ..StateLayout::WHOLE }), expected);

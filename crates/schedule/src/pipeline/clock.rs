@@ -1,7 +1,7 @@
 //! The pipeline clock: when each pass begins and ends.
 
 use super::costs::Costs;
-use super::error::{Place, Ring, ScheduleError, Wait};
+use super::error::{PassIndex, Ring, ScheduleError, Wait};
 use super::pass::{Pass, PassKind};
 use super::schedule::Schedule;
 use super::shape;
@@ -172,7 +172,7 @@ impl<'a> Clock<'a> {
     fn wait(&self, schedule: &Schedule, rank: usize) -> Option<Wait> {
         let pass = self.next_of(schedule, rank)?;
         let needs = self.ready(schedule, pass).err()?;
-        let place = Place { rank, index: self.spans[rank].len() };
+        let place = PassIndex { rank, index: self.spans[rank].len() };
         Some(Wait { place, pass, needs, for_rank: schedule.stage_ranks[needs.stage] })
     }
 

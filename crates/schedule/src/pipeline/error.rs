@@ -5,12 +5,12 @@ use std::fmt;
 /// A place in a schedule. `index` counts the rank's passes from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[expect(missing_docs, reason = "messages explain the fields")]
-pub struct Place {
+pub struct PassIndex {
     pub rank: usize,
     pub index: usize,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for PassIndex {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank {}, pass {}", self.rank, self.index)
     }
@@ -20,7 +20,7 @@ impl fmt::Display for Place {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub struct Wait {
-    pub place: Place,
+    pub place: PassIndex,
     pub pass: Pass,
     pub needs: Pass,
     pub for_rank: usize,
@@ -65,7 +65,7 @@ pub enum ScheduleError {
     )]
     Placement { stage: usize, rank: usize, num_ranks: usize },
     #[error("{place}: '{pass}' {fault}")]
-    Pass { place: Place, pass: Pass, fault: PassFault },
+    Pass { place: PassIndex, pass: Pass, fault: PassFault },
     #[error("rank {rank} lacks the pass '{missing}'; add it to that rank")]
     Missing { rank: usize, missing: Pass },
     #[error("deadlock: {0}")]
@@ -106,7 +106,7 @@ pub enum PassFault {
 
 impl ScheduleError {
     /// Returns the place of the error, if it concerns one place.
-    pub fn place(&self) -> Option<Place> {
+    pub fn place(&self) -> Option<PassIndex> {
         match self {
             ScheduleError::Pass { place, .. } => Some(*place),
             ScheduleError::Deadlock(Ring(waits)) => waits.first().map(|wait| wait.place),

@@ -1,7 +1,7 @@
 //! The kinds of schedules and their recipes.
 
 use super::pass::Pass;
-use super::schedule::{Placement, WeightVersions};
+use super::schedule::{StagePlacement, WeightVersions};
 use super::sizes::Sizes;
 use super::{
     breadth_first, dualpipe_v, gpipe, interleaved, one_f_one_b, pipedream, zero_bubble, zero_bubble_v,
@@ -42,7 +42,7 @@ pub(super) type PassesOfRank = fn(usize, Sizes) -> Vec<Pass>;
 pub(super) struct Recipe {
     /// The passes of each rank; `None` if they depend on costs.
     pub(super) passes: Option<PassesOfRank>,
-    pub(super) placement: Placement,
+    pub(super) placement: StagePlacement,
     pub(super) stages_per_rank: RangeInclusive<usize>,
     /// The schedules to suggest for one stage per rank, if that is too few.
     pub(super) for_one_stage: &'static str,
@@ -58,7 +58,7 @@ impl Recipe {
     const fn new(passes: PassesOfRank) -> Self {
         Recipe {
             passes: Some(passes),
-            placement: Placement::Looped,
+            placement: StagePlacement::Looped,
             stages_per_rank: 1..=1,
             for_one_stage: "",
             microbatches_min: |_| 1,
@@ -70,7 +70,12 @@ impl Recipe {
     /// A folded schedule: two stages per rank, the second in reverse rank order.
     const fn folded(passes: PassesOfRank) -> Self {
         let for_one_stage = "zb-h1 or zb-h2";
-        Recipe { placement: Placement::Folded, stages_per_rank: 2..=2, for_one_stage, ..Recipe::new(passes) }
+        Recipe {
+            placement: StagePlacement::Folded,
+            stages_per_rank: 2..=2,
+            for_one_stage,
+            ..Recipe::new(passes)
+        }
     }
 }
 

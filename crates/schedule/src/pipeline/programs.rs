@@ -6,7 +6,7 @@ use super::messages::{self, Event};
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 use crate::action::{Action, Keep, Message};
-use crate::program::{Asynchronous, Chain, Outline, Program, Stage};
+use crate::program::{Asynchronous, Chain, Program, ProgramHeader, Stage};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
@@ -33,18 +33,18 @@ pub fn programs(schedule: &Schedule, costs: &Costs, units: &[Range<usize>], chai
     let stages: Vec<Stage> = units.iter().zip(&schedule.stage_ranks).map(stage).collect();
     let versions_read = schedule.versions_read();
     let program = |(rank, events): (usize, Vec<Event>)| {
-        let outline = Outline {
+        let header = ProgramHeader {
             chain: chain.clone(),
             num_microbatches: schedule.num_microbatches_in_all(),
             stages: stages.clone(),
             rank,
             asynchronous: (!is_drained)
                 .then_some(Asynchronous { num_steps: schedule.num_steps, weights: schedule.weights }),
-            ..Outline::default()
+            ..ProgramHeader::default()
         };
         let mut actions = Actions {
             units,
-            outline: &outline,
+            header: &header,
             actions: Vec::new(),
             num_tied: 0,
             held_back: VecDeque::new(),
@@ -52,7 +52,7 @@ pub fn programs(schedule: &Schedule, costs: &Costs, units: &[Range<usize>], chai
         };
         events.into_iter().for_each(|event| actions.take(event));
         let actions = actions.finish();
-        Program { outline, actions }
+        Program { header: header, actions }
     };
     let timeline = simulate(schedule, costs).expect("the schedule is valid");
     let stage_of =
@@ -66,7 +66,7 @@ pub fn programs(schedule: &Schedule, costs: &Costs, units: &[Range<usize>], chai
 /// Translates the events of a rank into the actions of its units.
 struct Actions<'a> {
     units: &'a [Range<usize>],
-    outline: &'a Outline,
+    header: &'a ProgramHeader,
     actions: Vec<Action>,
     /// Number of contributions to the gradient of the tie's owner that are available.
     num_tied: usize,
@@ -147,8 +147,8 @@ impl Actions<'_> {
             PassKind::Backward | PassKind::BackwardWeight => {
                 for unit in units.rev() {
                     self.complete(kind, unit, microbatch);
-                    let is_read_here = |&(reader, owner)| reader == unit && self.outline.holds(owner);
-                    if self.outline.chain.ties.iter().any(is_read_here) {
+                    let is_read_here = |&(reader, owner)| reader == unit && self.header.holds(owner);
+                    if self.header.chain.ties.iter().any(is_read_here) {
                         self.tied_grad_is_here();
                     }
                 }
@@ -168,7 +168,7 @@ impl Actions<'_> {
     /// Completes the gradient of a unit for a microbatch. While a tied unit's contribution is missing, runs only the input half and holds
     /// the weight half back.
     fn complete(&mut self, kind: PassKind, unit: usize, microbatch: usize) {
-        if self.outline.reader_of(unit).is_some_and(|reader| !self.has_tied(reader, microbatch)) {
+        if self.header.reader_of(unit).is_some_and(|reader| !self.has_tied(reader, microbatch)) {
             if kind == PassKind::Backward {
                 self.actions.push(Action::BackwardInput { unit, microbatch });
             }
@@ -179,19 +179,19 @@ impl Actions<'_> {
             PassKind::Backward => Action::Backward { unit, microbatch },
             _ => Action::BackwardWeight { unit, microbatch },
         });
-        self.actions.extend(self.outline.is_last_of_step(microbatch).then_some(Action::ReduceGrad { unit }));
+        self.actions.extend(self.header.is_last_of_step(microbatch).then_some(Action::ReduceGrad { unit }));
     }
 
     /// Whether the tied unit's contributions that a microbatch needs are available.
     fn has_tied(&self, reader: usize, microbatch: usize) -> bool {
-        let is_summed = self.outline.chain.sums_ties && !self.outline.holds(reader);
-        let is_needed = !is_summed || self.outline.is_last_of_step(microbatch);
+        let is_summed = self.header.chain.sums_ties && !self.header.holds(reader);
+        let is_needed = !is_summed || self.header.is_last_of_step(microbatch);
         !is_needed || self.num_tied > if is_summed { 0 } else { microbatch }
     }
 
     fn tied_grad_is_here(&mut self) {
         self.num_tied += 1;
-        let (reader, owner) = self.outline.chain.ties[0];
+        let (reader, owner) = self.header.chain.ties[0];
         let next = self.held_back.front().copied();
         if let Some(microbatch) = next.filter(|&microbatch| self.has_tied(reader, microbatch)) {
             self.held_back.pop_front();
@@ -205,7 +205,7 @@ impl Actions<'_> {
         let Range { start, end } = self.units[stage];
         let message = match kind {
             PassKind::Forward => Message::activation(end - 1, microbatch),
-            PassKind::BackwardWeight => Message::tied_gradient(self.outline.chain.ties[0].1, microbatch),
+            PassKind::BackwardWeight => Message::tied_gradient(self.header.chain.ties[0].1, microbatch),
             _ => Message::gradient(start, microbatch),
         };
         if is_sent { Action::Send(message) } else { Action::Receive(message) }
@@ -213,12 +213,12 @@ impl Actions<'_> {
 
     /// Ends the step: updates the units, and sends updated parameters to the ranks that read them.
     fn finish(mut self) -> Vec<Action> {
-        let outline = self.outline;
-        if outline.asynchronous.is_none() {
-            self.actions.extend(outline.held().map(|unit| Action::Step { unit }));
+        let header = self.header;
+        if header.asynchronous.is_none() {
+            self.actions.extend(header.held().map(|unit| Action::Step { unit }));
         }
-        for &(reader, unit) in &outline.chain.ties {
-            match (outline.holds(reader), outline.holds(unit)) {
+        for &(reader, unit) in &header.chain.ties {
+            match (header.holds(reader), header.holds(unit)) {
                 (true, false) => self.actions.push(Action::Receive(Message::parameters(unit))),
                 (false, true) => self.actions.push(Action::Send(Message::parameters(unit))),
                 _ => (),

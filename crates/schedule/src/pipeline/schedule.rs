@@ -20,19 +20,19 @@ named! {
 
 /// The placement of stages on ranks. Stages are numbered along the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Placement {
+pub enum StagePlacement {
     /// Stage `s` is on rank `s % num_ranks`.
     Looped,
     /// After the last rank, stages continue from the last rank back to the first.
     Folded,
 }
 
-impl Placement {
+impl StagePlacement {
     /// Returns the rank of each stage.
     pub fn stage_ranks(self, num_ranks: usize, stages_per_rank: usize) -> Vec<usize> {
         let forth = 0..num_ranks;
         let rank_in_turn = |turn: usize, place: usize| match self {
-            Placement::Folded if turn % 2 == 1 => num_ranks - 1 - place,
+            StagePlacement::Folded if turn % 2 == 1 => num_ranks - 1 - place,
             _ => place,
         };
         (0..stages_per_rank)

@@ -1,7 +1,7 @@
 //! Checks that must pass before a schedule can be simulated or validated.
 
 use super::costs::Costs;
-use super::error::{PassFault, Place, ScheduleError};
+use super::error::{PassFault, PassIndex, ScheduleError};
 use super::schedule::{PASSES_MAX, Schedule};
 
 /// Refuses sizes of 0 or above [`PASSES_MAX`], ranks, stages or microbatches that do not exist, and costs of another number of stages. This
@@ -48,7 +48,7 @@ fn check_passes(schedule: &Schedule) -> Result<(), ScheduleError> {
                 (expected != rank).then_some(PassFault::WrongRank(expected))
             };
             if let Some(fault) = fault {
-                return Err(ScheduleError::Pass { place: Place { rank, index }, pass, fault });
+                return Err(ScheduleError::Pass { place: PassIndex { rank, index }, pass, fault });
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use super::clock;
 use super::costs::Costs;
-use super::error::{PassFault, Place, ScheduleError};
+use super::error::{PassFault, PassIndex, ScheduleError};
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 use super::shape;
@@ -31,7 +31,7 @@ pub fn validate(
     let mut progress = Progress::new(schedule);
     for (rank, passes) in schedule.ranks.iter().enumerate() {
         for (index, &pass) in passes.iter().enumerate() {
-            let at = |fault| ScheduleError::Pass { place: Place { rank, index }, pass, fault };
+            let at = |fault| ScheduleError::Pass { place: PassIndex { rank, index }, pass, fault };
             progress.take(pass).map_err(at)?;
         }
     }
@@ -174,7 +174,8 @@ pub(super) fn check_activations(
             let (taken, freed) = costs.activations(pass);
             held = held + taken - freed;
             if held > bound {
-                let (place, fault) = (Place { rank, index }, PassFault::TooManyActivations { held, bound });
+                let (place, fault) =
+                    (PassIndex { rank, index }, PassFault::TooManyActivations { held, bound });
                 return Err(ScheduleError::Pass { place, pass, fault });
             }
         }

@@ -71,27 +71,27 @@ pub enum ActionFault {
 /// # Errors
 /// The first fault that is found.
 pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramError> {
-    let outline = &program.outline;
+    let header = &program.header;
     let is_versioned = |action: &Action| matches!(action, Action::Stash { .. } | Action::Unstash { .. });
     let versioned = program.actions.iter().position(is_versioned);
-    if let Some(index) = versioned.filter(|_| outline.asynchronous.is_none()) {
+    if let Some(index) = versioned.filter(|_| header.asynchronous.is_none()) {
         let (action, fault) = (program.actions[index], ActionFault::Versioned);
         return Err(ProgramError::Action { index, action, fault });
     }
-    if let Some(&(reader, owner)) = outline.chain.ties.first().filter(|_| outline.asynchronous.is_some()) {
+    if let Some(&(reader, owner)) = header.chain.ties.first().filter(|_| header.asynchronous.is_some()) {
         return Err(ProgramError::TiedVersions { reader, owner });
     }
-    let mut state = State::new(outline);
+    let mut state = State::new(header);
     state.run(&program.actions, in_flight_max)?;
     let forward = |unit| {
-        let microbatches = 0..outline.num_microbatches;
+        let microbatches = 0..header.num_microbatches;
         microbatches.map(move |microbatch| Action::Forward { unit, microbatch, keep: Keep::Nothing })
     };
     let lacks = |action: &Action| !state.is_done(*action);
-    let missing = if outline.state.is_trained() {
-        outline.held().map(|unit| Action::Step { unit }).find(lacks)
+    let missing = if header.state.is_trained() {
+        header.held().map(|unit| Action::Step { unit }).find(lacks)
     } else {
-        outline.held().flat_map(forward).find(lacks)
+        header.held().flat_map(forward).find(lacks)
     };
     match missing.or_else(|| state.left_over()) {
         Some(missing) => Err(ProgramError::Missing { missing }),
@@ -103,7 +103,7 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
 pub fn validate_world(programs: &[Program], in_flight_max: usize) -> Result<(), ProgramError> {
     let collectives = |program: &Program| -> Vec<Action> {
         let is_collective = |action: &Action| {
-            action.stream() == Stream::DataParallel || !program.outline.exchanges(*action).is_empty()
+            action.stream() == Stream::DataParallel || !program.header.exchanges(*action).is_empty()
         };
         program.actions.iter().copied().filter(is_collective).collect()
     };

@@ -1,6 +1,6 @@
 use super::{ProgramError, validate};
 use crate::action::Action;
-use crate::program::{Chain, Outline, Program, Stage};
+use crate::program::{Chain, Program, ProgramHeader, Stage};
 
 /// Proves the programs of all ranks of one pipeline together: each alone, with as many microbatches in flight as it has, and that all ranks
 /// reach their ends even if a send or a receive blocks until the other rank is at the matching action.
@@ -8,10 +8,10 @@ use crate::program::{Chain, Outline, Program, Stage};
 /// Cost: linear in the number of actions.
 pub fn validate_pipeline(programs: &[Program]) -> Result<(), ProgramError> {
     for (rank, program) in programs.iter().enumerate() {
-        check_stages(&program.outline, rank, programs.len())?;
-        validate(program, program.outline.num_microbatches)?;
+        check_stages(&program.header, rank, programs.len())?;
+        validate(program, program.header.num_microbatches)?;
     }
-    let mut meeting = Meeting { programs, places: vec![0; programs.len()] };
+    let mut meeting = MessageMatcher { programs, places: vec![0; programs.len()] };
     let mut awake: Vec<usize> = (0..programs.len()).collect();
     while let Some(rank) = awake.pop() {
         while let Some(peer) = meeting.advance(rank) {
@@ -28,8 +28,8 @@ pub fn validate_pipeline(programs: &[Program]) -> Result<(), ProgramError> {
 }
 
 /// Checks that stages are consecutive from the first unit to the last, on ranks that exist.
-fn check_stages(outline: &Outline, rank: usize, num_ranks: usize) -> Result<(), ProgramError> {
-    let Outline { chain: Chain { num_units, .. }, stages, .. } = outline;
+fn check_stages(header: &ProgramHeader, rank: usize, num_ranks: usize) -> Result<(), ProgramError> {
+    let ProgramHeader { chain: Chain { num_units, .. }, stages, .. } = header;
     let mut next = 0;
     let is_next = |stage: &Stage| {
         let is_next = stage.units.start == next && stage.units.end > next && stage.rank < num_ranks;
@@ -38,7 +38,7 @@ fn check_stages(outline: &Outline, rank: usize, num_ranks: usize) -> Result<(), 
     };
     let are_in_order = stages.iter().all(is_next);
     let are_whole = stages.is_empty() || next == *num_units;
-    if are_in_order && are_whole && outline.rank == rank {
+    if are_in_order && are_whole && header.rank == rank {
         return Ok(());
     }
     Err(ProgramError::Stages { rank, num_units: *num_units, num_ranks })
@@ -51,18 +51,18 @@ struct NextMessage {
     peer: usize,
 }
 
-struct Meeting<'a> {
+struct MessageMatcher<'a> {
     programs: &'a [Program],
     places: Vec<usize>,
 }
 
-impl Meeting<'_> {
+impl MessageMatcher<'_> {
     /// Returns the next message of a rank, once it has run all actions before it; `None` at its end.
     fn next(&self, rank: usize) -> Option<NextMessage> {
         let program = self.programs.get(rank)?;
         let mut actions = program.actions.iter().copied().enumerate().skip(self.places[rank]);
         actions.find_map(|(index, action)| {
-            Some(NextMessage { index, action, peer: program.outline.peer(action)? })
+            Some(NextMessage { index, action, peer: program.header.peer(action)? })
         })
     }
 

@@ -3,8 +3,8 @@
 mod needs;
 
 use super::{ActionFault, ProgramError};
-use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateOf};
-use crate::program::Outline;
+use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateKey};
+use crate::program::ProgramHeader;
 use std::collections::{BTreeSet, VecDeque};
 
 /// The activations of a unit and microbatch that backward reads.
@@ -67,26 +67,26 @@ struct Tie {
 }
 
 impl Tie {
-    fn of(outline: &Outline) -> Option<Tie> {
-        let is_here = |(reader, owner): &&(usize, usize)| outline.holds(*reader) || outline.holds(*owner);
+    fn of(header: &ProgramHeader) -> Option<Tie> {
+        let is_here = |(reader, owner): &&(usize, usize)| header.holds(*reader) || header.holds(*owner);
         let &(reader, owner) =
-            outline.chain.ties.iter().find(is_here).filter(|_| !outline.stages.is_empty())?;
-        Some(Tie { reader, owner, is_across: outline.rank_of(reader) != outline.rank_of(owner) })
+            header.chain.ties.iter().find(is_here).filter(|_| !header.stages.is_empty())?;
+        Some(Tie { reader, owner, is_across: header.rank_of(reader) != header.rank_of(owner) })
     }
 }
 
 /// The messages that were sent or received: a flag for each kind of message, unit and microbatch.
-struct Exchanged {
+struct MessageLog {
     num_units: usize,
     num_microbatches: usize,
     flags: Vec<bool>,
 }
 
-impl Exchanged {
-    fn new(outline: &Outline) -> Self {
-        let (num_units, num_microbatches) = (outline.chain.num_units, outline.num_microbatches);
+impl MessageLog {
+    fn new(header: &ProgramHeader) -> Self {
+        let (num_units, num_microbatches) = (header.chain.num_units, header.num_microbatches);
         let flags = vec![false; MessageKind::ALL.len() * num_units * num_microbatches];
-        Exchanged { num_units, num_microbatches, flags }
+        MessageLog { num_units, num_microbatches, flags }
     }
 
     fn place(&self, Message { kind, unit, microbatch }: Message) -> usize {
@@ -104,30 +104,30 @@ impl Exchanged {
 }
 
 pub(super) struct State<'a> {
-    outline: &'a Outline,
+    header: &'a ProgramHeader,
     microbatches_per_step: usize,
     units: Vec<Unit>,
     at_rest: Parameters,
     /// Whether updates need full gradients that are sharded.
     gathers_grads: bool,
-    away: BTreeSet<StateOf>,
-    exchanged: Exchanged,
+    away: BTreeSet<StateKey>,
+    exchanged: MessageLog,
     /// The tie of two units, if it concerns this rank.
     tie: Option<Tie>,
 }
 
 impl<'a> State<'a> {
-    pub(super) fn new(outline: &'a Outline) -> Self {
-        let at_rest = if outline.state.is_sharded(StateClass::Parameters) {
+    pub(super) fn new(header: &'a ProgramHeader) -> Self {
+        let at_rest = if header.state.is_sharded(StateClass::Parameters) {
             Parameters::Sharded
         } else {
             Parameters::Whole
         };
         let unit = |unit| Unit {
-            activations: vec![Activations::Absent; outline.num_microbatches],
+            activations: vec![Activations::Absent; header.num_microbatches],
             // A tied unit reads a copy of parameters that another rank holds.
-            parameters: if outline.holds(unit) { at_rest } else { Parameters::Whole },
-            is_held: outline.holds(unit),
+            parameters: if header.holds(unit) { at_rest } else { Parameters::Whole },
+            is_held: header.holds(unit),
             in_flight: 0,
             num_added: 0,
             has_unreduced: false,
@@ -135,21 +135,21 @@ impl<'a> State<'a> {
             num_reduced: 0,
             num_stepped: 0,
             stashed: VecDeque::new(),
-            read: vec![0; outline.num_microbatches],
+            read: vec![0; header.num_microbatches],
         };
         let mut away = BTreeSet::new();
         for class in [StateClass::Optimizer, StateClass::Parameters] {
-            if outline.state.moves(class) {
-                away.extend(outline.held().map(|unit| StateOf { class, unit, microbatch: 0 }));
+            if header.state.moves(class) {
+                away.extend(header.held().map(|unit| StateKey { class, unit, microbatch: 0 }));
             }
         }
-        let (units, exchanged) = ((0..outline.chain.num_units).map(unit).collect(), Exchanged::new(outline));
+        let (units, exchanged) = ((0..header.chain.num_units).map(unit).collect(), MessageLog::new(header));
         // A program without microbatches has no action that uses this number.
-        let microbatches_per_step = outline.microbatches_per_step().max(1);
-        let is_sharded = |class| outline.state.is_sharded(class);
+        let microbatches_per_step = header.microbatches_per_step().max(1);
+        let is_sharded = |class| header.state.is_sharded(class);
         let gathers_grads = is_sharded(StateClass::Gradients) && !is_sharded(StateClass::Optimizer);
-        let tie = Tie::of(outline);
-        State { outline, microbatches_per_step, units, at_rest, gathers_grads, away, exchanged, tie }
+        let tie = Tie::of(header);
+        State { header, microbatches_per_step, units, at_rest, gathers_grads, away, exchanged, tie }
     }
 
     pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
@@ -161,15 +161,15 @@ impl<'a> State<'a> {
     }
 
     fn take(&mut self, action: Action, bound: usize) -> Result<(), ActionFault> {
-        let (num_units, num_microbatches) = (self.outline.chain.num_units, self.outline.num_microbatches);
+        let (num_units, num_microbatches) = (self.header.chain.num_units, self.header.num_microbatches);
         let microbatch = action.microbatch().unwrap_or(0);
         if action.unit() >= num_units || microbatch >= num_microbatches {
             return Err(ActionFault::OutOfRange { num_units, num_microbatches });
         }
         if !self.is_here(action) {
-            return Err(ActionFault::Elsewhere(self.outline.rank));
+            return Err(ActionFault::Elsewhere(self.header.rank));
         }
-        if !self.outline.state.is_trained() && action.trains() {
+        if !self.header.state.is_trained() && action.trains() {
             return Err(ActionFault::Untrained);
         }
         if self.is_done(action) {
@@ -222,7 +222,7 @@ impl<'a> State<'a> {
     }
 
     fn has_tied_gradient(&self, message: Message) -> bool {
-        self.has_tie(message.unit) && self.outline.sends_tied_gradient(message.microbatch)
+        self.has_tie(message.unit) && self.header.sends_tied_gradient(message.microbatch)
     }
 
     fn activations(&self, unit: usize, microbatch: usize) -> Activations {
@@ -246,7 +246,7 @@ impl<'a> State<'a> {
             Action::Unshard { .. } => unit.parameters == Parameters::Whole,
             Action::Reshard { .. } => {
                 unit.parameters == Parameters::Sharded
-                    || !self.outline.state.is_sharded(StateClass::Parameters)
+                    || !self.header.state.is_sharded(StateClass::Parameters)
             }
             // A reduction of nothing is either too early or repeated.
             Action::ReduceGrad { .. } => {
@@ -256,8 +256,8 @@ impl<'a> State<'a> {
             }
             Action::UnshardGrad { .. } => unit.has_gathered_grad || !self.gathers_grads,
             Action::Fetch(state) => !self.away.contains(&state),
-            Action::Evict(state) => self.away.contains(&state) || !self.outline.state.moves(state.class),
-            Action::Step { .. } => unit.num_stepped == self.outline.num_steps(),
+            Action::Evict(state) => self.away.contains(&state) || !self.header.state.moves(state.class),
+            Action::Step { .. } => unit.num_stepped == self.header.num_steps(),
             Action::Stash { .. } => unit.stashed.back() == Some(&unit.num_stepped),
             Action::Unstash { .. } => false,
         }
@@ -268,7 +268,7 @@ impl<'a> State<'a> {
         match action {
             Action::Forward { microbatch, keep, .. } => {
                 unit.in_flight += 1;
-                unit.read[microbatch] = self.outline.version_read(microbatch, unit.num_stepped);
+                unit.read[microbatch] = self.header.version_read(microbatch, unit.num_stepped);
                 unit.activations[microbatch] = match keep {
                     Keep::All => Activations::Whole,
                     kept => Activations::Kept(kept),
@@ -308,7 +308,7 @@ impl<'a> State<'a> {
             Action::Step { .. } => {
                 unit.num_stepped += 1;
                 unit.has_gathered_grad = false;
-                let is_shard = self.outline.state.is_sharded(StateClass::Optimizer);
+                let is_shard = self.header.state.is_sharded(StateClass::Optimizer);
                 if is_shard && unit.parameters == Parameters::Whole {
                     unit.parameters = Parameters::Stale;
                 }
@@ -320,19 +320,19 @@ impl<'a> State<'a> {
 
     /// Returns a message that another rank waits for, or a message of the tie that was not received.
     fn unsent(&self) -> Option<Action> {
-        let passes = |unit| (0..self.outline.num_microbatches).map(move |microbatch| (unit, microbatch));
+        let passes = |unit| (0..self.header.num_microbatches).map(move |microbatch| (unit, microbatch));
         let sends = self.held().flat_map(passes).flat_map(|(unit, microbatch)| {
             [Message::activation(unit, microbatch), Message::gradient(unit, microbatch)].map(Action::Send)
         });
         let ties = self.tie.iter().filter(|tie| tie.is_across).flat_map(|tie| {
-            let is_sent = |&(_, microbatch): &(usize, usize)| self.outline.sends_tied_gradient(microbatch);
+            let is_sent = |&(_, microbatch): &(usize, usize)| self.header.sends_tied_gradient(microbatch);
             let grads = passes(tie.owner)
                 .filter(is_sent)
                 .map(|(unit, microbatch)| Message::tied_gradient(unit, microbatch));
             let messages = grads.chain([Message::parameters(tie.owner)]);
             messages.flat_map(|message| [Action::Send(message), Action::Receive(message)])
         });
-        let is_needed = |message: &Action| self.outline.state.is_trained() || !message.trains();
+        let is_needed = |message: &Action| self.header.state.is_trained() || !message.trains();
         let mut needed = sends.chain(ties).filter(is_needed);
         needed.find(|&message| self.is_here(message) && !self.is_done(message))
     }
@@ -343,8 +343,8 @@ impl<'a> State<'a> {
             return Some(unsent);
         }
         let at_rest = [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients];
-        for class in at_rest.into_iter().filter(|&class| self.outline.state.moves(class)) {
-            let states = self.held().map(|unit| StateOf { class, unit, microbatch: 0 });
+        for class in at_rest.into_iter().filter(|&class| self.header.state.moves(class)) {
+            let states = self.held().map(|unit| StateKey { class, unit, microbatch: 0 });
             if let Some(state) = states.into_iter().find(|state| !self.away.contains(state)) {
                 return Some(Action::Evict(state));
             }

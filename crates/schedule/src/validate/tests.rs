@@ -1,7 +1,7 @@
 use super::*;
 use crate::action::Keep;
 use crate::action::StateClass;
-use crate::layout::{ClassLayout, Share, StateLayout, Tier};
+use crate::layout::{ClassLayout, Portion, StateLayout, Tier};
 use crate::lowering::{lay_out, recompute};
 use crate::program::Chain;
 use crate::single;
@@ -18,7 +18,7 @@ fn any_program() -> impl Strategy<Value = Program> {
             let program = recompute(program, &possible(&keeps[..units]));
             let [parameters, gradients, optimizer] = shares;
             let share = |is_sharded| ClassLayout {
-                share: if is_sharded { Share::Shard } else { Share::Whole },
+                portion: if is_sharded { Portion::Shard } else { Portion::Full },
                 tier: Tier::Device,
             };
             let (are_away, num_moved) = offloaded;
@@ -84,7 +84,7 @@ proptest! {
                 program.actions.insert(0, action);
             }
         }
-        prop_assert!(validate(&program, program.outline.num_microbatches).is_err(), "{}", program);
+        prop_assert!(validate(&program, program.header.num_microbatches).is_err(), "{}", program);
     }
 }
 

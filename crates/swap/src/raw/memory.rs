@@ -69,11 +69,11 @@ pub(crate) struct LentMemory {
 
 impl LentMemory {
     /// Returns the next part of at most `bytes`, or `None` if all lent bytes belong to parts.
-    pub(crate) fn cut(&mut self, bytes: usize) -> Option<Part> {
+    pub(crate) fn cut(&mut self, bytes: usize) -> Option<MemoryPart> {
         let Range { start, end } = self.uncut;
         let middle = end.min(start.saturating_add(bytes));
         self.uncut = middle..end;
-        (start < middle).then(|| Part { mapping: Arc::clone(&self.mapping), range: start..middle })
+        (start < middle).then(|| MemoryPart { mapping: Arc::clone(&self.mapping), range: start..middle })
     }
 
     /// Returns whether all lent bytes belong to parts.
@@ -91,18 +91,18 @@ impl LentMemory {
 
 /// A piece of lent memory with a single owner. The mapping exists as long as any part of it.
 #[derive(Debug)]
-pub(crate) struct Part {
+pub(crate) struct MemoryPart {
     mapping: Arc<MmapRaw>,
     range: Range<usize>,
 }
 
-impl Part {
+impl MemoryPart {
     pub(super) fn as_mut_ptr(&mut self) -> *mut u8 {
         self.mapping.as_mut_ptr().wrapping_add(self.range.start)
     }
 }
 
-impl Deref for Part {
+impl Deref for MemoryPart {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -113,7 +113,7 @@ impl Deref for Part {
     }
 }
 
-impl DerefMut for Part {
+impl DerefMut for MemoryPart {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `deref`, and `self` is borrowed mutably, so no other borrow exists.
         unsafe {
@@ -129,7 +129,7 @@ mod tests {
     #[test]
     fn parts_are_disjoint_and_cover_what_was_lent() {
         let mut lent = Memory::new(3 * 4096).expect("memory").lend(2 * 4096 + 100);
-        let mut parts: Vec<Part> = std::iter::from_fn(|| lent.cut(4096)).collect();
+        let mut parts: Vec<MemoryPart> = std::iter::from_fn(|| lent.cut(4096)).collect();
         assert_eq!(parts.iter().map(|part| part.len()).collect::<Vec<_>>(), [4096, 4096, 100]);
         parts.iter_mut().zip(1..).for_each(|(part, value)| part.fill(value));
         drop(parts);

@@ -7,5 +7,5 @@ mod memory;
 mod ring;
 
 pub(crate) use file_memory::map;
-pub(crate) use memory::{LentMemory, Memory, Part};
+pub(crate) use memory::{LentMemory, Memory, MemoryPart};
 pub(crate) use ring::Ring;

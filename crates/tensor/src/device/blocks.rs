@@ -1,7 +1,7 @@
 //! Copy, permutation and gather kernels, sums over a dim, and softmax.
 
 use super::Device;
-use crate::kernels::Blocks;
+use crate::kernels::StridedBlocks;
 use crate::kernels::call::BlockCall;
 use crate::tensor::{View, ViewMut};
 
@@ -11,8 +11,8 @@ impl Device {
     /// Panics if a block exceeds its tensor or the dtypes differ.
     pub(crate) fn copy_blocks(
         &self,
-        (x, from): (View<'_>, Blocks),
-        (y, to): (ViewMut<'_>, Blocks),
+        (x, from): (View<'_>, StridedBlocks),
+        (y, to): (ViewMut<'_>, StridedBlocks),
         blocks: (usize, usize),
     ) {
         assert_eq!(x.dtype(), y.dtype());
@@ -32,7 +32,7 @@ impl Device {
     }
 
     /// Computes `y[o, d, i] = factor * x[o, i]` for `y` of shape `[outer, dim, inner]`.
-    pub(crate) fn spread_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, y: ViewMut<'_>) {
+    pub(crate) fn broadcast_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, y: ViewMut<'_>) {
         self.issue(BlockCall::SpreadDim { x: x.operand(), y: y.into_operand(), dims, factor });
     }
 

@@ -23,7 +23,7 @@ impl Backend for Counting {
 
     fn copy(&self, copy: HostCopy) -> Event {
         copy.after.wait();
-        copy.host.give_back();
+        copy.host.return_to_owner();
         Event::DONE
     }
 

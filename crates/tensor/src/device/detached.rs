@@ -15,7 +15,7 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
-use trireme_base::{Event, Latch, Random, RandomKey, spawn_thread};
+use trireme_base::{Event, EventCompleter, Random, RandomKey, spawn_thread};
 
 const NUM_STREAMS: usize = 3;
 
@@ -35,7 +35,7 @@ enum Job {
     /// A kernel or a copy.
     Run(Box<dyn FnOnce(&Cpu) + Send>),
     Wait(Event),
-    Complete(Arc<Latch>),
+    Complete(Arc<EventCompleter>),
 }
 
 /// The streams of a device and the thread that runs them.
@@ -57,7 +57,7 @@ struct Queue {
 type Clock = [u64; NUM_STREAMS];
 
 /// A copy that may still be pending.
-struct Copying {
+struct PendingCopy {
     stream: Stream,
     /// Position among the jobs of the stream, counted from 1.
     position: u64,
@@ -70,13 +70,13 @@ struct Copying {
 
 struct State {
     streams: [VecDeque<Job>; NUM_STREAMS],
-    copies: Vec<Copying>,
+    copies: Vec<PendingCopy>,
     /// The vector clock of each stream: how many jobs of every stream precede the next job issued to it.
     clocks: [Clock; NUM_STREAMS],
     /// Events of this device that may still be awaited, each with the clock of its stream when it was recorded.
     events: Vec<(Event, Clock)>,
     /// Number of jobs that may run without a waiter.
-    allowance: usize,
+    num_eager_jobs: usize,
     /// Set while the host or another device waits: every ready job runs.
     is_demanded: bool,
     is_closed: bool,
@@ -85,7 +85,7 @@ struct State {
     random: Random,
     eagerness: u32,
     /// The stream that runs as long as it has ready jobs.
-    favourite: usize,
+    preferred_stream: usize,
     sites: Vec<WaitSite>,
 }
 
@@ -99,12 +99,12 @@ impl Detached {
             copies: Vec::new(),
             clocks: Default::default(),
             events: Vec::new(),
-            allowance: 0,
+            num_eager_jobs: 0,
             is_demanded: false,
             is_closed: false,
             failure: None,
             eagerness,
-            favourite: 0,
+            preferred_stream: 0,
             random,
             sites: Vec::new(),
         };
@@ -159,10 +159,10 @@ impl Backend for Detached {
             device.copy(cpu, host.bytes());
             // The host may use its memory again before the event completes.
             ended.store(true, Ordering::Release);
-            host.give_back();
+            host.return_to_owner();
         });
         let event = queue.record(stream);
-        queue.keep_until((stream, position), operand, (has_run, &event));
+        queue.record_copy((stream, position), operand, (has_run, &event));
         event
     }
 
@@ -203,7 +203,7 @@ impl Queue {
             return;
         }
         operands.for_each_operand(&mut |operand, access| {
-            let races = |copy: &Copying| {
+            let races = |copy: &PendingCopy| {
                 let is_awaited =
                     state.clocks[Stream::Compute as usize][copy.stream as usize] >= copy.position;
                 let conflicts = access == Access::Write || copy.stream == Stream::FromHost;
@@ -223,7 +223,7 @@ impl Queue {
     /// Returns an event that completes when all jobs issued to the stream so far have run.
     fn record(&self, stream: Stream) -> Event {
         let own = Weak::clone(&self.own);
-        let latch = Latch::new(move || {
+        let latch = EventCompleter::new(move || {
             if let Some(queue) = own.upgrade() {
                 // Without this check, devices that wait for each other would wake each other endlessly.
                 let was_demanded = std::mem::replace(&mut queue.lock().is_demanded, true);
@@ -267,7 +267,7 @@ impl Queue {
     }
 
     /// Records that the copy at `position` of a stream uses `operand` until it sets `has_run` and its event completes.
-    fn keep_until(
+    fn record_copy(
         &self,
         (stream, position): (Stream, u64),
         operand: Operand,
@@ -275,7 +275,7 @@ impl Queue {
     ) {
         let mut state = self.lock();
         state.copies.retain(|copy| !copy.until.is_done());
-        state.copies.push(Copying { stream, position, operand, until: until.clone(), has_run });
+        state.copies.push(PendingCopy { stream, position, operand, until: until.clone(), has_run });
     }
 
     /// Returns the events of the copies that may still use `memory`.
@@ -298,7 +298,7 @@ impl Queue {
         state.clocks[stream as usize][stream as usize] += 1;
         let clock = state.clocks[stream as usize];
         if state.random.below(8) < u64::from(state.eagerness) {
-            state.allowance += 1;
+            state.num_eager_jobs += 1;
         }
         drop(state);
         self.changed.notify_all();
@@ -378,7 +378,7 @@ impl Job {
 }
 
 impl State {
-    /// Orders all jobs that are issued to `stream` from now on after `event` and after every job that precedes the event. An unknown event
+    /// Orders all jobs that are issued to `exchange_and_compute` from now on after `event` and after every job that precedes the event. An unknown event
     /// may follow any issued job: events of process groups do, although they complete early if an exchange fails. [`Event::DONE`] follows
     /// no job.
     fn await_event(&mut self, stream: Stream, event: &Event) {
@@ -414,16 +414,16 @@ impl State {
 
     /// Chooses the stream whose next job runs.
     fn choose(&mut self) -> Option<usize> {
-        let is_due = self.is_demanded || self.is_closed || self.allowance > 0;
+        let is_due = self.is_demanded || self.is_closed || self.num_eager_jobs > 0;
         if !is_due || !self.can_run() {
             return None;
         }
-        self.allowance = self.allowance.saturating_sub(1);
+        self.num_eager_jobs = self.num_eager_jobs.saturating_sub(1);
         // Long runs of one stream expose missing synchronization with the others.
-        if self.random.below(16) == 0 || !self.is_ready(self.favourite) {
-            self.favourite = self.random.below(NUM_STREAMS as u64) as usize;
+        if self.random.below(16) == 0 || !self.is_ready(self.preferred_stream) {
+            self.preferred_stream = self.random.below(NUM_STREAMS as u64) as usize;
         }
-        let streams = (0..NUM_STREAMS).map(|offset| (self.favourite + offset) % NUM_STREAMS);
+        let streams = (0..NUM_STREAMS).map(|offset| (self.preferred_stream + offset) % NUM_STREAMS);
         streams.into_iter().find(|&stream| self.is_ready(stream))
     }
 }

@@ -1,6 +1,6 @@
 //! Grouped matmul kernels and the sort of rows by group.
 
-use super::{Device, Result, Transpose};
+use super::{Device, Result, Transposition};
 use crate::kernels::GroupLimit;
 use crate::kernels::call::GroupedCall;
 use crate::kernels::cpu::matmul::ProductSizes;
@@ -26,19 +26,19 @@ impl Device {
         precision: Precision,
         starts: View<'_>,
         left: View<'_>,
-        (right, transpose): (View<'_>, Transpose),
+        (right, transpose): (View<'_>, Transposition),
         out: ViewMut<'_>,
     ) -> Result<()> {
         let (rows, inner, cols) = (left.shape().rows(), left.shape().cols(), out.shape().cols());
         let (num_groups, all) = (num_groups(starts), right.shape().rows());
         assert!(all.is_multiple_of(num_groups), "{num_groups} groups of {all} rows");
         let block = all / num_groups;
-        let is_transposed = transpose == Transpose::Yes;
+        let is_transposed = transpose == Transposition::Yes;
         let expected = if is_transposed { [cols, inner] } else { [inner, cols] };
         assert_eq!([block, right.shape().cols()], expected, "a block of {:?}", right.shape());
         assert_eq!(out.shape().rows(), rows, "{:?}", out.shape());
         let size = ProductSizes { rows, cols, inner };
-        let mut scratch = self.product_scratch(precision, size, &(left, Transpose::No))?;
+        let mut scratch = self.product_scratch(precision, size, &(left, Transposition::No))?;
         let [starts, left, right] = [starts, left, right].map(View::operand);
         let (out, scratch) = (out.into_operand(), scratch.view_mut().into_operand());
         self.issue(GroupedCall::GroupedMatmul {
@@ -80,7 +80,7 @@ impl Device {
         // An operand of one column is packed only if its number of rows has a certain parity, so that one row less may need more scratch
         // memory.
         let shorter = ProductSizes { inner: inner.saturating_sub(1), ..size };
-        let factor = (left, Transpose::Yes);
+        let factor = (left, Transposition::Yes);
         let words = [size, shorter].map(|size| self.product_scratch_words(precision, size, &factor));
         let mut scratch = self.activation_of([words[0].max(words[1])], DType::U32)?;
         // Partial sums of parts that wait for their sibling in the tree.
@@ -128,7 +128,7 @@ impl Device {
     /// # Panics
     /// If there is not one weight per token.
     /// If there is not one weight for each token.
-    pub fn rows_of_no_group(
+    pub fn ungrouped_rows(
         &self,
         starts: View<'_>,
         places: View<'_>,

@@ -10,7 +10,7 @@ use trireme_base::DType;
 
 /// The transposition of a matmul operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Transpose {
+pub enum Transposition {
     /// As stored.
     No,
     /// Rows and columns exchanged.
@@ -47,8 +47,8 @@ impl Device {
     pub fn matmul(
         &self,
         precision: Precision,
-        left: (View<'_>, Transpose),
-        right: (View<'_>, Transpose),
+        left: (View<'_>, Transposition),
+        right: (View<'_>, Transposition),
         out: ViewMut<'_>,
         epilogue: MatmulEpilogue<'_>,
     ) -> Result<()> {
@@ -68,7 +68,7 @@ impl Device {
             out: out.into_operand(),
             scratch: scratch.view_mut().into_operand(),
             precision,
-            transposed: [left.1, right.1].map(|transpose| transpose == Transpose::Yes),
+            transposed: [left.1, right.1].map(|transpose| transpose == Transposition::Yes),
             accumulate: matches!(epilogue, MatmulEpilogue::Accumulate),
         });
         Ok(())
@@ -79,7 +79,7 @@ impl Device {
         &self,
         precision: Precision,
         size: ProductSizes,
-        left: &(View<'_>, Transpose),
+        left: &(View<'_>, Transposition),
     ) -> Result<Tensor> {
         self.activation_of([self.product_scratch_words(precision, size, left)], DType::U32)
     }
@@ -89,16 +89,16 @@ impl Device {
         &self,
         precision: Precision,
         size: ProductSizes,
-        (left, transpose): &(View<'_>, Transpose),
+        (left, transpose): &(View<'_>, Transposition),
     ) -> usize {
         let elements = Floats::none(left.dtype());
-        let left = Matrix::row_major(elements, left.shape().cols(), *transpose == Transpose::Yes);
+        let left = Matrix::row_major(elements, left.shape().cols(), *transpose == Transposition::Yes);
         self.cpu.matmul_scratch(precision, size, left)
     }
 }
 
 /// Returns the rows and columns of `op(view)`.
-fn sides((view, transpose): &(View<'_>, Transpose)) -> (usize, usize) {
+fn sides((view, transpose): &(View<'_>, Transposition)) -> (usize, usize) {
     let (rows, cols) = (view.shape().rows(), view.shape().cols());
-    if *transpose == Transpose::Yes { (cols, rows) } else { (rows, cols) }
+    if *transpose == Transposition::Yes { (cols, rows) } else { (rows, cols) }
 }

@@ -96,7 +96,7 @@ impl Device {
     }
 
     /// Sums the squares of the stored part of a matrix gradient, over each row and then over each column, in f64. The order of the sum
-    /// follows the unit's [leaves](crate::LEAVES).
+    /// follows the unit's [leaves](crate::NUM_LEAVES).
     ///
     /// # Panics
     /// If the number of sums is not the number of rows and columns.

@@ -26,7 +26,7 @@ impl RecordedCalls {
             return Ok(None);
         }
         // Operands that overlap in the recorded call also share memory here.
-        let ranges = united(ranges);
+        let ranges = merged(ranges);
         let memory =
             |range: &Range<usize>| device.zeros([range.len()].into(), DType::U8, Category::Activations);
         let memory: Vec<Tensor> = ranges.iter().map(memory).collect::<Result<_, _>>()?;
@@ -60,7 +60,7 @@ impl Replay {
 }
 
 /// Returns the union of the ranges as disjoint ranges in ascending order.
-fn united(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
+fn merged(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
     ranges.retain(|range| !range.is_empty());
     ranges.sort_by_key(|range| range.start);
     let mut united: Vec<Range<usize>> = Vec::new();
@@ -102,6 +102,6 @@ mod tests {
 
     #[test]
     fn operands_that_overlap_share_a_range() {
-        assert_eq!(united(vec![5..9, 0..3, 8..8, 2..4, 9..12, 6..7]), [0..4, 5..9, 9..12]);
+        assert_eq!(merged(vec![5..9, 0..3, 8..8, 2..4, 9..12, 6..7]), [0..4, 5..9, 9..12]);
     }
 }

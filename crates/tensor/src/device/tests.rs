@@ -7,17 +7,17 @@ use crate::tape::RotaryTable;
 use trireme_base::Positions;
 
 #[test]
-fn a_device_that_counts_computes_nothing_and_takes_no_memory() {
+fn counting_devices_compute_and_allocate_nothing() {
     let options = DeviceOptions { num_threads: 2, ..DeviceOptions::default() };
     let counting = Device::counting(options).unwrap();
     // One terabyte: a kernel that touched it would fail.
     let side = 1 << 19;
     let tensor = |device: &Device| device.zeros([side, side].into(), DType::F32, Category::Activations);
     let (left, mut out) = (tensor(&counting).unwrap(), tensor(&counting).unwrap());
-    let factor = || (left.view(), Transpose::No);
+    let factor = || (left.view(), Transposition::No);
     let epilogue = MatmulEpilogue::Overwrite;
     assert_eq!(counting.cost(), Cost::ZERO.writes(2 * 4 * side * side));
-    counting.restart_cost();
+    counting.reset_cost();
     counting.matmul(Precision::F32, factor(), factor(), out.view_mut(), epilogue).unwrap();
     let expected = Cost::products(&[2, side, side, side]).reads(2 * 4 * side * side).writes(4 * side * side);
     assert_eq!(counting.cost(), expected);
@@ -55,7 +55,7 @@ fn values(device: &Device, shape: [usize; 2]) -> Tensor {
 /// Runs a few kernels, some of them in place, and returns their results.
 fn some_kernels(device: &Device) -> Vec<f32> {
     let (left, right, mut out) = (values(device, [4, 6]), values(device, [6, 5]), values(device, [4, 5]));
-    let factors = || ((left.view(), Transpose::No), (right.view(), Transpose::No));
+    let factors = || ((left.view(), Transposition::No), (right.view(), Transposition::No));
     for _ in 0..2 {
         let (left, right) = factors();
         device.matmul(Precision::F32, left, right, out.view_mut(), MatmulEpilogue::Accumulate).unwrap();
@@ -67,7 +67,7 @@ fn some_kernels(device: &Device) -> Vec<f32> {
 }
 
 #[test]
-fn kernels_that_are_timed_give_what_one_run_gives() {
+fn timed_kernels_give_the_results_of_one_run() {
     let expected = some_kernels(&Device::cpu(cpu_options()).unwrap());
     let (device, timer) = Device::timed(cpu_options()).unwrap();
     assert_eq!(some_kernels(&device), expected);
@@ -94,7 +94,7 @@ fn kernels_that_are_timed_give_what_one_run_gives() {
 }
 
 #[test]
-fn recorded_calls_run_again_on_memory_of_their_own() {
+fn recorded_calls_replay_on_new_memory() {
     let (calls, journal) = (RecordedCalls::default(), Journal::default());
     let counting = Device::counting(cpu_options()).unwrap();
     counting.record_calls(&calls);
@@ -118,7 +118,7 @@ fn recorded_calls_run_again_on_memory_of_their_own() {
         let mut replayed = Vec::new();
         for call in &noted {
             let Some(mut replay) = calls.replay(call, &device).unwrap() else { continue };
-            device.restart_cost();
+            device.reset_cost();
             replay.issue();
             replay.issue();
             device.synchronize();
@@ -135,7 +135,7 @@ fn recorded_calls_run_again_on_memory_of_their_own() {
 }
 
 #[test]
-fn sizes_beyond_all_addresses_are_refused_in_words() {
+fn sizes_beyond_the_address_space_return_an_error() {
     let device = Device::counting(DeviceOptions::default()).unwrap();
     let (half, all) = (1 << 32, usize::MAX);
     // With dims of 0 counted as 1, the product exceeds `isize::MAX` for every shape.
@@ -154,14 +154,14 @@ fn sizes_beyond_all_addresses_are_refused_in_words() {
 }
 
 #[test]
-fn operations_are_counted_to_the_largest_number_and_no_further() {
+fn operation_counts_saturate() {
     let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
     // 2^61 operations per matmul. The operands and their packed copies stay addressable at every SIMD level.
     let side = 1 << 20;
     let tensor = || device.empty([side, side].into(), DType::Bf16, Category::Activations).unwrap();
     let (factor, mut out) = (tensor(), tensor());
     for product in 1..=9 {
-        let factors = [(factor.view(), Transpose::No); 2];
+        let factors = [(factor.view(), Transposition::No); 2];
         let epilogue = MatmulEpilogue::Overwrite;
         device.matmul(Precision::Bf16, factors[0], factors[1], out.view_mut(), epilogue).unwrap();
         assert_eq!(device.cost().operations() == u64::MAX, product >= 8, "{product}");

@@ -73,7 +73,7 @@ impl Device {
     ///
     /// # Panics
     /// If the bytes do not fit.
-    pub fn download_later<B: HostMemory>(&self, from: View<'_>, to: &mut Pending<B>, at: usize) {
+    pub fn download_async<B: HostMemory>(&self, from: View<'_>, to: &mut Pending<B>, at: usize) {
         self.copy_later("download", DeviceSide::From(from.operand()), to, at);
     }
 
@@ -82,7 +82,7 @@ impl Device {
     ///
     /// # Panics
     /// If there are too few bytes.
-    pub fn upload_later<B: HostMemory>(&self, from: &mut Pending<B>, at: usize, to: ViewMut<'_>) {
+    pub fn upload_async<B: HostMemory>(&self, from: &mut Pending<B>, at: usize, to: ViewMut<'_>) {
         self.copy_later("upload", DeviceSide::To(to.into_operand()), from, at);
     }
 

@@ -1,5 +1,5 @@
 use super::*;
-use Operand::{Input, OutputGrad, Weight};
+use LinearOperand::{Input, OutputGrad, Weight};
 
 fn recipe(formats: Fp8Formats, amax_history_len: usize, margin: u32) -> Fp8Recipe {
     Fp8Recipe { formats, amax_history_len, margin }
@@ -83,7 +83,7 @@ fn a_step_has_the_largest_amax_of_its_passes() {
 }
 
 #[test]
-fn a_kept_history_is_gone_on_from() {
+fn a_saved_history_is_restored() {
     let kept: Vec<f32> = (1..=9).map(|x| x as f32).collect();
     for (len, expected) in [(2, [2.0, 5.0, 8.0]), (3, [3.0, 6.0, 9.0]), (5, [3.0, 6.0, 9.0])] {
         let mut state = state(len);
@@ -99,7 +99,7 @@ fn a_kept_history_is_gone_on_from() {
 }
 
 #[test]
-fn what_is_no_history_is_refused() {
+fn invalid_histories_are_refused() {
     let mut state = state(3);
     for (kept, shape) in [
         (vec![1.0; 9], vec![9]),

@@ -110,7 +110,7 @@ pub(crate) trait HostPart: Send {
     fn bytes(&mut self) -> &mut [u8];
 
     /// Returns the memory to its owner. Called when the copy has run; the memory of a failed copy is lost.
-    fn give_back(self: Box<Self>);
+    fn return_to_owner(self: Box<Self>);
 }
 
 /// A range of bytes of `B`. The copy moves `B` to `returned` when it has run.
@@ -126,7 +126,7 @@ impl<B: HostMemory> HostPart for Lent<B> {
         &mut self.memory.wait_mut().bytes_mut()[self.range.clone()]
     }
 
-    fn give_back(self: Box<Self>) {
+    fn return_to_owner(self: Box<Self>) {
         *self.returned.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.memory.wait());
     }
 }

@@ -12,14 +12,14 @@ pub(crate) use cpu::attention::{
     AttentionInputs, AttentionOutput, AttentionScope, CacheSpan, Results, Rotary,
 };
 pub use cpu::attention::{AttentionRule, AttentionShape, LatentHeadShape};
-pub(crate) use cpu::blocks::Blocks;
+pub(crate) use cpu::blocks::StridedBlocks;
 pub(crate) use cpu::embedding::Bags;
 pub use cpu::exact_sum::ExactSum;
 pub use cpu::experts::{ChosenGroups, RoutingRule};
 pub use cpu::matmul::{GroupLimit, ProductSizes};
-pub(crate) use cpu::optimizer::{Access, FactoredPart, StateSlice, Update};
+pub(crate) use cpu::optimizer::{ElementAccess, FactoredPart, StateSlice, Update};
 pub use cpu::optimizer::{FactoredStep, LeafRun, Piece, Pieces, StateDType, StepScale, rules as updates};
-pub use cpu::peak::Unit;
+pub use cpu::peak::ExecutionUnit;
 pub use cpu::quantized::IntegerFormat;
 pub use cpu::simd::CpuFeatures;
 pub(crate) use cpu::simd::{sigmoid, tanh};

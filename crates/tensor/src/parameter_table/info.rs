@@ -3,7 +3,7 @@
 use crate::declaration::{Initial, ParameterClass};
 use crate::shape::Shape;
 use std::ops::Range;
-use trireme_base::{AxisPlace, Cut, Segment};
+use trireme_base::{AxisRank, AxisSplit, Segment};
 
 /// A parameter's declaration, its shapes and its place in the flat buffer of its unit.
 #[derive(Debug, Clone, PartialEq)]
@@ -19,9 +19,9 @@ pub struct ParameterInfo {
     /// Determines optimizer update and weight decay.
     pub class: ParameterClass,
     /// How tensor parallelism may split the parameter; `None` if every rank needs all of it.
-    pub cut: Option<Cut>,
+    pub cut: Option<AxisSplit>,
     /// Place of this rank on the tensor axis.
-    pub place: AxisPlace,
+    pub place: AxisRank,
     /// Index of the parameter's expert in its unit; `None` if the parameter belongs to no expert.
     pub expert: Option<usize>,
     /// Unit that holds the parameter.
@@ -33,19 +33,19 @@ pub struct ParameterInfo {
 impl ParameterInfo {
     /// Returns the number of ranks of the tensor axis that store the same elements as this rank. They are neighbours, and the first one's
     /// rank is a multiple of this number.
-    pub fn num_holders(&self) -> usize {
-        let holders = |cut: Cut| cut.num_holders(self.whole.dims()[cut.dim], self.place.degree);
-        self.cut.map_or(self.place.degree, |cut| holders(cut).expect("the table was checked to be cut"))
+    pub fn num_replicas(&self) -> usize {
+        let replicated = |cut: AxisSplit| cut.num_holders(self.whole.dims()[cut.dim], self.place.degree);
+        self.cut.map_or(self.place.degree, |cut| replicated(cut).expect("the table was checked to be cut"))
     }
 
     /// Returns the same parameter for another rank of the tensor axis. Keeps `shape`, which is equal on all ranks.
-    pub fn at(&self, place: AxisPlace) -> Self {
+    pub fn at(&self, place: AxisRank) -> Self {
         ParameterInfo { place, ..self.clone() }
     }
 
     /// Returns whether this rank is the first that stores its elements. Only the first one counts them in sums over all ranks.
-    pub fn is_counted(&self) -> bool {
-        self.place.rank.is_multiple_of(self.num_holders())
+    pub fn is_first_replica(&self) -> bool {
+        self.place.rank.is_multiple_of(self.num_replicas())
     }
 
     /// Returns the segments of a dim of the full parameter that this rank of the tensor axis stores.
@@ -53,22 +53,22 @@ impl ParameterInfo {
         let len = self.whole.dims()[dim];
         match self.cut {
             Some(cut) if cut.dim == dim => cut.segments(len, self.place).collect(),
-            _ => vec![Segment { start: 0, place: 0, len }],
+            _ => vec![Segment { start: 0, offset: 0, len }],
         }
     }
 
-    /// Maps the elements `held` of this rank's shard to contiguous runs of the full, row-major parameter. Returns, for each run, its first
+    /// Maps the elements `stored` of this rank's shard to contiguous runs of the full, row-major parameter. Returns, for each run, its first
     /// element in the full parameter and its range in the shard.
     pub fn runs(&self, held: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
         // A replicated parameter is a single row.
-        let one_row = (Cut::along(0), [self.whole.num_elements()], AxisPlace::ALONE);
+        let one_row = (AxisSplit::along(0), [self.whole.num_elements()], AxisRank::ALONE);
         match self.cut {
             Some(cut) if self.place.degree > 1 => cut.runs(self.whole.dims(), self.place, held),
             _ => one_row.0.runs(&one_row.1, one_row.2, held),
         }
     }
 
-    /// Writes the initial values of the elements `held` of this rank's shard.
+    /// Writes the initial values of the elements `stored` of this rank's shard.
     pub fn initialize(&self, seed: u64, held: Range<usize>, values: &mut [f32]) {
         for (first, run) in self.runs(held.clone()) {
             let run = run.start - held.start..run.end - held.start;
@@ -82,7 +82,7 @@ impl ParameterInfo {
     }
 
     /// Returns the range of the parameter's elements in `part` of the flat buffer; `None` if it is empty.
-    pub fn held(&self, part: &Range<usize>) -> Option<Range<usize>> {
+    pub fn stored(&self, part: &Range<usize>) -> Option<Range<usize>> {
         let range = self.range();
         let (start, end) = (range.start.max(part.start), range.end.min(part.end));
         (start < end).then(|| start - self.offset..end - self.offset)

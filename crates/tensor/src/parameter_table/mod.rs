@@ -1,17 +1,17 @@
 //! The parameters of a model and their places in the flat buffers of units.
 
-mod division;
 mod info;
+mod model_place;
 mod unit;
 
 use crate::declaration::{Parameter, ParameterClass};
 use crate::shape::Shape;
 use std::ops::Range;
 
-pub use division::{ExpertsError, ModelPlace, UncuttableError};
 pub use info::ParameterInfo;
+pub use model_place::{ExpertsError, ModelRank, UncuttableError};
 pub(crate) use unit::leaf_sum;
-pub use unit::{LEAVES, UnitInfo};
+pub use unit::{NUM_LEAVES, UnitInfo};
 
 /// Index of a parameter in its [`ParameterTable`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -31,12 +31,12 @@ pub struct ParameterSpan {
     /// Number of parameters.
     pub num_parameters: usize,
     /// The shard on this rank, if tensor parallelism splits the span.
-    pub part: Option<SpanPart>,
+    pub part: Option<SpanShard>,
 }
 
 /// The shard of a span on a rank of the tensor axis. Indices and lengths are per parameter of the span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SpanPart {
+pub struct SpanShard {
     /// The sharded dim.
     pub dim: usize,
     /// First index along the dim in this shard.
@@ -54,7 +54,7 @@ pub struct ParameterTable {
     units: Vec<UnitInfo>,
     matrices: Vec<ParameterSpan>,
     tie: Option<Tie>,
-    place: ModelPlace,
+    place: ModelRank,
 }
 
 /// Parameters that a unit reads although another unit holds them (tied weights).
@@ -68,13 +68,13 @@ pub struct Tie {
 
 impl ParameterTable {
     /// Creates an empty table for the rank at `place` on the tensor and expert axes.
-    pub fn of_place(place: impl Into<ModelPlace>) -> Self {
+    pub fn for_place(place: impl Into<ModelRank>) -> Self {
         ParameterTable { place: place.into(), ..ParameterTable::default() }
     }
 
     /// Returns the table of the full parameters, without tensor or expert parallelism, in the same order. Ties are dropped, because nothing
     /// runs with this table.
-    pub fn whole(&self) -> ParameterTable {
+    pub fn full(&self) -> ParameterTable {
         let mut whole = ParameterTable::default();
         for unit in &self.units {
             whole.begin_unit(unit.name.clone());
@@ -140,7 +140,7 @@ impl ParameterTable {
         let (mut dims, mut part) = (dims, None);
         if let Some(cut) = cut.filter(|_| place.degree > 1) {
             let first = cut.segments(dims[cut.dim], place).next().expect("there is a group");
-            part = Some(SpanPart { dim: cut.dim, start: first.start, len: first.len, whole: dims[cut.dim] });
+            part = Some(SpanShard { dim: cut.dim, start: first.start, len: first.len, whole: dims[cut.dim] });
             dims[cut.dim] = cut.part_len(dims[cut.dim], place.degree);
         }
         if !is_here {
@@ -207,7 +207,7 @@ impl ParameterTable {
     ) -> impl Iterator<Item = (&'a ParameterInfo, Range<usize>, Range<usize>)> {
         self.parameters.iter().filter_map(|info| {
             let part = &parts[info.unit];
-            let held = info.held(part)?;
+            let held = info.stored(part)?;
             let first = info.offset + held.start - part.start;
             let within = first..first + held.len();
             Some((info, held, within))

@@ -5,7 +5,7 @@ use std::ops::Range;
 /// Number of leaves of the canonical summation tree over a unit's flat buffer. A sum over a unit's elements is computed within leaves of
 /// equal length, and then by a binary tree over the leaves. Any power-of-two number of ranks up to this therefore gets the same sum when
 /// each rank sums its shard and a reduction adds the results.
-pub const LEAVES: usize = 1024;
+pub const NUM_LEAVES: usize = 1024;
 
 /// Sums `leaf(i)` over `leaves` in the order of the tree over all leaves, as if all other leaves were zero. Returns `zero` if `leaves` is
 /// empty.
@@ -50,13 +50,13 @@ impl UnitInfo {
 
     /// Returns the length of a leaf. The last leaves may be shorter or empty.
     pub fn leaf_len(&self) -> usize {
-        self.num_elements.div_ceil(LEAVES)
+        self.num_elements.div_ceil(NUM_LEAVES)
     }
 
     /// Returns the length of the flat buffer with all leaves padded to equal length. Ranks shard this length, so that equal shards consist
     /// of full leaves.
     pub fn padded_len(&self) -> usize {
-        self.leaf_len().saturating_mul(LEAVES)
+        self.leaf_len().saturating_mul(NUM_LEAVES)
     }
 
     /// Returns the elements of shard `index` of `num_shards`, without padding.
@@ -79,7 +79,7 @@ mod tests {
     fn shards_are_whole_leaves_and_cover_the_unit() {
         for num_elements in [0, 1, 768, 1024, 1025, 5000] {
             let unit = UnitInfo { name: "unit".into(), parameters: 0..0, num_elements, num_experts: 0 };
-            assert!(unit.padded_len() >= num_elements && unit.padded_len() < num_elements + LEAVES);
+            assert!(unit.padded_len() >= num_elements && unit.padded_len() < num_elements + NUM_LEAVES);
             for num_shards in [1, 2, 3, 4, 64] {
                 let shards: Vec<Range<usize>> =
                     (0..num_shards).map(|index| unit.shard(index, num_shards)).collect();
@@ -96,12 +96,12 @@ mod tests {
     }
 
     #[test]
-    fn leaves_are_summed_as_their_tree_says() {
+    fn leaf_sums_follow_the_tree() {
         let mut leaf = |leaf: usize| (leaf % 7) as f64 + 0.1;
         let add = |a: f64, b: f64| a + b;
         for range in [0..0, 3..4, 0..8, 5..13, 1..1024] {
             let mut sums: Vec<f64> =
-                (0..LEAVES).map(|index| if range.contains(&index) { leaf(index) } else { 0.0 }).collect();
+                (0..NUM_LEAVES).map(|index| if range.contains(&index) { leaf(index) } else { 0.0 }).collect();
             while sums.len() > 1 {
                 sums = sums.chunks(2).map(|pair| pair[0] + pair[1]).collect();
             }

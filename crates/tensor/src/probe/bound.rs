@@ -1,6 +1,6 @@
 //! Lower bounds on the time of a kernel (roofline model).
 
-use super::{Probe, Unit};
+use super::{ExecutionUnit, Probe};
 use crate::device::Result;
 use crate::precision::Precision;
 use trireme_base::Cost;
@@ -29,12 +29,12 @@ trireme_base::named! {
 impl Probe {
     /// Measures the peaks that bound kernels of a precision on this device.
     pub fn peaks(&self, precision: Precision) -> Peaks {
-        let peak = |precision| self.peak(Unit::of(self.device.cpu_features(), precision));
+        let peak = |precision| self.peak(ExecutionUnit::of(self.device.cpu_features(), precision));
         Peaks { products: peak(precision), arithmetic: peak(Precision::F32) }
     }
 
     /// Returns a lower bound on the seconds that a kernel takes, and the resource that causes it: the maximum of its operations at `peaks`
-    /// and of the time of [`stream`](Probe::stream) for its traffic.
+    /// and of the time of [`exchange_and_compute`](Probe::exchange_and_compute) for its traffic.
     ///
     /// # Errors
     /// If the device does not have enough memory for the kernel's traffic.

@@ -17,7 +17,7 @@ fn levels_are_kept_below_a_maximum() {
     assert_eq!(device(None).cpu_features(), CpuFeatures::detect());
     for most in CpuFeatures::ALL {
         assert_eq!(device(Some(most)).cpu_features(), most.min(CpuFeatures::detect()));
-        assert_eq!(why_absent(most).is_none(), most <= CpuFeatures::detect());
+        assert_eq!(reason_unsupported(most).is_none(), most <= CpuFeatures::detect());
     }
 }
 
@@ -28,7 +28,7 @@ fn every_product_kernel_is_timed() {
     for features in CpuFeatures::ALL.into_iter().filter(|level| *level <= CpuFeatures::detect()) {
         let probe = Probe::new(&device(Some(features)), NO_TIME);
         for precision in Precision::ALL {
-            assert!(probe.peak(Unit::of(features, precision)) > 1e6);
+            assert!(probe.peak(ExecutionUnit::of(features, precision)) > 1e6);
             for transposes in Transposes::ALL {
                 assert_sane(probe.product(precision, transposes, sizes).unwrap());
             }
@@ -37,7 +37,7 @@ fn every_product_kernel_is_timed() {
 }
 
 #[test]
-fn runs_are_timed_from_where_they_say() {
+fn runs_are_timed_from_the_instant_they_set() {
     let mut num_runs = 0;
     let Ok(timing) = time_runs(NO_TIME, |start| {
         num_runs += 1;

@@ -21,7 +21,7 @@ use trireme_base::{DType, ExchangeKind};
 #[derive(Debug)]
 pub(super) enum PendingValue {
     /// The result itself, on a tensor axis with one rank.
-    Here(Tensor),
+    Ready(Tensor),
     /// A pending exchange, with the shape and dtype of its result.
     Travelling(PendingExchange, Shape, DType),
 }
@@ -46,13 +46,13 @@ impl OperationContext<'_> {
     pub(super) fn start_gather(&self, part: View<'_>) -> Result<PendingValue> {
         let axis = self.expect_axis();
         let exchange = axis.ops.start(self.device(), ExchangeKind::AllGather, part)?;
-        Ok(PendingValue::Travelling(exchange, axis.whole_shape(part.shape()), part.dtype()))
+        Ok(PendingValue::Travelling(exchange, axis.full_shape(part.shape()), part.dtype()))
     }
 
     /// Waits for a started exchange and returns its result.
     pub(super) fn finish_on_axis(&self, value: PendingValue) -> Result<Tensor> {
         match value {
-            PendingValue::Here(tensor) => Ok(tensor),
+            PendingValue::Ready(tensor) => Ok(tensor),
             PendingValue::Travelling(exchange, shape, dtype) => {
                 let mut result = self.empty(shape, dtype)?;
                 self.expect_axis().ops.finish(self.device(), exchange, result.view_mut())?;
@@ -65,7 +65,7 @@ impl OperationContext<'_> {
     /// memory.
     pub(super) fn finish_temporary(&self, value: PendingValue) -> Result<Tensor> {
         match value {
-            PendingValue::Here(tensor) => Ok(tensor),
+            PendingValue::Ready(tensor) => Ok(tensor),
             PendingValue::Travelling(exchange, shape, dtype) => {
                 self.expect_axis().ops.finish_temporary(self.device(), exchange, shape, dtype)
             }
@@ -99,7 +99,7 @@ impl OperationContext<'_> {
 
     /// Starts [`sum_over_ranks`](OperationContext::sum_over_ranks). The memory of `term` may be reused at once.
     pub(super) fn start_sum(&self, term: Tensor, sharding: Sharding) -> Result<PendingValue> {
-        let Some(axis) = self.axis() else { return Ok(PendingValue::Here(term)) };
+        let Some(axis) = self.axis() else { return Ok(PendingValue::Ready(term)) };
         let (kind, shape) = match sharding {
             Sharding::Rows => (ExchangeKind::ReduceScatter, axis.part_shape(term.shape())?),
             _ => (ExchangeKind::AllReduce, term.shape()),
@@ -122,7 +122,7 @@ impl Recorder<'_> {
     /// Inserts the gathers and splits that an operation needs: gathers inputs that are sharded by rows if the operation needs all rows, and
     /// splits replicated inputs if the operation works on rows. The inputs are the arguments from `first` on. Returns the index of the
     /// first adapted argument.
-    pub(super) fn adapt(&mut self, op: &dyn Operation, first: usize) -> Result<usize> {
+    pub(super) fn reshard_inputs(&mut self, op: &dyn Operation, first: usize) -> Result<usize> {
         let Some(axis) = &self.tape.pass.axes.tensor else { return Ok(first) };
         let of = |tape: &Tape, argument: &Argument| tape.values[argument.value].sharding;
         let mut arguments: SmallVec<[Argument; 4]> = self.tape.arguments.drain(first..).collect();
@@ -138,7 +138,7 @@ impl Recorder<'_> {
         };
         assert!(
             op.output_sharding(axis).is_some()
-                || !is_one(Sharding::Cut, false)
+                || !is_one(Sharding::ByParameters, false)
                 || !is_one(Sharding::Replicated, true),
             "{op:?} reads a value that is cut, and one that is not, whose gradient would be a part of a sum: CopyToRanks comes first"
         );
@@ -167,12 +167,12 @@ impl Recorder<'_> {
     /// Converts a value to the sharding in which values pass between units.
     ///
     /// # Panics
-    /// If the value is sharded like the parameters ([`Sharding::Cut`]).
+    /// If the value is sharded like the parameters ([`Sharding::ByParameters`]).
     pub fn between_units(&mut self, value: Var) -> Result<Var> {
         let Some(axis) = &self.tape.pass.axes.tensor else { return Ok(value) };
         let found = &self.tape.values[value.0];
         match (found.sharding, axis.between_units(found.shape, found.dtype)) {
-            (Sharding::Cut, _) => panic!(
+            (Sharding::ByParameters, _) => panic!(
                 "a unit passes on what ranks have only parts of; a layer that is cut by its inputs comes first"
             ),
             (Sharding::Replicated, Sharding::Rows) => self.apply(&SplitRows, [value]),
@@ -195,8 +195,8 @@ impl Tape {
         op.output_sharding(axis).unwrap_or_else(|| {
             let all = || inputs.iter().map(|argument| self.values[argument.value].sharding);
             let is = |sharding| all().any(|found| found == sharding);
-            match (is(Sharding::Cut), is(Sharding::Rows)) {
-                (true, _) => Sharding::Cut,
+            match (is(Sharding::ByParameters), is(Sharding::Rows)) {
+                (true, _) => Sharding::ByParameters,
                 (false, true) => Sharding::Rows,
                 (false, false) => Sharding::Replicated,
             }

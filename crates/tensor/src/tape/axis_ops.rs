@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
-use trireme_base::{AxisExchange, AxisPlace, DType, ExchangeKind, UnitAxis};
+use trireme_base::{AxisExchange, AxisRank, DType, ExchangeKind, UnitAxis};
 
 /// Identifies a pending exchange within an implementation of [`AxisOps`]. Must be finished.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub struct PendingExchange(pub usize);
 /// an error, the axis must not be used again.
 pub trait AxisOps: fmt::Debug + Send + Sync {
     /// Returns this rank's place on the axis.
-    fn place(&self) -> AxisPlace;
+    fn place(&self) -> AxisRank;
 
     /// Starts an exchange of `values`: the full vector, or this rank's part for an all-gather. No kernel may write to `values` until the
     /// exchange is [finished](AxisOps::finish). Their memory may be freed, because the device does not reuse memory that a copy is using.
@@ -130,9 +130,9 @@ impl ExchangedRuns {
 
 /// A log of exchanges in a dry run, in order. Clones share the log.
 #[derive(Debug, Clone, Default)]
-pub struct NotedExchanges(Arc<Mutex<Vec<AxisExchange>>>);
+pub struct ExchangeLog(Arc<Mutex<Vec<AxisExchange>>>);
 
-impl NotedExchanges {
+impl ExchangeLog {
     /// Takes the exchanges logged since the last call.
     pub fn take(&self) -> Vec<AxisExchange> {
         std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
@@ -141,16 +141,16 @@ impl NotedExchanges {
 
 /// A rank of an axis in a dry run without other ranks. It logs exchanges instead of communicating.
 #[derive(Debug)]
-pub struct AloneOnAxis {
+pub struct DryRunAxis {
     axis: UnitAxis,
-    place: AxisPlace,
-    noted: NotedExchanges,
+    place: AxisRank,
+    noted: ExchangeLog,
 }
 
-impl AloneOnAxis {
+impl DryRunAxis {
     /// Creates the rank at `place` of `axis`.
-    pub fn new(axis: UnitAxis, place: AxisPlace, noted: &NotedExchanges) -> Self {
-        AloneOnAxis { axis, place, noted: noted.clone() }
+    pub fn new(axis: UnitAxis, place: AxisRank, noted: &ExchangeLog) -> Self {
+        DryRunAxis { axis, place, noted: noted.clone() }
     }
 
     fn note(&self, kind: ExchangeKind, num_bytes: usize) {
@@ -159,8 +159,8 @@ impl AloneOnAxis {
     }
 }
 
-impl AxisOps for AloneOnAxis {
-    fn place(&self) -> AxisPlace {
+impl AxisOps for DryRunAxis {
+    fn place(&self) -> AxisRank {
         self.place
     }
 

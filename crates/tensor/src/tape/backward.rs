@@ -55,13 +55,13 @@ impl Tape {
     ) -> Result<()> {
         self.begin_backward(outputs)?;
         for index in (0..self.nodes.len()).rev() {
-            if self.reach(index)? {
+            if self.prepare_output_grads(index)? {
                 let op = self.nodes[index].op.clone();
-                self.announce(index, sink);
+                self.announce_partial_grads(index, sink);
                 op.get().backward(&mut BackwardContext::new(self, parameters, index, Halves::Both), sink)?;
                 self.pass_grad(index, Halves::Both)?;
             }
-            self.leave(index, Halves::Both);
+            self.release_after_backward(index, Halves::Both);
         }
         self.nodes.clear();
         Ok(())
@@ -79,7 +79,7 @@ impl Tape {
     ) -> Result<()> {
         self.begin_backward(outputs)?;
         for index in (0..self.nodes.len()).rev() {
-            if self.reach(index)? {
+            if self.prepare_output_grads(index)? {
                 let op = self.nodes[index].op.clone();
                 let cx = &mut BackwardContext::new(self, parameters, index, Halves::Input);
                 op.get().backward_input(cx)?;
@@ -89,7 +89,7 @@ impl Tape {
                     "{op:?} has taken the gradient, and kept nothing for the weight half"
                 );
             }
-            self.leave(index, Halves::Input);
+            self.release_after_backward(index, Halves::Input);
         }
         Ok(())
     }
@@ -103,10 +103,10 @@ impl Tape {
         for index in (0..self.nodes.len()).rev() {
             if self.nodes[index].op.get().has_parameters() && self.is_reached(index) {
                 let op = self.nodes[index].op.clone();
-                self.announce(index, sink);
+                self.announce_partial_grads(index, sink);
                 let cx = &mut BackwardContext::new(self, parameters, index, Halves::Weight);
                 op.get().backward_weight(cx, sink)?;
-                self.leave(index, Halves::Weight);
+                self.release_after_backward(index, Halves::Weight);
             }
         }
         self.nodes.clear();
@@ -114,11 +114,11 @@ impl Tape {
     }
 
     /// Reports to the sink whether the gradients of a node are partial sums.
-    fn announce(&self, index: usize, sink: &mut dyn GradSink) {
+    fn announce_partial_grads(&self, index: usize, sink: &mut dyn GradSink) {
         let Node { op, outputs, .. } = &self.nodes[index];
         let sharding =
             self.values[outputs.clone()].first().map_or(Sharding::Replicated, |value| value.sharding);
-        sink.expect_terms(self.pass.axes.tensor.is_some() && op.get().makes_grad_terms(sharding));
+        sink.expect_partial_grads(self.pass.axes.tensor.is_some() && op.get().makes_partial_grads(sharding));
     }
 
     fn begin_backward(&mut self, outputs: impl IntoIterator<Item = (VarId, Tensor)>) -> Result<()> {
@@ -127,7 +127,7 @@ impl Tape {
 
     /// Returns whether backward of a node runs, and prepares the gradients of its outputs. If a node with parameters has received no
     /// gradient, its output gradients are zeros, so that every parameter gets a gradient.
-    fn reach(&mut self, index: usize) -> Result<bool> {
+    fn prepare_output_grads(&mut self, index: usize) -> Result<bool> {
         let is_reached = self.is_reached(index);
         let Node { op, outputs, .. } = &self.nodes[index];
         let operation = op.get();
@@ -157,7 +157,7 @@ impl Tape {
     fn pass_grad(&mut self, index: usize, done: Halves) -> Result<()> {
         let Node { op, outputs, .. } = &self.nodes[index];
         let (output, stays) = (outputs.start, done == Halves::Input && op.get().has_parameters());
-        let mut inputs = std::mem::take(&mut self.passing);
+        let mut inputs = std::mem::take(&mut self.passed_through);
         for (place, &input) in inputs.iter().enumerate() {
             if place + 1 == inputs.len() && !stays {
                 let grad = self.values[output].grad.take().expect("the node was reached");
@@ -167,7 +167,7 @@ impl Tape {
             }
         }
         inputs.clear();
-        self.passing = inputs;
+        self.passed_through = inputs;
         Ok(())
     }
 
@@ -206,7 +206,7 @@ impl Tape {
     }
 
     /// Frees the tensors that are no longer read after these halves of a node.
-    fn leave(&mut self, index: usize, done: Halves) {
+    fn release_after_backward(&mut self, index: usize, done: Halves) {
         let Node { op, inputs, outputs, saved, kept, .. } = &mut self.nodes[index];
         let operation = op.get();
         for (place, input) in self.arguments[inputs.clone()].iter().enumerate() {
@@ -329,7 +329,7 @@ impl<'a> BackwardContext<'a> {
     }
 
     /// Takes the gradient of the only output, to compute in its memory. The weight half can no longer read it: an operation with parameters
-    /// must [keep](BackwardContext::keep) what the weight half needs.
+    /// must [keep](BackwardContext::parameter_factor) what the weight half needs.
     ///
     /// # Panics
     /// If the operation has no output. After the input half, if the operation has parameters and has kept nothing.
@@ -388,7 +388,7 @@ impl<'a> BackwardContext<'a> {
     /// it may move the tensor.
     pub fn pass_grad(&mut self, index: usize) {
         let argument = self.argument(index);
-        self.tape.passing.push(argument);
+        self.tape.passed_through.push(argument);
     }
 
     /// Takes the sum of an input's gradients so far. The operation adds to it and puts it back with

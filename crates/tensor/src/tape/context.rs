@@ -28,12 +28,12 @@ impl OperationContext<'_> {
     }
 
     /// Stores a pending exchange of rows for the next operation that [takes](OperationContext::take_rows_in_flight) it.
-    pub(super) fn leave_rows_in_flight(&mut self, exchange: PendingExchange) {
+    pub(super) fn store_rows_in_flight(&mut self, exchange: PendingExchange) {
         let other = self.tape.rows_in_flight.replace(exchange);
         assert!(other.is_none(), "one exchange of rows at a time is between operations");
     }
 
-    /// Takes the pending exchange that an earlier operation has [stored](OperationContext::leave_rows_in_flight).
+    /// Takes the pending exchange that an earlier operation has [stored](OperationContext::store_rows_in_flight).
     pub(super) fn take_rows_in_flight(&mut self) -> PendingExchange {
         self.tape.rows_in_flight.take().expect("an operation before has started an exchange of rows")
     }

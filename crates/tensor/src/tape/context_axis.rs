@@ -5,11 +5,11 @@
 //! Outside of units, these ranks are data-parallel: they have the same parameters, and their gradients are summed.
 
 use super::value::Value;
-use super::{Argument, ContextAxis, Op, Operand, Operation, OperationContext, Recorder, Tape, Var};
+use super::{Argument, ContextAxis, InputOrOutput, Op, Operation, OperationContext, Recorder, Tape, Var};
 use crate::device::{DeviceError, Result};
 use smallvec::SmallVec;
 use std::ops::Range;
-use trireme_base::{AxisPlace, ContextPlace, Positions};
+use trireme_base::{AxisRank, ContextRank, Positions};
 
 /// Minimum number of dims of a float value with positions: samples, positions and columns.
 const DIMS_MIN: usize = 3;
@@ -21,14 +21,14 @@ impl OperationContext<'_> {
     }
 
     /// Returns this rank's place on the context axis.
-    pub fn context_place(&self) -> ContextPlace {
-        self.context().map_or(ContextPlace::ALONE, ContextAxis::place)
+    pub fn context_place(&self) -> ContextRank {
+        self.context().map_or(ContextRank::ALONE, ContextAxis::place)
     }
 
     /// Returns the positions of sequences of which this rank holds `len`.
     pub fn positions(&self, len: usize) -> Positions {
         match self.context_place() {
-            ContextPlace::ALONE => Positions::run(self.tape.pass.first_position, len),
+            ContextRank::ALONE => Positions::run(self.tape.pass.first_position, len),
             place => place.positions(len * place.degree()),
         }
     }
@@ -36,7 +36,7 @@ impl OperationContext<'_> {
     /// Returns the positions of sequences of which this rank holds `len` for its heads.
     pub fn positions_of_heads(&self, len: usize) -> Positions {
         match self.context_place() {
-            place if place.ring == AxisPlace::ALONE => Positions::run(self.tape.pass.first_position, len),
+            place if place.ring == AxisRank::ALONE => Positions::run(self.tape.pass.first_position, len),
             place => place.positions_of_heads(len * place.ring.degree),
         }
     }
@@ -56,14 +56,14 @@ impl Recorder<'_> {
         if !op.takes_positions() || !has_dims {
             return Err(DeviceError::NeedsAllPositions { operation: format!("{op:?}") });
         }
-        if axis.heads.is_none() || op.head_exchange(Operand::Output, 1).is_none() {
+        if axis.heads.is_none() || op.head_exchange(InputOrOutput::Output, 1).is_none() {
             return Ok(first);
         }
         let mut arguments: SmallVec<[Argument; 4]> = self.tape.arguments.drain(first..).collect();
         let is_float = |tape: &Tape, argument: &Argument| tape.values[argument.value].dtype.is_float();
         let num_floats = arguments.iter().filter(|argument| is_float(self.tape, argument)).count();
         for (place, argument) in arguments.iter_mut().enumerate() {
-            let exchange = op.head_exchange(Operand::Input(place), num_floats);
+            let exchange = op.head_exchange(InputOrOutput::Input(place), num_floats);
             if let Some(exchange) = exchange.filter(|_| is_float(self.tape, argument)) {
                 let Argument { value, is_last } = *argument;
                 *argument = self.apply(exchange, [Argument { value, is_last }])?.into();
@@ -77,7 +77,7 @@ impl Recorder<'_> {
     /// Inserts the exchange of the only output's heads for positions if inputs were exchanged. Returns the indices of the outputs.
     pub(super) fn exchange_for_positions(&mut self, op: &Op, outputs: Range<usize>) -> Result<Range<usize>> {
         let has_heads = self.tape.pass.axes.context.as_ref().is_some_and(|axis| axis.heads.is_some());
-        let Some(exchange) = op.get().head_exchange(Operand::Output, 1).filter(|_| has_heads) else {
+        let Some(exchange) = op.get().head_exchange(InputOrOutput::Output, 1).filter(|_| has_heads) else {
             return Ok(outputs);
         };
         assert_eq!(outputs.len(), 1, "{op:?} exchanges one output");

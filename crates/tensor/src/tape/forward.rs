@@ -113,7 +113,7 @@ impl Recorder<'_> {
     fn apply_all(&mut self, op: Op, inputs: impl Arguments, loss_weight: f32) -> Result<Range<usize>> {
         let first = self.tape.arguments.len();
         inputs.append_to(&mut self.tape.arguments);
-        let first = self.adapt(op.get(), first)?;
+        let first = self.reshard_inputs(op.get(), first)?;
         let first = self.exchange_for_heads(op.get(), first)?;
         let tape = &mut *self.tape;
         let num_inputs = tape.arguments.len() - first;
@@ -196,7 +196,7 @@ impl ForwardContext<'_> {
     }
 
     /// Recomputes the freed outputs of a node.
-    fn again(tape: &mut Tape, parameters: &dyn ParameterSource, index: usize) -> Result<()> {
+    fn recompute_node(tape: &mut Tape, parameters: &dyn ParameterSource, index: usize) -> Result<()> {
         let node = &tape.nodes[index];
         let (op, inputs) = (node.op.clone(), node.inputs.clone());
         let (next_output, next_saved) = (node.outputs.start, node.saved.start);
@@ -269,7 +269,7 @@ impl ForwardContext<'_> {
     }
 
     /// Completes the output of a row-parallel layer: sums the ranks' partial sums `term` over the tensor axis, then adds bias and residual.
-    pub(super) fn add_up(
+    pub(super) fn finish_row_parallel(
         &self,
         term: Tensor,
         bias: Option<View<'_>>,
@@ -341,7 +341,7 @@ impl Tape {
             let node = &self.nodes[index];
             let is_missing = |value: &Value| value.tensor.is_none() && value.num_reads > 0;
             if node.op.get().is_recomputable() && self.values[node.outputs.clone()].iter().any(is_missing) {
-                ForwardContext::again(self, parameters, index)?;
+                ForwardContext::recompute_node(self, parameters, index)?;
             }
         }
         Ok(())

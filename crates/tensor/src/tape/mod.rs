@@ -23,13 +23,14 @@ mod pass_state;
 mod tests;
 mod value;
 
-pub use axis_ops::{AloneOnAxis, AxisOps, ExchangedRuns, NotedExchanges, PendingExchange, Runs};
+pub use axis_ops::{AxisOps, DryRunAxis, ExchangeLog, ExchangedRuns, PendingExchange, Runs};
 pub use backward::{add_to_grad, write_grad};
 pub use expert_axis::{ExpertAxis, ShadowedExperts};
 pub use forward::Recorder;
 pub(crate) use operation::declares;
 pub use operation::{
-    BackwardContext, ForwardContext, GradSink, GradTarget, Op, Operand, Operation, OperationContext, ReadBy,
+    BackwardContext, ForwardContext, GradSink, GradTarget, InputOrOutput, Op, Operation, OperationContext,
+    ReadBy,
 };
 pub use operations::*;
 pub use pass_axes::{ContextAxis, PassAxes, Sharding, TensorAxis};
@@ -68,7 +69,7 @@ pub struct Tape {
     /// use.
     tensors: Vec<Option<Tensor>>,
     /// Inputs that receive the output gradient of the running backward node unchanged.
-    passing: Vec<usize>,
+    passed_through: Vec<usize>,
     loss: Option<PendingMean>,
     metrics: Vec<Metric>,
 }
@@ -139,7 +140,7 @@ impl Tape {
             nodes: Vec::new(),
             arguments: Vec::new(),
             tensors: Vec::new(),
-            passing: Vec::new(),
+            passed_through: Vec::new(),
             loss: None,
             metrics: Vec::new(),
         }
@@ -159,7 +160,7 @@ impl Tape {
         self.nodes.clear();
         self.arguments.clear();
         self.tensors.clear();
-        self.passing.clear();
+        self.passed_through.clear();
         self.rows_in_flight = None;
         self.loss = None;
         self.metrics.clear();

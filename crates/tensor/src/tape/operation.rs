@@ -80,7 +80,7 @@ pub trait Operation: fmt::Debug + Send + Sync {
     /// Returns the operation that exchanges this rank's positions of an input for its heads, or its heads of the only output for its
     /// positions. It is for operations that need all positions, but only of some heads, when ranks of the context axis exchange heads
     /// (Ulysses). Called for float inputs, of which there are `num_float_inputs`.
-    fn head_exchange(&self, operand: Operand, num_float_inputs: usize) -> Option<Op> {
+    fn head_exchange(&self, operand: InputOrOutput, num_float_inputs: usize) -> Option<Op> {
         let _ = (operand, num_float_inputs);
         None
     }
@@ -92,7 +92,7 @@ pub trait Operation: fmt::Debug + Send + Sync {
     }
 
     /// Returns whether each rank computes only a partial sum of the gradients of replicated parameters, given the sharding of the outputs.
-    fn makes_grad_terms(&self, outputs: Sharding) -> bool {
+    fn makes_partial_grads(&self, outputs: Sharding) -> bool {
         outputs != Sharding::Replicated
     }
 
@@ -166,7 +166,7 @@ pub(crate) use declares;
 
 /// An input or the output of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Operand {
+pub enum InputOrOutput {
     /// The input at this index.
     Input(usize),
     /// The only output.
@@ -224,8 +224,8 @@ pub trait GradSink {
     fn grad_ready(&mut self, span: &ParameterSpan);
 
     /// Reports whether the next gradients of replicated parameters are only this rank's partial sums, to be reduced over the tensor axis.
-    fn expect_terms(&mut self, are_terms: bool) {
-        let _ = are_terms;
+    fn expect_partial_grads(&mut self, are_partial: bool) {
+        let _ = are_partial;
     }
 }
 
@@ -274,10 +274,10 @@ impl ReadBy {
 ///
 /// Convert from `&Arc<T>`, or from `&'static T` for a constant expression such as `&Relu` or `&Mean { dim: 1 }`.
 #[derive(Debug, Clone)]
-pub struct Op(Held);
+pub struct Op(OpHandle);
 
 #[derive(Debug, Clone)]
-enum Held {
+enum OpHandle {
     Shared(Arc<dyn Operation>),
     Static(&'static dyn Operation),
 }
@@ -285,20 +285,20 @@ enum Held {
 impl Op {
     pub(super) fn get(&self) -> &dyn Operation {
         match &self.0 {
-            Held::Shared(operation) => &**operation,
-            Held::Static(operation) => *operation,
+            OpHandle::Shared(operation) => &**operation,
+            OpHandle::Static(operation) => *operation,
         }
     }
 }
 
 impl<T: Operation + 'static> From<&Arc<T>> for Op {
     fn from(operation: &Arc<T>) -> Self {
-        Op(Held::Shared(Arc::<T>::clone(operation)))
+        Op(OpHandle::Shared(Arc::<T>::clone(operation)))
     }
 }
 
 impl<T: Operation> From<&'static T> for Op {
     fn from(operation: &'static T) -> Self {
-        Op(Held::Static(operation))
+        Op(OpHandle::Static(operation))
     }
 }

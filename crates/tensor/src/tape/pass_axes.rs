@@ -4,7 +4,7 @@ use super::{AxisOps, ExpertAxis};
 use crate::device::{DeviceError, Result};
 use crate::shape::Shape;
 use std::sync::Arc;
-use trireme_base::{AxisPlace, ContextPlace, DType};
+use trireme_base::{AxisRank, ContextRank, DType};
 
 /// The axes that split parameters, positions or experts of a unit; `None` for an axis with one rank.
 #[derive(Debug, Clone, Default)]
@@ -26,7 +26,7 @@ pub enum Sharding {
     /// Each rank holds an equal number of rows, in the order of the ranks.
     Rows,
     /// Each rank holds the part that belongs to its shards of parameters, such as its heads.
-    Cut,
+    ByParameters,
 }
 
 /// The tensor axis of a pass.
@@ -40,7 +40,7 @@ pub struct TensorAxis {
 
 impl TensorAxis {
     /// Returns this rank's place on the axis.
-    pub fn place(&self) -> AxisPlace {
+    pub fn place(&self) -> AxisRank {
         self.ops.place()
     }
 
@@ -55,7 +55,7 @@ impl TensorAxis {
         if is_sharded { self.between_layers() } else { Sharding::Replicated }
     }
 
-    /// Returns the shape of a rank's shard of the rows of a value of shape `whole`: the second-last dim is divided by the degree. Only the
+    /// Returns the shape of a rank's shard of the rows of a value of shape `full`: the second-last dim is divided by the degree. Only the
     /// number of elements is meaningful: `[batch, seq_len / degree, cols]` stands for consecutive rows of the concatenated sequences, not
     /// for the same positions of each. Fails if the degree does not divide the dim.
     pub(super) fn part_shape(&self, whole: Shape) -> Result<Shape> {
@@ -68,7 +68,7 @@ impl TensorAxis {
     }
 
     /// Returns the shape of the full value whose row shards have shape `part`.
-    pub(super) fn whole_shape(&self, part: Shape) -> Shape {
+    pub(super) fn full_shape(&self, part: Shape) -> Shape {
         let dim = rows_dim(part);
         part.with_dim(dim, part.dims()[dim] * self.place().degree)
     }
@@ -92,8 +92,8 @@ pub struct ContextAxis {
 
 impl ContextAxis {
     /// Returns this rank's place on the axis.
-    pub fn place(&self) -> ContextPlace {
-        let place = |ops: &Option<Arc<dyn AxisOps>>| ops.as_ref().map_or(AxisPlace::ALONE, |ops| ops.place());
-        ContextPlace { ring: place(&self.ring), heads: place(&self.heads) }
+    pub fn place(&self) -> ContextRank {
+        let place = |ops: &Option<Arc<dyn AxisOps>>| ops.as_ref().map_or(AxisRank::ALONE, |ops| ops.place());
+        ContextRank { ring: place(&self.ring), heads: place(&self.heads) }
     }
 }

@@ -140,7 +140,7 @@ impl Network {
 }
 
 #[test]
-fn halves_apart_give_the_bits_of_halves_in_turns() {
+fn separate_backward_halves_give_the_same_bits() {
     for activation in [
         InputActivation::Identity,
         InputActivation::Of(Activation::Gelu),
@@ -169,7 +169,7 @@ fn a_layer_over_data_makes_no_gradient_of_it() {
         let y = tape.recorder(&network.parameters).apply(&network.hidden, [x]).unwrap();
         let sum = Parameters::zeros(network.parameters.table(), device, Category::Gradients).unwrap();
         let mut grads = Grads { sum, num_written: 0 };
-        device.restart_cost();
+        device.reset_cost();
         tape.backward(&network.parameters, [(y.id(), zeros())], &mut grads).unwrap();
         let found = device.cost();
         assert_eq!(found.product_operations as usize, num_products * 2 * 3 * COLS * COLS);

@@ -3,11 +3,11 @@
 use super::{FLOATS, assert_near, empty, on_all, random, rounded, rounding, shaped, tensor, wide};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
-use trireme_base::{DType, Event, Latch, Pending};
+use trireme_base::{DType, Event, EventCompleter, Pending};
 use trireme_tensor::{BackendKind, DetachedOptions, Device, DeviceOptions, Tensor};
 
 #[test]
-fn memory_begins_as_zeros_where_it_is_asked_for_and_comes_back_as_it_was_left() {
+fn zeroed_memory_is_zero_and_other_elements_stay() {
     on_all(|device| {
         let zeros = device.zeros([3, 5].into(), DType::U32, trireme_tensor::Category::Optimizer).unwrap();
         assert_eq!(device.read::<u32>(zeros.view()), [0; 15]);
@@ -40,20 +40,20 @@ fn elements_are_converted_and_copied_to_the_nearest_of_their_type() {
 
 /// Kernels and copies overtake each other unless they wait.
 #[test]
-fn copies_beside_kernels_see_what_was_issued_before_them() {
+fn concurrent_copies_see_kernels_issued_before_them() {
     on_all(|device: &Device| {
         let mut found = Vec::new();
         let mut host = Pending::new(vec![0_u8; 4 * 300]);
         for round in 0..5 {
             let mut x = shaped(device, &random(300, "x"), [300]);
             device.map_in_place(x.view_mut(), 1, move |x| x + round as f32);
-            device.download_later(x.view().part(100, [200].into()), &mut host, 400);
-            device.download_later(x.view().part(0, [100].into()), &mut host, 0);
+            device.download_async(x.view().part(100, [200].into()), &mut host, 400);
+            device.download_async(x.view().part(0, [100].into()), &mut host, 0);
             // The memory of `x` is reused by the next tensor while the copies may still read it.
             drop(x);
             let mut y = empty(device, [300], DType::F32);
             device.zero(y.view_mut());
-            device.upload_later(&mut host, 0, y.view_mut());
+            device.upload_async(&mut host, 0, y.view_mut());
             device.wait_for(&host.event());
             device.map_in_place(y.view_mut(), 1, |y| 2.0 * y);
             found.push(device.read::<f32>(y.view()));
@@ -125,8 +125,8 @@ fn a_device_waits_for_the_copies_of_another() {
             let x = shaped(&from, &values, [300]);
             let mut y = empty(&to, [300], DType::F32);
             let mut host = Pending::new(vec![0_u8; 4 * 300]);
-            from.download_later(x.view(), &mut host, 0);
-            to.upload_later(&mut host, 0, y.view_mut());
+            from.download_async(x.view(), &mut host, 0);
+            to.upload_async(&mut host, 0, y.view_mut());
             to.wait_for(&host.event());
             assert_eq!(to.read::<f32>(y.view()), values);
         }
@@ -134,7 +134,7 @@ fn a_device_waits_for_the_copies_of_another() {
 }
 
 #[test]
-fn a_failure_of_one_device_reaches_who_waits_for_another() {
+fn failures_reach_devices_that_wait() {
     let open = |seed| {
         let backend = BackendKind::Detached(DetachedOptions { seed, ignored_wait: None });
         Device::open(DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() }).unwrap()
@@ -144,7 +144,7 @@ fn a_failure_of_one_device_reaches_who_waits_for_another() {
         let mut x = shaped(&from, &[1.0], [1]);
         from.map_in_place(x.view_mut(), 1, |_| panic!("a kernel fails"));
         let mut host = Pending::new(vec![0_u8; 4]);
-        from.download_later(x.view(), &mut host, 0);
+        from.download_async(x.view(), &mut host, 0);
         if seed % 2 == 0 {
             // The event fails before the other device waits for it.
             host.event().demand();
@@ -159,7 +159,7 @@ fn a_failure_of_one_device_reaches_who_waits_for_another() {
 }
 
 #[test]
-fn work_that_does_not_wait_for_a_copy_of_its_memory_is_found() {
+fn races_with_copies_are_detected() {
     let host_memory = |bytes: usize| Arc::new(Mutex::new(Some(vec![0_u8; bytes])));
     let works: [fn(&Device, &mut Tensor); 3] = [
         |device, x| device.zero(x.view_mut()),
@@ -172,14 +172,14 @@ fn work_that_does_not_wait_for_a_copy_of_its_memory_is_found() {
             let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
             let device = Device::open(options).unwrap();
             let [mut x, mut other] = ["x", "other"].map(|name| tensor(&device, &random(100, name)));
-            // The copy cannot run before `held` completes: before the kernel if that is awaited, otherwise at the end of the test.
-            let held = Latch::new(|| ());
+            // The copy cannot run before `stored` completes: before the kernel if that is awaited, otherwise at the end of the test.
+            let held = EventCompleter::new(|| ());
             let mut host = Pending::until(held.event(), host_memory(400));
             let run = AssertUnwindSafe(|| {
-                device.upload_later(&mut host, 0, x.view_mut());
+                device.upload_async(&mut host, 0, x.view_mut());
                 // Waiting for a copy of other memory does not order the kernel after the first copy.
                 let mut copied = Pending::until(Event::DONE, host_memory(400));
-                device.download_later(other.view(), &mut copied, 0);
+                device.download_async(other.view(), &mut copied, 0);
                 device.wait_for(&copied.event());
                 device.wait_for(&Event::DONE);
                 if is_awaited {

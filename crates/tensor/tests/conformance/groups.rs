@@ -2,7 +2,7 @@
 
 use super::{FLOATS, empty, on_all, random, rounded};
 use trireme_base::DType;
-use trireme_tensor::{Device, GroupLimit, MatmulEpilogue, Precision, Tensor, Transpose};
+use trireme_tensor::{Device, GroupLimit, MatmulEpilogue, Precision, Tensor, Transposition};
 
 fn ids(device: &Device, values: &[u32]) -> Tensor {
     let mut ids = empty(device, [values.len()], DType::U32);
@@ -31,7 +31,7 @@ fn rows_are_ordered_by_group_and_as_they_were() {
     }
 }
 
-/// A group takes the first rows of each `num_together` neighbours, up to its limit. The others come last, in their order. Rows of the id
+/// A group takes the first rows of each `capacity_group_len` neighbours, up to its limit. The others come last, in their order. Rows of the id
 /// after the last group do not count in the limit.
 #[test]
 fn rows_beyond_a_limit_are_of_no_group() {
@@ -42,16 +42,17 @@ fn rows_beyond_a_limit_are_of_no_group() {
         let ([starts, order, places], dropped) = on_all(|device| {
             let [mut starts, mut order, mut places] =
                 [4, groups.len(), groups.len()].map(|len| empty(device, [len], DType::U32));
-            let (groups, limit) = (ids(device, &groups), GroupLimit { num_together, factor });
+            let (groups, limit) =
+                (ids(device, &groups), GroupLimit { capacity_group_len: num_together, factor });
             let rows = [order.view_mut(), places.view_mut()];
             device.group_rows((groups.view(), limit), starts.view_mut(), rows);
             let mut dropped = [empty(device, [1], DType::F64), empty(device, [1], DType::F64)];
             let places_of_tokens = places.view().part(0, [groups_len / 2, 2].into());
-            device.rows_of_no_group(starts.view(), places_of_tokens, None, dropped[0].view_mut());
+            device.ungrouped_rows(starts.view(), places_of_tokens, None, dropped[0].view_mut());
             let mut weights = empty(device, [groups_len / 2], DType::F32);
             device.upload(&WEIGHTS, weights.view_mut());
             let by = Some(weights.view());
-            device.rows_of_no_group(starts.view(), places_of_tokens, by, dropped[1].view_mut());
+            device.ungrouped_rows(starts.view(), places_of_tokens, by, dropped[1].view_mut());
             let read = [starts, order, places].map(|ids| device.read::<u32>(ids.view()));
             (read, dropped.map(|dropped| device.read::<f64>(dropped.view())[0]))
         });
@@ -111,7 +112,7 @@ fn parts_of_groups_are_summed_as_ranks_sum() {
                     let (left, right) = [&left, &right]
                         .map(|rows| rows.view().rows(starts[part] as usize, lens[part]))
                         .into();
-                    let factors = ((left, Transpose::Yes), (right, Transpose::No));
+                    let factors = ((left, Transposition::Yes), (right, Transposition::No));
                     let overwrite = MatmulEpilogue::Overwrite;
                     device.matmul(Precision::F32, factors.0, factors.1, own.view_mut(), overwrite).unwrap();
                 }
@@ -154,7 +155,7 @@ fn groups_have_the_bits_of_products_of_their_own() {
             let (left, right) = (values([rows, inner], "left"), values([rows, cols], "right"));
             let [lying, transposed] = [[inner, cols], [cols, inner]]
                 .map(|[block, len]| (values([num_groups * block, len], "blocks"), block));
-            let all: Vec<Vec<u8>> = [(&lying, Transpose::No), (&transposed, Transpose::Yes)]
+            let all: Vec<Vec<u8>> = [(&lying, Transposition::No), (&transposed, Transposition::Yes)]
                 .map(|((blocks, block), transpose)| {
                     let (mut all, mut own) =
                         (empty(device, [rows, cols], dtype), empty(device, [rows, cols], dtype));
@@ -166,7 +167,7 @@ fn groups_have_the_bits_of_products_of_their_own() {
                     for (group, bounds) in starts.windows(2).enumerate() {
                         let (first, num) = (bounds[0], bounds[1] - bounds[0]);
                         let factors = (
-                            (left.view().rows(first, num), Transpose::No),
+                            (left.view().rows(first, num), Transposition::No),
                             (blocks.view().rows(group * block, *block), transpose),
                         );
                         let mut out = own.view_mut();
@@ -211,7 +212,7 @@ fn groups_have_the_bits_of_products_of_their_own() {
                     let epilogue =
                         if accumulate { MatmulEpilogue::Accumulate } else { MatmulEpilogue::Overwrite };
                     let (left, right) = (left.view().rows(first, num), right.view().rows(first, num));
-                    let factors = ((left, Transpose::Yes), (right, Transpose::No));
+                    let factors = ((left, Transposition::Yes), (right, Transposition::No));
                     device.matmul(precision, factors.0, factors.1, out.reborrow(), epilogue).unwrap();
                 }
                 let [all, own] = [all, own].map(|sums| device.read::<u8>(sums.view().as_bytes()));

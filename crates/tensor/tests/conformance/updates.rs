@@ -17,7 +17,7 @@ const ADAMW: AdamWStep = AdamWStep {
     weight_decay: 0.1,
     grad_scale: 0.5,
     step: 2,
-    num_second: 2,
+    num_second_updates: 2,
     ..AdamWStep::DEFAULT
 };
 
@@ -85,7 +85,7 @@ fn an_update_goes_over_parameters_and_states_and_takes_sums() {
 #[test]
 fn learning_rates_are_scaled_by_sums_over_whole_parameters() {
     let (parameters, gradients) = (random(LEN, "parameters"), random(LEN, "gradients"));
-    let rms = RmsStep { lr: 0.1, mixing: 0.5, keep: 0.9, grad_scale: 2.0 };
+    let rms = RmsStep { lr: 0.1, mixing: 0.5, parameter_factor: 0.9, grad_scale: 2.0 };
     let [found, sums, moments] = on_all(|device| {
         let pieces = Arc::new(Pieces::whole(LEN));
         let (mut p, g) = (tensor(device, &parameters), tensor(device, &gradients));

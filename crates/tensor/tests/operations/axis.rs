@@ -2,10 +2,10 @@
 
 use crate::threads::Threads;
 use std::sync::Arc;
-use trireme_base::{AxisPlace, Cut, DType, RandomKey, UnitAxis};
+use trireme_base::{AxisRank, AxisSplit, DType, RandomKey, UnitAxis};
 use trireme_tensor::tape::{
-    Add, AloneOnAxis, CopyToRanks, Dropout, Embedding, InputActivation, Linear, LossHead, Mean, MeanLoss,
-    Norm, NotedExchanges, PassAxes, Randomness, Recording, Scale, SplitRows, SquaredError, SumOverRanks,
+    Add, CopyToRanks, Dropout, DryRunAxis, Embedding, ExchangeLog, InputActivation, Linear, LossHead, Mean,
+    MeanLoss, Norm, PassAxes, Randomness, Recording, Scale, SplitRows, SquaredError, SumOverRanks,
     TensorAxis, WeightLayout,
 };
 use trireme_tensor::{
@@ -20,7 +20,7 @@ struct Grads {
     flat: Parameters,
     is_written: Vec<bool>,
     is_term: Vec<bool>,
-    are_terms: bool,
+    are_partial: bool,
 }
 
 impl GradSink for Grads {
@@ -31,11 +31,11 @@ impl GradSink for Grads {
 
     fn grad_ready(&mut self, span: &ParameterSpan) {
         self.is_written[span.first.0] = true;
-        self.is_term[span.first.0] = self.are_terms && span.part.is_none();
+        self.is_term[span.first.0] = self.are_partial && span.part.is_none();
     }
 
-    fn expect_terms(&mut self, are_terms: bool) {
-        self.are_terms = are_terms;
+    fn expect_partial_grads(&mut self, are_partial: bool) {
+        self.are_partial = are_partial;
     }
 }
 
@@ -51,14 +51,14 @@ type Found = (f64, Vec<(ParameterInfo, Vec<f32>, bool)>);
 
 /// Runs sharded layers between replicated ones, forward and backward. In bf16, matmuls are quantized to fp8.
 fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found {
-    let place = axis.as_ref().map_or(AxisPlace::ALONE, TensorAxis::place);
+    let place = axis.as_ref().map_or(AxisRank::ALONE, TensorAxis::place);
     let shards_rows = axis.as_ref().is_some_and(|axis| axis.shards_rows);
-    let mut table = ParameterTable::of_place(place);
+    let mut table = ParameterTable::for_place(place);
     table.begin_unit("unit");
     let normal = Initial::Normal { standard_deviation: 0.5 };
     let matrix =
-        |name: &str, dims: [usize; 2], cut: Cut| Parameter::matrix(name, &dims, normal).with_cut(cut);
-    let rows = Cut::along(0).padded();
+        |name: &str, dims: [usize; 2], cut: AxisSplit| Parameter::matrix(name, &dims, normal).with_cut(cut);
+    let rows = AxisSplit::along(0).padded();
     let tokens = table.add(matrix("tokens", [VOCABULARY, HIDDEN], rows));
     let positions = Some(table.add(Parameter::embedding("positions", &[SEQ_LEN, HIDDEN], normal)));
     let embedding = Arc::new(Embedding { tokens, positions });
@@ -68,26 +68,26 @@ fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found
     };
     let norms = ["before", "after"].map(|name| norm(&mut table, name));
     let wide = Arc::new(Linear {
-        weight: table.add(matrix("wide", [HIDDEN, INNER], Cut::along(1))),
+        weight: table.add(matrix("wide", [HIDDEN, INNER], AxisSplit::along(1))),
         layout: WeightLayout::InputsFirst,
-        bias: Some(table.add(Parameter::vector("wide.bias", INNER, normal).with_cut(Cut::along(0)))),
+        bias: Some(table.add(Parameter::vector("wide.bias", INNER, normal).with_cut(AxisSplit::along(0)))),
         activation: InputActivation::Identity,
     });
     let narrow = Arc::new(Linear {
-        weight: table.add(matrix("narrow", [HIDDEN, INNER], Cut::along(1))),
+        weight: table.add(matrix("narrow", [HIDDEN, INNER], AxisSplit::along(1))),
         layout: WeightLayout::OutputsFirst,
         bias: Some(table.add(Parameter::vector("narrow.bias", HIDDEN, normal))),
         activation: InputActivation::Of(Activation::Gelu),
     });
     // One layer has an activated input; the input of the other one has no gradient.
     let columns = |table: &mut ParameterTable, name: &str, activation| {
-        let weight = table.add(matrix(name, [INNER, HIDDEN], Cut::along(0)));
+        let weight = table.add(matrix(name, [INNER, HIDDEN], AxisSplit::along(0)));
         Arc::new(Linear { weight, layout: WeightLayout::OutputsFirst, bias: None, activation })
     };
     let activated = columns(&mut table, "activated", InputActivation::Of(Activation::Gelu));
     let fixed = columns(&mut table, "fixed", InputActivation::Identity);
     let [after_activated, after_fixed] = ["after activated", "after fixed"].map(|name| {
-        let weight = table.add(matrix(name, [INNER, HIDDEN], Cut::along(0)));
+        let weight = table.add(matrix(name, [INNER, HIDDEN], AxisSplit::along(0)));
         let (layout, activation) = (WeightLayout::InputsFirst, InputActivation::Identity);
         Arc::new(Linear { weight, layout, bias: None, activation })
     });
@@ -166,7 +166,7 @@ fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found
     record().unwrap();
     let flat = Parameters::zeros(&table, device, Category::Gradients).unwrap();
     let none = vec![false; table.parameters().len()];
-    let mut sink = Grads { flat, is_written: none.clone(), is_term: none, are_terms: false };
+    let mut sink = Grads { flat, is_written: none.clone(), is_term: none, are_partial: false };
     tape.backward(&parameters, [], &mut sink).unwrap();
     let loss = tape.loss().unwrap().read(device);
     let values = sink.flat.values(0);
@@ -195,7 +195,7 @@ fn run_ranks(
     let joined = |index: usize| {
         let mut whole = vec![0.0_f32; found[0].1[index].0.whole.num_elements()];
         for (info, grads, is_term) in found.iter().map(|(_, grads)| &grads[index]) {
-            if !is_term && !info.is_counted() {
+            if !is_term && !info.is_first_replica() {
                 continue;
             }
             for (first, run) in info.runs(0..grads.len()) {
@@ -215,7 +215,7 @@ fn bounds(precision: Precision) -> (f64, f32) {
 }
 
 #[test]
-fn layers_that_ranks_cut_compute_what_one_rank_computes() {
+fn sharded_layers_match_one_rank() {
     for backend in [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())] {
         for precision in [Precision::F32, Precision::Bf16] {
             let (of_loss, of_grads) = bounds(precision);
@@ -237,12 +237,12 @@ fn layers_that_ranks_cut_compute_what_one_rank_computes() {
 
 #[test]
 #[should_panic(expected = "reads what was not cut")]
-fn a_layer_that_is_cut_by_its_inputs_reads_what_is_cut() {
+fn row_parallel_layers_require_sharded_inputs() {
     let options = DeviceOptions { num_threads: 1, ..DeviceOptions::default() };
     let device = Device::counting(options).unwrap();
-    let mut table = ParameterTable::of_place(AxisPlace::new(0, 2));
+    let mut table = ParameterTable::for_place(AxisRank::new(0, 2));
     table.begin_unit("unit");
-    let weight = Parameter::matrix("weight", &[4, 4], Initial::ZEROS).with_cut(Cut::along(0));
+    let weight = Parameter::matrix("weight", &[4, 4], Initial::ZEROS).with_cut(AxisSplit::along(0));
     let linear = Arc::new(Linear {
         weight: table.add(weight),
         layout: WeightLayout::InputsFirst,
@@ -250,7 +250,7 @@ fn a_layer_that_is_cut_by_its_inputs_reads_what_is_cut() {
         activation: InputActivation::Identity,
     });
     let parameters = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
-    let ops = Arc::new(AloneOnAxis::new(UnitAxis::Tensor, AxisPlace::new(0, 2), &NotedExchanges::default()));
+    let ops = Arc::new(DryRunAxis::new(UnitAxis::Tensor, AxisRank::new(0, 2), &ExchangeLog::default()));
     let axis = TensorAxis { ops, shards_rows: false };
     let axes = PassAxes { tensor: Some(axis), ..PassAxes::default() };
     let pass = PassState { axes, ..Precision::F32.into() };
@@ -262,7 +262,7 @@ fn a_layer_that_is_cut_by_its_inputs_reads_what_is_cut() {
 #[test]
 fn rows_that_do_not_divide_are_refused() {
     let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
-    let ops = Arc::new(AloneOnAxis::new(UnitAxis::Tensor, AxisPlace::new(0, 2), &NotedExchanges::default()));
+    let ops = Arc::new(DryRunAxis::new(UnitAxis::Tensor, AxisRank::new(0, 2), &ExchangeLog::default()));
     let axis = TensorAxis { ops, shards_rows: false };
     let axes = PassAxes { tensor: Some(axis), ..PassAxes::default() };
     let pass = PassState { axes, ..Precision::F32.into() };

@@ -3,10 +3,10 @@
 use crate::no_parameters;
 use crate::threads::Threads;
 use std::sync::Arc;
-use trireme_base::{AxisPlace, ContextPlace, DType, Positions, RandomKey, UnitAxis};
+use trireme_base::{AxisRank, ContextRank, DType, Positions, RandomKey, UnitAxis};
 use trireme_tensor::tape::{
-    AloneOnAxis, Attention, AxisOps, ContextAxis, Dropout, Mean, NotedExchanges, PassAxes, Randomness,
-    Recording, RotaryTable, Softmax,
+    Attention, AxisOps, ContextAxis, Dropout, DryRunAxis, ExchangeLog, Mean, PassAxes, Randomness, Recording,
+    RotaryTable, Softmax,
 };
 use trireme_tensor::{
     AttentionRule, BackendKind, Category, DetachedOptions, Device, DeviceOptions, Parameters, PassState,
@@ -68,7 +68,7 @@ fn pass_of(context: Option<ContextAxis>) -> PassState {
 
 /// Returns the outputs and gradients of a rank, in rows of its positions.
 fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<ContextAxis>) -> [Vec<f32>; 3] {
-    let place = axis.as_ref().map_or(ContextPlace::ALONE, ContextAxis::place);
+    let place = axis.as_ref().map_or(ContextRank::ALONE, ContextAxis::place);
     let (at, of_heads) = (place.positions(LEN), place.positions_of_heads(LEN));
     let rotary =
         case.is_rotary.then(|| Arc::new(RotaryTable::new(device, LEN, &[1.0, 0.4, 0.05], 1.0).unwrap()));
@@ -122,8 +122,8 @@ fn run_ranks(backend: BackendKind, case: Case, degree: usize, heads: usize) -> [
     let (rings, all_heads) = (axes(heads, ring), axes(ring, heads));
     let devices: Vec<TracedDevice> = (0..degree).map(|_| TracedDevice::open(options).unwrap()).collect();
     let found: Vec<[Vec<f32>; 3]> = std::thread::scope(|scope| {
-        let ranks = AxisPlace::all(degree).zip(&devices).map(|(place, device)| {
-            let ContextPlace { ring: on_ring, heads: of_heads } = ContextPlace::new(place, heads);
+        let ranks = AxisRank::all(degree).zip(&devices).map(|(place, device)| {
+            let ContextRank { ring: on_ring, heads: of_heads } = ContextRank::new(place, heads);
             let ops = |axis: &Arc<Threads>| Arc::clone(axis) as Arc<dyn AxisOps>;
             let axis = ContextAxis {
                 ring: (ring > 1).then(|| ops(&rings[of_heads.rank][on_ring.rank])),
@@ -140,8 +140,8 @@ fn run_ranks(backend: BackendKind, case: Case, degree: usize, heads: usize) -> [
     [0, 1, 2].map(|index| {
         let cols = widths[index];
         let mut whole = vec![f32::NAN; BATCH * LEN * cols];
-        for (place, found) in AxisPlace::all(degree).zip(&found) {
-            let at = ContextPlace::new(place, heads).positions(LEN);
+        for (place, found) in AxisRank::all(degree).zip(&found) {
+            let at = ContextRank::new(place, heads).positions(LEN);
             let numbers: Vec<usize> = rows(&(0..BATCH * LEN).collect::<Vec<_>>(), 1, at);
             for (row, values) in numbers.into_iter().zip(found[index].chunks_exact(cols.max(1))) {
                 whole[row * cols..][..cols].copy_from_slice(values);
@@ -152,7 +152,7 @@ fn run_ranks(backend: BackendKind, case: Case, degree: usize, heads: usize) -> [
 }
 
 #[test]
-fn attention_to_the_keys_of_all_ranks_is_that_of_one_rank() {
+fn context_parallel_attention_matches_one_rank() {
     let causal = AttentionRule::causal(DIM);
     let plain =
         Case { rule: causal, num_keys: None, has_documents: false, is_rotary: false, is_apart: false };
@@ -193,16 +193,16 @@ fn attention_to_the_keys_of_all_ranks_is_that_of_one_rank() {
 }
 
 fn axis_alone(heads: usize) -> ContextAxis {
-    let noted = NotedExchanges::default();
-    let alone = |axis, place| Arc::new(AloneOnAxis::new(axis, place, &noted)) as Arc<dyn AxisOps>;
+    let noted = ExchangeLog::default();
+    let alone = |axis, place| Arc::new(DryRunAxis::new(axis, place, &noted)) as Arc<dyn AxisOps>;
     match heads {
-        1 => ContextAxis { ring: Some(alone(UnitAxis::Ring, AxisPlace::new(0, 2))), heads: None },
-        _ => ContextAxis { ring: None, heads: Some(alone(UnitAxis::Heads, AxisPlace::new(0, heads))) },
+        1 => ContextAxis { ring: Some(alone(UnitAxis::Ring, AxisRank::new(0, 2))), heads: None },
+        _ => ContextAxis { ring: None, heads: Some(alone(UnitAxis::Heads, AxisRank::new(0, heads))) },
     }
 }
 
 #[test]
-fn what_mixes_positions_and_heads_that_do_not_divide_are_refused() {
+fn mixing_positions_and_indivisible_heads_are_refused() {
     let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
     let parameters = no_values(&device);
     let mut tape = Tape::new(&device, Recording::On, pass_of(Some(axis_alone(1))));

@@ -240,7 +240,7 @@ fn rotation_in_place_leaves_what_others_read() {
 
 /// Values that will be recomputed are not overwritten in forward, because backward would otherwise read the recomputed contents.
 #[test]
-fn what_is_made_again_is_as_backward_left_it() {
+fn values_to_recompute_are_not_overwritten() {
     let (seq_len, cols) = (3, 12);
     let device = device();
     let attention = rotary_attention(&device, seq_len);
@@ -275,7 +275,7 @@ fn what_is_made_again_is_as_backward_left_it() {
 
 /// Backward does not overwrite an input of the tape, even if it is the only reader.
 #[test]
-fn what_is_lent_to_the_tape_is_whole_after_backward() {
+fn backward_does_not_overwrite_inputs_of_the_tape() {
     let device = device();
     let mut table = ParameterTable::default();
     table.begin_unit("unit");

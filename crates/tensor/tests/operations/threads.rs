@@ -2,14 +2,14 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Barrier, Condvar, Mutex};
-use trireme_base::{AxisPlace, DType, ExchangeKind};
+use trireme_base::{AxisRank, DType, ExchangeKind};
 use trireme_tensor::tape::{AxisOps, ExchangedRuns, PendingExchange};
 use trireme_tensor::{Category, Device, DeviceError, View, ViewMut};
 
 /// A rank that runs on a thread of the test. Ranks exchange f32 values and round sums once.
 #[derive(Debug)]
 pub(crate) struct Threads {
-    place: AxisPlace,
+    place: AxisRank,
     shared: Arc<Shared>,
     /// Result of each started exchange; `None` for a shift, whose result comes from the previous rank.
     results: Mutex<Vec<Option<Vec<f32>>>>,
@@ -35,7 +35,7 @@ impl Threads {
         });
         let rank =
             |place| Arc::new(Threads { place, shared: Arc::clone(&shared), results: Mutex::default() });
-        AxisPlace::all(degree).map(rank).collect()
+        AxisRank::all(degree).map(rank).collect()
     }
 
     fn gather(&self, own: Vec<f32>) -> Vec<Vec<f32>> {
@@ -54,7 +54,7 @@ impl Threads {
 }
 
 impl AxisOps for Threads {
-    fn place(&self) -> AxisPlace {
+    fn place(&self) -> AxisRank {
         self.place
     }
 
@@ -64,7 +64,7 @@ impl AxisOps for Threads {
         kind: ExchangeKind,
         values: View<'_>,
     ) -> Result<PendingExchange, DeviceError> {
-        let AxisPlace { rank, degree } = self.place;
+        let AxisRank { rank, degree } = self.place;
         let mut wide = device.empty(values.shape(), DType::F32, Category::Activations)?;
         device.convert(values, wide.view_mut());
         let values: Vec<f32> = device.read(wide.view());

@@ -33,7 +33,7 @@ pub(super) struct Registers {
 pub(super) fn decode(registers: &Registers, byte_at: impl Fn(u64) -> u8) -> Option<(Instruction, u64)> {
     const VEX_OF_THREE_BYTES: u8 = 0xc4;
     const OPCODE_MAP: u8 = 2;
-    let mut code = Code { next: registers.instruction, byte_at };
+    let mut code = ByteReader { next: registers.instruction, byte_at };
     if code.byte() != VEX_OF_THREE_BYTES {
         return None;
     }
@@ -111,12 +111,12 @@ struct Memory {
 }
 
 /// A reader of a program's bytes, starting at an address.
-struct Code<F> {
+struct ByteReader<F> {
     next: u64,
     byte_at: F,
 }
 
-impl<F: Fn(u64) -> u8> Code<F> {
+impl<F: Fn(u64) -> u8> ByteReader<F> {
     fn byte(&mut self) -> u8 {
         let byte = (self.byte_at)(self.next);
         self.next += 1;

@@ -32,13 +32,13 @@ static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 pub fn emulate_amx() {
     static DECIDED: Once = Once::new();
     DECIDED.call_once(|| {
-        if !hardware_grants_tiles() {
+        if !request_tile_permission() {
             install();
         }
     });
 }
 
-fn hardware_grants_tiles() -> bool {
+fn request_tile_permission() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const TILE_DATA: libc::c_long = 18;
     // SAFETY: the call has no effect on memory; a system without the request answers with an error.
@@ -72,7 +72,7 @@ extern "C" fn on_illegal_instruction(signal: c_int, info: *mut siginfo_t, contex
     } else {
         let previous = PREVIOUS.get().expect("set before the handler is installed");
         // SAFETY: the arguments are the system's.
-        unsafe { pass_on(previous, signal, info, context) };
+        unsafe { forward_signal(previous, signal, info, context) };
     }
 }
 
@@ -102,7 +102,12 @@ unsafe fn execute(saved: &mut [libc::greg_t; 23]) -> Option<()> {
 ///
 /// # Safety
 /// The arguments must be those of a signal handler.
-unsafe fn pass_on(previous: &libc::sigaction, signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
+unsafe fn forward_signal(
+    previous: &libc::sigaction,
+    signal: c_int,
+    info: *mut siginfo_t,
+    context: *mut c_void,
+) {
     let handler = previous.sa_sigaction;
     if handler == libc::SIG_DFL || handler == libc::SIG_IGN {
         // SAFETY: `previous` is an action that the system returned. The signal arrives when the handler returns.

@@ -50,32 +50,32 @@ fn instructions_run_in_a_program() {
     assert_eq!(out, [[20.5, 2.5, 16.5, 0.5], [52.5, 10.5, 32.5, 0.5]]);
 }
 
-static NUM_PASSED_ON: AtomicUsize = AtomicUsize::new(0);
+static NUM_FORWARDED: AtomicUsize = AtomicUsize::new(0);
 
 extern "C" fn count(_: c_int) {
-    NUM_PASSED_ON.fetch_add(1, Ordering::Relaxed);
+    NUM_FORWARDED.fetch_add(1, Ordering::Relaxed);
 }
 
 extern "C" fn count_with_context(signal: c_int, _: *mut siginfo_t, context: *mut c_void) {
     assert!(signal == libc::SIGILL && !context.is_null());
-    NUM_PASSED_ON.fetch_add(10, Ordering::Relaxed);
+    NUM_FORWARDED.fetch_add(10, Ordering::Relaxed);
 }
 
 #[test]
-fn the_handler_from_before_gets_what_is_passed_on() {
+fn the_previous_handler_gets_forwarded_signals() {
     // SAFETY: the structure is plain data, for which zeros are valid.
     let mut previous: libc::sigaction = unsafe { mem::zeroed() };
     let mut context = 0_u8;
     let context: *mut c_void = ptr::from_mut(&mut context).cast();
     previous.sa_sigaction = count as *const () as usize;
     // SAFETY: neither function reads the context.
-    unsafe { pass_on(&previous, libc::SIGILL, ptr::null_mut(), context) };
-    assert_eq!(NUM_PASSED_ON.load(Ordering::Relaxed), 1);
+    unsafe { forward_signal(&previous, libc::SIGILL, ptr::null_mut(), context) };
+    assert_eq!(NUM_FORWARDED.load(Ordering::Relaxed), 1);
     previous.sa_sigaction = count_with_context as *const () as usize;
     previous.sa_flags = libc::SA_SIGINFO;
     // SAFETY: as above.
-    unsafe { pass_on(&previous, libc::SIGILL, ptr::null_mut(), context) };
-    assert_eq!(NUM_PASSED_ON.load(Ordering::Relaxed), 11);
+    unsafe { forward_signal(&previous, libc::SIGILL, ptr::null_mut(), context) };
+    assert_eq!(NUM_FORWARDED.load(Ordering::Relaxed), 11);
 }
 
 /// Environment variable for child processes that must end. Its value is the cause of their end.

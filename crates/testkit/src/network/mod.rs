@@ -13,7 +13,7 @@ pub use host::Host;
 pub use link::{IPV4_TCP_HEADER_BYTES, IPV6_TCP_HEADER_BYTES, Link};
 pub use traffic::{Traffic, Volume};
 
-use crate::relay::{Conditions, FrameRelay, Loss, tap};
+use crate::relay::{Conditions, FrameLoss, FrameRelay, tap};
 use namespace::{BRIDGE, DEVICE, Namespace};
 use std::process::Command;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// Commands that use everything that a network needs once, in namespaces that end with the command.
-const NEEDS: [&str; 5] = [
+const PROBE_COMMANDS: [&str; 5] = [
     "unshare --net nsenter --net=/proc/self/ns/net ip link set lo up",
     "unshare --net ip link add port1 type veth peer name eth0",
     "unshare --net ip link add br0 type bridge mcast_snooping 0",
@@ -43,7 +43,7 @@ impl Network {
     pub fn available() -> Result<(), String> {
         static AVAILABLE: OnceLock<Result<(), String>> = OnceLock::new();
         let look = || {
-            NEEDS.iter().try_for_each(|words| {
+            PROBE_COMMANDS.iter().try_for_each(|words| {
                 let mut words = words.split(' ');
                 namespace::run(Command::new(words.next().expect("a program")).args(words))
             })
@@ -73,7 +73,7 @@ impl Network {
     ///
     /// # Panics
     /// If [`FrameRelay::available`] returns an error, and for the reasons of [`Network`].
-    pub fn add_host_behind(&self, conditions: Conditions, loss: Loss) -> (Host, FrameRelay) {
+    pub fn add_host_with_relay(&self, conditions: Conditions, loss: FrameLoss) -> (Host, FrameRelay) {
         let (number, link) = self.new_link();
         let open = |(namespace, device): (&Namespace, &str)| {
             namespace.enter(|| tap::open(device)).expect("a device for the relay")

@@ -9,7 +9,7 @@ pub struct Traffic {
     pub received: Volume,
     /// Number of TCP segments that the host retransmitted, because they were lost or seemed to be, as on a busy machine. `sent` includes
     /// them.
-    pub num_resent_segments: u64,
+    pub num_retransmitted_segments: u64,
 }
 
 /// The traffic in one direction.
@@ -26,7 +26,7 @@ impl Volume {
     ///
     /// For TCP connections without losses, this is the payload, plus at most some tens of bytes for every connection made, and minus some
     /// bytes for every packet of another kind (address resolution, some per minute). Retransmitted segments
-    /// ([`num_resent_segments`](Traffic::num_resent_segments)) count again.
+    /// ([`num_retransmitted_segments`](Traffic::num_retransmitted_segments)) count again.
     pub fn payload_bytes(&self, header_bytes: u64) -> u64 {
         self.bytes.saturating_sub(self.num_packets * header_bytes)
     }
@@ -50,7 +50,7 @@ impl Traffic {
         Some(Traffic {
             received: volume(0)?,
             sent: volume(8)?,
-            num_resent_segments: num_resent.parse().ok()?,
+            num_retransmitted_segments: num_resent.parse().ok()?,
         })
     }
 }
@@ -63,7 +63,7 @@ impl Sub for Traffic {
         Traffic {
             sent: self.sent - earlier.sent,
             received: self.received - earlier.received,
-            num_resent_segments: self.num_resent_segments - earlier.num_resent_segments,
+            num_retransmitted_segments: self.num_retransmitted_segments - earlier.num_retransmitted_segments,
         }
     }
 }
@@ -101,7 +101,7 @@ Tcp: 1 200 120000 -1 9 8 7 0
         assert_eq!(traffic.received, Volume { num_packets: 3, bytes: 1066 });
         assert_eq!(traffic.sent.payload_bytes(66), 70066 - 2 * 66);
         assert_eq!(traffic.received.payload_bytes(1066), 0);
-        assert_eq!(traffic.num_resent_segments, 7);
+        assert_eq!(traffic.num_retransmitted_segments, 7);
         assert_eq!((traffic - traffic).sent, Volume { num_packets: 0, bytes: 0 });
         for (devices, device, protocols) in [
             (DEVICES, "eth", PROTOCOLS),

@@ -17,7 +17,7 @@ const ACK: u8 = 0x10;
 pub(super) struct Firewall(Option<Vec<RangeInclusive<u16>>>);
 
 impl Firewall {
-    pub(super) fn letting_through(ports: &[RangeInclusive<u16>]) -> Self {
+    pub(super) fn allowing(ports: &[RangeInclusive<u16>]) -> Self {
         Firewall(Some(ports.to_vec()))
     }
 
@@ -51,8 +51,8 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_opens_a_connection_to_another_port() {
-        let firewall = Firewall::letting_through(&[80..=80, 4000..=4003]);
+    fn refuses_connection_requests_to_other_ports() {
+        let firewall = Firewall::allowing(&[80..=80, 4000..=4003]);
         let mut ipv4 = vec![0; 24];
         (ipv4[0], ipv4[9]) = (0x46, TCP);
         let mut ipv6 = vec![0; IPV6_BYTES];

@@ -1,5 +1,5 @@
 use super::Conditions;
-use super::line::Line;
+use super::delay_queue::DelayQueue;
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -12,7 +12,7 @@ const HELD_BYTES_MAX: usize = 1 << 20;
 
 /// One direction of a TCP connection through a relay.
 pub(super) struct Flow {
-    line: Line<Vec<u8>>,
+    line: DelayQueue<Vec<u8>>,
     arrived: VecDeque<u8>,
     num_read: u64,
     state: State,
@@ -28,7 +28,7 @@ enum State {
 
 impl Flow {
     pub(super) fn new(conditions: Conditions) -> Self {
-        Flow { line: Line::new(conditions), arrived: VecDeque::new(), num_read: 0, state: State::Open }
+        Flow { line: DelayQueue::new(conditions), arrived: VecDeque::new(), num_read: 0, state: State::Open }
     }
 
     /// Reads the available bytes without blocking, and inverts the bytes with the indices `corrupted`.

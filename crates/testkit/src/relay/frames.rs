@@ -1,7 +1,7 @@
+use super::control::{ControlledThread, ThreadControl};
+use super::delay_queue::DelayQueue;
 use super::firewall::Firewall;
-use super::line::Line;
-use super::steering::{Steered, Steering};
-use super::{Conditions, Loss, Towards, tap};
+use super::{Conditions, Direction, FrameLoss, tap};
 use rustix::event::{PollFd, PollFlags};
 use std::fs::File;
 use std::io::{Read, Write};
@@ -17,18 +17,18 @@ const NUM_FRAMES_AT_ONCE: usize = 64;
 
 /// Forwards Ethernet frames between two devices of the kernel, on a thread that ends when this value is dropped.
 #[derive(Debug)]
-pub struct FrameRelay(Steered<State>);
+pub struct FrameRelay(ControlledThread<State>);
 
 /// Counts of the frames in one direction of a relay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FrameCounts {
     /// All frames that arrived: lost, overflowed, refused, delivered or in flight.
     pub num_sent: u64,
-    /// Frames dropped by [`Loss`].
+    /// Frames dropped by [`FrameLoss`].
     pub num_lost: u64,
     /// Frames dropped because a mebibyte was in flight.
     pub num_overflowed: u64,
-    /// Dropped requests for connections that [are not let through](FrameRelay::let_through).
+    /// Dropped requests for connections that [are not let through](FrameRelay::allow_ports).
     pub num_refused: u64,
 }
 
@@ -39,49 +39,49 @@ struct State {
     counts: [FrameCounts; 2],
 }
 
-struct Wire {
+struct Forwarder {
     /// Devices, indexed by the direction of which they are the destination.
     ends: [File; 2],
-    lines: [Line<Vec<u8>>; 2],
-    loss: Loss,
+    lines: [DelayQueue<Vec<u8>>; 2],
+    loss: FrameLoss,
 }
 
 impl FrameRelay {
     /// Checks whether the machine has what a relay needs in addition to a network. The error is the reason why it has not.
     pub fn available() -> Result<(), String> {
-        let opened = File::options().read(true).write(true).open(tap::FACTORY);
-        opened.map(drop).map_err(|error| format!("{}: {error}", tap::FACTORY))
+        let opened = File::options().read(true).write(true).open(tap::TUN_DEVICE_FILE);
+        opened.map(drop).map_err(|error| format!("{}: {error}", tap::TUN_DEVICE_FILE))
     }
 
-    pub(crate) fn start(ends: [File; 2], conditions: Conditions, loss: Loss) -> Self {
-        let lines = [(); 2].map(|()| Line::new(conditions));
-        let wire = Wire { ends, lines, loss };
-        FrameRelay(Steered::start(|steering| wire.run(steering)))
+    pub(crate) fn start(ends: [File; 2], conditions: Conditions, loss: FrameLoss) -> Self {
+        let lines = [(); 2].map(|()| DelayQueue::new(conditions));
+        let forwarder = Forwarder { ends, lines, loss };
+        FrameRelay(ControlledThread::start(|steering| forwarder.run(steering)))
     }
 
     /// Holds all frames from the end of this call until [`resume`](FrameRelay::resume). Some thousand frames are kept.
     pub fn pause(&self) {
-        self.0.tell(|state| state.is_paused = true);
+        self.0.update(|state| state.is_paused = true);
     }
 
     /// Delivers all frames that were held, and continues.
     pub fn resume(&self) {
-        self.0.tell(|state| state.is_paused = false);
+        self.0.update(|state| state.is_paused = false);
     }
 
     /// From the end of this call, drops requests for TCP connections to ports outside of `ports`, in either direction.
-    pub fn let_through(&self, ports: &[RangeInclusive<u16>]) {
-        self.0.tell(|state| state.firewall = Firewall::letting_through(ports));
+    pub fn allow_ports(&self, ports: &[RangeInclusive<u16>]) {
+        self.0.update(|state| state.firewall = Firewall::allowing(ports));
     }
 
     /// Returns the counts of the frames in this direction so far.
-    pub fn counts(&self, towards: Towards) -> FrameCounts {
-        self.0.look(|state| state.counts[towards as usize])
+    pub fn counts(&self, towards: Direction) -> FrameCounts {
+        self.0.with_state(|state| state.counts[towards as usize])
     }
 }
 
-impl Wire {
-    fn run(mut self, steering: &Steering<State>) {
+impl Forwarder {
+    fn run(mut self, steering: &ThreadControl<State>) {
         loop {
             // The lock is held until everything is forwarded, so that nothing passes after a call of `FrameRelay::pause` has returned.
             let mut held = steering.orders();
@@ -91,18 +91,18 @@ impl Wire {
                 steering.wait(Vec::new(), None);
                 continue;
             }
-            for towards in Towards::BOTH {
-                self.take_in(towards, &state.firewall, &mut state.counts[towards as usize]);
+            for towards in Direction::BOTH {
+                self.read_frames(towards, &state.firewall, &mut state.counts[towards as usize]);
                 self.deliver(towards);
             }
             drop(held);
             let frames = self.ends.iter().map(|end| PollFd::new(end, PollFlags::IN)).collect();
-            let next_arrival = self.lines.iter().filter_map(Line::next_arrival).min();
+            let next_arrival = self.lines.iter().filter_map(DelayQueue::next_arrival).min();
             steering.wait(frames, next_arrival);
         }
     }
 
-    fn take_in(&mut self, towards: Towards, firewall: &Firewall, counts: &mut FrameCounts) {
+    fn read_frames(&mut self, towards: Direction, firewall: &Firewall, counts: &mut FrameCounts) {
         let line = &mut self.lines[towards as usize];
         let mut frame = [0; FRAME_BYTES_MAX];
         for _ in 0..NUM_FRAMES_AT_ONCE {
@@ -111,7 +111,7 @@ impl Wire {
             counts.num_sent += 1;
             if firewall.refuses(&frame[..num_bytes]) {
                 counts.num_refused += 1;
-            } else if self.loss.takes(towards, index) {
+            } else if self.loss.loses(towards, index) {
                 counts.num_lost += 1;
             } else if line.num_bytes() + num_bytes > QUEUE_BYTES_MAX {
                 counts.num_overflowed += 1;
@@ -121,7 +121,7 @@ impl Wire {
         }
     }
 
-    fn deliver(&mut self, towards: Towards) {
+    fn deliver(&mut self, towards: Direction) {
         let now = Instant::now();
         while let Some(frame) = self.lines[towards as usize].receive(now) {
             // A device that is down, or whose host is busy, loses the frame, as any device does.

@@ -3,11 +3,11 @@
 //! [`FrameRelay`] forwards Ethernet frames between two devices, with delays and losses that TCP itself has to handle. It requires root.
 //! [`TcpRelay`] forwards the bytes of TCP connections, and requires nothing.
 
+mod control;
+mod delay_queue;
 mod firewall;
 mod flow;
 mod frames;
-mod line;
-mod steering;
 pub(crate) mod tap;
 mod tcp;
 
@@ -28,15 +28,15 @@ pub struct Conditions {
 
 /// A direction of a relay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Towards {
+pub enum Direction {
     /// Towards the host behind the relay, or towards the client that connects to it.
     Near = 0,
     /// Towards the network, or towards the target.
     Far = 1,
 }
 
-impl Towards {
-    const BOTH: [Towards; 2] = [Towards::Near, Towards::Far];
+impl Direction {
+    const BOTH: [Direction; 2] = [Direction::Near, Direction::Far];
 
     /// Returns the index of the end from which this direction comes. The direction's own index is that of its destination.
     fn source(self) -> usize {
@@ -47,19 +47,19 @@ impl Towards {
 /// Random loss of frames. Each frame is lost or not by a random number, which depends only on the seed, the direction and the frame's
 /// index.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct Loss {
+pub struct FrameLoss {
     /// Fraction of frames that are lost in each direction, from 0 to 1.
     pub fraction: f64,
     /// Seed of the random numbers. The same seed loses the same frames.
     pub seed: u64,
 }
 
-impl Loss {
+impl FrameLoss {
     /// Returns whether the frame with this index, from 0, is lost in this direction.
-    pub fn takes(&self, towards: Towards, index: u64) -> bool {
+    pub fn loses(&self, towards: Direction, index: u64) -> bool {
         let purpose = match towards {
-            Towards::Near => "frames lost towards the near end",
-            Towards::Far => "frames lost towards the far end",
+            Direction::Near => "frames lost towards the near end",
+            Direction::Far => "frames lost towards the far end",
         };
         Random::new(RandomKey::new(self.seed, purpose), 4 * index).next_f64() < self.fraction
     }

@@ -7,7 +7,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 
 /// The file through which TAP devices are created.
-pub(super) const FACTORY: &str = "/dev/net/tun";
+pub(super) const TUN_DEVICE_FILE: &str = "/dev/net/tun";
 
 /// The kernel's `struct ifreq`, used for a device's name and flags.
 #[repr(C)]
@@ -20,7 +20,8 @@ struct Request {
 /// Creates an Ethernet device in the network namespace of the calling thread. Each read from the file returns a frame that the kernel sends
 /// over the device, and each write is a frame that the device receives. Neither blocks. The device ends when the file is closed.
 pub(crate) fn open(name: &str) -> io::Result<File> {
-    let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(FACTORY)?;
+    let file =
+        OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(TUN_DEVICE_FILE)?;
     let flags = libc::IFF_TAP | libc::IFF_NO_PI;
     let mut request = Request { name: [0; _], flags: flags as libc::c_short, rest: [0; _] };
     assert!(name.len() < request.name.len(), "the kernel bounds the names of devices");

@@ -1,6 +1,6 @@
+use super::control::{ControlledThread, ThreadControl};
 use super::flow::Flow;
-use super::steering::{Steered, Steering};
-use super::{Conditions, Towards};
+use super::{Conditions, Direction};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::set_socket_linger;
 use std::io;
@@ -15,11 +15,11 @@ use std::time::Duration;
 #[derive(Debug)]
 pub struct TcpRelay {
     address: SocketAddr,
-    exchange: Steered<Orders>,
+    forwarder: ControlledThread<State>,
 }
 
 #[derive(Debug, Default)]
-struct Orders {
+struct State {
     is_cut: bool,
     is_reset: bool,
     corruptions: Vec<Corruption>,
@@ -28,11 +28,11 @@ struct Orders {
 #[derive(Debug)]
 struct Corruption {
     connection: usize,
-    towards: Towards,
+    towards: Direction,
     byte: u64,
 }
 
-struct Exchange {
+struct Forwarder {
     listener: TcpListener,
     target: SocketAddr,
     conditions: Conditions,
@@ -56,8 +56,8 @@ impl TcpRelay {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
         listener.set_nonblocking(true).expect("a mode that sockets have");
         let address = listener.local_addr().expect("a bound socket has an address");
-        let exchange = Exchange { listener, target, conditions, connections: Vec::new(), num_accepted: 0 };
-        TcpRelay { address, exchange: Steered::start(|steering| exchange.run(steering)) }
+        let exchange = Forwarder { listener, target, conditions, connections: Vec::new(), num_accepted: 0 };
+        TcpRelay { address, forwarder: ControlledThread::start(|steering| exchange.run(steering)) }
     }
 
     /// Address to connect to, instead of the target.
@@ -67,27 +67,27 @@ impl TcpRelay {
 
     /// From the end of this call, forwards no bytes, no new connections and no ends of connections, without notice to either side.
     pub fn cut(&self) {
-        self.exchange.tell(|orders| orders.is_cut = true);
+        self.forwarder.update(|orders| orders.is_cut = true);
     }
 
     /// Continues after [`cut`](TcpRelay::cut). No bytes are lost.
     pub fn restore(&self) {
-        self.exchange.tell(|orders| orders.is_cut = false);
+        self.forwarder.update(|orders| orders.is_cut = false);
     }
 
     /// Ends all existing connections with a reset (RST) to both sides.
     pub fn reset(&self) {
-        self.exchange.tell(|orders| orders.is_reset = true);
+        self.forwarder.update(|orders| orders.is_reset = true);
     }
 
     /// Inverts a byte of a connection that has not passed yet. Connections, and the bytes of each direction, are numbered from 0.
-    pub fn corrupt(&self, connection: usize, towards: Towards, byte: u64) {
-        self.exchange.tell(|orders| orders.corruptions.push(Corruption { connection, towards, byte }));
+    pub fn corrupt(&self, connection: usize, towards: Direction, byte: u64) {
+        self.forwarder.update(|orders| orders.corruptions.push(Corruption { connection, towards, byte }));
     }
 }
 
-impl Exchange {
-    fn run(mut self, steering: &Steering<Orders>) {
+impl Forwarder {
+    fn run(mut self, steering: &ThreadControl<State>) {
         loop {
             // The lock is held until everything is forwarded, so that nothing passes after a call of `TcpRelay::cut` has returned.
             let mut held = steering.orders();
@@ -101,7 +101,7 @@ impl Exchange {
                 continue;
             }
             self.accept();
-            self.pass_on(&orders.corruptions);
+            self.forward(&orders.corruptions);
             drop(held);
             self.wait(steering);
         }
@@ -115,7 +115,7 @@ impl Exchange {
         }
     }
 
-    fn pass_on(&mut self, corruptions: &[Corruption]) {
+    fn forward(&mut self, corruptions: &[Corruption]) {
         for mut connection in std::mem::take(&mut self.connections) {
             match connection.pass_on(corruptions) {
                 Ok(()) if connection.has_ended() => {}
@@ -125,10 +125,10 @@ impl Exchange {
         }
     }
 
-    fn wait(&self, steering: &Steering<Orders>) {
+    fn wait(&self, steering: &ThreadControl<State>) {
         let mut ready = vec![PollFd::new(&self.listener, PollFlags::IN)];
         for connection in &self.connections {
-            for (towards, flow) in Towards::BOTH.into_iter().zip(&connection.flows) {
+            for (towards, flow) in Direction::BOTH.into_iter().zip(&connection.flows) {
                 if flow.can_read() {
                     ready.push(PollFd::new(&connection.ends[towards.source()], PollFlags::IN));
                 }
@@ -154,7 +154,7 @@ impl Connection {
 
     /// Reads and writes as much as possible without blocking. Fails if one of the sides has broken the connection.
     fn pass_on(&mut self, corruptions: &[Corruption]) -> io::Result<()> {
-        for (towards, flow) in Towards::BOTH.into_iter().zip(&mut self.flows) {
+        for (towards, flow) in Direction::BOTH.into_iter().zip(&mut self.flows) {
             let is_here = |it: &&Corruption| it.connection == self.number && it.towards == towards;
             let corrupted = corruptions.iter().filter(is_here).map(|corruption| corruption.byte);
             flow.read(&self.ends[towards.source()], corrupted)?;

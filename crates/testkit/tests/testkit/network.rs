@@ -52,7 +52,7 @@ fn payload_is_what_was_sent() {
         transfer(&a, &b, address, num_bytes);
         let (a, b) = (a.link().traffic() - before.0, b.link().traffic() - before.1);
         // Packets of other protocols, the setup of a connection, and retransmitted segments of 1448 bytes.
-        let tolerance = 1000 + 1448 * a.num_resent_segments;
+        let tolerance = 1000 + 1448 * a.num_retransmitted_segments;
         for volume in [a.sent, b.received] {
             let payload = volume.payload_bytes(header_bytes);
             assert!(payload.abs_diff(num_bytes as u64) < tolerance, "{payload} of {num_bytes} bytes: {a:?}");
@@ -62,7 +62,7 @@ fn payload_is_what_was_sent() {
 }
 
 /// Returns the number after `key` in the output of `tc` for a host's device.
-fn of_queue(host: &Host, key: &str) -> Option<u64> {
+fn queue_statistic(host: &Host, key: &str) -> Option<u64> {
     let output = host.command("tc").args("-j -s qdisc show dev eth0".split(' ')).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     let rest = text.split_once(&format!("\"{key}\":"))?.1;
@@ -73,17 +73,17 @@ fn of_queue(host: &Host, key: &str) -> Option<u64> {
 fn a_shaped_link_holds_back_what_exceeds_its_rate() {
     let Some(network) = network() else { return };
     let [a, b] = [(); 2].map(|()| network.add_host());
-    assert_eq!(of_queue(&a, "rate"), None);
+    assert_eq!(queue_statistic(&a, "rate"), None);
     for rate in [80_000_000, 40_000_000] {
         a.link().shape(rate);
-        assert_eq!(of_queue(&a, "rate"), Some(rate / 8));
+        assert_eq!(queue_statistic(&a, "rate"), Some(rate / 8));
         // Both transfers are far above the burst. In one direction the host's end holds back, in the other the switch's end.
         assert_eq!(transfer(&a, &b, b.ipv4().into(), 300_000).len(), 300_000);
-        assert!(of_queue(&a, "overlimits") > Some(0));
+        assert!(queue_statistic(&a, "overlimits") > Some(0));
         assert_eq!(transfer(&b, &a, a.ipv4().into(), 300_000).len(), 300_000);
     }
     a.link().unshape();
-    assert_eq!(of_queue(&a, "rate"), None);
+    assert_eq!(queue_statistic(&a, "rate"), None);
 }
 
 /// Connects two hosts, and returns both ends of the connection.
@@ -95,7 +95,7 @@ fn connection(from: &Host, to: &Host) -> (TcpStream, TcpStream) {
 }
 
 #[test]
-fn a_cut_is_silence_and_no_error_and_what_was_sent_comes_later() {
+fn a_cut_link_gives_no_error_and_delivers_after_it_is_restored() {
     let Some(network) = network() else { return };
     let [a, b] = [(); 2].map(|()| network.add_host());
     let (mut near, mut far) = connection(&a, &b);
@@ -151,14 +151,14 @@ fn outside() -> Vec<String> {
 }
 
 #[test]
-fn nothing_stays_behind() {
+fn namespaces_end_with_their_network() {
     if network().is_none() {
         return;
     }
     let before = outside();
     let mut namespaces = Vec::new();
     let here = || std::fs::metadata("/proc/thread-self/ns/net").unwrap().ino();
-    let mut live_and_panic = || {
+    let mut use_network_and_panic = || {
         let network = Network::new();
         let hosts = [(); 2].map(|()| network.add_host());
         namespaces.extend(hosts.each_ref().map(|host| host.enter(here)));
@@ -166,7 +166,7 @@ fn nothing_stays_behind() {
         assert_eq!(outside(), before);
         panic!("as a test that fails");
     };
-    let panic = catch_unwind(AssertUnwindSafe(&mut live_and_panic)).expect_err("it panics");
+    let panic = catch_unwind(AssertUnwindSafe(&mut use_network_and_panic)).expect_err("it panics");
     assert_eq!(panic.downcast_ref::<&str>(), Some(&"as a test that fails"));
     assert_eq!(namespaces.len(), 2);
     assert!(namespaces.iter().all(|&namespace| processes_within(namespace) == 0));

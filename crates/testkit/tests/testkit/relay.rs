@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 use trireme_testkit::network::Network;
 use trireme_testkit::or_skip;
-use trireme_testkit::relay::{Conditions, FrameRelay, Loss, TcpRelay, Towards};
+use trireme_testkit::relay::{Conditions, Direction, FrameLoss, FrameRelay, TcpRelay};
 
 /// Returns a network that can have relays, or skips the test.
 fn network_with_relays() -> Option<Network> {
@@ -20,40 +20,41 @@ fn counts(num_bytes: usize) -> Vec<u8> {
 
 #[test]
 fn loss_is_a_fraction_that_the_seed_decides() {
-    let losses =
-        |loss: Loss, towards| (0..10_000).map(move |index| loss.takes(towards, index)).collect::<Vec<_>>();
-    let loss = Loss { fraction: 0.25, seed: 7 };
-    let near = losses(loss, Towards::Near);
+    let losses = |loss: FrameLoss, towards| {
+        (0..10_000).map(move |index| loss.loses(towards, index)).collect::<Vec<_>>()
+    };
+    let loss = FrameLoss { fraction: 0.25, seed: 7 };
+    let near = losses(loss, Direction::Near);
     let num_lost = near.iter().filter(|&&is_lost| is_lost).count();
     // Six standard deviations of 43.
     assert!(num_lost.abs_diff(2500) < 260, "{num_lost}");
-    assert_eq!(near, losses(loss, Towards::Near));
-    assert_ne!(near, losses(loss, Towards::Far));
-    assert_ne!(near, losses(Loss { seed: 8, ..loss }, Towards::Near));
+    assert_eq!(near, losses(loss, Direction::Near));
+    assert_ne!(near, losses(loss, Direction::Far));
+    assert_ne!(near, losses(FrameLoss { seed: 8, ..loss }, Direction::Near));
     for (fraction, all) in [(0.0, false), (1.0, true)] {
-        assert_eq!(losses(Loss { fraction, ..loss }, Towards::Far), vec![all; 10_000]);
+        assert_eq!(losses(FrameLoss { fraction, ..loss }, Direction::Far), vec![all; 10_000]);
     }
 }
 
 #[test]
-fn tcp_gets_through_a_relay_that_loses_what_its_seed_says() {
+fn tcp_delivers_through_a_relay_that_loses_frames() {
     let Some(network) = network_with_relays() else { return };
-    let loss = Loss { fraction: 0.05, seed: 3 };
+    let loss = FrameLoss { fraction: 0.05, seed: 3 };
     let conditions = Conditions { delay: Duration::from_micros(200), bits_per_second: Some(200_000_000) };
     let near = network.add_host();
-    let (far, relay) = network.add_host_behind(conditions, loss);
+    let (far, relay) = network.add_host_with_relay(conditions, loss);
     for address in [IpAddr::from(far.ipv4()), far.ipv6().into()] {
         assert_eq!(transfer(&near, &far, address, 150_000), counts(150_000));
     }
     assert_eq!(transfer(&far, &near, near.ipv4().into(), 150_000), counts(150_000));
-    for towards in [Towards::Near, Towards::Far] {
+    for towards in [Direction::Near, Direction::Far] {
         let counted = relay.counts(towards);
-        let expected = (0..counted.num_sent).filter(|&index| loss.takes(towards, index)).count() as u64;
+        let expected = (0..counted.num_sent).filter(|&index| loss.loses(towards, index)).count() as u64;
         assert!(expected > 0 && counted.num_lost == expected, "{expected} of {counted:?}");
         assert_eq!(counted.num_overflowed, 0);
     }
     let is_rest_delivered = || {
-        let counted = relay.counts(Towards::Near);
+        let counted = relay.counts(Direction::Near);
         far.link().traffic().received.num_packets == counted.num_sent - counted.num_lost
     };
     assert!(eventually(is_rest_delivered));
@@ -63,7 +64,7 @@ fn tcp_gets_through_a_relay_that_loses_what_its_seed_says() {
 fn a_relay_that_pauses_holds_what_is_sent() {
     let Some(network) = network_with_relays() else { return };
     let near = network.add_host();
-    let (far, relay) = network.add_host_behind(Conditions::default(), Loss::default());
+    let (far, relay) = network.add_host_with_relay(Conditions::default(), FrameLoss::default());
     let address = SocketAddr::from((far.ipv4(), 4000));
     let listener = far.enter(|| TcpListener::bind(address)).unwrap();
     let mut stream = near.enter(|| TcpStream::connect(address)).unwrap();
@@ -83,7 +84,7 @@ fn a_relay_that_pauses_holds_what_is_sent() {
 fn a_relayed_link_can_be_shaped_and_cut_as_any() {
     let Some(network) = network_with_relays() else { return };
     let near = network.add_host();
-    let (far, _relay) = network.add_host_behind(Conditions::default(), Loss::default());
+    let (far, _relay) = network.add_host_with_relay(Conditions::default(), FrameLoss::default());
     far.link().shape(100_000_000);
     assert_eq!(transfer(&far, &near, near.ipv4().into(), 100_000), counts(100_000));
     far.link().unshape();
@@ -153,11 +154,11 @@ fn a_tcp_relay_resets_both_sides() {
 }
 
 #[test]
-fn a_tcp_relay_corrupts_the_byte_it_is_told_to() {
+fn a_tcp_relay_corrupts_the_given_byte() {
     let (relay, mut near, mut far) = relayed(Conditions::default());
-    relay.corrupt(0, Towards::Far, 40_000);
-    relay.corrupt(0, Towards::Near, 0);
-    relay.corrupt(1, Towards::Far, 1);
+    relay.corrupt(0, Direction::Far, 40_000);
+    relay.corrupt(0, Direction::Near, 0);
+    relay.corrupt(1, Direction::Far, 1);
     let sent = vec![7; 50_000];
     let mut received = vec![0; 50_000];
     std::thread::scope(|scope| {

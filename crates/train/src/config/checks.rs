@@ -1,14 +1,14 @@
 //! Checks that involve several keys.
 
-use super::mistake::{Mistake, Place};
-use super::reader::Loose;
+use super::mistake::{KeyPosition, Mistake};
+use super::reader::UncheckedConfig;
 use super::section::Section;
 use std::path::Path;
 
 /// The state of the checks of one config.
 pub(super) struct Checks<'a> {
     pub(super) path: &'a Path,
-    pub(super) loose: &'a Loose,
+    pub(super) unchecked: &'a UncheckedConfig,
     pub(super) mistakes: Vec<Mistake>,
 }
 
@@ -16,18 +16,18 @@ impl Checks<'_> {
     /// Records a mistake unless `holds`, at the first of `keys` that is set. Records none if one of the keys was already refused, or if
     /// none is set and the section is doubtful: the user may have set the key in a line that was not understood.
     pub(super) fn require(&mut self, holds: bool, keys: &[&str], explain: impl FnOnce() -> String) {
-        let doubtful = &self.loose.doubtful;
+        let doubtful = &self.unchecked.doubtful;
         if holds || keys.iter().any(|key| doubtful.contains(*key)) {
             return;
         }
-        let (place, text) = match keys.iter().find_map(|key| self.loose.given.get(*key)) {
+        let (place, text) = match keys.iter().find_map(|key| self.unchecked.origins.get(*key)) {
             Some(given) => (given.place.clone(), given.text.clone()),
             None => {
                 let (section, _) = keys[0].split_once('.').expect("keys are dotted");
                 if doubtful.contains(section) {
                     return;
                 }
-                (Place::File { path: self.path.to_owned(), line: 1 }, format!("[{section}]"))
+                (KeyPosition::File { path: self.path.to_owned(), line: 1 }, format!("[{section}]"))
             }
         };
         self.mistakes.push(Mistake { place, text, explanation: explain() });
@@ -39,7 +39,7 @@ impl Checks<'_> {
     }
 
     pub(super) fn is_given(&self, key: &str) -> bool {
-        self.loose.given.contains_key(key)
+        self.unchecked.origins.contains_key(key)
     }
 }
 

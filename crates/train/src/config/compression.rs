@@ -30,7 +30,7 @@ impl Config {
 }
 
 /// Returns whether a key of `[comm]` has an effect with this codec.
-pub(super) fn counts(codec: CodecName, key: &str) -> bool {
+pub(super) fn has_effect(codec: CodecName, key: &str) -> bool {
     key.strip_prefix(PREFIX).is_none_or(|option| codec.options().contains(&option))
 }
 
@@ -51,10 +51,10 @@ fn options(comm: &Comm) -> CompressionOptions {
 }
 
 pub(super) fn check_compression(checks: &mut Checks<'_>) {
-    let comm = &checks.loose.sections.comm;
+    let comm = &checks.unchecked.sections.comm;
     let codec = comm.compression;
-    for key in changed_keys(comm).filter(|key| !counts(codec, key)) {
-        let owners = CodecName::ALL.into_iter().filter(|&owner| counts(owner, key)).map(CodecName::name);
+    for key in changed_keys(comm).filter(|key| !has_effect(codec, key)) {
+        let owners = CodecName::ALL.into_iter().filter(|&owner| has_effect(owner, key)).map(CodecName::name);
         let owners: Vec<&str> = owners.collect();
         let keys = [&format!("comm.{key}"), "comm.compression"];
         checks.only_applies(false, &keys, &format!("compression = {}", one_of(&owners)));
@@ -70,13 +70,13 @@ pub(super) fn check_compression(checks: &mut Checks<'_>) {
     if codec != CodecName::None {
         check_surroundings(checks, codec);
     }
-    if checks.loose.sections.optimizer.name.exchanges_momentum() {
+    if checks.unchecked.sections.optimizer.name.exchanges_momentum() {
         check_momentum(checks);
     }
 }
 
 fn check_momentum(checks: &mut Checks<'_>) {
-    let Sections { comm, training, parallelism, .. } = &checks.loose.sections;
+    let Sections { comm, training, parallelism, .. } = &checks.unchecked.sections;
     let mut require = |holds, keys: &[&str], text: &str| checks.require(holds, keys, || text.to_owned());
     require(
         training.max_norm == 0.0,
@@ -112,7 +112,7 @@ fn check_momentum(checks: &mut Checks<'_>) {
 }
 
 fn check_surroundings(checks: &mut Checks<'_>, codec: CodecName) {
-    let Sections { comm, training, optimizer, .. } = &checks.loose.sections;
+    let Sections { comm, training, optimizer, .. } = &checks.unchecked.sections;
     checks.require(
         training.determinism == Determinism::Run,
         &["comm.compression", "training.determinism"],
@@ -140,7 +140,7 @@ fn check_surroundings(checks: &mut Checks<'_>, codec: CodecName) {
     );
     let has_own_momentum = optimizer.name != OptimizerName::Sgd || optimizer.settings.momentum > 0.0;
     checks.require(
-        comm.compression_momentum == 0.0 || !counts(codec, "compression_momentum") || !has_own_momentum,
+        comm.compression_momentum == 0.0 || !has_effect(codec, "compression_momentum") || !has_own_momentum,
         &["comm.compression_momentum", "optimizer.momentum", "optimizer.name"],
         || {
             "replaces the optimizer's momentum, so momentum would apply twice; set name = \"sgd\" and momentum = 0 \

@@ -36,7 +36,7 @@ fn is_given(pair: &Pair) -> bool {
 
 /// Requires that a latency and its bandwidth are given together.
 pub(super) fn check_costs(checks: &mut Checks<'_>) {
-    for (name, pair) in pairs(&checks.loose.sections.comm) {
+    for (name, pair) in pairs(&checks.unchecked.sections.comm) {
         let keys = ["latency_microseconds", "gigabytes_per_second"].map(|unit| format!("comm.{name}_{unit}"));
         checks.require(is_given(&pair) || pair == [0.0; 2], &keys.each_ref().map(|key| &**key), || {
             format!("set both {name}_latency_microseconds and {name}_gigabytes_per_second")

@@ -1,12 +1,12 @@
 //! Writes configs: an explanation of every key, and the resolved config of a run.
 
-use super::foreign_words;
+use super::aliases;
 use super::mistake::ConfigError;
 use super::reader::section_hint;
 use super::section::{Key, Section};
 use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Sections};
 use super::validate::{is_of_language, model_shape_keys};
-use super::{Config, Fp8, ModelSource, Subject};
+use super::{Config, Fp8, ModelSource, TaskKind};
 use super::{compression, optimizer};
 use trireme_tensor::Precision;
 
@@ -73,17 +73,17 @@ impl Config {
 fn search(sections: &Sections, word: &str) -> String {
     let lower = word.to_lowercase();
     let mut text = String::new();
-    for (foreign, key, difference) in foreign_words::keys_of(word) {
+    for (foreign, key, difference) in aliases::keys_with_alias(word) {
         let difference = if difference.is_empty() { String::new() } else { format!(": {difference}") };
         text += &format!("# `{foreign}` in other systems is {key} here{difference}\n");
     }
-    let foreign: Vec<&str> = foreign_words::keys_of(word).map(|(_, key, _)| key).collect();
+    let foreign: Vec<&str> = aliases::keys_with_alias(word).map(|(_, key, _)| key).collect();
     let is_named = |key: &Key| key.name == lower;
     let is_found = |name: &str, key: &Key| {
-        let is_told = key.docs.iter().any(|line| line.to_lowercase().contains(&lower));
+        let is_documented = key.docs.iter().any(|line| line.to_lowercase().contains(&lower));
         let is_value = key.expected.contains(&format!("\"{lower}"));
         key.name.contains(&lower)
-            || is_told
+            || is_documented
             || is_value
             || foreign.contains(&&*format!("{name}.{}", key.name))
     };
@@ -160,7 +160,7 @@ fn write_lists(name: &str, section: &dyn Section) -> String {
 /// Returns whether a key has an effect in this config. Without effect are keys of language models for another task, the shape of a model
 /// that is described elsewhere, loss scaling without f16, the fp8 history without fp8, and options of another optimizer or codec.
 fn counts(config: &Config, section: &str, key: &Key) -> bool {
-    if config.subject() == Subject::OwnTask {
+    if config.task_kind() == TaskKind::CustomTask {
         if is_of_language(section, key.name) {
             return false;
         }
@@ -179,7 +179,7 @@ fn counts(config: &Config, section: &str, key: &Key) -> bool {
                 && (training.fp8 != Fp8::Off || !FP8_KEYS.contains(&key.name))
         }
         "optimizer" => optimizer::counts(config.optimizer().name, key.name),
-        "comm" => compression::counts(config.comm().compression, key.name),
+        "comm" => compression::has_effect(config.comm().compression, key.name),
         _ => true,
     }
 }

@@ -1,9 +1,9 @@
 //! Reads configs.
 
 use super::mistake::FILE_BYTES_MAX;
-use super::reader::{self, Loose};
+use super::reader::{self, UncheckedConfig};
 use super::sections::Sections;
-use super::{Config, ConfigError, Subject, file_values, given, validate};
+use super::{Config, ConfigError, TaskKind, file_values, original, validate};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
@@ -20,20 +20,20 @@ impl Config {
     /// # Panics
     /// If `world_size` is 0.
     pub fn load(path: &Path, overrides: &[String], world_size: Option<usize>) -> Result<Self, ConfigError> {
-        Config::load_as(Subject::LanguageModel, path, overrides, world_size)
+        Config::load_for_task(TaskKind::LanguageModel, path, overrides, world_size)
     }
 
     /// Like [`Config::load`], for any subject.
     ///
     /// # Panics
     /// If `world_size` is 0.
-    pub fn load_as(
-        subject: Subject,
+    pub fn load_for_task(
+        subject: TaskKind,
         path: &Path,
         overrides: &[String],
         world_size: Option<usize>,
     ) -> Result<Self, ConfigError> {
-        Config::parse_as(subject, &read_file(path)?, path, overrides, world_size)
+        Config::parse_for_task(subject, &read_file(path)?, path, overrides, world_size)
     }
 
     /// Returns the text of the file that this config was loaded from, edited to contain the overrides and the run's name. It loads as the
@@ -41,9 +41,9 @@ impl Config {
     ///
     /// # Errors
     /// If the file cannot be read any more.
-    pub fn given(&self, path: &Path, overrides: &[String]) -> Result<String, ConfigError> {
+    pub fn original_toml(&self, path: &Path, overrides: &[String]) -> Result<String, ConfigError> {
         let text = read_file(path)?;
-        Ok(given::given(self, &text, path, overrides).unwrap_or(text))
+        Ok(original::given(self, &text, path, overrides).unwrap_or(text))
     }
 
     /// Returns every key of the file `path` as `section.key`, with its value in TOML, including keys that this version does not know. Empty
@@ -70,22 +70,22 @@ impl Config {
         overrides: &[String],
         world_size: Option<usize>,
     ) -> Result<Self, ConfigError> {
-        Config::parse_as(Subject::LanguageModel, text, path, overrides, world_size)
+        Config::parse_for_task(TaskKind::LanguageModel, text, path, overrides, world_size)
     }
 
     /// Like [`Config::parse`], for any subject.
     ///
     /// # Panics
     /// If `world_size` is 0.
-    pub fn parse_as(
-        subject: Subject,
+    pub fn parse_for_task(
+        subject: TaskKind,
         text: &str,
         path: &Path,
         overrides: &[String],
         world_size: Option<usize>,
     ) -> Result<Self, ConfigError> {
         assert!(world_size != Some(0), "a world has at least one worker");
-        let loose = Loose::read(text, path, overrides);
+        let loose = UncheckedConfig::read(text, path, overrides);
         validate::validate(loose, subject, path, world_size)
             .map_err(|mistakes| ConfigError::Invalid { mistakes })
     }

@@ -5,7 +5,7 @@ use super::choice::{ActivationCheckpointMode, DeviceName, Fp8, HugePages, Quanti
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 use super::sections::{Experts, Sections};
 use trireme_codec::CodecName;
-use trireme_schedule::{Share, StateClass, StateLayout, Tier as StateTier};
+use trireme_schedule::{Portion, StateClass, StateLayout, Tier as StateTier};
 use trireme_tensor::Precision;
 
 /// Keys of `[parallelism]` that have an effect only with `zero_stage = 3`.
@@ -26,7 +26,7 @@ impl Parallelism {
             ..StateLayout::zero(self.zero_stage as usize)
         };
         if self.shard_gradients {
-            state.gradients.share = Share::Shard;
+            state.gradients.portion = Portion::Shard;
         }
         state
     }
@@ -56,7 +56,7 @@ pub(super) fn degrees(parallelism: &Parallelism, world_size: usize) -> (usize, u
 }
 
 pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
-    let Sections { parallelism, comm, .. } = &checks.loose.sections;
+    let Sections { parallelism, comm, .. } = &checks.unchecked.sections;
     let state = parallelism.state_layout();
     let (replicas, shards) = degrees(parallelism, world_size);
     let keys = [
@@ -92,7 +92,7 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
 }
 
 fn check_zero_plus_plus(checks: &mut Checks<'_>) {
-    let Sections { parallelism, training, .. } = &checks.loose.sections;
+    let Sections { parallelism, training, .. } = &checks.unchecked.sections;
     checks.require(
         !parallelism.zero_quantized_weights || training.fp8 == Fp8::Off,
         &["parallelism.zero_quantized_weights", "training.fp8"],
@@ -114,7 +114,7 @@ fn check_zero_plus_plus(checks: &mut Checks<'_>) {
 }
 
 pub(super) fn check_activation_checkpoint(checks: &mut Checks<'_>) {
-    let ActivationCheckpoint { mode, every_k, memory } = checks.loose.sections.activation_checkpoint;
+    let ActivationCheckpoint { mode, every_k, memory } = checks.unchecked.sections.activation_checkpoint;
     checks.only_applies(
         mode == ActivationCheckpointMode::Auto || memory.0.is_none(),
         &["activation_checkpoint.memory", "activation_checkpoint.mode"],
@@ -140,7 +140,7 @@ pub(super) fn may_spill(parallelism: &Parallelism, experts: &Experts, memory: &M
 }
 
 pub(super) fn check_huge_pages(checks: &mut Checks<'_>) {
-    let Sections { memory, training, .. } = &checks.loose.sections;
+    let Sections { memory, training, .. } = &checks.unchecked.sections;
     let is_cpu = training.device == DeviceName::Cpu;
     checks.require(
         memory.huge_pages != HugePages::Reserved || is_cpu,
@@ -150,7 +150,7 @@ pub(super) fn check_huge_pages(checks: &mut Checks<'_>) {
 }
 
 pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
-    let Sections { offload, parallelism, .. } = &checks.loose.sections;
+    let Sections { offload, parallelism, .. } = &checks.unchecked.sections;
     let Offload { optimizer, parameters, gradients, .. } = *offload;
     let state = parallelism.state_layout();
     for (class, tier) in [
@@ -168,7 +168,7 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
             format!("can only leave the device with zero_stage = {stage_min} or above; set that, even on one worker")
         });
     }
-    let training = &checks.loose.sections.training;
+    let training = &checks.unchecked.sections.training;
     let is_accumulated = training.global_batch_size > training.local_batch_size * world_size;
     checks.require(
         gradients != Tier::Disk || !is_accumulated,
@@ -176,7 +176,7 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
         || "gradients of several microbatches are summed in memory; use \"host\", or a larger local_batch_size".to_owned(),
     );
     let is_on_disk = is_on_disk(offload);
-    let Sections { experts, memory, .. } = &checks.loose.sections;
+    let Sections { experts, memory, .. } = &checks.unchecked.sections;
     let may_spill = may_spill(parallelism, experts, memory);
     for key in changed_keys(offload).filter(|key| ["folder", "timeout_seconds"].contains(key)) {
         checks.require(is_on_disk || may_spill && key == "folder", &[&format!("offload.{key}")], || {

@@ -42,7 +42,7 @@ fn list(mistakes: &[Mistake]) -> String {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mistake {
     /// The position of the mistake.
-    pub place: Place,
+    pub place: KeyPosition,
     /// The offending text, on one line.
     pub text: String,
     /// The reason and a remedy.
@@ -52,8 +52,8 @@ pub struct Mistake {
 impl fmt::Display for Mistake {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.place {
-            Place::File { path, line } => write!(f, "{}:{line}: ", path.display())?,
-            Place::Override { .. } => f.write_str("--set ")?,
+            KeyPosition::File { path, line } => write!(f, "{}:{line}: ", path.display())?,
+            KeyPosition::Override { .. } => f.write_str("--set ")?,
         }
         match self.text.char_indices().nth(TEXT_CHARS_MAX) {
             None => write!(f, "{}: {}", self.text, self.explanation),
@@ -64,7 +64,7 @@ impl fmt::Display for Mistake {
 
 /// The position at which a key is set.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Place {
+pub enum KeyPosition {
     /// In the config file.
     File {
         /// The file.

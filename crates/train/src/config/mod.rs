@@ -6,20 +6,20 @@
 //! Values that refer to other keys (such as `global_batch_size = 0`) are resolved, so the config saved with a run contains every value that
 //! the run used.
 
+mod aliases;
 mod checks;
 mod choice;
 mod compression;
 mod costs;
 mod explain;
 mod file_values;
-mod foreign_words;
-mod given;
-mod group_places;
+mod group_origins;
 mod layout;
 mod load;
 mod memory;
 mod mistake;
 mod optimizer;
+mod original;
 mod pipeline;
 mod reader;
 mod section;
@@ -35,7 +35,7 @@ pub use choice::{
     QuantizedGradients, Resume, Tier, Tokenizer,
 };
 pub use layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
-pub use mistake::{ConfigError, Mistake, Place};
+pub use mistake::{ConfigError, KeyPosition, Mistake};
 pub use sections::{
     Checkpoint, Comm, Data, Experts, Generate, Launch, LrScheduler, Metrics, Model, Optimizer,
     OptimizerGroup, Run, Training,
@@ -47,33 +47,33 @@ pub(crate) use file_values::file_values;
 pub(crate) use sections::FP8_AMAX_HISTORY_LEN_MAX;
 
 use checks::changed_keys;
-use group_places::GroupPlaces;
+use group_origins::GroupOrigins;
 use memory::may_spill;
 use mistake::nearest;
 use section::Attribute;
 use sections::Sections;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use trireme_base::{ContextPlace, Rank};
+use trireme_base::{ContextRank, Rank};
 use trireme_parallel::Degrees;
-use trireme_tensor::{ModelPlace, Precision};
+use trireme_tensor::{ModelRank, Precision};
 
 /// The validated and resolved configuration of a run. Its values are consistent with each other.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    subject: Subject,
+    subject: TaskKind,
     sections: Sections,
     world_size: usize,
-    group_places: GroupPlaces,
+    group_origins: GroupOrigins,
 }
 
 /// The kind of task that a config is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Subject {
+pub enum TaskKind {
     /// A language model and its text, in `[model]` and `[data]`.
     LanguageModel,
     /// A [`Task`](crate::Task) that the program defines itself. Keys of language models are refused.
-    OwnTask,
+    CustomTask,
 }
 
 /// The location of the model's description.
@@ -164,12 +164,12 @@ impl Config {
     }
 
     /// Returns the place of a worker on the context axis.
-    pub fn context_place(&self, rank: Rank) -> ContextPlace {
+    pub fn context_place(&self, rank: Rank) -> ContextRank {
         self.degrees().context_place(rank)
     }
 
     /// Returns the place of a worker on the tensor and expert axes.
-    pub fn model_place(&self, rank: Rank) -> ModelPlace {
+    pub fn model_place(&self, rank: Rank) -> ModelRank {
         self.degrees().model_place(rank)
     }
 
@@ -232,7 +232,7 @@ impl Config {
     }
 
     /// Returns the kind of task that the config is for.
-    pub fn subject(&self) -> Subject {
+    pub fn task_kind(&self) -> TaskKind {
         self.subject
     }
 

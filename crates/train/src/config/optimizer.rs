@@ -42,7 +42,7 @@ pub(super) fn counts(name: OptimizerName, key: &str) -> bool {
 }
 
 pub(super) fn check_optimizer(checks: &mut Checks<'_>) {
-    let optimizer = &checks.loose.sections.optimizer;
+    let optimizer = &checks.unchecked.sections.optimizer;
     for key in changed_keys(optimizer).filter(|key| !counts(optimizer.name, key)) {
         let owners = OptimizerName::ALL.into_iter().filter(|&name| counts(name, key));
         let names: Vec<&str> = owners.map(OptimizerName::name).collect();
@@ -94,7 +94,7 @@ impl Config {
         let owner = |name: &&str| groups.iter().position(|group| group.matches(name));
         let owners: Vec<usize> = names.iter().filter_map(owner).collect();
         let mut mistakes = Vec::new();
-        for (index, (group, given)) in groups.iter().zip(&self.group_places.0).enumerate() {
+        for (index, (group, given)) in groups.iter().zip(&self.group_origins.0).enumerate() {
             if owners.contains(&index) {
                 continue;
             }

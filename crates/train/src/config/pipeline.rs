@@ -23,7 +23,7 @@ const INTERVAL: &str = "parallelism.pipeline_parallel_rebalance_interval";
 /// Checks the degrees of parallelism. Returns the number of workers that see different data.
 pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize {
     let Parallelism { pipeline_parallel_degree, context_parallel_degree, tensor_parallel_degree, .. } =
-        checks.loose.sections.parallelism;
+        checks.unchecked.sections.parallelism;
     let degrees = [
         (DEGREE, "pipeline degree", pipeline_parallel_degree),
         (CONTEXT_DEGREE, "context degree", context_parallel_degree),
@@ -55,7 +55,7 @@ pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize
 
 /// Checks that the positions of a sequence can be split evenly over the context axis.
 pub(super) fn check_positions(checks: &mut Checks<'_>) {
-    let Sections { parallelism, training, .. } = &checks.loose.sections;
+    let Sections { parallelism, training, .. } = &checks.unchecked.sections;
     let (degree, seq_len) = (parallelism.context_parallel_degree, training.seq_len);
     let tensor = if parallelism.sequence_parallel { parallelism.tensor_parallel_degree } else { 1 };
     // Each worker has two parts of a sequence. With sequence parallelism, the tensor axis divides a worker's positions further.
@@ -75,7 +75,7 @@ pub(super) fn check_positions(checks: &mut Checks<'_>) {
 }
 
 fn check_heads(checks: &mut Checks<'_>) {
-    let parallelism = &checks.loose.sections.parallelism;
+    let parallelism = &checks.unchecked.sections.parallelism;
     let (degree, heads) = (parallelism.context_parallel_degree, parallelism.context_parallel_heads_degree);
     checks.require(heads == 0 || degree.is_multiple_of(heads), &[HEADS_DEGREE, CONTEXT_DEGREE], || {
         format!("{heads} does not divide context_parallel_degree = {degree}; use a divisor of it, or 0")
@@ -84,7 +84,7 @@ fn check_heads(checks: &mut Checks<'_>) {
 
 /// Checks that neighbours among `num_data` workers can have different experts.
 fn check_expert_degree(checks: &mut Checks<'_>, num_data: usize) {
-    let Sections { parallelism, comm, .. } = &checks.loose.sections;
+    let Sections { parallelism, comm, .. } = &checks.unchecked.sections;
     let degree = parallelism.expert_parallel_degree;
     checks.require(num_data.is_multiple_of(degree), &[EXPERT_DEGREE, "launch.workers"], || {
         let divides = |degree: &usize| num_data.is_multiple_of(*degree);
@@ -119,7 +119,7 @@ fn check_expert_degree(checks: &mut Checks<'_>, num_data: usize) {
 
 /// Checks that the workers of the expert axis are shards of one replica, or full replicas.
 pub(super) fn check_expert_shards(checks: &mut Checks<'_>, data_parallel_degree: usize) {
-    let parallelism = &checks.loose.sections.parallelism;
+    let parallelism = &checks.unchecked.sections.parallelism;
     let degree = parallelism.expert_parallel_degree;
     let (_, shards) = degrees(parallelism, data_parallel_degree);
     let num_shards = if parallelism.state_layout().has_shards() {
@@ -134,7 +134,7 @@ pub(super) fn check_expert_shards(checks: &mut Checks<'_>, data_parallel_degree:
 }
 
 fn check_pipeline(checks: &mut Checks<'_>) {
-    let parallelism = &checks.loose.sections.parallelism;
+    let parallelism = &checks.unchecked.sections.parallelism;
     let degree = parallelism.pipeline_parallel_degree;
     check_schedule(checks);
     check_split_points(checks);
@@ -155,7 +155,7 @@ fn check_pipeline(checks: &mut Checks<'_>) {
 }
 
 fn check_schedule(checks: &mut Checks<'_>) {
-    let Sections { parallelism, .. } = &checks.loose.sections;
+    let Sections { parallelism, .. } = &checks.unchecked.sections;
     let schedule = parallelism.pipeline_parallel_schedule;
     if parallelism.pipeline_parallel_schedule_file.is_some() {
         let says_versions = schedule == Kind::OneFOneB || !schedule.is_synchronous();
@@ -181,7 +181,7 @@ fn check_schedule(checks: &mut Checks<'_>) {
 }
 
 fn check_split_points(checks: &mut Checks<'_>) {
-    let Sections { parallelism, .. } = &checks.loose.sections;
+    let Sections { parallelism, .. } = &checks.unchecked.sections;
     let (points, num_stages) = (&parallelism.pipeline_parallel_split_points, parallelism.num_stages());
     const KEY: &str = "parallelism.pipeline_parallel_split_points";
     let keys = [KEY, DEGREE, "parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
@@ -199,7 +199,7 @@ fn check_split_points(checks: &mut Checks<'_>) {
 }
 
 fn check_rebalance(checks: &mut Checks<'_>) {
-    let Sections { parallelism, memory, comm, optimizer, .. } = &checks.loose.sections;
+    let Sections { parallelism, memory, comm, optimizer, .. } = &checks.unchecked.sections;
     let is_on = parallelism.pipeline_parallel_rebalance_interval > 0;
     for (key, budget) in [("device_budget", memory.device_budget), ("host_budget", memory.host_budget)] {
         checks.require(!is_on || budget.0.is_none(), &[INTERVAL, &format!("memory.{key}")], || {
@@ -229,7 +229,7 @@ fn check_rebalance(checks: &mut Checks<'_>) {
 
 /// Checks the keys that exclude a pipeline that does not drain between steps.
 fn check_asynchronous(checks: &mut Checks<'_>) {
-    let Sections { parallelism, training, checkpoint, metrics, offload, .. } = &checks.loose.sections;
+    let Sections { parallelism, training, checkpoint, metrics, offload, .. } = &checks.unchecked.sections;
     let is_on = parallelism.is_asynchronous();
     const KEY: &str = "parallelism.pipeline_parallel_drain_interval";
     if changed_keys(parallelism).any(|key| KEY.ends_with(key)) {

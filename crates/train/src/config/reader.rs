@@ -1,7 +1,7 @@
 //! Reads the file and the `--set` options key by key, and collects the mistakes that concern single keys.
 
-use super::foreign_words::key_of;
-use super::mistake::{Mistake, Place, nearest};
+use super::aliases::key_with_alias;
+use super::mistake::{KeyPosition, Mistake, nearest};
 use super::section::{KeyError, Section, TableList};
 use super::sections::Sections;
 use std::borrow::Cow;
@@ -15,10 +15,10 @@ use toml::de::{DeTable, DeValue};
 const EXPLAINED_MAX: usize = 100;
 
 /// A config whose keys have been read one by one, but not yet checked against each other.
-pub(super) struct Loose {
+pub(super) struct UncheckedConfig {
     pub(super) sections: Sections,
     /// The position and text of each key that was set, by its dotted name, such as `training.seq_len`.
-    pub(super) given: BTreeMap<String, Given>,
+    pub(super) origins: BTreeMap<String, KeyOrigin>,
     /// Keys with an invalid value, and sections with a part that was not understood. Their defaults need not be what the user meant, so
     /// checks of several keys skip them.
     pub(super) doubtful: BTreeSet<String>,
@@ -27,17 +27,17 @@ pub(super) struct Loose {
 
 /// The position and the text with which a key was set.
 #[derive(Debug, Clone)]
-pub(super) struct Given {
-    pub(super) place: Place,
+pub(super) struct KeyOrigin {
+    pub(super) place: KeyPosition,
     pub(super) text: String,
 }
 
-impl Loose {
+impl UncheckedConfig {
     /// Reads `text`, the content of the file `path`, then the overrides.
     pub(super) fn read(text: &str, path: &Path, overrides: &[String]) -> Self {
-        let mut loose = Loose {
+        let mut loose = UncheckedConfig {
             sections: Sections::default(),
-            given: BTreeMap::new(),
+            origins: BTreeMap::new(),
             doubtful: BTreeSet::new(),
             mistakes: Vec::new(),
         };
@@ -65,7 +65,7 @@ impl Loose {
             // A broken line may have set any key.
             self.doubtful.extend(Sections::NAMES.iter().map(|name| name.to_string()));
             // Values that the parser invents to recover from a broken line are no mistakes of the user.
-            let places: BTreeSet<&Place> = broken.iter().map(|mistake| &mistake.place).collect();
+            let places: BTreeSet<&KeyPosition> = broken.iter().map(|mistake| &mistake.place).collect();
             self.mistakes.retain(|mistake| !places.contains(&mistake.place));
         }
         self.mistakes.extend(broken);
@@ -102,8 +102,8 @@ impl Loose {
         section: &str,
         key: &str,
         value: &DeValue<'_>,
-        given: Given,
-        place: &dyn Fn(Range<usize>) -> Given,
+        given: KeyOrigin,
+        place: &dyn Fn(Range<usize>) -> KeyOrigin,
     ) {
         let target = self.sections.get_mut(section).expect("the section's name was checked");
         if target.list_mut(key).is_none() {
@@ -139,14 +139,14 @@ impl Loose {
     fn clear_list(&mut self, section: &str, list: &str) {
         self.list_mut(section, list).clear();
         let start = format!("{section}.{list}[");
-        self.given.retain(|name, _| !name.starts_with(&start));
+        self.origins.retain(|name, _| !name.starts_with(&start));
     }
 
     fn read_override(&mut self, option: &str, index: usize) {
-        let given = Given { place: Place::Override { index }, text: option.to_owned() };
+        let given = KeyOrigin { place: KeyPosition::Override { index }, text: option.to_owned() };
         let parts = option.split_once('=').and_then(|(name, raw)| Some((name.split_once('.')?, raw)));
         let Some(((section, key), raw)) = parts else {
-            let explanation = undotted(&self.sections, option);
+            let explanation = explain_undotted(&self.sections, option);
             return self.refuse(given, explanation);
         };
         let (section, key, raw) = (section.trim(), key.trim(), raw.trim());
@@ -175,7 +175,7 @@ impl Loose {
         &mut self,
         path: KeyPath<'_>,
         key: &str,
-        given: Given,
+        given: KeyOrigin,
         read: impl FnOnce(&mut dyn Section, &str) -> Result<(), KeyError>,
     ) {
         let is_explained = self.mistakes.len() < EXPLAINED_MAX;
@@ -186,7 +186,7 @@ impl Loose {
         let name = path.name_of(key);
         match read(target, key) {
             Ok(()) => {
-                self.given.insert(name, given);
+                self.origins.insert(name, given);
             }
             Err(KeyError::Unknown) => {
                 let explanation = match path.list {
@@ -204,12 +204,12 @@ impl Loose {
         }
     }
 
-    fn refuse_section(&mut self, given: Given, name: &str) {
+    fn refuse_section(&mut self, given: KeyOrigin, name: &str) {
         self.doubtful.extend(nearest(name, Sections::NAMES).map(str::to_owned));
         self.refuse(given, format!("unknown section; {}", section_hint(name)));
     }
 
-    fn refuse(&mut self, given: Given, explanation: String) {
+    fn refuse(&mut self, given: KeyOrigin, explanation: String) {
         self.mistakes.push(Mistake { place: given.place, text: given.text, explanation });
     }
 }
@@ -223,7 +223,7 @@ pub(super) fn section_hint(name: &str) -> String {
 }
 
 fn outside_of_sections(sections: &Sections, key: &str) -> String {
-    match (section_with(sections, key), foreign_key(key)) {
+    match (section_with(sections, key), explain_alias(key)) {
         (Some(section), _) => format!("the key belongs in section [{section}]"),
         (None, Some(own)) => own,
         (None, None) => format!("unknown key outside of a section; {}", section_hint(key)),
@@ -231,8 +231,8 @@ fn outside_of_sections(sections: &Sections, key: &str) -> String {
 }
 
 /// Returns the explanation for a key that other systems use, or `None` if no system does.
-fn foreign_key(key: &str) -> Option<String> {
-    let (own, difference) = key_of(key)?;
+fn explain_alias(key: &str) -> Option<String> {
+    let (own, difference) = key_with_alias(key)?;
     let (section, own) = own.split_once('.').expect("keys are dotted");
     let difference = if difference.is_empty() { String::new() } else { format!(" ({difference})") };
     Some(format!("unknown key; it is called '{own}' here, in [{section}]{difference}"))
@@ -242,11 +242,11 @@ fn foreign_key(key: &str) -> Option<String> {
 pub(super) fn key_named(sections: &Sections, name: &str) -> Option<String> {
     let own = name.replace('-', "_");
     let section = section_with(sections, &own).map(|section| format!("{section}.{own}"));
-    section.or_else(|| key_of(name).map(|(key, _)| key.to_owned()))
+    section.or_else(|| key_with_alias(name).map(|(key, _)| key.to_owned()))
 }
 
 /// Returns the explanation for a `--set` option whose name has no section.
-fn undotted(sections: &Sections, option: &str) -> String {
+fn explain_undotted(sections: &Sections, option: &str) -> String {
     let name = option.split('=').next().unwrap_or_default().trim();
     let hint = key_named(sections, name).map_or_else(String::new, |key| format!("; did you mean {key}?"));
     format!("expected section.key=value{hint}")
@@ -256,7 +256,7 @@ fn unknown_key(sections: &Sections, section: &str, key: &str) -> String {
     if let Some(other) = section_with(sections, key) {
         return format!("unknown key in [{section}]; it belongs in [{other}]");
     }
-    if let Some(own) = foreign_key(key) {
+    if let Some(own) = explain_alias(key) {
         return own;
     }
     let target = sections.get(section).expect("the section's name was checked");
@@ -323,7 +323,7 @@ impl<'a> Source<'a> {
     }
 
     /// Returns the position and text of `span`, truncated to one line.
-    fn given(&self, span: Range<usize>) -> Given {
+    fn given(&self, span: Range<usize>) -> KeyOrigin {
         const SHOWN_CHARS_MAX: usize = 80;
         let line = self.line_starts.partition_point(|start| *start <= span.start) + 1;
         let text = self.text.get(span).unwrap_or_default().trim();
@@ -332,11 +332,11 @@ impl<'a> Source<'a> {
         if shown.len() < text.len() {
             shown.push('…');
         }
-        Given { place: Place::File { path: self.path.to_owned(), line }, text: shown }
+        KeyOrigin { place: KeyPosition::File { path: self.path.to_owned(), line }, text: shown }
     }
 
     /// Returns the position and text of the line that contains `offset`.
-    fn line(&self, offset: usize) -> Given {
+    fn line(&self, offset: usize) -> KeyOrigin {
         let next = self.line_starts.partition_point(|start| *start <= offset);
         let start = next.checked_sub(1).map_or(0, |own| self.line_starts[own]);
         let end = self.line_starts.get(next).map_or(self.text.len(), |next| next - 1);

@@ -107,7 +107,7 @@ fn hostile_texts_end_in_mistakes() {
 }
 
 #[test]
-fn says_what_a_config_lacks() {
+fn reports_missing_sections() {
     let found = mistakes("", &[]);
     assert_eq!(found.len(), 2, "{found:?}");
     assert!(found[0].starts_with("configs/try.toml:1: [model]: no model; set `config`"), "{found:?}");
@@ -115,7 +115,7 @@ fn says_what_a_config_lacks() {
 }
 
 #[test]
-fn holds_batch_sizes_against_the_world() {
+fn checks_batch_sizes_against_the_world_size() {
     let text = format!("{SMALLEST}[training]\nlocal_batch_size = 4\nglobal_batch_size = 24\n");
     assert_eq!(good(&text, &["launch.workers=2"]).num_microbatches(), 3);
     assert_eq!(
@@ -131,7 +131,7 @@ fn holds_batch_sizes_against_the_world() {
 }
 
 #[test]
-fn holds_shards_and_replicas_against_the_world() {
+fn checks_shards_and_replicas_against_the_world_size() {
     let degrees = |options: &[&str]| {
         let config = good(SMALLEST, &[options, &["launch.workers=4"]].concat());
         let parallelism = config.parallelism();
@@ -171,7 +171,7 @@ fn holds_shards_and_replicas_against_the_world() {
 }
 
 #[test]
-fn refuses_what_contradicts_itself() {
+fn refuses_contradictions() {
     for (option, part) in [
         ("model.config=gpt2/config.json", "`config` already describes the model"),
         ("model.num_heads=5", "num_heads 5 does not divide hidden_size 384"),
@@ -306,7 +306,7 @@ fn a_peak_is_in_operations_a_second() {
 }
 
 #[test]
-fn resolves_what_stands_for_other_keys() {
+fn resolves_values_that_refer_to_other_keys() {
     let config = good(SMALLEST, &["launch.workers=2", "lr_scheduler.warmup_steps=100"]);
     assert_eq!(config.run_folder(), Path::new("runs/try"));
     assert_eq!(config.data().folder, Path::new("runs/try/data"));
@@ -416,7 +416,7 @@ fn explains_every_key_in_a_form_that_reads_as_the_defaults() {
 }
 
 #[test]
-fn an_algorithm_that_changes_bits_needs_leave_to_do_so() {
+fn an_algorithm_that_changes_bits_needs_determinism_run() {
     let ring = "comm.algorithm=ring";
     assert!(mistakes(SMALLEST, &[ring])[0].contains("would depend on the layout"));
     assert!(mistakes(SMALLEST, &["comm.algorithm=rings"])[0].contains("algorithm"));
@@ -443,7 +443,7 @@ fn refuses_files_that_are_no_config() {
 #[test]
 fn a_task_of_its_own_has_no_keys_of_language_models() {
     let parse = |text: &str, overrides: &[String]| {
-        Config::parse_as(Subject::OwnTask, text, Path::new("shapes.toml"), overrides, None)
+        Config::parse_for_task(TaskKind::CustomTask, text, Path::new("shapes.toml"), overrides, None)
     };
     for key in ["model.architecture=gpt2", "data.folder=corpus", "training.seq_len=8", "generate.prompt=x"] {
         let error = parse("", &[key.to_owned()]).unwrap_err().to_string();

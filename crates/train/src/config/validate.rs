@@ -4,18 +4,18 @@ use super::checks::{Checks, changed_keys};
 use super::choice::{Architecture, Fp8, Tokenizer};
 use super::compression::check_compression;
 use super::costs::check_costs;
-use super::group_places::GroupPlaces;
+use super::group_origins::GroupOrigins;
 use super::memory::{
     check_activation_checkpoint, check_huge_pages, check_offload, check_parallelism, degrees, is_on_disk,
     may_spill,
 };
-use super::mistake::{Mistake, Place};
+use super::mistake::{KeyPosition, Mistake};
 use super::optimizer::check_optimizer;
 use super::pipeline::{check_degrees, check_expert_shards, check_positions};
-use super::reader::{Given, Loose};
+use super::reader::{KeyOrigin, UncheckedConfig};
 use super::section::Section;
 use super::sections::{Experts, FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Training};
-use super::{Config, Subject};
+use super::{Config, TaskKind};
 use std::path::{Component, Path};
 use trireme_data::PrepareOptions;
 use trireme_optim::{Decay, OptimizerName};
@@ -37,8 +37,8 @@ pub(super) fn model_shape_keys(model: &Model) -> impl Iterator<Item = &'static s
 
 /// Returns the checked and resolved config, or all mistakes in the order of the text.
 pub(super) fn validate(
-    mut loose: Loose,
-    subject: Subject,
+    mut loose: UncheckedConfig,
+    subject: TaskKind,
     path: &Path,
     world_size: Option<usize>,
 ) -> Result<Config, Vec<Mistake>> {
@@ -48,16 +48,16 @@ pub(super) fn validate(
     let world_size = world_size.unwrap_or(loose.sections.launch.workers);
     name_run(&mut loose.sections, path);
     choose_length(&mut loose);
-    let mut checks = Checks { path, loose: &loose, mistakes: Vec::new() };
+    let mut checks = Checks { path, unchecked: &loose, mistakes: Vec::new() };
     check_run(&mut checks);
     match subject {
-        Subject::LanguageModel => {
+        TaskKind::LanguageModel => {
             check_model(&mut checks);
             check_experts(&mut checks);
             check_data(&mut checks);
             check_positions(&mut checks);
         }
-        Subject::OwnTask => refuse_language_keys(&mut checks),
+        TaskKind::CustomTask => refuse_language_keys(&mut checks),
     }
     let data_parallel_degree = check_degrees(&mut checks, world_size);
     check_training(&mut checks, data_parallel_degree);
@@ -81,16 +81,16 @@ pub(super) fn validate(
         return Err(mistakes);
     }
     resolve(&mut loose.sections, data_parallel_degree);
-    if subject == Subject::OwnTask {
+    if subject == TaskKind::CustomTask {
         // Only language models generate a sample at the end.
         loose.sections.generate.num_tokens = 0;
     }
-    let group_places = GroupPlaces::of(&loose);
-    Ok(Config { subject, sections: loose.sections, world_size, group_places })
+    let group_places = GroupOrigins::of(&loose);
+    Ok(Config { subject, sections: loose.sections, world_size, group_origins: group_places })
 }
 
 fn check_run(checks: &mut Checks<'_>) {
-    let name = &checks.loose.sections.run.name;
+    let name = &checks.unchecked.sections.run.name;
     let is_plain = {
         let mut components = Path::new(name).components();
         matches!(components.next(), Some(Component::Normal(part)) if part == name.as_str())
@@ -102,7 +102,7 @@ fn check_run(checks: &mut Checks<'_>) {
 }
 
 fn check_tls(checks: &mut Checks<'_>) {
-    let comm = &checks.loose.sections.comm;
+    let comm = &checks.unchecked.sections.comm;
     let files = [&comm.tls_certificate, &comm.tls_key, &comm.tls_ca];
     let num_set = files.iter().filter(|file| file.is_some()).count();
     checks.require(
@@ -113,7 +113,7 @@ fn check_tls(checks: &mut Checks<'_>) {
 }
 
 fn check_peak(checks: &mut Checks<'_>) {
-    let peak = checks.loose.sections.metrics.peak_flops;
+    let peak = checks.unchecked.sections.metrics.peak_flops;
     checks.require(peak == 0.0 || peak >= PEAK_FLOPS_MIN, &["metrics.peak_flops"], || {
         "expected floating-point operations a second, such as 312e12 for 312 TFLOP/s, or 0".to_owned()
     });
@@ -122,7 +122,7 @@ fn check_peak(checks: &mut Checks<'_>) {
 /// Checks that a flat algorithm keeps the canonical order of sums if the config requires it. Hierarchical algorithms are not checked,
 /// because their order depends on the hosts.
 fn check_algorithm(checks: &mut Checks<'_>) {
-    let Sections { comm, training, .. } = &checks.loose.sections;
+    let Sections { comm, training, .. } = &checks.unchecked.sections;
     let Some(algorithm @ Algorithm::Flat(_)) = comm.algorithm else { return };
     let (all_reduce, hosts) = (CollectiveKind::AllReduce.with_len(8), Hosts::single(8));
     let keeps_order = !fits(all_reduce, algorithm, &hosts) || is_canonical(all_reduce, algorithm, &hosts);
@@ -150,8 +150,8 @@ pub(super) fn is_of_language(section: &str, key: &str) -> bool {
 }
 
 fn refuse_language_keys(checks: &mut Checks<'_>) {
-    let loose = checks.loose;
-    for name in loose.given.keys() {
+    let loose = checks.unchecked;
+    for name in loose.origins.keys() {
         let is_refused = name.split_once('.').is_some_and(|(section, key)| is_of_language(section, key));
         checks.require(!is_refused, &[name], || {
             "only applies to language models, but this program has a model and samples of its own; remove this key"
@@ -161,7 +161,7 @@ fn refuse_language_keys(checks: &mut Checks<'_>) {
 }
 
 fn check_model(checks: &mut Checks<'_>) {
-    let model = &checks.loose.sections.model;
+    let model = &checks.unchecked.sections.model;
     checks.require(
         model.config.is_some() || model.architecture.is_some() || model.init_from.is_some(),
         &["model.architecture", "model.config", "model.init_from"],
@@ -191,7 +191,7 @@ fn check_model(checks: &mut Checks<'_>) {
 }
 
 fn check_experts(checks: &mut Checks<'_>) {
-    let Experts { balance_loss, z_loss, capacity_factor, .. } = checks.loose.sections.experts;
+    let Experts { balance_loss, z_loss, capacity_factor, .. } = checks.unchecked.sections.experts;
     let is_capacity = capacity_factor.is_none_or(|factor| factor > 0.0 && factor <= 1024.0);
     checks.require(is_capacity, &["experts.capacity_factor"], || {
         "expected a number above 0, at most 1024; 1 takes as many choices as even loads have".to_owned()
@@ -204,7 +204,7 @@ fn check_experts(checks: &mut Checks<'_>) {
 }
 
 fn check_model_shape(checks: &mut Checks<'_>) {
-    let Sections { model, training, .. } = &checks.loose.sections;
+    let Sections { model, training, .. } = &checks.unchecked.sections;
     let Model { hidden_size, num_heads, num_kv_heads, max_position_embeddings, .. } = *model;
     let rotary = model.architecture == Some(Architecture::Llama);
     let divides = hidden_size.is_multiple_of(num_heads);
@@ -242,7 +242,7 @@ fn check_model_shape(checks: &mut Checks<'_>) {
 }
 
 fn check_data(checks: &mut Checks<'_>) {
-    let data = &checks.loose.sections.data;
+    let data = &checks.unchecked.sections.data;
     checks.require(
         !data.inputs.is_empty() || !data.folder.as_os_str().is_empty(),
         &["data.inputs", "data.folder"],
@@ -295,31 +295,32 @@ fn check_data(checks: &mut Checks<'_>) {
 }
 
 /// Turns `epochs` off if `steps` is set later, on the command line. Otherwise, `epochs` takes precedence over `steps`.
-fn choose_length(loose: &mut Loose) {
-    let place = |key: &str| loose.given.get(key).map(|given| given.place.clone());
+fn choose_length(loose: &mut UncheckedConfig) {
+    let place = |key: &str| loose.origins.get(key).map(|given| given.place.clone());
     let (Some(steps), Some(_)) = (place("training.steps"), place("training.epochs")) else { return };
-    let is_file = |place: &Place| matches!(place, Place::File { .. });
+    let is_file = |place: &KeyPosition| matches!(place, KeyPosition::File { .. });
     if place("training.epochs").is_some_and(|epochs| steps > epochs && !is_file(&steps)) {
         loose.sections.training.epochs = 0.0;
     }
 }
 
 fn check_training(checks: &mut Checks<'_>, world_size: usize) {
-    let in_file =
-        |key: &str| matches!(checks.loose.given.get(key), Some(Given { place: Place::File { .. }, .. }));
+    let in_file = |key: &str| {
+        matches!(checks.unchecked.origins.get(key), Some(KeyOrigin { place: KeyPosition::File { .. }, .. }))
+    };
     let has_two_lengths = in_file("training.steps") && in_file("training.epochs");
     checks.require(
-        !has_two_lengths || checks.loose.sections.training.epochs == 0.0,
+        !has_two_lengths || checks.unchecked.sections.training.epochs == 0.0,
         &["training.epochs"],
         || "`steps` already says how long to train; remove one of the two keys".to_owned(),
     );
-    let patience = checks.loose.sections.training.early_stopping_patience;
+    let patience = checks.unchecked.sections.training.early_stopping_patience;
     checks.require(
-        patience == 0 || checks.loose.sections.training.validation_interval > 0,
+        patience == 0 || checks.unchecked.sections.training.validation_interval > 0,
         &["training.early_stopping_patience", "training.validation_interval"],
         || "needs validations: set validation_interval, or remove this key".to_owned(),
     );
-    let training = &checks.loose.sections.training;
+    let training = &checks.unchecked.sections.training;
     let local = training.local_batch_size;
     let smallest = local * world_size;
     checks.require(
@@ -355,7 +356,7 @@ fn check_training(checks: &mut Checks<'_>, world_size: usize) {
 }
 
 fn check_loss_scale(checks: &mut Checks<'_>) {
-    let training = &checks.loose.sections.training;
+    let training = &checks.unchecked.sections.training;
     let Training { dtype, reduce_dtype, loss_scale, loss_scale_initial, .. } = *training;
     let is_f16 = dtype == Precision::F16;
     checks.require(
@@ -389,7 +390,7 @@ fn check_loss_scale(checks: &mut Checks<'_>) {
 }
 
 fn check_fp8(checks: &mut Checks<'_>) {
-    let training = &checks.loose.sections.training;
+    let training = &checks.unchecked.sections.training;
     let is_on = training.fp8 != Fp8::Off;
     checks.require(!is_on || training.dtype == Precision::Bf16, &["training.fp8", "training.dtype"], || {
         "fp8 is emulated in bf16; set dtype = \"bf16\", or remove this key".to_owned()

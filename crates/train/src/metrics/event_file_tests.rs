@@ -153,7 +153,7 @@ fn a_step_is_one_event_with_all_its_scalars() {
 }
 
 #[test]
-fn a_resumed_run_tells_readers_what_to_forget() {
+fn a_resumed_run_tells_readers_which_steps_to_discard() {
     let file = written(299, &[]);
     let events = payloads(&file);
     let start: &[u8] = &[1 << 3, 1];

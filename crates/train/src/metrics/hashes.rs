@@ -21,50 +21,50 @@ pub struct HashRecord {
     pub step: u64,
     /// The bits of the loss as an f64. `None` in the record of the parameters that a run begins or resumes with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub loss: Option<Bits>,
+    pub loss: Option<HexBits>,
     /// Hashes of all units, in forward order; empty if the step was skipped.
-    pub units: Vec<UnitBits>,
+    pub units: Vec<UnitHashes>,
 }
 
 /// Hashes of a unit's tensors.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct UnitBits {
+pub struct UnitHashes {
     /// Name of the unit.
     pub unit: String,
     /// Hashes of the unit's parameters, in the model's order.
-    pub tensors: Vec<TensorBits>,
+    pub tensors: Vec<TensorHashes>,
 }
 
 /// Hashes of a parameter and its gradient, as described at [`StepHashes`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TensorBits {
+pub struct TensorHashes {
     /// Name of the parameter.
     pub name: String,
     /// Hash of its reduced gradient. `None` in the record of the parameters that a run begins or resumes with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub gradient: Option<Bits>,
+    pub gradient: Option<HexBits>,
     /// Hash of the parameter after the update.
-    pub parameter: Bits,
+    pub parameter: HexBits,
 }
 
 /// 64 bits, written as 16 hexadecimal digits because many JSON readers round large numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "&str")]
-pub struct Bits(pub u64);
+pub struct HexBits(pub u64);
 
-impl From<Bits> for String {
-    fn from(Bits(bits): Bits) -> Self {
+impl From<HexBits> for String {
+    fn from(HexBits(bits): HexBits) -> Self {
         format!("{bits:016x}")
     }
 }
 
-impl TryFrom<&str> for Bits {
+impl TryFrom<&str> for HexBits {
     type Error = String;
 
     fn try_from(text: &str) -> Result<Self, String> {
         let is_hex = text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
         let bits = u64::from_str_radix(text, 16).ok().filter(|_| is_hex);
-        bits.map(Bits).ok_or_else(|| format!("expected 16 hexadecimal digits, found {text:?}"))
+        bits.map(HexBits).ok_or_else(|| format!("expected 16 hexadecimal digits, found {text:?}"))
     }
 }
 
@@ -77,17 +77,17 @@ impl HashRecord {
     /// Returns the record of a step with this loss. `hashes` is `None` if the step was skipped.
     pub(crate) fn of_step(step: u64, loss: f64, hashes: Option<&StepHashes>, table: &ParameterTable) -> Self {
         let units = hashes.map(|hashes| units(table, Some(&hashes.gradients), &hashes.parameters));
-        HashRecord { step, loss: Some(Bits(loss.to_bits())), units: units.unwrap_or_default() }
+        HashRecord { step, loss: Some(HexBits(loss.to_bits())), units: units.unwrap_or_default() }
     }
 }
 
-fn units(table: &ParameterTable, gradients: Option<&[u64]>, parameters: &[u64]) -> Vec<UnitBits> {
-    let tensor = |index: usize| TensorBits {
+fn units(table: &ParameterTable, gradients: Option<&[u64]>, parameters: &[u64]) -> Vec<UnitHashes> {
+    let tensor = |index: usize| TensorHashes {
         name: table.parameters()[index].name.clone(),
-        gradient: gradients.map(|gradients| Bits(gradients[index])),
-        parameter: Bits(parameters[index]),
+        gradient: gradients.map(|gradients| HexBits(gradients[index])),
+        parameter: HexBits(parameters[index]),
     };
-    let unit = |unit: &trireme_tensor::UnitInfo| UnitBits {
+    let unit = |unit: &trireme_tensor::UnitInfo| UnitHashes {
         unit: unit.name.clone(),
         tensors: unit.parameters.clone().map(tensor).collect(),
     };
@@ -109,7 +109,7 @@ impl HashWriter {
     pub(crate) fn write(&mut self, record: &HashRecord) -> Result<Written, MetricsError> {
         let has_waited = self.0.file.is_waiting();
         match self.0.write(record) {
-            Ok(()) if has_waited => Ok(Written::WithThoseThatWaited),
+            Ok(()) if has_waited => Ok(Written::WithWaiting),
             Ok(()) => Ok(Written::Now),
             Err(Unwritten::Waits(error)) => Ok(Written::Later(vec![error])),
             Err(Unwritten::Refused(error)) => Err(error),
@@ -125,16 +125,16 @@ impl HashWriter {
 mod tests {
     use super::*;
 
-    fn record(step: u64, loss: Option<Bits>, name: &str) -> HashRecord {
-        let gradient = loss.map(|_| Bits(1));
-        let tensors = vec![TensorBits { name: name.to_owned(), gradient, parameter: Bits(u64::MAX) }];
-        HashRecord { step, loss, units: vec![UnitBits { unit: "head".to_owned(), tensors }] }
+    fn record(step: u64, loss: Option<HexBits>, name: &str) -> HashRecord {
+        let gradient = loss.map(|_| HexBits(1));
+        let tensors = vec![TensorHashes { name: name.to_owned(), gradient, parameter: HexBits(u64::MAX) }];
+        HashRecord { step, loss, units: vec![UnitHashes { unit: "head".to_owned(), tensors }] }
     }
 
     #[test]
     fn a_resume_cuts_later_records_and_a_record_is_read_as_it_was_written() {
         let folder = tempfile::tempdir().unwrap();
-        let loss = Some(Bits(2.5_f64.to_bits()));
+        let loss = Some(HexBits(2.5_f64.to_bits()));
         let mut writer = HashWriter::open(folder.path(), 0).unwrap();
         for step in 0..=4 {
             let record = record(step, loss.filter(|_| step > 0), "weight");
@@ -165,9 +165,9 @@ mod tests {
     fn bits_are_sixteen_hexadecimal_digits() {
         for text in ["", "0", "+000000000000000", "00000000000000000", "000000000000000g", "é00000000000000"]
         {
-            let refused = Bits::try_from(text).unwrap_err();
+            let refused = HexBits::try_from(text).unwrap_err();
             assert!(refused.contains("16 hexadecimal digits"), "{refused}");
         }
-        assert_eq!(Bits::try_from("00000000000000ff"), Ok(Bits(255)));
+        assert_eq!(HexBits::try_from("00000000000000ff"), Ok(HexBits(255)));
     }
 }

@@ -12,7 +12,7 @@ mod record_file;
 
 pub use error::MetricsError;
 pub(crate) use hashes::HashWriter;
-pub use hashes::{Bits, HASH_LINE_BYTES_MAX, HASHES_FILE, HashRecord, TensorBits, UnitBits};
+pub use hashes::{HASH_LINE_BYTES_MAX, HASHES_FILE, HashRecord, HexBits, TensorHashes, UnitHashes};
 pub(crate) use prometheus::PrometheusEndpoint;
 pub use record::{MemoryPeakBytes, MetricValues, StepRecord};
 
@@ -70,7 +70,7 @@ pub enum Written {
     /// one.
     Later(Vec<MetricsError>),
     /// The record is in its files, and so are the records that waited.
-    WithThoseThatWaited,
+    WithWaiting,
 }
 
 impl MetricsWriter {
@@ -110,7 +110,7 @@ impl MetricsWriter {
         let has_waited = std::mem::replace(&mut self.is_waiting, !errors.is_empty());
         Ok(match (errors.is_empty(), has_waited) {
             (false, _) => Written::Later(errors),
-            (true, true) => Written::WithThoseThatWaited,
+            (true, true) => Written::WithWaiting,
             (true, false) => Written::Now,
         })
     }
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_that_cannot_be_told_apart_are_refused() {
+    fn ambiguous_metric_names_are_refused() {
         check_names(&["accuracy", "router/entropy_0.5-x"]).unwrap();
         for name in ["", "loss", "validation_accuracy", "two words", "a\nb", "ä", &"x".repeat(49)] {
             let name: &'static str = name.to_owned().leak();

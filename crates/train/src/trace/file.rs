@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
 use trireme_base::{read_at_most, replace_file};
-use trireme_schedule::{Action, Outline, Stream};
+use trireme_schedule::{Action, ProgramHeader, Stream};
 
 /// The version of the format that is written and read.
 const FORMAT: u32 = 3;
@@ -113,7 +113,7 @@ fn document(steps: &[TracedStep]) -> Document<'static> {
     let ranks = steps.last().map_or(&[][..], |step| &step.ranks);
     let header = |rank: &RankTimeline| HeaderRank {
         place: rank.place,
-        outline: rank.outline.to_string(),
+        outline: rank.header.to_string(),
         peak_flops: rank.peak_flops,
     };
     let header_step = |step: &TracedStep| HeaderStep {
@@ -243,27 +243,27 @@ fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<RankTimeline>, String> {
     let data_degree = ranks.iter().filter(of_first).count();
     let mut checked: Vec<RankTimeline> = Vec::with_capacity(ranks.len());
     for (index, HeaderRank { place, outline, peak_flops }) in ranks.into_iter().enumerate() {
-        let outline: Outline =
+        let header: ProgramHeader =
             outline.parse().map_err(|_| format!("rank {index} has an invalid outline {outline:?}"))?;
-        let sizes = outline.chain.num_units.checked_mul(outline.num_microbatches);
+        let sizes = header.chain.num_units.checked_mul(header.num_microbatches);
         let has_sizes = sizes.is_some_and(|sizes| (1..=PASSES_MAX).contains(&sizes));
-        let is_chain = outline.chain.is_consistent();
-        let first = checked.first().map_or(&outline, |first| &first.outline);
-        let is_alike = Outline { rank: first.rank, ..outline.clone() } == *first;
+        let is_chain = header.chain.is_consistent();
+        let first = checked.first().map_or(&header, |first| &first.header);
+        let is_alike = ProgramHeader { rank: first.rank, ..header.clone() } == *first;
         let is_there = data_degree > 0
             && (place.rank, place.pipeline_rank, place.data_rank)
                 == (index, index / data_degree, index % data_degree);
         // Without stages each rank is the only one of its pipeline.
-        let is_placed = is_there && (outline.rank == place.pipeline_rank);
+        let is_placed = is_there && (header.rank == place.pipeline_rank);
         if !(has_sizes && is_chain && is_alike && is_placed) {
             return Err(format!(
-                "rank {index}, with the outline \"{outline}\", does not match the other ranks"
+                "rank {index}, with the outline \"{header}\", does not match the other ranks"
             ));
         }
         if peak_flops.is_some_and(|peak| !(peak.is_finite() && peak > 0.0)) {
             return Err(format!("rank {index} has an invalid peak"));
         }
-        checked.push(RankTimeline { place, outline, peak_flops, duration: 0, actions: Vec::new() });
+        checked.push(RankTimeline { place, header, peak_flops, duration: 0, actions: Vec::new() });
     }
     Ok(checked)
 }

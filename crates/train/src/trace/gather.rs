@@ -28,7 +28,7 @@ impl Tracer {
     }
 
     /// Drops the steps so far, because later steps have other programs.
-    pub(crate) fn forget(&mut self) {
+    pub(crate) fn clear(&mut self) {
         self.steps.clear();
     }
 
@@ -43,7 +43,7 @@ impl Tracer {
     ) -> Result<(), TrainError> {
         let Some(mut ranks) = gather(executor, duration)? else { return Ok(()) };
         ranks.iter_mut().zip(&utilization.peaks).for_each(|(rank, peak)| rank.peak_flops = *peak);
-        let model_flops = utilization.model_flops * executor.program().outline.num_steps() as f64;
+        let model_flops = utilization.model_flops * executor.program().header.num_steps() as f64;
         self.steps.push_back(align(step, model_flops, ranks));
         let is_too_much = |steps: &VecDeque<TracedStep>| {
             let num_actions: usize = steps.iter().map(TracedStep::num_actions).sum();
@@ -79,8 +79,8 @@ fn timeline(executor: &Executor, duration: Duration) -> RankTimeline {
         product_flops: time.product_operations,
     };
     let actions = program.actions.iter().zip(executor.timeline()).map(traced).collect();
-    let (outline, duration) = (program.outline.clone(), duration.as_nanos() as u64);
-    RankTimeline { place, outline, peak_flops: None, duration, actions }
+    let (header, duration) = (program.header.clone(), duration.as_nanos() as u64);
+    RankTimeline { place, header, peak_flops: None, duration, actions }
 }
 
 /// Returns the time on the clock of [`Instant`], which the processes of a host share.
@@ -92,25 +92,25 @@ fn monotonic() -> Duration {
 /// Gathers the timelines of all ranks at rank 0, each on its host's clock. Returns `None` on other ranks.
 fn gather(executor: &Executor, duration: Duration) -> Result<Option<Vec<RankTimeline>>, TrainError> {
     let world = executor.group();
-    let told = serde_json::to_vec(&timeline(executor, duration)).expect("numbers and texts are JSON");
-    let lengths = world.all_gather_bytes(&(told.len() as u64).to_le_bytes()).wait()?;
+    let encoded = serde_json::to_vec(&timeline(executor, duration)).expect("numbers and texts are JSON");
+    let lengths = world.all_gather_bytes(&(encoded.len() as u64).to_le_bytes()).wait()?;
     if world.rank() != Rank::ROOT {
-        let mut message = world.buffer::<u8>(told.len())?;
-        message.copy_from_slice(&told);
+        let mut message = world.buffer::<u8>(encoded.len())?;
+        message.copy_from_slice(&encoded);
         world.send(message, Rank::ROOT).wait()?;
         return Ok(None);
     }
     let mut ranks = Vec::with_capacity(lengths.len());
     for (rank, length) in lengths.iter().enumerate() {
         let received;
-        let told = if rank == 0 {
-            &told[..]
+        let encoded = if rank == 0 {
+            &encoded[..]
         } else {
             let length = length.as_slice().try_into().map_or(0, u64::from_le_bytes);
             received = world.receive(world.buffer::<u8>(length as usize)?, Rank(rank)).wait()?;
             &received[..]
         };
-        ranks.push(serde_json::from_slice(told).expect("ranks of one run tell what this one would"));
+        ranks.push(serde_json::from_slice(encoded).expect("ranks of one run tell what this one would"));
     }
     Ok(Some(ranks))
 }

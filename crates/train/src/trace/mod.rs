@@ -13,7 +13,7 @@ pub(crate) use gather::Tracer;
 
 use crate::as_text;
 use serde::{Deserialize, Serialize};
-use trireme_schedule::{Action, Outline, Program};
+use trireme_schedule::{Action, Program, ProgramHeader};
 
 /// Name of the trace file in a run's folder.
 pub const TRACE_FILE: &str = "trace.json";
@@ -52,9 +52,9 @@ pub struct TracedAction {
 pub struct RankTimeline {
     /// The place of the rank.
     pub place: RankPlace,
-    /// The outline of the rank's program.
+    /// The header of the rank's program.
     #[serde(with = "as_text")]
-    pub outline: Outline,
+    pub header: ProgramHeader,
     /// Peak FLOP/s of the rank's device, if it is known.
     pub peak_flops: Option<f64>,
     /// Nanoseconds that the step took the rank, including the reading of its samples.
@@ -73,7 +73,7 @@ impl RankTimeline {
     /// Returns the program that the rank ran.
     pub fn program(&self) -> Program {
         let actions = self.actions.iter().map(|traced| traced.action).collect();
-        Program { outline: self.outline.clone(), actions }
+        Program { header: self.header.clone(), actions }
     }
 }
 

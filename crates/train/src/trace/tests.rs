@@ -15,7 +15,7 @@ pub(super) fn rank(rank: usize, num_ranks: usize) -> RankTimeline {
     };
     RankTimeline {
         place: RankPlace { rank, pipeline_rank: rank, data_rank: 0, host: 0 },
-        outline: outline.parse().unwrap(),
+        header: outline.parse().unwrap(),
         peak_flops: (rank > 0).then_some(2e9),
         duration: 6500,
         actions: (0..).zip(&texts).map(action).collect(),
@@ -38,7 +38,7 @@ fn steps() -> Vec<TracedStep> {
 }
 
 #[test]
-fn what_was_written_is_read() {
+fn a_written_trace_is_read_back() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(TRACE_FILE);
     file::write(&path, &steps()[..1]).unwrap();

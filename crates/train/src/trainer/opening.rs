@@ -6,20 +6,20 @@ use crate::balance::Balance;
 use crate::checkpointing::{TrainingState, checkpoint_bytes};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
-use crate::config::{Config, Resume, Subject};
-use crate::corpus::note_use;
+use crate::config::{Config, Resume, TaskKind};
+use crate::corpus::record_use;
 use crate::dataset::{Dataset, batch_specs};
 use crate::device::{open_device, spill};
 use crate::error::TrainError;
 use crate::executor::build_executor;
 use crate::metrics::{HashWriter, MetricsWriter, check_names};
-use crate::notices::{notice_delay, notice_determinism, notice_fp8, notice_passes};
+use crate::notices::{notice_determinism, notice_fp8, notice_passes, notice_staleness};
 use crate::observer::Observer;
 use crate::optimizer::lr_schedule;
-use crate::passes::rehearse;
+use crate::passes::infer_passes;
 use crate::preflight::check_room;
 use crate::requests::Requests;
-use crate::resume::{resume, tidy_up};
+use crate::resume::{clean_up_after_resume, resume};
 use crate::run_folder;
 use crate::run_lock::RunLock;
 use crate::task::{Samples, Task};
@@ -57,7 +57,7 @@ impl<'a> Trainer<'a> {
         let batch_specs = batch_specs(&*train, training.local_batch_size);
         let built = Built::new(config, &*task, &batch_specs, group, &options)?;
         let Built { mut executor, choices, balance, utilization } = built;
-        let reserved = options.plan.as_ref().map_or(0, |plan| plan.besides_activations);
+        let reserved = options.plan.as_ref().map_or(0, |plan| plan.non_activation_bytes);
         let spill = spill(config, executor.device(), reserved);
         let validation =
             validation.map(|samples| Validation::new(samples, training, &mut executor)).transpose()?;
@@ -67,7 +67,7 @@ impl<'a> Trainer<'a> {
             notice.iter().for_each(|notice| observer.notice(notice));
         }
         let prometheus = if is_root { run_folder::listen(config)? } else { None };
-        check_names(&executor.rehearsal().metric_names())?;
+        check_names(&executor.profile().metric_names())?;
 
         let (state, resumed) =
             begin_or_resume(config, &*task, &mut executor, (&*train, validation.as_ref()), observer)?;
@@ -81,7 +81,12 @@ impl<'a> Trainer<'a> {
             (None, None)
         };
         if let Some(resumed) = resumed.as_ref().filter(|_| is_root) {
-            tidy_up(config, (resumed, &state.validations), executor.group().heartbeat(), observer);
+            clean_up_after_resume(
+                config,
+                (resumed, &state.validations),
+                executor.group().heartbeat(),
+                observer,
+            );
         }
         let ends_at = options.ends_at.filter(|_| is_root);
         let mut trainer = Trainer {
@@ -98,7 +103,7 @@ impl<'a> Trainer<'a> {
             choices,
             balance,
             spill,
-            has_told_of_spill: false,
+            has_reported_spill: false,
             moved_after: None,
             train,
             validation,
@@ -114,7 +119,7 @@ impl<'a> Trainer<'a> {
             plans: Vec::new(),
             outcomes: Vec::new(),
             records: Vec::new(),
-            first_seconds: Vec::with_capacity(stepping::NUM_COMPARED),
+            first_step_seconds: Vec::with_capacity(stepping::NUM_COMPARED),
             reported: Vec::new(),
             _lock: lock,
         };
@@ -127,7 +132,7 @@ fn notice_settings(config: &Config, task: &dyn Task, observer: &mut dyn Observer
     task.notices().iter().for_each(|notice| observer.notice(notice));
     let num_reducing = config.data_parallel_degree() * config.parallelism().context_parallel_degree;
     notice_determinism(config, num_reducing, observer);
-    notice_delay(config, observer);
+    notice_staleness(config, observer);
     notice_fp8(config, observer);
 }
 
@@ -150,8 +155,8 @@ impl Built {
     ) -> Result<Self, TrainError> {
         let TrainerOptions { num_threads, features_max, peak_flops, .. } = *options;
         let device = open_device(config, num_threads, features_max)?;
-        let rehearsal = rehearse(config, task, (group.rank(), num_threads), batch_specs)?;
-        let (of_pass, threads) = ((&rehearsal, batch_specs), (&group, num_threads));
+        let profile = infer_passes(config, task, (group.rank(), num_threads), batch_specs)?;
+        let (of_pass, threads) = ((&profile, batch_specs), (&group, num_threads));
         let utilization = Utilization::new(config, task, of_pass, threads, peak_flops)?;
         let build = |device: &Device, table| task.build(device, table);
         let model = Model::build_at(config.model_place(group.rank()), &device, build)?;
@@ -159,13 +164,13 @@ impl Built {
             Some(plan) => plan.choices.clone(),
             None => {
                 // The costs of passes may differ between ranks of the tensor axis, but their choices must not.
-                let own = StepChoices::given(config, &rehearsal.passes())?;
+                let own = StepChoices::given(config, &profile.passes())?;
                 let is_root = group.rank() == Rank::ROOT;
-                StepChoices::of_root(is_root.then_some(&own), &group)?.unwrap_or(own)
+                StepChoices::broadcast_from_root(is_root.then_some(&own), &group)?.unwrap_or(own)
             }
         };
-        let balance = Balance::new(config, rehearsal.passes());
-        let executor = build_executor(config, (model, rehearsal), &choices, group, &device)?;
+        let balance = Balance::new(config, profile.passes());
+        let executor = build_executor(config, (model, profile), &choices, group, &device)?;
         Ok(Built { executor, choices, balance, utilization })
     }
 }
@@ -211,8 +216,8 @@ fn open_files(
     executor: &Executor,
     step: u64,
 ) -> Result<(MetricsWriter, Option<HashWriter>), TrainError> {
-    if config.subject() == Subject::LanguageModel {
-        note_use(config);
+    if config.task_kind() == TaskKind::LanguageModel {
+        record_use(config);
     }
     let comment = options.plan.as_ref().map_or("", |plan| &plan.comment);
     let metrics = run_folder::open(config, (comment, options.given_config.as_deref()), executor, step)?;

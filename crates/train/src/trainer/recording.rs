@@ -27,7 +27,7 @@ impl Trainer<'_> {
                     ));
                 }
             }
-            Written::WithThoseThatWaited => {
+            Written::WithWaiting => {
                 self.observer.notice(&format!("metrics are complete again since step {step}"));
             }
         }

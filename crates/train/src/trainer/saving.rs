@@ -1,7 +1,7 @@
 //! Saving of checkpoints during a run.
 
 use super::Trainer;
-use crate::checkpointing::{untidy_notice, write_checkpoint};
+use crate::checkpointing::{cleanup_notice, write_checkpoint};
 use crate::config::Interval;
 use crate::error::TrainError;
 use crate::trainer::RunSummary;
@@ -25,7 +25,7 @@ impl Trainer<'_> {
     /// Saves a checkpoint, if checkpoints are enabled. A full disk ends the run only if the checkpoint is the last one. Collective.
     pub(super) fn save(&mut self, is_last: bool, summary: &mut RunSummary) -> Result<(), TrainError> {
         if self.config.checkpoint().enable {
-            self.requests.forget_checkpoint();
+            self.requests.clear_checkpoint();
             let began = Instant::now();
             let saved = self.save_checkpoint(is_last)?;
             if let Some(limit) = &mut self.time_limit {
@@ -51,8 +51,8 @@ impl Trainer<'_> {
         let saved = write_checkpoint(&mut self.executor, &self.state, self.config, &*self.task);
         match saved {
             Ok(saved) => {
-                for error in &saved.untidy {
-                    self.report_once(untidy_notice(error));
+                for error in &saved.cleanup_errors {
+                    self.report_once(cleanup_notice(error));
                 }
                 self.observer.checkpoint(self.state.step, &saved.path);
                 Ok(Some(saved.path))

@@ -24,7 +24,7 @@ impl Trainer<'_> {
         self.request_end();
         let grad_norm =
             if training.max_norm > 0.0 { GradNorm::Clip(training.max_norm) } else { GradNorm::Measure };
-        let num_steps = self.executor.program().outline.num_steps();
+        let num_steps = self.executor.program().header.num_steps();
         let schedule = &self.schedule;
         let steps = self.state.step + 1..=self.state.step + num_steps as u64;
         self.plans.clear();
@@ -74,10 +74,10 @@ impl Trainer<'_> {
         let is_scaled = self.executor.loss_scaler().scaling() != LossScaling::Off;
         let compression = outcome.compression;
         let spilled = self.spill.as_ref().map(|spill| spill.peak()).filter(|&peak| peak > 0);
-        if spilled.is_some() && !std::mem::replace(&mut self.has_told_of_spill, true) {
+        if spilled.is_some() && !std::mem::replace(&mut self.has_reported_spill, true) {
             let folder = self.config.offload().folder.display();
             let needed = self.options.plan.as_ref().map(|plan| {
-                let needed = plan.besides_activations + plan.predicted.categories.get(Category::Activations);
+                let needed = plan.non_activation_bytes + plan.predicted.categories.get(Category::Activations);
                 format!(" above {}, which even loads need at most", Bytes(needed as u64))
             });
             let text = format!(
@@ -131,12 +131,12 @@ impl Trainer<'_> {
     /// Reports after [`NUM_COMPARED`] steps how far the prediction of their time was off.
     fn compare_times(&mut self, step_seconds: f64) {
         let Some(predicted) = self.options.plan.as_ref().and_then(|plan| plan.step_seconds) else { return };
-        if self.first_seconds.len() == NUM_COMPARED {
+        if self.first_step_seconds.len() == NUM_COMPARED {
             return;
         }
-        self.first_seconds.push(step_seconds);
-        if self.first_seconds.len() == NUM_COMPARED {
-            let compared = &mut self.first_seconds[NUM_WARMING_UP..];
+        self.first_step_seconds.push(step_seconds);
+        if self.first_step_seconds.len() == NUM_COMPARED {
+            let compared = &mut self.first_step_seconds[NUM_WARMING_UP..];
             compared.sort_by(f64::total_cmp);
             let measured = compared[compared.len() / 2];
             let off = 100.0 * (predicted / measured - 1.0);
@@ -173,7 +173,7 @@ impl Trainer<'_> {
         let context = self.executor.ranks().context_place();
         let samples_per_step = self.config.training().global_batch_size as u64;
         let mut begun = None;
-        for index in 0..self.executor.program().outline.num_microbatches {
+        for index in 0..self.executor.program().header.num_microbatches {
             let microbatch = self.executor.global_microbatch(index);
             let offset = (microbatch * local_batch_size) as u64;
             let first = self.state.next_sample + offset;

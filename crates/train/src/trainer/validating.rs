@@ -1,12 +1,12 @@
 //! Validations between steps, the best checkpoint, and early stopping.
 
 use super::Trainer;
-use crate::checkpointing::untidy_notice;
+use crate::checkpointing::cleanup_notice;
 use crate::error::TrainError;
-use crate::validation::Validated;
+use crate::validation::ValidationResult;
 use std::time::Instant;
 use trireme_base::with_sources;
-use trireme_checkpoint::{CHECKPOINTS_FOLDER, mark_best, tidy};
+use trireme_checkpoint::{CHECKPOINTS_FOLDER, clean_up, mark_best};
 
 impl Trainer<'_> {
     /// Returns whether so many validations have found no lower loss that the run ends.
@@ -16,13 +16,13 @@ impl Trainer<'_> {
     }
 
     /// Returns the loss before the first step of a new run, if validations follow or the run has no steps. Collective.
-    pub(super) fn validate_at_start(&mut self) -> Result<Option<Validated>, TrainError> {
+    pub(super) fn validate_at_start(&mut self) -> Result<Option<ValidationResult>, TrainError> {
         let training = self.config.training();
         if !self.is_new || training.validation_interval == 0 && training.steps > 0 {
             return Ok(None);
         }
         let validated = self.validate()?;
-        if let Some(Validated { loss, .. }) = &validated {
+        if let Some(ValidationResult { loss, .. }) = &validated {
             self.observer.initial_validation(*loss);
         }
         Ok(validated)
@@ -30,7 +30,7 @@ impl Trainer<'_> {
 
     /// Returns the mean loss and metrics on the validation samples, or `None` if there are none, or nothing in them counts in the loss.
     /// Collective.
-    pub fn validate(&mut self) -> Result<Option<Validated>, TrainError> {
+    pub fn validate(&mut self) -> Result<Option<ValidationResult>, TrainError> {
         self.executor.group().set_line(format_args!("step {}: validation", self.state.step));
         let Some(validation) = &mut self.validation else { return Ok(None) };
         let began = Instant::now();
@@ -66,9 +66,10 @@ impl Trainer<'_> {
         match mark_best(&folder, step) {
             // The preceding save kept the previous best checkpoint.
             Ok(()) => {
-                for error in tidy(&folder, step, self.config.checkpoint().keep_latest_k, &|| heartbeat.beat())
+                for error in
+                    clean_up(&folder, step, self.config.checkpoint().keep_latest_k, &|| heartbeat.beat())
                 {
-                    self.report_once(untidy_notice(&error));
+                    self.report_once(cleanup_notice(&error));
                 }
             }
             Err(error) => {

@@ -1,13 +1,13 @@
 //! Notices and metrics of compressed gradients, and runs that change their compression or their layout.
 
-use crate::common::heard::Heard;
+use crate::common::recording_observer::RecordingObserver;
 use crate::common::{job, open, trainer};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use trireme_checkpoint::{Checkpoint, ExtraFile, InMemory, Snapshot, StoredTensor, save};
 use trireme_plan::{Extent, Mesh, TensorPlacement};
 use trireme_testkit::run_ranks;
-use trireme_train::Silent;
+use trireme_train::NullObserver;
 use trireme_train::config::Config;
 
 fn config(folder: &Path, world_size: usize, steps: u64, keys: &[&str]) -> Config {
@@ -15,19 +15,19 @@ fn config(folder: &Path, world_size: usize, steps: u64, keys: &[&str]) -> Config
 }
 
 /// Trains the run up to `steps`. Returns the notices and losses of rank 0, which are equal on all ranks.
-fn train(folder: &Path, world_size: usize, steps: u64, keys: &[&str]) -> Heard {
+fn train(folder: &Path, world_size: usize, steps: u64, keys: &[&str]) -> RecordingObserver {
     let config = config(folder, world_size, steps, keys);
     let mut ranks = run_ranks(world_size, |group| {
-        let mut heard = Heard::default();
-        trainer(&config, group, &mut heard).run().unwrap();
-        heard
+        let mut observed = RecordingObserver::default();
+        trainer(&config, group, &mut observed).run().unwrap();
+        observed
     });
     assert!(ranks.iter().all(|rank| rank.notices == ranks[0].notices && rank.losses == ranks[0].losses));
     ranks.remove(0)
 }
 
 #[test]
-fn a_run_changes_its_compression_and_its_layout_and_is_told_what_is_lost() {
+fn a_run_that_changes_compression_or_layout_reports_lost_state() {
     let folder = tempfile::tempdir().unwrap();
     let top_k = "comm.compression=top_k";
     let changes: [(usize, &[&str], &str, &str); 8] = [
@@ -59,27 +59,27 @@ fn a_run_changes_its_compression_and_its_layout_and_is_told_what_is_lost() {
     ];
     let mut first_loss = None;
     for (index, (world_size, keys, about_codec, about_state)) in changes.into_iter().enumerate() {
-        let heard = train(folder.path(), world_size, 5 * (index as u64 + 1), keys);
+        let observed = train(folder.path(), world_size, 5 * (index as u64 + 1), keys);
         let expected = [about_codec, about_state];
         let expected: Vec<&str> = expected.into_iter().filter(|part| !part.is_empty()).collect();
-        assert_eq!(heard.notices.len(), expected.len(), "{:?}", heard.notices);
-        for (notice, part) in heard.notices.iter().zip(expected) {
+        assert_eq!(observed.notices.len(), expected.len(), "{:?}", observed.notices);
+        for (notice, part) in observed.notices.iter().zip(expected) {
             assert!(notice.contains(part), "{notice}");
         }
         if !about_state.is_empty() {
             let lost = "The state was ignored: gradients that earlier steps have not sent yet are lost";
             let anew = ", and compression restarts with its warm-up";
             let anew = if about_state.contains("does not compress") { "" } else { anew };
-            assert!(heard.notices[1].ends_with(&format!("{lost}{anew}")), "{:?}", heard.notices);
+            assert!(observed.notices[1].ends_with(&format!("{lost}{anew}")), "{:?}", observed.notices);
         }
-        assert_eq!(heard.losses.len(), 5);
-        let first_loss = *first_loss.get_or_insert(heard.losses[0]);
-        assert!(heard.losses[4] < first_loss, "{:?}", heard.losses);
+        assert_eq!(observed.losses.len(), 5);
+        let first_loss = *first_loss.get_or_insert(observed.losses[0]);
+        assert!(observed.losses[4] < first_loss, "{:?}", observed.losses);
     }
 }
 
 #[test]
-fn workers_that_divide_layers_resume_what_they_kept() {
+fn tensor_parallel_workers_resume_compressor_state() {
     for codec in [&["comm.compression=top_k"][..], &["comm.compression=powersgd", "comm.compression_rank=2"]]
     {
         let keys = [codec, &["parallelism.tensor_parallel_degree=2"]].concat();
@@ -148,21 +148,21 @@ fn momentum_is_exchanged_from_the_step_on_that_freezes_the_second_moment() {
 }
 
 #[test]
-fn a_compression_that_gains_nothing_is_told() {
+fn a_compression_that_saves_no_bytes_is_reported() {
     let folder = tempfile::tempdir().unwrap();
-    let heard = train(folder.path(), 8, 1, &["comm.compression=int8"]);
+    let observed = train(folder.path(), 8, 1, &["comm.compression=int8"]);
     let expected = "compression int8 (block_len = 256, warmup_steps = 0, error_feedback = false, normalize = false) would not save any bytes among 8 \
                     workers, so gradients are sent uncompressed";
-    assert_eq!(heard.notices, [expected]);
+    assert_eq!(observed.notices, [expected]);
 }
 
 #[test]
-fn metrics_tell_what_is_saved_and_what_is_lost() {
+fn metrics_report_saved_bytes_and_compression_errors() {
     let folder = tempfile::tempdir().unwrap();
     let records = |name: &str, keys: &[&str]| -> Vec<Value> {
         let keys = [&["training.determinism=run"], keys].concat();
         let config = job(folder.path(), name, 2, 3, &keys);
-        run_ranks(2, |group| drop(trainer(&config, group, &mut Silent).run().unwrap()));
+        run_ranks(2, |group| drop(trainer(&config, group, &mut NullObserver).run().unwrap()));
         let text = std::fs::read_to_string(config.run_folder().join("metrics.jsonl")).unwrap();
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     };
@@ -194,9 +194,9 @@ fn the_loss_scale_of_kept_gradients_is_that_of_the_checkpoint() {
         let keys = [&keys[..], &["training.determinism=run", scale]].concat();
         let config = job(folder.path(), name, 2, steps, &keys);
         run_ranks(2, |group| {
-            let mut heard = Heard::default();
-            trainer(&config, group, &mut heard).run().unwrap();
-            heard.losses
+            let mut observed = RecordingObserver::default();
+            trainer(&config, group, &mut observed).run().unwrap();
+            observed.losses
         })
         .remove(0)
     };
@@ -220,7 +220,7 @@ fn a_state_that_is_not_finite_is_refused() {
         "optimizer.momentum=0",
     ];
     let first = job(folder.path(), "first", 1, 5, &keys);
-    trainer(&first, trireme_comm::single(), &mut Silent).run().unwrap();
+    trainer(&first, trireme_comm::single(), &mut NullObserver).run().unwrap();
     let damaged = folder.path().join("damaged");
     let resume = |path: &Path| {
         let config = job(
@@ -230,7 +230,7 @@ fn a_state_that_is_not_finite_is_refused() {
             10,
             &[&keys[..], &[&format!("checkpoint.resume={path:?}")]].concat(),
         );
-        open(&config, trireme_comm::single(), &mut Silent).err().map(|error| error.to_string())
+        open(&config, trireme_comm::single(), &mut NullObserver).err().map(|error| error.to_string())
     };
     let original = first.run_folder().join("checkpoints/step-5");
     assert_eq!(resume(&original), None);
@@ -256,7 +256,8 @@ fn momentum_that_another_optimizer_kept_is_not_read() {
             "training.determinism=run",
         ];
         let rest = job(folder.path(), "rest", 2, 10, &[&changes, optimizer].concat());
-        run_ranks(2, |group| open(&rest, group, &mut Silent).err().map(|error| error.to_string())).remove(0)
+        run_ranks(2, |group| open(&rest, group, &mut NullObserver).err().map(|error| error.to_string()))
+            .remove(0)
     };
     let error = resume(&keys[1..]).expect("a refusal");
     assert!(error.contains("the compressor of head"), "{error}");
@@ -269,7 +270,7 @@ fn copy_with_nan(original: &Path, folder: &Path, damaged: &str) -> PathBuf {
     let read = |(name, tensor): (&str, &StoredTensor)| {
         let placement = TensorPlacement::replicated(name, tensor.shape(), tensor.dtype().unwrap(), &mesh);
         let mut bytes = vec![0; tensor.stored_bytes() as usize];
-        checkpoint.tensors().read_into(name, &Extent::whole(tensor.shape()), &mut bytes).unwrap();
+        checkpoint.tensors().read_into(name, &Extent::full(tensor.shape()), &mut bytes).unwrap();
         if name == damaged {
             bytes[..4].copy_from_slice(&f32::NAN.to_le_bytes());
         }

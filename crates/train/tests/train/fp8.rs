@@ -1,16 +1,16 @@
 //! Notices about fp8, and runs that change to fp8 and back.
 
-use crate::common::heard::Heard;
+use crate::common::recording_observer::RecordingObserver;
 use crate::common::{job, trainer};
 use std::path::Path;
 use trireme_train::FP8_NOTICE;
 
 /// Trains a run up to `steps`.
-fn train(folder: &Path, steps: u64, keys: &[&str]) -> Heard {
+fn train(folder: &Path, steps: u64, keys: &[&str]) -> RecordingObserver {
     let config = job(folder, "run", 1, steps, &[&["training.dtype=bf16"], keys].concat());
-    let mut heard = Heard::default();
-    trainer(&config, trireme_comm::single(), &mut heard).run().unwrap();
-    heard
+    let mut observed = RecordingObserver::default();
+    trainer(&config, trireme_comm::single(), &mut observed).run().unwrap();
+    observed
 }
 
 #[test]

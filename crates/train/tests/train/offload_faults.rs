@@ -6,10 +6,10 @@ use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use trireme_testkit::run_ranks;
-use trireme_train::Silent;
+use trireme_train::NullObserver;
 
 /// Flips a bit in every page of the unnamed files in `folder` that this process has open.
-fn spoil(folder: &Path) {
+fn corrupt(folder: &Path) {
     let folder = folder.canonicalize().unwrap();
     let mut num_files = 0;
     for descriptor in fs::read_dir("/proc/self/fd").unwrap() {
@@ -37,14 +37,14 @@ fn a_corrupted_swap_block_ends_the_run_and_spares_its_checkpoint() {
     let swap_folder = format!("offload.folder={}", swap.path().display());
     let keys =
         ["parallelism.zero_stage=3", "offload.optimizer=disk", "offload.parameters=disk", &swap_folder];
-    let losses = |name: &str, steps: u64, spoilt_after: Option<u64>| {
+    let losses = |name: &str, steps: u64, corrupted_after: Option<u64>| {
         let config = job(folder.path(), name, 1, steps, &keys);
         run_ranks(1, |group| {
-            let mut observer = Silent;
+            let mut observer = NullObserver;
             let mut trainer = trainer(&config, group, &mut observer);
-            if let Some(step) = spoilt_after {
+            if let Some(step) = corrupted_after {
                 trainer.run_until(step).unwrap();
-                spoil(swap.path());
+                corrupt(swap.path());
                 let error = trainer.run().unwrap_err();
                 let mut text = error.to_string();
                 let mut cause = error.source();

@@ -3,10 +3,10 @@
 use crate::common::{job, trainer};
 use trireme_base::Category;
 use trireme_testkit::run_ranks;
-use trireme_train::Silent;
+use trireme_train::NullObserver;
 
 #[test]
-fn the_host_never_holds_all_that_lives_on_a_disk() {
+fn state_on_disk_is_in_memory_one_unit_at_a_time() {
     let folder = tempfile::tempdir().unwrap();
     let swap_folder = format!("offload.folder={}", folder.path().display());
     let keys = [
@@ -22,7 +22,7 @@ fn the_host_never_holds_all_that_lives_on_a_disk() {
     for steps in [2, 3] {
         run_ranks(1, |group| {
             let config = job(folder.path(), "disk", 1, steps, &keys);
-            let mut observer = Silent;
+            let mut observer = NullObserver;
             let mut trainer = trainer(&config, group, &mut observer);
             trainer.run().unwrap();
             let executor = trainer.executor();

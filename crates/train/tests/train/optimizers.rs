@@ -2,7 +2,7 @@
 
 use crate::common::{job, open, trainer};
 use trireme_testkit::run_ranks;
-use trireme_train::{RunSummary, Silent, TrainError};
+use trireme_train::{NullObserver, RunSummary, TrainError};
 
 /// The keys of each optimizer, with a suitable learning rate.
 const OPTIMIZERS: [&[&str]; 10] = [
@@ -30,7 +30,7 @@ fn losses(keys: &[&str], steps: u64) -> [f64; 2] {
     let folder = tempfile::tempdir().unwrap();
     let config = job(folder.path(), "run", 2, steps, &[&["checkpoint.enable=false"], keys].concat());
     let mut summaries = run_ranks(2, |group| {
-        let mut observer = Silent;
+        let mut observer = NullObserver;
         let mut trainer = trainer(&config, group, &mut observer);
         [5, steps].map(|end| trainer.run_until(end).unwrap())
     });
@@ -75,7 +75,7 @@ fn narrow_states_train_as_well() {
 }
 
 #[test]
-fn runs_go_on_from_checkpoints_with_the_same_bits() {
+fn runs_resume_from_checkpoints_with_the_same_bits() {
     for keys in OPTIMIZERS {
         let folder = tempfile::tempdir().unwrap();
         let narrow = ["model.hidden_size=128", "checkpoint.interval=2", "optimizer.state_dtype=int8"];
@@ -84,7 +84,7 @@ fn runs_go_on_from_checkpoints_with_the_same_bits() {
             let config = job(folder.path(), name, 1, 4, &keys);
             let mut loss = None;
             for &stop in stops {
-                let mut observer = Silent;
+                let mut observer = NullObserver;
                 let mut trainer = trainer(&config, trireme_comm::single(), &mut observer);
                 loss = trainer.run_until(stop).unwrap().loss;
             }
@@ -99,7 +99,7 @@ fn a_group_that_no_parameter_belongs_to_ends_the_run_before_it_begins() {
     let folder = tempfile::tempdir().unwrap();
     let groups = "optimizer.groups=[{match = \"*.bias\", weight_decay = 0.1}]";
     let config = job(folder.path(), "run", 1, 2, &[groups]);
-    let error = match open(&config, trireme_comm::single(), &mut Silent) {
+    let error = match open(&config, trireme_comm::single(), &mut NullObserver) {
         Err(error @ TrainError::Config(_)) => error.to_string(),
         other => panic!("{:?}", other.err()),
     };

@@ -4,7 +4,7 @@ use crate::common::{job_of, trainer};
 use std::path::Path;
 use trireme_testkit::run_ranks;
 use trireme_train::metrics::StepRecord;
-use trireme_train::{Observer, RunFacts};
+use trireme_train::{Observer, RunInfo};
 
 /// For each step, the loss, the gradient norm and the metrics, with their names.
 #[derive(Default)]
@@ -12,7 +12,7 @@ struct Reported(Vec<Vec<(String, f64)>>);
 
 impl Observer for Reported {
     fn notice(&mut self, _: &str) {}
-    fn begin(&mut self, _: &RunFacts) {}
+    fn begin(&mut self, _: &RunInfo) {}
     fn checkpoint(&mut self, _: u64, _: &Path) {}
 
     fn step(&mut self, record: &StepRecord) {

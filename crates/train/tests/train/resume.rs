@@ -5,7 +5,7 @@ use std::path::Path;
 use trireme_testkit::{run_ranks, run_ranks_on};
 use trireme_train::config::Config;
 use trireme_train::metrics::StepRecord;
-use trireme_train::{Observer, RunFacts};
+use trireme_train::{Observer, RunInfo};
 
 /// The results of a step, as bits.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -21,11 +21,11 @@ struct StepBits {
 
 /// An observer that records the results of each step.
 #[derive(Default)]
-struct Bits(Vec<StepBits>);
+struct StepRecorder(Vec<StepBits>);
 
-impl Observer for Bits {
+impl Observer for StepRecorder {
     fn notice(&mut self, _: &str) {}
-    fn begin(&mut self, _: &RunFacts) {}
+    fn begin(&mut self, _: &RunInfo) {}
     fn checkpoint(&mut self, _: u64, _: &Path) {}
 
     fn step(&mut self, record: &StepRecord) {
@@ -41,13 +41,13 @@ impl Observer for Bits {
     }
 }
 
-type Found = (Vec<StepBits>, Vec<u32>);
+type RunResult = (Vec<StepBits>, Vec<u32>);
 
 /// Trains a run with its ranks on two hosts. Returns the steps and the final parameters of rank 0.
-fn train(config: &Config) -> Found {
+fn train(config: &Config) -> RunResult {
     let hosts: Vec<usize> = (0..config.world_size()).map(|rank| 2 * rank / config.world_size()).collect();
     let ranks = run_ranks_on(&hosts, |group| {
-        let mut bits = Bits::default();
+        let mut bits = StepRecorder::default();
         let mut trainer = trainer(config, group, &mut bits);
         trainer.run().unwrap();
         let weights = trainer.gather_parameters().unwrap();
@@ -61,7 +61,7 @@ fn train(config: &Config) -> Found {
 }
 
 /// Trains 20 steps at once with the first number of workers, and 10 and 10 steps with each pair of numbers. Returns the steps.
-fn check_cut_runs(workers: &[(usize, usize)], keys: &[&str]) -> Vec<StepBits> {
+fn check_interrupted_runs(workers: &[(usize, usize)], keys: &[&str]) -> Vec<StepBits> {
     let folder = tempfile::tempdir().unwrap();
     let whole = train(&job(folder.path(), "whole", workers[0].0, 20, keys));
     assert_eq!(whole.0.len(), 20);
@@ -79,19 +79,21 @@ fn check_cut_runs(workers: &[(usize, usize)], keys: &[&str]) -> Vec<StepBits> {
 
 #[test]
 fn twenty_steps_are_ten_and_ten_on_any_number_of_workers() {
-    let steps = check_cut_runs(&[(1, 1), (1, 2), (4, 1), (2, 4)], &[]);
+    let steps = check_interrupted_runs(&[(1, 1), (1, 2), (4, 1), (2, 4)], &[]);
     assert!(steps[4].validation.is_some() && steps[3].validation.is_none(), "validated every five steps");
     assert!(steps.iter().all(|step| step.loss_scale.is_none()));
 }
 
 #[test]
 fn twenty_steps_are_ten_and_ten_in_16_bits() {
-    check_cut_runs(&[(1, 1), (2, 4)], &["training.dtype=bf16"]);
+    check_interrupted_runs(&[(1, 1), (2, 4)], &["training.dtype=bf16"]);
     let keys =
         ["training.dtype=f16", "training.loss_scale_initial=64", "training.loss_scale_growth_interval=4"];
     // The interruption after step 10 is halfway between two growths of the scale.
-    let scales: Vec<_> =
-        check_cut_runs(&[(1, 2), (4, 1)], &keys)[..14].iter().map(|step| step.loss_scale.unwrap()).collect();
+    let scales: Vec<_> = check_interrupted_runs(&[(1, 2), (4, 1)], &keys)[..14]
+        .iter()
+        .map(|step| step.loss_scale.unwrap())
+        .collect();
     assert_eq!(scales, [64, 64, 64, 64, 128, 128, 128, 128, 256, 256, 256, 256, 512, 512]);
 }
 
@@ -136,7 +138,7 @@ type WorkersAndKeys<'a> = (usize, &'a [&'a str]);
 fn check_continuation<'a>(
     layouts: &[WorkersAndKeys<'a>],
     uninterrupted: WorkersAndKeys<'a>,
-    run: impl Fn(&str, WorkersAndKeys<'a>, u64) -> Found,
+    run: impl Fn(&str, WorkersAndKeys<'a>, u64) -> RunResult,
     what: &str,
 ) {
     let expected = run("uninterrupted", uninterrupted, 20);
@@ -224,7 +226,7 @@ fn experts_continue_on_other_workers() {
 }
 
 #[test]
-fn a_checkpoint_of_any_sharding_goes_on_with_any_other() {
+fn a_checkpoint_of_any_sharding_continues_with_any_other() {
     let layouts: [(usize, &[&str]); 12] = [
         (1, &[]),
         (4, &["parallelism.zero_stage=3"]),
@@ -311,7 +313,7 @@ fn twenty_steps_are_ten_and_ten_in_fp8() {
     for (fp8, amax_history_len) in [("hybrid", 3), ("e4m3", 1)] {
         let (fp8, len) =
             (format!("training.fp8={fp8}"), format!("training.fp8_amax_history_len={amax_history_len}"));
-        check_cut_runs(&[(1, 1), (1, 2), (4, 1), (2, 4)], &["training.dtype=bf16", &fp8, &len]);
+        check_interrupted_runs(&[(1, 1), (1, 2), (4, 1), (2, 4)], &["training.dtype=bf16", &fp8, &len]);
     }
 }
 
@@ -325,8 +327,8 @@ fn twenty_steps_are_ten_and_ten_with_zero_plus_plus() {
         "parallelism.zero_hpz=true",
         "parallelism.zero_quantized_gradients=int4",
     ];
-    check_cut_runs(&[(4, 4)], &keys);
-    check_cut_runs(&[(2, 2)], &keys);
+    check_interrupted_runs(&[(4, 4)], &keys);
+    check_interrupted_runs(&[(2, 2)], &keys);
 }
 
 #[test]
@@ -355,7 +357,7 @@ fn twenty_steps_are_ten_and_ten_with_compression() {
     for (world_size, codec, keys) in cases {
         let codec = format!("comm.compression={codec}");
         let keys = [&[codec.as_str(), "training.determinism=run"], keys].concat();
-        let steps = check_cut_runs(&[(world_size, world_size)], &keys);
+        let steps = check_interrupted_runs(&[(world_size, world_size)], &keys);
         let saved = steps.iter().map(|step| step.compression_bytes_saved.unwrap());
         assert!(saved.max() > Some(0), "{keys:?}");
     }
@@ -374,7 +376,7 @@ fn twenty_steps_are_ten_and_ten_with_exchanged_momentum() {
     ];
     for keys in cases {
         let keys = [keys, &["training.determinism=run", "training.max_norm=0"]].concat();
-        let steps = check_cut_runs(&[(2, 2)], &keys);
+        let steps = check_interrupted_runs(&[(2, 2)], &keys);
         let saved: Vec<bool> = steps.iter().map(|step| step.compression_bytes_saved > Some(0)).collect();
         let has_norm = |step: &StepBits| f64::from_bits(step.grad_norm).is_finite();
         assert!(saved[19] && !saved[0], "{keys:?}: {saved:?}");
@@ -390,7 +392,7 @@ fn skipped_steps_survive_the_cut() {
         "training.loss_scale_initial=131072",
         "training.loss_scale_growth_interval=1",
     ];
-    let steps = check_cut_runs(&[(2, 2)], &keys);
+    let steps = check_interrupted_runs(&[(2, 2)], &keys);
     let skipped: Vec<u64> = steps.iter().map(|step| step.skipped_steps.unwrap()).collect();
     assert!(skipped[0] == 1 && (2..10).contains(&skipped[9]), "{skipped:?}");
     assert!(skipped[19] > skipped[9], "it grew until gradients overflowed again: {skipped:?}");
@@ -399,7 +401,7 @@ fn skipped_steps_survive_the_cut() {
 }
 
 #[test]
-fn f16_goes_on_from_bf16_with_its_own_scale() {
+fn f16_continues_from_bf16_with_its_own_scale() {
     let folder = tempfile::tempdir().unwrap();
     train(&job(folder.path(), "run", 1, 5, &["training.dtype=bf16"]));
     let rest = train(&job(folder.path(), "run", 1, 10, &["training.dtype=f16"])).0;
@@ -413,7 +415,7 @@ fn metrics_hold_every_step_once_after_a_crash_between_checkpoints() {
     let config = job(folder.path(), "crash", 2, 12, &[]);
     // The run ends after eight steps. Its last checkpoint is that of step 5.
     run_ranks(2, |group| {
-        let mut observer = trireme_train::Silent;
+        let mut observer = trireme_train::NullObserver;
         let mut short = trainer(&config, group, &mut observer);
         short.run_until(8).unwrap();
     });
@@ -436,7 +438,7 @@ fn another_order_of_samples_is_refused() {
     {
         // The model must not change with seq_len.
         let config = job(folder.path(), "run", 1, 10, &[key, "model.max_position_embeddings=24"]);
-        let mut observer = trireme_train::Silent;
+        let mut observer = trireme_train::NullObserver;
         let error =
             open(&config, trireme_comm::single(), &mut observer).err().expect("a refusal").to_string();
         assert!(error.contains(what) && error.contains("step-5"), "{error}");
@@ -444,7 +446,7 @@ fn another_order_of_samples_is_refused() {
 }
 
 #[test]
-fn starting_anew_moves_the_earlier_run_aside() {
+fn a_new_start_moves_the_earlier_run_aside() {
     let folder = tempfile::tempdir().unwrap();
     let first = train(&job(folder.path(), "run", 1, 5, &[]));
     let config = job(folder.path(), "run", 1, 5, &["checkpoint.resume=never"]);
@@ -474,7 +476,7 @@ fn a_fork_within_one_folder_is_refused() {
     let older = config.run_folder().join("checkpoints/step-5");
     let resume = format!("checkpoint.resume={older:?}");
     let fork = job(folder.path(), "run", 1, 10, &[&resume]);
-    let error = open(&fork, trireme_comm::single(), &mut trireme_train::Silent).err().unwrap();
+    let error = open(&fork, trireme_comm::single(), &mut trireme_train::NullObserver).err().unwrap();
     assert!(error.to_string().contains("cannot resume after step 5"), "{error}");
     // A branch in its own folder is allowed.
     let branch = train(&job(folder.path(), "branch", 1, 10, &[&resume]));
@@ -503,7 +505,7 @@ fn optimizer_state_that_begins_in_the_middle_of_a_run_counts_its_own_updates() {
             let first = train(&job(folder.path(), name, 2, 10, &[&shared[..], &[first]].concat()));
             let keys = [&shared[..], second].concat();
             let parts = stops.iter().map(|&stop| train(&job(folder.path(), name, 2, stop, &keys)));
-            let parts: Vec<Found> = parts.collect();
+            let parts: Vec<RunResult> = parts.collect();
             let steps: Vec<StepBits> = parts.iter().flat_map(|part| part.0.clone()).collect();
             (first.1, steps, parts.last().unwrap().1.clone())
         };

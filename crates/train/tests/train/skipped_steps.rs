@@ -6,7 +6,7 @@ use std::path::Path;
 use trireme_testkit::run_ranks;
 use trireme_train::config::Config;
 use trireme_train::metrics::StepRecord;
-use trireme_train::{Observer, RunFacts};
+use trireme_train::{Observer, RunInfo};
 
 /// An observer that records notices.
 #[derive(Default)]
@@ -16,7 +16,7 @@ impl Observer for Notices {
     fn notice(&mut self, text: &str) {
         self.0.push(text.to_owned());
     }
-    fn begin(&mut self, _: &RunFacts) {}
+    fn begin(&mut self, _: &RunInfo) {}
     fn step(&mut self, _: &StepRecord) {}
     fn checkpoint(&mut self, _: u64, _: &Path) {}
 }
@@ -110,7 +110,7 @@ fn a_validation_without_a_token_that_counts_is_none() {
 }
 
 #[test]
-fn a_skipped_step_is_told_and_recorded() {
+fn a_skipped_step_is_reported_and_recorded() {
     let folder = tempfile::tempdir().unwrap();
     let keys = ["training.dtype=f16", "training.reduce_dtype=f16", "training.loss_scale_initial=16777216"];
     let config = job(folder.path(), "run", 2, 2, &keys);

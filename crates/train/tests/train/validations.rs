@@ -1,6 +1,6 @@
 //! Validations of a run that resumes, and its best checkpoint.
 
-use crate::common::heard::Heard;
+use crate::common::recording_observer::RecordingObserver;
 use crate::common::{job, open, trainer};
 use std::path::Path;
 use trireme_train::RunSummary;
@@ -12,9 +12,9 @@ const VALIDATED: [&str; 3] =
 
 fn train(folder: &Path, run: &str, steps: u64, keys: &[&str]) -> (Config, RunSummary, Vec<String>) {
     let config = job(folder, run, 1, steps, &[&VALIDATED, keys].concat());
-    let mut heard = Heard::default();
-    let summary = trainer(&config, trireme_comm::single(), &mut heard).run().unwrap();
-    (config, summary, heard.notices)
+    let mut observed = RecordingObserver::default();
+    let summary = trainer(&config, trireme_comm::single(), &mut observed).run().unwrap();
+    (config, summary, observed.notices)
 }
 
 /// Returns the names in the folder of the run's checkpoints.
@@ -71,7 +71,7 @@ fn a_run_that_stopped_early_says_so_when_it_resumes() {
 }
 
 #[test]
-fn the_best_checkpoint_before_goes_when_another_is_best() {
+fn the_previous_best_checkpoint_is_removed() {
     let folder = tempfile::tempdir().unwrap();
     let (config, summary, _) = train(folder.path(), "run", 3, &[]);
     assert_eq!(summary.best_validation.map(|(step, _)| step), Some(3));
@@ -104,7 +104,7 @@ fn a_run_without_parameters_to_train_is_refused() {
     let refused = |pattern: &str| {
         let groups = format!("optimizer.groups=[{{ match = {pattern:?}, frozen = true }}]");
         let config = job(folder.path(), "run", 1, 2, &[&groups]);
-        let mut observer = trireme_train::Silent;
+        let mut observer = trireme_train::NullObserver;
         let opened = open(&config, trireme_comm::single(), &mut observer);
         opened.err().map(|error| error.to_string())
     };

@@ -2,7 +2,7 @@
 
 use super::seconds;
 use super::step::{Batches, StepArgs, build, read_model};
-use crate::console::{Measuring, Output};
+use crate::console::{MeasurementStatus, Output};
 use crate::simd::device_options;
 use anyhow::{Result, bail};
 use serde::Serialize;
@@ -14,7 +14,7 @@ use trireme_comm::single;
 use trireme_model::ModelConfig;
 use trireme_optim::OptimizerName;
 use trireme_parallel::{GradNorm, StepPlan};
-use trireme_tensor::probe::{Probe, Traffic, Unit};
+use trireme_tensor::probe::{ExecutionUnit, Probe, Traffic};
 use trireme_tensor::{CallTimer, Device, Precision, TimedCall};
 
 /// Name, config.json and batch of the steps in docs/performance.md.
@@ -150,8 +150,8 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<()> {
     };
     let (device, timer) = Device::timed(device_options(num_threads)?)?;
     let probe = Probe::new(&device, args.seconds);
-    let measuring = Arc::new(Measuring::new());
-    measuring.tell("memory");
+    let measuring = Arc::new(MeasurementStatus::new());
+    measuring.show("memory");
     let copy = Traffic { read: COPY_BYTES, updated: 0, written: COPY_BYTES };
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION"),
@@ -208,10 +208,10 @@ fn measure(
     args: &KernelsArgs,
     (step, precision): (&Step, Precision),
     (probe, device, timer): (&Probe, &Device, &CallTimer),
-    measuring: &Arc<Measuring>,
+    measuring: &Arc<MeasurementStatus>,
 ) -> Result<StepReport> {
     let title = format!("{}, {precision}", step.model);
-    measuring.tell(&title);
+    measuring.show(&title);
     let peaks = probe.peaks(precision);
     let step_args = StepArgs::of_one_worker(precision, (step.batch, step.seq));
     let mut executor = build(&step_args, &step.config, args.optimizer, single(), device)?;
@@ -232,7 +232,7 @@ fn measure(
     }
     let shown = Arc::clone(measuring);
     timer.start(args.seconds, &args.only, move |call| {
-        shown.tell(&format!("{title}: after {} {}", call.kernel, call.shapes));
+        shown.show(&format!("{title}: after {} {}", call.kernel, call.shapes));
     });
     let outcome = run(number + 1);
     let timed = timer.finish();
@@ -257,7 +257,7 @@ fn measure(
     let total = |time: fn(&KernelReport) -> f64| {
         kernels.iter().map(|kernel| kernel.calls as f64 * time(kernel)).sum::<f64>() / 1e3
     };
-    let unit = |precision| Unit::of(device.cpu_features(), precision).to_string();
+    let unit = |precision| ExecutionUnit::of(device.cpu_features(), precision).to_string();
     Ok(StepReport {
         model: step.model.clone(),
         dtype: precision.to_string(),

@@ -1,7 +1,7 @@
 //! `trireme bench layouts`.
 
 use crate::commands::read_file;
-use crate::console::{Measuring, Output};
+use crate::console::{MeasurementStatus, Output};
 use crate::statistics::median;
 use crate::temporary::temporary_folder;
 use anyhow::{Context, Result, bail};
@@ -109,7 +109,7 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
     };
     let folder = temporary_folder("trireme-layouts-")?;
     let runs = &folder.path().join("runs");
-    let measuring = Measuring::new();
+    let measuring = MeasurementStatus::new();
     // All layouts are checked before the first run: a mistake in the last one must not cost the time of the others.
     for layout in &layouts {
         Config::load(&args.config, &overrides(args, layout, runs), None)
@@ -118,7 +118,7 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
     let mut found: Vec<[Vec<f64>; 2]> = vec![Default::default(); layouts.len()];
     for round in 1..=args.rounds {
         for (layout, found) in layouts.iter().zip(&mut found) {
-            measuring.tell(&format!("{layout} (round {round} of {})", args.rounds));
+            measuring.show(&format!("{layout} (round {round} of {})", args.rounds));
             let times = train(args, layout, runs)?;
             found.iter_mut().zip(times).for_each(|(found, time)| found.push(time));
         }

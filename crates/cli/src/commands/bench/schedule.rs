@@ -1,6 +1,6 @@
 //! `trireme bench schedule`.
 
-use crate::console::{Measuring, Output};
+use crate::console::{MeasurementStatus, Output};
 use crate::statistics::median;
 use anyhow::Result;
 use serde::Serialize;
@@ -118,10 +118,10 @@ struct ScheduleReport {
 }
 
 pub(super) fn run(args: &ScheduleArgs) -> Result<()> {
-    let measuring = Measuring::new();
+    let measuring = MeasurementStatus::new();
     let mut schedules = Vec::new();
     for kind in args.schedule.kinds(args.stages_per_rank) {
-        measuring.tell(kind.name());
+        measuring.show(kind.name());
         schedules.push(measure(kind, args)?);
     }
     drop(measuring);

@@ -16,7 +16,9 @@ use trireme_base::{Random, RandomKey, Rank};
 use trireme_codec::Compression;
 use trireme_comm::{Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
-use trireme_model::{Batch, HostBatch, Model, ModelConfig, PassOptions, Rehearsal, set_window, token_specs};
+use trireme_model::{
+    Batch, HostBatch, Model, ModelConfig, ModelProfile, PassOptions, set_window, token_specs,
+};
 use trireme_optim::{LossScaling, OptimizerName, OptimizerOptions, OptimizerSettings};
 use trireme_parallel::{
     Degrees, Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid,
@@ -313,7 +315,7 @@ pub(super) fn build(
         features_max: Some(device.cpu_features()),
         ..DeviceOptions::default()
     };
-    let rehearsal = Rehearsal::of(build, alike, passes, &batch)?;
+    let profile = ModelProfile::of(build, alike, passes, &batch)?;
     let model = build(device)?;
     let optimizer = &OptimizerOptions {
         weight_decay: 0.1,
@@ -328,11 +330,11 @@ pub(super) fn build(
         moves.host = device.host()?;
         moves.folder = args.offload_folder.clone();
     }
-    let chain = chain(model.table(), &rehearsal, Determinism::Layout);
+    let chain = chain(model.table(), &profile, Determinism::Layout);
     let keep = |unit| if chain.keeps(unit) { args.keep } else { Keep::All };
     let keeps: Vec<Keep> = (0..chain.num_units).map(keep).collect();
     let program = recompute(single_stage::program(&chain, 1), &keeps);
-    if !state.is_possible(program.outline.num_microbatches) {
+    if !state.is_possible(program.header.num_microbatches) {
         bail!(
             "--offload: only what --zero-stage {} shards, and activations, can leave the device",
             args.zero_stage
@@ -352,7 +354,7 @@ pub(super) fn build(
         determinism: Determinism::Layout,
     };
     let offload = &moves;
-    let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
+    let setup = ExecutorSetup { model, profile, optimizer, ranks, device, program, options, offload };
     let mut executor = Executor::new(setup)?;
     executor.initialize(args.seed)?;
     Ok(executor)
@@ -376,7 +378,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
     let features_max = Some(features);
     let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
     // Independent workers communicate again only to gather their results.
-    let (group, meeting) = if args.independent { (single(), Some(world)) } else { (world, None) };
+    let (group, results_group) = if args.independent { (single(), Some(world)) } else { (world, None) };
     let config = read_model(&args.model)?;
     let mut executor = build(args, &config, OptimizerName::AdamW, group, &device)?;
     let degree = executor.ranks().sample_place().degree;
@@ -406,7 +408,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
         median(seconds.iter().copied()),
         median(exposed),
     ];
-    let all = gather(meeting.as_ref().unwrap_or(executor.group()), &facts)?;
+    let all = gather(results_group.as_ref().unwrap_or(executor.group()), &facts)?;
     if rank != Rank::ROOT {
         return Ok(());
     }
@@ -419,7 +421,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
             peer: "trireme",
             version: env!("CARGO_PKG_VERSION"),
             model: args.model.file_name().unwrap_or(args.model.as_os_str()).to_string_lossy().into_owned(),
-            params: executor.model().table().whole().num_elements(),
+            params: executor.model().table().full().num_elements(),
             dtype: args.dtype.to_string(),
             fp8: args.fp8.map(|formats| format!("{formats} (emulated)")),
             reduce_dtype: args.reduce_dtype.to_string(),

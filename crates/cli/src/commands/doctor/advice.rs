@@ -7,7 +7,7 @@ use crate::simd::Excluded;
 use serde::Serialize;
 use trireme_base::Bytes;
 use trireme_tensor::CpuFeatures;
-use trireme_tensor::probe::why_absent;
+use trireme_tensor::probe::reason_unsupported;
 
 /// Minimum of available memory. With less, a process may not even start.
 const MEMORY_BYTES_MIN: u64 = 1 << 30;
@@ -88,7 +88,7 @@ pub(super) fn warnings(machine: &Machine, uses: &Uses, is_debug: bool) -> Vec<Ad
         );
     }
     if machine.instruction_sets.contains(&"amx_bf16")
-        && let Some(why) = why_absent(CpuFeatures::AmxBf16)
+        && let Some(why) = reason_unsupported(CpuFeatures::AmxBf16)
     {
         warn(
             format!("this processor has AMX, but bf16 matrix multiplications cannot use it: {why}"),
@@ -115,7 +115,7 @@ mod tests {
     use super::super::transports::TransportFigure;
     use super::*;
     use trireme_tensor::Precision;
-    use trireme_tensor::proof::ProductKernel;
+    use trireme_tensor::verification::MatmulKernel;
 
     /// Returns a machine with two cores and no problems, and its use.
     fn quiet() -> (Machine, Uses) {
@@ -194,7 +194,7 @@ mod tests {
             ),
             (
                 after(|_, uses| {
-                    let kernel = ProductKernel::of(CpuFeatures::Avx512, Precision::F32);
+                    let kernel = MatmulKernel::of(CpuFeatures::Avx512, Precision::F32);
                     uses.excluded.push(Excluded { kernel, reason: "1 is 2".to_owned() });
                 }),
                 "f32 products on fma 512 are not used, because 1 is 2",
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn a_development_build_and_amx_that_is_kept_back_are_told() {
+    fn a_development_build_and_unavailable_amx_are_reported() {
         let (machine, uses) = quiet();
         let in_debug = warnings(&machine, &uses, true).len();
         assert_eq!(in_debug, warnings(&machine, &uses, false).len() + 1);

@@ -57,7 +57,7 @@ pub(super) fn lines(choices: &[Choice]) -> Vec<String> {
 
 /// The algorithms that workers of several hosts would choose; the fields are keys of `--json`.
 #[derive(Debug, Serialize)]
-pub(super) struct HostsFigure {
+pub(super) struct MultiHostChoices {
     pub(super) hosts: usize,
     pub(super) workers_per_host: usize,
     /// Cost of messages between hosts: as given, or typical.
@@ -66,13 +66,13 @@ pub(super) struct HostsFigure {
     pub(super) algorithms: Vec<Choice>,
 }
 
-impl HostsFigure {
+impl MultiHostChoices {
     /// Chooses by `costs`, with sums in their canonical order.
     pub(super) fn new(hosts: usize, workers_per_host: usize, costs: &CostModel) -> Self {
         let host_of: Vec<usize> = (0..hosts * workers_per_host).map(|rank| rank / workers_per_host).collect();
         let placed = Hosts::new(&host_of);
         let choose = |collective, element_bytes| choose(collective, &placed, element_bytes, costs, true);
-        HostsFigure {
+        MultiHostChoices {
             hosts,
             workers_per_host,
             across_latency_seconds: costs.across.latency_seconds,
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_of_several_hosts_spare_a_slow_link() {
+    fn workers_of_several_hosts_choose_hierarchical_algorithms() {
         let costs = CostModel {
             within: LinkCost::of(1.0, 10.0),
             across: LinkCost::of(50.0, 0.1),
@@ -112,10 +112,10 @@ mod tests {
             reduce_seconds_per_byte: 1e-10,
             copy_seconds_per_byte: 1e-10,
         };
-        let figure = HostsFigure::new(2, 4, &costs);
+        let figure = MultiHostChoices::new(2, 4, &costs);
         let all_reduce = figure.algorithms.iter().rfind(|choice| choice.operation == "all_reduce").unwrap();
         assert!(all_reduce.algorithm.starts_with("hierarchical:all:direct:"), "{all_reduce:?}");
-        let alone = HostsFigure::new(8, 1, &CostModel { direct: None, ..costs });
+        let alone = MultiHostChoices::new(8, 1, &CostModel { direct: None, ..costs });
         assert!(alone.algorithms.iter().all(|choice| !choice.algorithm.contains("direct")));
     }
 }

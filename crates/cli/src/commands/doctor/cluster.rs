@@ -5,7 +5,7 @@ use crate::commands::train::world_options;
 use crate::console::Output;
 use crate::host::HostShare;
 use crate::launch::{WorkerEnvironment, before_joining, launch_workers, recorder_folder, work_in_world};
-use crate::numbers::counted;
+use crate::numbers::with_noun;
 use crate::statistics::median;
 use anyhow::{Result, bail};
 use rustix::fs::{Advice, fadvise, statvfs};
@@ -17,7 +17,7 @@ use std::time::Instant;
 use trireme_base::{Bytes, Rank, ranges};
 use trireme_comm::{Buffer, CommError, Group, host_name};
 use trireme_train::config::Config;
-use trireme_train::{preflight, tell_all};
+use trireme_train::{all_gather_json, preflight};
 
 /// Round trips that measure a latency. The quickest counts.
 const NUM_SHORT: usize = 20;
@@ -125,7 +125,7 @@ fn hosts(config: &Config, group: &Group) -> Result<Vec<HostFigure>> {
         cores: share.bound_to(),
         memory_bytes: share.limits.iter().map(|shared| shared.limit.bytes).min().unwrap_or(0),
     };
-    let all = tell_all(group, &own)?;
+    let all = all_gather_json(group, &own)?;
     Ok((0..group.hosts().num_hosts()).map(|host| all[group.hosts().ranks(host)[0].0].clone()).collect())
 }
 
@@ -153,7 +153,7 @@ fn links(group: &Group) -> Result<Vec<LinkFigure>> {
         }
         group.barrier().wait()?;
     }
-    Ok(tell_all(group, &own)?.into_iter().flatten().collect())
+    Ok(all_gather_json(group, &own)?.into_iter().flatten().collect())
 }
 
 fn link(group: &Group, pair: [Rank; 2], place: usize) -> Result<LinkFigure, CommError> {
@@ -191,7 +191,7 @@ fn disks(folder: &Path, group: &Group) -> Result<Vec<DiskFigure>> {
         disk(folder, group)
             .map_err(|error| format!("rank {} cannot use {}: {error}", group.rank(), folder.display()))
     });
-    let all = tell_all(group, &own)?;
+    let all = all_gather_json(group, &own)?;
     if group.rank() == Rank::ROOT {
         // Does nothing if a run has files in the folder.
         let _ = fs::remove_dir(folder);
@@ -261,7 +261,7 @@ fn slow_disks(disks: &[DiskFigure]) -> Vec<String> {
 }
 
 fn print(report: &Report, folder: &Path, group: &Group) -> Result<()> {
-    let (workers, hosts) = (counted(group.world_size(), "worker"), counted(report.hosts.len(), "host"));
+    let (workers, hosts) = (with_noun(group.world_size(), "worker"), with_noun(report.hosts.len(), "host"));
     writeln!(Output, "{workers} on {hosts} over {}", group.transport())?;
     for host in &report.hosts {
         let cores = host.cores.as_ref().map_or_else(String::new, |cores| format!(" on {cores}"));
@@ -270,7 +270,7 @@ fn print(report: &Report, folder: &Path, group: &Group) -> Result<()> {
             "  host {:<20} ranks {:<12} {} a worker{cores}, {} of memory",
             host.name,
             ranges(host.ranks.iter().copied()),
-            counted(host.threads, "thread"),
+            with_noun(host.threads, "thread"),
             Bytes(host.memory_bytes)
         )?;
     }
@@ -301,7 +301,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_much_slower_than_the_others_is_a_problem() {
+    fn much_slower_links_and_disks_are_problems() {
         let link = |second, bytes_per_second| LinkFigure {
             ranks: [0, second],
             latency_seconds: 1e-6,

@@ -186,7 +186,7 @@ model name\t: Intel(R) Xeon(R) Platinum 8481C
     }
 
     #[test]
-    fn everything_that_is_told_is_read() {
+    fn all_reported_facts_are_read() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         for (path, text) in [
@@ -234,7 +234,7 @@ model name\t: Intel(R) Xeon(R) Platinum 8481C
     }
 
     #[test]
-    fn what_is_not_told_or_makes_no_sense_stays_unknown() {
+    fn missing_or_malformed_facts_stay_unknown() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         let nothing = Machine::read(root);

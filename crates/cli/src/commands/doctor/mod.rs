@@ -10,12 +10,12 @@ mod transports;
 use crate::commands::bench::seconds;
 use crate::commands::costs::CostArgs;
 use crate::commands::init::DEFAULT_CONFIG;
-use crate::console::{Measuring, Output};
+use crate::console::{MeasurementStatus, Output};
 use crate::host::HostShare;
 use crate::simd::{Excluded, Proof, Simd};
 use advice::Advice;
 use anyhow::{Context, Result, bail};
-use choices::HostsFigure;
+use choices::MultiHostChoices;
 use machine::Machine;
 use serde::Serialize;
 use serde_json::json;
@@ -24,8 +24,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use transports::TransportFigure;
 use trireme_base::Bytes;
-use trireme_tensor::probe::{ProductSizes, Unit, why_absent};
-use trireme_tensor::proof::ProductKernel;
+use trireme_tensor::probe::{ExecutionUnit, ProductSizes, reason_unsupported};
+use trireme_tensor::verification::MatmulKernel;
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Precision};
 
 const SIZES: [ProductSizes; 1] = [ProductSizes { rows: 512, cols: 512, inner: 512 }];
@@ -133,7 +133,7 @@ struct Uses {
     transports: Vec<TransportFigure>,
     /// The algorithms for several hosts, if `--hosts` asks for them.
     #[serde(skip_serializing_if = "Option::is_none")]
-    hosts: Option<HostsFigure>,
+    hosts: Option<MultiHostChoices>,
 }
 
 #[derive(Debug, Serialize)]
@@ -148,11 +148,11 @@ struct UsedKernel {
 
 impl UsedKernel {
     fn of(simd: &Simd, precision: Precision) -> Self {
-        let ProductKernel { unit, .. } = ProductKernel::of(simd.level, precision);
-        let all = ProductKernel::up_to(CpuFeatures::AmxBf16).into_iter();
+        let MatmulKernel { unit, .. } = MatmulKernel::of(simd.level, precision);
+        let all = MatmulKernel::up_to(CpuFeatures::AmxBf16).into_iter();
         let faster = all.filter(|other| other.precision == precision && other.unit > unit);
-        let reason = |other: ProductKernel| {
-            if let Some(why) = why_absent(other.unit.features()) {
+        let reason = |other: MatmulKernel| {
+            if let Some(why) = reason_unsupported(other.unit.features()) {
                 return format!("{} unavailable: {why}", other.unit);
             }
             let excluded = simd.excluded.iter().find(|excluded| excluded.kernel == other);
@@ -162,7 +162,7 @@ impl UsedKernel {
         UsedKernel {
             precision: precision.to_string(),
             unit: unit.to_string(),
-            is_emulated: precision != Precision::F32 && unit <= Unit::Fma512,
+            is_emulated: precision != Precision::F32 && unit <= ExecutionUnit::Fma512,
             not_used: faster.map(reason).collect(),
         }
     }
@@ -190,13 +190,13 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
         0 => "training cannot run on this machine".to_owned(),
         threads => format!("cannot measure with --threads {threads}"),
     })?;
-    let measuring = Measuring::new();
-    measuring.tell("transports between workers");
+    let measuring = MeasurementStatus::new();
+    measuring.show("transports between workers");
     let transports = transports::check(args.workers, args.costs.given());
     // The costs of the first transport that works: shared memory within hosts, if it is available.
     let costs = transports.iter().find_map(|transport| transport.costs);
     let hosts =
-        costs.filter(|_| args.hosts > 1).map(|costs| HostsFigure::new(args.hosts, args.workers, &costs));
+        costs.filter(|_| args.hosts > 1).map(|costs| MultiHostChoices::new(args.hosts, args.workers, &costs));
     let uses = Uses {
         features: simd.level.to_string(),
         features_reason: simd.reason(),
@@ -288,8 +288,9 @@ fn print_uses(uses: &Uses) -> Result<()> {
         }
     }
     if let Some(figure) = &uses.hosts {
-        let HostsFigure { hosts, workers_per_host, across_latency_seconds, across_seconds_per_byte, .. } =
-            figure;
+        let MultiHostChoices {
+            hosts, workers_per_host, across_latency_seconds, across_seconds_per_byte, ..
+        } = figure;
         let (latency, bandwidth) = (across_latency_seconds * 1e6, 1e-9 / across_seconds_per_byte);
         line(
             &format!("{hosts} hosts"),

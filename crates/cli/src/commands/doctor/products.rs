@@ -1,6 +1,6 @@
 //! Speed of the matrix multiplication kernels.
 
-use crate::console::{Measuring, Output};
+use crate::console::{MeasurementStatus, Output};
 use crate::simd::Simd;
 
 use anyhow::{Context, Result};
@@ -8,7 +8,7 @@ use serde::Serialize;
 use std::io::Write;
 use std::time::Duration;
 use trireme_tensor::probe::{Probe, ProductSizes, Transposes};
-use trireme_tensor::proof::ProductKernel;
+use trireme_tensor::verification::MatmulKernel;
 use trireme_tensor::{Device, DeviceOptions};
 
 /// Speed of one kernel; its fields are keys of `--json`.
@@ -46,18 +46,18 @@ pub(super) fn measure(
     num_threads: usize,
     duration: Duration,
     simd: &Simd,
-    measuring: &Measuring,
+    measuring: &MeasurementStatus,
 ) -> Result<Vec<ProductFigure>> {
     let mut figures = Vec::new();
     let thread_counts = if num_threads == 1 { vec![1] } else { vec![1, num_threads] };
     for size in sizes {
-        for kernel in ProductKernel::up_to(simd.most) {
+        for kernel in MatmulKernel::up_to(simd.max_level) {
             if simd.excluded.iter().any(|excluded| excluded.kernel == kernel) {
                 continue;
             }
-            let ProductKernel { precision, unit } = kernel;
+            let MatmulKernel { precision, unit } = kernel;
             for &num_threads in &thread_counts {
-                measuring.tell(&format!("{precision} on {unit}, {num_threads} threads: {size}"));
+                measuring.show(&format!("{precision} on {unit}, {num_threads} threads: {size}"));
                 figures.push(measure_kernel(kernel, simd, *size, num_threads, duration)?);
             }
         }
@@ -66,13 +66,13 @@ pub(super) fn measure(
 }
 
 fn measure_kernel(
-    kernel: ProductKernel,
+    kernel: MatmulKernel,
     simd: &Simd,
     sizes: ProductSizes,
     num_threads: usize,
     duration: Duration,
 ) -> Result<ProductFigure> {
-    let ProductKernel { precision, unit } = kernel;
+    let MatmulKernel { precision, unit } = kernel;
     let device = Device::cpu(DeviceOptions {
         num_threads,
         features_max: Some(unit.features()),
@@ -95,7 +95,7 @@ fn measure_kernel(
         precision: precision.to_string(),
         features: unit.features().to_string(),
         unit: unit.to_string(),
-        is_used: kernel == ProductKernel::of(simd.level, precision),
+        is_used: kernel == MatmulKernel::of(simd.level, precision),
         threads: num_threads,
         rows: sizes.rows,
         cols: sizes.cols,

@@ -37,7 +37,7 @@ pub(super) struct TransportFigure {
     pub(super) costs: Option<CostModel>,
 }
 
-struct Findings {
+struct TransportMeasurement {
     all_reduce_seconds: f64,
     costs: CostModel,
     algorithms: Vec<Choice>,
@@ -66,7 +66,7 @@ pub(super) fn check(workers: usize, costs: GivenCosts) -> Vec<TransportFigure> {
 }
 
 fn try_transport(transport: TransportChoice, workers: usize, costs: GivenCosts) -> TransportFigure {
-    let found = find_out(transport, workers, costs);
+    let found = measure_transport(transport, workers, costs);
     let (error, findings) = (found.as_ref().err().map(|error| format!("{error:#}")), found.ok());
     TransportFigure {
         name: transport.to_string(),
@@ -81,7 +81,11 @@ fn try_transport(transport: TransportChoice, workers: usize, costs: GivenCosts) 
     }
 }
 
-fn find_out(transport: TransportChoice, workers: usize, costs: GivenCosts) -> anyhow::Result<Findings> {
+fn measure_transport(
+    transport: TransportChoice,
+    workers: usize,
+    costs: GivenCosts,
+) -> anyhow::Result<TransportMeasurement> {
     let master_port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let options = |rank| JoinOptions {
         master_port,
@@ -101,7 +105,7 @@ fn find_out(transport: TransportChoice, workers: usize, costs: GivenCosts) -> an
         let found = ended.map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
         Ok::<_, io::Error>(found.collect::<Vec<_>>())
     })?;
-    let slower = |one: Findings, other: Findings| Findings {
+    let slower = |one: TransportMeasurement, other: TransportMeasurement| TransportMeasurement {
         all_reduce_seconds: one.all_reduce_seconds.max(other.all_reduce_seconds),
         ..one
     };
@@ -109,7 +113,7 @@ fn find_out(transport: TransportChoice, workers: usize, costs: GivenCosts) -> an
     found.into_iter().reduce(slower).context("there is at least one worker")
 }
 
-fn work(options: &JoinOptions) -> Result<Findings, CommError> {
+fn work(options: &JoinOptions) -> Result<TransportMeasurement, CommError> {
     let group = join(options)?;
     let mut buffer = group.buffer::<f32>(NUM_ELEMENTS)?;
     let mut best = f64::INFINITY;
@@ -119,7 +123,7 @@ fn work(options: &JoinOptions) -> Result<Findings, CommError> {
         best = best.min(start.elapsed().as_secs_f64());
     }
     group.barrier().wait()?;
-    Ok(Findings {
+    Ok(TransportMeasurement {
         all_reduce_seconds: best,
         costs: group.costs(),
         algorithms: choices(|collective, element_bytes| group.algorithm(collective, element_bytes)),

@@ -130,7 +130,7 @@ impl Producers {
     fn end_for(&self, rank: &RankTimeline, action: Action) -> Option<u64> {
         let pipeline = rank.place.data_rank;
         match action {
-            Action::Step { .. } if !rank.outline.stages.is_empty() && rank.outline.asynchronous.is_none() => {
+            Action::Step { .. } if !rank.header.stages.is_empty() && rank.header.asynchronous.is_none() => {
                 self.last_passes.get(&pipeline).copied()
             }
             _ => self.sends.get(&(pipeline, action.awaited_message()?)).copied(),
@@ -158,7 +158,7 @@ mod tests {
         let actions: Vec<_> = program.actions.iter().zip(times).map(&mut act).collect();
         assert_eq!(actions.len(), program.actions.len());
         let place = RankPlace { rank: index, pipeline_rank: index, data_rank: 0, host: 0 };
-        RankTimeline { place, outline: program.outline, peak_flops: peak, duration: 200, actions }
+        RankTimeline { place, header: program.header, peak_flops: peak, duration: 200, actions }
     }
 
     fn step(peaks: [Option<f64>; 2]) -> TracedStep {

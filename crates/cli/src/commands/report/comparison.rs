@@ -59,14 +59,14 @@ impl Comparison {
 }
 
 /// The kind of an action, whatever its microbatch: pipeline rank, action and unit.
-type Kind = (usize, Discriminant<Action>, usize);
+type ActionKind = (usize, Discriminant<Action>, usize);
 
 /// Sum of the nanoseconds, and number of actions, of each kind.
-struct Costs(HashMap<Kind, (u64, u64)>);
+struct Costs(HashMap<ActionKind, (u64, u64)>);
 
 impl Costs {
     fn of(step: &TracedStep) -> Costs {
-        let mut costs: HashMap<Kind, (u64, u64)> = HashMap::new();
+        let mut costs: HashMap<ActionKind, (u64, u64)> = HashMap::new();
         for rank in &step.ranks {
             for traced in &rank.actions {
                 let (sum, number) = costs.entry(kind(rank.place.pipeline_rank, traced.action)).or_default();
@@ -86,7 +86,7 @@ impl Costs {
     }
 }
 
-fn kind(rank: usize, action: Action) -> Kind {
+fn kind(rank: usize, action: Action) -> ActionKind {
     (rank, discriminant(&action), action.unit())
 }
 
@@ -147,7 +147,7 @@ mod tests {
         };
         let actions = program.actions.iter().zip(times).map(&mut act).collect();
         let place = RankPlace { rank: pipeline_rank, pipeline_rank, data_rank: 0, host: 0 };
-        RankTimeline { place, outline: program.outline, peak_flops: None, duration: now, actions }
+        RankTimeline { place, header: program.header, peak_flops: None, duration: now, actions }
     }
 
     #[test]

@@ -2,8 +2,8 @@
 
 use super::record_lines::RecordLines;
 use crate::console::Output;
-use crate::hang::plain;
-use crate::remarks::remark;
+use crate::diagnostics::print_diagnostic;
+use crate::hang::escape_controls;
 use anyhow::{Context, Result, bail};
 use std::cmp::Ordering;
 use std::fmt;
@@ -11,7 +11,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use trireme_base::with_sources;
 use trireme_train::config::Config;
-use trireme_train::metrics::{Bits, HASH_LINE_BYTES_MAX, HASHES_FILE, HashRecord, TensorBits};
+use trireme_train::metrics::{HASH_LINE_BYTES_MAX, HASHES_FILE, HashRecord, HexBits, TensorHashes};
 use trireme_train::{CONFIG_TOML, training_changes};
 
 const EXAMPLES: &str = "\
@@ -46,7 +46,7 @@ pub(super) fn run(args: &DiffArgs) -> Result<()> {
     let changes = config_changes(folders);
     if !changes.is_empty() {
         writeln!(Output, "configs differ in what affects training:")?;
-        changes.iter().try_for_each(|change| writeln!(Output, "  {}", plain(change)))?;
+        changes.iter().try_for_each(|change| writeln!(Output, "  {}", escape_controls(change)))?;
     }
     write!(Output, "{}", equal.to_text())?;
     match difference {
@@ -62,8 +62,8 @@ pub(super) fn run(args: &DiffArgs) -> Result<()> {
 fn first_difference(folders: [&Path; 2]) -> Result<(Equal, Option<String>)> {
     let [mut left, mut right] = [Steps::open(folders[0])?, Steps::open(folders[1])?];
     let mut equal = Equal::default();
-    let mut heads = [left.next()?, right.next()?];
-    while let [Some(of_left), Some(of_right)] = &heads {
+    let mut current = [left.next()?, right.next()?];
+    while let [Some(of_left), Some(of_right)] = &current {
         let order = of_left.step.cmp(&of_right.step);
         if order == Ordering::Equal {
             let difference = compare([of_left, of_right], folders, &equal)?;
@@ -73,10 +73,10 @@ fn first_difference(folders: [&Path; 2]) -> Result<(Equal, Option<String>)> {
             equal.add(of_left.step);
         }
         if order.is_le() {
-            heads[0] = left.next()?;
+            current[0] = left.next()?;
         }
         if order.is_ge() {
-            heads[1] = right.next()?;
+            current[1] = right.next()?;
         }
     }
     if equal.last.is_none() {
@@ -94,7 +94,7 @@ fn config_changes(folders: [&Path; 2]) -> Vec<String> {
     match folders.map(|folder| Config::file_values(&folder.join(CONFIG_TOML))) {
         [Ok(left), Ok(right)] => training_changes(&left, &right),
         [Err(error), _] | [_, Err(error)] => {
-            remark(&format!("warning: the configs are not compared: {}", with_sources(&error)));
+            print_diagnostic(&format!("warning: the configs are not compared: {}", with_sources(&error)));
             Vec::new()
         }
     }
@@ -179,7 +179,7 @@ impl Steps {
     fn read(&mut self) -> Result<Option<HashRecord>> {
         let Some((_, line)) = self.lines.read()? else { return Ok(None) };
         let record = serde_json::from_slice(line);
-        record.map(Some).with_context(|| format!("{} is not a record of hashes", self.lines.place()))
+        record.map(Some).with_context(|| format!("{} is not a record of hashes", self.lines.location()))
     }
 
     fn next(&mut self) -> Result<Option<Step>> {
@@ -189,7 +189,7 @@ impl Steps {
         while let Some(record) = next {
             match record.step.cmp(&step.step) {
                 Ordering::Less => {
-                    bail!("{} has an earlier step than the line above it", self.lines.place())
+                    bail!("{} has an earlier step than the line above it", self.lines.location())
                 }
                 Ordering::Greater => {
                     self.ahead = Some(record);
@@ -214,10 +214,10 @@ fn compare(steps: [&Step; 2], folders: [&Path; 2], equal: &Equal) -> Result<Opti
     }
     let [Some(left), Some(right)] = [steps[0].parameters(), steps[1].parameters()] else { return Ok(None) };
     let tensors = Tensors::of([left, right])?;
-    let differing = tensors.differing(Part::Parameter);
+    let differing = tensors.differing(HashedTensor::Parameter);
     let Some(first) = differing.first() else { return Ok(None) };
     let when = if step == 0 { "the first step".to_owned() } else { format!("the step after step {step}") };
-    let counted = tensors.counts(&[Part::Parameter]);
+    let counted = tensors.counts(&[HashedTensor::Parameter]);
     let who = match [&steps[0].started, &steps[1].started] {
         [Some(_), Some(_)] => "the runs".to_owned(),
         [Some(_), None] => folders[0].display().to_string(),
@@ -242,9 +242,9 @@ fn compare_trained(records: [&HashRecord; 2], folders: [&Path; 2], equal: &Equal
         _ => Tensors(Vec::new()),
     };
     let (of_gradients, of_parameters) =
-        (tensors.differing(Part::Gradient), tensors.differing(Part::Parameter));
+        (tensors.differing(HashedTensor::Gradient), tensors.differing(HashedTensor::Parameter));
     let (what, meaning) = if losses[0] != losses[1] {
-        let [left, right] = losses.map(|loss| loss.map_or(f64::NAN, |Bits(bits)| f64::from_bits(bits)));
+        let [left, right] = losses.map(|loss| loss.map_or(f64::NAN, |HexBits(bits)| f64::from_bits(bits)));
         let gradient =
             of_gradients.first().map(|first| format!("; backward then computes the gradient of {first}"));
         let meaning = "the parameters before the step are equal, so the samples or the forward passes differ: data, seed, dtype or layout";
@@ -264,41 +264,41 @@ fn compare_trained(records: [&HashRecord; 2], folders: [&Path; 2], equal: &Equal
         return Ok(None);
     };
     let meaning = equal.gap(step).unwrap_or_else(|| meaning.to_owned());
-    let counts = tensors.counts(&[Part::Gradient, Part::Parameter]);
+    let counts = tensors.counts(&[HashedTensor::Gradient, HashedTensor::Parameter]);
     Ok(Some(format!("first difference: step {step}, {what}\n  {meaning}\n{counts}")))
 }
 
 /// A tensor of two runs, with the name of its unit.
 struct Tensor<'a> {
     unit: &'a str,
-    of_runs: [&'a TensorBits; 2],
+    of_runs: [&'a TensorHashes; 2],
 }
 
 impl fmt::Display for Tensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} of unit {}", plain(&self.of_runs[0].name), plain(self.unit))
+        write!(f, "{} of unit {}", escape_controls(&self.of_runs[0].name), escape_controls(self.unit))
     }
 }
 
 /// The two hashes of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
+enum HashedTensor {
     Gradient,
     Parameter,
 }
 
-impl Part {
+impl HashedTensor {
     fn plural(self) -> &'static str {
         match self {
-            Part::Gradient => "gradients",
-            Part::Parameter => "parameters",
+            HashedTensor::Gradient => "gradients",
+            HashedTensor::Parameter => "parameters",
         }
     }
 
-    fn of(self, tensor: &TensorBits) -> Option<Bits> {
+    fn of(self, tensor: &TensorHashes) -> Option<HexBits> {
         match self {
-            Part::Gradient => tensor.gradient,
-            Part::Parameter => Some(tensor.parameter),
+            HashedTensor::Gradient => tensor.gradient,
+            HashedTensor::Parameter => Some(tensor.parameter),
         }
     }
 }
@@ -316,7 +316,7 @@ impl<'a> Tensors<'a> {
             let units = record.units.iter();
             units.flat_map(|unit| unit.tensors.iter().map(|tensor| (&*unit.unit, tensor))).collect::<Vec<_>>()
         });
-        let names = |(unit, tensor): &(&'a str, &'a TensorBits)| (*unit, &*tensor.name);
+        let names = |(unit, tensor): &(&'a str, &'a TensorHashes)| (*unit, &*tensor.name);
         let is_same = left.iter().map(names).eq(right.iter().map(names));
         if !is_same {
             bail!(
@@ -331,22 +331,23 @@ impl<'a> Tensors<'a> {
     }
 
     /// Returns the tensors whose `part` differs, in the order in which a step computes them: gradients from the last one to the first.
-    fn differing(&self, part: Part) -> Vec<&Tensor<'a>> {
+    fn differing(&self, part: HashedTensor) -> Vec<&Tensor<'a>> {
         let differs = |tensor: &&Tensor<'_>| part.of(tensor.of_runs[0]) != part.of(tensor.of_runs[1]);
         let mut found: Vec<_> = self.0.iter().filter(differs).collect();
-        if part == Part::Gradient {
+        if part == HashedTensor::Gradient {
             found.reverse();
         }
         found
     }
 
     /// Returns a line that says how many tensors differ in each of `parts`; empty for a step without tensors.
-    fn counts(&self, parts: &[Part]) -> String {
+    fn counts(&self, parts: &[HashedTensor]) -> String {
         if self.0.is_empty() {
             return String::new();
         }
-        let count =
-            |part: &Part| format!("{} of {} {}", self.differing(*part).len(), self.0.len(), part.plural());
+        let count = |part: &HashedTensor| {
+            format!("{} of {} {}", self.differing(*part).len(), self.0.len(), part.plural())
+        };
         format!("  {} differ in this record\n", parts.iter().map(count).collect::<Vec<_>>().join(" and "))
     }
 }
@@ -354,21 +355,21 @@ impl<'a> Tensors<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trireme_train::metrics::UnitBits;
+    use trireme_train::metrics::UnitHashes;
 
     /// Creates a record of two units, whose hashes are 0 except for 1 in the changed ones.
-    fn record(step: u64, loss: Option<f64>, changed: &[(&str, Part)]) -> HashRecord {
+    fn record(step: u64, loss: Option<f64>, changed: &[(&str, HashedTensor)]) -> HashRecord {
         let tensor = |name: &str| {
-            let bits = |part| Bits(u64::from(changed.contains(&(name, part))));
-            let gradient = loss.map(|_| bits(Part::Gradient));
-            TensorBits { name: name.to_owned(), gradient, parameter: bits(Part::Parameter) }
+            let bits = |part| HexBits(u64::from(changed.contains(&(name, part))));
+            let gradient = loss.map(|_| bits(HashedTensor::Gradient));
+            TensorHashes { name: name.to_owned(), gradient, parameter: bits(HashedTensor::Parameter) }
         };
-        let unit = |unit: &str, names: [&str; 2]| UnitBits {
+        let unit = |unit: &str, names: [&str; 2]| UnitHashes {
             unit: unit.to_owned(),
             tensors: names.map(tensor).into(),
         };
         let units = vec![unit("block", ["a", "b"]), unit("head", ["c", "d"])];
-        HashRecord { step, loss: loss.map(|loss| Bits(loss.to_bits())), units }
+        HashRecord { step, loss: loss.map(|loss| HexBits(loss.to_bits())), units }
     }
 
     /// Compares runs with these records.
@@ -387,28 +388,28 @@ mod tests {
     }
 
     #[track_caller]
-    fn tells(runs: [&[HashRecord]; 2], facts: &[&str]) {
+    fn assert_contains(runs: [&[HashRecord]; 2], facts: &[&str]) {
         let text = diff(runs).unwrap();
         facts.iter().for_each(|fact| assert!(text.contains(fact), "no '{fact}' in {text}"));
     }
 
     #[test]
     fn the_first_difference_in_the_order_of_cause_and_effect_is_named() {
-        use Part::{Gradient, Parameter};
+        use HashedTensor::{Gradient, Parameter};
         let common = [record(0, None, &[]), record(1, Some(2.0), &[])];
         let [start, first] = &common;
         let with = |last: HashRecord| [start.clone(), first.clone(), last];
         let plain = with(record(2, Some(1.5), &[]));
         assert_eq!(diff([&plain, &plain]).unwrap(), "equal: 3 records in common, of steps 0 to 2\n");
         let later = [("d", Parameter), ("b", Gradient), ("c", Gradient), ("a", Gradient)];
-        tells(
+        assert_contains(
             [&plain, &with(record(2, Some(1.25), &later))],
             &[
                 "step 2, in the loss: 1.5 and 1.25; backward then computes the gradient of c of unit head",
                 "3 of 4 gradients and 1 of 4",
             ],
         );
-        tells(
+        assert_contains(
             [&plain, &with(record(2, Some(1.5), &later))],
             &[
                 "equal: 2 records in common, of steps 0 to 1",
@@ -416,27 +417,28 @@ mod tests {
                 "backward pass of this unit",
             ],
         );
-        tells(
+        assert_contains(
             [&plain, &with(record(2, Some(1.5), &later[..1]))],
             &["step 2, after the update, in the parameter d of unit head", "learning rate"],
         );
         let skipped = HashRecord { units: Vec::new(), ..record(2, Some(1.5), &[]) };
-        tells([&plain, &with(skipped)], &["step 2, in the update, which only RIGHT skipped"]);
-        tells(
+        assert_contains([&plain, &with(skipped)], &["step 2, in the update, which only RIGHT skipped"]);
+        assert_contains(
             [&[record(0, None, &[("b", Parameter)])], &plain],
             &["before the first step", "b of unit block", "seeds"],
         );
     }
 
     #[test]
-    fn a_changed_checkpoint_is_told_from_a_step_and_missing_steps_are_reported() {
-        let steps = |range: std::ops::RangeInclusive<u64>, changed: &[(&str, Part)]| -> Vec<HashRecord> {
-            range.map(|step| record(step, Some(1.0), changed)).collect()
-        };
+    fn a_changed_checkpoint_is_distinguished_from_a_step_and_missing_steps_are_reported() {
+        let steps =
+            |range: std::ops::RangeInclusive<u64>, changed: &[(&str, HashedTensor)]| -> Vec<HashRecord> {
+                range.map(|step| record(step, Some(1.0), changed)).collect()
+            };
         let whole = steps(1..=4, &[]);
-        let changed = [("b", Part::Parameter)];
+        let changed = [("b", HashedTensor::Parameter)];
         let resumed = [steps(1..=2, &[]), vec![record(2, None, &changed)], steps(3..=4, &changed)].concat();
-        tells(
+        assert_contains(
             [&whole, &resumed],
             &[
                 "equal: the records of step 1\n",
@@ -444,11 +446,17 @@ mod tests {
                 "RIGHT resumed after step 2",
             ],
         );
-        tells([&resumed[2..], &whole], &["LEFT resumed after step 2"]);
+        assert_contains([&resumed[2..], &whole], &["LEFT resumed after step 2"]);
         let other = steps(4..=4, &changed);
-        tells([&whole, &other], &["step 4, after the update", "no earlier step is recorded by both runs"]);
+        assert_contains(
+            [&whole, &other],
+            &["step 4, after the update", "no earlier step is recorded by both runs"],
+        );
         let other = [&whole[..1], &other].concat();
-        tells([&whole, &other], &["no step between 1 and 4 is recorded by both runs", "hash_interval = 1"]);
+        assert_contains(
+            [&whole, &other],
+            &["no step between 1 and 4 is recorded by both runs", "hash_interval = 1"],
+        );
         let refused = diff([&whole, &steps(5..=6, &[])]).unwrap_err().to_string();
         assert!(refused.contains("no recorded step in common"), "{refused}");
         let mut other = record(1, Some(1.0), &[]);

@@ -2,7 +2,7 @@
 
 use trireme_planner::StepTimeline;
 use trireme_schedule::pipeline::{Pass, PassKind, Schedule, Span, Timeline, WeightVersions};
-use trireme_schedule::{Action, Outline, Program};
+use trireme_schedule::{Action, Program, ProgramHeader};
 
 /// The passes of a step, when they ran, and the updates after them.
 pub(super) struct StepPicture {
@@ -15,15 +15,15 @@ pub(super) struct StepPicture {
 impl StepPicture {
     /// Builds the picture of the ranks of one pipeline. Consecutive passes of a stage's units become one pass.
     pub(super) fn new(programs: &[Program], timeline: &StepTimeline) -> Self {
-        let outline = &programs[0].outline;
-        let stage_ranks = match &outline.stages[..] {
+        let header = &programs[0].header;
+        let stage_ranks = match &header.stages[..] {
             [] => vec![0],
             stages => stages.iter().map(|stage| stage.rank).collect(),
         };
         let mut schedule = Schedule {
-            num_microbatches: outline.microbatches_per_step(),
-            num_steps: outline.num_steps(),
-            weights: outline.asynchronous.map_or(WeightVersions::Drained, |found| found.weights),
+            num_microbatches: header.microbatches_per_step(),
+            num_steps: header.num_steps(),
+            weights: header.asynchronous.map_or(WeightVersions::Drained, |found| found.weights),
             stage_ranks,
             ranks: vec![Vec::new(); programs.len()],
         };
@@ -35,9 +35,9 @@ impl StepPicture {
         };
         let mut push_all = |kinds: fn(PassKind) -> bool, drawn: &mut Timeline| {
             for (rank, (program, spans)) in programs.iter().zip(&timeline.ranks).enumerate() {
-                let mut num_updates = vec![0; outline.chain.num_units];
+                let mut num_updates = vec![0; header.chain.num_units];
                 for (&action, &span) in program.actions.iter().zip(spans) {
-                    let pass = pass_of(action, outline, &mut num_updates);
+                    let pass = pass_of(action, header, &mut num_updates);
                     if let Some(pass) = pass.filter(|pass| kinds(pass.kind)) {
                         push(&mut schedule.ranks[rank], &mut drawn.ranks[rank], pass, span);
                         drawn.busy[rank] += span.ticks();
@@ -45,7 +45,7 @@ impl StepPicture {
                 }
             }
         };
-        let is_drained = outline.asynchronous.is_none();
+        let is_drained = header.asynchronous.is_none();
         // Without a drain, updates run between the passes.
         push_all(if is_drained { |kind| kind != PassKind::Update } else { |_| true }, &mut drawn);
         let bubble = drawn.bubble();
@@ -58,8 +58,8 @@ impl StepPicture {
 
 /// Returns the pass of a stage that an action belongs to. `num_updates` counts the updates of each unit so far. Recomputation belongs to
 /// backward.
-fn pass_of(action: Action, outline: &Outline, num_updates: &mut [usize]) -> Option<Pass> {
-    let is_of = |unit: usize| outline.stages.iter().position(|stage| stage.units.contains(&unit));
+fn pass_of(action: Action, header: &ProgramHeader, num_updates: &mut [usize]) -> Option<Pass> {
+    let is_of = |unit: usize| header.stages.iter().position(|stage| stage.units.contains(&unit));
     let stage = is_of(action.unit()).unwrap_or(0);
     match action {
         Action::Forward { microbatch, .. } => Some(Pass::forward(stage, microbatch)),
@@ -70,7 +70,7 @@ fn pass_of(action: Action, outline: &Outline, num_updates: &mut [usize]) -> Opti
         Action::BackwardWeight { microbatch, .. } => Some(Pass::backward_weight(stage, microbatch)),
         Action::Step { unit } => {
             num_updates[unit] += 1;
-            Some(Pass::update(stage, num_updates[unit] * outline.microbatches_per_step() - 1))
+            Some(Pass::update(stage, num_updates[unit] * header.microbatches_per_step() - 1))
         }
         _ => None,
     }

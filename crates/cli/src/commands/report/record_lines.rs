@@ -30,7 +30,7 @@ impl RecordLines {
     }
 
     /// Returns the place of the last line that was read, for errors.
-    pub(super) fn place(&self) -> String {
+    pub(super) fn location(&self) -> String {
         format!("line {} of {}", self.number, self.path.display())
     }
 

@@ -1,8 +1,8 @@
 //! The step records of a run, as reports read them.
 
 use super::record_lines::RecordLines;
-use crate::numbers::counted;
-use crate::remarks::remark;
+use crate::diagnostics::print_diagnostic;
+use crate::numbers::with_noun;
 use crate::statistics::median;
 use anyhow::{Result, bail};
 use serde::{Deserialize, Deserializer};
@@ -42,34 +42,34 @@ fn measured<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Option<
 
 /// The unit in which a run counts its progress and its speed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Unit {
+pub(super) enum ProgressUnit {
     Tokens,
     Samples,
 }
 
-impl Unit {
+impl ProgressUnit {
     pub(super) fn plural(self) -> &'static str {
         match self {
-            Unit::Tokens => "tokens",
-            Unit::Samples => "samples",
+            ProgressUnit::Tokens => "tokens",
+            ProgressUnit::Samples => "samples",
         }
     }
 }
 
 impl Record {
     /// Returns the number of units on which the run has trained so far.
-    pub(super) fn amount(&self, unit: Unit) -> Option<u64> {
+    pub(super) fn amount(&self, unit: ProgressUnit) -> Option<u64> {
         match unit {
-            Unit::Tokens => self.tokens,
-            Unit::Samples => self.samples,
+            ProgressUnit::Tokens => self.tokens,
+            ProgressUnit::Samples => self.samples,
         }
     }
 
     /// Returns the speed of all workers together, in units per second.
-    pub(super) fn per_second(&self, unit: Unit) -> Option<f64> {
+    pub(super) fn per_second(&self, unit: ProgressUnit) -> Option<f64> {
         match unit {
-            Unit::Tokens => self.tokens_per_second,
-            Unit::Samples => self.samples_per_second,
+            ProgressUnit::Tokens => self.tokens_per_second,
+            ProgressUnit::Samples => self.samples_per_second,
         }
     }
 }
@@ -83,7 +83,7 @@ impl Records {
     pub(super) fn read(run_folder: &Path) -> Result<Self> {
         let (records, skipped) = read_records(run_folder)?;
         let skipped = skipped.map(|Skipped { num_lines, first }| {
-            let (lines, path) = (counted(num_lines, "line"), records_file(run_folder));
+            let (lines, path) = (with_noun(num_lines, "line"), records_file(run_folder));
             format!("skipped {lines} of {} without a step record; the first is line {first}", path.display())
         });
         match skipped {
@@ -91,7 +91,7 @@ impl Records {
                 bail!("{} has no step record: {skipped}", run_folder.display())
             }
             None if records.is_empty() => bail!("{} has no recorded steps yet", run_folder.display()),
-            Some(skipped) => remark(&format!("warning: {skipped}")),
+            Some(skipped) => print_diagnostic(&format!("warning: {skipped}")),
             None => {}
         }
         Ok(Records(records))
@@ -109,8 +109,8 @@ impl Records {
         &self.0[self.0.len() - 1]
     }
 
-    pub(super) fn unit(&self) -> Unit {
-        if self.last().tokens.is_some() { Unit::Tokens } else { Unit::Samples }
+    pub(super) fn unit(&self) -> ProgressUnit {
+        if self.last().tokens.is_some() { ProgressUnit::Tokens } else { ProgressUnit::Samples }
     }
 
     /// Returns the steps that measured a finite validation loss, with that loss.
@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_validation_that_was_not_finite_is_told_from_none() {
+    fn a_validation_that_was_not_finite_is_distinguished_from_none() {
         let read = |rest: &str| -> Record {
             serde_json::from_str(&format!("{{\"step\":1,\"memory_peak_bytes\":{{}}{rest}}}")).unwrap()
         };

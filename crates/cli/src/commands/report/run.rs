@@ -5,7 +5,7 @@ use super::html::loss_picture;
 use super::records::{Record, Records, baseline};
 use crate::commands::write_file;
 use crate::console::Output;
-use crate::remarks::remark;
+use crate::diagnostics::print_diagnostic;
 use anyhow::Result;
 use std::io::Write;
 use std::path::PathBuf;
@@ -61,7 +61,7 @@ pub(super) fn run(args: &RunArgs) -> Result<()> {
                 let last = steps.last().map(|step| Breakdown::of(step).to_text());
                 write!(out, "{}", last.unwrap_or_default())?;
             }
-            Err(error) => remark(&format!("warning: {}", with_sources(&error))),
+            Err(error) => print_diagnostic(&format!("warning: {}", with_sources(&error))),
         }
     }
     if let Some(path) = &args.svg {

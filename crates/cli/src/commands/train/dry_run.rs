@@ -1,9 +1,9 @@
 //! `trireme train --dry-run`: checks a run and prints what it would do.
 
-use super::preparation::{check, check_plan, check_weights, with_length};
-use super::process::Process;
+use super::preparation::{check, check_plan, check_weights, with_steps};
+use super::process::ProcessContext;
 use crate::console::Output;
-use crate::planning::{Blueprint, Job, Workers, language_model, sequences_of};
+use crate::planning::{PlannedRun, Workers, Workload, language_model, sequences_of};
 use anyhow::Result;
 use std::io::Write;
 use trireme_data::Corpus;
@@ -16,25 +16,25 @@ const CHECKED_BYTES_MAX: u64 = 64 << 20;
 
 /// Performs the checks that `train` makes before its first step, and prints what the run would do. Writes nothing, and reads at most 64 MiB
 /// of unprepared text.
-pub(super) fn dry_run(config: &Config, process: Process<'_>) -> Result<()> {
+pub(super) fn dry_run(config: &Config, process: ProcessContext<'_>) -> Result<()> {
     if let Some(earlier) = earlier_run(config)? {
         return Err(earlier.into());
     }
     let workers = Workers::local(config, &process.share.limits, process.features);
     let source = process.source;
     let mut text = String::new();
-    let (config, plan) = match process.own {
+    let (config, plan) = match process.custom_task {
         Some(task) => {
-            let config = with_length(config.clone(), None, process)?;
+            let config = with_steps(config.clone(), None, process)?;
             let sample = Samples::open(&**task, &config)?.train.sample();
             check_weights(&config)?;
-            let blueprint = Blueprint::Task { task: &**task, sample: &sample };
-            let plan = check_plan(Job { config: &config, source, blueprint, workers })?;
+            let workload = Workload::Task { task: &**task, sample: &sample };
+            let plan = check_plan(PlannedRun { config: &config, source, workload, workers })?;
             (config, plan)
         }
         None => match current_corpus(config)? {
             Some(found) => {
-                let config = with_length(config.clone(), Some(found.version), process)?;
+                let config = with_steps(config.clone(), Some(found.version), process)?;
                 let corpus = Corpus::open(&config.data().folder)?;
                 let (tokens, folder) = (corpus.train.tokens.num_tokens(), corpus.folder.display());
                 text += &format!("data: {tokens} tokens to train on, in {folder}\n");
@@ -49,8 +49,8 @@ pub(super) fn dry_run(config: &Config, process: Process<'_>) -> Result<()> {
                 text += &format!("data: would be prepared from {inputs} into {folder}\n");
                 check_weights(config)?;
                 let model = language_model(config)?;
-                let blueprint = Blueprint::Language { model: &model, sequences: sequences_of(config) };
-                let plan = check_plan(Job { config, source, blueprint, workers })?;
+                let workload = Workload::Language { model: &model, sequences: sequences_of(config) };
+                let plan = check_plan(PlannedRun { config, source, workload, workers })?;
                 (config.clone(), plan)
             }
         },

@@ -8,19 +8,19 @@ mod worker;
 
 use super::check_config_path;
 use super::init::DEFAULT_CONFIG;
-use crate::bounded::within;
-use crate::death::Death;
+use crate::diagnostics::{print_diagnostic, set_format};
 use crate::host::HostShare;
 use crate::launch::{
     LaunchError, LocalWorld, OnSignal, WorkerEnvironment, before_joining, interface, is_under_launcher,
     join_options, run_local_workers, work_in_world, worker_command,
 };
-use crate::planning::{Source, Workers};
-use crate::remarks::{remark, set_format};
+use crate::planning::{ConfigSource, Workers};
+use crate::process_state::AbnormalExit;
 use crate::simd::{Proof, Simd};
+use crate::timeout::run_with_timeout;
 use anyhow::{Result, bail};
-use preparation::{prepare_run, with_length};
-use process::{Process, log_folder};
+use preparation::{prepare_run, with_steps};
+use process::{ProcessContext, log_folder};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -28,8 +28,8 @@ use trireme_base::{Heartbeat, Rank};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, single};
 use trireme_parallel::Determinism;
-use trireme_train::config::{Comm, Config, Resume, Subject};
-use trireme_train::{FLIGHT_RECORDER_FOLDER, Task, TrainError, preflight, tell_all};
+use trireme_train::config::{Comm, Config, Resume, TaskKind};
+use trireme_train::{FLIGHT_RECORDER_FOLDER, Task, TrainError, all_gather_json, preflight};
 use worker::train;
 
 /// Maximum time to list the run's checkpoints after a worker has died.
@@ -76,7 +76,7 @@ pub(crate) struct TrainArgs {
     overrides: Vec<String>,
 }
 
-/// Runs `trireme train` for a language model, or for the program's `own` task.
+/// Runs `trireme train` for a language model, or for the program's `custom_task` task.
 pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>>) -> Result<()> {
     let environment = WorkerEnvironment::of_this_process()?;
     if let Some(WorkerEnvironment { world_size, .. }) = environment
@@ -93,8 +93,8 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     overrides.extend(args.resume.as_ref().map(|resume| format!("checkpoint.resume={resume}")));
     let world_size = environment.as_ref().map(|environment| environment.world_size);
     let is_ours = environment.is_none();
-    let subject = if own.is_some() { Subject::OwnTask } else { Subject::LanguageModel };
-    let source = Source { path: &args.config, overrides: &overrides, world_size, subject };
+    let subject = if own.is_some() { TaskKind::CustomTask } else { TaskKind::LanguageModel };
+    let source = ConfigSource { path: &args.config, overrides: &overrides, world_size, subject };
     let (config, simd) = before_joining(environment.as_ref(), || {
         check_config_path(&args.config)?;
         let config = source.load(&[])?;
@@ -103,8 +103,8 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     })?;
     let num_local =
         environment.as_ref().map_or(config.world_size(), |environment| environment.local_world_size);
-    let share = HostShare::of_equals(num_local, config.memory().huge_pages);
-    let process = Process { source, share: &share, started, features: simd.level, own };
+    let share = HostShare::of_equal_workers(num_local, config.memory().huge_pages);
+    let process = ProcessContext { source, share: &share, started, features: simd.level, custom_task: own };
     match environment {
         _ if args.dry_run && !is_ours => bail!("--dry-run needs no launcher; start the command by itself"),
         _ if args.dry_run => dry_run::dry_run(&config, process),
@@ -120,7 +120,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
             simd.warn();
             let workers = Workers::local(&config, &process.share.limits, process.features);
             let version = prepare_run(&config, process, workers, Heartbeat::new())?;
-            let config = with_length(config, version, process)?;
+            let config = with_steps(config, version, process)?;
             match config.world_size() {
                 1 => train(&config, single(), process),
                 _ => launch(&config, started, &simd),
@@ -142,7 +142,7 @@ fn launch(config: &Config, started: Instant, simd: &Simd) -> Result<()> {
     };
     let command = worker_command(started, Some(simd))?;
     let ended = run_local_workers(world, |_| command());
-    if let Err(error @ LaunchError::WorkerDied { death: Death::Signal(_), .. }) = &ended
+    if let Err(error @ LaunchError::WorkerDied { death: AbnormalExit::Signal(_), .. }) = &ended
         && let Some(step) = resumable_step(config)
     {
         bail!("{error}\n  try: run the same command again; it resumes after step {step}");
@@ -157,7 +157,7 @@ fn resumable_step(config: &Config) -> Option<u64> {
     }
     let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
     // A file system that hangs must not keep an error from being shown.
-    let checkpoints = within(LIST_MAX, move || list_checkpoints(&folder)).ok()?.ok()?;
+    let checkpoints = run_with_timeout(LIST_MAX, move || list_checkpoints(&folder)).ok()?.ok()?;
     Some(checkpoints.last()?.0)
 }
 
@@ -187,21 +187,21 @@ pub(crate) fn world_options(config: &Config, environment: &WorkerEnvironment) ->
     })
 }
 
-fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Result<()> {
+fn prepare_and_train(config: Config, group: Group, process: ProcessContext<'_>) -> Result<()> {
     let warnings = preflight(&config, Some(process.features), &group)?;
     if group.rank() == Rank::ROOT {
-        warnings.iter().for_each(|warning| remark(&format!("warning: {warning}")));
+        warnings.iter().for_each(|warning| print_diagnostic(&format!("warning: {warning}")));
     }
     let share = HostShare::of_world(&group, config.memory().huge_pages, config.launch().bind)?;
-    let process = Process { share: &share, ..process };
+    let process = ProcessContext { share: &share, ..process };
     let found = match group.rank() {
         Rank::ROOT => {
             prepare_run(&config, process, process.workers(&config, &group), group.heartbeat().clone())?
         }
         _ => None,
     };
-    let version = tell_all(&group, &found)?[Rank::ROOT.0];
-    let config = with_length(config, version, process)?;
+    let version = all_gather_json(&group, &found)?[Rank::ROOT.0];
+    let config = with_steps(config, version, process)?;
     train(&config, group, process)
 }
 

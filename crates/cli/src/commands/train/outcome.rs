@@ -9,10 +9,11 @@ use trireme_data::bigram_baseline;
 use trireme_model::Sampling;
 use trireme_planner::table;
 use trireme_tensor::Parameters;
-use trireme_train::config::{Config, Resume, Subject};
+use trireme_train::config::{Config, Resume, TaskKind};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
-    LanguageTask, RunSummary, SampleSettings, TrainError, Trainer, forward_executor, sample, tell_all,
+    GenerationSettings, LanguageTask, RunSummary, TrainError, Trainer, all_gather_json, forward_executor,
+    generate_text,
 };
 
 /// Returns a table of the memory that each worker has used, next to the prediction. Collective.
@@ -20,7 +21,7 @@ pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String>
     let executor = trainer.executor();
     let own = MemoryPeakBytes::measured(executor.device());
     let predicted = (plan.memory_peak_bytes(), plan.prediction.host);
-    let all = tell_all(executor.group(), &[predicted, (own, executor.host_bytes_peak())])?;
+    let all = all_gather_json(executor.group(), &[predicted, (own, executor.host_bytes_peak())])?;
     let most = |which: usize| {
         let of_ranks = all.iter().map(|told| told[which]);
         of_ranks.reduce(|one, other| (one.0.max(other.0), one.1.max(other.1))).expect("a world has ranks")
@@ -46,7 +47,7 @@ pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String>
 }
 
 /// Returns a line with the validation loss, for a language model next to the loss of the bigram baseline. `None` without a validation loss.
-pub(super) fn verdict(language: Option<&LanguageTask>, summary: &RunSummary) -> Result<Option<String>> {
+pub(super) fn loss_summary(language: Option<&LanguageTask>, summary: &RunSummary) -> Result<Option<String>> {
     let Some(loss) = summary.validation_loss else { return Ok(None) };
     let Some((train, Some(validation))) = language.map(LanguageTask::tokens) else {
         return Ok(Some(format!("validation loss {loss:.4}")));
@@ -63,7 +64,7 @@ pub(super) fn verdict(language: Option<&LanguageTask>, summary: &RunSummary) -> 
 }
 
 /// Returns the lines for a run that a signal or the time limit has stopped. The process that received the signal has already reported it.
-pub(super) fn stopped(config: &Config, summary: &RunSummary) -> Vec<String> {
+pub(super) fn stop_report(config: &Config, summary: &RunSummary) -> Vec<String> {
     let (step, steps) = (summary.step, config.training().steps);
     let mut lines = vec![format!("stopped after step {step} of {steps}")];
     match &summary.checkpoint {
@@ -83,7 +84,11 @@ pub(super) fn stopped(config: &Config, summary: &RunSummary) -> Vec<String> {
     lines
 }
 
-pub(super) fn whereabouts(config: &Config, summary: &RunSummary, learns_answers: bool) -> Vec<String> {
+pub(super) fn files_and_next_steps(
+    config: &Config,
+    summary: &RunSummary,
+    learns_answers: bool,
+) -> Vec<String> {
     let folder = config.run_folder();
     let folder = folder.display();
     let mut lines =
@@ -97,7 +102,7 @@ pub(super) fn whereabouts(config: &Config, summary: &RunSummary, learns_answers:
         lines.push(format!("lowest validation loss: {loss:.4} after step {step}{kept}"));
     }
     lines.push("next steps:".to_owned());
-    if config.subject() == Subject::LanguageModel {
+    if config.task_kind() == TaskKind::LanguageModel {
         let run = quoted(&folder.to_string());
         let prompt = match config.generate().prompt.as_str() {
             blank if blank.trim().is_empty() && learns_answers => {
@@ -123,7 +128,7 @@ pub(super) fn sample_text(
     weights: Parameters,
 ) -> Result<String> {
     let generate = config.generate();
-    let settings = SampleSettings {
+    let settings = GenerationSettings {
         prompt: generate.prompt.clone().into(),
         num_tokens: generate.num_tokens,
         sampling: Sampling {
@@ -146,6 +151,6 @@ pub(super) fn sample_text(
     // The generation sets its own limit of positions.
     let model = model_config.build(0, &host)?;
     let mut executor = forward_executor(model_config, model, weights, &host)?;
-    sample(&mut executor, model_config, language.tokenizer(), &settings, take)?;
+    generate_text(&mut executor, model_config, language.tokenizer(), &settings, take)?;
     Ok(text)
 }

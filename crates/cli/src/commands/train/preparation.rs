@@ -1,17 +1,17 @@
 //! Preparation of a run: its corpus, its length, and the checks of both against the machine.
 
-use super::process::Process;
-use crate::commands::prepare::Display;
+use super::process::ProcessContext;
+use crate::commands::prepare::PreparationProgress;
+use crate::diagnostics::print_diagnostic;
 use crate::launch::error_log;
-use crate::planning::{Blueprint, Job, Plan, Source, Workers};
-use crate::remarks::remark;
+use crate::planning::{ConfigSource, Plan, PlannedRun, Workers, Workload};
 use anyhow::Result;
 use trireme_base::Heartbeat;
 use trireme_checkpoint::ModelSource;
 use trireme_data::Corpus;
 use trireme_train::config::Config;
 use trireme_train::{
-    CorpusState, RunCorpus, RunLock, Samples, Sequences, TrainError, corpus_folder, earlier_run,
+    CorpusState, RunCorpus, RunLock, Samples, SequenceFormat, TrainError, corpus_folder, earlier_run,
     ensure_corpus, model_config,
 };
 
@@ -19,7 +19,7 @@ use trireme_train::{
 /// written or a worker is started. Returns the version of the corpus, if the run has one.
 pub(super) fn prepare_run(
     config: &Config,
-    process: Process<'_>,
+    process: ProcessContext<'_>,
     workers: Workers,
     heartbeat: Heartbeat,
 ) -> Result<Option<u64>> {
@@ -28,44 +28,50 @@ pub(super) fn prepare_run(
         return Err(earlier.into());
     }
     let source = process.source;
-    if let Some(task) = process.own {
+    if let Some(task) = process.custom_task {
         let sample = Samples::open(&**task, config)?.train.sample();
         check_weights(config)?;
-        let blueprint = Blueprint::Task { task: &**task, sample: &sample };
-        check_plan(Job { config, source, blueprint, workers })?;
+        let workload = Workload::Task { task: &**task, sample: &sample };
+        check_plan(PlannedRun { config, source, workload, workers })?;
         return Ok(None);
     }
     let check = |corpus: &Corpus| check(config, corpus, source, workers).map(drop);
-    let RunCorpus { version, state } = ensure_corpus(config, &Display::new(heartbeat), check)?;
+    let RunCorpus { version, state } = ensure_corpus(config, &PreparationProgress::new(heartbeat), check)?;
     match state {
         // Trireme's launcher has already reported it.
         _ if error_log().is_some() => {}
-        CorpusState::Kept => remark(
+        CorpusState::Kept => print_diagnostic(
             "warning: the inputs, or the way in which they are prepared, have changed, but the run resumes with the corpus \
              that it began with; to train on the new one, start again with --resume never",
         ),
-        CorpusState::Made if version > 1 => {
+        CorpusState::Prepared if version > 1 => {
             let folder = corpus_folder(&config.data().folder, version);
             let folder = folder.display();
-            remark(&format!("note: the corpus is in {folder}, next to the one that an earlier run used"));
+            print_diagnostic(&format!(
+                "note: the corpus is in {folder}, next to the one that an earlier run used"
+            ));
         }
-        CorpusState::Made | CorpusState::Current => {}
+        CorpusState::Prepared | CorpusState::Current => {}
     }
     Ok(Some(version))
 }
 
 /// Returns the config with the folder of the corpus, and with the number of steps that its epochs take.
-pub(super) fn with_length(config: Config, version: Option<u64>, process: Process<'_>) -> Result<Config> {
+pub(super) fn with_steps(
+    config: Config,
+    version: Option<u64>,
+    process: ProcessContext<'_>,
+) -> Result<Config> {
     let folder = version.map(|version| corpus_folder(&config.data().folder, version));
     let config = folder.into_iter().fold(config, Config::with_data_folder);
     if config.training().epochs == 0.0 {
         return Ok(config);
     }
-    let num_samples = match process.own {
+    let num_samples = match process.custom_task {
         Some(task) => Samples::open(&**task, &config)?.train.num_samples(),
         None => {
             let corpus = Corpus::open(&config.data().folder)?;
-            let sequences = Sequences::new(&config, corpus.report.has_loss_mask);
+            let sequences = SequenceFormat::new(&config, corpus.report.has_loss_mask);
             sequences.sampler(&corpus, config.training().seed)?.num_windows()
         }
     };
@@ -79,19 +85,19 @@ pub(super) fn with_length(config: Config, version: Option<u64>, process: Process
 pub(super) fn check(
     config: &Config,
     corpus: &Corpus,
-    source: Source<'_>,
+    source: ConfigSource<'_>,
     workers: Workers,
 ) -> Result<Option<Plan>> {
     let vocabulary_size = corpus.train.tokens.vocabulary_size();
     let (model, _) = model_config(config, vocabulary_size)?;
     let training = config.training();
-    let sequences = Sequences::new(config, corpus.report.has_loss_mask);
-    let num_cut = sequences.sampler(corpus, training.seed)?.num_cut_documents();
+    let sequences = SequenceFormat::new(config, corpus.report.has_loss_mask);
+    let num_cut = sequences.sampler(corpus, training.seed)?.num_split_documents();
     let num_documents = corpus.train.tokens.num_documents();
     // A long text among conversations may be cut without harm. Under Trireme's launcher, the launcher has warned already.
     if corpus.report.has_loss_mask && num_cut > num_documents / 100 && error_log().is_none() {
         let seq_len = training.seq_len;
-        remark(&format!(
+        print_diagnostic(&format!(
             "warning: {num_cut} of {num_documents} documents are longer than [training] seq_len = {seq_len} and are cut; their later parts \
              are learned without what comes before"
         ));
@@ -102,8 +108,8 @@ pub(super) fn check(
         return Err(TrainError::ValidationTooShort { num_tokens, seq_len: training.seq_len }.into());
     }
     check_weights(config)?;
-    let blueprint = Blueprint::Language { model: &model, sequences };
-    check_plan(Job { config, source, blueprint, workers })
+    let workload = Workload::Language { model: &model, sequences };
+    check_plan(PlannedRun { config, source, workload, workers })
 }
 
 /// Refuses a folder without the weights from which the run would start.
@@ -115,7 +121,7 @@ pub(super) fn check_weights(config: &Config) -> Result<()> {
 }
 
 /// Checks the plan against the machine. Returns the plan; `None` if Trireme's launcher has planned already.
-pub(super) fn check_plan(job: Job<'_>) -> Result<Option<Plan>> {
+pub(super) fn check_plan(job: PlannedRun<'_>) -> Result<Option<Plan>> {
     if error_log().is_some() {
         return Ok(None);
     }

@@ -1,7 +1,7 @@
 //! Facts about this process that the files of `trireme train` share.
 
 use crate::host::HostShare;
-use crate::planning::{Source, Workers};
+use crate::planning::{ConfigSource, Workers};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,18 +11,18 @@ use trireme_train::Task;
 use trireme_train::config::Config;
 
 #[derive(Clone, Copy)]
-pub(super) struct Process<'a> {
-    pub(super) source: Source<'a>,
+pub(super) struct ProcessContext<'a> {
+    pub(super) source: ConfigSource<'a>,
     /// This worker's share of its host.
     pub(super) share: &'a HostShare,
     pub(super) started: Instant,
     /// The SIMD level of this process's kernels.
     pub(super) features: CpuFeatures,
     /// The task that the program trains; `None` for a language model.
-    pub(super) own: Option<&'a Arc<dyn Task>>,
+    pub(super) custom_task: Option<&'a Arc<dyn Task>>,
 }
 
-impl<'a> Process<'a> {
+impl<'a> ProcessContext<'a> {
     pub(super) fn workers(&self, config: &Config, group: &Group) -> Workers<'a> {
         Workers::of(config, group, self.share, self.features)
     }

@@ -1,13 +1,13 @@
 //! One rank of a run, from the plan to the closing report.
 
-use super::outcome::{memory_table, sample_text, stopped, verdict, whereabouts};
-use super::process::{Process, log_folder};
+use super::outcome::{files_and_next_steps, loss_summary, memory_table, sample_text, stop_report};
+use super::process::{ProcessContext, log_folder};
 use crate::console::Console;
 use crate::interrupts::Interrupts;
 use crate::launch::{LaunchError, WorkerEnvironment, error_log, run_end};
 use crate::machine_cache::MachineCache;
 use crate::peak::worker_peak;
-use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, changes, open_choices};
+use crate::planning::{Limit, Plan, PlannedRun, PredictedTime, Workload, changes, open_choices};
 use anyhow::{Context, Error, Result, anyhow, bail};
 use signal_hook::consts::SIGUSR1;
 use std::sync::Arc;
@@ -21,14 +21,14 @@ use trireme_train::{
 };
 
 /// Trains on one rank of `group`; rank 0 shows the run and its outcome.
-pub(super) fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
+pub(super) fn train(config: &Config, group: Group, process: ProcessContext<'_>) -> Result<()> {
     let is_root = group.rank() == Rank::ROOT;
     // Under Trireme's launcher, the launcher reports the first signal.
     let is_worker = group.world_size() > 1 || WorkerEnvironment::of_this_process()?.is_some();
     let interrupts = Interrupts::listen(is_root && error_log().is_none(), is_worker);
     let interrupts = interrupts.context("cannot install signal handlers")?;
     let mut console = Console::new(group.rank(), config.metrics(), &log_folder(config))?;
-    let (task, language) = match process.own {
+    let (task, language) = match process.custom_task {
         Some(own) => (Arc::clone(own), None),
         None => {
             let language = Arc::new(LanguageTask::open(config)?);
@@ -36,8 +36,9 @@ pub(super) fn train(config: &Config, group: Group, process: Process<'_>) -> Resu
         }
     };
     let sample = Samples::open(&*task, config)?.train.sample();
-    let blueprint = Blueprint::Task { task: &*task, sample: &sample };
-    let job = Job { config, source: process.source, blueprint, workers: process.workers(config, &group) };
+    let workload = Workload::Task { task: &*task, sample: &sample };
+    let job =
+        PlannedRun { config, source: process.source, workload, workers: process.workers(config, &group) };
     let plan = common_plan(job, &group)?;
     plan.reasons.iter().for_each(|reason| console.notice(reason));
     let options = trainer_options(job, &plan, process, &group, &mut console)?;
@@ -53,7 +54,7 @@ pub(super) fn train(config: &Config, group: Group, process: Process<'_>) -> Resu
         drop(trainer);
         console.finish();
         if is_root {
-            stopped(config, &summary).iter().for_each(|line| console.line(line));
+            stop_report(config, &summary).iter().for_each(|line| console.line(line));
         }
         let signal = match stopped_by {
             StoppedBy::Signal(signal) => signal,
@@ -70,13 +71,13 @@ pub(super) fn train(config: &Config, group: Group, process: Process<'_>) -> Resu
 
 /// Returns the options of this rank's trainer, and binds the process to its cores. Collective.
 fn trainer_options(
-    job: Job<'_>,
+    job: PlannedRun<'_>,
     plan: &Plan,
-    process: Process<'_>,
+    process: ProcessContext<'_>,
     group: &Group,
     console: &mut Console,
 ) -> Result<TrainerOptions> {
-    let (Job { config, source, .. }, Process { share, started, features, .. }) = (job, process);
+    let (PlannedRun { config, source, .. }, ProcessContext { share, started, features, .. }) = (job, process);
     let predicts = config.metrics().predict_step_time;
     let step_seconds = if predicts { predicted_seconds(job, plan, group, console)? } else { None };
     // Measured before this process is bound to some of the host's cores.
@@ -105,7 +106,7 @@ fn trainer_options(
 }
 
 /// Converts an error of a trainer. If a memory budget was exceeded, adds config changes that would fit.
-fn with_alternatives(error: TrainError, job: Job<'_>, plan: &Plan) -> Error {
+fn with_alternatives(error: TrainError, job: PlannedRun<'_>, plan: &Plan) -> Error {
     match error.over_budget() {
         Some(OverBudget { budget, .. }) => {
             let now = plan.prediction.total().max(*budget);
@@ -117,7 +118,7 @@ fn with_alternatives(error: TrainError, job: Job<'_>, plan: &Plan) -> Error {
 
 /// Returns rank 0's closing report: memory, loss, a sample and the next commands. Empty on other ranks. Collective.
 fn last_lines(
-    job: Job<'_>,
+    job: PlannedRun<'_>,
     plan: Plan,
     language: Option<Arc<LanguageTask>>,
     mut trainer: Trainer<'_>,
@@ -150,7 +151,8 @@ fn last_lines(
     if group.rank() != Rank::ROOT {
         return Ok(Vec::new());
     }
-    let mut lines: Vec<String> = memory.into_iter().chain(verdict(language.as_deref(), summary)?).collect();
+    let mut lines: Vec<String> =
+        memory.into_iter().chain(loss_summary(language.as_deref(), summary)?).collect();
     if let Some((language, weights)) = language.zip(weights) {
         let text = weights.map_err(Error::from);
         lines.push(match text.and_then(|weights| sample_text(config, &language, &trainer, weights)) {
@@ -159,12 +161,17 @@ fn last_lines(
             Err(error) => format!("\ncannot generate a sample: {error:#}\n"),
         });
     }
-    lines.extend(whereabouts(config, summary, learns_answers));
+    lines.extend(files_and_next_steps(config, summary, learns_answers));
     Ok(lines)
 }
 
 /// Predicts the seconds of a step and reports them. `None` on ranks other than 0, and with several hosts. Collective.
-fn predicted_seconds(job: Job<'_>, plan: &Plan, group: &Group, console: &mut Console) -> Result<Option<f64>> {
+fn predicted_seconds(
+    job: PlannedRun<'_>,
+    plan: &Plan,
+    group: &Group,
+    console: &mut Console,
+) -> Result<Option<f64>> {
     if group.hosts().num_hosts() > 1 {
         console.notice("step times are only predicted for workers on one host");
         return Ok(None);
@@ -183,7 +190,7 @@ fn predicted_seconds(job: Job<'_>, plan: &Plan, group: &Group, console: &mut Con
 }
 
 /// Returns a plan that fits all workers. All ranks use the choices of rank 0. Collective.
-fn common_plan(job: Job<'_>, group: &Group) -> Result<Plan> {
+fn common_plan(job: PlannedRun<'_>, group: &Group) -> Result<Plan> {
     let fitting = |chosen: Option<StepChoices>| {
         let plan = Plan::new(job, chosen)?;
         plan.check(job)?;
@@ -200,7 +207,7 @@ fn common_plan(job: Job<'_>, group: &Group) -> Result<Plan> {
     let is_root = group.rank() == Rank::ROOT;
     // Hosts may differ in memory and files, but workers must make the same choices.
     let own = if is_root { Some(fitting(None)?) } else { None };
-    let chosen = StepChoices::of_root(own.as_ref().map(|plan| &plan.choices), group)?;
+    let chosen = StepChoices::broadcast_from_root(own.as_ref().map(|plan| &plan.choices), group)?;
     match (own, chosen) {
         (Some(plan), _) => Ok(plan),
         (None, Some(chosen)) => fitting(Some(chosen)),

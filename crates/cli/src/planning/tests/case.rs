@@ -73,21 +73,21 @@ impl Case {
         &self,
         model: &dyn Subject,
         device: &Device,
-        place: ModelPlace,
+        place: ModelRank,
     ) -> Result<Model, ModelError> {
         Model::build_at(place, device, |device, table| model.build(self.shape, device, table))
     }
 
-    pub(super) fn rehearsal(
+    pub(super) fn profile(
         &self,
         model: &dyn Subject,
-        place: ModelPlace,
-        context: ContextPlace,
-    ) -> Rehearsal {
+        place: ModelRank,
+        context: ContextRank,
+    ) -> ModelProfile {
         let build = |device: &Device| self.build(model, device, place);
         let specs = model.specs(self.shape).into_iter().map(|spec| spec.of_positions(context));
         let (specs, passes) = (specs.collect::<Vec<_>>(), self.options.passes(context));
-        Rehearsal::of(build, self.device_options(None), passes, &specs).unwrap()
+        ModelProfile::of(build, self.device_options(None), passes, &specs).unwrap()
     }
 
     pub(super) fn pipeline_degree(&self) -> usize {
@@ -110,13 +110,13 @@ impl Case {
         let degrees = Degrees { pipeline, shards, context, heads, tensor, experts };
         let ranks = RankGrid::new(group, degrees)?;
         let model = self.build(subject, device, ranks.model_place())?;
-        let rehearsal = self.rehearsal(subject, ranks.model_place(), ranks.context_place());
+        let profile = self.profile(subject, ranks.model_place(), ranks.context_place());
         let program = self
-            .program(&chain(model.table(), &rehearsal, self.options.determinism), ranks.pipeline().rank().0);
+            .program(&chain(model.table(), &profile, self.options.determinism), ranks.pipeline().rank().0);
         let folder = std::env::temp_dir();
         let offload = OffloadOptions { host: host.clone(), folder, ..OffloadOptions::none(device) };
         let (optimizer, options, offload) = (&self.optimizer, self.options, &offload);
-        Executor::new(ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload })
+        Executor::new(ExecutorSetup { model, profile, optimizer, ranks, device, program, options, offload })
     }
 
     pub(super) fn run(
@@ -142,10 +142,10 @@ impl Case {
         for step in 1..=4 {
             let context = executor.ranks().context_place();
             let batch = |index| subject.batch(device, self.shape, (step, index), context);
-            let Outline { num_microbatches, .. } = executor.program().outline;
+            let ProgramHeader { num_microbatches, .. } = executor.program().header;
             let batches: Vec<Batch> = (0..num_microbatches).map(batch).collect();
             let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure, has_loss: true };
-            let plans = vec![plan; executor.program().outline.num_steps()];
+            let plans = vec![plan; executor.program().header.num_steps()];
             executor.run_steps(&plans, &mut batches.into_iter(), &mut Vec::new())?;
         }
         Ok(())

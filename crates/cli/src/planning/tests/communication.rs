@@ -40,7 +40,7 @@ fn every_codec() {
 }
 
 #[test]
-fn what_is_not_compressed_is_rounded() {
+fn uncompressed_gradients_are_rounded() {
     for codec in [CodecName::TopK, CodecName::PowerSgd] {
         let options = compressed(CompressionOptions { codec, ..CompressionOptions::default() });
         let options = ExecutorOptions { reduce_dtype: Precision::Bf16, ..options };
@@ -51,7 +51,7 @@ fn what_is_not_compressed_is_rounded() {
 }
 
 #[test]
-fn momentum_that_may_be_taken_back() {
+fn momentum_that_may_be_restored() {
     let dynamic = LossScaling::Dynamic { initial: 256, growth_interval: 100 };
     let settings = OptimizerSettings { freeze_step: 1, var_update_scaler: 1, ..OptimizerSettings::DEFAULT };
     for (name, loss_scaling) in [OptimizerName::OneBitAdam, OptimizerName::ZeroOneAdam]
@@ -68,18 +68,18 @@ fn momentum_that_may_be_taken_back() {
 }
 
 #[test]
-fn what_hosts_spare_the_network() {
-    let spared = |quantized_weights, secondary_shards, quantized_gradients| ZeroPlusPlus {
+fn zero_plus_plus_communication() {
+    let methods = |quantized_weights, secondary_shards, quantized_gradients| ZeroPlusPlus {
         quantized_weights,
         secondary_shards,
         quantized_gradients,
     };
     let (int8, int4) = (Some(IntegerFormat::Int8), Some(IntegerFormat::Int4));
     let parts = [
-        spared(true, false, None),
-        spared(false, true, None),
-        spared(false, false, int8),
-        spared(true, true, int4),
+        methods(true, false, None),
+        methods(false, true, None),
+        methods(false, false, int8),
+        methods(true, true, int4),
     ];
     let places: [(&[usize], usize); 5] =
         [(&[0, 0, 1, 1], 4), (&[0, 1], 2), (&[0, 0], 2), (&[0, 1, 2, 3], 2), (&[0, 1, 1], 1)];
@@ -89,7 +89,7 @@ fn what_hosts_spare_the_network() {
         (Precision::Bf16, StateLayout { keep_gathered: true, ..StateLayout::zero(3) }, 2),
     ];
     for (zero_plus_plus, (hosts, num_shards)) in
-        parts.into_iter().flat_map(|spared| places.map(|place| (spared, place)))
+        parts.into_iter().flat_map(|methods| places.map(|place| (methods, place)))
     {
         for (precision, state, num_microbatches) in layouts {
             let options = ExecutorOptions { precision, reduce_dtype: precision, zero_plus_plus, ..OPTIONS };

@@ -19,7 +19,7 @@ fn dry_entries(case: &Case, subject: &dyn Subject, world_size: usize, rank: usiz
     let host = device.host().unwrap();
     let group = Group::dry(Rank(rank), Hosts::single(world_size), TransportKind::Inproc).unwrap();
     let executor = case.executor(subject, group, &device, &host).unwrap();
-    executor.dry_entries().unwrap()
+    executor.dry_run_entries().unwrap()
 }
 
 fn check(case: &Case, world_size: usize) {
@@ -34,7 +34,7 @@ fn check(case: &Case, world_size: usize) {
         let mut executor = case.executor(subject, group, &device, &host).unwrap();
         executor.initialize(1).unwrap();
         for step in 1..=3 {
-            let num_microbatches = executor.program().outline.num_microbatches;
+            let num_microbatches = executor.program().header.num_microbatches;
             let context = executor.ranks().context_place();
             let batches: Vec<Batch> = (0..num_microbatches)
                 .map(|index| subject.batch(&device, case.shape, (step, index), context))
@@ -70,7 +70,7 @@ fn a_dry_step_calls_the_kernels_of_a_real_one() {
 }
 
 #[test]
-fn what_is_issued_in_a_dry_step_is_awaited_in_it_or_in_the_next() {
+fn operations_issued_in_a_dry_step_are_awaited_in_it_or_in_the_next() {
     for (stage, world_size) in [(0, 2), (1, 2), (2, 4), (3, 2)] {
         let num_shards = shards(stage, world_size);
         let case =

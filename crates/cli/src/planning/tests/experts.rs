@@ -4,7 +4,7 @@ use super::*;
 use std::sync::Arc;
 use trireme_model::ExchangeConfig;
 use trireme_parallel::Spill;
-use trireme_tensor::Overflow;
+use trireme_tensor::OverflowAllocator;
 
 pub(super) fn model(capacity_factor: Option<f64>, num_shadowed: usize) -> ModelConfig {
     let text = r#"{"model_type": "deepseek_v3", "vocab_size": 350, "hidden_size": 36, "intermediate_size": 60,
@@ -95,7 +95,10 @@ fn spills_instead(config: &ModelConfig, case: &Case) {
             let device = Device::open(case.device_options(Some(budget))).unwrap();
             let spill = Arc::new(Spill::new(std::env::temp_dir()));
             if spills {
-                device.overflow_to(Arc::clone(&spill) as Arc<dyn Overflow>, dry.besides_activations);
+                device.set_overflow_allocator(
+                    Arc::clone(&spill) as Arc<dyn OverflowAllocator>,
+                    dry.besides_activations,
+                );
             }
             let ran = case.run(config, group, &device, &device.host().unwrap());
             assert!(device.memory().total().peak <= budget);

@@ -2,9 +2,9 @@
 
 use crate::host::{MemoryLimit, Pages, SharedLimit};
 use crate::planning::alternatives::advice;
-use crate::planning::{Blueprint, Job, Limit, Plan, Source, Workers};
+use crate::planning::{ConfigSource, Limit, Plan, PlannedRun, Workers, Workload};
 use tempfile::TempDir;
-use trireme_train::config::Subject;
+use trireme_train::config::TaskKind;
 
 const CONFIG: &str = "\
 [model]
@@ -48,20 +48,20 @@ impl Scene {
 
     fn plan_within(&self, limits: &[SharedLimit]) -> (Plan, Option<String>) {
         let path = self.folder.path().join("test.toml");
-        let source = Source {
+        let source = ConfigSource {
             path: &path,
             overrides: &self.overrides,
             world_size: None,
-            subject: Subject::LanguageModel,
+            subject: TaskKind::LanguageModel,
         };
         let config = source.load(&[]).unwrap();
         let workers = Workers::local(&config, limits, trireme_tensor::CpuFeatures::detect());
         let (model, _) = trireme_train::model_config(&config, VOCABULARY_SIZE).unwrap();
-        let blueprint =
-            Blueprint::Language { model: &model, sequences: crate::planning::sequences_of(&config) };
-        let job = Job { config: &config, source, blueprint, workers };
+        let workload =
+            Workload::Language { model: &model, sequences: crate::planning::sequences_of(&config) };
+        let job = PlannedRun { config: &config, source, workload, workers };
         let plan = Plan::largest(job).unwrap();
-        let refusal = plan.passed().map(|limit| {
+        let refusal = plan.exceeded_limit().map(|limit| {
             assert!(matches!(limit, Limit::Host(_)));
             advice(job, &plan, limit)
         });
@@ -70,16 +70,16 @@ impl Scene {
 
     /// Returns the lowest limit within which the plan fits.
     fn need(&self) -> u64 {
-        self.plan(u64::MAX).0.taken(Limit::Host(0)).0 as u64
+        self.plan(u64::MAX).0.used_and_limit(Limit::Host(0)).0 as u64
     }
 }
 
 #[test]
 fn without_a_budget_the_host_s_limit_bounds_a_plan() {
-    let scene = Scene::new(&[]);
-    let need = scene.need();
-    assert_eq!(scene.plan(need).1, None);
-    let refusal = scene.plan(need - 1).1.unwrap();
+    let fixture = Scene::new(&[]);
+    let need = fixture.need();
+    assert_eq!(fixture.plan(need).1, None);
+    let refusal = fixture.plan(need - 1).1.unwrap();
     for fact in [
         "1B more than the",
         "(/sys/fs/cgroup/memory.max)",
@@ -95,38 +95,38 @@ fn without_a_budget_the_host_s_limit_bounds_a_plan() {
         refusal.lines().filter_map(|line| Some(line.split_once(" with --set ")?.1)).collect();
     assert!(!changes.is_empty(), "{refusal}");
     for change in changes {
-        let scene = Scene::new(&change.split(" --set ").collect::<Vec<_>>());
-        assert_eq!(scene.plan(need - 1).1, None, "{change}");
+        let fixture = Scene::new(&change.split(" --set ").collect::<Vec<_>>());
+        assert_eq!(fixture.plan(need - 1).1, None, "{change}");
     }
 }
 
 #[test]
-fn workers_share_the_limit_and_what_one_maps_of_another_counts_once() {
+fn workers_share_the_limit_and_mapped_memory_counts_once() {
     let mapped = |plan: &Plan| plan.prediction.total() - plan.prediction.own;
     let [(one, _), (two, _)] =
         ["1", "2"].map(|workers| Scene::new(&[&format!("launch.workers={workers}")]).plan(u64::MAX));
     assert_eq!(mapped(&one), 0);
     assert!(mapped(&two) > 0, "each reduces a part of the other's gradients in place");
     let process = |plan: &Plan| (plan.prediction.own + plan.prediction.own / 32) as u64 + RESERVE;
-    assert_eq!(one.taken(Limit::Host(0)).0 as u64, process(&one));
+    assert_eq!(one.used_and_limit(Limit::Host(0)).0 as u64, process(&one));
     assert_eq!(
-        two.taken(Limit::Host(0)).0 as u64,
+        two.used_and_limit(Limit::Host(0)).0 as u64,
         2 * process(&two) + RESERVE,
         "and the launcher is a process, too"
     );
 }
 
 #[test]
-fn every_limit_counts_for_those_who_share_it() {
-    let scene = Scene::new(&[]);
-    let need = scene.need();
+fn every_limit_counts_for_the_workers_that_share_it() {
+    let fixture = Scene::new(&[]);
+    let need = fixture.need();
     let refusal = |own: u64, node: u64| {
         let limits = [
             limit("own", Pages::Ordinary, own, Some(1)),
             // Another world's host on the same machine, such as a pod.
             limit("node", Pages::Ordinary, node, Some(2)),
         ];
-        scene.plan_within(&limits).1
+        fixture.plan_within(&limits).1
     };
     assert_eq!(refusal(need, 2 * need), None);
     assert!(refusal(need - 1, 10 * need).unwrap().contains("(own)"));
@@ -135,14 +135,14 @@ fn every_limit_counts_for_those_who_share_it() {
 
 #[test]
 fn tensors_in_reserved_pages_and_the_rest_have_limits_of_their_own() {
-    let scene = Scene::new(&["memory.huge_pages=reserved", "launch.workers=2"]);
+    let fixture = Scene::new(&["memory.huge_pages=reserved", "launch.workers=2"]);
     let refusal = |pool: u64, memory: u64| {
         let limits =
             [limit("memory.max", Pages::Ordinary, memory, None), limit("pool", Pages::Reserved, pool, None)];
-        scene.plan_within(&limits).1
+        fixture.plan_within(&limits).1
     };
-    let plan = scene.plan_within(&[limit("pool", Pages::Reserved, u64::MAX, None)]).0;
-    let pool = plan.taken(Limit::Host(0)).0 as u64;
+    let plan = fixture.plan_within(&[limit("pool", Pages::Reserved, u64::MAX, None)]).0;
+    let pool = plan.used_and_limit(Limit::Host(0)).0 as u64;
     // Gradients that workers share are outside the device's memory.
     let [gradients, outside] =
         [plan.prediction.peaks.get(trireme_base::Category::Gradients), plan.prediction.outside];
@@ -157,12 +157,12 @@ fn tensors_in_reserved_pages_and_the_rest_have_limits_of_their_own() {
 fn stages_of_a_pipeline_count_as_they_are() {
     let settings =
         ["launch.workers=2", "parallelism.pipeline_parallel_degree=2", "training.local_batch_size=8"];
-    let scene = Scene::new(&settings);
-    let (largest, _) = scene.plan(u64::MAX);
+    let fixture = Scene::new(&settings);
+    let (largest, _) = fixture.plan(u64::MAX);
     let twice_the_largest = 2 * (largest.prediction.own + largest.prediction.own / 32) as u64 + 3 * RESERVE;
-    let need = scene.need();
+    let need = fixture.need();
     assert!(need < twice_the_largest, "{need}, {twice_the_largest}");
-    assert_eq!(scene.plan(need).1, None);
+    assert_eq!(fixture.plan(need).1, None);
 }
 
 #[test]
@@ -184,19 +184,19 @@ fn auto_stays_within_the_limit_without_a_budget() {
 }
 
 #[test]
-fn a_budget_above_the_limit_is_told_and_the_limit_counts() {
+fn a_budget_above_the_limit_is_reported_and_the_limit_counts() {
     let all = Scene::new(&[]).need();
-    let scene = Scene::new(&["memory.device_budget=64GiB", "activation_checkpoint.mode=auto"]);
-    let (plan, refusal) = scene.plan(all * 9 / 10);
+    let fixture = Scene::new(&["memory.device_budget=64GiB", "activation_checkpoint.mode=auto"]);
+    let (plan, refusal) = fixture.plan(all * 9 / 10);
     assert_eq!(refusal, None);
     let told = plan.reasons.last().unwrap();
     assert!(told.contains("device_budget = 64.00GiB exceeds") && told.contains("memory.max"), "{told}");
-    let (plan, _) = scene.plan(128 << 30);
+    let (plan, _) = fixture.plan(128 << 30);
     assert!(!plan.reasons.iter().any(|reason| reason.contains("device_budget")), "{:?}", plan.reasons);
 }
 
 #[test]
-fn a_sample_at_the_end_is_reckoned_with() {
+fn the_sample_at_the_end_is_accounted_for() {
     let [without, with] = ["0", "8"].map(|num_tokens| {
         let sample = format!("generate.num_tokens={num_tokens}");
         Scene::new(&["training.local_batch_size=1", "training.seq_len=8", &sample])

@@ -54,27 +54,27 @@ const LAUNCHER_VARIABLES: [&str; 10] = [
 ];
 
 /// A temporary folder with `text.txt` and `tiny.toml`, and another one for the caches of commands.
-pub(crate) struct Scene {
+pub(crate) struct Fixture {
     folder: TempDir,
     cache: TempDir,
 }
 
-impl Scene {
+impl Fixture {
     pub(crate) fn new() -> Self {
-        let scene = Scene { folder: tempfile::tempdir().unwrap(), cache: tempfile::tempdir().unwrap() };
+        let fixture = Fixture { folder: tempfile::tempdir().unwrap(), cache: tempfile::tempdir().unwrap() };
         let words = ["one", "two", "three", "five", "eight", "thirteen", "owls"];
         let line = |index: usize| format!("{} {}\n", words[index % 7], words[index * index % 5]);
-        scene.write("text.txt", (0..1500).map(line).collect::<String>());
-        scene.write("tiny.toml", CONFIG);
-        scene
+        fixture.write("text.txt", (0..1500).map(line).collect::<String>());
+        fixture.write("tiny.toml", CONFIG);
+        fixture
     }
 
     /// Creates a scene whose text is prepared in `corpus`, with a config that says so.
     pub(crate) fn with_corpus() -> Self {
-        let scene = Scene::new();
-        scene.run("prepare text.txt --out corpus").succeeded();
-        scene.write("tiny.toml", CONFIG.replace("inputs = [\"text.txt\"]", "folder = \"corpus\""));
-        scene
+        let fixture = Fixture::new();
+        fixture.run("prepare text.txt --out corpus").succeeded();
+        fixture.write("tiny.toml", CONFIG.replace("inputs = [\"text.txt\"]", "folder = \"corpus\""));
+        fixture
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -186,7 +186,7 @@ impl Scene {
     }
 
     /// Returns the error of a command, and asserts that the command has changed nothing in the scene.
-    pub(crate) fn refused_without_trace(&self, arguments: &str) -> String {
+    pub(crate) fn refused_without_changes(&self, arguments: &str) -> String {
         let before = self.everything();
         let error = self.run(arguments).refused();
         let after = self.everything();
@@ -211,7 +211,7 @@ impl Scene {
     }
 
     /// Asserts that a run has checkpoints and that they are complete; returns their number.
-    pub(crate) fn whole_checkpoints(&self, run: &str) -> usize {
+    pub(crate) fn complete_checkpoints(&self, run: &str) -> usize {
         let listed = self.run(&format!("checkpoint list runs/{run}")).succeeded();
         assert!(!listed.contains("unusable"), "{listed}");
         self.run(&format!("checkpoint inspect runs/{run} --verify --json")).succeeded();
@@ -271,7 +271,7 @@ impl Outcome {
 
 /// Asserts that a message contains every fact.
 #[track_caller]
-pub(crate) fn tells(message: &str, facts: &[&str]) {
+pub(crate) fn assert_contains(message: &str, facts: &[&str]) {
     for fact in facts {
         assert!(message.contains(fact), "does not tell '{fact}': {message}");
     }

@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// Far above the time that anything here takes on a busy machine. It ends a test that would otherwise wait for ever.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Time in which a run must end after the death of a worker.
 const DEATH_TO_END: Duration = Duration::from_secs(5);
@@ -45,7 +45,7 @@ impl Running {
     /// Reads the output until a line begins with `start`.
     pub(crate) fn until(&mut self, start: &str) {
         loop {
-            let line = self.lines.recv_timeout(PATIENCE);
+            let line = self.lines.recv_timeout(TEST_TIMEOUT);
             let line = line.unwrap_or_else(|_| panic!("no line '{start}' after:\n{}", self.printed));
             self.printed += &format!("{line}\n");
             if line.starts_with(start) {
@@ -98,7 +98,7 @@ impl Running {
     }
 
     pub(crate) fn end(self) -> Outcome {
-        self.end_within(PATIENCE)
+        self.end_within(TEST_TIMEOUT)
     }
 
     /// Waits for the command to end, which must happen soon after the death of a worker.
@@ -106,13 +106,13 @@ impl Running {
         self.end_within(DEATH_TO_END)
     }
 
-    fn end_within(mut self, patience: Duration) -> Outcome {
-        let deadline = Instant::now() + patience;
+    fn end_within(mut self, timeout: Duration) -> Outcome {
+        let deadline = Instant::now() + timeout;
         // The output ends when the last of the command's processes does.
         while let Ok(line) = self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             self.printed += &format!("{line}\n");
         }
-        assert!(Instant::now() < deadline, "still running after {patience:?}:\n{}", self.printed);
+        assert!(Instant::now() < deadline, "still running after {timeout:?}:\n{}", self.printed);
         let status = self.child.wait().unwrap();
         // A worker whose launcher was killed dies a moment after it.
         poll(|| self.workers.iter().all(|worker| !is_alive(*worker)).then_some(()));
@@ -134,15 +134,15 @@ pub(crate) fn kill(process: Pid) {
     kill_process(process, Signal::KILL).unwrap();
 }
 
-/// Calls `look` until it returns a value.
+/// Calls `style` until it returns a value.
 pub(crate) fn poll<T>(mut look: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     let (_sender, nothing) = channel::<()>();
     loop {
         if let Some(seen) = look() {
             return seen;
         }
-        assert!(Instant::now() < deadline, "nothing to see for {PATIENCE:?}");
+        assert!(Instant::now() < deadline, "nothing to see for {TEST_TIMEOUT:?}");
         let _ = nothing.recv_timeout(Duration::from_millis(1));
     }
 }

@@ -1,19 +1,19 @@
 //! Data connections between two ranks: ordered byte streams in both directions.
 
-mod interest;
-mod lent;
 mod notifications;
 mod ring;
 mod socket;
 mod striped;
 #[cfg_attr(not(feature = "tls"), path = "no_tls.rs")]
 mod tls;
+mod types;
+mod zero_copy;
 
-pub(crate) use interest::{Broken, Interest, Side};
 pub(crate) use ring::RingLink;
 pub(crate) use socket::SocketLink;
 pub(crate) use striped::StripedLink;
 pub(crate) use tls::{Tls, TlsLink};
+pub(crate) use types::{Broken, ConnectionSide, Interest};
 
 use super::mpi::{MpiLink, NAP};
 use rustix::event::PollFlags;
@@ -85,9 +85,14 @@ impl Link {
     ///
     /// With `may_lend`, bytes may count as sent only once the peer has received them. The caller must not set it if the peer receives only
     /// after some of these bytes count as sent: then both ranks would wait.
-    pub(crate) fn send(&mut self, header: &[u8], payload: &[u8], may_lend: bool) -> Result<usize, Broken> {
+    pub(crate) fn send(
+        &mut self,
+        header: &[u8],
+        payload: &[u8],
+        may_zero_copy: bool,
+    ) -> Result<usize, Broken> {
         match self {
-            Link::Socket(link) => link.send(header, payload, may_lend),
+            Link::Socket(link) => link.send(header, payload, may_zero_copy),
             Link::Tls(link) => link.send(header, payload).map_err(|_| Broken),
             Link::Ring(link) => link.send(header, payload),
             Link::Mpi(link) => link.send(header, payload),
@@ -145,12 +150,12 @@ impl Link {
     }
 
     /// Maximum time to sleep, if nothing wakes the sleeper when bytes arrive.
-    pub(crate) fn nap(&self) -> Option<Duration> {
+    pub(crate) fn poll_interval(&self) -> Option<Duration> {
         matches!(self, Link::Mpi(_)).then_some(NAP)
     }
 
     /// Whether polling for a short time costs less than sleeping.
-    pub(crate) fn is_worth_looking(&self) -> bool {
+    pub(crate) fn is_worth_polling(&self) -> bool {
         matches!(self, Link::Ring(_))
     }
 
@@ -164,7 +169,7 @@ impl Link {
     pub(crate) fn abandon(&mut self) -> bool {
         match self {
             Link::Tls(_) | Link::Ring(_) | Link::Striped(_) => false,
-            Link::Socket(link) => link.has_lent(),
+            Link::Socket(link) => link.has_pending_zero_copy(),
             Link::Mpi(link) => link.abandon(),
         }
     }

@@ -1,6 +1,6 @@
 //! Replaces `tls` in a program built without TLS. The types have no values.
 
-use super::{Interest, Side};
+use super::{ConnectionSide, Interest};
 use crate::{CommError, TlsOptions};
 use rustix::event::PollFlags;
 use std::io;
@@ -16,7 +16,7 @@ impl Tls {
         Err(CommError::TlsUnavailable)
     }
 
-    pub(crate) fn start(&self, _: OwnedFd, _: Side) -> io::Result<TlsLink> {
+    pub(crate) fn start(&self, _: OwnedFd, _: ConnectionSide) -> io::Result<TlsLink> {
         match *self {}
     }
 }

@@ -25,7 +25,7 @@ pub(super) struct Notification {
 
 /// Enables zero-copy sends on a socket. Returns whether the kernel supports them. The option is read back, because kernels that only
 /// resemble Linux may accept and ignore it; they would never release the memory.
-pub(super) fn notify_of_lent_memory(socket: &OwnedFd) -> bool {
+pub(super) fn enable_zero_copy(socket: &OwnedFd) -> bool {
     let (wanted, mut found): (libc::c_int, libc::c_int) = (1, 0);
     let mut num_bytes = size_of::<libc::c_int>() as libc::socklen_t;
     let (socket, level) = (socket.as_raw_fd(), libc::SOL_SOCKET);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// A link of two byte rings in memory that both ranks map, and a socket that wakes a sleeping peer. The kernel closes the socket with the
 /// process, so a sleeper notices its peer's death.
 pub(crate) struct RingLink {
-    bell: OwnedFd,
+    wakeup: OwnedFd,
     outgoing: RingSender,
     incoming: RingReceiver,
     /// Whether the peer has closed the socket. The peer has ended, but the bytes it wrote before are valid.
@@ -25,14 +25,14 @@ impl From<Corrupt> for Broken {
 }
 
 impl RingLink {
-    /// Creates the link. `bell` is a connected stream socket that wakes the peer.
+    /// Creates the link. `wakeup` is a connected stream socket that wakes the peer.
     pub(crate) fn new(
-        bell: OwnedFd,
+        wakeup: OwnedFd,
         outgoing: RingSender,
         incoming: RingReceiver,
         area: Arc<Region>,
     ) -> Self {
-        RingLink { bell, outgoing, incoming, has_ended: false, _area: area }
+        RingLink { wakeup, outgoing, incoming, has_ended: false, _area: area }
     }
 
     pub(super) fn send(&mut self, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
@@ -43,8 +43,8 @@ impl RingLink {
         if num_sent == header.len() {
             num_sent += self.outgoing.write(payload)?;
         }
-        if num_sent > 0 && self.outgoing.takes_waking() {
-            self.ring();
+        if num_sent > 0 && self.outgoing.take_sleep_flag() {
+            self.wake_peer();
         }
         Ok(num_sent)
     }
@@ -54,8 +54,8 @@ impl RingLink {
         if num_read == 0 && self.has_ended {
             return Err(Broken);
         }
-        if num_read > 0 && self.incoming.takes_waking() {
-            self.ring();
+        if num_read > 0 && self.incoming.take_sleep_flag() {
+            self.wake_peer();
         }
         Ok(num_read)
     }
@@ -81,18 +81,18 @@ impl RingLink {
             Interest::Receive => self.incoming.end_sleep(),
         }
         // Wake-ups that were received must not wake the next sleeper.
-        match recv(&self.bell, &mut [0; 64][..], RecvFlags::DONTWAIT) {
+        match recv(&self.wakeup, &mut [0; 64][..], RecvFlags::DONTWAIT) {
             Ok((_, 1..)) | Err(Errno::AGAIN | Errno::INTR) => {}
             Ok((_, 0)) | Err(_) => self.has_ended = true,
         }
     }
 
     pub(super) fn poll(&self) -> (BorrowedFd<'_>, PollFlags) {
-        (self.bell.as_fd(), PollFlags::IN)
+        (self.wakeup.as_fd(), PollFlags::IN)
     }
 
     /// Wakes the peer, best effort: a full socket wakes it anyway, and a closed one has no reader.
-    fn ring(&self) {
-        let _ = send(&self.bell, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    fn wake_peer(&self) {
+        let _ = send(&self.wakeup, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     }
 }

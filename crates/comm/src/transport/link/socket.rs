@@ -1,4 +1,4 @@
-use super::lent::Loans;
+use super::zero_copy::ZeroCopySends;
 use super::{Broken, Interest};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
@@ -9,17 +9,24 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 pub(crate) struct SocketLink {
     socket: OwnedFd,
     /// State of zero-copy sends of long payloads, as long as the kernel really avoids copies.
-    loans: Option<Loans>,
+    zero_copy_sends: Option<ZeroCopySends>,
 }
 
 impl SocketLink {
     pub(crate) fn new(socket: OwnedFd, zero_copy: bool) -> Self {
-        SocketLink { loans: zero_copy.then(|| Loans::new(&socket)).flatten(), socket }
+        SocketLink { zero_copy_sends: zero_copy.then(|| ZeroCopySends::new(&socket)).flatten(), socket }
     }
 
-    pub(super) fn send(&mut self, header: &[u8], payload: &[u8], may_lend: bool) -> Result<usize, Broken> {
-        self.loans.take_if(|loans| loans.are_over());
-        if let Some(loans) = self.loans.as_mut().filter(|loans| may_lend && loans.suit(payload)) {
+    pub(super) fn send(
+        &mut self,
+        header: &[u8],
+        payload: &[u8],
+        may_zero_copy: bool,
+    ) -> Result<usize, Broken> {
+        self.zero_copy_sends.take_if(|loans| loans.are_disabled());
+        if let Some(loans) =
+            self.zero_copy_sends.as_mut().filter(|loans| may_zero_copy && loans.must_send(payload))
+        {
             return loans.send(&self.socket, header, payload);
         }
         let slices = [IoSlice::new(header), IoSlice::new(payload)];
@@ -32,8 +39,8 @@ impl SocketLink {
     }
 
     /// Whether the kernel may still read the caller's memory.
-    pub(super) fn has_lent(&self) -> bool {
-        self.loans.as_ref().is_some_and(Loans::are_open)
+    pub(super) fn has_pending_zero_copy(&self) -> bool {
+        self.zero_copy_sends.as_ref().is_some_and(ZeroCopySends::are_pending)
     }
 
     pub(super) fn receive(&mut self, bytes: &mut [u8]) -> Result<usize, Broken> {
@@ -48,7 +55,11 @@ impl SocketLink {
     pub(super) fn poll(&self, interest: Interest) -> (BorrowedFd<'_>, PollFlags) {
         let flags = match interest {
             // Zero-copy notifications wake `poll` without a requested event.
-            Interest::Send if self.loans.as_ref().is_some_and(Loans::are_awaited) => PollFlags::empty(),
+            Interest::Send
+                if self.zero_copy_sends.as_ref().is_some_and(ZeroCopySends::wait_for_notification) =>
+            {
+                PollFlags::empty()
+            }
             Interest::Send => PollFlags::OUT,
             Interest::Receive => PollFlags::IN,
         };

@@ -11,12 +11,12 @@ const STRIPE_BYTES: u64 = 128 << 10;
 /// A connection may be ahead of the others within the caller's bytes, which must not change until all of them are done.
 pub(crate) struct StripedLink {
     connections: Vec<Link>,
-    sending: Way,
-    receiving: Way,
+    sending: StreamState,
+    receiving: StreamState,
 }
 
 /// The state of one direction.
-struct Way {
+struct StreamState {
     /// Number of stream bytes that were reported to the caller as done.
     num_done: u64,
     /// Position in the stream of each connection's next byte.
@@ -26,7 +26,7 @@ struct Way {
 impl StripedLink {
     /// Creates the link. Both sides must pass the connections in the same order.
     pub(crate) fn new(connections: Vec<Link>) -> Self {
-        let way = || Way {
+        let way = || StreamState {
             num_done: 0,
             next: (0..connections.len() as u64).map(|index| index * STRIPE_BYTES).collect(),
         };
@@ -57,7 +57,7 @@ impl StripedLink {
     }
 }
 
-impl Way {
+impl StreamState {
     /// Makes every connection transfer its stripes of the next `len` bytes, as far as possible. Returns the number of leading bytes that
     /// are done. `transfer` gets the index of a connection and a range of the bytes.
     fn advance(

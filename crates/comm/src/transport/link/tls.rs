@@ -2,7 +2,7 @@
 //!
 //! Unlike the other links, every record costs a copy and an allocation of up to 16 KiB on both sides.
 
-use super::{Interest, Side};
+use super::{ConnectionSide, Interest};
 use crate::secret::read_private;
 use crate::{CommError, TlsOptions};
 use rustix::event::PollFlags;
@@ -52,12 +52,12 @@ impl Tls {
     }
 
     /// Starts TLS on a connected stream socket. The handshake, [`TlsLink::shake_hands`], must complete before other calls.
-    pub(crate) fn start(&self, socket: OwnedFd, side: Side) -> io::Result<TlsLink> {
+    pub(crate) fn start(&self, socket: OwnedFd, side: ConnectionSide) -> io::Result<TlsLink> {
         let mut connection: Connection = match side {
-            Side::Connecting => ClientConnection::new(Arc::clone(&self.client), self.name.clone())
+            ConnectionSide::Connecting => ClientConnection::new(Arc::clone(&self.client), self.name.clone())
                 .map_err(io::Error::other)?
                 .into(),
-            Side::Accepting => {
+            ConnectionSide::Accepting => {
                 ServerConnection::new(Arc::clone(&self.server)).map_err(io::Error::other)?.into()
             }
         };

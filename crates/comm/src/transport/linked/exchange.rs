@@ -1,9 +1,9 @@
+use super::frame_transfer::{Incoming, Outgoing, ReceiveError};
 use super::memories::Memories;
-use super::transit::{Incoming, Outgoing, Trouble};
 use crate::CommError;
+use crate::backoff::Backoff;
 use crate::call::Call;
 use crate::control::{Control, TICK};
-use crate::patience::Patience;
 use crate::transport::link::{Broken, Interest, Link};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -32,7 +32,7 @@ impl<'a> Exchange<'a> {
             let place = memories.place(&receive.span);
             let mut incoming = Incoming::new(own, receive.from, place, receive.action, has_checksum);
             if let Some(outgoing) = &mut outgoing {
-                incoming.give_way_to(outgoing);
+                incoming.buffer_if_overlapping(outgoing);
             }
             incoming
         });
@@ -45,7 +45,7 @@ impl<'a> Exchange<'a> {
         links: &mut [Option<Link>],
         memories: &mut Memories<'_>,
         piece: &mut [u8],
-        patience: &mut Patience,
+        patience: &mut Backoff,
         control: &mut Control,
     ) -> Result<(), CommError> {
         loop {
@@ -62,12 +62,13 @@ impl<'a> Exchange<'a> {
             let unsent = self.outgoing.as_ref().map(Outgoing::unsent);
             if let Some(incoming) = &mut self.incoming {
                 let link = link_to(links, incoming.from);
-                has_moved |= incoming.advance(self.call, link, memories, piece, unsent.as_ref()).map_err(
-                    |trouble| match trouble {
-                        Trouble::Broken => control.reason_of_break(incoming.from, self.call),
-                        Trouble::Refused(failure) => failure,
-                    },
-                )?;
+                has_moved |=
+                    incoming.advance(self.call, link, memories, piece, unsent.as_ref()).map_err(|error| {
+                        match error {
+                            ReceiveError::Broken => control.reason_of_break(incoming.from, self.call),
+                            ReceiveError::Refused(failure) => failure,
+                        }
+                    })?;
             }
             self.incoming.take_if(|incoming| incoming.is_done());
             if self.outgoing.is_none() && self.incoming.is_none() {
@@ -75,7 +76,7 @@ impl<'a> Exchange<'a> {
             }
             if has_moved {
                 patience.has_succeeded();
-                control.has_moved();
+                control.note_progress();
             } else if !self.look(links, piece.len(), patience) {
                 self.wait(links, piece.len(), control)?;
             }
@@ -83,15 +84,15 @@ impl<'a> Exchange<'a> {
     }
 
     /// Polls for a while whether a message can make progress, on links where that costs less than sleeping.
-    fn look(&self, links: &mut [Option<Link>], piece_bytes: usize, patience: &mut Patience) -> bool {
+    fn look(&self, links: &mut [Option<Link>], piece_bytes: usize, patience: &mut Backoff) -> bool {
         let interests = self.interests(piece_bytes);
         let mut waited_for = interests.into_iter().flatten();
         if waited_for.any(|(rank, _)| link_to(links, rank).must_be_tried()) {
-            return patience.tries_again(self.call.is_awaited);
+            return patience.retries(self.call.is_awaited);
         }
         let mut waited_for = interests.into_iter().flatten();
-        waited_for.any(|(rank, _)| link_to(links, rank).is_worth_looking())
-            && patience.look(self.call.is_awaited, || {
+        waited_for.any(|(rank, _)| link_to(links, rank).is_worth_polling())
+            && patience.poll(self.call.is_awaited, || {
                 let mut waited_for = interests.into_iter().flatten();
                 waited_for.any(|(rank, interest)| link_to(links, rank).is_ready(interest))
             })
@@ -99,7 +100,7 @@ impl<'a> Exchange<'a> {
 
     /// The peers and directions that this rank waits for.
     fn interests(&self, piece_bytes: usize) -> [Option<(Rank, Interest)>; 2] {
-        let incoming = self.incoming.as_ref().filter(|incoming| !incoming.is_held(piece_bytes));
+        let incoming = self.incoming.as_ref().filter(|incoming| !incoming.waits_for_sender(piece_bytes));
         [
             self.outgoing.as_ref().map(|outgoing| (outgoing.to, Interest::Send)),
             incoming.map(|incoming| (incoming.from, Interest::Receive)),
@@ -144,7 +145,7 @@ impl<'a> Exchange<'a> {
             let link = links[rank.0].as_ref().expect("no algorithm sends to oneself");
             let (socket, flags) = link.poll(interest);
             *polled = PollFd::from_borrowed_fd(socket, flags);
-            sleep_max = sleep_max.min(link.nap().unwrap_or(TICK));
+            sleep_max = sleep_max.min(link.poll_interval().unwrap_or(TICK));
         }
         let timeout = Timespec::try_from(sleep_max).expect("a tick is short");
         match poll(&mut polled, Some(&timeout)) {

@@ -17,22 +17,22 @@ pub(crate) struct Memories<'a> {
 
 /// A byte range of one of the memories.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct MemoryRange {
     memory: Memory,
     pub(super) bytes: Range<usize>,
 }
 
-impl Place {
+impl MemoryRange {
     pub(super) fn len(&self) -> usize {
         self.bytes.len()
     }
 
     /// The bytes `from..to` of this place.
-    pub(super) fn part(&self, from: usize, to: usize) -> Place {
-        Place { memory: self.memory, bytes: self.bytes.start + from..self.bytes.start + to }
+    pub(super) fn part(&self, from: usize, to: usize) -> MemoryRange {
+        MemoryRange { memory: self.memory, bytes: self.bytes.start + from..self.bytes.start + to }
     }
 
-    pub(super) fn overlaps(&self, other: &Place) -> bool {
+    pub(super) fn overlaps(&self, other: &MemoryRange) -> bool {
         self.memory == other.memory
             && self.bytes.start < other.bytes.end
             && other.bytes.start < self.bytes.end
@@ -45,7 +45,7 @@ impl<'a> Memories<'a> {
         Memories { vector, first: 0, input: &[], scratch: &mut [], dtype, op }
     }
 
-    pub(crate) fn place(&self, span: &Span) -> Place {
+    pub(crate) fn place(&self, span: &Span) -> MemoryRange {
         let element_bytes = self.dtype.size();
         let first = if span.memory == Memory::Vector { self.first } else { 0 };
         let bytes = if span.range.is_empty() {
@@ -53,10 +53,10 @@ impl<'a> Memories<'a> {
         } else {
             span.range.start * element_bytes - first..span.range.end * element_bytes - first
         };
-        Place { memory: span.memory, bytes }
+        MemoryRange { memory: span.memory, bytes }
     }
 
-    pub(super) fn bytes(&self, place: &Place) -> &[u8] {
+    pub(super) fn bytes(&self, place: &MemoryRange) -> &[u8] {
         let memory = match place.memory {
             Memory::Vector => &*self.vector,
             Memory::Input => self.input,
@@ -69,7 +69,7 @@ impl<'a> Memories<'a> {
     ///
     /// # Panics
     /// If the place is in the input, to which no step may write.
-    pub(super) fn bytes_mut(&mut self, place: &Place) -> &mut [u8] {
+    pub(super) fn bytes_mut(&mut self, place: &MemoryRange) -> &mut [u8] {
         let memory = match place.memory {
             Memory::Vector => &mut *self.vector,
             Memory::Input => unreachable!("no step writes to the input"),
@@ -79,7 +79,7 @@ impl<'a> Memories<'a> {
     }
 
     /// Reduces received bytes into a place. `own` is the side of the bytes in the place.
-    pub(super) fn reduce(&mut self, place: &Place, received: &[u8], own: Side) {
+    pub(super) fn reduce(&mut self, place: &MemoryRange, received: &[u8], own: Side) {
         let (dtype, op) = (self.dtype, self.op.expect("only reductions have reducing steps"));
         reduce_into(self.bytes_mut(place), received, dtype, op, own);
     }

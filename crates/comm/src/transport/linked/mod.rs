@@ -7,26 +7,26 @@
 mod blocks;
 mod exchange;
 mod frame;
+mod frame_transfer;
 mod memories;
 #[cfg(test)]
 mod tests;
-mod transit;
 
+use crate::backoff::Backoff;
 use crate::buffer::{CacheLine, Storage};
 use crate::call::{BlockLens, Call, Payload};
 use crate::control::Control;
 use crate::element::finish_mean;
-use crate::patience::Patience;
 use crate::selection::Selection;
 use crate::transport::Transport;
 use crate::transport::link::Link;
 use crate::transport::shm::{Arena, Operands, SharedMemory, Slot};
 use crate::{CommError, GroupOptions};
 use exchange::Exchange;
+pub(crate) use frame_transfer::{Incoming, Outgoing, ReceiveError};
 pub(crate) use memories::Memories;
 use std::ops::Range;
 use std::sync::Arc;
-pub(crate) use transit::{Incoming, Outgoing, Trouble};
 use trireme_base::{DType, Rank};
 use trireme_schedule::collective::{
     Algorithm, CollectiveKind, FlatAlgorithm, Hosts, Phase, Step, all_to_all_variable,
@@ -43,7 +43,7 @@ pub(crate) struct Linked {
     /// The arena of the group's buffers, if they are in shared memory.
     arena: Option<Arc<Arena>>,
     selection: Selection,
-    patience: Patience,
+    patience: Backoff,
     checksums: bool,
     /// Memory for a piece of an incoming message before it is reduced.
     piece: Vec<CacheLine>,
@@ -73,7 +73,7 @@ impl Linked {
             shared,
             arena,
             selection,
-            patience: Patience::new(),
+            patience: Backoff::new(),
             checksums: options.checksums,
             piece: CacheLine::zeroed(options.chunk_bytes)?,
             steps: Vec::new(),
@@ -233,8 +233,8 @@ impl Linked {
             return self.in_place(call, (output, own.start), algorithm, control);
         }
         let mut vector = std::mem::take(&mut self.vector);
-        let is_whole = output.len() == len * dtype.size();
-        let mut slot = if is_whole {
+        let is_full = output.len() == len * dtype.size();
+        let mut slot = if is_full {
             output.part(0..len * dtype.size())
         } else {
             Slot::private(reserve(&mut vector, len * dtype.size())?)
@@ -245,7 +245,7 @@ impl Linked {
             slot.bytes().copy_from_slice(input.bytes());
         }
         let result = self.in_place(call, (slot.part(0..len * dtype.size()), 0), algorithm, control);
-        if call.operation.output_is_block() && !is_whole && result.is_ok() {
+        if call.operation.output_is_block() && !is_full && result.is_ok() {
             let block: &[u8] = bytemuck::cast_slice(&vector);
             output.bytes().copy_from_slice(&block[own_bytes]);
         }

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::library::{Failed, Request};
-use super::{Route, Seats};
+use super::{MpiAddresses, Route};
 use crate::transport::Purpose;
 use crate::transport::link::Broken;
 use rustix::event::PollFlags;
@@ -17,7 +17,7 @@ use trireme_base::Rank;
 /// Maximum bytes of a frame's first message.
 const FIRST_BYTES: usize = 1024;
 /// Maximum number of messages in flight per direction.
-const NUM_FLIGHTS: usize = 8;
+const NUM_IN_FLIGHT_MAX: usize = 8;
 /// Time within which bytes that a peer sent before it ended must arrive.
 const ARRIVAL_MAX: Duration = Duration::from_secs(1);
 /// Interval of polls by a waiting thread: MPI has no file descriptor to sleep on.
@@ -26,29 +26,29 @@ pub(crate) const NAP: Duration = Duration::from_micros(50);
 /// One rank's end of a link over MPI, with a socket that shows when the peer's process ends.
 pub(crate) struct MpiLink {
     route: Route,
-    bell: OwnedFd,
+    wakeup: OwnedFd,
     /// When this rank noticed that the peer's process had ended.
     ended: Option<Instant>,
     /// Length of all fragments of a frame but the last.
     fragment_bytes: usize,
-    outgoing: Way,
-    incoming: Way,
+    outgoing: DirectionState,
+    incoming: DirectionState,
     /// The part of the incoming first message that the caller has not received.
     rest: std::ops::Range<usize>,
     is_abandoned: bool,
 }
 
 /// The state of one direction.
-struct Way {
+struct DirectionState {
     /// Memory of a frame's first message.
     first: Vec<u8>,
     /// Messages in flight, in order.
-    flights: VecDeque<Flight>,
+    in_flight: VecDeque<InFlightMessage>,
     /// Total bytes of these messages.
-    num_flying: usize,
+    num_bytes_in_flight: usize,
 }
 
-struct Flight {
+struct InFlightMessage {
     request: Request,
     num_bytes: usize,
     /// Whether the message uses the caller's memory, not the link's own.
@@ -62,10 +62,10 @@ impl From<Failed> for Broken {
 }
 
 impl MpiLink {
-    /// Creates the link. `bell` is a connected stream socket to the peer. `fragment_bytes` must be equal on both sides.
+    /// Creates the link. `wakeup` is a connected stream socket to the peer. `fragment_bytes` must be equal on both sides.
     pub(crate) fn new(
-        bell: OwnedFd,
-        seats: &Seats,
+        wakeup: OwnedFd,
+        seats: &MpiAddresses,
         (peer, purpose): (Rank, Purpose),
         fragment_bytes: usize,
     ) -> Self {
@@ -73,11 +73,11 @@ impl MpiLink {
         route.communicator.open();
         MpiLink {
             route,
-            bell,
+            wakeup,
             ended: None,
             fragment_bytes,
-            outgoing: Way::new(),
-            incoming: Way::new(),
+            outgoing: DirectionState::new(),
+            incoming: DirectionState::new(),
             rest: 0..0,
             is_abandoned: false,
         }
@@ -89,10 +89,10 @@ impl MpiLink {
         let Route { communicator, peer, outgoing_tag: tag, .. } = self.route;
         let way = &mut self.outgoing;
         let num_bytes = header.len() + payload.len();
-        while way.num_flying < num_bytes && way.flights.len() < NUM_FLIGHTS {
-            let is_lent = way.num_flying >= header.len();
+        while way.num_bytes_in_flight < num_bytes && way.in_flight.len() < NUM_IN_FLIGHT_MAX {
+            let is_lent = way.num_bytes_in_flight >= header.len();
             let message = if is_lent {
-                let fragment = &payload[way.num_flying - header.len()..];
+                let fragment = &payload[way.num_bytes_in_flight - header.len()..];
                 &fragment[..fragment.len().min(self.fragment_bytes)]
             } else {
                 way.first.clear();
@@ -104,7 +104,7 @@ impl MpiLink {
             // does not.
             let request = unsafe { communicator.send(message, peer, tag)? };
             let num_bytes = message.len();
-            way.take(Flight { request, num_bytes, is_lent });
+            way.take(InFlightMessage { request, num_bytes, is_lent });
         }
         let mut num_done = 0;
         while let Some((flight, _)) = way.next_ended()? {
@@ -120,11 +120,11 @@ impl MpiLink {
         }
         let Route { communicator, peer, incoming_tag: tag, .. } = self.route;
         let way = &mut self.incoming;
-        if way.flights.is_empty() {
+        if way.in_flight.is_empty() {
             way.first.resize(FIRST_BYTES, 0);
             // SAFETY: the link keeps its own memory until the message has completed, and forever if it does not.
             let request = unsafe { communicator.receive(&mut way.first, peer, tag)? };
-            way.take(Flight { request, num_bytes: FIRST_BYTES, is_lent: false });
+            way.take(InFlightMessage { request, num_bytes: FIRST_BYTES, is_lent: false });
         }
         let Some((_, num_received)) = way.next_ended()? else { return self.check(0) };
         header.copy_from_slice(way.first[..num_received].get(..header.len()).ok_or(Broken)?);
@@ -144,12 +144,12 @@ impl MpiLink {
         }
         let Route { communicator, peer, incoming_tag: tag, .. } = self.route;
         let way = &mut self.incoming;
-        while way.num_flying < bytes.len() && way.flights.len() < NUM_FLIGHTS {
-            let free = &mut bytes[way.num_flying..];
+        while way.num_bytes_in_flight < bytes.len() && way.in_flight.len() < NUM_IN_FLIGHT_MAX {
+            let free = &mut bytes[way.num_bytes_in_flight..];
             let num_bytes = free.len().min(self.fragment_bytes);
             // SAFETY: see "Lent memory"; these bytes do not overlap those that earlier messages fill.
             let request = unsafe { communicator.receive(&mut free[..num_bytes], peer, tag)? };
-            way.take(Flight { request, num_bytes, is_lent: true });
+            way.take(InFlightMessage { request, num_bytes, is_lent: true });
         }
         let mut num_done = 0;
         while let Some((flight, num_received)) = way.next_ended()? {
@@ -170,7 +170,7 @@ impl MpiLink {
     }
 
     pub(crate) fn end_sleep(&mut self) {
-        match recv(&self.bell, &mut [0; 64][..], RecvFlags::DONTWAIT) {
+        match recv(&self.wakeup, &mut [0; 64][..], RecvFlags::DONTWAIT) {
             Ok((_, 1..)) | Err(Errno::AGAIN | Errno::INTR) => {}
             Ok((_, 0)) | Err(_) => {
                 self.ended.get_or_insert_with(Instant::now);
@@ -179,25 +179,25 @@ impl MpiLink {
     }
 
     pub(crate) fn poll(&self) -> (BorrowedFd<'_>, PollFlags) {
-        (self.bell.as_fd(), PollFlags::IN)
+        (self.wakeup.as_fd(), PollFlags::IN)
     }
 
     /// Ends the use of the link. Returns whether MPI still has memory passed to it, which then must never be freed.
     pub(crate) fn abandon(&mut self) -> bool {
         self.is_abandoned = true;
-        [&self.outgoing, &self.incoming].iter().any(|way| way.flights.iter().any(|flight| flight.is_lent))
+        [&self.outgoing, &self.incoming].iter().any(|way| way.in_flight.iter().any(|flight| flight.is_lent))
     }
 }
 
 impl Drop for MpiLink {
     fn drop(&mut self) {
         let ways = [&mut self.outgoing, &mut self.incoming];
-        if !self.is_abandoned && ways.iter().all(|way| way.flights.is_empty()) {
+        if !self.is_abandoned && ways.iter().all(|way| way.in_flight.is_empty()) {
             self.route.communicator.close();
             return;
         }
         for way in ways {
-            if !way.flights.is_empty() {
+            if !way.in_flight.is_empty() {
                 // MPI may still access this memory.
                 std::mem::forget(std::mem::take(&mut way.first));
             }
@@ -205,30 +205,30 @@ impl Drop for MpiLink {
     }
 }
 
-impl Way {
+impl DirectionState {
     fn new() -> Self {
-        Way {
+        DirectionState {
             first: Vec::with_capacity(FIRST_BYTES),
-            flights: VecDeque::with_capacity(NUM_FLIGHTS),
-            num_flying: 0,
+            in_flight: VecDeque::with_capacity(NUM_IN_FLIGHT_MAX),
+            num_bytes_in_flight: 0,
         }
     }
 
-    fn take(&mut self, flight: Flight) {
-        self.num_flying += flight.num_bytes;
-        self.flights.push_back(flight);
+    fn take(&mut self, flight: InFlightMessage) {
+        self.num_bytes_in_flight += flight.num_bytes;
+        self.in_flight.push_back(flight);
     }
 
     /// Removes and returns the oldest message if it has completed, with the number of bytes received.
-    fn next_ended(&mut self) -> Result<Option<(Flight, usize)>, Broken> {
-        let Some(flight) = self.flights.front_mut() else { return Ok(None) };
+    fn next_ended(&mut self) -> Result<Option<(InFlightMessage, usize)>, Broken> {
+        let Some(flight) = self.in_flight.front_mut() else { return Ok(None) };
         let ended = match flight.request.test() {
             Ok(None) => return Ok(None),
             Ok(Some(num_received)) => Ok(num_received),
             Err(failed) => Err(failed.into()),
         };
-        let flight = self.flights.pop_front().expect("there is an oldest one");
-        self.num_flying -= flight.num_bytes;
+        let flight = self.in_flight.pop_front().expect("there is an oldest one");
+        self.num_bytes_in_flight -= flight.num_bytes;
         ended.map(|num_received| Some((flight, num_received)))
     }
 }

@@ -29,7 +29,7 @@ pub(crate) struct MpiProcess {
 
 /// The address of a rank of a group in MPI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Seat {
+pub(crate) struct MpiAddress {
     /// Rank in MPI's world.
     pub(crate) process: u32,
     /// First of the rank's tags for this group. Each purpose with data has one.
@@ -37,11 +37,11 @@ pub(crate) struct Seat {
 }
 
 /// The addresses of a group's ranks in MPI.
-pub(crate) struct Seats {
+pub(crate) struct MpiAddresses {
     communicator: &'static Communicator,
-    own: Seat,
+    own: MpiAddress,
     /// In rank order, `None` for this rank.
-    peers: Vec<Option<Seat>>,
+    peers: Vec<Option<MpiAddress>>,
 }
 
 /// Communicator, peer and tags of the messages between two ranks.
@@ -53,7 +53,7 @@ struct Route {
     incoming_tag: u32,
 }
 
-const TAGS_PER_SEAT: u32 = 2;
+const TAGS_PER_ADDRESS: u32 = 2;
 
 impl MpiProcess {
     /// Initializes MPI in this process, unless it is. The process must have the same rank and world size in MPI.
@@ -76,33 +76,39 @@ impl MpiProcess {
 
     /// Reserves this rank's address in a new group. The first call is collective: all processes of MPI's world make it and wait for each
     /// other.
-    pub(crate) fn take_seat(self) -> Result<Seat, CommError> {
+    pub(crate) fn reserve_address(self) -> Result<MpiAddress, CommError> {
         static NEXT_TAG: AtomicU32 = AtomicU32::new(0);
         let communicator = self.mpi.communicator().map_err(unavailable)?;
-        let tag = NEXT_TAG.fetch_add(TAGS_PER_SEAT, Ordering::Relaxed);
-        if tag > communicator.tag_max() - TAGS_PER_SEAT {
+        let tag = NEXT_TAG.fetch_add(TAGS_PER_ADDRESS, Ordering::Relaxed);
+        if tag > communicator.tag_max() - TAGS_PER_ADDRESS {
             return Err(unavailable(format!(
                 "this process has been part of {} groups, and MPI has no tags for more",
-                tag / TAGS_PER_SEAT
+                tag / TAGS_PER_ADDRESS
             )));
         }
-        Ok(Seat { process: self.mpi.rank(), tag })
+        Ok(MpiAddress { process: self.mpi.rank(), tag })
     }
 
     /// Creates the addresses of a group from this rank's and its peers'.
-    pub(crate) fn seats(self, own: Seat, peers: Vec<Option<Seat>>) -> Result<Seats, CommError> {
+    pub(crate) fn seats(
+        self,
+        own: MpiAddress,
+        peers: Vec<Option<MpiAddress>>,
+    ) -> Result<MpiAddresses, CommError> {
         let communicator = self.mpi.communicator().map_err(unavailable)?;
-        let is_fit = |seat: &Seat| {
-            seat.process < self.mpi.size() && seat.tag <= communicator.tag_max() - TAGS_PER_SEAT
+        let is_fit = |address: &MpiAddress| {
+            address.process < self.mpi.size() && address.tag <= communicator.tag_max() - TAGS_PER_ADDRESS
         };
-        if let Some(rank) = peers.iter().position(|peer| peer.as_ref().is_some_and(|seat| !is_fit(seat))) {
+        if let Some(rank) =
+            peers.iter().position(|peer| peer.as_ref().is_some_and(|address| !is_fit(address)))
+        {
             return Err(unavailable(format!("rank {rank} announced a place that MPI does not have")));
         }
-        Ok(Seats { communicator, own, peers })
+        Ok(MpiAddresses { communicator, own, peers })
     }
 }
 
-impl Seats {
+impl MpiAddresses {
     /// The route between this rank and a peer.
     ///
     /// # Panics
@@ -113,11 +119,11 @@ impl Seats {
             Purpose::Messages => 1,
             Purpose::Control => unreachable!("notices go over sockets"),
         };
-        let seat = self.peers[peer.0].expect("no algorithm sends to oneself");
+        let address = self.peers[peer.0].expect("no algorithm sends to oneself");
         Route {
             communicator: self.communicator,
-            peer: seat.process,
-            outgoing_tag: seat.tag + offset,
+            peer: address.process,
+            outgoing_tag: address.tag + offset,
             incoming_tag: self.own.tag + offset,
         }
     }

@@ -1,7 +1,7 @@
 use super::board::Board;
 use super::mapping::Mapping;
-use super::place::{Place, RING_BYTES};
 use super::ring::{RingReceiver, RingSender};
+use super::ring_memory::{RING_BYTES, RingMemory};
 use crate::GroupOptions;
 use crate::transport::{CONTROL_BYTES_MAX, Purpose};
 use std::sync::Arc;
@@ -61,10 +61,10 @@ impl Area {
         RingReceiver::new(self.ring(purpose, receiver))
     }
 
-    fn ring(&self, purpose: Purpose, receiver: usize) -> Place {
+    fn ring(&self, purpose: Purpose, receiver: usize) -> RingMemory {
         assert_ne!(purpose, Purpose::Control, "notices go over sockets");
         assert!(receiver < self.num_members, "member {receiver} is one of {}", self.num_members);
         let index = purpose as usize * self.num_members + receiver;
-        Place::new(Arc::clone(&self.memory), self.offset + rings_start() + index * RING_BYTES)
+        RingMemory::new(Arc::clone(&self.memory), self.offset + rings_start() + index * RING_BYTES)
     }
 }

@@ -90,7 +90,7 @@ impl Arena {
         let (range, full) = self.take(len, page_size).ok_or(io::ErrorKind::OutOfMemory)?;
         if let Some(memory) = &self.memory {
             if let Err(error) = reserve(memory, range.clone()) {
-                self.give_back(range);
+                self.free_range(range);
                 return Err(error);
             }
             if page_size == PageSize::Huge && !full.is_empty() {
@@ -101,7 +101,7 @@ impl Arena {
     }
 
     /// Like [`allocate`](Arena::allocate), for memory that is never reused: peers may access it after this rank is done with it.
-    pub(crate) fn allocate_for_good(self: &Arc<Self>, num_bytes: usize) -> io::Result<Region> {
+    pub(crate) fn allocate_permanent(self: &Arc<Self>, num_bytes: usize) -> io::Result<Region> {
         let mut region = self.allocate(num_bytes, PageSize::Base)?;
         region.returns = false;
         Ok(region)
@@ -147,7 +147,7 @@ impl Arena {
     }
 
     /// Frees a range: releases its pages and adds it to the free list. It reads as zeros again, except in a dry arena.
-    fn give_back(&self, range: Range<usize>) {
+    fn free_range(&self, range: Range<usize>) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let punch = |memory| fallocate(memory, flags, range.start as u64, range.len() as u64);
         let is_refused = self.memory.as_ref().is_some_and(|memory| punch(memory).is_err());
@@ -237,7 +237,7 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         if self.returns {
-            self.arena.give_back(self.range.clone());
+            self.arena.free_range(self.range.clone());
         }
     }
 }
@@ -247,7 +247,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_zero_again_when_it_is_given_out_again() {
+    fn reused_memory_is_zeroed() {
         let arena = Arena::new(2).expect("an arena");
         let mut first = arena.allocate(5000, PageSize::Base).expect("memory");
         let place = first.offset();
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_are_full_of_what_lies_in_them_and_it_stays_as_it_is() {
+    fn full_huge_pages_keep_their_contents() {
         let arena = Arena::new(2).expect("an arena");
         let end = arena.mapping.len();
         let fill = |len: usize, page_size, value| {
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn a_retired_arena_gives_nothing_out_twice() {
+    fn a_retired_arena_reuses_no_memory() {
         let arena = Arena::new(2).expect("an arena");
         let first = arena.allocate(100, PageSize::Base).expect("memory");
         let place = first.offset();

@@ -1,10 +1,10 @@
 use super::atomics::{AtomicU32, AtomicU64, Ordering, fence};
 use super::futex;
 use crate::CommError;
+use crate::backoff::Backoff;
 use crate::call::Call;
 use crate::control::Control;
 use crate::operation::{OPERATION_WORDS, Operation};
-use crate::patience::Patience;
 use rustix::io::Errno;
 use std::time::Instant;
 use trireme_base::Rank;
@@ -14,16 +14,16 @@ use trireme_base::Rank;
 #[repr(C)]
 pub(super) struct Board {
     /// The posts of the last even and the last odd meeting. The owner can be one meeting ahead of a peer that still reads, but not two.
-    turns: [Line<Turn>; 2],
+    turns: [CachePadded<Turn>; 2],
     /// Number of peers that sleep until the owner arrives at a meeting.
-    num_sleepers: Line<AtomicU32>,
+    num_sleepers: CachePadded<AtomicU32>,
 }
 
 /// A cache line. Values written by different ranks or at different times are in different lines, and values read together are in one: to
 /// fetch a line from another core's cache takes longer than to process it.
 #[derive(Default)]
 #[repr(C, align(64))]
-struct Line<T>(T);
+struct CachePadded<T>(T);
 
 /// The words that a rank publishes for a meeting.
 #[derive(Default)]
@@ -98,7 +98,7 @@ impl Post {
 }
 
 impl Board {
-    /// Posts the owner's operands for meeting number `meeting`. Visible to peers after [`arrive`](Board::arrive) at that meeting.
+    /// Posts the owner's operands for meeting number `socket_id`. Visible to peers after [`arrive`](Board::arrive) at that meeting.
     pub(super) fn post(&self, meeting: u32, call: &Call, post: Post) {
         let words = self.turn(meeting);
         words.sequence.store(call.sequence, Ordering::Relaxed);
@@ -143,23 +143,23 @@ impl Board {
         &self,
         meeting: u32,
         call: &Call,
-        patience: &mut Patience,
+        patience: &mut Backoff,
         control: &mut Control,
     ) -> Result<(), CommError> {
-        if self.has_come(meeting) {
+        if self.has_arrived(meeting) {
             return Ok(());
         }
         let since = Instant::now();
-        let has_come = patience.look(call.is_awaited, || self.has_come(meeting));
+        let has_come = patience.poll(call.is_awaited, || self.has_arrived(meeting));
         let result = if has_come { Ok(()) } else { self.sleep(meeting, call, control) };
         if !has_come && result.is_ok() {
-            control.has_moved();
+            control.note_progress();
         }
         control.cost.waiting += since.elapsed();
         result
     }
 
-    pub(super) fn has_come(&self, meeting: u32) -> bool {
+    pub(super) fn has_arrived(&self, meeting: u32) -> bool {
         let behind = meeting.wrapping_sub(self.turn(meeting).meeting.load(Ordering::Acquire));
         behind == 0 || behind >= 1 << 31
     }
@@ -170,7 +170,7 @@ impl Board {
 
     fn sleep(&self, meeting: u32, call: &Call, control: &mut Control) -> Result<(), CommError> {
         loop {
-            match self.doze(meeting) {
+            match self.sleep_once(meeting) {
                 Ok(true) => return Ok(()),
                 Ok(false) => control.tick(call)?,
                 Err(error) => return Err(call.wait_failed(error.into())),
@@ -179,15 +179,15 @@ impl Board {
     }
 
     /// Sleeps until the owner may have arrived, for at most a tick. Returns whether it has.
-    pub(super) fn doze(&self, meeting: u32) -> Result<bool, Errno> {
+    pub(super) fn sleep_once(&self, meeting: u32) -> Result<bool, Errno> {
         let word = &self.turn(meeting).meeting;
         self.num_sleepers.0.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let seen = word.load(Ordering::Relaxed);
-        let slept = if self.has_come(meeting) { Ok(()) } else { futex::wait(word, seen) };
+        let slept = if self.has_arrived(meeting) { Ok(()) } else { futex::wait(word, seen) };
         self.num_sleepers.0.fetch_sub(1, Ordering::Relaxed);
         match slept {
-            _ if self.has_come(meeting) => Ok(true),
+            _ if self.has_arrived(meeting) => Ok(true),
             Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(false),
             Err(error) => Err(error),
         }

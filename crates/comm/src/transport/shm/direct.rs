@@ -32,7 +32,7 @@ impl SharedMemory {
             }
             let view = |location: Location, counts: bool| {
                 let (offset, part) = match location {
-                    Location::Vector(offset) => (offset, Part::Whole),
+                    Location::Vector(offset) => (offset, Part::Full),
                     Location::Block(offset) => (offset, Part::Block(member)),
                     Location::Private => return Ok(None),
                 };
@@ -109,7 +109,7 @@ impl SharedMemory {
     pub(super) fn view_of_output(&self, operation: Operation, operands: Operands<'_>) -> View {
         let (dtype, len) = operation.elements();
         let is_block = operands.output.is_some() && operation.output_is_block();
-        let part = if is_block { Part::Block(self.own) } else { Part::Whole };
+        let part = if is_block { Part::Block(self.own) } else { Part::Full };
         let range = part.range(self.members.len(), len);
         operands.output.unwrap_or(operands.input).view(range.start * dtype.size())
     }

@@ -38,10 +38,10 @@ mod futex;
 mod mapping;
 #[cfg(all(test, feature = "loom"))]
 mod models;
-mod place;
 mod pull;
 mod reducer;
 mod ring;
+mod ring_memory;
 mod staged;
 #[cfg(test)]
 mod tests;
@@ -52,10 +52,10 @@ pub(crate) use arena::{Arena, Region};
 pub(crate) use mapping::PeerArena;
 pub(crate) use ring::{Corrupt, RingReceiver, RingSender};
 
+use crate::backoff::Backoff;
 use crate::buffer::{Memory, Storage};
 use crate::call::Call;
 use crate::control::Control;
-use crate::patience::Patience;
 use crate::transport::check_control_bytes;
 use crate::{CommError, GroupOptions, Operation};
 use board::{Location, Post};
@@ -79,7 +79,7 @@ pub(crate) struct SharedMemory {
     _own_area: Arc<Region>,
     short_bytes_max: usize,
     reducer: Reducer,
-    patience: Patience,
+    patience: Backoff,
     num_meetings: u32,
     num_staged: usize,
     posts: Vec<Post>,
@@ -160,7 +160,7 @@ impl<'a> Slot<'a> {
 }
 
 impl SharedMemory {
-    /// Creates the state of member `own`. `areas` are in the order of `members`.
+    /// Creates the state of member `own`. `areas` are in the order of `authenticated`.
     pub(crate) fn new(
         own: usize,
         members: Vec<Rank>,
@@ -177,7 +177,7 @@ impl SharedMemory {
             _own_area: own_area,
             short_bytes_max: options.short_bytes_max,
             reducer: Reducer::new(num_members, options.chunk_bytes)?,
-            patience: Patience::new(),
+            patience: Backoff::new(),
             num_meetings: 0,
             num_staged: 0,
             posts: vec![Post::STAGED; num_members],

@@ -8,7 +8,7 @@ use trireme_schedule::collective::{Collective, CollectiveKind, Data, DataFlow, b
 /// A part of an operation's vector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
-    Whole,
+    Full,
     Block(usize),
 }
 
@@ -34,7 +34,7 @@ impl Part {
     /// The part's elements in a vector of `len`.
     pub(super) fn range(self, num_members: usize, len: usize) -> Range<usize> {
         match self {
-            Part::Whole => 0..len,
+            Part::Full => 0..len,
             Part::Block(member) => block(Rank(member), num_members, len),
         }
     }
@@ -60,7 +60,7 @@ pub(super) fn pulls(
     let collective = on_vectors(operation);
     let DataFlow { input, output, reduces, .. } = collective.kind.data_flow();
     let has_output = collective.has_output(Rank(own));
-    let target = if output == Data::Block { Part::Block(own) } else { Part::Whole };
+    let target = if output == Data::Block { Part::Block(own) } else { Part::Full };
     let reduced = (reduces && has_output).then_some(Pull::Reduce(target));
     // Each member starts with a different peer, so that they do not all read from one memory at the same time.
     let peers = (0..num_members).map(move |distance| (own + distance) % num_members);

@@ -1,5 +1,5 @@
 use super::atomics::{AtomicU32, AtomicU64, Ordering, fence};
-use super::place::Place;
+use super::ring_memory::RingMemory;
 use std::ops::Range;
 
 /// The state of a byte queue with one writer and one reader, from one rank to another of the same host. Zeroed memory is an empty ring.
@@ -7,44 +7,44 @@ use std::ops::Range;
 #[repr(C)]
 pub(super) struct State {
     /// Total bytes written. Only the sender writes it.
-    written: Line<AtomicU64>,
+    written: CachePadded<AtomicU64>,
     /// Total bytes read. Only the receiver writes it.
-    read: Line<AtomicU64>,
+    read: CachePadded<AtomicU64>,
     /// Whether the receiver sleeps until bytes are written.
-    receiver_sleeps: Line<AtomicU32>,
+    receiver_sleeps: CachePadded<AtomicU32>,
     /// Whether the sender sleeps until bytes are read.
-    sender_sleeps: Line<AtomicU32>,
+    sender_sleeps: CachePadded<AtomicU32>,
 }
 
 /// Separates values written by different ranks by pairs of cache lines, which processors fetch together.
 #[derive(Default)]
 #[repr(C, align(128))]
-struct Line<T>(T);
+struct CachePadded<T>(T);
 
 /// The peer's counter has a value that a ring cannot have.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Corrupt;
 
 pub(crate) struct RingSender {
-    place: Place,
+    place: RingMemory,
     written: u64,
 }
 
 pub(crate) struct RingReceiver {
-    place: Place,
+    place: RingMemory,
     read: u64,
 }
 
 /// Up to two ranges of the ring that hold `len` bytes from stream position `position` on.
 fn pieces(position: u64, len: usize) -> [Range<usize>; 2] {
-    let start = (position % Place::CAPACITY as u64) as usize;
-    let first = len.min(Place::CAPACITY - start);
+    let start = (position % RingMemory::CAPACITY as u64) as usize;
+    let first = len.min(RingMemory::CAPACITY - start);
     [start..start + first, 0..len - first]
 }
 
 impl RingSender {
     /// The sending end of a ring in this rank's arena.
-    pub(super) fn new(place: Place) -> Self {
+    pub(super) fn new(place: RingMemory) -> Self {
         RingSender { place, written: 0 }
     }
 
@@ -71,13 +71,15 @@ impl RingSender {
     fn room(&self) -> Result<usize, Corrupt> {
         let read = self.place.state().read.0.load(Ordering::Acquire);
         match self.written.checked_sub(read) {
-            Some(unread) if unread <= Place::CAPACITY as u64 => Ok(Place::CAPACITY - unread as usize),
+            Some(unread) if unread <= RingMemory::CAPACITY as u64 => {
+                Ok(RingMemory::CAPACITY - unread as usize)
+            }
             _ => Err(Corrupt),
         }
     }
 
     /// Whether the receiver must be woken after a write. Clears its flag.
-    pub(crate) fn takes_waking(&self) -> bool {
+    pub(crate) fn take_sleep_flag(&self) -> bool {
         takes(&self.place.state().receiver_sleeps.0)
     }
 
@@ -94,7 +96,7 @@ impl RingSender {
 
 impl RingReceiver {
     /// The receiving end of a ring in a peer's arena.
-    pub(super) fn new(place: Place) -> Self {
+    pub(super) fn new(place: RingMemory) -> Self {
         RingReceiver { place, read: 0 }
     }
 
@@ -121,13 +123,13 @@ impl RingReceiver {
     fn unread(&self) -> Result<usize, Corrupt> {
         let written = self.place.state().written.0.load(Ordering::Acquire);
         match written.checked_sub(self.read) {
-            Some(unread) if unread <= Place::CAPACITY as u64 => Ok(unread as usize),
+            Some(unread) if unread <= RingMemory::CAPACITY as u64 => Ok(unread as usize),
             _ => Err(Corrupt),
         }
     }
 
     /// Whether the sender must be woken after a read. Clears its flag.
-    pub(crate) fn takes_waking(&self) -> bool {
+    pub(crate) fn take_sleep_flag(&self) -> bool {
         takes(&self.place.state().sender_sleeps.0)
     }
 

@@ -95,7 +95,7 @@ impl SharedMemory {
             self.meet_with(call, Post::STAGED, control)?;
             let output = self.view_of_output(operation, operands.reborrow());
             inputs.clear();
-            inputs.extend((0..num_members).map(|member| self.view_of_stage(&window, member, Part::Whole)));
+            inputs.extend((0..num_members).map(|member| self.view_of_stage(&window, member, Part::Full)));
             let share = |member: usize| {
                 let share = owned_range(Rank(member), num_members, window.elements.len(), granule);
                 (first + share.start) * dtype.size()..(first + share.end) * dtype.size()
@@ -140,7 +140,7 @@ impl SharedMemory {
         };
         match contribution(window.operation, self.own) {
             Contribution::Nothing => {}
-            Contribution::Whole => copy(Part::Whole, 0),
+            Contribution::Whole => copy(Part::Full, 0),
             Contribution::EveryBlock => (0..num_members).for_each(|member| copy(Part::Block(member), 0)),
             Contribution::OwnBlock => {
                 let part = Part::Block(self.own);

@@ -1,26 +1,26 @@
 //! Tests of rings in an arena.
 
 use super::arena::Arena;
-use super::place::{Place, RING_BYTES};
 use super::ring::{Corrupt, RingReceiver, RingSender};
+use super::ring_memory::{RING_BYTES, RingMemory};
 use std::sync::Arc;
 
-const CAPACITY: usize = Place::CAPACITY;
+const CAPACITY: usize = RingMemory::CAPACITY;
 
 /// Creates an empty ring. Returns its arena and offset.
 fn ring() -> (Arc<Arena>, usize) {
     let arena = Arena::new(2).expect("an arena");
-    let region = arena.allocate_for_good(RING_BYTES).expect("memory");
+    let region = arena.allocate_permanent(RING_BYTES).expect("memory");
     let offset = region.offset();
     (arena, offset)
 }
 
 fn sender((arena, offset): &(Arc<Arena>, usize)) -> RingSender {
-    RingSender::new(Place::new(Arc::clone(arena.mapping()), *offset))
+    RingSender::new(RingMemory::new(Arc::clone(arena.mapping()), *offset))
 }
 
 fn receiver((arena, offset): &(Arc<Arena>, usize)) -> RingReceiver {
-    RingReceiver::new(Place::new(Arc::clone(arena.mapping()), *offset))
+    RingReceiver::new(RingMemory::new(Arc::clone(arena.mapping()), *offset))
 }
 
 fn ends() -> (RingSender, RingReceiver) {
@@ -59,14 +59,14 @@ fn a_full_ring_takes_no_more_and_an_empty_one_gives_nothing() {
 #[test]
 fn a_sleeper_is_woken_once() {
     let (mut sender, mut receiver) = ends();
-    assert!(!sender.takes_waking());
+    assert!(!sender.take_sleep_flag());
     assert_eq!(receiver.prepare_sleep(), Ok(false));
     assert_eq!(sender.write(&[1]), Ok(1));
-    assert!(sender.takes_waking());
-    assert!(!sender.takes_waking());
+    assert!(sender.take_sleep_flag());
+    assert!(!sender.take_sleep_flag());
     assert_eq!(receiver.prepare_sleep(), Ok(true));
     receiver.end_sleep();
-    assert!(!sender.takes_waking());
+    assert!(!sender.take_sleep_flag());
     assert_eq!(receiver.read(&mut [0; 2]), Ok(1));
 }
 

@@ -24,7 +24,7 @@ pub(crate) enum Kind {
 
 /// The memory of buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum MemoryKind {
     /// Memory of [`Group::buffer`].
     Group,
     /// The process's own memory.
@@ -108,15 +108,15 @@ pub(crate) fn result<T: Value>(
 
 pub(crate) fn buffer<T: Value>(
     group: &Group,
-    place: Place,
+    place: MemoryKind,
     is_input: bool,
     range: Range<usize>,
 ) -> Buffer<T> {
     let rank = group.rank().0;
     let is_private = match place {
-        Place::Group => false,
-        Place::Private => true,
-        Place::Mixed => is_input == rank.is_multiple_of(2),
+        MemoryKind::Group => false,
+        MemoryKind::Private => true,
+        MemoryKind::Mixed => is_input == rank.is_multiple_of(2),
     };
     let len = range.len();
     let made = if is_private { Buffer::private(len) } else { group.buffer(len) };
@@ -153,7 +153,12 @@ pub(crate) fn compare<T: Value>(
     }
 }
 
-pub(crate) fn in_place<T: Value>(group: &Group, kind: Kind, place: Place, len: usize) -> Work<Buffer<T>> {
+pub(crate) fn in_place<T: Value>(
+    group: &Group,
+    kind: Kind,
+    place: MemoryKind,
+    len: usize,
+) -> Work<Buffer<T>> {
     let buffer = buffer::<T>(group, place, true, 0..len);
     match kind {
         Kind::AllReduce(op) => group.all_reduce(buffer, op),
@@ -173,7 +178,7 @@ pub(crate) type Pair<T> = (Buffer<T>, Buffer<T>);
 pub(crate) fn out_of_place<T: Value>(
     group: &Group,
     kind: Kind,
-    place: Place,
+    place: MemoryKind,
     len: usize,
 ) -> (Work<Pair<T>>, usize) {
     let (rank, world_size) = (group.rank(), group.world_size());
@@ -198,7 +203,7 @@ pub(crate) fn out_of_place<T: Value>(
 }
 
 /// Checks all lengths of an operation, in place and out of place, all in flight at once.
-pub(crate) fn check<T: Value>(group: &Group, kind: Kind, place: Place, lengths: &[usize]) {
+pub(crate) fn check<T: Value>(group: &Group, kind: Kind, place: MemoryKind, lengths: &[usize]) {
     let world_size = group.world_size();
     let mut in_flight = Vec::new();
     let mut pairs = Vec::new();
@@ -236,7 +241,8 @@ pub(crate) fn check_algorithm(group: &Group, algorithm: Algorithm) {
         }
         assert_eq!(group.algorithm(kind.collective(1000), 4), algorithm, "{kind:?} on {group:?}");
         let has_memory = matches!(group.transport(), TransportKind::Shm | TransportKind::ShmAndTcp);
-        let places = if has_memory { &[Place::Group, Place::Private][..] } else { &[Place::Private] };
+        let places =
+            if has_memory { &[MemoryKind::Group, MemoryKind::Private][..] } else { &[MemoryKind::Private] };
         for &place in places {
             let before = group.statistics().payload_bytes;
             if is_canonical(kind.collective(1000), algorithm, hosts) {

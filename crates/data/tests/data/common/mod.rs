@@ -6,20 +6,20 @@ use tempfile::TempDir;
 use trireme_data::{Corpus, PrepareOptions, TokenFile, Tokenizer};
 
 /// A temporary folder with inputs in `in`. The output goes to `out`.
-pub(crate) struct Room {
+pub(crate) struct TestFolder {
     folder: TempDir,
 }
 
-impl Room {
+impl TestFolder {
     pub(crate) fn new(files: &[(&str, &[u8])]) -> Self {
-        let room = Room { folder: tempfile::tempdir().unwrap() };
-        fs::create_dir(room.path("in")).unwrap();
+        let test_folder = TestFolder { folder: tempfile::tempdir().unwrap() };
+        fs::create_dir(test_folder.path("in")).unwrap();
         for (name, content) in files {
-            let path = room.path("in").join(name);
+            let path = test_folder.path("in").join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, content).unwrap();
         }
-        room
+        test_folder
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {

@@ -15,7 +15,7 @@ use trireme_tensor::tape::{
     LatentHeads, Linear, LossHead, Norm, Op, PeakLoad, RotaryTable, Router, Scale, Sigmoid, Slice, Softmax,
     TopK, WeightLayout,
 };
-use trireme_tensor::{Cut, Initial, LatentHeadShape, Parameter, ParameterTable, RoutingRule};
+use trireme_tensor::{AxisSplit, Initial, LatentHeadShape, Parameter, ParameterTable, RoutingRule};
 
 pub(in crate::families) fn build(
     config: &ModelConfig,
@@ -80,7 +80,7 @@ impl Builder<'_> {
         let dim = config.head_dim;
         let (queries, keys) = (config.num_heads * dim, config.num_kv_heads * dim);
         let part = |part: &str| format!("{name}.self_attn.{part}");
-        let (heads, kv_heads) = (Cut::along(0).with_granule(dim), kv_heads(dim));
+        let (heads, kv_heads) = (AxisSplit::along(0).with_granule(dim), kv_heads(dim));
         let qkv = [("q_proj", queries, heads), ("k_proj", keys, kv_heads), ("v_proj", keys, kv_heads)];
         let qkv = qkv.map(|(name, outputs, cut)| (part(name), outputs, Some(cut)));
         let attention = attention(config, layer, rotary, &self.table);
@@ -111,7 +111,7 @@ impl Builder<'_> {
         let config = self.config;
         let LatentConfig { query_rank, kv_rank, plain_dim, rotary_dim, value_dim, is_interleaved } = latent;
         let part = |part: &str| format!("{name}.self_attn.{part}");
-        let heads = |dim: usize| (config.num_heads * dim, Some(Cut::along(0).with_granule(dim)));
+        let heads = |dim: usize| (config.num_heads * dim, Some(AxisSplit::along(0).with_granule(dim)));
         let slice = |start: usize, len: usize| Arc::new(Slice { dim: 2, range: start..start + len });
         let ranks = query_rank.map(|rank| (part("q_a_proj"), rank, None));
         let down = (part("kv_a_proj_with_mqa"), kv_rank + rotary_dim, None);
@@ -132,7 +132,7 @@ impl Builder<'_> {
         let first = query_rank.unwrap_or(0);
         let kv_norm = self.norm(&part("kv_a_layernorm"), kv_rank);
         let (outputs, cut) = heads(plain_dim + value_dim);
-        let num_heads = self.table.part_of(Cut::along(0), config.num_heads);
+        let num_heads = self.table.part_of(AxisSplit::along(0), config.num_heads);
         let shape = LatentHeadShape { num_heads, plain_dim, rotary_dim, value_dim, is_interleaved };
         let dims = [plain_dim + rotary_dim, value_dim];
         LatentAttention {
@@ -167,7 +167,7 @@ impl Builder<'_> {
         let before = if self.style.has_output_norms { "pre_feedforward" } else { "post_attention" };
         let norm = self.norm(&format!("{name}.{before}_layernorm"), hidden);
         let inputs =
-            ["gate", "up"].map(|part| (format!("{name}.mlp.{part}_proj"), inner, Some(Cut::along(0))));
+            ["gate", "up"].map(|part| (format!("{name}.mlp.{part}_proj"), inner, Some(AxisSplit::along(0))));
         Mlp {
             norm,
             into: self.projections(&inputs, hidden, bias),
@@ -204,19 +204,20 @@ impl Builder<'_> {
         let shared = (experts.num_shared > 0).then(|| {
             let inner = experts.num_shared * inner;
             let shared = |part: &str| format!("{module}.shared_experts.{part}");
-            let inputs = [gate, up].map(|part| (shared(part), inner, Some(Cut::along(0))));
+            let inputs = [gate, up].map(|part| (shared(part), inner, Some(AxisSplit::along(0))));
             let into = self.projections(&inputs, hidden, false);
             let back = self.row_parallel(&shared(down), (inner, 1), false, self.gated());
             (into, Projection::new(back, dropout(self.config, &format!("{name}.shared"))))
         });
-        let matrix = |expert: usize, part: &str, dims: [usize; 2], cut: Cut| {
+        let matrix = |expert: usize, part: &str, dims: [usize; 2], cut: AxisSplit| {
             let name = format!("{module}.experts.{expert}.{part}.weight");
             let matrix = Parameter::matrix(name, &dims, normal(self.config)).with_cut(cut);
             matrix.of_expert(expert, num_experts)
         };
-        let into = (0..num_experts)
-            .flat_map(|expert| [gate, up].map(|part| matrix(expert, part, [inner, hidden], Cut::along(0))));
-        let back = (0..num_experts).map(|expert| matrix(expert, down, [hidden, inner], Cut::along(1)));
+        let into = (0..num_experts).flat_map(|expert| {
+            [gate, up].map(|part| matrix(expert, part, [inner, hidden], AxisSplit::along(0)))
+        });
+        let back = (0..num_experts).map(|expert| matrix(expert, down, [hidden, inner], AxisSplit::along(1)));
         let [into, back] =
             [into.collect::<Vec<_>>(), back.collect()].map(|parts| self.table.add_stacked(parts));
         let num_own = self.table.own_experts(num_experts).len();
@@ -265,19 +266,19 @@ impl Builder<'_> {
     /// its bias.
     fn projections(
         &mut self,
-        parts: &[(String, usize, Option<Cut>)],
+        parts: &[(String, usize, Option<AxisSplit>)],
         inputs: usize,
         has_bias: bool,
     ) -> Arc<Linear> {
-        let cut = |parameter: Parameter, cut: &Option<Cut>| match *cut {
+        let cut = |parameter: Parameter, cut: &Option<AxisSplit>| match *cut {
             Some(cut) => parameter.with_cut(cut),
             None => parameter,
         };
-        let weight = |(name, outputs, own): &(String, usize, Option<Cut>)| {
+        let weight = |(name, outputs, own): &(String, usize, Option<AxisSplit>)| {
             let dims = [*outputs, inputs];
             cut(Parameter::matrix(format!("{name}.weight"), &dims, normal(self.config)), own)
         };
-        let bias = |(name, outputs, own): &(String, usize, Option<Cut>)| {
+        let bias = |(name, outputs, own): &(String, usize, Option<AxisSplit>)| {
             cut(Parameter::vector(format!("{name}.bias"), *outputs, Initial::ZEROS), own)
         };
         Arc::new(Linear {
@@ -312,7 +313,7 @@ impl Builder<'_> {
         let weight = Parameter::matrix(format!("{name}.weight"), &dims, normal(self.config));
         let bias = Parameter::vector(format!("{name}.bias"), dims[0], Initial::ZEROS);
         Arc::new(Linear {
-            weight: self.table.add(weight.with_cut(Cut::along(1).with_granule(granule))),
+            weight: self.table.add(weight.with_cut(AxisSplit::along(1).with_granule(granule))),
             layout: WeightLayout::OutputsFirst,
             bias: has_bias.then(|| self.table.add(bias)),
             activation,

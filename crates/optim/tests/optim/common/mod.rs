@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use trireme_base::RandomKey;
 use trireme_optim::{
     MuonScale, Optimizer, OptimizerName, OptimizerOptions, OptimizerSettings, ShardOps, StepSettings,
-    WholeUnits,
+    Unsharded,
 };
 use trireme_tensor::{
     Device, DeviceError, DeviceOptions, Initial, Parameter, ParameterInfo, ParameterTable, View, ViewMut,
@@ -194,7 +194,7 @@ pub(crate) fn train(
     for number in 1..=num_steps {
         let settings = StepSettings { step: number, lr: 0.01, grad_scale: 0.5 };
         let grads = grads(table, number, grad_size);
-        step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut WholeUnits);
+        step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut Unsharded);
     }
     weights
 }

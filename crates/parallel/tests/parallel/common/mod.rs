@@ -1,7 +1,7 @@
 //! Helpers that train a small model.
 use std::path::Path;
 use trireme_comm::Group;
-use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
+use trireme_model::{Batch, Model, ModelConfig, ModelError, ModelProfile, TensorSpec, token_specs};
 use trireme_optim::{LossScaling, OptimizerName, OptimizerOptions, OptimizerSettings};
 use trireme_parallel::{
     Degrees, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepOutcome,
@@ -156,9 +156,9 @@ pub(crate) fn laid_out_model(
     let place = ranks.context_place();
     let specs: Vec<TensorSpec> = specs.iter().map(|spec| spec.of_positions(place)).collect();
     let build = |device: &Device| Model::build_at(ranks.model_place(), device, build);
-    let rehearsal = Rehearsal::of(build, alike, options.passes(place), &specs).unwrap();
+    let profile = ModelProfile::of(build, alike, options.passes(place), &specs).unwrap();
     let model = build(&device).unwrap();
-    let chain = chain(model.table(), &rehearsal, layout.options.determinism);
+    let chain = chain(model.table(), &profile, layout.options.determinism);
     let program = match layout.pipeline {
         Some(pipeline) => {
             let splits = pipeline.even_splits(model.num_units());
@@ -177,7 +177,7 @@ pub(crate) fn laid_out_model(
     let optimizer = &layout.optimizer_options.clone().unwrap_or(plain);
     let program = lowered(program, layout);
     let (options, offload, device) = (layout.options, &moves, &device);
-    let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
+    let setup = ExecutorSetup { model, profile, optimizer, ranks, device, program, options, offload };
     let mut executor = Executor::new(setup).unwrap();
     executor.initialize(1).unwrap();
     executor
@@ -189,11 +189,11 @@ fn lowered(program: Program, layout: &Layout<'_>) -> Program {
 }
 
 /// Returns the executor's program with stages that begin at `splits`.
-pub(crate) fn cut_anew(executor: &Executor, splits: &[usize], layout: &Layout<'_>) -> Program {
+pub(crate) fn with_stages_at(executor: &Executor, splits: &[usize], layout: &Layout<'_>) -> Program {
     let (rank, num_microbatches) =
-        (executor.ranks().pipeline().rank().0, executor.program().outline.num_microbatches);
+        (executor.ranks().pipeline().rank().0, executor.program().header.num_microbatches);
     let pipeline = layout.pipeline.expect("a pipeline is cut");
-    lowered(pipeline.program(&executor.program().outline.chain, splits, num_microbatches, rank), layout)
+    lowered(pipeline.program(&executor.program().header.chain, splits, num_microbatches, rank), layout)
 }
 
 /// Returns the vocabulary size of an executor's model.

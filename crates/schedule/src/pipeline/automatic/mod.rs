@@ -7,7 +7,7 @@ use super::clock::simulate;
 use super::costs::Costs;
 use super::generate::{GenerateError, check_kind, fixed};
 use super::kind::Kind;
-use super::schedule::{Placement, Schedule};
+use super::schedule::{Schedule, StagePlacement};
 use super::sizes::Sizes;
 use super::validate::check_activations;
 use improve::improve;
@@ -94,7 +94,8 @@ fn makespan_min(stage_ranks: &[usize], sizes: Sizes, costs: &Costs) -> u64 {
 /// Returns the placements of stages to try. With one stage per rank, folding changes nothing.
 fn placements(sizes: Sizes) -> Vec<Vec<usize>> {
     let Sizes { num_ranks, stages_per_rank, .. } = sizes;
-    let all = [Placement::Looped, Placement::Folded].map(|all| all.stage_ranks(num_ranks, stages_per_rank));
+    let all = [StagePlacement::Looped, StagePlacement::Folded]
+        .map(|all| all.stage_ranks(num_ranks, stages_per_rank));
     all.into_iter().take(stages_per_rank.min(2)).collect()
 }
 

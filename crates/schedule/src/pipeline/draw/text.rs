@@ -1,7 +1,7 @@
 use super::{Picture, kinds, longest, number, turns};
 use crate::pipeline::clock;
 use crate::pipeline::costs::Costs;
-use crate::pipeline::error::{Place, ScheduleError};
+use crate::pipeline::error::{PassIndex, ScheduleError};
 use crate::pipeline::pass::Pass;
 use crate::pipeline::schedule::Schedule;
 use crate::pipeline::shape;
@@ -87,12 +87,12 @@ fn greatest_common_divisor(one: u64, other: u64) -> u64 {
     if other == 0 { one } else { greatest_common_divisor(other, one % other) }
 }
 
-fn draw(schedule: &Schedule, timeline: &Timeline, columns_max: usize, mark: Option<Place>) -> String {
+fn draw(schedule: &Schedule, timeline: &Timeline, columns_max: usize, mark: Option<PassIndex>) -> String {
     let scale = Scale::new(schedule, timeline, columns_max);
     format!("{}{}; {}\n", rows(schedule, timeline, &scale, mark), letters(schedule), scale.describe())
 }
 
-fn rows(schedule: &Schedule, timeline: &Timeline, scale: &Scale, mark: Option<Place>) -> String {
+fn rows(schedule: &Schedule, timeline: &Timeline, scale: &Scale, mark: Option<PassIndex>) -> String {
     let turns = turns(schedule);
     let label_len = (schedule.num_ranks() - 1).to_string().len();
     let mut text = String::new();
@@ -120,7 +120,7 @@ fn letter(pass: Pass, turn: usize) -> String {
 }
 
 /// Returns the column and the width of the mark of a place: under its pass, or after the last pass that ran.
-fn marked(timeline: &Timeline, place: Place, scale: &Scale) -> (usize, usize) {
+fn marked(timeline: &Timeline, place: PassIndex, scale: &Scale) -> (usize, usize) {
     let spans = &timeline.ranks[place.rank];
     match spans.get(place.index) {
         Some(span) => {

@@ -61,7 +61,7 @@ proptest! {
         tie in any::<Option<bool>>(),
     ) {
         let programs = tied(kind, num_ranks, stages_per_rank, 2 * num_ranks + more, tie);
-        let num_units = programs[0].outline.chain.num_units;
+        let num_units = programs[0].header.chain.num_units;
         let keeps: Vec<Keep> = (0..num_units)
             .map(|unit| if unit == 0 { Keep::Input } else { Keep::ALL[keep] })
             .map(|keep| if num_units == 1 { Keep::All } else { keep })
@@ -257,7 +257,7 @@ proptest! {
             for at in 0..program.actions.len() {
                 let mut without = program.clone();
                 if matches!(without.actions.remove(at), Action::Stash { .. } | Action::Unstash { .. } | Action::Step { .. }) {
-                    prop_assert!(validate(&without, without.outline.num_microbatches).is_err());
+                    prop_assert!(validate(&without, without.header.num_microbatches).is_err());
                 }
             }
         }

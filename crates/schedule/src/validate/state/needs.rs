@@ -1,7 +1,7 @@
 //! Prerequisites of actions.
 
 use super::{Activations, Parameters, State, Unit};
-use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateOf};
+use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateKey};
 
 impl State<'_> {
     /// Returns the missing fetch if state that an action uses is evicted.
@@ -15,7 +15,7 @@ impl State<'_> {
         let microbatch = action.microbatch().filter(|_| action.is_pass())?;
         let unit = &self.units[action.unit()];
         let version = match action {
-            Action::Forward { .. } => self.outline.version_read(microbatch, unit.num_stepped),
+            Action::Forward { .. } => self.header.version_read(microbatch, unit.num_stepped),
             _ => unit.read[microbatch],
         };
         let is_there = version == unit.num_stepped || unit.stashed.contains(&version);
@@ -25,7 +25,7 @@ impl State<'_> {
     /// Returns the first missing prerequisite of `action`.
     pub(super) fn first_missing(&self, action: Action) -> Option<Action> {
         let is_whole = |unit: &usize| self.units[*unit].parameters == Parameters::Whole;
-        if let Some(unit) = self.outline.reads(action).find(|unit| !is_whole(unit)) {
+        if let Some(unit) = self.header.reads(action).find(|unit| !is_whole(unit)) {
             return Some(Action::Unshard { unit });
         }
         if let Some(missing) = self.missing_state(action).or_else(|| self.missing_version(action)) {
@@ -68,7 +68,7 @@ impl State<'_> {
             Action::ReduceGrad { unit } => {
                 // An unsharded gradient is reduced once, when all microbatches have added to it.
                 let Unit { num_added, has_unreduced, .. } = self.units[unit];
-                let is_once = !self.outline.state.is_sharded(StateClass::Gradients);
+                let is_once = !self.header.state.is_sharded(StateClass::Gradients);
                 let is_complete = num_added > 0 && num_added.is_multiple_of(self.microbatches_per_step);
                 let is_early = !is_complete && (is_once || !has_unreduced);
                 is_early.then(|| self.completion(unit, num_added))
@@ -87,13 +87,13 @@ impl State<'_> {
                 (num_reduced <= num_stepped).then_some(Action::ReduceGrad { unit })
             }
             Action::Unstash { unit } => self.units[unit].stashed.is_empty().then_some(Action::Stash { unit }),
-            Action::Evict(StateOf { class: StateClass::Activations, unit, microbatch }) => {
+            Action::Evict(StateKey { class: StateClass::Activations, unit, microbatch }) => {
                 let is_kept =
                     matches!(self.activations(unit, microbatch), Activations::Kept(_) | Activations::Whole);
                 let missing = Action::Forward { unit, microbatch, keep: Keep::All };
                 (!is_kept).then_some(missing)
             }
-            Action::Evict(StateOf { class: StateClass::Gradients, unit, .. }) => {
+            Action::Evict(StateKey { class: StateClass::Gradients, unit, .. }) => {
                 let reduction = Action::ReduceGrad { unit };
                 (!self.is_done(reduction)).then_some(reduction)
             }
@@ -117,7 +117,7 @@ impl State<'_> {
                 (!self.activations(unit, microbatch).are_differentiated()).then_some(missing)
             }
             MessageKind::TiedGradient => {
-                let first = if self.outline.chain.sums_ties { 0 } else { microbatch };
+                let first = if self.header.chain.sums_ties { 0 } else { microbatch };
                 (first..=microbatch).find_map(|microbatch| self.missing_for_tied_grad(microbatch))
             }
             MessageKind::Parameters => {
@@ -141,7 +141,7 @@ impl State<'_> {
                 (self.activations(below, microbatch) == Activations::Absent).then_some(missing)
             }
             MessageKind::Parameters => {
-                let last = self.outline.num_microbatches - 1;
+                let last = self.header.num_microbatches - 1;
                 (0..=last).find_map(|microbatch| self.missing_for_tied_grad(microbatch))
             }
             MessageKind::Activation | MessageKind::TiedGradient => None,
@@ -176,7 +176,7 @@ impl State<'_> {
         if let Some(tie) = self.tie.as_ref().filter(|tie| tie.owner == unit) {
             let missing = if tie.is_across {
                 let receive = Action::Receive(Message::tied_gradient(unit, microbatch));
-                let is_sent = self.outline.sends_tied_gradient(microbatch);
+                let is_sent = self.header.sends_tied_gradient(microbatch);
                 (is_sent && !self.is_done(receive)).then_some(receive)
             } else {
                 self.missing_for_tied_grad(microbatch)
@@ -185,13 +185,13 @@ impl State<'_> {
                 return missing;
             }
         }
-        let is_unreduced = self.outline.state.is_sharded(StateClass::Gradients) && has_unreduced;
+        let is_unreduced = self.header.state.is_sharded(StateClass::Gradients) && has_unreduced;
         is_unreduced.then_some(Action::ReduceGrad { unit })
     }
 
     fn missing_for_input_half(&self, unit: usize, microbatch: usize) -> Option<Action> {
         let above = unit + 1;
-        if above < self.outline.chain.num_units && !self.activations(above, microbatch).are_differentiated() {
+        if above < self.header.chain.num_units && !self.activations(above, microbatch).are_differentiated() {
             return Some(if self.holds(above) {
                 Action::Backward { unit: above, microbatch }
             } else {

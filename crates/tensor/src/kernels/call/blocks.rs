@@ -1,13 +1,13 @@
 //! Copies, permutations, gathers, sums over a dim, and softmax.
 
 use super::{each, kernel_calls};
-use crate::kernels::{Blocks, Operand, OperandMut};
+use crate::kernels::{Operand, OperandMut, StridedBlocks};
 use trireme_base::Cost;
 
 kernel_calls! {
     /// Copies, permutations, gathers, sums over a dim, and softmax.
     BlockCall {
-        "copy_blocks" => CopyBlocks { x: Operand, y: OperandMut; from: Blocks, to: Blocks, num_blocks: usize, len: usize }
+        "copy_blocks" => CopyBlocks { x: Operand, y: OperandMut; from: StridedBlocks, to: StridedBlocks, num_blocks: usize, len: usize }
         /// Permutes the dims of `x`: `strides` are the strides in `x` of the `dims` of `y`.
         "permute" => Permute { x: Operand, y: OperandMut; strides: [usize; 4], dims: [usize; 4] }
         /// `y[o, i] = factor * sum over d of x[o, d, i]`, where `dims` is the shape `[outer, dim, inner]` of `x`.

@@ -2,8 +2,8 @@
 
 use super::{Operands, Replace, kernel_calls};
 use crate::kernels::{
-    Access, FactoredPart, FactoredStep, LeafRun, Operand, OperandMut, Piece, Pieces, StateDType, StepScale,
-    Update,
+    ElementAccess, FactoredPart, FactoredStep, LeafRun, Operand, OperandMut, Piece, Pieces, StateDType,
+    StepScale, Update,
 };
 use crate::optimizer::StateOperands;
 use crate::precision::Precision;
@@ -96,9 +96,9 @@ fn rounding_operations(dtype: StateDType) -> usize {
 
 fn update_cost(pieces: &Pieces, updates: &[Update], states: &[Option<StateOperands>]) -> Cost {
     let access = |cost: Cost, access, num_bytes| match access {
-        Access::Skip => cost,
-        Access::Read => cost.reads(num_bytes),
-        Access::Change => cost.updates(num_bytes),
+        ElementAccess::Skip => cost,
+        ElementAccess::Read => cost.reads(num_bytes),
+        ElementAccess::Change => cost.updates(num_bytes),
     };
     let piece_cost = |piece: &Piece| {
         let element = updates[piece.update].cost();
@@ -106,7 +106,7 @@ fn update_cost(pieces: &Pieces, updates: &[Update], states: &[Option<StateOperan
         let mut cost = access(Cost::ZERO, element.parameter, DType::F32.size() * piece.len);
         cost = access(cost, element.gradient, DType::F32.size() * piece.len);
         for (state, kind) in states.iter().flatten().zip(element.states) {
-            let rounding = if kind == Access::Skip { 0 } else { rounding_operations(state.dtype) };
+            let rounding = if kind == ElementAccess::Skip { 0 } else { rounding_operations(state.dtype) };
             num_operations += rounding;
             cost = access(cost, kind, state.dtype.num_bytes(piece.len));
         }

@@ -27,7 +27,7 @@ impl Activation {
 }
 
 /// An [`Activation`] as a type for which kernels are compiled.
-trait Curve {
+trait ActivationFunction {
     /// Returns the value and the derivative at `x`.
     fn at(x: f32) -> (f32, f32);
 }
@@ -36,7 +36,7 @@ struct Gelu;
 struct ExactGelu;
 struct Silu;
 
-impl Curve for Gelu {
+impl ActivationFunction for Gelu {
     #[inline(always)]
     fn at(x: f32) -> (f32, f32) {
         const SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
@@ -52,7 +52,7 @@ impl Curve for Gelu {
     }
 }
 
-impl Curve for ExactGelu {
+impl ActivationFunction for ExactGelu {
     /// Uses the complementary error function in the rational Chebyshev approximation of Press et al. ("Numerical recipes", section 6.2).
     /// The relative error is below 1.2e-7, also in the tails.
     #[inline(always)]
@@ -84,7 +84,7 @@ impl Curve for ExactGelu {
     }
 }
 
-impl Curve for Silu {
+impl ActivationFunction for Silu {
     #[inline(always)]
     fn at(x: f32) -> (f32, f32) {
         let s = sigmoid(x);
@@ -94,7 +94,7 @@ impl Curve for Silu {
 }
 
 /// Evaluates an expression with `$curve` as the type of an activation.
-macro_rules! with_curve {
+macro_rules! with_activation {
     ($activation:expr => |$curve:ident| $body:expr) => {
         match $activation {
             Activation::Gelu => {
@@ -114,13 +114,13 @@ macro_rules! with_curve {
 }
 
 for_each_simd_level! {
-    fn forward<T: Element, C: Curve>(x: &[T], y: &mut [T]) {
+    fn forward<T: Element, C: ActivationFunction>(x: &[T], y: &mut [T]) {
         for (y, &x) in y.iter_mut().zip(x) {
             *y = T::from_f32(C::at(x.to_f32()).0);
         }
     }
 
-    fn backward<T: Element, C: Curve>(x: &mut [T], dy: &mut [T]) {
+    fn backward<T: Element, C: ActivationFunction>(x: &mut [T], dy: &mut [T]) {
         for (x, dy) in x.iter_mut().zip(dy) {
             let (y, slope) = C::at(x.to_f32());
             *x = T::from_f32(y);
@@ -128,13 +128,13 @@ for_each_simd_level! {
         }
     }
 
-    fn gated_forward<T: Element, C: Curve>(gate: &[T], up: &[T], y: &mut [T]) {
+    fn gated_forward<T: Element, C: ActivationFunction>(gate: &[T], up: &[T], y: &mut [T]) {
         for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
             *y = T::from_f32(C::at(gate.to_f32()).0 * up.to_f32());
         }
     }
 
-    fn gated_backward<T: Element, C: Curve>(gate: &mut [T], up: &mut [T], dy: &mut [T]) {
+    fn gated_backward<T: Element, C: ActivationFunction>(gate: &mut [T], up: &mut [T], dy: &mut [T]) {
         for ((gate, up), dy) in gate.iter_mut().zip(up).zip(dy) {
             let (up_value, d_value) = (up.to_f32(), dy.to_f32());
             let (value, slope) = C::at(gate.to_f32());
@@ -148,7 +148,7 @@ for_each_simd_level! {
 impl Cpu {
     pub(crate) fn activate<T: Element>(&self, activation: Activation, x: &[T], y: &mut [T]) {
         assert_eq!(x.len(), y.len());
-        with_curve!(activation => |C| self.for_each_block(y, |first, y| {
+        with_activation!(activation => |C| self.for_each_block(y, |first, y| {
             forward::<T, C>(self.features, &x[first..first + y.len()], y);
         }));
     }
@@ -159,7 +159,7 @@ impl Cpu {
         assert_eq!(x.len(), dy.len());
         let len = x.len();
         let (x, dy) = (SharedSlice::new(x), SharedSlice::new(dy));
-        with_curve!(activation => |C| self.for_row_blocks(len, 1, |first, len| {
+        with_activation!(activation => |C| self.for_row_blocks(len, 1, |first, len| {
             // SAFETY: blocks do not overlap.
             unsafe { backward::<T, C>(self.features, x.range(first, len), dy.range(first, len)) };
         }));
@@ -168,7 +168,7 @@ impl Cpu {
     /// Computes `y = activation(gate) * up` for rows `gate | up` of `2 cols` elements (Shazeer, "GLU variants improve transformer", 2020).
     pub(crate) fn gate<T: Element>(&self, activation: Activation, gate_up: &[T], y: &mut [T], cols: usize) {
         assert_eq!(gate_up.len(), 2 * y.len());
-        with_curve!(activation => |C| self.for_each_row(y, cols, |row, y| {
+        with_activation!(activation => |C| self.for_each_row(y, cols, |row, y| {
             let (gate, up) = gate_up[row * 2 * cols..(row + 1) * 2 * cols].split_at(cols);
             gated_forward::<T, C>(self.features, gate, up, y);
         }));
@@ -185,7 +185,7 @@ impl Cpu {
         assert_eq!(gate_up.len(), 2 * dy.len());
         let rows = gate_up.len() / (2 * cols);
         let (gate_up, dy) = (SharedSlice::new(gate_up), SharedSlice::new(dy));
-        with_curve!(activation => |C| self.for_row_blocks(rows, cols, |first, rows| {
+        with_activation!(activation => |C| self.for_row_blocks(rows, cols, |first, rows| {
             for row in first..first + rows {
                 // SAFETY: rows do not overlap.
                 let (gate_up, dy) =

@@ -9,7 +9,7 @@ use crate::kernels::backend::Backend;
 use crate::kernels::cpu::free_list::FreeList;
 use crate::kernels::cpu::mapping::Mapping;
 use crate::kernels::{Operand, OperandMut};
-use crate::lent_memory::{LentMemory, Overflow};
+use crate::lent_memory::{LentMemory, OverflowAllocator};
 use crate::memory::{MemoryCounter, PageSource, describe};
 use crate::shape::Shape;
 use std::ptr::NonNull;
@@ -28,7 +28,7 @@ pub(crate) struct Arena {
     /// The backend whose kernels and copies may still use freed memory.
     backend: OnceLock<Arc<dyn Backend>>,
     /// The overflow allocator, with the bytes of the budget that activations must leave free.
-    overflow: OnceLock<(Arc<dyn Overflow>, usize)>,
+    overflow: OnceLock<(Arc<dyn OverflowAllocator>, usize)>,
 }
 
 /// Free and accessible bytes of an arena.
@@ -73,7 +73,7 @@ impl Arena {
     }
 
     /// Sets an allocator for activations that do not fit into the budget minus `reserved` bytes.
-    pub(crate) fn overflow_to(&self, overflow: Arc<dyn Overflow>, reserved: usize) {
+    pub(crate) fn overflow_to(&self, overflow: Arc<dyn OverflowAllocator>, reserved: usize) {
         self.overflow.get_or_init(|| (overflow, reserved));
     }
 
@@ -149,23 +149,23 @@ impl Arena {
 
     /// Allocates a block of `len` bytes with unspecified contents.
     pub(crate) fn take(self: &Arc<Self>, len: usize, category: Category) -> Result<Block> {
-        let offset = Some(self.take_offset(len, category)?);
+        let offset = Some(self.allocate_offset(len, category)?);
         Ok(Block { arena: Arc::clone(self), offset, len, category })
     }
 
-    fn take_offset(&self, len: usize, category: Category) -> Result<usize> {
+    fn allocate_offset(&self, len: usize, category: Category) -> Result<usize> {
         // Checked first, so that no later addition overflows.
         self.check_room(len, category)?;
         let padded = len.next_multiple_of(ALIGNMENT);
-        self.counter.take(category, padded)?;
+        self.counter.charge(category, padded)?;
         let mut blocks = self.blocks();
         let Some(offset) = blocks.free.take(padded) else {
-            self.counter.give(category, padded);
+            self.counter.uncharge(category, padded);
             return Err(self.out_of_memory(len, category));
         };
         if let Err(source) = self.make_accessible(&mut blocks, offset + padded) {
             blocks.free.give(offset, padded);
-            self.counter.give(category, padded);
+            self.counter.uncharge(category, padded);
             return Err(self.refused(len, category, source));
         }
         drop(blocks);
@@ -218,14 +218,14 @@ impl Block {
     pub(crate) fn release(&mut self) {
         let Some(offset) = self.offset.take() else { return };
         let padded = self.len.next_multiple_of(ALIGNMENT);
-        self.arena.counter.give(self.category, padded);
+        self.arena.counter.uncharge(self.category, padded);
         self.arena.blocks().free.give(offset, padded);
     }
 
     /// Allocates memory again, with unspecified contents.
-    pub(crate) fn retake(&mut self) -> Result<()> {
+    pub(crate) fn reallocate(&mut self) -> Result<()> {
         if self.offset.is_none() {
-            self.offset = Some(self.arena.take_offset(self.len, self.category)?);
+            self.offset = Some(self.arena.allocate_offset(self.len, self.category)?);
         }
         Ok(())
     }
@@ -319,7 +319,7 @@ mod tests {
         blocks.swap_remove(2);
         arena.trim();
         assert!(blocks[0].bytes().iter().chain(blocks[2].bytes()).all(|&byte| byte == 7));
-        blocks[1].retake().unwrap();
+        blocks[1].reallocate().unwrap();
         assert!(blocks[1].bytes()[PAGE..2 * PAGE].iter().all(|&byte| byte == 0), "its pages were given back");
     }
 }

@@ -7,7 +7,7 @@ use super::{Cpu, SharedSlice};
 
 /// Blocks of equal length at a constant stride.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Blocks {
+pub(crate) struct StridedBlocks {
     /// First element of the first block.
     pub(crate) offset: usize,
     /// Elements between the starts of consecutive blocks.
@@ -36,8 +36,8 @@ for_each_simd_level! {
 impl Cpu {
     pub(crate) fn copy_blocks<T: Copy + Send + Sync>(
         &self,
-        (x, from): (&[T], Blocks),
-        (y, to): (&mut [T], Blocks),
+        (x, from): (&[T], StridedBlocks),
+        (y, to): (&mut [T], StridedBlocks),
         (num_blocks, len): (usize, usize),
     ) {
         assert!(num_blocks <= 1 || to.stride >= len, "blocks of {len} at a distance of {}", to.stride);

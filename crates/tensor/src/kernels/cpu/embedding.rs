@@ -3,7 +3,7 @@
 use super::element::Element;
 use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
-use crate::parameter_table::SpanPart;
+use crate::parameter_table::SpanShard;
 use trireme_base::Positions;
 
 /// Ids in bags of equal length, each possibly padded at its end. `V` is a view, an operand or a slice of u32.
@@ -28,7 +28,7 @@ impl<V> Bags<V> {
     }
 
     /// Restricts the ids to the shard of a table that a rank of the tensor axis stores. Panics if the table is not sharded by its rows.
-    pub(crate) fn of_part(self, part: Option<SpanPart>) -> Self {
+    pub(crate) fn of_part(self, part: Option<SpanShard>) -> Self {
         assert!(part.is_none_or(|part| part.dim == 0), "a table is cut by its rows");
         Bags { part: part.map(|part| (part.start, part.len)), ..self }
     }

@@ -24,7 +24,7 @@ struct Rounding {
     /// Bits of the smallest normal value. Below it, the unit in the last place is constant.
     normal_min: u32,
     /// Added to the bits of a power of two, gives the power of two whose unit in the last place is that of fp8 at the first one.
-    to_rounder: u32,
+    rounder_offset: u32,
 }
 
 impl Rounding {
@@ -35,7 +35,7 @@ impl Rounding {
             inverse_scale: power_of_two(-scale_exponent),
             max,
             normal_min: power_of_two(exponent_min).to_bits(),
-            to_rounder: (FRACTION_BITS - fraction_bits) << FRACTION_BITS,
+            rounder_offset: (FRACTION_BITS - fraction_bits) << FRACTION_BITS,
         }
     }
 
@@ -46,7 +46,7 @@ impl Rounding {
         // NaN is not larger and is therefore kept.
         let saturated = if magnitude > self.max { self.max } else { magnitude };
         let power = (saturated.to_bits() & EXPONENT).max(self.normal_min);
-        let rounder = f32::from_bits(power + self.to_rounder);
+        let rounder = f32::from_bits(power + self.rounder_offset);
         let rounded = (saturated + rounder) - rounder;
         f32::from_bits(rounded.to_bits() | (scaled & !MAGNITUDE)) * self.inverse_scale
     }
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn every_code_and_what_lies_between_rounds_to_the_nearest_even() {
+    fn codes_and_values_between_them_round_to_nearest_even() {
         for format in FORMATS {
             let mut values: Vec<f64> = (0..=u8::MAX).filter_map(|code| decode(format, code)).collect();
             values.sort_by(f64::total_cmp);

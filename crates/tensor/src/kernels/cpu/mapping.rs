@@ -44,7 +44,7 @@ impl Mapping {
     /// Reserves addresses for as much memory as the machine has, or as many as the process may have. None of them is
     /// [accessible](Mapping::make_accessible). Allocates no memory.
     pub(super) fn reserve(page_source: PageSource) -> std::io::Result<Self> {
-        let mut mapping = halving(addresses(machine_bytes()), |num_bytes| match page_source {
+        let mut mapping = map_or_halve(addresses(machine_bytes()), |num_bytes| match page_source {
             PageSource::Transparent => map_private(num_bytes, ProtFlags::empty()),
             PageSource::Reserved => {
                 map_anonymous(num_bytes, ProtFlags::empty(), MapFlags::HUGETLB | MapFlags::HUGE_2MB)
@@ -71,7 +71,7 @@ impl Mapping {
     /// Maps accessible addresses for a counting device. Its blocks may exceed the machine's memory, because few of their pages are ever
     /// touched. Tries smaller mappings if other counting devices use most addresses of the process.
     pub(super) fn counting() -> std::io::Result<Self> {
-        halving(addresses(COUNTING_BYTES), |num_bytes| {
+        map_or_halve(addresses(COUNTING_BYTES), |num_bytes| {
             map_private(num_bytes, ACCESS).or_else(|refused| {
                 // Systems that commit memory for all writable pages do not do so for a file without pages. Extending a file beyond `ulimit
                 // -f` would kill the process.
@@ -156,7 +156,7 @@ impl Drop for Mapping {
 }
 
 /// Maps `num_bytes` bytes. Halves the size until mapping succeeds.
-fn halving(
+fn map_or_halve(
     mut num_bytes: usize,
     map: impl Fn(usize) -> rustix::io::Result<NonNull<u8>>,
 ) -> std::io::Result<Mapping> {

@@ -11,7 +11,7 @@ pub use factored::FactoredStep;
 pub(crate) use factored::{FactoredPart, Factors};
 pub(crate) use orthogonalize::OrthogonalizeScratch;
 pub use pieces::{Piece, Pieces};
-pub(crate) use rules::{Access, Update};
+pub(crate) use rules::{ElementAccess, Update};
 pub use scales::{LeafRun, StepScale};
 pub use state::StateDType;
 pub(crate) use state::StateSlice;

@@ -5,12 +5,12 @@ use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
 use trireme_base::Traffic;
 
-/// Number of words of memory per task of [`Cpu::stream`].
+/// Number of words of memory per task of [`Cpu::exchange_and_compute`].
 const STREAM_BLOCK: usize = 16 * 1024;
 
 trireme_base::named! {
     /// An execution unit of the processor that matmuls use.
-    pub enum Unit {
+    pub enum ExecutionUnit {
         /// Separate multiplication and addition of f32 in the narrowest registers (128 bits on x86-64).
         MulAdd128 = "mul+add 128",
         /// Fused multiply-add of f32 in 256-bit registers (AVX2, FMA).
@@ -24,37 +24,39 @@ trireme_base::named! {
     }
 }
 
-impl Unit {
+impl ExecutionUnit {
     /// Returns the unit that matmuls of a precision use at a SIMD level.
     pub fn of(features: CpuFeatures, precision: Precision) -> Self {
         match (features, precision) {
-            (CpuFeatures::Portable, _) => Unit::MulAdd128,
-            (CpuFeatures::Avx2, _) => Unit::Fma256,
-            (CpuFeatures::Avx512Bf16, Precision::Bf16) => Unit::DotBf16,
-            (CpuFeatures::AmxBf16, Precision::Bf16) => Unit::TileBf16,
-            (CpuFeatures::Avx512 | CpuFeatures::Avx512Bf16 | CpuFeatures::AmxBf16, _) => Unit::Fma512,
+            (CpuFeatures::Portable, _) => ExecutionUnit::MulAdd128,
+            (CpuFeatures::Avx2, _) => ExecutionUnit::Fma256,
+            (CpuFeatures::Avx512Bf16, Precision::Bf16) => ExecutionUnit::DotBf16,
+            (CpuFeatures::AmxBf16, Precision::Bf16) => ExecutionUnit::TileBf16,
+            (CpuFeatures::Avx512 | CpuFeatures::Avx512Bf16 | CpuFeatures::AmxBf16, _) => {
+                ExecutionUnit::Fma512
+            }
         }
     }
 
     /// Returns the lowest SIMD level that has the unit.
     pub fn features(self) -> CpuFeatures {
         match self {
-            Unit::MulAdd128 => CpuFeatures::Portable,
-            Unit::Fma256 => CpuFeatures::Avx2,
-            Unit::Fma512 => CpuFeatures::Avx512,
-            Unit::DotBf16 => CpuFeatures::Avx512Bf16,
-            Unit::TileBf16 => CpuFeatures::AmxBf16,
+            ExecutionUnit::MulAdd128 => CpuFeatures::Portable,
+            ExecutionUnit::Fma256 => CpuFeatures::Avx2,
+            ExecutionUnit::Fma512 => CpuFeatures::Avx512,
+            ExecutionUnit::DotBf16 => CpuFeatures::Avx512Bf16,
+            ExecutionUnit::TileBf16 => CpuFeatures::AmxBf16,
         }
     }
 
     /// Returns the floating-point operations in one round of [`run`].
     fn operations(self) -> u64 {
         match self {
-            Unit::MulAdd128 => 12 * 4 * 2,
-            Unit::Fma256 => 12 * 8 * 2,
-            Unit::Fma512 => 24 * 16 * 2,
-            Unit::DotBf16 => 24 * 16 * 4,
-            Unit::TileBf16 => 4 * 16 * 16 * 32 * 2,
+            ExecutionUnit::MulAdd128 => 12 * 4 * 2,
+            ExecutionUnit::Fma256 => 12 * 8 * 2,
+            ExecutionUnit::Fma512 => 24 * 16 * 2,
+            ExecutionUnit::DotBf16 => 24 * 16 * 4,
+            ExecutionUnit::TileBf16 => 4 * 16 * 16 * 32 * 2,
         }
     }
 }
@@ -62,7 +64,7 @@ impl Unit {
 impl Cpu {
     /// Runs only the operation of a unit, `rounds` times on every thread at once. Returns the number of floating-point operations. Panics
     /// if the SIMD level does not have the unit.
-    pub(crate) fn run_unit(&self, unit: Unit, rounds: u64) -> u64 {
+    pub(crate) fn run_unit(&self, unit: ExecutionUnit, rounds: u64) -> u64 {
         assert!(self.features >= unit.features(), "{unit} is beyond {}", self.features);
         let num_threads = self.threads.num_threads();
         self.threads.run(num_threads, &|_| run(unit, rounds));
@@ -116,7 +118,7 @@ for_each_simd_level! {
 /// Runs the unit's operation once per round for each of the accumulators that fit into registers or tiles. Their number hides the latency:
 /// an accumulator is reused after at least six cycles, and an operation takes four or five (for tiles: 64 and 52).
 #[cfg(target_arch = "x86_64")]
-fn run(unit: Unit, rounds: u64) {
+fn run(unit: ExecutionUnit, rounds: u64) {
     use super::matmul::amx::TileConfig;
     use std::arch::asm;
 
@@ -142,33 +144,33 @@ fn run(unit: Unit, rounds: u64) {
             )
         };
     }
-    // SAFETY: the machine has the unit, as `Cpu::run_unit` has checked. The code reads `FACTORS` and changes only registers that a call may
+    // SAFETY: the machine has the unit, as `Cpu::run_execution_unit` has checked. The code reads `FACTORS` and changes only registers that a call may
     // change.
     unsafe {
         match unit {
-            Unit::MulAdd128 => {
+            ExecutionUnit::MulAdd128 => {
                 repeat!(12 sums, load "movups xmm15, [rsi]"; zero "xorps xmm\\i, xmm\\i";
                     then "movaps xmm14, xmm15", "mulps xmm14, xmm15", "addps xmm\\i, xmm14");
             }
-            Unit::Fma256 => {
+            ExecutionUnit::Fma256 => {
                 repeat!(12 sums, load "vmovups ymm15, [rsi]"; zero "vxorps ymm\\i, ymm\\i, ymm\\i";
                     then "vfmadd231ps ymm\\i, ymm15, ymm15");
             }
-            Unit::Fma512 => {
+            ExecutionUnit::Fma512 => {
                 repeat!(24 sums, load "vmovups zmm31, [rsi]"; zero "vpxord zmm\\i, zmm\\i, zmm\\i";
                     then "vfmadd231ps zmm\\i, zmm31, zmm31");
             }
-            Unit::DotBf16 => {
+            ExecutionUnit::DotBf16 => {
                 repeat!(24 sums, load "vmovups zmm31, [rsi]"; zero "vpxord zmm\\i, zmm\\i, zmm\\i";
                     then "vdpbf16ps zmm\\i, zmm31, zmm31");
             }
-            Unit::TileBf16 => {
+            ExecutionUnit::TileBf16 => {
                 let _tiles = TileConfig::load();
                 repeat!(4 sums, load "tileloadd tmm4, [rsi + rdx*1]", "tileloadd tmm5, [rsi + rdx*1]";
                     zero "tilezero tmm\\i"; then "tdpbf16ps tmm\\i, tmm4, tmm5");
             }
         }
-        if unit > Unit::MulAdd128 {
+        if unit > ExecutionUnit::MulAdd128 {
             asm!("vzeroupper", clobber_abi("sysv64"), options(nomem, nostack));
         }
     }
@@ -176,7 +178,7 @@ fn run(unit: Unit, rounds: u64) {
 
 /// The same in portable Rust.
 #[cfg(not(target_arch = "x86_64"))]
-fn run(_: Unit, rounds: u64) {
+fn run(_: ExecutionUnit, rounds: u64) {
     let factor = std::hint::black_box(1e-3_f32);
     let mut sums = [[0.0_f32; 4]; 12];
     for _ in 0..rounds {
@@ -199,7 +201,7 @@ mod tests {
     fn every_unit_of_the_machine_runs() {
         for num_threads in [1, 3] {
             let cpu = cpu(num_threads);
-            for unit in Unit::ALL.into_iter().filter(|unit| unit.features() <= cpu.features) {
+            for unit in ExecutionUnit::ALL.into_iter().filter(|unit| unit.features() <= cpu.features) {
                 assert_eq!(cpu.run_unit(unit, 10), num_threads as u64 * 10 * unit.operations());
             }
         }
@@ -210,13 +212,13 @@ mod tests {
     fn tiles_run_where_they_are_emulated() {
         trireme_testkit::emulate_amx();
         let cpu = Cpu { features: CpuFeatures::AmxBf16, ..cpu(2) };
-        assert_eq!(cpu.run_unit(Unit::TileBf16, 3), 2 * 3 * Unit::TileBf16.operations());
+        assert_eq!(cpu.run_unit(ExecutionUnit::TileBf16, 3), 2 * 3 * ExecutionUnit::TileBf16.operations());
     }
 
     #[test]
     fn a_unit_beyond_the_level_is_refused() {
         let cpu = Cpu { features: CpuFeatures::Portable, ..cpu(1) };
-        let run = std::panic::AssertUnwindSafe(|| cpu.run_unit(Unit::Fma256, 1));
+        let run = std::panic::AssertUnwindSafe(|| cpu.run_unit(ExecutionUnit::Fma256, 1));
         assert!(std::panic::catch_unwind(run).is_err());
     }
 
@@ -224,7 +226,10 @@ mod tests {
     fn every_level_and_precision_has_a_unit_that_the_level_has() {
         for features in CpuFeatures::ALL {
             for precision in Precision::ALL {
-                assert!(Unit::of(features, precision).features() <= features, "{features} {precision}");
+                assert!(
+                    ExecutionUnit::of(features, precision).features() <= features,
+                    "{features} {precision}"
+                );
             }
         }
     }

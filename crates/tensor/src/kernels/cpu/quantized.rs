@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_and_what_is_tiny_become_zeros_and_the_largest_stays() {
+    fn zeros_and_tiny_values_become_zeros_and_the_largest_is_kept() {
         check(&[0.0; 300]);
         check(&[1e-37, -1e-40, 0.0]);
         check(&[f32::MAX / 2.0, -f32::MAX / 2.0, 1.0]);

@@ -98,7 +98,7 @@ pub(crate) fn not_finite(before: &[f32], after: &[f32]) -> Vec<usize> {
 }
 
 /// Returns only the first, small cases of a table under Miri, which is about a thousand times slower.
-pub(crate) fn affordable<C>(cases: &[C], num_small: usize) -> &[C] {
+pub(crate) fn cases_for_miri<C>(cases: &[C], num_small: usize) -> &[C] {
     if cfg!(miri) { &cases[..num_small] } else { cases }
 }
 

@@ -4,7 +4,7 @@ use crate::device::{CacheViews, Device, DeviceError, Result};
 use crate::kernels::{AttentionInputs, AttentionOutput, AttentionRule, AttentionShape, Rotary};
 use crate::shape::Shape;
 use crate::tape::{
-    BackwardContext, ForwardContext, Op, Operand, Operation, OperationContext, Recorder, Var, declares,
+    BackwardContext, ForwardContext, InputOrOutput, Op, Operation, OperationContext, Recorder, Var, declares,
 };
 use crate::tensor::{Tensor, View};
 use std::sync::Arc;
@@ -297,13 +297,13 @@ impl Operation for Attention {
         d_keys_values.map_or(Ok(()), |grad| cx.add_grad(1, grad))
     }
 
-    fn head_exchange(&self, operand: Operand, num_float_inputs: usize) -> Option<Op> {
+    fn head_exchange(&self, operand: InputOrOutput, num_float_inputs: usize) -> Option<Op> {
         let Exchanges { together, queries, keys_values, output } = &self.exchanges;
         Some(match (operand, num_float_inputs) {
-            (Operand::Output, _) => output.into(),
-            (Operand::Input(0), 1) => together.into(),
-            (Operand::Input(0), _) => queries.into(),
-            (Operand::Input(_), _) => keys_values.into(),
+            (InputOrOutput::Output, _) => output.into(),
+            (InputOrOutput::Input(0), 1) => together.into(),
+            (InputOrOutput::Input(0), _) => queries.into(),
+            (InputOrOutput::Input(_), _) => keys_values.into(),
         })
     }
 }

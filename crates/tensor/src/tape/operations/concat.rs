@@ -1,5 +1,5 @@
 use crate::device::Result;
-use crate::kernels::Blocks;
+use crate::kernels::StridedBlocks;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 
 /// Concatenates any number of values of one dtype along one dim. Panics if another dim differs.
@@ -23,7 +23,8 @@ impl Operation for Concat {
             let len = x.shape().dims()[self.dim] * inner;
             let alike = shape.with_dim(self.dim, x.shape().dims()[self.dim]);
             assert_eq!(x.shape(), alike, "beside {shape:?}, along dim {}", self.dim);
-            let (from, to) = (Blocks { offset: 0, stride: len }, Blocks { offset, stride: size * inner });
+            let (from, to) =
+                (StridedBlocks { offset: 0, stride: len }, StridedBlocks { offset, stride: size * inner });
             cx.device().copy_blocks((x, from), (y.view_mut(), to), (outer, len));
             offset += len;
         }
@@ -39,7 +40,10 @@ impl Operation for Concat {
             let len = shape.dims()[self.dim] * inner;
             if cx.requires_grad(index) {
                 let mut grad = cx.empty(shape, cx.grad().dtype())?;
-                let (from, to) = (Blocks { offset, stride: size * inner }, Blocks { offset: 0, stride: len });
+                let (from, to) = (
+                    StridedBlocks { offset, stride: size * inner },
+                    StridedBlocks { offset: 0, stride: len },
+                );
                 cx.device().copy_blocks((cx.grad(), from), (grad.view_mut(), to), (outer, len));
                 cx.add_grad(index, grad)?;
             }

@@ -4,7 +4,7 @@ use crate::tape::{
     BackwardContext, ForwardContext, Operation, OperationContext, Randomness, Sharding, TensorAxis, declares,
 };
 use crate::tensor::Tensor;
-use trireme_base::{AxisPlace, RandomKey};
+use trireme_base::{AxisRank, RandomKey};
 
 /// Sets each element of a float value to 0 with a fixed probability, and scales the others to preserve the mean (Srivastava et al.,
 /// "Dropout", 2014). Samples are equal in size and contiguous. Tapes that do not record leave the value unchanged.
@@ -31,13 +31,13 @@ impl Dropout {
     fn drop(&self, cx: &OperationContext<'_>, x: &mut Tensor, sharding: Sharding) {
         let Randomness { seed, step, first_sample, num_samples } = cx.randomness();
         let key = RandomKey::new(seed, &self.name).derived(step);
-        let place = cx.axis().map_or(AxisPlace::ALONE, TensorAxis::place);
+        let place = cx.axis().map_or(AxisRank::ALONE, TensorAxis::place);
         let (here, cols, num_samples) = (x.shape().num_elements(), x.shape().cols(), num_samples.max(1));
         // Maps local elements to the full value of all tensor-parallel ranks.
         let (degree, start, stride) = match sharding {
             Sharding::Replicated => (1, 0, cols),
             Sharding::Rows => (place.degree, place.rank * here, cols),
-            Sharding::Cut => (place.degree, place.rank * cols, place.degree * cols),
+            Sharding::ByParameters => (place.degree, place.rank * cols, place.degree * cols),
         };
         let len = here * degree;
         assert!(len.is_multiple_of(num_samples), "{len} elements of {num_samples} samples");

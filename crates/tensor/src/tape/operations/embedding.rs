@@ -99,7 +99,7 @@ impl Operation for Embedding {
     }
 
     /// Backward computes the gradients of all rows on every rank.
-    fn makes_grad_terms(&self, _: Sharding) -> bool {
+    fn makes_partial_grads(&self, _: Sharding) -> bool {
         false
     }
 }

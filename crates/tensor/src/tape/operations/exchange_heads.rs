@@ -1,9 +1,9 @@
 use crate::device::{DeviceError, Result};
-use crate::kernels::Blocks;
+use crate::kernels::StridedBlocks;
 use crate::tape::{AxisOps, BackwardContext, ForwardContext, Operation, OperationContext, declares};
 use crate::tensor::{Tensor, View};
 use std::sync::Arc;
-use trireme_base::{AxisPlace, ExchangeKind};
+use trireme_base::{AxisRank, ExchangeKind};
 
 /// Exchanges all heads of this rank's positions, `[batch, positions, cols]`, for all positions of its heads, or back, by an all-to-all
 /// (Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.2). The last dim consists of groups of heads, such as queries, keys and values. A
@@ -40,14 +40,17 @@ impl ExchangeHeads {
     }
 
     fn to_heads(&self, cx: &OperationContext<'_>, heads: &Arc<dyn AxisOps>, x: View<'_>) -> Result<Tensor> {
-        let (device, AxisPlace { degree, .. }) = (cx.device(), heads.place());
+        let (device, AxisRank { degree, .. }) = (cx.device(), heads.place());
         let &[batch, len, cols] = x.shape().dims() else {
             panic!("{:?} is not [batch, len, cols]", x.shape())
         };
         let own_cols = cols / degree;
         let mut parts = cx.empty([degree, batch * len, own_cols], x.dtype())?;
         for (from, to, width) in self.columns(degree, [batch * len, own_cols]) {
-            let (from, to) = (Blocks { offset: from, stride: cols }, Blocks { offset: to, stride: own_cols });
+            let (from, to) = (
+                StridedBlocks { offset: from, stride: cols },
+                StridedBlocks { offset: to, stride: own_cols },
+            );
             device.copy_blocks((x, from), (parts.view_mut(), to), (batch * len, width));
         }
         let mut received = cx.empty([batch, degree * len, own_cols], x.dtype())?;
@@ -70,7 +73,7 @@ impl ExchangeHeads {
         heads: &Arc<dyn AxisOps>,
         x: View<'_>,
     ) -> Result<Tensor> {
-        let (device, AxisPlace { degree, .. }) = (cx.device(), heads.place());
+        let (device, AxisRank { degree, .. }) = (cx.device(), heads.place());
         let &[batch, all_len, own_cols] = x.shape().dims() else {
             panic!("{:?} is not [batch, len, cols]", x.shape())
         };
@@ -87,7 +90,10 @@ impl ExchangeHeads {
         }
         let mut all = cx.empty([batch, len, cols], x.dtype())?;
         for (to, from, width) in self.columns(degree, [batch * len, own_cols]) {
-            let (from, to) = (Blocks { offset: from, stride: own_cols }, Blocks { offset: to, stride: cols });
+            let (from, to) = (
+                StridedBlocks { offset: from, stride: own_cols },
+                StridedBlocks { offset: to, stride: cols },
+            );
             device.copy_blocks((received.view(), from), (all.view_mut(), to), (batch * len, width));
         }
         Ok(all)
@@ -111,9 +117,13 @@ impl ExchangeHeads {
 }
 
 /// Returns, for each rank, the layout of its positions in the rank's part and in the value of all positions.
-fn sequences(degree: usize, len: usize, batch: usize) -> impl Iterator<Item = (Blocks, Blocks)> {
-    let part = move |rank| Blocks { offset: rank * batch * len, stride: len };
-    let all = move |rank| Blocks { offset: rank * len, stride: degree * len };
+fn sequences(
+    degree: usize,
+    len: usize,
+    batch: usize,
+) -> impl Iterator<Item = (StridedBlocks, StridedBlocks)> {
+    let part = move |rank| StridedBlocks { offset: rank * batch * len, stride: len };
+    let all = move |rank| StridedBlocks { offset: rank * len, stride: degree * len };
     (0..degree).map(move |rank| (part(rank), all(rank)))
 }
 

@@ -89,7 +89,7 @@ impl Operation for DispatchRows {
         let first = loads.chunks().next().expect("ranks have experts");
         let runs = loads.runs(cx.input(0).shape().cols(), &first);
         let exchange = cx.expert_axis().start_rows(cx.device(), runs, cx.input(0))?;
-        cx.leave_rows_in_flight(exchange);
+        cx.store_rows_in_flight(exchange);
         let rows = cx.take_or_copy_input(0)?;
         cx.output(rows);
         Ok(())
@@ -117,7 +117,7 @@ impl Operation for ReturnRows {
         let last = loads.chunks().next_back().expect("ranks have experts");
         let runs = loads.runs(cx.grad().shape().cols(), &last);
         let exchange = cx.expert_axis().start_rows(cx.device(), runs, cx.grad())?;
-        cx.leave_rows_in_flight(exchange);
+        cx.store_rows_in_flight(exchange);
         cx.pass_grad(0);
         Ok(())
     }

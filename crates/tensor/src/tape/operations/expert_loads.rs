@@ -8,7 +8,7 @@ use crate::tensor::View;
 use smallvec::SmallVec;
 use std::iter;
 use std::ops::Range;
-use trireme_base::AxisPlace;
+use trireme_base::AxisRank;
 
 /// Numbers in a row of the table after those of the experts: the total number of choices, and the maximum per expert.
 const NUM_OTHERS: usize = 2;
@@ -19,7 +19,7 @@ pub(super) struct Loads {
     table: Vec<u32>,
     /// Whether each expert is shadowed.
     is_shadowed: Vec<bool>,
-    place: AxisPlace,
+    place: AxisRank,
     exchange: ExpertExchange,
     /// Whether buffers are sized for the maximum number of rows (with a capacity), or for even loads on a counting device. Otherwise they
     /// are sized for the actual rows.
@@ -137,7 +137,7 @@ impl Loads {
     }
 
     /// Returns the place on the expert axis.
-    pub(super) fn axis_place(&self) -> AxisPlace {
+    pub(super) fn axis_place(&self) -> AxisRank {
         self.place
     }
 
@@ -158,7 +158,7 @@ impl Loads {
     }
 
     /// Returns the number of rows for which the buffer of the shadowed experts has room.
-    pub(super) fn shadowed_room(&self) -> usize {
+    pub(super) fn shadowed_buffer_rows(&self) -> usize {
         let [num_choices, rows_per_expert] = self.totals_max();
         if self.is_bounded {
             (self.exchange.num_shadowed * rows_per_expert).min(num_choices)
@@ -181,7 +181,7 @@ impl Loads {
 
     /// Returns the number of rows for which the buffer of a chunk of this rank's experts has room. With a capacity, it does not depend on
     /// the loads: it is the number of rows that the experts can take from all ranks, or that all ranks can have.
-    pub(super) fn room(&self, chunk: &Range<usize>) -> usize {
+    pub(super) fn buffer_rows(&self, chunk: &Range<usize>) -> usize {
         let [num_choices, rows_per_expert] = self.totals_max();
         if self.is_bounded {
             self.place.degree * (chunk.len() * rows_per_expert).min(num_choices)
@@ -193,14 +193,14 @@ impl Loads {
     /// Returns the buffer range of a chunk of this rank's experts within the buffer of all chunks.
     pub(super) fn rows(&self, chunk: &Range<usize>) -> Range<usize> {
         let before = self.chunks().take_while(|other| other.end <= chunk.start);
-        let first = before.map(|other| self.room(&other)).sum();
-        first..first + self.room(chunk)
+        let first = before.map(|other| self.buffer_rows(&other)).sum();
+        first..first + self.buffer_rows(chunk)
     }
 
     /// Returns the elements, in rows of `cols`, that ranks send for a chunk of each rank's experts. Sent rows are ordered by expert;
     /// received rows by expert, then by source rank.
     pub(super) fn runs(&self, cols: usize, chunk: &Range<usize>) -> ExchangedRuns {
-        let AxisPlace { rank, degree } = self.place;
+        let AxisRank { rank, degree } = self.place;
         let after = |end: &mut usize, len: usize| {
             *end += len * cols;
             *end - len * cols..*end

@@ -33,14 +33,14 @@ impl Capacity {
     /// Returns the limit for the choices of each sample. The shape of ids is `[samples, positions, k]`, or `[positions, k]` for one sample.
     pub fn limit(self, ids: Shape) -> GroupLimit {
         let num_samples = if ids.dims().len() > 2 { ids.dims()[0] } else { 1 };
-        GroupLimit { num_together: ids.num_elements() / num_samples.max(1), factor: self.factor }
+        GroupLimit { capacity_group_len: ids.num_elements() / num_samples.max(1), factor: self.factor }
     }
 
     /// Returns the maximum number of rows of one expert over all samples.
     pub(super) fn num_rows(self, ids: Shape, num_experts: usize) -> usize {
         let limit = self.limit(ids);
-        let capacity = limit.capacity(limit.num_together, num_experts);
-        ids.num_elements() / limit.num_together.max(1) * capacity.min(limit.num_together)
+        let capacity = limit.capacity(limit.capacity_group_len, num_experts);
+        ids.num_elements() / limit.capacity_group_len.max(1) * capacity.min(limit.capacity_group_len)
     }
 }
 
@@ -86,7 +86,7 @@ impl Operation for DroppedChoices {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let weights = (cx.num_inputs() > 2).then(|| cx.input(2));
         let mut sum = cx.empty([1], DType::F64)?;
-        cx.device().rows_of_no_group(cx.input(0), cx.input(1), weights, sum.view_mut());
+        cx.device().ungrouped_rows(cx.input(0), cx.input(1), weights, sum.view_mut());
         let num_choices = cx.input(1).shape().num_elements();
         cx.add_loss(sum, num_choices)
     }
@@ -125,7 +125,7 @@ impl Operation for CombineRows {
         let y = if self.adds_up {
             let mut term = cx.empty_term(shape, x.dtype())?;
             cx.device().combine_rows(x, places, None, term.view_mut());
-            cx.add_up(term, None, residual)?
+            cx.finish_row_parallel(term, None, residual)?
         } else {
             let dtype = if residual.is_some() { DType::F32 } else { x.dtype() };
             let mut y = cx.empty(shape, dtype)?;

@@ -1,7 +1,7 @@
 use super::input_activation::{InputActivation, activate, activation_grad};
-use super::linear::factor;
-use crate::device::{Result, Transpose};
-use crate::fp8::Operand;
+use super::linear::matmul_operand;
+use crate::device::{Result, Transposition};
+use crate::fp8::LinearOperand;
 use crate::parameter_table::ParameterSpan;
 use crate::shape::Shape;
 use crate::tape::{
@@ -56,8 +56,8 @@ impl GroupedLinear {
         y: ViewMut<'_>,
     ) -> Result<()> {
         let activated = activate(cx.device(), self.activation, x)?;
-        let input = (activated.as_ref().map_or(x, Tensor::view), Operand::Input);
-        self.multiply(cx, groups, input, Transpose::Yes, y)
+        let input = (activated.as_ref().map_or(x, Tensor::view), LinearOperand::Input);
+        self.multiply(cx, groups, input, Transposition::Yes, y)
     }
 
     /// Computes the gradient of the activated input of [`product`](GroupedLinear::product) from the gradient of the outputs.
@@ -68,7 +68,7 @@ impl GroupedLinear {
         dy: View<'_>,
         d_activated: ViewMut<'_>,
     ) -> Result<()> {
-        self.multiply(cx, groups, (dy, Operand::OutputGrad), Transpose::No, d_activated)
+        self.multiply(cx, groups, (dy, LinearOperand::OutputGrad), Transposition::No, d_activated)
     }
 
     /// Multiplies rows by the matrices of their groups.
@@ -76,13 +76,13 @@ impl GroupedLinear {
         &self,
         cx: &OperationContext<'_>,
         (starts, weight): (View<'_>, View<'_>),
-        (rows, operand): (View<'_>, Operand),
-        transpose: Transpose,
+        (rows, operand): (View<'_>, LinearOperand),
+        transpose: Transposition,
         out: ViewMut<'_>,
     ) -> Result<()> {
         let device = cx.device();
-        let rows = factor(device, cx.fp8_layer(self.weight.first), operand, rows)?;
-        let weight = factor(device, cx.fp8_layer(self.weight.first), Operand::Weight, weight)?;
+        let rows = matmul_operand(device, cx.fp8_layer(self.weight.first), operand, rows)?;
+        let weight = matmul_operand(device, cx.fp8_layer(self.weight.first), LinearOperand::Weight, weight)?;
         device.grouped_matmul(cx.precision(), starts, rows.view(), (weight.view(), transpose), out)
     }
 
@@ -97,8 +97,8 @@ impl GroupedLinear {
     ) -> Result<()> {
         let device = cx.device();
         // Quantized again instead of kept. The scale is the same within a step.
-        let input = factor(device, cx.fp8_layer(self.weight.first), Operand::Input, input)?;
-        let dy = factor(device, cx.fp8_layer(self.weight.first), Operand::OutputGrad, dy)?;
+        let input = matmul_operand(device, cx.fp8_layer(self.weight.first), LinearOperand::Input, input)?;
+        let dy = matmul_operand(device, cx.fp8_layer(self.weight.first), LinearOperand::OutputGrad, dy)?;
         let factors = (dy.view(), input.view());
         device.grouped_transposed_matmul(cx.precision(), (starts, num_groups), factors, out, accumulate)
     }

@@ -1,7 +1,7 @@
 use super::input_activation::{InputActivation, activate, activation_grad};
 use crate::declaration::{Initial, Parameter};
-use crate::device::{Device, MatmulEpilogue, Result, Transpose};
-use crate::fp8::{Fp8Layer, Operand};
+use crate::device::{Device, MatmulEpilogue, Result, Transposition};
+use crate::fp8::{Fp8Layer, LinearOperand};
 use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::precision::Precision;
 use crate::shape::Shape;
@@ -95,10 +95,10 @@ impl Linear {
     }
 
     /// Returns the transposition of the weight in `x W` and in `dy W^T`.
-    fn transposes(&self) -> (Transpose, Transpose) {
+    fn transposes(&self) -> (Transposition, Transposition) {
         match self.layout {
-            WeightLayout::InputsFirst => (Transpose::No, Transpose::Yes),
-            WeightLayout::OutputsFirst => (Transpose::Yes, Transpose::No),
+            WeightLayout::InputsFirst => (Transposition::No, Transposition::Yes),
+            WeightLayout::OutputsFirst => (Transposition::Yes, Transposition::No),
         }
     }
 
@@ -110,10 +110,10 @@ impl Linear {
         let (shape, dtype) = (dy.shape().with_cols(inputs), cx.input_dtype(0));
         let mut dx = if is_term { cx.empty_term(shape, dtype)? } else { cx.empty(shape, dtype)? };
         let fp8 = cx.fp8_layer(self.weight.first);
-        let weight = factor(cx.device(), fp8, Operand::Weight, cx.parameter(&self.weight))?;
-        let (left, right) = ((dy, Transpose::No), (weight.view(), self.transposes().1));
+        let weight = matmul_operand(cx.device(), fp8, LinearOperand::Weight, cx.parameter(&self.weight))?;
+        let (left, right) = ((dy, Transposition::No), (weight.view(), self.transposes().1));
         cx.device().matmul(cx.precision(), left, right, dx.view_mut(), MatmulEpilogue::Overwrite)?;
-        if is_term { cx.start_sum(dx, cx.input_sharding(0)) } else { Ok(PendingValue::Here(dx)) }
+        if is_term { cx.start_sum(dx, cx.input_sharding(0)) } else { Ok(PendingValue::Ready(dx)) }
     }
 
     /// Runs the input half. Returns the gradient of the input if it is pending, which only happens without an activation. `is_divided` says
@@ -121,7 +121,9 @@ impl Linear {
     fn input_half(&self, cx: &mut BackwardContext<'_>, is_divided: bool) -> Result<Option<PendingValue>> {
         let fp8 = cx.fp8_layer(self.weight.first);
         let mut dy = self.all_grads(cx, is_divided)?;
-        if let Values::Converted(rounded) = factor(cx.device(), fp8, Operand::OutputGrad, dy.view())? {
+        if let Values::Converted(rounded) =
+            matmul_operand(cx.device(), fp8, LinearOperand::OutputGrad, dy.view())?
+        {
             dy = Values::Converted(rounded);
         }
         // With an activation, the pass also computes the activated input that the weight half reads.
@@ -134,7 +136,7 @@ impl Linear {
         let mut travelling = None;
         match (self.activation, d_input) {
             (_, None) => {}
-            (InputActivation::Identity, Some(PendingValue::Here(d_input))) => cx.add_grad(0, d_input)?,
+            (InputActivation::Identity, Some(PendingValue::Ready(d_input))) => cx.add_grad(0, d_input)?,
             (InputActivation::Identity, d_input) => travelling = d_input,
             (activation, Some(d_input)) => {
                 let d_input = cx.finish_on_axis(d_input)?;
@@ -150,7 +152,7 @@ impl Linear {
         Ok(travelling)
     }
 
-    fn end_input_half(cx: &mut BackwardContext<'_>, d_input: Option<PendingValue>) -> Result<()> {
+    fn finish_input_half(cx: &mut BackwardContext<'_>, d_input: Option<PendingValue>) -> Result<()> {
         let Some(d_input) = d_input else { return Ok(()) };
         let d_input = cx.finish_on_axis(d_input)?;
         cx.add_grad(0, d_input)
@@ -175,7 +177,7 @@ impl Linear {
                     cx.all_rows(input, self.read_sharding(cx.input_sharding(0)))?
                 }
             };
-            let input = factor(cx.device(), fp8, Operand::Input, input.view())?;
+            let input = matmul_operand(cx.device(), fp8, LinearOperand::Input, input.view())?;
             let dy = cx.kept(rounded).unwrap_or_else(|| cx.grad());
             weight_grad(cx.device(), cx.precision(), self.layout, input.view(), dy, out, accumulate)
         })?;
@@ -216,10 +218,10 @@ impl Linear {
 }
 
 /// Returns `values` as a matmul operand: quantized if the layer computes in fp8.
-pub(super) fn factor<'a>(
+pub(super) fn matmul_operand<'a>(
     device: &Device,
     fp8: Option<Fp8Layer<'_>>,
-    operand: Operand,
+    operand: LinearOperand,
     values: View<'a>,
 ) -> Result<Values<'a>> {
     Ok(match fp8 {
@@ -235,15 +237,18 @@ impl Operation for Linear {
         let (x, device) = (cx.all_rows(cx.input(0), self.read_sharding(cx.input_sharding(0)))?, cx.device());
         let residual = (cx.num_inputs() > 1).then(|| cx.input(1));
         let is_term = self.role() == Role::RowParallel;
-        assert!(!is_term || cx.input_sharding(0) == Sharding::Cut, "{self:?} reads what was not cut");
+        assert!(
+            !is_term || cx.input_sharding(0) == Sharding::ByParameters,
+            "{self:?} reads what was not cut"
+        );
         let dtype = if residual.is_some() && !is_term { DType::F32 } else { cx.precision().dtype() };
         let shape = x.view().shape().with_cols(self.outputs());
         let mut y = if is_term { cx.empty_term(shape, dtype)? } else { cx.empty(shape, dtype)? };
         let activated = activate(device, self.activation, x.view())?;
         let input = activated.as_ref().map_or(x.view(), Tensor::view);
         let fp8 = cx.fp8_layer(self.weight.first);
-        let input = factor(device, fp8, Operand::Input, input)?;
-        let weight = factor(device, fp8, Operand::Weight, cx.parameter(&self.weight))?;
+        let input = matmul_operand(device, fp8, LinearOperand::Input, input)?;
+        let weight = matmul_operand(device, fp8, LinearOperand::Weight, cx.parameter(&self.weight))?;
         let bias = self.bias.as_ref().map(|bias| cx.parameter_in_f32(bias)).transpose()?;
         let bias_view = bias.as_ref().map(|bias| bias.view());
         let epilogue = if is_term {
@@ -251,12 +256,12 @@ impl Operation for Linear {
         } else {
             MatmulEpilogue::Add { bias: bias_view, residual }
         };
-        let (left, right) = ((input.view(), Transpose::No), (weight.view(), self.transposes().0));
+        let (left, right) = ((input.view(), Transposition::No), (weight.view(), self.transposes().0));
         device.matmul(cx.precision(), left, right, y.view_mut(), epilogue)?;
         drop(input);
         drop((activated, weight, x));
         if is_term {
-            y = cx.add_up(y, bias_view, residual)?;
+            y = cx.finish_row_parallel(y, bias_view, residual)?;
         }
         drop(bias);
         cx.output(y);
@@ -265,7 +270,7 @@ impl Operation for Linear {
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let d_input = self.input_half(cx, true)?;
-        Self::end_input_half(cx, d_input)
+        Self::finish_input_half(cx, d_input)
     }
 
     fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
@@ -280,7 +285,7 @@ impl Operation for Linear {
         let rows = (is_read_as_it_is && has_part).then(|| cx.start_gather(cx.input(0))).transpose()?;
         let d_input = self.input_half(cx, false)?;
         self.weight_half(cx, sink, rows)?;
-        Self::end_input_half(cx, d_input)
+        Self::finish_input_half(cx, d_input)
     }
 
     fn reads_input(&self, input: usize) -> ReadBy {
@@ -290,7 +295,7 @@ impl Operation for Linear {
     fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {
         match self.role() {
             Role::Whole => None,
-            Role::ColumnParallel => Some(Sharding::Cut),
+            Role::ColumnParallel => Some(Sharding::ByParameters),
             Role::RowParallel => Some(axis.between_layers()),
         }
     }
@@ -312,7 +317,7 @@ pub(super) fn weight_grad(
         WeightLayout::OutputsFirst => (dy, input),
     };
     debug_assert_eq!(out.shape(), Shape::from([left.shape().cols(), right.shape().cols()]));
-    device.matmul(precision, (left, Transpose::Yes), (right, Transpose::No), out, epilogue)
+    device.matmul(precision, (left, Transposition::Yes), (right, Transposition::No), out, epilogue)
 }
 
 #[cfg(test)]

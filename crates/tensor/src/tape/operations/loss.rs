@@ -1,6 +1,6 @@
 use super::linear::weight_grad;
-use crate::device::{Device, MatmulEpilogue, Result, Transpose};
-use crate::kernels::Blocks;
+use crate::device::{Device, MatmulEpilogue, Result, Transposition};
+use crate::kernels::StridedBlocks;
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
 use crate::kernels::tanh;
 use crate::parameter_table::ParameterSpan;
@@ -72,8 +72,8 @@ impl LossHead {
         chunk: VocabularyChunk,
     ) -> Result<Tensor> {
         let mut logits = device.activation(x.shape().with_cols(chunk.len))?;
-        let weight = (parameters.span(&self.chunk_span(chunk)), Transpose::Yes);
-        let (left, epilogue) = ((x, Transpose::No), MatmulEpilogue::Overwrite);
+        let weight = (parameters.span(&self.chunk_span(chunk)), Transposition::Yes);
+        let (left, epilogue) = ((x, Transposition::No), MatmulEpilogue::Overwrite);
         device.matmul(precision, left, weight, logits.view_mut(), epilogue)?;
         if let Some(cap) = self.soft_cap {
             device
@@ -91,8 +91,8 @@ impl LossHead {
         let mut all = device.activation(part.shape().with_cols(whole))?;
         for (rank, first) in (0..whole).step_by(cols).enumerate() {
             let len = cols.min(whole - first);
-            let from = Blocks { offset: rank * rows * cols, stride: cols };
-            let to = Blocks { offset: first, stride: whole };
+            let from = StridedBlocks { offset: rank * rows * cols, stride: cols };
+            let to = StridedBlocks { offset: first, stride: whole };
             device.copy_blocks((parts.view(), from), (all.view_mut(), to), (rows, len));
         }
         Ok(all)
@@ -187,7 +187,7 @@ impl Operation for LossHead {
         }
         sink.grad_ready(&self.weight);
         drop(x);
-        self.give_input_grad(cx, dx)?;
+        self.finish_input_grad(cx, dx)?;
         self.add_losses(cx, &statistics)
     }
 
@@ -205,7 +205,7 @@ impl Operation for LossHead {
             kept = is_one_chunk.then_some(gradient);
         }
         drop(x);
-        self.give_input_grad(cx, dx)?;
+        self.finish_input_grad(cx, dx)?;
         self.add_losses(cx, &statistics)?;
         cx.keep(statistics);
         if let Some(gradient) = kept {
@@ -259,7 +259,7 @@ impl LossHead {
     }
 
     /// Adds the gradient of the input. `dx` is the contribution of this rank's vocabulary.
-    fn give_input_grad(&self, cx: &mut BackwardContext<'_>, mut dx: Tensor) -> Result<()> {
+    fn finish_input_grad(&self, cx: &mut BackwardContext<'_>, mut dx: Tensor) -> Result<()> {
         let (sharding, dtype) = (cx.input_sharding(0), cx.precision().dtype());
         if self.weight.part.is_some() {
             if dtype != DType::F32 {
@@ -321,9 +321,9 @@ impl LossHead {
         chunk: VocabularyChunk,
         dx: &mut Tensor,
     ) -> Result<()> {
-        let weight = (cx.parameter(&self.chunk_span(chunk)), Transpose::No);
+        let weight = (cx.parameter(&self.chunk_span(chunk)), Transposition::No);
         let epilogue = if chunk.first == 0 { MatmulEpilogue::Overwrite } else { MatmulEpilogue::Accumulate };
-        let left = (gradient.view(), Transpose::No);
+        let left = (gradient.view(), Transposition::No);
         cx.device().matmul(cx.precision(), left, weight, dx.view_mut(), epilogue)
     }
 

@@ -1,4 +1,4 @@
-use crate::device::{Device, MatmulEpilogue, Result, Transpose};
+use crate::device::{Device, MatmulEpilogue, Result, Transposition};
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
@@ -38,7 +38,7 @@ impl Sizes {
 }
 
 /// An operand: the value, the size of its matrices, and their transposition.
-type Factor<'a> = (View<'a>, [usize; 2], Transpose);
+type Factor<'a> = (View<'a>, [usize; 2], Transposition);
 
 /// Computes `out = left right`, one matrix at a time.
 fn multiply(
@@ -71,8 +71,8 @@ impl Operation for MatMul {
         multiply(
             (cx.device(), cx.precision()),
             num_matrices,
-            (left, [rows, inner], Transpose::No),
-            (right, [inner, cols], Transpose::No),
+            (left, [rows, inner], Transposition::No),
+            (right, [inner, cols], Transposition::No),
             (&mut y, [rows, cols]),
         )?;
         cx.output(y);
@@ -86,8 +86,8 @@ impl Operation for MatMul {
             multiply(
                 (cx.device(), cx.precision()),
                 num_matrices,
-                (cx.grad(), [rows, cols], Transpose::No),
-                (cx.input(1), [inner, cols], Transpose::Yes),
+                (cx.grad(), [rows, cols], Transposition::No),
+                (cx.input(1), [inner, cols], Transposition::Yes),
                 (&mut grad, [rows, inner]),
             )?;
             cx.add_grad(0, grad)?;
@@ -97,8 +97,8 @@ impl Operation for MatMul {
             multiply(
                 (cx.device(), cx.precision()),
                 num_matrices,
-                (cx.input(0), [rows, inner], Transpose::Yes),
-                (cx.grad(), [rows, cols], Transpose::No),
+                (cx.input(0), [rows, inner], Transposition::Yes),
+                (cx.grad(), [rows, cols], Transposition::No),
                 (&mut grad, [inner, cols]),
             )?;
             cx.add_grad(1, grad)?;

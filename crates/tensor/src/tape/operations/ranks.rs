@@ -73,7 +73,7 @@ impl Operation for CopyToRanks {
     }
 
     fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
-        Some(Sharding::Cut)
+        Some(Sharding::ByParameters)
     }
 }
 
@@ -85,7 +85,7 @@ impl Operation for SumOverRanks {
     declares! { takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
-        let is_term = cx.axis().is_none() || cx.input_sharding(0) == Sharding::Cut;
+        let is_term = cx.axis().is_none() || cx.input_sharding(0) == Sharding::ByParameters;
         assert!(is_term, "every rank has all of what it would add up");
         let term = cx.take_or_copy_input(0)?;
         let sum = cx.sum_over_ranks(term, Sharding::Replicated)?;

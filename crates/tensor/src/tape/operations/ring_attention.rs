@@ -9,13 +9,13 @@
 
 use crate::device::{DeviceError, Result};
 use crate::kernels::{
-    AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, Blocks,
+    AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, StridedBlocks,
 };
 use crate::tape::{AxisOps, OperationContext, PendingExchange, cast};
 use crate::tensor::{Tensor, View};
 use crate::values::Values;
 use std::sync::Arc;
-use trireme_base::{AxisPlace, DType, ExchangeKind, Positions};
+use trireme_base::{AxisRank, DType, ExchangeKind, Positions};
 
 /// The attention of one rank of a ring.
 pub(super) struct RingAttention {
@@ -33,8 +33,8 @@ impl RingAttention {
 
     /// Returns the positions of the queries and of the keys present in a step. Step 0 has this rank's own keys.
     fn scope(&self, step: usize) -> AttentionScope {
-        let AxisPlace { rank, degree } = self.ops.place();
-        let of = |rank, len| Positions::zig_zag(len * degree, AxisPlace { rank, degree });
+        let AxisRank { rank, degree } = self.ops.place();
+        let of = |rank, len| Positions::zig_zag(len * degree, AxisRank { rank, degree });
         AttentionScope {
             rule: self.rule,
             queries: of(rank, self.shape.seq_len),
@@ -58,8 +58,8 @@ impl RingAttention {
         let [batch, len, q_cols, kv_cols] = self.sizes();
         let part = |first: usize, cols: usize| {
             let mut part = cx.empty([batch, len, cols], views.queries.dtype())?;
-            let from = Blocks { offset: first, stride: q_cols + kv_cols };
-            let to = (part.view_mut(), Blocks { offset: 0, stride: cols });
+            let from = StridedBlocks { offset: first, stride: q_cols + kv_cols };
+            let to = (part.view_mut(), StridedBlocks { offset: 0, stride: cols });
             cx.device().copy_blocks((views.queries, from), to, (batch * len, cols));
             Ok::<_, DeviceError>(Values::Converted(part))
         };
@@ -154,8 +154,12 @@ impl RingAttention {
         }
         let mut grad = cx.empty([batch, len, q_cols + kv_cols], dtype)?;
         for (part, offset, cols) in [(d_queries, 0, q_cols), (d_block, q_cols, kv_cols)] {
-            let to = (grad.view_mut(), Blocks { offset, stride: q_cols + kv_cols });
-            device.copy_blocks((part.view(), Blocks { offset: 0, stride: cols }), to, (batch * len, cols));
+            let to = (grad.view_mut(), StridedBlocks { offset, stride: q_cols + kv_cols });
+            device.copy_blocks(
+                (part.view(), StridedBlocks { offset: 0, stride: cols }),
+                to,
+                (batch * len, cols),
+            );
         }
         Ok((grad, None))
     }

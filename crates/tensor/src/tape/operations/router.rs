@@ -1,5 +1,5 @@
 use super::linear::{WeightLayout, weight_grad};
-use crate::device::{MatmulEpilogue, Result, Transpose};
+use crate::device::{MatmulEpilogue, Result, Transposition};
 use crate::parameter_table::ParameterSpan;
 use crate::precision::Precision;
 use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, declares, write_grad};
@@ -22,7 +22,7 @@ impl Operation for Router {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, weight) = (cx.input(0), cx.parameter_in_f32(&self.weight)?);
         let mut logits = cx.empty(x.shape().with_cols(self.weight.shape.rows()), DType::F32)?;
-        let (left, right) = ((x, Transpose::No), (weight.view(), Transpose::Yes));
+        let (left, right) = ((x, Transposition::No), (weight.view(), Transposition::Yes));
         cx.device().matmul(Precision::F32, left, right, logits.view_mut(), MatmulEpilogue::Overwrite)?;
         drop(weight);
         cx.output(logits);
@@ -35,7 +35,7 @@ impl Operation for Router {
         }
         let weight = cx.parameter_in_f32(&self.weight)?;
         let mut dx = cx.empty(cx.input_shape(0), cx.input_dtype(0))?;
-        let (left, right) = ((cx.grad(), Transpose::No), (weight.view(), Transpose::No));
+        let (left, right) = ((cx.grad(), Transposition::No), (weight.view(), Transposition::No));
         cx.device().matmul(Precision::F32, left, right, dx.view_mut(), MatmulEpilogue::Overwrite)?;
         drop(weight);
         cx.add_grad(0, dx)

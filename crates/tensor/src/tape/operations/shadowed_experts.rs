@@ -5,13 +5,13 @@
 use super::expert_loads::Loads;
 use super::grouped_linear::GroupedLinear;
 use super::input_activation::grad_and_output;
-use super::own_experts::{OwnExperts, zero};
+use super::local_experts::{OwnExperts, zero};
 use crate::device::{DeviceError, Result};
 use crate::tape::{ExchangedRuns, OperationContext, PendingExchange, Runs};
 use crate::tensor::{Tensor, View, ViewMut};
 use smallvec::{SmallVec, smallvec};
 use std::ops::Range;
-use trireme_base::{AxisPlace, DType, ExchangeKind};
+use trireme_base::{AxisRank, DType, ExchangeKind};
 
 /// Pending exchanges of the matrices of both layers.
 pub(super) struct Shadows([PendingExchange; 2]);
@@ -41,7 +41,7 @@ impl Shadows {
         let start = |layer: &GroupedLinear| {
             cx.expert_axis().start_rows(cx.device(), runs(layer, loads), cx.parameter(&layer.weight))
         };
-        Ok(Some(Shadows([start(&experts.into)?, start(&experts.back)?])))
+        Ok(Some(Shadows([start(&experts.up)?, start(&experts.down)?])))
     }
 
     /// Waits for the matrices of both layers.
@@ -54,7 +54,7 @@ impl Shadows {
             Ok::<_, DeviceError>(shadows)
         };
         let [into, back] = self.0;
-        Ok([finish(&experts.into, into)?, finish(&experts.back, back)?])
+        Ok([finish(&experts.up, into)?, finish(&experts.down, back)?])
     }
 
     /// Replaces this rank's rows of shadowed experts by the experts' outputs. Returns the tensors that backward needs.
@@ -65,13 +65,13 @@ impl Shadows {
         loads: &Loads,
         rows: &mut Tensor,
     ) -> Result<[Tensor; 3]> {
-        let (x, starts) = (taken(cx, loads, rows.view())?, starts(cx, loads)?);
+        let (x, starts) = (gather_shadowed_rows(cx, loads, rows.view())?, starts(cx, loads)?);
         let empty = |cols: usize| cx.empty(x.shape().with_cols(cols), rows.dtype());
-        let (mut inner, mut made) = (empty(experts.into.outputs())?, empty(experts.back.outputs())?);
+        let (mut inner, mut made) = (empty(experts.up.outputs())?, empty(experts.down.outputs())?);
         let [into, back] = self.finish(experts, cx, loads)?;
-        experts.into.product(cx, (starts.view(), into.view()), x.view(), inner.view_mut())?;
-        experts.back.product(cx, (starts.view(), back.view()), inner.view(), made.view_mut())?;
-        put_back(cx, loads, made.view(), rows.view_mut());
+        experts.up.product(cx, (starts.view(), into.view()), x.view(), inner.view_mut())?;
+        experts.down.product(cx, (starts.view(), back.view()), inner.view(), made.view_mut())?;
+        scatter_shadowed_rows(cx, loads, made.view(), rows.view_mut());
         Ok([x, starts, inner])
     }
 
@@ -85,23 +85,23 @@ impl Shadows {
         starts: View<'_>,
         (grad, mut inner): (&mut Tensor, Tensor),
     ) -> Result<[Tensor; 3]> {
-        let dy = taken(cx, loads, grad.view())?;
+        let dy = gather_shadowed_rows(cx, loads, grad.view())?;
         let empty = |cols: usize| cx.empty(dy.shape().with_cols(cols), grad.dtype());
-        let mut d_activated = empty(experts.back.weight.shape.cols())?;
+        let mut d_activated = empty(experts.down.weight.shape.cols())?;
         let mut dx = empty(grad.shape().cols())?;
         let [into, back] = self.finish(experts, cx, loads)?;
         let layers = [&into, &back].map(|shadows| (starts, shadows.view()));
         let of_activation = [inner.view_mut(), d_activated.view_mut()];
         experts.inner_grads(cx, layers, (dy.view(), dx.view_mut()), of_activation)?;
-        put_back(cx, loads, dx.view(), grad.view_mut());
-        let [d_inner, activated] = grad_and_output(experts.back.activation, inner, d_activated);
+        scatter_shadowed_rows(cx, loads, dx.view(), grad.view_mut());
+        let [d_inner, activated] = grad_and_output(experts.down.activation, inner, d_activated);
         Ok([dy, d_inner, activated])
     }
 }
 
 /// Returns the elements of matrices that each rank sends and receives, in the order of the experts.
 fn runs(layer: &GroupedLinear, loads: &Loads) -> ExchangedRuns {
-    let AxisPlace { rank, degree } = loads.axis_place();
+    let AxisRank { rank, degree } = loads.axis_place();
     let len = layer.matrix_len();
     let mut own = Runs::new();
     let mut received: SmallVec<[Runs; 8]> = smallvec![Runs::new(); degree];
@@ -147,8 +147,8 @@ fn rows_of_shadows(loads: &Loads) -> impl Iterator<Item = (Range<usize>, Range<u
 }
 
 /// Gathers this rank's rows of shadowed experts, by expert: `[1, room, cols]`.
-fn taken(cx: &OperationContext<'_>, loads: &Loads, rows: View<'_>) -> Result<Tensor> {
-    let room = loads.shadowed_room();
+fn gather_shadowed_rows(cx: &OperationContext<'_>, loads: &Loads, rows: View<'_>) -> Result<Tensor> {
+    let room = loads.shadowed_buffer_rows();
     let mut taken = cx.empty([1, room, rows.shape().cols()], rows.dtype())?;
     let mut end = 0;
     for (from, to) in rows_of_shadows(loads) {
@@ -161,7 +161,7 @@ fn taken(cx: &OperationContext<'_>, loads: &Loads, rows: View<'_>) -> Result<Ten
 }
 
 /// Scatters the results for these rows to their places.
-fn put_back(cx: &OperationContext<'_>, loads: &Loads, made: View<'_>, mut rows: ViewMut<'_>) {
+fn scatter_shadowed_rows(cx: &OperationContext<'_>, loads: &Loads, made: View<'_>, mut rows: ViewMut<'_>) {
     for (to, from) in rows_of_shadows(loads) {
         cx.device().copy(made.rows(from.start, from.len()), rows.rows(to.start, to.len()));
     }

@@ -1,5 +1,5 @@
 use crate::device::Result;
-use crate::kernels::Blocks;
+use crate::kernels::StridedBlocks;
 use crate::tape::{BackwardContext, ForwardContext, Operation};
 use std::ops::Range;
 
@@ -19,8 +19,12 @@ impl Operation for Slice {
         assert!(self.range.end <= size, "{:?} of dim {} of {:?}", self.range, self.dim, x.shape());
         let mut y = cx.empty(x.shape().with_dim(self.dim, self.range.len()), x.dtype())?;
         let len = self.range.len() * inner;
-        let from = Blocks { offset: self.range.start * inner, stride: size * inner };
-        cx.device().copy_blocks((x, from), (y.view_mut(), Blocks { offset: 0, stride: len }), (outer, len));
+        let from = StridedBlocks { offset: self.range.start * inner, stride: size * inner };
+        cx.device().copy_blocks(
+            (x, from),
+            (y.view_mut(), StridedBlocks { offset: 0, stride: len }),
+            (outer, len),
+        );
         cx.output(y);
         Ok(())
     }
@@ -30,8 +34,8 @@ impl Operation for Slice {
         let [outer, size, inner] = shape.around(self.dim);
         let mut grad = cx.zeros(shape, cx.grad().dtype())?;
         let len = self.range.len() * inner;
-        let to = Blocks { offset: self.range.start * inner, stride: size * inner };
-        let from = Blocks { offset: 0, stride: len };
+        let to = StridedBlocks { offset: self.range.start * inner, stride: size * inner };
+        let from = StridedBlocks { offset: 0, stride: len };
         cx.device().copy_blocks((cx.grad(), from), (grad.view_mut(), to), (outer, len));
         cx.add_grad(0, grad)
     }

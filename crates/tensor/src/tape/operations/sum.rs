@@ -15,7 +15,7 @@ pub struct Mean {
     pub dim: usize,
 }
 
-/// Sums over `dim` and multiplies the sums by `factor` of the dim's length.
+/// Sums over `dim` and multiplies the sums by `matmul_operand` of the dim's length.
 fn forward(cx: &mut ForwardContext<'_>, dim: usize, factor: fn(usize) -> f32) -> Result<()> {
     let x = cx.input(0);
     let dims = x.shape().around(dim);
@@ -29,7 +29,7 @@ fn backward(cx: &mut BackwardContext<'_>, dim: usize, factor: fn(usize) -> f32) 
     let shape = cx.input_shape(0);
     let dims = shape.around(dim);
     let mut grad = cx.empty(shape, cx.grad().dtype())?;
-    cx.device().spread_dim(cx.grad(), dims, factor(dims[1]), grad.view_mut());
+    cx.device().broadcast_dim(cx.grad(), dims, factor(dims[1]), grad.view_mut());
     cx.add_grad(0, grad)
 }
 

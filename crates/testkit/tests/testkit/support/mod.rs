@@ -6,7 +6,7 @@ use trireme_testkit::network::{Host, Network};
 use trireme_testkit::or_skip;
 
 /// Timeout, far above the time that anything here takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns a network, or skips the test.
 pub(crate) fn network() -> Option<Network> {
@@ -17,7 +17,7 @@ pub(crate) fn network() -> Option<Network> {
 pub(crate) fn transfer(from: &Host, to: &Host, address: IpAddr, num_bytes: usize) -> Vec<u8> {
     let listener = to.enter(|| TcpListener::bind((address, 0))).unwrap();
     let address = listener.local_addr().unwrap();
-    let stream = from.enter(|| TcpStream::connect_timeout(&address, PATIENCE)).unwrap();
+    let stream = from.enter(|| TcpStream::connect_timeout(&address, TIMEOUT)).unwrap();
     exchange(stream, listener, num_bytes)
 }
 
@@ -33,7 +33,7 @@ pub(crate) fn exchange(mut stream: TcpStream, listener: TcpListener, num_bytes: 
         });
         let mut received = Vec::new();
         let (mut accepted, _) = listener.accept().unwrap();
-        accepted.set_read_timeout(Some(PATIENCE)).unwrap();
+        accepted.set_read_timeout(Some(TIMEOUT)).unwrap();
         accepted.read_to_end(&mut received).unwrap();
         received
     })
@@ -41,7 +41,7 @@ pub(crate) fn exchange(mut stream: TcpStream, listener: TcpListener, num_bytes: 
 
 /// Polls until `is_so` returns true. Returns false if it does not within the timeout.
 pub(crate) fn eventually(mut is_so: impl FnMut() -> bool) -> bool {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !is_so() {
         if Instant::now() > deadline {
             return false;
@@ -54,6 +54,6 @@ pub(crate) fn eventually(mut is_so: impl FnMut() -> bool) -> bool {
 /// Opens a TCP connection to `address` from this machine itself.
 pub(crate) fn connect(address: SocketAddr) -> TcpStream {
     let stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     stream
 }

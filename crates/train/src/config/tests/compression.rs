@@ -59,7 +59,7 @@ fn compression_has_the_options_of_its_codec() {
 }
 
 #[test]
-fn compression_is_refused_where_it_makes_no_sense() {
+fn contradictory_compression_is_refused() {
     let refused = |options: &[&str], part: &str| {
         let found = mistakes(SMALLEST, &[&COMPRESSIBLE, options].concat());
         assert!(found.len() == 1 && found[0].contains(part), "{options:?}: {found:?}");

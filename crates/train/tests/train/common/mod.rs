@@ -1,6 +1,6 @@
 //! A small job in a temporary folder.
 
-pub(crate) mod heard;
+pub(crate) mod recording_observer;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -49,7 +49,7 @@ pub(crate) fn job_of(
     );
     let overrides: Vec<String> = more.iter().map(|&key| key.to_owned()).collect();
     let config = Config::parse(&toml, Path::new("job.toml"), &overrides, None).unwrap();
-    let corpus = ensure_corpus(&config, &trireme_data::Silent, |_| Ok::<_, TrainError>(())).unwrap();
+    let corpus = ensure_corpus(&config, &trireme_data::NoProgress, |_| Ok::<_, TrainError>(())).unwrap();
     let folder = corpus_folder(&config.data().folder, corpus.version);
     config.with_data_folder(folder)
 }

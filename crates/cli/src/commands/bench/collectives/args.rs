@@ -1,7 +1,7 @@
 //! Arguments of `trireme bench collectives`.
 
 use super::number::Dtype;
-use super::operation::{Op, Place};
+use super::operation::{BufferMemory, Op};
 use crate::commands::costs::CostArgs;
 use crate::numbers::size_with_unit;
 use std::time::Duration;
@@ -57,8 +57,8 @@ pub(crate) struct CollectivesArgs {
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
     pub(super) dtype: Dtype,
     /// Where vectors are stored: in the memory that suits the group's transport best, or in each worker's own memory.
-    #[arg(long, value_enum, default_value_t = Place::Arena)]
-    pub(super) memory: Place,
+    #[arg(long, value_enum, default_value_t = BufferMemory::Arena)]
+    pub(super) memory: BufferMemory,
     /// Algorithm to use where it applies, such as ring, halving_doubling or hierarchical:all:direct:ring. By default,
     /// the fastest one.
     #[arg(long, value_name = "NAME")]

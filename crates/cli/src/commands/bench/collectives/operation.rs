@@ -8,7 +8,7 @@ use trireme_schedule::collective::{Collective, CollectiveKind, block};
 
 /// Where vectors are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum Place {
+pub(super) enum BufferMemory {
     /// Memory shared between the workers of a host, where available.
     Arena,
     /// Heap memory.
@@ -94,7 +94,7 @@ pub(super) struct Bench<'a, T> {
 
 impl<'a, T: Number> Bench<'a, T> {
     /// Allocates vectors for a full vector of at most `bytes`. Every input element of rank `r` is `r + 1`.
-    pub(super) fn new(group: &'a Group, op: Op, place: Place, bytes: usize) -> Result<Self> {
+    pub(super) fn new(group: &'a Group, op: Op, place: BufferMemory, bytes: usize) -> Result<Self> {
         let (own, world_size) = (group.rank(), group.world_size());
         let len = op.len(world_size, bytes / size_of::<T>());
         let (input, output) = match (op, op.collective(len)) {
@@ -106,8 +106,8 @@ impl<'a, T: Number> Bench<'a, T> {
             (_, None) => (len, Some(len)),
         };
         let buffer = |len| match place {
-            Place::Arena => group.buffer::<T>(len),
-            Place::Private => Buffer::private(len),
+            BufferMemory::Arena => group.buffer::<T>(len),
+            BufferMemory::Private => Buffer::private(len),
         };
         let unit = len / num_units(world_size);
         let block_lens = (0..world_size).map(|other| unit * units(own.0, other, world_size)).collect();
@@ -220,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_one_sends_the_other_receives_and_all_send_as_much() {
+    fn sent_and_received_blocks_match_and_all_ranks_send_equal_amounts() {
         for world_size in 1..=9 {
             for rank in 0..world_size {
                 let sent: Vec<usize> = (0..world_size).map(|to| units(rank, to, world_size)).collect();

@@ -1,7 +1,7 @@
 //! A chart of curves over steps, as a figure of a page or as a standalone picture.
 
+use super::downsampling::{CurvePoint, DownsampledCurve};
 use super::hues::run_colour;
-use super::thinning::{Stretch, Thinned};
 use std::fmt::Write as _;
 use trireme_base::{Anchor, Svg, Ticks, escape_markup};
 
@@ -25,7 +25,7 @@ const PICTURE_STYLE: &str = "<style>.grid{stroke:#e6e6e6} .level{stroke:#888888;
 const DOTS_MAX: usize = 40;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Look {
+pub(super) enum CurveStyle {
     Thin,
     /// A thick line with a dot at each point, if they are few.
     Dotted,
@@ -35,12 +35,12 @@ pub(super) struct Curve {
     /// Index of the run, which selects the colour.
     pub(super) run: usize,
     pub(super) name: String,
-    pub(super) look: Look,
-    pub(super) points: Thinned,
+    pub(super) style: CurveStyle,
+    pub(super) points: DownsampledCurve,
 }
 
 /// A value that is the same at all steps.
-pub(super) struct Level {
+pub(super) struct HorizontalLine {
     pub(super) name: String,
     pub(super) value: f64,
 }
@@ -53,7 +53,7 @@ pub(super) struct Chart {
     /// Whether the axis shows zero, so that heights can be compared.
     pub(super) is_from_zero: bool,
     pub(super) curves: Vec<Curve>,
-    pub(super) levels: Vec<Level>,
+    pub(super) horizontal_lines: Vec<HorizontalLine>,
 }
 
 impl Chart {
@@ -80,8 +80,8 @@ impl Chart {
         let mut svg = Svg::new(WIDTH, HEAD + HEIGHT);
         svg.definitions(PICTURE_STYLE);
         svg.text((LEFT, 18.0), Anchor::Start, title);
-        let curves = self.drawn().map(|curve| (curve.look.class(), &curve.name));
-        let levels = self.levels.iter().map(|level| ("level", &level.name));
+        let curves = self.drawn().map(|curve| (curve.style.class(), &curve.name));
+        let levels = self.horizontal_lines.iter().map(|level| ("level", &level.name));
         for (index, (class, name)) in curves.chain(levels).enumerate() {
             let x = LEFT + 140.0 * index as f64;
             svg.begin_group("class=\"run\"");
@@ -100,7 +100,7 @@ impl Chart {
         for curve in self.drawn() {
             frame.push_band(svg, curve);
         }
-        for Level { value, .. } in &self.levels {
+        for HorizontalLine { value, .. } in &self.horizontal_lines {
             let y = frame.y(*value);
             svg.line(&[(LEFT, y), (WIDTH - RIGHT, y)], "class=\"level\"");
         }
@@ -116,7 +116,7 @@ impl Chart {
     fn frame(&self) -> Frame {
         let points = self.drawn().flat_map(|curve| curve.points.parts.iter().flatten());
         let ends = points.flat_map(|point| [point.low, point.high]);
-        let ends = ends.chain(self.levels.iter().map(|level| level.value));
+        let ends = ends.chain(self.horizontal_lines.iter().map(|level| level.value));
         let ends = ends.chain(self.is_from_zero.then_some(0.0));
         let (low, high) =
             ends.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), end| (low.min(end), high.max(end)));
@@ -130,9 +130,9 @@ impl Chart {
                 &format!("<li {colour}><span class=\"swatch {look}\"></span>{}</li>", escape_markup(name));
         };
         for curve in self.drawn() {
-            push(&run_colour(curve.run), curve.look.class(), &curve.name);
+            push(&run_colour(curve.run), curve.style.class(), &curve.name);
         }
-        self.levels.iter().for_each(|level| push("", "level", &level.name));
+        self.horizontal_lines.iter().for_each(|level| push("", "level", &level.name));
         html += "</ul>";
         let longest = self.drawn().map(|curve| curve.points.steps_per_point).max().unwrap_or(1);
         if longest > 1 {
@@ -145,11 +145,11 @@ impl Chart {
     }
 }
 
-impl Look {
+impl CurveStyle {
     fn class(self) -> &'static str {
         match self {
-            Look::Thin => "thin",
-            Look::Dotted => "thick",
+            CurveStyle::Thin => "thin",
+            CurveStyle::Dotted => "thick",
         }
     }
 }
@@ -190,11 +190,11 @@ impl Frame {
         }
         svg.begin_group(&run_colour(curve.run));
         for part in &curve.points.parts {
-            let at = |point: &Stretch, value: f64| (self.x(point.step as f64), self.y(value));
+            let at = |point: &CurvePoint, value: f64| (self.x(point.step as f64), self.y(value));
             let above = part.iter().map(|point| at(point, point.high));
             let below = part.iter().rev().map(|point| at(point, point.low));
-            let outline: Vec<(f64, f64)> = above.chain(below).collect();
-            svg.area(&outline, "class=\"band\"");
+            let header: Vec<(f64, f64)> = above.chain(below).collect();
+            svg.area(&header, "class=\"band\"");
         }
         svg.end_group();
     }
@@ -207,11 +207,11 @@ impl Frame {
         }
         let (colour, name) = (run_colour(curve.run), escape_markup(&curve.name));
         svg.begin_group(&format!("{colour} data-name=\"{name}\" data-points=\"{}\"", data.trim_end()));
-        let has_dots = curve.look == Look::Dotted && points().count() <= DOTS_MAX;
+        let has_dots = curve.style == CurveStyle::Dotted && points().count() <= DOTS_MAX;
         for part in &curve.points.parts {
             let places: Vec<(f64, f64)> =
                 part.iter().map(|point| (self.x(point.step as f64), self.y(point.mean))).collect();
-            svg.line(&places, &format!("class=\"{}\"", curve.look.class()));
+            svg.line(&places, &format!("class=\"{}\"", curve.style.class()));
             // A line of one point cannot be seen.
             if has_dots || places.len() == 1 {
                 places.iter().for_each(|&place| svg.dot(place, "currentColor"));
@@ -223,20 +223,20 @@ impl Frame {
 
 #[cfg(test)]
 mod tests {
-    use super::super::thinning::thinned;
+    use super::super::downsampling::downsampled;
     use super::*;
 
     fn chart(curves: &[&[(u64, Option<f64>)]]) -> Chart {
         let curve = |(run, values): (usize, &&[(u64, Option<f64>)])| Curve {
             run,
             name: format!("run <{run}>"),
-            look: Look::Thin,
-            points: thinned(values),
+            style: CurveStyle::Thin,
+            points: downsampled(values),
         };
-        let levels = vec![Level { name: "baseline".to_owned(), value: 9.5 }];
+        let levels = vec![HorizontalLine { name: "baseline".to_owned(), value: 9.5 }];
         let curves = curves.iter().enumerate().map(curve).collect();
         let unit = "nats".to_owned();
-        Chart { title: "loss", unit, last_step: 1000, is_from_zero: false, curves, levels }
+        Chart { title: "loss", unit, last_step: 1000, is_from_zero: false, curves, horizontal_lines: levels }
     }
 
     /// Coordinates of all lines and areas of a figure.
@@ -283,7 +283,7 @@ mod tests {
     fn without_points_there_is_no_chart_but_a_picture() {
         let chart = chart(&[&[(1, None)], &[]]);
         assert!(chart.to_html().is_none());
-        let svg = Chart { levels: Vec::new(), ..chart }.to_svg("");
+        let svg = Chart { horizontal_lines: Vec::new(), ..chart }.to_svg("");
         assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
     }
 

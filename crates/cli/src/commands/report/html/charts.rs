@@ -1,10 +1,10 @@
 //! The charts of a page.
 
-use super::super::records::{Record, Records, Unit};
-use super::chart::{Chart, Curve, Level, Look};
+use super::super::records::{ProgressUnit, Record, Records};
+use super::chart::{Chart, Curve, CurveStyle, HorizontalLine};
+use super::downsampling::downsampled;
 use super::loaded_run::LoadedRun;
 use super::memory::memory_chart;
-use super::thinning::thinned;
 
 /// Returns the figures of all runs together. A figure without recorded values is left out.
 pub(super) fn charts(runs: &[LoadedRun]) -> String {
@@ -29,9 +29,9 @@ pub(super) fn charts(runs: &[LoadedRun]) -> String {
 }
 
 /// Returns tokens if all runs count them, else samples.
-fn common_unit(runs: &[LoadedRun]) -> Unit {
-    let has_tokens = runs.iter().all(|run| run.records.unit() == Unit::Tokens);
-    if has_tokens { Unit::Tokens } else { Unit::Samples }
+fn common_unit(runs: &[LoadedRun]) -> ProgressUnit {
+    let has_tokens = runs.iter().all(|run| run.records.unit() == ProgressUnit::Tokens);
+    if has_tokens { ProgressUnit::Tokens } else { ProgressUnit::Samples }
 }
 
 /// Returns the last step of the run that has come furthest. Steps are in order, unless the file of a run has been changed.
@@ -50,7 +50,7 @@ fn losses(runs: &[LoadedRun]) -> Chart {
 /// Draws the losses of one run as a standalone picture.
 pub(in super::super) fn loss_picture(title: &str, records: &Records, baseline: Option<f64>) -> String {
     let curves = loss_curves(0, ["training loss", "validation loss"].map(str::to_owned), records);
-    let level = |value| Level { name: format!("bigram baseline {value:.4}"), value };
+    let level = |value| HorizontalLine { name: format!("bigram baseline {value:.4}"), value };
     let levels = baseline.map(level).into_iter().collect();
     loss_chart(records.unit(), records.last().step, curves.into(), levels).to_svg(title)
 }
@@ -65,21 +65,28 @@ fn loss_curves(run: usize, names: [String; 2], records: &Records) -> [Curve; 2] 
     let validation: Vec<_> = before.chain(measured).collect();
     let [of_training, of_validation] = names;
     [
-        Curve { run, name: of_training, look: Look::Thin, points: thinned(&training) },
-        Curve { run, name: of_validation, look: Look::Dotted, points: thinned(&validation) },
+        Curve { run, name: of_training, style: CurveStyle::Thin, points: downsampled(&training) },
+        Curve { run, name: of_validation, style: CurveStyle::Dotted, points: downsampled(&validation) },
     ]
 }
 
-fn loss_chart(unit: Unit, last_step: u64, curves: Vec<Curve>, levels: Vec<Level>) -> Chart {
+fn loss_chart(unit: ProgressUnit, last_step: u64, curves: Vec<Curve>, levels: Vec<HorizontalLine>) -> Chart {
     let unit = match unit {
-        Unit::Tokens => "nats per token",
-        Unit::Samples => "mean over samples",
+        ProgressUnit::Tokens => "nats per token",
+        ProgressUnit::Samples => "mean over samples",
     };
-    Chart { title: "Loss", unit: unit.to_owned(), last_step, is_from_zero: false, curves, levels }
+    Chart {
+        title: "Loss",
+        unit: unit.to_owned(),
+        last_step,
+        is_from_zero: false,
+        curves,
+        horizontal_lines: levels,
+    }
 }
 
 /// Returns a level for each baseline. Runs on the same text share one.
-fn baselines(runs: &[LoadedRun]) -> Vec<Level> {
+fn baselines(runs: &[LoadedRun]) -> Vec<HorizontalLine> {
     let mut levels: Vec<(f64, Vec<&str>)> = Vec::new();
     for (run, value) in runs.iter().filter_map(|run| Some((run, run.baseline?))) {
         match levels.iter_mut().find(|(known, _)| *known == value) {
@@ -90,7 +97,7 @@ fn baselines(runs: &[LoadedRun]) -> Vec<Level> {
     let is_shared = levels.len() == 1;
     let level = |(value, names): (f64, Vec<&str>)| {
         let of_runs = if is_shared { String::new() } else { format!(", {}", names.join(", ")) };
-        Level { name: format!("bigram baseline {value:.4}{of_runs}"), value }
+        HorizontalLine { name: format!("bigram baseline {value:.4}{of_runs}"), value }
     };
     levels.into_iter().map(level).collect()
 }
@@ -103,9 +110,9 @@ fn one_curve_a_run(
 ) -> Chart {
     let curve = |(run, loaded): (usize, &LoadedRun)| {
         let values: Vec<_> = loaded.records.iter().map(|record| (record.step, value(record))).collect();
-        Curve { run, name: loaded.name.clone(), look: Look::Thin, points: thinned(&values) }
+        Curve { run, name: loaded.name.clone(), style: CurveStyle::Thin, points: downsampled(&values) }
     };
     let curves = runs.iter().enumerate().map(curve).collect();
     let (unit, last_step) = (unit.to_owned(), last_step(runs));
-    Chart { title, unit, last_step, is_from_zero: true, curves, levels: Vec::new() }
+    Chart { title, unit, last_step, is_from_zero: true, curves, horizontal_lines: Vec::new() }
 }

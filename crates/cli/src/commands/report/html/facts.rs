@@ -4,7 +4,7 @@ use super::super::records::Record;
 use super::hues::run_colour;
 use super::loaded_run::LoadedRun;
 use crate::clock::date_and_time;
-use crate::numbers::{duration, grouped};
+use crate::numbers::{duration, with_thousands_separators};
 use std::time::Duration;
 use trireme_base::{Bytes, escape_markup};
 
@@ -13,12 +13,12 @@ type Fact = (&'static str, fn(&LoadedRun) -> Option<String>);
 const FACTS: [Fact; 16] = [
     ("folder", |run| Some(run.folder.display().to_string())),
     ("model", model),
-    ("parameters", |run| run.num_parameters.map(|number| grouped(number.round() as u64))),
+    ("parameters", |run| run.num_parameters.map(|number| with_thousands_separators(number.round() as u64))),
     ("workers", workers),
     ("steps done", steps),
     ("trained on", |run| {
         let unit = run.records.unit();
-        Some(format!("{} {}", grouped(run.records.last().amount(unit)?), unit.plural()))
+        Some(format!("{} {}", with_thousands_separators(run.records.last().amount(unit)?), unit.plural()))
     }),
     ("last loss", |run| Some(run.records.last().loss.map_or_else(|| "not finite".to_owned(), loss))),
     ("last validation loss", |run| run.records.validations().next_back().map(loss_at)),
@@ -26,7 +26,10 @@ const FACTS: [Fact; 16] = [
     ("bigram baseline", |run| run.baseline.map(loss)),
     ("median speed", |run| {
         let unit = run.records.unit().plural();
-        Some(format!("{} {unit} a second", grouped(run.records.median_speed()?.round() as u64)))
+        Some(format!(
+            "{} {unit} a second",
+            with_thousands_separators(run.records.median_speed()?.round() as u64)
+        ))
     }),
     ("median MFU", |run| run.records.median_mfu().map(|mfu| format!("{:.1} %", 100.0 * mfu))),
     ("peak memory of rank 0", |run| {
@@ -89,9 +92,9 @@ fn workers(run: &LoadedRun) -> Option<String> {
 }
 
 fn steps(run: &LoadedRun) -> Option<String> {
-    let done = grouped(run.records.last().step);
+    let done = with_thousands_separators(run.records.last().step);
     match run.keys.get("training.steps").and_then(|steps| steps.parse::<u64>().ok()) {
-        Some(planned) => Some(format!("{done} of {}", grouped(planned))),
+        Some(planned) => Some(format!("{done} of {}", with_thousands_separators(planned))),
         None => Some(done),
     }
 }
@@ -101,5 +104,5 @@ fn loss(value: f64) -> String {
 }
 
 fn loss_at((step, value): (u64, f64)) -> String {
-    format!("{value:.4} at step {}", grouped(step))
+    format!("{value:.4} at step {}", with_thousands_separators(step))
 }

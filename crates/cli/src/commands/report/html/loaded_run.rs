@@ -31,25 +31,25 @@ pub(super) struct LoadedRun {
     pub(super) began: Option<u64>,
     pub(super) ended: Option<u64>,
     /// The last traced step, if any step was traced.
-    pub(super) drawing: Option<Drawing>,
+    pub(super) drawing: Option<TraceDrawing>,
     /// The breakdown of that step's time.
     pub(super) breakdown: Option<Breakdown>,
 }
 
 impl LoadedRun {
-    pub(super) fn lacks(&self) -> Vec<String> {
+    pub(super) fn missing_parts(&self) -> Vec<String> {
         let mut lacks = Vec::new();
         if self.keys.is_empty() {
             lacks.push(format!("{} has no config.toml that can be read", self.folder.display()));
         }
-        if let Some(Drawing::Missing(why)) = &self.drawing {
+        if let Some(TraceDrawing::Missing(why)) = &self.drawing {
             lacks.push(format!("the last traced step of {} is not drawn: {why}", self.folder.display()));
         }
         lacks
     }
 }
 
-pub(super) enum Drawing {
+pub(super) enum TraceDrawing {
     Svg(String),
     Missing(String),
 }
@@ -109,23 +109,25 @@ fn ended(folder: &Path) -> Option<u64> {
 }
 
 /// Returns the drawing of the last traced step, and the breakdown of its time.
-fn traced(folder: &Path) -> (Drawing, Option<Breakdown>) {
+fn traced(folder: &Path) -> (TraceDrawing, Option<Breakdown>) {
     let drawn = || -> Result<Option<(String, Breakdown)>> {
         let steps = read(folder)?;
         let last = steps.last().map(Comparison::new).transpose()?;
         Ok(last.map(|last| (to_svg(folder, &last), last.breakdown)))
     };
     match drawn() {
-        Ok(Some((svg, breakdown))) if svg.len() <= DRAWING_BYTES_MAX => (Drawing::Svg(svg), Some(breakdown)),
+        Ok(Some((svg, breakdown))) if svg.len() <= DRAWING_BYTES_MAX => {
+            (TraceDrawing::Svg(svg), Some(breakdown))
+        }
         Ok(Some((_, breakdown))) => {
             let why = format!(
                 "the last traced step has too many passes for a page; `trireme report trace {} --svg FILE` draws it",
                 quoted(&folder.to_string_lossy())
             );
-            (Drawing::Missing(why), Some(breakdown))
+            (TraceDrawing::Missing(why), Some(breakdown))
         }
-        Ok(None) => (Drawing::Missing(format!("{TRACE_FILE} contains no step yet")), None),
-        Err(error) => (Drawing::Missing(format!("{error:#}")), None),
+        Ok(None) => (TraceDrawing::Missing(format!("{TRACE_FILE} contains no step yet")), None),
+        Err(error) => (TraceDrawing::Missing(format!("{error:#}")), None),
     }
 }
 

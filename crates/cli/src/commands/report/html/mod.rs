@@ -3,17 +3,17 @@
 mod chart;
 mod charts;
 mod configs;
+mod downsampling;
 mod facts;
 mod hues;
 mod loaded_run;
 mod memory;
 mod page;
-mod thinning;
 
 pub(super) use charts::loss_picture;
 
 use crate::console::Output;
-use crate::remarks::remark;
+use crate::diagnostics::print_diagnostic;
 use anyhow::{Context, Result, bail};
 use hues::NUM_HUES;
 use loaded_run::{LoadedRun, load};
@@ -58,7 +58,9 @@ pub(super) fn run(args: &HtmlArgs) -> Result<()> {
     replace_file(&args.out, |file| file.write_all(page.as_bytes()))
         .with_context(|| format!("cannot write {}", args.out.display()))?;
     writeln!(Output, "written: {}", args.out.display())?;
-    runs.iter().flat_map(LoadedRun::lacks).for_each(|lack| remark(&format!("warning: {lack}")));
+    runs.iter()
+        .flat_map(LoadedRun::missing_parts)
+        .for_each(|lack| print_diagnostic(&format!("warning: {lack}")));
     Ok(())
 }
 

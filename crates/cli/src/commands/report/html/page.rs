@@ -5,7 +5,7 @@ use super::charts::charts;
 use super::configs::configs;
 use super::facts::facts_table;
 use super::hues::run_colour;
-use super::loaded_run::{Drawing, LoadedRun};
+use super::loaded_run::{LoadedRun, TraceDrawing};
 use trireme_base::escape_markup;
 
 /// The beginning of every page, by which an earlier page is recognized. The policy keeps browsers from loading anything.
@@ -49,8 +49,8 @@ fn drawings(runs: &[LoadedRun]) -> String {
     for (index, run) in runs.iter().enumerate() {
         let content = match &run.drawing {
             None => continue,
-            Some(Drawing::Svg(svg)) => format!("<div class=\"drawing\">{svg}</div>"),
-            Some(Drawing::Missing(why)) => format!("<p class=\"note\">{}</p>", escape_markup(why)),
+            Some(TraceDrawing::Svg(svg)) => format!("<div class=\"drawing\">{svg}</div>"),
+            Some(TraceDrawing::Missing(why)) => format!("<p class=\"note\">{}</p>", escape_markup(why)),
         };
         let (colour, name) = (run_colour(index), escape_markup(&run.name));
         let times = run.breakdown.as_ref().map_or_else(String::new, times_table);

@@ -31,7 +31,7 @@ fn call(sequence: u64) -> Call {
 
 /// Waits like `Board::wait`, but polls only once before it sleeps.
 fn wait(board: &Board, meeting: u32) {
-    while !board.has_come(meeting) && !board.doze(meeting).expect("sleep") {}
+    while !board.has_arrived(meeting) && !board.sleep_once(meeting).expect("sleep") {}
 }
 
 /// Meets like `SharedMemory::meet_with`.

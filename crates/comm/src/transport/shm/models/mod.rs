@@ -52,15 +52,15 @@ mod futex {
 }
 
 /// The memory of a ring, with so few bytes that it is soon full.
-mod place {
+mod ring_memory {
     use super::Cell;
     use super::ring::State;
     use loom::sync::Arc;
 
     #[derive(Clone, Default)]
-    pub(super) struct Place(Arc<(State, [Cell<u8>; Place::CAPACITY])>);
+    pub(super) struct RingMemory(Arc<(State, [Cell<u8>; RingMemory::CAPACITY])>);
 
-    impl Place {
+    impl RingMemory {
         pub(super) const CAPACITY: usize = 3;
 
         pub(super) fn state(&self) -> &State {

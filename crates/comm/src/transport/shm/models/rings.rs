@@ -1,20 +1,20 @@
 //! Models of rings, and of the sockets that wake the ranks that sleep on them.
 
-use super::place::Place;
 use super::ring::{RingReceiver, RingSender};
+use super::ring_memory::RingMemory;
 use crate::models::explore;
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
 /// A model of the socket of a ring's link: it stays readable until it is read.
 #[derive(Default)]
-struct Bell {
+struct Wakeup {
     is_rung: Mutex<bool>,
     rung: Condvar,
 }
 
-impl Bell {
-    fn ring(&self) {
+impl Wakeup {
+    fn wake(&self) {
         *self.is_rung.lock().unwrap() = true;
         self.rung.notify_one();
     }
@@ -31,11 +31,11 @@ impl Bell {
     }
 }
 
-/// One rank's end of two rings, with the bells of both ranks.
+/// One rank's end of two rings, with the wakeups of both ranks.
 struct Link {
     sender: RingSender,
     receiver: RingReceiver,
-    bells: Arc<[Bell; 2]>,
+    wakeups: Arc<[Wakeup; 2]>,
     own: usize,
 }
 
@@ -43,23 +43,23 @@ impl Link {
     /// Sends in pieces of at most `piece_len` bytes and receives at the same time, by the same steps as a `RingLink` and a thread that
     /// waits on it.
     fn exchange(&mut self, outgoing: &[u8], piece_len: usize, incoming: &mut [u8]) {
-        let (own_bell, peer_bell) = (&self.bells[self.own], &self.bells[1 - self.own]);
+        let (own_wakeup, peer_wakeup) = (&self.wakeups[self.own], &self.wakeups[1 - self.own]);
         let (mut num_sent, mut num_received) = (0, 0);
         loop {
             let mut has_moved = false;
             if num_sent < outgoing.len() {
                 let piece = &outgoing[num_sent..outgoing.len().min(num_sent + piece_len)];
                 let num_written = self.sender.write(piece).expect("a sound ring");
-                if num_written > 0 && self.sender.takes_waking() {
-                    peer_bell.ring();
+                if num_written > 0 && self.sender.take_sleep_flag() {
+                    peer_wakeup.wake();
                 }
                 num_sent += num_written;
                 has_moved |= num_written > 0;
             }
             if num_received < incoming.len() {
                 let num_read = self.receiver.read(&mut incoming[num_received..]).expect("a sound ring");
-                if num_read > 0 && self.receiver.takes_waking() {
-                    peer_bell.ring();
+                if num_read > 0 && self.receiver.take_sleep_flag() {
+                    peer_wakeup.wake();
                 }
                 num_received += num_read;
                 has_moved |= num_read > 0;
@@ -74,15 +74,15 @@ impl Link {
             let mut is_ready = sends && self.sender.prepare_sleep().expect("a sound ring");
             is_ready |= receives && self.receiver.prepare_sleep().expect("a sound ring");
             if !is_ready {
-                own_bell.poll();
+                own_wakeup.poll();
             }
             if sends {
                 self.sender.end_sleep();
-                own_bell.hear();
+                own_wakeup.hear();
             }
             if receives {
                 self.receiver.end_sleep();
-                own_bell.hear();
+                own_wakeup.hear();
             }
         }
     }
@@ -90,13 +90,13 @@ impl Link {
 
 /// Sends one message in each direction between two ranks.
 fn exchange(messages: [&'static [u8]; 2], piece_len: usize) {
-    let rings = [Place::default(), Place::default()];
-    let bells: Arc<[Bell; 2]> = Arc::default();
+    let rings = [RingMemory::default(), RingMemory::default()];
+    let wakeups: Arc<[Wakeup; 2]> = Arc::default();
     let exchange = move |own: usize| {
         let mut link = Link {
             sender: RingSender::new(rings[own].clone()),
             receiver: RingReceiver::new(rings[1 - own].clone()),
-            bells: Arc::clone(&bells),
+            wakeups: Arc::clone(&wakeups),
             own,
         };
         move || {
@@ -113,7 +113,7 @@ fn exchange(messages: [&'static [u8]; 2], piece_len: usize) {
 
 /// Pieces wrap around the end of the ring, and the message is longer than the ring.
 #[test]
-fn loom_bytes_come_around_the_end_and_nobody_sleeps_on() {
+fn loom_bytes_wrap_around_the_end_and_no_wakeup_is_lost() {
     explore(3, || exchange([&[1, 2, 3, 4, 5], &[]], 2));
 }
 

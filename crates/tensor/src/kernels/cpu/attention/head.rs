@@ -1,10 +1,10 @@
 //! Attention of one head of one sequence, block by block.
 
-use super::factors::{BackwardFactors, ForwardFactors, KEY_BLOCK};
+use super::operands::{BackwardOperands, ForwardOperands, KEY_BLOCK};
 use super::rule::{AttentionRule, KeyView, all_seen};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::Element;
-use crate::kernels::cpu::matmul::{LeftFactor, Matrix, Micro, ProductSizes, RightPanels, Tile};
+use crate::kernels::cpu::matmul::{LeftOperand, Matrix, MicroKernel, ProductSizes, RightPanels, Tile};
 use crate::kernels::cpu::simd::{LANES, exp, for_each_simd_level, max_of, sum_into, sum_zip, tanh};
 use std::ops::Range;
 
@@ -25,7 +25,7 @@ pub(super) struct Scratch<'a, T> {
 
 impl<'a, T: Element> Scratch<'a, T> {
     /// Returns the f32 elements of scratch memory for heads with the given dims of keys and values.
-    pub(super) fn num_elements(micro: Micro, dims: [usize; 2], backward: bool) -> usize {
+    pub(super) fn num_elements(micro: MicroKernel, dims: [usize; 2], backward: bool) -> usize {
         let num_words = |dim: usize| RightPanels::num_words(micro, QUERY_BLOCK, dim);
         if backward { 4 * NUM_SCORES + dims.map(num_words).iter().sum::<usize>() } else { 2 * NUM_SCORES }
     }
@@ -44,7 +44,7 @@ impl<'a, T: Element> Scratch<'a, T> {
 
 for_each_simd_level! {
     /// Converts the raw scores of a block, rows of `num_keys`, into `weights`, and updates the softmax state of `rows`.
-    fn soften<T: Element>(scores: &mut [f32], pair: BlockPair<'_>, scale: f32, rows: &mut [SoftRow], weights: &mut [T]) {
+    fn softmax_block<T: Element>(scores: &mut [f32], pair: BlockPair<'_>, scale: f32, rows: &mut [OnlineSoftmaxRow], weights: &mut [T]) {
         // Two passes, so that a row does not wait for results of the previous row.
         for (index, (row, scores)) in rows.iter_mut().zip(scores.chunks_exact_mut(pair.num_keys)).enumerate() {
             let seen = pair.pad_visible(index, scores);
@@ -70,7 +70,7 @@ for_each_simd_level! {
     }
 
     /// Multiplies each row of `out` by its factor.
-    fn scale_rows(out: &mut [f32], rows: &[SoftRow], factor: fn(&SoftRow) -> f32) {
+    fn scale_rows(out: &mut [f32], rows: &[OnlineSoftmaxRow], factor: fn(&OnlineSoftmaxRow) -> f32) {
         let cols = out.len() / rows.len();
         for (out, row) in out.chunks_exact_mut(cols).zip(rows) {
             let factor = factor(row);
@@ -84,7 +84,7 @@ for_each_simd_level! {
 
     /// Computes `weights` and the gradients of the raw scores from the scores of a block, raw or capped, and the gradients of the weights.
     /// All are rows of `num_keys`.
-    fn soften_backward<T: Element>(scores: &[f32], d_weights: &[f32], pair: BlockPair<'_>, rule: AttentionRule, rows: &[SavedRow], weights: &mut [T], d_scores: &mut [T]) {
+    fn softmax_block_backward<T: Element>(scores: &[f32], d_weights: &[f32], pair: BlockPair<'_>, rule: AttentionRule, rows: &[SavedRow], weights: &mut [T], d_scores: &mut [T]) {
         let AttentionRule { scale, soft_cap, .. } = rule;
         let raw = scores.chunks_exact(pair.num_keys).zip(d_weights.chunks_exact(pair.num_keys));
         let out = weights.chunks_exact_mut(pair.num_keys).zip(d_scores.chunks_exact_mut(pair.num_keys));
@@ -115,7 +115,7 @@ for_each_simd_level! {
 
 /// Online softmax state of a row of scores.
 #[derive(Clone, Copy)]
-struct SoftRow {
+struct OnlineSoftmaxRow {
     max: f32,
     /// Sum of the exponentials.
     sum: f32,
@@ -218,12 +218,12 @@ impl Head<'_> {
         &self,
         cpu: &Cpu,
         first_query: usize,
-        factors: ForwardFactors<'_>,
+        factors: ForwardOperands<'_>,
         scratch: &mut Scratch<'_, T>,
         (out, log_sums, is_carried): (&mut [f32], &mut [f32], bool),
     ) {
         let num_queries = log_sums.len();
-        let mut rows = [SoftRow { max: f32::NEG_INFINITY, sum: 0.0, factor: 0.0 }; QUERY_BLOCK];
+        let mut rows = [OnlineSoftmaxRow { max: f32::NEG_INFINITY, sum: 0.0, factor: 0.0 }; QUERY_BLOCK];
         let rows = &mut rows[..num_queries];
         if is_carried {
             // Equivalent to a single key with this weight whose value is the output.
@@ -239,11 +239,11 @@ impl Head<'_> {
             let (scores, weights) = (&mut scratch.scores[..len], &mut scratch.weights[..len]);
             self.scores(pair, factors.keys_transposed, scores);
             self.cap(cpu, scores);
-            soften(cpu.features, scores, pair, self.scale(), rows, weights);
+            softmax_block(cpu.features, scores, pair, self.scale(), rows, weights);
             if !is_first {
                 scale_rows(cpu.features, out, rows, |row| row.factor);
             }
-            let weights = LeftFactor::InMemory(block(weights, pair.num_keys));
+            let weights = LeftOperand::InMemory(block(weights, pair.num_keys));
             let size = ProductSizes { rows: num_queries, cols: self.dims[1], inner: pair.num_keys };
             let values = factors.values.block(pair.first_key - self.first_packed);
             Tile::whole(out, size).multiply(weights, values, !is_first);
@@ -262,7 +262,7 @@ impl Head<'_> {
     /// Computes the raw scores of a pair, rows of `num_keys`.
     fn scores(&self, pair: BlockPair<'_>, keys_transposed: RightPanels<'_>, scores: &mut [f32]) {
         let size = ProductSizes { rows: pair.seen.len(), cols: pair.num_keys, inner: self.dims[0] };
-        let queries = LeftFactor::InMemory(self.queries.from(pair.first_query, 0));
+        let queries = LeftOperand::InMemory(self.queries.from(pair.first_query, 0));
         let keys = keys_transposed.from(pair.first_key - self.first_packed);
         Tile::whole(scores, size).multiply(queries, keys, false);
     }
@@ -273,13 +273,13 @@ impl Head<'_> {
         &self,
         cpu: &Cpu,
         first_query: usize,
-        factors: BackwardFactors<'_>,
+        factors: BackwardOperands<'_>,
         scratch: &mut Scratch<'_, T>,
         output: OutputRows<'_, T>,
         (grads, is_carried): (&mut HeadGrads<'_>, bool),
     ) {
         let (num_queries, [dim, value_dim]) = (output.log_sums.len(), self.dims);
-        let micro = Micro::new(cpu.features, T::PRECISION);
+        let micro = MicroKernel::new(cpu.features, T::PRECISION);
         let mut rows = [SavedRow { log_sum: 0.0, delta: 0.0 }; QUERY_BLOCK];
         let rows = &mut rows[..num_queries];
         for (index, (row, &log_sum)) in rows.iter_mut().zip(output.log_sums).enumerate() {
@@ -304,9 +304,9 @@ impl Head<'_> {
             self.cap(cpu, scores);
             let size = ProductSizes { rows: num_queries, cols: num_keys, inner: value_dim };
             let values = factors.values_transposed.from(first_key);
-            Tile::whole(d_weights, size).multiply(LeftFactor::InMemory(dy), values, false);
+            Tile::whole(d_weights, size).multiply(LeftOperand::InMemory(dy), values, false);
             let rule = self.keys.scope.rule;
-            soften_backward(cpu.features, scores, d_weights, pair, rule, rows, weights, d_scores);
+            softmax_block_backward(cpu.features, scores, d_weights, pair, rule, rows, weights, d_scores);
             let (weights, d_scores) = (block(weights, num_keys), block(d_scores, num_keys));
             for (grads, left, right, cols) in [
                 (&mut *grads.values, weights, dy_panels, value_dim),
@@ -314,11 +314,11 @@ impl Head<'_> {
             ] {
                 let size = ProductSizes { rows: num_keys, cols, inner: num_queries };
                 let rows = first_key * cols..(first_key + num_keys) * cols;
-                let left = LeftFactor::InMemory(left.transposed());
+                let left = LeftOperand::InMemory(left.transposed());
                 Tile::whole(&mut grads[rows], size).multiply(left, right, true);
             }
             let to_queries = ProductSizes { rows: num_queries, cols: dim, inner: num_keys };
-            let (left, right) = (LeftFactor::InMemory(d_scores), factors.keys.block(first_key));
+            let (left, right) = (LeftOperand::InMemory(d_scores), factors.keys.block(first_key));
             Tile::whole(&mut grads.queries[..num_queries * dim], to_queries).multiply(left, right, !is_first);
             is_first = false;
         }

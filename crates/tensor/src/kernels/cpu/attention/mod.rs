@@ -4,9 +4,9 @@
 //! A row of `qkv` holds query heads, then key heads, then value heads; or queries are a separate array from rows of key heads and value
 //! heads. With fewer key-value heads than query heads, consecutive query heads share one (Ainslie et al., "GQA", 2023).
 
-mod factors;
 mod head;
 mod latent;
+mod operands;
 mod rule;
 mod shape;
 
@@ -16,11 +16,11 @@ pub(crate) use rule::AttentionScope;
 pub use shape::AttentionShape;
 
 use super::element::Element;
-use super::matmul::{Matrix, Micro};
+use super::matmul::{Matrix, MicroKernel};
 use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
-use factors::{KEY_BLOCK, KeysValues};
 use head::{Head, HeadGrads, OutputRows, QUERY_BLOCK, Scratch};
+use operands::{KEY_BLOCK, KeysValues};
 use rule::KeyView;
 use trireme_base::Positions;
 
@@ -249,7 +249,8 @@ impl Cpu {
 
     /// Returns the f32 elements of scratch memory of one thread.
     fn scratch_len<T: Element>(&self, shape: AttentionShape, num_earlier: usize, backward: bool) -> usize {
-        let (micro, dims) = (Micro::new(self.features, T::PRECISION), [shape.head_dim, shape.value_dim]);
+        let (micro, dims) =
+            (MicroKernel::new(self.features, T::PRECISION), [shape.head_dim, shape.value_dim]);
         let num_keys = num_earlier + shape.num_keys;
         let num_sums = if backward {
             QUERY_BLOCK * shape.head_dim + num_keys * (shape.head_dim + shape.value_dim)
@@ -333,7 +334,7 @@ impl Cpu {
     ) {
         let AttentionShape { seq_len, head_dim, value_dim, num_heads, .. } = shape;
         let dims = [head_dim, value_dim];
-        let (micro, out_cols) = (Micro::new(self.features, T::PRECISION), shape.output_cols());
+        let (micro, out_cols) = (MicroKernel::new(self.features, T::PRECISION), shape.output_cols());
         let scratch_len = self.scratch_len::<T>(shape, num_earlier, false);
         let (log_sums, scratch) = (SharedSlice::new(log_sums), SharedSlice::new(scratch));
         let parts = seq_len.div_ceil(TASK_QUERIES);
@@ -352,7 +353,7 @@ impl Cpu {
             let (keys, values) = (keys.from(first_packed, 0), values.from(first_packed, 0));
             let num_keys = seen.end.max(first_packed) - first_packed;
             let keys_values = KeysValues { keys, values, num_keys, dims };
-            let factors = keys_values.forward_factors(micro, bytemuck::cast_slice_mut(words));
+            let factors = keys_values.forward_operands(micro, bytemuck::cast_slice_mut(words));
             let parts = Head { queries, keys: view, first_packed, dims };
             let mut blocks = Scratch::<T>::new(blocks);
             for first in (first..end).step_by(QUERY_BLOCK) {
@@ -391,7 +392,7 @@ impl Cpu {
         let d_keys_values = d_keys_values.as_ref().unwrap_or(&d_queries);
         let scratch = SharedSlice::new(scratch);
         let scratch_len = self.scratch_len::<T>(shape, 0, true);
-        let micro = Micro::new(self.features, T::PRECISION);
+        let micro = MicroKernel::new(self.features, T::PRECISION);
         self.threads.run_on_threads(shape.batch * shape.num_kv_heads, &|thread, task| {
             let (sequence, kv_head) = (task / shape.num_kv_heads, task % shape.num_kv_heads);
             let (first, first_key) = (sequence * seq_len, sequence * num_keys);
@@ -403,7 +404,7 @@ impl Cpu {
             let key_value = layout.key_value(shape, kv_head);
             let [keys, values] = key_value.map(|col| key_value_rows.from(first_key, col));
             let keys_values = KeysValues { keys, values, num_keys, dims };
-            let factors = keys_values.backward_factors(micro, bytemuck::cast_slice_mut(words));
+            let factors = keys_values.backward_operands(micro, bytemuck::cast_slice_mut(words));
             let (queries, keys_values) = sums.split_at_mut(QUERY_BLOCK * dim);
             let (keys, values) = keys_values.split_at_mut(num_keys * dim);
             let place_of = |col: usize| (first_key * layout.key_value_cols + col, layout.key_value_cols);

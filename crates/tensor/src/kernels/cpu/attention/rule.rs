@@ -130,12 +130,12 @@ pub(super) fn all_seen(of_queries: &[Range<usize>]) -> Range<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trireme_base::AxisPlace;
+    use trireme_base::AxisRank;
 
     #[test]
     fn pairs_are_counted_as_they_are_seen() {
         let of_ranks = |len| {
-            let zig_zag = AxisPlace::all(3).map(move |place| Positions::zig_zag(len, place));
+            let zig_zag = AxisRank::all(3).map(move |place| Positions::zig_zag(len, place));
             zig_zag.chain([Positions::run(0, len), Positions::run(5, 7)])
         };
         for (queries, keys) in of_ranks(18).flat_map(|queries| of_ranks(18).map(move |keys| (queries, keys)))
@@ -157,7 +157,7 @@ mod tests {
 
     #[test]
     fn a_query_sees_what_is_of_its_document_and_no_padding() {
-        let (queries, keys) = (Positions::run(4, 4), Positions::zig_zag(12, AxisPlace::new(0, 2)));
+        let (queries, keys) = (Positions::run(4, 4), Positions::zig_zag(12, AxisRank::new(0, 2)));
         let scope = AttentionScope { rule: AttentionRule::causal(4), queries, keys };
         // The keys have the positions 0, 1, 2, 9, 10 and 11.
         let seen = |end, document_starts: Option<&[u32]>| {

@@ -5,12 +5,12 @@ use super::*;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::simd::CpuFeatures;
 use crate::kernels::cpu::test_support::{
-    DTYPES, Exact, affordable, assert_close, cases, exactly, narrow, not_finite, random, run, run_at_levels,
-    widen,
+    DTYPES, Exact, assert_close, cases, cases_for_miri, exactly, narrow, not_finite, random, run,
+    run_at_levels, widen,
 };
 use proptest::prelude::*;
 use reference::{Facts, Reference};
-use trireme_base::{AxisPlace, Bf16, DType, F16};
+use trireme_base::{AxisRank, Bf16, DType, F16};
 
 const fn shape(
     batch: usize,
@@ -147,7 +147,7 @@ fn check_results<T: Element>(inputs: &Inputs<T>, found: Vec<(CpuFeatures, [Vec<f
 
 #[test]
 fn outputs_and_gradients_match_f64() {
-    for &shape in affordable(&SHAPES, 2) {
+    for &shape in cases_for_miri(&SHAPES, 2) {
         for dtype in DTYPES {
             with_element!(dtype => |T| check::<T>(shape));
         }
@@ -172,7 +172,7 @@ fn dtypes(shape: AttentionShape) -> &'static [DType] {
 #[test]
 fn every_rule_matches_f64_with_padding_and_without() {
     let all = [shape(2, 3, 2, 1, 3), shape(2, 70, 2, 1, 5), shape(2, 600, 1, 1, 4)];
-    for &shape in affordable(&all, 1) {
+    for &shape in cases_for_miri(&all, 1) {
         for rule in rules(shape.head_dim) {
             for num_keys in [None, Some(vec![1, 2]), Some(vec![shape.num_keys as u32, 67])] {
                 for &dtype in dtypes(shape) {
@@ -201,7 +201,7 @@ fn queries_see_their_document_alone() {
 }
 
 #[test]
-fn rows_apart_give_the_bits_of_rows_together() {
+fn separate_keys_and_values_give_the_same_bits() {
     for rule in rules(5) {
         let inputs = Inputs { rule, ..Inputs::<Bf16>::new(shape(2, 70, 4, 2, 5)) };
         let apart = run_at_levels(|cpu| inputs.run_apart_on(cpu));
@@ -377,7 +377,7 @@ impl Reach<'_> {
 }
 
 #[test]
-fn what_is_not_finite_stays_in_its_sequence_and_group_of_heads() {
+fn non_finite_values_stay_in_their_sequence_and_group_of_heads() {
     let shape = shape(2, 70, 4, 2, 5);
     fn check<T: Element>(shape: AttentionShape, value: f32) {
         let inputs = Inputs::<T>::new(shape);
@@ -521,7 +521,7 @@ fn rotations_match_f64_and_are_undone_by_their_inverse() {
         }
     }
     // The last shape takes more than one task.
-    for &shape in affordable(
+    for &shape in cases_for_miri(
         &[shape(2, 3, 2, 1, 2), shape(2, 9, 3, 3, 5), shape(1, 4, 1, 1, 1), shape(2, 65, 4, 2, 64)],
         3,
     ) {

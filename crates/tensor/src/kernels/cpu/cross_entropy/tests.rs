@@ -2,7 +2,7 @@ use super::*;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::simd::LANES;
 use crate::kernels::cpu::test_support::{
-    DTYPES, Exact, affordable, assert_close, cases, exactly, narrow, not_finite, random, run, widen,
+    DTYPES, Exact, assert_close, cases, cases_for_miri, exactly, narrow, not_finite, random, run, widen,
 };
 use proptest::prelude::*;
 
@@ -142,7 +142,7 @@ fn check<T: Element>(inputs: &Inputs) {
 
 #[test]
 fn losses_and_gradients_match_f64_however_the_vocabulary_is_cut() {
-    for &case in affordable(&CASES, 4) {
+    for &case in cases_for_miri(&CASES, 4) {
         for dtype in DTYPES {
             with_element!(dtype => |T| check::<T>(&Inputs::new(case)));
         }
@@ -186,7 +186,7 @@ fn a_chunk_that_vanishes_changes_nothing() {
 }
 
 #[test]
-fn what_is_not_finite_reaches_its_row_only() {
+fn non_finite_values_reach_their_row_only() {
     fn check<T: Element>(width: usize) {
         let case = plain(4, 37, width);
         let (row, cols) = (2, case.cols);
@@ -213,8 +213,8 @@ fn what_is_not_finite_reaches_its_row_only() {
         assert_eq!(gradient[row * cols + target], -case.scale);
         assert!(gradient.iter().all(|value| value.is_finite()));
     }
-    for &dtype in affordable(&DTYPES, 1) {
-        for &width in affordable(&[16, 1, 37], 1) {
+    for &dtype in cases_for_miri(&DTYPES, 1) {
+        for &width in cases_for_miri(&[16, 1, 37], 1) {
             with_element!(dtype => |T| check::<T>(width));
         }
     }

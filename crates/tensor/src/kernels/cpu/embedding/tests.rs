@@ -1,10 +1,10 @@
 use super::Bags;
 use crate::kernels::cpu::test_support::{
-    Exact, affordable, assert_close, cases, cpu, exactly, levels, narrow, not_finite, random, run,
+    Exact, assert_close, cases, cases_for_miri, cpu, exactly, levels, narrow, not_finite, random, run,
 };
 use proptest::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use trireme_base::{AxisPlace, Bf16, Positions};
+use trireme_base::{AxisRank, Bf16, Positions};
 
 /// Wraps one id per bag.
 fn single_ids(ids: &[u32]) -> Bags<&[u32]> {
@@ -135,7 +135,7 @@ fn check(inputs: &Inputs) {
 
 #[test]
 fn rows_and_gradients_match_f64() {
-    for &case in affordable(&CASES, 4) {
+    for &case in cases_for_miri(&CASES, 4) {
         check(&Inputs::new(case));
     }
 }
@@ -177,7 +177,7 @@ fn gradients_of_one_token_are_added_in_the_order_of_rows() {
 }
 
 #[test]
-fn what_is_not_finite_reaches_its_row_and_column_only() {
+fn non_finite_values_reach_their_row_and_column_only() {
     let case = Case { first_position: 1, ..case(4, 67, 2, 3) };
     let with = |spoil: &dyn Fn(&mut Inputs)| {
         let mut inputs = Inputs::new(case);
@@ -268,7 +268,7 @@ fn positions_of_two_runs_have_the_values_and_gradients_of_all() {
     };
     let (whole, d_whole, _) = run_at(Positions::run(0, len));
     let mut sum = vec![0.0; len * cols];
-    for place in AxisPlace::all(3) {
+    for place in AxisRank::all(3) {
         let (out, d_positions, rows) = run_at(Positions::zig_zag(len, place));
         assert_eq!(out, rows(&whole), "{place:?}");
         sum.iter_mut().zip(d_positions).for_each(|(sum, d)| *sum += d);

@@ -15,14 +15,14 @@ use std::ops::Range;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GroupLimit {
     /// Number of consecutive rows that share a capacity.
-    pub num_together: usize,
+    pub capacity_group_len: usize,
     /// Capacity of a group, as a multiple of an even share of these rows.
     pub factor: f64,
 }
 
 impl GroupLimit {
     /// No limit.
-    pub const NONE: GroupLimit = GroupLimit { num_together: usize::MAX, factor: f64::INFINITY };
+    pub const NONE: GroupLimit = GroupLimit { capacity_group_len: usize::MAX, factor: f64::INFINITY };
 
     /// Returns the capacity of each of `num_groups` groups for `num_rows` rows; at least one.
     pub fn capacity(self, num_rows: usize, num_groups: usize) -> usize {
@@ -144,8 +144,9 @@ impl Cpu {
     ) {
         let num_groups = starts.len() - 1;
         // First, `places` holds the group that takes each row.
-        let together =
-            groups.chunks(limit.num_together.max(1)).zip(places.chunks_mut(limit.num_together.max(1)));
+        let together = groups
+            .chunks(limit.capacity_group_len.max(1))
+            .zip(places.chunks_mut(limit.capacity_group_len.max(1)));
         for (groups, taken_by) in together {
             let num_rows = groups.iter().filter(|group| (**group as usize) < num_groups).count();
             let capacity = limit.capacity(num_rows, num_groups);

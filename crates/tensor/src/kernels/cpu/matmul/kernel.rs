@@ -17,7 +17,7 @@ pub(super) const INNER_BLOCK: usize = 256;
 
 /// The micro-kernel for a SIMD level and a precision.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Micro {
+pub(crate) struct MicroKernel {
     pub(super) features: CpuFeatures,
     pub(super) words: WordKind,
     /// Number of columns of a panel.
@@ -62,7 +62,7 @@ pub(super) struct Session {
     _tiles: Option<amx::TileConfig>,
 }
 
-impl Micro {
+impl MicroKernel {
     pub(crate) fn new(features: CpuFeatures, precision: Precision) -> Self {
         let words = WordKind::new(features, precision);
         let (rows, cols) = match features {
@@ -70,10 +70,16 @@ impl Micro {
             CpuFeatures::Avx2 => (6, 16),
             CpuFeatures::Avx512 | CpuFeatures::Avx512Bf16 | CpuFeatures::AmxBf16 => (12, 32),
         };
-        let micro = Micro { features, words, cols, rows, step: 1, row_major: false };
+        let micro = MicroKernel { features, words, cols, rows, step: 1, row_major: false };
         #[cfg(target_arch = "x86_64")]
         if features == CpuFeatures::AmxBf16 && words == WordKind::Bf16Pair {
-            return Micro { rows: amx::ROWS, cols: amx::COLS, step: amx::STEP, row_major: true, ..micro };
+            return MicroKernel {
+                rows: amx::ROWS,
+                cols: amx::COLS,
+                step: amx::STEP,
+                row_major: true,
+                ..micro
+            };
         }
         micro
     }
@@ -108,7 +114,7 @@ impl Micro {
         !self.row_major || (row_bytes.is_multiple_of(64) && !row_bytes.is_multiple_of(2048))
     }
 
-    /// Begins a session, which a thread must hold while it calls [`Micro::run`].
+    /// Begins a session, which a thread must hold while it calls [`MicroKernel::run`].
     pub(super) fn begin(&self) -> Session {
         Session {
             #[cfg(target_arch = "x86_64")]
@@ -163,7 +169,7 @@ impl Micro {
     }
 
     /// # Safety
-    /// As for [`Micro::run`], for a tile of full width.
+    /// As for [`MicroKernel::run`], for a tile of full width.
     #[inline]
     unsafe fn dispatch(&self, len: usize, left: Left<'_>, panel: &[u32], tile: MicroTile, accumulate: bool) {
         macro_rules! by_rows {

@@ -10,10 +10,10 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
-mod factors;
 mod grouped;
 mod kernel;
 mod matrix;
+mod operands;
 mod pack;
 #[cfg(target_arch = "x86_64")]
 mod pairs;
@@ -23,12 +23,12 @@ mod words;
 use super::element::{Element, FloatsMut};
 use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
-pub(crate) use factors::{LeftFactor, RightPanels};
-use factors::{PackedLeft, pack_panel};
 pub use grouped::GroupLimit;
-pub(crate) use kernel::Micro;
+pub(crate) use kernel::MicroKernel;
 pub use matrix::ProductSizes;
 pub(crate) use matrix::{Epilogue, Matrix};
+pub(crate) use operands::{LeftOperand, RightPanels};
+use operands::{PackedLeft, pack_panel};
 use pack::Span;
 pub(crate) use tile::Tile;
 use tile::{TILE_COLS, TILE_ROWS, rounded_tile};
@@ -39,7 +39,7 @@ const GROUP_COLS: usize = 2048;
 impl Cpu {
     /// Returns the 32-bit words of scratch memory that [`Cpu::matmul`] needs.
     pub(crate) fn matmul_scratch(&self, precision: Precision, size: ProductSizes, left: Matrix<'_>) -> usize {
-        let micro = Micro::new(self.features, precision);
+        let micro = MicroKernel::new(self.features, precision);
         let left = if packs_left(micro, size, left) { PackedLeft::num_words(micro, size) } else { 0 };
         left + RightPanels::num_words(micro, size.inner, size.cols.min(GROUP_COLS))
     }
@@ -104,7 +104,7 @@ impl Cpu {
         task: impl Fn(TileTask<'_>) + Sync,
     ) {
         let ProductSizes { rows, cols, inner } = size;
-        let micro = Micro::new(self.features, precision);
+        let micro = MicroKernel::new(self.features, precision);
         assert!(right.covers(inner, cols), "{right:?} {size:?}");
         let group_words = RightPanels::num_words(micro, inner, cols.min(GROUP_COLS));
         let (scratch, left_words) = scratch.split_at_mut(group_words);
@@ -122,8 +122,8 @@ impl Cpu {
                     inner,
                 };
                 let left = match &packed {
-                    Some(packed) => LeftFactor::Packed(packed, row),
-                    None => LeftFactor::InMemory(left.from(row, 0)),
+                    Some(packed) => LeftOperand::Packed(packed, row),
+                    None => LeftOperand::InMemory(left.from(row, 0)),
                 };
                 task(TileTask { row, col: first_col + right_col, size, left, right: panels.from(right_col) });
             });
@@ -132,7 +132,7 @@ impl Cpu {
 
     fn pack_left<'a>(
         &self,
-        micro: Micro,
+        micro: MicroKernel,
         size: ProductSizes,
         left: Matrix<'_>,
         words: &'a mut [u32],
@@ -155,7 +155,7 @@ impl Cpu {
 
     fn pack_right<'a>(
         &self,
-        micro: Micro,
+        micro: MicroKernel,
         (inner, cols): (usize, usize),
         right: Matrix<'_>,
         words: &'a mut [u32],
@@ -191,13 +191,13 @@ struct TileTask<'a> {
     row: usize,
     col: usize,
     size: ProductSizes,
-    left: LeftFactor<'a>,
+    left: LeftOperand<'a>,
     right: RightPanels<'a>,
 }
 
 /// Returns whether the left operand is packed once for all tiles: if it cannot be read in place and several tiles read the same rows.
-fn packs_left(micro: Micro, size: ProductSizes, left: Matrix<'_>) -> bool {
-    size.cols > TILE_COLS && !pack::can_stay(micro, left, size.inner)
+fn packs_left(micro: MicroKernel, size: ProductSizes, left: Matrix<'_>) -> bool {
+    size.cols > TILE_COLS && !pack::can_read_in_place(micro, left, size.inner)
 }
 
 #[cfg(test)]

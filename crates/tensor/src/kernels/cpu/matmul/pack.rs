@@ -1,6 +1,6 @@
 //! Packing of operands in the order in which the micro-kernel reads them.
 
-use super::kernel::{INNER_BLOCK, Left, Micro, ROWS_MAX};
+use super::kernel::{INNER_BLOCK, Left, MicroKernel, ROWS_MAX};
 use super::matrix::Matrix;
 #[cfg(target_arch = "x86_64")]
 use super::pairs;
@@ -195,7 +195,7 @@ fn in_place(kind: WordKind, values: Floats<'_>) -> bool {
 }
 
 /// Packs a panel of the right operand: `span.len` rows of `micro.cols` words, padded with zeros.
-pub(super) fn right_panel(micro: Micro, right: Matrix<'_>, span: Span, out: &mut [u32]) {
+pub(super) fn right_panel(micro: MicroKernel, right: Matrix<'_>, span: Span, out: &mut [u32]) {
     let (features, width) = (micro.features, micro.cols);
     assert!(span.lines <= width && out.len() == span.len * width && right.covers(span.inner, span.lines));
     #[cfg(target_arch = "x86_64")]
@@ -216,12 +216,12 @@ pub(super) fn right_panel(micro: Micro, right: Matrix<'_>, span: Span, out: &mut
 }
 
 /// Returns the words of a packed panel of a left operand.
-pub(super) fn left_words(micro: Micro, len: usize) -> usize {
+pub(super) fn left_words(micro: MicroKernel, len: usize) -> usize {
     micro.rows * len + SLACK
 }
 
 /// Returns whether full panels of a left operand are read in place.
-pub(super) fn can_stay(micro: Micro, left: Matrix<'_>, inner: usize) -> bool {
+pub(super) fn can_read_in_place(micro: MicroKernel, left: Matrix<'_>, inner: usize) -> bool {
     let row_bytes = left.row_stride * size_of::<u32>() / micro.words.num_terms();
     left.col_stride == 1
         && in_place(micro.words, left.values)
@@ -230,18 +230,18 @@ pub(super) fn can_stay(micro: Micro, left: Matrix<'_>, inner: usize) -> bool {
 }
 
 /// Returns whether packed panels consist of rows of words; otherwise, of columns.
-pub(super) fn by_rows(micro: Micro, left: Matrix<'_>) -> bool {
+pub(super) fn by_rows(micro: MicroKernel, left: Matrix<'_>) -> bool {
     micro.row_major || left.col_stride == 1
 }
 
 /// Returns a panel of the left operand for the micro-kernel: in place, or packed in `buffer`.
 pub(super) fn left_panel<'a>(
-    micro: Micro,
+    micro: MicroKernel,
     left: Matrix<'a>,
     span: Span,
     buffer: &'a mut LeftBuffer,
 ) -> Left<'a> {
-    if can_stay(micro, left, span.inner) && micro.takes_rows(span.lines) {
+    if can_read_in_place(micro, left, span.inner) && micro.takes_rows(span.lines) {
         let num_terms = micro.words.num_terms();
         assert!(left.covers(span.lines, span.inner) && span.inner == span.len * num_terms);
         return with_floats!(left.values => |source| Left::new(source, left.row_stride, 1, num_terms));
@@ -252,7 +252,7 @@ pub(super) fn left_panel<'a>(
 }
 
 /// Packs a panel of the left operand into [`left_words`] words.
-pub(super) fn pack_left_panel(micro: Micro, left: Matrix<'_>, span: Span, out: &mut [u32]) {
+pub(super) fn pack_left_panel(micro: MicroKernel, left: Matrix<'_>, span: Span, out: &mut [u32]) {
     let features = micro.features;
     assert!(span.lines <= micro.rows && left.covers(span.lines, span.inner));
     assert_eq!(out.len(), left_words(micro, span.len));
@@ -273,7 +273,7 @@ pub(super) fn pack_left_panel(micro: Micro, left: Matrix<'_>, span: Span, out: &
 }
 
 /// Packs the first words of a narrow panel with special instructions, if the machine has them. Returns the number of packed words.
-fn narrow_panel_of_pairs(micro: Micro, left: Matrix<'_>, span: Span, out: &mut [u32]) -> usize {
+fn narrow_panel_of_pairs(micro: MicroKernel, left: Matrix<'_>, span: Span, out: &mut [u32]) -> usize {
     #[cfg(target_arch = "x86_64")]
     if let (WordKind::Bf16Pair, Floats::Bf16(source)) = (micro.words, left.values) {
         // SAFETY: words of pairs are used only on machines with AVX512-BF16.
@@ -284,7 +284,7 @@ fn narrow_panel_of_pairs(micro: Micro, left: Matrix<'_>, span: Span, out: &mut [
 }
 
 /// Wraps a packed panel of `len` words per row.
-pub(super) fn packed_left(micro: Micro, by_rows: bool, len: usize, words: &[u32]) -> Left<'_> {
+pub(super) fn packed_left(micro: MicroKernel, by_rows: bool, len: usize, words: &[u32]) -> Left<'_> {
     assert_eq!(words.len(), left_words(micro, len));
     if by_rows { Left::new(words, len, 1, 1) } else { Left::new(words, 1, micro.rows, 1) }
 }

@@ -4,7 +4,7 @@ use super::*;
 use crate::kernels::cpu::element::{Floats, with_element};
 use crate::kernels::cpu::simd::CpuFeatures;
 use crate::kernels::cpu::test_support::{
-    DTYPES, Exact, affordable, assert_close, cases, cpu, exactly, levels, narrow, random, run_at_levels,
+    DTYPES, Exact, assert_close, cases, cases_for_miri, cpu, exactly, levels, narrow, random, run_at_levels,
     widen,
 };
 use proptest::prelude::*;
@@ -214,7 +214,7 @@ fn products_of_every_layout_and_odd_sizes() {
         (14, 40, 530),
         (37, 33, 1031),
     ];
-    for &size in affordable(&sizes, 5) {
+    for &size in cases_for_miri(&sizes, 5) {
         for kind in KINDS {
             (0..4).for_each(|layout| check(Case::new(size, layout, kind)));
         }
@@ -240,7 +240,7 @@ fn sums_of_narrow_results_begin_in_memory_that_nothing_has_written() {
 
 #[test]
 #[should_panic(expected = "the result is 4294967296 x 4294967296")]
-fn a_result_whose_size_overflows_is_no_empty_one() {
+fn overflowing_result_sizes_are_not_empty() {
     let size = ProductSizes { rows: 1 << 32, cols: 1 << 32, inner: 0 };
     let empty = Matrix::row_major(Floats::F32(&[]), 0, false);
     let (factors, out) = ((empty, empty), FloatsMut::F32(&mut []));
@@ -293,7 +293,7 @@ proptest! {
 }
 
 #[test]
-fn products_packed_on_the_way_match_f64() {
+fn matmuls_packed_per_tile_match_f64() {
     for size in [(1, 1, 1), (3, 5, 0), (33, 17, 40), (70, 64, 65), (13, 33, 1031)] {
         for (index, kind) in KINDS.into_iter().enumerate() {
             let operands = Operands::new(Case::new(size, index % 4, kind));
@@ -310,10 +310,10 @@ fn check_on_the_way<L: Element, R: Element>(operands: &Operands) {
     for features in levels() {
         let product = |before: &[f32], accumulate| {
             let mut out = before.to_vec();
-            let micro = Micro::new(features, kind.0);
+            let micro = MicroKernel::new(features, kind.0);
             let mut words = vec![u32::MAX; RightPanels::num_words(micro, size.inner, size.cols)];
             let right = RightPanels::pack(micro, (size.inner, size.cols), factors.1, &mut words);
-            Tile::whole(&mut out, size).multiply(LeftFactor::InMemory(factors.0), right, accumulate);
+            Tile::whole(&mut out, size).multiply(LeftOperand::InMemory(factors.0), right, accumulate);
             out
         };
         let what = (features, operands.case);
@@ -335,7 +335,7 @@ fn f32_products_have_the_same_bits_with_registers_of_any_width() {
 }
 
 #[test]
-fn one_wrong_stride_would_be_seen() {
+fn wrong_strides_are_detected() {
     // Expected values by hand, so that a mistake in a helper is detected.
     let left = [1.0, 2.0, 3.0, 4.0];
     let identity = [1.0, 0.0, 0.0, 1.0];
@@ -387,7 +387,7 @@ fn an_element_has_the_same_bits_at_an_edge_and_within() {
 }
 
 #[test]
-fn tiles_are_as_large_as_threads_end_at_about_the_same_time() {
+fn tile_rows_balance_threads() {
     let rows = |rows, panel_rows, col_tiles, num_threads| tile_rows(rows, panel_rows, col_tiles, num_threads);
     // Three tiles on two threads would take as long as four.
     assert_eq!([rows(256, 12, 1, 1), rows(256, 12, 1, 2)], [96, 72]);

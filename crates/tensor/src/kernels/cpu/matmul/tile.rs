@@ -1,8 +1,8 @@
 //! Tiles of a result, one per task.
 
-use super::factors::{LeftFactor, RightPanels};
 use super::kernel::MicroTile;
 use super::matrix::{Epilogue, ProductSizes};
+use super::operands::{LeftOperand, RightPanels};
 use super::pack::{self, LeftBuffer, Span};
 use crate::kernels::cpu::SharedSlice;
 use crate::kernels::cpu::element::Element;
@@ -79,7 +79,7 @@ impl<'a> Tile<'a> {
     fn of_product(
         memory: &'a mut [MaybeUninit<f32>],
         size: ProductSizes,
-        (left, right): (LeftFactor<'_>, RightPanels<'_>),
+        (left, right): (LeftOperand<'_>, RightPanels<'_>),
     ) -> Self {
         assert!(size.rows * size.cols <= memory.len());
         let start = memory.as_mut_ptr().cast();
@@ -108,7 +108,7 @@ impl<'a> Tile<'a> {
     ///
     /// The right operand may have more terms than the product if all of them fit into one block of the inner dim; only the first ones are
     /// used.
-    pub(crate) fn multiply(&mut self, left: LeftFactor<'_>, right: RightPanels<'_>, accumulate: bool) {
+    pub(crate) fn multiply(&mut self, left: LeftOperand<'_>, right: RightPanels<'_>, accumulate: bool) {
         let ProductSizes { rows, cols, inner } = self.size;
         let micro = right.micro;
         if inner == 0 && !accumulate {
@@ -127,10 +127,10 @@ impl<'a> Tile<'a> {
                 let panel_rows = micro.rows.min(rows - row);
                 let span = Span { inner: num_terms, lines: panel_rows, len };
                 let left = match left {
-                    LeftFactor::InMemory(left) => {
+                    LeftOperand::InMemory(left) => {
                         pack::left_panel(micro, left.from(row, first_term), span, &mut buffer)
                     }
-                    LeftFactor::Packed(panels, first_row) => {
+                    LeftOperand::Packed(panels, first_row) => {
                         panels.panel(first_row + row, (block, first, len))
                     }
                 };
@@ -164,7 +164,7 @@ pub(super) unsafe fn rounded_tile<T: Element>(
     out: &SharedSlice<'_, T>,
     (offset, row_stride): (usize, usize),
     size: ProductSizes,
-    (left, right): (LeftFactor<'_>, RightPanels<'_>),
+    (left, right): (LeftOperand<'_>, RightPanels<'_>),
     epilogue: &Epilogue<'_>,
 ) {
     assert!(offset + extent(row_stride, size) <= out.len, "the tile lies in the result");

@@ -1,7 +1,7 @@
 use super::*;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::test_support::{
-    DTYPES, Exact, affordable, assert_close, cases, exactly, narrow, not_finite, random, run, widen,
+    DTYPES, Exact, assert_close, cases, cases_for_miri, exactly, narrow, not_finite, random, run, widen,
 };
 use proptest::prelude::*;
 
@@ -183,7 +183,7 @@ fn input_gradient(row: &Row, weight: &[f64], dy: &[f64], centred: bool) -> Vec<E
 
 #[test]
 fn values_and_gradients_match_f64() {
-    for &case in affordable(&CASES, 4) {
+    for &case in cases_for_miri(&CASES, 4) {
         for dtype in DTYPES {
             with_element!(dtype => |T| check::<T>(case));
         }
@@ -206,7 +206,7 @@ proptest! {
 }
 
 #[test]
-fn what_is_not_finite_reaches_what_depends_on_it_only() {
+fn non_finite_values_reach_dependent_values_only() {
     fn check<T: Element>(centred: bool, value: f32) {
         let case = plain(4, 21, centred);
         let (row, col) = (2, 17);

@@ -51,12 +51,12 @@ impl Round {
         ProductSizes { rows: self.rows, cols: self.cols, inner: self.side() }
     }
 
-    fn gram_factors<'a>(&self, x: Floats<'a>) -> (Matrix<'a>, Matrix<'a>) {
+    fn gram_operands<'a>(&self, x: Floats<'a>) -> (Matrix<'a>, Matrix<'a>) {
         let factor = |is_transposed| Matrix::row_major(x, self.cols, is_transposed);
         (factor(self.is_tall()), factor(!self.is_tall()))
     }
 
-    fn product_factors<'a>(&self, x: Floats<'a>, polynomial: Floats<'a>) -> (Matrix<'a>, Matrix<'a>) {
+    fn product_operands<'a>(&self, x: Floats<'a>, polynomial: Floats<'a>) -> (Matrix<'a>, Matrix<'a>) {
         let x = Matrix::row_major(x, self.cols, false);
         let polynomial = Matrix::row_major(polynomial, self.side(), false);
         if self.is_tall() { (x, polynomial) } else { (polynomial, x) }
@@ -69,8 +69,8 @@ impl Cpu {
         let (round, none) = (Round { rows, cols }, Floats::F32(&[]));
         let square = Matrix::row_major(none, round.side(), false);
         let num_words = |size, left| self.matmul_scratch(precision, size, left);
-        let gram = num_words(round.gram(), round.gram_factors(none).0);
-        let product = num_words(round.product(), round.product_factors(none, none).0);
+        let gram = num_words(round.gram(), round.gram_operands(none).0);
+        let product = num_words(round.product(), round.product_operands(none, none).0);
         gram.max(num_words(round.square(), square)).max(product)
     }
 
@@ -94,11 +94,11 @@ impl Cpu {
             self.matmul(precision, size, factors, FloatsMut::F32(out), Epilogue::OVERWRITE, words);
         };
         for _ in 0..num_steps {
-            multiply(round.gram(), round.gram_factors(Floats::F32(matrix)), gram);
+            multiply(round.gram(), round.gram_operands(Floats::F32(matrix)), gram);
             let factor = Matrix::row_major(Floats::F32(gram), round.side(), false);
             multiply(round.square(), (factor, factor), polynomial);
             self.combine(polynomial, c, gram, b);
-            let factors = round.product_factors(Floats::F32(matrix), Floats::F32(polynomial));
+            let factors = round.product_operands(Floats::F32(matrix), Floats::F32(polynomial));
             multiply(round.product(), factors, product);
             self.combine(matrix, a, product, 1.0);
         }

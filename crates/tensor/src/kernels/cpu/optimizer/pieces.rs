@@ -109,7 +109,7 @@ impl Cpu {
 
     /// Updates parameters and states piece by piece. If given, `sums` receives the two sums of each piece.
     ///
-    /// States narrower than f32 are rounded by random numbers from `noise` and the position. `grads` is empty if no update reads it.
+    /// States narrower than f32 are rounded by random numbers from `rounding_seed` and the position. `grads` is empty if no update reads it.
     /// `scales` has a factor of the learning rate per update, or is empty.
     pub(crate) fn update(
         &self,
@@ -117,7 +117,7 @@ impl Cpu {
         parameters: &mut [f32],
         grads: &[f32],
         states: [StateSlice<'_>; 2],
-        noise: u32,
+        rounding_seed: u32,
         sums: Option<&mut [[f64; 2]]>,
     ) {
         let is_for_each = |sums: &&mut [[f64; 2]]| sums.len() == pieces.pieces.len();
@@ -131,7 +131,8 @@ impl Cpu {
                 unsafe { state.piece(piece.state..piece.state + piece.len, pieces.blocks[index]) }
             });
             let g = if grads.is_empty() { grads } else { &grads[piece.start..piece.start + piece.len] };
-            let walk = Walk { features: self.features, states, noise, position: piece.position };
+            let walk =
+                Walk { features: self.features, states, noise: rounding_seed, position: piece.position };
             let update = updates[piece.update];
             let update = scales.get(piece.update).map_or(update, |&scale| update.scaled(scale));
             let found = update.run(p, g, walk);

@@ -25,7 +25,7 @@ pub struct AdamWStep {
     pub step: u64,
     /// Number of updates of the second moment, including this one. Corrects its bias. Equal to `step`, unless the second moment is not
     /// updated in every step.
-    pub num_second: u64,
+    pub num_second_updates: u64,
 }
 
 impl AdamWStep {
@@ -39,7 +39,7 @@ impl AdamWStep {
         weight_decay: 0.0,
         grad_scale: 1.0,
         step: 1,
-        num_second: 1,
+        num_second_updates: 1,
     };
 }
 
@@ -107,7 +107,7 @@ pub struct RmsStep {
     /// Weight of the new square in the second moment.
     pub mixing: f32,
     /// Factor of the parameter (weight decay).
-    pub keep: f32,
+    pub parameter_factor: f32,
     /// Factor applied to every gradient first.
     pub grad_scale: f32,
 }
@@ -171,28 +171,28 @@ pub(super) const FACTORED_FLOOR: f32 = 1e-30;
 
 /// The numbers of an Adam step, with values that are the same for all elements.
 #[derive(Clone, Copy)]
-struct Corrected {
+struct AdamCoefficients {
     step: AdamWStep,
     step_size: f32,
     /// Weight of the gradient in the update, relative to the weight `nu` of the uncorrected first moment.
     gradient_share: f32,
     /// Reciprocal of the bias correction of the first moment.
-    unbias1: f32,
+    inverse_correction1: f32,
     /// Reciprocal of the square root of the bias correction of the second moment.
-    root2: f32,
+    inverse_root_correction2: f32,
     keep: f32,
 }
 
-impl Corrected {
+impl AdamCoefficients {
     fn new(s: AdamWStep) -> Self {
         let correction1 = (1.0 - f64::from(s.beta1).powf(s.step as f64)) as f32;
-        let correction2 = (1.0 - f64::from(s.beta2).powf(s.num_second as f64)) as f32;
-        Corrected {
+        let correction2 = (1.0 - f64::from(s.beta2).powf(s.num_second_updates as f64)) as f32;
+        AdamCoefficients {
             step: s,
             step_size: s.lr / correction1,
             gradient_share: (1.0 - s.nu) * correction1,
-            unbias1: 1.0 / correction1,
-            root2: 1.0 / correction2.sqrt(),
+            inverse_correction1: 1.0 / correction1,
+            inverse_root_correction2: 1.0 / correction2.sqrt(),
             keep: 1.0 - s.lr * s.weight_decay,
         }
     }
@@ -214,8 +214,8 @@ pub(super) fn bounded_square(g: f32) -> f32 {
 /// Returns Adam's denominator for a frozen second moment `v`. Where `v` is zero, there was no gradient before. A new gradient, or the
 /// rounding error of a compressed momentum, would be divided by epsilon alone, so such elements are not updated.
 #[inline(always)]
-fn frozen_denominator(v: f32, c: Corrected) -> f32 {
-    if v == 0.0 { f32::INFINITY } else { v.sqrt() * c.root2 + c.step.epsilon }
+fn frozen_denominator(v: f32, c: AdamCoefficients) -> f32 {
+    if v == 0.0 { f32::INFINITY } else { v.sqrt() * c.inverse_root_correction2 + c.step.epsilon }
 }
 
 /// Returns the sign of `x`; 0 for 0, unlike `signum`.
@@ -225,27 +225,27 @@ fn sign(x: f32) -> f32 {
 }
 
 for_each_simd_level! {
-    fn adamw(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], c: Corrected) {
+    fn adamw(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], c: AdamCoefficients) {
         let s = c.step;
         for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
             let g = g * s.grad_scale;
             *m = s.beta1 * *m + (1.0 - s.beta1) * g;
             *v = s.beta2 * *v + (1.0 - s.beta2) * g * g;
-            *p = *p * c.keep - c.step_size * c.direction(*m, g) / (v.sqrt() * c.root2 + s.epsilon);
+            *p = *p * c.keep - c.step_size * c.direction(*m, g) / (v.sqrt() * c.inverse_root_correction2 + s.epsilon);
         }
     }
 
-    fn adam(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], c: Corrected) {
+    fn adam(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], c: AdamCoefficients) {
         let s = c.step;
         for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
             let g = g * s.grad_scale + s.weight_decay * *p;
             *m = s.beta1 * *m + (1.0 - s.beta1) * g;
             *v = s.beta2 * *v + (1.0 - s.beta2) * g * g;
-            *p -= c.step_size * c.direction(*m, g) / (v.sqrt() * c.root2 + s.epsilon);
+            *p -= c.step_size * c.direction(*m, g) / (v.sqrt() * c.inverse_root_correction2 + s.epsilon);
         }
     }
 
-    fn frozen_adam(p: &mut [f32], g: &[f32], m: &mut [f32], v: &[f32], c: Corrected) {
+    fn frozen_adam(p: &mut [f32], g: &[f32], m: &mut [f32], v: &[f32], c: AdamCoefficients) {
         let s = c.step;
         for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
             *m = s.beta1 * *m + (1.0 - s.beta1) * (g * s.grad_scale);
@@ -253,7 +253,7 @@ for_each_simd_level! {
         }
     }
 
-    fn from_momentum(p: &mut [f32], g: &[f32], m: &mut [f32], v: &[f32], c: Corrected) {
+    fn from_momentum(p: &mut [f32], g: &[f32], m: &mut [f32], v: &[f32], c: AdamCoefficients) {
         let s = c.step;
         for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
             *m = g * s.grad_scale;
@@ -299,7 +299,7 @@ for_each_simd_level! {
         }
     }
 
-    fn lamb_moments(p: &[f32], g: &[f32], m: &mut [f32], v: &mut [f32], c: Corrected) -> [f32; 2] {
+    fn lamb_moments(p: &[f32], g: &[f32], m: &mut [f32], v: &mut [f32], c: AdamCoefficients) -> [f32; 2] {
         let s = c.step;
         for ((&g, m), v) in g.iter().zip(&mut *m).zip(&mut *v) {
             let g = g * s.grad_scale;
@@ -313,7 +313,7 @@ for_each_simd_level! {
         [sum_zip(p, p, p, |p, _, _| p * p), updates]
     }
 
-    fn lamb(p: &mut [f32], m: &[f32], v: &[f32], c: Corrected) {
+    fn lamb(p: &mut [f32], m: &[f32], v: &[f32], c: AdamCoefficients) {
         for ((p, &m), &v) in p.iter_mut().zip(m).zip(v) {
             *p -= c.step.lr * lamb_update(c, *p, m, v);
         }
@@ -332,7 +332,7 @@ for_each_simd_level! {
 
     fn rms(p: &mut [f32], g: &[f32], v: &[f32], s: RmsStep) {
         for ((p, &g), &v) in p.iter_mut().zip(g).zip(v) {
-            *p = *p * s.keep - s.lr * rms_update(g * s.grad_scale, v);
+            *p = *p * s.parameter_factor - s.lr * rms_update(g * s.grad_scale, v);
         }
     }
 
@@ -350,8 +350,9 @@ for_each_simd_level! {
 }
 
 #[inline(always)]
-fn lamb_update(c: Corrected, p: f32, m: f32, v: f32) -> f32 {
-    m * c.unbias1 / (v.sqrt() * c.root2 + c.step.epsilon) + c.step.weight_decay * p
+fn lamb_update(c: AdamCoefficients, p: f32, m: f32, v: f32) -> f32 {
+    m * c.inverse_correction1 / (v.sqrt() * c.inverse_root_correction2 + c.step.epsilon)
+        + c.step.weight_decay * p
 }
 
 /// Returns a gradient divided by the square root of its second moment.
@@ -362,7 +363,7 @@ pub(super) fn rms_update(g: f32, v: f32) -> f32 {
 
 /// Access of an update to a value of an element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Access {
+pub(crate) enum ElementAccess {
     /// No access.
     Skip,
     Read,
@@ -373,9 +374,9 @@ pub(crate) enum Access {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ElementCost {
     pub(crate) num_operations: usize,
-    pub(crate) parameter: Access,
-    pub(crate) gradient: Access,
-    pub(crate) states: [Access; 2],
+    pub(crate) parameter: ElementAccess,
+    pub(crate) gradient: ElementAccess,
+    pub(crate) states: [ElementAccess; 2],
 }
 
 impl Update {
@@ -391,7 +392,7 @@ impl Update {
 
     /// Returns the cost of the update with f32 states.
     pub(crate) fn cost(&self) -> ElementCost {
-        use Access::{Change, Read, Skip};
+        use ElementAccess::{Change, Read, Skip};
         let (num_operations, parameter, gradient, states) = match self {
             Update::AdamW(_) | Update::Adam(_) => (16, Change, Read, [Change; 2]),
             Update::FrozenAdam(_) => (12, Change, Read, [Change, Read]),
@@ -428,16 +429,16 @@ impl Update {
         }
         match *self {
             Update::AdamW(step) => {
-                each!(with c = Corrected::new(step); |p, g, m, v| adamw(features, p, g, m, v, c))
+                each!(with c = AdamCoefficients::new(step); |p, g, m, v| adamw(features, p, g, m, v, c))
             }
             Update::Adam(step) => {
-                each!(with c = Corrected::new(step); |p, g, m, v| adam(features, p, g, m, v, c))
+                each!(with c = AdamCoefficients::new(step); |p, g, m, v| adam(features, p, g, m, v, c))
             }
             Update::FrozenAdam(step) => {
-                each!(with c = Corrected::new(step); |p, g, m, v| frozen_adam(features, p, g, m, v, c))
+                each!(with c = AdamCoefficients::new(step); |p, g, m, v| frozen_adam(features, p, g, m, v, c))
             }
             Update::FromMomentum(step) => {
-                each!(with c = Corrected::new(step); |p, g, m, v| from_momentum(features, p, g, m, v, c))
+                each!(with c = AdamCoefficients::new(step); |p, g, m, v| from_momentum(features, p, g, m, v, c))
             }
             Update::ToMomentum(step) => each!(|p, _g, m, _v| to_momentum(features, p, m, step)),
             Update::Momentum(step) => each!(|p, g, m, _v| momentum(features, p, g, m, step)),
@@ -445,11 +446,11 @@ impl Update {
             Update::Norms { grad_scale } => walk.run(p, g, |p, g, _, _| norms(features, p, g, grad_scale)),
             Update::Lars(step) => each!(|p, g, m, _v| lars(features, p, g, m, step)),
             Update::LambMoments(step) => {
-                let c = Corrected::new(step);
+                let c = AdamCoefficients::new(step);
                 walk.run(p, g, |p, g, m, v| lamb_moments(features, p, g, m, v, c))
             }
             Update::Lamb(step) => {
-                each!(with c = Corrected::new(step); |p, _g, m, v| lamb(features, p, m, v, c))
+                each!(with c = AdamCoefficients::new(step); |p, _g, m, v| lamb(features, p, m, v, c))
             }
             Update::RmsMoment(step) => walk.run(p, g, |_, g, v, _| [rms_moment(features, g, v, step), 0.0]),
             Update::Rms(step) => each!(|p, g, v, _w| rms(features, p, g, v, step)),

@@ -152,7 +152,7 @@ fn random_bits(seed: u32, position: u32) -> u32 {
 ///
 /// Avoids a cast, because saturating casts do not become SIMD code. Adding 2^23 leaves the integer part in the low bits.
 #[inline(always)]
-fn round_at_random(value: f32, bits: u32) -> u8 {
+fn round_stochastically(value: f32, bits: u32) -> u8 {
     const WHOLE: f32 = 8_388_608.0;
     let shift = (bits >> 20) as f32 * (1.0 / 4096.0) + (0.5 / 4096.0 - 0.5);
     ((value + shift) + WHOLE).to_bits() as u8
@@ -197,7 +197,7 @@ for_each_simd_level! {
             let exact = value / divisor;
             let exact = if exact > SIGNED_LEVELS - SNAP { SIGNED_LEVELS } else { exact };
             let exact = if exact < SNAP - SIGNED_LEVELS { -SIGNED_LEVELS } else { exact };
-            *code = round_at_random(exact + 128.0, bits);
+            *code = round_stochastically(exact + 128.0, bits);
         }
         step
     }
@@ -218,7 +218,7 @@ for_each_simd_level! {
             let exact = if exact > ROOT_LEVELS - SNAP { ROOT_LEVELS } else { exact };
             // Values that are not zero must not become zero, because updates are divided by them.
             let exact = if *value > 0.0 && exact < 1.0 { 1.0 } else { exact };
-            *code = round_at_random(exact, bits);
+            *code = round_stochastically(exact, bits);
         }
         step
     }

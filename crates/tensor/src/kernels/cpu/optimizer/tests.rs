@@ -3,7 +3,7 @@ mod narrow;
 use super::rules::{AdamWStep, LarsStep, LionStep, MomentumStep, MuonStep, RmsStep};
 use super::*;
 use crate::kernels::cpu::test_support::{
-    Exact, affordable, assert_close, cases, exactly, not_finite, random, run,
+    Exact, assert_close, cases, cases_for_miri, exactly, not_finite, random, run,
 };
 use crate::kernels::cpu::{Cpu, SharedSlice};
 use proptest::prelude::*;
@@ -17,7 +17,7 @@ const ADAMW: AdamWStep = AdamWStep {
     weight_decay: 0.1,
     grad_scale: 0.5,
     step: 3,
-    num_second: 3,
+    num_second_updates: 3,
     ..AdamWStep::DEFAULT
 };
 
@@ -94,7 +94,7 @@ fn adamw_f64(s: AdamWStep, (parameter, grad, first, second): (f64, f64, f64, f64
     let grad = scale * grad;
     let first = sum(&[beta1 * first, (1.0 - beta1) * grad]);
     let second = sum(&[beta2 * second, (1.0 - beta2) * grad * grad]);
-    let corrected = second.value / (1.0 - beta2.powf(s.num_second as f64));
+    let corrected = second.value / (1.0 - beta2.powf(s.num_second_updates as f64));
     let factor = lr / (corrected.sqrt() + epsilon);
     let (nu, mean) = (f64::from(s.nu), 1.0 / (1.0 - beta1.powf(s.step as f64)));
     let direction = nu * mean * first.value + (1.0 - nu) * grad;
@@ -143,7 +143,7 @@ fn check_momentum(inputs: &Inputs, step: MomentumStep) {
 
 #[test]
 fn steps_match_f64() {
-    for &len in affordable(&LENGTHS, 6) {
+    for &len in cases_for_miri(&LENGTHS, 6) {
         // From vanishing squares through subnormal ones to squares near the largest f32.
         for grad_size in [0.0, 1e-30, 1e-20, 1e-8, 1.0, 1e18] {
             let inputs = Inputs::new(len, grad_size);
@@ -167,7 +167,7 @@ proptest! {
         nu in prop_oneof![Just(1.0), 0.0_f32..1.0],
     ) {
         let inputs = Inputs::new(len, 2.0_f32.powi(range));
-        let adamw = AdamWStep { lr, beta1, beta2, nu, weight_decay, grad_scale, step, num_second: step, ..ADAMW };
+        let adamw = AdamWStep { lr, beta1, beta2, nu, weight_decay, grad_scale, step, num_second_updates: step, ..ADAMW };
         check_adamw(&inputs, adamw);
         check_momentum(&inputs, MomentumStep { lr, momentum: beta1, nesterov, weight_decay, grad_scale, step });
     }
@@ -177,7 +177,8 @@ proptest! {
 fn the_first_step_of_adamw_has_the_size_of_the_learning_rate() {
     let mut inputs = Inputs { first: vec![0.0; 40], second: vec![0.0; 40], ..Inputs::new(40, 1.0) };
     inputs.parameters.fill(0.0);
-    let [parameters, ..] = inputs.adamw(AdamWStep { weight_decay: 0.0, step: 1, num_second: 1, ..ADAMW });
+    let [parameters, ..] =
+        inputs.adamw(AdamWStep { weight_decay: 0.0, step: 1, num_second_updates: 1, ..ADAMW });
     for (parameter, grad) in parameters.iter().zip(&inputs.grads) {
         let expected = -ADAMW.lr * grad.signum();
         assert!((parameter - expected).abs() < 1e-3 * ADAMW.lr, "{grad}: {parameter}");
@@ -214,7 +215,7 @@ fn a_gradient_whose_square_overflows_moves_nothing() {
 }
 
 #[test]
-fn what_is_not_finite_reaches_its_own_parameter_only() {
+fn non_finite_values_reach_their_parameter_only() {
     let len = 16 * 1024 + 37;
     let clean = Inputs::new(len, 1.0);
     let (clean_adamw, clean_momentum) = (clean.adamw(ADAMW), clean.momentum(MOMENTUM));
@@ -241,7 +242,7 @@ fn what_is_not_finite_reaches_its_own_parameter_only() {
 
 #[test]
 fn elements_without_a_frozen_second_moment_stay() {
-    let adam = AdamWStep { weight_decay: 0.0, num_second: 2, ..ADAMW };
+    let adam = AdamWStep { weight_decay: 0.0, num_second_updates: 2, ..ADAMW };
     for rule in [Update::FrozenAdam(adam), Update::FromMomentum(adam)] {
         let Inputs { parameters: before, grads, mut first, mut second } = Inputs::new(40, 1.0);
         (second[7], first[7]) = (0.0, 0.0);
@@ -261,8 +262,8 @@ fn elements_without_a_frozen_second_moment_stay() {
 
 /// Returns every update, with options that other tests do not cover.
 fn updates() -> [Update; 17] {
-    let adam = AdamWStep { num_second: 2, ..ADAMW };
-    let rms = RmsStep { lr: 0.01, mixing: 0.1, keep: 0.99, grad_scale: 0.5 };
+    let adam = AdamWStep { num_second_updates: 2, ..ADAMW };
+    let rms = RmsStep { lr: 0.01, mixing: 0.1, parameter_factor: 0.99, grad_scale: 0.5 };
     [
         Update::AdamW(ADAMW),
         Update::Adam(ADAMW),
@@ -286,7 +287,7 @@ fn updates() -> [Update; 17] {
 
 #[test]
 fn updates_have_the_same_bits_at_any_level_and_number_of_threads() {
-    for &len in affordable(&LENGTHS, 6) {
+    for &len in cases_for_miri(&LENGTHS, 6) {
         let inputs = Inputs::new(len, 1.0);
         for rule in updates() {
             let [_, _, _, sums] = run(|cpu| {

@@ -51,7 +51,7 @@ impl Backend for Cpu {
     fn copy(&self, HostCopy { mut device, mut host, after }: HostCopy) -> Event {
         after.wait();
         device.copy(self, host.bytes());
-        host.give_back();
+        host.return_to_owner();
         Event::DONE
     }
 

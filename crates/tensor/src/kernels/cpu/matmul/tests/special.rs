@@ -4,13 +4,13 @@ use super::*;
 use crate::kernels::cpu::test_support::not_finite;
 
 /// A matmul of finite values at every level, and a non-finite value to insert.
-struct Spoilt {
+struct NonFiniteCase {
     case: Case,
     clean: Vec<(CpuFeatures, Results)>,
     value: f32,
 }
 
-impl Spoilt {
+impl NonFiniteCase {
     /// Inserts the value into an operand. In each of the results, exactly the `expected` elements must become non-finite, and no others may
     /// change.
     fn check(&self, spoil: impl Fn(&mut Operands, f32), expected: [&[usize]; 3]) {
@@ -19,7 +19,7 @@ impl Spoilt {
         for ((features, found), (_, clean)) in operands.run().iter().zip(&self.clean) {
             let results = found.iter().zip(clean).zip(expected).enumerate();
             for (output, ((found, clean), expected)) in results.filter(|(_, pair)| !pair.0.0.is_empty()) {
-                let Spoilt { case, value, .. } = self;
+                let NonFiniteCase { case, value, .. } = self;
                 assert_eq!(not_finite(clean, found), expected, "{value}, {features}, {case:?}, {output}");
             }
         }
@@ -27,17 +27,17 @@ impl Spoilt {
 }
 
 #[test]
-fn what_is_not_finite_reaches_its_row_or_column_only() {
+fn non_finite_values_reach_their_row_or_column_only() {
     // The last NaN has no bit set in the upper half, which bf16 keeps, except the exponent.
     let values = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0x7f80_0001)];
     let (rows, cols, inner) = (101, 37, 71);
     let whole_row = |row: usize| (row * cols..(row + 1) * cols).collect::<Vec<usize>>();
     let whole_col = |col: usize| (0..rows).map(|row| row * cols + col).collect::<Vec<usize>>();
-    for (index, &kind) in affordable(&KINDS, 1).iter().enumerate() {
+    for (index, &kind) in cases_for_miri(&KINDS, 1).iter().enumerate() {
         for layout in [index % 2, 3 - index % 2] {
             let case = Case::new((rows, cols, inner), layout, kind);
             let value = values[(index + layout) % values.len()];
-            let spoilt = Spoilt { case, clean: Operands::new(case).run(), value };
+            let spoilt = NonFiniteCase { case, clean: Operands::new(case).run(), value };
             // The first and last elements, and elements at the edges of panels, tiles and words.
             for (row, term) in [(0, 0), (31, 70), (95, 31), (96, 32), (100, 69)] {
                 let spoil = |operands: &mut Operands, value| {
@@ -75,7 +75,7 @@ fn sum_of(features: CpuFeatures, precision: Precision, values: &[f32], other: f3
 }
 
 #[test]
-fn infinities_add_up_and_padding_has_no_part_in_it() {
+fn infinities_propagate_and_padding_does_not() {
     for features in levels() {
         for precision in Precision::ALL {
             let what = format!("{features} {precision}");
@@ -107,7 +107,7 @@ fn infinities_add_up_and_padding_has_no_part_in_it() {
 }
 
 #[test]
-fn subnormal_values_count_but_for_the_instructions_that_take_them_for_zero() {
+fn subnormal_values_are_kept_unless_instructions_flush_them() {
     let tiny = f32::MIN_POSITIVE / 2.0;
     for features in levels() {
         // vdpbf16ps and tdpbf16ps treat subnormal operands as zero and flush subnormal results to zero.

@@ -1,0 +1,75 @@
+use std::time::{Duration, Instant};
+
+/// How long a thread without other work polls for a peer before it sleeps. It yields the processor between polls.
+const WAITING_MAX: Duration = Duration::from_micros(100);
+/// Initial and maximum number of polls that spin, before a thread yields: enough for a peer that is about to arrive on another processor.
+const NUM_POLLS_MAX: u32 = 400;
+/// Minimum number of spinning polls, reached when they keep failing, perhaps because the peer needs this very processor.
+const NUM_POLLS_MIN: u32 = 1;
+/// Minimum number of spinning polls of a rank that also computes: the thread is woken at once, but does not soon regain a processor that it
+/// yields.
+const NUM_POLLS_COMPUTING_MIN: u32 = 100;
+
+/// Number of yields between two reads of the clock.
+const NUM_YIELDS: u32 = 4;
+
+/// Tries that yield the processor after each failure, by a thread without other work, for conditions that only a try can test.
+const NUM_YIELDING_TRIES: u32 = 200;
+
+/// Adaptive backoff: polls for peers before sleeping, for longer if that succeeded recently.
+pub(crate) struct Backoff {
+    num_polls: u32,
+    num_tries: u32,
+}
+
+impl Backoff {
+    pub(crate) fn new() -> Self {
+        Backoff { num_polls: NUM_POLLS_MAX, num_tries: 0 }
+    }
+
+    /// Polls `has_arrived` for a while, and returns whether it was true. `has_nothing_else` says whether this rank has no computation to do
+    /// meanwhile.
+    pub(crate) fn poll(&mut self, has_nothing_else: bool, mut has_come: impl FnMut() -> bool) -> bool {
+        let num_looks =
+            if has_nothing_else { self.num_polls } else { self.num_polls.max(NUM_POLLS_COMPUTING_MIN) };
+        for _ in 0..num_looks {
+            if has_come() {
+                self.num_polls = (self.num_polls * 2).min(NUM_POLLS_MAX);
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        self.num_polls = (self.num_polls / 2).max(NUM_POLLS_MIN);
+        let since = Instant::now();
+        while has_nothing_else && since.elapsed() < WAITING_MAX {
+            for _ in 0..NUM_YIELDS {
+                std::thread::yield_now();
+                if has_come() {
+                    return true;
+                }
+            }
+        }
+        false
+    }
+
+    /// Whether to try again after a failed try, for conditions that only a try can test. Spins or yields before it returns true.
+    pub(crate) fn retries(&mut self, has_nothing_else: bool) -> bool {
+        self.num_tries += 1;
+        let num_patient_tries = if has_nothing_else { NUM_YIELDING_TRIES } else { 0 };
+        if self.num_tries >= NUM_POLLS_MAX + num_patient_tries {
+            self.num_tries = 0;
+            return false;
+        }
+        if self.num_tries < NUM_POLLS_MAX {
+            std::hint::spin_loop()
+        } else {
+            std::thread::yield_now()
+        }
+        true
+    }
+
+    /// Records that a try succeeded.
+    pub(crate) fn has_succeeded(&mut self) {
+        self.num_tries = 0;
+    }
+}

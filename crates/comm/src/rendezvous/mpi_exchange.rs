@@ -1,0 +1,45 @@
+//! Exchanges the ranks' addresses in MPI's world over their control connections.
+
+use super::wait_limit::WaitLimit;
+use super::wire::{receive_exact, send_all};
+use crate::transport::Purpose;
+use crate::transport::link::Connection;
+use crate::transport::mpi::{MpiAddress, MpiAddresses, MpiProcess};
+use crate::{CommError, words};
+use std::io;
+
+const ADDRESS_BYTES: usize = 16;
+
+/// Reserves an address in MPI for this rank, and receives the addresses of its peers. `rows` are the group's connections.
+pub(super) fn exchange(
+    rows: &[Vec<Option<Connection>>; 3],
+    limit: WaitLimit<'_>,
+) -> Result<MpiAddresses, CommError> {
+    let process = MpiProcess::of_this_process()?;
+    let own = process.reserve_address()?;
+    let connections = &rows[Purpose::Control as usize];
+    let telling = |source| CommError::rendezvous("announcing this rank's place in MPI's world", source);
+    let peers = exchange_addresses(own, connections, limit).map_err(telling)?;
+    process.seats(own, peers)
+}
+
+fn exchange_addresses(
+    own: MpiAddress,
+    connections: &[Option<Connection>],
+    limit: WaitLimit<'_>,
+) -> io::Result<Vec<Option<MpiAddress>>> {
+    let said: [u8; ADDRESS_BYTES] = words::to_bytes([u64::from(own.process), u64::from(own.tag)]);
+    for connection in connections.iter().flatten() {
+        send_all(connection.socket(), &said, limit)?;
+    }
+    let hear = |connection: &Connection| {
+        let mut said = [0; ADDRESS_BYTES];
+        receive_exact(connection.socket(), &mut said, limit)?;
+        let [process, tag] = words::from_bytes(&said).map(u32::try_from);
+        match (process, tag) {
+            (Ok(process), Ok(tag)) => Ok(MpiAddress { process, tag }),
+            _ => Err(super::wire::invalid("no place in MPI's world")),
+        }
+    };
+    connections.iter().map(|connection| connection.as_ref().map(hear).transpose()).collect()
+}

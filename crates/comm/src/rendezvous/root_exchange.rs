@@ -1,0 +1,403 @@
+//! The connections between rank 0 and all other ranks, over which they agree how to connect.
+
+use super::channel::Channel;
+use super::handshake::{HandshakeOutcome, introduce};
+use super::hello::Hello;
+use super::joining::{Joining, check_secret, look_up};
+use super::key::nonce;
+use super::message::{Message, Table};
+use super::ports::listen_at;
+use super::rank_address::RankAddress;
+use super::waiting_ranks::{self, JoinedRank};
+use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, pauses, wait_for_any};
+use crate::{CommError, JoinOptions, TransportChoice};
+use rustix::event::{PollFd, PollFlags};
+use std::borrow::Cow;
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use trireme_base::Rank;
+
+/// Time after which the name of rank 0's host is resolved again.
+const RESOLVED_MAX: Duration = Duration::from_secs(5);
+/// Time after which an unanswered introduction is retried.
+const INTRODUCTION_MAX: Duration = Duration::from_secs(30);
+/// Extra time for the other ranks: rank 0 started to listen before they connected, so it times out first and can report why.
+const ROOT_TIMEOUT_MARGIN: Duration = Duration::from_secs(5);
+
+pub(super) enum RootExchange {
+    /// Rank 0, with the channels to ranks 1, 2, ….
+    Root {
+        channels: Vec<Channel>,
+    },
+    Peer {
+        root_channel: Channel,
+        address: SocketAddr,
+        rank: Rank,
+        world_size: usize,
+    },
+}
+
+/// The state of a joined rank: the connections to rank 0, the table, and its own listener for the mesh.
+pub(super) struct Joined {
+    pub(super) star: RootExchange,
+    pub(super) table: Table,
+    pub(super) listener: TcpListener,
+    /// Address at which the other ranks reach that listener.
+    pub(super) own: SocketAddr,
+    /// Address at which this rank reaches rank 0; on rank 0, the address on which it listens.
+    pub(super) root: SocketAddr,
+}
+
+impl Joining<'_> {
+    /// Runs rank 0: waits for all ranks and sends them the table.
+    pub(super) fn join_as_root(
+        &self,
+        place_at: impl Fn(SocketAddr) -> RankAddress,
+    ) -> Result<Joined, CommError> {
+        let setting_up = |source| CommError::rendezvous("setting up rank 0", source);
+        let master = self.listen_as_root()?;
+        let at = master.local_addr().map_err(setting_up)?;
+        let listener = self.listen(at)?;
+        let mut own = listener.local_addr().map_err(setting_up)?;
+
+        let joined_ranks = waiting_ranks::gather(self, &master)?;
+        let joined_ranks: Vec<JoinedRank> = joined_ranks.into_iter().flatten().collect();
+        if own.ip().is_unspecified() {
+            // The address at which a rank has reached rank 0. It may belong to the name of a service that forwards no other port.
+            let reached = joined_ranks[0].channel.stream.local_addr().map_err(setting_up)?;
+            own = SocketAddr::new(reached.ip().to_canonical(), own.port());
+        }
+        let mut places = Vec::from([place_at(own)]);
+        places.extend(joined_ranks.iter().map(|joined_rank| joined_rank.place.with_scope_of(at)));
+        let share_a_host = places.iter().enumerate().any(|(rank, place)| {
+            place.host != 0 && places[..rank].iter().any(|other| other.host == place.host)
+        });
+        let tries_shm = match self.options.transport {
+            TransportChoice::Shm => true,
+            TransportChoice::Tcp | TransportChoice::Mpi => false,
+            TransportChoice::Auto => share_a_host,
+        };
+        let table = Table { session: nonce().map_err(setting_up)?, tries_shm, places };
+        let mut channels: Vec<Channel> =
+            joined_ranks.into_iter().map(|joined_rank| joined_rank.channel).collect();
+        send_to_all(&mut channels, &Message::Table(table.clone()), self.deadline)?;
+        Ok(Joined { star: RootExchange::Root { channels }, table, listener, own, root: at })
+    }
+
+    fn listen_as_root(&self) -> Result<TcpListener, CommError> {
+        match self.options.listen {
+            Some(ip) => waiting_ranks::listen(&[SocketAddr::new(ip, self.options.master_port)]),
+            None => waiting_ranks::listen(self.addresses),
+        }
+    }
+
+    /// Runs another rank: connects to rank 0, introduces itself and receives the table.
+    pub(super) fn join_as_peer(
+        &self,
+        place_at: impl Fn(SocketAddr) -> RankAddress,
+    ) -> Result<Joined, CommError> {
+        let JoinOptions { rank, world_size, join_timeout, .. } = *self.options;
+        let (center, root, listener) = self.introduce_to_root(place_at)?;
+        let mut star = RootExchange::Peer { root_channel: center, address: root, rank, world_size };
+        let patience = Instant::now() + join_timeout + ROOT_TIMEOUT_MARGIN;
+        match star.receive_from_root("waiting for the other ranks to join", patience)? {
+            Message::Table(mut table) => {
+                table.places.iter_mut().for_each(|place| *place = place.with_scope_of(root));
+                let waiting = |source| CommError::rendezvous("waiting for the table of ranks", source);
+                let own = listener.local_addr().map_err(waiting)?;
+                Ok(Joined { star, table, listener, own, root })
+            }
+            _ => Err(CommError::rendezvous(
+                "waiting for the table of ranks",
+                invalid("rank 0 sent an unexpected message"),
+            )),
+        }
+    }
+
+    fn introduce_to_root(
+        &self,
+        place_at: impl Fn(SocketAddr) -> RankAddress,
+    ) -> Result<(Channel, SocketAddr, TcpListener), CommError> {
+        loop {
+            let (stream, address) = self.reach()?;
+            let joining = |source| CommError::rendezvous(format!("joining rank 0 at {address}"), source);
+            stream.set_nodelay(true).map_err(joining)?;
+            let listener = self.listen(stream.local_addr().map_err(joining)?)?;
+            let hello = Hello::of(self.options, place_at(listener.local_addr().map_err(joining)?));
+            let patience = self.deadline.min(Instant::now() + INTRODUCTION_MAX);
+            match introduce(&stream, &hello.encode(), self.key, patience) {
+                Ok(HandshakeOutcome::Welcome(key)) => {
+                    return Ok((Channel::to_root(stream, key), address, listener));
+                }
+                Ok(HandshakeOutcome::TurnedAway(reason)) => {
+                    let (rank, address) = (self.options.rank, address.to_string());
+                    return Err(CommError::Refused { rank, address, reason });
+                }
+                // Rank 0 may have closed the connection to make room for others, or another program forwards the port before rank 0
+                // listens.
+                Err(error) if is_retriable(&error) && pauses(self.deadline) => {
+                    self.waiting
+                        .report(Instant::now(), || format!("waiting for rank 0 at {address} ({error})"));
+                }
+                Err(error) => return Err(joining(error)),
+            }
+        }
+    }
+
+    /// Reports to the other ranks that this rank cannot join, and why. Ranks in `informed` know it already. Best effort, until the deadline.
+    pub(super) fn report_failure(&self, reason: &str, told: &[Rank]) {
+        if self.options.rank == Rank::ROOT {
+            if let Ok(master) = self.listen_as_root() {
+                waiting_ranks::report_failure_to_joining(
+                    self,
+                    &master,
+                    &format!("rank 0 has failed: {reason}"),
+                    told,
+                );
+            }
+            return;
+        }
+        let Ok((stream, _)) = self.reach() else { return };
+        let hello = Hello::of_failed(self.options);
+        if let Ok(HandshakeOutcome::Welcome(key)) =
+            introduce(&stream, &hello.encode(), self.key, self.deadline)
+        {
+            let mut channel = Channel::to_root(stream, key);
+            let _ = channel.send(&Message::Report(Err(reason.to_owned())), self.deadline);
+        }
+    }
+
+    /// Connects to rank 0, with retries until it listens.
+    fn reach(&self) -> Result<(TcpStream, SocketAddr), CommError> {
+        let Joining { options, deadline, waiting, .. } = *self;
+        let mut addresses = Cow::Borrowed(self.addresses);
+        let mut resolved = Instant::now();
+        loop {
+            let mut last = None;
+            for address in addresses.iter() {
+                let left = deadline.saturating_duration_since(Instant::now());
+                match connect(address, left.clamp(Duration::from_millis(1), ATTEMPT_MAX)) {
+                    Ok(stream) => return Ok((stream, *address)),
+                    Err(source) => last = Some((*address, source)),
+                }
+            }
+            let (address, source) = last.expect("a resolved name has an address");
+            waiting.report(Instant::now(), || format!("waiting for rank 0 at {address} ({source})"));
+            if !pauses(deadline) {
+                return Err(CommError::Unreachable {
+                    rank: options.rank,
+                    address: address.to_string(),
+                    waited: options.join_timeout,
+                    source: Arc::new(source),
+                });
+            }
+            // Rank 0 may have been restarted elsewhere under the same name.
+            if resolved.elapsed() > RESOLVED_MAX
+                && let Ok(found) = look_up(options)
+                && check_secret(options, found.iter().map(SocketAddr::ip)).is_ok()
+            {
+                (addresses, resolved) = (Cow::Owned(found), Instant::now());
+            }
+        }
+    }
+
+    /// Listens for the peers, on the chosen interface or else on `address`. The port of `address` is ignored.
+    fn listen(&self, address: SocketAddr) -> Result<TcpListener, CommError> {
+        let address = self.interface.map_or(address, |ip| SocketAddr::new(ip, 0));
+        let listening = |source| CommError::ListenForPeers { ip: address.ip(), source: Arc::new(source) };
+        listen_at(address, self.options.ports.as_ref()).map_err(listening)
+    }
+}
+
+fn is_retriable(error: &io::Error) -> bool {
+    has_hung_up(error) || error.kind() == io::ErrorKind::TimedOut
+}
+
+fn connect(address: &SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
+    let stream = TcpStream::connect_timeout(address, timeout)?;
+    // Without a listener, a connection to a port of this host can connect to itself.
+    if stream.local_addr()? == *address {
+        return Err(io::ErrorKind::ConnectionRefused.into());
+    }
+    Ok(stream)
+}
+
+impl RootExchange {
+    /// Renumbers the ranks: `order[new]` is the old rank.
+    pub(super) fn reorder(&mut self, own: Rank, order: &[usize]) {
+        match self {
+            RootExchange::Peer { rank, .. } => *rank = own,
+            RootExchange::Root { channels } => {
+                let mut came: Vec<Option<Channel>> = channels.drain(..).map(Some).collect();
+                let ordered = order.iter().filter(|&&came_as| came_as != 0);
+                channels.extend(ordered.filter_map(|&came_as| came[came_as - 1].take()));
+            }
+        }
+    }
+
+    /// Whether a rank is known to have failed in the current phase.
+    pub(super) fn knows_of_failure(&self) -> bool {
+        match self {
+            // Rank 0 sends a message before this rank has reported only if a rank has failed.
+            RootExchange::Peer { root_channel: center, .. } => center.has_disconnected(),
+            RootExchange::Root { channels } => channels.iter().any(Channel::has_failure_next),
+        }
+    }
+
+    /// Ends a phase. Each rank reports success, a reason, or an empty reason if another rank's failure stopped it. All ranks receive the
+    /// outcome, as soon as the first reason is known.
+    pub(super) fn agree(
+        &mut self,
+        doing: &str,
+        own: Result<(), String>,
+        deadline: Instant,
+    ) -> Result<Result<(), String>, CommError> {
+        match self {
+            RootExchange::Peer { root_channel: center, .. } => {
+                center
+                    .send(&Message::Report(own), deadline)
+                    .map_err(|source| CommError::rendezvous(doing, source))?;
+                match self.receive_from_root(doing, deadline + ROOT_TIMEOUT_MARGIN)? {
+                    Message::Report(outcome) => Ok(outcome),
+                    _ => Err(CommError::rendezvous(doing, invalid("rank 0 sent an unexpected message"))),
+                }
+            }
+            RootExchange::Root { channels } => collect(channels, own, deadline),
+        }
+    }
+
+    fn receive_from_root(&mut self, doing: &str, deadline: Instant) -> Result<Message, CommError> {
+        let RootExchange::Peer { root_channel: center, address, rank, world_size } = self else {
+            unreachable!("rank 0 does not wait for itself");
+        };
+        match center.receive(*world_size, deadline).map_err(|source| CommError::rendezvous(doing, source))? {
+            Message::Refused(reason) => {
+                Err(CommError::Refused { rank: *rank, address: address.to_string(), reason })
+            }
+            message => Ok(message),
+        }
+    }
+}
+
+/// Collects the reports of all ranks and sends all of them the outcome. A failure is sent as soon as its reason is known.
+fn collect(
+    channels: &mut [Channel],
+    own: Result<(), String>,
+    deadline: Instant,
+) -> Result<Result<(), String>, CommError> {
+    let world_size = channels.len() + 1;
+    let mut failures: Vec<(usize, String)> = own.err().map(|reason| (0, reason)).into_iter().collect();
+    let mut awaited: Vec<usize> = (1..world_size).collect();
+    let mut told = None;
+    loop {
+        if told.is_none()
+            && let Some(outcome) = outcome_of(&failures, awaited.is_empty())
+        {
+            let sent = send_to_all(channels, &Message::Report(outcome.clone()), deadline);
+            // The failed rank may be unreachable, which is part of its failure.
+            if outcome.is_ok() {
+                sent?;
+            }
+            told = Some(outcome);
+        }
+        if let Some(outcome) = told.take_if(|_| awaited.is_empty()) {
+            return Ok(outcome);
+        }
+        let sockets = awaited.iter().map(|rank| &channels[rank - 1].stream);
+        let mut polled: Vec<_> = sockets.map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
+        // After the deadline, no rank is waited for; ranks without a report fail below.
+        let is_over = wait_for_any(&mut polled, deadline).is_err();
+        awaited.retain(|&rank| {
+            let channel = &mut channels[rank - 1];
+            if !channel.has_disconnected() && !is_over {
+                return true;
+            }
+            match channel.receive(world_size, deadline) {
+                Ok(Message::Report(Ok(()))) => {}
+                Ok(Message::Report(Err(reason))) => failures.push((rank, reason)),
+                Ok(_) => failures.push((rank, "sent an unexpected message instead of its report".to_owned())),
+                Err(error) => failures.push((rank, format!("sent no report: {error}"))),
+            }
+            false
+        });
+    }
+}
+
+/// The outcome of the reports, if it is known: all reports have arrived, or one has a reason.
+fn outcome_of(failures: &[(usize, String)], are_all_there: bool) -> Option<Result<(), String>> {
+    let reasons = failures.iter().filter(|(_, reason)| !reason.is_empty());
+    let reasons: Vec<String> = reasons.map(|(rank, reason)| format!("rank {rank}: {reason}")).collect();
+    match () {
+        () if !reasons.is_empty() => Some(Err(reasons.join("; "))),
+        () if !are_all_there => None,
+        () if failures.is_empty() => Some(Ok(())),
+        () => Some(Err("no rank says why".to_owned())),
+    }
+}
+
+/// Sends a message to all other ranks, even if one cannot be reached.
+fn send_to_all(channels: &mut [Channel], message: &Message, deadline: Instant) -> Result<(), CommError> {
+    let told = channels.iter_mut().enumerate().map(|(index, channel)| {
+        let telling = |source| CommError::rendezvous(format!("telling rank {}", index + 1), source);
+        channel.send(message, deadline).map_err(telling)
+    });
+    told.fold(Ok(()), Result::and)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::key::Key;
+    use super::*;
+    use std::thread;
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(20)
+    }
+
+    /// Rank 0's end and the ends of two other ranks.
+    fn stars() -> (RootExchange, [RootExchange; 2]) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let address = listener.local_addr().expect("an address");
+        let mut channels = Vec::new();
+        let rays = [1, 2].map(|rank| {
+            let stream = TcpStream::connect(address).expect("connected");
+            let accepted = listener.accept().expect("a connection").0;
+            channels.push(Channel::at_root(accepted, Key::of(None)));
+            let center = Channel::to_root(stream, Key::of(None));
+            RootExchange::Peer { root_channel: center, address, rank: Rank(rank), world_size: 3 }
+        });
+        (RootExchange::Root { channels }, rays)
+    }
+
+    /// The report of a rank that stops as soon as it knows of another rank's failure.
+    fn stopped(star: &RootExchange) -> Result<(), String> {
+        while !star.knows_of_failure() {
+            assert!(pauses(soon()));
+        }
+        Err(String::new())
+    }
+
+    #[test]
+    fn all_learn_of_a_failure_while_they_are_busy() {
+        for failing in 0..3 {
+            let (center, [first, second]) = stars();
+            let mut outcomes = Vec::new();
+            thread::scope(|scope| {
+                let ranks = [center, first, second].into_iter().enumerate().map(|(rank, mut star)| {
+                    scope.spawn(move || {
+                        let report = if rank == failing { Err("why".to_owned()) } else { stopped(&star) };
+                        let failed = star.agree("failing", report, soon()).expect("all are there");
+                        // The next agreement is not confused with this one.
+                        let next = star.agree("trying again", Ok(()), soon()).expect("all are there");
+                        (failed, next)
+                    })
+                });
+                let ranks: Vec<_> = ranks.collect();
+                outcomes.extend(ranks.into_iter().map(|rank| rank.join().expect("no panic")));
+            });
+            assert_eq!(outcomes, vec![(Err(format!("rank {failing}: why")), Ok(())); 3]);
+        }
+    }
+}

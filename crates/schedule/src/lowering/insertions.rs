@@ -1,0 +1,21 @@
+//! Inserts actions before and after the actions of a program.
+
+use crate::action::Action;
+
+/// For each action, the actions to insert right before and right after it.
+pub(super) type Insertions = Vec<[Vec<Action>; 2]>;
+
+pub(super) fn no_insertions(actions: &[Action]) -> Insertions {
+    vec![Default::default(); actions.len()]
+}
+
+/// Returns the actions with those of `insertions` inserted.
+pub(super) fn insert(actions: &[Action], beside: Insertions) -> Vec<Action> {
+    let with = |(&action, [before, after]): (_, [Vec<_>; 2])| before.into_iter().chain([action]).chain(after);
+    actions.iter().zip(beside).flat_map(with).collect()
+}
+
+/// Returns the indices of the actions that match.
+pub(super) fn places(actions: &[Action], is_one: impl Fn(Action) -> bool) -> Vec<usize> {
+    (0..actions.len()).filter(|&place| is_one(actions[place])).collect()
+}

@@ -1,0 +1,242 @@
+//! The parameters of each rank under tensor and expert parallelism.
+
+use super::{ParameterInfo, ParameterTable, UnitInfo};
+use std::ops::Range;
+use trireme_base::{AxisRank, AxisSplit};
+
+/// Maximum degree of tensor parallelism that errors suggest.
+const DEGREE_MAX: usize = 1024;
+
+/// A rank's place on the tensor and expert axes, which determines its parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ModelRank {
+    /// Place on the axis whose ranks shard parameters.
+    pub tensor: AxisRank,
+    /// Place on the axis whose ranks have different experts.
+    pub experts: AxisRank,
+}
+
+impl ModelRank {
+    /// The place of a rank that stores the full model.
+    pub const ALONE: ModelRank = ModelRank { tensor: AxisRank::ALONE, experts: AxisRank::ALONE };
+}
+
+impl From<AxisRank> for ModelRank {
+    fn from(tensor: AxisRank) -> Self {
+        ModelRank { tensor, ..ModelRank::ALONE }
+    }
+}
+
+/// An expert-parallel degree that does not fit a model.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "messages explain the fields")]
+pub enum ExpertsError {
+    /// The model has no experts.
+    #[error(
+        "the model has no experts, so {degree} ranks cannot have different ones; use an expert-parallel degree of 1"
+    )]
+    None { degree: usize },
+    /// The units of different ranks would differ in their layout.
+    #[error(
+        "{degree} ranks cannot have different experts of '{unit}': its experts have different shapes, or are declared in an order that leaves \
+         what all ranks have at different places"
+    )]
+    Unlike { unit: String, degree: usize },
+    /// The degree does not divide the number of experts.
+    #[error(
+        "{degree} ranks cannot have equally many of the {num_experts} experts of '{unit}'; nearest possible degree: {}",
+        join(.nearest)
+    )]
+    Indivisible {
+        unit: String,
+        num_experts: usize,
+        degree: usize,
+        /// The next smaller and the next larger valid degree, if they exist.
+        nearest: Vec<usize>,
+    },
+}
+
+/// A parameter that a tensor-parallel degree cannot split.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{degree} ranks cannot cut dim {dim} of '{name}' into equal parts: it has {num_granules} pieces of {granule} elements that stay together{}; \
+     nearest possible degree: {}",
+    groups(*.num_groups), join(.nearest)
+)]
+#[expect(missing_docs, reason = "the message explains the fields")]
+pub struct UncuttableError {
+    /// Name of the first such parameter.
+    pub name: String,
+    pub dim: usize,
+    pub num_groups: usize,
+    pub num_granules: usize,
+    pub granule: usize,
+    pub degree: usize,
+    /// The next smaller and the next larger degree that can split all parameters, if they exist.
+    pub nearest: Vec<usize>,
+}
+
+fn groups(num_groups: usize) -> String {
+    if num_groups == 1 { String::new() } else { format!(" in each of {num_groups} groups") }
+}
+
+fn join(degrees: &[usize]) -> String {
+    degrees.iter().map(usize::to_string).collect::<Vec<_>>().join(" or ")
+}
+
+impl ParameterTable {
+    /// Returns the table's place on the tensor axis.
+    pub fn place(&self) -> AxisRank {
+        self.place.tensor
+    }
+
+    /// Returns the table's place on the expert axis.
+    pub fn expert_place(&self) -> AxisRank {
+        self.place.experts
+    }
+
+    /// Returns the table's place on the tensor and expert axes.
+    pub fn model_place(&self) -> ModelRank {
+        self.place
+    }
+
+    /// Returns the indices of this rank's experts, of `num_experts` in total.
+    ///
+    /// # Panics
+    /// If the degree does not divide `num_experts`. [`check_expert_degree`](ParameterTable::check_expert_degree) refuses such degrees.
+    pub fn own_experts(&self, num_experts: usize) -> Range<usize> {
+        let AxisRank { rank, degree } = self.place.experts;
+        assert!(num_experts.is_multiple_of(degree), "{num_experts} experts on {degree} ranks");
+        rank * (num_experts / degree)..(rank + 1) * (num_experts / degree)
+    }
+
+    /// Returns the rank of the expert axis that stores the parameter; `None` if all ranks do.
+    pub fn owner(&self, info: &ParameterInfo) -> Option<usize> {
+        let num_own = self.units[info.unit].num_experts / self.place.experts.degree;
+        info.expert.map(|expert| expert / num_own)
+    }
+
+    /// Returns whether this rank stores the parameter or a shard of it.
+    pub fn stores(&self, info: &ParameterInfo) -> bool {
+        self.owner(info).is_none_or(|owner| owner == self.place.experts.rank)
+    }
+
+    /// Returns the parameter that occupies the same place in this rank's unit as `info` does on the rank that stores it. All ranks of the
+    /// expert axis have units of the same layout.
+    pub fn counterpart(&self, info: &ParameterInfo) -> &ParameterInfo {
+        let unit = &self.units[info.unit];
+        let all = &self.parameters[unit.parameters.clone()];
+        let Some(expert) = info.expert else {
+            let found = all.iter().find(|other| other.name == info.name);
+            return found.expect("the parameter is of this table");
+        };
+        let own = self.own_experts(unit.num_experts);
+        let counterpart = own.start + expert % own.len();
+        let of = |expert: usize| all.iter().filter(move |other| other.expert == Some(expert));
+        let place = of(expert).position(|other| other.name == info.name);
+        let found = place.and_then(|place| of(counterpart).nth(place));
+        found.expect("experts have the same parameters")
+    }
+
+    /// Checks that `degree` ranks can have equally many experts of each unit. The table must be the full one.
+    ///
+    /// # Errors
+    /// If there are no experts, or for the first unit whose experts are not divisible or have different layouts.
+    pub fn check_expert_degree(&self, degree: usize) -> Result<(), ExpertsError> {
+        let nums = || self.units.iter().filter(|unit| unit.num_experts > 0);
+        if degree <= 1 {
+            return Ok(());
+        }
+        let Some(fewest) = nums().map(|unit| unit.num_experts).min() else {
+            return Err(ExpertsError::None { degree });
+        };
+        let divides = |degree: usize| nums().all(|unit| unit.num_experts.is_multiple_of(degree));
+        let Some(unit) = nums().find(|unit| !unit.num_experts.is_multiple_of(degree)) else {
+            return match nums().find(|unit| !self.has_equal_layouts(unit, degree)) {
+                None => Ok(()),
+                Some(unit) => Err(ExpertsError::Unlike { unit: unit.name.clone(), degree }),
+            };
+        };
+        let below = (1..degree).rev().find(|&degree| divides(degree));
+        let above = (degree + 1..=fewest).find(|&degree| divides(degree));
+        Err(ExpertsError::Indivisible {
+            unit: unit.name.clone(),
+            num_experts: unit.num_experts,
+            degree,
+            nearest: below.into_iter().chain(above).collect(),
+        })
+    }
+
+    /// Returns whether the experts of all ranks have parameters of equal shapes in equal order within the unit.
+    fn has_equal_layouts(&self, unit: &UnitInfo, degree: usize) -> bool {
+        let num_own = unit.num_experts / degree;
+        let form = |rank: usize| {
+            let all = self.parameters[unit.parameters.clone()].iter();
+            let own = all.filter(move |info| info.expert.is_none_or(|expert| expert / num_own == rank));
+            own.map(move |info| (info.whole, info.expert.map(|expert| expert % num_own)))
+        };
+        (1..degree).all(|rank| form(rank).eq(form(0)))
+    }
+
+    /// Checks that `degree` ranks of the tensor axis can shard the parameters. The table must be the full one.
+    ///
+    /// # Errors
+    /// For the first parameter that cannot be split.
+    pub fn check_degree(&self, degree: usize) -> Result<(), UncuttableError> {
+        let cuts = |info: &ParameterInfo| Some((info.cut?, info.whole.dims()[info.cut?.dim]));
+        let is_cut = |info: &ParameterInfo, degree: usize| {
+            cuts(info).is_none_or(|(cut, len)| degree > 0 && cut.num_holders(len, degree).is_some())
+        };
+        let can_cut = |degree: usize| self.parameters.iter().all(|info| is_cut(info, degree));
+        let refusing = self.parameters.iter().find(|info| !is_cut(info, degree));
+        let Some(info) = refusing else { return Ok(()) };
+        let (cut, len) = cuts(info).expect("it is cut");
+        let num_granules = cut.num_granules(len);
+        let below = (1..degree).rev().find(|&degree| can_cut(degree));
+        let above = (degree + 1..=DEGREE_MAX.max(degree)).find(|&degree| can_cut(degree));
+        Err(UncuttableError {
+            name: info.name.clone(),
+            dim: cut.dim,
+            num_groups: cut.num_groups,
+            num_granules,
+            granule: cut.granule,
+            degree,
+            nearest: below.into_iter().chain(above).collect(),
+        })
+    }
+
+    /// Returns this rank's share of `len` items that are split by `cut`, such as heads.
+    ///
+    /// # Panics
+    /// If they cannot be split. [`check_degree`](ParameterTable::check_degree) refuses such degrees for the corresponding parameters.
+    pub fn part_of(&self, cut: AxisSplit, len: usize) -> usize {
+        cut.part_len(len, self.place.tensor.degree)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::declaration::{Initial, Parameter};
+
+    #[test]
+    fn experts_that_ranks_cannot_divide_are_refused() {
+        let table = |rows: [usize; 4]| {
+            let mut table = ParameterTable::default();
+            table.begin_unit("unit");
+            for (expert, rows) in rows.into_iter().enumerate() {
+                let weight = Parameter::matrix(format!("{expert}.weight"), &[rows, 3], Initial::ZEROS);
+                table.add(weight.of_expert(expert, 4));
+            }
+            table
+        };
+        let refusal = |rows, degree| table(rows).check_expert_degree(degree).unwrap_err().to_string();
+        assert_eq!(table([2; 4]).check_expert_degree(4), Ok(()));
+        assert_eq!(table([2, 5, 2, 5]).check_expert_degree(2), Ok(()), "the ranks' experts are alike");
+        assert!(refusal([2, 2, 2, 5], 2).contains("its experts have different shapes"));
+        assert!(refusal([2; 4], 3).ends_with("; nearest possible degree: 2 or 4"));
+        assert!(refusal([2; 4], 8).ends_with("; nearest possible degree: 4"));
+        let none = ParameterTable::default().check_expert_degree(2).unwrap_err().to_string();
+        assert!(none.contains("the model has no experts"));
+    }
+}

@@ -1,0 +1,263 @@
+//! The experts of this rank, with exchanges of rows that overlap with computation.
+
+use super::expert_exchange::ExpertExchange;
+use super::expert_loads::Loads;
+use super::grouped_linear::GroupedLinear;
+use super::input_activation::{InputActivation, differentiate, grad_and_output};
+use super::shadowed_experts::{self, Shadows};
+use crate::device::Result;
+use crate::tape::{
+    BackwardContext, ForwardContext, GradSink, Operation, OperationContext, PendingExchange, ReadBy,
+    declares, write_grad,
+};
+use crate::tensor::{Tensor, View, ViewMut};
+use std::ops::Range;
+use trireme_base::DType;
+
+/// Two [`GroupedLinear`] layers of this rank's experts, applied to the rows of all ranks.
+///
+/// The inputs are the output of [`DispatchRows`](super::DispatchRows) (`[1, num_choices, cols]`), the three outputs of
+/// [`GatherLoads`](super::GatherLoads), and the last output of [`GroupRows`](super::GroupRows), of which only the shape is read. The output
+/// (`[1, num_choices, cols]`) holds the experts' outputs for this rank's rows; rows of dropped choices are zeros. When forward returns, the
+/// last chunk is still in flight: [`ReturnRows`](super::ReturnRows) waits for it.
+///
+/// Rows are exchanged in chunks, each for some experts: while one chunk is computed, the next one is received and the previous one is sent
+/// back (Hwang et al., "Tutel", 2023, section 3.3). Forward processes the chunks in order, backward in reverse order. Shadowed experts are
+/// computed last, so that the exchange of their matrices overlaps with the other experts.
+///
+/// Cost: the cost of the layers. Ranks send `2 num_choices cols` elements in forward and as many in backward, except those that stay on
+/// their rank. See `docs/experts.md` for the cost of shadows. The host reads the numbers of choices in each pass.
+#[derive(Debug)]
+pub struct OwnExperts {
+    /// The first layer, which reads the rows without an activation.
+    pub up: GroupedLinear,
+    /// The second layer, which reads the outputs of the first.
+    pub down: GroupedLinear,
+    /// Settings of the exchange of rows.
+    pub exchange: ExpertExchange,
+}
+
+/// Indices of the inputs.
+const LOADS: usize = 1;
+const STARTS: usize = 2;
+const PARTS: usize = 3;
+const PLACES: usize = 4;
+
+/// Indices of saved tensors: the received rows, and the argument of the activation. The saved tensors of shadows follow.
+const RECEIVED: usize = 0;
+const INNER: usize = 1;
+const SAVED_OF_SHADOWS: usize = 2;
+
+/// Indices of tensors that the input half keeps: the gradients of both layers' outputs, and the activated input. The kept tensors of
+/// shadows follow.
+const D_MADE: usize = 0;
+const D_INNER: usize = 1;
+const ACTIVATED: usize = 2;
+const KEPT_OF_SHADOWS: usize = 3;
+
+impl OwnExperts {
+    /// Runs the input halves of both layers for groups of rows. Replaces `inner`, the argument of the activation, and `d_activated` by the
+    /// results of [`differentiate`].
+    pub(super) fn inner_grads(
+        &self,
+        cx: &OperationContext<'_>,
+        [into, back]: [(View<'_>, View<'_>); 2],
+        (dy, dx): (View<'_>, ViewMut<'_>),
+        [mut inner, mut d_activated]: [ViewMut<'_>; 2],
+    ) -> Result<()> {
+        self.down.input_grad(cx, back, dy, d_activated.reborrow())?;
+        differentiate(cx.device(), self.down.activation, inner.reborrow(), d_activated.reborrow());
+        let [d_inner, _] = grad_and_output(self.down.activation, inner, d_activated);
+        self.up.input_grad(cx, into, d_inner.as_view(), dx)
+    }
+}
+
+/// Returns the first rows of some groups of a layer, and their matrices.
+fn groups<'a>(
+    cx: &'a OperationContext<'_>,
+    layer: &GroupedLinear,
+    starts: View<'a>,
+    groups: &Range<usize>,
+) -> (View<'a>, View<'a>) {
+    let weight = cx.parameter(&layer.weight);
+    let weight = weight.part(groups.start * layer.matrix_len(), layer.shape_of(groups.len()));
+    (starts_of(starts, groups.clone()), weight)
+}
+
+/// Restricts the starts of all groups to some groups, with the end of the last one.
+fn starts_of(starts: View<'_>, groups: Range<usize>) -> View<'_> {
+    starts.part(groups.start, [groups.len() + 1].into())
+}
+
+/// Allocates memory for the rows of all chunks.
+fn rows_of_all_chunks(cx: &OperationContext<'_>, loads: &Loads, cols: usize, dtype: DType) -> Result<Tensor> {
+    cx.empty([1, loads.chunks().map(|chunk| loads.buffer_rows(&chunk)).sum(), cols], dtype)
+}
+
+/// Zeroes rows that no exchange writes but kernels read. A counting device has no such rows, because its loads are even.
+pub(super) fn zero(cx: &OperationContext<'_>, all: ViewMut<'_>, rows: Range<usize>) {
+    if !rows.is_empty() && !cx.device().is_counting() {
+        cx.device().zero(all.into_rows(rows.start, rows.len()));
+    }
+}
+
+/// Processes rows chunk by chunk: receives the rows of `outside` in `come`, calls `compute` to write their results to `go`, and sends the
+/// results back to their places in `outside`. The exchanges of the next chunk and of the previous one overlap with the computation. The
+/// exchange of the first chunk was started by the caller; the exchange of the last one is returned, to be finished.
+fn exchange_and_compute(
+    cx: &OperationContext<'_>,
+    loads: &Loads,
+    first: PendingExchange,
+    chunks: impl Iterator<Item = Range<usize>>,
+    (outside, come, go): (&mut Tensor, &mut Tensor, &mut Tensor),
+    mut compute: impl FnMut(&Range<usize>, View<'_>, ViewMut<'_>) -> Result<()>,
+) -> Result<PendingExchange> {
+    let (axis, device, cols) = (cx.expert_axis(), cx.device(), outside.shape().cols());
+    let num_choices = outside.shape().rows();
+    zero(cx, outside.view_mut(), num_choices - loads.num_dropped()..num_choices);
+    let mut coming = Some(first);
+    let mut going: Option<PendingExchange> = None;
+    let mut chunks = chunks.peekable();
+    while let Some(chunk) = chunks.next() {
+        let exchange = coming.take().expect("the chunk was started");
+        axis.send_rest(device, &exchange, outside.view(), come.view_mut())?;
+        axis.finish_rows(device, exchange, come.view_mut())?;
+        let rows = loads.rows(&chunk);
+        zero(cx, come.view_mut(), rows.start + loads.num_rows(&chunk)..rows.end);
+        let next = chunks.peek().map(|next| loads.runs(cols, next));
+        coming = next.map(|runs| axis.start_rows(device, runs, outside.view())).transpose()?;
+        let (x, y) = (come.view(), go.view_mut());
+        compute(&chunk, x.rows(rows.start, rows.len()), y.into_rows(rows.start, rows.len()))?;
+        if let Some(before) = going.take() {
+            axis.send_rest(device, &before, go.view(), outside.view_mut())?;
+            axis.finish_rows(device, before, outside.view_mut())?;
+        }
+        going = Some(axis.start_rows(device, loads.runs(cols, &chunk).reversed(), go.view())?);
+    }
+    let last = going.expect("ranks have experts");
+    axis.send_rest(device, &last, go.view(), outside.view_mut())?;
+    Ok(last)
+}
+
+impl Operation for OwnExperts {
+    declares! { inputs: 5..=5, has_parameters, takes_positions }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
+        assert_eq!(self.up.activation, InputActivation::Identity, "the first layer reads rows as they are");
+        let (first, mut outside) = (cx.take_rows_in_flight(), cx.take_or_copy_input(0)?);
+        let loads = self.exchange.read(cx, cx.input(LOADS), cx.input(PLACES).shape());
+        let shadows = Shadows::start(self, cx, &loads)?;
+        let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, outside.dtype());
+        let mut received = empty(outside.shape().cols())?;
+        let mut inner = empty(self.up.outputs())?;
+        let mut made = empty(self.down.outputs())?;
+        let starts = cx.input(STARTS);
+        let compute = |chunk: &Range<usize>, x: View<'_>, y: ViewMut<'_>| {
+            let rows = loads.rows(chunk);
+            let mut inner = inner.view_mut().into_rows(rows.start, rows.len());
+            self.up.product(cx, groups(cx, &self.up, starts, chunk), x, inner.reborrow())?;
+            self.down.product(cx, groups(cx, &self.down, starts, chunk), inner.as_view(), y)
+        };
+        let tensors = (&mut outside, &mut received, &mut made);
+        let last = exchange_and_compute(cx, &loads, first, loads.chunks(), tensors, compute)?;
+        drop(made);
+        let of_shadows =
+            shadows.map(|shadows| shadows.forward(self, cx, &loads, &mut outside)).transpose()?;
+        cx.store_rows_in_flight(last);
+        [received, inner].into_iter().for_each(|tensor| cx.save(tensor));
+        of_shadows.into_iter().flatten().for_each(|tensor| cx.save(tensor));
+        cx.output(outside);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
+        let (first, mut outside) = (cx.take_rows_in_flight(), cx.take_output_grad());
+        let mut inner = cx.take_saved(INNER);
+        let has_shadows = self.exchange.num_shadowed > 0;
+        let inner_of_shadows =
+            has_shadows.then(|| cx.take_saved(SAVED_OF_SHADOWS + shadowed_experts::SAVED_INNER));
+        let loads = self.exchange.read(cx, cx.input(LOADS), cx.input_shape(PLACES));
+        let shadows = Shadows::start(self, cx, &loads)?;
+        let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, outside.dtype());
+        let mut d_made = empty(self.down.outputs())?;
+        let mut d_activated = empty(self.down.weight.shape.cols())?;
+        let mut d_received = empty(outside.shape().cols())?;
+        let starts = cx.input(STARTS);
+        let compute = |chunk: &Range<usize>, dy: View<'_>, dx: ViewMut<'_>| {
+            let rows = loads.rows(chunk);
+            let layers = [&self.up, &self.down].map(|layer| groups(cx, layer, starts, chunk));
+            let of_activation = [&mut inner, &mut d_activated];
+            let of_activation = of_activation.map(|all| all.view_mut().into_rows(rows.start, rows.len()));
+            self.inner_grads(cx, layers, (dy, dx), of_activation)
+        };
+        let tensors = (&mut outside, &mut d_made, &mut d_received);
+        let last = exchange_and_compute(cx, &loads, first, loads.chunks().rev(), tensors, compute)?;
+        drop(d_received);
+        let of_shadows = shadows.zip(inner_of_shadows).map(|(shadows, inner)| {
+            let starts =
+                cx.saved(SAVED_OF_SHADOWS + shadowed_experts::SAVED_STARTS).expect("forward has saved it");
+            shadows.backward(self, cx, &loads, starts, (&mut outside, inner))
+        });
+        let of_shadows = of_shadows.transpose()?;
+        cx.store_rows_in_flight(last);
+        let [d_inner, activated] = grad_and_output(self.down.activation, inner, d_activated);
+        [d_made, d_inner, activated].into_iter().for_each(|tensor| cx.keep(tensor));
+        of_shadows.into_iter().flatten().for_each(|tensor| cx.keep(tensor));
+        cx.add_grad(0, outside)
+    }
+
+    fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
+        let loads = self.exchange.read(cx, cx.input(LOADS), cx.input_shape(PLACES));
+        let kept = |place: usize| cx.kept(place).expect("the input half has kept it");
+        let kept_of_shadows = |place: usize| kept(KEPT_OF_SHADOWS + place);
+        let saved = |place: usize| cx.saved(place).expect("forward has saved it");
+        let saved_of_shadows = |place: usize| saved(SAVED_OF_SHADOWS + place);
+        let has_shadows = self.exchange.num_shadowed > 0;
+        // For each layer, the output gradient and the input of its weight gradient: for rows of own experts, and for rows of shadows.
+        let of_shadows = has_shadows.then(|| {
+            let back = [
+                kept_of_shadows(shadowed_experts::KEPT_DY),
+                kept_of_shadows(shadowed_experts::KEPT_ACTIVATED),
+            ];
+            let into = [
+                kept_of_shadows(shadowed_experts::KEPT_D_INNER),
+                saved_of_shadows(shadowed_experts::SAVED_X),
+            ];
+            (back, into)
+        });
+        let (of_back, of_into) = of_shadows.unzip();
+        let back = (&self.down, [kept(D_MADE), kept(ACTIVATED)], of_back);
+        let into = (&self.up, [kept(D_INNER), saved(RECEIVED)], of_into);
+        let num_parts = loads.axis_place().degree;
+        for (layer, factors, of_shadows) in [back, into] {
+            let sum = of_shadows.map(|factors| {
+                let starts = saved_of_shadows(shadowed_experts::SAVED_STARTS);
+                shadowed_experts::start_sum(layer, cx, &loads, (starts, factors))
+            });
+            let sum = sum.transpose()?;
+            write_grad(sink, &layer.weight, |mut out, accumulate| {
+                for chunk in loads.chunks() {
+                    let rows = loads.rows(&chunk);
+                    let starts = starts_of(cx.input(PARTS), chunk.start * num_parts..chunk.end * num_parts);
+                    let [dy, input] = factors.map(|all| all.rows(rows.start, rows.len()));
+                    let first = chunk.start * layer.matrix_len();
+                    let out = out.reborrow().into_part(first, layer.shape_of(chunk.len()));
+                    layer.weight_grad(cx, (starts, chunk.len()), (dy, input), (out, accumulate))?;
+                }
+                sum.map_or(Ok(()), |sum| {
+                    shadowed_experts::finish_sum(layer, cx, &loads, sum, (out, accumulate))
+                })
+            })?;
+        }
+        Ok(())
+    }
+
+    fn reads_input(&self, input: usize) -> ReadBy {
+        match input {
+            LOADS => ReadBy::BOTH,
+            STARTS => ReadBy::INPUT_HALF,
+            PARTS => ReadBy::WEIGHT_HALF,
+            _ => ReadBy::NEITHER,
+        }
+    }
+}
