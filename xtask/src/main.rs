@@ -65,7 +65,7 @@ fn ladder(root: &Path) -> Result<bool> {
     };
     let example = ["build", "--quiet", "--package", "trireme", "--example", "residual_network"];
     let test =
-        ["test", "--quiet", "--package", "trireme", "--test", "command", "ladder::", "--", "--nocapture"];
+        ["test", "--quiet", "--package", "trireme", "--test", "command", "layouts::", "--", "--nocapture"];
     Ok(cargo(&example)? && cargo(&test)?)
 }
 

@@ -157,8 +157,8 @@ impl<B> Pending<B> {
         Pending(State::Here(memory))
     }
 
-    /// Wraps memory that will be stored in `offset` before `event` is done. If `event` is [`Event::DONE`] and `offset` is filled, the memory
-    /// is available at once.
+    /// Wraps memory that will be stored in `offset` before `event` is done. If `event` is [`Event::DONE`] and `offset` is filled, the
+    /// memory is available at once.
     pub fn until(event: Event, place: Arc<Mutex<Option<B>>>) -> Self {
         if event.0.is_none()
             && let Some(memory) = taken(&place)

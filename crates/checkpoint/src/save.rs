@@ -75,7 +75,8 @@ pub struct Saved {
 ///
 /// Each rank writes its parts of [`plan_save`] to one safetensors file in `step-N.partial-xxxxxxxx` and syncs it. Rank 0 adds the other
 /// files and the manifest, syncs the folder, renames it to `step-N` and names it in `latest`. A crash at any moment leaves the complete
-/// checkpoints in place. The next save or [`clean_up`](crate::clean_up) removes unfinished folders, so a folder of checkpoints belongs to one run.
+/// checkpoints in place. The next save or [`clean_up`](crate::clean_up) removes unfinished folders, so a folder of checkpoints belongs to
+/// one run.
 ///
 /// Cost: every byte of the state is written once, by one rank, and the ranks exchange small messages three times. Memory: the bytes that
 /// `source` holds at a time.

@@ -5,8 +5,8 @@
 //! algorithm 1; Lu et al., "Maximizing communication efficiency for large-scale training via 0/1 Adam", 2022, algorithm 1 with an exchange
 //! in every step, so replicas never differ).
 //!
-//! In a step of [`ReducedQuantity::Momentum`], each rank calls [`Optimizer::gradient_to_momentum`] with its own gradient, the results are summed
-//! over the ranks, and each rank calls [`Optimizer::step_from_momentum`]. A rank that has the sum of all gradients may call
+//! In a step of [`ReducedQuantity::Momentum`], each rank calls [`Optimizer::gradient_to_momentum`] with its own gradient, the results are
+//! summed over the ranks, and each rank calls [`Optimizer::step_from_momentum`]. A rank that has the sum of all gradients may call
 //! [`Optimizer::step_unit`] in any step instead: the result is the same, except for rounding. The norm over the gradients of all ranks is
 //! not known before momentum is exchanged, so such steps cannot clip by it.
 

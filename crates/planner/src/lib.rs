@@ -1,9 +1,9 @@
 //! Predicts memory and time of a step program before it runs, and finds choices with which it fits.
 //!
 //! The executor determines in a dry run how many bytes are in use at each line of a program. The caller passes the result as data
-//! ([`DryRun`]). [`MemorySearch`] finds the least recomputation that fits, and the state to offload. [`simulate`] computes when each action of a
-//! program runs, and [`step_time`](fn@step_time) how long a step takes. This crate does no IO, starts no threads, reads no clock and uses
-//! no tensors.
+//! ([`DryRun`]). [`MemorySearch`] finds the least recomputation that fits, and the state to offload. [`simulate`] computes when each action
+//! of a program runs, and [`step_time`](fn@step_time) how long a step takes. This crate does no IO, starts no threads, reads no clock and
+//! uses no tensors.
 
 mod memory_search;
 mod offload;

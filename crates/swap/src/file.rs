@@ -26,7 +26,8 @@ pub struct SwapFile {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// The location, size and method of a swap file. [`PreparationProgress`](fmt::PreparationProgress) formats it on one line, for a notice to the user.
+/// The location, size and method of a swap file. [`PreparationProgress`](fmt::PreparationProgress) formats it on one line, for a notice to
+/// the user.
 #[derive(Debug, Clone)]
 pub struct SwapDescription {
     /// The folder whose disk stores the file.

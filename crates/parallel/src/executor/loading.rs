@@ -193,8 +193,8 @@ fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>> {
     Ok(group.all_gather(all).wait()?)
 }
 
-/// Assembles the full flat buffer of a unit, in the layout of the table `full`. `contributions` are the flat buffers of all tensor ranks; for a
-/// unit with experts, of the tensor ranks of each expert rank.
+/// Assembles the full flat buffer of a unit, in the layout of the table `full`. `contributions` are the flat buffers of all tensor ranks;
+/// for a unit with experts, of the tensor ranks of each expert rank.
 fn assemble_unit(table: &ParameterTable, whole: &ParameterTable, unit: usize, parts: &[f32]) -> Vec<f32> {
     let degree = table.place().degree;
     let has_experts = table.units()[unit].has_experts();

@@ -60,8 +60,8 @@ impl Executor {
     /// | shards | state, by the outline's `StateLayout` | `RankParameters`, `Gradients`, `ShardExchange` |
     /// | replicas | samples only | `Gradients` |
     ///
-    /// `ReplicatedParameters` keep parameters equal that several ranks of the tensor or expert axis hold. All ranks agree on losses (`StepReports`), the norm
-    /// of gradients (`SquaredNorms`) and the scales of fp8 (`SynchronizedScales`).
+    /// `ReplicatedParameters` keep parameters equal that several ranks of the tensor or expert axis hold. All ranks agree on losses
+    /// (`StepReports`), the norm of gradients (`SquaredNorms`) and the scales of fp8 (`SynchronizedScales`).
     ///
     /// # Errors
     /// If the program is not valid; errors of devices, groups and disks.

@@ -193,8 +193,8 @@ impl Executor {
         Ok(group.buffer(len)?)
     }
 
-    /// Evaluates a batch without training. Returns the [reports](trireme_model::ModelProfile::reports) of all units in order; those of units
-    /// on other pipeline ranks are zeros. The batch may have fewer samples than a microbatch.
+    /// Evaluates a batch without training. Returns the [reports](trireme_model::ModelProfile::reports) of all units in order; those of
+    /// units on other pipeline ranks are zeros. The batch may have fewer samples than a microbatch.
     ///
     /// Collective over the ranks of a pipeline, which pass the same batch. If parameters are sharded, collective over the ranks of the
     /// shards: a rank with `None` only takes part in the gathers. If ranks have different experts, all of them need a batch.

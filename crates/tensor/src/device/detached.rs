@@ -378,9 +378,9 @@ impl Job {
 }
 
 impl State {
-    /// Orders all jobs that are issued to `exchange_and_compute` from now on after `event` and after every job that precedes the event. An unknown event
-    /// may follow any issued job: events of process groups do, although they complete early if an exchange fails. [`Event::DONE`] follows
-    /// no job.
+    /// Orders all jobs that are issued to `exchange_and_compute` from now on after `event` and after every job that precedes the event. An
+    /// unknown event may follow any issued job: events of process groups do, although they complete early if an exchange fails.
+    /// [`Event::DONE`] follows no job.
     fn await_event(&mut self, stream: Stream, event: &Event) {
         if event.is_same(&Event::DONE) {
             return;

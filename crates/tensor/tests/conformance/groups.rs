@@ -31,8 +31,8 @@ fn rows_are_ordered_by_group_and_as_they_were() {
     }
 }
 
-/// A group takes the first rows of each `capacity_group_len` neighbours, up to its limit. The others come last, in their order. Rows of the id
-/// after the last group do not count in the limit.
+/// A group takes the first rows of each `capacity_group_len` neighbours, up to its limit. The others come last, in their order. Rows of the
+/// id after the last group do not count in the limit.
 #[test]
 fn rows_beyond_a_limit_are_of_no_group() {
     const WEIGHTS: [f32; 6] = [1.5, 0.0, 0.25, 2.0, 1.0, 4.0];

@@ -144,8 +144,8 @@ fn run(unit: ExecutionUnit, rounds: u64) {
             )
         };
     }
-    // SAFETY: the machine has the unit, as `Cpu::run_execution_unit` has checked. The code reads `FACTORS` and changes only registers that a call may
-    // change.
+    // SAFETY: the machine has the unit, as `Cpu::run_execution_unit` has checked. The code reads `FACTORS` and changes only registers that
+    // a call may change.
     unsafe {
         match unit {
             ExecutionUnit::MulAdd128 => {

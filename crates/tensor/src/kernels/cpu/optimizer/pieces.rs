@@ -109,8 +109,8 @@ impl Cpu {
 
     /// Updates parameters and states piece by piece. If given, `sums` receives the two sums of each piece.
     ///
-    /// States narrower than f32 are rounded by random numbers from `rounding_seed` and the position. `grads` is empty if no update reads it.
-    /// `scales` has a factor of the learning rate per update, or is empty.
+    /// States narrower than f32 are rounded by random numbers from `rounding_seed` and the position. `grads` is empty if no update reads
+    /// it. `scales` has a factor of the learning rate per update, or is empty.
     pub(crate) fn update(
         &self,
         (pieces, updates, scales): (&Pieces, &[Update], &[f32]),
