@@ -319,6 +319,6 @@ impl FromStr for Program {
         let header = header.parse().map_err(|error: ParseError| error.at_line(line))?;
         let action =
             |(line, text): (usize, &str)| text.parse().map_err(|error: ParseError| error.at_line(line));
-        Ok(Program { header: header, actions: lines.map(action).collect::<Result<_, _>>()? })
+        Ok(Program { header, actions: lines.map(action).collect::<Result<_, _>>()? })
     }
 }

@@ -21,7 +21,7 @@ pub fn program(chain: &Chain, num_microbatches: usize) -> Program {
     }
     actions.extend((0..num_units).map(|unit| Action::Step { unit }));
     let header = ProgramHeader { chain: chain.clone(), num_microbatches, ..ProgramHeader::default() };
-    Program { header: header, actions }
+    Program { header, actions }
 }
 
 /// Returns the program of a rank that runs its units of `training` forward for one microbatch and keeps no activations (evaluation,
@@ -40,7 +40,7 @@ pub fn forward_only(training: &ProgramHeader) -> Program {
         actions.push(action);
         actions.extend(is_elsewhere(unit + 1).then_some(Action::Send(Message::activation(unit, microbatch))));
     }
-    Program { header: header, actions }
+    Program { header, actions }
 }
 
 fn forward(num_units: usize, microbatch: usize, keep: Keep) -> impl Iterator<Item = Action> {

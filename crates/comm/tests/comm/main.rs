@@ -15,4 +15,3 @@ mod processes;
 mod refused_connections;
 mod rendezvous;
 mod support;
-mod tls;

@@ -5,6 +5,8 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::time::Duration;
 use trireme_base::{Rank, with_sources};
+#[cfg(not(feature = "tls"))]
+use trireme_comm::TlsOptions;
 use trireme_comm::{
     CommError, GivenCosts, Group, GroupOptions, JoinOptions, Secret, TransportChoice, TransportKind, join,
 };
@@ -212,4 +214,15 @@ fn options_that_cannot_be_are_refused_before_anything_is_opened() {
 fn a_world_of_one_joins_without_a_network() {
     let options = JoinOptions { master_addr: "no\0host".to_owned(), ..options(1) };
     assert_eq!(join(&options).expect("alone").transport(), TransportKind::Single);
+}
+
+#[cfg(not(feature = "tls"))]
+#[test]
+fn a_program_without_tls_says_so() {
+    let [certificate, key, authority] = ["certificate.pem", "key", "authority.pem"].map(Into::into);
+    let tls = TlsOptions { certificate, key, authority, name: "trireme".to_owned() };
+    let options = join_options(2, TransportChoice::Tcp, &small_pieces());
+    for outcome in join_all(&ranks(&JoinOptions { tls: Some(tls), ..options }, &[0, 1])) {
+        assert!(matches!(outcome, Err(CommError::TlsUnavailable)), "{outcome:?}");
+    }
 }

@@ -1,31 +1,12 @@
 //! Preparation of conversations and completions, of weighted sources, and of compressed files.
 
-use crate::common::{TestFolder, decoded};
+use crate::common::{TestFolder, counted, decoded};
 use std::fs;
 use std::path::Path;
 use trireme_data::{
     ChatTemplate, Corpus, DataError, InvalidUtf8, MaskedTokens, NoProgress, PrepareOptions, TokenFile,
     Tokenizer, is_up_to_date, prepare,
 };
-
-/// Returns for each document of the training file the text that counts in the loss.
-fn counted(test_folder: &TestFolder) -> Vec<String> {
-    let corpus = Corpus::open(&test_folder.path("out")).unwrap();
-    let (tokenizer, mask) =
-        (Tokenizer::load(&test_folder.path("out")).unwrap(), corpus.train.loss_mask.unwrap());
-    let of_document = |document: std::ops::Range<u64>| {
-        let read = |file: &TokenFile| {
-            let mut values = vec![0; (document.end - document.start) as usize];
-            file.read_window(document.start, &mut values).unwrap();
-            values
-        };
-        let kept = read(&corpus.train.tokens).into_iter().zip(read(&mask)).filter(|(_, mask)| *mask == 1);
-        // The end-of-document token has no text, so it is shown as `#`.
-        let tokens = kept.map(|(token, _)| if token == 256 { u32::from(b'#') } else { token });
-        tokenizer.decode(&tokens.collect::<Vec<_>>()).unwrap()
-    };
-    corpus.train.tokens.documents().map(Result::unwrap).map(of_document).collect()
-}
 
 #[test]
 fn only_answers_count() {
@@ -294,24 +275,6 @@ fn validation_inputs_may_be_separate() {
     assert!(!is_up_to_date(&own).unwrap());
     let both = PrepareOptions { validation_fraction: 0.1, ..own };
     assert!(matches!(prepare(&both, &NoProgress), Err(DataError::ConflictingValidation { .. })));
-}
-
-#[cfg(feature = "parquet")]
-#[test]
-fn rows_of_parquet_are_read_as_lines_of_json() {
-    // Files written by PyArrow 26, with lists of structs and with two row groups.
-    let (messages, text) = (include_bytes!("../messages.parquet"), include_bytes!("../text.parquet"));
-    let test_folder = TestFolder::new(&[("text.parquet", text), ("messages.parquet", messages)]);
-    prepare(&test_folder.options(&["text.parquet"]), &NoProgress).unwrap();
-    assert_eq!(test_folder.documents(), ["one", "two", "three"]);
-    let chatml = PrepareOptions {
-        chat_template: Some(ChatTemplate::chatml()),
-        ..test_folder.options(&["messages.parquet"])
-    };
-    prepare(&chatml, &NoProgress).unwrap();
-    assert_eq!(counted(&test_folder), ["2<|im_end|>", "1<|im_end|>"]);
-    let damaged = TestFolder::new(&[("a.parquet", &messages[..999])]);
-    assert!(matches!(prepare(&damaged.options(&["a.parquet"]), &NoProgress), Err(DataError::Read { .. })));
 }
 
 #[cfg(not(feature = "parquet"))]

@@ -108,7 +108,7 @@ impl Pool {
 
     /// Makes a vector of `len` elements from a received buffer of this pool, and copies the elements to the device if needed.
     #[track_caller]
-    pub(crate) fn from_received(
+    pub(crate) fn wrap_received(
         &self,
         buffer: Pending<Buffer<Untyped>>,
         len: usize,

@@ -52,7 +52,7 @@ pub fn programs(schedule: &Schedule, costs: &Costs, units: &[Range<usize>], chai
         };
         events.into_iter().for_each(|event| actions.take(event));
         let actions = actions.finish();
-        Program { header: header, actions }
+        Program { header, actions }
     };
     let timeline = simulate(schedule, costs).expect("the schedule is valid");
     let stage_of =

@@ -48,3 +48,22 @@ pub(crate) fn decoded(file: &TokenFile, tokenizer: &Tokenizer) -> Vec<String> {
     };
     file.documents().map(Result::unwrap).map(decode).collect()
 }
+
+/// Returns for each document of the training file the text that counts in the loss.
+pub(crate) fn counted(test_folder: &TestFolder) -> Vec<String> {
+    let corpus = Corpus::open(&test_folder.path("out")).unwrap();
+    let (tokenizer, mask) =
+        (Tokenizer::load(&test_folder.path("out")).unwrap(), corpus.train.loss_mask.unwrap());
+    let of_document = |document: std::ops::Range<u64>| {
+        let read = |file: &TokenFile| {
+            let mut values = vec![0; (document.end - document.start) as usize];
+            file.read_window(document.start, &mut values).unwrap();
+            values
+        };
+        let kept = read(&corpus.train.tokens).into_iter().zip(read(&mask)).filter(|(_, mask)| *mask == 1);
+        // The end-of-document token has no text, so it is shown as `#`.
+        let tokens = kept.map(|(token, _)| if token == 256 { u32::from(b'#') } else { token });
+        tokenizer.decode(&tokens.collect::<Vec<_>>()).unwrap()
+    };
+    corpus.train.tokens.documents().map(Result::unwrap).map(of_document).collect()
+}
