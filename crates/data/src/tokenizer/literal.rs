@@ -64,7 +64,7 @@ impl Tokenizer {
     }
 
     /// Encodes as [`encode_with_offsets`](Self::encode_with_offsets) does, except for special tokens whose range contains
-    /// one of the `literal_tokenizers` positions after its first byte. These are encoded as plain text, together with the text
+    /// one of the `literal` positions after its first byte. These are encoded as plain text, together with the text
     /// around them up to the next special tokens.
     ///
     /// # Errors

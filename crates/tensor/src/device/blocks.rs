@@ -33,7 +33,7 @@ impl Device {
 
     /// Computes `y[o, d, i] = factor * x[o, i]` for `y` of shape `[outer, dim, inner]`.
     pub(crate) fn broadcast_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, y: ViewMut<'_>) {
-        self.issue(BlockCall::SpreadDim { x: x.operand(), y: y.into_operand(), dims, factor });
+        self.issue(BlockCall::BroadcastDim { x: x.operand(), y: y.into_operand(), dims, factor });
     }
 
     /// Computes `y[i] = x[ids[i]]` for rows.

@@ -139,7 +139,7 @@ impl Device {
         assert!(weights.is_none_or(has_token), "{weights:?} for {:?}", places.shape());
         let (starts, places, out) = (starts.operand(), places.operand(), out.into_operand());
         let weights = weights.map(View::operand);
-        self.issue(GroupedCall::RowsOfNoGroup { starts, places, weights, out });
+        self.issue(GroupedCall::UngroupedRows { starts, places, weights, out });
     }
 }
 

@@ -13,7 +13,7 @@ kernel_calls! {
         /// `y[o, i] = factor * sum over d of x[o, d, i]`, where `dims` is the shape `[outer, dim, inner]` of `x`.
         "sum_dim" => SumDim { x: Operand, y: OperandMut; dims: [usize; 3], factor: f32 }
         /// `y[o, d, i] = factor * x[o, i]`, where `dims` is the shape `[outer, dim, inner]` of `y`.
-        "spread_dim" => SpreadDim { x: Operand, y: OperandMut; dims: [usize; 3], factor: f32 }
+        "broadcast_dim" => BroadcastDim { x: Operand, y: OperandMut; dims: [usize; 3], factor: f32 }
         "gather_rows" => GatherRows { x: Operand, ids: Operand, y: OperandMut }
         "softmax" => Softmax { x: Operand, y: OperandMut }
         "softmax_backward" => SoftmaxBackward { y: Operand, dy: OperandMut }
@@ -32,7 +32,7 @@ impl BlockCall {
             }
             Self::Permute { x, y, .. } => Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()),
             Self::SumDim { x, y, .. } => each(x.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()),
-            Self::SpreadDim { x, y, .. } => each(y.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()),
+            Self::BroadcastDim { x, y, .. } => each(y.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()),
             Self::GatherRows { ids, y, .. } => {
                 Cost::ZERO.reads(ids.num_bytes() + y.num_bytes()).writes(y.num_bytes())
             }

@@ -17,7 +17,7 @@ kernel_calls! {
             precision: Precision, num_parts: usize, accumulate: bool
         }
         "group_rows" => GroupRows { groups: Operand, starts: OperandMut, order: OperandMut, places: OperandMut; limit: GroupLimit }
-        "rows_of_no_group" => RowsOfNoGroup { starts: Operand, places: Operand, weights: Option<Operand>, out: OperandMut }
+        "ungrouped_rows" => UngroupedRows { starts: Operand, places: Operand, weights: Option<Operand>, out: OperandMut }
     }
 }
 
@@ -37,7 +37,7 @@ impl GroupedCall {
             Self::GroupRows { groups, starts, .. } => {
                 Cost::ZERO.reads(3 * groups.num_bytes()).writes(3 * groups.num_bytes() + starts.num_bytes())
             }
-            Self::RowsOfNoGroup { starts, places, weights, out } => {
+            Self::UngroupedRows { starts, places, weights, out } => {
                 let read = starts.num_bytes() + places.num_bytes() + num_bytes(weights);
                 each(places.shape(), 1).reads(read).writes(out.num_bytes())
             }

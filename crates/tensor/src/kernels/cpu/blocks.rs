@@ -95,7 +95,7 @@ impl Cpu {
         });
     }
 
-    pub(crate) fn spread_dim<T: Element>(
+    pub(crate) fn broadcast_dim<T: Element>(
         &self,
         x: &[T],
         [outer, dim, inner]: [usize; 3],

@@ -177,7 +177,7 @@ impl Cpu {
         starts[0] = 0;
     }
 
-    pub(crate) fn rows_of_no_group(
+    pub(crate) fn ungrouped_rows(
         &self,
         starts: &[u32],
         (places, num_choices): (&[u32], usize),

@@ -14,8 +14,8 @@ impl Cpu {
             BlockCall::SumDim { x, mut y, dims, factor } => with_element!(x.dtype() => |T| {
                 self.sum_dim::<T>(x.elements(self), dims, factor, y.elements(self));
             }),
-            BlockCall::SpreadDim { x, mut y, dims, factor } => with_element!(x.dtype() => |T| {
-                self.spread_dim::<T>(x.elements(self), dims, factor, y.elements(self));
+            BlockCall::BroadcastDim { x, mut y, dims, factor } => with_element!(x.dtype() => |T| {
+                self.broadcast_dim::<T>(x.elements(self), dims, factor, y.elements(self));
             }),
             BlockCall::GatherRows { x, ids, mut y } => {
                 let cols = x.shape().cols();

@@ -46,10 +46,10 @@ impl Cpu {
                 let ids = (starts.u32s(self), order.u32s(self), places.u32s(self));
                 self.group_rows((groups.u32s(self), limit), ids);
             }
-            GroupedCall::RowsOfNoGroup { starts, places, weights, mut out } => {
+            GroupedCall::UngroupedRows { starts, places, weights, mut out } => {
                 let places = (places.u32s(self), places.shape().cols());
                 let weights = self.optional_f32s(weights);
-                self.rows_of_no_group(starts.u32s(self), places, weights, out.f64s(self));
+                self.ungrouped_rows(starts.u32s(self), places, weights, out.f64s(self));
             }
         }
     }
