@@ -44,7 +44,7 @@ impl Parameter {
     /// Lets tensor parallelism split the parameter along `cut`.
     ///
     /// # Panics
-    /// If the parameter does not have the dim, or the dim does not consist of full granules in each group.
+    /// If the parameter does not have the dim, or its length is not a multiple of `cut.num_groups * cut.granule`.
     pub fn with_cut(self, cut: AxisSplit) -> Self {
         let AxisSplit { dim, num_groups, granule, .. } = cut;
         let whole = num_groups.saturating_mul(granule);
@@ -79,7 +79,8 @@ pub enum ParameterClass {
 }
 
 impl ParameterClass {
-    /// Returns whether parameters of this class have a true gradient of the loss, which may be rounded and counts in the gradient norm.
+    /// Returns whether parameters of this class have a true gradient of the loss. Only true gradients may be rounded to a narrower dtype,
+    /// and only they count in the gradient norm.
     pub fn has_gradient(self) -> bool {
         self != ParameterClass::Balance
     }

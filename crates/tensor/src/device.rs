@@ -218,7 +218,7 @@ impl Device {
         self.recorded.get_or_init(|| calls.clone());
     }
 
-    /// Marks operations of the latest matmuls as [repeated](Cost::repeated_operations), as many as the product of `operands`.
+    /// Marks operations of the latest matmuls as [repeated](Cost::repeated_operations): as many as the product of `factors`.
     pub(crate) fn count_repeated(&self, factors: &[usize]) {
         let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
         *cost = cost.repeats(factors);
@@ -379,12 +379,12 @@ impl Device {
         self.empty(shape.into(), dtype, Category::Activations)
     }
 
-    /// Runs only the operation of `unit` on every thread. Returns the number of floating-point operations.
+    /// Runs the operation of `unit` on every thread, `rounds` times, and nothing else. Returns the number of floating-point operations.
     pub(crate) fn run_execution_unit(&self, unit: ExecutionUnit, rounds: u64) -> u64 {
         self.cpu.run_unit(unit, rounds)
     }
 
-    /// Streams through memory with almost no arithmetic. Measures bandwidth.
+    /// Streams through memory with almost no arithmetic. Used to measure bandwidth.
     pub(crate) fn stream(&self, traffic: Traffic, memory: ViewMut<'_>) {
         self.issue_function("stream", Cost::ZERO, [], memory, move |cpu, [], mut memory| {
             cpu.stream(traffic, memory.u32s(cpu));

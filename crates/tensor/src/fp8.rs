@@ -6,9 +6,9 @@
 //! scaling*, as in NVIDIA's Transformer Engine), so that values are read only once.
 //!
 //! Scales are powers of two. A rounded operand, divided by its scale, is therefore exact in bf16, the product of two rounded elements is
-//! exact in f32, and a bf16 matmul adds exactly the products that fp8 hardware adds. Only the sum may differ: its order, and the bits that
-//! hardware keeps of it if these are fewer than in f32 (about 14 on Hopper: DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section
-//! 3.3.2).
+//! exact in f32, and a bf16 matmul adds exactly the products that fp8 hardware adds. Only the sum may differ: in its order, and in its
+//! precision on hardware that accumulates with fewer bits than f32 (about 14 on Hopper: DeepSeek-AI, "DeepSeek-V3 technical report", 2024,
+//! section 3.3.2).
 
 use crate::device::{Device, Result};
 use crate::parameter_table::{ParameterId, ParameterTable};

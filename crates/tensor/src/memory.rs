@@ -61,7 +61,7 @@ pub struct MemoryCounter {
 pub struct MemoryUsage {
     /// In use now.
     pub current: usize,
-    /// Maximum in use since the start or the last restart of the peaks.
+    /// Maximum in use since the start or the last [reset](MemoryCounter::reset_peaks) of the peaks.
     pub peak: usize,
 }
 
@@ -148,7 +148,7 @@ impl MemoryCounter {
         self.mapped.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Like [`charge`](MemoryCounter::charge), for memory outside of the device's arena: of a process group, or of the process.
+    /// Like [`charge`](MemoryCounter::charge), for memory outside of the device's arena, such as buffers of a process group.
     pub fn charge_outside_arena(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
         self.charge(category, bytes)?;
         self.outside.add(bytes);
@@ -184,7 +184,7 @@ impl MemoryCounter {
         MemoryUsage { current, peak: self.peak_own.load(Ordering::Relaxed) }
     }
 
-    /// Returns the part of [`own`](MemoryCounter::own) that lies outside of the device's arena.
+    /// Returns the part of [`own`](MemoryCounter::own) that was allocated outside of the device's arena.
     pub fn outside(&self) -> MemoryUsage {
         self.outside.usage()
     }
@@ -194,7 +194,7 @@ impl MemoryCounter {
         std::array::from_fn(|slot| self.at_peak[slot].load(Ordering::Relaxed))
     }
 
-    /// Restarts all peaks at the current usage.
+    /// Resets all peaks to the current usage.
     pub fn reset_peaks(&self) {
         let gauges = self.of_category.iter().chain([&self.total, &self.outside]);
         gauges.for_each(Gauge::reset_peak);

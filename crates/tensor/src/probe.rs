@@ -1,6 +1,6 @@
 //! Measures the kernels of a device, and the peak throughput of its execution units and its memory.
 //!
-//! Other programs only ever slow a run down. The best of several runs therefore shows what the machine can do, and the median what to
+//! The best of several runs shows what the machine can do, because other programs can only slow a run down. The median shows what to
 //! expect.
 
 mod bound;
@@ -63,7 +63,7 @@ pub fn reason_unsupported(features: CpuFeatures) -> Option<&'static str> {
     })
 }
 
-/// Measures a device. Each measurement takes about the same time.
+/// Measures the kernels of a device. Each measurement takes about the same time.
 #[derive(Debug, Clone)]
 pub struct Probe {
     device: Device,

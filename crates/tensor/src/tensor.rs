@@ -178,8 +178,8 @@ impl Tensor {
     }
 }
 
-/// A borrowed row-major array: a tensor, a parameter within a flat buffer, or host memory. Its elements are seen by kernels alone;
-/// the host copies them with [`Device::download`](crate::Device::download).
+/// A borrowed row-major array: a tensor, a parameter within a flat buffer, or host memory. Only kernels can access its elements; the host
+/// copies them with [`Device::download`](crate::Device::download).
 ///
 /// ```compile_fail,E0624
 /// # use trireme_tensor::View;

@@ -101,7 +101,7 @@ fn compare(
     let kept = precision.dtype();
     let mut dtypes = vec![(kept, DType::F32), (kept, kept), (DType::F32, kept), (DType::F32, DType::F32)];
     if precision == Precision::F32 {
-        // All four are equal. One is written, one is accumulated.
+        // All four pairs are equal. Two are kept, because one result is overwritten and one is accumulated.
         dtypes.truncate(2);
     }
     for [rows, cols, inner] in SIZES {

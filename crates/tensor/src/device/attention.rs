@@ -69,8 +69,8 @@ impl Device {
     }
 
     /// Adds a block of keys to attention. `y`, in f32, and `log_sums`, shaped as in [`Device::attention`], hold the results for earlier
-    /// keys, or zeros and negative infinity before the first block. The results over all blocks are those of attention, up to the order of
-    /// sums.
+    /// keys, or zeros and negative infinity before the first block. After the last block, the results equal those of attention except for
+    /// rounding, because sums have another order.
     ///
     /// Fails if there is no scratch memory.
     pub(crate) fn attention_block(

@@ -19,7 +19,7 @@ use trireme_base::{Event, EventCompleter, Random, RandomKey, spawn_thread};
 
 const NUM_STREAMS: usize = 3;
 
-/// Probabilities, in eighths, that an issued job runs without a waiter. The seed picks one.
+/// Probabilities, in eighths, that an issued job lets the device run one more job although no thread waits for it. The seed picks one.
 const EAGERNESS: [u32; 4] = [0, 1, 5, 8];
 
 /// Options of a detached device.
@@ -75,7 +75,7 @@ struct State {
     clocks: [Clock; NUM_STREAMS],
     /// Events of this device that may still be awaited, each with the clock of its stream when it was recorded.
     events: Vec<(Event, Clock)>,
-    /// Number of jobs that may run without a waiter.
+    /// Number of jobs that may run although no thread waits for them.
     num_eager_jobs: usize,
     /// Set while the host or another device waits: every ready job runs.
     is_demanded: bool,
@@ -198,7 +198,7 @@ impl Drop for Detached {
 impl Queue {
     fn check_races(&self, name: &str, operands: &impl Operands) {
         let state = self.lock();
-        // With an ignored wait, a test compares the bits that the race leaves. After a failure, no job runs.
+        // If a wait is ignored, a race is expected: a test compares the resulting bits. After a failure, no job runs.
         if self.options.ignored_wait.is_some() || state.failure.is_some() {
             return;
         }
@@ -378,8 +378,8 @@ impl Job {
 }
 
 impl State {
-    /// Orders all jobs that are issued to `exchange_and_compute` from now on after `event` and after every job that precedes the event. An
-    /// unknown event may follow any issued job: events of process groups do, although they complete early if an exchange fails.
+    /// Orders all jobs that are issued to `stream` from now on after `event` and after every job that precedes the event. An event that is
+    /// not in `events` may follow any issued job: events of process groups do, although they complete early if an exchange fails.
     /// [`Event::DONE`] follows no job.
     fn await_event(&mut self, stream: Stream, event: &Event) {
         if event.is_same(&Event::DONE) {

@@ -10,7 +10,7 @@ pub(crate) type Result<T, E = DeviceError> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum DeviceError {
-    /// Its address space could not be reserved.
+    /// Address space for the device's memory could not be reserved.
     #[error(
         "cannot reserve addresses for the memory of the CPU device: {0}; see whether `ulimit -v`, `ulimit -d` or the setting \
          vm.overcommit_memory = 2 keeps them back"
@@ -22,7 +22,7 @@ pub enum DeviceError {
     /// The number of threads exceeds the maximum of a device.
     #[error("{num_threads} threads exceed the maximum of {} for a device", ThreadPool::SIZE_MAX)]
     TooManyThreads { num_threads: usize },
-    /// Its threads could not be started.
+    /// The device's threads could not be started.
     #[error("cannot start {num_threads} kernel threads: {source}; use fewer")]
     Threads { num_threads: usize, source: std::io::Error },
     /// A tensor would have more bytes than a process can address.
@@ -37,7 +37,7 @@ pub enum DeviceError {
     /// The host's pool of huge pages is exhausted.
     #[error("{0}")]
     HugePages(String),
-    /// The number of rows is not divisible by the number of ranks of the tensor axis.
+    /// The length of a dim that is sharded by rows is not divisible by the number of ranks of the tensor axis.
     #[error(
         "{degree} ranks of the tensor axis cannot have equal parts of dim {dim} of {shape:?}; use a length \
          that {degree} divides, or no sequence parallelism"

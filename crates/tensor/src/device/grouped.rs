@@ -77,8 +77,8 @@ impl Device {
         assert!(num_parts.is_multiple_of(num_groups), "{num_parts} parts of {num_groups} groups");
         let num_parts = num_parts / num_groups;
         let size = ProductSizes { rows, cols, inner };
-        // An operand of one column is packed only if its number of rows has a certain parity, so that one row less may need more scratch
-        // memory.
+        // A left operand of one column may be read in place for `inner` rows and yet must be packed for one row less, so that a smaller
+        // group may need more scratch memory.
         let shorter = ProductSizes { inner: inner.saturating_sub(1), ..size };
         let factor = (left, Transposition::Yes);
         let words = [size, shorter].map(|size| self.product_scratch_words(precision, size, &factor));
@@ -126,7 +126,6 @@ impl Device {
     /// counts as the weight of its token in `weights` (`[..]`, f32), or as 1 without weights.
     ///
     /// # Panics
-    /// If there is not one weight per token.
     /// If there is not one weight for each token.
     pub fn ungrouped_rows(
         &self,

@@ -19,7 +19,7 @@ pub struct UpdatePass<'a> {
     pub scales: Option<View<'a>>,
     /// Seed of the stochastic rounding of states narrower than f32, combined with the element's position.
     pub noise: u32,
-    /// Receives the two sums of each piece, f64 `[pieces, 2]`.
+    /// Receives the two sums that the [`Update`] of each piece computes, f64 `[pieces, 2]`.
     pub sums: Option<ViewMut<'a>>,
 }
 
@@ -95,11 +95,11 @@ impl Device {
         self.issue(OptimizerCall::StepScales { of_parameter, of_update, out, scales });
     }
 
-    /// Sums the squares of the stored part of a matrix gradient, over each row and then over each column, in f64. The order of the sum
-    /// follows the unit's [leaves](crate::NUM_LEAVES).
+    /// Sums the squares of the stored part of a matrix gradient, over each row and then over each column, into `sums`, f64 `[rows + cols]`.
+    /// The order of the sum follows the unit's [leaves](crate::NUM_LEAVES).
     ///
     /// # Panics
-    /// If the number of sums is not the number of rows and columns.
+    /// If `sums` has fewer elements than the matrix has columns.
     pub fn factored_sums(&self, matrix: &FactoredMatrix, grads: View<'_>, scale: f32, sums: ViewMut<'_>) {
         let part = matrix.part.clone();
         assert!(sums.shape().num_elements() >= part.cols, "sums for all columns");

@@ -19,7 +19,7 @@ impl Device {
     /// Writes the values of a message to `y`, rounded to the dtype of `y`. The message has as many values as `y`.
     ///
     /// # Panics
-    /// In the cases of [`quantize`](Device::quantize).
+    /// If `message` does not have the length that `format` determines.
     pub fn dequantize(&self, message: View<'_>, format: IntegerFormat, y: ViewMut<'_>) {
         self.issue(QuantizedCall::Dequantize { message: message.operand(), y: y.into_operand(), format });
     }
@@ -27,7 +27,7 @@ impl Device {
     /// Computes `y += x` in f32 for the values `x` of a message.
     ///
     /// # Panics
-    /// In the cases of [`quantize`](Device::quantize).
+    /// If `message` does not have the length that `format` determines.
     pub fn add_dequantized(&self, message: View<'_>, format: IntegerFormat, y: ViewMut<'_>) {
         let (message, y) = (message.operand(), y.into_operand());
         self.issue(QuantizedCall::AddDequantized { message, y, format });

@@ -13,7 +13,7 @@ use trireme_base::{Category, Cost, DType, HostMemory, Pending};
 /// Host memory for asynchronous copies, counted in a [host device](Device::host)'s memory.
 #[derive(Debug)]
 pub struct PinnedMemory {
-    /// All of the block.
+    /// The bytes of `_block`.
     memory: OperandMut,
     cpu: Arc<Cpu>,
     _block: Block,

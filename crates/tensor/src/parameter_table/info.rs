@@ -57,8 +57,8 @@ impl ParameterInfo {
         }
     }
 
-    /// Maps the elements `stored` of this rank's shard to contiguous runs of the full, row-major parameter. Returns, for each run, its
-    /// first element in the full parameter and its range in the shard.
+    /// Maps the elements `held` of this rank's shard to contiguous runs of the full, row-major parameter. Returns, for each run, its first
+    /// element in the full parameter and its range in the shard.
     pub fn runs(&self, held: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
         // A replicated parameter is a single row.
         let one_row = (AxisSplit::along(0), [self.whole.num_elements()], AxisRank::ALONE);
@@ -68,7 +68,7 @@ impl ParameterInfo {
         }
     }
 
-    /// Writes the initial values of the elements `stored` of this rank's shard.
+    /// Writes the initial values of the elements `held` of this rank's shard.
     pub fn initialize(&self, seed: u64, held: Range<usize>, values: &mut [f32]) {
         for (first, run) in self.runs(held.clone()) {
             let run = run.start - held.start..run.end - held.start;

@@ -33,8 +33,8 @@ impl Probe {
         Peaks { products: peak(precision), arithmetic: peak(Precision::F32) }
     }
 
-    /// Returns a lower bound on the seconds that a kernel takes, and the resource that causes it: the maximum of its operations at `peaks`
-    /// and of the time of [`exchange_and_compute`](Probe::exchange_and_compute) for its traffic.
+    /// Returns a lower bound on the seconds that a kernel takes, and the resource that causes it: the maximum of the time of its operations
+    /// at `peaks` and of the time to [`stream`](Probe::stream) its traffic.
     ///
     /// # Errors
     /// If the device does not have enough memory for the kernel's traffic.

@@ -54,7 +54,7 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         Ok(result)
     }
 
-    /// All-gathers numbers between hosts: returns the numbers `own` of every rank, in rank order. Blocks the host.
+    /// All-gathers numbers in host memory: returns the numbers `own` of every rank, in rank order. Blocks the host.
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>>;
 
     /// Starts an all-to-all of rows: sends the elements of `values` that `runs` lists to every rank and receives from every rank. Starts as
@@ -115,8 +115,8 @@ impl ExchangedRuns {
         ExchangedRuns { sent: self.received, received: self.sent, lens, ..self }
     }
 
-    /// Restricts consecutive runs to `range` of all their elements. Returns, for each remaining run, its start relative to `range` and its
-    /// range in the tensor.
+    /// Selects the elements `range` of the concatenated elements of `runs`. Returns, for each run that has some of them, their start
+    /// relative to `range` and their range in the tensor.
     pub fn within(runs: &[Range<usize>], range: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
         let mut next = 0;
         runs.iter().filter_map(move |run| {

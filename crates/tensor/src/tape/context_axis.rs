@@ -25,7 +25,7 @@ impl OperationContext<'_> {
         self.context().map_or(ContextRank::ALONE, ContextAxis::place)
     }
 
-    /// Returns the positions of sequences of which this rank holds `len`.
+    /// Returns the positions that this rank holds of each sequence, given their number `len`.
     pub fn positions(&self, len: usize) -> Positions {
         match self.context_place() {
             ContextRank::ALONE => Positions::run(self.tape.pass.first_position, len),
@@ -33,7 +33,8 @@ impl OperationContext<'_> {
         }
     }
 
-    /// Returns the positions of sequences of which this rank holds `len` for its heads.
+    /// Returns the positions of each sequence that this rank holds for its heads, after positions were exchanged for heads, given their
+    /// number `len`.
     pub fn positions_of_heads(&self, len: usize) -> Positions {
         match self.context_place() {
             place if place.ring == AxisRank::ALONE => Positions::run(self.tape.pass.first_position, len),
@@ -43,9 +44,9 @@ impl OperationContext<'_> {
 }
 
 impl Recorder<'_> {
-    /// Inserts exchanges of positions for heads of inputs if the operation needs them. The inputs are the arguments from `first` on.
-    /// Returns the index of the first exchanged argument. Fails if the operation is not correct for sharded positions, or if an exchange
-    /// fails.
+    /// Inserts the operations that exchange the positions of the inputs for heads, if `op` needs them. The inputs are the arguments from
+    /// `first` on. Returns the index of the first exchanged argument. Fails if the operation is not correct for sharded positions, or if an
+    /// exchange fails.
     pub(super) fn exchange_for_heads(&mut self, op: &dyn Operation, first: usize) -> Result<usize> {
         let Some(axis) = &self.tape.pass.axes.context else { return Ok(first) };
         let inputs = self.tape.arguments[first..].iter().map(|argument| &self.tape.values[argument.value]);
@@ -74,7 +75,8 @@ impl Recorder<'_> {
         Ok(first)
     }
 
-    /// Inserts the exchange of the only output's heads for positions if inputs were exchanged. Returns the indices of the outputs.
+    /// Inserts the operation that exchanges the heads of the only output for positions, if `op` needs it. Returns the indices of the
+    /// outputs.
     pub(super) fn exchange_for_positions(&mut self, op: &Op, outputs: Range<usize>) -> Result<Range<usize>> {
         let has_heads = self.tape.pass.axes.context.as_ref().is_some_and(|axis| axis.heads.is_some());
         let Some(exchange) = op.get().head_exchange(InputOrOutput::Output, 1).filter(|_| has_heads) else {

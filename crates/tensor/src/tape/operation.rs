@@ -110,7 +110,7 @@ pub trait Operation: fmt::Debug + Send + Sync {
 /// |---|---|
 /// | `inputs: 2..=3` | [`num_inputs`](Operation::num_inputs) |
 /// | `has_parameters` | [`has_parameters`](Operation::has_parameters) is true |
-/// | `has_no_gradient` | outputs are orders, counts or means for metrics; implies `takes_positions` |
+/// | `has_no_gradient` | the input half does nothing, as for permutations, counts and metrics; implies `takes_positions` |
 /// | `reads_inputs: INPUT_HALF` | [`reads_input`](Operation::reads_input) is this [`ReadBy`] for every input |
 /// | `reads_outputs: INPUT_HALF` | [`reads_output`](Operation::reads_output), for every output |
 /// | `takes_rows` | [`takes_rows`](Operation::takes_rows) is true for every input |

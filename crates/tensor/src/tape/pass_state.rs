@@ -5,7 +5,7 @@ use crate::fp8::Fp8Scales;
 use crate::precision::Precision;
 use std::sync::Arc;
 
-/// The key of a pass's random numbers, in addition to the operation. It is the same on any layout.
+/// The part of the key of random numbers that all operations of a pass share. It is the same for every parallel layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Randomness {
     /// The run's seed.
@@ -21,7 +21,7 @@ pub struct Randomness {
 /// Precision, axes, position and random key of one pass. The caller of [`Tape::new`](super::Tape::new) provides it.
 #[derive(Debug, Clone)]
 pub struct PassState {
-    /// Precision of products and activations.
+    /// Precision of matmuls and activations.
     pub precision: Precision,
     /// Scales of the linear layers that compute in fp8. A recording tape also writes their amaxes.
     pub fp8: Option<Arc<Fp8Scales>>,

@@ -53,7 +53,7 @@ pub(crate) trait Operands: Sized {
     }
 }
 
-/// Returns the operand that replaces the given one.
+/// A function that returns the operand to put in place of the given one.
 pub(crate) type Replace<'a> = dyn FnMut(&Operand, Access) -> Operand + 'a;
 
 impl Operands for Operand {
@@ -127,7 +127,7 @@ macro_rules! kernel_calls {
 }
 use kernel_calls;
 
-/// Defines [`Call`] from its areas.
+/// Defines [`Call`], with one variant per area of kernels.
 macro_rules! areas {
     ($($area:ident($calls:ident)),*) => {
         /// A kernel with its operands and arguments.

@@ -1,4 +1,4 @@
-//! Sums; in f64 if they stay on the device.
+//! Sums over columns, elements and losses, and counts of correct predictions.
 
 use super::{each, kernel_calls, written};
 use crate::kernels::{Operand, OperandMut};

@@ -41,7 +41,7 @@ impl ActivationFunction for Gelu {
     fn at(x: f32) -> (f32, f32) {
         const SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
         const CUBIC: f32 = 0.044_715;
-        // Clamped where the sigmoid is long 0 or 1, because an infinite square would make the slope NaN.
+        // Clamped far beyond the values at which the sigmoid rounds to 0 or 1, because an infinite square would make the slope NaN.
         const SQUARE_MAX: f32 = 1e4;
         let square = x * x;
         let square = if square > SQUARE_MAX { SQUARE_MAX } else { square };

@@ -40,13 +40,13 @@ struct Blocks {
 }
 
 impl Arena {
-    /// Reserves addresses for as much memory as the machine has, or as many as the process may have. Allocates no memory.
+    /// Reserves as many addresses as the machine has bytes of memory, or fewer if the process may not have as many. Allocates no memory.
     pub(crate) fn reserve(page_source: PageSource, counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
         Ok(Self::new(Mapping::reserve(page_source)?, 0, counter))
     }
 
-    /// Like [`reserve`](Arena::reserve), for memory that kernels access at other addresses and that the host cannot access. Allocations are
-    /// ordered with the work of a backend once [`order_by`](Arena::order_by) is called.
+    /// Like [`reserve`](Arena::reserve), for memory that kernels access at other addresses and that the host cannot access. Call
+    /// [`order_by`](Arena::order_by) before memory is reused.
     pub(crate) fn detached(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
         Ok(Self::accessible(Mapping::detached()?, counter))
     }
@@ -67,7 +67,7 @@ impl Arena {
         Arena { memory, blocks, counter, backend, overflow }
     }
 
-    /// Orders allocations with the work of `backend` from now on.
+    /// Calls [`Backend::reuse`] for every block allocated from now on, so that kernels wait for copies that still use its memory.
     pub(crate) fn order_by(&self, backend: &Arc<dyn Backend>) {
         self.backend.get_or_init(|| Arc::clone(backend));
     }

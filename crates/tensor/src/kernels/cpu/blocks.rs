@@ -69,8 +69,8 @@ impl Cpu {
         });
     }
 
-    /// Computes `y[o, i] = factor * sum over d of x[o, d, i]` for `x` of shape `[outer, dim, inner]`. The sum over `d` has fixed lanes if
-    /// `inner` is 1, and blocks of `d` otherwise.
+    /// Computes `y[o, i] = factor * sum over d of x[o, d, i]` for `x` of shape `[outer, dim, inner]`. The sum over `d` has lanes as in
+    /// [`sum_zip`] if `inner` is 1; otherwise, it is computed in blocks of rows as in [`sum_rows`].
     pub(crate) fn sum_dim<T: Element>(
         &self,
         x: &[T],

@@ -97,7 +97,8 @@ impl RoutingRule {
         (chosen, len)
     }
 
-    /// Returns the factor that turns scores of a token's experts into weights, and the sum of the scores.
+    /// Returns the factor that turns scores of a token's experts into weights, and the sum of the scores; 1 instead of the sum if scores
+    /// are not normalized.
     fn factor(self, scores: impl Iterator<Item = f32>) -> (f32, f32) {
         // Avoids a division by 0 if the logits are very negative and all sigmoids are 0.
         let sum: f32 = if self.normalizes { scores.sum::<f32>() + 1e-20 } else { 1.0 };

@@ -23,7 +23,8 @@ struct Rounding {
     max: f32,
     /// Bits of the smallest normal value. Below it, the unit in the last place is constant.
     normal_min: u32,
-    /// Added to the bits of a power of two, gives the power of two whose unit in the last place is that of fp8 at the first one.
+    /// Difference between the bits of a power of two `p` and those of the power of two whose f32 unit in the last place equals the fp8 unit
+    /// in the last place at `p`.
     rounder_offset: u32,
 }
 
@@ -117,7 +118,8 @@ mod tests {
         (!is_special).then_some(sign * magnitude)
     }
 
-    /// Finds the nearest value of the format by searching all codes. Of two, it is the one with the even code.
+    /// Finds the value of the format that is nearest to `x` by searching all codes. If two are equally near, it is the one with the even
+    /// code.
     fn nearest(format: Fp8Format, x: f64) -> f64 {
         if x.is_nan() {
             return x;

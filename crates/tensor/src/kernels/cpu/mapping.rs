@@ -16,7 +16,7 @@ pub(super) const PAGE: usize = 64 << 10;
 /// Size of the mapping of a counting arena: more than any model needs, less than the address space of a process.
 const COUNTING_BYTES: usize = 1 << 45;
 
-/// One mapping reserves at most this fraction of the addresses that `ulimit -v` allows.
+/// Divisor of the number of addresses that `ulimit -v` allows. One mapping reserves at most the quotient.
 const ADDRESSES_SHARE: usize = 4;
 
 /// Minimum size of a mapping. Below it, reserving fails.
@@ -41,7 +41,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Reserves addresses for as much memory as the machine has, or as many as the process may have. None of them is
+    /// Reserves as many addresses as the machine has bytes of memory, or fewer if the process may not have as many. None of them is
     /// [accessible](Mapping::make_accessible). Allocates no memory.
     pub(super) fn reserve(page_source: PageSource) -> std::io::Result<Self> {
         let mut mapping = map_or_halve(addresses(machine_bytes()), |num_bytes| match page_source {
@@ -130,8 +130,8 @@ impl Mapping {
         Ok(end)
     }
 
-    /// Returns the pages that lie within `range` to the system, if it accepts them; they then read as zeros. Pages of the host's pool are
-    /// kept, because other processes could take them before they are touched again.
+    /// Releases to the system the pages that are entirely within `range`, if the system accepts them; they then read as zeros. Pages of the
+    /// host's pool are kept, because other processes could take them before they are touched again.
     ///
     /// # Safety
     /// Nothing may read the bytes before writing them again.

@@ -162,7 +162,7 @@ impl Cpu {
         self.for_each_reduced_row(out, cols, cols, task);
     }
 
-    /// Like [`for_each_row`](Cpu::for_each_row), if a row takes as much work as `num_read` elements.
+    /// Like [`for_each_row`](Cpu::for_each_row), for rows that each take as much work as reading `num_read` elements.
     pub(crate) fn for_each_reduced_row<T: Send>(
         &self,
         out: &mut [T],

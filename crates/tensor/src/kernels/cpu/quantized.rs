@@ -174,7 +174,8 @@ impl Cpu {
         });
     }
 
-    /// Runs `task` over runs of full blocks, each given by its elements and its bytes as first index and count.
+    /// Splits a message into ranges of full blocks and runs `task((first element, number of elements), (first byte, number of bytes))` for
+    /// each.
     fn for_message_blocks(
         &self,
         num_elements: usize,

@@ -86,7 +86,7 @@ impl ThreadPool {
         self.run_on_threads(num_tasks, &|_, index| task(index));
     }
 
-    /// Like [`ThreadPool::run`], for tasks that use thread-local memory: `task(thread, index)` with `thread` less than
+    /// Like [`ThreadPool::run`], for tasks that use scratch memory of their thread: `task(thread, index)` with `thread` less than
     /// [`ThreadPool::num_threads`]. No two concurrent tasks have the same thread index.
     pub(crate) fn run_on_threads(&self, num_tasks: usize, task: &Task<'_>) {
         let _running = match self.running.try_lock() {

@@ -26,7 +26,8 @@ pub struct RotaryTable {
 /// Peng et al., "YaRN", 2023, section 3.3).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DynamicScaling {
-    /// Growth factor of the frequency base with the length.
+    /// Scaling factor. In a table of `s > 1` times [`original_positions`](DynamicScaling::original_positions), the last frequency is
+    /// divided by `factor * s - (factor - 1)`.
     pub factor: f64,
     /// Number of positions up to which frequencies are unchanged.
     pub original_positions: usize,
@@ -138,7 +139,7 @@ impl KeyValueCache {
 /// each query begins (`[batch, seq_len]`): a causal query does not see earlier keys.
 ///
 /// If ranks of the context axis shard the positions, they exchange positions for heads first (Ulysses), or pass keys and values around a
-/// ring, or both. The starts of documents are then those of the positions after the exchange.
+/// ring, or both. The input with the starts of documents must then cover the positions that the rank holds after the exchange.
 #[derive(Debug, Clone)]
 pub struct Attention {
     /// Number of query heads.

@@ -10,7 +10,7 @@ use std::iter;
 use std::ops::Range;
 use trireme_base::AxisRank;
 
-/// Numbers in a row of the table after those of the experts: the total number of choices, and the maximum per expert.
+/// Number of entries in a row of the table after the entries of the experts: the total number of choices, and the maximum per expert.
 const NUM_OTHERS: usize = 2;
 
 /// The number of choices of each expert on each rank, and the row ranges that follow from them.

@@ -21,8 +21,8 @@ pub struct GroupRows {
 }
 
 /// The number of choices that an expert takes from each sample: a multiple of an even load, rounded up, the first ones in the order of
-/// positions. (Lepikhin et al., "GShard", 2020, section 2.2; a group of tokens with its own capacity is a sample here.) Only choices of an
-/// expert count in the load; padding has none. Thus dropped choices depend on no other sample.
+/// positions. (Lepikhin et al., "GShard", 2020, section 2.2; a group of tokens with its own capacity is a sample here.) Choices of no
+/// expert, which padding makes, do not count in the load. Thus dropped choices depend on no other sample.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Capacity {
     /// Multiple of an even load.

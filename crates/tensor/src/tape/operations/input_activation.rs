@@ -42,8 +42,8 @@ pub(super) fn activation_grad(
     Ok(())
 }
 
-/// Computes the gradient of an activation's argument, and its output, in place of the argument and of the output's gradient.
-/// [`grad_and_output`] tells which is where.
+/// Replaces `x`, the argument of an activation, and `d_activated`, the gradient of its output, by the gradient of the argument and the
+/// output. [`grad_and_output`] returns the two buffers in this order.
 pub(super) fn differentiate(
     device: &Device,
     activation: InputActivation,

@@ -116,8 +116,8 @@ impl Linear {
         if is_term { cx.start_sum(dx, cx.input_sharding(0)) } else { Ok(PendingValue::Ready(dx)) }
     }
 
-    /// Runs the input half. Returns the gradient of the input if it is pending, which only happens without an activation. `is_divided` says
-    /// that the weight half runs later.
+    /// Runs the input half. Returns the gradient of the input if it is pending, which only happens without an activation. `is_divided` is
+    /// true if the weight half runs in a separate pass over the tape.
     fn input_half(&self, cx: &mut BackwardContext<'_>, is_divided: bool) -> Result<Option<PendingValue>> {
         let fp8 = cx.fp8_layer(self.weight.first);
         let mut dy = self.all_grads(cx, is_divided)?;

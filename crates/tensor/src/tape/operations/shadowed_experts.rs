@@ -16,14 +16,14 @@ use trireme_base::{AxisRank, DType, ExchangeKind};
 /// Pending exchanges of the matrices of both layers.
 pub(super) struct Shadows([PendingExchange; 2]);
 
-/// Indices of the tensors that forward of shadows saves: this rank's rows of shadowed experts, by expert; the first row of each expert and
-/// the end of the last one; and the argument of the activation.
+/// Indices of the tensors that [`Shadows::forward`] returns to be saved: this rank's rows of shadowed experts, by expert; the first row of
+/// each expert and the end of the last one; and the argument of the activation.
 pub(super) const SAVED_X: usize = 0;
 pub(super) const SAVED_STARTS: usize = 1;
 pub(super) const SAVED_INNER: usize = 2;
 
-/// Indices of the tensors that the input half of shadows keeps for the weight half: the output gradients of the second layer and of the
-/// first layer, and the activated input.
+/// Indices of the tensors that [`Shadows::backward`] returns to be kept for the weight half: the output gradients of the second layer and
+/// of the first layer, and the activated input.
 pub(super) const KEPT_DY: usize = 0;
 pub(super) const KEPT_D_INNER: usize = 1;
 pub(super) const KEPT_ACTIVATED: usize = 2;
@@ -160,7 +160,7 @@ fn gather_shadowed_rows(cx: &OperationContext<'_>, loads: &Loads, rows: View<'_>
     Ok(taken)
 }
 
-/// Scatters the results for these rows to their places.
+/// Copies `made`, the results for this rank's rows of shadowed experts, to the places of these rows in `rows`.
 fn scatter_shadowed_rows(cx: &OperationContext<'_>, loads: &Loads, made: View<'_>, mut rows: ViewMut<'_>) {
     for (to, from) in rows_of_shadows(loads) {
         cx.device().copy(made.rows(from.start, from.len()), rows.rows(to.start, to.len()));

@@ -5,9 +5,9 @@ use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, 
 use trireme_base::DType;
 
 /// Chooses the top experts of each token by their scores (`[.., num_experts]`, f32). The outputs are their weights (f32) and indices (u32),
-/// `[.., num_choices]` each, in descending order. Of equal scores, the lower index comes first; NaN is never larger than a number. Weights
-/// that are normalized by their sum are 0 if all are. An optional second input holds weights of the rows (`[..]`, f32): a row of weight 0,
-/// such as padding, chooses no expert. Its weights are 0, and its indices are `num_experts`.
+/// `[.., num_choices]` each, in descending order. Of equal scores, the lower index comes first; NaN is never larger than a number. If
+/// weights are normalized by their sum and all scores are 0, the weights are 0. An optional second input holds weights of the rows (`[..]`,
+/// f32): a row of weight 0, such as padding, chooses no expert. Its weights are 0, and its indices are `num_experts`.
 ///
 /// Cost: `num_choices` searches over each row, each also over the choices found before.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -119,7 +119,7 @@ struct OnlineSoftmaxRow {
     max: f32,
     /// Sum of the exponentials.
     sum: f32,
-    /// Factor of the sums over earlier blocks, because the maximum has grown.
+    /// Factor that rescales the sums over earlier blocks to the current maximum.
     factor: f32,
 }
 
@@ -131,7 +131,7 @@ struct SavedRow {
     delta: f32,
 }
 
-/// Queries of one head and sequence.
+/// The queries of one head in one sequence, with the keys that they see.
 pub(super) struct Head<'a> {
     pub(super) queries: Matrix<'a>,
     pub(super) keys: KeyView<'a>,
@@ -161,8 +161,7 @@ impl BlockPair<'_> {
         within(self.seen[row].start)..within(self.seen[row].end)
     }
 
-    /// Returns the visible keys, rounded out to full registers as far as the pair has them, because remainder loops are slow. Empty if no
-    /// key is visible.
+    /// Returns the visible keys, extended to full registers within the pair, because remainder loops are slow. Empty if no key is visible.
     fn padded(self, row: usize) -> Range<usize> {
         let Range { start, end } = self.visible(row);
         if start >= end {

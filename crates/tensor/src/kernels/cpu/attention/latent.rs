@@ -16,8 +16,8 @@ pub struct LatentHeadShape {
     pub rotary_dim: usize,
     /// Dim of a value head.
     pub value_dim: usize,
-    /// Whether adjacent elements, such as 0 and 1, form the pairs that are rotated; otherwise, elements half a part apart do. In the
-    /// result, the first elements of all pairs precede the second ones.
+    /// Whether the two elements of a rotated pair are adjacent, such as 0 and 1. Otherwise, they are `rotary_dim / 2` apart. In the result,
+    /// the first elements of all pairs precede the second ones.
     pub is_interleaved: bool,
 }
 

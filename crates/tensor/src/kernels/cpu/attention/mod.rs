@@ -188,7 +188,7 @@ impl<V> Rotary<V> {
     }
 }
 
-/// The KV cache of a layer, `batch x capacity` rows each.
+/// The KV cache of a layer: `batch x capacity` rows of keys and as many rows of values.
 #[derive(Debug)]
 pub(crate) struct CacheSpan<'a> {
     /// Keys, after rotation.
@@ -372,8 +372,8 @@ impl Cpu {
     }
 
     /// Computes the gradient of [`Cpu::attention`] with respect to the queries, and to keys and values if they are separate. Otherwise,
-    /// `d_keys_values` is `None`, and `d_queries` receives all gradients. Gradients that are sums are accumulated. `y` and `log_sums` must
-    /// be the results for all keys.
+    /// `d_keys_values` is `None`, and `d_queries` receives all gradients. [`Results::Sums`] are accumulated. `y` and `log_sums` must be the
+    /// results for all keys.
     pub(crate) fn attention_backward<T: Element>(
         &self,
         inputs: AttentionInputs<&[T], &[u32]>,

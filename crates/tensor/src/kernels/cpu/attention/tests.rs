@@ -164,7 +164,7 @@ fn rules(head_dim: usize) -> impl Iterator<Item = AttentionRule> {
     windows.into_iter().chain([full]).chain(capped)
 }
 
-/// Returns the dtypes for a shape; only one for long sequences, which take long. Blocks of keys do not depend on the dtype.
+/// Returns the dtypes to test for a shape: only one for long sequences, to save time. Blocks of keys do not depend on the dtype.
 fn dtypes(shape: AttentionShape) -> &'static [DType] {
     if shape.seq_len < 500 { &DTYPES } else { &[DType::Bf16] }
 }

@@ -91,7 +91,7 @@ impl Inputs {
     }
 }
 
-/// A row of the definition, in f64.
+/// The loss and the softmax of one row, by definition, in f64.
 struct Row {
     loss: Exact,
     /// Softmax probability of each column, and the magnitude of its error.
@@ -161,7 +161,8 @@ proptest! {
     ) {
         let case = Case { rows, cols, width, deviation: 2.0_f32.powi(range), scale };
         let mut inputs = Inputs::new(case);
-        // Per four runs of seven columns, `vanishing` runs are minus infinity and have probability 0. The target keeps its logit.
+        // Sets `vanishing` out of every four runs of seven columns to negative infinity, so that their probability is 0. The target keeps
+        // its logit.
         for (row, logits) in inputs.logits.chunks_exact_mut(cols).enumerate() {
             for (col, logit) in logits.iter_mut().enumerate() {
                 if (col / 7 + row) % 4 < vanishing && col != inputs.targets[row] as usize {

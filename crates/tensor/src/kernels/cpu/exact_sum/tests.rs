@@ -38,7 +38,7 @@ fn sums_of_squares_match_f64() {
 
 #[test]
 fn no_term_is_lost_next_to_larger_ones() {
-    // Powers of two from the largest square to the smallest: far more bits than an f64 has.
+    // Powers of two whose squares range from about the smallest f32 to about the largest: far more bits than an f64 has.
     let x: Vec<f32> = (-74..=63).map(|exponent| (exponent as f32).exp2()).collect();
     let of = |x: &[f32]| cpu(CpuFeatures::Portable, 1).sum_of_squares(x);
     let mut without = of(&x);

@@ -38,7 +38,7 @@ pub(crate) fn detect() -> bool {
     *GRANTED.get_or_init(|| cfg!(target_os = "linux") && machine_has_tiles() && request_tiles())
 }
 
-#[allow(unused_unsafe)] // CPUID is safe in compilers later than the oldest that this crate takes.
+#[allow(unused_unsafe)] // CPUID is a safe function only in compilers newer than the oldest supported one.
 pub(crate) fn machine_has_tiles() -> bool {
     const OSXSAVE: u32 = 1 << 27;
     const AMX_TILE_AND_BF16: u32 = 1 << 24 | 1 << 22;

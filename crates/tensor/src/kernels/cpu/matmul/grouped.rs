@@ -134,7 +134,7 @@ impl Cpu {
     }
 
     /// Sorts rows by group with a stable counting sort: `starts[g]` is the first position of group `g`, `order[i]` the row at position `i`,
-    /// and `places[row]` its position. Of each `limit.num_together` rows, a group takes the first ones, up to its
+    /// and `places[row]` its position. From each `limit.capacity_group_len` consecutive rows, a group takes the first ones, up to its
     /// [capacity](GroupLimit::capacity). The others belong to no group and come last, as do rows of the group `num_groups`, which do not
     /// count in the capacity. Panics if a group exceeds `num_groups`.
     pub(crate) fn group_rows(

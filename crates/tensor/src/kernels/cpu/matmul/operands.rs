@@ -12,7 +12,7 @@ pub(crate) struct RightPanels<'a> {
     pub(super) micro: MicroKernel,
     inner: usize,
     cols: usize,
-    /// First column of the tile.
+    /// The first column of the operand that this value covers; set by [`from`](RightPanels::from).
     first_col: usize,
     words: &'a [u32],
 }

@@ -189,7 +189,7 @@ for_each_simd_level! {
     }
 }
 
-/// Returns whether words are equal to the stored values.
+/// Returns whether packed words have the same bits as the stored elements, so that an operand can be read in place.
 fn in_place(kind: WordKind, values: Floats<'_>) -> bool {
     matches!((kind, values), (WordKind::F32, Floats::F32(_)) | (WordKind::Bf16Pair, Floats::Bf16(_)))
 }

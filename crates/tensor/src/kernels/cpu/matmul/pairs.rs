@@ -28,8 +28,8 @@ pub(super) unsafe fn right_panel(
 /// Prefetch distance along a line, in elements.
 const TERMS_AHEAD: usize = 64;
 
-/// Packs the first words of `super::pack::across_narrow_panel` for bf16: those for which all sixteen lanes of both lines are in `source`.
-/// Returns the number of packed words.
+/// Packs the first words of a narrow panel of bf16, like `super::pack::across_narrow_panel`, as long as `source` has sixteen elements of
+/// both lines of a word. Returns the number of packed words.
 ///
 /// # Safety
 /// The machine has AVX-512 (F, BW, VL).

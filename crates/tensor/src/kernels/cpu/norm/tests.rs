@@ -81,7 +81,7 @@ impl<T: Element> Inputs<T> {
     }
 }
 
-/// A row of the definition, in f64.
+/// The statistics of one row, by definition, in f64.
 struct Row {
     x: Vec<f64>,
     mean: f64,

@@ -25,7 +25,7 @@ pub(crate) struct FactoredPart {
     pub(crate) leaf_len: usize,
 }
 
-/// The numbers of one update of a matrix.
+/// Hyperparameters of one Adafactor update of a matrix, and the matrix's offset.
 #[derive(Debug, Clone, Copy)]
 pub struct FactoredStep {
     /// First element of the matrix within its unit's flat buffer.

@@ -23,7 +23,7 @@ pub(crate) struct OrthogonalizeScratch<'a> {
     pub(crate) words: &'a mut [u32],
 }
 
-/// The three matmuls of an iteration, as sizes and operands. The Gram matrix has the shorter side: `X Xᵀ` for wide matrices, `Xᵀ X` for
+/// The sizes and operands of the three matmuls of an iteration. The Gram matrix has the shorter side: `X Xᵀ` for wide matrices, `Xᵀ X` for
 /// tall ones.
 struct Round {
     rows: usize,

@@ -6,7 +6,7 @@ use crate::kernels::cpu::simd::CpuFeatures;
 use crate::kernels::cpu::{Cpu, SharedSlice, TASK_ELEMENTS};
 use std::ops::Range;
 
-/// Consecutive elements of one parameter with the same update. Each of their sums is one term.
+/// Consecutive elements of one parameter with the same update. The sums of an update are computed separately for each piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
     /// First element within the unit's full flat buffer, even if only a part of it is stored.
@@ -32,7 +32,7 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// Maximum length for load balancing. Pieces without sums and without blocks may be split anywhere.
+    /// Maximum length of a piece, for load balancing. Pieces whose update computes no sums and has no 8-bit state may be split anywhere.
     pub const LEN_MAX: usize = TASK_ELEMENTS;
 
     /// Creates pieces, given in the order of memory.
@@ -107,7 +107,7 @@ impl Cpu {
         });
     }
 
-    /// Updates parameters and states piece by piece. If given, `sums` receives the two sums of each piece.
+    /// Updates parameters and states piece by piece. If given, `sums` receives the two sums that the [`Update`] of each piece computes.
     ///
     /// States narrower than f32 are rounded by random numbers from `rounding_seed` and the position. `grads` is empty if no update reads
     /// it. `scales` has a factor of the learning rate per update, or is empty.

@@ -3,7 +3,7 @@
 use super::pieces::Walk;
 use crate::kernels::cpu::simd::{for_each_simd_level, sum_zip};
 
-/// The numbers of one AdamW update (Loshchilov, Hutter: "Decoupled weight decay regularization", algorithm 2).
+/// Hyperparameters of one AdamW update (Loshchilov, Hutter: "Decoupled weight decay regularization", algorithm 2).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWStep {
     /// Learning rate of this step.
@@ -43,7 +43,7 @@ impl AdamWStep {
     };
 }
 
-/// The numbers of one SGD update with momentum, as PyTorch defines it with dampening 0.
+/// Hyperparameters of one SGD update with momentum, as PyTorch defines it with dampening 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MomentumStep {
     /// Learning rate of this step.
@@ -60,7 +60,7 @@ pub struct MomentumStep {
     pub step: u64,
 }
 
-/// The numbers of one Lion update (Chen et al., "Symbolic discovery of optimization algorithms", 2023, program 1).
+/// Hyperparameters of one Lion update (Chen et al., "Symbolic discovery of optimization algorithms", 2023, program 1).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LionStep {
     /// Learning rate of this step.
@@ -75,7 +75,7 @@ pub struct LionStep {
     pub grad_scale: f32,
 }
 
-/// The numbers of one LARS update (You et al., "Large batch training of convolutional networks", 2017, algorithm 1).
+/// Hyperparameters of one LARS update (You et al., "Large batch training of convolutional networks", 2017, algorithm 1).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LarsStep {
     /// Learning rate of this step, to be multiplied by the parameter's [`StepScale`](super::StepScale).
@@ -88,7 +88,7 @@ pub struct LarsStep {
     pub grad_scale: f32,
 }
 
-/// The numbers of one step of Muon's momentum (Jordan, "Muon", 2024).
+/// Hyperparameters of one update of Muon's momentum (Jordan, "Muon", 2024).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MuonStep {
     /// Decay rate of the momentum, which is an average of gradients.
@@ -99,7 +99,7 @@ pub struct MuonStep {
     pub grad_scale: f32,
 }
 
-/// The numbers of one Adafactor update of a vector (Shazeer, Stern, "Adafactor", 2018, algorithm 5).
+/// Hyperparameters of one Adafactor update of a vector (Shazeer, Stern, "Adafactor", 2018, algorithm 5).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RmsStep {
     /// Learning rate of this step, to be multiplied by the parameter's [`StepScale`](super::StepScale).
@@ -117,12 +117,12 @@ pub struct RmsStep {
 pub enum Update {
     /// AdamW; states: first and second moment. No sums.
     AdamW(AdamWStep),
-    /// Adam (Kingma, Ba 2015), with the decay added to the gradient; states as AdamW. No sums.
+    /// Adam (Kingma, Ba 2015), with the decay added to the gradient; states as for AdamW. No sums.
     Adam(AdamWStep),
     /// Adam with a frozen second moment and decoupled decay; states as for AdamW. No sums. Where the second moment is zero, only the decay
     /// applies.
     FrozenAdam(AdamWStep),
-    /// The second half of [`Update::FrozenAdam`]: the gradient is already the new first moment.
+    /// The second half of [`Update::FrozenAdam`]: the gradient is already the new first moment; states as for AdamW. No sums.
     FromMomentum(AdamWStep),
     /// The first half of [`Update::FrozenAdam`]: the gradients are passed as the parameters and become the new first moment; state: first
     /// moment, which is unchanged. No sums, no other gradients.
@@ -169,7 +169,7 @@ const GRADIENT_MAX: f32 = 1e15;
 /// Minimum second moment of Adafactor.
 pub(super) const FACTORED_FLOOR: f32 = 1e-30;
 
-/// The numbers of an Adam step, with values that are the same for all elements.
+/// The hyperparameters of an Adam step, with derived coefficients that are the same for all elements.
 #[derive(Clone, Copy)]
 struct AdamCoefficients {
     step: AdamWStep,

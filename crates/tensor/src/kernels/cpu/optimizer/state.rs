@@ -21,10 +21,10 @@ const SIGNED_LEVELS: f32 = 127.0;
 /// Number of codes of square roots.
 const ROOT_LEVELS: f32 = 255.0;
 
-/// Values this close to the largest code get that code. Steps are rounded up by less.
+/// Values within this distance of the largest code get that code. Rounding up a step changes the largest value's code by less.
 const SNAP: f32 = 0.01;
 
-/// Smaller steps cannot be divided by. They are rounded to 0.
+/// Smallest step that values are divided by. Smaller steps are rounded to 0.
 const STEP_MIN: f32 = 1e-30;
 
 trireme_base::named! {

@@ -28,7 +28,7 @@ impl NonFiniteCase {
 
 #[test]
 fn non_finite_values_reach_their_row_or_column_only() {
-    // The last NaN has no bit set in the upper half, which bf16 keeps, except the exponent.
+    // The last value is a NaN whose fraction has bits only in the lower half, which a truncation to bf16 drops.
     let values = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0x7f80_0001)];
     let (rows, cols, inner) = (101, 37, 71);
     let whole_row = |row: usize| (row * cols..(row + 1) * cols).collect::<Vec<usize>>();

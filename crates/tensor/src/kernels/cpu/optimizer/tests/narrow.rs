@@ -94,8 +94,8 @@ fn values_that_are_not_finite_stay_apart_from_other_blocks() {
     }
 }
 
-/// Every other moment of 1 falls by 0.1 % per step, far less than a unit of the format. The remaining ones keep the units of their blocks
-/// constant.
+/// All moments start at 1. Every other one falls by 0.1 % per step, far less than a unit of the format. The remaining ones stay at 1 and
+/// keep the units of their blocks constant.
 #[test]
 fn rounding_at_random_keeps_means_right() {
     let len = cases_for_miri(&[8192, 512], 1)[0];
