@@ -117,7 +117,7 @@ impl Compressor {
         Ok(compressor)
     }
 
-    /// The rounds of the step in progress; between two steps, of the next one.
+    /// The rounds of the step in progress, or of the next step if none is in progress.
     pub fn rounds(&self) -> &[Round] {
         &self.rounds
     }

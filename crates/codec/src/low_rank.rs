@@ -78,9 +78,9 @@ impl Layout {
 #[derive(Debug)]
 pub(super) struct LowRank {
     layout: Layout,
-    /// The orthonormal factors, from the first round to the second.
+    /// The orthonormal factors `P`, kept from the first round of a step to the second.
     p: Vec<f32>,
-    /// The factors that the next step starts with. A column of zeros is replaced by random numbers.
+    /// The factors `Q` that the next step starts with. A column of zeros is replaced by random numbers.
     q: Vec<f32>,
 }
 
