@@ -19,7 +19,7 @@ use trireme_base::{RandomKey, exponent, power_of_two};
 /// rounding error.
 const INDEPENDENT_PART_MIN: f32 = 1e-5;
 
-/// Positions of the factors and of the elements that are not factored in the messages.
+/// Positions within the messages of the factors, and of the elements that are not factored.
 #[derive(Debug)]
 pub(super) struct Layout {
     factored: Vec<Factored>,

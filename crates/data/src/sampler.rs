@@ -105,8 +105,8 @@ struct BlockSlot {
 /// the order is the same for every `n`. The sampler has no other state, so a run resumes from the number of samples it
 /// has seen.
 ///
-/// The shuffled order is computed for each index in constant memory, in less than a microsecond. Only windows of
-/// documents are stored, at 8 bytes each.
+/// The shuffled order is computed for each index in constant memory, in less than a microsecond. The windows of
+/// [`Packing::Documents`] are stored, at 8 bytes each; other windows are computed.
 ///
 /// If sources have weights, each block of 4096 samples contains samples of each source in proportion to its weight,
 /// evenly spread.

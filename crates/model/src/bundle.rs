@@ -157,7 +157,7 @@ impl TensorSpec {
         self.dtype.is_float()
     }
 
-    /// Returns the size of the elements in bytes.
+    /// Returns the size of all elements in bytes.
     pub fn num_bytes(&self) -> usize {
         self.shape.num_elements().saturating_mul(self.dtype.size())
     }

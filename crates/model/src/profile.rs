@@ -62,8 +62,8 @@ pub struct UnitProfile {
     pub backward_reads: bool,
     /// Whether a weight half that runs separately reads parameters.
     pub weight_half_reads: bool,
-    /// Indices in the table of the parameters for which backward computes only this rank's partial gradient. The ranks of the tensor axis
-    /// that hold the same elements must sum these.
+    /// Table indices of the parameters for which backward computes only this rank's partial gradient. The ranks of the tensor axis that
+    /// hold the same elements must sum these gradients.
     pub grad_terms: Vec<usize>,
     /// The exchanges of the passes with other ranks.
     pub exchanges: PassExchanges,

@@ -122,7 +122,7 @@ impl Optimizer {
             let UnitUpdate::Elements(ElementwiseUpdate { rule, members, states, .. }) = share else {
                 unreachable!("an optimizer that exchanges momentum has rules for elements")
             };
-            // Balance biases have no momentum: their gradients are exchanged unchanged.
+            // The biases that balance experts have no momentum: their gradients are exchanged unchanged.
             let rule = &**rule;
             if members.list.iter().any(|member| update(rule, member, &step).is_none()) {
                 continue;

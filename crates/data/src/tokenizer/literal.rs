@@ -134,7 +134,8 @@ impl Tokenizer {
         }
     }
 
-    /// Replaces the end-of-document token by the `eos_token` of a `tokenizer_config.json`, if the file names one.
+    /// Replaces the end-of-document token by the `eos_token` of a `tokenizer_config.json`, if the file names one and
+    /// the tokenizer has it.
     pub(super) fn with_config(mut self, config: &[u8]) -> Self {
         if let Kind::HuggingFace(inner) = &mut self.kind
             && let Some(name) = eos_name_in(config)

@@ -96,8 +96,8 @@ impl Tokenizer {
         Tokenizer { kind: Kind::Bytes }
     }
 
-    /// Reads a Hugging Face `tokenizer.json`. If a [`TOKENIZER_CONFIG_FILE`] next to it names an `eos_token`, that is
-    /// the end-of-document token.
+    /// Reads a Hugging Face `tokenizer.json`. If a [`TOKENIZER_CONFIG_FILE`] next to it names an `eos_token` that the
+    /// tokenizer has, that is the end-of-document token.
     ///
     /// # Errors
     /// If a file cannot be read or is larger than 256 MiB, or the file is not a valid tokenizer.

@@ -146,7 +146,7 @@ impl ModelConfig {
                 }
                 _ => "none".to_owned(),
             };
-            // Rotary positions have no parameters. The number of positions matters only for dynamic scaling.
+            // Learned positions have a parameter for each position. The number of rotary positions matters only for dynamic scaling.
             let is_dynamic = |rope: Rope| matches!(rope.scaling, Some(RopeScaling::Dynamic { .. }));
             let depends = config.rope.is_none_or(is_dynamic);
             let positions = depends.then_some(config.max_position_embeddings);
