@@ -147,8 +147,8 @@ impl Compression {
         self.error_feedback
     }
 
-    /// The decay of the second moment by whose square root each rank divides its gradient, if gradients are normalized.
-    /// Sums of normalized gradients are dimensionless.
+    /// The decay of the second moment, if gradients are normalized: each rank divides its gradient by the square root
+    /// of its second moment. Sums of normalized gradients are dimensionless.
     pub fn normalize(&self) -> Option<f32> {
         self.normalize
     }

@@ -28,7 +28,8 @@ pub struct Compressor {
     world_size: usize,
     key: RandomKey,
     pub(super) codec: Box<dyn Codec>,
-    /// Compresses the warm-up steps, unless the method is `none` or its ratio is raised instead.
+    /// Compresses the warm-up steps. Not used if these are sent uncompressed, or if the warm-up raises the ratio of
+    /// `codec` instead.
     warmup_codec: Box<dyn Codec>,
     pub(super) state: State,
     rounds: Vec<Round>,
@@ -117,7 +118,7 @@ impl Compressor {
         Ok(compressor)
     }
 
-    /// The rounds of the step in progress; between two steps, of the next one.
+    /// The rounds of the step in progress, or of the next step if none is in progress.
     pub fn rounds(&self) -> &[Round] {
         &self.rounds
     }

@@ -1,10 +1,10 @@
 //! Gradient compression: codecs that turn a bucket of gradients into messages for a collective and decode its result.
 //!
-//! The crate only computes: it opens no sockets, knows no process groups and starts no threads. A [`Compressor`] holds
-//! the state of one bucket and tells which [`Round`]s a step has. In each round, the caller provides memory for this
-//! rank's message, performs the collective, and passes the result back. The length of a round's messages is known in
-//! advance and equal on all ranks. After the last round, all ranks hold bit-identical results. `docs/compression.md`
-//! compares the codecs.
+//! The crate only computes: it does not communicate and starts no threads. A [`Compressor`] holds the state of one
+//! bucket and determines the [`Round`]s of each step. In each round, the caller provides memory for this rank's
+//! message, performs the collective, and passes the result back. The length of a round's messages is known in advance
+//! and equal on all ranks. After the last round, all ranks hold bit-identical results. `docs/compression.md` compares
+//! the codecs.
 //!
 //! # Invariants
 //! - If a rank's gradient contains NaN or infinity, so does the result on every rank.

@@ -19,7 +19,7 @@ use trireme_base::{RandomKey, exponent, power_of_two};
 /// rounding error.
 const INDEPENDENT_PART_MIN: f32 = 1e-5;
 
-/// Positions of the factors and of the elements that are not factored in the messages.
+/// Positions within the messages of the factors, and of the elements that are not factored.
 #[derive(Debug)]
 pub(super) struct Layout {
     factored: Vec<Factored>,
@@ -78,9 +78,9 @@ impl Layout {
 #[derive(Debug)]
 pub(super) struct LowRank {
     layout: Layout,
-    /// The orthonormal factors, from the first round to the second.
+    /// The orthonormal factors `P`, kept from the first round of a step to the second.
     p: Vec<f32>,
-    /// The factors that the next step starts with. A column of zeros is replaced by random numbers.
+    /// The factors `Q` that the next step starts with. A column of zeros is replaced by random numbers.
     q: Vec<f32>,
 }
 

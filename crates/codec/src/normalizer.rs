@@ -21,8 +21,8 @@ impl Normalizer {
 
     /// Divides the gradient of step `step`, counted from 0. The results are at most `1 / sqrt(1 - decay)` in magnitude,
     /// unless a square overflows or underflows. An element whose square overflows is divided by the root of its earlier
-    /// second moment, and one whose second moment underflows is not divided. Infinity and NaN stay infinity and NaN.
-    /// Neither they nor overflowing squares change the second moment.
+    /// second moment. An element whose second moment underflows is not divided. Infinity and NaN stay infinity and NaN.
+    /// Infinity, NaN and overflowing squares do not change the second moment.
     ///
     /// There is no epsilon, so scaling all gradients by a power of two does not change the result.
     pub(super) fn divide(&mut self, step: u64, gradient: &mut [f32]) {
@@ -60,7 +60,7 @@ mod tests {
         let mut normalizer = Normalizer::new(0.75, 4);
         // In the first step, the second moment is the square of the gradient.
         assert_close(divided(&mut normalizer, 0, [3.0, -1e-9, 0.0, 1e-30]), [1.0, -1.0, 0.0, 0.0]);
-        // Second moments after bias correction: (0.75 * 9 + 1 * 1) / 1.75 and so on, multiplied by 4.
+        // Second moment of the first element after bias correction: (0.75 * 9 + 1) / 1.75. A factor of 0.25 cancels.
         let root = (7.75_f32 / 1.75).sqrt();
         let found = divided(&mut normalizer, 1, [1.0, 0.0, 2.0, 0.0]);
         assert_close(found, [1.0 / root, 0.0, (1.75_f32).sqrt(), 0.0]);

@@ -11,7 +11,7 @@ pub enum Round {
         /// Number of elements.
         len: usize,
     },
-    /// An all-gather: every rank contributes bytes and receives those of all ranks, in rank order.
+    /// An all-gather: every rank contributes bytes and receives the bytes of all ranks, in rank order.
     AllGather {
         /// Bytes that one rank contributes.
         num_bytes: usize,
@@ -38,8 +38,8 @@ impl Round {
         dtype.size() * len
     }
 
-    /// Returns the number of messages for which a rank needs memory: its own, which becomes the sum, or those of all
-    /// ranks.
+    /// Returns the number of messages for which a rank needs memory: one for an all-reduce, whose result replaces the
+    /// rank's message, and `world_size` for an all-gather.
     pub const fn num_messages(self, world_size: usize) -> usize {
         match self {
             Round::AllReduce { .. } => 1,

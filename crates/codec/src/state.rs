@@ -111,7 +111,7 @@ impl Compressor {
         Ok(())
     }
 
-    /// Copies a vector that was checked into the state.
+    /// Copies a validated vector into the state.
     fn take(&mut self, name: &str, values: StateValues<'_>) {
         match values {
             StateValues::U64(values) => self.state.step = values[0],

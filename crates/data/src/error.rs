@@ -151,7 +151,7 @@ pub enum DataError {
          or damaged: prepare the corpus again"
     )]
     TokenFileVersion { path: PathBuf, version: u32 },
-    /// The length of a token file differs from the length in its header, or from that at the time it was opened.
+    /// The length of a token file differs from the length in its header, or from its length when it was opened.
     #[error(
         "{path} has {actual_bytes} bytes instead of {expected_bytes}: it was truncated or overwritten; \
          prepare the corpus again"

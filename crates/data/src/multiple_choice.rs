@@ -148,7 +148,7 @@ impl Question {
         let choice = |choice: &String| {
             let mut tokens = encode(&format!("{context}{spaces}{delimiter}{choice}"))?;
             let mut num_given = encode(context)?.len();
-            // This also applies if the choice adds no token to a context of one token.
+            // The end-of-document token is also needed if the choice adds no token to a context of one token.
             if num_given == 0 || tokens.len() < 2 {
                 tokens.insert(0, tokenizer.end_of_document().unwrap_or(0));
                 num_given = 1;

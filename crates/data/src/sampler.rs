@@ -20,8 +20,8 @@ pub enum Packing {
     /// Windows follow each other without gaps, regardless of document boundaries.
     Stream,
     /// Each window begins at the start of a document and contains the following documents as far as they fit
-    /// completely. The rest of the window is padding. Only documents that are longer than a window are split, and only
-    /// their pieces begin within a document.
+    /// completely. The rest of the window is padding. Only documents that are longer than a window are split into
+    /// pieces, and a window begins within a document only if it contains such a piece.
     Documents,
 }
 
@@ -29,7 +29,7 @@ pub enum Packing {
 enum Windows {
     /// `num_windows` windows of equal length, from token `first` on.
     Stream { first: u64, num_windows: u64 },
-    /// Window `i` consists of the tokens `bounds[i]..bounds[i + 1]`. `num_cut` documents are longer than a window and
+    /// Window `i` consists of the tokens `bounds[i]..bounds[i + 1]`. `num_split` documents are longer than a window and
     /// therefore split.
     Documents { bounds: Arc<[u64]>, num_split: u64 },
 }
@@ -82,8 +82,8 @@ struct SourceWindows {
     num_per_block: u64,
 }
 
-/// Number of samples in a block. Each block contains samples of all sources in proportion to their weights, so weights
-/// are rounded to multiples of its inverse.
+/// Number of samples in a block. Each block contains samples of all sources in proportion to their weights, so each
+/// source's share of the samples is rounded to a multiple of 1 / 4096.
 const BLOCK_SAMPLES: u64 = 1 << 12;
 
 /// The source of one sample in a block.
@@ -105,8 +105,8 @@ struct BlockSlot {
 /// the order is the same for every `n`. The sampler has no other state, so a run resumes from the number of samples it
 /// has seen.
 ///
-/// The shuffled order is computed for each index in constant memory, in less than a microsecond. Only windows of
-/// documents are stored, at 8 bytes each.
+/// The shuffled order is computed for each index in constant memory, in less than a microsecond. The windows of
+/// [`Packing::Documents`] are stored, at 8 bytes each; other windows are computed.
 ///
 /// If sources have weights, each block of 4096 samples contains samples of each source in proportion to its weight,
 /// evenly spread.

@@ -131,7 +131,8 @@ impl TensorSpec {
         self.shape.dims().get(1).copied()
     }
 
-    /// Returns the spec of the part of a batch tensor that a rank of the context axis has: its positions, or all if there are no positions.
+    /// Returns the spec of the part of a batch tensor that a rank of the context axis holds: only the rank's positions along dim 1. A
+    /// tensor without positions is not split.
     pub fn of_positions(self, context: ContextRank) -> Self {
         match self.positions(context) {
             None => self,
@@ -139,8 +140,9 @@ impl TensorSpec {
         }
     }
 
-    /// Returns the positions of the tensor that a rank of the context axis has; `None` for all. For document starts, these are all
-    /// positions of its place on the ring, because its heads attend from all of them.
+    /// Returns the positions of the tensor that a rank of the context axis holds; `None` for all. For document starts, these are the
+    /// positions of all ranks at its place on the ring: these ranks exchange positions for heads, and then the heads of each rank attend
+    /// from all of these positions.
     fn positions(&self, context: ContextRank) -> Option<Positions> {
         let len = self.num_positions().filter(|_| context != ContextRank::ALONE)?;
         Some(if self.name == DOCUMENT_STARTS {
@@ -155,7 +157,7 @@ impl TensorSpec {
         self.dtype.is_float()
     }
 
-    /// Returns the size of the elements in bytes.
+    /// Returns the size of all elements in bytes.
     pub fn num_bytes(&self) -> usize {
         self.shape.num_elements().saturating_mul(self.dtype.size())
     }
@@ -205,7 +207,7 @@ impl HostBatch {
         self.upload_positions(device, ContextRank::ALONE)
     }
 
-    /// Copies to a device the part of each tensor that a rank of the context axis has: its positions along dim 1.
+    /// Copies to a device the part of each tensor that a rank of the context axis holds: the rank's positions along dim 1.
     ///
     /// # Errors
     /// If the device cannot allocate memory.

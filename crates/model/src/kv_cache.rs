@@ -36,7 +36,8 @@ impl KvCache {
         self.next = 0;
     }
 
-    /// Reduces each input of the last unit to its last row, `[1, 1, cols]`, because only the last position is continued.
+    /// Reduces each input of the last unit to its last row, `[1, 1, cols]`, because only the logits of the last position are needed to
+    /// choose the next token.
     ///
     /// # Errors
     /// If the device cannot allocate memory.

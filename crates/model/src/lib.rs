@@ -1,7 +1,7 @@
 //! Models as chains of units, including models built from a Hugging Face `config.json`.
 //!
 //! A [`Model`] is a description: [units](Unit), and the table of their parameters. The caller provides the values of parameters
-//! ([`trireme_tensor::Parameters`]) and the tapes that record passes ([`trireme_tensor::Tape`]). This crate knows no groups of ranks.
+//! ([`trireme_tensor::Parameters`]), the tapes that record passes ([`trireme_tensor::Tape`]), and all communication between ranks.
 
 mod bundle;
 mod config;

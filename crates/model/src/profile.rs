@@ -62,8 +62,8 @@ pub struct UnitProfile {
     pub backward_reads: bool,
     /// Whether a weight half that runs separately reads parameters.
     pub weight_half_reads: bool,
-    /// Indices in the table of the parameters for which backward computes only this rank's partial gradient. The ranks of the tensor axis
-    /// that hold the same elements must sum these.
+    /// Table indices of the parameters for which backward computes only this rank's partial gradient. The ranks of the tensor axis that
+    /// hold the same elements must sum these gradients.
     pub grad_terms: Vec<usize>,
     /// The exchanges of the passes with other ranks.
     pub exchanges: PassExchanges,
@@ -93,7 +93,7 @@ pub struct Report {
 pub struct KeptBytes {
     /// All tensors that backward needs.
     pub all: usize,
-    /// The part of the record that remains if only results of matrix products and attention are kept.
+    /// The tensors that remain if only the results of matrix products and attention are kept.
     pub products: usize,
     /// The outputs of the previous unit.
     pub inputs: usize,
@@ -111,10 +111,10 @@ pub struct BatchTensor {
 }
 
 impl ModelProfile {
-    /// Builds a model on a counting device, and [rehearses](Model::profile) it.
+    /// Builds a model on a counting device, and [profiles](Model::profile) it.
     ///
     /// # Errors
-    /// Errors of `build` and of the rehearsal.
+    /// Errors of `build` and of [`Model::profile`].
     pub fn of(
         build: impl FnOnce(&Device) -> Result<Model>,
         device_options: DeviceOptions,
@@ -130,8 +130,8 @@ impl ModelProfile {
         self.units.iter().map(|unit| unit.passes).collect()
     }
 
-    /// Returns the operations of matrix products in forward and backward of a microbatch on this rank. Excludes recomputation of
-    /// activations, and values that an operation's backward recomputes.
+    /// Returns the number of operations of the matrix products in forward and backward of a microbatch on this rank. Excludes recomputation
+    /// of activations, and values that an operation's backward recomputes.
     pub fn model_operations(&self) -> u64 {
         let costs = self.units.iter().map(|unit| unit.passes.forward_cost + unit.passes.backward_cost);
         costs.fold(Cost::ZERO, Cost::add).model_operations()
@@ -161,7 +161,7 @@ impl ModelProfile {
 }
 
 impl Model {
-    /// Returns the axes of these passes without the other ranks: exchanges are only recorded.
+    /// Returns axes on which this rank can run passes without the other ranks: exchanges are recorded, but not performed.
     pub(crate) fn axes_alone(&self, PassOptions { shards_rows, context, .. }: PassOptions) -> RecordingAxes {
         let noted = ExchangeLog::default();
         let alone = |axis, place: AxisRank| -> Option<Arc<dyn AxisOps>> {

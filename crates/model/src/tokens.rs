@@ -6,7 +6,7 @@ use trireme_base::DType;
 /// Name of the token ids that a language model reads: `[batch, seq_len]`, u32.
 pub const TOKENS: &str = "tokens";
 
-/// Name of the token ids that it predicts, shifted by one position: `[batch, seq_len]`, u32.
+/// Name of the token ids that a language model predicts, shifted by one position: `[batch, seq_len]`, u32.
 pub const TARGETS: &str = "targets";
 
 /// Name of the loss weights of the predictions: `[batch, seq_len]`, f32. Optional; the default is 1. The loss of a batch is the mean of the
@@ -14,7 +14,8 @@ pub const TARGETS: &str = "targets";
 pub const LOSS_WEIGHTS: &str = "loss_weights";
 
 /// Name of the weights of tokens in router statistics: `[batch, seq_len]`, f32. Optional; the default is 1. Padding has weight 0 and is
-/// sent to no expert. All other tokens have the same weight, with which the mean over all positions of a step is the mean over its tokens.
+/// sent to no expert. All other tokens have one weight, chosen so that the weighted mean over all positions of a step equals the mean over
+/// the tokens of the step.
 pub const TOKEN_WEIGHTS: &str = "token_weights";
 
 /// Name of the last unit's output for a batch without targets: `[batch, seq_len, vocabulary]`, f32.

@@ -13,7 +13,7 @@ use trireme_tensor::{DeviceError, GradSink, ParameterSource, Tape, Tensor, Var};
 /// Each unit reads the outputs of the previous one. Closures with the signature of [`forward`](Unit::forward) implement this trait.
 pub trait Unit: Send + Sync {
     /// Runs the unit: takes [inputs](UnitContext::input) and tensors of the [batch](UnitContext::batch), applies operations, and names its
-    /// [outputs](UnitContext::output). It must do the same in every pass of a run.
+    /// [outputs](UnitContext::output). Every pass of a run must apply the same operations.
     ///
     /// # Errors
     /// If the device cannot allocate memory for a result.
@@ -73,7 +73,7 @@ impl UnitContext<'_> {
     /// Like [`batch`](UnitContext::batch), but returns `None` if the batch has no such tensor. For example, generation has no targets.
     ///
     /// # Panics
-    /// If it was already taken.
+    /// If the tensor was already taken.
     pub fn optional_batch(&mut self, name: &'static str) -> Option<Var> {
         assert!(self.lent.get(name).is_none(), "the unit has taken '{name}' of the batch already");
         let var = self.recorder.constant(self.batch.take(name)?);
@@ -97,7 +97,7 @@ impl UnitContext<'_> {
         Ok(())
     }
 
-    /// Computes the heads of latent attention. In generation, they may be at any position of the sequence.
+    /// Computes the heads of latent attention. In generation, uses a rotary table for all positions of the KV cache.
     ///
     /// # Errors
     /// If memory for the result cannot be allocated.
@@ -139,8 +139,8 @@ pub struct UnitPass {
 }
 
 impl UnitPass {
-    /// Runs a unit forward on an empty tape. Returns the pass and the unit's outputs. The tensors taken from `batch` are returned to it.
-    /// With a KV cache `kv_cache`, the pass appends to it, and the tape must start at its [position](KvCache::position).
+    /// Runs a unit forward on an empty tape. Returns the pass and the unit's outputs. The tensors taken from `batch` are returned to it. If
+    /// there is a KV cache `past`, the pass appends to it, and the tape must start at its [position](KvCache::position).
     pub fn forward(
         unit: &dyn Unit,
         mut tape: Tape,

@@ -21,7 +21,8 @@ pub struct UnitBenchmark<'a> {
 }
 
 impl Model {
-    /// Allocates a unit's parameters with their initial values, including those of another unit that it reads if they are tied.
+    /// Creates a benchmark of a unit. Allocates the unit's parameters with their initial values. If the unit reads a tied weight of another
+    /// unit, the parameters of that unit are allocated, too.
     ///
     /// # Errors
     /// If the device cannot allocate memory.
@@ -51,9 +52,9 @@ impl Model {
 }
 
 impl UnitBenchmark<'_> {
-    /// Runs the passes that the rehearsal measured, on random values: forward, recomputation and backward, and then forward and the two
-    /// halves of backward. To time the kernels, [keep a journal](Device::keep_journal), in which pauses separate the passes. `before_pass`
-    /// is called before each pass that is timed.
+    /// Runs the passes that [`Model::profile`] measures, on random values: forward, recomputation and backward, and then forward and the
+    /// two halves of backward. To time the kernels, [keep a journal](Device::keep_journal), in which pauses separate the passes.
+    /// `before_pass` is called before each pass that is timed.
     ///
     /// # Errors
     /// If the device cannot allocate memory.

@@ -33,9 +33,9 @@ impl Optimizer {
         self.options.name.exchanges_momentum()
     }
 
-    /// Returns the quantity that ranks sum for a unit in update `step` of the run, counted from 1. This is momentum, unless a parameter of
-    /// the unit updates its second moment, or no parameter has a momentum because all are frozen. The result is the same on all ranks,
-    /// whichever part of the unit they store.
+    /// Returns the quantity that ranks sum for a unit in update `step` of the run, counted from 1. This is momentum, with two exceptions: a
+    /// parameter of the unit updates its second moment in this step, or no parameter of the unit has a momentum, for example because all
+    /// are frozen. The result is the same on all ranks, whichever part of the unit they store.
     pub fn exchange(&self, unit: usize, step: u64) -> ReducedQuantity {
         let updates_second = self.units[unit].iter().filter_map(|share| match share {
             UnitUpdate::Elements(share) => Some((share.rule.compressed_adam()?, &share.members.list)),
@@ -122,7 +122,7 @@ impl Optimizer {
             let UnitUpdate::Elements(ElementwiseUpdate { rule, members, states, .. }) = share else {
                 unreachable!("an optimizer that exchanges momentum has rules for elements")
             };
-            // Balance biases have no momentum: their gradients are exchanged unchanged.
+            // The biases that balance experts have no momentum: their gradients are exchanged unchanged.
             let rule = &**rule;
             if members.list.iter().any(|member| update(rule, member, &step).is_none()) {
                 continue;

@@ -74,8 +74,9 @@ impl Factored {
         if phase == 0 { 1 + self.whole.rows() + self.whole.cols() } else { 1 }
     }
 
-    /// Computes local sums of squares. In the first exchange: of the parameter, and of the gradient by row and by column. In the second
-    /// exchange, once those are `known`: of the update.
+    /// Computes local sums of squares. If `known` is `None`, these are the sums of the first exchange: the squares of the parameter, and
+    /// the squares of the gradient by row and by column. Otherwise `known` holds these sums over all ranks, and the squares of the update
+    /// are summed for the second exchange.
     pub(crate) fn observe(
         &mut self,
         step: &UnitStep<'_>,

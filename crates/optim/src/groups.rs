@@ -7,7 +7,7 @@ pub struct ParameterGroup {
     pub pattern: String,
     /// Whether the parameters are frozen: not updated, without state, and excluded from gradient norms.
     pub frozen: bool,
-    /// Factor of the learning rate.
+    /// Factor by which the learning rate is multiplied.
     pub lr_scale: f32,
     /// Weight decay; `None` uses the optimizer's.
     pub weight_decay: Option<f32>,

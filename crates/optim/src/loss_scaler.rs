@@ -25,7 +25,7 @@ pub enum LossScaling {
 }
 
 impl LossScaling {
-    /// The largest scale. Gradients that are still in range there do not need more.
+    /// The largest scale. At this scale, f16 can represent gradients down to 2^-48, so a larger scale is not needed.
     pub const SCALE_MAX: u32 = 1 << 24;
 
     /// Dynamic scaling with PyTorch's defaults: initially 2^16, doubled after 2000 steps.

@@ -26,7 +26,7 @@ pub(crate) struct Member {
 pub(crate) enum PieceSplit {
     /// By lengths that keep threads busy.
     Anywhere,
-    /// Along the leaves of the unit, so that sums and blocks do not depend on the sharding.
+    /// Along the leaves of the unit's summation tree, so that sums and quantization blocks do not depend on the sharding.
     Leaves,
 }
 
@@ -122,8 +122,8 @@ impl Members {
         refill(&mut self.updates, self.list.iter().map(update))
     }
 
-    /// Returns the factors of all members' learning rates, from the squares of parameters and of updates. Returns an error if their memory
-    /// cannot be allocated.
+    /// Returns the factors by which the learning rates of all members are multiplied, computed from the sums of squares of parameters and
+    /// of updates. Returns an error if the memory for the factors cannot be allocated.
     pub(crate) fn scales(
         &mut self,
         device: &Device,

@@ -83,7 +83,7 @@ impl Muon {
     }
 }
 
-/// Returns the factor of an orthogonal update of a matrix of this shape.
+/// Returns the factor by which an orthogonal update of a matrix of this shape is multiplied.
 fn update_scale(scale: MuonScale, shape: Shape) -> f64 {
     let (rows, cols) = (shape.rows() as f64, shape.cols() as f64);
     match scale {

@@ -72,7 +72,7 @@ impl UnitUpdate {
     }
 }
 
-/// Offsets of the shares' sums in the vectors of the two exchanges.
+/// Offsets of the sums of each [`UnitUpdate`] in the vectors of the two exchanges.
 #[derive(Default)]
 struct SumOffsets {
     ends: [usize; 2],

@@ -3,16 +3,17 @@
 use std::ops::Range;
 use trireme_tensor::{DeviceError, ParameterInfo, View, ViewMut};
 
-/// Exchange between the ranks that each update one part of a unit. All of them make the same calls in the same order. These are the ranks
-/// with the other shards, and the ranks of the tensor axis with the other parts of split parameters.
+/// Exchange between the ranks that each update one part of a unit: the ranks with the other shards, and the ranks of the tensor axis with
+/// the other parts of split parameters. All these ranks make the same calls in the same order.
 ///
-/// The caller implements it, because an optimizer knows no groups of ranks.
+/// The caller implements this trait, because this crate does not communicate with other ranks itself.
 pub trait ShardOps {
     /// Error of an exchange or of a step.
     type Error: From<DeviceError>;
 
     /// Replaces each of the f64 `values`, which are on the optimizer's device, by its sum over the ranks: over shards, and then over the
-    /// tensor axis. The order is the canonical tree of all reductions, neighbours first. Kernels that are issued later read the sums.
+    /// tensor axis. The values are added in the same binary tree as in every reduction, neighbouring ranks first. Kernels that are issued
+    /// later read the sums.
     fn sum(&mut self, values: ViewMut<'_>) -> Result<(), Self::Error>;
 
     /// Gathers a unit's flat buffer `whole`. This rank has written the elements `part`; the other ranks provide the rest.

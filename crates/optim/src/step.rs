@@ -12,7 +12,7 @@ pub struct StepSettings {
     pub step: u64,
     /// Learning rate.
     pub lr: f64,
-    /// Factor of every gradient. It combines the mean over microbatches, the loss scale, and clipping.
+    /// Factor by which every gradient is multiplied. It combines the mean over microbatches, the loss scale, and clipping.
     pub grad_scale: f64,
 }
 

@@ -31,7 +31,7 @@ pub struct Bandwidth {
 /// cache holds 256 MiB. `block_bytes` is clamped to the range from [`ALIGNMENT`] to 64 MiB.
 ///
 /// # Errors
-/// As [`SwapFile::create`], [`SwapFile::buffer`] and [`Transfer::wait`].
+/// The errors of [`SwapFile::create`], [`SwapFile::buffer`] and [`Transfer::wait`].
 pub fn measure_bandwidth(
     folder: &Path,
     block_bytes: usize,
@@ -47,7 +47,7 @@ pub fn measure_bandwidth(
     Ok(Bandwidth { read, write, description: swap.describe().clone() })
 }
 
-/// Allocates and fills enough buffers for twice the parts that the system processes at a time.
+/// Allocates buffers for twice as many parts as can be in flight, and fills them.
 fn fill_buffers(
     swap: &SwapFile,
     block_bytes: usize,

@@ -26,8 +26,7 @@ pub struct SwapFile {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// The location, size and method of a swap file. [`PreparationProgress`](fmt::PreparationProgress) formats it on one line, for a notice to
-/// the user.
+/// The location, size and method of a swap file. [`Display`](fmt::Display) formats the description on one line, for a notice to the user.
 #[derive(Debug, Clone)]
 pub struct SwapDescription {
     /// The folder whose disk stores the file.
@@ -155,7 +154,8 @@ impl Drop for SwapFile {
     }
 }
 
-/// Returns the sum of all lengths, each rounded up. At least [`ALIGNMENT`], which trying the methods needs.
+/// Returns the size of the file: the sum of all lengths, each rounded up to a multiple of [`ALIGNMENT`]. The size is at least
+/// [`ALIGNMENT`], because the choice of a method tries a transfer of that length.
 fn file_size(block_bytes: &[usize]) -> Result<u64, SwapError> {
     let add = |size: u64, bytes: &usize| {
         // Offsets in a file are signed.

@@ -133,7 +133,7 @@ impl Queue {
         };
         let judgement = self.judge(&operation, result);
         let Operation { slot, part_index, access, checksum, part } = operation;
-        // A transfer gets its buffer back only if none of its parts exists.
+        // A transfer can get its buffer back only after all its parts are dropped.
         drop(part);
         let mut state = self.lock();
         match judgement {
@@ -176,12 +176,12 @@ impl Queue {
         self.submitted.notify_all();
     }
 
-    /// Counts a worker in.
+    /// Adds a worker to the number of running workers.
     pub(crate) fn enter(&self) {
         self.lock().num_workers += 1;
     }
 
-    /// Counts a worker out.
+    /// Removes a worker from the number of running workers.
     pub(crate) fn leave(&self) {
         self.lock().num_workers -= 1;
         self.ended.notify_all();

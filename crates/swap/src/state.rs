@@ -92,8 +92,8 @@ impl State {
         index
     }
 
-    /// Returns the next operation, a part of at most `part_bytes`. All parts of one transfer come in a row. The next transfer is the oldest
-    /// one whose block is not busy.
+    /// Returns the next operation, a part of at most `part_bytes`. The parts of one transfer are returned consecutively. The next transfer
+    /// is the oldest one whose block is not busy.
     pub(crate) fn next_operation(&mut self, part_bytes: usize) -> Option<Operation> {
         if self.failure.is_some() {
             return None;

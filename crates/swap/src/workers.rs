@@ -73,8 +73,8 @@ fn call(file: &File, operation: &mut Operation) -> rustix::io::Result<usize> {
 
 /// Keeps as many operations in flight as the ring has room for. Checksums are computed while the device works on other operations.
 ///
-/// If a transfer is issued while others are in flight, it starts when one of their parts has ended, because the thread waits only for the
-/// kernel. A part takes about a millisecond.
+/// A transfer that is issued while others are in flight starts when one of their parts has ended, because the thread waits only for
+/// completions and not for new transfers. A part takes about a millisecond.
 fn serve_ring(queue: &Queue, mut ring: Ring) -> io::Result<()> {
     let mut ended = Vec::with_capacity(ring.depth());
     loop {

@@ -46,8 +46,8 @@ fn computed_sizes_match_real_compressors() {
 #[test]
 fn scratch_memory_is_counted() {
     for codec in CodecName::ALL {
-        // `powersgd` factors a matrix of 31 x 32 by two columns each. `random_k` uses one bit for each element, in
-        // 64-bit words.
+        // `powersgd` factors a matrix of 31 x 32 into two factors of two columns each. `random_k` uses one bit for each
+        // element, in 64-bit words.
         let expected = match codec {
             CodecName::PowerSgd => 2 * 31 * 4,
             CodecName::RandomK => 16 * 8,

@@ -86,7 +86,7 @@ impl Interpreter {
         })
     }
 
-    /// Renders the texts of a task.
+    /// Renders the texts that a request asks for.
     ///
     /// # Errors
     /// If the template rejects the messages, or the answers cannot be located in the text.

@@ -61,7 +61,7 @@ pub struct ChatTemplate {
     /// Started when the template is first used. Shared by clones.
     runner: Arc<Mutex<Option<Runner>>>,
     /// The text that ends an answer, computed when it is first needed. An error if the template cannot render the
-    /// messages that would show it.
+    /// messages from which the text is determined.
     end_of_answer: OnceLock<Result<Option<String>, ()>>,
 }
 
@@ -188,7 +188,7 @@ impl ChatTemplate {
         &self.source
     }
 
-    /// Adds everything to a hash that rendered texts depend on, except messages.
+    /// Adds to a hash everything that rendered texts depend on, except messages.
     pub(crate) fn hash_into(&self, hasher: &mut crc32fast::Hasher) {
         hasher.update(self.source.as_bytes());
         if !self.special_tokens.is_empty() {
@@ -235,7 +235,7 @@ impl ChatTemplate {
     /// be located, or if the template exceeds a limit.
     pub fn samples(&self, messages: &[Value], first: usize) -> Result<ConversationDocuments, String> {
         let (mut documents, num_names) = self.run(messages, RenderOutput::Samples { first })?;
-        // The end that follows a question is not learned.
+        // If a conversation ends with a question, the ending tokens are added, but do not count in the loss.
         let ends_with_question = messages.last().is_some_and(|message| message["role"] != "assistant");
         for document in &mut documents {
             document.adds_end = ends_with_question || *self.cached_end_of_answer() == Ok(None);

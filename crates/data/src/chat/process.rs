@@ -30,7 +30,7 @@ const MESSAGE_BYTES_MAX: u64 = 1 << 30;
 /// Maximum number of bytes read from a child's standard error.
 const STDERR_BYTES_MAX: u64 = 4096;
 
-/// The arguments with which this program calls [`serve_chat_template`].
+/// The command-line arguments that make this program call [`serve_chat_template`].
 static ARGUMENTS: OnceLock<&'static [&'static str]> = OnceLock::new();
 
 /// Runs chat templates from files in child processes from now on. A child is this program, started with `arguments`;

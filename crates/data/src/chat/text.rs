@@ -10,8 +10,8 @@ pub struct AnnotatedText {
     pub text: String,
     /// Byte ranges of the answers in `text`, in ascending order.
     pub answers: Vec<Range<usize>>,
-    /// Ascending byte positions in `text`. If the name of a special token contains one of them after its first byte, it
-    /// was typed in a message, and is encoded as plain text.
+    /// Byte positions in `text`, ascending. If one of them is within the name of a special token, after its first byte,
+    /// the name comes from a message, and is encoded as plain text.
     pub literal: Vec<usize>,
     /// Whether to put the tokenizer's beginning tokens before the document, because its text does not contain them.
     pub adds_beginning: bool,
@@ -34,7 +34,7 @@ pub struct ConversationDocuments {
 pub struct Prompt {
     /// The text.
     pub text: String,
-    /// Positions in special-token names that were typed in a message, as in [`AnnotatedText::literal`].
+    /// Positions within special-token names that come from a message, as in [`AnnotatedText::literal`].
     pub literal: Vec<usize>,
     /// Whether to put the tokenizer's beginning tokens before the text. Chat templates write them themselves.
     pub adds_beginning: bool,

@@ -6,7 +6,7 @@ use crate::DataError;
 use crate::tokenizer::eos_name_next_to;
 use std::fs;
 
-/// Changes whenever the same inputs and options give other files than in an earlier version.
+/// Changes with each version that writes different files for the same inputs and options.
 const OUTPUT_VERSION: u32 = 4;
 
 impl PrepareOptions {

@@ -21,8 +21,8 @@ pub(super) struct InputFile {
     pub(super) display_path: PathBuf,
     pub(super) format: Format,
     pub(super) bytes: u64,
-    /// Whether the user named this file itself and not a folder. Then an unreadable file is an error and is not
-    /// skipped.
+    /// Whether the user named this file itself, and not a folder that contains it. A binary file is then an error.
+    /// Binary files in folders are skipped.
     pub(super) is_explicit: bool,
     /// Index of the input that the file belongs to.
     pub(super) source: usize,

@@ -99,9 +99,9 @@ impl Progress for NoProgress {
 /// A text file is one document. In JSON Lines files, and in files that are one JSON array, each object is a document.
 /// Each document is followed by the tokenizer's end-of-document token, if it has one. Validation documents are drawn
 /// from the whole corpus and held out completely. Documents that are longer than all held-out tokens together
-/// contribute their tail, and so do all documents if complete ones do not fit. Long texts are tokenized in pieces of at
-/// most 128 KiB, split between words if possible. The output depends only on the inputs and the options, not on the
-/// number of threads.
+/// contribute only their tail. If complete documents do not fit, the tail of the whole corpus is held out instead. Long
+/// texts are tokenized in pieces of at most 128 KiB, split between words if possible. The output depends only on the
+/// inputs and the options, not on the number of threads.
 ///
 /// Cost: memory for a few batches of 128 KiB per thread, regardless of the size of the corpus; twice the size of the
 /// tokens on disk while it runs; one pass over the corpus, and a second one if a tokenizer is trained.

@@ -119,7 +119,7 @@ impl PrepareOptions {
         }
     }
 
-    /// Checks the weights of the inputs. Valid are no weights at all, or one weight within
+    /// Checks the weights of the inputs. There must be no weights at all, or one weight within
     /// [`WEIGHT_BOUNDS`](Self::WEIGHT_BOUNDS) for each of at most [`WEIGHTS_MAX`](Self::WEIGHTS_MAX) inputs.
     ///
     /// # Errors

@@ -71,11 +71,11 @@ struct OpenFile<'a> {
     array: Option<JsonArray>,
     /// Number of complete lines of JSON read.
     num_lines: u64,
-    /// Number of bytes read of the incomplete line after them.
+    /// Number of bytes read of the current, incomplete line.
     num_line_bytes: usize,
     /// Line number of the last record, from 1.
     record_line: u64,
-    /// Number of bytes before that record in its line.
+    /// Number of bytes before the last record in its line.
     record_column: usize,
     /// Number of records of the array read, including the last one.
     num_records: u64,

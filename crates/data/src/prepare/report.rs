@@ -125,7 +125,8 @@ impl fmt::Display for Skipped {
 pub struct PrepareReport {
     /// The inputs, as the user specified them.
     pub inputs: Vec<String>,
-    /// The tokenizer: `bytes`, the path of a `tokenizer.json`, the model that it is from, or that it was trained.
+    /// A description of the tokenizer: `bytes`, the path of a `tokenizer.json`, the model that it comes from, or a note
+    /// that it was trained on the inputs.
     pub tokenizer: String,
     /// CRC-32 of the tokenizer's file; absent in reports of earlier versions.
     #[serde(default)]

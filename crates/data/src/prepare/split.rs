@@ -23,10 +23,11 @@ struct HeldOut {
 
 /// Chooses about `fraction` of the tokens, rounded, at least one, but not all.
 ///
-/// A document is long if it has more tokens than are held out in total. Short documents are held out completely: each
-/// one that still fits, in a fixed random order, until the fraction of the tokens of short documents is nearly reached.
-/// So small and large ones are equally likely to be chosen. The tail of the concatenated long documents is held out,
-/// too. If complete documents make up less than half of their share, the tail of the whole corpus is held out instead.
+/// A document is long if it has more tokens than are held out in total. Short documents are visited in a fixed random
+/// order. Each one that still fits is held out completely, until the fraction of the tokens of short documents is
+/// nearly reached. So small and large documents are equally likely to be chosen. In addition, the tail of the
+/// concatenated long documents is held out. If complete documents make up less than half of the tokens that short
+/// documents should contribute, the tail of the whole corpus is held out instead.
 fn held_out(all: &TokenFile, fraction: f64) -> Result<HeldOut, DataError> {
     let rounded = (fraction * all.num_tokens() as f64).round() as u64;
     let num_held_out = rounded.min(all.num_tokens().saturating_sub(1)).max(1);
@@ -120,7 +121,7 @@ mod tests {
         TokenFile::open(path).unwrap()
     }
 
-    /// Splits the documents, and returns those of each part as read from its file.
+    /// Splits the documents, and returns the documents of each part, read from its file.
     fn split_documents(documents: &[Vec<u32>], fraction: f64) -> [Vec<Vec<u32>>; 2] {
         let folder = tempfile::tempdir().unwrap();
         let all = write(&folder.path().join("all"), documents);

@@ -196,8 +196,8 @@ impl TokenFile {
         Ok(low)
     }
 
-    /// Writes for each of `out.len()` tokens from index `start` on the first token of its document, as an offset from
-    /// `start`. The offset is 0 for a document that begins before `start`.
+    /// For each of the `out.len()` tokens from index `start` on, writes the position of the first token of its
+    /// document, as an offset from `start`. The offset is 0 for a document that begins before `start`.
     ///
     /// # Errors
     /// As [`document`](Self::document).

@@ -1,4 +1,4 @@
-//! Checks of tokenizer files, which refuse those that would make the tokenizer library panic or run without bound.
+//! Checks of tokenizer files. They refuse files that would make the tokenizer library panic or run without bound.
 
 use base64::decode;
 use serde::Deserialize;
@@ -11,9 +11,10 @@ use tokenizers::{NormalizedString, Normalizer};
 /// Maximum factor by which a normalizer or decoder may lengthen a text. Known tokenizers reach a few dozen.
 const GROWTH_MAX: usize = 1 << 14;
 
-/// Maximum number of tokens or merges of a model: twice that of the largest in use.
+/// Maximum number of tokens or merges of a model: twice as many as in the largest model in use.
 const ENTRIES_MAX: usize = 1 << 20;
-/// Maximum number of added tokens: ten times that of the tokenizers in use. Every text is searched for all of them.
+/// Maximum number of added tokens: ten times as many as in the tokenizers in use. Every text is searched for all of
+/// them.
 const ADDED_TOKENS_MAX: usize = 1 << 16;
 
 /// The parts of a `tokenizer.json` that are checked. Vocabulary entries are counted but not stored.

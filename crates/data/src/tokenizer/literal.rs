@@ -1,4 +1,4 @@
-//! Special tokens of a tokenizer: around a text, and as names within one.
+//! Special tokens of a tokenizer: the tokens before and after a text, and the names of special tokens within a text.
 
 use super::checks::catch_panic;
 use super::special::eos_name_in;
@@ -26,7 +26,7 @@ impl HuggingFace {
     }
 }
 
-/// Disables the space that the pre-tokenizer puts before the first word of a text only.
+/// Disables the space before the first word of a text, if the pre-tokenizer adds a space only there.
 fn omit_first_space(pre_tokenizer: &mut PreTokenizerWrapper) {
     match pre_tokenizer {
         PreTokenizerWrapper::Metaspace(metaspace) if metaspace.prepend_scheme == PrependScheme::First => {
@@ -63,9 +63,9 @@ impl Tokenizer {
         self.special_tokens().map(|(_, name)| name.to_owned()).collect()
     }
 
-    /// Encodes as [`encode_with_offsets`](Self::encode_with_offsets) does, except for special tokens whose range contains
-    /// one of the `literal` positions after its first byte. These are encoded as plain text, together with the text
-    /// around them up to the next special tokens.
+    /// Encodes as [`encode_with_offsets`](Self::encode_with_offsets) does, except for special tokens whose range
+    /// contains one of the positions `literal` after its first byte. These special tokens are encoded as plain text,
+    /// together with the text around them up to the next special tokens.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
@@ -134,7 +134,8 @@ impl Tokenizer {
         }
     }
 
-    /// Replaces the end-of-document token by the one that a `tokenizer_config.json` names, if it does.
+    /// Replaces the end-of-document token by the `eos_token` of a `tokenizer_config.json`, if the file names one and
+    /// the tokenizer has it.
     pub(super) fn with_config(mut self, config: &[u8]) -> Self {
         if let Kind::HuggingFace(inner) = &mut self.kind
             && let Some(name) = eos_name_in(config)

@@ -30,7 +30,7 @@ pub const BYTES_TOKENIZER_FILE: &str = "tokenizer.bytes.json";
 const BYTES_TOKENIZER: &str =
     "{\"tokenizer\": \"bytes\", \"vocabulary_size\": 257, \"end_of_document\": 256}\n";
 const BYTES_END_OF_DOCUMENT: u32 = 256;
-/// Maximum size of a tokenizer file, several times that of the largest in use.
+/// Maximum size of a tokenizer file, several times the size of the largest file in use.
 const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
 /// The names that known tokenizers give to the end-of-document token. The first name that a tokenizer has is used if no
 /// [`TOKENIZER_CONFIG_FILE`] names another token.
@@ -96,8 +96,8 @@ impl Tokenizer {
         Tokenizer { kind: Kind::Bytes }
     }
 
-    /// Reads a Hugging Face `tokenizer.json`. The end-of-document token is the one that the [`TOKENIZER_CONFIG_FILE`]
-    /// next to it names, if it does.
+    /// Reads a Hugging Face `tokenizer.json`. If a [`TOKENIZER_CONFIG_FILE`] next to it names an `eos_token` that the
+    /// tokenizer has, that is the end-of-document token.
     ///
     /// # Errors
     /// If a file cannot be read or is larger than 256 MiB, or the file is not a valid tokenizer.
@@ -224,7 +224,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Appends the tokens of `text` to `out`, and the byte range of each token in the text to `samples_per_block`.
+    /// Appends the tokens of `text` to `out`, and the byte range of each token in the text to `offsets`.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).

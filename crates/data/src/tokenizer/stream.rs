@@ -12,10 +12,10 @@ const HELD_TOKENS_MAX: usize = 64;
 /// Decodes a growing sequence of tokens, for output during generation.
 ///
 /// If the bytes of a character are spread over several tokens, the character is held back until it is complete, so no
-/// piece of text contains half a character. The concatenation of all pieces, including that of
+/// piece of text contains half a character. The concatenation of all pieces, including the last piece from
 /// [`finish`](Self::finish), is the text of the whole sequence.
 ///
-/// The cost of a token is that of decoding it and a few tokens before it, whose text it may change.
+/// A token costs the decoding of the token and of a few tokens before it, whose text it may change.
 #[derive(Debug)]
 pub struct StreamDecoder<'a> {
     tokenizer: &'a Tokenizer,

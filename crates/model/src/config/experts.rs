@@ -12,7 +12,7 @@ pub struct ExpertsConfig {
     pub layers: Vec<usize>,
     /// Number of experts of a layer, without shared experts.
     pub num_experts: usize,
-    /// Number of experts of a token.
+    /// Number of experts that each token is sent to (top-k).
     pub num_choices: usize,
     /// Width between the two linear layers of an expert.
     pub intermediate_size: usize,
@@ -22,7 +22,7 @@ pub struct ExpertsConfig {
     pub scores: RouterScores,
     /// Whether the scores of a token's experts are divided by their sum.
     pub normalizes: bool,
-    /// Factor of the scores.
+    /// Factor by which the scores are multiplied.
     pub scale: f32,
     /// Limit on the groups that a token's experts are chosen from, if there is one.
     pub groups: Option<ChosenGroups>,
@@ -32,7 +32,7 @@ pub struct ExpertsConfig {
     pub balance_loss: f32,
     /// Weight of the z-loss, which keeps router logits small; 0 for none.
     pub z_loss: f32,
-    /// Capacity of an expert for the choices of a sample, as a multiple of an even load; `None` for no limit.
+    /// Maximum number of a sample's tokens that each expert accepts, as a multiple of an even load; `None` for no limit.
     pub capacity_factor: Option<f64>,
     /// How tokens reach experts on other ranks.
     pub exchange: ExchangeConfig,

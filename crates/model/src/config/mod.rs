@@ -101,7 +101,7 @@ impl ModelConfig {
 /// How attention scores are computed from queries and keys. The default is plain causal attention.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AttentionConfig {
-    /// Factor of the products of queries and keys; `None` for `1 / sqrt(head_dim)`.
+    /// Factor by which the products of queries and keys are multiplied; `None` for `1 / sqrt(head_dim)`.
     pub scale: Option<f32>,
     /// Whether the factor is divided by the layer number, counted from 1.
     pub scales_by_layer: bool,
@@ -135,8 +135,8 @@ const LAYERS_MAX: usize = 4096;
 const POSITIONS_MAX: usize = 1 << 24;
 
 impl ModelConfig {
-    /// Returns the settings in which this model computes something different from `other`, each with both values, and with the names of
-    /// `[model]`. Initialization is not compared.
+    /// Returns descriptions of the settings in which this model computes something different from `other`. Each description has the
+    /// setting's name in the `[model]` section of a job's config, if it has one there, and both values. Initialization is not compared.
     pub fn differences(&self, other: &Self) -> Vec<String> {
         // Derived sizes come after the sizes that they are derived from.
         let settings = |config: &Self| {
@@ -146,7 +146,7 @@ impl ModelConfig {
                 }
                 _ => "none".to_owned(),
             };
-            // Rotary positions have no parameters. The number of positions matters only for dynamic scaling.
+            // Learned positions have a parameter for each position. The number of rotary positions matters only for dynamic scaling.
             let is_dynamic = |rope: Rope| matches!(rope.scaling, Some(RopeScaling::Dynamic { .. }));
             let depends = config.rope.is_none_or(is_dynamic);
             let positions = depends.then_some(config.max_position_embeddings);
@@ -279,8 +279,8 @@ impl ModelConfig {
         self.build_into(ParameterTable::default(), seq_len_max, device)
     }
 
-    /// Like [`build`](ModelConfig::build), but adds the parameters to `table`, which must be empty. It determines which part of the model
-    /// the rank has.
+    /// Like [`build`](ModelConfig::build), but adds the parameters to `table`, which must be empty. The table determines which part of the
+    /// model the rank holds.
     ///
     /// # Panics
     /// If the ranks of the tensor axis [cannot split](ParameterTable::check_degree) the model.

@@ -54,7 +54,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Returns a positive number as f32. An error if it would round to 0, to a subnormal number or to infinity.
+    /// Returns a positive number as f32. Fails if the number rounds to 0, to a subnormal number or to infinity.
     pub(crate) fn narrow_number(&self, key: &'static str, default: f64) -> Result<f32> {
         let number = self.number(key, default)? as f32;
         let found =

@@ -67,7 +67,8 @@ pub struct YarnScaling {
     /// Weight `m` in the scale `0.1 m ln(factor) + 1` of queries and keys. It is used only together with `mscale_all_dim`; otherwise the
     /// weight is 1.
     pub mscale: Option<f64>,
-    /// Like `mscale`, for the divisor of this scale. Latent attention multiplies scores by the square of the divisor.
+    /// Weight `m` in the divisor of this scale, which has the same formula. Latent attention multiplies scores by the square of the
+    /// divisor.
     pub mscale_all_dim: Option<f64>,
     /// Scale of queries and keys, instead of the computed one.
     pub attention_factor: Option<f64>,
@@ -145,7 +146,7 @@ impl YarnScaling {
         }
     }
 
-    /// Returns the factor of the scores of latent attention.
+    /// Returns the factor by which latent attention multiplies its scores.
     pub(crate) fn latent_score_factor(&self) -> f64 {
         self.mscale_all_dim.map_or(1.0, |mscale| self.length(mscale).powi(2))
     }
@@ -186,7 +187,8 @@ pub(crate) fn read_rope(reader: &Reader<'_>, default_theta: f64) -> Result<Rope>
     Ok(rope)
 }
 
-/// Reads the parameters in `map`. The base and the number of positions in pretraining may also be next to it.
+/// Reads the parameters in `map`. The base and the number of positions in pretraining may also be keys of `reader`, the config that
+/// contains `map`.
 fn read_parameters(reader: &Reader<'_>, map: &Map<String, Value>, default_theta: f64) -> Result<Rope> {
     let rope = Reader { map, family: reader.family };
     rope.require("partial_rotary_factor", &["1"])?;
@@ -195,7 +197,7 @@ fn read_parameters(reader: &Reader<'_>, map: &Map<String, Value>, default_theta:
         None => reader.number("rope_theta", default_theta)?,
     };
     let kind = rope.get("rope_type").or_else(|| rope.get("type"));
-    // A number next to the parameters takes precedence, as in transformers.
+    // The key of the config takes precedence over the key in `map`, as in transformers.
     let original_positions = || match reader.optional_size("original_max_position_embeddings")? {
         Some(positions) => Ok(positions),
         None => rope.size("original_max_position_embeddings"),

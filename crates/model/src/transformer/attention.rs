@@ -98,7 +98,7 @@ pub(crate) struct LatentAttention {
     /// Selects the latent vector of keys and values.
     pub(crate) kv_slice: Arc<Slice>,
     pub(crate) kv_norm: Arc<Norm>,
-    /// Projects to the parts of keys and values that each head has of its own.
+    /// Projects to the parts of keys and values that heads do not share.
     pub(crate) kv_up: Arc<Linear>,
     pub(crate) key_slice: Arc<Slice>,
     pub(crate) heads: Arc<LatentHeads>,

@@ -66,8 +66,8 @@ pub(crate) struct RouterLosses {
 }
 
 impl MixtureOfExperts {
-    /// Returns the weights and the experts of each token. `token_weights` are the weights of tokens in means. Padding has weight 0 and no
-    /// expert.
+    /// Returns the weights and the experts of each token. `token_weights` are the tokens' weights in the means of losses and metrics.
+    /// Padding has weight 0 and is sent to no expert.
     fn route(
         &self,
         cx: &mut UnitContext<'_>,

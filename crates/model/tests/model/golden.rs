@@ -19,7 +19,8 @@ const LOGITS_TOLERANCE: f64 = 1e-4;
 const LOSS_TOLERANCE: f64 = 1e-5;
 const GRAD_TOLERANCE: f64 = 1e-4;
 const TRAIN_TOLERANCE: f64 = 1e-4;
-/// Maximum relative distance between gradients in 16 bits and in f32: all gradients of a model together, and each parameter's.
+/// Maximum relative distance between the gradients in 16 bits and in f32, over all parameters of a model together. The next constant is the
+/// maximum for a single parameter.
 const MIXED_GRAD_TOLERANCE: f64 = 1.2e-2;
 const MIXED_PARAMETER_TOLERANCE: f64 = 2.5e-2;
 const MIXED_LOSS_TOLERANCE: f64 = 2e-3;
@@ -67,8 +68,8 @@ impl Golden {
         let mut config = ModelConfig::from_json(&text).unwrap();
         let json: serde_json::Value = serde_json::from_str(&text).unwrap();
         if let Some(experts) = &mut config.experts {
-            // transformers adds the balance loss only if it returns router logits. It sums the fractions of an expert over the choices of a
-            // token, so its loss is `num_choices` times as large.
+            // transformers adds the balance loss only if the model returns router logits. Over the `num_choices` choices of a token, it
+            // sums the fractions of tokens that an expert gets instead of averaging them, so its loss is `num_choices` times as large.
             let balances = json["output_router_logits"] == true;
             experts.balance_loss *= if balances { experts.num_choices as f32 } else { 0.0 };
         }

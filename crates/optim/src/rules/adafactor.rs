@@ -39,7 +39,7 @@ impl Rule for Rms {
     }
 }
 
-/// Returns the factor of a member's learning rate. It includes the learning rate itself, because [`rms_step`] uses 1.
+/// Returns the scale of a member's update. The scale includes the learning rate, because [`rms_step`] uses a learning rate of 1.
 pub(crate) fn scale(settings: OptimizerSettings, member: &Member, step: &UnitStep<'_>) -> StepScale {
     let (clip_threshold, is_relative) = (settings.clip_threshold as f32, settings.relative_step);
     let lr = step.settings.lr * f64::from(member.settings.lr_scale);
@@ -51,7 +51,7 @@ pub(crate) fn scale(settings: OptimizerSettings, member: &Member, step: &UnitSte
 pub(crate) fn rms_step(settings: OptimizerSettings, member: &Member, step: &UnitStep<'_>) -> RmsStep {
     let own = member.settings;
     let lr = step.settings.lr * f64::from(own.lr_scale);
-    // Settings are rounded to f32.
+    // Like the other settings, the exponent is rounded to f32.
     let beta2_decay = f64::from(settings.beta2_decay as f32);
     RmsStep {
         lr: 1.0,

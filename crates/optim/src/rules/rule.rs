@@ -53,7 +53,7 @@ pub(crate) trait Rule: Debug + Send + Sync {
         unreachable!("{self:?} takes no sums")
     }
 
-    /// Returns the rule as Adam with exchanged momentum, if it is.
+    /// Returns the rule as a [`CompressedAdam`], whose momentum ranks may exchange, if it is one.
     fn compressed_adam(&self) -> Option<&CompressedAdam> {
         None
     }

@@ -5,7 +5,7 @@ use crate::members::Member;
 use crate::step::UnitStep;
 use trireme_tensor::updates::Update;
 
-/// A step of this length against the sign of the gradient. Ignores learning rate and weight decay.
+/// Moves each element against the sign of its gradient, by the length that the rule holds. Ignores learning rate and weight decay.
 #[derive(Debug)]
 pub(crate) struct Sign(pub(crate) f32);
 

@@ -1,4 +1,4 @@
-//! Balance biases change by the same amount in each update, whatever the optimizer.
+//! The biases that balance the load of experts change by the same amount in each update, whatever the optimizer.
 
 use crate::common::{KINDS, device, options, random, table, weights};
 use trireme_optim::{Optimizer, OptimizerOptions, StepSettings, Unsharded};

@@ -23,7 +23,7 @@ impl Memory {
             let mapping = MmapMut::map_anon(bytes)?;
             return Ok(Memory { mapping: Arc::new(MmapRaw::from(mapping)), range: 0..bytes });
         }
-        // The extra addresses allow a start at a huge page. Addresses before and after the range are never accessed.
+        // The extra addresses let the range start at the boundary of a huge page. Addresses before and after the range are never accessed.
         let mapping = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE_BYTES))?;
         let begin = mapping.as_ptr().align_offset(HUGE_PAGE_BYTES);
         // A kernel without huge pages ignores the advice and uses small ones.

@@ -60,7 +60,8 @@ impl Ring {
             Direction::Write => opcode::Write::new(file, memory, len).offset(offset).build(),
         };
         // SAFETY: the memory belongs to the part, and `in_flight` holds the only handle to the part. The part stays there untouched until
-        // the kernel has completed the operation (`wait`), or forever (`drop`). `file` stays open for as long.
+        // the kernel has completed the operation (`wait`), or forever (`drop`). `file` is open at submission, and the kernel keeps its own
+        // reference to it until the operation has completed.
         let pushed = unsafe { self.ring.submission().push(&entry.user_data(index as u64)) };
         pushed.expect("the ring has an entry for each operation");
         self.ring.submit().map(|_| ())

@@ -35,7 +35,8 @@ fn assert_useless(swap: &SwapFile, text: &str) {
 fn what_the_system_refuses_fails_the_file() {
     let folder = folder();
     for method in METHODS {
-        // The first case fails in the second write. The second case fails in the read, before a part of the last write can end.
+        // The first case fails in the second write. The second case fails in the read, before any part of the write that is issued after it
+        // can end.
         for (num_passing, number, direction) in
             [(NUM_PARTS + 2, ENOSPC, Direction::Write), (2 * NUM_PARTS + 2, EIO, Direction::Read)]
         {
@@ -210,7 +211,7 @@ fn a_panic_of_a_thread_fails_the_file() {
     }
 }
 
-/// Lets an operation end only together with another one.
+/// Blocks each operation until another operation is about to end, too.
 #[derive(Debug)]
 struct Meet(Barrier);
 

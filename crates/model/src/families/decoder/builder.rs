@@ -183,8 +183,8 @@ impl Builder<'_> {
         InputActivation::Gated(self.config.activation)
     }
 
-    /// Builds a mixture of experts. The matrices of all experts are stacked along dim 0. Tensor parallelism splits each of them like those
-    /// of other layers.
+    /// Builds a mixture of experts. The matrices of all experts are stacked along dim 0. Tensor parallelism splits the matrices of each
+    /// expert as in a dense feed-forward layer.
     fn experts(&mut self, name: &str, experts: &ExpertsConfig) -> MixtureOfExperts {
         let (hidden, inner) = (self.config.hidden_size, experts.intermediate_size);
         let &ExpertsConfig { num_experts, num_choices, normalizes, scale, groups, .. } = experts;
@@ -200,7 +200,8 @@ impl Builder<'_> {
         let bias = experts.has_bias.then(|| {
             self.table.add(Parameter::balance(format!("{module}.gate.e_score_correction_bias"), num_experts))
         });
-        // Parameters that all ranks have come first, so that their offsets do not depend on the number of ranks.
+        // Parameters that every rank of the expert axis holds come first, so that their offsets do not depend on the degree of expert
+        // parallelism.
         let shared = (experts.num_shared > 0).then(|| {
             let inner = experts.num_shared * inner;
             let shared = |part: &str| format!("{module}.shared_experts.{part}");

@@ -48,9 +48,9 @@ impl Style {
 /// Defaults of transformers for keys that a config lacks.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Defaults {
-    /// `None` for the hidden size divided by the number of heads.
+    /// Default of `head_dim`; `None` for the hidden size divided by the number of heads.
     pub(super) head_dim: Option<usize>,
-    /// `None` for the number of heads, which null also means.
+    /// Default of `num_key_value_heads` if the key is missing; `None` for the number of heads. A null key always means the number of heads.
     pub(super) num_kv_heads: Option<usize>,
     pub(super) tie_word_embeddings: bool,
     /// `None` for 10,000.
@@ -92,7 +92,7 @@ pub(super) fn read_layer_types(reader: &Reader<'_>, num_layers: usize) -> Result
     Ok(Some((0..num_layers).filter(|&layer| types[layer] == known[1]).collect()))
 }
 
-/// Returns the window size; `None` if the key is null.
+/// Returns the window size: 4096 if the key is missing, and `None` if it is null.
 pub(super) fn read_window(reader: &Reader<'_>) -> Result<Option<usize>> {
     let given = reader.optional_size("sliding_window")?;
     Ok(if reader.has("sliding_window") { given } else { Some(4096) })
@@ -119,12 +119,12 @@ pub(super) fn read_qwen_attention(reader: &Reader<'_>, num_layers: usize) -> Res
     Ok(AttentionConfig { sliding: Some(SlidingWindow { size, layers }), ..AttentionConfig::default() })
 }
 
-/// Returns the value of `sliding_window` for [`read_window`].
+/// Returns the value of `sliding_window` from which [`read_window`] reads back the window of this config.
 pub(super) fn window_size(config: &ModelConfig) -> Option<usize> {
     config.attention.sliding.as_ref().map(|sliding| sliding.size)
 }
 
-/// Returns the value of `layer_types` for [`read_layer_types`].
+/// Returns the value of `layer_types` from which [`read_layer_types`] reads back the layers of this config.
 pub(super) fn layer_types(config: &ModelConfig) -> Vec<&'static str> {
     let name = |layer| {
         if config.attention.window(layer).is_some() { "sliding_attention" } else { "full_attention" }
@@ -132,7 +132,7 @@ pub(super) fn layer_types(config: &ModelConfig) -> Vec<&'static str> {
     (0..config.num_layers).map(name).collect()
 }
 
-/// Adds the keys of [`read_qwen_attention`] to the family's `own` keys.
+/// Adds the keys that [`read_qwen_attention`] reads to the family's `own` keys.
 pub(super) fn write_qwen_attention(config: &ModelConfig, mut own: Value) -> Value {
     let window = window_size(config);
     own["use_sliding_window"] = window.is_some().into();

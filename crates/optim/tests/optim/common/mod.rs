@@ -19,7 +19,7 @@ pub(crate) const DEFAULT: OptimizerSettings = OptimizerSettings::DEFAULT;
 pub(crate) const MUON: OptimizerSettings =
     OptimizerSettings { muon_scale: MuonScale::Original, muon_adamw_lr_scale: 0.5, ..DEFAULT };
 
-/// One of every kind.
+/// Every optimizer, and Adafactor with two settings.
 pub(crate) const KINDS: [Kind; 11] = [
     (OptimizerName::AdamW, DEFAULT),
     (OptimizerName::Adam, OptimizerSettings { nu: 0.7, ..DEFAULT }),
@@ -71,7 +71,7 @@ pub(crate) fn random(len: usize, name: &str, size: f32) -> Vec<f32> {
     values
 }
 
-/// Sums over the ranks of a simulated group, which are threads.
+/// Exchanges vectors between the threads that simulate a group of ranks.
 pub(crate) struct Exchange {
     barrier: Barrier,
     slots: Mutex<Vec<Vec<f64>>>,
