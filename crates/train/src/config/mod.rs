@@ -239,7 +239,7 @@ impl Config {
     /// Returns the location of the language model's description.
     ///
     /// # Panics
-    /// If the subject is not a language model.
+    /// If the config is not for a language model.
     pub fn model_source(&self) -> ModelSource<'_> {
         let model = self.model();
         match (&model.config, model.architecture, &model.init_from) {
