@@ -85,7 +85,7 @@ pub(crate) struct HostShare {
 }
 
 impl HostShare {
-    /// Returns the share of one of `num_workers` workers that do not know each other yet.
+    /// Returns the share of one of `num_workers` workers that have not exchanged their resources yet. Their shares are assumed to be equal.
     pub(crate) fn of_equal_workers(num_workers: usize, huge_pages: HugePages) -> Self {
         HostShare {
             num_workers,
@@ -97,7 +97,7 @@ impl HostShare {
         }
     }
 
-    /// Returns the share of this rank, which all ranks compute from the same grants. Collective.
+    /// Returns the share of this rank. All ranks gather the resources of all workers, and compute the shares from them. Collective.
     pub(crate) fn of_world(group: &Group, huge_pages: HugePages, bind: Bind) -> Result<Self> {
         let mut own = WorkerResources::of_this_process(huge_pages);
         if own.machine.is_empty() {

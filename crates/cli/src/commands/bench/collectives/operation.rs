@@ -69,13 +69,14 @@ impl Op {
     }
 }
 
-/// Returns the units that a rank sends in total in an all-to-all of variable block lengths. [`units`] gives their number for each pair of
-/// ranks.
+/// Returns the number of units that a rank sends to all ranks together in an all-to-all of variable block lengths: the sum of [`units`].
+/// The length of a block is a multiple of one unit.
 fn num_units(world_size: usize) -> usize {
     world_size * (world_size + 1) / 2
 }
 
-/// Returns the units of the block that rank `from` sends to rank `to`. Each row and column has every number from 1 to the world size.
+/// Returns the length of the block that rank `from` sends to rank `to`, in units. In the matrix of these lengths, each row and each column
+/// has every number from 1 to the world size.
 fn units(from: usize, to: usize, world_size: usize) -> usize {
     1 + (from + to) % world_size
 }
