@@ -18,9 +18,9 @@ config_section! {
         /// vocabulary. They are neighbours, read the same data, and exchange activations twice per block in forward and
         /// twice in backward. The order of sums differs from that of one worker, so losses differ by rounding.
         tensor_parallel_degree: usize = 1, within 1..=1 << 12;
-        /// With `tensor_parallel_degree` above 1: whether these workers also divide the rows of normalisations, of
-        /// residuals and of what blocks pass on. This takes less memory. Forward sends as many bytes as without;
-        /// backward sends half as many again. `seq_len` must be a multiple of `tensor_parallel_degree`.
+        /// With `tensor_parallel_degree` above 1: whether these workers also divide the rows of normalisations, of residuals and of the
+        /// outputs of blocks (sequence parallelism). This takes less memory. Forward sends as many bytes as without; backward sends half as
+        /// many again. `seq_len` must be a multiple of `tensor_parallel_degree`.
         sequence_parallel: bool = true;
         /// Number of workers that divide the positions of each sequence. They are neighbours, or next to each other after those of
         /// `tensor_parallel_degree`, and read the same samples, of which each takes its positions; `seq_len` must be a multiple of twice
@@ -71,9 +71,10 @@ config_section! {
         /// Only applies with `pipeline_parallel_rebalance_interval`.
         pipeline_parallel_rebalance_threshold: f64 = 1.1, within 1.0..;
         /// Number of workers that shard one replica of the training state; they see different data, too. Their ranks differ by
-        /// `context_parallel_degree` times `tensor_parallel_degree`, so one replica can stay within a host (hybrid sharding). Workers of
-        /// `context_parallel_degree` shard it with them. If anything is sharded, -1 uses as many as the replicas leave (one replica across
-        /// all workers if neither is set); else 1. Only applies with `zero_stage` or `shard_gradients`.
+        /// `context_parallel_degree` times `tensor_parallel_degree`, so one replica can stay within a host (hybrid sharding). The workers
+        /// of `context_parallel_degree` shard the replica as well. If anything is sharded, -1 uses as many workers as the replicas leave:
+        /// all workers if `data_parallel_replicate_degree` is -1 as well. If nothing is sharded, -1 means 1. Only applies with `zero_stage`
+        /// or `shard_gradients`.
         data_parallel_shard_degree: i64 = -1, within -1..=1 << 20;
         /// State that the workers of a replica shard (ZeRO): 0 nothing, 1 the optimizer state, 2 gradients as well, 3
         /// parameters as well. Losses and weights have the same bits. 1 and 2 send as much as 0; 3 sends half as much

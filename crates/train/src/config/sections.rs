@@ -234,8 +234,8 @@ config_section! {
         /// in an order that `seed` changes, and the host cannot read the device's memory. It has the bits of `cpu`, is slower,
         /// and shows whether a model of your own would run on an accelerator.
         device: DeviceName = DeviceName::Cpu;
-        /// Threads per worker; 0 uses its share of the cores: all of those that it has to itself, and an equal part of those that several
-        /// workers share, within the CPU quota of its control group.
+        /// Threads per worker; 0 uses the worker's share of the cores: the cores that it has to itself, and an equal part of the cores that
+        /// several workers share, within the CPU quota of its control group.
         @no_effect_on_training @per_rank
         threads: usize = 0, within 0..=Device::THREADS_MAX;
         /// `layout` gives the same bits for any number of workers and threads, as long as the local and global batch
