@@ -80,7 +80,7 @@ pub(crate) struct HostShare {
     pub(crate) num_threads: usize,
     /// The CPUs that this worker is bound to, if any.
     binding: Option<Vec<usize>>,
-    /// Reason why the worker is not bound, if it might be.
+    /// The reason why the worker is not bound, unless binding does not apply to it (see `binding`).
     pub(crate) why_unbound: Option<String>,
 }
 
@@ -165,8 +165,8 @@ impl HostShare {
     }
 }
 
-/// Returns the CPUs to bind a worker to; `None` if it need not be bound, such as where the launcher has chosen CPUs. The error is the
-/// reason why a worker that might be bound is not.
+/// Returns the CPUs to bind a worker to. `None` if binding does not apply: with `bind = "none"`, for a single worker, or if the launcher
+/// has chosen CPUs for the workers. The error is the reason why the worker cannot or should not be bound.
 fn binding(
     own: &WorkerResources,
     rank: usize,

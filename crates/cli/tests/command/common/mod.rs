@@ -112,7 +112,7 @@ impl Fixture {
         command
     }
 
-    /// Returns the same command, in a process to which a shell has first applied the limits of `setup`.
+    /// Like [`command`](Fixture::command), in a process to which a shell has first applied the limits of `setup`.
     pub(crate) fn command_after(&self, setup: &str, arguments: &str) -> Command {
         let mut command = Command::new("sh");
         let script = format!("{setup}; exec \"$@\"");
@@ -122,7 +122,7 @@ impl Fixture {
         command
     }
 
-    /// Returns the same command, unable to make a file longer than `num_blocks` x 512 bytes, as on a disk that fills up.
+    /// Like [`command`](Fixture::command), unable to make a file longer than `num_blocks` x 512 bytes, as on a disk that fills up.
     pub(crate) fn command_on_full_disk(&self, num_blocks: usize, arguments: &str) -> Command {
         // Ignoring the signal turns it into an error of the write, as on a full disk.
         self.command_after(&format!("trap '' XFSZ; ulimit -f {num_blocks}"), arguments)

@@ -42,7 +42,7 @@ impl Op {
         self != Op::Barrier
     }
 
-    /// Returns the ratio of bus bandwidth to bytes per second (nccl-tests, doc/PERFORMANCE.md).
+    /// Returns the ratio of bus bandwidth to algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md).
     pub(super) fn bus_factor(self, world_size: usize) -> f64 {
         let n = world_size as f64;
         match self {
@@ -52,7 +52,7 @@ impl Op {
         }
     }
 
-    /// Returns the elements of the full vector: the largest valid number up to `len`.
+    /// Returns the number of elements of the full vector: the largest valid number up to `len`.
     fn len(self, world_size: usize, len: usize) -> usize {
         match self {
             Op::Barrier => 0,
