@@ -16,16 +16,16 @@ use trireme_train::config::LogFormat;
 /// Maximum time to write a line to a log, whose file system may hang.
 pub(crate) const LOG_MAX: Duration = Duration::from_secs(1);
 
-/// Maximum number of remarks that are kept before the log is known.
+/// Maximum number of diagnostics that are kept before the log is known.
 const EARLY_MAX: usize = 100;
 
 static CHANNEL: RwLock<DiagnosticOutput> =
     RwLock::new(DiagnosticOutput { rank: None, is_shared: false, format: LogFormat::Text, log: None });
 
-/// Remarks from before the log was known; `None` afterwards.
+/// Diagnostics from before the log was known; `None` afterwards.
 static EARLY: Mutex<Option<Vec<String>>> = Mutex::new(Some(Vec::new()));
 
-/// Destination and format of remarks and of log lines.
+/// Destination and format of diagnostics and of log lines.
 #[derive(Clone)]
 pub(crate) struct DiagnosticOutput {
     rank: Option<Rank>,
@@ -88,7 +88,7 @@ impl DiagnosticOutput {
     }
 }
 
-/// Attributes later remarks to `rank`. Where ranks share standard error, they begin with it and its host.
+/// Attributes later diagnostics to `rank`. Where ranks share standard error, the rank and its host follow `error:`, `warning:` or `note:`.
 pub(crate) fn set_rank(rank: Rank, is_shared: bool) {
     DiagnosticOutput::change(|channel| (channel.rank, channel.is_shared) = (Some(rank), is_shared));
 }
@@ -97,7 +97,8 @@ pub(crate) fn set_format(format: LogFormat) {
     DiagnosticOutput::change(|channel| channel.format = format);
 }
 
-/// Attributes later remarks and lines to `rank`, and writes all remarks to `log`. `log` is `None` if an output of the process is the log.
+/// Attributes later diagnostics and log lines to `rank`, and writes all diagnostics to `log`. `log` is `None` if an output of the process
+/// is the log.
 pub(crate) fn set_log(rank: Rank, log: Option<File>) {
     let log = log.map(Arc::new);
     DiagnosticOutput::change(|channel| (channel.rank, channel.log) = (Some(rank), log.clone()));

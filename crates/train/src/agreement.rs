@@ -18,7 +18,7 @@ use trireme_tensor::CpuFeatures;
 /// The maximum number of characters of a value that a message quotes.
 const VALUE_CHARS_MAX: usize = 200;
 
-/// The number of differences that an error lists. It counts the rest.
+/// The number of differences that an error lists. Further differences are only counted.
 const LISTED_MAX: usize = 20;
 
 /// Named values that must be equal on all ranks.

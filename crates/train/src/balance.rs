@@ -22,8 +22,8 @@ const STEPS_MAX: usize = 16;
 /// Minimum relative reduction of the busiest rank's work that justifies moving units. Smaller gains may be noise.
 const GAIN_MIN: f64 = 0.03;
 
-/// The times of a unit in one step, in nanoseconds, summed over its microbatches: forward; backward where a pass runs both halves;
-/// recomputation and the input half of backward; the weight half of backward; and the update.
+/// The times of a unit in one step, in nanoseconds, summed over its microbatches, in this order: forward; backward passes that run both
+/// halves; recomputation and the input half of backward; the weight half of backward; and the update.
 type UnitTimes = [u64; 5];
 
 /// Returns the index in [`UnitTimes`] to which the time of an action is added, or `None` if the action is no computation of a unit.
@@ -138,7 +138,7 @@ fn new_split(
     is_better.then(|| NewSplit { stages: stages_with_costs(costs, units), before, after })
 }
 
-/// The new stages, and the reason for the move as it is printed.
+/// The choices with the new stages, and the reason for moving units, as it is printed.
 pub(crate) struct Rebalancing {
     pub(crate) choices: StepChoices,
     pub(crate) reason: String,

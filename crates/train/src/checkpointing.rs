@@ -275,7 +275,8 @@ enum Entry {
     Compressor { index: Option<usize> },
 }
 
-/// The tensors of a run, as the source of a checkpoint. Of offloaded state, one unit's is in memory at a time.
+/// The tensors of a run, as the source of a checkpoint. Offloaded state is fetched one unit at a time, and is evicted before the next
+/// fetch.
 struct RunTensors<'a> {
     executor: &'a mut Executor,
     entries: &'a [Entry],
@@ -294,7 +295,7 @@ impl RunTensors<'_> {
         Ok(())
     }
 
-    /// Returns this rank's values of a tensor, reordered to the order of its boxes.
+    /// Returns this rank's values of a tensor, in the order of the boxes (hyperrectangles of the tensor) that this rank stores.
     fn in_boxes(&self, index: usize, values: Vec<f32>) -> Result<Vec<f32>, CheckpointError> {
         let executor = &*self.executor;
         let (mesh, rank) = (executor.placements().mesh(), executor.group().rank());

@@ -76,8 +76,8 @@ impl StepChoices {
 /// keeps all. A unit that [keeps](UnitPasses::keeps) nothing for a later backward has `Keep::All`.
 fn given_keeps(config: &Config, passes: &[UnitPasses]) -> Vec<Keep> {
     let checkpoint = config.activation_checkpoint();
-    // Number of units since the last one with `Keep::All`. Every `every_k`-th of them keeps its input, from which the others recompute
-    // theirs.
+    // Number of units since the last unit with `Keep::All`. Every `every_k`-th of these units keeps its input. The units after it keep
+    // nothing, and are recomputed from that input.
     let mut num_before = 0_usize;
     let keep = |passes: &UnitPasses| match checkpoint.mode {
         _ if !passes.keeps() => {

@@ -154,7 +154,8 @@ impl CompressorState {
         compressor.state().map(of).collect()
     }
 
-    /// Returns the placement of the state. State that each rank, or each rank of the tensor axis, has on its own is a row of a matrix.
+    /// Returns the placement of the state. If each rank, or each rank of the tensor axis, has its own state, the tensor is a matrix with
+    /// one row per such rank.
     fn placement(&self, mesh: &Mesh) -> TensorPlacement {
         let CompressorState { unit, name, is_f32, len, pipeline_rank } = self;
         let full_name = format!("{}{name}.{unit}", name_prefix());

@@ -102,7 +102,7 @@ impl MarkerFile {
         true
     }
 
-    /// Creates a file next to the token, and removes it.
+    /// Creates a file next to the marker file, and removes it.
     fn check_writable(&self, rank: Rank) -> io::Result<()> {
         let mut path = self.path.clone().into_os_string();
         path.push(format!("-{rank}"));

@@ -16,8 +16,8 @@ pub enum StoppedBy {
     TimeLimit,
 }
 
-/// A handle for requests to all ranks of a run, from any thread of any rank. All ranks receive a request after the same step. Requests
-/// travel in these [bits](trireme_parallel::Executor::requests).
+/// A handle for requests to all ranks of a run, from any thread of any rank. All ranks receive a request after the same step. The executors
+/// exchange requests as [bits](trireme_parallel::Executor::requests).
 #[derive(Debug, Clone)]
 pub struct Requests(pub(crate) Arc<AtomicU32>);
 

@@ -13,8 +13,8 @@ use std::path::Path;
 use trireme_base::open_regular;
 use trireme_schedule::pipeline::{Costs, PassFault, Schedule, ScheduleError, draw_error, validate};
 
-/// Columns of the diagram that an error shows. With the label of its rank, a row fits into 80 columns, and so does a mark, unless it is at
-/// the right edge.
+/// Columns of the diagram that an error shows. With the label of its rank, a row fits into 80 columns. So does the line that marks the
+/// place of the error, unless that place is at the right edge.
 const PICTURE_COLUMNS: usize = 64;
 
 /// Reads the schedule file that the config names, if it names one. Fails if the file cannot be read or parsed.

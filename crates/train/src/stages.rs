@@ -8,7 +8,7 @@ use trireme_base::{Bytes, UnitPasses};
 use trireme_schedule::Keep;
 use trireme_schedule::pipeline::{self, Costs, StageCosts, TICKS_MAX};
 
-/// Ticks of the longest stage's forward pass. They are finer than the accuracy of times.
+/// The duration of the longest stage's forward pass, in ticks. A tick is shorter than the error of measured times.
 const TICKS: u64 = 1000;
 
 /// A stage of a pipeline: consecutive units, and the costs of their passes.

@@ -43,12 +43,12 @@ pub struct TrainerOptions {
     pub started: Instant,
     /// Peak FLOP/s of this worker in the training dtype, for MFU, if it is known. `[metrics] peak_flops` takes precedence.
     pub peak_flops: Option<f64>,
-    /// The plan of this worker. All workers have the same plan, except for its predictions. Without a plan, everything that the config
-    /// leaves to one has its default: activations are kept, and state is on the device.
+    /// The plan of this worker. All workers have the same plan, except for its predictions. Without a plan, choices that the config leaves
+    /// to the planner have their defaults: activations are kept, and state is on the device.
     pub plan: Option<WorkerPlan>,
     /// The time at which the process must have ended, if there is a limit. Only the value of rank 0 counts.
     pub ends_at: Option<Instant>,
-    /// The [config as the user gave it](Config::given), which is stored with the run.
+    /// The [config as the user gave it](Config::original_toml), which is stored with the run.
     pub given_config: Option<String>,
 }
 
@@ -190,7 +190,8 @@ impl<'a> Trainer<'a> {
     }
 
     /// Finishes a step: writes the trace, validates, writes the metrics and saves a checkpoint, each if it is due. If a program has several
-    /// steps, actions that need the weights follow its last step. The config has their intervals in multiples of these steps.
+    /// steps, actions that need the weights follow its last step; a valid config has intervals that are multiples of the number of these
+    /// steps.
     fn finish_step(&mut self, record: &mut StepRecord, summary: &mut RunSummary) -> Result<(), TrainError> {
         let training = self.config.training();
         if record.step == self.state.step {

@@ -14,8 +14,8 @@ use trireme_parallel::{Executor, ValidationBatches, ValidationRound};
 pub(crate) struct Validation {
     samples: Box<dyn Dataset>,
     batches: ValidationBatches,
-    /// For each batch, the sum and the number of rows of each report. A rank that has the unit fills in the reports of its batches, and the
-    /// others add zeros, so the sum over ranks is exact. If ranks have parts of the positions, their sums are added.
+    /// For each batch, the sum and the number of rows of each report. A rank fills in the batches that it reads, for the units that it
+    /// runs, and leaves zeros elsewhere, so the sum over ranks is exact. If ranks have parts of the positions, their sums are added.
     reports: Option<Buffer<f64>>,
 }
 

@@ -43,9 +43,9 @@ pub(crate) enum DataCommand {
 
 /// Show samples as a model trains on them.
 ///
-/// Prints the text of samples with the tokens that contribute to the loss, the borders of documents, special tokens and padding; how
-/// many tokens of a sample are learned; and which samples have nothing to learn. If the inputs of a config are not prepared yet, they
-/// are, as `trireme train` would do it.
+/// Prints the text of samples with the tokens that contribute to the loss, the borders of documents, special tokens and padding; how many
+/// tokens of a sample are learned; and which samples have nothing to learn. If the inputs of a config are not prepared yet, prepares them
+/// as `trireme train` would.
 #[derive(Debug, Args)]
 #[command(after_help = SHOW_EXAMPLES)]
 pub(crate) struct ShowArgs {

@@ -87,8 +87,8 @@ pub(crate) struct PrepareArgs {
     /// replacements, or refuse them with an error that names the file and the byte.
     #[arg(long, default_value_t, value_parser = invalid_utf8())]
     invalid_utf8: InvalidUtf8,
-    /// Fraction of tokens held out for validation: whole documents, or the tail of the last if documents are longer than what is held out.
-    /// 0 holds out none. 0.05 by default.
+    /// Fraction of tokens held out for validation: whole documents, or the tail of the last document if documents are longer than the
+    /// held-out part. 0 holds out none. 0.05 by default.
     #[arg(long, value_name = "SHARE")]
     validation_fraction: Option<f64>,
     /// Number of tokenizer threads; all cores by default. Does not affect the result.

@@ -83,7 +83,8 @@ fn of_missing_ranks(diagnosis: &Diagnosis) -> Option<String> {
     })
 }
 
-/// Whether the rank itself waits for others. Then the search should not begin there.
+/// Returns whether the rank waits for other ranks. The advice prefers a rank that waits for none, because it is more likely to be the
+/// cause.
 fn is_waiting(diagnosis: &Diagnosis, rank: usize) -> bool {
     diagnosis.findings.get(rank).is_some_and(|finding| !finding.waits_for.is_empty())
 }

@@ -24,8 +24,8 @@ pub(crate) fn indented(lines: &[String]) -> String {
     lines.iter().map(|line| format!("\n  {line}")).collect()
 }
 
-/// Adds a table of all workers to a failure between workers, if this worker is the lowest rank that is heard of. Call it after the worker's
-/// groups have been dropped.
+/// Adds a table of all workers to a failure between workers, if nothing is known about lower ranks, so that only the lowest known rank
+/// prints it. Call it after the worker's groups have been dropped.
 pub(crate) fn explain(failure: Error, recorder: &FlightRecorder) -> Error {
     let report = recorder.report();
     let diagnosis = Diagnosis::of(std::slice::from_ref(&report));

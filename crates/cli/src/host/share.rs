@@ -80,12 +80,12 @@ pub(crate) struct HostShare {
     pub(crate) num_threads: usize,
     /// The CPUs that this worker is bound to, if any.
     binding: Option<Vec<usize>>,
-    /// Reason why the worker is not bound, if it might be.
+    /// The reason why the worker is not bound, unless binding does not apply to it (see `binding`).
     pub(crate) why_unbound: Option<String>,
 }
 
 impl HostShare {
-    /// Returns the share of one of `num_workers` workers that do not know each other yet.
+    /// Returns the share of one of `num_workers` workers that have not exchanged their resources yet. Their shares are assumed to be equal.
     pub(crate) fn of_equal_workers(num_workers: usize, huge_pages: HugePages) -> Self {
         HostShare {
             num_workers,
@@ -97,7 +97,7 @@ impl HostShare {
         }
     }
 
-    /// Returns the share of this rank, which all ranks compute from the same grants. Collective.
+    /// Returns the share of this rank. All ranks gather the resources of all workers, and compute the shares from them. Collective.
     pub(crate) fn of_world(group: &Group, huge_pages: HugePages, bind: Bind) -> Result<Self> {
         let mut own = WorkerResources::of_this_process(huge_pages);
         if own.machine.is_empty() {
@@ -165,8 +165,8 @@ impl HostShare {
     }
 }
 
-/// Returns the CPUs to bind a worker to; `None` if it need not be bound, such as where the launcher has chosen CPUs. The error is the
-/// reason why a worker that might be bound is not.
+/// Returns the CPUs to bind a worker to. `None` if binding does not apply: with `bind = "none"`, for a single worker, or if the launcher
+/// has chosen CPUs for the workers. The error is the reason why the worker cannot or should not be bound.
 fn binding(
     own: &WorkerResources,
     rank: usize,

@@ -1,6 +1,6 @@
 //! The world that this process belongs to, as the environment describes it.
 //!
-//! The first family of variables that describes a worker counts:
+//! The first family of variables that describes a worker is used:
 //!
 //! 1. torchrun's: `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, and `LOCAL_RANK` with
 //!    `LOCAL_WORLD_SIZE`. Without the last two, a loopback `MASTER_ADDR` means that the whole world is on this
@@ -16,9 +16,10 @@
 //! `MASTER_ADDR` and `MASTER_PORT` may be set in addition to any family; alone they do not describe a worker. Without them the workers meet
 //! on the first host of SLURM's list, or on this host if all are here, at a port that follows from the job's name.
 //!
-//! SLURM sets some of its variables in processes that are not workers. A batch script has `SLURM_PROCID` = 0 and all of `SLURM_NTASKS`, but
-//! `ENVIRONMENT` = `BATCH` and no `SLURM_STEP_ID`, which `srun` sets for its tasks; the shell of `salloc` has no `SLURM_PROCID`; an
-//! interactive shell is the only task of its step. None of these processes is a worker, and neither is the only process of a PMI world.
+//! SLURM sets some of its variables in processes that are not workers. A batch script has `SLURM_PROCID` = 0 and the `SLURM_NTASKS` of the
+//! whole job, but also `ENVIRONMENT` = `BATCH`, and no `SLURM_STEP_ID`, which `srun` sets for its tasks. The shell of `salloc` has no
+//! `SLURM_PROCID`. An interactive shell is the only task of its step. None of these processes is a worker, and neither is the only process
+//! of a PMI world.
 
 use super::LaunchError;
 use super::host_list::{first_host, tasks_on_node};

@@ -138,7 +138,7 @@ pub(crate) fn work_in_world(
     if gathers { result.map_err(|failure| hang::explain(failure, &recorder)) } else { result }
 }
 
-/// Attributes remarks to `rank`. Ranks other than 0 share standard error, unless Trireme's launcher has started them.
+/// Attributes diagnostics to `rank`. Ranks other than 0 share standard error, unless Trireme's launcher has started them.
 fn attribute_diagnostics_to(rank: Rank) {
     set_rank(rank, rank != Rank::ROOT && !is_under_launcher());
 }

@@ -26,13 +26,13 @@ use trireme_comm::{Diagnosis, Occasion, RankReport, Secret, remove_reports};
 /// Environment variable with the name by which the user has called this program.
 pub(crate) const INVOKED_AS_VARIABLE: &str = "TRIREME_INVOKED_AS";
 
-/// Maximum wait for the death of a peer after the death of a worker that has lost it.
+/// Maximum time to look for the cause after a worker has exited because it lost a peer: the end of that peer may be seen later.
 const CAUSE_GRACE: Duration = Duration::from_secs(1);
 
 /// Time that the remaining workers have to report their state after the death of one.
 const REPORT_GRACE: Duration = Duration::from_millis(1500);
 
-/// Interval of looking for these reports.
+/// Interval at which these reports are read.
 const REPORT_LOOK: Duration = Duration::from_millis(20);
 
 /// Maximum time to read the reports from the file system.
@@ -228,7 +228,7 @@ impl Supervisor<'_> {
     /// Finds the cause of a first death, ends the other workers, and returns the cause as an error.
     fn end_after_death(mut self, mut rank: Rank, mut death: AbnormalExit) -> Result<(), LaunchError> {
         let deadline = Instant::now() + CAUSE_GRACE;
-        // A follower may be seen before the worker that it has lost.
+        // A worker that exits because it lost a peer may be seen before that peer.
         while is_peer_loss(death) && self.workers.are_running() && self.next_signal(Some(deadline)).is_some()
         {
             self.workers.reap()?;

@@ -68,7 +68,7 @@ fn death(result: Result<(), LaunchError>) -> (usize, AbnormalExit, Vec<String>) 
     }
 }
 
-/// Runs until it is ended, but not for good if a failed test leaves it.
+/// Runs until it is killed. Ends by itself after a minute, in case a failed test leaves it running.
 const FOREVER: &str = "exec sleep 60";
 
 #[test]

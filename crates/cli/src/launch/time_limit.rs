@@ -8,8 +8,8 @@ use trireme_train::config::Config;
 const SLURM_END: &str = "SLURM_JOB_END_TIME";
 
 /// Returns when a command that started at `started` must end: at the limit of its config or at the end of its job, whichever comes first. A
-/// job end in the past is ignored, because Slurm may let jobs run longer. So is the end of the job of a run without checkpoints, which has
-/// nothing to save.
+/// job end in the past is ignored, because Slurm may let jobs run longer. The job end is also ignored without checkpoints, because such a
+/// run has nothing to save.
 pub(crate) fn run_end(
     config: &Config,
     started: Instant,

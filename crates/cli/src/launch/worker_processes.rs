@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use trireme_base::{Rank, name_limits, open_regular, open_regular_with};
 
-/// Exit code of a worker that ends because it has lost a peer: a follower, not the cause.
+/// Exit code of a worker that ends because it has lost a peer, and so is not the cause of the failure.
 pub(crate) const LOST_PEER_EXIT_CODE: u8 = 74;
 
 /// Environment variable with the process id of the launcher that has started a worker.
@@ -23,7 +23,7 @@ const LAUNCHER_VARIABLE: &str = "TRIREME_LAUNCHER_PID";
 /// Time that a killed worker has to end. Only a system call takes longer, such as one on a file system that hangs.
 const KILL_GRACE: Duration = Duration::from_secs(2);
 
-/// Interval of looking whether killed workers have ended.
+/// Interval at which killed workers are checked for their end.
 const KILL_LOOK: Duration = Duration::from_millis(5);
 
 /// Maximum time to read the end of a log.
@@ -139,7 +139,7 @@ impl WorkerProcesses {
         self.workers.iter().filter(is_active).map(|worker| worker.rank)
     }
 
-    /// Returns the fates of the workers that have ended abnormally or are stopped.
+    /// Returns the states of the workers that have ended abnormally or are stopped.
     pub(super) fn process_states(&self) -> ProcessStates {
         let fate = |worker: &Worker| match worker.status {
             Some(status) => death(status).map(ProcessState::Exited),

@@ -174,8 +174,8 @@ impl<'a> Workers<'a> {
         Group::dry(Rank(self.rank), Hosts::new(&hosts), transport)
     }
 
-    /// Returns a worker for each place of the pipeline, on this host if possible, and how many workers of this host have that place.
-    /// Neighbouring ranks share a host, as launchers number them.
+    /// Returns a worker for each pipeline rank, on this host if possible, and the number of workers of this host that have that pipeline
+    /// rank. Neighbouring ranks share a host, as launchers number them.
     pub(super) fn by_place(self, config: &Config) -> Vec<(Workers<'a>, usize)> {
         let num_of_place = config.workers_per_place();
         let first = self.rank / self.local_world_size * self.local_world_size;

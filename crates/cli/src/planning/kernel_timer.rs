@@ -22,16 +22,17 @@ const SWEPT_BYTES: usize = 128 << 20;
 pub(super) struct KernelTimer<'a> {
     device: &'a Device,
     journal: Journal,
-    /// All ranks, and whether this rank computes. The other ranks wait for each round.
+    /// All ranks. Ranks that do not compute (without `is_active`) wait for each round.
     world: &'a Group,
     is_active: bool,
-    /// A device without a journal, and two vectors in its memory.
+    /// The memory that [`sweep`](KernelTimer::sweep) reads: two vectors, and their device, which keeps no journal. `None` on ranks that do
+    /// not compute.
     swept: Option<RefCell<(Device, [Tensor; 2])>>,
     samples: RefCell<BTreeMap<KernelCall, Vec<f64>>>,
 }
 
 impl<'a> KernelTimer<'a> {
-    /// Creates an exerciser. Its sweeps use `others`, which has as many threads as `device` and keeps no journal.
+    /// Creates a kernel timer. Its sweeps use `others`, which has as many threads as `device` and keeps no journal.
     pub(super) fn new(
         device: &'a Device,
         others: &Device,

@@ -46,7 +46,7 @@ fn vocabulary_size(config: &Config) -> Result<usize> {
         ModelSource::File(_) | ModelSource::InitFrom(_) => true,
     };
     Ok(match (&data.tokenizer, data.train_bpe) {
-        // The size of the model counts, and is not smaller.
+        // The vocabulary size of the model is used instead, and is at least as large.
         _ if is_known => 0,
         (_, vocabulary_size @ 1..) => vocabulary_size,
         (config::Tokenizer::Bytes, 0) => Tokenizer::bytes().vocabulary_size(),

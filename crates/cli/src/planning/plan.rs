@@ -77,7 +77,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Plans one worker for each place of the pipeline, and returns the plan that needs the most memory. The first worker chooses for all.
+    /// Plans one worker for each pipeline rank, and returns the plan that needs the most memory. The first worker chooses for all.
     pub(crate) fn largest(job: PlannedRun<'_>) -> Result<Self> {
         let PlannedRun { config, workers, .. } = job;
         let need = |plan: &Plan| (plan.prediction.host > plan.bounds.host, plan.prediction.total());

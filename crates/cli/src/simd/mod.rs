@@ -208,7 +208,7 @@ fn level_of(
 mod tests {
     use super::*;
 
-    /// Chooses up to the level `max_level`, where these kernels are excluded.
+    /// Chooses a level up to `most` on a machine where the kernels `excluded` are excluded.
     fn chosen(most: CpuFeatures, excluded: &[(CpuFeatures, Precision)]) -> Simd {
         let name = |&(level, precision): &(CpuFeatures, Precision)| {
             (MatmulKernel::of(level, precision).to_string(), Verdict::Wrong("it was wrong".to_owned()))

@@ -16,7 +16,7 @@ const NAME: &str = "books-0.books";
 /// Time for which ranks wait for the name.
 const NAME_DELAY: Duration = Duration::from_secs(20);
 
-/// Returns a command on a host with its own `/etc/hosts`, which is the scene's file `hosts`.
+/// Returns a command on a host with its own `/etc/hosts`, which is the fixture's file `hosts`.
 fn command_with_names(fixture: &Fixture, host: &Host, arguments: &str) -> Command {
     let mut command = host.command("unshare");
     let script = "mount --bind \"$0\" /etc/hosts && exec \"$@\"";

@@ -2,7 +2,7 @@
 
 use crate::common::{Fixture, Weights, assert_contains};
 
-/// Creates a scene with a trained model that is exported to `model`.
+/// Creates a fixture with a trained model that is exported to `model`.
 fn scene_with_model() -> Fixture {
     let fixture = Fixture::with_corpus();
     fixture.run("train tiny.toml --workers 1 --set training.steps=1").succeeded();

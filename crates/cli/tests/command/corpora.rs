@@ -3,7 +3,7 @@
 use crate::common::{Fixture, assert_contains};
 use std::fs::File;
 
-/// Creates a scene with a run that has prepared its own corpus, and whose text has changed since.
+/// Creates a fixture with a run that has prepared its own corpus, and whose text has changed since.
 fn trained_then_changed() -> Fixture {
     let fixture = Fixture::new();
     fixture.run("train tiny.toml").succeeded();

@@ -3,7 +3,7 @@
 use crate::common::{Fixture, assert_contains};
 use std::fs;
 
-/// Creates a scene with a run of four steps, with checkpoints after two and four.
+/// Creates a fixture with a run of four steps, with checkpoints after two and four.
 fn trained() -> Fixture {
     let fixture = Fixture::with_corpus();
     fixture.run("train tiny.toml").succeeded();

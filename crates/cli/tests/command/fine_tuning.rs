@@ -4,7 +4,7 @@ use crate::common::{Fixture, assert_contains};
 use serde_json::{Value, json};
 use std::fs;
 
-/// Creates a scene with a model of a trained tokenizer in `model`, and a config that begins with it.
+/// Creates a fixture with a model of a trained tokenizer in `model`, and a config that begins with it.
 fn with_model() -> Fixture {
     let fixture = Fixture::new();
     fixture.run("train tiny.toml --set run.name=base --set data.train_bpe=300").succeeded();

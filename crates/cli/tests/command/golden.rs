@@ -10,7 +10,7 @@ const LOSS_TOLERANCE: f64 = 1e-5;
 /// Tolerance of log-likelihoods, which are sums over some tens of tokens.
 const LIKELIHOOD_TOLERANCE: f64 = 1e-3;
 
-/// Creates a scene with the files of the golden values.
+/// Creates a fixture with the files of the golden values.
 fn fixture() -> Fixture {
     let fixture = Fixture::new();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");

@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
-/// Steps without end and without checkpoints, which belong to no line of the program.
+/// Endless steps without checkpoints. The operations of a checkpoint belong to no line of the program, so they would change the table.
 const ENDLESS: &str = "--set training.steps=1000000000 --set checkpoint.interval=1000000000";
 const THREE_WORKERS: &str = "--workers 3 --set training.global_batch_size=12";
 

@@ -52,7 +52,7 @@ fn start_several<const N: usize>(
     })
 }
 
-/// Starts one worker of a world. Its place is its rank and the world size, then its host and local rank, and the number of workers there.
+/// Starts one worker of a world, with this rank and world size, on the host `host`, with its local rank among `num_local` workers there.
 fn start_at(
     fixture: &Fixture,
     hosts: &[Host; 2],

@@ -20,7 +20,7 @@ fn world(fixture: &Fixture, commands: [&str; 2], secret: Option<&str>) -> [Outco
 fn a_worker_that_fails_before_it_joins_ends_the_others_with_its_reason() {
     let fixture = Fixture::with_corpus();
     let good = "train tiny.toml";
-    // A config that cannot be read does not name the job. The secret identifies the job, too.
+    // If the config cannot be read, the job has no name, and the secret identifies it.
     for (bad, secret, reason) in [
         ("train nowhere.toml", Some(SECRET), "the config nowhere.toml does not exist"),
         ("train tiny.toml --set comm.interface=nowhere", None, "no interface 'nowhere'"),

@@ -1,4 +1,4 @@
-//! The ladder: every layout against one worker, as processes. `cargo xtask ladder` prints its table.
+//! Trains every layout in worker processes, and compares the losses with those of one worker. `cargo xtask ladder` prints the table.
 
 use crate::common::{Fixture, Running, assert_contains};
 use std::fmt::{self, Write};

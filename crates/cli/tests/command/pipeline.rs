@@ -41,7 +41,7 @@ fn a_pipeline_has_the_losses_of_one_worker() {
     assert_eq!(fixture.losses("tied-sharded"), fixture.losses("tied"));
 }
 
-/// Both use memory of one pool.
+/// The messages of the pipeline and the tied embedding's gradient have the same length here, and use memory of one pool.
 #[test]
 fn messages_may_be_as_long_as_a_tied_embedding() {
     let fixture = Fixture::with_corpus();

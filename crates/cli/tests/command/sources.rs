@@ -17,7 +17,7 @@ fn conversations(count: usize) -> String {
     (0..count).map(line).collect()
 }
 
-/// Creates a scene with conversations in `chat.jsonl`, and a config for them.
+/// Creates a fixture with conversations in `chat.jsonl`, and a config for them.
 fn with_chat() -> Fixture {
     let fixture = Fixture::new();
     fixture.write("chat.jsonl", conversations(150));

@@ -6,7 +6,7 @@ use serde_json::Value;
 const PIPELINE: &str = "--set model.architecture=llama --set model.tie_word_embeddings=false --set model.num_layers=4 \
                         --set parallelism.pipeline_parallel_degree=2";
 
-/// Creates a scene in which a pipeline of two workers has left a trace of steps 2 and 4.
+/// Creates a fixture in which a pipeline of two workers has left a trace of steps 2 and 4.
 fn traced() -> Fixture {
     let fixture = Fixture::with_corpus();
     fixture.run(&format!("train tiny.toml {PIPELINE} --set metrics.trace_interval=2")).succeeded();

@@ -97,7 +97,7 @@ impl Cli {
         self.plan_on_hosts(model, settings, None)
     }
 
-    /// Plans the same on hosts with `workers_per_host` workers each.
+    /// Like [`plan`](Cli::plan), on hosts with `workers_per_host` workers each.
     pub(crate) fn plan_on_hosts(&self, model: Gpt, settings: &str, workers_per_host: Option<usize>) -> Step {
         let Gpt { hidden_size, num_layers, num_heads, vocab_size, seq_len, is_tied } = model;
         let mut command = self.command(Path::new(env!("CARGO_BIN_EXE_trireme")), "plan", settings);

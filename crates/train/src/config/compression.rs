@@ -17,8 +17,8 @@ const PREFIX: &str = "compression_";
 const MOMENTUM_BLOCK_LEN: usize = 64;
 
 impl Config {
-    /// Returns how gradients, or momentum in their place, are compressed before they are sent. Optimizers exchange momentum to send few
-    /// bits, so for them `none` means `one_bit` with short blocks.
+    /// Returns how gradients, or the momentum that some optimizers exchange instead, are compressed before they are sent. These optimizers
+    /// exchange momentum in order to send few bits, so for them `none` means `one_bit` with short blocks.
     pub fn compression(&self) -> Compression {
         let mut options = options(self.comm());
         if options.codec == CodecName::None && self.optimizer().name.exchanges_momentum() {

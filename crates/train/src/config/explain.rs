@@ -11,9 +11,9 @@ use super::{compression, optimizer};
 use trireme_tensor::Precision;
 
 impl Config {
-    /// Returns every key of a section, or of all sections if `section` is `None`, with its type, default and meaning, in the form of a
-    /// config file. Also accepts the name of a key, such as `optimizer.lr`. For any other word, returns the keys whose names, documentation
-    /// or values contain it, or that other systems call so.
+    /// Returns every key of a section, or of all sections if `section` is `None`, with its type, default and meaning, as the text of a
+    /// config file. Also accepts the name of a key, such as `optimizer.lr`. For any other word, returns the keys whose name, documentation
+    /// or values contain it, and the keys that have this name in another system.
     ///
     /// # Errors
     /// [`ConfigError::UnknownSection`] if no section and no key fits.
@@ -112,7 +112,7 @@ fn explain_dotted(sections: &Sections, name: &str) -> Option<String> {
 fn explain_section(name: &str, section: &dyn Section) -> String {
     let keys: Vec<String> = section.keys().iter().map(explain_key).collect();
     let lists = section.lists().into_iter().map(|(list, tables)| {
-        // No table exists by default, so its lines are comments.
+        // The list is empty by default, so the lines of the example table are commented out.
         let table = explain_section(&format!("[{name}.{list}]"), &*tables.default_table());
         let lines = table.lines().map(|line| match line {
             line if line.is_empty() || line.starts_with('#') => format!("{line}\n"),
@@ -157,8 +157,9 @@ fn write_lists(name: &str, section: &dyn Section) -> String {
     text
 }
 
-/// Returns whether a key has an effect in this config. Without effect are keys of language models for another task, the shape of a model
-/// that is described elsewhere, loss scaling without f16, the fp8 history without fp8, and options of another optimizer or codec.
+/// Returns whether a key has an effect in this config. The following keys have none: keys of language models for another task, keys that
+/// describe a model that is described elsewhere, keys of loss scaling without f16, keys of fp8 without fp8, and options of another
+/// optimizer or codec.
 fn counts(config: &Config, section: &str, key: &Key) -> bool {
     if config.task_kind() == TaskKind::CustomTask {
         if is_of_language(section, key.name) {

@@ -18,19 +18,19 @@ config_section! {
         /// vocabulary. They are neighbours, read the same data, and exchange activations twice per block in forward and
         /// twice in backward. The order of sums differs from that of one worker, so losses differ by rounding.
         tensor_parallel_degree: usize = 1, within 1..=1 << 12;
-        /// With `tensor_parallel_degree` above 1: whether these workers also divide the rows of normalisations, of
-        /// residuals and of what blocks pass on. This takes less memory. Forward sends as many bytes as without;
-        /// backward sends half as many again. `seq_len` must be a multiple of `tensor_parallel_degree`.
+        /// With `tensor_parallel_degree` above 1: whether these workers also divide the rows of normalisations, of residuals and of the
+        /// outputs of blocks (sequence parallelism). This takes less memory. Forward sends as many bytes as without; backward sends half as
+        /// many again. `seq_len` must be a multiple of `tensor_parallel_degree`.
         sequence_parallel: bool = true;
         /// Number of workers that divide the positions of each sequence. They are neighbours, or next to each other after those of
-        /// `tensor_parallel_degree`, and read the same samples, of which each takes its positions; `seq_len` must be a
-        /// multiple of twice the degree. Activations take so much less memory. Attention reads the keys of all
+        /// `tensor_parallel_degree`, and read the same samples, of which each takes its positions; `seq_len` must be a multiple of twice
+        /// the degree. The memory of activations is divided by the degree. Attention reads the keys and values of all of these workers
         /// (docs/context.md). Losses differ from those of one worker by rounding.
         context_parallel_degree: usize = 1, within 1..=1 << 12;
-        /// How many of the workers of `context_parallel_degree` exchange their positions for heads before attention and
-        /// back after it (Ulysses); the others send keys and values around a ring. 1 is a ring of all, and the degree
-        /// itself no ring. Must divide the degree, and the heads of keys and values that a worker has. 0 chooses
-        /// what sends the fewest bytes; for a task of one's own, a ring.
+        /// Number of neighbours among the workers of `context_parallel_degree` that exchange positions for heads before attention and back
+        /// after it (Ulysses). Between these groups of neighbours, keys and values go around a ring. 1 uses only the ring, and the degree
+        /// itself uses no ring. Must divide the degree, and the number of key-value heads that a worker has. 0 chooses the value that sends
+        /// the fewest bytes, or 1 for a custom task.
         context_parallel_heads_degree: usize = 0, within 0..=1 << 12;
         /// Number of workers with different experts, for models with experts (docs/experts.md). They are neighbours among the workers that
         /// see different samples or positions. Tokens travel to their experts and back in each layer, forward and backward. Must divide the
@@ -63,26 +63,26 @@ config_section! {
         /// Units at which the stages after the first begin, in order: 0 is the embedding, 1 the first block. An empty
         /// list divides stages evenly by counted operations. Only applies with `pipeline_parallel_degree` above 1.
         pipeline_parallel_split_points: Vec<usize> = Vec::new();
-        /// Steps between checks of the measured time of each unit. If stages are uneven, they are cut again, and
-        /// units move to other workers with their state. Losses and weights have the same bits. 0 keeps the stages
-        /// unchanged. Only applies with `pipeline_parallel_degree` above 1.
+        /// Steps between checks of the measured time of each unit. If stages are uneven, the units are split into stages again, and move to
+        /// other workers with their state. Losses and weights have the same bits. 0 keeps the stages unchanged. Only applies with
+        /// `pipeline_parallel_degree` above 1.
         pipeline_parallel_rebalance_interval: u64 = 0, within 0..;
         /// Units move if the work of the busiest worker of the pipeline, relative to the mean, exceeds this value.
         /// Only applies with `pipeline_parallel_rebalance_interval`.
         pipeline_parallel_rebalance_threshold: f64 = 1.1, within 1.0..;
         /// Number of workers that shard one replica of the training state; they see different data, too. Their ranks differ by
-        /// `context_parallel_degree` times `tensor_parallel_degree`, so one replica can stay within a host (hybrid sharding). Workers of
-        /// `context_parallel_degree` shard it with them. If anything is sharded, -1 uses as many as the replicas leave (one replica across
-        /// all workers if neither is set); else 1. Only applies with `zero_stage` or `shard_gradients`.
+        /// `context_parallel_degree` times `tensor_parallel_degree`, so one replica can stay within a host (hybrid sharding). The workers
+        /// of `context_parallel_degree` shard the replica as well. If anything is sharded, -1 uses as many workers as the replicas leave:
+        /// all workers if `data_parallel_replicate_degree` is -1 as well. If nothing is sharded, -1 means 1. Only applies with `zero_stage`
+        /// or `shard_gradients`.
         data_parallel_shard_degree: i64 = -1, within -1..=1 << 20;
         /// State that the workers of a replica shard (ZeRO): 0 nothing, 1 the optimizer state, 2 gradients as well, 3
         /// parameters as well. Losses and weights have the same bits. 1 and 2 send as much as 0; 3 sends half as much
         /// again. With a 16-bit `dtype`, stages 1 and above gather weights in it.
         zero_stage: u32 = 0, within 0..=3;
-        /// Whether gradients are sharded with `zero_stage` 0 or 1, too. With 0, workers still update all parameters:
-        /// gradients are summed in shards after each microbatch, and gathered for the updates. That sends as much as
-        /// without with one microbatch per step, and half as much again for each further one. With 1, it is
-        /// `zero_stage = 2`.
+        /// Whether gradients are sharded with `zero_stage` 0 or 1 as well. With 0, workers still update all parameters: gradients are
+        /// summed in shards after each microbatch, and gathered for the updates. With one microbatch per step, this sends as many bytes as
+        /// without sharding, and half as many again for each further microbatch. With 1, it is the same as `zero_stage = 2`.
         shard_gradients: bool = false;
         /// With `zero_stage = 3`: how many blocks ahead of their use parameters are gathered.
         zero_prefetch: usize = 1, within 0..=1 << 12;

@@ -23,7 +23,7 @@ impl Config {
         Config::load_for_task(TaskKind::LanguageModel, path, overrides, world_size)
     }
 
-    /// Like [`Config::load`], for any subject.
+    /// Like [`Config::load`], for any kind of task.
     ///
     /// # Panics
     /// If `world_size` is 0.
@@ -73,7 +73,7 @@ impl Config {
         Config::parse_for_task(TaskKind::LanguageModel, text, path, overrides, world_size)
     }
 
-    /// Like [`Config::parse`], for any subject.
+    /// Like [`Config::parse`], for any kind of task.
     ///
     /// # Panics
     /// If `world_size` is 0.

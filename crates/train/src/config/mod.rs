@@ -145,7 +145,7 @@ impl Config {
         self.workers_per_place() / (context_parallel_degree * tensor_parallel_degree)
     }
 
-    /// Returns the number of workers at each place of the pipeline.
+    /// Returns the number of workers that have the same pipeline rank.
     pub fn workers_per_place(&self) -> usize {
         self.world_size / self.parallelism().pipeline_parallel_degree
     }
@@ -239,7 +239,7 @@ impl Config {
     /// Returns the location of the language model's description.
     ///
     /// # Panics
-    /// If the subject is not a language model.
+    /// If the config is not for a language model.
     pub fn model_source(&self) -> ModelSource<'_> {
         let model = self.model();
         match (&model.config, model.architecture, &model.init_from) {

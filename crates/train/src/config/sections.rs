@@ -114,7 +114,7 @@ config_section! {
 }
 
 config_section! {
-    /// How a mixture of experts is trained, for models that are one.
+    /// Training of models with a mixture of experts.
     Experts {
         /// Weight of the loss that keeps loads of experts even (Switch Transformer's alpha, Megatron-LM's `--moe-aux-loss-coeff`). With
         /// equal loads the loss of a layer is 1. Replaces `router_aux_loss_coef`, or deepseek_v3's `aux_loss_alpha`, of the model. 0 turns
@@ -126,9 +126,9 @@ config_section! {
         /// How far each update moves the biases that balance experts, in models that have such biases (deepseek_v3; Megatron-LM's
         /// `--moe-router-bias-update-rate`). 0 leaves them as they are.
         bias_update_rate: f64 = 1e-3, within 0.0..=1.0;
-        /// Most tokens of a sample that an expert takes, as a multiple of an even load (Megatron-LM's `--moe-expert-capacity-factor`). The
-        /// first ones of the sample are taken, and later ones pass the expert by: the metric expert_drops is their part. Bounds the memory
-        /// of experts, however uneven loads are. When absent, experts take all tokens.
+        /// Maximum number of tokens of a sample that an expert processes, as a multiple of an even load (Megatron-LM's
+        /// `--moe-expert-capacity-factor`). The first tokens of the sample are processed, and later ones skip the expert: the metric
+        /// expert_drops is their fraction. Bounds the memory of experts, however uneven loads are. When absent, experts process all tokens.
         capacity_factor: Option<f64> = None;
         /// Whether activations that do not fit into `[memory] device_budget`, because loads are more uneven than was planned for, go to
         /// files in `[offload] folder`. Otherwise the run ends. Memory is planned for even loads; a capacity_factor bounds it.
@@ -137,9 +137,9 @@ config_section! {
         /// (docs/experts.md). At most as many as a worker has experts. 2 is faster between hosts. Within a host it is slower, since the
         /// cores that compute also copy, and products get smaller. Results stay bit-identical, unless products are in fp8.
         num_chunks: usize = 1, within 1..=1 << 10;
-        /// Number of experts of each layer of which all workers with different experts keep copies (FasterMoE's shadow experts): those that
-        /// most tokens chose before. Tokens do not travel to them; their weights and gradients do, in each microbatch. Pays where a few
-        /// experts have most of the load (docs/experts.md). Results stay bit-identical.
+        /// Number of experts of each layer that all workers with different experts replicate (FasterMoE's shadow experts): the experts that
+        /// received the most tokens before. Tokens do not travel to them; their weights and gradients do, in each microbatch. This pays off
+        /// where a few experts have most of the load (docs/experts.md). Results stay bit-identical.
         num_shadowed: usize = 0, within 0..=1 << 10;
     }
 }
@@ -181,8 +181,8 @@ config_section! {
         packing: Packing = Packing::Auto;
         /// Masks attention to earlier documents in the same sequence.
         mask_documents: bool = false;
-        /// Fraction of the tokens held out for validation: whole documents, or the tail of the last if documents are longer than what is
-        /// held out; only without `validation_inputs`.
+        /// Fraction of the tokens held out for validation: whole documents, or the tail of the last document if documents are longer than
+        /// the held-out part; only without `validation_inputs`.
         validation_fraction: f64 = 0.05, within 0.0..=0.5;
     }
 }
@@ -234,8 +234,8 @@ config_section! {
         /// in an order that `seed` changes, and the host cannot read the device's memory. It has the bits of `cpu`, is slower,
         /// and shows whether a model of your own would run on an accelerator.
         device: DeviceName = DeviceName::Cpu;
-        /// Threads per worker; 0 uses its share of the cores: all of those that it has to itself, and an equal part of those that several
-        /// workers share, within the CPU quota of its control group.
+        /// Threads per worker; 0 uses the worker's share of the cores: the cores that it has to itself, and an equal part of the cores that
+        /// several workers share, within the CPU quota of its control group.
         @no_effect_on_training @per_rank
         threads: usize = 0, within 0..=Device::THREADS_MAX;
         /// `layout` gives the same bits for any number of workers and threads, as long as the local and global batch
@@ -248,9 +248,9 @@ config_section! {
         max_norm: f64 = 1.0, within 0.0..;
         /// Steps between validations, the first before step 1; 0 validates only at the end.
         validation_interval: u64 = 0, within 0..;
-        /// Time from the start of the command in which the run saves a checkpoint and ends, by what its steps, validations and checkpoints
-        /// have taken so far. The exit code is then 138, and the same command resumes. Without it, the end of a Slurm job counts
-        /// (SLURM_JOB_END_TIME).
+        /// Time limit of the run, counted from the start of the command. The run saves a checkpoint and ends before it, as estimated from
+        /// the times of its steps, validations and checkpoints so far. The exit code is then 138, and the same command resumes. The end of
+        /// a Slurm job (SLURM_JOB_END_TIME) is a time limit as well, if checkpoints are enabled.
         @no_effect_on_training
         time_limit: Option<Duration> = None;
         /// Stops the run after this many validations in a row without a new lowest loss; 0 disables it.
@@ -365,11 +365,11 @@ config_section! {
         /// Bandwidth at which a worker reads and writes the memory of the others while all of them do.
         shared_memory_gigabytes_per_second: f64 = 0.0, within 0.0..=1e6;
         /// Seconds that workers wait for each other at the start: for a host name that is not known yet, a port that no worker listens on
-        /// yet, and workers that are missing. Meanwhile they say whom they wait for.
+        /// yet, and workers that are missing. Meanwhile they report what they are waiting for.
         @no_effect_on_training
         join_timeout_seconds: f64 = 600.0, within above_up_to(0.0, 86_400.0);
-        /// Seconds of silence after which a worker that waits for another one gives up and reports which one. One that makes progress, such
-        /// as rank 0 while it tokenizes or a worker that writes to a slow disk, says so and is waited for.
+        /// Seconds of silence after which a worker that waits for another one gives up and reports which one. A worker that makes progress,
+        /// such as rank 0 while it tokenizes or a worker that writes to a slow disk, signals this, and the others keep waiting for it.
         @no_effect_on_training
         timeout_seconds: f64 = 300.0, within above_up_to(0.0, 86_400.0);
         /// Seconds for which the network between hosts may stall. A host that is silent for longer counts as lost. The end of a process is
@@ -383,20 +383,20 @@ config_section! {
         /// Whether workers need a secret to listen where other hosts can connect. Without one, anybody on that
         /// network may join.
         require_secret: bool = true;
-        /// Address on which rank 0 listens, if not that of MASTER_ADDR: `0.0.0.0` or `::` where workers reach it by the name of a service.
-        /// Others than loopback addresses need a secret, as `require_secret` says.
+        /// Address on which rank 0 listens, if it is not the address of MASTER_ADDR: `0.0.0.0` or `::` where workers reach rank 0 by the
+        /// name of a service. Any address other than a loopback address requires a secret, unless `require_secret` is off.
         @no_effect_on_training
         listen: Option<IpAddr> = None;
-        /// Network interface on which each worker listens for the others: by name (`eth0`) or the beginning of it, by an address of it, or
-        /// by a network (`10.0.0.0/8`). Of several, separated by commas, the first that the host has. `=eth0` asks for exactly that name,
-        /// `^docker,lo` for any other. By default, the one through which the worker reaches rank 0. The environment variable
-        /// TRIREME_INTERFACE takes precedence; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME count where nothing else is set and workers are on
-        /// several hosts.
+        /// Network interface on which each worker listens for the others: its name (`eth0`) or the beginning of its name, one of its
+        /// addresses, or a network (`10.0.0.0/8`). Several can be given, separated by commas; the first one that the host has is used.
+        /// `=eth0` matches exactly that name, and `^docker,lo` any interface whose name begins otherwise. By default, the interface through
+        /// which the worker reaches rank 0. The environment variable TRIREME_INTERFACE takes precedence; NCCL_SOCKET_IFNAME and
+        /// GLOO_SOCKET_IFNAME apply if nothing else is set and workers are on several hosts.
         @no_effect_on_training @per_rank
         interface: Option<String> = None;
-        /// Ports on which workers listen for each other, such as `30000-30063`, where a firewall lets only some through: at least as many
-        /// as a host has workers. Ports below 32768 are best, for Linux gives the others to outgoing connections. By default any.
-        /// MASTER_PORT, where rank 0 listens, is set by itself.
+        /// Ports on which workers listen for each other, such as `30000-30063`, for firewalls that let only some ports through: at least as
+        /// many ports as a host has workers. Ports below 32768 are best, because Linux uses higher ports for outgoing connections. By
+        /// default, any port. MASTER_PORT, on which rank 0 listens, is set separately.
         @no_effect_on_training
         ports: Option<RangeInclusive<u16>> = None;
         /// TCP connections to each peer; data is striped over them. More than one pays off on networks that limit the
@@ -446,8 +446,8 @@ config_section! {
         compression_warmup_steps: u64 = 0, within 0..;
         /// `int4`, `one_bit`, `powersgd`: compression of the first steps: `none`, `bf16`, `int8` or `int4`.
         compression_warmup_codec: CodecName = CodecName::None;
-        /// Whether what a step does not send is kept and added to the gradient of the next step, at 4 bytes per
-        /// parameter. By default, all codecs except `f16`, `bf16`, `int8` and `int4` do this.
+        /// Whether the part of a gradient that a step does not send is kept and added to the gradient of the next step (error feedback), at
+        /// 4 bytes per parameter. By default, all codecs except `f16`, `bf16`, `int8` and `int4` do this.
         compression_error_feedback: Option<bool> = None;
         /// Whether each worker divides its gradient by the root of its own mean square, over about 200 steps, before
         /// compressing it, so that elements of all sizes count alike in messages, as they do for AdamW. Takes 4 bytes
@@ -473,11 +473,11 @@ config_section! {
         /// steps. 0 writes none.
         trace_interval: u64 = 0, within 0..;
         /// Steps between steps whose results are hashed to `hashes.jsonl`: the loss, and each parameter with its reduced gradient, bit by
-        /// bit. `trireme report diff` finds by them where two runs part. Hashes do not depend on the layout. Hashing takes about as long as
-        /// reading gradients and parameters with one thread. 0 hashes none, and changes nothing else.
+        /// bit. With these hashes, `trireme report diff` finds the first difference between two runs. Hashes do not depend on the layout.
+        /// Hashing takes about as long as reading gradients and parameters with one thread. 0 hashes none, and changes nothing else.
         hash_interval: u64 = 0, within 0..;
-        /// Peak of each worker's device in floating-point operations a second, in `[training] dtype`, such as 312e12: MFU is relative to
-        /// it. 0 takes that of the device: on a CPU it is measured once, and multiplied by the worker's share of the cores.
+        /// Peak of each worker's device in floating-point operations a second, in `[training] dtype`, such as 312e12. MFU is relative to
+        /// this peak. 0 uses the peak of the device: on a CPU, it is measured once, and multiplied by the worker's share of the cores.
         peak_flops: f64 = 0.0, within 0.0..;
         /// TCP port on which rank 0 serves the last record at `/metrics`, in the Prometheus text format; 0 disables it.
         prometheus_port: u16 = 0;

@@ -1,5 +1,5 @@
 //! `trace.json` in Chrome's trace format (Google, "Trace Event Format", the JSON object form), with a process for each rank and a thread
-//! for each stream. Names of events are actions in the form of program texts. `otherData` has the outlines of the programs.
+//! for each stream. Names of events are actions in the form of program texts. `otherData` has the header of each rank's program.
 
 use super::{RankPlace, RankTimeline, TRACE_FILE, TracedAction, TracedStep};
 use crate::error::TrainError;
@@ -237,7 +237,8 @@ fn steps(text: &[u8]) -> Result<Vec<TracedStep>, String> {
     assembled.collect()
 }
 
-/// Checks that the ranks form data-parallel pipelines with one outline. Returns their timelines without actions.
+/// Checks that the ranks form data-parallel pipelines, and that their program headers differ only in the rank. Returns their timelines
+/// without actions.
 fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<RankTimeline>, String> {
     let of_first = |rank: &&HeaderRank| rank.place.pipeline_rank == 0;
     let data_degree = ranks.iter().filter(of_first).count();

@@ -77,8 +77,9 @@ impl RankTimeline {
     }
 }
 
-/// The actions of all ranks in a step. Ranks on one host share a clock. Clocks of hosts are aligned at the sum of the gradients' squares in
-/// the step, which ends on all ranks at about the same time: within the time of a message and a sum.
+/// The actions of all ranks in a step. Ranks on one host share a clock. Clocks of hosts are aligned at the start of the first update, which
+/// waits for the sum of the gradients' squares over all ranks. That sum ends on all ranks at about the same time: within the time of a
+/// message and a sum.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TracedStep {
     /// The number of the step, from 1.

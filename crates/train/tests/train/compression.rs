@@ -33,7 +33,7 @@ fn a_run_that_changes_compression_or_layout_reports_lost_state() {
     let changes: [(usize, &[&str], &str, &str); 8] = [
         (1, &[top_k], "a single worker sends nothing, so nothing is compressed", ""),
         (2, &[top_k], "gradients of 4 of 4 units are compressed by top_k (ratio = 0.01", ""),
-        // The state of the same codec on as many workers is kept.
+        // The state of the same codec on the same number of workers is kept.
         (2, &[top_k, "comm.compression_ratio=0.02"], "top_k (ratio = 0.02", ""),
         (
             4,

@@ -109,7 +109,7 @@ struct StepReport {
     dtype: String,
     batch: usize,
     seq: usize,
-    /// The unit that multiplies matrices.
+    /// The processor unit that multiplies matrices.
     product_unit: String,
     product_peak_gflops: f64,
     arithmetic_unit: String,

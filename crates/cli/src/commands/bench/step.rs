@@ -126,7 +126,7 @@ fn parse_keep(text: &str) -> Result<Keep, &'static str> {
     keep.ok_or("expected all, products or input")
 }
 
-/// The output. The keys are those of common PyTorch timing scripts, units last.
+/// The output. It has the keys of `peers/torch_train.py`, and more. `peer` names the system that was timed.
 #[derive(Debug, Serialize)]
 struct Measurement {
     peer: &'static str,

@@ -27,7 +27,7 @@ pub(super) struct ProductFigure {
     pub(super) inner: usize,
     /// Peak of the unit with all operands in registers, in GFLOP/s.
     pub(super) peak_gflops: f64,
-    /// Figures by which factors are read transposed.
+    /// Speeds, one for each choice of the factors that are read transposed.
     pub(super) transposes: Vec<TransposeFigure>,
 }
 

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use trireme_schedule::{Action, Message, Stream};
 use trireme_train::trace::{RankTimeline, TracedStep};
 
-/// Parts of the time that all workers spend in a step. Each worker's time is weighted by its peak FLOP/s, so that utilization is a part of
-/// it, too. With equal peaks, the parts are means over the workers.
+/// Parts of the time that all workers spend in a step. Each worker's time is weighted by its peak FLOP/s, so that hardware FLOPs
+/// utilization is one of the parts. With equal peaks, the parts are means over the workers.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Breakdown {
     pub(super) step: u64,

@@ -8,7 +8,7 @@ use trireme_schedule::{Action, Program, ProgramHeader};
 pub(super) struct StepPicture {
     pub(super) schedule: Schedule,
     pub(super) timeline: Timeline,
-    /// Idle fraction of all ranks' time, as for schedules. Updates after a drain do not count.
+    /// Idle fraction of all ranks' time, as `Timeline::bubble` computes it. Updates after a drain do not count.
     pub(super) bubble: f64,
 }
 

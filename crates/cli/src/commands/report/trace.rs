@@ -141,7 +141,7 @@ fn steps_table(comparisons: &[Comparison]) -> String {
     text
 }
 
-/// Nanoseconds as people read them.
+/// Formats nanoseconds in microseconds, milliseconds or seconds, such as `1.25 ms`.
 fn time(nanoseconds: f64) -> String {
     match nanoseconds {
         short if short < 1e6 => format!("{:.1} us", short / 1e3),

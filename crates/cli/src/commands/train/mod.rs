@@ -76,7 +76,7 @@ pub(crate) struct TrainArgs {
     overrides: Vec<String>,
 }
 
-/// Runs `trireme train` for a language model, or for the program's `custom_task` task.
+/// Runs `trireme train`: for `own`, the task that the program defines itself, or for a language model without it.
 pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>>) -> Result<()> {
     let environment = WorkerEnvironment::of_this_process()?;
     if let Some(WorkerEnvironment { world_size, .. }) = environment

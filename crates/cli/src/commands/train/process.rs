@@ -1,4 +1,4 @@
-//! Facts about this process that the files of `trireme train` share.
+//! Facts about this process that the modules of `trireme train` share.
 
 use crate::host::HostShare;
 use crate::planning::{ConfigSource, Workers};

@@ -39,7 +39,8 @@ workers = 2
 num_tokens = 8
 ";
 
-/// Prefixes of the variables by which other launchers, or an outer run, would be mistaken for a launcher of this run.
+/// Prefixes of the variables of other launchers and of an outer run. Commands that inherit such variables would take themselves for
+/// workers.
 const LAUNCHER_VARIABLES: [&str; 10] = [
     "RANK",
     "WORLD_SIZE",
@@ -69,7 +70,7 @@ impl Fixture {
         fixture
     }
 
-    /// Creates a scene whose text is prepared in `corpus`, with a config that says so.
+    /// Creates a fixture whose text is prepared in `corpus`, with a config that uses this corpus.
     pub(crate) fn with_corpus() -> Self {
         let fixture = Fixture::new();
         fixture.run("prepare text.txt --out corpus").succeeded();
@@ -111,7 +112,7 @@ impl Fixture {
         command
     }
 
-    /// Returns the same command, in a process to which a shell has first applied the limits of `setup`.
+    /// Like [`command`](Fixture::command), in a process to which a shell has first applied the limits of `setup`.
     pub(crate) fn command_after(&self, setup: &str, arguments: &str) -> Command {
         let mut command = Command::new("sh");
         let script = format!("{setup}; exec \"$@\"");
@@ -121,13 +122,13 @@ impl Fixture {
         command
     }
 
-    /// Returns the same command, unable to make a file longer than `num_blocks` x 512 bytes, as on a disk that fills up.
+    /// Like [`command`](Fixture::command), unable to make a file longer than `num_blocks` x 512 bytes, as on a disk that fills up.
     pub(crate) fn command_on_full_disk(&self, num_blocks: usize, arguments: &str) -> Command {
         // Ignoring the signal turns it into an error of the write, as on a full disk.
         self.command_after(&format!("trap '' XFSZ; ulimit -f {num_blocks}"), arguments)
     }
 
-    /// Makes a command run in the scene's folder, without a terminal and without another launcher's variables.
+    /// Makes a command run in the fixture's folder, without a terminal and without another launcher's variables.
     pub(crate) fn prepare(&self, command: &mut Command) {
         let is_launchers = |name: &OsStr| {
             name.to_str().is_some_and(|name| LAUNCHER_VARIABLES.iter().any(|start| name.starts_with(start)))
@@ -154,7 +155,7 @@ impl Fixture {
         Running::start(self.command(arguments)).end()
     }
 
-    /// Returns every file of the scene with its content, and every folder with `None`.
+    /// Returns every file of the fixture with its content, and every folder with `None`.
     pub(crate) fn everything(&self) -> BTreeMap<PathBuf, Option<Vec<u8>>> {
         let mut found = BTreeMap::new();
         let mut folders = vec![self.folder.path().to_owned()];
@@ -185,7 +186,7 @@ impl Fixture {
         if folder.exists() { entries(&folder).into_iter().map(name).collect() } else { Vec::new() }
     }
 
-    /// Returns the error of a command, and asserts that the command has changed nothing in the scene.
+    /// Returns the error of a command, and asserts that the command has changed nothing in the fixture.
     pub(crate) fn refused_without_changes(&self, arguments: &str) -> String {
         let before = self.everything();
         let error = self.run(arguments).refused();

@@ -10,7 +10,8 @@ use std::time::Instant;
 use trireme_base::{Bytes, ReduceOp};
 use trireme_comm::Group;
 
-/// One line of the output. The keys are those of common PyTorch timing scripts, with the transport, memory and algorithm that were used.
+/// One line of the output. It has the keys of `peers/torch_collectives.py`, and the transport, memory and algorithm that were used. `peer`
+/// names the system that was timed.
 #[derive(Debug, Serialize)]
 pub(super) struct Measurement {
     peer: &'static str,

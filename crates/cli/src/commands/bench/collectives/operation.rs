@@ -42,7 +42,7 @@ impl Op {
         self != Op::Barrier
     }
 
-    /// Returns the ratio of bus bandwidth to bytes per second (nccl-tests, doc/PERFORMANCE.md).
+    /// Returns the ratio of bus bandwidth to algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md).
     pub(super) fn bus_factor(self, world_size: usize) -> f64 {
         let n = world_size as f64;
         match self {
@@ -52,7 +52,7 @@ impl Op {
         }
     }
 
-    /// Returns the elements of the full vector: the largest valid number up to `len`.
+    /// Returns the number of elements of the full vector: the largest valid number up to `len`.
     fn len(self, world_size: usize, len: usize) -> usize {
         match self {
             Op::Barrier => 0,
@@ -69,13 +69,14 @@ impl Op {
     }
 }
 
-/// Returns the units that a rank sends in total in an all-to-all of variable block lengths. [`units`] gives their number for each pair of
-/// ranks.
+/// Returns the number of units that a rank sends to all ranks together in an all-to-all of variable block lengths: the sum of [`units`].
+/// The length of a block is a multiple of one unit.
 fn num_units(world_size: usize) -> usize {
     world_size * (world_size + 1) / 2
 }
 
-/// Returns the units of the block that rank `from` sends to rank `to`. Each row and column has every number from 1 to the world size.
+/// Returns the length of the block that rank `from` sends to rank `to`, in units. In the matrix of these lengths, each row and each column
+/// has every number from 1 to the world size.
 fn units(from: usize, to: usize, world_size: usize) -> usize {
     1 + (from + to) % world_size
 }

@@ -27,7 +27,7 @@ pub(super) struct LoadedRun {
     pub(super) baseline: Option<f64>,
     /// Elements of the newest checkpoint's weights.
     pub(super) num_parameters: Option<f64>,
-    /// Unix time in seconds, as is `ended`.
+    /// The beginning of the run, in Unix seconds. `ended` is in Unix seconds, too.
     pub(super) began: Option<u64>,
     pub(super) ended: Option<u64>,
     /// The last traced step, if any step was traced.

@@ -8,7 +8,7 @@ use super::hues::run_colour;
 use super::loaded_run::{LoadedRun, TraceDrawing};
 use trireme_base::escape_markup;
 
-/// The beginning of every page, by which an earlier page is recognized. The policy keeps browsers from loading anything.
+/// The beginning of every page, by which an earlier page is recognized. Its Content-Security-Policy keeps browsers from loading anything.
 pub(super) const BEGINNING: &str = "<!doctype html>
 <html lang=\"en\">
 <head>
