@@ -4,7 +4,7 @@
 //! CONFIG` and `report`. It starts its workers, shards and overlaps as the config says, writes checkpoints and resumes from them, and
 //! reports the cause of a hang.
 //!
-//! - A [`Model`](model::Model) is a chain of [units](model::ProgressUnit), which apply [operations](tape) to named tensors.
+//! - A [`Model`](model::Model) is a chain of [units](model::Unit), which apply [operations](tape) to named tensors.
 //! - A [`Dataset`] writes the sample of any index into the tensors of a batch.
 //! - An [`Operation`](tape::Operation) of your own is a type that implements forward and backward.
 //!

@@ -136,7 +136,7 @@ struct Threshold {
 }
 
 impl Threshold {
-    /// Finds the threshold that selects `num_selected` of the values by a radix selection over three digits of the
+    /// Finds the threshold that selects `num_kept` of the values by a radix selection over three digits of the
     /// magnitude bits, highest first.
     fn of(values: &[f32], num_kept: usize) -> Self {
         let mut threshold = Threshold { bits: 0, num_equal: num_kept };

@@ -29,7 +29,7 @@ pub enum Packing {
 enum Windows {
     /// `num_windows` windows of equal length, from token `first` on.
     Stream { first: u64, num_windows: u64 },
-    /// Window `i` consists of the tokens `bounds[i]..bounds[i + 1]`. `num_cut` documents are longer than a window and
+    /// Window `i` consists of the tokens `bounds[i]..bounds[i + 1]`. `num_split` documents are longer than a window and
     /// therefore split.
     Documents { bounds: Arc<[u64]>, num_split: u64 },
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use trireme_base::{AxisRank, AxisSplit, DType, Rank, Segment};
 
 /// How a tensor is placed along one mesh axis. The axes apply in the order of the mesh, each to the part that the earlier ones leave to a
-/// rank. [`Ragged`](StagePlacement::Ragged) applies last.
+/// rank. [`Ragged`](Placement::Ragged) applies last.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Placement {
     /// Every rank of the axis holds the same values.
@@ -119,7 +119,7 @@ impl Extent {
     }
 }
 
-/// A rank's part of a tensor as a row-major array, before a [ragged](StagePlacement::Ragged) placement selects a range of it. May include
+/// A rank's part of a tensor as a row-major array, before a [ragged](Placement::Ragged) placement selects a range of it. May include
 /// padding.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocalShape {

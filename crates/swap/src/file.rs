@@ -26,7 +26,7 @@ pub struct SwapFile {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// The location, size and method of a swap file. [`PreparationProgress`](fmt::PreparationProgress) formats it on one line, for a notice to
+/// The location, size and method of a swap file. [`Display`](fmt::Display) formats it on one line, for a notice to
 /// the user.
 #[derive(Debug, Clone)]
 pub struct SwapDescription {

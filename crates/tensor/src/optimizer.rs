@@ -137,7 +137,7 @@ pub struct FactoredMatrix {
 }
 
 impl FactoredMatrix {
-    /// Describes the parameter `info` of `unit`, on a rank that stores the elements `stored` of the unit's flat buffer.
+    /// Describes the parameter `info` of `unit`, on a rank that stores the elements `held` of the unit's flat buffer.
     pub fn new(info: &ParameterInfo, unit: &UnitInfo, held: Range<usize>) -> Self {
         let range = info.range();
         let start = held.start.clamp(range.start, range.end);

@@ -1,4 +1,4 @@
-//! Serde functions for values that are serialized as text, by `PreparationProgress` and `FromStr`.
+//! Serde functions for values that are serialized as text, by `Display` and `FromStr`.
 
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serializer};

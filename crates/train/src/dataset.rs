@@ -42,7 +42,7 @@ pub trait Dataset: Send {
     /// [`Shuffle`](trireme_data::Shuffle) gives each pass another random order.
     ///
     /// # Errors
-    /// [`TrainError::ConversationDocuments`] with the reason if the sample cannot be read.
+    /// [`TrainError::Samples`] with the reason if the sample cannot be read.
     fn read(&mut self, index: u64, sample: &mut Sample<'_>) -> Result<(), TrainError>;
 }
 

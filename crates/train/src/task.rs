@@ -27,7 +27,7 @@ pub trait Task: Send + Sync {
     /// once, so large contents that a dataset holds in memory should be shared.
     ///
     /// # Errors
-    /// [`TrainError::ConversationDocuments`] with the reason if the samples cannot be read.
+    /// [`TrainError::Samples`] with the reason if the samples cannot be read.
     fn train_data(&self, seed: u64) -> Result<Box<dyn Dataset>, TrainError>;
 
     /// Opens the validation samples, if there are any.

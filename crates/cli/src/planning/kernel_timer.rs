@@ -31,7 +31,7 @@ pub(super) struct KernelTimer<'a> {
 }
 
 impl<'a> KernelTimer<'a> {
-    /// Creates an exerciser. Its sweeps use `others`, which has as many threads as `device` and keeps no journal.
+    /// Creates a timer. Its sweeps use `others`, which has as many threads as `device` and keeps no journal.
     pub(super) fn new(
         device: &'a Device,
         others: &Device,

@@ -72,7 +72,7 @@ trait Subject: Sync {
         table: ParameterTable,
     ) -> Result<Model, ModelError>;
     fn specs(&self, shape: (usize, usize)) -> Vec<TensorSpec>;
-    /// Returns a rank's part of a batch. `location` is the step and the index of the microbatch.
+    /// Returns a rank's part of a batch. `place` is the step and the index of the microbatch.
     fn batch(
         &self,
         device: &Device,

@@ -34,7 +34,7 @@ impl RankAddress {
         self
     }
 
-    /// Decodes the words of [`to_words`](Place::to_words). `None` if they are not a valid place.
+    /// Decodes the words of [`to_words`](RankAddress::to_words). `None` if they are not a valid place.
     pub(super) fn from_words(words: [u64; PLACE_WORDS]) -> Option<Self> {
         let [host_high, host_low, meeting, ip_high, ip_low, port] = words;
         let address = SocketAddr::new(words_to_ip([ip_high, ip_low]), u16::try_from(port).ok()?);

@@ -34,7 +34,7 @@ pub struct ConversationDocuments {
 pub struct Prompt {
     /// The text.
     pub text: String,
-    /// Positions in special-token names that were typed in a message, as in [`AnnotatedText::literal_tokenizers`].
+    /// Positions in special-token names that were typed in a message, as in [`AnnotatedText::literal`].
     pub literal: Vec<usize>,
     /// Whether to put the tokenizer's beginning tokens before the text. Chat templates write them themselves.
     pub adds_beginning: bool,

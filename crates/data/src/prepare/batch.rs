@@ -29,7 +29,7 @@ pub(super) struct Piece {
     pub(super) source: usize,
     /// The byte ranges of the piece that count in the loss; `None` if all bytes do.
     pub(super) answers: Option<Vec<Range<usize>>>,
-    /// Positions in special-token names that stay plain text, as in [`AnnotatedText::literal_tokenizers`].
+    /// Positions in special-token names that stay plain text, as in [`AnnotatedText::literal`].
     pub(super) literal: Vec<usize>,
     /// Whether the tokenizer's beginning tokens go before the piece.
     pub(super) adds_beginning: bool,

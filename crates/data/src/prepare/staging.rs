@@ -40,7 +40,7 @@ enum CommitState {
 
 impl Staging {
     /// Locks `folder`, and creates it if it does not exist. Existing files named `names` are refused, unless they are
-    /// of an earlier commit, as the marker file `mark` shows, and `existing` allows to replace them, or of an
+    /// of an earlier commit, as the marker file `marker` shows, and `existing` allows to replace them, or of an
     /// interrupted commit.
     pub(super) fn new(
         folder: &Path,
@@ -84,7 +84,7 @@ impl Staging {
         self.folder.join(STAGING_FOLDER).join(name)
     }
 
-    /// Replaces the files `old` of the folder by the staged files `names`, and moves the marker file `mark` last.
+    /// Replaces the files `old` of the folder by the staged files `names`, and moves the marker file `marker` last.
     pub(super) fn commit(mut self, old: &[&str], names: &[&str], marker: &str) -> Result<(), DataError> {
         self.commit_state = CommitState::Committing;
         self.move_files(old, names, marker)

@@ -224,7 +224,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Appends the tokens of `text` to `out`, and the byte range of each token in the text to `samples_per_block`.
+    /// Appends the tokens of `text` to `out`, and the byte range of each token in the text to `offsets`.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).

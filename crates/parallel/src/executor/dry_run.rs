@@ -29,7 +29,7 @@ struct DryRunResult {
 impl Executor {
     /// Executes some steps, and a validation if `validation` is given, without computing. Returns the peak memory of this rank in bytes,
     /// and for every action of the program the peak of each category while the action runs. The executor must belong to a
-    /// [dry](trireme_comm::Group::dry_run) world, on counting devices.
+    /// [dry](trireme_comm::Group::dry) world, on counting devices.
     ///
     /// Cost: some microseconds for each operation of each microbatch.
     ///

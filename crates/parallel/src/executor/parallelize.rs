@@ -25,7 +25,7 @@ pub struct ExecutorSetup<'a> {
     pub model: Model,
     /// The shapes, memory and costs of the model's passes over a microbatch.
     pub profile: ModelProfile,
-    /// Options of the optimizer that updates this rank's [parts](Placements::contributions) of the units.
+    /// Options of the optimizer that updates this rank's [parts](Placements::parts) of the units.
     pub optimizer: &'a OptimizerOptions,
     /// All ranks.
     pub ranks: RankGrid,

@@ -378,7 +378,7 @@ impl Job {
 }
 
 impl State {
-    /// Orders all jobs that are issued to `exchange_and_compute` from now on after `event` and after every job that precedes the event. An
+    /// Orders all jobs that are issued to `stream` from now on after `event` and after every job that precedes the event. An
     /// unknown event may follow any issued job: events of process groups do, although they complete early if an exchange fails.
     /// [`Event::DONE`] follows no job.
     fn await_event(&mut self, stream: Stream, event: &Event) {

@@ -34,7 +34,7 @@ impl Probe {
     }
 
     /// Returns a lower bound on the seconds that a kernel takes, and the resource that causes it: the maximum of its operations at `peaks`
-    /// and of the time of [`exchange_and_compute`](Probe::exchange_and_compute) for its traffic.
+    /// and of the time of [`stream`](Probe::stream) for its traffic.
     ///
     /// # Errors
     /// If the device does not have enough memory for the kernel's traffic.

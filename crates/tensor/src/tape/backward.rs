@@ -329,7 +329,7 @@ impl<'a> BackwardContext<'a> {
     }
 
     /// Takes the gradient of the only output, to compute in its memory. The weight half can no longer read it: an operation with parameters
-    /// must [keep](BackwardContext::parameter_factor) what the weight half needs.
+    /// must [keep](BackwardContext::keep) what the weight half needs.
     ///
     /// # Panics
     /// If the operation has no output. After the input half, if the operation has parameters and has kept nothing.

@@ -55,7 +55,7 @@ impl TensorAxis {
         if is_sharded { self.between_layers() } else { Sharding::Replicated }
     }
 
-    /// Returns the shape of a rank's shard of the rows of a value of shape `full`: the second-last dim is divided by the degree. Only the
+    /// Returns the shape of a rank's shard of the rows of a value of shape `whole`: the second-last dim is divided by the degree. Only the
     /// number of elements is meaningful: `[batch, seq_len / degree, cols]` stands for consecutive rows of the concatenated sequences, not
     /// for the same positions of each. Fails if the degree does not divide the dim.
     pub(super) fn part_shape(&self, whole: Shape) -> Result<Shape> {

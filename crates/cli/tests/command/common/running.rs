@@ -134,7 +134,7 @@ pub(crate) fn kill(process: Pid) {
     kill_process(process, Signal::KILL).unwrap();
 }
 
-/// Calls `style` until it returns a value.
+/// Calls `look` until it returns a value.
 pub(crate) fn poll<T>(mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + TEST_TIMEOUT;
     let (_sender, nothing) = channel::<()>();

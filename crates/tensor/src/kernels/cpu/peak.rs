@@ -5,7 +5,7 @@ use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
 use trireme_base::Traffic;
 
-/// Number of words of memory per task of [`Cpu::exchange_and_compute`].
+/// Number of words of memory per task of [`Cpu::stream`].
 const STREAM_BLOCK: usize = 16 * 1024;
 
 trireme_base::named! {
@@ -144,7 +144,7 @@ fn run(unit: ExecutionUnit, rounds: u64) {
             )
         };
     }
-    // SAFETY: the machine has the unit, as `Cpu::run_execution_unit` has checked. The code reads `FACTORS` and changes only registers that
+    // SAFETY: the machine has the unit, as `Cpu::run_unit` has checked. The code reads `FACTORS` and changes only registers that
     // a call may change.
     unsafe {
         match unit {
