@@ -1,4 +1,7 @@
 //! A worker's share of its host, which several workers, and perhaps several launchers, use together.
+//!
+//! Every worker tells all others which resources it is granted: CPUs, and the CPU and memory limits of all control groups around it. From
+//! these, each rank computes the same threads, limits and bindings for all. Binding to CPUs changes no result.
 
 use super::control_groups::identity;
 use super::cpu_limit::CpuLimit;
