@@ -157,7 +157,7 @@ impl<B> Pending<B> {
         Pending(State::Here(memory))
     }
 
-    /// Wraps memory that will be stored in `offset` before `event` is done. If `event` is [`Event::DONE`] and `offset` is filled, the
+    /// Wraps memory that will be stored in `place` before `event` is done. If `event` is [`Event::DONE`] and `place` is filled, the
     /// memory is available at once.
     pub fn until(event: Event, place: Arc<Mutex<Option<B>>>) -> Self {
         if event.0.is_none()

@@ -4,7 +4,7 @@
 pub struct UnknownName(pub &'static [&'static str]);
 
 /// Declares an enum whose variants have names. Generates the constant `ALL`, `name` and `named`, [`FromStr`](std::str::FromStr) and
-/// [`PreparationProgress`](std::fmt::PreparationProgress).
+/// [`Display`](std::fmt::Display).
 ///
 /// ```
 /// trireme_base::named! {

@@ -53,7 +53,7 @@ pub(crate) fn clean_up_after(
     try_all(&cleanup_operations(folder, step, &pruned), untidy, on_progress);
 }
 
-/// Makes changes that need not succeed, and adds the failures to `cleanup_errors`. Each list ends at its first failure, and the files that
+/// Makes changes that need not succeed, and adds the failures to `untidy`. Each list ends at its first failure, and the files that
 /// it wrote are then removed.
 pub(crate) fn try_all(
     lists: &[Vec<FileOperation>],

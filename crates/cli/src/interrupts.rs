@@ -1,4 +1,8 @@
 //! Signals that ask a run to save a checkpoint and end.
+//!
+//! Every process of a run handles signals. The launcher sends its workers SIGUSR1. A worker sets the bit of the signal in [`Requests`], and
+//! the bits of all ranks are gathered with the losses of the step. All ranks therefore stop after the same step, save a checkpoint, and end
+//! with 128 plus the number of the signal. A second urgent signal ends the process at once.
 
 use crate::diagnostics::print_diagnostic;
 use crate::launch::ignored_signals;

@@ -2,6 +2,16 @@
 //!
 //! A connection that ends without a goodbye means that the peer's process died: the kernel closes the sockets of a dead process at once,
 //! and keepalive (see `rendezvous`) ends the connections to a dead host.
+//!
+//! # Late or stuck
+//! Work of any kind [beats](trireme_base::Heartbeat) the rank's heartbeat: lines of its program, operations, messages, bytes that move, and
+//! long work outside of the group by [`Group::heartbeat`](crate::Group::heartbeat). A rank that waits for longer than [`stall`] asks the
+//! missing ranks for the age of their last beat. It fails if a missing rank has been silent for the timeout, or if all ranks have reached
+//! the operation and none of them makes progress ([`Control::timed_out_peers`]). Messages follow the same rule
+//! (`messages/message_engine.rs`).
+//!
+//! A waiting rank adopts the progress of the rank that it waits for, so a chain of ranks waits as long as its last rank works. Ages are
+//! rounded up and counted from the request, so they only grow on the way: ranks that wait in a circle still time out.
 
 mod peer;
 

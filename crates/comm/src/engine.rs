@@ -1,3 +1,9 @@
+//! The engine of a group, which executes one operation at a time.
+//!
+//! A rank whose operation fails sends its position and its reason to all peers over the control connections, and writes its flight
+//! recorder's report. Peers within an operation find the notice in their next [`Control::tick`]. Peers in none find it by
+//! [`Engine::read_notices`] within [`NOTICE_INTERVAL_MAX`]. Both report their positions and write their reports, too.
+
 use crate::call::{Call, Cost, Payload};
 use crate::control::{Control, stall};
 use crate::recorder::{GroupRecorder, Issued, Occasion};

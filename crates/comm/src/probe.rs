@@ -107,7 +107,7 @@ fn link(group: &Group, [sender, echoing]: [Rank; 2]) -> Result<Option<LinkCost>,
     Ok(Some(cost))
 }
 
-/// Measures round trips with `answerer`. Returns the seconds of the fastest one, and the length of the following messages: `next`, or 0 to
+/// Measures round trips with `echoing`. Returns the seconds of the fastest one, and the length of the following messages: `next`, or 0 to
 /// stop if these were slow and not the shortest. Each message contains the length of the one after it.
 fn measure_round_trips(
     group: &Group,

@@ -1,3 +1,6 @@
+//! The choice of the algorithm of each operation. It is a pure function of the operation, its length and the costs of links. All ranks use
+//! the same costs, so they make the same choice without communication.
+
 use crate::{GroupOptions, Operation};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};

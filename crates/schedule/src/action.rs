@@ -1,4 +1,7 @@
 //! Actions: the operations that one rank executes within a training step.
+//!
+//! A new action needs its text form (`action/text.rs`), its rules in `validate/state.rs` and `validate/state/needs.rs`, and its arm in
+//! `Executor::run_action` (crate `parallel`).
 
 mod message;
 mod text;

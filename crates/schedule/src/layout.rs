@@ -1,5 +1,10 @@
 //! State layouts: where each class of a rank's state resides between its uses, and how early it is fetched. Lowering passes read a
 //! [`StateLayout`]; executor, validator and planner read the layout in the program's outline.
+//!
+//! A layout holds for all units. Only activations differ, of which the first units' may be offloaded ([`StateLayout::num_moved`]). A new
+//! layout that shards and moves what others do is a `StateLayout` and no other code: config keys select it (`Parallelism::state_layout`),
+//! and `parallel/tests/parallel/sharding.rs` compares its bits. State that moves at another time needs a rule in `lowering/shard.rs` or
+//! `lowering/offload.rs`.
 
 use crate::action::StateClass;
 use crate::parse::ParseError;

@@ -1,4 +1,20 @@
 //! The interface to hardware: memory, kernels, copies and events.
+//!
+//! Other crates see hardware only through [`Device`]. A method checks its arguments, counts the cost, and passes a
+//! [call](crate::kernels::call) to the [backend](crate::kernels::backend). Callers may rely on three things only: kernels run in the order
+//! of issue, a kernel may run after its method has returned, and results are on the host after [`Device::download`] or after the [`Event`]
+//! of an asynchronous copy.
+//!
+//! `Device` is one type, not a trait. A trait would repeat the signature of each kernel in the trait and in every backend.
+//!
+//! # Memory
+//! Values reside in the device's own memory, in host memory through which vectors pass on their way to other ranks ([`Device::staging`]),
+//! in memory of the [host](Device::host), or on a disk (crate `swap`). If a device [reaches the host's memory](Device::reaches_host), the
+//! first three are one address space, and nothing is copied between them.
+//!
+//! # Reads by the host
+//! A download waits for all issued kernels, so steps have few: losses, the gradient norm and the largest magnitudes of fp8 once per step,
+//! and the loads of experts before each exchange of rows. A step that records hashes also reads gradients and parameters.
 
 mod attention;
 mod blocks;

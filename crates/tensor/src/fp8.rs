@@ -9,6 +9,9 @@
 //! exact in f32, and a bf16 matmul adds exactly the products that fp8 hardware adds. Only the sum may differ: in its order, and in its
 //! precision on hardware that accumulates with fewer bits than f32 (about 14 on Hopper: DeepSeek-AI, "DeepSeek-V3 technical report", 2024,
 //! section 3.3.2).
+//!
+//! All ranks use the same scales: they agree on the largest magnitudes by one all-reduce per step (`parallel/src/executor/fp8_scales.rs`),
+//! and checkpoints contain the histories.
 
 use crate::device::{Device, Result};
 use crate::parameter_table::{ParameterId, ParameterTable};

@@ -1,3 +1,13 @@
+//! The precision of a run.
+//!
+//! With a 16-bit precision, these remain f32: master weights, the residual stream and its gradient, statistics of norms and softmax, logits
+//! and losses, sums of products, gradients of parameters, and the optimizer's arithmetic. The optimizer's state is f32 unless `state_dtype`
+//! selects fewer bits.
+//!
+//! A rank that holds all weights has no 16-bit copy of them: a matmul rounds its operand while it packs it. A copy would take 2 bytes per
+//! parameter, and the optimizer would write what packing then reads again. ZeRO gathers weights in 16 bits, which halves messages and
+//! memory. So that all layouts have the same bits, every operation reads parameters rounded, also norms, biases and embeddings.
+
 use trireme_base::DType;
 
 trireme_base::named! {

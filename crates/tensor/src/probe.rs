@@ -2,6 +2,11 @@
 //!
 //! The best of several runs shows what the machine can do, because other programs can only slow a run down. The median shows what to
 //! expect.
+//!
+//! A kernel's time is judged by its [bound](Probe::bound): the peak of an execution unit with all operands in registers ([`Probe::peak`]),
+//! or a plain loop over the same amount of memory ([`Probe::stream`]). `trireme doctor` compares matmul kernels of every SIMD level with
+//! it, and `trireme bench kernels` each kernel of a step where the step calls it ([`CallTimer`](crate::CallTimer)). `docs/performance.md`
+//! has the results.
 
 mod bound;
 

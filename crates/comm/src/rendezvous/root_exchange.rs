@@ -146,7 +146,7 @@ impl Joining<'_> {
         }
     }
 
-    /// Reports to the other ranks that this rank cannot join, and why. Ranks in `informed` know it already. Best effort, until the
+    /// Reports to the other ranks that this rank cannot join, and why. Ranks in `told` know it already. Best effort, until the
     /// deadline.
     pub(super) fn report_failure(&self, reason: &str, told: &[Rank]) {
         if self.options.rank == Rank::ROOT {

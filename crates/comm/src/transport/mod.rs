@@ -1,4 +1,18 @@
 //! Transports: the implementations that move a group's data.
+//!
+//! # Adding a transport
+//! A transport that moves bytes between two ranks is a variant of [`link::Link`], like sockets, rings in shared memory and MPI. All
+//! algorithms, hierarchies, messages and codecs then work over it, and `GroupConnections::assemble` creates it. Each pair of ranks has its
+//! own kind of link, so one world may have several kinds.
+//!
+//! A transport that executes full operations, like NCCL, is a type that implements [`Transport`]. It receives each operation in the order
+//! that all ranks share, with its [`Payload`]; a vector in the memory of an accelerator is another form of `Storage`. If it executes
+//! operations on the device, vectors need no copies to and from the host. The queue, the flight recorder, deadlines and control connections
+//! come before it and need no change. It keeps no canonical order of sums, so it serves `determinism = "run"` only.
+//!
+//! Both need a `TransportChoice` and a `TransportKind`. Data that ranks exchange before the start, such as NCCL's identifier, is
+//! distributed like MPI's addresses (`rendezvous/mpi_exchange.rs`). Tests are like those of `tests/mpi.rs`, and `docs/collectives.md` has a
+//! table of transports.
 
 mod fabric;
 pub(crate) mod link;

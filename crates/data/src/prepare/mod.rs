@@ -1,4 +1,10 @@
 //! Preparation of a corpus: tokenizes text on disk and writes token files.
+//!
+//! Inputs are decompressed (`decompress.rs`; with the feature `parquet`, `parquet_rows.rs` reads Parquet files).
+//! `records.rs` parses lines of JSON and elements of JSON arrays. A [`ChatTemplate`](crate::ChatTemplate) formats
+//! messages as text, and marks the bytes of answers and the names of special tokens that a user has typed
+//! (`chat/marks.rs`). `tokenizer/special.rs` has the special tokens around a text. The tokens are written to one token
+//! file. If only answers count in the loss, a second file, the loss mask, says which tokens these are.
 
 mod batch;
 mod decompress;

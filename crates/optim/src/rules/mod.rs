@@ -2,6 +2,10 @@
 //!
 //! To add an elementwise optimizer, implement [`Rule`] in a new file and add its name, settings and constructor to [`OptimizerName`]. If no
 //! [`Update`](trireme_tensor::updates::Update) fits, add one to `trireme_tensor::updates`.
+//!
+//! A setting is a line in `settings.rs`, which makes it a key of `[optimizer]` with its default, range and documentation. An optimizer that
+//! needs full matrices, like Muon, is a variant of `UnitUpdate` (`optimizer.rs`) in place of a `Rule`. Values of another implementation are
+//! in `tests/optim/golden.rs`.
 
 mod adafactor;
 mod adam;

@@ -1,4 +1,8 @@
 //! The end of a step: waits for its sums, checks them for overflows, and computes the settings of the update.
+//!
+//! The first update of a step waits for all reductions, even if the step does not clip: no parameter may change before the loss is known to
+//! be finite and every operation to have succeeded. One factor for all gradients then accounts for the number of microbatches, the loss
+//! scale and clipping ([`Executor::update_settings`]).
 
 use super::Executor;
 use crate::error::{ParallelError, Result};

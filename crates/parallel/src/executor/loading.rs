@@ -193,7 +193,7 @@ fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>> {
     Ok(group.all_gather(all).wait()?)
 }
 
-/// Assembles the full flat buffer of a unit, in the layout of the table `full`. `contributions` are the flat buffers of all tensor ranks;
+/// Assembles the full flat buffer of a unit, in the layout of the table `whole`. `parts` are the flat buffers of all tensor ranks;
 /// for a unit with experts, of the tensor ranks of each expert rank.
 fn assemble_unit(table: &ParameterTable, whole: &ParameterTable, unit: usize, parts: &[f32]) -> Vec<f32> {
     let degree = table.place().degree;

@@ -167,7 +167,7 @@ impl Executor {
         self.run_observed(plans, batches, outcomes, &mut |_| ())
     }
 
-    /// As [`run_steps`](Executor::run_steps). Calls `see` with the index of each action after it has run.
+    /// As [`run_steps`](Executor::run_steps). Calls `on_action_end` with the index of each action after it has run.
     fn run_observed(
         &mut self,
         plans: &[StepPlan],

@@ -1,4 +1,6 @@
 //! Messages between pipeline ranks: activations of forward, and gradients of backward.
+//!
+//! All outputs of a unit, or all their gradients, are one message.
 
 use crate::error::Result;
 use crate::layout::RankGrid;

@@ -1,4 +1,7 @@
 //! The losses and metrics that units report for each microbatch, gathered from all ranks and averaged. Requests of ranks are sent along.
+//!
+//! On a device that runs kernels during their calls, the gather starts as soon as the last loss is known, ahead of the first gradients, so
+//! losses do not wait behind long messages.
 
 use crate::error::Result;
 use crate::gradients::TreeSum;

@@ -194,7 +194,7 @@ impl Gradients {
     }
 
     /// Starts to reduce `unit`'s gradient, accumulated since the last reduction, over the ranks. If gradients are rounded into shards,
-    /// waits until fewer than the maximum are in flight. With `is_whole`, the gradient is sent uncompressed.
+    /// waits until fewer than the maximum are in flight. With `is_uncompressed`, the gradient is sent uncompressed.
     pub(crate) fn reduce(&mut self, unit: usize, is_uncompressed: bool) -> Result<()> {
         while self.layout.is_rounded()
             && self.units[unit].shard.is_some()

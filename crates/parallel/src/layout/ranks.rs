@@ -297,7 +297,8 @@ impl RankGrid {
 
     /// Splits the ranks of each replica by host. Collective over all ranks.
     ///
-    /// # Errors [`ParallelError::UnevenRanksPerHost`] if the hosts of a replica have different numbers of its ranks.
+    /// # Errors
+    /// [`ParallelError::UnevenRanksPerHost`] if the hosts of a replica have different numbers of its ranks.
     /// [`ParallelError::DifferentHostCounts`] if, with tensor parallelism, replicas are on different numbers of hosts.
     pub(crate) fn split_by_hosts(&mut self) -> Result<()> {
         let group_of = |rank: usize| self.mesh.group_of(Rank(rank), &[Axis::DATA_SHARD]);

@@ -1,4 +1,8 @@
 //! Full units, all-gathered from the shards of the ranks.
+//!
+//! Step programs do not mention ZeRO++. `UNSHARD` gathers a unit from its nearest complete copy: from the host's [secondary
+//! shards](SecondaryShards) once they exist, else as [integers](QuantizedGather) across hosts and then within them, else from the shards of
+//! all ranks. `docs/zero.md` has the formulas and measurements.
 
 use super::ReplicatedParameters;
 use super::quantized::QuantizedGather;

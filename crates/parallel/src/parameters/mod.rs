@@ -40,7 +40,7 @@ pub(crate) struct RankParameters {
 }
 
 impl RankParameters {
-    /// Allocates zeros, of which this rank updates `contributions`. A rank that has all parameters and does not train allocates nothing:
+    /// Allocates zeros, of which this rank updates `parts`. A rank that has all parameters and does not train allocates nothing:
     /// [`set_all`](RankParameters::set_all) provides its parameters. Parameters are gathered in `precision`. The methods `methods` of
     /// ZeRO++ apply if `ranks` are split by host. Shards that are separate from full units are on the second device.
     pub(crate) fn new(

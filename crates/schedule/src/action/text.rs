@@ -6,8 +6,8 @@ use std::fmt;
 use std::str::FromStr;
 
 impl Action {
-    /// Returns the action in words for users, such as `backward, unit 4, microbatch 1`. [`PreparationProgress`](fmt::PreparationProgress)
-    /// writes `B 4 1`.
+    /// Returns the action in words for users, such as `backward, unit 4, microbatch 1`. [`Display`](fmt::Display) writes
+    /// `B 4 1`.
     pub fn words(self) -> impl fmt::Display {
         Words(self)
     }

@@ -14,6 +14,12 @@
 //! phases within a host through shared memory.
 //!
 //! `docs/collectives.md` lists the steps, bytes and sources of all algorithms, and tests check them.
+//!
+//! # Adding a collective
+//! A new algorithm is a [`FlatAlgorithm`] whose steps for one rank are a pure function in a file of this module, with its cost and source.
+//! The interpreter in the tests checks it. A new operation is a [`CollectiveKind`] with its [`DataFlow`], from which shared memory and
+//! links derive which rank reads which elements. It also needs a method of `Group` (`comm/src/collectives.rs`), and its result in
+//! `tests/oracle.rs` here and in `comm/tests/comm/support/operations.rs`.
 
 mod algorithm;
 mod all_gather;

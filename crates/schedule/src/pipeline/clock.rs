@@ -1,4 +1,8 @@
 //! The pipeline clock: when each pass begins and ends.
+//!
+//! It exists in addition to the discrete-event [engine](crate::engine) because the search for a schedule times millions of passes, and
+//! undoes the moves that do not help. Without loads and streams, times are those of the longest path, which the clock updates from a
+//! changed pass on. Tests compare it with the engine.
 
 use super::costs::Costs;
 use super::error::{PassIndex, Ring, ScheduleError, Wait};

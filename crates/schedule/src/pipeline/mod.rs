@@ -21,6 +21,10 @@
 //! | `pipedream` | 1 | none between steps | `P` | weight versions: `P` for `M = 1` |
 //! | `pipedream-2bw` | 1 | none between steps | `P` | `M >= P`, refused below; weight versions: 2 |
 //! | `auto` | any | least of all these and of its own search | as bounded | |
+//!
+//! # Adding a schedule
+//! A schedule is a generator in its own file, with source, lost time and memory, and a [`Kind`] with its recipe in `kind.rs`. A golden text
+//! and the properties in `tests/` check it.
 
 mod automatic;
 mod breadth_first;

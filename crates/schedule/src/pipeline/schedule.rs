@@ -53,7 +53,7 @@ impl StagePlacement {
 /// rank 0: F 0 0, F 0 1, B 0 0, B 0 1
 /// rank 1: F 1 0, B 1 0, F 1 1, B 1 1
 /// ```
-/// `placement` gives the rank of each stage. Without drains the header goes on with `steps 3 weights stashed`.
+/// `placement` gives the rank of each stage. Without drains the header continues with `steps 3 weights stashed`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schedule {
     /// Microbatches of a step.

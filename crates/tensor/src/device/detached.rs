@@ -3,6 +3,10 @@
 //!
 //! It tests the host–device boundary. Access to device memory without a transfer traps. Code that assumes that a kernel has run, or that a
 //! copy has completed, without waiting for it gets different bits for some seed. New memory holds NaN.
+//!
+//! A kernel that does not wait for a copy of its operands panics: vector clocks of the streams show which jobs precede it.
+//! `parallel/tests/parallel/detached.rs` trains with many seeds, and then skips each wait in turn; some seed must then give other bits.
+//! `[training] device = "detached"` trains on such a device.
 
 use crate::kernels::backend::{Backend, DeviceSide, HostCopy, Stream, WaitSite};
 use crate::kernels::call::{Access, Call, Operands};

@@ -1,4 +1,7 @@
 //! Recorded kernel calls.
+//!
+//! The planner records the calls of a dry run and [replays](RecordedCalls::replay) them on new memory, to time the kernels outside of
+//! passes and updates.
 
 use crate::kernels::call::Call;
 use std::collections::BTreeMap;

@@ -1,4 +1,21 @@
 //! The interface between a device and the hardware that runs its kernels.
+//!
+//! A backend provides:
+//!
+//! - **Memory.** The arena hands out blocks in the order of issue. A freed block may go to the next kernel at once, because that kernel
+//!   runs later; only copies that still use the block must end first ([`Backend::reuse`]). A backend with memory of its own needs a
+//!   constructor of `Mapping` (`kernels/cpu/mapping.rs`).
+//! - **Streams.** There is one [stream](Stream) of kernels, and one of copies in each direction. Copies use host memory that is
+//!   [`Pending`], which no thread reads before its event is done.
+//! - **Kernels.** `docs/kernels.md` lists them. `cargo xtask kernels` derives the list from the methods of [`Device`](crate::Device), their
+//!   calls and a run of the suites, and refuses a kernel that is not tested on every backend. A kernel has the same bits on all backends.
+//!   The suites are `tests/conformance` and `tests/operations`; `testkit/src/traced.rs` lists the backends that they run on.
+//! - **Functions.** A [`FunctionCall`](super::call::FunctionCall) is Rust code that another crate has written, as for
+//!   [`Device::map`](crate::Device::map). Hardware that cannot run it lets the host run it on copies of the operands.
+//!
+//! There are three backends: the CPU (`kernels/cpu/run/`), where a kernel has run when its method returns and every event is done; the
+//! counting backend (`device/counting.rs`), which runs nothing; and the detached CPU (`device/detached.rs`), which behaves like an
+//! accelerator.
 
 use super::call::Call;
 use super::cpu::Cpu;

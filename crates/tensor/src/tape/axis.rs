@@ -5,6 +5,24 @@
 //! parallelism, values between these layers are sharded by rows, so that norms and residuals are not computed redundantly and the saved
 //! activations are sharded, too (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, section 4.2).
 //! The rows are those of all sequences of the microbatch, concatenated: each rank's shard is contiguous in memory.
+//!
+//! # Shards of parameters
+//! A model declares only how each parameter is split. [`ParameterTable::add`](crate::ParameterTable::add) returns the span of this rank's
+//! shard, with its place in the full span ([`SpanShard`](crate::parameter_table::SpanShard)), and operations derive their communication
+//! from it: [`Linear`](super::Linear) from the dim that is split, [`Embedding`](super::Embedding) and [`LossHead`](super::LossHead) from
+//! their rows.
+//!
+//! # Shardings of values
+//! The tape records the [`Sharding`] of each value. It gathers rows before an operation that does not [take rows](Operation::takes_rows),
+//! so such an operation is correct without knowledge of the axis. Values that are sharded by parameters are not adapted. Only operations on
+//! single elements or on whole heads may read them; if an operation also reads a replicated value that has a gradient,
+//! [`CopyToRanks`](super::CopyToRanks) comes before it. Units pass on values that are replicated or sharded by rows.
+//!
+//! # Order of exchanges
+//! Exchanges are part of the passes of a unit and have a group of their own. The ranks of the axis run the same program, so they start
+//! exchanges in the same order, and wait for no other ranks meanwhile: an exchange cannot be part of a cycle of waits. An operation starts
+//! an exchange and finishes it later, so several may be pending. `Linear` exchanges its input, and the gradient of its input, while matmuls
+//! run.
 
 use super::{
     AllGatherRows, Argument, Op, Operation, OperationContext, PendingExchange, Recorder, Sharding, SplitRows,

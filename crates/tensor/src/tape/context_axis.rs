@@ -2,7 +2,15 @@
 //!
 //! Dim 1 of a value is its positions. Float values have at least one more dim, except data with one number per position. Operations compute
 //! each position independently of the others, except attention, which communicates the keys of all ranks ([`Attention`](super::Attention)).
-//! Outside of units, these ranks are data-parallel: they have the same parameters, and their gradients are summed.
+//!
+//! Outside of units, these ranks are data-parallel: they have the same parameters, and their gradients are summed. `RankGrid` (crate
+//! `parallel`) counts them among the replicas or, if state is sharded, among the shards, so reductions, ZeRO, optimizers and checkpoints
+//! have no case for them.
+//!
+//! A batch is uploaded with this rank's positions only (`HostBatch::upload_positions`). They are at most two runs in ascending order, so
+//! the keys of a rank that a query sees, within its window and document, are one range ([`Positions::before`]). Kernels know no ranks:
+//! `Device::attention_block` adds the keys of one rank to the result for earlier keys, and `RingAttention` calls it for each rank in turn.
+//! `ExchangeHeads` is an operation of its own, which the tape inserts around operations that need heads ([`Operation::head_exchange`]).
 
 use super::value::Value;
 use super::{Argument, ContextAxis, InputOrOutput, Op, Operation, OperationContext, Recorder, Tape, Var};

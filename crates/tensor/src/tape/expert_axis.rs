@@ -1,4 +1,26 @@
 //! The expert axis, and experts that are replicated on all of its ranks.
+//!
+//! Ranks of the axis have different experts and are otherwise data-parallel. A unit has the same layout on all of them, so flat buffers,
+//! shards and messages are alike. In the crate `parallel`, `RankGrid::state_of` returns the ranks that reduce, shard and save the state of
+//! a unit: all data-parallel ranks for units without experts, and the ranks with the same experts for the others. Parameters of such a unit
+//! that belong to no expert are first summed over the axis (`ReplicatedParameters`).
+//!
+//! # Operations of a layer
+//! Without the axis, [`GroupRows`](super::GroupRows) sorts the choices of all tokens by expert, and [`GroupedLinear`](super::GroupedLinear)
+//! multiplies the rows of each expert. With it, four operations replace the `GroupedLinear` layers:
+//!
+//! - [`GatherLoads`](super::GatherLoads) tells all ranks how many choices each expert has.
+//! - [`DispatchRows`](super::DispatchRows) starts to send the first chunk of rows. In backward, it ends the last exchange.
+//! - [`OwnExperts`](super::OwnExperts) receives, multiplies and returns chunk by chunk. It is one operation because several exchanges are
+//!   in flight within it, which a tape of values cannot express.
+//! - [`ReturnRows`](super::ReturnRows) waits for the last chunk. In backward, it starts the first exchange.
+//!
+//! Operations that a unit applies between `DispatchRows` and `OwnExperts`, or between `OwnExperts` and `ReturnRows`, run while a chunk is
+//! exchanged.
+//!
+//! # Bits
+//! The gradient of an expert's matrix is computed for the rows of each rank separately, and added along the canonical tree over ranks (the
+//! third input of `GroupedLinear`). So neither the exchange of tokens nor shadowed experts change any bits.
 
 use super::AxisOps;
 use crate::parameter_table::ParameterId;

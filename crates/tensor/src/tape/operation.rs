@@ -1,4 +1,10 @@
 //! The trait [`Operation`] and the contexts of its passes.
+//!
+//! # Cost
+//! The cost of an operation is the cost of the kernel calls that it issues, so it declares none. A function that is passed to a kernel
+//! ([`Pointwise`](super::Pointwise), [`ElementLoss`](super::ElementLoss), [`Device::map`](crate::Device::map)) states its operations per
+//! element. Products that backward computes for the second time are marked as repeated ([`Cost::repeats`](trireme_base::Cost::repeats)):
+//! MFU does not count them.
 
 use super::{Sharding, Tape, TensorAxis};
 use crate::device::Result;

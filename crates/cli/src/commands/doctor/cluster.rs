@@ -1,4 +1,6 @@
 //! `trireme doctor --cluster`: checks that the workers of a run agree, and measures links and the shared disk.
+//!
+//! It calls the functions that a run calls before it trains: [`preflight`] and [`HostShare::of_world`].
 
 use crate::commands::check_config_path;
 use crate::commands::train::world_options;

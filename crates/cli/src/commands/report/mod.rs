@@ -1,4 +1,7 @@
 //! `trireme report`.
+//!
+//! `record_lines.rs` reads files of records line by line: `records.rs` the steps of `metrics.jsonl` for all reports, `diff.rs` the hashes
+//! of `hashes.jsonl`. `breakdown.rs` divides the time of a traced step into named parts.
 
 mod breakdown;
 mod comparison;

@@ -98,7 +98,7 @@ impl Post {
 }
 
 impl Board {
-    /// Posts the owner's operands for meeting number `socket_id`. Visible to peers after [`arrive`](Board::arrive) at that meeting.
+    /// Posts the owner's operands for meeting number `meeting`. Visible to peers after [`arrive`](Board::arrive) at that meeting.
     pub(super) fn post(&self, meeting: u32, call: &Call, post: Post) {
         let words = self.turn(meeting);
         words.sequence.store(call.sequence, Ordering::Relaxed);

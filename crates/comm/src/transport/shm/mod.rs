@@ -160,7 +160,7 @@ impl<'a> Slot<'a> {
 }
 
 impl SharedMemory {
-    /// Creates the state of member `own`. `areas` are in the order of `authenticated`.
+    /// Creates the state of member `own`. `areas` are in the order of `members`.
     pub(crate) fn new(
         own: usize,
         members: Vec<Rank>,

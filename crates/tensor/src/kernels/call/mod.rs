@@ -3,6 +3,15 @@
 //! [`Device`](crate::Device) checks the shapes of views and builds a call from them; a backend runs it. The name, the cost and the operands
 //! are derived from the call, so each kernel is described once. Each file holds the calls of one area. The method of `Device` with the name
 //! of the kernel documents what it computes.
+//!
+//! # Adding a kernel
+//! The arithmetic is a function in `kernels/cpu/` within `for_each_simd_level!`, with a method of [`Cpu`](super::cpu::Cpu) that splits the
+//! work into tasks by shape alone. The call is a variant in the file of its area here, with name, operands and cost. The arm that runs it
+//! is in `kernels/cpu/run/`, the method that issues it in `device/`. A test in `tests/conformance/` calls the kernel, unless the test of an
+//! operation does. Compare it with f64 by means of `kernels/cpu/test_support.rs`, and run `cargo xtask kernels`.
+//!
+//! `trireme bench kernels` times each kernel where a step calls it. The planner times a kernel in isolation, unless it reads indices
+//! outside of passes and updates: the work of such a call depends on the values.
 
 mod attention;
 mod blocks;

@@ -1,8 +1,11 @@
 //! Memory for tensors: one reserved range of addresses, split into blocks.
 //!
-//! The system provides a page when it is first touched, so that the resident size of the process follows the counted bytes. Freed blocks
-//! are merged with adjacent free memory and reused, best fit first. After the first step, every request finds a free block, and no memory
-//! is requested from the system.
+//! An arena reserves addresses for all of the machine's memory, without access to them. Reserving uses no memory and counts against no
+//! limit. Addresses become accessible as blocks need them, up to the next multiple of a huge page. The system provides a page when it is
+//! first touched, so that the resident size of the process follows the counted bytes.
+//!
+//! Freed blocks are merged with adjacent free memory and reused, best fit first. After the first step, every request finds a free block,
+//! and no memory is requested from the system.
 
 use crate::device::{DeviceError, Result};
 use crate::kernels::backend::Backend;

@@ -1,3 +1,5 @@
+//! Activation functions, as part of the layer that reads them.
+
 use crate::device::{Device, Result};
 use crate::kernels::Activation;
 use crate::tape::{BackwardContext, ReadBy};

@@ -1,4 +1,9 @@
 //! `trireme report html`.
+//!
+//! `loaded_run.rs` reads the folder of a run, `downsampling.rs` reduces the points of curves, `chart.rs` and `memory.rs` draw, and
+//! `page.rs` joins the parts. The page contains its style and its script, and its Content-Security-Policy keeps browsers from loading
+//! anything. `.ci/look` opens a page in Chromium. It fails if the console is not empty, a chart is missing, or pointing at a chart shows
+//! nothing.
 
 mod chart;
 mod charts;

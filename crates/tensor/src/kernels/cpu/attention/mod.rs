@@ -3,6 +3,9 @@
 //!
 //! A row of `qkv` holds query heads, then key heads, then value heads; or queries are a separate array from rows of key heads and value
 //! heads. With fewer key-value heads than query heads, consecutive query heads share one (Ainslie et al., "GQA", 2023).
+//!
+//! Masked keys have weight 0 within their block of keys. So a value that is not finite also makes NaN of the results of earlier queries
+//! that read its block; queries that skip the block are not affected.
 
 mod head;
 mod latent;

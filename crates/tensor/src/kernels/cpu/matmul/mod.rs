@@ -7,6 +7,9 @@
 //! Every element of a result is summed in the same order: `inner` is split into equal blocks of at most 256 words, which depends only on
 //! `inner`, and within a block words are added one by one (by AMX, sixteen at a time). Results therefore depend neither on threads nor on
 //! tiles, nor, in f32 on machines with fused multiply-add, on the register width. Matmuls do not allocate.
+//!
+//! The crate `gemm` does not fit these rules: it allocates packing buffers on every call, splits work by the number of threads, and sums in
+//! an order that depends on the sizes of caches.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;

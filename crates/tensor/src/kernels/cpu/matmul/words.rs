@@ -1,4 +1,8 @@
 //! The 32-bit words of packed operands.
+//!
+//! Words let all precisions share one packing and one loop nest: a kernel is a way to make words and a micro-kernel (`kernel.rs`,
+//! `amx.rs`). Pairs of bf16 are what `vdpbf16ps` and `tdpbf16ps` multiply. On a machine without 16-bit multiplication, words are rounded
+//! f32.
 
 use crate::kernels::cpu::element::Element;
 use crate::kernels::cpu::simd::CpuFeatures;
