@@ -134,8 +134,8 @@ pub struct StepPlan {
 /// The results of a step. Times and compression statistics are of this rank; all else is the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepOutcome {
-    /// Mean loss over the global batch before the update; of a language model in nats per token. NaN if nothing in the batch counts in the
-    /// loss.
+    /// Mean loss over the global batch before the update. For a language model, in nats per token. NaN if nothing in the batch counts in
+    /// the loss.
     pub loss: f64,
     /// Global norm of the mean gradient before clipping, without the loss scale. `None` if it was not computed, or if momentum was
     /// exchanged.

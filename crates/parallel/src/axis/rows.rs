@@ -19,7 +19,7 @@ const MESSAGES_MAX: usize = 64;
 /// network between hosts.
 const HIERARCHICAL_BYTES_MAX: usize = 64 << 10;
 
-/// Ranks per host below which rows are not exchanged hierarchically by host: hardly any messages would be saved.
+/// Minimum number of ranks per host for a hierarchical exchange of rows. With fewer ranks, hardly any messages would be saved.
 const HIERARCHICAL_RANKS_MIN: usize = 4;
 
 /// An exchange of rows in flight. It runs in rounds, each with at most one piece from every rank to every other rank.

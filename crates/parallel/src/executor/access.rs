@@ -146,8 +146,8 @@ impl Executor {
         self.options.compression
     }
 
-    /// The gradient norms of earlier steps by which the next steps clip, the newest last. Empty unless the pipeline does not drain between
-    /// updates and steps clip. They are part of the state that determines the next steps.
+    /// The gradient norms of earlier steps by which the next steps clip, the newest last. Only a pipeline that does not drain between
+    /// updates has them, and only if steps clip. They are part of the state that determines the next steps.
     pub fn earlier_norms(&self) -> Vec<f64> {
         self.updates.iter().flat_map(|updates| &updates.norms.known).copied().collect()
     }

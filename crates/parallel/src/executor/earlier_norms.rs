@@ -1,4 +1,4 @@
-//! Global gradient norms of earlier steps, by which a pipeline that does not drain between updates clips.
+//! Global gradient norms of earlier steps. A pipeline that does not drain between updates clips by them.
 
 use crate::error::Result;
 use crate::memory::WaitTracker;

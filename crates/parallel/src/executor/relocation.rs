@@ -37,7 +37,7 @@ impl Executor {
     /// on the stages.
     pub fn relocate(&mut self, program: Program) -> Result<()> {
         validate(&program, program.header.num_microbatches)?;
-        // The ranks of stages stay, so a unit that reads a tied parameter of another rank still reads it from the copy on its rank.
+        // Stages stay on their ranks, so a unit that reads a tied parameter of another rank still reads it from the copy on its own rank.
         let uncut = |header: &ProgramHeader| {
             let stage = |stage: &Stage| Stage { units: 0..0, rank: stage.rank };
             ProgramHeader { stages: header.stages.iter().map(stage).collect(), ..header.clone() }

@@ -274,7 +274,7 @@ impl Gradients {
         while !self.under_way.is_empty() {
             self.finish_first()?;
         }
-        // Units are in the order of backward, which starts with the last one.
+        // The shards are reduced in the order of backward, which starts with the last unit.
         let shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
         shards.for_each(ShardSum::reduce);
         let mut shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);

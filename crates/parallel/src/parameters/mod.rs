@@ -32,7 +32,7 @@ pub(crate) struct RankParameters {
     parts: Vec<Range<usize>>,
     /// The elements that this rank updates; `None` if these are within the gathered units.
     shards: Option<Parameters>,
-    /// The units that operations read; `None` if they are the elements that this rank updates.
+    /// The units that operations read; `None` if operations read `shards`, because this rank updates full units.
     full_units: Option<GatheredUnits>,
     /// The index of a tied unit that another pipeline rank updates and a unit of this rank reads, and a copy of it, in the dtype in which
     /// operations read units.
