@@ -49,8 +49,8 @@ impl Convolution {
         Arc::new(Convolution { weight: table.add(weight), size })
     }
 
-    /// Returns the pixel at an offset from another one. `None` if it is outside of the image. Pixels are numbered across the images of a
-    /// batch.
+    /// Returns the pixel at an offset (0 to 8, row by row; 4 is the center) from `pixel`. `None` if it is outside of the image. Pixels are
+    /// numbered across the images of a batch.
     fn neighbour(&self, pixel: usize, offset: usize) -> Option<usize> {
         let (row, col) = (pixel / self.size % self.size + offset / 3, pixel % self.size + offset % 3);
         let is_inside = (1..=self.size).contains(&row) && (1..=self.size).contains(&col);

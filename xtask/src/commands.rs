@@ -1,4 +1,4 @@
-//! Runs other programs: commands that must succeed, and Python with the packages of the peers.
+//! Runs other programs: commands that must succeed, and Python with the packages of `peers/requirements.txt`.
 
 use anyhow::{Context, Result, bail};
 use std::fs;

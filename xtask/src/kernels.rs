@@ -151,7 +151,7 @@ fn page(kernels: &[Kernel], traces: &Traces) -> Result<String> {
 /// Kernel names, or source texts, by the path of the call, such as `BlockCall::Permute`.
 type Calls = BTreeMap<String, String>;
 
-/// Returns the paths and names of the calls of an area, from lines such as `"permute" => Permute {` after `BlockCall {`.
+/// Returns the paths and names of the calls that a source text defines, from lines such as `"permute" => Permute {` after `BlockCall {`.
 fn names(text: &str) -> Vec<(String, String)> {
     let (mut area, mut found) = ("", Vec::new());
     for line in text.lines().map(str::trim) {
@@ -232,7 +232,7 @@ fn unlinked(text: &str) -> String {
     plain.replace("[`", "`").replace("`]", "`")
 }
 
-/// Returns the name under which a body issues a function or counts a copy.
+/// Returns the kernel's name in the body of a method that issues a function or counts a copy.
 fn kernel_name(body: &str) -> Option<String> {
     let calls = ["self.issue_function(\"", "self.count(\""];
     let after = calls.iter().find_map(|call| Some(body.split_once(call)?.1))?;

@@ -1,4 +1,4 @@
-//! Checkpoints, for reading.
+//! Opens checkpoints for reading.
 
 use crate::error::CheckpointError;
 use crate::files::{JSON_BYTES_MAX, damaged, open_file, read_bounded, reading};
@@ -62,8 +62,8 @@ impl Checkpoint {
         &self.path
     }
 
-    /// CRC-32 of the manifest, which contains the checksums of everything else. Copies of a checkpoint have the same fingerprint, and other
-    /// checkpoints have another one.
+    /// CRC-32 of the manifest, which contains the checksums of everything else. Copies of a checkpoint have the same fingerprint; different
+    /// checkpoints have different ones, except for collisions of CRC-32.
     pub fn fingerprint(&self) -> u32 {
         self.fingerprint
     }
@@ -89,7 +89,7 @@ impl Checkpoint {
         self.tensors.renamed(keep).expect("names that stay differ")
     }
 
-    /// Returns name and size in bytes of each file except the manifest.
+    /// Returns the name and the size in bytes of each file except the manifest.
     pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
         self.files.iter().map(|(name, entry)| (name.as_str(), entry.size))
     }

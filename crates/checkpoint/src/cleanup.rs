@@ -10,8 +10,8 @@ use std::path::Path;
 
 /// Cleans up `folder`, whose newest checkpoint has the step `newest`, after a crash or a cleanup that failed. Removes unfinished folders
 /// and all but the newest `keep_latest_k` checkpoints (0 removes none) and the [best](mark_best), and names the latest one. Callers also
-/// use it after another checkpoint became the best, because the previous best may then be removed. Only one process may call it, while no
-/// other saves in the folder. Calls `on_progress` before each change and each entry of a folder that is removed.
+/// use it after another checkpoint became the best, because the previous best may then be removed. Only one process may call it, and no
+/// process may save to the folder meanwhile. Calls `on_progress` before each change and each entry of a folder that is removed.
 ///
 /// Returns the errors of the changes that failed. The checkpoints are complete all the same.
 pub fn clean_up(
@@ -53,8 +53,8 @@ pub(crate) fn clean_up_after(
     try_all(&cleanup_operations(folder, step, &pruned), untidy, on_progress);
 }
 
-/// Makes changes that need not succeed, and adds the failures to `untidy`. Each list ends at its first failure, and the files that
-/// it wrote are then removed.
+/// Makes changes that need not succeed, and adds the failures to `untidy`. Each list ends at its first failure, and the files that it wrote
+/// are then removed.
 pub(crate) fn try_all(
     lists: &[Vec<FileOperation>],
     untidy: &mut Vec<CheckpointError>,

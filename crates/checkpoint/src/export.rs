@@ -155,7 +155,7 @@ fn write_partial(model: &ModelExport<'_>, partial: &Path) -> Result<(), Checkpoi
     FileOperation::SyncFolder(partial.to_owned()).execute()
 }
 
-/// Renames the folder `partial` to `out`. With `force`, an existing export is renamed first, and removed last.
+/// Renames the folder `partial` to `out`. With `force`, an existing export is renamed first and removed at the end.
 fn publish(partial: &Path, out: &Path, force: bool) -> Result<(), CheckpointError> {
     // Checked again, because writing may have taken long: files that appeared since then must not be removed.
     check_target(out, force)?;

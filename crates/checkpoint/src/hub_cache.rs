@@ -12,11 +12,11 @@ const REVISION_BYTES_MAX: u64 = 256;
 /// Organisations that are tried for a model name without one.
 const DEFAULT_ORGANISATIONS: [&str; 3] = ["openai-community", "EleutherAI", "HuggingFaceTB"];
 
-/// Returns `path`, or, if there is no such path, the snapshot in the Hugging Face cache of the model of that name (`gpt2`,
-/// `Qwen/Qwen3-0.6B`). Builds with the feature `hub` fetch files that the cache lacks, also those of an interrupted download, from the hub,
-/// unless `HF_HUB_OFFLINE` is 1. Returns `path` if there is no such model either.
+/// Returns `path` if it exists. Otherwise, returns the snapshot of the model of that name (`gpt2`, `Qwen/Qwen3-0.6B`) in the Hugging Face
+/// cache, or `path` if there is no such model. Builds with the feature `hub` download missing models from the hub and complete interrupted
+/// downloads, unless `HF_HUB_OFFLINE` is 1.
 ///
-/// The cache is found as in its own library: `HF_HUB_CACHE`, `HF_HOME/hub`, `XDG_CACHE_HOME/huggingface/hub`, or
+/// The folder of the cache is the one that huggingface_hub uses: `HF_HUB_CACHE`, `HF_HOME/hub`, `XDG_CACHE_HOME/huggingface/hub`, or
 /// `~/.cache/huggingface/hub`.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! Hugging Face model directories, for reading.
+//! Opens Hugging Face model directories for reading.
 
 use crate::CONFIG_FILE;
 use crate::error::CheckpointError;

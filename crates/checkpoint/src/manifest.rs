@@ -122,7 +122,7 @@ fn append_checksum(json: &str) -> String {
     format!("{body}{CHECKSUM_START}{}{CHECKSUM_END}", crc32fast::hash(body.as_bytes()))
 }
 
-/// Returns the text that was sealed. `None` if it has changed since.
+/// Returns the JSON text without its checksum. `None` if the checksum does not match.
 fn verify_checksum(text: &[u8]) -> Option<String> {
     let text = std::str::from_utf8(text).ok()?;
     let (body, crc32) = text.strip_suffix(CHECKSUM_END)?.rsplit_once(CHECKSUM_START)?;

@@ -13,7 +13,7 @@ pub(crate) const MODEL_FILE: &str = "model.safetensors";
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 
 /// Files of a model directory that describe the model or its tokenizer and are exported with the weights. They have the names that
-/// transformers gives them, except `tokenizer.bytes.json`, which marks a tokenizer that takes bytes as they are.
+/// transformers gives them, except `tokenizer.bytes.json`, which marks a model whose tokens are the bytes of the text.
 pub(crate) const MODEL_FILES: [&str; 11] = [
     CONFIG_FILE,
     "tokenizer.json",

@@ -28,7 +28,7 @@ pub enum ModelSource {
 impl ModelSource {
     /// Opens a checkpoint or a Hugging Face model directory. `path` is a checkpoint, a file `checkpoints/best` or `checkpoints/latest` of a
     /// run, a run's folder or its `checkpoints` folder, a model directory, or the [name](resolve_model) of a model in the Hugging Face
-    /// cache. Of a run, opens the newest checkpoint that opens.
+    /// cache. For a run, opens the newest checkpoint that can be opened.
     ///
     /// # Errors
     /// If `path` is none of these, or does not open.
@@ -69,8 +69,8 @@ impl ModelSource {
         }
     }
 
-    /// Returns name and contents of every file that describes the model or its tokenizer. [`export`](crate::export()) should write these
-    /// files next to the weights.
+    /// Returns the name and the contents of every file that describes the model or its tokenizer. [`export`](crate::export()) should write
+    /// these files next to the weights.
     ///
     /// # Errors
     /// If a file cannot be read or is damaged.

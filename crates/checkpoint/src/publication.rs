@@ -105,8 +105,8 @@ mod tests {
         save(&trireme_comm::single(), folder, &snapshot, &mut InMemory(&values), keep_latest_k).unwrap();
     }
 
-    /// Returns all changes in `folder` when step 30 is saved, given `model`, a complete checkpoint of that step. Copying its shard stands
-    /// for the writes of the ranks.
+    /// Returns all changes in `folder` when step 30 is saved, given `model`, a complete checkpoint of that step. A copy of its shard stands
+    /// in for the shards that the ranks write.
     fn all_steps(folder: &Path, model: &Path) -> Vec<FileOperation> {
         let partial_name = "step-30.partial-0000abcd";
         let read = |name: &str| fs::read(model.join(name)).unwrap();

@@ -18,7 +18,7 @@ use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
 use trireme_plan::{Extent, Mesh, TensorPlacement, position_in};
 
-/// A source of the elements that a rank holds of a job's tensors. They need not be in memory all at once.
+/// Provides the elements of a job's tensors that a rank holds. They need not be in memory all at once.
 pub trait TensorSource {
     /// Calls `write` with the elements that this rank holds of tensor `index` of the snapshot: all its extents one after the other, each
     /// row-major. A save calls this once for each tensor of which the rank writes a part, in the order of decreasing element size, and

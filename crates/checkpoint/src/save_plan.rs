@@ -42,12 +42,12 @@ pub fn plan_save(
     for (index, tensor) in tensors.iter().enumerate() {
         let element_bytes = tensor.dtype.size() as u64;
         let elements_max = (part_bytes_max / element_bytes).max(1) as usize;
-        for (extent, replicated) in extents_with_holders(tensor, mesh)? {
-            let replicated = Rc::new(replicated);
+        for (extent, holders) in extents_with_holders(tensor, mesh)? {
+            let holders = Rc::new(holders);
             candidates.extend(split(&extent, elements_max).into_iter().map(|extent| Candidate {
                 bytes: extent.num_elements() as u64 * element_bytes,
                 part: WritePart { tensor: index, extent },
-                replicated: Rc::clone(&replicated),
+                holders: Rc::clone(&holders),
             }));
         }
     }
@@ -64,16 +64,16 @@ pub fn plan_save(
 struct Candidate {
     bytes: u64,
     part: WritePart,
-    replicated: Rc<Vec<usize>>,
+    holders: Rc<Vec<usize>>,
 }
 
 /// Assigns each part to one of its holders. Parts with few holders come first, so that the others balance the loads.
 fn assign(mut candidates: Vec<Candidate>, num_ranks: usize) -> Vec<Vec<WritePart>> {
-    candidates.sort_by_key(|candidate| (candidate.replicated.len(), Reverse(candidate.bytes)));
+    candidates.sort_by_key(|candidate| (candidate.holders.len(), Reverse(candidate.bytes)));
     let mut per_rank = vec![Vec::new(); num_ranks];
     let mut assigned_bytes = vec![0; num_ranks];
     for candidate in candidates {
-        let least_loaded = candidate.replicated.iter().min_by_key(|&&rank| (assigned_bytes[rank], rank));
+        let least_loaded = candidate.holders.iter().min_by_key(|&&rank| (assigned_bytes[rank], rank));
         let &rank = least_loaded.expect("a part has a holder");
         assigned_bytes[rank] += candidate.bytes;
         per_rank[rank].push(candidate.part);
@@ -86,13 +86,13 @@ fn extents_with_holders(
     tensor: &TensorPlacement,
     mesh: &Mesh,
 ) -> Result<Vec<(Extent, Vec<usize>)>, CheckpointError> {
-    let mut replicated: BTreeMap<(Vec<usize>, Vec<usize>), Vec<usize>> = BTreeMap::new();
+    let mut holders: BTreeMap<(Vec<usize>, Vec<usize>), Vec<usize>> = BTreeMap::new();
     for rank in 0..mesh.num_ranks() {
         for extent in tensor.extents(mesh, Rank(rank))? {
-            replicated.entry((extent.start, extent.shape)).or_default().push(rank);
+            holders.entry((extent.start, extent.shape)).or_default().push(rank);
         }
     }
-    Ok(replicated.into_iter().map(|((start, shape), ranks)| (Extent { start, shape }, ranks)).collect())
+    Ok(holders.into_iter().map(|((start, shape), ranks)| (Extent { start, shape }, ranks)).collect())
 }
 
 /// Separator between a tensor's name and the start of a part, in the name of the part.

@@ -137,8 +137,8 @@ impl StoredTensors {
         self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor))
     }
 
-    /// Refuses quantized weights: tensors that are not floating-point numbers of 16 bits or more, of a model whose `config` has a
-    /// `quantization_config`. Returns whether `config` has one.
+    /// Refuses quantized weights. Weights are quantized if `config` has a `quantization_config` and a tensor does not consist of
+    /// floating-point numbers of 16 bits or more. Returns whether `config` has a `quantization_config`.
     ///
     /// # Errors
     /// [`CheckpointError::Quantized`], with the first such tensor.
@@ -164,12 +164,12 @@ impl StoredTensors {
         self.tensors.get(name)
     }
 
-    /// Returns a checksum by which ranks check that they have the same tensors. It covers all names, dtypes, shapes and parts, and of a
-    /// part's contents the recorded CRC-32 or, without one, the first and last 4 KiB. It does not depend on the folder or the names of the
-    /// files.
+    /// Returns a checksum by which ranks check that they have the same tensors. It covers all names, dtypes, shapes and parts. It covers
+    /// the contents of a part by the recorded CRC-32 or, without one, by the first and last 4 KiB. It does not depend on the folder or the
+    /// names of the files.
     ///
-    /// Cost: two reads of at most 4 KiB for each part without a recorded CRC-32, whatever its size. If such parts differ only in between,
-    /// the fingerprint is the same.
+    /// Cost: two reads of at most 4 KiB for each part without a recorded CRC-32, whatever its size. If such parts differ only between the
+    /// first and the last 4 KiB, the fingerprint is the same.
     ///
     /// # Errors
     /// If a file cannot be read.

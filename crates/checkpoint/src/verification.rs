@@ -1,6 +1,6 @@
 //! Verification: reads all of a checkpoint and compares the checksums, in one process or shared among ranks.
 //!
-//! Ranks share a file by the parts of tensors in it, because one rank may have written the full checkpoint to one file.
+//! Ranks divide the work by parts of tensors instead of files, because one rank may have written the full checkpoint to one file.
 
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;

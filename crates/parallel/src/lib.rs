@@ -1,6 +1,6 @@
 //! Applies a layout to a model and runs its step program.
 //!
-//! [`Executor`] holds a rank's share of a model and runs programs that `trireme_schedule::validate` has proven. It makes no scheduling
+//! [`Executor`] holds a rank's share of a model and runs programs that `trireme_schedule::validate` has accepted. It makes no scheduling
 //! decisions of its own.
 
 mod axis;

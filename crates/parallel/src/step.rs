@@ -27,11 +27,12 @@ pub struct ExecutorOptions {
     pub fp8: Option<Fp8Recipe>,
     /// Whether ranks of the tensor axis split the rows of a microbatch between tensor-parallel layers (sequence parallelism).
     pub shards_rows: bool,
-    /// Precision to which gradients are rounded before they are summed over ranks: 16 bits halve the bytes of messages. A single rank does
-    /// not round, and compressed gradients are not rounded as well.
+    /// Precision to which gradients are rounded before they are summed over ranks: 16 bits halve the bytes of messages. The gradients of a
+    /// single rank, and gradients that are compressed, are not rounded.
     pub reduce_dtype: Precision,
-    /// Bytes of a batch of short gradients that are reduced as one message, where ranks do not all share memory. A gradient longer than
-    /// half of it is reduced alone; with 0, every gradient is. Does not change bits with [`Determinism::Layout`].
+    /// Maximum bytes of a batch of short gradients that are reduced as one message (tensor fusion), if ranks do not all share memory. A
+    /// gradient longer than half of the maximum is reduced alone; with 0, every gradient is. Does not change bits with
+    /// [`Determinism::Layout`].
     pub fusion_bytes: usize,
     /// Methods of ZeRO++ that reduce the traffic within a replica. They apply only if parameters are sharded.
     pub zero_plus_plus: ZeroPlusPlus,
@@ -96,8 +97,8 @@ impl ExecutorOptions {
     }
 
     /// Returns the dtype in which `num_ranks` ranks reduce gradients, and the dtype of a shard's gradient. A shard that sums several
-    /// reduce-scattered microbatches is in f32. A single rank does not round, and neither are gradients rounded that are exchanged
-    /// `as_integers`.
+    /// reduce-scattered microbatches is in f32. The gradients of a single rank, and gradients that are exchanged `as_integers`, are not
+    /// rounded.
     pub fn gradient_dtypes(&self, header: &ProgramHeader, num_ranks: usize, as_integers: bool) -> [DType; 2] {
         let reduced = if num_ranks == 1 || as_integers { DType::F32 } else { self.reduce_dtype.dtype() };
         let sums_shards = header.state.is_sharded(StateClass::Gradients) && header.num_microbatches > 1;
@@ -133,8 +134,8 @@ pub struct StepPlan {
 /// The results of a step. Times and compression statistics are of this rank; all else is the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepOutcome {
-    /// Mean loss over the global batch before the update; of a language model in nats per token. NaN if nothing in the batch counts in the
-    /// loss.
+    /// Mean loss over the global batch before the update. For a language model, in nats per token. NaN if nothing in the batch counts in
+    /// the loss.
     pub loss: f64,
     /// Global norm of the mean gradient before clipping, without the loss scale. `None` if it was not computed, or if momentum was
     /// exchanged.
@@ -145,8 +146,8 @@ pub struct StepOutcome {
     pub skipped: Option<Skipped>,
     /// Time in which this rank only waited for communication (exposed communication).
     pub comm_exposed: Duration,
-    /// Compression statistics of all units on this rank; `None` without compression. The error norm is that of the part of this rank's mean
-    /// gradient that its messages left out, without the loss scale and before clipping, like `grad_norm`.
+    /// Compression statistics of all units on this rank; `None` without compression. The error norm is the norm of the part of this rank's
+    /// mean gradient that its messages left out, without the loss scale and before clipping, like `grad_norm`.
     pub compression: Option<CompressionStatistics>,
 }
 

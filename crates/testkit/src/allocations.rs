@@ -5,8 +5,8 @@ use rustix::thread::gettid;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The system's allocator, with a count of the allocations of all threads but the main thread, on which the test harness reports tests that
-/// take longer than a minute. For a test binary's `#[global_allocator]`.
+/// An allocator that calls the system's allocator and counts the allocations of all threads except the main thread. The test harness
+/// allocates on the main thread when it reports tests that take longer than a minute. For a test binary's `#[global_allocator]`.
 #[derive(Debug)]
 pub struct CountingAllocator {
     num_allocations: AtomicU64,

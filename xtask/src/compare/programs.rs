@@ -99,7 +99,7 @@ impl OpenMpi {
     }
 }
 
-/// Parses a text of JSON objects without anything else.
+/// Parses a text that consists of one or more JSON objects.
 fn parse(text: &str) -> Result<Vec<Value>> {
     let objects: Vec<Value> = serde_json::Deserializer::from_str(text)
         .into_iter()

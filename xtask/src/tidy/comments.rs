@@ -30,7 +30,7 @@ const BANNED: [(&str, &str); 19] = [
     ("wholes", "full or gathered tensors"),
 ];
 
-/// Comments name their subject, in the field's words, and lines of comments are not too long.
+/// Checks that comments name their subject in the field's words, and that their lines are not too long.
 pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
     let mut findings = Vec::new();
     let mut marker_before = None;

@@ -1,4 +1,4 @@
-//! Finds files that import from each other in a circle, so that none of them can be understood before the others.
+//! Finds files that import from each other in a cycle, so that none of them can be understood before the others.
 //!
 //! Paths within macro calls are not seen.
 
@@ -7,7 +7,7 @@ use super::workspace::TextFile;
 use std::collections::{BTreeMap, BTreeSet};
 use syn::visit::{self, Visit};
 
-/// Circles of at most this many files are allowed: a module and one of its parts.
+/// Cycles of at most this many files are allowed: a module and one of its parts.
 const IGNORED_SIZE: usize = 2;
 
 /// A path within a crate, such as `device::transfer`.
@@ -27,7 +27,7 @@ struct Module {
     uses: Vec<Path>,
 }
 
-/// Refuses circles among the files of a crate in `crates/` or of xtask.
+/// Refuses cycles among the files of a crate in `crates/` or of xtask.
 pub(crate) fn check(texts: &[TextFile]) -> Vec<Finding> {
     let folders = texts.iter().filter_map(|file| {
         let root = ["/src/lib.rs", "/src/main.rs"].iter().find_map(|root| file.path.strip_suffix(root));
@@ -303,7 +303,7 @@ mod tests {
         cycles(&imports(&modules(texts, "crates/a")))
     }
 
-    /// Asserts that these files form the only circle.
+    /// Asserts that these files form the only cycle.
     #[track_caller]
     fn assert_cycle(texts: &[TextFile], files: &[&str]) {
         let expected: Vec<String> = files.iter().map(|file| format!("crates/a/src/{file}")).collect();

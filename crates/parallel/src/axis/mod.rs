@@ -16,7 +16,7 @@ use trireme_tensor::tape::{
 };
 use trireme_tensor::{Category, Device, DeviceError, Shape, Tensor, View, ViewMut};
 
-/// The result of a call by a unit's operations, which know only errors of devices.
+/// The result of an [`AxisOps`] method, whose error type is [`DeviceError`].
 type Result<T> = std::result::Result<T, DeviceError>;
 
 /// The tensor, context and expert axes along which a unit's operations exchange values. An axis of one rank is `None`.
@@ -77,7 +77,7 @@ const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
 /// The ranks of one axis, behind the interface that a unit's operations call ([`AxisOps`]).
 pub(crate) struct GroupAxis {
-    /// The lanes of the dtypes in [`FLOATS`], in the same order.
+    /// The exchanges of each dtype in [`FLOATS`], in the same order.
     by_dtype: [DtypeExchanges; FLOATS.len()],
     waiting: Mutex<WaitTracker>,
 }

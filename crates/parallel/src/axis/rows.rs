@@ -14,17 +14,18 @@ use trireme_tensor::{Device, View, ViewMut};
 /// Maximum number of messages of one exchange in flight, in each direction: 16 MiB each way. A single round may exceed it.
 const MESSAGES_MAX: usize = 64;
 
-/// Bytes from one rank to another, with even loads, below which rows are exchanged hierarchically by host. For such short messages, the
-/// number of messages across hosts is assumed to cost more than their length. The threshold was not measured on a network between hosts.
+/// Size in bytes of a message from one rank to another, with even loads, below which rows are exchanged hierarchically by host. For
+/// messages this short, the number of messages across hosts is assumed to cost more than their bytes. The threshold was not measured on a
+/// network between hosts.
 const HIERARCHICAL_BYTES_MAX: usize = 64 << 10;
 
-/// Ranks per host below which rows are not exchanged hierarchically by host: hardly any messages would be saved.
+/// Minimum number of ranks per host for a hierarchical exchange of rows. With fewer ranks, hardly any messages would be saved.
 const HIERARCHICAL_RANKS_MIN: usize = 4;
 
 /// An exchange of rows in flight. It runs in rounds, each with at most one piece from every rank to every other rank.
 pub(super) struct RowExchange {
     runs: ExchangedRuns,
-    /// Elements of a buffer: of one piece, or with `is_hierarchical` of the pieces for all other ranks.
+    /// Length of a buffer in elements: one piece, or with `is_hierarchical` the pieces for all other ranks.
     buffer_len: usize,
     is_hierarchical: bool,
     /// Buffers that are not in flight. An exchange takes all buffers that it may need at its start, so that its memory does not depend on
@@ -33,7 +34,7 @@ pub(super) struct RowExchange {
     rounds_in_flight: usize,
     num_rounds: usize,
     next_round: usize,
-    /// The exchanges in flight, each with its round.
+    /// The transfers in flight, each with its round.
     in_flight: VecDeque<(usize, Transfer)>,
 }
 
@@ -57,8 +58,8 @@ fn piece(dtype: DType, len: usize, round: usize) -> Range<usize> {
 
 impl DtypeExchanges {
     /// Implements [`AxisOps::start_rows`](trireme_tensor::tape::AxisOps::start_rows). Rows are sent in pieces of fixed size, so that the
-    /// memory of the group does not depend on the number of rows. With even loads, all pieces are in flight at once; there is room for one
-    /// more piece between two ranks.
+    /// memory of the group does not depend on the number of rows. Up to [`MESSAGES_MAX`], as many rounds are in flight as even loads need,
+    /// and one more.
     pub(super) fn start_rows(
         &self,
         device: &Device,
@@ -166,8 +167,8 @@ impl DtypeExchanges {
         started.next_round += 1;
     }
 
-    /// Starts a round: sends a piece to every other rank that still gets rows, and receives the pieces of other ranks. At the same distance
-    /// in the loop, every rank sends to a different one.
+    /// Starts a round: sends a piece to every other rank that still gets rows, and receives the pieces of other ranks. In each iteration of
+    /// the loop, every rank sends to a different rank.
     fn start_messages(&self, device: &Device, started: &mut RowExchange, values: View<'_>) {
         let AxisRank { rank, degree } = self.place();
         let (round, len) = (started.next_round, started.buffer_len);

@@ -33,7 +33,7 @@ impl Executor {
         &self.moves.options.host
     }
 
-    /// Peak bytes of host memory: of state off the device, and of exchanges unless kernels can access host memory.
+    /// Peak bytes of host memory: for state off the device, and for exchanges if kernels cannot access host memory.
     pub fn host_bytes_peak(&self) -> usize {
         let (device, host) = (self.device(), self.host());
         let state = if host.is_same(device) { 0 } else { host.memory().total().peak };
@@ -67,8 +67,9 @@ impl Executor {
         self.means.metrics(step)
     }
 
-    /// Bits by which this rank asks all ranks for something at the end of a step. They are sent with the losses of a step, in 8 bytes per
-    /// rank, so all ranks see them after the same step. The bits are those that are set when the rank has computed its last loss.
+    /// Bits with which this rank requests actions from all ranks at the end of a step. The caller defines their meaning. They are sent with
+    /// the losses of a step, in 8 bytes per rank, so all ranks see them after the same step. A bit that is set after the rank has computed
+    /// its last loss is sent in the next step.
     pub fn requests(&self) -> Arc<AtomicU32> {
         Arc::clone(&self.means.requests)
     }
@@ -114,27 +115,28 @@ impl Executor {
         &self.optimization.optimizer
     }
 
-    /// The optimizer, to declare when its state began. Must be changed in the same way on all ranks.
+    /// Mutable access to the optimizer, to [declare when its state began](Optimizer::set_state_start). Must be changed in the same way on
+    /// all ranks.
     pub fn optimizer_mut(&mut self) -> &mut Optimizer {
         &mut self.optimization.optimizer
     }
 
-    /// The loss scale, and how it changes.
+    /// The loss scaler, with the current loss scale.
     pub fn loss_scaler(&self) -> &LossScaler {
         &self.optimization.loss_scaler
     }
 
-    /// The loss scale, to load it. Must be changed in the same way on all ranks.
+    /// Mutable access to the loss scaler, to load its state. Must be changed in the same way on all ranks.
     pub fn loss_scaler_mut(&mut self) -> &mut LossScaler {
         &mut self.optimization.loss_scaler
     }
 
-    /// The scales of fp8; `None` if the model does not use fp8.
+    /// The fp8 scales; `None` if the model does not use fp8.
     pub fn fp8_state(&self) -> Option<&Fp8State> {
         self.passes.fp8.as_ref().map(|fp8| &fp8.state)
     }
 
-    /// The scales of fp8, to load them. Must be changed in the same way on all ranks.
+    /// Mutable access to the fp8 scales, to load them. Must be changed in the same way on all ranks.
     pub fn fp8_state_mut(&mut self) -> Option<&mut Fp8State> {
         self.passes.fp8.as_mut().map(|fp8| &mut fp8.state)
     }
@@ -144,8 +146,8 @@ impl Executor {
         self.options.compression
     }
 
-    /// The gradient norms of earlier steps by which the next steps clip, the newest last. Empty unless the pipeline does not drain between
-    /// updates and steps clip. They are part of the state that determines the next steps.
+    /// The gradient norms of earlier steps by which the next steps clip, the newest last. Only a pipeline that does not drain between
+    /// updates has them, and only if steps clip. They are part of the state that determines the next steps.
     pub fn earlier_norms(&self) -> Vec<f64> {
         self.updates.iter().flat_map(|updates| &updates.norms.known).copied().collect()
     }

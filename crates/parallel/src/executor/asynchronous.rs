@@ -85,8 +85,8 @@ impl Executor {
         let updates = updates.as_mut().expect("the program does not drain");
         updates.settings = None;
         updates.units.iter_mut().for_each(|unit| unit.newest = 0);
-        // The gather of reports comes before all other operations over all ranks. Ranks that run the last loss have sent their reports
-        // already; on an asynchronous device, they send them here.
+        // The reports are gathered before any other operation over all ranks. Ranks that run the last loss have already sent their reports,
+        // unless their device is asynchronous.
         let losses = means.wait(&mut waiting)?;
         updates.norms.wait(0, &mut waiting)?;
         let squares = updates.squares.take().expect("they are summed once a program");

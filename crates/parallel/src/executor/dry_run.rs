@@ -69,8 +69,8 @@ impl Executor {
         found.record_peaks(memory, None);
         let specs: Vec<TensorSpec> = self.profile.batch.iter().map(|tensor| tensor.spec).collect();
         let num_microbatches = self.program.header.num_microbatches;
-        // Units change to the next kind of compressed step one after the other. In the step after the last kind, all units are in the same
-        // state.
+        // In each step, the compressors change to their next kind of step, one after another. One further step runs with all compressors in
+        // their last kind.
         let num_steps = (self.gradients.num_step_kinds() + 1).max(NUM_STEPS_MIN) as u64;
         // A run validates before its first step, or later, when at least as much memory is in use.
         if let Some(batches) = validation {
@@ -115,7 +115,8 @@ impl Executor {
         specs.iter().map(zeros).collect()
     }
 
-    /// Evaluates one batch of each size that any rank reads in a validation: one rank is planned for all ranks of its pipeline stage.
+    /// Evaluates one batch of each size that any rank reads in a validation, because the dry run of one rank stands for all ranks of its
+    /// pipeline stage.
     fn validate_dry(&mut self, batches: ValidationBatches) -> Result<()> {
         self.validation_reports(&batches)?;
         let sizes = (0..batches.num_batches()).map(|index| Some(batches.batch(index).1));

@@ -1,4 +1,4 @@
-//! Global gradient norms of earlier steps, by which a pipeline that does not drain between updates clips.
+//! Global gradient norms of earlier steps. A pipeline that does not drain between updates clips by them.
 
 use crate::error::Result;
 use crate::memory::WaitTracker;
@@ -11,8 +11,7 @@ use trireme_schedule::pipeline::Schedule;
 
 /// The global gradient norms of the most recent steps.
 ///
-/// The norm of [`lag`](Schedule::norm_lag) steps before is known without waiting for pipeline ranks that are behind, as the proof of the
-/// schedule shows.
+/// The norm of [`lag`](Schedule::norm_lag) steps before is known without waiting for pipeline ranks that are behind.
 pub(super) struct EarlierNorms {
     /// A group of the pipeline's ranks for these sums alone: their order relative to other operations differs between the ranks.
     group: Arc<Group>,
@@ -30,7 +29,7 @@ impl EarlierNorms {
         EarlierNorms { group, lag, known: VecDeque::new(), under_way: VecDeque::new(), spare: Vec::new() }
     }
 
-    /// Starts to sum the squared norm of a step over the pipeline, of which this rank contributes `own`. Returns the norm of `lag` steps
+    /// Starts to sum the squared norm of a step over the pipeline. `own` is this rank's contribution. Returns the norm of `lag` steps
     /// before, or `None` if there was no such step.
     pub(super) fn next(&mut self, own: f64, waiting: &mut WaitTracker) -> Result<Option<f64>> {
         let mut square = match self.spare.pop() {
@@ -61,7 +60,7 @@ impl EarlierNorms {
         }
     }
 
-    /// Replaces the known norms by those of an earlier run.
+    /// Replaces the known norms by `norms`, the norms of an earlier run.
     pub(super) fn restore(&mut self, norms: &[f64]) {
         self.known.clear();
         norms.iter().for_each(|&norm| self.push(norm));

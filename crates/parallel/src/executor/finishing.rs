@@ -36,7 +36,7 @@ impl Executor {
             _ => None,
         };
         let skipped = overflow.map(|(what, _)| Skipped::Overflow(what));
-        // The norm of momentum only shows whether it is finite, so it is not reported.
+        // The norm of momentum only shows whether the step has overflowed, so it is not reported as a gradient norm.
         let step = self.update_number(plan);
         let has_momentum = self.has_momentum(step);
         let grad_norm = norm.filter(|_| !self.may_have_momentum(step));

@@ -1,4 +1,4 @@
-//! Scales of fp8 that are the same on all ranks.
+//! Keeps the fp8 scales equal on all ranks.
 
 use crate::error::Result;
 use crate::memory::WaitTracker;

@@ -13,7 +13,7 @@ pub(super) enum Kept {
     InputHalfDone(UnitPass),
 }
 
-/// The purpose for which units run.
+/// Whether units run for training, evaluation or generation.
 pub(super) enum Purpose {
     Training,
     /// Evaluation: collects the reports of units.
@@ -32,7 +32,7 @@ pub(super) struct Reports {
 /// The microbatches in flight, and the state of their passes.
 pub(super) struct InFlight {
     pub(super) num_microbatches: usize,
-    /// Number of the running program's step, or of its first step.
+    /// Number of the first step of the running program.
     pub(super) first_step: u64,
     pub(super) num_samples: usize,
     pub(super) purpose: Purpose,

@@ -12,8 +12,8 @@ use trireme_schedule::StateClass;
 use trireme_tensor::{Category, ModelRank, ParameterInfo, ParameterTable, Parameters};
 
 impl Executor {
-    /// Calls `write` for each parameter of which this rank updates elements, with the range of these elements and a slice of zeros for
-    /// their new values. Collective, unless it fails.
+    /// Calls `write` for each parameter that has elements which this rank updates, with the range of these elements and a slice of zeros
+    /// for their new values. Collective, unless it fails.
     ///
     /// # Errors
     /// Errors of `write`, and errors of disks and groups.
@@ -193,8 +193,8 @@ fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>> {
     Ok(group.all_gather(all).wait()?)
 }
 
-/// Assembles the full flat buffer of a unit, in the layout of the table `whole`. `parts` are the flat buffers of all tensor ranks;
-/// for a unit with experts, of the tensor ranks of each expert rank.
+/// Assembles the full flat buffer of a unit, in the layout of the table `whole`. `parts` are the flat buffers of the unit on all tensor
+/// ranks; for a unit with experts, on the tensor ranks of each expert rank in turn.
 fn assemble_unit(table: &ParameterTable, whole: &ParameterTable, unit: usize, parts: &[f32]) -> Vec<f32> {
     let degree = table.place().degree;
     let has_experts = table.units()[unit].has_experts();

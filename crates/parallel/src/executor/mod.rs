@@ -115,7 +115,8 @@ struct Passes {
 }
 
 impl Executor {
-    /// Returns the index among all microbatches of a step of this rank's microbatch `index`.
+    /// Returns the index of this rank's microbatch `index` among the microbatches of all ranks. If a program has several steps, the
+    /// microbatches of earlier steps come first.
     ///
     /// If gradients are reduced once per step, a rank's microbatches are adjacent. If gradients are sharded, they are reduced after each
     /// microbatch; microbatches then alternate between the ranks of the shards, so that sums over these ranks come first and the order of

@@ -19,7 +19,7 @@ use trireme_schedule::lowering::lay_out;
 use trireme_schedule::{Program, ProgramHeader, StateClass, single, validate};
 use trireme_tensor::{Category, Device};
 
-/// The parts of an executor.
+/// The arguments of [`Executor::new`].
 pub struct ExecutorSetup<'a> {
     /// The model.
     pub model: Model,
@@ -53,15 +53,15 @@ impl Executor {
     ///
     /// | axis | what its ranks split | what communicates |
     /// |---|---|---|
-    /// | pipeline | the units | `PendingMessages` between programs; `AsynchronousUpdates`, if the pipeline does not drain |
+    /// | pipeline | the units | `PendingMessages`; and `AsynchronousUpdates`, if the pipeline does not drain |
     /// | tensor | parameters, and with sequence parallelism rows | operations of units, by `UnitAxes` |
     /// | context | the positions of samples | attention, by `UnitAxes`; gradients are summed as over replicas |
     /// | experts | the experts of a unit | operations of units, by `UnitAxes` |
-    /// | shards | state, by the outline's `StateLayout` | `RankParameters`, `Gradients`, `ShardExchange` |
+    /// | shards | state, by the program header's `StateLayout` | `RankParameters`, `Gradients`, `ShardExchange` |
     /// | replicas | samples only | `Gradients` |
     ///
-    /// `ReplicatedParameters` keep parameters equal that several ranks of the tensor or expert axis hold. All ranks agree on losses
-    /// (`StepReports`), the norm of gradients (`SquaredNorms`) and the scales of fp8 (`SynchronizedScales`).
+    /// `ReplicatedParameters` keep the parameters equal that are replicated across the tensor or expert axis. All ranks agree on losses
+    /// (`StepReports`), the gradient norm (`SquaredNorms`) and the fp8 scales (`SynchronizedScales`).
     ///
     /// # Errors
     /// If the program is not valid; errors of devices, groups and disks.

@@ -179,8 +179,8 @@ impl Executor {
         self.gradients.close(unit);
     }
 
-    /// Allocates a buffer of all ranks for the reports of a validation: for each batch, sum and number of rows of each
-    /// [report](trireme_model::ModelProfile::reports). It is counted as communication until the executor is dropped.
+    /// Allocates a buffer of the [group of all ranks](Executor::group) for the reports of a validation: for each batch, the sum and the
+    /// number of rows of each [report](trireme_model::ModelProfile::reports). It is counted as communication until the executor is dropped.
     ///
     /// # Errors
     /// If there is no memory for it.

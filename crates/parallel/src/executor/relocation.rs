@@ -37,7 +37,7 @@ impl Executor {
     /// on the stages.
     pub fn relocate(&mut self, program: Program) -> Result<()> {
         validate(&program, program.header.num_microbatches)?;
-        // The ranks of stages stay, so a unit that reads a tied parameter of another rank still reads it from the copy on its rank.
+        // Stages stay on their ranks, so a unit that reads a tied parameter of another rank still reads it from the copy on its own rank.
         let uncut = |header: &ProgramHeader| {
             let stage = |stage: &Stage| Stage { units: 0..0, rank: stage.rank };
             ProgramHeader { stages: header.stages.iter().map(stage).collect(), ..header.clone() }
@@ -59,7 +59,7 @@ impl Executor {
         self.update_copies()
     }
 
-    /// Allocates the memory that holds no values between steps again, for the new program.
+    /// Reallocates the memory that holds no values between steps, for the new program.
     fn renew_step_memory(&mut self) -> Result<()> {
         let header = &self.program.header;
         self.gradients.release();
@@ -103,8 +103,8 @@ impl Executor {
         Ok(())
     }
 
-    /// Moves a unit to its pipeline rank in the current program; this rank then updates `part` of it. `was` are the stores of the earlier
-    /// program.
+    /// Moves a unit to its pipeline rank in the current program; this rank then updates `part` of it. `was` holds the offloaded state of
+    /// the earlier program.
     fn move_unit(
         &mut self,
         unit: usize,
@@ -140,7 +140,8 @@ impl Executor {
         self.parameters.set_part(unit, part, holds)
     }
 
-    /// Calls `visit` for all memory that moves with a unit, which must be in memory.
+    /// Calls `visit` for each allocation that moves with a unit: the weights that this rank updates, and the optimizer's state. They must
+    /// be [in memory](Executor::fetch_state).
     fn with_unit(&mut self, unit: usize, mut visit: impl FnMut(&Device, ViewMut<'_>)) {
         let device = self.shard_device().clone();
         visit(&device, self.parameters.shard_mut(unit));

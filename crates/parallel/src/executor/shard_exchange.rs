@@ -56,7 +56,7 @@ impl ShardOps for ShardExchange {
         if self.gathers.group().world_size() == 1 {
             return Ok(());
         }
-        // Shards consist of full leaves, so the exchanged length is a multiple of their number.
+        // Shards consist of full leaves of the summation tree, so the exchanged length is a multiple of the number of leaves.
         let len = whole.shape().num_elements();
         let len_exchanged = len.next_multiple_of(NUM_LEAVES);
         let own = whole.reborrow().into_part(part.start, [part.len()].into());

@@ -17,8 +17,8 @@ use trireme_schedule::{ProgramHeader, StateClass};
 use trireme_tensor::Device;
 use trireme_tensor::tape::{PendingMean, RowMean};
 
-/// Returns the position of a report in the global order of microbatches: of microbatch `index` of the data-parallel `rank`. A program of
-/// several steps orders steps first. Ranks that share the positions of a microbatch are adjacent.
+/// Returns the position of microbatch `index` of the data-parallel rank `rank` in the global order of microbatches. A program of several
+/// steps orders steps first. Ranks that share the positions of a microbatch are adjacent.
 pub(super) fn report_index(header: &ProgramHeader, ranks: &RankGrid, rank: Rank, index: usize) -> usize {
     let num_shards = ranks.shards().world_size();
     let num_microbatches = header.microbatches_per_step();
@@ -44,8 +44,8 @@ pub(super) struct StepReports {
     num_losses: usize,
     /// Number of losses that this rank has recorded in the current program.
     num_taken: usize,
-    /// Sums and numbers of rows, by rank, term and microbatch; after those of a rank, its requests. Zeros between programs; `None` while
-    /// being gathered.
+    /// The reports of all ranks: sums and numbers of rows, by rank, then by entry of `terms`, then by microbatch. After a rank's reports
+    /// come its requests. Zeros between programs; `None` while being gathered.
     reports: Option<ExchangeVector>,
     under_way: Option<PendingVector>,
     _counted: CountedMemory,
@@ -64,15 +64,15 @@ pub(super) struct StepReports {
 struct ReportedMean {
     unit: usize,
     report: Report,
-    /// Index of the term's first number within a rank's numbers. There is a sum for each microbatch; for a metric, the number of rows
-    /// follows it.
+    /// Index of the first sum within a rank's reports. There is a sum for each microbatch; for a metric, the number of rows follows each
+    /// sum.
     first: usize,
-    /// For each microbatch of all ranks, in the global order: the index of its sum among the numbers of all ranks. The sum is read from a
+    /// For each microbatch of all ranks, in the global order: the index of its sum within the reports of all ranks. The sum is read from a
     /// rank that runs the unit.
     order: Vec<usize>,
 }
 
-/// Returns the number of numbers in a report. A loss has a fixed number of rows, so it needs only the sum.
+/// Returns how many values a report has for each microbatch. A loss has a fixed number of rows, so it needs only the sum.
 fn width(report: Report) -> usize {
     if report.metric.is_none() { 1 } else { 2 }
 }
@@ -134,8 +134,8 @@ impl StepReports {
 
     /// Records a report of a unit for this rank's microbatch `microbatch`: its loss, or a metric. If kernels can access host memory, the
     /// last loss of the program sends all reports, because every forward has run by then. Ranks without losses, and ranks with an
-    /// asynchronous device, send their reports in [`wait`](StepReports::wait); otherwise ranks without losses would wait for the others too
-    /// early.
+    /// asynchronous device, send their reports in [`wait`](StepReports::wait): if a rank without losses sent them earlier, it would wait
+    /// for the other ranks too early.
     ///
     /// # Panics
     /// If the unit did not report this loss or metric during shape and cost inference, or if the number of rows of a loss differs.

@@ -1,8 +1,8 @@
 //! The reduction of a unit's gradient, and the update.
 //!
-//! If an optimizer exchanges momentum, each rank turns its own gradient into momentum before the reduction starts, so messages are sent
-//! during backward as those of gradients are. At this time, the gradients of the other ranks are unknown, and an overflow of the step shows
-//! only in the sums. The optimizer's state does not change before that, and compressors are rolled back.
+//! If an optimizer exchanges momentum, each rank turns its own gradient into momentum before the reduction starts, so that momentum, like
+//! gradients, is sent during backward. The gradients of the other ranks are not known at that time, so an overflow is found only in the
+//! sums. The optimizer's state does not change before then, and the compressors are rolled back after an overflow.
 //!
 //! A unit whose compression would save nothing exchanges gradients in every step. The update is the same.
 

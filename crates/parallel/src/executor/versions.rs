@@ -20,7 +20,8 @@ pub(super) struct AsynchronousUpdates {
     /// For each step, the squared norm of this rank's gradients; `None` while they are summed over the pipeline.
     pub(super) squares: Option<Buffer<f64>>,
     pub(super) norms: EarlierNorms,
-    /// For each step, whether `squares` is known and is of gradients. Momentum has no reported norm.
+    /// For each step, whether `squares` is the squared norm of its gradients. It is not if the step was skipped, or if momentum may have
+    /// been exchanged.
     pub(super) has_norms: Vec<bool>,
     pub(super) compression: Vec<Option<CompressionStatistics>>,
 }

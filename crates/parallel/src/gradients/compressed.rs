@@ -17,7 +17,7 @@ pub(crate) struct Compressed {
     device: Device,
     /// `None` in a dry group, where nothing is compressed.
     pub(super) compressor: Option<Box<Compressor>>,
-    /// In a dry group, the rounds of each kind of step that has not been run yet, in the order of the steps.
+    /// In a dry group, the rounds of the kinds of steps that are still to be run, in order. Each step takes the first.
     pub(super) remaining_steps: VecDeque<Vec<Round>>,
     /// One exchange for each round, recreated when the rounds change.
     exchanges: Vec<RoundExchange>,

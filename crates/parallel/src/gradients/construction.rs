@@ -1,4 +1,4 @@
-//! Allocation of gradients, by how ranks shard and reduce them.
+//! Allocates gradients according to how ranks shard and reduce them.
 
 use super::hierarchical::{Hierarchical, Hierarchy};
 use super::reduction::{Reduction, Reductions};

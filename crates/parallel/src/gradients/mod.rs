@@ -108,7 +108,8 @@ pub(crate) struct Gradients {
     block_rounded: ReplicatedParameters,
     /// Contributions to the gradients of tied parameters, in a pipeline.
     tied: Option<TiedGradients>,
-    /// For each parameter, whether the open gradient of its unit already has a contribution, so that the next one is added.
+    /// For each parameter, whether the gradient that is being accumulated (`open`) already has a contribution, so that the next one is
+    /// added.
     written: Vec<bool>,
     waiting: WaitTracker,
 }
@@ -273,7 +274,7 @@ impl Gradients {
         while !self.under_way.is_empty() {
             self.finish_first()?;
         }
-        // Units are in the order of backward, which starts with the last one.
+        // The shards are reduced in the order of backward, which starts with the last unit.
         let shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
         shards.for_each(ShardSum::reduce);
         let mut shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
@@ -334,8 +335,8 @@ impl Gradients {
         self.units[unit].reduction.compressed().is_some()
     }
 
-    /// Counts the memory that peers map when a step of a compressed unit is sent uncompressed. If a step `may_be_skipped`, allocates memory
-    /// to roll compressors back.
+    /// Counts the memory of peers that this rank maps when a compressed unit sends a gradient uncompressed. If a step `may_be_skipped`,
+    /// also allocates memory to roll compressors back.
     pub(crate) fn reserve_for_momentum(&mut self, may_be_skipped: bool) -> Result<()> {
         let group = self.ranks.replicas();
         for state in &mut self.units {

@@ -85,7 +85,8 @@ impl Reduction {
         Ok(None)
     }
 
-    /// Sends fused gradients that wait for more. Called when all gradients of a step have been passed to `start`.
+    /// Sends the batch of short gradients that is being collected for fusion. Called when all gradients of a step have been passed to
+    /// `start`.
     pub(crate) fn flush(&self) {
         if let Reduction::Plain { exchange, .. } | Reduction::Rounded(ReducedVector { exchange, .. }) = self {
             exchange.flush();
@@ -123,8 +124,8 @@ impl Reduction {
         }
     }
 
-    /// Whether the rounding of the last sum depends on neighbouring elements, so that ranks with other parts of parameters may get other
-    /// bits.
+    /// Whether the rounding of the last sum depends on neighbouring elements. If it does, ranks that hold different parts of a unit may get
+    /// different bits for a replicated parameter.
     pub(crate) fn is_block_rounded(&self) -> bool {
         match self {
             Reduction::Plain { .. } | Reduction::Rounded(_) => false,

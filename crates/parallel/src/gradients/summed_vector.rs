@@ -33,7 +33,7 @@ impl Summation {
         }
     }
 
-    /// Sends fused vectors that wait for more.
+    /// Sends the batch of short vectors that is being collected for fusion.
     pub(crate) fn flush(&self) {
         if let Summation::AllReduce(fusion) = self {
             fusion.flush();

@@ -1,4 +1,4 @@
-//! Converts a measured model to the description that step programs are generated from.
+//! Derives the chain of units, from which step programs are generated, from a model's profile.
 
 use crate::step::Determinism;
 use trireme_base::PassExchanges;

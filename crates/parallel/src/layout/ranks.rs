@@ -20,8 +20,8 @@ pub struct Degrees {
     pub shards: usize,
     /// Ranks along [`Axis::CONTEXT`].
     pub context: usize,
-    /// Neighbouring ranks of the context axis that exchange positions for heads by all-to-all. Between these groups, keys and values travel
-    /// in a ring.
+    /// Neighbouring ranks of the context axis that exchange the split of sequences by positions for a split by attention heads, by
+    /// all-to-all (Jacobs et al., "DeepSpeed Ulysses", 2023). Between these groups, keys and values travel in a ring.
     pub heads: usize,
     /// Ranks along [`Axis::TENSOR`].
     pub tensor: usize,
@@ -286,10 +286,10 @@ impl RankGrid {
         Ok(group)
     }
 
-    /// Returns the ranks of the tensor axis that hold the same elements of a parameter, of which there are `num_replicas`, at least 2.
+    /// Returns the `num_holders` ranks (at least 2) of the tensor axis that hold the same elements of a parameter as this rank.
     ///
     /// # Panics
-    /// If no parameter is held by `num_replicas` ranks.
+    /// If no parameter is held by `num_holders` ranks.
     pub(crate) fn replicated_on(&self, num_holders: usize) -> &Arc<Group> {
         let group = self.replicated.iter().find(|group| group.world_size() == num_holders);
         group.expect("groups were made for all parameters")
@@ -395,7 +395,7 @@ impl RankGrid {
         &self.ring
     }
 
-    /// The ranks that exchange positions of the same sequences for heads by all-to-all.
+    /// The ranks that exchange the split of sequences by positions for a split by attention heads, by all-to-all.
     pub fn heads(&self) -> &Arc<Group> {
         &self.heads
     }

@@ -33,7 +33,7 @@ impl OffloadOptions {
 
     /// Returns the device whose kernels work with a class of state, in the layout `state`.
     pub fn device_of<'a>(&'a self, state: &StateLayout, class: StateClass, device: &'a Device) -> &'a Device {
-        // Kernels use activations on the device, wherever activations reside in between.
+        // Kernels use activations on the device, wherever activations reside between their uses.
         if class != StateClass::Activations && state.is_away(class) { &self.host } else { device }
     }
 }
@@ -90,8 +90,8 @@ pub(crate) fn try_each(
 #[derive(Default)]
 pub(crate) struct Offloaded {
     num_microbatches: usize,
-    /// The store of each class, `None` if it does not move. The index of a block is the unit; for activations, it counts units and then
-    /// microbatches.
+    /// The store of each class, `None` if it does not move. A store has a block for each unit; for activations, a block for each microbatch
+    /// of each unit.
     stores: [Option<Store>; StateClass::ALL.len()],
     /// Bytes read and written by earlier stores, which these stores have replaced.
     pub(crate) earlier_disk_bytes: [u64; 2],

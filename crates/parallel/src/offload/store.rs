@@ -88,7 +88,7 @@ impl Disk {
         self.chunk_bytes.expect("a block was written before")
     }
 
-    /// Returns the bytes of the buffers that read a block.
+    /// Returns the total size in bytes of the buffers into which a block is read.
     fn read_bytes(&self, block: usize) -> usize {
         self.num_bytes[block].next_multiple_of(self.chunk_bytes())
     }

@@ -117,8 +117,8 @@ impl GatheredUnits {
         Ok(())
     }
 
-    /// Starts to gather a unit. This rank contributes `shard`, in memory of the device next to it, or with `None` the elements that are in
-    /// the unit's memory already.
+    /// Starts to gather a unit. `shard` is this rank's shard and the device that stores it; with `None`, the shard is already in the unit's
+    /// memory.
     pub(crate) fn unshard(&mut self, unit: usize, shard: Option<(View<'_>, &Device)>) -> Result<()> {
         let category = Category::Communication;
         let brought =

@@ -32,17 +32,18 @@ pub(crate) struct RankParameters {
     parts: Vec<Range<usize>>,
     /// The elements that this rank updates; `None` if these are within the gathered units.
     shards: Option<Parameters>,
-    /// The units that operations read; `None` if they are the elements that this rank updates.
+    /// The units that operations read; `None` if operations read `shards`, because this rank updates full units.
     full_units: Option<GatheredUnits>,
-    /// A copy of a tied unit of another pipeline rank that a unit of this rank reads, in the dtype in which operations read units.
+    /// The index of a tied unit that another pipeline rank updates and a unit of this rank reads, and a copy of it, in the dtype in which
+    /// operations read units.
     tied_copy: Option<(usize, Tensor)>,
     device: Device,
 }
 
 impl RankParameters {
-    /// Allocates zeros, of which this rank updates `parts`. A rank that has all parameters and does not train allocates nothing:
-    /// [`set_all`](RankParameters::set_all) provides its parameters. Parameters are gathered in `precision`. The methods `methods` of
-    /// ZeRO++ apply if `ranks` are split by host. Shards that are separate from full units are on the second device.
+    /// Allocates zeros. `parts` are the elements of each unit that this rank updates. A rank that has all parameters and does not train
+    /// allocates nothing: [`set_all`](RankParameters::set_all) provides its parameters. Parameters are gathered in `precision`. The
+    /// `methods` of ZeRO++ apply if `ranks` are split by host. Shards that are separate from full units are on `shards_device`.
     pub(crate) fn new(
         (table, parts): (&Arc<ParameterTable>, Vec<Range<usize>>),
         header: &ProgramHeader,
@@ -129,8 +130,8 @@ impl RankParameters {
         [self.parts[unit].len()].into()
     }
 
-    /// Calls `write` for each parameter of a unit of which this rank updates elements, in order: with its description, the range of these
-    /// elements, and a slice of zeros, which `write` replaces by their new values.
+    /// Calls `write` for each parameter of `unit` that has elements which this rank updates, in order: with its description, the range of
+    /// these elements, and a slice of zeros, which `write` replaces by their new values.
     pub(crate) fn load<E>(
         &mut self,
         unit: usize,

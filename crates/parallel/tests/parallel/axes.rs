@@ -21,13 +21,13 @@ use trireme_testkit::{random_tokens, run_ranks, run_ranks_on};
 const SHAPE: (usize, usize) = (2, 16);
 const MICROBATCHES: usize = 4;
 
-/// Relative difference of losses in f32: an eighth of the bits of a sum of so few terms.
+/// Maximum relative difference of losses in f32.
 const LOSS_TOLERANCE: f64 = 1e-5;
 
-/// Relative difference of losses in bf16.
+/// Maximum relative difference of losses in bf16.
 const BF16_LOSS_TOLERANCE: f64 = 1.0 / 256.0;
 
-/// Relative L2 difference of gradients in f32.
+/// Maximum relative L2 difference of gradients in f32.
 const GRADIENT_TOLERANCE: f64 = 1e-4;
 
 fn models() -> Vec<ModelConfig> {
@@ -317,8 +317,8 @@ fn block_rounded_parameters_are_equal_on_all_ranks() {
     }
 }
 
-/// In bf16, each partial sum is rounded to 8 bits, once more than on one rank, as is each activation that it is added to. So losses may
-/// differ as much as on one rank with another order of sums: by a unit of rounding, 2^-8, of the change in a step.
+/// In bf16, each partial sum is rounded to 8 bits before it is reduced; on one rank, it is not. Losses may therefore differ by a unit of
+/// rounding, 2^-8.
 #[test]
 fn losses_in_16_bits_are_near_those_of_one_rank() {
     let options = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };

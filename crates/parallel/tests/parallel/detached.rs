@@ -135,8 +135,8 @@ fn batches(executor: &Executor, model: &ModelConfig, num_microbatches: usize, st
     (0..num_microbatches / executor.ranks().sample_place().degree).map(batch).collect()
 }
 
-/// Trains some steps, and evaluates a batch. Returns losses and norms, the evaluated loss, all weights, and if the case generates the
-/// logits of a sequence, as bits.
+/// Trains some steps, and evaluates a batch. Returns as bits: losses and norms, the evaluated loss, all weights, and the logits of a
+/// sequence if the case generates one.
 fn train(executor: &mut Executor, model: &ModelConfig, case: &Case<'_>) -> Vec<u64> {
     let mut found = Vec::new();
     for step in 1..=STEPS {

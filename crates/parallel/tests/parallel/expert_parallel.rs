@@ -280,7 +280,7 @@ fn ranks_may_evaluate_batches_of_different_sizes() {
     }
 }
 
-/// This also holds if other sums may be in any order.
+/// Shadowed experts do not change the order of sums, even in a group that does not keep the order.
 #[test]
 fn shadows_keep_the_order_of_sums() {
     let mut config = models().swap_remove(0);
@@ -331,7 +331,7 @@ fn losses_are_close_if_sums_are_reordered() {
     }
 }
 
-/// Ranks with other experts would wait for its rows.
+/// Ranks with other experts would wait for the rows of the rank without a batch.
 #[test]
 fn evaluation_without_a_batch_is_rejected_with_expert_parallelism() {
     let config = &models()[0];

@@ -34,8 +34,8 @@ impl ParameterInfo {
     /// Returns the number of ranks of the tensor axis that store the same elements as this rank. They are neighbours, and the first one's
     /// rank is a multiple of this number.
     pub fn num_replicas(&self) -> usize {
-        let replicated = |cut: AxisSplit| cut.num_holders(self.whole.dims()[cut.dim], self.place.degree);
-        self.cut.map_or(self.place.degree, |cut| replicated(cut).expect("the table was checked to be cut"))
+        let num_holders = |cut: AxisSplit| cut.num_holders(self.whole.dims()[cut.dim], self.place.degree);
+        self.cut.map_or(self.place.degree, |cut| num_holders(cut).expect("the table was checked to be cut"))
     }
 
     /// Returns the same parameter for another rank of the tensor axis. Keeps `shape`, which is equal on all ranks.

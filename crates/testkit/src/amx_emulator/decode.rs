@@ -29,7 +29,7 @@ pub(super) struct Registers {
 /// Decodes the instruction at `registers.instruction`. Returns it with the address of the next one, or `None` if it is not an
 /// [`Instruction`].
 ///
-/// Calls `byte_at` for no byte after the instruction, and for none after the first byte that cannot belong to an AMX instruction.
+/// Calls `byte_at` only for bytes of the instruction, up to the first byte that cannot belong to an AMX instruction.
 pub(super) fn decode(registers: &Registers, byte_at: impl Fn(u64) -> u8) -> Option<(Instruction, u64)> {
     const VEX_OF_THREE_BYTES: u8 = 0xc4;
     const OPCODE_MAP: u8 = 2;

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Commands that use everything that a network needs once, in namespaces that end with the command.
+/// Commands that together use every tool and kernel feature that a network needs, in namespaces that end with the command.
 const PROBE_COMMANDS: [&str; 5] = [
     "unshare --net nsenter --net=/proc/self/ns/net ip link set lo up",
     "unshare --net ip link add port1 type veth peer name eth0",
@@ -39,7 +39,7 @@ pub struct Network {
 }
 
 impl Network {
-    /// Checks whether this process can create networks on this machine. The error is the reason why it cannot, for which a test is skipped.
+    /// Checks whether this process can create networks on this machine. The error is the reason to skip a test.
     pub fn available() -> Result<(), String> {
         static AVAILABLE: OnceLock<Result<(), String>> = OnceLock::new();
         let look = || {

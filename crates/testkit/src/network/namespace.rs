@@ -25,7 +25,7 @@ impl Namespace {
         let mut namespace =
             Namespace { holder: command.spawn().expect("unshare of util-linux is installed") };
         let holder = &mut namespace.holder;
-        // The line that comes back was read by `cat`, and so inside of the namespace. If there is none, `unshare` has printed the reason.
+        // `cat`, which runs in the namespace, echoes the line. If no line comes back, `unshare` has printed the reason.
         let sent = holder.stdin.as_mut().expect("a pipe").write_all(b"ready\n");
         let mut line = String::new();
         let read = BufReader::new(holder.stdout.as_mut().expect("a pipe")).read_line(&mut line);

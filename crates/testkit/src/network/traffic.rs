@@ -15,7 +15,8 @@ pub struct Traffic {
 /// The traffic in one direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Volume {
-    /// Number of packets of the kernel. If the device segments them into frames, a packet has up to 64 KiB, and headers only once.
+    /// Number of packets as the kernel counts them. If the device segments packets into frames, a packet has up to 64 KiB, and its headers
+    /// count only once.
     pub num_packets: u64,
     /// Number of bytes, including the headers of Ethernet and of everything above.
     pub bytes: u64,

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// A thread, and the orders by which its owner controls it. The thread ends when this value is dropped.
+/// A thread, and the state by which its owner controls it. The thread ends when this value is dropped.
 #[derive(Debug)]
 pub(super) struct ControlledThread<O> {
     steering: Arc<ThreadControl<O>>,
@@ -17,12 +17,12 @@ pub(super) struct ControlledThread<O> {
 pub(super) struct ThreadControl<O> {
     /// Event descriptor by which the owner wakes the thread.
     waker: OwnedFd,
-    /// The orders of the owner. `None` when the thread is to end.
+    /// The state that the owner and the thread share. `None` when the thread is to end.
     state: Mutex<Option<O>>,
 }
 
 impl<O: Default + Send + 'static> ControlledThread<O> {
-    /// Starts a thread on `run`, which must return once the orders are `None`.
+    /// Starts a thread on `run`, which must return once the state is `None`.
     pub(super) fn start(run: impl FnOnce(&ThreadControl<O>) + Send + 'static) -> Self {
         let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("a descriptor");
         let steering = Arc::new(ThreadControl { waker, state: Mutex::new(Some(O::default())) });
@@ -37,15 +37,15 @@ impl<O> ControlledThread<O> {
         self.steering.wake();
     }
 
-    /// Calls `read` with the orders, in which the thread may also record results.
+    /// Calls `read` with the state, in which the thread may also record results.
     pub(super) fn with_state<R>(&self, read: impl FnOnce(&mut O) -> R) -> R {
         read(self.steering.orders().as_mut().expect("orders last as long as their owner"))
     }
 }
 
 impl<O> ThreadControl<O> {
-    /// Locks the orders, which are `None` if the thread is to end. Everything that the thread does under the lock is done before the
-    /// owner's next change.
+    /// Locks the state, which is `None` if the thread is to end. Everything that the thread does under the lock is done before the owner's
+    /// next change.
     pub(super) fn orders(&self) -> MutexGuard<'_, Option<O>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -56,7 +56,7 @@ impl<O> ThreadControl<O> {
         let _ = write(&self.waker, &1_u64.to_ne_bytes());
     }
 
-    /// Waits until a descriptor in `ready` is ready, the time `until` has come, or the orders change. May return earlier.
+    /// Waits until a descriptor in `ready` is ready, the time `until` has come, or the state changes. May return earlier.
     pub(super) fn wait<'a>(&'a self, mut ready: Vec<PollFd<'a>>, until: Option<Instant>) {
         ready.push(PollFd::new(&self.waker, PollFlags::IN));
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));

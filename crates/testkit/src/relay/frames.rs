@@ -40,14 +40,14 @@ struct State {
 }
 
 struct Forwarder {
-    /// Devices, indexed by the direction of which they are the destination.
+    /// The devices: `ends[direction]` is the destination of a direction.
     ends: [File; 2],
     lines: [DelayQueue<Vec<u8>>; 2],
     loss: FrameLoss,
 }
 
 impl FrameRelay {
-    /// Checks whether the machine has what a relay needs in addition to a network. The error is the reason why it has not.
+    /// Checks whether the machine has what a relay needs in addition to a network. The error says what is missing.
     pub fn available() -> Result<(), String> {
         let opened = File::options().read(true).write(true).open(tap::TUN_DEVICE_FILE);
         opened.map(drop).map_err(|error| format!("{}: {error}", tap::TUN_DEVICE_FILE))

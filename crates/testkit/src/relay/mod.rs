@@ -38,7 +38,7 @@ pub enum Direction {
 impl Direction {
     const BOTH: [Direction; 2] = [Direction::Near, Direction::Far];
 
-    /// Returns the index of the end from which this direction comes. The direction's own index is that of its destination.
+    /// Returns the index of the end where this direction starts. `self as usize` is the index of the end where it leads.
     fn source(self) -> usize {
         1 - self as usize
     }

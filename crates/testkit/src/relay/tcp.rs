@@ -41,7 +41,7 @@ struct Forwarder {
 }
 
 struct Connection {
-    /// Sockets, indexed by the direction of which they are the destination.
+    /// The sockets: `ends[direction]` is the destination of a direction.
     ends: [TcpStream; 2],
     flows: [Flow; 2],
     number: usize,
@@ -80,7 +80,7 @@ impl TcpRelay {
         self.forwarder.update(|orders| orders.is_reset = true);
     }
 
-    /// Inverts a byte of a connection that has not passed yet. Connections, and the bytes of each direction, are numbered from 0.
+    /// Inverts a byte that has not passed yet. Connections are numbered from 0, and so are the bytes of each direction of a connection.
     pub fn corrupt(&self, connection: usize, towards: Direction, byte: u64) {
         self.forwarder.update(|orders| orders.corruptions.push(Corruption { connection, towards, byte }));
     }

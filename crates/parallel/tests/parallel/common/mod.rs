@@ -210,8 +210,8 @@ pub(crate) fn batches(executor: &Executor, num_microbatches: usize, step: u64) -
     (0..per_rank).map(batch).collect()
 }
 
-/// Trains a few steps. Returns losses, norms and metrics, and this rank's shards of all parameters, as bits. `num_microbatches` counts
-/// those of all ranks.
+/// Trains a few steps. Returns losses, norms and metrics, and this rank's shards of all parameters, as bits. `num_microbatches` is the
+/// number of microbatches of all ranks.
 pub(crate) fn train(executor: Executor, num_microbatches: usize) -> (Vec<[u64; 2]>, Vec<u32>) {
     train_on(executor, &|executor, step| batches(executor, num_microbatches, step))
 }
