@@ -71,8 +71,8 @@ impl Peer {
                 }
                 Ok(Notice { event: NoticeKind::ProgressRequest, .. }) => self.is_asking = true,
                 Ok(Notice { event: NoticeKind::Progress { milliseconds }, .. }) => {
-                    // Counted from the question, not from the answer: otherwise ranks that wait in a circle would pass on ever smaller
-                    // ages.
+                    // The age counts back from the request, not from the reply: otherwise, ranks that wait for each other in a cycle would
+                    // report ever smaller ages.
                     let asked = self.asked.take();
                     let at = asked.and_then(|asked| asked.checked_sub(Duration::from_millis(milliseconds)));
                     at.into_iter().for_each(|at| recorder.record_progress(rank, at));

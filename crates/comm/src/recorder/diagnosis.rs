@@ -62,7 +62,7 @@ pub struct Disagreement {
 }
 
 trireme_base::named! {
-    /// The property in which operations differ that should be equal.
+    /// The property in which operations that should be equal differ.
     #[derive(Serialize)]
     #[serde(rename_all = "snake_case")]
     pub enum Difference {
@@ -229,7 +229,8 @@ fn of_unlike_operations<'a>(ranks: &BTreeMap<usize, IssuedAt<'a>>) -> Option<BTr
     ranks.values().any(|(operation, _)| operation != first).then(|| ranks.clone())
 }
 
-/// The ranks to compare, if lines differ that should be equal: all ranks, or the ranks of the one program in which lines differ.
+/// The ranks to compare, if program lines that should be equal differ: all ranks if the lines are of different programs, else the ranks of
+/// the program in which they differ.
 fn of_unlike_lines<'a>(ranks: &BTreeMap<usize, IssuedAt<'a>>) -> Option<BTreeMap<usize, IssuedAt<'a>>> {
     // One line of each program so far.
     let mut lines: Vec<&str> = Vec::new();

@@ -92,7 +92,7 @@ impl FlightRecorder {
         }))
     }
 
-    /// Starts the records of a group in which this rank is `own`. `authenticated` are ranks of the world.
+    /// Starts the records of a group in which this rank is `own`. `members` are ranks of the world.
     pub(crate) fn group(&self, name: String, own: Rank, members: Vec<Rank>) -> GroupRecorder {
         let log = Arc::new(GroupLog::new(name, own, members));
         let mut groups = self.groups();

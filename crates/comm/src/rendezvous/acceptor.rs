@@ -125,7 +125,7 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
         }
     }
 
-    /// Whether there is room for another connection, possibly that of the oldest one.
+    /// Whether another connection can be accepted: there is a free slot, or the oldest unauthenticated connection may be evicted.
     fn has_room(&self) -> bool {
         self.pending_handshakes.len() < self.num_handshakes_max
             || self.pending_handshakes.front().is_some_and(PendingHandshake::may_be_evicted)

@@ -83,8 +83,8 @@ impl Link {
     /// Sends as much of a header and its payload as possible. Returns the number of bytes sent. The next call must start with the byte
     /// after those; until then, the caller must not move or change the unsent bytes.
     ///
-    /// With `may_lend`, bytes may count as sent only once the peer has received them. The caller must not set it if the peer receives only
-    /// after some of these bytes count as sent: then both ranks would wait.
+    /// With `may_zero_copy`, bytes may count as sent only once the peer has received them. The caller must not set it if the peer receives
+    /// only after some of these bytes count as sent: then both ranks would wait.
     pub(crate) fn send(
         &mut self,
         header: &[u8],
@@ -159,7 +159,7 @@ impl Link {
         matches!(self, Link::Ring(_))
     }
 
-    /// Whether only a try shows that bytes can be sent or have arrived.
+    /// Whether only an attempt to send or receive shows that the link is ready.
     pub(crate) fn must_be_tried(&self) -> bool {
         matches!(self, Link::Mpi(_))
     }

@@ -67,7 +67,7 @@ impl ZeroCopySends {
         !self.sends.is_empty()
     }
 
-    /// Whether progress depends only on the kernel's releasing memory, of which it notifies the sender.
+    /// Whether the next progress is a notification that the kernel has released memory, not room in the socket.
     pub(super) fn wait_for_notification(&self) -> bool {
         !self.sends.is_empty() && !self.wants_room
     }

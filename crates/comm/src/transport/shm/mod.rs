@@ -160,7 +160,7 @@ impl<'a> Slot<'a> {
 }
 
 impl SharedMemory {
-    /// Creates the state of member `own`. `areas` are in the order of `authenticated`.
+    /// Creates the state of member `own`. `areas` are in the order of `members`.
     pub(crate) fn new(
         own: usize,
         members: Vec<Rank>,
@@ -320,5 +320,5 @@ fn post_of(operation: Operation, operands: &Operands<'_>) -> Post {
     }
 }
 
-/// Bytes of the length before a member's control data.
+/// Bytes of the length field in front of a member's control data.
 const HEAD_BYTES: usize = 8;

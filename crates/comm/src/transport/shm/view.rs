@@ -16,7 +16,7 @@ pub(super) struct View {
 unsafe impl Send for View {}
 
 impl View {
-    /// A view of the bytes `state` of a vector, stored at `offset` of an arena. `None` if it is outside of the arena or misaligned for the
+    /// A view of the bytes `part` of a vector, stored at `offset` of an arena. `None` if it is outside of the arena or misaligned for the
     /// elements.
     pub(super) fn new(
         memory: &Mapping,
@@ -29,7 +29,7 @@ impl View {
         is_inside.then(|| View::at(memory.at(offset, part.len()), part))
     }
 
-    /// A view of the bytes `state` of a vector, stored at `start`.
+    /// A view of the bytes `part` of a vector, stored at `start`.
     pub(super) fn at(start: *mut u8, part: Range<usize>) -> Self {
         View { start: start.wrapping_sub(part.start), first: part.start, end: part.end }
     }
