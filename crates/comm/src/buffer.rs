@@ -100,8 +100,8 @@ impl<T: Content> Buffer<T> {
         self.len() == 0
     }
 
-    /// Blocks until no device uses the vector. A [pending](Buffer::pending) vector must be waited for before it is read; writing waits by
-    /// itself.
+    /// Blocks until no device uses the vector. Call it before a [pending](Buffer::pending) vector is read. Methods that write to the vector
+    /// wait automatically.
     pub fn wait(&mut self) {
         self.storage.wait();
     }

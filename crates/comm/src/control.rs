@@ -297,7 +297,7 @@ impl Control {
                 other_operation: second.1,
             },
             NoticeKind::TimedOut => match self.missing(call) {
-                // Then the peer waited for this rank.
+                // No rank is missing here, so the peer waited for this rank.
                 missing if missing.is_empty() => call.peer_failed(rank),
                 missing => call.timed_out(missing),
             },

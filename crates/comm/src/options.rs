@@ -132,7 +132,7 @@ pub struct JoinOptions {
     pub interface: Option<String>,
     /// Ports on which this worker may listen for its peers. Any port by default.
     pub ports: Option<RangeInclusive<u16>>,
-    /// Name of the host that this worker counts as being on. Workers with equal names share memory. The system's host name by default.
+    /// Name of the host on which this worker is assumed to be. Workers with equal names share memory. The system's host name by default.
     pub host: Option<String>,
     /// Receives the connections that were refused.
     pub on_refusal: Option<OnRefusal>,

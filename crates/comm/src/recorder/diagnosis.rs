@@ -20,7 +20,7 @@ pub struct Diagnosis {
 pub struct Finding {
     /// The rank.
     pub rank: usize,
-    /// Where the knowledge of the rank's place comes from.
+    /// How the rank's place is known.
     pub source: Source,
     /// The rank's place, if it is known.
     pub place: Option<Place>,
@@ -34,7 +34,7 @@ pub struct Finding {
     pub process_id: Option<u32>,
 }
 
-/// The source of the knowledge of a rank's place.
+/// How a rank's place is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {

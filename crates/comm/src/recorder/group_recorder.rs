@@ -215,7 +215,7 @@ impl GroupRecorder {
         number
     }
 
-    /// Records that the message is now the first of its direction and peer.
+    /// Records that the message can move, because all earlier messages with the same peer and direction have completed.
     pub(crate) fn begin_message(&self, number: u64) {
         if let Some(record) = self.log.lock().messages.find(number) {
             record.started = Some(Instant::now());

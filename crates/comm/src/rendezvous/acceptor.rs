@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of unauthenticated connections. Lowered if the process runs out of file descriptors.
 const NUM_HANDSHAKES_MAX: usize = 256;
-/// At the maximum, the oldest unauthenticated connection is closed for a new one, but not before this time.
+/// Minimum age at which the oldest unauthenticated connection is closed to make room for a new one.
 const EVICTION_AGE_MIN: Duration = Duration::from_millis(200);
 
 /// A listening socket, and the connections whose handshakes are in progress.

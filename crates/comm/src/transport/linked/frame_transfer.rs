@@ -1,4 +1,4 @@
-//! Messages in flight: frames that are sent and received as far as a link makes progress, and checked.
+//! Messages in flight: sends, receives and checks frames, each as far as its link makes progress.
 
 use super::frame::{CHECKSUM_BYTES, Checksum, HEADER_BYTES, Header};
 use super::memories::{Memories, MemoryRange};

@@ -50,7 +50,8 @@ fn on_vectors(operation: Operation) -> Collective {
     operation.collective().expect("operations on vectors are collectives")
 }
 
-/// Returns the reads of member `own`, in its best order. If `out_of_place`, they include its own elements, which are copied to the output.
+/// Returns the reads of member `own`, in the order in which it executes them. If `out_of_place`, they include its own elements, which are
+/// copied to the output.
 pub(super) fn pulls(
     operation: Operation,
     own: usize,
