@@ -1,22 +1,25 @@
 use std::time::{Duration, Instant};
 
-/// How long a thread without other work polls for a peer before it sleeps. It yields the processor between polls.
+/// How long a thread without other work continues to poll when the spinning polls have failed. It yields the processor between these polls,
+/// and sleeps after them.
 const WAITING_MAX: Duration = Duration::from_micros(100);
-/// Initial and maximum number of polls that spin, before a thread yields: enough for a peer that is about to arrive on another processor.
+/// Maximum number of polls or tries that spin before a thread yields the processor, enough for a peer that is about to arrive on another
+/// processor. `poll` starts with this number.
 const NUM_POLLS_MAX: u32 = 400;
 /// Minimum number of spinning polls, reached when they keep failing, perhaps because the peer needs this very processor.
 const NUM_POLLS_MIN: u32 = 1;
-/// Minimum number of spinning polls of a rank that also computes: the thread is woken at once, but does not soon regain a processor that it
-/// yields.
+/// Minimum number of spinning polls of a rank that also computes. Its thread then sleeps without yielding first: a sleeping thread is woken
+/// at once, but a thread that yields to a computing one waits long for the processor.
 const NUM_POLLS_COMPUTING_MIN: u32 = 100;
 
 /// Number of yields between two reads of the clock.
 const NUM_YIELDS: u32 = 4;
 
-/// Tries that yield the processor after each failure, by a thread without other work, for conditions that only a try can test.
+/// Number of additional tries by a thread without other work, which yields the processor between them. For links whose readiness only a try
+/// shows.
 const NUM_YIELDING_TRIES: u32 = 200;
 
-/// Adaptive backoff: polls for peers before sleeping, for longer if that succeeded recently.
+/// Adaptive backoff: polls for peers before sleeping, for longer if recent polls succeeded.
 pub(crate) struct Backoff {
     num_polls: u32,
     num_tries: u32,
@@ -52,7 +55,7 @@ impl Backoff {
         false
     }
 
-    /// Whether to try again after a failed try, for conditions that only a try can test. Spins or yields before it returns true.
+    /// Returns whether to try again after a failed try, for links whose readiness only a try shows. Spins or yields before it returns true.
     pub(crate) fn retries(&mut self, has_nothing_else: bool) -> bool {
         self.num_tries += 1;
         let num_patient_tries = if has_nothing_else { NUM_YIELDING_TRIES } else { 0 };

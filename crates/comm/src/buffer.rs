@@ -100,8 +100,8 @@ impl<T: Content> Buffer<T> {
         self.len() == 0
     }
 
-    /// Blocks until no device uses the vector. A [pending](Buffer::pending) vector must be waited for before it is read; writing waits by
-    /// itself.
+    /// Blocks until no device uses the vector. Call it before a [pending](Buffer::pending) vector is read. Methods that write to the vector
+    /// wait automatically.
     pub fn wait(&mut self) {
         self.storage.wait();
     }
@@ -137,7 +137,7 @@ impl<T: Content> HostMemory for Buffer<T> {
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        // Waiting here would block the device that the copy waits for.
+        // A device calls this while it copies. Waiting for the event here could block the device that must complete it.
         assert!(self.storage.event().is_done(), "a copy runs when no other works with its memory");
         self.storage.bytes_mut()
     }
@@ -222,7 +222,7 @@ impl Storage {
         assert!(num_bytes <= capacity, "{num_bytes} bytes of {capacity}");
     }
 
-    /// The address of the first byte. A raw pointer and no reference, so peers may access the bytes meanwhile.
+    /// The address of the first byte. A raw pointer rather than a reference, because peers may access the bytes while it exists.
     pub(crate) fn start(&mut self) -> *mut u8 {
         self.wait();
         match &mut self.memory {

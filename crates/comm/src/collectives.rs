@@ -1,9 +1,9 @@
 //! The collective operations of a [`Group`].
 //!
-//! All ranks issue the same operation with vectors of the same dtype and the same full length. The vector is divided into one [`block`] per
-//! rank: block `r` is [`block`]`(r, world_size, len)`. The blocks are equal, or the first ones are longer by one element. In-place
-//! operations read and write a rank's block at its offset in the full vector; the other elements are unspecified afterwards. Out-of-place
-//! operations (`…_into`) do not change the input.
+//! All ranks issue the same operation with vectors of the same dtype and the same full length. The vector is divided into one
+//! [block](trireme_schedule::collective::block) per rank: block `r` is `block(r, world_size, len)`. The blocks are equal, or the first ones
+//! are longer by one element. In-place operations read and write a rank's block at its offset in the full vector; the other elements are
+//! unspecified afterwards. Out-of-place operations (`…_into`) do not change the input.
 //!
 //! `docs/collectives.md` lists the steps and bytes of each operation with each algorithm.
 //!
@@ -168,15 +168,16 @@ impl Group {
         self.issue_pair(operation, (input, output), Some(lens))
     }
 
-    /// Like [`all_to_all_variable`](Group::all_to_all_variable), hierarchical: a block for another host goes through the rank of this host
-    /// that has the receiver's local rank, so each rank sends one message to each other host. `lens[i * N + j]` elements go from rank `i`
-    /// to rank `j` of `N` ranks; all ranks pass the same `lens`. Blocks are contiguous from the start of the vectors. The vectors may be
+    /// A hierarchical [`all_to_all_variable`](Group::all_to_all_variable): a block for another host goes through the rank of this host that
+    /// has the receiver's local rank, so each rank sends one message to each other host. `lens[i * N + j]` elements go from rank `i` to
+    /// rank `j` of `N` ranks; all ranks pass the same `lens`. Blocks are contiguous from the start of the vectors. The vectors may be
     /// longer; the rest is neither read nor changed.
     ///
     /// On `H` hosts of `L` ranks, this takes `H (L - 1)` steps within a host and `H - 1` steps between hosts, where the pairwise algorithm
     /// takes `(H - 1) L` between hosts. The bytes between hosts are the same. The bytes within a host grow by the blocks for ranks of other
     /// hosts that have another local rank. The pairwise algorithm is used unless there are several hosts with equally many ranks.
-    /// [`all_to_all_variable_by_hosts`](trireme_schedule::collective::all_to_all_variable_by_hosts) has the source and the details.
+    /// [`all_to_all_variable_by_hosts`](trireme_schedule::collective::all_to_all_variable_by_hosts) describes the steps and cites the
+    /// papers.
     pub fn all_to_all_variable_by_hosts<T: Content>(
         &self,
         input: Buffer<T>,

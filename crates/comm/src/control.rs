@@ -43,7 +43,7 @@ pub(crate) struct Control {
     peers: Vec<Peer>,
     /// Readable when any connection is.
     epoll: OwnedFd,
-    /// Number of the operation that this rank last reported to its peers as waiting, plus one.
+    /// Number of the last operation in which this rank reported to its peers that it waits, plus one.
     reported_waiting: u64,
     /// Number of the operation about which this rank last warned its user, plus one.
     warned_of_stall: u64,
@@ -190,8 +190,8 @@ impl Control {
         }
     }
 
-    /// The peers that have neither reached the operation nor made progress for the timeout, if any. An empty list if all have reached it,
-    /// but no byte moves.
+    /// The peers that have not reached the operation and made no progress for the timeout. An empty list if all have reached it, but no
+    /// byte moved and no peer made progress for the timeout. `None` if the operation has not timed out.
     fn timed_out_peers(&self, call: &Call) -> Option<Vec<Rank>> {
         let mut missing = self.missing(call);
         if missing.is_empty() {
@@ -261,12 +261,12 @@ impl Control {
             if let Some(ending) = peer.read(Rank(rank), world_size, &self.recorder) {
                 peer.end(ending, &self.epoll);
             }
-            // A missing peer has arrived. The timeout now counts from here, for its data.
+            // A missing peer has begun an operation. The timeout for its data starts now.
             if peer.num_begun > num_begun {
                 self.last_progress = Some(Instant::now());
             }
             if std::mem::take(&mut peer.is_asking) {
-                // Rounded up, so that the age does not shrink on its way.
+                // Rounded up, so that the peer does not take the progress for more recent than it was.
                 let milliseconds = 1 + self.recorder.recorder.heartbeat().age().as_millis() as u64;
                 peer.tell(Notice { sequence: 0, event: NoticeKind::Progress { milliseconds } });
             }
@@ -293,7 +293,7 @@ impl Control {
         };
         Some(match notice.event {
             NoticeKind::Goodbye => call.peer_left(rank),
-            // A peer that lost its connection to this rank fails alone, as far as this rank knows.
+            // The peer reports that this rank is lost or has left, which is not so. Only the peer counts as failed.
             NoticeKind::Lost { rank: other } | NoticeKind::Left { rank: other } if self.is_own(other) => {
                 call.peer_failed(rank)
             }
@@ -307,7 +307,7 @@ impl Control {
                 other_operation: second.1,
             },
             NoticeKind::TimedOut => match self.missing(call) {
-                // Then the peer waited for this rank.
+                // No rank is missing here, so the peer waited for this rank.
                 missing if missing.is_empty() => call.peer_failed(rank),
                 missing => call.timed_out(missing),
             },
@@ -320,7 +320,7 @@ impl Control {
         })
     }
 
-    /// The mismatch, if a peer waits in another operation than this rank issued under the same number.
+    /// The mismatch, if the operation in which a peer waits differs from the one that this rank issued under the same number.
     fn mismatch_failure(&mut self, call: &Call) -> Option<CommError> {
         let own = self.own()?;
         self.peers.iter_mut().enumerate().find_map(|(rank, peer)| {
@@ -364,12 +364,12 @@ impl Control {
     }
 }
 
-/// Time in an operation with this timeout after which the peers are notified.
+/// How long an operation with this timeout runs before this rank reports to its peers that it waits.
 pub(crate) fn stall(timeout: Duration) -> Duration {
     STALL.min(timeout / 4)
 }
 
-/// Time in an operation with this timeout after which the user is warned.
+/// How long an operation with this timeout runs before the user is warned.
 pub(crate) fn stall_warning(timeout: Duration) -> Duration {
     WARN_MAX.min(timeout / 2)
 }

@@ -83,8 +83,8 @@ impl Engine {
         result
     }
 
-    /// Fails if a peer has failed or left. Skipped if that was checked recently: a check takes as long as a short operation, and waits
-    /// check anyway.
+    /// Fails if a peer has failed or left. Does nothing if the peers were checked recently: a check takes as long as a short operation, and
+    /// an operation that waits checks them anyway.
     fn check_peers(&mut self, call: &Call) -> Result<(), CommError> {
         if self.notices_read_at.is_some_and(|last| call.started < last + CHECK_INTERVAL) {
             return Ok(());
@@ -93,8 +93,8 @@ impl Engine {
         self.control.check(call)
     }
 
-    /// Reads the peers' notices between operations. After a failure, reports this rank's place in the program to its peers. Returns an
-    /// operation's failure, once.
+    /// Reads the peers' notices between operations. When they first show that a peer has failed, reports this rank's place in the program
+    /// to the peers, and returns the failure that this causes for the group's next operation, if any.
     pub(crate) fn read_notices(&mut self) -> Option<CommError> {
         if !self.control.read_while_idle(self.next_sequence) {
             return None;
@@ -106,7 +106,8 @@ impl Engine {
         self.control.check(&Call { is_awaited: false, operation, sequence, started, timeout }).err()
     }
 
-    /// Ends this rank's part: with a goodbye, or after a failure, of which the peers are notified unless they know.
+    /// Leaves the group. Sends the peers a goodbye if nothing has failed. A failed message is announced to them here; a failed operation
+    /// was announced when it failed.
     pub(crate) fn leave(mut self, failure: Option<CommError>) {
         match (failure, self.recorder.failure()) {
             (Some(_), _) => {}

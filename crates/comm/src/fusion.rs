@@ -23,7 +23,7 @@ pub struct Fusion {
 
 struct State {
     open: Arc<Mutex<Batch>>,
-    /// Batches whose owners have all fetched their vectors.
+    /// Empty batches for reuse: reserved ones, and those whose owners have all fetched their vectors.
     free: Vec<Arc<Mutex<Batch>>>,
     spare: Vec<Buffer<Untyped>>,
 }
@@ -40,7 +40,7 @@ enum Progress {
     Open(Option<Buffer<Untyped>>),
     Issued(Work<Buffer<Untyped>>),
     Ended(Result<Buffer<Untyped>, CommError>),
-    /// The last owner has fetched its vector, and the memory is free again.
+    /// A placeholder while the state changes, and the last state of a failed batch.
     Spent,
 }
 

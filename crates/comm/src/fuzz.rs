@@ -32,7 +32,7 @@ impl Fuzzer {
         &self.input
     }
 
-    /// The next input, cut or padded to `BYTES` bytes.
+    /// The next input, truncated or padded with zeros to `BYTES` bytes.
     pub(crate) fn next_array<const BYTES: usize>(&mut self) -> [u8; BYTES] {
         self.next();
         self.input.resize(BYTES, 0);

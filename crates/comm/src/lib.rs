@@ -14,8 +14,8 @@
 //!
 //! # Layers
 //! `group`, `collectives` and `work` are the public interface. `queue` keeps operations in order and `engine` executes one at a time.
-//! `transport::linked` runs the steps of the algorithm that `selection` chose over a link to each peer. Where ranks share memory,
-//! `transport::shm` runs operations instead. `messages` has links of its own. `control` keeps the connections over which ranks learn that a
+//! `transport::linked` runs the steps of the chosen algorithm (`selection`) over one link to each peer. Where ranks share memory, it passes
+//! operations to `transport::shm` instead. `messages` has links of its own. `control` keeps the connections over which ranks learn that a
 //! peer failed or left. `rendezvous` sets all of this up, and `recorder` records the operations.
 
 mod backoff;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 /// A callback that receives events, on the thread where they occur.
 pub struct Listener<T: ?Sized>(Arc<dyn Fn(&T) + Send + Sync>);
 
-/// A callback that receives lines for the user, on the thread that joins or writes reports.
+/// A callback that receives lines of text for the user, on the thread that joins a world or writes reports.
 pub type LineListener = Listener<str>;
 
 impl<T: ?Sized> Listener<T> {
@@ -20,7 +20,7 @@ impl<T: ?Sized> Listener<T> {
     }
 }
 
-// Derived implementations would require them of `T`.
+// Derived implementations would require `T: Clone` and `T: Debug`.
 impl<T: ?Sized> Clone for Listener<T> {
     fn clone(&self) -> Self {
         Listener(Arc::clone(&self.0))

@@ -99,7 +99,7 @@ mod sync {
     }
 }
 
-/// The number of executed operations.
+/// A counter of executed operations or called callbacks, and the condition variable for its changes.
 #[derive(Default)]
 struct Executed {
     num: Mutex<usize>,

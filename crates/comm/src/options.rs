@@ -33,8 +33,8 @@ pub struct GroupOptions {
     /// Whether every frame on a link carries a CRC-32C of its header and payload. A mismatch ends the group. TCP's 16-bit checksum misses
     /// one error in 65536. Data in shared memory that does not go over a link has no checksum.
     pub checksums: bool,
-    /// Number of TCP connections to each peer for collectives, and of as many more for messages. Bytes are striped over them, 128 KiB at a
-    /// time. At most [`SOCKETS_PER_PEER_MAX`](GroupOptions::SOCKETS_PER_PEER_MAX).
+    /// Number of TCP connections to each peer for collectives. Messages have as many of their own. Bytes are striped over the connections,
+    /// 128 KiB at a time. At most [`SOCKETS_PER_PEER_MAX`](GroupOptions::SOCKETS_PER_PEER_MAX).
     pub sockets_per_peer: usize,
     /// Whether long payloads are sent over TCP without a copy, where the kernel supports that and it saves a copy.
     pub zero_copy: bool,
@@ -126,12 +126,13 @@ pub struct JoinOptions {
     /// `::`).
     pub listen: Option<IpAddr>,
     /// Network interface on which this worker listens for its peers: a name (`eth0`) or its beginning, an address, or a network
-    /// (`10.0.0.0/8`). Of several, separated by commas, the first match is used. `=` before a name requires an exact match, `^` excludes
-    /// it. The default is the interface from which this worker reaches rank 0; for rank 0, the address at which it listens.
+    /// (`10.0.0.0/8`). If several are given, separated by commas, the first one that matches is used. `=` before a name requires an exact
+    /// match, `^` excludes it. The default is the interface from which this worker reaches rank 0; for rank 0, the address at which it
+    /// listens.
     pub interface: Option<String>,
     /// Ports on which this worker may listen for its peers. Any port by default.
     pub ports: Option<RangeInclusive<u16>>,
-    /// Name of the host that this worker counts as being on. Workers with equal names share memory. The system's host name by default.
+    /// Name of the host on which this worker is assumed to be. Workers with equal names share memory. The system's host name by default.
     pub host: Option<String>,
     /// Receives the connections that were refused.
     pub on_refusal: Option<OnRefusal>,

@@ -107,8 +107,8 @@ fn link(group: &Group, [sender, echoing]: [Rank; 2]) -> Result<Option<LinkCost>,
     Ok(Some(cost))
 }
 
-/// Measures round trips with `echoing`. Returns the seconds of the fastest one, and the length of the following messages: `next`, or 0 to
-/// stop if these were slow and not the shortest. Each message contains the length of the one after it.
+/// Measures round trips with `echoing`. Returns the seconds of the fastest one, and the length of the messages that follow: `next`, or 0 to
+/// stop because these messages were slow and not the shortest. Each message contains the length of the next message.
 fn measure_round_trips(
     group: &Group,
     echoing: Rank,

@@ -16,15 +16,15 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Preallocated slots: one pending operation per unit of a large model. The number of pending operations depends on timing, so without this
-/// memory could grow in any step.
+/// Number of preallocated slots: one pending operation per unit of a large model. The number of pending operations depends on timing, so
+/// memory use could otherwise grow in any step.
 const NUM_PENDING: usize = 1024;
 
 /// How often the communication thread polls for short operations while the group was active recently ([`POLL_DURATION`]).
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// How long the communication thread polls after the last operation was issued.
 const POLL_DURATION: Duration = Duration::from_millis(20);
-/// Upper bound of a short operation, for which the communication thread is not woken while it polls.
+/// Maximum bytes of a short operation. The communication thread is not woken for a short operation while it polls.
 const SHORT_BYTES_MAX: usize = 64 << 10;
 
 pub(crate) struct Queue {
@@ -65,7 +65,7 @@ struct Slot {
 }
 
 enum Recipient {
-    /// The thread that waits at the ticket, or will.
+    /// The owner of the ticket, which waits for the result or will do so.
     Ticket,
     Dropped,
     /// Called as soon as the operation has ended.
@@ -83,7 +83,7 @@ enum Progress {
     Taken,
 }
 
-/// The right to an operation's result; frees the operation's slot when dropped.
+/// A handle to the result of an operation. Frees the operation's slot when dropped.
 pub(crate) struct Ticket {
     queue: Arc<Queue>,
     /// `None` once a callback receives the result.
@@ -114,7 +114,8 @@ impl Queue {
     pub(crate) fn submit(self: &Arc<Self>, operation: Operation, payload: Payload) -> Ticket {
         let (dtype, len) = operation.elements();
         let ticket = self.enqueue(operation, payload);
-        // Waking a thread takes longer than a short operation, and its issuer usually waits for it at once.
+        // Waking a thread takes longer than a short operation. The thread that issues a short operation usually waits for it at once, and
+        // so executes it.
         if len * dtype.size() > SHORT_BYTES_MAX || !self.lock().is_polled {
             self.submitted.notify_one();
         }
@@ -204,7 +205,8 @@ impl Queue {
         self.submitted.notify_one();
     }
 
-    /// Fails all operations, now or after the running one, and drops the engine without a goodbye, so that the peers notice.
+    /// Fails all queued and later operations. Drops the engine without a goodbye, so that the peers notice: now, or after the operation
+    /// that is running.
     pub(crate) fn abort(&self, failure: CommError) {
         let engine = {
             let mut state = self.lock();

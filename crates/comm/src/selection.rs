@@ -51,7 +51,7 @@ impl Choice {
 
 type Chosen = HashMap<(Collective, usize), Algorithm>;
 
-/// Chooses algorithms, equally on all ranks: the requested one where it fits, else the one predicted to be fastest.
+/// Chooses algorithms, the same on all ranks: the requested one where it fits, else the one predicted to be fastest.
 #[derive(Clone)]
 pub(crate) struct Selection {
     hosts: Hosts,
@@ -105,7 +105,7 @@ impl Selection {
         self.lock().iter().rev().find_map(|chosen| chosen.get(&key).copied())
     }
 
-    /// The choices by the costs that are in effect now, in any order.
+    /// The choices made with the costs that are in effect now, in any order.
     pub(crate) fn choices(&self) -> Vec<Choice> {
         let choice = |(&(collective, element_bytes), &algorithm): (&(Collective, usize), &Algorithm)| {
             Choice { collective, element_bytes, algorithm }

@@ -107,7 +107,8 @@ impl<T: Content> Work<Buffer<T>> {
             State::Message { receipt, finish } => {
                 receipt.on_done(Box::new(move |result| end(result.map(finish))));
             }
-            // A group of one rank does not access the vector, which a device may still use.
+            // A dry group or a group of one rank returns the vector without accessing it, so a device may still use it. Waits for the
+            // device.
             ended => end(Work { state: ended }.wait().map(|vector| vector.into_memory().wait())),
         }
         (pending, outcome)

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 
-/// Reports to the ranks that join a world with these options, except the ranks in `told`, that this rank failed and why, so that they
-/// do not wait for it. If the job name is empty, because it could not be read, ranks of every job with the same secret accept the report.
+/// Reports that this rank failed, and why, to the ranks that join a world with these options, so that they do not wait for it. The ranks in
+/// `told` know already. If the job name is empty, because it could not be read, ranks of every job with the same secret accept the report.
 /// Best effort; takes at most 10 s.
 pub fn report_failure(options: &JoinOptions, reason: &str, told: &[Rank]) {
     if options.world_size > 1 && rendezvous::check_options(options).is_ok() {

@@ -18,7 +18,8 @@ pub(super) struct Peer {
     pub(super) link: Link,
     /// Number of operations that the peer is known to have begun.
     pub(super) num_begun: u64,
-    /// The operation that the peer reported as waiting, until it is compared with this rank's operation of the same number.
+    /// Number and operation in which the peer reported that it waits, until they are compared with this rank's operation of the same
+    /// number.
     pub(super) waiting: Option<(u64, Operation)>,
     /// Whether the peer waits for a report of this rank's progress.
     pub(super) is_asking: bool,
@@ -71,8 +72,8 @@ impl Peer {
                 }
                 Ok(Notice { event: NoticeKind::ProgressRequest, .. }) => self.is_asking = true,
                 Ok(Notice { event: NoticeKind::Progress { milliseconds }, .. }) => {
-                    // Counted from the question, not from the answer: otherwise ranks that wait in a circle would pass on ever smaller
-                    // ages.
+                    // The age counts back from the request, not from the reply: otherwise, ranks that wait for each other in a cycle would
+                    // report ever smaller ages.
                     let asked = self.asked.take();
                     let at = asked.and_then(|asked| asked.checked_sub(Duration::from_millis(milliseconds)));
                     at.into_iter().for_each(|at| recorder.record_progress(rank, at));

@@ -121,8 +121,8 @@ impl Group {
         }
     }
 
-    /// Completes an operation of a group without a communication thread, which is one of a single rank or a dry one. A dry group records
-    /// the operation.
+    /// Completes an operation at once, in a group without a communication thread: a dry group or a group of a single rank. A dry group
+    /// records the operation.
     fn dry_work<T>(&self, operation: Operation, result: T) -> Work<T> {
         let (_, len) = operation.elements();
         self.dry_work_of(operation, len, result)

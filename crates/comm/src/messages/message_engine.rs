@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_schedule::collective::{Action, Span};
 
-/// Preallocated messages. Their number depends on timing, so without this memory could grow in any later step.
+/// Number of messages for which memory is preallocated. The number of pending messages depends on timing, so memory use could otherwise
+/// grow in any later step.
 pub(super) const ROOM: usize = 256;
 
 /// A message that was issued and has not completed.
@@ -131,7 +132,7 @@ impl MessageEngine {
         self.lanes.iter().all(|lanes| lanes.outgoing.waiting.is_empty() && lanes.incoming.waiting.is_empty())
     }
 
-    /// Polls for a while whether a message can make progress, on links where that costs less than sleeping.
+    /// Polls for a while, on links where that costs less than sleeping. Returns whether to try to move messages again instead of sleeping.
     pub(super) fn look(&mut self, is_awaited: bool) -> bool {
         let waited_for = || {
             let lanes = self.links.iter().flatten().zip(&self.lanes);

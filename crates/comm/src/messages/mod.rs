@@ -1,8 +1,8 @@
 //! Point-to-point messages between ranks of a group, independent of its collectives.
 //!
-//! A message engine moves all messages at once, on a thread that waits for one, or else on a thread of its own. Messages have their own
-//! links, so messages and collectives do not wait for each other. Ranks may issue them in any order that keeps the order of each pair of
-//! ranks.
+//! A message engine moves all messages concurrently. The engine runs on a thread that waits for a message, or else on the message thread.
+//! Messages have their own links, so messages and collectives do not wait for each other. Ranks may issue them in any order that keeps the
+//! order of each pair of ranks.
 
 mod message_engine;
 
@@ -56,7 +56,7 @@ struct State {
 
 enum Slot {
     Pending,
-    /// The receipt was dropped, so the result will be dropped, too.
+    /// The ticket was dropped, so the result will be dropped, too.
     Abandoned,
     /// Called as soon as the message has ended.
     Callback(Callback<Storage>),
@@ -65,7 +65,7 @@ enum Slot {
     Taken,
 }
 
-/// The right to a message's result; frees its slot when dropped.
+/// A handle to the result of a message. Frees the message's slot when dropped.
 pub(crate) struct MessageTicket {
     queue: Arc<MessageQueue>,
     /// `None` once a callback receives the result.
@@ -169,7 +169,7 @@ impl MessageQueue {
         self.lock().failure.clone()
     }
 
-    /// Ignores poisoning: a panic fails the group, of which other threads must still learn.
+    /// Locks the state, even if it is poisoned: a panic fails the group, and other threads must still receive that failure.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

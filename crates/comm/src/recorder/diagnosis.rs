@@ -20,7 +20,7 @@ pub struct Diagnosis {
 pub struct Finding {
     /// The rank.
     pub rank: usize,
-    /// Where the knowledge of the rank's place comes from.
+    /// How the rank's place is known.
     pub source: Source,
     /// The rank's place, if it is known.
     pub place: Option<Place>,
@@ -34,7 +34,7 @@ pub struct Finding {
     pub process_id: Option<u32>,
 }
 
-/// The source of the knowledge of a rank's place.
+/// How a rank's place is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
@@ -62,7 +62,7 @@ pub struct Disagreement {
 }
 
 trireme_base::named! {
-    /// The property in which operations differ that should be equal.
+    /// The property in which operations that should be equal differ.
     #[derive(Serialize)]
     #[serde(rename_all = "snake_case")]
     pub enum Difference {
@@ -229,7 +229,8 @@ fn of_unlike_operations<'a>(ranks: &BTreeMap<usize, IssuedAt<'a>>) -> Option<BTr
     ranks.values().any(|(operation, _)| operation != first).then(|| ranks.clone())
 }
 
-/// The ranks to compare, if lines differ that should be equal: all ranks, or the ranks of the one program in which lines differ.
+/// The ranks to compare, if program lines that should be equal differ: all ranks if the lines are of different programs, else the ranks of
+/// the program in which they differ.
 fn of_unlike_lines<'a>(ranks: &BTreeMap<usize, IssuedAt<'a>>) -> Option<BTreeMap<usize, IssuedAt<'a>>> {
     // One line of each program so far.
     let mut lines: Vec<&str> = Vec::new();

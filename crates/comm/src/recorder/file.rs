@@ -9,7 +9,7 @@ const FILE_BYTES_MAX: u64 = 64 << 20;
 /// Maximum world size, as in `rendezvous`.
 const WORLD_SIZE_MAX: usize = 1 << 16;
 
-/// The cause why reports cannot be read.
+/// The reason why reports cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum ReadReportsError {

@@ -166,7 +166,8 @@ impl GroupRecorder {
         })
     }
 
-    /// Whether there is a deadlock: member `other` waits at `place` of another common group for the thread that waits in this group.
+    /// Whether this rank and member `other` wait for each other: `other` waits at `place`, in another common group, for an operation that
+    /// the thread waiting in this group has not issued there.
     pub(crate) fn is_deadlocked_with(&self, other: Rank, place: &ReportedPlace) -> bool {
         let issuer = {
             let state = self.log.lock();
@@ -214,7 +215,7 @@ impl GroupRecorder {
         number
     }
 
-    /// Records that the message is now the first of its direction and peer.
+    /// Records that the message can move, because all earlier messages with the same peer and direction have completed.
     pub(crate) fn begin_message(&self, number: u64) {
         if let Some(record) = self.log.lock().messages.find(number) {
             record.started = Some(Instant::now());
@@ -228,7 +229,8 @@ impl GroupRecorder {
         self.recorder.heartbeat().beat();
     }
 
-    /// Records a failure that is not an operation's and has ended the group. `number` is the failed message, if there is one.
+    /// Records a failure that ended the group outside of an operation, such as a failed message or a panic. `number` is the number of the
+    /// failed message, if there is one.
     pub(crate) fn fail(&self, failure: &CommError, number: Option<u64>) {
         let now = Instant::now();
         let mut state = self.log.lock();

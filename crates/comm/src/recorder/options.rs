@@ -9,7 +9,7 @@ pub struct RecorderOptions {
     /// Folder in which this rank writes its report, as `rank-N.json`. No report is written by default. A failed write is ignored, and a
     /// write that takes longer than 1 s when the rank joins or ends is not waited for: reports must not end a run.
     pub folder: Option<PathBuf>,
-    /// Receives a line for each operation that takes long: once, after half of the timeout or after 30 s.
+    /// Receives a line for each operation or message that takes long: once, after half of the timeout or 30 s, whichever is less.
     pub on_stall: Option<LineListener>,
     /// Whether dropping a failed group waits until the peers have reported their places, for at most 1.5 s. For runs without a launcher
     /// that reads the files.

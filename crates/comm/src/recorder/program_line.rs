@@ -32,7 +32,7 @@ pub(super) fn step_and_pipeline_rank(line: &str) -> Option<(&str, &str)> {
     Some((step, rest.split_once(LINE)?.0))
 }
 
-/// Whether two lines differ that should be equal. An unknown line equals every line. For lines of different pipeline programs, only the
+/// Whether two lines that should be equal differ. An unknown line equals every line. For lines of different pipeline programs, only the
 /// steps are compared.
 pub(super) fn differ(one: &str, other: &str) -> bool {
     if one.is_empty() || other.is_empty() {

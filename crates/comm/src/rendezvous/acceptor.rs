@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of unauthenticated connections. Lowered if the process runs out of file descriptors.
 const NUM_HANDSHAKES_MAX: usize = 256;
-/// At the maximum, the oldest unauthenticated connection is closed for a new one, but not before this time.
+/// Minimum age at which the oldest unauthenticated connection is closed to make room for a new one.
 const EVICTION_AGE_MIN: Duration = Duration::from_millis(200);
 
 /// A listening socket, and the connections whose handshakes are in progress.
@@ -125,7 +125,7 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
         }
     }
 
-    /// Whether there is room for another connection, possibly that of the oldest one.
+    /// Whether another connection can be accepted: there is a free slot, or the oldest unauthenticated connection may be evicted.
     fn has_room(&self) -> bool {
         self.pending_handshakes.len() < self.num_handshakes_max
             || self.pending_handshakes.front().is_some_and(PendingHandshake::may_be_evicted)

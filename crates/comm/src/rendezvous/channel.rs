@@ -7,8 +7,8 @@ use std::io;
 use std::net::TcpStream;
 use std::time::Instant;
 
-/// A connection between rank 0 and another rank after their handshake. An authentication tag of its bytes, number and direction follows
-/// each message, so that no third party can change, repeat, omit or reflect a message.
+/// A connection between rank 0 and another rank after their handshake. Each message is followed by an authentication tag of its bytes,
+/// number and direction, so that no third party can change, repeat, omit or reflect a message.
 pub(super) struct Channel {
     pub(super) stream: TcpStream,
     key: Key,
@@ -55,7 +55,8 @@ impl Channel {
         Message::decode(&bytes, world_size)
     }
 
-    /// Whether the peer has closed the connection, or sent a message out of turn.
+    /// Whether there is something to read: the end of the connection, or a message. Callers that expect no message treat the peer as
+    /// disconnected.
     pub(super) fn has_disconnected(&self) -> bool {
         let peeked = recv(&self.stream, &mut [0], RecvFlags::DONTWAIT | RecvFlags::PEEK);
         !matches!(peeked, Err(Errno::AGAIN | Errno::INTR))

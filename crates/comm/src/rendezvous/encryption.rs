@@ -99,9 +99,9 @@ mod tests {
     }
 
     /// Encrypts both ends, with the certificates of two holders and the keys that their handshakes derived.
-    fn ends(replicated: [&str; 2], keys: [&Key; 2]) -> [io::Result<TlsLink>; 2] {
+    fn ends(holders: [&str; 2], keys: [&Key; 2]) -> [io::Result<TlsLink>; 2] {
         let (one, other) = UnixStream::pair().expect("sockets");
-        let [connecting, accepting] = replicated.map(tls);
+        let [connecting, accepting] = holders.map(tls);
         thread::scope(|scope| {
             let accepting =
                 scope.spawn(|| encrypt(other.into(), &accepting, ConnectionSide::Accepting, keys[1], soon()));
@@ -155,9 +155,9 @@ mod tests {
     #[test]
     fn both_sides_need_a_certificate_of_the_authority_and_the_name() {
         let [key, _] = keys();
-        for replicated in [["worker", "stranger"], ["stranger", "worker"], ["worker", "elsewhere"]] {
-            let [connecting, accepting] = ends(replicated, [&key; 2]);
-            assert!(connecting.is_err() && accepting.is_err(), "{replicated:?}");
+        for holders in [["worker", "stranger"], ["stranger", "worker"], ["worker", "elsewhere"]] {
+            let [connecting, accepting] = ends(holders, [&key; 2]);
+            assert!(connecting.is_err() && accepting.is_err(), "{holders:?}");
         }
     }
 

@@ -51,7 +51,7 @@ impl Hello {
         Hello::of(options, RankAddress { host: 0, socket_id: 0, address })
     }
 
-    /// Whether the rank cannot join. A rank that can has a port.
+    /// Whether the rank cannot join. The address of a rank that can join has a port.
     pub(super) fn has_failed(&self) -> bool {
         self.place.address.port() == 0
     }
@@ -134,7 +134,7 @@ fn shared_options(options: &JoinOptions) -> [(&'static str, String); NUM_OPTIONS
     ]
 }
 
-/// A hash of a text that detects mismatches. It is not a protection; the secret is.
+/// A hash of a text that detects mismatches. It does not protect against attackers; the secret does.
 pub(super) fn fingerprint(purpose: &str, text: &str) -> u64 {
     let tag = Key::of(None).tag(purpose, &[text.as_bytes()]);
     u64::from_le_bytes(*tag.first_chunk().expect("a tag has more than eight bytes"))

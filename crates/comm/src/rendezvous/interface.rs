@@ -16,7 +16,7 @@ pub(super) fn address(options: &JoinOptions, addresses: &[SocketAddr]) -> Result
     choose(interface, &present, wants_v4).map(Some).ok_or_else(|| fail(not_found(interface, &present)))
 }
 
-/// The best of the present addresses that match the text.
+/// The best of the `present` addresses that match the option `interface`: one of the wanted family, if there is one.
 fn choose(interface: &str, present: &[(String, IpAddr)], wants_v4: bool) -> Option<IpAddr> {
     let fitting = |fits: &dyn Fn(&str, IpAddr) -> bool| {
         let candidates = present.iter().filter(|(name, ip)| !is_link_local(*ip) && fits(name, *ip));

@@ -7,7 +7,6 @@ use sha2::Sha256;
 use std::io;
 
 pub(super) const TAG_BYTES: usize = 32;
-/// Bytes of a nonce.
 pub(super) const NONCE_BYTES: usize = 32;
 
 /// A message authentication code. Only holders of the key can compute and verify it.

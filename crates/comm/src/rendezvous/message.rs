@@ -10,14 +10,14 @@ use std::os::fd::AsFd;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"TRIRMSG2");
 pub(super) const HEADER_BYTES: usize = 24;
-/// The kind of a report that a phase failed.
+/// Message kind of a report that a phase failed.
 const FAILURE: u64 = 4;
 const PLACE_BYTES: usize = 8 * PLACE_WORDS;
 const TABLE_HEAD_BYTES: usize = NONCE_BYTES + 8;
 /// Maximum length of a text. Longer texts are truncated.
 pub(super) const TEXT_BYTES_MAX: usize = 4096;
 
-/// The places of all ranks, and how the ranks must connect.
+/// The addresses of all ranks, and how the ranks must connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Table {
     /// Nonce of this world, from which its members derive the key of their connections.
@@ -55,7 +55,7 @@ impl Message {
         bytes
     }
 
-    /// Decodes a complete message. A table must have `world_size` places.
+    /// Decodes a complete message. A table must have the addresses of `world_size` ranks.
     pub(super) fn decode(bytes: &[u8], world_size: usize) -> io::Result<Self> {
         let (header, body) =
             bytes.split_first_chunk().ok_or_else(|| invalid("a message without a header"))?;

@@ -3,10 +3,10 @@
 //! 1. Rank 0 listens on the rendezvous address. The others connect to it, with retries, because it may start last, and introduce
 //!    themselves: protocol version, rank, world size, job. Both sides prove that they know the job's secret (`handshake`). A connection
 //!    that does not belong to the job is refused with a reason, and has no effect.
-//! 2. When all ranks have joined, rank 0 sends each of them the table of places. The table says whether to try shared memory: if it was
-//!    requested, or if no transport was requested and some ranks share a host. From then on, messages to and from rank 0 carry tags that
-//!    only holders of the secret can make (`channel`). If requested, and if the ranks of a host are not adjacent, all ranks are renumbered
-//!    by the table.
+//! 2. When all ranks have joined, rank 0 sends each of them a table with the addresses of all ranks. The table also says whether to try
+//!    shared memory: if it was requested, or if no transport was requested and some ranks share a host. From then on, messages to and from
+//!    rank 0 carry tags that only holders of the secret can make (`channel`). If requested, and if the ranks of a host are not adjacent,
+//!    all ranks are renumbered by the table.
 //! 3. Shared memory: processes of one host connect over abstract Unix sockets, and pass each other the descriptors of their arenas. If any
 //!    rank fails, all ranks continue with TCP under [`TransportChoice::Auto`], and fail otherwise.
 //! 4. TCP between all other pairs of ranks. Each pair has one connection for collectives, one for messages and one for control. There may
@@ -246,14 +246,14 @@ struct Connecting<'a> {
 }
 
 impl Connecting<'_> {
-    /// Shares memory with the ranks of this host, and connects to the others by TCP. The inner error has the reasons if some rank could
-    /// not.
+    /// Shares memory with the ranks of this host, and connects to the others by TCP. The inner error holds the known reasons if any rank
+    /// failed.
     fn share_memory(&mut self, deadline: Instant) -> Result<Result<GroupConnections, String>, CommError> {
         let hosts = match self.options.transport {
             TransportChoice::Shm => Hosts::single(self.options.world_size),
             _ => hosts_of(&self.table.places),
         };
-        // Ranks of one host need no longer than this; a network between hosts may.
+        // Ranks of one host connect within this time. Connecting over a network between hosts may take longer.
         let is_local = hosts.num_hosts() == 1;
         let until = if is_local { deadline.min(Instant::now() + LOCAL_CONNECT_MAX) } else { deadline };
         let own =
@@ -353,7 +353,7 @@ fn order_note(order: &[usize]) -> String {
     )
 }
 
-/// Resolves rank 0's addresses. Retries until the deadline while the name is unknown, like that of a container that is starting.
+/// Resolves rank 0's addresses. Retries until the deadline while the name is unknown, perhaps because its container is still starting.
 fn resolve(
     options: &JoinOptions,
     deadline: Instant,
@@ -375,8 +375,8 @@ fn resolve(
     }
 }
 
-/// An identifier of the host that is equal for processes that can reach each other within it, and different for all others: it identifies
-/// the running system and the network namespace, in which abstract sockets are visible. 0 if unknown.
+/// An identifier of this host, or 0 if it is unknown. Two processes have the same identifier if and only if they can reach each other
+/// within the host: it identifies the running system and the network namespace, in which abstract sockets are visible.
 fn this_host(options: &JoinOptions) -> u128 {
     if let Some(name) = &options.host {
         return u128::from(hello::fingerprint("host", name)) << 64 | 1;

@@ -23,8 +23,8 @@ impl RankAddress {
         [(self.host >> 64) as u64, self.host as u64, self.socket_id, ip_high, ip_low, port]
     }
 
-    /// The place as seen by a rank that reaches rank 0 at `root`. A link-local address is valid only on one link, which is assumed to be
-    /// the link of rank 0.
+    /// The addresses as seen by a rank that reaches rank 0 at `root`. A link-local address is valid only on one link, which is assumed to
+    /// be the link of rank 0.
     pub(super) fn with_scope_of(mut self, root: SocketAddr) -> Self {
         if let (SocketAddr::V6(address), SocketAddr::V6(root)) = (&mut self.address, root)
             && address.ip().is_unicast_link_local()
@@ -34,7 +34,7 @@ impl RankAddress {
         self
     }
 
-    /// Decodes the words of [`to_words`](RankAddress::to_words). `None` if they are not a valid place.
+    /// Decodes the words of [`to_words`](RankAddress::to_words). `None` if they are not valid.
     pub(super) fn from_words(words: [u64; PLACE_WORDS]) -> Option<Self> {
         let [host_high, host_low, meeting, ip_high, ip_low, port] = words;
         let address = SocketAddr::new(words_to_ip([ip_high, ip_low]), u16::try_from(port).ok()?);

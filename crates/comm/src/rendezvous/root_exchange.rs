@@ -23,7 +23,7 @@ use trireme_base::Rank;
 const RESOLVED_MAX: Duration = Duration::from_secs(5);
 /// Time after which an unanswered introduction is retried.
 const INTRODUCTION_MAX: Duration = Duration::from_secs(30);
-/// Extra time for the other ranks: rank 0 started to listen before they connected, so it times out first and can report why.
+/// How much longer than rank 0 the other ranks wait. So rank 0 times out first, and can report to them why.
 const ROOT_TIMEOUT_MARGIN: Duration = Duration::from_secs(5);
 
 pub(super) enum RootExchange {
@@ -65,7 +65,8 @@ impl Joining<'_> {
         let joined_ranks = waiting_ranks::gather(self, &master)?;
         let joined_ranks: Vec<JoinedRank> = joined_ranks.into_iter().flatten().collect();
         if own.ip().is_unspecified() {
-            // The address at which a rank has reached rank 0. It may belong to the name of a service that forwards no other port.
+            // The local address of a connection from another rank. The address in `master_addr` may be that of a service that forwards only
+            // the rendezvous port.
             let reached = joined_ranks[0].channel.stream.local_addr().map_err(setting_up)?;
             own = SocketAddr::new(reached.ip().to_canonical(), own.port());
         }
@@ -146,8 +147,7 @@ impl Joining<'_> {
         }
     }
 
-    /// Reports to the other ranks that this rank cannot join, and why. Ranks in `told` know it already. Best effort, until the
-    /// deadline.
+    /// Reports to the other ranks that this rank cannot join, and why. Ranks in `told` know it already. Best effort, until the deadline.
     pub(super) fn report_failure(&self, reason: &str, told: &[Rank]) {
         if self.options.rank == Rank::ROOT {
             if let Ok(master) = self.listen_as_root() {

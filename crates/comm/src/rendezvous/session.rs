@@ -1,4 +1,4 @@
-//! Authentication of connections between the members of a world, once they have the table of places.
+//! Authentication of connections between the members of a world, once they have the table of all ranks' addresses.
 
 use super::acceptor::Acceptor;
 use super::handshake::{HandshakeOutcome, Introduction, introduce};

@@ -26,7 +26,7 @@ struct Membership {
     ranks: Vec<Rank>,
 }
 
-/// A member's addresses in the new group, and its part of the session key.
+/// A member's addresses in the new group, and a nonce. The session key of the group is derived from the nonce of its first member.
 struct MemberInfo {
     place: RankAddress,
     nonce: Nonce,
@@ -84,7 +84,8 @@ pub(crate) fn split(
     parent.begin_split(parts, name, &ranks, options).map(Some)
 }
 
-/// Exchanges the outcome of a phase, with some bytes for the others, among all ranks. An error if any rank failed.
+/// Ends a phase on all ranks. Each rank passes some bytes for the others, or the reason of its failure. Returns the bytes of all ranks, or
+/// an error if any rank failed.
 fn agree(parent: &Group, doing: &str, own: Result<Vec<u8>, String>) -> Result<Vec<Vec<u8>>, CommError> {
     let said = match own {
         Ok(bytes) => [&[1], &bytes[..]].concat(),

@@ -123,7 +123,8 @@ fn notify_joined(peers: Vec<Option<JoinedRank>>, reason: &str) -> Vec<Rank> {
     told.collect()
 }
 
-/// For a few seconds, reports the failure to ranks that connect, except those in `informed`, because they would wait in vain.
+/// Reports the failure to ranks that connect within a few seconds, because they would otherwise wait in vain. Returns early once all ranks
+/// know of it. The ranks in `told` know already.
 pub(super) fn report_failure_to_joining(
     joining: &Joining<'_>,
     listener: &TcpListener,

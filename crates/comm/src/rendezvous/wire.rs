@@ -74,7 +74,7 @@ pub(super) fn send_all<'a>(
     Ok(())
 }
 
-/// Whether the peer has closed the connection, which may be worth another attempt.
+/// Whether the error shows that the peer has closed the connection. Another attempt to connect may then succeed.
 pub(super) fn has_hung_up(error: &io::Error) -> bool {
     matches!(
         error.kind(),

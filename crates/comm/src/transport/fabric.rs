@@ -15,7 +15,7 @@ use std::sync::{Arc, OnceLock};
 use trireme_base::Rank;
 use trireme_schedule::collective::{CostModel, Hosts};
 
-/// The connections and memory of a group, from which a rank's fabric is assembled.
+/// The connections and memory of a group, from which [`assemble`](Self::assemble) builds the transport and links of this rank.
 pub(crate) struct GroupConnections {
     pub(crate) rank: Rank,
     pub(crate) hosts: Hosts,

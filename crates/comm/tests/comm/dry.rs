@@ -62,7 +62,7 @@ fn operations_end_at_once_and_touch_no_memory() {
     assert_eq!(dry.statistics().payload_bytes, 0);
 }
 
-/// A journal entry has the elements that the rank sends or receives, whichever are more.
+/// A journal entry has the number of elements that the rank sends or receives, whichever is larger.
 #[test]
 fn a_journal_has_what_a_rank_exchanges() {
     let dry = Group::dry(Rank(1), Hosts::new(&[0, 0, 1, 1]), TransportKind::Tcp).unwrap();
@@ -89,7 +89,7 @@ fn a_journal_has_what_a_rank_exchanges() {
 fn a_rank_maps_its_part_of_peers_buffers() {
     let dry = Group::dry(Rank(0), Hosts::single(4), TransportKind::Shm).unwrap();
     assert_eq!(dry.peer_bytes_mapped(4001), 3 * 1001);
-    // All of a short buffer. Of a long buffer, two blocks and the huge pages in which they begin and end.
+    // A short buffer is mapped completely, a long one only in two blocks and the huge pages in which they begin and end.
     assert_eq!(dry.peer_bytes_mapped_in(4001, PageSize::Huge), 3 * 4001);
     let part = 100 * PageSize::HUGE_BYTES;
     assert_eq!(dry.peer_bytes_mapped_in(4 * part, PageSize::Huge), 3 * (2 * part + 4 * PageSize::HUGE_BYTES));

@@ -208,7 +208,7 @@ fn a_mismatch_of_different_lines_is_one_of_operations() {
     assert_eq!(found.difference, Difference::Operation);
 }
 
-/// Rank 0 issues an operation of the first group first, rank 1 of the second.
+/// Rank 0 issues its first operation in one group, rank 1 in the other.
 #[test]
 fn ranks_that_wait_for_each_other_in_different_groups_fail_long_before_the_deadline() {
     for transport in TRANSPORTS {

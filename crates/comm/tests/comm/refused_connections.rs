@@ -127,7 +127,7 @@ fn record_introduction(options: &JoinOptions) -> Vec<u8> {
         stream.write_all(&challenge).expect("sent");
         let mut proof = [0; 32];
         stream.read_exact(&mut proof).expect("a proof");
-        // A welcome that only a holder of the secret could have made.
+        // A welcome with the worker's own proof, which the worker must not accept.
         let welcome = [b"TRIRMSG2".as_slice(), &6_u64.to_le_bytes(), &32_u64.to_le_bytes(), &proof].concat();
         stream.write_all(&welcome).expect("sent");
         said.extend(proof);

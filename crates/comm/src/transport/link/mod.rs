@@ -159,7 +159,7 @@ impl Link {
         matches!(self, Link::Ring(_))
     }
 
-    /// Whether only a try shows that bytes can be sent or have arrived.
+    /// Whether only an attempt to send or receive shows that the link is ready.
     pub(crate) fn must_be_tried(&self) -> bool {
         matches!(self, Link::Mpi(_))
     }

@@ -11,7 +11,7 @@ pub(crate) enum Interest {
     Receive,
 }
 
-/// The side of a connection.
+/// The role of this process in establishing a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ConnectionSide {
     Connecting,

@@ -19,7 +19,8 @@ const ZERO_COPY: SendFlags = SendFlags::from_bits_retain(libc::MSG_ZEROCOPY as u
 
 /// The bytes that the kernel has accepted from a sender and may still read.
 ///
-/// Lent memory may be freed at any time. But bytes written to it before the kernel releases it may be sent.
+/// The memory of such bytes is called lent. It may be freed at any time, but bytes that are written to it before the kernel releases it may
+/// be sent.
 pub(super) struct ZeroCopySends {
     /// Sends in order. The memory of the first one is lent.
     sends: VecDeque<AcceptedSend>,
@@ -67,7 +68,7 @@ impl ZeroCopySends {
         !self.sends.is_empty()
     }
 
-    /// Whether progress depends only on the kernel's releasing memory, of which it notifies the sender.
+    /// Whether the next progress is a notification that the kernel has released memory, not room in the socket.
     pub(super) fn wait_for_notification(&self) -> bool {
         !self.sends.is_empty() && !self.wants_room
     }

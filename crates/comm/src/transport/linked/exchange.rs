@@ -39,7 +39,7 @@ impl<'a> Exchange<'a> {
         Exchange { call, outgoing, incoming }
     }
 
-    /// Transfers both messages completely. `piece` holds incoming bytes until they are copied or reduced to their place.
+    /// Transfers both messages completely. `piece` is a buffer for incoming bytes that are not received directly into their place.
     pub(super) fn run(
         mut self,
         links: &mut [Option<Link>],
@@ -83,7 +83,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Polls for a while whether a message can make progress, on links where that costs less than sleeping.
+    /// Polls for a while, on links where that costs less than sleeping. Returns whether to try to transfer bytes again instead of sleeping.
     fn look(&self, links: &mut [Option<Link>], piece_bytes: usize, patience: &mut Backoff) -> bool {
         let interests = self.interests(piece_bytes);
         let mut waited_for = interests.into_iter().flatten();

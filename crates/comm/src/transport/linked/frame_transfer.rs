@@ -1,4 +1,4 @@
-//! Messages in flight: frames that are sent and received as far as a link makes progress, and checked.
+//! Messages in flight: sends, receives and checks frames, each as far as its link makes progress.
 
 use super::frame::{CHECKSUM_BYTES, Checksum, HEADER_BYTES, Header};
 use super::memories::{Memories, MemoryRange};
@@ -8,7 +8,7 @@ use crate::transport::link::{Broken, Link};
 use trireme_base::Rank;
 use trireme_schedule::collective::Action;
 
-/// The cause why a message cannot continue.
+/// The reason why a message cannot continue.
 pub(crate) enum ReceiveError {
     Broken,
     /// The peer sent a frame that does not match.
@@ -21,7 +21,7 @@ impl From<Broken> for ReceiveError {
     }
 }
 
-/// The checksum of a frame in flight, and how many of its own bytes were transferred.
+/// The checksum of a frame in flight, and the number of checksum bytes that were transferred.
 #[derive(Default)]
 struct Trailer {
     checksum: Checksum,
@@ -47,11 +47,11 @@ pub(crate) struct Incoming {
     num_header_bytes: usize,
     place: MemoryRange,
     action: Action,
-    /// Whether bytes are received into the piece before they are copied or reduced to their place.
+    /// Whether payload bytes are received into the buffer `piece` first, and then copied or reduced into `place`.
     is_buffered: bool,
-    /// Number of payload bytes that are in their place.
+    /// Number of payload bytes that were written to `place`.
     num_placed: usize,
-    /// Number of payload bytes after those, in the piece.
+    /// Number of payload bytes after those, which are still in the buffer `piece`.
     num_pending: usize,
     trailer: Option<Trailer>,
 }
@@ -111,7 +111,8 @@ impl Incoming {
         }
     }
 
-    /// If the message overwrites the memory of `outgoing`, makes it wait in the piece until that memory was sent. The peer does the same.
+    /// If the message overwrites memory that `outgoing` sends, keeps its bytes in the buffer `piece` until that memory was sent. The peer
+    /// does the same, and so may receive only after it has sent: neither may use zero-copy sends.
     pub(super) fn buffer_if_overlapping(&mut self, outgoing: &mut Outgoing) {
         if outgoing.place.overlaps(&self.place) {
             self.is_buffered = true;
@@ -203,7 +204,8 @@ impl Incoming {
         (self.place.len() - self.num_placed).min(piece_bytes_max)
     }
 
-    /// Whether the piece is complete, but its place not yet sent: receiving must wait for this rank's outgoing message.
+    /// Whether the buffer `piece` is full, but the memory for its bytes is not sent yet. Receiving must then wait for this rank's outgoing
+    /// message.
     pub(super) fn waits_for_sender(&self, piece_bytes_max: usize) -> bool {
         self.num_pending > 0 && self.num_pending == self.piece_bytes(piece_bytes_max)
     }

@@ -27,7 +27,7 @@ impl MemoryRange {
         self.bytes.len()
     }
 
-    /// The bytes `from..to` of this place.
+    /// The bytes `from..to` of this range.
     pub(super) fn part(&self, from: usize, to: usize) -> MemoryRange {
         MemoryRange { memory: self.memory, bytes: self.bytes.start + from..self.bytes.start + to }
     }
@@ -65,10 +65,10 @@ impl<'a> Memories<'a> {
         &memory[place.bytes.clone()]
     }
 
-    /// The bytes of a place, mutably.
+    /// The bytes of a range, mutably.
     ///
     /// # Panics
-    /// If the place is in the input, to which no step may write.
+    /// If the range is in the input, to which no step may write.
     pub(super) fn bytes_mut(&mut self, place: &MemoryRange) -> &mut [u8] {
         let memory = match place.memory {
             Memory::Vector => &mut *self.vector,
@@ -78,7 +78,7 @@ impl<'a> Memories<'a> {
         &mut memory[place.bytes.clone()]
     }
 
-    /// Reduces received bytes into a place. `own` is the side of the bytes in the place.
+    /// Reduces received bytes into a range. `own` is the side of the operand that is stored there.
     pub(super) fn reduce(&mut self, place: &MemoryRange, received: &[u8], own: Side) {
         let (dtype, op) = (self.dtype, self.op.expect("only reductions have reducing steps"));
         reduce_into(self.bytes_mut(place), received, dtype, op, own);

@@ -2,7 +2,7 @@
 //!
 //! The message of each step is a frame: a header of five little-endian words (magic, sequence number, two words of the operation, payload
 //! length), the payload, and its checksum if [`GroupOptions::checksums`] is set. The receiver knows the expected header, so any other
-//! header ends the operation, and no length from the wire is ever allocated.
+//! header ends the operation, and no memory is allocated by the payload length in a header.
 
 mod blocks;
 mod exchange;
@@ -45,9 +45,9 @@ pub(crate) struct Linked {
     selection: Selection,
     patience: Backoff,
     checksums: bool,
-    /// Memory for a piece of an incoming message before it is reduced.
+    /// A buffer for the part of an incoming message that is about to be copied or reduced.
     piece: Vec<CacheLine>,
-    /// The steps of the current operation, and their memory, reused by later operations.
+    /// The steps of the current operation. Later operations reuse the list's memory.
     steps: Vec<Step>,
     phases: Vec<Phase>,
     scratch: Vec<CacheLine>,

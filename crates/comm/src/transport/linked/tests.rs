@@ -1,4 +1,4 @@
-//! Tests against a peer that violates the protocol, whose ends of the connections the test controls.
+//! Tests against a peer that violates the protocol. The test controls the peer's ends of the connections.
 
 use super::*;
 use crate::Operation;

@@ -1,5 +1,5 @@
-//! Data links over MPI. Of each frame, the header and a short payload form one message, sent from and received into memory of the link. A
-//! longer payload follows in fragments, sent from and received into the memory of the operation.
+//! Data links over MPI. The header and a short payload of a frame form one message, which is sent from and received into memory of the
+//! link. A longer payload follows in fragments, which are sent from and received into the memory of the operation.
 #![allow(unsafe_code)]
 
 use super::library::{Failed, Request};
@@ -132,8 +132,8 @@ impl MpiLink {
         Ok(header.len())
     }
 
-    /// Receives into `bytes`, which must end with the payload or a fragment. Returns the number of leading bytes that have arrived. The
-    /// caller must keep the other bytes, and call again with them until all have arrived.
+    /// Receives into `bytes`, whose end must be the end of the payload or of a fragment. Returns the number of leading bytes that have
+    /// arrived. The caller must keep the other bytes, and call again with them until all have arrived.
     pub(crate) fn receive(&mut self, bytes: &mut [u8]) -> Result<usize, Broken> {
         if !self.rest.is_empty() {
             let num_bytes = self.rest.len().min(bytes.len());

@@ -56,7 +56,7 @@ struct Route {
 const TAGS_PER_ADDRESS: u32 = 2;
 
 impl MpiProcess {
-    /// Initializes MPI in this process, unless it is. The process must have the same rank and world size in MPI.
+    /// Initializes MPI in this process, unless it is initialized already. The process must have the same rank and world size in MPI.
     pub(crate) fn start(rank: Rank, world_size: usize) -> Result<Self, CommError> {
         let process = Self::of_this_process()?;
         let (own, size) = (process.mpi.rank(), process.mpi.size());

@@ -1,5 +1,5 @@
 //! Replaces `library` in a program built without MPI. The types have no values.
-#![allow(unsafe_code)] // The functions are called as the real ones.
+#![allow(unsafe_code)] // Functions that are unsafe in `library` are unsafe here, too.
 
 use std::convert::Infallible;
 

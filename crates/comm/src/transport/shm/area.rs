@@ -7,7 +7,7 @@ use crate::transport::{CONTROL_BYTES_MAX, Purpose};
 use std::sync::Arc;
 
 const BOARD_BYTES: usize = 4096;
-/// Bytes of each of the two stages, through which short vectors go at once and long private ones by windows.
+/// Bytes of each of the two stages. A short vector goes through a stage in one piece, a long vector in private memory window by window.
 pub(super) const STAGE_BYTES: usize = (1 << 20) + 4096;
 const _: () = assert!(size_of::<Board>() <= BOARD_BYTES);
 const _: () = assert!(size_of::<Board>() == 3 * 64, "what a rank says at a meeting takes one cache line");
@@ -45,7 +45,7 @@ impl Area {
         unsafe { &*start.cast::<Board>() }
     }
 
-    /// The first `num_bytes` of the stage of this `turn`. Stages alternate.
+    /// The first `num_bytes` of the stage for use number `turn`. The two stages alternate.
     pub(super) fn stage(&self, turn: usize, num_bytes: usize) -> *mut u8 {
         assert!(num_bytes <= STAGE_BYTES, "{num_bytes} bytes fit into a stage");
         self.memory.at(self.offset + BOARD_BYTES + turn % 2 * STAGE_BYTES, num_bytes)

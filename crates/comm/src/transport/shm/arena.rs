@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Upper bound of a process's address space that all arenas of a group reserve together. A process has 128 TiB.
+/// Maximum address space that the arenas of all ranks together reserve in one process. A process has 128 TiB.
 const ADDRESS_BYTES: usize = 1 << 45;
 
 /// Initial address space of the arena of a [dry](crate::Group::dry) group. Halved until the process has that much left.
@@ -56,8 +56,8 @@ impl Arena {
         let mut len = DRY_BYTES.min(allowed) / param::page_size() * param::page_size();
         loop {
             let mapping = Mapping::private(len).or_else(|refused| {
-                // If the system commits memory for all writable mappings, it does not for a file without pages. But a file longer than
-                // `ulimit -f` would end the process.
+                // A system that commits memory for every private writable mapping commits none for a file without pages. But a file longer
+                // than `ulimit -f` would end the process.
                 if getrlimit(Resource::Fsize).current.is_some() { Err(refused) } else { sparse(len) }
             });
             match mapping {
@@ -80,8 +80,8 @@ impl Arena {
 
     /// Allocates `num_bytes` of zeroed memory. Pages are reserved, so accessing them cannot fail.
     ///
-    /// Huge pages are taken from the end of the arena, because accessing one maps all of it. A page that is not fully allocated yet stays
-    /// in small pages.
+    /// Memory for huge pages is taken from the end of the arena, apart from other memory, because accessing a huge page maps all of it. It
+    /// stays in base pages until all bytes of a huge page are allocated.
     pub(crate) fn allocate(self: &Arc<Self>, num_bytes: usize, page_size: PageSize) -> io::Result<Region> {
         let len = num_bytes
             .max(1)
@@ -189,7 +189,7 @@ fn sparse(len: usize) -> io::Result<Mapping> {
     Mapping::new(&memory, len)
 }
 
-/// Reserves pages. Without it, accessing a page could kill the process instead of failing.
+/// Reserves pages, or fails if there is no memory for them. Accessing a page that is not reserved could kill the process.
 fn reserve(memory: &OwnedFd, range: Range<usize>) -> io::Result<()> {
     let allocate = || fallocate(memory, FallocateFlags::empty(), range.start as u64, range.len() as u64);
     Ok(retry_on_intr(allocate)?)

@@ -29,7 +29,7 @@ struct CachePadded<T>(T);
 #[derive(Default)]
 #[repr(C)]
 struct Turn {
-    /// Number of the last such meeting at which the owner arrived. Wraps around.
+    /// Number of the last even or the last odd meeting at which the owner arrived. Wraps around.
     meeting: AtomicU32,
     sequence: AtomicU64,
     operation: [AtomicU64; OPERATION_WORDS],
@@ -130,8 +130,8 @@ impl Board {
     pub(super) fn arrive(&self, meeting: u32) {
         let word = &self.turn(meeting).meeting;
         word.store(meeting, Ordering::Release);
-        // A sleeper increments the count before it reads the meeting number a last time, and the owner does both in the opposite order. So
-        // either the owner sees the sleeper, or the sleeper sees that the owner has arrived.
+        // A sleeper increments the count before it reads the meeting number a last time. The owner writes the meeting number before it
+        // reads the count. So either the owner sees the sleeper, or the sleeper sees that the owner has arrived.
         fence(Ordering::SeqCst);
         if self.num_sleepers.0.load(Ordering::Relaxed) > 0 {
             futex::wake(word);

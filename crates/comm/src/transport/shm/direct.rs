@@ -114,8 +114,8 @@ impl SharedMemory {
         operands.output.unwrap_or(operands.input).view(range.start * dtype.size())
     }
 
-    /// Executes a pull for one window. `inputs` and `output` are the members' inputs and the own output, addressed by their position in the
-    /// full vector.
+    /// Executes a pull for one window. `inputs` are the members' inputs and `output` is this member's output. All are addressed by the
+    /// position in the full vector.
     pub(super) fn pull(
         &mut self,
         operation: Operation,

@@ -58,8 +58,9 @@ impl Mapping {
         Ok(Mapping { start, len })
     }
 
-    /// Asks the kernel to collapse `range`, which must be aligned to [huge pages](HUGE_PAGE), into huge pages: an access to an uncached 4
-    /// KiB page costs several memory accesses to find it. The bytes do not change, even while other threads access them.
+    /// Asks the kernel to collapse `range`, which must be aligned to [huge pages](HUGE_PAGE), into huge pages: an access to a 4 KiB page
+    /// that is not in the TLB costs several memory accesses to find the page. The bytes do not change, even while other threads access
+    /// them.
     pub(super) fn make_huge(&self, range: Range<usize>) {
         // SAFETY: the range is mapped, and its bytes do not change. Success affects only speed.
         let _ =

@@ -320,5 +320,5 @@ fn post_of(operation: Operation, operands: &Operands<'_>) -> Post {
     }
 }
 
-/// Bytes of the length before a member's control data.
+/// Bytes of the length field in front of a member's control data.
 const HEAD_BYTES: usize = 8;

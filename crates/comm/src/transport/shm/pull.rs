@@ -15,9 +15,9 @@ pub(super) enum Part {
 /// One read from the members' inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pull {
-    /// Copies a part of one member's vector to a part of the own output.
+    /// Copies a part of one member's vector to a part of this member's output.
     Copy { from: usize, source: Part, target: Part },
-    /// Reduces a part of all members' vectors into the same part of the own output.
+    /// Reduces a part of all members' vectors into the same part of this member's output.
     Reduce(Part),
 }
 
@@ -50,7 +50,8 @@ fn on_vectors(operation: Operation) -> Collective {
     operation.collective().expect("operations on vectors are collectives")
 }
 
-/// Returns the reads of member `own`, in its best order. If `out_of_place`, they include its own elements, which are copied to the output.
+/// Returns the reads of member `own`, in the order in which it executes them. If `out_of_place`, they include its own elements, which are
+/// copied to the output.
 pub(super) fn pulls(
     operation: Operation,
     own: usize,
@@ -100,7 +101,8 @@ fn contribution_of_sources(kind: CollectiveKind) -> Contribution {
     }
 }
 
-/// Returns the number of elements of a stage for each staged block, and the number of elements over which windows run.
+/// Returns the number of elements that a stage has for each staged part, which bounds a window, and the number of elements that all windows
+/// together cover.
 pub(super) fn staging(operation: Operation, num_members: usize, stage_len: usize) -> (usize, usize) {
     let collective = on_vectors(operation);
     let longest_block = block(Rank(0), num_members, collective.len).len();

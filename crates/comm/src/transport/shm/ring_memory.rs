@@ -15,7 +15,7 @@ impl RingMemory {
     /// Capacity of a ring in bytes. A multiple of every element size, so that no element of an aligned message is split.
     pub(super) const CAPACITY: usize = 256 << 10;
 
-    /// Creates the place of the ring at `offset`.
+    /// Creates a handle to the ring at `offset`.
     ///
     /// # Panics
     /// If the ring is not inside the memory, or not aligned to a cache line.

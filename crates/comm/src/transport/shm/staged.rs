@@ -1,4 +1,4 @@
-//! Operations whose data goes through stages: short vectors at once, longer ones window by window.
+//! Operations whose data goes through stages: short vectors in one piece, longer ones window by window.
 
 use super::area::STAGE_BYTES;
 use super::board::Post;
@@ -16,7 +16,8 @@ use trireme_schedule::collective::{CollectiveKind, owned_range};
 /// Bytes of a longer vector that go through a stage at a time: few enough to stay in a core's cache together with their source.
 const WINDOW_BYTES: usize = 256 << 10;
 
-/// A window of a staged operation, and the turn of the stages that it uses.
+/// A window of a staged operation. `turn` selects the stage that it uses. `len_max` is the number of elements that the stage has for each
+/// staged part.
 struct Window {
     operation: Operation,
     elements: Range<usize>,
@@ -124,7 +125,7 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// Copies the data of this window that the peers need into the own stage.
+    /// Copies the data of this window that the peers need into this rank's stage.
     fn fill_stage(&self, window: &Window, operands: &Operands<'_>) {
         let (dtype, len) = window.operation.elements();
         let num_members = self.members.len();
@@ -150,7 +151,7 @@ impl SharedMemory {
         }
     }
 
-    /// The location of a window of a part in a member's stage.
+    /// The place in a member's stage where the window of `part` is stored.
     fn view_of_stage(&self, window: &Window, member: usize, part: Part) -> View {
         let (dtype, len) = window.operation.elements();
         let index = match (contribution(window.operation, member), part) {
