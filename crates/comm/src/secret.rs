@@ -44,10 +44,10 @@ impl Secret {
 
     /// Reads a secret from a text file that only its owner may access.
     ///
-    /// # Errors
-    /// [`CommError::SecretFile`] if the file cannot be read or others may access it; [`CommError::SecretUnfit`] as for [`Secret::new`].
+    /// # Errors [`CommError::SecretFile`] if the file cannot be read, is too long, or others may access it; [`CommError::SecretUnfit`] as
+    /// for [`Secret::new`].
     pub fn read(path: &Path) -> Result<Self, CommError> {
-        // One byte more than allowed, so that a longer file is detected.
+        // The line may end with a line feed.
         let text = read_private(path, Self::BYTES_MAX + 1)
             .map_err(|source| CommError::SecretFile { path: path.to_owned(), source: Arc::new(source) })?;
         Secret::new(&text)
@@ -65,7 +65,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// Reads up to `bytes_max` bytes of a file that only its owner may access.
+/// Reads a file that only its owner may access. Refuses a file of more than `bytes_max` bytes.
 pub(crate) fn read_private(path: &Path, bytes_max: usize) -> io::Result<String> {
     let file = File::open(path)?;
     let mode = file.metadata()?.permissions().mode() & 0o777;
@@ -74,7 +74,13 @@ pub(crate) fn read_private(path: &Path, bytes_max: usize) -> io::Result<String> 
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
     }
     let mut text = String::new();
-    file.take(bytes_max as u64).read_to_string(&mut text)?;
+    file.take(bytes_max as u64 + 1).read_to_string(&mut text)?;
+    if text.len() > bytes_max {
+        return Err(io::Error::new(
+            io::ErrorKind::FileTooLarge,
+            format!("it has more than {bytes_max} bytes"),
+        ));
+    }
     Ok(text)
 }
 
@@ -116,7 +122,9 @@ mod tests {
             set_mode(mode).expect("an own file");
             assert!(matches!(Secret::read(&path), Err(CommError::SecretFile { .. })), "{mode:o}");
         }
-        set_mode(0o400).expect("an own file");
+        set_mode(0o600).expect("an own file");
+        std::fs::write(&path, format!("0123456789abcdef{}more", " ".repeat(4096))).expect("written");
+        assert!(matches!(Secret::read(&path), Err(CommError::SecretFile { .. })), "not cut");
         std::fs::remove_file(&path).expect("an own file");
         assert!(matches!(Secret::read(&path), Err(CommError::SecretFile { .. })));
     }
