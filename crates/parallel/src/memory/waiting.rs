@@ -26,7 +26,8 @@ impl WaitTracker {
     pub(crate) fn wait_on_device(
         &mut self,
         work: impl Into<FusedWork>,
-        (dtype, len): (DType, usize),
+        dtype: DType,
+        len: usize,
         device: &Device,
     ) -> Result<Pending<Buffer<Untyped>>> {
         let work = work.into();
@@ -79,7 +80,7 @@ mod tests {
             let mut sum = || {
                 let vector = group.buffer_of(DType::F32, 10, PageSize::Base).unwrap();
                 waiting
-                    .wait_on_device(group.all_reduce(vector, ReduceOp::Sum), (DType::F32, 10), &device)
+                    .wait_on_device(group.all_reduce(vector, ReduceOp::Sum), DType::F32, 10, &device)
                     .unwrap();
                 waiting.await_outcomes()
             };
@@ -104,9 +105,7 @@ mod tests {
                         return;
                     }
                     let (device, mut waiting) = (detached(), WaitTracker::default());
-                    waiting
-                        .wait_on_device(group.receive(vector, Rank(1)), (DType::F32, 10), &device)
-                        .unwrap();
+                    waiting.wait_on_device(group.receive(vector, Rank(1)), DType::F32, 10, &device).unwrap();
                     group.barrier().wait().unwrap();
                     waiting.await_outcomes().unwrap();
                 });
