@@ -254,8 +254,7 @@ pub(super) fn dry_executor(
     let PlannedRun { config, workload, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
     let model = workload.build(&device, config.model_place(Rank(workers.rank))).map_err(TrainError::from)?;
-    let of_model = (model, profile.clone());
-    Ok(new_executor(config, of_model, program, workers.dry_group()?, &device)?)
+    Ok(new_executor(config, model, profile.clone(), program, workers.dry_group()?, &device)?)
 }
 
 /// Dry-runs the program of a job's worker, and a validation.
