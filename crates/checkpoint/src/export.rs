@@ -236,7 +236,7 @@ fn write_shard(model: &ModelExport<'_>, shard: &[Exported<'_>], path: &Path) -> 
                 continue;
             }
             converted.clear();
-            convert(&read, (read_dtype, dtype), &mut converted)
+            convert(&read, read_dtype, dtype, &mut converted)
                 .map_err(|value| CheckpointError::Unrepresentable { name: name.to_owned(), value, dtype })?;
             writer.write(&converted)?;
         }
@@ -246,7 +246,7 @@ fn write_shard(model: &ModelExport<'_>, shard: &[Exported<'_>], path: &Path) -> 
 
 /// Converts elements from one floating-point dtype (f32 or f64) to another, and appends them to `out`. The error is a finite element that
 /// becomes infinite.
-fn convert(elements: &[u8], (from, to): (DType, DType), out: &mut Vec<u8>) -> Result<(), f64> {
+fn convert(elements: &[u8], from: DType, to: DType, out: &mut Vec<u8>) -> Result<(), f64> {
     for element in elements.chunks_exact(from.size()) {
         let value = match *element {
             [a, b, c, d] => f64::from(f32::from_le_bytes([a, b, c, d])),

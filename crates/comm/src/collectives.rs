@@ -30,7 +30,7 @@ impl Group {
         output: Buffer<T>,
         op: ReduceOp,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        self.out_of_place(CollectiveKind::AllReduce.with_len(input.len()), Some(op), (input, output))
+        self.out_of_place(CollectiveKind::AllReduce.with_len(input.len()), Some(op), input, output)
     }
 
     /// Replaces the root's elements by the reduction of all ranks' elements. The other ranks' elements are unspecified afterwards.
@@ -47,7 +47,7 @@ impl Group {
         op: ReduceOp,
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        self.out_of_place(CollectiveKind::Reduce.with_root(root, input.len()), Some(op), (input, output))
+        self.out_of_place(CollectiveKind::Reduce.with_root(root, input.len()), Some(op), input, output)
     }
 
     /// Replaces each rank's elements by the root's elements.
@@ -62,7 +62,7 @@ impl Group {
         output: Buffer<T>,
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        self.out_of_place(CollectiveKind::Broadcast.with_root(root, output.len()), None, (input, output))
+        self.out_of_place(CollectiveKind::Broadcast.with_root(root, output.len()), None, input, output)
     }
 
     /// Fills the vector with the blocks of all ranks. Each rank passes its own block at its offset in the vector.
@@ -76,7 +76,7 @@ impl Group {
         input: Buffer<T>,
         output: Buffer<T>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        self.out_of_place(CollectiveKind::AllGather.with_len(output.len()), None, (input, output))
+        self.out_of_place(CollectiveKind::AllGather.with_len(output.len()), None, input, output)
     }
 
     /// Replaces this rank's block by the reduction of that block over all ranks.
@@ -91,7 +91,7 @@ impl Group {
         output: Buffer<T>,
         op: ReduceOp,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        self.out_of_place(CollectiveKind::ReduceScatter.with_len(input.len()), Some(op), (input, output))
+        self.out_of_place(CollectiveKind::ReduceScatter.with_len(input.len()), Some(op), input, output)
     }
 
     /// Fills the root's vector with the blocks of all ranks. Each rank passes its own block at its offset in the vector.
@@ -107,7 +107,7 @@ impl Group {
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = input.len() * self.world_size();
-        self.out_of_place(CollectiveKind::Gather.with_root(root, len), None, (input, output))
+        self.out_of_place(CollectiveKind::Gather.with_root(root, len), None, input, output)
     }
 
     /// Replaces each rank's block by the same block of the root's vector.
@@ -123,7 +123,7 @@ impl Group {
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let len = output.len() * self.world_size();
-        self.out_of_place(CollectiveKind::Scatter.with_root(root, len), None, (input, output))
+        self.out_of_place(CollectiveKind::Scatter.with_root(root, len), None, input, output)
     }
 
     /// Exchanges blocks: block `j` of rank `i` becomes block `i` of rank `j`. The length must be a multiple of the world size.
@@ -137,7 +137,7 @@ impl Group {
         input: Buffer<T>,
         output: Buffer<T>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        self.out_of_place(CollectiveKind::AllToAll.with_len(input.len()), None, (input, output))
+        self.out_of_place(CollectiveKind::AllToAll.with_len(input.len()), None, input, output)
     }
 
     /// Like [`all_to_all_into`](Group::all_to_all_into), with blocks of different lengths: `send_lens[j]` elements of the input go to rank
@@ -165,7 +165,7 @@ impl Group {
             return Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
         }
         let lens = BlockLens::Own([send_lens.to_vec(), receive_lens.to_vec()]);
-        self.issue_pair(operation, (input, output), Some(lens))
+        self.issue_pair(operation, input, output, Some(lens))
     }
 
     /// A hierarchical [`all_to_all_variable`](Group::all_to_all_variable): a block for another host goes through the rank of this host that
@@ -209,7 +209,7 @@ impl Group {
                 ));
             }
         }
-        self.issue_pair(operation, (input, output), Some(lens))
+        self.issue_pair(operation, input, output, Some(lens))
     }
 
     /// Rejects a root outside the group, and an all-to-all whose length does not divide into equal blocks.
@@ -242,7 +242,8 @@ impl Group {
         &self,
         collective: Collective,
         op: Option<ReduceOp>,
-        (input, output): (Buffer<T>, Buffer<T>),
+        input: Buffer<T>,
+        output: Buffer<T>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let operation = Operation::new(collective, op, input.dtype());
         if let Err(error) = self.check(operation) {
@@ -257,6 +258,6 @@ impl Group {
             );
             return Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
         }
-        self.issue_pair(operation, (input, output), None)
+        self.issue_pair(operation, input, output, None)
     }
 }

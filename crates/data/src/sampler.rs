@@ -137,7 +137,8 @@ impl Sampler {
     pub fn new(
         file: &TokenFile,
         sources: &[Source],
-        (seq_len, packing): (usize, Packing),
+        seq_len: usize,
+        packing: Packing,
         seed: Option<u64>,
     ) -> Result<Self, DataError> {
         let windows = |tokens: Range<u64>| match packing {
@@ -412,7 +413,7 @@ mod tests {
     #[test]
     fn documents_are_whole_where_they_fit() {
         let (_folder, file) = documents(&[3, 2, 4, 6, 1, 13, 2]);
-        let sampler = Sampler::new(&file, &[], (5, Packing::Documents), None).unwrap();
+        let sampler = Sampler::new(&file, &[], 5, Packing::Documents, None).unwrap();
         let windows: Vec<(u64, usize)> = (0..sampler.num_windows())
             .map(|index| sampler.window(index))
             .map(|window| (window.start, window.len))
@@ -420,7 +421,7 @@ mod tests {
         // Windows: documents of 3 and 2; 4; 6; 1; the document of 13 in pieces of 6, the last one with the document of
         // 2.
         assert_eq!(windows, [(0, 5), (5, 4), (9, 6), (15, 1), (16, 6), (22, 6), (28, 3)]);
-        let shuffled = Sampler::new(&file, &[], (5, Packing::Documents), Some(3)).unwrap();
+        let shuffled = Sampler::new(&file, &[], 5, Packing::Documents, Some(3)).unwrap();
         let mut starts: Vec<u64> = (0..7).map(|index| shuffled.window(index).start).collect();
         starts.sort_unstable();
         assert_eq!(starts, [0, 5, 9, 15, 16, 22, 28]);
@@ -431,7 +432,7 @@ mod tests {
         let (_folder, file) = documents(&[4001, 101]);
         let source = |weight, num_tokens| Source { input: String::new(), weight, num_tokens };
         let sources = [source(1.0, 4001), source(3.0, 101)];
-        let sampler = Sampler::new(&file, &sources, (10, Packing::Stream), Some(7)).unwrap();
+        let sampler = Sampler::new(&file, &sources, 10, Packing::Stream, Some(7)).unwrap();
         let starts: Vec<u64> = (0..2 * BLOCK_SAMPLES).map(|index| sampler.window(index).start).collect();
         let of_second = |starts: &[u64]| starts.iter().filter(|start| **start >= 4001).count() as u64;
         assert_eq!(of_second(&starts[..BLOCK_SAMPLES as usize]), BLOCK_SAMPLES / 4 * 3);
@@ -443,7 +444,7 @@ mod tests {
         first_pass.sort_unstable();
         assert_eq!(first_pass, (0..400).map(|window| window * 10).collect::<Vec<_>>());
         let missing = [source(1.0, 4001), source(1e-9, 5)];
-        assert!(Sampler::new(&file, &missing, (10, Packing::Stream), Some(7)).is_err());
+        assert!(Sampler::new(&file, &missing, 10, Packing::Stream, Some(7)).is_err());
     }
 
     proptest! {

@@ -82,7 +82,8 @@ impl Factored {
         step: &UnitStep<'_>,
         parameters: ViewMut<'_>,
         grads: View<'_>,
-        (known, mut sums): (Option<View<'_>>, ViewMut<'_>),
+        known: Option<View<'_>>,
+        mut sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
         let (device, grad_scale, noise) = (step.device, step.grad_scale(), step.noise);
         let Some(known) = known else {

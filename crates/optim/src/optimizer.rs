@@ -43,13 +43,14 @@ impl UnitUpdate {
         step: &UnitStep<'_>,
         parameters: ViewMut<'_>,
         grads: View<'_>,
-        (known, sums): (Option<View<'_>>, ViewMut<'_>),
+        known: Option<View<'_>>,
+        sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
         match self {
             UnitUpdate::Elements(share) => {
                 share.observe(usize::from(known.is_some()), step, parameters, grads, sums)
             }
-            UnitUpdate::Factored(share) => share.observe(step, parameters, grads, (known, sums)),
+            UnitUpdate::Factored(share) => share.observe(step, parameters, grads, known, sums),
             UnitUpdate::Muon(_) | UnitUpdate::Elsewhere(_) => Ok(()),
         }
     }
@@ -298,7 +299,7 @@ impl Optimizer {
                 let known = known.first().map(|known| known.view().part(first.start, [first.len()].into()));
                 let place = if phase == 0 { first } else { second };
                 let sums = sums[0].view_mut().into_part(place.start, [place.len()].into());
-                share.observe(&step, parameters.reborrow(), grads, (known, sums))?;
+                share.observe(&step, parameters.reborrow(), grads, known, sums)?;
             }
             shards.sum(sums[0].view_mut())?;
         }

@@ -130,7 +130,7 @@ impl<E> MemorySearch<'_, E> {
         let sizes = (self.sizes)(place)?;
         let program = |state| (self.program)(place, &with(state));
         let run = |state| Ok(largest(state)?.1);
-        let placing = fit_places(&sizes, (choices.state, open), self.bounds, program, run)?;
+        let placing = fit_places(&sizes, choices.state, open, self.bounds, program, run)?;
         if self.bounds.hold(&placing.prediction) {
             reasons.push(self.describe_places(&placing, open, &program(placing.state)));
         }

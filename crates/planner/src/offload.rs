@@ -81,7 +81,8 @@ pub(crate) struct Placing {
 /// Errors of `run`.
 pub(crate) fn fit_places<E>(
     sizes: &StateSizes,
-    (given, open): (StateLayout, &[StateClass]),
+    given: StateLayout,
+    open: &[StateClass],
     bounds: MemoryBounds,
     program: impl Fn(StateLayout) -> Program,
     run: impl Fn(StateLayout) -> Result<MemoryUse, E>,

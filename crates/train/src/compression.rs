@@ -195,7 +195,7 @@ pub(crate) fn read_compressors(
     let (rank, mesh) = (executor.group().rank(), executor.ranks().mesh().clone());
     let is_kept = |name: &str| name.starts_with(&name_prefix());
     let stored = checkpoint.tensors().renamed(|name| is_kept(name).then(|| name.to_owned()))?;
-    if let Err(difference) = check_fits(saved, &stored, executor, (&states, &mesh)) {
+    if let Err(difference) = check_fits(saved, &stored, executor, &states, &mesh) {
         let CompressionInfo { codec, world_size, .. } = saved;
         let restart = match CompressionInfo::of(executor, &states) {
             Some(_) => ", and compression restarts with its warm-up",
@@ -213,7 +213,7 @@ pub(crate) fn read_compressors(
     for (unit, compressor) in executor.compressors_mut() {
         let placements =
             states.states.iter().filter(|state| state.unit == unit).map(|state| state.placement(&mesh));
-        read_compressor(&stored, (unit, compressor), placements, (rank, &mesh), checkpoint)?;
+        read_compressor(&stored, unit, compressor, placements, rank, &mesh, checkpoint)?;
         compressor.rescale(factor);
     }
     Ok(())
@@ -223,7 +223,8 @@ fn check_fits(
     saved: &CompressionInfo,
     stored: &StoredTensors,
     executor: &Executor,
-    (states, mesh): (&CompressorStates, &Mesh),
+    states: &CompressorStates,
+    mesh: &Mesh,
 ) -> Result<(), String> {
     let Some(own) = CompressionInfo::of(executor, states) else {
         return Err("this run does not compress".to_owned());
@@ -242,9 +243,11 @@ fn check_fits(
 /// Reads the state of a compressor of `rank`, stored at `placements`. Names and shapes were checked before.
 fn read_compressor(
     stored: &StoredTensors,
-    (unit, compressor): (&str, &mut Compressor),
+    unit: &str,
+    compressor: &mut Compressor,
     placements: impl Iterator<Item = TensorPlacement>,
-    (rank, mesh): (Rank, &Mesh),
+    rank: Rank,
+    mesh: &Mesh,
     checkpoint: &Checkpoint,
 ) -> Result<(), TrainError> {
     let read = |((name, own), placement): ((&'static str, StateValues<'_>), TensorPlacement)| {

@@ -226,7 +226,7 @@ impl Sequence {
 
 fn windows(tokens: &TokenFile, seq_len: usize, whole_documents: bool) -> Result<Vec<Window>, TrainError> {
     if whole_documents {
-        let sampler = Sampler::new(tokens, &[], (seq_len, Packing::Documents), None)?;
+        let sampler = Sampler::new(tokens, &[], seq_len, Packing::Documents, None)?;
         let windows = (0..sampler.num_windows()).map(|index| sampler.window(index));
         return Ok(windows.filter(|window| window.len > 1).collect());
     }

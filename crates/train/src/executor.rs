@@ -34,7 +34,8 @@ fn loss_scaling(training: &Training) -> LossScaling {
 /// weights.
 pub(crate) fn build_executor(
     config: &Config,
-    (model, profile): (Model, ModelProfile),
+    model: Model,
+    profile: ModelProfile,
     choices: &StepChoices,
     group: Group,
     device: &Device,
@@ -42,7 +43,7 @@ pub(crate) fn build_executor(
     let chain = chain(model.table(), &profile, executor_options(config).determinism);
     let place = group.rank().0 / config.workers_per_place();
     let program = proven_programs(config, &chain, choices)?.swap_remove(place);
-    let mut executor = new_executor(config, (model, profile), program, group, device)?;
+    let mut executor = new_executor(config, model, profile, program, group, device)?;
     match &config.model().init_from {
         None => executor.initialize(config.training().seed)?,
         Some(folder) => {
@@ -61,7 +62,8 @@ pub(crate) fn build_executor(
 /// Failures of the device, the groups or the offload folder.
 pub fn new_executor(
     config: &Config,
-    (model, profile): (Model, ModelProfile),
+    model: Model,
+    profile: ModelProfile,
     program: Program,
     group: Group,
     device: &Device,

@@ -84,7 +84,7 @@ impl SequenceFormat {
     /// # Errors
     /// If there are too few tokens.
     pub fn num_validation_samples(&self, tokens: &TokenFile) -> Result<u64, TrainError> {
-        Ok(Sampler::new(tokens, &[], (self.seq_len, self.packing), None)?.num_windows())
+        Ok(Sampler::new(tokens, &[], self.seq_len, self.packing, None)?.num_windows())
     }
 
     /// Returns the minimum number of tokens from which a sequence can be made. Windows of whole documents are padded.
@@ -114,8 +114,8 @@ impl SequenceFormat {
     /// # Errors
     /// If there are too few tokens.
     pub fn sampler(&self, corpus: &Corpus, seed: u64) -> Result<Sampler, TrainError> {
-        let cut = (self.seq_len, self.packing);
-        Ok(Sampler::new(&corpus.train.tokens, &corpus.report.sources, cut, Some(seed))?)
+        let (tokens, sources) = (&corpus.train.tokens, &corpus.report.sources);
+        Ok(Sampler::new(tokens, sources, self.seq_len, self.packing, Some(seed))?)
     }
 }
 
@@ -334,7 +334,7 @@ impl TokenWindows {
     ) -> Result<Self, TrainError> {
         let window_len = sequences.seq_len + 1;
         Ok(TokenWindows {
-            sampler: Sampler::new(&tokens.tokens, sources, (sequences.seq_len, sequences.packing), seed)?,
+            sampler: Sampler::new(&tokens.tokens, sources, sequences.seq_len, sequences.packing, seed)?,
             tokens: tokens.clone(),
             tokenizer_sha256,
             sources: sources.to_vec(),

@@ -35,18 +35,21 @@ pub fn positions_of_batch(
 pub(crate) fn infer_passes(
     config: &Config,
     task: &dyn Task,
-    (rank, num_threads): (Rank, usize),
+    rank: Rank,
+    num_threads: usize,
     batch: &[TensorSpec],
 ) -> Result<ModelProfile, TrainError> {
-    let places = (config.model_place(rank), config.context_place(rank));
-    infer_passes_at(config, task, (places, num_threads), batch)
+    let (place, context) = (config.model_place(rank), config.context_place(rank));
+    infer_passes_at(config, task, place, context, num_threads, batch)
 }
 
 /// Like [`infer_passes`], for a worker at these places of the model and context axes.
 pub(crate) fn infer_passes_at(
     config: &Config,
     task: &dyn Task,
-    ((place, context), num_threads): ((ModelRank, ContextRank), usize),
+    place: ModelRank,
+    context: ContextRank,
+    num_threads: usize,
     batch: &[TensorSpec],
 ) -> Result<ModelProfile, TrainError> {
     let build = |device: &Device, table| task.build(device, table);

@@ -46,7 +46,7 @@ pub(crate) fn resume(
     };
     let checkpoint = find_resume(config, executor.group(), observer)?;
     let state = match &checkpoint {
-        Some(checkpoint) => restore(checkpoint, (config, task), executor, &beginning, observer)?,
+        Some(checkpoint) => restore(checkpoint, config, task, executor, &beginning, observer)?,
         None => beginning,
     };
     if executor.group().rank() == Rank::ROOT && config.checkpoint().enable {
@@ -60,7 +60,8 @@ pub(crate) fn resume(
 /// the run any more, because checkpoints that are removed here cannot be resumed from.
 pub(crate) fn clean_up_after_resume(
     config: &Config,
-    (resumed, validations): (&Checkpoint, &ValidationHistory),
+    resumed: &Checkpoint,
+    validations: &ValidationHistory,
     heartbeat: &Heartbeat,
     observer: &mut dyn Observer,
 ) {
@@ -270,7 +271,8 @@ fn check_newest(folder: &Path, step: u64) -> Result<(), TrainError> {
 /// samples of this run.
 fn restore(
     checkpoint: &Checkpoint,
-    (config, task): (&Config, &dyn Task),
+    config: &Config,
+    task: &dyn Task,
     executor: &mut Executor,
     expected: &TrainingState,
     observer: &mut dyn Observer,

@@ -28,7 +28,8 @@ const GIVEN_FILE: &str = "config.given.toml";
 /// user gave it.
 pub(crate) fn open(
     config: &Config,
-    (comment, given): (&str, Option<&str>),
+    comment: &str,
+    given: Option<&str>,
     executor: &Executor,
     resumed_step: u64,
 ) -> Result<MetricsWriter, TrainError> {

@@ -27,16 +27,18 @@ impl Utilization {
     pub(crate) fn new(
         config: &Config,
         task: &dyn Task,
-        (profile, batch): (&ModelProfile, &[TensorSpec]),
-        (group, num_threads): (&Group, usize),
+        profile: &ModelProfile,
+        batch: &[TensorSpec],
+        group: &Group,
+        num_threads: usize,
         measured_peak: Option<f64>,
     ) -> Result<Self, TrainError> {
-        let places = (config.model_place(group.rank()), config.context_place(group.rank()));
-        let alone = (ModelRank::ALONE, ContextRank::ALONE);
-        let of_microbatch = if places == alone {
+        let (place, context) = (config.model_place(group.rank()), config.context_place(group.rank()));
+        let of_microbatch = if place == ModelRank::ALONE && context == ContextRank::ALONE {
             profile.model_operations()
         } else {
-            infer_passes_at(config, task, (alone, num_threads), batch)?.model_operations()
+            infer_passes_at(config, task, ModelRank::ALONE, ContextRank::ALONE, num_threads, batch)?
+                .model_operations()
         };
         let training = config.training();
         let num_microbatches = training.global_batch_size / training.local_batch_size;

@@ -59,7 +59,7 @@ pub(crate) fn run(command: &CheckpointCommand) -> anyhow::Result<()> {
     match command {
         CheckpointCommand::Inspect { path, json, verify } => inspect(path, *json, *verify, &mut out),
         CheckpointCommand::Export { path, out: target, max_shard_size, dtype, force } => {
-            write_model(path, target, (*max_shard_size, dtype.map(Precision::dtype), *force), &mut out)
+            write_model(path, target, *max_shard_size, dtype.map(Precision::dtype), *force, &mut out)
         }
         CheckpointCommand::List { run_folder } => list(run_folder, &mut out),
     }
@@ -113,7 +113,9 @@ fn verify_source(source: &ModelSource) -> anyhow::Result<()> {
 fn write_model(
     path: &Path,
     target: &Path,
-    (Bytes(shard_bytes_max), dtype, force): (Bytes, Option<DType>, bool),
+    Bytes(shard_bytes_max): Bytes,
+    dtype: Option<DType>,
+    force: bool,
     out: &mut impl Write,
 ) -> anyhow::Result<()> {
     let source = open(path)?;
@@ -363,11 +365,11 @@ mod tests {
     fn an_export_is_a_model_directory() {
         let (run, other) = (run_folder(), tempfile::tempdir().unwrap());
         let target = other.path().join("model");
-        write_model(run.path(), &target, (Bytes(5 << 30), None, false), &mut Vec::new()).unwrap();
+        write_model(run.path(), &target, Bytes(5 << 30), None, false, &mut Vec::new()).unwrap();
         let text = inspected(&target, false, false).unwrap();
         assert!(text.contains("hugging_face") && text.contains("weights: 1 tensors"), "{text}");
         assert!(inspected(&target, false, true).is_err(), "there are no checksums to verify");
-        assert!(write_model(run.path(), &target, (Bytes(1), None, false), &mut Vec::new()).is_err());
+        assert!(write_model(run.path(), &target, Bytes(1), None, false, &mut Vec::new()).is_err());
     }
 
     #[test]

@@ -144,7 +144,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         if prompts.len() > 1 && !args.json {
             writeln!(Output, "--- {} of {} ---", index + 1, prompts.len())?;
         }
-        let ended = generate(args, &settings, (&mut executor, &config, &tokenizer))?;
+        let ended = generate(args, &settings, &mut executor, &config, &tokenizer)?;
         if ended == FinishReason::PositionLimit && !args.json {
             let positions = config.max_positions();
             print_diagnostic(&format!("note: the text ends because the model has {positions} positions"));
@@ -157,7 +157,9 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
 fn generate(
     args: &GenerateArgs,
     settings: &GenerationSettings,
-    (executor, config, tokenizer): (&mut Executor, &ModelConfig, &Tokenizer),
+    executor: &mut Executor,
+    config: &ModelConfig,
+    tokenizer: &Tokenizer,
 ) -> Result<FinishReason> {
     let mut written = Ok(());
     let mut all = String::new();

@@ -125,14 +125,16 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> 
             Workload::Language { model: &model, sequences: sequences_of(&config) }
         }
     };
-    show_all(args, PlannedRun { config: &config, source, workload, workers }, (environment, &simd, started))
+    show_all(args, PlannedRun { config: &config, source, workload, workers }, environment, &simd, started)
 }
 
 /// Shows the plan and, with `--time`, the step time. A worker only measures; the command itself shows the plan and starts the workers.
 fn show_all(
     args: &PlanArgs,
     job: PlannedRun<'_>,
-    (environment, simd, started): (Option<WorkerEnvironment>, &Simd, Instant),
+    environment: Option<WorkerEnvironment>,
+    simd: &Simd,
+    started: Instant,
 ) -> Result<()> {
     let config = job.config;
     let plan = Plan::largest(job)?;

@@ -3,12 +3,13 @@
 use super::host_bytes::HostBytes;
 use super::job::{PlannedRun, Workers};
 use super::limits;
-use super::probe::MeasuredRates;
+use super::probe::{MeasuredRates, MeasuredStep};
 use super::sizes::{batch_memory, state_sizes};
 use anyhow::Result;
 use trireme_base::{Bytes, MemoryUse, Rank, StepEntries, UnitPasses};
 use trireme_comm::Group;
 use trireme_model::{Model, ModelProfile};
+use trireme_optim::Optimizer;
 use trireme_parallel::{Executor, Placements, ValidationBatches, chain};
 use trireme_planner::{
     DryRun, MemoryBounds, MemoryChoices, MemorySearch, OpenChoices, StepTime, peak_moment, step_time,
@@ -114,12 +115,12 @@ impl Plan {
         let program = |place: usize, choices: &StepChoices| lowered(base[place].clone(), choices);
         let places = workers.by_place(config);
         let mesh = config.degrees().state_mesh(workers.world_size);
-        let (of_model, settings) = ((model.table(), &profile), (&options, &optimizer));
         let sizes = |place: usize| {
             let header = &program(place, &given).header;
             let placements = Placements::new(model.table(), header, mesh.clone());
             let parts = placements.parts(model.table(), Rank(places[place].0.rank));
-            state_sizes(of_model, settings, (&parts, num_shards), header, &device)
+            let optimizer = Optimizer::new(&optimizer, model.table(), &parts, &device)?;
+            anyhow::Ok(state_sizes(&profile, &options, optimizer, &parts, num_shards, header))
         };
         let bounds = limits::bounds(config, workers);
         let validation = job.workload.validation(config)?;
@@ -175,8 +176,9 @@ impl Plan {
         let header = &programs[rank.0 / num_of_place].header;
         let mesh = config.degrees().state_mesh(world.world_size());
         let parts = Placements::new(model.table(), header, mesh).parts(model.table(), rank);
-        let limits = (&parts[..], self.bounds.machine);
-        let rates = MeasuredRates::measure(job, &stages, (&model, &profile), limits, &calls, world)?;
+        let step =
+            MeasuredStep { stages: &stages, model: &model, profile: &profile, parts: &parts, calls: &calls };
+        let rates = MeasuredRates::measure(job, step, self.bounds.machine, world)?;
         let Some(rates) = rates else { return Ok(None) };
         let mut time = step_time(&stages, num_of_place, &rates)?;
         // A program that does not drain has several steps.
@@ -252,8 +254,7 @@ pub(super) fn dry_executor(
     let PlannedRun { config, workload, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
     let model = workload.build(&device, config.model_place(Rank(workers.rank))).map_err(TrainError::from)?;
-    let of_model = (model, profile.clone());
-    Ok(new_executor(config, of_model, program, workers.dry_group()?, &device)?)
+    Ok(new_executor(config, model, profile.clone(), program, workers.dry_group()?, &device)?)
 }
 
 /// Dry-runs the program of a job's worker, and a validation.

@@ -37,6 +37,18 @@ pub(super) struct MeasuredRates {
     num_with_own_cores: usize,
 }
 
+/// A step whose kernel calls and operations are measured.
+pub(super) struct MeasuredStep<'a> {
+    /// The entries of the stages, from dry runs.
+    pub(super) stages: &'a [StepEntries],
+    pub(super) model: &'a Model,
+    pub(super) profile: &'a ModelProfile,
+    /// The part of each unit that this worker updates.
+    pub(super) parts: &'a [Range<usize>],
+    /// The kernel calls that the dry runs recorded.
+    pub(super) calls: &'a RecordedCalls,
+}
+
 /// An operation or message: its name, number of ranks, number of elements, and bytes of an element.
 type CommKey = (&'static str, usize, usize, usize);
 
@@ -51,18 +63,16 @@ fn comm_key(issued: &Issued) -> Option<CommKey> {
 }
 
 impl MeasuredRates {
-    /// Measures the calls and operations of a job's `stages`, in the world of its workers on this host. Each worker measures on its own
-    /// device with at most `memory_max` bytes, and updates `parts` of the units. `calls` were recorded in dry runs of the stages. Returns
-    /// the result on the first rank, `None` on the others. Collective.
+    /// Measures the calls and operations of a job's `step`, in the world of its workers on this host. Each worker measures on its own
+    /// device with at most `memory_max` bytes. Returns the result on the first rank, `None` on the others. Collective.
     pub(super) fn measure(
         job: PlannedRun<'_>,
-        stages: &[StepEntries],
-        (model, profile): (&Model, &ModelProfile),
-        (parts, memory_max): (&[Range<usize>], usize),
-        calls: &RecordedCalls,
+        step: MeasuredStep<'_>,
+        memory_max: usize,
         world: Group,
     ) -> Result<Option<Self>> {
         let PlannedRun { config, workers, .. } = job;
+        let MeasuredStep { stages, model, profile, parts, calls } = step;
         let is_root = world.rank() == Rank::ROOT;
         let options = device_options(config, workers.num_threads);
         let (features_max, budget) = (Some(workers.features), Some(memory_max));

@@ -1,26 +1,24 @@
 //! Sizes of state for the planner.
 
-use anyhow::Result;
 use std::ops::Range;
-use std::sync::Arc;
 use trireme_base::DType;
 use trireme_model::{BatchTensor, ModelProfile, UnitProfile};
-use trireme_optim::{Optimizer, OptimizerOptions};
+use trireme_optim::Optimizer;
 use trireme_parallel::ExecutorOptions;
 use trireme_planner::{BatchMemory, StateSizes, UnitSizes};
 use trireme_schedule::{ProgramHeader, StateClass};
-use trireme_tensor::{Device, ParameterTable};
+use trireme_tensor::Device;
 
-/// Returns the sizes of the state of the units that a worker holds. The worker updates `parts` of the units and is one of `num_shards`.
-/// `device` only counts.
+/// Returns the sizes of the state of the units that a worker holds. The worker updates `parts` of the units with `optimizer` and is one
+/// of `num_shards`.
 pub(super) fn state_sizes(
-    (table, profile): (&Arc<ParameterTable>, &ModelProfile),
-    (options, optimizer): (&ExecutorOptions, &OptimizerOptions),
-    (parts, num_shards): (&[Range<usize>], usize),
+    profile: &ModelProfile,
+    options: &ExecutorOptions,
+    mut optimizer: Optimizer,
+    parts: &[Range<usize>],
+    num_shards: usize,
     header: &ProgramHeader,
-    device: &Device,
-) -> Result<StateSizes> {
-    let mut optimizer = Optimizer::new(optimizer, table, parts, device)?;
+) -> StateSizes {
     let gather_bytes = options.gather_precision().dtype().size();
     let as_integers = options.zero_plus_plus.quantized_gradients.is_some();
     let [_, gradient_dtype] = options.gradient_dtypes(header, num_shards, as_integers);
@@ -38,7 +36,7 @@ pub(super) fn state_sizes(
         UnitSizes { state, shard_len, passes: found.passes }
     };
     let units = profile.units.iter().enumerate().map(&mut unit).collect();
-    Ok(StateSizes { units, gather_bytes, gradient_bytes: gradient_dtype.size() })
+    StateSizes { units, gather_bytes, gradient_bytes: gradient_dtype.size() }
 }
 
 pub(super) fn batch_memory(profile: &ModelProfile) -> Vec<BatchMemory> {

@@ -72,12 +72,13 @@ trait Subject: Sync {
         table: ParameterTable,
     ) -> Result<Model, ModelError>;
     fn specs(&self, shape: (usize, usize)) -> Vec<TensorSpec>;
-    /// Returns a rank's part of a batch. `place` is the step and the index of the microbatch.
+    /// Returns a rank's part of a batch. `index` is the microbatch's.
     fn batch(
         &self,
         device: &Device,
         shape: (usize, usize),
-        place: (u64, usize),
+        step: u64,
+        index: usize,
         context: ContextRank,
     ) -> Batch;
 }
@@ -100,7 +101,8 @@ impl Subject for ModelConfig {
         &self,
         device: &Device,
         shape: (usize, usize),
-        (step, index): (u64, usize),
+        step: u64,
+        index: usize,
         context: ContextRank,
     ) -> Batch {
         random_tokens(shape, self.vocab_size, step, index).upload_positions(device, context).unwrap()
@@ -123,7 +125,8 @@ impl Subject for Classifier {
         &self,
         device: &Device,
         (num_samples, _): (usize, usize),
-        (step, index): (u64, usize),
+        step: u64,
+        index: usize,
         _: ContextRank,
     ) -> Batch {
         classifier_batch(device, num_samples, step, index)

@@ -47,23 +47,35 @@ fn start_several<const N: usize>(
 ) -> [Running; N] {
     let num_local = N / 2;
     std::array::from_fn(|rank| {
-        let place = (rank / num_local, rank % num_local);
-        start_at(fixture, hosts, (rank, N), (place, num_local), master_addr, arguments)
+        let (host, local_rank) = (rank / num_local, rank % num_local);
+        let worker = Worker { rank, world_size: N, host, local_rank, num_local };
+        start_at(fixture, hosts, &worker, master_addr, arguments)
     })
 }
 
-/// Starts one worker of a world, with this rank and world size, on the host `host`, with its local rank among `num_local` workers there.
+/// A worker of a world of several workers per host.
+struct Worker {
+    rank: usize,
+    world_size: usize,
+    /// The index of the worker's host.
+    host: usize,
+    local_rank: usize,
+    /// Number of workers on the host.
+    num_local: usize,
+}
+
+/// Starts one worker of a world.
 fn start_at(
     fixture: &Fixture,
     hosts: &[Host; 2],
-    (rank, world_size): (usize, usize),
-    ((host, local_rank), num_local): ((usize, usize), usize),
+    worker: &Worker,
     master_addr: IpAddr,
     arguments: &str,
 ) -> Running {
+    let &Worker { rank, world_size, host, local_rank, num_local } = worker;
     let mut command = hosts[host].command(env!("CARGO_BIN_EXE_trireme"));
     command.args(arguments.split_whitespace());
-    place(fixture, &mut command, (rank, world_size), &master_addr.to_string());
+    place(fixture, &mut command, rank, world_size, &master_addr.to_string());
     command.env("LOCAL_RANK", local_rank.to_string()).env("LOCAL_WORLD_SIZE", num_local.to_string());
     Running::start(command)
 }
@@ -72,7 +84,8 @@ fn start_at(
 pub(crate) fn place(
     fixture: &Fixture,
     command: &mut Command,
-    (rank, world_size): (usize, usize),
+    rank: usize,
+    world_size: usize,
     master_addr: &str,
 ) {
     fixture.prepare(command);
@@ -196,8 +209,10 @@ fn ranks_placed_round_robin_send_no_more() {
         let before = hosts[0].link().traffic();
         let train = format!("train tiny.toml {GIVEN_COSTS} --set run.name={name}");
         let workers: [Running; 4] = std::array::from_fn(|rank| {
-            let place = (host_of(rank), (0..rank).filter(|&other| host_of(other) == host_of(rank)).count());
-            start_at(&fixture, &hosts, (rank, 4), (place, 2), hosts[0].ipv4().into(), &train)
+            let host = host_of(rank);
+            let local_rank = (0..rank).filter(|&other| host_of(other) == host).count();
+            let worker = Worker { rank, world_size: 4, host, local_rank, num_local: 2 };
+            start_at(&fixture, &hosts, &worker, hosts[0].ipv4().into(), &train)
         });
         let [first, others @ ..] = workers.map(Running::end);
         others.into_iter().for_each(|other| drop(other.succeeded()));

@@ -60,7 +60,7 @@ impl Group {
     /// # Panics
     /// If the vector has fewer than `len` elements.
     pub fn send_first<T: Content>(&self, buffer: Buffer<T>, len: usize, to: Rank) -> Work<Buffer<T>> {
-        self.message(Direction::Send, (buffer, len), to)
+        self.message(Direction::Send, buffer, len, to)
     }
 
     /// Fills the vector with the elements that rank `from` [sends](Group::send).
@@ -80,13 +80,14 @@ impl Group {
     /// # Panics
     /// If the vector has fewer than `len` elements.
     pub fn receive_first<T: Content>(&self, buffer: Buffer<T>, len: usize, from: Rank) -> Work<Buffer<T>> {
-        self.message(Direction::Receive, (buffer, len), from)
+        self.message(Direction::Receive, buffer, len, from)
     }
 
     fn message<T: Content>(
         &self,
         direction: Direction,
-        (mut buffer, len): (Buffer<T>, usize),
+        mut buffer: Buffer<T>,
+        len: usize,
         peer: Rank,
     ) -> Work<Buffer<T>> {
         assert!(len <= buffer.len(), "the first {len} of {} elements", buffer.len());
@@ -158,7 +159,8 @@ impl Group {
     pub(crate) fn issue_pair<T: Content>(
         &self,
         operation: Operation,
-        (mut input, mut output): (Buffer<T>, Buffer<T>),
+        mut input: Buffer<T>,
+        mut output: Buffer<T>,
         lens: Option<BlockLens>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         if let Err(error) = check_types(operation, &input, &output) {

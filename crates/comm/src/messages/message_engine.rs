@@ -38,7 +38,8 @@ pub(super) struct PendingMessage {
 impl PendingMessage {
     pub(super) fn new(
         slot: usize,
-        (direction, peer): (Direction, Rank),
+        direction: Direction,
+        peer: Rank,
         operation: Operation,
         storage: Storage,
         issued: Instant,
@@ -281,7 +282,7 @@ impl MessageEngine {
                 }
                 if elapsed >= stall_warning(self.timeout) && !pending.has_warned {
                     pending.has_warned = true;
-                    self.recorder.report_message_stall(&call, (pending.direction, peer), pending.number);
+                    self.recorder.report_message_stall(&call, pending.direction, peer, pending.number);
                 }
             }
         }

@@ -121,16 +121,17 @@ impl Messenger {
         if state.failure.is_none() {
             let issued = Instant::now();
             let num_issued = &mut state.num_issued[peer.0][direction as usize];
-            let way = (direction, peer);
             let event = storage.event();
             if !event.is_done() {
                 event.demand();
                 let queue = Arc::clone(queue);
                 event.on_done(move || queue.wake());
             }
-            let number = queue.recorder.issue_message(way, *num_issued, operation, issued);
+            let number = queue.recorder.issue_message(direction, peer, *num_issued, operation, issued);
             *num_issued += 1;
-            state.submitted.push_back(PendingMessage::new(slot, way, operation, storage, issued, number));
+            state
+                .submitted
+                .push_back(PendingMessage::new(slot, direction, peer, operation, storage, issued, number));
             state.num_pending += 1;
             if state.is_asleep {
                 queue.wake();

@@ -200,7 +200,8 @@ impl GroupRecorder {
     /// Records that a message was issued, the `sequence`-th from its sender to its receiver. Returns its number.
     pub(crate) fn issue_message(
         &self,
-        (direction, peer): (Direction, Rank),
+        direction: Direction,
+        peer: Rank,
         sequence: u64,
         operation: Operation,
         at: Instant,
@@ -269,12 +270,7 @@ impl GroupRecorder {
         self.report_wait(call, &whom, "operation", line);
     }
 
-    pub(crate) fn report_message_stall(
-        &self,
-        call: &Call,
-        (direction, peer): (Direction, Rank),
-        number: u64,
-    ) {
+    pub(crate) fn report_message_stall(&self, call: &Call, direction: Direction, peer: Rank, number: u64) {
         let whom = match direction {
             Direction::Send => format!("for rank {} to receive", self.in_world(peer)),
             Direction::Receive => format!("for rank {} to send", self.in_world(peer)),

@@ -112,12 +112,13 @@ impl GroupConnections {
                 Some(match &seats {
                     Some(seats) => {
                         let socket = connection?.into_socket();
-                        Link::Mpi(MpiLink::new(socket, seats, (Rank(peer), purpose), piece_bytes))
+                        Link::Mpi(MpiLink::new(socket, seats, Rank(peer), purpose, piece_bytes))
                     }
                     None => link(
                         connection?,
                         purpose,
-                        (rank, Rank(peer)),
+                        rank,
+                        Rank(peer),
                         &hosts,
                         memory.as_ref(),
                         options.zero_copy,
@@ -145,8 +146,8 @@ impl GroupConnections {
             .map(|memory| {
                 let areas: Vec<Area> = memory.areas.into_iter().flatten().collect();
                 let members = hosts.ranks(hosts.host_of(rank)).to_vec();
-                let own = (memory.own.arena, memory.own.area);
-                SharedMemory::new(hosts.local_rank(rank), members, areas, own, options)
+                let OwnMemory { arena, area } = memory.own;
+                SharedMemory::new(hosts.local_rank(rank), members, areas, arena, area, options)
             })
             .transpose()?;
         let selection = Selection::new(hosts.clone(), arena.is_some(), Arc::clone(measured), options);
@@ -161,7 +162,8 @@ impl GroupConnections {
 fn link(
     connection: Connection,
     purpose: Purpose,
-    (own, peer): (Rank, Rank),
+    own: Rank,
+    peer: Rank,
     hosts: &Hosts,
     memory: Option<&GroupMemory>,
     zero_copy: bool,

@@ -180,15 +180,15 @@ pub fn stage(
     let tokenizer = choose_tokenizer(options, &inputs, progress)?;
     let options = &with_literal_names(options, &tokenizer);
 
-    let files = (ALL_FILE, has_loss_mask.then_some(ALL_MASK_FILE));
-    let (mut counts, mut ends) = tokenize(options, &inputs, &tokenizer, (&staging, files), progress)?;
+    let mask = has_loss_mask.then_some(ALL_MASK_FILE);
+    let (mut counts, mut ends) = tokenize(options, &inputs, &tokenizer, &staging, ALL_FILE, mask, progress)?;
     // Inputs at the end of the list may have no documents.
     ends.resize(options.inputs.len(), ends.last().copied().unwrap_or(0));
     let SplitCorpus { train, mut validation, cumulative_tokens: tokens_at } =
-        split(options, &staging, (has_loss_mask, &ends), progress)?;
+        split(options, &staging, has_loss_mask, &ends, progress)?;
     if !options.validation_inputs.is_empty() {
-        let files = (VALIDATION_FILE, has_loss_mask.then_some(VALIDATION_MASK_FILE));
-        let (own, _) = tokenize(options, &validation_inputs, &tokenizer, (&staging, files), progress)?;
+        let (name, mask) = (VALIDATION_FILE, has_loss_mask.then_some(VALIDATION_MASK_FILE));
+        let (own, _) = tokenize(options, &validation_inputs, &tokenizer, &staging, name, mask, progress)?;
         counts.add_contents(&own);
         let written = TokenFile::open_unverified(&staging.path(VALIDATION_FILE))?;
         validation =
@@ -376,7 +376,9 @@ fn tokenize(
     options: &PrepareOptions,
     inputs: &Inputs,
     tokenizer: &Tokenizer,
-    (staging, (name, mask_name)): (&Staging, (&str, Option<&str>)),
+    staging: &Staging,
+    name: &str,
+    mask_name: Option<&str>,
     progress: &dyn Progress,
 ) -> Result<(ReadCounts, Vec<u64>), DataError> {
     let reader = CorpusReader::new(options, inputs, tokenizer.space_at_split()?, mask_name.is_some());
@@ -416,7 +418,8 @@ struct SplitCorpus {
 fn split(
     options: &PrepareOptions,
     staging: &Staging,
-    (has_mask, ends): (bool, &[u64]),
+    has_mask: bool,
+    ends: &[u64],
     progress: &dyn Progress,
 ) -> Result<SplitCorpus, DataError> {
     let all_path = staging.path(ALL_FILE);

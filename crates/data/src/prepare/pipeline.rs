@@ -124,7 +124,7 @@ fn tokenize_batch(tokenizer: &Tokenizer, batch: &Batch) -> Result<TokenBatch, Da
                 tokenizer.encode(text, &mut found.tokens)?;
                 true
             }
-            Some(answers) => push_answered(tokenizer, (text, &piece.literal), answers, &mut found)?,
+            Some(answers) => push_answered(tokenizer, text, &piece.literal, answers, &mut found)?,
         };
         found.loss_mask.resize(found.tokens.len(), 1);
         // The record's text may already contain the ending tokens.
@@ -144,7 +144,8 @@ fn tokenize_batch(tokenizer: &Tokenizer, batch: &Batch) -> Result<TokenBatch, Da
 /// whether the document ends with an answer.
 fn push_answered(
     tokenizer: &Tokenizer,
-    (text, literal): (&str, &[usize]),
+    text: &str,
+    literal: &[usize],
     answers: &[Range<usize>],
     found: &mut TokenBatch,
 ) -> Result<bool, DataError> {

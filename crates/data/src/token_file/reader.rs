@@ -69,8 +69,8 @@ impl TokenFile {
         let (header, layout) = Header::parse(start, metadata.len(), path)?;
         let Layout { tokens, documents, checksums } = layout;
         let tables = Tables { documents, checksums, checksum: header.tables_checksum };
-        let ids = (header.dtype, header.vocabulary_size);
-        let file = Self::new(path, file, &metadata, ids, tokens, Some(tables));
+        let Header { dtype, vocabulary_size, .. } = header;
+        let file = Self::new(path, file, &metadata, dtype, vocabulary_size, tokens, Some(tables));
         file.verify_tables()?;
         Ok(file)
     }
@@ -90,7 +90,7 @@ impl TokenFile {
         if actual_bytes == 0 || !actual_bytes.is_multiple_of(2) {
             return Err(DataError::FlatFileLength { path: path.to_owned(), actual_bytes });
         }
-        Self::new(path, file, &metadata, (DType::U16, vocabulary_size), 0..actual_bytes, None)
+        Self::new(path, file, &metadata, DType::U16, vocabulary_size, 0..actual_bytes, None)
             .verified_if_small()
     }
 
@@ -98,7 +98,8 @@ impl TokenFile {
         path: &Path,
         file: File,
         metadata: &Metadata,
-        (dtype, vocabulary_size): (DType, usize),
+        dtype: DType,
+        vocabulary_size: usize,
         tokens: Range<u64>,
         tables: Option<Tables>,
     ) -> Self {

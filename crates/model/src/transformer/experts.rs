@@ -97,8 +97,10 @@ impl MixtureOfExperts {
     fn apply_experts(
         &self,
         cx: &mut UnitContext<'_>,
-        (rows, [starts, places]): (Var, [&Var; 2]),
-        (for_shared, x): (Option<Var>, Var),
+        rows: Var,
+        [starts, places]: [&Var; 2],
+        for_shared: Option<Var>,
+        x: Var,
     ) -> Result<[Var; 2], DeviceError> {
         match &self.experts {
             Experts::Local([into, back]) => {
@@ -159,7 +161,7 @@ impl Sublayer for MixtureOfExperts {
             weights = cx.apply(&CopyToRanks, [weights])?;
         }
         let rows = cx.apply(&SpreadRows, [tokens, (&order).into(), (&places).into()])?;
-        let [rows, x] = self.apply_experts(cx, (rows, [&starts, &places]), (for_shared, x))?;
+        let [rows, x] = self.apply_experts(cx, rows, [&starts, &places], for_shared, x)?;
         cx.apply(&self.combine, [rows, order, places, weights, x])
     }
 }

@@ -124,14 +124,16 @@ impl Golden {
             self.device.empty([shape.0, shape.1].into(), DType::U32, Category::Activations).unwrap();
         self.device.upload(ids, tokens.view_mut());
         let mut batch = [(TOKENS, tokens)].into_iter().collect();
-        let (_, made) = self.forward((Recording::Off, Precision::F32, 1.0), &mut batch, past);
+        let (_, made) = self.forward(Recording::Off, Precision::F32, 1.0, &mut batch, past);
         self.device.read(made.get(LOGITS).unwrap().view())
     }
 
     /// Runs all units forward with one tape per unit, like the executor. Returns the passes and the last unit's outputs.
     fn forward(
         &self,
-        (recording, precision, loss_scale): (Recording, Precision, f32),
+        recording: Recording,
+        precision: Precision,
+        loss_scale: f32,
         batch: &mut Batch,
         mut past: Option<&mut KvCache>,
     ) -> (Vec<UnitPass>, Bundle<Tensor>) {
@@ -169,7 +171,7 @@ impl Golden {
         }
         let mut batch = samples.upload(&self.device).unwrap();
         let recording = if sink.is_some() { Recording::On } else { Recording::Off };
-        let (mut passes, mut grads) = self.forward((recording, precision, loss_scale), &mut batch, None);
+        let (mut passes, mut grads) = self.forward(recording, precision, loss_scale, &mut batch, None);
         if let Some(sink) = sink {
             for pass in passes.iter_mut().rev() {
                 pass.backward(&self.parameters, grads, &mut batch, sink).unwrap();

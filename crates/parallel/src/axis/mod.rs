@@ -190,9 +190,9 @@ impl DtypeExchanges {
         waiting: &mut WaitTracker,
     ) -> Result<(Pending<Buffer<Untyped>>, usize, ExchangeKind)> {
         let StartedExchange { kind, len, vector, sent } = lock(&self.pending).remove(number);
-        let vector = waiting.wait_on_device(vector, (self.dtype(), len), device)?;
+        let vector = waiting.wait_on_device(vector, self.dtype(), len, device)?;
         if let Some(sent) = sent {
-            let sent = waiting.wait_on_device(sent, (self.dtype(), len), device)?;
+            let sent = waiting.wait_on_device(sent, self.dtype(), len, device)?;
             // The result may overwrite the memory that was sent.
             device.wait_for(&sent.event());
             self.pool().release_buffer(len, sent);
@@ -237,13 +237,13 @@ impl AxisOps for GroupAxis {
             ExchangeKind::AllGather => (own_len * degree, rank * own_len),
             _ => (own_len, 0),
         };
-        lane.issue(kind, lane.pool().send(device, (values, start), len)?)
+        lane.issue(kind, lane.pool().send(device, values, start, len)?)
     }
 
     fn finish(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()> {
         let lane = self.exchanges_of(result.dtype());
         let (vector, len, kind) = lane.take(device, exchange, &mut self.waiting())?;
-        lane.pool().receive(device, (vector, len), lane.first(kind, result.shape()), result);
+        lane.pool().receive(device, vector, len, lane.first(kind, result.shape()), result);
         Ok(())
     }
 

@@ -180,7 +180,7 @@ impl DtypeExchanges {
             let (sent, received) = (part(rank, to), part(from, rank));
             if !sent.is_empty() {
                 let (mut buffer, num_sent) = (started.take(), sent.len());
-                started.copy_in(device, (values, to, sent), (&mut buffer, 0));
+                started.copy_in(device, values, to, sent, &mut buffer, 0);
                 let work = group.send_first(Buffer::pending(buffer, self.dtype(), len), num_sent, Rank(to));
                 started.in_flight.push_back((round, Transfer::Send(work)));
             }
@@ -202,7 +202,7 @@ impl DtypeExchanges {
         for to in 0..degree {
             let part = piece(self.dtype(), started.runs.lens[rank * degree + to], round);
             let num_sent = part.len();
-            started.copy_in(device, (values, to, part), (&mut input, at));
+            started.copy_in(device, values, to, part, &mut input, at);
             at += num_sent;
         }
         let [input, output] =
@@ -225,12 +225,12 @@ impl DtypeExchanges {
             let (round, transfer) = started.in_flight.pop_front().expect("there is one");
             match transfer {
                 Transfer::Send(work) => {
-                    let buffer = waiting.wait_on_device(work, (self.dtype(), len), device)?;
+                    let buffer = waiting.wait_on_device(work, self.dtype(), len, device)?;
                     started.give(device, buffer);
                 }
                 Transfer::Receive { work, from, part } => {
-                    let mut buffer = waiting.wait_on_device(work, (self.dtype(), len), device)?;
-                    started.copy_out(device, (&mut buffer, 0), (from, part, result.reborrow()));
+                    let mut buffer = waiting.wait_on_device(work, self.dtype(), len, device)?;
+                    started.copy_out(device, &mut buffer, 0, from, part, result.reborrow());
                     started.give(device, buffer);
                 }
                 Transfer::Hierarchical(work) => {
@@ -239,7 +239,7 @@ impl DtypeExchanges {
                     for from in 0..degree {
                         let part = piece(self.dtype(), started.runs.lens[from * degree + rank], round);
                         let num_received = part.len();
-                        started.copy_out(device, (&mut output, at), (from, part, result.reborrow()));
+                        started.copy_out(device, &mut output, at, from, part, result.reborrow());
                         at += num_received;
                     }
                     [input.into_memory(), output].into_iter().for_each(|buffer| started.give(device, buffer));
@@ -265,8 +265,11 @@ impl RowExchange {
     fn copy_in(
         &self,
         device: &Device,
-        (values, to, part): (View<'_>, usize, Range<usize>),
-        (buffer, at): (&mut Pending<Buffer<Untyped>>, usize),
+        values: View<'_>,
+        to: usize,
+        part: Range<usize>,
+        buffer: &mut Pending<Buffer<Untyped>>,
+        at: usize,
     ) {
         for (place, run) in ExchangedRuns::within(&self.runs.sent[to], part) {
             let values = values.part(run.start, [run.len()].into());
@@ -278,8 +281,11 @@ impl RowExchange {
     fn copy_out(
         &self,
         device: &Device,
-        (buffer, at): (&mut Pending<Buffer<Untyped>>, usize),
-        (from, part, mut result): (usize, Range<usize>, ViewMut<'_>),
+        buffer: &mut Pending<Buffer<Untyped>>,
+        at: usize,
+        from: usize,
+        part: Range<usize>,
+        mut result: ViewMut<'_>,
     ) {
         for (place, run) in ExchangedRuns::within(&self.runs.received[from], part) {
             let result = result.reborrow().into_part(run.start, [run.len()].into());

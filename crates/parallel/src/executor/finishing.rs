@@ -171,7 +171,7 @@ impl Executor {
     pub(super) fn square(&mut self, unit: usize) -> Result<()> {
         let device = self.gradients.reduced_device(unit);
         let grads = Values::in_f32(device, self.gradients.reduced(unit), Category::Communication)?;
-        self.optimization.squares.take(unit, (grads.view(), self.gradients.part(unit)), device)
+        self.optimization.squares.take(unit, grads.view(), self.gradients.part(unit), device)
     }
 
     /// Waits for all reductions. Returns the mean loss over the global batch, and the time that this rank has waited in this step.

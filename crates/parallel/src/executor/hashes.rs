@@ -63,28 +63,39 @@ impl HashRecorder {
     }
 }
 
-/// Adds the hashes of a unit's elements to `hashes`, which has one entry for each parameter. `values` are the elements `part` of the unit.
-/// Only elements of which `rank` is the first holder count.
-pub(crate) fn add_unit(
-    hashes: &mut [u64],
-    unit: usize,
-    (table, placements, rank): (&ParameterTable, &Placements, Rank),
-    (values, part): (View<'_>, &Range<usize>),
-    device: &Device,
-) {
-    for index in table.units()[unit].parameters.clone() {
-        let info = &table.parameters()[index];
-        let Some(held) = info.stored(part) else { continue };
-        if !placements.tensors()[index].is_first_holder(placements.mesh(), rank) {
-            continue;
-        }
-        for start in held.clone().step_by(CHUNK_LEN) {
-            let chunk = start..held.end.min(start + CHUNK_LEN);
-            let first = info.offset + chunk.start - part.start;
-            let bits = device.read::<u32>(values.part(first, [chunk.len()].into()));
-            for (first, run) in info.runs(chunk.clone()) {
-                let sum = sum(first, &bits[run.start - chunk.start..run.end - chunk.start]);
-                hashes[index] = hashes[index].wrapping_add(sum);
+/// Hashes the elements of parameters that a rank stores. An element that several ranks store counts on the first of them.
+pub(crate) struct ParameterHasher<'a> {
+    pub(crate) table: &'a ParameterTable,
+    pub(crate) placements: &'a Placements,
+    pub(crate) rank: Rank,
+}
+
+impl ParameterHasher<'_> {
+    /// Adds the hashes of a unit's elements to `hashes`, which has one entry for each parameter. `values` are the elements `part` of the
+    /// unit.
+    pub(crate) fn add_unit(
+        &self,
+        hashes: &mut [u64],
+        unit: usize,
+        values: View<'_>,
+        part: &Range<usize>,
+        device: &Device,
+    ) {
+        let ParameterHasher { table, placements, rank } = *self;
+        for index in table.units()[unit].parameters.clone() {
+            let info = &table.parameters()[index];
+            let Some(held) = info.stored(part) else { continue };
+            if !placements.tensors()[index].is_first_holder(placements.mesh(), rank) {
+                continue;
+            }
+            for start in held.clone().step_by(CHUNK_LEN) {
+                let chunk = start..held.end.min(start + CHUNK_LEN);
+                let first = info.offset + chunk.start - part.start;
+                let bits = device.read::<u32>(values.part(first, [chunk.len()].into()));
+                for (first, run) in info.runs(chunk.clone()) {
+                    let sum = sum(first, &bits[run.start - chunk.start..run.end - chunk.start]);
+                    hashes[index] = hashes[index].wrapping_add(sum);
+                }
             }
         }
     }

@@ -96,14 +96,14 @@ impl Executor {
         let stepped = if state.is_trained() { parts.clone() } else { vec![0..0; parts.len()] };
         let optimizer = make(optimizer, table, &stepped, &optimizer_device)?;
         let exchanges = ShardExchange::of_units(&ranks, header, &optimizer_device, device);
-        let devices = (device, offload.device_of(&state, state.class_of_weights(), device));
-        let precision = (options.gather_precision(), options.zero_plus_plus);
-        let parameters = RankParameters::new((table, parts), header, precision, &ranks, devices)?;
+        let shards_device = offload.device_of(&state, state.class_of_weights(), device);
+        let parameters = RankParameters::new(table, parts, header, &options, &ranks, device, shards_device)?;
 
         // Communication between units: the pipeline.
         let messages = PendingMessages::new(&ranks, header.num_microbatches, device);
-        let devices = (device, offload.device_of(&state, StateClass::Gradients, device));
-        let mut gradients = Gradients::new(table, header, &ranks, devices, &messages.pool, &options)?;
+        let shards_device = offload.device_of(&state, StateClass::Gradients, device);
+        let mut gradients =
+            Gradients::new(table, header, &ranks, device, shards_device, &messages.pool, &options)?;
         if optimizer.exchanges_momentum() {
             gradients.reserve_for_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
         }

@@ -92,7 +92,7 @@ impl PendingMessages {
         waiting: &mut WaitTracker,
     ) -> Result<Bundle<Tensor>> {
         let device = self.pool.device();
-        let mut buffer = waiting.wait_on_device(work, (DType::F32, len), device)?;
+        let mut buffer = waiting.wait_on_device(work, DType::F32, len, device)?;
         let (mut tensors, mut first) = (Bundle::new(), 0);
         for spec in specs {
             let mut tensor = device.empty(spec.shape, spec.dtype, Category::Activations)?;

@@ -1,6 +1,6 @@
 //! Hashes of gradients and parameters, to compare runs.
 
-use super::hashes::{add_unit, sum_over_ranks};
+use super::hashes::{ParameterHasher, sum_over_ranks};
 use super::{Executor, HashRecorder, StepHashes};
 use crate::error::{ParallelError, Result};
 use std::sync::Arc;
@@ -29,9 +29,10 @@ impl Executor {
         let table = Arc::clone(self.model.table());
         let mut hashes = vec![0; table.parameters().len()];
         self.for_each_held(self.class_of_weights(), false, |executor, unit| {
-            let place = (&*table, &executor.placements, executor.group().rank());
-            let values = (executor.shard(unit), &executor.parts()[unit]);
-            add_unit(&mut hashes, unit, place, values, executor.shard_device());
+            let rank = executor.group().rank();
+            let hasher = ParameterHasher { table: &table, placements: &executor.placements, rank };
+            let (values, part) = (executor.shard(unit), &executor.parts()[unit]);
+            hasher.add_unit(&mut hashes, unit, values, part, executor.shard_device());
             Ok::<_, ParallelError>(())
         })?;
         sum_over_ranks(self.group(), &mut hashes)?;

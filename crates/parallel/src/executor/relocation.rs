@@ -72,9 +72,9 @@ impl Executor {
         self.timeline = Timeline::new(self.program.actions.len());
         self.forward_program = forward_program(header)?;
         let shards_device = self.moves.options.device_of(&header.state, StateClass::Gradients, &self.device);
-        let devices = (&self.device, shards_device);
-        let (table, messages) = (self.model.table(), &self.messages.pool);
-        self.gradients = Gradients::new(table, header, &self.ranks, devices, messages, &self.options)?;
+        let (table, device, messages) = (self.model.table(), &self.device, &self.messages.pool);
+        self.gradients =
+            Gradients::new(table, header, &self.ranks, device, shards_device, messages, &self.options)?;
         self.moves.is_squared.fill(false);
         Ok(())
     }

@@ -55,7 +55,7 @@ impl Executor {
         let Incoming { work, len } =
             messages.receive(parameters.tied_copy_mut().shape().num_elements(), from)?;
         let vector =
-            messages.pool.wrap_received(waiting.wait_on_device(work, (DType::F32, len), device)?, len)?;
+            messages.pool.wrap_received(waiting.wait_on_device(work, DType::F32, len, device)?, len)?;
         device.convert(vector.view(), parameters.tied_copy_mut());
         messages.pool.release(vector);
         Ok(())
@@ -99,7 +99,7 @@ impl Executor {
             let (Incoming { work, len }, pool) = (incoming, &messages.pool);
             tied.put(
                 microbatch,
-                pool.wrap_received(waiting.wait_on_device(work, (DType::F32, len), device)?, len)?,
+                pool.wrap_received(waiting.wait_on_device(work, DType::F32, len, device)?, len)?,
             );
         }
         Ok(())

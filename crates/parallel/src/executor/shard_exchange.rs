@@ -45,9 +45,9 @@ impl ShardOps for ShardExchange {
     fn sum(&mut self, mut values: ViewMut<'_>) -> Result<()> {
         let len = values.shape().num_elements();
         for pool in self.sums.iter().filter(|pool| pool.group().world_size() > 1) {
-            let buffer = pool.send(&self.device, (values.as_view(), 0), len)?;
+            let buffer = pool.send(&self.device, values.as_view(), 0, len)?;
             let buffer = pool.group().all_reduce(buffer, ReduceOp::Sum).wait()?;
-            pool.receive(&self.device, (buffer.into_memory(), len), 0, values.reborrow());
+            pool.receive(&self.device, buffer.into_memory(), len, 0, values.reborrow());
         }
         Ok(())
     }
@@ -60,17 +60,16 @@ impl ShardOps for ShardExchange {
         let len = whole.shape().num_elements();
         let len_exchanged = len.next_multiple_of(NUM_LEAVES);
         let own = whole.reborrow().into_part(part.start, [part.len()].into());
-        let own = (own.as_view(), part.start);
-        let buffer = self.gathers.send(&self.device, own, len_exchanged)?;
+        let buffer = self.gathers.send(&self.device, own.as_view(), part.start, len_exchanged)?;
         let buffer = self.gathers.group().all_gather(buffer).wait()?;
-        self.gathers.receive(&self.device, (buffer.into_memory(), len_exchanged), 0, whole);
+        self.gathers.receive(&self.device, buffer.into_memory(), len_exchanged, 0, whole);
         Ok(())
     }
 
     fn join(&mut self, info: &ParameterInfo, part: View<'_>, whole: ViewMut<'_>) -> Result<()> {
         let AxisRank { rank, degree } = info.place;
         let len = part.shape().num_elements();
-        let buffer = self.parts.send(&self.device, (part, rank * len), degree * len)?;
+        let buffer = self.parts.send(&self.device, part, rank * len, degree * len)?;
         let buffer = self.parts.group().all_gather(buffer).wait()?;
         self.device.fill(whole, |values| {
             for info in AxisRank::all(degree).map(|place| info.at(place)) {

@@ -6,7 +6,7 @@
 //!
 //! A unit whose compression would save nothing exchanges gradients in every step. The update is the same.
 
-use super::hashes::add_unit;
+use super::hashes::ParameterHasher;
 use super::{Executor, Optimization};
 use crate::error::{ParallelError, Result};
 use crate::memory::{on_device, update_on_device};
@@ -79,11 +79,11 @@ impl Executor {
         let sum = on_device(gradients.for_update(unit), gradients.update_device(unit), device, category)?;
         let sum = Values::in_f32(device, sum.view(), category)?;
         let table = self.model.table();
-        let place = (&**table, &self.placements, ranks.world().rank());
+        let rank = ranks.world().rank();
+        let hasher = ParameterHasher { table, placements: &self.placements, rank };
         let mut hashes = hashes.of_step(step, table.parameters().len());
         if let Some(hashes) = &mut hashes {
-            let values = (sum.view(), &parameters.parts()[unit]);
-            add_unit(&mut hashes.gradients, unit, place, values, device);
+            hasher.add_unit(&mut hashes.gradients, unit, sum.view(), &parameters.parts()[unit], device);
         }
         let from = parameters.shard_device().clone();
         update_on_device(parameters.shard_mut(unit), &from, device, category, |shard| {
@@ -97,8 +97,8 @@ impl Executor {
         })?;
         drop(sum);
         if let Some(hashes) = hashes {
-            let values = (parameters.shard(unit), &parameters.parts()[unit]);
-            add_unit(&mut hashes.parameters, unit, place, values, &from);
+            let (values, part) = (parameters.shard(unit), &parameters.parts()[unit]);
+            hasher.add_unit(&mut hashes.parameters, unit, values, part, &from);
         }
         self.gradients.free_gathered(unit);
         self.moves.changed[unit] = true;

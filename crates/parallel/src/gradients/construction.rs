@@ -22,7 +22,8 @@ impl Gradients {
         table: &Arc<ParameterTable>,
         header: &ProgramHeader,
         ranks: &Arc<RankGrid>,
-        (device, shards_device): (&Device, &Device),
+        device: &Device,
+        shards_device: &Device,
         messages: &Pool,
         options: &ExecutorOptions,
     ) -> Result<Self> {

@@ -249,8 +249,9 @@ impl Gradients {
         }
         let is_rounded_apart = state.reduction.is_block_rounded() && self.block_rounded.has(unit);
         if let Some(wide) = state.reducible.as_mut().filter(|_| is_rounded_apart) {
-            let own = (wide.part_mut(state.own.clone()), state.own.clone());
-            self.block_rounded.broadcast_first(unit, own, &mut self.waiting)?;
+            let own = state.own.clone();
+            let values = wide.part_mut(own.clone());
+            self.block_rounded.broadcast_first(unit, values, own, &mut self.waiting)?;
         }
         if let Some(shard) = &mut state.shard {
             let sum = state.reduction.view(&state.reducible);

@@ -60,7 +60,8 @@ impl SquaredNorms {
     pub(crate) fn take(
         &mut self,
         unit: usize,
-        (gradient, part): (View<'_>, Range<usize>),
+        gradient: View<'_>,
+        part: Range<usize>,
         on: &Device,
     ) -> Result<()> {
         let (counted, mut sum) = (&self.counted[unit], sum_of(&mut self.sums, unit));

@@ -15,12 +15,12 @@ pub(crate) fn on_device<'a>(
         return Ok(Values::Stored(values));
     }
     let mut copy = to.empty(values.shape(), values.dtype(), category)?;
-    copy_across((values, from), (copy.view_mut(), to));
+    copy_across(values, from, copy.view_mut(), to);
     Ok(Values::Converted(copy))
 }
 
 /// `y = x`, for devices that share no memory, through host memory.
-fn copy_across((x, from): (View<'_>, &Device), (y, to): (ViewMut<'_>, &Device)) {
+fn copy_across(x: View<'_>, from: &Device, y: ViewMut<'_>, to: &Device) {
     let bytes: Vec<u8> = from.read(x.as_bytes());
     to.upload(&bytes, y);
 }
@@ -40,8 +40,8 @@ pub(crate) fn update_on_device<E: From<ParallelError>>(
     let refused = |error: DeviceError| E::from(error.into());
     let copy: Result<Tensor, DeviceError> = to.empty(values.shape(), values.dtype(), category);
     let mut copy = copy.map_err(refused)?;
-    copy_across((values.as_view(), from), (copy.view_mut(), to));
+    copy_across(values.as_view(), from, copy.view_mut(), to);
     work(copy.view_mut())?;
-    copy_across((copy.view(), to), (values.reborrow(), from));
+    copy_across(copy.view(), to, values.reborrow(), from);
     Ok(())
 }

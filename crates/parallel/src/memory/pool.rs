@@ -122,7 +122,8 @@ impl Pool {
     pub(crate) fn send(
         &self,
         device: &Device,
-        (values, at): (View<'_>, usize),
+        values: View<'_>,
+        at: usize,
         len: usize,
     ) -> Result<Buffer<Untyped>> {
         let mut buffer = self.take_buffer(len)?;
@@ -136,7 +137,8 @@ impl Pool {
     pub(crate) fn receive(
         &self,
         device: &Device,
-        (mut buffer, len): (Pending<Buffer<Untyped>>, usize),
+        mut buffer: Pending<Buffer<Untyped>>,
+        len: usize,
         at: usize,
         result: ViewMut<'_>,
     ) {

@@ -165,7 +165,7 @@ impl PendingVector {
     #[track_caller]
     pub(crate) fn wait(self, device: &Device, waiting: &mut WaitTracker) -> Result<ExchangeVector> {
         let PendingVector { work, dtype, len, part } = self;
-        Ok(ExchangeVector::end_exchange(waiting.wait_on_device(work, (dtype, len), device)?, part, device))
+        Ok(ExchangeVector::end_exchange(waiting.wait_on_device(work, dtype, len, device)?, part, device))
     }
 
     /// Waits for the exchange of a vector for the [host](ExchangeVector::new_for_host), and takes it back without a copy to the device.

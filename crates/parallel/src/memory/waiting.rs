@@ -41,7 +41,8 @@ impl WaitTracker {
     pub(crate) fn wait_on_device(
         &mut self,
         work: impl Into<FusedWork>,
-        (dtype, len): (DType, usize),
+        dtype: DType,
+        len: usize,
         device: &Device,
     ) -> Result<Pending<Buffer<Untyped>>> {
         let work = work.into();
@@ -94,7 +95,7 @@ mod tests {
             let mut sum = || {
                 let vector = group.buffer_of(DType::F32, 10, PageSize::Base).unwrap();
                 waiting
-                    .wait_on_device(group.all_reduce(vector, ReduceOp::Sum), (DType::F32, 10), &device)
+                    .wait_on_device(group.all_reduce(vector, ReduceOp::Sum), DType::F32, 10, &device)
                     .unwrap();
                 waiting.await_outcomes()
             };
@@ -119,9 +120,7 @@ mod tests {
                         return;
                     }
                     let (device, mut waiting) = (detached(), WaitTracker::default());
-                    waiting
-                        .wait_on_device(group.receive(vector, Rank(1)), (DType::F32, 10), &device)
-                        .unwrap();
+                    waiting.wait_on_device(group.receive(vector, Rank(1)), DType::F32, 10, &device).unwrap();
                     group.barrier().wait().unwrap();
                     waiting.await_outcomes().unwrap();
                 });

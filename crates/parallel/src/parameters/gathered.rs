@@ -52,7 +52,8 @@ impl GatheredUnits {
         header: &ProgramHeader,
         methods: ZeroPlusPlus,
         ranks: &RankGrid,
-        (device, dtype): (&Device, DType),
+        device: &Device,
+        dtype: DType,
     ) -> Result<Self> {
         let is_kept = !header.state.is_sharded(StateClass::Parameters);
         let category = if is_kept { Category::Parameters } else { Category::Communication };
@@ -144,8 +145,9 @@ impl GatheredUnits {
                 let mut whole = self.pool.take(info.padded_len())?;
                 let packed = self.packed.as_ref().expect("it was packed by this");
                 packed.finish(info, messages, &mut whole, waiting)?;
-                let all = (whole.part_mut(0..info.num_elements), 0..info.num_elements);
-                self.rounded_apart.broadcast_first(unit, all, waiting)?;
+                let all = 0..info.num_elements;
+                let values = whole.part_mut(all.clone());
+                self.rounded_apart.broadcast_first(unit, values, all, waiting)?;
                 whole
             }
             other => {
@@ -228,7 +230,7 @@ mod tests {
             let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
             let methods = ZeroPlusPlus { quantized_weights: true, ..ZeroPlusPlus::NONE };
             let mut wholes =
-                GatheredUnits::new(&table, &header, methods, &ranks, (&device, DType::F32)).unwrap();
+                GatheredUnits::new(&table, &header, methods, &ranks, &device, DType::F32).unwrap();
             // Elements of the split parameter are larger on one rank of the axis, and so are the rounding steps of the whole quantization
             // block.
             let value =

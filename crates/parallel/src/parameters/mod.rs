@@ -12,7 +12,7 @@ pub(crate) use replicated::ReplicatedParameters;
 use crate::error::Result;
 use crate::layout::RankGrid;
 use crate::memory::WaitTracker;
-use crate::step::ZeroPlusPlus;
+use crate::step::ExecutorOptions;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
@@ -41,21 +41,24 @@ pub(crate) struct RankParameters {
 }
 
 impl RankParameters {
-    /// Allocates zeros. `parts` are the elements of each unit that this rank updates. A rank that has all parameters and does not train
-    /// allocates nothing: [`set_all`](RankParameters::set_all) provides its parameters. Parameters are gathered in `precision`. The
-    /// `methods` of ZeRO++ apply if `ranks` are split by host. Shards that are separate from full units are on `shards_device`.
+    /// Allocates zeros, of which this rank updates `parts`. A rank that has all parameters and does not train allocates nothing:
+    /// [`set_all`](RankParameters::set_all) provides its parameters. The methods of ZeRO++ apply if `ranks` are split by host. Shards that
+    /// are separate from full units are on `shards_device`.
     pub(crate) fn new(
-        (table, parts): (&Arc<ParameterTable>, Vec<Range<usize>>),
+        table: &Arc<ParameterTable>,
+        parts: Vec<Range<usize>>,
         header: &ProgramHeader,
-        (precision, methods): (Precision, ZeroPlusPlus),
+        options: &ExecutorOptions,
         ranks: &RankGrid,
-        (device, shards_device): (&Device, &Device),
+        device: &Device,
+        shards_device: &Device,
     ) -> Result<Self> {
+        let (precision, methods) = (options.gather_precision(), options.zero_plus_plus);
         let state = &header.state;
         let is_kept = !state.is_sharded(StateClass::Parameters);
         // With a single shard, the shard is the full unit.
         let is_whole = is_kept && ranks.state.shared.update_group(header).world_size() == 1;
-        let gathered = || GatheredUnits::new(table, header, methods, ranks, (device, precision.dtype()));
+        let gathered = || GatheredUnits::new(table, header, methods, ranks, device, precision.dtype());
         let wholes = (!is_whole).then(gathered).transpose()?;
         let shards = match precision {
             // A rank that does not train takes over existing parameters.

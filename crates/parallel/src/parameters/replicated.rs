@@ -103,10 +103,10 @@ impl ReplicatedParameters {
         for Run { range, pool } in &self.units[unit] {
             let device = pool.device();
             let mut terms = values.reborrow().into_part(range.start, [range.len()].into());
-            let buffer = pool.send(device, (terms.reborrow().as_view(), 0), range.len())?;
+            let buffer = pool.send(device, terms.reborrow().as_view(), 0, range.len())?;
             let sum = pool.group().all_reduce(buffer, ReduceOp::Sum);
-            let buffer = waiting.wait_on_device(sum, (pool.dtype(), range.len()), device)?;
-            pool.receive(device, (buffer, range.len()), 0, terms);
+            let buffer = waiting.wait_on_device(sum, pool.dtype(), range.len(), device)?;
+            pool.receive(device, buffer, range.len(), 0, terms);
         }
         Ok(())
     }
@@ -116,7 +116,8 @@ impl ReplicatedParameters {
     pub(crate) fn broadcast_first(
         &self,
         unit: usize,
-        (mut values, part): (ViewMut<'_>, Range<usize>),
+        mut values: ViewMut<'_>,
+        part: Range<usize>,
         waiting: &mut WaitTracker,
     ) -> Result<()> {
         for Run { range, pool } in &self.units[unit] {
@@ -128,16 +129,16 @@ impl ReplicatedParameters {
             let mut own = values.reborrow().into_part(start - part.start, [len].into());
             let is_first = group.rank() == Rank::ROOT;
             let buffer = if is_first {
-                pool.send(device, (own.reborrow().as_view(), 0), len)?
+                pool.send(device, own.reborrow().as_view(), 0, len)?
             } else {
                 Buffer::pending(pool.take_buffer(len)?, pool.dtype(), len)
             };
             let buffer =
-                waiting.wait_on_device(group.broadcast(buffer, Rank::ROOT), (pool.dtype(), len), device)?;
+                waiting.wait_on_device(group.broadcast(buffer, Rank::ROOT), pool.dtype(), len, device)?;
             if is_first {
                 pool.release_buffer(len, buffer)
             } else {
-                pool.receive(device, (buffer, len), 0, own)
+                pool.receive(device, buffer, len, 0, own)
             }
         }
         Ok(())

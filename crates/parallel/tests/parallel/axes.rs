@@ -71,8 +71,7 @@ fn executor(config: &ModelConfig, group: Group, num_ranks: usize, layout: &Layou
     let num_of_samples =
         layout.tensor * layout.context.0 * layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
     let data_degree = num_ranks / num_of_samples;
-    let model = (&build as crate::common::Build<'_>, &token_specs(SHAPE.0, SHAPE.1)[..]);
-    laid_out_model(model, group, 1, MICROBATCHES / data_degree, layout)
+    laid_out_model(&build, &token_specs(SHAPE.0, SHAPE.1), group, 1, MICROBATCHES / data_degree, layout)
 }
 
 fn train(config: &ModelConfig, num_ranks: usize, num_steps: u64, layout: &Layout<'_>) -> Found {

@@ -188,7 +188,7 @@ fn run_on<T: Send>(
     run_ranks_on(case.hosts, |group| {
         let build = |device: &Device, table| model.build_into(table, SHAPE.1, device);
         let specs = token_specs(SHAPE.0, SHAPE.1);
-        rank(&mut laid_out_model((&build, &specs), group, 1, accumulation, &layout))
+        rank(&mut laid_out_model(&build, &specs, group, 1, accumulation, &layout))
     })
 }
 

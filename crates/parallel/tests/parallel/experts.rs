@@ -110,7 +110,7 @@ fn build(_: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
 
 /// Returns the losses and norms of the steps, and the weights of all ranks.
 fn run(layout: &Layout<'_>, world_size: usize, accumulation: usize) -> (Vec<[u64; 2]>, Vec<u32>) {
-    train_classifier(build, SAMPLES, layout, (world_size, accumulation))
+    train_classifier(build, SAMPLES, layout, world_size, accumulation)
 }
 
 #[test]

@@ -64,7 +64,7 @@ impl Golden {
         let build = |device: &Device, table| self.config.build_into(table, seq_len, device);
         let layout =
             Layout { tensor: 2, experts: 2, optimizer_options: Some(optimizer), ..Layout::default() };
-        let mut executor = laid_out_model((&build, &token_specs(1, seq_len)), group, 1, 1, &layout);
+        let mut executor = laid_out_model(&build, &token_specs(1, seq_len), group, 1, 1, &layout);
         executor
             .load_parameters(|info, held, values| {
                 let whole = floats(&self.weights, &info.name);
@@ -79,7 +79,7 @@ impl Golden {
     }
 
     /// Runs a step on two windows, starting at the window `first`. Returns the loss.
-    fn step(&self, executor: &mut Executor, name: &str, first: usize, (step, lr): (u64, f64)) -> f64 {
+    fn step(&self, executor: &mut Executor, name: &str, first: usize, step: u64, lr: f64) -> f64 {
         let (ids, len) = self.windows(name);
         let window = &ids[(first + executor.global_microbatch(0)) * len..][..len];
         let mut samples = HostBatch::new(&token_specs(1, len - 1));
@@ -119,7 +119,7 @@ fn tensor_and_expert_parallel_models_are_those_of_transformers() {
                 let is_near = |(found, expected): (&f32, &f32)| (found - expected).abs() < LOGITS_TOLERANCE;
                 assert!(found.iter().zip(expected).all(is_near), "{name}: logits at {last}");
             }
-            let loss = golden.step(&mut executor, "input_ids", 0, (1, 1e3));
+            let loss = golden.step(&mut executor, "input_ids", 0, 1, 1e3);
             let expected = f64::from(floats(&golden.reference, "loss")[0]);
             assert!((loss - expected).abs() < LOSS_TOLERANCE, "{name}: loss {loss} instead of {expected}");
             let Some(after) = executor.gather_parameters().unwrap() else { return };
@@ -146,7 +146,7 @@ fn tensor_and_expert_parallel_models_are_those_of_transformers() {
             let mut executor = golden.executor(group, decays);
             for (index, expected) in golden.train_losses.iter().enumerate() {
                 let first = index % 2 * 2;
-                let loss = golden.step(&mut executor, "train.batches", first, (index as u64 + 1, 1e-3));
+                let loss = golden.step(&mut executor, "train.batches", first, index as u64 + 1, 1e-3);
                 assert!(
                     (loss - expected).abs() < TRAIN_TOLERANCE,
                     "{name}, step {index}: {loss} instead of {expected}"

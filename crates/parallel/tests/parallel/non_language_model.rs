@@ -1,6 +1,6 @@
 //! A model that is not a language model, under different layouts.
 
-use crate::common::{Build, Layout, OPTIONS, Pipeline, laid_out_model, train_classifier};
+use crate::common::{Layout, OPTIONS, Pipeline, laid_out_model, train_classifier};
 use trireme_parallel::ExecutorOptions;
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
@@ -12,7 +12,7 @@ const SAMPLES: usize = 4;
 type Found = (Vec<[u64; 2]>, Vec<u32>);
 
 fn run(layout: &Layout<'_>, world_size: usize, accumulation: usize) -> Found {
-    train_classifier(build_classifier, SAMPLES, layout, (world_size, accumulation))
+    train_classifier(build_classifier, SAMPLES, layout, world_size, accumulation)
 }
 
 /// Returns the number of labels of class 0 in the first step.
@@ -79,8 +79,8 @@ fn any_chain_of_units_gives_the_bits_of_one_rank() {
 #[test]
 fn a_batch_of_other_tensors_is_refused() {
     let mut found = run_ranks(1, |group| {
-        let model = (&build_classifier as Build<'_>, &classifier_specs(SAMPLES)[..]);
-        let mut executor = laid_out_model(model, group, 1, 1, &Layout::default());
+        let specs = classifier_specs(SAMPLES);
+        let mut executor = laid_out_model(&build_classifier, &specs, group, 1, 1, &Layout::default());
         let mut batch = classifier_batch(executor.device(), SAMPLES, 1, 0);
         batch.take("ids");
         executor.evaluate(Some(batch)).unwrap_err().to_string()

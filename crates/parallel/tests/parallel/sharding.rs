@@ -10,9 +10,6 @@ use trireme_testkit::{run_ranks, small_models};
 /// The losses and norms of a few steps, the loss of an evaluation, and all weights, as bits.
 type Found = (Vec<u64>, Vec<u32>);
 
-/// No sharding and no recomputation.
-const WHOLE: (StateLayout, &[Keep]) = (StateLayout::WHOLE, &[]);
-
 fn train(executor: &mut Executor, num_microbatches: usize) -> Found {
     let mut found = Vec::new();
     for step in 1..=STEPS {
@@ -35,23 +32,7 @@ fn train(executor: &mut Executor, num_microbatches: usize) -> Found {
 }
 
 /// Returns the results of rank 0. Losses and norms must be the same on all ranks.
-fn run(
-    config: &ModelConfig,
-    options: ExecutorOptions,
-    (state, keeps): (StateLayout, &[Keep]),
-    (world_size, num_shards): (usize, usize),
-    num_microbatches: usize,
-) -> Found {
-    let layout = Layout { options, num_shards, state, keeps, ..Layout::default() };
-    run_layout(config, &layout, world_size, num_microbatches)
-}
-
-fn run_layout(
-    config: &ModelConfig,
-    layout: &Layout<'_>,
-    world_size: usize,
-    num_microbatches: usize,
-) -> Found {
+fn run(config: &ModelConfig, layout: &Layout<'_>, world_size: usize, num_microbatches: usize) -> Found {
     let mut results = run_ranks(world_size, |group| {
         let accumulation = num_microbatches / world_size;
         let mut executor = laid_out(config, group, 1, accumulation, layout);
@@ -78,15 +59,18 @@ fn every_layout_of_state_has_the_bits_of_plain_data_parallelism() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     let f16 = ExecutorOptions { precision: Precision::F16, loss_scaling: dynamic(256), ..OPTIONS };
     for options in [OPTIONS, bf16, f16] {
+        let plain = Layout { options, ..Layout::default() };
         for config in small_models() {
             for num_microbatches in [4, 8] {
-                let oracle = run(&config, options, WHOLE, (1, 1), num_microbatches);
+                let oracle = run(&config, &plain, 1, num_microbatches);
                 for sharded in layouts() {
                     for (grid, gather_ahead, keep_gathered) in
                         [((1, 1), 1, false), ((2, 2), 0, false), ((4, 4), 1, false), ((4, 2), 2, true)]
                     {
                         let state = StateLayout { gather_ahead, keep_gathered, ..sharded };
-                        let found = run(&config, options, (state, &[]), grid, num_microbatches);
+                        let (world_size, num_shards) = grid;
+                        let layout = Layout { num_shards, state, ..plain.clone() };
+                        let found = run(&config, &layout, world_size, num_microbatches);
                         assert!(
                             found == oracle,
                             "{}{state} {grid:?} {num_microbatches} microbatches, {}",
@@ -107,15 +91,17 @@ fn rounded_gradients_have_the_bits_of_plain_data_parallelism_on_as_many_ranks() 
     let f16 = ExecutorOptions { precision: f16, reduce_dtype: f16, loss_scaling: dynamic(256), ..OPTIONS };
     let config = &small_models()[0];
     for options in [bf16, f16] {
+        let plain = Layout { options, ..Layout::default() };
         for (world_size, num_shards, num_microbatches) in [(2, 2, 2), (4, 4, 4), (2, 2, 4)] {
-            let oracle = run(config, options, WHOLE, (world_size, 1), num_microbatches);
+            let oracle = run(config, &plain, world_size, num_microbatches);
             for zero_stage in 1..=3 {
                 // Sums that are rounded after each microbatch have other bits than sums that are rounded once.
                 if zero_stage >= 2 && num_microbatches > world_size {
                     continue;
                 }
-                let state = (StateLayout::zero(zero_stage), &[][..]);
-                let found = run(config, options, state, (world_size, num_shards), num_microbatches);
+                let state = StateLayout::zero(zero_stage);
+                let layout = Layout { num_shards, state, ..plain.clone() };
+                let found = run(config, &layout, world_size, num_microbatches);
                 assert!(found == oracle, "stage {zero_stage} on {world_size}, {}", options.precision);
             }
         }
@@ -127,9 +113,10 @@ fn recomputation_keeps_the_bits() {
     use Keep::{All, Input, Nothing, Products};
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     for options in [OPTIONS, bf16] {
+        let plain = Layout { options, ..Layout::default() };
         for config in small_models() {
             let num_blocks = config.num_layers;
-            let oracle = run(&config, options, WHOLE, (1, 1), 4);
+            let oracle = run(&config, &plain, 1, 4);
             // All choices for each kind of unit, including the embedding and the output layer.
             for block in [[All, Products], [Input, Nothing], [Products, Input]] {
                 for ends in [[All, All], [Input, Input], [Products, Nothing], [Products, Products]] {
@@ -142,7 +129,10 @@ fn recomputation_keeps_the_bits() {
                         continue;
                     }
                     for (grid, stage) in [((1, 1), 0), ((2, 2), 3)] {
-                        let found = run(&config, options, (StateLayout::zero(stage), &keeps), grid, 4);
+                        let (world_size, num_shards) = grid;
+                        let state = StateLayout::zero(stage);
+                        let layout = Layout { num_shards, state, keeps: &keeps, ..plain.clone() };
+                        let found = run(&config, &layout, world_size, 4);
                         assert!(found == oracle, "{keeps:?} {grid:?} {}", options.precision);
                     }
                 }
@@ -157,9 +147,10 @@ fn offloading_keeps_the_bits() {
     let folder = tempfile::tempdir().unwrap();
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     for options in [OPTIONS, bf16] {
+        let plain = Layout { options, ..Layout::default() };
         for config in small_models() {
             for num_microbatches in [2, 4] {
-                let oracle = run(&config, options, WHOLE, (1, 1), num_microbatches);
+                let oracle = run(&config, &plain, 1, num_microbatches);
                 for (zero_stage, tiers) in [
                     (0, [Device, Device, Device, Host]),
                     (0, [Device, Device, Device, Disk]),
@@ -185,14 +176,13 @@ fn offloading_keeps_the_bits() {
                         let classes = StateClass::ALL.into_iter().zip(tiers);
                         let state = classes.fold(state, |state, (class, tier)| state.with_tier(class, tier));
                         let layout = Layout {
-                            options,
                             num_shards: if zero_stage == 0 { 1 } else { 2 },
                             keeps,
                             state,
                             folder: folder.path(),
-                            ..Layout::default()
+                            ..plain.clone()
                         };
-                        let found = run_layout(&config, &layout, 2, num_microbatches);
+                        let found = run(&config, &layout, 2, num_microbatches);
                         assert!(
                             found == oracle,
                             "stage {zero_stage} {tiers:?} {keeps:?} {}",

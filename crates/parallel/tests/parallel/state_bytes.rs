@@ -17,7 +17,8 @@ fn config() -> ModelConfig {
 fn state_bytes(
     options: ExecutorOptions,
     state: StateLayout,
-    (world_size, num_shards): (usize, usize),
+    world_size: usize,
+    num_shards: usize,
 ) -> [f64; 3] {
     let ranks = run_ranks(world_size, |group| {
         let mut executor =
@@ -42,7 +43,7 @@ fn states_take_the_bytes_of_the_paper() {
         for num_ranks in [1, 2, 4] {
             for zero_stage in 0..=3 {
                 let num_shards = if zero_stage == 0 { 1 } else { num_ranks };
-                let found = state_bytes(options, StateLayout::zero(zero_stage), (num_ranks, num_shards));
+                let found = state_bytes(options, StateLayout::zero(zero_stage), num_ranks, num_shards);
                 let share = |index: usize, stage: usize| {
                     if zero_stage >= stage { whole[index] / num_shards as f64 } else { whole[index] }
                 };

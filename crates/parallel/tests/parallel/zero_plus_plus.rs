@@ -18,8 +18,10 @@ const fn all(format: IntegerFormat) -> ZeroPlusPlus {
     ZeroPlusPlus { quantized_weights: true, secondary_shards: true, quantized_gradients: Some(format) }
 }
 
-fn with(methods: ZeroPlusPlus, options: ExecutorOptions) -> (StateLayout, ExecutorOptions) {
-    (StateLayout::zero(3), ExecutorOptions { zero_plus_plus: methods, ..options })
+/// Returns a layout of ZeRO-3 with these methods.
+fn with(methods: ZeroPlusPlus, options: ExecutorOptions, num_shards: usize) -> Layout<'static> {
+    let options = ExecutorOptions { zero_plus_plus: methods, ..options };
+    Layout { options, num_shards, state: StateLayout::zero(3), ..Layout::default() }
 }
 
 /// Returns the losses and norms of some steps, and then the loss of an evaluation. If `repeats`, all steps see the same batch.
@@ -44,14 +46,14 @@ fn train(executor: &mut Executor, num_microbatches: usize, num_steps: u64, repea
 /// Returns the results of rank 0 and the bits of all parameters. Losses and norms must be the same on all ranks.
 fn run(
     config: &ModelConfig,
-    (state, options): (StateLayout, ExecutorOptions),
-    (hosts, num_shards): (&[usize], usize),
+    layout: &Layout<'_>,
+    hosts: &[usize],
     num_microbatches: usize,
-    (num_steps, repeats): (u64, bool),
+    num_steps: u64,
+    repeats: bool,
 ) -> (Vec<f64>, Vec<u32>) {
-    let layout = Layout { options, num_shards, state, ..Layout::default() };
     let mut ranks = run_ranks_on(hosts, |group| {
-        let mut executor = laid_out(config, group, 1, num_microbatches / hosts.len(), &layout);
+        let mut executor = laid_out(config, group, 1, num_microbatches / hosts.len(), layout);
         let found = train(&mut executor, num_microbatches, num_steps, repeats);
         let weights = executor.gather_parameters().unwrap();
         let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit));
@@ -69,12 +71,12 @@ fn secondary_shards_have_the_bits_of_plain_data_parallelism() {
     for options in [OPTIONS, bf16, f16] {
         for config in small_models() {
             for num_microbatches in [4, 8] {
-                let plain = (StateLayout::WHOLE, options);
-                let oracle = run(&config, plain, (&[0], 1), num_microbatches, (3, false));
+                let plain = Layout { options, ..Layout::default() };
+                let oracle = run(&config, &plain, &[0], num_microbatches, 3, false);
                 for place in [(&[0, 0, 1, 1], 4), (&[0, 1, 0, 1], 4), (&[0, 1, 2, 3], 4), (&[0, 1, 0, 1], 2)]
                 {
-                    let found =
-                        run(&config, with(HPZ, options), (place.0, place.1), num_microbatches, (3, false));
+                    let layout = with(HPZ, options, place.1);
+                    let found = run(&config, &layout, place.0, num_microbatches, 3, false);
                     assert!(found == oracle, "{place:?}, {num_microbatches}, {}", options.precision);
                 }
             }
@@ -88,9 +90,9 @@ fn secondary_shards_have_the_bits_of_plain_data_parallelism() {
 fn ranks_without_a_batch_await_gathers_in_the_same_order() {
     for config in small_models() {
         let found = [false, true].map(|keep_gathered| {
-            let (state, options) = with(QWZ, OPTIONS);
-            let state = StateLayout { keep_gathered, ..state };
-            run(&config, (state, options), (&[0, 0, 1, 1], 4), 4, (2, false))
+            let mut layout = with(QWZ, OPTIONS, 4);
+            layout.state.keep_gathered = keep_gathered;
+            run(&config, &layout, &[0, 0, 1, 1], 4, 2, false)
         });
         assert!(found[0] == found[1]);
     }
@@ -103,7 +105,8 @@ fn integers_train_as_floats_do() {
         for precision in [Precision::F32, Precision::Bf16] {
             let options = ExecutorOptions { precision, ..OPTIONS };
             let losses = |methods| {
-                let run = || run(&config, with(methods, options), (&[0, 0, 1, 1], 4), 4, (NUM_STEPS, true));
+                let layout = with(methods, options, 4);
+                let run = || run(&config, &layout, &[0, 0, 1, 1], 4, NUM_STEPS, true);
                 let found = run();
                 assert!(run() == found, "{methods:?}: a second run has the same bits");
                 Vec::from_iter(found.0[..2 * NUM_STEPS as usize].iter().copied().step_by(2))
@@ -140,14 +143,15 @@ fn ranks_agree_wherever_they_are() {
         for place in hosts {
             let num_microbatches = 2 * place.0.len();
             let [plain, found] = [ZeroPlusPlus::NONE, all(int4)]
-                .map(|methods| run(&config, with(methods, OPTIONS), place, num_microbatches, (2, false)).0);
+                .map(|methods| with(methods, OPTIONS, place.1))
+                .map(|layout| run(&config, &layout, place.0, num_microbatches, 2, false).0);
             // Losses and norms alternate.
             for ((plain, found), tolerance) in plain.iter().zip(&found).zip([0.02, 0.1].into_iter().cycle()) {
                 assert!((plain - found).abs() < tolerance * plain, "{place:?}: {found} instead of {plain}");
             }
             assert!(plain != found, "{place:?}: something is rounded");
         }
-        let alone = |methods| run(&config, with(methods, OPTIONS), (&[0], 1), 2, (2, false));
+        let alone = |methods| run(&config, &with(methods, OPTIONS, 1), &[0], 2, 2, false);
         assert!(alone(all(int4)) == alone(ZeroPlusPlus::NONE), "a rank alone rounds nothing");
     }
 }
@@ -156,8 +160,7 @@ fn ranks_agree_wherever_they_are() {
 fn overflows_are_detected_in_integers() {
     let f16 = ExecutorOptions { precision: Precision::F16, loss_scaling: dynamic(1 << 24), ..OPTIONS };
     for format in [IntegerFormat::Int8, IntegerFormat::Int4] {
-        let (state, options) = with(all(format), f16);
-        let layout = Layout { options, num_shards: 4, state, ..Layout::default() };
+        let layout = with(all(format), f16, 4);
         let skipped = run_ranks_on(&[0, 0, 1, 1], |group| {
             let mut executor = laid_out(&small_models()[0], group, 1, 1, &layout);
             let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
@@ -170,10 +173,10 @@ fn overflows_are_detected_in_integers() {
 
 /// Runs a step on two hosts with two ranks each. Returns the bytes sent between hosts, the bytes by the formulas of docs/zero.md, the bytes
 /// of plain ZeRO-3 in two levels, and the bytes of parameters per element that a rank stores.
-fn across((state, options): (StateLayout, ExecutorOptions)) -> (f64, f64, f64, f64) {
+fn across(methods: ZeroPlusPlus, options: ExecutorOptions) -> (f64, f64, f64, f64) {
     let text = r#"{"model_type": "gpt2", "vocab_size": 700, "n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 4}"#;
     let config = ModelConfig::from_json(text).unwrap();
-    let layout = Layout { options, num_shards: 4, state, ..Layout::default() };
+    let layout = with(methods, options, 4);
     let ranks = run_ranks_on(&[0, 0, 1, 1], |group| {
         let mut executor = laid_out(&config, group, 1, 1, &layout);
         let before = executor.ranks().payload_bytes_across().unwrap();
@@ -193,13 +196,13 @@ fn across((state, options): (StateLayout, ExecutorOptions)) -> (f64, f64, f64, f
             match action {
                 Action::Unshard { unit } => {
                     plain += 2.0 * elements;
-                    if !std::mem::replace(&mut gathered[*unit], options.zero_plus_plus.secondary_shards) {
+                    if !std::mem::replace(&mut gathered[*unit], methods.secondary_shards) {
                         formula += packed(IntegerFormat::Int8);
                     }
                 }
                 Action::ReduceGrad { .. } => {
                     plain += 4.0 * elements;
-                    formula += packed(options.zero_plus_plus.quantized_gradients.unwrap());
+                    formula += packed(methods.quantized_gradients.unwrap());
                 }
                 _ => (),
             }
@@ -215,13 +218,13 @@ fn across((state, options): (StateLayout, ExecutorOptions)) -> (f64, f64, f64, f
 fn traffic_between_hosts_follows_the_formulas() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     for (format, factor) in [(IntegerFormat::Int8, 3.5), (IntegerFormat::Int4, 4.5)] {
-        let (sent, formula, plain, kept) = across(with(all(format), bf16));
+        let (sent, formula, plain, kept) = across(all(format), bf16);
         assert_eq!(sent, formula, "{format:?}");
         assert!(plain / sent > factor, "{format:?}: {sent} bytes instead of {plain}");
         // A secondary shard has half of a unit, in bf16. The quarter in f32 counts as optimizer state.
         assert!((kept - 1.0).abs() < 0.05, "{kept} bytes an element");
         let methods = ZeroPlusPlus { secondary_shards: false, ..all(format) };
-        let (sent, formula, _, kept) = across(with(methods, bf16));
+        let (sent, formula, _, kept) = across(methods, bf16);
         assert_eq!((sent, kept), (formula, 0.0), "{format:?}");
     }
 }

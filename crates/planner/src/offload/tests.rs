@@ -84,7 +84,7 @@ proptest! {
         let search = Search { sizes: &sizes, bounds, open: &CLASSES, program: &program, run: &run };
         let all = every_choice(given, num_units).into_iter().map(|state| search.placing(state).unwrap());
         let best = all.filter(|placing| bounds.hold(&placing.prediction)).map(|placing| placing.traffic.cost()).min();
-        let found = fit_places(&sizes, (given, &CLASSES), bounds, program, run).unwrap();
+        let found = fit_places(&sizes, given, &CLASSES, bounds, program, run).unwrap();
         let cost = bounds.hold(&found.prediction).then(|| found.traffic.cost());
         prop_assert_eq!(cost, best);
     }
@@ -98,7 +98,7 @@ fn fit(num_units: usize, stage: usize, class: StateClass, less: usize, host: usi
     let run = |state| Ok::<_, Infallible>(predict(&sizes, &program(state)));
     let all = run(given).unwrap().total();
     let bounds = MemoryBounds { device: all - less, host, machine: usize::MAX };
-    let found = fit_places(&sizes, (given, &[class]), bounds, program, run).unwrap();
+    let found = fit_places(&sizes, given, &[class], bounds, program, run).unwrap();
     let holds = bounds.hold(&found.prediction);
     (found, holds)
 }

@@ -205,7 +205,7 @@ fn answer(request: &[u8], text: &str) -> Vec<u8> {
 
 fn write_record(text: &mut String, record: &StepRecord) -> fmt::Result {
     let mut last = String::new();
-    let mut result = write_number(text, &mut last, ("steps", None), record.step as f64);
+    let mut result = write_number(text, &mut last, "steps", None, record.step as f64);
     record.scalars(|group, name, value| {
         let (name, label) = match group {
             "metrics" => ("metric", Some(("name", name))),
@@ -216,7 +216,7 @@ fn write_record(text: &mut String, record: &StepRecord) -> fmt::Result {
             _ => (name, None),
         };
         if result.is_ok() {
-            result = write_number(text, &mut last, (name, label), value);
+            result = write_number(text, &mut last, name, label, value);
         }
     });
     result
@@ -226,7 +226,8 @@ fn write_record(text: &mut String, record: &StepRecord) -> fmt::Result {
 fn write_number(
     text: &mut String,
     last: &mut String,
-    (name, label): (&str, Option<(&str, &str)>),
+    name: &str,
+    label: Option<(&str, &str)>,
     value: f64,
 ) -> fmt::Result {
     let (kind, end) = if COUNTERS.contains(&name) { ("counter", "_total") } else { ("gauge", "") };

@@ -70,7 +70,7 @@ impl<'a> Trainer<'a> {
         check_names(&executor.profile().metric_names())?;
 
         let (state, resumed) =
-            begin_or_resume(config, &*task, &mut executor, (&*train, validation.as_ref()), observer)?;
+            begin_or_resume(config, &*task, &mut executor, &*train, validation.as_ref(), observer)?;
         executor.describe_disks().iter().for_each(|line| observer.notice(line));
         notice_passes(config, &*train, observer);
         let (metrics, hashes) = if is_root {
@@ -83,7 +83,8 @@ impl<'a> Trainer<'a> {
         if let Some(resumed) = resumed.as_ref().filter(|_| is_root) {
             clean_up_after_resume(
                 config,
-                (resumed, &state.validations),
+                resumed,
+                &state.validations,
                 executor.group().heartbeat(),
                 observer,
             );
@@ -155,9 +156,9 @@ impl Built {
     ) -> Result<Self, TrainError> {
         let TrainerOptions { num_threads, features_max, peak_flops, .. } = *options;
         let device = open_device(config, num_threads, features_max)?;
-        let profile = infer_passes(config, task, (group.rank(), num_threads), batch_specs)?;
-        let (of_pass, threads) = ((&profile, batch_specs), (&group, num_threads));
-        let utilization = Utilization::new(config, task, of_pass, threads, peak_flops)?;
+        let profile = infer_passes(config, task, group.rank(), num_threads, batch_specs)?;
+        let utilization =
+            Utilization::new(config, task, &profile, batch_specs, &group, num_threads, peak_flops)?;
         let build = |device: &Device, table| task.build(device, table);
         let model = Model::build_at(config.model_place(group.rank()), &device, build)?;
         let choices = match &options.plan {
@@ -170,7 +171,7 @@ impl Built {
             }
         };
         let balance = Balance::new(config, profile.passes());
-        let executor = build_executor(config, (model, profile), &choices, group, &device)?;
+        let executor = build_executor(config, model, profile, &choices, group, &device)?;
         Ok(Built { executor, choices, balance, utilization })
     }
 }
@@ -180,7 +181,8 @@ fn begin_or_resume(
     config: &Config,
     task: &dyn Task,
     executor: &mut Executor,
-    (train, validation): (&dyn Dataset, Option<&Validation>),
+    train: &dyn Dataset,
+    validation: Option<&Validation>,
     observer: &mut dyn Observer,
 ) -> Result<(TrainingState, Option<Checkpoint>), TrainError> {
     // The earlier run is moved only when nothing but the resume itself can still fail.
@@ -220,6 +222,6 @@ fn open_files(
         record_use(config);
     }
     let comment = options.plan.as_ref().map_or("", |plan| &plan.comment);
-    let metrics = run_folder::open(config, (comment, options.given_config.as_deref()), executor, step)?;
+    let metrics = run_folder::open(config, comment, options.given_config.as_deref(), executor, step)?;
     Ok((metrics, run_folder::open_hashes(config, step)?))
 }

@@ -50,7 +50,7 @@ impl Trainer<'_> {
             let mut metrics = std::mem::take(&mut self.records[index].metrics);
             metrics.clear();
             self.executor.metrics(index).for_each(|metric| metrics.push(metric));
-            let record = self.record(self.plans[index], self.outcomes[index], (step_seconds, comm_bytes));
+            let record = self.record(self.plans[index], self.outcomes[index], step_seconds, comm_bytes);
             self.records[index] = StepRecord { metrics, ..record };
         }
         self.finish_hashes()
@@ -61,7 +61,8 @@ impl Trainer<'_> {
         &mut self,
         plan: StepPlan,
         outcome: StepOutcome,
-        (step_seconds, comm_bytes): (f64, u64),
+        step_seconds: f64,
+        comm_bytes: u64,
     ) -> StepRecord {
         let samples = self.config.training().global_batch_size as u64;
         let tokens = self.train.tokens_per_sample().map(|tokens| samples * tokens);

@@ -60,7 +60,7 @@ fn routers_do_not_see_padding() {
             let keys: Vec<&str> = keys.into_iter().filter(|key| !key.is_empty()).collect();
             let run = format!("{name}-{seq_len}-{}-{layout}", capacity.len());
             let model = format!("config = {config:?}");
-            let config = job_of(folder.path(), &model, &run, (workers, 3), &keys);
+            let config = job_of(folder.path(), &model, &run, workers, 3, &keys);
             let mut ranks = run_ranks(workers, |group| {
                 let mut reported = Reported::default();
                 trainer(&config, group, &mut reported).run().unwrap();

@@ -219,7 +219,7 @@ fn experts_continue_on_other_workers() {
         let (model, optimizer) = (format!("config = {path:?}"), format!("optimizer.name={optimizer}"));
         let run = |name: &str, (workers, layout): (usize, &[&str]), steps: u64| {
             let keys = [layout, &[&*optimizer]].concat();
-            train(&job_of(folder.path(), &model, name, (workers, steps), &keys))
+            train(&job_of(folder.path(), &model, name, workers, steps, &keys))
         };
         check_continuation(&layouts, layouts[0], run, &optimizer);
     }

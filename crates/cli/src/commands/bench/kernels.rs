@@ -162,7 +162,7 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<()> {
     };
     for step in &steps {
         for precision in &args.dtype {
-            report.steps.push(measure(args, (step, *precision), (&probe, &device, &timer), &measuring)?);
+            report.steps.push(measure(args, step, *precision, &probe, &device, &timer, &measuring)?);
         }
     }
     drop(measuring);
@@ -206,14 +206,17 @@ fn steps(args: &KernelsArgs) -> Result<Vec<Step>> {
 /// Times the kernels of one step, after warm-up steps that allocate its memory.
 fn measure(
     args: &KernelsArgs,
-    (step, precision): (&Step, Precision),
-    (probe, device, timer): (&Probe, &Device, &CallTimer),
+    step: &Step,
+    precision: Precision,
+    probe: &Probe,
+    device: &Device,
+    timer: &CallTimer,
     measuring: &Arc<MeasurementStatus>,
 ) -> Result<StepReport> {
     let title = format!("{}, {precision}", step.model);
     measuring.show(&title);
     let peaks = probe.peaks(precision);
-    let step_args = StepArgs::of_one_worker(precision, (step.batch, step.seq));
+    let step_args = StepArgs::of_one_worker(precision, step.batch, step.seq);
     let mut executor = build(&step_args, &step.config, args.optimizer, single(), device)?;
     let mut batches = Batches::open(&step_args, step.config.vocab_size)?;
     let mut run = |number: usize| {

@@ -260,7 +260,7 @@ pub(super) fn read_model(folder: &Path) -> Result<ModelConfig> {
 
 impl StepArgs {
     /// Returns the arguments of steps of one worker, with the defaults of the command line for all others.
-    pub(super) fn of_one_worker(dtype: Precision, (batch, seq): (usize, usize)) -> Self {
+    pub(super) fn of_one_worker(dtype: Precision, batch: usize, seq: usize) -> Self {
         let command = StepArgs::augment_args(clap::Command::new("step"));
         let matches = command.try_get_matches_from(["step", "--model", "."]);
         let defaults = matches.and_then(|matches| StepArgs::from_arg_matches(&matches));

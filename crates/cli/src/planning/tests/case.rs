@@ -134,14 +134,14 @@ impl Case {
             for round in batches.rounds(executor.ranks()) {
                 let batch = round.read.map(|index| {
                     let shape = (batches.batch(index).1, self.shape.1);
-                    subject.batch(device, shape, (0, index), context)
+                    subject.batch(device, shape, 0, index, context)
                 });
                 executor.evaluate(batch)?;
             }
         }
         for step in 1..=4 {
             let context = executor.ranks().context_place();
-            let batch = |index| subject.batch(device, self.shape, (step, index), context);
+            let batch = |index| subject.batch(device, self.shape, step, index, context);
             let ProgramHeader { num_microbatches, .. } = executor.program().header;
             let batches: Vec<Batch> = (0..num_microbatches).map(batch).collect();
             let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure, has_loss: true };

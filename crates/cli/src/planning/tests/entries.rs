@@ -37,7 +37,7 @@ fn check(case: &Case, world_size: usize) {
             let num_microbatches = executor.program().header.num_microbatches;
             let context = executor.ranks().context_place();
             let batches: Vec<Batch> = (0..num_microbatches)
-                .map(|index| subject.batch(&device, case.shape, (step, index), context))
+                .map(|index| subject.batch(&device, case.shape, step, index, context))
                 .collect();
             journal.take();
             let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure, has_loss: true };

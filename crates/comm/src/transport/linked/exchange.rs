@@ -22,7 +22,8 @@ impl<'a> Exchange<'a> {
     pub(super) fn new(
         own: Rank,
         call: &'a Call,
-        (send, receive): (Option<&collective::Outgoing>, Option<&collective::Incoming>),
+        send: Option<&collective::Outgoing>,
+        receive: Option<&collective::Incoming>,
         memories: &Memories<'_>,
         has_checksum: bool,
     ) -> Self {

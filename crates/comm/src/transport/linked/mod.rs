@@ -102,8 +102,8 @@ impl Linked {
             match step {
                 Step::Copy { from, to } => memories.copy(from, to),
                 Step::Exchange { send, receive } => {
-                    let messages = (send.as_ref(), receive.as_ref());
-                    Exchange::new(self.rank, call, messages, memories, self.checksums).run(
+                    let (send, receive) = (send.as_ref(), receive.as_ref());
+                    Exchange::new(self.rank, call, send, receive, memories, self.checksums).run(
                         &mut self.links,
                         memories,
                         piece,
@@ -120,7 +120,8 @@ impl Linked {
     fn in_place(
         &mut self,
         call: &Call,
-        (mut slot, first): (Slot<'_>, usize),
+        mut slot: Slot<'_>,
+        first: usize,
         algorithm: Algorithm,
         control: &mut Control,
     ) -> Result<(), CommError> {
@@ -215,7 +216,8 @@ impl Linked {
     fn out_of_place(
         &mut self,
         call: &Call,
-        (mut input, mut output): (Slot<'_>, Slot<'_>),
+        mut input: Slot<'_>,
+        mut output: Slot<'_>,
         algorithm: Algorithm,
         control: &mut Control,
     ) -> Result<(), CommError> {
@@ -227,10 +229,10 @@ impl Linked {
         // With the linear algorithm, a rank other than the root accesses only its own block.
         let has_own_only = !is_root && algorithm == Algorithm::Flat(FlatAlgorithm::Linear);
         if has_own_only && call.operation.input_is_block() {
-            return self.in_place(call, (input, own.start), algorithm, control);
+            return self.in_place(call, input, own.start, algorithm, control);
         }
         if has_own_only && call.operation.output_is_block() {
-            return self.in_place(call, (output, own.start), algorithm, control);
+            return self.in_place(call, output, own.start, algorithm, control);
         }
         let mut vector = std::mem::take(&mut self.vector);
         let is_full = output.len() == len * dtype.size();
@@ -244,7 +246,7 @@ impl Linked {
         } else if collective.has_input(self.rank) {
             slot.bytes().copy_from_slice(input.bytes());
         }
-        let result = self.in_place(call, (slot.part(0..len * dtype.size()), 0), algorithm, control);
+        let result = self.in_place(call, slot.part(0..len * dtype.size()), 0, algorithm, control);
         if call.operation.output_is_block() && !is_full && result.is_ok() {
             let block: &[u8] = bytemuck::cast_slice(&vector);
             output.bytes().copy_from_slice(&block[own_bytes]);
@@ -256,7 +258,8 @@ impl Linked {
     fn vectors(
         &mut self,
         call: &Call,
-        (input, output): (&mut Storage, Option<&mut Storage>),
+        input: &mut Storage,
+        output: Option<&mut Storage>,
         control: &mut Control,
     ) -> Result<(), CommError> {
         let collective = call.operation.collective().expect("operations on vectors are collectives");
@@ -269,15 +272,16 @@ impl Linked {
             (Algorithm::Flat(FlatAlgorithm::Direct), Some(shared), output) => {
                 shared.execute(call, call.operation, Operands { input, output }, control)
             }
-            (_, _, None) => self.in_place(call, (input, 0), algorithm, control),
-            (_, _, Some(output)) => self.out_of_place(call, (input, output), algorithm, control),
+            (_, _, None) => self.in_place(call, input, 0, algorithm, control),
+            (_, _, Some(output)) => self.out_of_place(call, input, output, algorithm, control),
         }
     }
 
     fn variable(
         &mut self,
         call: &Call,
-        (input, output): (&Storage, &mut Storage),
+        input: &Storage,
+        output: &mut Storage,
         lens: &BlockLens,
         control: &mut Control,
     ) -> Result<(), CommError> {
@@ -334,10 +338,10 @@ impl Transport for Linked {
         match payload {
             Payload::Nothing => self.barrier(call, control),
             Payload::Blocks(blocks) => self.gather_blocks(call, blocks, control),
-            Payload::Vector(storage) => self.vectors(call, (storage, None), control),
-            Payload::Pair { input, output, lens: None } => self.vectors(call, (input, Some(output)), control),
+            Payload::Vector(storage) => self.vectors(call, storage, None, control),
+            Payload::Pair { input, output, lens: None } => self.vectors(call, input, Some(output), control),
             Payload::Pair { input, output, lens: Some(lens) } => {
-                self.variable(call, (input, output), lens, control)
+                self.variable(call, input, output, lens, control)
             }
         }
     }

@@ -66,7 +66,8 @@ impl MpiLink {
     pub(crate) fn new(
         wakeup: OwnedFd,
         seats: &MpiAddresses,
-        (peer, purpose): (Rank, Purpose),
+        peer: Rank,
+        purpose: Purpose,
         fragment_bytes: usize,
     ) -> Self {
         let route = seats.route(peer, purpose);

@@ -63,7 +63,8 @@ impl SharedMemory {
     /// Reduces this member's share of the vectors, and writes the result to all outputs, or to the root's.
     pub(super) fn reduce_owned(
         &mut self,
-        (dtype, op): (DType, ReduceOp),
+        dtype: DType,
+        op: ReduceOp,
         len: usize,
         root: Option<Rank>,
         cost: &mut Cost,
@@ -81,7 +82,7 @@ impl SharedMemory {
         // SAFETY: all vectors are mapped as long as `self` exists, and between the meetings only this member accesses these bytes of them.
         // A result is written only where no member reads any more: its piece has been read.
         unsafe {
-            self.reducer.reduce(&self.inputs, owned, (dtype, op), |piece, result| {
+            self.reducer.reduce(&self.inputs, owned, dtype, op, |piece, result| {
                 for output in outputs {
                     std::ptr::copy_nonoverlapping(result.as_ptr(), output.bytes(&piece), result.len());
                 }
@@ -149,7 +150,7 @@ impl SharedMemory {
                 // SAFETY: as above; the output is this member's own, and not an input of another member here.
                 unsafe {
                     let total_bytes = range.len();
-                    self.reducer.reduce(inputs, range, (dtype, op), |piece, result| {
+                    self.reducer.reduce(inputs, range, dtype, op, |piece, result| {
                         copy_of_total(result.as_ptr(), output.bytes(&piece), result.len(), total_bytes);
                     });
                 }

@@ -165,7 +165,8 @@ impl SharedMemory {
         own: usize,
         members: Vec<Rank>,
         areas: Vec<Area>,
-        (arena, own_area): (Arc<Arena>, Arc<Region>),
+        arena: Arc<Arena>,
+        own_area: Arc<Region>,
         options: &GroupOptions,
     ) -> Result<Self, CommError> {
         let num_members = members.len();
@@ -258,7 +259,7 @@ impl SharedMemory {
         }
         match operation.reduction() {
             Some(op) if !operation.output_is_block() => {
-                self.reduce_owned((dtype, op), len, operation.root(), &mut control.cost);
+                self.reduce_owned(dtype, op, len, operation.root(), &mut control.cost);
             }
             None if operation.is(CollectiveKind::AllToAll) && operands.output.is_none() => {
                 self.swap_blocks(dtype, len, &mut control.cost);

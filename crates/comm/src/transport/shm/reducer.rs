@@ -35,7 +35,8 @@ impl Reducer {
         &mut self,
         inputs: &[View],
         range: Range<usize>,
-        (dtype, op): (DType, ReduceOp),
+        dtype: DType,
+        op: ReduceOp,
         mut put: impl FnMut(Range<usize>, &[u8]),
     ) {
         let end = range.end;
@@ -51,7 +52,8 @@ impl Reducer {
                 bytemuck::cast_slice_mut(&mut self.partials),
                 self.piece_bytes,
                 piece.len(),
-                (dtype, op),
+                dtype,
+                op,
                 source,
             );
             finish_mean(result, dtype, op, self.num_members);
@@ -66,7 +68,8 @@ fn evaluate<'a, 'b>(
     partials: &'a mut [u8],
     stride: usize,
     num_bytes: usize,
-    (dtype, op): (DType, ReduceOp),
+    dtype: DType,
+    op: ReduceOp,
     source: impl Fn(usize) -> &'b [u8],
 ) -> &'a mut [u8] {
     let mut depth = 0;

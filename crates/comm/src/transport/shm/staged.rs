@@ -105,7 +105,7 @@ impl SharedMemory {
             // SAFETY: the members' stages of this turn are mapped and filled, and no other member accesses this share before the next
             // meeting. A piece has been read when its result is written.
             unsafe {
-                self.reducer.reduce(&inputs, share(self.own), (dtype, op), |piece, result| {
+                self.reducer.reduce(&inputs, share(self.own), dtype, op, |piece, result| {
                     std::ptr::copy_nonoverlapping(result.as_ptr(), own_stage.bytes(&piece), result.len());
                     std::ptr::copy_nonoverlapping(result.as_ptr(), output.bytes(&piece), result.len());
                 });

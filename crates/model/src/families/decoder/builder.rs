@@ -75,7 +75,7 @@ impl Builder<'_> {
         let config = self.config;
         let norm = self.norm(&format!("{name}.input_layernorm"), config.hidden_size);
         if let (Some(latent), Some(rotary)) = (config.latent, rotary) {
-            return Box::new(self.latent_attention(name, norm, layer, (latent, rotary)));
+            return Box::new(self.latent_attention(name, norm, layer, latent, rotary));
         }
         let dim = config.head_dim;
         let (queries, keys) = (config.num_heads * dim, config.num_kv_heads * dim);
@@ -94,7 +94,10 @@ impl Builder<'_> {
             attention,
             output: self.residual_projection(
                 &part("o_proj"),
-                ((queries, dim), config.attention_output_bias, InputActivation::Identity),
+                queries,
+                dim,
+                config.attention_output_bias,
+                InputActivation::Identity,
                 &format!("{name}.post_attention_layernorm"),
             ),
         })
@@ -106,7 +109,8 @@ impl Builder<'_> {
         name: &str,
         norm: Arc<Norm>,
         layer: usize,
-        (latent, rotary): (LatentConfig, &Arc<RotaryTable>),
+        latent: LatentConfig,
+        rotary: &Arc<RotaryTable>,
     ) -> LatentAttention {
         let config = self.config;
         let LatentConfig { query_rank, kv_rank, plain_dim, rotary_dim, value_dim, is_interleaved } = latent;
@@ -151,11 +155,10 @@ impl Builder<'_> {
             )),
             output: self.residual_projection(
                 &part("o_proj"),
-                (
-                    (config.num_heads * value_dim, value_dim),
-                    config.attention_output_bias,
-                    InputActivation::Identity,
-                ),
+                config.num_heads * value_dim,
+                value_dim,
+                config.attention_output_bias,
+                InputActivation::Identity,
                 &format!("{name}.post_attention_layernorm"),
             ),
         }
@@ -173,7 +176,10 @@ impl Builder<'_> {
             into: self.projections(&inputs, hidden, bias),
             back: self.residual_projection(
                 &format!("{name}.mlp.down_proj"),
-                ((inner, 1), bias, self.gated()),
+                inner,
+                1,
+                bias,
+                self.gated(),
                 &format!("{name}.post_feedforward_layernorm"),
             ),
         }
@@ -207,7 +213,7 @@ impl Builder<'_> {
             let shared = |part: &str| format!("{module}.shared_experts.{part}");
             let inputs = [gate, up].map(|part| (shared(part), inner, Some(AxisSplit::along(0))));
             let into = self.projections(&inputs, hidden, false);
-            let back = self.row_parallel(&shared(down), (inner, 1), false, self.gated());
+            let back = self.row_parallel(&shared(down), inner, 1, false, self.gated());
             (into, Projection::new(back, dropout(self.config, &format!("{name}.shared"))))
         });
         let matrix = |expert: usize, part: &str, dims: [usize; 2], cut: AxisSplit| {
@@ -294,10 +300,13 @@ impl Builder<'_> {
     fn residual_projection(
         &mut self,
         name: &str,
-        (inputs, has_bias, activation): ((usize, usize), bool, InputActivation),
+        inputs: usize,
+        granule: usize,
+        has_bias: bool,
+        activation: InputActivation,
         norm_name: &str,
     ) -> Projection {
-        let linear = self.row_parallel(name, inputs, has_bias, activation);
+        let linear = self.row_parallel(name, inputs, granule, has_bias, activation);
         let norm = self.style.has_output_norms.then(|| self.norm(norm_name, self.config.hidden_size));
         Projection { linear, norm, dropout: dropout(self.config, name) }
     }
@@ -306,7 +315,8 @@ impl Builder<'_> {
     fn row_parallel(
         &mut self,
         name: &str,
-        (inputs, granule): (usize, usize),
+        inputs: usize,
+        granule: usize,
         has_bias: bool,
         activation: InputActivation,
     ) -> Arc<Linear> {

@@ -132,7 +132,7 @@ pub(crate) fn laid_out(
     layout: &Layout<'_>,
 ) -> Executor {
     let build = |device: &Device, table| config.build_into(table, config.max_position_embeddings, device);
-    laid_out_model((&build, &token_specs(SHAPE.0, SHAPE.1)), group, num_threads, accumulation, layout)
+    laid_out_model(&build, &token_specs(SHAPE.0, SHAPE.1), group, num_threads, accumulation, layout)
 }
 
 /// A function that builds a model.
@@ -140,7 +140,8 @@ pub(crate) type Build<'a> = &'a dyn Fn(&Device, ParameterTable) -> Result<Model,
 
 /// Creates an executor of the model that `build` returns, for microbatches with these tensors.
 pub(crate) fn laid_out_model(
-    (build, specs): (Build<'_>, &[TensorSpec]),
+    build: Build<'_>,
+    specs: &[TensorSpec],
     group: Group,
     num_threads: usize,
     accumulation: usize,
@@ -239,7 +240,8 @@ pub(crate) fn train_classifier(
     build: fn(&Device, ParameterTable) -> Result<Model, ModelError>,
     num_samples: usize,
     layout: &Layout<'_>,
-    (world_size, accumulation): (usize, usize),
+    world_size: usize,
+    accumulation: usize,
 ) -> (Vec<[u64; 2]>, Vec<u32>) {
     let batches = |executor: &Executor, step: u64| -> Vec<Batch> {
         let place = |index| executor.global_microbatch(index);
@@ -248,8 +250,8 @@ pub(crate) fn train_classifier(
             .collect()
     };
     let found = run_ranks(world_size, |group| {
-        let model = (&build as Build<'_>, &classifier_specs(num_samples)[..]);
-        train_on(laid_out_model(model, group, 1, accumulation, layout), &batches)
+        let specs = classifier_specs(num_samples);
+        train_on(laid_out_model(&build, &specs, group, 1, accumulation, layout), &batches)
     });
     assert!(found.iter().all(|(steps, _)| *steps == found[0].0), "ranks agree");
     (found[0].0.clone(), found.into_iter().flat_map(|(_, weights)| weights).collect())

@@ -17,7 +17,7 @@ use trireme_train::{
 pub(crate) fn job(folder: &Path, run: &str, world_size: usize, steps: u64, more: &[&str]) -> Config {
     let model =
         r#"architecture = "llama", hidden_size = 32, num_layers = 2, num_heads = 4, num_kv_heads = 2"#;
-    job_of(folder, model, run, (world_size, steps), more)
+    job_of(folder, model, run, world_size, steps, more)
 }
 
 /// Like [`job`], for a model that the keys `model` describe.
@@ -25,7 +25,8 @@ pub(crate) fn job_of(
     folder: &Path,
     model: &str,
     run: &str,
-    (world_size, steps): (usize, u64),
+    world_size: usize,
+    steps: u64,
     more: &[&str],
 ) -> Config {
     let text = folder.join("text.txt");
