@@ -4,8 +4,8 @@ use crate::common::{TestFolder, counted, decoded};
 use std::fs;
 use std::path::Path;
 use trireme_data::{
-    ChatTemplate, Corpus, DataError, InvalidUtf8, MaskedTokens, NoProgress, PrepareOptions, TokenFile,
-    Tokenizer, is_up_to_date, prepare,
+    ChatTemplate, Corpus, DataError, InvalidUtf8, MaskedTokens, NoProgress, PrepareOptions, Tokenizer,
+    is_up_to_date, prepare,
 };
 
 #[test]
