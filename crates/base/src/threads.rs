@@ -3,13 +3,14 @@
 use std::fs;
 use std::hint::black_box;
 use std::io::{self, ErrorKind};
+use std::sync::mpsc;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
-/// Bytes of address space that must be free before a thread starts: its stack, and what this thread and those started just before map
-/// when they begin to run. The standard library ends the process if a new thread finds no memory for its signal stack.
+/// Bytes of address space that must be free before a thread starts: its stack, and the memory that it allocates before its work begins.
+/// A thread that finds no memory then ends the process.
 const ROOM_OF_A_THREAD: usize = 8 << 20;
 
-/// Starts a thread with this name.
+/// Starts a thread with this name, and waits until its work begins.
 ///
 /// # Errors
 /// If the system cannot start the thread. The error states the [limits](name_limits) on the number of threads.
@@ -17,10 +18,10 @@ pub fn spawn_thread<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    refused(name, check_room().and_then(|()| Builder::new().name(name.to_owned()).spawn(work)))
+    start(name, work, |builder, work| builder.spawn(work))
 }
 
-/// Starts a thread with this name that ends within `scope`.
+/// Starts a thread with this name that ends within `scope`, and waits until its work begins.
 ///
 /// # Errors
 /// As [`spawn_thread`].
@@ -29,10 +30,28 @@ pub fn spawn_scoped_thread<'scope, T: Send + 'scope>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'scope,
 ) -> io::Result<ScopedJoinHandle<'scope, T>> {
-    refused(name, check_room().and_then(|()| Builder::new().name(name.to_owned()).spawn_scoped(scope, work)))
+    start(name, work, |builder, work| builder.spawn_scoped(scope, work))
 }
 
-/// Returns an error if the process may not map what a new thread needs. Reserves addresses and touches no memory.
+/// Starts a thread by `spawn`. Threads start one after another, so that the free memory that was seen is there for the new thread.
+fn start<'scope, T, H>(
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'scope,
+    spawn: impl FnOnce(Builder, Box<dyn FnOnce() -> T + Send + 'scope>) -> io::Result<H>,
+) -> io::Result<H> {
+    let (begins, has_begun) = mpsc::channel::<()>();
+    let work = move || {
+        drop(begins);
+        work()
+    };
+    let started = check_room().and_then(|()| spawn(Builder::new().name(name.to_owned()), Box::new(work)));
+    let handle = refused(name, started)?;
+    // Ends with an error as soon as the thread has dropped the sender.
+    let _ = has_begun.recv();
+    Ok(handle)
+}
+
+/// Returns an error if the process may not map the memory that a new thread needs. Reserves addresses and touches no memory.
 fn check_room() -> io::Result<()> {
     let mut room = Vec::<u8>::new();
     room.try_reserve_exact(ROOM_OF_A_THREAD)?;

@@ -20,15 +20,15 @@ pub fn clean_up(
     keep_latest_k: usize,
     on_progress: &dyn Fn(),
 ) -> Vec<CheckpointError> {
-    let mut untidy = Vec::new();
+    let mut cleanup_errors = Vec::new();
     match FolderNames::read(folder) {
         Ok(names) => {
-            try_all(&leftover_removals(folder, &names.leftovers), &mut untidy, on_progress);
-            clean_up_after(folder, newest, &names, keep_latest_k, &mut untidy, on_progress);
+            try_all(&leftover_removals(folder, &names.leftovers), &mut cleanup_errors, on_progress);
+            clean_up_after(folder, newest, &names, keep_latest_k, &mut cleanup_errors, on_progress);
         }
-        Err(error) => untidy.push(error),
+        Err(error) => cleanup_errors.push(error),
     }
-    untidy
+    cleanup_errors
 }
 
 /// Names the checkpoint of `step` in `folder` as the one with the lowest validation loss. It is not removed until another checkpoint is
@@ -46,23 +46,23 @@ pub(crate) fn clean_up_after(
     step: u64,
     names: &FolderNames,
     keep_latest_k: usize,
-    untidy: &mut Vec<CheckpointError>,
+    cleanup_errors: &mut Vec<CheckpointError>,
     on_progress: &dyn Fn(),
 ) {
     let pruned = steps_to_prune(&names.steps, step, best_step(folder), keep_latest_k);
-    try_all(&cleanup_operations(folder, step, &pruned), untidy, on_progress);
+    try_all(&cleanup_operations(folder, step, &pruned), cleanup_errors, on_progress);
 }
 
 /// Makes changes that need not succeed, and adds the failures to `untidy`. Each list ends at its first failure, and the files that it wrote
 /// are then removed.
 pub(crate) fn try_all(
     lists: &[Vec<FileOperation>],
-    untidy: &mut Vec<CheckpointError>,
+    cleanup_errors: &mut Vec<CheckpointError>,
     on_progress: &dyn Fn(),
 ) {
     for steps in lists {
         if let Err(error) = steps.iter().try_for_each(|step| step.execute_with_progress(on_progress)) {
-            untidy.push(error);
+            cleanup_errors.push(error);
             for step in steps {
                 if let FileOperation::WriteFile { path, .. } = step {
                     // Best effort as well: the file may have been renamed already.

@@ -92,14 +92,15 @@ fn check_target(out: &Path, force: bool) -> Result<(), CheckpointError> {
 /// Returns the checkpoint or the run's folder that is `out` or contains it, if there is one.
 fn enclosing_run(out: &Path) -> io::Result<Option<PathBuf>> {
     // `out` may not exist yet, and links above it may lead into a run.
-    let there = out.ancestors().find(|folder| folder.exists());
-    let there = there.filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let there = fs::canonicalize(there)?;
+    let existing_ancestor = out.ancestors().find(|folder| folder.exists());
+    let existing_ancestor =
+        existing_ancestor.filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let existing_ancestor = fs::canonicalize(existing_ancestor)?;
     let is_of_run = |folder: &&Path| {
         folder.join(MANIFEST_FILE).is_file()
             || [CHECKPOINTS_FOLDER, "."].iter().any(|name| holds_checkpoint(&folder.join(name)))
     };
-    Ok(there.ancestors().find(is_of_run).map(Path::to_owned))
+    Ok(existing_ancestor.ancestors().find(is_of_run).map(Path::to_owned))
 }
 
 fn holds_checkpoint(folder: &Path) -> bool {

@@ -38,24 +38,24 @@ impl Publication<'_> {
     pub(crate) fn operations(&self) -> Vec<FileOperation> {
         let partial = self.folder.join(self.partial_name);
         let published = self.folder.join(step_name(self.step));
-        let mut steps: Vec<FileOperation> = (self.files.iter())
+        let mut operations: Vec<FileOperation> = (self.files.iter())
             .map(|file| FileOperation::WriteFile {
                 path: partial.join(file.name),
                 contents: file.contents.to_vec(),
             })
             .collect();
         let contents = self.manifest.clone().into_bytes();
-        steps.push(FileOperation::WriteFile { path: partial.join(MANIFEST_FILE), contents });
-        steps.push(FileOperation::SyncFolder(partial.clone()));
+        operations.push(FileOperation::WriteFile { path: partial.join(MANIFEST_FILE), contents });
+        operations.push(FileOperation::SyncFolder(partial.clone()));
         if self.damaged_exists {
             let to = self.folder.join(step_name(self.step) + &damaged_suffix());
-            steps.push(FileOperation::Rename { from: published.clone(), to });
+            operations.push(FileOperation::Rename { from: published.clone(), to });
         }
-        steps.extend([
+        operations.extend([
             FileOperation::Rename { from: partial, to: published },
             FileOperation::SyncFolder(self.folder.to_owned()),
         ]);
-        steps
+        operations
     }
 }
 
@@ -107,14 +107,14 @@ mod tests {
 
     /// Returns all changes in `folder` when step 30 is saved, given `model`, a complete checkpoint of that step. A copy of its shard stands
     /// in for the shards that the ranks write.
-    fn all_steps(folder: &Path, model: &Path) -> Vec<FileOperation> {
+    fn all_operations(folder: &Path, model: &Path) -> Vec<FileOperation> {
         let partial_name = "step-30.partial-0000abcd";
         let read = |name: &str| fs::read(model.join(name)).unwrap();
-        let mut steps = leftover_removals(folder, &["step-7.partial-00000007".to_owned()]).concat();
-        steps.extend(begin_operations(folder, partial_name));
+        let mut operations = leftover_removals(folder, &["step-7.partial-00000007".to_owned()]).concat();
+        operations.extend(begin_operations(folder, partial_name));
         let shard = "shard-00000.safetensors";
         let path = folder.join(partial_name).join(shard);
-        steps.push(FileOperation::WriteFile { path, contents: read(shard) });
+        operations.push(FileOperation::WriteFile { path, contents: read(shard) });
         let publication = Publication {
             folder,
             partial_name,
@@ -123,9 +123,9 @@ mod tests {
             manifest: String::from_utf8(read(MANIFEST_FILE)).unwrap(),
             damaged_exists: true,
         };
-        steps.extend(publication.operations());
-        steps.extend(cleanup_operations(folder, 30, &[10]).concat());
-        steps
+        operations.extend(publication.operations());
+        operations.extend(cleanup_operations(folder, 30, &[10]).concat());
+        operations
     }
 
     /// Creates a folder with complete checkpoints of steps 10 and 20, an unfinished one of step 7 and a damaged one of step 30.
@@ -142,12 +142,12 @@ mod tests {
     fn a_crash_after_any_change_leaves_the_last_complete_checkpoint() {
         let model = tempfile::tempdir().unwrap();
         save_alone(model.path(), 30, 0);
-        let num_steps = all_steps(model.path(), &model.path().join("step-30")).len();
+        let num_steps = all_operations(model.path(), &model.path().join("step-30")).len();
         let mut found = Vec::new();
         for num_done in 0..=num_steps {
             let folder = folder_before();
-            let steps = all_steps(folder.path(), &model.path().join("step-30"));
-            for step in &steps[..num_done] {
+            let operations = all_operations(folder.path(), &model.path().join("step-30"));
+            for step in &operations[..num_done] {
                 step.execute().unwrap();
             }
             let latest = find_latest(folder.path(), &mut Vec::new()).unwrap().expect("a checkpoint");
@@ -184,7 +184,7 @@ mod tests {
         let model = tempfile::tempdir().unwrap();
         save_alone(model.path(), 30, 0);
         let folder = folder_before();
-        for step in all_steps(folder.path(), &model.path().join("step-30")) {
+        for step in all_operations(folder.path(), &model.path().join("step-30")) {
             step.execute().unwrap();
         }
         assert_eq!(fs::read_to_string(folder.path().join(LATEST_FILE)).unwrap(), "step-30\n");

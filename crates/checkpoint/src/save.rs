@@ -148,9 +148,9 @@ impl SaveOperation<'_> {
         source: &mut dyn TensorSource,
         keep_latest_k: usize,
     ) -> Result<Saved, CheckpointError> {
-        let mut untidy = Vec::new();
+        let mut cleanup_errors = Vec::new();
         let planned = self.plan().and_then(|plan| {
-            partial_name.map_or(Ok(()), |name| self.begin(name, &mut untidy))?;
+            partial_name.map_or(Ok(()), |name| self.begin(name, &mut cleanup_errors))?;
             Ok(plan)
         });
         let fingerprint = self.fingerprint();
@@ -166,9 +166,9 @@ impl SaveOperation<'_> {
         let agreed_name = start_messages[0].partial_name.as_deref().expect("rank 0 names the folder");
         let written = self.write_shard(&self.folder.join(agreed_name), &plan[self.group.rank().0], source);
         let (_, shards) = self.exchange_outcomes(written, Option::clone)?;
-        let publish = |name| self.publish(name, &plan, &shards, keep_latest_k, &mut untidy);
+        let publish = |name| self.publish(name, &plan, &shards, keep_latest_k, &mut cleanup_errors);
         self.exchange_outcomes(partial_name.map_or(Ok(()), publish), |()| ())?;
-        Ok(Saved { path: self.folder.join(step_name(self.snapshot.step)), cleanup_errors: untidy })
+        Ok(Saved { path: self.folder.join(step_name(self.snapshot.step)), cleanup_errors: cleanup_errors })
     }
 
     /// Exchanges the outcomes of all ranks. Returns the value of this rank and the messages of all ranks if all succeeded, and an error on
@@ -231,7 +231,11 @@ impl SaveOperation<'_> {
     }
 
     /// Checks that no complete checkpoint of this or a newer step exists, and creates the unfinished folder. Rank 0 only.
-    fn begin(&self, partial_name: &str, untidy: &mut Vec<CheckpointError>) -> Result<(), CheckpointError> {
+    fn begin(
+        &self,
+        partial_name: &str,
+        cleanup_errors: &mut Vec<CheckpointError>,
+    ) -> Result<(), CheckpointError> {
         let names = FolderNames::read(self.folder)?;
         let step = self.snapshot.step;
         for &other in names.steps.iter().filter(|&&other| other >= step) {
@@ -242,7 +246,7 @@ impl SaveOperation<'_> {
                 Err(_) => {}
             }
         }
-        try_all(&leftover_removals(self.folder, &names.leftovers), untidy, &|| self.beat());
+        try_all(&leftover_removals(self.folder, &names.leftovers), cleanup_errors, &|| self.beat());
         self.execute(&begin_operations(self.folder, partial_name))
     }
 
@@ -302,7 +306,7 @@ impl SaveOperation<'_> {
         plan: &[Vec<WritePart>],
         shards: &[Option<Shard>],
         keep_latest_k: usize,
-        untidy: &mut Vec<CheckpointError>,
+        cleanup_errors: &mut Vec<CheckpointError>,
     ) -> Result<(), CheckpointError> {
         let manifest = self.manifest(plan, shards).to_text();
         if manifest.len() as u64 > JSON_BYTES_MAX {
@@ -322,7 +326,7 @@ impl SaveOperation<'_> {
             damaged_exists: names.steps.contains(&step),
         };
         self.execute(&publication.operations())?;
-        clean_up_after(self.folder, step, &names, keep_latest_k, untidy, &|| self.beat());
+        clean_up_after(self.folder, step, &names, keep_latest_k, cleanup_errors, &|| self.beat());
         Ok(())
     }
 

@@ -26,15 +26,15 @@ pub(crate) struct Output;
 
 impl Write for Output {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        read_enough(io::stdout().write(bytes), bytes.len())
+        ignore_broken_pipe(io::stdout().write(bytes), bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        read_enough(io::stdout().flush(), ())
+        ignore_broken_pipe(io::stdout().flush(), ())
     }
 }
 
-fn read_enough<T>(result: io::Result<T>, done: T) -> io::Result<T> {
+fn ignore_broken_pipe<T>(result: io::Result<T>, done: T) -> io::Result<T> {
     result.or_else(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => Ok(done),
         kind => Err(io::Error::new(kind, format!("cannot write to standard output: {error}"))),

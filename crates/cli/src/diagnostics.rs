@@ -19,7 +19,7 @@ pub(crate) const LOG_MAX: Duration = Duration::from_secs(1);
 /// Maximum number of diagnostics that are kept before the log is known.
 const EARLY_MAX: usize = 100;
 
-static CHANNEL: RwLock<DiagnosticOutput> =
+static OUTPUT: RwLock<DiagnosticOutput> =
     RwLock::new(DiagnosticOutput { rank: None, is_shared: false, format: LogFormat::Text, log: None });
 
 /// Diagnostics from before the log was known; `None` afterwards.
@@ -37,11 +37,11 @@ pub(crate) struct DiagnosticOutput {
 
 impl DiagnosticOutput {
     pub(crate) fn current() -> Self {
-        CHANNEL.read().unwrap_or_else(PoisonError::into_inner).clone()
+        OUTPUT.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn change(change: impl FnOnce(&mut Self)) {
-        change(&mut CHANNEL.write().unwrap_or_else(PoisonError::into_inner));
+        change(&mut OUTPUT.write().unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Formats a text: as it is, or as a JSON object with the time.
@@ -90,35 +90,35 @@ impl DiagnosticOutput {
 
 /// Attributes later diagnostics to `rank`. Where ranks share standard error, the rank and its host follow `error:`, `warning:` or `note:`.
 pub(crate) fn set_rank(rank: Rank, is_shared: bool) {
-    DiagnosticOutput::change(|channel| (channel.rank, channel.is_shared) = (Some(rank), is_shared));
+    DiagnosticOutput::change(|output| (output.rank, output.is_shared) = (Some(rank), is_shared));
 }
 
 pub(crate) fn set_format(format: LogFormat) {
-    DiagnosticOutput::change(|channel| channel.format = format);
+    DiagnosticOutput::change(|output| output.format = format);
 }
 
 /// Attributes later diagnostics and log lines to `rank`, and writes all diagnostics to `log`. `log` is `None` if an output of the process
 /// is the log.
 pub(crate) fn set_log(rank: Rank, log: Option<File>) {
     let log = log.map(Arc::new);
-    DiagnosticOutput::change(|channel| (channel.rank, channel.log) = (Some(rank), log.clone()));
+    DiagnosticOutput::change(|output| (output.rank, output.log) = (Some(rank), log.clone()));
     let early = EARLY.lock().unwrap_or_else(PoisonError::into_inner).take();
     early.into_iter().flatten().for_each(|line| write(log.as_deref(), &line));
 }
 
 /// Writes an error, a warning or a note to standard error and to the log.
 pub(crate) fn print_diagnostic(text: &str) {
-    let channel = DiagnosticOutput::current();
-    let formatted = channel.formatted(text);
-    let shown = match channel.format {
+    let output = DiagnosticOutput::current();
+    let formatted = output.formatted(text);
+    let shown = match output.format {
         LogFormat::Json => Cow::Borrowed(&*formatted),
-        LogFormat::Text => channel.with_origin(&formatted),
+        LogFormat::Text => output.with_origin(&formatted),
     };
     // Clears a progress bar on the line. The bar is drawn again.
     let clear = if io::stderr().is_terminal() { "\r\x1b[K" } else { "" };
     // A closed standard error does not end the process. One write keeps lines of several ranks from mixing.
     let _ = io::stderr().write_all(format!("{clear}{shown}\n").as_bytes());
-    let line = channel.stamped(&formatted);
+    let line = output.stamped(&formatted);
     let mut early = EARLY.lock().unwrap_or_else(PoisonError::into_inner);
     match &mut *early {
         Some(lines) if lines.len() < EARLY_MAX => lines.push(line),

@@ -167,9 +167,9 @@ impl Compressor {
         assert_eq!(gradient.len(), self.bucket.len(), "the gradient belongs to another bucket");
         assert_eq!(message.len(), self.rounds[round].num_bytes(), "a message of {:?}", self.rounds[round]);
         self.expected_call = ExpectedCall::Read { round };
-        let turn = self.turn(round);
+        let context = self.context(round);
         if let (0, Some(normalizer)) = (round, &mut self.state.normalizer) {
-            normalizer.divide(turn.step, gradient);
+            normalizer.divide(context.step, gradient);
         }
         let values = match &mut self.state.residual {
             Some(residual) => {
@@ -181,12 +181,12 @@ impl Compressor {
             None => gradient,
         };
         if self.uncompressed_reason.is_some() {
-            Uncompressed.encode(&turn, values, message);
+            Uncompressed.encode(&context, values, message);
             self.statistics.error_norm = 0.0;
         } else {
-            let is_by_warmup_codec = self.compression.uses_warmup_codec(turn.step);
+            let is_by_warmup_codec = self.compression.uses_warmup_codec(context.step);
             let codec = if is_by_warmup_codec { &mut self.warmup_codec } else { &mut self.codec };
-            codec.encode(&turn, values, message);
+            codec.encode(&context, values, message);
             if round + 1 == self.rounds.len() {
                 self.statistics.error_norm = zero_non_finite(values);
             }
@@ -219,13 +219,13 @@ impl Compressor {
             let codec = self.compression.codec();
             return Err(CompressionError::ResultLength { codec, round, found: result.len(), expected });
         }
-        let turn = self.turn(round);
+        let context = self.context(round);
         match self.uncompressed_reason {
-            Some(_) => Uncompressed.decode(&turn, result, gradient)?,
-            None if self.compression.uses_warmup_codec(turn.step) => {
-                self.warmup_codec.decode(&turn, result, gradient)?;
+            Some(_) => Uncompressed.decode(&context, result, gradient)?,
+            None if self.compression.uses_warmup_codec(context.step) => {
+                self.warmup_codec.decode(&context, result, gradient)?;
             }
-            None => self.codec.decode(&turn, result, gradient)?,
+            None => self.codec.decode(&context, result, gradient)?,
         }
         self.expected_call = ExpectedCall::Write { round: round + 1 };
         if round + 1 == self.rounds.len() {
@@ -245,7 +245,7 @@ impl Compressor {
         self.state.residual.iter_mut().flatten().for_each(|value| *value *= factor);
     }
 
-    fn turn(&self, round: usize) -> RoundContext {
+    fn context(&self, round: usize) -> RoundContext {
         let Compressor { rank, world_size, key, .. } = *self;
         RoundContext { step: self.state.step, round, rank, world_size, key }
     }

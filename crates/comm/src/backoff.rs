@@ -32,11 +32,11 @@ impl Backoff {
 
     /// Polls `has_come` for a while, and returns whether it was true. `has_nothing_else` says whether this rank has no computation to do
     /// meanwhile.
-    pub(crate) fn poll(&mut self, has_nothing_else: bool, mut has_come: impl FnMut() -> bool) -> bool {
-        let num_looks =
+    pub(crate) fn poll(&mut self, has_nothing_else: bool, mut has_arrived: impl FnMut() -> bool) -> bool {
+        let num_polls =
             if has_nothing_else { self.num_polls } else { self.num_polls.max(NUM_POLLS_COMPUTING_MIN) };
-        for _ in 0..num_looks {
-            if has_come() {
+        for _ in 0..num_polls {
+            if has_arrived() {
                 self.num_polls = (self.num_polls * 2).min(NUM_POLLS_MAX);
                 return true;
             }
@@ -47,7 +47,7 @@ impl Backoff {
         while has_nothing_else && since.elapsed() < WAITING_MAX {
             for _ in 0..NUM_YIELDS {
                 std::thread::yield_now();
-                if has_come() {
+                if has_arrived() {
                     return true;
                 }
             }
@@ -58,8 +58,8 @@ impl Backoff {
     /// Returns whether to try again after a failed try, for links whose readiness only a try shows. Spins or yields before it returns true.
     pub(crate) fn retries(&mut self, has_nothing_else: bool) -> bool {
         self.num_tries += 1;
-        let num_patient_tries = if has_nothing_else { NUM_YIELDING_TRIES } else { 0 };
-        if self.num_tries >= NUM_POLLS_MAX + num_patient_tries {
+        let num_yielding_tries = if has_nothing_else { NUM_YIELDING_TRIES } else { 0 };
+        if self.num_tries >= NUM_POLLS_MAX + num_yielding_tries {
             self.num_tries = 0;
             return false;
         }

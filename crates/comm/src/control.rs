@@ -18,7 +18,7 @@ mod peer;
 use crate::call::{Call, Cost};
 use crate::error::{CommError, GroupDeadlock};
 use crate::notice::{NOTICE_BYTES, Notice, NoticeKind};
-use crate::recorder::{GATHER_MAX, GroupRecorder, ReportedPlace};
+use crate::recorder::{GroupRecorder, PLACES_WAIT_MAX, ReportedPlace};
 use peer::{Connection, Ending, Link, Peer};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use rustix::io::Errno;
@@ -119,19 +119,19 @@ impl Control {
             && self.reported_blocked.is_none_or(|told| told.operation_key() != place.operation_key())
         {
             self.reported_blocked = Some(place);
-            self.notify(Notice { sequence, event: NoticeKind::Blocked(place) });
+            self.notify(Notice { sequence, kind: NoticeKind::Blocked(place) });
         }
         let has_failure = self.peers.iter().any(|peer| match peer.link {
             Link::Own | Link::Connected(_) => false,
-            Link::Ended(Ending::Notice(notice), _) => notice.event != NoticeKind::Goodbye,
+            Link::Ended(Ending::Notice(notice), _) => notice.kind != NoticeKind::Goodbye,
             Link::Ended(..) => true,
         });
         has_failure && !std::mem::replace(&mut self.has_seen_failure, true)
     }
 
-    /// Waits up to [`GATHER_MAX`] for each peer to report its place or to end.
-    pub(crate) fn gather(&mut self) {
-        let deadline = Instant::now() + GATHER_MAX;
+    /// Waits up to [`PLACES_WAIT_MAX`] for each peer to report its place or to end.
+    pub(crate) fn wait_for_places(&mut self) {
+        let deadline = Instant::now() + PLACES_WAIT_MAX;
         loop {
             self.read();
             let is_open = |peer: &Peer| matches!(peer.link, Link::Connected(_)) && !peer.has_reported_place;
@@ -153,7 +153,7 @@ impl Control {
             return Err(call.timed_out(silent));
         }
         let notice =
-            Notice { sequence: call.sequence, event: NoticeKind::Waiting { operation: call.operation } };
+            Notice { sequence: call.sequence, kind: NoticeKind::Waiting { operation: call.operation } };
         if self.reported_waiting <= call.sequence {
             self.reported_waiting = call.sequence + 1;
             self.reported_at = Some(Instant::now());
@@ -174,7 +174,7 @@ impl Control {
         Ok(())
     }
 
-    pub(crate) fn note_progress(&mut self) {
+    pub(crate) fn record_progress(&mut self) {
         let now = Instant::now();
         self.last_progress = Some(now);
         self.recorder.recorder.heartbeat().beat_at(now);
@@ -185,7 +185,7 @@ impl Control {
         for rank in self.recorder.take_progress_requests() {
             let peer = &mut self.peers[rank.0];
             if peer.asked.is_none() {
-                peer.ask(Notice { sequence, event: NoticeKind::ProgressRequest });
+                peer.ask(Notice { sequence, kind: NoticeKind::ProgressRequest });
             }
         }
     }
@@ -223,7 +223,7 @@ impl Control {
     }
 
     pub(crate) fn report_place(&mut self, sequence: u64, place: Option<ReportedPlace>) {
-        self.notify(Notice { sequence, event: NoticeKind::Place(place) });
+        self.notify(Notice { sequence, kind: NoticeKind::Place(place) });
     }
 
     /// Notifies the peers why operation `sequence` failed on this rank, and at which place.
@@ -242,16 +242,16 @@ impl Control {
             CommError::TimedOut { .. } => NoticeKind::TimedOut,
             _ => NoticeKind::Failed,
         };
-        self.notify(Notice { sequence, event });
+        self.notify(Notice { sequence, kind: event });
     }
 
     /// Notifies the peers that this rank leaves before operation `sequence`.
     pub(crate) fn leave(&mut self, sequence: u64) {
-        self.notify(Notice { sequence, event: NoticeKind::Goodbye });
+        self.notify(Notice { sequence, kind: NoticeKind::Goodbye });
     }
 
     fn notify(&mut self, notice: Notice) {
-        self.peers.iter_mut().for_each(|peer| peer.tell(notice));
+        self.peers.iter_mut().for_each(|peer| peer.notify(notice));
     }
 
     fn read(&mut self) {
@@ -268,7 +268,7 @@ impl Control {
             if std::mem::take(&mut peer.is_asking) {
                 // Rounded up, so that the peer does not take the progress for more recent than it was.
                 let milliseconds = 1 + self.recorder.recorder.heartbeat().age().as_millis() as u64;
-                peer.tell(Notice { sequence: 0, event: NoticeKind::Progress { milliseconds } });
+                peer.notify(Notice { sequence: 0, kind: NoticeKind::Progress { milliseconds } });
             }
         }
     }
@@ -291,7 +291,7 @@ impl Control {
             Ending::Notice(notice) if notice.sequence > call.sequence => return None,
             Ending::Notice(notice) => notice,
         };
-        Some(match notice.event {
+        Some(match notice.kind {
             NoticeKind::Goodbye => call.peer_left(rank),
             // The peer reports that this rank is lost or has left, which is not so. Only the peer counts as failed.
             NoticeKind::Lost { rank: other } | NoticeKind::Left { rank: other } if self.is_own(other) => {

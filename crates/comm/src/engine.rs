@@ -120,7 +120,7 @@ impl Engine {
         // Closes the data connections now, so that ranks that wait on them notice.
         drop(self.transport);
         if self.recorder.recorder.gathers() {
-            self.control.gather();
+            self.control.wait_for_places();
         }
     }
 }

@@ -29,7 +29,7 @@ struct State {
 }
 
 struct Batch {
-    memory: Progress,
+    progress: Progress,
     len: usize,
     /// Number of vectors that their owners have not fetched.
     num_vectors: usize,
@@ -133,7 +133,7 @@ impl Fusion {
     }
 
     fn put(&self, state: &mut State, batch: &mut Batch, vector: &Buffer<Untyped>) -> Result<(), CommError> {
-        let Progress::Open(memory) = &mut batch.memory else {
+        let Progress::Open(memory) = &mut batch.progress else {
             unreachable!("an open batch takes vectors in")
         };
         let memory = match memory {
@@ -158,10 +158,10 @@ impl Fusion {
     /// Issues the open batch unless it is empty.
     fn close(&self, state: &mut State) {
         let mut batch = lock(&state.open);
-        let Progress::Open(memory) = &mut batch.memory else { unreachable!("the open batch is open") };
+        let Progress::Open(memory) = &mut batch.progress else { unreachable!("the open batch is open") };
         let Some(mut memory) = memory.take() else { return };
         memory.storage.shorten(batch.len * memory.dtype().size());
-        batch.memory = Progress::Issued(self.group.all_reduce(memory, self.op));
+        batch.progress = Progress::Issued(self.group.all_reduce(memory, self.op));
         drop(batch);
         state.open = state.free.pop().unwrap_or_else(Batch::new);
     }
@@ -180,11 +180,11 @@ impl Fusion {
         drop(state);
         let shared = batch;
         let mut batch = lock(shared);
-        batch.memory = match std::mem::replace(&mut batch.memory, Progress::Spent) {
+        batch.progress = match std::mem::replace(&mut batch.progress, Progress::Spent) {
             Progress::Issued(work) => Progress::Ended(work.wait()),
             ended => ended,
         };
-        let Progress::Ended(result) = &batch.memory else { unreachable!("a batch ends once it is closed") };
+        let Progress::Ended(result) = &batch.progress else { unreachable!("a batch ends once it is closed") };
         let outcome = match result {
             Ok(memory) => {
                 if !self.group.is_dry() {
@@ -198,7 +198,7 @@ impl Fusion {
         };
         batch.num_vectors -= 1;
         if batch.num_vectors == 0
-            && let Progress::Ended(Ok(mut memory)) = std::mem::replace(&mut batch.memory, Progress::Spent)
+            && let Progress::Ended(Ok(mut memory)) = std::mem::replace(&mut batch.progress, Progress::Spent)
         {
             memory.storage.lengthen();
             *batch = Batch::empty();
@@ -217,7 +217,7 @@ impl Batch {
     }
 
     fn empty() -> Self {
-        Batch { memory: Progress::Open(None), len: 0, num_vectors: 0 }
+        Batch { progress: Progress::Open(None), len: 0, num_vectors: 0 }
     }
 }
 

@@ -132,7 +132,7 @@ fn hostile_notices_are_read_or_refused() {
         NoticeKind::TimedOut,
         place,
     ];
-    let valid = events.map(|event| Notice { sequence: 8, event }.encode().to_vec());
+    let valid = events.map(|event| Notice { sequence: 8, kind: event }.encode().to_vec());
     let mut fuzzer = Fuzzer::new("notices", valid.to_vec());
     let mut num_read = 0;
     for _ in 0..200_000 {

@@ -66,8 +66,9 @@ pub use options::{
 pub use page_size::PageSize;
 pub use recorder::{
     Diagnosis, Difference, Direction, Disagreement, FailureReport, Finding, FlightRecorder, GroupReport,
-    IssuedOperation, MessagePeer, Occasion, OperationReport, OperationState, Place, ProgramLine, RankReport,
-    ReadReportsError, RecorderOptions, Source, Variant, read_reports, remove_reports, report_path,
+    IssuedOperation, MessagePeer, Occasion, OperationReport, OperationState, OperationVariant, Place,
+    ProgramLine, RankReport, ReadReportsError, RecorderOptions, Source, read_reports, remove_reports,
+    report_path,
 };
 pub use secret::Secret;
 pub use selection::Choice;

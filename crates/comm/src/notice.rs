@@ -8,7 +8,7 @@ use trireme_base::Rank;
 pub(crate) struct Notice {
     /// Number of the sender's operation that the notice refers to.
     pub(crate) sequence: u64,
-    pub(crate) event: NoticeKind,
+    pub(crate) kind: NoticeKind,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub(crate) enum NoticeKind {
 const WORDS: usize = 17;
 
 /// Bytes of a notice on the wire: 17 little-endian words. Words 0 and 1 are the tag and the sequence. A mismatch has its sequence in word
-/// 2, the ranks in 3 and 4, and the operations in 5 to 8. A lost or departed rank is in word 3, the operation of `Waiting` in 5 and 6, the
+/// 2, the ranks in 3 and 4, and the operations in 5 to 8. A lost or departed rank is in word 3, the operation of `JoinProgress` in 5 and 6, the
 /// milliseconds of `Progress` in 4. A place has its sequence in word 2, state, direction and peer in 3, milliseconds in 4, the operation in
 /// 5 and 6, the program line in 7 to 13, and the group in 14 to 16.
 pub(crate) const NOTICE_BYTES: usize = 8 * WORDS;
@@ -52,7 +52,7 @@ impl Notice {
     pub(crate) fn encode(self) -> [u8; NOTICE_BYTES] {
         let mut words = [0; WORDS];
         words[1] = self.sequence;
-        words[0] = match self.event {
+        words[0] = match self.kind {
             NoticeKind::Waiting { operation } => {
                 words[5..7].copy_from_slice(&operation.encode());
                 1
@@ -116,7 +116,7 @@ impl Notice {
             11 => NoticeKind::Progress { milliseconds: words[4] },
             _ => return None,
         };
-        Some(Notice { sequence: words[1], event })
+        Some(Notice { sequence: words[1], kind: event })
     }
 }
 
@@ -195,10 +195,10 @@ mod tests {
             NoticeKind::Progress { milliseconds: 77 },
         ];
         for event in others.into_iter().chain(places) {
-            let notice = Notice { sequence: u64::MAX - 1, event };
+            let notice = Notice { sequence: u64::MAX - 1, kind: event };
             assert_eq!(Notice::decode(&notice.encode(), 4), Some(notice));
         }
-        let notice = Notice { sequence: 6, event: mismatch };
+        let notice = Notice { sequence: 6, kind: mismatch };
         assert_eq!(Notice::decode(&notice.encode(), 3), None, "a rank outside of the group");
     }
 

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 /// Number of preallocated slots: one pending operation per unit of a large model. The number of pending operations depends on timing, so
 /// memory use could otherwise grow in any step.
-const NUM_PENDING: usize = 1024;
+const NUM_PREALLOCATED: usize = 1024;
 
 /// How often the communication thread polls for short operations while the group was active recently ([`POLL_DURATION`]).
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -97,8 +97,8 @@ impl Queue {
             messages,
             state: Mutex::new(State {
                 engine: Some(engine),
-                slots: Slab::with_capacity(NUM_PENDING),
-                waiting: VecDeque::with_capacity(NUM_PENDING),
+                slots: Slab::with_capacity(NUM_PREALLOCATED),
+                waiting: VecDeque::with_capacity(NUM_PREALLOCATED),
                 failure: None,
                 closed: false,
                 is_polled: false,
@@ -167,12 +167,12 @@ impl Queue {
             *watch = Activity { num_seen: state.num_issued, idle_since: Instant::now() };
         }
         state.is_polled = watch.idle_since.elapsed() < POLL_DURATION;
-        let look_interval = state.engine.as_ref().map_or(NOTICE_INTERVAL_MAX, Engine::notice_interval);
-        let interval = if state.is_polled { POLL_INTERVAL } else { look_interval };
+        let notice_interval = state.engine.as_ref().map_or(NOTICE_INTERVAL_MAX, Engine::notice_interval);
+        let interval = if state.is_polled { POLL_INTERVAL } else { notice_interval };
         let waited = self.submitted.wait_timeout(state, interval);
         let (mut state, waited) = waited.expect("no thread panics while it holds the queue");
-        let was_glance = std::mem::replace(&mut state.is_polled, false);
-        if was_glance || !waited.timed_out() || !state.waiting.is_empty() {
+        let was_polling = std::mem::replace(&mut state.is_polled, false);
+        if was_polling || !waited.timed_out() || !state.waiting.is_empty() {
             return state;
         }
         let Some(mut engine) = state.engine.take() else { return state };

@@ -28,7 +28,7 @@ enum State<T> {
         finish: fn(Payload) -> T,
     },
     Message {
-        receipt: MessageTicket,
+        ticket: MessageTicket,
         finish: fn(Storage) -> T,
     },
 }
@@ -46,8 +46,8 @@ impl<T> Work<T> {
         Work { state: State::Queued { ticket, finish } }
     }
 
-    pub(crate) fn message(receipt: MessageTicket, finish: fn(Storage) -> T) -> Self {
-        Work { state: State::Message { receipt, finish } }
+    pub(crate) fn message(ticket: MessageTicket, finish: fn(Storage) -> T) -> Self {
+        Work { state: State::Message { ticket, finish } }
     }
 
     /// Blocks until the operation has completed on this rank.
@@ -64,7 +64,7 @@ impl<T> Work<T> {
                 Ok(result)
             }
             State::Queued { ticket, finish } => ticket.wait().map(finish),
-            State::Message { receipt, finish } => receipt.wait().map(finish),
+            State::Message { ticket, finish } => ticket.wait().map(finish),
         }
     }
 
@@ -73,7 +73,7 @@ impl<T> Work<T> {
         match &self.state {
             State::Ready(_) | State::Dry { .. } => true,
             State::Queued { ticket, .. } => ticket.is_done(),
-            State::Message { receipt, .. } => receipt.is_done(),
+            State::Message { ticket, .. } => ticket.is_done(),
         }
     }
 }
@@ -104,8 +104,8 @@ impl<T: Content> Work<Buffer<T>> {
                 outcome.recorder = Some(ticket.recorder().clone());
                 ticket.on_done(Box::new(move |result| end(result.map(finish))));
             }
-            State::Message { receipt, finish } => {
-                receipt.on_done(Box::new(move |result| end(result.map(finish))));
+            State::Message { ticket, finish } => {
+                ticket.on_done(Box::new(move |result| end(result.map(finish))));
             }
             // A dry group or a group of one rank returns the vector without accessing it, so a device may still use it. Waits for the
             // device.

@@ -13,9 +13,9 @@ use trireme_schedule::collective::Hosts;
 /// Reports that this rank failed, and why, to the ranks that join a world with these options, so that they do not wait for it. The ranks in
 /// `told` know already. If the job name is empty, because it could not be read, ranks of every job with the same secret accept the report.
 /// Best effort; takes at most 10 s.
-pub fn report_failure(options: &JoinOptions, reason: &str, told: &[Rank]) {
+pub fn report_failure(options: &JoinOptions, reason: &str, informed: &[Rank]) {
     if options.world_size > 1 && rendezvous::check_options(options).is_ok() {
-        rendezvous::report_failure(options, reason, told);
+        rendezvous::report_failure(options, reason, informed);
     }
 }
 
@@ -53,7 +53,7 @@ pub fn inproc_world_on(hosts: &[usize], options: &GroupOptions) -> Vec<Group> {
             hosts: hosts.clone(),
             rows: [collectives, messages, control],
             memory: None,
-            seats: None,
+            mpi_addresses: None,
             is_inproc: true,
         };
         let recorder = FlightRecorder::new(Rank(rank), world_size);

@@ -19,7 +19,7 @@ pub enum ModelError {
     )]
     Output { unit: String, name: &'static str, dims: Vec<usize>, num_samples: usize },
     #[error(transparent)]
-    Uncuttable(#[from] UncuttableError),
+    CannotSplit(#[from] UncuttableError),
     #[error(transparent)]
     Experts(#[from] ExpertsError),
     #[error("cannot build the model")]

@@ -61,14 +61,14 @@ impl KvCache {
         if self.next == self.caches.len() {
             self.caches.push(KeyValueCache::new(&self.device, 1, self.capacity, attention)?);
         }
-        let rotary = attention.rotary().map(|table| self.whole_table(table)).transpose()?;
+        let rotary = attention.rotary().map(|table| self.full_table(table)).transpose()?;
         let cache = &mut self.caches[self.next];
         self.next += 1;
         recorder.attention_cached(&attention.clone().with_rotary(rotary), qkv, cache)
     }
 
     /// Returns a model's rotary table for all positions of the sequence.
-    pub(crate) fn whole_table(&mut self, table: &Arc<RotaryTable>) -> Result<Arc<RotaryTable>, DeviceError> {
+    pub(crate) fn full_table(&mut self, table: &Arc<RotaryTable>) -> Result<Arc<RotaryTable>, DeviceError> {
         if let Some((_, whole)) = self.tables.iter().find(|(own, _)| Arc::ptr_eq(own, table)) {
             return Ok(Arc::clone(whole));
         }

@@ -31,7 +31,7 @@ impl Model {
     /// the returned spans in its operations.
     ///
     /// # Errors
-    /// Errors of `build`, [`Uncuttable`](crate::ModelError::Uncuttable) and [`Experts`](crate::ModelError::Experts).
+    /// Errors of `build`, [`CannotSplit`](crate::ModelError::CannotSplit) and [`Experts`](crate::ModelError::Experts).
     pub fn build_at(
         place: impl Into<ModelRank>,
         device: &Device,

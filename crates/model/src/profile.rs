@@ -64,7 +64,7 @@ pub struct UnitProfile {
     pub weight_half_reads: bool,
     /// Table indices of the parameters for which backward computes only this rank's partial gradient. The ranks of the tensor axis that
     /// hold the same elements must sum these gradients.
-    pub grad_terms: Vec<usize>,
+    pub partial_grads: Vec<usize>,
     /// The exchanges of the passes with other ranks.
     pub exchanges: PassExchanges,
 }
@@ -162,7 +162,10 @@ impl ModelProfile {
 
 impl Model {
     /// Returns axes on which this rank can run passes without the other ranks: exchanges are recorded, but not performed.
-    pub(crate) fn axes_alone(&self, PassOptions { shards_rows, context, .. }: PassOptions) -> RecordingAxes {
+    pub(crate) fn recording_axes(
+        &self,
+        PassOptions { shards_rows, context, .. }: PassOptions,
+    ) -> RecordingAxes {
         let noted = ExchangeLog::default();
         let alone = |axis, place: AxisRank| -> Option<Arc<dyn AxisOps>> {
             (place.degree > 1).then(|| Arc::new(DryRunAxis::new(axis, place, &noted)) as Arc<dyn AxisOps>)
@@ -175,7 +178,7 @@ impl Model {
             tensor: tensor.map(|ops| TensorAxis { ops, shards_rows }),
             context: (context.degree() > 1).then_some(ContextAxis { ring, heads }),
         };
-        RecordingAxes { axes, noted }
+        RecordingAxes { axes, log: noted }
     }
 
     /// Measures the passes over microbatches of these tensors.
@@ -197,20 +200,20 @@ impl Model {
         let fp8 = fp8.as_ref().map(Fp8State::scales);
         let parameters = Parameters::zeros(self.table(), device, Category::Parameters)?;
         let parameters = TrackedParameters { parameters: &parameters, was_read: Cell::new(false) };
-        let axes = self.axes_alone(options);
+        let axes = self.recording_axes(options);
         let (parameters, before_pass) = (&parameters, &|| ());
-        let rehearser = Profiler { model: self, device, precision, fp8, axes, parameters, before_pass };
+        let profiler = Profiler { model: self, device, precision, fp8, axes, parameters, before_pass };
         let mut tensors = Batch::new();
         let mut found = ModelProfile { units: Vec::new(), batch: Vec::new() };
         for &spec in batch {
-            let before = rehearser.in_use();
+            let before = profiler.in_use();
             tensors.push(spec.name, device.empty(spec.shape, spec.dtype, Category::Activations)?);
-            let bytes = rehearser.in_use() - before;
+            let bytes = profiler.in_use() - before;
             found.batch.push(BatchTensor { spec, bytes, readers: Vec::new() });
         }
         let mut inputs = Bundle::new();
         for unit in 0..self.num_units() {
-            let (passes, outputs, names) = rehearser.unit(unit, inputs, &mut tensors)?;
+            let (passes, outputs, names) = profiler.unit(unit, inputs, &mut tensors)?;
             for tensor in found.batch.iter_mut().filter(|tensor| names.contains(&tensor.spec.name)) {
                 tensor.readers.push(unit);
             }
@@ -240,7 +243,7 @@ fn check_outputs(model: &Model, unit: usize, outputs: &[TensorSpec], num_samples
 #[derive(Debug, Clone)]
 pub(crate) struct RecordingAxes {
     axes: PassAxes,
-    noted: ExchangeLog,
+    log: ExchangeLog,
 }
 
 /// Parameters that record whether they are read.
@@ -273,7 +276,7 @@ impl Profiler<'_> {
     }
 
     /// Runs `pass`, and returns its result, the peak of activation bytes in use, and its cost.
-    fn watch<T>(&self, pass: impl FnOnce() -> Result<T, DeviceError>) -> Result<(T, usize, Cost)> {
+    fn measure<T>(&self, pass: impl FnOnce() -> Result<T, DeviceError>) -> Result<(T, usize, Cost)> {
         (self.before_pass)();
         self.device.reset_cost();
         self.device.memory().reset_peaks();
@@ -296,8 +299,8 @@ impl Profiler<'_> {
         let (input_specs, input) = (inputs.specs().collect::<Vec<_>>(), self.bytes_of(&inputs)?);
         let base = self.in_use() - input;
         let ((mut pass, outputs), forward_peak, forward_cost) =
-            self.watch(|| self.forward(unit, inputs, batch))?;
-        let forward = self.axes.noted.take();
+            self.measure(|| self.forward(unit, inputs, batch))?;
+        let forward = self.axes.log.take();
         let report = |metric: &Metric| Report { metric: Some(metric.name), num_rows: metric.mean.num_rows };
         let metrics: Vec<Report> = pass.metrics().iter().map(report).collect();
         let output = self.bytes_of(&outputs)?;
@@ -309,18 +312,18 @@ impl Profiler<'_> {
         let products = self.in_use() - base_of_backward;
         let inputs_bytes = input_specs.iter().map(TensorSpec::num_bytes).sum();
         let kept_bytes = KeptBytes { all: record_bytes, products: pass.num_bytes(), inputs: inputs_bytes };
-        let (_, renewal_peak, renewal_cost) = self.watch(|| pass.recompute(self.parameters, batch))?;
-        let exchanged = self.axes.noted.take();
+        let (_, recompute_peak, recompute_cost) = self.measure(|| pass.recompute(self.parameters, batch))?;
+        let exchanged = self.axes.log.take();
         debug_assert!(exchanged.is_empty(), "each rank recomputes without the others");
         let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         let grads = self.grads(&output_specs)?;
         let mut sink = CountingSink::new(self);
-        let (input_grads, backward_peak, backward_cost) = self.watch(|| {
+        let (input_grads, backward_peak, backward_cost) = self.measure(|| {
             pass.backward(self.parameters, grads, batch, &mut sink)?;
             pass.take_input_grads()
         })?;
-        let grad_terms = sink.terms;
-        let backward = self.axes.noted.take();
+        let grad_terms = sink.partial;
+        let backward = self.axes.log.take();
         let backward_reads = self.parameters.was_read.get();
         let input_grad = self.bytes_of(&input_grads)?;
         drop(input_grads);
@@ -338,11 +341,11 @@ impl Profiler<'_> {
             record,
             products,
             forward_peak: forward_peak - base,
-            recompute_peak: renewal_peak - base_of_backward,
+            recompute_peak: recompute_peak - base_of_backward,
             backward_peak: backward_peak - base_of_backward,
             forward_cost,
             backward_cost,
-            recompute_cost: renewal_cost,
+            recompute_cost: recompute_cost,
             ..halves
         };
         let found = UnitProfile {
@@ -352,7 +355,7 @@ impl Profiler<'_> {
             reports,
             backward_reads,
             weight_half_reads,
-            grad_terms,
+            partial_grads: grad_terms,
             exchanges: PassExchanges { forward, backward, ..of_halves },
         };
         Ok((found, outputs, names))
@@ -368,22 +371,22 @@ impl Profiler<'_> {
         base: usize,
     ) -> Result<(UnitPasses, bool, PassExchanges)> {
         let (mut pass, outputs) = self.forward(unit, inputs, batch)?;
-        self.axes.noted.take();
+        self.axes.log.take();
         let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         drop(outputs);
         let grads = self.grads(&output_specs)?;
-        let (input_grads, _, input_half_cost) = self.watch(|| {
+        let (input_grads, _, input_half_cost) = self.measure(|| {
             pass.backward_input(self.parameters, grads, batch)?;
             pass.take_input_grads()
         })?;
         drop(input_grads);
-        let input_half = self.axes.noted.take();
+        let input_half = self.axes.log.take();
         let halved = self.in_use() - base;
         let (_, _, weight_half_cost) =
-            self.watch(|| pass.backward_weight(self.parameters, batch, &mut CountingSink::new(self)))?;
+            self.measure(|| pass.backward_weight(self.parameters, batch, &mut CountingSink::new(self)))?;
         let passes = UnitPasses { halved, input_half_cost, weight_half_cost, ..UnitPasses::default() };
         let exchanges =
-            PassExchanges { input_half, weight_half: self.axes.noted.take(), ..PassExchanges::default() };
+            PassExchanges { input_half, weight_half: self.axes.log.take(), ..PassExchanges::default() };
         Ok((passes, self.parameters.was_read.get(), exchanges))
     }
 
@@ -448,17 +451,17 @@ struct CountingSink<'a> {
     device: &'a Device,
     table: &'a ParameterTable,
     target: Option<Tensor>,
-    are_terms: bool,
-    terms: Vec<usize>,
+    are_partial: bool,
+    partial: Vec<usize>,
     /// One for each parameter.
     was_written: Vec<bool>,
 }
 
 impl<'a> CountingSink<'a> {
-    fn new(rehearser: &Profiler<'a>) -> Self {
-        let (device, table) = (rehearser.device, &**rehearser.model.table());
+    fn new(profiler: &Profiler<'a>) -> Self {
+        let (device, table) = (profiler.device, &**profiler.model.table());
         let was_written = vec![false; table.parameters().len()];
-        CountingSink { device, table, target: None, are_terms: false, terms: Vec::new(), was_written }
+        CountingSink { device, table, target: None, are_partial: false, partial: Vec::new(), was_written }
     }
 }
 
@@ -467,16 +470,16 @@ impl GradSink for CountingSink<'_> {
         for id in span.first.0..span.first.0 + span.num_parameters {
             let info = &self.table.parameters()[id];
             // Ranks that share key-value heads have different query heads, so each computes only a partial gradient.
-            let is_term = info.num_replicas() > 1 && (self.are_terms || info.cut.is_some());
+            let is_term = info.num_replicas() > 1 && (self.are_partial || info.cut.is_some());
             if self.was_written[id] {
                 let name = &info.name;
                 assert_eq!(
                     is_term,
-                    self.terms.contains(&id),
+                    self.partial.contains(&id),
                     "{name} is read for rows and for values that every rank has"
                 );
             } else if is_term {
-                self.terms.push(id);
+                self.partial.push(id);
             }
             self.was_written[id] = true;
         }
@@ -489,6 +492,6 @@ impl GradSink for CountingSink<'_> {
     }
 
     fn expect_partial_grads(&mut self, are_terms: bool) {
-        self.are_terms = are_terms;
+        self.are_partial = are_terms;
     }
 }

@@ -33,8 +33,8 @@ pub struct UnitContext<'a> {
     outputs: Bundle<Var>,
     batch: &'a mut Batch,
     /// Tensors of the batch that are on the tape.
-    lent: Bundle<VarId>,
-    past: Option<&'a mut KvCache>,
+    taken: Bundle<VarId>,
+    kv_cache: Option<&'a mut KvCache>,
 }
 
 impl<'a> Deref for UnitContext<'a> {
@@ -75,9 +75,9 @@ impl UnitContext<'_> {
     /// # Panics
     /// If the tensor was already taken.
     pub fn optional_batch(&mut self, name: &'static str) -> Option<Var> {
-        assert!(self.lent.get(name).is_none(), "the unit has taken '{name}' of the batch already");
+        assert!(self.taken.get(name).is_none(), "the unit has taken '{name}' of the batch already");
         let var = self.recorder.constant(self.batch.take(name)?);
-        self.lent.push(name, var.id());
+        self.taken.push(name, var.id());
         Some(var)
     }
 
@@ -91,7 +91,7 @@ impl UnitContext<'_> {
     /// If the name is taken, if the value is a tensor of the batch, or if it is still split between the ranks of the tensor axis, like the
     /// output of a column-parallel layer.
     pub fn output(&mut self, name: &'static str, value: Var) -> Result<(), DeviceError> {
-        assert!(self.lent.iter().all(|(_, &lent)| lent != value.id()), "'{name}' is a tensor of the batch");
+        assert!(self.taken.iter().all(|(_, &lent)| lent != value.id()), "'{name}' is a tensor of the batch");
         let value = self.recorder.between_units(value)?;
         self.outputs.push(name, value);
         Ok(())
@@ -102,10 +102,10 @@ impl UnitContext<'_> {
     /// # Errors
     /// If memory for the result cannot be allocated.
     pub fn latent_heads(&mut self, heads: &Arc<LatentHeads>, inputs: [Var; 3]) -> Result<Var, DeviceError> {
-        match &mut self.past {
+        match &mut self.kv_cache {
             None => self.recorder.apply(heads, inputs),
             Some(past) => {
-                let rotary = past.whole_table(&heads.rotary)?;
+                let rotary = past.full_table(&heads.rotary)?;
                 self.recorder.apply(&Arc::new(LatentHeads { shape: heads.shape, rotary }), inputs)
             }
         }
@@ -117,7 +117,7 @@ impl UnitContext<'_> {
     /// If memory for the result cannot be allocated.
     pub fn attention(&mut self, attention: &Arc<Attention>, qkv: Var) -> Result<Var, DeviceError> {
         let document_starts = self.optional_batch(DOCUMENT_STARTS);
-        match &mut self.past {
+        match &mut self.kv_cache {
             None => match document_starts {
                 Some(starts) => self.recorder.apply(attention, (qkv, starts)),
                 None => self.recorder.apply(attention, [qkv]),
@@ -153,13 +153,19 @@ impl UnitPass {
             inputs.into_iter().map(|(name, tensor)| (name, tape.input(tensor))).collect();
         let input_ids = inputs.iter().map(|(name, var)| (name, var.id())).collect();
         let recorder = tape.recorder(parameters);
-        let mut pass =
-            UnitContext { recorder, inputs, outputs: Bundle::new(), batch, lent: Bundle::new(), past };
+        let mut pass = UnitContext {
+            recorder,
+            inputs,
+            outputs: Bundle::new(),
+            batch,
+            taken: Bundle::new(),
+            kv_cache: past,
+        };
         let done = unit.forward(&mut pass);
-        let UnitContext { outputs, lent, .. } = pass;
+        let UnitContext { outputs, taken: lent, .. } = pass;
         let ids = outputs.iter().map(|(name, var)| (name, var.id())).collect();
         let mut pass = UnitPass { tape, inputs: input_ids, outputs: ids, batch: lent };
-        pass.give_back(batch);
+        pass.return_batch(batch);
         done?;
         let mut tensors = Bundle::new();
         for (name, var) in outputs.iter() {
@@ -179,11 +185,11 @@ impl UnitPass {
             self.tape.put_value(place, tensor);
         }
         let done = run(self);
-        self.give_back(batch);
+        self.return_batch(batch);
         done
     }
 
-    fn give_back(&mut self, batch: &mut Batch) {
+    fn return_batch(&mut self, batch: &mut Batch) {
         for (name, &place) in self.batch.iter() {
             batch.push(name, self.tape.take_value(place));
         }

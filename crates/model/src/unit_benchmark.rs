@@ -26,7 +26,7 @@ impl Model {
     ///
     /// # Errors
     /// If the device cannot allocate memory.
-    pub fn exercise<'a>(
+    pub fn unit_benchmark<'a>(
         &'a self,
         unit: usize,
         device: &'a Device,
@@ -46,7 +46,7 @@ impl Model {
             Ok::<(), ModelError>(())
         })?;
         let fp8 = fp8.map(|recipe| Fp8State::of_matrices(recipe, table, device)).transpose()?;
-        let axes = self.axes_alone(options);
+        let axes = self.recording_axes(options);
         Ok(UnitBenchmark { model: self, unit, device, precision, fp8, axes, profile, parameters })
     }
 }

@@ -19,7 +19,7 @@ impl ElementwiseUpdate {
     }
 
     /// Computes this rank's contribution to the sums of exchange `phase`.
-    pub(crate) fn observe(
+    pub(crate) fn compute_sums(
         &mut self,
         phase: usize,
         step: &UnitStep<'_>,
@@ -32,7 +32,7 @@ impl ElementwiseUpdate {
         }
         let rule = &self.rule;
         let states = if rule.sums_pass_changes_states(phase) { &mut self.states[..] } else { &mut [] };
-        let updates = &self.members.choose(|member| rule.sums_pass(phase, member, step));
+        let updates = &self.members.member_updates(|member| rule.sums_pass(phase, member, step));
         self.members.sum_by(step.device, sums, |pieces, sums| {
             let (noise, sums) = (step.noise, Some(sums));
             let pass = UpdatePass { pieces, updates, scales: None, noise, sums };
@@ -58,7 +58,7 @@ impl ElementwiseUpdate {
         };
         let scales = sums.map(|sums| members.scales(step.device, sums, |member| rule.scale(member, step)));
         let scales = scales.transpose()?;
-        let updates = &members.choose(|member| rule.update(member, step));
+        let updates = &members.member_updates(|member| rule.update(member, step));
         let scales = scales.as_ref().map(Tensor::view);
         let pass = UpdatePass { pieces: &members.pieces, updates, scales, noise: step.noise, sums: None };
         step.device.update(pass, parameters, grads, states);

@@ -36,7 +36,7 @@ impl Optimizer {
     /// Returns the quantity that ranks sum for a unit in update `step` of the run, counted from 1. This is momentum, with two exceptions: a
     /// parameter of the unit updates its second moment in this step, or no parameter of the unit has a momentum, for example because all
     /// are frozen. The result is the same on all ranks, whichever part of the unit they store.
-    pub fn exchange(&self, unit: usize, step: u64) -> ReducedQuantity {
+    pub fn reduced_quantity(&self, unit: usize, step: u64) -> ReducedQuantity {
         let updates_second = self.units[unit].iter().filter_map(|share| match share {
             UnitUpdate::Elements(share) => Some((share.rule.compressed_adam()?, &share.members.list)),
             _ => None,
@@ -115,7 +115,12 @@ impl Optimizer {
         settings: StepSettings,
         update: impl Fn(&dyn Rule, &Member, &UnitStep<'_>) -> Option<Update>,
     ) {
-        assert_eq!(self.exchange(unit, settings.step), ReducedQuantity::Momentum, "step {}", settings.step);
+        assert_eq!(
+            self.reduced_quantity(unit, settings.step),
+            ReducedQuantity::Momentum,
+            "step {}",
+            settings.step
+        );
         let noise = noise(unit, settings.step);
         let step = UnitStep { device, table: &self.table, settings, starts: &self.starts, noise };
         for share in &mut self.units[unit] {

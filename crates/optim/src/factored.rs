@@ -21,13 +21,13 @@ pub(crate) struct Factored {
     /// Mean squares of rows, then of columns.
     pub(crate) moments: [Tensor; 2],
     /// The moments of the rows and columns of this rank's part, if the matrix is split on the tensor axis.
-    here: Option<[Tensor; 2]>,
+    local_moments: Option<[Tensor; 2]>,
     /// This rank's segments of the rows, and of the columns.
     segments: [Vec<Segment>; 2],
     /// Mean of the moments of rows, one f64.
     row_mean: Tensor,
     shape: Shape,
-    whole: Shape,
+    full_shape: Shape,
     offset: usize,
 }
 
@@ -56,11 +56,11 @@ impl Factored {
             members,
             matrix,
             moments: moments(whole)?,
-            here,
+            local_moments: here,
             segments: [info.segments(0), info.segments(1)],
             row_mean: device.zeros([1].into(), DType::F64, Category::Optimizer)?,
             shape,
-            whole,
+            full_shape: whole,
             offset: info.offset,
         })
     }
@@ -71,7 +71,7 @@ impl Factored {
 
     /// Returns the number of sums in exchange `phase`.
     pub(crate) fn num_sums(&self, phase: usize) -> usize {
-        if phase == 0 { 1 + self.whole.rows() + self.whole.cols() } else { 1 }
+        if phase == 0 { 1 + self.full_shape.rows() + self.full_shape.cols() } else { 1 }
     }
 
     /// Computes local sums of squares. If `known` is `None`, these are the sums of the first exchange: the squares of the parameter, and
@@ -87,17 +87,17 @@ impl Factored {
     ) -> Result<(), DeviceError> {
         let (device, grad_scale, noise) = (step.device, step.grad_scale(), step.noise);
         let Some(known) = known else {
-            let updates = &self.members.choose(|_| Update::Norms { grad_scale });
+            let updates = &self.members.member_updates(|_| Update::Norms { grad_scale });
             self.members.sum_by(device, sums.reborrow().into_part(0, [1].into()), |pieces, sums| {
                 let pass = UpdatePass { pieces, updates, scales: None, noise, sums: Some(sums) };
                 device.update(pass, parameters, grads, &mut []);
             })?;
-            let len = self.whole.rows() + self.whole.cols();
+            let len = self.full_shape.rows() + self.full_shape.cols();
             return self.sum_by_dims(step, grads, sums.into_part(1, [len].into()));
         };
         self.change_moments(step, known);
         self.members.sum_by(device, sums, |pieces, sums| {
-            device.factored_squares(pieces, self.step(step, 1.0), self.moments_here(), grads, sums);
+            device.factored_squares(pieces, self.step(step, 1.0), self.used_moments(), grads, sums);
         })
     }
 
@@ -110,7 +110,7 @@ impl Factored {
     ) -> Result<(), DeviceError> {
         let (device, grad_scale) = (step.device, step.grad_scale());
         let is_counted = step.counts(self.member());
-        if is_counted && self.here.is_none() {
+        if is_counted && self.local_moments.is_none() {
             device.factored_sums(&self.matrix, grads, grad_scale, sums);
             return Ok(());
         }
@@ -120,7 +120,7 @@ impl Factored {
             let mut own = device.empty([rows + cols].into(), DType::F64, Category::Optimizer)?;
             device.factored_sums(&self.matrix, grads, grad_scale, own.view_mut());
             for ((first, place), segments) in
-                [(0, 0), (self.whole.rows(), rows)].into_iter().zip(&self.segments)
+                [(0, 0), (self.full_shape.rows(), rows)].into_iter().zip(&self.segments)
             {
                 for segment in segments {
                     let len = [segment.len].into();
@@ -135,14 +135,14 @@ impl Factored {
     /// Updates the moments from the `known` sums of all rows and columns.
     fn change_moments(&mut self, step: &UnitStep<'_>, known: View<'_>) {
         let (device, RmsStep { mixing, .. }) = (step.device, rms_step(self.settings, self.member(), step));
-        let [rows, cols] = [self.whole.rows(), self.whole.cols()];
+        let [rows, cols] = [self.full_shape.rows(), self.full_shape.cols()];
         let sums = [known.part(1, [rows].into()), known.part(1 + rows, [cols].into())];
         for ((moments, sums), num_terms) in self.moments.iter_mut().zip(sums).zip([cols, rows]) {
             device.factored_moments(sums, num_terms, mixing, moments.view_mut());
         }
         device.sum_elements(self.moments[0].view(), rows as f64, self.row_mean.view_mut());
         for ((here, moments), segments) in
-            self.here.iter_mut().flatten().zip(&self.moments).zip(&self.segments)
+            self.local_moments.iter_mut().flatten().zip(&self.moments).zip(&self.segments)
         {
             for &Segment { start, offset: place, len } in segments {
                 let len = [len].into();
@@ -162,12 +162,12 @@ impl Factored {
         let settings = self.settings;
         let lr = self.members.scales(step.device, sums, |member| adafactor_scale(settings, member, step))?;
         let factored = (self.step(step, rms_step(settings, self.member(), step).parameter_factor), lr.view());
-        step.device.factored_update(&self.members.pieces, factored, self.moments_here(), parameters, grads);
+        step.device.factored_update(&self.members.pieces, factored, self.used_moments(), parameters, grads);
         Ok(())
     }
 
-    fn moments_here(&self) -> FactoredMoments<'_> {
-        let [rows, cols] = self.here.as_ref().unwrap_or(&self.moments).each_ref().map(Tensor::view);
+    fn used_moments(&self) -> FactoredMoments<'_> {
+        let [rows, cols] = self.local_moments.as_ref().unwrap_or(&self.moments).each_ref().map(Tensor::view);
         FactoredMoments { rows, cols, row_mean: self.row_mean.view() }
     }
 

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_with_a_scale_that_is_none_is_refused() {
+    fn a_state_with_an_invalid_scale_is_refused() {
         for scale in [0, 3, LossScaling::SCALE_MAX * 2, u32::MAX] {
             let state = LossScalerState { scale: Some(scale), ..LossScalerState::default() };
             for mut scaler in [scaler(8, 5), LossScaler::new(LossScaling::Off)] {

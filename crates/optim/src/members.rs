@@ -97,7 +97,7 @@ impl Members {
         noise: u32,
         update: impl FnMut(&Member) -> Update,
     ) {
-        let updates = self.choose(update);
+        let updates = self.member_updates(update);
         let pass = UpdatePass { pieces: &self.pieces, updates: &updates, scales: None, noise, sums: None };
         device.update(pass, parameters, grads, states);
     }
@@ -118,7 +118,7 @@ impl Members {
         Ok(())
     }
 
-    pub(crate) fn choose(&mut self, update: impl FnMut(&Member) -> Update) -> Arc<Vec<Update>> {
+    pub(crate) fn member_updates(&mut self, update: impl FnMut(&Member) -> Update) -> Arc<Vec<Update>> {
         refill(&mut self.updates, self.list.iter().map(update))
     }
 

@@ -64,7 +64,7 @@ impl Muon {
                 continue;
             }
             let mut joined = device.empty(info.whole, DType::F32, Category::Optimizer)?;
-            shards.join(info, matrix.reborrow().as_view(), joined.view_mut())?;
+            shards.gather_matrix(info, matrix.reborrow().as_view(), joined.view_mut())?;
             device.orthogonalize(joined.view_mut(), num_iterations, precision)?;
             for (first, run) in info.runs(0..info.shape.num_elements()) {
                 let shape = [run.len()].into();

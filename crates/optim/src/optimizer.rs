@@ -23,7 +23,7 @@ pub(crate) enum UnitUpdate {
     Factored(Box<Factored>),
     Muon(Muon),
     /// A matrix of an expert that is on other ranks, by its parameter index. Its state is factored by rows and columns.
-    Elsewhere(usize),
+    OnOtherRanks(usize),
 }
 
 impl UnitUpdate {
@@ -32,7 +32,7 @@ impl UnitUpdate {
         match self {
             UnitUpdate::Elements(share) => share.num_sums(phase),
             UnitUpdate::Factored(share) => share.num_sums(phase),
-            UnitUpdate::Muon(_) | UnitUpdate::Elsewhere(_) => 0,
+            UnitUpdate::Muon(_) | UnitUpdate::OnOtherRanks(_) => 0,
         }
     }
 
@@ -48,10 +48,10 @@ impl UnitUpdate {
     ) -> Result<(), DeviceError> {
         match self {
             UnitUpdate::Elements(share) => {
-                share.observe(usize::from(known.is_some()), step, parameters, grads, sums)
+                share.compute_sums(usize::from(known.is_some()), step, parameters, grads, sums)
             }
             UnitUpdate::Factored(share) => share.observe(step, parameters, grads, known, sums),
-            UnitUpdate::Muon(_) | UnitUpdate::Elsewhere(_) => Ok(()),
+            UnitUpdate::Muon(_) | UnitUpdate::OnOtherRanks(_) => Ok(()),
         }
     }
 
@@ -67,7 +67,7 @@ impl UnitUpdate {
             UnitUpdate::Elements(share) => share.apply(step, parameters, grads, sums)?,
             UnitUpdate::Factored(share) => share.apply(step, parameters, grads, sums)?,
             UnitUpdate::Muon(share) => share.apply(step, parameters, grads, shards)?,
-            UnitUpdate::Elsewhere(_) => {}
+            UnitUpdate::OnOtherRanks(_) => {}
         }
         Ok(())
     }
@@ -144,7 +144,7 @@ impl Optimizer {
             starts: vec![0; table.parameters().len()],
         };
         for index in 0..parts.len() {
-            let unit = optimizer.shares(index, device)?;
+            let unit = optimizer.unit_updates(index, device)?;
             optimizer.units.push(unit);
             if !has_memory {
                 optimizer.for_each_memory(index, Tensor::release);
@@ -160,11 +160,11 @@ impl Optimizer {
     pub fn set_part(&mut self, unit: usize, part: Range<usize>, device: &Device) -> Result<(), DeviceError> {
         self.units[unit].clear();
         self.parts[unit] = part;
-        self.units[unit] = self.shares(unit, device)?;
+        self.units[unit] = self.unit_updates(unit, device)?;
         Ok(())
     }
 
-    fn shares(&self, unit: usize, device: &Device) -> Result<Vec<UnitUpdate>, DeviceError> {
+    fn unit_updates(&self, unit: usize, device: &Device) -> Result<Vec<UnitUpdate>, DeviceError> {
         let (table, unit, part) = (&self.table, &self.table.units()[unit], &self.parts[unit]);
         let OptimizerOptions { name, settings, precision, balance_rate, .. } = self.options;
         let state_dtype = match self.options.state_dtype {
@@ -222,7 +222,7 @@ impl Optimizer {
                 for chosen in matrices {
                     let info = &table.parameters()[chosen.0];
                     if !table.stores(info) {
-                        shares.push(UnitUpdate::Elsewhere(chosen.0));
+                        shares.push(UnitUpdate::OnOtherRanks(chosen.0));
                         continue;
                     }
                     let matrix = FactoredMatrix::new(info, unit, part.clone());

@@ -19,8 +19,13 @@ pub trait ShardOps {
     /// Gathers a unit's flat buffer `whole`. This rank has written the elements `part`; the other ranks provide the rest.
     fn gather(&mut self, whole: ViewMut<'_>, part: Range<usize>) -> Result<(), Self::Error>;
 
-    /// Gathers a matrix that is split on the tensor axis into `whole`. `part` is this rank's part.
-    fn join(&mut self, info: &ParameterInfo, part: View<'_>, whole: ViewMut<'_>) -> Result<(), Self::Error>;
+    /// Gathers a matrix that is split on the tensor axis into `full_shape`. `part` is this rank's part.
+    fn gather_matrix(
+        &mut self,
+        info: &ParameterInfo,
+        part: View<'_>,
+        whole: ViewMut<'_>,
+    ) -> Result<(), Self::Error>;
 }
 
 /// The exchange of a single rank, which has full units: it does nothing.
@@ -38,7 +43,12 @@ impl ShardOps for Unsharded {
         Ok(())
     }
 
-    fn join(&mut self, info: &ParameterInfo, _: View<'_>, _: ViewMut<'_>) -> Result<(), DeviceError> {
+    fn gather_matrix(
+        &mut self,
+        info: &ParameterInfo,
+        _: View<'_>,
+        _: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
         unreachable!("{} is whole", info.name)
     }
 }

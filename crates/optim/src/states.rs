@@ -33,7 +33,7 @@ pub struct State<'a> {
 
 enum Source<'a> {
     Moments(&'a Tensor),
-    Of(&'a OptimizerState, &'a Members, &'a Member),
+    Elementwise(&'a OptimizerState, &'a Members, &'a Member),
     /// On the ranks that have the expert.
     Elsewhere,
 }
@@ -47,7 +47,7 @@ impl State<'_> {
         match self.source {
             Source::Moments(moments) => device.read(moments.view()),
             Source::Elsewhere => Vec::new(),
-            Source::Of(state, members, member) => {
+            Source::Elementwise(state, members, member) => {
                 let mut values = vec![0.0; member.held.len()];
                 state.read(&members.pieces, member.pieces.clone(), device, &mut values);
                 values
@@ -71,7 +71,7 @@ impl Optimizer {
                     }
                     continue;
                 }
-                UnitUpdate::Elsewhere(parameter) => {
+                UnitUpdate::OnOtherRanks(parameter) => {
                     let whole = table.parameters()[*parameter].whole;
                     for (name, len) in FACTORED_STATES.into_iter().zip([whole.rows(), whole.cols()]) {
                         let info = factored_info(table, name, *parameter, [len].into());
@@ -83,7 +83,7 @@ impl Optimizer {
             };
             for (StateSpec { name, .. }, state) in specs.iter().zip(states) {
                 for member in &members.list {
-                    let source = Source::Of(state, members, member);
+                    let source = Source::Elementwise(state, members, member);
                     found.push(State { info: info(table, name, member), source });
                 }
             }
@@ -116,7 +116,7 @@ impl Optimizer {
                     }
                     continue;
                 }
-                UnitUpdate::Elsewhere(_) => continue,
+                UnitUpdate::OnOtherRanks(_) => continue,
             };
             for (StateSpec { name, .. }, state) in specs.iter().zip(states) {
                 for member in members.list.iter().filter(|member| !member.held.is_empty()) {
@@ -140,7 +140,7 @@ impl Optimizer {
                     share.moments.iter_mut().for_each(&mut visit);
                     continue;
                 }
-                UnitUpdate::Elsewhere(_) => continue,
+                UnitUpdate::OnOtherRanks(_) => continue,
             };
             states.iter_mut().for_each(|state| state.for_each_memory(&mut visit));
         }

@@ -59,7 +59,7 @@ pub enum ParallelError {
     TooFewMicrobatches { expected: usize, found: usize },
     #[error(
         "step {step}: the {what} is {value}; {}",
-        if *.is_ahead {
+        if *.is_asynchronous {
 "other workers of the pipeline may have updated parameters since, so resume from the last checkpoint"
 } else {
 "parameters are unchanged since the previous step"
@@ -71,7 +71,7 @@ pub enum ParallelError {
         value: f64,
         /// Whether the pipeline does not drain between updates, so that some parameters may already have been updated. If false, parameters
         /// are as before the step.
-        is_ahead: bool,
+        is_asynchronous: bool,
     },
     /// The loss or the gradient norm became infinite or NaN, and the loss scale cannot decrease further. Parameters are as before the step.
     #[error(

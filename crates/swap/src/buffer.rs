@@ -101,10 +101,10 @@ impl LentBuffer {
 
 /// The memory of all buffers of a swap file. Free memory is reused for buffers of the same capacity.
 #[derive(Debug, Default)]
-pub(crate) struct Pool(Mutex<Shelf>);
+pub(crate) struct Pool(Mutex<PoolState>);
 
 #[derive(Debug, Default)]
-struct Shelf {
+struct PoolState {
     free: Vec<Memory>,
     /// Number of allocations, free or in use. Memory is freed only with the pool.
     num_memories: usize,
@@ -129,12 +129,12 @@ impl Pool {
         self.lock().bytes
     }
 
-    fn lock(&self) -> MutexGuard<'_, Shelf> {
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
         self.0.lock().expect("no thread panics while it holds the shelf")
     }
 }
 
-impl Shelf {
+impl PoolState {
     fn map(&mut self, capacity: usize) -> Result<Memory, SwapError> {
         let memory = Memory::new(capacity).map_err(|source| SwapError::Memory {
             bytes: Bytes(capacity as u64),
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_memory_can_hold_is_an_error() {
+    fn lengths_beyond_memory_are_errors() {
         let pool = Arc::new(Pool::default());
         assert!(matches!(pool.take(usize::MAX), Err(SwapError::Memory { .. })));
         assert!(matches!(pool.take(usize::MAX - (3 << 20)), Err(SwapError::Memory { .. })));

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_that_cannot_be_are_refused() {
+    fn invalid_options_are_refused() {
         let default = SwapOptions::default;
         default().validate().expect("the default is valid");
         let refused = [

@@ -131,12 +131,12 @@ impl Queue {
             Some(interceptor) => interceptor.result(&operation.access, result),
             None => result,
         };
-        let judgement = self.judge(&operation, result);
+        let checked = self.check_result(&operation, result);
         let Operation { slot, part_index, access, checksum, part } = operation;
         // A transfer can get its buffer back only after all its parts are dropped.
         drop(part);
         let mut state = self.lock();
-        match judgement {
+        match checked {
             Ok(()) => state.record(access, part_index, checksum),
             Err(failure) => self.fail(&mut state, failure),
         }
@@ -147,7 +147,7 @@ impl Queue {
         }
     }
 
-    fn judge(&self, operation: &Operation, result: io::Result<usize>) -> Result<(), SwapError> {
+    fn check_result(&self, operation: &Operation, result: io::Result<usize>) -> Result<(), SwapError> {
         let Operation { access, checksum: expected, ref part, .. } = *operation;
         let folder = || self.folder.clone();
         let refused = |source| SwapError::Refused { access, folder: folder(), source: Arc::new(source) };

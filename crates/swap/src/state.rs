@@ -44,7 +44,7 @@ pub(crate) struct State {
     /// Transfers that have not started, in the order of issue.
     waiting: VecDeque<usize>,
     /// The running transfer that still has parts to submit.
-    cutting: Option<usize>,
+    submitting: Option<usize>,
     /// The first failure, after which the file is unusable.
     pub(crate) failure: Option<SwapError>,
     pub(crate) num_workers: usize,
@@ -98,16 +98,17 @@ impl State {
         if self.failure.is_some() {
             return None;
         }
-        let index = match self.cutting {
+        let index = match self.submitting {
             Some(index) => index,
             None => self.begin()?,
         };
         let slot = &mut self.slots[index];
         let Phase::Running(running) = &mut slot.phase else { unreachable!("only running transfers are cut") };
-        let part = running.buffer.memory.cut(part_bytes).expect("a transfer that is cut has parts left");
+        let part =
+            running.buffer.memory.split_off(part_bytes).expect("a transfer that is cut has parts left");
         let part_index = running.num_handed_out;
         running.num_handed_out += 1;
-        self.cutting = (!running.buffer.memory.is_cut_up()).then_some(index);
+        self.submitting = (!running.buffer.memory.is_fully_split()).then_some(index);
         let block = &self.blocks[slot.block];
         let offset = block.offset + (part_index * part_bytes) as u64;
         let access = Access { direction: slot.direction, block: slot.block, offset, bytes: part.len() };
@@ -154,7 +155,8 @@ impl State {
         let slot = &mut self.slots[index];
         let phase = std::mem::replace(&mut slot.phase, Phase::Ended(None));
         let is_done = |running: &RunningTransfer| {
-            running.num_ended == running.num_handed_out && (has_failed || running.buffer.memory.is_cut_up())
+            running.num_ended == running.num_handed_out
+                && (has_failed || running.buffer.memory.is_fully_split())
         };
         let running = match phase {
             Phase::Running(running) if is_done(&running) => running,
@@ -181,7 +183,7 @@ impl State {
                 self.slots.remove(index);
             }
         }
-        if let Some(index) = self.cutting.take() {
+        if let Some(index) = self.submitting.take() {
             self.end_if_done(index);
         }
     }

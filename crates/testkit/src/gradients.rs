@@ -265,7 +265,7 @@ impl GradientCheck<'_> {
         let RunVariant {
             num_threads,
             splits_backward: apart,
-            overwrites_inputs: is_moved,
+            overwrites_inputs,
             initial_grad: before,
             backend,
         } = variant;
@@ -280,7 +280,7 @@ impl GradientCheck<'_> {
         let mut inputs: Vec<Var> = self.inputs.iter().map(put).collect();
         let ids: Vec<_> = inputs.iter().map(Var::id).collect();
         let mut recorder = tape.recorder(&parameters);
-        if is_moved {
+        if overwrites_inputs {
             // The result of an operation may be overwritten by its last reader.
             let is_float = |index: usize| !matches!(self.inputs[index].values, Values::Ids(_));
             let same = Arc::new(Scale(1.0));

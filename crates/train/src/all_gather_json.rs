@@ -19,12 +19,12 @@ pub fn all_gather_json<T: Serialize + DeserializeOwned>(
     own: &T,
 ) -> Result<Vec<T>, TrainError> {
     let own = serde_json::to_vec(own).expect("a message is JSON");
-    let told = group.all_gather_bytes(&own).wait()?;
-    let read = |(rank, told): (usize, &Vec<u8>)| {
-        serde_json::from_slice(told)
+    let gathered = group.all_gather_bytes(&own).wait()?;
+    let read = |(rank, gathered): (usize, &Vec<u8>)| {
+        serde_json::from_slice(gathered)
             .map_err(|source| TrainError::UnreadableMessage { rank: Rank(rank), source })
     };
-    told.iter().enumerate().map(read).collect()
+    gathered.iter().enumerate().map(read).collect()
 }
 
 #[cfg(test)]
@@ -34,8 +34,8 @@ mod tests {
 
     #[test]
     fn values_are_gathered_and_other_types_are_refused() {
-        let told = run_ranks(3, |group| all_gather_json(&group, &(group.rank().0, Some(0.5))).unwrap());
-        assert_eq!(told, vec![[0, 1, 2].map(|rank| (rank, Some(0.5))); 3]);
+        let gathered = run_ranks(3, |group| all_gather_json(&group, &(group.rank().0, Some(0.5))).unwrap());
+        assert_eq!(gathered, vec![[0, 1, 2].map(|rank| (rank, Some(0.5))); 3]);
         let refused = run_ranks(2, |group| match group.rank() {
             Rank::ROOT => all_gather_json(&group, &[7, 8]).unwrap_err().to_string(),
             _ => all_gather_json(&group, &[[7; 2]; 2]).unwrap_err().to_string(),

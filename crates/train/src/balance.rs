@@ -85,13 +85,13 @@ impl MeasuredTimes {
 /// counted costs of the halves.
 fn measured_costs(counted: &[StageCosts], times: &[UnitTimes], num_microbatches: usize) -> Vec<StageCosts> {
     let costs = |(counted, times): (&StageCosts, &UnitTimes)| {
-        let [forward, backward, again, weight, update] = *times;
+        let [forward, backward, recompute_and_input, weight, update] = *times;
         let halves = u128::from(counted.backward_input + counted.backward_weight).max(1);
         let of_weights = (u128::from(backward) * u128::from(counted.backward_weight) / halves) as u64;
         let per_microbatch = |time: u64| time / num_microbatches as u64;
         StageCosts {
             forward: per_microbatch(forward),
-            backward_input: per_microbatch(again + backward - of_weights),
+            backward_input: per_microbatch(recompute_and_input + backward - of_weights),
             backward_weight: per_microbatch(weight + of_weights),
             update,
             ..*counted
@@ -120,7 +120,7 @@ struct NewSplit {
 
 /// Returns a split that is better than `present`, or `None` if there is none, or if the imbalance is at most `threshold`.
 fn new_split(
-    present: &[StageChoice],
+    current: &[StageChoice],
     stage_ranks: &[usize],
     costs: &[StageCosts],
     num_microbatches: usize,
@@ -128,11 +128,11 @@ fn new_split(
 ) -> Option<NewSplit> {
     let in_step = |costs: &StageCosts| costs.total() * num_microbatches as u64 + costs.update;
     let work: Vec<u64> = costs.iter().map(in_step).collect();
-    let before = imbalance(present.iter().map(|stage| &stage.units), stage_ranks, &work);
+    let before = imbalance(current.iter().map(|stage| &stage.units), stage_ranks, &work);
     if before <= threshold {
         return None;
     }
-    let units = pipeline::cut(&work, present.len());
+    let units = pipeline::cut(&work, current.len());
     let after = imbalance(units.iter(), stage_ranks, &work);
     let is_better = after < before * (1.0 - GAIN_MIN);
     is_better.then(|| NewSplit { stages: stages_with_costs(costs, units), before, after })
@@ -187,11 +187,13 @@ impl Balance {
             Rank::ROOT => self.find(&gathered, config, choices, executor),
             _ => None,
         };
-        let Some(recut) = all_gather_json(group, &found)?.swap_remove(Rank::ROOT.0) else { return Ok(None) };
-        if !are_contiguous(&recut.stages) {
+        let Some(new_split) = all_gather_json(group, &found)?.swap_remove(Rank::ROOT.0) else {
+            return Ok(None);
+        };
+        if !are_contiguous(&new_split.stages) {
             return Err(TrainError::UnreadableStages);
         }
-        Ok(Some(Rebalancing::new(step, recut, choices)))
+        Ok(Some(Rebalancing::new(step, new_split, choices)))
     }
 
     /// Returns a better split that the schedule can run, computed from the unit times of all ranks.
@@ -207,10 +209,10 @@ impl Balance {
         let counted = counted_costs(&self.passes, &choices.keeps);
         let costs = measured_costs(&counted, &times, header.num_microbatches);
         let stage_ranks: Vec<usize> = header.stages.iter().map(|stage| stage.rank).collect();
-        let recut =
+        let new_split =
             new_split(&choices.stages, &stage_ranks, &costs, header.num_microbatches, self.threshold)?;
-        let choices = StepChoices { stages: recut.stages.clone(), ..choices.clone() };
-        proven_programs(config, &header.chain, &choices).is_ok().then_some(recut)
+        let choices = StepChoices { stages: new_split.stages.clone(), ..choices.clone() };
+        proven_programs(config, &header.chain, &choices).is_ok().then_some(new_split)
     }
 }
 
@@ -226,15 +228,15 @@ fn slowest(gathered: &[Vec<UnitTimes>], num_units: usize) -> Vec<UnitTimes> {
 }
 
 impl Rebalancing {
-    fn new(step: u64, recut: NewSplit, present: &StepChoices) -> Self {
-        let NewSplit { stages, before, after } = recut;
+    fn new(step: u64, new_split: NewSplit, current: &StepChoices) -> Self {
+        let NewSplit { stages, before, after } = new_split;
         let reason = format!(
             "step {step}: the busiest worker of the pipeline took {before:.2} times the mean; units {} become {}, for \
              {after:.2} times the mean",
-            split_text(&present.stages),
+            split_text(&current.stages),
             split_text(&stages)
         );
-        Rebalancing { choices: StepChoices { stages, ..present.clone() }, reason }
+        Rebalancing { choices: StepChoices { stages, ..current.clone() }, reason }
     }
 }
 
@@ -334,12 +336,12 @@ mod tests {
         let keeps = vec![Keep::All, Keep::Input];
         let state = trireme_schedule::StateLayout::WHOLE;
         let schedule = "ranks 1 placement 0 microbatches 1\nrank 0: F 0 0, B 0 0".parse().ok();
-        let present = StepChoices { keeps, state, stages: units(&[0..1, 1..4]), schedule };
-        let next = StepChoices { stages: units(&[0..3, 3..4]), ..present.clone() };
-        let recut = NewSplit { stages: next.stages.clone(), before: 1.75, after: 1.25 };
-        let text = serde_json::to_string(&recut).unwrap();
-        assert_eq!(serde_json::from_str::<NewSplit>(&text).unwrap(), recut);
-        let made = Rebalancing::new(40, recut, &present);
+        let current = StepChoices { keeps, state, stages: units(&[0..1, 1..4]), schedule };
+        let next = StepChoices { stages: units(&[0..3, 3..4]), ..current.clone() };
+        let new_split = NewSplit { stages: next.stages.clone(), before: 1.75, after: 1.25 };
+        let text = serde_json::to_string(&new_split).unwrap();
+        assert_eq!(serde_json::from_str::<NewSplit>(&text).unwrap(), new_split);
+        let made = Rebalancing::new(40, new_split, &current);
         assert_eq!(made.choices, next);
         assert!(made.choices.schedule.is_some());
         let text = "step 40: the busiest worker of the pipeline took 1.75 times the mean; units 0 | 1-3 become 0-2 | 3, for 1.25 times the mean";

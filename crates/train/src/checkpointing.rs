@@ -238,10 +238,10 @@ pub(crate) fn write_checkpoint(
         Snapshot { step: state.step, mesh: &mesh, tensors: &tensors, state: &state_json, files: &files };
     let group = Arc::clone(executor.ranks().world());
     let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
-    let mut source = RunTensors { executor, entries: &entries, tensors: &tensors, brought: None };
+    let mut source = RunTensors { executor, entries: &entries, tensors: &tensors, fetched: None };
     let saved = save(&group, &folder, &snapshot, &mut source, config.checkpoint().keep_latest_k);
     // State is also moved back after a failure, because the run may continue.
-    source.send_back()?;
+    source.evict_fetched()?;
     Ok(saved?)
 }
 
@@ -281,17 +281,17 @@ struct RunTensors<'a> {
     executor: &'a mut Executor,
     entries: &'a [Entry],
     tensors: &'a [TensorPlacement],
-    brought: Option<(StateClass, usize)>,
+    fetched: Option<(StateClass, usize)>,
 }
 
 impl RunTensors<'_> {
-    fn bring(&mut self, class: StateClass, unit: usize) -> Result<(), ParallelError> {
-        if self.brought == Some((class, unit)) {
+    fn fetch(&mut self, class: StateClass, unit: usize) -> Result<(), ParallelError> {
+        if self.fetched == Some((class, unit)) {
             return Ok(());
         }
-        self.send_back()?;
+        self.evict_fetched()?;
         self.executor.fetch_state(class, unit)?;
-        self.brought = Some((class, unit));
+        self.fetched = Some((class, unit));
         Ok(())
     }
 
@@ -313,8 +313,8 @@ impl RunTensors<'_> {
         Ok(runs.into_iter().flat_map(|run| values[run].iter().copied()).collect())
     }
 
-    fn send_back(&mut self) -> Result<(), ParallelError> {
-        match self.brought.take() {
+    fn evict_fetched(&mut self) -> Result<(), ParallelError> {
+        match self.fetched.take() {
             Some((class, unit)) => self.executor.evict_state(class, unit, false),
             None => Ok(()),
         }
@@ -327,9 +327,9 @@ impl TensorSource for RunTensors<'_> {
         let brought = match entry {
             Entry::Parameter(parameter) => {
                 let unit = self.executor.model().table().parameters()[parameter].unit;
-                self.bring(self.executor.class_of_weights(), unit)
+                self.fetch(self.executor.class_of_weights(), unit)
             }
-            Entry::OptimizerState { unit, .. } => self.bring(StateClass::Optimizer, unit),
+            Entry::OptimizerState { unit, .. } => self.fetch(StateClass::Optimizer, unit),
             Entry::AmaxHistory { .. } | Entry::Compressor { .. } => Ok(()),
         };
         let name = || self.tensors[index].name.clone();

@@ -55,13 +55,15 @@ impl StepChoices {
     /// many control messages as the text needs.
     pub fn broadcast_from_root(own: Option<&StepChoices>, group: &Group) -> Result<Option<Self>, TrainError> {
         let own = own.map_or_else(Vec::new, |own| serde_json::to_vec(own).expect("choices are JSON"));
-        let tell = |bytes: &[u8]| -> Result<Vec<u8>, CommError> {
+        let broadcast = |bytes: &[u8]| -> Result<Vec<u8>, CommError> {
             Ok(group.all_gather_bytes(bytes).wait()?.swap_remove(Rank::ROOT.0))
         };
-        let Ok(len) = <[u8; 8]>::try_from(tell(&(own.len() as u64).to_le_bytes())?) else { return Ok(None) };
+        let Ok(len) = <[u8; 8]>::try_from(broadcast(&(own.len() as u64).to_le_bytes())?) else {
+            return Ok(None);
+        };
         let (mut message, mut pieces) = (Vec::new(), own.chunks(CONTROL_BYTES_MAX));
         while (message.len() as u64) < u64::from_le_bytes(len) {
-            let piece = tell(pieces.next().unwrap_or_default())?;
+            let piece = broadcast(pieces.next().unwrap_or_default())?;
             if piece.is_empty() {
                 return Ok(None);
             }

@@ -150,7 +150,7 @@ const USERS_FILE: &str = "used-by.txt";
 pub(crate) fn record_use(config: &Config) {
     let folder = &config.data().folder;
     let run_folder = config.run_folder();
-    if lies_in(folder, &run_folder) {
+    if is_within(folder, &run_folder) {
         return;
     }
     let run_folder = fs::canonicalize(&run_folder).unwrap_or(run_folder);
@@ -231,7 +231,7 @@ fn find_corpus(config: &Config, parts: &TextProcessing) -> Result<CorpusSearch, 
     }
     let resumed = resumed_corpus(config)?;
     let is_replaceable =
-        lies_in(&data.folder, &config.run_folder()) && !has_checkpoints(&config.run_folder())?;
+        is_within(&data.folder, &config.run_folder()) && !has_checkpoints(&config.run_folder())?;
     let mut taken = BTreeSet::new();
     let mut kept = None;
     for version in versions(&data.folder)? {
@@ -291,7 +291,7 @@ fn versions(folder: &Path) -> Result<BTreeSet<u64>, TrainError> {
 }
 
 /// Returns whether the path `folder` is within `outer`. A path with `..` is not.
-fn lies_in(folder: &Path, outer: &Path) -> bool {
+fn is_within(folder: &Path, outer: &Path) -> bool {
     folder.starts_with(outer) && !folder.components().any(|part| part == Component::ParentDir)
 }
 

@@ -102,7 +102,7 @@ pub(crate) fn model_config_json(config: &Config, model: &ModelConfig) -> Result<
         ModelSource::Inline(_) => Ok(format!("{:#}\n", model.to_json())),
         ModelSource::File(path) | ModelSource::InitFrom(path) => {
             let (path, text) = description(config, path)?;
-            model.to_json_within(&text).map_err(|source| TrainError::ModelConfig { path, source })
+            model.updated_json(&text).map_err(|source| TrainError::ModelConfig { path, source })
         }
     }
 }

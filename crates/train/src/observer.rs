@@ -38,7 +38,7 @@ pub trait Observer {
     }
 
     /// Called before the first step.
-    fn begin(&mut self, facts: &RunInfo);
+    fn begin(&mut self, info: &RunInfo);
 
     /// Called with the loss of a validation before the first step.
     fn initial_validation(&mut self, loss: f64) {

@@ -39,7 +39,7 @@ pub(crate) fn infer_passes(
     num_threads: usize,
     batch: &[TensorSpec],
 ) -> Result<ModelProfile, TrainError> {
-    let (place, context) = (config.model_place(rank), config.context_place(rank));
+    let (place, context) = (config.model_rank(rank), config.context_rank(rank));
     infer_passes_at(config, task, place, context, num_threads, batch)
 }
 

@@ -17,7 +17,7 @@ use trireme_tensor::CpuFeatures;
 
 /// Maximum time until a file written on one host must be visible on another. A network file system may cache directories for some seconds.
 const VISIBLE_MAX: Duration = Duration::from_secs(5);
-const VISIBLE_LOOK_INTERVAL: Duration = Duration::from_millis(100);
+const VISIBLE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Maximum difference of clocks, in seconds, that counts as agreement. Reading the clocks of two hosts is not simultaneous.
 const CLOCKS_APART_MAX: f64 = 2.0;
@@ -97,7 +97,7 @@ impl MarkerFile {
                 return false;
             }
             heartbeat.beat();
-            thread::sleep(VISIBLE_LOOK_INTERVAL);
+            thread::sleep(VISIBLE_POLL_INTERVAL);
         }
         true
     }

@@ -33,7 +33,7 @@ impl Utilization {
         num_threads: usize,
         measured_peak: Option<f64>,
     ) -> Result<Self, TrainError> {
-        let (place, context) = (config.model_place(group.rank()), config.context_place(group.rank()));
+        let (place, context) = (config.model_rank(group.rank()), config.context_rank(group.rank()));
         let of_microbatch = if place == ModelRank::ALONE && context == ContextRank::ALONE {
             profile.model_operations()
         } else {

@@ -100,10 +100,10 @@ pub(crate) fn evaluating_executor(
     batch: &[TensorSpec],
     device: &Device,
 ) -> Result<Executor, TrainError> {
-    let rehearsed = DeviceOptions { num_threads: 1, ..DeviceOptions::default() };
+    let counting_options = DeviceOptions { num_threads: 1, ..DeviceOptions::default() };
     let seq_len = batch.first().and_then(TensorSpec::num_positions).unwrap_or(1);
     let build = |device: &Device| config.build(seq_len, device);
-    let profile = ModelProfile::of(build, rehearsed, Precision::F32, batch)?;
+    let profile = ModelProfile::of(build, counting_options, Precision::F32, batch)?;
     Ok(Executor::forward_only(model, profile, parameters, device)?)
 }
 

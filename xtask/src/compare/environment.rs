@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn the_machine_is_told_as_far_as_it_is_known() {
+    fn the_machine_is_described_with_its_known_properties() {
         let known = machine(&json!({
             "processor": "Fast 9", "architecture": "x86_64", "hypervisor": "KVM", "num_cores": 4,
             "num_cores_available": 2, "memory_bytes": 1u64 << 31

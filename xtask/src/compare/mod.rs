@@ -56,7 +56,7 @@ impl CompareArgs {
         if self.quick { 1 } else { self.rounds as usize }
     }
 
-    fn effort(&self) -> BenchSettings {
+    fn bench_settings(&self) -> BenchSettings {
         if self.quick {
             BenchSettings { num_steps: 2, num_warmup_steps: 1, seconds: 0.05 }
         } else {
@@ -67,7 +67,7 @@ impl CompareArgs {
 
 /// Runs `cargo xtask compare`. Returns whether every command succeeded.
 pub(crate) fn run(args: &CompareArgs, root: &Path) -> Result<bool> {
-    let rows = chosen_rows(rows::rows(args.effort()), &args.only)?;
+    let rows = chosen_rows(rows::rows(args.bench_settings()), &args.only)?;
     let programs = Programs::prepare(root, args.python.clone())?;
     let is_installed = |peer: &Peer| peer.variants.iter().all(|(_, run)| programs.has(run.program));
     let runs: Vec<Run> = runs(&rows).into_iter().filter(|run| programs.has(run.program)).collect();
@@ -150,7 +150,7 @@ fn method(args: &CompareArgs) -> String {
     if args.quick {
         return "a smoke test; its figures mean nothing".to_owned();
     }
-    let BenchSettings { num_steps, num_warmup_steps, .. } = args.effort();
+    let BenchSettings { num_steps, num_warmup_steps, .. } = args.bench_settings();
     format!(
         "{} rounds, both sides in turns; a figure is the median of the rounds, a ratio the median of the rounds' ratios \
          (lowest–highest); training runs have {num_steps} timed steps after {num_warmup_steps} others",

@@ -39,10 +39,10 @@ pub(crate) fn check(texts: &[TextFile]) -> Vec<Finding> {
 
 fn check_crate(texts: &[TextFile], folder: &str) -> Vec<Finding> {
     let short = |file: &String| file.trim_start_matches(folder).trim_start_matches("/src/").to_owned();
-    let refuse = |circle: Vec<String>| {
-        let files = circle.iter().map(short).collect::<Vec<_>>().join(", ");
-        let what = format!("{} files import from each other in a circle: {files}", circle.len());
-        Finding::violation(&circle[0], 1, what, "move what several of them need into a file below them")
+    let refuse = |cycle: Vec<String>| {
+        let files = cycle.iter().map(short).collect::<Vec<_>>().join(", ");
+        let what = format!("{} files import from each other in a circle: {files}", cycle.len());
+        Finding::violation(&cycle[0], 1, what, "move what several of them need into a file below them")
     };
     cycles(&imports(&modules(texts, folder))).into_iter().map(refuse).collect()
 }
@@ -280,15 +280,15 @@ fn cycles(imports: &BTreeMap<&str, BTreeSet<&str>>) -> Vec<Vec<String>> {
         reached
     };
     let reached: BTreeMap<&str, BTreeSet<&str>> = imports.keys().map(|file| (*file, reached(file))).collect();
-    let mut circles: BTreeSet<Vec<String>> = BTreeSet::new();
+    let mut components: BTreeSet<Vec<String>> = BTreeSet::new();
     for (file, others) in &reached {
         let returns = |other: &&&str| reached.get(**other).is_some_and(|back| back.contains(file));
-        circles.insert(others.iter().filter(returns).map(|file| (*file).to_owned()).collect());
+        components.insert(others.iter().filter(returns).map(|file| (*file).to_owned()).collect());
     }
-    let mut circles: Vec<Vec<String>> =
-        circles.into_iter().filter(|circle| circle.len() > IGNORED_SIZE).collect();
-    circles.sort_by_key(|circle| std::cmp::Reverse(circle.len()));
-    circles
+    let mut components: Vec<Vec<String>> =
+        components.into_iter().filter(|cycle| cycle.len() > IGNORED_SIZE).collect();
+    components.sort_by_key(|cycle| std::cmp::Reverse(cycle.len()));
+    components
 }
 
 #[cfg(test)]

@@ -195,8 +195,8 @@ fn answer(
             // lm-evaluation-harness divides by the characters of the choice, without the delimiter before it.
             found / choice.chars().count() as f64
         });
-        likeliest.push(largest(found.iter().copied()) == question.answer);
-        likeliest_per_character.push(largest(per_character) == question.answer);
+        likeliest.push(argmax(found.iter().copied()) == question.answer);
+        likeliest_per_character.push(argmax(per_character) == question.answer);
         all.push(found);
         bar.inc(1);
     }
@@ -222,7 +222,7 @@ fn answer(
 }
 
 /// Returns the index of the first largest value; 0 without values.
-fn largest(values: impl Iterator<Item = f64>) -> usize {
+fn argmax(values: impl Iterator<Item = f64>) -> usize {
     let largest = values.enumerate().reduce(|best, next| if next.1 > best.1 { next } else { best });
     largest.map_or(0, |(index, _)| index)
 }

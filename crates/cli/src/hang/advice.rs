@@ -3,10 +3,10 @@ use trireme_base::ranks;
 use trireme_comm::{Diagnosis, Difference, Finding, OperationState, Source};
 
 /// Returns what to try, according to the first cause that is found.
-pub(super) fn advice(diagnosis: &Diagnosis, fates: &ProcessStates) -> Option<String> {
+pub(super) fn advice(diagnosis: &Diagnosis, process_states: &ProcessStates) -> Option<String> {
     let difference = diagnosis.disagreement.as_ref().map(|found| found.difference);
     let found = [
-        of_processes(diagnosis, fates),
+        of_processes(diagnosis, process_states),
         difference.and_then(of_difference).map(str::to_owned),
         of_crossed_groups(&diagnosis.findings),
         of_missing_ranks(diagnosis),
@@ -19,8 +19,8 @@ pub(super) fn advice(diagnosis: &Diagnosis, fates: &ProcessStates) -> Option<Str
     found.into_iter().flatten().next()
 }
 
-fn of_processes(diagnosis: &Diagnosis, fates: &ProcessStates) -> Option<String> {
-    fates.iter().find_map(|(&rank, fate)| match fate {
+fn of_processes(diagnosis: &Diagnosis, process_states: &ProcessStates) -> Option<String> {
+    process_states.iter().find_map(|(&rank, fate)| match fate {
         ProcessState::Stopped => {
             let process = diagnosis.findings.get(rank)?.process_id;
             let process = process.map_or_else(String::new, |id| format!(", process {id}"));

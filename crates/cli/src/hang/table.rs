@@ -2,8 +2,8 @@ use super::advice::advice;
 use crate::process_state::{AbnormalExit, ProcessState, ProcessStates, signal_name};
 use trireme_base::{Bytes, ranks};
 use trireme_comm::{
-    Diagnosis, Difference, Direction, Disagreement, Finding, OperationReport, OperationState, Place, Source,
-    Variant,
+    Diagnosis, Difference, Direction, Disagreement, Finding, OperationReport, OperationState,
+    OperationVariant, Place, Source,
 };
 
 const HEADER: [&str; 6] = ["rank", "host", "state", "since", "waits for", "operation"];
@@ -107,7 +107,7 @@ fn in_line(line: &str) -> String {
 
 fn first_mismatch(disagreement: &Disagreement) -> String {
     let Disagreement { group, sequence, difference, sides } = disagreement;
-    let side = |side: &Variant| {
+    let side = |side: &OperationVariant| {
         format!("{} issued {}{}", ranks(side.ranks.iter().copied()), side.operation, in_line(&side.line))
     };
     let sides = sides.iter().map(side).collect::<Vec<_>>().join("; ");

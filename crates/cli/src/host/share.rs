@@ -27,16 +27,16 @@ struct WorkerResources {
     /// CPUs that the worker may run on. CPUs that share caches and memory are next to each other.
     cpus: Vec<usize>,
     /// CPU limits of control groups, in cores.
-    cpu_limits: Vec<SharedBound<f64>>,
+    cpu_limits: Vec<LimitWithOrigin<f64>>,
     /// Memory limits, inner ones before outer ones.
-    memory_limits: Vec<SharedBound<MemoryLimit>>,
+    memory_limits: Vec<LimitWithOrigin<MemoryLimit>>,
     /// Mean number of processes that ran or waited to run in the last minute.
     load: f64,
 }
 
 /// A limit on the total use of all processes of a control group, or of the machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct SharedBound<T> {
+struct LimitWithOrigin<T> {
     setter: LimitOrigin,
     limit: T,
 }
@@ -60,12 +60,12 @@ impl LimitOrigin {
     }
 }
 
-impl<T> SharedBound<T> {
+impl<T> LimitWithOrigin<T> {
     /// Counts those of `workers` to which the limit applies.
-    fn num_bound(
+    fn num_limited(
         &self,
         workers: &[(usize, &WorkerResources)],
-        limits: impl Fn(&WorkerResources) -> &[SharedBound<T>],
+        limits: impl Fn(&WorkerResources) -> &[LimitWithOrigin<T>],
     ) -> usize {
         let is_bound =
             |resources: &WorkerResources| limits(resources).iter().any(|other| other.setter == self.setter);
@@ -108,26 +108,28 @@ impl HostShare {
             // A worker whose machine is unknown counts as alone on it.
             own.machine = format!("that of rank {}", group.rank());
         }
-        let grants = all_gather_json(group, &own)?;
-        group.flight_recorder().name_hosts(grants.iter().map(|resources| resources.host.clone()).collect());
+        let resources = all_gather_json(group, &own)?;
+        group
+            .flight_recorder()
+            .name_hosts(resources.iter().map(|resources| resources.host.clone()).collect());
         let hosts = group.hosts();
         let num_workers = hosts.ranks(hosts.host_of(group.rank())).len();
-        Ok(Self::from_resources(&grants, group.rank().0, num_workers, bind))
+        Ok(Self::from_resources(&resources, group.rank().0, num_workers, bind))
     }
 
-    fn from_resources(grants: &[WorkerResources], rank: usize, num_workers: usize, bind: Bind) -> Self {
-        let own = &grants[rank];
+    fn from_resources(resources: &[WorkerResources], rank: usize, num_workers: usize, bind: Bind) -> Self {
+        let own = &resources[rank];
         let neighbours: Vec<(usize, &WorkerResources)> =
-            grants.iter().enumerate().filter(|(_, resources)| resources.machine == own.machine).collect();
+            resources.iter().enumerate().filter(|(_, resources)| resources.machine == own.machine).collect();
         let limits = own.memory_limits.iter().map(|bound| SharedLimit {
             limit: bound.limit.clone(),
-            num_sharing: Some(bound.num_bound(&neighbours, |resources| &resources.memory_limits)),
+            num_sharing: Some(bound.num_limited(&neighbours, |resources| &resources.memory_limits)),
         });
         // A CPU that several workers may use counts in equal parts.
         let users = |cpu| neighbours.iter().filter(|(_, resources)| resources.cpus.contains(&cpu)).count();
         let num_cpus: f64 = own.cpus.iter().map(|&cpu| 1.0 / users(cpu) as f64).sum();
         let quotas = own.cpu_limits.iter().map(|bound| {
-            bound.limit / bound.num_bound(&neighbours, |resources| &resources.cpu_limits) as f64
+            bound.limit / bound.num_limited(&neighbours, |resources| &resources.cpu_limits) as f64
         });
         // Rounding: three thirds may sum to just below 1.
         let num_cpus = quotas.fold(num_cpus, f64::min);
@@ -143,9 +145,9 @@ impl HostShare {
 
     /// Describes the CPUs that `num_workers` workers of this host would be bound to.
     pub(crate) fn preview(num_workers: usize) -> String {
-        let grants = vec![WorkerResources::of_this_process(HugePages::Transparent); num_workers];
+        let resources = vec![WorkerResources::of_this_process(HugePages::Transparent); num_workers];
         let shares =
-            (0..num_workers).map(|rank| Self::from_resources(&grants, rank, num_workers, Bind::Auto));
+            (0..num_workers).map(|rank| Self::from_resources(&resources, rank, num_workers, Bind::Auto));
         let texts = shares.enumerate().map(|(rank, share)| match (share.bound_to(), share.why_unbound) {
             (Some(cpus), _) => Ok(format!("rank {rank}: {cpus}")),
             (None, Some(why)) => Err(format!("{num_workers} workers are not bound to cores: {why}")),
@@ -210,13 +212,13 @@ impl WorkerResources {
             machine: fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default(),
             cpus: by_topology(allowed_cpus(), Path::new("/")),
             cpu_limits: cpu_limits
-                .map(|limit| SharedBound {
+                .map(|limit| LimitWithOrigin {
                     setter: LimitOrigin::Group(identity(&limit.file)),
                     limit: limit.num_cores,
                 })
                 .collect(),
             memory_limits: memory_limits
-                .map(|limit| SharedBound { setter: LimitOrigin::of(&limit), limit })
+                .map(|limit| LimitWithOrigin { setter: LimitOrigin::of(&limit), limit })
                 .collect(),
             load: load_average(),
         }
@@ -272,17 +274,19 @@ mod tests {
             host: String::new(),
             cpus: cpus.into_iter().collect(),
             cpu_limits: Vec::new(),
-            memory_limits: vec![SharedBound { setter: LimitOrigin::Machine, limit: limit(100) }],
+            memory_limits: vec![LimitWithOrigin { setter: LimitOrigin::Machine, limit: limit(100) }],
             load: 0.0,
         }
     }
 
-    fn shares(grants: &[WorkerResources], bind: Bind) -> Vec<HostShare> {
-        (0..grants.len()).map(|rank| HostShare::from_resources(grants, rank, grants.len(), bind)).collect()
+    fn shares(resources: &[WorkerResources], bind: Bind) -> Vec<HostShare> {
+        (0..resources.len())
+            .map(|rank| HostShare::from_resources(resources, rank, resources.len(), bind))
+            .collect()
     }
 
-    fn threads(grants: &[WorkerResources]) -> Vec<usize> {
-        shares(grants, Bind::None).iter().map(|share| share.num_threads).collect()
+    fn threads(resources: &[WorkerResources]) -> Vec<usize> {
+        shares(resources, Bind::None).iter().map(|share| share.num_threads).collect()
     }
 
     #[test]
@@ -305,7 +309,7 @@ mod tests {
         let limited = |limits: &[(u64, f64)]| {
             let limits = limits
                 .iter()
-                .map(|&(group, limit)| SharedBound { setter: LimitOrigin::Group((0, group)), limit });
+                .map(|&(group, limit)| LimitWithOrigin { setter: LimitOrigin::Group((0, group)), limit });
             WorkerResources { cpu_limits: limits.collect(), ..resources(0..16) }
         };
         assert_eq!(threads(&[limited(&[(1, 4.0)]), limited(&[(1, 4.0)])]), [2; 2]);
@@ -318,15 +322,15 @@ mod tests {
     fn two_launchers_on_one_host_share_its_memory() {
         let in_groups = |groups: &[u64]| {
             let mut resources = resources(0..4);
-            let limits = groups.iter().map(|&group| SharedBound {
+            let limits = groups.iter().map(|&group| LimitWithOrigin {
                 setter: LimitOrigin::Group((0, group)),
                 limit: limit(10 * group),
             });
             resources.memory_limits.splice(0..0, limits);
             resources
         };
-        let sharing = |grants: &[WorkerResources]| -> Vec<Vec<(u64, usize)>> {
-            let shares = shares(grants, Bind::None).into_iter();
+        let sharing = |resources: &[WorkerResources]| -> Vec<Vec<(u64, usize)>> {
+            let shares = shares(resources, Bind::None).into_iter();
             let told = |shared: &SharedLimit| (shared.limit.bytes, shared.num_sharing.unwrap());
             shares.map(|share| share.limits.iter().map(told).collect()).collect()
         };
@@ -339,8 +343,8 @@ mod tests {
 
     #[test]
     fn workers_are_bound_to_their_own_cores_unless_a_launcher_has_chosen() {
-        let bound = |grants: &[WorkerResources], bind| -> Vec<Option<String>> {
-            shares(grants, bind).iter().map(HostShare::bound_to).collect()
+        let bound = |resources: &[WorkerResources], bind| -> Vec<Option<String>> {
+            shares(resources, bind).iter().map(HostShare::bound_to).collect()
         };
         let texts = |texts: [&str; 2]| texts.map(|text| Some(text.to_owned())).to_vec();
         let all = vec![resources([0, 2, 4, 1, 3, 5]); 2];

@@ -31,7 +31,7 @@ pub(crate) fn join_options(
         print_diagnostic(&format!("warning: refused a connection: {refusal}{hint}"));
     });
     // One worker of each host, and always rank 0, reports for which ranks it waits.
-    let tells = environment.local_rank == 0 || environment.rank == Rank::ROOT;
+    let reports_waiting = environment.local_rank == 0 || environment.rank == Rank::ROOT;
     let on_note = LineListener::new(|line| print_diagnostic(&format!("note: {line}")));
     Ok(JoinOptions {
         master_addr: match std::env::var_os("SLURM_JOB_ID") {
@@ -42,7 +42,7 @@ pub(crate) fn join_options(
         secret: secret(text.as_deref(), secret_file)?,
         on_refusal: Some(on_refusal),
         orders_by_host: true,
-        on_note: tells.then_some(on_note),
+        on_note: reports_waiting.then_some(on_note),
         ..JoinOptions::new(environment.rank, environment.world_size)
     })
 }
@@ -95,8 +95,8 @@ impl NotJoined {
 
     /// Reports the failure to the other workers. Takes some seconds at most.
     pub(crate) fn report_to_peers(&self) {
-        let told = match self.failure.downcast_ref() {
-            Some(CommError::RankFailed { informed: told, .. }) => told,
+        let informed = match self.failure.downcast_ref() {
+            Some(CommError::RankFailed { informed, .. }) => informed,
             // The failure was found on this host, before rank 0 admitted this rank.
             None
             | Some(
@@ -113,7 +113,7 @@ impl NotJoined {
             Some(_) => return,
         };
         let hint = hints::hint(&self.failure).map(|hint| format!("; {hint}")).unwrap_or_default();
-        report_failure(&self.options, &format!("{:#}{hint}", self.failure), told);
+        report_failure(&self.options, &format!("{:#}{hint}", self.failure), informed);
     }
 }
 

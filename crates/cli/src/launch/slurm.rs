@@ -17,16 +17,16 @@ pub(super) fn node_address(name: &str) -> String {
         scontrol.args(["--oneliner", "show", "node", &name]).stdin(Stdio::null()).stderr(Stdio::null());
         Some(String::from_utf8_lossy(&scontrol.output().ok()?.stdout).into_owned())
     };
-    let told = || {
+    let reported = || {
         let owned = name.to_owned();
         node_addr(&run_with_timeout(SCONTROL_MAX, move || ask(owned)).ok()??)
     };
-    if is_known { name.to_owned() } else { told().unwrap_or_else(|| name.to_owned()) }
+    if is_known { name.to_owned() } else { reported().unwrap_or_else(|| name.to_owned()) }
 }
 
 /// Returns `NodeAddr` from the output of `scontrol show node`.
-fn node_addr(told: &str) -> Option<String> {
-    let address = told.split_whitespace().find_map(|word| word.strip_prefix("NodeAddr="))?;
+fn node_addr(reported: &str) -> Option<String> {
+    let address = reported.split_whitespace().find_map(|word| word.strip_prefix("NodeAddr="))?;
     (!address.is_empty()).then(|| address.to_owned())
 }
 
@@ -36,8 +36,8 @@ mod tests {
 
     #[test]
     fn the_address_of_a_node_is_among_its_words() {
-        let told = "NodeName=n1 Arch=x86_64 CPUTot=2 NodeAddr=10.0.0.7 NodeHostName=host Version=22.05.8 OS=Linux 6.1";
-        assert_eq!(node_addr(told).as_deref(), Some("10.0.0.7"));
+        let reported = "NodeName=n1 Arch=x86_64 CPUTot=2 NodeAddr=10.0.0.7 NodeHostName=host Version=22.05.8 OS=Linux 6.1";
+        assert_eq!(node_addr(reported).as_deref(), Some("10.0.0.7"));
         assert_eq!(node_addr("Node n9 not found"), None);
     }
 

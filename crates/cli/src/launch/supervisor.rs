@@ -33,7 +33,7 @@ const CAUSE_GRACE: Duration = Duration::from_secs(1);
 const REPORT_GRACE: Duration = Duration::from_millis(1500);
 
 /// Interval at which these reports are read.
-const REPORT_LOOK: Duration = Duration::from_millis(20);
+const REPORT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Maximum time to read the reports from the file system.
 const READ_MAX: Duration = Duration::from_secs(1);
@@ -264,7 +264,7 @@ impl Supervisor<'_> {
                 return Ok(Vec::new());
             }
             let is_over = Instant::now() >= deadline || !self.workers.active().any(has_not_failed);
-            let next_look = Some(Instant::now() + REPORT_LOOK);
+            let next_look = Some(Instant::now() + REPORT_POLL_INTERVAL);
             if is_over || !matches!(self.next_signal(next_look), None | Some(SIGCHLD)) {
                 return Ok(hang::lines(&Diagnosis::of(&reports), &self.workers.process_states()));
             }

@@ -7,13 +7,13 @@ use std::fs;
 use std::path::PathBuf;
 use std::thread;
 
-struct Scene {
+struct Fixture {
     folder: tempfile::TempDir,
 }
 
-impl Scene {
+impl Fixture {
     fn new() -> Self {
-        Scene { folder: tempfile::tempdir().unwrap() }
+        Fixture { folder: tempfile::tempdir().unwrap() }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -73,7 +73,7 @@ const FOREVER: &str = "exec sleep 60";
 
 #[test]
 fn workers_get_their_place_in_the_world_and_keep_logs() {
-    let fixture = Scene::new();
+    let fixture = Fixture::new();
     fs::write(fixture.path("rank-1.log"), "earlier\n").unwrap();
     let place = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR; echo $MASTER_PORT >&2";
     fixture.run(&[":", place, place]).unwrap();
@@ -87,7 +87,7 @@ fn workers_get_their_place_in_the_world_and_keep_logs() {
 
 #[test]
 fn every_world_has_a_secret_of_its_own() {
-    let fixture = Scene::new();
+    let fixture = Fixture::new();
     let tell = "echo $TRIREME_SECRET";
     fixture.run(&[":", tell, tell]).unwrap();
     fixture.run(&[":", tell]).unwrap();
@@ -100,7 +100,7 @@ fn every_world_has_a_secret_of_its_own() {
 
 #[test]
 fn a_death_ends_the_others_and_is_reported_once() {
-    let fixture = Scene::new();
+    let fixture = Fixture::new();
     fs::write(fixture.path("rank-2.log"), "of an earlier run\n").unwrap();
     let result = fixture.run(&[FOREVER, FOREVER, "echo loading; echo out of luck >&2; kill -SEGV $$"]);
     let text = result.as_ref().unwrap_err().to_string();
@@ -114,8 +114,8 @@ fn a_death_ends_the_others_and_is_reported_once() {
 }
 
 #[test]
-fn the_cause_is_reported_and_not_the_follower_that_was_seen_first() {
-    let fixture = Scene::new();
+fn the_cause_is_reported_and_not_the_loss_of_a_peer_that_was_seen_first() {
+    let fixture = Fixture::new();
     // A dead process exists until its parent has waited for it.
     let after_0 = "until [ -s pid-0 ]; do sleep 0.01; done; \
                    while kill -0 $(cat pid-0) 2>&-; do sleep 0.01; done; exit 3";
@@ -124,15 +124,15 @@ fn the_cause_is_reported_and_not_the_follower_that_was_seen_first() {
 }
 
 #[test]
-fn a_follower_without_a_cause_is_reported() {
-    let fixture = Scene::new();
+fn a_lost_peer_without_another_cause_is_reported() {
+    let fixture = Fixture::new();
     assert_eq!(death(fixture.run(&[FOREVER, "exit 74"])), (1, AbnormalExit::Exit(74), vec![]));
     fixture.assert_all_gone();
 }
 
 #[test]
 fn a_worker_that_ignores_sigterm_is_killed() {
-    let fixture = Scene::new();
+    let fixture = Fixture::new();
     let deaf = "trap '' TERM; touch deaf; exec sleep 60";
     let result = fixture.run(&[deaf, "until [ -e deaf ]; do sleep 0.01; done; exit 1"]);
     assert_eq!(death(result), (1, AbnormalExit::Exit(1), vec![]));
@@ -140,7 +140,7 @@ fn a_worker_that_ignores_sigterm_is_killed() {
 }
 
 /// Runs two workers that do not end by themselves, and acts as if the signals had reached this process.
-fn interrupted_by(fixture: &Scene, sent: &[i32]) -> LaunchError {
+fn interrupted_by(fixture: &Fixture, sent: &[i32]) -> LaunchError {
     let (sender, signals) = channel();
     let _forwarder = SignalForwarder::start(sender.clone()).unwrap();
     let workers = start_workers(fixture.world(2), |_| fixture.shell(FOREVER)).unwrap();
@@ -153,7 +153,7 @@ fn interrupted_by(fixture: &Scene, sent: &[i32]) -> LaunchError {
 fn signals_end_the_workers_and_give_the_exit_code_of_shells() {
     // The second Ctrl-C cuts the wait for the first one short.
     for (sent, code) in [(&[SIGTERM][..], 143), (&[SIGHUP], 129), (&[SIGINT, SIGINT], 130)] {
-        let fixture = Scene::new();
+        let fixture = Fixture::new();
         let error = interrupted_by(&fixture, sent);
         assert!(matches!(error, LaunchError::Interrupted { signal } if signal == sent[0]), "{error:?}");
         assert_eq!(error.exit_code(), code);
@@ -163,12 +163,12 @@ fn signals_end_the_workers_and_give_the_exit_code_of_shells() {
 
 /// Runs two workers until both are ready, and acts as if SIGTERM had reached this process. `on_request` is the script that each worker runs
 /// when the request arrives.
-fn asked_to_save(fixture: &Scene, on_request: [&str; 2]) -> LaunchError {
+fn asked_to_save(fixture: &Fixture, on_request: [&str; 2]) -> LaunchError {
     asked_by(fixture, on_request, |sender| sender.send(SIGTERM).unwrap())
 }
 
 /// Like [`asked_to_save`], with the signals that `send` sends.
-fn asked_by(fixture: &Scene, on_request: [&str; 2], send: impl FnOnce(Sender<i32>)) -> LaunchError {
+fn asked_by(fixture: &Fixture, on_request: [&str; 2], send: impl FnOnce(Sender<i32>)) -> LaunchError {
     let (sender, signals) = channel();
     let _forwarder = SignalForwarder::start(sender.clone()).unwrap();
     let workers = start_workers(fixture.world(2), |rank| {
@@ -189,19 +189,19 @@ fn asked_by(fixture: &Scene, on_request: [&str; 2], send: impl FnOnce(Sender<i32
 
 #[test]
 fn a_worker_killed_while_the_others_save_is_reported_unless_the_checkpoint_is_complete() {
-    let fixture = Scene::new();
+    let fixture = Fixture::new();
     let after_1 = "while kill -0 $(cat pid-1) 2>&-; do sleep 0.01; done; exit 74";
     let error = asked_to_save(&fixture, [after_1, "kill -KILL $$"]);
     let text = error.to_string();
     assert_eq!(error.exit_code(), 1, "{text}");
     assert!(text.starts_with("rank 1 was killed by SIGKILL"), "{text}");
     // A worker exits with 143 only when all ranks have agreed that the checkpoint is complete.
-    let fixture = Scene::new();
+    let fixture = Fixture::new();
     let after_0 = "while kill -0 $(cat pid-0) 2>&-; do sleep 0.01; done; kill -KILL $$";
     assert_eq!(asked_to_save(&fixture, ["exit 143", after_0]).exit_code(), 143);
     // The request itself, or another stop signal, kills a worker that has not begun to train.
     for on_request in ["trap - USR1; kill -USR1 $$", "kill -TERM $$"] {
-        let fixture = Scene::new();
+        let fixture = Fixture::new();
         let error = asked_to_save(&fixture, [after_1, on_request]);
         assert!(matches!(error, LaunchError::Interrupted { signal: SIGTERM }), "{error:?}");
     }
@@ -210,7 +210,7 @@ fn a_worker_killed_while_the_others_save_is_reported_unless_the_checkpoint_is_co
 /// Workers are killed without another request: only the launcher may have received the second signal.
 #[test]
 fn a_second_signal_ends_workers_that_save() {
-    let fixture = Scene::new();
+    let fixture = Fixture::new();
     let goes_on = "trap \"touch asked-again\" TERM INT";
     let error = asked_by(&fixture, [goes_on; 2], |sender| {
         let again = move || {
@@ -226,7 +226,7 @@ fn a_second_signal_ends_workers_that_save() {
 
 #[test]
 fn a_worker_ended_by_ctrl_c_is_no_death_to_report() {
-    let fixture = Scene::new();
+    let fixture = Fixture::new();
     let error = fixture.run(&["kill -INT $$", "kill -INT $$"]).unwrap_err();
     assert_eq!(error.exit_code(), 130, "{error:?}");
     fixture.assert_all_gone();
@@ -234,7 +234,7 @@ fn a_worker_ended_by_ctrl_c_is_no_death_to_report() {
 
 #[test]
 fn a_start_that_fails_leaves_no_worker() {
-    let fixture = Scene::new();
+    let fixture = Fixture::new();
     let missing = |rank| {
         if rank == Rank(0) {
             return fixture.shell(FOREVER);
@@ -257,7 +257,7 @@ fn a_start_that_fails_leaves_no_worker() {
 
 #[test]
 fn a_busy_port_is_refused_before_any_worker_starts() {
-    let fixture = Scene::new();
+    let fixture = Fixture::new();
     let busy = TcpListener::bind("127.0.0.1:0").unwrap();
     let world = LocalWorld { master_port: busy.local_addr().unwrap().port(), ..fixture.world(2) };
     let error = run_local_workers(world, |_| panic!("a worker was started")).unwrap_err();
@@ -267,7 +267,7 @@ fn a_busy_port_is_refused_before_any_worker_starts() {
 /// Opening a pipe that no process writes to would wait.
 #[test]
 fn reports_and_logs_that_are_pipes_are_skipped() {
-    let fixture = Scene::new();
+    let fixture = Fixture::new();
     let pipes = "mkfifo rank-0.json rank-1.json; rm rank-1.log; mkfifo rank-1.log; kill -KILL $$";
     let (sender, signals) = channel();
     let _forwarder = SignalForwarder::start(sender).unwrap();

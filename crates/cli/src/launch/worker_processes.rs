@@ -24,7 +24,7 @@ const LAUNCHER_VARIABLE: &str = "TRIREME_LAUNCHER_PID";
 const KILL_GRACE: Duration = Duration::from_secs(2);
 
 /// Interval at which killed workers are checked for their end.
-const KILL_LOOK: Duration = Duration::from_millis(5);
+const KILL_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Maximum time to read the end of a log.
 const READ_MAX: Duration = Duration::from_secs(1);
@@ -176,7 +176,7 @@ impl WorkerProcesses {
             if !self.are_running() || Instant::now() >= until {
                 return Ok(());
             }
-            thread::sleep(KILL_LOOK);
+            thread::sleep(KILL_POLL_INTERVAL);
         }
     }
 

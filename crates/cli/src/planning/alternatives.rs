@@ -165,7 +165,7 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     let [recompute, shard, moves, shrink, reorder, narrowed, alone] =
         [&recomputed, &sharded, &moved, &smaller, &unordered, &narrow, &fewer_workers].map(|f| strongest(f));
     // Each with its rough cost per step. Combinations are tried in the order of the sums of these costs.
-    let means = [
+    let single_changes = [
         (1, reorder),
         (1, narrowed),
         (1, shrink),
@@ -175,7 +175,7 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
         (7, all_moved.clone()),
         (8, alone),
     ];
-    let combined = combinations(means).into_iter().map(|change| [change].into());
+    let combined = combinations(single_changes).into_iter().map(|change| [change].into());
     let all_moved: Vec<Change> = [all_moved].into();
     let families = [
         unsampled,
@@ -194,15 +194,17 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
 }
 
 /// Returns all combinations of two or more of the given changes, cheapest first. Empty changes are left out.
-fn combinations<const N: usize>(means: [(u32, Change); N]) -> Vec<Change> {
+fn combinations<const N: usize>(single_changes: [(u32, Change); N]) -> Vec<Change> {
     let has = |set: usize, index: usize| set & 1 << index != 0;
     let mut sets: Vec<(u32, Change)> = (0_usize..1 << N)
         .filter(|set| {
-            set.count_ones() > 1 && (0..N).all(|index| !has(*set, index) || !means[index].1.is_empty())
+            set.count_ones() > 1
+                && (0..N).all(|index| !has(*set, index) || !single_changes[index].1.is_empty())
         })
         .map(|set| {
-            let chosen =
-                || means.iter().enumerate().filter(|(index, _)| has(set, *index)).map(|(_, mean)| mean);
+            let chosen = || {
+                single_changes.iter().enumerate().filter(|(index, _)| has(set, *index)).map(|(_, mean)| mean)
+            };
             let change = chosen().flat_map(|(_, change)| change.iter().cloned()).collect();
             (chosen().map(|(cost, _)| cost).sum(), deduplicated(change))
         })
@@ -240,8 +242,9 @@ mod tests {
     #[test]
     fn combinations_begin_with_the_cheapest_and_name_a_key_once() {
         let change = |keys: &[&str]| -> Change { keys.iter().map(|&key| key.to_owned()).collect() };
-        let means = [(3, change(&["a"])), (1, change(&["b", "c"])), (0, change(&[])), (1, change(&["c"]))];
+        let single_changes =
+            [(3, change(&["a"])), (1, change(&["b", "c"])), (0, change(&[])), (1, change(&["c"]))];
         let expected = [vec!["b", "c"], vec!["a", "c"], vec!["a", "b", "c"], vec!["a", "b", "c"]];
-        assert_eq!(combinations(means), expected.map(|keys| change(&keys)));
+        assert_eq!(combinations(single_changes), expected.map(|keys| change(&keys)));
     }
 }

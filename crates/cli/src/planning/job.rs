@@ -177,7 +177,7 @@ impl<'a> Workers<'a> {
     /// Returns a worker for each pipeline rank, on this host if possible, and the number of workers of this host that have that pipeline
     /// rank. Neighbouring ranks share a host, as launchers number them.
     pub(super) fn by_place(self, config: &Config) -> Vec<(Workers<'a>, usize)> {
-        let num_of_place = config.workers_per_place();
+        let num_of_place = config.workers_per_pipeline_rank();
         let first = self.rank / self.local_world_size * self.local_world_size;
         let worker = |place: usize| {
             let ranks = place * num_of_place..(place + 1) * num_of_place;

@@ -104,9 +104,10 @@ impl<'a> KernelTimer<'a> {
 
     /// Times the kernels of the passes of each distinct unit. Collective.
     pub(super) fn units(&self, job: PlannedRun<'_>, model: &Model, profile: &ModelProfile) -> Result<()> {
-        let options = executor_options(job.config).passes(job.config.context_place(Rank(job.workers.rank)));
+        let options = executor_options(job.config).passes(job.config.context_rank(Rank(job.workers.rank)));
         for unit in distinct_units(model, profile) {
-            let exercise = model.exercise(unit, self.device, options, profile).map_err(TrainError::from)?;
+            let exercise =
+                model.unit_benchmark(unit, self.device, options, profile).map_err(TrainError::from)?;
             self.repeat(|| Ok(()), || Ok(exercise.run(&|| self.sweep()).map_err(TrainError::from)?))?;
         }
         Ok(())

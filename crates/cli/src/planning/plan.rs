@@ -61,7 +61,7 @@ impl Plan {
     pub(crate) fn new(job: PlannedRun<'_>, chosen: Option<StepChoices>) -> Result<Self> {
         let PlannedRun { config, workers, .. } = job;
         let mut plan = Plan::of_worker(job, chosen)?;
-        let place = |workers: Workers<'_>| workers.rank / config.workers_per_place();
+        let place = |workers: Workers<'_>| workers.rank / config.workers_per_pipeline_rank();
         let mut on_host = HostBytes::of_launcher(workers);
         for (worker, num_workers) in
             workers.by_place(config).into_iter().filter(|(_, num_workers)| *num_workers > 0)
@@ -150,7 +150,7 @@ impl Plan {
             (given.clone(), Vec::new())
         };
         reasons.extend(limits::budget_notice(config, workers, bounds));
-        let place = workers.rank / config.workers_per_place();
+        let place = workers.rank / config.workers_per_pipeline_rank();
         let DryRun { program, prediction, .. } =
             dry_run(job, &profile, program(place, &choices), validation)?;
         let (rank, on_host) = (workers.rank, HostBytes::of_launcher(workers));
@@ -172,7 +172,7 @@ impl Plan {
         };
         let stages: Vec<StepEntries> =
             workers.by_place(config).into_iter().zip(&programs).map(entries).collect::<Result<_>>()?;
-        let (rank, num_of_place) = (world.rank(), config.workers_per_place());
+        let (rank, num_of_place) = (world.rank(), config.workers_per_pipeline_rank());
         let header = &programs[rank.0 / num_of_place].header;
         let mesh = config.degrees().state_mesh(world.world_size());
         let parts = Placements::new(model.table(), header, mesh).parts(model.table(), rank);
@@ -237,9 +237,9 @@ pub(crate) fn open_choices(config: &Config) -> OpenChoices {
 pub(super) fn model_and_inference(job: PlannedRun<'_>) -> Result<(Model, ModelProfile)> {
     let PlannedRun { config, workload, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
-    let place = config.model_place(Rank(workers.rank));
+    let place = config.model_rank(Rank(workers.rank));
     let model = workload.build(&device, place).map_err(TrainError::from)?;
-    let context = config.context_place(Rank(workers.rank));
+    let context = config.context_rank(Rank(workers.rank));
     let batch = workload.batch(config, context)?;
     let profile = model.profile(&device, executor_options(config).passes(context), &batch);
     Ok((model, profile.map_err(TrainError::from)?))
@@ -253,7 +253,7 @@ pub(super) fn dry_executor(
 ) -> Result<Executor> {
     let PlannedRun { config, workload, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
-    let model = workload.build(&device, config.model_place(Rank(workers.rank))).map_err(TrainError::from)?;
+    let model = workload.build(&device, config.model_rank(Rank(workers.rank))).map_err(TrainError::from)?;
     Ok(new_executor(config, model, profile.clone(), program, workers.dry_group()?, &device)?)
 }
 

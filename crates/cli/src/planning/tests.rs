@@ -64,7 +64,7 @@ fn model_of_layers(num_layers: usize) -> ModelConfig {
 }
 
 /// A model with batches. A `shape` is the samples of a microbatch and the tokens of a sample.
-trait Subject: Sync {
+trait TestModel: Sync {
     fn build(
         &self,
         shape: (usize, usize),
@@ -83,7 +83,7 @@ trait Subject: Sync {
     ) -> Batch;
 }
 
-impl Subject for ModelConfig {
+impl TestModel for ModelConfig {
     fn build(
         &self,
         shape: (usize, usize),
@@ -112,7 +112,7 @@ impl Subject for ModelConfig {
 /// A model other than a language model: its samples have no tokens.
 struct Classifier;
 
-impl Subject for Classifier {
+impl TestModel for Classifier {
     fn build(&self, _: (usize, usize), device: &Device, table: ParameterTable) -> Result<Model, ModelError> {
         build_classifier(device, table)
     }

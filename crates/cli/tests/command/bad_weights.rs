@@ -3,7 +3,7 @@
 use crate::common::{Fixture, Weights, assert_contains};
 
 /// Creates a fixture with a trained model that is exported to `model`.
-fn scene_with_model() -> Fixture {
+fn fixture_with_model() -> Fixture {
     let fixture = Fixture::with_corpus();
     fixture.run("train tiny.toml --workers 1 --set training.steps=1").succeeded();
     fixture.run("checkpoint export runs/tiny model").succeeded();
@@ -27,7 +27,7 @@ fn assert_refused(fixture: &Fixture, facts: &[&str]) {
 
 #[test]
 fn missing_extra_and_mis_shaped_tensors() {
-    let fixture = scene_with_model();
+    let fixture = fixture_with_model();
     let file = fixture.path("model/model.safetensors");
     let weights = || Weights::read(&file);
     let original = std::fs::read(&file).unwrap();
@@ -59,7 +59,7 @@ fn missing_extra_and_mis_shaped_tensors() {
 
 #[test]
 fn a_file_of_weights_cut_off_or_gone() {
-    let fixture = scene_with_model();
+    let fixture = fixture_with_model();
     fixture.cut("model/model.safetensors", 1000);
     assert_refused(&fixture, &["model/model.safetensors is damaged", "86016 bytes"]);
     std::fs::remove_file(fixture.path("model/model.safetensors")).unwrap();
@@ -71,7 +71,7 @@ fn a_file_of_weights_cut_off_or_gone() {
 
 #[test]
 fn a_model_without_description_or_tokenizer() {
-    let fixture = scene_with_model();
+    let fixture = fixture_with_model();
     std::fs::remove_file(fixture.path("model/tokenizer.json")).unwrap();
     assert_contains(
         &fixture.refused_without_changes("generate model"),
@@ -86,7 +86,7 @@ fn a_model_without_description_or_tokenizer() {
 
 #[test]
 fn weights_that_are_not_finite() {
-    let fixture = scene_with_model();
+    let fixture = fixture_with_model();
     let file = fixture.path("model/model.safetensors");
     let name = "transformer.h.0.attn.c_attn.weight";
     Weights::read(&file)
@@ -105,7 +105,7 @@ fn weights_that_are_not_finite() {
 
 #[test]
 fn a_checkpoint_with_weights_that_are_not_finite() {
-    let fixture = scene_with_model();
+    let fixture = fixture_with_model();
     let file = fixture.path("model/model.safetensors");
     // The embedding of a position beyond all sequences of the run, so that the loss stays finite.
     Weights::read(&file).with_value("transformer.wpe.weight", 12 * 32, f32::INFINITY).write(&file);
@@ -120,7 +120,7 @@ fn a_checkpoint_with_weights_that_are_not_finite() {
 
 #[test]
 fn an_output_layer_that_differs_from_the_embedding_is_kept() {
-    let fixture = scene_with_model();
+    let fixture = fixture_with_model();
     let file = fixture.path("model/model.safetensors");
     let (embedding, output) = ("transformer.wte.weight", "lm_head.weight");
     let tied = fixture.run("generate model --num-tokens 4 --temperature 0").succeeded();
@@ -142,7 +142,7 @@ fn an_output_layer_that_differs_from_the_embedding_is_kept() {
 
 #[test]
 fn an_index_may_name_an_output_layer_that_is_tied() {
-    let fixture = scene_with_model();
+    let fixture = fixture_with_model();
     let weights = Weights::read(&fixture.path("model/model.safetensors"));
     let names = weights.names().into_iter().chain(["lm_head.weight".to_owned()]);
     let map: serde_json::Map<_, _> =
@@ -170,7 +170,7 @@ fn an_index_may_name_an_output_layer_that_is_tied() {
 
 #[test]
 fn quantized_weights_are_refused_and_the_key_is_not_passed_on() {
-    let fixture = scene_with_model();
+    let fixture = fixture_with_model();
     let mut config: serde_json::Value = serde_json::from_str(&fixture.read("model/config.json")).unwrap();
     config["quantization_config"] = serde_json::json!({ "quant_method": "gptq", "bits": 4 });
     fixture.write("model/config.json", config.to_string());
@@ -195,7 +195,7 @@ fn quantized_weights_are_refused_and_the_key_is_not_passed_on() {
 
 #[test]
 fn names_that_wrappers_of_pytorch_have_changed_are_read() {
-    let fixture = scene_with_model();
+    let fixture = fixture_with_model();
     let file = fixture.path("model/model.safetensors");
     let plain = fixture.run("generate model --num-tokens 4 --temperature 0").succeeded();
     Weights::read(&file).renamed(|name| format!("module._orig_mod.{name}")).write(&file);
@@ -207,7 +207,7 @@ fn names_that_wrappers_of_pytorch_have_changed_are_read() {
 
 #[test]
 fn a_config_as_python_writes_it() {
-    let fixture = scene_with_model();
+    let fixture = fixture_with_model();
     let config = fixture.read("model/config.json");
     let config =
         config.trim_end().strip_suffix('}').unwrap().to_owned() + ", \"time_step_limit\": [0.0, Infinity]}";

@@ -59,10 +59,10 @@ fn a_first_launch_that_is_refused_leaves_nothing() {
 fn another_corpus_is_made_next_to_one_that_checkpoints_refer_to() {
     let fixture = trained_then_changed();
     let old = fixture.losses("tiny");
-    let anew = fixture.run("train tiny.toml --set checkpoint.resume=never");
-    assert_eq!(anew.code, Some(0), "{anew:?}");
+    let restarted = fixture.run("train tiny.toml --set checkpoint.resume=never");
+    assert_eq!(restarted.code, Some(0), "{restarted:?}");
     assert_contains(
-        &anew.stderr,
+        &restarted.stderr,
         &["the corpus is in runs/tiny/data-2, next to the one that an earlier run used"],
     );
     assert_ne!(fixture.losses("tiny"), old);
@@ -97,8 +97,8 @@ fn a_corpus_whose_report_is_damaged_is_not_replaced() {
     let fixture = trained_then_changed();
     fixture.cut("runs/tiny/data/prepare.json", 20);
     let tokens = std::fs::read(fixture.path("runs/tiny/data/train.tokens")).unwrap();
-    let anew = fixture.run("train tiny.toml --set checkpoint.resume=never");
-    assert_eq!(anew.code, Some(0), "{anew:?}");
+    let restarted = fixture.run("train tiny.toml --set checkpoint.resume=never");
+    assert_eq!(restarted.code, Some(0), "{restarted:?}");
     assert_eq!(std::fs::read(fixture.path("runs/tiny/data/train.tokens")).unwrap(), tokens);
     assert!(fixture.path("runs/tiny/data-2/train.tokens").exists());
 }

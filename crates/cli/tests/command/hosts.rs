@@ -102,7 +102,7 @@ fn assert_loss_of(rank: usize, outcome: Outcome) {
 }
 
 /// Asserts that all workers of a run succeed, that rank 0 prints these facts, and that the others log them.
-fn all_tell<const N: usize>(fixture: &Fixture, run: &str, workers: [Running; N], facts: &[&str]) {
+fn assert_all_report<const N: usize>(fixture: &Fixture, run: &str, workers: [Running; N], facts: &[&str]) {
     let outputs = workers.map(|worker| worker.end().succeeded());
     assert_contains(&outputs[0], facts);
     for (rank, output) in outputs.iter().enumerate().skip(1) {
@@ -126,7 +126,7 @@ fn memory_on_several_hosts_is_as_planned() {
     {
         let train = format!("train tiny.toml --set run.name=run-{index} {settings}");
         let workers = start_several::<4>(&fixture, &hosts, hosts[0].ipv4().into(), &train);
-        all_tell(&fixture, &format!("run-{index}"), workers, &["over shm+tcp"]);
+        assert_all_report(&fixture, &format!("run-{index}"), workers, &["over shm+tcp"]);
         let record = fixture.records(&format!("run-{index}")).pop().unwrap();
         for category in ["parameters", "gradients", "optimizer", "activations", "communication"] {
             let [predicted, measured] =
@@ -151,7 +151,12 @@ fn several_hosts_train_the_same_model_and_send_the_bytes_of_the_formula() {
         let train = format!(
             "train tiny.toml --set run.name={transport} --set comm.transport={transport} {unmeasured}"
         );
-        all_tell(&fixture, transport, start(&fixture, &hosts, address, &train), &["over tcp", "step: 4 "]);
+        assert_all_report(
+            &fixture,
+            transport,
+            start(&fixture, &hosts, address, &train),
+            &["over tcp", "step: 4 "],
+        );
         assert_eq!(fixture.losses(transport), fixture.losses("local"));
         let traffic = hosts[0].link().traffic() - before;
         // In addition to the gradients, frames, joining and the coordination of checkpoints are sent.
@@ -238,10 +243,10 @@ fn ranks_placed_round_robin_send_no_more() {
 #[test]
 fn a_run_folder_that_hosts_do_not_share_is_reported_with_all_other_differences() {
     let Some(hosts) = hosts() else { return };
-    let scenes = [Fixture::with_corpus(), Fixture::with_corpus()];
+    let fixtures = [Fixture::with_corpus(), Fixture::with_corpus()];
     let worker = |rank: usize| {
         let train = format!("train tiny.toml --set training.seed={}", 7 + rank);
-        let [first, second] = start(&scenes[rank], &hosts, hosts[0].ipv4().into(), &train);
+        let [first, second] = start(&fixtures[rank], &hosts, hosts[0].ipv4().into(), &train);
         if rank == 0 { first } else { second }
     };
     for error in [0, 1].map(worker).map(|worker| worker.end().one_error()) {
@@ -256,7 +261,7 @@ fn a_run_folder_that_hosts_do_not_share_is_reported_with_all_other_differences()
         );
     }
     let is_left = |path: &PathBuf| path.to_string_lossy().contains("preflight");
-    assert!(scenes.iter().all(|fixture| !fixture.everything().keys().any(is_left)));
+    assert!(fixtures.iter().all(|fixture| !fixture.everything().keys().any(is_left)));
 }
 
 /// Pauses of the network that ranks survive, in seconds.

@@ -151,14 +151,14 @@ const EXPERT_LAYOUTS: [(usize, &str, bool); 28] = [
 ];
 
 /// A program that is trained on every layout by `{name}.toml`.
-struct Subject {
+struct TrainedProgram {
     name: &'static str,
     program: PathBuf,
     /// Whether ranks may split the positions of its samples.
     has_positions: bool,
 }
 
-impl Subject {
+impl TrainedProgram {
     fn train(&self, fixture: &Fixture, arguments: &str) -> Running {
         let mut command = Command::new(&self.program);
         let fixed = "--set checkpoint.enable=false --set checkpoint.resume=never";
@@ -169,7 +169,7 @@ impl Subject {
     }
 
     /// Returns the largest relative difference of the losses from those of one worker. Checks the predicted memory.
-    fn difference(&self, fixture: &Fixture, workers: usize, layout: &str) -> Found {
+    fn difference(&self, fixture: &Fixture, workers: usize, layout: &str) -> LayoutOutcome {
         let keys = layout.split_whitespace().map(|key| {
             let section = if key.split_once('=').unwrap().0.contains('.') { "" } else { "parallelism." };
             format!(" --set {section}{key}")
@@ -178,11 +178,11 @@ impl Subject {
         let outcome = self.train(fixture, &format!("--set run.name=rung {what}")).end();
         if layout.contains("expert") && !WITH_EXPERTS.contains(&self.name) {
             assert_contains(&outcome.refused(), &["no experts"]);
-            return Found::Refused;
+            return LayoutOutcome::Refused;
         }
         if layout.contains("context") && !self.has_positions {
             assert_contains(&outcome.refused(), &["no positions", "has_positions"]);
-            return Found::Refused;
+            return LayoutOutcome::Refused;
         }
         let text = outcome.succeeded();
         let total = text.lines().find(|line| line.starts_with("total")).unwrap();
@@ -203,35 +203,35 @@ impl Subject {
                 (f64::from_bits(found) / f64::from_bits(expected) - 1.0).abs()
             }
         });
-        Found::Difference(differences.fold(0.0, f64::max))
+        LayoutOutcome::Difference(differences.fold(0.0, f64::max))
     }
 }
 
 /// A cell of the table.
-enum Found {
+enum LayoutOutcome {
     Difference(f64),
     Refused,
 }
 
-impl fmt::Display for Found {
+impl fmt::Display for LayoutOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Found::Difference(0.0) => f.pad("equal"),
-            Found::Difference(difference) => f.pad(&format!("{difference:.1e}")),
-            Found::Refused => f.pad("refused"),
+            LayoutOutcome::Difference(0.0) => f.pad("equal"),
+            LayoutOutcome::Difference(difference) => f.pad(&format!("{difference:.1e}")),
+            LayoutOutcome::Refused => f.pad("refused"),
         }
     }
 }
 
 /// Returns the models and the example. Cargo builds the example with all tests of the workspace, and `cargo xtask ladder` builds it before
 /// this test.
-fn subjects() -> Vec<Subject> {
+fn subjects() -> Vec<TrainedProgram> {
     let trireme = Path::new(env!("CARGO_BIN_EXE_trireme"));
-    let model = |(name, _)| Subject { name, program: trireme.to_owned(), has_positions: true };
-    let mut subjects: Vec<Subject> = MODELS.into_iter().map(model).collect();
+    let model = |(name, _)| TrainedProgram { name, program: trireme.to_owned(), has_positions: true };
+    let mut subjects: Vec<TrainedProgram> = MODELS.into_iter().map(model).collect();
     let program = trireme.with_file_name("examples").join(EXAMPLE);
     let found = program.exists().then_some(program).ok_or("cargo build --example residual_network makes it");
-    let example = |program| Subject { name: EXAMPLE, program, has_positions: false };
+    let example = |program| TrainedProgram { name: EXAMPLE, program, has_positions: false };
     subjects.extend(or_skip("program of the example", found).map(example));
     subjects
 }
@@ -268,7 +268,8 @@ fn every_layout_trains_as_one_worker_does() {
         let tolerance = if is_exact { 0.0 } else { LOSS_TOLERANCE };
         for subject in &subjects {
             let found = subject.difference(&fixture, workers, layout);
-            missed += usize::from(matches!(found, Found::Difference(difference) if difference > tolerance));
+            missed +=
+                usize::from(matches!(found, LayoutOutcome::Difference(difference) if difference > tolerance));
             write!(table, "  {found:>width$}", width = subject.name.len().max(8)).unwrap();
         }
         writeln!(table, "  {layout}").unwrap();

@@ -31,7 +31,7 @@ fn misused(outcome: Outcome) -> String {
 }
 
 #[test]
-fn the_doctor_tells_what_there_is_and_measures_every_product_kernel() {
+fn doctor_reports_the_machine_and_measures_every_matmul_kernel() {
     let fixture = Fixture::new();
     let found = parse(&fixture.run("doctor --json --shape 24x40x16 --threads 2 --seconds 0").succeeded());
 
@@ -77,7 +77,7 @@ fn the_doctor_tells_what_there_is_and_measures_every_product_kernel() {
 }
 
 #[test]
-fn the_doctor_tells_people_and_refuses_what_makes_no_sense() {
+fn doctor_prints_text_and_refuses_invalid_arguments() {
     let fixture = Fixture::new();
     let told = fixture.run("doctor --shape 8x8x8 --shape 3x5x7 --threads 1 --seconds 0").succeeded();
     assert_contains(
@@ -97,7 +97,7 @@ fn the_doctor_tells_people_and_refuses_what_makes_no_sense() {
 }
 
 #[test]
-fn the_doctor_tells_what_more_workers_and_hosts_would_choose() {
+fn doctor_reports_the_algorithms_for_more_workers_and_hosts() {
     let fixture = Fixture::new();
     let arguments =
         "doctor --shape 8x8x8 --threads 1 --seconds 0 --workers 3 --hosts 4 --across-hosts 50:0.1";

@@ -1,6 +1,6 @@
 //! Floating-point operations, as counted in dry runs.
 
-use crate::product::{Cli, Gpt, Step};
+use crate::command_folder::{CommandFolder, Gpt, Step};
 use crate::table::{Row, Section, list, short, within};
 
 /// Peak of an A100 in 16 bits, in operations per second.
@@ -11,7 +11,7 @@ const SHARDED: &str = "training.dtype=bf16 launch.workers=1024 parallelism.zero_
 
 const SECONDS_A_DAY: f64 = 86_400.0;
 
-pub(crate) fn section(product: &Cli) -> Section {
+pub(crate) fn section(product: &CommandFolder) -> Section {
     let rows = vec![gpt3(product), layer(product), recomputation(product), utilization(product)];
     Section { title: "Arithmetic", rows }
 }
@@ -20,7 +20,7 @@ fn of_a_token(step: &Step, model: Gpt) -> f64 {
     step.all_operations() / model.seq_len as f64
 }
 
-fn gpt3(product: &Cli) -> Row {
+fn gpt3(product: &CommandFolder) -> Row {
     const TOKENS: f64 = 300e9;
     let step = product.plan(Gpt::GPT3, SHARDED);
     let all = of_a_token(&step, Gpt::GPT3) * TOKENS;
@@ -36,7 +36,7 @@ fn gpt3(product: &Cli) -> Row {
     }
 }
 
-fn layer(product: &Cli) -> Row {
+fn layer(product: &CommandFolder) -> Row {
     let found =
         [(Gpt::GPT3, 2048), (Gpt::GPT3, 16_384), (Gpt::of(4096, 2, 32), 2048)].map(|(model, seq_len)| {
             let forward = |num_layers: usize| {
@@ -65,7 +65,7 @@ fn layer(product: &Cli) -> Row {
     }
 }
 
-fn recomputation(product: &Cli) -> Row {
+fn recomputation(product: &CommandFolder) -> Row {
     let step = product.plan(Gpt::GPT3, &format!("{SHARDED} activation_checkpoint.mode=block"));
     let plain = step.operations("forward") + step.operations("backward");
     let added =
@@ -78,7 +78,7 @@ fn recomputation(product: &Cli) -> Row {
     }
 }
 
-fn utilization(product: &Cli) -> Row {
+fn utilization(product: &CommandFolder) -> Row {
     let recomputed = |model: Gpt| {
         let step = product.plan(model, &format!("{SHARDED} activation_checkpoint.mode=block"));
         of_a_token(&step, model)

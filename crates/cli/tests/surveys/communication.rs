@@ -1,12 +1,12 @@
 //! Messages of collective algorithms, tensor parallelism, ZeRO and compression.
 
-use crate::product::{Cli, Exchange, Gpt, Step};
+use crate::command_folder::{CommandFolder, Exchange, Gpt, Step};
 use crate::table::{Row, Section, list, short, within};
 use trireme_base::Rank;
 use trireme_codec::{Bucket, CodecName, Compression, CompressionOptions};
 use trireme_schedule::collective::{Algorithm, CollectiveKind, Hosts, Step as CollectiveStep, steps};
 
-pub(crate) fn section(product: &Cli) -> Section {
+pub(crate) fn section(product: &CommandFolder) -> Section {
     let rows = vec![
         ring(),
         hierarchy(),
@@ -86,7 +86,11 @@ fn hierarchy() -> Row {
 }
 
 /// Returns the number of exchanges that satisfy `matches`, and the bytes of their vectors, for each layer.
-fn of_a_layer(product: &Cli, settings: &str, matches: impl Fn(&Exchange<'_>) -> bool) -> (f64, f64) {
+fn of_a_layer(
+    product: &CommandFolder,
+    settings: &str,
+    matches: impl Fn(&Exchange<'_>) -> bool,
+) -> (f64, f64) {
     let sum = |num_layers: usize| {
         let step = product.plan(Gpt { num_layers, ..Gpt::GPT3 }, settings);
         let exchanges = step.exchanges().filter(|exchange| matches(exchange));
@@ -97,7 +101,7 @@ fn of_a_layer(product: &Cli, settings: &str, matches: impl Fn(&Exchange<'_>) -> 
     ((four.0 - two.0) / 2.0, (four.1 - two.1) / 2.0)
 }
 
-fn tensor_parallelism(product: &Cli) -> Row {
+fn tensor_parallelism(product: &CommandFolder) -> Row {
     let settings = "launch.workers=8 parallelism.tensor_parallel_degree=8 training.dtype=bf16";
     let plain = format!("{settings} parallelism.sequence_parallel=false");
     let (num_sums, sum_bytes) = of_a_layer(product, &plain, |exchange| exchange.operation == "all_reduce");
@@ -131,7 +135,7 @@ fn volume(step: &Step) -> f64 {
     step.exchanges().map(sent).sum()
 }
 
-fn volumes(product: &Cli) -> Row {
+fn volumes(product: &CommandFolder) -> Row {
     let model = Gpt::of(4096, 16, 32);
     let settings = "launch.workers=64 comm.fusion_bytes=0 parallelism.zero_stage";
     let [plain, one, two, three] =
@@ -168,7 +172,7 @@ fn across_hosts(step: &Step, ranks_per_host: f64) -> f64 {
         .sum()
 }
 
-fn zero_plus_plus(product: &Cli) -> Row {
+fn zero_plus_plus(product: &CommandFolder) -> Row {
     let model = Gpt::of(4096, 16, 32);
     let base = "launch.workers=64 training.dtype=bf16 parallelism.zero_stage=3";
     let measure = |settings: &str| {

@@ -3,14 +3,14 @@
 //! Everything but the training runs is a test: `cargo test --test surveys`. `cargo xtask surveys` also trains, and writes the document.
 
 mod arithmetic;
+mod command_folder;
 mod communication;
 mod memory;
 mod pipelines;
-mod product;
 mod table;
 mod training;
 
-use product::{Cli, repository};
+use product::{CommandFolder, repository};
 use std::fs;
 use table::Section;
 
@@ -26,7 +26,7 @@ pub(crate) enum Effort {
 }
 
 /// Returns the sections that are computed without training.
-fn dry_sections(product: &Cli, effort: Effort) -> Vec<Section> {
+fn dry_sections(product: &CommandFolder, effort: Effort) -> Vec<Section> {
     vec![
         memory::section(product, effort),
         arithmetic::section(product),
@@ -63,7 +63,7 @@ const SOURCES: &str = "\
 - Zhao et al., \"PyTorch FSDP\", 2023
 ";
 
-fn document(product: &Cli, sections: &[Section]) -> String {
+fn document(product: &CommandFolder, sections: &[Section]) -> String {
     let header = format!(
         "# The surveys' claims\n\nClaims of papers and surveys on distributed training, and the same quantities as Trireme computes them. `cargo xtask surveys` prints this \
          document: no figure in the column *here* is typed in.\n\n\
@@ -83,7 +83,7 @@ fn claims(sections: &[Section]) -> Vec<String> {
 
 #[test]
 fn dry_claims_stay_within_their_bounds() {
-    let found = claims(&dry_sections(&Cli::new(), Effort::Test));
+    let found = claims(&dry_sections(&CommandFolder::new(), Effort::Test));
     let written = fs::read_to_string(repository().join(DOCUMENT)).unwrap_or_default();
     let written: Vec<&str> =
         written.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next()).collect();
@@ -95,7 +95,7 @@ fn dry_claims_stay_within_their_bounds() {
 #[test]
 #[ignore = "trains for minutes and writes docs/surveys.md: cargo xtask surveys"]
 fn the_document_is_written() {
-    let product = Cli::new();
+    let product = CommandFolder::new();
     let mut sections = dry_sections(&product, Effort::All);
     sections.push(training::section(&product));
     fs::write(repository().join(DOCUMENT), document(&product, &sections)).unwrap();

@@ -1,7 +1,7 @@
 //! Memory of training states, activations and whole models, by dry runs.
 
 use crate::Effort;
-use crate::product::{Cli, Gpt, Step};
+use crate::command_folder::{CommandFolder, Gpt, Step};
 use crate::table::{Row, Section, billions, gigabytes, list, short, within};
 
 /// 16-bit parameters and gradients, as in the papers on ZeRO.
@@ -10,18 +10,18 @@ const MIXED: &str = "training.dtype=bf16 training.reduce_dtype=bf16";
 /// 7.5 billion parameters.
 const BILLIONS_7: Gpt = Gpt::of(4096, 36, 32);
 
-pub(crate) fn section(product: &Cli, effort: Effort) -> Section {
+pub(crate) fn section(commands: &CommandFolder, effort: Effort) -> Section {
     let rows = vec![
-        states(product),
-        zero_stages(product),
-        shards(product),
-        largest_on_one_device(product),
-        largest_on_a_pipeline(product, effort),
-        offload(product),
-        infinity(product, effort),
-        activations_of_a_layer(product),
-        share_of_activations(product),
-        sequence_length(product),
+        states(commands),
+        zero_stages(commands),
+        shards(commands),
+        largest_on_one_device(commands),
+        largest_on_a_pipeline(commands, effort),
+        offload(commands),
+        infinity(commands, effort),
+        activations_of_a_layer(commands),
+        share_of_activations(commands),
+        sequence_length(commands),
     ];
     Section { title: "Memory", rows }
 }
@@ -31,14 +31,14 @@ fn states_of_a_parameter(step: &Step) -> f64 {
     step.states() / step.num_parameters()
 }
 
-fn states(product: &Cli) -> Row {
+fn states(commands: &CommandFolder) -> Row {
     let models = [Gpt::of(2048, 24, 16), Gpt::of(4096, 36, 32), Gpt::of(5120, 40, 40), Gpt::GPT3];
     let found = models.map(|model| {
-        let step = product.plan(model, "launch.workers=1");
+        let step = commands.plan(model, "launch.workers=1");
         let bytes = within("bytes of state for a parameter", states_of_a_parameter(&step), 15.9..=16.1);
         (step.num_parameters(), bytes, step.states())
     });
-    let step = product.plan(BILLIONS_7, &format!("launch.workers=64 {MIXED}"));
+    let step = commands.plan(BILLIONS_7, &format!("launch.workers=64 {MIXED}"));
     let mixed = within("bytes of state for a parameter in bf16", states_of_a_parameter(&step), 13.9..=14.1);
     Row {
         claim: "Training with Adam in mixed precision takes 16 bytes of state for each parameter",
@@ -58,12 +58,12 @@ fn states(product: &Cli) -> Row {
     }
 }
 
-fn zero_stages(product: &Cli) -> Row {
+fn zero_stages(commands: &CommandFolder) -> Row {
     let degrees = [4, 8, 64, 1024];
     let found = [1, 2, 3].map(|stage| {
         degrees.map(|num_workers| {
             let settings = format!("launch.workers={num_workers} parallelism.zero_stage={stage} {MIXED}");
-            let step = product.plan(BILLIONS_7, &settings);
+            let step = commands.plan(BILLIONS_7, &settings);
             let shard = |bytes: f64| bytes / num_workers as f64;
             let formula = match stage {
                 1 => 4.0 + shard(12.0),
@@ -95,12 +95,12 @@ fn zero_stages(product: &Cli) -> Row {
     }
 }
 
-fn shards(product: &Cli) -> Row {
+fn shards(commands: &CommandFolder) -> Row {
     let degrees = [1, 4, 16, 64, 256, 1024];
     let found = degrees.map(|num_shards| {
         // Memory of other workers that a worker maps is not its own.
         let settings = format!("launch.workers={num_shards} parallelism.zero_stage=3 comm.transport=tcp");
-        product.plan(BILLIONS_7, &settings)
+        commands.plan(BILLIONS_7, &settings)
     });
     let whole = found[0].states();
     let found = found.iter().zip(degrees).map(|(step, num_shards)| {
@@ -130,8 +130,8 @@ const GPIPE_MEMORY: f64 = 16e9;
 const GPIPE: &str = "optimizer.name=sgd training.determinism=run";
 
 /// Returns the parameters of the model with the most layers, from 1 to 511, whose step takes at most `bytes`.
-fn largest(product: &Cli, bytes: f64, settings: &str) -> f64 {
-    let plan = |num_layers: usize| product.plan(gpipe(num_layers), &format!("{GPIPE} {settings}"));
+fn largest(commands: &CommandFolder, bytes: f64, settings: &str) -> f64 {
+    let plan = |num_layers: usize| commands.plan(gpipe(num_layers), &format!("{GPIPE} {settings}"));
     let (mut fits, mut exceeds) = (1, 512);
     while exceeds - fits > 1 {
         let middle = (fits + exceeds) / 2;
@@ -140,14 +140,14 @@ fn largest(product: &Cli, bytes: f64, settings: &str) -> f64 {
     plan(fits).num_parameters()
 }
 
-fn largest_on_one_device(product: &Cli) -> Row {
+fn largest_on_one_device(commands: &CommandFolder) -> Row {
     let on = |bytes: f64| {
-        let naive = largest(product, bytes, "training.local_batch_size=32");
+        let naive = largest(commands, bytes, "training.local_batch_size=32");
         let recomputed = |num_samples: usize| {
             let settings = format!(
                 "training.global_batch_size=32 training.local_batch_size={num_samples} activation_checkpoint.mode=block"
             );
-            largest(product, bytes, &settings)
+            largest(commands, bytes, &settings)
         };
         [naive, recomputed(32), recomputed(8)]
     };
@@ -178,14 +178,14 @@ fn largest_on_one_device(product: &Cli) -> Row {
     }
 }
 
-fn largest_on_a_pipeline(product: &Cli, effort: Effort) -> Row {
+fn largest_on_a_pipeline(commands: &CommandFolder, effort: Effort) -> Row {
     let on = |(num_ranks, num_layers): (usize, usize)| {
         let settings = format!(
             "{GPIPE} training.local_batch_size=1 training.global_batch_size=32 launch.workers={num_ranks} \
              parallelism.pipeline_parallel_degree={num_ranks} parallelism.pipeline_parallel_schedule=gpipe \
              activation_checkpoint.mode=block"
         );
-        let step = product.plan(gpipe(num_layers), &settings);
+        let step = commands.plan(gpipe(num_layers), &settings);
         let peak = within("bytes of a pipeline's rank", step.peak("total"), 8e9..=GPIPE_MEMORY);
         (num_ranks, num_layers, step.num_parameters(), peak)
     };
@@ -214,11 +214,11 @@ fn largest_on_a_pipeline(product: &Cli, effort: Effort) -> Row {
 /// Parameters of the largest model that fits one device without recomputation, according to GPipe's table 1.
 const ONE_DEVICE: f64 = 282.2e6;
 
-fn offload(product: &Cli) -> Row {
+fn offload(commands: &CommandFolder) -> Row {
     let model = Gpt { seq_len: 1024, ..Gpt::of(5120, 40, 40) };
     let base = "parallelism.zero_stage=3 activation_checkpoint.mode=block offload.optimizer=host offload.gradients=host";
     let [all, kept] = ["host", "device"]
-        .map(|place| product.plan(model, &format!("{MIXED} {base} offload.parameters={place}")));
+        .map(|place| commands.plan(model, &format!("{MIXED} {base} offload.parameters={place}")));
     within("device memory of 13 B parameters", all.peak("total"), 4e9..=32e9);
     Row {
         claim: "ZeRO-Offload trains 13 B parameters on one GPU of 32 GB, with optimizer and gradients on the host",
@@ -237,7 +237,7 @@ fn offload(product: &Cli) -> Row {
     }
 }
 
-fn infinity(product: &Cli, effort: Effort) -> Row {
+fn infinity(commands: &CommandFolder, effort: Effort) -> Row {
     // As many layers of GPT-3's width as 10^12 parameters need. The device's share does not depend on the depth.
     let num_layers = if effort == Effort::All { 552 } else { 56 };
     let model = Gpt { seq_len: 1024, ..Gpt::of(12_288, num_layers, 96) };
@@ -245,7 +245,7 @@ fn infinity(product: &Cli, effort: Effort) -> Row {
         "{MIXED} parallelism.zero_stage=3 parallelism.zero_prefetch=0 activation_checkpoint.mode=block offload.prefetch=0 \
          offload.optimizer=disk offload.parameters=disk offload.gradients=disk offload.activations=host"
     );
-    let step = product.plan(model, &settings);
+    let step = commands.plan(model, &settings);
     within("device memory of 10^12 parameters", step.peak("total"), 10e9..=32e9);
     Row {
         claim: "ZeRO-Infinity trains more than 1 T parameters on a single GPU (surveys), on one node of 16 GPUs of 32 GB (the paper), with state on NVMe disks",
@@ -263,17 +263,17 @@ fn infinity(product: &Cli, effort: Effort) -> Row {
 }
 
 /// Returns the bytes of activations for each token, element of the width, and layer.
-fn of_a_layer(product: &Cli, model: Gpt, settings: &str) -> f64 {
+fn of_a_layer(commands: &CommandFolder, model: Gpt, settings: &str) -> f64 {
     let peak = |num_layers: usize| {
         let settings = format!("training.dtype=bf16 {settings}");
-        product.plan(Gpt { num_layers, ..model }, &settings).peak("activations")
+        commands.plan(Gpt { num_layers, ..model }, &settings).peak("activations")
     };
     (peak(10) - peak(6)) / 4.0 / (model.seq_len * model.hidden_size) as f64
 }
 
-fn activations_of_a_layer(product: &Cli) -> Row {
+fn activations_of_a_layer(commands: &CommandFolder) -> Row {
     let [all, selective, full] = ["none", "selective", "block"]
-        .map(|mode| of_a_layer(product, Gpt::GPT3, &format!("activation_checkpoint.mode={mode}")));
+        .map(|mode| of_a_layer(commands, Gpt::GPT3, &format!("activation_checkpoint.mode={mode}")));
     within("activations of a layer, in sbh", all, 26.0..=34.0);
     within("activations of a layer with selective recomputation, in sbh", selective, 20.0..=all);
     within("activations of a layer with full recomputation, in sbh", full, 2.0..=4.1);
@@ -293,12 +293,12 @@ fn activations_of_a_layer(product: &Cli) -> Row {
     }
 }
 
-fn share_of_activations(product: &Cli) -> Row {
+fn share_of_activations(commands: &CommandFolder) -> Row {
     let model = Gpt { vocab_size: 50_257, seq_len: 1024, ..Gpt::of(1600, 48, 25) };
     let [all, recomputed] = ["none", "block"].map(|mode| {
         let settings =
             format!("training.dtype=bf16 training.local_batch_size=32 activation_checkpoint.mode={mode}");
-        product.plan(model, &settings)
+        commands.plan(model, &settings)
     });
     let share = |step: &Step| step.peak("activations") / step.peak("total");
     within("share of activations", share(&all), 0.6..=0.85);
@@ -316,10 +316,10 @@ fn share_of_activations(product: &Cli) -> Row {
     }
 }
 
-fn sequence_length(product: &Cli) -> Row {
+fn sequence_length(commands: &CommandFolder) -> Row {
     let found = [2048, 8192, 32_768].map(|seq_len| {
         let model = Gpt { seq_len, ..Gpt::of(4096, 1, 32) };
-        let bytes = of_a_layer(product, model, "");
+        let bytes = of_a_layer(commands, model, "");
         let stored = 5.0 * (model.num_heads * seq_len) as f64 / model.hidden_size as f64;
         (seq_len, bytes, 34.0 + stored)
     });

@@ -1,13 +1,13 @@
 //! Schedules of pipelines, simulated with equal stages.
 
-use crate::product::{Cli, Gpt};
+use crate::command_folder::{CommandFolder, Gpt};
 use crate::table::{Row, Section, list, within};
 use trireme_schedule::pipeline::{Costs, Kind, Schedule, Sizes, StageCosts, Timeline, generate, simulate};
 
 /// Costs of a stage: one tick for forward, two for backward.
 const STAGE: StageCosts = StageCosts::of(1, 1, 1);
 
-pub(crate) fn section(product: &Cli) -> Section {
+pub(crate) fn section(product: &CommandFolder) -> Section {
     let rows = vec![
         bubble(product),
         four_times_as_many(),
@@ -35,7 +35,7 @@ fn percent(fraction: f64) -> String {
     format!("{:.1} %", 100.0 * fraction)
 }
 
-fn bubble(product: &Cli) -> Row {
+fn bubble(product: &CommandFolder) -> Row {
     let found = [(4, 8), (8, 32), (64, 512)].map(|(num_ranks, num_microbatches)| {
         let formula = (num_ranks - 1) as f64 / num_microbatches as f64;
         let [gpipe, one_f_one_b] =

@@ -1,6 +1,6 @@
 //! Short trainings of a small model on the repository's own text.
 
-use crate::product::{Cli, last_loss};
+use crate::command_folder::{CommandFolder, last_loss};
 use crate::table::{Row, Section, list, short, within};
 use serde_json::Value;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,7 +20,7 @@ const SEEDS: [u64; 3] = [0, 1, 2];
 /// Number of runs at a time, one on each of two cores.
 const LANES: usize = 2;
 
-pub(crate) fn section(product: &Cli) -> Section {
+pub(crate) fn section(product: &CommandFolder) -> Section {
     // The first run prepares the text for all others.
     product.train("first", &format!("{SMALL} training.steps=1"));
     let mut rows = vec![mixed_precision(product), recomputation(product), equal_losses(product)];
@@ -30,7 +30,7 @@ pub(crate) fn section(product: &Cli) -> Section {
 }
 
 /// Trains several runs, each with a name and settings, and returns their records.
-fn train_all(product: &Cli, runs: &[(String, String)]) -> Vec<Vec<Value>> {
+fn train_all(product: &CommandFolder, runs: &[(String, String)]) -> Vec<Vec<Value>> {
     let (next, found) = (AtomicUsize::new(0), Mutex::new(vec![Vec::new(); runs.len()]));
     let work = || {
         while let Some((index, (name, settings))) = {
@@ -59,7 +59,7 @@ fn spread(numbers: &[f64]) -> String {
 
 /// Trains the larger model with each of the settings in turns. Returns the median seconds of a step, the peak bytes of activations and the
 /// last loss.
-fn compare<const N: usize>(product: &Cli, name: &str, settings: [&str; N]) -> [(f64, f64, f64); N] {
+fn compare<const N: usize>(product: &CommandFolder, name: &str, settings: [&str; N]) -> [(f64, f64, f64); N] {
     const NUM_ROUNDS: usize = 3;
     let mut seconds = [const { Vec::new() }; N];
     let mut found = [(0.0, 0.0, 0.0); N];
@@ -78,7 +78,7 @@ fn compare<const N: usize>(product: &Cli, name: &str, settings: [&str; N]) -> [(
     found
 }
 
-fn mixed_precision(product: &Cli) -> Row {
+fn mixed_precision(product: &CommandFolder) -> Row {
     let [f32, bf16] = compare(product, "precision", ["training.dtype=f32", "training.dtype=bf16"]);
     within("loss in bf16 by that in f32", bf16.2 / f32.2, 0.98..=1.02);
     Row {
@@ -97,7 +97,7 @@ fn mixed_precision(product: &Cli) -> Row {
     }
 }
 
-fn recomputation(product: &Cli) -> Row {
+fn recomputation(product: &CommandFolder) -> Row {
     let [all, block] = compare(
         product,
         "recomputation",
@@ -117,7 +117,7 @@ fn recomputation(product: &Cli) -> Row {
     }
 }
 
-fn equal_losses(product: &Cli) -> Row {
+fn equal_losses(product: &CommandFolder) -> Row {
     let layouts = [
         "launch.workers=1",
         "launch.workers=2",
@@ -175,7 +175,7 @@ fn large_batch_run(name: &str, lr: f64, factor: usize, seed: u64) -> (String, St
 }
 
 /// Compares optimizers by their validation losses after the same number of samples, with larger and larger batches.
-fn large_batches(product: &Cli) -> [Row; 2] {
+fn large_batches(product: &CommandFolder) -> [Row; 2] {
     const FACTORS: [usize; 4] = [1, 4, 16, 64];
     /// A seed that no compared run has.
     const TUNING_SEED: u64 = 3;
@@ -226,7 +226,7 @@ fn large_batches(product: &Cli) -> [Row; 2] {
     ]
 }
 
-fn one_bit(product: &Cli) -> Row {
+fn one_bit(product: &CommandFolder) -> Row {
     let names = ["adam", "one_bit_adam", "zero_one_adam"];
     let runs = names.iter().flat_map(|name| {
         SEEDS.map(|seed| {

@@ -65,26 +65,26 @@ impl Peer {
         let Link::Connected(connection) = &mut self.link else { return None };
         loop {
             match connection.read(world_size)? {
-                Ok(Notice { sequence, event: NoticeKind::Waiting { operation } }) => {
+                Ok(Notice { sequence, kind: NoticeKind::Waiting { operation } }) => {
                     self.num_begun = self.num_begun.max(sequence.saturating_add(1));
                     self.waiting = Some((sequence, operation));
                     self.is_asking = true;
                 }
-                Ok(Notice { event: NoticeKind::ProgressRequest, .. }) => self.is_asking = true,
-                Ok(Notice { event: NoticeKind::Progress { milliseconds }, .. }) => {
+                Ok(Notice { kind: NoticeKind::ProgressRequest, .. }) => self.is_asking = true,
+                Ok(Notice { kind: NoticeKind::Progress { milliseconds }, .. }) => {
                     // The age counts back from the request, not from the reply: otherwise, ranks that wait for each other in a cycle would
                     // report ever smaller ages.
                     let asked = self.asked.take();
                     let at = asked.and_then(|asked| asked.checked_sub(Duration::from_millis(milliseconds)));
                     at.into_iter().for_each(|at| recorder.record_progress(rank, at));
                 }
-                Ok(Notice { event: NoticeKind::Place(place), .. }) => {
+                Ok(Notice { kind: NoticeKind::Place(place), .. }) => {
                     self.has_reported_place = true;
                     recorder.record_place(rank, place);
                 }
-                Ok(Notice { event: NoticeKind::Blocked(place), .. }) => self.blocked = Some(place),
+                Ok(Notice { kind: NoticeKind::Blocked(place), .. }) => self.blocked = Some(place),
                 Ok(notice) => {
-                    let has_begun = u64::from(notice.event != NoticeKind::Goodbye);
+                    let has_begun = u64::from(notice.kind != NoticeKind::Goodbye);
                     self.num_begun = self.num_begun.max(notice.sequence.saturating_add(has_begun));
                     return Some(Ending::Notice(notice));
                 }
@@ -94,7 +94,7 @@ impl Peer {
     }
 
     /// Sends a notice, best effort: a peer that cannot receive it has ended, or will notice that the connection ended.
-    pub(super) fn tell(&mut self, notice: Notice) {
+    pub(super) fn notify(&mut self, notice: Notice) {
         match &mut self.link {
             Link::Own | Link::Ended(_, None) => {}
             Link::Connected(connection) => connection.send(&notice.encode()),
@@ -107,7 +107,7 @@ impl Peer {
     /// Sends a notice that asks the peer for its progress.
     pub(super) fn ask(&mut self, notice: Notice) {
         self.asked = Some(Instant::now());
-        self.tell(notice);
+        self.notify(notice);
     }
 
     /// Stops reading from the peer. A peer that failed can still be sent this rank's place.
@@ -117,7 +117,7 @@ impl Peer {
         };
         // Fails only if the socket is not registered.
         let _ = epoll::delete(epoll, &socket);
-        let may_read = matches!(ending, Ending::Notice(notice) if notice.event != NoticeKind::Goodbye);
+        let may_read = matches!(ending, Ending::Notice(notice) if notice.kind != NoticeKind::Goodbye);
         self.link = Link::Ended(ending, may_read.then_some(socket));
     }
 }

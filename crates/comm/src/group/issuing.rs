@@ -108,8 +108,8 @@ impl Group {
                     self.message_bytes.fetch_add(num_bytes as u64, Ordering::Relaxed);
                 }
                 buffer.storage.shorten(num_bytes);
-                let receipt = messenger.submit(direction, peer, operation, buffer.storage);
-                Work::message(receipt, |mut storage| {
+                let ticket = messenger.submit(direction, peer, operation, buffer.storage);
+                Work::message(ticket, |mut storage| {
                     storage.lengthen();
                     Buffer::from_storage(storage)
                 })

@@ -70,14 +70,14 @@ struct Executor {
 
 impl Group {
     pub(crate) fn start(
-        parts: GroupConnections,
-        home: SplitContext,
+        connections: GroupConnections,
+        split_context: SplitContext,
         costs: Arc<OnceLock<CostModel>>,
         options: &GroupOptions,
         recorder: GroupRecorder,
     ) -> Result<Self, CommError> {
-        let (rank, hosts) = (parts.rank, parts.hosts.clone());
-        let fabric = parts.assemble(&costs, options, &recorder)?;
+        let (rank, hosts) = (connections.rank, connections.hosts.clone());
+        let fabric = connections.assemble(&costs, options, &recorder)?;
         recorder.set_selection(fabric.selection.clone());
         let engine = Engine::new(fabric.control, fabric.transport, options.timeout, recorder.clone());
         let messenger = Messenger::start(rank, fabric.message_links, options, recorder.clone())?;
@@ -95,14 +95,14 @@ impl Group {
             costs,
             messenger: Some(messenger),
             executor: Some(Executor { queue, thread: Some(thread), recorder: recorder.clone() }),
-            ..Group::single_rank(fabric.arena, home, options, recorder.recorder.clone())
+            ..Group::single_rank(fabric.arena, split_context, options, recorder.recorder.clone())
         })
     }
 
     /// A group of one rank, which allocates its buffers in `arena`.
     pub(crate) fn single_rank(
         arena: Option<Arc<Arena>>,
-        home: SplitContext,
+        split_context: SplitContext,
         options: &GroupOptions,
         recorder: FlightRecorder,
     ) -> Self {
@@ -113,7 +113,7 @@ impl Group {
             hosts: Hosts::single(1),
             arena,
             peer_arenas: vec![None],
-            split_context: home,
+            split_context: split_context,
             options: options.clone(),
             selection: Selection::new(Hosts::single(1), false, Arc::default(), options),
             costs: Arc::default(),
@@ -181,7 +181,7 @@ impl Group {
     /// Starts the group `name` of the given `ranks` of this group.
     pub(crate) fn begin_split(
         &self,
-        parts: GroupConnections,
+        connections: GroupConnections,
         name: String,
         ranks: &[Rank],
         options: &GroupOptions,
@@ -189,8 +189,14 @@ impl Group {
         match &self.executor {
             Some(executor) if ranks.len() > 1 => {
                 let members = ranks.iter().map(|rank| executor.recorder.members()[rank.0]).collect();
-                let recorder = self.recorder.group(name, parts.rank, members);
-                Group::start(parts, self.split_context.clone(), Arc::clone(&self.costs), options, recorder)
+                let recorder = self.recorder.group(name, connections.rank, members);
+                Group::start(
+                    connections,
+                    self.split_context.clone(),
+                    Arc::clone(&self.costs),
+                    options,
+                    recorder,
+                )
             }
             _ => Ok(self.singleton_with(options)),
         }

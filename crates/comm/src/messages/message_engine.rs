@@ -16,7 +16,7 @@ use trireme_schedule::collective::{Action, Span};
 
 /// Number of messages for which memory is preallocated. The number of pending messages depends on timing, so memory use could otherwise
 /// grow in any later step.
-pub(super) const ROOM: usize = 256;
+pub(super) const NUM_PREALLOCATED: usize = 256;
 
 /// A message that was issued and has not completed.
 pub(super) struct PendingMessage {
@@ -64,7 +64,7 @@ pub(super) struct MessageEngine {
     checksums: bool,
     checked: Instant,
     piece: Vec<CacheLine>,
-    patience: Backoff,
+    backoff: Backoff,
     /// Memory for the list of polled files.
     polled: Vec<PollFd<'static>>,
     /// Completed messages: slot and memory.
@@ -84,12 +84,12 @@ struct Lane<T> {
     waiting: VecDeque<PendingMessage>,
     /// The first message of `waiting`, once it is in flight.
     moving: Option<(Call, T)>,
-    num_begun: u64,
+    num_completed: u64,
 }
 
 impl<T> Default for Lane<T> {
     fn default() -> Self {
-        Lane { waiting: VecDeque::new(), moving: None, num_begun: 0 }
+        Lane { waiting: VecDeque::new(), moving: None, num_completed: 0 }
     }
 }
 
@@ -109,8 +109,8 @@ impl MessageEngine {
             checksums: options.checksums,
             checked: Instant::now(),
             piece: CacheLine::zeroed(options.chunk_bytes)?,
-            patience: Backoff::new(),
-            ended: Vec::with_capacity(ROOM),
+            backoff: Backoff::new(),
+            ended: Vec::with_capacity(NUM_PREALLOCATED),
             failed: None,
             recorder,
         })
@@ -124,7 +124,7 @@ impl MessageEngine {
         };
         // Allocated on first use: most pairs of ranks never exchange a message.
         if waiting.capacity() == 0 {
-            waiting.reserve(ROOM);
+            waiting.reserve(NUM_PREALLOCATED);
         }
         waiting.push_back(pending);
     }
@@ -134,16 +134,16 @@ impl MessageEngine {
     }
 
     /// Polls for a while, on links where that costs less than sleeping. Returns whether to try to move messages again instead of sleeping.
-    pub(super) fn look(&mut self, is_awaited: bool) -> bool {
+    pub(super) fn poll_links(&mut self, is_awaited: bool) -> bool {
         let waited_for = || {
             let lanes = self.links.iter().flatten().zip(&self.lanes);
             lanes.flat_map(|(link, lanes)| lanes.interests().map(move |interest| (link, interest)))
         };
         if waited_for().any(|(link, _)| link.must_be_tried()) {
-            return self.patience.retries(is_awaited);
+            return self.backoff.retries(is_awaited);
         }
         waited_for().any(|(link, _)| link.is_worth_polling())
-            && self.patience.poll(is_awaited, || waited_for().any(|(link, interest)| link.is_ready(interest)))
+            && self.backoff.poll(is_awaited, || waited_for().any(|(link, interest)| link.is_ready(interest)))
     }
 
     /// Moves all messages that can make progress. Returns whether any byte moved.
@@ -175,14 +175,14 @@ impl MessageEngine {
         let number = pending.number;
         let (call, outgoing) = lane.moving.get_or_insert_with(|| {
             self.recorder.begin_message(number);
-            let call = call(pending.operation, lane.num_begun, pending.issued, self.timeout);
-            let outgoing = Outgoing::new(&call, peer, memories.place(&Span::from(0..len)), self.checksums);
+            let call = call(pending.operation, lane.num_completed, pending.issued, self.timeout);
+            let outgoing = Outgoing::new(&call, peer, memories.range(&Span::from(0..len)), self.checksums);
             (call, outgoing)
         });
         let moved = outgoing.advance(link, &memories).map_err(|_| call.peer_lost(peer));
         let has_moved = moved.inspect_err(|_| self.failed = Some(number))?;
         let is_done = outgoing.is_done();
-        self.ended.extend(lane.note(has_moved, is_done, &self.recorder));
+        self.ended.extend(lane.record_progress(has_moved, is_done, &self.recorder));
         Ok(has_moved)
     }
 
@@ -198,20 +198,19 @@ impl MessageEngine {
         let number = pending.number;
         let (call, incoming) = lane.moving.get_or_insert_with(|| {
             self.recorder.begin_message(number);
-            let call = call(pending.operation, lane.num_begun, pending.issued, self.timeout);
+            let call = call(pending.operation, lane.num_completed, pending.issued, self.timeout);
             let incoming =
-                Incoming::new(own, peer, memories.place(&Span::from(0..len)), Action::Copy, self.checksums);
+                Incoming::new(own, peer, memories.range(&Span::from(0..len)), Action::Copy, self.checksums);
             (call, incoming)
         });
         let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.piece);
-        let moved =
-            incoming.advance(call, link, &mut memories, piece, None).map_err(|trouble| match trouble {
-                ReceiveError::Broken => call.peer_lost(peer),
-                ReceiveError::Refused(failure) => failure,
-            });
+        let moved = incoming.advance(call, link, &mut memories, piece, None).map_err(|error| match error {
+            ReceiveError::Broken => call.peer_lost(peer),
+            ReceiveError::Refused(failure) => failure,
+        });
         let has_moved = moved.inspect_err(|_| self.failed = Some(number))?;
         let is_done = incoming.is_done();
-        self.ended.extend(lane.note(has_moved, is_done, &self.recorder));
+        self.ended.extend(lane.record_progress(has_moved, is_done, &self.recorder));
         Ok(has_moved)
     }
 
@@ -257,8 +256,8 @@ impl MessageEngine {
         self.checked = Instant::now();
         for (peer, lanes) in self.lanes.iter_mut().enumerate() {
             for (pending, num_begun) in [
-                (lanes.outgoing.waiting.front_mut(), lanes.outgoing.num_begun),
-                (lanes.incoming.waiting.front_mut(), lanes.incoming.num_begun),
+                (lanes.outgoing.waiting.front_mut(), lanes.outgoing.num_completed),
+                (lanes.incoming.waiting.front_mut(), lanes.incoming.num_completed),
             ] {
                 let Some(pending) = pending else { continue };
                 if !pending.is_movable() {
@@ -322,7 +321,12 @@ impl Lanes {
 
 impl<T> Lane<T> {
     /// Records the progress of the first message. Returns its slot and memory if it has completed.
-    fn note(&mut self, has_moved: bool, is_done: bool, recorder: &GroupRecorder) -> Option<(usize, Storage)> {
+    fn record_progress(
+        &mut self,
+        has_moved: bool,
+        is_done: bool,
+        recorder: &GroupRecorder,
+    ) -> Option<(usize, Storage)> {
         let pending = self.waiting.front_mut()?;
         if has_moved {
             pending.moved = Some(Instant::now());
@@ -333,7 +337,7 @@ impl<T> Lane<T> {
         }
         recorder.end_message(pending.number);
         self.moving = None;
-        self.num_begun += 1;
+        self.num_completed += 1;
         self.waiting.pop_front().map(|pending| (pending.slot, pending.storage))
     }
 }

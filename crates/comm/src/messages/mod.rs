@@ -11,7 +11,7 @@ use crate::call::Callback;
 use crate::recorder::{Direction, GroupRecorder};
 use crate::transport::link::Link;
 use crate::{CommError, GroupOptions, Operation};
-use message_engine::{MessageEngine, PendingMessage, ROOM};
+use message_engine::{MessageEngine, NUM_PREALLOCATED, PendingMessage};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
 use slab::Slab;
@@ -87,8 +87,8 @@ impl Messenger {
             recorder,
             state: Mutex::new(State {
                 engine: Some(engine),
-                submitted: VecDeque::with_capacity(ROOM),
-                slots: Slab::with_capacity(ROOM),
+                submitted: VecDeque::with_capacity(NUM_PREALLOCATED),
+                slots: Slab::with_capacity(NUM_PREALLOCATED),
                 num_pending: 0,
                 num_issued,
                 num_waiting: 0,
@@ -228,7 +228,7 @@ impl MessageQueue {
                 // Resets the event. Its cause is found in the shared state.
                 let _ = read(&self.wakeup, &mut [0_u8; 8]);
             }
-            may_sleep = matches!(moved, Ok(false)) && !engine.look(is_awaited);
+            may_sleep = matches!(moved, Ok(false)) && !engine.poll_links(is_awaited);
             state = self.lock();
             state.is_asleep = false;
             if let Err(failure) = moved {

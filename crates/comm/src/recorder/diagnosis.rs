@@ -58,7 +58,7 @@ pub struct Disagreement {
     /// The property that differs.
     pub difference: Difference,
     /// The different operations with their ranks. The operation of most ranks comes first.
-    pub sides: Vec<Variant>,
+    pub sides: Vec<OperationVariant>,
 }
 
 trireme_base::named! {
@@ -81,7 +81,7 @@ trireme_base::named! {
 
 /// An operation that some ranks issued.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Variant {
+pub struct OperationVariant {
     /// The operation.
     pub operation: Operation,
     /// The program line that issued the operation. Empty if unknown.
@@ -210,28 +210,36 @@ fn group_sequences<'a>(reports: &[&'a RankReport]) -> BTreeMap<GroupKey<'a>, Seq
 /// The first difference between operations, or, if `of_operations` is false, between the program lines of equal operations.
 fn first_disagreement(
     groups: &BTreeMap<GroupKey<'_>, Sequences<'_>>,
-    of_operations: bool,
+    compares_operations: bool,
 ) -> Option<Disagreement> {
     groups.iter().find_map(|((name, _), sequences)| {
         let (sequence, ranks) = sequences.iter().find_map(|(sequence, ranks)| {
-            let ranks = if of_operations { of_unlike_operations(ranks) } else { of_unlike_lines(ranks) };
+            let ranks = if compares_operations {
+                ranks_with_unlike_operations(ranks)
+            } else {
+                ranks_with_unlike_lines(ranks)
+            };
             Some((sequence, ranks?))
         })?;
-        let sides = sides(&ranks, of_operations);
+        let sides = sides(&ranks, compares_operations);
         let difference = difference(&sides, *sequence, sequences);
         Some(Disagreement { group: (*name).to_owned(), sequence: *sequence, difference, sides })
     })
 }
 
 /// Returns all ranks if they issued different operations.
-fn of_unlike_operations<'a>(ranks: &BTreeMap<usize, IssuedAt<'a>>) -> Option<BTreeMap<usize, IssuedAt<'a>>> {
+fn ranks_with_unlike_operations<'a>(
+    ranks: &BTreeMap<usize, IssuedAt<'a>>,
+) -> Option<BTreeMap<usize, IssuedAt<'a>>> {
     let (first, _) = ranks.values().next()?;
     ranks.values().any(|(operation, _)| operation != first).then(|| ranks.clone())
 }
 
 /// The ranks to compare, if program lines that should be equal differ: all ranks if the lines are of different programs, else the ranks of
 /// the program in which they differ.
-fn of_unlike_lines<'a>(ranks: &BTreeMap<usize, IssuedAt<'a>>) -> Option<BTreeMap<usize, IssuedAt<'a>>> {
+fn ranks_with_unlike_lines<'a>(
+    ranks: &BTreeMap<usize, IssuedAt<'a>>,
+) -> Option<BTreeMap<usize, IssuedAt<'a>>> {
     // One line of each program so far.
     let mut lines: Vec<&str> = Vec::new();
     let pipeline_rank = |line| step_and_pipeline_rank(line).map(|(_, rank)| rank);
@@ -250,14 +258,14 @@ fn of_unlike_lines<'a>(ranks: &BTreeMap<usize, IssuedAt<'a>>) -> Option<BTreeMap
     None
 }
 
-fn sides(ranks: &BTreeMap<usize, IssuedAt<'_>>, of_operations: bool) -> Vec<Variant> {
-    let mut sides: Vec<Variant> = Vec::new();
+fn sides(ranks: &BTreeMap<usize, IssuedAt<'_>>, compares_operations: bool) -> Vec<OperationVariant> {
+    let mut sides: Vec<OperationVariant> = Vec::new();
     for (rank, (operation, line)) in ranks {
-        let same = |side: &&mut Variant| {
-            if of_operations { side.operation == *operation } else { side.line == *line }
+        let same = |side: &&mut OperationVariant| {
+            if compares_operations { side.operation == *operation } else { side.line == *line }
         };
         match sides.iter_mut().find(same) {
-            None => sides.push(Variant {
+            None => sides.push(OperationVariant {
                 operation: *operation,
                 line: (*line).to_owned(),
                 ranks: Vec::from([*rank]),
@@ -274,10 +282,10 @@ fn sides(ranks: &BTreeMap<usize, IssuedAt<'_>>, of_operations: bool) -> Vec<Vari
     sides
 }
 
-fn difference(sides: &[Variant], sequence: u64, sequences: &Sequences<'_>) -> Difference {
+fn difference(sides: &[OperationVariant], sequence: u64, sequences: &Sequences<'_>) -> Difference {
     let [one, other] = [&sides[0], &sides[1]];
     // Whether a rank of `side` issues `operation` later in the sequence.
-    let comes_later = |side: &Variant, operation: Operation| {
+    let comes_later = |side: &OperationVariant, operation: Operation| {
         let later = sequences
             .range(sequence + 1..)
             .flat_map(|(_, ranks)| side.ranks.iter().filter_map(|rank| ranks.get(rank)));

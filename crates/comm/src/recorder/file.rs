@@ -32,12 +32,14 @@ pub fn report_path(folder: &Path, rank: usize) -> PathBuf {
 pub(super) fn write_report(folder: &Path, report: &RankReport) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     let path = report_path(folder, report.rank);
-    let aside = folder.join(format!(".rank-{}.json.partial", report.rank));
+    let partial_path = folder.join(format!(".rank-{}.json.partial", report.rank));
     let mut text = serde_json::to_vec(report)?;
     text.push(b'\n');
     // Not synced: a disk that hangs must not hold up a failed worker.
-    let written = create_regular(&aside).and_then(|mut file| file.write_all(&text));
-    written.and_then(|()| fs::rename(&aside, path)).inspect_err(|_| drop(fs::remove_file(&aside)))
+    let written = create_regular(&partial_path).and_then(|mut file| file.write_all(&text));
+    written
+        .and_then(|()| fs::rename(&partial_path, path))
+        .inspect_err(|_| drop(fs::remove_file(&partial_path)))
 }
 
 /// Reads all reports in a folder, in rank order.

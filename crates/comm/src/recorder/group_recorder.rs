@@ -284,7 +284,7 @@ impl GroupRecorder {
         let Call { sequence, operation, timeout, started, .. } = call;
         let line = line.filter(|line| *line != Line::EMPTY);
         let line = line.map_or_else(String::new, |line| format!(", {}", line.as_str()));
-        self.recorder.tell_of_stall(format!(
+        self.recorder.add_stall(format!(
             "rank {own} has been waiting {whom} in {operation} ({name}, {kind} {sequence}{line}) for {:.1} s; it \
              will give up after {:.1} s without a sign of progress",
             started.elapsed().as_secs_f64(),

@@ -17,7 +17,7 @@ mod ring;
 mod text;
 mod writer;
 
-pub use diagnosis::{Diagnosis, Difference, Disagreement, Finding, Source, Variant};
+pub use diagnosis::{Diagnosis, Difference, Disagreement, Finding, OperationVariant, Source};
 pub use file::{ReadReportsError, read_reports, remove_reports, report_path};
 pub(crate) use group_recorder::GroupRecorder;
 pub(crate) use operation_fields::OperationFields;
@@ -42,7 +42,7 @@ use trireme_base::{Heartbeat, Rank};
 use writer::ReportWriter;
 
 /// How long a rank whose group has failed waits for its peers to report their places, if the options say so.
-pub(crate) const GATHER_MAX: Duration = Duration::from_millis(1500);
+pub(crate) const PLACES_WAIT_MAX: Duration = Duration::from_millis(1500);
 
 /// Number of dropped groups whose records are kept.
 const NUM_DROPPED_KEPT: usize = 8;
@@ -57,7 +57,7 @@ struct Shared {
     groups: Mutex<Vec<Arc<GroupLog>>>,
     /// The worst occasion so far. Locked while a report is passed to the writer, so that the last report has the worst occasion.
     worst: Mutex<Occasion>,
-    gathers: bool,
+    waits_for_peer_reports: bool,
     heartbeat: Heartbeat,
     /// Names of all ranks' hosts, once they are known.
     hosts: OnceLock<Vec<String>>,
@@ -85,7 +85,7 @@ impl FlightRecorder {
             world_size,
             groups,
             worst,
-            gathers,
+            waits_for_peer_reports: gathers,
             heartbeat,
             hosts,
             writer,
@@ -135,7 +135,7 @@ impl FlightRecorder {
         self.0.writer.iter().for_each(ReportWriter::flush);
     }
 
-    pub(crate) fn tell_of_stall(&self, line: String) {
+    pub(crate) fn add_stall(&self, line: String) {
         if let Some(writer) = &self.0.writer {
             writer.tell_of_stall(line);
         }
@@ -143,7 +143,7 @@ impl FlightRecorder {
     }
 
     pub(crate) fn gathers(&self) -> bool {
-        self.0.gathers
+        self.0.waits_for_peer_reports
     }
 
     fn report_on(&self, occasion: Occasion) -> RankReport {

@@ -225,22 +225,22 @@ impl ReportedPlace {
     }
 
     /// Converts a place that `rank` reported at time `now`, in seconds since 1970.
-    pub(crate) fn place(told: Option<Self>, rank: Rank, now: f64) -> Place {
-        let Some(told) = told else {
+    pub(crate) fn place(reported: Option<Self>, rank: Rank, now: f64) -> Place {
+        let Some(reported) = reported else {
             return Place { rank: rank.0, group: String::new(), operation: None, seconds: 0.0 };
         };
-        let seconds = told.milliseconds as f64 / 1e3;
-        let has_ended = told.state == OperationState::Done;
+        let seconds = reported.milliseconds as f64 / 1e3;
+        let has_ended = reported.state == OperationState::Done;
         Place {
             rank: rank.0,
-            group: told.group.as_str().to_owned(),
+            group: reported.group.as_str().to_owned(),
             operation: Some(OperationReport {
-                sequence: told.sequence,
-                operation: told.operation,
-                peer: told.peer.map(|(direction, rank)| MessagePeer { direction, rank: rank.0 }),
+                sequence: reported.sequence,
+                operation: reported.operation,
+                peer: reported.peer.map(|(direction, rank)| MessagePeer { direction, rank: rank.0 }),
                 algorithm: None,
-                line: told.line.as_str().to_owned(),
-                state: told.state,
+                line: reported.line.as_str().to_owned(),
+                state: reported.state,
                 queued: now - seconds,
                 started: Some(now - seconds),
                 ended: has_ended.then_some(now - seconds),

@@ -48,7 +48,7 @@ struct PeerConnection {
 
 /// A connection whose handshake is in progress.
 struct PendingHandshake<I> {
-    door: PeerConnection,
+    connection: PeerConnection,
     handshake: HandshakeAcceptor<I>,
     /// Received bytes of the current handshake message.
     received: Vec<u8>,
@@ -66,14 +66,14 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
     /// Creates the acceptor. Makes the listening socket non-blocking.
     pub(super) fn new(listener: &'a impl AsFd, key: &'a Key, refusals: &'a Refusals) -> io::Result<Self> {
         ioctl_fionbio(listener, true)?;
-        let (visitors, members) = (VecDeque::new(), VecDeque::new());
-        let num_visitors_max = NUM_HANDSHAKES_MAX;
+        let (pending_handshakes, members) = (VecDeque::new(), VecDeque::new());
+        let num_handshakes_max = NUM_HANDSHAKES_MAX;
         Ok(Acceptor {
             listener: listener.as_fd(),
             key,
             refusals,
-            num_handshakes_max: num_visitors_max,
-            pending_handshakes: visitors,
+            num_handshakes_max: num_handshakes_max,
+            pending_handshakes: pending_handshakes,
             authenticated: members,
         })
     }
@@ -115,7 +115,7 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
         let until = until.into_iter().flatten().fold(deadline, Instant::min);
         let left = until.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
         let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
-        let sockets = self.pending_handshakes.iter().map(|visitor| visitor.door.socket.as_fd());
+        let sockets = self.pending_handshakes.iter().map(|pending| pending.connection.socket.as_fd());
         let watched = has_room.then_some(self.listener).into_iter().chain(sockets);
         let mut polled: Vec<_> =
             watched.map(|socket| PollFd::from_borrowed_fd(socket, PollFlags::IN)).collect();
@@ -134,7 +134,8 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
     /// Closes the oldest unauthenticated connection without a message. If it is a member's, the member tries again.
     fn evict_oldest(&mut self) {
         if let Some(oldest) = self.pending_handshakes.pop_front() {
-            self.refusals.add(oldest.door.address, "it had not introduced itself when others connected");
+            self.refusals
+                .add(oldest.connection.address, "it had not introduced itself when others connected");
         }
     }
 
@@ -148,12 +149,12 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
                         self.evict_oldest();
                     }
                     self.num_handshakes_max = (self.num_handshakes_max + 1).min(NUM_HANDSHAKES_MAX);
-                    let examination = HandshakeAcceptor::new(self.key.clone(), nonce()?);
+                    let handshake = HandshakeAcceptor::new(self.key.clone(), nonce()?);
                     let (door, received, since) =
                         (PeerConnection { socket, address }, Vec::new(), Instant::now());
                     self.pending_handshakes.push_back(PendingHandshake {
-                        door,
-                        handshake: examination,
+                        connection: door,
+                        handshake: handshake,
                         received,
                         since,
                     });
@@ -190,11 +191,13 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
 
     /// Continues all handshakes. Finished ones are authenticated or refused.
     fn continue_handshakes(&mut self) {
-        for mut visitor in std::mem::take(&mut self.pending_handshakes) {
-            match visitor.continue_handshake() {
-                HandshakeProgress::InProgress => self.pending_handshakes.push_back(visitor),
-                HandshakeProgress::Member(member) => self.authenticated.push_back((visitor.door, member)),
-                HandshakeProgress::Refused(reason) => self.refuse(visitor.door, &reason),
+        for mut pending in std::mem::take(&mut self.pending_handshakes) {
+            match pending.continue_handshake() {
+                HandshakeProgress::InProgress => self.pending_handshakes.push_back(pending),
+                HandshakeProgress::Member(member) => {
+                    self.authenticated.push_back((pending.connection, member))
+                }
+                HandshakeProgress::Refused(reason) => self.refuse(pending.connection, &reason),
             }
         }
     }
@@ -214,7 +217,7 @@ impl<I: Introduction> PendingHandshake<I> {
     fn continue_handshake(&mut self) -> HandshakeProgress<I> {
         let start = self.received.len();
         self.received.resize(self.handshake.message_bytes(), 0);
-        let received = recv(&self.door.socket, &mut self.received[start..], RecvFlags::DONTWAIT);
+        let received = recv(&self.connection.socket, &mut self.received[start..], RecvFlags::DONTWAIT);
         self.received.truncate(start + received.map_or(0, |(_, num_read)| num_read));
         match received {
             Ok((_, 0)) => {
@@ -227,9 +230,11 @@ impl<I: Introduction> PendingHandshake<I> {
             return HandshakeProgress::Refused(reason.to_owned());
         }
         if self.received.len() == self.handshake.message_bytes() {
-            let turn = std::mem::take(&mut self.received);
-            return match self.handshake.handle(&turn) {
-                HandshakeStep::Answer(answer) if self.door.send(&answer) => HandshakeProgress::InProgress,
+            let message = std::mem::take(&mut self.received);
+            return match self.handshake.handle(&message) {
+                HandshakeStep::Answer(answer) if self.connection.send(&answer) => {
+                    HandshakeProgress::InProgress
+                }
                 HandshakeStep::Answer(_) => HandshakeProgress::Refused("it is not listening".to_owned()),
                 HandshakeStep::Member(member) => HandshakeProgress::Member(member),
                 HandshakeStep::Refused(reason) => HandshakeProgress::Refused(reason.to_owned()),

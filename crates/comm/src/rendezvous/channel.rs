@@ -57,7 +57,7 @@ impl Channel {
 
     /// Whether there is something to read: the end of the connection, or a message. Callers that expect no message treat the peer as
     /// disconnected.
-    pub(super) fn has_disconnected(&self) -> bool {
+    pub(super) fn is_readable(&self) -> bool {
         let peeked = recv(&self.stream, &mut [0], RecvFlags::DONTWAIT | RecvFlags::PEEK);
         !matches!(peeked, Err(Errno::AGAIN | Errno::INTR))
     }

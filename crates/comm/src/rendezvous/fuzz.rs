@@ -61,7 +61,8 @@ fn hostile_introductions_of_members_are_read_or_refused() {
 
 #[test]
 fn hostile_messages_are_read_or_refused_within_their_bounds() {
-    let table = Table { session: [77; NONCE_BYTES], tries_shm: true, places: vec![place(); WORLD_SIZE] };
+    let table =
+        Table { session: [77; NONCE_BYTES], tries_shm: true, rank_addresses: vec![place(); WORLD_SIZE] };
     let messages = [
         Message::Refused("because".to_owned()),
         Message::Table(table),
@@ -82,7 +83,7 @@ fn hostile_messages_are_read_or_refused_within_their_bounds() {
             assert!(num_bytes <= body_bytes_max, "{num_bytes}");
         }
         match Message::decode(bytes, WORLD_SIZE) {
-            Ok(Message::Table(table)) => assert_eq!(table.places.len(), WORLD_SIZE),
+            Ok(Message::Table(table)) => assert_eq!(table.rank_addresses.len(), WORLD_SIZE),
             // An invalid UTF-8 byte becomes a character of three bytes.
             Ok(Message::Refused(text) | Message::Report(Err(text))) => {
                 assert!(text.len() <= 3 * TEXT_BYTES_MAX && !text.contains(char::is_control));
@@ -96,18 +97,18 @@ fn hostile_messages_are_read_or_refused_within_their_bounds() {
 }
 
 /// Runs the accepting side of a handshake with these two messages. Returns whether it accepts the peer as a member.
-fn is_let_in(turns: [&[u8]; 2], challenge: Nonce) -> bool {
-    let mut examination = HandshakeAcceptor::<Hello>::new(key(), challenge);
+fn is_accepted(turns: [&[u8]; 2], challenge: Nonce) -> bool {
+    let mut handshake = HandshakeAcceptor::<Hello>::new(key(), challenge);
     for turn in turns {
-        if examination.can_begin(turn).is_err() {
+        if handshake.can_begin(turn).is_err() {
             return false;
         }
-        match examination.handle(turn) {
+        match handshake.handle(turn) {
             HandshakeStep::Answer(answer) => assert_eq!(answer, Message::Challenge(challenge)),
             HandshakeStep::Member(_) => return true,
             HandshakeStep::Refused(_) => return false,
         }
-        assert!(examination.message_bytes() < 256);
+        assert!(handshake.message_bytes() < 256);
     }
     false
 }
@@ -117,7 +118,7 @@ fn no_handshake_succeeds_without_the_secret() {
     let (challenge, earlier) = ([3; NONCE_BYTES], [4; NONCE_BYTES]);
     let opening = [hello().encode().as_slice(), &[5; NONCE_BYTES]].concat();
     let right = proof(&key(), &opening, &challenge);
-    assert!(is_let_in([&opening, &right], challenge), "an honest worker is let in");
+    assert!(is_accepted([&opening, &right], challenge), "an honest worker is let in");
     let replayed = proof(&key(), &opening, &earlier);
     let without = proof(&Key::of(None), &opening, &challenge);
 
@@ -128,10 +129,10 @@ fn no_handshake_succeeds_without_the_secret() {
         let (first, second) = (openings.next().to_vec(), proofs.next().to_vec());
         let is_honest = |first: &[u8], second: &[u8]| first == opening && second == right;
         for turns in [[&first, right.as_slice()], [&opening, &second], [&first, &second]] {
-            assert_eq!(is_let_in(turns, challenge), is_honest(turns[0], turns[1]), "{turns:?}");
+            assert_eq!(is_accepted(turns, challenge), is_honest(turns[0], turns[1]), "{turns:?}");
         }
     }
     for stale in [replayed, without, challenge] {
-        assert!(!is_let_in([&opening, &stale], challenge));
+        assert!(!is_accepted([&opening, &stale], challenge));
     }
 }

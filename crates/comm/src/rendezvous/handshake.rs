@@ -34,7 +34,7 @@ pub(super) trait Introduction: Sized {
 pub(super) enum HandshakeOutcome {
     /// Both sides have the same key. Holds the derived key of this connection only.
     Welcome(Key),
-    TurnedAway(String),
+    Refused(String),
 }
 
 /// Runs the connecting side of a handshake: introduces this process, and verifies that the peer has the key.
@@ -49,16 +49,16 @@ pub(super) fn introduce<'a>(
     send_all(&stream, &opening, limit)?;
     let challenge = match Message::receive(&stream, limit)? {
         Message::Challenge(challenge) => challenge,
-        Message::Refused(reason) => return Ok(HandshakeOutcome::TurnedAway(reason)),
+        Message::Refused(reason) => return Ok(HandshakeOutcome::Refused(reason)),
         _ => return Err(invalid("expected a challenge, but something else came")),
     };
-    let said: [&[u8]; 2] = [&opening, &challenge];
+    let transcript: [&[u8]; 2] = [&opening, &challenge];
     send_all(&stream, &proof(key, &opening, &challenge), limit)?;
     match Message::receive(&stream, limit)? {
-        Message::Welcome(proof) if key.verify(ACCEPTING, &said, &proof) => {
-            Ok(HandshakeOutcome::Welcome(key.derive(CONNECTION, &said)))
+        Message::Welcome(proof) if key.verify(ACCEPTING, &transcript, &proof) => {
+            Ok(HandshakeOutcome::Welcome(key.derive(CONNECTION, &transcript)))
         }
-        Message::Refused(reason) => Ok(HandshakeOutcome::TurnedAway(reason)),
+        Message::Refused(reason) => Ok(HandshakeOutcome::Refused(reason)),
         _ => {
             let why = "the other side does not know the secret of this job";
             Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
@@ -119,21 +119,21 @@ impl<I: Introduction> HandshakeAcceptor<I> {
     }
 
     /// Handles a message of [`message_bytes`](Self::message_bytes) bytes. `Member` and `Refused` end the handshake.
-    pub(super) fn handle(&mut self, turn: &[u8]) -> HandshakeStep<I> {
+    pub(super) fn handle(&mut self, message: &[u8]) -> HandshakeStep<I> {
         let Some((introduction, opening)) = self.opened.take() else {
-            let introduction = turn.get(..I::BYTES).and_then(I::decode);
-            let Some(introduction) = introduction.filter(|_| turn.len() == self.message_bytes()) else {
+            let introduction = message.get(..I::BYTES).and_then(I::decode);
+            let Some(introduction) = introduction.filter(|_| message.len() == self.message_bytes()) else {
                 return HandshakeStep::Refused(NO_PROTOCOL);
             };
-            self.opened = Some((introduction, turn.to_vec()));
+            self.opened = Some((introduction, message.to_vec()));
             return HandshakeStep::Answer(Message::Challenge(self.challenge));
         };
-        let said: [&[u8]; 2] = [&opening, &self.challenge];
-        match turn.try_into() {
-            Ok(proof) if self.key.verify(CONNECTING, &said, proof) => HandshakeStep::Member(Member {
+        let transcript: [&[u8]; 2] = [&opening, &self.challenge];
+        match message.try_into() {
+            Ok(proof) if self.key.verify(CONNECTING, &transcript, proof) => HandshakeStep::Member(Member {
                 introduction,
-                welcome: self.key.tag(ACCEPTING, &said),
-                key: self.key.derive(CONNECTION, &said),
+                welcome: self.key.tag(ACCEPTING, &transcript),
+                key: self.key.derive(CONNECTION, &transcript),
             }),
             _ => HandshakeStep::Refused(NO_MEMBER),
         }

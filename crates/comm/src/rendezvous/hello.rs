@@ -1,10 +1,10 @@
 use super::handshake::Introduction;
 use super::key::Key;
-use super::rank_address::{PLACE_WORDS, RankAddress};
+use super::rank_address::{RANK_ADDRESS_WORDS, RankAddress};
 use crate::{GroupOptions, JoinOptions, words};
 use std::net::{Ipv4Addr, SocketAddr};
 
-const WORDS: usize = 4 + NUM_OPTIONS + PLACE_WORDS;
+const WORDS: usize = 4 + NUM_OPTIONS + RANK_ADDRESS_WORDS;
 /// Number of options that must be equal on all ranks.
 const NUM_OPTIONS: usize = 13;
 /// The introduction of a rank to rank 0.
@@ -16,7 +16,7 @@ pub(super) struct Hello {
     pub(super) job: u64,
     /// Fingerprints of the [`shared_options`].
     pub(super) options: [u64; NUM_OPTIONS],
-    pub(super) place: RankAddress,
+    pub(super) address: RankAddress,
 }
 
 impl Introduction for Hello {
@@ -30,7 +30,7 @@ impl Introduction for Hello {
         let (options, place) = rest.split_first_chunk()?;
         let place = RankAddress::from_words(place.try_into().ok()?)
             .filter(|_| magic == u64::from_le_bytes(Self::MAGIC))?;
-        Some(Hello { rank, world_size, job, options: *options, place })
+        Some(Hello { rank, world_size, job, options: *options, address: place })
     }
 }
 
@@ -41,7 +41,7 @@ impl Hello {
             world_size: options.world_size as u64,
             job: fingerprint("job", &options.job),
             options: shared_options(options).map(|(name, value)| fingerprint(name, &value)),
-            place,
+            address: place,
         }
     }
 
@@ -53,14 +53,14 @@ impl Hello {
 
     /// Whether the rank cannot join. The address of a rank that can join has a port.
     pub(super) fn has_failed(&self) -> bool {
-        self.place.address.port() == 0
+        self.address.address.port() == 0
     }
 
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
         let magic = u64::from_le_bytes(Self::MAGIC);
         let mut words = [0; WORDS];
         let parts =
-            [&[magic, self.rank, self.world_size, self.job][..], &self.options, &self.place.to_words()];
+            [&[magic, self.rank, self.world_size, self.job][..], &self.options, &self.address.to_words()];
         words.copy_from_slice(&parts.concat());
         words::to_bytes(words)
     }
@@ -156,7 +156,7 @@ mod tests {
     fn a_hello_reads_back() {
         let mut hello = hello(3, &JoinOptions::new(Rank(0), 4));
         assert_eq!(Hello::decode(&hello.encode()), Some(hello));
-        hello.place.address = "[fe80::7]:65535".parse().expect("an address");
+        hello.address.address = "[fe80::7]:65535".parse().expect("an address");
         assert_eq!(Hello::decode(&hello.encode()), Some(hello));
         assert_eq!(Hello::decode(&hello.encode()[1..]), None);
     }

@@ -2,7 +2,7 @@
 
 use super::key::Key;
 use super::refusals::Refusals;
-use super::waiting::Waiting;
+use super::waiting::JoinProgress;
 use crate::{CommError, JoinOptions};
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -19,7 +19,7 @@ pub(super) struct Joining<'a> {
     /// The key derived from the job's secret.
     pub(super) key: &'a Key,
     pub(super) refusals: &'a Refusals,
-    pub(super) waiting: &'a Waiting<'a>,
+    pub(super) waiting: &'a JoinProgress<'a>,
     pub(super) deadline: Instant,
 }
 

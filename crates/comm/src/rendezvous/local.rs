@@ -22,22 +22,22 @@ use std::time::{Duration, Instant};
 pub(super) const LOCAL_CONNECT_MAX: Duration = Duration::from_secs(5);
 
 /// Listens on the socket at which processes of this host reach a rank. It has no file, and vanishes with the process.
-pub(super) fn listen_local(meeting: u64) -> io::Result<UnixListener> {
-    UnixListener::bind_addr(&local_address(meeting)?)
+pub(super) fn listen_local(socket_id: u64) -> io::Result<UnixListener> {
+    UnixListener::bind_addr(&local_address(socket_id)?)
 }
 
-fn local_address(meeting: u64) -> io::Result<UnixAddr> {
-    UnixAddr::from_abstract_name(local_name(meeting))
+fn local_address(socket_id: u64) -> io::Result<UnixAddr> {
+    UnixAddr::from_abstract_name(local_name(socket_id))
 }
 
-fn local_name(meeting: u64) -> String {
-    format!("trireme-{meeting:016x}")
+fn local_name(socket_id: u64) -> String {
+    format!("trireme-{socket_id:016x}")
 }
 
 /// Connects to a rank of this host. Waits for a stopped process until the deadline; a process that has ended refuses at once.
-pub(super) fn connect_local(meeting: u64, deadline: Instant) -> io::Result<OwnedFd> {
+pub(super) fn connect_local(socket_id: u64, deadline: Instant) -> io::Result<OwnedFd> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    let address = SocketAddrUnix::new_abstract_name(local_name(meeting).as_bytes())?;
+    let address = SocketAddrUnix::new_abstract_name(local_name(socket_id).as_bytes())?;
     // This timeout also limits the wait for room in the listener's queue (unix(7), connect).
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     set_socket_timeout(&socket, Timeout::Send, Some(left))?;
@@ -89,15 +89,15 @@ mod tests {
     /// A full queue of connections to a process that accepts none, like a stopped one.
     #[test]
     fn a_local_socket_that_does_not_accept_times_out() {
-        let meeting = u64::from_ne_bytes(random_bytes().unwrap());
+        let socket_id = u64::from_ne_bytes(random_bytes().unwrap());
         let listener = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
-        let address = SocketAddrUnix::new_abstract_name(local_name(meeting).as_bytes()).unwrap();
+        let address = SocketAddrUnix::new_abstract_name(local_name(socket_id).as_bytes()).unwrap();
         bind(&listener, &address).unwrap();
         listen(&listener, 0).unwrap();
         let soon = || Instant::now() + Duration::from_millis(50);
-        let _first = connect_local(meeting, soon()).unwrap();
-        assert_eq!(connect_local(meeting, soon()).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        let _first = connect_local(socket_id, soon()).unwrap();
+        assert_eq!(connect_local(socket_id, soon()).unwrap_err().kind(), io::ErrorKind::TimedOut);
         drop(listener);
-        assert_eq!(connect_local(meeting, soon()).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+        assert_eq!(connect_local(socket_id, soon()).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
     }
 }

@@ -6,7 +6,7 @@ use super::local::{check_user, connect_local, receive_arena, send_arena};
 use super::rank_address::RankAddress;
 use super::session::{MemberAcceptor, Session};
 use super::wait_limit::{AnotherFailed, WaitLimit};
-use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, pauses};
+use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, sleep_before_retry};
 use crate::transport::Purpose;
 use crate::transport::link::{Connection, ConnectionSide, Tls};
 use crate::transport::shm::{Arena, PeerArena};
@@ -149,7 +149,7 @@ struct MeshBuilder<'a> {
 
 impl MeshBuilder<'_> {
     /// The slot of a connection, if there is such a connection.
-    fn place(&mut self, member: usize, id: ConnectionId) -> Option<&mut Option<Connection>> {
+    fn slot(&mut self, member: usize, id: ConnectionId) -> Option<&mut Option<Connection>> {
         self.rows[id.purpose as usize][member].get_mut(id.index)
     }
 
@@ -203,7 +203,7 @@ impl MeshBuilder<'_> {
             };
             match self.session.introduce(&socket, Rank(lower), id.to_word(), limit) {
                 // The peer may have closed the connection to make room for others.
-                Err(error) if has_hung_up(&error) && pauses(limit.deadline) => {}
+                Err(error) if has_hung_up(&error) && sleep_before_retry(limit.deadline) => {}
                 introduced => return Ok((socket, introduced?)),
             }
         }
@@ -216,7 +216,7 @@ impl MeshBuilder<'_> {
             ConnectionId::of(word).is_some_and(|id| {
                 from > members.own
                     && members.routes[from.0] == route
-                    && self.place(from.0, id).is_some_and(|place| place.is_none())
+                    && self.slot(from.0, id).is_some_and(|place| place.is_none())
             })
         };
         let accepted = loop {
@@ -265,7 +265,7 @@ impl MeshBuilder<'_> {
                 Connection::Plain(socket)
             }
         };
-        *self.place(member, id).expect("it is one of the connections to be made") = Some(connection);
+        *self.slot(member, id).expect("it is one of the connections to be made") = Some(connection);
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! Messages after an introduction: a header of three words (magic, kind, length of the body), followed by the body.
 
 use super::key::{NONCE_BYTES, Nonce, Tag};
-use super::rank_address::{PLACE_WORDS, RankAddress};
+use super::rank_address::{RANK_ADDRESS_WORDS, RankAddress};
 use super::wait_limit::WaitLimit;
 use super::wire::{invalid, receive_exact};
 use crate::words;
@@ -12,7 +12,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"TRIRMSG2");
 pub(super) const HEADER_BYTES: usize = 24;
 /// Message kind of a report that a phase failed.
 const FAILURE: u64 = 4;
-const PLACE_BYTES: usize = 8 * PLACE_WORDS;
+const RANK_ADDRESS_BYTES: usize = 8 * RANK_ADDRESS_WORDS;
 const TABLE_HEAD_BYTES: usize = NONCE_BYTES + 8;
 /// Maximum length of a text. Longer texts are truncated.
 pub(super) const TEXT_BYTES_MAX: usize = 4096;
@@ -24,7 +24,7 @@ pub(super) struct Table {
     pub(super) session: Nonce,
     /// Whether to try shared memory first.
     pub(super) tries_shm: bool,
-    pub(super) places: Vec<RankAddress>,
+    pub(super) rank_addresses: Vec<RankAddress>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -114,7 +114,7 @@ pub(super) fn body_bytes(header: &[u8; HEADER_BYTES], world_size: usize) -> io::
 }
 
 fn table_bytes(world_size: usize) -> usize {
-    TABLE_HEAD_BYTES + PLACE_BYTES * world_size
+    TABLE_HEAD_BYTES + RANK_ADDRESS_BYTES * world_size
 }
 
 fn text_body(text: &str) -> Vec<u8> {
@@ -130,8 +130,8 @@ impl Table {
     fn encode(&self) -> Vec<u8> {
         let mut body = self.session.to_vec();
         body.extend(u64::from(self.tries_shm).to_le_bytes());
-        for place in &self.places {
-            body.extend(words::to_bytes::<PLACE_WORDS, PLACE_BYTES>(place.to_words()));
+        for place in &self.rank_addresses {
+            body.extend(words::to_bytes::<RANK_ADDRESS_WORDS, RANK_ADDRESS_BYTES>(place.to_words()));
         }
         body
     }
@@ -139,10 +139,10 @@ impl Table {
     fn decode(body: &[u8]) -> Option<Self> {
         let (session, rest) = body.split_first_chunk()?;
         let (tries_shm, rest) = rest.split_first_chunk()?;
-        let (chunks, []) = rest.as_chunks::<PLACE_BYTES>() else { return None };
+        let (chunks, []) = rest.as_chunks::<RANK_ADDRESS_BYTES>() else { return None };
         let places = chunks.iter().map(|chunk| RankAddress::from_words(words::from_bytes(chunk)));
         let tries_shm = u64::from_le_bytes(*tries_shm) == 1;
-        Some(Table { session: *session, tries_shm, places: places.collect::<Option<_>>()? })
+        Some(Table { session: *session, tries_shm, rank_addresses: places.collect::<Option<_>>()? })
     }
 }
 
@@ -159,12 +159,12 @@ mod tests {
     }
 
     fn table() -> Table {
-        let place = |meeting| RankAddress {
+        let place = |socket_id| RankAddress {
             host: u128::MAX - 1,
-            socket_id: meeting,
+            socket_id: socket_id,
             address: "[2001:db8::1]:4000".parse().expect("an address"),
         };
-        Table { session: [77; 32], tries_shm: true, places: vec![place(1), place(2)] }
+        Table { session: [77; 32], tries_shm: true, rank_addresses: vec![place(1), place(2)] }
     }
 
     #[test]

@@ -70,8 +70,8 @@ use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 use wait_limit::{AnotherFailed, WaitLimit};
-use waiting::Waiting;
-use wire::pauses_for;
+use waiting::JoinProgress;
+use wire::sleep_if_time;
 
 /// Maximum number of ranks in a world. It bounds the tables that ranks exchange.
 const WORLD_SIZE_MAX: usize = 1 << 16;
@@ -142,15 +142,15 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         MpiProcess::start(options.rank, options.world_size)?;
     }
     let deadline = Instant::now() + options.join_timeout;
-    let waiting = Waiting::new(options.on_note.as_ref(), Instant::now());
+    let waiting = JoinProgress::new(options.on_note.as_ref(), Instant::now());
     let addresses = resolve(options, deadline, &waiting)?;
     let (key, refusals) = (Key::of(options.secret.as_ref()), Refusals::new(options));
     let tls = options.tls.as_ref().map(Tls::read).transpose()?;
     let interface = interface::address(options, &addresses)?;
     check_secret(options, addresses.iter().map(SocketAddr::ip).chain(interface).chain(options.listen))?;
     let setting_up = |source| CommError::rendezvous("setting up a socket for the ranks of this host", source);
-    let meeting = u64::from_ne_bytes(random_bytes().map_err(setting_up)?);
-    let local = local::listen_local(meeting).map_err(setting_up)?;
+    let socket_id = u64::from_ne_bytes(random_bytes().map_err(setting_up)?);
+    let local = local::listen_local(socket_id).map_err(setting_up)?;
     let joining = Joining {
         options,
         addresses: &addresses,
@@ -161,13 +161,13 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         deadline,
     };
     let host = this_host(options);
-    let place_at = |address| RankAddress { host, socket_id: meeting, address };
-    let Joined { mut star, mut table, listener, own, root } = if options.rank == Rank::ROOT {
+    let place_at = |address| RankAddress { host, socket_id: socket_id, address };
+    let Joined { root_exchange: mut star, mut table, listener, own, root } = if options.rank == Rank::ROOT {
         joining.join_as_root(place_at)?
     } else {
         joining.join_as_peer(place_at)?
     };
-    let order = if options.orders_by_host { order_by_host(&table.places) } else { Vec::new() };
+    let order = if options.orders_by_host { order_by_host(&table.rank_addresses) } else { Vec::new() };
     let rank = match order.iter().position(|&old_rank| old_rank == options.rank.0) {
         Some(rank) => Rank(rank),
         None => options.rank,
@@ -176,7 +176,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     let options = &JoinOptions { rank, ..options.clone() };
     if !order.is_sorted() {
         star.reorder(rank, &order);
-        table.places = order.iter().map(|&old_rank| table.places[old_rank]).collect();
+        table.rank_addresses = order.iter().map(|&old_rank| table.rank_addresses[old_rank]).collect();
         if rank == Rank::ROOT {
             options.on_note.iter().for_each(|listener| listener.notify(&order_note(&order)));
         }
@@ -203,11 +203,11 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         _ => connecting.by_tcp(deadline)?,
     };
     let key = key.derive("trireme: key of split groups", &[&table.session]);
-    let home = SplitContext { key, addresses: Some([own, root]), ports: options.ports.clone(), tls };
+    let split_context = SplitContext { key, addresses: Some([own, root]), ports: options.ports.clone(), tls };
     let recorder = FlightRecorder::start(options.rank, options.world_size, &options.flight_recorder)?;
     let members = (0..options.world_size).map(Rank).collect();
     let world = recorder.group("world".to_owned(), options.rank, members);
-    let group = Group::start(parts, home, Arc::default(), &options.group, world)?;
+    let group = Group::start(parts, split_context, Arc::default(), &options.group, world)?;
     // Shows a launcher that this rank writes reports.
     recorder.write(Occasion::Joined);
     recorder.flush();
@@ -217,7 +217,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
 /// Implements [`crate::report_failure`].
 pub(crate) fn report_failure(options: &JoinOptions, reason: &str, told: &[Rank]) {
     let now = Instant::now();
-    let waiting = Waiting::new(None, now);
+    let waiting = JoinProgress::new(None, now);
     let deadline = now + FAILURE_REPORT_MAX;
     let Ok(addresses) = resolve(options, deadline, &waiting) else { return };
     let (key, refusals) = (Key::of(options.secret.as_ref()), Refusals::silent());
@@ -251,7 +251,7 @@ impl Connecting<'_> {
     fn share_memory(&mut self, deadline: Instant) -> Result<Result<GroupConnections, String>, CommError> {
         let hosts = match self.options.transport {
             TransportChoice::Shm => Hosts::single(self.options.world_size),
-            _ => hosts_of(&self.table.places),
+            _ => hosts_of(&self.table.rank_addresses),
         };
         // Ranks of one host connect within this time. Connecting over a network between hosts may take longer.
         let is_local = hosts.num_hosts() == 1;
@@ -270,7 +270,14 @@ impl Connecting<'_> {
         let outcome = self.star.agree("sharing memory with the other ranks", report, deadline)?;
         Ok(outcome.and(connected).map(|(memory, rows)| {
             let rank = self.options.rank;
-            GroupConnections { rank, hosts, rows, memory: Some(memory), seats: None, is_inproc: false }
+            GroupConnections {
+                rank,
+                hosts,
+                rows,
+                memory: Some(memory),
+                mpi_addresses: None,
+                is_inproc: false,
+            }
         }))
     }
 
@@ -284,8 +291,15 @@ impl Connecting<'_> {
         let outcome = self.star.agree(doing, report, deadline)?;
         outcome.map_err(|reason| wrap(io::Error::other(reason)))?;
         let mesh = mesh.map_err(wrap)?;
-        let hosts = hosts_of(&self.table.places);
-        Ok(GroupConnections { rank, hosts, rows: mesh.rows, memory: None, seats: None, is_inproc: false })
+        let hosts = hosts_of(&self.table.rank_addresses);
+        Ok(GroupConnections {
+            rank,
+            hosts,
+            rows: mesh.rows,
+            memory: None,
+            mpi_addresses: None,
+            is_inproc: false,
+        })
     }
 
     /// Connects by TCP for control, with MPI as the transport of data.
@@ -296,13 +310,13 @@ impl Connecting<'_> {
         let report = seats.as_ref().map(drop).map_err(ToString::to_string);
         let outcome = self.star.agree("registering with MPI", report, deadline)?;
         outcome.map_err(|reason| CommError::MpiUnavailable { reason })?;
-        Ok(GroupConnections { seats: Some(seats?), ..parts })
+        Ok(GroupConnections { mpi_addresses: Some(seats?), ..parts })
     }
 
     fn mesh(&self, routes: &[Route], arena: Option<&Arena>, deadline: Instant) -> io::Result<Mesh> {
         let members = Members {
             own: self.options.rank,
-            places: &self.table.places,
+            places: &self.table.rank_addresses,
             routes,
             arena,
             arena_bytes_min: area_bytes(self.options.world_size),
@@ -357,7 +371,7 @@ fn order_note(order: &[usize]) -> String {
 fn resolve(
     options: &JoinOptions,
     deadline: Instant,
-    waiting: &Waiting<'_>,
+    waiting: &JoinProgress<'_>,
 ) -> Result<Vec<SocketAddr>, CommError> {
     loop {
         let failure = match look_up(options) {
@@ -365,7 +379,7 @@ fn resolve(
             Err(failure) => failure,
         };
         // An invalid name will never become valid.
-        if failure.kind() == io::ErrorKind::InvalidInput || !pauses_for(LOOK_UP_PAUSE, deadline) {
+        if failure.kind() == io::ErrorKind::InvalidInput || !sleep_if_time(LOOK_UP_PAUSE, deadline) {
             let (address, source) = (options.master_addr.clone(), Arc::new(failure));
             return Err(CommError::Resolve { address, source });
         }

@@ -18,9 +18,9 @@ pub(super) fn exchange(
     let process = MpiProcess::of_this_process()?;
     let own = process.reserve_address()?;
     let connections = &rows[Purpose::Control as usize];
-    let telling = |source| CommError::rendezvous("announcing this rank's place in MPI's world", source);
-    let peers = exchange_addresses(own, connections, limit).map_err(telling)?;
-    process.seats(own, peers)
+    let exchanging = |source| CommError::rendezvous("announcing this rank's place in MPI's world", source);
+    let peers = exchange_addresses(own, connections, limit).map_err(exchanging)?;
+    process.addresses(own, peers)
 }
 
 fn exchange_addresses(
@@ -28,18 +28,18 @@ fn exchange_addresses(
     connections: &[Option<Connection>],
     limit: WaitLimit<'_>,
 ) -> io::Result<Vec<Option<MpiAddress>>> {
-    let said: [u8; ADDRESS_BYTES] = words::to_bytes([u64::from(own.process), u64::from(own.tag)]);
+    let bytes: [u8; ADDRESS_BYTES] = words::to_bytes([u64::from(own.process), u64::from(own.tag)]);
     for connection in connections.iter().flatten() {
-        send_all(connection.socket(), &said, limit)?;
+        send_all(connection.socket(), &bytes, limit)?;
     }
-    let hear = |connection: &Connection| {
-        let mut said = [0; ADDRESS_BYTES];
-        receive_exact(connection.socket(), &mut said, limit)?;
-        let [process, tag] = words::from_bytes(&said).map(u32::try_from);
+    let receive = |connection: &Connection| {
+        let mut bytes = [0; ADDRESS_BYTES];
+        receive_exact(connection.socket(), &mut bytes, limit)?;
+        let [process, tag] = words::from_bytes(&bytes).map(u32::try_from);
         match (process, tag) {
             (Ok(process), Ok(tag)) => Ok(MpiAddress { process, tag }),
             _ => Err(super::wire::invalid("no place in MPI's world")),
         }
     };
-    connections.iter().map(|connection| connection.as_ref().map(hear).transpose()).collect()
+    connections.iter().map(|connection| connection.as_ref().map(receive).transpose()).collect()
 }

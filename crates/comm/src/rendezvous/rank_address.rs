@@ -3,7 +3,7 @@
 use super::wire::{ip_to_words, words_to_ip};
 use std::net::SocketAddr;
 
-pub(super) const PLACE_WORDS: usize = 6;
+pub(super) const RANK_ADDRESS_WORDS: usize = 6;
 
 /// The addresses at which the other ranks reach a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub(super) struct RankAddress {
 }
 
 impl RankAddress {
-    pub(super) fn to_words(self) -> [u64; PLACE_WORDS] {
+    pub(super) fn to_words(self) -> [u64; RANK_ADDRESS_WORDS] {
         let [ip_high, ip_low] = ip_to_words(self.address.ip());
         let port = u64::from(self.address.port());
         [(self.host >> 64) as u64, self.host as u64, self.socket_id, ip_high, ip_low, port]
@@ -35,12 +35,12 @@ impl RankAddress {
     }
 
     /// Decodes the words of [`to_words`](RankAddress::to_words). `None` if they are not valid.
-    pub(super) fn from_words(words: [u64; PLACE_WORDS]) -> Option<Self> {
-        let [host_high, host_low, meeting, ip_high, ip_low, port] = words;
+    pub(super) fn from_words(words: [u64; RANK_ADDRESS_WORDS]) -> Option<Self> {
+        let [host_high, host_low, socket_id, ip_high, ip_low, port] = words;
         let address = SocketAddr::new(words_to_ip([ip_high, ip_low]), u16::try_from(port).ok()?);
         Some(RankAddress {
             host: u128::from(host_high) << 64 | u128::from(host_low),
-            socket_id: meeting,
+            socket_id: socket_id,
             address,
         })
     }

@@ -9,7 +9,7 @@ use super::message::{Message, Table};
 use super::ports::listen_at;
 use super::rank_address::RankAddress;
 use super::waiting_ranks::{self, JoinedRank};
-use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, pauses, wait_for_any};
+use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, sleep_before_retry, wait_for_any};
 use crate::{CommError, JoinOptions, TransportChoice};
 use rustix::event::{PollFd, PollFlags};
 use std::borrow::Cow;
@@ -41,7 +41,7 @@ pub(super) enum RootExchange {
 
 /// The state of a joined rank: the connections to rank 0, the table, and its own listener for the mesh.
 pub(super) struct Joined {
-    pub(super) star: RootExchange,
+    pub(super) root_exchange: RootExchange,
     pub(super) table: Table,
     pub(super) listener: TcpListener,
     /// Address at which the other ranks reach that listener.
@@ -62,7 +62,7 @@ impl Joining<'_> {
         let listener = self.listen(at)?;
         let mut own = listener.local_addr().map_err(setting_up)?;
 
-        let joined_ranks = waiting_ranks::gather(self, &master)?;
+        let joined_ranks = waiting_ranks::wait_for_ranks(self, &master)?;
         let joined_ranks: Vec<JoinedRank> = joined_ranks.into_iter().flatten().collect();
         if own.ip().is_unspecified() {
             // The local address of a connection from another rank. The address in `master_addr` may be that of a service that forwards only
@@ -80,11 +80,11 @@ impl Joining<'_> {
             TransportChoice::Tcp | TransportChoice::Mpi => false,
             TransportChoice::Auto => share_a_host,
         };
-        let table = Table { session: nonce().map_err(setting_up)?, tries_shm, places };
+        let table = Table { session: nonce().map_err(setting_up)?, tries_shm, rank_addresses: places };
         let mut channels: Vec<Channel> =
             joined_ranks.into_iter().map(|joined_rank| joined_rank.channel).collect();
         send_to_all(&mut channels, &Message::Table(table.clone()), self.deadline)?;
-        Ok(Joined { star: RootExchange::Root { channels }, table, listener, own, root: at })
+        Ok(Joined { root_exchange: RootExchange::Root { channels }, table, listener, own, root: at })
     }
 
     fn listen_as_root(&self) -> Result<TcpListener, CommError> {
@@ -100,15 +100,15 @@ impl Joining<'_> {
         place_at: impl Fn(SocketAddr) -> RankAddress,
     ) -> Result<Joined, CommError> {
         let JoinOptions { rank, world_size, join_timeout, .. } = *self.options;
-        let (center, root, listener) = self.introduce_to_root(place_at)?;
-        let mut star = RootExchange::Peer { root_channel: center, address: root, rank, world_size };
-        let patience = Instant::now() + join_timeout + ROOT_TIMEOUT_MARGIN;
-        match star.receive_from_root("waiting for the other ranks to join", patience)? {
+        let (root_channel, root, listener) = self.introduce_to_root(place_at)?;
+        let mut star = RootExchange::Peer { root_channel, address: root, rank, world_size };
+        let deadline = Instant::now() + join_timeout + ROOT_TIMEOUT_MARGIN;
+        match star.receive_from_root("waiting for the other ranks to join", deadline)? {
             Message::Table(mut table) => {
-                table.places.iter_mut().for_each(|place| *place = place.with_scope_of(root));
+                table.rank_addresses.iter_mut().for_each(|place| *place = place.with_scope_of(root));
                 let waiting = |source| CommError::rendezvous("waiting for the table of ranks", source);
                 let own = listener.local_addr().map_err(waiting)?;
-                Ok(Joined { star, table, listener, own, root })
+                Ok(Joined { root_exchange: star, table, listener, own, root })
             }
             _ => Err(CommError::rendezvous(
                 "waiting for the table of ranks",
@@ -127,18 +127,18 @@ impl Joining<'_> {
             stream.set_nodelay(true).map_err(joining)?;
             let listener = self.listen(stream.local_addr().map_err(joining)?)?;
             let hello = Hello::of(self.options, place_at(listener.local_addr().map_err(joining)?));
-            let patience = self.deadline.min(Instant::now() + INTRODUCTION_MAX);
-            match introduce(&stream, &hello.encode(), self.key, patience) {
+            let deadline = self.deadline.min(Instant::now() + INTRODUCTION_MAX);
+            match introduce(&stream, &hello.encode(), self.key, deadline) {
                 Ok(HandshakeOutcome::Welcome(key)) => {
                     return Ok((Channel::to_root(stream, key), address, listener));
                 }
-                Ok(HandshakeOutcome::TurnedAway(reason)) => {
+                Ok(HandshakeOutcome::Refused(reason)) => {
                     let (rank, address) = (self.options.rank, address.to_string());
                     return Err(CommError::Refused { rank, address, reason });
                 }
                 // Rank 0 may have closed the connection to make room for others, or another program forwards the port before rank 0
                 // listens.
-                Err(error) if is_retriable(&error) && pauses(self.deadline) => {
+                Err(error) if is_retriable(&error) && sleep_before_retry(self.deadline) => {
                     self.waiting
                         .report(Instant::now(), || format!("waiting for rank 0 at {address} ({error})"));
                 }
@@ -186,7 +186,7 @@ impl Joining<'_> {
             }
             let (address, source) = last.expect("a resolved name has an address");
             waiting.report(Instant::now(), || format!("waiting for rank 0 at {address} ({source})"));
-            if !pauses(deadline) {
+            if !sleep_before_retry(deadline) {
                 return Err(CommError::Unreachable {
                     rank: options.rank,
                     address: address.to_string(),
@@ -231,9 +231,9 @@ impl RootExchange {
         match self {
             RootExchange::Peer { rank, .. } => *rank = own,
             RootExchange::Root { channels } => {
-                let mut came: Vec<Option<Channel>> = channels.drain(..).map(Some).collect();
-                let ordered = order.iter().filter(|&&came_as| came_as != 0);
-                channels.extend(ordered.filter_map(|&came_as| came[came_as - 1].take()));
+                let mut by_old_rank: Vec<Option<Channel>> = channels.drain(..).map(Some).collect();
+                let ordered = order.iter().filter(|&&old_rank| old_rank != 0);
+                channels.extend(ordered.filter_map(|&old_rank| by_old_rank[old_rank - 1].take()));
             }
         }
     }
@@ -242,7 +242,7 @@ impl RootExchange {
     pub(super) fn knows_of_failure(&self) -> bool {
         match self {
             // Rank 0 sends a message before this rank has reported only if a rank has failed.
-            RootExchange::Peer { root_channel: center, .. } => center.has_disconnected(),
+            RootExchange::Peer { root_channel, .. } => root_channel.is_readable(),
             RootExchange::Root { channels } => channels.iter().any(Channel::has_failure_next),
         }
     }
@@ -256,8 +256,8 @@ impl RootExchange {
         deadline: Instant,
     ) -> Result<Result<(), String>, CommError> {
         match self {
-            RootExchange::Peer { root_channel: center, .. } => {
-                center
+            RootExchange::Peer { root_channel, .. } => {
+                root_channel
                     .send(&Message::Report(own), deadline)
                     .map_err(|source| CommError::rendezvous(doing, source))?;
                 match self.receive_from_root(doing, deadline + ROOT_TIMEOUT_MARGIN)? {
@@ -270,10 +270,13 @@ impl RootExchange {
     }
 
     fn receive_from_root(&mut self, doing: &str, deadline: Instant) -> Result<Message, CommError> {
-        let RootExchange::Peer { root_channel: center, address, rank, world_size } = self else {
+        let RootExchange::Peer { root_channel, address, rank, world_size } = self else {
             unreachable!("rank 0 does not wait for itself");
         };
-        match center.receive(*world_size, deadline).map_err(|source| CommError::rendezvous(doing, source))? {
+        match root_channel
+            .receive(*world_size, deadline)
+            .map_err(|source| CommError::rendezvous(doing, source))?
+        {
             Message::Refused(reason) => {
                 Err(CommError::Refused { rank: *rank, address: address.to_string(), reason })
             }
@@ -312,7 +315,7 @@ fn collect(
         let is_over = wait_for_any(&mut polled, deadline).is_err();
         awaited.retain(|&rank| {
             let channel = &mut channels[rank - 1];
-            if !channel.has_disconnected() && !is_over {
+            if !channel.is_readable() && !is_over {
                 return true;
             }
             match channel.receive(world_size, deadline) {
@@ -358,24 +361,24 @@ mod tests {
     }
 
     /// Rank 0's end and the ends of two other ranks.
-    fn stars() -> (RootExchange, [RootExchange; 2]) {
+    fn root_exchanges() -> (RootExchange, [RootExchange; 2]) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = listener.local_addr().expect("an address");
         let mut channels = Vec::new();
-        let rays = [1, 2].map(|rank| {
+        let peers = [1, 2].map(|rank| {
             let stream = TcpStream::connect(address).expect("connected");
             let accepted = listener.accept().expect("a connection").0;
             channels.push(Channel::at_root(accepted, Key::of(None)));
-            let center = Channel::to_root(stream, Key::of(None));
-            RootExchange::Peer { root_channel: center, address, rank: Rank(rank), world_size: 3 }
+            let root_channel = Channel::to_root(stream, Key::of(None));
+            RootExchange::Peer { root_channel, address, rank: Rank(rank), world_size: 3 }
         });
-        (RootExchange::Root { channels }, rays)
+        (RootExchange::Root { channels }, peers)
     }
 
     /// The report of a rank that stops as soon as it knows of another rank's failure.
     fn stopped(star: &RootExchange) -> Result<(), String> {
         while !star.knows_of_failure() {
-            assert!(pauses(soon()));
+            assert!(sleep_before_retry(soon()));
         }
         Err(String::new())
     }
@@ -383,10 +386,10 @@ mod tests {
     #[test]
     fn all_learn_of_a_failure_while_they_are_busy() {
         for failing in 0..3 {
-            let (center, [first, second]) = stars();
+            let (root_channel, [first, second]) = root_exchanges();
             let mut outcomes = Vec::new();
             thread::scope(|scope| {
-                let ranks = [center, first, second].into_iter().enumerate().map(|(rank, mut star)| {
+                let ranks = [root_channel, first, second].into_iter().enumerate().map(|(rank, mut star)| {
                     scope.spawn(move || {
                         let report = if rank == failing { Err("why".to_owned()) } else { stopped(&star) };
                         let failed = star.agree("failing", report, soon()).expect("all are there");

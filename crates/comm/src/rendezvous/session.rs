@@ -83,7 +83,7 @@ impl<'a> Session<'a> {
         let hello = PeerHello { from: self.rank.0 as u64, to: to.0 as u64, purpose };
         match introduce(socket, &hello.encode(), &self.key, limit)? {
             HandshakeOutcome::Welcome(key) => Ok(key),
-            HandshakeOutcome::TurnedAway(reason) => {
+            HandshakeOutcome::Refused(reason) => {
                 let why = format!("rank {to} rejected the connection: {reason}");
                 Err(io::Error::new(io::ErrorKind::ConnectionRefused, why))
             }

@@ -5,7 +5,7 @@ use super::local::{self, LOCAL_CONNECT_MAX};
 use super::mesh::{self, Listeners, Members, Mesh, Route};
 use super::mpi_exchange;
 use super::ports::listen_at;
-use super::rank_address::{PLACE_WORDS, RankAddress};
+use super::rank_address::{RANK_ADDRESS_WORDS, RankAddress};
 use super::refusals::Refusals;
 use super::session::Session;
 use super::wait_limit::WaitLimit;
@@ -33,20 +33,23 @@ struct MemberInfo {
     area_offset: usize,
 }
 
-const MEMBER_INFO_BYTES: usize = 8 * (PLACE_WORDS + 1) + NONCE_BYTES;
+const MEMBER_INFO_BYTES: usize = 8 * (RANK_ADDRESS_WORDS + 1) + NONCE_BYTES;
 
 impl MemberInfo {
     fn encode(&self) -> Vec<u8> {
         let [a, b, c, d, e, f] = self.place.to_words();
-        let words: [u8; 8 * (PLACE_WORDS + 1)] = words::to_bytes([a, b, c, d, e, f, self.area_offset as u64]);
+        let words: [u8; 8 * (RANK_ADDRESS_WORDS + 1)] =
+            words::to_bytes([a, b, c, d, e, f, self.area_offset as u64]);
         [&words[..], &self.nonce].concat()
     }
 
     fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; MEMBER_INFO_BYTES] = bytes.try_into().ok()?;
-        let (words, nonce) = bytes.split_at(8 * (PLACE_WORDS + 1));
-        let words: [u64; PLACE_WORDS + 1] =
-            words::from_bytes::<{ PLACE_WORDS + 1 }, { 8 * (PLACE_WORDS + 1) }>(words.try_into().ok()?);
+        let (words, nonce) = bytes.split_at(8 * (RANK_ADDRESS_WORDS + 1));
+        let words: [u64; RANK_ADDRESS_WORDS + 1] = words::from_bytes::<
+            { RANK_ADDRESS_WORDS + 1 },
+            { 8 * (RANK_ADDRESS_WORDS + 1) },
+        >(words.try_into().ok()?);
         let [place @ .., area_offset] = words;
         Some(MemberInfo {
             place: RankAddress::from_words(place)?,
@@ -87,17 +90,17 @@ pub(crate) fn split(
 /// Ends a phase on all ranks. Each rank passes some bytes for the others, or the reason of its failure. Returns the bytes of all ranks, or
 /// an error if any rank failed.
 fn agree(parent: &Group, doing: &str, own: Result<Vec<u8>, String>) -> Result<Vec<Vec<u8>>, CommError> {
-    let said = match own {
+    let message = match own {
         Ok(bytes) => [&[1], &bytes[..]].concat(),
         Err(reason) => [&[0], reason.as_bytes()].concat(),
     };
-    let mut all = parent.all_gather_bytes(&said).wait()?;
-    for (rank, said) in all.iter_mut().enumerate() {
-        if said.first() != Some(&1) {
-            let reason = String::from_utf8_lossy(said.get(1..).unwrap_or_default()).into_owned();
+    let mut all = parent.all_gather_bytes(&message).wait()?;
+    for (rank, message) in all.iter_mut().enumerate() {
+        if message.first() != Some(&1) {
+            let reason = String::from_utf8_lossy(message.get(1..).unwrap_or_default()).into_owned();
             return Err(CommError::Split { rank: Rank(rank), doing: doing.to_owned(), reason });
         }
-        said.remove(0);
+        message.remove(0);
     }
     Ok(all)
 }
@@ -108,13 +111,13 @@ fn membership(parent: &Group, color: Option<u64>, key: u64) -> Result<Option<Mem
     let all = parent.all_gather_bytes(&own).wait()?;
     let Some(color) = color else { return Ok(None) };
     let mut ranks = Vec::new();
-    for (rank, said) in all.iter().enumerate() {
-        let said: &[u8; 24] = said.as_slice().try_into().map_err(|_| CommError::Split {
+    for (rank, message) in all.iter().enumerate() {
+        let message: &[u8; 24] = message.as_slice().try_into().map_err(|_| CommError::Split {
             rank: Rank(rank),
             doing: "announcing its color".to_owned(),
-            reason: format!("it sent {} bytes", said.len()),
+            reason: format!("it sent {} bytes", message.len()),
         })?;
-        let [has_color, their_color, their_key] = words::from_bytes(said);
+        let [has_color, their_color, their_key] = words::from_bytes(message);
         if has_color == 1 && their_color == color {
             ranks.push((their_key, Rank(rank)));
         }
@@ -145,7 +148,7 @@ impl Preparation {
                 Some(OwnMemory { arena: Arc::clone(arena), area: Arc::new(area) })
             }
         };
-        let meeting = u64::from_ne_bytes(random_bytes()?);
+        let socket_id = u64::from_ne_bytes(random_bytes()?);
         let tcp = match parent.split_context.addresses {
             Some([own, _]) if parent.transport() != TransportKind::Shm => {
                 Some(listen_at(own, parent.split_context.ports.as_ref())?)
@@ -156,13 +159,13 @@ impl Preparation {
         let address = tcp.as_ref().map_or(Ok(nowhere), TcpListener::local_addr)?;
         let area_offset = memory.as_ref().map_or(0, |memory| memory.area.offset());
         let offer = MemberInfo {
-            place: RankAddress { host: 0, socket_id: meeting, address },
+            place: RankAddress { host: 0, socket_id: socket_id, address },
             nonce: nonce()?,
             area_offset,
         };
         Ok(Preparation {
             offer,
-            listeners: Listeners { tcp, local: local::listen_local(meeting)? },
+            listeners: Listeners { tcp, local: local::listen_local(socket_id)? },
             hosts,
             memory,
         })
@@ -230,7 +233,14 @@ impl Preparation {
             TransportKind::Mpi => Some(mpi_exchange::exchange(&rows, limit).map_err(io::Error::other)?),
             _ => None,
         };
-        Ok(GroupConnections { rank: membership.own, hosts: self.hosts, rows, memory, seats, is_inproc })
+        Ok(GroupConnections {
+            rank: membership.own,
+            hosts: self.hosts,
+            rows,
+            memory,
+            mpi_addresses: seats,
+            is_inproc,
+        })
     }
 }
 

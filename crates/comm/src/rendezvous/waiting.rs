@@ -10,15 +10,15 @@ const FIRST: Duration = Duration::from_secs(10);
 /// Maximum time between lines. The time doubles with each line.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
-pub(super) struct Waiting<'a> {
+pub(super) struct JoinProgress<'a> {
     listener: Option<&'a LineListener>,
     next: Cell<Instant>,
     pause: Cell<Duration>,
 }
 
-impl<'a> Waiting<'a> {
+impl<'a> JoinProgress<'a> {
     pub(super) fn new(listener: Option<&'a LineListener>, now: Instant) -> Self {
-        Waiting { listener, next: Cell::new(now + FIRST), pause: Cell::new(FIRST) }
+        JoinProgress { listener, next: Cell::new(now + FIRST), pause: Cell::new(FIRST) }
     }
 
     /// Reports a line if enough time has passed at time `now`.
@@ -41,7 +41,7 @@ mod tests {
         let lines = Arc::clone(&told);
         let listener = LineListener::new(move |line| lines.lock().unwrap().push(line.to_owned()));
         let start = Instant::now();
-        let waiting = Waiting::new(Some(&listener), start);
+        let waiting = JoinProgress::new(Some(&listener), start);
         (0..240)
             .for_each(|second| waiting.report(start + Duration::from_secs(second), || second.to_string()));
         assert_eq!(*told.lock().unwrap(), ["10", "30", "70", "130", "190"]);

@@ -50,7 +50,7 @@ pub(super) fn listen(addresses: &[SocketAddr]) -> Result<TcpListener, CommError>
 }
 
 /// Waits until all ranks from 1 on have joined. Returns them in rank order, with `None` for rank 0.
-pub(super) fn gather(
+pub(super) fn wait_for_ranks(
     joining: &Joining<'_>,
     listener: &TcpListener,
 ) -> Result<Vec<Option<JoinedRank>>, CommError> {
@@ -67,7 +67,7 @@ pub(super) fn gather(
         let peer = acceptor.next(look, |hello| objection(hello, &peers, options)).map_err(wrap)?;
         let Some(peer) = peer else {
             // Ranks that have disconnected may join again.
-            peers.iter_mut().for_each(|peer| drop(peer.take_if(|peer| peer.channel.has_disconnected())));
+            peers.iter_mut().for_each(|peer| drop(peer.take_if(|peer| peer.channel.is_readable())));
             waiting.report(Instant::now(), || {
                 let missing = missing(&peers);
                 let (count, all) = (missing.len(), options.world_size);
@@ -86,7 +86,7 @@ pub(super) fn gather(
             let told = notify_joined(peers, &text).into_iter().chain([rank]).collect();
             return Err(CommError::RankFailed { rank, reason, informed: told });
         }
-        peers[rank] = Some(JoinedRank { channel, place: hello.place });
+        peers[rank] = Some(JoinedRank { channel, place: hello.address });
     }
     Ok(peers)
 }
@@ -94,7 +94,7 @@ pub(super) fn gather(
 fn objection(hello: &Hello, peers: &[Option<JoinedRank>], options: &JoinOptions) -> Option<String> {
     hello.objection(options).or_else(|| {
         let earlier = peers[hello.rank as usize].as_ref();
-        let has_joined = earlier.is_some_and(|earlier| !earlier.channel.has_disconnected());
+        let has_joined = earlier.is_some_and(|earlier| !earlier.channel.is_readable());
         has_joined.then(|| format!("rank {} has already joined", hello.rank))
     })
 }
@@ -114,8 +114,8 @@ fn reason_of(channel: &mut Channel, options: &JoinOptions) -> String {
 
 /// Notifies the joined ranks that the world will not start. Returns these ranks.
 fn notify_joined(peers: Vec<Option<JoinedRank>>, reason: &str) -> Vec<Rank> {
-    let came = peers.into_iter().enumerate().filter_map(|(rank, peer)| Some((rank, peer?)));
-    let told = came.map(|(rank, mut peer)| {
+    let joined = peers.into_iter().enumerate().filter_map(|(rank, peer)| Some((rank, peer?)));
+    let told = joined.map(|(rank, mut peer)| {
         // Best effort: the rank may have disconnected.
         let _ = peer.channel.send(&Message::Refused(reason.to_owned()), Instant::now());
         Rank(rank)
@@ -182,7 +182,7 @@ fn give_up(
 mod tests {
     use super::super::handshake::{HandshakeOutcome, introduce};
     use super::super::key::Key;
-    use super::super::waiting::Waiting;
+    use super::super::waiting::JoinProgress;
     use super::*;
     use std::thread;
     use std::time::Duration;
@@ -206,7 +206,7 @@ mod tests {
             let hosting = scope.spawn(move || {
                 let options = member(0);
                 let (key, refusals) = (Key::of(None), Refusals::new(&options));
-                let waiting = Waiting::new(None, Instant::now());
+                let waiting = JoinProgress::new(None, Instant::now());
                 let joining = Joining {
                     options: &options,
                     addresses: &[address],
@@ -233,15 +233,15 @@ mod tests {
         let place = RankAddress { host: 0, socket_id: 0, address };
         match introduced(address, &Hello::of(&member(rank), place)) {
             (stream, HandshakeOutcome::Welcome(key)) => Channel::to_root(stream, key),
-            (_, HandshakeOutcome::TurnedAway(reason)) => panic!("{reason}"),
+            (_, HandshakeOutcome::Refused(reason)) => panic!("{reason}"),
         }
     }
 
     #[test]
     fn a_disconnected_rank_can_join_again() {
-        let (sender, came) = std::sync::mpsc::channel();
+        let (sender, joined) = std::sync::mpsc::channel();
         let peers = with_rank_0(
-            |joining, listener| gather(joining, listener).expect("all came"),
+            |joining, listener| wait_for_ranks(joining, listener).expect("all came"),
             |address| {
                 drop(join_as(address, 1));
                 for channel in [join_as(address, 1), join_as(address, 2)] {
@@ -250,7 +250,7 @@ mod tests {
             },
         );
         assert!(peers[0].is_none());
-        for (peer, channel) in peers[1..].iter().zip(came.iter()) {
+        for (peer, channel) in peers[1..].iter().zip(joined.iter()) {
             let at = peer.as_ref().expect("a guest").channel.stream.peer_addr().expect("an address");
             assert_eq!(at, channel.stream.local_addr().expect("an address"));
         }
@@ -259,7 +259,7 @@ mod tests {
     #[test]
     fn a_failed_rank_ends_joined_and_joining_ranks() {
         let error = with_rank_0(
-            |joining, listener| gather(joining, listener).err().expect("rank 2 has failed"),
+            |joining, listener| wait_for_ranks(joining, listener).err().expect("rank 2 has failed"),
             |address| {
                 let mut early = join_as(address, 1);
                 let failed = Hello::of_failed(&member(2));
@@ -285,7 +285,7 @@ mod tests {
                     let hello = Hello::of(&member(rank), place);
                     let (_, outcome) = introduced(address, &hello);
                     assert!(
-                        matches!(outcome, HandshakeOutcome::TurnedAway(reason) if reason == "rank 0 has failed")
+                        matches!(outcome, HandshakeOutcome::Refused(reason) if reason == "rank 0 has failed")
                     );
                 }
             },

@@ -83,11 +83,11 @@ pub(super) fn has_hung_up(error: &io::Error) -> bool {
 }
 
 /// Sleeps before the next attempt. Returns false, at once, if there is no time for one.
-pub(super) fn pauses(deadline: Instant) -> bool {
-    pauses_for(RETRY_PAUSE, deadline)
+pub(super) fn sleep_before_retry(deadline: Instant) -> bool {
+    sleep_if_time(RETRY_PAUSE, deadline)
 }
 
-pub(super) fn pauses_for(pause: Duration, deadline: Instant) -> bool {
+pub(super) fn sleep_if_time(pause: Duration, deadline: Instant) -> bool {
     let has_time = Instant::now() + pause <= deadline;
     if has_time {
         std::thread::sleep(pause);

@@ -24,7 +24,7 @@ pub(crate) struct GroupConnections {
     /// Memory shared with the ranks on this host.
     pub(crate) memory: Option<GroupMemory>,
     /// The ranks' addresses in MPI, if MPI carries the data.
-    pub(crate) seats: Option<MpiAddresses>,
+    pub(crate) mpi_addresses: Option<MpiAddresses>,
     /// Whether all ranks are threads of this process.
     pub(crate) is_inproc: bool,
 }
@@ -44,7 +44,7 @@ pub(crate) struct GroupMemory {
 }
 
 /// The connections, transport and memory of one rank in a group.
-pub(crate) struct Fabric {
+pub(crate) struct GroupEndpoint {
     pub(crate) kind: TransportKind,
     pub(crate) control: Control,
     pub(crate) transport: Box<dyn Transport>,
@@ -99,8 +99,8 @@ impl GroupConnections {
         measured: &Arc<OnceLock<CostModel>>,
         options: &GroupOptions,
         recorder: &GroupRecorder,
-    ) -> Result<Fabric, CommError> {
-        let GroupConnections { rank, hosts, rows, memory, seats, is_inproc } = self;
+    ) -> Result<GroupEndpoint, CommError> {
+        let GroupConnections { rank, hosts, rows, memory, mpi_addresses: seats, is_inproc } = self;
         let [collectives, messages, control] = rows;
         let control = control.into_iter().map(|connection| connection.map(Connection::into_socket)).collect();
         let control = Control::new(control, recorder.clone())
@@ -154,7 +154,7 @@ impl GroupConnections {
         let transport =
             Linked::new(rank, hosts, collective_links, shared, arena.clone(), selection.clone(), options)?;
         let transport = Box::new(transport);
-        Ok(Fabric { kind, control, transport, selection, message_links, arena, peer_arenas })
+        Ok(GroupEndpoint { kind, control, transport, selection, message_links, arena, peer_arenas })
     }
 }
 

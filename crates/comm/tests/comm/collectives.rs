@@ -133,14 +133,14 @@ fn no_rank_passes_a_barrier_before_all_have_arrived() {
 #[test]
 fn a_barrier_is_in_flight_while_its_rank_continues() {
     for transport in TRANSPORTS {
-        let has_gone_on = std::sync::Barrier::new(2);
+        let rank_0_has_continued = std::sync::Barrier::new(2);
         on_ranks(transport, 2, &small_pieces(), |group| {
             let mut works = Vec::new();
             if group.rank() == Rank(0) {
                 works.extend([group.barrier(), group.barrier()]);
                 assert!(!works[0].is_done() && !works[1].is_done(), "{transport}");
             }
-            has_gone_on.wait();
+            rank_0_has_continued.wait();
             if group.rank() == Rank(1) {
                 works.extend([group.barrier(), group.barrier()]);
             }
@@ -188,7 +188,7 @@ fn works_outlive_their_group() {
 }
 
 #[test]
-fn a_buffer_goes_round_and_round() {
+fn a_buffer_is_reused_by_many_operations() {
     for transport in TRANSPORTS {
         on_ranks(transport, 2, &small_pieces(), |group| {
             let mut buffer = group.buffer::<u64>(200).expect("memory");

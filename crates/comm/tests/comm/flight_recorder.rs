@@ -198,7 +198,7 @@ fn ranks_in_different_operations_that_never_meet_fail_long_before_the_deadline()
 }
 
 #[test]
-fn a_mismatch_of_different_lines_is_one_of_operations() {
+fn a_mismatch_between_different_program_lines_is_reported_as_operation() {
     let reports = on_ranks(TransportKind::Inproc, 2, &small_pieces(), |group| {
         group.set_line(format_args!("line {}", group.rank().0 + 3));
         sum::<f32>(&group, 1 + group.rank().0).expect_err("other lengths");
@@ -261,8 +261,8 @@ fn groups_of_one_name_without_a_common_rank_are_no_deadlock() {
                 data.barrier().wait().expect("both are here");
                 if world.rank() == Rank(3) {
                     // Slow, until rank 0 has waited long enough to report a stall.
-                    let patience = Duration::from_secs(60);
-                    has_waited.lock().expect("not poisoned").recv_timeout(patience).expect("rank 0 waits");
+                    let timeout = Duration::from_secs(60);
+                    has_waited.lock().expect("not poisoned").recv_timeout(timeout).expect("rank 0 waits");
                 }
                 if world.rank().0 / 2 == 1 {
                     data.barrier().wait().expect("both are here");

@@ -139,11 +139,11 @@ fn check_by_hosts<T: Value>(group: &Group, len: impl Fn(usize, usize) -> usize, 
     assert!(bits(&kept) == bits(&input), "{group:?} changed its input");
 
     let has_levels = hosts.num_hosts() > 1 && hosts.ranks_per_host().is_some_and(|ranks| ranks > 1);
-    let has_own_number = |to: usize| hosts.local_rank(Rank(to)) == hosts.local_rank(group.rank());
+    let has_own_local_rank = |to: usize| hosts.local_rank(Rank(to)) == hosts.local_rank(group.rank());
     let own_host = hosts.host_of(group.rank());
     let others = (0..world_size).filter(|&to| to != rank);
     let sent: usize = if has_levels {
-        let sent = others.map(|to| match (has_own_number(to), hosts.ranks(own_host)) {
+        let sent = others.map(|to| match (has_own_local_rank(to), hosts.ranks(own_host)) {
             (true, own) => own.iter().map(|from| len(from.0, to)).sum(),
             (false, _) => len(rank, to),
         });

@@ -54,7 +54,7 @@ pub(super) struct Interpreter {
 
 impl Interpreter {
     /// Compiles a template. Fails if it is not valid.
-    pub(super) fn new(program: &TemplateSpec<'_>) -> Result<Self, String> {
+    pub(super) fn new(spec: &TemplateSpec<'_>) -> Result<Self, String> {
         let mut environment = Environment::new();
         // The same settings as in transformers.
         environment.set_trim_blocks(true);
@@ -65,7 +65,7 @@ impl Interpreter {
         environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
-        let now = DateTime::from_timestamp(program.now, 0).unwrap_or_default();
+        let now = DateTime::from_timestamp(spec.now, 0).unwrap_or_default();
         environment.add_function("strftime_now", move |format: &str| -> Result<String, Error> {
             let mut text = String::new();
             let refuse = |_| {
@@ -77,12 +77,12 @@ impl Interpreter {
         environment.add_function("mark_answer", mark_answer);
         environment.add_filter("tojson", to_json);
         environment
-            .add_template_owned(TEMPLATE, replace_unsupported_tags(&program.source))
+            .add_template_owned(TEMPLATE, replace_unsupported_tags(&spec.source))
             .map_err(|error| error.to_string())?;
         Ok(Interpreter {
             environment,
-            special_tokens: program.special_tokens.clone().into_owned(),
-            marks_answers: has_tag(&program.source, "generation"),
+            special_tokens: spec.special_tokens.clone().into_owned(),
+            marks_answers: has_tag(&spec.source, "generation"),
         })
     }
 
@@ -90,9 +90,9 @@ impl Interpreter {
     ///
     /// # Errors
     /// If the template rejects the messages, or the answers cannot be located in the text.
-    pub(super) fn run(&self, task: &RenderRequest<'_>) -> Result<Vec<AnnotatedText>, String> {
-        let messages = &task.messages[..];
-        match task.output {
+    pub(super) fn run(&self, request: &RenderRequest<'_>) -> Result<Vec<AnnotatedText>, String> {
+        let messages = &request.messages[..];
+        match request.output {
             RenderOutput::Text { add_generation_prompt } => {
                 Ok(vec![self.render(messages, add_generation_prompt)?])
             }

@@ -500,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_cannot_forge_marks_and_earlier_answers_are_left_out_as_marked() {
+    fn messages_cannot_forge_marks_and_marked_earlier_answers_are_not_learned() {
         let mut forged = messages();
         forged[0]["content"] = json!("\u{10fff0}1+1?\u{10fff1}");
         assert!(ChatTemplate::chatml().samples(&forged, 0).unwrap_err().contains("mark answers"));

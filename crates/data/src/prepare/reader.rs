@@ -48,7 +48,7 @@ impl ReadCounts {
 /// Reads the inputs in order, in batches. The bounds of the batches depend only on the inputs.
 pub(super) struct CorpusReader<'a> {
     options: &'a PrepareOptions,
-    space_at_cut: SpaceAtSplit,
+    space_at_split: SpaceAtSplit,
     /// Whether documents with answers are allowed, of which only the answers count in the loss.
     allows_answers: bool,
     files: std::slice::Iter<'a, InputFile>,
@@ -91,7 +91,7 @@ impl<'a> CorpusReader<'a> {
     ) -> Self {
         CorpusReader {
             options,
-            space_at_cut,
+            space_at_split: space_at_cut,
             allows_answers: takes_answers,
             files: inputs.files.iter(),
             open: None,
@@ -137,7 +137,7 @@ impl<'a> CorpusReader<'a> {
                     batch.push_with_answers(answered, source);
                 }
             } else if open.has_piece() {
-                open.document.move_piece(&mut batch, source, self.space_at_cut);
+                open.document.move_piece(&mut batch, source, self.space_at_split);
             }
             if open.at_end && open.document.is_empty() {
                 self.counts.num_files += 1;

@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn short_documents_give_their_share_beside_a_long_one() {
+    fn short_documents_give_their_share_next_to_a_long_one() {
         let short = (0..100).map(|document| vec![document; 10]);
         for is_long_first in [false, true] {
             let long = std::iter::once(vec![100; 9000]);

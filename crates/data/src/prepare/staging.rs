@@ -27,7 +27,7 @@ pub(super) struct Staging {
     /// The open folder, which holds the lock.
     locked: File,
     /// The folders that were created: the output folder and its missing ancestors, innermost first.
-    folders_made: Vec<PathBuf>,
+    created_folders: Vec<PathBuf>,
     commit_state: CommitState,
 }
 
@@ -72,7 +72,7 @@ impl Staging {
         let staging = Staging {
             folder: folder.to_owned(),
             locked,
-            folders_made,
+            created_folders: folders_made,
             commit_state: CommitState::Uncommitted,
         };
         staging.remove_leftovers().and_then(|()| fs::create_dir(staging.path(""))).map_err(write)?;
@@ -122,7 +122,7 @@ impl Drop for Staging {
         }
         if self.commit_state == CommitState::Uncommitted {
             // Removes only empty folders.
-            let _ = self.folders_made.iter().try_for_each(fs::remove_dir);
+            let _ = self.created_folders.iter().try_for_each(fs::remove_dir);
         }
     }
 }

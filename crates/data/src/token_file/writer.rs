@@ -40,7 +40,7 @@ impl TokenFileWriter {
         if !(1..=VOCABULARY_SIZE_MAX).contains(&vocabulary_size) {
             return Err(DataError::VocabularySize { vocabulary_size });
         }
-        let document_ends = unnamed_file_beside(path).map_err(|source| write_error(path, source))?;
+        let document_ends = unnamed_file_next_to(path).map_err(|source| write_error(path, source))?;
         let file = create_new(path).map_err(|source| write_error(path, source))?;
         let mut writer = TokenFileWriter {
             path: path.to_owned(),
@@ -197,7 +197,7 @@ fn create_new(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).create_new(true).open(path)
 }
 
-fn unnamed_file_beside(path: &Path) -> io::Result<File> {
+fn unnamed_file_next_to(path: &Path) -> io::Result<File> {
     let temporary = path.with_extension("documents");
     let file = create_new(&temporary)?;
     fs::remove_file(&temporary)?;

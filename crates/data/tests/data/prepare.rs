@@ -37,7 +37,7 @@ fn long_text(num_lines: usize) -> String {
 }
 
 #[test]
-fn folders_are_read_in_order_and_passed_over_in_part() {
+fn folders_are_read_in_order_and_some_entries_are_skipped() {
     let test_folder = TestFolder::new(&[
         ("b.txt", b"second"),
         ("a/z.txt", b"first"),
@@ -336,9 +336,9 @@ fn a_corpus_that_is_to_be_kept_is_kept() {
 fn two_preparations_do_not_mix() {
     let test_folder = TestFolder::new(&[("a.txt", b"good text")]);
     let options = test_folder.options(&["a.txt"]);
-    let intruder = ConcurrentPreparation { options: &options, seen: Mutex::default() };
-    prepare(&options, &intruder).unwrap();
-    let seen = intruder.seen.into_inner().unwrap();
+    let concurrent = ConcurrentPreparation { options: &options, seen: Mutex::default() };
+    prepare(&options, &concurrent).unwrap();
+    let seen = concurrent.seen.into_inner().unwrap();
     assert!(!seen.is_empty() && seen.iter().all(|error| matches!(error, DataError::Busy { .. })));
     assert_eq!(test_folder.documents(), ["good text"]);
 }
@@ -386,7 +386,7 @@ fn progress_reaches_the_end_of_each_phase() {
 }
 
 #[test]
-fn a_stored_tokenizer_that_has_changed_is_refused_and_made_again() {
+fn a_stored_tokenizer_that_has_changed_is_refused_and_rewritten() {
     let test_folder = TestFolder::new(&[("a.txt", long_text(30).as_bytes())]);
     let bytes = test_folder.options(&[""]);
     let tokenizer = TokenizerChoice::TrainBpe { vocabulary_size: 280 };

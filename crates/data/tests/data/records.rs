@@ -37,7 +37,7 @@ fn only_answers_count() {
 }
 
 #[test]
-fn documents_without_tokens_are_of_no_source() {
+fn documents_without_tokens_count_for_no_source() {
     let empty = "{\"prompt\": \"\", \"completion\": \"\"}\n{\"prompt\": \"abc\", \"completion\": \"de\"}\n";
     let test_folder = TestFolder::new(&[("a.jsonl", empty.repeat(30).as_bytes()), ("b.txt", &[b'b'; 200])]);
     for validation_fraction in [0.0, 0.2] {
@@ -97,7 +97,7 @@ fn a_mask_is_split_as_its_tokens_are() {
 }
 
 #[test]
-fn compressed_files_are_read_as_what_they_hold() {
+fn compressed_files_are_read_in_the_format_of_their_content() {
     let gzip = |text: &str| {
         let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
         std::io::Write::write_all(&mut encoder, text.as_bytes()).unwrap();

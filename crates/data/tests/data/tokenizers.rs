@@ -99,7 +99,7 @@ fn conversations_have_only_the_special_tokens_of_their_template() {
 }
 
 #[test]
-fn a_conversation_without_an_end_of_its_own_gets_that_of_documents() {
+fn a_conversation_without_an_ending_token_gets_the_end_of_document_token() {
     let record =
         br#"{"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}"#;
     let test_folder = TestFolder::new(&[("chat.jsonl", record)]);
@@ -115,7 +115,7 @@ fn a_conversation_without_an_end_of_its_own_gets_that_of_documents() {
 }
 
 #[test]
-fn another_end_in_the_config_is_another_corpus() {
+fn a_changed_eos_token_in_the_config_makes_the_corpus_outdated() {
     let test_folder = TestFolder::new(&[("text.txt", b"one and two")]);
     let tokenizer = test_folder.path("in/tokenizer.json");
     fs::copy(folder("gpt_oss/tokenizer.json"), &tokenizer).unwrap();

@@ -92,9 +92,9 @@ impl ExpertsConfig {
     pub(crate) fn check(&self, key: &str) -> Result<()> {
         let (experts, choices) = (self.num_experts, self.num_choices);
         check_size(key, experts, experts <= EXPERTS_MAX, format!("at most {EXPERTS_MAX} experts"))?;
-        let of_layers = self.layers.len() * experts;
+        let num_experts_in_layers = self.layers.len() * experts;
         let expected = format!("at most {ALL_EXPERTS_MAX} experts in all layers");
-        check_size(key, experts, of_layers <= ALL_EXPERTS_MAX, expected)?;
+        check_size(key, experts, num_experts_in_layers <= ALL_EXPERTS_MAX, expected)?;
         check_size("num_experts_per_tok", choices, choices <= experts, format!("at most {experts} experts"))?;
         if let Some(ChosenGroups { num_groups, num_chosen }) = self.groups {
             let (max, divides) = (ChosenGroups::NUM_MAX, experts.is_multiple_of(num_groups));

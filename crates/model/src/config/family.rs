@@ -14,7 +14,7 @@ use trireme_tensor::tape::RotaryTable;
 pub struct Family {
     pub(crate) name: &'static str,
     /// Keys that change what a model computes, with their implemented values as JSON. Null counts as the first value.
-    pub(crate) fixed: &'static [(&'static str, &'static [&'static str])],
+    pub(crate) supported_values: &'static [(&'static str, &'static [&'static str])],
     pub(crate) read: fn(&Reader<'_>) -> Result<ModelConfig>,
     pub(crate) write: fn(&ModelConfig) -> Value,
     pub(crate) build: fn(&ModelConfig, Option<&Arc<RotaryTable>>, ParameterTable) -> Model,

@@ -26,7 +26,7 @@ impl Reader<'_> {
     }
 
     /// Returns a non-negative integer.
-    pub(crate) fn whole(&self, key: &'static str, default: usize) -> Result<usize> {
+    pub(crate) fn non_negative(&self, key: &'static str, default: usize) -> Result<usize> {
         let Some(value) = self.get(key) else { return Ok(default) };
         match value.as_u64() {
             Some(number @ 0..=SIZE_MAX) => Ok(number as usize),
@@ -112,12 +112,12 @@ pub(crate) fn check_size(key: &str, found: usize, fits: bool, expected: String) 
 }
 
 /// Returns the text of a value for an error message.
-fn found(value: &Value) -> String {
+fn display_value(value: &Value) -> String {
     if value.is_string() { json_text(value) } else { value.to_string() }
 }
 
 pub(crate) fn wrong(key: &str, value: &Value, expected: &str) -> ModelError {
-    ModelError::WrongValue { key: key.to_owned(), found: found(value), expected: expected.to_owned() }
+    ModelError::WrongValue { key: key.to_owned(), found: display_value(value), expected: expected.to_owned() }
 }
 
 /// Returns the f64 with the same shortest text as `x`: 1e-5 instead of 9.99999974e-6.

@@ -89,7 +89,7 @@ impl Rope {
             Some(RopeScaling::Linear { factor }) => frequency(pair) / factor,
             Some(RopeScaling::Llama3(scaling)) => scaling.apply(frequency(pair)),
             Some(RopeScaling::Yarn(scaling)) => {
-                scaling.apply(frequency(pair), scaling.kept(pair, head_dim, self.theta))
+                scaling.apply(frequency(pair), scaling.unscaled_fraction(pair, head_dim, self.theta))
             }
         };
         (0..head_dim / 2).map(scaled).collect()
@@ -118,7 +118,7 @@ impl YarnScaling {
         (1.0 - kept) * frequency / self.factor + kept * frequency
     }
 
-    fn kept(&self, pair: usize, head_dim: usize, theta: f64) -> f64 {
+    fn unscaled_fraction(&self, pair: usize, head_dim: usize, theta: f64) -> f64 {
         // The pair that makes this many turns in the positions of pretraining.
         let pair_of = |turns: f64| {
             head_dim as f64 * (self.original_positions as f64 / (turns * TAU)).ln() / (2.0 * theta.ln())
@@ -134,21 +134,21 @@ impl YarnScaling {
         1.0 - ((pair as f64 - low) / (high - low)).clamp(0.0, 1.0)
     }
 
-    fn length(&self, mscale: f64) -> f64 {
+    fn attention_scale(&self, mscale: f64) -> f64 {
         if self.factor <= 1.0 { 1.0 } else { 0.1 * mscale * self.factor.ln() + 1.0 }
     }
 
     fn amplitude(&self) -> f64 {
         match (self.attention_factor, self.mscale, self.mscale_all_dim) {
             (Some(factor), ..) => factor,
-            (None, Some(mscale), Some(all)) => self.length(mscale) / self.length(all),
-            _ => self.length(1.0),
+            (None, Some(mscale), Some(all)) => self.attention_scale(mscale) / self.attention_scale(all),
+            _ => self.attention_scale(1.0),
         }
     }
 
     /// Returns the factor by which latent attention multiplies its scores.
     pub(crate) fn latent_score_factor(&self) -> f64 {
-        self.mscale_all_dim.map_or(1.0, |mscale| self.length(mscale).powi(2))
+        self.mscale_all_dim.map_or(1.0, |mscale| self.attention_scale(mscale).powi(2))
     }
 }
 

@@ -21,7 +21,7 @@ impl ModelConfig {
             wrong("model_type", found, &names.join(" or "))
         })?;
         let reader = Reader { map, family: family.name() };
-        family.fixed.iter().try_for_each(|(key, accepted)| reader.require(key, accepted))?;
+        family.supported_values.iter().try_for_each(|(key, accepted)| reader.require(key, accepted))?;
         let config = (family.read)(&reader)?;
         config.check()?;
         Ok(config)
@@ -43,7 +43,7 @@ impl ModelConfig {
     ///
     /// # Errors
     /// If `text` does not describe a model.
-    pub fn to_json_within(&self, text: &str) -> Result<String> {
+    pub fn updated_json(&self, text: &str) -> Result<String> {
         let read = Self::from_json(text)?;
         let (Value::Object(own), Value::Object(before)) = (self.to_json(), read.to_json()) else {
             unreachable!("a model is written as an object");
@@ -94,11 +94,11 @@ mod tests {
     #[test]
     fn unused_keys_are_preserved() {
         let config = ModelConfig::from_json(GPT2).unwrap();
-        assert_eq!(config.to_json_within(GPT2).unwrap(), GPT2);
+        assert_eq!(config.updated_json(GPT2).unwrap(), GPT2);
         let changed = ModelConfig { vocab_size: 97, ..config };
-        let written: Value = serde_json::from_str(&changed.to_json_within(GPT2).unwrap()).unwrap();
+        let written: Value = serde_json::from_str(&changed.updated_json(GPT2).unwrap()).unwrap();
         assert_eq!((&written["vocab_size"], &written["resid_pdrop"]), (&97.into(), &0.1.into()));
-        assert!(changed.to_json_within("{}").is_err());
+        assert!(changed.updated_json("{}").is_err());
     }
 
     #[test]
@@ -106,9 +106,9 @@ mod tests {
         let text = GPT2.replace("null", "null,\"time_step_limit\":[0.0,Infinity]");
         let config = ModelConfig::from_json(&format!("\u{feff}{text}")).unwrap();
         assert_eq!(config, ModelConfig::from_json(GPT2).unwrap());
-        assert_eq!(config.to_json_within(&format!("\u{feff}{text}")).unwrap(), text);
+        assert_eq!(config.updated_json(&format!("\u{feff}{text}")).unwrap(), text);
         let changed = ModelConfig { vocab_size: 97, ..config };
-        let written = changed.to_json_within(&text).unwrap();
+        let written = changed.updated_json(&text).unwrap();
         assert!(written.contains("Infinity\n"), "{written}");
         assert_eq!(ModelConfig::from_json(&written).unwrap(), changed);
         let refused = ModelConfig::from_json(&text.replace("1e-05", "Infinity")).unwrap_err().to_string();
@@ -141,7 +141,7 @@ mod tests {
     #[test]
     fn keys_that_are_not_implemented_are_refused_by_name() {
         for family in FAMILIES {
-            for (key, accepted) in family.fixed {
+            for (key, accepted) in family.supported_values {
                 let config = |value: &str| format!(r#"{{"model_type":"{}","{key}":{value}}}"#, family.name());
                 let refusal = |value: &str| ModelConfig::from_json(&config(value)).unwrap_err().to_string();
                 let refused = refusal("\"other\"");
@@ -192,7 +192,7 @@ mod tests {
     fn a_quantization_config_is_removed() {
         let text = GPT2.replace("null", "null,\"quantization_config\":{\"quant_method\":\"gptq\"}");
         let config = ModelConfig::from_json(&text).unwrap();
-        let written: Value = serde_json::from_str(&config.to_json_within(&text).unwrap()).unwrap();
+        let written: Value = serde_json::from_str(&config.updated_json(&text).unwrap()).unwrap();
         assert_eq!((written.get("quantization_config"), &written["resid_pdrop"]), (None, &0.1.into()));
     }
 

@@ -12,7 +12,7 @@ use trireme_tensor::ChosenGroups;
 
 pub(super) const FAMILY: Family = Family {
     name: "deepseek_v3",
-    fixed: &[
+    supported_values: &[
         ("hidden_act", &[r#""silu""#]),
         ("partial_rotary_factor", &["1"]),
         ("scoring_func", &[r#""sigmoid""#]),
@@ -41,13 +41,13 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     };
     let num_groups = reader.size_or("n_group", 8)?;
     let groups = ChosenGroups { num_groups, num_chosen: reader.size_or("topk_group", 4.min(num_groups))? };
-    let num_dense = reader.whole("first_k_dense_replace", 3)?.min(config.num_layers);
+    let num_dense = reader.non_negative("first_k_dense_replace", 3)?.min(config.num_layers);
     let experts = ExpertsConfig {
         layers: (num_dense..config.num_layers).collect(),
         num_experts: reader.size_or("n_routed_experts", 256)?,
         num_choices: reader.size_or("num_experts_per_tok", 8)?,
         intermediate_size: reader.size_or("moe_intermediate_size", 2048)?,
-        num_shared: reader.whole("n_shared_experts", 1)?,
+        num_shared: reader.non_negative("n_shared_experts", 1)?,
         scores: RouterScores::Sigmoid,
         normalizes: reader.flag("norm_topk_prob", true)?,
         scale: reader.narrow_number("routed_scaling_factor", 2.5)?,

@@ -12,7 +12,7 @@ use trireme_tensor::Activation;
 
 pub(super) const FAMILY: Family = Family {
     name: "gemma2",
-    fixed: &[
+    supported_values: &[
         ("hidden_activation", &[r#""gelu_pytorch_tanh""#]),
         ("attention_bias", &["false"]),
         ("use_bidirectional_attention", &["false"]),

@@ -13,7 +13,7 @@ use trireme_tensor::{Activation, AxisSplit, Initial, Parameter, ParameterTable};
 
 pub(super) const FAMILY: Family = Family {
     name: "gpt2",
-    fixed: &[
+    supported_values: &[
         ("activation_function", &[r#""gelu_new""#, r#""gelu_pytorch_tanh""#, r#""gelu""#]),
         ("reorder_and_upcast_attn", &["false"]),
         ("add_cross_attention", &["false"]),
@@ -94,8 +94,8 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
     let normal = normal(config);
     // Initial weights of layers that add to the residual stream are divided by the square root of the number of these layers (Radford et
     // al. 2019, section 2.3).
-    let num_added = (2.0 * config.num_layers as f32).sqrt();
-    let into_residual = Initial::Normal { standard_deviation: config.initializer_range / num_added };
+    let residual_divisor = (2.0 * config.num_layers as f32).sqrt();
+    let into_residual = Initial::Normal { standard_deviation: config.initializer_range / residual_divisor };
     // A column-parallel layer is split by its outputs, with its bias. The row-parallel layer after it is split by its inputs.
     let column_parallel = |table: &mut ParameterTable, name: String, outputs: usize, cut: AxisSplit| {
         let weight = Parameter::matrix(format!("{name}.weight"), &[hidden, outputs], normal).with_cut(cut);
@@ -147,8 +147,8 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
         };
         let mlp = Mlp {
             norm: norm(&mut table, &format!("{name}.ln_2")),
-            into: column_parallel(&mut table, format!("{name}.mlp.c_fc"), inner, AxisSplit::along(1)),
-            back: into_residual(&mut table, format!("{name}.mlp.c_proj"), inner, 1, activation),
+            up: column_parallel(&mut table, format!("{name}.mlp.c_fc"), inner, AxisSplit::along(1)),
+            down: into_residual(&mut table, format!("{name}.mlp.c_proj"), inner, 1, activation),
         };
         units.push(Arc::new(Block(vec![Box::new(attention), Box::new(mlp)])));
     }

@@ -8,7 +8,7 @@ use trireme_tensor::Activation;
 
 pub(super) const FAMILY: Family = Family {
     name: "llama",
-    fixed: &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])],
+    supported_values: &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])],
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, Style::LLAMA),

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family {
     name: "mistral",
-    fixed: &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])],
+    supported_values: &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])],
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, Style::LLAMA),

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family {
     name: "mixtral",
-    fixed: &[
+    supported_values: &[
         ("hidden_act", &[r#""silu""#]),
         ("partial_rotary_factor", &["1"]),
         ("router_jitter_noise", &["0"]),

@@ -9,7 +9,11 @@ use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen2",
-    fixed: &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"]), ("use_mrope", &["false"])],
+    supported_values: &[
+        ("hidden_act", &[r#""silu""#]),
+        ("partial_rotary_factor", &["1"]),
+        ("use_mrope", &["false"]),
+    ],
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, Style::LLAMA),

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen3",
-    fixed: &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])],
+    supported_values: &[("hidden_act", &[r#""silu""#]), ("partial_rotary_factor", &["1"])],
     read,
     write,
     build: |config, rotary, table| build(config, rotary, table, STYLE),

@@ -114,9 +114,9 @@ impl MixtureOfExperts {
                 let sent = [Argument::from(rows), (&loads).into(), places.into()];
                 let rows = cx.apply(dispatch, sent)?;
                 let inner = self.shared_inner(cx, for_shared)?;
-                let here =
+                let inputs =
                     [rows.into(), Argument::from(&loads), own_starts.into(), parts.into(), places.into()];
-                let rows = cx.apply(own, here)?;
+                let rows = cx.apply(own, inputs)?;
                 let x = self.add_shared(cx, inner, x)?;
                 let returned = [Argument::from(rows), loads.into(), places.into()];
                 Ok([cx.apply(back, returned)?, x])

@@ -93,16 +93,16 @@ impl Projection {
 pub(crate) struct Mlp {
     pub(crate) norm: Arc<Norm>,
     /// Projects to the feed-forward width.
-    pub(crate) into: Arc<Linear>,
+    pub(crate) up: Arc<Linear>,
     /// Applies the activation and projects back.
-    pub(crate) back: Projection,
+    pub(crate) down: Projection,
 }
 
 impl Sublayer for Mlp {
     fn apply(&self, cx: &mut UnitContext<'_>, x: Var) -> Result<Var, DeviceError> {
         let normed = cx.apply(&self.norm, [&x])?;
-        let inner = cx.apply(&self.into, [normed])?;
-        self.back.add_to(cx, x, inner)
+        let inner = cx.apply(&self.up, [normed])?;
+        self.down.add_to(cx, x, inner)
     }
 }
 

@@ -8,9 +8,9 @@ use trireme_tensor::StepScale;
 use trireme_tensor::updates::{RmsStep, Update};
 
 #[derive(Debug)]
-pub(super) struct Rms(pub(super) OptimizerSettings);
+pub(super) struct UnfactoredAdafactor(pub(super) OptimizerSettings);
 
-impl Rule for Rms {
+impl Rule for UnfactoredAdafactor {
     fn states(&self) -> &'static [StateSpec] {
         const { &[StateSpec::second_moment("exp_avg_sq")] }
     }

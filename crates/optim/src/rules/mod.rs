@@ -18,7 +18,7 @@ mod sign;
 
 use crate::muon;
 use crate::settings::OptimizerSettings;
-use adafactor::Rms;
+use adafactor::UnfactoredAdafactor;
 use adam::{Adam, AdamW, VarianceSchedule};
 use lamb::Lamb;
 use lars::Lars;
@@ -84,7 +84,7 @@ impl OptimizerName {
             OptimizerName::Adam => Box::new(Adam(settings)),
             OptimizerName::Sgd => Box::new(Sgd(settings)),
             OptimizerName::Lion => Box::new(Lion(settings)),
-            OptimizerName::Adafactor => Box::new(Rms(settings)),
+            OptimizerName::Adafactor => Box::new(UnfactoredAdafactor(settings)),
             OptimizerName::Lamb => Box::new(Lamb(settings)),
             OptimizerName::Lars => Box::new(Lars(settings)),
             OptimizerName::Muon => {

@@ -5,7 +5,7 @@ use trireme_optim::{Optimizer, OptimizerOptions, StepSettings, Unsharded};
 use trireme_tensor::{ParameterClass, View, ViewMut};
 
 #[test]
-fn they_move_against_the_sign_of_their_gradient() {
+fn balance_biases_move_against_the_sign_of_their_gradient() {
     let (table, device, unit, rate) = (table(5), device(1), 1, 0.125);
     let bias = table.parameters().iter().find(|info| info.class == ParameterClass::Balance).unwrap();
     let shape = [table.units()[unit].num_elements].into();

@@ -35,8 +35,8 @@ fn momentum_may_be_summed_instead_of_gradients() {
             let (parameters, grads) =
                 (ViewMut::from_f32s(&mut expected, shape), View::from_f32s(&sum, shape));
             oracle.step_unit(&device, unit, parameters, grads, settings, &mut Unsharded).unwrap();
-            exchanges.push(oracle.exchange(unit, number));
-            let momentum = match oracle.exchange(unit, number) {
+            exchanges.push(oracle.reduced_quantity(unit, number));
+            let momentum = match oracle.reduced_quantity(unit, number) {
                 ReducedQuantity::Gradients => sum,
                 ReducedQuantity::Momentum => {
                     let mut momenta = own;
@@ -54,7 +54,7 @@ fn momentum_may_be_summed_instead_of_gradients() {
             };
             for (rank, found) in ranks.iter_mut().zip(&mut found) {
                 let (parameters, sum) = (ViewMut::from_f32s(found, shape), View::from_f32s(&momentum, shape));
-                match rank.exchange(unit, number) {
+                match rank.reduced_quantity(unit, number) {
                     ReducedQuantity::Gradients => {
                         rank.step_unit(&device, unit, parameters, sum, settings, &mut Unsharded).unwrap();
                     }
@@ -92,7 +92,7 @@ fn frozen_parameters_have_no_part_in_the_exchange_of_momentum() {
     };
     let all = frozen("wte.*");
     assert_eq!(
-        [0, 1, 2].map(|unit| all.exchange(unit, 3)),
+        [0, 1, 2].map(|unit| all.reduced_quantity(unit, 3)),
         [ReducedQuantity::Gradients, ReducedQuantity::Momentum, ReducedQuantity::Momentum]
     );
     let mut part = frozen("in.*");

@@ -261,7 +261,7 @@ fn a_state_that_begins_late_counts_its_own_updates() {
                 let grads = grads(&table, number, 1.0);
                 step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut Unsharded);
             }
-            (weights, optimizer.exchange(1, start + 4))
+            (weights, optimizer.reduced_quantity(1, start + 4))
         };
         assert!(train(START) == train(0), "{kind:?}");
     }

@@ -150,14 +150,14 @@ impl DtypeExchanges {
         self.pool().dtype()
     }
 
-    fn place(&self) -> AxisRank {
+    fn axis_rank(&self) -> AxisRank {
         let group = self.pool().group();
         AxisRank::new(group.rank().0, group.world_size())
     }
 
     /// Starts an exchange of `own`, a buffer of the group.
     fn issue(&self, kind: ExchangeKind, own: Buffer<Untyped>) -> Result<PendingExchange> {
-        let (group, AxisRank { rank, degree }) = (self.pool().group(), self.place());
+        let (group, AxisRank { rank, degree }) = (self.pool().group(), self.axis_rank());
         let len = own.len();
         let mut sent = None;
         let vector = match kind {
@@ -177,7 +177,7 @@ impl DtypeExchanges {
     /// Returns the index within the exchanged vector of the first element that this rank keeps, for a result of this shape.
     fn first(&self, kind: ExchangeKind, result: Shape) -> usize {
         match kind {
-            ExchangeKind::ReduceScatter => self.place().rank * result.num_elements(),
+            ExchangeKind::ReduceScatter => self.axis_rank().rank * result.num_elements(),
             _ => 0,
         }
     }
@@ -203,7 +203,7 @@ impl DtypeExchanges {
 
 impl AxisOps for GroupAxis {
     fn place(&self) -> AxisRank {
-        self.by_dtype[0].place()
+        self.by_dtype[0].axis_rank()
     }
 
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>> {
@@ -231,19 +231,19 @@ impl AxisOps for GroupAxis {
     }
 
     fn start(&self, device: &Device, kind: ExchangeKind, values: View<'_>) -> Result<PendingExchange> {
-        let lane = self.exchanges_of(values.dtype());
-        let (AxisRank { rank, degree }, own_len) = (lane.place(), values.shape().num_elements());
+        let exchanges = self.exchanges_of(values.dtype());
+        let (AxisRank { rank, degree }, own_len) = (exchanges.axis_rank(), values.shape().num_elements());
         let (len, start) = match kind {
             ExchangeKind::AllGather => (own_len * degree, rank * own_len),
             _ => (own_len, 0),
         };
-        lane.issue(kind, lane.pool().send(device, values, start, len)?)
+        exchanges.issue(kind, exchanges.pool().send(device, values, start, len)?)
     }
 
     fn finish(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()> {
-        let lane = self.exchanges_of(result.dtype());
-        let (vector, len, kind) = lane.take(device, exchange, &mut self.waiting())?;
-        lane.pool().receive(device, vector, len, lane.first(kind, result.shape()), result);
+        let exchanges = self.exchanges_of(result.dtype());
+        let (vector, len, kind) = exchanges.take(device, exchange, &mut self.waiting())?;
+        exchanges.pool().receive(device, vector, len, exchanges.first(kind, result.shape()), result);
         Ok(())
     }
 
@@ -257,14 +257,14 @@ impl AxisOps for GroupAxis {
     }
 
     fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
-        let lane = self.exchanges_of(term.dtype());
+        let exchanges = self.exchanges_of(term.dtype());
         // Only memory of this pool is exchanged in place. Other lent memory, such as files for activations that exceed the budget, is
         // copied.
-        if !term.lent_memory().is_some_and(|memory| lane.memory.has_lent(memory)) {
+        if !term.lent_memory().is_some_and(|memory| exchanges.memory.has_lent(memory)) {
             return self.start(device, kind, term.view());
         }
         let memory = term.into_lent().expect("it was seen to be lent");
-        lane.issue(kind, lane.memory.reclaim(memory))
+        exchanges.issue(kind, exchanges.memory.reclaim(memory))
     }
 
     fn finish_temporary(
@@ -279,10 +279,10 @@ impl AxisOps for GroupAxis {
             self.finish(device, exchange, result.view_mut())?;
             return Ok(result);
         }
-        let lane = self.exchanges_of(dtype);
-        let (vector, _, kind) = lane.take(device, exchange, &mut self.waiting())?;
-        let start = lane.first(kind, shape);
-        Ok(lane.memory.lend(vector.wait(), start..start + shape.num_elements(), shape))
+        let exchanges = self.exchanges_of(dtype);
+        let (vector, _, kind) = exchanges.take(device, exchange, &mut self.waiting())?;
+        let start = exchanges.first(kind, shape);
+        Ok(exchanges.memory.lend(vector.wait(), start..start + shape.num_elements(), shape))
     }
 }
 

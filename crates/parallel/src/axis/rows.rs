@@ -66,19 +66,19 @@ impl DtypeExchanges {
         runs: ExchangedRuns,
         values: View<'_>,
     ) -> Result<PendingExchange> {
-        let (group, degree) = (self.pool().group(), self.place().degree);
+        let (group, degree) = (self.pool().group(), self.axis_rank().degree);
         let hosts = group.hosts();
         let has_many = hosts.ranks_per_host().is_some_and(|num_ranks| num_ranks >= HIERARCHICAL_RANKS_MIN);
         let is_short = runs.even_len * self.dtype().size() < HIERARCHICAL_BYTES_MAX;
-        let goes_by_hosts = hosts.num_hosts() > 1 && has_many && is_short;
+        let is_hierarchical = hosts.num_hosts() > 1 && has_many && is_short;
         let room = runs.len_max.next_power_of_two().clamp(256, piece_len(self.dtype()));
         let room = self.row_buffer_len.fetch_max(room, Ordering::Relaxed).max(room);
         let [even, most] = [runs.even_len, runs.len_max].map(|len| len.div_ceil(piece_len(self.dtype())));
-        let rounds_under_way = (even + 1).min(most).min(MESSAGES_MAX / (degree - 1)).max(1);
-        let (buffer_len, num_buffers) = if goes_by_hosts {
-            ((degree - 1) * room, 2 * rounds_under_way)
+        let rounds_in_flight = (even + 1).min(most).min(MESSAGES_MAX / (degree - 1)).max(1);
+        let (buffer_len, num_buffers) = if is_hierarchical {
+            ((degree - 1) * room, 2 * rounds_in_flight)
         } else {
-            (room, 2 * (degree - 1) * rounds_under_way)
+            (room, 2 * (degree - 1) * rounds_in_flight)
         };
         let mut free = Vec::with_capacity(num_buffers);
         for _ in 0..num_buffers {
@@ -88,14 +88,14 @@ impl DtypeExchanges {
         let mut started = RowExchange {
             runs,
             buffer_len,
-            is_hierarchical: goes_by_hosts,
+            is_hierarchical: is_hierarchical,
             free,
-            rounds_in_flight: rounds_under_way,
+            rounds_in_flight: rounds_in_flight,
             num_rounds,
             next_round: 0,
             in_flight: VecDeque::with_capacity(num_buffers),
         };
-        while started.next_round < started.num_rounds.min(rounds_under_way) {
+        while started.next_round < started.num_rounds.min(rounds_in_flight) {
             self.start_round(device, &mut started, values);
         }
         Ok(PendingExchange(lock(&self.rows).insert(started)))
@@ -146,7 +146,7 @@ impl DtypeExchanges {
         values: View<'_>,
         mut result: ViewMut<'_>,
     ) {
-        let own = self.place().rank;
+        let own = self.axis_rank().rank;
         let mut next = 0;
         for run in &runs.received[own] {
             let range = next..next + run.len();
@@ -170,7 +170,7 @@ impl DtypeExchanges {
     /// Starts a round: sends a piece to every other rank that still gets rows, and receives the pieces of other ranks. In each iteration of
     /// the loop, every rank sends to a different rank.
     fn start_messages(&self, device: &Device, started: &mut RowExchange, values: View<'_>) {
-        let AxisRank { rank, degree } = self.place();
+        let AxisRank { rank, degree } = self.axis_rank();
         let (round, len) = (started.next_round, started.buffer_len);
         let group = self.pool().group();
         for distance in 1..degree {
@@ -194,7 +194,7 @@ impl DtypeExchanges {
 
     /// Starts a round in one hierarchical exchange: sends the pieces for all other ranks, and receives their pieces.
     fn start_hierarchical_round(&self, device: &Device, started: &mut RowExchange, values: View<'_>) {
-        let AxisRank { rank, degree } = self.place();
+        let AxisRank { rank, degree } = self.axis_rank();
         let round = started.next_round;
         let lens: Arc<[usize]> =
             started.runs.lens.iter().map(|&len| piece(self.dtype(), len, round).len()).collect();
@@ -220,18 +220,18 @@ impl DtypeExchanges {
         mut result: ViewMut<'_>,
         waiting: &mut WaitTracker,
     ) -> Result<()> {
-        let (AxisRank { rank, degree }, len) = (self.place(), started.buffer_len);
+        let (AxisRank { rank, degree }, len) = (self.axis_rank(), started.buffer_len);
         while started.in_flight.front().is_some_and(|(round, _)| *round < end) {
             let (round, transfer) = started.in_flight.pop_front().expect("there is one");
             match transfer {
                 Transfer::Send(work) => {
                     let buffer = waiting.wait_on_device(work, self.dtype(), len, device)?;
-                    started.give(device, buffer);
+                    started.return_buffer(device, buffer);
                 }
                 Transfer::Receive { work, from, part } => {
                     let mut buffer = waiting.wait_on_device(work, self.dtype(), len, device)?;
                     started.copy_out(device, &mut buffer, 0, from, part, result.reborrow());
-                    started.give(device, buffer);
+                    started.return_buffer(device, buffer);
                 }
                 Transfer::Hierarchical(work) => {
                     let (input, output) = waiting.wait(work)?;
@@ -242,7 +242,9 @@ impl DtypeExchanges {
                         started.copy_out(device, &mut output, at, from, part, result.reborrow());
                         at += num_received;
                     }
-                    [input.into_memory(), output].into_iter().for_each(|buffer| started.give(device, buffer));
+                    [input.into_memory(), output]
+                        .into_iter()
+                        .for_each(|buffer| started.return_buffer(device, buffer));
                 }
             }
         }
@@ -256,7 +258,7 @@ impl RowExchange {
     }
 
     /// Returns a buffer to `free`. Issued kernels may still read it.
-    fn give(&mut self, device: &Device, buffer: Pending<Buffer<Untyped>>) {
+    fn return_buffer(&mut self, device: &Device, buffer: Pending<Buffer<Untyped>>) {
         device.wait_for(&buffer.event());
         self.free.push(buffer);
     }

@@ -30,7 +30,7 @@ impl Executor {
 
     /// The host of the device. Its memory stores state that resides off the device, and state on disk passes through it.
     pub fn host(&self) -> &Device {
-        &self.moves.options.host
+        &self.offload.options.host
     }
 
     /// Peak bytes of host memory: for state off the device, and for exchanges if kernels cannot access host memory.
@@ -64,19 +64,19 @@ impl Executor {
 
     /// The metrics that units reported in a step of the last program: names, and means over all ranks.
     pub fn metrics(&self, step: usize) -> impl Iterator<Item = (&'static str, f64)> {
-        self.means.metrics(step)
+        self.reports.metrics(step)
     }
 
     /// Bits with which this rank requests actions from all ranks at the end of a step. The caller defines their meaning. They are sent with
     /// the losses of a step, in 8 bytes per rank, so all ranks see them after the same step. A bit that is set after the rank has computed
     /// its last loss is sent in the next step.
     pub fn requests(&self) -> Arc<AtomicU32> {
-        Arc::clone(&self.means.requests)
+        Arc::clone(&self.reports.requests)
     }
 
     /// The bits that any rank had set in [`requests`](Executor::requests) in the last program; the same on all ranks.
     pub fn requested(&self) -> u32 {
-        self.means.requested
+        self.reports.requested
     }
 
     /// The placements of parameters and optimizer state on the ranks that update them.

@@ -10,7 +10,7 @@ use trireme_base::ReduceOp;
 use trireme_optim::StepSettings;
 
 fn not_finite(step: u64, what: NonFinite, value: f64) -> ParallelError {
-    ParallelError::NotFinite { step, what, value, is_ahead: true }
+    ParallelError::NotFinite { step, what, value, is_asynchronous: true }
 }
 
 impl Executor {
@@ -81,7 +81,7 @@ impl Executor {
         self.messages.finish_until(0, &mut self.waiting)?;
         self.await_outcomes()?;
         let mut waiting = std::mem::take(&mut self.waiting);
-        let Executor { updates, means, ranks, optimization, .. } = self;
+        let Executor { updates, reports: means, ranks, optimization, .. } = self;
         let updates = updates.as_mut().expect("the program does not drain");
         updates.settings = None;
         updates.units.iter_mut().for_each(|unit| unit.newest = 0);

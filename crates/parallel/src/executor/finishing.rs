@@ -64,7 +64,7 @@ impl Executor {
         // The following operations belong to no line of a program.
         self.ranks.forget_line();
         let mut waiting = WaitTracker::default();
-        self.means.wait(&mut waiting)?;
+        self.reports.wait(&mut waiting)?;
         for _ in plans {
             self.optimization.loss_scaler.skip();
             outcomes.push(StepOutcome {
@@ -81,7 +81,7 @@ impl Executor {
 
     /// Returns the factor that turns the sum of gradients over all microbatches of all ranks into the mean.
     pub(super) fn grad_scale(&self) -> f64 {
-        1.0 / (self.gradient_unit() * self.ranks.data().world_size() as f64)
+        1.0 / (self.gradient_divisor() * self.ranks.data().world_size() as f64)
     }
 
     /// Returns the settings of an update by gradients of this scale. `norm` is the gradient norm, and must be known if the plan clips.
@@ -102,7 +102,7 @@ impl Executor {
         }
         let mut statistics = self.gradients.compression_statistics();
         if !self.optimization.optimizer.exchanges_momentum() {
-            statistics.error_norm /= self.gradient_unit() as f32;
+            statistics.error_norm /= self.gradient_divisor() as f32;
         }
         Some(statistics)
     }
@@ -110,7 +110,7 @@ impl Executor {
     /// Returns the divisor that turns a rank's sum of gradients into its mean gradient. The gradient of a microbatch is the mean over its
     /// rows, times the loss scale. Normalized gradients no longer depend on the number of microbatches or the loss scale, so their divisor
     /// is 1.
-    pub(super) fn gradient_unit(&self) -> f64 {
+    pub(super) fn gradient_divisor(&self) -> f64 {
         if self.options.compression.normalize().is_some() {
             return 1.0;
         }
@@ -132,8 +132,8 @@ impl Executor {
             // Offloaded gradients were squared before they were evicted.
             if !self.program.header.holds(unit) {
                 self.optimization.squares.skip(unit);
-            } else if !self.moves.offloaded.moves(StateClass::Gradients) {
-                self.square(unit)?;
+            } else if !self.offload.offloaded.moves(StateClass::Gradients) {
+                self.sum_unit_squares(unit)?;
             }
         }
         let ranks = &self.ranks;
@@ -168,7 +168,7 @@ impl Executor {
     }
 
     /// Computes the sum of squares of this rank's part of a unit's gradient.
-    pub(super) fn square(&mut self, unit: usize) -> Result<()> {
+    pub(super) fn sum_unit_squares(&mut self, unit: usize) -> Result<()> {
         let device = self.gradients.reduced_device(unit);
         let grads = Values::in_f32(device, self.gradients.reduced(unit), Category::Communication)?;
         self.optimization.squares.take(unit, grads.view(), self.gradients.part(unit), device)
@@ -180,7 +180,7 @@ impl Executor {
         self.messages.finish_until(0, &mut self.waiting)?;
         self.await_outcomes()?;
         let mut waiting = std::mem::take(&mut self.waiting);
-        let loss = self.means.wait(&mut waiting)?[0];
+        let loss = self.reports.wait(&mut waiting)?[0];
         if let Some(fp8) = &mut self.passes.fp8 {
             fp8.advance(&self.device, self.ranks.world(), &mut waiting)?;
         }
@@ -193,7 +193,7 @@ impl Executor {
     /// If there is no loss scaling, or if the scale cannot decrease further.
     fn back_off(&mut self, step: u64, what: NonFinite, value: f64) -> Result<()> {
         if self.optimization.loss_scaler.scaling() == LossScaling::Off {
-            return Err(ParallelError::NotFinite { step, what, value, is_ahead: false });
+            return Err(ParallelError::NotFinite { step, what, value, is_asynchronous: false });
         }
         let loss_scale = self.optimization.loss_scaler.scale();
         if self.optimization.loss_scaler.back_off().is_none() {

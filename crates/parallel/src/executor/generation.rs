@@ -49,7 +49,7 @@ impl Executor {
 pub struct Generation<'a> {
     executor: &'a mut Executor,
     /// The KV cache; `None` after a failure.
-    past: Option<KvCache>,
+    kv_cache: Option<KvCache>,
 }
 
 impl<'a> Generation<'a> {
@@ -60,7 +60,7 @@ impl<'a> Generation<'a> {
     pub fn new(executor: &'a mut Executor, capacity: usize) -> Self {
         assert!(executor.program.header.stages.is_empty(), "one rank runs all units");
         let past = Some(KvCache::new(&executor.device, capacity));
-        Generation { executor, past }
+        Generation { executor, kv_cache: past }
     }
 
     /// Appends `tokens` to the sequence, and returns the logits for the next token. Collective if parameters are sharded: all ranks must
@@ -72,7 +72,7 @@ impl<'a> Generation<'a> {
     /// # Panics
     /// If `tokens` is empty or exceeds the capacity, or after an error.
     pub fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
-        let past = self.past.take().expect("a failure ends a sequence");
+        let past = self.kv_cache.take().expect("a failure ends a sequence");
         let device = &self.executor.device;
         let mut ids = device.empty([1, tokens.len()].into(), DType::U32, Category::Activations)?;
         device.upload(tokens, ids.view_mut());
@@ -80,7 +80,7 @@ impl<'a> Generation<'a> {
         let (purpose, made) = self.executor.run_forward(Purpose::Generation(past), Some(batch))?;
         let Purpose::Generation(mut past) = purpose else { unreachable!("a generation stays one") };
         past.advance(tokens.len());
-        self.past = Some(past);
+        self.kv_cache = Some(past);
         let logits = made.expect("the last unit is here");
         Ok(self.executor.device.read(logits.get(LOGITS).expect("the model makes logits").view()))
     }

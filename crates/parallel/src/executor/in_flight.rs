@@ -83,7 +83,7 @@ impl InFlight {
         }
         self.batches[microbatch] = batch;
         // The first unit reads only the batch.
-        *self.passing(MessageKind::Activation, microbatch) = header.holds(0).then(Bundle::new);
+        *self.between_units_slot(MessageKind::Activation, microbatch) = header.holds(0).then(Bundle::new);
     }
 
     /// Records that a unit has read the batch for the last time, and frees tensors without further readers.
@@ -105,19 +105,23 @@ impl InFlight {
         Message { kind, unit, .. }: Message,
         profile: &'a ModelProfile,
     ) -> impl Iterator<Item = TensorSpec> + use<'a> {
-        let (num_samples, rehearsed) = (self.num_samples, profile.num_samples());
+        let (num_samples, profile_samples) = (self.num_samples, profile.num_samples());
         let are_grads = kind == MessageKind::Gradient;
         let outputs = &profile.units[unit - usize::from(are_grads)].outputs;
-        let specs = outputs.iter().map(move |spec| spec.with_samples(num_samples, rehearsed));
+        let specs = outputs.iter().map(move |spec| spec.with_samples(num_samples, profile_samples));
         specs.filter(move |spec| !are_grads || spec.has_grad())
     }
 
     /// Takes the tensors that pass between units: activations of the previous unit, or gradients from the next one.
     pub(super) fn take(&mut self, kind: MessageKind, microbatch: usize) -> Bundle<Tensor> {
-        self.passing(kind, microbatch).take().expect("the unit before has run")
+        self.between_units_slot(kind, microbatch).take().expect("the unit before has run")
     }
 
-    pub(super) fn passing(&mut self, kind: MessageKind, microbatch: usize) -> &mut Option<Bundle<Tensor>> {
+    pub(super) fn between_units_slot(
+        &mut self,
+        kind: MessageKind,
+        microbatch: usize,
+    ) -> &mut Option<Bundle<Tensor>> {
         &mut self.between_units[kind as usize][microbatch]
     }
 

@@ -79,8 +79,8 @@ impl Executor {
         let is_root = self.group().rank() == Rank::ROOT;
         let table = Arc::clone(self.model.table());
         let is_whole = table.model_place() == ModelRank::ALONE;
-        let whole = if is_whole { Arc::clone(&table) } else { Arc::new(table.full()) };
-        let zeros = || Parameters::zeros(&whole, &self.device.host()?, Category::Parameters);
+        let full_table = if is_whole { Arc::clone(&table) } else { Arc::new(table.full()) };
+        let zeros = || Parameters::zeros(&full_table, &self.device.host()?, Category::Parameters);
         let all = is_root.then(zeros).transpose();
         let outcomes = self.group().all_gather_bytes(&[u8::from(all.is_err())]).wait()?;
         let mut all = all?;
@@ -110,7 +110,7 @@ impl Executor {
                 parts = gather_from(experts, parts)?;
             }
             if let Some(all) = &mut all {
-                all.set(unit, &assemble_unit(&table, &whole, unit, &parts));
+                all.set(unit, &assemble_unit(&table, &full_table, unit, &parts));
             }
         }
         Ok(all)
@@ -146,7 +146,7 @@ impl Executor {
             Ok::<_, ParallelError>(())
         })?;
         let header = &self.program.header;
-        self.compare(self.ranks.state.shared.same_update_group(header), of_all)?;
+        self.compare(self.ranks.state.dense.same_update_group(header), of_all)?;
         self.compare(self.ranks.state.of_experts().same_update_group(header), with_experts)?;
         self.ranks.experts().map_or(Ok(()), |experts| self.compare(experts, beside_experts))?;
         of_holders
@@ -195,13 +195,18 @@ fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>> {
 
 /// Assembles the full flat buffer of a unit, in the layout of the table `whole`. `parts` are the flat buffers of the unit on all tensor
 /// ranks; for a unit with experts, on the tensor ranks of each expert rank in turn.
-fn assemble_unit(table: &ParameterTable, whole: &ParameterTable, unit: usize, parts: &[f32]) -> Vec<f32> {
+fn assemble_unit(
+    table: &ParameterTable,
+    full_table: &ParameterTable,
+    unit: usize,
+    parts: &[f32],
+) -> Vec<f32> {
     let degree = table.place().degree;
     let has_experts = table.units()[unit].has_experts();
     let len = parts.len() / degree / if has_experts { table.expert_place().degree } else { 1 };
-    let mut values = vec![0.0; whole.units()[unit].num_elements];
+    let mut values = vec![0.0; full_table.units()[unit].num_elements];
     for index in table.units()[unit].parameters.clone() {
-        let (info, offset) = (&table.parameters()[index], whole.parameters()[index].offset);
+        let (info, offset) = (&table.parameters()[index], full_table.parameters()[index].offset);
         let first = table.owner(info).unwrap_or(0) * degree;
         let info = &ParameterInfo { offset: table.counterpart(info).offset, ..info.clone() };
         let num_elements = table.counterpart(info).shape.num_elements();

@@ -69,10 +69,10 @@ pub struct Executor {
     parameters: RankParameters,
     gradients: Gradients,
     optimization: Optimization,
-    moves: OffloadState,
+    offload: OffloadState,
     passes: Passes,
     messages: PendingMessages,
-    means: StepReports,
+    reports: StepReports,
     /// `Some` for a pipeline that does not drain between updates.
     updates: Option<AsynchronousUpdates>,
     waiting: WaitTracker,
@@ -89,7 +89,7 @@ struct Optimization {
     device: Device,
     exchanges: DenseAndExpert<ShardExchange>,
     /// Parameters for which this rank computes only a partial gradient.
-    grad_terms: ReplicatedParameters,
+    partial_gradients: ReplicatedParameters,
     loss_scaler: LossScaler,
     squares: SquaredNorms,
     hashes: HashRecorder,
@@ -252,7 +252,7 @@ impl Executor {
             Action::UnshardGrad { unit } => self.gradients.gather(unit)?,
             Action::Send(message) => self.send_message(message)?,
             Action::Receive(message) => self.receive_message(message)?,
-            Action::Fetch(state) => self.moves.offloaded.fetch(state)?,
+            Action::Fetch(state) => self.offload.offloaded.fetch(state)?,
             Action::Evict(state) => self.evict(state)?,
             Action::Stash { unit } => {
                 let updates = self.updates.as_mut().expect("a valid program does not drain");

@@ -7,7 +7,7 @@ use crate::offload::{Movable, OffloadOptions, Offloaded, VisitMemory, try_each};
 use trireme_schedule::{Action, Keep, Program, StateClass, StateKey};
 use trireme_tensor::Device;
 
-fn of_unit(class: StateClass, unit: usize) -> StateKey {
+fn unit_state_key(class: StateClass, unit: usize) -> StateKey {
     StateKey { class, unit, microbatch: 0 }
 }
 
@@ -28,10 +28,10 @@ impl Executor {
     pub(super) fn declare_offload_sizes(&mut self) {
         for unit in self.program.header.held().collect::<Vec<_>>() {
             for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
-                if self.moves.offloaded.moves(class) {
+                if self.offload.offloaded.moves(class) {
                     let mut num_bytes = 0;
-                    self.with_memory(of_unit(class, unit), &mut |part| num_bytes += part.num_bytes());
-                    self.moves.offloaded.declare_size(of_unit(class, unit), num_bytes);
+                    self.with_memory(unit_state_key(class, unit), &mut |part| num_bytes += part.num_bytes());
+                    self.offload.offloaded.declare_size(unit_state_key(class, unit), num_bytes);
                 }
             }
         }
@@ -52,7 +52,7 @@ impl Executor {
                     let is_uneven = units[unit].has_experts() && !self.profile.units[unit].has_capacity();
                     let experts = self.ranks.experts().filter(|_| is_uneven);
                     let num_ranks = experts.map_or(1, |group| group.world_size());
-                    self.moves.offloaded.declare_size(state, num_bytes * num_ranks);
+                    self.offload.offloaded.declare_size(state, num_bytes * num_ranks);
                 }
                 _ => (),
             }
@@ -87,20 +87,20 @@ impl Executor {
         let has_changed = match state.class {
             StateClass::Optimizer => {
                 // If the master weights belong to the class, they are evicted with it.
-                self.moves.changed[state.unit] &= self.class_of_weights() != StateClass::Optimizer;
+                self.offload.changed[state.unit] &= self.class_of_weights() != StateClass::Optimizer;
                 true
             }
             StateClass::Activations => true,
-            StateClass::Parameters => std::mem::take(&mut self.moves.changed[state.unit]),
+            StateClass::Parameters => std::mem::take(&mut self.offload.changed[state.unit]),
             StateClass::Gradients => {
                 // The first eviction of a step comes after the reduction, the second one after the update, which no longer needs the
                 // gradient.
-                let is_new = !self.moves.is_squared[state.unit];
+                let is_new = !self.offload.is_squared[state.unit];
                 if is_new {
                     self.gradients.finish(state.unit)?;
-                    self.square(state.unit)?;
+                    self.sum_unit_squares(state.unit)?;
                 }
-                self.moves.is_squared[state.unit] = is_new;
+                self.offload.is_squared[state.unit] = is_new;
                 is_new
             }
         };
@@ -118,17 +118,17 @@ impl Executor {
     fn with_offloaded(
         &mut self,
         state: StateKey,
-        go: impl FnOnce(&mut Offloaded, VisitMemory<'_>) -> Result<()>,
+        operation: impl FnOnce(&mut Offloaded, VisitMemory<'_>) -> Result<()>,
     ) -> Result<()> {
-        let mut offloaded = std::mem::take(&mut self.moves.offloaded);
-        let gone = go(&mut offloaded, &mut |visit| self.with_memory(state, visit));
-        self.moves.offloaded = offloaded;
-        gone
+        let mut offloaded = std::mem::take(&mut self.offload.offloaded);
+        let result = operation(&mut offloaded, &mut |visit| self.with_memory(state, visit));
+        self.offload.offloaded = offloaded;
+        result
     }
 
     pub(super) fn await_state(&mut self, action: Action) -> Result<()> {
         for &class in action.uses() {
-            if self.moves.offloaded.moves(class) {
+            if self.offload.offloaded.moves(class) {
                 self.restore(action.state(class))?;
             }
         }
@@ -159,18 +159,18 @@ impl Executor {
     pub fn fetch_state(&mut self, class: StateClass, unit: usize) -> Result<()> {
         // A gather after the last update may still be in flight.
         self.outside_step(|executor| executor.parameters.await_gathered_unit(unit, &mut executor.waiting))?;
-        self.restore(of_unit(class, unit))
+        self.restore(unit_state_key(class, unit))
     }
 
     /// Moves a unit's state back to where it resides. `has_changed` says whether the caller has written to it.
     pub fn evict_state(&mut self, class: StateClass, unit: usize, has_changed: bool) -> Result<()> {
-        if !self.moves.offloaded.moves(class) {
+        if !self.offload.offloaded.moves(class) {
             return Ok(());
         }
-        let has_changed = has_changed || class == self.class_of_weights() && self.moves.changed[unit];
-        self.evict_as(of_unit(class, unit), has_changed)?;
+        let has_changed = has_changed || class == self.class_of_weights() && self.offload.changed[unit];
+        self.evict_as(unit_state_key(class, unit), has_changed)?;
         if has_changed && class == self.class_of_weights() {
-            self.moves.changed[unit] = false;
+            self.offload.changed[unit] = false;
         }
         Ok(())
     }
@@ -178,39 +178,39 @@ impl Executor {
     /// Initializes all state that resides on a disk with zeros, one unit at a time.
     pub(super) fn write_initial_zeros(&mut self) -> Result<()> {
         for class in [StateClass::Optimizer, StateClass::Parameters] {
-            if !self.moves.offloaded.moves(class) {
+            if !self.offload.offloaded.moves(class) {
                 continue;
             }
             for unit in self.program.header.held().collect::<Vec<_>>() {
                 self.release(class, unit);
                 self.reallocate(class, unit)?;
                 let state = &self.program.header.state;
-                let device = self.moves.options.device_of(state, class, &self.device).clone();
-                self.with_memory(of_unit(class, unit), &mut |part| device.zero(part.view_mut()));
+                let device = self.offload.options.device_of(state, class, &self.device).clone();
+                self.with_memory(unit_state_key(class, unit), &mut |part| device.zero(part.view_mut()));
                 self.evict_state(class, unit, true)?;
             }
         }
-        self.moves.options.host.trim();
+        self.offload.options.host.trim();
         Ok(())
     }
 
     /// Frees the memory of a unit's state. Its contents are lost.
     pub(super) fn release(&mut self, class: StateClass, unit: usize) {
-        self.with_memory(of_unit(class, unit), &mut |part| part.release());
+        self.with_memory(unit_state_key(class, unit), &mut |part| part.release());
     }
 
     /// Allocates the memory of a unit's state again, with unspecified contents.
     pub(super) fn reallocate(&mut self, class: StateClass, unit: usize) -> Result<()> {
-        try_each(&mut |visit| self.with_memory(of_unit(class, unit), visit), |part| part.restore())
+        try_each(&mut |visit| self.with_memory(unit_state_key(class, unit), visit), |part| part.restore())
     }
 
     /// Describes the access to disks for users: one line for each file.
     pub fn describe_disks(&self) -> Vec<String> {
-        self.moves.offloaded.describe()
+        self.offload.offloaded.describe()
     }
 
     /// Bytes read from and written to disks since the executor was created.
     pub fn disk_bytes(&self) -> [u64; 2] {
-        self.moves.offloaded.disk_bytes()
+        self.offload.offloaded.disk_bytes()
     }
 }

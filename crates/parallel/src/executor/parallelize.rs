@@ -112,7 +112,7 @@ impl Executor {
         let mut executor = Executor {
             forward_program: forward_program(header)?,
             timeline: Timeline::new(program.actions.len()),
-            moves: OffloadState::new(offload, &program, device),
+            offload: OffloadState::new(offload, &program, device),
             passes: Passes {
                 axes,
                 fp8,
@@ -123,7 +123,7 @@ impl Executor {
                 optimizer,
                 device: optimizer_device,
                 exchanges,
-                grad_terms,
+                partial_gradients: grad_terms,
                 squares,
                 loss_scaler: LossScaler::new(options.loss_scaling),
                 hashes: HashRecorder::default(),
@@ -138,7 +138,7 @@ impl Executor {
             parameters,
             gradients,
             messages,
-            means,
+            reports: means,
             updates,
             waiting: WaitTracker::default(),
             failure: None,

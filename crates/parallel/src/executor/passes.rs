@@ -45,7 +45,7 @@ impl Executor {
             }
         }
         for Metric { name, mean } in pass.metrics() {
-            self.means.push(unit, Some(name), microbatch, mean);
+            self.reports.push(unit, Some(name), microbatch, mean);
         }
         let kept = match keep {
             Keep::All => Some(Kept::Recorded(pass)),
@@ -78,7 +78,7 @@ impl Executor {
         let past = if let Purpose::Generation(past) = purpose { Some(past) } else { None };
         let (unit, batch) = (self.model.unit(unit), &mut batches[microbatch]);
         let (pass, outputs) = UnitPass::forward(unit, tape, &parameters, inputs, batch, past)?;
-        *self.passes.in_flight.passing(MessageKind::Activation, microbatch) = Some(outputs);
+        *self.passes.in_flight.between_units_slot(MessageKind::Activation, microbatch) = Some(outputs);
         Ok(pass)
     }
 
@@ -86,7 +86,7 @@ impl Executor {
     fn randomness(&self, microbatch: usize) -> Randomness {
         let per_step = self.program.header.microbatches_per_step();
         let step = self.passes.in_flight.first_step + (microbatch / per_step) as u64;
-        let global = self.global_microbatch(microbatch) % (per_step * self.ranks.sample_place().degree);
+        let global = self.global_microbatch(microbatch) % (per_step * self.ranks.sample_rank().degree);
         let num_samples = self.profile.num_samples();
         let first_sample = (global * num_samples) as u64;
         Randomness { seed: self.options.seed, step, first_sample, num_samples }
@@ -158,17 +158,18 @@ impl Executor {
             unreachable!("forward or a recomputation has recorded a pass");
         };
         // Outputs of a recomputation for the next unit, which has no more use for them.
-        *in_flight.passing(MessageKind::Activation, microbatch) = None;
+        *in_flight.between_units_slot(MessageKind::Activation, microbatch) = None;
         let grads = if is_last { Bundle::new() } else { in_flight.take(MessageKind::Gradient, microbatch) };
         (pass, grads)
     }
 
     /// Passes the gradients of a unit's inputs to the previous unit, and records the unit's loss.
     fn pass_grad_on(&mut self, pass: &mut UnitPass, unit: usize, microbatch: usize) -> Result<()> {
-        *self.passes.in_flight.passing(MessageKind::Gradient, microbatch) = Some(pass.take_input_grads()?);
+        *self.passes.in_flight.between_units_slot(MessageKind::Gradient, microbatch) =
+            Some(pass.take_input_grads()?);
         if let Some(loss) = pass.loss() {
             // If kernels can access host memory, the last loss sends all reports, before the first gradient is reduced.
-            self.means.push(unit, None, microbatch, loss);
+            self.reports.push(unit, None, microbatch, loss);
         }
         Ok(())
     }
@@ -243,7 +244,7 @@ impl Executor {
         std::mem::swap(&mut self.program, &mut self.forward_program);
         let ran = self.outside_step(|executor| executor.run_forward_program(batch));
         std::mem::swap(&mut self.program, &mut self.forward_program);
-        let made = self.passes.in_flight.passing(MessageKind::Activation, 0).take();
+        let made = self.passes.in_flight.between_units_slot(MessageKind::Activation, 0).take();
         self.passes.in_flight.batches[0] = Batch::new();
         let purpose = std::mem::replace(&mut self.passes.in_flight.purpose, Purpose::Training);
         ran.map(|()| (purpose, made))

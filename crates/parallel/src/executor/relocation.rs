@@ -38,11 +38,15 @@ impl Executor {
     pub fn relocate(&mut self, program: Program) -> Result<()> {
         validate(&program, program.header.num_microbatches)?;
         // Stages stay on their ranks, so a unit that reads a tied parameter of another rank still reads it from the copy on its own rank.
-        let uncut = |header: &ProgramHeader| {
+        let without_units = |header: &ProgramHeader| {
             let stage = |stage: &Stage| Stage { units: 0..0, rank: stage.rank };
             ProgramHeader { stages: header.stages.iter().map(stage).collect(), ..header.clone() }
         };
-        assert_eq!(uncut(&program.header), uncut(&self.program.header), "only the cut changes");
+        assert_eq!(
+            without_units(&program.header),
+            without_units(&self.program.header),
+            "only the cut changes"
+        );
         assert!(self.compressors().next().is_none(), "nothing is kept of gradients");
         let is_sharded = program.header.state.is_sharded(StateClass::Parameters);
         assert!(!is_sharded, "ranks have whole parameters");
@@ -67,15 +71,16 @@ impl Executor {
         self.messages = PendingMessages::new(&self.ranks, header.num_microbatches, &self.device);
         let on = &self.optimization.device;
         self.optimization.exchanges = ShardExchange::of_units(&self.ranks, header, on, &self.device);
-        let requests = Arc::clone(&self.means.requests);
-        self.means = StepReports::new(header, &self.ranks, &self.profile, &self.device, requests)?;
+        let requests = Arc::clone(&self.reports.requests);
+        self.reports = StepReports::new(header, &self.ranks, &self.profile, &self.device, requests)?;
         self.timeline = Timeline::new(self.program.actions.len());
         self.forward_program = forward_program(header)?;
-        let shards_device = self.moves.options.device_of(&header.state, StateClass::Gradients, &self.device);
+        let shards_device =
+            self.offload.options.device_of(&header.state, StateClass::Gradients, &self.device);
         let (table, device, messages) = (self.model.table(), &self.device, &self.messages.pool);
         self.gradients =
             Gradients::new(table, header, &self.ranks, device, shards_device, messages, &self.options)?;
-        self.moves.is_squared.fill(false);
+        self.offload.is_squared.fill(false);
         Ok(())
     }
 
@@ -84,22 +89,22 @@ impl Executor {
         let table = self.model.table();
         self.placements = Placements::new(table, now, self.ranks.mesh().clone());
         let parts = self.placements.parts(table, self.ranks.world().rank());
-        if self.moves.offloaded.moves(CLASS) {
+        if self.offload.offloaded.moves(CLASS) {
             // A swap file has space only for the units that it was created for. A new file replaces it, and needs the sizes of all states.
             for unit in now.held().filter(|&unit| !before.holds(unit)).collect::<Vec<_>>() {
                 self.set_part(unit, parts[unit].clone(), true)?;
                 self.release(CLASS, unit);
             }
         }
-        let mut was = std::mem::replace(
-            &mut self.moves.offloaded,
-            Offloaded::new(&self.moves.options, &self.program, &self.device),
+        let mut previous = std::mem::replace(
+            &mut self.offload.offloaded,
+            Offloaded::new(&self.offload.options, &self.program, &self.device),
         );
         self.declare_offload_sizes();
         for (unit, part) in parts.into_iter().enumerate() {
-            self.move_unit(unit, part, before, &mut was)?;
+            self.move_unit(unit, part, before, &mut previous)?;
         }
-        self.moves.offloaded.earlier_disk_bytes = was.disk_bytes();
+        self.offload.offloaded.earlier_disk_bytes = previous.disk_bytes();
         Ok(())
     }
 
@@ -110,21 +115,21 @@ impl Executor {
         unit: usize,
         part: Range<usize>,
         before: &ProgramHeader,
-        was: &mut Offloaded,
+        previous: &mut Offloaded,
     ) -> Result<()> {
         let now = &self.program.header;
         let (own, from, to) = (now.rank, before.rank_of(unit), now.rank_of(unit));
         if from == own {
-            std::mem::swap(&mut self.moves.offloaded, was);
+            std::mem::swap(&mut self.offload.offloaded, previous);
             let brought = self.fetch_state(CLASS, unit);
-            std::mem::swap(&mut self.moves.offloaded, was);
+            std::mem::swap(&mut self.offload.offloaded, previous);
             brought?;
         }
         if from == own && to != own {
             self.send_unit(unit, to)?;
             self.set_part(unit, part, false)?;
         } else if to == own && from != own {
-            if self.moves.offloaded.moves(CLASS) {
+            if self.offload.offloaded.moves(CLASS) {
                 self.reallocate(CLASS, unit)?
             } else {
                 self.set_part(unit, part, true)?
@@ -153,7 +158,7 @@ impl Executor {
     fn unit_message(&mut self, unit: usize) -> Result<(Buffer<u8>, CountedMemory)> {
         let (mut num_bytes, counted) = (0, CountedMemory::new(&self.device));
         self.with_unit(unit, |_, part| num_bytes += part.num_bytes());
-        counted.take(Category::Communication, num_bytes)?;
+        counted.charge(Category::Communication, num_bytes)?;
         Ok((self.ranks.pipeline().buffer(num_bytes)?, counted))
     }
 

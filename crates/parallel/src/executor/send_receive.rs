@@ -89,7 +89,7 @@ impl Executor {
             let incoming = messages.incoming[message.kind as usize][microbatch].take();
             let incoming = incoming.expect("a valid program receives it");
             let specs = passes.in_flight.message_specs(message, profile);
-            *passes.in_flight.passing(message.kind, microbatch) =
+            *passes.in_flight.between_units_slot(message.kind, microbatch) =
                 Some(messages.receive_tensors(incoming, specs, waiting)?);
         }
         if let Some((unit, _)) = action.completed_gradient()

@@ -31,11 +31,11 @@ impl ShardExchange {
         let exchange = |state: &StateRanks| {
             let groups = [state.update_group(header), ranks.tensor()];
             let sums = groups.map(|group| pool(group, DType::F64));
-            let [wholes, parts] = groups.map(|group| pool(group, DType::F32));
-            ShardExchange { device: device.clone(), sums, gathers: wholes, parts }
+            let [gathers, parts] = groups.map(|group| pool(group, DType::F32));
+            ShardExchange { device: device.clone(), sums, gathers: gathers, parts }
         };
-        let DenseAndExpert { shared, experts } = &ranks.state;
-        DenseAndExpert { shared: exchange(shared), experts: experts.as_ref().map(exchange) }
+        let DenseAndExpert { dense: shared, experts } = &ranks.state;
+        DenseAndExpert { dense: exchange(shared), experts: experts.as_ref().map(exchange) }
     }
 }
 
@@ -66,7 +66,7 @@ impl ShardOps for ShardExchange {
         Ok(())
     }
 
-    fn join(&mut self, info: &ParameterInfo, part: View<'_>, whole: ViewMut<'_>) -> Result<()> {
+    fn gather_matrix(&mut self, info: &ParameterInfo, part: View<'_>, whole: ViewMut<'_>) -> Result<()> {
         let AxisRank { rank, degree } = info.place;
         let len = part.shape().num_elements();
         let buffer = self.parts.send(&self.device, part, rank * len, degree * len)?;

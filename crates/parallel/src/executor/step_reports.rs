@@ -43,7 +43,7 @@ pub(super) struct StepReports {
     metric_names: Vec<&'static str>,
     num_losses: usize,
     /// Number of losses that this rank has recorded in the current program.
-    num_taken: usize,
+    num_recorded: usize,
     /// The reports of all ranks: sums and numbers of rows, by rank, then by entry of `terms`, then by microbatch. After a rank's reports
     /// come its requests. Zeros between programs; `None` while being gathered.
     reports: Option<ExchangeVector>,
@@ -118,7 +118,7 @@ impl StepReports {
             num_steps,
             terms,
             num_losses,
-            num_taken: 0,
+            num_recorded: 0,
             reports,
             under_way: None,
             _counted: counted,
@@ -162,10 +162,10 @@ impl StepReports {
             mean.num_rows, report.num_rows,
             "rows of the loss of unit {unit}: gradients are means over them"
         );
-        self.num_taken += 1;
+        self.num_recorded += 1;
         // By sending reports, a rank declares that all of its earlier exchanges have succeeded. On an asynchronous device, this is known
         // only at the end of the step.
-        if self.num_taken == self.num_microbatches * self.num_losses && self.device.reaches_host() {
+        if self.num_recorded == self.num_microbatches * self.num_losses && self.device.reaches_host() {
             self.send();
         }
     }
@@ -177,7 +177,7 @@ impl StepReports {
     }
 
     fn send(&mut self) {
-        self.num_taken = 0;
+        self.num_recorded = 0;
         let own = self.own();
         let requests = f64::from(self.requests.load(Ordering::Relaxed));
         let gather = |reports| self.world.all_gather(reports);

@@ -32,12 +32,12 @@ impl Executor {
         self.options.compression.codec() != CodecName::None
             && self.ranks.data().world_size() > 1
             && units.any(|unit| {
-                self.optimization.optimizer.exchange(unit, update_number) == ReducedQuantity::Momentum
+                self.optimization.optimizer.reduced_quantity(unit, update_number) == ReducedQuantity::Momentum
             })
     }
 
     fn is_momentum(&self, unit: usize, update_number: u64) -> bool {
-        self.optimization.optimizer.exchange(unit, update_number) == ReducedQuantity::Momentum
+        self.optimization.optimizer.reduced_quantity(unit, update_number) == ReducedQuantity::Momentum
             && self.gradients.is_compressed(unit)
     }
 
@@ -49,12 +49,12 @@ impl Executor {
         }
         let step = self.update_number(plan);
         let is_momentum = self.is_momentum(unit, step);
-        if self.optimization.grad_terms.has(unit) {
+        if self.optimization.partial_gradients.has(unit) {
             let Executor { optimization, gradients, waiting, .. } = self;
-            optimization.grad_terms.sum(unit, gradients.own_sum(unit), waiting)?;
+            optimization.partial_gradients.sum(unit, gradients.own_sum(unit), waiting)?;
         }
         if is_momentum {
-            let settings = StepSettings { step, lr: plan.lr, grad_scale: 1.0 / self.gradient_unit() };
+            let settings = StepSettings { step, lr: plan.lr, grad_scale: 1.0 / self.gradient_divisor() };
             let Executor {
                 optimization: Optimization { optimizer, device: on, .. }, gradients, device, ..
             } = self;
@@ -101,7 +101,7 @@ impl Executor {
             hasher.add_unit(&mut hashes.parameters, unit, values, part, &from);
         }
         self.gradients.free_gathered(unit);
-        self.moves.changed[unit] = true;
+        self.offload.changed[unit] = true;
         Ok(())
     }
 }

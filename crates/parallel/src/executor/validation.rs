@@ -49,7 +49,7 @@ impl ValidationBatches {
     /// without a batch, in which it takes part in the gathers of sharded parameters; if ranks have different experts, it evaluates the last
     /// batch again.
     pub fn rounds(self, ranks: &RankGrid) -> impl Iterator<Item = ValidationRound> + use<> {
-        let AxisRank { rank, degree } = ranks.sample_place();
+        let AxisRank { rank, degree } = ranks.sample_rank();
         let (num_batches, has_experts) = (self.num_batches(), ranks.experts().is_some());
         (0..num_batches).step_by(degree).map(move |first| {
             let own = Some(first + rank).filter(|&index| index < num_batches);

@@ -27,7 +27,7 @@ pub(crate) struct Compressed {
     under_way: Option<PendingReduction>,
     uncompressed: Option<Box<UncompressedElements>>,
     /// Whether the gradient of the current or last step is sent compressed.
-    pub(super) is_in_messages: bool,
+    pub(super) is_compressed_step: bool,
     pub(super) statistics: CompressionStatistics,
     /// The compressor's state before its last step, if steps can be rolled back.
     before: Option<Vec<(&'static str, StateCopy)>>,
@@ -66,7 +66,7 @@ impl Compressed {
             counted: CountedMemory::new(device),
             under_way: None,
             uncompressed: UncompressedElements::new(table, unit).map(Box::new),
-            is_in_messages: false,
+            is_compressed_step: false,
             statistics: CompressionStatistics::default(),
             before: None,
         };
@@ -89,7 +89,7 @@ impl Compressed {
     /// Rolls the compressor back to its state before the last step. Does nothing after an uncompressed step, which does not change the
     /// state.
     pub(crate) fn roll_back(&mut self) -> Result<()> {
-        if !self.is_in_messages {
+        if !self.is_compressed_step {
             return Ok(());
         }
         let before = self.before.as_ref().expect("what may be taken back is remembered");
@@ -100,7 +100,7 @@ impl Compressed {
 
     /// Starts the first round of a compressed step with this rank's `gradient`.
     pub(crate) fn start(&mut self, mut gradient: ExchangeVector) -> Result<()> {
-        self.is_in_messages = true;
+        self.is_compressed_step = true;
         let Some(compressor) = &self.compressor else {
             if let Some(rounds) = self.remaining_steps.pop_front() {
                 self.make_exchanges(&rounds)?;
@@ -127,7 +127,7 @@ impl Compressed {
 
     /// Starts a step that sums `gradient` uncompressed and does not change the compressor.
     pub(crate) fn start_uncompressed(&mut self, gradient: ExchangeVector) {
-        self.is_in_messages = false;
+        self.is_compressed_step = false;
         self.statistics = CompressionStatistics::uncompressed(gradient.len(), self.group.world_size());
         self.under_way = Some(PendingReduction::Whole(self.reduce_uncompressed(gradient)));
     }

@@ -37,11 +37,11 @@ impl Gradients {
             if layout.is_scattered() || !is_held[unit] {
                 Ok(None)
             } else {
-                Compressed::new(table, unit, options, device, layout.group(&ranks.state.shared))
+                Compressed::new(table, unit, options, device, layout.group(&ranks.state.dense))
             }
         };
         let compressed = (0..table.units().len()).map(compressed).collect::<Result<Vec<_>, _>>()?;
-        let rounded_apart = if hierarchy.is_some() || compressed.iter().any(Option::is_some) {
+        let block_rounded = if hierarchy.is_some() || compressed.iter().any(Option::is_some) {
             ReplicatedParameters::all(table, ranks, device, DType::F32)
         } else {
             ReplicatedParameters::none(table)
@@ -103,13 +103,13 @@ impl Gradients {
             written: vec![false; table.parameters().len()],
             table: Arc::clone(table),
             ranks: Arc::clone(ranks),
-            under_way: VecDeque::with_capacity(units.len()),
+            in_flight: VecDeque::with_capacity(units.len()),
             units,
             // Gradients are gathered from their shards if each rank updates full units.
             gathered: layout.is_gathered().then(|| GatheredUnits::absent(table, ranks, &pool)),
             pool,
             counted,
-            block_rounded: rounded_apart,
+            block_rounded: block_rounded,
             tied: TiedGradients::new(header, table.tie(), messages),
             waiting: WaitTracker::default(),
         })

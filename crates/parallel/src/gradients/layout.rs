@@ -35,7 +35,7 @@ impl GradientLayout {
             dtype: DType::F32,
             shard_dtype: DType::F32,
         };
-        let num_ranks = layout.group(&ranks.state.shared).world_size();
+        let num_ranks = layout.group(&ranks.state.dense).world_size();
         [layout.dtype, layout.shard_dtype] = options.gradient_dtypes(header, num_ranks, is_hierarchical);
         layout
     }
@@ -75,7 +75,7 @@ impl GradientLayout {
         let category = if self.keeps_full() { Category::Gradients } else { Category::Communication };
         let is_scattered_as_is = self.is_scattered() && !self.is_rounded() && !self.is_hierarchical;
         let is_exchanged = self.is_gathered() || is_scattered_as_is;
-        let pool = Pool::new(self.group(&ranks.state.shared), device, DType::F32, category, is_exchanged);
+        let pool = Pool::new(self.group(&ranks.state.dense), device, DType::F32, category, is_exchanged);
         // Codecs run on the host.
         let is_compressed = options.compression.codec() != CodecName::None;
         if is_compressed { pool.with_buffers() } else { pool }

@@ -99,7 +99,7 @@ pub(crate) struct Gradients {
     /// Memory for full gradients in f32.
     pool: Pool,
     /// Units with a reduction in flight, in the order in which their next messages are awaited.
-    under_way: VecDeque<usize>,
+    in_flight: VecDeque<usize>,
     /// Reduced gradients, gathered from their shards; only if gradients are sharded but each rank updates full units.
     gathered: Option<GatheredUnits>,
     /// Counts the memory of reductions, apart from gradients.
@@ -155,7 +155,7 @@ impl Gradients {
         let len = state.len;
         loop {
             let must_wait =
-                self.under_way.contains(&unit) || (!self.layout.is_rounded() && self.is_full(len));
+                self.in_flight.contains(&unit) || (!self.layout.is_rounded() && self.is_full(len));
             if let Some(vector) = (!must_wait).then(|| self.pool.take(len)).transpose()? {
                 self.units[unit].reducible = Some(vector);
                 return Ok(());
@@ -166,7 +166,7 @@ impl Gradients {
 
     /// Whether the maximum number of full gradients of `len` elements is in flight.
     fn is_full(&self, len: usize) -> bool {
-        self.under_way.iter().filter(|&&unit| self.units[unit].len == len).count() >= IN_FLIGHT_MAX
+        self.in_flight.iter().filter(|&&unit| self.units[unit].len == len).count() >= IN_FLIGHT_MAX
     }
 
     /// Ends a microbatch's backward of `unit`, and adds its gradient to the sum.
@@ -211,8 +211,8 @@ impl Gradients {
             // The rounded copy is reduced, so the f32 gradient goes back to the pool.
             self.pool.release(whole);
         }
-        self.under_way.push_back(unit);
-        if self.under_way.len() == self.header.held().count() {
+        self.in_flight.push_back(unit);
+        if self.in_flight.len() == self.header.held().count() {
             self.units.iter().for_each(|state| state.reduction.flush());
         }
         Ok(())
@@ -240,15 +240,15 @@ impl Gradients {
 
     /// Waits for the next message of the first reduction in flight. If the sum is complete, adds it to the shard.
     fn finish_first(&mut self) -> Result<()> {
-        let unit = self.under_way.pop_front().expect("something is under way");
+        let unit = self.in_flight.pop_front().expect("something is under way");
         let state = &mut self.units[unit];
         if !state.reduction.advance(&mut state.reducible, &self.device, &mut self.waiting)? {
             // The unit has started another message. Other units' messages are awaited first, so that it overlaps with them.
-            self.under_way.push_back(unit);
+            self.in_flight.push_back(unit);
             return Ok(());
         }
-        let is_rounded_apart = state.reduction.is_block_rounded() && self.block_rounded.has(unit);
-        if let Some(wide) = state.reducible.as_mut().filter(|_| is_rounded_apart) {
+        let needs_broadcast = state.reduction.is_block_rounded() && self.block_rounded.has(unit);
+        if let Some(wide) = state.reducible.as_mut().filter(|_| needs_broadcast) {
             let own = state.own.clone();
             let values = wide.part_mut(own.clone());
             self.block_rounded.broadcast_first(unit, values, own, &mut self.waiting)?;
@@ -272,7 +272,7 @@ impl Gradients {
     }
 
     pub(crate) fn wait(&mut self) -> Result<()> {
-        while !self.under_way.is_empty() {
+        while !self.in_flight.is_empty() {
             self.finish_first()?;
         }
         // The shards are reduced in the order of backward, which starts with the last unit.
@@ -286,7 +286,7 @@ impl Gradients {
 
     /// Waits for the sum of one unit before the others.
     pub(crate) fn finish(&mut self, unit: usize) -> Result<()> {
-        while self.under_way.contains(&unit) {
+        while self.in_flight.contains(&unit) {
             self.finish_first()?;
         }
         let state = &mut self.units[unit];
@@ -306,7 +306,7 @@ impl Gradients {
     }
 
     pub(crate) fn await_gathered(&mut self, unit: usize, waiting: &mut WaitTracker) -> Result<()> {
-        self.gathered.as_mut().map_or(Ok(()), |gathered| gathered.ensure(unit, waiting))
+        self.gathered.as_mut().map_or(Ok(()), |gathered| gathered.await_unit(unit, waiting))
     }
 
     /// Frees the memory of a gathered gradient, whose gather has completed.

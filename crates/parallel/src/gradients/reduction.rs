@@ -97,11 +97,11 @@ impl Reduction {
     /// reduction. If the sum is not complete, the next message is in flight.
     pub(crate) fn advance(
         &mut self,
-        wide: &mut Option<ExchangeVector>,
+        f32_sum: &mut Option<ExchangeVector>,
         device: &Device,
         waiting: &mut WaitTracker,
     ) -> Result<bool> {
-        *wide = match self {
+        *f32_sum = match self {
             Reduction::Plain { under_way, .. } => {
                 let under_way = under_way.take().expect("a reduction was started");
                 Some(under_way.wait(device, waiting)?)
@@ -113,14 +113,14 @@ impl Reduction {
             Reduction::Hierarchical(hierarchical) => hierarchical.advance(waiting)?,
             Reduction::Compressed(compressed) => compressed.advance(waiting)?,
         };
-        Ok(wide.is_some())
+        Ok(f32_sum.is_some())
     }
 
     /// Returns the sum: of this reduction if it is rounded, else `wide`.
-    pub(crate) fn view<'a>(&'a self, wide: &'a Option<ExchangeVector>) -> View<'a> {
+    pub(crate) fn view<'a>(&'a self, f32_sum: &'a Option<ExchangeVector>) -> View<'a> {
         match self {
             Reduction::Rounded(rounded) => rounded.view(),
-            _ => wide.as_ref().expect("a gradient is read after its reduction").view(),
+            _ => f32_sum.as_ref().expect("a gradient is read after its reduction").view(),
         }
     }
 
@@ -130,7 +130,7 @@ impl Reduction {
         match self {
             Reduction::Plain { .. } | Reduction::Rounded(_) => false,
             Reduction::Hierarchical(_) => true,
-            Reduction::Compressed(compressed) => compressed.is_in_messages,
+            Reduction::Compressed(compressed) => compressed.is_compressed_step,
         }
     }
 
@@ -183,16 +183,16 @@ mod tests {
             for _ in 0..2 {
                 let values: Vec<f32> = (0..LEN).map(|index| value(group.rank().0, index)).collect();
                 device.upload(&values, vector.view_mut());
-                let mut wide = reduction.start(vector, &device).unwrap();
-                assert_eq!(wide.is_some(), dtype != DType::F32, "what was rounded is given back");
-                assert!(reduction.advance(&mut wide, &device, &mut WaitTracker::default()).unwrap());
-                let sum = reduction.view(&wide);
+                let mut f32_sum = reduction.start(vector, &device).unwrap();
+                assert_eq!(f32_sum.is_some(), dtype != DType::F32, "what was rounded is given back");
+                assert!(reduction.advance(&mut f32_sum, &device, &mut WaitTracker::default()).unwrap());
+                let sum = reduction.view(&f32_sum);
                 let mut widened = vec![0.0_f32; LEN];
                 let mut converted = device.zeros([LEN].into(), DType::F32, Category::Gradients).unwrap();
                 device.convert(sum, converted.view_mut());
                 device.download(converted.view(), &mut widened);
                 found = widened;
-                vector = wide.expect("a rounded sum leaves it as it was");
+                vector = f32_sum.expect("a rounded sum leaves it as it was");
             }
             found
         });

@@ -26,8 +26,8 @@ pub fn chain(table: &ParameterTable, profile: &ModelProfile, determinism: Determ
 /// Returns the exchanges within units. Adjacent units with the same exchanges share an entry.
 fn exchanges(profile: &ModelProfile) -> Vec<UnitExchanges> {
     let mut found: Vec<UnitExchanges> = Vec::new();
-    for (unit, rehearsed) in profile.units.iter().enumerate() {
-        let passes = &rehearsed.exchanges;
+    for (unit, profile) in profile.units.iter().enumerate() {
+        let passes = &profile.exchanges;
         match found.last_mut() {
             Some(last) if last.units.end == unit && last.passes == *passes => last.units.end = unit + 1,
             _ if *passes == PassExchanges::default() => (),

@@ -84,7 +84,7 @@ impl Degrees {
     }
 
     /// Returns the place of a rank on the tensor and expert axes, which determines its part of the model.
-    pub fn model_place(self, rank: Rank) -> ModelRank {
+    pub fn model_rank(self, rank: Rank) -> ModelRank {
         let Degrees { tensor, experts, .. } = self;
         ModelRank {
             tensor: AxisRank::new(rank.0 % tensor, tensor),
@@ -93,7 +93,7 @@ impl Degrees {
     }
 
     /// Returns the place of a rank among the ranks that share the positions of a sequence.
-    pub fn context_place(self, rank: Rank) -> ContextRank {
+    pub fn context_rank(self, rank: Rank) -> ContextRank {
         ContextRank::new(AxisRank::new(rank.0 / self.tensor % self.context, self.context), self.heads)
     }
 }
@@ -180,7 +180,12 @@ impl<'a> Groups<'a> {
 }
 
 /// Splits `group` into groups of `len` ranks with the same color, and returns this rank's group. Collective over `group`.
-fn part(group: &Arc<Group>, name: &str, len: usize, color: impl Fn(usize) -> usize) -> Result<Arc<Group>> {
+fn split_or_reuse(
+    group: &Arc<Group>,
+    name: &str,
+    len: usize,
+    color: impl Fn(usize) -> usize,
+) -> Result<Arc<Group>> {
     Ok(match len {
         _ if len == group.world_size() => Arc::clone(group),
         1 => Arc::new(group.singleton()),
@@ -216,7 +221,7 @@ impl RankGrid {
         let shared = StateRanks { data, shards, replicas, own: Arc::clone(&own) };
         let mut groups: Vec<_> = groups.made.into_iter().map(|(_, group)| group).collect();
         let (world, heads) = (Arc::clone(&groups[0]), degrees.heads);
-        let ring = part(&context, "ring", degrees.context / heads, |rank| rank % heads)?;
+        let ring = split_or_reuse(&context, "ring", degrees.context / heads, |rank| rank % heads)?;
         // Exchanges within units have groups of their own: they must not wait behind gathers of later units or pending reductions. The
         // group of heads may have the same ranks as all of `data`.
         let heads = match heads {
@@ -253,7 +258,7 @@ impl RankGrid {
             degrees,
             world,
             pipeline,
-            state: DenseAndExpert { shared, experts: of_experts },
+            state: DenseAndExpert { dense: shared, experts: of_experts },
             experts,
             ring,
             heads,
@@ -271,7 +276,7 @@ impl RankGrid {
         numbers.sort_unstable();
         numbers.dedup();
         for num_holders in numbers {
-            let group = part(&self.tensor, "holders", num_holders, |rank| rank / num_holders)?;
+            let group = split_or_reuse(&self.tensor, "holders", num_holders, |rank| rank / num_holders)?;
             add_once(&mut self.groups, &group);
             self.replicated.push(group);
         }
@@ -318,10 +323,10 @@ impl RankGrid {
                 return Err(ParallelError::DifferentHostCounts { replica, num_hosts, expected });
             }
         }
-        let levels = self.levels.insert(HostLevels::new(&self.state.shared.shards)?);
+        let levels = self.levels.insert(HostLevels::new(&self.state.dense.shards)?);
         let made = [&levels.within, &levels.across]
             .into_iter()
-            .filter(|group| !Arc::ptr_eq(group, &self.state.shared.shards));
+            .filter(|group| !Arc::ptr_eq(group, &self.state.dense.shards));
         self.groups.extend(made.cloned());
         Ok(())
     }
@@ -338,7 +343,7 @@ impl RankGrid {
 
     /// The data-parallel ranks: they run the same units for other microbatches, or for other positions of the same ones.
     pub fn data(&self) -> &Arc<Group> {
-        &self.state.shared.data
+        &self.state.dense.data
     }
 
     /// Returns the groups of ranks that store the state of a unit.
@@ -366,28 +371,28 @@ impl RankGrid {
 
     /// This rank's place on the tensor and expert axes, which determines its part of the model.
     pub fn model_place(&self) -> ModelRank {
-        self.degrees.model_place(self.world.rank())
+        self.degrees.model_rank(self.world.rank())
     }
 
     /// The ranks that shard this rank's replica of the training state.
     pub fn shards(&self) -> &Arc<Group> {
-        &self.state.shared.shards
+        &self.state.dense.shards
     }
 
     /// The ranks that hold the same shard as this one.
     pub fn replicas(&self) -> &Arc<Group> {
-        &self.state.shared.replicas
+        &self.state.dense.replicas
     }
 
     /// This rank's place among the groups of ranks that see different samples.
-    pub fn sample_place(&self) -> AxisRank {
+    pub fn sample_rank(&self) -> AxisRank {
         let context = self.degrees.context;
         AxisRank::new(self.data().rank().0 / context, self.data().world_size() / context)
     }
 
     /// This rank's place among the ranks that share the positions of a sequence.
     pub fn context_place(&self) -> ContextRank {
-        self.degrees.context_place(self.world.rank())
+        self.degrees.context_rank(self.world.rank())
     }
 
     /// The ranks among which keys and values of the same sequences travel in a ring, in the order of their positions.
@@ -451,8 +456,9 @@ impl HostLevels {
     fn new(shards: &Arc<Group>) -> Result<Self> {
         let (rank, hosts) = (shards.rank(), shards.hosts().clone());
         let num_local = hosts.ranks(hosts.host_of(rank)).len();
-        let within = part(shards, "within", num_local, |rank| hosts.host_of(Rank(rank)))?;
-        let across = part(shards, "across", hosts.num_hosts(), |rank| hosts.local_rank(Rank(rank)))?;
+        let within = split_or_reuse(shards, "within", num_local, |rank| hosts.host_of(Rank(rank)))?;
+        let across =
+            split_or_reuse(shards, "across", hosts.num_hosts(), |rank| hosts.local_rank(Rank(rank)))?;
         Ok(HostLevels { hosts, within, across })
     }
 

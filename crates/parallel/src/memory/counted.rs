@@ -23,11 +23,11 @@ impl CountedMemory {
 
     /// Counts a buffer of `group` that is about to be allocated, and the buffers of peers that this rank maps for it.
     pub(crate) fn take_buffer(&self, group: &Group, num_bytes: usize) -> Result<()> {
-        self.take(Category::Communication, num_bytes)?;
+        self.charge(Category::Communication, num_bytes)?;
         self.map(group.peer_bytes_mapped(num_bytes))
     }
 
-    pub(crate) fn take(&self, category: Category, num_bytes: usize) -> Result<()> {
+    pub(crate) fn charge(&self, category: Category, num_bytes: usize) -> Result<()> {
         self.device.staging().charge_outside_arena(category, num_bytes)?;
         self.bytes[category as usize].fetch_add(num_bytes, Ordering::Relaxed);
         Ok(())
@@ -45,7 +45,7 @@ impl CountedMemory {
         self.device.staging().uncharge_mapped(Category::Communication, num_bytes);
     }
 
-    pub(crate) fn give(&self, category: Category, num_bytes: usize) {
+    pub(crate) fn uncharge(&self, category: Category, num_bytes: usize) {
         self.bytes[category as usize].fetch_sub(num_bytes, Ordering::Relaxed);
         self.device.staging().uncharge_outside_arena(category, num_bytes);
     }
@@ -69,9 +69,9 @@ mod tests {
     fn dropping_subtracts_counted_memory() {
         let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
         let counted = CountedMemory::new(&device);
-        counted.take(Category::Gradients, 30).unwrap();
-        counted.take(Category::Communication, 5).unwrap();
-        counted.give(Category::Gradients, 10);
+        counted.charge(Category::Gradients, 30).unwrap();
+        counted.charge(Category::Communication, 5).unwrap();
+        counted.uncharge(Category::Gradients, 10);
         assert_eq!(device.memory().total().current, 25);
         drop(counted);
         assert_eq!((device.memory().total().current, device.memory().total().peak), (0, 35));

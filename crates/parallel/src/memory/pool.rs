@@ -97,7 +97,7 @@ impl Pool {
             return Ok(free.swap_remove(index).1);
         }
         let (own, mapped) = self.num_bytes(len);
-        self.shared.counted.take(self.category, own)?;
+        self.shared.counted.charge(self.category, own)?;
         self.shared.counted.map(mapped)?;
         // The group would allocate a page even for an empty buffer.
         Ok(Pending::new(match len {
@@ -166,7 +166,7 @@ impl Pool {
     pub(crate) fn discard(&self, vector: ExchangeVector) {
         let (own, mapped) = self.num_bytes(self.buffer_len(vector.len()));
         drop(vector);
-        self.shared.counted.give(self.category, own);
+        self.shared.counted.uncharge(self.category, own);
         self.shared.counted.unmap(mapped);
     }
 }

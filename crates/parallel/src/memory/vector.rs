@@ -35,19 +35,21 @@ pub(crate) struct PendingVector {
 impl ExchangeVector {
     /// Allocates a vector that the host reads after each exchange.
     pub(crate) fn new_for_host(group: &Group, device: &Device, dtype: DType, len: usize) -> Result<Self> {
-        let is_apart = !device.reaches_host();
-        let own = is_apart.then(|| device.zeros([len].into(), dtype, Category::Communication)).transpose()?;
+        let needs_device_memory = !device.reaches_host();
+        let own = needs_device_memory
+            .then(|| device.zeros([len].into(), dtype, Category::Communication))
+            .transpose()?;
         Ok(ExchangeVector { buffer: Pending::new(group.buffer_of(dtype, len, PageSize::Base)?), own })
     }
 
     pub(crate) fn len(&self) -> usize {
         match &self.own {
             Some(own) => own.shape().num_elements(),
-            None => self.here().len(),
+            None => self.group_buffer().len(),
         }
     }
 
-    fn here(&self) -> &Buffer<Untyped> {
+    fn group_buffer(&self) -> &Buffer<Untyped> {
         self.buffer.get().expect("no copies work with memory that kernels reach")
     }
 
@@ -55,7 +57,7 @@ impl ExchangeVector {
         match &self.own {
             Some(own) => own.view(),
             None => {
-                let buffer = self.here();
+                let buffer = self.group_buffer();
                 View::from_bytes(buffer.bytes(), buffer.dtype(), [buffer.len()].into())
             }
         }

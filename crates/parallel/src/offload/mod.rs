@@ -114,7 +114,7 @@ impl Offloaded {
     /// Declares the maximum size of a state, before any state of its class is evicted.
     pub(crate) fn declare_size(&mut self, state: StateKey, num_bytes: usize) {
         if let Some((store, block)) = self.store(state) {
-            store.expect(block, num_bytes);
+            store.declare_size(block, num_bytes);
         }
     }
 

@@ -17,7 +17,7 @@ const CHUNK_BYTES_MAX: usize = 16 << 20;
 pub(crate) struct Store {
     /// The device whose kernels use the state.
     owner: Device,
-    place: Backing,
+    backing: Backing,
     blocks: Vec<BlockState>,
     /// Host memory that pending copies may still read. It is freed before more is allocated, so that memory use does not depend on timing.
     pending_copies: Vec<Pending<PinnedMemory>>,
@@ -104,7 +104,7 @@ impl Disk {
         }
         // The chunks being written, and the one being filled.
         let num_writes = (WRITES_MAX + 1).min(chunks.len());
-        self.counted.take(Category::Communication, num_writes * chunk_bytes)?;
+        self.counted.charge(Category::Communication, num_writes * chunk_bytes)?;
         self.chunk_bytes = Some(chunk_bytes);
         if !self.options.host.is_counting() {
             self.file = Some(SwapFile::create(&self.options.folder, &chunks, &self.options.swap)?);
@@ -166,7 +166,7 @@ impl Disk {
     }
 
     fn read(&mut self, block: usize) -> Result<()> {
-        self.counted.take(Category::Communication, self.read_bytes(block))?;
+        self.counted.charge(Category::Communication, self.read_bytes(block))?;
         if self.options.host.is_counting() {
             let issue = |journal: &Journal| journal.issue(Issued::DiskRead { bytes: self.num_bytes[block] });
             self.noted_reads[block] = self.options.host.journal().map(issue);
@@ -194,7 +194,7 @@ impl Disk {
         } else {
             self.copy_read(block, memory)
         };
-        self.counted.give(Category::Communication, self.read_bytes(block));
+        self.counted.uncharge(Category::Communication, self.read_bytes(block));
         finished
     }
 
@@ -270,18 +270,18 @@ impl Store {
             Tier::Disk => Backing::Disk(Box::new(Disk::new(options, owner, num_blocks))),
         };
         let blocks = (0..num_blocks).map(|_| BlockState::default()).collect();
-        Store { owner: owner.clone(), place, blocks, pending_copies: Vec::new() }
+        Store { owner: owner.clone(), backing: place, blocks, pending_copies: Vec::new() }
     }
 
-    pub(crate) fn expect(&mut self, block: usize, num_bytes: usize) {
-        if let Backing::Disk(disk) = &mut self.place {
+    pub(crate) fn declare_size(&mut self, block: usize, num_bytes: usize) {
+        if let Backing::Disk(disk) = &mut self.backing {
             disk.bytes_max[block] = num_bytes;
         }
     }
 
     pub(crate) fn evict(&mut self, block: usize, has_changed: bool, memory: VisitMemory<'_>) -> Result<()> {
         let state = &mut self.blocks[block];
-        *state = match (&mut self.place, std::mem::take(state)) {
+        *state = match (&mut self.backing, std::mem::take(state)) {
             (Backing::Host(host), _) => {
                 self.pending_copies.drain(..).for_each(|copy| drop(copy.wait()));
                 let copy = host.pinned_memory(num_bytes(memory), Category::Activations)?;
@@ -300,7 +300,7 @@ impl Store {
     }
 
     pub(crate) fn fetch(&mut self, block: usize) -> Result<()> {
-        if let (Backing::Disk(disk), BlockState::OnDisk) = (&mut self.place, &self.blocks[block]) {
+        if let (Backing::Disk(disk), BlockState::OnDisk) = (&mut self.backing, &self.blocks[block]) {
             disk.read(block)?;
             self.blocks[block] = BlockState::Reading;
         }
@@ -310,7 +310,7 @@ impl Store {
     pub(crate) fn restore(&mut self, block: usize, memory: VisitMemory<'_>) -> Result<()> {
         self.fetch(block)?;
         let state = &mut self.blocks[block];
-        *state = match (&mut self.place, std::mem::take(state)) {
+        *state = match (&mut self.backing, std::mem::take(state)) {
             (Backing::Disk(disk), BlockState::Reading) => {
                 disk.finish_read(block, memory)?;
                 BlockState::ResidentAndStored
@@ -330,6 +330,6 @@ impl Store {
 
     /// The file of the disk, if anything was written to it.
     pub(crate) fn file(&self) -> Option<&SwapFile> {
-        if let Backing::Disk(disk) = &self.place { disk.file.as_ref() } else { None }
+        if let Backing::Disk(disk) = &self.backing { disk.file.as_ref() } else { None }
     }
 }

@@ -29,10 +29,10 @@ pub(crate) struct GatheredUnits {
     pub(super) is_kept: bool,
     pool: Pool,
     /// Gathers units as integers, if weights are quantized. Secondary shards take precedence.
-    packed: Option<QuantizedGather>,
+    quantized: Option<QuantizedGather>,
     /// Replicated parameters that quantization would make different on different ranks, because scales depend on neighbouring elements. The
     /// first rank's values are broadcast.
-    rounded_apart: ReplicatedParameters,
+    block_rounded: ReplicatedParameters,
     secondary: Option<SecondaryShards>,
 }
 
@@ -59,13 +59,13 @@ impl GatheredUnits {
         let category = if is_kept { Category::Parameters } else { Category::Communication };
         let pool = Pool::new(ranks.shards(), device, dtype, category, true);
         let mut gathered = GatheredUnits { is_kept, ..GatheredUnits::absent(table, ranks, &pool) };
-        (0..table.units().len()).try_for_each(|unit| gathered.hold(unit, header.holds(unit)))?;
+        (0..table.units().len()).try_for_each(|unit| gathered.reset_unit(unit, header.holds(unit)))?;
         // On a single host, secondary shards would save no traffic between hosts.
         if let Some(levels) = &ranks.levels {
             let has_secondary = methods.secondary_shards && levels.across.world_size() > 1;
             if methods.quantized_weights {
-                gathered.packed = Some(QuantizedGather::new(levels, device));
-                gathered.rounded_apart = ReplicatedParameters::all(table, ranks, device, dtype);
+                gathered.quantized = Some(QuantizedGather::new(levels, device));
+                gathered.block_rounded = ReplicatedParameters::all(table, ranks, device, dtype);
             }
             gathered.secondary = has_secondary
                 .then(|| SecondaryShards::new(table, header, levels, device, dtype))
@@ -83,8 +83,8 @@ impl GatheredUnits {
             units: table.units().iter().map(|_| GatheredUnit::default()).collect(),
             is_kept: false,
             pool: pool.clone(),
-            packed: None,
-            rounded_apart: ReplicatedParameters::none(table),
+            quantized: None,
+            block_rounded: ReplicatedParameters::none(table),
             secondary: None,
         }
     }
@@ -108,7 +108,7 @@ impl GatheredUnits {
     }
 
     /// Frees the memory of a unit, and allocates it again if this rank `holds` the unit and units stay allocated.
-    pub(crate) fn hold(&mut self, unit: usize, holds: bool) -> Result<()> {
+    pub(crate) fn reset_unit(&mut self, unit: usize, holds: bool) -> Result<()> {
         if let GatheredUnit::Present(whole) = std::mem::take(&mut self.units[unit]) {
             self.pool.discard(whole);
         }
@@ -126,7 +126,7 @@ impl GatheredUnits {
             shard.map(|(shard, from)| on_device(shard, from, self.pool.device(), category)).transpose()?;
         let shard = brought.as_ref().map(Values::view);
         let info = &self.table.units()[unit];
-        self.units[unit] = match (&self.secondary, &self.packed, shard) {
+        self.units[unit] = match (&self.secondary, &self.quantized, shard) {
             (Some(secondary), ..) if secondary.has(unit) => {
                 GatheredUnit::Gathering(secondary.gather(unit, self.pool.take(info.padded_len())?))
             }
@@ -137,17 +137,17 @@ impl GatheredUnits {
     }
 
     /// Waits until kernels may read a unit.
-    pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut WaitTracker) -> Result<()> {
+    pub(crate) fn await_unit(&mut self, unit: usize, waiting: &mut WaitTracker) -> Result<()> {
         let whole = match std::mem::take(&mut self.units[unit]) {
             GatheredUnit::Gathering(under_way) => under_way.wait(self.pool.device(), waiting)?,
             GatheredUnit::GatheringQuantized(messages) => {
                 let info = &self.table.units()[unit];
                 let mut whole = self.pool.take(info.padded_len())?;
-                let packed = self.packed.as_ref().expect("it was packed by this");
+                let packed = self.quantized.as_ref().expect("it was packed by this");
                 packed.finish(info, messages, &mut whole, waiting)?;
                 let all = 0..info.num_elements;
                 let values = whole.part_mut(all.clone());
-                self.rounded_apart.broadcast_first(unit, values, all, waiting)?;
+                self.block_rounded.broadcast_first(unit, values, all, waiting)?;
                 whole
             }
             other => {
@@ -238,7 +238,7 @@ mod tests {
             let shard: Vec<f32> = table.units()[0].shard(own, 4).map(value).collect();
             let view = View::from_f32s(&shard, [shard.len()].into());
             wholes.unshard(0, Some((view, &device))).unwrap();
-            wholes.ensure(0, &mut WaitTracker::default()).unwrap();
+            wholes.await_unit(0, &mut WaitTracker::default()).unwrap();
             device.read::<u32>(wholes.view(0).part(0, [64].into()))
         });
         assert!(found.chunks(2).all(|pair| pair[0] == pair[1]));

@@ -57,13 +57,15 @@ impl RankParameters {
         let state = &header.state;
         let is_kept = !state.is_sharded(StateClass::Parameters);
         // With a single shard, the shard is the full unit.
-        let is_whole = is_kept && ranks.state.shared.update_group(header).world_size() == 1;
+        let updates_full_units = is_kept && ranks.state.dense.update_group(header).world_size() == 1;
         let gathered = || GatheredUnits::new(table, header, methods, ranks, device, precision.dtype());
-        let wholes = (!is_whole).then(gathered).transpose()?;
+        let full_units = (!updates_full_units).then(gathered).transpose()?;
         let shards = match precision {
             // A rank that does not train takes over existing parameters.
-            _ if is_whole && !state.is_trained() => None,
-            _ if is_whole => Some(Parameters::zeros_of(table, parts.clone(), device, Category::Parameters)?),
+            _ if updates_full_units && !state.is_trained() => None,
+            _ if updates_full_units => {
+                Some(Parameters::zeros_of(table, parts.clone(), device, Category::Parameters)?)
+            }
             Precision::F32 if is_kept => None,
             _ => {
                 // Next to copies in 16 bits, the f32 weights count as optimizer state (master weights), as in the ZeRO paper.
@@ -78,11 +80,11 @@ impl RankParameters {
         let mut copy = None;
         if let Some(&(_, unit)) = header.chain.ties.iter().find(is_copied) {
             let shape = [table.units()[unit].num_elements].into();
-            let dtype = if is_whole { DType::F32 } else { precision.dtype() };
+            let dtype = if updates_full_units { DType::F32 } else { precision.dtype() };
             copy = Some((unit, device.empty(shape, dtype, Category::Parameters)?));
         }
         let (table, device) = (Arc::clone(table), device.clone());
-        Ok(RankParameters { table, parts, shards, full_units: wholes, tied_copy: copy, device })
+        Ok(RankParameters { table, parts, shards, full_units: full_units, tied_copy: copy, device })
     }
 
     /// Sets the parameters of a rank that has all of them and does not train.
@@ -108,7 +110,7 @@ impl RankParameters {
     pub(crate) fn shard(&self, unit: usize) -> View<'_> {
         match &self.shards {
             Some(shards) => shards.flat(unit),
-            None => self.whole(unit).part(self.parts[unit].start, self.shape(unit)),
+            None => self.full_unit(unit).part(self.parts[unit].start, self.shape(unit)),
         }
     }
 
@@ -116,11 +118,11 @@ impl RankParameters {
     pub(crate) fn shard_mut(&mut self, unit: usize) -> ViewMut<'_> {
         let (start, shape) = (self.parts[unit].start, self.shape(unit));
         if let Some(shards) = &mut self.shards {
-            self.full_units.iter_mut().for_each(|wholes| wholes.forget(unit));
+            self.full_units.iter_mut().for_each(|full_units| full_units.forget(unit));
             return shards.flat_mut(unit);
         }
-        let wholes = self.full_units.as_mut().expect("what is stepped lies within whole units");
-        wholes.view_mut(unit).into_part(start, shape)
+        let full_units = self.full_units.as_mut().expect("what is stepped lies within whole units");
+        full_units.view_mut(unit).into_part(start, shape)
     }
 
     /// The memory of this rank's shard of a unit, if it is separate from the unit that operations read.
@@ -152,8 +154,8 @@ impl RankParameters {
     /// part; the full unit is allocated if this pipeline rank `holds` it, and has to be gathered before it is read.
     pub(crate) fn set_part(&mut self, unit: usize, part: Range<usize>, holds: bool) -> Result<()> {
         self.parts[unit] = part.clone();
-        if let Some(wholes) = &mut self.full_units {
-            wholes.hold(unit, holds)?;
+        if let Some(full_units) = &mut self.full_units {
+            full_units.reset_unit(unit, holds)?;
         }
         if let Some(shards) = &mut self.shards {
             shards.set_part(unit, part)?;
@@ -164,7 +166,7 @@ impl RankParameters {
     /// Starts to gather a unit. Collective over the ranks of the shards.
     pub(crate) fn unshard(&mut self, unit: usize) -> Result<()> {
         let shard = self.shards.as_ref().map(|shards| (shards.flat(unit), shards.device()));
-        self.full_units.as_mut().map_or(Ok(()), |wholes| wholes.unshard(unit, shard))
+        self.full_units.as_mut().map_or(Ok(()), |full_units| full_units.unshard(unit, shard))
     }
 
     pub(crate) fn reshard(&mut self, unit: usize) {
@@ -172,23 +174,23 @@ impl RankParameters {
     }
 
     pub(crate) fn await_gathered_unit(&mut self, unit: usize, waiting: &mut WaitTracker) -> Result<()> {
-        self.full_units.as_mut().map_or(Ok(()), |wholes| wholes.ensure(unit, waiting))
+        self.full_units.as_mut().map_or(Ok(()), |full_units| full_units.await_unit(unit, waiting))
     }
 
     /// Invalidates the secondary shards of all units after parameters were loaded. All ranks must call it, including a rank that has loaded
     /// nothing of a unit.
     pub(crate) fn invalidate(&mut self) {
-        if let Some(wholes) = &mut self.full_units {
-            (0..self.parts.len()).for_each(|unit| wholes.forget(unit));
+        if let Some(full_units) = &mut self.full_units {
+            (0..self.parts.len()).for_each(|unit| full_units.forget(unit));
         }
     }
 
     /// Whether full copies of units stay allocated next to the shards.
     pub(crate) fn keeps_full_units(&self) -> bool {
-        self.full_units.as_ref().is_some_and(|wholes| wholes.is_kept)
+        self.full_units.as_ref().is_some_and(|full_units| full_units.is_kept)
     }
 
-    fn whole(&self, unit: usize) -> View<'_> {
+    fn full_unit(&self, unit: usize) -> View<'_> {
         self.full_units.as_ref().expect("what is stepped lies within whole units").view(unit)
     }
 }
@@ -198,7 +200,7 @@ impl ParameterSource for RankParameters {
         match (&self.tied_copy, &self.full_units, &self.shards) {
             (Some((copied, values)), ..) if *copied == unit => values.view(),
             (_, None, Some(shards)) => shards.unit(unit),
-            _ => self.whole(unit),
+            _ => self.full_unit(unit),
         }
     }
 }

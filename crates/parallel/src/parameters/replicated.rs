@@ -1,7 +1,7 @@
 //! Parameters that several ranks of the tensor or expert axis hold. Keeps their gradients and values equal on these ranks.
 //!
 //! There are two reasons to exchange them. A rank may compute only a partial sum of a gradient: of a norm that it applies to its rows, or
-//! of a router that sees its tokens. Shape inference finds the parameters of the tensor axis (`UnitProfile::grad_terms`), and the partial
+//! of a router that sees its tokens. Shape inference finds the parameters of the tensor axis (`UnitProfile::partial_grads`), and the partial
 //! sums are added before the unit's gradient is reduced. Codecs and the integers of ZeRO++ round an element by its neighbours in the flat
 //! buffer, which differ between ranks. The ranks that hold the parameter then take the values of the first of them.
 //!
@@ -38,7 +38,8 @@ impl ReplicatedParameters {
         ranks: &RankGrid,
         device: &Device,
     ) -> Self {
-        let mut terms: Vec<usize> = profile.units.iter().flat_map(|unit| unit.grad_terms.clone()).collect();
+        let mut terms: Vec<usize> =
+            profile.units.iter().flat_map(|unit| unit.partial_grads.clone()).collect();
         terms.sort_unstable();
         terms.dedup();
         let mut found = Self::new(table, &terms, ranks, device, DType::F32);

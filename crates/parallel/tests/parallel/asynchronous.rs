@@ -50,7 +50,7 @@ fn run_steps(executor: &mut Executor, first: usize, grad_norm: GradNorm) -> Vec<
 }
 
 /// The losses of the steps, and all parameters.
-type Found = (Vec<f64>, Vec<f32>);
+type RunResult = (Vec<f64>, Vec<f32>);
 
 fn parameters(executor: &mut Executor) -> Vec<f32> {
     let all = executor.gather_parameters().unwrap();
@@ -59,7 +59,12 @@ fn parameters(executor: &mut Executor) -> Vec<f32> {
 }
 
 /// Runs two programs on the ranks of a pipeline. Returns the results of rank 0.
-fn found(layout: &Layout<'_>, world_size: usize, num_microbatches: usize, grad_norm: GradNorm) -> Found {
+fn run_pipeline(
+    layout: &Layout<'_>,
+    world_size: usize,
+    num_microbatches: usize,
+    grad_norm: GradNorm,
+) -> RunResult {
     let num_ranks = layout.pipeline.unwrap().num_ranks;
     let on_rank = |group: Group| {
         let accumulation = num_microbatches * num_ranks / world_size;
@@ -94,7 +99,7 @@ fn versions(schedule: &Schedule) -> Vec<Vec<usize>> {
 
 /// Emulates a schedule on one rank: computes the gradients of each step at the weights of the scheduled version, and applies them to the
 /// newest weights.
-fn emulated(kind: Kind, num_ranks: usize, num_microbatches: usize) -> Found {
+fn emulated(kind: Kind, num_ranks: usize, num_microbatches: usize) -> RunResult {
     let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank: 1, num_steps: ASYNCHRONOUS_STEPS };
     let costs = Costs::equal(num_ranks, StageCosts::of(1, 1, 1)).unwrap();
     let versions = versions(&generate(kind, sizes, &costs, None).unwrap());
@@ -133,7 +138,7 @@ fn emulated(kind: Kind, num_ranks: usize, num_microbatches: usize) -> Found {
     run_ranks(1, on_rank).swap_remove(0)
 }
 
-fn most_apart(left: &Found, right: &Found) -> (f64, f32) {
+fn max_differences(left: &RunResult, right: &RunResult) -> (f64, f32) {
     assert_eq!((left.0.len(), left.1.len()), (right.0.len(), right.1.len()));
     let losses = left.0.iter().zip(&right.0).map(|(left, right)| (left - right).abs());
     let values = left.1.iter().zip(&right.1).map(|(left, right)| (left - right).abs());
@@ -149,13 +154,13 @@ fn gradients_are_computed_at_the_scheduled_weight_versions() {
         (Kind::PipeDream2Bw, 3, 4),
     ] {
         let pipeline = Some(Pipeline { kind, num_ranks, stages_per_rank: 1 });
-        let found = found(&layout(pipeline), num_ranks, num_microbatches, GradNorm::Measure);
+        let found = run_pipeline(&layout(pipeline), num_ranks, num_microbatches, GradNorm::Measure);
         let expected = emulated(kind, num_ranks, num_microbatches);
-        let (losses, values) = most_apart(&found, &expected);
+        let (losses, values) = max_differences(&found, &expected);
         assert!(losses < 1e-5 && values < 1e-5, "{kind}, {num_ranks} ranks: {losses} {values}");
         // A pipeline of one rank always reads the newest weights.
         let fresh = emulated(Kind::PipeDream, 1, num_microbatches);
-        let (losses, values) = most_apart(&found, &fresh);
+        let (losses, values) = max_differences(&found, &fresh);
         assert!(losses > 1e-3 && values > 1e-3, "{kind}, {num_ranks} ranks: staleness shows");
     }
 }
@@ -163,7 +168,7 @@ fn gradients_are_computed_at_the_scheduled_weight_versions() {
 #[test]
 fn a_double_buffer_has_the_same_bits_on_any_number_of_ranks() {
     let pipeline = |num_ranks| Some(Pipeline { kind: Kind::PipeDream2Bw, num_ranks, stages_per_rank: 1 });
-    let oracle = found(&layout(pipeline(1)), 1, 8, GradNorm::Measure);
+    let oracle = run_pipeline(&layout(pipeline(1)), 1, 8, GradNorm::Measure);
     let keeps = [Keep::All, Keep::Input, Keep::Products, Keep::Input, Keep::All, Keep::All];
     for (layout, world_size) in [
         (layout(pipeline(2)), 2),
@@ -171,7 +176,7 @@ fn a_double_buffer_has_the_same_bits_on_any_number_of_ranks() {
         (Layout { keeps: &keeps, ..layout(pipeline(2)) }, 4),
         (Layout { state: StateLayout::zero(1), num_shards: 2, ..layout(pipeline(2)) }, 4),
     ] {
-        assert!(found(&layout, world_size, 8, GradNorm::Measure) == oracle, "{world_size} ranks");
+        assert!(run_pipeline(&layout, world_size, 8, GradNorm::Measure) == oracle, "{world_size} ranks");
     }
 }
 
@@ -239,7 +244,7 @@ fn ranks_clip_by_the_norm_of_all_gradients_of_an_earlier_step() {
 #[test]
 fn a_norm_above_all_others_clips_nothing() {
     let pipeline = Some(Pipeline { kind: Kind::PipeDream2Bw, num_ranks: 2, stages_per_rank: 1 });
-    let run = |grad_norm| found(&layout(pipeline), 2, 2, grad_norm);
+    let run = |grad_norm| run_pipeline(&layout(pipeline), 2, 2, grad_norm);
     let (unclipped, clipped) = (run(GradNorm::Clip(1e9)), run(GradNorm::Clip(0.1)));
     assert!(run(GradNorm::Measure) == unclipped && unclipped != clipped);
 }

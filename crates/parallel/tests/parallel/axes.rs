@@ -159,7 +159,7 @@ fn layouts(options: ExecutorOptions) -> Vec<(usize, Layout<'static>)> {
     ]
 }
 
-fn what(config: &ModelConfig, num_ranks: usize, layout: &Layout<'_>) -> String {
+fn describe(config: &ModelConfig, num_ranks: usize, layout: &Layout<'_>) -> String {
     let Layout { tensor, context, state, .. } = layout;
     let name = config.family.name();
     format!(
@@ -180,7 +180,7 @@ fn gradients_are_those_of_one_rank() {
         };
         let expected = gradients(train(&config, 1, 1, &plain(Layout::default())));
         for (num_ranks, layout) in layouts(OPTIONS) {
-            let what = what(&config, num_ranks, &layout);
+            let what = describe(&config, num_ranks, &layout);
             assert_eq!(train(&config, num_ranks, 0, &layout).parameters, before, "{what}: initial values");
             let found = gradients(train(&config, num_ranks, 1, &plain(layout)));
             for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
@@ -206,7 +206,7 @@ fn losses_of_twenty_steps_are_those_of_one_rank() {
                     assert!(
                         is_close,
                         "{}, step {step}: {found} is not {expected}",
-                        what(&config, num_ranks, &layout)
+                        describe(&config, num_ranks, &layout)
                     );
                 }
             }
@@ -267,7 +267,7 @@ fn optimizers_use_full_parameters() {
                     let moved = difference(before, &expected[index].1).max(1e-12);
                     let difference = difference(&found[index].1, &expected[index].1) / moved;
                     let is_close = difference < 10.0 * GRADIENT_TOLERANCE;
-                    let what = what(config, num_ranks, &layout);
+                    let what = describe(config, num_ranks, &layout);
                     assert!(is_close, "{optimizer:?}, {what}: {name} differs by {difference:e}");
                 }
             }
@@ -330,7 +330,7 @@ fn losses_in_16_bits_are_near_those_of_one_rank() {
                 assert!(
                     difference < BF16_LOSS_TOLERANCE,
                     "{}: {difference:e}",
-                    what(&config, num_ranks, &layout)
+                    describe(&config, num_ranks, &layout)
                 );
             }
         }
@@ -364,10 +364,10 @@ fn evaluation_and_generation_are_those_of_one_rank() {
             assert!(
                 (found.0 / expected.0 - 1.0).abs() < LOSS_TOLERANCE,
                 "{}",
-                what(&config, num_ranks, &layout)
+                describe(&config, num_ranks, &layout)
             );
             let difference = difference(&found.1, &expected.1);
-            assert!(difference < LOSS_TOLERANCE, "{}: {difference:e}", what(&config, num_ranks, &layout));
+            assert!(difference < LOSS_TOLERANCE, "{}: {difference:e}", describe(&config, num_ranks, &layout));
         }
     }
 }
@@ -426,7 +426,7 @@ fn messages_are_those_of_the_papers() {
                 let plan = StepPlan { step: 1, lr: 1e-3, grad_norm: GradNorm::Off, has_loss: true };
                 executor.run(plan, &mut batches(&executor, config, 1).into_iter()).unwrap();
                 let table = executor.model().table();
-                let terms = executor.profile().units.iter().flat_map(|unit| &unit.grad_terms);
+                let terms = executor.profile().units.iter().flat_map(|unit| &unit.partial_grads);
                 let terms: usize = terms.map(|&term| table.parameters()[term].shape.num_elements() * 4).sum();
                 let num_microbatches = executor.program().header.num_microbatches;
                 (units, terms, num_microbatches, (tensor.statistics().payload_bytes - before) as usize)

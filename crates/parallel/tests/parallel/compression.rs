@@ -249,7 +249,7 @@ fn a_step_that_overflows_is_skipped_and_leaves_nothing_behind() {
 }
 
 #[test]
-fn memory_is_counted_and_given_back_after_a_warm_up() {
+fn memory_is_counted_and_freed_after_a_warm_up() {
     let memory = |codec, warmup_steps| {
         run_ranks(2, |group| {
             let options_of_codec =

@@ -132,7 +132,7 @@ fn batches(executor: &Executor, model: &ModelConfig, num_microbatches: usize, st
         let batch = random_tokens(SHAPE, model.vocab_size, step, executor.global_microbatch(index));
         batch.upload_positions(device, context).unwrap()
     };
-    (0..num_microbatches / executor.ranks().sample_place().degree).map(batch).collect()
+    (0..num_microbatches / executor.ranks().sample_rank().degree).map(batch).collect()
 }
 
 /// Trains some steps, and evaluates a batch. Returns as bits: losses and norms, the evaluated loss, all weights, and the logits of a
@@ -145,7 +145,7 @@ fn train(executor: &mut Executor, model: &ModelConfig, case: &Case<'_>) -> Vec<u
         let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
         found.extend([outcome.loss.to_bits(), outcome.grad_norm.unwrap().to_bits()]);
     }
-    let batch = batches(executor, model, executor.ranks().sample_place().degree, 99).remove(0);
+    let batch = batches(executor, model, executor.ranks().sample_rank().degree, 99).remove(0);
     found.extend(executor.evaluate(Some(batch)).unwrap().iter().map(|mean| mean.sum.to_bits()));
     executor.check_replicas().unwrap();
     let weights = executor.gather_parameters().unwrap();

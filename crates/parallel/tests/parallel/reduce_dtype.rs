@@ -6,7 +6,8 @@ use trireme_tensor::{Category, Precision};
 use trireme_testkit::{run_ranks, small_models};
 
 /// The relative rounding error of each dtype: half a unit in the last place.
-const HALVES: [(Precision, f64); 2] = [(Precision::Bf16, 1.0 / 256.0), (Precision::F16, 1.0 / 2048.0)];
+const ROUNDING_ERRORS: [(Precision, f64); 2] =
+    [(Precision::Bf16, 1.0 / 256.0), (Precision::F16, 1.0 / 2048.0)];
 
 fn options(reduce_dtype: Precision) -> ExecutorOptions {
     ExecutorOptions { reduce_dtype, ..OPTIONS }
@@ -23,7 +24,7 @@ fn gradients_differ_by_their_rounding() {
             ranks.into_iter().next().unwrap()
         };
         let exact = run(1, Precision::F32);
-        for (reduce_dtype, rounding) in HALVES {
+        for (reduce_dtype, rounding) in ROUNDING_ERRORS {
             assert!(run(1, reduce_dtype) == exact, "nothing is sent, so nothing is rounded");
             for world_size in [2, 4] {
                 let found = run(world_size, reduce_dtype);
@@ -55,7 +56,7 @@ fn sixteen_bits_halve_the_bytes_of_messages_and_of_gradients() {
     };
     let (bytes, memory, num_elements) = run(Precision::F32);
     assert_eq!(memory, 4 * num_elements, "gradients are reduced where they lie");
-    for (reduce_dtype, _) in HALVES {
+    for (reduce_dtype, _) in ROUNDING_ERRORS {
         let (half_bytes, memory, _) = run(reduce_dtype);
         assert_eq!(memory, 2 * num_elements);
         // The loss, and the requests of the rank.

@@ -123,9 +123,9 @@ fn recomputation_keeps_the_bits() {
                     let mut keeps = vec![ends[0]];
                     keeps.extend((0..num_blocks).map(|index| block[index % 2]));
                     keeps.push(ends[1]);
-                    let is_made_again =
+                    let is_recomputable =
                         keeps.windows(2).all(|pair| pair[1] != Nothing || matches!(pair[0], Input | Nothing));
-                    if !is_made_again {
+                    if !is_recomputable {
                         continue;
                     }
                     for (grid, stage) in [((1, 1), 0), ((2, 2), 3)] {

@@ -52,11 +52,11 @@ fn states_take_the_bytes_of_the_paper() {
                 // In 16 bits, no rank keeps a 16-bit copy of sharded parameters next to its master weights. Without sharding, there are no
                 // master weights next to the f32 parameters, which matrix products round.
                 let is_narrow = options.precision != Precision::F32 && num_ranks > 1;
-                let methods = match zero_stage {
+                let not_stored = match zero_stage {
                     0 | 3 if is_narrow => share(0, 3),
                     _ => 0.0,
                 };
-                let least = formula - methods;
+                let least = formula - not_stored;
                 assert!(
                     (0.95 * least..1.05 * formula).contains(&found_sum),
                     "stage {zero_stage} on {num_ranks}, {}: {found:?} are {found_sum}, the paper's {formula}",

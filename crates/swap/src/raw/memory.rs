@@ -35,7 +35,7 @@ impl Memory {
     pub(crate) fn lend(self, bytes: usize) -> LentMemory {
         let Range { start, end } = self.range;
         assert!(bytes <= end - start, "more is lent than there is");
-        LentMemory { mapping: self.mapping, whole: start..end, uncut: start..start + bytes }
+        LentMemory { mapping: self.mapping, whole: start..end, remaining: start..start + bytes }
     }
 }
 
@@ -64,21 +64,21 @@ pub(crate) struct LentMemory {
     mapping: Arc<MmapRaw>,
     whole: Range<usize>,
     /// The range of the lent bytes that no part covers yet.
-    uncut: Range<usize>,
+    remaining: Range<usize>,
 }
 
 impl LentMemory {
     /// Returns the next part of at most `bytes`, or `None` if all lent bytes belong to parts.
-    pub(crate) fn cut(&mut self, bytes: usize) -> Option<MemoryPart> {
-        let Range { start, end } = self.uncut;
+    pub(crate) fn split_off(&mut self, bytes: usize) -> Option<MemoryPart> {
+        let Range { start, end } = self.remaining;
         let middle = end.min(start.saturating_add(bytes));
-        self.uncut = middle..end;
+        self.remaining = middle..end;
         (start < middle).then(|| MemoryPart { mapping: Arc::clone(&self.mapping), range: start..middle })
     }
 
     /// Returns whether all lent bytes belong to parts.
-    pub(crate) fn is_cut_up(&self) -> bool {
-        self.uncut.is_empty()
+    pub(crate) fn is_fully_split(&self) -> bool {
+        self.remaining.is_empty()
     }
 
     /// Returns the memory, or `None` if a part still exists.
@@ -106,7 +106,7 @@ impl Deref for MemoryPart {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the range lies within the mapping. `LentMemory::cut` gives each byte to only one part, and neither the `LentMemory` nor
+        // SAFETY: the range lies within the mapping. `LentMemory::split_off` gives each byte to only one part, and neither the `LentMemory` nor
         // the `Memory` that is reclaimed from it gives access before all parts are dropped. So nothing writes to the range while `self` is
         // borrowed.
         unsafe { slice::from_raw_parts(self.mapping.as_ptr().add(self.range.start), self.range.len()) }
@@ -129,11 +129,11 @@ mod tests {
     #[test]
     fn parts_are_disjoint_and_cover_what_was_lent() {
         let mut lent = Memory::new(3 * 4096).expect("memory").lend(2 * 4096 + 100);
-        let mut parts: Vec<MemoryPart> = std::iter::from_fn(|| lent.cut(4096)).collect();
+        let mut parts: Vec<MemoryPart> = std::iter::from_fn(|| lent.split_off(4096)).collect();
         assert_eq!(parts.iter().map(|part| part.len()).collect::<Vec<_>>(), [4096, 4096, 100]);
         parts.iter_mut().zip(1..).for_each(|(part, value)| part.fill(value));
         drop(parts);
-        assert!(lent.is_cut_up());
+        assert!(lent.is_fully_split());
         let memory = lent.reclaim().expect("no part is left");
         let expected = [vec![1; 4096], vec![2; 4096], vec![3; 100], vec![0; 3996]].concat();
         assert_eq!(*memory, expected);
@@ -145,7 +145,7 @@ mod tests {
         assert_eq!((memory.len(), memory.as_ptr().align_offset(HUGE_PAGE_BYTES)), (2 * HUGE_PAGE_BYTES, 0));
         memory.fill(1);
         let mut lent = memory.lend(HUGE_PAGE_BYTES);
-        lent.cut(HUGE_PAGE_BYTES).expect("a part").fill(2);
+        lent.split_off(HUGE_PAGE_BYTES).expect("a part").fill(2);
         let memory = lent.reclaim().expect("no part is left");
         assert!(memory[..HUGE_PAGE_BYTES].iter().all(|byte| *byte == 2));
         assert!(memory[HUGE_PAGE_BYTES..].iter().all(|byte| *byte == 1));
@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn memory_stays_lent_while_a_part_lives() {
         let mut lent = Memory::new(4096).expect("memory").lend(4096);
-        let mut part = lent.cut(4096).expect("a part");
+        let mut part = lent.split_off(4096).expect("a part");
         assert!(lent.reclaim().is_none());
         // The part keeps the mapping alive.
         part.fill(7);

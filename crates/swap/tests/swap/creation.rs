@@ -1,6 +1,6 @@
 //! Creation of swap files: resources taken from the system, and errors if the system refuses them.
 
-use crate::support::{METHODS, create, folder, nameless_file, options, round_trip};
+use crate::support::{METHODS, create, folder, options, round_trip, unnamed_file};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -8,13 +8,13 @@ use trireme_swap::{ALIGNMENT, Method, SwapError, SwapFile, SwapOptions, measure_
 use trireme_testkit::or_skip;
 
 #[test]
-fn space_is_taken_at_once_and_given_back_at_the_end() {
+fn space_is_reserved_at_creation_and_freed_by_drop() {
     let folder = folder();
     let swap =
         SwapFile::create(folder.path(), &[1, 0, 5000, 1 << 20], &SwapOptions::default()).expect("a file");
     let size = (4096 + 8192 + (1 << 20)) as u64;
     assert_eq!(swap.describe().size.0, size);
-    let file = nameless_file(folder.path());
+    let file = unnamed_file(folder.path());
     let metadata = file.metadata().expect("facts of the file");
     assert_eq!(metadata.len(), size);
     if swap.describe().is_reserved {
@@ -54,7 +54,7 @@ fn a_disk_that_is_too_small_refuses_at_the_start() {
 }
 
 #[test]
-fn a_folder_that_is_none_is_refused() {
+fn a_path_that_is_not_a_folder_is_refused() {
     let folder = folder();
     let file = folder.path().join("file");
     fs::write(&file, "").expect("a file");

@@ -1,7 +1,7 @@
 //! Failures of the disk: every pending and later transfer fails with an error that states the facts.
 
 use crate::support::{
-    FailAfter, Failure, METHODS, content, create, filled, folder, nameless_file, options, round_trip,
+    FailAfter, Failure, METHODS, content, create, filled, folder, options, round_trip, unnamed_file,
 };
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -24,7 +24,7 @@ fn failing(method: Method, num_passing: usize, failure: Failure) -> SwapOptions 
 }
 
 /// Asserts that every new transfer fails at once with an error of this text.
-fn assert_useless(swap: &SwapFile, text: &str) {
+fn assert_failed(swap: &SwapFile, text: &str) {
     for transfer in [swap.write(0, filled(swap, LEN, 1)), swap.read(1, swap.buffer(LEN).expect("memory"))] {
         assert!(transfer.is_done());
         assert_eq!(transfer.wait().expect_err("the file has failed").to_string(), text);
@@ -32,7 +32,7 @@ fn assert_useless(swap: &SwapFile, text: &str) {
 }
 
 #[test]
-fn what_the_system_refuses_fails_the_file() {
+fn a_refused_transfer_fails_the_file() {
     let folder = folder();
     for method in METHODS {
         // The first case fails in the second write. The second case fails in the read, before any part of the write that is issued after it
@@ -53,13 +53,13 @@ fn what_the_system_refuses_fails_the_file() {
             assert_eq!((access.direction, access.block), (direction, 1));
             assert!((SPAN..2 * SPAN).contains(&access.offset), "{access:?}");
             assert_eq!((place.as_path(), source.raw_os_error()), (folder.path(), Some(number)));
-            assert_useless(&swap, &error.to_string());
+            assert_failed(&swap, &error.to_string());
         }
     }
 }
 
 #[test]
-fn less_than_was_asked_for_fails_the_file() {
+fn a_short_transfer_fails_the_file() {
     let folder = folder();
     for method in METHODS {
         let options = failing(method, NUM_PARTS, Failure::Short);
@@ -68,7 +68,7 @@ fn less_than_was_asked_for_fails_the_file() {
         let error = swap.read(1, swap.buffer(LEN).expect("memory")).wait().expect_err("the read is short");
         let SwapError::Short { access, moved, .. } = &error else { panic!("{error}") };
         assert_eq!((access.direction, access.block, *moved), (Direction::Read, 1, access.bytes / 2));
-        assert_useless(&swap, &error.to_string());
+        assert_failed(&swap, &error.to_string());
     }
 }
 
@@ -78,7 +78,7 @@ fn a_shortened_file_fails() {
     for method in METHODS {
         let Some(swap) = create(folder.path(), &[LEN; 2], &options(method)) else { continue };
         swap.write(1, filled(&swap, LEN, 1)).wait().expect("a disk that works");
-        nameless_file(folder.path()).set_len(SPAN + 100).expect("the file can be cut");
+        unnamed_file(folder.path()).set_len(SPAN + 100).expect("the file can be cut");
         let error = swap.read(1, swap.buffer(LEN).expect("memory")).wait().expect_err("the block is gone");
         assert!(matches!(&error, SwapError::Short { access, .. } if access.block == 1), "{error}");
     }
@@ -100,14 +100,14 @@ fn a_bit_that_flips_on_disk_is_found() {
             let SwapError::Corrupted { access, expected, found, .. } = &error else { panic!("{error}") };
             assert_eq!((access.block, access.offset), (1, SPAN + position / 8192 * 8192));
             assert_ne!(expected, found);
-            assert_useless(&swap, &error.to_string());
+            assert_failed(&swap, &error.to_string());
         }
     }
 }
 
 fn flip_bit(swap: &SwapFile, folder: &tempfile::TempDir, offset: u64) {
     assert_eq!(swap.describe().size.0, 2 * SPAN);
-    let file = nameless_file(folder.path());
+    let file = unnamed_file(folder.path());
     let mut byte = [0];
     file.read_exact_at(&mut byte, offset).expect("the byte is there");
     file.write_all_at(&[byte[0] ^ 0x10], offset).expect("the byte can be changed");
@@ -115,7 +115,7 @@ fn flip_bit(swap: &SwapFile, folder: &tempfile::TempDir, offset: u64) {
 }
 
 /// Timeout of transfers on a disk that hangs.
-const PATIENCE: Duration = Duration::from_millis(50);
+const TIMEOUT: Duration = Duration::from_millis(50);
 
 /// Blocks every operation until the other end of the channel is dropped.
 #[derive(Debug)]
@@ -139,12 +139,12 @@ fn hanging(folder: &Path, method: Method) -> Option<(SwapFile, Sender<()>, Recei
     let (_ended, ended) = channel();
     let interceptor = Hang { released: Mutex::new(released), _ended };
     let options =
-        SwapOptions { interceptor: Some(Arc::new(interceptor)), timeout: PATIENCE, ..options(method) };
+        SwapOptions { interceptor: Some(Arc::new(interceptor)), timeout: TIMEOUT, ..options(method) };
     create(folder, &[LEN; 2], &options).map(|swap| (swap, release, ended))
 }
 
 #[test]
-fn a_disk_that_hangs_holds_nobody_up() {
+fn a_disk_that_hangs_fails_all_transfers_at_the_timeout() {
     let folder = folder();
     for method in METHODS {
         let Some((swap, release, ended)) = hanging(folder.path(), method) else { continue };
@@ -156,10 +156,10 @@ fn a_disk_that_hangs_holds_nobody_up() {
         let error = later.wait().expect_err("the disk hangs");
         let SwapError::Timeout { access, timeout: allowed, .. } = &error else { panic!("{error}") };
         assert_eq!((access.direction, access.block, access.offset), (Direction::Write, 1, SPAN));
-        assert_eq!((access.bytes as u64, *allowed), (SPAN, PATIENCE));
+        assert_eq!((access.bytes as u64, *allowed), (SPAN, TIMEOUT));
         assert!(other.is_done());
         assert_eq!(other.wait().expect_err("the disk hangs").to_string(), error.to_string());
-        assert_useless(&swap, &error.to_string());
+        assert_failed(&swap, &error.to_string());
         // The thread is still blocked, and the transfer outlives its file.
         drop(swap);
         assert_eq!(transfer.wait().expect_err("the disk hangs").to_string(), error.to_string());
@@ -169,7 +169,7 @@ fn a_disk_that_hangs_holds_nobody_up() {
 }
 
 #[test]
-fn a_drop_waits_for_a_disk_that_hangs_no_longer_than_anyone() {
+fn a_drop_waits_for_a_disk_that_hangs_until_the_timeout() {
     let folder = folder();
     for method in METHODS {
         let Some((swap, release, ended)) = hanging(folder.path(), method) else { continue };
@@ -213,9 +213,9 @@ fn a_panic_of_a_thread_fails_the_file() {
 
 /// Blocks each operation until another operation is about to end, too.
 #[derive(Debug)]
-struct Meet(Barrier);
+struct WaitForAnother(Barrier);
 
-impl Interceptor for Meet {
+impl Interceptor for WaitForAnother {
     fn result(&self, _: &Access, result: io::Result<usize>) -> io::Result<usize> {
         self.0.wait();
         result
@@ -223,9 +223,9 @@ impl Interceptor for Meet {
 }
 
 #[test]
-fn different_blocks_are_under_way_at_once() {
+fn different_blocks_are_in_flight_concurrently() {
     let folder = folder();
-    let interceptor: Arc<dyn Interceptor> = Arc::new(Meet(Barrier::new(2)));
+    let interceptor: Arc<dyn Interceptor> = Arc::new(WaitForAnother(Barrier::new(2)));
     let options =
         SwapOptions { num_threads: 2, interceptor: Some(interceptor), ..options(Method::BufferedThreads) };
     let swap = create(folder.path(), &[4096; 2], &options).expect("any system can do that");

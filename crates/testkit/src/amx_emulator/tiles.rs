@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_of_even_and_odd_elements_are_apart() {
+    fn even_and_odd_elements_are_summed_separately() {
         let shapes = read_config(&config([4, 8, 4, 0, 0, 0, 0, 0], [1, 1, 2, 0, 0, 0, 0, 0])).unwrap();
         let mut tiles = Tiles { shapes, ..Tiles::RELEASED };
         let pair = |low: f32, high: f32| (low.to_bits() >> 16 | high.to_bits()).to_le_bytes();

@@ -8,7 +8,7 @@ use std::time::Instant;
 /// A thread, and the state by which its owner controls it. The thread ends when this value is dropped.
 #[derive(Debug)]
 pub(super) struct ControlledThread<O> {
-    steering: Arc<ThreadControl<O>>,
+    control: Arc<ThreadControl<O>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -27,26 +27,26 @@ impl<O: Default + Send + 'static> ControlledThread<O> {
         let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("a descriptor");
         let steering = Arc::new(ThreadControl { waker, state: Mutex::new(Some(O::default())) });
         let own = Arc::clone(&steering);
-        ControlledThread { steering, thread: Some(std::thread::spawn(move || run(&own))) }
+        ControlledThread { control: steering, thread: Some(std::thread::spawn(move || run(&own))) }
     }
 }
 
 impl<O> ControlledThread<O> {
     pub(super) fn update(&self, change: impl FnOnce(&mut O)) {
         self.with_state(change);
-        self.steering.wake();
+        self.control.wake();
     }
 
     /// Calls `read` with the state, in which the thread may also record results.
     pub(super) fn with_state<R>(&self, read: impl FnOnce(&mut O) -> R) -> R {
-        read(self.steering.orders().as_mut().expect("orders last as long as their owner"))
+        read(self.control.state().as_mut().expect("orders last as long as their owner"))
     }
 }
 
 impl<O> ThreadControl<O> {
     /// Locks the state, which is `None` if the thread is to end. Everything that the thread does under the lock is done before the owner's
     /// next change.
-    pub(super) fn orders(&self) -> MutexGuard<'_, Option<O>> {
+    pub(super) fn state(&self) -> MutexGuard<'_, Option<O>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -71,8 +71,8 @@ impl<O> ThreadControl<O> {
 
 impl<O> Drop for ControlledThread<O> {
     fn drop(&mut self) {
-        *self.steering.orders() = None;
-        self.steering.wake();
+        *self.control.state() = None;
+        self.control.wake();
         if let Some(Err(panic)) = self.thread.take().map(JoinHandle::join)
             && !std::thread::panicking()
         {

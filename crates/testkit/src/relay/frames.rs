@@ -84,7 +84,7 @@ impl Forwarder {
     fn run(mut self, steering: &ThreadControl<State>) {
         loop {
             // The lock is held until everything is forwarded, so that nothing passes after a call of `FrameRelay::pause` has returned.
-            let mut held = steering.orders();
+            let mut held = steering.state();
             let Some(state) = &mut *held else { return };
             if state.is_paused {
                 drop(held);

@@ -56,8 +56,8 @@ impl TcpRelay {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
         listener.set_nonblocking(true).expect("a mode that sockets have");
         let address = listener.local_addr().expect("a bound socket has an address");
-        let exchange = Forwarder { listener, target, conditions, connections: Vec::new(), num_accepted: 0 };
-        TcpRelay { address, forwarder: ControlledThread::start(|steering| exchange.run(steering)) }
+        let forwarder = Forwarder { listener, target, conditions, connections: Vec::new(), num_accepted: 0 };
+        TcpRelay { address, forwarder: ControlledThread::start(|steering| forwarder.run(steering)) }
     }
 
     /// Address to connect to, instead of the target.
@@ -90,7 +90,7 @@ impl Forwarder {
     fn run(mut self, steering: &ThreadControl<State>) {
         loop {
             // The lock is held until everything is forwarded, so that nothing passes after a call of `TcpRelay::cut` has returned.
-            let mut held = steering.orders();
+            let mut held = steering.state();
             let Some(orders) = &mut *held else { return };
             if std::mem::take(&mut orders.is_reset) {
                 self.connections.drain(..).for_each(Connection::reset);

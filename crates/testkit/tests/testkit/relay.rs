@@ -14,7 +14,7 @@ fn network_with_relays() -> Option<Network> {
     network()
 }
 
-fn counts(num_bytes: usize) -> Vec<u8> {
+fn counting_bytes(num_bytes: usize) -> Vec<u8> {
     (0..num_bytes).map(|index| index as u8).collect()
 }
 
@@ -44,9 +44,9 @@ fn tcp_delivers_through_a_relay_that_loses_frames() {
     let near = network.add_host();
     let (far, relay) = network.add_host_with_relay(conditions, loss);
     for address in [IpAddr::from(far.ipv4()), far.ipv6().into()] {
-        assert_eq!(transfer(&near, &far, address, 150_000), counts(150_000));
+        assert_eq!(transfer(&near, &far, address, 150_000), counting_bytes(150_000));
     }
-    assert_eq!(transfer(&far, &near, near.ipv4().into(), 150_000), counts(150_000));
+    assert_eq!(transfer(&far, &near, near.ipv4().into(), 150_000), counting_bytes(150_000));
     for towards in [Direction::Near, Direction::Far] {
         let counted = relay.counts(towards);
         let expected = (0..counted.num_sent).filter(|&index| loss.loses(towards, index)).count() as u64;
@@ -86,7 +86,7 @@ fn a_relayed_link_can_be_shaped_and_cut_as_any() {
     let near = network.add_host();
     let (far, _relay) = network.add_host_with_relay(Conditions::default(), FrameLoss::default());
     far.link().shape(100_000_000);
-    assert_eq!(transfer(&far, &near, near.ipv4().into(), 100_000), counts(100_000));
+    assert_eq!(transfer(&far, &near, near.ipv4().into(), 100_000), counting_bytes(100_000));
     far.link().unshape();
     far.link().cut();
     let address = SocketAddr::from((far.ipv4(), 4000));
@@ -116,7 +116,7 @@ fn a_tcp_relay_passes_on_all_bytes_and_both_ends() {
         for num_bytes in [0, 1, 3_000_000] {
             let stream = connect(relay.address());
             let target = target.try_clone().unwrap();
-            assert_eq!(exchange(stream, target, num_bytes), counts(num_bytes));
+            assert_eq!(exchange(stream, target, num_bytes), counting_bytes(num_bytes));
         }
     }
 }

@@ -40,7 +40,7 @@ impl Config {
     pub fn to_toml(&self) -> String {
         let sections = self.sections.all().map(|(name, section)| {
             let keys = section.keys();
-            let lines = keys.iter().filter(|key| counts(self, name, key)).filter_map(assignment);
+            let lines = keys.iter().filter(|key| has_effect(self, name, key)).filter_map(assignment);
             format!("\n[{name}]\n{}{}", lines.collect::<String>(), write_lists(name, section))
         });
         format!(
@@ -54,7 +54,7 @@ impl Config {
         let mut values = Vec::new();
         let text = |key: Key| key.value.map_or_else(|| "not set".to_owned(), |value| value.to_string());
         for (name, section) in self.sections.all() {
-            let keys = section.keys().into_iter().filter(|key| counts(self, name, key));
+            let keys = section.keys().into_iter().filter(|key| has_effect(self, name, key));
             values.extend(keys.map(|key| (format!("{name}.{}", key.name), text(key))));
             for (list, tables) in section.lists() {
                 for (index, table) in tables.tables().into_iter().enumerate() {
@@ -160,7 +160,7 @@ fn write_lists(name: &str, section: &dyn Section) -> String {
 /// Returns whether a key has an effect in this config. The following keys have none: keys of language models for another task, keys that
 /// describe a model that is described elsewhere, keys of loss scaling without f16, keys of fp8 without fp8, and options of another
 /// optimizer or codec.
-fn counts(config: &Config, section: &str, key: &Key) -> bool {
+fn has_effect(config: &Config, section: &str, key: &Key) -> bool {
     if config.task_kind() == TaskKind::CustomTask {
         if is_of_language(section, key.name) {
             return false;

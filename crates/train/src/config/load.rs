@@ -43,7 +43,7 @@ impl Config {
     /// If the file cannot be read any more.
     pub fn original_toml(&self, path: &Path, overrides: &[String]) -> Result<String, ConfigError> {
         let text = read_file(path)?;
-        Ok(original::given(self, &text, path, overrides).unwrap_or(text))
+        Ok(original::edited_text(self, &text, path, overrides).unwrap_or(text))
     }
 
     /// Returns every key of the file `path` as `section.key`, with its value in TOML, including keys that this version does not know. Empty

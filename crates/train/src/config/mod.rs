@@ -61,7 +61,7 @@ use trireme_tensor::{ModelRank, Precision};
 /// The validated and resolved configuration of a run. Its values are consistent with each other.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    subject: TaskKind,
+    task_kind: TaskKind,
     sections: Sections,
     world_size: usize,
     group_origins: GroupOrigins,
@@ -142,11 +142,11 @@ impl Config {
     /// Returns the number of workers that see different samples.
     pub fn data_parallel_degree(&self) -> usize {
         let Parallelism { context_parallel_degree, tensor_parallel_degree, .. } = *self.parallelism();
-        self.workers_per_place() / (context_parallel_degree * tensor_parallel_degree)
+        self.workers_per_pipeline_rank() / (context_parallel_degree * tensor_parallel_degree)
     }
 
     /// Returns the number of workers that have the same pipeline rank.
-    pub fn workers_per_place(&self) -> usize {
+    pub fn workers_per_pipeline_rank(&self) -> usize {
         self.world_size / self.parallelism().pipeline_parallel_degree
     }
 
@@ -164,13 +164,13 @@ impl Config {
     }
 
     /// Returns the place of a worker on the context axis.
-    pub fn context_place(&self, rank: Rank) -> ContextRank {
-        self.degrees().context_place(rank)
+    pub fn context_rank(&self, rank: Rank) -> ContextRank {
+        self.degrees().context_rank(rank)
     }
 
     /// Returns the place of a worker on the tensor and expert axes.
-    pub fn model_place(&self, rank: Rank) -> ModelRank {
-        self.degrees().model_place(rank)
+    pub fn model_rank(&self, rank: Rank) -> ModelRank {
+        self.degrees().model_rank(rank)
     }
 
     /// Returns the number of optimizer steps in one step program: 1, unless the pipeline does not drain between steps.
@@ -233,7 +233,7 @@ impl Config {
 
     /// Returns the kind of task that the config is for.
     pub fn task_kind(&self) -> TaskKind {
-        self.subject
+        self.task_kind
     }
 
     /// Returns the location of the language model's description.

@@ -5,7 +5,7 @@ use std::path::Path;
 use toml_edit::{DocumentMut, Item, Table, Value};
 
 /// Returns the text of the config file, edited to contain the overrides and the run's name, or `None` if `text` is no TOML.
-pub(super) fn given(config: &Config, text: &str, path: &Path, overrides: &[String]) -> Option<String> {
+pub(super) fn edited_text(config: &Config, text: &str, path: &Path, overrides: &[String]) -> Option<String> {
     let mut document: DocumentMut = text.parse().ok()?;
     let mut has_name = document.get("run").is_some_and(|run| run.get("name").is_some());
     let mut set = |section: &str, key: &str, value: Value| {
@@ -65,7 +65,7 @@ steps = 4 # few
         let overrides: Vec<String> = overrides.iter().map(|text| text.to_string()).collect();
         let path = Path::new("tiny.toml");
         let config = Config::parse(TEXT, path, &overrides, None).unwrap();
-        let text = super::given(&config, TEXT, path, &overrides).unwrap();
+        let text = super::edited_text(&config, TEXT, path, &overrides).unwrap();
         (config, text)
     }
 

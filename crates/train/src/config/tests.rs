@@ -67,7 +67,7 @@ configs/try.toml:16: inputs = [\"a\", 7]: expected a list, each element a path
 }
 
 #[test]
-fn broken_toml_is_reported_beside_other_mistakes_and_causes_none() {
+fn broken_toml_is_reported_with_other_mistakes_and_causes_none() {
     let text = "[training]\nseq_len = \nsteps = -1\n[optimizer\nlr = 1e-3\n";
     let found = mistakes(text, &[]);
     assert!(found[0].starts_with("configs/try.toml:2: seq_len =: "), "{found:?}");

@@ -85,8 +85,8 @@ pub(super) fn validate(
         // Only language models generate a sample at the end.
         loose.sections.generate.num_tokens = 0;
     }
-    let group_places = GroupOrigins::of(&loose);
-    Ok(Config { subject, sections: loose.sections, world_size, group_origins: group_places })
+    let group_origins = GroupOrigins::of(&loose);
+    Ok(Config { task_kind: subject, sections: loose.sections, world_size, group_origins: group_origins })
 }
 
 fn check_run(checks: &mut Checks<'_>) {

@@ -55,8 +55,8 @@ impl<'a> Trainer<'a> {
         notice_settings(config, &*task, observer);
 
         let batch_specs = batch_specs(&*train, training.local_batch_size);
-        let built = Built::new(config, &*task, &batch_specs, group, &options)?;
-        let Built { mut executor, choices, balance, utilization } = built;
+        let built = PreparedExecutor::new(config, &*task, &batch_specs, group, &options)?;
+        let PreparedExecutor { mut executor, choices, balance, utilization } = built;
         let reserved = options.plan.as_ref().map_or(0, |plan| plan.non_activation_bytes);
         let spill = spill(config, executor.device(), reserved);
         let validation =
@@ -138,14 +138,14 @@ fn notice_settings(config: &Config, task: &dyn Task, observer: &mut dyn Observer
 }
 
 /// The executor of this rank, and the values that are derived while it is built.
-struct Built {
+struct PreparedExecutor {
     executor: Executor,
     choices: StepChoices,
     balance: Option<Balance>,
     utilization: Utilization,
 }
 
-impl Built {
+impl PreparedExecutor {
     /// Builds the model with its initial weights, for batches of `batch_specs`. Collective.
     fn new(
         config: &Config,
@@ -160,7 +160,7 @@ impl Built {
         let utilization =
             Utilization::new(config, task, &profile, batch_specs, &group, num_threads, peak_flops)?;
         let build = |device: &Device, table| task.build(device, table);
-        let model = Model::build_at(config.model_place(group.rank()), &device, build)?;
+        let model = Model::build_at(config.model_rank(group.rank()), &device, build)?;
         let choices = match &options.plan {
             Some(plan) => plan.choices.clone(),
             None => {
@@ -172,7 +172,7 @@ impl Built {
         };
         let balance = Balance::new(config, profile.passes());
         let executor = build_executor(config, model, profile, &choices, group, &device)?;
-        Ok(Built { executor, choices, balance, utilization })
+        Ok(PreparedExecutor { executor, choices, balance, utilization })
     }
 }
 

@@ -68,9 +68,9 @@ fn a_run_that_changes_compression_or_layout_reports_lost_state() {
         }
         if !about_state.is_empty() {
             let lost = "The state was ignored: gradients that earlier steps have not sent yet are lost";
-            let anew = ", and compression restarts with its warm-up";
-            let anew = if about_state.contains("does not compress") { "" } else { anew };
-            assert!(observed.notices[1].ends_with(&format!("{lost}{anew}")), "{:?}", observed.notices);
+            let restarts = ", and compression restarts with its warm-up";
+            let restarts = if about_state.contains("does not compress") { "" } else { restarts };
+            assert!(observed.notices[1].ends_with(&format!("{lost}{restarts}")), "{:?}", observed.notices);
         }
         assert_eq!(observed.losses.len(), 5);
         let first_loss = *first_loss.get_or_insert(observed.losses[0]);

@@ -78,14 +78,14 @@ fn check_interrupted_runs(workers: &[(usize, usize)], keys: &[&str]) -> Vec<Step
 }
 
 #[test]
-fn twenty_steps_are_ten_and_ten_on_any_number_of_workers() {
+fn an_interrupted_run_has_the_bits_of_an_uninterrupted_one_on_any_number_of_workers() {
     let steps = check_interrupted_runs(&[(1, 1), (1, 2), (4, 1), (2, 4)], &[]);
     assert!(steps[4].validation.is_some() && steps[3].validation.is_none(), "validated every five steps");
     assert!(steps.iter().all(|step| step.loss_scale.is_none()));
 }
 
 #[test]
-fn twenty_steps_are_ten_and_ten_in_16_bits() {
+fn an_interrupted_run_has_the_same_bits_in_16_bits() {
     check_interrupted_runs(&[(1, 1), (2, 4)], &["training.dtype=bf16"]);
     let keys =
         ["training.dtype=f16", "training.loss_scale_initial=64", "training.loss_scale_growth_interval=4"];
@@ -309,7 +309,7 @@ fn every_optimizer_has_the_same_bits_over_any_number_of_shards() {
 }
 
 #[test]
-fn twenty_steps_are_ten_and_ten_in_fp8() {
+fn an_interrupted_run_has_the_same_bits_in_fp8() {
     for (fp8, amax_history_len) in [("hybrid", 3), ("e4m3", 1)] {
         let (fp8, len) =
             (format!("training.fp8={fp8}"), format!("training.fp8_amax_history_len={amax_history_len}"));
@@ -319,7 +319,7 @@ fn twenty_steps_are_ten_and_ten_in_fp8() {
 
 /// ZeRO++ has no state of its own: even the copies of parameters are gathered again after an interruption.
 #[test]
-fn twenty_steps_are_ten_and_ten_with_zero_plus_plus() {
+fn an_interrupted_run_has_the_same_bits_with_zero_plus_plus() {
     let keys = [
         "training.dtype=bf16",
         "parallelism.zero_stage=3",
@@ -332,7 +332,7 @@ fn twenty_steps_are_ten_and_ten_with_zero_plus_plus() {
 }
 
 #[test]
-fn twenty_steps_are_ten_and_ten_with_compression() {
+fn an_interrupted_run_has_the_same_bits_with_compression() {
     let cases: [(usize, &str, &[&str]); 7] = [
         (4, "top_k", &["comm.compression_ratio=0.05"]),
         (4, "powersgd", &["comm.compression_rank=2"]),
@@ -364,7 +364,7 @@ fn twenty_steps_are_ten_and_ten_with_compression() {
 }
 
 #[test]
-fn twenty_steps_are_ten_and_ten_with_exchanged_momentum() {
+fn an_interrupted_run_has_the_same_bits_with_exchanged_momentum() {
     let f16 =
         ["training.dtype=f16", "training.loss_scale_initial=64", "training.loss_scale_growth_interval=4"];
     let cases: [&[&str]; 4] = [
@@ -385,7 +385,7 @@ fn twenty_steps_are_ten_and_ten_with_exchanged_momentum() {
 }
 
 #[test]
-fn skipped_steps_survive_the_cut() {
+fn skipped_steps_are_counted_across_an_interruption() {
     let keys = [
         "training.dtype=f16",
         "training.reduce_dtype=f16",
@@ -464,8 +464,8 @@ fn a_run_keeps_the_corpus_it_began_with() {
     std::fs::write(folder.path().join("text.txt"), "another text ".repeat(3000)).unwrap();
     let rest = train(&job(folder.path(), "run", 2, 10, &[]));
     assert!(rest.0[..] == whole.0[5..], "the inputs have changed, the run has not");
-    let anew = train(&job(folder.path(), "run", 1, 10, &["checkpoint.resume=never"]));
-    assert!(anew.0[9] != whole.0[9], "a run that begins anew takes the new text");
+    let restarted = train(&job(folder.path(), "run", 1, 10, &["checkpoint.resume=never"]));
+    assert!(restarted.0[9] != whole.0[9], "a run that begins anew takes the new text");
 }
 
 #[test]

@@ -243,7 +243,7 @@ impl Batches {
 
     /// Reads the batch of a step, counted from 0.
     pub(super) fn read(&mut self, step: usize, executor: &Executor) -> Result<Batch> {
-        let (place, batch_size) = (executor.ranks().sample_place(), self.batch_size);
+        let (place, batch_size) = (executor.ranks().sample_rank(), self.batch_size);
         for row in 0..batch_size {
             let sample = (step * place.degree + place.rank) * batch_size + row;
             self.tokens.read(sample as u64, &mut self.window)?;
@@ -381,7 +381,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
     let (group, results_group) = if args.independent { (single(), Some(world)) } else { (world, None) };
     let config = read_model(&args.model)?;
     let mut executor = build(args, &config, OptimizerName::AdamW, group, &device)?;
-    let degree = executor.ranks().sample_place().degree;
+    let degree = executor.ranks().sample_rank().degree;
     let mut batches = Batches::open(args, config.vocab_size)?;
     let (mut seconds, mut exposed) = (Vec::new(), Vec::new());
     let (mut first, mut loss, mut skipped_steps) = (None, f64::NAN, 0);

@@ -1,6 +1,6 @@
 //! Warnings about this machine, with advice.
 
-use super::Uses;
+use super::UsedFeatures;
 use super::machine::Machine;
 use crate::host::{CpuLimit, MemoryLimit, Pages};
 use crate::simd::Excluded;
@@ -20,7 +20,7 @@ pub(super) struct Advice {
 }
 
 /// Returns every warning that applies. `is_debug` is true for a development build, which checks its own arithmetic.
-pub(super) fn warnings(machine: &Machine, uses: &Uses, is_debug: bool) -> Vec<Advice> {
+pub(super) fn warnings(machine: &Machine, uses: &UsedFeatures, is_debug: bool) -> Vec<Advice> {
     let mut found = Vec::new();
     let mut warn = |problem: String, advice: &str| found.push(Advice { problem, advice: advice.to_owned() });
     let Machine { num_cores, num_cores_available, .. } = *machine;
@@ -118,7 +118,7 @@ mod tests {
     use trireme_tensor::verification::MatmulKernel;
 
     /// Returns a machine with two cores and no problems, and its use.
-    fn quiet() -> (Machine, Uses) {
+    fn quiet() -> (Machine, UsedFeatures) {
         let machine = Machine {
             processor: None,
             architecture: "x86_64",
@@ -151,7 +151,7 @@ mod tests {
             costs: None,
         };
         let transports = Vec::from([shm]);
-        let uses = Uses {
+        let uses = UsedFeatures {
             features: String::new(),
             features_reason: "",
             threads: 2,
@@ -165,7 +165,7 @@ mod tests {
     }
 
     /// Returns the warnings after a change, except the one about a processor without AVX2.
-    fn after(change: impl FnOnce(&mut Machine, &mut Uses)) -> Vec<String> {
+    fn after(change: impl FnOnce(&mut Machine, &mut UsedFeatures)) -> Vec<String> {
         let (mut machine, mut uses) = quiet();
         change(&mut machine, &mut uses);
         let found = warnings(&machine, &uses, false);

@@ -22,10 +22,10 @@ use trireme_train::config::Config;
 use trireme_train::{all_gather_json, preflight};
 
 /// Round trips that measure a latency. The quickest counts.
-const NUM_SHORT: usize = 20;
+const NUM_LATENCY_ROUND_TRIPS: usize = 20;
 const SHORT_BYTES: usize = 64;
 /// Round trips that measure a bandwidth. The quickest counts.
-const NUM_LONG: usize = 3;
+const NUM_BANDWIDTH_ROUND_TRIPS: usize = 3;
 const LONG_BYTES: usize = 16 << 20;
 /// Maximum number of hosts for which every pair is measured. With more hosts, each is measured with the next.
 const NUM_HOSTS_ALL_PAIRS: usize = 8;
@@ -38,7 +38,7 @@ const SLOWNESS_MAX: f64 = 3.0;
 /// The output; the fields are keys of `--json`.
 #[derive(Debug, Serialize)]
 struct Report {
-    hosts: Vec<HostFigure>,
+    hosts: Vec<HostReport>,
     links: Vec<LinkFigure>,
     disks: Vec<DiskFigure>,
     /// Problems that would slow the run down or make its logs misleading. A problem that keeps a run from starting is the error of the
@@ -47,7 +47,7 @@ struct Report {
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct HostFigure {
+struct HostReport {
     name: String,
     ranks: Vec<usize>,
     /// Threads of the host's first rank.
@@ -117,10 +117,10 @@ fn check(config: &Config, group: &Group) -> Result<Report> {
     Ok(Report { hosts, links, disks, problems })
 }
 
-fn hosts(config: &Config, group: &Group) -> Result<Vec<HostFigure>> {
+fn hosts(config: &Config, group: &Group) -> Result<Vec<HostReport>> {
     let share = HostShare::of_world(group, config.memory().huge_pages, config.launch().bind)?;
     let ranks = |host| group.hosts().ranks(host).iter().map(|rank| rank.0).collect();
-    let own = HostFigure {
+    let own = HostReport {
         name: host_name(),
         ranks: ranks(group.hosts().host_of(group.rank())),
         threads: share.num_threads,
@@ -160,7 +160,7 @@ fn links(group: &Group) -> Result<Vec<LinkFigure>> {
 
 fn link(group: &Group, pair: [Rank; 2], place: usize) -> Result<LinkFigure, CommError> {
     let peer = pair[1 - place];
-    let there_and_back = |num_bytes: usize, num_rounds: usize| -> Result<f64, CommError> {
+    let round_trip = |num_bytes: usize, num_rounds: usize| -> Result<f64, CommError> {
         let mut buffer: Buffer<u8> = group.buffer(num_bytes)?;
         let mut quickest = f64::INFINITY;
         for _ in 0..num_rounds {
@@ -176,8 +176,8 @@ fn link(group: &Group, pair: [Rank; 2], place: usize) -> Result<LinkFigure, Comm
         }
         Ok(quickest / 2.0)
     };
-    let latency_seconds = there_and_back(SHORT_BYTES, NUM_SHORT)?;
-    let bytes_per_second = LONG_BYTES as f64 / there_and_back(LONG_BYTES, NUM_LONG)?;
+    let latency_seconds = round_trip(SHORT_BYTES, NUM_LATENCY_ROUND_TRIPS)?;
+    let bytes_per_second = LONG_BYTES as f64 / round_trip(LONG_BYTES, NUM_BANDWIDTH_ROUND_TRIPS)?;
     Ok(LinkFigure { ranks: pair.map(|rank| rank.0), latency_seconds, bytes_per_second })
 }
 

@@ -121,7 +121,7 @@ fn parse_sizes(text: &str) -> Result<ProductSizes, String> {
 }
 
 #[derive(Debug, Serialize)]
-struct Uses {
+struct UsedFeatures {
     features: String,
     features_reason: &'static str,
     threads: usize,
@@ -197,7 +197,7 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
     let costs = transports.iter().find_map(|transport| transport.costs);
     let hosts =
         costs.filter(|_| args.hosts > 1).map(|costs| MultiHostChoices::new(args.hosts, args.workers, &costs));
-    let uses = Uses {
+    let uses = UsedFeatures {
         features: simd.level.to_string(),
         features_reason: simd.reason(),
         threads,
@@ -267,7 +267,7 @@ fn print_machine(machine: &Machine) -> Result<()> {
     Ok(line("load", known(machine.load.map(|load| format!("{load:.2} in the last minute"))))?)
 }
 
-fn print_uses(uses: &Uses) -> Result<()> {
+fn print_uses(uses: &UsedFeatures) -> Result<()> {
     let line = |name: &str, value: &str| writeln!(Output, "  {name:<14}{value}");
     writeln!(Output, "\nTrireme uses")?;
     line("SIMD level", &format!("{}: {}", uses.features, uses.features_reason))?;

@@ -59,9 +59,9 @@ pub(super) fn run(args: &DiffArgs) -> Result<()> {
 }
 
 /// Returns the common steps before the first difference of two runs, and a description of the difference, if there is one.
-fn first_difference(folders: [&Path; 2]) -> Result<(Equal, Option<String>)> {
+fn first_difference(folders: [&Path; 2]) -> Result<(EqualSteps, Option<String>)> {
     let [mut left, mut right] = [Steps::open(folders[0])?, Steps::open(folders[1])?];
-    let mut equal = Equal::default();
+    let mut equal = EqualSteps::default();
     let mut current = [left.next()?, right.next()?];
     while let [Some(of_left), Some(of_right)] = &current {
         let order = of_left.step.cmp(&of_right.step);
@@ -102,13 +102,13 @@ fn config_changes(folders: [&Path; 2]) -> Vec<String> {
 
 /// The common steps that were found to be equal.
 #[derive(Debug, Default)]
-struct Equal {
+struct EqualSteps {
     first: u64,
     last: Option<u64>,
     number: usize,
 }
 
-impl Equal {
+impl EqualSteps {
     fn add(&mut self, step: u64) {
         if self.last.is_none() {
             self.first = step;
@@ -205,7 +205,7 @@ impl Steps {
 }
 
 /// Describes the first difference in a step, in the order of cause and effect: loss, gradients from the last unit to the first, parameters.
-fn compare(steps: [&Step; 2], folders: [&Path; 2], equal: &Equal) -> Result<Option<String>> {
+fn compare(steps: [&Step; 2], folders: [&Path; 2], equal: &EqualSteps) -> Result<Option<String>> {
     let step = steps[0].step;
     if let [Some(left), Some(right)] = [&steps[0].trained, &steps[1].trained]
         && let Some(difference) = compare_trained([left, right], folders, equal)?
@@ -233,7 +233,11 @@ fn compare(steps: [&Step; 2], folders: [&Path; 2], equal: &Equal) -> Result<Opti
 }
 
 /// Like [`compare`], for the records of the step itself.
-fn compare_trained(records: [&HashRecord; 2], folders: [&Path; 2], equal: &Equal) -> Result<Option<String>> {
+fn compare_trained(
+    records: [&HashRecord; 2],
+    folders: [&Path; 2],
+    equal: &EqualSteps,
+) -> Result<Option<String>> {
     let step = records[0].step;
     let losses = records.map(|record| record.loss);
     let is_skipped = records.map(|record| record.units.is_empty());

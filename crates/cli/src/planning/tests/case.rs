@@ -71,7 +71,7 @@ impl Case {
 
     pub(super) fn build(
         &self,
-        model: &dyn Subject,
+        model: &dyn TestModel,
         device: &Device,
         place: ModelRank,
     ) -> Result<Model, ModelError> {
@@ -80,7 +80,7 @@ impl Case {
 
     pub(super) fn profile(
         &self,
-        model: &dyn Subject,
+        model: &dyn TestModel,
         place: ModelRank,
         context: ContextRank,
     ) -> ModelProfile {
@@ -100,7 +100,7 @@ impl Case {
 
     pub(super) fn executor(
         &self,
-        subject: &dyn Subject,
+        subject: &dyn TestModel,
         group: Group,
         device: &Device,
         host: &Device,
@@ -121,7 +121,7 @@ impl Case {
 
     pub(super) fn run(
         &self,
-        subject: &dyn Subject,
+        subject: &dyn TestModel,
         group: Group,
         device: &Device,
         host: &Device,
@@ -158,7 +158,7 @@ impl Case {
     /// Creates a dry executor of one rank.
     pub(super) fn dry_executor(
         &self,
-        subject: &dyn Subject,
+        subject: &dyn TestModel,
         backend: BackendKind,
         hosts: &[usize],
         rank: usize,
@@ -173,7 +173,7 @@ impl Case {
     /// Returns the memory that a rank is predicted to use on a backend, without computing.
     pub(super) fn dry_run(
         &self,
-        subject: &dyn Subject,
+        subject: &dyn TestModel,
         backend: BackendKind,
         hosts: &[usize],
         rank: usize,
@@ -191,12 +191,12 @@ impl Case {
     }
 
     /// Compares the memory of a few steps with the prediction, to the byte.
-    pub(super) fn check(&self, model: &dyn Subject, world_size: usize) {
+    pub(super) fn check(&self, model: &dyn TestModel, world_size: usize) {
         self.check_on(model, &vec![0; world_size]);
     }
 
     /// Like [`check`](Case::check), with a rank on each of these hosts.
-    pub(super) fn check_on(&self, model: &dyn Subject, hosts: &[usize]) {
+    pub(super) fn check_on(&self, model: &dyn TestModel, hosts: &[usize]) {
         self.check_backend(model, BackendKind::Cpu, hosts);
         // Larger worlds exchange in the same way.
         if hosts.len() <= 2 {
@@ -204,7 +204,7 @@ impl Case {
         }
     }
 
-    pub(super) fn check_backend(&self, model: &dyn Subject, backend: BackendKind, hosts: &[usize]) {
+    pub(super) fn check_backend(&self, model: &dyn TestModel, backend: BackendKind, hosts: &[usize]) {
         run_ranks_on(hosts, |group| {
             let rank = group.rank().0;
             let device = Device::open(DeviceOptions { backend, ..self.device_options(None) }).unwrap();

@@ -14,7 +14,7 @@ fn kernels<'a>(entries: impl IntoIterator<Item = &'a JournalEntry>) -> BTreeMap<
     calls
 }
 
-fn dry_entries(case: &Case, subject: &dyn Subject, world_size: usize, rank: usize) -> StepEntries {
+fn dry_entries(case: &Case, subject: &dyn TestModel, world_size: usize, rank: usize) -> StepEntries {
     let device = Device::counting(case.device_options(None)).unwrap();
     let host = device.host().unwrap();
     let group = Group::dry(Rank(rank), Hosts::single(world_size), TransportKind::Inproc).unwrap();

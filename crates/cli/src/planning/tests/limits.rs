@@ -29,16 +29,16 @@ fn limit(file: &str, pages: Pages, bytes: u64, num_sharing: Option<usize>) -> Sh
     SharedLimit { limit: MemoryLimit { bytes, file: Some(file.into()), pages }, num_sharing }
 }
 
-struct Scene {
+struct Fixture {
     folder: TempDir,
     overrides: Vec<String>,
 }
 
-impl Scene {
+impl Fixture {
     fn new(overrides: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("test.toml"), CONFIG).unwrap();
-        Scene { folder, overrides: overrides.iter().map(|&change| change.to_owned()).collect() }
+        Fixture { folder, overrides: overrides.iter().map(|&change| change.to_owned()).collect() }
     }
 
     /// Returns the plan within a limit, and the refusal if there is one.
@@ -76,7 +76,7 @@ impl Scene {
 
 #[test]
 fn without_a_budget_the_host_s_limit_bounds_a_plan() {
-    let fixture = Scene::new(&[]);
+    let fixture = Fixture::new(&[]);
     let need = fixture.need();
     assert_eq!(fixture.plan(need).1, None);
     let refusal = fixture.plan(need - 1).1.unwrap();
@@ -95,7 +95,7 @@ fn without_a_budget_the_host_s_limit_bounds_a_plan() {
         refusal.lines().filter_map(|line| Some(line.split_once(" with --set ")?.1)).collect();
     assert!(!changes.is_empty(), "{refusal}");
     for change in changes {
-        let fixture = Scene::new(&change.split(" --set ").collect::<Vec<_>>());
+        let fixture = Fixture::new(&change.split(" --set ").collect::<Vec<_>>());
         assert_eq!(fixture.plan(need - 1).1, None, "{change}");
     }
 }
@@ -104,7 +104,7 @@ fn without_a_budget_the_host_s_limit_bounds_a_plan() {
 fn workers_share_the_limit_and_mapped_memory_counts_once() {
     let mapped = |plan: &Plan| plan.prediction.total() - plan.prediction.own;
     let [(one, _), (two, _)] =
-        ["1", "2"].map(|workers| Scene::new(&[&format!("launch.workers={workers}")]).plan(u64::MAX));
+        ["1", "2"].map(|workers| Fixture::new(&[&format!("launch.workers={workers}")]).plan(u64::MAX));
     assert_eq!(mapped(&one), 0);
     assert!(mapped(&two) > 0, "each reduces a part of the other's gradients in place");
     let process = |plan: &Plan| (plan.prediction.own + plan.prediction.own / 32) as u64 + RESERVE;
@@ -118,7 +118,7 @@ fn workers_share_the_limit_and_mapped_memory_counts_once() {
 
 #[test]
 fn every_limit_counts_for_the_workers_that_share_it() {
-    let fixture = Scene::new(&[]);
+    let fixture = Fixture::new(&[]);
     let need = fixture.need();
     let refusal = |own: u64, node: u64| {
         let limits = [
@@ -135,7 +135,7 @@ fn every_limit_counts_for_the_workers_that_share_it() {
 
 #[test]
 fn tensors_in_reserved_pages_and_the_rest_have_limits_of_their_own() {
-    let fixture = Scene::new(&["memory.huge_pages=reserved", "launch.workers=2"]);
+    let fixture = Fixture::new(&["memory.huge_pages=reserved", "launch.workers=2"]);
     let refusal = |pool: u64, memory: u64| {
         let limits =
             [limit("memory.max", Pages::Ordinary, memory, None), limit("pool", Pages::Reserved, pool, None)];
@@ -157,7 +157,7 @@ fn tensors_in_reserved_pages_and_the_rest_have_limits_of_their_own() {
 fn stages_of_a_pipeline_count_as_they_are() {
     let settings =
         ["launch.workers=2", "parallelism.pipeline_parallel_degree=2", "training.local_batch_size=8"];
-    let fixture = Scene::new(&settings);
+    let fixture = Fixture::new(&settings);
     let (largest, _) = fixture.plan(u64::MAX);
     let twice_the_largest = 2 * (largest.prediction.own + largest.prediction.own / 32) as u64 + 3 * RESERVE;
     let need = fixture.need();
@@ -167,16 +167,16 @@ fn stages_of_a_pipeline_count_as_they_are() {
 
 #[test]
 fn auto_stays_within_the_limit_without_a_budget() {
-    let all = Scene::new(&[]).need();
-    let recomputed = Scene::new(&["activation_checkpoint.mode=auto"]);
+    let all = Fixture::new(&[]).need();
+    let recomputed = Fixture::new(&["activation_checkpoint.mode=auto"]);
     let (plan, refusal) = recomputed.plan(all * 9 / 10);
     assert_eq!(refusal, None);
     assert!(plan.reasons[0].contains("keep"), "{:?}", plan.reasons);
     assert_eq!(recomputed.plan(all * 9 / 10).0.choices, plan.choices, "the same limit, the same choice");
     // Moving state to host memory does not lower the host's use: only a disk does.
     let large = "training.local_batch_size=1024";
-    let moved = Scene::new(&["offload.activations=auto", large]);
-    let (plan, refusal) = moved.plan(Scene::new(&[large]).need() * 9 / 10);
+    let moved = Fixture::new(&["offload.activations=auto", large]);
+    let (plan, refusal) = moved.plan(Fixture::new(&[large]).need() * 9 / 10);
     assert_eq!(refusal, None);
     assert!(plan.reasons[0].contains("(disk"), "{:?}", plan.reasons);
     let refusal = recomputed.plan(1 << 20).1.unwrap();
@@ -185,8 +185,8 @@ fn auto_stays_within_the_limit_without_a_budget() {
 
 #[test]
 fn a_budget_above_the_limit_is_reported_and_the_limit_counts() {
-    let all = Scene::new(&[]).need();
-    let fixture = Scene::new(&["memory.device_budget=64GiB", "activation_checkpoint.mode=auto"]);
+    let all = Fixture::new(&[]).need();
+    let fixture = Fixture::new(&["memory.device_budget=64GiB", "activation_checkpoint.mode=auto"]);
     let (plan, refusal) = fixture.plan(all * 9 / 10);
     assert_eq!(refusal, None);
     let told = plan.reasons.last().unwrap();
@@ -199,7 +199,7 @@ fn a_budget_above_the_limit_is_reported_and_the_limit_counts() {
 fn the_sample_at_the_end_is_accounted_for() {
     let [without, with] = ["0", "8"].map(|num_tokens| {
         let sample = format!("generate.num_tokens={num_tokens}");
-        Scene::new(&["training.local_batch_size=1", "training.seq_len=8", &sample])
+        Fixture::new(&["training.local_batch_size=1", "training.seq_len=8", &sample])
     });
     let (plan, _) = without.plan(u64::MAX);
     let held = plan.prediction.own + (with.need() - without.need()) as usize;

@@ -15,7 +15,7 @@ pub(crate) use striped::StripedLink;
 pub(crate) use tls::{Tls, TlsLink};
 pub(crate) use types::{Broken, ConnectionSide, Interest};
 
-use super::mpi::{MpiLink, NAP};
+use super::mpi::{MpiLink, POLL_INTERVAL};
 use rustix::event::PollFlags;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
@@ -151,7 +151,7 @@ impl Link {
 
     /// Maximum time to sleep, if nothing wakes the sleeper when bytes arrive.
     pub(crate) fn poll_interval(&self) -> Option<Duration> {
-        matches!(self, Link::Mpi(_)).then_some(NAP)
+        matches!(self, Link::Mpi(_)).then_some(POLL_INTERVAL)
     }
 
     /// Whether polling for a short time costs less than sleeping.

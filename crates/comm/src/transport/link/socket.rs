@@ -23,11 +23,11 @@ impl SocketLink {
         payload: &[u8],
         may_zero_copy: bool,
     ) -> Result<usize, Broken> {
-        self.zero_copy_sends.take_if(|loans| loans.are_disabled());
-        if let Some(loans) =
-            self.zero_copy_sends.as_mut().filter(|loans| may_zero_copy && loans.must_send(payload))
+        self.zero_copy_sends.take_if(|sends| sends.are_disabled());
+        if let Some(sends) =
+            self.zero_copy_sends.as_mut().filter(|sends| may_zero_copy && sends.must_send(payload))
         {
-            return loans.send(&self.socket, header, payload);
+            return sends.send(&self.socket, header, payload);
         }
         let slices = [IoSlice::new(header), IoSlice::new(payload)];
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;

@@ -26,11 +26,11 @@ struct StreamState {
 impl StripedLink {
     /// Creates the link. Both sides must pass the connections in the same order.
     pub(crate) fn new(connections: Vec<Link>) -> Self {
-        let way = || StreamState {
+        let direction = || StreamState {
             num_done: 0,
             next: (0..connections.len() as u64).map(|index| index * STRIPE_BYTES).collect(),
         };
-        StripedLink { sending: way(), receiving: way(), connections }
+        StripedLink { sending: direction(), receiving: direction(), connections }
     }
 
     pub(super) fn send(&mut self, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
@@ -48,11 +48,11 @@ impl StripedLink {
 
     /// Polls the connection whose turn it is: no byte is done before that one makes progress.
     pub(super) fn poll(&self, interest: Interest) -> (BorrowedFd<'_>, PollFlags) {
-        let way = match interest {
+        let direction = match interest {
             Interest::Send => &self.sending,
             Interest::Receive => &self.receiving,
         };
-        let turn = way.num_done / STRIPE_BYTES % self.connections.len() as u64;
+        let turn = direction.num_done / STRIPE_BYTES % self.connections.len() as u64;
         self.connections[turn as usize].poll(interest)
     }
 }

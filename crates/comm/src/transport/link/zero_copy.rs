@@ -25,7 +25,7 @@ pub(super) struct ZeroCopySends {
     /// Sends in order. The memory of the first one is lent.
     sends: VecDeque<AcceptedSend>,
     /// Total bytes of these sends.
-    num_taken: usize,
+    num_accepted: usize,
     /// The kernel's number of the next zero-copy send. It starts at 0 and wraps around.
     next_number: u32,
     /// Whether the last call left bytes for which the socket had no room.
@@ -46,7 +46,7 @@ impl ZeroCopySends {
     pub(super) fn new(socket: &OwnedFd) -> Option<Self> {
         enable_zero_copy(socket).then(|| ZeroCopySends {
             sends: VecDeque::with_capacity(64),
-            num_taken: 0,
+            num_accepted: 0,
             next_number: 0,
             wants_room: false,
             kernel_copies: false,
@@ -78,8 +78,8 @@ impl ZeroCopySends {
     pub(super) fn send(&mut self, socket: &OwnedFd, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
         let lent_end = header.len() + payload.len().saturating_sub(TAIL_BYTES);
         self.wants_room = false;
-        while self.num_taken < header.len() + payload.len() {
-            let at = self.num_taken;
+        while self.num_accepted < header.len() + payload.len() {
+            let at = self.num_accepted;
             let (bytes, lends) = match at.checked_sub(header.len()) {
                 None => (&header[at..], false),
                 Some(start) if at < lent_end && !self.kernel_copies => {
@@ -87,7 +87,7 @@ impl ZeroCopySends {
                 }
                 Some(start) => (&payload[start..], false),
             };
-            match self.take(socket.as_fd(), bytes, lends) {
+            match self.send_part(socket.as_fd(), bytes, lends) {
                 Ok(()) => {}
                 Err(Errno::AGAIN | Errno::INTR) => {
                     self.wants_room = true;
@@ -103,19 +103,19 @@ impl ZeroCopySends {
         Ok(self.pop_done())
     }
 
-    fn take(&mut self, socket: BorrowedFd<'_>, bytes: &[u8], lends: bool) -> Result<(), Errno> {
+    fn send_part(&mut self, socket: BorrowedFd<'_>, bytes: &[u8], lends: bool) -> Result<(), Errno> {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         let num_bytes = send(socket, bytes, if lends { flags | ZERO_COPY } else { flags })?;
-        let loan = lends.then_some(self.next_number);
+        let zero_copy_number = lends.then_some(self.next_number);
         self.next_number = self.next_number.wrapping_add(u32::from(lends));
-        self.num_taken += num_bytes;
-        self.sends.push_back(AcceptedSend { num_bytes, zero_copy_number: loan });
+        self.num_accepted += num_bytes;
+        self.sends.push_back(AcceptedSend { num_bytes, zero_copy_number: zero_copy_number });
         Ok(())
     }
 
     /// Processes the kernel's notifications about released memory.
     fn process_notifications(&mut self, socket: &OwnedFd) -> Result<(), Broken> {
-        while self.sends.iter().any(|taken| taken.zero_copy_number.is_some()) {
+        while self.sends.iter().any(|send| send.zero_copy_number.is_some()) {
             let Some(notification) = next_notification(socket)? else { break };
             self.release(notification);
         }
@@ -125,16 +125,16 @@ impl ZeroCopySends {
     fn release(&mut self, Notification { first, last, was_copied }: Notification) {
         self.kernel_copies |= was_copied;
         let num_others = last.wrapping_sub(first);
-        for taken in &mut self.sends {
-            taken.zero_copy_number.take_if(|number| number.wrapping_sub(first) <= num_others);
+        for send in &mut self.sends {
+            send.zero_copy_number.take_if(|number| number.wrapping_sub(first) <= num_others);
         }
     }
 
     /// Removes the leading sends whose memory the kernel has released. Returns their total bytes.
     fn pop_done(&mut self) -> usize {
-        let num_sends = self.sends.iter().take_while(|taken| taken.zero_copy_number.is_none()).count();
-        let num_done = self.sends.drain(..num_sends).map(|taken| taken.num_bytes).sum();
-        self.num_taken -= num_done;
+        let num_sends = self.sends.iter().take_while(|send| send.zero_copy_number.is_none()).count();
+        let num_done = self.sends.drain(..num_sends).map(|send| send.num_bytes).sum();
+        self.num_accepted -= num_done;
         num_done
     }
 }
@@ -153,7 +153,7 @@ mod tests {
         (one.into(), listener.accept().expect("accepted").0)
     }
 
-    fn loans(socket: &OwnedFd) -> Option<ZeroCopySends> {
+    fn sends(socket: &OwnedFd) -> Option<ZeroCopySends> {
         or_skip(
             "kernel that reads lent memory",
             ZeroCopySends::new(socket).ok_or("it does not know MSG_ZEROCOPY"),
@@ -164,7 +164,7 @@ mod tests {
     fn zero_copy_bytes_arrive_and_may_be_overwritten_once_released() {
         for address in [(Ipv4Addr::LOCALHOST, 0).into(), (Ipv6Addr::LOCALHOST, 0).into()] {
             let (socket, mut other) = pair(address);
-            let Some(mut loans) = loans(&socket) else { return };
+            let Some(mut sends) = sends(&socket) else { return };
             let header = [7; 40];
             let mut payload: Vec<u8> = (0..3_000_001_u32).map(|index| (index % 251) as u8).collect();
             let expected = [&header[..], &payload].concat();
@@ -176,16 +176,16 @@ mod tests {
             let mut num_done = 0;
             while num_done < expected.len() {
                 let start = num_done.saturating_sub(header.len());
-                let newly = loans
+                let newly = sends
                     .send(&socket, &header[num_done.min(40)..], &payload[start..])
                     .expect("a connection");
                 num_done += newly;
                 payload[..num_done.saturating_sub(header.len())].fill(0);
                 std::thread::yield_now();
             }
-            assert!(loans.sends.is_empty() && loans.num_taken == 0);
+            assert!(sends.sends.is_empty() && sends.num_accepted == 0);
             // Loopback copies, and its notifications say so.
-            assert!(loans.are_disabled() && loans.next_number > 0);
+            assert!(sends.are_disabled() && sends.next_number > 0);
             assert!(reader.join().expect("no panic") == expected);
         }
     }
@@ -193,19 +193,19 @@ mod tests {
     #[test]
     fn memory_is_done_in_order_whatever_the_order_of_notifications() {
         let (socket, _other) = pair((Ipv4Addr::LOCALHOST, 0).into());
-        let Some(mut loans) = loans(&socket) else { return };
+        let Some(mut sends) = sends(&socket) else { return };
         // The kernel's counter wraps around.
-        loans.next_number = u32::MAX;
+        sends.next_number = u32::MAX;
         for (num_bytes, lends) in [(1000, true), (2000, true), (10, false), (3000, true)] {
-            loans.take(socket.as_fd(), &vec![1; num_bytes], lends).expect("room");
+            sends.send_part(socket.as_fd(), &vec![1; num_bytes], lends).expect("room");
         }
         let told = |first, last| Notification { first, last, was_copied: false };
-        loans.release(told(1, 1));
-        assert_eq!(loans.pop_done(), 0);
-        assert!(loans.wait_for_notification());
-        loans.release(told(u32::MAX, 0));
-        assert_eq!(loans.pop_done(), 6010);
-        assert!(!loans.wait_for_notification() && !loans.are_disabled());
+        sends.release(told(1, 1));
+        assert_eq!(sends.pop_done(), 0);
+        assert!(sends.wait_for_notification());
+        sends.release(told(u32::MAX, 0));
+        assert_eq!(sends.pop_done(), 6010);
+        assert!(!sends.wait_for_notification() && !sends.are_disabled());
     }
 
     #[test]

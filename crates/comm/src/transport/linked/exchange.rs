@@ -28,9 +28,9 @@ impl<'a> Exchange<'a> {
         has_checksum: bool,
     ) -> Self {
         let mut outgoing =
-            send.map(|send| Outgoing::new(call, send.to, memories.place(&send.span), has_checksum));
+            send.map(|send| Outgoing::new(call, send.to, memories.range(&send.span), has_checksum));
         let incoming = receive.map(|receive| {
-            let place = memories.place(&receive.span);
+            let place = memories.range(&receive.span);
             let mut incoming = Incoming::new(own, receive.from, place, receive.action, has_checksum);
             if let Some(outgoing) = &mut outgoing {
                 incoming.buffer_if_overlapping(outgoing);
@@ -40,7 +40,7 @@ impl<'a> Exchange<'a> {
         Exchange { call, outgoing, incoming }
     }
 
-    /// Transfers both messages completely. `piece` is a buffer for incoming bytes that are not received directly into their place.
+    /// Transfers both messages completely. `chunk` is a buffer for incoming bytes that are not received directly into their place.
     pub(super) fn run(
         mut self,
         links: &mut [Option<Link>],
@@ -77,15 +77,15 @@ impl<'a> Exchange<'a> {
             }
             if has_moved {
                 patience.has_succeeded();
-                control.note_progress();
-            } else if !self.look(links, piece.len(), patience) {
+                control.record_progress();
+            } else if !self.poll_links(links, piece.len(), patience) {
                 self.wait(links, piece.len(), control)?;
             }
         }
     }
 
     /// Polls for a while, on links where that costs less than sleeping. Returns whether to try to transfer bytes again instead of sleeping.
-    fn look(&self, links: &mut [Option<Link>], piece_bytes: usize, patience: &mut Backoff) -> bool {
+    fn poll_links(&self, links: &mut [Option<Link>], piece_bytes: usize, patience: &mut Backoff) -> bool {
         let interests = self.interests(piece_bytes);
         let mut waited_for = interests.into_iter().flatten();
         if waited_for.any(|(rank, _)| link_to(links, rank).must_be_tried()) {

@@ -45,7 +45,7 @@ impl<'a> Memories<'a> {
         Memories { vector, first: 0, input: &[], scratch: &mut [], dtype, op }
     }
 
-    pub(crate) fn place(&self, span: &Span) -> MemoryRange {
+    pub(crate) fn range(&self, span: &Span) -> MemoryRange {
         let element_bytes = self.dtype.size();
         let first = if span.memory == Memory::Vector { self.first } else { 0 };
         let bytes = if span.range.is_empty() {
@@ -85,7 +85,7 @@ impl<'a> Memories<'a> {
     }
 
     pub(super) fn copy(&mut self, from: &Span, to: &Span) {
-        let (from, to) = (self.place(from), self.place(to));
+        let (from, to) = (self.range(from), self.range(to));
         match (from.memory, to.memory) {
             (Memory::Vector, Memory::Vector) => self.vector.copy_within(from.bytes, to.bytes.start),
             (Memory::Scratch, Memory::Scratch) => self.scratch.copy_within(from.bytes, to.bytes.start),

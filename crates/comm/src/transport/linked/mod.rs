@@ -20,7 +20,7 @@ use crate::element::finish_mean;
 use crate::selection::Selection;
 use crate::transport::Transport;
 use crate::transport::link::Link;
-use crate::transport::shm::{Arena, Operands, SharedMemory, Slot};
+use crate::transport::shm::{Arena, Operands, SharedMemory, VectorRef};
 use crate::{CommError, GroupOptions};
 use exchange::Exchange;
 pub(crate) use frame_transfer::{Incoming, Outgoing, ReceiveError};
@@ -43,10 +43,10 @@ pub(crate) struct Linked {
     /// The arena of the group's buffers, if they are in shared memory.
     arena: Option<Arc<Arena>>,
     selection: Selection,
-    patience: Backoff,
+    backoff: Backoff,
     checksums: bool,
     /// A buffer for the part of an incoming message that is about to be copied or reduced.
-    piece: Vec<CacheLine>,
+    chunk: Vec<CacheLine>,
     /// The steps of the current operation. Later operations reuse the list's memory.
     steps: Vec<Step>,
     phases: Vec<Phase>,
@@ -73,9 +73,9 @@ impl Linked {
             shared,
             arena,
             selection,
-            patience: Backoff::new(),
+            backoff: Backoff::new(),
             checksums: options.checksums,
-            piece: CacheLine::zeroed(options.chunk_bytes)?,
+            chunk: CacheLine::zeroed(options.chunk_bytes)?,
             steps: Vec::new(),
             phases: Vec::new(),
             scratch: Vec::new(),
@@ -97,7 +97,7 @@ impl Linked {
         memories: &mut Memories<'_>,
         control: &mut Control,
     ) -> Result<(), CommError> {
-        let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.piece);
+        let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.chunk);
         for step in &self.steps {
             match step {
                 Step::Copy { from, to } => memories.copy(from, to),
@@ -107,7 +107,7 @@ impl Linked {
                         &mut self.links,
                         memories,
                         piece,
-                        &mut self.patience,
+                        &mut self.backoff,
                         control,
                     )?;
                 }
@@ -120,7 +120,7 @@ impl Linked {
     fn in_place(
         &mut self,
         call: &Call,
-        mut slot: Slot<'_>,
+        mut slot: VectorRef<'_>,
         first: usize,
         algorithm: Algorithm,
         control: &mut Control,
@@ -135,13 +135,13 @@ impl Linked {
                     self.steps.clear();
                     let of_segment = CollectiveKind::AllReduce.with_len(segment.len());
                     steps(of_segment, algorithm, &self.hosts, self.rank, &mut self.steps);
-                    self.work_steps(call, &mut slot.part(bytes), 0, control)?;
+                    self.execute_steps(call, &mut slot.part(bytes), 0, control)?;
                 }
             }
             (Algorithm::Flat(_), _) => {
                 self.steps.clear();
                 steps(collective, algorithm, &self.hosts, self.rank, &mut self.steps);
-                self.work_steps(call, &mut slot, first, control)?;
+                self.execute_steps(call, &mut slot, first, control)?;
             }
             (Algorithm::Hierarchical(levels), _) => {
                 let mut list = std::mem::take(&mut self.phases);
@@ -173,7 +173,7 @@ impl Linked {
         &mut self,
         call: &Call,
         phase: &Phase,
-        slot: &mut Slot<'_>,
+        slot: &mut VectorRef<'_>,
         control: &mut Control,
     ) -> Result<(), CommError> {
         let (dtype, _) = call.operation.elements();
@@ -189,16 +189,16 @@ impl Linked {
             _ => {
                 self.steps.clear();
                 phase.steps(&self.hosts, self.rank, &mut self.steps);
-                self.work_steps(call, slot, 0, control)
+                self.execute_steps(call, slot, 0, control)
             }
         }
     }
 
     /// Executes `self.steps`. `slot` holds the elements of the vector from element `first` on.
-    fn work_steps(
+    fn execute_steps(
         &mut self,
         call: &Call,
-        slot: &mut Slot<'_>,
+        slot: &mut VectorRef<'_>,
         first: usize,
         control: &mut Control,
     ) -> Result<(), CommError> {
@@ -216,8 +216,8 @@ impl Linked {
     fn out_of_place(
         &mut self,
         call: &Call,
-        mut input: Slot<'_>,
-        mut output: Slot<'_>,
+        mut input: VectorRef<'_>,
+        mut output: VectorRef<'_>,
         algorithm: Algorithm,
         control: &mut Control,
     ) -> Result<(), CommError> {
@@ -239,7 +239,7 @@ impl Linked {
         let mut slot = if is_full {
             output.part(0..len * dtype.size())
         } else {
-            Slot::private(reserve(&mut vector, len * dtype.size())?)
+            VectorRef::private(reserve(&mut vector, len * dtype.size())?)
         };
         if call.operation.input_is_block() {
             slot.bytes()[own_bytes.clone()].copy_from_slice(input.bytes());
@@ -266,8 +266,8 @@ impl Linked {
         let (dtype, _) = call.operation.elements();
         let algorithm = self.selection.algorithm(collective, dtype.size());
         let arena = self.arena.clone();
-        let input = Slot::new(input, arena.as_ref());
-        let output = output.map(|output| Slot::new(output, arena.as_ref()));
+        let input = VectorRef::new(input, arena.as_ref());
+        let output = output.map(|output| VectorRef::new(output, arena.as_ref()));
         match (algorithm, &mut self.shared, output) {
             (Algorithm::Flat(FlatAlgorithm::Direct), Some(shared), output) => {
                 shared.execute(call, call.operation, Operands { input, output }, control)
@@ -353,7 +353,7 @@ impl Transport for Linked {
         let is_lent = self.links.iter_mut().flatten().fold(false, |is_lent, link| link.abandon() | is_lent);
         if is_lent {
             std::mem::forget(std::mem::replace(payload, Payload::Nothing));
-            for memory in [&mut self.piece, &mut self.scratch, &mut self.vector] {
+            for memory in [&mut self.chunk, &mut self.scratch, &mut self.vector] {
                 std::mem::forget(std::mem::take(memory));
             }
         }

@@ -21,7 +21,7 @@ const NUM_IN_FLIGHT_MAX: usize = 8;
 /// Time within which bytes that a peer sent before it ended must arrive.
 const ARRIVAL_MAX: Duration = Duration::from_secs(1);
 /// Interval of polls by a waiting thread: MPI has no file descriptor to sleep on.
-pub(crate) const NAP: Duration = Duration::from_micros(50);
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// One rank's end of a link over MPI, with a socket that shows when the peer's process ends.
 pub(crate) struct MpiLink {
@@ -88,27 +88,27 @@ impl MpiLink {
     /// finished with. Until MPI has finished with all, the caller must not change the payload, and must call again with the rest.
     pub(crate) fn send(&mut self, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
         let Route { communicator, peer, outgoing_tag: tag, .. } = self.route;
-        let way = &mut self.outgoing;
+        let direction = &mut self.outgoing;
         let num_bytes = header.len() + payload.len();
-        while way.num_bytes_in_flight < num_bytes && way.in_flight.len() < NUM_IN_FLIGHT_MAX {
-            let is_lent = way.num_bytes_in_flight >= header.len();
+        while direction.num_bytes_in_flight < num_bytes && direction.in_flight.len() < NUM_IN_FLIGHT_MAX {
+            let is_lent = direction.num_bytes_in_flight >= header.len();
             let message = if is_lent {
-                let fragment = &payload[way.num_bytes_in_flight - header.len()..];
+                let fragment = &payload[direction.num_bytes_in_flight - header.len()..];
                 &fragment[..fragment.len().min(self.fragment_bytes)]
             } else {
-                way.first.clear();
-                way.first.extend_from_slice(header);
-                way.first.extend_from_slice(if num_bytes <= FIRST_BYTES { payload } else { &[] });
-                &way.first
+                direction.first.clear();
+                direction.first.extend_from_slice(header);
+                direction.first.extend_from_slice(if num_bytes <= FIRST_BYTES { payload } else { &[] });
+                &direction.first
             };
             // SAFETY: see "Lent memory" for the payload. The link keeps its own memory until the message has completed, and forever if it
             // does not.
             let request = unsafe { communicator.send(message, peer, tag)? };
             let num_bytes = message.len();
-            way.take(InFlightMessage { request, num_bytes, is_lent });
+            direction.take(InFlightMessage { request, num_bytes, is_lent });
         }
         let mut num_done = 0;
-        while let Some((flight, _)) = way.next_ended()? {
+        while let Some((flight, _)) = direction.next_ended()? {
             num_done += flight.num_bytes;
         }
         self.check(num_done)
@@ -120,15 +120,15 @@ impl MpiLink {
             return Err(Broken);
         }
         let Route { communicator, peer, incoming_tag: tag, .. } = self.route;
-        let way = &mut self.incoming;
-        if way.in_flight.is_empty() {
-            way.first.resize(FIRST_BYTES, 0);
+        let direction = &mut self.incoming;
+        if direction.in_flight.is_empty() {
+            direction.first.resize(FIRST_BYTES, 0);
             // SAFETY: the link keeps its own memory until the message has completed, and forever if it does not.
-            let request = unsafe { communicator.receive(&mut way.first, peer, tag)? };
-            way.take(InFlightMessage { request, num_bytes: FIRST_BYTES, is_lent: false });
+            let request = unsafe { communicator.receive(&mut direction.first, peer, tag)? };
+            direction.take(InFlightMessage { request, num_bytes: FIRST_BYTES, is_lent: false });
         }
-        let Some((_, num_received)) = way.next_ended()? else { return self.check(0) };
-        header.copy_from_slice(way.first[..num_received].get(..header.len()).ok_or(Broken)?);
+        let Some((_, num_received)) = direction.next_ended()? else { return self.check(0) };
+        header.copy_from_slice(direction.first[..num_received].get(..header.len()).ok_or(Broken)?);
         self.rest = header.len()..num_received;
         Ok(header.len())
     }
@@ -144,16 +144,16 @@ impl MpiLink {
             return Ok(num_bytes);
         }
         let Route { communicator, peer, incoming_tag: tag, .. } = self.route;
-        let way = &mut self.incoming;
-        while way.num_bytes_in_flight < bytes.len() && way.in_flight.len() < NUM_IN_FLIGHT_MAX {
-            let free = &mut bytes[way.num_bytes_in_flight..];
+        let direction = &mut self.incoming;
+        while direction.num_bytes_in_flight < bytes.len() && direction.in_flight.len() < NUM_IN_FLIGHT_MAX {
+            let free = &mut bytes[direction.num_bytes_in_flight..];
             let num_bytes = free.len().min(self.fragment_bytes);
             // SAFETY: see "Lent memory"; these bytes do not overlap those that earlier messages fill.
             let request = unsafe { communicator.receive(&mut free[..num_bytes], peer, tag)? };
-            way.take(InFlightMessage { request, num_bytes, is_lent: true });
+            direction.take(InFlightMessage { request, num_bytes, is_lent: true });
         }
         let mut num_done = 0;
-        while let Some((flight, num_received)) = way.next_ended()? {
+        while let Some((flight, num_received)) = direction.next_ended()? {
             if num_received != flight.num_bytes {
                 return Err(Broken);
             }
@@ -186,21 +186,23 @@ impl MpiLink {
     /// Ends the use of the link. Returns whether MPI still has memory passed to it, which then must never be freed.
     pub(crate) fn abandon(&mut self) -> bool {
         self.is_abandoned = true;
-        [&self.outgoing, &self.incoming].iter().any(|way| way.in_flight.iter().any(|flight| flight.is_lent))
+        [&self.outgoing, &self.incoming]
+            .iter()
+            .any(|direction| direction.in_flight.iter().any(|flight| flight.is_lent))
     }
 }
 
 impl Drop for MpiLink {
     fn drop(&mut self) {
         let ways = [&mut self.outgoing, &mut self.incoming];
-        if !self.is_abandoned && ways.iter().all(|way| way.in_flight.is_empty()) {
+        if !self.is_abandoned && ways.iter().all(|direction| direction.in_flight.is_empty()) {
             self.route.communicator.close();
             return;
         }
-        for way in ways {
-            if !way.in_flight.is_empty() {
+        for direction in ways {
+            if !direction.in_flight.is_empty() {
                 // MPI may still access this memory.
-                std::mem::forget(std::mem::take(&mut way.first));
+                std::mem::forget(std::mem::take(&mut direction.first));
             }
         }
     }

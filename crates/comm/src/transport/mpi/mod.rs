@@ -13,7 +13,7 @@
 mod library;
 mod link;
 
-pub(crate) use link::{MpiLink, NAP};
+pub(crate) use link::{MpiLink, POLL_INTERVAL};
 
 use crate::CommError;
 use crate::transport::Purpose;
@@ -90,7 +90,7 @@ impl MpiProcess {
     }
 
     /// Creates the addresses of a group from this rank's and its peers'.
-    pub(crate) fn seats(
+    pub(crate) fn addresses(
         self,
         own: MpiAddress,
         peers: Vec<Option<MpiAddress>>,

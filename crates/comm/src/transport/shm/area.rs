@@ -1,4 +1,4 @@
-use super::board::Board;
+use super::board::PublishedState;
 use super::mapping::Mapping;
 use super::ring::{RingReceiver, RingSender};
 use super::ring_memory::{RING_BYTES, RingMemory};
@@ -9,8 +9,9 @@ use std::sync::Arc;
 const BOARD_BYTES: usize = 4096;
 /// Bytes of each of the two stages. A short vector goes through a stage in one piece, a long vector in private memory window by window.
 pub(super) const STAGE_BYTES: usize = (1 << 20) + 4096;
-const _: () = assert!(size_of::<Board>() <= BOARD_BYTES);
-const _: () = assert!(size_of::<Board>() == 3 * 64, "what a rank says at a meeting takes one cache line");
+const _: () = assert!(size_of::<PublishedState>() <= BOARD_BYTES);
+const _: () =
+    assert!(size_of::<PublishedState>() == 3 * 64, "what a rank says at a meeting takes one cache line");
 const _: () = assert!(STAGE_BYTES >= CONTROL_BYTES_MAX + 8 && STAGE_BYTES >= GroupOptions::SHORT_BYTES_LIMIT);
 
 /// Bytes of an area: the board, two stages, then two rings to each member.
@@ -38,17 +39,17 @@ impl Area {
         is_inside.then_some(Area { memory, offset, num_members })
     }
 
-    pub(super) fn board(&self) -> &Board {
-        let start = self.memory.at(self.offset, size_of::<Board>());
+    pub(super) fn board(&self) -> &PublishedState {
+        let start = self.memory.at(self.offset, size_of::<PublishedState>());
         // SAFETY: the board is inside the mapping, which `self` keeps, and at the start of a page. It consists of atomics only, for which
         // any bits are valid.
-        unsafe { &*start.cast::<Board>() }
+        unsafe { &*start.cast::<PublishedState>() }
     }
 
     /// The first `num_bytes` of the stage for use number `turn`. The two stages alternate.
-    pub(super) fn stage(&self, turn: usize, num_bytes: usize) -> *mut u8 {
+    pub(super) fn stage(&self, stage_number: usize, num_bytes: usize) -> *mut u8 {
         assert!(num_bytes <= STAGE_BYTES, "{num_bytes} bytes fit into a stage");
-        self.memory.at(self.offset + BOARD_BYTES + turn % 2 * STAGE_BYTES, num_bytes)
+        self.memory.at(self.offset + BOARD_BYTES + stage_number % 2 * STAGE_BYTES, num_bytes)
     }
 
     /// The sending end of the ring to member `receiver`. For the owner of the area.

@@ -97,13 +97,13 @@ impl Arena {
                 self.mapping.make_huge(full);
             }
         }
-        Ok(Region { arena: Arc::clone(self), range, returns: true })
+        Ok(Region { arena: Arc::clone(self), range, frees_on_drop: true })
     }
 
     /// Like [`allocate`](Arena::allocate), for memory that is never reused: peers may access it after this rank is done with it.
     pub(crate) fn allocate_permanent(self: &Arc<Self>, num_bytes: usize) -> io::Result<Region> {
         let mut region = self.allocate(num_bytes, PageSize::Base)?;
-        region.returns = false;
+        region.frees_on_drop = false;
         Ok(region)
     }
 
@@ -200,7 +200,7 @@ pub(crate) struct Region {
     arena: Arc<Arena>,
     range: Range<usize>,
     /// Whether the range is freed when the region is dropped.
-    returns: bool,
+    frees_on_drop: bool,
 }
 
 impl Region {
@@ -223,7 +223,7 @@ impl Region {
 
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: the range is mapped as long as the arena, which `self` keeps, and no other region has it. Peers access a buffer only
-        // during an operation, which owns the buffer and has its address from a `Slot`. An area, which peers access at any time, is used by
+        // during an operation, which owns the buffer and has its address from a `VectorRef`. An area, which peers access at any time, is used by
         // its address only.
         unsafe { std::slice::from_raw_parts(self.start().cast_const(), self.len()) }
     }
@@ -236,7 +236,7 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        if self.returns {
+        if self.frees_on_drop {
             self.arena.free_range(self.range.clone());
         }
     }

@@ -12,9 +12,9 @@ use trireme_base::Rank;
 /// The state that a rank publishes to its peers, at the start of its area. Only the owner writes to it, except for `num_sleepers`.
 #[derive(Default)]
 #[repr(C)]
-pub(super) struct Board {
+pub(super) struct PublishedState {
     /// The posts of the last even and the last odd meeting. The owner can be one meeting ahead of a peer that still reads, but not two.
-    turns: [CachePadded<Turn>; 2],
+    turns: [CachePadded<BarrierWords>; 2],
     /// Number of peers that sleep until the owner arrives at a meeting.
     num_sleepers: CachePadded<AtomicU32>,
 }
@@ -28,9 +28,9 @@ struct CachePadded<T>(T);
 /// The words that a rank publishes for a meeting.
 #[derive(Default)]
 #[repr(C)]
-struct Turn {
+struct BarrierWords {
     /// Number of the last even or the last odd meeting at which the owner arrived. Wraps around.
-    meeting: AtomicU32,
+    barrier: AtomicU32,
     sequence: AtomicU64,
     operation: [AtomicU64; OPERATION_WORDS],
     input: AtomicU64,
@@ -97,10 +97,10 @@ impl Post {
     pub(super) const STAGED: Post = Post { input: Location::Private, output: Location::Private };
 }
 
-impl Board {
-    /// Posts the owner's operands for meeting number `meeting`. Visible to peers after [`arrive`](Board::arrive) at that meeting.
-    pub(super) fn post(&self, meeting: u32, call: &Call, post: Post) {
-        let words = self.turn(meeting);
+impl PublishedState {
+    /// Posts the owner's operands for meeting number `meeting`. Visible to peers after [`arrive`](PublishedState::arrive) at that meeting.
+    pub(super) fn post(&self, barrier: u32, call: &Call, post: Post) {
+        let words = self.turn(barrier);
         words.sequence.store(call.sequence, Ordering::Relaxed);
         words.input.store(post.input.encode(), Ordering::Relaxed);
         words.output.store(post.output.encode(), Ordering::Relaxed);
@@ -110,8 +110,8 @@ impl Board {
     }
 
     /// Reads the post of the board's owner, `rank`, for a meeting. Fails unless it is for the operation that `own` executes.
-    pub(super) fn read(&self, meeting: u32, call: &Call, own: Rank, rank: Rank) -> Result<Post, CommError> {
-        let words = self.turn(meeting);
+    pub(super) fn read(&self, barrier: u32, call: &Call, own: Rank, rank: Rank) -> Result<Post, CommError> {
+        let words = self.turn(barrier);
         let operation = [0, 1].map(|index: usize| words.operation[index].load(Ordering::Relaxed));
         if words.sequence.load(Ordering::Relaxed) != call.sequence {
             return Err(call.protocol(rank, "it posted an operation out of order"));
@@ -127,9 +127,9 @@ impl Board {
     }
 
     /// Publishes that the owner has arrived at a meeting, and all memory that it wrote before.
-    pub(super) fn arrive(&self, meeting: u32) {
-        let word = &self.turn(meeting).meeting;
-        word.store(meeting, Ordering::Release);
+    pub(super) fn arrive(&self, barrier: u32) {
+        let word = &self.turn(barrier).barrier;
+        word.store(barrier, Ordering::Release);
         // A sleeper increments the count before it reads the meeting number a last time. The owner writes the meeting number before it
         // reads the count. So either the owner sees the sleeper, or the sleeper sees that the owner has arrived.
         fence(Ordering::SeqCst);
@@ -141,36 +141,36 @@ impl Board {
     /// Waits until the owner has arrived at this or a later meeting. Polls for a moment, then sleeps.
     pub(super) fn wait(
         &self,
-        meeting: u32,
+        barrier: u32,
         call: &Call,
         patience: &mut Backoff,
         control: &mut Control,
     ) -> Result<(), CommError> {
-        if self.has_arrived(meeting) {
+        if self.has_arrived(barrier) {
             return Ok(());
         }
         let since = Instant::now();
-        let has_come = patience.poll(call.is_awaited, || self.has_arrived(meeting));
-        let result = if has_come { Ok(()) } else { self.sleep(meeting, call, control) };
-        if !has_come && result.is_ok() {
-            control.note_progress();
+        let has_arrived = patience.poll(call.is_awaited, || self.has_arrived(barrier));
+        let result = if has_arrived { Ok(()) } else { self.sleep(barrier, call, control) };
+        if !has_arrived && result.is_ok() {
+            control.record_progress();
         }
         control.cost.waiting += since.elapsed();
         result
     }
 
-    pub(super) fn has_arrived(&self, meeting: u32) -> bool {
-        let behind = meeting.wrapping_sub(self.turn(meeting).meeting.load(Ordering::Acquire));
+    pub(super) fn has_arrived(&self, barrier: u32) -> bool {
+        let behind = barrier.wrapping_sub(self.turn(barrier).barrier.load(Ordering::Acquire));
         behind == 0 || behind >= 1 << 31
     }
 
-    fn turn(&self, meeting: u32) -> &Turn {
-        &self.turns[meeting as usize % 2].0
+    fn turn(&self, barrier: u32) -> &BarrierWords {
+        &self.turns[barrier as usize % 2].0
     }
 
-    fn sleep(&self, meeting: u32, call: &Call, control: &mut Control) -> Result<(), CommError> {
+    fn sleep(&self, barrier: u32, call: &Call, control: &mut Control) -> Result<(), CommError> {
         loop {
-            match self.sleep_once(meeting) {
+            match self.sleep_once(barrier) {
                 Ok(true) => return Ok(()),
                 Ok(false) => control.tick(call)?,
                 Err(error) => return Err(call.wait_failed(error.into())),
@@ -179,15 +179,15 @@ impl Board {
     }
 
     /// Sleeps until the owner may have arrived, for at most a tick. Returns whether it has.
-    pub(super) fn sleep_once(&self, meeting: u32) -> Result<bool, Errno> {
-        let word = &self.turn(meeting).meeting;
+    pub(super) fn sleep_once(&self, barrier: u32) -> Result<bool, Errno> {
+        let word = &self.turn(barrier).barrier;
         self.num_sleepers.0.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let seen = word.load(Ordering::Relaxed);
-        let slept = if self.has_arrived(meeting) { Ok(()) } else { futex::wait(word, seen) };
+        let slept = if self.has_arrived(barrier) { Ok(()) } else { futex::wait(word, seen) };
         self.num_sleepers.0.fetch_sub(1, Ordering::Relaxed);
         match slept {
-            _ if self.has_arrived(meeting) => Ok(true),
+            _ if self.has_arrived(barrier) => Ok(true),
             Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(false),
             Err(error) => Err(error),
         }

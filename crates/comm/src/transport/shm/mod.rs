@@ -17,7 +17,7 @@
 //! operation, the memory is divided as described above. Outside of an operation, only its owner accesses a buffer: peers access it after
 //! its owner has posted it, and have finished when its owner leaves the last meeting.
 //!
-//! So a vector is represented by a [`Slot`], which borrows its buffer exclusively but holds only its address: a reference would promise
+//! So a vector is represented by a [`VectorRef`], which borrows its buffer exclusively but holds only its address: a reference would promise
 //! that no other process accesses the bytes. References exist only where that is true: to a buffer or slot outside of
 //! [`SharedMemory::execute`], and to inputs that no rank writes to until the reference has ended ([`reducer`]).
 //!
@@ -79,7 +79,7 @@ pub(crate) struct SharedMemory {
     _own_area: Arc<Region>,
     short_bytes_max: usize,
     reducer: Reducer,
-    patience: Backoff,
+    backoff: Backoff,
     num_meetings: u32,
     num_staged: usize,
     posts: Vec<Post>,
@@ -88,7 +88,7 @@ pub(crate) struct SharedMemory {
 }
 
 /// A vector on this rank, or a part of one. Peers access its memory during [`SharedMemory::execute`].
-pub(crate) struct Slot<'a> {
+pub(crate) struct VectorRef<'a> {
     start: *mut u8,
     len: usize,
     /// Offset in the arena of the group's buffers. `None` for other memory.
@@ -98,20 +98,20 @@ pub(crate) struct Slot<'a> {
 
 /// The vectors of an operation on this rank: an input, and an output unless the operation is in place.
 pub(crate) struct Operands<'a> {
-    pub(crate) input: Slot<'a>,
-    pub(crate) output: Option<Slot<'a>>,
+    pub(crate) input: VectorRef<'a>,
+    pub(crate) output: Option<VectorRef<'a>>,
 }
 
 impl Operands<'_> {
     fn reborrow(&mut self) -> Operands<'_> {
-        Operands { input: self.input.reborrow(), output: self.output.as_mut().map(Slot::reborrow) }
+        Operands { input: self.input.reborrow(), output: self.output.as_mut().map(VectorRef::reborrow) }
     }
 }
 
-impl<'a> Slot<'a> {
+impl<'a> VectorRef<'a> {
     /// Memory that only this process maps.
     pub(crate) fn private(bytes: &'a mut [u8]) -> Self {
-        Slot { start: bytes.as_mut_ptr(), len: bytes.len(), offset: None, borrow: PhantomData }
+        VectorRef { start: bytes.as_mut_ptr(), len: bytes.len(), offset: None, borrow: PhantomData }
     }
 
     /// A buffer of a group that allocates its buffers in `arena`.
@@ -120,7 +120,7 @@ impl<'a> Slot<'a> {
             (Memory::Shared(region), Some(arena)) if region.is_in(arena) => Some(region.offset()),
             _ => None,
         };
-        Slot { start: storage.start(), len: storage.len(), offset, borrow: PhantomData }
+        VectorRef { start: storage.start(), len: storage.len(), offset, borrow: PhantomData }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -140,8 +140,8 @@ impl<'a> Slot<'a> {
     ///
     /// # Panics
     /// If the range is not inside the slot.
-    pub(crate) fn part(&mut self, range: Range<usize>) -> Slot<'_> {
-        Slot {
+    pub(crate) fn part(&mut self, range: Range<usize>) -> VectorRef<'_> {
+        VectorRef {
             start: self.view(0).bytes(&range),
             len: range.len(),
             offset: self.offset.map(|offset| offset + range.start),
@@ -149,7 +149,7 @@ impl<'a> Slot<'a> {
         }
     }
 
-    fn reborrow(&mut self) -> Slot<'_> {
+    fn reborrow(&mut self) -> VectorRef<'_> {
         self.part(0..self.len)
     }
 
@@ -178,7 +178,7 @@ impl SharedMemory {
             _own_area: own_area,
             short_bytes_max: options.short_bytes_max,
             reducer: Reducer::new(num_members, options.chunk_bytes)?,
-            patience: Backoff::new(),
+            backoff: Backoff::new(),
             num_meetings: 0,
             num_staged: 0,
             posts: vec![Post::STAGED; num_members],
@@ -296,7 +296,7 @@ impl SharedMemory {
         self.num_meetings = self.num_meetings.wrapping_add(1);
         self.areas[self.own].board().arrive(self.num_meetings);
         for member in self.others() {
-            self.areas[member].board().wait(self.num_meetings, call, &mut self.patience, control)?;
+            self.areas[member].board().wait(self.num_meetings, call, &mut self.backoff, control)?;
         }
         Ok(())
     }
@@ -304,7 +304,7 @@ impl SharedMemory {
 
 /// The locations of the operands, to be posted.
 fn post_of(operation: Operation, operands: &Operands<'_>) -> Post {
-    let locate = |slot: &Slot<'_>, is_block: bool| match slot.offset {
+    let locate = |slot: &VectorRef<'_>, is_block: bool| match slot.offset {
         Some(offset) if is_block => Location::Block(offset),
         Some(offset) => Location::Vector(offset),
         None => Location::Private,

@@ -25,7 +25,7 @@ pub(super) enum Pull {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Contribution {
     Nothing,
-    Whole,
+    Full,
     OwnBlock,
     EveryBlock,
 }
@@ -97,7 +97,7 @@ fn contribution_of_sources(kind: CollectiveKind) -> Contribution {
         (Data::Nothing, _) => Contribution::Nothing,
         (Data::Blocks, _) | (_, Data::Block) => Contribution::EveryBlock,
         (Data::Block, _) => Contribution::OwnBlock,
-        (Data::Whole, _) => Contribution::Whole,
+        (Data::Whole, _) => Contribution::Full,
     }
 }
 
@@ -107,7 +107,7 @@ pub(super) fn staging(operation: Operation, num_members: usize, stage_len: usize
     let collective = on_vectors(operation);
     let longest_block = block(Rank(0), num_members, collective.len).len();
     match contribution_of_sources(collective.kind) {
-        Contribution::Whole => (stage_len, collective.len),
+        Contribution::Full => (stage_len, collective.len),
         Contribution::OwnBlock => (stage_len, longest_block),
         Contribution::EveryBlock | Contribution::Nothing => (stage_len / num_members, longest_block),
     }

@@ -26,7 +26,7 @@ struct CachePadded<T>(T);
 pub(crate) struct Corrupt;
 
 pub(crate) struct RingSender {
-    place: RingMemory,
+    memory: RingMemory,
     written: u64,
 }
 
@@ -45,7 +45,7 @@ fn pieces(position: u64, len: usize) -> [Range<usize>; 2] {
 impl RingSender {
     /// The sending end of a ring in this rank's arena.
     pub(super) fn new(place: RingMemory) -> Self {
-        RingSender { place, written: 0 }
+        RingSender { memory: place, written: 0 }
     }
 
     /// Writes as many of `bytes` as fit. Returns their number.
@@ -56,11 +56,11 @@ impl RingSender {
         for piece in pieces(self.written, len) {
             let (from, after) = rest.split_at(piece.len());
             // SAFETY: the reader has read these bytes, or they were never written: it does not access them until `written` covers them.
-            unsafe { self.place.write(piece.start, from) };
+            unsafe { self.memory.write(piece.start, from) };
             rest = after;
         }
         self.written += len as u64;
-        self.place.state().written.0.store(self.written, Ordering::Release);
+        self.memory.state().written.0.store(self.written, Ordering::Release);
         Ok(len)
     }
 
@@ -69,7 +69,7 @@ impl RingSender {
     }
 
     fn room(&self) -> Result<usize, Corrupt> {
-        let read = self.place.state().read.0.load(Ordering::Acquire);
+        let read = self.memory.state().read.0.load(Ordering::Acquire);
         match self.written.checked_sub(read) {
             Some(unread) if unread <= RingMemory::CAPACITY as u64 => {
                 Ok(RingMemory::CAPACITY - unread as usize)
@@ -80,17 +80,17 @@ impl RingSender {
 
     /// Whether the receiver must be woken after a write. Clears its flag.
     pub(crate) fn take_sleep_flag(&self) -> bool {
-        takes(&self.place.state().receiver_sleeps.0)
+        take_flag(&self.memory.state().receiver_sleeps.0)
     }
 
     /// Announces that this end is about to sleep until there is room. Returns whether there is room already.
     pub(crate) fn prepare_sleep(&self) -> Result<bool, Corrupt> {
-        announce(&self.place.state().sender_sleeps.0);
+        announce(&self.memory.state().sender_sleeps.0);
         self.has_room()
     }
 
     pub(crate) fn end_sleep(&self) {
-        self.place.state().sender_sleeps.0.store(0, Ordering::Relaxed);
+        self.memory.state().sender_sleeps.0.store(0, Ordering::Relaxed);
     }
 }
 
@@ -130,7 +130,7 @@ impl RingReceiver {
 
     /// Whether the sender must be woken after a read. Clears its flag.
     pub(crate) fn take_sleep_flag(&self) -> bool {
-        takes(&self.place.state().sender_sleeps.0)
+        take_flag(&self.place.state().sender_sleeps.0)
     }
 
     /// Announces that this end is about to sleep until bytes are written. Returns whether there are unread bytes already.
@@ -153,7 +153,7 @@ fn announce(flag: &AtomicU32) {
 }
 
 /// Clears the flag of a sleeping rank. Returns whether it was set. Must be called after the counter was written.
-fn takes(flag: &AtomicU32) -> bool {
+fn take_flag(flag: &AtomicU32) -> bool {
     fence(Ordering::SeqCst);
     flag.load(Ordering::Relaxed) == 1 && flag.swap(0, Ordering::Relaxed) == 1
 }

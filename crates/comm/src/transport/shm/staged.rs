@@ -141,7 +141,7 @@ impl SharedMemory {
         };
         match contribution(window.operation, self.own) {
             Contribution::Nothing => {}
-            Contribution::Whole => copy(Part::Full, 0),
+            Contribution::Full => copy(Part::Full, 0),
             Contribution::EveryBlock => (0..num_members).for_each(|member| copy(Part::Block(member), 0)),
             Contribution::OwnBlock => {
                 let part = Part::Block(self.own);

@@ -108,12 +108,12 @@ pub(crate) fn result<T: Value>(
 
 pub(crate) fn buffer<T: Value>(
     group: &Group,
-    place: MemoryKind,
+    memory: MemoryKind,
     is_input: bool,
     range: Range<usize>,
 ) -> Buffer<T> {
     let rank = group.rank().0;
-    let is_private = match place {
+    let is_private = match memory {
         MemoryKind::Group => false,
         MemoryKind::Private => true,
         MemoryKind::Mixed => is_input == rank.is_multiple_of(2),
@@ -156,10 +156,10 @@ pub(crate) fn compare<T: Value>(
 pub(crate) fn in_place<T: Value>(
     group: &Group,
     kind: Kind,
-    place: MemoryKind,
+    memory: MemoryKind,
     len: usize,
 ) -> Work<Buffer<T>> {
-    let buffer = buffer::<T>(group, place, true, 0..len);
+    let buffer = buffer::<T>(group, memory, true, 0..len);
     match kind {
         Kind::AllReduce(op) => group.all_reduce(buffer, op),
         Kind::Reduce(op, root) => group.reduce(buffer, op, root),
@@ -178,13 +178,13 @@ pub(crate) type Pair<T> = (Buffer<T>, Buffer<T>);
 pub(crate) fn out_of_place<T: Value>(
     group: &Group,
     kind: Kind,
-    place: MemoryKind,
+    memory: MemoryKind,
     len: usize,
 ) -> (Work<Pair<T>>, usize) {
     let (rank, world_size) = (group.rank(), group.world_size());
     let own = block(rank, world_size, len);
-    let input = |range| buffer::<T>(group, place, true, range);
-    let output = |len| buffer::<T>(group, place, false, 0..len);
+    let input = |range| buffer::<T>(group, memory, true, range);
+    let output = |len| buffer::<T>(group, memory, false, 0..len);
     let at_root = |root, len| if root == rank { len } else { 0 };
     match kind {
         Kind::AllReduce(op) => (group.all_reduce_into(input(0..len), output(len), op), 0),
@@ -203,23 +203,23 @@ pub(crate) fn out_of_place<T: Value>(
 }
 
 /// Checks all lengths of an operation, in place and out of place, all in flight at once.
-pub(crate) fn check<T: Value>(group: &Group, kind: Kind, place: MemoryKind, lengths: &[usize]) {
+pub(crate) fn check<T: Value>(group: &Group, kind: Kind, memory: MemoryKind, lengths: &[usize]) {
     let world_size = group.world_size();
     let mut in_flight = Vec::new();
     let mut pairs = Vec::new();
     for &len in lengths {
         let [len_in_place, len] = kind.lens(world_size, len);
-        in_flight.push((len_in_place, in_place::<T>(group, kind, place, len_in_place)));
-        let (work, first) = out_of_place::<T>(group, kind, place, len);
+        in_flight.push((len_in_place, in_place::<T>(group, kind, memory, len_in_place)));
+        let (work, first) = out_of_place::<T>(group, kind, memory, len);
         pairs.push((len, first, work));
     }
     for (len, work) in in_flight {
         let buffer = work.wait().expect("it goes well");
-        compare(group, kind, len, 0, &buffer, &format!("in place, {place:?}"));
+        compare(group, kind, len, 0, &buffer, &format!("in place, {memory:?}"));
     }
     for (len, first, work) in pairs {
         let (input, output) = work.wait().expect("it goes well");
-        compare(group, kind, len, first, &output, &format!("out of place, {place:?}"));
+        compare(group, kind, len, first, &output, &format!("out of place, {memory:?}"));
         let own_start = match kind {
             Kind::AllGather | Kind::Gather(_) => block(group.rank(), world_size, len).start,
             _ => 0,
@@ -243,13 +243,13 @@ pub(crate) fn check_algorithm(group: &Group, algorithm: Algorithm) {
         let has_memory = matches!(group.transport(), TransportKind::Shm | TransportKind::ShmAndTcp);
         let places =
             if has_memory { &[MemoryKind::Group, MemoryKind::Private][..] } else { &[MemoryKind::Private] };
-        for &place in places {
+        for &memory in places {
             let before = group.statistics().payload_bytes;
             if is_canonical(kind.collective(1000), algorithm, hosts) {
-                check::<f32>(group, kind, place, &LENGTHS)
+                check::<f32>(group, kind, memory, &LENGTHS)
             } else {
                 // Sums of integers do not depend on the order.
-                check::<i32>(group, kind, place, &LENGTHS)
+                check::<i32>(group, kind, memory, &LENGTHS)
             }
             if !algorithm.needs_shared_memory() {
                 let sent = group.statistics().payload_bytes - before;

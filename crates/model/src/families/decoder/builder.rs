@@ -173,8 +173,8 @@ impl Builder<'_> {
             ["gate", "up"].map(|part| (format!("{name}.mlp.{part}_proj"), inner, Some(AxisSplit::along(0))));
         Mlp {
             norm,
-            into: self.projections(&inputs, hidden, bias),
-            back: self.residual_projection(
+            up: self.projections(&inputs, hidden, bias),
+            down: self.residual_projection(
                 &format!("{name}.mlp.down_proj"),
                 inner,
                 1,

@@ -114,7 +114,7 @@ pub(super) fn read_qwen_attention(reader: &Reader<'_>, num_layers: usize) -> Res
     };
     let layers = match types {
         Some(layers) => layers,
-        None => (reader.whole("max_window_layers", 28)?..num_layers).collect(),
+        None => (reader.non_negative("max_window_layers", 28)?..num_layers).collect(),
     };
     Ok(AttentionConfig { sliding: Some(SlidingWindow { size, layers }), ..AttentionConfig::default() })
 }

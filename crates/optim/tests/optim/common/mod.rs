@@ -143,7 +143,12 @@ impl ShardOps for Shards {
         Ok(())
     }
 
-    fn join(&mut self, info: &ParameterInfo, _: View<'_>, _: ViewMut<'_>) -> Result<(), DeviceError> {
+    fn gather_matrix(
+        &mut self,
+        info: &ParameterInfo,
+        _: View<'_>,
+        _: ViewMut<'_>,
+    ) -> Result<(), DeviceError> {
         unreachable!("{} is not cut", info.name)
     }
 }

@@ -204,7 +204,7 @@ pub(crate) fn vocab_size(executor: &Executor) -> usize {
 
 /// Returns this rank's share of `num_microbatches` random microbatches of a step.
 pub(crate) fn batches(executor: &Executor, num_microbatches: usize, step: u64) -> Vec<Batch> {
-    let per_rank = num_microbatches / executor.ranks().sample_place().degree;
+    let per_rank = num_microbatches / executor.ranks().sample_rank().degree;
     let vocab_size = vocab_size(executor);
     let place = |index| executor.global_microbatch(index);
     let batch = |index| random_batch(executor.device(), SHAPE, vocab_size, step, place(index));

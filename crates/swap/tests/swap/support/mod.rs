@@ -52,7 +52,7 @@ pub(crate) fn round_trip(swap: &SwapFile, block: usize, len: usize, seed: u32) -
 }
 
 /// Opens a second descriptor of the unnamed file that this process has open in `folder`.
-pub(crate) fn nameless_file(folder: &Path) -> File {
+pub(crate) fn unnamed_file(folder: &Path) -> File {
     let folder = folder.canonicalize().expect("the folder is there");
     let descriptors = fs::read_dir("/proc/self/fd").expect("a list of descriptors");
     let path = descriptors

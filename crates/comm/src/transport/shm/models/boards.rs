@@ -29,7 +29,7 @@ fn call(sequence: u64) -> Call {
     }
 }
 
-/// Waits like `Board::wait`, but polls only once before it sleeps.
+/// Waits like `PublishedState::wait`, but polls only once before it sleeps.
 fn wait(board: &Board, meeting: u32) {
     while !board.has_arrived(meeting) && !board.sleep_once(meeting).expect("sleep") {}
 }

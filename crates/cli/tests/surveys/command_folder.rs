@@ -79,17 +79,17 @@ impl Gpt {
 }
 
 /// A folder with a config, in which commands run.
-pub(crate) struct Cli {
+pub(crate) struct CommandFolder {
     folder: TempDir,
 }
 
-impl Cli {
+impl CommandFolder {
     pub(crate) fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("survey.toml"), CONFIG).unwrap();
         let text = TEXTS.map(|name| fs::read_to_string(repository().join(name)).unwrap()).concat();
         fs::write(folder.path().join("text.txt"), text).unwrap();
-        Cli { folder }
+        CommandFolder { folder }
     }
 
     /// Plans a step of the model with `settings`, such as `launch.workers=2`, separated by spaces.
@@ -97,7 +97,7 @@ impl Cli {
         self.plan_on_hosts(model, settings, None)
     }
 
-    /// Like [`plan`](Cli::plan), on hosts with `workers_per_host` workers each.
+    /// Like [`plan`](CommandFolder::plan), on hosts with `workers_per_host` workers each.
     pub(crate) fn plan_on_hosts(&self, model: Gpt, settings: &str, workers_per_host: Option<usize>) -> Step {
         let Gpt { hidden_size, num_layers, num_heads, vocab_size, seq_len, is_tied } = model;
         let mut command = self.command(Path::new(env!("CARGO_BIN_EXE_trireme")), "plan", settings);
