@@ -359,7 +359,7 @@ impl Device {
     /// # Errors
     /// If its size cannot be addressed, or there is no memory for it.
     pub fn empty(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor> {
-        Tensor::take(&self.arena, (shape, dtype), category)
+        Tensor::take(&self.arena, shape, dtype, category)
     }
 
     /// Allocates a tensor of zeros.

@@ -110,7 +110,8 @@ impl Device {
     /// If the shapes do not match, or a group exceeds `num_groups`.
     pub fn group_rows(
         &self,
-        (groups, limit): (View<'_>, GroupLimit),
+        groups: View<'_>,
+        limit: GroupLimit,
         starts: ViewMut<'_>,
         [order, places]: [ViewMut<'_>; 2],
     ) {

@@ -18,7 +18,7 @@ fn rows_are_ordered_by_group_and_as_they_were() {
             let [mut starts, mut order, mut places] =
                 [num_groups + 1, num_rows, num_rows].map(|len| empty(device, [len], DType::U32));
             let rows = [order.view_mut(), places.view_mut()];
-            device.group_rows((ids(device, groups).view(), GroupLimit::NONE), starts.view_mut(), rows);
+            device.group_rows(ids(device, groups).view(), GroupLimit::NONE, starts.view_mut(), rows);
             [starts, order, places].map(|ids| device.read::<u32>(ids.view()))
         });
         let mut expected: Vec<u32> = (0..groups.len() as u32).collect();
@@ -45,7 +45,7 @@ fn rows_beyond_a_limit_are_of_no_group() {
             let (groups, limit) =
                 (ids(device, &groups), GroupLimit { capacity_group_len: num_together, factor });
             let rows = [order.view_mut(), places.view_mut()];
-            device.group_rows((groups.view(), limit), starts.view_mut(), rows);
+            device.group_rows(groups.view(), limit, starts.view_mut(), rows);
             let mut dropped = [empty(device, [1], DType::F64), empty(device, [1], DType::F64)];
             let places_of_tokens = places.view().part(0, [groups_len / 2, 2].into());
             device.ungrouped_rows(starts.view(), places_of_tokens, None, dropped[0].view_mut());

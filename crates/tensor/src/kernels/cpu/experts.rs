@@ -155,9 +155,11 @@ impl Cpu {
 
     pub(crate) fn top_k_backward(
         &self,
-        (x, cols): (&[f32], usize),
+        x: &[f32],
+        cols: usize,
         rule: RoutingRule,
-        (ids, dy): (&[u32], &[f32]),
+        ids: &[u32],
+        dy: &[f32],
         dx: &mut [f32],
     ) {
         let k = rule.num_choices;
@@ -194,8 +196,11 @@ impl Cpu {
 
     pub(crate) fn spread_rows<X: Element, Y: Element>(
         &self,
-        (x, cols): (&[X], usize),
-        (order, num_choices, weights): (&[u32], usize, Option<&[f32]>),
+        x: &[X],
+        cols: usize,
+        order: &[u32],
+        num_choices: usize,
+        weights: Option<&[f32]>,
         y: &mut [Y],
     ) {
         assert_eq!(y.len(), order.len() * cols);
@@ -208,7 +213,8 @@ impl Cpu {
 
     pub(crate) fn combine_rows<X: Element, Y: Element>(
         &self,
-        (x, cols): (&[X], usize),
+        x: &[X],
+        cols: usize,
         chosen: Chosen<'_>,
         residual: Option<&[f32]>,
         y: &mut [Y],
@@ -238,8 +244,10 @@ impl Cpu {
 
     pub(crate) fn row_products<X: Element, Y: Element>(
         &self,
-        (x, cols): (&[X], usize),
-        (places, num_choices): (&[u32], usize),
+        x: &[X],
+        cols: usize,
+        places: &[u32],
+        num_choices: usize,
         y: &[Y],
         products: &mut [f32],
     ) {

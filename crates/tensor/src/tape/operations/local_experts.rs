@@ -62,7 +62,8 @@ impl OwnExperts {
         &self,
         cx: &OperationContext<'_>,
         [into, back]: [(View<'_>, View<'_>); 2],
-        (dy, dx): (View<'_>, ViewMut<'_>),
+        dy: View<'_>,
+        dx: ViewMut<'_>,
         [mut inner, mut d_activated]: [ViewMut<'_>; 2],
     ) -> Result<()> {
         self.down.input_grad(cx, back, dy, d_activated.reborrow())?;
@@ -188,7 +189,7 @@ impl Operation for OwnExperts {
             let layers = [&self.up, &self.down].map(|layer| groups(cx, layer, starts, chunk));
             let of_activation = [&mut inner, &mut d_activated];
             let of_activation = of_activation.map(|all| all.view_mut().into_rows(rows.start, rows.len()));
-            self.inner_grads(cx, layers, (dy, dx), of_activation)
+            self.inner_grads(cx, layers, dy, dx, of_activation)
         };
         let tensors = (&mut outside, &mut d_made, &mut d_received);
         let last = exchange_and_compute(cx, &loads, first, loads.chunks().rev(), tensors, compute)?;
@@ -196,7 +197,7 @@ impl Operation for OwnExperts {
         let of_shadows = shadows.zip(inner_of_shadows).map(|(shadows, inner)| {
             let starts =
                 cx.saved(SAVED_OF_SHADOWS + shadowed_experts::SAVED_STARTS).expect("forward has saved it");
-            shadows.backward(self, cx, &loads, starts, (&mut outside, inner))
+            shadows.backward(self, cx, &loads, starts, &mut outside, inner)
         });
         let of_shadows = of_shadows.transpose()?;
         cx.store_rows_in_flight(last);
@@ -232,7 +233,7 @@ impl Operation for OwnExperts {
         for (layer, factors, of_shadows) in [back, into] {
             let sum = of_shadows.map(|factors| {
                 let starts = saved_of_shadows(shadowed_experts::SAVED_STARTS);
-                shadowed_experts::start_sum(layer, cx, &loads, (starts, factors))
+                shadowed_experts::start_sum(layer, cx, &loads, starts, factors)
             });
             let sum = sum.transpose()?;
             write_grad(sink, &layer.weight, |mut out, accumulate| {
@@ -245,7 +246,7 @@ impl Operation for OwnExperts {
                     layer.weight_grad(cx, (starts, chunk.len()), (dy, input), (out, accumulate))?;
                 }
                 sum.map_or(Ok(()), |sum| {
-                    shadowed_experts::finish_sum(layer, cx, &loads, sum, (out, accumulate))
+                    shadowed_experts::finish_sum(layer, cx, &loads, sum, out, accumulate)
                 })
             })?;
         }

@@ -83,7 +83,8 @@ impl Shadows {
         cx: &OperationContext<'_>,
         loads: &Loads,
         starts: View<'_>,
-        (grad, mut inner): (&mut Tensor, Tensor),
+        grad: &mut Tensor,
+        mut inner: Tensor,
     ) -> Result<[Tensor; 3]> {
         let dy = gather_shadowed_rows(cx, loads, grad.view())?;
         let empty = |cols: usize| cx.empty(dy.shape().with_cols(cols), grad.dtype());
@@ -92,7 +93,7 @@ impl Shadows {
         let [into, back] = self.finish(experts, cx, loads)?;
         let layers = [&into, &back].map(|shadows| (starts, shadows.view()));
         let of_activation = [inner.view_mut(), d_activated.view_mut()];
-        experts.inner_grads(cx, layers, (dy.view(), dx.view_mut()), of_activation)?;
+        experts.inner_grads(cx, layers, dy.view(), dx.view_mut(), of_activation)?;
         scatter_shadowed_rows(cx, loads, dx.view(), grad.view_mut());
         let [d_inner, activated] = grad_and_output(experts.down.activation, inner, d_activated);
         Ok([dy, d_inner, activated])
@@ -173,7 +174,8 @@ pub(super) fn start_sum(
     layer: &GroupedLinear,
     cx: &OperationContext<'_>,
     loads: &Loads,
-    (starts, [dy, input]): (View<'_>, [View<'_>; 2]),
+    starts: View<'_>,
+    [dy, input]: [View<'_>; 2],
 ) -> Result<PendingExchange> {
     let num_shadows = loads.shadowed().count();
     let (axis, device) = (cx.expert_axis(), cx.device());
@@ -188,7 +190,8 @@ pub(super) fn finish_sum(
     cx: &OperationContext<'_>,
     loads: &Loads,
     sum: PendingExchange,
-    (mut out, accumulate): (ViewMut<'_>, bool),
+    mut out: ViewMut<'_>,
+    accumulate: bool,
 ) -> Result<()> {
     let (device, len) = (cx.device(), layer.matrix_len());
     let shape = layer.shape_of(loads.shadowed().count());

@@ -139,8 +139,11 @@ impl Cpu {
     /// count in the capacity. Panics if a group exceeds `num_groups`.
     pub(crate) fn group_rows(
         &self,
-        (groups, limit): (&[u32], GroupLimit),
-        (starts, order, places): (&mut [u32], &mut [u32], &mut [u32]),
+        groups: &[u32],
+        limit: GroupLimit,
+        starts: &mut [u32],
+        order: &mut [u32],
+        places: &mut [u32],
     ) {
         let num_groups = starts.len() - 1;
         // First, `places` holds the group that takes each row.
@@ -180,7 +183,8 @@ impl Cpu {
     pub(crate) fn rows_of_no_group(
         &self,
         starts: &[u32],
-        (places, num_choices): (&[u32], usize),
+        places: &[u32],
+        num_choices: usize,
         weights: Option<&[f32]>,
         out: &mut [f64],
     ) {

@@ -88,9 +88,9 @@ impl Cpu {
         let cols = size.cols;
         let out = SharedSlice::new(out);
         self.for_tiles(precision, size, factors, scratch, |at| {
-            let (place, epilogue) = ((at.row * cols + at.col, cols), epilogue.from(at.row, at.col, cols));
+            let (offset, epilogue) = (at.row * cols + at.col, epilogue.from(at.row, at.col, cols));
             // SAFETY: tiles do not overlap, and only this task accesses this tile.
-            unsafe { rounded_tile(&out, place, at.size, (at.left, at.right), &epilogue) };
+            unsafe { rounded_tile(&out, offset, cols, at.size, at.left, at.right, &epilogue) };
         });
     }
 
@@ -143,7 +143,7 @@ impl Cpu {
             let lines = micro.rows.min(size.rows - row);
             for (block, (first, len)) in micro.inner_blocks(size.inner).enumerate() {
                 let (first_term, num_terms) = micro.terms(first, len, size.inner);
-                let place = PackedLeft::place((micro, size.inner), row, (block, first, len));
+                let place = PackedLeft::place(micro, size.inner, row, block, first, len);
                 // SAFETY: panels do not overlap, and only this task accesses this one.
                 let out = unsafe { out.range(place.start, place.len()) };
                 let span = Span { inner: num_terms, lines, len };

@@ -21,17 +21,17 @@ impl Cpu {
                 });
             }
             AttentionCall::LatentHeads { inputs, rotary, mut qkv, shape } => {
-                let rotary = (rotary.map(|angles| angles.f32s(self)), qkv.shape().dims()[1]);
+                let (rotary, seq_len) = (rotary.map(|angles| angles.f32s(self)), qkv.shape().dims()[1]);
                 with_element!(qkv.dtype() => |T| {
                     let inputs = inputs.map(|input| input.elements(self));
-                    self.latent_heads::<T>(shape, inputs, rotary, qkv.elements(self));
+                    self.latent_heads::<T>(shape, inputs, rotary, seq_len, qkv.elements(self));
                 });
             }
             AttentionCall::LatentHeadsBackward { grad, rotary, mut grads, shape } => {
-                let rotary = (rotary.map(|angles| angles.f32s(self)), grad.shape().dims()[1]);
+                let (rotary, seq_len) = (rotary.map(|angles| angles.f32s(self)), grad.shape().dims()[1]);
                 with_element!(grad.dtype() => |T| {
                     let grads = grads.each_mut().map(|grad| grad.elements(self));
-                    self.latent_heads_backward::<T>(shape, grad.elements(self), rotary, grads);
+                    self.latent_heads_backward::<T>(shape, grad.elements(self), rotary, seq_len, grads);
                 });
             }
             AttentionCall::Attention { inputs, mut y, mut log_sums, mut scratch, shape, scope } => {

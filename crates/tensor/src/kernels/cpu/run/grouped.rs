@@ -43,13 +43,13 @@ impl Cpu {
                 self.grouped_transposed_matmul((precision, size), parts, (left, right), out, scratch);
             }
             GroupedCall::GroupRows { groups, mut starts, mut order, mut places, limit } => {
-                let ids = (starts.u32s(self), order.u32s(self), places.u32s(self));
-                self.group_rows((groups.u32s(self), limit), ids);
+                let (starts, order, places) = (starts.u32s(self), order.u32s(self), places.u32s(self));
+                self.group_rows(groups.u32s(self), limit, starts, order, places);
             }
             GroupedCall::RowsOfNoGroup { starts, places, weights, mut out } => {
-                let places = (places.u32s(self), places.shape().cols());
+                let (places, num_choices) = (places.u32s(self), places.shape().cols());
                 let weights = self.optional_f32s(weights);
-                self.rows_of_no_group(starts.u32s(self), places, weights, out.f64s(self));
+                self.rows_of_no_group(starts.u32s(self), places, num_choices, weights, out.f64s(self));
             }
         }
     }

@@ -56,8 +56,8 @@ impl Cpu {
                 self.factored_squares(&pieces, step, self.factors(moments), grads.f32s(self), sums);
             }
             OptimizerCall::FactoredUpdate { moments, lr, mut parameters, grads, pieces, step } => {
-                let (step, factors) = ((step, lr.f32s(self)), self.factors(moments));
-                self.factored_update(&pieces, step, factors, parameters.f32s(self), grads.f32s(self));
+                let (lr, factors) = (lr.f32s(self), self.factors(moments));
+                self.factored_update(&pieces, step, lr, factors, parameters.f32s(self), grads.f32s(self));
             }
             OptimizerCall::Orthogonalize {
                 mut matrix,
@@ -75,7 +75,7 @@ impl Cpu {
                     words: words.u32s(self),
                 };
                 let shape = [matrix.shape().rows(), matrix.shape().cols()];
-                self.orthogonalize((matrix.f32s(self), shape), num_steps, precision, scratch);
+                self.orthogonalize(matrix.f32s(self), shape, num_steps, precision, scratch);
             }
         }
     }
