@@ -24,6 +24,8 @@ pub(crate) use attention::CacheViews;
 pub use detached::DetachedOptions;
 pub use error::DeviceError;
 pub(crate) use error::Result;
+pub use grouped::RowGroups;
+pub(crate) use layers::NormedRows;
 pub use matmul::{MatmulEpilogue, Transposition};
 pub use optimizer::{FactoredMoments, UpdatePass};
 pub use recorded::RecordedCalls;

@@ -105,6 +105,16 @@ impl RoutingRule {
     }
 }
 
+/// How [`Cpu::top_k`] chooses experts.
+#[derive(Clone, Copy)]
+pub(crate) struct Routing<'a> {
+    pub(crate) rule: RoutingRule,
+    /// A number per expert that is added to scores only for their comparison.
+    pub(crate) bias: Option<&'a [f32]>,
+    /// A weight per row. A row of weight 0 chooses no expert.
+    pub(crate) row_weights: Option<&'a [f32]>,
+}
+
 /// Returns the chosen experts. Skips choices of no expert.
 fn chosen(ids: &[u32], num_experts: usize) -> impl Iterator<Item = usize> {
     let check = move |&id: &u32| {
@@ -122,10 +132,13 @@ fn first_largest(ids: impl Iterator<Item = usize>, score: &dyn Fn(usize) -> f32)
 impl Cpu {
     pub(crate) fn top_k(
         &self,
-        (x, cols): (&[f32], usize),
-        (rule, bias, row_weights): (RoutingRule, Option<&[f32]>, Option<&[f32]>),
-        (values, ids): (&mut [f32], &mut [u32]),
+        x: &[f32],
+        cols: usize,
+        routing: Routing<'_>,
+        values: &mut [f32],
+        ids: &mut [u32],
     ) {
+        let Routing { rule, bias, row_weights } = routing;
         let k = rule.num_choices;
         let (values, ids) = (SharedSlice::new(values), SharedSlice::new(ids));
         self.for_row_blocks(x.len() / cols, cols * k, |first, num| {

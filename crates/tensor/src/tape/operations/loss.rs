@@ -1,7 +1,7 @@
 use super::linear::weight_grad;
 use crate::device::{Device, MatmulEpilogue, Result, Transposition};
 use crate::kernels::StridedBlocks;
-use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
+use crate::kernels::cpu::cross_entropy::{RowFactors, STATISTICS, VocabularyChunk};
 use crate::kernels::tanh;
 use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
@@ -307,8 +307,15 @@ impl LossHead {
         let scale = cx.loss_scale() / x.shape().rows() as f32;
         let mut gradient = cx.empty(logits.shape(), precision.dtype())?;
         let targets = self.targets(cx, x);
-        let scale = (scale, self.weights(cx, x.shape().rows()));
-        device.cross_entropy_gradient(logits.view(), targets, chunk, statistics, scale, gradient.view_mut());
+        let factors = RowFactors { scale, weights: self.weights(cx, x.shape().rows()) };
+        device.cross_entropy_gradient(
+            logits.view(),
+            targets,
+            chunk,
+            statistics,
+            factors,
+            gradient.view_mut(),
+        );
         if let Some(cap) = self.soft_cap {
             let slope = move |grad: f32, capped: f32| grad * (1.0 - (capped / cap) * (capped / cap));
             device.zip_in_place(gradient.view_mut(), logits.view(), 4, slope);

@@ -24,6 +24,7 @@ use super::element::{Element, FloatsMut};
 use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
 pub use grouped::GroupLimit;
+pub(crate) use grouped::GroupedOperands;
 pub(crate) use kernel::MicroKernel;
 pub use matrix::ProductSizes;
 pub(crate) use matrix::{Epilogue, Matrix};

@@ -78,7 +78,14 @@ fn update(
 ) -> Vec<[f64; 2]> {
     let pieces = Pieces::whole(grads.len());
     let mut sums = vec![[0.0; 2]; pieces.as_slice().len()];
-    cpu.update((&pieces, &[update], &[]), parameters, grads, states, 7, Some(&mut sums));
+    let pass = PieceUpdates {
+        pieces: &pieces,
+        updates: &[update],
+        scales: &[],
+        rounding_seed: 7,
+        sums: Some(&mut sums[..]),
+    };
+    cpu.update(pass, parameters, grads, states);
     sums
 }
 

@@ -1,15 +1,16 @@
 use super::Cpu;
 use crate::kernels::call::ExpertCall;
 use crate::kernels::cpu::element::with_element;
-use crate::kernels::cpu::experts::Chosen;
+use crate::kernels::cpu::experts::{Chosen, Routing};
 
 impl Cpu {
     pub(super) fn run_expert(&self, call: ExpertCall) {
         match call {
             ExpertCall::TopK { x, bias, row_weights, mut values, mut ids, rule } => {
                 let [bias, row_weights] = [bias, row_weights].map(|operand| self.optional_f32s(operand));
-                let rows = (x.f32s(self), x.shape().cols());
-                self.top_k(rows, (rule, bias, row_weights), (values.f32s(self), ids.u32s(self)));
+                let routing = Routing { rule, bias, row_weights };
+                let (values, ids) = (values.f32s(self), ids.u32s(self));
+                self.top_k(x.f32s(self), x.shape().cols(), routing, values, ids);
             }
             ExpertCall::TopKBackward { x, ids, dy, mut dx, rule } => {
                 let (cols, ids, dy) = (x.shape().cols(), ids.u32s(self), dy.f32s(self));

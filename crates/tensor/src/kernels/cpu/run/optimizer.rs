@@ -1,6 +1,6 @@
 use super::Cpu;
 use crate::kernels::call::OptimizerCall;
-use crate::kernels::cpu::optimizer::{Factors, OrthogonalizeScratch};
+use crate::kernels::cpu::optimizer::{Factors, OrthogonalizeScratch, PieceUpdates};
 use crate::kernels::{Operand, StateSlice};
 
 impl Cpu {
@@ -27,7 +27,9 @@ impl Cpu {
                 let sums = sums.as_mut().map(|sums| bytemuck::cast_slice_mut(sums.f64s(self)));
                 let scales = self.optional_f32s(scales).unwrap_or_default();
                 let (parameters, grads) = (parameters.f32s(self), grads.f32s(self));
-                self.update((&pieces, &updates, scales), parameters, grads, states, noise, sums);
+                let pass =
+                    PieceUpdates { pieces: &pieces, updates: &updates, scales, rounding_seed: noise, sums };
+                self.update(pass, parameters, grads, states);
             }
             OptimizerCall::LeafSums { sums, mut out, runs } => {
                 let of_pieces = bytemuck::cast_slice(sums.f64s(self));
