@@ -105,7 +105,7 @@ impl RoutingRule {
     }
 }
 
-/// How [`Cpu::top_k`] chooses experts.
+/// The rule and the optional inputs by which [`Cpu::top_k`] chooses experts.
 #[derive(Clone, Copy)]
 pub(crate) struct Routing<'a> {
     pub(crate) rule: RoutingRule,
