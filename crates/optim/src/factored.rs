@@ -161,8 +161,9 @@ impl Factored {
         let sums = [first.part(0, [1].into()), second];
         let settings = self.settings;
         let lr = self.members.scales(step.device, sums, |member| adafactor_scale(settings, member, step))?;
-        let factored = (self.step(step, rms_step(settings, self.member(), step).parameter_factor), lr.view());
-        step.device.factored_update(&self.members.pieces, factored, self.used_moments(), parameters, grads);
+        let factored = self.step(step, rms_step(settings, self.member(), step).parameter_factor);
+        let (pieces, moments) = (&self.members.pieces, self.used_moments());
+        step.device.factored_update(pieces, factored, lr.view(), moments, parameters, grads);
         Ok(())
     }
 

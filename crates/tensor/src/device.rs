@@ -40,6 +40,8 @@ pub(crate) use attention::CacheViews;
 pub use detached::DetachedOptions;
 pub use error::DeviceError;
 pub(crate) use error::Result;
+pub use grouped::RowGroups;
+pub(crate) use layers::NormedRows;
 pub use matmul::{MatmulEpilogue, Transposition};
 pub use optimizer::{FactoredMoments, UpdatePass};
 pub use recorded::RecordedCalls;
@@ -375,7 +377,7 @@ impl Device {
     /// # Errors
     /// If its size cannot be addressed, or there is no memory for it.
     pub fn empty(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor> {
-        Tensor::take(&self.arena, (shape, dtype), category)
+        Tensor::take(&self.arena, shape, dtype, category)
     }
 
     /// Allocates a tensor of zeros.

@@ -25,8 +25,8 @@ pub mod verification;
 pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
     BackendKind, CallTimer, DetachedOptions, Device, DeviceError, DeviceOptions, FactoredMoments,
-    MatmulEpilogue, PageSource, PinnedMemory, RecordedCalls, Replay, TimedCall, Transposition, UpdatePass,
-    WaitSite,
+    MatmulEpilogue, PageSource, PinnedMemory, RecordedCalls, Replay, RowGroups, TimedCall, Transposition,
+    UpdatePass, WaitSite,
 };
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{

@@ -62,11 +62,7 @@ impl Memory {
 }
 
 impl Tensor {
-    pub(crate) fn take(
-        arena: &Arc<Arena>,
-        (shape, dtype): (Shape, DType),
-        category: Category,
-    ) -> Result<Self> {
+    pub(crate) fn take(arena: &Arc<Arena>, shape: Shape, dtype: DType, category: Category) -> Result<Self> {
         let unaddressable = DeviceError::Unaddressable { shape, dtype, category };
         let num_bytes = shape.num_bytes(dtype).ok_or(unaddressable)?;
         Ok(Tensor { memory: Memory::take(arena, num_bytes, category)?, shape, dtype })

@@ -10,7 +10,7 @@ mod pipelines;
 mod table;
 mod training;
 
-use product::{CommandFolder, repository};
+use command_folder::{CommandFolder, repository};
 use std::fs;
 use table::Section;
 

@@ -63,7 +63,7 @@ impl HashRecorder {
     }
 }
 
-/// Hashes the elements of parameters that a rank stores. An element that several ranks store counts on the first of them.
+/// The parameters of which a rank hashes elements. An element that several ranks store counts on the first of them.
 pub(crate) struct ParameterHasher<'a> {
     pub(crate) table: &'a ParameterTable,
     pub(crate) placements: &'a Placements,

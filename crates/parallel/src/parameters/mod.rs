@@ -42,8 +42,8 @@ pub(crate) struct RankParameters {
 
 impl RankParameters {
     /// Allocates zeros, of which this rank updates `parts`. A rank that has all parameters and does not train allocates nothing:
-    /// [`set_all`](RankParameters::set_all) provides its parameters. The methods of ZeRO++ apply if `ranks` are split by host. Shards that
-    /// are separate from full units are on `shards_device`.
+    /// [`set_all`](RankParameters::set_all) provides its parameters. Parameters are gathered in the precision of `options`. The methods
+    /// of ZeRO++ apply if `ranks` are split by host. Shards that are separate from full units are on `shards_device`.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         parts: Vec<Range<usize>>,

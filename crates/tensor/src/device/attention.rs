@@ -55,7 +55,8 @@ impl Device {
     pub(crate) fn attention(
         &self,
         inputs: AttentionInputs<View<'_>>,
-        (shape, rule): (AttentionShape, AttentionRule),
+        shape: AttentionShape,
+        rule: AttentionRule,
         y: ViewMut<'_>,
         log_sums: ViewMut<'_>,
     ) -> Result<()> {
@@ -76,7 +77,8 @@ impl Device {
     pub(crate) fn attention_block(
         &self,
         inputs: AttentionInputs<View<'_>>,
-        (shape, scope): (AttentionShape, AttentionScope),
+        shape: AttentionShape,
+        scope: AttentionScope,
         y: ViewMut<'_>,
         log_sums: ViewMut<'_>,
     ) -> Result<()> {
@@ -99,7 +101,8 @@ impl Device {
     pub(crate) fn attention_cached(
         &self,
         qkv: View<'_>,
-        (shape, rule): (AttentionShape, AttentionRule),
+        shape: AttentionShape,
+        rule: AttentionRule,
         cache: CacheViews<'_>,
         y: ViewMut<'_>,
         log_sums: ViewMut<'_>,
@@ -128,9 +131,11 @@ impl Device {
     pub(crate) fn attention_backward(
         &self,
         inputs: AttentionInputs<View<'_>>,
-        (shape, rule): (AttentionShape, AttentionRule),
+        shape: AttentionShape,
+        rule: AttentionRule,
         output: AttentionOutput<View<'_>>,
-        (d_queries, d_keys_values): (ViewMut<'_>, Option<ViewMut<'_>>),
+        d_queries: ViewMut<'_>,
+        d_keys_values: Option<ViewMut<'_>>,
     ) -> Result<()> {
         let dtype = inputs.queries.dtype();
         assert_eq!(d_queries.dtype(), dtype);
@@ -154,9 +159,11 @@ impl Device {
     pub(crate) fn attention_block_backward(
         &self,
         inputs: AttentionInputs<View<'_>>,
-        (shape, scope): (AttentionShape, AttentionScope),
+        shape: AttentionShape,
+        scope: AttentionScope,
         output: AttentionOutput<View<'_>>,
-        (d_queries, d_keys_values): (ViewMut<'_>, ViewMut<'_>),
+        d_queries: ViewMut<'_>,
+        d_keys_values: ViewMut<'_>,
     ) -> Result<()> {
         let mut scratch = self.attention_scratch(inputs.queries.dtype(), shape, true)?;
         self.issue(AttentionCall::AttentionBlockBackward {

@@ -11,17 +11,20 @@ impl Device {
     /// Panics if a block exceeds its tensor or the dtypes differ.
     pub(crate) fn copy_blocks(
         &self,
-        (x, from): (View<'_>, StridedBlocks),
-        (y, to): (ViewMut<'_>, StridedBlocks),
-        blocks: (usize, usize),
+        x: View<'_>,
+        from: StridedBlocks,
+        y: ViewMut<'_>,
+        to: StridedBlocks,
+        num_blocks: usize,
+        len: usize,
     ) {
         assert_eq!(x.dtype(), y.dtype());
-        let ((num_blocks, len), x, y) = (blocks, x.operand(), y.into_operand());
+        let (x, y) = (x.operand(), y.into_operand());
         self.issue(BlockCall::CopyBlocks { x, y, from, to, num_blocks, len });
     }
 
     /// Copies `x` to `y` with permuted dims. `strides` are the strides in `x` of the `dims` of `y`.
-    pub(crate) fn permute(&self, (x, strides): (View<'_>, [usize; 4]), (y, dims): (ViewMut<'_>, [usize; 4])) {
+    pub(crate) fn permute(&self, x: View<'_>, strides: [usize; 4], y: ViewMut<'_>, dims: [usize; 4]) {
         assert_eq!(x.dtype(), y.dtype());
         self.issue(BlockCall::Permute { x: x.operand(), y: y.into_operand(), strides, dims });
     }

@@ -166,7 +166,7 @@ impl Backend for Detached {
             host.return_to_owner();
         });
         let event = queue.record(stream);
-        queue.record_copy((stream, position), operand, (has_run, &event));
+        queue.record_copy(stream, position, operand, has_run, &event);
         event
     }
 
@@ -273,9 +273,11 @@ impl Queue {
     /// Records that the copy at `position` of a stream uses `operand` until it sets `has_run` and its event completes.
     fn record_copy(
         &self,
-        (stream, position): (Stream, u64),
+        stream: Stream,
+        position: u64,
         operand: Operand,
-        (has_run, until): (Arc<AtomicBool>, &Event),
+        has_run: Arc<AtomicBool>,
+        until: &Event,
     ) {
         let mut state = self.lock();
         state.copies.retain(|copy| !copy.until.is_done());

@@ -88,7 +88,8 @@ impl Device {
     /// If the shapes or the dtypes differ.
     pub fn zip(
         &self,
-        (left, right): (View<'_>, View<'_>),
+        left: View<'_>,
+        right: View<'_>,
         y: ViewMut<'_>,
         operations: usize,
         function: impl Fn(f32, f32) -> f32 + Send + Sync + 'static,
@@ -98,7 +99,7 @@ impl Device {
         let cost = each(left.shape(), operations).reads(read_bytes).writes(y.num_bytes());
         self.issue_function("zip", cost, [left, right], y, move |cpu, [left, right], mut y| {
             with_element!(y.dtype() => |T| {
-                cpu.zip::<T>((left.elements(cpu), right.elements(cpu)), y.elements(cpu), &function);
+                cpu.zip::<T>(left.elements(cpu), right.elements(cpu), y.elements(cpu), &function);
             });
         });
     }
@@ -185,7 +186,8 @@ impl Device {
     /// If the shapes of `left` and `right` differ, or the number of sums is not the number of rows.
     pub fn zip_sum_rows(
         &self,
-        (left, right): (View<'_>, View<'_>),
+        left: View<'_>,
+        right: View<'_>,
         sums: ViewMut<'_>,
         operations: usize,
         function: impl Fn(f32, f32) -> f32 + Send + Sync + 'static,
@@ -197,8 +199,8 @@ impl Device {
         self.issue_function("zip_sum_rows", cost, inputs, sums, move |cpu, [left, right], mut sums| {
             let cols = left.shape().cols();
             with_element!(left.dtype() => |T| with_element!(right.dtype() => |U| {
-                let operands = (left.elements(cpu), right.elements(cpu));
-                cpu.zip_sum_rows::<T, U>(operands, cols, sums.f32s(cpu), &function);
+                let (left, right) = (left.elements(cpu), right.elements(cpu));
+                cpu.zip_sum_rows::<T, U>(left, right, cols, sums.f32s(cpu), &function);
             }));
         });
     }

@@ -15,7 +15,9 @@ impl Device {
     pub(crate) fn top_k(
         &self,
         x: View<'_>,
-        (rule, bias, row_weights): (RoutingRule, Option<View<'_>>, Option<View<'_>>),
+        rule: RoutingRule,
+        bias: Option<View<'_>>,
+        row_weights: Option<View<'_>>,
         [values, ids]: [ViewMut<'_>; 2],
     ) {
         let (cols, k) = (x.shape().cols(), rule.num_choices);
@@ -68,7 +70,9 @@ impl Device {
     pub(crate) fn spread_rows(
         &self,
         x: View<'_>,
-        (order, num_choices, weights): (View<'_>, usize, Option<View<'_>>),
+        order: View<'_>,
+        num_choices: usize,
+        weights: Option<View<'_>>,
         y: ViewMut<'_>,
     ) {
         let weights = weights.map(View::operand);
@@ -84,7 +88,8 @@ impl Device {
     pub(crate) fn combine_rows(
         &self,
         x: View<'_>,
-        (places, weights): (View<'_>, Option<View<'_>>),
+        places: View<'_>,
+        weights: Option<View<'_>>,
         residual: Option<View<'_>>,
         y: ViewMut<'_>,
     ) {

@@ -8,6 +8,15 @@ use crate::precision::Precision;
 use crate::tensor::{View, ViewMut};
 use trireme_base::DType;
 
+/// Groups of rows, each of which is split into an equal number of parts.
+#[derive(Debug, Clone, Copy)]
+pub struct RowGroups<'a> {
+    /// The first row of each part, and the end of the last part: u32 `[num_groups * parts + 1]`.
+    pub starts: View<'a>,
+    /// Number of groups.
+    pub num_groups: usize,
+}
+
 impl Device {
     /// Multiplies the rows of each group in `left` (`[rows, inner]`) by the group's block of `right`, as `out` (`[rows, cols]`). Operands
     /// are rounded to `precision`; sums are f32. `right` stacks the blocks of all groups vertically; `transpose` applies to each block.
@@ -55,7 +64,7 @@ impl Device {
 
     /// Computes `transpose(left) right` over the rows of each group, where `left` is `[rows, m]` and `right` is `[rows, n]`. Writes the
     /// product to the group's block of `out` (`[num_groups * m, n]`, f32), or adds it. Other conventions are those of
-    /// [`grouped_matmul`](Device::grouped_matmul). A group without rows gives zeros. If `starts` splits each group into several parts, the
+    /// [`grouped_matmul`](Device::grouped_matmul). A group without rows gives zeros. If `groups` splits each group into several parts, the
     /// products of the parts are added in the order in which that many ranks reduce: the first partial products are added in pairs until a
     /// power of two of them remains, which a binary tree adds.
     ///
@@ -65,11 +74,13 @@ impl Device {
     pub fn grouped_transposed_matmul(
         &self,
         precision: Precision,
-        (starts, num_groups): (View<'_>, usize),
-        (left, right): (View<'_>, View<'_>),
+        groups: RowGroups<'_>,
+        left: View<'_>,
+        right: View<'_>,
         out: ViewMut<'_>,
         accumulate: bool,
     ) -> Result<()> {
+        let RowGroups { starts, num_groups } = groups;
         let (inner, rows, cols) = (left.shape().rows(), left.shape().cols(), right.shape().cols());
         assert_eq!(right.shape().rows(), inner, "{:?}", right.shape());
         assert_eq!(out.shape(), [num_groups * rows, cols].into(), "blocks of groups");
@@ -110,7 +121,8 @@ impl Device {
     /// If the shapes do not match, or a group exceeds `num_groups`.
     pub fn group_rows(
         &self,
-        (groups, limit): (View<'_>, GroupLimit),
+        groups: View<'_>,
+        limit: GroupLimit,
         starts: ViewMut<'_>,
         [order, places]: [ViewMut<'_>; 2],
     ) {

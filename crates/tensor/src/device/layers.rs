@@ -3,11 +3,18 @@
 use super::Device;
 use crate::kernels::Bags;
 use crate::kernels::call::LayerCall;
-use crate::kernels::cpu::cross_entropy::VocabularyChunk;
+use crate::kernels::cpu::cross_entropy::{RowFactors, VocabularyChunk};
 use crate::kernels::cpu::norm::NormKind;
 use crate::precision::Precision;
 use crate::tensor::{View, ViewMut};
 use trireme_base::Positions;
+
+/// The inputs of [`Device::norm`] and the statistics that it wrote.
+pub(crate) struct NormedRows<'a> {
+    pub(crate) x: View<'a>,
+    pub(crate) weight: View<'a>,
+    pub(crate) statistics: View<'a>,
+}
 
 impl Device {
     /// Normalizes each row of `x`, `[rows, cols]`. Weight and bias are `[cols]`, `statistics` is `[rows, 2]`.
@@ -28,12 +35,13 @@ impl Device {
     /// Writes or adds the gradient of [`Device::norm`] with respect to `x`.
     pub(crate) fn norm_backward_input(
         &self,
-        (x, weight, statistics): (View<'_>, View<'_>, View<'_>),
+        rows: NormedRows<'_>,
         kind: NormKind,
         dy: View<'_>,
         dx: ViewMut<'_>,
         accumulate: bool,
     ) {
+        let NormedRows { x, weight, statistics } = rows;
         let [x, weight, statistics, dy] = [x, weight, statistics, dy].map(View::operand);
         let dx = dx.into_operand();
         self.issue(LayerCall::NormBackwardInput { x, weight, statistics, dy, dx, kind, accumulate });
@@ -126,9 +134,10 @@ impl Device {
         targets: View<'_>,
         chunk: VocabularyChunk,
         statistics: View<'_>,
-        (scale, weights): (f32, Option<View<'_>>),
+        factors: RowFactors<View<'_>>,
         gradient: ViewMut<'_>,
     ) {
+        let RowFactors { scale, weights } = factors;
         let [logits, targets, statistics] = [logits, targets, statistics].map(View::operand);
         let (weights, gradient) = (weights.map(View::operand), gradient.into_operand());
         self.issue(LayerCall::CrossEntropyGradient {

@@ -137,7 +137,8 @@ impl Device {
     pub fn factored_update(
         &self,
         pieces: &Arc<Pieces>,
-        (step, lr): (FactoredStep, View<'_>),
+        step: FactoredStep,
+        lr: View<'_>,
         moments: FactoredMoments<'_>,
         parameters: ViewMut<'_>,
         grads: View<'_>,

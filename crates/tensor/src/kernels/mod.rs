@@ -9,7 +9,8 @@ mod operand;
 pub(crate) use cpu::SharedSlice;
 pub use cpu::activation::Activation;
 pub(crate) use cpu::attention::{
-    AttentionInputs, AttentionOutput, AttentionScope, CacheSpan, Results, Rotary,
+    AttentionGrads, AttentionInputs, AttentionOutput, AttentionScope, CacheSpan, ForwardResults, Results,
+    Rotary,
 };
 pub use cpu::attention::{AttentionRule, AttentionShape, LatentHeadShape};
 pub(crate) use cpu::blocks::StridedBlocks;

@@ -74,7 +74,7 @@ fn functions_are_applied_to_each_element_and_rounded_once() {
             let mut out = [(); 4].map(|()| empty(device, [1234], dtype));
             let [mapped, zipped, changed, added] = &mut out;
             device.map(x.view(), mapped.view_mut(), 2, |x| 2.0 * x + 1.0);
-            device.zip((x.view(), y.view()), zipped.view_mut(), 1, |x, y| x * y);
+            device.zip(x.view(), y.view(), zipped.view_mut(), 1, |x, y| x * y);
             device.copy(x.view(), changed.view_mut());
             device.zip_in_place(changed.view_mut(), y.view(), 1, |x, y| x - y);
             device.copy(x.view(), added.view_mut());
@@ -82,7 +82,7 @@ fn functions_are_applied_to_each_element_and_rounded_once() {
             let rows = |values: &[f32]| shaped(device, values, [2, 617]);
             let mut sums = empty(device, [2], DType::F32);
             let (x, y) = (rows(&wide(device, &x)), rows(&wide(device, &y)));
-            device.zip_sum_rows((x.view(), y.view()), sums.view_mut(), 1, |x, y| x * y);
+            device.zip_sum_rows(x.view(), y.view(), sums.view_mut(), 1, |x, y| x * y);
             let [mapped, zipped, changed, added] = out.each_ref().map(|out| wide(device, out));
             [mapped, zipped, changed, added, device.read(sums.view())]
         });

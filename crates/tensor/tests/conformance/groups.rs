@@ -2,7 +2,7 @@
 
 use super::{FLOATS, empty, on_all, random, rounded};
 use trireme_base::DType;
-use trireme_tensor::{Device, GroupLimit, MatmulEpilogue, Precision, Tensor, Transposition};
+use trireme_tensor::{Device, GroupLimit, MatmulEpilogue, Precision, RowGroups, Tensor, Transposition};
 
 fn ids(device: &Device, values: &[u32]) -> Tensor {
     let mut ids = empty(device, [values.len()], DType::U32);
@@ -18,7 +18,7 @@ fn rows_are_ordered_by_group_and_as_they_were() {
             let [mut starts, mut order, mut places] =
                 [num_groups + 1, num_rows, num_rows].map(|len| empty(device, [len], DType::U32));
             let rows = [order.view_mut(), places.view_mut()];
-            device.group_rows((ids(device, groups).view(), GroupLimit::NONE), starts.view_mut(), rows);
+            device.group_rows(ids(device, groups).view(), GroupLimit::NONE, starts.view_mut(), rows);
             [starts, order, places].map(|ids| device.read::<u32>(ids.view()))
         });
         let mut expected: Vec<u32> = (0..groups.len() as u32).collect();
@@ -45,7 +45,7 @@ fn rows_beyond_a_limit_are_of_no_group() {
             let (groups, limit) =
                 (ids(device, &groups), GroupLimit { capacity_group_len: num_together, factor });
             let rows = [order.view_mut(), places.view_mut()];
-            device.group_rows((groups.view(), limit), starts.view_mut(), rows);
+            device.group_rows(groups.view(), limit, starts.view_mut(), rows);
             let mut dropped = [empty(device, [1], DType::F64), empty(device, [1], DType::F64)];
             let places_of_tokens = places.view().part(0, [groups_len / 2, 2].into());
             device.ungrouped_rows(starts.view(), places_of_tokens, None, dropped[0].view_mut());
@@ -95,15 +95,10 @@ fn parts_of_groups_are_summed_as_ranks_sum() {
             };
             let (left, right, parts) = (values(inner, "left"), values(cols, "right"), ids(device, &starts));
             let mut all = empty(device, [num_groups * inner, cols], DType::F32);
-            let factors = (left.view(), right.view());
+            let groups = RowGroups { starts: parts.view(), num_groups };
+            let (left_view, right_view, out) = (left.view(), right.view(), all.view_mut());
             device
-                .grouped_transposed_matmul(
-                    Precision::F32,
-                    (parts.view(), num_groups),
-                    factors,
-                    all.view_mut(),
-                    false,
-                )
+                .grouped_transposed_matmul(Precision::F32, groups, left_view, right_view, out, false)
                 .unwrap();
             let product = |part: usize| -> Vec<f32> {
                 let mut own = empty(device, [inner, cols], DType::F32);
@@ -189,15 +184,10 @@ fn groups_have_the_bits_of_products_of_their_own() {
                     );
                     sums
                 });
-                let factors = (left.view(), right.view());
+                let groups = RowGroups { starts: of_groups.view(), num_groups };
+                let (left_view, right_view, out) = (left.view(), right.view(), all.view_mut());
                 device
-                    .grouped_transposed_matmul(
-                        precision,
-                        (of_groups.view(), num_groups),
-                        factors,
-                        all.view_mut(),
-                        accumulate,
-                    )
+                    .grouped_transposed_matmul(precision, groups, left_view, right_view, out, accumulate)
                     .unwrap();
                 for (group, bounds) in starts.windows(2).enumerate() {
                     let (first, num) = (bounds[0], bounds[1] - bounds[0]);
@@ -235,11 +225,10 @@ fn columns_of_odd_and_even_groups() {
             };
             let (left, right) = (ones([8, 1]), ones([8, cols]));
             let mut sums = empty(device, [2, cols], DType::F32);
-            let factors = (left.view(), right.view());
             let starts = ids(device, &starts);
-            device
-                .grouped_transposed_matmul(precision, (starts.view(), 2), factors, sums.view_mut(), false)
-                .unwrap();
+            let groups = RowGroups { starts: starts.view(), num_groups: 2 };
+            let (left, right) = (left.view(), right.view());
+            device.grouped_transposed_matmul(precision, groups, left, right, sums.view_mut(), false).unwrap();
             device.read::<f32>(sums.view())
         });
         assert!(found[..cols].iter().all(|&sum| sum == 3.0) && found[cols..].iter().all(|&sum| sum == 5.0));

@@ -155,7 +155,7 @@ fn a_factored_moment_is_the_product_of_its_row_and_its_column() {
             (FactoredMoments { rows, cols, row_mean: row_mean.view() }, tensor(device, &[0.1]));
         let mut squares = empty(device, [1, 2], DType::F64);
         device.factored_squares(&pieces, step, moments, g.view(), squares.view_mut());
-        device.factored_update(&pieces, (step, lr.view()), moments, p.view_mut(), g.view());
+        device.factored_update(&pieces, step, lr.view(), moments, p.view_mut(), g.view());
         let narrow = |sums: Vec<f64>| sums.iter().map(|&sum| sum as f32).collect();
         [narrow(device.read(sums.view())), narrow(device.read(squares.view())), device.read(p.view())]
     });

@@ -36,9 +36,12 @@ for_each_simd_level! {
 impl Cpu {
     pub(crate) fn copy_blocks<T: Copy + Send + Sync>(
         &self,
-        (x, from): (&[T], StridedBlocks),
-        (y, to): (&mut [T], StridedBlocks),
-        (num_blocks, len): (usize, usize),
+        x: &[T],
+        from: StridedBlocks,
+        y: &mut [T],
+        to: StridedBlocks,
+        num_blocks: usize,
+        len: usize,
     ) {
         assert!(num_blocks <= 1 || to.stride >= len, "blocks of {len} at a distance of {}", to.stride);
         let out = SharedSlice::new(y);
@@ -54,8 +57,10 @@ impl Cpu {
 
     pub(crate) fn permute<T: Copy + Send + Sync>(
         &self,
-        (x, strides): (&[T], [usize; 4]),
-        (y, dims): (&mut [T], [usize; 4]),
+        x: &[T],
+        strides: [usize; 4],
+        y: &mut [T],
+        dims: [usize; 4],
     ) {
         assert!(x.len() == y.len() && y.len() == dims.iter().product::<usize>());
         let cols = dims[3];

@@ -81,17 +81,18 @@ impl Cpu {
         });
     }
 
-    /// Computes the gradient of the rows' losses with respect to a chunk of logits, given the statistics over all chunks: `(softmax -
-    /// one_hot(target)) * scale`, times the row's weight if there are `weights`. A row of weight 0 has gradient 0.
+    /// Computes the gradient of the rows' losses with respect to a chunk of logits, given the statistics over all chunks: `softmax -
+    /// one_hot(target)`, times the row's `factors`.
     pub(crate) fn cross_entropy_gradient<T: Element>(
         &self,
         logits: &[f32],
         targets: &[u32],
         chunk: VocabularyChunk,
         statistics: &[f32],
-        (scale, weights): (f32, Option<&[f32]>),
+        factors: RowFactors<&[f32]>,
         gradient: &mut [T],
     ) {
+        let RowFactors { scale, weights } = factors;
         let (rows, cols) = (targets.len(), chunk.len);
         assert!(logits.len() == rows * cols && gradient.len() == logits.len());
         assert_eq!(statistics.len(), rows * STATISTICS);
@@ -112,6 +113,15 @@ impl Cpu {
             }
         });
     }
+}
+
+/// Factors of the gradients of the rows' losses.
+#[derive(Clone, Copy)]
+pub(crate) struct RowFactors<V> {
+    /// The factor of all rows.
+    pub(crate) scale: f32,
+    /// A further factor per row; `None` for 1. A row of weight 0 has gradient 0.
+    pub(crate) weights: Option<V>,
 }
 
 /// Returns the loss of a row in nats, given its statistics over all chunks.

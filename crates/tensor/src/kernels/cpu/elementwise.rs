@@ -56,7 +56,8 @@ impl Cpu {
 
     pub(crate) fn zip<T: Element>(
         &self,
-        (left, right): (&[T], &[T]),
+        left: &[T],
+        right: &[T],
         y: &mut [T],
         function: impl Fn(f32, f32) -> f32 + Sync,
     ) {
@@ -89,7 +90,8 @@ impl Cpu {
         x: &[T],
         bias: Option<&[f32]>,
         residual: Option<&[f32]>,
-        (y, cols): (&mut [U], usize),
+        y: &mut [U],
+        cols: usize,
     ) {
         assert!(x.len() == y.len() && residual.is_none_or(|residual| residual.len() == y.len()));
         assert!(bias.is_none_or(|bias| bias.len() == cols));
@@ -102,7 +104,8 @@ impl Cpu {
 
     pub(crate) fn zip_sum_rows<T: Element, U: Element>(
         &self,
-        (left, right): (&[T], &[U]),
+        left: &[T],
+        right: &[U],
         cols: usize,
         sums: &mut [f32],
         function: impl Fn(f32, f32) -> f32 + Sync,

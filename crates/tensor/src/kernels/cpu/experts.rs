@@ -106,6 +106,16 @@ impl RoutingRule {
     }
 }
 
+/// The rule and the optional inputs by which [`Cpu::top_k`] chooses experts.
+#[derive(Clone, Copy)]
+pub(crate) struct Routing<'a> {
+    pub(crate) rule: RoutingRule,
+    /// A number per expert that is added to scores only for their comparison.
+    pub(crate) bias: Option<&'a [f32]>,
+    /// A weight per row. A row of weight 0 chooses no expert.
+    pub(crate) row_weights: Option<&'a [f32]>,
+}
+
 /// Returns the chosen experts. Skips choices of no expert.
 fn chosen(ids: &[u32], num_experts: usize) -> impl Iterator<Item = usize> {
     let check = move |&id: &u32| {
@@ -123,10 +133,13 @@ fn first_largest(ids: impl Iterator<Item = usize>, score: &dyn Fn(usize) -> f32)
 impl Cpu {
     pub(crate) fn top_k(
         &self,
-        (x, cols): (&[f32], usize),
-        (rule, bias, row_weights): (RoutingRule, Option<&[f32]>, Option<&[f32]>),
-        (values, ids): (&mut [f32], &mut [u32]),
+        x: &[f32],
+        cols: usize,
+        routing: Routing<'_>,
+        values: &mut [f32],
+        ids: &mut [u32],
     ) {
+        let Routing { rule, bias, row_weights } = routing;
         let k = rule.num_choices;
         let (values, ids) = (SharedSlice::new(values), SharedSlice::new(ids));
         self.for_row_blocks(x.len() / cols, cols * k, |first, num| {
@@ -156,9 +169,11 @@ impl Cpu {
 
     pub(crate) fn top_k_backward(
         &self,
-        (x, cols): (&[f32], usize),
+        x: &[f32],
+        cols: usize,
         rule: RoutingRule,
-        (ids, dy): (&[u32], &[f32]),
+        ids: &[u32],
+        dy: &[f32],
         dx: &mut [f32],
     ) {
         let k = rule.num_choices;
@@ -195,8 +210,11 @@ impl Cpu {
 
     pub(crate) fn spread_rows<X: Element, Y: Element>(
         &self,
-        (x, cols): (&[X], usize),
-        (order, num_choices, weights): (&[u32], usize, Option<&[f32]>),
+        x: &[X],
+        cols: usize,
+        order: &[u32],
+        num_choices: usize,
+        weights: Option<&[f32]>,
         y: &mut [Y],
     ) {
         assert_eq!(y.len(), order.len() * cols);
@@ -209,7 +227,8 @@ impl Cpu {
 
     pub(crate) fn combine_rows<X: Element, Y: Element>(
         &self,
-        (x, cols): (&[X], usize),
+        x: &[X],
+        cols: usize,
         chosen: Chosen<'_>,
         residual: Option<&[f32]>,
         y: &mut [Y],
@@ -239,8 +258,10 @@ impl Cpu {
 
     pub(crate) fn row_products<X: Element, Y: Element>(
         &self,
-        (x, cols): (&[X], usize),
-        (places, num_choices): (&[u32], usize),
+        x: &[X],
+        cols: usize,
+        places: &[u32],
+        num_choices: usize,
         y: &[Y],
         products: &mut [f32],
     ) {

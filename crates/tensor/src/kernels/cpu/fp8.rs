@@ -138,7 +138,8 @@ mod tests {
     }
 
     fn quantized<T: Element>(
-        (features, threads): (CpuFeatures, usize),
+        features: CpuFeatures,
+        threads: usize,
         x: &[T],
         format: Fp8Format,
         scale_exponent: i32,
@@ -153,7 +154,7 @@ mod tests {
     fn check<T: Element>(x: &[T], format: Fp8Format, scale_exponent: i32) {
         let scale = 2.0_f64.powi(scale_exponent);
         for features in levels() {
-            let (found, _) = quantized((features, 1), x, format, scale_exponent);
+            let (found, _) = quantized(features, 1, x, format, scale_exponent);
             for (x, found) in x.iter().map(|x| f64::from(x.to_f32())).zip(found) {
                 let expected = nearest(format, x * scale) / scale;
                 let is_same = found.to_bits() == expected.to_bits() || (found.is_nan() && x.is_nan());
@@ -193,7 +194,7 @@ mod tests {
                 let scale = 2.0_f64.powi(-scale_exponent);
                 let exact: Vec<f32> = values.iter().map(|value| (value * scale) as f32).collect();
                 for features in levels() {
-                    let (found, amax) = quantized((features, 1), &exact, format, scale_exponent);
+                    let (found, amax) = quantized(features, 1, &exact, format, scale_exponent);
                     let wide = exact.iter().map(|&x| f64::from(x).to_bits());
                     assert!(found.into_iter().map(f64::to_bits).eq(wide), "{format:?} at {features}");
                     assert_eq!(amax, *exact.last().unwrap());
@@ -211,7 +212,7 @@ mod tests {
         let values: Vec<f32> = values.iter().flat_map(|&x| [x, -x]).chain([f32::NAN, -f32::NAN]).collect();
         for format in FORMATS {
             for features in levels() {
-                let (found, amax) = quantized((features, 1), &values, format, 0);
+                let (found, amax) = quantized(features, 1, &values, format, 0);
                 assert!(found[18..].iter().all(|x| x.is_nan()) && found[..18].iter().all(|x| x.is_finite()));
                 assert_eq!(found[16..18], [f64::from(format.limits().2), -f64::from(format.limits().2)]);
                 assert_eq!(amax, f32::MAX, "infinity and NaN are passed over");
@@ -227,10 +228,10 @@ mod tests {
             let mut x = vec![0.0; len];
             trireme_base::RandomKey::new(3, "fp8").fill_normal(&mut x, 1.0);
             for format in FORMATS {
-                let one = quantized((CpuFeatures::Portable, 1), &x, format, 4);
+                let one = quantized(CpuFeatures::Portable, 1, &x, format, 4);
                 assert_eq!(one.1, x.iter().fold(0.0, |amax, x| x.abs().max(amax)));
                 for features in levels() {
-                    assert_eq!(quantized((features, 3), &x, format, 4), one);
+                    assert_eq!(quantized(features, 3, &x, format, 4), one);
                 }
             }
         }

@@ -10,6 +10,7 @@ mod state;
 pub use factored::FactoredStep;
 pub(crate) use factored::{FactoredPart, Factors};
 pub(crate) use orthogonalize::OrthogonalizeScratch;
+pub(crate) use pieces::PieceUpdates;
 pub use pieces::{Piece, Pieces};
 pub(crate) use rules::{ElementAccess, Update};
 pub use scales::{LeafRun, StepScale};

@@ -23,7 +23,7 @@ impl Operation for Add {
             None => {
                 let mut y = cx.empty(cx.input(0).shape(), dtype)?;
                 if dtypes[0] == dtypes[1] {
-                    cx.device().zip((cx.input(0), cx.input(1)), y.view_mut(), 1, sum);
+                    cx.device().zip(cx.input(0), cx.input(1), y.view_mut(), 1, sum);
                 } else {
                     cx.device().convert(cx.input(0), y.view_mut());
                     cx.device().zip_in_place(y.view_mut(), cx.input(1), 1, sum);

@@ -49,7 +49,7 @@ impl RotaryTable {
     /// Creates a table for `positions` positions. `frequencies` holds the angle per position of each of the `head_dim / 2` pairs. Cosines
     /// and sines, and therefore the rotated values, are multiplied by `amplitude`.
     pub fn new(device: &Device, positions: usize, frequencies: &[f64], amplitude: f32) -> Result<Self> {
-        RotaryTable::with_scaling(device, positions, frequencies.to_vec(), (amplitude, None))
+        RotaryTable::with_scaling(device, positions, frequencies.to_vec(), amplitude, None)
     }
 
     /// Creates a table whose frequencies depend on the number of positions. `frequencies` are those of short tables.
@@ -59,14 +59,15 @@ impl RotaryTable {
         frequencies: &[f64],
         scaling: DynamicScaling,
     ) -> Result<Self> {
-        RotaryTable::with_scaling(device, positions, frequencies.to_vec(), (1.0, Some(scaling)))
+        RotaryTable::with_scaling(device, positions, frequencies.to_vec(), 1.0, Some(scaling))
     }
 
     fn with_scaling(
         device: &Device,
         positions: usize,
         frequencies: Vec<f64>,
-        (amplitude, scaling): (f32, Option<DynamicScaling>),
+        amplitude: f32,
+        scaling: Option<DynamicScaling>,
     ) -> Result<Self> {
         let shape = [positions, frequencies.len()].into();
         let mut cos = device.empty(shape, DType::F32, Category::Parameters)?;
@@ -90,7 +91,7 @@ impl RotaryTable {
 
     /// Creates the same table for another number of positions.
     pub fn with_positions(&self, device: &Device, positions: usize) -> Result<Self> {
-        RotaryTable::with_scaling(device, positions, self.frequencies.clone(), (self.amplitude, self.scaling))
+        RotaryTable::with_scaling(device, positions, self.frequencies.clone(), self.amplitude, self.scaling)
     }
 
     pub(crate) fn at(&self, positions: Positions) -> Rotary<View<'_>> {
@@ -259,7 +260,7 @@ impl Operation for Attention {
             Some(ring) => ring.forward(cx, views, &mut log_sums)?,
             None => {
                 let mut y = cx.empty([shape.batch, shape.seq_len, shape.output_cols()], dtype)?;
-                cx.device().attention(views, (shape, self.rule), y.view_mut(), log_sums.view_mut())?;
+                cx.device().attention(views, shape, self.rule, y.view_mut(), log_sums.view_mut())?;
                 y
             }
         };
@@ -285,8 +286,15 @@ impl Operation for Attention {
                 let like = |view: View<'_>| cx.empty(view.shape(), view.dtype());
                 let mut d_queries = like(views.queries)?;
                 let mut d_keys_values = views.keys_values.map(like).transpose()?;
-                let grads = (d_queries.view_mut(), d_keys_values.as_mut().map(Tensor::view_mut));
-                cx.device().attention_backward(views, (shape, self.rule), output, grads)?;
+                let d_keys_values_view = d_keys_values.as_mut().map(Tensor::view_mut);
+                cx.device().attention_backward(
+                    views,
+                    shape,
+                    self.rule,
+                    output,
+                    d_queries.view_mut(),
+                    d_keys_values_view,
+                )?;
                 (d_queries, d_keys_values)
             }
         };
@@ -350,7 +358,7 @@ impl Recorder<'_> {
         let (keys, values) = (cache.keys.view_mut(), cache.values.view_mut());
         let views = CacheViews { keys, values, capacity, len };
         let (y_view, log_sums) = (y.view_mut(), log_sums.view_mut());
-        tape.device.attention_cached(qkv.view(), (shape, attention.rule), views, y_view, log_sums)?;
+        tape.device.attention_cached(qkv.view(), shape, attention.rule, views, y_view, log_sums)?;
         cache.len += shape.seq_len;
         let attended = tape.constant(y);
         tape.values[attended.0].sharding = sharding;

@@ -25,7 +25,7 @@ impl Operation for Concat {
             assert_eq!(x.shape(), alike, "beside {shape:?}, along dim {}", self.dim);
             let (from, to) =
                 (StridedBlocks { offset: 0, stride: len }, StridedBlocks { offset, stride: size * inner });
-            cx.device().copy_blocks((x, from), (y.view_mut(), to), (outer, len));
+            cx.device().copy_blocks(x, from, y.view_mut(), to, outer, len);
             offset += len;
         }
         cx.output(y);
@@ -44,7 +44,7 @@ impl Operation for Concat {
                     StridedBlocks { offset, stride: size * inner },
                     StridedBlocks { offset: 0, stride: len },
                 );
-                cx.device().copy_blocks((cx.grad(), from), (grad.view_mut(), to), (outer, len));
+                cx.device().copy_blocks(cx.grad(), from, grad.view_mut(), to, outer, len);
                 cx.add_grad(index, grad)?;
             }
             offset += len;

@@ -1,6 +1,6 @@
 use super::loss::sum_of_losses;
 use crate::device::{Device, Result};
-use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
+use crate::kernels::cpu::cross_entropy::{RowFactors, STATISTICS, VocabularyChunk};
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use crate::tensor::{Tensor, View};
@@ -41,9 +41,9 @@ impl Operation for CrossEntropy {
         let logits = values.view();
         let statistics = statistics(cx.device(), logits, classes)?;
         let mut grad = cx.empty(shape, cx.input(0).dtype())?;
-        let scale = (cx.loss_scale() / shape.rows() as f32, None);
+        let factors = RowFactors { scale: cx.loss_scale() / shape.rows() as f32, weights: None };
         let (saved, chunk) = (statistics.view(), whole(shape));
-        cx.device().cross_entropy_gradient(logits, classes, chunk, saved, scale, grad.view_mut());
+        cx.device().cross_entropy_gradient(logits, classes, chunk, saved, factors, grad.view_mut());
         drop(values);
         cx.add_grad(0, grad)?;
         let sum = sum_of_losses(cx, &statistics, None)?;

@@ -51,7 +51,7 @@ impl ExchangeHeads {
                 StridedBlocks { offset: from, stride: cols },
                 StridedBlocks { offset: to, stride: own_cols },
             );
-            device.copy_blocks((x, from), (parts.view_mut(), to), (batch * len, width));
+            device.copy_blocks(x, from, parts.view_mut(), to, batch * len, width);
         }
         let mut received = cx.empty([batch, degree * len, own_cols], x.dtype())?;
         heads.exchange(device, ExchangeKind::AllToAll, parts.view(), received.view_mut())?;
@@ -62,7 +62,7 @@ impl ExchangeHeads {
         drop(parts);
         let mut all = cx.empty(received.shape(), x.dtype())?;
         for (from, to) in sequences(degree, len * own_cols, batch) {
-            device.copy_blocks((received.view(), from), (all.view_mut(), to), (batch, len * own_cols));
+            device.copy_blocks(received.view(), from, all.view_mut(), to, batch, len * own_cols);
         }
         Ok(all)
     }
@@ -84,7 +84,7 @@ impl ExchangeHeads {
         } else {
             let mut parts = cx.empty(received.shape(), x.dtype())?;
             for (to, from) in sequences(degree, len * own_cols, batch) {
-                device.copy_blocks((x, from), (parts.view_mut(), to), (batch, len * own_cols));
+                device.copy_blocks(x, from, parts.view_mut(), to, batch, len * own_cols);
             }
             heads.exchange(device, ExchangeKind::AllToAll, parts.view(), received.view_mut())?;
         }
@@ -94,7 +94,7 @@ impl ExchangeHeads {
                 StridedBlocks { offset: from, stride: own_cols },
                 StridedBlocks { offset: to, stride: cols },
             );
-            device.copy_blocks((received.view(), from), (all.view_mut(), to), (batch * len, width));
+            device.copy_blocks(received.view(), from, all.view_mut(), to, batch * len, width);
         }
         Ok(all)
     }

@@ -74,7 +74,7 @@ impl Operation for GroupRows {
         let mut starts = cx.empty([self.num_groups + 1], DType::U32)?;
         let mut order = cx.empty([ids.shape().num_elements()], DType::U32)?;
         let mut places = cx.empty(ids.shape(), DType::U32)?;
-        cx.device().group_rows((ids, limit), starts.view_mut(), [order.view_mut(), places.view_mut()]);
+        cx.device().group_rows(ids, limit, starts.view_mut(), [order.view_mut(), places.view_mut()]);
         [starts, order, places].into_iter().for_each(|ids| cx.output(ids));
         Ok(())
     }
@@ -98,14 +98,14 @@ impl Operation for SpreadRows {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, order, num_choices) = (cx.input(0), cx.input(1), cx.input(2).shape().cols());
         let mut rows = cx.empty([1, order.shape().num_elements(), x.shape().cols()], x.dtype())?;
-        cx.device().spread_rows(x, (order, num_choices, None), rows.view_mut());
+        cx.device().spread_rows(x, order, num_choices, None, rows.view_mut());
         cx.output(rows);
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let mut dx = cx.empty(cx.input_shape(0), cx.input_dtype(0))?;
-        cx.device().combine_rows(cx.grad(), (cx.input(2), None), None, dx.view_mut());
+        cx.device().combine_rows(cx.grad(), cx.input(2), None, None, dx.view_mut());
         cx.add_grad(0, dx)
     }
 
@@ -118,18 +118,17 @@ impl Operation for CombineRows {
     declares! { inputs: 4..=5, takes_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
-        let (x, places, weights) = (cx.input(0), cx.input(2), cx.input(3));
+        let (x, places, weights) = (cx.input(0), cx.input(2), Some(cx.input(3)));
         let (residual, shape) =
             ((cx.num_inputs() > 4).then(|| cx.input(4)), places.shape().with_cols(x.shape().cols()));
-        let places = (places, Some(weights));
         let y = if self.adds_up {
             let mut term = cx.empty_term(shape, x.dtype())?;
-            cx.device().combine_rows(x, places, None, term.view_mut());
+            cx.device().combine_rows(x, places, weights, None, term.view_mut());
             cx.finish_row_parallel(term, None, residual)?
         } else {
             let dtype = if residual.is_some() { DType::F32 } else { x.dtype() };
             let mut y = cx.empty(shape, dtype)?;
-            cx.device().combine_rows(x, places, residual, y.view_mut());
+            cx.device().combine_rows(x, places, weights, residual, y.view_mut());
             y
         };
         cx.output(y);
@@ -147,8 +146,8 @@ impl Operation for CombineRows {
             cx.device().row_products(cx.input(0), cx.input(2), dy.view(), d_weights.view_mut());
         }
         if let Some(dx) = &mut dx {
-            let of_choices = (cx.input(1), num_choices, Some(cx.input(3)));
-            cx.device().spread_rows(dy.view(), of_choices, dx.view_mut());
+            let (order, weights) = (cx.input(1), Some(cx.input(3)));
+            cx.device().spread_rows(dy.view(), order, num_choices, weights, dx.view_mut());
         }
         drop(dy);
         for (input, grad) in [(3, d_weights), (0, dx)] {

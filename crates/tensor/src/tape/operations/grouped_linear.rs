@@ -1,6 +1,6 @@
 use super::input_activation::{InputActivation, activate, activation_grad};
 use super::linear::matmul_operand;
-use crate::device::{Result, Transposition};
+use crate::device::{Result, RowGroups, Transposition};
 use crate::fp8::LinearOperand;
 use crate::parameter_table::ParameterSpan;
 use crate::shape::Shape;
@@ -27,6 +27,15 @@ pub struct GroupedLinear {
     pub activation: InputActivation,
 }
 
+/// Groups of rows and their matrices.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct GroupMatrices<'a> {
+    /// The first row of each group, and the end of the last one.
+    pub(super) starts: View<'a>,
+    /// The matrices of the groups, stacked vertically.
+    pub(super) weight: View<'a>,
+}
+
 impl GroupedLinear {
     /// Returns the number of outputs of a group.
     ///
@@ -47,60 +56,61 @@ impl GroupedLinear {
         self.shape_of(1).num_elements()
     }
 
-    /// Computes the outputs of groups, given by their first rows and their matrices.
+    /// Computes the outputs of `groups`.
     pub(super) fn product(
         &self,
         cx: &OperationContext<'_>,
-        groups: (View<'_>, View<'_>),
+        groups: GroupMatrices<'_>,
         x: View<'_>,
         y: ViewMut<'_>,
     ) -> Result<()> {
         let activated = activate(cx.device(), self.activation, x)?;
-        let input = (activated.as_ref().map_or(x, Tensor::view), LinearOperand::Input);
-        self.multiply(cx, groups, input, Transposition::Yes, y)
+        let input = activated.as_ref().map_or(x, Tensor::view);
+        self.multiply(cx, groups, input, LinearOperand::Input, Transposition::Yes, y)
     }
 
     /// Computes the gradient of the activated input of [`product`](GroupedLinear::product) from the gradient of the outputs.
     pub(super) fn input_grad(
         &self,
         cx: &OperationContext<'_>,
-        groups: (View<'_>, View<'_>),
+        groups: GroupMatrices<'_>,
         dy: View<'_>,
         d_activated: ViewMut<'_>,
     ) -> Result<()> {
-        self.multiply(cx, groups, (dy, LinearOperand::OutputGrad), Transposition::No, d_activated)
+        self.multiply(cx, groups, dy, LinearOperand::OutputGrad, Transposition::No, d_activated)
     }
 
-    /// Multiplies rows by the matrices of their groups.
+    /// Multiplies `rows`, which are an operand of this kind, by the matrices of their groups.
     fn multiply(
         &self,
         cx: &OperationContext<'_>,
-        (starts, weight): (View<'_>, View<'_>),
-        (rows, operand): (View<'_>, LinearOperand),
+        groups: GroupMatrices<'_>,
+        rows: View<'_>,
+        operand: LinearOperand,
         transpose: Transposition,
         out: ViewMut<'_>,
     ) -> Result<()> {
-        let device = cx.device();
+        let (device, GroupMatrices { starts, weight }) = (cx.device(), groups);
         let rows = matmul_operand(device, cx.fp8_layer(self.weight.first), operand, rows)?;
         let weight = matmul_operand(device, cx.fp8_layer(self.weight.first), LinearOperand::Weight, weight)?;
         device.grouped_matmul(cx.precision(), starts, rows.view(), (weight.view(), transpose), out)
     }
 
-    /// Writes or adds the gradients of the matrices of `num_groups` groups to `out`, from the gradient `dy` of the outputs and the
-    /// activated input. `starts` splits each group into an equal number of parts.
+    /// Writes or adds the gradients of the matrices of `groups` to `out`, from the gradient `dy` of the outputs and the activated input.
     pub(super) fn weight_grad(
         &self,
         cx: &OperationContext<'_>,
-        (starts, num_groups): (View<'_>, usize),
-        (dy, input): (View<'_>, View<'_>),
-        (out, accumulate): (ViewMut<'_>, bool),
+        groups: RowGroups<'_>,
+        dy: View<'_>,
+        input: View<'_>,
+        out: ViewMut<'_>,
+        accumulate: bool,
     ) -> Result<()> {
         let device = cx.device();
         // Quantized again instead of kept. The scale is the same within a step.
         let input = matmul_operand(device, cx.fp8_layer(self.weight.first), LinearOperand::Input, input)?;
         let dy = matmul_operand(device, cx.fp8_layer(self.weight.first), LinearOperand::OutputGrad, dy)?;
-        let factors = (dy.view(), input.view());
-        device.grouped_transposed_matmul(cx.precision(), (starts, num_groups), factors, out, accumulate)
+        device.grouped_transposed_matmul(cx.precision(), groups, dy.view(), input.view(), out, accumulate)
     }
 }
 
@@ -110,7 +120,8 @@ impl Operation for GroupedLinear {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, starts) = (cx.input(0), cx.input(1));
         let mut y = cx.empty(x.shape().with_cols(self.outputs()), cx.precision().dtype())?;
-        self.product(cx, (starts, cx.parameter(&self.weight)), x, y.view_mut())?;
+        let groups = GroupMatrices { starts, weight: cx.parameter(&self.weight) };
+        self.product(cx, groups, x, y.view_mut())?;
         cx.output(y);
         Ok(())
     }
@@ -121,7 +132,7 @@ impl Operation for GroupedLinear {
         }
         let inputs = self.weight.shape.cols();
         let mut d_activated = cx.empty(cx.grad().shape().with_cols(inputs), cx.input_dtype(0))?;
-        let groups = (cx.input(1), cx.parameter(&self.weight));
+        let groups = GroupMatrices { starts: cx.input(1), weight: cx.parameter(&self.weight) };
         self.input_grad(cx, groups, cx.grad(), d_activated.view_mut())?;
         activation_grad(cx, self.activation, d_activated)
     }
@@ -132,8 +143,9 @@ impl Operation for GroupedLinear {
                 InputActivation::Identity => cx.input(0),
                 _ => cx.kept(0).expect("the input half has kept it"),
             };
-            let parts = (cx.input(cx.num_inputs() - 1), self.num_groups);
-            self.weight_grad(cx, parts, (cx.grad(), input), (out, accumulate))
+            let starts = cx.input(cx.num_inputs() - 1);
+            let groups = RowGroups { starts, num_groups: self.num_groups };
+            self.weight_grad(cx, groups, cx.grad(), input, out, accumulate)
         })
     }
 

@@ -2,10 +2,10 @@
 
 use super::expert_exchange::ExpertExchange;
 use super::expert_loads::Loads;
-use super::grouped_linear::GroupedLinear;
+use super::grouped_linear::{GroupMatrices, GroupedLinear};
 use super::input_activation::{InputActivation, differentiate, grad_and_output};
 use super::shadowed_experts::{self, Shadows};
-use crate::device::Result;
+use crate::device::{Result, RowGroups};
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, OperationContext, PendingExchange, ReadBy,
     declares, write_grad,
@@ -61,8 +61,9 @@ impl OwnExperts {
     pub(super) fn inner_grads(
         &self,
         cx: &OperationContext<'_>,
-        [into, back]: [(View<'_>, View<'_>); 2],
-        (dy, dx): (View<'_>, ViewMut<'_>),
+        [into, back]: [GroupMatrices<'_>; 2],
+        dy: View<'_>,
+        dx: ViewMut<'_>,
         [mut inner, mut d_activated]: [ViewMut<'_>; 2],
     ) -> Result<()> {
         self.down.input_grad(cx, back, dy, d_activated.reborrow())?;
@@ -72,16 +73,16 @@ impl OwnExperts {
     }
 }
 
-/// Returns the first rows of some groups of a layer, and their matrices.
+/// Returns some groups of a layer.
 fn groups<'a>(
     cx: &'a OperationContext<'_>,
     layer: &GroupedLinear,
     starts: View<'a>,
     groups: &Range<usize>,
-) -> (View<'a>, View<'a>) {
+) -> GroupMatrices<'a> {
     let weight = cx.parameter(&layer.weight);
     let weight = weight.part(groups.start * layer.matrix_len(), layer.shape_of(groups.len()));
-    (starts_of(starts, groups.clone()), weight)
+    GroupMatrices { starts: starts_of(starts, groups.clone()), weight }
 }
 
 /// Restricts the starts of all groups to some groups, with the end of the last one.
@@ -101,17 +102,28 @@ pub(super) fn zero(cx: &OperationContext<'_>, all: ViewMut<'_>, rows: Range<usiz
     }
 }
 
-/// Processes rows chunk by chunk: receives the rows of `outside` in `come`, calls `compute` to write their results to `go`, and sends the
-/// results back to their places in `outside`. The exchanges of the next chunk and of the previous one overlap with the computation. The
-/// exchange of the first chunk was started by the caller; the exchange of the last one is returned, to be finished.
+/// The rows that [`exchange_and_compute`] processes.
+struct ExchangeBuffers<'a> {
+    /// The rows that this rank sends. Their results replace them.
+    outside: &'a mut Tensor,
+    /// The rows that this rank receives, of all chunks.
+    received: &'a mut Tensor,
+    /// The results of the received rows.
+    results: &'a mut Tensor,
+}
+
+/// Processes rows chunk by chunk: receives rows, calls `compute` to write their results, and sends the results back to their places. The
+/// exchanges of the next chunk and of the previous one overlap with the computation. The exchange of the first chunk was started by the
+/// caller; the exchange of the last one is returned, to be finished.
 fn exchange_and_compute(
     cx: &OperationContext<'_>,
     loads: &Loads,
     first: PendingExchange,
     chunks: impl Iterator<Item = Range<usize>>,
-    (outside, come, go): (&mut Tensor, &mut Tensor, &mut Tensor),
+    buffers: ExchangeBuffers<'_>,
     mut compute: impl FnMut(&Range<usize>, View<'_>, ViewMut<'_>) -> Result<()>,
 ) -> Result<PendingExchange> {
+    let ExchangeBuffers { outside, received, results } = buffers;
     let (axis, device, cols) = (cx.expert_axis(), cx.device(), outside.shape().cols());
     let num_choices = outside.shape().rows();
     zero(cx, outside.view_mut(), num_choices - loads.num_dropped()..num_choices);
@@ -120,22 +132,22 @@ fn exchange_and_compute(
     let mut chunks = chunks.peekable();
     while let Some(chunk) = chunks.next() {
         let exchange = coming.take().expect("the chunk was started");
-        axis.send_rest(device, &exchange, outside.view(), come.view_mut())?;
-        axis.finish_rows(device, exchange, come.view_mut())?;
+        axis.send_rest(device, &exchange, outside.view(), received.view_mut())?;
+        axis.finish_rows(device, exchange, received.view_mut())?;
         let rows = loads.rows(&chunk);
-        zero(cx, come.view_mut(), rows.start + loads.num_rows(&chunk)..rows.end);
+        zero(cx, received.view_mut(), rows.start + loads.num_rows(&chunk)..rows.end);
         let next = chunks.peek().map(|next| loads.runs(cols, next));
         coming = next.map(|runs| axis.start_rows(device, runs, outside.view())).transpose()?;
-        let (x, y) = (come.view(), go.view_mut());
+        let (x, y) = (received.view(), results.view_mut());
         compute(&chunk, x.rows(rows.start, rows.len()), y.into_rows(rows.start, rows.len()))?;
         if let Some(before) = going.take() {
-            axis.send_rest(device, &before, go.view(), outside.view_mut())?;
+            axis.send_rest(device, &before, results.view(), outside.view_mut())?;
             axis.finish_rows(device, before, outside.view_mut())?;
         }
-        going = Some(axis.start_rows(device, loads.runs(cols, &chunk).reversed(), go.view())?);
+        going = Some(axis.start_rows(device, loads.runs(cols, &chunk).reversed(), results.view())?);
     }
     let last = going.expect("ranks have experts");
-    axis.send_rest(device, &last, go.view(), outside.view_mut())?;
+    axis.send_rest(device, &last, results.view(), outside.view_mut())?;
     Ok(last)
 }
 
@@ -158,8 +170,8 @@ impl Operation for OwnExperts {
             self.up.product(cx, groups(cx, &self.up, starts, chunk), x, inner.reborrow())?;
             self.down.product(cx, groups(cx, &self.down, starts, chunk), inner.as_view(), y)
         };
-        let tensors = (&mut outside, &mut received, &mut made);
-        let last = exchange_and_compute(cx, &loads, first, loads.chunks(), tensors, compute)?;
+        let buffers = ExchangeBuffers { outside: &mut outside, received: &mut received, results: &mut made };
+        let last = exchange_and_compute(cx, &loads, first, loads.chunks(), buffers, compute)?;
         drop(made);
         let of_shadows =
             shadows.map(|shadows| shadows.forward(self, cx, &loads, &mut outside)).transpose()?;
@@ -188,15 +200,16 @@ impl Operation for OwnExperts {
             let layers = [&self.up, &self.down].map(|layer| groups(cx, layer, starts, chunk));
             let of_activation = [&mut inner, &mut d_activated];
             let of_activation = of_activation.map(|all| all.view_mut().into_rows(rows.start, rows.len()));
-            self.inner_grads(cx, layers, (dy, dx), of_activation)
+            self.inner_grads(cx, layers, dy, dx, of_activation)
         };
-        let tensors = (&mut outside, &mut d_made, &mut d_received);
-        let last = exchange_and_compute(cx, &loads, first, loads.chunks().rev(), tensors, compute)?;
+        let buffers =
+            ExchangeBuffers { outside: &mut outside, received: &mut d_made, results: &mut d_received };
+        let last = exchange_and_compute(cx, &loads, first, loads.chunks().rev(), buffers, compute)?;
         drop(d_received);
         let of_shadows = shadows.zip(inner_of_shadows).map(|(shadows, inner)| {
             let starts =
                 cx.saved(SAVED_OF_SHADOWS + shadowed_experts::SAVED_STARTS).expect("forward has saved it");
-            shadows.backward(self, cx, &loads, starts, (&mut outside, inner))
+            shadows.backward(self, cx, &loads, starts, &mut outside, inner)
         });
         let of_shadows = of_shadows.transpose()?;
         cx.store_rows_in_flight(last);
@@ -232,7 +245,7 @@ impl Operation for OwnExperts {
         for (layer, factors, of_shadows) in [back, into] {
             let sum = of_shadows.map(|factors| {
                 let starts = saved_of_shadows(shadowed_experts::SAVED_STARTS);
-                shadowed_experts::start_sum(layer, cx, &loads, (starts, factors))
+                shadowed_experts::start_sum(layer, cx, &loads, starts, factors)
             });
             let sum = sum.transpose()?;
             write_grad(sink, &layer.weight, |mut out, accumulate| {
@@ -242,10 +255,11 @@ impl Operation for OwnExperts {
                     let [dy, input] = factors.map(|all| all.rows(rows.start, rows.len()));
                     let first = chunk.start * layer.matrix_len();
                     let out = out.reborrow().into_part(first, layer.shape_of(chunk.len()));
-                    layer.weight_grad(cx, (starts, chunk.len()), (dy, input), (out, accumulate))?;
+                    let groups = RowGroups { starts, num_groups: chunk.len() };
+                    layer.weight_grad(cx, groups, dy, input, out, accumulate)?;
                 }
                 sum.map_or(Ok(()), |sum| {
-                    shadowed_experts::finish_sum(layer, cx, &loads, sum, (out, accumulate))
+                    shadowed_experts::finish_sum(layer, cx, &loads, sum, out, accumulate)
                 })
             })?;
         }

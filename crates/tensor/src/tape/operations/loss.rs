@@ -1,7 +1,7 @@
 use super::linear::weight_grad;
 use crate::device::{Device, MatmulEpilogue, Result, Transposition};
 use crate::kernels::StridedBlocks;
-use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
+use crate::kernels::cpu::cross_entropy::{RowFactors, STATISTICS, VocabularyChunk};
 use crate::kernels::tanh;
 use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
@@ -66,7 +66,8 @@ impl LossHead {
 
     fn chunk_logits(
         &self,
-        (device, precision): (&Device, Precision),
+        device: &Device,
+        precision: Precision,
         parameters: &dyn ParameterSource,
         x: View<'_>,
         chunk: VocabularyChunk,
@@ -93,7 +94,7 @@ impl LossHead {
             let len = cols.min(whole - first);
             let from = StridedBlocks { offset: rank * rows * cols, stride: cols };
             let to = StridedBlocks { offset: first, stride: whole };
-            device.copy_blocks((parts.view(), from), (all.view_mut(), to), (rows, len));
+            device.copy_blocks(parts.view(), from, all.view_mut(), to, rows, len);
         }
         Ok(all)
     }
@@ -110,7 +111,7 @@ impl LossHead {
         let mut statistics = device.activation([rows, STATISTICS])?;
         let mut whole = None;
         for chunk in self.chunks(rows) {
-            let logits = self.chunk_logits((device, precision), parameters, x, chunk)?;
+            let logits = self.chunk_logits(device, precision, parameters, x, chunk)?;
             device.softmax_statistics(logits.view(), targets, chunk, statistics.view_mut());
             whole = (chunk.len == self.vocabulary().0).then_some(logits);
         }
@@ -148,7 +149,7 @@ impl Recorder<'_> {
         let value = &tape.values[x.0];
         assert_ne!(value.sharding, Sharding::Rows, "logits are made of rows that every rank has");
         let (device, x) = (&tape.device, value.tensor().view());
-        let mut logits = head.chunk_logits((device, tape.pass.precision), parameters, x, whole)?;
+        let mut logits = head.chunk_logits(device, tape.pass.precision, parameters, x, whole)?;
         if let Some(axis) = tape.pass.axes.tensor.as_ref().filter(|_| head.weight.part.is_some()) {
             logits = head.all_logits(device, axis, &logits)?;
         }
@@ -181,9 +182,9 @@ impl Operation for LossHead {
         let mut dx = cx.empty(x.view().shape(), DType::F32)?;
         let mut target = self.target(cx.device(), sink)?;
         for chunk in self.chunks(x.view().shape().rows()) {
-            let gradient = self.logits_grad(cx, (x.view(), statistics.view()), chunk, whole.take())?;
+            let gradient = self.logits_grad(cx, x.view(), statistics.view(), chunk, whole.take())?;
             self.add_input_grad(cx, &gradient, chunk, &mut dx)?;
-            self.add_weight_grad(cx, (x.view(), gradient.view()), chunk, &mut target)?;
+            self.add_weight_grad(cx, x.view(), gradient.view(), chunk, &mut target)?;
         }
         sink.grad_ready(&self.weight);
         drop(x);
@@ -200,7 +201,7 @@ impl Operation for LossHead {
         let mut dx = cx.empty(x.view().shape(), DType::F32)?;
         let mut kept = None;
         for chunk in self.chunks(x.view().shape().rows()) {
-            let gradient = self.logits_grad(cx, (x.view(), statistics.view()), chunk, whole.take())?;
+            let gradient = self.logits_grad(cx, x.view(), statistics.view(), chunk, whole.take())?;
             self.add_input_grad(cx, &gradient, chunk, &mut dx)?;
             kept = is_one_chunk.then_some(gradient);
         }
@@ -219,11 +220,11 @@ impl Operation for LossHead {
         let mut target = self.target(cx.device(), sink)?;
         for chunk in self.chunks(x.view().shape().rows()) {
             match cx.kept(1) {
-                Some(gradient) => self.add_weight_grad(cx, (x.view(), gradient), chunk, &mut target)?,
+                Some(gradient) => self.add_weight_grad(cx, x.view(), gradient, chunk, &mut target)?,
                 None => {
                     let statistics = cx.kept(0).expect("the input half has kept them");
-                    let gradient = self.logits_grad(cx, (x.view(), statistics), chunk, None)?;
-                    self.add_weight_grad(cx, (x.view(), gradient.view()), chunk, &mut target)?;
+                    let gradient = self.logits_grad(cx, x.view(), statistics, chunk, None)?;
+                    self.add_weight_grad(cx, x.view(), gradient.view(), chunk, &mut target)?;
                 }
             }
         }
@@ -289,7 +290,8 @@ impl LossHead {
     fn logits_grad(
         &self,
         cx: &BackwardContext<'_>,
-        (x, statistics): (View<'_>, View<'_>),
+        x: View<'_>,
+        statistics: View<'_>,
         chunk: VocabularyChunk,
         logits: Option<Tensor>,
     ) -> Result<Tensor> {
@@ -299,14 +301,21 @@ impl LossHead {
             None => {
                 // The statistics were computed from the same logits.
                 device.count_repeated(&[2, x.shape().num_elements(), chunk.len]);
-                self.chunk_logits((device, precision), cx.parameters, x, chunk)?
+                self.chunk_logits(device, precision, cx.parameters, x, chunk)?
             }
         };
         let scale = cx.loss_scale() / x.shape().rows() as f32;
         let mut gradient = cx.empty(logits.shape(), precision.dtype())?;
         let targets = self.targets(cx, x);
-        let scale = (scale, self.weights(cx, x.shape().rows()));
-        device.cross_entropy_gradient(logits.view(), targets, chunk, statistics, scale, gradient.view_mut());
+        let factors = RowFactors { scale, weights: self.weights(cx, x.shape().rows()) };
+        device.cross_entropy_gradient(
+            logits.view(),
+            targets,
+            chunk,
+            statistics,
+            factors,
+            gradient.view_mut(),
+        );
         if let Some(cap) = self.soft_cap {
             let slope = move |grad: f32, capped: f32| grad * (1.0 - (capped / cap) * (capped / cap));
             device.zip_in_place(gradient.view_mut(), logits.view(), 4, slope);
@@ -330,7 +339,8 @@ impl LossHead {
     fn add_weight_grad(
         &self,
         cx: &BackwardContext<'_>,
-        (x, gradient): (View<'_>, View<'_>),
+        x: View<'_>,
+        gradient: View<'_>,
         chunk: VocabularyChunk,
         target: &mut GradTarget<'_>,
     ) -> Result<()> {

@@ -37,28 +37,39 @@ impl Sizes {
     }
 }
 
-/// An operand: the value, the size of its matrices, and their transposition.
-type Factor<'a> = (View<'a>, [usize; 2], Transposition);
+/// An operand of a batched matmul.
+#[derive(Clone, Copy)]
+struct Factor<'a> {
+    values: View<'a>,
+    /// The size of each matrix.
+    size: [usize; 2],
+    transpose: Transposition,
+}
+
+impl<'a> Factor<'a> {
+    /// Returns a matrix with its transposition.
+    fn matrix(self, index: usize) -> (View<'a>, Transposition) {
+        let Factor { values, size, transpose } = self;
+        (values.part(index * size[0] * size[1], size.into()), transpose)
+    }
+}
 
 /// Computes `out = left right`, one matrix at a time.
 fn multiply(
-    (device, precision): (&Device, Precision),
+    device: &Device,
+    precision: Precision,
     num_matrices: usize,
-    (left, left_size, left_transpose): Factor<'_>,
-    (right, right_size, right_transpose): Factor<'_>,
-    (out, out_size): (&mut Tensor, [usize; 2]),
+    left: Factor<'_>,
+    right: Factor<'_>,
+    out: &mut Tensor,
+    out_size: [usize; 2],
 ) -> Result<()> {
     for index in 0..num_matrices {
         let out = out.view_mut().into_part(index * out_size[0] * out_size[1], out_size.into());
-        let left = (matrix(left, left_size, index), left_transpose);
-        let right = (matrix(right, right_size, index), right_transpose);
+        let (left, right) = (left.matrix(index), right.matrix(index));
         device.matmul(precision, left, right, out, MatmulEpilogue::Overwrite)?;
     }
     Ok(())
-}
-
-fn matrix(values: View<'_>, size: [usize; 2], index: usize) -> View<'_> {
-    values.part(index * size[0] * size[1], size.into())
 }
 
 impl Operation for MatMul {
@@ -69,11 +80,13 @@ impl Operation for MatMul {
         let Sizes { num_matrices, rows, inner, cols } = Sizes::new(left.shape(), right.shape());
         let mut y = cx.empty(left.shape().with_cols(cols), cx.precision().dtype())?;
         multiply(
-            (cx.device(), cx.precision()),
+            cx.device(),
+            cx.precision(),
             num_matrices,
-            (left, [rows, inner], Transposition::No),
-            (right, [inner, cols], Transposition::No),
-            (&mut y, [rows, cols]),
+            Factor { values: left, size: [rows, inner], transpose: Transposition::No },
+            Factor { values: right, size: [inner, cols], transpose: Transposition::No },
+            &mut y,
+            [rows, cols],
         )?;
         cx.output(y);
         Ok(())
@@ -84,22 +97,26 @@ impl Operation for MatMul {
         if cx.requires_grad(0) {
             let mut grad = cx.empty(cx.input_shape(0), cx.input_dtype(0))?;
             multiply(
-                (cx.device(), cx.precision()),
+                cx.device(),
+                cx.precision(),
                 num_matrices,
-                (cx.grad(), [rows, cols], Transposition::No),
-                (cx.input(1), [inner, cols], Transposition::Yes),
-                (&mut grad, [rows, inner]),
+                Factor { values: cx.grad(), size: [rows, cols], transpose: Transposition::No },
+                Factor { values: cx.input(1), size: [inner, cols], transpose: Transposition::Yes },
+                &mut grad,
+                [rows, inner],
             )?;
             cx.add_grad(0, grad)?;
         }
         if cx.requires_grad(1) {
             let mut grad = cx.empty(cx.input_shape(1), cx.input_dtype(1))?;
             multiply(
-                (cx.device(), cx.precision()),
+                cx.device(),
+                cx.precision(),
                 num_matrices,
-                (cx.input(0), [rows, inner], Transposition::Yes),
-                (cx.grad(), [rows, cols], Transposition::No),
-                (&mut grad, [inner, cols]),
+                Factor { values: cx.input(0), size: [rows, inner], transpose: Transposition::Yes },
+                Factor { values: cx.grad(), size: [rows, cols], transpose: Transposition::No },
+                &mut grad,
+                [inner, cols],
             )?;
             cx.add_grad(1, grad)?;
         }

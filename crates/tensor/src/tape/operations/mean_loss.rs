@@ -28,7 +28,7 @@ impl<L: ElementLoss> MeanLoss<L> {
         let mut sums = device.activation([x.shape().rows()])?;
         let loss = self.0.clone();
         let value = move |x, target| loss.value(x, target);
-        device.zip_sum_rows((x, target), sums.view_mut(), L::OPERATIONS, value);
+        device.zip_sum_rows(x, target, sums.view_mut(), L::OPERATIONS, value);
         Ok(sums)
     }
 }
@@ -54,7 +54,7 @@ impl<L: ElementLoss> Operation for MeanLoss<L> {
         let mut grad = cx.empty(shape, cx.input(0).dtype())?;
         let loss = self.0.clone();
         let derivative = move |x, target| scale * loss.derivative(x, target);
-        cx.device().zip((cx.input(0), cx.input(1)), grad.view_mut(), L::OPERATIONS + 1, derivative);
+        cx.device().zip(cx.input(0), cx.input(1), grad.view_mut(), L::OPERATIONS + 1, derivative);
         cx.add_grad(0, grad)
     }
 }

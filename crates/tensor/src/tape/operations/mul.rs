@@ -10,7 +10,7 @@ impl Operation for Mul {
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
-        cx.device().zip((cx.input(0), cx.input(1)), y.view_mut(), 1, |left, right| left * right);
+        cx.device().zip(cx.input(0), cx.input(1), y.view_mut(), 1, |left, right| left * right);
         cx.output(y);
         Ok(())
     }
@@ -18,7 +18,7 @@ impl Operation for Mul {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         if cx.requires_grad(0) {
             let mut grad = cx.empty(cx.grad().shape(), cx.grad().dtype())?;
-            cx.device().zip((cx.grad(), cx.input(1)), grad.view_mut(), 1, |dy, right| dy * right);
+            cx.device().zip(cx.grad(), cx.input(1), grad.view_mut(), 1, |dy, right| dy * right);
             cx.add_grad(0, grad)?;
         }
         if cx.requires_grad(1) {

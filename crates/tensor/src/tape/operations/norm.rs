@@ -1,4 +1,4 @@
-use crate::device::Result;
+use crate::device::{NormedRows, Result};
 use crate::kernels::cpu::norm::NormKind;
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{
@@ -72,7 +72,8 @@ impl Operation for Norm {
         };
         let weight = self.weight(cx)?;
         let x = cx.in_f32(cx.input(0))?;
-        let rows = (x.view(), weight.view(), cx.saved(0).expect("forward has saved the statistics"));
+        let statistics = cx.saved(0).expect("forward has saved the statistics");
+        let rows = NormedRows { x: x.view(), weight: weight.view(), statistics };
         cx.device().norm_backward_input(rows, self.kind(), cx.grad(), dx.view_mut(), accumulate);
         drop((weight, x));
         if dtype == DType::F32 {

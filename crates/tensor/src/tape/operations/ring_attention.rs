@@ -59,8 +59,8 @@ impl RingAttention {
         let part = |first: usize, cols: usize| {
             let mut part = cx.empty([batch, len, cols], views.queries.dtype())?;
             let from = StridedBlocks { offset: first, stride: q_cols + kv_cols };
-            let to = (part.view_mut(), StridedBlocks { offset: 0, stride: cols });
-            cx.device().copy_blocks((views.queries, from), to, (batch * len, cols));
+            let to = StridedBlocks { offset: 0, stride: cols };
+            cx.device().copy_blocks(views.queries, from, part.view_mut(), to, batch * len, cols);
             Ok::<_, DeviceError>(Values::Converted(part))
         };
         Ok([part(0, q_cols)?, part(q_cols, kv_cols)?])
@@ -105,7 +105,7 @@ impl RingAttention {
             let views = AttentionInputs { queries: queries.view(), keys_values: Some(block.view()), ..views };
             let scope = self.scope(step);
             if scope.num_pairs() > 0 {
-                device.attention_block(views, (self.shape, scope), sums.view_mut(), log_sums.view_mut())?;
+                device.attention_block(views, self.shape, scope, sums.view_mut(), log_sums.view_mut())?;
             }
             if let Some(shift) = shift {
                 block = Values::Converted(self.next(cx, shift, block.view())?);
@@ -135,9 +135,10 @@ impl RingAttention {
                 self.ops.finish(device, d_shift, d_block.view_mut())?;
             }
             let views = AttentionInputs { queries: queries.view(), keys_values: Some(block.view()), ..views };
-            let (scope, grads) = (self.scope(step), (d_queries.view_mut(), d_block.view_mut()));
+            let scope = self.scope(step);
             if scope.num_pairs() > 0 {
-                device.attention_block_backward(views, (self.shape, scope), output, grads)?;
+                let (d_queries, d_block) = (d_queries.view_mut(), d_block.view_mut());
+                device.attention_block_backward(views, self.shape, scope, output, d_queries, d_block)?;
             }
             d_shift = Some(self.ops.start(device, ExchangeKind::Shift, d_block.view())?);
             if let Some(shift) = shift {
@@ -154,12 +155,9 @@ impl RingAttention {
         }
         let mut grad = cx.empty([batch, len, q_cols + kv_cols], dtype)?;
         for (part, offset, cols) in [(d_queries, 0, q_cols), (d_block, q_cols, kv_cols)] {
-            let to = (grad.view_mut(), StridedBlocks { offset, stride: q_cols + kv_cols });
-            device.copy_blocks(
-                (part.view(), StridedBlocks { offset: 0, stride: cols }),
-                to,
-                (batch * len, cols),
-            );
+            let from = StridedBlocks { offset: 0, stride: cols };
+            let to = StridedBlocks { offset, stride: q_cols + kv_cols };
+            device.copy_blocks(part.view(), from, grad.view_mut(), to, batch * len, cols);
         }
         Ok((grad, None))
     }

@@ -3,10 +3,10 @@
 //! of its rows, so shadows do not change any bits.
 
 use super::expert_loads::Loads;
-use super::grouped_linear::GroupedLinear;
+use super::grouped_linear::{GroupMatrices, GroupedLinear};
 use super::input_activation::grad_and_output;
 use super::local_experts::{OwnExperts, zero};
-use crate::device::{DeviceError, Result};
+use crate::device::{DeviceError, Result, RowGroups};
 use crate::tape::{ExchangedRuns, OperationContext, PendingExchange, Runs};
 use crate::tensor::{Tensor, View, ViewMut};
 use smallvec::{SmallVec, smallvec};
@@ -69,8 +69,10 @@ impl Shadows {
         let empty = |cols: usize| cx.empty(x.shape().with_cols(cols), rows.dtype());
         let (mut inner, mut made) = (empty(experts.up.outputs())?, empty(experts.down.outputs())?);
         let [into, back] = self.finish(experts, cx, loads)?;
-        experts.up.product(cx, (starts.view(), into.view()), x.view(), inner.view_mut())?;
-        experts.down.product(cx, (starts.view(), back.view()), inner.view(), made.view_mut())?;
+        let [into_groups, back_groups] =
+            [&into, &back].map(|shadows| GroupMatrices { starts: starts.view(), weight: shadows.view() });
+        experts.up.product(cx, into_groups, x.view(), inner.view_mut())?;
+        experts.down.product(cx, back_groups, inner.view(), made.view_mut())?;
         scatter_shadowed_rows(cx, loads, made.view(), rows.view_mut());
         Ok([x, starts, inner])
     }
@@ -83,16 +85,17 @@ impl Shadows {
         cx: &OperationContext<'_>,
         loads: &Loads,
         starts: View<'_>,
-        (grad, mut inner): (&mut Tensor, Tensor),
+        grad: &mut Tensor,
+        mut inner: Tensor,
     ) -> Result<[Tensor; 3]> {
         let dy = gather_shadowed_rows(cx, loads, grad.view())?;
         let empty = |cols: usize| cx.empty(dy.shape().with_cols(cols), grad.dtype());
         let mut d_activated = empty(experts.down.weight.shape.cols())?;
         let mut dx = empty(grad.shape().cols())?;
         let [into, back] = self.finish(experts, cx, loads)?;
-        let layers = [&into, &back].map(|shadows| (starts, shadows.view()));
+        let layers = [&into, &back].map(|shadows| GroupMatrices { starts, weight: shadows.view() });
         let of_activation = [inner.view_mut(), d_activated.view_mut()];
-        experts.inner_grads(cx, layers, (dy.view(), dx.view_mut()), of_activation)?;
+        experts.inner_grads(cx, layers, dy.view(), dx.view_mut(), of_activation)?;
         scatter_shadowed_rows(cx, loads, dx.view(), grad.view_mut());
         let [d_inner, activated] = grad_and_output(experts.down.activation, inner, d_activated);
         Ok([dy, d_inner, activated])
@@ -173,12 +176,14 @@ pub(super) fn start_sum(
     layer: &GroupedLinear,
     cx: &OperationContext<'_>,
     loads: &Loads,
-    (starts, [dy, input]): (View<'_>, [View<'_>; 2]),
+    starts: View<'_>,
+    [dy, input]: [View<'_>; 2],
 ) -> Result<PendingExchange> {
     let num_shadows = loads.shadowed().count();
     let (axis, device) = (cx.expert_axis(), cx.device());
     let mut term = axis.empty_term(device, layer.shape_of(num_shadows), DType::F32)?;
-    layer.weight_grad(cx, (starts, num_shadows), (dy, input), (term.view_mut(), false))?;
+    let groups = RowGroups { starts, num_groups: num_shadows };
+    layer.weight_grad(cx, groups, dy, input, term.view_mut(), false)?;
     axis.start_sum(device, ExchangeKind::AllReduce, term)
 }
 
@@ -188,7 +193,8 @@ pub(super) fn finish_sum(
     cx: &OperationContext<'_>,
     loads: &Loads,
     sum: PendingExchange,
-    (mut out, accumulate): (ViewMut<'_>, bool),
+    mut out: ViewMut<'_>,
+    accumulate: bool,
 ) -> Result<()> {
     let (device, len) = (cx.device(), layer.matrix_len());
     let shape = layer.shape_of(loads.shadowed().count());

@@ -20,11 +20,7 @@ impl Operation for Slice {
         let mut y = cx.empty(x.shape().with_dim(self.dim, self.range.len()), x.dtype())?;
         let len = self.range.len() * inner;
         let from = StridedBlocks { offset: self.range.start * inner, stride: size * inner };
-        cx.device().copy_blocks(
-            (x, from),
-            (y.view_mut(), StridedBlocks { offset: 0, stride: len }),
-            (outer, len),
-        );
+        cx.device().copy_blocks(x, from, y.view_mut(), StridedBlocks { offset: 0, stride: len }, outer, len);
         cx.output(y);
         Ok(())
     }
@@ -36,7 +32,7 @@ impl Operation for Slice {
         let len = self.range.len() * inner;
         let to = StridedBlocks { offset: self.range.start * inner, stride: size * inner };
         let from = StridedBlocks { offset: 0, stride: len };
-        cx.device().copy_blocks((cx.grad(), from), (grad.view_mut(), to), (outer, len));
+        cx.device().copy_blocks(cx.grad(), from, grad.view_mut(), to, outer, len);
         cx.add_grad(0, grad)
     }
 

@@ -35,8 +35,9 @@ impl Operation for TopK {
         let (mut values, mut ids) = (cx.empty(shape, DType::F32)?, cx.empty(shape, DType::U32)?);
         let bias = self.bias.as_ref().map(|bias| cx.parameter_in_f32(bias)).transpose()?;
         let row_weights = (cx.num_inputs() > 1).then(|| cx.input(1));
-        let by = (self.rule, bias.as_ref().map(|bias| bias.view()), row_weights);
-        cx.device().top_k(cx.input(0), by, [values.view_mut(), ids.view_mut()]);
+        let bias_view = bias.as_ref().map(|bias| bias.view());
+        let outputs = [values.view_mut(), ids.view_mut()];
+        cx.device().top_k(cx.input(0), self.rule, bias_view, row_weights, outputs);
         drop(bias);
         cx.output(values);
         cx.output(ids);

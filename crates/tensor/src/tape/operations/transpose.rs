@@ -23,7 +23,7 @@ impl Transpose {
         }
         strides.swap(first + self.0, first + self.1);
         dims.swap(first + self.0, first + self.1);
-        device.permute((x, strides), (y, dims));
+        device.permute(x, strides, y, dims);
     }
 }
 

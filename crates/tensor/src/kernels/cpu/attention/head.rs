@@ -211,16 +211,16 @@ impl Head<'_> {
         }
     }
 
-    /// Computes the output rows of one block of queries (`log_sums.len()` rows, as long as a value), and the logarithm of each row's sum of
-    /// exponentials. If `is_carried`, `out` and `log_sums` hold the results for earlier keys and become the results for all keys.
+    /// Computes the output rows of one block of queries, and the logarithm of each row's sum of exponentials.
     pub(super) fn forward<T: Element>(
         &self,
         cpu: &Cpu,
         first_query: usize,
         factors: ForwardOperands<'_>,
         scratch: &mut Scratch<'_, T>,
-        (out, log_sums, is_carried): (&mut [f32], &mut [f32], bool),
+        results: ForwardRows<'_>,
     ) {
+        let ForwardRows { out, log_sums, is_carried } = results;
         let num_queries = log_sums.len();
         let mut rows = [OnlineSoftmaxRow { max: f32::NEG_INFINITY, sum: 0.0, factor: 0.0 }; QUERY_BLOCK];
         let rows = &mut rows[..num_queries];
@@ -267,7 +267,7 @@ impl Head<'_> {
     }
 
     /// Adds the contribution of one block of queries to the gradients of keys and values. Writes the gradient of the queries, or adds to it
-    /// if `is_carried`.
+    /// if `grads.is_carried`.
     pub(super) fn backward<T: Element>(
         &self,
         cpu: &Cpu,
@@ -275,7 +275,7 @@ impl Head<'_> {
         factors: BackwardOperands<'_>,
         scratch: &mut Scratch<'_, T>,
         output: OutputRows<'_, T>,
-        (grads, is_carried): (&mut HeadGrads<'_>, bool),
+        grads: &mut HeadGrads<'_>,
     ) {
         let (num_queries, [dim, value_dim]) = (output.log_sums.len(), self.dims);
         let micro = MicroKernel::new(cpu.features, T::PRECISION);
@@ -292,7 +292,7 @@ impl Head<'_> {
         let queries = self.queries.from(first_query, 0);
         let queries = RightPanels::pack(micro, (num_queries, dim), queries, query_words);
         let dy_panels = RightPanels::pack(micro, (num_queries, value_dim), dy, dy_words);
-        let mut is_first = !is_carried;
+        let mut is_first = !grads.is_carried;
         let seen = self.seen_keys(first_query, num_queries);
         for pair in Self::key_blocks(first_query, &seen[..num_queries]) {
             let BlockPair { first_key, num_keys, .. } = pair;
@@ -332,6 +332,16 @@ fn block<T: Element>(values: &[T], cols: usize) -> Matrix<'_> {
     Matrix::row_major(T::floats(values), cols, false)
 }
 
+/// The results of forward for one block of queries.
+pub(super) struct ForwardRows<'a> {
+    /// Output rows, as long as a value.
+    pub(super) out: &'a mut [f32],
+    /// The logarithm of each row's sum of exponentials.
+    pub(super) log_sums: &'a mut [f32],
+    /// Whether `out` and `log_sums` hold the results for earlier keys, and become the results for all keys.
+    pub(super) is_carried: bool,
+}
+
 /// The outputs of one block of queries and their gradients.
 #[derive(Clone, Copy)]
 pub(super) struct OutputRows<'a, T> {
@@ -348,4 +358,6 @@ pub(super) struct HeadGrads<'a> {
     pub(super) queries: &'a mut [f32],
     pub(super) keys: &'a mut [f32],
     pub(super) values: &'a mut [f32],
+    /// Whether `queries` holds a gradient to add to.
+    pub(super) is_carried: bool,
 }

@@ -88,7 +88,8 @@ impl Cpu {
         &self,
         shape: LatentHeadShape,
         [queries, keys_values, shared_key]: [&[T]; 3],
-        (rotary, seq_len): (Rotary<&[f32]>, usize),
+        rotary: Rotary<&[f32]>,
+        seq_len: usize,
         qkv: &mut [T],
     ) {
         let LatentHeadShape { num_heads, plain_dim: plain, rotary_dim, value_dim, .. } = shape;
@@ -120,7 +121,8 @@ impl Cpu {
         &self,
         shape: LatentHeadShape,
         grad: &[T],
-        (rotary, seq_len): (Rotary<&[f32]>, usize),
+        rotary: Rotary<&[f32]>,
+        seq_len: usize,
         [d_queries, d_keys_values, d_shared_key]: [&mut [T]; 3],
     ) {
         let LatentHeadShape { num_heads, plain_dim: plain, rotary_dim, value_dim, .. } = shape;

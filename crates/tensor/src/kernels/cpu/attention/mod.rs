@@ -22,7 +22,7 @@ use super::element::Element;
 use super::matmul::{Matrix, MicroKernel};
 use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
-use head::{Head, HeadGrads, OutputRows, QUERY_BLOCK, Scratch};
+use head::{ForwardRows, Head, HeadGrads, OutputRows, QUERY_BLOCK, Scratch};
 use operands::{KEY_BLOCK, KeysValues};
 use rule::KeyView;
 use trireme_base::Positions;
@@ -63,11 +63,11 @@ impl<F, I> AttentionInputs<F, I> {
     }
 }
 
-/// The output of attention and its gradient, as views or operands.
+/// The output of attention and its gradient: `log_sums` is an array `S` of f32. Arrays are views, operands or slices.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct AttentionOutput<V> {
+pub(crate) struct AttentionOutput<V, S = V> {
     pub(crate) y: V,
-    pub(crate) log_sums: V,
+    pub(crate) log_sums: S,
     pub(crate) dy: V,
 }
 
@@ -86,6 +86,20 @@ pub(crate) enum Results<'a, T> {
     Sums(SharedSlice<'a, f32>),
 }
 
+/// The destinations of the results of forward.
+pub(crate) struct ForwardResults<'a, T> {
+    /// Outputs, [`AttentionShape::output_cols`] per row.
+    pub(crate) y: Results<'a, T>,
+    /// The logarithm of the sum of exponentials of each head and row (`batch x num_heads x seq_len`).
+    pub(crate) log_sums: &'a mut [f32],
+}
+
+/// The destinations of the gradients of queries, and of keys and values if they are separate.
+pub(crate) struct AttentionGrads<'a, T> {
+    pub(crate) queries: Results<'a, T>,
+    pub(crate) keys_values: Option<Results<'a, T>>,
+}
+
 impl<T: Element> Results<'_, T> {
     fn len(&self) -> usize {
         match self {
@@ -98,7 +112,7 @@ impl<T: Element> Results<'_, T> {
     ///
     /// # Safety
     /// No other code accesses these rows.
-    unsafe fn load(&self, rows: &mut [f32], (start, stride): (usize, usize), dim: usize) -> bool {
+    unsafe fn load(&self, rows: &mut [f32], start: usize, stride: usize, dim: usize) -> bool {
         let Results::Sums(sums) = self else { return false };
         for (row, to) in rows.chunks_exact_mut(dim).enumerate() {
             // SAFETY: only the caller accesses the row.
@@ -111,7 +125,7 @@ impl<T: Element> Results<'_, T> {
     ///
     /// # Safety
     /// No other code accesses these rows.
-    unsafe fn store(&self, cpu: &Cpu, rows: &[f32], (start, stride): (usize, usize), dim: usize) {
+    unsafe fn store(&self, cpu: &Cpu, rows: &[f32], start: usize, stride: usize, dim: usize) {
         for (row, from) in rows.chunks_exact(dim).enumerate() {
             let start = start + row * stride;
             // SAFETY: only the caller accesses the row.
@@ -265,22 +279,21 @@ impl Cpu {
             + num_sums
     }
 
-    /// Computes attention within each sequence. `y` has [`AttentionShape::output_cols`] per row, `log_sums` one value per head and row
-    /// (`batch x num_heads x seq_len`). If `y` holds sums, `y` and `log_sums` hold the results for earlier keys (zeros and negative
+    /// Computes attention within each sequence. If `results.y` holds sums, `results` are the results for earlier keys (zeros and negative
     /// infinity if there were none).
     pub(crate) fn attention<T: Element>(
         &self,
         inputs: AttentionInputs<&[T], &[u32]>,
-        (shape, scope): (AttentionShape, AttentionScope),
-        y: Results<'_, T>,
-        log_sums: &mut [f32],
+        shape: AttentionShape,
+        scope: AttentionScope,
+        results: ForwardResults<'_, T>,
         scratch: &mut [f32],
     ) {
         let layout = inputs.layout(shape, &scope);
-        assert_eq!(log_sums.len(), shape.rows() * shape.num_heads);
+        assert_eq!(results.log_sums.len(), shape.rows() * shape.num_heads);
         let [queries, keys_values] = inputs.matrices(layout);
         let view = |sequence| inputs.view(shape, scope, sequence);
-        self.attend((shape, 0), &view, y, log_sums, scratch, &|sequence, head| {
+        self.attend(shape, 0, &view, results, scratch, &|sequence, head| {
             let first_key = sequence * shape.num_keys;
             let key_value = layout.key_value(shape, head / shape.heads_per_kv_head());
             let [keys, values] = key_value.map(|col| keys_values.from(first_key, col));
@@ -293,10 +306,10 @@ impl Cpu {
     pub(crate) fn attention_cached(
         &self,
         qkv: &[f32],
-        (shape, rule): (AttentionShape, AttentionRule),
+        shape: AttentionShape,
+        rule: AttentionRule,
         cache: &mut CacheSpan<'_>,
-        y: &mut [f32],
-        log_sums: &mut [f32],
+        results: ForwardResults<'_, f32>,
         scratch: &mut [f32],
     ) {
         let (cols, capacity) = (shape.qkv_cols(), cache.capacity);
@@ -315,8 +328,7 @@ impl Cpu {
         let num_earlier = cache.len;
         let scope = AttentionScope::after(num_earlier, shape, rule);
         let view = |_| KeyView { scope, end: usize::MAX, document_starts: None };
-        let y = Results::Elements(SharedSlice::new(y));
-        self.attend((shape, num_earlier), &view, y, log_sums, scratch, &|sequence, head| {
+        self.attend(shape, num_earlier, &view, results, scratch, &|sequence, head| {
             let (kv_head, first) = (head / shape.heads_per_kv_head(), sequence * capacity);
             let queries = queries.from(sequence * shape.seq_len, head * shape.head_dim);
             let keys = keys.from(first, kv_head * shape.head_dim);
@@ -328,14 +340,15 @@ impl Cpu {
     /// values.
     fn attend<'a, T: Element>(
         &self,
-        (shape, num_earlier): (AttentionShape, usize),
+        shape: AttentionShape,
+        num_earlier: usize,
         view_of: &(dyn Fn(usize) -> KeyView<'a> + Sync),
-        y: Results<'_, T>,
-        log_sums: &mut [f32],
+        results: ForwardResults<'_, T>,
         scratch: &mut [f32],
         parts_of: &(dyn Fn(usize, usize) -> [Matrix<'a>; 3] + Sync),
     ) {
         let AttentionShape { seq_len, head_dim, value_dim, num_heads, .. } = shape;
+        let ForwardResults { y, log_sums } = results;
         let dims = [head_dim, value_dim];
         let (micro, out_cols) = (MicroKernel::new(self.features, T::PRECISION), shape.output_cols());
         let scratch_len = self.scratch_len::<T>(shape, num_earlier, false);
@@ -366,25 +379,29 @@ impl Cpu {
                 // SAFETY: only this task accesses these rows of this head.
                 unsafe {
                     let log_sums = log_sums.range(sequence_head * seq_len + first, num_queries);
-                    let is_carried = y.load(sums, (start, out_cols), value_dim);
-                    parts.forward(self, first, factors, &mut blocks, (sums, log_sums, is_carried));
-                    y.store(self, sums, (start, out_cols), value_dim);
+                    let is_carried = y.load(sums, start, out_cols, value_dim);
+                    let rows = ForwardRows { out: &mut *sums, log_sums, is_carried };
+                    parts.forward(self, first, factors, &mut blocks, rows);
+                    y.store(self, sums, start, out_cols, value_dim);
                 }
             }
         });
     }
 
     /// Computes the gradient of [`Cpu::attention`] with respect to the queries, and to keys and values if they are separate. Otherwise,
-    /// `d_keys_values` is `None`, and `d_queries` receives all gradients. [`Results::Sums`] are accumulated. `y` and `log_sums` must be the
-    /// results for all keys.
+    /// `grads.keys_values` is `None`, and `grads.queries` receives all gradients. Gradients that are sums are accumulated. `output` must be
+    /// the output for all keys.
     pub(crate) fn attention_backward<T: Element>(
         &self,
         inputs: AttentionInputs<&[T], &[u32]>,
-        (shape, scope): (AttentionShape, AttentionScope),
-        (y, log_sums, dy): (&[T], &[f32], &[T]),
-        (d_queries, d_keys_values): (Results<'_, T>, Option<Results<'_, T>>),
+        shape: AttentionShape,
+        scope: AttentionScope,
+        output: AttentionOutput<&[T], &[f32]>,
+        grads: AttentionGrads<'_, T>,
         scratch: &mut [f32],
     ) {
+        let AttentionOutput { y, log_sums, dy } = output;
+        let AttentionGrads { queries: d_queries, keys_values: d_keys_values } = grads;
         let AttentionShape { seq_len, num_keys, head_dim: dim, value_dim, .. } = shape;
         let (out_cols, dims) = (shape.output_cols(), [dim, value_dim]);
         let layout = inputs.layout(shape, &scope);
@@ -410,14 +427,15 @@ impl Cpu {
             let factors = keys_values.backward_operands(micro, bytemuck::cast_slice_mut(words));
             let (queries, keys_values) = sums.split_at_mut(QUERY_BLOCK * dim);
             let (keys, values) = keys_values.split_at_mut(num_keys * dim);
-            let place_of = |col: usize| (first_key * layout.key_value_cols + col, layout.key_value_cols);
+            let stride = layout.key_value_cols;
+            let start_of = |col: usize| first_key * stride + col;
             for ((sums, col), dim) in [&mut *keys, &mut *values].into_iter().zip(key_value).zip(dims) {
                 // SAFETY: only this task accesses the columns of this key-value head in this sequence.
-                if !unsafe { d_keys_values.load(sums, place_of(col), dim) } {
+                if !unsafe { d_keys_values.load(sums, start_of(col), stride, dim) } {
                     sums.fill(0.0);
                 }
             }
-            let mut grads = HeadGrads { queries, keys, values };
+            let mut grads = HeadGrads { queries, keys, values, is_carried: false };
             let per_kv_head = shape.heads_per_kv_head();
             let view = inputs.view(shape, scope, sequence);
             for head in kv_head * per_kv_head..(kv_head + 1) * per_kv_head {
@@ -433,18 +451,19 @@ impl Cpu {
                         cols: out_cols,
                         log_sums: &log_sums[saved..saved + num_queries],
                     };
-                    let place = ((first + query) * layout.query_cols + head * dim, layout.query_cols);
+                    let (len, stride) = (num_queries * dim, layout.query_cols);
+                    let start = (first + query) * stride + head * dim;
                     // SAFETY: only this task accesses the query heads of its key-value head in this sequence.
                     unsafe {
-                        let is_carried = d_queries.load(&mut grads.queries[..num_queries * dim], place, dim);
-                        parts.backward(self, query, factors, &mut blocks, output, (&mut grads, is_carried));
-                        d_queries.store(self, &grads.queries[..num_queries * dim], place, dim);
+                        grads.is_carried = d_queries.load(&mut grads.queries[..len], start, stride, dim);
+                        parts.backward(self, query, factors, &mut blocks, output, &mut grads);
+                        d_queries.store(self, &grads.queries[..len], start, stride, dim);
                     }
                 }
             }
             for ((sums, col), dim) in [&*grads.keys, &*grads.values].into_iter().zip(key_value).zip(dims) {
                 // SAFETY: as above.
-                unsafe { d_keys_values.store(self, sums, place_of(col), dim) };
+                unsafe { d_keys_values.store(self, sums, start_of(col), stride, dim) };
             }
         });
     }

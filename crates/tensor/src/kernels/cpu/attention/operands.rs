@@ -46,8 +46,8 @@ impl KeysValues<'_> {
         let [dim, value_dim] = self.dims;
         let (keys, values) = words.split_at_mut(RightPanels::num_words(micro, dim, self.num_keys));
         ForwardOperands {
-            keys_transposed: self.transposed(micro, (self.keys, dim), keys),
-            values: self.row_blocks(micro, (self.values, value_dim), values),
+            keys_transposed: self.transposed(micro, self.keys, dim, keys),
+            values: self.row_blocks(micro, self.values, value_dim, values),
         }
     }
 
@@ -61,16 +61,17 @@ impl KeysValues<'_> {
         let (keys_transposed, words) = words.split_at_mut(num_words(dim));
         let (values_transposed, keys) = words.split_at_mut(num_words(value_dim));
         BackwardOperands {
-            keys_transposed: self.transposed(micro, (self.keys, dim), keys_transposed),
-            values_transposed: self.transposed(micro, (self.values, value_dim), values_transposed),
-            keys: self.row_blocks(micro, (self.keys, dim), keys),
+            keys_transposed: self.transposed(micro, self.keys, dim, keys_transposed),
+            values_transposed: self.transposed(micro, self.values, value_dim, values_transposed),
+            keys: self.row_blocks(micro, self.keys, dim, keys),
         }
     }
 
     fn transposed<'a>(
         &self,
         micro: MicroKernel,
-        (rows, dim): (Matrix<'_>, usize),
+        rows: Matrix<'_>,
+        dim: usize,
         words: &'a mut [u32],
     ) -> RightPanels<'a> {
         RightPanels::pack(micro, (dim, self.num_keys), rows.transposed(), words)
@@ -79,7 +80,8 @@ impl KeysValues<'_> {
     fn row_blocks<'a>(
         &self,
         micro: MicroKernel,
-        (rows, dim): (Matrix<'_>, usize),
+        rows: Matrix<'_>,
+        dim: usize,
         words: &'a mut [u32],
     ) -> RowBlocks<'a> {
         RowBlocks::pack(micro, (self.num_keys, dim), rows, words)

@@ -85,15 +85,19 @@ impl<T: Element> Inputs<T> {
     fn run_on(&self, cpu: &Cpu) -> [Vec<f32>; 3] {
         let Inputs { shape, qkv, dy, .. } = self;
         let inputs = self.views(qkv, None);
-        let of = (*shape, AttentionScope::whole(*shape, self.rule));
+        let scope = AttentionScope::whole(*shape, self.rule);
         let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
         let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, false)];
-        cpu.attention(inputs, of, Results::Elements(SharedSlice::new(&mut y)), &mut log_sums, &mut scratch);
+        let results =
+            ForwardResults { y: Results::Elements(SharedSlice::new(&mut y)), log_sums: &mut log_sums };
+        cpu.attention(inputs, *shape, scope, results, &mut scratch);
         let mut d_qkv = narrow::<T>(&vec![f32::NAN; qkv.len()]);
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, true)];
-        let grads = (Results::Elements(SharedSlice::new(&mut d_qkv)), None);
-        cpu.attention_backward(inputs, of, (&y, &log_sums, dy), grads, &mut scratch);
+        let queries = Results::Elements(SharedSlice::new(&mut d_qkv));
+        let grads = AttentionGrads { queries, keys_values: None };
+        let output = AttentionOutput { y: &y[..], log_sums: &log_sums[..], dy: &dy[..] };
+        cpu.attention_backward(inputs, *shape, scope, output, grads, &mut scratch);
         [widen(&y), log_sums, widen(&d_qkv)]
     }
 
@@ -104,18 +108,21 @@ impl<T: Element> Inputs<T> {
         let queries: Vec<T> = rows().flat_map(|row| &row[..shape.query_cols()]).copied().collect();
         let keys_values: Vec<T> = rows().flat_map(|row| &row[shape.query_cols()..]).copied().collect();
         let inputs = self.views(&queries, Some(&keys_values));
-        let of = (*shape, AttentionScope::whole(*shape, self.rule));
+        let scope = AttentionScope::whole(*shape, self.rule);
         let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
         let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, true)];
-        cpu.attention(inputs, of, Results::Elements(SharedSlice::new(&mut y)), &mut log_sums, &mut scratch);
+        let results =
+            ForwardResults { y: Results::Elements(SharedSlice::new(&mut y)), log_sums: &mut log_sums };
+        cpu.attention(inputs, *shape, scope, results, &mut scratch);
         let [mut d_queries, mut d_keys_values] =
             [&queries, &keys_values].map(|x| narrow::<T>(&vec![f32::NAN; x.len()]));
-        let grads = (
-            Results::Elements(SharedSlice::new(&mut d_queries)),
-            Some(Results::Elements(SharedSlice::new(&mut d_keys_values))),
-        );
-        cpu.attention_backward(inputs, of, (&y, &log_sums, dy), grads, &mut scratch);
+        let grads = AttentionGrads {
+            queries: Results::Elements(SharedSlice::new(&mut d_queries)),
+            keys_values: Some(Results::Elements(SharedSlice::new(&mut d_keys_values))),
+        };
+        let output = AttentionOutput { y: &y[..], log_sums: &log_sums[..], dy: &dy[..] };
+        cpu.attention_backward(inputs, *shape, scope, output, grads, &mut scratch);
         let (queries, keys_values) = (widen(&d_queries), widen(&d_keys_values));
         let rows = queries.chunks_exact(shape.query_cols()).zip(keys_values.chunks_exact(shape.kv_cols()));
         let d_qkv = rows.flat_map(|(queries, keys_values)| [queries, keys_values].concat()).collect();
@@ -461,8 +468,9 @@ fn check_cache(shape: AttentionShape, rule: AttentionRule) {
             let mut log_sums = vec![f32::NAN; part_shape.rows() * shape.num_heads];
             let mut cache = CacheSpan { keys: &mut keys, values: &mut values, capacity, len };
             let mut scratch = vec![f32::NAN; cpu.attention_scratch::<f32>(part_shape, len, false)];
-            let of = (part_shape, rule);
-            cpu.attention_cached(&rows, of, &mut cache, &mut y, &mut log_sums, &mut scratch);
+            let results =
+                ForwardResults { y: Results::Elements(SharedSlice::new(&mut y)), log_sums: &mut log_sums };
+            cpu.attention_cached(&rows, part_shape, rule, &mut cache, results, &mut scratch);
             len += part;
             y
         })

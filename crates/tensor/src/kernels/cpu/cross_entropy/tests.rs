@@ -79,7 +79,7 @@ impl Inputs {
                     &self.targets,
                     *chunk,
                     &statistics,
-                    (scale, None),
+                    RowFactors { scale, weights: None },
                     &mut part,
                 );
                 for (gradient, part) in gradient.chunks_exact_mut(cols).zip(part.chunks_exact(chunk.len)) {

@@ -44,6 +44,18 @@ fn end_of(starts: &[u32]) -> usize {
     (starts[starts.len() - 1] - starts[0]) as usize
 }
 
+/// The operands of a grouped matmul.
+#[derive(Clone, Copy)]
+pub(crate) struct GroupedOperands<'a> {
+    pub(crate) precision: Precision,
+    /// The size of the matmul of all rows.
+    pub(crate) size: ProductSizes,
+    /// The first row of each group, and the end of the last group.
+    pub(crate) starts: &'a [u32],
+    pub(crate) left: Matrix<'a>,
+    pub(crate) right: Matrix<'a>,
+}
+
 impl Cpu {
     /// Multiplies the rows of each group in `left` by the group's block of `right`, into its rows of `out`. A block begins `block_len`
     /// elements after the previous one. `size` is the size of the matmul of all rows with one block. Rows of no group become zeros.
@@ -51,12 +63,12 @@ impl Cpu {
     /// Cost: that of a matmul of `size`. Panics like [`Cpu::matmul`], and if `starts` are not valid starts of groups.
     pub(crate) fn grouped_matmul(
         &self,
-        (precision, size): (Precision, ProductSizes),
-        starts: &[u32],
-        (left, right, block_len): (Matrix<'_>, Matrix<'_>, usize),
+        operands: GroupedOperands<'_>,
+        block_len: usize,
         mut out: FloatsMut<'_>,
         scratch: &mut [u32],
     ) {
+        let GroupedOperands { precision, size, starts, left, right } = operands;
         for (group, rows) in groups(starts, size.rows).filter(|(_, rows)| !rows.is_empty()) {
             let size = ProductSizes { rows: rows.len(), ..size };
             let block = Matrix { values: right.values.from(group * block_len), ..right };
@@ -75,12 +87,14 @@ impl Cpu {
     /// Cost: that of a matmul of `size`, whose inner dim is the number of all rows. Panics like [`grouped_matmul`](Cpu::grouped_matmul).
     pub(crate) fn grouped_transposed_matmul(
         &self,
-        (precision, size): (Precision, ProductSizes),
-        (starts, num_parts, sums): (&[u32], usize, &mut [f32]),
-        (left, right): (Matrix<'_>, Matrix<'_>),
-        (out, accumulate): (&mut [f32], bool),
+        operands: GroupedOperands<'_>,
+        num_parts: usize,
+        sums: &mut [f32],
+        out: &mut [f32],
+        accumulate: bool,
         scratch: &mut [u32],
     ) {
+        let GroupedOperands { precision, size, starts, left, right } = operands;
         let block_len = size.rows * size.cols;
         let mut product = |rows: Range<usize>, out: &mut [f32], accumulate: bool| {
             if rows.is_empty() {
@@ -139,8 +153,11 @@ impl Cpu {
     /// count in the capacity. Panics if a group exceeds `num_groups`.
     pub(crate) fn group_rows(
         &self,
-        (groups, limit): (&[u32], GroupLimit),
-        (starts, order, places): (&mut [u32], &mut [u32], &mut [u32]),
+        groups: &[u32],
+        limit: GroupLimit,
+        starts: &mut [u32],
+        order: &mut [u32],
+        places: &mut [u32],
     ) {
         let num_groups = starts.len() - 1;
         // First, `places` holds the group that takes each row.
@@ -180,7 +197,8 @@ impl Cpu {
     pub(crate) fn ungrouped_rows(
         &self,
         starts: &[u32],
-        (places, num_choices): (&[u32], usize),
+        places: &[u32],
+        num_choices: usize,
         weights: Option<&[f32]>,
         out: &mut [f64],
     ) {

@@ -27,6 +27,7 @@ use super::element::{Element, FloatsMut};
 use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
 pub use grouped::GroupLimit;
+pub(crate) use grouped::GroupedOperands;
 pub(crate) use kernel::MicroKernel;
 pub use matrix::ProductSizes;
 pub(crate) use matrix::{Epilogue, Matrix};
@@ -91,9 +92,9 @@ impl Cpu {
         let cols = size.cols;
         let out = SharedSlice::new(out);
         self.for_tiles(precision, size, factors, scratch, |at| {
-            let (place, epilogue) = ((at.row * cols + at.col, cols), epilogue.from(at.row, at.col, cols));
+            let (offset, epilogue) = (at.row * cols + at.col, epilogue.from(at.row, at.col, cols));
             // SAFETY: tiles do not overlap, and only this task accesses this tile.
-            unsafe { rounded_tile(&out, place, at.size, (at.left, at.right), &epilogue) };
+            unsafe { rounded_tile(&out, offset, cols, at.size, at.left, at.right, &epilogue) };
         });
     }
 
@@ -146,7 +147,7 @@ impl Cpu {
             let lines = micro.rows.min(size.rows - row);
             for (block, (first, len)) in micro.inner_blocks(size.inner).enumerate() {
                 let (first_term, num_terms) = micro.terms(first, len, size.inner);
-                let place = PackedLeft::place((micro, size.inner), row, (block, first, len));
+                let place = PackedLeft::place(micro, size.inner, row, block, first, len);
                 // SAFETY: panels do not overlap, and only this task accesses this one.
                 let out = unsafe { out.range(place.start, place.len()) };
                 let span = Span { inner: num_terms, lines, len };

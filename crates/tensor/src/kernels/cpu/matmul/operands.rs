@@ -84,19 +84,22 @@ impl PackedLeft<'_> {
 
     /// Returns the range of the panel that begins at `row`, in block number `block`, which has the words `first..first + len`.
     pub(super) fn place(
-        (micro, inner): (MicroKernel, usize),
+        micro: MicroKernel,
+        inner: usize,
         row: usize,
-        (block, first, len): (usize, usize, usize),
+        block: usize,
+        first: usize,
+        len: usize,
     ) -> Range<usize> {
         let start =
             row / micro.rows * Self::panel_words(micro, inner) + first * micro.rows + block * pack::SLACK;
         start..start + pack::left_words(micro, len)
     }
 
-    /// Returns the panel that begins at `row`, in a block.
-    pub(super) fn panel(&self, row: usize, block: (usize, usize, usize)) -> Left<'_> {
-        let words = &self.words[Self::place((self.micro, self.inner), row, block)];
-        pack::packed_left(self.micro, self.by_rows, block.2, words)
+    /// Returns the panel that begins at `row`, in block number `block`, which has the words `first..first + len`.
+    pub(super) fn panel(&self, row: usize, block: usize, first: usize, len: usize) -> Left<'_> {
+        let words = &self.words[Self::place(self.micro, self.inner, row, block, first, len)];
+        pack::packed_left(self.micro, self.by_rows, len, words)
     }
 }
 

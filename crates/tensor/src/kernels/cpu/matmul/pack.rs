@@ -201,7 +201,7 @@ pub(super) fn right_panel(micro: MicroKernel, right: Matrix<'_>, span: Span, out
     #[cfg(target_arch = "x86_64")]
     if let (WordKind::Bf16Pair, Floats::F32(source)) = (micro.words, right.values) {
         // SAFETY: words of pairs are used only on machines with AVX512-BF16.
-        unsafe { pairs::right_panel(source, (right.row_stride, right.col_stride), span, width, out) };
+        unsafe { pairs::right_panel(source, right.row_stride, right.col_stride, span, width, out) };
         return;
     }
     let in_place = in_place(micro.words, right.values);

@@ -12,7 +12,8 @@ use trireme_base::Bf16;
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
 pub(super) unsafe fn right_panel(
     source: &[f32],
-    (row_stride, col_stride): (usize, usize),
+    row_stride: usize,
+    col_stride: usize,
     span: Span,
     width: usize,
     out: &mut [u32],

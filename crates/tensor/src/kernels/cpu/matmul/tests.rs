@@ -116,7 +116,7 @@ impl Operands {
         run_at_levels(|cpu| {
             let product = |before: &[f32], epilogue| {
                 let mut out = narrow::<T>(before);
-                multiply(cpu, (kind.0, size), factors, &mut out, epilogue);
+                multiply(cpu, kind.0, size, factors, &mut out, epilogue);
                 widen(&out)
             };
             let empty = vec![f32::NAN; self.before.len()];
@@ -156,7 +156,8 @@ impl Operands {
 
 fn multiply<T: Element>(
     cpu: &Cpu,
-    (precision, size): (Precision, ProductSizes),
+    precision: Precision,
+    size: ProductSizes,
     factors: (Matrix<'_>, Matrix<'_>),
     out: &mut [T],
     epilogue: Epilogue<'_>,
@@ -347,7 +348,7 @@ fn wrong_strides_are_detected() {
             levels().flat_map(|level| Precision::ALL.map(|precision| (level, precision)))
         {
             let mut out = [0.0_f32; 4];
-            multiply(&cpu(features, 1), (precision, size), (left, right), &mut out, Epilogue::OVERWRITE);
+            multiply(&cpu(features, 1), precision, size, (left, right), &mut out, Epilogue::OVERWRITE);
             assert_eq!(out, expected, "{features} {precision}");
         }
     }
@@ -371,7 +372,8 @@ fn an_element_has_the_same_bits_at_an_edge_and_within() {
                 let size = ProductSizes { rows, cols, inner };
                 multiply(
                     &cpu(level, 1),
-                    (precision, size),
+                    precision,
+                    size,
                     factors,
                     &mut out,
                     Epilogue { accumulate: true, ..Epilogue::OVERWRITE },

@@ -79,7 +79,8 @@ impl<'a> Tile<'a> {
     fn of_product(
         memory: &'a mut [MaybeUninit<f32>],
         size: ProductSizes,
-        (left, right): (LeftOperand<'_>, RightPanels<'_>),
+        left: LeftOperand<'_>,
+        right: RightPanels<'_>,
     ) -> Self {
         assert!(size.rows * size.cols <= memory.len());
         let start = memory.as_mut_ptr().cast();
@@ -131,7 +132,7 @@ impl<'a> Tile<'a> {
                         pack::left_panel(micro, left.from(row, first_term), span, &mut buffer)
                     }
                     LeftOperand::Packed(panels, first_row) => {
-                        panels.panel(first_row + row, (block, first, len))
+                        panels.panel(first_row + row, block, first, len)
                     }
                 };
                 for col in (0..cols).step_by(micro.cols) {
@@ -162,15 +163,17 @@ impl<'a> Tile<'a> {
 /// No other code accesses the elements of the tile of `size` at `offset` of `out`.
 pub(super) unsafe fn rounded_tile<T: Element>(
     out: &SharedSlice<'_, T>,
-    (offset, row_stride): (usize, usize),
+    offset: usize,
+    row_stride: usize,
     size: ProductSizes,
-    (left, right): (LeftOperand<'_>, RightPanels<'_>),
+    left: LeftOperand<'_>,
+    right: RightPanels<'_>,
     epilogue: &Epilogue<'_>,
 ) {
     assert!(offset + extent(row_stride, size) <= out.len, "the tile lies in the result");
     let mut sums = [const { MaybeUninit::<f32>::uninit() }; TILE_ROWS * TILE_COLS];
     assert!(!epilogue.accumulate);
-    let mut tile = Tile::of_product(&mut sums, size, (left, right));
+    let mut tile = Tile::of_product(&mut sums, size, left, right);
     for row in 0..size.rows {
         // SAFETY: in bounds by the assertion; only the caller accesses the tile.
         let out = unsafe { out.range(offset + row * row_stride, size.cols) };

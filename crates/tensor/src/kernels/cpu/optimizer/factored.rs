@@ -187,7 +187,8 @@ impl Cpu {
     pub(crate) fn factored_update(
         &self,
         pieces: &Pieces,
-        (step, lr): (FactoredStep, &[f32]),
+        step: FactoredStep,
+        lr: &[f32],
         factors: Factors<'_>,
         parameters: &mut [f32],
         grads: &[f32],

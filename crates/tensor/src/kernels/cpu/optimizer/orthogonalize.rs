@@ -76,7 +76,8 @@ impl Cpu {
 
     pub(crate) fn orthogonalize(
         &self,
-        (matrix, [rows, cols]): (&mut [f32], [usize; 2]),
+        matrix: &mut [f32],
+        [rows, cols]: [usize; 2],
         num_steps: usize,
         precision: Precision,
         scratch: OrthogonalizeScratch<'_>,

@@ -97,6 +97,19 @@ impl Pieces {
     }
 }
 
+/// One pass of updates over pieces.
+pub(crate) struct PieceUpdates<'a> {
+    pub(crate) pieces: &'a Pieces,
+    /// The update rules. Each piece has the index of its rule.
+    pub(crate) updates: &'a [Update],
+    /// A factor of the learning rate per update, or empty.
+    pub(crate) scales: &'a [f32],
+    /// Seed of the rounding of states narrower than f32, combined with the element's position.
+    pub(crate) rounding_seed: u32,
+    /// Receives the two sums of each piece.
+    pub(crate) sums: Option<&'a mut [[f64; 2]]>,
+}
+
 impl Cpu {
     /// Runs `task(index of the piece, piece)` over all pieces.
     pub(super) fn for_pieces(&self, pieces: &Pieces, task: impl Fn(usize, &Piece) + Sync) {
@@ -107,19 +120,15 @@ impl Cpu {
         });
     }
 
-    /// Updates parameters and states piece by piece. If given, `sums` receives the two sums that the [`Update`] of each piece computes.
-    ///
-    /// States narrower than f32 are rounded by random numbers from `rounding_seed` and the position. `grads` is empty if no update reads
-    /// it. `scales` has a factor of the learning rate per update, or is empty.
+    /// Updates parameters and states piece by piece. `grads` is empty if no update reads it.
     pub(crate) fn update(
         &self,
-        (pieces, updates, scales): (&Pieces, &[Update], &[f32]),
+        pass: PieceUpdates<'_>,
         parameters: &mut [f32],
         grads: &[f32],
         states: [StateSlice<'_>; 2],
-        rounding_seed: u32,
-        sums: Option<&mut [[f64; 2]]>,
     ) {
+        let PieceUpdates { pieces, updates, scales, rounding_seed, sums } = pass;
         let is_for_each = |sums: &&mut [[f64; 2]]| sums.len() == pieces.pieces.len();
         assert!(sums.as_ref().is_none_or(is_for_each), "sums for each piece");
         let (parameters, sums) = (SharedSlice::new(parameters), sums.map(SharedSlice::new));

@@ -78,7 +78,14 @@ fn update(
 ) -> Vec<[f64; 2]> {
     let pieces = Pieces::whole(grads.len());
     let mut sums = vec![[0.0; 2]; pieces.as_slice().len()];
-    cpu.update((&pieces, &[update], &[]), parameters, grads, states, 7, Some(&mut sums));
+    let pass = PieceUpdates {
+        pieces: &pieces,
+        updates: &[update],
+        scales: &[],
+        rounding_seed: 7,
+        sums: Some(&mut sums[..]),
+    };
+    cpu.update(pass, parameters, grads, states);
     sums
 }
 
@@ -88,7 +95,7 @@ fn sum(terms: &[f64]) -> Exact {
 }
 
 /// Computes algorithm 2 of the paper with QHAdam's `nu1`, in f64: parameter, first and second moment.
-fn adamw_f64(s: AdamWStep, (parameter, grad, first, second): (f64, f64, f64, f64)) -> [Exact; 3] {
+fn adamw_f64(s: AdamWStep, parameter: f64, grad: f64, first: f64, second: f64) -> [Exact; 3] {
     let [lr, beta1, beta2, epsilon, decay, scale] =
         [s.lr, s.beta1, s.beta2, s.epsilon, s.weight_decay, s.grad_scale].map(f64::from);
     let grad = scale * grad;
@@ -105,7 +112,7 @@ fn adamw_f64(s: AdamWStep, (parameter, grad, first, second): (f64, f64, f64, f64
 }
 
 /// Computes SGD as PyTorch documents it, in f64: parameter and velocity.
-fn momentum_f64(s: MomentumStep, (parameter, grad, velocity): (f64, f64, f64)) -> [Exact; 2] {
+fn momentum_f64(s: MomentumStep, parameter: f64, grad: f64, velocity: f64) -> [Exact; 2] {
     let [lr, momentum, decay, scale] = [s.lr, s.momentum, s.weight_decay, s.grad_scale].map(f64::from);
     let grad = sum(&[scale * grad, decay * parameter]);
     let kept = if s.step == 1 { 0.0 } else { momentum * velocity };
@@ -122,8 +129,7 @@ fn check_adamw(inputs: &Inputs, step: AdamWStep) {
     let found = inputs.adamw(step);
     let [parameters, grads, first, second] =
         [&inputs.parameters, &inputs.grads, &inputs.first, &inputs.second].map(|values| exactly(values));
-    let exact =
-        |index: usize| adamw_f64(step, (parameters[index], grads[index], first[index], second[index]));
+    let exact = |index: usize| adamw_f64(step, parameters[index], grads[index], first[index], second[index]);
     for (output, what) in ["parameter", "first moment", "second moment"].into_iter().enumerate() {
         let exact = (0..grads.len()).map(|index| exact(index)[output]);
         assert_close::<f32>(&(what, step), &found[output], exact, 0);
@@ -134,7 +140,7 @@ fn check_momentum(inputs: &Inputs, step: MomentumStep) {
     let found = inputs.momentum(step);
     let [parameters, grads, velocity] =
         [&inputs.parameters, &inputs.grads, &inputs.first].map(|values| exactly(values));
-    let exact = |index: usize| momentum_f64(step, (parameters[index], grads[index], velocity[index]));
+    let exact = |index: usize| momentum_f64(step, parameters[index], grads[index], velocity[index]);
     for (output, what) in ["parameter", "velocity"].into_iter().enumerate() {
         let exact = (0..grads.len()).map(|index| exact(index)[output]);
         assert_close::<f32>(&(what, step), &found[output], exact, 0);
@@ -335,7 +341,7 @@ fn factored_kernels_match_f64() {
             let mut squares = vec![[0.0; 2]; pieces.as_slice().len()];
             cpu.factored_squares(&pieces, step, factors, &grads, &mut squares);
             let mut parameters = parameters.clone();
-            cpu.factored_update(&pieces, (step, &[0.1]), factors, &mut parameters, &grads);
+            cpu.factored_update(&pieces, step, &[0.1], factors, &mut parameters, &grads);
             let narrow = |sums: &[f64]| sums.iter().map(|&sum| sum as f32).collect();
             [narrow(&row_sums), narrow(&col_sums), narrow(squares.as_flattened()), parameters]
         });

@@ -1,15 +1,19 @@
 use super::Cpu;
 use crate::kernels::call::AttentionCall;
 use crate::kernels::cpu::element::{Element, with_element};
-use crate::kernels::{AttentionInputs, AttentionOutput, CacheSpan, Operand, Results, SharedSlice};
+use crate::kernels::{
+    AttentionGrads, AttentionInputs, AttentionOutput, CacheSpan, ForwardResults, Operand, Results,
+    SharedSlice,
+};
 
 impl Cpu {
     fn inputs<T: Element>(&self, inputs: AttentionInputs<Operand>) -> AttentionInputs<&[T], &[u32]> {
         inputs.map(|floats| floats.elements(self), |integers| integers.u32s(self))
     }
 
-    fn output<T: Element>(&self, output: AttentionOutput<Operand>) -> (&[T], &[f32], &[T]) {
-        (output.y.elements(self), output.log_sums.f32s(self), output.dy.elements(self))
+    fn output<T: Element>(&self, output: AttentionOutput<Operand>) -> AttentionOutput<&[T], &[f32]> {
+        let AttentionOutput { y, log_sums, dy } = output;
+        AttentionOutput { y: y.elements(self), log_sums: log_sums.f32s(self), dy: dy.elements(self) }
     }
 
     pub(super) fn run_attention(&self, call: AttentionCall) {
@@ -21,24 +25,25 @@ impl Cpu {
                 });
             }
             AttentionCall::LatentHeads { inputs, rotary, mut qkv, shape } => {
-                let rotary = (rotary.map(|angles| angles.f32s(self)), qkv.shape().dims()[1]);
+                let (rotary, seq_len) = (rotary.map(|angles| angles.f32s(self)), qkv.shape().dims()[1]);
                 with_element!(qkv.dtype() => |T| {
                     let inputs = inputs.map(|input| input.elements(self));
-                    self.latent_heads::<T>(shape, inputs, rotary, qkv.elements(self));
+                    self.latent_heads::<T>(shape, inputs, rotary, seq_len, qkv.elements(self));
                 });
             }
             AttentionCall::LatentHeadsBackward { grad, rotary, mut grads, shape } => {
-                let rotary = (rotary.map(|angles| angles.f32s(self)), grad.shape().dims()[1]);
+                let (rotary, seq_len) = (rotary.map(|angles| angles.f32s(self)), grad.shape().dims()[1]);
                 with_element!(grad.dtype() => |T| {
                     let grads = grads.each_mut().map(|grad| grad.elements(self));
-                    self.latent_heads_backward::<T>(shape, grad.elements(self), rotary, grads);
+                    self.latent_heads_backward::<T>(shape, grad.elements(self), rotary, seq_len, grads);
                 });
             }
             AttentionCall::Attention { inputs, mut y, mut log_sums, mut scratch, shape, scope } => {
                 let (log_sums, scratch) = (log_sums.f32s(self), scratch.f32s(self));
                 with_element!(inputs.queries.dtype() => |T| {
                     let y = Results::Elements(SharedSlice::new(y.elements(self)));
-                    self.attention::<T>(self.inputs(inputs), (shape, scope), y, log_sums, scratch);
+                    let results = ForwardResults { y, log_sums };
+                    self.attention::<T>(self.inputs(inputs), shape, scope, results, scratch);
                 });
             }
             AttentionCall::AttentionBlock { inputs, mut y, mut log_sums, mut scratch, shape, scope } => {
@@ -46,7 +51,8 @@ impl Cpu {
                 let y = y.f32s(self);
                 with_element!(inputs.queries.dtype() => |T| {
                     let y = Results::Sums(SharedSlice::new(y));
-                    self.attention::<T>(self.inputs(inputs), (shape, scope), y, log_sums, scratch);
+                    let results = ForwardResults { y, log_sums };
+                    self.attention::<T>(self.inputs(inputs), shape, scope, results, scratch);
                 });
             }
             AttentionCall::AttentionCached {
@@ -62,8 +68,10 @@ impl Cpu {
                 len,
             } => {
                 let mut cache = CacheSpan { keys: keys.f32s(self), values: values.f32s(self), capacity, len };
-                let (y, log_sums, scratch) = (y.f32s(self), log_sums.f32s(self), scratch.f32s(self));
-                self.attention_cached(qkv.f32s(self), (shape, rule), &mut cache, y, log_sums, scratch);
+                let y = Results::Elements(SharedSlice::new(y.f32s(self)));
+                let results = ForwardResults { y, log_sums: log_sums.f32s(self) };
+                let scratch = scratch.f32s(self);
+                self.attention_cached(qkv.f32s(self), shape, rule, &mut cache, results, scratch);
             }
             AttentionCall::AttentionBackward {
                 inputs,
@@ -74,12 +82,14 @@ impl Cpu {
                 shape,
                 scope,
             } => {
-                let (of, scratch) = ((shape, scope), scratch.f32s(self));
+                let scratch = scratch.f32s(self);
                 with_element!(inputs.queries.dtype() => |T| {
-                    let d_keys_values =
+                    let queries = Results::Elements(SharedSlice::new(d_queries.elements(self)));
+                    let keys_values =
                         d_keys_values.as_mut().map(|grad| Results::Elements(SharedSlice::new(grad.elements(self))));
-                    let grads = (Results::Elements(SharedSlice::new(d_queries.elements(self))), d_keys_values);
-                    self.attention_backward::<T>(self.inputs(inputs), of, self.output(output), grads, scratch);
+                    let (inputs, output) = (self.inputs(inputs), self.output(output));
+                    let grads = AttentionGrads { queries, keys_values };
+                    self.attention_backward::<T>(inputs, shape, scope, output, grads, scratch);
                 });
             }
             AttentionCall::AttentionBlockBackward {
@@ -91,11 +101,14 @@ impl Cpu {
                 shape,
                 scope,
             } => {
-                let (of, scratch) = ((shape, scope), scratch.f32s(self));
-                let grads = (d_queries.f32s(self), d_keys_values.f32s(self));
+                let scratch = scratch.f32s(self);
+                let (d_queries, d_keys_values) = (d_queries.f32s(self), d_keys_values.f32s(self));
                 with_element!(inputs.queries.dtype() => |T| {
-                    let grads = (Results::Sums(SharedSlice::new(grads.0)), Some(Results::Sums(SharedSlice::new(grads.1))));
-                    self.attention_backward::<T>(self.inputs(inputs), of, self.output(output), grads, scratch);
+                    let queries = Results::Sums(SharedSlice::new(d_queries));
+                    let keys_values = Some(Results::Sums(SharedSlice::new(d_keys_values)));
+                    let (inputs, output) = (self.inputs(inputs), self.output(output));
+                    let grads = AttentionGrads { queries, keys_values };
+                    self.attention_backward::<T>(inputs, shape, scope, output, grads, scratch);
                 });
             }
         }

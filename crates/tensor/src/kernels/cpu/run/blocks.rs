@@ -6,10 +6,10 @@ impl Cpu {
     pub(super) fn run_block(&self, call: BlockCall) {
         match call {
             BlockCall::CopyBlocks { x, mut y, from, to, num_blocks, len } => with_word!(x.dtype() => |W| {
-                self.copy_blocks::<W>((x.words(self), from), (y.words(self), to), (num_blocks, len));
+                self.copy_blocks::<W>(x.words(self), from, y.words(self), to, num_blocks, len);
             }),
             BlockCall::Permute { x, mut y, strides, dims } => with_word!(x.dtype() => |W| {
-                self.permute::<W>((x.words(self), strides), (y.words(self), dims));
+                self.permute::<W>(x.words(self), strides, y.words(self), dims);
             }),
             BlockCall::SumDim { x, mut y, dims, factor } => with_element!(x.dtype() => |T| {
                 self.sum_dim::<T>(x.elements(self), dims, factor, y.elements(self));

@@ -43,7 +43,7 @@ impl Cpu {
                 let cols = x.shape().cols();
                 let (bias, residual) = (self.optional_f32s(bias), self.optional_f32s(residual));
                 with_element!(x.dtype() => |T| with_element!(y.dtype() => |U| {
-                    self.add_bias::<T, U>(x.elements(self), bias, residual, (y.elements(self), cols));
+                    self.add_bias::<T, U>(x.elements(self), bias, residual, y.elements(self), cols);
                 }));
             }
         }

@@ -1,29 +1,31 @@
 use super::Cpu;
 use crate::kernels::call::ExpertCall;
 use crate::kernels::cpu::element::with_element;
-use crate::kernels::cpu::experts::Chosen;
+use crate::kernels::cpu::experts::{Chosen, Routing};
 
 impl Cpu {
     pub(super) fn run_expert(&self, call: ExpertCall) {
         match call {
             ExpertCall::TopK { x, bias, row_weights, mut values, mut ids, rule } => {
                 let [bias, row_weights] = [bias, row_weights].map(|operand| self.optional_f32s(operand));
-                let rows = (x.f32s(self), x.shape().cols());
-                self.top_k(rows, (rule, bias, row_weights), (values.f32s(self), ids.u32s(self)));
+                let routing = Routing { rule, bias, row_weights };
+                let (values, ids) = (values.f32s(self), ids.u32s(self));
+                self.top_k(x.f32s(self), x.shape().cols(), routing, values, ids);
             }
             ExpertCall::TopKBackward { x, ids, dy, mut dx, rule } => {
-                let (rows, given) = ((x.f32s(self), x.shape().cols()), (ids.u32s(self), dy.f32s(self)));
-                self.top_k_backward(rows, rule, given, dx.f32s(self));
+                let (cols, ids, dy) = (x.shape().cols(), ids.u32s(self), dy.f32s(self));
+                self.top_k_backward(x.f32s(self), cols, rule, ids, dy, dx.f32s(self));
             }
             ExpertCall::ExpertLoads { ids, mut out } => self.expert_loads(ids.u32s(self), out.f32s(self)),
             ExpertCall::ExcessLoads { ids, mut out, accumulate } => {
                 self.excess_loads(ids.u32s(self), out.f32s(self), accumulate);
             }
             ExpertCall::SpreadRows { x, order, weights, mut y, num_choices } => {
-                let cols = x.shape().cols();
-                let of_choices = (order.u32s(self), num_choices, self.optional_f32s(weights));
+                let (cols, order) = (x.shape().cols(), order.u32s(self));
+                let weights = self.optional_f32s(weights);
                 with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
-                    self.spread_rows::<X, Y>((x.elements(self), cols), of_choices, y.elements(self));
+                    let (x, y) = (x.elements(self), y.elements(self));
+                    self.spread_rows::<X, Y>(x, cols, order, num_choices, weights, y);
                 }));
             }
             ExpertCall::CombineRows { x, places, weights, residual, mut y } => {
@@ -31,14 +33,15 @@ impl Cpu {
                 let [weights, residual] = [weights, residual].map(|operand| self.optional_f32s(operand));
                 let chosen = Chosen { places: places.u32s(self), num_choices, weights };
                 with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
-                    self.combine_rows::<X, Y>((x.elements(self), cols), chosen, residual, y.elements(self));
+                    self.combine_rows::<X, Y>(x.elements(self), cols, chosen, residual, y.elements(self));
                 }));
             }
             ExpertCall::RowProducts { x, places, y, mut products } => {
-                let (cols, places) = (x.shape().cols(), (places.u32s(self), places.shape().cols()));
+                let (cols, num_choices) = (x.shape().cols(), places.shape().cols());
+                let places = places.u32s(self);
                 with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
-                    let y = y.elements::<Y>(self);
-                    self.row_products::<X, Y>((x.elements(self), cols), places, y, products.f32s(self));
+                    let (x, y) = (x.elements(self), y.elements(self));
+                    self.row_products::<X, Y>(x, cols, places, num_choices, y, products.f32s(self));
                 }));
             }
         }

@@ -1,6 +1,6 @@
 use super::Cpu;
 use crate::kernels::call::GroupedCall;
-use crate::kernels::cpu::matmul::{Matrix, ProductSizes};
+use crate::kernels::cpu::matmul::{GroupedOperands, Matrix, ProductSizes};
 
 impl Cpu {
     pub(super) fn run_grouped(&self, call: GroupedCall) {
@@ -19,9 +19,8 @@ impl Cpu {
                 let left = Matrix::row_major(left.floats(self), inner, false);
                 let row_len = if is_transposed { inner } else { cols };
                 let right = Matrix::row_major(right.floats(self), row_len, is_transposed);
-                let factors = (left, right, inner * cols);
-                let (out, scratch) = (out.floats(self), scratch.u32s(self));
-                self.grouped_matmul((precision, size), starts.u32s(self), factors, out, scratch);
+                let operands = GroupedOperands { precision, size, starts: starts.u32s(self), left, right };
+                self.grouped_matmul(operands, inner * cols, out.floats(self), scratch.u32s(self));
             }
             GroupedCall::GroupedTransposedMatmul {
                 starts,
@@ -38,18 +37,18 @@ impl Cpu {
                 let size = ProductSizes { rows, cols, inner };
                 let left = Matrix::row_major(left.floats(self), rows, true);
                 let right = Matrix::row_major(right.floats(self), cols, false);
-                let (out, scratch) = ((out.f32s(self), accumulate), scratch.u32s(self));
-                let parts = (starts.u32s(self), num_parts, sums.f32s(self));
-                self.grouped_transposed_matmul((precision, size), parts, (left, right), out, scratch);
+                let operands = GroupedOperands { precision, size, starts: starts.u32s(self), left, right };
+                let (sums, out, scratch) = (sums.f32s(self), out.f32s(self), scratch.u32s(self));
+                self.grouped_transposed_matmul(operands, num_parts, sums, out, accumulate, scratch);
             }
             GroupedCall::GroupRows { groups, mut starts, mut order, mut places, limit } => {
-                let ids = (starts.u32s(self), order.u32s(self), places.u32s(self));
-                self.group_rows((groups.u32s(self), limit), ids);
+                let (starts, order, places) = (starts.u32s(self), order.u32s(self), places.u32s(self));
+                self.group_rows(groups.u32s(self), limit, starts, order, places);
             }
             GroupedCall::UngroupedRows { starts, places, weights, mut out } => {
-                let places = (places.u32s(self), places.shape().cols());
+                let (places, num_choices) = (places.u32s(self), places.shape().cols());
                 let weights = self.optional_f32s(weights);
-                self.ungrouped_rows(starts.u32s(self), places, weights, out.f64s(self));
+                self.ungrouped_rows(starts.u32s(self), places, num_choices, weights, out.f64s(self));
             }
         }
     }

@@ -1,5 +1,6 @@
 use super::Cpu;
 use crate::kernels::call::LayerCall;
+use crate::kernels::cpu::cross_entropy::RowFactors;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::norm::Normalised;
 
@@ -66,10 +67,11 @@ impl Cpu {
                 scale,
             } => {
                 let (logits, targets) = (logits.f32s(self), targets.u32s(self));
-                let (statistics, scale) = (statistics.f32s(self), (scale, self.optional_f32s(weights)));
+                let statistics = statistics.f32s(self);
+                let factors = RowFactors { scale, weights: self.optional_f32s(weights) };
                 with_element!(gradient.dtype() => |T| {
                     let gradient = gradient.elements(self);
-                    self.cross_entropy_gradient::<T>(logits, targets, chunk, statistics, scale, gradient);
+                    self.cross_entropy_gradient::<T>(logits, targets, chunk, statistics, factors, gradient);
                 });
             }
         }

@@ -1,6 +1,6 @@
 use super::Cpu;
 use crate::kernels::call::OptimizerCall;
-use crate::kernels::cpu::optimizer::{Factors, OrthogonalizeScratch};
+use crate::kernels::cpu::optimizer::{Factors, OrthogonalizeScratch, PieceUpdates};
 use crate::kernels::{Operand, StateSlice};
 
 impl Cpu {
@@ -27,7 +27,9 @@ impl Cpu {
                 let sums = sums.as_mut().map(|sums| bytemuck::cast_slice_mut(sums.f64s(self)));
                 let scales = self.optional_f32s(scales).unwrap_or_default();
                 let (parameters, grads) = (parameters.f32s(self), grads.f32s(self));
-                self.update((&pieces, &updates, scales), parameters, grads, states, noise, sums);
+                let pass =
+                    PieceUpdates { pieces: &pieces, updates: &updates, scales, rounding_seed: noise, sums };
+                self.update(pass, parameters, grads, states);
             }
             OptimizerCall::LeafSums { sums, mut out, runs } => {
                 let of_pieces = bytemuck::cast_slice(sums.f64s(self));
@@ -56,8 +58,8 @@ impl Cpu {
                 self.factored_squares(&pieces, step, self.factors(moments), grads.f32s(self), sums);
             }
             OptimizerCall::FactoredUpdate { moments, lr, mut parameters, grads, pieces, step } => {
-                let (step, factors) = ((step, lr.f32s(self)), self.factors(moments));
-                self.factored_update(&pieces, step, factors, parameters.f32s(self), grads.f32s(self));
+                let (lr, factors) = (lr.f32s(self), self.factors(moments));
+                self.factored_update(&pieces, step, lr, factors, parameters.f32s(self), grads.f32s(self));
             }
             OptimizerCall::Orthogonalize {
                 mut matrix,
@@ -75,7 +77,7 @@ impl Cpu {
                     words: words.u32s(self),
                 };
                 let shape = [matrix.shape().rows(), matrix.shape().cols()];
-                self.orthogonalize((matrix.f32s(self), shape), num_steps, precision, scratch);
+                self.orthogonalize(matrix.f32s(self), shape, num_steps, precision, scratch);
             }
         }
     }

@@ -46,26 +46,21 @@ impl<T: Element> Inputs<T> {
                 document_starts,
             });
             for (&keys, inputs) in blocks.iter().zip(inputs.clone()) {
-                let of = (part, scope(keys));
-                cpu.attention(
-                    inputs,
-                    of,
-                    Results::Sums(SharedSlice::new(&mut sums)),
-                    &mut log_sums,
-                    &mut scratch,
-                );
+                let results =
+                    ForwardResults { y: Results::Sums(SharedSlice::new(&mut sums)), log_sums: &mut log_sums };
+                cpu.attention(inputs, part, scope(keys), results, &mut scratch);
             }
             let y = narrow::<T>(&sums);
             let mut d_queries = vec![0.0; queries.len()];
             for (&keys, inputs) in blocks.iter().zip(inputs) {
                 let mut d_keys_values =
                     take(&found[2], shape.qkv_cols(), rows_of(keys), q_cols..shape.qkv_cols());
-                let grads = (
-                    Results::Sums(SharedSlice::new(&mut d_queries)),
-                    Some(Results::Sums(SharedSlice::new(&mut d_keys_values))),
-                );
-                let of = (part, scope(keys));
-                cpu.attention_backward(inputs, of, (&y, &log_sums, &dy), grads, &mut scratch);
+                let grads = AttentionGrads {
+                    queries: Results::Sums(SharedSlice::new(&mut d_queries)),
+                    keys_values: Some(Results::Sums(SharedSlice::new(&mut d_keys_values))),
+                };
+                let output = AttentionOutput { y: &y[..], log_sums: &log_sums[..], dy: &dy[..] };
+                cpu.attention_backward(inputs, part, scope(keys), output, grads, &mut scratch);
                 for (row, grads) in rows_of(keys).zip(d_keys_values.chunks_exact(kv_cols)) {
                     found[2][row * shape.qkv_cols() + q_cols..][..kv_cols].copy_from_slice(grads);
                 }

@@ -70,7 +70,7 @@ fn sum_of(features: CpuFeatures, precision: Precision, values: &[f32], other: f3
         Matrix::row_major(Floats::F32(&others), 1, false),
     );
     let mut out = [f32::NAN];
-    multiply(&cpu(features, 1), (precision, size), factors, &mut out, Epilogue::OVERWRITE);
+    multiply(&cpu(features, 1), precision, size, factors, &mut out, Epilogue::OVERWRITE);
     out[0]
 }
 

@@ -113,9 +113,14 @@ fn rounding_at_random_keeps_means_right() {
             let step = AdamWStep { beta1: 0.999, beta2: 0.999, grad_scale: 1.0, ..ADAMW };
             for noise in 0..200 {
                 let states = [first.slice(), second.slice()];
-                let update = [Update::AdamW(step)];
-                let (pass, sums) = ((&pieces, &update[..], &[][..]), Some(&mut sums[..]));
-                cpu.update(pass, &mut parameters, &grads, states, noise * 77, sums);
+                let pass = PieceUpdates {
+                    pieces: &pieces,
+                    updates: &[Update::AdamW(step)],
+                    scales: &[],
+                    rounding_seed: noise * 77,
+                    sums: Some(&mut sums[..]),
+                };
+                cpu.update(pass, &mut parameters, &grads, states);
             }
             [first.read(cpu, &pieces, len), second.read(cpu, &pieces, len)]
         });
