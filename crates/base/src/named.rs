@@ -1,10 +1,10 @@
-/// The error of a text that is not one of the expected names. Holds these names.
+/// The error returned when a text is not one of the expected names. Holds the expected names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected one of {}", .0.join(", "))]
 pub struct UnknownName(pub &'static [&'static str]);
 
 /// Declares an enum whose variants have names. Generates the constant `ALL`, `name` and `named`, [`FromStr`](std::str::FromStr) and
-/// [`PreparationProgress`](std::fmt::PreparationProgress).
+/// [`Display`](std::fmt::Display).
 ///
 /// ```
 /// trireme_base::named! {

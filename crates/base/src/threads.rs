@@ -5,8 +5,9 @@ use std::hint::black_box;
 use std::io::{self, ErrorKind};
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
-/// Bytes of address space that must be free before a thread starts: its stack, and what this thread and those started just before map
-/// when they begin to run. The standard library ends the process if a new thread finds no memory for its signal stack.
+/// Bytes of address space that must be free before a thread starts. They are enough for the stack of the thread, and for the memory that it
+/// and recently started threads map when they begin to run. The standard library aborts the process if a new thread cannot map its signal
+/// stack.
 const ROOM_OF_A_THREAD: usize = 8 << 20;
 
 /// Starts a thread with this name.
@@ -20,7 +21,7 @@ pub fn spawn_thread<T: Send + 'static>(
     refused(name, check_room().and_then(|()| Builder::new().name(name.to_owned()).spawn(work)))
 }
 
-/// Starts a thread with this name that ends within `scope`.
+/// Starts a thread with this name that ends before `scope` does.
 ///
 /// # Errors
 /// As [`spawn_thread`].
@@ -32,7 +33,7 @@ pub fn spawn_scoped_thread<'scope, T: Send + 'scope>(
     refused(name, check_room().and_then(|()| Builder::new().name(name.to_owned()).spawn_scoped(scope, work)))
 }
 
-/// Returns an error if the process may not map what a new thread needs. Reserves addresses and touches no memory.
+/// Returns an error if the process does not have the address space that a new thread needs. Reserves addresses without touching memory.
 fn check_room() -> io::Result<()> {
     let mut room = Vec::<u8>::new();
     room.try_reserve_exact(ROOM_OF_A_THREAD)?;
