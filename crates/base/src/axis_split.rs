@@ -15,10 +15,10 @@ pub struct AxisRank {
 }
 
 impl AxisRank {
-    /// The place of the only rank of an axis.
+    /// The position of the only rank of an axis.
     pub const ALONE: AxisRank = AxisRank { rank: 0, degree: 1 };
 
-    /// Returns the place of rank `rank` on an axis of `degree` ranks.
+    /// Returns the position of rank `rank` on an axis of `degree` ranks.
     ///
     /// # Panics
     /// If `rank` is not less than `degree`.
@@ -27,7 +27,7 @@ impl AxisRank {
         AxisRank { rank, degree }
     }
 
-    /// Returns the places of all ranks on an axis of `degree` ranks, in order.
+    /// Returns the positions of all ranks on an axis of `degree` ranks, in order.
     pub fn all(degree: usize) -> impl Iterator<Item = AxisRank> {
         (0..degree).map(move |rank| AxisRank { rank, degree })
     }
@@ -41,8 +41,9 @@ impl Default for AxisRank {
 
 /// How tensor parallelism splits one dim of a parameter.
 ///
-/// The dim consists of `num_groups` equal groups, and each rank holds an equal part of every group. A part consists of whole granules,
-/// which are never split. Example: a fused projection to queries, keys and values has three groups, and its granule is the width of a head.
+/// The dim consists of `num_groups` equal groups, and each rank holds an equal part of every group. A granule is a number of consecutive
+/// elements that are never split, so a part consists of full granules. Example: a fused projection to queries, keys and values has three
+/// groups, and its granule is the width of a head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AxisSplit {
     /// Index of the dim that is split.
@@ -59,7 +60,7 @@ pub struct AxisSplit {
     pub is_padded: bool,
 }
 
-/// A run of consecutive elements of a dim that a rank holds.
+/// Consecutive elements of a dim that a rank holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
     /// Index of the first element within the full dim.

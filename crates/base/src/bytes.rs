@@ -30,7 +30,7 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// The error of a text that is not a number of bytes. Holds the text.
+/// The error returned when a text is not a size in bytes. Holds the text.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is not a size; write a number with a unit, such as 512MiB or 1.5GiB")]
 pub struct ParseBytesError(pub String);

@@ -92,14 +92,14 @@ type Wake = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct EventState {
-    /// `None` while pending; the cause of a failure.
+    /// `None` while the event is pending. An error is the cause of the failure.
     outcome: Option<Result<(), String>>,
     wakes: Vec<Wake>,
 }
 
 impl EventCompleter {
-    /// Creates the latch of a pending event. `on_demand` is called for each [`demand`](Event::demand) and [`wait`](Event::wait) while the
-    /// event is pending.
+    /// Creates the completer of a pending event. `on_demand` is called for each [`demand`](Event::demand) and [`wait`](Event::wait) while
+    /// the event is pending.
     pub fn new(on_demand: impl Fn() + Send + Sync + 'static) -> Arc<Self> {
         Arc::new(EventCompleter {
             state: Mutex::default(),
@@ -108,12 +108,12 @@ impl EventCompleter {
         })
     }
 
-    /// Returns the event that this latch completes.
+    /// Returns the event that this completer completes.
     pub fn event(self: &Arc<Self>) -> Event {
         Event(Some(Arc::clone(self)))
     }
 
-    /// Completes the event, or fails it with a cause. Wakes all waiting threads and callbacks. Only the first outcome counts.
+    /// Completes the event, or fails it with a cause. Wakes all waiting threads and runs all callbacks. Only the first outcome counts.
     pub fn complete(&self, outcome: Result<(), String>) {
         let mut state = self.lock();
         state.outcome.get_or_insert(outcome);
@@ -147,7 +147,7 @@ pub struct Pending<B>(State<B>);
 #[derive(Debug)]
 enum State<B> {
     Here(B),
-    /// The device or group stores the memory in the slot before the event.
+    /// The device or group stores the memory in this slot before the event is done.
     Away(Arc<Mutex<Option<B>>>, Event),
 }
 
@@ -157,8 +157,8 @@ impl<B> Pending<B> {
         Pending(State::Here(memory))
     }
 
-    /// Wraps memory that will be stored in `place` before `event` is done. If `event` is [`Event::DONE`] and `place` is filled, the
-    /// memory is available at once.
+    /// Wraps memory that will be stored in `place` before `event` is done. If `event` is [`Event::DONE`] and `place` holds the memory
+    /// already, the memory is available immediately.
     pub fn until(event: Event, place: Arc<Mutex<Option<B>>>) -> Self {
         if event.0.is_none()
             && let Some(memory) = taken(&place)

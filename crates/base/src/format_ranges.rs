@@ -8,7 +8,7 @@ pub fn ranges<N: Into<usize>>(numbers: impl IntoIterator<Item = N>) -> String {
     if numbers.is_empty() { "none".to_owned() } else { runs.collect::<Vec<_>>().join(", ") }
 }
 
-/// Formats ranks with a noun and with runs as in [`ranges`]: `rank 3` or `ranks 0-3, 8`.
+/// Formats ranks like [`ranges`], preceded by a noun: `rank 3` or `ranks 0-3, 8`.
 pub fn ranks<N: Into<usize>>(ranks: impl IntoIterator<Item = N>) -> String {
     let ranks: Vec<usize> = ranks.into_iter().map(Into::into).collect();
     let noun = if ranks.len() == 1 { "rank" } else { "ranks" };

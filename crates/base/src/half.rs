@@ -128,7 +128,7 @@ mod tests {
     /// bits of infinity.
     fn nearest(value: f64, decode: impl Fn(u16) -> f32, infinity: u16) -> u16 {
         let (sign, value) = (if value.is_sign_negative() { 0x8000 } else { 0 }, value.abs());
-        // The value that would follow the largest finite one stands for infinity in the rounding.
+        // In rounding, infinity counts as the value that would follow the largest finite value.
         let at = |bits: u16| {
             if bits < infinity {
                 return f64::from(decode(bits));
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn rounding_is_to_the_nearest_even() {
-        // Every exponent, fractions around the rounding points, both signs.
+        // Tests every exponent, fractions around the rounding points, and both signs.
         for high in 0..=0xffff_u32 {
             for low in [0, 1, 0x0fff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let value = f32::from_bits(high << 16 | low);

@@ -23,7 +23,7 @@ impl Heartbeat {
         self.beat_at(Instant::now());
     }
 
-    /// Records that the rank, or a rank that it waits for, made progress at `at`. Earlier times than the recorded one have no effect.
+    /// Records that the rank, or a rank that it waits for, made progress at `at`. A time before the recorded one has no effect.
     pub fn beat_at(&self, at: Instant) {
         let milliseconds = at.saturating_duration_since(self.start).as_millis() as u64;
         // Relaxed: this store publishes no other memory.

@@ -7,7 +7,7 @@ use std::time::Instant;
 /// A call of a kernel, with the facts that determine its time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct KernelCall {
-    /// Name of the device's method.
+    /// Name of the device method that runs the kernel.
     pub kernel: &'static str,
     /// Operations and memory traffic of the call.
     pub cost: Cost,
@@ -21,7 +21,7 @@ pub enum Issued {
     Collective {
         /// Name of the operation, such as `all_reduce`.
         operation: &'static str,
-        /// Total number of elements of all blocks.
+        /// Number of elements of the full vector, or of this rank's vector if lengths differ between ranks.
         len: usize,
         element_bytes: usize,
         /// The members of the group, as ranks of the world.

@@ -1,7 +1,7 @@
 use serde_json::Value;
 
-/// First character of strings that stand for numbers which JSON cannot represent. The character is a Unicode noncharacter, which no text
-/// contains.
+/// First character of strings that stand for numbers which JSON cannot represent. It is a Unicode noncharacter, which is not meant to occur
+/// in text.
 const MARK: char = '\u{fdd0}';
 
 /// Numbers that Python's `json` module writes although they are not valid JSON.
@@ -16,7 +16,7 @@ pub fn without_byte_order_mark(text: &[u8]) -> &[u8] {
 /// These numbers are stored as marked strings, which [`json_text`] converts back.
 ///
 /// # Errors
-/// If the text is not valid JSON in any other respect.
+/// If the text is not valid JSON apart from these numbers.
 pub fn parse_json(text: &[u8]) -> Result<Value, serde_json::Error> {
     let text = without_byte_order_mark(text);
     serde_json::from_slice(text).or_else(|error| match mark_non_finite(text) {
@@ -32,7 +32,7 @@ pub fn json_text(value: &Value) -> String {
         .fold(format!("{value:#}"), |text, number| text.replace(&format!("\"{MARK}{number}\""), number))
 }
 
-/// Replaces each non-finite number by a marked string. Returns `None` if the text has no such number.
+/// Replaces each non-finite number with a marked string. Returns `None` if the text has no such number.
 fn mark_non_finite(text: &[u8]) -> Option<Vec<u8>> {
     let mut marked = Vec::with_capacity(text.len());
     let (mut rest, mut is_in_string, mut has_any) = (text, false, false);

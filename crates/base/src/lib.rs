@@ -5,9 +5,9 @@
 //!   events.
 //! - Accounting: memory by category, costs of kernels and of passes, the journal from which the time of a step is simulated.
 //! - Text: error chains, JSON as Python writes it, SVG documents, axis ticks, printable and shell-quoted strings.
-//! - System: opening regular files, and starting threads.
+//! - System: opening, reading and replacing regular files, and starting threads.
 //!
-//! Apart from opening files and starting threads, the crate does no IO. It depends on no other crate of the workspace.
+//! Only the helpers for regular files and for threads do IO. The crate depends on no other crate of the workspace.
 
 mod axis_exchange;
 mod axis_split;

@@ -35,13 +35,13 @@ pub struct MemoryUse {
     /// Peak of host memory in addition to the device's: offloaded state that resides in or passes through host memory, and staging buffers
     /// for communication if the device cannot reach host memory.
     pub host: usize,
-    /// The peak of the total of all categories without memory of other ranks that this rank maps: the memory in use that this rank adds to
+    /// The peak of the total of all categories, except memory of other ranks that this rank maps. This is the memory that the rank adds to
     /// its machine.
     pub own: usize,
-    /// Bytes in use between steps, without memory of other ranks that this rank maps.
+    /// Bytes in use between steps, except memory of other ranks that this rank maps.
     pub own_between_steps: usize,
-    /// The portion of `own` and `host` that is not part of a device's own memory: memory shared with other ranks, and buffers for transfers
-    /// to and from disk.
+    /// The portion of `own` and `host` that is allocated outside the device's arena: memory shared with other ranks, and buffers for
+    /// transfers to and from disk.
     pub outside: usize,
 }
 

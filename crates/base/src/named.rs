@@ -1,4 +1,4 @@
-/// The error of a text that is not one of the expected names. Holds these names.
+/// The error returned when a text is not one of the expected names. Holds the expected names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected one of {}", .0.join(", "))]
 pub struct UnknownName(pub &'static [&'static str]);

@@ -16,15 +16,15 @@ pub struct UnitPasses {
     pub input_grad: usize,
     /// Bytes that backward needs from forward, including the input: the unit's saved activations.
     pub record: usize,
-    /// Bytes that remain of `record` if only the results of matrix products and attention are kept (selective recomputation).
+    /// Bytes of the results of matrix products and attention, and of the input: the part of `record` that selective recomputation keeps.
     pub products: usize,
-    /// Peak of forward, which starts with the input and ends with the record and the output.
+    /// Peak of forward, which starts with `input` in memory and ends with `record` and `output`.
     pub forward_peak: usize,
-    /// Peak of recomputing the record from the kept products.
+    /// Peak of recomputing `record` from `products`.
     pub recompute_peak: usize,
-    /// Peak of backward, which starts with the record and the gradient of the output, and ends with the gradient of the input.
+    /// Peak of backward, which starts with `record` and the gradient of the output in memory, and ends with `input_grad`.
     pub backward_peak: usize,
-    /// Bytes that remain between the halves of backward, if the halves run separately.
+    /// Bytes that stay in memory between the halves of backward, if the halves run separately.
     pub halved: usize,
     /// Cost of forward.
     pub forward_cost: Cost,
@@ -34,13 +34,13 @@ pub struct UnitPasses {
     pub input_half_cost: Cost,
     /// Cost of the half of backward that computes gradients of the weights. It may recompute values that a full backward still has.
     pub weight_half_cost: Cost,
-    /// Cost of recomputing the record from the kept products.
+    /// Cost of recomputing `record` from `products`.
     pub recompute_cost: Cost,
 }
 
 impl UnitPasses {
-    /// Returns whether forward keeps activations for a later backward. A unit without output keeps none, because its backward follows at
-    /// once.
+    /// Returns whether forward keeps activations for a later backward. A unit without output keeps none, because its backward follows
+    /// immediately.
     pub fn keeps(&self) -> bool {
         self.record > 0 && self.output > 0
     }

@@ -3,11 +3,12 @@
 use crate::AxisRank;
 use std::ops::Range;
 
-/// The place of a rank among the ranks that share the positions of the same sequences (context parallelism).
+/// The position of a rank among the ranks of the context axis, which share the tokens of the same sequences.
 ///
 /// There are two ways to share a sequence. In ring attention, keys and values travel around a ring of ranks (Liu et al., "Ring attention",
-/// 2023). In Ulysses attention, each rank gets all positions for a part of the heads by an all-to-all (Jacobs et al., "DeepSpeed Ulysses",
-/// 2023). If both are used, each place of the ring belongs to several neighbouring ranks, which exchange positions for heads first.
+/// 2023). In Ulysses attention, an all-to-all gives each rank all positions for a part of the heads (Jacobs et al., "DeepSpeed Ulysses",
+/// 2023). If both are used, several neighbouring ranks share each place on the ring. They exchange positions for heads before keys and
+/// values travel around the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ContextRank {
     /// The place on the ring.
@@ -38,8 +39,8 @@ impl ContextRank {
         self.ring.degree * self.heads.degree
     }
 
-    /// Returns the positions of a sequence of `len` that the ranks at this place of the ring hold together. After the exchange of positions
-    /// for heads, this rank has these positions for its heads.
+    /// Returns the positions, in a sequence of `len` positions, that the ranks at this rank's place on the ring hold together. After the
+    /// all-to-all, this rank holds all of these positions for its part of the heads.
     ///
     /// # Panics
     /// If `len` is not a multiple of twice the number of places on the ring, and the ring has several places.
@@ -47,7 +48,7 @@ impl ContextRank {
         Positions::zig_zag(len, self.ring)
     }
 
-    /// Returns the positions of a sequence of `len` that this rank holds.
+    /// Returns the positions, in a sequence of `len` positions, that this rank holds.
     ///
     /// # Panics
     /// If `len` is not a multiple of twice the number of ranks, and there are several ranks.
@@ -58,8 +59,8 @@ impl ContextRank {
     }
 }
 
-/// An ascending list of positions of a sequence that consists of at most two runs of consecutive positions. All listed positions within an
-/// interval of the sequence are one range of the list.
+/// An ascending list of at most two runs of consecutive positions in a sequence. Because the list is ascending, the positions within an
+/// interval of the sequence are a contiguous range of the list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Positions {
     first: usize,
@@ -78,7 +79,7 @@ impl Positions {
     /// Returns a rank's positions of a sequence of `len` positions in the zig-zag layout, which balances the work of causal attention.
     ///
     /// The sequence is split into twice as many equal parts as there are ranks. Rank `i` holds part `i` from the front and part `i` from
-    /// the end, so every rank has the same number of pairs of a position and an earlier one.
+    /// the end, so every rank has the same number of pairs of a query and an earlier key.
     ///
     /// # Panics
     /// If `len` is not a multiple of twice the degree, and the degree is more than 1.

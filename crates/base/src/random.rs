@@ -35,7 +35,7 @@ impl RandomKey {
         c
     }
 
-    /// Returns the key of a separate stream for each `index`, such as a step.
+    /// Returns the key of a stream that is derived from this one and `index`, such as the index of a step.
     pub fn derived(self, index: u64) -> Self {
         let [a, b, c, d] = self.words(index);
         RandomKey { key: [a, b], stream: self.stream ^ (u64::from(c) | u64::from(d) << 32) }

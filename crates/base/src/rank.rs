@@ -5,7 +5,7 @@ use std::fmt;
 pub struct Rank(pub usize);
 
 impl Rank {
-    /// The rank that does work which only one rank may do, such as rendezvous, console output and manifests.
+    /// The rank that does the work that only one rank may do, such as rendezvous, console output and manifests.
     pub const ROOT: Rank = Rank(0);
 }
 

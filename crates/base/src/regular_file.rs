@@ -1,4 +1,4 @@
-//! Opens files whose paths may name something else, such as a pipe, without blocking.
+//! Opens, creates, reads and replaces regular files. Refuses a path that names anything else, such as a pipe, and never blocks on it.
 
 use rustix::fs::OFlags;
 use std::ffi::OsString;
@@ -52,14 +52,14 @@ pub fn create_regular(path: &Path) -> io::Result<File> {
     open_regular_with(path, OpenOptions::new().write(true).create(true).truncate(true))
 }
 
-/// Replaces a file atomically by the content that `write` writes. After a crash the file has either the old or the new content, never a
-/// part.
+/// Replaces a file atomically with the content that `write` writes. After a crash the file has either the old or the new content, never a
+/// mixture.
 ///
 /// The content is written to a hidden file in the same folder and synced to disk. Then the hidden file is renamed. If a step fails, the
 /// hidden file is removed. Does not sync the folder.
 ///
 /// # Errors
-/// Of `write`, and of creating, syncing or renaming the hidden file.
+/// The error of `write`, or an error of creating, syncing or renaming the hidden file.
 pub fn replace_file(
     path: &Path,
     write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,

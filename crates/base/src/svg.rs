@@ -27,8 +27,8 @@ impl Svg {
         Svg { text }
     }
 
-    /// Creates an empty element for an HTML page. `attributes` are inserted verbatim. The page determines the element's width, and its
-    /// style sheet the colours of texts.
+    /// Creates an empty element for an HTML page. `attributes` are inserted verbatim. The page determines the width of the element, and its
+    /// style sheet determines the colour of text.
     pub fn within_page(width: f64, height: f64, attributes: &str) -> Self {
         Svg { text: format!("<svg viewBox=\"0 0 {width} {height}\" {attributes}>\n") }
     }

@@ -12,7 +12,7 @@ pub struct Ticks {
 
 impl Ticks {
     /// Returns an axis that contains the values from `low` to `high` and begins and ends at a tick. It has at most `num_intervals`
-    /// intervals plus two. A caller without values passes a `low` above `high`.
+    /// intervals plus two. If `low` is above `high`, there are no values, and the axis contains 0 to 1.
     pub fn around(low: f64, high: f64, num_intervals: usize) -> Self {
         let (low, high) = widened(low, high);
         let interval = round_up((high - low) / num_intervals as f64);
@@ -62,7 +62,7 @@ impl Ticks {
     }
 }
 
-/// Widens a range that is too narrow to divide. Returns `(0, 1)` for an empty range.
+/// Widens a range that is too narrow to divide into intervals. Returns `(0, 1)` if `low` is above `high`.
 fn widened(low: f64, high: f64) -> (f64, f64) {
     if low > high {
         return (0.0, 1.0);

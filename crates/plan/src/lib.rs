@@ -1,7 +1,7 @@
 //! The mesh of ranks, and the placement of every tensor on it.
 //!
-//! This is the only description of how tensors are split. Parallelism, checkpoints and planning use it. The crate is pure data: no IO,
-//! threads or clock.
+//! Parallelism, checkpoints and planning all derive from this description how tensors are split. The crate is pure data: no IO, threads or
+//! clock.
 
 mod mesh;
 mod placement;

@@ -37,7 +37,7 @@ pub struct Mesh {
     axes: Vec<(Axis, usize)>,
 }
 
-/// The error of axes that do not form a mesh.
+/// The error returned when axes do not form a mesh.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum MeshError {
@@ -97,8 +97,8 @@ impl Mesh {
         coordinates
     }
 
-    /// Returns the number of the group of `rank` if ranks are grouped along `axes`. Ranks of one group differ only in their positions along
-    /// these axes.
+    /// Returns the number of the group that contains `rank` if ranks are grouped along `axes`. The ranks of a group have equal positions
+    /// along all other axes.
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
@@ -109,11 +109,11 @@ impl Mesh {
     }
 }
 
-/// Maximum number of printed rows. The others are omitted.
+/// Maximum number of rows that are printed. The other rows are omitted.
 const ROWS_MAX: usize = 32;
 
-/// A table of the ranks: a column for each position on the last axis, a row for each combination of positions on the others. Axes with one
-/// rank are omitted.
+/// Formats the mesh as a table of ranks: a column for each position on the last axis, and a row for each combination of positions on the
+/// other axes. Axes with one rank are omitted.
 impl fmt::Display for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let several: Vec<(Axis, usize)> =

@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use trireme_base::{AxisRank, AxisSplit, DType, Rank, Segment};
 
-/// How a tensor is placed along one mesh axis. The axes apply in the order of the mesh, each to the part that the earlier ones leave to a
-/// rank. [`Ragged`](Placement::Ragged) applies last.
+/// The placement of a tensor along one mesh axis. The placements apply in the order of the mesh axes: each splits the part that the earlier
+/// ones leave to a rank. [`Ragged`](Placement::Ragged) applies last.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Placement {
     /// Every rank of the axis holds the same values.
@@ -15,13 +15,14 @@ pub enum Placement {
         /// Index of the dim that is sharded.
         dim: usize,
     },
-    /// Each rank holds a part of every group of a dim, in full granules (tensor parallelism).
+    /// Each rank holds a part of a dim as [`AxisSplit`] describes (tensor parallelism).
     Cut(AxisSplit),
     /// Each rank holds a range of the elements in row-major order. Rank `i` of the axis holds the elements from `bounds[i]` to
     /// `bounds[i + 1]`.
     ///
-    /// The elements are the rank's part after all other axes, including padding. So shards of a flat buffer of several tensors may
-    /// begin and end anywhere within a tensor. If there are fewer ranges than ranks, each range is held by equally many neighbouring ranks.
+    /// The ranges are ranges of the part that the placements along all other axes leave to the rank, including padding. Shards of a flat
+    /// buffer of several tensors may therefore begin and end anywhere within a tensor. If there are fewer ranges than ranks, each range is
+    /// held by equally many neighbouring ranks.
     Ragged {
         /// Start of each range, followed by the end of the last one. Ascending, from 0 to the number of elements.
         bounds: Vec<usize>,
@@ -48,7 +49,7 @@ pub struct TensorPlacement {
     pub name: String,
     /// Shape of the full tensor.
     pub shape: Vec<usize>,
-    /// DType of the elements.
+    /// Dtype of the elements.
     pub dtype: DType,
     /// The placement for each axis of the mesh, in the order of the axes.
     pub placements: Vec<Placement>,
@@ -74,8 +75,8 @@ impl Extent {
         self.shape.iter().product()
     }
 
-    /// Splits the elements `range` of this box, in row-major order, into boxes. Returns as few boxes as possible, in order: at most two for
-    /// each dim, less one.
+    /// Returns the boxes that cover the elements `range` of this box, which are counted in row-major order. Returns as few boxes as
+    /// possible, in order: at most `2 d - 1` for `d` dims.
     ///
     /// # Panics
     /// If `range` exceeds the number of elements.
@@ -125,18 +126,18 @@ impl Extent {
 pub struct LocalShape {
     /// Shape of the part, including padding.
     shape: Vec<usize>,
-    /// For each dim, the segments of the full tensor that the part holds. The rest of the dim is padding.
+    /// For each dim, the segments of the full tensor's dim that the part holds. The rest of the part is padding.
     segments: Vec<Vec<Segment>>,
 }
 
 impl LocalShape {
-    /// Returns a part that holds a full tensor of this shape.
+    /// Returns the part that consists of a full tensor of this shape.
     pub fn whole(shape: &[usize]) -> Self {
         let segment = |&len: &usize| vec![Segment { start: 0, offset: 0, len }];
         LocalShape { shape: shape.to_vec(), segments: shape.iter().map(segment).collect() }
     }
 
-    /// Splits this part once more: returns the portion that the rank at `offset` holds if an axis splits dim `cut.dim` by `cut`.
+    /// Splits dim `cut.dim` of this part again, and returns the portion that the rank at `place` holds.
     ///
     /// # Panics
     /// If `place.degree` ranks cannot split the dim, or the dim does not exist.
@@ -168,8 +169,8 @@ impl LocalShape {
         self.shape.iter().product()
     }
 
-    /// Returns the boxes of the full tensor whose elements are the range `held` of the part, counted in row-major order. Padding belongs to
-    /// no box.
+    /// Returns the boxes of the full tensor that make up the elements `held` of the part, which are counted in row-major order. Padding
+    /// belongs to no box.
     pub fn boxes(&self, held: Range<usize>) -> Vec<LocalBox> {
         let mut boxes = Vec::new();
         let mut first = 0;
@@ -182,8 +183,8 @@ impl LocalShape {
         boxes
     }
 
-    /// Adds the boxes within `piece`, a box of the part. `found` is the box within the full tensor and the box within the part, for the
-    /// dims that are resolved so far.
+    /// Adds the boxes within `piece`, which is a box of the part and begins at element `first` of the rank's elements. `found` holds the
+    /// dims that are resolved so far, of a box of the full tensor and of the same box within the part.
     fn add_boxes(&self, piece: &Extent, first: usize, found: (Extent, Extent), boxes: &mut Vec<LocalBox>) {
         let dim = found.0.start.len();
         if dim == self.shape.len() {
@@ -209,9 +210,9 @@ impl LocalShape {
 pub struct LocalBox {
     /// The box within the full tensor.
     pub extent: Extent,
-    /// The box of the part that contains this one and whose elements are contiguous in the rank's memory.
+    /// A box within the part that contains this box. Its elements are contiguous in the rank's memory.
     piece: Extent,
-    /// The same box within the part.
+    /// This box, in indices of the part.
     within: Extent,
     /// The index of the first element of `piece` among the elements that the rank holds.
     first: usize,
@@ -226,7 +227,7 @@ impl LocalBox {
     }
 }
 
-/// The error of a placement that does not fit its tensor or mesh.
+/// The error returned when a placement does not fit its tensor or mesh.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
 pub enum PlacementError {
@@ -324,8 +325,8 @@ impl TensorPlacement {
         Ok((part, held))
     }
 
-    /// Returns whether no lower rank holds the elements that `rank` [holds](TensorPlacement::held). A sum over all ranks that counts only
-    /// the elements of first holders counts each element once.
+    /// Returns whether no lower rank holds the elements that `rank` [holds](TensorPlacement::held). If each rank counts only the elements
+    /// of which it is the first holder, all ranks together count each element once.
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
@@ -535,7 +536,7 @@ mod tests {
             held.sort_unstable();
             let places: Vec<usize> = held.iter().map(|(place, _)| *place).collect();
             assert_eq!(places, (0..[8, 10][rank / 2]).collect::<Vec<_>>());
-            // Rows of the part are the rank's columns of each group.
+            // Each row of the part consists of the rank's columns of every group.
             for (place, position) in held {
                 let (row, col) = ((place + 8 * (rank / 2)) / 6, (place + 8 * (rank / 2)) % 6);
                 assert_eq!(position, row * 12 + col / 2 * 4 + rank % 2 * 2 + col % 2);

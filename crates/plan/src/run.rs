@@ -2,8 +2,8 @@
 
 use crate::placement::Extent;
 
-/// Returns the index of the element at `point` among the elements of `frame`, in row-major order. `point` and `frame` have indices of the
-/// same tensor.
+/// Returns the index of the element at `point` among the elements of `frame`, in row-major order. Both `point` and `frame` are given in
+/// indices of the same tensor.
 pub fn position_in(frame: &Extent, point: &[usize]) -> usize {
     (0..point.len()).fold(0, |position, dim| position * frame.shape[dim] + point[dim] - frame.start[dim])
 }

@@ -1,4 +1,5 @@
-//! Predicts memory and time of a step program before it runs, and finds choices with which it fits.
+//! Predicts the memory and time of a step program before it runs, and chooses recomputation and offloading so that the program fits into
+//! memory.
 //!
 //! The executor determines in a dry run how many bytes are in use at each line of a program. The caller passes the result as data
 //! ([`DryRun`]). [`MemorySearch`] finds the least recomputation that fits, and the state to offload. [`simulate`] computes when each action

@@ -12,25 +12,25 @@ use trireme_schedule::{Action, Keep, Program, StateClass, StateLayout, Tier};
 pub struct MemoryChoices {
     /// The activations that the forward pass of each unit keeps, in the model's order.
     pub keeps: Vec<Keep>,
-    /// Which state ranks shard, and where it is stored between its uses.
+    /// The layout: which state ranks shard, and where it is stored between its uses.
     pub state: StateLayout,
 }
 
 /// The choices that [`MemorySearch::choose`] may change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OpenChoices {
-    /// Whether units may keep fewer activations than the given choices say.
+    /// Whether the search may choose which activations units keep.
     pub keeps: bool,
     /// The classes of state that may be offloaded.
     pub classes: Vec<StateClass>,
 }
 
-/// Search for [`MemoryChoices`] with which the workers of each pipeline rank stay within their memory bounds. `E` is the error of a dry
-/// run.
+/// A search for [`MemoryChoices`] with which the workers of every pipeline rank stay within their memory bounds. `E` is the error type of a
+/// dry run.
 ///
-/// A *place* is an index along the pipeline axis, from 0.
+/// A *place* is the index of a pipeline rank, from 0.
 pub struct MemorySearch<'a, E> {
-    /// Returns the state sizes of a worker at a place.
+    /// Returns the state sizes of a worker of a pipeline rank.
     pub sizes: &'a dyn Fn(usize) -> Result<StateSizes, E>,
     /// Memory and cost of the passes of each unit, in the model's order.
     pub passes: &'a [UnitPasses],
@@ -40,18 +40,18 @@ pub struct MemorySearch<'a, E> {
     pub bounds: MemoryBounds,
     /// Number of pipeline ranks.
     pub num_places: usize,
-    /// Generates the program of a place from choices.
+    /// Generates the program of a pipeline rank from choices.
     pub program: &'a dyn Fn(usize, &MemoryChoices) -> Program,
-    /// Runs the program of a place dry, with choices.
+    /// Does a dry run of a pipeline rank's program with choices.
     pub run: &'a dyn Fn(usize, &MemoryChoices) -> Result<DryRun, E>,
 }
 
 impl<E> MemorySearch<'_, E> {
-    /// Returns choices that fit, and a line for users on each choice that was made. If no choices fit, returns those that need the least
-    /// memory. Choices that are not `open` stay as `given`.
+    /// Returns choices that fit, and a line of text for users about each choice that the search made. If no choices fit, returns the
+    /// choices that need the least memory. Choices that are not `open` stay as `given`.
     ///
-    /// Recomputation is tried first, because it needs no other memory. If even full recomputation does not suffice, state is offloaded, and
-    /// recomputation is then reduced to the amount that is still needed.
+    /// Recomputation is tried first, because it needs no host memory or disk. If even full recomputation does not suffice, state is
+    /// offloaded, and recomputation is then reduced to the amount that is still needed.
     ///
     /// # Errors
     /// The error of a dry run.
@@ -74,10 +74,10 @@ impl<E> MemorySearch<'_, E> {
         Ok((choices, reasons))
     }
 
-    /// Chooses the recomputation of every place, and returns whether all places fit.
+    /// Chooses the recomputation on every pipeline rank, and returns whether all pipeline ranks fit.
     fn choose_keeps(&self, choices: &mut MemoryChoices, reasons: &mut Vec<String>) -> Result<bool, E> {
         let (mut operations, mut total, mut fits) = (0_u64, 0, true);
-        // Each unit is at one place, so the choice for it uses no memory at other places.
+        // Each unit is on one pipeline rank, so its choice uses no memory on the others.
         for place in 0..self.num_places {
             let run = |keeps: &[Keep]| {
                 (self.run)(place, &MemoryChoices { keeps: keeps.to_vec(), state: choices.state })
@@ -106,7 +106,8 @@ impl<E> MemorySearch<'_, E> {
         Ok(fits)
     }
 
-    /// Chooses tiers for the open classes. The choice has the least traffic at the place that needs the most memory, and all places fit.
+    /// Chooses tiers for the open classes with which all pipeline ranks fit, with the least traffic on the pipeline rank that needs the
+    /// most memory.
     fn choose_places(
         &self,
         choices: &mut MemoryChoices,

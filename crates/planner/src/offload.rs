@@ -31,20 +31,21 @@ impl MemoryBounds {
         self.excess(prediction) == 0
     }
 
-    /// Like `excess`, but only for the bounds that less memory on the device can satisfy.
+    /// Like [`excess`](MemoryBounds::excess), without the bound on host memory, because moving state off the device cannot satisfy it.
     fn device_excess(&self, prediction: &MemoryUse) -> usize {
         let machine = prediction.on_machine().saturating_sub(self.machine);
         machine.max(prediction.total().saturating_sub(self.device))
     }
 
-    /// Returns the bytes of device memory that a step may use, assuming that all its other memory is as predicted.
+    /// Returns the bytes of device memory that a step may use if all its other memory is as predicted.
     pub(crate) fn device_total(&self, prediction: &MemoryUse) -> usize {
         let beside = prediction.on_machine() as isize - prediction.total() as isize;
         self.device.min(self.machine.saturating_add_signed(-beside))
     }
 }
 
-/// Bytes that a step moves to and from host memory or disk. The other end is the device, or the host if the host runs the updates.
+/// Bytes that a step moves to and from host memory or disk. The other end of a transfer is the device, or host memory if the host runs the
+/// updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Traffic {
     pub(crate) host: u64,
@@ -65,15 +66,15 @@ pub(crate) struct Placing {
     pub(crate) prediction: MemoryUse,
 }
 
-/// Returns the tiers of the classes in `open` with which a step stays within `bounds` and moves the fewest bytes. `program` generates the
-/// program of a layout, and `run` returns its memory use. The other classes stay as in `given`. If no layout fits, returns the one that
-/// exceeds the bounds least.
+/// Returns the layout with the least traffic with which a step stays within `bounds`. A byte to or from disk counts as [`DISK_COST`] bytes.
+/// The search changes only the tiers of the classes in `open`; the other classes stay as in `given`. `program` generates the program of a
+/// layout, and `run` returns its memory use. If no layout fits, returns the one that exceeds the bounds least.
 ///
-/// Idle times of state follow from the program. Activations of the first blocks are kept first and used last, so they are idle longest.
-/// Therefore the activations of as many blocks as needed are offloaded, starting with the first (Huang et al., "SwapAdvisor", 2020, swaps
-/// by the same lifetimes, found by search). Parameters, gradients and optimizer state are idle during all passes of other units, and each
-/// class is offloaded as one. Combinations of tiers are tried in ascending order of their minimum traffic. The search ends when the
-/// remaining ones move no less than the best one that fits.
+/// The program determines how long state is idle. Activations of the first blocks are kept first and used last, so they are idle longest.
+/// Therefore the activations of as many blocks as needed are offloaded, starting with the first. (SwapAdvisor, Huang et al., 2020, also
+/// swaps by idle times, by a plan that is found by search.) Parameters, gradients and optimizer state are idle during all passes of other
+/// units, and the units of a class are offloaded together. Combinations of tiers are tried in ascending order of their minimum traffic. The
+/// search ends when no remaining combination has less traffic than the best one that fits.
 ///
 /// Cost: at most 81 runs, times the logarithm of the number of blocks.
 ///
@@ -150,13 +151,14 @@ impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E
         self.open.contains(&StateClass::Activations) && state.is_away(StateClass::Activations)
     }
 
-    /// Returns the lowest cost of this layout, over all numbers of blocks whose activations may be offloaded.
+    /// Returns the lowest traffic cost of this layout over all numbers of blocks whose activations may be offloaded.
     fn cost_min(&self, state: StateLayout) -> u64 {
         let num_moved = if self.has_open_blocks(state) { 1 } else { state.num_moved };
         self.traffic(StateLayout { num_moved, ..state }).cost()
     }
 
-    /// Returns this layout with the activations of the fewest blocks offloaded that make it fit. If none does, offloads all.
+    /// Returns this layout with the activations of as few blocks offloaded as the device and the machine need to fit. If they never fit,
+    /// the activations of all blocks are offloaded.
     fn with_fewest_blocks(&self, state: StateLayout) -> Result<Placing, E> {
         let all = self.placing(state)?;
         let fits = |placing: &Placing| self.bounds.device_excess(&placing.prediction) == 0;

@@ -10,7 +10,7 @@ use crate::usage::DryRun;
 use trireme_base::{MemoryUse, UnitPasses};
 use trireme_schedule::{Action, Keep};
 
-/// Bytes during the passes of a unit.
+/// Bytes at two times: during the forward pass of a unit, and during its recomputation and backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct PassBytes {
     pub(crate) forward: usize,
@@ -26,15 +26,16 @@ pub(crate) struct Choice {
     pub(crate) operations: u64,
 }
 
-/// Maximum number of choices that are run, when they need more memory than estimated.
+/// Maximum number of choices that are run dry. Another choice is tried only if the previous one needs more memory than estimated.
 const NUM_ATTEMPTS: usize = 8;
 
-/// Returns the least recomputation with which a step stays within `bounds`, and its memory use. `run` runs the program of a choice dry; its
-/// microbatches run one after another. `batch` are the tensors of a microbatch. If no choice that was tried fits, returns the one that
-/// needs the least memory.
+/// Returns the choice with the least recomputation with which a step stays within `bounds`, and the memory use of the step. `run` does a
+/// dry run of the program with a choice; in this program, microbatches run one after another. `batch` lists the tensors of a microbatch. If
+/// no choice that was tried fits, returns the choice that needs the least memory.
 ///
-/// All memory except activations is measured with every unit that [keeps](UnitPasses::keeps) activations keeping only its input. Another
-/// choice may need more, for example if parameters are gathered earlier. The next attempt then has less room for activations.
+/// The memory for everything except activations is measured in a run in which every unit that [keeps](UnitPasses::keeps) activations keeps
+/// only its input. Another choice may need more of this memory, for example if parameters are gathered earlier. The next attempt then
+/// leaves less room for activations.
 ///
 /// # Errors
 /// Errors of `run`.
@@ -59,7 +60,7 @@ pub(crate) fn fit_keeps<E>(
         let room: Vec<PassBytes> = others.iter().map(room).collect();
         let Some(choice) = choose_keeps(passes, &room) else { break };
         if let Some((_, excess)) = last.as_ref().filter(|(keeps, _)| *keeps == choice.keeps) {
-            // The room was underestimated.
+            // The search chose the same again, so this choice needs even more memory than the reduced room accounts for.
             room_total = room_total.saturating_sub(*excess);
             continue;
         }
@@ -76,7 +77,7 @@ pub(crate) fn fit_keeps<E>(
     Ok(smallest)
 }
 
-/// Returns the choice with which every unit that keeps activations keeps only its input.
+/// Returns the choice in which every unit that keeps activations keeps only its input.
 fn inputs_only(passes: &[UnitPasses]) -> Choice {
     let keep = |passes: &UnitPasses| if passes.keeps() { Keep::Input } else { Keep::All };
     let operations =
@@ -84,7 +85,7 @@ fn inputs_only(passes: &[UnitPasses]) -> Choice {
     Choice { keeps: passes.iter().map(keep).collect(), operations: operations.fold(0, u64::saturating_add) }
 }
 
-/// Returns the peak of all memory except activations during the passes of each unit.
+/// Returns, for each unit, the peak of all memory except kept activations during its passes. The tensors of microbatches are included.
 fn others(num_units: usize, batch: &[BatchMemory], run: &DryRun) -> Vec<PassBytes> {
     let mut others = vec![PassBytes::default(); num_units];
     for (&action, peaks) in run.program.actions.iter().zip(&run.lines) {
@@ -129,7 +130,7 @@ pub(crate) fn choose_keeps(passes: &[UnitPasses], room: &[PassBytes]) -> Option<
     search.best()
 }
 
-/// A choice for a prefix of the units. Its last segment is recomputed as one.
+/// A choice for a prefix of the units. The last segment of the prefix is a run of units that are recomputed together.
 #[derive(Debug, Clone, Copy, Default)]
 struct Node {
     kept: usize,
@@ -148,7 +149,7 @@ struct Search<'a> {
     /// Bytes available to activations, for each unit.
     room: &'a [PassBytes],
     nodes: Vec<Node>,
-    /// Indices of the nodes for each length of a prefix.
+    /// Indices of the nodes, by the length of their prefix.
     fronts: Vec<Vec<usize>>,
 }
 
@@ -166,7 +167,7 @@ impl Search<'_> {
         });
     }
 
-    /// Adds all segments that start at `unit` and fit above the node `below`.
+    /// Adds the nodes that extend the node `below` by a segment which starts at `unit` and fits.
     fn extend(&mut self, unit: usize, below: usize) {
         let (passes, room) = (self.passes[unit], self.room[unit]);
         let kept_below = self.nodes[below].kept;
@@ -186,12 +187,12 @@ impl Search<'_> {
         }
     }
 
-    /// Adds the segments that start at `first` and fit, of every length. The first unit keeps its input; the others keep nothing.
+    /// Adds a node for each segment that starts at `first`, keeps only the input of its first unit, and fits.
     fn extend_by_segments(&mut self, first: usize, below: usize) {
         let kept = self.passes[first].input;
         let during = self.nodes[below].kept;
         let (mut operations, mut records) = (0_u64, 0);
-        // Peak of recomputing the segment, without the gradient that is in memory meanwhile.
+        // Peak of recomputing the segment, without the output gradient that is in memory at the same time.
         let mut made_again = 0;
         for unit in first..self.passes.len() {
             let (passes, room) = (self.passes[unit], self.room[unit]);
@@ -220,7 +221,7 @@ impl Search<'_> {
         self.passes.get(unit + 1).map_or(0, |above| above.input_grad)
     }
 
-    /// Adds a node whose last segment starts at `first`. `kept` and `operations` of `node` count this segment alone.
+    /// Adds a node whose last segment starts at `first`. The fields `kept` and `operations` of the argument count this segment alone.
     fn push(&mut self, first: usize, node: Node) {
         let Node { kept, operations, .. } = self.nodes[node.below];
         self.fronts[first + node.len].push(self.nodes.len());

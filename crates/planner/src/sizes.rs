@@ -1,4 +1,4 @@
-//! Sizes of the state and of the passes of units on one rank.
+//! Sizes of a rank's units: of their state and of their passes.
 
 use trireme_base::UnitPasses;
 use trireme_schedule::{StateClass, StateKey};
@@ -6,7 +6,8 @@ use trireme_schedule::{StateClass, StateKey};
 /// Sizes of a unit on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct UnitSizes {
-    /// Bytes of the optimizer state, the parameters and the gradient of the unit, indexed by [`StateClass`]. Each is moved as one.
+    /// Bytes of the optimizer state, the parameters and the gradient of the unit, indexed by [`StateClass`]. Each class is moved in one
+    /// transfer.
     pub state: [usize; 3],
     /// Number of parameter elements that the rank updates.
     pub shard_len: usize,
@@ -26,7 +27,7 @@ pub struct StateSizes {
 }
 
 impl StateSizes {
-    /// Returns the bytes of `state`. For activations, returns the maximum that a forward pass keeps.
+    /// Returns the bytes of a piece of state. For activations, returns the maximum that a forward pass may keep.
     pub(crate) fn of(&self, state: StateKey) -> usize {
         let unit = &self.units[state.unit];
         match state.class {

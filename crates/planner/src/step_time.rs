@@ -20,15 +20,16 @@ pub trait Rates {
 pub struct StepTime {
     /// Seconds from the end of a step to the end of the next one.
     pub seconds: f64,
-    /// Seconds in which each pipeline rank computes.
+    /// Seconds of a step during which each pipeline rank computes.
     pub computing: Vec<f64>,
 }
 
-/// Number of simulated steps. Operations issued in one step may end in the next, and in the first step none is in flight.
+/// Number of simulated steps, of which the last one is measured. Operations issued in one step may end in the next, so the first step is
+/// not typical: no operation is in flight when it begins.
 const NUM_STEPS: usize = 3;
 
-/// Simulates a few steps of a job on one host. `ranks` has the entries of one rank for each place of the pipeline. This rank stands for
-/// `data_degree` ranks with consecutive numbers, which all do the same.
+/// Returns the time of a step of a job on one host, by simulating a few steps. `ranks` holds the entries of one rank for each pipeline
+/// rank. Each of these stands for `data_degree` ranks with consecutive numbers, which all do the same work.
 ///
 /// Cost: for each entry of the three simulated steps, `2 * ranks.len() * data_degree` calls of `rates`, one for each load.
 ///
@@ -165,8 +166,8 @@ mod tests {
     use super::*;
     use trireme_base::Cost;
 
-    /// A machine on which a kernel takes one second per operation, twice that if more than two workers compute, and anything issued takes
-    /// 4.
+    /// A machine on which a kernel takes one second per operation, or two if more than two workers compute. An asynchronous operation takes
+    /// 4 seconds.
     struct Machine;
 
     impl Rates for Machine {
@@ -203,7 +204,7 @@ mod tests {
         assert_eq!(seconds(&[vec![hidden]], 1, 2), 11.0);
         let awaited = vec![kernel(9), collective(7, &members), JournalEntry::Await(7)];
         assert_eq!(seconds(&[vec![awaited]], 1, 2), 13.0);
-        // Awaited in the next step: number 6 is the previous step's counterpart of 7.
+        // The collective is awaited in the next step: number 6 is its counterpart in the previous step.
         let next = vec![kernel(9), JournalEntry::Await(6), kernel(1), collective(7, &members)];
         assert_eq!(seconds(&[vec![next]], 1, 2), 12.0);
     }

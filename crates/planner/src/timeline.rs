@@ -1,4 +1,4 @@
-//! Simulates the step programs of a pipeline in time.
+//! Simulates when the actions of a pipeline's step programs run.
 
 use std::collections::BTreeMap;
 use trireme_schedule::engine::{Actor, Entry, Interval, Job, Length, run};
@@ -24,8 +24,8 @@ pub struct StepTimeline {
 /// Actions that compute on the device run in the program's order. The other streams run concurrently: an action starts when the program
 /// reaches it and the previous action of its stream has ended. Sends of a rank follow each other, and do not occupy the receiver. A pass
 /// waits for the activation or gradient that it reads, for its parameters and for fetched state. The first `STEP` waits until all ranks
-/// have reached theirs and all streams have ended, because the gradient norm needs all gradients. In asynchronous programs, a `STEP` waits
-/// only for the streams of its rank.
+/// have reached their first `STEP` and all streams are idle, because the gradient norm needs all gradients. In asynchronous programs, a
+/// `STEP` waits only for the streams of its rank.
 ///
 /// Cost: O(n log n) for n actions. Sums of ticks are exact up to 2^53.
 ///
@@ -40,7 +40,7 @@ pub fn simulate(
     let ranks: Vec<RankEntries> = (programs.iter().enumerate())
         .map(|(rank, program)| RankEntries::new(rank, program, &|action| ticks(rank, action), &mut channels))
         .collect();
-    // Each rank is on a host of its own, so ranks do not slow each other.
+    // Each rank is on its own host, so ranks do not slow each other down.
     let actors: Vec<Actor<'_>> = (ranks.iter().enumerate())
         .map(|(host, rank)| Actor { entries: &rank.entries, host, load: 1 })
         .collect();
@@ -54,7 +54,7 @@ pub fn simulate(
     Ok(StepTimeline { ranks, makespan })
 }
 
-/// Channel numbers. The first are for each rank and stream, the next is where all ranks meet, and the rest are for messages.
+/// Assigns channel numbers: one to each stream of each rank, then one to the synchronization of all ranks, then one to each message.
 struct Channels {
     messages: BTreeMap<Message, usize>,
     num_ranks: usize,
@@ -82,7 +82,7 @@ struct RankEntries {
     entries: Vec<Entry>,
     /// Index of each action's entry.
     actions: Vec<usize>,
-    /// Job numbers of the last gather of each unit, of the last fetch of each state, and of each received message.
+    /// Job numbers of the most recent gather of each unit, of the most recent fetch of each state, and of each received message.
     gathered: BTreeMap<usize, usize>,
     fetched: BTreeMap<StateKey, usize>,
     received: BTreeMap<Message, usize>,
@@ -144,7 +144,7 @@ impl RankEntries {
         self.num_issued - 1
     }
 
-    /// Waits for the parameters, the state and the messages that an action reads.
+    /// Adds waits for the parameters, the state and the messages that an action reads.
     fn await_needs(&mut self, program: &Program, action: Action) {
         let header = &program.header;
         let gathered = header.reads(action).filter_map(|unit| self.gathered.get(&unit));
@@ -157,12 +157,12 @@ impl RankEntries {
         self.entries.extend(awaited.into_iter().map(Entry::Await));
     }
 
-    /// Waits until all streams of this rank have ended.
+    /// Adds waits for the most recent job of each stream of this rank.
     fn await_all(&mut self) {
         self.entries.extend(self.last.into_iter().flatten().map(Entry::Await));
     }
 
-    /// Waits until all streams of all ranks have ended.
+    /// Adds a wait until all ranks have reached this point and their streams are idle.
     fn meet(&mut self, channels: &Channels) {
         self.await_all();
         let channel = channels.meeting();

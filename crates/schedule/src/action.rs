@@ -24,7 +24,7 @@ named! {
         Products = "products",
         /// Only the unit's input.
         Input = "input",
-        /// Nothing. The unit below is recomputed first and produces the input again.
+        /// Nothing. The unit below is recomputed first and produces this unit's input again.
         Nothing = "nothing",
     }
 }
@@ -74,7 +74,7 @@ impl StateClass {
     }
 }
 
-/// A piece of state that is fetched or evicted at once: one class of state of one unit, and for activations of one microbatch.
+/// The smallest piece of state that is fetched or evicted: the state of one class and one unit. Activations also belong to one microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct StateKey {
@@ -155,7 +155,7 @@ impl Action {
         }
     }
 
-    /// Whether the action is valid only in programs that train.
+    /// Returns whether the action is valid only in programs that train.
     pub(crate) fn trains(self) -> bool {
         match self {
             Action::Send(message) | Action::Receive(message) => message.kind != MessageKind::Activation,
@@ -164,7 +164,7 @@ impl Action {
         }
     }
 
-    /// Returns the classes of state that the action uses. State that was evicted must be fetched before.
+    /// Returns the classes of state that the action uses. Evicted state must be fetched before the action.
     pub fn uses(self) -> &'static [StateClass] {
         match self {
             Action::Unshard { .. } => &[StateClass::Parameters],
@@ -214,7 +214,7 @@ impl Action {
     }
 
     /// Returns the message that a pass waits for if the neighbouring unit is on another rank: the unit below for forward, the unit above
-    /// for backward and its input half. The last unit has no unit above, and the message returned for its backward does not exist.
+    /// for backward and its input half. For backward of the last unit, which has no unit above, returns a message that no rank sends.
     pub fn awaited_message(self) -> Option<Message> {
         match self {
             Action::Forward { unit, microbatch, .. } => {

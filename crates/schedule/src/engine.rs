@@ -1,8 +1,9 @@
-//! The discrete-event engine: ranks that compute, and jobs that run concurrently with them, in simulated time.
+//! A discrete-event simulation of ranks that compute, and of jobs that run concurrently with them.
 //!
-//! A rank executes its [entries](Entry) in order: it computes, starts jobs on streams and waits for jobs. Several ranks may have to start a
-//! job, as with a collective. The jobs of a stream run one after another. A job may arrive later than it leaves its streams, as a message
-//! does. A host may be slower under load: a [`Length`] has a time for each load.
+//! A rank executes its [entries](Entry) in order: it computes, starts jobs on streams and waits for jobs. A job such as a collective begins
+//! when several ranks have started it. The jobs of a stream run one after another. A job may free its streams before it arrives at the
+//! ranks that wait for it ([`Job::lag`]), as with the latency of a message. A host may be slower under load: a [`Length`] has a time for
+//! each load.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -10,7 +11,7 @@ use std::collections::{BinaryHeap, VecDeque};
 /// A duration, in any unit of time.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Length {
-    /// The same under any load of the host.
+    /// The same time under any load of the host.
     Fixed(f64),
     /// One time for each load from 1 on. For higher loads, the last time grows in proportion to the load.
     ByLoad(Vec<f64>),
@@ -54,11 +55,11 @@ pub struct Job {
 pub enum Entry {
     /// Computes.
     Compute(Length),
-    /// Starts a job, under a number of the rank's own, from 0.
+    /// Starts a job. The number identifies the job within this rank. Numbers count from 0.
     Start(usize, Box<Job>),
-    /// Joins a job that other ranks start, such as a message to receive: the rank's own number for the job, and the channel.
+    /// Joins a job that other ranks start, such as a message to receive. Holds this rank's number for the job, and the channel of the job.
     Expect(usize, usize),
-    /// Waits until the job of this number has arrived, which is its lag after its end.
+    /// Waits until the job with this number has arrived. A job arrives [`Job::lag`] after its end.
     Await(usize),
 }
 
@@ -72,7 +73,7 @@ pub struct Actor<'a> {
     pub load: usize,
 }
 
-/// The start and the end of an entry.
+/// The simulated start and end of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct Interval {
@@ -90,7 +91,7 @@ pub struct Stuck {
 }
 
 /// Simulates all ranks and returns the interval of each entry of each rank. The interval of a started job is the time in which the job
-/// runs. The interval of an expected job begins when the rank joins it and ends when the job ends, without its lag.
+/// runs. The interval of an expected job begins when the rank joins the job, and ends when the job ends. It does not include the lag.
 ///
 /// Cost: O(log n) for each entry. If durations depend on loads, each change of a host's load costs O(n), where n computations and jobs are
 /// running.
@@ -149,13 +150,13 @@ struct RankState {
     has_begun_entry: bool,
     /// Jobs by the rank's own numbers.
     jobs: Vec<Option<usize>>,
-    /// The entries that issued jobs, with the jobs.
+    /// Pairs of an entry and the job that it started or joined.
     issued_at: Vec<(usize, usize)>,
 }
 
 #[derive(Default)]
 struct JobState<'a> {
-    /// The job as given by the last rank that has started it, and that rank's host.
+    /// The job as described by the last rank that has started it, and the host of that rank.
     job: Option<(&'a Job, usize)>,
     num_started: usize,
     has_begun: bool,
@@ -183,8 +184,9 @@ struct Engine<'a> {
     running: Vec<Option<RunningActivity<'a>>>,
     free_slots: Vec<usize>,
     loads: Vec<usize>,
-    /// The ends of running computations and jobs. Times are stored as bits, which sort like times; of equal ends, the one pushed first is
-    /// first. An end that changes leaves a stale entry.
+    /// The ends of running computations and jobs: the bits of the time, a sequence number and the slot. Times are not negative, so their
+    /// bits sort like the times. The sequence number puts equal times in the order in which they were pushed. An end that changes leaves a
+    /// stale element.
     ends: BinaryHeap<Reverse<(u64, usize, usize)>>,
     has_loads: bool,
     num_ends: usize,
@@ -302,7 +304,7 @@ impl<'a> Engine<'a> {
         self.ends.push(Reverse((time.to_bits(), self.num_ends, slot)));
     }
 
-    /// Changes the load of a host, and moves the ends of computations and jobs on it whose durations depend on the load.
+    /// Changes the load of a host, and updates the ends of the computations and jobs on it whose durations depend on the load.
     fn change_load(&mut self, host: usize, change: impl Fn(usize) -> usize) {
         let (before, after) = (self.loads[host], change(self.loads[host]));
         self.loads[host] = after;
@@ -421,7 +423,7 @@ mod tests {
     #[test]
     fn what_shares_a_host_is_slower_while_it_does() {
         let shared = |time| Entry::Compute(Length::ByLoad(vec![time, 2.0 * time]));
-        // Both run at half speed until the shorter one ends; 6 of the longer one's 8 are left then.
+        // Both computations run at half speed until the shorter one ends at 4. At that time, 6 of the longer one's 8 are left.
         let found = spans(&[vec![shared(2.0)], vec![shared(8.0)], vec![]]);
         assert_eq!(found, [vec![(0.0, 4.0)], vec![(0.0, 10.0)], vec![]]);
         assert_eq!(Length::ByLoad(vec![1.0, 3.0]).at(4), 6.0);

@@ -1,10 +1,5 @@
 //! State layouts: where each class of a rank's state resides between its uses, and how early it is fetched. Lowering passes read a
-//! [`StateLayout`]; executor, validator and planner read the layout in the program's outline.
-//!
-//! A layout holds for all units. Only activations differ, of which the first units' may be offloaded ([`StateLayout::num_moved`]). A new
-//! layout that shards and moves what others do is a `StateLayout` and no other code: config keys select it (`Parallelism::state_layout`),
-//! and `parallel/tests/parallel/sharding.rs` compares its bits. State that moves at another time needs a rule in `lowering/shard.rs` or
-//! `lowering/offload.rs`.
+//! [`StateLayout`]. Executor, validator and planner read the layout in the header of the program.
 
 use crate::action::StateClass;
 use crate::parse::ParseError;
@@ -21,7 +16,7 @@ named! {
         Full = "whole",
         /// The rank's shard.
         Shard = "shard",
-        /// Nothing: there is no state of the class.
+        /// No state of the class exists.
         Absent = "none",
     }
 }
@@ -56,18 +51,19 @@ pub struct StateLayout {
     pub parameters: ClassLayout,
     /// Accumulated gradients. Full gradients are reduced once per step, sharded gradients after each microbatch.
     pub gradients: ClassLayout,
-    /// Optimizer state, and the weights that the rank updates unless these are sharded parameters
-    /// ([`class_of_weights`](StateLayout::class_of_weights)). If it resides off the device, the host runs the updates.
+    /// Optimizer state. Includes the weights that the rank updates, unless these are the sharded parameters
+    /// ([`class_of_weights`](StateLayout::class_of_weights)). If optimizer state resides off the device, the host runs the updates.
     pub optimizer: ClassLayout,
     /// Activations that forward passes keep for backward; never sharded.
     pub activations: ClassLayout,
-    /// Number of passes ahead of its own at which the gather of a unit's parameters begins. 0 gathers on demand and holds the fewest
-    /// parameters.
+    /// Number of passes by which the gather of a unit's parameters begins before the pass that reads them. With 0, parameters are gathered
+    /// on demand, and the fewest parameters are held.
     pub gather_ahead: usize,
     /// Whether parameters gathered for forward stay until backward has read them. Saves a gather, but all parameters are held at the same
     /// time.
     pub keep_gathered: bool,
-    /// Number of uses of a class ahead of its own at which the fetch of evicted state begins.
+    /// Number of uses of a class by which the fetch of evicted state begins before the use that needs it. For activations: the number of
+    /// passes.
     pub fetch_ahead: usize,
     /// Number of units whose activations are evicted: the first units that [keep](crate::Chain::keeps) activations, because theirs wait
     /// longest for backward.
@@ -75,8 +71,8 @@ pub struct StateLayout {
 }
 
 impl Default for StateLayout {
-    /// Returns [`StateLayout::WHOLE`]: all state is unsharded and on the device. If activations are moved off the device, those of all
-    /// units are.
+    /// Returns [`StateLayout::WHOLE`]: all state is unsharded and on the device. If activations are moved off the device, the activations
+    /// of all units are moved.
     fn default() -> Self {
         StateLayout::WHOLE
     }
@@ -135,7 +131,7 @@ impl StateLayout {
         *self.of_mut(class)
     }
 
-    /// Returns the layout of a class, to change it.
+    /// Returns a mutable reference to the layout of a class.
     pub fn of_mut(&mut self, class: StateClass) -> &mut ClassLayout {
         match class {
             StateClass::Optimizer => &mut self.optimizer,
@@ -230,7 +226,7 @@ impl StateLayout {
     }
 }
 
-/// Writes the differences from unsharded state on the device in pairs of words, as in the first line of a program.
+/// Writes the differences from [`StateLayout::WHOLE`] as pairs of words, as in the first line of a program.
 impl fmt::Display for StateLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for class in StateClass::ALL {

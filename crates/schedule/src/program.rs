@@ -20,13 +20,13 @@ pub struct Stage {
 /// Settings of a pipeline that does not drain between updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Asynchronous {
-    /// Steps of the program: updates of every unit, each after equally many microbatches.
+    /// Number of steps of the program. In each step, every unit processes equally many microbatches and is updated once.
     pub num_steps: usize,
     /// The version of its parameters that a unit reads.
     pub weights: WeightVersions,
 }
 
-/// A model as far as programs depend on it: consecutive units, and the special properties of some of them.
+/// The properties of a model on which programs depend: the number of its consecutive units, and the units with special properties.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Chain {
     /// Number of units of the model.
@@ -34,15 +34,16 @@ pub struct Chain {
     /// Pairs of a reader and an owner: the reader reads the owner's parameters and adds to the owner's gradient.
     pub ties: Vec<(usize, usize)>,
     /// Whether a reader on another rank accumulates its contribution to the owner's gradient over a step and sends it once. Otherwise it
-    /// sends a contribution for each microbatch, and sums have the order of a pipeline of one rank.
+    /// sends a contribution for each microbatch, and gradients are summed in the same order as without a pipeline.
     pub sums_ties: bool,
     /// Units whose backward reads no parameters, or reads them only in its weight half, such as an embedding.
     pub unread: Vec<usize>,
     /// Units whose weight half of backward reads parameters, such as an output layer that recomputes its logits.
     pub reread: Vec<usize>,
-    /// Units that keep no activations for a later backward: they read only the batch, or their backward follows at once.
+    /// Units that keep no activations for a later backward, because they read only the batch, or because their backward follows
+    /// immediately.
     pub unkept: Vec<usize>,
-    /// Exchanges within units that have several ranks, in order; each unit at most once.
+    /// Exchanges within units that are split among several ranks. In the order of units; each unit at most once.
     pub exchanges: Vec<UnitExchanges>,
 }
 
@@ -85,7 +86,7 @@ impl Chain {
 pub struct ProgramHeader {
     /// The model.
     pub chain: Chain,
-    /// Microbatches of this rank: of a step, or of all steps if the program has several.
+    /// Number of microbatches of this rank, in all steps of the program together.
     pub num_microbatches: usize,
     /// The layout of state on the ranks.
     pub state: StateLayout,
@@ -93,7 +94,7 @@ pub struct ProgramHeader {
     pub stages: Vec<Stage>,
     /// This rank within the pipeline.
     pub rank: usize,
-    /// Set for a pipeline that does not drain between updates.
+    /// The settings of a pipeline that does not drain between updates. `None` if the pipeline drains, or there is no pipeline.
     pub asynchronous: Option<Asynchronous>,
 }
 

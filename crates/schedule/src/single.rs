@@ -1,4 +1,4 @@
-//! Programs without pipeline schedules: training where every rank runs the whole model, and forward only.
+//! Programs that need no pipeline schedule: training without a pipeline, and forward-only programs.
 
 use crate::action::{Action, Keep, Message};
 use crate::program::{Chain, Program, ProgramHeader};
@@ -24,8 +24,8 @@ pub fn program(chain: &Chain, num_microbatches: usize) -> Program {
     Program { header, actions }
 }
 
-/// Returns the program of a rank that runs its units of `training` forward for one microbatch and keeps no activations (evaluation,
-/// generation).
+/// Returns the program of a rank that runs its units of a training program, whose header is `training`, forward for one microbatch and
+/// keeps no activations. Used for evaluation and generation.
 pub fn forward_only(training: &ProgramHeader) -> Program {
     let ProgramHeader { chain, stages, rank, .. } = training.clone();
     let num_units = chain.num_units;

@@ -30,7 +30,8 @@ fn sizes(num_units: usize) -> StateSizes {
     StateSizes { units: passes.into_iter().map(unit).collect(), gather_bytes: 4, gradient_bytes: 4 }
 }
 
-/// Predicts the memory of a rank that stores on the device all state of classes that stay there, and the state of two units of the others.
+/// Predicts the memory of a rank. The device stores all state of the classes that reside on it, and the state of two units of the other
+/// classes.
 fn predict(sizes: &StateSizes, program: &Program) -> MemoryUse {
     let state = program.header.state;
     let (mut device, mut host) = (1000, 0);
@@ -90,8 +91,8 @@ proptest! {
     }
 }
 
-/// Chooses the tier of one class so that a rank needs `less` fewer bytes on the device, with `host` bytes of host memory. Also returns
-/// whether it fits.
+/// Chooses the tier of one class so that a rank needs `less` bytes less on the device, with `host` bytes of host memory. Also returns
+/// whether the choice fits.
 fn fit(num_units: usize, stage: usize, class: StateClass, less: usize, host: usize) -> (Placing, bool) {
     let (sizes, given) = (sizes(num_units), StateLayout::zero(stage));
     let program = |state| program(num_units, state);

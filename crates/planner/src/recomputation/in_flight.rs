@@ -6,12 +6,13 @@ use crate::usage::DryRun;
 use trireme_base::{MemoryUse, UnitPasses};
 use trireme_schedule::{Action, Keep, Program};
 
-/// Returns recomputation with which a pipeline rank stays within `bounds`, and its memory use. `run` runs the rank's program of a choice
-/// dry. Units on other ranks keep the activations of `given`. If even keeping only inputs does not fit, returns that choice.
+/// Returns a choice with which a pipeline rank stays within `bounds`, and its memory use. `run` does a dry run of the rank's program with a
+/// choice. Units on other ranks keep the activations that `given` says. If the rank does not fit even if its units keep only their inputs,
+/// returns that choice.
 ///
-/// The search is greedy. At first units keep only their inputs. Then units keep more, in descending order of the operations saved for each
-/// byte of all microbatches in flight, as long as the step fits. Unlike [`fit_keeps`](super::fit_keeps), this recomputes every unit from
-/// its own input, and it may not find the least recomputation.
+/// The search is greedy. It starts with units that keep only their inputs. Then it lets units keep more, in descending order of the
+/// operations that are saved per byte (counting all microbatches in flight), as long as the step fits. Unlike
+/// [`fit_keeps`](super::fit_keeps), this function recomputes every unit from its own input, and it may miss the least recomputation.
 ///
 /// Cost: one run for each step of a binary search over the upgrades. A unit has at most two upgrades.
 ///
@@ -43,7 +44,8 @@ pub(crate) fn fit_keeps_in_flight<E>(
     if !bounds.hold(&found.prediction) {
         return Ok(best);
     }
-    // Binary search: `fits` upgrades fit, `too_many` do not. All of them are tried first, because often there is room.
+    // Binary search: the first `fits` upgrades fit, and the first `too_many` do not. The search starts with all upgrades, because they
+    // often fit.
     let (mut fits, mut too_many) = (0, upgrades.len() + 1);
     let mut next = upgrades.len();
     while too_many - fits > 1 {
@@ -59,7 +61,7 @@ pub(crate) fn fit_keeps_in_flight<E>(
     Ok(best)
 }
 
-/// Returns for each unit the maximum number of microbatches between forward and backward; 0 if the unit is on another rank.
+/// Returns for each unit the maximum number of microbatches that have run forward but not backward; 0 if the unit is on another rank.
 fn most_in_flight(program: &Program, num_units: usize) -> Vec<usize> {
     let (mut now, mut most) = (vec![0_usize; num_units], vec![0; num_units]);
     for action in &program.actions {

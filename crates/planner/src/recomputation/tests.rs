@@ -72,7 +72,7 @@ fn of_activations(num_bytes: usize) -> CategoryBytes {
     CategoryBytes(Category::ALL.map(bytes))
 }
 
-/// Returns sizes that passes can have: results are in memory together with the values that they are computed from.
+/// Returns consistent sizes: during a pass, its inputs and its results are in memory at the same time.
 fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
     let mut passes: Vec<UnitPasses> = Vec::new();
     for (unit, &[output, inner, products, extra, renewal, backward, grad, operations]) in
@@ -107,7 +107,7 @@ fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
     passes
 }
 
-/// Returns all choices that a program can have.
+/// Returns all choices for which a program exists.
 fn every_choice(passes: &[UnitPasses]) -> Vec<Vec<Keep>> {
     let mut choices: Vec<Vec<Keep>> = vec![Vec::new()];
     for passes in passes {
@@ -160,7 +160,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    /// The same for the choice on a pipeline rank, which need not be the best.
+    /// Tests [`fit_keeps_in_flight`]. Its choice fits and uses the room, but need not be the best.
     #[test]
     fn choices_for_microbatches_in_flight_fit_and_use_the_room(
         numbers in proptest::collection::vec(proptest::array::uniform8(0_usize..40), 2..7),

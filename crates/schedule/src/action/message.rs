@@ -8,7 +8,7 @@ named! {
         Activation = "F",
         /// The gradient of the unit's input, for the unit below.
         Gradient = "B",
-        /// The partial gradient of this unit's parameters from a tied unit that reads them. It is added to this unit's gradient.
+        /// The contribution of a tied unit, which reads this unit's parameters, to the gradient of this unit.
         TiedGradient = "GRAD",
         /// The unit's parameters, for a tied unit that reads them.
         Parameters = "PARAM",
@@ -48,7 +48,7 @@ impl Message {
         Message { kind: MessageKind::Gradient, unit, microbatch }
     }
 
-    /// Creates a message with a partial gradient of `unit`, computed by the tied unit that reads its parameters.
+    /// Creates a message with the contribution of the tied unit to the gradient of `unit`, whose parameters the tied unit reads.
     pub const fn tied_gradient(unit: usize, microbatch: usize) -> Message {
         Message { kind: MessageKind::TiedGradient, unit, microbatch }
     }

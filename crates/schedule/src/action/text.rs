@@ -6,8 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 
 impl Action {
-    /// Returns the action in words for users, such as `backward, unit 4, microbatch 1`. [`Display`](fmt::Display) writes
-    /// `B 4 1`.
+    /// Returns the action in words for users, such as `backward, unit 4, microbatch 1`. [`Display`](fmt::Display) writes `B 4 1`.
     pub fn words(self) -> impl fmt::Display {
         Words(self)
     }
@@ -34,7 +33,8 @@ impl Action {
         }
     }
 
-    /// Returns the message or state that is sent or moved, as named in programs and in words. Empty for other actions.
+    /// Returns the name of the message that is sent or received, or of the state that is moved, in programs and in words. Empty for other
+    /// actions.
     const fn object(self) -> (&'static str, &'static str) {
         match self {
             Action::Send(Message { kind, .. }) | Action::Receive(Message { kind, .. }) => {

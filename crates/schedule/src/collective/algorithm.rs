@@ -19,7 +19,7 @@ named! {
         Direct = "direct",
         /// Partners at doubling distances exchange all elements that they have.
         RecursiveDoubling = "recursive_doubling",
-        /// Partners at doubling distances exchange the elements that the other partner keeps.
+        /// Partners at doubling distances exchange elements: each sends the elements that the other keeps.
         RecursiveHalving = "recursive_halving",
         /// Vectors are halved while distances double; then the same exchanges run in reverse.
         HalvingDoubling = "halving_doubling",
@@ -31,9 +31,10 @@ named! {
         ScatterAllGather = "scatter_all_gather",
         /// Each rank sends only to the next rank.
         Ring = "ring",
-        /// A block travels by the powers of two whose sum is its distance, with many blocks in a message.
+        /// A block is forwarded over hops whose lengths are the powers of two that add up to its distance. Each message holds all blocks
+        /// with the same hop.
         Bruck = "bruck",
-        /// Any two ranks have one exchange.
+        /// Each pair of ranks exchanges blocks directly.
         Pairwise = "pairwise",
         /// The root communicates with one rank after the other.
         Linear = "linear",

@@ -12,7 +12,7 @@ fn partners(rank: usize, world_size: usize) -> impl Iterator<Item = usize> {
     let has_last = num_rounds < world_size;
     (0..num_rounds).filter_map(move |round| {
         if rank == num_rounds {
-            // The rank that would be its own partner: half of the round.
+            // The rank `r` that would be its own partner: `2 r` is `round` modulo the number of rounds.
             return Some(round * num_rounds.div_ceil(2) % num_rounds);
         }
         let partner = (round + num_rounds - rank) % num_rounds;
@@ -63,9 +63,9 @@ pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usiz
 /// one host become contiguous. Then ranks with the same local rank exchange the blocks for their hosts in one message each.
 ///
 /// On `H` hosts of `L` ranks, a rank has `H` copies, `H (L - 1)` exchanges within the host and `H - 1` across hosts, where the pairwise
-/// algorithm has `(H - 1) L`. The bytes that leave a host are its blocks for other hosts, as with the pairwise algorithm. Blocks of these
-/// for ranks with another local rank than their sender's also travel within the host: `1 - 1 / L` of the bytes if blocks are equally long.
-/// If the ranks of a host are not consecutive, blocks received from other hosts are copied once more, by `N - L` copies.
+/// algorithm has `(H - 1) L`. The bytes that leave a host are its blocks for other hosts, as with the pairwise algorithm. A block whose
+/// receiver has a different local rank than its sender also travels within the sender's host. These are `1 - 1 / L` of the bytes if blocks
+/// are equally long. If the ranks of a host are not consecutive, blocks received from other hosts are copied once more, by `N - L` copies.
 ///
 /// On one host, on hosts of one rank, or on hosts of different numbers of ranks, the steps are the same as with [`all_to_all_variable`].
 ///
@@ -84,7 +84,8 @@ pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], s
     let (neighbours, ranks_per_host) = (hosts.ranks(own_host), hosts.ranks(own_host).len());
     let with_local_rank = |local_rank: usize, host: usize| hosts.ranks(host)[local_rank].0;
     let of_host = |host: usize| host * ranks_per_host..(host + 1) * ranks_per_host;
-    // Scratch holds the blocks of this host's ranks for ranks with this local rank, by host; then the received blocks.
+    // Scratch holds the blocks that this host's ranks send to the ranks with this local rank, ordered by the host of the receiver. The
+    // received blocks follow.
     let relay_len = |host: usize, from: &Rank| {
         if host == own_host { 0 } else { lens[from.0 * world_size + with_local_rank(local_rank, host)] }
     };
@@ -110,7 +111,7 @@ pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], s
             Step::both(Outgoing::new(peer, Span::input(block)), Incoming::copy(peer, relayed(partner, host)))
         }));
     }
-    // Across hosts.
+    // Exchanges the blocks, which are contiguous by host, with the ranks of other hosts.
     for partner in partners(own_host, hosts.num_hosts()) {
         let peer = with_local_rank(local_rank, partner);
         let outgoing = Outgoing::new(peer, Span::scratch(places(&relay_lens, of_host(partner))));
@@ -144,8 +145,8 @@ fn places(lens: &[usize], of: Range<usize>) -> Range<usize> {
 }
 
 /// Appends the steps of an in-place all-to-all in `ceil(log2 N)` messages (Bruck et al.: "Efficient algorithms for all-to-all
-/// communications in multiport message-passing systems", 1997). A block travels by the powers of two whose sum is its distance, in one
-/// message with all blocks of the same hop.
+/// communications in multiport message-passing systems", 1997). A block is forwarded over hops whose lengths are the powers of two that add
+/// up to its distance. Each message holds all blocks with the same hop.
 pub(super) fn bruck(own: &Own, steps: &mut Vec<Step>) {
     let world_size = own.world_size();
     if world_size == 1 {
@@ -153,7 +154,8 @@ pub(super) fn bruck(own: &Own, steps: &mut Vec<Step>) {
     }
     let block_len = own.blocks.len / world_size;
     let elements = |blocks: Range<usize>| blocks.start * block_len..blocks.end * block_len;
-    // Scratch holds the blocks by their distance to go, then the blocks sent in a round, then the blocks received in it.
+    // Scratch holds the blocks in the order of the distances to their receivers, then the blocks sent in a round, then the blocks received
+    // in it.
     let (outgoing_start, incoming_start) = (world_size, world_size + world_size / 2);
     let at =
         |start: usize, range: Range<usize>| Span::scratch(elements(start + range.start..start + range.end));

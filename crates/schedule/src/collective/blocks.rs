@@ -4,8 +4,8 @@ use trireme_base::Rank;
 
 /// Returns the block of `rank` in an even split of `len` elements. The first `len % world_size` blocks are one element longer.
 ///
-/// This is a rank's share in every collective that distributes a vector. The blocks of consecutive ranks evenly split the range that they
-/// cover.
+/// This is a rank's share in every collective that distributes a vector. The blocks of consecutive ranks are also an even split of the
+/// range that they cover.
 ///
 /// # Panics
 /// If `rank` is not below `world_size`.

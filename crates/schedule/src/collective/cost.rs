@@ -93,7 +93,8 @@ pub(super) struct Predictor<'a> {
     timed: Vec<(PhaseKey, f64)>,
 }
 
-/// The collective, the algorithm, the number of members, and how many such phases share a host's link.
+/// The collective, the algorithm, the number of members, and how many phases share the link of a host at the same time (`None` within a
+/// host).
 type PhaseKey = (Collective, FlatAlgorithm, usize, Option<usize>);
 
 impl<'a> Predictor<'a> {

@@ -18,8 +18,9 @@ pub(super) fn num_chunks(len: usize) -> usize {
 
 /// Appends the steps of an all-reduce: up both trees, then down both.
 ///
-/// All ranks share time slots. In each slot, a rank sends at most one message and receives at most one. An edge of colour `c` carries a
-/// chunk in every slot that is `c` modulo 2, once the subtree below it can have reduced the first chunk.
+/// All ranks share time slots. In each slot, a rank sends at most one message and receives at most one. An edge of colour `c` carries
+/// chunks in the slots whose number is `c` modulo 2. The edge begins when the subtree below it has had enough slots to reduce the first
+/// chunk.
 pub(super) fn all_reduce(own: &Own, steps: &mut Vec<Step>) {
     all_reduce_by(num_chunks(own.blocks.len), own, steps);
 }
@@ -80,7 +81,7 @@ struct Edge {
     tree: usize,
     child: usize,
     parent: usize,
-    /// Levels below the child.
+    /// Number of levels below the child.
     level: usize,
     /// The side of a reduction on which the parent's elements are. Elements of lower tree numbers are on the left.
     side_of_parent: Side,
@@ -88,9 +89,9 @@ struct Edge {
 }
 
 struct Edges {
-    /// Edges to its parents.
+    /// Edges from a rank to its parents, one per tree. `None` in the tree of which the rank is the root.
     up: [Option<Edge>; 2],
-    /// Edges to its children, which are all in one of the trees.
+    /// Edges from the same rank to its children, which are all in one of the trees.
     down: [Option<Edge>; 2],
 }
 

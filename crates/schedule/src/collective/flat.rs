@@ -30,7 +30,7 @@ impl FlatAlgorithm {
         make(&Own { rank, root: collective.root().map_or(0, |root| root.0), blocks }, steps);
     }
 
-    /// Returns the function that makes the steps of a rank, if this algorithm implements `collective` by steps.
+    /// Returns the function that generates the steps of a rank, if this algorithm implements `collective` by steps.
     fn maker(self, collective: Collective, blocks: &Blocks) -> Option<fn(&Own, &mut Vec<Step>)> {
         use CollectiveKind as C;
         use FlatAlgorithm as A;

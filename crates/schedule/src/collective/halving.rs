@@ -12,8 +12,8 @@ pub(super) fn all_reduce_halving_doubling(own: &Own, steps: &mut Vec<Step>) {
     mirror(first..steps.len(), steps);
 }
 
-/// Appends the steps of an all-reduce for short vectors (same paper): half the steps of [`all_reduce_halving_doubling`], on full vectors,
-/// with equal bits.
+/// Appends the steps of an all-reduce for short vectors (same paper). Compared with [`all_reduce_halving_doubling`], there are half as many
+/// steps, each on the full vector, and the results have the same bits.
 pub(super) fn all_reduce_recursive_doubling(own: &Own, steps: &mut Vec<Step>) {
     let (folding, first, whole) = (Folding::new(own.world_size(), 0), steps.len(), || 0..own.blocks.len);
     let leaf = folding.fold(own.rank, whole, steps);
@@ -25,8 +25,8 @@ pub(super) fn all_reduce_recursive_doubling(own: &Own, steps: &mut Vec<Step>) {
     mirror(folds, steps);
 }
 
-/// Appends the steps of a reduction to the root for long vectors (same paper): the first half of [`all_reduce_halving_doubling`]; then, of
-/// each two partners, the partner on the root's side receives the elements of the other.
+/// Appends the steps of a reduction to the root for long vectors (same paper): the first half of [`all_reduce_halving_doubling`]. After
+/// that, in each pair of partners, the partner on the root's side receives the elements of the other partner.
 pub(super) fn reduce(own: &Own, steps: &mut Vec<Step>) {
     let folding = Folding::new(own.world_size(), own.root);
     let Some(first_step) = halve(own, &folding, steps) else { return };

@@ -25,11 +25,11 @@ pub struct Phase {
 pub enum Members {
     /// All ranks of a host.
     Host(usize),
-    /// One rank of each host: the rank with `local_rank`, but `root` on the host of `root`.
+    /// One rank of each host: the rank with `local_rank`. On the host of `root`, the member is `root` instead.
     Across {
         /// Local rank of the members.
         local_rank: usize,
-        /// A rank that must be among the members.
+        /// A rank that must be a member.
         root: Option<Rank>,
     },
 }
@@ -125,7 +125,7 @@ pub(super) fn for_each_phase(
     }
 }
 
-/// Whether the hosts have two levels, and there is an algorithm for each phase.
+/// Returns whether the hosts have several ranks, the ranks are placed as the collective requires, and an algorithm exists for each phase.
 pub(super) fn fits(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) -> bool {
     use CollectiveKind as C;
     let has_levels = 1 < hosts.num_hosts() && hosts.num_hosts() < hosts.world_size();

@@ -37,7 +37,7 @@ pub enum Data {
     Whole,
     /// The [block](super::block) of the rank.
     Block,
-    /// A block for each rank, or of each rank.
+    /// One block for each rank before the operation, and one block from each rank after it.
     Blocks,
 }
 
@@ -134,7 +134,7 @@ impl Collective {
         flow.output != Data::Nothing && (flow.root != Some(RootRole::Target) || self.root == Some(rank))
     }
 
-    /// Returns the number of elements of the input and of the output of `rank`, where they are two vectors.
+    /// Returns the number of elements of the input and of the output of `rank`, if they are separate vectors (an out-of-place operation).
     pub fn lens(self, rank: Rank, world_size: usize) -> [usize; 2] {
         let flow = self.kind.data_flow();
         let len_of = |data, has_any| match data {

@@ -1,12 +1,12 @@
-//! Collective algorithms as per-rank steps: pure data that is executed, timed and tested alike.
+//! Collective algorithms, as lists of steps for each rank. The lists are pure data: the same steps are executed, timed and tested.
 //!
 //! # Canonical order
 //! Every canonical reduction ([`is_canonical`]) computes each element by one fixed binary tree over the ranks, so all ranks, all canonical
 //! algorithms and all transports compute the same bits. With a power of two of ranks, the tree pairs neighbours first: `(0 + 1) + (2 + 3)`
 //! for four ranks. Any other world size is `p + extra` ranks, with `p` the largest power of two below it. The first `2 * extra` ranks are
 //! folded into pairs, and the tree pairs the resulting `p` values: `((0 + 1) + 2) + (3 + 4)` for five ranks. The left operand always
-//! belongs to the lower ranks. [`canonical_terms`] returns the tree. Other reductions have an order of their own, which is the same in
-//! every run.
+//! belongs to the lower ranks. [`canonical_terms`] returns the tree. Other reductions have a different order, which is the same in every
+//! run.
 //!
 //! # Entry points
 //! [`steps`] appends the steps of a rank for a [`Collective`] by an [`Algorithm`]. [`algorithms_for`] lists the algorithms that fit, and
@@ -79,7 +79,8 @@ pub fn algorithms_for(collective: Collective, hosts: &Hosts) -> Vec<Algorithm> {
     all.filter(|&algorithm| fits(collective, algorithm, hosts)).collect()
 }
 
-/// Whether all reductions follow the canonical order, so that all such algorithms give equal bits. True for collectives that do not reduce.
+/// Returns whether all reductions follow the canonical order. All canonical algorithms give equal bits. Also true for collectives that do
+/// not reduce.
 pub fn is_canonical(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> bool {
     match algorithm {
         Algorithm::Flat(flat) => flat.is_canonical(collective),

@@ -2,7 +2,7 @@ use super::{Incoming, Outgoing, Step};
 use std::ops::Range;
 use trireme_base::Rank;
 
-/// One instruction of the canonical order, as a program for a stack of partial results.
+/// An instruction of a stack program that reduces in the canonical order. The stack holds partial results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Term {
     /// Pushes the rank's elements.
@@ -13,8 +13,8 @@ pub enum Term {
     Combine,
 }
 
-/// Returns the canonical order over `world_size` ranks in postfix form. Its evaluation needs a stack of [`num_partials`] partial results
-/// and leaves one, which is the result.
+/// Returns the canonical order over `world_size` ranks as a stack program. The program needs a stack of [`num_partials`] partial results,
+/// and leaves one partial result, which is the result of the reduction.
 ///
 /// # Panics
 /// If `world_size` is 0.
@@ -60,7 +60,8 @@ fn push_subtree(folding: &Folding, first: usize, end: usize, terms: &mut Vec<Ter
     }
 }
 
-/// The ranks as leaves of a balanced tree. The first `extra` leaves are pairs of neighbours, led by the root or else by their first rank.
+/// The ranks as leaves of a balanced tree. The first `extra` leaves are pairs of neighbours. A pair is represented by the root if it
+/// contains the root, else by its first rank.
 pub(super) struct Folding {
     pub(super) num_leaves: usize,
     pub(super) extra: usize,
@@ -95,8 +96,8 @@ impl Folding {
         (rank < 2 * self.extra).then_some(rank ^ 1)
     }
 
-    /// Appends the first step of a rank of a folded pair. Returns the leaf that the rank represents, or `None` if it sends `whole` to the
-    /// other rank of its pair.
+    /// Appends the first step of a rank if it belongs to a folded pair. Returns the leaf that the rank represents, or `None` if the rank
+    /// sends the range `whole` to the other rank of its pair.
     pub(super) fn fold(
         &self,
         rank: usize,

@@ -1,4 +1,4 @@
-//! The place of one rank in a collective.
+//! A collective, from the point of view of one rank.
 
 use super::blocks::Blocks;
 
@@ -17,12 +17,12 @@ impl Own {
         self.blocks.world_size()
     }
 
-    /// Returns the rank `distance` places further on in the ring.
+    /// Returns the rank `distance` places after this one in the ring.
     pub(super) fn after(&self, distance: usize) -> usize {
         (self.rank + distance) % self.world_size()
     }
 
-    /// Returns the rank `distance` places before in the ring.
+    /// Returns the rank `distance` places before this one in the ring.
     pub(super) fn before(&self, distance: usize) -> usize {
         self.after(self.world_size() - distance % self.world_size())
     }

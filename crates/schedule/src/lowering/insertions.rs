@@ -9,7 +9,7 @@ pub(super) fn no_insertions(actions: &[Action]) -> Insertions {
     vec![Default::default(); actions.len()]
 }
 
-/// Returns the actions with the insertions before and after each of them.
+/// Returns the actions, with the insertions before and after each of them.
 pub(super) fn insert(actions: &[Action], beside: Insertions) -> Vec<Action> {
     let with = |(&action, [before, after]): (_, [Vec<_>; 2])| before.into_iter().chain([action]).chain(after);
     actions.iter().zip(beside).flat_map(with).collect()

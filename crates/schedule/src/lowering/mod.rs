@@ -1,4 +1,4 @@
-//! Lowering passes: each adds to a program the actions that a layout requires, and returns a program that computes the same.
+//! Lowering passes: each adds actions that a layout requires to a program, and returns a program with the same results.
 //! [`recompute`](fn@recompute) comes before [`lay_out`], because recomputation reads parameters, too.
 //!
 //! A requirement that is independent of the pipeline schedule is a pass here, from a program to a program, and not an option of the

@@ -6,8 +6,8 @@ use super::insertions::{insert, no_insertions, places};
 use crate::action::{Action, Keep, StateClass, StateKey};
 use crate::program::ProgramHeader;
 
-/// Adds the fetches and evictions of all classes that move. Activations of a microbatch are evicted only if enough passes come before their
-/// use to fetch them ahead.
+/// Adds the fetches and evictions of all classes that move. Activations of a microbatch are evicted only if enough passes run before their
+/// use to fetch them ahead of it.
 pub(super) fn offload(header: &ProgramHeader, mut actions: Vec<Action>) -> Vec<Action> {
     let state = &header.state;
     for class in StateClass::ALL.into_iter().filter(|&class| state.moves(class)) {
@@ -47,7 +47,7 @@ fn swap_around(
         let is_step = matches!(actions[place], Action::Step { .. });
         let ahead = if is_step && index >= prefetch { ahead.max(last_pass.min(place)) } else { ahead };
         let previous = uses[..index].iter().rev().find(|&&earlier| actions[earlier].unit() == unit);
-        // A gradient can be fetched only after it was reduced and evicted.
+        // A gradient can be fetched only after it has been reduced and evicted.
         let reduced = (class == StateClass::Gradients)
             .then(|| actions.iter().position(|action| *action == Action::Evict(state)))
             .flatten();
@@ -65,7 +65,7 @@ fn swap_around(
     insert(actions, beside)
 }
 
-/// Evicts each reduced gradient when the next reduction begins, because the gradient's own reduction has had time to end by then.
+/// Evicts each reduced gradient after the next reduction has begun, because the gradient's own reduction has had time to complete by then.
 fn evict_reduced(actions: &[Action]) -> Vec<Action> {
     let is_reduction = |action| matches!(action, Action::ReduceGrad { .. });
     let ends = places(actions, |action| is_reduction(action) || matches!(action, Action::Step { .. }));

@@ -47,12 +47,12 @@ fn gather_grads_before_steps(actions: &[Action]) -> Vec<Action> {
     insert(actions, beside)
 }
 
-/// A range of passes over which a unit's parameters stay gathered. Passes are numbered among all passes.
+/// A range of passes during which a unit's parameters stay gathered. Passes are counted from 0; other actions do not count.
 struct Stay {
     unit: usize,
     first: usize,
     last: usize,
-    /// The last pass of the unit's previous stay.
+    /// The last pass of the previous range of the same unit.
     previous: Option<usize>,
 }
 
@@ -79,8 +79,8 @@ fn gather_to_send(actions: &[Action]) -> Vec<Action> {
     })
 }
 
-/// Returns the stays in the order of their first passes. A unit stays gathered between neighbouring passes that read it, from its
-/// recomputation to its backward pass, and from forward to backward if the layout says so.
+/// Returns the ranges in the order of their first passes. A unit stays gathered between neighbouring passes that read it, from its
+/// recomputation to its backward pass, and from forward to backward if the layout [says so](crate::StateLayout::keep_gathered).
 fn stays(header: &ProgramHeader, passes: &[Action]) -> Vec<Stay> {
     let mut stays: Vec<Stay> = Vec::new();
     let mut latest: Vec<Option<usize>> = vec![None; header.chain.num_units];

@@ -12,8 +12,9 @@ use super::shape;
 use super::timeline::{Span, Timeline};
 use std::collections::VecDeque;
 
-/// Runs a schedule in simulated time. A rank begins a pass once it has finished the pass before and the needed results are available: at
-/// their end on the same rank, [`Costs::send`] later on another rank. Messages occupy neither sender nor receiver.
+/// Runs a schedule in simulated time. A rank begins a pass when it has finished its previous pass and the needed results are available. A
+/// result is available on its own rank when its pass ends, and on another rank [`Costs::send`] later. Messages occupy neither sender nor
+/// receiver.
 ///
 /// Cost: linear in the number of passes.
 ///
@@ -25,8 +26,8 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, Schedule
     stuck.map_or(Ok(timeline), |ring| Err(ScheduleError::Deadlock(ring)))
 }
 
-/// Runs a schedule as far as possible. Returns its timeline, and the ranks that wait for each other if it does not reach its end. The sizes
-/// must have been checked.
+/// Runs a schedule as far as possible. Returns its timeline, and the ranks that wait for each other if the schedule does not reach its end.
+/// The sizes must have been checked.
 pub(super) fn run(schedule: &Schedule, costs: &Costs) -> (Timeline, Option<Ring>) {
     let mut clock = Clock::new(schedule, costs);
     clock.run(schedule);
@@ -89,7 +90,7 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// Continues as in an earlier run, of which `spans` are the times.
+    /// Appends the passes that an earlier run has run beyond this clock, with the times `spans` of that run.
     pub(super) fn replay(&mut self, schedule: &Schedule, spans: &[Vec<Span>]) {
         for (rank, spans) in spans.iter().enumerate() {
             let num_done = self.spans[rank].len();
@@ -172,7 +173,7 @@ impl<'a> Clock<'a> {
         })
     }
 
-    /// Returns why a rank does not continue, if it waits.
+    /// Returns the pass at which a rank waits and the pass that it waits for. `None` if the rank does not wait.
     fn wait(&self, schedule: &Schedule, rank: usize) -> Option<Wait> {
         let pass = self.next_of(schedule, rank)?;
         let needs = self.ready(schedule, pass).err()?;
@@ -180,8 +181,8 @@ impl<'a> Clock<'a> {
         Some(Wait { place, pass, needs, for_rank: schedule.stage_ranks[needs.stage] })
     }
 
-    /// Returns which rank waits for which: from the first rank that waits, until a rank repeats or waits for nothing. `None` if no rank
-    /// waits.
+    /// Returns the chain of ranks that wait for each other. It begins at the first rank that waits, and ends when a rank repeats or does
+    /// not wait. `None` if no rank waits.
     fn ring(&self, schedule: &Schedule) -> Option<Ring> {
         let mut next = (0..schedule.num_ranks()).find_map(|rank| self.wait(schedule, rank));
         next.as_ref()?;

@@ -22,7 +22,8 @@ pub struct StageCosts {
 }
 
 impl StageCosts {
-    /// Creates costs with activations counted in microbatches, all of which stay until the weight half. Updates take no time.
+    /// Creates costs in which each microbatch counts as one activation, all of which stays until the end of the weight half. Updates take
+    /// no time.
     pub const fn of(forward: u64, backward_input: u64, backward_weight: u64) -> StageCosts {
         StageCosts {
             forward,

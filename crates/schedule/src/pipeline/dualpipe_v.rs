@@ -50,7 +50,8 @@ fn steady(passes: &mut FoldedRank, num_pairs: usize, num_below: usize) {
     }
 }
 
-/// Cool-down: only backward is left. The second half of the backwards runs input halves first, so that other ranks get their results early.
+/// Cool-down: only backward passes are left. In the second half of them, input halves run before weight halves, so that other ranks get the
+/// results early.
 fn drain(passes: &mut FoldedRank, rank: usize, num_below: usize) {
     let backwards = (0..=rank).flat_map(|_| [Chunk::Up, Chunk::Down]);
     for (place, chunk) in backwards.enumerate() {

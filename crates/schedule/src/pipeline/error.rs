@@ -33,8 +33,7 @@ impl fmt::Display for Wait {
     }
 }
 
-/// Waiting ranks, each of which waits for the next. In a ring, the last rank waits for the first; otherwise it waits for a rank that has
-/// finished.
+/// Waiting ranks, each of which waits for the next. The last rank waits for the first one (a cycle) or for a rank that has finished.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ring(pub Vec<Wait>);
 

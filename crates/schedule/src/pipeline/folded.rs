@@ -10,7 +10,8 @@ pub(super) enum Chunk {
     Up,
 }
 
-/// Collects the passes of a rank with two stages, by microbatches. Passes of microbatches that do not exist are left out.
+/// Collects the passes of a rank with two stages. Each added pass is for the next microbatch of its stage. Passes of microbatches that do
+/// not exist are left out.
 pub(super) struct FoldedRank {
     stages: [usize; 2],
     num_microbatches: usize,
@@ -33,7 +34,7 @@ impl FoldedRank {
         }
     }
 
-    /// Returns the number of forwards requested of a stage.
+    /// Returns the number of forward passes that were added for a stage, including those that were left out.
     pub(super) fn num_forward(&self, chunk: Chunk) -> usize {
         self.num_forward[chunk as usize]
     }
@@ -50,7 +51,7 @@ impl FoldedRank {
         self.push(Pass::backward, chunk, microbatch);
     }
 
-    /// Adds the input half of a stage's next microbatch, and delays its weight half.
+    /// Adds the input half of backward of a stage's next microbatch, and delays its weight half.
     pub(super) fn backward_input(&mut self, chunk: Chunk) {
         let microbatch = take_next(&mut self.num_backward[chunk as usize]);
         self.push(Pass::backward_input, chunk, microbatch);

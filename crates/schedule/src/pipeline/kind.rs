@@ -44,7 +44,7 @@ pub(super) struct Recipe {
     pub(super) passes: Option<PassesOfRank>,
     pub(super) placement: StagePlacement,
     pub(super) stages_per_rank: RangeInclusive<usize>,
-    /// The schedules to suggest for one stage per rank, if that is too few.
+    /// The kinds to suggest instead if there is one stage per rank and this kind needs more.
     pub(super) for_one_stage: &'static str,
     /// Minimum number of microbatches, by the number of ranks.
     pub(super) microbatches_min: fn(usize) -> usize,

@@ -1,8 +1,8 @@
 //! Pipeline parallelism: the passes of each rank and their order, as data.
 //!
 //! The units of a model are partitioned into *stages*, and each rank holds one or several stages. A [`Schedule`] says in which order a rank
-//! runs its stages' [`Pass`]es. [`generate`] makes a schedule; [`simulate`] computes its times, its bubble and its memory for given
-//! [`Costs`]; [`validate`] proves it; [`draw_text`] and [`draw_svg`] draw it.
+//! runs its stages' [`Pass`]es. [`generate`] generates a schedule; [`simulate`] computes its times, its bubble and its memory for given
+//! [`Costs`]; [`validate`] checks it; [`draw_text`] and [`draw_svg`] draw it.
 //!
 //! Notation: `P` ranks, `M` microbatches, `V` stages per rank; `F`, `I`, `W` are the times of forward and of the input and weight halves of
 //! backward, `B = I + W`. The lost time is [`Timeline::lost`]. Activations in flight are counted in stages, on the rank that holds the

@@ -10,8 +10,8 @@ use crate::program::{Asynchronous, Chain, Program, ProgramHeader, Stage};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-/// Returns the program of each rank. `units[s]` are the units of the `chain` in stage `s`. Messages are in the order of their times at
-/// these costs, which must be equal on all ranks.
+/// Returns the program of each rank. `units[s]` are the units of the `chain` in stage `s`. Messages are in the order of their simulated
+/// times at `costs`, so all ranks must pass equal costs.
 ///
 /// A tied unit may be on another rank than the owner of the parameters that it reads. The owner's gradient is then completed for a
 /// microbatch when the tied unit's contribution has arrived. If contributions are sent [once](Chain::sums_ties) per step, only the last
@@ -70,7 +70,7 @@ struct Actions<'a> {
     actions: Vec<Action>,
     /// Number of contributions to the gradient of the tie's owner that are available.
     num_tied: usize,
-    /// Microbatches whose weight halves of the owner wait for contributions.
+    /// Microbatches for which the weight half of the tie's owner waits for a contribution.
     held_back: VecDeque<usize>,
     versions: Versions<'a>,
 }
@@ -80,7 +80,7 @@ struct Versions<'a> {
     read: &'a [usize],
     /// The last pass that reads a version, updates excluded, by stage and version.
     last_reader: BTreeMap<(usize, usize), usize>,
-    /// Number of passes taken, and of updates by stage.
+    /// Number of passes that were processed, and number of updates by stage.
     num_taken: usize,
     num_updates: BTreeMap<usize, usize>,
 }
@@ -90,9 +90,9 @@ struct Versions<'a> {
 enum Weights {
     /// A later pass reads them.
     ReadLater,
-    /// No later pass reads them, and they have not been updated yet.
+    /// No later pass reads them, but they are the newest version.
     Newest,
-    /// No later pass reads them, and they have been updated since.
+    /// No later pass reads them, and an update has replaced them.
     Old,
 }
 
@@ -182,7 +182,7 @@ impl Actions<'_> {
         self.actions.extend(self.header.is_last_of_step(microbatch).then_some(Action::ReduceGrad { unit }));
     }
 
-    /// Whether the tied unit's contributions that a microbatch needs are available.
+    /// Returns whether the contributions of the tied unit that a microbatch needs are available.
     fn has_tied(&self, reader: usize, microbatch: usize) -> bool {
         let is_summed = self.header.chain.sums_ties && !self.header.holds(reader);
         let is_needed = !is_summed || self.header.is_last_of_step(microbatch);
@@ -199,7 +199,8 @@ impl Actions<'_> {
         }
     }
 
-    /// Returns the action that sends or receives the result of a pass, which the last unit that the pass runs has produced.
+    /// Returns the action that sends or receives the result of a pass. The message belongs to the unit of the stage that runs last in the
+    /// pass, or to the tie's owner if it is a tied gradient.
     fn message(&self, result_of: Pass, is_sent: bool) -> Action {
         let Pass { kind, stage, microbatch } = result_of;
         let Range { start, end } = self.units[stage];

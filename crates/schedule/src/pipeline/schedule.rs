@@ -1,19 +1,20 @@
 use super::pass::Pass;
 use trireme_base::named;
 
-/// Maximum number of passes of a schedule. The sum of so many times, each of at most [`TICKS_MAX`](super::TICKS_MAX), does not overflow.
+/// Maximum number of passes of a schedule. The total time of this many passes, each of at most [`TICKS_MAX`](super::TICKS_MAX), does not
+/// overflow.
 pub const PASSES_MAX: usize = 1 << 22;
 
 named! {
     /// The version of a stage's weights that a forward pass reads. Backward of the microbatch reads the same version.
     #[derive(Default)]
     pub enum WeightVersions {
-        /// There is one version: the pipeline drains before the update.
+        /// The only version: the pipeline drains before the update.
         #[default]
         Drained = "drained",
         /// The newest version of the stage, kept until backward of the microbatch is done (PipeDream's weight stashing).
         Stashed = "stashed",
-        /// The version before the one that the previous step produces, so that two versions suffice (PipeDream-2BW).
+        /// The version before the one that the previous step produces. Two versions are therefore enough (PipeDream-2BW).
         DoubleBuffered = "double-buffered",
     }
 }
@@ -53,12 +54,12 @@ impl StagePlacement {
 /// rank 0: F 0 0, F 0 1, B 0 0, B 0 1
 /// rank 1: F 1 0, B 1 0, F 1 1, B 1 1
 /// ```
-/// `placement` gives the rank of each stage. Without drains the header continues with `steps 3 weights stashed`.
+/// `placement` gives the rank of each stage. Without drains, the header continues with `steps 3 weights stashed`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schedule {
-    /// Microbatches of a step.
+    /// Number of microbatches of a step.
     pub num_microbatches: usize,
-    /// Steps without a drain between them; 1 for a synchronous schedule.
+    /// Number of steps that follow each other without a drain; 1 for a synchronous schedule.
     pub num_steps: usize,
     /// The version of its weights that a stage reads.
     pub weights: WeightVersions,
@@ -84,10 +85,10 @@ impl Schedule {
         self.num_microbatches * self.num_steps
     }
 
-    /// Returns the number of steps between an update and the earlier update by whose gradient norm it may clip, in a schedule without
-    /// drains: the norm is the most recent one that is known without waiting for ranks that are behind. A rank's update of a step comes
-    /// after its backward of that step. With `P` ranks and `M` microbatches per step, `(P - 1) / M` steps of the other ranks precede that
-    /// backward. The lag is this number, rounded up, and at least 1.
+    /// Returns the lag of the gradient norm in a schedule without drains: an update may clip by the norm of the step that many steps
+    /// earlier. This is the most recent norm that is known without waiting for ranks that are behind. With `P` ranks and `M` microbatches
+    /// per step, a rank's backward passes are at most `P - 1` microbatches behind another rank's, which are `(P - 1) / M` steps. The lag is
+    /// this number rounded up, and at least 1.
     pub fn norm_lag(num_ranks: usize, microbatches_per_step: usize) -> usize {
         (num_ranks - 1).div_ceil(microbatches_per_step).max(1)
     }

@@ -7,18 +7,19 @@ use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 use super::shape;
 
-/// Proves that a schedule is valid:
+/// Checks that a schedule is valid:
 /// - every stage runs forward and backward (or both halves of backward) once for every microbatch, on its own rank and in an order that
 ///   data dependencies allow;
-/// - sums have one order, that of microbatches: each stage's gradients, and the losses, which come with the last stage's input halves;
+/// - the gradients of each stage, and the losses, are summed in the order of microbatches; losses are computed in the input halves of the
+///   last stage;
 /// - no rank holds more activations than its bound of `activations_max`, if there are bounds;
 /// - weights are updated once per step, and read while their version exists;
-/// - all ranks reach their ends if results wait for their receivers.
+/// - all ranks reach their ends, if sends do not block.
 ///
-/// [`validate_pipeline`](crate::validate_pipeline) proves the same of the [programs](super::programs()), which have messages, for ranks
-/// whose sends block until the receiver receives.
+/// [`validate_pipeline`](crate::validate_pipeline) checks the [programs](super::programs()) of a schedule, which have messages. It checks
+/// that ranks reach their ends even if a send blocks until the receiver receives.
 ///
-/// Costs give activations their sizes. Takes time linear in the number of passes.
+/// The sizes of activations are taken from `costs`. Takes time linear in the number of passes.
 ///
 /// # Errors
 /// The first fault that is found.
@@ -54,10 +55,10 @@ struct Progress<'a> {
     schedule: &'a Schedule,
     num_microbatches: usize,
     done: Vec<Done>,
-    /// Updates, and microbatches with a complete backward, by stage.
+    /// Number of updates, and number of microbatches with a complete backward, by stage.
     num_updates: Vec<usize>,
     num_gradients: Vec<usize>,
-    /// Microbatches with a loss.
+    /// Number of microbatches whose loss has been computed.
     num_losses: usize,
 }
 
@@ -98,7 +99,7 @@ impl<'a> Progress<'a> {
         }
     }
 
-    /// Checks that backward adds to sums after the earlier microbatches.
+    /// Checks that a backward pass adds to sums in the order of microbatches.
     fn take_backward(&mut self, pass: Pass, bits: Done) -> Result<(), PassFault> {
         let has_loss = bits & INPUT != 0 && pass.stage + 1 == self.schedule.num_stages();
         let has_gradient = bits & WEIGHT != 0;
@@ -159,7 +160,7 @@ impl<'a> Progress<'a> {
     }
 }
 
-/// Refuses the first pass with which a rank exceeds its bound.
+/// Returns an error for the first pass with which a rank exceeds its bound.
 pub(super) fn check_activations(
     schedule: &Schedule,
     costs: &Costs,

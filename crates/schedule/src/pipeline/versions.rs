@@ -4,8 +4,8 @@ use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 
 impl WeightVersions {
-    /// Returns the version that forward of a microbatch reads, and so its backward. A step has `num_microbatches`, and `newest` is the
-    /// version of the stage's last update. A version is the number of updates that produced it, from 0 where the pipeline was empty.
+    /// Returns the version that forward of a microbatch reads, which its backward reads, too. A step has `num_microbatches`, and `newest`
+    /// is the version that the stage's last update produced. A version is the number of updates since the last drain.
     pub fn read_by_forward(self, num_microbatches: usize, microbatch: usize, newest: usize) -> usize {
         match self {
             WeightVersions::Drained => 0,
@@ -64,7 +64,7 @@ impl Schedule {
     pub fn versions_kept(&self) -> Vec<usize> {
         let mut kept = vec![1; self.num_stages()];
         let versions = self.versions_read();
-        // From the end: the oldest version that this pass or a later one of the stage reads.
+        // While going backwards through the passes of a rank: the oldest version that this pass or a later pass of the stage reads.
         let mut oldest_needed = vec![usize::MAX; self.num_stages()];
         for (passes, versions) in self.ranks.iter().zip(&versions) {
             for (pass, &version) in passes.iter().zip(versions).rev() {

@@ -9,7 +9,7 @@ use super::sizes::Sizes;
 /// Bubble, for `M >= 2 P - 1`: none where `F`, `I` and `W` take equal time, counted within each rank from its first pass to its last.
 /// Activations in flight: `2 P` stages on every rank. A stage is half of a rank's layers, so this equals 1F1B's `P`.
 ///
-/// With fewer microbatches it is the schedule of `2 P - 1` microbatches, without the passes of those that do not exist.
+/// With fewer microbatches, the schedule is that of `2 P - 1` microbatches, without the passes of the missing microbatches.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     let Sizes { num_ranks, num_microbatches, .. } = sizes;
     let mut passes = FoldedRank::new(rank, num_ranks, num_microbatches);
@@ -49,7 +49,7 @@ fn steady(passes: &mut FoldedRank, num_microbatches: usize) {
     }
 }
 
-/// Cool-down. The last input halves run without their weight halves first, because other ranks wait for them.
+/// Cool-down. Other ranks wait for the last input halves, so the first of them run before the delayed weight halves.
 fn drain(passes: &mut FoldedRank, rank: usize, num_ranks: usize) {
     for _ in 0..rank {
         passes.backward_input(Chunk::Down);

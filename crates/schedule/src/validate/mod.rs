@@ -58,15 +58,15 @@ pub enum ActionFault {
     TooManyInFlight { in_flight: usize, bound: usize },
 }
 
-/// Proves that a program is valid:
+/// Checks that a program is valid:
 /// - every unit runs forward and backward once for every microbatch, in an order that data dependencies allow;
 /// - activations that forward does not keep are recomputed;
 /// - microbatches add to gradients in their order;
-/// - parameters are gathered wherever they are read, and sharded or full at the end as they were at the start;
+/// - parameters are gathered wherever they are read, and at the end they are sharded or full as at the start;
 /// - gradients are reduced once they are complete, and every parameter is updated once all are reduced;
 /// - no unit holds the activations of more than `in_flight_max` microbatches.
 ///
-/// For a program that does not [train](crate::StateLayout::is_trained), proves that every unit runs forward once for every microbatch, and
+/// For a program that does not [train](crate::StateLayout::is_trained), checks that every unit runs forward once for every microbatch, and
 /// that nothing else runs.
 ///
 /// Cost: linear in the number of actions; each `STEP` looks at all units.
@@ -102,7 +102,11 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
     }
 }
 
-/// Proves the programs of all ranks at one place of a pipeline: each alone, and that their collectives, also within passes, have one order.
+/// Checks the programs of all ranks that run the same units of a pipeline: that each is valid, and that all issue their collectives,
+/// including the collectives within passes, in the same order.
+///
+/// # Errors
+/// The first fault that is found.
 pub fn validate_world(programs: &[Program], in_flight_max: usize) -> Result<(), ProgramError> {
     let collectives = |program: &Program| -> Vec<Action> {
         let is_collective = |action: &Action| {

@@ -2,10 +2,13 @@ use super::{ProgramError, validate};
 use crate::action::Action;
 use crate::program::{Chain, Program, ProgramHeader, Stage};
 
-/// Proves the programs of all ranks of one pipeline together: each alone, with as many microbatches in flight as it has, and that all ranks
+/// Checks the programs of all ranks of one pipeline: that each is valid, with any number of microbatches in flight, and that all ranks
 /// reach their ends even if a send or a receive blocks until the other rank is at the matching action.
 ///
 /// Cost: linear in the number of actions.
+///
+/// # Errors
+/// The first fault that is found.
 pub fn validate_pipeline(programs: &[Program]) -> Result<(), ProgramError> {
     for (rank, program) in programs.iter().enumerate() {
         check_stages(&program.header, rank, programs.len())?;
@@ -66,7 +69,7 @@ impl MessageMatcher<'_> {
         })
     }
 
-    /// Completes a rank's next message if the other rank is at it, too. Returns the other rank.
+    /// Completes a rank's next message if the other rank is at the matching action. Returns the other rank.
     fn advance(&mut self, rank: usize) -> Option<usize> {
         let NextMessage { index, action, peer } = self.next(rank)?;
         let other = self.next(peer).filter(|other| Some(other.action) == action.counterpart())?;

@@ -7,7 +7,7 @@ use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateKey};
 use crate::program::ProgramHeader;
 use std::collections::{BTreeSet, VecDeque};
 
-/// The activations of a unit and microbatch that backward reads.
+/// The state of the activations of a unit and microbatch that backward reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Activations {
     /// Forward has not run.
@@ -33,12 +33,12 @@ impl Activations {
 enum Parameters {
     Whole,
     Sharded,
-    /// Their shard has been updated since they were gathered.
+    /// The shard has been updated since the parameters were gathered.
     Stale,
 }
 
 struct Unit {
-    /// By microbatch.
+    /// The state of the activations, by microbatch.
     activations: Vec<Activations>,
     parameters: Parameters,
     is_held: bool,
@@ -108,7 +108,7 @@ pub(super) struct State<'a> {
     microbatches_per_step: usize,
     units: Vec<Unit>,
     at_rest: Parameters,
-    /// Whether updates need full gradients that are sharded.
+    /// Whether gradients must be gathered for updates: they are sharded, but each rank updates all parameters.
     gathers_grads: bool,
     away: BTreeSet<StateKey>,
     exchanged: MessageLog,
@@ -194,7 +194,8 @@ impl<'a> State<'a> {
         (0..self.units.len()).filter(|&unit| self.holds(unit))
     }
 
-    /// Whether an action is for this rank: the rank holds the unit, or for a receive a unit that needs the message.
+    /// Returns whether an action belongs on this rank. An action belongs on the rank that holds its unit, with two exceptions: a message is
+    /// received by a rank whose unit needs it, and a tied gradient is sent by the rank of the unit that computes it.
     fn is_here(&self, action: Action) -> bool {
         let unit = action.unit();
         let holds_below = || unit.checked_sub(1).is_some_and(|below| self.holds(below));
@@ -248,7 +249,7 @@ impl<'a> State<'a> {
                 unit.parameters == Parameters::Sharded
                     || !self.header.state.is_sharded(StateClass::Parameters)
             }
-            // A reduction of nothing is either too early or repeated.
+            // A reduction with nothing to reduce is a repetition if all gradients of a step have been reduced. Otherwise it is too early.
             Action::ReduceGrad { .. } => {
                 !unit.has_unreduced
                     && unit.num_added > 0
@@ -318,7 +319,7 @@ impl<'a> State<'a> {
         }
     }
 
-    /// Returns a message that another rank waits for, or a message of the tie that was not received.
+    /// Returns a message that was not sent although another rank waits for it, or a message of the tie that was not received.
     fn unsent(&self) -> Option<Action> {
         let passes = |unit| (0..self.header.num_microbatches).map(move |microbatch| (unit, microbatch));
         let sends = self.held().flat_map(passes).flat_map(|(unit, microbatch)| {
@@ -337,7 +338,7 @@ impl<'a> State<'a> {
         needed.find(|&message| self.is_here(message) && !self.is_done(message))
     }
 
-    /// Returns a missing message, or an action that would bring state back to where it was at the start.
+    /// Returns a missing message, or an action that is missing because it would restore the state of the start.
     pub(super) fn left_over(&self) -> Option<Action> {
         if let Some(unsent) = self.unsent() {
             return Some(unsent);

@@ -157,7 +157,8 @@ fn ranks_must_agree_on_the_order_of_collectives() {
     let program = single::program(&Chain::of_units(2), 1);
     assert_eq!(validate_world(&[program.clone(), program.clone()], 1), Ok(()));
     let mut other = program.clone();
-    // Both reductions run after both backwards, in the other order: valid alone, a deadlock together.
+    // Both reductions run after both backward passes, in the other order. The program is valid alone, but deadlocks together with the first
+    // one.
     other.actions =
         "units 2 microbatches 1\nF 0 0\nF 1 0\nB 1 0\nB 0 0\nREDUCE_GRAD 0\nREDUCE_GRAD 1\nSTEP 0\nSTEP 1"
             .parse::<Program>()

@@ -48,7 +48,7 @@ fn check(hosts: &Hosts, lens: &[usize]) {
         assert_eq!(traffic.across_by(rank, hosts), carried, "rank {rank} of {hosts:?}, {lens:?}");
         assert_eq!(traffic.sent_by(rank), passed_on.sum::<usize>() + carried);
     }
-    // Blocks for ranks of other hosts cross once.
+    // Blocks for ranks of other hosts cross hosts once.
     let across = |host: usize| hosts.ranks(host).iter().map(|rank| traffic.across_by(rank.0, hosts));
     for host in 0..hosts.num_hosts() {
         let own = hosts.ranks(host);
@@ -68,7 +68,7 @@ fn every_block_arrives_and_crosses_hosts_once() {
         check(&hosts, &square(|_, _| 0));
         check(&hosts, &square(|_, _| 3));
         check(&hosts, &square(|from, to| (from * 7 + to * 3) % 5));
-        // All for one rank, all from one rank, and one block alone.
+        // All blocks are for one rank, all blocks are from one rank, and there is a single block.
         check(&hosts, &square(|_, to| if to == 1 { 4 } else { 0 }));
         check(&hosts, &square(|from, _| if from == 1 { 4 } else { 0 }));
         for one in 0..n * n {
@@ -79,7 +79,7 @@ fn every_block_arrives_and_crosses_hosts_once() {
     }
 }
 
-/// The formulas of `docs/collectives.md` for blocks of one length.
+/// Checks the formulas of `docs/collectives.md` for blocks of equal length.
 #[test]
 fn equal_blocks_send_what_their_formulas_say() {
     for (h, l) in [(2, 2), (3, 2), (2, 4), (4, 4)] {

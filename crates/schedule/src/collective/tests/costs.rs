@@ -56,7 +56,8 @@ fn halving_and_doubling_send_what_their_formulas_say() {
         let (len, hosts) = (3 * n * p, Hosts::single(n));
         let log = p.ilog2() as usize;
         let fold = usize::from(extra > 0);
-        // The first rank of a folded pair, the second rank of one, any other rank.
+        // `expected` holds the elements that are sent by the first rank of a folded pair, by the second rank of a pair, and by any other
+        // rank.
         let of_ranks = |counted: &Counted, expected: [usize; 3]| {
             for rank in 0..n {
                 let role = if rank >= 2 * extra { 2 } else { rank % 2 };

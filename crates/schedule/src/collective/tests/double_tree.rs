@@ -33,7 +33,7 @@ fn chunks_follow_each_other_through_the_trees() {
     }
 }
 
-/// The halves of the vector in which a rank reduces for others show the trees in which it has children.
+/// Each tree carries one half of the vector, so the halves in which a rank reduces show the trees in which it has children.
 #[test]
 fn a_rank_has_children_in_one_tree_at_most() {
     for world_size in 2..=40 {
@@ -49,7 +49,7 @@ fn a_rank_has_children_in_one_tree_at_most() {
     }
 }
 
-/// With many chunks, the operation takes as long as sending the vector twice, for any number of ranks.
+/// With many chunks, the operation takes about as long as sending the vector twice, for any number of ranks.
 #[test]
 fn time_hardly_depends_on_the_number_of_ranks() {
     let link = LinkCost { latency_seconds: 1e-6, seconds_per_byte: 1e-9 };

@@ -1,4 +1,4 @@
-//! Executes the steps of all ranks, with messages that queue and with messages that do not.
+//! Executes the steps of all ranks, with and without message queues.
 
 use super::super::*;
 use std::collections::VecDeque;
@@ -26,7 +26,7 @@ impl Memories {
     }
 }
 
-/// Number of elements sent between any two ranks.
+/// Number of elements sent from each rank to each rank.
 pub(super) struct Traffic(Vec<Vec<usize>>);
 
 impl Traffic {
@@ -126,7 +126,7 @@ fn place(target: &mut [f64], message: &[f64], action: Action, combine: &impl Fn(
     }
 }
 
-/// Checks that steps proceed even if a send blocks until its receiver waits for the message: a rank continues when its partners are at the
+/// Checks that steps proceed even if a send blocks until its receiver waits for the message. A rank continues when its partners are at the
 /// matching steps.
 pub(super) fn assert_needs_no_queue(programs: &[Vec<Step>]) {
     let mut next = vec![0; programs.len()];

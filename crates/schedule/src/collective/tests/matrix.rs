@@ -1,4 +1,4 @@
-//! Every collective × algorithm × world size × length × root against the oracle.
+//! Tests every collective × algorithm × world size × length × root against the oracle.
 
 use super::super::*;
 use super::interpreter::*;
@@ -9,8 +9,8 @@ pub(super) fn programs_of(collective: Collective, algorithm: Algorithm, hosts: &
     programs(hosts.world_size(), |rank, out| steps(collective, algorithm, hosts, rank, out))
 }
 
-/// Executes an algorithm and compares the bits of its result: of sums that depend on their order if the algorithm claims to be canonical,
-/// else of sums that do not.
+/// Executes an algorithm and compares the bits of its result. If the algorithm claims to be canonical, the inputs have sums that depend on
+/// the order of summation. Otherwise their sums do not depend on it.
 pub(super) fn check(collective: Collective, algorithm: Algorithm, hosts: &Hosts) {
     let world_size = hosts.world_size();
     let what = format!("{collective:?} by {algorithm} on {hosts:?}");
@@ -48,7 +48,7 @@ fn every_flat_algorithm_gives_what_the_oracle_says() {
     }
 }
 
-/// All ranks of an all-reduce have the same bits in any order.
+/// In an all-reduce, all ranks get the same bits, even if the algorithm is not canonical.
 #[test]
 fn all_ranks_agree_on_every_bit() {
     for world_size in 2..=17 {
@@ -114,7 +114,7 @@ fn every_hierarchy_gives_what_the_oracle_says() {
     }
 }
 
-/// A hierarchy's condition for being canonical is no stricter than it must be: other placements give other bits.
+/// The condition for a hierarchy to be canonical is not too strict: placements that do not satisfy it give other bits.
 #[test]
 fn other_placements_give_other_bits() {
     let order_of = |hosts: &Hosts| {

@@ -1,4 +1,4 @@
-//! Simulated times against formulas, and the algorithms that are chosen by them.
+//! Compares simulated times with formulas, and tests the algorithms that are chosen by simulated time.
 
 use super::super::cost::Predictor;
 use super::super::*;

@@ -22,7 +22,7 @@ fn score(spans: &[Vec<Span>]) -> Score {
     (ends().max().unwrap_or(0), ends().sum())
 }
 
-/// Moves passes of a valid schedule until no move helps or the effort is spent.
+/// Moves passes of a valid schedule until no move improves it or [`PASSES_TIMED_MAX`] is reached.
 pub(super) fn improve(schedule: Schedule, costs: &Costs, bounds: &[u64]) -> Schedule {
     let mut search = Search::new(halved(schedule), costs, bounds);
     while search.improve_once().is_some() {}
@@ -62,8 +62,8 @@ impl<'a> Search<'a> {
         Search { schedule, spans, clock, costs, bounds, num_left: PASSES_TIMED_MAX }
     }
 
-    /// Makes the first move of a pass to an end of its critical block that improves the schedule. Returns `None` if no such move is found
-    /// before the effort is spent.
+    /// Makes the first move of a pass to an end of its critical block that improves the schedule. Returns `None` if no move improves it, or
+    /// if too few passes may still be timed.
     fn improve_once(&mut self) -> Option<()> {
         for (rank, block) in critical_blocks(&self.schedule, &self.spans, self.costs) {
             let (first, last) = block.into_inner();
@@ -77,7 +77,7 @@ impl<'a> Search<'a> {
     }
 
     /// Moves a pass, and undoes the move unless it improves the schedule. Passes that begin before the first moved pass keep their times.
-    /// Returns whether the schedule improved, or `None` if the effort is spent.
+    /// Returns whether the schedule improved, or `None` if too few passes may still be timed.
     fn try_move(&mut self, rank: usize, from: usize, to: usize) -> Option<bool> {
         let time = self.spans[rank][from.min(to)].start;
         let is_earlier = |spans: &Vec<Span>| spans.partition_point(|span| span.start < time);
@@ -105,8 +105,9 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Moves a pass, place by place. Passes of one kind and stage stay in the order of microbatches, in which sums are made. They take equal
-/// time, so when a pass reaches another one of its kind and stage, the other one is moved on instead. Moving back undoes the move.
+/// Moves a pass, one place at a time. Passes of one kind and stage must stay in the order of microbatches, in which gradients are summed.
+/// They take equal time. When a pass reaches another pass of its kind and stage, the other pass is therefore moved on instead. Moving back
+/// undoes the move.
 fn move_pass(passes: &mut [Pass], from: usize, to: usize) {
     let mut place = from;
     while place != to {
@@ -118,7 +119,8 @@ fn move_pass(passes: &mut [Pass], from: usize, to: usize) {
     }
 }
 
-/// Whether a move differs from the same move of the next pass on the way.
+/// Returns whether a move has an effect of its own. If the neighbouring pass on the way has the same kind and stage, moving that pass gives
+/// the same schedule.
 fn leads_elsewhere(passes: &[Pass], from: usize, to: usize) -> bool {
     from != to && !is_alike(passes[from], passes[step(from, to)])
 }
@@ -161,7 +163,7 @@ fn critical_blocks(
     }
 }
 
-/// Returns the index of a pass among the passes of its rank, if it ends at `time`. All backwards of the rank are halved.
+/// Returns the index of a pass among the passes of its rank, if it ends at `time`. In these passes, backward is split into halves.
 fn ended_at(passes: &[Pass], spans: &[Span], pass: Pass, time: u64) -> Option<usize> {
     let made = match pass.kind {
         PassKind::Backward => Pass { kind: PassKind::BackwardInput, ..pass },

@@ -32,7 +32,7 @@ impl Rule {
 pub(super) struct Listed {
     /// The schedule; `None` if it would take longer than the maximum.
     pub(super) schedule: Option<Schedule>,
-    /// Whether a pass had to wait for memory. If not, more memory changes nothing.
+    /// Whether a pass had to wait for memory. If not, the rule gives the same schedule with more memory.
     pub(super) lacked_room: bool,
 }
 
@@ -93,11 +93,11 @@ struct Search<'a> {
     /// Next microbatch of forward and of backward, by stage.
     num_forward: Vec<usize>,
     num_backward: Vec<usize>,
-    /// Times at which the input and the gradient of the output are available, by stage and microbatch. Each stage has one microbatch more,
-    /// which is never available.
+    /// Times at which the input and the gradient of the output are available, by stage and microbatch. Each stage has one more element than
+    /// there are microbatches, for a microbatch that is never available.
     input_at: Vec<u64>,
     gradient_at: Vec<u64>,
-    /// Times at which to look at a rank.
+    /// Times at which a rank may be able to begin a pass.
     wakes: BinaryHeap<Reverse<(u64, usize)>>,
     /// Whether a forward had to wait for memory.
     lacked_room: bool,
@@ -184,8 +184,8 @@ impl<'a> Search<'a> {
         first
     }
 
-    /// Whether forward leaves memory for the oldest microbatch that some stages of the rank have not run. Older microbatches can all
-    /// finish.
+    /// Returns whether memory for the oldest microbatch that some stages of the rank have not begun is left after a forward pass.
+    /// Microbatches before it can finish with the memory that they hold.
     fn has_room(&self, rank: usize, stage: usize, microbatch: usize) -> bool {
         let Rank { stages, bound, held, .. } = &self.ranks[rank];
         let activation = |&stage: &usize| self.costs.stages()[stage].activation;
@@ -236,7 +236,7 @@ impl<'a> Search<'a> {
             let index = self.index(next, microbatch);
             let times = if kind == PassKind::Forward { &mut self.input_at } else { &mut self.gradient_at };
             times[index] = at;
-            // A rank that is busy until then wakes at its own end.
+            // A rank that is busy until then is woken at the end of its current pass.
             if self.ranks[to].free_at < at {
                 self.wakes.push(Reverse((at, to)));
             }

@@ -13,8 +13,9 @@ use super::validate::check_activations;
 use improve::improve;
 
 /// Returns the schedule of least simulated time ([`Timeline::makespan`](super::Timeline::makespan)) within the bounds. The candidates are
-/// the best fixed synchronous schedule and the best of list scheduling by several rules for each placement. Unless a candidate takes the
-/// least possible time, each is also improved by moves of single passes. Of equal times, the fewest activations win, then a fixed schedule.
+/// the best fixed synchronous schedule and, for each placement, the best schedule that list scheduling finds by several rules. If no
+/// candidate takes the least possible time, each candidate is also improved by moves of single passes. Among schedules of equal time, the
+/// one with the fewest activations is returned, and a fixed schedule if these are equal, too.
 pub(super) fn schedule(
     sizes: Sizes,
     costs: &Costs,
@@ -91,7 +92,7 @@ fn makespan_min(stage_ranks: &[usize], sizes: Sizes, costs: &Costs) -> u64 {
     earliest.into_iter().zip(work).map(|(earliest, work)| earliest + work).max().unwrap_or(0)
 }
 
-/// Returns the placements of stages to try. With one stage per rank, folding changes nothing.
+/// Returns the placements of stages to try. With one stage per rank, both placements are the same.
 fn placements(sizes: Sizes) -> Vec<Vec<usize>> {
     let Sizes { num_ranks, stages_per_rank, .. } = sizes;
     let all = [StagePlacement::Looped, StagePlacement::Folded]

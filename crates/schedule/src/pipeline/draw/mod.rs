@@ -23,7 +23,8 @@ fn longest(pictures: &[Picture<'_>]) -> u64 {
     pictures.iter().map(|picture| picture.timeline.makespan).max().unwrap_or(0)
 }
 
-/// Returns the number in the label of a pass: its microbatch, or none for an update after a drain, which applies all microbatches.
+/// Returns the number in the label of a pass: the microbatch. Empty for an update after a drain, because the update applies the gradients
+/// of all microbatches.
 fn number(schedule: &Schedule, pass: Pass) -> String {
     match (pass.kind, schedule.weights) {
         (PassKind::Update, WeightVersions::Drained) => String::new(),

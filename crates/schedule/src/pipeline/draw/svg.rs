@@ -155,7 +155,7 @@ impl<'a> Painter<'a> {
     }
 }
 
-/// Writes the idle part of all ranks' time at the right end of a line.
+/// Writes the bubble, in percent of the time of all ranks, at the right end of a line.
 fn push_bubble(svg: &mut Svg, y: f64, timeline: &Timeline) {
     let text = format!("bubble {:.1} %", 100.0 * timeline.bubble());
     svg.text((WIDTH - MARGIN, y), Anchor::End, &text);

@@ -13,8 +13,8 @@ use crate::pipeline::timeline::{Span, Timeline};
 /// rank 1 |··F0B0──F1B1──····|
 /// F forward; B backward; · idle; 1 tick: 2 columns
 /// ```
-/// The width of a pass is proportional to its time. A pass begins with its letter and microbatch if they fit. Letters of every other stage
-/// of a rank are lowercase.
+/// The width of a pass is proportional to its time. A pass begins with its letter and microbatch if they fit. The letters of every second
+/// stage of a rank are lowercase.
 ///
 /// # Panics
 /// If the timeline does not belong to the schedule.
@@ -52,7 +52,8 @@ struct Scale {
 }
 
 impl Scale {
-    /// Gives the shortest pass room for its letter and its number, if the whole picture then fits.
+    /// Returns the scale at which the shortest pass has room for its letter and number, if the picture then fits. Otherwise returns the
+    /// scale at which the picture is `columns_max` wide.
     fn new(schedule: &Schedule, timeline: &Timeline, columns_max: usize) -> Scale {
         let spans = timeline.ranks.iter().flatten();
         let shortest = spans.map(|span| span.ticks()).filter(|&ticks| ticks > 0).min().unwrap_or(1);

@@ -58,7 +58,7 @@ fn it_beats_every_fixed_schedule_for_uneven_costs() {
     }
 }
 
-/// With a slow stage, half of ZB-H2's memory is enough for its time.
+/// With a slow stage, the schedule that is found is as fast as ZB-H2, with half of its memory.
 #[test]
 fn it_finds_zb_h2s_time_in_1f1bs_memory() {
     let costs = uneven(&[(20, 22, 18), (31, 36, 24), (18, 21, 17), (20, 20, 20)], 1);

@@ -242,7 +242,7 @@ fn text_that_is_no_schedule_is_refused_with_its_line() {
     }
 }
 
-/// Updates wait for norms of earlier steps, and so for all ranks. Data dependencies alone would let this schedule run.
+/// An update waits for the gradient norm of an earlier step, and thus for all ranks. Without this wait, the schedule would run.
 #[test]
 fn a_ring_through_the_norm_of_an_earlier_step_is_found() {
     let text = |rank_1: &str| {
@@ -261,7 +261,7 @@ fn a_ring_through_the_norm_of_an_earlier_step_is_found() {
     assert!(error.contains("deadlock") && error.contains("'U 2 3' waits for 'U 1 1' on rank 1"), "{error}");
 }
 
-/// A rank decides how to update by the gradients of all its stages.
+/// A rank needs the gradients of all its stages before it updates one of them.
 #[test]
 fn an_update_before_gradients_of_another_stage_of_its_rank_is_refused() {
     let schedule = "ranks 1 placement 0,0 microbatches 1 steps 1 weights stashed\n\

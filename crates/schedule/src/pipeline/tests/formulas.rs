@@ -108,8 +108,8 @@ fn folded_schedules_lose_what_they_say() {
     }
 }
 
-/// Runs each forward that is directly followed by a backward as one pass with it: both results are available at the end of both. The last
-/// rank's first such pair runs as two passes, as in the authors' program.
+/// Returns the lost ticks if each forward that is directly followed by a backward runs as one pass with it, so that both results are
+/// available at the end of the pair. The first such pair of the last rank runs as two passes, as in the authors' program.
 fn bubble_of_pairs(schedule: &Schedule, stage: StageCosts) -> u64 {
     let num_stages = schedule.num_stages();
     let backward = stage.backward_input + stage.backward_weight;

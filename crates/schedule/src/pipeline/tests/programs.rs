@@ -17,7 +17,7 @@ fn lines(program: &Program) -> String {
     program.to_string().lines().collect::<Vec<_>>().join(", ")
 }
 
-/// Returns programs of stages that have two units and one unit in turn.
+/// Returns programs of stages with two units and with one unit, alternately.
 fn lowered(kind: Kind, num_ranks: usize, stages_per_rank: usize, num_microbatches: usize) -> Vec<Program> {
     tied(kind, num_ranks, stages_per_rank, num_microbatches, None)
 }
@@ -249,7 +249,8 @@ proptest! {
             };
             let (left, most) = program.actions.iter().fold((0, 0), count);
             prop_assert_eq!(left, 0);
-            // Between versions that are read there may be one that is not, unless the pipeline is full for long enough.
+            // `versions_kept` counts all versions from the newest one to the oldest one that is read. Versions between these that no pass
+            // reads are not stashed. There are none if the pipeline is full for long enough.
             let stated = schedule.versions_kept()[rank];
             prop_assert!(most < stated, "{} versions beside the newest one, where {} are stated", most, stated);
             prop_assert!(most + 1 == stated || steps <= 2 * num_ranks);

@@ -46,7 +46,7 @@ impl State<'_> {
             Action::Recompute { unit, microbatch } => match self.activations(unit, microbatch) {
                 Activations::Kept(Keep::Nothing) => {
                     let below = unit.checked_sub(1)?;
-                    // Activations from another rank are gone after forward.
+                    // Activations that were received from another rank are freed after forward.
                     let missing = Action::Recompute { unit: below, microbatch };
                     let is_there =
                         self.holds(below) && self.activations(below, microbatch) == Activations::Whole;
@@ -131,7 +131,7 @@ impl State<'_> {
         }
     }
 
-    /// Returns the missing prerequisite of a receive. For parameters, this is the last backward pass that reads the old ones.
+    /// Returns the missing prerequisite of a receive. For parameters, this is a backward pass that still reads the old parameters.
     fn missing_for_receive(&self, Message { kind, unit, microbatch }: Message) -> Option<Action> {
         match kind {
             MessageKind::Gradient => {
@@ -163,8 +163,8 @@ impl State<'_> {
         is_early.then(|| self.completion(reader, microbatch))
     }
 
-    /// Returns the missing prerequisite of adding a microbatch to a unit's gradient, such as the earlier microbatches, because sums have
-    /// one order.
+    /// Returns the missing prerequisite of adding a microbatch to a unit's gradient. For example, earlier microbatches must have been
+    /// added, because gradients are summed in a fixed order.
     fn missing_for_gradient(&self, unit: usize, microbatch: usize) -> Option<Action> {
         let Unit { num_added, has_unreduced, num_stepped, .. } = self.units[unit];
         if num_added != microbatch {
