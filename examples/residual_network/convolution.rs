@@ -43,7 +43,7 @@ impl Convolution {
         let initial = Initial::Normal { standard_deviation: (2.0 / fan_in as f32).sqrt() };
         let weight = Parameter::matrix(format!("{name}.weight"), &[fan_in, outputs], initial);
         let weight = match cut {
-            Some(cut) => weight.with_cut(cut),
+            Some(cut) => weight.with_split(cut),
             None => weight,
         };
         Arc::new(Convolution { weight: table.add(weight), size })

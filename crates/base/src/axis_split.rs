@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn few_granules_are_shared_where_that_is_declared() {
+    fn shared_splits_allow_fewer_granules_than_ranks() {
         let heads = AxisSplit::along(0).with_granule(4);
         assert_eq!([1, 2, 3, 4].map(|degree| heads.num_holders(8, degree)), [Some(1), Some(1), None, None]);
         let shared = heads.shared();
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_vocabulary_are_filled_up() {
+    fn the_last_part_of_a_padded_split_may_be_shorter() {
         let rows = AxisSplit::along(0).padded();
         assert_eq!(held(rows, 5, 2), [[[0, 3]], [[3, 5]]]);
         assert_eq!(held(rows, 8, 3), [[[0, 3]], [[3, 6]], [[6, 8]]]);
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_say_where_elements_lie_in_the_tensor() {
+    fn runs_map_a_part_to_the_full_tensor() {
         let shape = [2, 6, 2];
         let cuts = [
             AxisSplit::along(0),

@@ -16,7 +16,7 @@ impl Event {
 
     /// Returns whether the event is done or has failed.
     pub fn is_done(&self) -> bool {
-        self.0.as_ref().is_none_or(|latch| latch.lock().outcome.is_some())
+        self.0.as_ref().is_none_or(|completer| completer.lock().outcome.is_some())
     }
 
     /// Returns whether both are clones of the same event. All events that were created as [`DONE`](Event::DONE) are the same.
@@ -26,12 +26,12 @@ impl Event {
 
     /// Returns whether other clones of the event exist, or a [`EventCompleter`] that may still complete it.
     pub fn is_shared(&self) -> bool {
-        self.0.as_ref().is_some_and(|latch| Arc::strong_count(latch) > 1)
+        self.0.as_ref().is_some_and(|completer| Arc::strong_count(completer) > 1)
     }
 
     /// Returns the cause if something that was issued before the event has failed.
     pub fn failure(&self) -> Option<String> {
-        self.0.as_ref().and_then(|latch| latch.lock().outcome.clone()?.err())
+        self.0.as_ref().and_then(|completer| completer.lock().outcome.clone()?.err())
     }
 
     /// Blocks until the event is done. Signals [demand](Event::demand) first.
@@ -39,9 +39,9 @@ impl Event {
     /// # Panics
     /// If something that was issued before the event has failed. The message is the cause.
     pub fn wait(&self) {
-        let Some(latch) = &self.0 else { return };
+        let Some(completer) = &self.0 else { return };
         self.demand();
-        let mut state = latch.lock();
+        let mut state = completer.lock();
         loop {
             match &state.outcome {
                 Some(Ok(())) => return,
@@ -50,24 +50,24 @@ impl Event {
                     drop(state);
                     panic!("{cause}");
                 }
-                None => state = latch.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                None => state = completer.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         }
     }
 
     /// Tells the device that the caller is waiting for the event, unless the event is done or has failed.
     pub fn demand(&self) {
-        if let Some(latch) = &self.0 {
-            latch.demand();
+        if let Some(completer) = &self.0 {
+            completer.demand();
         }
     }
 
     /// Calls `wake` once, when the event is done or fails. Calls it at once if that is already the case.
     pub fn on_done(&self, wake: impl FnOnce() + Send + 'static) {
-        let Some(latch) = &self.0 else { return wake() };
-        let mut state = latch.lock();
+        let Some(completer) = &self.0 else { return wake() };
+        let mut state = completer.lock();
         if state.outcome.is_none() {
-            state.wakes.push(Box::new(wake));
+            state.callbacks.push(Box::new(wake));
             return;
         }
         drop(state);
@@ -88,13 +88,13 @@ pub struct EventCompleter {
     on_demand: Box<dyn Fn() + Send + Sync>,
 }
 
-type Wake = Box<dyn FnOnce() + Send>;
+type Callback = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct EventState {
     /// `None` while the event is pending. An error is the cause of the failure.
     outcome: Option<Result<(), String>>,
-    wakes: Vec<Wake>,
+    callbacks: Vec<Callback>,
 }
 
 impl EventCompleter {
@@ -117,7 +117,7 @@ impl EventCompleter {
     pub fn complete(&self, outcome: Result<(), String>) {
         let mut state = self.lock();
         state.outcome.get_or_insert(outcome);
-        let wakes = std::mem::take(&mut state.wakes);
+        let wakes = std::mem::take(&mut state.callbacks);
         drop(state);
         self.changed.notify_all();
         wakes.into_iter().for_each(|wake| wake());
@@ -146,15 +146,15 @@ pub struct Pending<B>(State<B>);
 
 #[derive(Debug)]
 enum State<B> {
-    Here(B),
+    Available(B),
     /// The device or group stores the memory in this slot before the event is done.
-    Away(Arc<Mutex<Option<B>>>, Event),
+    InUse(Arc<Mutex<Option<B>>>, Event),
 }
 
 impl<B> Pending<B> {
     /// Wraps memory that no device or group uses.
     pub fn new(memory: B) -> Self {
-        Pending(State::Here(memory))
+        Pending(State::Available(memory))
     }
 
     /// Wraps memory that will be stored in `place` before `event` is done. If `event` is [`Event::DONE`] and `place` holds the memory
@@ -165,14 +165,14 @@ impl<B> Pending<B> {
         {
             return Pending::new(memory);
         }
-        Pending(State::Away(place, event))
+        Pending(State::InUse(place, event))
     }
 
     /// Returns the event after which no device or group uses the memory.
     pub fn event(&self) -> Event {
         match &self.0 {
-            State::Here(_) => Event::DONE,
-            State::Away(_, event) => event.clone(),
+            State::Available(_) => Event::DONE,
+            State::InUse(_, event) => event.clone(),
         }
     }
 
@@ -190,9 +190,9 @@ impl<B> Pending<B> {
     /// # Panics
     /// If the device or group failed.
     pub fn wait_mut(&mut self) -> &mut B {
-        if let State::Away(place, event) = &self.0 {
+        if let State::InUse(place, event) = &self.0 {
             event.wait();
-            self.0 = State::Here(taken(place).expect("a device gives memory back before the event"));
+            self.0 = State::Available(taken(place).expect("a device gives memory back before the event"));
         }
         self.get_mut().expect("it was waited for")
     }
@@ -203,10 +203,10 @@ impl<B> Pending<B> {
     /// Returns `self` if the memory is still in use.
     pub fn try_take(self) -> Result<B, Self> {
         match self.0 {
-            State::Here(memory) => Ok(memory),
-            State::Away(place, event) => match taken(&place) {
+            State::Available(memory) => Ok(memory),
+            State::InUse(place, event) => match taken(&place) {
                 Some(memory) => Ok(memory),
-                None => Err(Pending(State::Away(place, event))),
+                None => Err(Pending(State::InUse(place, event))),
             },
         }
     }
@@ -214,16 +214,16 @@ impl<B> Pending<B> {
     /// Returns a reference to the memory if it was never in use or has been waited for. Does not check the event.
     pub fn get(&self) -> Option<&B> {
         match &self.0 {
-            State::Here(memory) => Some(memory),
-            State::Away(..) => None,
+            State::Available(memory) => Some(memory),
+            State::InUse(..) => None,
         }
     }
 
     /// Returns a mutable reference to the memory, under the same condition as [`get`](Pending::get).
     pub fn get_mut(&mut self) -> Option<&mut B> {
         match &mut self.0 {
-            State::Here(memory) => Some(memory),
-            State::Away(..) => None,
+            State::Available(memory) => Some(memory),
+            State::InUse(..) => None,
         }
     }
 }
@@ -257,20 +257,20 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
-    fn memory_that_is_there_is_at_hand() {
+    fn memory_of_a_done_event_is_available_immediately() {
         let place = |memory| Arc::new(Mutex::new(memory));
         assert_eq!(Pending::until(Event::DONE, place(Some(5))).get(), Some(&5));
         assert_eq!(Pending::<u8>::until(Event::DONE, place(None)).get(), None);
     }
 
     #[test]
-    fn who_waits_is_woken_and_says_so() {
+    fn waiting_signals_demand_and_completion_wakes_waiters() {
         let num_demands = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&num_demands);
-        let latch = EventCompleter::new(move || {
+        let completer = EventCompleter::new(move || {
             counted.fetch_add(1, Ordering::Relaxed);
         });
-        let event = latch.event();
+        let event = completer.event();
         let woken = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&woken);
         event.on_done(move || {
@@ -280,29 +280,29 @@ mod tests {
         assert!(!event.is_done() && woken.load(Ordering::Relaxed) == 0);
         std::thread::scope(|scope| {
             scope.spawn(|| event.wait());
-            latch.complete(Ok(()));
+            completer.complete(Ok(()));
         });
         assert!(event.is_done() && woken.load(Ordering::Relaxed) == 1);
         assert!(num_demands.load(Ordering::Relaxed) >= 1);
     }
 
     #[test]
-    fn a_failure_reaches_who_waits() {
-        let latch = EventCompleter::new(|| ());
-        latch.complete(Err("a kernel panicked".to_owned()));
-        assert_eq!(latch.event().failure().as_deref(), Some("a kernel panicked"));
-        let failed = std::thread::spawn(move || latch.event().wait()).join().unwrap_err();
+    fn a_failure_reaches_waiters() {
+        let completer = EventCompleter::new(|| ());
+        completer.complete(Err("a kernel panicked".to_owned()));
+        assert_eq!(completer.event().failure().as_deref(), Some("a kernel panicked"));
+        let failed = std::thread::spawn(move || completer.event().wait()).join().unwrap_err();
         assert_eq!(failed.downcast_ref::<String>().unwrap(), "a kernel panicked");
     }
 
     #[test]
-    fn memory_comes_back_at_its_event() {
-        let (latch, place) = (EventCompleter::new(|| ()), Arc::new(Mutex::new(None)));
-        let pending = Pending::until(latch.event(), Arc::clone(&place));
+    fn memory_is_available_after_its_event() {
+        let (completer, place) = (EventCompleter::new(|| ()), Arc::new(Mutex::new(None)));
+        let pending = Pending::until(completer.event(), Arc::clone(&place));
         assert!(pending.get().is_none());
         let mut pending = pending.try_take().unwrap_err();
         *place.lock().unwrap() = Some(vec![7]);
-        latch.complete(Ok(()));
+        completer.complete(Ok(()));
         pending.wait_mut().push(8);
         assert_eq!(pending.wait(), [7, 8]);
         assert_eq!(Pending::new(3).wait(), 3);

@@ -23,7 +23,7 @@ impl Fp8Format {
     pub fn scale_exponent(self, amax: f32) -> i32 {
         let (.., max) = self.limits();
         // In f64 the quotient of two f32 values is exact enough that it is never rounded up to a power of two.
-        exponent(f64::from(max) / f64::from(amax))
+        floor_log2(f64::from(max) / f64::from(amax))
     }
 }
 
@@ -35,7 +35,7 @@ pub const fn power_of_two(exponent: i32) -> f32 {
 
 /// Returns the exponent of the largest power of two that is at most `positive`, which must be a positive normal number. Returns 1024 for
 /// infinity.
-pub fn exponent(positive: f64) -> i32 {
+pub fn floor_log2(positive: f64) -> i32 {
     (positive.to_bits() >> 52) as i32 - 1023
 }
 
@@ -44,9 +44,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exponents_are_those_of_powers_below() {
+    fn exponent_is_rounded_down() {
         for (value, expected) in [(1.0, 0), (1.999, 0), (0.5, -1), (448.0, 8), (f64::INFINITY, 1024)] {
-            assert_eq!(exponent(value), expected);
+            assert_eq!(floor_log2(value), expected);
         }
         assert_eq!((power_of_two(-126), power_of_two(3)), (f32::MIN_POSITIVE, 8.0));
     }

@@ -16,7 +16,7 @@ pub struct KernelCall {
 /// An asynchronous operation, which runs concurrently with the rank's kernels until it is awaited.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[expect(missing_docs, reason = "variants explain their fields")]
-pub enum Issued {
+pub enum AsyncOperation {
     /// A collective operation of a group.
     Collective {
         /// Name of the operation, such as `all_reduce`.
@@ -43,7 +43,7 @@ pub enum JournalEntry {
     /// A kernel was started.
     Kernel(KernelCall),
     /// An asynchronous operation was issued. The number identifies it.
-    Issue(usize, Issued),
+    Issue(usize, AsyncOperation),
     /// The rank waited for the operation with this number.
     Await(usize),
     /// The previous kernel has ended, and no other kernel follows immediately.
@@ -63,22 +63,22 @@ pub struct StepEntries {
 
 /// A shared, ordered record of the work that a rank issues. Clones append to the same journal.
 #[derive(Debug, Clone, Default)]
-pub struct Journal(Arc<Mutex<Noted>>);
+pub struct Journal(Arc<Mutex<JournalState>>);
 
 #[derive(Debug, Default)]
-struct Noted {
+struct JournalState {
     entries: Vec<(JournalEntry, Instant)>,
     num_issued: usize,
 }
 
 impl Journal {
     /// Appends an entry with the current time.
-    pub fn note(&self, entry: JournalEntry) {
+    pub fn record(&self, entry: JournalEntry) {
         self.lock().entries.push((entry, Instant::now()));
     }
 
     /// Appends the issue of an operation with the current time, and returns the operation's number. Numbers count up from 0.
-    pub fn issue(&self, issued: Issued) -> usize {
+    pub fn issue(&self, issued: AsyncOperation) -> usize {
         let mut noted = self.lock();
         let number = noted.num_issued;
         noted.num_issued += 1;
@@ -91,7 +91,7 @@ impl Journal {
         std::mem::take(&mut self.lock().entries)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Noted> {
+    fn lock(&self) -> MutexGuard<'_, JournalState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

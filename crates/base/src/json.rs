@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn other_texts_are_refused_with_the_place() {
+    fn invalid_json_is_refused_with_its_location() {
         for (text, place) in
             [("{\"a\": Infinit}", "column 7"), ("{\"a\": +Infinity}", "line 1"), ("\"\\", "line 1")]
         {

@@ -42,7 +42,7 @@ pub struct MemoryUse {
     pub own_between_steps: usize,
     /// The portion of `own` and `host` that is allocated outside the device's arena: memory shared with other ranks, and buffers for
     /// transfers to and from disk.
-    pub outside: usize,
+    pub outside_arena: usize,
 }
 
 impl MemoryUse {

@@ -15,7 +15,7 @@ pub struct UnitPasses {
     /// Bytes of the gradient of the input, which backward returns; 0 for the first unit.
     pub input_grad: usize,
     /// Bytes that backward needs from forward, including the input: the unit's saved activations.
-    pub record: usize,
+    pub saved: usize,
     /// Bytes of the results of matrix products and attention, and of the input: the part of `record` that selective recomputation keeps.
     pub products: usize,
     /// Peak of forward, which starts with `input` in memory and ends with `record` and `output`.
@@ -25,7 +25,7 @@ pub struct UnitPasses {
     /// Peak of backward, which starts with `record` and the gradient of the output in memory, and ends with `input_grad`.
     pub backward_peak: usize,
     /// Bytes that stay in memory between the halves of backward, if the halves run separately.
-    pub halved: usize,
+    pub between_halves: usize,
     /// Cost of forward.
     pub forward_cost: Cost,
     /// Cost of backward, if it runs as a whole.
@@ -42,6 +42,6 @@ impl UnitPasses {
     /// Returns whether forward keeps activations for a later backward. A unit without output keeps none, because its backward follows
     /// immediately.
     pub fn keeps(&self) -> bool {
-        self.record > 0 && self.output > 0
+        self.saved > 0 && self.output > 0
     }
 }

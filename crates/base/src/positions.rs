@@ -44,7 +44,7 @@ impl ContextRank {
     ///
     /// # Panics
     /// If `len` is not a multiple of twice the number of places on the ring, and the ring has several places.
-    pub fn positions_of_heads(self, len: usize) -> Positions {
+    pub fn ring_positions(self, len: usize) -> Positions {
         Positions::zig_zag(len, self.ring)
     }
 
@@ -55,7 +55,7 @@ impl ContextRank {
     pub fn positions(self, len: usize) -> Positions {
         assert!(len.is_multiple_of(2 * self.degree()) || self.degree() == 1, "{len} positions for {self:?}");
         let own_len = len / self.degree();
-        self.positions_of_heads(len).part(self.heads.rank * own_len..(self.heads.rank + 1) * own_len)
+        self.ring_positions(len).part(self.heads.rank * own_len..(self.heads.rank + 1) * own_len)
     }
 }
 
@@ -127,7 +127,7 @@ impl Positions {
     }
 
     /// Returns how many of the listed positions are less than `position`.
-    pub fn before(&self, position: usize) -> usize {
+    pub fn num_before(&self, position: usize) -> usize {
         let of_first = position.saturating_sub(self.first).min(self.first_len);
         of_first + position.saturating_sub(self.second).min(self.len - self.first_len)
     }
@@ -185,7 +185,7 @@ mod tests {
             assert!(positions.iter().copied().eq((start..end).map(|index| whole.at(index))));
             for position in 0..26 {
                 let before = positions.iter().filter(|at| **at < position).count();
-                assert_eq!(part.before(position), before, "{start}..{end} before {position}");
+                assert_eq!(part.num_before(position), before, "{start}..{end} before {position}");
             }
             let runs =
                 part.runs().flat_map(|(index, run)| run.enumerate().map(move |(i, at)| (index + i, at)));

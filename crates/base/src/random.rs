@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_are_those_of_their_places() {
+    fn words_depend_only_on_their_positions() {
         let key = RandomKey::new(7, "words");
         let mut whole = [0; 40];
         key.fill_words_from(0, &mut whole);

@@ -67,13 +67,13 @@ pub fn replace_file(
     let mut name = OsString::from(".");
     name.push(path.file_name().unwrap_or_default());
     name.push(".partial");
-    let aside = path.with_file_name(name);
-    let written = create_regular(&aside).and_then(|file| {
+    let partial = path.with_file_name(name);
+    let written = create_regular(&partial).and_then(|file| {
         let mut file = BufWriter::new(file);
         write(&mut file)?;
         file.into_inner()?.sync_all()
     });
-    written.and_then(|()| fs::rename(&aside, path)).inspect_err(|_| drop(fs::remove_file(&aside)))
+    written.and_then(|()| fs::rename(&partial, path)).inspect_err(|_| drop(fs::remove_file(&partial)))
 }
 
 #[cfg(test)]

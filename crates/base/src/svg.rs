@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_means_itself() {
+    fn text_is_escaped() {
         let mut svg = Svg::new(10.0, 10.0);
         svg.text((1.0, 2.0), Anchor::End, "a<b & \"c\"\u{7}\u{ffff}");
         svg.rect((0.0, 0.0), (5.0, 5.0), "#000000", Some("1 > 0"));

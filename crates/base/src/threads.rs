@@ -8,12 +8,12 @@ use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 /// Bytes of address space that must be free before a thread starts: its stack, and the memory that it allocates before its work begins.
 /// A thread that finds no memory then ends the process.
-const ROOM_OF_A_THREAD: usize = 8 << 20;
+const THREAD_ADDRESS_SPACE: usize = 8 << 20;
 
 /// Starts a thread with this name, and waits until its work begins.
 ///
 /// # Errors
-/// If the system cannot start the thread. The error states the [limits](name_limits) on the number of threads.
+/// If the system cannot start the thread. The error states the [limits](with_limits) on the number of threads.
 pub fn spawn_thread<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
@@ -44,7 +44,8 @@ fn start<'scope, T, H>(
         drop(begins);
         work()
     };
-    let started = check_room().and_then(|()| spawn(Builder::new().name(name.to_owned()), Box::new(work)));
+    let started =
+        check_address_space().and_then(|()| spawn(Builder::new().name(name.to_owned()), Box::new(work)));
     let handle = refused(name, started)?;
     // Ends with an error as soon as the thread has dropped the sender.
     let _ = has_begun.recv();
@@ -52,23 +53,23 @@ fn start<'scope, T, H>(
 }
 
 /// Returns an error if the process may not map the memory that a new thread needs. Reserves addresses and touches no memory.
-fn check_room() -> io::Result<()> {
+fn check_address_space() -> io::Result<()> {
     let mut room = Vec::<u8>::new();
-    room.try_reserve_exact(ROOM_OF_A_THREAD)?;
+    room.try_reserve_exact(THREAD_ADDRESS_SPACE)?;
     black_box(room);
     Ok(())
 }
 
 fn refused<T>(name: &str, started: io::Result<T>) -> io::Result<T> {
     started.map_err(|error| {
-        let error = name_limits(error);
+        let error = with_limits(error);
         io::Error::new(error.kind(), format!("cannot start the thread '{name}': {error}"))
     })
 }
 
 /// Adds the limits on processes, threads and memory to an error of starting a process or thread, if the error means that a limit is
 /// reached. Returns other errors unchanged.
-pub fn name_limits(error: io::Error) -> io::Error {
+pub fn with_limits(error: io::Error) -> io::Error {
     if !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::OutOfMemory) {
         return error;
     }
@@ -100,7 +101,7 @@ mod tests {
         for fact in ["cannot start the thread 'kernel-3'", "ulimit -u is ", "pids.max", "ulimit -v is "] {
             assert!(error.contains(fact), "{error}");
         }
-        let other = name_limits(io::Error::new(ErrorKind::NotFound, "no such program"));
+        let other = with_limits(io::Error::new(ErrorKind::NotFound, "no such program"));
         assert_eq!(other.to_string(), "no such program");
     }
 

@@ -37,7 +37,7 @@ impl Ticks {
     }
 
     /// Returns the position of `value` along the axis: 0 at the lower end, 1 at the upper end.
-    pub fn part(self, value: f64) -> f64 {
+    pub fn fraction(self, value: f64) -> f64 {
         (value - self.low) / (self.high - self.low)
     }
 
@@ -48,7 +48,7 @@ impl Ticks {
             return "0".to_owned();
         }
         if largest >= 1e13 || self.interval < 9e-5 {
-            let digits = exponent(value.abs()) - exponent(self.interval);
+            let digits = floor_log10(value.abs()) - floor_log10(self.interval);
             return format!("{value:.*e}", digits.max(0) as usize);
         }
         let (scale, suffix) = match largest {
@@ -57,7 +57,7 @@ impl Ticks {
             1e4.. => (1e3, "k"),
             _ => (1.0, ""),
         };
-        let decimals = -exponent(self.interval / scale);
+        let decimals = -floor_log10(self.interval / scale);
         format!("{:.*}{suffix}", decimals.max(0) as usize, value / scale)
     }
 }
@@ -76,7 +76,7 @@ fn widened(low: f64, high: f64) -> (f64, f64) {
 }
 
 /// Returns the exponent of the largest power of ten that is at most `value`, which must be positive.
-fn exponent(value: f64) -> i32 {
+fn floor_log10(value: f64) -> i32 {
     // The computed logarithm of a power of ten may be slightly too low.
     (value.log10() + 1e-9).floor() as i32
 }

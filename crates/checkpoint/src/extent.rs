@@ -80,7 +80,7 @@ pub(crate) fn coverage_error(shape: &[usize], parts: &[&Extent]) -> Option<Strin
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use trireme_plan::{Run, position_in, runs};
+    use trireme_plan::{CopyRun, copy_runs, position_in};
 
     fn extent(start: &[usize], shape: &[usize]) -> Extent {
         Extent { start: start.to_vec(), shape: shape.to_vec() }
@@ -114,13 +114,13 @@ mod tests {
             let (shape, part) = boxed(sizes);
             let whole = Extent::full(&shape);
             let mut copied = vec![usize::MAX; part.num_elements()];
-            for run in runs(&part, &whole, &part) {
+            for run in copy_runs(&part, &whole, &part) {
                 for element in 0..run.len {
                     copied[run.destination + element] = run.source + element;
                 }
             }
             let mut back = vec![usize::MAX; whole.num_elements()];
-            for run in runs(&part, &part, &whole) {
+            for run in copy_runs(&part, &part, &whole) {
                 back[run.destination..run.destination + run.len]
                     .copy_from_slice(&copied[run.source..run.source + run.len]);
             }
@@ -135,13 +135,13 @@ mod tests {
     #[test]
     fn runs_are_as_long_as_they_can_be() {
         let whole = extent(&[0, 0], &[4, 3]);
-        let all: Vec<Run> = runs(&whole, &whole, &whole).collect();
-        assert_eq!(all, [Run { source: 0, destination: 0, len: 12 }]);
+        let all: Vec<CopyRun> = copy_runs(&whole, &whole, &whole).collect();
+        assert_eq!(all, [CopyRun { source: 0, destination: 0, len: 12 }]);
         let rows = extent(&[1, 0], &[2, 3]);
-        let two: Vec<Run> = runs(&rows, &whole, &rows).collect();
-        assert_eq!(two, [Run { source: 3, destination: 0, len: 6 }]);
+        let two: Vec<CopyRun> = copy_runs(&rows, &whole, &rows).collect();
+        assert_eq!(two, [CopyRun { source: 3, destination: 0, len: 6 }]);
         let scalar = extent(&[], &[]);
-        assert_eq!(runs(&scalar, &scalar, &scalar).count(), 1);
+        assert_eq!(copy_runs(&scalar, &scalar, &scalar).count(), 1);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_base::{Bf16, DType, F16};
-use trireme_plan::{Extent, TensorPlacement, runs};
+use trireme_plan::{Extent, TensorPlacement, copy_runs};
 
 const READ_BUFFER_BYTES: usize = 256 << 10;
 
@@ -324,7 +324,7 @@ fn read_part(
     let stored_size = dtype.bitsize() / 8;
     let size = readable_dtype(dtype).expect("only readable dtypes are read").size();
     let mut reader = PartReader::open(part)?;
-    for run in runs(&shared, &part.extent, extent) {
+    for run in copy_runs(&shared, &part.extent, extent) {
         reader.skip_to(run.source * stored_size)?;
         let place = &mut out[run.destination * size..(run.destination + run.len) * size];
         match dtype {

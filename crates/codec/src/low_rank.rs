@@ -13,7 +13,7 @@
 use super::vector_ops::{INFINITY_BITS, add_scaled, dot, largest_magnitude_bits};
 use super::{Bucket, Codec, CompressionError, Matrix, Round, RoundContext};
 use std::ops::Range;
-use trireme_base::{RandomKey, exponent, power_of_two};
+use trireme_base::{RandomKey, floor_log2, power_of_two};
 
 /// Relative length below which a column, after its projections on earlier columns were subtracted, is treated as
 /// rounding error.
@@ -209,7 +209,7 @@ fn rescale_or_zero(column: &mut [f32]) {
 }
 
 fn scale_to_one(column: &mut [f32], largest: f32) {
-    let scale_exponent = -exponent(f64::from(largest));
+    let scale_exponent = -floor_log2(f64::from(largest));
     // The scale is applied as two factors, because the reciprocal of a subnormal number's power of two overflows an
     // f32.
     let half = scale_exponent / 2;

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
-use trireme_base::{Rank, ranges};
+use trireme_base::{Rank, format_ranges};
 
 /// The cause of a failed communication. Cheap to clone: after an operation has failed, all later ones fail with the same error. `sequence`
 /// is the number of an operation within its group, from 0.
@@ -57,7 +57,7 @@ pub enum CommError {
     },
     #[error(
         "after {waited:?}, these ranks have not joined at {address}: {}{}",
-        ranges(missing.iter().copied()),
+        format_ranges(missing.iter().copied()),
         refusals(refused)
     )]
     RanksMissing { missing: Vec<Rank>, address: String, waited: Duration, refused: Vec<String> },
@@ -101,7 +101,7 @@ pub enum CommError {
     PeerFailed { rank: Rank, operation: Operation, sequence: u64 },
     #[error(
         "operation {sequence}, {operation}, made no progress for {timeout:?}; ranks that have not reached it: {}",
-        ranges(missing.iter().copied())
+        format_ranges(missing.iter().copied())
     )]
     TimedOut {
         operation: Operation,

@@ -40,9 +40,9 @@ pub(crate) enum NoticeKind {
 const WORDS: usize = 17;
 
 /// Bytes of a notice on the wire: 17 little-endian words. Words 0 and 1 are the tag and the sequence. A mismatch has its sequence in word
-/// 2, the ranks in 3 and 4, and the operations in 5 to 8. A lost or departed rank is in word 3, the operation of `JoinProgress` in 5 and 6, the
-/// milliseconds of `Progress` in 4. A place has its sequence in word 2, state, direction and peer in 3, milliseconds in 4, the operation in
-/// 5 and 6, the program line in 7 to 13, and the group in 14 to 16.
+/// 2, the ranks in 3 and 4, and the operations in 5 to 8. A lost or departed rank is in word 3, the operation of `JoinProgress` in 5 and 6,
+/// the milliseconds of `Progress` in 4. A place has its sequence in word 2, state, direction and peer in 3, milliseconds in 4, the
+/// operation in 5 and 6, the program line in 7 to 13, and the group in 14 to 16.
 pub(crate) const NOTICE_BYTES: usize = 8 * WORDS;
 
 const STATES: [OperationState; 4] =

@@ -60,7 +60,7 @@ impl<T> Work<T> {
         match self.state {
             State::Ready(result) => result,
             State::Dry { result, journal, number } => {
-                journal.note(JournalEntry::Await(number));
+                journal.record(JournalEntry::Await(number));
                 Ok(result)
             }
             State::Queued { ticket, finish } => ticket.wait().map(finish),

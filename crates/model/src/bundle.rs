@@ -145,11 +145,7 @@ impl TensorSpec {
     /// from all of these positions.
     fn positions(&self, context: ContextRank) -> Option<Positions> {
         let len = self.num_positions().filter(|_| context != ContextRank::ALONE)?;
-        Some(if self.name == DOCUMENT_STARTS {
-            context.positions_of_heads(len)
-        } else {
-            context.positions(len)
-        })
+        Some(if self.name == DOCUMENT_STARTS { context.ring_positions(len) } else { context.positions(len) })
     }
 
     /// Returns whether the tensor can have a gradient. Integer tensors have none.

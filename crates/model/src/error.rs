@@ -1,4 +1,4 @@
-use trireme_tensor::{DeviceError, ExpertsError, UncuttableError};
+use trireme_tensor::{DeviceError, ExpertsError, UnsplittableError};
 
 /// A result with the error [`ModelError`], unless another error type is given.
 pub(crate) type Result<T, E = ModelError> = std::result::Result<T, E>;
@@ -19,7 +19,7 @@ pub enum ModelError {
     )]
     Output { unit: String, name: &'static str, dims: Vec<usize>, num_samples: usize },
     #[error(transparent)]
-    CannotSplit(#[from] UncuttableError),
+    CannotSplit(#[from] UnsplittableError),
     #[error(transparent)]
     Experts(#[from] ExpertsError),
     #[error("cannot build the model")]

@@ -44,7 +44,7 @@ impl Model {
             whole.table().check_degree(place.tensor.degree)?;
             whole.table().check_expert_degree(place.experts.degree)?;
         }
-        build(device, ParameterTable::for_place(place))
+        build(device, ParameterTable::for_rank(place))
     }
 
     /// Returns the table of parameter names, shapes and offsets.

@@ -283,7 +283,7 @@ impl Profiler<'_> {
         self.parameters.was_read.set(false);
         let made = pass()?;
         if let Some(journal) = self.device.journal() {
-            journal.note(JournalEntry::Pause);
+            journal.record(JournalEntry::Pause);
         }
         let peak = self.device.memory().usage(Category::Activations).peak;
         Ok((made, peak, self.device.cost()))
@@ -338,7 +338,7 @@ impl Profiler<'_> {
             input,
             output,
             input_grad,
-            record,
+            saved: record,
             products,
             forward_peak: forward_peak - base,
             recompute_peak: recompute_peak - base_of_backward,
@@ -384,7 +384,8 @@ impl Profiler<'_> {
         let halved = self.in_use() - base;
         let (_, _, weight_half_cost) =
             self.measure(|| pass.backward_weight(self.parameters, batch, &mut CountingSink::new(self)))?;
-        let passes = UnitPasses { halved, input_half_cost, weight_half_cost, ..UnitPasses::default() };
+        let passes =
+            UnitPasses { between_halves: halved, input_half_cost, weight_half_cost, ..UnitPasses::default() };
         let exchanges =
             PassExchanges { input_half, weight_half: self.axes.log.take(), ..PassExchanges::default() };
         Ok((passes, self.parameters.was_read.get(), exchanges))
@@ -441,7 +442,7 @@ fn fill(device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
     })?;
     device.convert(floats.view(), values);
     if let Some(journal) = device.journal() {
-        journal.note(JournalEntry::Pause);
+        journal.record(JournalEntry::Pause);
     }
     Ok(())
 }

@@ -251,12 +251,12 @@ impl UnitPass {
         self.inputs.iter().map(|(name, &place)| (name, self.tape.take_value(place))).collect()
     }
 
-    /// Drops activations that are cheap to recompute. See [`Tape::keep_products`].
+    /// Drops activations that are cheap to recompute. See [`Tape::free_recomputable`].
     pub fn keep_products(&mut self) {
-        self.tape.keep_products();
+        self.tape.free_recomputable();
     }
 
-    /// Recomputes the activations that [`keep_products`](UnitPass::keep_products) dropped.
+    /// Recomputes the activations that [`free_recomputable`](UnitPass::free_recomputable) dropped.
     pub fn recompute(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -265,9 +265,9 @@ impl UnitPass {
         self.with_batch(batch, |pass| pass.tape.recompute(parameters))
     }
 
-    /// Calls `visit` with all tensors that the pass holds. See [`Tape::for_each_memory`].
+    /// Calls `visit` with all tensors that the pass holds. See [`Tape::for_each_tensor`].
     pub fn for_each_memory(&mut self, visit: impl FnMut(&mut Tensor)) {
-        self.tape.for_each_memory(visit);
+        self.tape.for_each_tensor(visit);
     }
 
     pub(crate) fn num_bytes(&mut self) -> usize {

@@ -35,7 +35,7 @@ impl ElementwiseUpdate {
         let updates = &self.members.member_updates(|member| rule.sums_pass(phase, member, step));
         self.members.sum_by(step.device, sums, |pieces, sums| {
             let (noise, sums) = (step.noise, Some(sums));
-            let pass = UpdatePass { pieces, updates, scales: None, noise, sums };
+            let pass = UpdatePass { pieces, updates, scales: None, rounding_seed: noise, sums };
             step.device.update(pass, parameters, grads, states);
         })
     }
@@ -60,7 +60,8 @@ impl ElementwiseUpdate {
         let scales = scales.transpose()?;
         let updates = &members.member_updates(|member| rule.update(member, step));
         let scales = scales.as_ref().map(Tensor::view);
-        let pass = UpdatePass { pieces: &members.pieces, updates, scales, noise: step.noise, sums: None };
+        let pass =
+            UpdatePass { pieces: &members.pieces, updates, scales, rounding_seed: step.noise, sums: None };
         step.device.update(pass, parameters, grads, states);
         Ok(())
     }

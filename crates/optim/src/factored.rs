@@ -43,7 +43,7 @@ impl Factored {
         matrix: FactoredMatrix,
         device: &Device,
     ) -> Result<Self, DeviceError> {
-        let (shape, whole) = (info.shape, info.whole);
+        let (shape, whole) = (info.shape, info.full_shape);
         let zeros = |len: usize| device.zeros([len].into(), DType::F32, Category::Optimizer);
         let moments = |shape: Shape| Ok::<_, DeviceError>([zeros(shape.rows())?, zeros(shape.cols())?]);
         let mut here = (shape != whole).then(|| moments(shape)).transpose()?;
@@ -89,7 +89,8 @@ impl Factored {
         let Some(known) = known else {
             let updates = &self.members.member_updates(|_| Update::Norms { grad_scale });
             self.members.sum_by(device, sums.reborrow().into_part(0, [1].into()), |pieces, sums| {
-                let pass = UpdatePass { pieces, updates, scales: None, noise, sums: Some(sums) };
+                let pass =
+                    UpdatePass { pieces, updates, scales: None, rounding_seed: noise, sums: Some(sums) };
                 device.update(pass, parameters, grads, &mut []);
             })?;
             let len = self.full_shape.rows() + self.full_shape.cols();
@@ -173,6 +174,6 @@ impl Factored {
     }
 
     fn step(&self, step: &UnitStep<'_>, keep: f32) -> FactoredStep {
-        FactoredStep { offset: self.offset, keep, grad_scale: step.grad_scale() }
+        FactoredStep { offset: self.offset, parameter_factor: keep, grad_scale: step.grad_scale() }
     }
 }

@@ -98,7 +98,13 @@ impl Members {
         update: impl FnMut(&Member) -> Update,
     ) {
         let updates = self.member_updates(update);
-        let pass = UpdatePass { pieces: &self.pieces, updates: &updates, scales: None, noise, sums: None };
+        let pass = UpdatePass {
+            pieces: &self.pieces,
+            updates: &updates,
+            scales: None,
+            rounding_seed: noise,
+            sums: None,
+        };
         device.update(pass, parameters, grads, states);
     }
 

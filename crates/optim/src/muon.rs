@@ -59,11 +59,11 @@ impl Muon {
         for member in self.members.list.iter().filter(|member| !member.held.is_empty()) {
             let info = &step.table.parameters()[member.parameter];
             let mut matrix = whole.view_mut().into_part(info.offset, info.shape);
-            if info.shape == info.whole {
+            if info.shape == info.full_shape {
                 device.orthogonalize(matrix, num_iterations, precision)?;
                 continue;
             }
-            let mut joined = device.empty(info.whole, DType::F32, Category::Optimizer)?;
+            let mut joined = device.empty(info.full_shape, DType::F32, Category::Optimizer)?;
             shards.gather_matrix(info, matrix.reborrow().as_view(), joined.view_mut())?;
             device.orthogonalize(joined.view_mut(), num_iterations, precision)?;
             for (first, run) in info.runs(0..info.shape.num_elements()) {
@@ -73,7 +73,7 @@ impl Muon {
         }
         let descend = |member: &Member| {
             let own = member.settings;
-            let factor = update_scale(muon_scale, step.table.parameters()[member.parameter].whole);
+            let factor = update_scale(muon_scale, step.table.parameters()[member.parameter].full_shape);
             let lr = (f64::from(own.lr_scale) * step.settings.lr * factor) as f32;
             Update::Descend { lr, keep: 1.0 - step.lr(own) * own.weight_decay }
         };

@@ -72,7 +72,7 @@ impl Optimizer {
                     continue;
                 }
                 UnitUpdate::OnOtherRanks(parameter) => {
-                    let whole = table.parameters()[*parameter].whole;
+                    let whole = table.parameters()[*parameter].full_shape;
                     for (name, len) in FACTORED_STATES.into_iter().zip([whole.rows(), whole.cols()]) {
                         let info = factored_info(table, name, *parameter, [len].into());
                         let info = StateInfo { held: 0..0, ..info };
@@ -142,14 +142,14 @@ impl Optimizer {
                 }
                 UnitUpdate::OnOtherRanks(_) => continue,
             };
-            states.iter_mut().for_each(|state| state.for_each_memory(&mut visit));
+            states.iter_mut().for_each(|state| state.for_each_tensor(&mut visit));
         }
     }
 }
 
 fn info<'a>(table: &'a ParameterTable, name: &'static str, member: &Member) -> StateInfo<'a> {
     let parameter = &table.parameters()[member.parameter];
-    let (shape, held) = (parameter.whole, member.held.clone());
+    let (shape, held) = (parameter.full_shape, member.held.clone());
     StateInfo { name, parameter, shape, is_like_parameter: true, held }
 }
 

@@ -43,7 +43,7 @@ impl UnitStep<'_> {
 
     /// Returns the number of elements of the member's full (unsharded) parameter.
     pub(crate) fn num_elements(&self, member: &Member) -> usize {
-        self.table.parameters()[member.parameter].whole.num_elements()
+        self.table.parameters()[member.parameter].full_shape.num_elements()
     }
 
     /// Returns whether this rank contributes a member to sums over all ranks. Of the ranks with the same elements, only the first does.

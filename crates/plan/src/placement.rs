@@ -1,5 +1,5 @@
 use crate::mesh::Mesh;
-use crate::run::runs;
+use crate::run::copy_runs;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use trireme_base::{AxisRank, AxisSplit, DType, Rank, Segment};
@@ -16,7 +16,7 @@ pub enum Placement {
         dim: usize,
     },
     /// Each rank holds a part of a dim as [`AxisSplit`] describes (tensor parallelism).
-    Cut(AxisSplit),
+    Split(AxisSplit),
     /// Each rank holds a range of the elements in row-major order. Rank `i` of the axis holds the elements from `bounds[i]` to
     /// `bounds[i + 1]`.
     ///
@@ -80,7 +80,7 @@ impl Extent {
     ///
     /// # Panics
     /// If `range` exceeds the number of elements.
-    pub fn run(&self, range: Range<usize>) -> Vec<Extent> {
+    pub fn boxes_of_range(&self, range: Range<usize>) -> Vec<Extent> {
         assert!(range.end <= self.num_elements(), "{range:?} of {} elements", self.num_elements());
         let mut boxes = Vec::new();
         if !range.is_empty() {
@@ -174,7 +174,7 @@ impl LocalShape {
     pub fn boxes(&self, held: Range<usize>) -> Vec<LocalBox> {
         let mut boxes = Vec::new();
         let mut first = 0;
-        for piece in Extent::full(&self.shape).run(held) {
+        for piece in Extent::full(&self.shape).boxes_of_range(held) {
             let num_elements = piece.num_elements();
             let empty = Extent { start: Vec::new(), shape: Vec::new() };
             self.add_boxes(&piece, first, (empty.clone(), empty), &mut boxes);
@@ -222,7 +222,7 @@ impl LocalBox {
     /// Returns the ranges of the box's elements among the elements that the rank holds. The box is traversed in row-major order.
     pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + '_ {
         let first = self.first;
-        runs(&self.within, &self.piece, &self.within)
+        copy_runs(&self.within, &self.piece, &self.within)
             .map(move |run| first + run.source..first + run.source + run.len)
     }
 }
@@ -305,7 +305,7 @@ impl TensorPlacement {
             match placement {
                 Placement::Replicate => (),
                 Placement::Shard { dim } => part = self.shard(part, *dim, place)?,
-                Placement::Cut(cut) => part = self.cut(part, *cut, place)?,
+                Placement::Split(cut) => part = self.cut(part, *cut, place)?,
                 Placement::Single { rank } if *rank >= degree => {
                     return Err(PlacementError::NoSuchRank { name: self.name.clone(), rank: *rank, degree });
                 }
@@ -336,7 +336,7 @@ impl TensorPlacement {
             let num_alike = match placement {
                 Placement::Replicate => degree,
                 Placement::Shard { .. } | Placement::Single { .. } => 1,
-                Placement::Cut(cut) => {
+                Placement::Split(cut) => {
                     self.shape.get(cut.dim).and_then(|&len| cut.num_holders(len, degree)).unwrap_or(1)
                 }
                 Placement::OneOf { num, .. } => return position < *num,
@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_with_one_rank_is_cut_among_the_ranks_beside_it() {
+    fn a_tensor_on_one_pipeline_rank_is_sharded_on_the_other_axis() {
         let mesh = Mesh::new(&[(Axis::PIPELINE, 2), (Axis::DATA_SHARD, 2)]).unwrap();
         let tensor = |rank| TensorPlacement {
             name: "w".into(),
@@ -430,10 +430,10 @@ mod tests {
     }
 
     #[test]
-    fn a_run_is_a_box_of_rows_between_parts_of_rows() {
+    fn a_range_of_elements_is_split_into_few_boxes() {
         let whole = Extent { start: vec![1, 0, 2], shape: vec![3, 2, 4] };
         let boxes = |range: Range<usize>| -> Vec<(Vec<usize>, Vec<usize>)> {
-            whole.run(range).into_iter().map(|part| (part.start, part.shape)).collect()
+            whole.boxes_of_range(range).into_iter().map(|part| (part.start, part.shape)).collect()
         };
         assert_eq!(boxes(0..24), [(vec![1, 0, 2], vec![3, 2, 4])]);
         assert_eq!(boxes(8..24), [(vec![2, 0, 2], vec![2, 2, 4])]);
@@ -446,7 +446,7 @@ mod tests {
             (vec![3, 0, 2], vec![1, 1, 2]),
         ];
         assert_eq!(boxes(3..18), several);
-        assert_eq!(Extent::full(&[]).run(0..1), [Extent::full(&[])]);
+        assert_eq!(Extent::full(&[]).boxes_of_range(0..1), [Extent::full(&[])]);
     }
 
     proptest! {
@@ -482,7 +482,7 @@ mod tests {
 
     #[test]
     fn first_holders_have_each_element_once() {
-        use Placement::{Cut as CutAlong, OneOf, Ragged, Replicate, Shard, Single};
+        use Placement::{OneOf, Ragged, Replicate, Shard, Single, Split as CutAlong};
         let mesh = Mesh::new(&[(Axis::DATA_REPLICATE, 2), (Axis::DATA_SHARD, 4), (Axis::TENSOR, 4)]).unwrap();
         let shared = CutAlong(AxisSplit::along(0).with_granule(6).shared());
         let padded = CutAlong(AxisSplit::along(0).padded());
@@ -511,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_groups_lie_beside_each_other_in_memory() {
+    fn parts_of_groups_are_contiguous_in_memory() {
         let mesh = Mesh::new(&[(Axis::DATA_SHARD, 2), (Axis::TENSOR, 2)]).unwrap();
         let tensor = TensorPlacement {
             name: "qkv".into(),
@@ -519,7 +519,7 @@ mod tests {
             dtype: DType::F32,
             placements: vec![
                 Placement::Ragged { bounds: vec![0, 8, 18] },
-                Placement::Cut(AxisSplit::along(1).with_groups(3).with_granule(2)),
+                Placement::Split(AxisSplit::along(1).with_groups(3).with_granule(2)),
             ],
         };
         let mut found = vec![0; 36];
@@ -545,14 +545,14 @@ mod tests {
         }
         assert_eq!(found, [1; 36]);
         let uneven = TensorPlacement {
-            placements: vec![Placement::Replicate, Placement::Cut(AxisSplit::along(0))],
+            placements: vec![Placement::Replicate, Placement::Split(AxisSplit::along(0))],
             ..tensor
         };
         assert!(matches!(uneven.extents(&mesh, Rank(0)), Err(PlacementError::WrongCut { degree: 2, .. })));
     }
 
     #[test]
-    fn refuses_what_does_not_fit() {
+    fn refuses_placements_that_do_not_fit() {
         let mesh = Mesh::data_parallel(2);
         let mut tensor = TensorPlacement::replicated("w", &[4], DType::F32, &mesh);
         assert_eq!(tensor.extents(&mesh, Rank(1)), Ok(vec![Extent::full(&[4])]));

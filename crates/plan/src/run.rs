@@ -10,7 +10,7 @@ pub fn position_in(frame: &Extent, point: &[usize]) -> usize {
 
 /// A run of elements that is contiguous in both the source and the destination of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Run {
+pub struct CopyRun {
     /// Index of the first element within the source box.
     pub source: usize,
     /// Index of the first element within the destination box.
@@ -21,11 +21,11 @@ pub struct Run {
 
 /// Returns the runs that copy the box `shared` from `source` to `destination`, which both contain it. Runs are in ascending order of both
 /// indices.
-pub fn runs<'a>(
+pub fn copy_runs<'a>(
     shared: &'a Extent,
     source: &'a Extent,
     destination: &'a Extent,
-) -> impl Iterator<Item = Run> + 'a {
+) -> impl Iterator<Item = CopyRun> + 'a {
     let num_dims = shared.shape.len();
     let whole = |dim: &usize| {
         shared.shape[*dim] == source.shape[*dim] && shared.shape[*dim] == destination.shape[*dim]
@@ -41,6 +41,6 @@ pub fn runs<'a>(
             point[dim] = shared.start[dim] + rest % shared.shape[dim];
             rest /= shared.shape[dim];
         }
-        Run { source: position_in(source, &point), destination: position_in(destination, &point), len }
+        CopyRun { source: position_in(source, &point), destination: position_in(destination, &point), len }
     })
 }

@@ -6,6 +6,7 @@
 //! of a program runs, and [`step_time`](fn@step_time) how long a step takes. This crate does no IO, starts no threads, reads no clock and
 //! uses no tensors.
 
+mod dry_run;
 mod memory_search;
 mod offload;
 mod recomputation;
@@ -13,12 +14,11 @@ mod report;
 mod sizes;
 mod step_time;
 mod timeline;
-mod usage;
 
+pub use dry_run::DryRun;
 pub use memory_search::{MemoryChoices, MemorySearch, OpenChoices};
 pub use offload::MemoryBounds;
-pub use report::{peak_moment, table};
-pub use sizes::{BatchMemory, StateSizes, UnitSizes};
-pub use step_time::{Rates, StepTime, step_time};
+pub use report::{format_memory_table, peak_moment};
+pub use sizes::{BatchTensorSize, StateSizes, UnitSizes};
+pub use step_time::{OperationTimes, StepTime, step_time};
 pub use timeline::{StepTimeline, simulate};
-pub use usage::DryRun;

@@ -1,9 +1,9 @@
 //! Chooses recomputation and offloading so that a step fits into memory on every pipeline rank.
 
-use crate::offload::{MemoryBounds, Placing, fit_places};
+use crate::dry_run::DryRun;
+use crate::offload::{LayoutCandidate, MemoryBounds, fit_layout};
 use crate::recomputation::{fit_keeps, fit_keeps_in_flight};
-use crate::sizes::{BatchMemory, StateSizes};
-use crate::usage::DryRun;
+use crate::sizes::{BatchTensorSize, StateSizes};
 use trireme_base::{Bytes, MemoryUse, UnitPasses};
 use trireme_schedule::{Action, Keep, Program, StateClass, StateLayout, Tier};
 
@@ -35,11 +35,11 @@ pub struct MemorySearch<'a, E> {
     /// Memory and cost of the passes of each unit, in the model's order.
     pub passes: &'a [UnitPasses],
     /// The tensors of a microbatch.
-    pub batch: &'a [BatchMemory],
+    pub batch: &'a [BatchTensorSize],
     /// The bounds of each worker.
     pub bounds: MemoryBounds,
     /// Number of pipeline ranks.
-    pub num_places: usize,
+    pub num_pipeline_ranks: usize,
     /// Generates the program of a pipeline rank from choices.
     pub program: &'a dyn Fn(usize, &MemoryChoices) -> Program,
     /// Does a dry run of a pipeline rank's program with choices.
@@ -66,7 +66,7 @@ impl<E> MemorySearch<'_, E> {
             fits = self.choose_keeps(&mut choices, &mut reasons)?;
         }
         if !fits && !open.classes.is_empty() {
-            self.choose_places(&mut choices, &open.classes, &mut reasons)?;
+            self.choose_tiers(&mut choices, &open.classes, &mut reasons)?;
             if open.keeps {
                 self.choose_keeps(&mut choices, &mut reasons)?;
             }
@@ -78,17 +78,17 @@ impl<E> MemorySearch<'_, E> {
     fn choose_keeps(&self, choices: &mut MemoryChoices, reasons: &mut Vec<String>) -> Result<bool, E> {
         let (mut operations, mut total, mut fits) = (0_u64, 0, true);
         // Each unit is on one pipeline rank, so its choice uses no memory on the others.
-        for place in 0..self.num_places {
+        for place in 0..self.num_pipeline_ranks {
             let run = |keeps: &[Keep]| {
                 (self.run)(place, &MemoryChoices { keeps: keeps.to_vec(), state: choices.state })
             };
-            let (choice, prediction) = match self.num_places {
+            let (choice, prediction) = match self.num_pipeline_ranks {
                 1 => fit_keeps(self.passes, self.batch, self.bounds, run)?,
                 _ => fit_keeps_in_flight(self.passes, &choices.keeps, self.bounds, run)?,
             };
             operations = operations.saturating_add(choice.operations);
             total = total.max(prediction.total());
-            fits &= self.bounds.hold(&prediction);
+            fits &= self.bounds.admit(&prediction);
             choices.keeps = choice.keeps;
         }
         if fits {
@@ -108,7 +108,7 @@ impl<E> MemorySearch<'_, E> {
 
     /// Chooses tiers for the open classes with which all pipeline ranks fit, with the least traffic on the pipeline rank that needs the
     /// most memory.
-    fn choose_places(
+    fn choose_tiers(
         &self,
         choices: &mut MemoryChoices,
         open: &[StateClass],
@@ -119,8 +119,8 @@ impl<E> MemorySearch<'_, E> {
         let need = |prediction: &MemoryUse| (self.bounds.excess(prediction), prediction.total());
         let largest = |state| {
             let mut largest: Option<(usize, MemoryUse)> = None;
-            for place in 0..self.num_places {
-                let found = (self.run)(place, &with(state))?.prediction;
+            for place in 0..self.num_pipeline_ranks {
+                let found = (self.run)(place, &with(state))?.memory;
                 if largest.as_ref().is_none_or(|(_, largest)| need(&found) > need(largest)) {
                     largest = Some((place, found));
                 }
@@ -131,17 +131,17 @@ impl<E> MemorySearch<'_, E> {
         let sizes = (self.sizes)(place)?;
         let program = |state| (self.program)(place, &with(state));
         let run = |state| Ok(largest(state)?.1);
-        let placing = fit_places(&sizes, choices.state, open, self.bounds, program, run)?;
-        if self.bounds.hold(&placing.prediction) {
-            reasons.push(self.describe_places(&placing, open, &program(placing.state)));
+        let placing = fit_layout(&sizes, choices.state, open, self.bounds, program, run)?;
+        if self.bounds.admit(&placing.prediction) {
+            reasons.push(self.describe_tiers(&placing, open, &program(placing.state)));
         }
         choices.state = placing.state;
         Ok(())
     }
 
     /// Returns a line such as `offload, for at most 512.00MiB per worker: optimizer (host); each step moves …`.
-    fn describe_places(&self, placing: &Placing, open: &[StateClass], program: &Program) -> String {
-        let Placing { state, traffic, prediction } = placing;
+    fn describe_tiers(&self, placing: &LayoutCandidate, open: &[StateClass], program: &Program) -> String {
+        let LayoutCandidate { state, traffic, prediction } = placing;
         let of_class = |&class: &StateClass| match state.of(class).tier {
             Tier::Device => None,
             tier if class == StateClass::Activations => {

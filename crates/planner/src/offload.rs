@@ -27,7 +27,7 @@ impl MemoryBounds {
     }
 
     /// Returns whether a step fits.
-    pub fn hold(&self, prediction: &MemoryUse) -> bool {
+    pub fn admit(&self, prediction: &MemoryUse) -> bool {
         self.excess(prediction) == 0
     }
 
@@ -39,20 +39,20 @@ impl MemoryBounds {
 
     /// Returns the bytes of device memory that a step may use if all its other memory is as predicted.
     pub(crate) fn device_total(&self, prediction: &MemoryUse) -> usize {
-        let beside = prediction.on_machine() as isize - prediction.total() as isize;
-        self.device.min(self.machine.saturating_add_signed(-beside))
+        let other_bytes = prediction.on_machine() as isize - prediction.total() as isize;
+        self.device.min(self.machine.saturating_add_signed(-other_bytes))
     }
 }
 
 /// Bytes that a step moves to and from host memory or disk. The other end of a transfer is the device, or host memory if the host runs the
 /// updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Traffic {
+pub(crate) struct OffloadTraffic {
     pub(crate) host: u64,
     pub(crate) disk: u64,
 }
 
-impl Traffic {
+impl OffloadTraffic {
     fn cost(self) -> u64 {
         self.host + DISK_COST * self.disk
     }
@@ -60,9 +60,9 @@ impl Traffic {
 
 /// A layout of state, with its traffic and its memory use.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Placing {
+pub(crate) struct LayoutCandidate {
     pub(crate) state: StateLayout,
-    pub(crate) traffic: Traffic,
+    pub(crate) traffic: OffloadTraffic,
     pub(crate) prediction: MemoryUse,
 }
 
@@ -80,35 +80,36 @@ pub(crate) struct Placing {
 ///
 /// # Errors
 /// Errors of `run`.
-pub(crate) fn fit_places<E>(
+pub(crate) fn fit_layout<E>(
     sizes: &StateSizes,
     given: StateLayout,
     open: &[StateClass],
     bounds: MemoryBounds,
     program: impl Fn(StateLayout) -> Program,
     run: impl Fn(StateLayout) -> Result<MemoryUse, E>,
-) -> Result<Placing, E> {
+) -> Result<LayoutCandidate, E> {
     let search = Search { sizes, bounds, open, program: &program, run: &run };
     let stays = search.placing(given)?;
-    if bounds.hold(&stays.prediction) {
+    if bounds.admit(&stays.prediction) {
         return Ok(stays);
     }
     let mut all = combinations(given, open, program(given).header.num_microbatches);
     // `given` was run above, unless its number of offloaded blocks is open.
     all.retain(|&state| state != given || search.has_open_blocks(given));
     all.sort_by_cached_key(|&state| search.cost_min(state));
-    let mut best: Option<Placing> = None;
+    let mut best: Option<LayoutCandidate> = None;
     let mut smallest = stays;
     for state in all {
         if best.as_ref().is_some_and(|best| best.traffic.cost() <= search.cost_min(state)) {
             break;
         }
         let found = search.with_fewest_blocks(state)?;
-        let is_cheaper = |best: &Placing| found.traffic.cost() < best.traffic.cost();
-        if bounds.hold(&found.prediction) && best.as_ref().is_none_or(is_cheaper) {
+        let is_cheaper = |best: &LayoutCandidate| found.traffic.cost() < best.traffic.cost();
+        if bounds.admit(&found.prediction) && best.as_ref().is_none_or(is_cheaper) {
             best = Some(found);
         }
-        let rank = |placing: &Placing| (bounds.excess(&placing.prediction), placing.prediction.total());
+        let rank =
+            |placing: &LayoutCandidate| (bounds.excess(&placing.prediction), placing.prediction.total());
         smallest = if rank(&found) < rank(&smallest) { found } else { smallest };
     }
     Ok(best.unwrap_or(smallest))
@@ -120,7 +121,7 @@ fn combinations(given: StateLayout, open: &[StateClass], num_microbatches: usize
     for &class in open {
         let with = |state: &StateLayout| {
             let state = *state;
-            let can_live = move |tier: &Tier| state.can_live(class, *tier, num_microbatches);
+            let can_live = move |tier: &Tier| state.can_reside(class, *tier, num_microbatches);
             let tiers = Tier::ALL.into_iter().filter(can_live);
             tiers.map(move |tier| state.with_tier(class, tier)).collect::<Vec<_>>()
         };
@@ -138,11 +139,11 @@ struct Search<'a, P, R> {
 }
 
 impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E>> Search<'_, P, R> {
-    fn placing(&self, state: StateLayout) -> Result<Placing, E> {
-        Ok(Placing { state, traffic: self.traffic(state), prediction: (self.run)(state)? })
+    fn placing(&self, state: StateLayout) -> Result<LayoutCandidate, E> {
+        Ok(LayoutCandidate { state, traffic: self.traffic(state), prediction: (self.run)(state)? })
     }
 
-    fn traffic(&self, state: StateLayout) -> Traffic {
+    fn traffic(&self, state: StateLayout) -> OffloadTraffic {
         traffic(self.sizes, &(self.program)(state))
     }
 
@@ -153,15 +154,15 @@ impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E
 
     /// Returns the lowest traffic cost of this layout over all numbers of blocks whose activations may be offloaded.
     fn cost_min(&self, state: StateLayout) -> u64 {
-        let num_moved = if self.has_open_blocks(state) { 1 } else { state.num_moved };
-        self.traffic(StateLayout { num_moved, ..state }).cost()
+        let num_moved = if self.has_open_blocks(state) { 1 } else { state.num_offloaded_units };
+        self.traffic(StateLayout { num_offloaded_units: num_moved, ..state }).cost()
     }
 
     /// Returns this layout with the activations of as few blocks offloaded as the device and the machine need to fit. If they never fit,
     /// the activations of all blocks are offloaded.
-    fn with_fewest_blocks(&self, state: StateLayout) -> Result<Placing, E> {
+    fn with_fewest_blocks(&self, state: StateLayout) -> Result<LayoutCandidate, E> {
         let all = self.placing(state)?;
-        let fits = |placing: &Placing| self.bounds.device_excess(&placing.prediction) == 0;
+        let fits = |placing: &LayoutCandidate| self.bounds.device_excess(&placing.prediction) == 0;
         if !self.has_open_blocks(state) || !fits(&all) {
             return Ok(all);
         }
@@ -170,7 +171,7 @@ impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E
         let mut found = all;
         while enough - too_few > 1 {
             let num_moved = too_few + (enough - too_few) / 2;
-            let placing = self.placing(StateLayout { num_moved, ..state })?;
+            let placing = self.placing(StateLayout { num_offloaded_units: num_moved, ..state })?;
             if fits(&placing) {
                 (enough, found) = (num_moved, placing);
             } else {
@@ -182,9 +183,9 @@ impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E
 }
 
 /// Returns the traffic of a step. If the host runs the updates, it receives gradients from the device and returns parameters.
-fn traffic(sizes: &StateSizes, program: &Program) -> Traffic {
+fn traffic(sizes: &StateSizes, program: &Program) -> OffloadTraffic {
     let layout = program.header.state;
-    let mut traffic = Traffic::default();
+    let mut traffic = OffloadTraffic::default();
     let mut add = |tier: Tier, bytes: usize| match tier {
         Tier::Device => (),
         Tier::Host => traffic.host += bytes as u64,

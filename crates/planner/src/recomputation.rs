@@ -4,9 +4,9 @@ mod in_flight;
 
 pub(crate) use in_flight::fit_keeps_in_flight;
 
+use crate::dry_run::DryRun;
 use crate::offload::MemoryBounds;
-use crate::sizes::BatchMemory;
-use crate::usage::DryRun;
+use crate::sizes::BatchTensorSize;
 use trireme_base::{MemoryUse, UnitPasses};
 use trireme_schedule::{Action, Keep};
 
@@ -41,13 +41,13 @@ const NUM_ATTEMPTS: usize = 8;
 /// Errors of `run`.
 pub(crate) fn fit_keeps<E>(
     passes: &[UnitPasses],
-    batch: &[BatchMemory],
+    batch: &[BatchTensorSize],
     bounds: MemoryBounds,
     mut run: impl FnMut(&[Keep]) -> Result<DryRun, E>,
 ) -> Result<(Choice, MemoryUse), E> {
     let least = inputs_only(passes);
     let found = run(&least.keeps)?;
-    let (others, prediction) = (others(passes.len(), batch, &found), found.prediction);
+    let (others, prediction) = (peaks_without_activations(passes.len(), batch, &found), found.memory);
     let mut room_total = bounds.device_total(&prediction);
     let mut smallest = (least, prediction);
     let mut last: Option<(Vec<Keep>, usize)> = None;
@@ -64,7 +64,7 @@ pub(crate) fn fit_keeps<E>(
             room_total = room_total.saturating_sub(*excess);
             continue;
         }
-        let found = run(&choice.keeps)?.prediction;
+        let found = run(&choice.keeps)?.memory;
         num_runs += 1;
         let excess = bounds.excess(&found);
         if excess == 0 {
@@ -86,11 +86,11 @@ fn inputs_only(passes: &[UnitPasses]) -> Choice {
 }
 
 /// Returns, for each unit, the peak of all memory except kept activations during its passes. The tensors of microbatches are included.
-fn others(num_units: usize, batch: &[BatchMemory], run: &DryRun) -> Vec<PassBytes> {
+fn peaks_without_activations(num_units: usize, batch: &[BatchTensorSize], run: &DryRun) -> Vec<PassBytes> {
     let mut others = vec![PassBytes::default(); num_units];
-    for (&action, peaks) in run.program.actions.iter().zip(&run.lines) {
+    for (&action, peaks) in run.program.actions.iter().zip(&run.action_peaks) {
         // Tensors of microbatches count as activations, but no unit keeps them. Each is freed after the backward pass of its first reader.
-        let tensors = |is_one: &dyn Fn(&BatchMemory) -> bool| -> usize {
+        let tensors = |is_one: &dyn Fn(&BatchTensorSize) -> bool| -> usize {
             batch.iter().filter(|tensor| is_one(tensor)).map(|tensor| tensor.bytes).sum()
         };
         let batches = run.program.header.num_microbatches * tensors(&|tensor| !tensor.readers.is_empty());
@@ -175,9 +175,9 @@ impl Search<'_> {
             return;
         }
         if kept_below + passes.backward_peak <= room.backward {
-            self.push(unit, Node { kept: passes.record, below, keep: Keep::All, len: 1, operations: 0 });
-            let is_renewable = kept_below + passes.recompute_peak + self.grad(unit) <= room.backward;
-            if passes.keeps() && is_renewable {
+            self.push(unit, Node { kept: passes.saved, below, keep: Keep::All, len: 1, operations: 0 });
+            let can_recompute = kept_below + passes.recompute_peak + self.grad(unit) <= room.backward;
+            if passes.keeps() && can_recompute {
                 let (kept, operations) = (passes.products, passes.recompute_cost.operations());
                 self.push(unit, Node { kept, operations, below, keep: Keep::Products, len: 1 });
             }
@@ -193,7 +193,7 @@ impl Search<'_> {
         let during = self.nodes[below].kept;
         let (mut operations, mut records) = (0_u64, 0);
         // Peak of recomputing the segment, without the output gradient that is in memory at the same time.
-        let mut made_again = 0;
+        let mut recompute_peak = 0;
         for unit in first..self.passes.len() {
             let (passes, room) = (self.passes[unit], self.room[unit]);
             if !passes.keeps() {
@@ -206,10 +206,10 @@ impl Search<'_> {
                 // A longer segment contains these passes too, so it does not fit either.
                 return;
             }
-            made_again = made_again.max(records + passes.forward_peak);
-            records += passes.record;
+            recompute_peak = recompute_peak.max(records + passes.forward_peak);
+            records += passes.saved;
             operations = operations.saturating_add(passes.forward_cost.operations());
-            if during + made_again + self.grad(unit) <= room.backward {
+            if during + recompute_peak + self.grad(unit) <= room.backward {
                 let len = unit + 1 - first;
                 self.push(first, Node { kept, operations, below, keep: Keep::Input, len });
             }

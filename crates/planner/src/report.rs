@@ -5,7 +5,7 @@ use trireme_schedule::Program;
 
 /// Formats a table of memory use with a row for each category and one for the total. Each of `columns` is a heading, the peaks of the
 /// categories and the peak of the total, in bytes.
-pub fn table(columns: &[(&str, CategoryBytes, usize)]) -> String {
+pub fn format_memory_table(columns: &[(&str, CategoryBytes, usize)]) -> String {
     let width = |heading: &str| heading.len().max(10) + 2;
     let mut text = format!("{:<14}", "memory");
     for (heading, ..) in columns {
@@ -39,7 +39,7 @@ mod tests {
     #[test]
     fn a_row_for_each_category() {
         let peaks = CategoryBytes([1 << 20, 1 << 10, 0, 5, 7]);
-        let text = table(&[("predicted", peaks, 1 << 20), ("measured on rank 0", peaks, 9)]);
+        let text = format_memory_table(&[("predicted", peaks, 1 << 20), ("measured on rank 0", peaks, 9)]);
         let expected = "\
 memory           predicted  measured on rank 0
 parameters         1.00MiB             1.00MiB

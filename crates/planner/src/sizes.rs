@@ -31,7 +31,7 @@ impl StateSizes {
     pub(crate) fn of(&self, state: StateKey) -> usize {
         let unit = &self.units[state.unit];
         match state.class {
-            StateClass::Activations => unit.passes.record,
+            StateClass::Activations => unit.passes.saved,
             class => unit.state[class as usize],
         }
     }
@@ -39,7 +39,7 @@ impl StateSizes {
 
 /// A tensor of a microbatch.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BatchMemory {
+pub struct BatchTensorSize {
     /// Size in bytes.
     pub bytes: usize,
     /// Indices of the units that read it.

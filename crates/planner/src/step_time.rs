@@ -2,17 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use trireme_base::{Issued, JournalEntry, KernelCall, Rank, StepEntries};
-use trireme_schedule::engine::{Actor, Entry, Interval, Job, Length, Stuck, run};
+use trireme_base::{AsyncOperation, JournalEntry, KernelCall, Rank, StepEntries};
+use trireme_schedule::engine::{Actor, Deadlock, Entry, Interval, Job, Length, run};
 
 /// Times of kernels and asynchronous operations on a machine, in seconds.
-pub trait Rates {
+pub trait OperationTimes {
     /// Returns the time of a kernel while `load` workers of a host compute.
     fn kernel(&self, call: &KernelCall, load: usize) -> f64;
 
     /// Returns the time of a collective, a message or a disk transfer under the same load. For a message, this is the time until it arrives
     /// at the receiver.
-    fn issued(&self, issued: &Issued, load: usize) -> f64;
+    fn operation(&self, issued: &AsyncOperation, load: usize) -> f64;
 }
 
 /// Predicted time of a step.
@@ -21,7 +21,7 @@ pub struct StepTime {
     /// Seconds from the end of a step to the end of the next one.
     pub seconds: f64,
     /// Seconds of a step during which each pipeline rank computes.
-    pub computing: Vec<f64>,
+    pub compute_seconds: Vec<f64>,
 }
 
 /// Number of simulated steps, of which the last one is measured. Operations issued in one step may end in the next, so the first step is
@@ -34,8 +34,12 @@ const NUM_STEPS: usize = 3;
 /// Cost: for each entry of the three simulated steps, `2 * ranks.len() * data_degree` calls of `rates`, one for each load.
 ///
 /// # Errors
-/// [`Stuck`] if a rank waits for an operation that never ends.
-pub fn step_time(ranks: &[StepEntries], data_degree: usize, rates: &dyn Rates) -> Result<StepTime, Stuck> {
+/// [`Deadlock`] if a rank waits for an operation that never ends.
+pub fn step_time(
+    ranks: &[StepEntries],
+    data_degree: usize,
+    rates: &dyn OperationTimes,
+) -> Result<StepTime, Deadlock> {
     let num_workers = ranks.len() * data_degree;
     let mut places = EntryBuilder { data_degree, num_workers, rates, channels: BTreeMap::new() };
     let entries: Vec<RankEntries> =
@@ -58,7 +62,7 @@ pub fn step_time(ranks: &[StepEntries], data_degree: usize, rates: &dyn Rates) -
         computes.map(|(_, interval)| interval.end - interval.start).sum()
     };
     let seconds = end(NUM_STEPS - 1) - end(NUM_STEPS - 2);
-    Ok(StepTime { seconds, computing: entries.iter().zip(&found).map(computing).collect() })
+    Ok(StepTime { seconds, compute_seconds: entries.iter().zip(&found).map(computing).collect() })
 }
 
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
@@ -71,7 +75,7 @@ enum Channel {
 struct EntryBuilder<'a> {
     data_degree: usize,
     num_workers: usize,
-    rates: &'a dyn Rates,
+    rates: &'a dyn OperationTimes,
     channels: BTreeMap<Channel, usize>,
 }
 
@@ -86,26 +90,31 @@ impl EntryBuilder<'_> {
     }
 
     /// Returns the simulated rank that stands for `rank`.
-    fn stand_in(&self, rank: Rank) -> Rank {
+    fn representative(&self, rank: Rank) -> Rank {
         Rank(rank.0 / self.data_degree * self.data_degree)
     }
 
-    fn entry(&mut self, place: usize, number: usize, issued: &Issued) -> Entry {
+    fn entry(&mut self, place: usize, number: usize, issued: &AsyncOperation) -> Entry {
         let own = Rank(place * self.data_degree);
         let (channel, num_starts, load) = match issued {
-            Issued::Collective { members, .. } => {
+            AsyncOperation::Collective { members, .. } => {
                 let mut places: Vec<usize> = members.iter().map(|rank| rank.0 / self.data_degree).collect();
                 places.dedup();
                 (Channel::Group(Arc::clone(members)), places.len(), members.len())
             }
-            Issued::Send { to, .. } => (Channel::Message(own, self.stand_in(*to)), 1, self.data_degree),
-            Issued::Receive { from, .. } => {
-                let channel = self.channel(Channel::Message(self.stand_in(*from), own));
+            AsyncOperation::Send { to, .. } => {
+                (Channel::Message(own, self.representative(*to)), 1, self.data_degree)
+            }
+            AsyncOperation::Receive { from, .. } => {
+                let channel = self.channel(Channel::Message(self.representative(*from), own));
                 return Entry::Expect(number, channel);
             }
-            Issued::DiskRead { .. } | Issued::DiskWrite { .. } => (Channel::Disk(place), 1, 0),
+            AsyncOperation::DiskRead { .. } | AsyncOperation::DiskWrite { .. } => {
+                (Channel::Disk(place), 1, 0)
+            }
         };
-        let (channel, length) = (self.channel(channel), self.length(|load| self.rates.issued(issued, load)));
+        let (channel, length) =
+            (self.channel(channel), self.length(|load| self.rates.operation(issued, load)));
         let lag = Length::Fixed(0.0);
         let job = Job { channel, num_starts, streams: vec![channel], load, length, lag };
         Entry::Start(number, Box::new(job))
@@ -170,12 +179,12 @@ mod tests {
     /// 4 seconds.
     struct Machine;
 
-    impl Rates for Machine {
+    impl OperationTimes for Machine {
         fn kernel(&self, call: &KernelCall, load: usize) -> f64 {
             call.cost.other_operations as f64 * if load > 2 { 2.0 } else { 1.0 }
         }
 
-        fn issued(&self, _: &Issued, _: usize) -> f64 {
+        fn operation(&self, _: &AsyncOperation, _: usize) -> f64 {
             4.0
         }
     }
@@ -187,7 +196,10 @@ mod tests {
     fn collective(number: usize, members: &[usize]) -> JournalEntry {
         let members = members.iter().copied().map(Rank).collect();
         let operation = "all_reduce";
-        JournalEntry::Issue(number, Issued::Collective { operation, len: 1, element_bytes: 4, members })
+        JournalEntry::Issue(
+            number,
+            AsyncOperation::Collective { operation, len: 1, element_bytes: 4, members },
+        )
     }
 
     fn seconds(ranks: &[Vec<Vec<JournalEntry>>], num_issued: usize, data_degree: usize) -> f64 {
@@ -210,9 +222,11 @@ mod tests {
     }
 
     #[test]
-    fn a_pipeline_s_ranks_wait_for_messages_and_meet() {
-        let (send, receive) =
-            (Issued::Send { to: Rank(1), bytes: 8 }, Issued::Receive { from: Rank(0), bytes: 8 });
+    fn pipeline_ranks_wait_for_messages_and_collectives() {
+        let (send, receive) = (
+            AsyncOperation::Send { to: Rank(1), bytes: 8 },
+            AsyncOperation::Receive { from: Rank(0), bytes: 8 },
+        );
         let first =
             vec![kernel(5), JournalEntry::Issue(0, send), collective(1, &[0, 1]), JournalEntry::Await(1)];
         let second = vec![
@@ -226,10 +240,11 @@ mod tests {
     }
 
     #[test]
-    fn ring_messages_arrive_at_the_rank_that_stands_for_the_others() {
+    fn ring_messages_arrive_at_the_representative_rank() {
         let (to, from) = (Rank(1), Rank(1));
         let shift = |first: usize| {
-            let (send, receive) = (Issued::Send { to, bytes: 8 }, Issued::Receive { from, bytes: 8 });
+            let (send, receive) =
+                (AsyncOperation::Send { to, bytes: 8 }, AsyncOperation::Receive { from, bytes: 8 });
             [JournalEntry::Issue(first, send), JournalEntry::Issue(first + 1, receive)]
         };
         let wait = |first: usize| [JournalEntry::Await(first + 1), JournalEntry::Await(first)];

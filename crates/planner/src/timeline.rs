@@ -67,12 +67,12 @@ impl Channels {
         rank * NUM_STREAMS + stream as usize
     }
 
-    fn meeting(&self) -> usize {
+    fn barrier(&self) -> usize {
         self.num_ranks * NUM_STREAMS
     }
 
     fn message(&mut self, message: Message) -> usize {
-        let next = self.meeting() + 1 + self.messages.len();
+        let next = self.barrier() + 1 + self.messages.len();
         *self.messages.entry(message).or_insert(next)
     }
 }
@@ -102,7 +102,7 @@ impl RankEntries {
             if is_step && is_asynchronous {
                 made.await_all();
             } else if is_step && !std::mem::replace(&mut has_met, true) {
-                made.meet(channels);
+                made.synchronize_ranks(channels);
             }
             made.actions.push(made.entries.len());
             let length = Length::Fixed(ticks(action) as f64);
@@ -131,7 +131,7 @@ impl RankEntries {
             }
         }
         if !has_met && !is_asynchronous {
-            made.meet(channels);
+            made.synchronize_ranks(channels);
         }
         made
     }
@@ -163,9 +163,9 @@ impl RankEntries {
     }
 
     /// Adds a wait until all ranks have reached this point and their streams are idle.
-    fn meet(&mut self, channels: &Channels) {
+    fn synchronize_ranks(&mut self, channels: &Channels) {
         self.await_all();
-        let channel = channels.meeting();
+        let channel = channels.barrier();
         let number = self.start(channel, channel, channels.num_ranks, Length::Fixed(0.0));
         self.entries.push(Entry::Await(number));
     }

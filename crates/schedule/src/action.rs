@@ -33,7 +33,7 @@ impl Keep {
     /// Returns the bytes of activations that forward of a unit keeps for one microbatch.
     pub fn kept_bytes(self, passes: &UnitPasses) -> usize {
         match self {
-            Keep::All => passes.record,
+            Keep::All => passes.saved,
             Keep::Products => passes.products,
             Keep::Input => passes.input,
             Keep::Nothing => 0,

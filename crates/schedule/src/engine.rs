@@ -85,7 +85,7 @@ pub struct Interval {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("rank {rank} waits at entry {entry} for a job that never ends")]
 #[expect(missing_docs, reason = "the names say it")]
-pub struct Stuck {
+pub struct Deadlock {
     pub rank: usize,
     pub entry: usize,
 }
@@ -97,14 +97,14 @@ pub struct Stuck {
 /// running.
 ///
 /// # Errors
-/// [`Stuck`] if a rank waits forever.
-pub fn run(actors: &[Actor<'_>]) -> Result<Vec<Vec<Interval>>, Stuck> {
+/// [`Deadlock`] if a rank waits forever.
+pub fn run(actors: &[Actor<'_>]) -> Result<Vec<Vec<Interval>>, Deadlock> {
     let mut engine = Engine::new(actors);
     (0..actors.len()).for_each(|rank| engine.advance(rank));
     while engine.end_next() {}
     let stuck = engine.ranks.iter().enumerate().find(|(rank, state)| state.at < actors[*rank].entries.len());
     if let Some((rank, state)) = stuck {
-        return Err(Stuck { rank, entry: state.at });
+        return Err(Deadlock { rank, entry: state.at });
     }
     for (rank, state) in engine.ranks.iter_mut().enumerate() {
         for (entry, job) in std::mem::take(&mut state.issued_at) {
@@ -122,7 +122,7 @@ pub fn run(actors: &[Actor<'_>]) -> Result<Vec<Vec<Interval>>, Stuck> {
 /// The way in which a rank joins the jobs of a channel. Starts and expectations are counted separately, so a rank may expect a job that it
 /// starts: a message to itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-enum Side {
+enum JoinKind {
     #[default]
     Starts,
     Expects,
@@ -169,7 +169,7 @@ struct JobState<'a> {
 struct Channel {
     jobs: Vec<usize>,
     /// Ranks that have joined, and the number of times that each has joined.
-    visits: Vec<((usize, Side), usize)>,
+    joins: Vec<((usize, JoinKind), usize)>,
 }
 
 #[derive(Default)]
@@ -229,11 +229,11 @@ impl<'a> Engine<'a> {
                     return;
                 }
                 Entry::Start(number, job) => {
-                    let index = self.join((rank, Side::Starts), at, *number, job.channel);
+                    let index = self.join((rank, JoinKind::Starts), at, *number, job.channel);
                     self.start(rank, index, job);
                 }
                 Entry::Expect(number, channel) => {
-                    self.join((rank, Side::Expects), at, *number, *channel);
+                    self.join((rank, JoinKind::Expects), at, *number, *channel);
                 }
                 Entry::Await(number) => {
                     // A job that was never issued never ends.
@@ -251,18 +251,18 @@ impl<'a> Engine<'a> {
     }
 
     /// Returns the job that a rank joins at an entry. The first rank to join creates it.
-    fn join(&mut self, visitor: (usize, Side), at: usize, number: usize, channel: usize) -> usize {
+    fn join(&mut self, joiner: (usize, JoinKind), at: usize, number: usize, channel: usize) -> usize {
         let channel = grown(&mut self.channels, channel);
-        let visits = &mut channel.visits;
-        let place = visits.iter().position(|(other, _)| *other == visitor).unwrap_or(visits.len());
+        let visits = &mut channel.joins;
+        let place = visits.iter().position(|(other, _)| *other == joiner).unwrap_or(visits.len());
         let visits = grown(visits, place);
         let visit = visits.1;
-        *visits = (visitor, visit + 1);
+        *visits = (joiner, visit + 1);
         if visit == channel.jobs.len() {
             channel.jobs.push(self.jobs.len());
             self.jobs.push(JobState::default());
         }
-        let (state, job) = (&mut self.ranks[visitor.0], channel.jobs[visit]);
+        let (state, job) = (&mut self.ranks[joiner.0], channel.jobs[visit]);
         *grown(&mut state.jobs, number) = Some(job);
         state.issued_at.push((at, job));
         job
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_begins_when_all_have_come_and_the_one_before_has_arrived() {
+    fn a_job_begins_when_all_ranks_have_started_it_and_its_stream_is_free() {
         let compute = |time| Entry::Compute(Length::Fixed(time));
         let meet = |number, time| Entry::Start(number, job(0, 2, Length::Fixed(time)));
         let entries = [
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn who_receives_waits_for_who_sends_and_not_the_other_way() {
+    fn receivers_wait_for_senders_and_senders_for_no_rank() {
         let message = job(0, 1, Length::Fixed(4.0));
         let entries = [
             vec![Entry::Compute(Length::Fixed(2.0)), Entry::Start(0, message), Entry::Await(0)],
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn what_shares_a_host_is_slower_while_it_does() {
+    fn computations_on_one_host_slow_each_other_down() {
         let shared = |time| Entry::Compute(Length::ByLoad(vec![time, 2.0 * time]));
         // Both computations run at half speed until the shorter one ends at 4. At that time, 6 of the longer one's 8 are left.
         let found = spans(&[vec![shared(2.0)], vec![shared(8.0)], vec![]]);
@@ -430,10 +430,10 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_ever_is_told() {
+    fn a_deadlock_is_an_error() {
         let alone = [vec![Entry::Start(0, job(0, 2, Length::Fixed(1.0))), Entry::Await(0)]];
         let stuck = run(&actors(&alone)).unwrap_err();
         assert_eq!(stuck.to_string(), "rank 0 waits at entry 1 for a job that never ends");
-        assert_eq!(run(&actors(&[vec![Entry::Await(3)]])), Err(Stuck { rank: 0, entry: 0 }));
+        assert_eq!(run(&actors(&[vec![Entry::Await(3)]])), Err(Deadlock { rank: 0, entry: 0 }));
     }
 }

@@ -65,22 +65,22 @@ pub struct StateLayout {
     /// Number of uses of a class by which the fetch of evicted state begins before the use that needs it. For activations: the number of
     /// passes.
     pub fetch_ahead: usize,
-    /// Number of units whose activations are evicted: the first units that [keep](crate::Chain::keeps) activations, because theirs wait
+    /// Number of units whose activations are evicted: the first units that [keep](crate::UnitChain::keeps) activations, because theirs wait
     /// longest for backward.
-    pub num_moved: usize,
+    pub num_offloaded_units: usize,
 }
 
 impl Default for StateLayout {
-    /// Returns [`StateLayout::WHOLE`]: all state is unsharded and on the device. If activations are moved off the device, the activations
-    /// of all units are moved.
+    /// Returns [`StateLayout::UNSHARDED`]: all state is unsharded and on the device. If activations are moved off the device, the
+    /// activations of all units are moved.
     fn default() -> Self {
-        StateLayout::WHOLE
+        StateLayout::UNSHARDED
     }
 }
 
 impl StateLayout {
     /// The layout in which all state is unsharded and on the device.
-    pub const WHOLE: StateLayout = {
+    pub const UNSHARDED: StateLayout = {
         let here = ClassLayout { portion: Portion::Full, tier: Tier::Device };
         StateLayout {
             parameters: here,
@@ -90,7 +90,7 @@ impl StateLayout {
             gather_ahead: 1,
             keep_gathered: false,
             fetch_ahead: 1,
-            num_moved: usize::MAX,
+            num_offloaded_units: usize::MAX,
         }
     };
 
@@ -101,7 +101,7 @@ impl StateLayout {
     /// If `stage` is above 3.
     pub const fn zero(stage: usize) -> StateLayout {
         assert!(stage <= 3, "stages of ZeRO are 0 to 3");
-        let mut layout = StateLayout::WHOLE;
+        let mut layout = StateLayout::UNSHARDED;
         if stage >= 1 {
             layout.optimizer.portion = Portion::Shard;
         }
@@ -175,7 +175,8 @@ impl StateLayout {
     /// Returns the layout with defaults for the fields that have no effect, so that equal programs have equal layouts.
     pub(crate) fn normalized(self) -> Self {
         let StateLayout { parameters, gradients, optimizer, activations, .. } = self;
-        let mut layout = StateLayout { parameters, gradients, optimizer, activations, ..StateLayout::WHOLE };
+        let mut layout =
+            StateLayout { parameters, gradients, optimizer, activations, ..StateLayout::UNSHARDED };
         if self.is_sharded(StateClass::Parameters) {
             (layout.gather_ahead, layout.keep_gathered) = (self.gather_ahead, self.keep_gathered);
         }
@@ -183,7 +184,7 @@ impl StateLayout {
             layout.fetch_ahead = self.fetch_ahead;
         }
         if self.is_away(StateClass::Activations) {
-            layout.num_moved = self.num_moved;
+            layout.num_offloaded_units = self.num_offloaded_units;
         }
         layout
     }
@@ -197,21 +198,21 @@ impl StateLayout {
     /// Whether a class may reside in `tier`, in steps of `num_microbatches`. Only shards and activations may leave the device. Gradients
     /// may leave only if optimizer state is sharded, too. They may reside on a disk only with one microbatch per step, because several are
     /// accumulated in memory.
-    pub fn can_live(&self, class: StateClass, tier: Tier, num_microbatches: usize) -> bool {
+    pub fn can_reside(&self, class: StateClass, tier: Tier, num_microbatches: usize) -> bool {
         let is_summed = class == StateClass::Gradients && num_microbatches > 1;
-        let is_apart = match class {
+        let is_separate = match class {
             StateClass::Activations => true,
             StateClass::Gradients => self.is_sharded(class) && self.is_sharded(StateClass::Optimizer),
             StateClass::Parameters | StateClass::Optimizer => self.is_sharded(class),
         };
-        tier == Tier::Device || is_apart && !(is_summed && tier == Tier::Disk)
+        tier == Tier::Device || is_separate && !(is_summed && tier == Tier::Disk)
     }
 
     /// Whether programs exist for the layout, in steps of `num_microbatches`. A rank that updates all parameters must hold all of them.
     /// Parameters and activations must exist, and activations must be unsharded. A layout that trains has gradients and optimizer state,
     /// and any other layout has neither.
     pub fn is_possible(&self, num_microbatches: usize) -> bool {
-        let can_live = |class| self.can_live(class, self.of(class).tier, num_microbatches);
+        let can_live = |class| self.can_reside(class, self.of(class).tier, num_microbatches);
         let [parameters, optimizer, activations] =
             [StateClass::Parameters, StateClass::Optimizer, StateClass::Activations]
                 .map(|class| self.is_sharded(class));
@@ -226,18 +227,18 @@ impl StateLayout {
     }
 }
 
-/// Writes the differences from [`StateLayout::WHOLE`] as pairs of words, as in the first line of a program.
+/// Writes the differences from [`StateLayout::UNSHARDED`] as pairs of words, as in the first line of a program.
 impl fmt::Display for StateLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for class in StateClass::ALL {
-            let ClassLayout { portion: share, tier } = self.of(class);
+            let ClassLayout { portion, tier } = self.of(class);
             match tier {
-                Tier::Device if share == Portion::Full => (),
-                Tier::Device => write!(f, " {} {}", class.name(), share.name())?,
-                tier => write!(f, " {} {}@{}", class.name(), share.name(), tier.name())?,
+                Tier::Device if portion == Portion::Full => (),
+                Tier::Device => write!(f, " {} {}", class.name(), portion.name())?,
+                tier => write!(f, " {} {}@{}", class.name(), portion.name(), tier.name())?,
             }
         }
-        let whole = StateLayout::WHOLE;
+        let whole = StateLayout::UNSHARDED;
         if self.gather_ahead != whole.gather_ahead {
             write!(f, " gather_ahead {}", self.gather_ahead)?;
         }
@@ -247,8 +248,8 @@ impl fmt::Display for StateLayout {
         if self.fetch_ahead != whole.fetch_ahead {
             write!(f, " fetch_ahead {}", self.fetch_ahead)?;
         }
-        if self.num_moved != whole.num_moved {
-            write!(f, " moved_units {}", self.num_moved)?;
+        if self.num_offloaded_units != whole.num_offloaded_units {
+            write!(f, " moved_units {}", self.num_offloaded_units)?;
         }
         Ok(())
     }
@@ -260,7 +261,7 @@ impl FromStr for StateLayout {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let words: Vec<&str> = text.split_whitespace().collect();
         let (pairs, odd) = words.as_chunks::<2>();
-        let mut layout = StateLayout::WHOLE;
+        let mut layout = StateLayout::UNSHARDED;
         let read = pairs.iter().try_for_each(|[key, value]| layout.read(key, value));
         let expected = "pairs such as 'optimizer shard@host'";
         read.filter(|()| odd.is_empty())
@@ -276,11 +277,11 @@ impl StateLayout {
             "gather_ahead" => self.gather_ahead = value.parse().ok()?,
             "gathered" if value == "kept" => self.keep_gathered = true,
             "fetch_ahead" => self.fetch_ahead = value.parse().ok()?,
-            "moved_units" => self.num_moved = value.parse().ok()?,
+            "moved_units" => self.num_offloaded_units = value.parse().ok()?,
             _ => {
                 let class = StateClass::named(key)?;
-                let (share, tier) = value.split_once('@').unwrap_or((value, Tier::Device.name()));
-                let layout = ClassLayout { portion: Portion::named(share)?, tier: Tier::named(tier)? };
+                let (portion, tier) = value.split_once('@').unwrap_or((value, Tier::Device.name()));
+                let layout = ClassLayout { portion: Portion::named(portion)?, tier: Tier::named(tier)? };
                 *self.of_mut(class) = layout;
             }
         }

@@ -19,5 +19,5 @@ pub use action::{Action, Keep, Message, MessageKind, StateClass, StateKey, Strea
 pub use exchanges::UnitExchanges;
 pub use layout::{ClassLayout, Portion, StateLayout, Tier};
 pub use parse::ParseError;
-pub use program::{Asynchronous, Chain, Program, ProgramHeader, Stage};
-pub use validate::{ActionFault, ProgramError, validate, validate_pipeline, validate_world};
+pub use program::{Asynchronous, Program, ProgramHeader, Stage, UnitChain};
+pub use validate::{ActionFault, ProgramError, validate, validate_data_parallel, validate_pipeline};

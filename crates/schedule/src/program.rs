@@ -28,40 +28,43 @@ pub struct Asynchronous {
 
 /// The properties of a model on which programs depend: the number of its consecutive units, and the units with special properties.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Chain {
+pub struct UnitChain {
     /// Number of units of the model.
     pub num_units: usize,
     /// Pairs of a reader and an owner: the reader reads the owner's parameters and adds to the owner's gradient.
     pub ties: Vec<(usize, usize)>,
     /// Whether a reader on another rank accumulates its contribution to the owner's gradient over a step and sends it once. Otherwise it
     /// sends a contribution for each microbatch, and gradients are summed in the same order as without a pipeline.
-    pub sums_ties: bool,
+    pub accumulates_tied_gradients: bool,
     /// Units whose backward reads no parameters, or reads them only in its weight half, such as an embedding.
-    pub unread: Vec<usize>,
+    pub without_backward_reads: Vec<usize>,
     /// Units whose weight half of backward reads parameters, such as an output layer that recomputes its logits.
-    pub reread: Vec<usize>,
+    pub weight_half_readers: Vec<usize>,
     /// Units that keep no activations for a later backward, because they read only the batch, or because their backward follows
     /// immediately.
-    pub unkept: Vec<usize>,
+    pub without_activations: Vec<usize>,
     /// Exchanges within units that are split among several ranks. In the order of units; each unit at most once.
     pub exchanges: Vec<UnitExchanges>,
 }
 
-impl Chain {
+impl UnitChain {
     /// Creates a chain of units without special properties.
     pub fn of_units(num_units: usize) -> Self {
-        Chain { num_units, ..Chain::default() }
+        UnitChain { num_units, ..UnitChain::default() }
     }
 
     /// Whether forward of a unit keeps activations that a later backward reads. Such activations may be recomputed or moved.
     pub fn keeps(&self, unit: usize) -> bool {
-        !self.unkept.contains(&unit)
+        !self.without_activations.contains(&unit)
     }
 
     /// Whether all named units are in the chain, and exchanges are in order.
     pub fn is_consistent(&self) -> bool {
         let tied = self.ties.iter().flat_map(|&(reader, owner)| [reader, owner]);
-        let special = [&self.unread, &self.reread, &self.unkept].into_iter().flatten().copied();
+        let special = [&self.without_backward_reads, &self.weight_half_readers, &self.without_activations]
+            .into_iter()
+            .flatten()
+            .copied();
         let ends = self.exchanges.iter().flat_map(|exchanges| [exchanges.units.start, exchanges.units.end]);
         let ends: Vec<usize> = ends.collect();
         let are_in_order = ends.is_sorted() && ends.last().is_none_or(|&end| end <= self.num_units);
@@ -70,14 +73,21 @@ impl Chain {
 }
 
 #[cfg(test)]
-impl Chain {
+impl UnitChain {
     /// Creates an embedding, blocks and an output layer, which may be tied.
     pub(crate) fn language_model(num_units: usize, is_tied: bool) -> Self {
         let last = num_units - 1;
         let ends = if last > 0 { vec![0, last] } else { vec![0] };
         let ties = if is_tied && last > 0 { vec![(last, 0)] } else { Vec::new() };
         let (unread, reread) = (vec![0], vec![last]);
-        Chain { num_units, ties, unread, reread, unkept: ends, ..Chain::default() }
+        UnitChain {
+            num_units,
+            ties,
+            without_backward_reads: unread,
+            weight_half_readers: reread,
+            without_activations: ends,
+            ..UnitChain::default()
+        }
     }
 }
 
@@ -85,7 +95,7 @@ impl Chain {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ProgramHeader {
     /// The model.
-    pub chain: Chain,
+    pub chain: UnitChain,
     /// Number of microbatches of this rank, in all steps of the program together.
     pub num_microbatches: usize,
     /// The layout of state on the ranks.
@@ -151,9 +161,11 @@ impl ProgramHeader {
         let reader = match action {
             Action::Forward { unit, .. } | Action::Recompute { unit, .. } => Some(unit),
             Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } => {
-                Some(unit).filter(|unit| !self.chain.unread.contains(unit))
+                Some(unit).filter(|unit| !self.chain.without_backward_reads.contains(unit))
             }
-            Action::BackwardWeight { unit, .. } => Some(unit).filter(|unit| self.chain.reread.contains(unit)),
+            Action::BackwardWeight { unit, .. } => {
+                Some(unit).filter(|unit| self.chain.weight_half_readers.contains(unit))
+            }
             _ => None,
         };
         let tied =
@@ -172,7 +184,7 @@ impl ProgramHeader {
 
     /// Whether a reader on another rank sends its contribution to the owner's gradient after this microbatch.
     pub fn sends_tied_gradient(&self, microbatch: usize) -> bool {
-        !self.chain.sums_ties || self.is_last_of_step(microbatch)
+        !self.chain.accumulates_tied_gradients || self.is_last_of_step(microbatch)
     }
 
     /// Whether a unit's gradient of a step is complete after this microbatch.
@@ -213,7 +225,7 @@ impl ProgramHeader {
 /// The header continues with `optimizer shard`, `activations whole@disk` or `gradients none` for each class of state that is sharded, off
 /// the device, or absent ([`StateLayout`]). `ties 2:0` says that unit 2 reads the parameters of unit 0, and `tied_gradient step` that such
 /// a unit sends its contribution to the gradient once per step. `unread 0`, `reread 2` and `unkept 2` name units whose backward reads no
-/// parameters, whose weight half reads parameters, and which keep no activations ([`Chain`]). `exchanges 1-4:F=tensor.all_reduce/4096`
+/// parameters, whose weight half reads parameters, and which keep no activations ([`UnitChain`]). `exchanges 1-4:F=tensor.all_reduce/4096`
 /// lists the exchanges of passes within units ([`UnitExchanges`]). In a pipeline, the header has `rank 0`, and `stage 0-2@1` for each
 /// stage: units 0 and 1 are on rank 1. `steps 3 weights stashed` says that the pipeline does not drain between three steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -226,7 +238,15 @@ pub struct Program {
 
 impl fmt::Display for ProgramHeader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Chain { num_units, ties, sums_ties, unread, reread, unkept, exchanges } = &self.chain;
+        let UnitChain {
+            num_units,
+            ties,
+            accumulates_tied_gradients: sums_ties,
+            without_backward_reads: unread,
+            weight_half_readers: reread,
+            without_activations: unkept,
+            exchanges,
+        } = &self.chain;
         write!(f, "units {num_units} microbatches {}", self.num_microbatches)?;
         write!(f, "{}", self.state)?;
         ties.iter().try_for_each(|(reader, owner)| write!(f, " ties {reader}:{owner}"))?;
@@ -258,7 +278,7 @@ impl FromStr for ProgramHeader {
     type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        parse_outline(text).ok_or_else(|| {
+        parse_header(text).ok_or_else(|| {
             ParseError(format!(
                 "'{text}' should read 'units N microbatches M', optionally followed by 'CLASS SHARE[@TIER]' (optimizer, \
                  parameters, gradients, activations; whole, shard, none; host, disk), 'gather_ahead N', 'gathered kept', \
@@ -269,11 +289,11 @@ impl FromStr for ProgramHeader {
     }
 }
 
-fn parse_outline(text: &str) -> Option<ProgramHeader> {
+fn parse_header(text: &str) -> Option<ProgramHeader> {
     let words: Vec<&str> = text.split_whitespace().collect();
     let ["units", units, "microbatches", microbatches, rest @ ..] = &words[..] else { return None };
     let mut header = ProgramHeader {
-        chain: Chain::of_units(units.parse().ok()?),
+        chain: UnitChain::of_units(units.parse().ok()?),
         num_microbatches: microbatches.parse().ok()?,
         ..ProgramHeader::default()
     };
@@ -284,10 +304,10 @@ fn parse_outline(text: &str) -> Option<ProgramHeader> {
                 let (reader, owner) = tie.split_once(':')?;
                 header.chain.ties.push((reader.parse().ok()?, owner.parse().ok()?));
             }
-            ["tied_gradient", "step"] => header.chain.sums_ties = true,
-            ["unread", unit] => header.chain.unread.push(unit.parse().ok()?),
-            ["reread", unit] => header.chain.reread.push(unit.parse().ok()?),
-            ["unkept", unit] => header.chain.unkept.push(unit.parse().ok()?),
+            ["tied_gradient", "step"] => header.chain.accumulates_tied_gradients = true,
+            ["unread", unit] => header.chain.without_backward_reads.push(unit.parse().ok()?),
+            ["reread", unit] => header.chain.weight_half_readers.push(unit.parse().ok()?),
+            ["unkept", unit] => header.chain.without_activations.push(unit.parse().ok()?),
             ["exchanges", text] => header.chain.exchanges.push(UnitExchanges::parse(text)?),
             ["rank", rank] => header.rank = rank.parse().ok()?,
             ["stage", stage] => {

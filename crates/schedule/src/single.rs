@@ -1,13 +1,13 @@
 //! Programs that need no pipeline schedule: training without a pipeline, and forward-only programs.
 
 use crate::action::{Action, Keep, Message};
-use crate::program::{Chain, Program, ProgramHeader};
+use crate::program::{Program, ProgramHeader, UnitChain};
 
 /// Returns the program of a rank that runs all units for each of its microbatches in turn, with unsharded training state.
 ///
 /// A unit's gradient is reduced after the last microbatch, while backward continues below. Without data parallelism, the reduction is over
 /// a group of one. [`lowering`](crate::lowering) adds everything else that a layout requires.
-pub fn program(chain: &Chain, num_microbatches: usize) -> Program {
+pub fn program(chain: &UnitChain, num_microbatches: usize) -> Program {
     let num_units = chain.num_units;
     let mut actions = Vec::with_capacity(2 * num_units * (num_microbatches + 1));
     for microbatch in 0..num_microbatches {
@@ -68,8 +68,8 @@ REDUCE_GRAD 0
 STEP 0
 STEP 1
 ";
-        assert_eq!(program(&Chain::of_units(2), 2).to_string(), expected);
-        let tied = Chain { ties: vec![(1, 0)], ..Chain::of_units(2) };
+        assert_eq!(program(&UnitChain::of_units(2), 2).to_string(), expected);
+        let tied = UnitChain { ties: vec![(1, 0)], ..UnitChain::of_units(2) };
         let text = forward_only(&program(&tied, 1).header).to_string();
         assert_eq!(text, "units 2 microbatches 1 ties 1:0\nF 0 0 keep nothing\nF 1 0 keep nothing\n");
     }

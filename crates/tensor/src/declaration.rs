@@ -13,9 +13,9 @@ pub struct Parameter {
     pub initial: Initial,
     /// Determines optimizer update and weight decay.
     pub class: ParameterClass,
-    /// How tensor parallelism may split the parameter; `None` if every rank needs all of it.
-    pub cut: Option<AxisSplit>,
-    /// Index of the parameter's expert and number of experts of the unit; `None` if the parameter belongs to no expert.
+    /// How tensor parallelism may split the parameter; `NoExperts` if every rank needs all of it.
+    pub split: Option<AxisSplit>,
+    /// Index of the parameter's expert and number of experts of the unit; `NoExperts` if the parameter belongs to no expert.
     pub expert: Option<(usize, usize)>,
 }
 
@@ -23,7 +23,7 @@ impl Parameter {
     /// Declares a matmul weight: [`ParameterClass::Matrix`].
     pub fn matrix(name: impl Into<String>, dims: &[usize], initial: Initial) -> Self {
         let (name, class) = (name.into(), ParameterClass::Matrix);
-        Parameter { name, dims: dims.into(), initial, class, cut: None, expert: None }
+        Parameter { name, dims: dims.into(), initial, class, split: None, expert: None }
     }
 
     /// Declares an embedding table, or the weight of an output layer or router: [`ParameterClass::Embedding`].
@@ -45,12 +45,12 @@ impl Parameter {
     ///
     /// # Panics
     /// If the parameter does not have the dim, or its length is not a multiple of `cut.num_groups * cut.granule`.
-    pub fn with_cut(self, cut: AxisSplit) -> Self {
+    pub fn with_split(self, cut: AxisSplit) -> Self {
         let AxisSplit { dim, num_groups, granule, .. } = cut;
         let whole = num_groups.saturating_mul(granule);
         let has_whole = self.dims.get(dim).is_some_and(|&len| whole > 0 && len.is_multiple_of(whole));
         assert!(has_whole, "{} of {:?} cannot be cut as {cut:?}", self.name, self.dims);
-        Parameter { cut: Some(cut), ..self }
+        Parameter { split: Some(cut), ..self }
     }
 
     /// Assigns the parameter to expert `expert` of the `num_experts` of its unit. Each rank of the expert axis stores an equal number of
@@ -141,7 +141,7 @@ mod tests {
     #[should_panic(expected = "cannot be cut")]
     fn granules_must_be_whole_in_each_group() {
         let weight = Parameter::matrix("qkv", &[8, 36], Initial::ZEROS);
-        let weight = weight.with_cut(AxisSplit::along(1).with_groups(3).with_granule(6));
-        _ = weight.with_cut(AxisSplit::along(1).with_groups(3).with_granule(5));
+        let weight = weight.with_split(AxisSplit::along(1).with_groups(3).with_granule(6));
+        _ = weight.with_split(AxisSplit::along(1).with_groups(3).with_granule(5));
     }
 }

@@ -70,9 +70,9 @@ use trireme_base::{Category, Cost, DType, Event, Journal, JournalEntry, KernelCa
 pub struct DeviceOptions {
     /// Number of kernel threads, including the calling thread; 0 for one per core.
     pub num_threads: usize,
-    /// Highest SIMD level that kernels may use; `None` for the highest that the machine supports.
+    /// Highest SIMD level that kernels may use; `NoExperts` for the highest that the machine supports.
     pub features_max: Option<CpuFeatures>,
-    /// Maximum bytes in use, over all categories; `None` for no limit but the machine's memory.
+    /// Maximum bytes in use, over all categories; `NoExperts` for no limit but the machine's memory.
     pub budget: Option<usize>,
     /// The hardware.
     pub backend: BackendKind,
@@ -140,7 +140,7 @@ impl Device {
                 let arena = Arena::detached(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
                 let own = processor()?.within(Arc::clone(arena.mapping()));
                 let backend: Arc<dyn Backend> = Arc::new(Detached::start(own, detached).map_err(refused)?);
-                arena.order_by(&backend);
+                arena.set_backend(&backend);
                 Ok(Self::new(backend, cpu, options, arena, counter))
             }
         }
@@ -245,7 +245,7 @@ impl Device {
     /// Adds a kernel's cost to the total and to the journal.
     fn count(&self, kernel: &'static str, cost: Cost) {
         if let Some(journal) = self.journal.get() {
-            journal.note(JournalEntry::Kernel(KernelCall { kernel, cost }));
+            journal.record(JournalEntry::Kernel(KernelCall { kernel, cost }));
         }
         *self.cost.lock().unwrap_or_else(PoisonError::into_inner) += cost;
     }
@@ -377,7 +377,7 @@ impl Device {
     /// # Errors
     /// If its size cannot be addressed, or there is no memory for it.
     pub fn empty(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor> {
-        Tensor::take(&self.arena, shape, dtype, category)
+        Tensor::allocate(&self.arena, shape, dtype, category)
     }
 
     /// Allocates a tensor of zeros.

@@ -38,7 +38,7 @@ pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::{FactoredMatrix, OptimizerState};
 pub use parameter_table::{
     ExpertsError, ModelRank, NUM_LEAVES, ParameterId, ParameterInfo, ParameterSpan, ParameterTable,
-    SpanShard, Tie, UncuttableError, UnitInfo,
+    SpanShard, Tie, UnitInfo, UnsplittableError,
 };
 pub use parameters::{ParameterSource, Parameters};
 pub use precision::Precision;

@@ -46,7 +46,7 @@ impl OptimizerState {
     }
 
     /// Calls `visit` with each tensor of the state.
-    pub fn for_each_memory(&mut self, mut visit: impl FnMut(&mut Tensor)) {
+    pub fn for_each_tensor(&mut self, mut visit: impl FnMut(&mut Tensor)) {
         visit(&mut self.values);
         visit(&mut self.steps);
     }
@@ -143,6 +143,8 @@ impl FactoredMatrix {
         let start = held.start.clamp(range.start, range.end);
         let end = held.end.clamp(start, range.end);
         let (cols, offset, leaf_len) = (info.shape.cols(), info.offset, unit.leaf_len());
-        FactoredMatrix { part: FactoredPart { cols, offset, buffer: held.start, held: start..end, leaf_len } }
+        FactoredMatrix {
+            part: FactoredPart { cols, offset, buffer_start: held.start, stored: start..end, leaf_len },
+        }
     }
 }

@@ -149,7 +149,7 @@ impl Parameters {
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let Parameters { table, parts, flats, device, .. } = self;
-        table.held(parts).try_for_each(|(info, held, within)| {
+        table.stored(parts).try_for_each(|(info, held, within)| {
             let values = flats[info.unit].view_mut().into_part(within.start, [within.len()].into());
             device.fill(values, |values| write(info, held, values))
         })

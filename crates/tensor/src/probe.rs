@@ -10,7 +10,7 @@
 
 mod bound;
 
-pub use crate::kernels::{ExecutionUnit, ProductSizes};
+pub use crate::kernels::{ExecutionUnit, MatmulSizes};
 pub use crate::timing::Timing;
 pub use bound::{Limit, Peaks};
 pub use trireme_base::{Cost, Traffic};
@@ -50,7 +50,7 @@ impl Transposes {
     }
 }
 
-/// Returns the reason why this machine lacks a SIMD level; `None` if it has the level.
+/// Returns the reason why this machine lacks a SIMD level; `NoExperts` if it has the level.
 pub fn reason_unsupported(features: CpuFeatures) -> Option<&'static str> {
     if features <= CpuFeatures::detect() {
         return None;
@@ -122,13 +122,8 @@ impl Probe {
     ///
     /// # Errors
     /// If the device has no memory for the operands.
-    pub fn product(
-        &self,
-        precision: Precision,
-        transposes: Transposes,
-        sizes: ProductSizes,
-    ) -> Result<Timing> {
-        let ProductSizes { rows, cols, inner } = sizes;
+    pub fn matmul(&self, precision: Precision, transposes: Transposes, sizes: MatmulSizes) -> Result<Timing> {
+        let MatmulSizes { rows, cols, inner } = sizes;
         let activation = precision.dtype();
         let (left_shape, right_shape) = match transposes {
             Transposes::NN => ([rows, inner], [inner, cols]),

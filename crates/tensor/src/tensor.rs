@@ -39,7 +39,7 @@ impl LentGuard {
 impl Drop for LentGuard {
     fn drop(&mut self) {
         if let Some(memory) = self.0.take() {
-            memory.give_back();
+            memory.return_to_owner();
         }
     }
 }
@@ -54,7 +54,7 @@ impl Memory {
         {
             return Ok(memory);
         }
-        match arena.take(num_bytes, category) {
+        match arena.allocate(num_bytes, category) {
             Err(DeviceError::OverBudget(error)) => overflow().ok_or(error.into()),
             taken => Ok(Memory::Block(taken?)),
         }
@@ -62,7 +62,12 @@ impl Memory {
 }
 
 impl Tensor {
-    pub(crate) fn take(arena: &Arc<Arena>, shape: Shape, dtype: DType, category: Category) -> Result<Self> {
+    pub(crate) fn allocate(
+        arena: &Arc<Arena>,
+        shape: Shape,
+        dtype: DType,
+        category: Category,
+    ) -> Result<Self> {
         let unaddressable = DeviceError::Unaddressable { shape, dtype, category };
         let num_bytes = shape.num_bytes(dtype).ok_or(unaddressable)?;
         Ok(Tensor { memory: Memory::take(arena, num_bytes, category)?, shape, dtype })
@@ -78,7 +83,7 @@ impl Tensor {
         Tensor { memory: Memory::Lent(LentGuard(Some(memory))), shape, dtype }
     }
 
-    /// Returns the [lent](Tensor::lent) memory; `None` if the tensor resides in a device's arena.
+    /// Returns the [lent](Tensor::lent) memory; `NoExperts` if the tensor resides in a device's arena.
     pub fn lent_memory(&self) -> Option<&dyn LentMemory> {
         match &self.memory {
             Memory::Lent(guard) => guard.0.as_deref(),
@@ -371,7 +376,7 @@ mod tests {
     }
 
     impl LentMemory for Bytes {
-        fn give_back(self: Box<Self>) {
+        fn return_to_owner(self: Box<Self>) {
             self.1.lock().unwrap().push(self.0);
         }
     }
@@ -390,7 +395,7 @@ mod tests {
         assert_eq!(returned.lock().unwrap().pop(), Some([1, 2, 3, 4, 5, 6, 7, 8]));
         let memory = lend().into_lent().unwrap();
         assert!(returned.lock().unwrap().is_empty());
-        memory.give_back();
+        memory.return_to_owner();
         assert_eq!(returned.lock().unwrap().len(), 1);
         let own = device.empty([1].into(), DType::U8, Category::Activations).unwrap();
         assert!(own.into_lent().is_err());

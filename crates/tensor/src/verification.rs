@@ -5,7 +5,7 @@
 //! level whose kernels have passed ([`DeviceOptions::features_max`](crate::DeviceOptions::features_max)).
 
 use crate::kernels::cpu::element::{Element, FloatsMut, with_element};
-use crate::kernels::cpu::matmul::{Epilogue, Matrix, ProductSizes};
+use crate::kernels::cpu::matmul::{Epilogue, MatmulSizes, Matrix};
 use crate::kernels::cpu::threads::ThreadPool;
 use crate::kernels::cpu::{Cpu, f32_error};
 use crate::kernels::{CpuFeatures, ExecutionUnit};
@@ -78,7 +78,7 @@ impl fmt::Display for MatmulKernel {
 )]
 #[expect(missing_docs, reason = "the message explains the fields")]
 pub struct WrongMatmulElement {
-    pub sizes: ProductSizes,
+    pub sizes: MatmulSizes,
     pub transposes: Transposes,
     pub row: usize,
     pub col: usize,
@@ -111,7 +111,7 @@ fn compare(
     for [rows, cols, inner] in SIZES {
         for transposes in Transposes::ALL {
             for (index, &dtypes) in dtypes.iter().enumerate() {
-                let size = ProductSizes { rows, cols, inner };
+                let size = MatmulSizes { rows, cols, inner };
                 let case = Case::new(precision, size, transposes, dtypes, index % 2 == 1);
                 case.check(&expected(&case), &found(&case))?;
             }
@@ -126,7 +126,7 @@ fn compare(
 /// order of the sum.
 struct Case {
     precision: Precision,
-    size: ProductSizes,
+    size: MatmulSizes,
     transposes: Transposes,
     dtypes: (DType, DType),
     left: Vec<f32>,
@@ -138,12 +138,12 @@ struct Case {
 impl Case {
     fn new(
         precision: Precision,
-        size: ProductSizes,
+        size: MatmulSizes,
         transposes: Transposes,
         dtypes: (DType, DType),
         accumulates: bool,
     ) -> Self {
-        let ProductSizes { rows, cols, inner } = size;
+        let MatmulSizes { rows, cols, inner } = size;
         let (mut left, mut right) = (vec![0.0; rows * inner], vec![0.0; inner * cols]);
         let mut case = Case {
             precision,
@@ -181,7 +181,7 @@ impl Case {
     }
 
     fn product_of<L: Element, R: Element>(&self, cpu: &Cpu) -> Vec<f32> {
-        let ProductSizes { rows, cols, inner } = self.size;
+        let MatmulSizes { rows, cols, inner } = self.size;
         let (left, right) = (narrow::<L>(&self.left), narrow::<R>(&self.right));
         let (left_cols, left_transposed) =
             if self.transposes == Transposes::TN { (rows, true) } else { (inner, false) };

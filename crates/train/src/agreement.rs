@@ -10,7 +10,7 @@ use crate::dataset::Dataset;
 use crate::error::TrainError;
 use crate::task::Task;
 use std::collections::{BTreeMap, BTreeSet};
-use trireme_base::{Rank, ranks};
+use trireme_base::{Rank, format_ranks};
 use trireme_checkpoint::StoredTensors;
 use trireme_comm::{CONTROL_BYTES_MAX, Group};
 use trireme_tensor::CpuFeatures;
@@ -137,7 +137,7 @@ fn difference(name: &str, all: &[Facts]) -> Option<String> {
     // The value of rank 0 comes first.
     values.sort_by_key(|(_, ranks)| ranks[0]);
     let text = |(value, of): &(Option<&String>, Vec<Rank>)| {
-        format!("{} on {}", value.map_or("not set", |value| value), ranks(of.iter().copied()))
+        format!("{} on {}", value.map_or("not set", |value| value), format_ranks(of.iter().copied()))
     };
     let texts: Vec<String> = values.iter().map(text).collect();
     (texts.len() > 1).then(|| format!("{name}: {}", texts.join("; ")))

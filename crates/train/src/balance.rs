@@ -132,7 +132,7 @@ fn new_split(
     if before <= threshold {
         return None;
     }
-    let units = pipeline::cut(&work, current.len());
+    let units = pipeline::partition_units(&work, current.len());
     let after = imbalance(units.iter(), stage_ranks, &work);
     let is_better = after < before * (1.0 - GAIN_MIN);
     is_better.then(|| NewSplit { stages: stages_with_costs(costs, units), before, after })
@@ -253,7 +253,7 @@ fn split_text(stages: &[StageChoice]) -> String {
 mod tests {
     use super::*;
     use std::time::{Duration, Instant};
-    use trireme_schedule::{Chain, Keep, single};
+    use trireme_schedule::{Keep, UnitChain, single};
 
     fn units(cuts: &[Range<usize>]) -> Vec<StageChoice> {
         let choice =
@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn times_are_medians_of_the_last_steps_without_waits() {
-        let program = single::program(&Chain::of_units(2), 2);
+        let program = single::program(&UnitChain::of_units(2), 2);
         let mut times = MeasuredTimes::new(2);
         let now = Instant::now();
         let step = |nanos: u64| -> Vec<ActionTime> {
@@ -334,7 +334,7 @@ mod tests {
         let gathered = [vec![[1, 2, 3, 4, 5]], vec![[2, 1, 0, 9, 0], [7; 5]]];
         assert_eq!(slowest(&gathered, 2), [[2, 2, 3, 9, 5], [7; 5]]);
         let keeps = vec![Keep::All, Keep::Input];
-        let state = trireme_schedule::StateLayout::WHOLE;
+        let state = trireme_schedule::StateLayout::UNSHARDED;
         let schedule = "ranks 1 placement 0 microbatches 1\nrank 0: F 0 0, B 0 0".parse().ok();
         let current = StepChoices { keeps, state, stages: units(&[0..1, 1..4]), schedule };
         let next = StepChoices { stages: units(&[0..3, 3..4]), ..current.clone() };

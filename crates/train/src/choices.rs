@@ -130,7 +130,7 @@ mod tests {
             };
             let chosen = StepChoices {
                 keeps: vec![Keep::All, Keep::Input],
-                state: StateLayout { num_moved: 3, ..StateLayout::zero(2) },
+                state: StateLayout { num_offloaded_units: 3, ..StateLayout::zero(2) },
                 stages: Vec::new(),
                 schedule: Some(schedule),
             };

@@ -10,7 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
-use trireme_base::{Bytes, Heartbeat, Rank, ranks};
+use trireme_base::{Bytes, Heartbeat, Rank, format_ranks};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_comm::{CommError, Group};
 use trireme_tensor::CpuFeatures;
@@ -144,7 +144,7 @@ fn clock_warnings(times: &[f64]) -> Vec<String> {
         let direction = if seconds > 0 { "ahead of" } else { "behind" };
         format!(
             "the clocks of {} are {} s {direction} that of rank 0: times in their logs do not compare; synchronize the hosts' clocks (NTP)",
-            ranks(of),
+            format_ranks(of),
             seconds.abs()
         )
     };

@@ -56,7 +56,7 @@ pub(crate) fn split_stages(
 pub(crate) fn split_evenly(passes: &[UnitPasses], keeps: &[Keep], num_stages: usize) -> Vec<StageChoice> {
     let costs = counted_costs(passes, keeps);
     let totals: Vec<u64> = costs.iter().map(StageCosts::total).collect();
-    stages_with_costs(&costs, pipeline::cut(&totals, num_stages))
+    stages_with_costs(&costs, pipeline::partition_units(&totals, num_stages))
 }
 
 /// Returns stages with these units, and with costs in ticks. `costs` has the costs of each unit, with times in any measure.
@@ -107,7 +107,7 @@ fn unit_costs(passes: &UnitPasses, keep: Keep) -> StageCosts {
         activation: activation as u64,
         // Limited to the bytes that forward keeps. If most activations are recomputed, more bytes remain between the halves of backward,
         // but for one microbatch at a time.
-        weight_activation: passes.halved.min(activation) as u64,
+        weight_activation: passes.between_halves.min(activation) as u64,
     }
 }
 

@@ -175,9 +175,9 @@ pub(crate) fn read_held(
 
 /// Returns this rank's part of a parameter on the tensor axis.
 pub(crate) fn part(info: &ParameterInfo) -> LocalShape {
-    let whole = LocalShape::whole(info.whole.dims());
+    let whole = LocalShape::whole(info.full_shape.dims());
     match info.cut {
-        Some(cut) if info.place.degree > 1 => whole.cut(cut, info.place),
+        Some(cut) if info.tensor_rank.degree > 1 => whole.cut(cut, info.tensor_rank),
         // On a single rank, a dim with groups would be split into one box per group.
         _ => whole,
     }

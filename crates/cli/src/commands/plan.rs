@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 use trireme_base::Bytes;
 use trireme_comm::{Group, single};
-use trireme_planner::{StepTime, peak_moment, table};
+use trireme_planner::{StepTime, format_memory_table, peak_moment};
 use trireme_schedule::pipeline::{draw_svg, draw_text};
 use trireme_train::config::TaskKind;
 use trireme_train::{Samples, Task};
@@ -160,7 +160,7 @@ fn show_time(args: &PlanArgs, job: PlannedRun<'_>, plan: &Plan, world: Group) ->
         bail!("--time needs all workers on one host; start the command without a launcher");
     }
     let Some(PredictedTime { time, unmeasured }) = plan.step_time(job, world)? else { return Ok(()) };
-    let StepTime { seconds, computing } = time;
+    let StepTime { seconds, compute_seconds: computing } = time;
     let samples_per_second = job.config.training().global_batch_size as f64 / seconds;
     if args.json {
         let mut report = json!(plan.report(job)?);
@@ -202,7 +202,7 @@ fn show(args: &PlanArgs, job: PlannedRun<'_>, plan: &Plan) -> Result<()> {
         text += &format!("ranks by their places on the axes:\n{mesh}\n");
     }
     let total = plan.prediction.total();
-    text += &table(&[("predicted", plan.prediction.peaks, total)]);
+    text += &format_memory_table(&[("predicted", plan.prediction.peaks, total)]);
     text += &format!("\npeak total: {}\n", peak_moment(&plan.prediction, &plan.program));
     if plan.prediction.host > 0 {
         let host = Bytes(plan.prediction.host as u64);

@@ -1,5 +1,5 @@
 use crate::process_state::{AbnormalExit, ProcessState, ProcessStates};
-use trireme_base::ranks;
+use trireme_base::format_ranks;
 use trireme_comm::{Diagnosis, Difference, Finding, OperationState, Source};
 
 /// Returns what to try, according to the first cause that is found.
@@ -101,6 +101,6 @@ fn of_slow_transfers(diagnosis: &Diagnosis) -> Option<String> {
     }
     Some(format!(
         "look at the logs of {}: they have exchanged no data for the whole timeout; if such pauses are normal on this network, raise [comm] timeout_seconds (bench: --timeout)",
-        ranks(slow)
+        format_ranks(slow)
     ))
 }

@@ -1,6 +1,6 @@
 use super::advice::advice;
 use crate::process_state::{AbnormalExit, ProcessState, ProcessStates, signal_name};
-use trireme_base::{Bytes, ranks};
+use trireme_base::{Bytes, format_ranks};
 use trireme_comm::{
     Diagnosis, Difference, Direction, Disagreement, Finding, OperationReport, OperationState,
     OperationVariant, Place, Source,
@@ -48,7 +48,11 @@ fn row(finding: &Finding, fate: Option<&ProcessState>) -> [String; 6] {
         host,
         state(finding, fate),
         since,
-        if finding.waits_for.is_empty() { String::new() } else { ranks(finding.waits_for.iter().copied()) },
+        if finding.waits_for.is_empty() {
+            String::new()
+        } else {
+            format_ranks(finding.waits_for.iter().copied())
+        },
         operation(finding),
     ]
 }
@@ -108,7 +112,12 @@ fn in_line(line: &str) -> String {
 fn first_mismatch(disagreement: &Disagreement) -> String {
     let Disagreement { group, sequence, difference, sides } = disagreement;
     let side = |side: &OperationVariant| {
-        format!("{} issued {}{}", ranks(side.ranks.iter().copied()), side.operation, in_line(&side.line))
+        format!(
+            "{} issued {}{}",
+            format_ranks(side.ranks.iter().copied()),
+            side.operation,
+            in_line(&side.line)
+        )
     };
     let sides = sides.iter().map(side).collect::<Vec<_>>().join("; ");
     let first = match difference {

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;
 use std::path::Path;
-use trireme_base::ranges;
+use trireme_base::format_ranges;
 use trireme_comm::{Group, host_name};
 use trireme_train::all_gather_json;
 use trireme_train::config::{Bind, HugePages};
@@ -167,7 +167,7 @@ impl HostShare {
 
     /// Describes the CPUs that this worker is bound to; `None` if it is not bound.
     pub(crate) fn bound_to(&self) -> Option<String> {
-        Some(format!("CPUs {}", ranges(self.binding.clone()?)))
+        Some(format!("CPUs {}", format_ranges(self.binding.clone()?)))
     }
 }
 

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
-use trireme_base::{Rank, name_limits, open_regular, open_regular_with};
+use trireme_base::{Rank, open_regular, open_regular_with, with_limits};
 
 /// Exit code of a worker that ends because it has lost a peer, and so is not the cause of the failure.
 pub(crate) const LOST_PEER_EXIT_CODE: u8 = 74;
@@ -98,7 +98,7 @@ impl WorkerProcesses {
             .spawn()
             .map_err(|source| {
                 let program = command.get_program().to_string_lossy().into_owned();
-                LaunchError::Start { rank, program, source: name_limits(source) }
+                LaunchError::Start { rank, program, source: with_limits(source) }
             })?;
         self.workers.push(Worker { rank, child, status: None, log, log_start });
         Ok(())

@@ -230,7 +230,7 @@ fn on_host(config: &Config) -> Vec<StateClass> {
 fn movable_classes(config: &Config) -> Vec<StateClass> {
     let state = config.parallelism().state_layout();
     let can_leave = |&(class, tier): &(StateClass, Tier)| {
-        tier == Tier::Device && state.can_live(class, StateTier::Host, 1)
+        tier == Tier::Device && state.can_reside(class, StateTier::Host, 1)
     };
     config.offload().tiers().into_iter().filter(can_leave).map(|(class, _)| class).collect()
 }

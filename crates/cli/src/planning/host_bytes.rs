@@ -106,9 +106,10 @@ fn process_bytes(prediction: &MemoryUse, config: &Config) -> ProcessBytes {
             ProcessBytes { ordinary: counted.saturating_add(PROCESS_BYTES), reserved: 0 }
         }
         // Memory outside the device counts in the pool as well, because its part of the peak is not known.
-        HugePages::Reserved => {
-            ProcessBytes { ordinary: prediction.outside.saturating_add(PROCESS_BYTES), reserved: counted }
-        }
+        HugePages::Reserved => ProcessBytes {
+            ordinary: prediction.outside_arena.saturating_add(PROCESS_BYTES),
+            reserved: counted,
+        },
     }
 }
 

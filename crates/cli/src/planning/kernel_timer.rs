@@ -84,7 +84,7 @@ impl<'a> KernelTimer<'a> {
             }
             self.journal.take();
             run()?;
-            self.journal.note(JournalEntry::Pause);
+            self.journal.record(JournalEntry::Pause);
             let noted = self.journal.take();
             if round > 0 {
                 self.record(&noted);

@@ -138,7 +138,7 @@ impl Plan {
             passes: &passes,
             batch: &batch_memory(&profile),
             bounds,
-            num_places: places.len(),
+            num_pipeline_ranks: places.len(),
             program: &|place, choices| program(place, &with(choices)),
             run: &run,
         };
@@ -151,7 +151,7 @@ impl Plan {
         };
         reasons.extend(limits::budget_notice(config, workers, bounds));
         let place = workers.rank / config.workers_per_pipeline_rank();
-        let DryRun { program, prediction, .. } =
+        let DryRun { program, memory: prediction, .. } =
             dry_run(job, &profile, program(place, &choices), validation)?;
         let (rank, on_host) = (workers.rank, HostBytes::of_launcher(workers));
         Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host, reasons })
@@ -183,7 +183,7 @@ impl Plan {
         let mut time = step_time(&stages, num_of_place, &rates)?;
         // A program that does not drain has several steps.
         let num_steps = header.num_steps() as f64;
-        time.computing.iter_mut().chain([&mut time.seconds]).for_each(|seconds| *seconds /= num_steps);
+        time.compute_seconds.iter_mut().chain([&mut time.seconds]).for_each(|seconds| *seconds /= num_steps);
         Ok(Some(PredictedTime { time, unmeasured: rates.unmeasured(&stages) }))
     }
 
@@ -266,7 +266,7 @@ fn dry_run(
 ) -> Result<DryRun> {
     let executor = dry_executor(job, profile, program.clone())?;
     let (prediction, lines) = executor.dry_run(validation).map_err(TrainError::from)?;
-    Ok(DryRun { program, prediction, lines })
+    Ok(DryRun { program, memory: prediction, action_peaks: lines })
 }
 
 /// Returns the options of a device without a budget, which must not end a prediction.

@@ -9,11 +9,11 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
-use trireme_base::{Bf16, Cost, Issued, JournalEntry, KernelCall, Rank, ReduceOp, StepEntries};
+use trireme_base::{AsyncOperation, Bf16, Cost, JournalEntry, KernelCall, Rank, ReduceOp, StepEntries};
 use trireme_comm::{Buffer, Element, Group};
 use trireme_model::{Model, ModelProfile};
 use trireme_parallel::RankGrid;
-use trireme_planner::Rates;
+use trireme_planner::OperationTimes;
 use trireme_swap::{SwapOptions, measure_bandwidth};
 use trireme_tensor::{Device, DeviceOptions, RecordedCalls};
 use trireme_train::{TrainError, device_options};
@@ -52,13 +52,15 @@ pub(super) struct MeasuredStep<'a> {
 /// An operation or message: its name, number of ranks, number of elements, and bytes of an element.
 type CommKey = (&'static str, usize, usize, usize);
 
-fn comm_key(issued: &Issued) -> Option<CommKey> {
+fn comm_key(issued: &AsyncOperation) -> Option<CommKey> {
     match issued {
-        Issued::Collective { operation, len, element_bytes, members } => {
+        AsyncOperation::Collective { operation, len, element_bytes, members } => {
             Some((operation, members.len(), *len, *element_bytes))
         }
-        Issued::Send { bytes, .. } | Issued::Receive { bytes, .. } => Some(("message", 2, *bytes, 1)),
-        Issued::DiskRead { .. } | Issued::DiskWrite { .. } => None,
+        AsyncOperation::Send { bytes, .. } | AsyncOperation::Receive { bytes, .. } => {
+            Some(("message", 2, *bytes, 1))
+        }
+        AsyncOperation::DiskRead { .. } | AsyncOperation::DiskWrite { .. } => None,
     }
 }
 
@@ -94,7 +96,7 @@ impl MeasuredRates {
                 kernels.entry(call).or_default().push(seconds);
             }
         }
-        let issued: BTreeSet<&Issued> = entries()
+        let issued: BTreeSet<&AsyncOperation> = entries()
             .filter_map(|entry| match entry {
                 JournalEntry::Issue(_, issued) => Some(issued),
                 _ => None,
@@ -136,7 +138,7 @@ impl MeasuredRates {
     }
 }
 
-impl Rates for MeasuredRates {
+impl OperationTimes for MeasuredRates {
     fn kernel(&self, call: &KernelCall, load: usize) -> f64 {
         let Some((known, seconds)) = self.nearest(call) else { return 0.0 };
         let scale = weight(call) / weight(known);
@@ -151,10 +153,10 @@ impl Rates for MeasuredRates {
         scale * (seconds[below] + share * (seconds[above] - seconds[below]))
     }
 
-    fn issued(&self, issued: &Issued, load: usize) -> f64 {
+    fn operation(&self, issued: &AsyncOperation, load: usize) -> f64 {
         match issued {
-            Issued::DiskRead { bytes } => *bytes as f64 * self.disk[0],
-            Issued::DiskWrite { bytes } => *bytes as f64 * self.disk[1],
+            AsyncOperation::DiskRead { bytes } => *bytes as f64 * self.disk[0],
+            AsyncOperation::DiskWrite { bytes } => *bytes as f64 * self.disk[1],
             _ => {
                 let link = comm_key(issued).expect("what is not on a disk is on a link");
                 let seconds = self.links.get(&link).copied().unwrap_or_default();
@@ -307,16 +309,16 @@ mod tests {
         let members: Arc<[Rank]> = [Rank(4), Rank(5)].into();
         let reduction = |len| {
             let members = Arc::clone(&members);
-            Issued::Collective { operation: "all_reduce", len, element_bytes: 4, members }
+            AsyncOperation::Collective { operation: "all_reduce", len, element_bytes: 4, members }
         };
-        assert_eq!([1, 4, 8].map(|load| probed.issued(&reduction(10), load)), [3.0, 3.0, 6.0]);
+        assert_eq!([1, 4, 8].map(|load| probed.operation(&reduction(10), load)), [3.0, 3.0, 6.0]);
         let step =
             |len| StepEntries { actions: vec![vec![JournalEntry::Issue(0, reduction(len))]], num_issued: 1 };
         assert_eq!(
             [probed.unmeasured(&[step(10)]), probed.unmeasured(&[step(11)])],
             [vec![], vec!["all_reduce"]]
         );
-        assert_eq!(probed.issued(&Issued::DiskRead { bytes: 7 }, 4), 14.0);
-        assert_eq!(probed.issued(&Issued::DiskWrite { bytes: 7 }, 1), 35.0);
+        assert_eq!(probed.operation(&AsyncOperation::DiskRead { bytes: 7 }, 4), 14.0);
+        assert_eq!(probed.operation(&AsyncOperation::DiskWrite { bytes: 7 }, 1), 35.0);
     }
 }

@@ -6,7 +6,7 @@ use super::plan::{Plan, dry_executor, model_and_inference};
 use anyhow::Result;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
-use trireme_base::{Issued, JournalEntry, Rank, StepEntries};
+use trireme_base::{AsyncOperation, JournalEntry, Rank, StepEntries};
 use trireme_schedule::{Action, Program};
 use trireme_train::TrainError;
 use trireme_train::metrics::MemoryPeakBytes;
@@ -101,13 +101,13 @@ fn exchanges(entries: &StepEntries, workers: Workers<'_>) -> Vec<Exchange> {
         let JournalEntry::Issue(_, issued) = entry else { continue };
         let with_peer = |peer: Rank| num_hosts(&[Rank(workers.rank), peer]);
         let kind = match issued {
-            Issued::Collective { operation, len, element_bytes, members } => {
+            AsyncOperation::Collective { operation, len, element_bytes, members } => {
                 (*operation, members.len(), num_hosts(members), len.saturating_mul(*element_bytes))
             }
-            Issued::Send { to, bytes } => ("send", 2, with_peer(*to), *bytes),
-            Issued::Receive { from, bytes } => ("receive", 2, with_peer(*from), *bytes),
-            Issued::DiskRead { bytes } => ("disk_read", 1, 1, *bytes),
-            Issued::DiskWrite { bytes } => ("disk_write", 1, 1, *bytes),
+            AsyncOperation::Send { to, bytes } => ("send", 2, with_peer(*to), *bytes),
+            AsyncOperation::Receive { from, bytes } => ("receive", 2, with_peer(*from), *bytes),
+            AsyncOperation::DiskRead { bytes } => ("disk_read", 1, 1, *bytes),
+            AsyncOperation::DiskWrite { bytes } => ("disk_write", 1, 1, *bytes),
         };
         *counts.entry(kind).or_insert(0) += 1;
     }

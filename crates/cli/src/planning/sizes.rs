@@ -5,7 +5,7 @@ use trireme_base::DType;
 use trireme_model::{BatchTensor, ModelProfile, UnitProfile};
 use trireme_optim::Optimizer;
 use trireme_parallel::ExecutorOptions;
-use trireme_planner::{BatchMemory, StateSizes, UnitSizes};
+use trireme_planner::{BatchTensorSize, StateSizes, UnitSizes};
 use trireme_schedule::{ProgramHeader, StateClass};
 use trireme_tensor::Device;
 
@@ -23,8 +23,8 @@ pub(super) fn state_sizes(
     let as_integers = options.zero_plus_plus.quantized_gradients.is_some();
     let [_, gradient_dtype] = options.gradient_dtypes(header, num_shards, as_integers);
     // If 16-bit copies of the parameters stay, the f32 master weights are optimizer state.
-    let is_apart = gather_bytes < DType::F32.size() && num_shards > 1;
-    let has_masters = is_apart && header.state.class_of_weights() == StateClass::Optimizer;
+    let is_separate = gather_bytes < DType::F32.size() && num_shards > 1;
+    let has_masters = is_separate && header.state.class_of_weights() == StateClass::Optimizer;
     let aligned = |num_bytes: usize| num_bytes.next_multiple_of(Device::ALIGNMENT);
     let mut unit = |(index, found): (usize, &UnitProfile)| {
         let shard_len = parts[index].len();
@@ -39,7 +39,8 @@ pub(super) fn state_sizes(
     StateSizes { units, gather_bytes, gradient_bytes: gradient_dtype.size() }
 }
 
-pub(super) fn batch_memory(profile: &ModelProfile) -> Vec<BatchMemory> {
-    let memory = |tensor: &BatchTensor| BatchMemory { bytes: tensor.bytes, readers: tensor.readers.clone() };
+pub(super) fn batch_memory(profile: &ModelProfile) -> Vec<BatchTensorSize> {
+    let memory =
+        |tensor: &BatchTensor| BatchTensorSize { bytes: tensor.bytes, readers: tensor.readers.clone() };
     profile.batch.iter().map(memory).collect()
 }

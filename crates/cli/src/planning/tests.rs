@@ -19,9 +19,9 @@ use trireme_parallel::{
 };
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::lowering::{lay_out, recompute};
-use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, cut, generate, programs};
+use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, partition_units, programs};
 use trireme_schedule::{
-    Chain, ClassLayout, Keep, Portion, Program, ProgramHeader, StateClass, StateLayout, Tier, single,
+    ClassLayout, Keep, Portion, Program, ProgramHeader, StateClass, StateLayout, Tier, UnitChain, single,
 };
 use trireme_tensor::{
     BackendKind, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, ModelRank, ParameterTable,
@@ -166,7 +166,7 @@ fn a_chain_that_is_no_language_model() {
         };
         for keep in Keep::ALL {
             Case { keep, ..case.clone() }.check(&Classifier, 2);
-            let state = StateLayout::WHOLE.with_tier(StateClass::Activations, Tier::Host);
+            let state = StateLayout::UNSHARDED.with_tier(StateClass::Activations, Tier::Host);
             Case { keep, state, ..case.clone() }.check(&Classifier, 1);
         }
         for stage in STAGES {
@@ -206,7 +206,7 @@ fn layouts_that_are_no_zero_stage() {
     let gradients = ClassLayout { portion: Portion::Shard, tier: Tier::Device };
     let without = ClassLayout { portion: Portion::Full, tier: Tier::Device };
     for state in [
-        StateLayout { gradients, ..StateLayout::WHOLE },
+        StateLayout { gradients, ..StateLayout::UNSHARDED },
         StateLayout { gradients: without, ..StateLayout::zero(3) },
     ] {
         for (world_size, num_shards, num_microbatches, dtype) in [
@@ -285,7 +285,7 @@ fn offloaded_state() {
         (3, [Disk, Disk, Disk, Disk], usize::MAX),
     ] {
         for (dtype, num_microbatches) in [(Precision::F32, 1), (Precision::Bf16, 1), (Precision::Bf16, 2)] {
-            let state = StateLayout { num_moved, ..StateLayout::zero(stage) };
+            let state = StateLayout { num_offloaded_units: num_moved, ..StateLayout::zero(stage) };
             let classes = StateClass::ALL.into_iter().zip(tiers);
             let state = classes.fold(state, |state, (class, tier)| state.with_tier(class, tier));
             if !state.is_possible(num_microbatches) {

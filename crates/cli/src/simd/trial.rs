@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Stdio};
-use trireme_base::name_limits;
+use trireme_base::with_limits;
 
 pub(super) type Verdicts = BTreeMap<String, Verdict>;
 
@@ -83,7 +83,7 @@ fn in_child(
     command: &dyn Fn(&[String]) -> io::Result<Command>,
     verdicts: &mut Verdicts,
 ) -> io::Result<()> {
-    let child = command(names)?.stdin(Stdio::null()).stderr(Stdio::null()).output().map_err(name_limits)?;
+    let child = command(names)?.stdin(Stdio::null()).stderr(Stdio::null()).output().map_err(with_limits)?;
     match read(&child.stdout, names, verdicts) {
         Some(kernel) => drop(verdicts.insert(kernel, verdict_of_death(child.status))),
         None if names.iter().all(|name| verdicts.contains_key(name)) => {}

@@ -7,7 +7,7 @@ use crate::transport::check_control_bytes;
 use crate::{Buffer, CommError, Content, Operation, Work};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use trireme_base::{Issued, Rank};
+use trireme_base::{AsyncOperation, Rank};
 
 impl Group {
     /// Gathers a few bytes of every rank on all ranks, in rank order. Lengths may differ between ranks.
@@ -98,8 +98,8 @@ impl Group {
             (None, Some(dry)) if is_peer => {
                 let (peer, bytes) = (dry.members[peer.0], num_bytes);
                 self.dry_issued(buffer, || match direction {
-                    Direction::Send => Issued::Send { to: peer, bytes },
-                    Direction::Receive => Issued::Receive { from: peer, bytes },
+                    Direction::Send => AsyncOperation::Send { to: peer, bytes },
+                    Direction::Receive => AsyncOperation::Receive { from: peer, bytes },
                 })
             }
             (Some(messenger), _) if is_peer => {
@@ -134,11 +134,16 @@ impl Group {
         let (dtype, _) = operation.elements();
         self.dry_issued(result, || {
             let members = self.dry.as_ref().map_or_else(|| Arc::from([]), |dry| Arc::clone(&dry.members));
-            Issued::Collective { operation: operation.name(), len, element_bytes: dtype.size(), members }
+            AsyncOperation::Collective {
+                operation: operation.name(),
+                len,
+                element_bytes: dtype.size(),
+                members,
+            }
         })
     }
 
-    fn dry_issued<T>(&self, result: T, issued: impl FnOnce() -> Issued) -> Work<T> {
+    fn dry_issued<T>(&self, result: T, issued: impl FnOnce() -> AsyncOperation) -> Work<T> {
         match self.dry.as_ref().filter(|_| self.world_size > 1).and_then(|dry| dry.journal.get()) {
             Some(journal) => Work::dry(result, journal.clone(), journal.issue(issued())),
             None => Work::ready(Ok(result)),

@@ -10,7 +10,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
-use trireme_base::{Rank, ranks};
+use trireme_base::{Rank, format_ranks};
 
 /// A guard that marks its thread as waiting for an operation.
 pub(crate) struct Wait<'a> {
@@ -264,7 +264,7 @@ impl GroupRecorder {
         let whom = match missing {
             [] => "for the end of an operation that all ranks have begun,".to_owned(),
             [one] => format!("for rank {}", self.in_world(*one)),
-            several => format!("for {}", ranks(several.iter().map(|rank| self.in_world(*rank)))),
+            several => format!("for {}", format_ranks(several.iter().map(|rank| self.in_world(*rank)))),
         };
         let line = self.log.lock().operations.find(call.sequence).map(|record| record.issued.line);
         self.report_wait(call, &whom, "operation", line);

@@ -13,7 +13,7 @@ use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use trireme_base::{Rank, ranges};
+use trireme_base::{Rank, format_ranges};
 
 /// How often rank 0 checks whether a joined rank has disconnected, or all ranks know of a failure.
 const CHECK_INTERVAL: Duration = Duration::from_millis(200);
@@ -71,7 +71,7 @@ pub(super) fn wait_for_ranks(
             waiting.report(Instant::now(), || {
                 let missing = missing(&peers);
                 let (count, all) = (missing.len(), options.world_size);
-                format!("waiting for {count} of {all} ranks to join: {}", ranges(missing))
+                format!("waiting for {count} of {all} ranks to join: {}", format_ranges(missing))
             });
             continue;
         };

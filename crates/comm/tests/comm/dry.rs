@@ -1,6 +1,6 @@
 //! Dry groups: simulated worlds without other ranks.
 
-use trireme_base::{Issued, Journal, JournalEntry, Rank, ReduceOp};
+use trireme_base::{AsyncOperation, Journal, JournalEntry, Rank, ReduceOp};
 use trireme_comm::{Group, GroupOptions, PageSize, TransportKind, inproc_world_on};
 use trireme_schedule::collective::Hosts;
 
@@ -76,7 +76,7 @@ fn a_journal_has_what_a_rank_exchanges() {
     }
     dry.all_to_all_variable(buffer(6), &[1, 2, 3, 0], buffer(4), &[1, 2, 1, 0]).wait().unwrap();
     let issued = journal.take().into_iter().filter_map(|(entry, _)| match entry {
-        JournalEntry::Issue(_, Issued::Collective { operation, len, element_bytes: 4, members }) => {
+        JournalEntry::Issue(_, AsyncOperation::Collective { operation, len, element_bytes: 4, members }) => {
             Some((operation, len, members.len()))
         }
         _ => None,

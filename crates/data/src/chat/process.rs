@@ -17,7 +17,7 @@ use std::panic::resume_unwind;
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::thread;
-use trireme_base::{Bytes, name_limits};
+use trireme_base::{Bytes, with_limits};
 
 /// Limit on the address space of the child process in bytes. A conversation has at most 64 MiB, and a text 256 MiB.
 const MEMORY_BYTES_MAX: u64 = 1 << 30;
@@ -68,7 +68,7 @@ impl Process {
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
             .spawn()
-            .map_err(|error| failed(name_limits(error)))?;
+            .map_err(|error| failed(with_limits(error)))?;
         let mut process = Process { child, socket };
         process.exchange::<()>(program)?;
         Ok(process)

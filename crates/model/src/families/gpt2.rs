@@ -98,12 +98,12 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
     let into_residual = Initial::Normal { standard_deviation: config.initializer_range / residual_divisor };
     // A column-parallel layer is split by its outputs, with its bias. The row-parallel layer after it is split by its inputs.
     let column_parallel = |table: &mut ParameterTable, name: String, outputs: usize, cut: AxisSplit| {
-        let weight = Parameter::matrix(format!("{name}.weight"), &[hidden, outputs], normal).with_cut(cut);
+        let weight = Parameter::matrix(format!("{name}.weight"), &[hidden, outputs], normal).with_split(cut);
         let bias = Parameter::vector(format!("{name}.bias"), outputs, Initial::ZEROS);
         Arc::new(Linear {
             weight: table.add(weight),
             layout: WeightLayout::InputsFirst,
-            bias: Some(table.add(bias.with_cut(AxisSplit { dim: 0, ..cut }))),
+            bias: Some(table.add(bias.with_split(AxisSplit { dim: 0, ..cut }))),
             activation: InputActivation::Identity,
         })
     };
@@ -112,7 +112,7 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
             let weight = Parameter::matrix(format!("{name}.weight"), &[inputs, hidden], into_residual);
             let bias = Parameter::vector(format!("{name}.bias"), hidden, Initial::ZEROS);
             Arc::new(Linear {
-                weight: table.add(weight.with_cut(AxisSplit::along(0).with_granule(granule))),
+                weight: table.add(weight.with_split(AxisSplit::along(0).with_granule(granule))),
                 layout: WeightLayout::InputsFirst,
                 bias: Some(table.add(bias)),
                 activation,

@@ -35,7 +35,7 @@ pub(super) fn normal(config: &ModelConfig) -> Initial {
 /// Returns the declaration of an embedding table, `[vocab_size, hidden_size]`.
 pub(super) fn token_table(name: &str, config: &ModelConfig) -> Parameter {
     let dims = [config.vocab_size, config.hidden_size];
-    Parameter::embedding(name, &dims, normal(config)).with_cut(AxisSplit::along(0).padded())
+    Parameter::embedding(name, &dims, normal(config)).with_split(AxisSplit::along(0).padded())
 }
 
 /// Returns the weight of the output layer: the embedding's, if they are tied.

@@ -7,8 +7,8 @@ use crate::unit::UnitContext;
 use std::sync::Arc;
 use trireme_tensor::tape::{
     Argument, BalanceLoss, CombineRows, CopyToRanks, DispatchRows, DroppedChoices, ExpertExchange,
-    GatherLoads, GroupRows, GroupedLinear, Linear, Norm, Op, OwnExperts, PeakLoad, ReturnRows, Router,
-    RouterEntropy, RouterZLoss, SpreadRows, TopK,
+    GatherLoads, GroupRows, GroupedLinear, Linear, LocalExperts, Norm, Op, PeakLoad, PermuteRows, ReturnRows,
+    Router, RouterEntropy, RouterZLoss, TopK,
 };
 use trireme_tensor::{DeviceError, Var};
 
@@ -38,7 +38,7 @@ pub(crate) enum Experts {
     Distributed {
         gather: Arc<GatherLoads>,
         dispatch: Arc<DispatchRows>,
-        own: Arc<OwnExperts>,
+        own: Arc<LocalExperts>,
         back: Arc<ReturnRows>,
     },
 }
@@ -52,7 +52,7 @@ impl Experts {
         Experts::Distributed {
             gather: Arc::new(GatherLoads(exchange)),
             dispatch: Arc::new(DispatchRows(exchange)),
-            own: Arc::new(OwnExperts { up: into, down: back, exchange }),
+            own: Arc::new(LocalExperts { up: into, down: back, exchange }),
             back: Arc::new(ReturnRows(exchange)),
         }
     }
@@ -156,11 +156,11 @@ impl Sublayer for MixtureOfExperts {
             Some(_) => (Argument::from(&normed), Some(normed)),
             None => (normed.into(), None),
         };
-        if self.combine.adds_up {
+        if self.combine.sums_over_ranks {
             tokens = cx.apply(&CopyToRanks, [tokens])?.into();
             weights = cx.apply(&CopyToRanks, [weights])?;
         }
-        let rows = cx.apply(&SpreadRows, [tokens, (&order).into(), (&places).into()])?;
+        let rows = cx.apply(&PermuteRows, [tokens, (&order).into(), (&places).into()])?;
         let [rows, x] = self.apply_experts(cx, rows, [&starts, &places], for_shared, x)?;
         cx.apply(&self.combine, [rows, order, places, weights, x])
     }

@@ -248,7 +248,7 @@ impl AxisOps for GroupAxis {
     }
 
     /// Returns memory of the group if kernels can access it, so that the sum needs no copy.
-    fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor> {
+    fn empty_partial_sum(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor> {
         if !device.reaches_host() {
             return device.empty(shape, dtype, Category::Activations);
         }
@@ -298,7 +298,7 @@ mod tests {
             let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
             let axis = GroupAxis::new(&Arc::new(group), &device);
             let shape = Shape::from([2, 3]);
-            let mut term = axis.empty_term(&device, shape, DType::F32).unwrap();
+            let mut term = axis.empty_partial_sum(&device, shape, DType::F32).unwrap();
             device.upload(&[1.0_f32; 6], term.view_mut());
             let memory = term.into_lent().expect("memory of the group");
             let address = memory.bytes().as_ptr();

@@ -103,7 +103,7 @@ impl Executor {
         found.memory.host = self.host_bytes_peak();
         found.memory.own_between_steps = memory.own().current;
         if !self.host().is_same(&device) {
-            found.memory.outside += self.host().memory().outside().peak;
+            found.memory.outside_arena += self.host().memory().outside().peak;
         }
         Ok((found, entries))
     }
@@ -160,7 +160,7 @@ impl DryRunResult {
             memory.line = action.map_or(1, |action| action + 2);
         }
         memory.own = memory.own.max(counter.own().peak);
-        memory.outside = memory.outside.max(counter.outside().peak);
+        memory.outside_arena = memory.outside_arena.max(counter.outside().peak);
         counter.reset_peaks();
     }
 }

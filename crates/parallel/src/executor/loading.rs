@@ -78,7 +78,7 @@ impl Executor {
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>> {
         let is_root = self.group().rank() == Rank::ROOT;
         let table = Arc::clone(self.model.table());
-        let is_whole = table.model_place() == ModelRank::ALONE;
+        let is_whole = table.model_rank() == ModelRank::ALONE;
         let full_table = if is_whole { Arc::clone(&table) } else { Arc::new(table.full()) };
         let zeros = || Parameters::zeros(&full_table, &self.device.host()?, Category::Parameters);
         let all = is_root.then(zeros).transpose();
@@ -213,7 +213,7 @@ fn assemble_unit(
         let replicated =
             AxisRank::all(degree).map(|place| info.at(place)).filter(ParameterInfo::is_first_replica);
         for info in replicated {
-            let part = &parts[(first + info.place.rank) * len + info.offset..];
+            let part = &parts[(first + info.tensor_rank.rank) * len + info.offset..];
             for (first, run) in info.runs(0..num_elements) {
                 values[offset + first..][..run.len()].copy_from_slice(&part[run]);
             }

@@ -160,7 +160,7 @@ fn split_groups(
 ) -> Result<(Arc<RankGrid>, Option<AsynchronousUpdates>)> {
     let (state, num_shards) = (&header.state, ranks.shards().world_size());
     assert!(num_shards == 1 || state.has_shards(), "{num_shards} shards of no state");
-    assert_eq!(model.table().model_place(), ranks.model_place(), "the model's parts are those of this rank");
+    assert_eq!(model.table().model_rank(), ranks.model_place(), "the model's parts are those of this rank");
     if state.is_sharded(StateClass::Parameters)
         && num_shards > 1
         && options.zero_plus_plus != ZeroPlusPlus::NONE

@@ -67,13 +67,13 @@ impl ShardOps for ShardExchange {
     }
 
     fn gather_matrix(&mut self, info: &ParameterInfo, part: View<'_>, whole: ViewMut<'_>) -> Result<()> {
-        let AxisRank { rank, degree } = info.place;
+        let AxisRank { rank, degree } = info.tensor_rank;
         let len = part.shape().num_elements();
         let buffer = self.parts.send(&self.device, part, rank * len, degree * len)?;
         let buffer = self.parts.group().all_gather(buffer).wait()?;
         self.device.fill(whole, |values| {
             for info in AxisRank::all(degree).map(|place| info.at(place)) {
-                let part = &buffer.elements::<f32>()[info.place.rank * len..];
+                let part = &buffer.elements::<f32>()[info.tensor_rank.rank * len..];
                 info.runs(0..len)
                     .for_each(|(first, run)| values[first..][..run.len()].copy_from_slice(&part[run]));
             }

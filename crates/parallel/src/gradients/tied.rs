@@ -35,7 +35,7 @@ impl TiedGradients {
         let Tie { reader, span } = tie.filter(|_| !header.stages.is_empty())?;
         let is_here = header.holds(reader) || header.holds(span.unit);
         let parts = (0..header.num_microbatches).map(|_| None).collect();
-        let is_summed = header.chain.sums_ties && !header.holds(span.unit);
+        let is_summed = header.chain.accumulates_tied_gradients && !header.holds(span.unit);
         let sums_at = header.num_microbatches.checked_sub(1).filter(|_| is_summed);
         is_here.then(|| TiedGradients {
             span,

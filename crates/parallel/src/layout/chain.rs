@@ -3,22 +3,22 @@
 use crate::step::Determinism;
 use trireme_base::PassExchanges;
 use trireme_model::{ModelProfile, UnitProfile};
-use trireme_schedule::{Chain, UnitExchanges};
+use trireme_schedule::{UnitChain, UnitExchanges};
 use trireme_tensor::ParameterTable;
 
 /// Returns the properties of a model that step programs depend on: its parameters are in `table`, and `profile` describes its passes.
-pub fn chain(table: &ParameterTable, profile: &ModelProfile, determinism: Determinism) -> Chain {
+pub fn chain(table: &ParameterTable, profile: &ModelProfile, determinism: Determinism) -> UnitChain {
     let units_where = |is_one: fn(&UnitProfile) -> bool| {
         let units = profile.units.iter().enumerate().filter(|(_, unit)| is_one(unit));
         units.map(|(unit, _)| unit).collect()
     };
-    Chain {
+    UnitChain {
         num_units: profile.units.len(),
         ties: table.tie().map(|tie| (tie.reader, tie.span.unit)).into_iter().collect(),
-        sums_ties: table.tie().is_some() && determinism == Determinism::Run,
-        unread: units_where(|unit| !unit.backward_reads),
-        reread: units_where(|unit| unit.weight_half_reads),
-        unkept: units_where(|unit| !unit.passes.keeps()),
+        accumulates_tied_gradients: table.tie().is_some() && determinism == Determinism::Run,
+        without_backward_reads: units_where(|unit| !unit.backward_reads),
+        weight_half_readers: units_where(|unit| unit.weight_half_reads),
+        without_activations: units_where(|unit| !unit.passes.keeps()),
         exchanges: exchanges(profile),
     }
 }

@@ -41,12 +41,14 @@ impl Placements {
                 let num = if table.units()[info.unit].has_experts() { degree / of_shards } else { degree };
                 Placement::Ragged { bounds: shard_bounds(table, info, num) }
             }
-            (Axis::TENSOR, _) => info.cut.filter(|_| degree > 1).map_or(Placement::Replicate, Placement::Cut),
+            (Axis::TENSOR, _) => {
+                info.cut.filter(|_| degree > 1).map_or(Placement::Replicate, Placement::Split)
+            }
             _ => Placement::Replicate,
         };
         let placement = |info: &ParameterInfo| TensorPlacement {
             name: info.name.clone(),
-            shape: info.whole.dims().to_vec(),
+            shape: info.full_shape.dims().to_vec(),
             dtype: DType::F32,
             placements: mesh.axes().iter().map(|&(axis, degree)| along(info, axis, degree)).collect(),
         };

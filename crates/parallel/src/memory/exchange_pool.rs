@@ -67,7 +67,7 @@ impl ExchangePool {
         assert!(is_own, "this pool has lent the memory");
         let buffer = memory.buffer.take().expect("a tensor has its memory");
         assert_eq!(memory.range, 0..buffer.len(), "the tensor fills its memory");
-        memory.give_back();
+        memory.return_to_owner();
         buffer
     }
 }
@@ -93,7 +93,7 @@ impl HostMemory for ExchangeMemory {
 }
 
 impl LentMemory for ExchangeMemory {
-    fn give_back(mut self: Box<Self>) {
+    fn return_to_owner(mut self: Box<Self>) {
         let owner = self.owner.take().expect("it was lent");
         if let Some(buffer) = self.buffer.take() {
             owner.pool.release_buffer(buffer.len(), Pending::new(buffer));

@@ -35,7 +35,7 @@ impl Spill {
 
 impl OverflowAllocator for Spill {
     /// Returns `None` if a file cannot be created: the user then sees the error that the budget is exceeded.
-    fn take(&self, num_bytes: usize) -> Option<Box<dyn LentMemory>> {
+    fn allocate(&self, num_bytes: usize) -> Option<Box<dyn LentMemory>> {
         let memory = FileBackedMemory::new(&self.folder, num_bytes).ok()?;
         let counter = Arc::clone(&self.counter);
         let in_use = counter.in_use.fetch_add(num_bytes, Ordering::Relaxed) + num_bytes;
@@ -66,7 +66,7 @@ impl HostMemory for Spilled {
 }
 
 impl LentMemory for Spilled {
-    fn give_back(self: Box<Self>) {
+    fn return_to_owner(self: Box<Self>) {
         self.counter.in_use.fetch_sub(self.memory.len(), Ordering::Relaxed);
     }
 }

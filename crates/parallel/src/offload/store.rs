@@ -2,7 +2,7 @@ use super::{OffloadOptions, VisitMemory, try_each};
 use crate::error::Result;
 use crate::memory::CountedMemory;
 use std::collections::VecDeque;
-use trireme_base::{Issued, Journal, JournalEntry, Pending};
+use trireme_base::{AsyncOperation, Journal, JournalEntry, Pending};
 use trireme_schedule::Tier;
 use trireme_swap::{AlignedBuffer, SwapFile, Transfer};
 use trireme_tensor::{Category, Device, PinnedMemory, View, ViewMut};
@@ -122,7 +122,7 @@ impl Disk {
         }
         if self.options.host.is_counting() {
             if let Some(journal) = self.options.host.journal() {
-                journal.issue(Issued::DiskWrite { bytes: num_bytes });
+                journal.issue(AsyncOperation::DiskWrite { bytes: num_bytes });
             }
             memory(&mut |part| part.release());
             return Ok(());
@@ -168,7 +168,8 @@ impl Disk {
     fn read(&mut self, block: usize) -> Result<()> {
         self.counted.charge(Category::Communication, self.read_bytes(block))?;
         if self.options.host.is_counting() {
-            let issue = |journal: &Journal| journal.issue(Issued::DiskRead { bytes: self.num_bytes[block] });
+            let issue =
+                |journal: &Journal| journal.issue(AsyncOperation::DiskRead { bytes: self.num_bytes[block] });
             self.noted_reads[block] = self.options.host.journal().map(issue);
             return Ok(());
         }
@@ -188,7 +189,7 @@ impl Disk {
             if let (Some(journal), Some(number)) =
                 (self.options.host.journal(), self.noted_reads[block].take())
             {
-                journal.note(JournalEntry::Await(number));
+                journal.record(JournalEntry::Await(number));
             }
             try_each(memory, |part| part.restore())
         } else {

@@ -209,7 +209,7 @@ mod tests {
     use crate::layout::Degrees;
     use trireme_base::AxisSplit;
     use trireme_schedule::lowering::lay_out;
-    use trireme_schedule::{Chain, StateLayout, single};
+    use trireme_schedule::{StateLayout, UnitChain, single};
     use trireme_tensor::{DeviceOptions, Initial, Parameter};
     use trireme_testkit::run_ranks_on;
 
@@ -219,14 +219,14 @@ mod tests {
             let degrees = Degrees { shards: 4, tensor: 2, ..Degrees::ONE };
             let mut ranks = RankGrid::new(group, degrees).unwrap();
             let place = ranks.model_place().tensor;
-            let mut table = ParameterTable::for_place(place);
+            let mut table = ParameterTable::for_rank(place);
             table.begin_unit("unit");
             table.add(Parameter::vector("norm", 64, Initial::ZEROS));
-            table.add(Parameter::matrix("cut", &[64, 8], Initial::ZEROS).with_cut(AxisSplit::along(0)));
+            table.add(Parameter::matrix("cut", &[64, 8], Initial::ZEROS).with_split(AxisSplit::along(0)));
             ranks.split_by_hosts().unwrap();
             ranks.split_replicated_parameters(&table).unwrap();
             let (table, own) = (Arc::new(table), ranks.shards().rank().0);
-            let header = lay_out(single::program(&Chain::of_units(1), 1), StateLayout::zero(3)).header;
+            let header = lay_out(single::program(&UnitChain::of_units(1), 1), StateLayout::zero(3)).header;
             let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
             let methods = ZeroPlusPlus { quantized_weights: true, ..ZeroPlusPlus::NONE };
             let mut wholes =

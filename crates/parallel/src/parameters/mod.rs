@@ -144,7 +144,7 @@ impl RankParameters {
     ) -> Result<(), E> {
         let (table, parts) = (Arc::clone(&self.table), self.parts.clone());
         let device = self.shard_device().clone();
-        table.held(&parts).filter(|(info, ..)| info.unit == unit).try_for_each(|(info, held, within)| {
+        table.stored(&parts).filter(|(info, ..)| info.unit == unit).try_for_each(|(info, held, within)| {
             let values = self.shard_mut(unit).into_part(within.start, [within.len()].into());
             device.fill(values, |values| write(info, held, values))
         })

@@ -113,7 +113,7 @@ fn expert_parallelism_changes_no_bit() {
                 (0..num_units).map(|unit| [Keep::All, Keep::Input, Keep::Products][unit % 3]).collect();
             check(4, 1, Layout { experts: 2, keeps: &keeps, ..plain.clone() }, "two of four, recomputed");
             let folder = std::env::temp_dir();
-            let state = StateLayout::WHOLE.with_tier(StateClass::Activations, Tier::Disk);
+            let state = StateLayout::UNSHARDED.with_tier(StateClass::Activations, Tier::Disk);
             let stored = Layout { experts: 2, state, folder: &folder, ..plain.clone() };
             check(4, 1, stored, "two of four, activations on a disk");
             let backend = BackendKind::Detached(DetachedOptions { seed: 3, ignored_wait: None });
@@ -167,7 +167,7 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
                     .parameters()
                     .iter()
                     .filter(|info| info.expert.is_some())
-                    .map(|info| info.whole.num_elements())
+                    .map(|info| info.full_shape.num_elements())
                     .sum();
                 let all = table.full().num_elements();
                 let own = all - of_experts + of_experts / degree;

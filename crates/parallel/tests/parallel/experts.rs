@@ -7,8 +7,8 @@ use trireme_parallel::ExecutorOptions;
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::tape::{
-    CombineRows, Convert, CrossEntropy, GroupRows, GroupedLinear, InputActivation, Linear, Router, Softmax,
-    SpreadRows, TopK,
+    CombineRows, Convert, CrossEntropy, GroupRows, GroupedLinear, InputActivation, Linear, PermuteRows,
+    Router, Softmax, TopK,
 };
 use trireme_tensor::{
     Activation, BackendKind, DetachedOptions, Device, DeviceError, Initial, Parameter, ParameterTable,
@@ -51,7 +51,7 @@ impl Unit for Experts {
         let probabilities = cx.apply(&Softmax, [logits])?;
         let [weights, choices] = outputs(cx.apply_many(&self.top_k, [probabilities])?);
         let [starts, order, places] = outputs(cx.apply_many(&self.groups, [choices])?);
-        let rows = cx.apply(&SpreadRows, (&x, &order, &places))?;
+        let rows = cx.apply(&PermuteRows, (&x, &order, &places))?;
         let inner = cx.apply(&self.into, (rows, &starts))?;
         let rows = cx.apply(&self.back, (inner, starts))?;
         let sum = cx.apply(&Arc::new(CombineRows::default()), [rows, order, places, weights])?;
@@ -123,7 +123,7 @@ fn experts_give_the_bits_of_one_rank() {
         assert_ne!(oracle.0[0], oracle.0[1], "it learns");
         let keeps = [Keep::Input, Keep::Nothing, Keep::Products, Keep::Input];
         assert!(run(&Layout { keeps: &keeps, ..plain() }, 1, 4) == oracle, "recomputed in {precision}");
-        let state = StateLayout::WHOLE.with_tier(StateClass::Activations, Tier::Disk);
+        let state = StateLayout::UNSHARDED.with_tier(StateClass::Activations, Tier::Disk);
         assert!(run(&Layout { state, ..plain() }, 1, 4) == oracle, "activations on a disk in {precision}");
         for seed in 0..4 {
             let backend = BackendKind::Detached(DetachedOptions { seed, ignored_wait: None });

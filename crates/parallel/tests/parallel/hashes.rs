@@ -55,7 +55,7 @@ fn hashes_do_not_depend_on_the_layout() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     let folder = tempfile::tempdir().unwrap();
     let only_gradients = {
-        let mut state = StateLayout::WHOLE;
+        let mut state = StateLayout::UNSHARDED;
         state.gradients.portion = Portion::Shard;
         state
     };

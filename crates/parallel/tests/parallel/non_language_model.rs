@@ -49,7 +49,7 @@ fn any_chain_of_units_gives_the_bits_of_one_rank() {
         assert!(run(&recomputed, 1, 4) == oracle, "recomputed in {precision}");
         let folder = std::env::temp_dir();
         for (tier, keeps) in [(Tier::Host, &[][..]), (Tier::Disk, &[][..]), (Tier::Disk, &keeps[..])] {
-            let state = StateLayout::WHOLE.with_tier(StateClass::Activations, tier);
+            let state = StateLayout::UNSHARDED.with_tier(StateClass::Activations, tier);
             let moved = Layout { options, state, keeps, folder: &folder, ..Layout::default() };
             assert!(run(&moved, 1, 4) == oracle, "activations on {tier:?} in {precision}");
         }

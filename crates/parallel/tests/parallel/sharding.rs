@@ -172,7 +172,8 @@ fn offloading_keeps_the_bits() {
                         // Moves the activations of one unit, or of all units.
                         let num_moved =
                             if keeps.len() == 4 && keeps[1] == Keep::Input { 1 } else { usize::MAX };
-                        let state = StateLayout { num_moved, ..StateLayout::zero(zero_stage) };
+                        let state =
+                            StateLayout { num_offloaded_units: num_moved, ..StateLayout::zero(zero_stage) };
                         let classes = StateClass::ALL.into_iter().zip(tiers);
                         let state = classes.fold(state, |state, (class, tier)| state.with_tier(class, tier));
                         let layout = Layout {

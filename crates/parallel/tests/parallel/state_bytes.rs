@@ -89,10 +89,10 @@ fn stages_send_the_bytes_of_the_paper() {
         ranks.into_iter().sum::<f64>()
     };
     for num_ranks in [2, 4] {
-        let plain = sent(StateLayout::WHOLE, num_ranks);
+        let plain = sent(StateLayout::UNSHARDED, num_ranks);
         let [one, two, three] = [1, 2, 3].map(|stage| sent(StateLayout::zero(stage), num_ranks) / plain);
         let gradients = ClassLayout { portion: Portion::Shard, tier: Tier::Device };
-        let gradients = sent(StateLayout { gradients, ..StateLayout::WHOLE }, num_ranks) / plain;
+        let gradients = sent(StateLayout { gradients, ..StateLayout::UNSHARDED }, num_ranks) / plain;
         assert!((0.99..1.01).contains(&gradients), "{gradients} on {num_ranks}");
         assert!((0.99..1.01).contains(&one) && (0.99..1.01).contains(&two), "{one} {two} on {num_ranks}");
         assert!((1.48..1.51).contains(&three), "{three} on {num_ranks}");

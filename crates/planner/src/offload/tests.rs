@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use std::convert::Infallible;
 use trireme_base::{CategoryBytes, UnitPasses};
 use trireme_schedule::lowering::lay_out;
-use trireme_schedule::{Chain, single};
+use trireme_schedule::{UnitChain, single};
 
 const CLASSES: [StateClass; 4] = StateClass::ALL;
 
@@ -14,7 +14,7 @@ fn sizes(num_units: usize) -> StateSizes {
         input: 64,
         output: 64,
         input_grad: 64,
-        record: 640,
+        saved: 640,
         products: 320,
         forward_peak: 704,
         recompute_peak: 640,
@@ -23,7 +23,7 @@ fn sizes(num_units: usize) -> StateSizes {
     };
     let embedding = UnitPasses { output: 64, forward_peak: 64, backward_peak: 64, ..UnitPasses::default() };
     let head =
-        UnitPasses { input: 64, input_grad: 64, record: 128, forward_peak: 192, backward_peak: 256, ..block };
+        UnitPasses { input: 64, input_grad: 64, saved: 128, forward_peak: 192, backward_peak: 256, ..block };
     let mut passes = vec![block; num_units];
     (passes[0], passes[num_units - 1]) = (embedding, UnitPasses { output: 0, ..head });
     let unit = |passes| UnitSizes { state: [256, 128, 128], shard_len: 32, passes };
@@ -62,13 +62,15 @@ fn predict(sizes: &StateSizes, program: &Program) -> MemoryUse {
 
 fn program(num_units: usize, state: StateLayout) -> Program {
     let ends = vec![0, num_units - 1];
-    let chain = Chain { unkept: ends, ..Chain::of_units(num_units) };
+    let chain = UnitChain { without_activations: ends, ..UnitChain::of_units(num_units) };
     lay_out(single::program(&chain, 1), state)
 }
 
 /// Returns all combinations of tiers with all numbers of offloaded blocks.
 fn every_choice(given: StateLayout, num_units: usize) -> Vec<StateLayout> {
-    let blocks = |state: StateLayout| (1..num_units).map(move |num_moved| StateLayout { num_moved, ..state });
+    let blocks = |state: StateLayout| {
+        (1..num_units).map(move |num_moved| StateLayout { num_offloaded_units: num_moved, ..state })
+    };
     combinations(given, &CLASSES, 1).into_iter().flat_map(blocks).collect()
 }
 
@@ -84,23 +86,29 @@ proptest! {
         let bounds = MemoryBounds { device, host, machine };
         let search = Search { sizes: &sizes, bounds, open: &CLASSES, program: &program, run: &run };
         let all = every_choice(given, num_units).into_iter().map(|state| search.placing(state).unwrap());
-        let best = all.filter(|placing| bounds.hold(&placing.prediction)).map(|placing| placing.traffic.cost()).min();
-        let found = fit_places(&sizes, given, &CLASSES, bounds, program, run).unwrap();
-        let cost = bounds.hold(&found.prediction).then(|| found.traffic.cost());
+        let best = all.filter(|placing| bounds.admit(&placing.prediction)).map(|placing| placing.traffic.cost()).min();
+        let found = fit_layout(&sizes, given, &CLASSES, bounds, program, run).unwrap();
+        let cost = bounds.admit(&found.prediction).then(|| found.traffic.cost());
         prop_assert_eq!(cost, best);
     }
 }
 
 /// Chooses the tier of one class so that a rank needs `less` bytes less on the device, with `host` bytes of host memory. Also returns
 /// whether the choice fits.
-fn fit(num_units: usize, stage: usize, class: StateClass, less: usize, host: usize) -> (Placing, bool) {
+fn fit(
+    num_units: usize,
+    stage: usize,
+    class: StateClass,
+    less: usize,
+    host: usize,
+) -> (LayoutCandidate, bool) {
     let (sizes, given) = (sizes(num_units), StateLayout::zero(stage));
     let program = |state| program(num_units, state);
     let run = |state| Ok::<_, Infallible>(predict(&sizes, &program(state)));
     let all = run(given).unwrap().total();
     let bounds = MemoryBounds { device: all - less, host, machine: usize::MAX };
-    let found = fit_places(&sizes, given, &[class], bounds, program, run).unwrap();
-    let holds = bounds.hold(&found.prediction);
+    let found = fit_layout(&sizes, given, &[class], bounds, program, run).unwrap();
+    let holds = bounds.admit(&found.prediction);
     (found, holds)
 }
 
@@ -109,9 +117,9 @@ fn the_first_blocks_are_offloaded_and_no_more_than_needed() {
     let fit = |less| fit(8, 0, StateClass::Activations, less, usize::MAX);
     assert_eq!(fit(0).0.state.activations.tier, Tier::Device);
     let (found, _) = fit(640 + 1);
-    assert_eq!((found.state.activations.tier, found.state.num_moved), (Tier::Host, 2));
+    assert_eq!((found.state.activations.tier, found.state.num_offloaded_units), (Tier::Host, 2));
     // Each block's activations are moved out and back.
-    assert_eq!(found.traffic, Traffic { host: 2 * 2 * 640, disk: 0 });
+    assert_eq!(found.traffic, OffloadTraffic { host: 2 * 2 * 640, disk: 0 });
     let (refused, holds) = fit(7 * 640);
     assert!(!holds && refused.state.activations.tier == Tier::Host);
 }

@@ -1,8 +1,8 @@
 //! Chooses recomputation on a pipeline rank, which has several microbatches in flight.
 
 use super::{Choice, inputs_only};
+use crate::dry_run::DryRun;
 use crate::offload::MemoryBounds;
-use crate::usage::DryRun;
 use trireme_base::{MemoryUse, UnitPasses};
 use trireme_schedule::{Action, Keep, Program};
 
@@ -40,8 +40,8 @@ pub(crate) fn fit_keeps_in_flight<E>(
         let operations = repeated.fold(0, u64::saturating_add);
         Choice { keeps, operations }
     };
-    let mut best = (choice(0), found.prediction);
-    if !bounds.hold(&found.prediction) {
+    let mut best = (choice(0), found.memory);
+    if !bounds.admit(&found.memory) {
         return Ok(best);
     }
     // Binary search: the first `fits` upgrades fit, and the first `too_many` do not. The search starts with all upgrades, because they
@@ -50,8 +50,8 @@ pub(crate) fn fit_keeps_in_flight<E>(
     let mut next = upgrades.len();
     while too_many - fits > 1 {
         let choice = choice(next);
-        let prediction = run(&choice.keeps)?.prediction;
-        if bounds.hold(&prediction) {
+        let prediction = run(&choice.keeps)?.memory;
+        if bounds.admit(&prediction) {
             (fits, best) = (next, (choice, prediction));
         } else {
             too_many = next;
@@ -101,11 +101,11 @@ impl Upgrade {
         };
         let products =
             upgrade(Keep::Products, forward.saturating_sub(renewal), [passes.input, passes.products]);
-        let rest = upgrade(Keep::All, renewal, [passes.products, passes.record]);
+        let rest = upgrade(Keep::All, renewal, [passes.products, passes.saved]);
         if products.saved_per_byte() >= rest.saved_per_byte() {
             return vec![products, rest];
         }
-        vec![upgrade(Keep::All, forward, [passes.input, passes.record])]
+        vec![upgrade(Keep::All, forward, [passes.input, passes.saved])]
     }
 
     fn saved_per_byte(&self) -> f64 {

@@ -2,21 +2,21 @@ use super::*;
 use proptest::prelude::*;
 use std::convert::Infallible;
 use trireme_base::{Category, CategoryBytes, Cost};
-use trireme_schedule::{Chain, Program, lowering, single};
+use trireme_schedule::{Program, UnitChain, lowering, single};
 
 fn cost(num_operations: usize) -> Cost {
     Cost::others(&[num_operations])
 }
 
 fn program(keeps: &[Keep]) -> Program {
-    lowering::recompute(single::program(&Chain::of_units(keeps.len()), 1), keeps)
+    lowering::recompute(single::program(&UnitChain::of_units(keeps.len()), 1), keeps)
 }
 
 /// Bytes of each batch tensor. The first and the last unit read one each.
 const TENSOR_BYTES: usize = 3;
 
-fn batch(passes: &[UnitPasses]) -> Vec<BatchMemory> {
-    [0, passes.len() - 1].map(|unit| BatchMemory { bytes: TENSOR_BYTES, readers: vec![unit] }).into()
+fn batch(passes: &[UnitPasses]) -> Vec<BatchTensorSize> {
+    [0, passes.len() - 1].map(|unit| BatchTensorSize { bytes: TENSOR_BYTES, readers: vec![unit] }).into()
 }
 
 /// Simulates the activation memory of a rank without parameters.
@@ -30,17 +30,17 @@ fn run(passes: &[UnitPasses], keeps: &[Keep]) -> DryRun {
         let mut peak = current;
         let mut record = |current: &mut usize, output: &mut usize| {
             peak = peak.max(*current + of.forward_peak - *output);
-            *current += of.record + of.output - *output;
+            *current += of.saved + of.output - *output;
             *output = of.output;
         };
         match (action, keeps[unit]) {
             (Action::Forward { keep, .. }, _) => {
                 record(&mut current, &mut output);
-                current -= of.record - keep.kept_bytes(of);
+                current -= of.saved - keep.kept_bytes(of);
             }
             (Action::Recompute { .. }, Keep::Products) => {
                 peak = peak.max(current + of.recompute_peak - of.products);
-                current += of.record - of.products;
+                current += of.saved - of.products;
             }
             (Action::Recompute { .. }, keep) => {
                 if keep == Keep::Input {
@@ -50,7 +50,7 @@ fn run(passes: &[UnitPasses], keeps: &[Keep]) -> DryRun {
             }
             (Action::Backward { .. }, _) => {
                 current -= std::mem::take(&mut output);
-                let before = of.record + grad;
+                let before = of.saved + grad;
                 peak = peak.max(current + of.backward_peak - before);
                 current = current + of.input_grad - before;
                 grad = of.input_grad;
@@ -64,7 +64,7 @@ fn run(passes: &[UnitPasses], keeps: &[Keep]) -> DryRun {
     }
     let most = lines.iter().map(CategoryBytes::total).max().unwrap();
     let prediction = MemoryUse { at_peak: of_activations(most), own: most, ..MemoryUse::default() };
-    DryRun { program, prediction, lines }
+    DryRun { program, memory: prediction, action_peaks: lines }
 }
 
 fn of_activations(num_bytes: usize) -> CategoryBytes {
@@ -88,7 +88,7 @@ fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
             input,
             output,
             input_grad,
-            record,
+            saved: record,
             products,
             forward_peak,
             recompute_peak: renewal_peak,
@@ -113,8 +113,8 @@ fn every_choice(passes: &[UnitPasses]) -> Vec<Vec<Keep>> {
     for passes in passes {
         let options = if passes.keeps() { &Keep::ALL[..] } else { &[Keep::All][..] };
         let extend = |choice: &Vec<Keep>| {
-            let is_made_again = matches!(choice.last(), Some(Keep::Input | Keep::Nothing));
-            let possible = options.iter().filter(|&&keep| keep != Keep::Nothing || is_made_again);
+            let is_recomputed = matches!(choice.last(), Some(Keep::Input | Keep::Nothing));
+            let possible = options.iter().filter(|&&keep| keep != Keep::Nothing || is_recomputed);
             possible.map(|&keep| [&choice[..], &[keep]].concat()).collect::<Vec<_>>()
         };
         choices = choices.iter().flat_map(extend).collect();
@@ -140,7 +140,7 @@ proptest! {
         part in 0.0_f64..1.1,
     ) {
         let passes = sizes(&numbers);
-        let total = |keeps: &[Keep]| run(&passes, keeps).prediction.total();
+        let total = |keeps: &[Keep]| run(&passes, keeps).memory.total();
         let choices = every_choice(&passes);
         let smallest = choices.iter().map(|choice| total(choice)).min().unwrap();
         let largest = choices.iter().map(|choice| total(choice)).max().unwrap();
@@ -167,7 +167,7 @@ proptest! {
         part in 0.0_f64..1.1,
     ) {
         let passes = sizes(&numbers);
-        let total = |keeps: &[Keep]| run(&passes, keeps).prediction.total();
+        let total = |keeps: &[Keep]| run(&passes, keeps).memory.total();
         let given = vec![Keep::All; passes.len()];
         let (least, all) = (total(&inputs_only(&passes).keeps), total(&given));
         let budget = (least as f64 + (all as f64 - least as f64) * part) as usize;
@@ -187,7 +187,7 @@ fn more_memory_means_less_recomputation() {
         input: 10,
         output: 10,
         input_grad: 10,
-        record: 100,
+        saved: 100,
         products: 60,
         forward_peak: 120,
         recompute_peak: 100,

@@ -2,7 +2,7 @@ use super::*;
 use proptest::prelude::*;
 use trireme_schedule::lowering::lay_out;
 use trireme_schedule::pipeline::{self, Costs, Kind, Sizes, StageCosts, generate, programs};
-use trireme_schedule::{Chain, StateLayout, single};
+use trireme_schedule::{StateLayout, UnitChain, single};
 
 /// Synchronous schedule kinds with their number of stages per rank.
 fn kinds() -> impl Strategy<Value = (Kind, usize)> {
@@ -20,7 +20,7 @@ fn of_stages(
     let schedule = generate(kind.0, sizes, costs, None).unwrap();
     let timeline = pipeline::simulate(&schedule, costs).unwrap();
     let units: Vec<_> = (0..schedule.num_stages()).map(|stage| stage..stage + 1).collect();
-    (programs(&schedule, costs, &units, &Chain::of_units(units[units.len() - 1].end)), timeline.makespan)
+    (programs(&schedule, costs, &units, &UnitChain::of_units(units[units.len() - 1].end)), timeline.makespan)
 }
 
 /// Returns the ticks of each stage's passes and of messages. Other actions take no time.
@@ -113,7 +113,7 @@ fn messages_overlap_passes_and_receivers_wait() {
 
 #[test]
 fn gathers_overlap_passes_that_read_other_units() {
-    let program = lay_out(single::program(&Chain::of_units(3), 1), StateLayout::zero(3));
+    let program = lay_out(single::program(&UnitChain::of_units(3), 1), StateLayout::zero(3));
     let ticks = |gather: u64| {
         move |_: usize, action: Action| match action {
             Action::Unshard { .. } => gather,
@@ -145,7 +145,7 @@ fn the_embedding_waits_for_the_head_that_is_tied_to_it() {
     let sizes = Sizes { num_ranks: 3, num_microbatches: 4, stages_per_rank: 1, num_steps: 1 };
     let costs = Costs::equal(3, StageCosts::of(1, 1, 1)).unwrap();
     let schedule = generate(Kind::ZeroBubbleH1, sizes, &costs, None).unwrap();
-    let chain = Chain { ties: vec![(2, 0)], ..Chain::of_units(3) };
+    let chain = UnitChain { ties: vec![(2, 0)], ..UnitChain::of_units(3) };
     let programs = programs(&schedule, &costs, &[0..1, 1..2, 2..3], &chain);
     let timeline = simulate(&programs, |_, _| 10).unwrap();
     let end = |rank: usize, text: &str| {

@@ -1,5 +1,5 @@
 use super::hosts::assert_member;
-use super::own::{Own, distances};
+use super::rank_context::{RankContext, distances};
 use super::{Incoming, Outgoing, Span, Step};
 use std::ops::Range;
 use trireme_base::Rank;
@@ -17,7 +17,7 @@ pub fn all_gather_pairwise(rank: Rank, blocks: &[Range<usize>], steps: &mut Vec<
 }
 
 /// Appends the steps of [`all_gather_pairwise`] for the blocks of a vector.
-pub(super) fn pairwise(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn pairwise(own: &RankContext, steps: &mut Vec<Step>) {
     exchange_all(own.rank, own.world_size(), |rank| own.blocks.of(rank), steps);
 }
 
@@ -35,7 +35,7 @@ fn exchange_all(
 
 /// Appends the steps of an all-gather by recursive doubling (Thakur, Rabenseifner, Gropp, 2005). Requires a power of two of ranks and
 /// contiguous blocks.
-pub(super) fn recursive_doubling(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn recursive_doubling(own: &RankContext, steps: &mut Vec<Step>) {
     for distance in distances(own.world_size()) {
         let known_by = |rank: usize| {
             let first = rank & !(distance - 1);
@@ -49,7 +49,7 @@ pub(super) fn recursive_doubling(own: &Own, steps: &mut Vec<Step>) {
 
 /// Appends the steps of an all-gather in `ceil(log2 N)` messages for any number of ranks (Bruck et al., 1997). Scratch holds the blocks in
 /// ring order from the rank's own block on, so the blocks that a rank knows are always one range.
-pub(super) fn bruck(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn bruck(own: &RankContext, steps: &mut Vec<Step>) {
     let world_size = own.world_size();
     if world_size == 1 {
         return;

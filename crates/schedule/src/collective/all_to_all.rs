@@ -1,5 +1,5 @@
 use super::hosts::{Hosts, assert_member};
-use super::own::{Own, distances};
+use super::rank_context::{RankContext, distances};
 use super::{Incoming, Outgoing, Span, Step};
 use std::ops::Range;
 use trireme_base::Rank;
@@ -21,7 +21,7 @@ fn partners(rank: usize, world_size: usize) -> impl Iterator<Item = usize> {
 }
 
 /// Appends the steps of an in-place all-to-all by pairwise exchange: any two ranks swap the blocks that they have for each other.
-pub(super) fn pairwise(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn pairwise(own: &RankContext, steps: &mut Vec<Step>) {
     let swap = |partner| {
         let block = own.blocks.of(partner);
         Step::both(Outgoing::new(partner, block.clone()), Incoming::copy(partner, block))
@@ -115,7 +115,7 @@ pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], s
     for partner in partners(own_host, hosts.num_hosts()) {
         let peer = with_local_rank(local_rank, partner);
         let outgoing = Outgoing::new(peer, Span::scratch(places(&relay_lens, of_host(partner))));
-        if hosts.are_runs() {
+        if hosts.are_consecutive() {
             let arrival = places(&receive_lens, of_host(partner));
             steps.push(Step::both(outgoing, Incoming::copy(peer, arrival)));
             continue;
@@ -147,7 +147,7 @@ fn places(lens: &[usize], of: Range<usize>) -> Range<usize> {
 /// Appends the steps of an in-place all-to-all in `ceil(log2 N)` messages (Bruck et al.: "Efficient algorithms for all-to-all
 /// communications in multiport message-passing systems", 1997). A block is forwarded over hops whose lengths are the powers of two that add
 /// up to its distance. Each message holds all blocks with the same hop.
-pub(super) fn bruck(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn bruck(own: &RankContext, steps: &mut Vec<Step>) {
     let world_size = own.world_size();
     if world_size == 1 {
         return;

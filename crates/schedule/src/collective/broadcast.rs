@@ -1,8 +1,8 @@
-use super::own::{Own, distances};
+use super::rank_context::{RankContext, distances};
 use super::{Incoming, Outgoing, Step, ring, tree};
 
 /// Appends the steps of a broadcast from the root along a binomial tree.
-pub(super) fn binomial(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn binomial(own: &RankContext, steps: &mut Vec<Step>) {
     let (world_size, whole) = (own.world_size(), || 0..own.blocks.len);
     // The rank's number, counted from the root.
     let place = (own.rank + world_size - own.root) % world_size;
@@ -19,7 +19,7 @@ pub(super) fn binomial(own: &Own, steps: &mut Vec<Step>) {
 
 /// Appends the steps of a broadcast of long vectors: the root scatters blocks along a binomial tree, and a ring gathers them (Barnett et
 /// al.: "Interprocessor collective communication library (InterCom)", 1994).
-pub(super) fn scatter_all_gather(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn scatter_all_gather(own: &RankContext, steps: &mut Vec<Step>) {
     tree::scatter(own, steps);
     ring::all_gather(own, steps);
 }

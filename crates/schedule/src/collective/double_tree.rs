@@ -3,7 +3,7 @@
 //! all links are busy in both directions.
 
 use super::blocks::Blocks;
-use super::own::Own;
+use super::rank_context::RankContext;
 use super::{Action, Incoming, Outgoing, Side, Step};
 use trireme_base::Rank;
 
@@ -21,11 +21,11 @@ pub(super) fn num_chunks(len: usize) -> usize {
 /// All ranks share time slots. In each slot, a rank sends at most one message and receives at most one. An edge of colour `c` carries
 /// chunks in the slots whose number is `c` modulo 2. The edge begins when the subtree below it has had enough slots to reduce the first
 /// chunk.
-pub(super) fn all_reduce(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn all_reduce(own: &RankContext, steps: &mut Vec<Step>) {
     all_reduce_by(num_chunks(own.blocks.len), own, steps);
 }
 
-pub(super) fn all_reduce_by(num_chunks: usize, own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn all_reduce_by(num_chunks: usize, own: &RankContext, steps: &mut Vec<Step>) {
     let (rank, world_size, len) = (own.rank, own.world_size(), own.blocks.len);
     if world_size == 1 {
         return;

@@ -1,5 +1,5 @@
 use super::blocks::Blocks;
-use super::own::Own;
+use super::rank_context::RankContext;
 use super::{Collective, CollectiveKind, FlatAlgorithm, Step};
 use super::{all_gather, all_to_all, barrier, broadcast, double_tree, halving, linear, ring, tree};
 
@@ -8,7 +8,7 @@ impl FlatAlgorithm {
     pub(super) fn fits(self, collective: Collective, blocks: &Blocks) -> bool {
         match self {
             FlatAlgorithm::Direct => blocks.are_contiguous(),
-            _ => self.maker(collective, blocks).is_some(),
+            _ => self.step_generator(collective, blocks).is_some(),
         }
     }
 
@@ -25,13 +25,17 @@ impl FlatAlgorithm {
     /// # Panics
     /// If the algorithm does not implement `collective`, or is [`Direct`](FlatAlgorithm::Direct), which has no steps.
     pub(super) fn steps(self, collective: Collective, rank: usize, blocks: Blocks, steps: &mut Vec<Step>) {
-        let make = self.maker(collective, &blocks);
+        let make = self.step_generator(collective, &blocks);
         let make = make.unwrap_or_else(|| panic!("{self} has no steps for {collective}"));
-        make(&Own { rank, root: collective.root().map_or(0, |root| root.0), blocks }, steps);
+        make(&RankContext { rank, root: collective.root().map_or(0, |root| root.0), blocks }, steps);
     }
 
     /// Returns the function that generates the steps of a rank, if this algorithm implements `collective` by steps.
-    fn maker(self, collective: Collective, blocks: &Blocks) -> Option<fn(&Own, &mut Vec<Step>)> {
+    fn step_generator(
+        self,
+        collective: Collective,
+        blocks: &Blocks,
+    ) -> Option<fn(&RankContext, &mut Vec<Step>)> {
         use CollectiveKind as C;
         use FlatAlgorithm as A;
         let is_power = blocks.world_size().is_power_of_two();

@@ -1,12 +1,12 @@
 use super::order::Folding;
-use super::own::{Own, distances};
+use super::rank_context::{RankContext, distances};
 use super::{Incoming, Outgoing, Step};
 use std::ops::Range;
 
 /// Appends the steps of an all-reduce for long vectors: reduce-scatter by vector halving and distance doubling, then the same exchanges in
 /// reverse (Thakur, Rabenseifner, Gropp: "Optimization of collective communication operations in MPICH", 2005, on reduce and allreduce).
 /// Neighbours pair first, so the order is canonical. A rank of a folded pair sends `len` elements more.
-pub(super) fn all_reduce_halving_doubling(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn all_reduce_halving_doubling(own: &RankContext, steps: &mut Vec<Step>) {
     let first = steps.len();
     halve(own, &Folding::new(own.world_size(), 0), steps);
     mirror(first..steps.len(), steps);
@@ -14,7 +14,7 @@ pub(super) fn all_reduce_halving_doubling(own: &Own, steps: &mut Vec<Step>) {
 
 /// Appends the steps of an all-reduce for short vectors (same paper). Compared with [`all_reduce_halving_doubling`], there are half as many
 /// steps, each on the full vector, and the results have the same bits.
-pub(super) fn all_reduce_recursive_doubling(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn all_reduce_recursive_doubling(own: &RankContext, steps: &mut Vec<Step>) {
     let (folding, first, whole) = (Folding::new(own.world_size(), 0), steps.len(), || 0..own.blocks.len);
     let leaf = folding.fold(own.rank, whole, steps);
     let folds = first..steps.len();
@@ -27,7 +27,7 @@ pub(super) fn all_reduce_recursive_doubling(own: &Own, steps: &mut Vec<Step>) {
 
 /// Appends the steps of a reduction to the root for long vectors (same paper): the first half of [`all_reduce_halving_doubling`]. After
 /// that, in each pair of partners, the partner on the root's side receives the elements of the other partner.
-pub(super) fn reduce(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn reduce(own: &RankContext, steps: &mut Vec<Step>) {
     let folding = Folding::new(own.world_size(), own.root);
     let Some(first_step) = halve(own, &folding, steps) else { return };
     let away = folding.leaf(own.rank) ^ folding.leaf(own.root);
@@ -50,8 +50,8 @@ pub(super) fn reduce(own: &Own, steps: &mut Vec<Step>) {
 /// first and receives its block in the end.
 ///
 /// Blocks must be contiguous if the number of ranks is not a power of two.
-pub(super) fn reduce_scatter(own: &Own, steps: &mut Vec<Step>) {
-    let Own { rank, blocks, .. } = *own;
+pub(super) fn reduce_scatter(own: &RankContext, steps: &mut Vec<Step>) {
+    let RankContext { rank, blocks, .. } = *own;
     let folding = Folding::new(own.world_size(), 0);
     let leaf = folding.fold(rank, || blocks.of_all(0..own.world_size()), steps);
     let blocks_of = |leaf: usize| {
@@ -77,7 +77,7 @@ pub(super) fn reduce_scatter(own: &Own, steps: &mut Vec<Step>) {
 
 /// Appends the steps of a reduce-scatter among a power of two of leaves, after folding: partners at doubling distances exchange halves of
 /// the range that both still work on. Returns the index of the first step after folding, or `None` if the rank does not represent a leaf.
-fn halve(own: &Own, folding: &Folding, steps: &mut Vec<Step>) -> Option<usize> {
+fn halve(own: &RankContext, folding: &Folding, steps: &mut Vec<Step>) -> Option<usize> {
     let mut range = 0..own.blocks.len;
     let leaf = folding.fold(own.rank, || 0..own.blocks.len, steps)?;
     let first = steps.len();

@@ -133,7 +133,7 @@ pub(super) fn fits(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) 
     // The blocks of a host are one range only if its ranks are consecutive.
     let suit_hosts = match (collective.kind, hierarchy.leaders) {
         (C::AllGather | C::ReduceScatter, _) | (C::Gather | C::Scatter, Leaders::One) => {
-            are_equal && hosts.are_runs()
+            are_equal && hosts.are_consecutive()
         }
         (C::AllReduce | C::Reduce | C::Broadcast | C::Barrier, Leaders::All) => are_equal,
         (C::AllReduce | C::Reduce | C::Broadcast | C::Barrier, Leaders::One) => true,
@@ -145,7 +145,7 @@ pub(super) fn fits(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) 
 
 /// Whether partial sums of hosts are subtrees of the canonical tree, and the algorithms of both levels keep its order.
 pub(super) fn is_canonical(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) -> bool {
-    let are_subtrees = hosts.are_runs() && hosts.ranks_per_host().is_some_and(usize::is_power_of_two);
+    let are_subtrees = hosts.are_consecutive() && hosts.ranks_per_host().is_some_and(usize::is_power_of_two);
     let keeps_order = || all_phases(collective, hierarchy, hosts, Phase::is_canonical);
     !collective.reduces() || (are_subtrees && keeps_order())
 }
@@ -288,12 +288,12 @@ impl Phases<'_> {
     fn within(&self, collective: Collective, range: Range<usize>) -> Phase {
         let members = Members::Host(self.host());
         let blocks = Blocks::even(members.len(self.hosts), range.len());
-        let algorithm = self.hierarchy.within.part(self.collective, collective);
+        let algorithm = self.hierarchy.within.phase_algorithm(self.collective, collective);
         Phase { members, collective, algorithm, range, blocks }
     }
 
     fn across(&self, members: Members, collective: Collective, range: Range<usize>, blocks: Blocks) -> Phase {
-        let algorithm = self.hierarchy.across.part(self.collective, collective);
+        let algorithm = self.hierarchy.across.phase_algorithm(self.collective, collective);
         Phase { members, collective, algorithm, range, blocks }
     }
 }
@@ -302,7 +302,7 @@ impl FlatAlgorithm {
     /// Returns the algorithm of the phase `part` if this algorithm was chosen for one level of `whole`. In an all-reduce by halving and
     /// doubling, the reduce-scatter is by recursive halving and the all-gather by recursive doubling. Intermediate gathers and scatters use
     /// binomial trees, unless the algorithm is direct.
-    fn part(self, whole: Collective, part: Collective) -> FlatAlgorithm {
+    fn phase_algorithm(self, whole: Collective, part: Collective) -> FlatAlgorithm {
         use CollectiveKind as C;
         use FlatAlgorithm as A;
         match (whole.kind, self, part.kind) {

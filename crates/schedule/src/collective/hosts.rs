@@ -91,7 +91,7 @@ impl Hosts {
     }
 
     /// Whether the ranks of each host are consecutive.
-    pub fn are_runs(&self) -> bool {
+    pub fn are_consecutive(&self) -> bool {
         self.host_of.is_sorted()
     }
 }

@@ -36,7 +36,7 @@ mod hosts;
 mod kind;
 mod linear;
 mod order;
-mod own;
+mod rank_context;
 mod ring;
 mod simulate;
 mod step;
@@ -52,7 +52,7 @@ pub use cost::{CostModel, DirectCost, LinkCost, choose};
 pub use hierarchy::{Members, Phase, phases};
 pub use hosts::Hosts;
 pub use kind::{Collective, CollectiveKind, Data, DataFlow, RootRole};
-pub use order::{Term, canonical_terms, num_partials};
+pub use order::{StackInstruction, canonical_terms, num_partials};
 pub use simulate::simulate;
 pub use step::{Action, Incoming, Memory, Outgoing, Side, Span, Step, scratch_len};
 

@@ -4,7 +4,7 @@ use trireme_base::Rank;
 
 /// An instruction of a stack program that reduces in the canonical order. The stack holds partial results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Term {
+pub enum StackInstruction {
     /// Pushes the rank's elements.
     Load(Rank),
     /// Reduces the top with the rank's elements as the right operand.
@@ -18,7 +18,7 @@ pub enum Term {
 ///
 /// # Panics
 /// If `world_size` is 0.
-pub fn canonical_terms(world_size: usize) -> Vec<Term> {
+pub fn canonical_terms(world_size: usize) -> Vec<StackInstruction> {
     let folding = Folding::new(world_size, 0);
     let mut terms = Vec::new();
     push_subtree(&folding, 0, folding.num_leaves, &mut terms);
@@ -32,31 +32,31 @@ pub fn canonical_terms(world_size: usize) -> Vec<Term> {
 pub fn num_partials(world_size: usize) -> usize {
     let depth = |depth: &mut usize, term| {
         match term {
-            Term::Load(_) => *depth += 1,
-            Term::Reduce(_) => {}
-            Term::Combine => *depth -= 1,
+            StackInstruction::Load(_) => *depth += 1,
+            StackInstruction::Reduce(_) => {}
+            StackInstruction::Combine => *depth -= 1,
         }
         Some(*depth)
     };
     canonical_terms(world_size).into_iter().scan(0, depth).max().unwrap_or(0)
 }
 
-fn push_subtree(folding: &Folding, first: usize, end: usize, terms: &mut Vec<Term>) {
+fn push_subtree(folding: &Folding, first: usize, end: usize, terms: &mut Vec<StackInstruction>) {
     if end - first == 1 {
         let rank = folding.leader(first);
-        terms.push(Term::Load(Rank(rank)));
+        terms.push(StackInstruction::Load(Rank(rank)));
         if first < folding.extra {
-            terms.push(Term::Reduce(Rank(rank + 1)));
+            terms.push(StackInstruction::Reduce(Rank(rank + 1)));
         }
         return;
     }
     let middle = first.midpoint(end);
     push_subtree(folding, first, middle, terms);
     if end - middle == 1 && middle >= folding.extra {
-        terms.push(Term::Reduce(Rank(folding.leader(middle))));
+        terms.push(StackInstruction::Reduce(Rank(folding.leader(middle))));
     } else {
         push_subtree(folding, middle, end, terms);
-        terms.push(Term::Combine);
+        terms.push(StackInstruction::Combine);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Binomial trees in which every subtree is a run of consecutive ranks, whatever the root, so that the data of a subtree is contiguous.
 
 use super::order::Folding;
-use super::own::{Own, distances};
+use super::rank_context::{RankContext, distances};
 use super::{Incoming, Outgoing, Step};
 use std::ops::Range;
 
@@ -32,7 +32,7 @@ fn merge(rank: usize, world_size: usize, root: usize, distance: usize) -> Option
 }
 
 /// Appends the steps of a reduction to the root along a binomial tree, in canonical order.
-pub(super) fn reduce(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn reduce(own: &RankContext, steps: &mut Vec<Step>) {
     let folding = Folding::new(own.world_size(), own.root);
     let whole = || 0..own.blocks.len;
     let Some(leaf) = folding.fold(own.rank, whole, steps) else { return };
@@ -48,7 +48,7 @@ pub(super) fn reduce(own: &Own, steps: &mut Vec<Step>) {
 }
 
 /// Appends the steps of a gather of all blocks at the root.
-pub(super) fn gather(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn gather(own: &RankContext, steps: &mut Vec<Step>) {
     for distance in distances(own.world_size()) {
         let Some(merge) = merge(own.rank, own.world_size(), own.root, distance) else { continue };
         let given = own.blocks.of_all(merge.given);
@@ -61,7 +61,7 @@ pub(super) fn gather(own: &Own, steps: &mut Vec<Step>) {
 }
 
 /// Appends the steps of a scatter of the root's blocks: [`gather`] in reverse.
-pub(super) fn scatter(own: &Own, steps: &mut Vec<Step>) {
+pub(super) fn scatter(own: &RankContext, steps: &mut Vec<Step>) {
     let first = steps.len();
     gather(own, steps);
     steps[first..].reverse();

@@ -10,12 +10,12 @@ pub(super) fn no_insertions(actions: &[Action]) -> Insertions {
 }
 
 /// Returns the actions, with the insertions before and after each of them.
-pub(super) fn insert(actions: &[Action], beside: Insertions) -> Vec<Action> {
+pub(super) fn insert(actions: &[Action], insertions: Insertions) -> Vec<Action> {
     let with = |(&action, [before, after]): (_, [Vec<_>; 2])| before.into_iter().chain([action]).chain(after);
-    actions.iter().zip(beside).flat_map(with).collect()
+    actions.iter().zip(insertions).flat_map(with).collect()
 }
 
 /// Returns the indices of the actions that match.
-pub(super) fn places(actions: &[Action], is_one: impl Fn(Action) -> bool) -> Vec<usize> {
+pub(super) fn indices_of(actions: &[Action], is_one: impl Fn(Action) -> bool) -> Vec<usize> {
     (0..actions.len()).filter(|&place| is_one(actions[place])).collect()
 }

@@ -20,7 +20,7 @@ use crate::program::{Program, ProgramHeader};
 /// If the program has a layout already, or there is [no program](StateLayout::is_possible) for the layout.
 pub fn lay_out(program: Program, state: StateLayout) -> Program {
     let Program { header, actions } = program;
-    assert_eq!(header.state, StateLayout::WHOLE, "the program is laid out already");
+    assert_eq!(header.state, StateLayout::UNSHARDED, "the program is laid out already");
     assert!(state.is_possible(header.num_microbatches), "no program of this layout:{state}");
     let header = ProgramHeader { state: state.normalized(), ..header };
     let actions = offload::offload(&header, shard::shard(&header, actions));

@@ -2,7 +2,7 @@
 //! Rajbhandari et al., "ZeRO-Infinity", 2021, section 6; Pudipeddi et al., "Training large neural networks with constant memory", L2L,
 //! 2020).
 
-use super::insertions::{insert, no_insertions, places};
+use super::insertions::{indices_of, insert, no_insertions};
 use crate::action::{Action, Keep, StateClass, StateKey};
 use crate::program::ProgramHeader;
 
@@ -32,7 +32,7 @@ fn swap_around(
     is_use: impl Fn(Action) -> bool,
     prefetch: usize,
 ) -> Vec<Action> {
-    let uses = places(actions, is_use);
+    let uses = indices_of(actions, is_use);
     let last_pass = actions.iter().rposition(|action| action.is_pass()).unwrap_or(0);
     let mut beside = no_insertions(actions);
     let stays =
@@ -68,7 +68,7 @@ fn swap_around(
 /// Evicts each reduced gradient after the next reduction has begun, because the gradient's own reduction has had time to complete by then.
 fn evict_reduced(actions: &[Action]) -> Vec<Action> {
     let is_reduction = |action| matches!(action, Action::ReduceGrad { .. });
-    let ends = places(actions, |action| is_reduction(action) || matches!(action, Action::Step { .. }));
+    let ends = indices_of(actions, |action| is_reduction(action) || matches!(action, Action::Step { .. }));
     let mut beside = no_insertions(actions);
     for pair in ends.windows(2) {
         if let Action::ReduceGrad { unit } = actions[pair[0]] {
@@ -84,8 +84,8 @@ fn swap_activations(actions: &[Action], header: &ProgramHeader) -> Vec<Action> {
     let (chain, prefetch) = (&header.chain, header.state.fetch_ahead);
     let mut is_moved = vec![false; chain.num_units];
     let kept = (0..chain.num_units).filter(|&unit| chain.keeps(unit));
-    kept.take(header.state.num_moved).for_each(|unit| is_moved[unit] = true);
-    let passes = places(actions, Action::is_pass);
+    kept.take(header.state.num_offloaded_units).for_each(|unit| is_moved[unit] = true);
+    let passes = indices_of(actions, Action::is_pass);
     let mut beside = no_insertions(actions);
     for (pass, &place) in passes.iter().enumerate() {
         let Action::Forward { unit, microbatch, keep } = actions[place] else { continue };
@@ -113,10 +113,10 @@ mod tests {
     use crate::action::StateClass;
     use crate::layout::{StateLayout, Tier};
     use crate::lowering::lay_out;
-    use crate::program::Chain;
+    use crate::program::UnitChain;
     use crate::single;
 
-    fn text(chain: &Chain, state: StateLayout) -> String {
+    fn text(chain: &UnitChain, state: StateLayout) -> String {
         let program = lay_out(single::program(chain, 1), state).to_string();
         program.lines().collect::<Vec<_>>().join(", ")
     }
@@ -128,13 +128,13 @@ mod tests {
                         B 1 0, REDUCE_GRAD 1, FETCH optimizer 0, B 0 0, REDUCE_GRAD 0, FETCH optimizer 1, STEP 0, \
                         UNSHARD 0, EVICT optimizer 0, FETCH optimizer 2, STEP 1, UNSHARD 1, EVICT optimizer 1, STEP 2, \
                         UNSHARD 2, EVICT optimizer 2";
-        assert_eq!(text(&Chain::of_units(3), state), expected);
+        assert_eq!(text(&UnitChain::of_units(3), state), expected);
     }
 
     #[test]
-    fn activations_leave_for_as_long_as_it_pays() {
-        let state = StateLayout::WHOLE.with_tier(StateClass::Activations, Tier::Host);
-        let chain = Chain { unkept: vec![0, 3], ..Chain::of_units(4) };
+    fn activations_are_evicted_only_if_they_can_be_fetched_ahead() {
+        let state = StateLayout::UNSHARDED.with_tier(StateClass::Activations, Tier::Host);
+        let chain = UnitChain { without_activations: vec![0, 3], ..UnitChain::of_units(4) };
         let expected = "units 4 microbatches 1 activations whole@host unkept 0 unkept 3, F 0 0, F 1 0, EVICT activations 1 0, F 2 0, F 3 0, B 3 0, \
                         REDUCE_GRAD 3, FETCH activations 1 0, B 2 0, REDUCE_GRAD 2, B 1 0, REDUCE_GRAD 1, B 0 0, \
                         REDUCE_GRAD 0, STEP 0, STEP 1, STEP 2, STEP 3";

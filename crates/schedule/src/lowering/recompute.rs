@@ -22,8 +22,8 @@ pub fn recompute(program: Program, keeps: &[Keep]) -> Program {
     let keeps: Vec<Keep> = keeps.iter().enumerate().map(keep_received).collect();
     for (unit, keep) in keeps.iter().enumerate() {
         let below = unit.checked_sub(1).map(|below| keeps[below]);
-        let is_made_again = matches!(below, Some(Keep::Input | Keep::Nothing));
-        assert!(*keep != Keep::Nothing || is_made_again, "nothing makes the input of unit {unit} again");
+        let is_recomputed = matches!(below, Some(Keep::Input | Keep::Nothing));
+        assert!(*keep != Keep::Nothing || is_recomputed, "nothing makes the input of unit {unit} again");
     }
     let segment_start = |unit: usize| {
         let kept = (0..=unit).rev().find(|&unit| keeps[unit] != Keep::Nothing);
@@ -52,7 +52,7 @@ pub fn recompute(program: Program, keeps: &[Keep]) -> Program {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::program::Chain;
+    use crate::program::UnitChain;
     use crate::single;
 
     #[test]
@@ -84,12 +84,12 @@ STEP 2
 STEP 3
 STEP 4
 ";
-        assert_eq!(recompute(single::program(&Chain::of_units(5), 1), &keeps).to_string(), expected);
+        assert_eq!(recompute(single::program(&UnitChain::of_units(5), 1), &keeps).to_string(), expected);
     }
 
     #[test]
     #[should_panic(expected = "nothing makes the input of unit 1 again")]
     fn an_input_that_nothing_makes_is_refused() {
-        recompute(single::program(&Chain::of_units(2), 1), &[Keep::All, Keep::Nothing]);
+        recompute(single::program(&UnitChain::of_units(2), 1), &[Keep::All, Keep::Nothing]);
     }
 }

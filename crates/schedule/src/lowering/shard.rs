@@ -1,7 +1,7 @@
 //! Sharding: sharded state is gathered where it is used in full, and freed afterwards (Rajbhandari et al., 2020, section 5; parameters as
 //! in Zhao et al., "PyTorch FSDP", 2023, section 3).
 
-use super::insertions::{insert, no_insertions, places};
+use super::insertions::{indices_of, insert, no_insertions};
 use crate::action::{Action, Message, MessageKind, StateClass};
 use crate::program::ProgramHeader;
 
@@ -39,7 +39,7 @@ fn followed(actions: &[Action], by: impl Fn(Action) -> Option<Action>) -> Vec<Ac
 
 /// Gathers each gradient one update ahead, so that the next gradient is gathered while a unit is updated.
 fn gather_grads_before_steps(actions: &[Action]) -> Vec<Action> {
-    let steps = places(actions, |action| matches!(action, Action::Step { .. }));
+    let steps = indices_of(actions, |action| matches!(action, Action::Step { .. }));
     let mut beside = no_insertions(actions);
     for (index, &step) in steps.iter().enumerate() {
         beside[steps[index.saturating_sub(1)]][0].push(Action::UnshardGrad { unit: actions[step].unit() });
@@ -48,7 +48,7 @@ fn gather_grads_before_steps(actions: &[Action]) -> Vec<Action> {
 }
 
 /// A range of passes during which a unit's parameters stay gathered. Passes are counted from 0; other actions do not count.
-struct Stay {
+struct GatheredRange {
     unit: usize,
     first: usize,
     last: usize,
@@ -57,10 +57,10 @@ struct Stay {
 }
 
 fn gather_around_use(header: &ProgramHeader, actions: &[Action]) -> Vec<Action> {
-    let places = places(actions, Action::is_pass);
+    let places = indices_of(actions, Action::is_pass);
     let passes: Vec<Action> = places.iter().map(|&place| actions[place]).collect();
     let mut beside = no_insertions(actions);
-    for Stay { unit, first, last, previous } in stays(header, &passes) {
+    for GatheredRange { unit, first, last, previous } in gathered_ranges(header, &passes) {
         let earliest = previous.map_or(0, |previous| previous + 1);
         let first = first.saturating_sub(header.state.gather_ahead).max(earliest);
         beside[places[first]][0].push(Action::Unshard { unit });
@@ -81,8 +81,8 @@ fn gather_to_send(actions: &[Action]) -> Vec<Action> {
 
 /// Returns the ranges in the order of their first passes. A unit stays gathered between neighbouring passes that read it, from its
 /// recomputation to its backward pass, and from forward to backward if the layout [says so](crate::StateLayout::keep_gathered).
-fn stays(header: &ProgramHeader, passes: &[Action]) -> Vec<Stay> {
-    let mut stays: Vec<Stay> = Vec::new();
+fn gathered_ranges(header: &ProgramHeader, passes: &[Action]) -> Vec<GatheredRange> {
+    let mut stays: Vec<GatheredRange> = Vec::new();
     let mut latest: Vec<Option<usize>> = vec![None; header.chain.num_units];
     for (pass, &action) in passes.iter().enumerate() {
         for unit in header.reads(action).filter(|&unit| header.holds(unit)) {
@@ -96,7 +96,7 @@ fn stays(header: &ProgramHeader, passes: &[Action]) -> Vec<Stay> {
                 Some(stay) if is_kept => stays[stay].last = pass,
                 _ => {
                     latest[unit] = Some(stays.len());
-                    stays.push(Stay { unit, first: pass, last: pass, previous });
+                    stays.push(GatheredRange { unit, first: pass, last: pass, previous });
                 }
             }
         }
@@ -109,10 +109,10 @@ mod tests {
     use crate::action::Action;
     use crate::layout::{ClassLayout, Portion, StateLayout};
     use crate::lowering::lay_out;
-    use crate::program::Chain;
+    use crate::program::UnitChain;
     use crate::single;
 
-    fn text(chain: &Chain, num_microbatches: usize, state: StateLayout) -> String {
+    fn text(chain: &UnitChain, num_microbatches: usize, state: StateLayout) -> String {
         let program = lay_out(single::program(chain, num_microbatches), state).to_string();
         program.lines().collect::<Vec<_>>().join(", ")
     }
@@ -120,12 +120,12 @@ mod tests {
     const STAGE_3: StateLayout = StateLayout { gather_ahead: 0, ..StateLayout::zero(3) };
 
     #[test]
-    fn the_first_two_stages_gather_what_was_stepped() {
+    fn zero_stages_1_and_2_gather_updated_parameters() {
         let expected = "units 1 microbatches 2 optimizer shard, F 0 0, B 0 0, F 0 1, B 0 1, REDUCE_GRAD 0, STEP 0, UNSHARD 0";
-        assert_eq!(text(&Chain::of_units(1), 2, StateLayout::zero(1)), expected);
+        assert_eq!(text(&UnitChain::of_units(1), 2, StateLayout::zero(1)), expected);
         let expected = "units 1 microbatches 2 optimizer shard gradients shard, F 0 0, B 0 0, REDUCE_GRAD 0, F 0 1, B 0 1, \
                         REDUCE_GRAD 0, STEP 0, UNSHARD 0";
-        assert_eq!(text(&Chain::of_units(1), 2, StateLayout::zero(2)), expected);
+        assert_eq!(text(&UnitChain::of_units(1), 2, StateLayout::zero(2)), expected);
     }
 
     #[test]
@@ -133,33 +133,37 @@ mod tests {
         let gradients = ClassLayout { portion: Portion::Shard, ..ClassLayout::default() };
         let expected = "units 3 microbatches 1 gradients shard, F 0 0, F 1 0, F 2 0, B 2 0, REDUCE_GRAD 2, B 1 0, REDUCE_GRAD 1, \
                         B 0 0, REDUCE_GRAD 0, UNSHARD_GRAD 0, UNSHARD_GRAD 1, STEP 0, UNSHARD_GRAD 2, STEP 1, STEP 2";
-        assert_eq!(text(&Chain::of_units(3), 1, StateLayout { gradients, ..StateLayout::WHOLE }), expected);
+        assert_eq!(
+            text(&UnitChain::of_units(3), 1, StateLayout { gradients, ..StateLayout::UNSHARDED }),
+            expected
+        );
     }
 
     #[test]
-    fn the_third_stage_gathers_around_use() {
+    fn zero_stage_3_gathers_around_use() {
         let expected = "units 3 microbatches 1 optimizer shard parameters shard gradients shard gather_ahead 0 unread 0, \
                         UNSHARD 0, F 0 0, RESHARD 0, UNSHARD 1, F 1 0, RESHARD 1, \
                         UNSHARD 2, F 2 0, B 2 0, RESHARD 2, REDUCE_GRAD 2, UNSHARD 1, B 1 0, RESHARD 1, REDUCE_GRAD 1, B 0 0, \
                         REDUCE_GRAD 0, STEP 0, STEP 1, STEP 2";
-        let chain = Chain { unread: vec![0], ..Chain::of_units(3) };
+        let chain = UnitChain { without_backward_reads: vec![0], ..UnitChain::of_units(3) };
         assert_eq!(text(&chain, 1, STAGE_3), expected);
     }
 
     #[test]
-    fn gathering_begins_ahead_and_not_before_the_last_stay_ended() {
+    fn gathering_begins_ahead_but_after_the_previous_reshard() {
         let expected = "units 3 microbatches 1 optimizer shard parameters shard gradients shard ties 2:0 unread 0, \
                         UNSHARD 0, UNSHARD 1, F 0 0, RESHARD 0, UNSHARD 2, \
                         UNSHARD 0, F 1 0, RESHARD 1, F 2 0, UNSHARD 1, B 2 0, RESHARD 2, RESHARD 0, REDUCE_GRAD 2, B 1 0, \
                         RESHARD 1, REDUCE_GRAD 1, B 0 0, REDUCE_GRAD 0, STEP 0, STEP 1, STEP 2";
-        let chain = Chain { ties: vec![(2, 0)], unread: vec![0], ..Chain::of_units(3) };
+        let chain =
+            UnitChain { ties: vec![(2, 0)], without_backward_reads: vec![0], ..UnitChain::of_units(3) };
         assert_eq!(text(&chain, 1, StateLayout::zero(3)), expected);
     }
 
     #[test]
-    fn what_stays_after_forward_is_gathered_once_a_microbatch() {
+    fn parameters_kept_after_forward_are_gathered_once_per_microbatch() {
         let keeping = StateLayout { keep_gathered: true, ..STAGE_3 };
-        let program = lay_out(single::program(&Chain::language_model(4, false), 3), keeping);
+        let program = lay_out(single::program(&UnitChain::language_model(4, false), 3), keeping);
         let count = |action| program.actions.iter().filter(|found| **found == action).count();
         for unit in 0..4 {
             assert_eq!(count(Action::Unshard { unit }), 3, "{program}");

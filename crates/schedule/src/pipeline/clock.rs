@@ -4,11 +4,11 @@
 //! undoes the moves that do not help. Without loads and streams, times are those of the longest path, which the clock updates from a
 //! changed pass on. Tests compare it with the engine.
 
+use super::bounds;
 use super::costs::Costs;
-use super::error::{PassIndex, Ring, ScheduleError, Wait};
+use super::error::{PassIndex, ScheduleError, Wait, WaitChain};
 use super::pass::{Pass, PassKind};
 use super::schedule::Schedule;
-use super::shape;
 use super::timeline::{Span, Timeline};
 use std::collections::VecDeque;
 
@@ -21,17 +21,17 @@ use std::collections::VecDeque;
 /// # Errors
 /// If sizes, placement, passes or costs do not fit each other, or the schedule deadlocks.
 pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, ScheduleError> {
-    shape::check(schedule, costs)?;
+    bounds::check(schedule, costs)?;
     let (timeline, stuck) = run(schedule, costs);
     stuck.map_or(Ok(timeline), |ring| Err(ScheduleError::Deadlock(ring)))
 }
 
 /// Runs a schedule as far as possible. Returns its timeline, and the ranks that wait for each other if the schedule does not reach its end.
 /// The sizes must have been checked.
-pub(super) fn run(schedule: &Schedule, costs: &Costs) -> (Timeline, Option<Ring>) {
+pub(super) fn run(schedule: &Schedule, costs: &Costs) -> (Timeline, Option<WaitChain>) {
     let mut clock = Clock::new(schedule, costs);
     clock.run(schedule);
-    let stuck = clock.ring(schedule);
+    let stuck = clock.wait_chain(schedule);
     (Timeline::new(schedule, costs, clock.spans), stuck)
 }
 
@@ -150,8 +150,8 @@ impl<'a> Clock<'a> {
                 return Err(needed);
             }
             let ranks = &schedule.stage_ranks;
-            let is_near = ranks[needed.stage] == ranks[pass.stage];
-            ready = ready.max(if is_near { end } else { end + self.costs.send() });
+            let is_same_rank = ranks[needed.stage] == ranks[pass.stage];
+            ready = ready.max(if is_same_rank { end } else { end + self.costs.send() });
         }
         if pass.kind == PassKind::Update {
             ready = ready.max(self.norm_ready(schedule, pass)?);
@@ -183,7 +183,7 @@ impl<'a> Clock<'a> {
 
     /// Returns the chain of ranks that wait for each other. It begins at the first rank that waits, and ends when a rank repeats or does
     /// not wait. `None` if no rank waits.
-    fn ring(&self, schedule: &Schedule) -> Option<Ring> {
+    fn wait_chain(&self, schedule: &Schedule) -> Option<WaitChain> {
         let mut next = (0..schedule.num_ranks()).find_map(|rank| self.wait(schedule, rank));
         next.as_ref()?;
         let mut waits: Vec<Wait> = Vec::new();
@@ -195,7 +195,7 @@ impl<'a> Clock<'a> {
             waits.push(wait);
             next = self.wait(schedule, wait.for_rank);
         }
-        Some(Ring(waits))
+        Some(WaitChain(waits))
     }
 }
 

@@ -35,9 +35,9 @@ impl fmt::Display for Wait {
 
 /// Waiting ranks, each of which waits for the next. The last rank waits for the first one (a cycle) or for a rank that has finished.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Ring(pub Vec<Wait>);
+pub struct WaitChain(pub Vec<Wait>);
 
-impl fmt::Display for Ring {
+impl fmt::Display for WaitChain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, wait) in self.0.iter().enumerate() {
             write!(f, "{}{wait}", if index == 0 { "" } else { "; " })?;
@@ -68,7 +68,7 @@ pub enum ScheduleError {
     #[error("rank {rank} lacks the pass '{missing}'; add it to that rank")]
     Missing { rank: usize, missing: Pass },
     #[error("deadlock: {0}")]
-    Deadlock(Ring),
+    Deadlock(WaitChain),
 }
 
 /// The reason why a pass must not be at its place.
@@ -108,7 +108,7 @@ impl ScheduleError {
     pub fn place(&self) -> Option<PassIndex> {
         match self {
             ScheduleError::Pass { place, .. } => Some(*place),
-            ScheduleError::Deadlock(Ring(waits)) => waits.first().map(|wait| wait.place),
+            ScheduleError::Deadlock(WaitChain(waits)) => waits.first().map(|wait| wait.place),
             _ => None,
         }
     }

@@ -1,4 +1,4 @@
-use super::one_f_one_b::by_turns;
+use super::one_f_one_b::alternate;
 use super::pass::Pass;
 use super::sizes::Sizes;
 
@@ -19,7 +19,7 @@ pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     let num_ahead = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * groups[0].len() + 1;
     let forward = in_groups(&groups, &stages).map(|(stage, number)| Pass::forward(stage, number));
     let backward = in_groups(&groups, &backwards).map(|(stage, number)| Some(Pass::backward(stage, number)));
-    by_turns(num_ahead, forward, backward)
+    alternate(num_ahead, forward, backward)
 }
 
 /// Returns the microbatches in groups of at least `num_ranks`, as even as possible, larger groups first.

@@ -27,7 +27,7 @@ pub(super) enum Event {
 /// of its weight half, after each microbatch for which `is_sent` holds.
 ///
 /// Cost: sorting the messages, and linear in the passes.
-pub(super) fn place(
+pub(super) fn place_messages(
     schedule: &Schedule,
     timeline: &Timeline,
     tie: Option<(usize, usize)>,

@@ -27,10 +27,10 @@
 //! and the properties in `tests/` check it.
 
 mod automatic;
+mod bounds;
 mod breadth_first;
 mod clock;
 mod costs;
-mod cut;
 mod draw;
 mod dualpipe_v;
 mod error;
@@ -41,11 +41,11 @@ mod interleaved;
 mod kind;
 mod messages;
 mod one_f_one_b;
+mod partition;
 mod pass;
 mod pipedream;
 mod programs;
 mod schedule;
-mod shape;
 mod sizes;
 #[cfg(test)]
 mod tests;
@@ -58,11 +58,11 @@ mod zero_bubble_v;
 
 pub use clock::simulate;
 pub use costs::{Costs, CostsError, StageCosts, TICKS_MAX};
-pub use cut::cut;
 pub use draw::{Picture, draw_error, draw_svg, draw_svg_together, draw_text, draw_text_together};
-pub use error::{PassFault, PassIndex, Ring, ScheduleError, Wait};
+pub use error::{PassFault, PassIndex, ScheduleError, Wait, WaitChain};
 pub use generate::{GenerateError, generate};
 pub use kind::Kind;
+pub use partition::partition_units;
 pub use pass::{Pass, PassKind};
 pub use programs::programs;
 pub use schedule::{PASSES_MAX, Schedule, StagePlacement, WeightVersions};

@@ -10,11 +10,11 @@ pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     let microbatches = 0..sizes.num_microbatches * sizes.num_steps;
     let forward = microbatches.clone().map(|microbatch| Pass::forward(rank, microbatch));
     let backward = microbatches.map(|microbatch| Some(Pass::backward(rank, microbatch)));
-    by_turns(sizes.num_ranks - rank, forward, backward)
+    alternate(sizes.num_ranks - rank, forward, backward)
 }
 
 /// Returns `num_ahead` forwards, followed by backward of a microbatch (one or more passes) and a forward in alternation.
-pub(super) fn by_turns<B: IntoIterator<Item = Pass>>(
+pub(super) fn alternate<B: IntoIterator<Item = Pass>>(
     num_ahead: usize,
     mut forward: impl Iterator<Item = Pass>,
     backward: impl Iterator<Item = B>,

@@ -6,7 +6,7 @@ use super::messages::{self, Event};
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 use crate::action::{Action, Keep, Message};
-use crate::program::{Asynchronous, Chain, Program, ProgramHeader, Stage};
+use crate::program::{Asynchronous, Program, ProgramHeader, Stage, UnitChain};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
@@ -14,15 +14,20 @@ use std::ops::Range;
 /// times at `costs`, so all ranks must pass equal costs.
 ///
 /// A tied unit may be on another rank than the owner of the parameters that it reads. The owner's gradient is then completed for a
-/// microbatch when the tied unit's contribution has arrived. If contributions are sent [once](Chain::sums_ties) per step, only the last
-/// microbatch of a step waits. Only the first tie is supported. A unit's gradient is reduced when the last microbatch of a step has added
-/// to it. In a schedule that does not drain between updates, a version of the weights is stashed before an update as long as later passes
-/// read it. [`lowering`](crate::lowering) adds everything else that a layout requires.
+/// microbatch when the tied unit's contribution has arrived. If contributions are sent [once](UnitChain::accumulates_tied_gradients) per
+/// step, only the last microbatch of a step waits. Only the first tie is supported. A unit's gradient is reduced when the last microbatch
+/// of a step has added to it. In a schedule that does not drain between updates, a version of the weights is stashed before an update as
+/// long as later passes read it. [`lowering`](crate::lowering) adds everything else that a layout requires.
 ///
 /// # Panics
 /// If the schedule is not [valid](super::validate), the stages are not consecutive or do not cover the chain, or there are ties where
 /// weights are updated without a drain.
-pub fn programs(schedule: &Schedule, costs: &Costs, units: &[Range<usize>], chain: &Chain) -> Vec<Program> {
+pub fn programs(
+    schedule: &Schedule,
+    costs: &Costs,
+    units: &[Range<usize>],
+    chain: &UnitChain,
+) -> Vec<Program> {
     let is_drained = schedule.weights == WeightVersions::Drained;
     assert!(is_drained || chain.ties.is_empty(), "versions of tied weights would differ");
     assert_eq!(units.len(), schedule.num_stages(), "each stage has units");
@@ -58,9 +63,10 @@ pub fn programs(schedule: &Schedule, costs: &Costs, units: &[Range<usize>], chai
     let stage_of =
         |unit: usize| units.iter().position(|units| units.contains(&unit)).expect("units have stages");
     let tie = chain.ties.first().map(|&(reader, owner)| (stage_of(reader), stage_of(owner)));
-    let is_sent =
-        |microbatch: usize| !chain.sums_ties || microbatch + 1 == schedule.num_microbatches_in_all();
-    messages::place(schedule, &timeline, tie, is_sent).into_iter().enumerate().map(program).collect()
+    let is_sent = |microbatch: usize| {
+        !chain.accumulates_tied_gradients || microbatch + 1 == schedule.num_microbatches_in_all()
+    };
+    messages::place_messages(schedule, &timeline, tie, is_sent).into_iter().enumerate().map(program).collect()
 }
 
 /// Translates the events of a rank into the actions of its units.
@@ -126,7 +132,7 @@ impl Actions<'_> {
             Event::Receive(result_of) => {
                 self.actions.push(self.message(result_of, false));
                 if result_of.kind == PassKind::BackwardWeight {
-                    self.tied_grad_is_here();
+                    self.add_tied_gradient();
                 }
             }
         }
@@ -149,7 +155,7 @@ impl Actions<'_> {
                     self.complete(kind, unit, microbatch);
                     let is_read_here = |&(reader, owner)| reader == unit && self.header.holds(owner);
                     if self.header.chain.ties.iter().any(is_read_here) {
-                        self.tied_grad_is_here();
+                        self.add_tied_gradient();
                     }
                 }
             }
@@ -184,12 +190,12 @@ impl Actions<'_> {
 
     /// Returns whether the contributions of the tied unit that a microbatch needs are available.
     fn has_tied(&self, reader: usize, microbatch: usize) -> bool {
-        let is_summed = self.header.chain.sums_ties && !self.header.holds(reader);
+        let is_summed = self.header.chain.accumulates_tied_gradients && !self.header.holds(reader);
         let is_needed = !is_summed || self.header.is_last_of_step(microbatch);
         !is_needed || self.num_tied > if is_summed { 0 } else { microbatch }
     }
 
-    fn tied_grad_is_here(&mut self) {
+    fn add_tied_gradient(&mut self) {
         self.num_tied += 1;
         let (reader, owner) = self.header.chain.ties[0];
         let next = self.held_back.front().copied();

@@ -1,11 +1,11 @@
 //! Validation of schedules before they run.
 
+use super::bounds;
 use super::clock;
 use super::costs::Costs;
 use super::error::{PassFault, PassIndex, ScheduleError};
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
-use super::shape;
 
 /// Checks that a schedule is valid:
 /// - every stage runs forward and backward (or both halves of backward) once for every microbatch, on its own rank and in an order that
@@ -28,7 +28,7 @@ pub fn validate(
     costs: &Costs,
     activations_max: Option<&[u64]>,
 ) -> Result<(), ScheduleError> {
-    shape::check(schedule, costs)?;
+    bounds::check(schedule, costs)?;
     let mut progress = Progress::new(schedule);
     for (rank, passes) in schedule.ranks.iter().enumerate() {
         for (index, &pass) in passes.iter().enumerate() {

@@ -1,7 +1,7 @@
 //! Zero-bubble schedules with one stage per rank (Qi et al., "Zero bubble pipeline parallelism", 2023, section 2). Other ranks wait only
 //! for the input half of backward, so the weight half can fill bubbles.
 
-use super::one_f_one_b::by_turns;
+use super::one_f_one_b::alternate;
 use super::pass::Pass;
 use super::sizes::Sizes;
 
@@ -34,7 +34,7 @@ fn passes(rank: usize, sizes: Sizes, num_ahead: usize, num_held_back: usize) -> 
         let weight_half = held_back.map(|microbatch| Pass::backward_weight(rank, microbatch));
         std::iter::once(Pass::backward_input(rank, microbatch)).chain(weight_half)
     });
-    let mut passes = by_turns(num_ahead, forward, backward);
+    let mut passes = alternate(num_ahead, forward, backward);
     let num_done = sizes.num_microbatches.saturating_sub(num_held_back);
     passes.extend(microbatches.skip(num_done).map(|microbatch| Pass::backward_weight(rank, microbatch)));
     passes

@@ -1,7 +1,7 @@
 //! Validation of programs before they run.
 //!
 //! Ranks at the same place of a pipeline run one program, made from the choices of rank 0, so each group issues its collectives in one
-//! order. [`validate_world`] proves the same of programs that may differ.
+//! order. [`validate_data_parallel`] proves the same of programs that may differ.
 
 mod pipeline;
 mod state;
@@ -107,7 +107,7 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
 ///
 /// # Errors
 /// The first fault that is found.
-pub fn validate_world(programs: &[Program], in_flight_max: usize) -> Result<(), ProgramError> {
+pub fn validate_data_parallel(programs: &[Program], in_flight_max: usize) -> Result<(), ProgramError> {
     let collectives = |program: &Program| -> Vec<Action> {
         let is_collective = |action: &Action| {
             action.stream() == Stream::DataParallel || !program.header.exchanges(*action).is_empty()

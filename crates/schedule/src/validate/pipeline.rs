@@ -1,6 +1,6 @@
 use super::{ProgramError, validate};
 use crate::action::Action;
-use crate::program::{Chain, Program, ProgramHeader, Stage};
+use crate::program::{Program, ProgramHeader, Stage, UnitChain};
 
 /// Checks the programs of all ranks of one pipeline: that each is valid, with any number of microbatches in flight, and that all ranks
 /// reach their ends even if a send or a receive blocks until the other rank is at the matching action.
@@ -14,16 +14,16 @@ pub fn validate_pipeline(programs: &[Program]) -> Result<(), ProgramError> {
         check_stages(&program.header, rank, programs.len())?;
         validate(program, program.header.num_microbatches)?;
     }
-    let mut meeting = MessageMatcher { programs, places: vec![0; programs.len()] };
+    let mut matcher = MessageMatcher { programs, places: vec![0; programs.len()] };
     let mut awake: Vec<usize> = (0..programs.len()).collect();
     while let Some(rank) = awake.pop() {
-        while let Some(peer) = meeting.advance(rank) {
+        while let Some(peer) = matcher.advance(rank) {
             awake.push(peer);
         }
     }
-    match (0..programs.len()).find_map(|rank| meeting.next(rank).map(|message| (rank, message))) {
+    match (0..programs.len()).find_map(|rank| matcher.next(rank).map(|message| (rank, message))) {
         Some((rank, NextMessage { index, action, peer })) => {
-            let next = meeting.next(peer).map(|message| message.action);
+            let next = matcher.next(peer).map(|message| message.action);
             Err(ProgramError::Deadlock { rank, index, action, peer, next })
         }
         None => Ok(()),
@@ -32,7 +32,7 @@ pub fn validate_pipeline(programs: &[Program]) -> Result<(), ProgramError> {
 
 /// Checks that stages are consecutive from the first unit to the last, on ranks that exist.
 fn check_stages(header: &ProgramHeader, rank: usize, num_ranks: usize) -> Result<(), ProgramError> {
-    let ProgramHeader { chain: Chain { num_units, .. }, stages, .. } = header;
+    let ProgramHeader { chain: UnitChain { num_units, .. }, stages, .. } = header;
     let mut next = 0;
     let is_next = |stage: &Stage| {
         let is_next = stage.units.start == next && stage.units.end > next && stage.rank < num_ranks;

@@ -14,17 +14,17 @@ enum Activations {
     Absent,
     /// Forward has kept a part of them.
     Kept(Keep),
-    Whole,
+    Complete,
     /// The input half of backward has run.
     Halved,
     /// Backward has run.
-    Spent,
+    Freed,
 }
 
 impl Activations {
     /// Whether the gradient of the unit's input has been computed.
     fn are_differentiated(self) -> bool {
-        matches!(self, Activations::Halved | Activations::Spent)
+        matches!(self, Activations::Halved | Activations::Freed)
     }
 }
 
@@ -237,12 +237,12 @@ impl<'a> State<'a> {
             Action::Forward { microbatch, .. } => unit.activations[microbatch] != Activations::Absent,
             Action::Recompute { microbatch, .. } => {
                 let found = unit.activations[microbatch];
-                found == Activations::Whole || found.are_differentiated()
+                found == Activations::Complete || found.are_differentiated()
             }
             Action::Backward { microbatch, .. } | Action::BackwardInput { microbatch, .. } => {
                 unit.activations[microbatch].are_differentiated()
             }
-            Action::BackwardWeight { microbatch, .. } => unit.activations[microbatch] == Activations::Spent,
+            Action::BackwardWeight { microbatch, .. } => unit.activations[microbatch] == Activations::Freed,
             Action::Send(message) | Action::Receive(message) => self.exchanged.contains(message),
             Action::Unshard { .. } => unit.parameters == Parameters::Whole,
             Action::Reshard { .. } => {
@@ -271,14 +271,14 @@ impl<'a> State<'a> {
                 unit.in_flight += 1;
                 unit.read[microbatch] = self.header.version_read(microbatch, unit.num_stepped);
                 unit.activations[microbatch] = match keep {
-                    Keep::All => Activations::Whole,
+                    Keep::All => Activations::Complete,
                     kept => Activations::Kept(kept),
                 };
             }
-            Action::Recompute { microbatch, .. } => unit.activations[microbatch] = Activations::Whole,
+            Action::Recompute { microbatch, .. } => unit.activations[microbatch] = Activations::Complete,
             Action::BackwardInput { microbatch, .. } => unit.activations[microbatch] = Activations::Halved,
             Action::Backward { microbatch, .. } | Action::BackwardWeight { microbatch, .. } => {
-                unit.activations[microbatch] = Activations::Spent;
+                unit.activations[microbatch] = Activations::Freed;
                 unit.in_flight -= 1;
                 unit.num_added += 1;
                 unit.has_unreduced = true;
@@ -287,8 +287,8 @@ impl<'a> State<'a> {
             // A received result has the effect of the action that produced it on the other rank.
             Action::Receive(message) => {
                 match message.kind {
-                    MessageKind::Activation => unit.activations[message.microbatch] = Activations::Whole,
-                    MessageKind::Gradient => unit.activations[message.microbatch] = Activations::Spent,
+                    MessageKind::Activation => unit.activations[message.microbatch] = Activations::Complete,
+                    MessageKind::Gradient => unit.activations[message.microbatch] = Activations::Freed,
                     MessageKind::TiedGradient | MessageKind::Parameters => (),
                 }
                 self.exchanged.insert(message);

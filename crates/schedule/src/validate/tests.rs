@@ -3,7 +3,7 @@ use crate::action::Keep;
 use crate::action::StateClass;
 use crate::layout::{ClassLayout, Portion, StateLayout, Tier};
 use crate::lowering::{lay_out, recompute};
-use crate::program::Chain;
+use crate::program::UnitChain;
 use crate::single;
 use proptest::prelude::*;
 
@@ -14,7 +14,7 @@ fn any_program() -> impl Strategy<Value = Program> {
     let shares = any::<[bool; 3]>();
     (1_usize..8, 1_usize..5, any::<bool>(), shares, 0..4_usize, any::<bool>(), (keeps, offloaded)).prop_map(
         |(units, microbatches, is_tied, shares, prefetch, keep_gathered, (keeps, offloaded))| {
-            let program = single::program(&Chain::language_model(units, is_tied), microbatches);
+            let program = single::program(&UnitChain::language_model(units, is_tied), microbatches);
             let program = recompute(program, &possible(&keeps[..units]));
             let [parameters, gradients, optimizer] = shares;
             let share = |is_sharded| ClassLayout {
@@ -30,10 +30,10 @@ fn any_program() -> impl Strategy<Value = Program> {
                 gather_ahead: prefetch,
                 keep_gathered,
                 fetch_ahead: prefetch,
-                num_moved,
+                num_offloaded_units: num_moved,
             };
             for (class, is_away) in StateClass::ALL.into_iter().zip(are_away) {
-                if is_away && state.can_live(class, Tier::Disk, microbatches) {
+                if is_away && state.can_reside(class, Tier::Disk, microbatches) {
                     state = state.with_tier(class, Tier::Disk);
                 }
             }
@@ -46,9 +46,9 @@ fn any_program() -> impl Strategy<Value = Program> {
 fn possible(choices: &[usize]) -> Vec<Keep> {
     let mut keeps: Vec<Keep> = Vec::new();
     for &choice in choices {
-        let is_made_again = matches!(keeps.last(), Some(Keep::Input | Keep::Nothing));
+        let is_recomputed = matches!(keeps.last(), Some(Keep::Input | Keep::Nothing));
         keeps.push(match Keep::ALL[choice] {
-            Keep::Nothing if !is_made_again => Keep::Input,
+            Keep::Nothing if !is_recomputed => Keep::Input,
             keep => keep,
         });
     }
@@ -93,7 +93,7 @@ fn refusal(text: &str) -> String {
 }
 
 #[test]
-fn parameters_are_whole_where_they_are_read() {
+fn parameters_must_be_gathered_where_they_are_read() {
     let stage_3 = "units 2 microbatches 1 optimizer shard parameters shard gradients shard ties 1:0\n";
     assert_eq!(
         refusal(&format!("{stage_3}F 0 0")),
@@ -120,7 +120,7 @@ fn parameters_are_whole_where_they_are_read() {
 }
 
 #[test]
-fn what_is_not_kept_is_recomputed() {
+fn activations_that_are_not_kept_must_be_recomputed() {
     let text = "units 2 microbatches 1\nF 0 0 keep input\nF 1 0 keep nothing\n";
     assert_eq!(
         refusal(&format!("{text}B 1 0")),
@@ -137,7 +137,7 @@ fn what_is_not_kept_is_recomputed() {
 }
 
 #[test]
-fn what_is_not_trained_only_runs_forward() {
+fn programs_without_training_only_run_forward() {
     let text = "units 2 microbatches 1 optimizer none gradients none\nF 0 0 keep nothing\n";
     let program: Program = format!("{text}F 1 0 keep nothing\n").parse().unwrap();
     assert_eq!(validate(&program, 1), Ok(()));
@@ -154,8 +154,8 @@ fn what_is_not_trained_only_runs_forward() {
 
 #[test]
 fn ranks_must_agree_on_the_order_of_collectives() {
-    let program = single::program(&Chain::of_units(2), 1);
-    assert_eq!(validate_world(&[program.clone(), program.clone()], 1), Ok(()));
+    let program = single::program(&UnitChain::of_units(2), 1);
+    assert_eq!(validate_data_parallel(&[program.clone(), program.clone()], 1), Ok(()));
     let mut other = program.clone();
     // Both reductions run after both backward passes, in the other order. The program is valid alone, but deadlocks together with the first
     // one.
@@ -165,7 +165,7 @@ fn ranks_must_agree_on_the_order_of_collectives() {
             .unwrap()
             .actions;
     assert_eq!(validate(&other, 1), Ok(()));
-    let error = validate_world(&[program, other], 1).unwrap_err();
+    let error = validate_data_parallel(&[program, other], 1).unwrap_err();
     assert_eq!(
         error.to_string(),
         "collective 0 of rank 1 is 'REDUCE_GRAD 0', but rank 0 issues 'REDUCE_GRAD 1'"
@@ -173,7 +173,7 @@ fn ranks_must_agree_on_the_order_of_collectives() {
 }
 
 #[test]
-fn ranks_must_agree_on_the_order_of_what_units_exchange() {
+fn ranks_must_agree_on_the_order_of_exchanges_within_units() {
     let header = "units 2 microbatches 2 exchanges 0-2:F=tensor.all_reduce/8:B=tensor.all_reduce/8";
     let backward = "B 1 0\nB 0 0\nB 1 1\nREDUCE_GRAD 1\nB 0 1\nREDUCE_GRAD 0\nSTEP 0\nSTEP 1";
     let program = |header: &str, forward: &str| -> Program {
@@ -181,12 +181,12 @@ fn ranks_must_agree_on_the_order_of_what_units_exchange() {
     };
     let [first, second] = ["F 0 0\nF 1 0\nF 0 1\nF 1 1", "F 0 0\nF 0 1\nF 1 0\nF 1 1"];
     let programs = [program(header, first), program(header, second)];
-    assert_eq!(validate_world(&[programs[0].clone(), programs[0].clone()], 2), Ok(()));
-    let error = validate_world(&programs, 2).unwrap_err();
+    assert_eq!(validate_data_parallel(&[programs[0].clone(), programs[0].clone()], 2), Ok(()));
+    let error = validate_data_parallel(&programs, 2).unwrap_err();
     assert_eq!(error.to_string(), "collective 1 of rank 1 is 'F 0 1', but rank 0 issues 'F 1 0'");
     // No unit has exchanges.
     let alone = "units 2 microbatches 2";
-    assert_eq!(validate_world(&[program(alone, first), program(alone, second)], 2), Ok(()));
+    assert_eq!(validate_data_parallel(&[program(alone, first), program(alone, second)], 2), Ok(()));
     assert_eq!(programs[0].to_string().parse(), Ok(programs[0].clone()));
 }
 

@@ -106,9 +106,9 @@ impl Deref for MemoryPart {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the range lies within the mapping. `LentMemory::split_off` gives each byte to only one part, and neither the `LentMemory` nor
-        // the `Memory` that is reclaimed from it gives access before all parts are dropped. So nothing writes to the range while `self` is
-        // borrowed.
+        // SAFETY: the range lies within the mapping. `LentMemory::split_off` gives each byte to only one part, and neither the `LentMemory`
+        // nor the `Memory` that is reclaimed from it gives access before all parts are dropped. So nothing writes to the range while `self`
+        // is borrowed.
         unsafe { slice::from_raw_parts(self.mapping.as_ptr().add(self.range.start), self.range.len()) }
     }
 }

@@ -54,7 +54,7 @@ struct Queue {
     /// Signals that a job was issued or demanded, or that an event completed.
     changed: Condvar,
     options: DetachedOptions,
-    own: Weak<Queue>,
+    weak_self: Weak<Queue>,
 }
 
 /// A vector clock: a number of jobs per stream.
@@ -116,7 +116,7 @@ impl Detached {
             state: Mutex::new(state),
             changed: Condvar::new(),
             options,
-            own: Weak::clone(own),
+            weak_self: Weak::clone(own),
         });
         let served = Arc::clone(&queue);
         let thread = spawn_thread("device", move || served.serve(&cpu))?;
@@ -226,7 +226,7 @@ impl Queue {
 
     /// Returns an event that completes when all jobs issued to the stream so far have run.
     fn record(&self, stream: Stream) -> Event {
-        let own = Weak::clone(&self.own);
+        let own = Weak::clone(&self.weak_self);
         let latch = EventCompleter::new(move || {
             if let Some(queue) = own.upgrade() {
                 // Without this check, devices that wait for each other would wake each other endlessly.
@@ -260,7 +260,7 @@ impl Queue {
             return;
         }
         self.push(stream, Job::Wait(event.clone()));
-        let own = Weak::clone(&self.own);
+        let own = Weak::clone(&self.weak_self);
         event.on_done(move || {
             if let Some(queue) = own.upgrade() {
                 // Taking the lock ensures that the thread either waits already or will see the completed event.

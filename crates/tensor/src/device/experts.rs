@@ -67,7 +67,7 @@ impl Device {
     /// Computes `y[i] = weights[c] x[c / num_choices]`, where `c = order[i]`: one copy of a token's row for each of its choices.
     ///
     /// Panics if a choice belongs to no token.
-    pub(crate) fn spread_rows(
+    pub(crate) fn permute_rows(
         &self,
         x: View<'_>,
         order: View<'_>,

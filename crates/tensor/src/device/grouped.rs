@@ -3,7 +3,7 @@
 use super::{Device, Result, Transposition};
 use crate::kernels::GroupLimit;
 use crate::kernels::call::GroupedCall;
-use crate::kernels::cpu::matmul::ProductSizes;
+use crate::kernels::cpu::matmul::MatmulSizes;
 use crate::precision::Precision;
 use crate::tensor::{View, ViewMut};
 use trireme_base::DType;
@@ -46,7 +46,7 @@ impl Device {
         let expected = if is_transposed { [cols, inner] } else { [inner, cols] };
         assert_eq!([block, right.shape().cols()], expected, "a block of {:?}", right.shape());
         assert_eq!(out.shape().rows(), rows, "{:?}", out.shape());
-        let size = ProductSizes { rows, cols, inner };
+        let size = MatmulSizes { rows, cols, inner };
         let mut scratch = self.product_scratch(precision, size, &(left, Transposition::No))?;
         let [starts, left, right] = [starts, left, right].map(View::operand);
         let (out, scratch) = (out.into_operand(), scratch.view_mut().into_operand());
@@ -87,10 +87,10 @@ impl Device {
         let num_parts = self::num_groups(starts);
         assert!(num_parts.is_multiple_of(num_groups), "{num_parts} parts of {num_groups} groups");
         let num_parts = num_parts / num_groups;
-        let size = ProductSizes { rows, cols, inner };
+        let size = MatmulSizes { rows, cols, inner };
         // A left operand of one column may be read in place for `inner` rows and yet must be packed for one row less, so that a smaller
         // group may need more scratch memory.
-        let shorter = ProductSizes { inner: inner.saturating_sub(1), ..size };
+        let shorter = MatmulSizes { inner: inner.saturating_sub(1), ..size };
         let factor = (left, Transposition::Yes);
         let words = [size, shorter].map(|size| self.product_scratch_words(precision, size, &factor));
         let mut scratch = self.activation_of([words[0].max(words[1])], DType::U32)?;

@@ -3,7 +3,7 @@
 use super::{Device, Result};
 use crate::kernels::call::MatmulCall;
 use crate::kernels::cpu::element::Floats;
-use crate::kernels::cpu::matmul::{Matrix, ProductSizes};
+use crate::kernels::cpu::matmul::{MatmulSizes, Matrix};
 use crate::precision::Precision;
 use crate::tensor::{Tensor, View, ViewMut};
 use trireme_base::DType;
@@ -55,7 +55,7 @@ impl Device {
         let ((rows, inner), (right_inner, cols)) = (sides(&left), sides(&right));
         assert_eq!(inner, right_inner, "{:?} times {:?}", left.0.shape(), right.0.shape());
         assert_eq!([out.shape().rows(), out.shape().cols()], [rows, cols], "a product of {rows} x {cols}");
-        let mut scratch = self.product_scratch(precision, ProductSizes { rows, cols, inner }, &left)?;
+        let mut scratch = self.product_scratch(precision, MatmulSizes { rows, cols, inner }, &left)?;
         let [bias, residual] = match epilogue {
             MatmulEpilogue::Add { bias, residual } => [bias, residual],
             MatmulEpilogue::Overwrite | MatmulEpilogue::Accumulate => [None; 2],
@@ -78,7 +78,7 @@ impl Device {
     pub(super) fn product_scratch(
         &self,
         precision: Precision,
-        size: ProductSizes,
+        size: MatmulSizes,
         left: &(View<'_>, Transposition),
     ) -> Result<Tensor> {
         self.activation_of([self.product_scratch_words(precision, size, left)], DType::U32)
@@ -88,7 +88,7 @@ impl Device {
     pub(super) fn product_scratch_words(
         &self,
         precision: Precision,
-        size: ProductSizes,
+        size: MatmulSizes,
         (left, transpose): &(View<'_>, Transposition),
     ) -> usize {
         let elements = Floats::none(left.dtype());

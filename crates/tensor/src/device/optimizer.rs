@@ -18,7 +18,7 @@ pub struct UpdatePass<'a> {
     /// Factors of the updates' learning rates, f32 `[updates]`, from [`Device::step_scales`].
     pub scales: Option<View<'a>>,
     /// Seed of the stochastic rounding of states narrower than f32, combined with the element's position.
-    pub noise: u32,
+    pub rounding_seed: u32,
     /// Receives the two sums that the [`Update`] of each piece computes, f64 `[pieces, 2]`.
     pub sums: Option<ViewMut<'a>>,
 }
@@ -48,7 +48,7 @@ impl Device {
         states: &mut [OptimizerState],
     ) {
         assert!(states.len() <= 2, "an update has at most two states");
-        let UpdatePass { pieces, updates, scales, noise, sums } = pass;
+        let UpdatePass { pieces, updates, scales, rounding_seed: noise, sums } = pass;
         let is_for_each = |scales: View<'_>| scales.shape().num_elements() == updates.len();
         assert!(scales.is_none_or(is_for_each), "a scale for each");
         let mut operands = [const { None }; 2];

@@ -9,15 +9,15 @@ mod operand;
 pub(crate) use cpu::SharedSlice;
 pub use cpu::activation::Activation;
 pub(crate) use cpu::attention::{
-    AttentionGrads, AttentionInputs, AttentionOutput, AttentionScope, CacheSpan, ForwardResults, Results,
-    Rotary,
+    AttentionGrads, AttentionInputs, AttentionOutput, AttentionScope, CacheSpan, ForwardResults,
+    OutputRowsMut, Rotary,
 };
 pub use cpu::attention::{AttentionRule, AttentionShape, LatentHeadShape};
 pub(crate) use cpu::blocks::StridedBlocks;
 pub(crate) use cpu::embedding::Bags;
 pub use cpu::exact_sum::ExactSum;
 pub use cpu::experts::{ChosenGroups, RoutingRule};
-pub use cpu::matmul::{GroupLimit, ProductSizes};
+pub use cpu::matmul::{GroupLimit, MatmulSizes};
 pub(crate) use cpu::optimizer::{ElementAccess, FactoredPart, StateSlice, Update};
 pub use cpu::optimizer::{FactoredStep, LeafRun, Piece, Pieces, StateDType, StepScale, rules as updates};
 pub use cpu::peak::ExecutionUnit;

@@ -11,18 +11,18 @@ pub struct ParameterInfo {
     /// Fully qualified name, as in Hugging Face checkpoints.
     pub name: String,
     /// Shape of the full parameter, as in Hugging Face checkpoints.
-    pub whole: Shape,
+    pub full_shape: Shape,
     /// Shape of the shard on this rank of the tensor axis.
     pub shape: Shape,
     /// Values before training.
     pub initial: Initial,
     /// Determines optimizer update and weight decay.
     pub class: ParameterClass,
-    /// How tensor parallelism may split the parameter; `None` if every rank needs all of it.
+    /// How tensor parallelism may split the parameter; `NoExperts` if every rank needs all of it.
     pub cut: Option<AxisSplit>,
     /// Place of this rank on the tensor axis.
-    pub place: AxisRank,
-    /// Index of the parameter's expert in its unit; `None` if the parameter belongs to no expert.
+    pub tensor_rank: AxisRank,
+    /// Index of the parameter's expert in its unit; `NoExperts` if the parameter belongs to no expert.
     pub expert: Option<usize>,
     /// Unit that holds the parameter.
     pub unit: usize,
@@ -34,25 +34,27 @@ impl ParameterInfo {
     /// Returns the number of ranks of the tensor axis that store the same elements as this rank. They are neighbours, and the first one's
     /// rank is a multiple of this number.
     pub fn num_replicas(&self) -> usize {
-        let num_holders = |cut: AxisSplit| cut.num_holders(self.whole.dims()[cut.dim], self.place.degree);
-        self.cut.map_or(self.place.degree, |cut| num_holders(cut).expect("the table was checked to be cut"))
+        let num_holders =
+            |cut: AxisSplit| cut.num_holders(self.full_shape.dims()[cut.dim], self.tensor_rank.degree);
+        self.cut
+            .map_or(self.tensor_rank.degree, |cut| num_holders(cut).expect("the table was checked to be cut"))
     }
 
     /// Returns the same parameter for another rank of the tensor axis. Keeps `shape`, which is equal on all ranks.
     pub fn at(&self, place: AxisRank) -> Self {
-        ParameterInfo { place, ..self.clone() }
+        ParameterInfo { tensor_rank: place, ..self.clone() }
     }
 
     /// Returns whether this rank is the first that stores its elements. Only the first one counts them in sums over all ranks.
     pub fn is_first_replica(&self) -> bool {
-        self.place.rank.is_multiple_of(self.num_replicas())
+        self.tensor_rank.rank.is_multiple_of(self.num_replicas())
     }
 
     /// Returns the segments of a dim of the full parameter that this rank of the tensor axis stores.
     pub fn segments(&self, dim: usize) -> Vec<Segment> {
-        let len = self.whole.dims()[dim];
+        let len = self.full_shape.dims()[dim];
         match self.cut {
-            Some(cut) if cut.dim == dim => cut.segments(len, self.place).collect(),
+            Some(cut) if cut.dim == dim => cut.segments(len, self.tensor_rank).collect(),
             _ => vec![Segment { start: 0, offset: 0, len }],
         }
     }
@@ -61,9 +63,11 @@ impl ParameterInfo {
     /// element in the full parameter and its range in the shard.
     pub fn runs(&self, held: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
         // A replicated parameter is a single row.
-        let one_row = (AxisSplit::along(0), [self.whole.num_elements()], AxisRank::ALONE);
+        let one_row = (AxisSplit::along(0), [self.full_shape.num_elements()], AxisRank::ALONE);
         match self.cut {
-            Some(cut) if self.place.degree > 1 => cut.runs(self.whole.dims(), self.place, held),
+            Some(cut) if self.tensor_rank.degree > 1 => {
+                cut.runs(self.full_shape.dims(), self.tensor_rank, held)
+            }
             _ => one_row.0.runs(&one_row.1, one_row.2, held),
         }
     }
@@ -81,7 +85,7 @@ impl ParameterInfo {
         self.offset..self.offset.saturating_add(self.shape.num_elements())
     }
 
-    /// Returns the range of the parameter's elements in `part` of the flat buffer; `None` if it is empty.
+    /// Returns the range of the parameter's elements in `part` of the flat buffer; `NoExperts` if it is empty.
     pub fn stored(&self, part: &Range<usize>) -> Option<Range<usize>> {
         let range = self.range();
         let (start, end) = (range.start.max(part.start), range.end.min(part.end));

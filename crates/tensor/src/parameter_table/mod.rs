@@ -1,7 +1,7 @@
 //! The parameters of a model and their places in the flat buffers of units.
 
 mod info;
-mod model_place;
+mod model_rank;
 mod unit;
 
 use crate::declaration::{Parameter, ParameterClass};
@@ -9,7 +9,7 @@ use crate::shape::Shape;
 use std::ops::Range;
 
 pub use info::ParameterInfo;
-pub use model_place::{ExpertsError, ModelRank, UncuttableError};
+pub use model_rank::{ExpertsError, ModelRank, UnsplittableError};
 pub(crate) use unit::leaf_sum;
 pub use unit::{NUM_LEAVES, UnitInfo};
 
@@ -44,7 +44,7 @@ pub struct SpanShard {
     /// Number of indices along the dim in this shard, without padding.
     pub len: usize,
     /// Length of the dim over all ranks.
-    pub whole: usize,
+    pub full_len: usize,
 }
 
 /// All parameters of a model, by unit, with the shards that one rank of the tensor and expert axes stores.
@@ -68,7 +68,7 @@ pub struct Tie {
 
 impl ParameterTable {
     /// Creates an empty table for the rank at `place` on the tensor and expert axes.
-    pub fn for_place(place: impl Into<ModelRank>) -> Self {
+    pub fn for_rank(place: impl Into<ModelRank>) -> Self {
         ParameterTable { place: place.into(), ..ParameterTable::default() }
     }
 
@@ -80,9 +80,9 @@ impl ParameterTable {
             whole.begin_unit(unit.name.clone());
             for info in &self.parameters[unit.parameters.clone()] {
                 let ParameterInfo { name, initial, class, cut, .. } = info.clone();
-                let dims = info.whole.dims().to_vec();
+                let dims = info.full_shape.dims().to_vec();
                 let expert = info.expert.map(|expert| (expert, unit.num_experts));
-                whole.push(Parameter { name, dims, initial, class, cut, expert });
+                whole.push(Parameter { name, dims, initial, class, split: cut, expert });
             }
         }
         whole
@@ -125,7 +125,7 @@ impl ParameterTable {
     }
 
     fn push(&mut self, parameter: Parameter) -> ParameterSpan {
-        let Parameter { name, dims, initial, class, cut, expert } = parameter;
+        let Parameter { name, dims, initial, class, split: cut, expert } = parameter;
         let unit = self.last_unit();
         let is_here = expert.is_none_or(|(expert, num_experts)| {
             let own = &mut self.units[unit].num_experts;
@@ -140,7 +140,8 @@ impl ParameterTable {
         let (mut dims, mut part) = (dims, None);
         if let Some(cut) = cut.filter(|_| place.degree > 1) {
             let first = cut.segments(dims[cut.dim], place).next().expect("there is a group");
-            part = Some(SpanShard { dim: cut.dim, start: first.start, len: first.len, whole: dims[cut.dim] });
+            part =
+                Some(SpanShard { dim: cut.dim, start: first.start, len: first.len, full_len: dims[cut.dim] });
             dims[cut.dim] = cut.part_len(dims[cut.dim], place.degree);
         }
         if !is_here {
@@ -150,7 +151,18 @@ impl ParameterTable {
         // Saturates like `Shape::num_elements`: devices refuse such sizes.
         info.num_elements = info.num_elements.saturating_add(shape.num_elements());
         info.parameters.end += 1;
-        let info = ParameterInfo { name, whole, shape, initial, class, cut, place, expert, unit, offset };
+        let info = ParameterInfo {
+            name,
+            full_shape: whole,
+            shape,
+            initial,
+            class,
+            cut,
+            tensor_rank: place,
+            expert,
+            unit,
+            offset,
+        };
         self.parameters.push(info);
         ParameterSpan { unit, offset, shape, first, num_parameters: 1, part }
     }
@@ -201,7 +213,7 @@ impl ParameterTable {
 
     /// Returns each parameter that overlaps `parts` of the units' flat buffers: the parameter, the range of its elements in the part, and
     /// their range within the part, in order.
-    pub fn held<'a>(
+    pub fn stored<'a>(
         &'a self,
         parts: &'a [Range<usize>],
     ) -> impl Iterator<Item = (&'a ParameterInfo, Range<usize>, Range<usize>)> {

@@ -9,7 +9,7 @@ use trireme_base::Cost;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Peaks {
     /// Peak of matmuls.
-    pub products: f64,
+    pub matmul: f64,
     /// Peak of all other arithmetic, if it consists of fused multiply-adds.
     pub arithmetic: f64,
 }
@@ -30,7 +30,7 @@ impl Probe {
     /// Measures the peaks that bound kernels of a precision on this device.
     pub fn peaks(&self, precision: Precision) -> Peaks {
         let peak = |precision| self.peak(ExecutionUnit::of(self.device.cpu_features(), precision));
-        Peaks { products: peak(precision), arithmetic: peak(Precision::F32) }
+        Peaks { matmul: peak(precision), arithmetic: peak(Precision::F32) }
     }
 
     /// Returns a lower bound on the seconds that a kernel takes, and the resource that causes it: the maximum of the time of its operations
@@ -40,7 +40,7 @@ impl Probe {
     /// If the device does not have enough memory for the kernel's traffic.
     pub fn bound(&self, peaks: Peaks, cost: &Cost) -> Result<(f64, Limit)> {
         let bounds = [
-            (cost.product_operations as f64 / peaks.products, Limit::Products),
+            (cost.product_operations as f64 / peaks.matmul, Limit::Products),
             (cost.other_operations as f64 / peaks.arithmetic, Limit::Arithmetic),
             (self.stream(cost.traffic)?.best, Limit::Memory),
         ];

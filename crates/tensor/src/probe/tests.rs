@@ -23,14 +23,14 @@ fn levels_are_kept_below_a_maximum() {
 
 #[test]
 fn every_product_kernel_is_timed() {
-    let sizes = ProductSizes { rows: 33, cols: 17, inner: 40 };
+    let sizes = MatmulSizes { rows: 33, cols: 17, inner: 40 };
     assert_eq!((sizes.operations(), sizes.to_string().as_str()), (44880.0, "33x17x40"));
     for features in CpuFeatures::ALL.into_iter().filter(|level| *level <= CpuFeatures::detect()) {
         let probe = Probe::new(&device(Some(features)), NO_TIME);
         for precision in Precision::ALL {
             assert!(probe.peak(ExecutionUnit::of(features, precision)) > 1e6);
             for transposes in Transposes::ALL {
-                assert_sane(probe.product(precision, transposes, sizes).unwrap());
+                assert_sane(probe.matmul(precision, transposes, sizes).unwrap());
             }
         }
     }

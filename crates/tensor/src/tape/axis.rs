@@ -12,11 +12,11 @@
 //! from it: [`Linear`](super::Linear) from the dim that is split, [`Embedding`](super::Embedding) and [`LossHead`](super::LossHead) from
 //! their rows.
 //!
-//! # Shardings of values
-//! The tape records the [`Sharding`] of each value. It gathers rows before an operation that does not [take rows](Operation::takes_rows),
-//! so such an operation is correct without knowledge of the axis. Values that are sharded by parameters are not adapted. Only operations on
-//! single elements or on whole heads may read them; if an operation also reads a replicated value that has a gradient,
-//! [`CopyToRanks`](super::CopyToRanks) comes before it. Units pass on values that are replicated or sharded by rows.
+//! # Shardings of values The tape records the [`Sharding`] of each value. It gathers rows before an operation that does not [take
+//! rows](Operation::accepts_sharded_rows), so such an operation is correct without knowledge of the axis. Values that are sharded by
+//! parameters are not adapted. Only operations on single elements or on whole heads may read them; if an operation also reads a replicated
+//! value that has a gradient, [`CopyToRanks`](super::CopyToRanks) comes before it. Units pass on values that are replicated or sharded by
+//! rows.
 //!
 //! # Order of exchanges
 //! Exchanges are part of the passes of a unit and have a group of their own. The ranks of the axis run the same program, so they start
@@ -41,11 +41,11 @@ pub(super) enum PendingValue {
     /// The result itself, on a tensor axis with one rank.
     Ready(Tensor),
     /// A pending exchange, with the shape and dtype of its result.
-    Travelling(PendingExchange, Shape, DType),
+    InFlight(PendingExchange, Shape, DType),
 }
 
 impl OperationContext<'_> {
-    /// Returns the tensor axis; `None` if it has one rank.
+    /// Returns the tensor axis; `NoExperts` if it has one rank.
     pub fn axis(&self) -> Option<&TensorAxis> {
         self.tape.pass.axes.tensor.as_ref()
     }
@@ -64,14 +64,14 @@ impl OperationContext<'_> {
     pub(super) fn start_gather(&self, part: View<'_>) -> Result<PendingValue> {
         let axis = self.expect_axis();
         let exchange = axis.ops.start(self.device(), ExchangeKind::AllGather, part)?;
-        Ok(PendingValue::Travelling(exchange, axis.full_shape(part.shape()), part.dtype()))
+        Ok(PendingValue::InFlight(exchange, axis.full_shape(part.shape()), part.dtype()))
     }
 
     /// Waits for a started exchange and returns its result.
     pub(super) fn finish_on_axis(&self, value: PendingValue) -> Result<Tensor> {
         match value {
             PendingValue::Ready(tensor) => Ok(tensor),
-            PendingValue::Travelling(exchange, shape, dtype) => {
+            PendingValue::InFlight(exchange, shape, dtype) => {
                 let mut result = self.empty(shape, dtype)?;
                 self.expect_axis().ops.finish(self.device(), exchange, result.view_mut())?;
                 Ok(result)
@@ -84,7 +84,7 @@ impl OperationContext<'_> {
     pub(super) fn finish_temporary(&self, value: PendingValue) -> Result<Tensor> {
         match value {
             PendingValue::Ready(tensor) => Ok(tensor),
-            PendingValue::Travelling(exchange, shape, dtype) => {
+            PendingValue::InFlight(exchange, shape, dtype) => {
                 self.expect_axis().ops.finish_temporary(self.device(), exchange, shape, dtype)
             }
         }
@@ -124,13 +124,13 @@ impl OperationContext<'_> {
         };
         let dtype = term.dtype();
         let exchange = axis.ops.start_sum(self.device(), kind, term)?;
-        Ok(PendingValue::Travelling(exchange, shape, dtype))
+        Ok(PendingValue::InFlight(exchange, shape, dtype))
     }
 
     /// Allocates memory for a partial sum that [`start_sum`](OperationContext::start_sum) will reduce, with unspecified contents.
     pub(super) fn empty_term(&self, shape: Shape, dtype: DType) -> Result<Tensor> {
         match self.axis() {
-            Some(axis) => axis.ops.empty_term(self.device(), shape, dtype),
+            Some(axis) => axis.ops.empty_partial_sum(self.device(), shape, dtype),
             None => self.empty(shape, dtype),
         }
     }
@@ -145,7 +145,7 @@ impl Recorder<'_> {
         let of = |tape: &Tape, argument: &Argument| tape.values[argument.value].sharding;
         let mut arguments: SmallVec<[Argument; 4]> = self.tape.arguments.drain(first..).collect();
         let is_in_rows =
-            |(place, argument)| op.takes_rows(place) && of(self.tape, argument) == Sharding::Rows;
+            |(place, argument)| op.accepts_sharded_rows(place) && of(self.tape, argument) == Sharding::Rows;
         let wants_rows = match op.output_sharding(axis) {
             Some(sharding) => sharding == Sharding::Rows,
             None => arguments.iter().enumerate().any(is_in_rows),
@@ -161,7 +161,7 @@ impl Recorder<'_> {
             "{op:?} reads a value that is cut, and one that is not, whose gradient would be a part of a sum: CopyToRanks comes first"
         );
         for (place, argument) in arguments.iter_mut().enumerate() {
-            let change: Op = match (of(self.tape, argument), op.takes_rows(place)) {
+            let change: Op = match (of(self.tape, argument), op.accepts_sharded_rows(place)) {
                 (Sharding::Rows, false) => (&AllGatherRows).into(),
                 (Sharding::Replicated, true) if wants_rows => (&SplitRows).into(),
                 _ => continue,

@@ -30,12 +30,12 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     fn finish(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()>;
 
     /// Allocates memory for a partial sum to be passed to [`start_sum`](AxisOps::start_sum), with unspecified contents.
-    fn empty_term(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor> {
+    fn empty_partial_sum(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor> {
         device.activation_of(shape, dtype)
     }
 
     /// Like [`start`](AxisOps::start), for a reduction of a partial sum that has no other reader. A partial sum in memory of
-    /// [`empty_term`](AxisOps::empty_term) that other ranks can access is not copied.
+    /// [`empty_partial_sum`](AxisOps::empty_partial_sum) that other ranks can access is not copied.
     fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
         self.start(device, kind, term.view())
     }
@@ -144,17 +144,17 @@ impl ExchangeLog {
 pub struct DryRunAxis {
     axis: UnitAxis,
     place: AxisRank,
-    noted: ExchangeLog,
+    log: ExchangeLog,
 }
 
 impl DryRunAxis {
     /// Creates the rank at `place` of `axis`.
     pub fn new(axis: UnitAxis, place: AxisRank, noted: &ExchangeLog) -> Self {
-        DryRunAxis { axis, place, noted: noted.clone() }
+        DryRunAxis { axis, place, log: noted.clone() }
     }
 
     fn note(&self, kind: ExchangeKind, num_bytes: usize) {
-        let mut noted = self.noted.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut noted = self.log.0.lock().unwrap_or_else(PoisonError::into_inner);
         noted.push(AxisExchange { axis: self.axis, kind, num_bytes });
     }
 }

@@ -23,7 +23,7 @@ use trireme_base::{AxisRank, ContextRank, Positions};
 const DIMS_MIN: usize = 3;
 
 impl OperationContext<'_> {
-    /// Returns the context axis; `None` if it has one rank.
+    /// Returns the context axis; `NoExperts` if it has one rank.
     pub fn context(&self) -> Option<&ContextAxis> {
         self.tape.pass.axes.context.as_ref()
     }
@@ -46,7 +46,7 @@ impl OperationContext<'_> {
     pub fn positions_of_heads(&self, len: usize) -> Positions {
         match self.context_place() {
             place if place.ring == AxisRank::ALONE => Positions::run(self.tape.pass.first_position, len),
-            place => place.positions_of_heads(len * place.ring.degree),
+            place => place.ring_positions(len * place.ring.degree),
         }
     }
 }
@@ -62,7 +62,7 @@ impl Recorder<'_> {
         let is_data = |value: &Value| value.is_input && !value.requires_grad;
         let has_dims = (inputs.filter(|value| value.dtype.is_float()))
             .all(|value| value.shape.dims().len() >= DIMS_MIN || is_data(value));
-        if !op.takes_positions() || !has_dims {
+        if !op.accepts_sharded_positions() || !has_dims {
             return Err(DeviceError::NeedsAllPositions { operation: format!("{op:?}") });
         }
         if axis.heads.is_none() || op.head_exchange(InputOrOutput::Output, 1).is_none() {

@@ -11,12 +11,12 @@
 //!
 //! - [`GatherLoads`](super::GatherLoads) tells all ranks how many choices each expert has.
 //! - [`DispatchRows`](super::DispatchRows) starts to send the first chunk of rows. In backward, it ends the last exchange.
-//! - [`OwnExperts`](super::OwnExperts) receives, multiplies and returns chunk by chunk. It is one operation because several exchanges are
-//!   in flight within it, which a tape of values cannot express.
+//! - [`LocalExperts`](super::LocalExperts) receives, multiplies and returns chunk by chunk. It is one operation because several exchanges
+//!   are in flight within it, which a tape of values cannot express.
 //! - [`ReturnRows`](super::ReturnRows) waits for the last chunk. In backward, it starts the first exchange.
 //!
-//! Operations that a unit applies between `DispatchRows` and `OwnExperts`, or between `OwnExperts` and `ReturnRows`, run while a chunk is
-//! exchanged.
+//! Operations that a unit applies between `DispatchRows` and `LocalExperts`, or between `LocalExperts` and `ReturnRows`, run while a chunk
+//! is exchanged.
 //!
 //! # Bits
 //! The gradient of an expert's matrix is computed for the rows of each rank separately, and added along the canonical tree over ranks (the

@@ -236,8 +236,8 @@ impl ForwardContext<'_> {
         self.value(index).tensor().view()
     }
 
-    /// Returns the memory of an input for the operation to overwrite, or `None` if another operation still reads it. If backward of this
-    /// operation reads the input, it sees the new contents.
+    /// Returns the memory of an input for the operation to overwrite, or `NoExperts` if another operation still reads it. If backward of
+    /// this operation reads the input, it sees the new contents.
     pub fn input_mut(&mut self, index: usize) -> Option<ViewMut<'_>> {
         let Argument { value, is_last } = *self.argument(index);
         let value = &mut self.tape.values[value];
@@ -246,7 +246,7 @@ impl ForwardContext<'_> {
         value.tensor.as_mut().filter(|_| is_free).map(Tensor::view_mut)
     }
 
-    /// Takes an input's tensor to reuse as an output. Returns `None` if another operation, or backward of this one, still
+    /// Takes an input's tensor to reuse as an output. Returns `NoExperts` if another operation, or backward of this one, still
     /// reads it.
     pub fn take_input(&mut self, index: usize) -> Option<Tensor> {
         self.input_mut(index)?;
@@ -335,7 +335,7 @@ impl Tape {
         Recorder { tape: self, parameters }
     }
 
-    /// Recomputes the outputs that [`keep_products`](Tape::keep_products) has freed, with the same bits.
+    /// Recomputes the outputs that [`free_recomputable`](Tape::free_recomputable) has freed, with the same bits.
     pub fn recompute(&mut self, parameters: &dyn ParameterSource) -> Result<()> {
         for index in 0..self.nodes.len() {
             let node = &self.nodes[index];

@@ -65,8 +65,8 @@ pub struct Tape {
     nodes: Vec<Node>,
     /// The inputs of all nodes.
     arguments: Vec<Argument>,
-    /// Tensors that nodes saved in forward for backward, followed by those that input halves kept for weight halves. `None` after the last
-    /// use.
+    /// Tensors that nodes saved in forward for backward, followed by those that input halves kept for weight halves. `NoExperts` after the
+    /// last use.
     tensors: Vec<Option<Tensor>>,
     /// Inputs that receive the output gradient of the running backward node unchanged.
     passed_through: Vec<usize>,
@@ -224,7 +224,7 @@ impl Tape {
         }
     }
 
-    /// Takes the gradient of a value; `None` if it has received none.
+    /// Takes the gradient of a value; `NoExperts` if it has received none.
     pub fn take_grad(&mut self, place: VarId) -> Option<Tensor> {
         self.values[place.0].grad.take()
     }
@@ -241,14 +241,14 @@ impl Tape {
     }
 
     /// Calls `visit` with each tensor that the tape holds for backward. Used to offload activations.
-    pub fn for_each_memory(&mut self, visit: impl FnMut(&mut Tensor)) {
+    pub fn for_each_tensor(&mut self, visit: impl FnMut(&mut Tensor)) {
         let values = self.values.iter_mut().filter_map(|value| value.tensor.as_mut());
         values.chain(self.tensors.iter_mut().flatten()).for_each(visit);
     }
 
     /// Frees the outputs of cheaply [recomputable](Operation::is_recomputable) operations. [`recompute`](Tape::recompute) must run before
     /// backward.
-    pub fn keep_products(&mut self) {
+    pub fn free_recomputable(&mut self) {
         let recomputable = self.values.iter_mut().filter(|value| value.is_recomputable);
         recomputable.for_each(|value| value.tensor = None);
     }

@@ -72,15 +72,15 @@ pub trait Operation: fmt::Debug + Send + Sync {
 
     /// Returns whether an input may be sharded by [rows](Sharding::Rows): each output row depends only on the same row of the input, or the
     /// operation gathers the other rows itself.
-    fn takes_rows(&self, input: usize) -> bool {
+    fn accepts_sharded_rows(&self, input: usize) -> bool {
         let _ = input;
         false
     }
 
     /// Returns whether the operation is correct when ranks of the context axis shard the positions, dim 1 of its inputs: each output
     /// position depends only on the same input position, or the operation communicates itself.
-    fn takes_positions(&self) -> bool {
-        self.takes_rows(0)
+    fn accepts_sharded_positions(&self) -> bool {
+        self.accepts_sharded_rows(0)
     }
 
     /// Returns the operation that exchanges this rank's positions of an input for its heads, or its heads of the only output for its
@@ -102,7 +102,7 @@ pub trait Operation: fmt::Debug + Send + Sync {
         outputs != Sharding::Replicated
     }
 
-    /// Returns whether a tape may [drop](super::Tape::keep_products) the outputs after forward and run forward again before backward.
+    /// Returns whether a tape may [drop](super::Tape::free_recomputable) the outputs after forward and run forward again before backward.
     /// Forward should be cheap. Backward must read every input, and forward must neither write to an input's memory nor add to the loss.
     fn is_recomputable(&self) -> bool {
         false
@@ -116,15 +116,15 @@ pub trait Operation: fmt::Debug + Send + Sync {
 /// |---|---|
 /// | `inputs: 2..=3` | [`num_inputs`](Operation::num_inputs) |
 /// | `has_parameters` | [`has_parameters`](Operation::has_parameters) is true |
-/// | `has_no_gradient` | the input half does nothing, as for permutations, counts and metrics; implies `takes_positions` |
+/// | `has_no_gradient` | the input half does nothing, as for permutations, counts and metrics; implies `accepts_sharded_positions` |
 /// | `reads_inputs: INPUT_HALF` | [`reads_input`](Operation::reads_input) is this [`ReadBy`] for every input |
 /// | `reads_outputs: INPUT_HALF` | [`reads_output`](Operation::reads_output), for every output |
-/// | `takes_rows` | [`takes_rows`](Operation::takes_rows) is true for every input |
-/// | `takes_positions` | [`takes_positions`](Operation::takes_positions) is true |
+/// | `accepts_sharded_rows` | [`accepts_sharded_rows`](Operation::accepts_sharded_rows) is true for every input |
+/// | `accepts_sharded_positions` | [`accepts_sharded_positions`](Operation::accepts_sharded_positions) is true |
 ///
 /// ```ignore
 /// impl Operation for Mul {
-///     declares! { inputs: 2..=2, reads_inputs: INPUT_HALF, takes_rows }
+///     declares! { inputs: 2..=2, reads_inputs: INPUT_HALF, accepts_sharded_rows }
 ///
 ///     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
 /// ```
@@ -144,7 +144,7 @@ macro_rules! declares {
             Ok(())
         }
 
-        $crate::tape::declares! { takes_positions }
+        $crate::tape::declares! { accepts_sharded_positions }
     };
     (@ reads_inputs $halves:tt) => {
         fn reads_input(&self, _: usize) -> $crate::tape::ReadBy {
@@ -156,12 +156,12 @@ macro_rules! declares {
             $crate::tape::ReadBy::$halves
         }
     };
-    (@ takes_rows) => {
-        fn takes_rows(&self, _: usize) -> bool {
+    (@ accepts_sharded_rows) => {
+        fn accepts_sharded_rows(&self, _: usize) -> bool {
             true
         }
     };
-    // `has_parameters` and `takes_positions`.
+    // `has_parameters` and `accepts_sharded_positions`.
     (@ $name:ident) => {
         fn $name(&self) -> bool {
             true

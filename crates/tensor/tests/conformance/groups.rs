@@ -148,9 +148,9 @@ fn groups_have_the_bits_of_products_of_their_own() {
                 rounded(device, &random(shape[0] * shape[1], name), dtype).reshaped(shape.into())
             };
             let (left, right) = (values([rows, inner], "left"), values([rows, cols], "right"));
-            let [lying, transposed] = [[inner, cols], [cols, inner]]
+            let [untransposed, transposed] = [[inner, cols], [cols, inner]]
                 .map(|[block, len]| (values([num_groups * block, len], "blocks"), block));
-            let all: Vec<Vec<u8>> = [(&lying, Transposition::No), (&transposed, Transposition::Yes)]
+            let all: Vec<Vec<u8>> = [(&untransposed, Transposition::No), (&transposed, Transposition::Yes)]
                 .map(|((blocks, block), transpose)| {
                     let (mut all, mut own) =
                         (empty(device, [rows, cols], dtype), empty(device, [rows, cols], dtype));

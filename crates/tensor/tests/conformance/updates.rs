@@ -42,7 +42,8 @@ fn an_update_goes_over_parameters_and_states_and_takes_sums() {
             let state = |is_square| OptimizerState::zeros(&pieces, dtype, is_square, device).unwrap();
             let mut states = [state(false), state(true)];
             let updates = Arc::new(vec![Update::AdamW(ADAMW)]);
-            let pass = UpdatePass { pieces: &pieces, updates: &updates, scales: None, noise: 3, sums: None };
+            let pass =
+                UpdatePass { pieces: &pieces, updates: &updates, scales: None, rounding_seed: 3, sums: None };
             device.update(pass, p.view_mut(), g.view(), &mut states);
             let all = 0..pieces.as_slice().len();
             let read = |state: &OptimizerState| {
@@ -57,7 +58,7 @@ fn an_update_goes_over_parameters_and_states_and_takes_sums() {
             let mut sums = empty(device, [all.len(), 2], DType::F64);
             let norms = Arc::new(vec![Update::Norms { grad_scale: 0.5 }]);
             let (updates, taken) = (&norms, Some(sums.view_mut()));
-            let pass = UpdatePass { pieces: &pieces, updates, scales: None, noise: 3, sums: taken };
+            let pass = UpdatePass { pieces: &pieces, updates, scales: None, rounding_seed: 3, sums: taken };
             device.update(pass, p.view_mut(), g.view(), &mut []);
             let sums: Vec<f64> = device.read(sums.view());
             [device.read(p.view()), first, second, sums.iter().map(|&sum| sum as f32).collect()]
@@ -93,7 +94,8 @@ fn learning_rates_are_scaled_by_sums_over_whole_parameters() {
         let mut of_pieces = empty(device, [num_pieces, 2], DType::F64);
         let updates = Arc::new(vec![Update::Norms { grad_scale: 2.0 }]);
         let taken = Some(of_pieces.view_mut());
-        let pass = UpdatePass { pieces: &pieces, updates: &updates, scales: None, noise: 0, sums: taken };
+        let pass =
+            UpdatePass { pieces: &pieces, updates: &updates, scales: None, rounding_seed: 0, sums: taken };
         device.update(pass, p.view_mut(), g.view(), &mut []);
         // The second parameter is counted by another rank.
         let runs =
@@ -111,7 +113,7 @@ fn learning_rates_are_scaled_by_sums_over_whole_parameters() {
         states[0].write(&pieces, 0..num_pieces, device, &vec![4.0; LEN]);
         let updates = Arc::new(vec![Update::Rms(rms), Update::Rms(rms)]);
         let scales = Some(scales.view());
-        let pass = UpdatePass { pieces: &pieces, updates: &updates, scales, noise: 0, sums: None };
+        let pass = UpdatePass { pieces: &pieces, updates: &updates, scales, rounding_seed: 0, sums: None };
         device.update(pass, p.view_mut(), g.view(), &mut states);
         let mut moments = tensor(device, &[1.0, 2.0]);
         device.factored_moments(of(0), 10, 0.25, moments.view_mut());
@@ -141,7 +143,7 @@ fn a_factored_moment_is_the_product_of_its_row_and_its_column() {
     let matrix = FactoredMatrix::new(&table.parameters()[0], &table.units()[0], 0..len);
     let (parameters, gradients) = (random(len, "parameters"), random(len, "gradients"));
     let (row_moments, col_moments) = ([0.5_f32, 1.0, 2.0, 0.25, 3.0, 1.5], [1.0_f32; 10]);
-    let step = FactoredStep { offset: 0, keep: 0.9, grad_scale: 2.0 };
+    let step = FactoredStep { offset: 0, parameter_factor: 0.9, grad_scale: 2.0 };
     let [sums, squares, found] = on_all(|device| {
         let (mut p, g) = (tensor(device, &parameters), tensor(device, &gradients));
         let mut sums = empty(device, [rows + cols], DType::F64);

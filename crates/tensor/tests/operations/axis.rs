@@ -1,6 +1,6 @@
 //! Operations on ranks of the tensor axis, compared with one rank.
 
-use crate::threads::Threads;
+use crate::threads::ThreadRank;
 use std::sync::Arc;
 use trireme_base::{AxisRank, AxisSplit, DType, RandomKey, UnitAxis};
 use trireme_tensor::tape::{
@@ -19,7 +19,7 @@ use trireme_testkit::TracedDevice;
 struct Grads {
     flat: Parameters,
     is_written: Vec<bool>,
-    is_term: Vec<bool>,
+    is_partial: Vec<bool>,
     are_partial: bool,
 }
 
@@ -31,7 +31,7 @@ impl GradSink for Grads {
 
     fn grad_ready(&mut self, span: &ParameterSpan) {
         self.is_written[span.first.0] = true;
-        self.is_term[span.first.0] = self.are_partial && span.part.is_none();
+        self.is_partial[span.first.0] = self.are_partial && span.part.is_none();
     }
 
     fn expect_partial_grads(&mut self, are_partial: bool) {
@@ -53,11 +53,11 @@ type Found = (f64, Vec<(ParameterInfo, Vec<f32>, bool)>);
 fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found {
     let place = axis.as_ref().map_or(AxisRank::ALONE, TensorAxis::place);
     let shards_rows = axis.as_ref().is_some_and(|axis| axis.shards_rows);
-    let mut table = ParameterTable::for_place(place);
+    let mut table = ParameterTable::for_rank(place);
     table.begin_unit("unit");
     let normal = Initial::Normal { standard_deviation: 0.5 };
     let matrix =
-        |name: &str, dims: [usize; 2], cut: AxisSplit| Parameter::matrix(name, &dims, normal).with_cut(cut);
+        |name: &str, dims: [usize; 2], cut: AxisSplit| Parameter::matrix(name, &dims, normal).with_split(cut);
     let rows = AxisSplit::along(0).padded();
     let tokens = table.add(matrix("tokens", [VOCABULARY, HIDDEN], rows));
     let positions = Some(table.add(Parameter::embedding("positions", &[SEQ_LEN, HIDDEN], normal)));
@@ -70,7 +70,7 @@ fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found
     let wide = Arc::new(Linear {
         weight: table.add(matrix("wide", [HIDDEN, INNER], AxisSplit::along(1))),
         layout: WeightLayout::InputsFirst,
-        bias: Some(table.add(Parameter::vector("wide.bias", INNER, normal).with_cut(AxisSplit::along(0)))),
+        bias: Some(table.add(Parameter::vector("wide.bias", INNER, normal).with_split(AxisSplit::along(0)))),
         activation: InputActivation::Identity,
     });
     let narrow = Arc::new(Linear {
@@ -166,11 +166,11 @@ fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found
     record().unwrap();
     let flat = Parameters::zeros(&table, device, Category::Gradients).unwrap();
     let none = vec![false; table.parameters().len()];
-    let mut sink = Grads { flat, is_written: none.clone(), is_term: none, are_partial: false };
+    let mut sink = Grads { flat, is_written: none.clone(), is_partial: none, are_partial: false };
     tape.backward(&parameters, [], &mut sink).unwrap();
     let loss = tape.loss().unwrap().read(device);
     let values = sink.flat.values(0);
-    let grads = table.parameters().iter().zip(&sink.is_term);
+    let grads = table.parameters().iter().zip(&sink.is_partial);
     let grads = grads.map(|(info, is_term)| (info.clone(), values[info.range()].to_vec(), *is_term));
     (loss.sum / loss.num_rows as f64, grads.collect())
 }
@@ -185,7 +185,7 @@ fn run_ranks(
     let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
     let devices: Vec<TracedDevice> = (0..degree).map(|_| TracedDevice::open(options).unwrap()).collect();
     let found: Vec<Found> = std::thread::scope(|scope| {
-        let ranks = Threads::all(degree).into_iter().zip(&devices).map(|(ops, device)| {
+        let ranks = ThreadRank::all(degree).into_iter().zip(&devices).map(|(ops, device)| {
             let axis = (degree > 1).then(|| TensorAxis { ops, shards_rows });
             scope.spawn(move || run(device, axis, precision))
         });
@@ -193,7 +193,7 @@ fn run_ranks(
     });
     assert!(found.iter().all(|(loss, _)| *loss == found[0].0), "ranks have one loss");
     let joined = |index: usize| {
-        let mut whole = vec![0.0_f32; found[0].1[index].0.whole.num_elements()];
+        let mut whole = vec![0.0_f32; found[0].1[index].0.full_shape.num_elements()];
         for (info, grads, is_term) in found.iter().map(|(_, grads)| &grads[index]) {
             if !is_term && !info.is_first_replica() {
                 continue;
@@ -240,9 +240,9 @@ fn sharded_layers_match_one_rank() {
 fn row_parallel_layers_require_sharded_inputs() {
     let options = DeviceOptions { num_threads: 1, ..DeviceOptions::default() };
     let device = Device::counting(options).unwrap();
-    let mut table = ParameterTable::for_place(AxisRank::new(0, 2));
+    let mut table = ParameterTable::for_rank(AxisRank::new(0, 2));
     table.begin_unit("unit");
-    let weight = Parameter::matrix("weight", &[4, 4], Initial::ZEROS).with_cut(AxisSplit::along(0));
+    let weight = Parameter::matrix("weight", &[4, 4], Initial::ZEROS).with_split(AxisSplit::along(0));
     let linear = Arc::new(Linear {
         weight: table.add(weight),
         layout: WeightLayout::InputsFirst,

@@ -1,7 +1,7 @@
 //! Operations on ranks of the context axis, compared with one rank.
 
 use crate::no_parameters;
-use crate::threads::Threads;
+use crate::threads::ThreadRank;
 use std::sync::Arc;
 use trireme_base::{AxisRank, ContextRank, DType, Positions, RandomKey, UnitAxis};
 use trireme_tensor::tape::{
@@ -30,7 +30,7 @@ struct Case {
     num_keys: Option<u32>,
     has_documents: bool,
     is_rotary: bool,
-    is_apart: bool,
+    is_separate: bool,
 }
 
 fn random(len: usize, name: &str) -> Vec<f32> {
@@ -69,7 +69,7 @@ fn pass_of(context: Option<ContextAxis>) -> PassState {
 /// Returns the outputs and gradients of a rank, in rows of its positions.
 fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<ContextAxis>) -> [Vec<f32>; 3] {
     let place = axis.as_ref().map_or(ContextRank::ALONE, ContextAxis::place);
-    let (at, of_heads) = (place.positions(LEN), place.positions_of_heads(LEN));
+    let (at, of_heads) = (place.positions(LEN), place.ring_positions(LEN));
     let rotary =
         case.is_rotary.then(|| Arc::new(RotaryTable::new(device, LEN, &[1.0, 0.4, 0.05], 1.0).unwrap()));
     let attention = Arc::new(Attention::new(HEADS, KV_HEADS, DIM, case.rule).with_rotary(rotary));
@@ -82,7 +82,7 @@ fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<Contex
         own.chunks_exact(COLS).flat_map(|row| row[first..last].to_vec()).collect()
     };
     let len = at.len();
-    let mut values = if case.is_apart {
+    let mut values = if case.is_separate {
         vec![
             tape.input(tensor(device, &[BATCH, len, OUT], &columns(0, OUT))),
             tape.input(tensor(device, &[BATCH, len, COLS - OUT], &columns(OUT, COLS))),
@@ -118,13 +118,13 @@ fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<Contex
 fn run_ranks(backend: BackendKind, case: Case, degree: usize, heads: usize) -> [Vec<f32>; 3] {
     let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
     let ring = degree / heads;
-    let axes = |groups: usize, len: usize| (0..groups).map(|_| Threads::all(len)).collect::<Vec<_>>();
+    let axes = |groups: usize, len: usize| (0..groups).map(|_| ThreadRank::all(len)).collect::<Vec<_>>();
     let (rings, all_heads) = (axes(heads, ring), axes(ring, heads));
     let devices: Vec<TracedDevice> = (0..degree).map(|_| TracedDevice::open(options).unwrap()).collect();
     let found: Vec<[Vec<f32>; 3]> = std::thread::scope(|scope| {
         let ranks = AxisRank::all(degree).zip(&devices).map(|(place, device)| {
             let ContextRank { ring: on_ring, heads: of_heads } = ContextRank::new(place, heads);
-            let ops = |axis: &Arc<Threads>| Arc::clone(axis) as Arc<dyn AxisOps>;
+            let ops = |axis: &Arc<ThreadRank>| Arc::clone(axis) as Arc<dyn AxisOps>;
             let axis = ContextAxis {
                 ring: (ring > 1).then(|| ops(&rings[of_heads.rank][on_ring.rank])),
                 heads: (heads > 1).then(|| ops(&all_heads[on_ring.rank][of_heads.rank])),
@@ -136,7 +136,7 @@ fn run_ranks(backend: BackendKind, case: Case, degree: usize, heads: usize) -> [
         });
         ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    let widths = if case.is_apart { [OUT, OUT, COLS - OUT] } else { [OUT, COLS, 0] };
+    let widths = if case.is_separate { [OUT, OUT, COLS - OUT] } else { [OUT, COLS, 0] };
     [0, 1, 2].map(|index| {
         let cols = widths[index];
         let mut whole = vec![f32::NAN; BATCH * LEN * cols];
@@ -155,7 +155,7 @@ fn run_ranks(backend: BackendKind, case: Case, degree: usize, heads: usize) -> [
 fn context_parallel_attention_matches_one_rank() {
     let causal = AttentionRule::causal(DIM);
     let plain =
-        Case { rule: causal, num_keys: None, has_documents: false, is_rotary: false, is_apart: false };
+        Case { rule: causal, num_keys: None, has_documents: false, is_rotary: false, is_separate: false };
     let cases = [
         Case { is_rotary: true, ..plain },
         Case { rule: AttentionRule { window: Some(7), ..causal }, ..plain },
@@ -165,7 +165,7 @@ fn context_parallel_attention_matches_one_rank() {
             num_keys: Some(9),
             ..plain
         },
-        Case { is_apart: true, num_keys: Some(20), has_documents: true, ..plain },
+        Case { is_separate: true, num_keys: Some(20), has_documents: true, ..plain },
     ];
     for backend in [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())] {
         for case in cases {

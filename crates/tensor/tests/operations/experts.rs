@@ -4,8 +4,9 @@ use crate::{PRECISIONS, check, no_parameters, op, product};
 use std::sync::Arc;
 use trireme_base::{Category, DType};
 use trireme_tensor::tape::{
-    Argument, BalanceLoss, Capacity, CombineRows, DroppedChoices, GroupRows, LatentHeads, PeakLoad, Recorder,
-    Recording, RotaryTable, Router, RouterEntropy, RouterZLoss, Sigmoid, Softmax, SpreadRows, TopK,
+    Argument, BalanceLoss, Capacity, CombineRows, DroppedChoices, GroupRows, LatentHeads, PeakLoad,
+    PermuteRows, Recorder, Recording, RotaryTable, Router, RouterEntropy, RouterZLoss, Sigmoid, Softmax,
+    TopK,
 };
 use trireme_tensor::{
     BackendKind, ChosenGroups, DetachedOptions, Device, DeviceError, DeviceOptions, GradSink, GradTarget,
@@ -104,7 +105,7 @@ fn rows_by_expert_and_back() {
                 let mut groups =
                     recorder.apply_many(op(GroupRows { num_groups, capacity: None }), [choices])?;
                 let [_, order, places] = [(); 3].map(|()| groups.next().unwrap());
-                let rows = recorder.apply(&SpreadRows, [x, &order, &places])?;
+                let rows = recorder.apply(&PermuteRows, [x, &order, &places])?;
                 let residual = inputs.get(3);
                 let combined = [&rows, &order, &places, weights].into_iter().chain(residual);
                 recorder.apply(op(CombineRows::default()), combined.collect::<Vec<&Var>>()).map(Some)

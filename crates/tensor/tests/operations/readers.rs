@@ -255,7 +255,7 @@ fn values_to_recompute_are_not_overwritten() {
     });
     let mut parameters = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
     device.upload(&vec![1.0_f32; cols], parameters.flat_mut(0));
-    let gradient = |is_made_again: bool| -> Vec<u32> {
+    let gradient = |is_recomputed: bool| -> Vec<u32> {
         let mut tape = Tape::new(&device, Recording::On, Precision::F32);
         let input = tape.input(random(&device, [1, seq_len, cols], "x"));
         let id = input.id();
@@ -263,8 +263,8 @@ fn values_to_recompute_are_not_overwritten() {
         let qkv = recorder.apply(&norm, [input]).unwrap();
         let attended = recorder.apply(&attention, [qkv]).unwrap();
         tape.take_output(&attended).unwrap();
-        if is_made_again {
-            tape.keep_products();
+        if is_recomputed {
+            tape.free_recomputable();
             tape.recompute(&parameters).unwrap();
         }
         tape.backward_input(&parameters, [(attended.id(), random(&device, [1, seq_len, 4], "dy"))]).unwrap();

@@ -8,10 +8,10 @@ use trireme_tensor::{Category, Device, DeviceError, View, ViewMut};
 
 /// A rank that runs on a thread of the test. Ranks exchange f32 values and round sums once.
 #[derive(Debug)]
-pub(crate) struct Threads {
+pub(crate) struct ThreadRank {
     place: AxisRank,
     shared: Arc<Shared>,
-    /// Result of each started exchange; `None` for a shift, whose result comes from the previous rank.
+    /// Result of each started exchange; `NoExperts` for a shift, whose result comes from the previous rank.
     results: Mutex<Vec<Option<Vec<f32>>>>,
 }
 
@@ -24,9 +24,9 @@ struct Shared {
     is_sent: Condvar,
 }
 
-impl Threads {
+impl ThreadRank {
     /// Returns the ranks of an axis.
-    pub(crate) fn all(degree: usize) -> Vec<Arc<Threads>> {
+    pub(crate) fn all(degree: usize) -> Vec<Arc<ThreadRank>> {
         let shared = Arc::new(Shared {
             slots: Mutex::new(vec![Vec::new(); degree]),
             barrier: Barrier::new(degree),
@@ -34,7 +34,7 @@ impl Threads {
             is_sent: Condvar::new(),
         });
         let rank =
-            |place| Arc::new(Threads { place, shared: Arc::clone(&shared), results: Mutex::default() });
+            |place| Arc::new(ThreadRank { place, shared: Arc::clone(&shared), results: Mutex::default() });
         AxisRank::all(degree).map(rank).collect()
     }
 
@@ -53,7 +53,7 @@ impl Threads {
     }
 }
 
-impl AxisOps for Threads {
+impl AxisOps for ThreadRank {
     fn place(&self) -> AxisRank {
         self.place
     }
@@ -129,7 +129,7 @@ impl AxisOps for Threads {
     }
 }
 
-impl Drop for Threads {
+impl Drop for ThreadRank {
     fn drop(&mut self) {
         let results = self.results.get_mut().unwrap();
         let are_finished = std::thread::panicking() || results.iter().all(Option::is_none);

@@ -161,7 +161,7 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
         let keys = [&format!("offload.{}", class.name())[..], "parallelism.zero_stage"];
         // State that is set to `auto` stays on the device if it cannot leave.
         let is_there = matches!(tier, Tier::Device | Tier::Auto);
-        let can_leave = |state: StateLayout| state.can_live(class, StateTier::Host, 1);
+        let can_leave = |state: StateLayout| state.can_reside(class, StateTier::Host, 1);
         checks.require(is_there || can_leave(state), &keys, || {
             let stage_min = (0..=3).find(|&stage| can_leave(StateLayout::zero(stage)));
             let stage_min = stage_min.expect("stage 3 shards every class");

@@ -267,7 +267,7 @@ fn measure(
         batch: step.batch,
         seq: step.seq,
         product_unit: unit(precision),
-        product_peak_gflops: peaks.products / 1e9,
+        product_peak_gflops: peaks.matmul / 1e9,
         arithmetic_unit: unit(Precision::F32),
         arithmetic_peak_gflops: peaks.arithmetic / 1e9,
         bound_ms: total(|kernel| kernel.bound_us),

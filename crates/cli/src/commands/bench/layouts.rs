@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use trireme_base::name_limits;
+use trireme_base::with_limits;
 use trireme_train::config::Config;
 use trireme_train::metrics::METRICS_FILE;
 
@@ -169,7 +169,7 @@ fn train(args: &LayoutsArgs, layout: &str, runs: &Path) -> Result<[f64; 2]> {
         command.args(["--set", &change]);
     }
     let output =
-        command.output().map_err(name_limits).with_context(|| format!("cannot start {command:?}"))?;
+        command.output().map_err(with_limits).with_context(|| format!("cannot start {command:?}"))?;
     if !output.status.success() {
         let error = String::from_utf8_lossy(&output.stderr);
         bail!("{layout}: the run failed: {}", error.trim_end().trim_start_matches("error: "));

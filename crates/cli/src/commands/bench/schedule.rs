@@ -10,7 +10,7 @@ use std::time::Instant;
 use trireme_base::UnknownName;
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{self, Costs, Kind, Schedule, Sizes, StageCosts};
-use trireme_schedule::{Chain, Keep, Program, StateLayout, validate_pipeline};
+use trireme_schedule::{Keep, Program, StateLayout, UnitChain, validate_pipeline};
 
 /// Minimum number of actions of a rank with `--units-per-stage 0`.
 const ACTIONS: usize = 60_000;
@@ -188,7 +188,7 @@ fn make(kind: Kind, sizes: Sizes, costs: &Costs, args: &ScheduleArgs) -> Result<
     let num_stages = schedule.num_stages();
     let units: Vec<_> =
         (0..num_stages).map(|stage| stage * units_per_stage..(stage + 1) * units_per_stage).collect();
-    let chain = Chain::of_units(num_stages * units_per_stage);
+    let chain = UnitChain::of_units(num_stages * units_per_stage);
     let programs = pipeline::programs(&schedule, costs, &units, &chain);
     let programs_ms = lap_ms();
     let keeps = keeps(num_stages * units_per_stage, args.recompute);

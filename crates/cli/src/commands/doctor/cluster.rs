@@ -16,7 +16,7 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use trireme_base::{Bytes, Rank, ranges};
+use trireme_base::{Bytes, Rank, format_ranges};
 use trireme_comm::{Buffer, CommError, Group, host_name};
 use trireme_train::config::Config;
 use trireme_train::{all_gather_json, preflight};
@@ -271,7 +271,7 @@ fn print(report: &Report, folder: &Path, group: &Group) -> Result<()> {
             Output,
             "  host {:<20} ranks {:<12} {} a worker{cores}, {} of memory",
             host.name,
-            ranges(host.ranks.iter().copied()),
+            format_ranges(host.ranks.iter().copied()),
             with_noun(host.threads, "thread"),
             Bytes(host.memory_bytes)
         )?;

@@ -24,15 +24,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use transports::TransportFigure;
 use trireme_base::Bytes;
-use trireme_tensor::probe::{ExecutionUnit, ProductSizes, reason_unsupported};
+use trireme_tensor::probe::{ExecutionUnit, MatmulSizes, reason_unsupported};
 use trireme_tensor::verification::MatmulKernel;
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Precision};
 
-const SIZES: [ProductSizes; 1] = [ProductSizes { rows: 512, cols: 512, inner: 512 }];
-const THOROUGH_SIZES: [ProductSizes; 2] = [
-    ProductSizes { rows: 2048, cols: 2304, inner: 768 },
-    ProductSizes { rows: 4096, cols: 4096, inner: 1024 },
-];
+const SIZES: [MatmulSizes; 1] = [MatmulSizes { rows: 512, cols: 512, inner: 512 }];
+const THOROUGH_SIZES: [MatmulSizes; 2] =
+    [MatmulSizes { rows: 2048, cols: 2304, inner: 768 }, MatmulSizes { rows: 4096, cols: 4096, inner: 1024 }];
 
 /// Maximum number of workers that test transports, and of ranks on all hosts. Each of the workers is a thread, and choosing algorithms
 /// simulates all of the ranks.
@@ -97,7 +95,7 @@ pub(crate) struct DoctorArgs {
     threads: usize,
     /// Matrix size to measure: rows x columns x inner dimension. May be repeated; 512x512x512 by default.
     #[arg(long = "shape", value_name = "MxNxK", value_parser = parse_sizes)]
-    sizes: Vec<ProductSizes>,
+    sizes: Vec<MatmulSizes>,
     /// Measure 2048x2304x768 and 4096x4096x1024 as well; takes minutes.
     #[arg(long, conflicts_with = "sizes")]
     thorough: bool,
@@ -112,10 +110,10 @@ pub(crate) struct DoctorArgs {
     costs: CostArgs,
 }
 
-fn parse_sizes(text: &str) -> Result<ProductSizes, String> {
+fn parse_sizes(text: &str) -> Result<MatmulSizes, String> {
     let number = |text: &str| text.parse().ok().filter(|number| (1..=SIZE_MAX).contains(number));
     match text.split('x').map(number).collect::<Vec<_>>()[..] {
-        [Some(rows), Some(cols), Some(inner)] => Ok(ProductSizes { rows, cols, inner }),
+        [Some(rows), Some(cols), Some(inner)] => Ok(MatmulSizes { rows, cols, inner }),
         _ => Err(format!("expected three numbers from 1 to {SIZE_MAX}, such as 512x512x512")),
     }
 }
@@ -311,7 +309,7 @@ mod tests {
 
     #[test]
     fn sizes_are_three_numbers_within_bounds() {
-        assert_eq!(parse_sizes("3x16384x5"), Ok(ProductSizes { rows: 3, cols: 16384, inner: 5 }));
+        assert_eq!(parse_sizes("3x16384x5"), Ok(MatmulSizes { rows: 3, cols: 16384, inner: 5 }));
         for wrong in ["", "3", "3x4", "3x4x5x6", "0x4x5", "3x16385x5", "3x4x-5", "3x4xx5", "axbxc", "3x4x5x"]
         {
             assert!(parse_sizes(wrong).is_err(), "{wrong}");

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use serde::Serialize;
 use std::io::Write;
 use std::time::Duration;
-use trireme_tensor::probe::{Probe, ProductSizes, Transposes};
+use trireme_tensor::probe::{MatmulSizes, Probe, Transposes};
 use trireme_tensor::verification::MatmulKernel;
 use trireme_tensor::{Device, DeviceOptions};
 
@@ -42,7 +42,7 @@ pub(super) struct TransposeFigure {
 
 /// Measures every kernel that may be used, for products of these sizes, on one thread and on `num_threads`.
 pub(super) fn measure(
-    sizes: &[ProductSizes],
+    sizes: &[MatmulSizes],
     num_threads: usize,
     duration: Duration,
     simd: &Simd,
@@ -68,7 +68,7 @@ pub(super) fn measure(
 fn measure_kernel(
     kernel: MatmulKernel,
     simd: &Simd,
-    sizes: ProductSizes,
+    sizes: MatmulSizes,
     num_threads: usize,
     duration: Duration,
 ) -> Result<ProductFigure> {
@@ -81,7 +81,7 @@ fn measure_kernel(
     let probe = Probe::new(&device, duration);
     let peak = probe.peak(unit);
     let transposes = Transposes::ALL.into_iter().map(|transposes| {
-        let timing = probe.product(precision, transposes, sizes)?;
+        let timing = probe.matmul(precision, transposes, sizes)?;
         let speed = |seconds: f64| sizes.operations() / seconds;
         Ok(TransposeFigure {
             transposes: transposes.to_string(),

@@ -7,7 +7,7 @@ use crate::planning::{PlannedRun, Workers, Workload, language_model, sequences_o
 use anyhow::Result;
 use std::io::Write;
 use trireme_data::Corpus;
-use trireme_planner::table;
+use trireme_planner::format_memory_table;
 use trireme_train::config::Config;
 use trireme_train::{Samples, check_corpus_inputs, current_corpus, earlier_run, model_config, resume_point};
 
@@ -69,7 +69,7 @@ pub(super) fn dry_run(config: &Config, process: ProcessContext<'_>) -> Result<()
     };
     text += &format!("run folder: {}\n{workers}\n\n", config.run_folder().display());
     text += &plan.map_or_else(String::new, |plan| {
-        table(&[("predicted", plan.prediction.peaks, plan.prediction.total())])
+        format_memory_table(&[("predicted", plan.prediction.peaks, plan.prediction.total())])
     });
     Ok(Output.write_all(text.as_bytes())?)
 }

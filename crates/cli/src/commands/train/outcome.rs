@@ -7,7 +7,7 @@ use trireme_base::{Bytes, quoted};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, best_step};
 use trireme_data::bigram_baseline;
 use trireme_model::Sampling;
-use trireme_planner::table;
+use trireme_planner::format_memory_table;
 use trireme_tensor::Parameters;
 use trireme_train::config::{Config, Resume, TaskKind};
 use trireme_train::metrics::MemoryPeakBytes;
@@ -34,7 +34,7 @@ pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String>
     let columns: Vec<_> =
         columns.into_iter().map(|(heading, peaks)| (heading, peaks.categories, peaks.total)).collect();
     let since = trainer.moved_after().map(|step| format!("since units moved after step {step}:\n"));
-    let mut text = format!("\n{}{}", since.unwrap_or_default(), table(&columns));
+    let mut text = format!("\n{}{}", since.unwrap_or_default(), format_memory_table(&columns));
     if foreseen_on_host > 0 {
         let [predicted, measured] =
             [foreseen_on_host, worst_on_host].map(|num_bytes| Bytes(num_bytes as u64));

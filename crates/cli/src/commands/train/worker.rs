@@ -200,8 +200,8 @@ fn common_plan(job: PlannedRun<'_>, group: &Group) -> Result<Plan> {
     let open = open_choices(config);
     let has_file = config.parallelism().pipeline_parallel_schedule_file.is_some();
     // Ranks of the tensor axis may have parts of the vocabulary with unequal costs, and must not split the stages by their own costs.
-    let is_divided = config.parallelism().tensor_parallel_degree > 1;
-    if !open.keeps && open.classes.is_empty() && !has_file && !is_divided {
+    let is_separate_pass = config.parallelism().tensor_parallel_degree > 1;
+    if !open.keeps && open.classes.is_empty() && !has_file && !is_separate_pass {
         return fitting(None);
     }
     let is_root = group.rank() == Rank::ROOT;

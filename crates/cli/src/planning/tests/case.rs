@@ -35,7 +35,7 @@ impl Default for Case {
             context: (1, 1),
             experts: 1,
             keep: Keep::All,
-            state: StateLayout::WHOLE,
+            state: StateLayout::UNSHARDED,
             pipeline: None,
             shape: (2, 17),
             num_validated: None,
@@ -45,7 +45,7 @@ impl Default for Case {
 
 impl Case {
     /// Returns the program of a rank of the pipeline.
-    pub(super) fn program(&self, chain: &Chain, rank: usize) -> Program {
+    pub(super) fn program(&self, chain: &UnitChain, rank: usize) -> Program {
         let num_units = chain.num_units;
         let keep = |unit: usize| match self.keep {
             _ if !chain.keeps(unit) => Keep::All,
@@ -62,7 +62,7 @@ impl Case {
                 let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps };
                 let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
                 let schedule = generate(kind, sizes, &costs, None).unwrap();
-                let units = cut(&vec![1; num_units], num_stages);
+                let units = partition_units(&vec![1; num_units], num_stages);
                 programs(&schedule, &costs, &units, chain).swap_remove(rank)
             }
         };

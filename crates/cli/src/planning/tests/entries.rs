@@ -2,7 +2,7 @@
 
 use super::*;
 use std::collections::BTreeMap;
-use trireme_base::{Issued, Journal, JournalEntry, KernelCall, StepEntries};
+use trireme_base::{AsyncOperation, Journal, JournalEntry, KernelCall, StepEntries};
 
 fn kernels<'a>(entries: impl IntoIterator<Item = &'a JournalEntry>) -> BTreeMap<KernelCall, usize> {
     let mut calls = BTreeMap::new();
@@ -62,7 +62,7 @@ fn a_dry_step_calls_the_kernels_of_a_real_one() {
                 2,
             );
         }
-        let state = StateLayout::WHOLE.with_tier(StateClass::Activations, Tier::Host);
+        let state = StateLayout::UNSHARDED.with_tier(StateClass::Activations, Tier::Host);
         check(&Case { state, ..case.clone() }, 1);
     }
     let pipeline = Some((Kind::ZeroBubbleH1, 2, 1));
@@ -80,7 +80,7 @@ fn operations_issued_in_a_dry_step_are_awaited_in_it_or_in_the_next() {
         for entry in entries.actions.iter().flatten() {
             match entry {
                 JournalEntry::Issue(number, what) => {
-                    let Issued::Collective { members, .. } = what else { panic!("{what:?}") };
+                    let AsyncOperation::Collective { members, .. } = what else { panic!("{what:?}") };
                     assert_eq!(members.len(), world_size);
                     issued.push(*number);
                 }

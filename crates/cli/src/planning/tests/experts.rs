@@ -40,7 +40,7 @@ fn a_capacity_bounds_memory_to_the_byte() {
         for case in cases() {
             case.check(&config, 2);
         }
-        let offloaded = StateLayout::WHOLE.with_tier(StateClass::Activations, Tier::Host);
+        let offloaded = StateLayout::UNSHARDED.with_tier(StateClass::Activations, Tier::Host);
         Case { experts: 2, state: offloaded, ..Case::default() }.check(&config, 2);
         Case { experts: 2, tensor_degree: 2, shape: (2, 18), ..Case::default() }.check(&config, 4);
         Case { experts: 4, num_shards: 2, state: StateLayout::zero(3), ..Case::default() }.check(&config, 4);

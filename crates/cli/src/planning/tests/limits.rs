@@ -145,7 +145,7 @@ fn tensors_in_reserved_pages_and_the_rest_have_limits_of_their_own() {
     let pool = plan.used_and_limit(Limit::Host(0)).0 as u64;
     // Gradients that workers share are outside the device's memory.
     let [gradients, outside] =
-        [plan.prediction.peaks.get(trireme_base::Category::Gradients), plan.prediction.outside];
+        [plan.prediction.peaks.get(trireme_base::Category::Gradients), plan.prediction.outside_arena];
     assert!(gradients > 0 && outside >= gradients, "{outside} bytes, {gradients} of them gradients");
     let memory = 2 * (outside as u64 + RESERVE) + RESERVE;
     assert_eq!(refusal(pool, memory), None);

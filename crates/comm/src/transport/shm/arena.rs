@@ -223,8 +223,8 @@ impl Region {
 
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: the range is mapped as long as the arena, which `self` keeps, and no other region has it. Peers access a buffer only
-        // during an operation, which owns the buffer and has its address from a `VectorRef`. An area, which peers access at any time, is used by
-        // its address only.
+        // during an operation, which owns the buffer and has its address from a `VectorRef`. An area, which peers access at any time, is
+        // used by its address only.
         unsafe { std::slice::from_raw_parts(self.start().cast_const(), self.len()) }
     }
 

@@ -17,8 +17,8 @@
 //! operation, the memory is divided as described above. Outside of an operation, only its owner accesses a buffer: peers access it after
 //! its owner has posted it, and have finished when its owner leaves the last meeting.
 //!
-//! So a vector is represented by a [`VectorRef`], which borrows its buffer exclusively but holds only its address: a reference would promise
-//! that no other process accesses the bytes. References exist only where that is true: to a buffer or slot outside of
+//! So a vector is represented by a [`VectorRef`], which borrows its buffer exclusively but holds only its address: a reference would
+//! promise that no other process accesses the bytes. References exist only where that is true: to a buffer or slot outside of
 //! [`SharedMemory::execute`], and to inputs that no rank writes to until the reference has ended ([`reducer`]).
 //!
 //! Offsets and lengths from a board are checked before use, and seals keep a peer from shrinking memory that is mapped.

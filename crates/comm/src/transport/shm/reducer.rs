@@ -4,12 +4,12 @@ use crate::buffer::CacheLine;
 use crate::element::{combine_into, finish_mean, reduce_into};
 use std::ops::Range;
 use trireme_base::{DType, ReduceOp};
-use trireme_schedule::collective::{Side, Term, canonical_terms, num_partials};
+use trireme_schedule::collective::{Side, StackInstruction, canonical_terms, num_partials};
 
 /// Reduces several members' vectors piece by piece, in the canonical order.
 pub(super) struct Reducer {
     num_members: usize,
-    terms: Vec<Term>,
+    terms: Vec<StackInstruction>,
     /// The stack of partial results on which `terms` operate, one piece each.
     partials: Vec<CacheLine>,
     piece_bytes: usize,
@@ -64,7 +64,7 @@ impl Reducer {
 
 /// Evaluates the terms on a stack of partial results. The result is at the bottom.
 fn evaluate<'a, 'b>(
-    terms: &[Term],
+    terms: &[StackInstruction],
     partials: &'a mut [u8],
     stride: usize,
     num_bytes: usize,
@@ -79,20 +79,20 @@ fn evaluate<'a, 'b>(
         let (below, above) = partials.split_at_mut(depth * stride);
         match (*term, after.first()) {
             // Fused, which avoids storing the first operand.
-            (Term::Load(left), Some(Term::Reduce(right))) => {
+            (StackInstruction::Load(left), Some(StackInstruction::Reduce(right))) => {
                 combine_into(&mut above[..num_bytes], source(left.0), source(right.0), dtype, op);
                 depth += 1;
                 rest = &after[1..];
             }
-            (Term::Load(rank), _) => {
+            (StackInstruction::Load(rank), _) => {
                 above[..num_bytes].copy_from_slice(source(rank.0));
                 depth += 1;
             }
-            (Term::Reduce(rank), _) => {
+            (StackInstruction::Reduce(rank), _) => {
                 let top = &mut below[(depth - 1) * stride..][..num_bytes];
                 reduce_into(top, source(rank.0), dtype, op, Side::Left);
             }
-            (Term::Combine, _) => {
+            (StackInstruction::Combine, _) => {
                 let (left, right) = below.split_at_mut((depth - 1) * stride);
                 let left = &mut left[(depth - 2) * stride..][..num_bytes];
                 reduce_into(left, &right[..num_bytes], dtype, op, Side::Left);

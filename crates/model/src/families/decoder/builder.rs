@@ -218,7 +218,7 @@ impl Builder<'_> {
         });
         let matrix = |expert: usize, part: &str, dims: [usize; 2], cut: AxisSplit| {
             let name = format!("{module}.experts.{expert}.{part}.weight");
-            let matrix = Parameter::matrix(name, &dims, normal(self.config)).with_cut(cut);
+            let matrix = Parameter::matrix(name, &dims, normal(self.config)).with_split(cut);
             matrix.of_expert(expert, num_experts)
         };
         let into = (0..num_experts).flat_map(|expert| {
@@ -240,7 +240,7 @@ impl Builder<'_> {
             },
             top_k: Arc::new(TopK { rule, bias }),
             groups: Arc::new(GroupRows { num_groups: num_experts, capacity }),
-            combine: Arc::new(CombineRows { adds_up: back.part.is_some() }),
+            combine: Arc::new(CombineRows { sums_over_ranks: back.part.is_some() }),
             experts: Experts::new(
                 [grouped(into, InputActivation::Identity), grouped(back, self.gated())],
                 ExpertExchange {
@@ -278,7 +278,7 @@ impl Builder<'_> {
         has_bias: bool,
     ) -> Arc<Linear> {
         let cut = |parameter: Parameter, cut: &Option<AxisSplit>| match *cut {
-            Some(cut) => parameter.with_cut(cut),
+            Some(cut) => parameter.with_split(cut),
             None => parameter,
         };
         let weight = |(name, outputs, own): &(String, usize, Option<AxisSplit>)| {
@@ -324,7 +324,7 @@ impl Builder<'_> {
         let weight = Parameter::matrix(format!("{name}.weight"), &dims, normal(self.config));
         let bias = Parameter::vector(format!("{name}.bias"), dims[0], Initial::ZEROS);
         Arc::new(Linear {
-            weight: self.table.add(weight.with_cut(AxisSplit::along(1).with_granule(granule))),
+            weight: self.table.add(weight.with_split(AxisSplit::along(1).with_granule(granule))),
             layout: WeightLayout::OutputsFirst,
             bias: has_bias.then(|| self.table.add(bias)),
             activation,

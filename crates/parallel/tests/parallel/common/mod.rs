@@ -9,7 +9,7 @@ use trireme_parallel::{
 };
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, programs};
-use trireme_schedule::{Chain, Keep, Program, StateLayout, single};
+use trireme_schedule::{Keep, Program, StateLayout, UnitChain, single};
 use trireme_swap::SwapOptions;
 use trireme_tensor::{BackendKind, Device, DeviceOptions, ParameterTable};
 use trireme_testkit::{classifier_batch, classifier_specs, random_batch, run_ranks};
@@ -90,7 +90,7 @@ impl Pipeline {
         (1..num_stages).map(|stage| stage * num_units / num_stages).collect()
     }
 
-    fn program(&self, chain: &Chain, splits: &[usize], num_microbatches: usize, rank: usize) -> Program {
+    fn program(&self, chain: &UnitChain, splits: &[usize], num_microbatches: usize, rank: usize) -> Program {
         let Pipeline { kind, num_ranks, stages_per_rank } = *self;
         let num_stages = num_ranks * stages_per_rank;
         let num_steps = if kind.is_synchronous() { 1 } else { ASYNCHRONOUS_STEPS };
@@ -116,7 +116,7 @@ impl Default for Layout<'_> {
             experts: 1,
             pipeline: None,
             keeps: &[],
-            state: StateLayout::WHOLE,
+            state: StateLayout::UNSHARDED,
             folder: Path::new("/nonexistent"),
             swap: SwapOptions::default(),
             backend: BackendKind::Cpu,
@@ -199,7 +199,7 @@ pub(crate) fn with_stages_at(executor: &Executor, splits: &[usize], layout: &Lay
 
 /// Returns the vocabulary size of an executor's model.
 pub(crate) fn vocab_size(executor: &Executor) -> usize {
-    executor.model().table().parameters()[0].whole.rows()
+    executor.model().table().parameters()[0].full_shape.rows()
 }
 
 /// Returns this rank's share of `num_microbatches` random microbatches of a step.

@@ -2,13 +2,14 @@
 
 use super::super::*;
 use super::interpreter::*;
-use super::matrix::{runs, turns};
+use super::matrix::{consecutive, round_robin};
 use proptest::prelude::*;
 
 /// Returns placements on several hosts of equally many ranks.
 fn several_hosts() -> Vec<Hosts> {
     let sizes = [(2, 2), (3, 2), (2, 3), (2, 4), (4, 3), (5, 2)];
-    let mut all: Vec<Hosts> = sizes.iter().flat_map(|&(h, l)| [runs(h, l), turns(h, l)]).collect();
+    let mut all: Vec<Hosts> =
+        sizes.iter().flat_map(|&(h, l)| [consecutive(h, l), round_robin(h, l)]).collect();
     all.extend([&[0, 1, 1, 0][..], &[0, 1, 2, 1, 0, 2], &[0, 0, 1, 0, 1, 1]].map(Hosts::new));
     all
 }
@@ -83,7 +84,7 @@ fn every_block_arrives_and_crosses_hosts_once() {
 #[test]
 fn equal_blocks_send_what_their_formulas_say() {
     for (h, l) in [(2, 2), (3, 2), (2, 4), (4, 4)] {
-        for hosts in [runs(h, l), turns(h, l)] {
+        for hosts in [consecutive(h, l), round_robin(h, l)] {
             let n = h * l;
             let (whole, lens) = (6 * n, vec![6; n * n]);
             for rank in 0..n {
@@ -97,10 +98,10 @@ fn equal_blocks_send_what_their_formulas_say() {
                 assert_eq!(sent(&is_within), whole * (l - 1) / l);
                 assert_eq!(sent(&|to| !is_within(to)), whole * (h - 1) / h);
                 let copies = steps.iter().filter(|step| matches!(step, Step::Copy { .. })).count();
-                assert_eq!(copies, h + if hosts.are_runs() { 0 } else { n - l });
+                assert_eq!(copies, h + if hosts.are_consecutive() { 0 } else { n - l });
                 assert_eq!(
                     scratch_len(&steps),
-                    whole * (h - 1) / h + if hosts.are_runs() { 0 } else { whole / h }
+                    whole * (h - 1) / h + if hosts.are_consecutive() { 0 } else { whole / h }
                 );
             }
         }
@@ -108,7 +109,7 @@ fn equal_blocks_send_what_their_formulas_say() {
 }
 
 #[test]
-fn without_two_levels_it_is_the_pairwise_one() {
+fn without_two_levels_the_algorithm_is_pairwise() {
     let unequal = Hosts::new(&[0, 0, 1, 1, 1]);
     for hosts in [Hosts::single(1), Hosts::single(4), Hosts::separate(5), unequal] {
         let n = hosts.world_size();

@@ -2,7 +2,7 @@
 
 use super::super::*;
 use super::interpreter::*;
-use super::matrix::{programs_of, runs, turns};
+use super::matrix::{consecutive, programs_of, round_robin};
 use super::oracle::*;
 use FlatAlgorithm as A;
 
@@ -190,21 +190,21 @@ fn a_hierarchical_all_reduce_spares_the_links_between_hosts() {
         let n = h * l;
         let len = 12 * n;
         let collective = CollectiveKind::AllReduce.with_len(len);
-        for hosts in [runs(h, l), turns(h, l)] {
+        for hosts in [consecutive(h, l), round_robin(h, l)] {
             let all = count(collective, hierarchical(Leaders::All, A::Ring, A::Ring), &hosts);
             assert_eq!(across(&all, &hosts), (2 * (len / l) * (h - 1) / h, 2 * len * (h - 1) / h));
             let one = count(collective, hierarchical(Leaders::One, A::BinomialTree, A::Ring), &hosts);
             assert_eq!(across(&one, &hosts), (2 * len * (h - 1) / h, 2 * len * (h - 1) / h));
         }
         // If hosts hold consecutive ranks, one rank of each host sends across hosts in a flat ring; otherwise every rank does.
-        let flat = count(collective, A::Ring, &runs(h, l));
-        assert_eq!(across(&flat, &runs(h, l)).1, 2 * len * (n - 1) / n);
-        let flat = count(collective, A::Ring, &turns(h, l));
-        assert_eq!(across(&flat, &turns(h, l)).1, l * (2 * len * (n - 1) / n));
+        let flat = count(collective, A::Ring, &consecutive(h, l));
+        assert_eq!(across(&flat, &consecutive(h, l)).1, 2 * len * (n - 1) / n);
+        let flat = count(collective, A::Ring, &round_robin(h, l));
+        assert_eq!(across(&flat, &round_robin(h, l)).1, l * (2 * len * (n - 1) / n));
         if n.is_power_of_two() {
             // In recursive doubling, every rank sends its full vector across hosts.
-            let flat = count(collective, A::RecursiveDoubling, &runs(h, l));
-            assert_eq!(across(&flat, &runs(h, l)).1, l * len * h.ilog2() as usize);
+            let flat = count(collective, A::RecursiveDoubling, &consecutive(h, l));
+            assert_eq!(across(&flat, &consecutive(h, l)).1, l * len * h.ilog2() as usize);
         }
     }
 }
@@ -212,7 +212,7 @@ fn a_hierarchical_all_reduce_spares_the_links_between_hosts() {
 #[test]
 fn the_other_hierarchies_send_each_byte_across_hosts_once() {
     for (h, l) in [(2, 2), (2, 4), (3, 2), (4, 4)] {
-        let hosts = runs(h, l);
+        let hosts = consecutive(h, l);
         let len = 2 * h * l;
         for leaders in [Leaders::One, Leaders::All] {
             let within = if leaders == Leaders::One { A::BinomialTree } else { A::Ring };

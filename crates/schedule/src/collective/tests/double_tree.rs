@@ -9,7 +9,7 @@ fn steps_of(world_size: usize, len: usize, num_chunks: usize) -> Vec<Vec<Step>> 
     programs(world_size, |rank, steps| {
         all_reduce_by(
             num_chunks,
-            &own::Own { rank: rank.0, root: 0, blocks: Blocks::even(world_size, len) },
+            &rank_context::RankContext { rank: rank.0, root: 0, blocks: Blocks::even(world_size, len) },
             steps,
         )
     })

@@ -63,12 +63,12 @@ fn all_ranks_agree_on_every_bit() {
 }
 
 /// Returns hosts of equally many consecutive ranks.
-pub(super) fn runs(num_hosts: usize, ranks_per_host: usize) -> Hosts {
+pub(super) fn consecutive(num_hosts: usize, ranks_per_host: usize) -> Hosts {
     Hosts::new(&Vec::from_iter((0..num_hosts * ranks_per_host).map(|rank| rank / ranks_per_host)))
 }
 
 /// Returns hosts of equally many ranks, assigned round-robin.
-pub(super) fn turns(num_hosts: usize, ranks_per_host: usize) -> Hosts {
+pub(super) fn round_robin(num_hosts: usize, ranks_per_host: usize) -> Hosts {
     Hosts::new(&Vec::from_iter((0..num_hosts * ranks_per_host).map(|rank| rank % num_hosts)))
 }
 
@@ -90,8 +90,8 @@ pub(super) fn placements() -> Vec<Hosts> {
         (7, 2),
         (4, 4),
     ] {
-        placements.push(runs(num_hosts, ranks_per_host));
-        placements.push(turns(num_hosts, ranks_per_host));
+        placements.push(consecutive(num_hosts, ranks_per_host));
+        placements.push(round_robin(num_hosts, ranks_per_host));
     }
     placements.extend(
         [&[0, 1, 1, 1][..], &[4, 4, 4, 2, 2, 2, 2, 2], &[1, 0, 1, 0, 2, 1, 1], &[0, 1, 2, 2, 3, 3]]
@@ -130,8 +130,8 @@ fn other_placements_give_other_bits() {
         let is_same = memories[0].vector == canonical(&vectors(hosts.world_size(), 50, fractions));
         (is_canonical(collective, algorithm, hosts), is_same)
     };
-    assert_eq!(order_of(&runs(3, 4)), (true, true));
-    for others in [turns(2, 4), runs(2, 3), Hosts::new(&[0, 1, 1, 1])] {
+    assert_eq!(order_of(&consecutive(3, 4)), (true, true));
+    for others in [round_robin(2, 4), consecutive(2, 3), Hosts::new(&[0, 1, 1, 1])] {
         assert_eq!(order_of(&others), (false, false), "{others:?}");
     }
 }

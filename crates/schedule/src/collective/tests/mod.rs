@@ -13,16 +13,16 @@ use matrix::programs_of;
 use proptest::prelude::*;
 
 /// Returns the canonical order as text, evaluated from its terms.
-fn spelled(world_size: usize) -> String {
+fn order_as_text(world_size: usize) -> String {
     let mut stack: Vec<String> = Vec::new();
     for term in canonical_terms(world_size) {
         match term {
-            Term::Load(rank) => stack.push(rank.to_string()),
-            Term::Reduce(rank) => {
+            StackInstruction::Load(rank) => stack.push(rank.to_string()),
+            StackInstruction::Reduce(rank) => {
                 let left = stack.pop().expect("something to reduce");
                 stack.push(format!("({left}+{rank})"));
             }
-            Term::Combine => {
+            StackInstruction::Combine => {
                 let right = stack.pop().expect("a right operand");
                 let left = stack.pop().expect("a left operand");
                 stack.push(format!("({left}+{right})"));
@@ -34,18 +34,18 @@ fn spelled(world_size: usize) -> String {
 
 #[test]
 fn the_canonical_order_pairs_neighbours() {
-    assert_eq!(spelled(1), "0");
-    assert_eq!(spelled(2), "(0+1)");
-    assert_eq!(spelled(3), "((0+1)+2)");
-    assert_eq!(spelled(4), "((0+1)+(2+3))");
-    assert_eq!(spelled(5), "(((0+1)+2)+(3+4))");
-    assert_eq!(spelled(6), "(((0+1)+(2+3))+(4+5))");
-    assert_eq!(spelled(8), "(((0+1)+(2+3))+((4+5)+(6+7)))");
+    assert_eq!(order_as_text(1), "0");
+    assert_eq!(order_as_text(2), "(0+1)");
+    assert_eq!(order_as_text(3), "((0+1)+2)");
+    assert_eq!(order_as_text(4), "((0+1)+(2+3))");
+    assert_eq!(order_as_text(5), "(((0+1)+2)+(3+4))");
+    assert_eq!(order_as_text(6), "(((0+1)+(2+3))+(4+5))");
+    assert_eq!(order_as_text(8), "(((0+1)+(2+3))+((4+5)+(6+7)))");
 }
 
 /// At the end of the barrier, every rank has heard from every rank.
 #[test]
-fn the_barrier_hears_from_every_rank() {
+fn no_rank_leaves_the_barrier_before_all_have_entered() {
     for world_size in 1..=17 {
         let hosts = Hosts::single(world_size);
         let programs =

@@ -81,12 +81,12 @@ pub(super) fn canonical(vectors: &[Vec<f64>]) -> Vec<f64> {
     let mut stack: Vec<Vec<f64>> = Vec::new();
     for term in canonical_terms(vectors.len()) {
         match term {
-            Term::Load(rank) => stack.push(vectors[rank.0].clone()),
-            Term::Reduce(rank) => {
+            StackInstruction::Load(rank) => stack.push(vectors[rank.0].clone()),
+            StackInstruction::Reduce(rank) => {
                 let top = stack.pop().expect("something to reduce");
                 stack.push(merge(top, &vectors[rank.0]));
             }
-            Term::Combine => {
+            StackInstruction::Combine => {
                 let right = stack.pop().expect("a right operand");
                 let left = stack.pop().expect("a left operand");
                 stack.push(merge(left, &right));

@@ -1,7 +1,7 @@
 //! Algorithms as text: their names, and the steps of a rank.
 
 use super::super::*;
-use super::matrix::{has_steps, programs_of, runs};
+use super::matrix::{consecutive, has_steps, programs_of};
 
 fn text(collective: Collective, algorithm: &str, hosts: &Hosts, rank: usize) -> String {
     let algorithm = algorithm.parse().expect("a name");
@@ -108,7 +108,8 @@ copy scratch[2..3] to vector[2..3]
 
 #[test]
 fn all_leaders_reduce_a_block_each_across_hosts() {
-    let text = text(CollectiveKind::AllReduce.with_len(8), "hierarchical:all:ring:ring", &runs(2, 2), 3);
+    let text =
+        text(CollectiveKind::AllReduce.with_len(8), "hierarchical:all:ring:ring", &consecutive(2, 2), 3);
     assert_eq!(
         text,
         "\
@@ -124,7 +125,7 @@ send 2 vector[4..8] | receive 2 vector[0..4]
 fn phases_name_members_and_ranges() {
     let levels =
         Hierarchy { leaders: Leaders::All, within: FlatAlgorithm::Direct, across: FlatAlgorithm::Ring };
-    let hosts = runs(2, 2);
+    let hosts = consecutive(2, 2);
     let mut all = Vec::new();
     phases(CollectiveKind::AllReduce.with_len(8), levels, &hosts, Rank(3), &mut all);
     let seen: Vec<_> = all
@@ -151,7 +152,7 @@ fn phases_name_members_and_ranges() {
 
 #[test]
 fn names_read_back() {
-    for algorithm in algorithms_for(CollectiveKind::AllReduce.with_len(1), &runs(2, 2)) {
+    for algorithm in algorithms_for(CollectiveKind::AllReduce.with_len(1), &consecutive(2, 2)) {
         assert_eq!(algorithm.to_string().parse(), Ok(algorithm));
     }
     assert!(FlatAlgorithm::ALL.iter().all(|flat| flat.to_string().parse() == Ok(Algorithm::Flat(*flat))));
@@ -159,7 +160,7 @@ fn names_read_back() {
 }
 
 #[test]
-fn what_names_no_algorithm_is_refused() {
+fn unknown_algorithm_names_are_refused() {
     let refusal = |text: &str| text.parse::<Algorithm>().expect_err("no algorithm").to_string();
     assert!(refusal("rings").starts_with("'rings' is not an algorithm; choose one of direct, "));
     for text in

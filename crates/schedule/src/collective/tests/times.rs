@@ -3,7 +3,7 @@
 use super::super::cost::Predictor;
 use super::super::*;
 use super::interpreter::programs;
-use super::matrix::{placements, programs_of, runs, turns};
+use super::matrix::{consecutive, placements, programs_of, round_robin};
 use super::oracle::*;
 use FlatAlgorithm as A;
 
@@ -25,7 +25,7 @@ fn assert_close(seconds: f64, expected: f64, within: f64, what: &str) {
 }
 
 #[test]
-fn simulated_times_are_those_of_the_formulas() {
+fn simulated_times_match_the_formulas() {
     let LinkCost { latency_seconds: alpha, seconds_per_byte: beta } = MODEL.within;
     let (gamma, delta) = (MODEL.reduce_seconds_per_byte, MODEL.copy_seconds_per_byte);
     for n in [2_usize, 4, 8, 16] {
@@ -136,7 +136,7 @@ fn an_all_to_all_by_hosts_is_faster_where_blocks_are_short() {
         let by_hosts = programs(n, |rank, steps| all_to_all_variable_by_hosts(rank, hosts, &all, steps));
         [pairwise, by_hosts].map(|programs| simulate(&programs, hosts, 4, &MODEL))
     };
-    for hosts in [runs(4, 4), turns(4, 4)] {
+    for hosts in [consecutive(4, 4), round_robin(4, 4)] {
         let [pairwise, by_hosts] = seconds(&hosts, 8);
         assert!(2.0 * by_hosts < pairwise, "{by_hosts} s, {pairwise} s on {hosts:?}");
         // The time of long blocks is determined by the link between hosts.
@@ -172,8 +172,8 @@ fn choices_follow_size_and_topology() {
     assert_eq!(chosen(long, &Hosts::single(8), &sockets), "halving_doubling");
     assert_eq!(chosen(long, &Hosts::single(7), &sockets), "ring");
     assert_eq!(chosen(long, &Hosts::single(8), &MODEL), "direct");
-    assert!(chosen(long, &turns(4, 4), &sockets).starts_with("hierarchical:all"));
-    assert_eq!(chosen(short, &turns(4, 4), &MODEL), "hierarchical:all:direct:recursive_doubling");
+    assert!(chosen(long, &round_robin(4, 4), &sockets).starts_with("hierarchical:all"));
+    assert_eq!(chosen(short, &round_robin(4, 4), &MODEL), "hierarchical:all:direct:recursive_doubling");
     let canonical = choose(long, &Hosts::single(7), 4, &sockets, true);
     assert!(is_canonical(long, canonical, &Hosts::single(7)));
 }

@@ -68,7 +68,7 @@ impl<'a> Search<'a> {
         for (rank, block) in critical_blocks(&self.schedule, &self.spans, self.costs) {
             let (first, last) = block.into_inner();
             for (from, to) in (first..=last).flat_map(|from| [(from, first), (from, last)]) {
-                if leads_elsewhere(&self.schedule.ranks[rank], from, to) && self.try_move(rank, from, to)? {
+                if is_distinct_move(&self.schedule.ranks[rank], from, to) && self.try_move(rank, from, to)? {
                     return Some(());
                 }
             }
@@ -121,7 +121,7 @@ fn move_pass(passes: &mut [Pass], from: usize, to: usize) {
 
 /// Returns whether a move has an effect of its own. If the neighbouring pass on the way has the same kind and stage, moving that pass gives
 /// the same schedule.
-fn leads_elsewhere(passes: &[Pass], from: usize, to: usize) -> bool {
+fn is_distinct_move(passes: &[Pass], from: usize, to: usize) -> bool {
     from != to && !is_alike(passes[from], passes[step(from, to)])
 }
 
@@ -181,7 +181,7 @@ mod tests {
 
     /// A move times only the passes that it affects. The times must nevertheless be equal to the times of the whole schedule.
     #[test]
-    fn times_are_those_of_the_schedule_after_every_move() {
+    fn incremental_times_match_a_full_simulation() {
         let stage = |stage: u64| StageCosts::of(20 + 7 * stage % 5, 18 + 3 * stage % 7, 15 + 5 * stage % 9);
         let costs = Costs::new((0..8).map(stage).collect(), 2).expect("possible costs");
         let sizes = Sizes { num_ranks: 4, num_microbatches: 8, stages_per_rank: 2, num_steps: 1 };

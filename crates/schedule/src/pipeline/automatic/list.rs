@@ -29,7 +29,7 @@ impl Rule {
     }
 }
 
-pub(super) struct Listed {
+pub(super) struct ListResult {
     /// The schedule; `None` if it would take longer than the maximum.
     pub(super) schedule: Option<Schedule>,
     /// Whether a pass had to wait for memory. If not, the rule gives the same schedule with more memory.
@@ -46,14 +46,14 @@ pub(super) fn schedule(
     bounds: &[u64],
     rule: Rule,
     makespan_max: u64,
-) -> Listed {
+) -> ListResult {
     let mut search = Search::new(stage_ranks, sizes, costs, bounds, rule);
     while let Some(Reverse((now, rank))) = search.wakes.pop() {
         if search.ranks[rank].free_at > now {
             continue;
         }
         if now + search.ranks[rank].ticks_left > makespan_max {
-            return Listed { schedule: None, lacked_room: search.lacked_room };
+            return ListResult { schedule: None, lacked_room: search.lacked_room };
         }
         search.begin_best(rank, now);
     }
@@ -64,7 +64,7 @@ pub(super) fn schedule(
         stage_ranks: stage_ranks.to_vec(),
         ranks: search.ranks.into_iter().map(|rank| rank.passes).collect(),
     };
-    Listed { schedule: Some(schedule), lacked_room: search.lacked_room }
+    ListResult { schedule: Some(schedule), lacked_room: search.lacked_room }
 }
 
 /// A time that is not known yet.

@@ -33,7 +33,7 @@ fn number(schedule: &Schedule, pass: Pass) -> String {
 }
 
 /// Returns the index of each stage among the stages of its rank, from 0.
-fn turns(schedule: &Schedule) -> Vec<usize> {
+fn stage_indices_on_rank(schedule: &Schedule) -> Vec<usize> {
     let mut num_seen = vec![0; schedule.num_ranks()];
     let mut turn = |&rank: &usize| {
         num_seen[rank] += 1;

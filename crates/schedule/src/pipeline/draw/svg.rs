@@ -1,4 +1,4 @@
-use super::{Picture, kinds, longest, number, turns};
+use super::{Picture, kinds, longest, number, stage_indices_on_rank};
 use crate::pipeline::pass::PassKind;
 use crate::pipeline::schedule::Schedule;
 use crate::pipeline::timeline::Timeline;
@@ -86,7 +86,7 @@ struct Painter<'a> {
 impl<'a> Painter<'a> {
     fn new(picture: &Picture<'a>, pixels_per_tick: f64, unit: &'a str) -> Self {
         let &Picture { schedule, timeline, .. } = picture;
-        let turns = turns(schedule);
+        let turns = stage_indices_on_rank(schedule);
         let num_turns = turns.iter().max().map_or(1, |last| last + 1);
         Painter { schedule, timeline, turns, num_turns, pixels_per_tick, unit }
     }

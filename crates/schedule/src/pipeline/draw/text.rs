@@ -1,10 +1,10 @@
-use super::{Picture, kinds, longest, number, turns};
+use super::{Picture, kinds, longest, number, stage_indices_on_rank};
+use crate::pipeline::bounds;
 use crate::pipeline::clock;
 use crate::pipeline::costs::Costs;
 use crate::pipeline::error::{PassIndex, ScheduleError};
 use crate::pipeline::pass::Pass;
 use crate::pipeline::schedule::Schedule;
-use crate::pipeline::shape;
 use crate::pipeline::timeline::{Span, Timeline};
 
 /// Draws a grid of ranks and time of at most `columns_max` columns, as text:
@@ -40,7 +40,7 @@ pub fn draw_text_together(pictures: &[Picture<'_>], num_columns: usize) -> Strin
 /// the text alone if no place is known or the schedule cannot be drawn.
 pub fn draw_error(schedule: &Schedule, costs: &Costs, error: &ScheduleError, columns_max: usize) -> String {
     let text = format!("{error}\n");
-    let Some(place) = error.place().filter(|_| shape::check(schedule, costs).is_ok()) else { return text };
+    let Some(place) = error.place().filter(|_| bounds::check(schedule, costs).is_ok()) else { return text };
     let (timeline, _) = clock::run(schedule, costs);
     text + &draw(schedule, &timeline, columns_max, Some(place))
 }
@@ -94,7 +94,7 @@ fn draw(schedule: &Schedule, timeline: &Timeline, columns_max: usize, mark: Opti
 }
 
 fn rows(schedule: &Schedule, timeline: &Timeline, scale: &Scale, mark: Option<PassIndex>) -> String {
-    let turns = turns(schedule);
+    let turns = stage_indices_on_rank(schedule);
     let label_len = (schedule.num_ranks() - 1).to_string().len();
     let mut text = String::new();
     for (rank, passes) in schedule.ranks.iter().enumerate() {
@@ -146,7 +146,7 @@ fn draw_pass(row: &mut [char], label: String, span: Span, scale: &Scale) {
 fn letters(schedule: &Schedule) -> String {
     let mut parts: Vec<String> = kinds(schedule).map(|kind| format!("{kind} {}", kind.words())).collect();
     parts.push("· idle".to_owned());
-    let has_small = turns(schedule).contains(&1);
+    let has_small = stage_indices_on_rank(schedule).contains(&1);
     let small = if has_small { "; lowercase letters: every second stage of a rank" } else { "" };
     parts.join("; ") + small
 }

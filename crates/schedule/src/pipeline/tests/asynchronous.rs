@@ -4,7 +4,7 @@ use super::*;
 
 fn without_drains(kind: Kind, num_ranks: usize, num_microbatches: usize, num_steps: usize) -> Schedule {
     let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank: 1, num_steps };
-    proven(kind, sizes, EQUAL).0
+    validated(kind, sizes, EQUAL).0
 }
 
 #[test]
@@ -62,7 +62,7 @@ fn backward_reads_what_its_forward_read() {
 
 #[test]
 fn a_schedule_that_drains_has_one_version() {
-    let (schedule, _) = proven(Kind::ZeroBubbleV, sizes(3, 6, 2), EQUAL);
+    let (schedule, _) = validated(Kind::ZeroBubbleV, sizes(3, 6, 2), EQUAL);
     assert_eq!(schedule.staleness(), [0; 6]);
     assert_eq!(schedule.versions_kept(), [1; 6]);
 }
@@ -72,7 +72,7 @@ fn without_drains_only_the_ends_have_a_bubble() {
     for kind in [Kind::PipeDream, Kind::PipeDream2Bw] {
         for num_steps in [1, 2, 7] {
             let sizes = Sizes { num_ranks: 4, num_microbatches: 4, stages_per_rank: 1, num_steps };
-            let (_, timeline) = proven(kind, sizes, EQUAL);
+            let (_, timeline) = validated(kind, sizes, EQUAL);
             let ideal_ticks = 4 * num_steps as u64 * EQUAL.total();
             assert_eq!(timeline.lost(), LostTime { ticks: 3 * EQUAL.total(), ideal_ticks });
         }

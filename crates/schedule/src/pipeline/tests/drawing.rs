@@ -3,7 +3,7 @@
 use super::*;
 
 fn picture(kind: Kind, sizes: Sizes, stage: StageCosts, columns_max: usize) -> String {
-    let (schedule, timeline) = proven(kind, sizes, stage);
+    let (schedule, timeline) = validated(kind, sizes, stage);
     draw_text(&schedule, &timeline, columns_max)
 }
 
@@ -33,7 +33,7 @@ F forward; B backward; · idle; 2 ticks: 1 column
 
 #[test]
 fn a_mark_stands_under_the_pass() {
-    let (schedule, _) = proven(Kind::GPipe, sizes(2, 3, 1), EQUAL);
+    let (schedule, _) = validated(Kind::GPipe, sizes(2, 3, 1), EQUAL);
     let costs = Costs::equal(2, EQUAL).expect("possible costs");
     let error = validate(&schedule, &costs, Some(&[3, 2])).expect_err("too many");
     let text = draw_error(&schedule, &costs, &error, 80);
@@ -56,7 +56,7 @@ fn attribute(svg: &str, name: &str) -> Vec<f64> {
 
 #[test]
 fn an_svg_has_all_passes_to_scale() {
-    let (schedule, timeline) = proven(Kind::ZeroBubbleV, sizes(2, 4, 2), EQUAL);
+    let (schedule, timeline) = validated(Kind::ZeroBubbleV, sizes(2, 4, 2), EQUAL);
     let svg = draw_svg(&schedule, &timeline, "zb-v");
     assert!(svg.starts_with("<svg xmlns=\"http://www.w3.org/2000/svg\" ") && svg.ends_with("</svg>\n"));
     let passes: Vec<&str> = svg.lines().filter(|line| line.contains("<title>")).collect();
@@ -87,7 +87,7 @@ fn an_svg_has_all_passes_to_scale() {
 
 /// Returns a schedule of a forward pass, a backward pass and an update, each from one of these times to the next.
 fn one_step(times: [u64; 4]) -> (Schedule, Timeline) {
-    let (mut schedule, mut timeline) = proven(Kind::GPipe, sizes(1, 1, 1), EQUAL);
+    let (mut schedule, mut timeline) = validated(Kind::GPipe, sizes(1, 1, 1), EQUAL);
     schedule.ranks[0].push(Pass::update(0, 0));
     let spans = times.windows(2).map(|pair| Span { start: pair[0], end: pair[1] }).collect();
     timeline.ranks = vec![spans];

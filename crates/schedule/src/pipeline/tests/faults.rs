@@ -111,7 +111,7 @@ F forward; I backward, input half; W backward, weight half; · idle; 1 tick: 2 c
 }
 
 #[test]
-fn a_step_of_weights_is_updated_once_and_read_while_it_is_there() {
+fn weights_are_updated_once_per_step_and_read_while_their_version_exists() {
     let stashed = "ranks 1 placement 0 microbatches 1 steps 2 weights stashed\n";
     let (late, place) = fault(&format!("{stashed}rank 0: F 0 0, B 0 0, F 0 1, B 0 1, U 0 0, U 0 1"));
     assert!(late.starts_with("rank 0, pass 4: 'U 0 0' does not come after all gradients"), "{late}");
@@ -204,7 +204,7 @@ fn sizes_that_do_not_fit_are_refused_with_what_to_try() {
 }
 
 #[test]
-fn costs_that_cannot_be_are_refused() {
+fn costs_out_of_range_are_refused() {
     let refusal =
         |stage, send| Costs::new(vec![EQUAL, stage], send).expect_err("impossible costs").to_string();
     let kept = StageCosts { activation: 1, weight_activation: 2, ..EQUAL };

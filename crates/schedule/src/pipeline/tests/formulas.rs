@@ -18,7 +18,7 @@ fn numbers() -> impl Iterator<Item = (usize, usize)> {
 }
 
 fn assert_bubble(kind: Kind, sizes: Sizes, stage: StageCosts, ticks: u64) {
-    let (_, timeline) = proven(kind, sizes, stage);
+    let (_, timeline) = validated(kind, sizes, stage);
     let ideal_ticks =
         (sizes.num_microbatches * sizes.stages_per_rank * sizes.num_steps) as u64 * stage.total();
     assert_eq!(timeline.lost(), LostTime { ticks, ideal_ticks }, "{kind} {sizes:?} {stage:?}");
@@ -40,7 +40,7 @@ fn gpipe_and_1f1b_lose_p_less_one_of_m() {
             for kind in [Kind::GPipe, Kind::OneFOneB] {
                 let sizes = sizes(ranks, microbatches, 1);
                 assert_bubble(kind, sizes, stage, one_less(ranks) * stage.total());
-                let (_, timeline) = proven(kind, sizes, stage);
+                let (_, timeline) = validated(kind, sizes, stage);
                 assert!(is_fraction(timeline.lost(), one_less(ranks), microbatches as u64));
                 let idle = one_less(ranks) as f64 / (microbatches + ranks - 1) as f64;
                 assert!((timeline.bubble() - idle).abs() < 1e-12, "{kind}: {} {idle}", timeline.bubble());
@@ -59,7 +59,7 @@ fn several_stages_a_rank_divide_the_bubble() {
                 for stage in stages() {
                     assert_bubble(kind, sizes, stage, one_less(ranks) * stage.total());
                 }
-                let (_, timeline) = proven(kind, sizes, EQUAL);
+                let (_, timeline) = validated(kind, sizes, EQUAL);
                 let (numerator, denominator) = (one_less(ranks), microbatches * stages_per_rank);
                 assert!(is_fraction(timeline.lost(), numerator, denominator as u64), "{kind} {sizes:?}");
             }
@@ -85,16 +85,16 @@ fn zb_h1_loses_a_third_of_1f1b_and_zb_h2_nothing() {
             }
         }
     }
-    let (_, of_1f1b) = proven(Kind::OneFOneB, sizes(4, 8, 1), EQUAL);
-    let (_, of_h1) = proven(Kind::ZeroBubbleH1, sizes(4, 8, 1), EQUAL);
+    let (_, of_1f1b) = validated(Kind::OneFOneB, sizes(4, 8, 1), EQUAL);
+    let (_, of_h1) = validated(Kind::ZeroBubbleH1, sizes(4, 8, 1), EQUAL);
     assert_eq!(3 * of_h1.lost().ticks, of_1f1b.lost().ticks);
     // Ranks that wait before their first pass or after their last are idle nevertheless.
-    let (_, of_h2) = proven(Kind::ZeroBubbleH2, sizes(4, 8, 1), EQUAL);
+    let (_, of_h2) = validated(Kind::ZeroBubbleH2, sizes(4, 8, 1), EQUAL);
     assert!(of_h2.lost().ticks == 0 && of_h2.bubble() > 0.1, "{}", of_h2.bubble());
 }
 
 #[test]
-fn folded_schedules_lose_what_they_say() {
+fn folded_schedules_have_the_published_bubble() {
     for (ranks, microbatches) in numbers() {
         let sizes = sizes(ranks, microbatches, 2);
         for stage in [EQUAL, StageCosts::of(5, 5, 5)] {
@@ -160,7 +160,7 @@ fn dualpipe_v_with_pairs_as_one_loses_what_its_authors_say() {
     for ranks in 1..=6 {
         for microbatches in 2 * ranks..=2 * ranks + 5 {
             for stage in [EQUAL, StageCosts::of(5, 5, 5)] {
-                let (schedule, _) = proven(Kind::DualPipeV, sizes(ranks, microbatches, 2), stage);
+                let (schedule, _) = validated(Kind::DualPipeV, sizes(ranks, microbatches, 2), stage);
                 let backward = stage.backward_input + stage.backward_weight;
                 let pair = stage.forward + backward;
                 let published = one_less(ranks) * (pair + backward - 3 * stage.backward_weight);
@@ -174,7 +174,7 @@ fn dualpipe_v_with_pairs_as_one_loses_what_its_authors_say() {
 fn activations_in_flight_are_as_published() {
     for (ranks, microbatches) in numbers() {
         let held = |kind, stages_per_rank| {
-            let (_, timeline) = proven(kind, sizes(ranks, microbatches, stages_per_rank), EQUAL);
+            let (_, timeline) = validated(kind, sizes(ranks, microbatches, stages_per_rank), EQUAL);
             timeline.activations_max
         };
         let on_each = |number: usize| vec![number as u64; ranks];
@@ -202,14 +202,14 @@ fn activations_in_flight_are_as_published() {
 #[test]
 fn the_input_half_frees_its_part() {
     let stage = StageCosts { activation: 10, weight_activation: 3, ..EQUAL };
-    let (_, timeline) = proven(Kind::ZeroBubbleH1, sizes(4, 8, 1), stage);
+    let (_, timeline) = validated(Kind::ZeroBubbleH1, sizes(4, 8, 1), stage);
     // Rank r holds r delayed weight halves, and 4 - r microbatches before their input halves.
     let expected: Vec<u64> = (0..4).map(|rank| 10 * (4 - rank) + 3 * rank).collect();
     assert_eq!(timeline.activations_max, expected);
 }
 
 #[test]
-fn messages_delay_what_waits_for_them() {
+fn messages_delay_the_passes_that_wait_for_them() {
     let costs = Costs::new(vec![StageCosts::of(10, 10, 10); 2], 4).expect("possible costs");
     let schedule = generate(Kind::GPipe, sizes(2, 1, 1), &costs, None).expect("sizes that fit");
     let timeline = simulate(&schedule, &costs).expect("a valid schedule");

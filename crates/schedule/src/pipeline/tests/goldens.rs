@@ -51,7 +51,7 @@ fn text(kind: Kind) -> String {
 }
 
 #[test]
-fn every_schedule_is_as_written_down() {
+fn every_schedule_matches_its_golden_text() {
     for kind in Kind::ALL {
         let (found, expected) = (text(kind), golden(kind));
         assert!(found == expected, "{kind} is now\n{found}\nand was\n{expected}");
@@ -59,7 +59,7 @@ fn every_schedule_is_as_written_down() {
 }
 
 #[test]
-fn what_is_written_down_reads_back() {
+fn golden_schedules_parse_and_print_unchanged() {
     for kind in Kind::ALL {
         let schedules = golden(kind).split("ranks ").skip(1).map(|section| {
             let lines = section.lines().take_while(|line| !line.is_empty());

@@ -23,7 +23,7 @@ fn equal_costs(sizes: Sizes, stage: StageCosts) -> Costs {
 }
 
 /// Returns a schedule that was validated, and its timeline.
-fn proven(kind: Kind, sizes: Sizes, stage: StageCosts) -> (Schedule, Timeline) {
+fn validated(kind: Kind, sizes: Sizes, stage: StageCosts) -> (Schedule, Timeline) {
     let costs = equal_costs(sizes, stage);
     let schedule = generate(kind, sizes, &costs, None).expect("sizes that fit");
     assert_eq!(validate(&schedule, &costs, None), Ok(()), "{kind} {sizes:?}\n{schedule}");

@@ -4,7 +4,7 @@ use super::super::{Costs, Kind, Schedule, Sizes, StageCosts, generate, programs}
 use crate::action::{Action, Keep, Message};
 use crate::layout::StateLayout;
 use crate::lowering::{lay_out, recompute};
-use crate::program::{Chain, Program};
+use crate::program::{Program, UnitChain};
 use crate::validate::{ProgramError, validate, validate_pipeline};
 use proptest::prelude::*;
 
@@ -39,7 +39,12 @@ fn tied(
     let last = units[num_stages - 1].end - 1;
     let ties = if tie.is_some() && last > 0 { vec![(last, 0)] } else { Vec::new() };
     let sums_ties = tie.unwrap_or(false);
-    programs(&schedule, &costs, &units, &Chain { ties, sums_ties, ..Chain::of_units(last + 1) })
+    programs(
+        &schedule,
+        &costs,
+        &units,
+        &UnitChain { ties, accumulates_tied_gradients: sums_ties, ..UnitChain::of_units(last + 1) },
+    )
 }
 
 #[test]
@@ -118,7 +123,7 @@ fn receiving_only_before_use_stops_one_forward_one_backward() {
 }
 
 #[test]
-fn what_is_for_another_rank_is_refused() {
+fn actions_for_another_rank_are_refused() {
     let mut programs = lowered(Kind::GPipe, 2, 1, 2);
     programs[0].actions.insert(0, Action::Forward { unit: 2, microbatch: 0, keep: Keep::All });
     let error = validate_pipeline(&programs).unwrap_err();
@@ -209,7 +214,7 @@ fn asynchronous(
     let costs = Costs::equal(num_ranks, StageCosts::of(1, 1, 1)).unwrap();
     let schedule = generate(kind, sizes, &costs, None).unwrap();
     let units: Vec<_> = (0..num_ranks).map(|stage| stage..stage + 1).collect();
-    let programs = programs(&schedule, &costs, &units, &Chain::of_units(units[units.len() - 1].end));
+    let programs = programs(&schedule, &costs, &units, &UnitChain::of_units(units[units.len() - 1].end));
     (schedule, programs)
 }
 

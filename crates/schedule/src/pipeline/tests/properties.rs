@@ -46,7 +46,7 @@ proptest! {
     }
 
     #[test]
-    fn no_schedule_is_faster_than_its_data((kind, sizes, costs) in any_case()) {
+    fn no_schedule_is_faster_than_its_longest_dependency_chain((kind, sizes, costs) in any_case()) {
         let schedule = generate(kind, sizes, &costs, None).expect("sizes that fit");
         let timeline = simulate(&schedule, &costs).expect("a valid schedule");
         let chain: u64 = costs.stages().iter().map(|stage| stage.forward + stage.backward_input).sum();
@@ -120,7 +120,7 @@ proptest! {
     }
 
     #[test]
-    fn strange_text_is_refused_in_peace(
+    fn malformed_text_is_refused_without_a_panic(
         text in "(ranks|rank| |0|1|9999999999999|placement|,|:|\n|F|B 0 0|microbatches|steps|weights stashed){0,30}"
     ) {
         if let Ok(schedule) = text.parse::<Schedule>() {

@@ -49,7 +49,7 @@ impl State<'_> {
                     // Activations that were received from another rank are freed after forward.
                     let missing = Action::Recompute { unit: below, microbatch };
                     let is_there =
-                        self.holds(below) && self.activations(below, microbatch) == Activations::Whole;
+                        self.holds(below) && self.activations(below, microbatch) == Activations::Complete;
                     (!is_there).then_some(missing)
                 }
                 Activations::Kept(_) => None,
@@ -79,8 +79,8 @@ impl State<'_> {
                 if let Some(unit) = self.held().find(|unit| !is_reduced(unit)) {
                     return Some(Action::ReduceGrad { unit });
                 }
-                let is_apart = self.gathers_grads && !self.units[unit].has_gathered_grad;
-                is_apart.then_some(Action::UnshardGrad { unit })
+                let is_separate = self.gathers_grads && !self.units[unit].has_gathered_grad;
+                is_separate.then_some(Action::UnshardGrad { unit })
             }
             Action::UnshardGrad { unit } => {
                 let Unit { num_reduced, num_stepped, .. } = self.units[unit];
@@ -88,8 +88,10 @@ impl State<'_> {
             }
             Action::Unstash { unit } => self.units[unit].stashed.is_empty().then_some(Action::Stash { unit }),
             Action::Evict(StateKey { class: StateClass::Activations, unit, microbatch }) => {
-                let is_kept =
-                    matches!(self.activations(unit, microbatch), Activations::Kept(_) | Activations::Whole);
+                let is_kept = matches!(
+                    self.activations(unit, microbatch),
+                    Activations::Kept(_) | Activations::Complete
+                );
                 let missing = Action::Forward { unit, microbatch, keep: Keep::All };
                 (!is_kept).then_some(missing)
             }
@@ -117,7 +119,7 @@ impl State<'_> {
                 (!self.activations(unit, microbatch).are_differentiated()).then_some(missing)
             }
             MessageKind::TiedGradient => {
-                let first = if self.header.chain.sums_ties { 0 } else { microbatch };
+                let first = if self.header.chain.accumulates_tied_gradients { 0 } else { microbatch };
                 (first..=microbatch).find_map(|microbatch| self.missing_for_tied_grad(microbatch))
             }
             MessageKind::Parameters => {
@@ -159,7 +161,7 @@ impl State<'_> {
     /// Returns the missing action that computes the tied unit's contribution to the owner's gradient on this rank.
     fn missing_for_tied_grad(&self, microbatch: usize) -> Option<Action> {
         let reader = self.tie.as_ref()?.reader;
-        let is_early = self.activations(reader, microbatch) != Activations::Spent;
+        let is_early = self.activations(reader, microbatch) != Activations::Freed;
         is_early.then(|| self.completion(reader, microbatch))
     }
 
@@ -199,7 +201,7 @@ impl State<'_> {
             });
         }
         match self.activations(unit, microbatch) {
-            Activations::Whole => None,
+            Activations::Complete => None,
             Activations::Kept(_) => Some(Action::Recompute { unit, microbatch }),
             _ => Some(Action::Forward { unit, microbatch, keep: Keep::All }),
         }

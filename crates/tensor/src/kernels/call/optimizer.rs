@@ -49,7 +49,7 @@ impl OptimizerCall {
                 cost.reads(2 * of_parameter.num_bytes()).writes(out.num_bytes())
             }
             Self::FactoredSums { part, .. } => {
-                let num_elements = part.held.len();
+                let num_elements = part.stored.len();
                 Cost::others(&[4, num_elements]).reads(2 * DType::F32.size() * num_elements)
             }
             Self::FactoredMoments { sums, moments, .. } => {

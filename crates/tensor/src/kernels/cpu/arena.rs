@@ -49,7 +49,7 @@ impl Arena {
     }
 
     /// Like [`reserve`](Arena::reserve), for memory that kernels access at other addresses and that the host cannot access. Call
-    /// [`order_by`](Arena::order_by) before memory is reused.
+    /// [`set_backend`](Arena::set_backend) before memory is reused.
     pub(crate) fn detached(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
         Ok(Self::accessible(Mapping::detached()?, counter))
     }
@@ -71,7 +71,7 @@ impl Arena {
     }
 
     /// Calls [`Backend::reuse`] for every block allocated from now on, so that kernels wait for copies that still use its memory.
-    pub(crate) fn order_by(&self, backend: &Arc<dyn Backend>) {
+    pub(crate) fn set_backend(&self, backend: &Arc<dyn Backend>) {
         self.backend.get_or_init(|| Arc::clone(backend));
     }
 
@@ -90,10 +90,10 @@ impl Arena {
         self.counter.budget().is_some_and(|budget| needed > budget.saturating_sub(*reserved))
     }
 
-    /// Allocates overflow memory for activations; `None` if there is none.
+    /// Allocates overflow memory for activations; `NoExperts` if there is none.
     pub(crate) fn overflow(&self, len: usize, category: Category) -> Option<Box<dyn LentMemory>> {
         let overflow = self.overflow.get().filter(|_| category == Category::Activations);
-        overflow.and_then(|(overflow, _)| overflow.take(len))
+        overflow.and_then(|(overflow, _)| overflow.allocate(len))
     }
 
     pub(crate) fn page_source(&self) -> PageSource {
@@ -151,7 +151,7 @@ impl Arena {
     }
 
     /// Allocates a block of `len` bytes with unspecified contents.
-    pub(crate) fn take(self: &Arc<Self>, len: usize, category: Category) -> Result<Block> {
+    pub(crate) fn allocate(self: &Arc<Self>, len: usize, category: Category) -> Result<Block> {
         let offset = Some(self.allocate_offset(len, category)?);
         Ok(Block { arena: Arc::clone(self), offset, len, category })
     }
@@ -162,12 +162,12 @@ impl Arena {
         let padded = len.next_multiple_of(ALIGNMENT);
         self.counter.charge(category, padded)?;
         let mut blocks = self.blocks();
-        let Some(offset) = blocks.free.take(padded) else {
+        let Some(offset) = blocks.free.allocate(padded) else {
             self.counter.uncharge(category, padded);
             return Err(self.out_of_memory(len, category));
         };
         if let Err(source) = self.make_accessible(&mut blocks, offset + padded) {
-            blocks.free.give(offset, padded);
+            blocks.free.free(offset, padded);
             self.counter.uncharge(category, padded);
             return Err(self.refused(len, category, source));
         }
@@ -197,7 +197,7 @@ impl Arena {
 #[derive(Debug)]
 pub(crate) struct Block {
     arena: Arc<Arena>,
-    /// `None` while the memory is released.
+    /// `NoExperts` while the memory is released.
     offset: Option<usize>,
     len: usize,
     category: Category,
@@ -222,7 +222,7 @@ impl Block {
         let Some(offset) = self.offset.take() else { return };
         let padded = self.len.next_multiple_of(ALIGNMENT);
         self.arena.counter.uncharge(self.category, padded);
-        self.arena.blocks().free.give(offset, padded);
+        self.arena.blocks().free.free(offset, padded);
     }
 
     /// Allocates memory again, with unspecified contents.
@@ -274,8 +274,8 @@ mod tests {
     fn blocks_are_counted_reused_and_apart() {
         let counter = Arc::new(MemoryCounter::new(None));
         let arena = Arc::new(Arena::reserve(PageSource::Transparent, Arc::clone(&counter)).unwrap());
-        let mut first = arena.take(100, Category::Parameters).unwrap();
-        let mut second = arena.take(1, Category::Activations).unwrap();
+        let mut first = arena.allocate(100, Category::Parameters).unwrap();
+        let mut second = arena.allocate(1, Category::Activations).unwrap();
         first.bytes_mut().fill(1);
         second.bytes_mut().fill(2);
         assert!(first.bytes().iter().all(|&byte| byte == 1));
@@ -283,8 +283,8 @@ mod tests {
         let address = first.bytes().as_ptr();
         drop(first);
         assert_eq!(counter.usage(Category::Parameters).current, 0);
-        assert_eq!(arena.take(128, Category::Gradients).unwrap().bytes().as_ptr(), address);
-        assert!(arena.take(usize::MAX / 2, Category::Gradients).is_err());
+        assert_eq!(arena.allocate(128, Category::Gradients).unwrap().bytes().as_ptr(), address);
+        assert!(arena.allocate(usize::MAX / 2, Category::Gradients).is_err());
         assert_eq!(second.bytes(), [2]);
     }
 
@@ -297,7 +297,7 @@ mod tests {
         };
         let arena = Arc::new(arena);
         // Takes one page, because the pool may have other users. Most hosts have none.
-        let mut block = match arena.take(PAGE, Category::Activations) {
+        let mut block = match arena.allocate(PAGE, Category::Activations) {
             Err(error) => {
                 assert!(error.to_string().contains("the pool of huge pages has too few left for"), "{error}");
                 return assert_eq!(counter.usage(Category::Activations).current, 0);
@@ -308,7 +308,7 @@ mod tests {
         drop(block);
         // If the pages were returned, other programs could take them.
         arena.trim();
-        assert!(arena.take(PAGE, Category::Activations).unwrap().bytes().iter().all(|&byte| byte == 7));
+        assert!(arena.allocate(PAGE, Category::Activations).unwrap().bytes().iter().all(|&byte| byte == 7));
     }
 
     #[test]
@@ -316,7 +316,7 @@ mod tests {
         let arena =
             Arc::new(Arena::reserve(PageSource::Transparent, Arc::new(MemoryCounter::new(None))).unwrap());
         let mut blocks: Vec<Block> =
-            (0..4).map(|_| arena.take(3 * PAGE + 64, Category::Optimizer).unwrap()).collect();
+            (0..4).map(|_| arena.allocate(3 * PAGE + 64, Category::Optimizer).unwrap()).collect();
         blocks.iter_mut().for_each(|block| block.bytes_mut().fill(7));
         blocks[1].release();
         blocks.swap_remove(2);

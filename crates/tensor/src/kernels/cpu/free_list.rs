@@ -21,7 +21,7 @@ impl FreeList {
     }
 
     /// Allocates by best fit: the smallest span that is large enough, the lowest one of equals.
-    pub(super) fn take(&mut self, len: usize) -> Option<usize> {
+    pub(super) fn allocate(&mut self, len: usize) -> Option<usize> {
         let fitting = self.spans.iter().enumerate().filter(|(_, span)| span.len >= len);
         let (index, _) = fitting.min_by_key(|(_, span)| span.len)?;
         let span = &mut self.spans[index];
@@ -34,7 +34,7 @@ impl FreeList {
         Some(offset)
     }
 
-    pub(super) fn give(&mut self, offset: usize, len: usize) {
+    pub(super) fn free(&mut self, offset: usize, len: usize) {
         if len == 0 {
             return;
         }
@@ -72,16 +72,16 @@ mod tests {
             let mut list = FreeList::new(4096);
             let mut taken: Vec<Span> = Vec::new();
             for (len, index) in requests {
-                let offset = list.take(len).unwrap();
+                let offset = list.allocate(len).unwrap();
                 prop_assert!(taken.iter().all(|span| offset + len <= span.offset || span.offset + span.len <= offset));
                 taken.push(Span { offset, len });
                 if len % 3 == 0 {
                     let span = taken.swap_remove(index.index(taken.len()));
-                    list.give(span.offset, span.len);
+                    list.free(span.offset, span.len);
                 }
             }
             for span in taken {
-                list.give(span.offset, span.len);
+                list.free(span.offset, span.len);
             }
             prop_assert_eq!(list.spans, vec![Span { offset: 0, len: 4096 }]);
         }

@@ -17,7 +17,7 @@ pub(super) const PAGE: usize = 64 << 10;
 const COUNTING_BYTES: usize = 1 << 45;
 
 /// Divisor of the number of addresses that `ulimit -v` allows. One mapping reserves at most the quotient.
-const ADDRESSES_SHARE: usize = 4;
+const ADDRESSES_DIVISOR: usize = 4;
 
 /// Minimum size of a mapping. Below it, reserving fails.
 const ADDRESSES_MIN: usize = 1 << 24;
@@ -180,7 +180,7 @@ fn machine_bytes() -> usize {
 /// Returns the number of addresses to request for `num_bytes`. Under `ulimit -v`, leaves addresses for the rest of the process.
 fn addresses(num_bytes: usize) -> usize {
     let allowed =
-        getrlimit(Resource::As).current.map_or(usize::MAX, |bytes| bytes as usize / ADDRESSES_SHARE);
+        getrlimit(Resource::As).current.map_or(usize::MAX, |bytes| bytes as usize / ADDRESSES_DIVISOR);
     num_bytes.min(allowed) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 }
 

@@ -68,12 +68,12 @@ pub(crate) struct NormKind {
     /// Added to the variance or to the mean square.
     pub(crate) epsilon: f32,
     /// Whether the mean is subtracted: layer normalization; otherwise RMS normalization.
-    pub(crate) centred: bool,
+    pub(crate) is_centered: bool,
 }
 
 /// Normalized rows.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Normalised<'a> {
+pub(crate) struct NormInputs<'a> {
     pub(crate) x: &'a [f32],
     pub(crate) weight: &'a [f32],
     /// [`STATISTICS`] values per row.
@@ -91,7 +91,7 @@ impl Cpu {
         y: &mut [T],
         statistics: &mut [f32],
     ) {
-        let NormKind { epsilon, centred } = kind;
+        let NormKind { epsilon, is_centered: centred } = kind;
         let cols = weight.len();
         let rows = x.len() / cols;
         assert!(x.len() == y.len() && x.len() == rows * cols && statistics.len() == rows * STATISTICS);
@@ -109,12 +109,12 @@ impl Cpu {
 
     pub(crate) fn norm_backward_input<T: Element>(
         &self,
-        rows: Normalised<'_>,
+        rows: NormInputs<'_>,
         dy: &[T],
         dx: &mut [f32],
         accumulate: bool,
     ) {
-        let Normalised { x, weight, statistics, kind: NormKind { centred, .. } } = rows;
+        let NormInputs { x, weight, statistics, kind: NormKind { is_centered: centred, .. } } = rows;
         let cols = weight.len();
         let rows = x.len() / cols;
         assert!(x.len() == dx.len() && x.len() == dy.len() && x.len() == rows * cols);

@@ -19,7 +19,7 @@ const MAGNITUDE_MIN: f32 = 1e-36;
 /// Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
 const ROUNDER: f32 = 12_582_912.0;
 
-const UNIT_BYTES: usize = size_of::<f32>();
+const SCALE_BYTES: usize = size_of::<f32>();
 
 /// An integer format of messages. Each [`BLOCK_LEN`](IntegerFormat::BLOCK_LEN) elements share a scale that maps the largest magnitude to
 /// the largest code; 0 stays 0.
@@ -45,7 +45,7 @@ impl IntegerFormat {
 
     /// Returns the bytes of a message of `num_elements` elements.
     pub const fn num_bytes(self, num_elements: usize) -> usize {
-        num_elements.div_ceil(Self::BLOCK_LEN) * UNIT_BYTES + self.code_bytes(num_elements)
+        num_elements.div_ceil(Self::BLOCK_LEN) * SCALE_BYTES + self.code_bytes(num_elements)
     }
 
     const fn code_max(self) -> f32 {
@@ -60,7 +60,7 @@ impl IntegerFormat {
 #[inline(always)]
 fn blocks(message: &[u8], format: IntegerFormat) -> impl Iterator<Item = (f32, &[u8])> {
     message.chunks(format.num_bytes(IntegerFormat::BLOCK_LEN)).map(|block| {
-        let (unit, codes) = block.split_first_chunk::<UNIT_BYTES>().expect("a block has a unit");
+        let (unit, codes) = block.split_first_chunk::<SCALE_BYTES>().expect("a block has a unit");
         (f32::from_le_bytes(*unit), codes)
     })
 }
@@ -112,7 +112,7 @@ for_each_simd_level! {
         let message = message.chunks_mut(format.num_bytes(IntegerFormat::BLOCK_LEN));
         for (x, block) in x.chunks(IntegerFormat::BLOCK_LEN).zip(message) {
             let (unit, inverse) = scales(x, format);
-            let (unit_bytes, codes) = block.split_at_mut(UNIT_BYTES);
+            let (unit_bytes, codes) = block.split_at_mut(SCALE_BYTES);
             unit_bytes.copy_from_slice(&unit.to_le_bytes());
             let (low, high) = x.split_at(codes.len());
             for (byte, &x) in codes.iter_mut().zip(low) {

@@ -7,7 +7,7 @@ use trireme_base::DType;
 pub struct Add;
 
 impl Operation for Add {
-    declares! { inputs: 2..=2, takes_rows }
+    declares! { inputs: 2..=2, accepts_sharded_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let sum = |left, right| left + right;

@@ -160,7 +160,7 @@ pub struct Attention {
 /// The operations that exchange positions for heads and back.
 #[derive(Debug, Clone)]
 struct Exchanges {
-    together: Arc<ExchangeHeads>,
+    qkv: Arc<ExchangeHeads>,
     queries: Arc<ExchangeHeads>,
     keys_values: Arc<ExchangeHeads>,
     output: Arc<ExchangeHeads>,
@@ -184,7 +184,7 @@ impl Attention {
         let queries = group(num_heads, head_dim);
         let [keys, values] = [head_dim, value_dim].map(|dim| group(num_kv_heads, dim));
         let exchanges = Exchanges {
-            together: exchange(&[queries, keys, values], true),
+            qkv: exchange(&[queries, keys, values], true),
             queries: exchange(&[queries], true),
             keys_values: exchange(&[keys, values], true),
             output: exchange(&[group(num_heads, value_dim)], false),
@@ -227,7 +227,7 @@ impl Attention {
 
 /// Assigns the operation's inputs by their dtypes and shapes.
 fn given<'a>(num_inputs: usize, input: impl Fn(usize) -> View<'a>) -> AttentionInputs<View<'a>> {
-    let mut views = AttentionInputs::together(input(0));
+    let mut views = AttentionInputs::packed_qkv(input(0));
     for view in (1..num_inputs).map(input) {
         let place = match (view.dtype(), view.shape().dims().len()) {
             (DType::U32, 1) => &mut views.num_keys,
@@ -240,14 +240,14 @@ fn given<'a>(num_inputs: usize, input: impl Fn(usize) -> View<'a>) -> AttentionI
 }
 
 impl Operation for Attention {
-    declares! { inputs: 1..=4, reads_inputs: INPUT_HALF, reads_outputs: INPUT_HALF, takes_positions }
+    declares! { inputs: 1..=4, reads_inputs: INPUT_HALF, reads_outputs: INPUT_HALF, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (num_inputs, dtype) = (cx.num_inputs(), cx.input(0).dtype());
         let views = given(num_inputs, |index| cx.input(index));
-        let (shape, is_apart) = (self.shape_of(cx, &views), views.keys_values.is_some());
+        let (shape, is_separate) = (self.shape_of(cx, &views), views.keys_values.is_some());
         let rotated = match &self.rotary {
-            Some(_) if is_apart => panic!("queries and keys are rotated where they lie together"),
+            Some(_) if is_separate => panic!("queries and keys are rotated where they lie together"),
             Some(rotary) => rotate(cx, shape, rotary)?,
             None => None,
         };
@@ -307,7 +307,7 @@ impl Operation for Attention {
     }
 
     fn head_exchange(&self, operand: InputOrOutput, num_float_inputs: usize) -> Option<Op> {
-        let Exchanges { together, queries, keys_values, output } = &self.exchanges;
+        let Exchanges { qkv: together, queries, keys_values, output } = &self.exchanges;
         Some(match (operand, num_float_inputs) {
             (InputOrOutput::Output, _) => output.into(),
             (InputOrOutput::Input(0), 1) => together.into(),

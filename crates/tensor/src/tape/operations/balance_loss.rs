@@ -15,7 +15,7 @@ use trireme_base::{DType, ExchangeKind};
 pub struct BalanceLoss;
 
 /// Added to sums of scores to avoid a division by 0.
-const NO_SCORE: f32 = 1e-20;
+const SCORE_EPSILON: f32 = 1e-20;
 
 /// The maximum load of an expert relative to an even load, from the chosen experts (u32; `num_experts` means none). It has no gradient: use
 /// it for [metrics](crate::tape::Recorder::apply_metric).
@@ -47,7 +47,7 @@ fn relative_excess(cx: &OperationContext<'_>, ids: View<'_>, num_experts: usize)
 }
 
 impl Operation for BalanceLoss {
-    declares! { inputs: 2..=3, takes_positions }
+    declares! { inputs: 2..=3, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape();
@@ -57,7 +57,7 @@ impl Operation for BalanceLoss {
         let cols = shape.cols();
         let value = move |[scores, excess, weights]: [&[f32]; 3], row: usize, value: &mut [f32]| {
             let scores = &scores[row * cols..(row + 1) * cols];
-            let sum = scores.iter().sum::<f32>() + NO_SCORE;
+            let sum = scores.iter().sum::<f32>() + SCORE_EPSILON;
             let product: f32 = scores.iter().zip(excess).map(|(score, excess)| score * excess).sum();
             value[0] = weight_of(weights, row) * (1.0 + product / sum);
         };
@@ -78,7 +78,7 @@ impl Operation for BalanceLoss {
         let cols = shape.cols();
         let gradient = move |[scores, excess, weights]: [&[f32]; 3], row: usize, grad: &mut [f32]| {
             let scores = &scores[row * cols..(row + 1) * cols];
-            let sum = scores.iter().sum::<f32>() + NO_SCORE;
+            let sum = scores.iter().sum::<f32>() + SCORE_EPSILON;
             let product: f32 = scores.iter().zip(excess).map(|(score, excess)| score * excess).sum();
             let (mean, scale) = (product / sum, scale * weight_of(weights, row) / sum);
             grad.iter_mut().zip(excess).for_each(|(grad, excess)| *grad = scale * (excess - mean));

@@ -52,7 +52,7 @@ impl Operation for Concat {
         Ok(())
     }
 
-    fn takes_positions(&self) -> bool {
+    fn accepts_sharded_positions(&self) -> bool {
         self.dim != 1
     }
 }

@@ -6,7 +6,7 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 pub struct Convert;
 
 impl Operation for Convert {
-    declares! { takes_rows }
+    declares! { accepts_sharded_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let dtype = cx.precision().dtype();

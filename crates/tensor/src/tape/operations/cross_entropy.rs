@@ -22,7 +22,7 @@ fn statistics(device: &Device, logits: View<'_>, classes: View<'_>) -> Result<Te
 }
 
 impl Operation for CrossEntropy {
-    declares! { inputs: 2..=2, reads_inputs: INPUT_HALF, takes_positions }
+    declares! { inputs: 2..=2, reads_inputs: INPUT_HALF, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         if cx.is_recording() {

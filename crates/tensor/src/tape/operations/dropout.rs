@@ -76,7 +76,7 @@ impl Dropout {
 }
 
 impl Operation for Dropout {
-    declares! { takes_rows }
+    declares! { accepts_sharded_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.take_or_copy_input(0)?;

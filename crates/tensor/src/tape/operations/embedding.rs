@@ -56,7 +56,7 @@ impl Embedding {
 }
 
 impl Operation for Embedding {
-    declares! { has_parameters, reads_inputs: WEIGHT_HALF, takes_positions }
+    declares! { has_parameters, reads_inputs: WEIGHT_HALF, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         if self.tokens.part.is_some() {

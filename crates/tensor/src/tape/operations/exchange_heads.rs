@@ -128,7 +128,7 @@ fn sequences(
 }
 
 impl Operation for ExchangeHeads {
-    declares! { takes_positions }
+    declares! { accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let exchanged = self.exchange(cx, cx.input(0), self.to_heads)?;

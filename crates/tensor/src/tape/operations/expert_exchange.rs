@@ -42,15 +42,15 @@ pub struct ExpertExchange {
 }
 
 /// Starts to send the first chunk of rows, ordered by expert (`[1, num_choices, cols]`), to the ranks of their experts, and passes the rows
-/// on to [`OwnExperts`](super::OwnExperts). Computation between the two operations overlaps with the exchange, in forward and in backward.
-/// The other inputs are the first output of [`GatherLoads`] and the last one of [`GroupRows`](crate::tape::GroupRows), of which only the
-/// shape is read.
+/// on to [`LocalExperts`](super::LocalExperts). Computation between the two operations overlaps with the exchange, in forward and in
+/// backward. The other inputs are the first output of [`GatherLoads`] and the last one of [`GroupRows`](crate::tape::GroupRows), of which
+/// only the shape is read.
 ///
 /// Cost: the host reads the numbers of choices. Rows are copied into messages.
 #[derive(Debug)]
 pub struct DispatchRows(pub ExpertExchange);
 
-/// Waits for the last chunk of rows that [`OwnExperts`](super::OwnExperts) sends back. The inputs are its output (`[1, num_choices,
+/// Waits for the last chunk of rows that [`LocalExperts`](super::LocalExperts) sends back. The inputs are its output (`[1, num_choices,
 /// cols]`), the first output of [`GatherLoads`], and the last one of [`GroupRows`](crate::tape::GroupRows), of which only the shape is
 /// read. The output has the shape of the first input.
 ///
@@ -82,7 +82,7 @@ impl Operation for GatherLoads {
 }
 
 impl Operation for DispatchRows {
-    declares! { inputs: 3..=3, takes_positions }
+    declares! { inputs: 3..=3, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let loads = self.0.read(cx, cx.input(1), cx.input(2).shape());
@@ -103,7 +103,7 @@ impl Operation for DispatchRows {
 }
 
 impl Operation for ReturnRows {
-    declares! { inputs: 3..=3, takes_positions }
+    declares! { inputs: 3..=3, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (exchange, mut rows) = (cx.take_rows_in_flight(), cx.take_or_copy_input(0)?);

@@ -11,7 +11,7 @@ use std::ops::Range;
 use trireme_base::AxisRank;
 
 /// Number of entries in a row of the table after the entries of the experts: the total number of choices, and the maximum per expert.
-const NUM_OTHERS: usize = 2;
+const NUM_TOTALS: usize = 2;
 
 /// The number of choices of each expert on each rank, and the row ranges that follow from them.
 pub(super) struct Loads {
@@ -64,11 +64,11 @@ impl ExpertExchange {
     }
 
     fn row_len(self) -> usize {
-        self.num_experts + NUM_OTHERS
+        self.num_experts + NUM_TOTALS
     }
 
     /// Returns the last two numbers of this rank's row.
-    fn totals(self, places: Shape) -> [u32; NUM_OTHERS] {
+    fn totals(self, places: Shape) -> [u32; NUM_TOTALS] {
         let most = self.capacity.map(|capacity| capacity.num_rows(places, self.num_experts));
         [places.num_elements(), most.unwrap_or(places.num_elements())].map(|number| number as u32)
     }
@@ -101,7 +101,7 @@ impl Loads {
 
     /// Returns the table that [`read`](ExpertExchange::read) reads, and its shape.
     pub(super) fn table(&self) -> (Vec<u32>, [usize; 2]) {
-        let flags = self.is_shadowed.iter().map(|&is| u32::from(is)).chain([0; NUM_OTHERS]);
+        let flags = self.is_shadowed.iter().map(|&is| u32::from(is)).chain([0; NUM_TOTALS]);
         let table = self.table.iter().copied().chain(flags).collect();
         (table, [self.place.degree + 1, self.exchange.row_len()])
     }
@@ -116,7 +116,7 @@ impl Loads {
     }
 
     /// Returns the maximum over all ranks of the total number of choices, and of the number of rows per expert that buffers hold.
-    fn totals_max(&self) -> [usize; NUM_OTHERS] {
+    fn totals_max(&self) -> [usize; NUM_TOTALS] {
         let of_ranks = |other: usize| {
             let numbers =
                 (0..self.place.degree).map(|rank| self.row(rank)[self.exchange.num_experts + other]);

@@ -53,7 +53,7 @@ pub struct DroppedChoices;
 /// Copies the rows of tokens once per choice, in the order of [`GroupRows`]. The inputs are `x` (`[.., cols]`), the choice at each
 /// position, and the position of each choice; the output is `[1, num_choices, cols]`.
 #[derive(Debug)]
-pub struct SpreadRows;
+pub struct PermuteRows;
 
 /// Combines the outputs of experts: sums the weighted rows of each token, as `[.., cols]`. The inputs are `x` (`[num_choices, cols]`), the
 /// choice at each position, the position of each choice (`[.., k]`), weights (`[.., k]`, f32) and an optional residual (f32), with which
@@ -62,7 +62,7 @@ pub struct SpreadRows;
 pub struct CombineRows {
     /// Whether rows are partial sums on each rank of the tensor axis, because the weights of experts are row-parallel. The ranks then sum
     /// the combined rows, once per token.
-    pub adds_up: bool,
+    pub sums_over_ranks: bool,
 }
 
 impl Operation for GroupRows {
@@ -92,13 +92,13 @@ impl Operation for DroppedChoices {
     }
 }
 
-impl Operation for SpreadRows {
-    declares! { inputs: 3..=3, takes_positions }
+impl Operation for PermuteRows {
+    declares! { inputs: 3..=3, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, order, num_choices) = (cx.input(0), cx.input(1), cx.input(2).shape().cols());
         let mut rows = cx.empty([1, order.shape().num_elements(), x.shape().cols()], x.dtype())?;
-        cx.device().spread_rows(x, order, num_choices, None, rows.view_mut());
+        cx.device().permute_rows(x, order, num_choices, None, rows.view_mut());
         cx.output(rows);
         Ok(())
     }
@@ -115,13 +115,13 @@ impl Operation for SpreadRows {
 }
 
 impl Operation for CombineRows {
-    declares! { inputs: 4..=5, takes_positions }
+    declares! { inputs: 4..=5, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, places, weights) = (cx.input(0), cx.input(2), Some(cx.input(3)));
         let (residual, shape) =
             ((cx.num_inputs() > 4).then(|| cx.input(4)), places.shape().with_cols(x.shape().cols()));
-        let y = if self.adds_up {
+        let y = if self.sums_over_ranks {
             let mut term = cx.empty_term(shape, x.dtype())?;
             cx.device().combine_rows(x, places, weights, None, term.view_mut());
             cx.finish_row_parallel(term, None, residual)?
@@ -137,8 +137,10 @@ impl Operation for CombineRows {
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let num_choices = cx.input(2).shape().cols();
-        let dy =
-            cx.all_rows(cx.grad(), if self.adds_up { cx.output_sharding() } else { Sharding::Replicated })?;
+        let dy = cx.all_rows(
+            cx.grad(),
+            if self.sums_over_ranks { cx.output_sharding() } else { Sharding::Replicated },
+        )?;
         let like =
             |input| cx.requires_grad(input).then(|| cx.empty(cx.input_shape(input), cx.input_dtype(input)));
         let [mut d_weights, mut dx] = [like(3).transpose()?, like(0).transpose()?];
@@ -147,7 +149,7 @@ impl Operation for CombineRows {
         }
         if let Some(dx) = &mut dx {
             let (order, weights) = (cx.input(1), Some(cx.input(3)));
-            cx.device().spread_rows(dy.view(), order, num_choices, weights, dx.view_mut());
+            cx.device().permute_rows(dy.view(), order, num_choices, weights, dx.view_mut());
         }
         drop(dy);
         for (input, grad) in [(3, d_weights), (0, dx)] {
@@ -163,11 +165,11 @@ impl Operation for CombineRows {
         if input < 4 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
     }
 
-    fn takes_rows(&self, input: usize) -> bool {
-        self.adds_up && input == 4
+    fn accepts_sharded_rows(&self, input: usize) -> bool {
+        self.sums_over_ranks && input == 4
     }
 
     fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {
-        self.adds_up.then(|| axis.between_layers())
+        self.sums_over_ranks.then(|| axis.between_layers())
     }
 }

@@ -115,7 +115,7 @@ impl GroupedLinear {
 }
 
 impl Operation for GroupedLinear {
-    declares! { inputs: 2..=3, has_parameters, takes_positions }
+    declares! { inputs: 2..=3, has_parameters, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, starts) = (cx.input(0), cx.input(1));

@@ -19,7 +19,7 @@ pub struct LatentHeads {
 }
 
 impl Operation for LatentHeads {
-    declares! { inputs: 3..=3, takes_positions }
+    declares! { inputs: 3..=3, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let inputs = [cx.input(0), cx.input(1), cx.input(2)];

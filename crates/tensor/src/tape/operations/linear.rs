@@ -45,7 +45,7 @@ pub struct Linear {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
     /// Not sharded.
-    Whole,
+    Unsharded,
     /// Sharded by its outputs.
     ColumnParallel,
     /// Sharded by its inputs.
@@ -83,7 +83,7 @@ impl Linear {
             WeightLayout::OutputsFirst => 0,
         };
         match self.weight.part {
-            None => Role::Whole,
+            None => Role::Unsharded,
             Some(part) if part.dim == outputs_dim => Role::ColumnParallel,
             Some(_) => Role::RowParallel,
         }
@@ -118,9 +118,13 @@ impl Linear {
 
     /// Runs the input half. Returns the gradient of the input if it is pending, which only happens without an activation. `is_divided` is
     /// true if the weight half runs in a separate pass over the tape.
-    fn input_half(&self, cx: &mut BackwardContext<'_>, is_divided: bool) -> Result<Option<PendingValue>> {
+    fn input_half(
+        &self,
+        cx: &mut BackwardContext<'_>,
+        is_separate_pass: bool,
+    ) -> Result<Option<PendingValue>> {
         let fp8 = cx.fp8_layer(self.weight.first);
-        let mut dy = self.all_grads(cx, is_divided)?;
+        let mut dy = self.all_grads(cx, is_separate_pass)?;
         if let Values::Converted(rounded) =
             matmul_operand(cx.device(), fp8, LinearOperand::OutputGrad, dy.view())?
         {
@@ -231,7 +235,7 @@ pub(super) fn matmul_operand<'a>(
 }
 
 impl Operation for Linear {
-    declares! { inputs: 1..=2, has_parameters, takes_rows }
+    declares! { inputs: 1..=2, has_parameters, accepts_sharded_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, device) = (cx.all_rows(cx.input(0), self.read_sharding(cx.input_sharding(0)))?, cx.device());
@@ -294,7 +298,7 @@ impl Operation for Linear {
 
     fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {
         match self.role() {
-            Role::Whole => None,
+            Role::Unsharded => None,
             Role::ColumnParallel => Some(Sharding::ByParameters),
             Role::RowParallel => Some(axis.between_layers()),
         }

@@ -28,7 +28,7 @@ use trireme_base::DType;
 /// Cost: the cost of the layers. Ranks send `2 num_choices cols` elements in forward and as many in backward, except those that stay on
 /// their rank. See `docs/experts.md` for the cost of shadows. The host reads the numbers of choices in each pass.
 #[derive(Debug)]
-pub struct OwnExperts {
+pub struct LocalExperts {
     /// The first layer, which reads the rows without an activation.
     pub up: GroupedLinear,
     /// The second layer, which reads the outputs of the first.
@@ -50,12 +50,12 @@ const SAVED_OF_SHADOWS: usize = 2;
 
 /// Indices of tensors that the input half keeps: the gradients of both layers' outputs, and the activated input. The kept tensors of
 /// shadows follow.
-const D_MADE: usize = 0;
+const D_OUTPUT: usize = 0;
 const D_INNER: usize = 1;
 const ACTIVATED: usize = 2;
 const KEPT_OF_SHADOWS: usize = 3;
 
-impl OwnExperts {
+impl LocalExperts {
     /// Runs the input halves of both layers for groups of rows. Replaces `inner`, the argument of the activation, and `d_activated` by the
     /// results of [`differentiate`].
     pub(super) fn inner_grads(
@@ -105,7 +105,7 @@ pub(super) fn zero(cx: &OperationContext<'_>, all: ViewMut<'_>, rows: Range<usiz
 /// The rows that [`exchange_and_compute`] processes.
 struct ExchangeBuffers<'a> {
     /// The rows that this rank sends. Their results replace them.
-    outside: &'a mut Tensor,
+    rows: &'a mut Tensor,
     /// The rows that this rank receives, of all chunks.
     received: &'a mut Tensor,
     /// The results of the received rows.
@@ -123,44 +123,48 @@ fn exchange_and_compute(
     buffers: ExchangeBuffers<'_>,
     mut compute: impl FnMut(&Range<usize>, View<'_>, ViewMut<'_>) -> Result<()>,
 ) -> Result<PendingExchange> {
-    let ExchangeBuffers { outside, received, results } = buffers;
-    let (axis, device, cols) = (cx.expert_axis(), cx.device(), outside.shape().cols());
-    let num_choices = outside.shape().rows();
-    zero(cx, outside.view_mut(), num_choices - loads.num_dropped()..num_choices);
+    let ExchangeBuffers { rows, received, results } = buffers;
+    let (axis, device, cols) = (cx.expert_axis(), cx.device(), rows.shape().cols());
+    let num_choices = rows.shape().rows();
+    zero(cx, rows.view_mut(), num_choices - loads.num_dropped()..num_choices);
     let mut coming = Some(first);
     let mut going: Option<PendingExchange> = None;
     let mut chunks = chunks.peekable();
     while let Some(chunk) = chunks.next() {
         let exchange = coming.take().expect("the chunk was started");
-        axis.send_rest(device, &exchange, outside.view(), received.view_mut())?;
+        axis.send_rest(device, &exchange, rows.view(), received.view_mut())?;
         axis.finish_rows(device, exchange, received.view_mut())?;
-        let rows = loads.rows(&chunk);
-        zero(cx, received.view_mut(), rows.start + loads.num_rows(&chunk)..rows.end);
+        let chunk_rows = loads.rows(&chunk);
+        zero(cx, received.view_mut(), chunk_rows.start + loads.num_rows(&chunk)..chunk_rows.end);
         let next = chunks.peek().map(|next| loads.runs(cols, next));
-        coming = next.map(|runs| axis.start_rows(device, runs, outside.view())).transpose()?;
+        coming = next.map(|runs| axis.start_rows(device, runs, rows.view())).transpose()?;
         let (x, y) = (received.view(), results.view_mut());
-        compute(&chunk, x.rows(rows.start, rows.len()), y.into_rows(rows.start, rows.len()))?;
+        compute(
+            &chunk,
+            x.rows(chunk_rows.start, chunk_rows.len()),
+            y.into_rows(chunk_rows.start, chunk_rows.len()),
+        )?;
         if let Some(before) = going.take() {
-            axis.send_rest(device, &before, results.view(), outside.view_mut())?;
-            axis.finish_rows(device, before, outside.view_mut())?;
+            axis.send_rest(device, &before, results.view(), rows.view_mut())?;
+            axis.finish_rows(device, before, rows.view_mut())?;
         }
         going = Some(axis.start_rows(device, loads.runs(cols, &chunk).reversed(), results.view())?);
     }
     let last = going.expect("ranks have experts");
-    axis.send_rest(device, &last, results.view(), outside.view_mut())?;
+    axis.send_rest(device, &last, results.view(), rows.view_mut())?;
     Ok(last)
 }
 
-impl Operation for OwnExperts {
-    declares! { inputs: 5..=5, has_parameters, takes_positions }
+impl Operation for LocalExperts {
+    declares! { inputs: 5..=5, has_parameters, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         assert_eq!(self.up.activation, InputActivation::Identity, "the first layer reads rows as they are");
-        let (first, mut outside) = (cx.take_rows_in_flight(), cx.take_or_copy_input(0)?);
+        let (first, mut rows) = (cx.take_rows_in_flight(), cx.take_or_copy_input(0)?);
         let loads = self.exchange.read(cx, cx.input(LOADS), cx.input(PLACES).shape());
         let shadows = Shadows::start(self, cx, &loads)?;
-        let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, outside.dtype());
-        let mut received = empty(outside.shape().cols())?;
+        let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, rows.dtype());
+        let mut received = empty(rows.shape().cols())?;
         let mut inner = empty(self.up.outputs())?;
         let mut made = empty(self.down.outputs())?;
         let starts = cx.input(STARTS);
@@ -170,30 +174,29 @@ impl Operation for OwnExperts {
             self.up.product(cx, groups(cx, &self.up, starts, chunk), x, inner.reborrow())?;
             self.down.product(cx, groups(cx, &self.down, starts, chunk), inner.as_view(), y)
         };
-        let buffers = ExchangeBuffers { outside: &mut outside, received: &mut received, results: &mut made };
+        let buffers = ExchangeBuffers { rows: &mut rows, received: &mut received, results: &mut made };
         let last = exchange_and_compute(cx, &loads, first, loads.chunks(), buffers, compute)?;
         drop(made);
-        let of_shadows =
-            shadows.map(|shadows| shadows.forward(self, cx, &loads, &mut outside)).transpose()?;
+        let of_shadows = shadows.map(|shadows| shadows.forward(self, cx, &loads, &mut rows)).transpose()?;
         cx.store_rows_in_flight(last);
         [received, inner].into_iter().for_each(|tensor| cx.save(tensor));
         of_shadows.into_iter().flatten().for_each(|tensor| cx.save(tensor));
-        cx.output(outside);
+        cx.output(rows);
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
-        let (first, mut outside) = (cx.take_rows_in_flight(), cx.take_output_grad());
+        let (first, mut rows) = (cx.take_rows_in_flight(), cx.take_output_grad());
         let mut inner = cx.take_saved(INNER);
         let has_shadows = self.exchange.num_shadowed > 0;
         let inner_of_shadows =
             has_shadows.then(|| cx.take_saved(SAVED_OF_SHADOWS + shadowed_experts::SAVED_INNER));
         let loads = self.exchange.read(cx, cx.input(LOADS), cx.input_shape(PLACES));
         let shadows = Shadows::start(self, cx, &loads)?;
-        let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, outside.dtype());
+        let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, rows.dtype());
         let mut d_made = empty(self.down.outputs())?;
         let mut d_activated = empty(self.down.weight.shape.cols())?;
-        let mut d_received = empty(outside.shape().cols())?;
+        let mut d_received = empty(rows.shape().cols())?;
         let starts = cx.input(STARTS);
         let compute = |chunk: &Range<usize>, dy: View<'_>, dx: ViewMut<'_>| {
             let rows = loads.rows(chunk);
@@ -202,21 +205,20 @@ impl Operation for OwnExperts {
             let of_activation = of_activation.map(|all| all.view_mut().into_rows(rows.start, rows.len()));
             self.inner_grads(cx, layers, dy, dx, of_activation)
         };
-        let buffers =
-            ExchangeBuffers { outside: &mut outside, received: &mut d_made, results: &mut d_received };
+        let buffers = ExchangeBuffers { rows: &mut rows, received: &mut d_made, results: &mut d_received };
         let last = exchange_and_compute(cx, &loads, first, loads.chunks().rev(), buffers, compute)?;
         drop(d_received);
         let of_shadows = shadows.zip(inner_of_shadows).map(|(shadows, inner)| {
             let starts =
                 cx.saved(SAVED_OF_SHADOWS + shadowed_experts::SAVED_STARTS).expect("forward has saved it");
-            shadows.backward(self, cx, &loads, starts, &mut outside, inner)
+            shadows.backward(self, cx, &loads, starts, &mut rows, inner)
         });
         let of_shadows = of_shadows.transpose()?;
         cx.store_rows_in_flight(last);
         let [d_inner, activated] = grad_and_output(self.down.activation, inner, d_activated);
         [d_made, d_inner, activated].into_iter().for_each(|tensor| cx.keep(tensor));
         of_shadows.into_iter().flatten().for_each(|tensor| cx.keep(tensor));
-        cx.add_grad(0, outside)
+        cx.add_grad(0, rows)
     }
 
     fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
@@ -239,7 +241,7 @@ impl Operation for OwnExperts {
             (back, into)
         });
         let (of_back, of_into) = of_shadows.unzip();
-        let back = (&self.down, [kept(D_MADE), kept(ACTIVATED)], of_back);
+        let back = (&self.down, [kept(D_OUTPUT), kept(ACTIVATED)], of_back);
         let into = (&self.up, [kept(D_INNER), saved(RECEIVED)], of_into);
         let num_parts = loads.axis_place().degree;
         for (layer, factors, of_shadows) in [back, into] {

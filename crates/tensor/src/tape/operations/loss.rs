@@ -88,7 +88,7 @@ impl LossHead {
         let (rows, cols, degree) = (part.shape().rows(), part.shape().cols(), axis.place().degree);
         let mut parts = device.activation([degree, rows, cols])?;
         axis.ops.exchange(device, ExchangeKind::AllGather, part.view(), parts.view_mut())?;
-        let whole = self.weight.part.map_or(cols, |part| part.whole);
+        let whole = self.weight.part.map_or(cols, |part| part.full_len);
         let mut all = device.activation(part.shape().with_cols(whole))?;
         for (rank, first) in (0..whole).step_by(cols).enumerate() {
             let len = cols.min(whole - first);
@@ -232,7 +232,7 @@ impl Operation for LossHead {
         Ok(())
     }
 
-    fn takes_rows(&self, input: usize) -> bool {
+    fn accepts_sharded_rows(&self, input: usize) -> bool {
         input == 0
     }
 

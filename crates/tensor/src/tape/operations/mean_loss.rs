@@ -34,7 +34,7 @@ impl<L: ElementLoss> MeanLoss<L> {
 }
 
 impl<L: ElementLoss> Operation for MeanLoss<L> {
-    declares! { inputs: 2..=2, reads_inputs: INPUT_HALF, takes_positions }
+    declares! { inputs: 2..=2, reads_inputs: INPUT_HALF, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         if cx.is_recording() {

@@ -24,7 +24,7 @@ pub struct Norm {
 
 impl Norm {
     fn kind(&self) -> NormKind {
-        NormKind { epsilon: self.epsilon, centred: self.centred }
+        NormKind { epsilon: self.epsilon, is_centered: self.centred }
     }
 
     /// Returns the weights plus the offset.
@@ -41,7 +41,7 @@ impl Norm {
 }
 
 impl Operation for Norm {
-    declares! { has_parameters, reads_inputs: BOTH, takes_f32_grads, is_recomputable, takes_rows }
+    declares! { has_parameters, reads_inputs: BOTH, takes_f32_grads, is_recomputable, accepts_sharded_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape();

@@ -21,7 +21,7 @@ pub trait Pointwise: fmt::Debug + Clone + Send + Sync + 'static {
 }
 
 impl<F: Pointwise> Operation for F {
-    declares! { takes_rows }
+    declares! { accepts_sharded_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;

@@ -8,7 +8,7 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, Sharding, TensorAx
 pub struct AllGatherRows;
 
 impl Operation for AllGatherRows {
-    declares! { takes_rows }
+    declares! { accepts_sharded_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let whole = cx.gather_rows(cx.input(0))?;
@@ -31,7 +31,7 @@ impl Operation for AllGatherRows {
 pub struct SplitRows;
 
 impl Operation for SplitRows {
-    declares! { takes_positions }
+    declares! { accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let part = cx.split_rows(cx.input(0))?;
@@ -55,7 +55,7 @@ impl Operation for SplitRows {
 pub struct CopyToRanks;
 
 impl Operation for CopyToRanks {
-    declares! { takes_rows, takes_positions }
+    declares! { accepts_sharded_rows, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let copy = match cx.input_sharding(0) {
@@ -82,7 +82,7 @@ impl Operation for CopyToRanks {
 pub struct SumOverRanks;
 
 impl Operation for SumOverRanks {
-    declares! { takes_positions }
+    declares! { accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let is_term = cx.axis().is_none() || cx.input_sharding(0) == Sharding::ByParameters;

@@ -47,7 +47,7 @@ impl Operation for Reshape {
         cx.add_grad(0, grad)
     }
 
-    fn takes_positions(&self) -> bool {
+    fn accepts_sharded_positions(&self) -> bool {
         self.0.starts_with(&[NewDim::Same; 2])
     }
 }

@@ -25,7 +25,7 @@ pub(super) struct RingAttention {
 }
 
 impl RingAttention {
-    /// Returns the attention on the ring of the context axis; `None` if the ring has one rank.
+    /// Returns the attention on the ring of the context axis; `NoExperts` if the ring has one rank.
     pub(super) fn of(cx: &OperationContext<'_>, shape: AttentionShape, rule: AttentionRule) -> Option<Self> {
         let ops = Arc::clone(cx.context()?.ring.as_ref()?);
         Some(RingAttention { ops, shape, rule })
@@ -47,7 +47,7 @@ impl RingAttention {
     }
 
     /// Returns the queries and this rank's keys and values as separate tensors.
-    fn apart<'a>(
+    fn split_qkv<'a>(
         &self,
         cx: &OperationContext<'_>,
         views: &AttentionInputs<View<'a>>,
@@ -97,7 +97,7 @@ impl RingAttention {
         log_sums: &mut Tensor,
     ) -> Result<Tensor> {
         let (device, [batch, len, ..]) = (cx.device(), self.sizes());
-        let [queries, mut block] = self.apart(cx, &views)?;
+        let [queries, mut block] = self.split_qkv(cx, &views)?;
         let mut sums = cx.zeros([batch, len, self.shape.output_cols()], DType::F32)?;
         device.map_in_place(log_sums.view_mut(), 0, |_| f32::NEG_INFINITY);
         for step in 0..self.degree() {
@@ -124,7 +124,7 @@ impl RingAttention {
     ) -> Result<(Tensor, Option<Tensor>)> {
         let (device, dtype, [batch, len, q_cols, kv_cols]) =
             (cx.device(), views.queries.dtype(), self.sizes());
-        let [queries, mut block] = self.apart(cx, &views)?;
+        let [queries, mut block] = self.split_qkv(cx, &views)?;
         let mut d_queries = cx.zeros([batch, len, q_cols], DType::F32)?;
         let mut d_block = cx.zeros(block.view().shape(), DType::F32)?;
         // The gradients of keys and values travel with them, and return to their rank in the last step.

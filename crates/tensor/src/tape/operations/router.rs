@@ -17,7 +17,7 @@ pub struct Router {
 }
 
 impl Operation for Router {
-    declares! { has_parameters, reads_inputs: WEIGHT_HALF, takes_rows }
+    declares! { has_parameters, reads_inputs: WEIGHT_HALF, accepts_sharded_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, weight) = (cx.input(0), cx.parameter_in_f32(&self.weight)?);

@@ -45,7 +45,7 @@ fn add_mean(
 }
 
 impl Operation for RouterZLoss {
-    declares! { inputs: 1..=2, reads_inputs: INPUT_HALF, takes_positions }
+    declares! { inputs: 1..=2, reads_inputs: INPUT_HALF, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         add_mean(cx, trireme_base::Cost::EXP + 3, |logits| log_sum(logits).powi(2))

@@ -6,7 +6,7 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 pub struct Scale(pub f32);
 
 impl Operation for Scale {
-    declares! { takes_rows }
+    declares! { accepts_sharded_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;

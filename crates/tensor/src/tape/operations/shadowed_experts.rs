@@ -5,7 +5,7 @@
 use super::expert_loads::Loads;
 use super::grouped_linear::{GroupMatrices, GroupedLinear};
 use super::input_activation::grad_and_output;
-use super::local_experts::{OwnExperts, zero};
+use super::local_experts::{LocalExperts, zero};
 use crate::device::{DeviceError, Result, RowGroups};
 use crate::tape::{ExchangedRuns, OperationContext, PendingExchange, Runs};
 use crate::tensor::{Tensor, View, ViewMut};
@@ -29,9 +29,9 @@ pub(super) const KEPT_D_INNER: usize = 1;
 pub(super) const KEPT_ACTIVATED: usize = 2;
 
 impl Shadows {
-    /// Starts to send the matrices of own shadowed experts and to receive those of others. Returns `None` if no expert is shadowed.
+    /// Starts to send the matrices of own shadowed experts and to receive those of others. Returns `NoExperts` if no expert is shadowed.
     pub(super) fn start(
-        experts: &OwnExperts,
+        experts: &LocalExperts,
         cx: &OperationContext<'_>,
         loads: &Loads,
     ) -> Result<Option<Shadows>> {
@@ -45,7 +45,7 @@ impl Shadows {
     }
 
     /// Waits for the matrices of both layers.
-    fn finish(self, experts: &OwnExperts, cx: &OperationContext<'_>, loads: &Loads) -> Result<[Tensor; 2]> {
+    fn finish(self, experts: &LocalExperts, cx: &OperationContext<'_>, loads: &Loads) -> Result<[Tensor; 2]> {
         let finish = |layer: &GroupedLinear, exchange: PendingExchange| {
             let (axis, device, weight) = (cx.expert_axis(), cx.device(), cx.parameter(&layer.weight));
             let mut shadows = cx.empty(layer.shape_of(loads.shadowed().count()), weight.dtype())?;
@@ -60,7 +60,7 @@ impl Shadows {
     /// Replaces this rank's rows of shadowed experts by the experts' outputs. Returns the tensors that backward needs.
     pub(super) fn forward(
         self,
-        experts: &OwnExperts,
+        experts: &LocalExperts,
         cx: &OperationContext<'_>,
         loads: &Loads,
         rows: &mut Tensor,
@@ -81,7 +81,7 @@ impl Shadows {
     /// weight half needs.
     pub(super) fn backward(
         self,
-        experts: &OwnExperts,
+        experts: &LocalExperts,
         cx: &OperationContext<'_>,
         loads: &Loads,
         starts: View<'_>,
@@ -181,7 +181,7 @@ pub(super) fn start_sum(
 ) -> Result<PendingExchange> {
     let num_shadows = loads.shadowed().count();
     let (axis, device) = (cx.expert_axis(), cx.device());
-    let mut term = axis.empty_term(device, layer.shape_of(num_shadows), DType::F32)?;
+    let mut term = axis.empty_partial_sum(device, layer.shape_of(num_shadows), DType::F32)?;
     let groups = RowGroups { starts, num_groups: num_shadows };
     layer.weight_grad(cx, groups, dy, input, term.view_mut(), false)?;
     axis.start_sum(device, ExchangeKind::AllReduce, term)

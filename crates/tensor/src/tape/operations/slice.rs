@@ -36,7 +36,7 @@ impl Operation for Slice {
         cx.add_grad(0, grad)
     }
 
-    fn takes_positions(&self) -> bool {
+    fn accepts_sharded_positions(&self) -> bool {
         self.dim != 1
     }
 }

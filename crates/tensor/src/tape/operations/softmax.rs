@@ -6,7 +6,7 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 pub struct Softmax;
 
 impl Operation for Softmax {
-    declares! { reads_outputs: INPUT_HALF, takes_rows }
+    declares! { reads_outputs: INPUT_HALF, accepts_sharded_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;

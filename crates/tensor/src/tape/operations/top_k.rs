@@ -28,7 +28,7 @@ impl TopK {
 }
 
 impl Operation for TopK {
-    declares! { inputs: 1..=2, takes_positions }
+    declares! { inputs: 1..=2, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape().with_cols(self.rule.num_choices);

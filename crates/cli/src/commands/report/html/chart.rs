@@ -161,11 +161,11 @@ struct Frame {
 
 impl Frame {
     fn x(&self, step: f64) -> f64 {
-        LEFT + (WIDTH - LEFT - RIGHT) * self.steps.part(step)
+        LEFT + (WIDTH - LEFT - RIGHT) * self.steps.fraction(step)
     }
 
     fn y(&self, value: f64) -> f64 {
-        TOP + (HEIGHT - TOP - BOTTOM) * (1.0 - self.values.part(value))
+        TOP + (HEIGHT - TOP - BOTTOM) * (1.0 - self.values.fraction(value))
     }
 
     fn push_axes(&self, svg: &mut Svg, unit: &str) {

@@ -74,7 +74,7 @@ struct Scale {
 impl Scale {
     /// Returns the x coordinate of a value in the unit.
     fn at(&self, value: f64) -> f64 {
-        LEFT + (WIDTH - LEFT - RIGHT) * self.ticks.part(value)
+        LEFT + (WIDTH - LEFT - RIGHT) * self.ticks.fraction(value)
     }
 
     fn x(&self, bytes: u64) -> f64 {

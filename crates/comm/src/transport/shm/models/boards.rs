@@ -1,7 +1,7 @@
 //! Models of boards, and of memory that meetings divide among ranks.
 
 use super::Cell;
-use super::board::{Board, Post};
+use super::board::{Post, PublishedState};
 use crate::Operation;
 use crate::call::Call;
 use crate::models::explore;
@@ -13,7 +13,7 @@ use trireme_base::Rank;
 /// The memory that one rank shares with the others.
 #[derive(Default)]
 struct Area {
-    board: Board,
+    board: PublishedState,
     stages: [Cell<u32>; 2],
     /// A vector that peers write to.
     vector: [Cell<u32>; 2],
@@ -30,7 +30,7 @@ fn call(sequence: u64) -> Call {
 }
 
 /// Waits like `PublishedState::wait`, but polls only once before it sleeps.
-fn wait(board: &Board, meeting: u32) {
+fn wait(board: &PublishedState, meeting: u32) {
     while !board.has_arrived(meeting) && !board.sleep_once(meeting).expect("sleep") {}
 }
 

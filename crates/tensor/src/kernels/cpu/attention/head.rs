@@ -4,7 +4,7 @@ use super::operands::{BackwardOperands, ForwardOperands, KEY_BLOCK};
 use super::rule::{AttentionRule, KeyView, all_seen};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::Element;
-use crate::kernels::cpu::matmul::{LeftOperand, Matrix, MicroKernel, ProductSizes, RightPanels, Tile};
+use crate::kernels::cpu::matmul::{LeftOperand, MatmulSizes, Matrix, MicroKernel, RightPanels, Tile};
 use crate::kernels::cpu::simd::{LANES, exp, for_each_simd_level, max_of, sum_into, sum_zip, tanh};
 use std::ops::Range;
 
@@ -220,18 +220,18 @@ impl Head<'_> {
         scratch: &mut Scratch<'_, T>,
         results: ForwardRows<'_>,
     ) {
-        let ForwardRows { out, log_sums, is_carried } = results;
+        let ForwardRows { out, log_sums, has_earlier_keys } = results;
         let num_queries = log_sums.len();
         let mut rows = [OnlineSoftmaxRow { max: f32::NEG_INFINITY, sum: 0.0, factor: 0.0 }; QUERY_BLOCK];
         let rows = &mut rows[..num_queries];
-        if is_carried {
+        if has_earlier_keys {
             // Equivalent to a single key with this weight whose value is the output.
             for (row, &log_sum) in rows.iter_mut().zip(&*log_sums) {
                 row.max = log_sum / self.scale();
                 row.sum = if log_sum > f32::NEG_INFINITY { 1.0 } else { 0.0 };
             }
         }
-        let mut is_first = !is_carried;
+        let mut is_first = !has_earlier_keys;
         let seen = self.seen_keys(first_query, num_queries);
         for pair in Self::key_blocks(first_query, &seen[..num_queries]) {
             let len = num_queries * pair.num_keys;
@@ -243,7 +243,7 @@ impl Head<'_> {
                 scale_rows(cpu.features, out, rows, |row| row.factor);
             }
             let weights = LeftOperand::InMemory(block(weights, pair.num_keys));
-            let size = ProductSizes { rows: num_queries, cols: self.dims[1], inner: pair.num_keys };
+            let size = MatmulSizes { rows: num_queries, cols: self.dims[1], inner: pair.num_keys };
             let values = factors.values.block(pair.first_key - self.first_packed);
             Tile::whole(out, size).multiply(weights, values, !is_first);
             is_first = false;
@@ -260,7 +260,7 @@ impl Head<'_> {
 
     /// Computes the raw scores of a pair, rows of `num_keys`.
     fn scores(&self, pair: BlockPair<'_>, keys_transposed: RightPanels<'_>, scores: &mut [f32]) {
-        let size = ProductSizes { rows: pair.seen.len(), cols: pair.num_keys, inner: self.dims[0] };
+        let size = MatmulSizes { rows: pair.seen.len(), cols: pair.num_keys, inner: self.dims[0] };
         let queries = LeftOperand::InMemory(self.queries.from(pair.first_query, 0));
         let keys = keys_transposed.from(pair.first_key - self.first_packed);
         Tile::whole(scores, size).multiply(queries, keys, false);
@@ -292,7 +292,7 @@ impl Head<'_> {
         let queries = self.queries.from(first_query, 0);
         let queries = RightPanels::pack(micro, (num_queries, dim), queries, query_words);
         let dy_panels = RightPanels::pack(micro, (num_queries, value_dim), dy, dy_words);
-        let mut is_first = !grads.is_carried;
+        let mut is_first = !grads.has_earlier_keys;
         let seen = self.seen_keys(first_query, num_queries);
         for pair in Self::key_blocks(first_query, &seen[..num_queries]) {
             let BlockPair { first_key, num_keys, .. } = pair;
@@ -301,7 +301,7 @@ impl Head<'_> {
             let (weights, d_scores) = (&mut scratch.weights[..len], &mut scratch.d_scores[..len]);
             self.scores(pair, factors.keys_transposed, scores);
             self.cap(cpu, scores);
-            let size = ProductSizes { rows: num_queries, cols: num_keys, inner: value_dim };
+            let size = MatmulSizes { rows: num_queries, cols: num_keys, inner: value_dim };
             let values = factors.values_transposed.from(first_key);
             Tile::whole(d_weights, size).multiply(LeftOperand::InMemory(dy), values, false);
             let rule = self.keys.scope.rule;
@@ -311,12 +311,12 @@ impl Head<'_> {
                 (&mut *grads.values, weights, dy_panels, value_dim),
                 (&mut *grads.keys, d_scores, queries, dim),
             ] {
-                let size = ProductSizes { rows: num_keys, cols, inner: num_queries };
+                let size = MatmulSizes { rows: num_keys, cols, inner: num_queries };
                 let rows = first_key * cols..(first_key + num_keys) * cols;
                 let left = LeftOperand::InMemory(left.transposed());
                 Tile::whole(&mut grads[rows], size).multiply(left, right, true);
             }
-            let to_queries = ProductSizes { rows: num_queries, cols: dim, inner: num_keys };
+            let to_queries = MatmulSizes { rows: num_queries, cols: dim, inner: num_keys };
             let (left, right) = (LeftOperand::InMemory(d_scores), factors.keys.block(first_key));
             Tile::whole(&mut grads.queries[..num_queries * dim], to_queries).multiply(left, right, !is_first);
             is_first = false;
@@ -339,7 +339,7 @@ pub(super) struct ForwardRows<'a> {
     /// The logarithm of each row's sum of exponentials.
     pub(super) log_sums: &'a mut [f32],
     /// Whether `out` and `log_sums` hold the results for earlier keys, and become the results for all keys.
-    pub(super) is_carried: bool,
+    pub(super) has_earlier_keys: bool,
 }
 
 /// The outputs of one block of queries and their gradients.
@@ -359,5 +359,5 @@ pub(super) struct HeadGrads<'a> {
     pub(super) keys: &'a mut [f32],
     pub(super) values: &'a mut [f32],
     /// Whether `queries` holds a gradient to add to.
-    pub(super) is_carried: bool,
+    pub(super) has_earlier_keys: bool,
 }

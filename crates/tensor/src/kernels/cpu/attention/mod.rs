@@ -34,17 +34,17 @@ const TASK_QUERIES: usize = 4 * QUERY_BLOCK;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttentionInputs<F, I = F> {
     pub(crate) queries: F,
-    /// Rows of key heads and value heads; `None` if they follow the query heads in the rows of `queries`.
+    /// Rows of key heads and value heads; `NoExperts` if they follow the query heads in the rows of `queries`.
     pub(crate) keys_values: Option<F>,
-    /// For each sequence, the position from which on its keys are padding; `None` if there is no padding.
+    /// For each sequence, the position from which on its keys are padding; `NoExperts` if there is no padding.
     pub(crate) num_keys: Option<I>,
-    /// For each query, the position at which its document begins: it does not see earlier keys. `None` if a sequence is one document.
+    /// For each query, the position at which its document begins: it does not see earlier keys. `NoExperts` if a sequence is one document.
     pub(crate) document_starts: Option<I>,
 }
 
 impl<F, I> AttentionInputs<F, I> {
     /// Wraps rows that hold queries, keys and values, without padding.
-    pub(crate) fn together(rows: F) -> Self {
+    pub(crate) fn packed_qkv(rows: F) -> Self {
         AttentionInputs { queries: rows, keys_values: None, num_keys: None, document_starts: None }
     }
 
@@ -79,7 +79,7 @@ impl<V> AttentionOutput<V> {
 }
 
 /// The destination of rows of results.
-pub(crate) enum Results<'a, T> {
+pub(crate) enum OutputRowsMut<'a, T> {
     /// Rounded elements.
     Elements(SharedSlice<'a, T>),
     /// f32 sums over earlier keys, to be updated.
@@ -89,22 +89,22 @@ pub(crate) enum Results<'a, T> {
 /// The destinations of the results of forward.
 pub(crate) struct ForwardResults<'a, T> {
     /// Outputs, [`AttentionShape::output_cols`] per row.
-    pub(crate) y: Results<'a, T>,
+    pub(crate) y: OutputRowsMut<'a, T>,
     /// The logarithm of the sum of exponentials of each head and row (`batch x num_heads x seq_len`).
     pub(crate) log_sums: &'a mut [f32],
 }
 
 /// The destinations of the gradients of queries, and of keys and values if they are separate.
 pub(crate) struct AttentionGrads<'a, T> {
-    pub(crate) queries: Results<'a, T>,
-    pub(crate) keys_values: Option<Results<'a, T>>,
+    pub(crate) queries: OutputRowsMut<'a, T>,
+    pub(crate) keys_values: Option<OutputRowsMut<'a, T>>,
 }
 
-impl<T: Element> Results<'_, T> {
+impl<T: Element> OutputRowsMut<'_, T> {
     fn len(&self) -> usize {
         match self {
-            Results::Elements(elements) => elements.len,
-            Results::Sums(sums) => sums.len,
+            OutputRowsMut::Elements(elements) => elements.len,
+            OutputRowsMut::Sums(sums) => sums.len,
         }
     }
 
@@ -113,7 +113,7 @@ impl<T: Element> Results<'_, T> {
     /// # Safety
     /// No other code accesses these rows.
     unsafe fn load(&self, rows: &mut [f32], start: usize, stride: usize, dim: usize) -> bool {
-        let Results::Sums(sums) = self else { return false };
+        let OutputRowsMut::Sums(sums) = self else { return false };
         for (row, to) in rows.chunks_exact_mut(dim).enumerate() {
             // SAFETY: only the caller accesses the row.
             to.copy_from_slice(unsafe { sums.range(start + row * stride, dim) });
@@ -121,7 +121,7 @@ impl<T: Element> Results<'_, T> {
         true
     }
 
-    /// Writes rows of `dim` elements, rounded, or replaces the sums that [`load`](Results::load) has returned.
+    /// Writes rows of `dim` elements, rounded, or replaces the sums that [`load`](OutputRowsMut::load) has returned.
     ///
     /// # Safety
     /// No other code accesses these rows.
@@ -131,8 +131,8 @@ impl<T: Element> Results<'_, T> {
             // SAFETY: only the caller accesses the row.
             unsafe {
                 match self {
-                    Results::Elements(out) => round_row(cpu.features, from, out.range(start, dim)),
-                    Results::Sums(out) => out.range(start, dim).copy_from_slice(from),
+                    OutputRowsMut::Elements(out) => round_row(cpu.features, from, out.range(start, dim)),
+                    OutputRowsMut::Sums(out) => out.range(start, dim).copy_from_slice(from),
                 }
             }
         }
@@ -149,8 +149,8 @@ struct Layout {
 }
 
 impl Layout {
-    fn new(shape: AttentionShape, is_apart: bool) -> Self {
-        if is_apart {
+    fn new(shape: AttentionShape, is_separate: bool) -> Self {
+        if is_separate {
             Layout { query_cols: shape.query_cols(), key_value_cols: shape.kv_cols(), key_col: 0 }
         } else {
             let cols = shape.qkv_cols();
@@ -379,8 +379,8 @@ impl Cpu {
                 // SAFETY: only this task accesses these rows of this head.
                 unsafe {
                     let log_sums = log_sums.range(sequence_head * seq_len + first, num_queries);
-                    let is_carried = y.load(sums, start, out_cols, value_dim);
-                    let rows = ForwardRows { out: &mut *sums, log_sums, is_carried };
+                    let has_earlier_keys = y.load(sums, start, out_cols, value_dim);
+                    let rows = ForwardRows { out: &mut *sums, log_sums, has_earlier_keys };
                     parts.forward(self, first, factors, &mut blocks, rows);
                     y.store(self, sums, start, out_cols, value_dim);
                 }
@@ -389,8 +389,8 @@ impl Cpu {
     }
 
     /// Computes the gradient of [`Cpu::attention`] with respect to the queries, and to keys and values if they are separate. Otherwise,
-    /// `grads.keys_values` is `None`, and `grads.queries` receives all gradients. Gradients that are sums are accumulated. `output` must be
-    /// the output for all keys.
+    /// `grads.keys_values` is `NoExperts`, and `grads.queries` receives all gradients. Gradients that are sums are accumulated. `output`
+    /// must be the output for all keys.
     pub(crate) fn attention_backward<T: Element>(
         &self,
         inputs: AttentionInputs<&[T], &[u32]>,
@@ -406,7 +406,7 @@ impl Cpu {
         let (out_cols, dims) = (shape.output_cols(), [dim, value_dim]);
         let layout = inputs.layout(shape, &scope);
         assert!(inputs.queries.len() == d_queries.len() && y.len() == dy.len());
-        assert_eq!(inputs.keys_values.map(<[T]>::len), d_keys_values.as_ref().map(Results::len));
+        assert_eq!(inputs.keys_values.map(<[T]>::len), d_keys_values.as_ref().map(OutputRowsMut::len));
         assert_eq!(y.len(), shape.rows() * out_cols);
         let [query_rows, key_value_rows] = inputs.matrices(layout);
         let d_keys_values = d_keys_values.as_ref().unwrap_or(&d_queries);
@@ -435,7 +435,7 @@ impl Cpu {
                     sums.fill(0.0);
                 }
             }
-            let mut grads = HeadGrads { queries, keys, values, is_carried: false };
+            let mut grads = HeadGrads { queries, keys, values, has_earlier_keys: false };
             let per_kv_head = shape.heads_per_kv_head();
             let view = inputs.view(shape, scope, sequence);
             for head in kv_head * per_kv_head..(kv_head + 1) * per_kv_head {
@@ -455,7 +455,8 @@ impl Cpu {
                     let start = (first + query) * stride + head * dim;
                     // SAFETY: only this task accesses the query heads of its key-value head in this sequence.
                     unsafe {
-                        grads.is_carried = d_queries.load(&mut grads.queries[..len], start, stride, dim);
+                        grads.has_earlier_keys =
+                            d_queries.load(&mut grads.queries[..len], start, stride, dim);
                         parts.backward(self, query, factors, &mut blocks, output, &mut grads);
                         d_queries.store(self, &grads.queries[..len], start, stride, dim);
                     }

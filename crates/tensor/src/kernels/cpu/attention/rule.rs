@@ -95,7 +95,7 @@ pub(super) struct KeyView<'a> {
     pub(super) scope: AttentionScope,
     /// Position from which on keys are padding.
     pub(super) end: usize,
-    /// For each query, the position at which its document begins; `None` if the sequence is one document.
+    /// For each query, the position at which its document begins; `NoExperts` if the sequence is one document.
     pub(super) document_starts: Option<&'a [u32]>,
 }
 
@@ -104,12 +104,12 @@ impl KeyView<'_> {
     pub(super) fn of_query(&self, query: usize) -> Range<usize> {
         let AttentionScope { rule, queries, keys } = &self.scope;
         if !rule.is_causal {
-            return 0..keys.before(self.end);
+            return 0..keys.num_before(self.end);
         }
         let end = queries.at(query) + 1;
         let start = rule.window.map_or(0, |window| end.saturating_sub(window));
         let start = self.document_starts.map_or(start, |starts| start.max(starts[query] as usize));
-        keys.before(start.min(self.end))..keys.before(end.min(self.end))
+        keys.num_before(start.min(self.end))..keys.num_before(end.min(self.end))
     }
 
     /// Returns the range of keys that at least one of the queries sees.
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_query_sees_what_is_of_its_document_and_no_padding() {
+    fn a_query_sees_its_document_and_no_padding() {
         let (queries, keys) = (Positions::run(4, 4), Positions::zig_zag(12, AxisRank::new(0, 2)));
         let scope = AttentionScope { rule: AttentionRule::causal(4), queries, keys };
         // The keys have the positions 0, 1, 2, 9, 10 and 11.

@@ -9,7 +9,7 @@ use crate::kernels::cpu::test_support::{
     run_at_levels, widen,
 };
 use proptest::prelude::*;
-use reference::{Facts, Reference};
+use reference::{Reference, Settings};
 use trireme_base::{AxisRank, Bf16, DType, F16};
 
 const fn shape(
@@ -67,9 +67,9 @@ impl<T: Element> Inputs<T> {
         Reference::new(&exactly(&self.qkv), &exactly(&self.dy), &self.facts())
     }
 
-    fn facts(&self) -> Facts {
+    fn facts(&self) -> Settings {
         let (num_keys, document_starts) = (self.num_keys.clone(), self.document_starts.clone());
-        Facts { shape: self.shape, rule: self.rule, num_keys, document_starts }
+        Settings { shape: self.shape, rule: self.rule, num_keys, document_starts }
     }
 
     fn views<'a>(
@@ -90,11 +90,11 @@ impl<T: Element> Inputs<T> {
         let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, false)];
         let results =
-            ForwardResults { y: Results::Elements(SharedSlice::new(&mut y)), log_sums: &mut log_sums };
+            ForwardResults { y: OutputRowsMut::Elements(SharedSlice::new(&mut y)), log_sums: &mut log_sums };
         cpu.attention(inputs, *shape, scope, results, &mut scratch);
         let mut d_qkv = narrow::<T>(&vec![f32::NAN; qkv.len()]);
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, true)];
-        let queries = Results::Elements(SharedSlice::new(&mut d_qkv));
+        let queries = OutputRowsMut::Elements(SharedSlice::new(&mut d_qkv));
         let grads = AttentionGrads { queries, keys_values: None };
         let output = AttentionOutput { y: &y[..], log_sums: &log_sums[..], dy: &dy[..] };
         cpu.attention_backward(inputs, *shape, scope, output, grads, &mut scratch);
@@ -113,13 +113,13 @@ impl<T: Element> Inputs<T> {
         let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, true)];
         let results =
-            ForwardResults { y: Results::Elements(SharedSlice::new(&mut y)), log_sums: &mut log_sums };
+            ForwardResults { y: OutputRowsMut::Elements(SharedSlice::new(&mut y)), log_sums: &mut log_sums };
         cpu.attention(inputs, *shape, scope, results, &mut scratch);
         let [mut d_queries, mut d_keys_values] =
             [&queries, &keys_values].map(|x| narrow::<T>(&vec![f32::NAN; x.len()]));
         let grads = AttentionGrads {
-            queries: Results::Elements(SharedSlice::new(&mut d_queries)),
-            keys_values: Some(Results::Elements(SharedSlice::new(&mut d_keys_values))),
+            queries: OutputRowsMut::Elements(SharedSlice::new(&mut d_queries)),
+            keys_values: Some(OutputRowsMut::Elements(SharedSlice::new(&mut d_keys_values))),
         };
         let output = AttentionOutput { y: &y[..], log_sums: &log_sums[..], dy: &dy[..] };
         cpu.attention_backward(inputs, *shape, scope, output, grads, &mut scratch);
@@ -468,8 +468,10 @@ fn check_cache(shape: AttentionShape, rule: AttentionRule) {
             let mut log_sums = vec![f32::NAN; part_shape.rows() * shape.num_heads];
             let mut cache = CacheSpan { keys: &mut keys, values: &mut values, capacity, len };
             let mut scratch = vec![f32::NAN; cpu.attention_scratch::<f32>(part_shape, len, false)];
-            let results =
-                ForwardResults { y: Results::Elements(SharedSlice::new(&mut y)), log_sums: &mut log_sums };
+            let results = ForwardResults {
+                y: OutputRowsMut::Elements(SharedSlice::new(&mut y)),
+                log_sums: &mut log_sums,
+            };
             cpu.attention_cached(&rows, part_shape, rule, &mut cache, results, &mut scratch);
             len += part;
             y

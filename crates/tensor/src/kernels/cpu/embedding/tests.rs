@@ -202,7 +202,7 @@ fn non_finite_values_reach_their_row_and_column_only() {
 }
 
 #[test]
-fn rows_are_rounded_whether_they_are_stored_so_or_not() {
+fn rows_are_rounded_to_the_precision_from_any_stored_dtype() {
     let (table, positions) = (random(5 * 6, "table"), random(3 * 6, "positions"));
     let (narrow_table, narrow_positions) = (narrow::<Bf16>(&table), narrow::<Bf16>(&positions));
     let ids = [4, 0, 3];

@@ -5,7 +5,7 @@
 //!
 //! These kernels do not run on counting devices, where the starts of groups have no values.
 
-use super::{Epilogue, Matrix, ProductSizes};
+use super::{Epilogue, MatmulSizes, Matrix};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::FloatsMut;
 use crate::precision::Precision;
@@ -49,7 +49,7 @@ fn end_of(starts: &[u32]) -> usize {
 pub(crate) struct GroupedOperands<'a> {
     pub(crate) precision: Precision,
     /// The size of the matmul of all rows.
-    pub(crate) size: ProductSizes,
+    pub(crate) size: MatmulSizes,
     /// The first row of each group, and the end of the last group.
     pub(crate) starts: &'a [u32],
     pub(crate) left: Matrix<'a>,
@@ -70,7 +70,7 @@ impl Cpu {
     ) {
         let GroupedOperands { precision, size, starts, left, right } = operands;
         for (group, rows) in groups(starts, size.rows).filter(|(_, rows)| !rows.is_empty()) {
-            let size = ProductSizes { rows: rows.len(), ..size };
+            let size = MatmulSizes { rows: rows.len(), ..size };
             let block = Matrix { values: right.values.from(group * block_len), ..right };
             let out = out.range(rows.start * size.cols..rows.end * size.cols);
             let factors = (left.from(rows.start, 0), block);
@@ -104,7 +104,7 @@ impl Cpu {
                 return;
             }
             let epilogue = Epilogue { accumulate, ..Epilogue::OVERWRITE };
-            let size = ProductSizes { inner: rows.len(), ..size };
+            let size = MatmulSizes { inner: rows.len(), ..size };
             let factors = (left.from(0, rows.start), right.from(rows.start, 0));
             self.matmul(precision, size, factors, FloatsMut::F32(out), epilogue, scratch);
         };

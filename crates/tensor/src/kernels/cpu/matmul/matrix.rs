@@ -43,7 +43,7 @@ impl<'a> Matrix<'a> {
 
 /// Sizes of a matmul: `rows x inner` times `inner x cols`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ProductSizes {
+pub struct MatmulSizes {
     /// Rows of the result.
     pub rows: usize,
     /// Columns of the result.
@@ -52,16 +52,16 @@ pub struct ProductSizes {
     pub inner: usize,
 }
 
-impl ProductSizes {
+impl MatmulSizes {
     /// Returns the floating-point operations: a multiplication and an addition per term.
     pub fn operations(&self) -> f64 {
         2.0 * self.rows as f64 * self.cols as f64 * self.inner as f64
     }
 }
 
-impl fmt::Display for ProductSizes {
+impl fmt::Display for MatmulSizes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ProductSizes { rows, cols, inner } = self;
+        let MatmulSizes { rows, cols, inner } = self;
         f.pad(&format!("{rows}x{cols}x{inner}"))
     }
 }

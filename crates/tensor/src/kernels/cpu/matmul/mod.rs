@@ -29,7 +29,7 @@ use crate::precision::Precision;
 pub use grouped::GroupLimit;
 pub(crate) use grouped::GroupedOperands;
 pub(crate) use kernel::MicroKernel;
-pub use matrix::ProductSizes;
+pub use matrix::MatmulSizes;
 pub(crate) use matrix::{Epilogue, Matrix};
 pub(crate) use operands::{LeftOperand, RightPanels};
 use operands::{PackedLeft, pack_panel};
@@ -42,7 +42,7 @@ const GROUP_COLS: usize = 2048;
 
 impl Cpu {
     /// Returns the 32-bit words of scratch memory that [`Cpu::matmul`] needs.
-    pub(crate) fn matmul_scratch(&self, precision: Precision, size: ProductSizes, left: Matrix<'_>) -> usize {
+    pub(crate) fn matmul_scratch(&self, precision: Precision, size: MatmulSizes, left: Matrix<'_>) -> usize {
         let micro = MicroKernel::new(self.features, precision);
         let left = if packs_left(micro, size, left) { PackedLeft::num_words(micro, size) } else { 0 };
         left + RightPanels::num_words(micro, size.inner, size.cols.min(GROUP_COLS))
@@ -55,7 +55,7 @@ impl Cpu {
     pub(crate) fn matmul(
         &self,
         precision: Precision,
-        size: ProductSizes,
+        size: MatmulSizes,
         factors: (Matrix<'_>, Matrix<'_>),
         out: FloatsMut<'_>,
         epilogue: Epilogue<'_>,
@@ -83,7 +83,7 @@ impl Cpu {
     fn matmul_rounded<T: Element>(
         &self,
         precision: Precision,
-        size: ProductSizes,
+        size: MatmulSizes,
         factors: (Matrix<'_>, Matrix<'_>),
         out: &mut [T],
         epilogue: Epilogue<'_>,
@@ -102,12 +102,12 @@ impl Cpu {
     fn for_tiles(
         &self,
         precision: Precision,
-        size: ProductSizes,
+        size: MatmulSizes,
         (left, right): (Matrix<'_>, Matrix<'_>),
         scratch: &mut [u32],
         task: impl Fn(TileTask<'_>) + Sync,
     ) {
-        let ProductSizes { rows, cols, inner } = size;
+        let MatmulSizes { rows, cols, inner } = size;
         let micro = MicroKernel::new(self.features, precision);
         assert!(right.covers(inner, cols), "{right:?} {size:?}");
         let group_words = RightPanels::num_words(micro, inner, cols.min(GROUP_COLS));
@@ -120,7 +120,7 @@ impl Cpu {
             let tile_rows = tile_rows(rows, micro.rows, col_tiles, self.threads.num_threads());
             self.threads.run(rows.div_ceil(tile_rows) * col_tiles, &|index| {
                 let (row, right_col) = (index / col_tiles * tile_rows, index % col_tiles * TILE_COLS);
-                let size = ProductSizes {
+                let size = MatmulSizes {
                     rows: tile_rows.min(rows - row),
                     cols: TILE_COLS.min(group_cols - right_col),
                     inner,
@@ -137,7 +137,7 @@ impl Cpu {
     fn pack_left<'a>(
         &self,
         micro: MicroKernel,
-        size: ProductSizes,
+        size: MatmulSizes,
         left: Matrix<'_>,
         words: &'a mut [u32],
     ) -> PackedLeft<'a> {
@@ -194,13 +194,13 @@ fn tile_rows(rows: usize, panel_rows: usize, col_tiles: usize, num_threads: usiz
 struct TileTask<'a> {
     row: usize,
     col: usize,
-    size: ProductSizes,
+    size: MatmulSizes,
     left: LeftOperand<'a>,
     right: RightPanels<'a>,
 }
 
 /// Returns whether the left operand is packed once for all tiles: if it cannot be read in place and several tiles read the same rows.
-fn packs_left(micro: MicroKernel, size: ProductSizes, left: Matrix<'_>) -> bool {
+fn packs_left(micro: MicroKernel, size: MatmulSizes, left: Matrix<'_>) -> bool {
     size.cols > TILE_COLS && !pack::can_read_in_place(micro, left, size.inner)
 }
 

@@ -1,7 +1,7 @@
 //! Packed matmul operands.
 
 use super::kernel::{Left, MicroKernel};
-use super::matrix::{Matrix, ProductSizes};
+use super::matrix::{MatmulSizes, Matrix};
 use super::pack::{self, Span};
 use crate::kernels::cpu::SharedSlice;
 use std::ops::Range;
@@ -74,7 +74,7 @@ pub(crate) struct PackedLeft<'a> {
 }
 
 impl PackedLeft<'_> {
-    pub(super) fn num_words(micro: MicroKernel, size: ProductSizes) -> usize {
+    pub(super) fn num_words(micro: MicroKernel, size: MatmulSizes) -> usize {
         size.rows.div_ceil(micro.rows) * Self::panel_words(micro, size.inner)
     }
 

@@ -13,7 +13,7 @@ use trireme_base::{Bf16, DType, F16};
 /// The sizes, layouts and dtypes of a matmul.
 #[derive(Clone, Copy, Debug)]
 struct Case {
-    size: ProductSizes,
+    size: MatmulSizes,
     left_transposed: bool,
     right_transposed: bool,
     kind: Kind,
@@ -25,7 +25,7 @@ impl Case {
     /// Creates one of the four layouts.
     fn new((rows, cols, inner): (usize, usize, usize), layout: usize, kind: Kind) -> Self {
         Case {
-            size: ProductSizes { rows, cols, inner },
+            size: MatmulSizes { rows, cols, inner },
             left_transposed: layout & 1 == 1,
             right_transposed: layout & 2 == 2,
             kind,
@@ -72,7 +72,7 @@ type Results = [Vec<f32>; 3];
 
 impl Operands {
     fn new(case: Case) -> Self {
-        let ProductSizes { rows, cols, inner } = case.size;
+        let MatmulSizes { rows, cols, inner } = case.size;
         Operands {
             case,
             left: random(rows * inner, "left"),
@@ -141,7 +141,7 @@ impl Operands {
             }
         };
         let (left, right) = (round(&self.left, left), round(&self.right, right));
-        let ProductSizes { rows, cols, inner } = self.case.size;
+        let MatmulSizes { rows, cols, inner } = self.case.size;
         let sum = |index: usize| {
             let (row, col) = (index / cols, index % cols);
             let terms = (0..inner)
@@ -157,7 +157,7 @@ impl Operands {
 fn multiply<T: Element>(
     cpu: &Cpu,
     precision: Precision,
-    size: ProductSizes,
+    size: MatmulSizes,
     factors: (Matrix<'_>, Matrix<'_>),
     out: &mut [T],
     epilogue: Epilogue<'_>,
@@ -179,7 +179,7 @@ fn plus(sum: &Exact, terms: [f32; 2]) -> Exact {
 
 fn check(case: Case) {
     let operands = Operands::new(case);
-    let (sums, ProductSizes { cols, inner, .. }) = (operands.sums(), case.size);
+    let (sums, MatmulSizes { cols, inner, .. }) = (operands.sums(), case.size);
     for (features, [plain, added, accumulated]) in operands.run() {
         let what = |what| (what, features, case);
         with_element!(case.kind.3 => |T| {
@@ -242,7 +242,7 @@ fn sums_of_narrow_results_begin_in_memory_that_nothing_has_written() {
 #[test]
 #[should_panic(expected = "the result is 4294967296 x 4294967296")]
 fn overflowing_result_sizes_are_not_empty() {
-    let size = ProductSizes { rows: 1 << 32, cols: 1 << 32, inner: 0 };
+    let size = MatmulSizes { rows: 1 << 32, cols: 1 << 32, inner: 0 };
     let empty = Matrix::row_major(Floats::F32(&[]), 0, false);
     let (factors, out) = ((empty, empty), FloatsMut::F32(&mut []));
     let cpu = cpu(CpuFeatures::Portable, 1);
@@ -298,12 +298,12 @@ fn matmuls_packed_per_tile_match_f64() {
     for size in [(1, 1, 1), (3, 5, 0), (33, 17, 40), (70, 64, 65), (13, 33, 1031)] {
         for (index, kind) in KINDS.into_iter().enumerate() {
             let operands = Operands::new(Case::new(size, index % 4, kind));
-            with_element!(kind.1 => |L| with_element!(kind.2 => |R| check_on_the_way::<L, R>(&operands)));
+            with_element!(kind.1 => |L| with_element!(kind.2 => |R| check_packed_per_tile::<L, R>(&operands)));
         }
     }
 }
 
-fn check_on_the_way<L: Element, R: Element>(operands: &Operands) {
+fn check_packed_per_tile<L: Element, R: Element>(operands: &Operands) {
     let Case { size, kind, .. } = operands.case;
     let (left, right) = (narrow::<L>(&operands.left), narrow::<R>(&operands.right));
     let factors = operands.factors(L::floats(&left), R::floats(&right));
@@ -340,7 +340,7 @@ fn wrong_strides_are_detected() {
     // Expected values by hand, so that a mistake in a helper is detected.
     let left = [1.0, 2.0, 3.0, 4.0];
     let identity = [1.0, 0.0, 0.0, 1.0];
-    let size = ProductSizes { rows: 2, cols: 2, inner: 2 };
+    let size = MatmulSizes { rows: 2, cols: 2, inner: 2 };
     for (transposed, expected) in [(false, [1.0, 2.0, 3.0, 4.0]), (true, [1.0, 3.0, 2.0, 4.0])] {
         let left = Matrix::row_major(Floats::F32(&left), 2, transposed);
         let right = Matrix::row_major(Floats::F32(&identity), 2, false);
@@ -369,7 +369,7 @@ fn an_element_has_the_same_bits_at_an_edge_and_within() {
             let product = |rows: usize, cols: usize| {
                 let from = |row: usize| before[row * size.1..][..cols].iter().copied();
                 let mut out: Vec<f32> = (0..rows).flat_map(from).collect();
-                let size = ProductSizes { rows, cols, inner };
+                let size = MatmulSizes { rows, cols, inner };
                 multiply(
                     &cpu(level, 1),
                     precision,

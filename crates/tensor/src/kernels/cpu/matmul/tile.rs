@@ -1,7 +1,7 @@
 //! Tiles of a result, one per task.
 
 use super::kernel::MicroTile;
-use super::matrix::{Epilogue, ProductSizes};
+use super::matrix::{Epilogue, MatmulSizes};
 use super::operands::{LeftOperand, RightPanels};
 use super::pack::{self, LeftBuffer, Span};
 use crate::kernels::cpu::SharedSlice;
@@ -49,7 +49,7 @@ for_each_simd_level! {
 pub(crate) struct Tile<'a> {
     start: *mut f32,
     row_stride: usize,
-    size: ProductSizes,
+    size: MatmulSizes,
     elements: PhantomData<&'a mut [f32]>,
 }
 
@@ -62,7 +62,7 @@ impl<'a> Tile<'a> {
         out: &SharedSlice<'a, f32>,
         offset: usize,
         row_stride: usize,
-        size: ProductSizes,
+        size: MatmulSizes,
     ) -> Self {
         assert!(offset + extent(row_stride, size) <= out.len, "the tile lies in the result");
         // SAFETY: in bounds by the line above.
@@ -70,7 +70,7 @@ impl<'a> Tile<'a> {
     }
 
     /// Creates a tile that covers a buffer.
-    pub(crate) fn whole(out: &'a mut [f32], size: ProductSizes) -> Self {
+    pub(crate) fn whole(out: &'a mut [f32], size: MatmulSizes) -> Self {
         assert_eq!(out.len(), size.rows * size.cols);
         Tile { start: out.as_mut_ptr(), row_stride: size.cols, size, elements: PhantomData }
     }
@@ -78,7 +78,7 @@ impl<'a> Tile<'a> {
     /// Computes the product of two operands in uninitialized memory.
     fn of_product(
         memory: &'a mut [MaybeUninit<f32>],
-        size: ProductSizes,
+        size: MatmulSizes,
         left: LeftOperand<'_>,
         right: RightPanels<'_>,
     ) -> Self {
@@ -110,7 +110,7 @@ impl<'a> Tile<'a> {
     /// The right operand may have more terms than the product if all of them fit into one block of the inner dim; only the first ones are
     /// used.
     pub(crate) fn multiply(&mut self, left: LeftOperand<'_>, right: RightPanels<'_>, accumulate: bool) {
-        let ProductSizes { rows, cols, inner } = self.size;
+        let MatmulSizes { rows, cols, inner } = self.size;
         let micro = right.micro;
         if inner == 0 && !accumulate {
             for row in 0..rows {
@@ -165,7 +165,7 @@ pub(super) unsafe fn rounded_tile<T: Element>(
     out: &SharedSlice<'_, T>,
     offset: usize,
     row_stride: usize,
-    size: ProductSizes,
+    size: MatmulSizes,
     left: LeftOperand<'_>,
     right: RightPanels<'_>,
     epilogue: &Epilogue<'_>,
@@ -183,6 +183,6 @@ pub(super) unsafe fn rounded_tile<T: Element>(
 }
 
 /// Returns the number of elements from the first of a tile to its last.
-fn extent(row_stride: usize, size: ProductSizes) -> usize {
+fn extent(row_stride: usize, size: MatmulSizes) -> usize {
     if size.rows == 0 || size.cols == 0 { 0 } else { (size.rows - 1) * row_stride + size.cols }
 }

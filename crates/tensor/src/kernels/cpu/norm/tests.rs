@@ -65,11 +65,11 @@ impl<T: Element> Inputs<T> {
         let Case { rows, cols, centred, .. } = self.case;
         let (x, weight, dy) = (&self.x[..], &self.weight[..], &self.dy[..]);
         run(|cpu| {
-            let kind = NormKind { epsilon: EPSILON, centred };
+            let kind = NormKind { epsilon: EPSILON, is_centered: centred };
             let mut y = narrow::<T>(&vec![f32::NAN; rows * cols]);
             let mut statistics = vec![f32::NAN; rows * STATISTICS];
             cpu.norm(x, weight, centred.then_some(&self.bias[..]), kind, &mut y, &mut statistics);
-            let normalised = Normalised { x, weight, statistics: &statistics, kind };
+            let normalised = NormInputs { x, weight, statistics: &statistics, kind };
             let (mut dx, mut dx_added) = (vec![f32::NAN; rows * cols], vec![BEFORE; rows * cols]);
             cpu.norm_backward_input(normalised, dy, &mut dx, false);
             cpu.norm_backward_input(normalised, dy, &mut dx_added, true);

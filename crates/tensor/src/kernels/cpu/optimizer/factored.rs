@@ -18,9 +18,9 @@ pub(crate) struct FactoredPart {
     /// First element of the matrix within its unit's flat buffer.
     pub(crate) offset: usize,
     /// The stored elements of the matrix, within the unit's flat buffer.
-    pub(crate) held: Range<usize>,
+    pub(crate) stored: Range<usize>,
     /// Start of the parameter and gradient buffers within the unit's flat buffer.
-    pub(crate) buffer: usize,
+    pub(crate) buffer_start: usize,
     /// Length of a leaf of the unit.
     pub(crate) leaf_len: usize,
 }
@@ -31,7 +31,7 @@ pub struct FactoredStep {
     /// First element of the matrix within its unit's flat buffer.
     pub offset: usize,
     /// Factor of the parameter (weight decay).
-    pub keep: f32,
+    pub parameter_factor: f32,
     /// Factor applied to every gradient first.
     pub grad_scale: f32,
 }
@@ -71,7 +71,7 @@ for_each_simd_level! {
     fn update_row(p: &mut [f32], g: &[f32], cols: &[f32], row: f32, s: (FactoredStep, f32)) {
         let (s, lr) = s;
         for ((p, &g), &col) in p.iter_mut().zip(g).zip(cols) {
-            *p = *p * s.keep - lr * rms_update(g * s.grad_scale, row * col);
+            *p = *p * s.parameter_factor - lr * rms_update(g * s.grad_scale, row * col);
         }
     }
 }
@@ -83,15 +83,15 @@ impl FactoredPart {
 
     /// Returns the leaves of the stored elements in `range` of the unit.
     fn leaves(&self, range: Range<usize>) -> Range<usize> {
-        let (start, end) = (range.start.max(self.held.start), range.end.min(self.held.end));
+        let (start, end) = (range.start.max(self.stored.start), range.end.min(self.stored.end));
         if start < end { self.leaf_of(start)..self.leaf_of(end - 1) + 1 } else { 0..0 }
     }
 
     /// Returns the stored elements of `range` in one leaf, as indices of the buffer.
     fn share(&self, range: &Range<usize>, leaf: usize) -> Range<usize> {
-        let start = range.start.max(self.held.start).max(leaf * self.leaf_len);
-        let end = range.end.min(self.held.end).min((leaf + 1) * self.leaf_len);
-        start - self.buffer..end.max(start) - self.buffer
+        let start = range.start.max(self.stored.start).max(leaf * self.leaf_len);
+        let end = range.end.min(self.stored.end).min((leaf + 1) * self.leaf_len);
+        start - self.buffer_start..end.max(start) - self.buffer_start
     }
 }
 
@@ -121,10 +121,12 @@ impl Cpu {
 
     /// Sums the squares of the stored gradients over each column of a matrix.
     pub(crate) fn column_squares(&self, part: &FactoredPart, grads: &[f32], scale: f32, sums: &mut [f64]) {
-        let (cols, held) = (part.cols, &part.held);
+        let (cols, held) = (part.cols, &part.stored);
         // Conversions between indices of the buffer and of the matrix.
-        let (to_matrix, to_buffer) =
-            (|index| index + part.buffer - part.offset, |index| index + part.offset - part.buffer);
+        let (to_matrix, to_buffer) = (
+            |index| index + part.buffer_start - part.offset,
+            |index| index + part.offset - part.buffer_start,
+        );
         self.for_each_chunk(&mut sums[..cols], COLUMNS, |first, columns| {
             let width = columns.len();
             let mut leaf = |leaf: usize| {

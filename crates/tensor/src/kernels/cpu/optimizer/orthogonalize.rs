@@ -2,7 +2,7 @@
 
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::{Floats, FloatsMut};
-use crate::kernels::cpu::matmul::{Epilogue, Matrix, ProductSizes};
+use crate::kernels::cpu::matmul::{Epilogue, MatmulSizes, Matrix};
 use crate::precision::Precision;
 
 /// Coefficients of an odd polynomial whose iteration moves singular values in (0, 1] close to 1, small ones quickly.
@@ -25,12 +25,12 @@ pub(crate) struct OrthogonalizeScratch<'a> {
 
 /// The sizes and operands of the three matmuls of an iteration. The Gram matrix has the shorter side: `X Xᵀ` for wide matrices, `Xᵀ X` for
 /// tall ones.
-struct Round {
+struct NewtonSchulzMatmuls {
     rows: usize,
     cols: usize,
 }
 
-impl Round {
+impl NewtonSchulzMatmuls {
     fn is_tall(&self) -> bool {
         self.rows > self.cols
     }
@@ -39,16 +39,16 @@ impl Round {
         self.rows.min(self.cols)
     }
 
-    fn gram(&self) -> ProductSizes {
-        ProductSizes { rows: self.side(), cols: self.side(), inner: self.rows.max(self.cols) }
+    fn gram(&self) -> MatmulSizes {
+        MatmulSizes { rows: self.side(), cols: self.side(), inner: self.rows.max(self.cols) }
     }
 
-    fn square(&self) -> ProductSizes {
-        ProductSizes { rows: self.side(), cols: self.side(), inner: self.side() }
+    fn square(&self) -> MatmulSizes {
+        MatmulSizes { rows: self.side(), cols: self.side(), inner: self.side() }
     }
 
-    fn product(&self) -> ProductSizes {
-        ProductSizes { rows: self.rows, cols: self.cols, inner: self.side() }
+    fn product(&self) -> MatmulSizes {
+        MatmulSizes { rows: self.rows, cols: self.cols, inner: self.side() }
     }
 
     fn gram_operands<'a>(&self, x: Floats<'a>) -> (Matrix<'a>, Matrix<'a>) {
@@ -66,7 +66,7 @@ impl Round {
 impl Cpu {
     /// Returns the words of scratch memory in which [`Cpu::orthogonalize`] packs operands.
     pub(crate) fn orthogonalize_scratch(&self, precision: Precision, [rows, cols]: [usize; 2]) -> usize {
-        let (round, none) = (Round { rows, cols }, Floats::F32(&[]));
+        let (round, none) = (NewtonSchulzMatmuls { rows, cols }, Floats::F32(&[]));
         let square = Matrix::row_major(none, round.side(), false);
         let num_words = |size, left| self.matmul_scratch(precision, size, left);
         let gram = num_words(round.gram(), round.gram_operands(none).0);
@@ -83,7 +83,7 @@ impl Cpu {
         scratch: OrthogonalizeScratch<'_>,
     ) {
         let OrthogonalizeScratch { gram, polynomial, product, words } = scratch;
-        let round = Round { rows, cols };
+        let round = NewtonSchulzMatmuls { rows, cols };
         // Divides by the largest element first, so that squares do not overflow.
         let largest = matrix.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
         let inverse = if largest > 0.0 { 1.0 / largest } else { 0.0 };

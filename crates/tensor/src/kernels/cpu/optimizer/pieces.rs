@@ -43,9 +43,9 @@ impl Pieces {
         for pair in pieces.windows(2) {
             let (first, second) = (pair[0], pair[1]);
             let is_after = |first: usize, len, second| first.saturating_add(len) <= second;
-            let is_apart = is_after(first.start, first.len, second.start)
+            let is_separate = is_after(first.start, first.len, second.start)
                 && is_after(first.state, first.len, second.state);
-            assert!(is_apart, "{first:?} and {second:?} overlap");
+            assert!(is_separate, "{first:?} and {second:?} overlap");
         }
         let mut tasks = Vec::new();
         let (mut first, mut num_elements) = (0, 0);
@@ -140,8 +140,12 @@ impl Cpu {
                 unsafe { state.piece(piece.state..piece.state + piece.len, pieces.blocks[index]) }
             });
             let g = if grads.is_empty() { grads } else { &grads[piece.start..piece.start + piece.len] };
-            let walk =
-                Walk { features: self.features, states, noise: rounding_seed, position: piece.position };
+            let walk = PieceStates {
+                features: self.features,
+                states,
+                noise: rounding_seed,
+                position: piece.position,
+            };
             let update = updates[piece.update];
             let update = scales.get(piece.update).map_or(update, |&scale| update.scaled(scale));
             let found = update.run(p, g, walk);
@@ -216,14 +220,14 @@ impl Pieces {
 }
 
 /// The state of a piece and the parameters of its rounding.
-pub(super) struct Walk<'a> {
+pub(super) struct PieceStates<'a> {
     pub(super) features: CpuFeatures,
     states: [PieceState<'a>; 2],
     noise: u32,
     position: usize,
 }
 
-impl Walk<'_> {
+impl PieceStates<'_> {
     /// Calls `run` with f32 states: once if the states are f32, otherwise block by block. Returns the sum of the results.
     pub(super) fn run(
         self,
@@ -231,7 +235,7 @@ impl Walk<'_> {
         g: &[f32],
         mut run: impl FnMut(&mut [f32], &[f32], &mut [f32], &mut [f32]) -> [f32; 2],
     ) -> [f64; 2] {
-        let Walk { features, states, noise, position } = self;
+        let PieceStates { features, states, noise, position } = self;
         let mut states = match states {
             [PieceState::Absent, PieceState::Absent] => return widen(run(p, g, &mut [], &mut [])),
             [PieceState::F32(first), PieceState::Absent] => return widen(run(p, g, first, &mut [])),

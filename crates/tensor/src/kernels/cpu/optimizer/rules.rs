@@ -1,6 +1,6 @@
 //! Elementwise update rules.
 
-use super::pieces::Walk;
+use super::pieces::PieceStates;
 use crate::kernels::cpu::simd::{for_each_simd_level, sum_zip};
 
 /// Hyperparameters of one AdamW update (Loshchilov, Hutter: "Decoupled weight decay regularization", algorithm 2).
@@ -180,7 +180,7 @@ struct AdamCoefficients {
     inverse_correction1: f32,
     /// Reciprocal of the square root of the bias correction of the second moment.
     inverse_root_correction2: f32,
-    keep: f32,
+    parameter_factor: f32,
 }
 
 impl AdamCoefficients {
@@ -193,7 +193,7 @@ impl AdamCoefficients {
             gradient_share: (1.0 - s.nu) * correction1,
             inverse_correction1: 1.0 / correction1,
             inverse_root_correction2: 1.0 / correction2.sqrt(),
-            keep: 1.0 - s.lr * s.weight_decay,
+            parameter_factor: 1.0 - s.lr * s.weight_decay,
         }
     }
 
@@ -231,7 +231,7 @@ for_each_simd_level! {
             let g = g * s.grad_scale;
             *m = s.beta1 * *m + (1.0 - s.beta1) * g;
             *v = s.beta2 * *v + (1.0 - s.beta2) * g * g;
-            *p = *p * c.keep - c.step_size * c.direction(*m, g) / (v.sqrt() * c.inverse_root_correction2 + s.epsilon);
+            *p = *p * c.parameter_factor - c.step_size * c.direction(*m, g) / (v.sqrt() * c.inverse_root_correction2 + s.epsilon);
         }
     }
 
@@ -249,7 +249,7 @@ for_each_simd_level! {
         let s = c.step;
         for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
             *m = s.beta1 * *m + (1.0 - s.beta1) * (g * s.grad_scale);
-            *p = *p * c.keep - c.step_size * *m / frozen_denominator(*v, c);
+            *p = *p * c.parameter_factor - c.step_size * *m / frozen_denominator(*v, c);
         }
     }
 
@@ -257,7 +257,7 @@ for_each_simd_level! {
         let s = c.step;
         for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
             *m = g * s.grad_scale;
-            *p = *p * c.keep - c.step_size * *m / frozen_denominator(*v, c);
+            *p = *p * c.parameter_factor - c.step_size * *m / frozen_denominator(*v, c);
         }
     }
 
@@ -412,7 +412,7 @@ impl Update {
     }
 
     /// Updates a piece. Returns its sums.
-    pub(super) fn run(&self, p: &mut [f32], g: &[f32], walk: Walk<'_>) -> [f64; 2] {
+    pub(super) fn run(&self, p: &mut [f32], g: &[f32], walk: PieceStates<'_>) -> [f64; 2] {
         let features = walk.features;
         const NONE: [f32; 2] = [0.0; 2];
         macro_rules! each {

@@ -318,7 +318,7 @@ fn factored_kernels_match_f64() {
     for (rows, cols, leaf_len) in [(1, 1, 1), (5, 7, 3), (70, 130, 50), (9, 200, 450)] {
         let (offset, len) = (11, rows * cols);
         let held = offset + len / 5..offset + len - len / 7;
-        let part = FactoredPart { cols, offset, held: held.clone(), buffer: held.start, leaf_len };
+        let part = FactoredPart { cols, offset, stored: held.clone(), buffer_start: held.start, leaf_len };
         let grads = random(held.len(), "grads");
         let (parameters, factors) = (random(held.len(), "parameters"), random(rows + cols, "factors"));
         let factors: Vec<f32> = factors.iter().map(|x| 0.1 + x.abs()).collect();
@@ -332,7 +332,7 @@ fn factored_kernels_match_f64() {
             .collect();
         let pieces = Pieces::new(pieces);
         let (row_moments, col_moments) = factors.split_at(rows);
-        let step = FactoredStep { offset, keep: 0.9, grad_scale: 0.5 };
+        let step = FactoredStep { offset, parameter_factor: 0.9, grad_scale: 0.5 };
         let factors = Factors { rows: row_moments, cols: col_moments, row_mean: &[0.5] };
         let [row_sums, col_sums, squares, after] = run(|cpu| {
             let (mut row_sums, mut col_sums) = (vec![0.0; rows], vec![0.0; cols]);

@@ -1,6 +1,6 @@
 use super::Cpu;
 use crate::kernels::call::GroupedCall;
-use crate::kernels::cpu::matmul::{GroupedOperands, Matrix, ProductSizes};
+use crate::kernels::cpu::matmul::{GroupedOperands, MatmulSizes, Matrix};
 
 impl Cpu {
     pub(super) fn run_grouped(&self, call: GroupedCall) {
@@ -15,7 +15,7 @@ impl Cpu {
                 is_transposed,
             } => {
                 let (rows, inner, cols) = (left.shape().rows(), left.shape().cols(), out.shape().cols());
-                let size = ProductSizes { rows, cols, inner };
+                let size = MatmulSizes { rows, cols, inner };
                 let left = Matrix::row_major(left.floats(self), inner, false);
                 let row_len = if is_transposed { inner } else { cols };
                 let right = Matrix::row_major(right.floats(self), row_len, is_transposed);
@@ -34,7 +34,7 @@ impl Cpu {
                 accumulate,
             } => {
                 let (inner, rows, cols) = (left.shape().rows(), left.shape().cols(), right.shape().cols());
-                let size = ProductSizes { rows, cols, inner };
+                let size = MatmulSizes { rows, cols, inner };
                 let left = Matrix::row_major(left.floats(self), rows, true);
                 let right = Matrix::row_major(right.floats(self), cols, false);
                 let operands = GroupedOperands { precision, size, starts: starts.u32s(self), left, right };

@@ -2,7 +2,7 @@ use super::Cpu;
 use crate::kernels::call::LayerCall;
 use crate::kernels::cpu::cross_entropy::RowFactors;
 use crate::kernels::cpu::element::with_element;
-use crate::kernels::cpu::norm::Normalised;
+use crate::kernels::cpu::norm::NormInputs;
 
 impl Cpu {
     pub(super) fn run_layer(&self, call: LayerCall) {
@@ -15,7 +15,7 @@ impl Cpu {
             }
             LayerCall::NormBackwardInput { x, weight, statistics, dy, mut dx, kind, accumulate } => {
                 let (x, weight, statistics) = (x.f32s(self), weight.f32s(self), statistics.f32s(self));
-                let rows = Normalised { x, weight, statistics, kind };
+                let rows = NormInputs { x, weight, statistics, kind };
                 with_element!(dy.dtype() => |T| {
                     self.norm_backward_input::<T>(rows, dy.elements(self), dx.f32s(self), accumulate);
                 });

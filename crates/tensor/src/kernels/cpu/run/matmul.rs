@@ -1,7 +1,7 @@
 use super::Cpu;
 use crate::kernels::Operand;
 use crate::kernels::call::MatmulCall;
-use crate::kernels::cpu::matmul::{Epilogue, Matrix, ProductSizes};
+use crate::kernels::cpu::matmul::{Epilogue, MatmulSizes, Matrix};
 
 impl Cpu {
     pub(super) fn run_matmul(&self, call: MatmulCall) {
@@ -17,7 +17,7 @@ impl Cpu {
             accumulate,
         } = call;
         let inner = if transposed[0] { left.shape().rows() } else { left.shape().cols() };
-        let size = ProductSizes { rows: out.shape().rows(), cols: out.shape().cols(), inner };
+        let size = MatmulSizes { rows: out.shape().rows(), cols: out.shape().cols(), inner };
         let matrix = |factor: Operand, is_transposed| {
             Matrix::row_major(factor.floats(self), factor.shape().cols(), is_transposed)
         };

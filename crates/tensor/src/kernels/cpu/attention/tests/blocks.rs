@@ -46,8 +46,10 @@ impl<T: Element> Inputs<T> {
                 document_starts,
             });
             for (&keys, inputs) in blocks.iter().zip(inputs.clone()) {
-                let results =
-                    ForwardResults { y: Results::Sums(SharedSlice::new(&mut sums)), log_sums: &mut log_sums };
+                let results = ForwardResults {
+                    y: OutputRowsMut::Sums(SharedSlice::new(&mut sums)),
+                    log_sums: &mut log_sums,
+                };
                 cpu.attention(inputs, part, scope(keys), results, &mut scratch);
             }
             let y = narrow::<T>(&sums);
@@ -56,8 +58,8 @@ impl<T: Element> Inputs<T> {
                 let mut d_keys_values =
                     take(&found[2], shape.qkv_cols(), rows_of(keys), q_cols..shape.qkv_cols());
                 let grads = AttentionGrads {
-                    queries: Results::Sums(SharedSlice::new(&mut d_queries)),
-                    keys_values: Some(Results::Sums(SharedSlice::new(&mut d_keys_values))),
+                    queries: OutputRowsMut::Sums(SharedSlice::new(&mut d_queries)),
+                    keys_values: Some(OutputRowsMut::Sums(SharedSlice::new(&mut d_keys_values))),
                 };
                 let output = AttentionOutput { y: &y[..], log_sums: &log_sums[..], dy: &dy[..] };
                 cpu.attention_backward(inputs, part, scope(keys), output, grads, &mut scratch);

@@ -10,14 +10,14 @@ pub(super) struct Reference {
 }
 
 /// Settings of an attention.
-pub(super) struct Facts {
+pub(super) struct Settings {
     pub(super) shape: AttentionShape,
     pub(super) rule: AttentionRule,
     pub(super) num_keys: Option<Vec<u32>>,
     pub(super) document_starts: Option<Vec<u32>>,
 }
 
-impl Facts {
+impl Settings {
     /// Returns the key positions that the query at `position` sees.
     fn seen(&self, sequence: usize, position: usize) -> Vec<usize> {
         let num_keys = self.num_keys.as_ref().map_or(usize::MAX, |num_keys| num_keys[sequence] as usize);
@@ -50,7 +50,7 @@ struct Row {
 }
 
 impl Row {
-    fn new(qkv: &[f64], facts: &Facts, row: usize, head: usize) -> Self {
+    fn new(qkv: &[f64], facts: &Settings, row: usize, head: usize) -> Self {
         let (shape, rule) = (facts.shape, facts.rule);
         let cols = shape.qkv_cols();
         let (sequence, position) = (row / shape.seq_len, row % shape.seq_len);
@@ -118,7 +118,7 @@ impl Row {
 }
 
 impl Reference {
-    pub(super) fn new(qkv: &[f64], dy: &[f64], facts: &Facts) -> Self {
+    pub(super) fn new(qkv: &[f64], dy: &[f64], facts: &Settings) -> Self {
         let shape = facts.shape;
         let dim = shape.value_dim;
         let mut y = vec![Exact::default(); dy.len()];
@@ -141,7 +141,7 @@ impl Reference {
         Reference { y, log_sums, d_qkv }
     }
 
-    fn loss(qkv: &[f64], dy: &[f64], facts: &Facts) -> f64 {
+    fn loss(qkv: &[f64], dy: &[f64], facts: &Settings) -> f64 {
         Reference::new(qkv, dy, facts).y.iter().zip(dy).map(|(y, dy)| y.value * dy).sum()
     }
 }
@@ -152,7 +152,7 @@ fn the_gradients_of_the_reference_are_differences_of_its_outputs() {
     let qkv = exactly(&random(shape.rows() * shape.qkv_cols(), "qkv"));
     let dy = exactly(&random(shape.rows() * shape.output_cols(), "dy"));
     for rule in rules(3) {
-        let facts = Facts { shape, rule, num_keys: Some(vec![4, 3]), document_starts: None };
+        let facts = Settings { shape, rule, num_keys: Some(vec![4, 3]), document_starts: None };
         let exact = Reference::new(&qkv, &dy, &facts);
         for (index, exact) in exact.d_qkv.iter().enumerate() {
             let shifted = |by: f64| {

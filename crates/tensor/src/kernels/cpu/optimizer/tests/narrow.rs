@@ -6,7 +6,7 @@ use crate::kernels::cpu::test_support::cpu;
 use trireme_base::Bf16;
 
 /// The state of one piece.
-struct Kept {
+struct StoredState {
     dtype: StateDType,
     is_square: bool,
     narrow: Vec<Bf16>,
@@ -14,10 +14,10 @@ struct Kept {
     steps: Vec<f32>,
 }
 
-impl Kept {
+impl StoredState {
     fn new(dtype: StateDType, is_square: bool, len: usize) -> Self {
         let steps = vec![0.0; len.div_ceil(256)];
-        Kept { dtype, is_square, narrow: vec![Bf16::default(); len], codes: vec![0; len], steps }
+        StoredState { dtype, is_square, narrow: vec![Bf16::default(); len], codes: vec![0; len], steps }
     }
 
     fn slice(&mut self) -> StateSlice<'_> {
@@ -44,7 +44,7 @@ fn kept(dtype: StateDType, is_square: bool, values: &[f32]) -> Vec<f32> {
     let [found] = run(|cpu| {
         let pieces = Pieces::whole(values.len());
         let all = 0..pieces.as_slice().len();
-        let mut kept = Kept::new(dtype, is_square, values.len());
+        let mut kept = StoredState::new(dtype, is_square, values.len());
         pieces.write_state(cpu.features, all.clone(), kept.slice(), values);
         let found = kept.read(cpu, &pieces, values.len());
         pieces.write_state(cpu.features, all, kept.slice(), &found);
@@ -102,7 +102,8 @@ fn rounding_at_random_keeps_means_right() {
     for dtype in [StateDType::Bf16, StateDType::Int8] {
         let [first, second] = run(|cpu| {
             let pieces = Pieces::whole(len);
-            let (mut first, mut second) = (Kept::new(dtype, false, len), Kept::new(dtype, true, len));
+            let (mut first, mut second) =
+                (StoredState::new(dtype, false, len), StoredState::new(dtype, true, len));
             let ones = vec![1.0; len];
             let all = 0..pieces.as_slice().len();
             pieces.write_state(cpu.features, all.clone(), first.slice(), &ones);
@@ -141,7 +142,7 @@ fn noise_does_not_repeat_after_as_many_elements_as_u32_has_values() {
         let kept_at = |position| {
             let piece = Piece { position, start: 0, state: 0, len: values.len(), update: 0 };
             let pieces = Pieces::new(vec![piece]);
-            let mut kept = Kept::new(dtype, false, values.len());
+            let mut kept = StoredState::new(dtype, false, values.len());
             pieces.write_state(cpu.features, 0..1, kept.slice(), &values);
             kept.read(&cpu, &pieces, values.len())
         };

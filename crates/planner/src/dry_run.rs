@@ -7,7 +7,7 @@ pub struct DryRun {
     /// The program that was run.
     pub program: Program,
     /// Peak memory use of the rank.
-    pub prediction: MemoryUse,
+    pub memory: MemoryUse,
     /// Peak bytes of each category while an action runs, for each action of the program.
-    pub lines: Vec<CategoryBytes>,
+    pub action_peaks: Vec<CategoryBytes>,
 }

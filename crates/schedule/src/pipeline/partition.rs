@@ -11,7 +11,7 @@ use std::ops::Range;
 ///
 /// # Panics
 /// If `num_stages` is 0 or above the number of units.
-pub fn cut(costs: &[u64], num_stages: usize) -> Vec<Range<usize>> {
+pub fn partition_units(costs: &[u64], num_stages: usize) -> Vec<Range<usize>> {
     assert!(0 < num_stages && num_stages <= costs.len(), "{num_stages} stages of {} units", costs.len());
     let mut sums = vec![0_u64];
     costs.iter().for_each(|cost| sums.push(sums[sums.len() - 1].saturating_add(*cost)));
@@ -61,7 +61,7 @@ mod tests {
         #[test]
         fn no_other_cut_is_better(costs in proptest::collection::vec(0_u64..30, 1..9), stages in 1..9_usize) {
             let num_stages = stages.min(costs.len());
-            let stages = cut(&costs, num_stages);
+            let stages = partition_units(&costs, num_stages);
             prop_assert_eq!(stages.len(), num_stages);
             prop_assert_eq!((stages[0].start, stages[num_stages - 1].end), (0, costs.len()));
             prop_assert!(stages.windows(2).all(|pair| pair[0].end == pair[1].start));

@@ -4,7 +4,7 @@ use super::blocks::Blocks;
 
 /// A rank, the root, and the blocks of all ranks, from which an algorithm derives the steps of the rank.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Own {
+pub(super) struct RankContext {
     pub(super) rank: usize,
     /// The root; 0 in operations without one.
     pub(super) root: usize,
@@ -12,7 +12,7 @@ pub(super) struct Own {
     pub(super) blocks: Blocks,
 }
 
-impl Own {
+impl RankContext {
     pub(super) fn world_size(&self) -> usize {
         self.blocks.world_size()
     }

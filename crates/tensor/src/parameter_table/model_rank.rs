@@ -35,13 +35,13 @@ pub enum ExpertsError {
     #[error(
         "the model has no experts, so {degree} ranks cannot have different ones; use an expert-parallel degree of 1"
     )]
-    None { degree: usize },
+    NoExperts { degree: usize },
     /// The units of different ranks would differ in their layout.
     #[error(
         "{degree} ranks cannot have different experts of '{unit}': its experts have different shapes, or are declared in an order that leaves \
          what all ranks have at different places"
     )]
-    Unlike { unit: String, degree: usize },
+    LayoutMismatch { unit: String, degree: usize },
     /// The degree does not divide the number of experts.
     #[error(
         "{degree} ranks cannot have equally many of the {num_experts} experts of '{unit}'; nearest possible degree: {}",
@@ -64,7 +64,7 @@ pub enum ExpertsError {
     groups(*.num_groups), join(.nearest)
 )]
 #[expect(missing_docs, reason = "the message explains the fields")]
-pub struct UncuttableError {
+pub struct UnsplittableError {
     /// Name of the first such parameter.
     pub name: String,
     pub dim: usize,
@@ -96,7 +96,7 @@ impl ParameterTable {
     }
 
     /// Returns the table's place on the tensor and expert axes.
-    pub fn model_place(&self) -> ModelRank {
+    pub fn model_rank(&self) -> ModelRank {
         self.place
     }
 
@@ -110,7 +110,7 @@ impl ParameterTable {
         rank * (num_experts / degree)..(rank + 1) * (num_experts / degree)
     }
 
-    /// Returns the rank of the expert axis that stores the parameter; `None` if all ranks do.
+    /// Returns the rank of the expert axis that stores the parameter; `NoExperts` if all ranks do.
     pub fn owner(&self, info: &ParameterInfo) -> Option<usize> {
         let num_own = self.units[info.unit].num_experts / self.place.experts.degree;
         info.expert.map(|expert| expert / num_own)
@@ -148,13 +148,13 @@ impl ParameterTable {
             return Ok(());
         }
         let Some(fewest) = nums().map(|unit| unit.num_experts).min() else {
-            return Err(ExpertsError::None { degree });
+            return Err(ExpertsError::NoExperts { degree });
         };
         let divides = |degree: usize| nums().all(|unit| unit.num_experts.is_multiple_of(degree));
         let Some(unit) = nums().find(|unit| !unit.num_experts.is_multiple_of(degree)) else {
             return match nums().find(|unit| !self.has_equal_layouts(unit, degree)) {
                 None => Ok(()),
-                Some(unit) => Err(ExpertsError::Unlike { unit: unit.name.clone(), degree }),
+                Some(unit) => Err(ExpertsError::LayoutMismatch { unit: unit.name.clone(), degree }),
             };
         };
         let below = (1..degree).rev().find(|&degree| divides(degree));
@@ -173,7 +173,7 @@ impl ParameterTable {
         let form = |rank: usize| {
             let all = self.parameters[unit.parameters.clone()].iter();
             let own = all.filter(move |info| info.expert.is_none_or(|expert| expert / num_own == rank));
-            own.map(move |info| (info.whole, info.expert.map(|expert| expert % num_own)))
+            own.map(move |info| (info.full_shape, info.expert.map(|expert| expert % num_own)))
         };
         (1..degree).all(|rank| form(rank).eq(form(0)))
     }
@@ -182,8 +182,8 @@ impl ParameterTable {
     ///
     /// # Errors
     /// For the first parameter that cannot be split.
-    pub fn check_degree(&self, degree: usize) -> Result<(), UncuttableError> {
-        let cuts = |info: &ParameterInfo| Some((info.cut?, info.whole.dims()[info.cut?.dim]));
+    pub fn check_degree(&self, degree: usize) -> Result<(), UnsplittableError> {
+        let cuts = |info: &ParameterInfo| Some((info.cut?, info.full_shape.dims()[info.cut?.dim]));
         let is_cut = |info: &ParameterInfo, degree: usize| {
             cuts(info).is_none_or(|(cut, len)| degree > 0 && cut.num_holders(len, degree).is_some())
         };
@@ -194,7 +194,7 @@ impl ParameterTable {
         let num_granules = cut.num_granules(len);
         let below = (1..degree).rev().find(|&degree| can_cut(degree));
         let above = (degree + 1..=DEGREE_MAX.max(degree)).find(|&degree| can_cut(degree));
-        Err(UncuttableError {
+        Err(UnsplittableError {
             name: info.name.clone(),
             dim: cut.dim,
             num_groups: cut.num_groups,
