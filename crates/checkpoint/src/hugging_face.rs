@@ -100,7 +100,7 @@ fn nothing_to_open(folder: &Path) -> CheckpointError {
         )
     } else {
         let expected = if folder.join(CONFIG_FILE).is_file() {
-            "model.safetensors or model.safetensors.index.json beside config.json"
+            "model.safetensors or model.safetensors.index.json next to config.json"
         } else {
             "the folder of a run that has saved a checkpoint, a checkpoint with checkpoint.json, or a Hugging Face \
                  model directory with model.safetensors or model.safetensors.index.json"

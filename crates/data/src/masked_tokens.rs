@@ -25,7 +25,7 @@ impl MaskedTokens {
             if (mask.num_tokens(), mask.vocabulary_size()) == (tokens.num_tokens(), 2) {
                 return Ok(Arc::new(mask));
             }
-            let what = "it is not the mask of the tokens beside it".to_owned();
+            let what = "it is not the mask of the tokens next to it".to_owned();
             Err(DataError::TokenFileDamaged { path, what })
         };
         let loss_mask = has_loss_mask.then(open_mask).transpose()?;

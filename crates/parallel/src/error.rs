@@ -32,7 +32,7 @@ pub enum ParallelError {
     #[error(transparent)]
     Compression(#[from] CompressionError),
     #[error(
-        "tensor '{name}' of a microbatch: found {found}, expected {expected}, as in the rehearsal of the model"
+        "tensor '{name}' of a microbatch: found {found}, expected {expected}, as in the dry run of the model"
     )]
     BatchMismatch { name: &'static str, found: String, expected: String },
     #[error("cannot store state on disk")]

@@ -78,7 +78,7 @@ fn pass(
     while num_issued < num_blocks && (num_issued == 0 || began.elapsed() < PASS_TIME) {
         let buffer = match buffers.pop_front() {
             Some(buffer) => buffer,
-            None => pending.pop_front().map(Transfer::wait).expect("all buffers are under way")?,
+            None => pending.pop_front().map(Transfer::wait).expect("all buffers are in flight")?,
         };
         num_bytes += buffer.len();
         pending.push_back(issue(num_issued, buffer));

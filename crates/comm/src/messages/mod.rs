@@ -154,7 +154,7 @@ impl Drop for Messenger {
         self.message_queue.lock().is_closed = true;
         self.message_queue.wake_all();
         let ended = self.thread.take().map(JoinHandle::join);
-        assert!(!matches!(ended, Some(Err(_))), "the courier's thread panicked; its message is above");
+        assert!(!matches!(ended, Some(Err(_))), "the message engine's thread panicked; its message is above");
     }
 }
 
@@ -406,7 +406,7 @@ mod tests {
         let mut state = queue.lock();
         let engine = state.engine.take().expect("nobody moves messages while there are none");
         let panicked = catch_unwind(AssertUnwindSafe(|| {
-            drop(queue.run_engine(state, engine, true, |_| panic!("the office is locked here")));
+            drop(queue.run_engine(state, engine, true, |_| panic!("the queue is locked here")));
         }));
         assert!(panicked.is_err());
         assert!(matches!(queue.failure(), Some(CommError::Panicked)));

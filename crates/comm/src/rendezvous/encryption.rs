@@ -42,7 +42,10 @@ pub(super) fn encrypt(
     if key.verify(purpose(other), &[&exported], &tag) {
         return Ok(link);
     }
-    Err(io::Error::new(io::ErrorKind::PermissionDenied, "somebody is intercepting the encrypted connection"))
+    Err(io::Error::new(
+        io::ErrorKind::PermissionDenied,
+        "another process is intercepting the encrypted connection",
+    ))
 }
 
 fn wait(link: &TlsLink, interest: Interest, limit: WaitLimit<'_>) -> io::Result<()> {

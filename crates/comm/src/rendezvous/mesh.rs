@@ -228,7 +228,7 @@ impl MeshBuilder<'_> {
         if route == Route::Local {
             check_user(&accepted.socket)?;
         }
-        let id = ConnectionId::of(accepted.purpose).expect("only known errands are expected");
+        let id = ConnectionId::of(accepted.purpose).expect("only known connections are accepted");
         self.establish(accepted.from.0, id, ConnectionSide::Accepting, accepted.socket, &accepted.key)
     }
 

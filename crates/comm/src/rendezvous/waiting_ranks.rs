@@ -251,7 +251,7 @@ mod tests {
         );
         assert!(peers[0].is_none());
         for (peer, channel) in peers[1..].iter().zip(joined.iter()) {
-            let at = peer.as_ref().expect("a guest").channel.stream.peer_addr().expect("an address");
+            let at = peer.as_ref().expect("a joined rank").channel.stream.peer_addr().expect("an address");
             assert_eq!(at, channel.stream.local_addr().expect("an address"));
         }
     }

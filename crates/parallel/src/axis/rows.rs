@@ -254,7 +254,7 @@ impl DtypeExchanges {
 
 impl RowExchange {
     fn take(&mut self) -> Pending<Buffer<Untyped>> {
-        self.free.pop().expect("there are buffers for as many rounds as are under way")
+        self.free.pop().expect("there are buffers for as many rounds as are in flight")
     }
 
     /// Returns a buffer to `free`. Issued kernels may still read it.

@@ -72,7 +72,7 @@ impl PendingMessages {
     /// not depend on timing.
     pub(super) fn finish_until(&mut self, num_left: usize, waiting: &mut WaitTracker) -> Result<()> {
         while self.sent.len() > num_left {
-            let first = self.sent.pop_front().expect("messages are under way");
+            let first = self.sent.pop_front().expect("messages are in flight");
             let buffer = waiting.wait(first)?;
             self.pool.release_buffer(buffer.len(), Pending::new(buffer));
         }

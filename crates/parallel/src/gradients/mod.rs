@@ -240,7 +240,7 @@ impl Gradients {
 
     /// Waits for the next message of the first reduction in flight. If the sum is complete, adds it to the shard.
     fn finish_first(&mut self) -> Result<()> {
-        let unit = self.in_flight.pop_front().expect("something is under way");
+        let unit = self.in_flight.pop_front().expect("a reduction is in flight");
         let state = &mut self.units[unit];
         if !state.reduction.advance(&mut state.reducible, &self.device, &mut self.waiting)? {
             // The unit has started another message. Other units' messages are awaited first, so that it overlaps with them.

@@ -184,7 +184,11 @@ mod tests {
                 let values: Vec<f32> = (0..LEN).map(|index| value(group.rank().0, index)).collect();
                 device.upload(&values, vector.view_mut());
                 let mut f32_sum = reduction.start(vector, &device).unwrap();
-                assert_eq!(f32_sum.is_some(), dtype != DType::F32, "what was rounded is given back");
+                assert_eq!(
+                    f32_sum.is_some(),
+                    dtype != DType::F32,
+                    "the f32 sum of a rounded gradient is returned"
+                );
                 assert!(reduction.advance(&mut f32_sum, &device, &mut WaitTracker::default()).unwrap());
                 let sum = reduction.view(&f32_sum);
                 let mut widened = vec![0.0_f32; LEN];

@@ -229,7 +229,7 @@ impl Disk {
 /// Waits until fewer than [`WRITES_MAX`] writes are in flight, and removes completed writes from the front.
 fn await_write_slot(writes: &mut VecDeque<Transfer>) -> Result<()> {
     while writes.len() >= WRITES_MAX || writes.front().is_some_and(Transfer::is_done) {
-        writes.pop_front().expect("a write is under way").wait()?;
+        writes.pop_front().expect("a write is in flight").wait()?;
     }
     Ok(())
 }

@@ -170,7 +170,7 @@ impl RankParameters {
     }
 
     pub(crate) fn reshard(&mut self, unit: usize) {
-        self.full_units.as_mut().expect("only what was gathered is given back").reshard(unit);
+        self.full_units.as_mut().expect("only gathered units are freed").reshard(unit);
     }
 
     pub(crate) fn await_gathered_unit(&mut self, unit: usize, waiting: &mut WaitTracker) -> Result<()> {

@@ -38,7 +38,7 @@ impl Device {
     /// # Panics
     /// If this device does not [reach the host's memory](Device::reaches_host). Call it on [`host`](Device::host).
     pub fn pinned_memory(&self, num_bytes: usize, category: Category) -> Result<PinnedMemory> {
-        assert!(self.reaches_host, "pinned memory is taken from the host beside a device");
+        assert!(self.reaches_host, "pinned memory is allocated on the host of a device");
         let block = self.arena.allocate(num_bytes, category)?;
         let memory = OperandMut::new(block.operand(([num_bytes].into(), DType::U8)));
         Ok(PinnedMemory { memory, cpu: Arc::clone(&self.cpu), _block: block })

@@ -257,7 +257,7 @@ proptest! {
             // `versions_kept` counts all versions from the newest one to the oldest one that is read. Versions between these that no pass
             // reads are not stashed. There are none if the pipeline is full for long enough.
             let stated = schedule.versions_kept()[rank];
-            prop_assert!(most < stated, "{} versions beside the newest one, where {} are stated", most, stated);
+            prop_assert!(most < stated, "{} versions in addition to the newest one, where {} are stated", most, stated);
             prop_assert!(most + 1 == stated || steps <= 2 * num_ranks);
             // Each of these actions is needed.
             for at in 0..program.actions.len() {

@@ -323,6 +323,6 @@ mod tests {
         arena.trim();
         assert!(blocks[0].bytes().iter().chain(blocks[2].bytes()).all(|&byte| byte == 7));
         blocks[1].reallocate().unwrap();
-        assert!(blocks[1].bytes()[PAGE..2 * PAGE].iter().all(|&byte| byte == 0), "its pages were given back");
+        assert!(blocks[1].bytes()[PAGE..2 * PAGE].iter().all(|&byte| byte == 0), "its pages were released");
     }
 }

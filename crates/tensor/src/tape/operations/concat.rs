@@ -22,7 +22,7 @@ impl Operation for Concat {
             let x = cx.input(index);
             let len = x.shape().dims()[self.dim] * inner;
             let alike = shape.with_dim(self.dim, x.shape().dims()[self.dim]);
-            assert_eq!(x.shape(), alike, "beside {shape:?}, along dim {}", self.dim);
+            assert_eq!(x.shape(), alike, "next to {shape:?}, along dim {}", self.dim);
             let (from, to) =
                 (StridedBlocks { offset: 0, stride: len }, StridedBlocks { offset, stride: size * inner });
             cx.device().copy_blocks(x, from, y.view_mut(), to, outer, len);

@@ -229,7 +229,7 @@ fn non_finite_values_reach_their_outputs_only() {
                 let found = spoilt(&clean_swiglu, run_swiglu(&with(&x, gate), &dy, COLS));
                 assert_eq!(found, [vec![place], vec![gate, up], vec![place]], "{value} as a gate");
                 let found = spoilt(&clean_swiglu, run_swiglu(&with(&x, up), &dy, COLS));
-                assert_eq!(found, [vec![place], vec![gate], vec![place]], "{value} beside a gate");
+                assert_eq!(found, [vec![place], vec![gate], vec![place]], "{value} next to a gate");
                 let found = spoilt(&clean_swiglu, run_swiglu(&x, &with(&dy, place), COLS));
                 assert_eq!(found, [vec![], vec![gate, up], vec![]], "{value} into the gradient of swiglu");
             }
