@@ -65,7 +65,7 @@ fn a_file_of_weights_cut_off_or_gone() {
     std::fs::remove_file(fixture.path("model/model.safetensors")).unwrap();
     assert_refused(
         &fixture,
-        &["model contains no checkpoint and no model", "beside config.json", "[model] config"],
+        &["model contains no checkpoint and no model", "next to config.json", "[model] config"],
     );
 }
 

@@ -87,6 +87,6 @@ fn a_batch_of_other_tensors_is_refused() {
     });
     assert_eq!(
         found.remove(0),
-        "tensor 'ids' of a microbatch: found none, expected u32 [4, 2], as in the rehearsal of the model"
+        "tensor 'ids' of a microbatch: found none, expected u32 [4, 2], as in the dry run of the model"
     );
 }
