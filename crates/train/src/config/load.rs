@@ -28,12 +28,12 @@ impl Config {
     /// # Panics
     /// If `world_size` is 0.
     pub fn load_for_task(
-        subject: TaskKind,
+        task_kind: TaskKind,
         path: &Path,
         overrides: &[String],
         world_size: Option<usize>,
     ) -> Result<Self, ConfigError> {
-        Config::parse_for_task(subject, &read_file(path)?, path, overrides, world_size)
+        Config::parse_for_task(task_kind, &read_file(path)?, path, overrides, world_size)
     }
 
     /// Returns the text of the file that this config was loaded from, edited to contain the overrides and the run's name. It loads as the
@@ -78,15 +78,15 @@ impl Config {
     /// # Panics
     /// If `world_size` is 0.
     pub fn parse_for_task(
-        subject: TaskKind,
+        task_kind: TaskKind,
         text: &str,
         path: &Path,
         overrides: &[String],
         world_size: Option<usize>,
     ) -> Result<Self, ConfigError> {
         assert!(world_size != Some(0), "a world has at least one worker");
-        let loose = UncheckedConfig::read(text, path, overrides);
-        validate::validate(loose, subject, path, world_size)
+        let unchecked = UncheckedConfig::read(text, path, overrides);
+        validate::validate(unchecked, task_kind, path, world_size)
             .map_err(|mistakes| ConfigError::Invalid { mistakes })
     }
 }

@@ -38,27 +38,27 @@ pub(super) fn sharding_key(parallelism: &Parallelism) -> &'static str {
 }
 
 /// Returns the number of replicas and the number of workers that shard each. A degree that is not given is as large as the workers allow.
-pub(super) fn degrees(parallelism: &Parallelism, world_size: usize) -> (usize, usize) {
+pub(super) fn degrees(parallelism: &Parallelism, data_parallel_degree: usize) -> (usize, usize) {
     let given = |degree: i64| usize::try_from(degree).ok().filter(|&degree| degree > 0);
     let replicas = given(parallelism.data_parallel_replicate_degree);
     let shards = given(parallelism.data_parallel_shard_degree);
     match (replicas, shards) {
         _ if !parallelism.state_layout().has_shards() => {
-            (replicas.unwrap_or(world_size), shards.unwrap_or(1))
+            (replicas.unwrap_or(data_parallel_degree), shards.unwrap_or(1))
         }
         (Some(replicas), Some(shards)) => (replicas, shards),
-        (Some(replicas), None) => (replicas, world_size / replicas),
+        (Some(replicas), None) => (replicas, data_parallel_degree / replicas),
         (None, shards) => {
-            let shards = shards.unwrap_or(world_size);
-            (world_size / shards, shards)
+            let shards = shards.unwrap_or(data_parallel_degree);
+            (data_parallel_degree / shards, shards)
         }
     }
 }
 
-pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
+pub(super) fn check_parallelism(checks: &mut Checks<'_>, data_parallel_degree: usize) {
     let Sections { parallelism, comm, .. } = &checks.unchecked.sections;
     let state = parallelism.state_layout();
-    let (replicas, shards) = degrees(parallelism, world_size);
+    let (replicas, shards) = degrees(parallelism, data_parallel_degree);
     let keys = [
         "parallelism.data_parallel_shard_degree",
         "parallelism.data_parallel_replicate_degree",
@@ -67,8 +67,8 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
     checks.require(state.has_shards() || shards == 1, &keys, || {
         format!("data_parallel_shard_degree = {shards} has no effect with zero_stage = 0; set zero_stage = 1, 2 or 3, or shard_gradients = true, or remove this key")
     });
-    checks.require(replicas * shards == world_size, &keys, || {
-        format!("{replicas} replicas of {shards} shards take {} workers, but there are {world_size} that see different samples; set one of the two \
+    checks.require(replicas * shards == data_parallel_degree, &keys, || {
+        format!("{replicas} replicas of {shards} shards take {} workers, but there are {data_parallel_degree} that see different samples; set one of the two \
              degrees to -1, which takes what the other leaves", replicas * shards)
     });
     checks.require(
@@ -149,7 +149,7 @@ pub(super) fn check_huge_pages(checks: &mut Checks<'_>) {
     );
 }
 
-pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
+pub(super) fn check_offload(checks: &mut Checks<'_>, data_parallel_degree: usize) {
     let Sections { offload, parallelism, .. } = &checks.unchecked.sections;
     let Offload { optimizer, parameters, gradients, .. } = *offload;
     let state = parallelism.state_layout();
@@ -169,7 +169,7 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
         });
     }
     let training = &checks.unchecked.sections.training;
-    let is_accumulated = training.global_batch_size > training.local_batch_size * world_size;
+    let is_accumulated = training.global_batch_size > training.local_batch_size * data_parallel_degree;
     checks.require(
         gradients != Tier::Disk || !is_accumulated,
         &["offload.gradients", "training.global_batch_size"],

@@ -125,6 +125,8 @@ fn checks_batch_sizes_against_the_world_size() {
           the nearest multiples are 16 and 32"
         ]
     );
+    let tensor = mistakes(&text, &["launch.workers=8", "parallelism.tensor_parallel_degree=2"]);
+    assert!(tensor[0].contains("local_batch_size 4 x 4 data-parallel workers = 16"), "{tensor:?}");
     // The world size of the environment takes precedence over the config's.
     let config = Config::parse(&text, Path::new("try.toml"), &["launch.workers=5".into()], Some(3)).unwrap();
     assert_eq!((config.world_size(), config.num_microbatches()), (3, 2));

@@ -37,20 +37,20 @@ pub(super) fn model_shape_keys(model: &Model) -> impl Iterator<Item = &'static s
 
 /// Returns the checked and resolved config, or all mistakes in the order of the text.
 pub(super) fn validate(
-    mut loose: UncheckedConfig,
-    subject: TaskKind,
+    mut unchecked: UncheckedConfig,
+    task_kind: TaskKind,
     path: &Path,
     world_size: Option<usize>,
 ) -> Result<Config, Vec<Mistake>> {
-    if loose.sections.launch.workers == 0 {
-        loose.sections.launch.workers = loose.sections.training.device.num_devices();
+    if unchecked.sections.launch.workers == 0 {
+        unchecked.sections.launch.workers = unchecked.sections.training.device.num_devices();
     }
-    let world_size = world_size.unwrap_or(loose.sections.launch.workers);
-    name_run(&mut loose.sections, path);
-    choose_length(&mut loose);
-    let mut checks = Checks { path, unchecked: &loose, mistakes: Vec::new() };
+    let world_size = world_size.unwrap_or(unchecked.sections.launch.workers);
+    name_run(&mut unchecked.sections, path);
+    choose_length(&mut unchecked);
+    let mut checks = Checks { path, unchecked: &unchecked, mistakes: Vec::new() };
     check_run(&mut checks);
-    match subject {
+    match task_kind {
         TaskKind::LanguageModel => {
             check_model(&mut checks);
             check_experts(&mut checks);
@@ -60,7 +60,7 @@ pub(super) fn validate(
         TaskKind::CustomTask => refuse_language_keys(&mut checks),
     }
     let data_parallel_degree = check_degrees(&mut checks, world_size);
-    check_training(&mut checks, data_parallel_degree);
+    check_training(&mut checks, data_parallel_degree, world_size);
     check_parallelism(&mut checks, data_parallel_degree);
     check_expert_shards(&mut checks, data_parallel_degree);
     check_activation_checkpoint(&mut checks);
@@ -75,18 +75,18 @@ pub(super) fn validate(
     check_optimizer(&mut checks);
     check_compression(&mut checks);
     let mut mistakes = checks.mistakes;
-    mistakes.append(&mut loose.mistakes);
+    mistakes.append(&mut unchecked.mistakes);
     if !mistakes.is_empty() {
         mistakes.sort_by(|a, b| a.place.cmp(&b.place));
         return Err(mistakes);
     }
-    resolve(&mut loose.sections, data_parallel_degree);
-    if subject == TaskKind::CustomTask {
+    resolve(&mut unchecked.sections, data_parallel_degree);
+    if task_kind == TaskKind::CustomTask {
         // Only language models generate a sample at the end.
-        loose.sections.generate.num_tokens = 0;
+        unchecked.sections.generate.num_tokens = 0;
     }
-    let group_origins = GroupOrigins::of(&loose);
-    Ok(Config { task_kind: subject, sections: loose.sections, world_size, group_origins: group_origins })
+    let group_origins = GroupOrigins::of(&unchecked);
+    Ok(Config { task_kind, sections: unchecked.sections, world_size, group_origins })
 }
 
 fn check_run(checks: &mut Checks<'_>) {
@@ -150,8 +150,8 @@ pub(super) fn is_of_language(section: &str, key: &str) -> bool {
 }
 
 fn refuse_language_keys(checks: &mut Checks<'_>) {
-    let loose = checks.unchecked;
-    for name in loose.origins.keys() {
+    let unchecked = checks.unchecked;
+    for name in unchecked.origins.keys() {
         let is_refused = name.split_once('.').is_some_and(|(section, key)| is_of_language(section, key));
         checks.require(!is_refused, &[name], || {
             "only applies to language models, but this program has a model and samples of its own; remove this key"
@@ -295,16 +295,16 @@ fn check_data(checks: &mut Checks<'_>) {
 }
 
 /// Turns `epochs` off if `steps` is set later, on the command line. Otherwise, `epochs` takes precedence over `steps`.
-fn choose_length(loose: &mut UncheckedConfig) {
-    let place = |key: &str| loose.origins.get(key).map(|given| given.place.clone());
+fn choose_length(unchecked: &mut UncheckedConfig) {
+    let place = |key: &str| unchecked.origins.get(key).map(|given| given.place.clone());
     let (Some(steps), Some(_)) = (place("training.steps"), place("training.epochs")) else { return };
     let is_file = |place: &KeyPosition| matches!(place, KeyPosition::File { .. });
     if place("training.epochs").is_some_and(|epochs| steps > epochs && !is_file(&steps)) {
-        loose.sections.training.epochs = 0.0;
+        unchecked.sections.training.epochs = 0.0;
     }
 }
 
-fn check_training(checks: &mut Checks<'_>, world_size: usize) {
+fn check_training(checks: &mut Checks<'_>, data_parallel_degree: usize, world_size: usize) {
     let in_file = |key: &str| {
         matches!(checks.unchecked.origins.get(key), Some(KeyOrigin { place: KeyPosition::File { .. }, .. }))
     };
@@ -322,13 +322,14 @@ fn check_training(checks: &mut Checks<'_>, world_size: usize) {
     );
     let training = &checks.unchecked.sections.training;
     let local = training.local_batch_size;
-    let smallest = local * world_size;
+    let smallest = local * data_parallel_degree;
+    let workers = if data_parallel_degree == world_size { "workers" } else { "data-parallel workers" };
     checks.require(
         training.global_batch_size.is_multiple_of(smallest),
         &["training.global_batch_size", "training.local_batch_size", "launch.workers"],
         || {
             format!(
-                "not a multiple of local_batch_size {local} x {world_size} workers = {smallest}; the nearest multiples are {} and {}",
+                "not a multiple of local_batch_size {local} x {data_parallel_degree} {workers} = {smallest}; the nearest multiples are {} and {}",
                 (training.global_batch_size / smallest).max(1) * smallest,
                 training.global_batch_size.div_ceil(smallest).max(2) * smallest
             )
@@ -340,8 +341,8 @@ fn check_training(checks: &mut Checks<'_>, world_size: usize) {
         &["training.global_batch_size", "training.local_batch_size", "launch.workers"],
         || {
             format!(
-                "global_batch_size {} results in {num_microbatches} microbatches per step on each of {world_size} \
-                 workers, more than {NUM_MICROBATCHES_MAX}; increase local_batch_size",
+                "global_batch_size {} results in {num_microbatches} microbatches per step on each of \
+                 {data_parallel_degree} {workers}, more than {NUM_MICROBATCHES_MAX}; increase local_batch_size",
                 training.global_batch_size
             )
         },
@@ -408,7 +409,7 @@ fn name_run(sections: &mut Sections, path: &Path) {
     }
 }
 
-fn resolve(sections: &mut Sections, world_size: usize) {
+fn resolve(sections: &mut Sections, data_parallel_degree: usize) {
     let Sections {
         run,
         model,
@@ -422,7 +423,7 @@ fn resolve(sections: &mut Sections, world_size: usize) {
         memory,
         ..
     } = sections;
-    let (replicas, shards) = degrees(parallelism, world_size);
+    let (replicas, shards) = degrees(parallelism, data_parallel_degree);
     parallelism.data_parallel_replicate_degree = replicas as i64;
     parallelism.data_parallel_shard_degree = shards as i64;
     if let Some(architecture) = model.architecture {
@@ -444,7 +445,7 @@ fn resolve(sections: &mut Sections, world_size: usize) {
         *extension = extension.trim_start_matches('.').to_owned();
     }
     if training.global_batch_size == 0 {
-        training.global_batch_size = training.local_batch_size * world_size;
+        training.global_batch_size = training.local_batch_size * data_parallel_degree;
     }
     if optimizer.name == OptimizerName::OneBitAdam && optimizer.settings.freeze_step == 0 {
         optimizer.settings.freeze_step = (training.steps / 5).max(1);
