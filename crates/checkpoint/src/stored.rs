@@ -87,6 +87,7 @@ impl StoredTensor {
     }
 
     /// Size of the tensor in the files, in bytes.
+    #[expect(clippy::missing_panics_doc, reason = "shapes are checked when the files are opened")]
     pub fn stored_bytes(&self) -> u64 {
         let num_elements = checked_num_elements(&self.shape).expect("the shape was checked on opening");
         (num_elements as u64 * self.dtype.bitsize() as u64).div_ceil(8)

@@ -127,8 +127,7 @@ impl UnitContext<'_> {
     }
 }
 
-/// The pass of a unit over a microbatch, with the activations that backward needs. Methods return an error if the device cannot allocate
-/// memory.
+/// The pass of a unit over a microbatch, with the activations that backward needs.
 #[derive(Debug)]
 pub struct UnitPass {
     tape: Tape,
@@ -141,6 +140,9 @@ pub struct UnitPass {
 impl UnitPass {
     /// Runs a unit forward on an empty tape. Returns the pass and the unit's outputs. The tensors taken from `batch` are returned to it. If
     /// there is a KV cache `past`, the pass appends to it, and the tape must start at its [position](KvCache::position).
+    ///
+    /// # Errors
+    /// As [`Unit::forward`], and if the device cannot allocate memory to copy an output.
     pub fn forward(
         unit: &dyn Unit,
         mut tape: Tape,
@@ -203,6 +205,9 @@ impl UnitPass {
     }
 
     /// Runs backward. `grads` are the gradients of the outputs.
+    ///
+    /// # Errors
+    /// As [`Tape::backward`].
     pub fn backward(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -215,6 +220,9 @@ impl UnitPass {
     }
 
     /// Runs the input halves of backward. See [`Tape::backward_input`].
+    ///
+    /// # Errors
+    /// As [`Tape::backward_input`].
     pub fn backward_input(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -226,6 +234,9 @@ impl UnitPass {
     }
 
     /// Runs the weight halves of backward, after [`backward_input`](UnitPass::backward_input).
+    ///
+    /// # Errors
+    /// As [`Tape::backward_weight`].
     pub fn backward_weight(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -236,6 +247,9 @@ impl UnitPass {
     }
 
     /// Takes the gradients of the inputs after backward, each in the dtype of its input. A gradient is zero if no operation read the input.
+    ///
+    /// # Errors
+    /// As [`Tape::take_grad_or_zeros`].
     pub fn take_input_grads(&mut self) -> Result<Bundle<Tensor>, DeviceError> {
         let mut grads = Bundle::new();
         for (name, &place) in self.inputs.iter() {
@@ -257,6 +271,9 @@ impl UnitPass {
     }
 
     /// Recomputes the activations that [`free_recomputable`](UnitPass::free_recomputable) dropped.
+    ///
+    /// # Errors
+    /// As [`Tape::recompute`].
     pub fn recompute(
         &mut self,
         parameters: &dyn ParameterSource,

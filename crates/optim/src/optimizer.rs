@@ -119,6 +119,12 @@ impl Optimizer {
 
     /// Like [`new`](Optimizer::new), but returns the optimizer without memory for its state. At most one unit's state is allocated at a
     /// time, and released again. The caller allocates and zeroes it through [`for_each_memory`](Optimizer::for_each_memory).
+    ///
+    /// # Errors
+    /// If the memory for the state of one unit cannot be allocated.
+    ///
+    /// # Panics
+    /// If there is not one part for each unit.
     pub fn without_memory(
         options: &OptimizerOptions,
         table: &Arc<ParameterTable>,

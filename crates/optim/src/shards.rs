@@ -14,12 +14,21 @@ pub trait ShardOps {
     /// Replaces each of the f64 `values`, which are on the optimizer's device, by its sum over the ranks: over shards, and then over the
     /// tensor axis. The values are added in the same binary tree as in every reduction, neighbouring ranks first. Kernels that are issued
     /// later read the sums.
+    ///
+    /// # Errors
+    /// If the exchange with the other ranks fails.
     fn sum(&mut self, values: ViewMut<'_>) -> Result<(), Self::Error>;
 
     /// Gathers a unit's flat buffer `whole`. This rank has written the elements `part`; the other ranks provide the rest.
+    ///
+    /// # Errors
+    /// If the exchange with the other ranks fails.
     fn gather(&mut self, whole: ViewMut<'_>, part: Range<usize>) -> Result<(), Self::Error>;
 
     /// Gathers a matrix that is split on the tensor axis into `full_shape`. `part` is this rank's part.
+    ///
+    /// # Errors
+    /// If the exchange with the other ranks fails.
     fn gather_matrix(
         &mut self,
         info: &ParameterInfo,

@@ -31,6 +31,7 @@ pub struct StepTimeline {
 ///
 /// # Errors
 /// The error of [`validate_pipeline`] if the programs are not valid.
+#[expect(clippy::missing_panics_doc, reason = "valid programs do not deadlock")]
 pub fn simulate(
     programs: &[Program],
     ticks: impl Fn(usize, Action) -> u64,

@@ -53,6 +53,9 @@ pub trait Interceptor: Send + Sync + fmt::Debug {
     ///
     /// Called after the system has read or written the part, by the thread that issued it, with no lock held. While this method blocks, the
     /// thread hangs as if it were blocked in the system.
+    ///
+    /// # Errors
+    /// Any error. The swap file handles it like an error of the system.
     fn result(&self, access: &Access, result: io::Result<usize>) -> io::Result<usize>;
 }
 

@@ -32,6 +32,10 @@ impl Transfer {
     /// # Errors
     /// If this transfer or any other transfer of the file failed, or the file was dropped before this transfer ended. Waiting ends at the
     /// latest when a running transfer exceeds the file's timeout, even if the system never answers.
+    #[expect(
+        clippy::missing_panics_doc,
+        reason = "only this method takes the state, and it consumes the transfer"
+    )]
     pub fn wait(mut self) -> Result<AlignedBuffer, SwapError> {
         match self.state.take().expect("only this method takes the result, and it takes the transfer, too") {
             State::Ready(result) => result,

@@ -147,11 +147,17 @@ impl Device {
     }
 
     /// Opens a CPU device, like [`open`](Device::open) but ignoring `options.backend`.
+    ///
+    /// # Errors
+    /// As [`open`](Device::open).
     pub fn cpu(options: DeviceOptions) -> Result<Self> {
         Device::open(DeviceOptions { backend: BackendKind::Cpu, ..options })
     }
 
     /// Opens a CPU device, like [`cpu`](Device::cpu), and returns it with a timer of its kernels.
+    ///
+    /// # Errors
+    /// As [`open`](Device::open).
     pub fn timed(options: DeviceOptions) -> Result<(Self, CallTimer)> {
         let timer = CallTimer::default();
         Ok((Device { timer: Some(timer.clone()), ..Device::cpu(options)? }, timer))
@@ -159,6 +165,9 @@ impl Device {
 
     /// Opens a device that counts the memory and the cost that a device of these options would incur. Its memory must not be accessed, and
     /// its kernels do not run. Used for dry runs.
+    ///
+    /// # Errors
+    /// If the number of threads exceeds [`THREADS_MAX`](Device::THREADS_MAX), or if its memory cannot be reserved.
     pub fn counting(options: DeviceOptions) -> Result<Self> {
         let cpu = Cpu::new(ThreadPool::unstarted(num_threads(options)?), features(options));
         let counter = Arc::new(MemoryCounter::new(options.budget));
@@ -357,7 +366,10 @@ impl Device {
         &self.staging
     }
 
-    /// Returns an error if `num_bytes` exceed the total memory of the device. Lets callers fail before they allocate a part of it.
+    /// Checks that `num_bytes` do not exceed the total memory of the device. Lets callers fail before they allocate a part of it.
+    ///
+    /// # Errors
+    /// If they exceed it.
     pub fn check_room(&self, num_bytes: usize, category: Category) -> Result<()> {
         self.arena.check_room(num_bytes, category)
     }
@@ -381,6 +393,9 @@ impl Device {
     }
 
     /// Allocates a tensor of zeros.
+    ///
+    /// # Errors
+    /// As [`empty`](Device::empty).
     pub fn zeros(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor> {
         let mut tensor = self.empty(shape, dtype, category)?;
         self.zero(tensor.view_mut());

@@ -175,7 +175,11 @@ pub struct Fp8State {
 impl Fp8State {
     /// Creates the state of a model whose [matrices](ParameterTable::matrices) are all weights of fp8 linear layers.
     ///
-    /// Fails and panics like [`new`](Fp8State::new).
+    /// # Errors
+    /// As [`new`](Fp8State::new).
+    ///
+    /// # Panics
+    /// As [`new`](Fp8State::new).
     pub fn of_matrices(recipe: Fp8Recipe, table: &ParameterTable, device: &Device) -> Result<Self> {
         Fp8State::new(recipe, table.matrices().iter().map(|span| span.first).collect(), device)
     }

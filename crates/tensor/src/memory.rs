@@ -136,6 +136,9 @@ impl MemoryCounter {
     }
 
     /// Like [`charge`](MemoryCounter::charge), for memory of another process that this process maps.
+    ///
+    /// # Errors
+    /// As [`charge`](MemoryCounter::charge).
     pub fn charge_mapped(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
         self.mapped.fetch_add(bytes, Ordering::Relaxed);
         let taken = self.charge(category, bytes);
@@ -152,6 +155,9 @@ impl MemoryCounter {
     }
 
     /// Like [`charge`](MemoryCounter::charge), for memory outside of the device's arena, such as buffers of a process group.
+    ///
+    /// # Errors
+    /// As [`charge`](MemoryCounter::charge).
     pub fn charge_outside_arena(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
         self.charge(category, bytes)?;
         self.outside.add(bytes);

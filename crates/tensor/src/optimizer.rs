@@ -21,6 +21,9 @@ pub struct OptimizerState {
 impl OptimizerState {
     /// Allocates zeros for the elements of `pieces`. `is_square` marks second moments: they are never negative and are used through their
     /// square root, which determines their 8-bit code.
+    ///
+    /// # Errors
+    /// If the device cannot allocate memory.
     pub fn zeros(pieces: &Pieces, dtype: StateDType, is_square: bool, device: &Device) -> Result<Self> {
         let (values_dtype, num_blocks) = match dtype {
             StateDType::F32 => (DType::F32, 0),

@@ -35,11 +35,17 @@ pub struct Parameters {
 
 impl Parameters {
     /// Allocates zeros, counted as `category`.
+    ///
+    /// # Errors
+    /// If the device cannot allocate memory.
     pub fn zeros(table: &Arc<ParameterTable>, device: &Device, category: Category) -> Result<Self> {
         Self::zeros_of(table, table.shards(0, 1), device, category)
     }
 
     /// Allocates zeros for the elements `parts` of each unit's flat buffer, counted as `category`.
+    ///
+    /// # Errors
+    /// If the device cannot allocate memory.
     ///
     /// # Panics
     /// If `parts` does not have one range per unit.
@@ -59,6 +65,12 @@ impl Parameters {
 
     /// Like [`zeros_of`](Parameters::zeros_of), but without memory. The caller allocates and releases one unit's memory at a time through
     /// [`memory_mut`](Parameters::memory_mut).
+    ///
+    /// # Errors
+    /// If the device cannot allocate the memory of one unit, which is released again.
+    ///
+    /// # Panics
+    /// As [`zeros_of`](Parameters::zeros_of).
     pub fn without_memory(
         table: &Arc<ParameterTable>,
         parts: Vec<Range<usize>>,

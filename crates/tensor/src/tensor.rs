@@ -95,6 +95,10 @@ impl Tensor {
     ///
     /// # Errors
     /// Returns the tensor if it resides in a device's arena.
+    #[expect(
+        clippy::missing_panics_doc,
+        reason = "only this method takes the memory, and it consumes the tensor"
+    )]
     pub fn into_lent(self) -> Result<Box<dyn LentMemory>, Tensor> {
         match self.memory {
             Memory::Lent(mut guard) => Ok(guard.0.take().expect("it is there until the end")),

@@ -5,7 +5,7 @@ use crate::precision::Precision;
 use crate::tensor::{Tensor, View};
 use trireme_base::{Category, DType};
 
-/// Tensor values: borrowed as stored, or converted into a new tensor. Conversion fails if the device has no memory for the copy.
+/// Tensor values: borrowed as stored, or converted into a new tensor.
 #[derive(Debug)]
 pub enum Values<'a> {
     /// The stored values, borrowed.
@@ -16,6 +16,9 @@ pub enum Values<'a> {
 
 impl<'a> Values<'a> {
     /// Returns `stored` in f32. A copy, if one is needed, is counted as `category`.
+    ///
+    /// # Errors
+    /// If the device has no memory for the copy.
     pub fn in_f32(device: &Device, stored: View<'a>, category: Category) -> Result<Self> {
         if stored.dtype() == DType::F32 {
             return Ok(Values::Stored(stored));
@@ -27,6 +30,9 @@ impl<'a> Values<'a> {
 
     /// Returns `stored` rounded to `precision`. Only f32 values at [`Precision::F32`] are borrowed; others are copied into an activation in
     /// f32.
+    ///
+    /// # Errors
+    /// If the device has no memory for the copy.
     pub fn rounded(device: &Device, precision: Precision, stored: View<'a>) -> Result<Self> {
         if precision == Precision::F32 && stored.dtype() == DType::F32 {
             return Ok(Values::Stored(stored));

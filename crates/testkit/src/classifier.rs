@@ -118,6 +118,9 @@ impl Unit for Head {
 /// features.
 ///
 /// Its metrics are `distance` (of these two units), `accuracy`, `recall` (over the rows of the class) and `cross_entropy`.
+///
+/// # Errors
+/// Never. The return type is the one that [`Model::build_at`] expects.
 pub fn build_classifier(_: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
     let normal = Initial::Normal { standard_deviation: 0.3 };
     let linear = |table: &mut ParameterTable, name: &str, inputs, outputs, activation| {

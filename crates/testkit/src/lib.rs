@@ -1,6 +1,8 @@
 //! Test helpers: ranks as threads, small models (language models and a classifier), a counting allocator, an AMX emulator, and networks of
 //! hosts with bad links. For tests only.
 
+#![expect(clippy::missing_panics_doc, reason = "a failure of a test's own set-up panics")]
+
 mod allocations;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx_emulator;

@@ -53,6 +53,10 @@ impl StepChoices {
 
     /// Returns the choices of rank 0, which passes them as `own`. Returns `None` on a rank that cannot parse them. Collective: sends as
     /// many control messages as the text needs.
+    ///
+    /// # Errors
+    /// If the exchange between the ranks fails.
+    #[expect(clippy::missing_panics_doc, reason = "choices can be written as JSON")]
     pub fn broadcast_from_root(own: Option<&StepChoices>, group: &Group) -> Result<Option<Self>, TrainError> {
         let own = own.map_or_else(Vec::new, |own| serde_json::to_vec(own).expect("choices are JSON"));
         let broadcast = |bytes: &[u8]| -> Result<Vec<u8>, CommError> {

@@ -9,6 +9,10 @@ use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource, resolve_mode
 use trireme_model::{ExchangeConfig, ModelConfig};
 
 /// Returns the model that the config describes, for a corpus whose token ids are below `vocabulary_size`, and notices for the user.
+///
+/// # Errors
+/// If the description of the model cannot be read or is not valid, if the weights to start from do not fit it, or if the model does not
+/// support the vocabulary, the sequence length or the expert settings of the config.
 pub fn model_config(
     config: &Config,
     vocabulary_size: usize,

@@ -133,6 +133,10 @@ pub(crate) fn activation_bounds(
 ///
 /// # Errors
 /// [`TrainError::StageTooLarge`] if a stage keeps more activation bytes than a schedule can count.
+#[expect(
+    clippy::missing_panics_doc,
+    reason = "the activation bytes were checked, and the other costs are small"
+)]
 pub fn pipeline_costs(stages: &[StageChoice]) -> Result<Costs, TrainError> {
     if let Some(stage) = stages.iter().position(|stage| stage.costs.activation > TICKS_MAX) {
         let (kept, kept_max) = (Bytes(stages[stage].costs.activation), Bytes(TICKS_MAX));

@@ -136,11 +136,18 @@ pub struct Trainer<'a> {
 
 impl<'a> Trainer<'a> {
     /// Trains up to the last step. Collective.
+    ///
+    /// # Errors
+    /// As [`run_until`](Trainer::run_until).
     pub fn run(&mut self) -> Result<RunSummary, TrainError> {
         self.run_until(self.config.training().steps)
     }
 
     /// Trains up to step `end`, or up to the last step if that is earlier. Collective.
+    ///
+    /// # Errors
+    /// As [`step`](Trainer::step) and [`validate`](Trainer::validate), if units cannot be moved between ranks, and if a checkpoint or
+    /// another file of the run cannot be written.
     pub fn run_until(&mut self, end: u64) -> Result<RunSummary, TrainError> {
         let training = self.config.training();
         self.observer.begin(&self.facts());
@@ -270,6 +277,10 @@ impl<'a> Trainer<'a> {
     }
 
     /// Runs the step program once, and returns the record of its last step.
+    ///
+    /// # Errors
+    /// Errors of [`Executor::run_steps`], and if samples cannot be read or hashes cannot be written.
+    #[expect(clippy::missing_panics_doc, reason = "a program has at least one step")]
     pub fn step(&mut self) -> Result<&StepRecord, TrainError> {
         self.advance()?;
         Ok(self.records.last().expect("a program has steps"))
@@ -312,6 +323,9 @@ impl<'a> Trainer<'a> {
     }
 
     /// Gathers all parameters in the host memory of rank 0. Returns `None` on the other ranks. Collective.
+    ///
+    /// # Errors
+    /// As [`Executor::gather_parameters`].
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, TrainError> {
         Ok(self.executor.gather_parameters()?)
     }

@@ -125,6 +125,7 @@ impl ChatTemplate {
     }
 
     /// Returns a ChatML template, which suits models that have not been trained with another template.
+    #[expect(clippy::missing_panics_doc, reason = "the template is short and valid")]
     pub fn chatml() -> Self {
         let template = Self::new(CHATML, BTreeMap::new(), Path::new("chatml")).expect("it is short");
         let runner = Runner::in_process(&template.template_spec()).expect("it is a valid template");

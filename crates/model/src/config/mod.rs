@@ -282,6 +282,9 @@ impl ModelConfig {
     /// Like [`build`](ModelConfig::build), but adds the parameters to `table`, which must be empty. The table determines which part of the
     /// model the rank holds.
     ///
+    /// # Errors
+    /// As [`build`](ModelConfig::build).
+    ///
     /// # Panics
     /// If the ranks of the tensor axis [cannot split](ParameterTable::check_degree) the model.
     pub fn build_into(&self, table: ParameterTable, seq_len_max: usize, device: &Device) -> Result<Model> {

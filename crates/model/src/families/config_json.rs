@@ -43,6 +43,7 @@ impl ModelConfig {
     ///
     /// # Errors
     /// If `text` does not describe a model.
+    #[expect(clippy::missing_panics_doc, reason = "a text that describes a model is an object")]
     pub fn updated_json(&self, text: &str) -> Result<String> {
         let read = Self::from_json(text)?;
         let (Value::Object(own), Value::Object(before)) = (self.to_json(), read.to_json()) else {

@@ -46,6 +46,12 @@ impl Executor {
     }
 
     /// As [`dry_run`](Executor::dry_run), but returns the operations that this rank issues and awaits in a step.
+    ///
+    /// # Errors
+    /// As [`dry_run`](Executor::dry_run).
+    ///
+    /// # Panics
+    /// As [`dry_run`](Executor::dry_run).
     pub fn dry_run_entries(self) -> Result<StepEntries> {
         let journal = Journal::default();
         self.device.keep_journal(&journal);

@@ -50,6 +50,9 @@ impl Executor {
     }
 
     /// Sets all parameters to their declared initial values. Collective.
+    ///
+    /// # Errors
+    /// Errors of the device, the groups and disks.
     pub fn initialize(&mut self, seed: u64) -> Result<()> {
         self.load_parameters(|info, held, values| {
             info.initialize(seed, held, values);
@@ -71,10 +74,13 @@ impl Executor {
         })
     }
 
-    /// Gathers all parameters into host memory of rank 0; returns `None` on the other ranks. Collective. If rank 0 cannot allocate memory
-    /// for them, it alone returns an error, before anything is gathered.
+    /// Gathers all parameters into host memory of rank 0; returns `None` on the other ranks. Collective.
     ///
     /// Every rank of a replica gathers one unit at a time, so with ZeRO the other ranks need no memory for more than one unit.
+    ///
+    /// # Errors
+    /// Errors of the device, the groups and disks. If rank 0 cannot allocate memory for the parameters, it alone returns an error, before
+    /// anything is gathered.
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>> {
         let is_root = self.group().rank() == Rank::ROOT;
         let table = Arc::clone(self.model.table());

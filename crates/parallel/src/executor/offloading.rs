@@ -156,6 +156,9 @@ impl Executor {
     }
 
     /// Brings a unit's state of a class into memory, if it resides elsewhere. [`evict_state`](Executor::evict_state) must follow.
+    ///
+    /// # Errors
+    /// Errors of the device, the groups and disks.
     pub fn fetch_state(&mut self, class: StateClass, unit: usize) -> Result<()> {
         // A gather after the last update may still be in flight.
         self.outside_step(|executor| executor.parameters.await_gathered_unit(unit, &mut executor.waiting))?;
@@ -163,6 +166,9 @@ impl Executor {
     }
 
     /// Moves a unit's state back to where it resides. `has_changed` says whether the caller has written to it.
+    ///
+    /// # Errors
+    /// Errors of the device and disks.
     pub fn evict_state(&mut self, class: StateClass, unit: usize, has_changed: bool) -> Result<()> {
         if !self.offload.offloaded.moves(class) {
             return Ok(());

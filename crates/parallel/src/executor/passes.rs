@@ -213,6 +213,9 @@ impl Executor {
 
     /// As [`evaluate`](Executor::evaluate), for samples that may have fewer positions than those of a microbatch.
     ///
+    /// # Errors
+    /// Errors of the device, the groups and disks.
+    ///
     /// # Panics
     /// If there are several ranks.
     pub fn evaluate_sequences(&mut self, batch: Batch) -> Result<Vec<RowMean>> {

@@ -15,6 +15,9 @@ impl Executor {
     }
 
     /// Removes and returns the hashes that were recorded since the previous call, summed over all ranks. Collective.
+    ///
+    /// # Errors
+    /// Errors of the group of all ranks.
     pub fn take_hashes(&mut self) -> Result<Vec<StepHashes>> {
         let mut steps = self.optimization.hashes.take();
         for StepHashes { gradients, parameters, .. } in &mut steps {
@@ -25,6 +28,9 @@ impl Executor {
     }
 
     /// Returns a hash of the current values of each parameter, as in [`StepHashes::parameters`]. Collective.
+    ///
+    /// # Errors
+    /// Errors of the device, the groups and disks.
     pub fn hash_parameters(&mut self) -> Result<Vec<u64>> {
         let table = Arc::clone(self.model.table());
         let mut hashes = vec![0; table.parameters().len()];

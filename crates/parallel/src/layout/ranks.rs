@@ -202,6 +202,9 @@ fn add_once(groups: &mut Vec<Arc<Group>>, group: &Arc<Group>) {
 impl RankGrid {
     /// Arranges the ranks of `world`, and creates the groups of its axes. Collective over `world`.
     ///
+    /// # Errors
+    /// If a group cannot be created.
+    ///
     /// # Panics
     /// If the degrees do not divide the number of ranks.
     pub fn new(world: Group, degrees: Degrees) -> Result<Self> {

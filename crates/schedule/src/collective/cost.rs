@@ -64,6 +64,7 @@ pub struct CostModel {
 /// deterministic, so all ranks with the same arguments choose the same algorithm.
 ///
 /// Takes milliseconds with dozens of ranks, so an executor should cache the choice.
+#[expect(clippy::missing_panics_doc, reason = "each collective has a canonical algorithm")]
 pub fn choose(
     collective: Collective,
     hosts: &Hosts,

@@ -70,7 +70,12 @@ impl Device {
     ///
     /// Cost: `2 rows m n` floating-point operations; `num_groups m n` more for each part of a group after the first.
     ///
-    /// Fails and panics like [`grouped_matmul`](Device::grouped_matmul).
+    /// # Errors
+    /// If there is no memory to pack operands, or for partial sums.
+    ///
+    /// # Panics
+    /// If the shapes do not match, if an operand is not a float type, or if the number of parts in `groups` is not a multiple of the number
+    /// of groups.
     pub fn grouped_transposed_matmul(
         &self,
         precision: Precision,

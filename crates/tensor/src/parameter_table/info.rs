@@ -33,6 +33,9 @@ pub struct ParameterInfo {
 impl ParameterInfo {
     /// Returns the number of ranks of the tensor axis that store the same elements as this rank. They are neighbours, and the first one's
     /// rank is a multiple of this number.
+    ///
+    /// # Panics
+    /// If the ranks of the tensor axis [cannot split](crate::ParameterTable::check_degree) the parameter.
     pub fn num_replicas(&self) -> usize {
         let num_holders =
             |cut: AxisSplit| cut.num_holders(self.full_shape.dims()[cut.dim], self.tensor_rank.degree);

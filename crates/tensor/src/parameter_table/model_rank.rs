@@ -123,6 +123,9 @@ impl ParameterTable {
 
     /// Returns the parameter that occupies the same place in this rank's unit as `info` does on the rank that stores it. All ranks of the
     /// expert axis have units of the same layout.
+    ///
+    /// # Panics
+    /// If `info` is not a parameter of this model, or if the experts of its unit have different parameters.
     pub fn counterpart(&self, info: &ParameterInfo) -> &ParameterInfo {
         let unit = &self.units[info.unit];
         let all = &self.parameters[unit.parameters.clone()];
@@ -182,6 +185,7 @@ impl ParameterTable {
     ///
     /// # Errors
     /// For the first parameter that cannot be split.
+    #[expect(clippy::missing_panics_doc, reason = "a parameter that cannot be split declares a split")]
     pub fn check_degree(&self, degree: usize) -> Result<(), UnsplittableError> {
         let cuts = |info: &ParameterInfo| Some((info.cut?, info.full_shape.dims()[info.cut?.dim]));
         let is_cut = |info: &ParameterInfo, degree: usize| {

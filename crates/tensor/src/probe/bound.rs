@@ -38,6 +38,7 @@ impl Probe {
     ///
     /// # Errors
     /// If the device does not have enough memory for the kernel's traffic.
+    #[expect(clippy::missing_panics_doc, reason = "there is always a maximum of three bounds")]
     pub fn bound(&self, peaks: Peaks, cost: &Cost) -> Result<(f64, Limit)> {
         let bounds = [
             (cost.product_operations as f64 / peaks.matmul, Limit::Products),

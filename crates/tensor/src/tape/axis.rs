@@ -55,6 +55,12 @@ impl OperationContext<'_> {
     }
 
     /// All-gathers the rows of a value of which this rank has the shard `part`.
+    ///
+    /// # Errors
+    /// As [`AxisOps::start`](super::AxisOps::start), and if there is no memory for the result.
+    ///
+    /// # Panics
+    /// If the tensor axis has one rank.
     pub fn gather_rows(&self, part: View<'_>) -> Result<Tensor> {
         let gather = self.start_gather(part)?;
         self.finish_on_axis(gather)
@@ -100,6 +106,12 @@ impl OperationContext<'_> {
     }
 
     /// Copies this rank's shard of the rows of a replicated value.
+    ///
+    /// # Errors
+    /// [`DeviceError::UnequalRows`](crate::DeviceError::UnequalRows), or if there is no memory for the copy.
+    ///
+    /// # Panics
+    /// If the tensor axis has one rank.
     pub fn split_rows(&self, whole: View<'_>) -> Result<Tensor> {
         let axis = self.expect_axis();
         let mut part = self.empty(axis.part_shape(whole.shape())?, whole.dtype())?;
@@ -110,6 +122,10 @@ impl OperationContext<'_> {
 
     /// Sums `term` over the ranks of the tensor axis: an all-reduce, or a reduce-scatter if the result is sharded by rows. Returns `term`
     /// itself if the axis has one rank.
+    ///
+    /// # Errors
+    /// As [`AxisOps::start`](super::AxisOps::start), and if there is no memory for the sum.
+    /// [`DeviceError::UnequalRows`](crate::DeviceError::UnequalRows) if the result cannot be sharded by rows.
     pub fn sum_over_ranks(&self, term: Tensor, sharding: Sharding) -> Result<Tensor> {
         let sum = self.start_sum(term, sharding)?;
         self.finish_on_axis(sum)
@@ -175,6 +191,9 @@ impl Recorder<'_> {
     }
 
     /// Gathers the rows of a value once for several operations that need all rows. Otherwise, each of them would gather.
+    ///
+    /// # Errors
+    /// As [`apply`](Recorder::apply).
     pub fn all_rows(&mut self, value: Var) -> Result<Var> {
         match self.tape.values[value.0].sharding {
             Sharding::Rows => self.apply(&AllGatherRows, [value]),
@@ -183,6 +202,9 @@ impl Recorder<'_> {
     }
 
     /// Converts a value to the sharding in which values pass between units.
+    ///
+    /// # Errors
+    /// As [`apply`](Recorder::apply).
     ///
     /// # Panics
     /// If the value is sharded like the parameters ([`Sharding::ByParameters`]).

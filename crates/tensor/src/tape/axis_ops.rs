@@ -15,33 +15,47 @@ use trireme_base::{AxisExchange, AxisRank, DType, ExchangeKind, UnitAxis};
 pub struct PendingExchange(pub usize);
 
 /// One rank's communication along an axis. All ranks of the axis start the same exchanges in the same order; several may be pending.
-/// Methods fail with [`DeviceError::Exchange`](crate::DeviceError::Exchange) if a rank fails, and if there is no memory for messages. After
-/// an error, the axis must not be used again.
+/// After an error of a method, the axis must not be used again.
 pub trait AxisOps: fmt::Debug + Send + Sync {
     /// Returns this rank's place on the axis.
     fn place(&self) -> AxisRank;
 
     /// Starts an exchange of `values`: the full vector, or this rank's part for an all-gather. No kernel may write to `values` until the
     /// exchange is [finished](AxisOps::finish). Their memory may be freed, because the device does not reuse memory that a copy is using.
+    ///
+    /// # Errors
+    /// [`DeviceError::Exchange`](crate::DeviceError::Exchange) if a rank fails, or if there is no memory for messages.
     fn start(&self, device: &Device, kind: ExchangeKind, values: View<'_>) -> Result<PendingExchange>;
 
     /// Finishes an exchange: kernels issued later find its result in `result`, which has the dtype of the values. `result` may be the
     /// memory of the values.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start).
     fn finish(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()>;
 
     /// Allocates memory for a partial sum to be passed to [`start_sum`](AxisOps::start_sum), with unspecified contents.
+    ///
+    /// # Errors
+    /// If there is no memory for the partial sum.
     fn empty_partial_sum(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor> {
         device.activation_of(shape, dtype)
     }
 
     /// Like [`start`](AxisOps::start), for a reduction of a partial sum that has no other reader. A partial sum in memory of
     /// [`empty_partial_sum`](AxisOps::empty_partial_sum) that other ranks can access is not copied.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start).
     fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
         self.start(device, kind, term.view())
     }
 
     /// Like [`finish`](AxisOps::finish), but returns a tensor that may borrow the exchange's own memory, to avoid a copy. Drop it soon:
     /// later exchanges need that memory.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start), and if there is no memory for the result.
     fn finish_temporary(
         &self,
         device: &Device,
@@ -55,14 +69,23 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     }
 
     /// All-gathers numbers in host memory: returns the numbers `own` of every rank, in rank order. Blocks the host.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start).
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>>;
 
     /// Starts an all-to-all of rows: sends the elements of `values` that `runs` lists to every rank and receives from every rank. Starts as
     /// many messages as fit into memory of bounded size, independent of the loads; [`send_rest`](AxisOps::send_rest) sends the others.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start).
     fn start_rows(&self, device: &Device, runs: ExchangedRuns, values: View<'_>) -> Result<PendingExchange>;
 
     /// Sends the remaining messages of an exchange of rows, from the same `values`. Some of the received elements are written to `result`,
     /// which has the same dtype. Afterwards, `values` may be overwritten.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start).
     fn send_rest(
         &self,
         device: &Device,
@@ -72,9 +95,15 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     ) -> Result<()>;
 
     /// Finishes an exchange of rows after [`send_rest`](AxisOps::send_rest): kernels issued later find all received elements in `result`.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start).
     fn finish_rows(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()>;
 
     /// Starts and finishes an exchange.
+    ///
+    /// # Errors
+    /// As [`start`](AxisOps::start).
     fn exchange(
         &self,
         device: &Device,

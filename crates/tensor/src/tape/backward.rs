@@ -47,6 +47,12 @@ pub fn add_to_grad(
 
 impl Tape {
     /// Runs backward from the gradients of `outputs`: the unit's outputs, or none if the unit computes a loss.
+    ///
+    /// # Errors
+    /// If the device or `sink` has no memory for a result, or if an exchange with other ranks fails.
+    ///
+    /// # Panics
+    /// If a gradient does not have as many elements as its output.
     pub fn backward(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -72,6 +78,13 @@ impl Tape {
     ///
     /// Values that the weight halves read stay in memory: the inputs of linear layers and of normalizations, and the gradients of their
     /// outputs. A gradient that also flows along a residual connection is copied.
+    ///
+    /// # Errors
+    /// If the device has no memory for a result, or if an exchange with other ranks fails.
+    ///
+    /// # Panics
+    /// If a gradient does not have as many elements as its output, or if an operation with parameters takes its output gradient and keeps
+    /// nothing for its weight half.
     pub fn backward_input(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -95,6 +108,9 @@ impl Tape {
     }
 
     /// Runs the weight halves of backward, after [`backward_input`](Tape::backward_input).
+    ///
+    /// # Errors
+    /// As [`backward`](Tape::backward).
     pub fn backward_weight(
         &mut self,
         parameters: &dyn ParameterSource,
@@ -296,6 +312,10 @@ impl<'a> BackwardContext<'a> {
     }
 
     /// Returns an input for the input half to compute in place: its own memory if there is no other reader, else a copy.
+    ///
+    /// # Errors
+    /// If there is no memory for the copy.
+    #[expect(clippy::missing_panics_doc, reason = "the tensor was just matched")]
     pub fn take_or_copy_input(&mut self, index: usize) -> Result<Tensor> {
         let by = self.tape.nodes[self.node].op.get().reads_input(index);
         let place = self.argument(index);
@@ -376,6 +396,9 @@ impl<'a> BackwardContext<'a> {
     }
 
     /// Adds `grad` to the gradient of an input. Dropped if the input requires none.
+    ///
+    /// # Errors
+    /// If there is no memory to convert the gradient to the dtype of the input.
     ///
     /// # Panics
     /// If the number of elements is not that of the input.

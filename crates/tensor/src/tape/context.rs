@@ -70,26 +70,41 @@ impl OperationContext<'_> {
     }
 
     /// Returns parameters in f32, rounded to the precision: the same values on every layout.
+    ///
+    /// # Errors
+    /// If there is no memory for a copy.
     pub fn parameter_in_f32(&self, span: &ParameterSpan) -> Result<Values<'_>> {
         Values::rounded(&self.tape.device, self.tape.pass.precision, self.parameters.span(span))
     }
 
     /// Returns values in f32.
+    ///
+    /// # Errors
+    /// If there is no memory for a copy.
     pub fn in_f32<'a>(&self, values: View<'a>) -> Result<Values<'a>> {
         Values::in_f32(&self.tape.device, values, Category::Activations)
     }
 
     /// Allocates memory for a result or for scratch, with unspecified contents.
+    ///
+    /// # Errors
+    /// As [`Device::empty`].
     pub fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         self.tape.device.empty(shape.into(), dtype, Category::Activations)
     }
 
     /// Like [`empty`](OperationContext::empty), filled with zeros.
+    ///
+    /// # Errors
+    /// As [`Device::empty`].
     pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         self.tape.device.zeros(shape.into(), dtype, Category::Activations)
     }
 
     /// Uploads one f64, such as a sum that the host has computed.
+    ///
+    /// # Errors
+    /// As [`Device::empty`].
     pub fn scalar(&self, value: f64) -> Result<Tensor> {
         let mut scalar = self.empty([1], DType::F64)?;
         self.tape.device.upload(&[value], scalar.view_mut());
@@ -107,6 +122,9 @@ impl OperationContext<'_> {
     /// Adds `sum / num_rows`, times the term's weight, to the loss, or reports it as a [metric](super::Recorder::apply_metric). `sum` is
     /// one f64. For a loss, `num_rows` must be the same in every pass over a microbatch of equal size, because the gradient is that of the
     /// mean; for a metric, it may vary.
+    ///
+    /// # Errors
+    /// If there is no memory for the weighted term.
     ///
     /// # Panics
     /// If `sum` is not one f64.

@@ -12,8 +12,7 @@ use crate::tensor::{Tensor, View, ViewMut};
 use std::ops::{Deref, DerefMut, Range};
 use trireme_base::DType;
 
-/// Runs operations forward and records them if the tape records. Methods fail if there is no memory for their results, and like
-/// [`AxisOps::start`](super::AxisOps::start) if they communicate.
+/// Runs operations forward and records them if the tape records.
 pub struct Recorder<'a> {
     pub(super) tape: &'a mut Tape,
     parameters: &'a dyn ParameterSource,
@@ -21,6 +20,10 @@ pub struct Recorder<'a> {
 
 impl Recorder<'_> {
     /// Runs an operation with one output.
+    ///
+    /// # Errors
+    /// If there is no memory for a result, if an [exchange](super::AxisOps::start) with other ranks fails, or if the ranks of an axis
+    /// cannot have equal shards of a value.
     ///
     /// # Panics
     /// If the operation does not take this number of inputs, or if it does not have one output.
@@ -32,6 +35,9 @@ impl Recorder<'_> {
 
     /// Runs an operation without outputs that adds to the loss: `weight` times the mean over its rows.
     ///
+    /// # Errors
+    /// As [`apply`](Recorder::apply).
+    ///
     /// # Panics
     /// If the operation does not take this number of inputs, or if it has an output.
     pub fn apply_loss(&mut self, op: impl Into<Op>, inputs: impl Arguments, weight: f32) -> Result<()> {
@@ -41,6 +47,9 @@ impl Recorder<'_> {
 
     /// Runs an operation that would add to the loss, and reports its mean as the metric `name` instead: the mean over the rows of a step,
     /// on all ranks. The operation is not recorded. Metrics of the same name are combined into one mean over all their rows.
+    ///
+    /// # Errors
+    /// As [`apply`](Recorder::apply).
     ///
     /// # Panics
     /// If the operation does not take this number of inputs, has an output, or adds nothing to the loss.
@@ -57,7 +66,13 @@ impl Recorder<'_> {
     }
 
     /// Like [`apply_metric`](Recorder::apply_metric), but backward adds `weight` times the gradient of the mean: an auxiliary training loss
-    /// that is not part of the reported loss. Its value is known after forward. Panics in the same cases.
+    /// that is not part of the reported loss. Its value is known after forward.
+    ///
+    /// # Errors
+    /// As [`apply`](Recorder::apply).
+    ///
+    /// # Panics
+    /// As [`apply_metric`](Recorder::apply_metric).
     pub fn apply_auxiliary_loss(
         &mut self,
         name: &'static str,
@@ -99,6 +114,9 @@ impl Recorder<'_> {
     }
 
     /// Runs an operation. Returns its outputs, in order.
+    ///
+    /// # Errors
+    /// As [`apply`](Recorder::apply).
     ///
     /// # Panics
     /// If the operation does not take this number of inputs.
@@ -256,6 +274,9 @@ impl ForwardContext<'_> {
     }
 
     /// Like [`take_input`](ForwardContext::take_input), but returns a copy if the input is still read.
+    ///
+    /// # Errors
+    /// If there is no memory for the copy.
     pub fn take_or_copy_input(&mut self, index: usize) -> Result<Tensor> {
         match self.take_input(index) {
             Some(tensor) => Ok(tensor),
@@ -264,6 +285,9 @@ impl ForwardContext<'_> {
     }
 
     /// Returns a copy of an input.
+    ///
+    /// # Errors
+    /// If there is no memory for the copy.
     pub fn copy_input(&self, index: usize) -> Result<Tensor> {
         copy(&self.tape.device, self.value(index).tensor())
     }
@@ -287,6 +311,9 @@ impl ForwardContext<'_> {
     }
 
     /// Sets the next output.
+    ///
+    /// # Panics
+    /// In a recomputation, if all outputs of the first run are set.
     pub fn output(&mut self, tensor: Tensor) {
         let index = self.next_output;
         let is_expected = self.ends.is_none_or(|[end, _]| index < end);
@@ -308,6 +335,9 @@ impl ForwardContext<'_> {
 
     /// Allocates memory for a tensor that [`save`](ForwardContext::save) will take, with unspecified contents. In a recomputation, returns
     /// the tensor saved before.
+    ///
+    /// # Errors
+    /// As [`Device::empty`].
     pub fn empty_to_save(&mut self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let index = self.next_saved;
         match self.tape.tensors.get_mut(index).and_then(Option::take) {
@@ -317,6 +347,9 @@ impl ForwardContext<'_> {
     }
 
     /// Saves a tensor for backward. Saved tensors are numbered in the order of the calls.
+    ///
+    /// # Panics
+    /// In a recomputation, if all tensors that the first run saved are saved.
     pub fn save(&mut self, tensor: Tensor) {
         let index = self.next_saved;
         let is_expected = self.ends.is_none_or(|[_, end]| index < end);
@@ -336,6 +369,9 @@ impl Tape {
     }
 
     /// Recomputes the outputs that [`free_recomputable`](Tape::free_recomputable) has freed, with the same bits.
+    ///
+    /// # Errors
+    /// If there is no memory for a result, or if an exchange with other ranks fails.
     pub fn recompute(&mut self, parameters: &dyn ParameterSource) -> Result<()> {
         for index in 0..self.nodes.len() {
             let node = &self.nodes[index];

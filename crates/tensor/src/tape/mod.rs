@@ -192,6 +192,9 @@ impl Tape {
 
     /// Takes the unit's output from the tape. Copies it if backward reads it, or if it is an input of the tape, which may be taken again.
     ///
+    /// # Errors
+    /// If there is no memory for a copy.
+    ///
     /// # Panics
     /// If it was already taken.
     pub fn take_output(&mut self, output: &Var) -> Result<Tensor> {
@@ -216,6 +219,9 @@ impl Tape {
     }
 
     /// Takes the gradient of a value in the dtype of the value; zeros if it has received none.
+    ///
+    /// # Errors
+    /// If there is no memory for the zeros, or to convert the gradient.
     pub fn take_grad_or_zeros(&mut self, place: VarId) -> Result<Tensor> {
         let Value { shape, dtype, .. } = self.values[place.0];
         match self.take_grad(place) {

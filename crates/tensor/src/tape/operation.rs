@@ -21,16 +21,24 @@ use std::sync::Arc;
 /// computes the gradients of parameters. The halves run one after the other, or all input halves of a tape run before all weight halves,
 /// with the same bits.
 ///
-/// To add an operation, implement this trait for a type in any crate. The passes fail if the device or the sink has no memory for their
-/// results.
+/// To add an operation, implement this trait for a type in any crate.
 pub trait Operation: fmt::Debug + Send + Sync {
     /// Computes the outputs and passes each to [`ForwardContext::output`], in order.
+    ///
+    /// # Errors
+    /// If the device has no memory for a result, or if an exchange with other ranks fails.
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()>;
 
     /// Adds a gradient to each input that [requires one](BackwardContext::requires_grad). Not called if no output has a gradient.
+    ///
+    /// # Errors
+    /// As [`forward`](Operation::forward).
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()>;
 
     /// Writes the gradients of the parameters to `sink`. Called after the input half of the same operation.
+    ///
+    /// # Errors
+    /// As [`forward`](Operation::forward), and if `sink` has no memory for a gradient.
     fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let _ = (cx, sink);
         Ok(())
@@ -38,6 +46,9 @@ pub trait Operation: fmt::Debug + Send + Sync {
 
     /// Runs both halves. Override it only if one half computes values that the other can use at once, or to overlap communication with
     /// computation.
+    ///
+    /// # Errors
+    /// As [`backward_weight`](Operation::backward_weight).
     fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         self.backward_input(cx)?;
         self.backward_weight(cx, sink)

@@ -39,7 +39,10 @@ pub struct Network {
 }
 
 impl Network {
-    /// Checks whether this process can create networks on this machine. The error is the reason to skip a test.
+    /// Checks that this process can create networks on this machine.
+    ///
+    /// # Errors
+    /// If it cannot. The error is the reason to skip a test.
     pub fn available() -> Result<(), String> {
         static AVAILABLE: OnceLock<Result<(), String>> = OnceLock::new();
         let look = || {

@@ -47,7 +47,10 @@ struct Forwarder {
 }
 
 impl FrameRelay {
-    /// Checks whether the machine has what a relay needs in addition to a network. The error says what is missing.
+    /// Checks that the machine has what a relay needs in addition to a network.
+    ///
+    /// # Errors
+    /// If something is missing. The error names it.
     pub fn available() -> Result<(), String> {
         let opened = File::options().read(true).write(true).open(tap::TUN_DEVICE_FILE);
         opened.map(drop).map_err(|error| format!("{}: {error}", tap::TUN_DEVICE_FILE))

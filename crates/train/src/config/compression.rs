@@ -19,6 +19,7 @@ const MOMENTUM_BLOCK_LEN: usize = 64;
 impl Config {
     /// Returns how gradients, or the momentum that some optimizers exchange instead, are compressed before they are sent. These optimizers
     /// exchange momentum in order to send few bits, so for them `none` means `one_bit` with short blocks.
+    #[expect(clippy::missing_panics_doc, reason = "the validation of the config refuses invalid options")]
     pub fn compression(&self) -> Compression {
         let mut options = options(self.comm());
         if options.codec == CodecName::None && self.optimizer().name.exchanges_momentum() {

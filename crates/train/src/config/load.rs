@@ -25,6 +25,9 @@ impl Config {
 
     /// Like [`Config::load`], for any kind of task.
     ///
+    /// # Errors
+    /// As [`Config::load`].
+    ///
     /// # Panics
     /// If `world_size` is 0.
     pub fn load_for_task(
@@ -62,6 +65,9 @@ impl Config {
 
     /// Like [`Config::load`], for a file `path` whose content is `text`.
     ///
+    /// # Errors
+    /// [`ConfigError::Invalid`] with all mistakes.
+    ///
     /// # Panics
     /// If `world_size` is 0.
     pub fn parse(
@@ -74,6 +80,9 @@ impl Config {
     }
 
     /// Like [`Config::parse`], for any kind of task.
+    ///
+    /// # Errors
+    /// As [`Config::parse`].
     ///
     /// # Panics
     /// If `world_size` is 0.

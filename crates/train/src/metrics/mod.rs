@@ -79,6 +79,9 @@ impl MetricsWriter {
     /// `metrics.jsonl` keeps the records up to that step. Later ones are removed, because the run will write them again. TensorBoard's
     /// event files cannot be truncated, because a reader may have them open. So a new one is created, which tells the reader to discard the
     /// steps after `resumed_step`.
+    ///
+    /// # Errors
+    /// If a file cannot be opened, read, truncated or written, or if `metrics.jsonl` is damaged.
     pub fn open(folder: &Path, config: &Metrics, resumed_step: u64) -> Result<Self, MetricsError> {
         let open = || JsonLines::open(folder.join(METRICS_FILE), resumed_step, LINE_BYTES_MAX);
         let json_lines = config.jsonl.then(open).transpose()?;

@@ -39,6 +39,10 @@ use trireme_tensor::Device;
 impl<'a> Trainer<'a> {
     /// Opens the samples, builds the model, loads the checkpoint to resume from if there is one, and opens the run's files. Collective: all
     /// ranks of `group` call it with the same config and the same task.
+    ///
+    /// # Errors
+    /// If the samples, the model, the checkpoint to resume from or a file of the run cannot be opened, if the ranks disagree about the
+    /// config or the task, or if there is too little memory or disk space.
     pub fn new(
         config: &'a Config,
         task: Arc<dyn Task>,

@@ -30,6 +30,9 @@ impl Trainer<'_> {
 
     /// Returns the mean loss and metrics on the validation samples, or `None` if there are none, or nothing in them counts in the loss.
     /// Collective.
+    ///
+    /// # Errors
+    /// If samples cannot be read, and errors of [`Executor::evaluate`](trireme_parallel::Executor::evaluate) and of the group of all ranks.
     pub fn validate(&mut self) -> Result<Option<ValidationResult>, TrainError> {
         self.executor.group().set_line(format_args!("step {}: validation", self.state.step));
         let Some(validation) = &mut self.validation else { return Ok(None) };

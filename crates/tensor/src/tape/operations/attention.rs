@@ -10,8 +10,7 @@ use crate::tensor::{Tensor, View};
 use std::sync::Arc;
 use trireme_base::{Category, DType, Positions};
 
-/// Cosines and sines of rotary position embeddings, `[positions, head_dim / 2]` each. Constructors fail if the device has no memory for
-/// them.
+/// Cosines and sines of rotary position embeddings, `[positions, head_dim / 2]` each.
 #[derive(Debug)]
 pub struct RotaryTable {
     cos: Tensor,
@@ -48,11 +47,17 @@ impl DynamicScaling {
 impl RotaryTable {
     /// Creates a table for `positions` positions. `frequencies` holds the angle per position of each of the `head_dim / 2` pairs. Cosines
     /// and sines, and therefore the rotated values, are multiplied by `amplitude`.
+    ///
+    /// # Errors
+    /// If the device has no memory for the table.
     pub fn new(device: &Device, positions: usize, frequencies: &[f64], amplitude: f32) -> Result<Self> {
         RotaryTable::with_scaling(device, positions, frequencies.to_vec(), amplitude, None)
     }
 
     /// Creates a table whose frequencies depend on the number of positions. `frequencies` are those of short tables.
+    ///
+    /// # Errors
+    /// If the device has no memory for the table.
     pub fn dynamic(
         device: &Device,
         positions: usize,
@@ -90,6 +95,9 @@ impl RotaryTable {
     }
 
     /// Creates the same table for another number of positions.
+    ///
+    /// # Errors
+    /// If the device has no memory for the table.
     pub fn with_positions(&self, device: &Device, positions: usize) -> Result<Self> {
         RotaryTable::with_scaling(device, positions, self.frequencies.clone(), self.amplitude, self.scaling)
     }
@@ -99,7 +107,7 @@ impl RotaryTable {
     }
 }
 
-/// The KV cache of one attention layer, for generation. The constructor fails if the device has no memory for it.
+/// The KV cache of one attention layer, for generation.
 #[derive(Debug)]
 pub struct KeyValueCache {
     keys: Tensor,
@@ -109,6 +117,9 @@ pub struct KeyValueCache {
 
 impl KeyValueCache {
     /// Creates an empty cache for `batch` sequences of up to `capacity` positions.
+    ///
+    /// # Errors
+    /// If the device has no memory for the cache.
     pub fn new(device: &Device, batch: usize, capacity: usize, attention: &Attention) -> Result<Self> {
         let of_heads =
             |head_dim: usize| device.activation([batch, capacity, attention.num_kv_heads * head_dim]);
@@ -335,6 +346,9 @@ fn rotate(
 
 impl Recorder<'_> {
     /// Runs [`Attention`] for rows that follow the positions of `cache`, and appends their keys and values to it.
+    ///
+    /// # Errors
+    /// If the device cannot allocate memory.
     ///
     /// # Panics
     /// If the tape records, if its precision is not f32, or if the cache is full.

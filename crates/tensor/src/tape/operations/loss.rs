@@ -140,6 +140,9 @@ impl Recorder<'_> {
     /// Computes the logits of every row of `x` (`[.., cols]`): `[.., vocabulary]`, f32. For generation and tests; training never stores all
     /// logits.
     ///
+    /// # Errors
+    /// If there is no memory for the logits, or if an exchange with other ranks fails.
+    ///
     /// # Panics
     /// If the tape records.
     pub fn logits(&mut self, head: &LossHead, x: &Var) -> Result<Var> {
