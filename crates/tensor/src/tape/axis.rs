@@ -12,7 +12,9 @@
 //! from it: [`Linear`](super::Linear) from the dim that is split, [`Embedding`](super::Embedding) and [`LossHead`](super::LossHead) from
 //! their rows.
 //!
-//! # Shardings of values The tape records the [`Sharding`] of each value. It gathers rows before an operation that does not [take
+//! # Shardings of values
+//!
+//! The tape records the [`Sharding`] of each value. It gathers rows before an operation that does not [take
 //! rows](Operation::accepts_sharded_rows), so such an operation is correct without knowledge of the axis. Values that are sharded by
 //! parameters are not adapted. Only operations on single elements or on whole heads may read them; if an operation also reads a replicated
 //! value that has a gradient, [`CopyToRanks`](super::CopyToRanks) comes before it. Units pass on values that are replicated or sharded by
