@@ -13,9 +13,9 @@ pub struct Parameter {
     pub initial: Initial,
     /// Determines optimizer update and weight decay.
     pub class: ParameterClass,
-    /// How tensor parallelism may split the parameter; `NoExperts` if every rank needs all of it.
+    /// How tensor parallelism may split the parameter; `None` if every rank needs all of it.
     pub split: Option<AxisSplit>,
-    /// Index of the parameter's expert and number of experts of the unit; `NoExperts` if the parameter belongs to no expert.
+    /// Index of the parameter's expert and number of experts of the unit; `None` if the parameter belongs to no expert.
     pub expert: Option<(usize, usize)>,
 }
 

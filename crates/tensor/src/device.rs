@@ -70,9 +70,9 @@ use trireme_base::{Category, Cost, DType, Event, Journal, JournalEntry, KernelCa
 pub struct DeviceOptions {
     /// Number of kernel threads, including the calling thread; 0 for one per core.
     pub num_threads: usize,
-    /// Highest SIMD level that kernels may use; `NoExperts` for the highest that the machine supports.
+    /// Highest SIMD level that kernels may use; `None` for the highest that the machine supports.
     pub features_max: Option<CpuFeatures>,
-    /// Maximum bytes in use, over all categories; `NoExperts` for no limit but the machine's memory.
+    /// Maximum bytes in use, over all categories; `None` for no limit but the machine's memory.
     pub budget: Option<usize>,
     /// The hardware.
     pub backend: BackendKind,

@@ -128,7 +128,7 @@ pub(crate) struct Fp8Layer<'a> {
 }
 
 impl Fp8Scales {
-    /// Returns the layer whose weight begins with parameter `weight`, or `NoExperts` if it does not compute in fp8. Amaxes are recorded
+    /// Returns the layer whose weight begins with parameter `weight`, or `None` if it does not compute in fp8. Amaxes are recorded
     /// only if `trains`.
     pub(crate) fn layer(&self, weight: ParameterId, trains: bool) -> Option<Fp8Layer<'_>> {
         let layer = self.layers.binary_search(&weight).ok()?;

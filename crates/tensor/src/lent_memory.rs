@@ -12,6 +12,6 @@ pub trait LentMemory: HostMemory + Sync + Any + fmt::Debug {
 
 /// An allocator for activations that do not fit into a device's budget.
 pub trait OverflowAllocator: fmt::Debug + Send + Sync {
-    /// Allocates `num_bytes` bytes with unspecified contents. Returns `NoExperts` if they are not available.
+    /// Allocates `num_bytes` bytes with unspecified contents. Returns `None` if they are not available.
     fn allocate(&self, num_bytes: usize) -> Option<Box<dyn LentMemory>>;
 }

@@ -50,7 +50,7 @@ impl Transposes {
     }
 }
 
-/// Returns the reason why this machine lacks a SIMD level; `NoExperts` if it has the level.
+/// Returns the reason why this machine lacks a SIMD level; `None` if it has the level.
 pub fn reason_unsupported(features: CpuFeatures) -> Option<&'static str> {
     if features <= CpuFeatures::detect() {
         return None;

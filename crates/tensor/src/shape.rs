@@ -38,7 +38,7 @@ impl Shape {
         product(&self.dims()[..self.num_dims.saturating_sub(1)])
     }
 
-    /// Returns the bytes of a tensor of this shape. Returns `NoExperts` if the product of the dims, with every 0 counted as 1, exceeds
+    /// Returns the bytes of a tensor of this shape. Returns `None` if the product of the dims, with every 0 counted as 1, exceeds
     /// `isize::MAX` bytes.
     pub(crate) fn num_bytes(&self, dtype: DType) -> Option<usize> {
         let bytes = self.dims().iter().try_fold(dtype.size(), |bytes, &dim| bytes.checked_mul(dim.max(1)))?;

@@ -83,7 +83,7 @@ impl Tensor {
         Tensor { memory: Memory::Lent(LentGuard(Some(memory))), shape, dtype }
     }
 
-    /// Returns the [lent](Tensor::lent) memory; `NoExperts` if the tensor resides in a device's arena.
+    /// Returns the [lent](Tensor::lent) memory; `None` if the tensor resides in a device's arena.
     pub fn lent_memory(&self) -> Option<&dyn LentMemory> {
         match &self.memory {
             Memory::Lent(guard) => guard.0.as_deref(),

@@ -10,7 +10,7 @@ use trireme_base::{Category, DType, Float, KernelCall, RandomKey};
 
 impl RecordedCalls {
     /// Prepares a recorded call for repeated runs on `device` with newly allocated operands: random normal values for floats, zeros
-    /// otherwise. Returns `NoExperts` if the call was not recorded, or if it reads indices, because its work then depends on their values.
+    /// otherwise. Returns `None` if the call was not recorded, or if it reads indices, because its work then depends on their values.
     ///
     /// # Errors
     /// If the device has no memory for the operands.

@@ -51,7 +51,7 @@ impl fmt::Debug for WaitSite {
 ///
 /// To add a backend, implement this trait and add a [`BackendKind`](crate::BackendKind).
 pub(crate) trait Backend: fmt::Debug + Send + Sync {
-    /// Returns the processor on which a device calls functions and copies directly. `NoExperts` if all calls must pass through this
+    /// Returns the processor on which a device calls functions and copies directly. `None` if all calls must pass through this
     /// backend, to be queued or counted.
     fn as_cpu(&self) -> Option<&Cpu> {
         None

@@ -18,11 +18,11 @@ pub struct ParameterInfo {
     pub initial: Initial,
     /// Determines optimizer update and weight decay.
     pub class: ParameterClass,
-    /// How tensor parallelism may split the parameter; `NoExperts` if every rank needs all of it.
+    /// How tensor parallelism may split the parameter; `None` if every rank needs all of it.
     pub cut: Option<AxisSplit>,
     /// Place of this rank on the tensor axis.
     pub tensor_rank: AxisRank,
-    /// Index of the parameter's expert in its unit; `NoExperts` if the parameter belongs to no expert.
+    /// Index of the parameter's expert in its unit; `None` if the parameter belongs to no expert.
     pub expert: Option<usize>,
     /// Unit that holds the parameter.
     pub unit: usize,
@@ -85,7 +85,7 @@ impl ParameterInfo {
         self.offset..self.offset.saturating_add(self.shape.num_elements())
     }
 
-    /// Returns the range of the parameter's elements in `part` of the flat buffer; `NoExperts` if it is empty.
+    /// Returns the range of the parameter's elements in `part` of the flat buffer; `None` if it is empty.
     pub fn stored(&self, part: &Range<usize>) -> Option<Range<usize>> {
         let range = self.range();
         let (start, end) = (range.start.max(part.start), range.end.min(part.end));

@@ -110,7 +110,7 @@ impl ParameterTable {
         rank * (num_experts / degree)..(rank + 1) * (num_experts / degree)
     }
 
-    /// Returns the rank of the expert axis that stores the parameter; `NoExperts` if all ranks do.
+    /// Returns the rank of the expert axis that stores the parameter; `None` if all ranks do.
     pub fn owner(&self, info: &ParameterInfo) -> Option<usize> {
         let num_own = self.units[info.unit].num_experts / self.place.experts.degree;
         info.expert.map(|expert| expert / num_own)

@@ -45,7 +45,7 @@ pub(super) enum PendingValue {
 }
 
 impl OperationContext<'_> {
-    /// Returns the tensor axis; `NoExperts` if it has one rank.
+    /// Returns the tensor axis; `None` if it has one rank.
     pub fn axis(&self) -> Option<&TensorAxis> {
         self.tape.pass.axes.tensor.as_ref()
     }

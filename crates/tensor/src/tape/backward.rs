@@ -315,7 +315,7 @@ impl<'a> BackwardContext<'a> {
         self.result(index).tensor().view()
     }
 
-    /// Returns the gradient of an output; `NoExperts` if no operation has read the output.
+    /// Returns the gradient of an output; `None` if no operation has read the output.
     pub fn output_grad(&self, index: usize) -> Option<View<'_>> {
         self.result(index).grad.as_ref().map(Tensor::view)
     }

@@ -23,7 +23,7 @@ use trireme_base::{AxisRank, ContextRank, Positions};
 const DIMS_MIN: usize = 3;
 
 impl OperationContext<'_> {
-    /// Returns the context axis; `NoExperts` if it has one rank.
+    /// Returns the context axis; `None` if it has one rank.
     pub fn context(&self) -> Option<&ContextAxis> {
         self.tape.pass.axes.context.as_ref()
     }

@@ -236,7 +236,7 @@ impl ForwardContext<'_> {
         self.value(index).tensor().view()
     }
 
-    /// Returns the memory of an input for the operation to overwrite, or `NoExperts` if another operation still reads it. If backward of
+    /// Returns the memory of an input for the operation to overwrite, or `None` if another operation still reads it. If backward of
     /// this operation reads the input, it sees the new contents.
     pub fn input_mut(&mut self, index: usize) -> Option<ViewMut<'_>> {
         let Argument { value, is_last } = *self.argument(index);
@@ -246,7 +246,7 @@ impl ForwardContext<'_> {
         value.tensor.as_mut().filter(|_| is_free).map(Tensor::view_mut)
     }
 
-    /// Takes an input's tensor to reuse as an output. Returns `NoExperts` if another operation, or backward of this one, still
+    /// Takes an input's tensor to reuse as an output. Returns `None` if another operation, or backward of this one, still
     /// reads it.
     pub fn take_input(&mut self, index: usize) -> Option<Tensor> {
         self.input_mut(index)?;

@@ -65,7 +65,7 @@ pub struct Tape {
     nodes: Vec<Node>,
     /// The inputs of all nodes.
     arguments: Vec<Argument>,
-    /// Tensors that nodes saved in forward for backward, followed by those that input halves kept for weight halves. `NoExperts` after the
+    /// Tensors that nodes saved in forward for backward, followed by those that input halves kept for weight halves. `None` after the
     /// last use.
     tensors: Vec<Option<Tensor>>,
     /// Inputs that receive the output gradient of the running backward node unchanged.
@@ -224,7 +224,7 @@ impl Tape {
         }
     }
 
-    /// Takes the gradient of a value; `NoExperts` if it has received none.
+    /// Takes the gradient of a value; `None` if it has received none.
     pub fn take_grad(&mut self, place: VarId) -> Option<Tensor> {
         self.values[place.0].grad.take()
     }

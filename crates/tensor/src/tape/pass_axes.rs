@@ -6,7 +6,7 @@ use crate::shape::Shape;
 use std::sync::Arc;
 use trireme_base::{AxisRank, ContextRank, DType};
 
-/// The axes that split parameters, positions or experts of a unit; `NoExperts` for an axis with one rank.
+/// The axes that split parameters, positions or experts of a unit; `None` for an axis with one rank.
 #[derive(Debug, Clone, Default)]
 pub struct PassAxes {
     /// Ranks that shard parameters.
@@ -84,9 +84,9 @@ fn rows_dim(shape: Shape) -> usize {
 /// The context axis of a pass.
 #[derive(Debug, Clone)]
 pub struct ContextAxis {
-    /// The ring along which keys and values are passed; `NoExperts` if this rank has all positions of its heads.
+    /// The ring along which keys and values are passed; `None` if this rank has all positions of its heads.
     pub ring: Option<Arc<dyn AxisOps>>,
-    /// The ranks that exchange positions for heads; `NoExperts` if this rank has all heads of its positions.
+    /// The ranks that exchange positions for heads; `None` if this rank has all heads of its positions.
     pub heads: Option<Arc<dyn AxisOps>>,
 }
 

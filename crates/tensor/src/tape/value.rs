@@ -95,7 +95,7 @@ pub(super) struct Value {
     pub(super) dtype: DType,
     /// Sharding of the value on the tensor axis.
     pub(super) sharding: Sharding,
-    /// `NoExperts` if the value was taken or after its last use.
+    /// `None` if the value was taken or after its last use.
     pub(super) tensor: Option<Tensor>,
     pub(super) grad: Option<Tensor>,
     pub(super) requires_grad: bool,

@@ -11,7 +11,7 @@ use trireme_tensor::{Category, Device, DeviceError, View, ViewMut};
 pub(crate) struct ThreadRank {
     place: AxisRank,
     shared: Arc<Shared>,
-    /// Result of each started exchange; `NoExperts` for a shift, whose result comes from the previous rank.
+    /// Result of each started exchange; `None` for a shift, whose result comes from the previous rank.
     results: Mutex<Vec<Option<Vec<f32>>>>,
 }
 

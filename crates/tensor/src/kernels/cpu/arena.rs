@@ -90,7 +90,7 @@ impl Arena {
         self.counter.budget().is_some_and(|budget| needed > budget.saturating_sub(*reserved))
     }
 
-    /// Allocates overflow memory for activations; `NoExperts` if there is none.
+    /// Allocates overflow memory for activations; `None` if there is none.
     pub(crate) fn overflow(&self, len: usize, category: Category) -> Option<Box<dyn LentMemory>> {
         let overflow = self.overflow.get().filter(|_| category == Category::Activations);
         overflow.and_then(|(overflow, _)| overflow.allocate(len))
@@ -197,7 +197,7 @@ impl Arena {
 #[derive(Debug)]
 pub(crate) struct Block {
     arena: Arc<Arena>,
-    /// `NoExperts` while the memory is released.
+    /// `None` while the memory is released.
     offset: Option<usize>,
     len: usize,
     category: Category,

@@ -120,7 +120,7 @@ impl Cpu {
 pub(crate) struct RowFactors<V> {
     /// The factor of all rows.
     pub(crate) scale: f32,
-    /// A further factor per row; `NoExperts` for 1. A row of weight 0 has gradient 0.
+    /// A further factor per row; `None` for 1. A row of weight 0 has gradient 0.
     pub(crate) weights: Option<V>,
 }
 

@@ -12,11 +12,11 @@ pub(crate) struct Bags<V> {
     /// One row per bag.
     pub(crate) ids: V,
     pub(crate) bag_len: usize,
-    /// Number of ids of each bag that are not padding; `NoExperts` if there is no padding.
+    /// Number of ids of each bag that are not padding; `None` if there is no padding.
     pub(crate) lens: Option<V>,
     /// Whether sums are divided by the number of ids.
     pub(crate) takes_mean: bool,
-    /// First row and number of rows of this rank's shard of the table; ids of other rows contribute zeros. `NoExperts` if the table is not
+    /// First row and number of rows of this rank's shard of the table; ids of other rows contribute zeros. `None` if the table is not
     /// sharded.
     pub(crate) part: Option<(usize, usize)>,
 }
@@ -48,7 +48,7 @@ impl<'a> Bags<&'a [u32]> {
         (&self.ids[index * self.bag_len..][..len], factor)
     }
 
-    /// Returns the table row of an id; `NoExperts` if another rank stores it.
+    /// Returns the table row of an id; `None` if another rank stores it.
     #[inline]
     fn row(&self, id: u32) -> Option<usize> {
         match self.part {

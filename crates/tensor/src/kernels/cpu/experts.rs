@@ -31,7 +31,7 @@ pub(crate) struct Chosen<'a> {
     /// The row of each choice of each token.
     pub(crate) places: &'a [u32],
     pub(crate) num_choices: usize,
-    /// The weight of each chosen row; `NoExperts` for weights of 1.
+    /// The weight of each chosen row; `None` for weights of 1.
     pub(crate) weights: Option<&'a [f32]>,
 }
 
@@ -53,7 +53,7 @@ pub struct RoutingRule {
     pub normalizes: bool,
     /// Factor of the scores of the chosen experts.
     pub scale: f32,
-    /// Limits the choice to the best groups of experts; `NoExperts` for no limit.
+    /// Limits the choice to the best groups of experts; `None` for no limit.
     pub groups: Option<ChosenGroups>,
 }
 

@@ -101,7 +101,7 @@ mod tests {
 
     const FORMATS: [Fp8Format; 2] = [Fp8Format::E4m3, Fp8Format::E5m2];
 
-    /// Decodes a code by its definition; `NoExperts` for infinity and NaN.
+    /// Decodes a code by its definition; `None` for infinity and NaN.
     fn decode(format: Fp8Format, code: u8) -> Option<f64> {
         let (fraction_bits, bias, has_infinity) = match format {
             Fp8Format::E4m3 => (3, 7, false),

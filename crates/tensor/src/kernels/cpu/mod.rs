@@ -42,7 +42,7 @@ use threads::ThreadPool;
 pub(crate) struct Cpu {
     pub(crate) threads: ThreadPool,
     pub(crate) features: CpuFeatures,
-    /// The only memory that this processor can access, and its addresses; `NoExperts` if it can access all memory at the host's addresses.
+    /// The only memory that this processor can access, and its addresses; `None` if it can access all memory at the host's addresses.
     mapping: Option<Arc<Mapping>>,
 }
 
@@ -57,7 +57,7 @@ impl Cpu {
         Cpu { mapping: Some(mapping), ..self }
     }
 
-    /// Returns the only memory that this processor can access; `NoExperts` if it can access all memory at the host's addresses.
+    /// Returns the only memory that this processor can access; `None` if it can access all memory at the host's addresses.
     pub(crate) fn mapping(&self) -> Option<&Mapping> {
         self.mapping.as_deref()
     }

@@ -172,7 +172,7 @@ impl Shared {
         }
     }
 
-    /// Waits for a new job and enters it. Returns `NoExperts` when the pool is dropped.
+    /// Waits for a new job and enters it. Returns `None` when the pool is dropped.
     fn enter(&self, num_seen: &mut u64) -> Option<Job> {
         loop {
             let mut spins = 0;

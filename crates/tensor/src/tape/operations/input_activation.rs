@@ -67,7 +67,7 @@ pub(super) fn grad_and_output<T>(activation: InputActivation, x: T, d_activated:
     }
 }
 
-/// Returns the activated input; `NoExperts` if it is `x` itself.
+/// Returns the activated input; `None` if it is `x` itself.
 pub(super) fn activate(device: &Device, activation: InputActivation, x: View<'_>) -> Result<Option<Tensor>> {
     Ok(match activation {
         InputActivation::Identity => None,

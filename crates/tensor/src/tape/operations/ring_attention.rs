@@ -25,7 +25,7 @@ pub(super) struct RingAttention {
 }
 
 impl RingAttention {
-    /// Returns the attention on the ring of the context axis; `NoExperts` if the ring has one rank.
+    /// Returns the attention on the ring of the context axis; `None` if the ring has one rank.
     pub(super) fn of(cx: &OperationContext<'_>, shape: AttentionShape, rule: AttentionRule) -> Option<Self> {
         let ops = Arc::clone(cx.context()?.ring.as_ref()?);
         Some(RingAttention { ops, shape, rule })

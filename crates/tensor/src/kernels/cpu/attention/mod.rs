@@ -34,11 +34,11 @@ const TASK_QUERIES: usize = 4 * QUERY_BLOCK;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttentionInputs<F, I = F> {
     pub(crate) queries: F,
-    /// Rows of key heads and value heads; `NoExperts` if they follow the query heads in the rows of `queries`.
+    /// Rows of key heads and value heads; `None` if they follow the query heads in the rows of `queries`.
     pub(crate) keys_values: Option<F>,
-    /// For each sequence, the position from which on its keys are padding; `NoExperts` if there is no padding.
+    /// For each sequence, the position from which on its keys are padding; `None` if there is no padding.
     pub(crate) num_keys: Option<I>,
-    /// For each query, the position at which its document begins: it does not see earlier keys. `NoExperts` if a sequence is one document.
+    /// For each query, the position at which its document begins: it does not see earlier keys. `None` if a sequence is one document.
     pub(crate) document_starts: Option<I>,
 }
 
@@ -389,7 +389,7 @@ impl Cpu {
     }
 
     /// Computes the gradient of [`Cpu::attention`] with respect to the queries, and to keys and values if they are separate. Otherwise,
-    /// `grads.keys_values` is `NoExperts`, and `grads.queries` receives all gradients. Gradients that are sums are accumulated. `output`
+    /// `grads.keys_values` is `None`, and `grads.queries` receives all gradients. Gradients that are sums are accumulated. `output`
     /// must be the output for all keys.
     pub(crate) fn attention_backward<T: Element>(
         &self,

@@ -95,7 +95,7 @@ pub(super) struct KeyView<'a> {
     pub(super) scope: AttentionScope,
     /// Position from which on keys are padding.
     pub(super) end: usize,
-    /// For each query, the position at which its document begins; `NoExperts` if the sequence is one document.
+    /// For each query, the position at which its document begins; `None` if the sequence is one document.
     pub(super) document_starts: Option<&'a [u32]>,
 }
 
