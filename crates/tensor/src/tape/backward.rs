@@ -378,7 +378,7 @@ impl<'a> BackwardContext<'a> {
     /// Adds `grad` to the gradient of an input. Dropped if the input requires none.
     ///
     /// # Panics
-    /// If the number of elements is not that of the input.
+    /// If `grad` and the input differ in their number of elements.
     pub fn add_grad(&mut self, index: usize, grad: Tensor) -> Result<()> {
         let argument = self.argument(index);
         self.tape.add_grad(argument, grad)
