@@ -104,8 +104,8 @@ impl Initial {
     /// Ones.
     pub const ONES: Initial = Initial::Constant(1.0);
 
-    /// Writes the initial values of the elements from `first` on of parameter `name`. Each value depends only on the seed, the name and the
-    /// element's index.
+    /// Writes the initial values of the elements of parameter `name`, starting at element `first`. Each value depends only on the seed, the
+    /// name and the element's index.
     pub fn fill(self, name: &str, seed: u64, first: usize, values: &mut [f32]) {
         match self {
             Initial::Constant(value) => values.fill(value),

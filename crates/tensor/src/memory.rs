@@ -8,7 +8,7 @@ use trireme_base::{Bytes, Category};
 
 const NUM_CATEGORIES: usize = Category::ALL.len();
 
-/// The source of 2 MiB pages, whose addresses take fewer TLB misses than those of small pages.
+/// The source of 2 MiB pages, which cause fewer TLB misses than small pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum PageSource {
     /// Transparent huge pages, as far as the system provides them; small pages for the rest.

@@ -5,8 +5,8 @@
 //! selects fewer bits.
 //!
 //! A rank that holds all weights has no 16-bit copy of them: a matmul rounds its operand while it packs it. A copy would take 2 bytes per
-//! parameter, and the optimizer would write what packing then reads again. ZeRO gathers weights in 16 bits, which halves messages and
-//! memory. So that all layouts have the same bits, every operation reads parameters rounded, also norms, biases and embeddings.
+//! parameter, which the optimizer would have to write and packing to read. ZeRO gathers weights in 16 bits, which halves messages and
+//! memory. So that all layouts have the same bits, every operation reads parameters rounded, including norms, biases and embeddings.
 
 use trireme_base::DType;
 

@@ -77,7 +77,7 @@ impl Tensor {
     /// use the tensor.
     ///
     /// # Panics
-    /// If the size of the memory is not that of the shape.
+    /// If the size of the memory does not match shape and dtype.
     pub fn lent(memory: Box<dyn LentMemory>, shape: Shape, dtype: DType) -> Self {
         assert_eq!(Some(memory.bytes().len()), shape.num_bytes(dtype), "{shape:?}");
         Tensor { memory: Memory::Lent(LentGuard(Some(memory))), shape, dtype }
@@ -215,7 +215,7 @@ impl<'a> View<'a> {
     /// Wraps an f32 slice of host memory. Only devices that [reach the host's memory](crate::Device::reaches_host) can use the view.
     ///
     /// # Panics
-    /// If the length is not that of the shape.
+    /// If the length does not match the shape.
     pub fn from_f32s(values: &'a [f32], shape: Shape) -> Self {
         View::from_bytes(bytemuck::cast_slice(values), DType::F32, shape)
     }
@@ -223,7 +223,7 @@ impl<'a> View<'a> {
     /// Wraps host memory, which must be aligned for `dtype`, like [`from_f32s`](View::from_f32s).
     ///
     /// # Panics
-    /// If the length is not that of the shape.
+    /// If the length does not match the shape.
     pub fn from_bytes(bytes: &'a [u8], dtype: DType, shape: Shape) -> Self {
         assert_eq!(bytes.len(), shape.num_elements() * dtype.size(), "{shape:?}");
         View { operand: Operand::of_host(bytes, (shape, dtype)), lifetime: PhantomData }
@@ -280,7 +280,7 @@ impl<'a> ViewMut<'a> {
     /// Like [`View::from_f32s`].
     ///
     /// # Panics
-    /// If the length is not that of the shape.
+    /// If the length does not match the shape.
     pub fn from_f32s(values: &'a mut [f32], shape: Shape) -> Self {
         ViewMut::from_bytes(bytemuck::cast_slice_mut(values), DType::F32, shape)
     }
@@ -288,7 +288,7 @@ impl<'a> ViewMut<'a> {
     /// Like [`View::from_bytes`].
     ///
     /// # Panics
-    /// If the length is not that of the shape.
+    /// If the length does not match the shape.
     pub fn from_bytes(bytes: &'a mut [u8], dtype: DType, shape: Shape) -> Self {
         assert_eq!(bytes.len(), shape.num_elements() * dtype.size(), "{shape:?}");
         ViewMut { operand: OperandMut::of_host(bytes, (shape, dtype)), lifetime: PhantomData }

@@ -1,8 +1,9 @@
 //! Verification of matmul kernels against the portable kernel.
 //!
-//! Commands use no matmul kernel before it has passed. Where nothing rounds, it must compute the same bits, else values within the error
-//! bound of the kernel tests. The crate `cli` verifies kernels in a child process (`cli/src/simd/`) and gives devices the highest SIMD
-//! level whose kernels have passed ([`DeviceOptions::features_max`](crate::DeviceOptions::features_max)).
+//! Commands use a matmul kernel only after it has passed. Where no operation rounds, the kernel must compute the same bits as the portable
+//! kernel; elsewhere, values within the error bound of the kernel tests. The crate `cli` verifies kernels in a child process
+//! (`cli/src/simd/`) and gives devices the highest SIMD level whose kernels have passed
+//! ([`DeviceOptions::features_max`](crate::DeviceOptions::features_max)).
 
 use crate::kernels::cpu::element::{Element, FloatsMut, with_element};
 use crate::kernels::cpu::matmul::{Epilogue, MatmulSizes, Matrix};

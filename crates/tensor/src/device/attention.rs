@@ -70,8 +70,8 @@ impl Device {
     }
 
     /// Adds a block of keys to attention. `y`, in f32, and `log_sums`, shaped as in [`Device::attention`], hold the results for earlier
-    /// keys, or zeros and negative infinity before the first block. After the last block, the results equal those of attention except for
-    /// rounding, because sums have another order.
+    /// keys, or zeros and negative infinity before the first block. After the last block, the results equal the results of attention except
+    /// for rounding, because terms are summed in another order.
     ///
     /// Fails if there is no scratch memory.
     pub(crate) fn attention_block(

@@ -41,7 +41,7 @@ impl Device {
 
     /// Computes `y[i] = x[ids[i]]` for rows.
     ///
-    /// Panics if an id exceeds the rows.
+    /// Panics if an id is not the index of a row of `x`.
     pub(crate) fn gather_rows(&self, x: View<'_>, ids: View<'_>, y: ViewMut<'_>) {
         assert_eq!(x.dtype(), y.dtype());
         self.issue(BlockCall::GatherRows { x: x.operand(), ids: ids.operand(), y: y.into_operand() });

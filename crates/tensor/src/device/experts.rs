@@ -83,8 +83,8 @@ impl Device {
     /// Computes `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[places[t, c]]` for rows, in the order of the
     /// choices. Sums are f32, rounded once. Weights and residual are f32.
     ///
-    /// Panics if a place exceeds the rows, if `weights` does not have the shape of `places`, or if `residual` does not have the shape of
-    /// `y`.
+    /// Panics if a place is not the index of a row of `x`, if `weights` does not have the shape of `places`, or if `residual` does not have
+    /// the shape of `y`.
     pub(crate) fn combine_rows(
         &self,
         x: View<'_>,
@@ -105,7 +105,7 @@ impl Device {
     /// Computes the dot products `products[t, c] = sum of x[places[t, c]] y[t]` of rows, as f32: the gradient of the weights of
     /// [`combine_rows`](Device::combine_rows).
     ///
-    /// Panics if a place exceeds the rows.
+    /// Panics if a place is not the index of a row of `x`.
     pub(crate) fn row_products(&self, x: View<'_>, places: View<'_>, y: View<'_>, products: ViewMut<'_>) {
         assert_eq!(products.shape(), places.shape());
         let [x, places, y] = [x, places, y].map(View::operand);

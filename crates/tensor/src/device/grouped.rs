@@ -63,10 +63,10 @@ impl Device {
     }
 
     /// Computes `transpose(left) right` over the rows of each group, where `left` is `[rows, m]` and `right` is `[rows, n]`. Writes the
-    /// product to the group's block of `out` (`[num_groups * m, n]`, f32), or adds it. Other conventions are those of
+    /// product to the group's block of `out` (`[num_groups * m, n]`, f32), or adds it. Precision and `starts` are as for
     /// [`grouped_matmul`](Device::grouped_matmul). A group without rows gives zeros. If `groups` splits each group into several parts, the
-    /// products of the parts are added in the order in which that many ranks reduce: the first partial products are added in pairs until a
-    /// power of two of them remains, which a binary tree adds.
+    /// products of the parts are added in the canonical order of a reduction over that many ranks: neighbours are added in pairs, from the
+    /// first on, until the number of partial sums is a power of two; a binary tree then adds the partial sums.
     ///
     /// Cost: `2 rows m n` floating-point operations; `num_groups m n` more for each part of a group after the first.
     ///
@@ -93,8 +93,8 @@ impl Device {
         assert!(num_parts.is_multiple_of(num_groups), "{num_parts} parts of {num_groups} groups");
         let num_parts = num_parts / num_groups;
         let size = MatmulSizes { rows, cols, inner };
-        // A left operand of one column may be read in place for `inner` rows and yet must be packed for one row less, so that a smaller
-        // group may need more scratch memory.
+        // A left operand of one column may be read in place if it has `inner` rows, but must be packed if it has one row fewer. A smaller
+        // group may therefore need more scratch memory.
         let shorter = MatmulSizes { inner: inner.saturating_sub(1), ..size };
         let factor = (left, Transposition::Yes);
         let words = [size, shorter].map(|size| self.product_scratch_words(precision, size, &factor));

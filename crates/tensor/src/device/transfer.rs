@@ -68,7 +68,7 @@ impl Device {
         self.backend.download(from.operand(), bytemuck::cast_slice_mut(to));
     }
 
-    /// Copies device memory asynchronously into the host memory `to`, from byte `at` on. The copy starts when all kernels issued so far
+    /// Copies device memory asynchronously into the host memory `to`, starting at byte `at`. The copy starts when all kernels issued so far
     /// have run and an earlier copy that uses `to` has completed. Later kernels run concurrently, unless kernels run during their calls.
     ///
     /// # Panics
@@ -77,8 +77,8 @@ impl Device {
         self.copy_later("download", DeviceSide::From(from.operand()), to, at);
     }
 
-    /// Copies host memory from byte `at` on asynchronously to the device, after all kernels issued so far have run. Kernels that read `to`
-    /// must [wait](Device::wait_for) until the copy has returned the host memory.
+    /// Copies the bytes of the host memory `from`, starting at byte `at`, asynchronously to the device, after all kernels issued so far
+    /// have run. Kernels that read `to` must [wait](Device::wait_for) until the copy has returned the host memory.
     ///
     /// # Panics
     /// If there are too few bytes.
@@ -86,7 +86,7 @@ impl Device {
         self.copy_later("upload", DeviceSide::To(to.into_operand()), from, at);
     }
 
-    /// Copies between device memory and the host memory from byte `at` on. Does not allocate on a CPU device.
+    /// Copies between device memory and the host memory, starting at byte `at` of the latter. Does not allocate on a CPU device.
     fn copy_later<B: HostMemory>(
         &self,
         name: &'static str,

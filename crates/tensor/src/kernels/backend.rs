@@ -10,7 +10,7 @@
 //! - **Kernels.** `docs/kernels.md` lists them. `cargo xtask kernels` derives the list from the methods of [`Device`](crate::Device), their
 //!   calls and a run of the suites, and refuses a kernel that is not tested on every backend. A kernel has the same bits on all backends.
 //!   The suites are `tests/conformance` and `tests/operations`; `testkit/src/traced.rs` lists the backends that they run on.
-//! - **Functions.** A [`FunctionCall`](super::call::FunctionCall) is Rust code that another crate has written, as for
+//! - **Functions.** A [`FunctionCall`](super::call::FunctionCall) runs Rust code of another crate, such as the closure that is passed to
 //!   [`Device::map`](crate::Device::map). Hardware that cannot run it lets the host run it on copies of the operands.
 //!
 //! There are three backends: the CPU (`kernels/cpu/run/`), where a kernel has run when its method returns and every event is done; the

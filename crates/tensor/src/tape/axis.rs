@@ -4,7 +4,7 @@
 //! computes partial sums of all outputs, which are then reduced (Shoeybi et al., "Megatron-LM", 2019, section 3). With sequence
 //! parallelism, values between these layers are sharded by rows, so that norms and residuals are not computed redundantly and the saved
 //! activations are sharded, too (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, section 4.2).
-//! The rows are those of all sequences of the microbatch, concatenated: each rank's shard is contiguous in memory.
+//! The rows of all sequences of the microbatch are concatenated before they are sharded, so each rank's shard is contiguous in memory.
 //!
 //! # Shards of parameters
 //! A model declares only how each parameter is split. [`ParameterTable::add`](crate::ParameterTable::add) returns the span of this rank's
@@ -13,10 +13,9 @@
 //! their rows.
 //!
 //! # Shardings of values
-//!
-//! The tape records the [`Sharding`] of each value. It gathers rows before an operation that does not [take
+//! The tape records the [`Sharding`] of each value. It gathers rows before an operation that does not [accept sharded
 //! rows](Operation::accepts_sharded_rows), so such an operation is correct without knowledge of the axis. Values that are sharded by
-//! parameters are not adapted. Only operations on single elements or on whole heads may read them; if an operation also reads a replicated
+//! parameters are not adapted. Only operations on single elements or on full heads may read them; if an operation also reads a replicated
 //! value that has a gradient, [`CopyToRanks`](super::CopyToRanks) comes before it. Units pass on values that are replicated or sharded by
 //! rows.
 //!
@@ -87,8 +86,8 @@ impl OperationContext<'_> {
         }
     }
 
-    /// Like [`finish_on_axis`](OperationContext::finish_on_axis), for a caller that drops the value soon, so that it may use the exchange's
-    /// memory.
+    /// Like [`finish_on_axis`](OperationContext::finish_on_axis), but the returned tensor may borrow the exchange's own memory, to avoid a
+    /// copy. Drop it soon: later exchanges need that memory.
     pub(super) fn finish_temporary(&self, value: PendingValue) -> Result<Tensor> {
         match value {
             PendingValue::Ready(tensor) => Ok(tensor),

@@ -401,7 +401,7 @@ impl<'a> BackwardContext<'a> {
     /// If there is no memory to convert the gradient to the dtype of the input.
     ///
     /// # Panics
-    /// If the number of elements is not that of the input.
+    /// If `grad` and the input differ in their number of elements.
     pub fn add_grad(&mut self, index: usize, grad: Tensor) -> Result<()> {
         let argument = self.argument(index);
         self.tape.add_grad(argument, grad)

@@ -113,7 +113,7 @@ pub trait Operation: fmt::Debug + Send + Sync {
         outputs != Sharding::Replicated
     }
 
-    /// Returns whether a tape may [drop](super::Tape::free_recomputable) the outputs after forward and run forward again before backward.
+    /// Returns whether a tape may [free](super::Tape::free_recomputable) the outputs after forward and run forward again before backward.
     /// Forward should be cheap. Backward must read every input, and forward must neither write to an input's memory nor add to the loss.
     fn is_recomputable(&self) -> bool {
         false

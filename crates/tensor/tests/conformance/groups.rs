@@ -31,8 +31,8 @@ fn rows_are_ordered_by_group_and_as_they_were() {
     }
 }
 
-/// A group takes the first rows of each `capacity_group_len` neighbours, up to its limit. The others come last, in their order. Rows of the
-/// id after the last group do not count in the limit.
+/// A group accepts the first rows of each `capacity_group_len` consecutive rows, up to its limit. The others come last, in their order.
+/// Rows with the id after the last group do not count in the limit.
 #[test]
 fn rows_beyond_a_limit_are_of_no_group() {
     const WEIGHTS: [f32; 6] = [1.5, 0.0, 0.25, 2.0, 1.0, 4.0];
@@ -78,8 +78,8 @@ fn rows_beyond_a_limit_are_of_no_group() {
     }
 }
 
-/// The sum over parts of a group has the order of a reduction over that many ranks: the first parts are added in pairs until their number
-/// is a power of two, which a binary tree adds.
+/// The parts of a group are summed in the order of a reduction over that many ranks: neighbours are added in pairs, from the first on,
+/// until the number of partial sums is a power of two; a binary tree then adds the partial sums.
 #[test]
 fn parts_of_groups_are_summed_as_ranks_sum() {
     let (inner, cols, num_groups) = (30, 50, 2);

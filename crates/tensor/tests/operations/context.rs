@@ -22,7 +22,7 @@ const DIM: usize = 6;
 const COLS: usize = (HEADS + 2 * KV_HEADS) * DIM;
 const OUT: usize = HEADS * DIM;
 
-/// Settings of an attention.
+/// Settings of an attention operation.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     rule: AttentionRule,

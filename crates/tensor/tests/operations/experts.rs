@@ -77,7 +77,7 @@ fn largest_elements_of_rows() {
     }
 }
 
-/// Spreads rows to the chosen experts and combines the results.
+/// Copies each row once per chosen expert, in the order of the experts, and combines the results.
 #[test]
 fn rows_by_expert_and_back() {
     let (cols, num_groups) = (600, 4);

@@ -24,7 +24,7 @@ fn dropout_is_a_function_of_its_stream() {
     }
 }
 
-/// Returns the output of a dropout of ones with two rows per sample.
+/// Returns the output of dropout applied to ones, with two rows per sample.
 fn dropped(num_samples: usize, randomness: Randomness, recording: Recording) -> Vec<f32> {
     let randomness = Randomness { num_samples, ..randomness };
     let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();

@@ -101,7 +101,8 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// Computes `out[i]`, the sum of the rows `P(table[id])` of bag `i`, times its factor. Panics if an id exceeds the table.
+    /// Computes `out[i]`, the sum of the rows `P(table[id])` of bag `i`, times its factor. Panics if an id is not the index of a row of the
+    /// table.
     pub(crate) fn embedding_bag<T: Element, P: Element>(
         &self,
         bags: Bags<&[u32]>,
@@ -115,7 +116,7 @@ impl Cpu {
     }
 
     /// Computes `d_table[id] += dy[i] * factor` for the ids of each bag `i`, in order. Tasks split the columns. Panics if the number of
-    /// rows is not the number of bags, or an id exceeds the table.
+    /// rows is not the number of bags, or if an id is not the index of a row of the table.
     pub(crate) fn embedding_bag_backward(
         &self,
         bags: Bags<&[u32]>,
@@ -133,7 +134,7 @@ impl Cpu {
     }
 
     /// Computes `out[i] = P(table[ids[i]]) + P(positions[at(i % at.len())])` for sequences of length `at.len()`. `out` is `ids.len() x
-    /// cols`. Panics if there are no ids, or if an id or a position exceeds its table.
+    /// cols`. Panics if there are no ids, or if an id or a position is not the index of a row of its table.
     pub(crate) fn embedding<T: Element, P: Element>(
         &self,
         ids: &[u32],

@@ -1,7 +1,7 @@
 //! Rounding to 8-bit floats, whose values are stored in bf16.
 //!
-//! No machine code for fp8 is needed: adding and subtracting a power of two whose unit in the last place is that of fp8 rounds to nearest
-//! even. There are no branches, so the loop becomes SIMD code.
+//! No machine code for fp8 is needed: adding and subtracting a power of two whose unit in the last place equals the fp8 unit rounds to
+//! nearest even. There are no branches, so the loop becomes SIMD code.
 
 use super::Cpu;
 use super::element::Element;
@@ -23,8 +23,8 @@ struct Rounding {
     max: f32,
     /// Bits of the smallest normal value. Below it, the unit in the last place is constant.
     normal_min: u32,
-    /// Difference between the bits of a power of two `p` and those of the power of two whose f32 unit in the last place equals the fp8 unit
-    /// in the last place at `p`.
+    /// Added to the bits of a power of two `p`, gives the bits of the power of two whose f32 unit in the last place equals the fp8 unit in
+    /// the last place at `p`.
     rounder_offset: u32,
 }
 

@@ -71,7 +71,7 @@ pub(crate) struct NormKind {
     pub(crate) is_centered: bool,
 }
 
-/// Normalized rows.
+/// The inputs of a normalization, and the statistics that forward saved.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NormInputs<'a> {
     pub(crate) x: &'a [f32],

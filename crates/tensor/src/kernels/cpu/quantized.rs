@@ -1,8 +1,8 @@
 //! Block-wise quantization to integers of few bits, for messages.
 //!
-//! A block consists of its unit, the value of code 1 (f32, little-endian), followed by its codes in two's complement. A code takes a byte,
-//! or half a byte: the high half then belongs to the element half a block later, so that both halves are read and written in full
-//! registers. A block with a value that is not finite becomes all NaN, so that checks for such values still find them.
+//! A block consists of its scale, which is the value of code 1 (f32, little-endian), followed by its codes in two's complement. A code
+//! takes a byte, or half a byte: the high half then belongs to the element half a block later, so that both halves are read and written in
+//! full registers. A block with a value that is not finite becomes all NaN, so that checks for such values still find them.
 
 use super::element::Element;
 use super::simd::for_each_simd_level;
@@ -13,7 +13,7 @@ const MAGNITUDE: u32 = 0x7fff_ffff;
 /// Magnitudes from here on are not finite.
 const INFINITY: u32 = 0x7f80_0000;
 
-/// Smaller magnitudes are rounded to 0, because the reciprocal of their unit would overflow.
+/// Smaller magnitudes are rounded to 0, because the reciprocal of their scale would overflow.
 const MAGNITUDE_MIN: f32 = 1e-36;
 
 /// Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
@@ -56,7 +56,7 @@ impl IntegerFormat {
     }
 }
 
-/// Returns the unit and the codes of each block of a message.
+/// Returns the scale and the codes of each block of a message.
 #[inline(always)]
 fn blocks(message: &[u8], format: IntegerFormat) -> impl Iterator<Item = (f32, &[u8])> {
     message.chunks(format.num_bytes(IntegerFormat::BLOCK_LEN)).map(|block| {
@@ -65,7 +65,7 @@ fn blocks(message: &[u8], format: IntegerFormat) -> impl Iterator<Item = (f32, &
     })
 }
 
-/// Returns the unit and its reciprocal, which maps values to codes.
+/// Returns the scale of a block and its reciprocal, which maps values to codes.
 #[inline(always)]
 fn scales(x: &[f32], format: IntegerFormat) -> (f32, f32) {
     let largest = x.iter().fold(0, |largest: u32, x| largest.max(x.to_bits() & MAGNITUDE));

@@ -20,7 +20,7 @@ pub(crate) fn put(out: &mut [f32], total: &[f32], accumulate: bool) {
     }
 }
 
-/// Sums `add(row, partial)` over the rows, in blocks.
+/// Sums rows of `width` elements in blocks of `ROW_BLOCK` rows. `add(row, partial)` adds a row to the partial sum of its block.
 #[inline(always)]
 pub(crate) fn sum_rows(
     rows: usize,

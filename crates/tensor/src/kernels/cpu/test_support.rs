@@ -118,7 +118,8 @@ fn limits<T: Element>() -> (f64, f64, f64) {
     }
 }
 
-/// Bound on values that may be lost because exponentials overflow a little below it. Far below any value that a test examines.
+/// Absolute error that every comparison allows: smaller values may be lost when an exponential overflows. Far below any value that a test
+/// examines.
 const VANISHING: f64 = 1e-33;
 
 /// The expected result of a kernel, and the magnitudes to which its rounding errors are proportional.

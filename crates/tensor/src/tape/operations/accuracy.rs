@@ -2,7 +2,7 @@ use crate::device::Result;
 use crate::tape::{ForwardContext, Operation, declares};
 use trireme_base::DType;
 
-/// The fraction of rows of scores (`[.., classes]`) whose largest score is that of the row's class (u32). Of equal scores, the first one
+/// The fraction of rows of scores (`[.., classes]`) in which the row's class (u32) has the largest score. Of equal scores, the first one
 /// counts as the largest. A row with NaN, or whose class is out of range, counts as wrong. It has no gradient: use it for
 /// [metrics](crate::tape::Recorder::apply_metric).
 #[derive(Debug)]

@@ -54,10 +54,8 @@ impl RotaryTable {
         RotaryTable::with_scaling(device, positions, frequencies.to_vec(), amplitude, None)
     }
 
-    /// Creates a table whose frequencies depend on the number of positions. `frequencies` are those of short tables.
-    ///
-    /// # Errors
-    /// If the device has no memory for the table.
+    /// Creates a table whose frequencies depend on the number of positions. `frequencies` apply unchanged to tables of at most
+    /// `scaling.original_positions` positions.
     pub fn dynamic(
         device: &Device,
         positions: usize,
@@ -178,7 +176,8 @@ struct Exchanges {
 }
 
 impl Attention {
-    /// Creates an attention by `rule` with heads of `head_dim` elements. `num_kv_heads` divides `num_heads`.
+    /// Creates an attention operation with the mask and scale of `rule` and heads of `head_dim` elements. `num_kv_heads` divides
+    /// `num_heads`.
     pub fn new(num_heads: usize, num_kv_heads: usize, head_dim: usize, rule: AttentionRule) -> Self {
         Attention::with_value_dim([num_heads, num_kv_heads], [head_dim; 2], rule)
     }

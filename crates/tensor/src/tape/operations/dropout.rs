@@ -18,7 +18,7 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// Creates a dropout with a name that is unique in the model and a drop probability.
+    /// Creates a dropout operation with a name that is unique in the model and a drop probability.
     ///
     /// # Panics
     /// If the probability is not at least 0 and less than 1.

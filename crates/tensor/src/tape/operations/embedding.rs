@@ -8,7 +8,8 @@ use crate::tensor::Tensor;
 use trireme_base::DType;
 
 /// Looks up rows of a token table, plus rows of an optional position table. The input is ids (`[batch, seq_len]`, u32), the output is
-/// `[batch, seq_len, cols]`, f32. Positions are those of this rank of the context axis, or begin at the tape's first position.
+/// `[batch, seq_len, cols]`, f32. On a context axis, a rank looks up the positions that it holds; otherwise, positions are consecutive and
+/// begin at the tape's first position.
 ///
 /// Ranks of the tensor axis may shard the rows of the token table. Each rank then looks up the ids of its shard, and the results are summed
 /// over the ranks.

@@ -15,7 +15,7 @@ const NUM_TOTALS: usize = 2;
 
 /// The number of choices of each expert on each rank, and the row ranges that follow from them.
 pub(super) struct Loads {
-    /// The rows of all ranks of the table.
+    /// The rows of the table that belong to ranks, without the last row.
     table: Vec<u32>,
     /// Whether each expert is shadowed.
     is_shadowed: Vec<bool>,
@@ -180,7 +180,8 @@ impl Loads {
     }
 
     /// Returns the number of rows for which the buffer of a chunk of this rank's experts has room. With a capacity, it does not depend on
-    /// the loads: it is the number of rows that the experts can take from all ranks, or that all ranks can have.
+    /// the loads: it is the number of rows that the experts can accept from all ranks, or the number of ranks times the maximum number of
+    /// choices of a rank if that is smaller.
     pub(super) fn buffer_rows(&self, chunk: &Range<usize>) -> usize {
         let [num_choices, rows_per_expert] = self.totals_max();
         if self.is_bounded {

@@ -80,7 +80,7 @@ impl GroupedLinear {
         self.multiply(cx, groups, dy, LinearOperand::OutputGrad, Transposition::No, d_activated)
     }
 
-    /// Multiplies `rows`, which are an operand of this kind, by the matrices of their groups.
+    /// Multiplies `rows`, which are the matmul operand `operand`, by the matrices of their groups.
     fn multiply(
         &self,
         cx: &OperationContext<'_>,

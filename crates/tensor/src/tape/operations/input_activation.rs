@@ -8,7 +8,7 @@ use crate::tensor::{Tensor, View, ViewMut};
 /// A function that a linear layer applies to its input.
 ///
 /// The activation belongs to the layer that reads it, not to the layer that computes its argument. Thus only the argument is saved, and the
-/// pass that differentiates the activation also recomputes its output, for one exponential.
+/// pass that differentiates the activation also recomputes its output: both need the same exponential, which is computed once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InputActivation {
     /// No activation.

@@ -102,8 +102,8 @@ impl Linear {
         }
     }
 
-    /// Computes the gradient of the activated input from `dy` as quantized for the matmul. Starts the sum over the ranks if the layer is
-    /// column-parallel.
+    /// Computes the gradient of the activated input from `dy`, which is already quantized if the layer computes in fp8. Starts the sum over
+    /// the ranks if the layer is column-parallel.
     fn input_grad(&self, cx: &BackwardContext<'_>, dy: View<'_>) -> Result<PendingValue> {
         let inputs = self.weight.shape.num_elements() / self.outputs();
         let is_term = self.role() == Role::ColumnParallel;
@@ -116,8 +116,8 @@ impl Linear {
         if is_term { cx.start_sum(dx, cx.input_sharding(0)) } else { Ok(PendingValue::Ready(dx)) }
     }
 
-    /// Runs the input half. Returns the gradient of the input if it is pending, which only happens without an activation. `is_divided` is
-    /// true if the weight half runs in a separate pass over the tape.
+    /// Runs the input half. Returns the gradient of the input if it is pending, which only happens without an activation.
+    /// `is_separate_pass` is true if the weight half runs in a separate pass over the tape.
     fn input_half(
         &self,
         cx: &mut BackwardContext<'_>,

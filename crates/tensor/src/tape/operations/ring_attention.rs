@@ -1,8 +1,8 @@
 //! Ring attention: keys and values are passed around a ring of ranks (Liu, Zaharia, Abbeel: "Ring attention with blockwise transformers",
-//! 2023). A rank holds the keys and values of two ranks at a time, and as much in buffers, for any number of ranks.
+//! 2023). A rank holds the keys and values of two ranks at a time, and buffers of the same size, regardless of the number of ranks.
 //!
 //! Positions are assigned in zig-zag order, so that with a causal mask each rank computes about the same number of pairs in every step
-//! (Brandon et al., "Striped attention", 2023, has another order for the same purpose).
+//! (Brandon et al., "Striped attention", 2023, use another order for the same purpose).
 //!
 //! Cost for `degree` ranks: keys and values are sent `degree - 1` times in forward and in backward, and their gradients, in f32, `degree`
 //! times.

@@ -29,7 +29,8 @@ pub(super) const KEPT_D_INNER: usize = 1;
 pub(super) const KEPT_ACTIVATED: usize = 2;
 
 impl Shadows {
-    /// Starts to send the matrices of own shadowed experts and to receive those of others. Returns `None` if no expert is shadowed.
+    /// Starts to send the matrices of this rank's shadowed experts and to receive the matrices of other ranks' shadowed experts. Returns
+    /// `None` if no expert is shadowed.
     pub(super) fn start(
         experts: &LocalExperts,
         cx: &OperationContext<'_>,

@@ -15,7 +15,7 @@ pub struct Mean {
     pub dim: usize,
 }
 
-/// Sums over `dim` and multiplies the sums by `factor` of the dim's length.
+/// Sums over `dim` and multiplies the sums by `factor(len)`, where `len` is the length of the dim.
 fn forward(cx: &mut ForwardContext<'_>, dim: usize, factor: fn(usize) -> f32) -> Result<()> {
     let x = cx.input(0);
     let dims = x.shape().around(dim);

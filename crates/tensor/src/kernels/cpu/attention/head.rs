@@ -267,7 +267,7 @@ impl Head<'_> {
     }
 
     /// Adds the contribution of one block of queries to the gradients of keys and values. Writes the gradient of the queries, or adds to it
-    /// if `grads.is_carried`.
+    /// if `grads.has_earlier_keys`.
     pub(super) fn backward<T: Element>(
         &self,
         cpu: &Cpu,

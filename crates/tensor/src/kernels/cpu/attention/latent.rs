@@ -58,7 +58,7 @@ impl LatentHeadShape {
         }
     }
 
-    /// Inverts [`rotate`](LatentHeadShape::rotate). `of(index)` returns the rotated elements.
+    /// Inverts [`rotate`](LatentHeadShape::rotate). `of(index)` returns element `index` of the rotated part.
     fn rotate_back<T: Element>(
         &self,
         of: impl Fn(usize) -> f32,

@@ -63,7 +63,8 @@ impl<F, I> AttentionInputs<F, I> {
     }
 }
 
-/// The output of attention and its gradient: `log_sums` is an array `S` of f32. Arrays are views, operands or slices.
+/// The output `y` of attention, the logarithms of its sums of exponentials, and the gradient `dy` of `y`. `V` is an array of floats, `S` an
+/// array of f32. Arrays are views, operands or slices.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttentionOutput<V, S = V> {
     pub(crate) y: V,
@@ -181,7 +182,7 @@ impl<'a, T: Element> AttentionInputs<&'a [T], &'a [u32]> {
         [queries, Matrix::row_major(T::floats(keys_values), layout.key_value_cols, false)]
     }
 
-    /// Returns the keys of a sequence.
+    /// Returns the view of a sequence's keys, with the mask of its queries.
     fn view(&self, shape: AttentionShape, scope: AttentionScope, sequence: usize) -> KeyView<'a> {
         let end = self.num_keys.map_or(usize::MAX, |num_keys| num_keys[sequence] as usize);
         let of_sequence = |starts: &'a [u32]| &starts[sequence * shape.seq_len..][..shape.seq_len];

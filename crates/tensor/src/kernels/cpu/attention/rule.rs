@@ -4,7 +4,7 @@ use super::shape::AttentionShape;
 use std::ops::Range;
 use trireme_base::Positions;
 
-/// The mask of an attention, and how scores become weights.
+/// The mask of an attention operation, and how scores become weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionRule {
     /// Whether a query sees no key after its own position. Otherwise, it sees all keys of its sequence.
@@ -19,7 +19,8 @@ pub struct AttentionRule {
 }
 
 impl AttentionRule {
-    /// Creates a causal rule whose scores have unit variance if queries and keys have (Vaswani et al., 2017, section 3.2.1).
+    /// Creates a causal rule with the scale `1 / sqrt(head_dim)`: scores have unit variance if the elements of queries and keys do (Vaswani
+    /// et al., 2017, section 3.2.1).
     pub fn causal(head_dim: usize) -> Self {
         let scale = 1.0 / (head_dim as f32).sqrt();
         AttentionRule { is_causal: true, window: None, scale, soft_cap: None }
@@ -54,7 +55,7 @@ impl AttentionScope {
         AttentionScope { rule, queries, keys: Positions::run(0, num_earlier + shape.num_keys) }
     }
 
-    /// Returns the number of visible query-key pairs of one sequence and head, without padding and document boundaries; saturates.
+    /// Returns the number of visible query-key pairs of one sequence and head, as if there were no padding and one document; saturates.
     pub(crate) fn num_pairs(&self) -> usize {
         let AttentionScope { rule, queries, keys } = self;
         let pairs = if rule.is_causal {

@@ -45,7 +45,7 @@ const SHAPES: [AttentionShape; 11] = [
     shape(2, 300, 4, 2, 6),
 ];
 
-/// Inputs of an attention and the output gradient.
+/// Inputs of an attention operation, and the gradient of its output.
 struct Inputs<T> {
     shape: AttentionShape,
     rule: AttentionRule,

@@ -60,7 +60,7 @@ impl Cpu {
     /// Multiplies the rows of each group in `left` by the group's block of `right`, into its rows of `out`. A block begins `block_len`
     /// elements after the previous one. `size` is the size of the matmul of all rows with one block. Rows of no group become zeros.
     ///
-    /// Cost: that of a matmul of `size`. Panics like [`Cpu::matmul`], and if `starts` are not valid starts of groups.
+    /// Cost: as for a matmul of `size`. Panics like [`Cpu::matmul`], and if `starts` are not valid starts of groups.
     pub(crate) fn grouped_matmul(
         &self,
         operands: GroupedOperands<'_>,
@@ -84,7 +84,7 @@ impl Cpu {
     /// parts, in the canonical order of a reduction over that many ranks. `sums` has room for the pending partial sums, at most one more
     /// than the binary logarithm of the number of parts.
     ///
-    /// Cost: that of a matmul of `size`, whose inner dim is the number of all rows. Panics like [`grouped_matmul`](Cpu::grouped_matmul).
+    /// Cost: as for a matmul of `size`, whose inner dim is the number of all rows. Panics like [`grouped_matmul`](Cpu::grouped_matmul).
     pub(crate) fn grouped_transposed_matmul(
         &self,
         operands: GroupedOperands<'_>,

@@ -104,7 +104,7 @@ impl MicroKernel {
     }
 
     /// Returns whether one call can compute `rows` rows.
-    pub(super) fn accepts_sharded_rows(&self, rows: usize) -> bool {
+    pub(super) fn accepts_rows(&self, rows: usize) -> bool {
         !self.row_major || rows == self.rows
     }
 
@@ -138,7 +138,7 @@ impl MicroKernel {
         accumulate: bool,
     ) {
         assert!(panel.len() == len * self.cols && tile.rows <= self.rows && tile.cols <= self.cols);
-        if tile.cols == self.cols && self.accepts_sharded_rows(tile.rows) {
+        if tile.cols == self.cols && self.accepts_rows(tile.rows) {
             // SAFETY: guaranteed by the caller.
             unsafe { self.dispatch(len, left, panel, tile, accumulate) };
             return;

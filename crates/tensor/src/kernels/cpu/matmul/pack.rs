@@ -241,7 +241,7 @@ pub(super) fn left_panel<'a>(
     span: Span,
     buffer: &'a mut LeftBuffer,
 ) -> Left<'a> {
-    if can_read_in_place(micro, left, span.inner) && micro.accepts_sharded_rows(span.lines) {
+    if can_read_in_place(micro, left, span.inner) && micro.accepts_rows(span.lines) {
         let num_terms = micro.words.num_terms();
         assert!(left.covers(span.lines, span.inner) && span.inner == span.len * num_terms);
         return with_floats!(left.values => |source| Left::new(source, left.row_stride, 1, num_terms));

@@ -1,8 +1,8 @@
 //! The 32-bit words of packed operands.
 //!
-//! Words let all precisions share one packing and one loop nest: a kernel is a way to make words and a micro-kernel (`kernel.rs`,
-//! `amx.rs`). Pairs of bf16 are what `vdpbf16ps` and `tdpbf16ps` multiply. On a machine without 16-bit multiplication, words are rounded
-//! f32.
+//! Words let all precisions share one packing and one loop nest: a kernel consists of a way to form words and a micro-kernel (`kernel.rs`,
+//! `amx.rs`). `vdpbf16ps` and `tdpbf16ps` multiply pairs of bf16. On a machine without 16-bit multiplication, words are f32 that were
+//! rounded to the precision.
 
 use crate::kernels::cpu::element::Element;
 use crate::kernels::cpu::simd::CpuFeatures;

@@ -371,7 +371,7 @@ fn pieces_that_overlap_are_refused() {
     let piece = |start, state| Piece { position: start, start, state, len: 4, update: 0 };
     let new = |pieces: [Piece; 2]| std::panic::catch_unwind(|| Pieces::new(pieces.into()));
     assert!(new([piece(0, 0), piece(4, 4)]).is_ok());
-    // Overlaps of parameters and of state, and an order other than that of memory.
+    // Overlaps of parameters and of state, and pieces that are not in the order of memory.
     for (start, state) in [(3, 4), (4, 3), (3, 3)] {
         assert!(new([piece(0, 0), piece(start, state)]).is_err(), "{start}, {state}");
     }

@@ -9,7 +9,7 @@ pub(super) struct Reference {
     pub(super) d_qkv: Vec<Exact>,
 }
 
-/// Settings of an attention.
+/// Settings of an attention operation.
 pub(super) struct Settings {
     pub(super) shape: AttentionShape,
     pub(super) rule: AttentionRule,
