@@ -19,7 +19,8 @@ pub trait ShardOps {
     /// Gathers a unit's flat buffer `whole`. This rank has written the elements `part`; the other ranks provide the rest.
     fn gather(&mut self, whole: ViewMut<'_>, part: Range<usize>) -> Result<(), Self::Error>;
 
-    /// Gathers a matrix that is split on the tensor axis into `full_shape`. `part` is this rank's part.
+    /// Gathers a matrix that is split on the tensor axis: writes the full matrix, of shape `info.full_shape`, to `whole`. `part` is this
+    /// rank's part.
     fn gather_matrix(
         &mut self,
         info: &ParameterInfo,
