@@ -63,7 +63,7 @@ impl HashRecorder {
     }
 }
 
-/// The parameters of which a rank hashes elements. An element that several ranks store counts on the first of them.
+/// Hashes the elements of parameters that a rank stores. Of the ranks that store the same element, only the first one hashes it.
 pub(crate) struct ParameterHasher<'a> {
     pub(crate) table: &'a ParameterTable,
     pub(crate) placements: &'a Placements,

@@ -193,8 +193,8 @@ fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>> {
     Ok(group.all_gather(all).wait()?)
 }
 
-/// Assembles the full flat buffer of a unit, in the layout of the table `whole`. `parts` are the flat buffers of the unit on all tensor
-/// ranks; for a unit with experts, on the tensor ranks of each expert rank in turn.
+/// Assembles the full flat buffer of a unit, in the layout of `full_table`. `parts` are the flat buffers of the unit on all tensor ranks;
+/// for a unit with experts, on the tensor ranks of each expert rank in turn.
 fn assemble_unit(
     table: &ParameterTable,
     full_table: &ParameterTable,

@@ -108,8 +108,8 @@ impl Executor {
         Ok(())
     }
 
-    /// Moves a unit to its pipeline rank in the current program; this rank then updates `part` of it. `was` holds the offloaded state of
-    /// the earlier program.
+    /// Moves a unit to its pipeline rank in the current program; this rank then updates `part` of it. `previous` holds the offloaded state
+    /// of the earlier program, whose header is `before`.
     fn move_unit(
         &mut self,
         unit: usize,

@@ -20,8 +20,8 @@ pub struct Degrees {
     pub shards: usize,
     /// Ranks along [`Axis::CONTEXT`].
     pub context: usize,
-    /// Neighbouring ranks of the context axis that exchange the split of sequences by positions for a split by attention heads, by
-    /// all-to-all (Jacobs et al., "DeepSpeed Ulysses", 2023). Between these groups, keys and values travel in a ring.
+    /// Size of the groups of neighbouring ranks on the context axis that change a split of sequences by position into a split by
+    /// attention head, by all-to-all (Jacobs et al., "DeepSpeed Ulysses", 2023). Keys and values travel in a ring between these groups.
     pub heads: usize,
     /// Ranks along [`Axis::TENSOR`].
     pub tensor: usize,
@@ -400,7 +400,7 @@ impl RankGrid {
         &self.ring
     }
 
-    /// The ranks that exchange the split of sequences by positions for a split by attention heads, by all-to-all.
+    /// The ranks that change a split of sequences by position into a split by attention head, by all-to-all.
     pub fn heads(&self) -> &Arc<Group> {
         &self.heads
     }
