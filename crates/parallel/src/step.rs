@@ -83,8 +83,8 @@ impl ExecutorOptions {
         determinism: Determinism::Layout,
     };
 
-    /// A sensible [`fusion_bytes`](ExecutorOptions::fusion_bytes). To copy a shorter gradient into a batch takes less time than TCP takes
-    /// to start a message.
+    /// A sensible [`fusion_bytes`](ExecutorOptions::fusion_bytes). Copying a shorter gradient into a batch takes less time than starting
+    /// another message over TCP.
     pub const FUSION_BYTES: usize = 512 << 10;
 
     /// Returns the options of units' passes, on a rank with this place among the ranks that share the positions of a sequence.
