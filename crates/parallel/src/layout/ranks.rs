@@ -128,7 +128,7 @@ pub struct RankGrid {
 /// The groups of data-parallel ranks that store the state of a unit. All run the same units with the same experts.
 #[derive(Clone)]
 pub struct StateRanks {
-    /// All data-parallel ranks: they see other microbatches, or other positions of the same ones.
+    /// All data-parallel ranks. They see different microbatches, or different positions of the same microbatches.
     pub data: Arc<Group>,
     /// The ranks that shard this rank's replica of the training state.
     pub shards: Arc<Group>,
@@ -341,7 +341,8 @@ impl RankGrid {
         &self.pipeline
     }
 
-    /// The data-parallel ranks: they run the same units for other microbatches, or for other positions of the same ones.
+    /// The data-parallel ranks. They run the same units for different microbatches, or for different positions of the same
+    /// microbatches.
     pub fn data(&self) -> &Arc<Group> {
         &self.state.dense.data
     }
