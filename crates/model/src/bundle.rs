@@ -140,8 +140,8 @@ impl TensorSpec {
         }
     }
 
-    /// Returns the positions of the tensor that a rank of the context axis holds; `None` for all. For document starts, these are the
-    /// positions of all ranks at its place on the ring: these ranks exchange positions for heads, and then the heads of each rank attend
+    /// Returns the positions of the tensor that a rank of the context axis holds; `None` for all. Document starts are an exception: the
+    /// rank holds the positions of all ranks at its place on the ring, because after the all-to-all between these ranks, its heads attend
     /// from all of these positions.
     fn positions(&self, context: ContextRank) -> Option<Positions> {
         let len = self.num_positions().filter(|_| context != ContextRank::ALONE)?;

@@ -19,12 +19,12 @@ use trireme_tensor::{
     ViewMut,
 };
 
-/// How passes compute.
+/// Options of the passes of units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PassOptions {
     /// Precision of matrix products and activations.
     pub precision: Precision,
-    /// fp8 formats of the factors of matrix products, if they are narrower than `precision`.
+    /// Recipe for fp8 operands of matrix products; `None` if operands have `precision`.
     pub fp8: Option<Fp8Recipe>,
     /// Whether ranks of the tensor axis split rows between tensor-parallel layers (sequence parallelism).
     pub shards_rows: bool,
@@ -58,9 +58,9 @@ pub struct UnitProfile {
     pub outputs: Vec<TensorSpec>,
     /// The losses and metrics that the unit reports.
     pub reports: Vec<Report>,
-    /// Whether backward reads parameters, not counting a weight half that runs separately.
+    /// Whether backward reads parameters if its halves run together.
     pub backward_reads: bool,
-    /// Whether a weight half that runs separately reads parameters.
+    /// Whether the weight half of backward reads parameters if it runs separately.
     pub weight_half_reads: bool,
     /// Table indices of the parameters for which backward computes only this rank's partial gradient. The ranks of the tensor axis that
     /// hold the same elements must sum these gradients.

@@ -47,7 +47,7 @@ impl Factored {
         let zeros = |len: usize| device.zeros([len].into(), DType::F32, Category::Optimizer);
         let moments = |shape: Shape| Ok::<_, DeviceError>([zeros(shape.rows())?, zeros(shape.cols())?]);
         let mut here = (shape != whole).then(|| moments(shape)).transpose()?;
-        // Padding of a part has zero gradients, which stay zero with any positive moment.
+        // The gradients of padding are zero, so its updates are zero with any positive moment.
         for moments in here.iter_mut().flatten() {
             device.upload(&vec![1.0_f32; moments.shape().num_elements()], moments.view_mut());
         }

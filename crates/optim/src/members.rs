@@ -24,7 +24,7 @@ pub(crate) struct Member {
 /// How parameters are split into pieces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PieceSplit {
-    /// By lengths that keep threads busy.
+    /// Into pieces of at most [`Pieces::LEN_MAX`] elements, so that threads share the work.
     Anywhere,
     /// Along the leaves of the unit's summation tree, so that sums and quantization blocks do not depend on the sharding.
     Leaves,

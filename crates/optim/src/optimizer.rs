@@ -96,7 +96,7 @@ pub struct Optimizer {
     pub(crate) table: Arc<ParameterTable>,
     pub(crate) parts: Vec<Range<usize>>,
     pub(crate) units: Vec<Vec<UnitUpdate>>,
-    /// Number of updates of the run before the state of each parameter began.
+    /// For each parameter, the number of updates that the run had done when the state of the parameter was created.
     pub(crate) starts: Vec<u64>,
 }
 
@@ -242,7 +242,7 @@ impl Optimizer {
         Ok(shares)
     }
 
-    /// Returns the number of updates of the run before the state of a parameter began as zeros. This is 0 unless
+    /// Returns the number of updates that the run had done when the state of a parameter was created as zeros. This is 0 unless
     /// [set](Optimizer::set_state_start).
     ///
     /// # Panics
@@ -251,8 +251,8 @@ impl Optimizer {
         self.starts[parameter]
     }
 
-    /// Declares that the state of a parameter began after `start` updates of the run. Bias correction, and schedules that belong to the
-    /// state (such as the warm-up of 1-bit Adam), count from there.
+    /// Declares that the state of a parameter was created after `start` updates of the run. Bias correction, and schedules that belong to
+    /// the state (such as the warm-up of 1-bit Adam), count from there.
     ///
     /// # Panics
     /// If the model has no parameter with this index. A later update panics if its number is not above `start`.

@@ -20,7 +20,8 @@ pub struct StateInfo<'a> {
     pub shape: Shape,
     /// Whether the state has one element per parameter element and the same layout. Otherwise each rank has the full state.
     pub is_like_parameter: bool,
-    /// This rank's elements of the state, as a range within its tensor-parallel part of the parameter.
+    /// This rank's elements of the state: a range within the rank's tensor-parallel part of the parameter, or of the full state if
+    /// `is_like_parameter` is false.
     pub held: Range<usize>,
 }
 

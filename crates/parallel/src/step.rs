@@ -23,7 +23,7 @@ trireme_base::named! {
 pub struct ExecutorOptions {
     /// Precision of activations and of the operands of matrix products. Sharded parameters are gathered in it, or with `fp8` in f32.
     pub precision: Precision,
-    /// Recipe for the linear layers of blocks in fp8, or `None`. fp8 is emulated in bf16 and requires that `precision`.
+    /// Recipe for the linear layers of blocks in fp8, or `None`. fp8 is emulated in bf16, so `precision` must be bf16.
     pub fp8: Option<Fp8Recipe>,
     /// Whether ranks of the tensor axis split the rows of a microbatch between tensor-parallel layers (sequence parallelism).
     pub shards_rows: bool,
@@ -83,7 +83,8 @@ impl ExecutorOptions {
         determinism: Determinism::Layout,
     };
 
-    /// A sensible [`fusion_bytes`](ExecutorOptions::fusion_bytes). Shorter gradients are copied faster than TCP begins to send them.
+    /// A sensible [`fusion_bytes`](ExecutorOptions::fusion_bytes). Copying a shorter gradient into a batch takes less time than starting
+    /// another message over TCP.
     pub const FUSION_BYTES: usize = 512 << 10;
 
     /// Returns the options of units' passes, on a rank with this place among the ranks that share the positions of a sequence.
@@ -131,7 +132,7 @@ pub struct StepPlan {
     pub has_loss: bool,
 }
 
-/// The results of a step. Times and compression statistics are of this rank; all else is the same on all ranks.
+/// The results of a step. The time and the compression statistics are those of this rank; everything else is the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepOutcome {
     /// Mean loss over the global batch before the update. For a language model, in nats per token. NaN if nothing in the batch counts in

@@ -57,8 +57,8 @@ impl fmt::Display for SwapDescription {
 impl SwapFile {
     /// Creates a swap file in `folder` with one block for each length in `block_bytes`.
     ///
-    /// The space on disk is reserved at once: the sum of all lengths, each rounded up to [`ALIGNMENT`]. Blocks may be empty. Starts the
-    /// threads that serve the file.
+    /// Reserves the space on disk: the sum of all lengths, each rounded up to [`ALIGNMENT`]. Blocks may be empty. Starts the threads that
+    /// serve the file.
     ///
     /// # Errors
     /// If the options or the lengths are invalid, if no file can be created in the folder or the disk has too little space, or if a thread

@@ -60,9 +60,9 @@ pub struct Llama3Scaling {
 pub struct YarnScaling {
     /// Divisor of low frequencies.
     pub factor: f64,
-    /// Frequencies with at least this many turns in `original_positions` are high.
+    /// Frequencies with at least this many periods in `original_positions` are high.
     pub beta_fast: f64,
-    /// Frequencies with fewer turns than this are low.
+    /// Frequencies with fewer periods than this are low.
     pub beta_slow: f64,
     /// Weight `m` in the scale `0.1 m ln(factor) + 1` of queries and keys. It is used only together with `mscale_all_dim`; otherwise the
     /// weight is 1.
@@ -119,7 +119,7 @@ impl YarnScaling {
     }
 
     fn unscaled_fraction(&self, pair: usize, head_dim: usize, theta: f64) -> f64 {
-        // The pair that makes this many turns in the positions of pretraining.
+        // The pair that has this many periods in the positions of pretraining.
         let pair_of = |turns: f64| {
             head_dim as f64 * (self.original_positions as f64 / (turns * TAU)).ln() / (2.0 * theta.ln())
         };

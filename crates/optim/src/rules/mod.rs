@@ -4,8 +4,8 @@
 //! [`Update`](trireme_tensor::updates::Update) fits, add one to `trireme_tensor::updates`.
 //!
 //! A setting is a line in `settings.rs`, which makes it a key of `[optimizer]` with its default, range and documentation. An optimizer that
-//! needs full matrices, like Muon, is a variant of `UnitUpdate` (`optimizer.rs`) in place of a `Rule`. Values of another implementation are
-//! in `tests/optim/golden.rs`.
+//! needs full matrices, like Muon, is a variant of `UnitUpdate` (`optimizer.rs`) in place of a `Rule`. `tests/optim/golden.rs` compares
+//! each optimizer with values of another implementation.
 
 mod adafactor;
 mod adam;

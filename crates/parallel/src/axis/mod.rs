@@ -41,8 +41,8 @@ impl UnitAxes {
         }
     }
 
-    /// Returns the axes of a pass. If the pass `continues` a sequence, this rank has all positions, so there is no context axis and rows
-    /// are not sharded.
+    /// Returns the axes of a pass. If the pass `continues` the sequence of a KV cache (generation), this rank has all positions, so there
+    /// is no context axis and rows are not sharded.
     pub(crate) fn of_pass(&self, shards_rows: bool, continues: bool) -> PassAxes {
         let ops = |axis: &Option<Arc<GroupAxis>>| axis.clone().map(|axis| axis as Arc<dyn AxisOps>);
         let tensor = ops(&self.tensor).map(|ops| TensorAxis { ops, shards_rows: shards_rows && !continues });

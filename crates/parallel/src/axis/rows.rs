@@ -58,8 +58,8 @@ fn piece(dtype: DType, len: usize, round: usize) -> Range<usize> {
 
 impl DtypeExchanges {
     /// Implements [`AxisOps::start_rows`](trireme_tensor::tape::AxisOps::start_rows). Rows are sent in pieces of fixed size, so that the
-    /// memory of the group does not depend on the number of rows. Up to [`MESSAGES_MAX`], as many rounds are in flight as even loads need,
-    /// and one more.
+    /// memory of the group does not depend on the number of rows. One more round is in flight than even loads need, within the limit of
+    /// [`MESSAGES_MAX`].
     pub(super) fn start_rows(
         &self,
         device: &Device,
@@ -315,8 +315,8 @@ mod tests {
         (from * 1000 + to * 100 + index % 97) as f32
     }
 
-    /// Runs two overlapping exchanges, and one that returns the rows, hierarchically or by messages. `memory` is the expected peak in
-    /// bytes.
+    /// Runs two overlapping exchanges, and one that sends the rows back. `memory` is the expected peak in bytes. `by_hosts` is whether the
+    /// exchanges must be hierarchical.
     fn exchange(hosts: &[usize], even_len: usize, memory: usize, by_hosts: bool) {
         let (degree, many) = (hosts.len(), 7 * PIECE + 5);
         run_ranks_on(hosts, |group| {

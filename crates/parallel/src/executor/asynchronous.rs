@@ -14,7 +14,7 @@ fn not_finite(step: u64, what: NonFinite, value: f64) -> ParallelError {
 }
 
 impl Executor {
-    /// Updates a unit by the gradients of its next step.
+    /// Updates a unit with the gradients of its next step.
     pub(super) fn step_ahead(&mut self, unit: usize, plans: &[StepPlan]) -> Result<()> {
         let updates = self.updates.as_ref().expect("the program does not drain");
         let step = updates.units[unit].newest;

@@ -75,8 +75,8 @@ impl Executor {
         found.record_peaks(memory, None);
         let specs: Vec<TensorSpec> = self.profile.batch.iter().map(|tensor| tensor.spec).collect();
         let num_microbatches = self.program.header.num_microbatches;
-        // In each step, the compressors change to their next kind of step, one after another. One further step runs with all compressors in
-        // their last kind.
+        // In each step, every compressor changes to its next kind of step when the gradient of its unit is reduced. One further step runs
+        // with all compressors in their last kind.
         let num_steps = (self.gradients.num_step_kinds() + 1).max(NUM_STEPS_MIN) as u64;
         // A run validates before its first step, or later, when at least as much memory is in use.
         if let Some(batches) = validation {

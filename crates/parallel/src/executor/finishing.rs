@@ -84,7 +84,7 @@ impl Executor {
         1.0 / (self.gradient_divisor() * self.ranks.data().world_size() as f64)
     }
 
-    /// Returns the settings of an update by gradients of this scale. `norm` is the gradient norm, and must be known if the plan clips.
+    /// Returns the settings of an update with gradients of this scale. `norm` is the gradient norm, and must be known if the plan clips.
     pub(super) fn update_settings(&self, plan: StepPlan, grad_scale: f64, norm: Option<f64>) -> StepSettings {
         let clipping = match plan.grad_norm {
             GradNorm::Clip(norm_max) => {

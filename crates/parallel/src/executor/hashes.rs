@@ -42,7 +42,7 @@ impl HashRecorder {
         HashRecorder { interval, steps: Vec::new() }
     }
 
-    /// Returns the hashes of `step` for a model with `num_parameters` parameters, at first zeros; `None` if the step is not recorded.
+    /// Returns the hashes of `step` for a model with `num_parameters` parameters, initially zeros; `None` if the step is not recorded.
     pub(crate) fn of_step(&mut self, step: u64, num_parameters: usize) -> Option<&mut StepHashes> {
         if self.interval == 0 || !step.is_multiple_of(self.interval) {
             return None;
@@ -63,7 +63,7 @@ impl HashRecorder {
     }
 }
 
-/// The parameters of which a rank hashes elements. An element that several ranks store counts on the first of them.
+/// Hashes the elements of parameters that a rank stores. Of the ranks that store the same element, only the first one hashes it.
 pub(crate) struct ParameterHasher<'a> {
     pub(crate) table: &'a ParameterTable,
     pub(crate) placements: &'a Placements,

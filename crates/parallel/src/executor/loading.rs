@@ -13,7 +13,7 @@ use trireme_tensor::{Category, ModelRank, ParameterInfo, ParameterTable, Paramet
 
 impl Executor {
     /// Calls `write` for each parameter that has elements which this rank updates, with the range of these elements and a slice of zeros
-    /// for their new values. Collective, unless it fails.
+    /// for their new values. Collective after these calls: a rank on which `write` fails does not reach that part.
     ///
     /// # Errors
     /// Errors of `write`, and errors of disks and groups.
@@ -199,8 +199,8 @@ fn gather_from(group: &Group, own: Buffer<f32>) -> Result<Buffer<f32>> {
     Ok(group.all_gather(all).wait()?)
 }
 
-/// Assembles the full flat buffer of a unit, in the layout of the table `whole`. `parts` are the flat buffers of the unit on all tensor
-/// ranks; for a unit with experts, on the tensor ranks of each expert rank in turn.
+/// Assembles the full flat buffer of a unit, in the layout of `full_table`. `parts` are the flat buffers of the unit on all tensor ranks;
+/// for a unit with experts, on the tensor ranks of each expert rank in turn.
 fn assemble_unit(
     table: &ParameterTable,
     full_table: &ParameterTable,

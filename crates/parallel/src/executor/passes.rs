@@ -157,7 +157,7 @@ impl Executor {
         let Some(Kept::Recorded(pass)) = in_flight.pass(unit, microbatch).take() else {
             unreachable!("forward or a recomputation has recorded a pass");
         };
-        // Outputs of a recomputation for the next unit, which has no more use for them.
+        // Frees the outputs of a recomputation: the next unit no longer needs them.
         *in_flight.between_units_slot(MessageKind::Activation, microbatch) = None;
         let grads = if is_last { Bundle::new() } else { in_flight.take(MessageKind::Gradient, microbatch) };
         (pass, grads)

@@ -22,8 +22,8 @@ use trireme_tensor::{Category, Device, ViewMut};
 const CLASS: StateClass = StateClass::Optimizer;
 
 impl Executor {
-    /// Replaces the program by one with other stages, and moves units to their new pipeline ranks, with their parameters and optimizer
-    /// state. Collective; must be called between steps.
+    /// Replaces the program with one whose stages have different units, and moves units to their new pipeline ranks, with their parameters
+    /// and optimizer state. Collective; must be called between steps.
     ///
     /// Units move one after the other, each in one message: with AdamW in f32, 12 bytes per element of the shard. Memory is allocated when
     /// a unit arrives and freed when it has left, so a rank needs memory for at most its units before and after, and one message.
@@ -108,8 +108,8 @@ impl Executor {
         Ok(())
     }
 
-    /// Moves a unit to its pipeline rank in the current program; this rank then updates `part` of it. `was` holds the offloaded state of
-    /// the earlier program.
+    /// Moves a unit to its pipeline rank in the current program; this rank then updates `part` of it. `previous` holds the offloaded state
+    /// of the earlier program, whose header is `before`.
     fn move_unit(
         &mut self,
         unit: usize,

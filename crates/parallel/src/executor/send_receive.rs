@@ -61,7 +61,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Updates the copies that units of other pipeline ranks read of a tied unit, outside of a step. Collective over the pipeline.
+    /// Updates the copy of a tied unit on the pipeline rank that reads it, outside of a step. Collective over the pipeline.
     pub(super) fn exchange_copies(&mut self) -> Result<()> {
         let is_exchange = |action: &Action| matches!(action, Action::Send(message) | Action::Receive(message) if message.kind == MessageKind::Parameters);
         match self.program.actions.iter().copied().find(is_exchange) {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// The times of an action. All processes of a host read the same clock (`CLOCK_MONOTONIC`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ActionTime {
-    /// The end of the previous action, when the rank came to this one.
+    /// The time at which the rank reached this action: the end of the previous one.
     pub issued: Instant,
     /// The start of the action's own work. Before it, the rank waits for the inputs of the action, and copies received messages. Later
     /// waits of the action are counted before its start as well, so that `end - start` is the time of its work.

@@ -68,7 +68,8 @@ impl Executor {
         self.gradients.reduce(unit, is_uncompressed)
     }
 
-    /// Updates a unit's parameters by its reduced gradient or momentum. `step` is the number in the schedule, which counts skipped steps.
+    /// Updates a unit's parameters with its reduced gradient or momentum. `step` is the number in the schedule, which counts skipped
+    /// steps.
     pub(super) fn update(&mut self, unit: usize, step: u64, settings: StepSettings) -> Result<()> {
         self.await_outcomes()?;
         let is_momentum = self.is_momentum(unit, settings.step);

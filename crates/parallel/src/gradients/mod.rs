@@ -194,7 +194,7 @@ impl Gradients {
         state.open.as_mut().expect("a gradient is summed after backward").view_mut(state.num_elements)
     }
 
-    /// Starts to reduce `unit`'s gradient, accumulated since the last reduction, over the ranks. If gradients are rounded into shards,
+    /// Starts to reduce `unit`'s gradient, accumulated since the last reduction, over the ranks. If gradients are rounded and sharded,
     /// waits until fewer than the maximum are in flight. With `is_uncompressed`, the gradient is sent uncompressed.
     pub(crate) fn reduce(&mut self, unit: usize, is_uncompressed: bool) -> Result<()> {
         while self.layout.is_rounded()
@@ -316,7 +316,7 @@ impl Gradients {
         }
     }
 
-    /// Returns the gradient by which this rank updates a unit: the gathered gradient, or this rank's shard.
+    /// Returns the gradient with which this rank updates a unit: the gathered gradient, or this rank's shard.
     pub(crate) fn for_update(&self, unit: usize) -> View<'_> {
         match &self.gathered {
             Some(gathered) => gathered.view(unit),

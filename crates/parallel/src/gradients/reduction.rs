@@ -93,8 +93,8 @@ impl Reduction {
         }
     }
 
-    /// Waits for the message in flight. Returns whether the sum over all ranks is complete: it is in `wide`, or if it is rounded, in this
-    /// reduction. If the sum is not complete, the next message is in flight.
+    /// Waits for the message in flight. Returns whether the sum over all ranks is complete: a rounded sum is stored in this reduction, any
+    /// other sum in `f32_sum`. If the sum is not complete, the next message is in flight.
     pub(crate) fn advance(
         &mut self,
         f32_sum: &mut Option<ExchangeVector>,
@@ -116,7 +116,7 @@ impl Reduction {
         Ok(f32_sum.is_some())
     }
 
-    /// Returns the sum: of this reduction if it is rounded, else `wide`.
+    /// Returns the sum: the rounded sum that is stored in this reduction, or else `f32_sum`.
     pub(crate) fn view<'a>(&'a self, f32_sum: &'a Option<ExchangeVector>) -> View<'a> {
         match self {
             Reduction::Rounded(rounded) => rounded.view(),

@@ -4,7 +4,7 @@ use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
 use trireme_schedule::{ProgramHeader, StateClass};
 use trireme_tensor::{ParameterInfo, ParameterTable};
 
-/// The placement of a parameter and of its optimizer state on the ranks that update it, in memory and in checkpoints.
+/// The placements of all parameters, with their optimizer state, on the ranks that update them, in memory and in checkpoints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placements {
     mesh: Mesh,

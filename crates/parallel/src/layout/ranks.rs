@@ -20,8 +20,8 @@ pub struct Degrees {
     pub shards: usize,
     /// Ranks along [`Axis::CONTEXT`].
     pub context: usize,
-    /// Neighbouring ranks of the context axis that exchange the split of sequences by positions for a split by attention heads, by
-    /// all-to-all (Jacobs et al., "DeepSpeed Ulysses", 2023). Between these groups, keys and values travel in a ring.
+    /// Size of the groups of neighbouring ranks on the context axis that change a split of sequences by position into a split by
+    /// attention head, by all-to-all (Jacobs et al., "DeepSpeed Ulysses", 2023). Keys and values travel in a ring between these groups.
     pub heads: usize,
     /// Ranks along [`Axis::TENSOR`].
     pub tensor: usize,
@@ -128,7 +128,7 @@ pub struct RankGrid {
 /// The groups of data-parallel ranks that store the state of a unit. All run the same units with the same experts.
 #[derive(Clone)]
 pub struct StateRanks {
-    /// All data-parallel ranks: they see other microbatches, or other positions of the same ones.
+    /// All data-parallel ranks. They see different microbatches, or different positions of the same microbatches.
     pub data: Arc<Group>,
     /// The ranks that shard this rank's replica of the training state.
     pub shards: Arc<Group>,
@@ -344,7 +344,8 @@ impl RankGrid {
         &self.pipeline
     }
 
-    /// The data-parallel ranks: they run the same units for other microbatches, or for other positions of the same ones.
+    /// The data-parallel ranks. They run the same units for different microbatches, or for different positions of the same
+    /// microbatches.
     pub fn data(&self) -> &Arc<Group> {
         &self.state.dense.data
     }
@@ -403,7 +404,7 @@ impl RankGrid {
         &self.ring
     }
 
-    /// The ranks that exchange the split of sequences by positions for a split by attention heads, by all-to-all.
+    /// The ranks that change a split of sequences by position into a split by attention head, by all-to-all.
     pub fn heads(&self) -> &Arc<Group> {
         &self.heads
     }

@@ -30,8 +30,8 @@ impl Clone for Pool {
 }
 
 impl Pool {
-    /// Creates an empty pool. Its buffers are counted as `category`; if they are exchanged themselves, the buffers of peers that this rank
-    /// maps are counted as communication.
+    /// Creates an empty pool. Its buffers are counted as `category`. If peers access them directly (`is_exchanged`), the buffers of peers
+    /// that this rank maps are counted as communication.
     pub(crate) fn new(
         group: &Arc<Group>,
         device: &Device,

@@ -1,14 +1,14 @@
 //! Waits for communication, on the host or on the device, and the failures of operations that kernels wait for.
 //!
 //! On a device that runs kernels asynchronously, kernels wait for the event of an operation, and the host waits for its outcome later. If
-//! the operation fails, the event completes with zeros ([`Work::into_pending`]), so a failure is an error of the step and not a stream that
-//! stands still. The executor therefore waits for all outcomes before a result reaches losses, norms, parameters or an evaluation
+//! the operation fails, the event completes with zeros ([`Work::into_pending`]), so a failure is an error of the step and does not block
+//! the stream. The executor therefore waits for all outcomes before a result reaches losses, norms, parameters or an evaluation
 //! (`Executor::await_outcomes`).
 //!
-//! Ranks report their losses after their outcomes, and no rank updates before it has the reports of all. Only in a pipeline that does not
-//! drain, ranks that did not see a failure may have updated parameters with results that were computed from zeros; the run then ends.
-//! Evaluation and generation know only the outcomes of their own rank, so a caller that uses the results on several ranks first agrees with
-//! the others. The validation loss does so by its sum.
+//! Ranks report their losses after their outcomes, and no rank updates before it has the reports of all ranks. A pipeline that does not
+//! drain is the exception: a rank that saw no failure may have updated parameters with results that were computed from zeros; the run then
+//! ends. Evaluation and generation know only the outcomes of their own rank, so a caller that uses the results on several ranks must first
+//! agree with the other ranks that none has failed. For the validation loss, the sum over the ranks does this.
 //!
 //! The host waits at once for vectors that it reads or copies itself: fused vectors, compressed messages, norms, copies of tied parameters,
 //! the integers of ZeRO++. It also waits at once for the exchanges of an update and for earlier sends.

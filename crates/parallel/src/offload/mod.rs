@@ -17,7 +17,7 @@ use trireme_tensor::{Device, Tensor, ViewMut};
 /// Devices and files for state that resides off the device between its uses.
 #[derive(Debug, Clone)]
 pub struct OffloadOptions {
-    /// The host of the device, as a device of its own.
+    /// The host of the device, as a separate device.
     pub host: Device,
     /// Folder of the files on disk.
     pub folder: PathBuf,
@@ -26,7 +26,7 @@ pub struct OffloadOptions {
 }
 
 impl OffloadOptions {
-    /// Options without a host of its own: everything stays on `device`.
+    /// Options without a separate host: all state stays on `device`.
     pub fn none(device: &Device) -> Self {
         OffloadOptions { host: device.clone(), folder: PathBuf::new(), swap: SwapOptions::default() }
     }

@@ -1,4 +1,5 @@
-//! Pipelines that do not drain between updates: the weight versions at which gradients are computed, and the updates by these gradients.
+//! Pipelines that do not drain between updates: the weight versions for which gradients are computed, and the updates with these
+//! gradients.
 
 use crate::common::{
     ASYNCHRONOUS_STEPS, DEFAULT, Layout, NamedOptimizer, Pipeline, SHAPE, batches, change_shard, laid_out,

@@ -37,7 +37,7 @@ fn start(group: Group, is_tied: bool, layout: &Layout<'_>) -> Executor {
     laid_out(&model(is_tied), group, 1, accumulation, layout)
 }
 
-/// Trains in several parts. If there is a pipeline, splits the model into other stages before each part except the first.
+/// Trains in several parts. If there is a pipeline, splits the model into different stages before each part except the first.
 fn train(mut executor: Executor, layout: &Layout<'_>, cuts: &[&[usize]]) -> Found {
     let (mut steps, mut evaluated) = (Vec::new(), Vec::new());
     let device = executor.device().clone();

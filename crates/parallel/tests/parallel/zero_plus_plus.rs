@@ -221,7 +221,8 @@ fn traffic_between_hosts_follows_the_formulas() {
         let (sent, formula, plain, kept) = across(all(format), bf16);
         assert_eq!(sent, formula, "{format:?}");
         assert!(plain / sent > factor, "{format:?}: {sent} bytes instead of {plain}");
-        // A secondary shard has half of a unit, in bf16. The quarter in f32 counts as optimizer state.
+        // A secondary shard has half of a unit, in bf16. The shard that the rank updates, a quarter of a unit in f32, counts as optimizer
+        // state.
         assert!((kept - 1.0).abs() < 0.05, "{kept} bytes an element");
         let methods = ZeroPlusPlus { secondary_shards: false, ..all(format) };
         let (sent, formula, _, kept) = across(methods, bf16);
