@@ -270,7 +270,7 @@ impl UnitPass {
         self.tape.free_recomputable();
     }
 
-    /// Recomputes the activations that [`free_recomputable`](UnitPass::free_recomputable) dropped.
+    /// Recomputes the activations that [`keep_products`](UnitPass::keep_products) dropped.
     ///
     /// # Errors
     /// As [`Tape::recompute`].

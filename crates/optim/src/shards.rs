@@ -25,7 +25,8 @@ pub trait ShardOps {
     /// If the exchange with the other ranks fails.
     fn gather(&mut self, whole: ViewMut<'_>, part: Range<usize>) -> Result<(), Self::Error>;
 
-    /// Gathers a matrix that is split on the tensor axis into `full_shape`. `part` is this rank's part.
+    /// Gathers a matrix that is split on the tensor axis: writes the full matrix, of shape `info.full_shape`, to `whole`. `part` is this
+    /// rank's part.
     ///
     /// # Errors
     /// If the exchange with the other ranks fails.
