@@ -54,7 +54,7 @@ pub(super) struct Recipe {
 }
 
 impl Recipe {
-    /// A schedule with one stage per rank that drains after each step.
+    /// Returns the recipe of a schedule with one stage per rank that drains after each step.
     const fn new(passes: PassesOfRank) -> Self {
         Recipe {
             passes: Some(passes),
@@ -67,7 +67,7 @@ impl Recipe {
         }
     }
 
-    /// A folded schedule: two stages per rank, the second in reverse rank order.
+    /// Returns the recipe of a folded schedule: two stages per rank, the second in reverse rank order.
     const fn folded(passes: PassesOfRank) -> Self {
         let for_one_stage = "zb-h1 or zb-h2";
         Recipe {
@@ -132,7 +132,7 @@ impl Kind {
         self.recipe().weights
     }
 
-    /// Whether the pipeline drains after every step, so that all microbatches of a step read the same weights.
+    /// Returns whether the pipeline drains after every step, so that all microbatches of a step read the same weights.
     pub const fn is_synchronous(self) -> bool {
         matches!(self.weights(), WeightVersions::Drained)
     }

@@ -49,7 +49,7 @@ fn steady(passes: &mut FoldedRank, num_microbatches: usize) {
     }
 }
 
-/// Cool-down. Other ranks wait for the last input halves, so the first of them run before the delayed weight halves.
+/// Cool-down. Other ranks wait for the remaining input halves, so the first `2 * rank` of these run before any delayed weight half.
 fn drain(passes: &mut FoldedRank, rank: usize, num_ranks: usize) {
     for _ in 0..rank {
         passes.backward_input(Chunk::Down);
