@@ -22,7 +22,7 @@ enum Activations {
 }
 
 impl Activations {
-    /// Whether the gradient of the unit's input has been computed.
+    /// Returns whether the gradient of the unit's input has been computed.
     fn are_differentiated(self) -> bool {
         matches!(self, Activations::Halved | Activations::Freed)
     }
@@ -184,7 +184,7 @@ impl<'a> State<'a> {
         if is_over { Err(ActionFault::TooManyInFlight { in_flight, bound }) } else { Ok(()) }
     }
 
-    /// Whether the unit exists and is on this rank.
+    /// Returns whether the unit exists and is on this rank.
     fn holds(&self, unit: usize) -> bool {
         self.units.get(unit).is_some_and(|unit| unit.is_held)
     }
@@ -217,7 +217,7 @@ impl<'a> State<'a> {
         }
     }
 
-    /// Whether a unit on another rank than the owner reads the owner's parameters.
+    /// Returns whether a unit on another rank than the owner reads the owner's parameters.
     fn has_tie(&self, owner: usize) -> bool {
         self.tie.as_ref().is_some_and(|tie| tie.is_across && tie.owner == owner)
     }
@@ -230,7 +230,7 @@ impl<'a> State<'a> {
         self.units[unit].activations[microbatch]
     }
 
-    /// Whether an action has had its effect already.
+    /// Returns whether an action has had its effect already.
     pub(super) fn is_done(&self, action: Action) -> bool {
         let unit = &self.units[action.unit()];
         match action {
@@ -338,7 +338,8 @@ impl<'a> State<'a> {
         needed.find(|&message| self.is_here(message) && !self.is_done(message))
     }
 
-    /// Returns a missing message, or an action that is missing because it would restore the state of the start.
+    /// Returns a missing message, or else the first action that is missing at the end: an eviction of state, an `UNSTASH`, or the gather or
+    /// free that returns parameters to their initial state.
     pub(super) fn left_over(&self) -> Option<Action> {
         if let Some(unsent) = self.unsent() {
             return Some(unsent);
