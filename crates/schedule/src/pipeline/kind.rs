@@ -39,6 +39,7 @@ named! {
 
 pub(super) type PassesOfRank = fn(usize, Sizes) -> Vec<Pass>;
 
+/// The generator of a kind of schedule, and the requirements and properties of the kind.
 pub(super) struct Recipe {
     /// The passes of each rank; `None` if they depend on costs.
     pub(super) passes: Option<PassesOfRank>,

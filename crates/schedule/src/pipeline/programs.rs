@@ -86,8 +86,9 @@ struct Versions<'a> {
     read: &'a [usize],
     /// The last pass that reads a version, updates excluded, by stage and version.
     last_reader: BTreeMap<(usize, usize), usize>,
-    /// Number of passes that were processed, and number of updates by stage.
+    /// Number of passes that were processed.
     num_taken: usize,
+    /// Number of updates that were processed, by stage.
     num_updates: BTreeMap<usize, usize>,
 }
 

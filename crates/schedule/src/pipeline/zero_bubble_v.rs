@@ -9,7 +9,8 @@ use super::sizes::Sizes;
 /// Bubble, for `M >= 2 P - 1`: none where `F`, `I` and `W` take equal time, counted within each rank from its first pass to its last.
 /// Activations in flight: `2 P` stages on every rank. A stage is half of a rank's layers, so this equals 1F1B's `P`.
 ///
-/// With fewer microbatches, the schedule is that of `2 P - 1` microbatches, without the passes of the missing microbatches.
+/// With fewer microbatches, the rank runs the schedule for `2 P - 1` microbatches, and leaves out the passes of microbatches that do not
+/// exist.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     let Sizes { num_ranks, num_microbatches, .. } = sizes;
     let mut passes = FoldedRank::new(rank, num_ranks, num_microbatches);

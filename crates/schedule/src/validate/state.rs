@@ -50,8 +50,9 @@ struct Unit {
     has_unreduced: bool,
     /// Whether the full gradient has been gathered from its shards.
     has_gathered_grad: bool,
-    /// Steps whose gradient has been reduced, and steps whose update is done.
+    /// Steps whose gradient has been reduced.
     num_reduced: usize,
+    /// Steps whose update is done.
     num_stepped: usize,
     /// Versions of the parameters that are stashed, the oldest first, as the number of updates that produced them.
     stashed: VecDeque<usize>,
@@ -107,9 +108,11 @@ pub(super) struct State<'a> {
     header: &'a ProgramHeader,
     microbatches_per_step: usize,
     units: Vec<Unit>,
+    /// The state of parameters at the start and at the end of the program.
     at_rest: Parameters,
     /// Whether gradients must be gathered for updates: they are sharded, but each rank updates all parameters.
     gathers_grads: bool,
+    /// State that is evicted at this point of the program.
     away: BTreeSet<StateKey>,
     exchanged: MessageLog,
     /// The tie of two units, if it concerns this rank.

@@ -91,12 +91,14 @@ struct Search<'a> {
     num_microbatches: usize,
     rule: Rule,
     ranks: Vec<Rank>,
-    /// Next microbatch of forward and of backward, by stage.
+    /// Next microbatch of forward, by stage.
     num_forward: Vec<usize>,
+    /// Next microbatch of backward, by stage.
     num_backward: Vec<usize>,
-    /// Times at which the input and the gradient of the output are available, by stage and microbatch. Each stage has one more element than
-    /// there are microbatches, for a microbatch that is never available.
+    /// Time at which the input is available, by stage and microbatch. Each stage has one more element than there are microbatches, for a
+    /// microbatch that is never available.
     input_at: Vec<u64>,
+    /// Time at which the gradient of the output is available, indexed as `input_at`.
     gradient_at: Vec<u64>,
     /// Times at which a rank may be able to begin a pass.
     wakes: BinaryHeap<Reverse<(u64, usize)>>,
