@@ -1,7 +1,7 @@
 //! How dims of tensors are split among the ranks of the tensor axis.
 //!
-//! A part of a padded split is filled with zeros, so the flat buffers of all ranks have the same layout. Shards, sums over ranks and
-//! checkpoints then need no special case.
+//! A padded split fills short parts with zeros up to the common length, so the flat buffers of all ranks have the same layout. Shards, sums
+//! over ranks and checkpoints then need no special case.
 
 use std::ops::Range;
 

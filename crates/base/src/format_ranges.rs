@@ -8,7 +8,7 @@ pub fn format_ranges<N: Into<usize>>(numbers: impl IntoIterator<Item = N>) -> St
     if numbers.is_empty() { "none".to_owned() } else { runs.collect::<Vec<_>>().join(", ") }
 }
 
-/// Formats ranks like [`ranges`], preceded by a noun: `rank 3` or `ranks 0-3, 8`.
+/// Formats ranks like [`format_ranges`], preceded by a noun: `rank 3` or `ranks 0-3, 8`.
 pub fn format_ranks<N: Into<usize>>(ranks: impl IntoIterator<Item = N>) -> String {
     let ranks: Vec<usize> = ranks.into_iter().map(Into::into).collect();
     let noun = if ranks.len() == 1 { "rank" } else { "ranks" };

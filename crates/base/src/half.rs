@@ -1,7 +1,7 @@
 //! 16-bit floats. They are storage formats: arithmetic is done in f32.
 //!
 //! The conversions have neither branches nor calls, so the compiler can vectorize loops over them. The conversions of the `half` crate
-//! select instructions at every call, which prevents that.
+//! check at every call which instructions the CPU supports, which prevents vectorization.
 
 use crate::DType;
 use bytemuck::{Pod, Zeroable};

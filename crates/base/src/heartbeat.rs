@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Clone)]
 pub struct Heartbeat {
     start: Instant,
-    /// Milliseconds since the start.
+    /// Time of the last progress, in milliseconds after `start`.
     last: Arc<AtomicU64>,
 }
 

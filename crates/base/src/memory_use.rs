@@ -30,7 +30,7 @@ pub struct MemoryUse {
     pub at_peak: CategoryBytes,
     /// The line of the program's text at which the total peaks. Line 1, which lists sizes, stands for the time before the first action.
     pub line: usize,
-    /// The peak of all categories except activations together.
+    /// The peak of the total of all categories except activations.
     pub besides_activations: usize,
     /// Peak of host memory in addition to the device's: offloaded state that resides in or passes through host memory, and staging buffers
     /// for communication if the device cannot reach host memory.

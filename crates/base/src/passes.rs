@@ -16,13 +16,13 @@ pub struct UnitPasses {
     pub input_grad: usize,
     /// Bytes that backward needs from forward, including the input: the unit's saved activations.
     pub saved: usize,
-    /// Bytes of the results of matrix products and attention, and of the input: the part of `record` that selective recomputation keeps.
+    /// Bytes of the results of matrix products and attention, and of the input: the part of `saved` that selective recomputation keeps.
     pub products: usize,
-    /// Peak of forward, which starts with `input` in memory and ends with `record` and `output`.
+    /// Peak of forward, which starts with `input` in memory and ends with `saved` and `output`.
     pub forward_peak: usize,
-    /// Peak of recomputing `record` from `products`.
+    /// Peak of recomputing `saved` from `products`.
     pub recompute_peak: usize,
-    /// Peak of backward, which starts with `record` and the gradient of the output in memory, and ends with `input_grad`.
+    /// Peak of backward, which starts with `saved` and the gradient of the output in memory, and ends with `input_grad`.
     pub backward_peak: usize,
     /// Bytes that stay in memory between the halves of backward, if the halves run separately.
     pub between_halves: usize,
@@ -34,7 +34,7 @@ pub struct UnitPasses {
     pub input_half_cost: Cost,
     /// Cost of the half of backward that computes gradients of the weights. It may recompute values that a full backward still has.
     pub weight_half_cost: Cost,
-    /// Cost of recomputing `record` from `products`.
+    /// Cost of recomputing `saved` from `products`.
     pub recompute_cost: Cost,
 }
 

@@ -21,8 +21,8 @@ impl ContextRank {
     /// The place of a rank that holds all positions.
     pub const ALONE: ContextRank = ContextRank { ring: AxisRank::ALONE, heads: AxisRank::ALONE };
 
-    /// Returns the place of a rank of the context axis. Each `heads_degree` neighbouring ranks exchange positions for heads; the ring has a
-    /// place for each such set.
+    /// Returns the place of a rank of the context axis. Each set of `heads_degree` neighbouring ranks exchanges positions for heads, and
+    /// shares one place on the ring.
     ///
     /// # Panics
     /// If `heads_degree` does not divide the degree of the axis.

@@ -6,8 +6,8 @@ use std::io::{self, ErrorKind};
 use std::sync::mpsc;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
-/// Bytes of address space that must be free before a thread starts: its stack, and the memory that it allocates before its work begins.
-/// A thread that finds no memory then ends the process.
+/// Bytes of address space that must be free before a thread starts: its stack, and the memory that it allocates before its work begins. If
+/// such an allocation fails, the thread aborts the process.
 const THREAD_ADDRESS_SPACE: usize = 8 << 20;
 
 /// Starts a thread with this name, and waits until its work begins.
@@ -33,7 +33,8 @@ pub fn spawn_scoped_thread<'scope, T: Send + 'scope>(
     start(name, work, |builder, work| builder.spawn_scoped(scope, work))
 }
 
-/// Starts a thread by `spawn`. Threads start one after another, so that the free memory that was seen is there for the new thread.
+/// Starts a thread by `spawn`, and waits until its work begins. By then the thread has allocated its memory, so the check for the caller's
+/// next thread does not count the same memory as free.
 fn start<'scope, T, H>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'scope,
@@ -47,7 +48,7 @@ fn start<'scope, T, H>(
     let started =
         check_address_space().and_then(|()| spawn(Builder::new().name(name.to_owned()), Box::new(work)));
     let handle = refused(name, started)?;
-    // Ends with an error as soon as the thread has dropped the sender.
+    // `recv` returns an error as soon as the thread has dropped the sender.
     let _ = has_begun.recv();
     Ok(handle)
 }

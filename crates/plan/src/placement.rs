@@ -20,9 +20,9 @@ pub enum Placement {
     /// Each rank holds a range of the elements in row-major order. Rank `i` of the axis holds the elements from `bounds[i]` to
     /// `bounds[i + 1]`.
     ///
-    /// The ranges are ranges of the part that the placements along all other axes leave to the rank, including padding. Shards of a flat
-    /// buffer of several tensors may therefore begin and end anywhere within a tensor. If there are fewer ranges than ranks, each range is
-    /// held by equally many neighbouring ranks.
+    /// The placements along all other axes are applied first. The ranges count the elements of the resulting part, including padding.
+    /// Shards of a flat buffer of several tensors may therefore begin and end anywhere within a tensor. If there are fewer ranges than
+    /// ranks, each range is held by equally many neighbouring ranks.
     Ragged {
         /// Start of each range, followed by the end of the last one. Ascending, from 0 to the number of elements.
         bounds: Vec<usize>,
@@ -89,7 +89,7 @@ impl Extent {
         boxes
     }
 
-    /// Implements [`run`](Extent::run) for a box with a single index in each dim before `dim`.
+    /// Implements [`boxes_of_range`](Extent::boxes_of_range) for a box with a single index in each dim before `dim`.
     fn add_run(&self, dim: usize, Range { start, end }: Range<usize>, boxes: &mut Vec<Extent>) {
         if start == 0 && end == self.num_elements() {
             return boxes.push(self.clone());
@@ -184,7 +184,7 @@ impl LocalShape {
     }
 
     /// Adds the boxes within `piece`, which is a box of the part and begins at element `first` of the rank's elements. `found` holds the
-    /// dims that are resolved so far, of a box of the full tensor and of the same box within the part.
+    /// first dims of the next box, in indices of the full tensor and in indices of the part. Each recursion adds a dim.
     fn add_boxes(&self, piece: &Extent, first: usize, found: (Extent, Extent), boxes: &mut Vec<LocalBox>) {
         let dim = found.0.start.len();
         if dim == self.shape.len() {
@@ -210,7 +210,7 @@ impl LocalShape {
 pub struct LocalBox {
     /// The box within the full tensor.
     pub extent: Extent,
-    /// A box within the part that contains this box. Its elements are contiguous in the rank's memory.
+    /// A box within the part. It contains this box, and its own elements are contiguous in the rank's memory.
     piece: Extent,
     /// This box, in indices of the part.
     within: Extent,

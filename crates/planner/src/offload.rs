@@ -94,7 +94,7 @@ pub(crate) fn fit_layout<E>(
         return Ok(stays);
     }
     let mut all = combinations(given, open, program(given).header.num_microbatches);
-    // `given` was run above, unless its number of offloaded blocks is open.
+    // `given` was run above. It is tried again only if the search may choose its number of offloaded blocks.
     all.retain(|&state| state != given || search.has_open_blocks(given));
     all.sort_by_cached_key(|&state| search.cost_min(state));
     let mut best: Option<LayoutCandidate> = None;

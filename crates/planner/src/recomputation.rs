@@ -26,7 +26,8 @@ pub(crate) struct Choice {
     pub(crate) operations: u64,
 }
 
-/// Maximum number of choices that are run dry. Another choice is tried only if the previous one needs more memory than estimated.
+/// Maximum number of choices for which a dry run is done, after the first dry run. Another choice is tried only if the previous one needs
+/// more memory than estimated.
 const NUM_ATTEMPTS: usize = 8;
 
 /// Returns the choice with the least recomputation with which a step stays within `bounds`, and the memory use of the step. `run` does a

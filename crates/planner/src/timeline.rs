@@ -83,9 +83,11 @@ struct RankEntries {
     entries: Vec<Entry>,
     /// Index of each action's entry.
     actions: Vec<usize>,
-    /// Job numbers of the most recent gather of each unit, of the most recent fetch of each state, and of each received message.
+    /// Job number of the most recent gather of each unit.
     gathered: BTreeMap<usize, usize>,
+    /// Job number of the most recent fetch of each piece of state.
     fetched: BTreeMap<StateKey, usize>,
+    /// Job number of each received message.
     received: BTreeMap<Message, usize>,
     /// Number of the last job of each stream.
     last: [Option<usize>; NUM_STREAMS],

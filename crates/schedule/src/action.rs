@@ -120,8 +120,8 @@ pub enum Action {
     /// `EVICT optimizer u`, `EVICT activations u m`: starts to write state back to the tier where it resides, and frees its memory.
     Evict(StateKey),
     /// `STEP u`: updates a unit's parameters, or this rank's shard of them. The first `STEP` of a program waits for all reductions, because
-    /// it needs the global gradient norm. Without a drain between updates, the first `STEP` of each update waits for this rank's
-    /// reductions.
+    /// it needs the global gradient norm. If the pipeline does not drain between updates, the first `STEP` of each update waits for the
+    /// reductions of this rank.
     Step { unit: usize },
     /// `STASH u`: copies a unit's current parameters for passes that read them after the next `STEP`.
     Stash { unit: usize },
@@ -182,7 +182,7 @@ impl Action {
         StateKey { class, unit: self.unit(), microbatch: microbatch.unwrap_or(0) }
     }
 
-    /// Whether the action is a pass of a unit: forward, recomputation, backward or a half of backward.
+    /// Returns whether the action is a pass of a unit: forward, recomputation, backward or a half of backward.
     pub fn is_pass(self) -> bool {
         matches!(
             self,

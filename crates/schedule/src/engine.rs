@@ -146,6 +146,7 @@ enum Activity {
 
 #[derive(Default)]
 struct RankState {
+    /// Index of the entry that the rank is at.
     at: usize,
     has_begun_entry: bool,
     /// Jobs by the rank's own numbers.

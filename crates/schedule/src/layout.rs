@@ -121,7 +121,7 @@ impl StateLayout {
         self
     }
 
-    /// Whether parameters are trained, so that there are gradients.
+    /// Returns whether parameters are trained, so that there are gradients.
     pub fn is_trained(&self) -> bool {
         self.gradients.portion != Portion::Absent
     }
@@ -147,23 +147,23 @@ impl StateLayout {
         self
     }
 
-    /// Whether ranks hold shards of a class.
+    /// Returns whether ranks hold shards of a class.
     pub fn is_sharded(&self, class: StateClass) -> bool {
         self.of(class).portion == Portion::Shard
     }
 
-    /// Whether ranks hold shards of any class.
+    /// Returns whether ranks hold shards of any class.
     pub fn has_shards(&self) -> bool {
         StateClass::ALL.iter().any(|&class| self.is_sharded(class))
     }
 
-    /// Whether a class resides off the device.
+    /// Returns whether a class resides off the device.
     pub fn is_away(&self, class: StateClass) -> bool {
         self.of(class).tier != Tier::Device
     }
 
-    /// Whether programs fetch and evict a class: any state on a disk, and activations in host memory. Other state in host memory is used
-    /// there.
+    /// Returns whether programs fetch and evict a class: any state on a disk, and activations in host memory. Other state in host memory is
+    /// used there.
     pub fn moves(&self, class: StateClass) -> bool {
         match self.of(class).tier {
             Tier::Device => false,
@@ -195,9 +195,9 @@ impl StateLayout {
         if self.is_sharded(StateClass::Parameters) { StateClass::Parameters } else { StateClass::Optimizer }
     }
 
-    /// Whether a class may reside in `tier`, in steps of `num_microbatches`. Only shards and activations may leave the device. Gradients
-    /// may leave only if optimizer state is sharded, too. They may reside on a disk only with one microbatch per step, because several are
-    /// accumulated in memory.
+    /// Returns whether a class may reside in `tier`, in steps of `num_microbatches`. Only shards and activations may leave the device.
+    /// Gradients may leave only if optimizer state is sharded, too. They may reside on a disk only with one microbatch per step, because
+    /// several are accumulated in memory.
     pub fn can_reside(&self, class: StateClass, tier: Tier, num_microbatches: usize) -> bool {
         let is_summed = class == StateClass::Gradients && num_microbatches > 1;
         let is_separate = match class {
@@ -208,9 +208,9 @@ impl StateLayout {
         tier == Tier::Device || is_separate && !(is_summed && tier == Tier::Disk)
     }
 
-    /// Whether programs exist for the layout, in steps of `num_microbatches`. A rank that updates all parameters must hold all of them.
-    /// Parameters and activations must exist, and activations must be unsharded. A layout that trains has gradients and optimizer state,
-    /// and any other layout has neither.
+    /// Returns whether programs exist for the layout, in steps of `num_microbatches`. A rank that updates all parameters must hold all of
+    /// them. Parameters and activations must exist, and activations must be unsharded. A layout that trains has gradients and optimizer
+    /// state, and any other layout has neither.
     pub fn is_possible(&self, num_microbatches: usize) -> bool {
         let can_live = |class| self.can_reside(class, self.of(class).tier, num_microbatches);
         let [parameters, optimizer, activations] =

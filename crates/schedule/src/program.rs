@@ -53,12 +53,12 @@ impl UnitChain {
         UnitChain { num_units, ..UnitChain::default() }
     }
 
-    /// Whether forward of a unit keeps activations that a later backward reads. Such activations may be recomputed or moved.
+    /// Returns whether forward of a unit keeps activations that a later backward reads. Such activations may be recomputed or moved.
     pub fn keeps(&self, unit: usize) -> bool {
         !self.without_activations.contains(&unit)
     }
 
-    /// Whether all named units are in the chain, and exchanges are in order.
+    /// Returns whether all units in the other fields are in the chain, and the exchanges are in the order of units.
     pub fn is_consistent(&self) -> bool {
         let tied = self.ties.iter().flat_map(|&(reader, owner)| [reader, owner]);
         let special = [&self.without_backward_reads, &self.weight_half_readers, &self.without_activations]
@@ -130,7 +130,7 @@ impl ProgramHeader {
         self.stages.iter().find(|stage| stage.units.contains(&unit)).map_or(self.rank, |stage| stage.rank)
     }
 
-    /// Whether a unit is on this rank.
+    /// Returns whether a unit is on this rank.
     pub fn holds(&self, unit: usize) -> bool {
         self.rank_of(unit) == self.rank
     }
@@ -182,12 +182,12 @@ impl ProgramHeader {
         std::iter::once(unit).chain(ties.map(|&(_, owner)| owner))
     }
 
-    /// Whether a reader on another rank sends its contribution to the owner's gradient after this microbatch.
+    /// Returns whether a reader on another rank sends its contribution to the owner's gradient after this microbatch.
     pub fn sends_tied_gradient(&self, microbatch: usize) -> bool {
         !self.chain.accumulates_tied_gradients || self.is_last_of_step(microbatch)
     }
 
-    /// Whether a unit's gradient of a step is complete after this microbatch.
+    /// Returns whether a unit's gradient of a step is complete after this microbatch.
     pub fn is_last_of_step(&self, microbatch: usize) -> bool {
         (microbatch + 1).is_multiple_of(self.microbatches_per_step())
     }

@@ -24,8 +24,8 @@ pub fn program(chain: &UnitChain, num_microbatches: usize) -> Program {
     Program { header, actions }
 }
 
-/// Returns the program of a rank that runs its units of a training program, whose header is `training`, forward for one microbatch and
-/// keeps no activations. Used for evaluation and generation.
+/// Returns the program that runs forward of one microbatch on the units of a rank, and keeps no activations. `training` is the header of
+/// the rank's training program. Used for evaluation and generation.
 pub fn forward_only(training: &ProgramHeader) -> Program {
     let ProgramHeader { chain, stages, rank, .. } = training.clone();
     let num_units = chain.num_units;

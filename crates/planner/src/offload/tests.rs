@@ -30,8 +30,8 @@ fn sizes(num_units: usize) -> StateSizes {
     StateSizes { units: passes.into_iter().map(unit).collect(), gather_bytes: 4, gradient_bytes: 4 }
 }
 
-/// Predicts the memory of a rank. The device stores all state of the classes that reside on it, and the state of two units of the other
-/// classes.
+/// Predicts the memory of a rank. The device stores all state of the classes that reside on it. Of each other class, it stores the state of
+/// two units.
 fn predict(sizes: &StateSizes, program: &Program) -> MemoryUse {
     let state = program.header.state;
     let (mut device, mut host) = (1000, 0);

@@ -31,8 +31,8 @@ named! {
         ScatterAllGather = "scatter_all_gather",
         /// Each rank sends only to the next rank.
         Ring = "ring",
-        /// A block is forwarded over hops whose lengths are the powers of two that add up to its distance. Each message holds all blocks
-        /// with the same hop.
+        /// A block is forwarded over hops whose lengths are the powers of two that add up to the distance between its sender and its
+        /// receiver. Each message holds all blocks with the same hop.
         Bruck = "bruck",
         /// Each pair of ranks exchanges blocks directly.
         Pairwise = "pairwise",
@@ -65,7 +65,7 @@ named! {
 }
 
 impl Algorithm {
-    /// Whether the algorithm or one of its phases is [direct](FlatAlgorithm::Direct).
+    /// Returns whether the algorithm or one of its phases is [direct](FlatAlgorithm::Direct).
     pub fn needs_shared_memory(self) -> bool {
         match self {
             Algorithm::Flat(flat) => flat == FlatAlgorithm::Direct,

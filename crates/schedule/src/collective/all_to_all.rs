@@ -59,8 +59,8 @@ pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usiz
 /// blocks one after the other, in rank order (Rajbhandari et al.: "DeepSpeed-MoE: advancing mixture-of-experts inference and training to
 /// power next-generation AI scale", 2022; Hwang et al.: "Tutel: adaptive mixture-of-experts at scale", 2023).
 ///
-/// First, each rank sends every rank of its host the blocks for the ranks with the receiver's local rank on all hosts, so that blocks for
-/// one host become contiguous. Then ranks with the same local rank exchange the blocks for their hosts in one message each.
+/// First, each rank passes every block to the rank of its own host that has the same local rank as the block's receiver. The blocks for one
+/// host are then contiguous. Then ranks with the same local rank exchange the blocks for their hosts, with one message for each host.
 ///
 /// On `H` hosts of `L` ranks, a rank has `H` copies, `H (L - 1)` exchanges within the host and `H - 1` across hosts, where the pairwise
 /// algorithm has `(H - 1) L`. The bytes that leave a host are its blocks for other hosts, as with the pairwise algorithm. A block whose
@@ -146,7 +146,7 @@ fn places(lens: &[usize], of: Range<usize>) -> Range<usize> {
 
 /// Appends the steps of an in-place all-to-all in `ceil(log2 N)` messages (Bruck et al.: "Efficient algorithms for all-to-all
 /// communications in multiport message-passing systems", 1997). A block is forwarded over hops whose lengths are the powers of two that add
-/// up to its distance. Each message holds all blocks with the same hop.
+/// up to the distance between its sender and its receiver. Each message holds all blocks with the same hop.
 pub(super) fn bruck(own: &RankContext, steps: &mut Vec<Step>) {
     let world_size = own.world_size();
     if world_size == 1 {

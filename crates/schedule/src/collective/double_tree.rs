@@ -19,8 +19,8 @@ pub(super) fn num_chunks(len: usize) -> usize {
 /// Appends the steps of an all-reduce: up both trees, then down both.
 ///
 /// All ranks share time slots. In each slot, a rank sends at most one message and receives at most one. An edge of colour `c` carries
-/// chunks in the slots whose number is `c` modulo 2. The edge begins when the subtree below it has had enough slots to reduce the first
-/// chunk.
+/// chunks in the slots whose number is `c` modulo 2. On the way up, an edge carries its first chunk when the subtree below it has had
+/// enough slots to reduce that chunk.
 pub(super) fn all_reduce(own: &RankContext, steps: &mut Vec<Step>) {
     all_reduce_by(num_chunks(own.blocks.len), own, steps);
 }
@@ -120,7 +120,8 @@ impl Trees {
         }
     }
 
-    /// Returns the number of the parent, 0 for the root. If the rule leads beyond the last number, the next lower ancestor is the parent.
+    /// Returns the number of the parent; 0 for the root. If the number that [`Trees`] defines exceeds `world_size`, the parent is the
+    /// nearest ancestor that does not.
     fn parent(&self, number: usize) -> usize {
         let bit = number & number.wrapping_neg();
         let above = (number ^ bit) | (bit << 1);
@@ -164,8 +165,8 @@ impl Trees {
     }
 
     /// Returns the colour of an edge, 0 or 1. The edges to a rank's two parents have different colours, and so have the edges to its two
-    /// children. Each edge thus constrains at most two others, and colours alternate along the resulting chains and rings. The lowest edge
-    /// of a chain or ring has colour 0.
+    /// children. Each edge thus constrains at most two others, and colours alternate along the resulting chains and rings. In each chain or
+    /// ring, the edge with the smallest pair of tree and number has colour 0.
     fn colour(&self, edge: (usize, usize)) -> usize {
         let mut lowest = (edge, 0);
         for first_end in [End::Child, End::Parent] {

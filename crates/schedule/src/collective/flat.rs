@@ -4,7 +4,7 @@ use super::{Collective, CollectiveKind, FlatAlgorithm, Step};
 use super::{all_gather, all_to_all, barrier, broadcast, double_tree, halving, linear, ring, tree};
 
 impl FlatAlgorithm {
-    /// Whether this algorithm implements `collective` among the ranks of these blocks.
+    /// Returns whether this algorithm implements `collective` among the ranks of these blocks.
     pub(super) fn fits(self, collective: Collective, blocks: &Blocks) -> bool {
         match self {
             FlatAlgorithm::Direct => blocks.are_contiguous(),
@@ -12,7 +12,7 @@ impl FlatAlgorithm {
         }
     }
 
-    /// Whether the reductions of `collective` are in canonical order.
+    /// Returns whether the reductions of `collective` are in canonical order.
     pub(super) fn is_canonical(self, collective: Collective) -> bool {
         use FlatAlgorithm as A;
         let keeps_order =

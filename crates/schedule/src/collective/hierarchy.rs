@@ -125,7 +125,8 @@ pub(super) fn for_each_phase(
     }
 }
 
-/// Returns whether the hosts have several ranks, the ranks are placed as the collective requires, and an algorithm exists for each phase.
+/// Returns whether there are several hosts, at least one of which has several ranks, the ranks are placed as the collective requires, and
+/// an algorithm exists for each phase.
 pub(super) fn fits(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) -> bool {
     use CollectiveKind as C;
     let has_levels = 1 < hosts.num_hosts() && hosts.num_hosts() < hosts.world_size();
@@ -143,14 +144,15 @@ pub(super) fn fits(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) 
     level_fits && all_phases(collective, hierarchy, hosts, Phase::fits)
 }
 
-/// Whether partial sums of hosts are subtrees of the canonical tree, and the algorithms of both levels keep its order.
+/// Returns whether partial sums of hosts are subtrees of the canonical tree, and the algorithms of both levels keep its order.
 pub(super) fn is_canonical(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) -> bool {
     let are_subtrees = hosts.are_consecutive() && hosts.ranks_per_host().is_some_and(usize::is_power_of_two);
     let keeps_order = || all_phases(collective, hierarchy, hosts, Phase::is_canonical);
     !collective.reduces() || (are_subtrees && keeps_order())
 }
 
-/// Whether `passes` holds for all phases of all ranks. Checking a host's leader is enough, because it has every phase of its host's ranks.
+/// Returns whether `passes` holds for all phases of all ranks. Checking a host's leader is enough, because it has every phase of its host's
+/// ranks.
 fn all_phases(
     collective: Collective,
     hierarchy: Hierarchy,

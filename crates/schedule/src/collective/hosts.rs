@@ -90,7 +90,7 @@ impl Hosts {
         self.ranks.iter().all(|ranks| ranks.len() == first).then_some(first)
     }
 
-    /// Whether the ranks of each host are consecutive.
+    /// Returns whether the ranks of each host are consecutive.
     pub fn are_consecutive(&self) -> bool {
         self.host_of.is_sorted()
     }

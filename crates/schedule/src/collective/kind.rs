@@ -122,13 +122,13 @@ impl Collective {
         Collective { root: self.root.map(map), ..self }
     }
 
-    /// Whether `rank` has an input.
+    /// Returns whether `rank` has an input.
     pub fn has_input(self, rank: Rank) -> bool {
         let flow = self.kind.data_flow();
         flow.input != Data::Nothing && (flow.root != Some(RootRole::Source) || self.root == Some(rank))
     }
 
-    /// Whether `rank` has an output.
+    /// Returns whether `rank` has an output.
     pub fn has_output(self, rank: Rank) -> bool {
         let flow = self.kind.data_flow();
         flow.output != Data::Nothing && (flow.root != Some(RootRole::Target) || self.root == Some(rank))
@@ -145,7 +145,7 @@ impl Collective {
         [len_of(flow.input, self.has_input(rank)), len_of(flow.output, self.has_output(rank))]
     }
 
-    /// Whether elements of several ranks are combined, so that an order matters.
+    /// Returns whether elements of several ranks are combined, so that an order matters.
     pub fn reduces(self) -> bool {
         self.kind.data_flow().reduces
     }

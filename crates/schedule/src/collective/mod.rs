@@ -5,8 +5,8 @@
 //! algorithms and all transports compute the same bits. With a power of two of ranks, the tree pairs neighbours first: `(0 + 1) + (2 + 3)`
 //! for four ranks. Any other world size is `p + extra` ranks, with `p` the largest power of two below it. The first `2 * extra` ranks are
 //! folded into pairs, and the tree pairs the resulting `p` values: `((0 + 1) + 2) + (3 + 4)` for five ranks. The left operand always
-//! belongs to the lower ranks. [`canonical_terms`] returns the tree. Other reductions have a different order, which is the same in every
-//! run.
+//! belongs to the lower ranks. [`canonical_terms`] returns the tree as a stack program. Other reductions have a different order, which is
+//! the same in every run.
 //!
 //! # Entry points
 //! [`steps`] appends the steps of a rank for a [`Collective`] by an [`Algorithm`]. [`algorithms_for`] lists the algorithms that fit, and
@@ -17,9 +17,9 @@
 //!
 //! # Adding a collective
 //! A new algorithm is a [`FlatAlgorithm`] whose steps for one rank are a pure function in a file of this module, with its cost and source.
-//! The interpreter in the tests checks it. A new operation is a [`CollectiveKind`] with its [`DataFlow`], from which shared memory and
-//! links derive which rank reads which elements. It also needs a method of `Group` (`comm/src/collectives.rs`), and its result in
-//! `tests/oracle.rs` here and in `comm/tests/comm/support/operations.rs`.
+//! The interpreter in the tests checks it. A new operation is a [`CollectiveKind`] with its [`DataFlow`], from which the transports (shared
+//! memory and links) derive which rank reads which elements. It also needs a method of `Group` (`comm/src/collectives.rs`), and its result
+//! in `tests/oracle.rs` here and in `comm/tests/comm/support/operations.rs`.
 
 mod algorithm;
 mod all_gather;
@@ -60,7 +60,7 @@ use blocks::Blocks;
 use hosts::assert_member;
 use trireme_base::Rank;
 
-/// Whether `algorithm` implements `collective` on these hosts. [`FlatAlgorithm::Direct`] needs all ranks on one host.
+/// Returns whether `algorithm` implements `collective` on these hosts. [`FlatAlgorithm::Direct`] needs all ranks on one host.
 pub fn fits(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> bool {
     match algorithm {
         Algorithm::Flat(FlatAlgorithm::Direct) => hosts.num_hosts() == 1,

@@ -23,9 +23,9 @@ pub(super) fn offload(header: &ProgramHeader, mut actions: Vec<Action>) -> Vec<A
     actions
 }
 
-/// Adds a fetch before each use and an eviction after it. A fetch begins at the use `prefetch` uses earlier, but after the last use of the
-/// same state. State stays between two uses that directly follow each other. Fetches for updates begin at the last pass at the earliest, so
-/// that the first of them overlap with the end of the passes.
+/// Adds a fetch before each use and an eviction after it. The fetch is inserted before the use that is `prefetch` uses earlier, but after
+/// the previous use of the same state. State stays between two uses that directly follow each other. Fetches for updates begin at the last
+/// pass at the earliest, so that the first of them overlap with the end of the passes.
 fn swap_around(
     actions: &[Action],
     class: StateClass,
@@ -79,7 +79,8 @@ fn evict_reduced(actions: &[Action]) -> Vec<Action> {
     insert(actions, beside)
 }
 
-/// Evicts the kept activations of the first units that keep any, and fetches them `prefetch` passes before their use.
+/// Evicts the kept activations of the first units that keep any, and fetches them [`fetch_ahead`](crate::StateLayout::fetch_ahead) passes
+/// before their use.
 fn swap_activations(actions: &[Action], header: &ProgramHeader) -> Vec<Action> {
     let (chain, prefetch) = (&header.chain, header.state.fetch_ahead);
     let mut is_moved = vec![false; chain.num_units];

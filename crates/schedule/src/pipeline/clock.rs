@@ -1,8 +1,8 @@
 //! The pipeline clock: when each pass begins and ends.
 //!
 //! It exists in addition to the discrete-event [engine](crate::engine) because the search for a schedule times millions of passes, and
-//! undoes the moves that do not help. Without loads and streams, times are those of the longest path, which the clock updates from a
-//! changed pass on. Tests compare it with the engine.
+//! undoes the moves that do not help. Without loads and streams, a pass begins when the longest chain of passes and messages before it
+//! ends. The clock updates these times from a changed pass on. Tests compare it with the engine.
 
 use super::bounds;
 use super::costs::Costs;
@@ -90,7 +90,7 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// Appends the passes that an earlier run has run beyond this clock, with the times `spans` of that run.
+    /// Appends the passes that this clock has not run, with their times in `spans`, the spans of an earlier run of the same schedule.
     pub(super) fn replay(&mut self, schedule: &Schedule, spans: &[Vec<Span>]) {
         for (rank, spans) in spans.iter().enumerate() {
             let num_done = self.spans[rank].len();

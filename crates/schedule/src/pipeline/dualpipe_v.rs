@@ -8,8 +8,8 @@ use super::sizes::Sizes;
 /// the other. Here the passes of a pair run one after the other, forward first, because a rank computes one pass at a time.
 ///
 /// Bubble, where `F`, `I` and `W` take equal time: `(P - 1) F`. The authors' formula, `(P - 1) (F&B + B - 3 W)` with `F&B` the time of a
-/// pair, is for pairs that run as one pass and give both results at their end. One after the other, the result of forward leaves before
-/// backward begins. Activations in flight: `2 P + 1` stages, each of which is half of a rank's layers. Requires `M >= 2 P`.
+/// pair, is for pairs that run as one pass and give both results at their end. If the passes run one after the other, the result of forward
+/// is sent before backward begins. Activations in flight: `2 P + 1` stages, each of which is half of a rank's layers. Requires `M >= 2 P`.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     let Sizes { num_ranks, num_microbatches, .. } = sizes;
     let mut passes = FoldedRank::new(rank, num_ranks, num_microbatches);

@@ -35,9 +35,9 @@ pub enum GenerateError {
 /// Generates a schedule, and refuses one in which a rank holds more than its bound of `activations_max`. Only [`Kind::Automatic`] depends
 /// on times.
 ///
-/// Cost: linear in the number of passes. [`Kind::Automatic`] generates and times 10 to 40 schedules, and improves two or three of them by
-/// timing variants, of at most 8 million passes each: up to a second for 64 ranks with 512 microbatches and two stages per rank,
-/// milliseconds for small pipelines, or where a fixed schedule takes the least possible time.
+/// Cost: linear in the number of passes. [`Kind::Automatic`] generates and times 10 to 40 schedules. It then improves two or three of them,
+/// and times at most 8 million passes for each. This takes up to a second for 64 ranks with 512 microbatches and two stages per rank. It
+/// takes milliseconds for small pipelines, or if a fixed schedule takes the least possible time.
 ///
 /// # Errors
 /// If the sizes are out of range or do not fit the kind, costs or bounds do not match the sizes, or a rank would exceed its bound.

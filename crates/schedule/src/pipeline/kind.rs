@@ -39,6 +39,7 @@ named! {
 
 pub(super) type PassesOfRank = fn(usize, Sizes) -> Vec<Pass>;
 
+/// The generator of a kind of schedule, and the requirements and properties of the kind.
 pub(super) struct Recipe {
     /// The passes of each rank; `None` if they depend on costs.
     pub(super) passes: Option<PassesOfRank>,
@@ -54,7 +55,7 @@ pub(super) struct Recipe {
 }
 
 impl Recipe {
-    /// A schedule with one stage per rank that drains after each step.
+    /// Returns the recipe of a schedule with one stage per rank that drains after each step.
     const fn new(passes: PassesOfRank) -> Self {
         Recipe {
             passes: Some(passes),
@@ -67,7 +68,7 @@ impl Recipe {
         }
     }
 
-    /// A folded schedule: two stages per rank, the second in reverse rank order.
+    /// Returns the recipe of a folded schedule: two stages per rank, the second in reverse rank order.
     const fn folded(passes: PassesOfRank) -> Self {
         let for_one_stage = "zb-h1 or zb-h2";
         Recipe {
@@ -132,7 +133,7 @@ impl Kind {
         self.recipe().weights
     }
 
-    /// Whether the pipeline drains after every step, so that all microbatches of a step read the same weights.
+    /// Returns whether the pipeline drains after every step, so that all microbatches of a step read the same weights.
     pub const fn is_synchronous(self) -> bool {
         matches!(self.weights(), WeightVersions::Drained)
     }

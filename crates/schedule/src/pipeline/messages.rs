@@ -22,9 +22,9 @@ pub(super) enum Event {
 }
 
 /// Returns each rank's passes with its messages among them, in the order of a timeline: a result is sent right after its pass, and received
-/// at the same time. `timeline` is the timeline of the whole schedule ([`simulate`](super::simulate)). `tie` is a stage that reads
-/// parameters of another stage, and that other stage, their owner. The reader sends its contribution to the owner's gradient as the result
-/// of its weight half, after each microbatch for which `is_sent` holds.
+/// at the same time. `timeline` is the timeline of the whole schedule ([`simulate`](super::simulate)). `tie` is a pair of stages: the
+/// reader of tied parameters, and their owner. The reader sends its contribution to the owner's gradient as the result of its weight half,
+/// after each microbatch for which `is_sent` holds.
 ///
 /// Cost: sorting the messages, and linear in the passes.
 pub(super) fn place_messages(

@@ -3,7 +3,7 @@ use super::sizes::Sizes;
 
 /// Returns the passes of a rank in 1F1B with a flush at the end of a step (PipeDream-flush: Narayanan et al., "Memory-efficient
 /// pipeline-parallel DNN training", 2021, section 3.2; DAPPLE: Fan et al., "DAPPLE: a pipelined data parallel approach for training large
-/// models", 2021, section 3): backward of a microbatch comes as early as possible, and one forward follows each.
+/// models", 2021, section 3): backward of a microbatch comes as early as possible, and each backward is followed by one forward.
 ///
 /// Bubble: `(P - 1) (F + B)`, as in GPipe. Activations in flight: `min(P - rank, M)`.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {

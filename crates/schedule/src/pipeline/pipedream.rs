@@ -19,8 +19,8 @@
 //! PipeDream-2BW (Narayanan et al., "Memory-efficient pipeline-parallel DNN training", 2021, section 3.1): every microbatch of step `k`
 //! reads the weights that the update of step `k - 2` produced, on all stages.
 //!
-//! The staleness is 1 everywhere, except in the first step, whose weights are fresh. Weight versions: 2, for any number of ranks. Requires
-//! `M >= P`, because otherwise a step would begin before the update that it reads. Bubble and activations are the same as in PipeDream.
+//! The staleness is 1 everywhere, except in the first step, where it is 0. Weight versions: 2, for any number of ranks. Requires `M >= P`,
+//! because otherwise a step would begin before the update that it reads. Bubble and activations are the same as in PipeDream.
 
 use super::one_f_one_b;
 use super::pass::{Pass, PassKind};

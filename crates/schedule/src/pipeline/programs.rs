@@ -16,8 +16,8 @@ use std::ops::Range;
 /// A tied unit may be on another rank than the owner of the parameters that it reads. The owner's gradient is then completed for a
 /// microbatch when the tied unit's contribution has arrived. If contributions are sent [once](UnitChain::accumulates_tied_gradients) per
 /// step, only the last microbatch of a step waits. Only the first tie is supported. A unit's gradient is reduced when the last microbatch
-/// of a step has added to it. In a schedule that does not drain between updates, a version of the weights is stashed before an update as
-/// long as later passes read it. [`lowering`](crate::lowering) adds everything else that a layout requires.
+/// of a step has added to it. In a schedule that does not drain between updates, the current version of the weights is stashed before an
+/// update if later passes read it. [`lowering`](crate::lowering) adds everything else that a layout requires.
 ///
 /// # Panics
 /// If the schedule is not [valid](super::validate), the stages are not consecutive or do not cover the chain, or there are ties where
@@ -86,8 +86,9 @@ struct Versions<'a> {
     read: &'a [usize],
     /// The last pass that reads a version, updates excluded, by stage and version.
     last_reader: BTreeMap<(usize, usize), usize>,
-    /// Number of passes that were processed, and number of updates by stage.
+    /// Number of passes that were processed.
     num_taken: usize,
+    /// Number of updates that were processed, by stage.
     num_updates: BTreeMap<usize, usize>,
 }
 
@@ -218,7 +219,7 @@ impl Actions<'_> {
         if is_sent { Action::Send(message) } else { Action::Receive(message) }
     }
 
-    /// Ends the step: updates the units, and sends updated parameters to the ranks that read them.
+    /// Ends the program: adds the updates of the units, unless the passes include updates, and the messages with updated tied parameters.
     fn finish(mut self) -> Vec<Action> {
         let header = self.header;
         if header.asynchronous.is_none() {

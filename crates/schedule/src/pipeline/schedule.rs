@@ -85,10 +85,10 @@ impl Schedule {
         self.num_microbatches * self.num_steps
     }
 
-    /// Returns the lag of the gradient norm in a schedule without drains: an update may clip by the norm of the step that many steps
-    /// earlier. This is the most recent norm that is known without waiting for ranks that are behind. With `P` ranks and `M` microbatches
-    /// per step, a rank's backward passes are at most `P - 1` microbatches behind another rank's, which are `(P - 1) / M` steps. The lag is
-    /// this number rounded up, and at least 1.
+    /// Returns the lag of the gradient norm in a schedule without drains, in steps. An update may clip by the norm of the step that is
+    /// `norm_lag` steps earlier. This is the most recent norm that is known without waiting for ranks that are behind. With `P` ranks and
+    /// `M` microbatches per step, a rank's backward passes are at most `P - 1` microbatches behind another rank's, which are `(P - 1) / M`
+    /// steps. The lag is this number rounded up, and at least 1.
     pub fn norm_lag(num_ranks: usize, microbatches_per_step: usize) -> usize {
         (num_ranks - 1).div_ceil(microbatches_per_step).max(1)
     }

@@ -55,8 +55,9 @@ struct Progress<'a> {
     schedule: &'a Schedule,
     num_microbatches: usize,
     done: Vec<Done>,
-    /// Number of updates, and number of microbatches with a complete backward, by stage.
+    /// Number of updates, by stage.
     num_updates: Vec<usize>,
+    /// Number of microbatches with a complete backward, by stage.
     num_gradients: Vec<usize>,
     /// Number of microbatches whose loss has been computed.
     num_losses: usize,

@@ -4,8 +4,8 @@ use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 
 impl WeightVersions {
-    /// Returns the version that forward of a microbatch reads, which its backward reads, too. A step has `num_microbatches`, and `newest`
-    /// is the version that the stage's last update produced. A version is the number of updates since the last drain.
+    /// Returns the version that forward of a microbatch reads, which its backward reads, too. A step has `num_microbatches` microbatches,
+    /// and `newest` is the version that the stage's last update produced. A version is the number of updates since the last drain.
     pub fn read_by_forward(self, num_microbatches: usize, microbatch: usize, newest: usize) -> usize {
         match self {
             WeightVersions::Drained => 0,

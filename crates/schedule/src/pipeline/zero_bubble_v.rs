@@ -9,7 +9,8 @@ use super::sizes::Sizes;
 /// Bubble, for `M >= 2 P - 1`: none where `F`, `I` and `W` take equal time, counted within each rank from its first pass to its last.
 /// Activations in flight: `2 P` stages on every rank. A stage is half of a rank's layers, so this equals 1F1B's `P`.
 ///
-/// With fewer microbatches, the schedule is that of `2 P - 1` microbatches, without the passes of the missing microbatches.
+/// With fewer microbatches, the rank runs the schedule for `2 P - 1` microbatches, and leaves out the passes of microbatches that do not
+/// exist.
 pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
     let Sizes { num_ranks, num_microbatches, .. } = sizes;
     let mut passes = FoldedRank::new(rank, num_ranks, num_microbatches);
@@ -49,7 +50,7 @@ fn steady(passes: &mut FoldedRank, num_microbatches: usize) {
     }
 }
 
-/// Cool-down. Other ranks wait for the last input halves, so the first of them run before the delayed weight halves.
+/// Cool-down. Other ranks wait for the remaining input halves, so the first `2 * rank` of these run before any delayed weight half.
 fn drain(passes: &mut FoldedRank, rank: usize, num_ranks: usize) {
     for _ in 0..rank {
         passes.backward_input(Chunk::Down);

@@ -1,7 +1,7 @@
 //! Validation of programs before they run.
 //!
-//! Ranks at the same place of a pipeline run one program, made from the choices of rank 0, so each group issues its collectives in one
-//! order. [`validate_data_parallel`] proves the same of programs that may differ.
+//! Data-parallel ranks that run copies of one program issue their collectives in one order. [`validate_data_parallel`] checks this for
+//! programs that may differ.
 
 mod pipeline;
 mod state;

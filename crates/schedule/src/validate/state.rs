@@ -22,7 +22,7 @@ enum Activations {
 }
 
 impl Activations {
-    /// Whether the gradient of the unit's input has been computed.
+    /// Returns whether the gradient of the unit's input has been computed.
     fn are_differentiated(self) -> bool {
         matches!(self, Activations::Halved | Activations::Freed)
     }
@@ -50,8 +50,9 @@ struct Unit {
     has_unreduced: bool,
     /// Whether the full gradient has been gathered from its shards.
     has_gathered_grad: bool,
-    /// Steps whose gradient has been reduced, and steps whose update is done.
+    /// Steps whose gradient has been reduced.
     num_reduced: usize,
+    /// Steps whose update is done.
     num_stepped: usize,
     /// Versions of the parameters that are stashed, the oldest first, as the number of updates that produced them.
     stashed: VecDeque<usize>,
@@ -107,9 +108,11 @@ pub(super) struct State<'a> {
     header: &'a ProgramHeader,
     microbatches_per_step: usize,
     units: Vec<Unit>,
+    /// The state of parameters at the start and at the end of the program.
     at_rest: Parameters,
     /// Whether gradients must be gathered for updates: they are sharded, but each rank updates all parameters.
     gathers_grads: bool,
+    /// State that is evicted at this point of the program.
     away: BTreeSet<StateKey>,
     exchanged: MessageLog,
     /// The tie of two units, if it concerns this rank.
@@ -184,7 +187,7 @@ impl<'a> State<'a> {
         if is_over { Err(ActionFault::TooManyInFlight { in_flight, bound }) } else { Ok(()) }
     }
 
-    /// Whether the unit exists and is on this rank.
+    /// Returns whether the unit exists and is on this rank.
     fn holds(&self, unit: usize) -> bool {
         self.units.get(unit).is_some_and(|unit| unit.is_held)
     }
@@ -217,7 +220,7 @@ impl<'a> State<'a> {
         }
     }
 
-    /// Whether a unit on another rank than the owner reads the owner's parameters.
+    /// Returns whether a unit on another rank than the owner reads the owner's parameters.
     fn has_tie(&self, owner: usize) -> bool {
         self.tie.as_ref().is_some_and(|tie| tie.is_across && tie.owner == owner)
     }
@@ -230,7 +233,7 @@ impl<'a> State<'a> {
         self.units[unit].activations[microbatch]
     }
 
-    /// Whether an action has had its effect already.
+    /// Returns whether an action has had its effect already.
     pub(super) fn is_done(&self, action: Action) -> bool {
         let unit = &self.units[action.unit()];
         match action {
@@ -338,7 +341,8 @@ impl<'a> State<'a> {
         needed.find(|&message| self.is_here(message) && !self.is_done(message))
     }
 
-    /// Returns a missing message, or an action that is missing because it would restore the state of the start.
+    /// Returns a missing message, or else the first action that is missing at the end: an eviction of state, an `UNSTASH`, or the gather or
+    /// free that returns parameters to their initial state.
     pub(super) fn left_over(&self) -> Option<Action> {
         if let Some(unsent) = self.unsent() {
             return Some(unsent);

@@ -12,7 +12,7 @@ use interpreter::*;
 use matrix::programs_of;
 use proptest::prelude::*;
 
-/// Returns the canonical order as text, evaluated from its terms.
+/// Returns the canonical order as a text with parentheses, by running its stack program.
 fn order_as_text(world_size: usize) -> String {
     let mut stack: Vec<String> = Vec::new();
     for term in canonical_terms(world_size) {

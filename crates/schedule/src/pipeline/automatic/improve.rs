@@ -1,6 +1,6 @@
-//! Local search that shortens a schedule by moving passes on its critical path. Only these passes matter, and of these only their order
-//! within a block that one rank runs without a gap (van Laarhoven, Aarts and Lenstra, "Job shop scheduling by simulated annealing", 1992;
-//! here only improvements are accepted, so the search ends).
+//! Local search that shortens a schedule by moving passes on its critical path. A move can help only if it changes the order of passes
+//! within a block: consecutive passes of the critical path that one rank runs without a gap (van Laarhoven, Aarts and Lenstra, "Job shop
+//! scheduling by simulated annealing", 1992; here only improvements are accepted, so the search ends).
 
 use crate::pipeline::clock::{Clock, needs};
 use crate::pipeline::costs::Costs;
@@ -10,7 +10,7 @@ use crate::pipeline::timeline::Span;
 use crate::pipeline::validate::check_activations;
 use std::ops::RangeInclusive;
 
-/// Maximum number of passes that are timed over all tried moves: a fraction of a second.
+/// Maximum number of passes that are timed over all tried moves. Timing them takes a fraction of a second.
 const PASSES_TIMED_MAX: usize = 1 << 23;
 
 /// The score of a schedule, lower is better: the makespan, then the sum of the ranks' ends, which guides the search where the makespan does
@@ -163,7 +163,8 @@ fn critical_blocks(
     }
 }
 
-/// Returns the index of a pass among the passes of its rank, if it ends at `time`. In these passes, backward is split into halves.
+/// Returns the index of `pass` among the passes of its rank, if it ends at `time`. The passes contain no full backward, so for a full
+/// backward the function looks for its input half.
 fn ended_at(passes: &[Pass], spans: &[Span], pass: Pass, time: u64) -> Option<usize> {
     let made = match pass.kind {
         PassKind::Backward => Pass { kind: PassKind::BackwardInput, ..pass },

@@ -14,12 +14,13 @@ pub(super) struct Rule {
     is_forward_first: bool,
     /// Maximum part of a weight half that may overrun the time at which another pass is known to be ready, in percent.
     overrun_percent: u64,
-    /// Part of the memory beyond one microbatch that is used, in percent.
+    /// Part of the memory beyond one microbatch that a rank may use, in percent.
     memory_percent: u64,
 }
 
 impl Rule {
-    /// Returns the rules to try, in groups that differ only in memory, the least memory first. No rule is best for all costs.
+    /// Returns the rules to try, in groups. The rules of a group differ only in memory, the least memory first. No rule is best for all
+    /// costs.
     pub(super) fn groups() -> impl Iterator<Item = [Rule; 3]> {
         [false, true].into_iter().flat_map(|is_forward_first| {
             [0, 50, 100].into_iter().map(move |overrun_percent| {
@@ -90,12 +91,14 @@ struct Search<'a> {
     num_microbatches: usize,
     rule: Rule,
     ranks: Vec<Rank>,
-    /// Next microbatch of forward and of backward, by stage.
+    /// Next microbatch of forward, by stage.
     num_forward: Vec<usize>,
+    /// Next microbatch of backward, by stage.
     num_backward: Vec<usize>,
-    /// Times at which the input and the gradient of the output are available, by stage and microbatch. Each stage has one more element than
-    /// there are microbatches, for a microbatch that is never available.
+    /// Time at which the input is available, by stage and microbatch. Each stage has one more element than there are microbatches, for a
+    /// microbatch that is never available.
     input_at: Vec<u64>,
+    /// Time at which the gradient of the output is available, indexed as `input_at`.
     gradient_at: Vec<u64>,
     /// Times at which a rank may be able to begin a pass.
     wakes: BinaryHeap<Reverse<(u64, usize)>>,
@@ -166,7 +169,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the time and the stage of the rank's next forward to become ready among those that fit its memory. Of equal times, the
-    /// highest stage is first. Notes if a forward lacks memory.
+    /// highest stage is first. Sets `lacked_room` if a forward has to wait for memory.
     fn next_forward(&mut self, rank: usize) -> (u64, usize) {
         let mut first = (UNKNOWN, 0);
         for &stage in self.ranks[rank].stages.iter().rev() {
@@ -184,8 +187,8 @@ impl<'a> Search<'a> {
         first
     }
 
-    /// Returns whether memory for the oldest microbatch that some stages of the rank have not begun is left after a forward pass.
-    /// Microbatches before it can finish with the memory that they hold.
+    /// Returns whether forward of `microbatch` on `stage` leaves enough memory for the oldest microbatch that some stages of the rank have
+    /// not begun. Earlier microbatches can finish with the memory that they hold.
     fn has_room(&self, rank: usize, stage: usize, microbatch: usize) -> bool {
         let Rank { stages, bound, held, .. } = &self.ranks[rank];
         let activation = |&stage: &usize| self.costs.stages()[stage].activation;

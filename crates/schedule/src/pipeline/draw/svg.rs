@@ -77,6 +77,7 @@ const HATCH: &str = "<pattern id=\"idle\" width=\"6\" height=\"6\" patternUnits=
 struct Painter<'a> {
     schedule: &'a Schedule,
     timeline: &'a Timeline,
+    /// Index of each stage among the stages of its rank.
     turns: Vec<usize>,
     num_turns: usize,
     pixels_per_tick: f64,

@@ -6,7 +6,7 @@ fn parse(text: &str) -> Schedule {
     text.parse().unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Returns the error of a schedule of two stages, and its place.
+/// Returns the error of an invalid schedule, and the error's place as a rank and the index of a pass.
 fn fault(text: &str) -> (String, Option<(usize, usize)>) {
     let schedule = parse(text);
     let costs = Costs::equal(schedule.num_stages(), EQUAL).expect("possible costs");

@@ -28,7 +28,7 @@ fn one_less(number: usize) -> u64 {
     number as u64 - 1
 }
 
-/// Whether lost time divided by ideal time is exactly `numerator / denominator`.
+/// Returns whether lost time divided by ideal time is exactly `numerator / denominator`.
 fn is_fraction(bubble: LostTime, numerator: u64, denominator: u64) -> bool {
     bubble.ticks * denominator == numerator * bubble.ideal_ticks
 }

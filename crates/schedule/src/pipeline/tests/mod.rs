@@ -31,7 +31,7 @@ fn validated(kind: Kind, sizes: Sizes, stage: StageCosts) -> (Schedule, Timeline
     (schedule, timeline)
 }
 
-/// Whether each stage completes its gradients in microbatch order, and the last stage its losses.
+/// Returns whether each stage completes its gradients in microbatch order, and the last stage its losses.
 fn sums_are_in_order(schedule: &Schedule) -> bool {
     let microbatches_of = |stage: usize, kind: PassKind| {
         let passes = schedule.ranks[schedule.stage_ranks[stage]].iter();

@@ -22,7 +22,8 @@ fn lowered(kind: Kind, num_ranks: usize, stages_per_rank: usize, num_microbatche
     tied(kind, num_ranks, stages_per_rank, num_microbatches, None)
 }
 
-/// Like [`lowered`]; the last unit may read the parameters of the first, and send its contribution to their gradient once per step.
+/// Like [`lowered`], but the last unit reads the parameters of the first if `tie` is `Some`. The value of `tie` states whether the last
+/// unit sends its contribution to their gradient once per step.
 fn tied(
     kind: Kind,
     num_ranks: usize,
@@ -255,7 +256,7 @@ proptest! {
             let (left, most) = program.actions.iter().fold((0, 0), count);
             prop_assert_eq!(left, 0);
             // `versions_kept` counts all versions from the newest one to the oldest one that is read. Versions between these that no pass
-            // reads are not stashed. There are none if the pipeline is full for long enough.
+            // reads are not stashed. No such version exists if the pipeline is full for long enough.
             let stated = schedule.versions_kept()[rank];
             prop_assert!(most < stated, "{} versions in addition to the newest one, where {} are stated", most, stated);
             prop_assert!(most + 1 == stated || steps <= 2 * num_ranks);
