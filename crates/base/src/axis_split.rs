@@ -97,7 +97,11 @@ impl AxisSplit {
     /// # Panics
     /// If the split has several groups, or granules of more than one element.
     pub fn padded(self) -> Self {
-        assert_eq!((self.num_groups, self.granule), (1, 1), "what is filled up is cut anywhere");
+        assert_eq!(
+            (self.num_groups, self.granule),
+            (1, 1),
+            "a padded split has one group and granules of one element"
+        );
         AxisSplit { is_padded: true, ..self }
     }
 
@@ -125,7 +129,7 @@ impl AxisSplit {
     /// # Panics
     /// If `place.degree` ranks cannot split the dim.
     pub fn segments(self, len: usize, place: AxisRank) -> impl Iterator<Item = Segment> + Clone {
-        let num_holders = self.num_holders(len, place.degree).expect("the dim was checked to be cut");
+        let num_holders = self.num_holders(len, place.degree).expect("the split was checked");
         let group_len = len / self.num_groups;
         let part = group_len.div_ceil(place.degree / num_holders);
         let first = (place.rank / num_holders * part).min(group_len);
@@ -141,7 +145,7 @@ impl AxisSplit {
     /// # Panics
     /// If `degree` ranks cannot split the dim.
     pub fn part_len(self, len: usize, degree: usize) -> usize {
-        let num_holders = self.num_holders(len, degree).expect("the dim was checked to be cut");
+        let num_holders = self.num_holders(len, degree).expect("the split was checked");
         self.num_groups * (len / self.num_groups).div_ceil(degree / num_holders)
     }
 

@@ -136,7 +136,7 @@ impl EventCompleter {
 
 impl fmt::Debug for EventCompleter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Latch({:?})", self.lock().outcome)
+        write!(f, "EventCompleter({:?})", self.lock().outcome)
     }
 }
 
@@ -182,7 +182,7 @@ impl<B> Pending<B> {
     /// If the device or group failed.
     pub fn wait(self) -> B {
         self.event().wait();
-        self.try_take().unwrap_or_else(|_| panic!("a device gives memory back before the event"))
+        self.try_take().unwrap_or_else(|_| panic!("a device releases memory before the event"))
     }
 
     /// Blocks until no device or group uses the memory, and returns a reference to it.
@@ -192,7 +192,7 @@ impl<B> Pending<B> {
     pub fn wait_mut(&mut self) -> &mut B {
         if let State::InUse(place, event) = &self.0 {
             event.wait();
-            self.0 = State::Available(taken(place).expect("a device gives memory back before the event"));
+            self.0 = State::Available(taken(place).expect("a device releases memory before the event"));
         }
         self.get_mut().expect("it was waited for")
     }

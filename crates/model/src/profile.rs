@@ -345,7 +345,7 @@ impl Profiler<'_> {
             backward_peak: backward_peak - base_of_backward,
             forward_cost,
             backward_cost,
-            recompute_cost: recompute_cost,
+            recompute_cost,
             ..halves
         };
         let found = UnitProfile {

@@ -42,7 +42,7 @@ pub enum ParallelError {
     )]
     UnevenRanksPerHost { replica: usize, ranks: Vec<usize> },
     #[error(
-        "replica {replica} lies on {num_hosts} hosts, but replica 0 on {expected}, and ZeRO++ needs all to be spread alike"
+        "replica {replica} is on {num_hosts} hosts, but replica 0 on {expected}, and ZeRO++ needs all to be spread alike"
     )]
     DifferentHostCounts { replica: usize, num_hosts: usize, expected: usize },
     #[error(
@@ -52,7 +52,7 @@ pub enum ParallelError {
     QuantizedLoadCounts { parameter: String },
     /// A rank has no batch to evaluate, but ranks with other experts wait for its tokens.
     #[error(
-        "a rank without a batch cannot run a model whose experts lie on several ranks; give it any batch, and leave out its losses"
+        "a rank without a batch cannot run a model whose experts are on several ranks; give it any batch, and leave out its losses"
     )]
     NoBatch,
     #[error("the program runs {expected} microbatches, but only {found} were given")]
