@@ -40,7 +40,7 @@ enum Progress {
     Open(Option<Buffer<Untyped>>),
     Issued(Work<Buffer<Untyped>>),
     Ended(Result<Buffer<Untyped>, CommError>),
-    /// A empty value while the state changes, and the last state of a failed batch.
+    /// The state while it is being replaced, and the last state of a failed batch.
     Spent,
 }
 

@@ -44,8 +44,9 @@ impl Secret {
 
     /// Reads a secret from a text file that only its owner may access.
     ///
-    /// # Errors [`CommError::SecretFile`] if the file cannot be read, is too long, or others may access it; [`CommError::SecretUnfit`] as
-    /// for [`Secret::new`].
+    /// # Errors
+    /// [`CommError::SecretFile`] if the file cannot be read, is too long, or others may access it; [`CommError::SecretUnfit`] as for
+    /// [`Secret::new`].
     pub fn read(path: &Path) -> Result<Self, CommError> {
         // The line may end with a line feed.
         let text = read_private(path, Self::BYTES_MAX + 1)

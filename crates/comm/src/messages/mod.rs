@@ -45,7 +45,7 @@ struct State {
     submitted: VecDeque<PendingMessage>,
     slots: Slab<Slot>,
     num_pending: usize,
-    /// Per rank: number of messages sent to it and received from it.
+    /// For each peer: number of messages issued to it and from it, indexed by [`Direction`].
     num_issued: Vec<[u64; 2]>,
     /// Number of threads that wait for a message. One of them runs the message engine.
     num_waiting: usize,

@@ -40,7 +40,7 @@ pub(super) struct AcceptedPeer<I> {
     pub(super) key: Key,
 }
 
-/// A connection that may be refused.
+/// An accepted connection, with the address of its peer if that is an IP address.
 struct PeerConnection {
     socket: OwnedFd,
     address: Option<SocketAddr>,
@@ -78,7 +78,7 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
         })
     }
 
-    /// Returns the next authenticated peer without an `objection`, or `None` at the deadline.
+    /// Returns the next authenticated peer for which `objection` returns no reason to refuse it, or `None` at the deadline.
     pub(super) fn next(
         &mut self,
         deadline: Instant,

@@ -2,7 +2,7 @@
 use trireme_base::{Bf16, F16, ReduceOp};
 use trireme_comm::Element;
 
-/// The reduction in the documented order, by plain recursion.
+/// The reduction in the canonical order of `trireme_schedule::collective`, by plain recursion.
 pub(crate) fn oracle<T: Copy>(values: &[T], combine: &impl Fn(T, T) -> T) -> T {
     let num_leaves = 1 << values.len().ilog2();
     let extra = values.len() - num_leaves;
