@@ -189,7 +189,7 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
         Ok(())
     }
 
-    /// Continues all handshakes. Finished ones are authenticated or refused.
+    /// Continues all handshakes. When a handshake has finished, its peer is authenticated or refused.
     fn continue_handshakes(&mut self) {
         for mut pending in std::mem::take(&mut self.pending_handshakes) {
             match pending.continue_handshake() {

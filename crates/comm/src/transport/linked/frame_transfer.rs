@@ -51,7 +51,7 @@ pub(crate) struct Incoming {
     is_buffered: bool,
     /// Number of payload bytes that were written to `place`.
     num_placed: usize,
-    /// Number of payload bytes after those that are still in the separate buffer.
+    /// Number of the following payload bytes, which are still in the separate buffer.
     num_pending: usize,
     trailer: Option<Trailer>,
 }

@@ -4,7 +4,7 @@
 /// need not be read.
 const STREAM_BYTES_MIN: usize = 8 << 20;
 
-/// Copies bytes. If no cache holds the target, a copy costs three memory accesses per byte, or two from 8 MiB on.
+/// Copies bytes. If no cache holds the target, a copy of less than 8 MiB costs three memory accesses per byte, a longer one two.
 ///
 /// # Safety
 /// As [`std::ptr::copy_nonoverlapping`].
