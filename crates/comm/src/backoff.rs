@@ -30,7 +30,7 @@ impl Backoff {
         Backoff { num_polls: NUM_POLLS_MAX, num_tries: 0 }
     }
 
-    /// Polls `has_come` for a while, and returns whether it was true. `has_nothing_else` says whether this rank has no computation to do
+    /// Polls `has_arrived` for a while, and returns whether it was true. `has_nothing_else` says whether this rank has no computation to do
     /// meanwhile.
     pub(crate) fn poll(&mut self, has_nothing_else: bool, mut has_arrived: impl FnMut() -> bool) -> bool {
         let num_polls =

@@ -75,7 +75,8 @@ pub(crate) enum Payload {
 pub(crate) enum BlockLens {
     /// Lengths to each rank, and from each rank. Blocks go directly to their receivers.
     Own([Vec<usize>; 2]),
-    /// A matrix in row-major order, a row per sender and a column per receiver. Blocks are routed by hosts.
+    /// Lengths between all ranks: a matrix in row-major order, with a row per sender and a column per receiver. A block for another host
+    /// goes through a rank of the sender's host.
     All(Arc<[usize]>),
 }
 

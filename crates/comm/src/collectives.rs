@@ -99,7 +99,7 @@ impl Group {
         self.in_place(CollectiveKind::Gather.with_root(root, buffer.len()), None, buffer)
     }
 
-    /// Concatenates the inputs of all ranks, which have one length, in the root's output. The other ranks pass empty outputs.
+    /// Concatenates the inputs of all ranks, which have equal lengths, in the root's output. The other ranks pass empty outputs.
     pub fn gather_into<T: Content>(
         &self,
         input: Buffer<T>,
@@ -115,7 +115,7 @@ impl Group {
         self.in_place(CollectiveKind::Scatter.with_root(root, buffer.len()), None, buffer)
     }
 
-    /// Writes this rank's block of the root's input to the output. All blocks have one length. The other ranks pass empty inputs.
+    /// Writes this rank's block of the root's input to the output. All blocks have equal lengths. The other ranks pass empty inputs.
     pub fn scatter_into<T: Content>(
         &self,
         input: Buffer<T>,

@@ -4,14 +4,14 @@
 //! and keepalive (see `rendezvous`) ends the connections to a dead host.
 //!
 //! # Late or stuck
-//! Work of any kind [beats](trireme_base::Heartbeat) the rank's heartbeat: lines of its program, operations, messages, bytes that move, and
-//! long work outside of the group by [`Group::heartbeat`](crate::Group::heartbeat). A rank that waits for longer than [`stall`] asks the
-//! missing ranks for the age of their last beat. It fails if a missing rank has been silent for the timeout, or if all ranks have reached
-//! the operation and none of them makes progress ([`Control::timed_out_peers`]). Messages follow the same rule
+//! Each rank has a [heartbeat](trireme_base::Heartbeat), which records every sign of progress: a line of its program, an operation, a
+//! message, bytes that move, and, by [`Group::heartbeat`](crate::Group::heartbeat), long work outside of the group. A rank that waits for
+//! longer than [`stall`] asks the missing ranks for the age of their last beat. It fails if a missing rank has been silent for the timeout,
+//! or if all ranks have reached the operation and none of them makes progress ([`Control::timed_out_peers`]). Messages follow the same rule
 //! (`messages/message_engine.rs`).
 //!
-//! A waiting rank adopts the progress of the rank that it waits for, so a chain of ranks waits as long as its last rank works. Ages are
-//! rounded up and counted from the request, so they only grow on the way: ranks that wait in a circle still time out.
+//! A waiting rank adopts the progress of the rank that it waits for, so a chain of ranks waits as long as its last rank works. An age is
+//! counted from the request and rounded up, so it only grows from rank to rank: ranks that wait in a circle still time out.
 
 mod peer;
 
@@ -180,7 +180,7 @@ impl Control {
         self.recorder.recorder.heartbeat().beat_at(now);
     }
 
-    /// Asks the ranks from which messages are awaited for their progress.
+    /// Sends the progress requests that the message engine has recorded, except to peers that have not answered the last one.
     fn ask(&mut self, sequence: u64) {
         for rank in self.recorder.take_progress_requests() {
             let peer = &mut self.peers[rank.0];

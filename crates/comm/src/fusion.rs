@@ -8,8 +8,8 @@ use trireme_base::{DType, Pending, ReduceOp};
 ///
 /// A batch is issued when the next vector would exceed `len_max` elements, before a vector that is reduced alone, when one of its vectors
 /// is waited for, or by [`flush`](Fusion::flush). Batching does not depend on time, so ranks that issue and wait for the same vectors in
-/// the same order form the same batches, and no vector waits for one that never comes. Each element is reduced as it would be alone: under
-/// [`keeps_order`](crate::GroupOptions::keeps_order), the bits are the same as without fusion.
+/// the same order form the same batches, and no batch waits for a vector that is never issued. Each element is reduced as it would be
+/// alone: under [`keeps_order`](crate::GroupOptions::keeps_order), the bits are the same as without fusion.
 ///
 /// Fusion copies each vector into the batch and back. Vectors longer than half of `len_max` are reduced alone. Repeated use allocates
 /// nothing.
@@ -23,7 +23,7 @@ pub struct Fusion {
 
 struct State {
     open: Arc<Mutex<Batch>>,
-    /// Empty batches for reuse: reserved ones, and those whose owners have all fetched their vectors.
+    /// Empty batches for reuse: reserved batches, and batches whose owners have all fetched their vectors.
     free: Vec<Arc<Mutex<Batch>>>,
     spare: Vec<Buffer<Untyped>>,
 }
@@ -40,7 +40,7 @@ enum Progress {
     Open(Option<Buffer<Untyped>>),
     Issued(Work<Buffer<Untyped>>),
     Ended(Result<Buffer<Untyped>, CommError>),
-    /// An empty value while the state changes, and the last state of a failed batch.
+    /// The state while it is being replaced, and the last state of a failed batch.
     Spent,
 }
 

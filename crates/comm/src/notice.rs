@@ -17,9 +17,9 @@ pub(crate) enum NoticeKind {
     Waiting { operation: Operation },
     /// The sender's place in its program, after a failure; `None` before its first operation. Further notices may follow.
     Place(Option<ReportedPlace>),
-    /// The sender has not reached an operation that others wait in, because its thread waits here, in another group.
+    /// The sender has not reached an operation in which others wait, because its thread is blocked at this place, in another group.
     Blocked(ReportedPlace),
-    /// The sender waits for a message from the receiver and asks for the receiver's progress.
+    /// The sender waits until the receiver sends or receives a message, and asks for the receiver's progress.
     ProgressRequest,
     /// Milliseconds since the sender, or a rank that it waits for, last made progress.
     Progress { milliseconds: u64 },
@@ -40,9 +40,9 @@ pub(crate) enum NoticeKind {
 const WORDS: usize = 17;
 
 /// Bytes of a notice on the wire: 17 little-endian words. Words 0 and 1 are the tag and the sequence. A mismatch has its sequence in word
-/// 2, the ranks in 3 and 4, and the operations in 5 to 8. A lost or departed rank is in word 3, the operation of `JoinProgress` in 5 and 6,
-/// the milliseconds of `Progress` in 4. A place has its sequence in word 2, state, direction and peer in 3, milliseconds in 4, the
-/// operation in 5 and 6, the program line in 7 to 13, and the group in 14 to 16.
+/// 2, the ranks in 3 and 4, and the operations in 5 to 8. A lost or departed rank is in word 3, the operation of `Waiting` in 5 and 6, the
+/// milliseconds of `Progress` in 4. A place has its sequence in word 2, state, direction and peer in 3, milliseconds in 4, the operation in
+/// 5 and 6, the program line in 7 to 13, and the group in 14 to 16.
 pub(crate) const NOTICE_BYTES: usize = 8 * WORDS;
 
 const STATES: [OperationState; 4] =

@@ -11,8 +11,8 @@ use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 
 /// Reports that this rank failed, and why, to the ranks that join a world with these options, so that they do not wait for it. The ranks in
-/// `told` know already. If the job name is empty, because it could not be read, ranks of every job with the same secret accept the report.
-/// Best effort; takes at most 10 s.
+/// `informed` know already. If the job name is empty, because it could not be read, ranks of every job with the same secret accept the
+/// report. Best effort; takes at most 10 s.
 pub fn report_failure(options: &JoinOptions, reason: &str, informed: &[Rank]) {
     if options.world_size > 1 && rendezvous::check_options(options).is_ok() {
         rendezvous::report_failure(options, reason, informed);
@@ -28,14 +28,14 @@ pub fn single() -> Group {
 /// Creates a world whose ranks are threads of this process. Returns one group per rank, in rank order.
 ///
 /// # Panics
-/// If `world_size` is 0, the options are out of bounds, or the process has no more file descriptors (three per pair of ranks, plus one per
+/// If `world_size` is 0, the options are out of bounds, or the process has no more file descriptors (six per pair of ranks, plus two per
 /// rank) or threads.
 pub fn inproc_world_with(world_size: usize, options: &GroupOptions) -> Vec<Group> {
     inproc_world_on(&vec![0; world_size], options)
 }
 
-/// Like [`inproc_world_with`], with rank `r` assigned to host `hosts[r]`, for the choice of algorithms and groups. Host numbers are
-/// arbitrary.
+/// Like [`inproc_world_with`], with rank `r` assigned to host `hosts[r]`. The assignment affects only [`Group::hosts`] and the choice and
+/// steps of algorithms. Host numbers are arbitrary.
 ///
 /// # Panics
 /// As [`inproc_world_with`].

@@ -94,7 +94,7 @@ fn a_process_that_mpirun_has_not_started_fails_with_a_hint() {
     assert!(words[0].contains("this process is rank 0 of 1 in MPI, but rank 1 of 2 in the job"), "{words:?}");
 }
 
-/// The body of a started process. In the process that cargo started, does nothing.
+/// The body of a process that these tests start. Does nothing in the process that cargo started.
 #[test]
 fn worker() {
     let Ok(task) = std::env::var(WORKER) else { return };

@@ -154,7 +154,7 @@ impl Group {
         self.dry.as_ref().expect("dry groups keep journals").journal.get_or_init(|| journal.clone());
     }
 
-    /// Turns this group into the dry group of the given ranks. It keeps the memory and the options.
+    /// Turns this group into a dry group with the given rank, hosts and transport. Keeps the memory and the options.
     fn dry_part(self, rank: Rank, hosts: Hosts, transport: TransportKind, dry: Dry) -> Group {
         let world_size = hosts.world_size();
         let transport = if world_size == 1 { TransportKind::Single } else { transport };

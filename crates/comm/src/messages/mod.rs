@@ -45,7 +45,7 @@ struct State {
     submitted: VecDeque<PendingMessage>,
     slots: Slab<Slot>,
     num_pending: usize,
-    /// Per rank: number of messages sent to it and received from it.
+    /// For each peer: number of messages issued to it and from it, indexed by [`Direction`].
     num_issued: Vec<[u64; 2]>,
     /// Number of threads that wait for a message. One of them runs the message engine.
     num_waiting: usize,
@@ -308,7 +308,7 @@ impl MessageTicket {
     }
 
     fn slot(&self) -> usize {
-        self.slot.expect("a receipt with a callback is gone")
+        self.slot.expect("a ticket with a callback is gone")
     }
 
     /// Calls `callback` with the result, on the thread that moves the message and with the state locked, so it must not use the group.
@@ -323,7 +323,7 @@ impl MessageTicket {
             return;
         }
         let Slot::Ended(result) = std::mem::replace(slot, Slot::Taken) else {
-            unreachable!("a message that has its receipt is pending, or has ended")
+            unreachable!("a message that has its ticket is pending, or has ended")
         };
         drop(state);
         callback(result);

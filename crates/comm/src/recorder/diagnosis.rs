@@ -42,7 +42,7 @@ pub enum Source {
     Own,
     /// The rank's own report from before the failure. The rank has not reported since.
     Earlier,
-    /// A notice of the rank to another rank.
+    /// A notice that the rank sent to another rank.
     Told,
     /// No source: the place is unknown.
     Nothing,
@@ -150,7 +150,8 @@ fn first_failure(report: &RankReport) -> Option<&super::FailureReport> {
     failures.min_by(|one, other| one.at.total_cmp(&other.at))
 }
 
-/// The ranks that a rank waits for at a place: those its own failure names, else those known not to have begun that operation.
+/// Returns the ranks that the rank at `place` waits for: the ranks that the failure of its group names, or the peer of its message, or else
+/// the ranks whose reports show that they have not issued its operation.
 fn waits_for(place: &Place, own: Option<&RankReport>, reports: &[&RankReport]) -> Vec<usize> {
     let Some(operation) = place.operation.as_ref().filter(|operation| is_waiting(operation)) else {
         return Vec::new();
@@ -207,7 +208,8 @@ fn group_sequences<'a>(reports: &[&'a RankReport]) -> BTreeMap<GroupKey<'a>, Seq
     groups
 }
 
-/// The first difference between operations, or, if `of_operations` is false, between the program lines of equal operations.
+/// Returns the first position at which operations differ, or, if `compares_operations` is false, at which the program lines of equal
+/// operations differ.
 fn first_disagreement(
     groups: &BTreeMap<GroupKey<'_>, Sequences<'_>>,
     compares_operations: bool,
@@ -235,8 +237,8 @@ fn ranks_with_unlike_operations<'a>(
     ranks.values().any(|(operation, _)| operation != first).then(|| ranks.clone())
 }
 
-/// The ranks to compare, if program lines that should be equal differ: all ranks if the lines are of different programs, else the ranks of
-/// the program in which they differ.
+/// Returns the ranks to compare if program lines that should be equal differ: all ranks if the lines belong to different programs, or else
+/// the ranks of the program whose lines differ.
 fn ranks_with_unlike_lines<'a>(
     ranks: &BTreeMap<usize, IssuedAt<'a>>,
 ) -> Option<BTreeMap<usize, IssuedAt<'a>>> {

@@ -114,8 +114,8 @@ impl GroupRecorder {
         *known = (*known).max(Some(at));
     }
 
-    /// Time since `member` last made progress, counted from `since` at the earliest. Passes its progress on as this rank's own, for ranks
-    /// that wait for this one.
+    /// Time since `member` last made progress, counted from `since` at the earliest. Also records the member's progress as this rank's own,
+    /// for ranks that wait for this one.
     pub(crate) fn time_since_progress(&self, member: Rank, since: Instant) -> Duration {
         let progress = self.log.lock().progress[member.0];
         if let Some(at) = progress {

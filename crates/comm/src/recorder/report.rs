@@ -162,7 +162,7 @@ impl RankReport {
 }
 
 impl OperationReport {
-    /// Rank of the state by significance. The lowest is the most significant.
+    /// Significance of the state: 0 is the most significant.
     fn precedence(&self) -> u8 {
         match self.state {
             OperationState::Failed => 0,
@@ -172,8 +172,8 @@ impl OperationReport {
         }
     }
 
-    /// Order among operations in the same state; the lowest counts. It selects the earliest failed or pending operation and the latest
-    /// completed one.
+    /// Sort key among operations in the same state. The lowest key is chosen: it belongs to the earliest failed or pending operation, or to
+    /// the latest completed one.
     fn urgency(&self) -> f64 {
         match self.state {
             OperationState::Failed => self.ended.unwrap_or(self.queued),

@@ -40,7 +40,7 @@ pub(super) struct AcceptedPeer<I> {
     pub(super) key: Key,
 }
 
-/// A connection that may be refused.
+/// An accepted connection, with the address of its peer if that is an IP address.
 struct PeerConnection {
     socket: OwnedFd,
     address: Option<SocketAddr>,
@@ -78,7 +78,7 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
         })
     }
 
-    /// Returns the next authenticated peer without an `objection`, or `None` at the deadline.
+    /// Returns the next authenticated peer for which `objection` returns no reason to refuse it, or `None` at the deadline.
     pub(super) fn next(
         &mut self,
         deadline: Instant,
@@ -189,7 +189,7 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
         Ok(())
     }
 
-    /// Continues all handshakes. Finished ones are authenticated or refused.
+    /// Continues all handshakes. When a handshake has finished, its peer is authenticated or refused.
     fn continue_handshakes(&mut self) {
         for mut pending in std::mem::take(&mut self.pending_handshakes) {
             match pending.continue_handshake() {

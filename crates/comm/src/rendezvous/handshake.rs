@@ -2,7 +2,7 @@
 //!
 //! 1. The connecting side sends an introduction, which says who it is, and a nonce.
 //! 2. The accepting side answers with a nonce of its own, the challenge.
-//! 3. The connecting side sends its proof: a tag of all bytes exchanged so far, which only the key can make.
+//! 3. The connecting side sends its proof: a tag of all bytes exchanged so far, which can be computed only with the key.
 //! 4. The accepting side sends a welcome with another such tag, or refuses the connection with a reason.
 //!
 //! The nonces make every handshake unique, so a recorded proof fits no other handshake. The two proofs have different purposes, so neither

@@ -86,7 +86,7 @@ mod tests {
     use crate::secret::random_bytes;
     use rustix::net::{bind, listen, socket};
 
-    /// A full queue of connections to a process that accepts none, like a stopped one.
+    /// Simulates a stopped process, which accepts no connections: its queue of connections is full.
     #[test]
     fn a_local_socket_that_does_not_accept_times_out() {
         let socket_id = u64::from_ne_bytes(random_bytes().unwrap());

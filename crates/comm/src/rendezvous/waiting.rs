@@ -1,4 +1,4 @@
-//! Reports to the user which ranks or names are waited for while a world joins.
+//! Reports to the user, while a world joins, for which ranks or host names this rank waits.
 
 use crate::LineListener;
 use std::cell::Cell;

@@ -148,7 +148,7 @@ pub(super) fn report_failure_to_joining(
         let refuse = |hello: &Hello| {
             // A rank 0 that could not read its job name notifies ranks of any job.
             let objection = if options.job.is_empty() { None } else { hello.objection(options) };
-            // A failed rank has a reason of its own.
+            // A failed rank ends with a failure of its own, and so need not receive this one.
             if objection.is_none() || hello.has_failed() {
                 told.insert(hello.rank as usize);
             }

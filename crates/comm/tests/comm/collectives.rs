@@ -7,7 +7,7 @@ use trireme_base::{Bf16, F16, Rank, ReduceOp};
 use trireme_comm::{CONTROL_BYTES_MAX, Element, Group, GroupOptions, TransportKind, Work, single};
 use trireme_schedule::collective::FlatAlgorithm;
 
-/// Lengths around short_bytes_max (16 f32, 32 f16), a piece (twice that), cache lines and the shares of four ranks.
+/// Lengths around short_bytes_max (16 f32, 32 f16), a chunk (twice that), cache lines and the shares of four ranks.
 const LENGTHS: [usize; 14] = [0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 64, 100, 1000, 4099];
 fn bits<T: Element>(values: &[T]) -> &[u8] {
     bytemuck::cast_slice(values)

@@ -238,8 +238,8 @@ fn ranks_that_wait_for_each_other_in_different_groups_fail_long_before_the_deadl
     }
 }
 
-/// Groups of the rows of a mesh have one name. Rank 2 waits in its row's group for a slow rank 3, which must not make rank 0 stop waiting
-/// for rank 2 in the world.
+/// The groups of a mesh's rows have the same name. Rank 2 waits in its row's group for a slow rank 3, which must not make rank 0 stop
+/// waiting for rank 2 in the world.
 #[test]
 fn groups_of_one_name_without_a_common_rank_are_no_deadlock() {
     let (sender, has_waited) = std::sync::mpsc::channel();

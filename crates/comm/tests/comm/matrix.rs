@@ -6,7 +6,7 @@ use crate::support::{TRANSPORTS, on_hosts, on_ranks, small_pieces};
 use trireme_base::{Bf16, DType, F16, Rank, ReduceOp};
 use trireme_comm::{CommError, Group, GroupOptions, PageSize, TransportKind, Work};
 
-/// Lengths around short_bytes_max, pieces, cache lines and blocks of up to five ranks.
+/// Lengths around short_bytes_max, chunks, cache lines and blocks of up to five ranks.
 const LENGTHS: [usize; 9] = [0, 1, 3, 5, 16, 17, 64, 101, 1000];
 /// Longer than the windows in which private memory goes through stages.
 const LONG: usize = 700_001;

@@ -32,7 +32,7 @@ fn sum(group: &Group, len: usize) -> Result<f32, CommError> {
     Ok(group.all_reduce(buffer, ReduceOp::Sum).wait()?[len - 1])
 }
 
-/// The body of a started process. In the process that cargo started, does nothing.
+/// The body of a process that this test starts. Does nothing in the process that cargo started.
 #[test]
 fn child() {
     let Ok(role) = std::env::var(CHILD) else { return };

@@ -69,7 +69,7 @@ fn rank_0_may_listen_on_all_addresses_of_its_host() {
     let tcp = join_options(3, TransportChoice::Tcp, &small_pieces());
     // A port that no other test uses on any address.
     let options = JoinOptions { secret: Secret::random().ok(), master_port: 29_499, ..tcp };
-    // Rank 0 uses its own name and the others use the name of a service, as in a cluster with an operator.
+    // Rank 0 uses its own name, and the others use the name of a service, as in a Kubernetes cluster.
     let mut own = ranks(&options, &[0, 1, 2]);
     own[0].listen = Some("0.0.0.0".parse().expect("an address"));
     own[0].master_addr = "localhost".to_owned();

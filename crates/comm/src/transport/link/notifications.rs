@@ -13,7 +13,7 @@ const CODE_COPIED: u8 = 1;
 /// Constant of `asm-generic/socket.h`.
 const SO_ZEROCOPY: libc::c_int = 60;
 
-/// The kernel has released the memory of some zero-copy sends.
+/// A notification that the kernel has released the memory of consecutive zero-copy sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Notification {
     /// The kernel's numbers of the first and the last of these sends.

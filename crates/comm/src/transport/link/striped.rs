@@ -5,10 +5,11 @@ use std::os::fd::BorrowedFd;
 /// Number of consecutive bytes on one connection.
 const STRIPE_BYTES: u64 = 128 << 10;
 
-/// Several connections to one peer, used as one byte stream that is striped over them. The stream is not limited by what one connection can
-/// carry: its window of unacknowledged bytes, one of several network paths, one queue of a network device.
+/// Several connections to one peer, over which one byte stream is striped. The stream may exceed the limits of one connection: its window
+/// of unacknowledged bytes, its network path, and its queue of a network device.
 ///
-/// A connection may be ahead of the others within the caller's bytes, which must not change until all of them are done.
+/// A connection may transfer bytes that follow the pending bytes of another one. So the caller's bytes must not change until all of them
+/// are done.
 pub(crate) struct StripedLink {
     connections: Vec<Link>,
     sending: StreamState,
@@ -46,7 +47,7 @@ impl StripedLink {
         self.receiving.advance(bytes.len(), |index, part| self.connections[index].receive(&mut bytes[part]))
     }
 
-    /// Polls the connection whose turn it is: no byte is done before that one makes progress.
+    /// Polls the connection that carries the next byte of the stream: no byte is done before this connection makes progress.
     pub(super) fn poll(&self, interest: Interest) -> (BorrowedFd<'_>, PollFlags) {
         let direction = match interest {
             Interest::Send => &self.sending,

@@ -1,6 +1,6 @@
 //! Encrypted links: TLS 1.3 (RFC 8446) by rustls, with certificates on both sides.
 //!
-//! Unlike the other links, every record costs a copy and an allocation of up to 16 KiB on both sides.
+//! Unlike other links, a TLS link costs a copy and an allocation of up to 16 KiB per record on both sides.
 
 use super::{ConnectionSide, Interest};
 use crate::secret::read_private;

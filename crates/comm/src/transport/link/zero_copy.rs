@@ -53,7 +53,7 @@ impl ZeroCopySends {
         })
     }
 
-    /// Whether a payload, or the rest of one, must be sent this way.
+    /// Whether a payload, or the rest of one, must be sent by [`send`](Self::send).
     pub(super) fn must_send(&self, payload: &[u8]) -> bool {
         !self.sends.is_empty() || !self.kernel_copies && payload.len() >= PAYLOAD_BYTES_MIN
     }

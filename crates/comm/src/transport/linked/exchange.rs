@@ -40,7 +40,8 @@ impl<'a> Exchange<'a> {
         Exchange { call, outgoing, incoming }
     }
 
-    /// Transfers both messages completely. `chunk` is a buffer for incoming bytes that are not received directly into their place.
+    /// Transfers both messages completely. Incoming bytes that are not received directly into their place go through a buffer, one piece at
+    /// a time.
     pub(super) fn run(
         mut self,
         links: &mut [Option<Link>],

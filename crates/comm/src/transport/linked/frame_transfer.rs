@@ -47,11 +47,11 @@ pub(crate) struct Incoming {
     num_header_bytes: usize,
     place: MemoryRange,
     action: Action,
-    /// Whether payload bytes are received into the buffer `chunk` first, and then copied or reduced into `place`.
+    /// Whether payload bytes are received into a separate buffer first, and then copied or reduced into `place`.
     is_buffered: bool,
     /// Number of payload bytes that were written to `place`.
     num_placed: usize,
-    /// Number of payload bytes after those, which are still in the buffer `chunk`.
+    /// Number of the following payload bytes, which are still in the separate buffer.
     num_pending: usize,
     trailer: Option<Trailer>,
 }
@@ -111,8 +111,8 @@ impl Incoming {
         }
     }
 
-    /// If the message overwrites memory that `outgoing` sends, keeps its bytes in the buffer `chunk` until that memory was sent. The peer
-    /// does the same, and so may receive only after it has sent: neither may use zero-copy sends.
+    /// If the message overwrites memory that `outgoing` sends, keeps its bytes in the separate buffer until that memory was sent. The peer
+    /// does the same, and so may receive only after it has sent: neither rank may use zero-copy sends.
     pub(super) fn buffer_if_overlapping(&mut self, outgoing: &mut Outgoing) {
         if outgoing.place.overlaps(&self.place) {
             self.is_buffered = true;
@@ -204,8 +204,8 @@ impl Incoming {
         (self.place.len() - self.num_placed).min(piece_bytes_max)
     }
 
-    /// Whether the buffer `chunk` is full, but the memory for its bytes is not sent yet. Receiving must then wait for this rank's outgoing
-    /// message.
+    /// Whether the separate buffer is full, and its bytes belong in memory that is not sent yet. Receiving must then wait for this rank's
+    /// outgoing message.
     pub(super) fn waits_for_sender(&self, piece_bytes_max: usize) -> bool {
         self.num_pending > 0 && self.num_pending == self.piece_bytes(piece_bytes_max)
     }

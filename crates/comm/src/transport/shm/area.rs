@@ -7,7 +7,8 @@ use crate::transport::{CONTROL_BYTES_MAX, Purpose};
 use std::sync::Arc;
 
 const BOARD_BYTES: usize = 4096;
-/// Bytes of each of the two stages. A short vector goes through a stage in one piece, a long vector in private memory window by window.
+/// Bytes of each of the two stages (staging buffers). A short vector goes through a stage at once, a long vector in private memory window
+/// by window.
 pub(super) const STAGE_BYTES: usize = (1 << 20) + 4096;
 const _: () = assert!(size_of::<PublishedState>() <= BOARD_BYTES);
 const _: () =
@@ -46,7 +47,7 @@ impl Area {
         unsafe { &*start.cast::<PublishedState>() }
     }
 
-    /// The first `num_bytes` of the stage for use number `turn`. The two stages alternate.
+    /// The first `num_bytes` of the stage for use number `stage_number`. The two stages alternate.
     pub(super) fn stage(&self, stage_number: usize, num_bytes: usize) -> *mut u8 {
         assert!(num_bytes <= STAGE_BYTES, "{num_bytes} bytes fit into a stage");
         self.memory.at(self.offset + BOARD_BYTES + stage_number % 2 * STAGE_BYTES, num_bytes)

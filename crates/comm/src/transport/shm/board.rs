@@ -13,9 +13,9 @@ use trireme_base::Rank;
 #[derive(Default)]
 #[repr(C)]
 pub(super) struct PublishedState {
-    /// The posts of the last even and the last odd meeting. The owner can be one meeting ahead of a peer that still reads, but not two.
+    /// The posts for the last even and the last odd barrier. The owner can be one barrier ahead of a peer that still reads, but not two.
     turns: [CachePadded<BarrierWords>; 2],
-    /// Number of peers that sleep until the owner arrives at a meeting.
+    /// Number of peers that sleep until the owner arrives at a barrier.
     num_sleepers: CachePadded<AtomicU32>,
 }
 
@@ -25,11 +25,11 @@ pub(super) struct PublishedState {
 #[repr(C, align(64))]
 struct CachePadded<T>(T);
 
-/// The words that a rank publishes for a meeting.
+/// The words that a rank publishes for a barrier.
 #[derive(Default)]
 #[repr(C)]
 struct BarrierWords {
-    /// Number of the last even or the last odd meeting at which the owner arrived. Wraps around.
+    /// Number of the last even or the last odd barrier at which the owner arrived. Wraps around.
     barrier: AtomicU32,
     sequence: AtomicU64,
     operation: [AtomicU64; OPERATION_WORDS],
@@ -98,7 +98,7 @@ impl Post {
 }
 
 impl PublishedState {
-    /// Posts the owner's operands for meeting number `meeting`. Visible to peers after [`arrive`](PublishedState::arrive) at that meeting.
+    /// Posts the owner's operands for barrier number `barrier`. Visible to peers after [`arrive`](PublishedState::arrive) at that barrier.
     pub(super) fn post(&self, barrier: u32, call: &Call, post: Post) {
         let words = self.turn(barrier);
         words.sequence.store(call.sequence, Ordering::Relaxed);
@@ -109,7 +109,8 @@ impl PublishedState {
         }
     }
 
-    /// Reads the post of the board's owner, `rank`, for a meeting. Fails unless it is for the operation that `own` executes.
+    /// Reads the operands that the owner of this state, `rank`, posted for a barrier. Fails unless the owner posted the operation that rank
+    /// `own` executes.
     pub(super) fn read(&self, barrier: u32, call: &Call, own: Rank, rank: Rank) -> Result<Post, CommError> {
         let words = self.turn(barrier);
         let operation = [0, 1].map(|index: usize| words.operation[index].load(Ordering::Relaxed));
@@ -126,11 +127,11 @@ impl PublishedState {
         }
     }
 
-    /// Publishes that the owner has arrived at a meeting, and all memory that it wrote before.
+    /// Publishes that the owner has arrived at a barrier, and all memory that it wrote before.
     pub(super) fn arrive(&self, barrier: u32) {
         let word = &self.turn(barrier).barrier;
         word.store(barrier, Ordering::Release);
-        // A sleeper increments the count before it reads the meeting number a last time. The owner writes the meeting number before it
+        // A sleeper increments the count before it reads the barrier number a last time. The owner writes the barrier number before it
         // reads the count. So either the owner sees the sleeper, or the sleeper sees that the owner has arrived.
         fence(Ordering::SeqCst);
         if self.num_sleepers.0.load(Ordering::Relaxed) > 0 {
@@ -138,7 +139,7 @@ impl PublishedState {
         }
     }
 
-    /// Waits until the owner has arrived at this or a later meeting. Polls for a moment, then sleeps.
+    /// Waits until the owner has arrived at this or a later barrier. Polls for a moment, then sleeps.
     pub(super) fn wait(
         &self,
         barrier: u32,

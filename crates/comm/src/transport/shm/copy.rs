@@ -4,7 +4,7 @@
 /// need not be read.
 const STREAM_BYTES_MIN: usize = 8 << 20;
 
-/// Copies bytes. If no cache holds the target, costs two memory accesses per byte from 8 MiB on, and three below that.
+/// Copies bytes. If no cache holds the target, a copy of less than 8 MiB costs three memory accesses per byte, a longer one two.
 ///
 /// # Safety
 /// As [`std::ptr::copy_nonoverlapping`].
@@ -59,7 +59,7 @@ unsafe fn stream(from: *const u8, to: *mut u8, num_bytes: usize) {
             }
         }
         std::ptr::copy_nonoverlapping(from.add(lines_end), to.add(lines_end), num_bytes - lines_end);
-        // These stores are not ordered with later ones, such as the arrival at the meeting after which peers read the bytes.
+        // These stores are not ordered with later ones, such as the arrival at the barrier after which peers read the bytes.
         _mm_sfence();
     }
 }

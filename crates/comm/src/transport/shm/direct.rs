@@ -79,7 +79,7 @@ impl SharedMemory {
         let num_written =
             if root.is_none() { self.others().count() } else { usize::from(root != Some(Rank(self.own))) };
         cost.payload_bytes += (owned.len() * (self.others().count() + num_written)) as u64;
-        // SAFETY: all vectors are mapped as long as `self` exists, and between the meetings only this member accesses these bytes of them.
+        // SAFETY: all vectors are mapped as long as `self` exists, and between the barriers only this member accesses these bytes of them.
         // A result is written only where no member reads any more: its piece has been read.
         unsafe {
             self.reducer.reduce(&self.inputs, owned, dtype, op, |piece, result| {
@@ -135,7 +135,7 @@ impl SharedMemory {
             Pull::Copy { from, source, target } => {
                 let (source, target) = (bytes(source), bytes(target));
                 let (from_bytes, to_bytes) = (inputs[from].bytes(&source), output.bytes(&target));
-                // SAFETY: both ranges are mapped, and the memory of different members does not overlap. Before the next meeting, no member
+                // SAFETY: both ranges are mapped, and the memory of different members does not overlap. Before the next barrier, no member
                 // writes to the source or reads the target.
                 unsafe { copy(from_bytes.cast_const(), to_bytes, source.len()) };
                 cost.payload_bytes += if from == self.own { 0 } else { source.len() as u64 };

@@ -1,24 +1,26 @@
 //! Collectives over shared memory: the ranks of one host read and write each other's memory in place.
 //!
 //! Each process has one arena, a sealed memfd that its peers on the host map. The arena holds the buffers of
-//! [`Group::buffer`](crate::Group::buffer) and, for each group, an [`Area`]: a [board], two stages and the rings of the group's
-//! [links](super::link). A meeting is a barrier of the members. Operations run in one of three ways:
+//! [`Group::buffer`](crate::Group::buffer) and, for each group, an [`Area`]: the state that the rank publishes to its peers (its [board]),
+//! two staging buffers (stages), and the rings of the group's [links](super::link). The members synchronise at barriers. Operations run in
+//! one of three ways:
 //!
-//! - *Short vectors, control data and barriers*: a rank copies the data that its peers need into one of its stages, posts the operation on
-//!   its board and waits until all have posted. Then it [pulls] from all stages. Stages alternate, and no rank gets two operations ahead of
-//!   another, so one meeting is enough.
+//! - *Short vectors, control data and barrier operations*: a rank copies the data that its peers need into one of its stages, posts the
+//!   operation on its board and waits until all have posted. Then it [pulls] from all stages. Stages alternate, and no rank gets two
+//!   operations ahead of another, so one barrier is enough.
 //! - *Long vectors in arenas*: a rank posts the location of its vector and waits until all have posted. It then pulls from the vectors
-//!   themselves. In an all-reduce, each rank reduces only its [own range] and writes each piece to all vectors. A second meeting ends the
+//!   themselves. In an all-reduce, each rank reduces only its [own range] and writes each piece to all vectors. A second barrier ends the
 //!   operation.
-//! - *Long vectors in private memory* go through the stages by windows, with one meeting per window.
+//! - *Long vectors in private memory* go through the stages by windows, with one barrier per window, or two in an all-reduce of three or
+//!   more members.
 //!
 //! # Safety of the memory
-//! Every other process that maps an arena belongs to the same job, runs this same code and has the same user. Between the meetings of an
+//! Every other process that maps an arena belongs to the same job, runs this same code and has the same user. Between the barriers of an
 //! operation, the memory is divided as described above. Outside of an operation, only its owner accesses a buffer: peers access it after
-//! its owner has posted it, and have finished when its owner leaves the last meeting.
+//! its owner has posted it, and have finished when its owner leaves the last barrier.
 //!
 //! So a vector is represented by a [`VectorRef`], which borrows its buffer exclusively but holds only its address: a reference would
-//! promise that no other process accesses the bytes. References exist only where that is true: to a buffer or slot outside of
+//! promise that no other process accesses the bytes. References exist only where that is true: to a vector outside of
 //! [`SharedMemory::execute`], and to inputs that no rank writes to until the reference has ended ([`reducer`]).
 //!
 //! Offsets and lengths from a board are checked before use, and seals keep a peer from shrinking memory that is mapped.
@@ -127,19 +129,19 @@ impl<'a> VectorRef<'a> {
         self.len
     }
 
-    /// The bytes of the slot. Not available while an operation in shared memory uses it.
+    /// The bytes of the vector. Not available while an operation in shared memory uses it.
     pub(crate) fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: the slot borrows these bytes exclusively from their owner, so no other code of this process has a reference. Peers access
-        // them only during `SharedMemory::execute`, which posts them and returns after the last meeting of the operation. It borrows the
-        // slot itself, so it does not run while the reference exists. After a failure, of which peers may not know yet, the vector is
-        // dropped, and its bytes are not accessed.
+        // SAFETY: `self` borrows these bytes exclusively from their owner, so no other code of this process has a reference. Peers access
+        // them only during `SharedMemory::execute`, which posts them and returns after the last barrier of the operation. It borrows the
+        // `VectorRef` itself, so it does not run while the reference exists. After a failure, of which peers may not know yet, the vector
+        // is dropped, and its bytes are not accessed.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 
-    /// A range of the slot's bytes.
+    /// A range of the vector's bytes.
     ///
     /// # Panics
-    /// If the range is not inside the slot.
+    /// If the range is not inside the vector.
     pub(crate) fn part(&mut self, range: Range<usize>) -> VectorRef<'_> {
         VectorRef {
             start: self.view(0).bytes(&range),
@@ -153,7 +155,7 @@ impl<'a> VectorRef<'a> {
         self.part(0..self.len)
     }
 
-    /// A view of the slot as the part of a full vector that starts at byte `first`.
+    /// A view of this vector as the part of a full vector that starts at byte `first`.
     fn view(&self, first: usize) -> View {
         View::at(self.start, first..first + self.len)
     }
@@ -212,7 +214,7 @@ impl SharedMemory {
         let length = bytes.len() as u64;
         let turn = self.next_stage();
         let stage = self.areas[self.own].stage(turn, HEAD_BYTES + bytes.len());
-        // SAFETY: this rank's stage of this turn, which the peers finished reading before they arrived at the last meeting; `bytes` is on
+        // SAFETY: this rank's stage of this turn, which the peers finished reading before they arrived at the last barrier; `bytes` is on
         // the heap.
         unsafe {
             std::ptr::copy_nonoverlapping(length.to_ne_bytes().as_ptr(), stage, HEAD_BYTES);
@@ -222,7 +224,7 @@ impl SharedMemory {
         for member in self.others() {
             let mut length = [0; HEAD_BYTES];
             let head = self.areas[member].stage(turn, HEAD_BYTES);
-            // SAFETY: the owner wrote it before it arrived, and does not write it again before this rank arrives at the next meeting.
+            // SAFETY: the owner wrote it before it arrived, and does not write it again before this rank arrives at the next barrier.
             unsafe { std::ptr::copy_nonoverlapping(head.cast_const(), length.as_mut_ptr(), HEAD_BYTES) };
             let len = check_control_bytes(self.members[member], u64::from_ne_bytes(length))?;
             let mut block = vec![0; len];
@@ -291,7 +293,7 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// Waits until all members have arrived at the next meeting. Makes visible all memory that they wrote before.
+    /// Waits until all members have arrived at the next barrier. Makes visible all memory that they wrote before.
     fn meet(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
         self.num_meetings = self.num_meetings.wrapping_add(1);
         self.areas[self.own].board().arrive(self.num_meetings);

@@ -10,7 +10,7 @@ use trireme_schedule::collective::{Side, StackInstruction, canonical_terms, num_
 pub(super) struct Reducer {
     num_members: usize,
     terms: Vec<StackInstruction>,
-    /// The stack of partial results on which `terms` operate, one piece each.
+    /// The stack on which the instructions operate. Each entry is a partial result of one piece.
     partials: Vec<CacheLine>,
     piece_bytes: usize,
 }
@@ -62,7 +62,7 @@ impl Reducer {
     }
 }
 
-/// Evaluates the terms on a stack of partial results. The result is at the bottom.
+/// Executes the instructions on a stack of partial results. Returns the result, which is at the bottom.
 fn evaluate<'a, 'b>(
     terms: &[StackInstruction],
     partials: &'a mut [u8],

@@ -147,7 +147,8 @@ impl RingReceiver {
 /// Sets the flag of a rank that will sleep, before it reads the peer's counter a last time. The peer writes its counter before it reads the
 /// flag, so either this rank sees the new counter, or the peer sees the flag.
 fn announce(flag: &AtomicU32) {
-    // A plain store would be enough: it is ordered after a peer's swap that read an older value. Loom does not infer that from a store.
+    // A plain store would be enough: a peer's swap that read an older value precedes the store in the modification order, and so does not
+    // overwrite it. Loom does not model that.
     flag.swap(1, Ordering::Relaxed);
     fence(Ordering::SeqCst);
 }

@@ -103,7 +103,7 @@ impl SharedMemory {
             };
             let own_stage = inputs[self.own];
             // SAFETY: the members' stages of this turn are mapped and filled, and no other member accesses this share before the next
-            // meeting. A piece has been read when its result is written.
+            // barrier. A piece has been read when its result is written.
             unsafe {
                 self.reducer.reduce(&inputs, share(self.own), dtype, op, |piece, result| {
                     std::ptr::copy_nonoverlapping(result.as_ptr(), own_stage.bytes(&piece), result.len());
@@ -114,7 +114,7 @@ impl SharedMemory {
             for member in self.others() {
                 let share = share(member);
                 let (from, to) = (inputs[member].bytes(&share), output.bytes(&share));
-                // SAFETY: the member has written its results there, and does not access them before this member arrives at the meeting of
+                // SAFETY: the member has written its results there, and does not access them before this member arrives at the barrier of
                 // the next window. The output is this member's own.
                 unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to, share.len()) };
                 control.cost.payload_bytes += share.len() as u64;
@@ -135,7 +135,7 @@ impl SharedMemory {
             let view = self.view_of_stage(window, self.own, part);
             let bytes = range.start * dtype.size()..range.end * dtype.size();
             let source = operands.input.view(input_first).bytes(&bytes).cast_const();
-            // SAFETY: this rank's stage of this turn, which the peers finished reading before they arrived at the last meeting. The source
+            // SAFETY: this rank's stage of this turn, which the peers finished reading before they arrived at the last barrier. The source
             // is on the heap or in a buffer, and only its owner accesses a vector of a staged operation.
             unsafe { std::ptr::copy_nonoverlapping(source, view.bytes(&bytes), bytes.len()) };
         };

@@ -14,7 +14,7 @@ use trireme_schedule::collective::{DirectCost, LinkCost};
 pub(crate) const TRANSPORTS: [TransportKind; 4] =
     [TransportKind::Inproc, TransportKind::Shm, TransportKind::Tcp, TransportKind::ShmAndTcp];
 
-/// Options with thresholds so low that short vectors take the paths of long ones, in several pieces.
+/// Options with thresholds so low that short vectors take the paths of long ones, in several chunks.
 pub(crate) fn small_pieces() -> GroupOptions {
     let timeout = Duration::from_secs(60);
     let link = LinkCost::of(10.0, 1.0);

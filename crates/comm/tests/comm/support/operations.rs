@@ -7,7 +7,7 @@ use trireme_schedule::collective::{
     Algorithm, Collective, CollectiveKind, Step, block, fits, is_canonical, steps,
 };
 
-/// Lengths around blocks of up to five ranks, short vectors (16) and pieces (32). No length but 0 is a multiple of these.
+/// Lengths around blocks of up to five ranks, short vectors (16) and chunks (32). No length but 0 is a multiple of 16.
 const LENGTHS: [usize; 6] = [0, 1, 3, 17, 101, 1001];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

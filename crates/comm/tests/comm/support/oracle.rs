@@ -2,7 +2,7 @@
 use trireme_base::{Bf16, F16, ReduceOp};
 use trireme_comm::Element;
 
-/// The reduction in the documented order, by plain recursion.
+/// The reduction in the canonical order of `trireme_schedule::collective`, by plain recursion.
 pub(crate) fn oracle<T: Copy>(values: &[T], combine: &impl Fn(T, T) -> T) -> T {
     let num_leaves = 1 << values.len().ilog2();
     let extra = values.len() - num_leaves;
@@ -38,7 +38,7 @@ macro_rules! float_value {
                 if index % 5 == 4 {
                     return if rank % 3 == 1 { -0.0 } else { 0.0 };
                 }
-                // The last bits of sums of these depend on the order.
+                // The last bits of a sum of these values depend on the order.
                 1.0 / (3.0 + ((rank * 7919 + index * 104_729) % 1009) as $type) - 0.001 * rank as $type
             }
             fn sum(self, other: Self) -> Self {

@@ -1,4 +1,4 @@
-//! Models of boards, and of memory that meetings divide among ranks.
+//! Models of boards, and of memory that barriers divide among ranks.
 
 use super::Cell;
 use super::board::{Post, PublishedState};
@@ -34,7 +34,7 @@ fn wait(board: &PublishedState, meeting: u32) {
     while !board.has_arrived(meeting) && !board.sleep_once(meeting).expect("sleep") {}
 }
 
-/// Meets like `SharedMemory::meet_with`.
+/// Posts an operation and waits for all members, like `SharedMemory::meet_with`.
 fn meet_with(own: usize, areas: &[Area], meeting: u32, sequence: u64) {
     areas[own].board.post(meeting, &call(sequence), Post::STAGED);
     meet(own, areas, meeting);
@@ -76,7 +76,7 @@ fn loom_one_meeting_divides_the_stages_of_an_operation() {
     });
 }
 
-/// Each rank reduces its share of both vectors in place, and reads its full vector after the second meeting.
+/// Each rank reduces its share of both vectors in place, and reads its full vector after the second barrier.
 #[test]
 fn loom_two_meetings_divide_vectors_that_peers_write_to() {
     explore(3, || {
