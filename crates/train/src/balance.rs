@@ -118,7 +118,7 @@ struct NewSplit {
     after: f64,
 }
 
-/// Returns a split that is better than `present`, or `None` if there is none, or if the imbalance is at most `threshold`.
+/// Returns a split that is better than `current`, or `None` if there is none, or if the imbalance is at most `threshold`.
 fn new_split(
     current: &[StageChoice],
     stage_ranks: &[usize],
