@@ -61,7 +61,7 @@ impl LimitOrigin {
 }
 
 impl<T> LimitWithOrigin<T> {
-    /// Counts those of `workers` to which the limit applies.
+    /// Returns the number of `workers` to which the limit applies.
     fn num_limited(
         &self,
         workers: &[(usize, &WorkerResources)],
