@@ -41,7 +41,7 @@ fn time_index(action: Action) -> Option<usize> {
 /// The times of this rank's units in the last steps.
 struct MeasuredTimes {
     num_units: usize,
-    /// Indexed by `step % STEPS_MAX`, then by unit.
+    /// Indexed by the number of the kept step modulo `STEPS_MAX`, then by unit.
     times: Vec<UnitTimes>,
     /// Number of steps observed. The first one is not kept, because it allocates memory that later steps reuse.
     num_seen: usize,
