@@ -127,7 +127,7 @@ fn a_run_finds_its_corpus_after_another_one_was_removed() {
     let fixture = trained_then_changed();
     assert_eq!(fixture.run("train tiny.toml --set checkpoint.resume=never").code, Some(0));
     std::fs::remove_dir_all(fixture.path("runs/tiny/data")).unwrap();
-    // Not a corpus, and no reason to try all numbers up to this one.
+    // This folder is not a corpus. The run must not try all numbers up to the number in its name.
     std::fs::create_dir(fixture.path("runs/tiny/data-18446744073709551615")).unwrap();
     fixture.write("text.txt", "yet another text\n".repeat(900));
     let resumed = fixture.run("train tiny.toml --set training.steps=6");
