@@ -117,7 +117,7 @@ impl Unit for Head {
 /// Builds a classifier of dense features and bags of ids from parameters of `table`. Two of its middle units also learn to reproduce the
 /// features.
 ///
-/// Its metrics are `distance` (of these two units), `accuracy`, `recall` (over the rows of the class) and `cross_entropy`.
+/// Its metrics are `distance` (of these two units), `accuracy`, `recall` (over the rows of class 0) and `cross_entropy`.
 pub fn build_classifier(_: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
     let normal = Initial::Normal { standard_deviation: 0.3 };
     let linear = |table: &mut ParameterTable, name: &str, inputs, outputs, activation| {
