@@ -8,10 +8,11 @@ use crate::publication::{cleanup_operations, leftover_removals, name_checkpoint}
 use std::fs;
 use std::path::Path;
 
-/// Cleans up `folder`, whose newest checkpoint has the step `newest`, after a crash or a cleanup that failed. Removes unfinished folders
-/// and all but the newest `keep_latest_k` checkpoints (0 removes none) and the [best](mark_best), and names the latest one. Callers also
-/// use it after another checkpoint became the best, because the previous best may then be removed. Only one process may call it, and no
-/// process may save to the folder meanwhile. Calls `on_progress` before each change and each entry of a folder that is removed.
+/// Cleans up `folder`, whose newest checkpoint has the step `newest`, after a crash or a cleanup that failed. Removes unfinished folders,
+/// and all checkpoints except the newest `keep_latest_k` (0 keeps all) and the [best](mark_best). Then names the latest checkpoint.
+/// Callers also use it after another checkpoint became the best, because the previous best may then be removed. Only one process may call
+/// it, and no process may save to the folder meanwhile. Calls `on_progress` before each change and each entry of a folder that is
+/// removed.
 ///
 /// Returns the errors of the changes that failed. The checkpoints are complete all the same.
 pub fn clean_up(
@@ -53,8 +54,8 @@ pub(crate) fn clean_up_after(
     try_all(&cleanup_operations(folder, step, &pruned), cleanup_errors, on_progress);
 }
 
-/// Makes changes that need not succeed, and adds the failures to `untidy`. Each list ends at its first failure, and the files that it wrote
-/// are then removed.
+/// Makes changes that need not succeed, and adds the failures to `cleanup_errors`. Each list ends at its first failure, and the files
+/// that it wrote are then removed.
 pub(crate) fn try_all(
     lists: &[Vec<FileOperation>],
     cleanup_errors: &mut Vec<CheckpointError>,
@@ -65,7 +66,7 @@ pub(crate) fn try_all(
             cleanup_errors.push(error);
             for step in steps {
                 if let FileOperation::WriteFile { path, .. } = step {
-                    // Best effort as well: the file may have been renamed already.
+                    // Best effort: the file may not exist, or may have been renamed already.
                     let _ = fs::remove_file(path);
                 }
             }

@@ -142,8 +142,8 @@ pub fn find_latest(
     Ok(None)
 }
 
-/// Opens the checkpoint at `path`, or the newest one if `path` is the folder of a run or of its checkpoints. If that checkpoint does not
-/// open, does not fall back to an older one.
+/// Opens the checkpoint at `path`, or the newest one if `path` is the folder of a run or of its checkpoints. An older checkpoint is never
+/// opened instead.
 ///
 /// # Errors
 /// If the checkpoint does not open, or there is none.

@@ -59,9 +59,9 @@ impl Publication<'_> {
     }
 }
 
-/// Returns the cleanup once the checkpoint of `step` is complete: a list of changes that names it the latest, and one that removes each
-/// checkpoint of `pruned`. The lists are independent, and each ends at its first failure. None has to succeed, because the next save tries
-/// again.
+/// Returns the cleanup once the checkpoint of `step` is complete: a list of changes that names this checkpoint the latest, and for each
+/// checkpoint of `pruned` a list that removes it. The lists are independent, and each ends at its first failure. None has to succeed,
+/// because the next save tries again.
 pub(crate) fn cleanup_operations(folder: &Path, step: u64, pruned: &[u64]) -> Vec<Vec<FileOperation>> {
     iter::once(name_checkpoint(folder, LATEST_FILE, step))
         .chain(pruned.iter().map(|&step| removal(folder, step)))

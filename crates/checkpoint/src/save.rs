@@ -168,7 +168,7 @@ impl SaveOperation<'_> {
         let (_, shards) = self.exchange_outcomes(written, Option::clone)?;
         let publish = |name| self.publish(name, &plan, &shards, keep_latest_k, &mut cleanup_errors);
         self.exchange_outcomes(partial_name.map_or(Ok(()), publish), |()| ())?;
-        Ok(Saved { path: self.folder.join(step_name(self.snapshot.step)), cleanup_errors: cleanup_errors })
+        Ok(Saved { path: self.folder.join(step_name(self.snapshot.step)), cleanup_errors })
     }
 
     /// Exchanges the outcomes of all ranks. Returns the value of this rank and the messages of all ranks if all succeeded, and an error on

@@ -19,7 +19,7 @@ use trireme_base::{RandomKey, floor_log2, power_of_two};
 /// rounding error.
 const INDEPENDENT_PART_MIN: f32 = 1e-5;
 
-/// Positions within the messages of the factors, and of the elements that are not factored.
+/// Positions of the factors, and of the elements that are not factored, within the messages.
 #[derive(Debug)]
 pub(super) struct Layout {
     factored: Vec<Factored>,

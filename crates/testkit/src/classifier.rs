@@ -117,7 +117,7 @@ impl Unit for Head {
 /// Builds a classifier of dense features and bags of ids from parameters of `table`. Two of its middle units also learn to reproduce the
 /// features.
 ///
-/// Its metrics are `distance` (of these two units), `accuracy`, `recall` (over the rows of the class) and `cross_entropy`.
+/// Its metrics are `distance` (of these two units), `accuracy`, `recall` (over the rows of class 0) and `cross_entropy`.
 ///
 /// # Errors
 /// Never. The return type is the one that [`Model::build_at`] expects.

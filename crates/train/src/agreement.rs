@@ -93,7 +93,8 @@ impl Facts {
         serde_json::to_vec(&facts).expect("a map of texts is JSON")
     }
 
-    /// Decodes a message of another rank. The result is empty if it cannot be parsed, as another version may use another format.
+    /// Decodes a message of another rank. Returns no facts if the message cannot be parsed, because another version may use another
+    /// format.
     fn from_bytes(bytes: &[u8]) -> Self {
         Facts(serde_json::from_slice(bytes).unwrap_or_default())
     }

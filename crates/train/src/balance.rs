@@ -41,7 +41,7 @@ fn time_index(action: Action) -> Option<usize> {
 /// The times of this rank's units in the last steps.
 struct MeasuredTimes {
     num_units: usize,
-    /// Indexed by `step % STEPS_MAX`, then by unit.
+    /// Indexed by the number of the kept step modulo `STEPS_MAX`, then by unit.
     times: Vec<UnitTimes>,
     /// Number of steps observed. The first one is not kept, because it allocates memory that later steps reuse.
     num_seen: usize,
@@ -118,7 +118,7 @@ struct NewSplit {
     after: f64,
 }
 
-/// Returns a split that is better than `present`, or `None` if there is none, or if the imbalance is at most `threshold`.
+/// Returns a split that is better than `current`, or `None` if there is none, or if the imbalance is at most `threshold`.
 fn new_split(
     current: &[StageChoice],
     stage_ranks: &[usize],

@@ -180,7 +180,8 @@ pub fn users_of_corpus(folder: &Path) -> Result<Vec<PathBuf>, TrainError> {
     Ok(users)
 }
 
-/// Returns the properties of the training tokens that a checkpoint states. Corpora with the same identity train alike.
+/// Returns the properties of the training tokens that a checkpoint states. Training on corpora with the same identity gives the same
+/// results.
 pub(crate) fn corpus_identity(train: &MaskedTokens, sources: &[Source]) -> BTreeMap<String, String> {
     let checksum = |file: &TokenFile| format!("{:08x}", file.fingerprint().unwrap_or_default());
     let weights = || sources.iter().map(|source| source.weight.to_string()).collect::<Vec<_>>().join(" ");

@@ -338,8 +338,9 @@ fn restore(
     Ok(state)
 }
 
-/// Returns the names of the parameters that the optimizer updates and whose state starts from zero: all of them, unless the optimizer is
-/// the checkpoint's (`is_same`). Otherwise those for which the checkpoint has no state, because they were frozen.
+/// Returns the names of the parameters that the optimizer updates and whose state starts from zero. If the optimizer is the checkpoint's
+/// (`is_same`), these are the parameters for which the checkpoint has no state, because they were frozen. Otherwise, they are all
+/// parameters that the optimizer updates.
 fn parameters_without_state(executor: &Executor, checkpoint: &Checkpoint, is_same: bool) -> BTreeSet<String> {
     let units = 0..executor.model().num_units();
     let states = units.flat_map(|unit| executor.optimizer().states(unit));

@@ -15,9 +15,9 @@ pub trait Task: Send + Sync {
     /// Returns a description of the model for the user, such as `residual network of 4 blocks`.
     fn description(&self) -> String;
 
-    /// Builds the model on `device`, which may be a device that only counts memory. Adds the model's parameters to `table`, which is empty.
-    /// They have no values yet. If the tensor axis has several ranks, the table returns this rank's part of parameters that are
-    /// [sharded](trireme_tensor::Parameter::with_cut).
+    /// Builds the model on `device`, which may be a device that only counts memory. Adds the model's parameters to `table`, which is
+    /// empty. They have no values yet. If the tensor axis has several ranks, the table returns this rank's part of parameters that are
+    /// [split](trireme_tensor::Parameter::with_split).
     ///
     /// # Errors
     /// If the model cannot be built ([`ModelError::Build`] with the reason), or there is no memory for its constants.

@@ -27,7 +27,7 @@ pub(crate) struct TimeLimit {
 }
 
 impl TimeLimit {
-    /// Creates the limit of a run that has made no step `now`. `saves` says whether the run writes checkpoints.
+    /// Creates the limit of a run whose first step begins `now` or later. `saves` says whether the run writes checkpoints.
     pub(crate) fn new(now: Instant, end: Instant, saves: bool) -> Self {
         TimeLimit {
             end,
@@ -51,7 +51,7 @@ impl TimeLimit {
         self.longest_validation = self.longest_validation.max(took);
     }
 
-    /// Records that a run of the step program begins `now`. Returns whether it must be the last one: after another run, and the validation
+    /// Records that the step program begins `now`. Returns whether this must be its last execution: after another one, and the validation
     /// that may follow it, the remaining time might not suffice for a checkpoint.
     pub(crate) fn begin_step(&mut self, now: Instant) -> bool {
         if let Some(began) = self.began.replace(now) {
@@ -80,7 +80,7 @@ mod tests {
     #[test]
     fn the_last_step_leaves_time_for_a_checkpoint() {
         let start = Instant::now();
-        // Returns the second at which a step is the last one for the first time, with steps of five seconds.
+        // With steps of five seconds, returns when the first step begins that must be the last one, in seconds.
         let last_from = |mut limit: TimeLimit| {
             (0..1000).step_by(5).find(|&second| limit.begin_step(start + seconds(second)))
         };

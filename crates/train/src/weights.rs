@@ -178,7 +178,7 @@ pub(crate) fn part(info: &ParameterInfo) -> LocalShape {
     let whole = LocalShape::whole(info.full_shape.dims());
     match info.cut {
         Some(cut) if info.tensor_rank.degree > 1 => whole.cut(cut, info.tensor_rank),
-        // On a single rank, a dim with groups would be split into one box per group.
+        // With a single rank, `LocalShape::cut` would split a dim with groups into one box per group.
         _ => whole,
     }
 }

@@ -172,7 +172,7 @@ fn pieces(view: &SampleView, tokenizer: &Tokenizer) -> Result<Vec<Piece>> {
     Ok(pieces)
 }
 
-/// Appends the rest of a decoder to the text of the last token.
+/// Appends `rest`, the text that a decoder returns at the end, to the text of the last token.
 fn append(pieces: &mut [Piece], rest: &str) {
     if let Some(last) = pieces.last_mut() {
         last.text.push_str(rest);

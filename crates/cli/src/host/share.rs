@@ -61,7 +61,7 @@ impl LimitOrigin {
 }
 
 impl<T> LimitWithOrigin<T> {
-    /// Counts those of `workers` to which the limit applies.
+    /// Returns the number of `workers` to which the limit applies.
     fn num_limited(
         &self,
         workers: &[(usize, &WorkerResources)],
@@ -131,8 +131,8 @@ impl HostShare {
         let quotas = own.cpu_limits.iter().map(|bound| {
             bound.limit / bound.num_limited(&neighbours, |resources| &resources.cpu_limits) as f64
         });
-        // Rounding: three thirds may sum to just below 1.
         let num_cpus = quotas.fold(num_cpus, f64::min);
+        // The addend of 1e-9 accounts for rounding: three thirds may sum to just below 1.
         let num_threads = ((num_cpus + 1e-9) as usize).max(1);
         let binding = binding(own, rank, &neighbours, bind);
         let (binding, why_unbound) = match binding {

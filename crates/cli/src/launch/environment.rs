@@ -4,7 +4,7 @@
 //!
 //! 1. torchrun's: `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, and `LOCAL_RANK` with
 //!    `LOCAL_WORLD_SIZE`. Without the last two, a loopback `MASTER_ADDR` means that the whole world is on this
-//!    host, unless `PET_NNODES` says that there are several, and another address that this worker is alone on its host.
+//!    host, unless `PET_NNODES` says that there are several hosts. In all other cases, this worker is assumed to be alone on its host.
 //! 2. Open MPI's: `OMPI_COMM_WORLD_RANK`, `_SIZE`, `_LOCAL_RANK`, `_LOCAL_SIZE`.
 //! 3. SLURM's: `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID`, and the number of tasks
 //!    of each node.

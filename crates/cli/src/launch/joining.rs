@@ -1,7 +1,7 @@
 //! Joining the world as a worker.
 //!
-//! A worker that fails before it has joined prints its error first, and then reports it to rank 0, or as rank 0 to the ranks that come, so
-//! that they do not wait for it ([`NotJoined`]).
+//! A worker that fails before it has joined prints its error first. Then it reports the error to rank 0, or, if it is rank 0, to the
+//! ranks that connect to it, so that they do not wait for it ([`NotJoined`]).
 
 use super::WorkerEnvironment;
 use super::slurm::node_address;

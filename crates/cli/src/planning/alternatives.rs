@@ -65,8 +65,8 @@ pub(super) fn advice(job: PlannedRun<'_>, plan: &Plan, limit: Limit) -> String {
     format!("{refusal}\n{}", changes(job, taken, limit))
 }
 
-/// Returns at most three config changes that fit, as text. `now` is how many bytes the job takes of the limited memory. If no change fits,
-/// the text names the change that takes the least.
+/// Returns at most three config changes that fit, as text. `now` is the number of bytes of the limited memory that the job takes without
+/// a change. If no change fits, the text names the change that takes the least.
 pub(crate) fn changes(job: PlannedRun<'_>, now: usize, limit: Limit) -> String {
     let (mut tried, mut suggestions) = (Vec::new(), Vec::new());
     let mut smallest: Option<(usize, Change)> = None;

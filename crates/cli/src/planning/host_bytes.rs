@@ -124,7 +124,7 @@ fn sampling_bytes(plan: &Plan, config: &Config) -> ProcessBytes {
     let largest = |table: &ParameterTable| table.units().iter().map(|unit| unit.num_elements).max();
     let mut num_elements = whole.num_elements().saturating_add(largest(part).unwrap_or(0));
     if part.place().degree > 1 {
-        // The parts of all ranks in sequence, and the joined unit.
+        // The largest unit is in memory twice: as the parts of all ranks in sequence, and as the full unit that is assembled from them.
         let largest = largest(&whole).unwrap_or(0).saturating_mul(2);
         num_elements = num_elements.saturating_add(largest);
     }

@@ -141,7 +141,8 @@ mod tests {
     fn trials() -> Vec<Trial> {
         let dies_by = |signal| {
             move || {
-                // Sent instead of raised by an instruction, for which a test would need unsafe code. The end is the same.
+                // The signal is sent, because a test would need unsafe code to execute an instruction that raises it. The process ends
+                // the same way.
                 kill_process(getpid(), signal).unwrap();
                 // Another thread may take the signal.
                 loop {

@@ -72,13 +72,13 @@ fn another_corpus_is_made_next_to_one_that_checkpoints_refer_to() {
         &fixture.run("train tiny.toml --set training.steps=6").succeeded(),
         &["resuming after step 4 of 6"],
     );
-    // So does the earlier one.
+    // The earlier run resumes with its corpus, too.
     let resume = "--set checkpoint.resume=runs/tiny/previous-1/checkpoints/step-2";
     let branch = format!("train tiny.toml {resume} --set run.name=branch --set data.folder=runs/tiny/data");
     let branch = fixture.run(&branch);
     assert_eq!(branch.code, Some(0), "{branch:?}");
     assert_eq!(fixture.losses("branch"), old[2..]);
-    // Given the folder of a run, the newest checkpoint is used.
+    // If `checkpoint.resume` is the folder of a run, the newest checkpoint is used.
     let resume = "--set checkpoint.resume=runs/tiny/previous-1 --set training.steps=5";
     let longer = format!("train tiny.toml {resume} --set run.name=longer --set data.folder=runs/tiny/data");
     assert_contains(&fixture.run(&longer).stdout, &["resuming after step 4 of 5", "checkpoint of step 5"]);
@@ -127,7 +127,7 @@ fn a_run_finds_its_corpus_after_another_one_was_removed() {
     let fixture = trained_then_changed();
     assert_eq!(fixture.run("train tiny.toml --set checkpoint.resume=never").code, Some(0));
     std::fs::remove_dir_all(fixture.path("runs/tiny/data")).unwrap();
-    // Not a corpus, and no reason to try all numbers up to this one.
+    // This folder is not a corpus. The run must not try all numbers up to the number in its name.
     std::fs::create_dir(fixture.path("runs/tiny/data-18446744073709551615")).unwrap();
     fixture.write("text.txt", "yet another text\n".repeat(900));
     let resumed = fixture.run("train tiny.toml --set training.steps=6");

@@ -81,7 +81,7 @@ fn a_run_is_summarized_and_drawn() {
     );
     let svg = fixture.read("losses.svg");
     assert_contains(&svg, &["runs/tiny: 4 steps", "validation loss", "bigram baseline"]);
-    // Before the first step, and of steps 2 and 4.
+    // The points are the validation losses before the first step and after steps 2 and 4.
     assert_eq!(svg.matches("<circle").count(), 3, "{svg}");
     // An unfinished line does not count, and a line that is no record is named.
     fixture.cut("runs/tiny/metrics.jsonl", 5);

@@ -112,7 +112,7 @@ fn names_of_special_tokens_in_messages_are_text() {
     fixture.write("typed.jsonl", answer("<|endoftext|>"));
     let found = fixture.run("eval chat_model typed.jsonl --json").succeeded();
     let found: Value = serde_json::from_str(&found).unwrap();
-    // More tokens than the special token and the end of the answer.
+    // If the name were encoded as the special token, the answer would have two tokens: this one, and the end of the answer.
     assert!(found["num_tokens"].as_u64().unwrap() > 2, "{found}");
     let generated = |prompt: &[&str]| -> Value {
         let mut generate =

@@ -93,7 +93,7 @@ fn a_signal_to_the_command_saves_and_ends_it() {
 #[test]
 fn ctrl_c_on_a_terminal_is_one_signal_though_all_processes_get_it() {
     let fixture = Fixture::with_corpus();
-    // As a shell starts background processes.
+    // The command ignores SIGINT, as if a shell had started it in the background.
     let mut run = Running::start(fixture.command_after("trap '' INT", &format!("train tiny.toml {ENDLESS}")));
     run.until("step: 2 ");
     run.watch_workers();

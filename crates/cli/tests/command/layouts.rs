@@ -114,7 +114,7 @@ const LAYOUTS: [(usize, &str); 58] = [
 ];
 
 /// Workers and keys of layouts with different experts on the workers, and whether all sums have the order of one worker. Sums over
-/// microbatches have it if each worker has one microbatch, or if gradients are sharded over all workers with different experts.
+/// microbatches have that order if each worker has one microbatch, or if gradients are sharded over all workers with different experts.
 const EXPERT_LAYOUTS: [(usize, &str, bool); 28] = [
     (2, "expert_parallel_degree=2", false),
     (4, "expert_parallel_degree=2", false),

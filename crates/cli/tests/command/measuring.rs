@@ -149,7 +149,7 @@ fn kernels_of_a_step_are_measured_with_their_bounds() {
 
     let one = parse(&fixture.run(&format!("{arguments} --dtype f16 --only statistics --json")).succeeded());
     assert_eq!(texts(&one["steps"][0]["kernels"], "name"), ["softmax_statistics"]);
-    // With any model, and any optimizer.
+    // The command accepts any model and any optimizer.
     std::fs::create_dir(fixture.path("moe")).unwrap();
     fixture.write("moe/config.json", MIXTRAL);
     let experts =
@@ -398,7 +398,7 @@ fn the_doctor_examines_a_cluster() {
             "passed: ",
         ],
     );
-    // Under another launcher, and with workers that get different configs.
+    // The workers of another launcher get different configs.
     std::fs::create_dir(fixture.path("other")).unwrap();
     fixture.write("other/tiny.toml", fixture.read("tiny.toml").replace("seq_len = 16", "seq_len = 8"));
     let port = free_port();

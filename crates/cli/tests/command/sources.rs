@@ -131,7 +131,7 @@ fn a_special_token_ends_an_answer_and_is_a_stop() {
     let fixture = with_chat();
     let answer = "{\"messages\": [{\"role\": \"user\", \"content\": \"one\"}, {\"role\": \"assistant\", \"content\": \"two\"}]}\n";
     fixture.write("chat.jsonl", answer.repeat(60));
-    // Without the file that would declare the token as the end of a document.
+    // There is no `tokenizer_config.json`, which would declare the token as the end of a document.
     fixture.write("tokenizer.json", include_bytes!("../../../data/tests/tokenizers/qwen2/tokenizer.json"));
     let config = fixture.read("chat.toml").replace("[data]\n", "[data]\ntokenizer = \"tokenizer.json\"\n");
     fixture.write("chat.toml", config);

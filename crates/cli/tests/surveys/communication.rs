@@ -195,7 +195,8 @@ fn zero_plus_plus(product: &CommandFolder) -> Row {
     }
 }
 
-/// Returns how many times shorter a rank's compressed message for the gradients of a layer of GPT-3 is than one with `bytes` per element.
+/// Returns how many times shorter a rank's message for the gradients of a layer of GPT-3 is with compression than with `bytes` bytes per
+/// element.
 fn compressed(options: CompressionOptions, bytes: f64) -> f64 {
     const LEN: usize = 12 * 12_288 * 12_288;
     let compression = Compression::new(&options).unwrap();

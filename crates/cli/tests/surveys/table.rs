@@ -61,7 +61,7 @@ pub(crate) fn billions(parameters: f64) -> String {
     }
 }
 
-/// Formats a number with three digits, or with all of those before the point.
+/// Formats a number with two decimals below 10, one below 100, and none from 100 on.
 pub(crate) fn short(number: f64) -> String {
     let num_decimals = match number.abs() {
         100.0.. => 0,

@@ -113,7 +113,7 @@ impl Group {
             hosts: Hosts::single(1),
             arena,
             peer_arenas: vec![None],
-            split_context: split_context,
+            split_context,
             options: options.clone(),
             selection: Selection::new(Hosts::single(1), false, Arc::default(), options),
             costs: Arc::default(),

@@ -72,8 +72,8 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
             listener: listener.as_fd(),
             key,
             refusals,
-            num_handshakes_max: num_handshakes_max,
-            pending_handshakes: pending_handshakes,
+            num_handshakes_max,
+            pending_handshakes,
             authenticated: members,
         })
     }
@@ -154,7 +154,7 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
                         (PeerConnection { socket, address }, Vec::new(), Instant::now());
                     self.pending_handshakes.push_back(PendingHandshake {
                         connection: door,
-                        handshake: handshake,
+                        handshake,
                         received,
                         since,
                     });

@@ -161,7 +161,7 @@ mod tests {
     fn table() -> Table {
         let place = |socket_id| RankAddress {
             host: u128::MAX - 1,
-            socket_id: socket_id,
+            socket_id,
             address: "[2001:db8::1]:4000".parse().expect("an address"),
         };
         Table { session: [77; 32], tries_shm: true, rank_addresses: vec![place(1), place(2)] }

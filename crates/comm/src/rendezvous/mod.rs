@@ -161,7 +161,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         deadline,
     };
     let host = this_host(options);
-    let place_at = |address| RankAddress { host, socket_id: socket_id, address };
+    let place_at = |address| RankAddress { host, socket_id, address };
     let Joined { root_exchange: mut star, mut table, listener, own, root } = if options.rank == Rank::ROOT {
         joining.join_as_root(place_at)?
     } else {

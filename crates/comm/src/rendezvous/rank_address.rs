@@ -38,10 +38,6 @@ impl RankAddress {
     pub(super) fn from_words(words: [u64; RANK_ADDRESS_WORDS]) -> Option<Self> {
         let [host_high, host_low, socket_id, ip_high, ip_low, port] = words;
         let address = SocketAddr::new(words_to_ip([ip_high, ip_low]), u16::try_from(port).ok()?);
-        Some(RankAddress {
-            host: u128::from(host_high) << 64 | u128::from(host_low),
-            socket_id: socket_id,
-            address,
-        })
+        Some(RankAddress { host: u128::from(host_high) << 64 | u128::from(host_low), socket_id, address })
     }
 }

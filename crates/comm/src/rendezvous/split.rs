@@ -158,11 +158,8 @@ impl Preparation {
         let nowhere = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
         let address = tcp.as_ref().map_or(Ok(nowhere), TcpListener::local_addr)?;
         let area_offset = memory.as_ref().map_or(0, |memory| memory.area.offset());
-        let offer = MemberInfo {
-            place: RankAddress { host: 0, socket_id: socket_id, address },
-            nonce: nonce()?,
-            area_offset,
-        };
+        let offer =
+            MemberInfo { place: RankAddress { host: 0, socket_id, address }, nonce: nonce()?, area_offset };
         Ok(Preparation {
             offer,
             listeners: Listeners { tcp, local: local::listen_local(socket_id)? },

@@ -358,8 +358,8 @@ fn choose_tokenizer(
         let mut last = None;
         while is_done.recv_timeout(PROGRESS_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             let read = num_read.load(Ordering::Relaxed);
-            // If the disk hangs, there is no progress to report. After all input is read, learning the merges takes
-            // long.
+            // Nothing is reported while no more input is read, because the disk may hang. After all input is read, reports continue,
+            // because learning the merges takes long.
             if last.replace(read) != Some(read) || read >= inputs.bytes {
                 advance();
             }

@@ -39,9 +39,9 @@ enum CommitState {
 }
 
 impl Staging {
-    /// Locks `folder`, and creates it if it does not exist. Refuses a folder that already contains `marker` or one of
-    /// the files `names`, with two exceptions: an interrupted commit wrote the files, or an earlier commit wrote them
-    /// (`marker` exists), and `existing` allows to replace them.
+    /// Locks `folder`, and creates it if it does not exist. Refuses a folder that already contains `marker` or one of the files `names`,
+    /// with two exceptions: an interrupted commit wrote the files, or an earlier commit wrote them (`marker` exists) and `existing` says
+    /// to replace them.
     pub(super) fn new(
         folder: &Path,
         names: &[&str],

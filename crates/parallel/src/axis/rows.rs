@@ -88,9 +88,9 @@ impl DtypeExchanges {
         let mut started = RowExchange {
             runs,
             buffer_len,
-            is_hierarchical: is_hierarchical,
+            is_hierarchical,
             free,
-            rounds_in_flight: rounds_in_flight,
+            rounds_in_flight,
             num_rounds,
             next_round: 0,
             in_flight: VecDeque::with_capacity(num_buffers),

@@ -32,7 +32,7 @@ impl ShardExchange {
             let groups = [state.update_group(header), ranks.tensor()];
             let sums = groups.map(|group| pool(group, DType::F64));
             let [gathers, parts] = groups.map(|group| pool(group, DType::F32));
-            ShardExchange { device: device.clone(), sums, gathers: gathers, parts }
+            ShardExchange { device: device.clone(), sums, gathers, parts }
         };
         let DenseAndExpert { dense: shared, experts } = &ranks.state;
         DenseAndExpert { dense: exchange(shared), experts: experts.as_ref().map(exchange) }

@@ -109,7 +109,7 @@ impl Gradients {
             gathered: layout.is_gathered().then(|| GatheredUnits::absent(table, ranks, &pool)),
             pool,
             counted,
-            block_rounded: block_rounded,
+            block_rounded,
             tied: TiedGradients::new(header, table.tie(), messages),
             waiting: WaitTracker::default(),
         })

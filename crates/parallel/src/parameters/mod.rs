@@ -84,7 +84,7 @@ impl RankParameters {
             copy = Some((unit, device.empty(shape, dtype, Category::Parameters)?));
         }
         let (table, device) = (Arc::clone(table), device.clone());
-        Ok(RankParameters { table, parts, shards, full_units: full_units, tied_copy: copy, device })
+        Ok(RankParameters { table, parts, shards, full_units, tied_copy: copy, device })
     }
 
     /// Sets the parameters of a rank that has all of them and does not train.

@@ -47,7 +47,8 @@ pub(super) fn decode(registers: &Registers, byte_at: impl Fn(u64) -> u8) -> Opti
         return None;
     }
     let mod_rm = ModRm::new(code.byte(), first);
-    // Only the product names a third register; the others leave its field unused. The field is stored inverted, and so are R, X and B.
+    // Only the dot product of tiles has a third register operand; the other instructions leave its field unused. The field is stored
+    // inverted, and so are R, X and B.
     let third = usize::from(!second >> 3 & 0xf);
     if opcode != 0x5c && third != 0 {
         return None;

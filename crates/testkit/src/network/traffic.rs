@@ -27,7 +27,7 @@ impl Volume {
     ///
     /// For TCP connections without losses, this is the payload, plus at most some tens of bytes for every connection made, and minus some
     /// bytes for every packet of another kind (address resolution, some per minute). Retransmitted segments
-    /// ([`num_retransmitted_segments`](OffloadTraffic::num_retransmitted_segments)) count again.
+    /// ([`num_retransmitted_segments`](Traffic::num_retransmitted_segments)) count again.
     pub fn payload_bytes(&self, header_bytes: u64) -> u64 {
         self.bytes.saturating_sub(self.num_packets * header_bytes)
     }

@@ -22,15 +22,15 @@ config_section! {
         /// outputs of blocks (sequence parallelism). This takes less memory. Forward sends as many bytes as without; backward sends half as
         /// many again. `seq_len` must be a multiple of `tensor_parallel_degree`.
         sequence_parallel: bool = true;
-        /// Number of workers that divide the positions of each sequence. They are neighbours, or next to each other after those of
-        /// `tensor_parallel_degree`, and read the same samples, of which each takes its positions; `seq_len` must be a multiple of twice
-        /// the degree. The memory of activations is divided by the degree. Attention reads the keys and values of all of these workers
-        /// (docs/context.md). Losses differ from those of one worker by rounding.
+        /// Number of workers that divide the positions of each sequence. They read the same samples, and each takes its positions. Their
+        /// ranks differ by `tensor_parallel_degree`. `seq_len` must be a multiple of twice the degree. The memory of activations is
+        /// divided by the degree. Attention reads the keys and values of all of these workers (docs/context.md). Losses differ from those
+        /// of one worker by rounding.
         context_parallel_degree: usize = 1, within 1..=1 << 12;
-        /// Number of neighbours among the workers of `context_parallel_degree` that exchange positions for heads before attention and back
-        /// after it (Ulysses). Between these groups of neighbours, keys and values go around a ring. 1 uses only the ring, and the degree
-        /// itself uses no ring. Must divide the degree, and the number of key-value heads that a worker has. 0 chooses the value that sends
-        /// the fewest bytes, or 1 for a custom task.
+        /// Number of neighbours among the workers of `context_parallel_degree` that exchange positions for heads before attention and
+        /// back after it (Ulysses). Between these groups of neighbours, keys and values go around a ring. With 1 there is only the ring,
+        /// and with the value of `context_parallel_degree` there is none. Must divide that degree, and the number of key-value heads that
+        /// a worker has. 0 chooses the value that sends the fewest bytes, or 1 for a custom task.
         context_parallel_heads_degree: usize = 0, within 0..=1 << 12;
         /// Number of workers with different experts, for models with experts (docs/experts.md). They are neighbours among the workers that
         /// see different samples or positions. Tokens travel to their experts and back in each layer, forward and backward. Must divide the
@@ -45,10 +45,11 @@ config_section! {
         /// Order in which stages run (docs/pipeline.md). `pipedream` and `pipedream-2bw` do not drain between steps, so losses and
         /// weights differ. Only applies with `pipeline_parallel_degree` above 1.
         pipeline_parallel_schedule: Kind = Kind::OneFOneB;
-        /// File with a custom schedule, which replaces `pipeline_parallel_schedule`. With `pipedream` or `pipedream-2bw`, which must match
-        /// the file's weights, the file may describe a schedule without drains. It lists the passes of each worker in order, as text, in
-        /// the format that `trireme plan --save-schedule` writes (docs/pipeline.md). The schedule is validated before the first step. The
-        /// first worker reads the file for all. Only applies with `pipeline_parallel_degree` above 1.
+        /// File with a custom schedule, which replaces the passes of `pipeline_parallel_schedule`. The file lists the passes of each
+        /// worker in order, as text, in the format that `trireme plan --save-schedule` writes (docs/pipeline.md). If its schedule does
+        /// not drain between steps, `pipeline_parallel_schedule` must be the one of `pipedream` and `pipedream-2bw` that has the same
+        /// versions of weights. The schedule is validated before the first step. The first worker reads the file for all. Only applies
+        /// with `pipeline_parallel_degree` above 1.
         pipeline_parallel_schedule_file: Option<PathBuf> = None;
         /// Stages per worker; 0 uses 1, or 2 if the schedule needs several. Only applies with
         /// `pipeline_parallel_degree` above 1.

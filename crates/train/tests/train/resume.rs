@@ -60,7 +60,8 @@ fn train(config: &Config) -> RunResult {
     ranks.into_iter().next().unwrap()
 }
 
-/// Trains 20 steps at once with the first number of workers, and 10 and 10 steps with each pair of numbers. Returns the steps.
+/// For each pair of numbers in `workers`, trains 10 steps with the first number of workers and 10 more with the second. Compares the
+/// steps and weights with those of 20 uninterrupted steps on the first number of the first pair. Returns the steps.
 fn check_interrupted_runs(workers: &[(usize, usize)], keys: &[&str]) -> Vec<StepBits> {
     let folder = tempfile::tempdir().unwrap();
     let whole = train(&job(folder.path(), "whole", workers[0].0, 20, keys));
@@ -133,8 +134,8 @@ fn a_run_that_began_on_the_cpu_ends_on_a_detached_device_and_the_other_way_round
 /// A number of workers, and the keys of their layout.
 type WorkersAndKeys<'a> = (usize, &'a [&'a str]);
 
-/// Trains 20 steps with the layout `uninterrupted`, and 10 and 10 steps with each layout and the next one. Weights have the same bits
-/// across the change of layout, and losses are nearly those of the uninterrupted run.
+/// Trains 10 steps with each layout, and 10 more with the layout after it in `layouts`. Asserts that the weights keep their bits across
+/// the change of layout, and that the losses are nearly those of 20 steps with the layout `uninterrupted`.
 fn check_continuation<'a>(
     layouts: &[WorkersAndKeys<'a>],
     uninterrupted: WorkersAndKeys<'a>,

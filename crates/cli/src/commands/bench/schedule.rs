@@ -147,7 +147,8 @@ fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
     let (num_microbatches, num_steps) = if kind.is_synchronous() {
         (args.microbatches, 1)
     } else {
-        // As many microbatches in total, in steps of the fewest microbatches that keep the pipeline full.
+        // The total number of microbatches is the same, rounded up to full steps. A step has the fewest microbatches that keep the
+        // pipeline full.
         (num_ranks, args.microbatches.div_ceil(num_ranks))
     };
     let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps };

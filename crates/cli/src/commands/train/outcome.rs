@@ -145,7 +145,7 @@ pub(super) fn sample_text(
     };
     let mut text = settings.prompt.text.clone();
     let take = |piece: &str| text.push_str(piece);
-    // On the host, because the device still holds the training state.
+    // The sample is generated on the host, because the device still holds the training state.
     let host = trainer.executor().device().host()?;
     let model_config = language.model_config();
     // The generation sets its own limit of positions.

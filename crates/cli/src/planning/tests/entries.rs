@@ -91,7 +91,8 @@ fn operations_issued_in_a_dry_step_are_awaited_in_it_or_in_the_next() {
         assert_eq!(issued.len(), entries.num_issued);
         let first = issued[0];
         assert!(issued.iter().copied().eq(first..first + entries.num_issued), "{issued:?}");
-        // A number of the previous step represents the same operation of this step.
+        // A number below `first` belongs to the previous step. Adding the number of operations in a step gives the number of the same
+        // operation in this step.
         let mut places: Vec<usize> = awaited
             .iter()
             .map(|number| if *number < first { number + entries.num_issued } else { *number })

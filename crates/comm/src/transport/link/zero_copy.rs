@@ -109,7 +109,7 @@ impl ZeroCopySends {
         let zero_copy_number = lends.then_some(self.next_number);
         self.next_number = self.next_number.wrapping_add(u32::from(lends));
         self.num_accepted += num_bytes;
-        self.sends.push_back(AcceptedSend { num_bytes, zero_copy_number: zero_copy_number });
+        self.sends.push_back(AcceptedSend { num_bytes, zero_copy_number });
         Ok(())
     }
 
