@@ -56,6 +56,9 @@ impl RotaryTable {
 
     /// Creates a table whose frequencies depend on the number of positions. `frequencies` apply unchanged to tables of at most
     /// `scaling.original_positions` positions.
+    ///
+    /// # Errors
+    /// If the device has no memory for the table.
     pub fn dynamic(
         device: &Device,
         positions: usize,
