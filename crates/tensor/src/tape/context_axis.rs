@@ -8,9 +8,10 @@
 //! have no case for them.
 //!
 //! A batch is uploaded with this rank's positions only (`HostBatch::upload_positions`). They are at most two runs in ascending order, so
-//! the keys of a rank that a query sees, within its window and document, are one range ([`Positions::num_before`]). Kernels do not depend on
-//! ranks: `Device::attention_block` adds the keys of one rank to the result for earlier keys, and `RingAttention` calls it for each rank in
-//! turn. `ExchangeHeads` is a separate operation, which the tape inserts around operations that need heads ([`Operation::head_exchange`]).
+//! the keys of a rank that a query sees, within its window and document, are one range ([`Positions::num_before`]). Kernels do not depend
+//! on ranks: `Device::attention_block` adds the keys of one rank to the result for earlier keys, and `RingAttention` calls it for each rank
+//! in turn. `ExchangeHeads` is a separate operation, which the tape inserts around operations that need heads
+//! ([`Operation::head_exchange`]).
 
 use super::value::Value;
 use super::{Argument, ContextAxis, InputOrOutput, Op, Operation, OperationContext, Recorder, Tape, Var};
