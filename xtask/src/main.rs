@@ -25,7 +25,7 @@ enum XtaskCommand {
     /// form and length of files.
     Tidy,
     Kernels(kernels::KernelsArgs),
-    /// Train small models on every layout, and print how far their losses are from those of one worker.
+    /// Train small models on every layout, and print how far their losses are from the losses of one worker.
     ///
     /// The test behind this command fails if a loss differs by more than allowed. Without a tensor axis or a context axis, no difference is
     /// allowed.

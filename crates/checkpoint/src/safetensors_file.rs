@@ -136,7 +136,7 @@ impl SafetensorsWriter {
     /// Syncs the file to the disk. Returns its size and checksum.
     ///
     /// # Panics
-    /// If the bytes written are not exactly those of the tensors given to [`create`](Self::create).
+    /// If the number of bytes written differs from the size of the tensors given to [`create`](Self::create).
     pub(crate) fn finish(self) -> Result<FileEntry, CheckpointError> {
         assert_eq!(self.written, self.size, "{} holds what its header announces", self.path.display());
         let file = self.file.into_inner().map_err(|error| writing(&self.path)(error.into_error()))?;

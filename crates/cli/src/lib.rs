@@ -153,9 +153,9 @@ pub fn run_command() -> ExitCode {
 
 /// Runs a program that trains `task`, with the arguments of this process: `train CONFIG`, `plan CONFIG` or `report`.
 ///
-/// The config is the config of `trireme`, without `[data]`, `[generate]`, the description of a model in `[model]`, and `[training]
-/// seq_len`. Call this first in `main`: it starts the program again for each further worker. Errors are printed; the exit code is that of
-/// `trireme`.
+/// The config has the sections and keys of `trireme`, without `[data]`, `[generate]`, the description of a model in `[model]`, and
+/// `[training] seq_len`. Call this first in `main`: it starts the program again for each further worker. Errors are printed, and the exit
+/// codes are the codes of `trireme`.
 pub fn run(task: impl Task + 'static) -> ExitCode {
     let task: Arc<dyn Task> = Arc::new(task);
     run_and_exit_code(|started| match parse::<TaskArguments>().command {

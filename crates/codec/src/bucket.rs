@@ -1,4 +1,5 @@
 use super::CompressionError;
+use super::error::Result;
 use std::ops::Range;
 
 /// The layout of a flat f32 gradient: its length and the matrices in it. Elements outside the matrices are vectors and
@@ -42,7 +43,7 @@ impl Bucket {
     ///
     /// # Errors
     /// [`CompressionError::Matrix`] if the matrices are not in ascending order, overlap, or end beyond `len`.
-    pub fn with_matrices(len: usize, matrices: Vec<Matrix>) -> Result<Self, CompressionError> {
+    pub fn with_matrices(len: usize, matrices: Vec<Matrix>) -> Result<Self> {
         let mut end = 0;
         for &Matrix { offset, rows, cols } in &matrices {
             let matrix_end = rows.checked_mul(cols).and_then(|elements| offset.checked_add(elements));

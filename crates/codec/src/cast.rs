@@ -1,6 +1,7 @@
 //! Codecs whose messages are the elements themselves, in f32 or rounded to 16 bits. The all-reduce sums the messages.
 
-use super::{Codec, CompressionError, RoundContext};
+use super::error::Result;
+use super::{Codec, RoundContext};
 use std::marker::PhantomData;
 use trireme_base::Float;
 
@@ -14,12 +15,7 @@ impl Codec for Uncompressed {
         values.fill(0.0);
     }
 
-    fn decode(
-        &mut self,
-        _context: &RoundContext,
-        result: &[u8],
-        gradient: &mut [f32],
-    ) -> Result<(), CompressionError> {
+    fn decode(&mut self, _context: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()> {
         gradient.copy_from_slice(bytemuck::cast_slice(result));
         Ok(())
     }
@@ -43,12 +39,7 @@ impl<T: Float> Codec for Rounded<T> {
         }
     }
 
-    fn decode(
-        &mut self,
-        _context: &RoundContext,
-        result: &[u8],
-        gradient: &mut [f32],
-    ) -> Result<(), CompressionError> {
+    fn decode(&mut self, _context: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()> {
         for (gradient, sum) in gradient.iter_mut().zip(bytemuck::cast_slice::<u8, T>(result)) {
             *gradient = sum.to_f32();
         }

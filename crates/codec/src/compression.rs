@@ -1,4 +1,5 @@
 use super::codec_name::list;
+use super::error::Result;
 use super::quantized::Bits;
 use super::{Bucket, CodecName, CompressionError, Round, low_rank, one_bit, quantized, top_k};
 use std::fmt;
@@ -99,7 +100,7 @@ impl Compression {
     /// # Errors
     /// [`CompressionError::UnsupportedOption`] if the codec does not have an option that is given.
     /// [`CompressionError::Option`] if a value is out of range, or `top_k` has momentum without error feedback.
-    pub fn new(options: &CompressionOptions) -> Result<Self, CompressionError> {
+    pub fn new(options: &CompressionOptions) -> Result<Self> {
         options.check_option_support()?;
         let method = match options.codec {
             CodecName::None => Method::None,
@@ -267,7 +268,7 @@ fn warmup_ratios(last: f64) -> impl Iterator<Item = f64> {
 }
 
 impl CompressionOptions {
-    fn check_option_support(&self) -> Result<(), CompressionError> {
+    fn check_option_support(&self) -> Result<()> {
         let given = [
             ("rank", self.rank.is_some()),
             ("ratio", self.ratio.is_some()),
@@ -293,19 +294,19 @@ impl CompressionOptions {
         CompressionError::Option { codec: self.codec, option, value: value.to_string(), allowed }
     }
 
-    fn rank(&self) -> Result<usize, CompressionError> {
+    fn rank(&self) -> Result<usize> {
         let rank = self.rank.unwrap_or(4);
         let refused = || self.refuse("rank", rank, "from 1 to 1024");
         RANKS.contains(&rank).then_some(rank).ok_or_else(refused)
     }
 
-    fn ratio(&self) -> Result<f64, CompressionError> {
+    fn ratio(&self) -> Result<f64> {
         let ratio = self.ratio.unwrap_or(0.01);
         let refused = || self.refuse("ratio", ratio, "above 0 and at most 1");
         (ratio > 0.0 && ratio <= 1.0).then_some(ratio).ok_or_else(refused)
     }
 
-    fn block_len(&self, default: usize) -> Result<usize, CompressionError> {
+    fn block_len(&self, default: usize) -> Result<usize> {
         let len = self.block_len.unwrap_or(default);
         let refused = || self.refuse("block_len", len, "a multiple of 64, from 64 to 1048576");
         let is_allowed =
@@ -313,7 +314,7 @@ impl CompressionOptions {
         is_allowed.then_some(len).ok_or_else(refused)
     }
 
-    fn warmup_method(&self) -> Result<Method, CompressionError> {
+    fn warmup_method(&self) -> Result<Method> {
         let codec = self.warmup_codec.unwrap_or(CodecName::None);
         let quantized = |bits| Method::Quantized { bits, block_len: 256 };
         match codec {
@@ -329,13 +330,13 @@ impl CompressionOptions {
         }
     }
 
-    fn normalize(&self) -> Result<Option<f32>, CompressionError> {
+    fn normalize(&self) -> Result<Option<f32>> {
         let Some(decay) = self.normalize else { return Ok(None) };
         let refused = || self.refuse("normalize", decay, "from 0 to below 1");
         (0.0..1.0).contains(&decay).then_some(Some(decay)).ok_or_else(refused)
     }
 
-    fn momentum(&self) -> Result<f32, CompressionError> {
+    fn momentum(&self) -> Result<f32> {
         let momentum = self.momentum.unwrap_or(0.0);
         let refused = || self.refuse("momentum", momentum, "from 0 to below 1");
         (0.0..1.0).contains(&momentum).then_some(momentum).ok_or_else(refused)

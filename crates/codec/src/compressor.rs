@@ -1,5 +1,6 @@
 use super::cast::{Rounded, Uncompressed};
 use super::compression::Method;
+use super::error::Result;
 use super::fp8::Fp8;
 use super::low_rank::LowRank;
 use super::normalizer::Normalizer;
@@ -89,7 +90,7 @@ impl Compressor {
         rank: Rank,
         world_size: usize,
         key: RandomKey,
-    ) -> Result<Self, CompressionError> {
+    ) -> Result<Self> {
         assert!(rank.0 < world_size, "rank {rank} in a world of {world_size}");
         check_len(compression, bucket)?;
         let (codec, keeps_residual): (Box<dyn Codec>, bool) = if compression.has_codec(bucket, world_size) {
@@ -206,7 +207,7 @@ impl Compressor {
     /// # Panics
     /// If a call of [`write`](Compressor::write) is expected instead, the result is not aligned to the round's dtype,
     /// or the gradient does not have the bucket's length.
-    pub fn read(&mut self, gradient: &mut [f32], result: &[u8]) -> Result<(), CompressionError> {
+    pub fn read(&mut self, gradient: &mut [f32], result: &[u8]) -> Result<()> {
         let ExpectedCall::Read { round } = self.expected_call else {
             panic!("expected {:?} before a result", self.expected_call)
         };
@@ -271,7 +272,7 @@ impl Compressor {
 }
 
 /// Refuses a bucket whose elements cannot be indexed with 32 bits, if the codec sends or draws such indices.
-fn check_len(compression: &Compression, bucket: &Bucket) -> Result<(), CompressionError> {
+fn check_len(compression: &Compression, bucket: &Bucket) -> Result<()> {
     let has_indices = matches!(compression.method, Method::TopK { .. } | Method::RandomK { .. });
     if has_indices && u32::try_from(bucket.len()).is_err() {
         let codec = compression.codec();

@@ -1,6 +1,8 @@
 use super::CodecName;
 use trireme_base::Rank;
 
+pub(crate) type Result<T, E = CompressionError> = std::result::Result<T, E>;
+
 /// Why options, a bucket, a result or a saved state cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]

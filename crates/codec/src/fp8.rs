@@ -5,8 +5,9 @@
 //! power of two that keeps the largest finite magnitude within the range of the format, so scaling does not change
 //! mantissas. E4M3 has no infinity and sends NaN instead.
 
+use super::error::Result;
 use super::vector_ops::{INFINITY_BITS, largest_finite_magnitude, magnitude_bits};
-use super::{Codec, CompressionError, RoundContext};
+use super::{Codec, RoundContext};
 use trireme_base::{Fp8Format, power_of_two};
 
 const SCALE_BYTES: usize = size_of::<f32>();
@@ -110,12 +111,7 @@ impl Codec for Fp8 {
         }
     }
 
-    fn decode(
-        &mut self,
-        _context: &RoundContext,
-        result: &[u8],
-        gradient: &mut [f32],
-    ) -> Result<(), CompressionError> {
+    fn decode(&mut self, _context: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()> {
         let num_bytes = message_bytes(gradient.len());
         for (piece, sums) in gradient.chunks_mut(PIECE_LEN).enumerate() {
             sums.fill(0.0);

@@ -37,6 +37,7 @@ pub use codec_name::CodecName;
 pub use compression::{Compression, CompressionOptions, UncompressedReason};
 pub use compressor::{CompressionStatistics, Compressor};
 pub use error::CompressionError;
+use error::Result;
 pub use round::Round;
 pub use sizes::CompressorSizes;
 pub use state::{StateCopy, StateValues};
@@ -57,12 +58,7 @@ trait Codec: Send + Sync + std::fmt::Debug {
 
     /// Decodes the result of a round: the sum of all messages, or all messages in rank order. After the last round,
     /// `gradient` holds the sum over all ranks.
-    fn decode(
-        &mut self,
-        turn: &RoundContext,
-        result: &[u8],
-        gradient: &mut [f32],
-    ) -> Result<(), CompressionError>;
+    fn decode(&mut self, turn: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()>;
 
     /// The codec's own state that is carried from step to step, with its name. The residual is not part of it.
     fn own_state(&self) -> Option<(&'static str, &[f32])> {

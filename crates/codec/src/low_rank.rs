@@ -10,8 +10,9 @@
 //!
 //! Factors are stored column-major, so that all inner loops access contiguous memory.
 
+use super::error::Result;
 use super::vector_ops::{INFINITY_BITS, add_scaled, dot, largest_magnitude_bits};
-use super::{Bucket, Codec, CompressionError, Matrix, Round, RoundContext};
+use super::{Bucket, Codec, Matrix, Round, RoundContext};
 use std::ops::Range;
 use trireme_base::{RandomKey, floor_log2, power_of_two};
 
@@ -159,12 +160,7 @@ impl Codec for LowRank {
         }
     }
 
-    fn decode(
-        &mut self,
-        turn: &RoundContext,
-        result: &[u8],
-        gradient: &mut [f32],
-    ) -> Result<(), CompressionError> {
+    fn decode(&mut self, turn: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()> {
         match turn.round {
             0 => self.decode_p(bytemuck::cast_slice(result)),
             _ => self.decode_q(bytemuck::cast_slice(result), gradient),

@@ -3,7 +3,7 @@
 //!
 //! A bucket has elements of many magnitudes, and a codec preserves the large ones best. Adam, however, gives small
 //! elements the same weight as large ones. After normalization all elements have similar magnitudes, so the compression
-//! error is small relative to each of them. The second moment is that of the gradient itself, before the residual is
+//! error is small relative to each of them. The second moment is computed from the gradient itself, before the residual is
 //! added, because a residual releases delayed elements in bursts. Each rank has its own second moment (Chen, Shen,
 //! Huang, Liu: "Quantized Adam with error feedback", 2021).
 

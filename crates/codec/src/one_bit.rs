@@ -6,7 +6,8 @@
 //! A message consists of two f32 for each block, the means of the values without and with a minus sign, and then one
 //! bit for each element: 1 for a minus, lowest bit first.
 
-use super::{Codec, CompressionError, RoundContext};
+use super::error::Result;
+use super::{Codec, RoundContext};
 
 const MEANS_BYTES: usize = 2 * size_of::<f32>();
 
@@ -46,12 +47,7 @@ impl Codec for OneBit {
         }
     }
 
-    fn decode(
-        &mut self,
-        _context: &RoundContext,
-        result: &[u8],
-        gradient: &mut [f32],
-    ) -> Result<(), CompressionError> {
+    fn decode(&mut self, _context: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()> {
         let num_bytes = message_bytes(gradient.len(), self.block_len);
         let means_bytes = gradient.len().div_ceil(self.block_len) * MEANS_BYTES;
         for (block, sums) in gradient.chunks_mut(self.block_len).enumerate() {

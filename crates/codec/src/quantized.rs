@@ -6,8 +6,9 @@
 //! first one in the low bits. A block with values that are not finite has the scale NaN. A block whose largest
 //! magnitude is below 1e-36 is sent as zeros, because the reciprocal of its quantization step would overflow.
 
+use super::error::Result;
 use super::vector_ops::{INFINITY_BITS, largest_magnitude_bits};
-use super::{Codec, CompressionError, RoundContext};
+use super::{Codec, RoundContext};
 use trireme_base::RandomKey;
 
 /// The width of a code in bits.
@@ -72,12 +73,7 @@ impl Codec for Quantized {
         }
     }
 
-    fn decode(
-        &mut self,
-        _context: &RoundContext,
-        result: &[u8],
-        gradient: &mut [f32],
-    ) -> Result<(), CompressionError> {
+    fn decode(&mut self, _context: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()> {
         let num_bytes = message_bytes(gradient.len(), self.bits, self.block_len);
         let scales_bytes = gradient.len().div_ceil(self.block_len) * SCALE_BYTES;
         for (block, sums) in gradient.chunks_mut(self.block_len).enumerate() {

@@ -5,8 +5,9 @@
 //! multiplied by `len / k`, which makes the codec unbiased. If any element of a rank is not finite, drawn or not, the
 //! rank sends NaN as its first value.
 
+use super::error::Result;
 use super::vector_ops::{INFINITY_BITS, largest_magnitude_bits};
-use super::{Codec, CompressionError, RoundContext};
+use super::{Codec, RoundContext};
 use trireme_base::{Random, RandomKey};
 
 const WORD_BITS: usize = u64::BITS as usize;
@@ -74,12 +75,7 @@ impl Codec for RandomK {
         }
     }
 
-    fn decode(
-        &mut self,
-        _context: &RoundContext,
-        result: &[u8],
-        gradient: &mut [f32],
-    ) -> Result<(), CompressionError> {
+    fn decode(&mut self, _context: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()> {
         gradient.fill(0.0);
         let sums: &[f32] = bytemuck::cast_slice(result);
         for (&sum, index) in sums.iter().zip(indices(&self.drawn)) {

@@ -1,5 +1,6 @@
 //! Saving and loading the state of a compressor.
 
+use super::error::Result;
 use super::{CompressionError, Compressor};
 
 const SECOND_MOMENT: &str = "second_moment";
@@ -84,7 +85,7 @@ impl Compressor {
     /// # Errors
     /// [`CompressionError::State`] unless the vectors have the names, dtypes and lengths of
     /// [`state`](Compressor::state) and all numbers are finite. The state does not change then.
-    pub fn load_state(&mut self, tensors: &[(&str, StateValues<'_>)]) -> Result<(), CompressionError> {
+    pub fn load_state(&mut self, tensors: &[(&str, StateValues<'_>)]) -> Result<()> {
         for (index, (name, found)) in tensors.iter().enumerate() {
             let expected = self.state().find(|(expected, _)| expected == name);
             let fault = match (expected.map(|(_, values)| values), found) {

@@ -7,6 +7,7 @@
 //! threshold, those with lower indices are sent. Infinity ranks above all numbers and NaN above infinity, so they are
 //! sent first.
 
+use super::error::Result;
 use super::vector_ops::magnitude_bits;
 use super::{Codec, CodecName, CompressionError, RoundContext};
 use trireme_base::Rank;
@@ -76,12 +77,7 @@ impl Codec for TopK {
         }
     }
 
-    fn decode(
-        &mut self,
-        turn: &RoundContext,
-        result: &[u8],
-        gradient: &mut [f32],
-    ) -> Result<(), CompressionError> {
+    fn decode(&mut self, turn: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()> {
         let messages = result.chunks_exact(result.len() / turn.world_size);
         for (rank, message) in messages.clone().enumerate() {
             check_indices(Rank(rank), message, gradient.len())?;
@@ -112,7 +108,7 @@ fn entries(message: &[u8]) -> impl Iterator<Item = (usize, f32)> {
     indices.as_chunks::<4>().0.iter().map(|bytes| u32::from_le_bytes(*bytes) as usize).zip(values)
 }
 
-fn check_indices(rank: Rank, message: &[u8], len: usize) -> Result<(), CompressionError> {
+fn check_indices(rank: Rank, message: &[u8], len: usize) -> Result<()> {
     let refused = |what| Err(CompressionError::Message { rank, codec: CodecName::TopK, what });
     let mut next = 0;
     for (index, _) in entries(message) {

@@ -34,7 +34,7 @@ pub(crate) fn typical_costs(shares_memory: bool) -> CostModel {
 /// The algorithm that a group chose for an operation on vectors of one length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choice {
-    /// The operation. Its length is that of the full vector, in elements.
+    /// The operation. Its length is the length of the full vector, in elements.
     pub collective: Collective,
     /// Bytes of an element.
     pub element_bytes: usize,

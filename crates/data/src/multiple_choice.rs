@@ -131,7 +131,7 @@ impl Question {
 
     /// Returns the tokens of the context with each choice, as lm-evaluation-harness makes them. Context and choice are
     /// encoded together. The context has as many tokens as it has when it is encoded alone without trailing spaces; the
-    /// other tokens are those of the choice. The tokenizer's beginning tokens precede a context that is not a
+    /// other tokens belong to the choice. The tokenizer's beginning tokens precede a context that is not a
     /// conversation. If the context has no tokens, the end-of-document token precedes the choice.
     ///
     /// # Errors

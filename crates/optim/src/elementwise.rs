@@ -34,8 +34,8 @@ impl ElementwiseUpdate {
         let states = if rule.sums_pass_changes_states(phase) { &mut self.states[..] } else { &mut [] };
         let updates = &self.members.member_updates(|member| rule.sums_pass(phase, member, step));
         self.members.sum_by(step.device, sums, |pieces, sums| {
-            let (noise, sums) = (step.noise, Some(sums));
-            let pass = UpdatePass { pieces, updates, scales: None, rounding_seed: noise, sums };
+            let pass =
+                UpdatePass { pieces, updates, scales: None, rounding_seed: step.noise, sums: Some(sums) };
             step.device.update(pass, parameters, grads, states);
         })
     }

@@ -132,7 +132,7 @@ pub struct StepPlan {
     pub has_loss: bool,
 }
 
-/// The results of a step. The time and the compression statistics are those of this rank; everything else is the same on all ranks.
+/// The results of a step. The time and the compression statistics are local to this rank; everything else is the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepOutcome {
     /// Mean loss over the global batch before the update. For a language model, in nats per token. NaN if nothing in the batch counts in

@@ -37,7 +37,7 @@ pub struct Fp8Recipe {
     pub formats: Fp8Formats,
     /// Number of steps whose amaxes determine a scale; at least 1.
     pub amax_history_len: usize,
-    /// Headroom: scales leave room for values `2^margin` times larger than those of earlier steps.
+    /// Headroom: scales leave room for values `2^margin` times larger than the values of earlier steps.
     pub margin: u32,
 }
 

@@ -317,7 +317,7 @@ impl<'a> Trainer<'a> {
         self.requests.clone()
     }
 
-    /// Returns the step after which units last moved between workers, if they did. Memory peaks are those of the steps since then.
+    /// Returns the step after which units last moved between workers, if they did. Memory peaks are measured since then.
     pub fn moved_after(&self) -> Option<u64> {
         self.moved_after
     }

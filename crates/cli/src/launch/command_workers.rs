@@ -13,7 +13,7 @@ use trireme_train::FLIGHT_RECORDER_FOLDER;
 const RECORDER_VARIABLE: &str = "TRIREME_FLIGHT_RECORDER";
 
 /// Starts this command again for each worker, and waits until all have exited. If one dies, its log and the flight recorders' reports are
-/// kept in a folder like that of a run. `simd` is the SIMD level of the workers' kernels, if they have any.
+/// kept in a folder with the layout of a run's folder. `simd` is the SIMD level of the workers' kernels, if they have any.
 pub(crate) fn launch_workers(num_workers: usize, started: Instant, simd: Option<&Simd>) -> Result<()> {
     let folder = temporary_folder("trireme-workers-")?;
     let (log_folder, recorder_folder) = (folder.path(), &folder.path().join(FLIGHT_RECORDER_FOLDER));

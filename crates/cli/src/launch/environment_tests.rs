@@ -46,7 +46,7 @@ fn torchrun() {
     assert_eq!(worker(&format!("{remote} {store}")).4, "node1:29401");
     assert_eq!(worker(&format!("{store} RANK=0 WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=65535")).4, "a:65534");
     assert_eq!(worker(&format!("{remote} TORCHELASTIC_USE_AGENT_STORE=False")).4, "node1:29400");
-    // Under srun, torchrun's variables take precedence over those of SLURM.
+    // Under srun, torchrun's variables take precedence over SLURM's variables.
     assert_eq!(worker(&format!("{remote} {SRUN}")).0, 5);
     assert_eq!(worker(&format!("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=1 {SRUN}")).1, 1);
 }

@@ -81,8 +81,8 @@ impl HostBytes {
         self.limits[index].num_sharing.unwrap_or(self.num_workers)
     }
 
-    /// Returns the bytes that count against the limit. If the workers that share it are not just those of this host, each counts as the
-    /// largest of this host.
+    /// Returns the bytes that count against the limit. If workers of other hosts share it, each worker counts as the largest
+    /// worker of this host.
     pub(super) fn taken(&self, index: usize) -> usize {
         let number = self.num_sharing(index);
         let processes = if number == self.num_workers { self.sum } else { self.largest.times(number) };

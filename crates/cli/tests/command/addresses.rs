@@ -10,7 +10,7 @@ use trireme_testkit::relay::{Conditions, Direction, FrameLoss, FrameRelay};
 
 const TRIREME: &str = env!("CARGO_BIN_EXE_trireme");
 
-/// A name like that of a pod, which a cluster's name service learns some time after the pod has started.
+/// A name in the form of a pod's name. A cluster's name service learns such a name some time after the pod has started.
 const NAME: &str = "books-0.books";
 
 /// Time for which ranks wait for the name.

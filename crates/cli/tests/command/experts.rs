@@ -92,7 +92,7 @@ fn a_capacity_drops_what_the_metrics_count_and_makes_memory_known() {
     }
 }
 
-/// A worker that gets more tokens than planned reports it, and the losses are those of a run with enough memory.
+/// A worker that gets more tokens than planned reports it, and the losses equal the losses of a run with enough memory.
 #[test]
 fn a_run_whose_loads_exceed_its_budget_spills_and_says_so() {
     let fixture = fixture();

@@ -11,7 +11,7 @@ use trireme_testkit::network::{Host, IPV4_TCP_HEADER_BYTES, IPV6_TCP_HEADER_BYTE
 use trireme_testkit::or_skip;
 use trireme_testkit::relay::{Conditions, Direction, FrameLoss, FrameRelay};
 
-/// Costs of links, so that nothing is measured and all bytes are those of the run.
+/// Costs of links. With them nothing is measured, so all bytes that are sent belong to the run.
 const GIVEN_COSTS: &str = "--set comm.within_hosts_latency_microseconds=30 --set comm.within_hosts_gigabytes_per_second=2 \
      --set comm.across_hosts_latency_microseconds=50 --set comm.across_hosts_gigabytes_per_second=1 \
      --set comm.shared_memory_latency_microseconds=5 --set comm.shared_memory_gigabytes_per_second=5";
@@ -140,7 +140,7 @@ fn memory_on_several_hosts_is_as_planned() {
 fn several_hosts_train_the_same_model_and_send_the_bytes_of_the_formula() {
     let Some(hosts) = hosts() else { return };
     let fixture = Fixture::with_corpus();
-    // With this setting nothing is measured, so all bytes are those of the run.
+    // With this setting nothing is measured, so all bytes that are sent belong to the run.
     let unmeasured = "--set training.determinism=run";
     fixture.run(&format!("train tiny.toml --set run.name=local {unmeasured}")).succeeded();
     let [ipv4, ipv6] = [IpAddr::from(hosts[0].ipv4()), hosts[0].ipv6().into()];

@@ -1,4 +1,4 @@
-//! Trains every layout in worker processes, and compares the losses with those of one worker. `cargo xtask ladder` prints the table.
+//! Trains every layout in worker processes, and compares the losses with the losses of one worker. `cargo xtask ladder` prints the table.
 
 use crate::common::{Fixture, Running, assert_contains};
 use std::fmt::{self, Write};
@@ -168,7 +168,7 @@ impl TrainedProgram {
         Running::start(command)
     }
 
-    /// Returns the largest relative difference of the losses from those of one worker. Checks the predicted memory.
+    /// Returns the largest relative difference of the losses from the losses of one worker. Checks the predicted memory.
     fn difference(&self, fixture: &Fixture, workers: usize, layout: &str) -> LayoutOutcome {
         let keys = layout.split_whitespace().map(|key| {
             let section = if key.split_once('=').unwrap().0.contains('.') { "" } else { "parallelism." };

@@ -114,7 +114,7 @@ fn units_move_where_given_split_points_are_uneven() {
             &fixture.run(&format!("report trace runs/{name} --step 10")).succeeded(),
             &["measured", "simulated"],
         );
-        // The memory is that of the stages after the move.
+        // The memory is the memory of the stages after the move.
         let rest = text.split_once("since units moved after step ").unwrap().1;
         let total = rest.lines().find(|line| line.starts_with("total")).unwrap();
         let columns: Vec<&str> = total.split_whitespace().collect();

@@ -6,7 +6,7 @@ use crate::table::{Row, Section, list, short, within};
 /// Peak of an A100 in 16 bits, in operations per second.
 const A100: f64 = 312e12;
 
-/// A layout in which a worker has a small shard of the state, so that a dry run is short. Its computation is that of a single worker.
+/// A layout in which a worker has a small shard of the state, so that a dry run is short. It computes as much as a single worker.
 const SHARDED: &str = "training.dtype=bf16 launch.workers=1024 parallelism.zero_stage=3";
 
 const SECONDS_A_DAY: f64 = 86_400.0;

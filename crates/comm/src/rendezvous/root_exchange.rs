@@ -65,7 +65,7 @@ impl Joining<'_> {
         let joined_ranks = waiting_ranks::wait_for_ranks(self, &master)?;
         let joined_ranks: Vec<JoinedRank> = joined_ranks.into_iter().flatten().collect();
         if own.ip().is_unspecified() {
-            // The local address of a connection from another rank. The address in `master_addr` may be that of a service that forwards only
+            // The local address of a connection from another rank. The address in `master_addr` may belong to a service that forwards only
             // the rendezvous port.
             let reached = joined_ranks[0].channel.stream.local_addr().map_err(setting_up)?;
             own = SocketAddr::new(reached.ip().to_canonical(), own.port());

@@ -12,7 +12,7 @@
 //! [`GroupOptions::keeps_order`](crate::GroupOptions::keeps_order) is off.
 //!
 //! Both need a `TransportChoice` and a `TransportKind`. Data that ranks exchange before the start, such as NCCL's identifier, is
-//! distributed like MPI's addresses (`rendezvous/mpi_exchange.rs`). Tests are like those of `tests/mpi.rs`, and `docs/collectives.md` has a
+//! distributed like MPI's addresses (`rendezvous/mpi_exchange.rs`). Tests follow `tests/mpi.rs`, and `docs/collectives.md` has a
 //! table of transports.
 
 mod fabric;

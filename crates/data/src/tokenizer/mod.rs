@@ -83,7 +83,7 @@ impl Eq for Tokenizer {}
 /// whole text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SpaceAtSplit {
-    /// The space begins the next piece. Tokenizers such as that of GPT-2 have tokens such as `Ġword`.
+    /// The space begins the next piece. Tokenizers such as GPT-2's have tokens such as `Ġword`.
     Keep,
     /// The space is dropped. Tokenizers such as SentencePiece put a space before every text.
     Drop,

@@ -10,7 +10,7 @@ fn trained() -> Tokenizer {
     Tokenizer::train_bpe(texts, 310).unwrap()
 }
 
-/// Returns a tokenizer like that of Llama 2: it puts a space before every text, and encodes unknown characters as
+/// Returns a tokenizer like Llama 2's: it puts a space before every text, and encodes unknown characters as
 /// bytes.
 fn sentence_piece() -> Value {
     let mut vocabulary = serde_json::Map::new();

@@ -11,7 +11,7 @@ use trireme_base::with_limits;
 pub(crate) const BPE_VOCABULARY_SIZE_MIN: usize = 257;
 
 impl Tokenizer {
-    /// Trains a byte-level BPE tokenizer like that of GPT-2 (Sennrich, Haddow, Birch: "Neural machine translation of
+    /// Trains a byte-level BPE tokenizer like GPT-2's (Sennrich, Haddow, Birch: "Neural machine translation of
     /// rare words with subword units", ACL 2016; over bytes: Radford et al., "Language models are unsupervised
     /// multitask learners", 2019). Id 0 is `<|endoftext|>`, ids 1 to 256 are the bytes, and the other ids are the
     /// merges in the order in which they were learned. A small text may give fewer than `vocabulary_size` tokens. The

@@ -11,7 +11,7 @@ use std::f64::consts::TAU;
 pub struct Rope {
     /// Base of the frequencies.
     pub theta: f64,
-    /// How frequencies are scaled for sequences longer than those of pretraining, if they are.
+    /// How frequencies are scaled for sequences longer than in pretraining, if they are.
     pub scaling: Option<RopeScaling>,
 }
 

@@ -134,7 +134,7 @@ pub(super) fn num_samples(batch: &Batch) -> usize {
     batch.iter().next().map_or(1, |(_, tensor)| tensor.shape().dims()[0])
 }
 
-/// Returns an error if the tensors of a batch differ from those of `profile` in more than the number of samples.
+/// Returns an error if the tensors of a batch differ from the tensors of `profile` in more than the number of samples.
 pub(super) fn check_batch(batch: &Batch, profile: &ModelProfile, num_samples: usize) -> Result<()> {
     for BatchTensor { spec, .. } in &profile.batch {
         let found = batch.get(spec.name).map(|tensor| TensorSpec::of(spec.name, tensor));

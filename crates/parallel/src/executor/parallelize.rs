@@ -67,7 +67,7 @@ impl Executor {
     /// If the program is not valid; errors of devices, groups and disks.
     ///
     /// # Panics
-    /// If the model's parameters are those of another rank, or if there are shards but the program shards no state.
+    /// If the model's parameters belong to another rank, or if there are shards but the program shards no state.
     pub fn new(setup: ExecutorSetup<'_>) -> Result<Self> {
         let ExecutorSetup { model, profile, optimizer, ranks, device, program, options, offload } = setup;
         // Without a pipeline, microbatches run one after the other.

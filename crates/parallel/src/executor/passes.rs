@@ -211,7 +211,7 @@ impl Executor {
         self.evaluate_checked(batch)
     }
 
-    /// As [`evaluate`](Executor::evaluate), for samples that may have fewer positions than those of a microbatch.
+    /// As [`evaluate`](Executor::evaluate), for samples that may have fewer positions than a microbatch.
     ///
     /// # Errors
     /// Errors of the device, the groups and disks.

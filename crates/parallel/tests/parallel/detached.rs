@@ -1,4 +1,4 @@
-//! Training on a device that runs kernels asynchronously and whose memory the host cannot access: the bits are those of the CPU.
+//! Training on a device that runs kernels asynchronously and whose memory the host cannot access: the bits equal the bits of the CPU.
 
 use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, STEPS, dynamic, laid_out_model};
 use std::collections::BTreeSet;

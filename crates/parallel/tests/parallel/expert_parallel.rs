@@ -1,4 +1,4 @@
-//! Expert parallelism: the bits are those of one rank, except where the order of sums differs.
+//! Expert parallelism: the bits equal the bits of one rank, except where the order of sums differs.
 
 use crate::common::{ADAMW, Layout, OPTIONS, Pipeline, SHAPE, batches, laid_out};
 use std::sync::Arc;

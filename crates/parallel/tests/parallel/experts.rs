@@ -1,4 +1,4 @@
-//! A mixture of experts, composed of operations, under different layouts: the bits are those of one rank.
+//! A mixture of experts, composed of operations, under different layouts: the bits equal the bits of one rank.
 
 use crate::common::{Layout, OPTIONS, Pipeline, train_classifier};
 use std::sync::Arc;

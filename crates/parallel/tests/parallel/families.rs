@@ -1,4 +1,4 @@
-//! Families of models under different layouts: the bits are those of one rank.
+//! Families of models under different layouts: the bits equal the bits of one rank.
 
 use crate::common::{ADAMW, Layout, OPTIONS, Pipeline, laid_out, train};
 use trireme_model::ModelConfig;

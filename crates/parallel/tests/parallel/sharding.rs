@@ -95,7 +95,7 @@ fn rounded_gradients_have_the_bits_of_plain_data_parallelism_on_as_many_ranks() 
         for (world_size, num_shards, num_microbatches) in [(2, 2, 2), (4, 4, 4), (2, 2, 4)] {
             let oracle = run(config, &plain, world_size, num_microbatches);
             for zero_stage in 1..=3 {
-                // The bits of sums that are rounded after each microbatch differ from those of sums that are rounded once.
+                // The bits of sums that are rounded after each microbatch differ from the bits of sums that are rounded once.
                 if zero_stage >= 2 && num_microbatches > world_size {
                     continue;
                 }

@@ -85,7 +85,7 @@ fn issue_read(
     pending: &mut VecDeque<(Transfer, Vec<u8>)>,
 ) {
     if let Some(seed) = written.get(&block) {
-        // The buffer fits any block, and its content differs from that of every block.
+        // The buffer fits any block, and its content differs from the content of every block.
         let longest = *lengths.iter().max().expect("there are blocks");
         let mut buffer = swap.buffer(longest).expect("memory");
         buffer.fill(0xA5);

@@ -63,11 +63,11 @@ fn install() {
 extern "C" fn on_illegal_instruction(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     // SAFETY: the system passes a context of this type, which belongs to the handler until it returns.
     let registers = unsafe { &mut (*context.cast::<ucontext_t>()).uc_mcontext.gregs };
-    // SAFETY: the registers are those of the program at the instruction that was refused.
+    // SAFETY: the registers belong to the program at the instruction that was refused.
     let executed = unsafe { execute(registers) };
     if executed.is_some() {
         // Executes the following AMX instructions as well, because a signal takes as long as many instructions.
-        // SAFETY: the registers are those of the program at the next instruction, after the one before was executed.
+        // SAFETY: the registers belong to the program at the next instruction, after the one before was executed.
         while unsafe { execute(registers) }.is_some() {}
     } else {
         let previous = PREVIOUS.get().expect("set before the handler is installed");
@@ -80,7 +80,7 @@ extern "C" fn on_illegal_instruction(signal: c_int, info: *mut siginfo_t, contex
 /// emulator does not execute the instruction.
 ///
 /// # Safety
-/// The registers must be those of a program that may execute the instruction.
+/// The registers must belong to a program that may execute the instruction.
 unsafe fn execute(saved: &mut [libc::greg_t; 23]) -> Option<()> {
     use libc::*;
     // In the order of their numbers in instructions.
@@ -101,7 +101,7 @@ unsafe fn execute(saved: &mut [libc::greg_t; 23]) -> Option<()> {
 /// Passes a signal to the action that the process had before.
 ///
 /// # Safety
-/// The arguments must be those of a signal handler.
+/// The arguments must be the arguments of a signal handler.
 unsafe fn forward_signal(
     previous: &libc::sigaction,
     signal: c_int,
@@ -117,11 +117,11 @@ unsafe fn forward_signal(
         }
     } else if previous.sa_flags & libc::SA_SIGINFO != 0 {
         type Handler = extern "C" fn(c_int, *mut siginfo_t, *mut c_void);
-        // SAFETY: with this flag, the address is that of such a function.
+        // SAFETY: with this flag, the address points to such a function.
         let handler = unsafe { mem::transmute::<*const (), Handler>(handler as *const ()) };
         handler(signal, info, context);
     } else {
-        // SAFETY: without the flag, the address is that of a function of the signal alone.
+        // SAFETY: without the flag, the address points to a function of the signal alone.
         let handler = unsafe { mem::transmute::<*const (), extern "C" fn(c_int)>(handler as *const ()) };
         handler(signal);
     }

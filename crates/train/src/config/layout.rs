@@ -16,7 +16,7 @@ config_section! {
         data_parallel_replicate_degree: i64 = -1, within -1..=1 << 20;
         /// Number of workers that divide each block (heads of attention, inner width of the feed-forward layer) and the
         /// vocabulary. They are neighbours, read the same data, and exchange activations twice per block in forward and
-        /// twice in backward. The order of sums differs from that of one worker, so losses differ by rounding.
+        /// twice in backward. The order of sums differs from the order of one worker, so losses differ by rounding.
         tensor_parallel_degree: usize = 1, within 1..=1 << 12;
         /// With `tensor_parallel_degree` above 1: whether these workers also divide the rows of normalisations, of residuals and of the
         /// outputs of blocks (sequence parallelism). This takes less memory. Forward sends as many bytes as without; backward sends half as

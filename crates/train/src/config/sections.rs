@@ -213,7 +213,7 @@ config_section! {
         /// Number of past steps whose largest magnitudes determine the scale of a tensor (`amax_history_len` of
         /// Transformer Engine). Only applies with `fp8`.
         fp8_amax_history_len: usize = 16, within 1..=FP8_AMAX_HISTORY_LEN_MAX;
-        /// Scales leave room for values 2^fp8_margin times larger than those of earlier steps (`margin` of
+        /// Scales leave room for values 2^fp8_margin times larger than the values of earlier steps (`margin` of
         /// Transformer Engine). Only applies with `fp8`.
         fp8_margin: u32 = 0, within 0..=16;
         /// Data type to which gradients are rounded before they are summed over the workers. `bf16` and `f16` halve the message

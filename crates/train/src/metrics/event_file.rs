@@ -1,7 +1,7 @@
 //! Writes TensorBoard's event files: protocol buffers of three message types, framed as TFRecords.
 //!
 //! A record is the payload's length (u64), a checksum of those eight bytes, the payload, and a checksum of the
-//! payload, all little-endian (`tensorflow/core/lib/io/record_writer.h`). The messages are those of
+//! payload, all little-endian (`tensorflow/core/lib/io/record_writer.h`). The messages are defined in
 //! `event.proto` and `summary.proto`; only the fields below are used.
 
 use super::record_file::RECORD_BYTES;

@@ -61,7 +61,7 @@ fn train(config: &Config) -> RunResult {
 }
 
 /// For each pair of numbers in `workers`, trains 10 steps with the first number of workers and 10 more with the second. Compares the
-/// steps and weights with those of 20 uninterrupted steps on the first number of the first pair. Returns the steps.
+/// steps and weights with the weights of 20 uninterrupted steps on the first number of the first pair. Returns the steps.
 fn check_interrupted_runs(workers: &[(usize, usize)], keys: &[&str]) -> Vec<StepBits> {
     let folder = tempfile::tempdir().unwrap();
     let whole = train(&job(folder.path(), "whole", workers[0].0, 20, keys));
@@ -414,7 +414,7 @@ fn metrics_hold_every_step_once_after_a_crash_between_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
     let whole = train(&job(folder.path(), "whole", 2, 12, &[]));
     let config = job(folder.path(), "crash", 2, 12, &[]);
-    // The run ends after eight steps. Its last checkpoint is that of step 5.
+    // The run ends after eight steps. Its last checkpoint is the one of step 5.
     run_ranks(2, |group| {
         let mut observer = trireme_train::NullObserver;
         let mut short = trainer(&config, group, &mut observer);
