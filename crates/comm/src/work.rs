@@ -85,9 +85,9 @@ impl<T: Content> Work<Buffer<T>> {
     /// The group's own threads execute the operation. After a failure, the event completes as well, and the memory is a new vector of
     /// zeros, because peers may still access the original one.
     pub fn into_pending(self, dtype: DType, len: usize) -> (Pending<Buffer<T>>, Outcome) {
-        let (latch, place, result) =
+        let (completer, place, result) =
             (EventCompleter::new(|| ()), Arc::new(Mutex::new(None)), Arc::new(OnceLock::new()));
-        let pending = Pending::until(latch.event(), Arc::clone(&place));
+        let pending = Pending::until(completer.event(), Arc::clone(&place));
         let mut outcome = Outcome { recorder: None, result: Arc::clone(&result) };
         let end = move |vector: Result<Buffer<T>, CommError>| {
             let (vector, outcome) = match vector {
@@ -97,7 +97,7 @@ impl<T: Content> Work<Buffer<T>> {
             let placed =
                 vector.map(|vector| *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(vector));
             let _ = result.set(outcome);
-            latch.complete(placed.map_err(|failure| failure.to_string()));
+            completer.complete(placed.map_err(|failure| failure.to_string()));
         };
         match self.state {
             State::Queued { ticket, finish } => {

@@ -227,7 +227,7 @@ impl Queue {
     /// Returns an event that completes when all jobs issued to the stream so far have run.
     fn record(&self, stream: Stream) -> Event {
         let own = Weak::clone(&self.weak_self);
-        let latch = EventCompleter::new(move || {
+        let completer = EventCompleter::new(move || {
             if let Some(queue) = own.upgrade() {
                 // Without this check, devices that wait for each other would wake each other endlessly.
                 let was_demanded = std::mem::replace(&mut queue.lock().is_demanded, true);
@@ -236,8 +236,8 @@ impl Queue {
                 }
             }
         });
-        let event = latch.event();
-        let clock = self.push(stream, Job::Complete(latch));
+        let event = completer.event();
+        let clock = self.push(stream, Job::Complete(completer));
         let mut state = self.lock();
         state.events.retain(|(event, _)| event.is_shared());
         state.events.push((event.clone(), clock));
@@ -326,8 +326,8 @@ impl Queue {
                     }
                     continue;
                 }
-                Job::Complete(latch) => {
-                    latch.complete(Ok(()));
+                Job::Complete(completer) => {
+                    completer.complete(Ok(()));
                     continue;
                 }
             };
@@ -377,8 +377,8 @@ impl Queue {
 
 impl Job {
     fn fail(self, cause: String) {
-        if let Job::Complete(latch) = self {
-            latch.complete(Err(cause));
+        if let Job::Complete(completer) = self {
+            completer.complete(Err(cause));
         }
     }
 }

@@ -77,7 +77,7 @@ impl Device {
     ) {
         let weights = weights.map(View::operand);
         let (x, order, y) = (x.operand(), order.operand(), y.into_operand());
-        self.issue(ExpertCall::SpreadRows { x, order, weights, y, num_choices });
+        self.issue(ExpertCall::PermuteRows { x, order, weights, y, num_choices });
     }
 
     /// Computes `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[places[t, c]]` for rows, in the order of the

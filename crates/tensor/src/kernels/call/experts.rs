@@ -13,7 +13,7 @@ kernel_calls! {
         "top_k_backward" => TopKBackward { x: Operand, ids: Operand, dy: Operand, dx: OperandMut; rule: RoutingRule }
         "expert_loads" => ExpertLoads { ids: Operand, out: OperandMut }
         "excess_loads" => ExcessLoads { ids: Operand, out: OperandMut; accumulate: bool }
-        "spread_rows" => SpreadRows { x: Operand, order: Operand, weights: Option<Operand>, y: OperandMut; num_choices: usize }
+        "permute_rows" => PermuteRows { x: Operand, order: Operand, weights: Option<Operand>, y: OperandMut; num_choices: usize }
         "combine_rows" => CombineRows {
             x: Operand, places: Operand, weights: Option<Operand>, residual: Option<Operand>, y: OperandMut
         }
@@ -40,7 +40,7 @@ impl ExpertCall {
             Self::ExcessLoads { ids, out, .. } => {
                 each(ids.shape(), 1).reads(ids.num_bytes()).updates(out.num_bytes())
             }
-            Self::SpreadRows { x, order, weights, y, .. } => {
+            Self::PermuteRows { x, order, weights, y, .. } => {
                 let row_bytes = y.shape().num_elements() * x.dtype().size();
                 let read = order.num_bytes() + num_bytes(weights) + row_bytes;
                 each(y.shape(), 1).reads(read).writes(y.num_bytes())

@@ -208,7 +208,7 @@ impl Cpu {
         chosen(ids, out.len()).for_each(|id| out[id] += 1.0);
     }
 
-    pub(crate) fn spread_rows<X: Element, Y: Element>(
+    pub(crate) fn permute_rows<X: Element, Y: Element>(
         &self,
         x: &[X],
         cols: usize,

@@ -20,12 +20,12 @@ impl Cpu {
             ExpertCall::ExcessLoads { ids, mut out, accumulate } => {
                 self.excess_loads(ids.u32s(self), out.f32s(self), accumulate);
             }
-            ExpertCall::SpreadRows { x, order, weights, mut y, num_choices } => {
+            ExpertCall::PermuteRows { x, order, weights, mut y, num_choices } => {
                 let (cols, order) = (x.shape().cols(), order.u32s(self));
                 let weights = self.optional_f32s(weights);
                 with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
                     let (x, y) = (x.elements(self), y.elements(self));
-                    self.spread_rows::<X, Y>(x, cols, order, num_choices, weights, y);
+                    self.permute_rows::<X, Y>(x, cols, order, num_choices, weights, y);
                 }));
             }
             ExpertCall::CombineRows { x, places, weights, residual, mut y } => {
