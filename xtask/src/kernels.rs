@@ -12,7 +12,7 @@ const LIST: &str = "docs/kernels.md";
 /// Source of the methods that issue kernels.
 const DEVICE: &str = "crates/tensor/src/device";
 
-/// Source of the definitions of calls, with the names of their kernels.
+/// Source of the definitions of calls, which generate most methods.
 const CALLS: &str = "crates/tensor/src/kernels/call";
 
 /// Source of the code of the CPU backend that runs the calls.
@@ -70,11 +70,17 @@ fn kernels(root: &Path) -> Result<Vec<Kernel>> {
     let read_folder = |folder: &str| {
         files(&root.join(folder))?.iter().map(|path| read(path)).collect::<Result<Vec<String>>>()
     };
-    let names: Calls = read_folder(CALLS)?.iter().flat_map(|text| names(text)).collect();
+    let definitions: Vec<Definition> =
+        read_folder(CALLS)?.iter().flat_map(|text| definitions(text)).collect();
     let arms: Calls = read_folder(RUN)?.iter().flat_map(|text| arms(text)).collect();
     let device = iter::once(read(&root.join(format!("{DEVICE}.rs"))));
     let device = device.chain(read_folder(DEVICE)?.into_iter().map(Ok)).collect::<Result<Vec<String>>>()?;
-    let mut kernels: Vec<Kernel> = device.iter().flat_map(|text| methods(text, &names, &arms)).collect();
+    let mut kernels: Vec<Kernel> =
+        device.iter().flat_map(|text| methods(text, &definitions, &arms)).collect();
+    kernels.extend(definitions.into_iter().filter(|definition| definition.has_method).map(|definition| {
+        let Definition { path, name, what, .. } = definition;
+        Kernel { name, what, elements: elements(&arms[&path]) }
+    }));
     // A kernel with several methods is described by the first of them.
     kernels.sort_by(|left: &Kernel, right| left.name.cmp(&right.name));
     kernels.dedup_by(|later, earlier| later.name == earlier.name);
@@ -148,22 +154,55 @@ fn page(kernels: &[Kernel], traces: &Traces) -> Result<String> {
     Ok(page)
 }
 
-/// Kernel names, or source texts, by the path of the call, such as `BlockCall::Permute`.
+/// Source texts by the path of the call, such as `BlockCall::Permute`.
 type Calls = BTreeMap<String, String>;
 
-/// Returns the paths and names of the calls that a source text defines, from lines such as `"permute" => Permute {` after `BlockCall {`.
-fn names(text: &str) -> Vec<(String, String)> {
-    let (mut area, mut found) = ("", Vec::new());
+/// The definition of a call.
+#[derive(Debug, PartialEq)]
+struct Definition {
+    path: String,
+    /// Name of the kernel.
+    name: String,
+    has_method: bool,
+    /// The first paragraph of the documentation.
+    what: String,
+}
+
+/// Returns the calls that a source text defines, from lines such as `pub(crate) fn permute => Permute {` after `BlockCall {`. Without `fn`,
+/// the definition generates no method.
+fn definitions(text: &str) -> Vec<Definition> {
+    let (mut area, mut docs, mut found) = ("", Vec::new(), Vec::new());
     for line in text.lines().map(str::trim) {
-        if let Some(name) = line.strip_suffix("Call {").filter(|name| !name.contains(' ')) {
+        if let Some(doc) = line.strip_prefix("///") {
+            docs.push(doc.trim());
+            continue;
+        }
+        let what = first_paragraph(&docs);
+        docs.clear();
+        if let Some((name, _)) = line.split_once("Call {").filter(|(name, _)| !name.contains(' ')) {
             area = name;
         }
-        if let Some((name, call)) = line.strip_prefix('"').and_then(|rest| rest.split_once("\" => ")) {
-            let call = call.split_once(' ').map_or(call, |(call, _)| call);
-            found.push((format!("{area}Call::{call}"), name.to_owned()));
+        let Some((method, call)) = line.split_once(" => ") else { continue };
+        let (name, has_method) = method.split_once("fn ").map_or((method, false), |(_, name)| (name, true));
+        if name.chars().all(|c| c.is_alphanumeric() || c == '_')
+            && let Some((call, _)) = call.split_once(" {")
+        {
+            found.push(Definition {
+                path: format!("{area}Call::{call}"),
+                name: name.to_owned(),
+                has_method,
+                what,
+            });
         }
     }
     found
+}
+
+/// Returns the first paragraph of a documentation as a cell of a table.
+fn first_paragraph(docs: &[&str]) -> String {
+    let paragraph: Vec<&str> = docs.iter().take_while(|doc| !doc.is_empty()).copied().collect();
+    // The targets of links do not exist on this page.
+    unlinked(&paragraph.join(" ")).replace('|', "\\|")
 }
 
 /// Returns the paths of calls, each with the source text that runs the call: the text up to the next path.
@@ -188,7 +227,7 @@ fn path(text: &str) -> Option<String> {
 }
 
 /// Returns the methods in a text that issue a kernel, or count a call under a kernel's name.
-fn methods(text: &str, names: &Calls, arms: &Calls) -> Vec<Kernel> {
+fn methods(text: &str, definitions: &[Definition], arms: &Calls) -> Vec<Kernel> {
     let (mut found, mut docs, mut method) = (Vec::new(), Vec::new(), None::<(String, String)>);
     for line in text.lines() {
         let trimmed = line.trim_start();
@@ -196,7 +235,10 @@ fn methods(text: &str, names: &Calls, arms: &Calls) -> Vec<Kernel> {
             body.push_str(trimmed);
             if line == "    }" {
                 let issued = body.split_once("self.issue(").and_then(|(_, call)| path(call));
-                let call = issued.and_then(|path| Some((names.get(&path)?.clone(), &arms[&path][..])));
+                let definition =
+                    definitions.iter().find(|definition| Some(&definition.path) == issued.as_ref());
+                let call =
+                    definition.map(|definition| (definition.name.clone(), &arms[&definition.path][..]));
                 let kernel = call.or_else(|| Some((kernel_name(body)?, &body[..])));
                 let kernel = kernel.filter(|(name, _)| !MEASUREMENT_KERNELS.contains(&name.as_str()));
                 found.extend(kernel.map(|(name, run)| Kernel {
@@ -207,11 +249,10 @@ fn methods(text: &str, names: &Calls, arms: &Calls) -> Vec<Kernel> {
                 method = None;
             }
         } else if let Some(doc) = trimmed.strip_prefix("///") {
-            docs.push(doc.trim().to_owned());
+            docs.push(doc.trim());
         } else if line.starts_with("    ") && trimmed.contains("fn ") {
-            let paragraph = docs.drain(..).take_while(|doc| !doc.is_empty()).collect::<Vec<_>>().join(" ");
-            // The targets of links do not exist on this page.
-            method = Some((unlinked(&paragraph).replace('|', "\\|"), String::new()));
+            method = Some((first_paragraph(&docs), String::new()));
+            docs.clear();
         } else if !trimmed.starts_with("#[") {
             docs.clear();
         }
@@ -297,14 +338,25 @@ mod tests {
     fn a_method_is_found_with_its_first_paragraph() {
         let text = "impl Device {\n    /// `y = x`, of [`Pieces`](crate::Pieces) at a [cost](Device::cost) of\n    /// one type.\n    ///\n    /// # Panics\n    /// If.\n    \
                     pub fn copy(&self) {\n        self.issue(SomeCall::Copy {\n            y });\n    }\n}\n";
-        let names = names("    SomeCall {\n        \"copy\" => Copy { y: OperandMut }\n    }\n");
+        let definitions =
+            definitions("    SomeCall {\n    }\n    {\n        copy => Copy { y: ViewMut }\n    }\n");
         let arms = arms("SomeCall::Other { z } => z.u32s(self),\nSomeCall::Copy { y } => y.f32s(self),\n");
-        let (names, arms) = (names.into_iter().collect(), arms.into_iter().collect());
-        let [kernel] = &methods(text, &names, &arms)[..] else { panic!("one method issues a kernel") };
+        let [kernel] = &methods(text, &definitions, &arms.into_iter().collect())[..] else {
+            panic!("one method issues a kernel")
+        };
         assert_eq!(kernel.name, "copy");
         assert_eq!(
             (&*kernel.what, &kernel.elements[..]),
             ("`y = x`, of `Pieces` at a cost of one type.", &["f32"][..])
         );
+    }
+
+    #[test]
+    fn a_definition_is_found_with_its_first_paragraph() {
+        let text = "    /// Calls.\n    SomeCall {\n        /// Sets [all](x) to 0.\n        ///\n        /// # Panics\n        /// If.\n        \
+                    pub(crate) fn zero => Zero { x: ViewMut }\n    }\n";
+        let (path, name, what) =
+            ("SomeCall::Zero".to_owned(), "zero".to_owned(), "Sets all to 0.".to_owned());
+        assert_eq!(definitions(text), [Definition { path, name, has_method: true, what }]);
     }
 }

@@ -4,6 +4,7 @@ use crate::members::{Member, Members};
 use crate::rules::{adafactor_scale, rms_step};
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
+use std::sync::Arc;
 use trireme_base::{DType, Segment};
 use trireme_tensor::updates::{RmsStep, Update};
 use trireme_tensor::{
@@ -98,7 +99,13 @@ impl Factored {
         };
         self.change_moments(step, known);
         self.members.sum_by(device, sums, |pieces, sums| {
-            device.factored_squares(pieces, self.step(step, 1.0), self.used_moments(), grads, sums);
+            device.factored_squares(
+                Arc::clone(pieces),
+                self.step(step, 1.0),
+                self.used_moments(),
+                grads,
+                sums,
+            );
         })
     }
 
@@ -112,14 +119,14 @@ impl Factored {
         let (device, grad_scale) = (step.device, step.grad_scale());
         let is_counted = step.counts(self.member());
         if is_counted && self.local_moments.is_none() {
-            device.factored_sums(&self.matrix, grads, grad_scale, sums);
+            device.factored_sums(self.matrix.clone(), grads, grad_scale, sums);
             return Ok(());
         }
         device.zero(sums.reborrow());
         if is_counted {
             let [rows, cols] = [self.shape.rows(), self.shape.cols()];
             let mut own = device.empty([rows + cols].into(), DType::F64, Category::Optimizer)?;
-            device.factored_sums(&self.matrix, grads, grad_scale, own.view_mut());
+            device.factored_sums(self.matrix.clone(), grads, grad_scale, own.view_mut());
             for ((first, place), segments) in
                 [(0, 0), (self.full_shape.rows(), rows)].into_iter().zip(&self.segments)
             {
@@ -163,12 +170,12 @@ impl Factored {
         let settings = self.settings;
         let lr = self.members.scales(step.device, sums, |member| adafactor_scale(settings, member, step))?;
         let factored = self.step(step, rms_step(settings, self.member(), step).parameter_factor);
-        let (pieces, moments) = (&self.members.pieces, self.used_moments());
+        let (pieces, moments) = (Arc::clone(&self.members.pieces), self.used_moments());
         step.device.factored_update(pieces, factored, lr.view(), moments, parameters, grads);
         Ok(())
     }
 
-    fn used_moments(&self) -> FactoredMoments<'_> {
+    fn used_moments(&self) -> FactoredMoments<View<'_>> {
         let [rows, cols] = self.local_moments.as_ref().unwrap_or(&self.moments).each_ref().map(Tensor::view);
         FactoredMoments { rows, cols, row_mean: self.row_mean.view() }
     }

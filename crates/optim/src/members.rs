@@ -120,7 +120,7 @@ impl Members {
         let shape = [self.pieces.as_slice().len(), 2].into();
         let mut sums = device.empty(shape, DType::F64, Category::Optimizer)?;
         kernel(&self.pieces, sums.view_mut());
-        device.leaf_sums(sums.view(), &self.counted, out);
+        device.leaf_sums(sums.view(), Arc::clone(&self.counted), out);
         Ok(())
     }
 
@@ -138,7 +138,7 @@ impl Members {
     ) -> Result<Tensor, DeviceError> {
         let scales = refill(&mut self.scales, self.list.iter().map(scale));
         let mut factors = device.empty([scales.len()].into(), DType::F32, Category::Optimizer)?;
-        device.step_scales(&scales, sums, factors.view_mut());
+        device.step_scales(scales, sums, factors.view_mut());
         Ok(factors)
     }
 }

@@ -1,7 +1,7 @@
 //! The interface to hardware: memory, kernels, copies and events.
 //!
 //! Other crates see hardware only through [`Device`]. A method checks its arguments, counts the cost, and passes a
-//! [call](crate::kernels::call) to the [backend](crate::kernels::backend). Callers may rely on three things only: kernels run in the order
+//! [call](crate::kernels::call) to the [backend](crate::kernels::backend). Most methods are generated where the call is defined. Callers may rely on three things only: kernels run in the order
 //! of issue, a kernel may run after its method has returned, and results are on the host after [`Device::download`] or after the [`Event`]
 //! of an asynchronous copy.
 //!
@@ -17,20 +17,15 @@
 //! and the loads of experts before each exchange of rows. A step that records hashes also reads gradients and parameters.
 
 mod attention;
-mod blocks;
 mod counting;
 mod detached;
-mod elementwise;
 mod error;
-mod experts;
+mod functions;
 mod grouped;
-mod layers;
 mod matmul;
 mod optimizer;
-mod quantized;
 mod recorded;
 mod replay;
-mod sums;
 mod timing;
 mod transfer;
 
@@ -41,9 +36,8 @@ pub use detached::DetachedOptions;
 pub use error::DeviceError;
 pub(crate) use error::Result;
 pub use grouped::RowGroups;
-pub(crate) use layers::NormedRows;
 pub use matmul::{MatmulEpilogue, Transposition};
-pub use optimizer::{FactoredMoments, UpdatePass};
+pub use optimizer::UpdatePass;
 pub use recorded::RecordedCalls;
 pub use replay::Replay;
 pub use timing::{CallTimer, TimedCall};
@@ -261,7 +255,7 @@ impl Device {
     }
 
     /// Counts a kernel and passes it to the backend.
-    fn issue(&self, call: impl Into<Call>) {
+    pub(crate) fn issue(&self, call: impl Into<Call>) {
         let call = call.into();
         self.count(call.name(), call.cost());
         self.run(call);

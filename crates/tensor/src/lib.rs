@@ -24,18 +24,18 @@ pub mod verification;
 
 pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
-    BackendKind, CallTimer, DetachedOptions, Device, DeviceError, DeviceOptions, FactoredMoments,
-    MatmulEpilogue, PageSource, PinnedMemory, RecordedCalls, Replay, RowGroups, TimedCall, Transposition,
-    UpdatePass, WaitSite,
+    BackendKind, CallTimer, DetachedOptions, Device, DeviceError, DeviceOptions, MatmulEpilogue, PageSource,
+    PinnedMemory, RecordedCalls, Replay, RowGroups, TimedCall, Transposition, UpdatePass, WaitSite,
 };
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{
-    Activation, AttentionRule, AttentionShape, ChosenGroups, CpuFeatures, ExactSum, FactoredStep, GroupLimit,
-    IntegerFormat, LatentHeadShape, LeafRun, Piece, Pieces, RoutingRule, StateDType, StepScale, updates,
+    Activation, AttentionRule, AttentionShape, ChosenGroups, CpuFeatures, ExactSum, FactoredMatrix,
+    FactoredMoments, FactoredStep, GroupLimit, IntegerFormat, LatentHeadShape, LeafRun, Piece, Pieces,
+    RoutingRule, StateDType, StepScale, updates,
 };
 pub use lent_memory::{LentMemory, OverflowAllocator};
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
-pub use optimizer::{FactoredMatrix, OptimizerState};
+pub use optimizer::OptimizerState;
 pub use parameter_table::{
     ExpertsError, ModelRank, NUM_LEAVES, ParameterId, ParameterInfo, ParameterSpan, ParameterTable,
     SpanShard, Tie, UnitInfo, UnsplittableError,

@@ -2,7 +2,7 @@
 
 use crate::device::{Device, Result};
 use crate::kernels::cpu::Cpu;
-use crate::kernels::{FactoredPart, OperandMut, Pieces, SharedSlice, StateDType, StateSlice};
+use crate::kernels::{FactoredMatrix, OperandMut, Pieces, SharedSlice, StateDType, StateSlice};
 use crate::parameter_table::{ParameterInfo, UnitInfo};
 use crate::tensor::Tensor;
 use std::ops::Range;
@@ -133,12 +133,6 @@ impl StateOperands {
     }
 }
 
-/// A matrix with a factored second moment, or the shard of it that this rank stores.
-#[derive(Debug, Clone)]
-pub struct FactoredMatrix {
-    pub(crate) part: FactoredPart,
-}
-
 impl FactoredMatrix {
     /// Describes the parameter `info` of `unit`, on a rank that stores the elements `held` of the unit's flat buffer.
     pub fn new(info: &ParameterInfo, unit: &UnitInfo, held: Range<usize>) -> Self {
@@ -146,8 +140,6 @@ impl FactoredMatrix {
         let start = held.start.clamp(range.start, range.end);
         let end = held.end.clamp(start, range.end);
         let (cols, offset, leaf_len) = (info.shape.cols(), info.offset, unit.leaf_len());
-        FactoredMatrix {
-            part: FactoredPart { cols, offset, buffer_start: held.start, stored: start..end, leaf_len },
-        }
+        FactoredMatrix { cols, offset, buffer_start: held.start, stored: start..end, leaf_len }
     }
 }

@@ -1,53 +1,15 @@
-//! Attention and rotary embedding kernels.
+//! Attention kernels.
 
 use super::{Device, Result};
 use crate::kernels::call::AttentionCall;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::{
-    AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, LatentHeadShape,
-    Operand, Rotary,
+    AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, Operand,
 };
 use crate::tensor::{Tensor, View, ViewMut};
 use trireme_base::DType;
 
 impl Device {
-    /// Rotates the query and key heads at the start of each row of `qkv` in place. `inverse` computes the gradient.
-    pub(crate) fn rotary(
-        &self,
-        qkv: ViewMut<'_>,
-        shape: AttentionShape,
-        rotary: Rotary<View<'_>>,
-        inverse: bool,
-    ) {
-        let (qkv, rotary) = (qkv.into_operand(), rotary.map(View::operand));
-        self.issue(AttentionCall::Rotary { qkv, rotary, shape, inverse });
-    }
-
-    /// Assembles the `qkv` rows of latent attention from `inputs`: `[queries, keys_values, shared_key]` (see
-    /// [`LatentHeads`](crate::tape::LatentHeads)).
-    pub(crate) fn latent_heads(
-        &self,
-        shape: LatentHeadShape,
-        inputs: [View<'_>; 3],
-        rotary: Rotary<View<'_>>,
-        qkv: ViewMut<'_>,
-    ) {
-        let (inputs, rotary) = (inputs.map(View::operand), rotary.map(View::operand));
-        self.issue(AttentionCall::LatentHeads { inputs, rotary, qkv: qkv.into_operand(), shape });
-    }
-
-    /// Computes the gradients of the inputs of [`latent_heads`](Device::latent_heads).
-    pub(crate) fn latent_heads_backward(
-        &self,
-        shape: LatentHeadShape,
-        grad: View<'_>,
-        rotary: Rotary<View<'_>>,
-        grads: [ViewMut<'_>; 3],
-    ) {
-        let (rotary, grads) = (rotary.map(View::operand), grads.map(ViewMut::into_operand));
-        self.issue(AttentionCall::LatentHeadsBackward { grad: grad.operand(), rotary, grads, shape });
-    }
-
     /// Computes attention. Rows are the positions of `batch` sequences; `y` is `[rows, output_cols]`, `log_sums` is `[batch, num_heads,
     /// seq_len]`.
     ///

@@ -1,7 +1,6 @@
-//! Grouped matmul kernels and the sort of rows by group.
+//! Grouped matmul kernels.
 
 use super::{Device, Result, Transposition};
-use crate::kernels::GroupLimit;
 use crate::kernels::call::GroupedCall;
 use crate::kernels::cpu::matmul::MatmulSizes;
 use crate::precision::Precision;
@@ -116,46 +115,6 @@ impl Device {
             accumulate,
         });
         Ok(())
-    }
-
-    /// Sorts rows by group, stably. `groups` (`[rows]`, u32) is the group of each row. Writes the first position of each group to `starts`
-    /// (`[num_groups + 1]`), the row at each position to `order` (`[rows]`), and the position of each row to `places` (`[rows]`). Rows
-    /// beyond the limit, and rows of group `num_groups`, belong to no group and come last.
-    ///
-    /// # Panics
-    /// If the shapes do not match, or a group exceeds `num_groups`.
-    pub fn group_rows(
-        &self,
-        groups: View<'_>,
-        limit: GroupLimit,
-        starts: ViewMut<'_>,
-        [order, places]: [ViewMut<'_>; 2],
-    ) {
-        let num_rows = groups.shape().num_elements();
-        for rows in [&order, &places] {
-            assert_eq!(rows.shape().num_elements(), num_rows, "{num_rows} rows");
-        }
-        let [starts, order, places] = [starts, order, places].map(ViewMut::into_operand);
-        self.issue(GroupedCall::GroupRows { groups: groups.operand(), starts, order, places, limit });
-    }
-
-    /// Counts the choices that belong to no group by their `places` (`[.., k]`, u32) and writes the sum to `out` (`[1]`, f64). A choice
-    /// counts as the weight of its token in `weights` (`[..]`, f32), or as 1 without weights.
-    ///
-    /// # Panics
-    /// If there is not one weight for each token.
-    pub fn ungrouped_rows(
-        &self,
-        starts: View<'_>,
-        places: View<'_>,
-        weights: Option<View<'_>>,
-        out: ViewMut<'_>,
-    ) {
-        let has_token = |weights: View<'_>| weights.shape().num_elements() == places.shape().rows();
-        assert!(weights.is_none_or(has_token), "{weights:?} for {:?}", places.shape());
-        let (starts, places, out) = (starts.operand(), places.operand(), out.into_operand());
-        let weights = weights.map(View::operand);
-        self.issue(GroupedCall::UngroupedRows { starts, places, weights, out });
     }
 }
 

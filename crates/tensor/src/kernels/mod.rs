@@ -18,8 +18,11 @@ pub(crate) use cpu::embedding::Bags;
 pub use cpu::exact_sum::ExactSum;
 pub use cpu::experts::{ChosenGroups, RoutingRule};
 pub use cpu::matmul::{GroupLimit, MatmulSizes};
-pub(crate) use cpu::optimizer::{ElementAccess, FactoredPart, StateSlice, Update};
-pub use cpu::optimizer::{FactoredStep, LeafRun, Piece, Pieces, StateDType, StepScale, rules as updates};
+pub(crate) use cpu::optimizer::{ElementAccess, StateSlice, Update};
+pub use cpu::optimizer::{
+    FactoredMatrix, FactoredMoments, FactoredStep, LeafRun, Piece, Pieces, StateDType, StepScale,
+    rules as updates,
+};
 pub use cpu::peak::ExecutionUnit;
 pub use cpu::quantized::IntegerFormat;
 pub use cpu::simd::CpuFeatures;

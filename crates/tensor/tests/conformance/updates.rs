@@ -101,14 +101,14 @@ fn learning_rates_are_scaled_by_sums_over_whole_parameters() {
         let runs =
             [LeafRun { pieces: 0..num_pieces, first_leaf: 3 }, LeafRun { pieces: 0..0, first_leaf: 0 }];
         let mut sums = empty(device, [4], DType::F64);
-        device.leaf_sums(of_pieces.view(), &Arc::new(runs.to_vec()), sums.view_mut());
+        device.leaf_sums(of_pieces.view(), Arc::new(runs.to_vec()), sums.view_mut());
         let of = |start: usize| sums.view().part(start, [2].into());
         let num_elements = LEN;
         let adafactor =
             StepScale::Adafactor { lr: 0.5, is_relative: true, clip_threshold: 1.0, num_elements };
         let rules = Arc::new(vec![adafactor, StepScale::TrustRatio { weight_decay: 0.5 }]);
         let mut scales = empty(device, [2], DType::F32);
-        device.step_scales(&rules, [of(0), of(2)], scales.view_mut());
+        device.step_scales(Arc::clone(&rules), [of(0), of(2)], scales.view_mut());
         let mut states = [OptimizerState::zeros(&pieces, StateDType::F32, true, device).unwrap()];
         states[0].write(&pieces, 0..num_pieces, device, &vec![4.0; LEN]);
         let updates = Arc::new(vec![Update::Rms(rms), Update::Rms(rms)]);
@@ -147,7 +147,7 @@ fn a_factored_moment_is_the_product_of_its_row_and_its_column() {
     let [sums, squares, found] = on_all(|device| {
         let (mut p, g) = (tensor(device, &parameters), tensor(device, &gradients));
         let mut sums = empty(device, [rows + cols], DType::F64);
-        device.factored_sums(&matrix, g.view(), 2.0, sums.view_mut());
+        device.factored_sums(matrix.clone(), g.view(), 2.0, sums.view_mut());
         let pieces = Arc::new(Pieces::whole(len));
         let moments = [tensor(device, &row_moments), tensor(device, &col_moments)];
         let [rows, cols] = moments.each_ref().map(|moments| moments.view());
@@ -156,8 +156,8 @@ fn a_factored_moment_is_the_product_of_its_row_and_its_column() {
         let (moments, lr) =
             (FactoredMoments { rows, cols, row_mean: row_mean.view() }, tensor(device, &[0.1]));
         let mut squares = empty(device, [1, 2], DType::F64);
-        device.factored_squares(&pieces, step, moments, g.view(), squares.view_mut());
-        device.factored_update(&pieces, step, lr.view(), moments, p.view_mut(), g.view());
+        device.factored_squares(Arc::clone(&pieces), step, moments, g.view(), squares.view_mut());
+        device.factored_update(Arc::clone(&pieces), step, lr.view(), moments, p.view_mut(), g.view());
         let narrow = |sums: Vec<f64>| sums.iter().map(|&sum| sum as f32).collect();
         [narrow(device.read(sums.view())), narrow(device.read(squares.view())), device.read(p.view())]
     });

@@ -6,38 +6,47 @@ use crate::kernels::{
     Operand, OperandMut, Rotary,
 };
 use crate::shape::Shape;
+use crate::tensor::{View, ViewMut};
 use trireme_base::Cost;
 
 kernel_calls! {
     /// Attention and rotary embeddings.
     AttentionCall {
-        "rotary" => Rotary { qkv: OperandMut, rotary: Rotary<Operand>; shape: AttentionShape, inverse: bool }
-        "latent_heads" => LatentHeads {
-            inputs: [Operand; 3], rotary: Rotary<Operand>, qkv: OperandMut; shape: LatentHeadShape
+        /// Rotates the query and key heads at the start of each row of `qkv` in place. `inverse` computes the gradient.
+        pub(crate) fn rotary => Rotary { qkv: ViewMut, shape: AttentionShape, rotary: Rotary<View>, inverse: bool }
+
+        /// Assembles the `qkv` rows of latent attention from `inputs`: `[queries, keys_values, shared_key]` (see
+        /// [`LatentHeads`](crate::tape::LatentHeads)).
+        pub(crate) fn latent_heads => LatentHeads {
+            shape: LatentHeadShape, inputs: [View; 3], rotary: Rotary<View>, qkv: ViewMut
         }
-        "latent_heads_backward" => LatentHeadsBackward {
-            grad: Operand, rotary: Rotary<Operand>, grads: [OperandMut; 3]; shape: LatentHeadShape
+
+        /// Computes the gradients of the inputs of [`latent_heads`](crate::Device::latent_heads).
+        pub(crate) fn latent_heads_backward => LatentHeadsBackward {
+            shape: LatentHeadShape, grad: View, rotary: Rotary<View>, grads: [ViewMut; 3]
         }
-        "attention" => Attention {
-            inputs: AttentionInputs<Operand>, y: OperandMut, log_sums: OperandMut, scratch: OperandMut;
+    }
+    {
+        attention => Attention {
+            inputs: AttentionInputs<View>, y: ViewMut, log_sums: ViewMut, scratch: ViewMut,
             shape: AttentionShape, scope: AttentionScope
         }
-        "attention_block" => AttentionBlock {
-            inputs: AttentionInputs<Operand>, y: OperandMut, log_sums: OperandMut, scratch: OperandMut;
+        attention_block => AttentionBlock {
+            inputs: AttentionInputs<View>, y: ViewMut, log_sums: ViewMut, scratch: ViewMut,
             shape: AttentionShape, scope: AttentionScope
         }
         /// Attention with a KV cache that has room for `capacity` positions and holds `len`.
-        "attention_cached" => AttentionCached {
-            qkv: Operand, keys: OperandMut, values: OperandMut, y: OperandMut, log_sums: OperandMut, scratch: OperandMut;
+        attention_cached => AttentionCached {
+            qkv: View, keys: ViewMut, values: ViewMut, y: ViewMut, log_sums: ViewMut, scratch: ViewMut,
             shape: AttentionShape, rule: AttentionRule, capacity: usize, len: usize
         }
-        "attention_backward" => AttentionBackward {
-            inputs: AttentionInputs<Operand>, output: AttentionOutput<Operand>, d_queries: OperandMut, d_keys_values: Option<OperandMut>,
-            scratch: OperandMut; shape: AttentionShape, scope: AttentionScope
+        attention_backward => AttentionBackward {
+            inputs: AttentionInputs<View>, output: AttentionOutput<View>, d_queries: ViewMut, d_keys_values: Option<ViewMut>,
+            scratch: ViewMut, shape: AttentionShape, scope: AttentionScope
         }
-        "attention_block_backward" => AttentionBlockBackward {
-            inputs: AttentionInputs<Operand>, output: AttentionOutput<Operand>, d_queries: OperandMut, d_keys_values: OperandMut,
-            scratch: OperandMut; shape: AttentionShape, scope: AttentionScope
+        attention_block_backward => AttentionBlockBackward {
+            inputs: AttentionInputs<View>, output: AttentionOutput<View>, d_queries: ViewMut, d_keys_values: ViewMut,
+            scratch: ViewMut, shape: AttentionShape, scope: AttentionScope
         }
     }
 }
@@ -131,17 +140,5 @@ impl Operands for AttentionInputs<Operand> {
             num_keys: self.num_keys.with_operands(replace),
             document_starts: self.document_starts.with_operands(replace),
         }
-    }
-}
-
-impl Operands for AttentionOutput<Operand> {
-    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
-        self.map(|operand| operand.with_operands(replace))
-    }
-}
-
-impl Operands for Rotary<Operand> {
-    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
-        self.map(|operand| operand.with_operands(replace))
     }
 }

@@ -1,22 +1,44 @@
 //! Copies, permutations, gathers, sums over a dim, and softmax.
 
 use super::{each, kernel_calls};
-use crate::kernels::{Operand, OperandMut, StridedBlocks};
+use crate::kernels::StridedBlocks;
+use crate::tensor::{View, ViewMut};
 use trireme_base::Cost;
 
 kernel_calls! {
     /// Copies, permutations, gathers, sums over a dim, and softmax.
     BlockCall {
-        "copy_blocks" => CopyBlocks { x: Operand, y: OperandMut; from: StridedBlocks, to: StridedBlocks, num_blocks: usize, len: usize }
-        /// Permutes the dims of `x`: `strides` are the strides in `x` of the `dims` of `y`.
-        "permute" => Permute { x: Operand, y: OperandMut; strides: [usize; 4], dims: [usize; 4] }
-        /// `y[o, i] = factor * sum over d of x[o, d, i]`, where `dims` is the shape `[outer, dim, inner]` of `x`.
-        "sum_dim" => SumDim { x: Operand, y: OperandMut; dims: [usize; 3], factor: f32 }
-        /// `y[o, d, i] = factor * x[o, i]`, where `dims` is the shape `[outer, dim, inner]` of `y`.
-        "broadcast_dim" => BroadcastDim { x: Operand, y: OperandMut; dims: [usize; 3], factor: f32 }
-        "gather_rows" => GatherRows { x: Operand, ids: Operand, y: OperandMut }
-        "softmax" => Softmax { x: Operand, y: OperandMut }
-        "softmax_backward" => SoftmaxBackward { y: Operand, dy: OperandMut }
+        /// Copies `num_blocks` blocks of `len` elements from `x` to `y`.
+        ///
+        /// Panics if a block exceeds its tensor or the dtypes differ.
+        pub(crate) fn copy_blocks => CopyBlocks {
+            x: View, from: StridedBlocks, y: ViewMut, to: StridedBlocks, num_blocks: usize, len: usize;
+            assert_eq!(x.dtype(), y.dtype());
+        }
+
+        /// Copies `x` to `y` with permuted dims. `strides` are the strides in `x` of the `dims` of `y`.
+        ///
+        /// Panics if the dtypes differ.
+        pub(crate) fn permute => Permute {
+            x: View, strides: [usize; 4], y: ViewMut, dims: [usize; 4]; assert_eq!(x.dtype(), y.dtype());
+        }
+
+        /// Computes `y[o, i] = factor * sum over d of x[o, d, i]`, where `dims` is the shape `[outer, dim, inner]` of `x`.
+        pub(crate) fn sum_dim => SumDim { x: View, dims: [usize; 3], factor: f32, y: ViewMut }
+
+        /// Computes `y[o, d, i] = factor * x[o, i]`, where `dims` is the shape `[outer, dim, inner]` of `y`.
+        pub(crate) fn broadcast_dim => BroadcastDim { x: View, dims: [usize; 3], factor: f32, y: ViewMut }
+
+        /// Computes `y[i] = x[ids[i]]` for rows.
+        ///
+        /// Panics if an id is not the index of a row of `x` or the dtypes differ.
+        pub(crate) fn gather_rows => GatherRows { x: View, ids: View, y: ViewMut; assert_eq!(x.dtype(), y.dtype()); }
+
+        /// Computes the softmax of each row of `[rows, cols]`. A row whose elements are all negative infinity gives NaN.
+        pub(crate) fn softmax => Softmax { x: View, y: ViewMut }
+
+        /// Replaces `dy`, the gradient of the softmax `y`, by the gradient of the softmax's input, in place.
+        pub(crate) fn softmax_backward => SoftmaxBackward { y: View, dy: ViewMut }
     }
 }
 

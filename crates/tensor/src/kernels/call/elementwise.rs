@@ -1,23 +1,54 @@
 //! Elementwise kernels.
 
 use super::{each, kernel_calls, num_bytes};
+use crate::kernels::Activation;
 use crate::kernels::cpu::dropout::WordRows;
-use crate::kernels::{Activation, Operand, OperandMut};
+use crate::tensor::{View, ViewMut};
 use trireme_base::{Cost, RandomKey};
 
 kernel_calls! {
-    /// Elementwise kernels. Kernels that write `x` or `dy` work in place.
+    /// Elementwise kernels.
     ElementwiseCall {
-        "zero" => Zero { x: OperandMut }
-        "convert" => Convert { x: Operand, y: OperandMut }
-        "copy" => Copy { x: Operand, y: OperandMut }
-        "activate" => Activate { x: Operand, y: OperandMut; activation: Activation }
-        "activate_backward" => ActivateBackward { x: OperandMut, dy: OperandMut; activation: Activation }
-        "gate" => Gate { gate_up: Operand, y: OperandMut; activation: Activation }
-        "gate_backward" => GateBackward { gate_up: OperandMut, dy: OperandMut; activation: Activation }
-        "dropout" => Dropout { x: OperandMut; key: RandomKey, words: WordRows, rate: f32 }
-        "add_assign" => AddAssign { out: OperandMut, term: Operand }
-        "add_bias" => AddBias { x: Operand, bias: Option<Operand>, residual: Option<Operand>, y: OperandMut }
+        /// Sets all elements to 0.
+        pub fn zero => Zero { x: ViewMut }
+
+        /// Computes `y = x` elementwise between any two of f32, bf16 and f16, rounded to nearest even.
+        ///
+        /// # Panics
+        /// If the shapes differ.
+        pub fn convert => Convert { x: View, y: ViewMut; assert_eq!(x.shape(), y.shape()); }
+
+        /// Computes `y = activation(x)` elementwise.
+        pub(crate) fn activate => Activate { activation: Activation, x: View, y: ViewMut }
+
+        /// Replaces `x` by `activation(x)` and `dy` by the gradient of `x`, in place.
+        pub(crate) fn activate_backward => ActivateBackward { activation: Activation, x: ViewMut, dy: ViewMut }
+
+        /// Computes `y = activation(gate) * up`. `y` is `[rows, cols]`; `gate_up` is `[rows, 2 cols]`, with rows `gate | up`.
+        pub(crate) fn gate => Gate { activation: Activation, gate_up: View, y: ViewMut }
+
+        /// Replaces `gate_up` by its gradient and `dy` by the output, in place.
+        pub(crate) fn gate_backward => GateBackward { activation: Activation, gate_up: ViewMut, dy: ViewMut }
+
+        /// Sets each element of `x` to 0 if its random word is less than `rate` times the range of words, else divides it by `1 - rate`.
+        pub(crate) fn dropout => Dropout { x: ViewMut, key: RandomKey, words: WordRows, rate: f32 }
+
+        /// Computes `out += term` elementwise, rounded to the dtype of both.
+        ///
+        /// # Panics
+        /// If the lengths or the dtypes differ.
+        pub fn add_assign => AddAssign { out: ViewMut, term: View }
+
+        /// Computes `y = x + bias + residual` for rows as long as `bias`. `bias` and `residual` are f32.
+        ///
+        /// Panics if the shapes differ.
+        pub(crate) fn add_bias => AddBias {
+            x: View, bias: Option<View>, residual: Option<View>, y: ViewMut;
+            assert!(x.shape() == y.shape() && residual.is_none_or(|residual| residual.shape() == y.shape()));
+        }
+    }
+    {
+        copy => Copy { x: View, y: ViewMut }
     }
 }
 

@@ -1,36 +1,97 @@
 //! Routing of tokens to experts: choice of experts, dispatch of rows and combination of results.
 
 use super::{each, kernel_calls, num_bytes};
-use crate::kernels::{Operand, OperandMut, RoutingRule};
+use crate::kernels::{ChosenGroups, Operand, RoutingRule};
+use crate::tensor::{View, ViewMut};
 use trireme_base::Cost;
 
 kernel_calls! {
     /// Kernels that route tokens to experts.
     ExpertCall {
-        "top_k" => TopK {
-            x: Operand, bias: Option<Operand>, row_weights: Option<Operand>, values: OperandMut, ids: OperandMut; rule: RoutingRule
+        /// Chooses the top experts for each row of `x` (`[rows, cols]`, f32) by `rule`. Writes their scores (`[rows, num_choices]`, f32)
+        /// and their indices (u32) to `chosen`. `bias` (`[cols]`, f32) is added to scores only for the comparison. Choices are in
+        /// descending order; of equal ones, the lower index comes first. A row whose weight in `row_weights` (`[rows]`, f32) is 0 chooses
+        /// no expert: its scores are 0, and its indices are `cols`.
+        ///
+        /// Panics if there are fewer than `num_choices` experts in the chosen groups, if groups are unequal, or if there are too many
+        /// groups.
+        pub(crate) fn top_k => TopK {
+            x: View, rule: RoutingRule, bias: Option<View>, row_weights: Option<View>, chosen: [ViewMut; 2];
+            check_choice(&rule, x.shape().cols());
+            assert_eq!((chosen[0].shape().cols(), chosen[1].shape()), (rule.num_choices, chosen[0].shape()));
+            let has_row = |weights: Operand| weights.shape().num_elements() == x.shape().rows();
+            assert!(row_weights.is_none_or(has_row), "{row_weights:?} of {:?}", x.shape());
         }
-        "top_k_backward" => TopKBackward { x: Operand, ids: Operand, dy: Operand, dx: OperandMut; rule: RoutingRule }
-        "expert_loads" => ExpertLoads { ids: Operand, out: OperandMut }
-        "excess_loads" => ExcessLoads { ids: Operand, out: OperandMut; accumulate: bool }
-        "permute_rows" => PermuteRows { x: Operand, order: Operand, weights: Option<Operand>, y: OperandMut; num_choices: usize }
-        "combine_rows" => CombineRows {
-            x: Operand, places: Operand, weights: Option<Operand>, residual: Option<Operand>, y: OperandMut
+
+        /// Computes the gradient of the rows `x` of [`top_k`](crate::Device::top_k) from the chosen indices and the gradient of their scores.
+        pub(crate) fn top_k_backward => TopKBackward {
+            x: View, rule: RoutingRule, chosen: [View; 2], dx: ViewMut
         }
-        "row_products" => RowProducts { x: Operand, places: Operand, y: Operand, products: OperandMut }
+
+        /// Counts how often each expert occurs in `ids` (u32) and writes the counts to `out` (`[num_experts]`, f32), exact up to 2^24. The
+        /// id `num_experts` means no expert.
+        ///
+        /// Panics if an id is larger.
+        pub(crate) fn expert_loads => ExpertLoads { ids: View, out: ViewMut }
+
+        /// Writes to `out` (`[num_experts]`, f32), or adds to it, how often each expert occurs in `ids` (u32), minus the mean over all
+        /// experts. The id `num_experts` means no expert.
+        ///
+        /// Panics if an id is larger.
+        pub(crate) fn excess_loads => ExcessLoads { ids: View, out: ViewMut, accumulate: bool }
+
+        /// Computes `y[i] = weights[c] x[c / num_choices]`, where `c = order[i]`: one copy of a token's row for each of its choices.
+        ///
+        /// Panics if a choice belongs to no token.
+        pub(crate) fn permute_rows => PermuteRows {
+            x: View, order: View, num_choices: usize, weights: Option<View>, y: ViewMut
+        }
+
+        /// Computes `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[places[t, c]]` for rows, in the order of the
+        /// choices. Sums are f32, rounded once. Weights and residual are f32.
+        ///
+        /// Panics if a place is not the index of a row of `x`, if `weights` does not have the shape of `places`, or if `residual` does not
+        /// have the shape of `y`.
+        pub(crate) fn combine_rows => CombineRows {
+            x: View, places: View, weights: Option<View>, residual: Option<View>, y: ViewMut;
+            assert!(weights.is_none_or(|weights| weights.shape() == places.shape()), "{weights:?} for {:?}", places.shape());
+            assert!(residual.is_none_or(|residual| residual.shape() == y.shape()), "{residual:?} for {:?}", y.shape());
+        }
+
+        /// Computes the dot products `products[t, c] = sum of x[places[t, c]] y[t]` of rows, as f32: the gradient of the weights of
+        /// [`combine_rows`](crate::Device::combine_rows).
+        ///
+        /// Panics if a place is not the index of a row of `x`.
+        pub(crate) fn row_products => RowProducts {
+            x: View, places: View, y: View, products: ViewMut; assert_eq!(products.shape(), places.shape());
+        }
     }
+}
+
+/// Panics if `rule` cannot be applied to `num_experts` experts.
+fn check_choice(rule: &RoutingRule, num_experts: usize) {
+    let mut num_left = num_experts;
+    if let Some(ChosenGroups { num_groups, num_chosen }) = rule.groups {
+        let is_possible = num_groups <= ChosenGroups::NUM_MAX && num_chosen <= num_groups;
+        assert!(
+            is_possible && num_experts.is_multiple_of(num_groups),
+            "{num_experts} experts, of which {rule:?}"
+        );
+        num_left = num_experts / num_groups * num_chosen;
+    }
+    assert!(rule.num_choices <= num_left, "the {} largest of {num_left}", rule.num_choices);
 }
 
 impl ExpertCall {
     pub(crate) fn cost(&self) -> Cost {
         match self {
-            Self::TopK { x, bias, row_weights, values, rule, .. } => {
+            Self::TopK { x, rule, bias, row_weights, chosen } => {
                 let k = rule.num_choices;
                 let of_groups = rule.groups.map_or(0, |groups| 2 + groups.num_chosen.div_ceil(2));
                 let read = x.num_bytes() + num_bytes(bias) + num_bytes(row_weights);
-                each(x.shape(), k * k.div_ceil(2) + of_groups).reads(read).writes(2 * values.num_bytes())
+                each(x.shape(), k * k.div_ceil(2) + of_groups).reads(read).writes(2 * chosen[0].num_bytes())
             }
-            Self::TopKBackward { x, ids, dy, dx, .. } => {
+            Self::TopKBackward { x, chosen: [ids, dy], dx, .. } => {
                 let read = x.num_bytes() + ids.num_bytes() + dy.num_bytes();
                 each(dy.shape(), 4).reads(read).writes(dx.num_bytes())
             }

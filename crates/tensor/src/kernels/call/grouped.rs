@@ -1,23 +1,48 @@
 //! Grouped matmuls.
 
 use super::{each, kernel_calls, num_bytes, written};
-use crate::kernels::{GroupLimit, Operand, OperandMut};
+use crate::kernels::{GroupLimit, Operand};
 use crate::precision::Precision;
+use crate::tensor::{View, ViewMut};
 use trireme_base::Cost;
 
 kernel_calls! {
     /// Grouped matmuls, and the sort of rows by group.
     GroupedCall {
-        "grouped_matmul" => GroupedMatmul {
-            starts: Operand, left: Operand, right: Operand, out: OperandMut, scratch: OperandMut; precision: Precision, is_transposed: bool
+        /// Sorts rows by group, stably. `groups` (`[rows]`, u32) is the group of each row. Writes the first position of each group to
+        /// `starts` (`[num_groups + 1]`), and to `order_and_places` (`[rows]` each) the row at each position and the position of each row.
+        /// Rows beyond the limit, and rows of group `num_groups`, belong to no group and come last.
+        ///
+        /// # Panics
+        /// If the shapes do not match, or a group exceeds `num_groups`.
+        pub fn group_rows => GroupRows {
+            groups: View, limit: GroupLimit, starts: ViewMut, order_and_places: [ViewMut; 2];
+            let num_rows = groups.shape().num_elements();
+            for rows in &order_and_places {
+                assert_eq!(rows.shape().num_elements(), num_rows, "{num_rows} rows");
+            }
+        }
+
+        /// Counts the choices that belong to no group by their `places` (`[.., k]`, u32) and writes the sum to `out` (`[1]`, f64). A choice
+        /// counts as the weight of its token in `weights` (`[..]`, f32), or as 1 without weights.
+        ///
+        /// # Panics
+        /// If there is not one weight for each token.
+        pub fn ungrouped_rows => UngroupedRows {
+            starts: View, places: View, weights: Option<View>, out: ViewMut;
+            let has_token = |weights: Operand| weights.shape().num_elements() == places.shape().rows();
+            assert!(weights.is_none_or(has_token), "{weights:?} for {:?}", places.shape());
+        }
+    }
+    {
+        grouped_matmul => GroupedMatmul {
+            starts: View, left: View, right: View, out: ViewMut, scratch: ViewMut, precision: Precision, is_transposed: bool
         }
         /// `transpose(left) right` over the rows of each group. Each group has `num_parts` parts, whose partial sums are stored in `sums`.
-        "grouped_transposed_matmul" => GroupedTransposedMatmul {
-            starts: Operand, left: Operand, right: Operand, out: OperandMut, scratch: OperandMut, sums: OperandMut;
+        grouped_transposed_matmul => GroupedTransposedMatmul {
+            starts: View, left: View, right: View, out: ViewMut, scratch: ViewMut, sums: ViewMut,
             precision: Precision, num_parts: usize, accumulate: bool
         }
-        "group_rows" => GroupRows { groups: Operand, starts: OperandMut, order: OperandMut, places: OperandMut; limit: GroupLimit }
-        "ungrouped_rows" => UngroupedRows { starts: Operand, places: Operand, weights: Option<Operand>, out: OperandMut }
     }
 }
 

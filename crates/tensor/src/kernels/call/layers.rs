@@ -1,38 +1,66 @@
 //! Normalization, embedding and cross-entropy.
 
-use super::{Operands, Replace, each, kernel_calls, written};
-use crate::kernels::cpu::cross_entropy::VocabularyChunk;
+use super::{each, kernel_calls, written};
+use crate::kernels::cpu::cross_entropy::{RowFactors, VocabularyChunk};
 use crate::kernels::cpu::embedding::Bags;
-use crate::kernels::cpu::norm::NormKind;
-use crate::kernels::{Operand, OperandMut};
+use crate::kernels::cpu::norm::{NormKind, NormedRows};
+
 use crate::precision::Precision;
+use crate::tensor::{View, ViewMut};
 use trireme_base::{Cost, DType, Positions};
 
 kernel_calls! {
-    /// Normalization, embedding and cross-entropy. Gradients of inputs and weights are written, or added if the call accumulates. Gradients
-    /// of embedding tables are always added.
+    /// Normalization, embedding and cross-entropy. Gradients of embedding tables are always added.
     LayerCall {
-        "norm" => Norm { x: Operand, weight: Operand, bias: Option<Operand>, y: OperandMut, statistics: OperandMut; kind: NormKind }
-        "norm_backward_input" => NormBackwardInput {
-            x: Operand, weight: Operand, statistics: Operand, dy: Operand, dx: OperandMut; kind: NormKind, accumulate: bool
+        /// Normalizes each row of `x`, `[rows, cols]`. Weight and bias are `[cols]`, `statistics` is `[rows, 2]`.
+        pub(crate) fn norm => Norm {
+            x: View, weight: View, bias: Option<View>, kind: NormKind, y: ViewMut, statistics: ViewMut
         }
-        "norm_backward_weight" => NormBackwardWeight {
-            x: Operand, dy: Operand, statistics: Operand, d_weight: OperandMut; accumulate: bool
+
+        /// Writes or adds the gradient of [`norm`](crate::Device::norm) with respect to `x`.
+        pub(crate) fn norm_backward_input => NormBackwardInput {
+            rows: NormedRows<View>, kind: NormKind, dy: View, dx: ViewMut, accumulate: bool
         }
-        "round" => Round { x: Operand, y: OperandMut; precision: Precision }
-        "embedding" => Embedding {
-            ids: Operand, table: Operand, positions: Option<Operand>, out: OperandMut; precision: Precision, at: Positions
+
+        /// Writes or adds the gradient of [`norm`](crate::Device::norm) with respect to the weight, `[cols]`.
+        pub(crate) fn norm_backward_weight => NormBackwardWeight {
+            x: View, dy: View, statistics: View, d_weight: ViewMut, accumulate: bool
         }
-        "embedding_bag" => EmbeddingBag { bags: Bags<Operand>, table: Operand, out: OperandMut; precision: Precision }
-        "embedding_bag_backward" => EmbeddingBagBackward { bags: Bags<Operand>, dy: Operand, d_table: OperandMut }
-        "position_backward" => PositionBackward { dy: Operand, d_positions: OperandMut; at: Positions }
-        "softmax_statistics" => SoftmaxStatistics {
-            logits: Operand, targets: Operand, statistics: OperandMut; chunk: VocabularyChunk
+
+        /// Computes `y = x` in f32, rounded to `precision`.
+        ///
+        /// Panics if the shapes differ.
+        pub(crate) fn round => Round { precision: Precision, x: View, y: ViewMut; assert_eq!(x.shape(), y.shape()); }
+
+        /// Computes `out[i] = table[ids[i]] + positions[at(i % at.len())]` for the rows of sequences of length `at.len()`. Values of
+        /// `table` and `positions` are rounded to `precision`.
+        pub(crate) fn embedding => Embedding {
+            precision: Precision, ids: View, table: View, positions: Option<View>, at: Positions, out: ViewMut
         }
-        "merge_statistics" => MergeStatistics { parts: Operand, statistics: OperandMut }
-        "cross_entropy_gradient" => CrossEntropyGradient {
-            logits: Operand, targets: Operand, statistics: Operand, weights: Option<Operand>, gradient: OperandMut;
-            chunk: VocabularyChunk, scale: f32
+
+        /// Sums rows of a table, rounded to `precision`, over each bag of ids. `table` is `[rows, cols]`, `out` is `[bags, cols]`.
+        pub(crate) fn embedding_bag => EmbeddingBag {
+            precision: Precision, bags: Bags<View>, table: View, out: ViewMut
+        }
+
+        /// Adds the rows of `dy`, `[bags, cols]`, to the gradient of the table of [`embedding_bag`](crate::Device::embedding_bag).
+        pub(crate) fn embedding_bag_backward => EmbeddingBagBackward { bags: Bags<View>, dy: View, d_table: ViewMut }
+
+        /// Computes `d_positions[at(t)] += sum over sequences of dy[sequence, t]`.
+        pub(crate) fn position_backward => PositionBackward { dy: View, at: Positions, d_positions: ViewMut }
+
+        /// Accumulates a chunk of logits, `[rows, chunk]`, into the rows' softmax `statistics`, `[rows, 3]`.
+        pub(crate) fn softmax_statistics => SoftmaxStatistics {
+            logits: View, targets: View, chunk: VocabularyChunk, statistics: ViewMut
+        }
+
+        /// Merges the statistics of vocabulary shards, `[ranks, rows, 3]`, into the statistics of the full rows, `[rows, 3]`.
+        pub(crate) fn merge_statistics => MergeStatistics { parts: View, statistics: ViewMut }
+
+        /// Computes the gradient of the rows' losses with respect to a chunk of logits, `[rows, chunk]`. `statistics`, `[rows, 3]`, must
+        /// cover all chunks.
+        pub(crate) fn cross_entropy_gradient => CrossEntropyGradient {
+            logits: View, targets: View, chunk: VocabularyChunk, statistics: View, factors: RowFactors<View>, gradient: ViewMut
         }
     }
 }
@@ -53,9 +81,9 @@ impl LayerCall {
                 .reads(x.num_bytes())
                 .writes(y.num_bytes())
                 .writes(statistics.num_bytes()),
-            Self::NormBackwardInput { x, dy, dx, accumulate, .. } => {
-                let cost = each(x.shape(), NORM_INPUT_GRADIENT_OPERATIONS);
-                written(cost.reads(x.num_bytes()).reads(dy.num_bytes()), dx, *accumulate)
+            Self::NormBackwardInput { rows, dy, dx, accumulate, .. } => {
+                let cost = each(rows.x.shape(), NORM_INPUT_GRADIENT_OPERATIONS);
+                written(cost.reads(rows.x.num_bytes()).reads(dy.num_bytes()), dx, *accumulate)
             }
             Self::NormBackwardWeight { x, dy, d_weight, accumulate, .. } => {
                 let cost = each(x.shape(), NORM_WEIGHT_GRADIENT_OPERATIONS);
@@ -96,11 +124,5 @@ impl LayerCall {
                 cost.writes(gradient.num_bytes())
             }
         }
-    }
-}
-
-impl Operands for Bags<Operand> {
-    fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
-        self.map(|operand| operand.with_operands(replace))
     }
 }

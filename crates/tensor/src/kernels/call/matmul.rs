@@ -1,17 +1,17 @@
 //! Matmuls.
 
 use super::{kernel_calls, num_bytes, written};
-use crate::kernels::{Operand, OperandMut};
 use crate::precision::Precision;
 use trireme_base::Cost;
 
 kernel_calls! {
     /// Matmuls.
-    MatmulCall {
+    MatmulCall {}
+    {
         /// `out = op(left) op(right) + bias + residual`, or added to `out`. `transposed` says whether each operand is transposed. Operands
         /// are packed in `scratch`.
-        "matmul" => Matmul {
-            left: Operand, right: Operand, bias: Option<Operand>, residual: Option<Operand>, out: OperandMut, scratch: OperandMut;
+        matmul => Matmul {
+            left: View, right: View, bias: Option<View>, residual: Option<View>, out: ViewMut, scratch: ViewMut,
             precision: Precision, transposed: [bool; 2], accumulate: bool
         }
     }

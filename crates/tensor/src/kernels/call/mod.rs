@@ -1,14 +1,14 @@
-//! Kernel calls as values: a kernel, its operands, and its other arguments.
+//! Kernel calls as values: a kernel and its arguments, some of which are operands.
 //!
-//! [`Device`](crate::Device) checks the shapes of views and builds a call from them; a backend runs it. The name, the cost and the operands
-//! are derived from the call, so each kernel is described once. Each file holds the calls of one area. The method of `Device` with the name
-//! of the kernel documents what it computes.
+//! A method of [`Device`](crate::Device) makes a call from views; a backend runs it. The method, the name, the cost and the operands are
+//! derived from the call, so each kernel is described once. Each file holds the calls of one area.
 //!
 //! # Adding a kernel
 //! The arithmetic is a function in `kernels/cpu/` within `for_each_simd_level!`, with a method of [`Cpu`](super::cpu::Cpu) that splits the
-//! work into tasks by shape alone. The call is a variant in the file of its area here, with name, operands and cost. The arm that runs it
-//! is in `kernels/cpu/run/`, the method that issues it in `device/`. A test in `tests/conformance/` calls the kernel, unless the test of an
-//! operation does. Compare it with f64 by means of `kernels/cpu/test_support.rs`, and run `cargo xtask kernels`.
+//! work into tasks by shape alone. The call is a variant in the file of its area here, with its documentation, arguments, checks of their
+//! shapes, and cost. Only a kernel that needs scratch memory has a method by hand, in `device/`. The arm that runs the call is in
+//! `kernels/cpu/run/`. A test in `tests/conformance/` calls the kernel, unless the test of an operation does. Compare it with f64 by means
+//! of `kernels/cpu/test_support.rs`, and run `cargo xtask kernels`.
 //!
 //! `trireme bench kernels` times each kernel where a step calls it. The planner times kernels in isolation, outside of passes and updates,
 //! except kernels that read indices, because their work depends on the values of the indices.
@@ -37,9 +37,20 @@ pub(crate) use optimizer::OptimizerCall;
 pub(crate) use quantized::QuantizedCall;
 pub(crate) use sums::SumCall;
 
-use super::{Operand, OperandMut};
+use super::{
+    Activation, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, Bags, FactoredMatrix,
+    FactoredMoments, FactoredStep, GroupLimit, IntegerFormat, LatentHeadShape, LeafRun, Operand, OperandMut,
+    Pieces, Rotary, RoutingRule, StepScale, StridedBlocks, Update,
+};
+use crate::fp8::Fp8Scale;
+use crate::kernels::cpu::cross_entropy::{RowFactors, VocabularyChunk};
+use crate::kernels::cpu::dropout::WordRows;
+use crate::kernels::cpu::norm::{NormKind, NormedRows};
+use crate::precision::Precision;
 use crate::shape::Shape;
-use trireme_base::Cost;
+use crate::tensor::{View, ViewMut};
+use std::sync::Arc;
+use trireme_base::{Cost, Positions, RandomKey};
 
 /// Access of a kernel to an operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,7 +60,7 @@ pub(crate) enum Access {
     Write,
 }
 
-/// A call, or a part of a call that has operands.
+/// A call, or an argument of a call.
 pub(crate) trait Operands: Sized {
     /// Returns a copy in which each operand is replaced by the result of `replace`.
     fn with_operands(&self, replace: &mut Replace<'_>) -> Self;
@@ -65,9 +76,25 @@ pub(crate) trait Operands: Sized {
 /// A function that returns the operand to put in place of the given one.
 pub(crate) type Replace<'a> = dyn FnMut(&Operand, Access) -> Operand + 'a;
 
+/// A parameter of a method of [`Device`](crate::Device).
+pub(crate) trait Parameter {
+    /// The argument of the call: an [`Operand`] for a [`View`].
+    type Argument: Operands;
+
+    fn into_argument(self) -> Self::Argument;
+}
+
 impl Operands for Operand {
     fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
         replace(self, Access::Read)
+    }
+}
+
+impl Parameter for View<'_> {
+    type Argument = Operand;
+
+    fn into_argument(self) -> Operand {
+        self.operand()
     }
 }
 
@@ -77,9 +104,25 @@ impl Operands for OperandMut {
     }
 }
 
+impl Parameter for ViewMut<'_> {
+    type Argument = OperandMut;
+
+    fn into_argument(self) -> OperandMut {
+        self.into_operand()
+    }
+}
+
 impl<T: Operands> Operands for Option<T> {
     fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
         self.as_ref().map(|operands| operands.with_operands(replace))
+    }
+}
+
+impl<T: Parameter> Parameter for Option<T> {
+    type Argument = Option<T::Argument>;
+
+    fn into_argument(self) -> Self::Argument {
+        self.map(T::into_argument)
     }
 }
 
@@ -95,29 +138,111 @@ impl<T: Operands, const N: usize> Operands for [T; N] {
     }
 }
 
-/// Defines the calls of an area: the name of each, its operands and, after a semicolon, its other arguments.
+impl<T: Parameter, const N: usize> Parameter for [T; N] {
+    type Argument = [T::Argument; N];
+
+    fn into_argument(self) -> Self::Argument {
+        self.map(T::into_argument)
+    }
+}
+
+/// Implements the traits for types without operands.
+macro_rules! plain_arguments {
+    ($($argument:ty),* $(,)?) => {$(
+        impl Operands for $argument {
+            fn with_operands(&self, _replace: &mut Replace<'_>) -> Self {
+                Clone::clone(self)
+            }
+        }
+
+        impl Parameter for $argument {
+            type Argument = Self;
+
+            fn into_argument(self) -> Self {
+                self
+            }
+        }
+    )*};
+}
+
+plain_arguments! {
+    bool, f32, f64, u32, usize, Activation, Arc<Pieces>, Arc<Vec<LeafRun>>, Arc<Vec<StepScale>>, Arc<Vec<Update>>, AttentionRule,
+    AttentionScope, AttentionShape, FactoredMatrix, FactoredStep, Fp8Scale, GroupLimit, IntegerFormat, LatentHeadShape, NormKind, Positions,
+    Precision, RandomKey, RoutingRule, StridedBlocks, VocabularyChunk, WordRows,
+}
+
+/// Implements the traits for structs of arrays that have a method `map`.
+macro_rules! array_structs {
+    ($($arrays:ident),*) => {$(
+        impl Operands for $arrays<Operand> {
+            fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
+                self.map(|operand| operand.with_operands(replace))
+            }
+        }
+
+        impl Parameter for $arrays<View<'_>> {
+            type Argument = $arrays<Operand>;
+
+            fn into_argument(self) -> Self::Argument {
+                self.map(View::operand)
+            }
+        }
+    )*};
+}
+
+array_structs!(AttentionOutput, Bags, FactoredMoments, NormedRows, Rotary, RowFactors);
+
+/// Defines the calls of an area. Each `fn` becomes a method of `Device` with the given parameters. The method converts them to the arguments
+/// of a call, runs the statements after the semicolon to check the arguments, and issues the call. Calls of the second list are issued by
+/// methods in `device/`, because they need scratch memory or are not made from views alone.
 macro_rules! kernel_calls {
     (
         $(#[$attribute:meta])*
         $calls:ident {
             $(
                 $(#[$doc:meta])*
-                $name:literal => $call:ident {
-                    $($operand:ident: $operand_type:ty),* $(; $($argument:ident: $argument_type:ty),*)?
-                }
+                $visibility:vis fn $name:ident => $call:ident { $($argument:ident: $type:ty),* $(,)? $(; $($check:tt)*)? }
             )*
         }
+        $({
+            $(
+                $(#[$doc_by_hand:meta])*
+                $name_by_hand:ident => $call_by_hand:ident { $($argument_by_hand:ident: $type_by_hand:ty),* $(,)? }
+            )*
+        })?
     ) => {
-        $(#[$attribute])*
-        #[derive(Debug)]
-        pub(crate) enum $calls {
-            $($(#[$doc])* $call { $($operand: $operand_type,)* $($($argument: $argument_type,)*)? },)*
+        pub(crate) use call::$calls;
+
+        /// In the types of arguments, an operand stands in the place of a view.
+        mod call {
+            #[allow(unused_imports, reason = "arguments may all be operands and numbers")]
+            use super::*;
+            use $crate::kernels::{Operand as View, OperandMut as ViewMut};
+
+            $(#[$attribute])*
+            #[derive(Debug)]
+            pub(crate) enum $calls {
+                $($call { $($argument: $type),* },)*
+                $($($(#[$doc_by_hand])* $call_by_hand { $($argument_by_hand: $type_by_hand),* },)*)?
+            }
+        }
+
+        impl $crate::Device {
+            $(
+                $(#[$doc])*
+                $visibility fn $name(&self, $($argument: $type),*) {
+                    $(let $argument = $crate::kernels::call::Parameter::into_argument($argument);)*
+                    $($($check)*)?
+                    self.issue($calls::$call { $($argument),* });
+                }
+            )*
         }
 
         impl $calls {
             pub(crate) fn name(&self) -> &'static str {
                 match self {
-                    $(Self::$call { .. } => $name,)*
+                    $(Self::$call { .. } => stringify!($name),)*
+                    $($(Self::$call_by_hand { .. } => stringify!($name_by_hand),)*)?
                 }
             }
         }
@@ -125,10 +250,12 @@ macro_rules! kernel_calls {
         impl $crate::kernels::call::Operands for $calls {
             fn with_operands(&self, replace: &mut $crate::kernels::call::Replace<'_>) -> Self {
                 match self {
-                    $(Self::$call { $($operand,)* $($($argument,)*)? } => Self::$call {
-                        $($operand: $operand.with_operands(replace),)*
-                        $($($argument: Clone::clone($argument),)*)?
+                    $(Self::$call { $($argument),* } => Self::$call {
+                        $($argument: $crate::kernels::call::Operands::with_operands($argument, replace)),*
                     },)*
+                    $($(Self::$call_by_hand { $($argument_by_hand),* } => Self::$call_by_hand {
+                        $($argument_by_hand: $crate::kernels::call::Operands::with_operands($argument_by_hand, replace)),*
+                    },)*)?
                 }
             }
         }

@@ -2,35 +2,77 @@
 
 use super::{Operands, Replace, kernel_calls};
 use crate::kernels::{
-    ElementAccess, FactoredPart, FactoredStep, LeafRun, Operand, OperandMut, Piece, Pieces, StateDType,
+    ElementAccess, FactoredMatrix, FactoredMoments, FactoredStep, LeafRun, Piece, Pieces, StateDType,
     StepScale, Update,
 };
 use crate::optimizer::StateOperands;
 use crate::precision::Precision;
+use crate::tensor::{View, ViewMut};
 use std::ops::Add;
 use std::sync::Arc;
 use trireme_base::{Cost, DType};
 
 kernel_calls! {
-    /// Optimizer updates. The moments of a factored matrix are its row moments, its column moments and the mean of its row moments.
+    /// Optimizer updates.
     OptimizerCall {
-        "update" => Update {
-            parameters: OperandMut, grads: Operand, scales: Option<Operand>, sums: Option<OperandMut>, states: [Option<StateOperands>; 2];
+        /// Adds the sums of pieces, f64 `[pieces, 2]`, over each of `runs`. Writes all first sums, followed by all second sums if `out`
+        /// (f64) has room for both.
+        ///
+        /// # Panics
+        /// If `out` has room for neither one nor two sums per run.
+        pub fn leaf_sums => LeafSums {
+            sums: View, runs: Arc<Vec<LeafRun>>, out: ViewMut;
+            let (num_runs, num_sums) = (runs.len(), out.shape().num_elements());
+            assert!([num_runs, 2 * num_runs].contains(&num_sums), "{num_sums} sums of {num_runs} runs");
+        }
+
+        /// Computes the f32 scale of each parameter's step from the sums of squares of the parameter and of its update, f64.
+        ///
+        /// # Panics
+        /// If the lengths differ.
+        pub fn step_scales => StepScales {
+            scales: Arc<Vec<StepScale>>, squares: [View; 2], out: ViewMut;
+            let lens = [squares[0].shape(), squares[1].shape(), out.shape()].map(|shape| shape.num_elements());
+            assert_eq!(lens, [scales.len(); 3], "sums and scales of {} parameters", scales.len());
+        }
+
+        /// Sums the squares of the stored part of a matrix gradient, over each row and then over each column, into `sums`, f64
+        /// `[rows + cols]`. The order of the sum follows the unit's [leaves](crate::NUM_LEAVES).
+        ///
+        /// # Panics
+        /// If `sums` has fewer elements than the matrix has columns.
+        pub fn factored_sums => FactoredSums {
+            matrix: FactoredMatrix, grads: View, scale: f32, sums: ViewMut;
+            assert!(sums.shape().num_elements() >= matrix.cols, "sums for all columns");
+        }
+
+        /// Moves row or column moments by the fraction `mixing` towards the mean squared gradient. `sums` holds the f64 sums of
+        /// `num_terms` squared gradients per moment.
+        ///
+        /// # Panics
+        /// If there is not one sum per moment.
+        pub fn factored_moments => FactoredMoments { sums: View, num_terms: usize, mixing: f32, moments: ViewMut }
+
+        /// Computes, for each piece of a matrix, the sum of squares of the update of [`factored_update`](crate::Device::factored_update) at
+        /// learning rate 1. Writes it as the first of the piece's two sums; the second one is 0.
+        pub fn factored_squares => FactoredSquares {
+            pieces: Arc<Pieces>, step: FactoredStep, moments: FactoredMoments<View>, grads: View, sums: ViewMut
+        }
+
+        /// Applies Adafactor's update to a matrix: each gradient is divided by the root of its second moment. `lr` is one f32 from
+        /// [`step_scales`](crate::Device::step_scales).
+        pub fn factored_update => FactoredUpdate {
+            pieces: Arc<Pieces>, step: FactoredStep, lr: View, moments: FactoredMoments<View>, parameters: ViewMut, grads: View
+        }
+    }
+    {
+        update => Update {
+            parameters: ViewMut, grads: View, scales: Option<View>, sums: Option<ViewMut>, states: [Option<StateOperands>; 2],
             pieces: Arc<Pieces>, updates: Arc<Vec<Update>>, noise: u32
         }
-        "leaf_sums" => LeafSums { sums: Operand, out: OperandMut; runs: Arc<Vec<LeafRun>> }
-        "step_scales" => StepScales { of_parameter: Operand, of_update: Operand, out: OperandMut; scales: Arc<Vec<StepScale>> }
-        "factored_sums" => FactoredSums { grads: Operand, sums: OperandMut; part: FactoredPart, scale: f32 }
-        "factored_moments" => FactoredMoments { sums: Operand, moments: OperandMut; num_terms: usize, mixing: f32 }
-        "factored_squares" => FactoredSquares {
-            moments: [Operand; 3], grads: Operand, sums: OperandMut; pieces: Arc<Pieces>, step: FactoredStep
-        }
-        "factored_update" => FactoredUpdate {
-            moments: [Operand; 3], lr: Operand, parameters: OperandMut, grads: Operand; pieces: Arc<Pieces>, step: FactoredStep
-        }
         /// Makes the singular values of a matrix about 1. The call includes the scratch tensors of intermediate results.
-        "orthogonalize" => Orthogonalize {
-            matrix: OperandMut, gram: OperandMut, polynomial: OperandMut, product: OperandMut, words: OperandMut;
+        orthogonalize => Orthogonalize {
+            matrix: ViewMut, gram: ViewMut, polynomial: ViewMut, product: ViewMut, words: ViewMut,
             num_steps: usize, precision: Precision
         }
     }
@@ -44,12 +86,12 @@ impl OptimizerCall {
                 let cost = Cost::others(&[sums.shape().num_elements()]);
                 cost.reads(sums.num_bytes()).writes(out.num_bytes())
             }
-            Self::StepScales { of_parameter, out, scales, .. } => {
+            Self::StepScales { scales, squares, out } => {
                 let cost = Cost::others(&[8, scales.len()]);
-                cost.reads(2 * of_parameter.num_bytes()).writes(out.num_bytes())
+                cost.reads(2 * squares[0].num_bytes()).writes(out.num_bytes())
             }
-            Self::FactoredSums { part, .. } => {
-                let num_elements = part.stored.len();
+            Self::FactoredSums { matrix, .. } => {
+                let num_elements = matrix.stored.len();
                 Cost::others(&[4, num_elements]).reads(2 * DType::F32.size() * num_elements)
             }
             Self::FactoredMoments { sums, moments, .. } => {

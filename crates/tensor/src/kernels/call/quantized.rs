@@ -2,16 +2,39 @@
 
 use super::{each, kernel_calls};
 use crate::fp8::Fp8Scale;
-use crate::kernels::{IntegerFormat, Operand, OperandMut};
+use crate::kernels::IntegerFormat;
+use crate::tensor::{View, ViewMut};
 use trireme_base::Cost;
 
 kernel_calls! {
     /// Quantization to integers and 8-bit floats.
     QuantizedCall {
-        "quantize" => Quantize { x: Operand, message: OperandMut; format: IntegerFormat }
-        "dequantize" => Dequantize { message: Operand, y: OperandMut; format: IntegerFormat }
-        "add_dequantized" => AddDequantized { message: Operand, y: OperandMut; format: IntegerFormat }
-        "quantize_fp8" => QuantizeFp8 { x: Operand, y: OperandMut, amax: Option<OperandMut>; scale: Fp8Scale }
+        /// Quantizes the f32 values `x`, rounded to nearest even, into the bytes of a message. A block with an infinity or a NaN becomes
+        /// all NaN.
+        ///
+        /// # Panics
+        /// If `message` does not have the length that `format` determines.
+        pub fn quantize => Quantize { x: View, format: IntegerFormat, message: ViewMut }
+
+        /// Writes the values of a message to `y`, rounded to the dtype of `y`. The message has as many values as `y`.
+        ///
+        /// # Panics
+        /// If `message` does not have the length that `format` determines.
+        pub fn dequantize => Dequantize { message: View, format: IntegerFormat, y: ViewMut }
+
+        /// Computes `y += x` in f32 for the values `x` of a message.
+        ///
+        /// # Panics
+        /// If `message` does not have the length that `format` determines.
+        pub fn add_dequantized => AddDequantized { message: View, format: IntegerFormat, y: ViewMut }
+
+        /// Computes `y = fp8(x * s) / s` for the scale `s`, elementwise, rounded to nearest even and saturated. `y` is bf16. `amax`, an
+        /// f32, becomes the maximum of itself and the largest finite `|x|`.
+        ///
+        /// Panics if the shapes differ.
+        pub(crate) fn quantize_fp8 => QuantizeFp8 {
+            x: View, scale: Fp8Scale, y: ViewMut, amax: Option<ViewMut>; assert_eq!(x.shape(), y.shape());
+        }
     }
 }
 

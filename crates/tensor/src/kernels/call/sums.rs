@@ -1,21 +1,37 @@
-//! Sums over columns, elements and losses, and counts of correct predictions.
+//! Sums that stay on the device until the host [downloads](crate::Device::download) them, and counts of correct predictions.
 
 use super::{each, kernel_calls, written};
-use crate::kernels::{Operand, OperandMut};
+
+use crate::tensor::{View, ViewMut};
 use trireme_base::{Cost, DType};
 
 kernel_calls! {
     /// Sums.
     SumCall {
-        "column_sums" => ColumnSums { x: Operand, out: OperandMut; accumulate: bool }
-        "add_squares" => AddSquares { x: Operand, sum: OperandMut }
-        "sum_elements" => SumElements { x: Operand, out: OperandMut; divisor: f64 }
-        "sum_losses" => SumLosses { statistics: Operand, weights: Option<Operand>, out: OperandMut }
-        "hits" => Hits { scores: Operand, classes: Operand, hits: OperandMut }
-        "add_term" => AddTerm { term: Operand, out: OperandMut; weight: f64, ratio: Option<f64> }
+        /// Sums the rows of `x`, `[rows, cols]`, into `out`, `[cols]`.
+        pub(crate) fn column_sums => ColumnSums { x: View, out: ViewMut, accumulate: bool }
+
+        /// Adds the squares of the elements of `x`, each rounded to f32, to `sum`: the f64s of an [`ExactSum`](crate::ExactSum), whose
+        /// carries the kernel propagates.
+        pub fn add_squares => AddSquares { x: View, sum: ViewMut }
+
+        /// Sums the f32 elements of `x`, divided by `divisor`, sequentially in f64. `out` is one f64.
+        pub fn sum_elements => SumElements { x: View, divisor: f64, out: ViewMut }
+
+        /// Sums the losses in `statistics`, `[rows, 3]`, sequentially in f64. `out` is one f64.
+        ///
+        /// With `weights`, one f32 per row, each loss is multiplied by its weight. A row of weight 0 adds nothing, even if its loss is not
+        /// finite.
+        pub(crate) fn sum_losses => SumLosses { statistics: View, weights: Option<View>, out: ViewMut }
+
+        /// Writes 1 to `hits` for each row of `scores`, `[rows, classes]`, whose class has the first of the largest scores, else 0. `hits`
+        /// has one f32 per row.
+        pub(crate) fn hits => Hits { scores: View, classes: View, hits: ViewMut }
+
+        /// Computes `out = weight * term`, or `out += (weight * term) * ratio` if there is a ratio. All are single f64s.
+        pub(crate) fn add_term => AddTerm { term: View, weight: f64, ratio: Option<f64>, out: ViewMut }
     }
 }
-
 impl SumCall {
     pub(crate) fn cost(&self) -> Cost {
         match self {

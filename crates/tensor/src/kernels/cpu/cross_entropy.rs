@@ -116,12 +116,19 @@ impl Cpu {
 }
 
 /// Factors of the gradients of the rows' losses.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct RowFactors<V> {
     /// The factor of all rows.
     pub(crate) scale: f32,
     /// A further factor per row; `None` for 1. A row of weight 0 has gradient 0.
     pub(crate) weights: Option<V>,
+}
+
+impl<V> RowFactors<V> {
+    /// Applies a function to the weights.
+    pub(crate) fn map<U>(self, array: impl FnMut(V) -> U) -> RowFactors<U> {
+        RowFactors { scale: self.scale, weights: self.weights.map(array) }
+    }
 }
 
 /// Returns the loss of a row in nats, given its statistics over all chunks.

@@ -73,12 +73,18 @@ pub(crate) struct NormKind {
 
 /// The inputs of a normalization, and the statistics that forward saved.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct NormInputs<'a> {
-    pub(crate) x: &'a [f32],
-    pub(crate) weight: &'a [f32],
+pub(crate) struct NormedRows<V> {
+    pub(crate) x: V,
+    pub(crate) weight: V,
     /// [`STATISTICS`] values per row.
-    pub(crate) statistics: &'a [f32],
-    pub(crate) kind: NormKind,
+    pub(crate) statistics: V,
+}
+
+impl<V> NormedRows<V> {
+    /// Applies a function to each array.
+    pub(crate) fn map<U>(self, mut array: impl FnMut(V) -> U) -> NormedRows<U> {
+        NormedRows { x: array(self.x), weight: array(self.weight), statistics: array(self.statistics) }
+    }
 }
 
 impl Cpu {
@@ -109,12 +115,13 @@ impl Cpu {
 
     pub(crate) fn norm_backward_input<T: Element>(
         &self,
-        rows: NormInputs<'_>,
+        rows: NormedRows<&[f32]>,
+        kind: NormKind,
         dy: &[T],
         dx: &mut [f32],
         accumulate: bool,
     ) {
-        let NormInputs { x, weight, statistics, kind: NormKind { is_centered: centred, .. } } = rows;
+        let NormedRows { x, weight, statistics } = rows;
         let cols = weight.len();
         let rows = x.len() / cols;
         assert!(x.len() == dx.len() && x.len() == dy.len() && x.len() == rows * cols);
@@ -122,7 +129,7 @@ impl Cpu {
             let range = row * cols..(row + 1) * cols;
             let (x, dy) = (&x[range.clone()], &dy[range]);
             let saved = [statistics[row * STATISTICS], statistics[row * STATISTICS + 1]];
-            backward_row(self.features, x, weight, dy, saved, centred, dx, accumulate);
+            backward_row(self.features, x, weight, dy, saved, kind.is_centered, dx, accumulate);
         });
     }
 

@@ -7,8 +7,8 @@ pub mod rules;
 mod scales;
 mod state;
 
-pub use factored::FactoredStep;
-pub(crate) use factored::{FactoredPart, Factors};
+pub(crate) use factored::Factors;
+pub use factored::{FactoredMatrix, FactoredMoments, FactoredStep};
 pub(crate) use orthogonalize::OrthogonalizeScratch;
 pub(crate) use pieces::PieceUpdates;
 pub use pieces::{Piece, Pieces};

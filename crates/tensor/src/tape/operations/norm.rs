@@ -1,5 +1,5 @@
-use crate::device::{NormedRows, Result};
-use crate::kernels::cpu::norm::NormKind;
+use crate::device::Result;
+use crate::kernels::cpu::norm::{NormKind, NormedRows};
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, OperationContext, declares, write_grad,

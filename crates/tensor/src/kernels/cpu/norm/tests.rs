@@ -69,10 +69,10 @@ impl<T: Element> Inputs<T> {
             let mut y = narrow::<T>(&vec![f32::NAN; rows * cols]);
             let mut statistics = vec![f32::NAN; rows * STATISTICS];
             cpu.norm(x, weight, centred.then_some(&self.bias[..]), kind, &mut y, &mut statistics);
-            let normalised = NormInputs { x, weight, statistics: &statistics, kind };
+            let normalised = NormedRows { x, weight, statistics: &statistics[..] };
             let (mut dx, mut dx_added) = (vec![f32::NAN; rows * cols], vec![BEFORE; rows * cols]);
-            cpu.norm_backward_input(normalised, dy, &mut dx, false);
-            cpu.norm_backward_input(normalised, dy, &mut dx_added, true);
+            cpu.norm_backward_input(normalised, kind, dy, &mut dx, false);
+            cpu.norm_backward_input(normalised, kind, dy, &mut dx_added, true);
             let (mut d_weight, mut d_weight_added) = (vec![f32::NAN; cols], vec![BEFORE; cols]);
             cpu.norm_backward_weight(x, dy, &statistics, &mut d_weight, false);
             cpu.norm_backward_weight(x, dy, &statistics, &mut d_weight_added, true);

@@ -11,9 +11,9 @@ use std::ops::Range;
 /// Number of columns per task of a column sum.
 const COLUMNS: usize = 64;
 
-/// The shard of a matrix on this rank.
+/// A matrix with a factored second moment, or the shard of it that this rank stores.
 #[derive(Debug, Clone)]
-pub(crate) struct FactoredPart {
+pub struct FactoredMatrix {
     pub(crate) cols: usize,
     /// First element of the matrix within its unit's flat buffer.
     pub(crate) offset: usize,
@@ -36,8 +36,26 @@ pub struct FactoredStep {
     pub grad_scale: f32,
 }
 
-/// Second moments of rows and columns. The moment of an element is its row moment, divided by the mean of the row moments, times its column
-/// moment.
+/// The factored second moment of a matrix. The moment of an element is its row moment, divided by the mean of all row moments, times its
+/// column moment.
+#[derive(Debug, Clone, Copy)]
+pub struct FactoredMoments<V> {
+    /// Row moments, f32 `[rows]`.
+    pub rows: V,
+    /// Column moments, f32 `[cols]`.
+    pub cols: V,
+    /// Mean of the row moments, one f64.
+    pub row_mean: V,
+}
+
+impl<V> FactoredMoments<V> {
+    /// Applies a function to each array.
+    pub(crate) fn map<U>(self, mut array: impl FnMut(V) -> U) -> FactoredMoments<U> {
+        FactoredMoments { rows: array(self.rows), cols: array(self.cols), row_mean: array(self.row_mean) }
+    }
+}
+
+/// The elements of [`FactoredMoments`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Factors<'a> {
     pub(crate) rows: &'a [f32],
@@ -76,7 +94,7 @@ for_each_simd_level! {
     }
 }
 
-impl FactoredPart {
+impl FactoredMatrix {
     fn leaf_of(&self, position: usize) -> usize {
         position / self.leaf_len
     }
@@ -109,28 +127,34 @@ fn segments(piece: &Piece, offset: usize, cols: usize) -> impl Iterator<Item = (
 
 impl Cpu {
     /// Sums the squares of the stored gradients over each row of a matrix.
-    pub(crate) fn row_squares(&self, part: &FactoredPart, grads: &[f32], scale: f32, sums: &mut [f64]) {
-        let cols = part.cols;
+    pub(crate) fn row_squares(&self, matrix: &FactoredMatrix, grads: &[f32], scale: f32, sums: &mut [f64]) {
+        let cols = matrix.cols;
         self.for_each_reduced_row(sums, 1, cols, |row, sum| {
-            let range = part.offset + row * cols..part.offset + (row + 1) * cols;
+            let range = matrix.offset + row * cols..matrix.offset + (row + 1) * cols;
             let mut leaf =
-                |leaf| f64::from(square_sum(self.features, &grads[part.share(&range, leaf)], scale));
-            sum[0] = leaf_sum(part.leaves(range.clone()), 0.0, &mut leaf, &|a, b| a + b);
+                |leaf| f64::from(square_sum(self.features, &grads[matrix.share(&range, leaf)], scale));
+            sum[0] = leaf_sum(matrix.leaves(range.clone()), 0.0, &mut leaf, &|a, b| a + b);
         });
     }
 
     /// Sums the squares of the stored gradients over each column of a matrix.
-    pub(crate) fn column_squares(&self, part: &FactoredPart, grads: &[f32], scale: f32, sums: &mut [f64]) {
-        let (cols, held) = (part.cols, &part.stored);
+    pub(crate) fn column_squares(
+        &self,
+        matrix: &FactoredMatrix,
+        grads: &[f32],
+        scale: f32,
+        sums: &mut [f64],
+    ) {
+        let (cols, held) = (matrix.cols, &matrix.stored);
         // Conversions between indices of the buffer and of the matrix.
         let (to_matrix, to_buffer) = (
-            |index| index + part.buffer_start - part.offset,
-            |index| index + part.offset - part.buffer_start,
+            |index| index + matrix.buffer_start - matrix.offset,
+            |index| index + matrix.offset - matrix.buffer_start,
         );
         self.for_each_chunk(&mut sums[..cols], COLUMNS, |first, columns| {
             let width = columns.len();
             let mut leaf = |leaf: usize| {
-                let here = part.share(held, leaf);
+                let here = matrix.share(held, leaf);
                 let (start, end) = (to_matrix(here.start), to_matrix(here.end));
                 let mut sums = [0.0_f32; COLUMNS];
                 for row in start / cols..end.div_ceil(cols) {
@@ -148,7 +172,7 @@ impl Cpu {
                 left.iter_mut().zip(right).for_each(|(left, right)| *left += right);
                 left
             };
-            let total = leaf_sum(part.leaves(held.clone()), [0.0; COLUMNS], &mut leaf, &add);
+            let total = leaf_sum(matrix.leaves(held.clone()), [0.0; COLUMNS], &mut leaf, &add);
             columns.copy_from_slice(&total[..width]);
         });
     }

@@ -318,7 +318,8 @@ fn factored_kernels_match_f64() {
     for (rows, cols, leaf_len) in [(1, 1, 1), (5, 7, 3), (70, 130, 50), (9, 200, 450)] {
         let (offset, len) = (11, rows * cols);
         let held = offset + len / 5..offset + len - len / 7;
-        let part = FactoredPart { cols, offset, stored: held.clone(), buffer_start: held.start, leaf_len };
+        let matrix =
+            FactoredMatrix { cols, offset, stored: held.clone(), buffer_start: held.start, leaf_len };
         let grads = random(held.len(), "grads");
         let (parameters, factors) = (random(held.len(), "parameters"), random(rows + cols, "factors"));
         let factors: Vec<f32> = factors.iter().map(|x| 0.1 + x.abs()).collect();
@@ -336,8 +337,8 @@ fn factored_kernels_match_f64() {
         let factors = Factors { rows: row_moments, cols: col_moments, row_mean: &[0.5] };
         let [row_sums, col_sums, squares, after] = run(|cpu| {
             let (mut row_sums, mut col_sums) = (vec![0.0; rows], vec![0.0; cols]);
-            cpu.row_squares(&part, &grads, 0.5, &mut row_sums);
-            cpu.column_squares(&part, &grads, 0.5, &mut col_sums);
+            cpu.row_squares(&matrix, &grads, 0.5, &mut row_sums);
+            cpu.column_squares(&matrix, &grads, 0.5, &mut col_sums);
             let mut squares = vec![[0.0; 2]; pieces.as_slice().len()];
             cpu.factored_squares(&pieces, step, factors, &grads, &mut squares);
             let mut parameters = parameters.clone();

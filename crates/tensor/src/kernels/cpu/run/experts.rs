@@ -6,13 +6,13 @@ use crate::kernels::cpu::experts::{Chosen, Routing};
 impl Cpu {
     pub(super) fn run_expert(&self, call: ExpertCall) {
         match call {
-            ExpertCall::TopK { x, bias, row_weights, mut values, mut ids, rule } => {
+            ExpertCall::TopK { x, rule, bias, row_weights, chosen: [mut values, mut ids] } => {
                 let [bias, row_weights] = [bias, row_weights].map(|operand| self.optional_f32s(operand));
                 let routing = Routing { rule, bias, row_weights };
                 let (values, ids) = (values.f32s(self), ids.u32s(self));
                 self.top_k(x.f32s(self), x.shape().cols(), routing, values, ids);
             }
-            ExpertCall::TopKBackward { x, ids, dy, mut dx, rule } => {
+            ExpertCall::TopKBackward { x, rule, chosen: [ids, dy], mut dx } => {
                 let (cols, ids, dy) = (x.shape().cols(), ids.u32s(self), dy.f32s(self));
                 self.top_k_backward(x.f32s(self), cols, rule, ids, dy, dx.f32s(self));
             }

@@ -41,7 +41,12 @@ impl Cpu {
                 let (sums, out, scratch) = (sums.f32s(self), out.f32s(self), scratch.u32s(self));
                 self.grouped_transposed_matmul(operands, num_parts, sums, out, accumulate, scratch);
             }
-            GroupedCall::GroupRows { groups, mut starts, mut order, mut places, limit } => {
+            GroupedCall::GroupRows {
+                groups,
+                limit,
+                mut starts,
+                order_and_places: [mut order, mut places],
+            } => {
                 let (starts, order, places) = (starts.u32s(self), order.u32s(self), places.u32s(self));
                 self.group_rows(groups.u32s(self), limit, starts, order, places);
             }

@@ -1,8 +1,6 @@
 use super::Cpu;
 use crate::kernels::call::LayerCall;
-use crate::kernels::cpu::cross_entropy::RowFactors;
 use crate::kernels::cpu::element::with_element;
-use crate::kernels::cpu::norm::NormInputs;
 
 impl Cpu {
     pub(super) fn run_layer(&self, call: LayerCall) {
@@ -13,11 +11,10 @@ impl Cpu {
                     self.norm::<T>(x, weight, bias, kind, y.elements(self), statistics.f32s(self));
                 });
             }
-            LayerCall::NormBackwardInput { x, weight, statistics, dy, mut dx, kind, accumulate } => {
-                let (x, weight, statistics) = (x.f32s(self), weight.f32s(self), statistics.f32s(self));
-                let rows = NormInputs { x, weight, statistics, kind };
+            LayerCall::NormBackwardInput { rows, kind, dy, mut dx, accumulate } => {
+                let rows = rows.map(|array| array.f32s(self));
                 with_element!(dy.dtype() => |T| {
-                    self.norm_backward_input::<T>(rows, dy.elements(self), dx.f32s(self), accumulate);
+                    self.norm_backward_input::<T>(rows, kind, dy.elements(self), dx.f32s(self), accumulate);
                 });
             }
             LayerCall::NormBackwardWeight { x, dy, statistics, mut d_weight, accumulate } => {
@@ -57,18 +54,10 @@ impl Cpu {
             LayerCall::MergeStatistics { parts, mut statistics } => {
                 self.merge_statistics(parts.f32s(self), statistics.f32s(self));
             }
-            LayerCall::CrossEntropyGradient {
-                logits,
-                targets,
-                statistics,
-                weights,
-                mut gradient,
-                chunk,
-                scale,
-            } => {
+            LayerCall::CrossEntropyGradient { logits, targets, chunk, statistics, factors, mut gradient } => {
                 let (logits, targets) = (logits.f32s(self), targets.u32s(self));
                 let statistics = statistics.f32s(self);
-                let factors = RowFactors { scale, weights: self.optional_f32s(weights) };
+                let factors = factors.map(|weights| weights.f32s(self));
                 with_element!(gradient.dtype() => |T| {
                     let gradient = gradient.elements(self);
                     self.cross_entropy_gradient::<T>(logits, targets, chunk, statistics, factors, gradient);

@@ -1,10 +1,11 @@
 use super::Cpu;
 use crate::kernels::call::OptimizerCall;
 use crate::kernels::cpu::optimizer::{Factors, OrthogonalizeScratch, PieceUpdates};
-use crate::kernels::{Operand, StateSlice};
+use crate::kernels::{FactoredMoments, Operand, StateSlice};
 
 impl Cpu {
-    fn factors(&self, [rows, cols, row_mean]: [Operand; 3]) -> Factors<'_> {
+    fn factors(&self, moments: FactoredMoments<Operand>) -> Factors<'_> {
+        let FactoredMoments { rows, cols, row_mean } = moments;
         Factors { rows: rows.f32s(self), cols: cols.f32s(self), row_mean: row_mean.f64s(self) }
     }
 
@@ -37,18 +38,18 @@ impl Cpu {
                     *sum = runs[index % runs.len()].sum(of_pieces, index / runs.len());
                 }
             }
-            OptimizerCall::StepScales { of_parameter, of_update, mut out, scales } => {
+            OptimizerCall::StepScales { scales, squares: [of_parameter, of_update], mut out } => {
                 let sums = of_parameter.f64s(self).iter().zip(of_update.f64s(self));
                 for ((out, scale), (&parameter, &update)) in out.f32s(self).iter_mut().zip(&*scales).zip(sums)
                 {
                     *out = scale.of(parameter, update);
                 }
             }
-            OptimizerCall::FactoredSums { grads, mut sums, part, scale } => {
-                let num_rows = sums.shape().num_elements() - part.cols;
+            OptimizerCall::FactoredSums { matrix, grads, scale, mut sums } => {
+                let num_rows = sums.shape().num_elements() - matrix.cols;
                 let (rows, cols) = sums.f64s(self).split_at_mut(num_rows);
-                self.row_squares(&part, grads.f32s(self), scale, rows);
-                self.column_squares(&part, grads.f32s(self), scale, cols);
+                self.row_squares(&matrix, grads.f32s(self), scale, rows);
+                self.column_squares(&matrix, grads.f32s(self), scale, cols);
             }
             OptimizerCall::FactoredMoments { sums, mut moments, num_terms, mixing } => {
                 self.factored_moments(sums.f64s(self), num_terms, mixing, moments.f32s(self));

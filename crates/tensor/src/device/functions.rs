@@ -1,28 +1,11 @@
-//! Elementwise kernels.
+//! Copies, and kernels that are Rust functions.
 
 use super::Device;
-use crate::kernels::Activation;
 use crate::kernels::call::{ElementwiseCall, each};
-use crate::kernels::cpu::dropout::WordRows;
 use crate::kernels::cpu::element::with_element;
 use crate::tensor::{View, ViewMut};
-use trireme_base::RandomKey;
 
 impl Device {
-    /// Sets all elements to 0.
-    pub fn zero(&self, x: ViewMut<'_>) {
-        self.issue(ElementwiseCall::Zero { x: x.into_operand() });
-    }
-
-    /// Computes `y = x` elementwise between any two of f32, bf16 and f16, rounded to nearest even.
-    ///
-    /// # Panics
-    /// If the shapes differ.
-    pub fn convert(&self, x: View<'_>, y: ViewMut<'_>) {
-        assert_eq!(x.shape(), y.shape());
-        self.issue(ElementwiseCall::Convert { x: x.operand(), y: y.into_operand() });
-    }
-
     /// Computes `y = x` elementwise for equal dtypes.
     ///
     /// # Panics
@@ -33,29 +16,6 @@ impl Device {
             return self.convert(x, y);
         }
         self.issue(ElementwiseCall::Copy { x: x.operand(), y: y.into_operand() });
-    }
-
-    /// Computes `y = activation(x)` elementwise.
-    pub(crate) fn activate(&self, activation: Activation, x: View<'_>, y: ViewMut<'_>) {
-        self.issue(ElementwiseCall::Activate { x: x.operand(), y: y.into_operand(), activation });
-    }
-
-    /// Replaces `x` by `activation(x)` and `dy` by the gradient of `x`, in place.
-    pub(crate) fn activate_backward(&self, activation: Activation, x: ViewMut<'_>, dy: ViewMut<'_>) {
-        let (x, dy) = (x.into_operand(), dy.into_operand());
-        self.issue(ElementwiseCall::ActivateBackward { x, dy, activation });
-    }
-
-    /// Computes `y = activation(gate) * up`. `y` is `[rows, cols]`; `gate_up` is `[rows, 2 cols]`, with rows `gate | up`.
-    pub(crate) fn gate(&self, activation: Activation, gate_up: View<'_>, y: ViewMut<'_>) {
-        let (gate_up, y) = (gate_up.operand(), y.into_operand());
-        self.issue(ElementwiseCall::Gate { gate_up, y, activation });
-    }
-
-    /// Replaces `gate_up` by its gradient and `dy` by the output, in place.
-    pub(crate) fn gate_backward(&self, activation: Activation, gate_up: ViewMut<'_>, dy: ViewMut<'_>) {
-        let (gate_up, dy) = (gate_up.into_operand(), dy.into_operand());
-        self.issue(ElementwiseCall::GateBackward { gate_up, dy, activation });
     }
 
     /// Computes `y = function(x)` elementwise in f32, rounded to the dtype of `x` and `y`. `operations` is the number of operations of
@@ -75,11 +35,6 @@ impl Device {
         self.issue_function("map", cost, [x], y, move |cpu, [x], mut y| {
             with_element!(x.dtype() => |T| cpu.map::<T>(x.elements(cpu), y.elements(cpu), &function));
         });
-    }
-
-    /// Sets each element of `x` to 0 if its random word is less than `rate` times the range of words, else divides it by `1 - rate`.
-    pub(crate) fn dropout(&self, x: ViewMut<'_>, key: RandomKey, words: WordRows, rate: f32) {
-        self.issue(ElementwiseCall::Dropout { x: x.into_operand(), key, words, rate });
     }
 
     /// Computes `y = function(left, right)` elementwise, like [`map`](Device::map).
@@ -155,29 +110,6 @@ impl Device {
             let (inputs, cols) = (inputs.map(|input| input.f32s(cpu)), out.shape().cols());
             cpu.for_each_row(out.f32s(cpu), cols, |row, out| compute(inputs, row, out));
         });
-    }
-
-    /// Computes `out += term` elementwise, rounded to the dtype of both.
-    ///
-    /// # Panics
-    /// If the lengths or the dtypes differ.
-    pub fn add_assign(&self, out: ViewMut<'_>, term: View<'_>) {
-        self.issue(ElementwiseCall::AddAssign { out: out.into_operand(), term: term.operand() });
-    }
-
-    /// Computes `y = x + bias + residual` for rows as long as `bias`. `bias` and `residual` are f32.
-    ///
-    /// Panics if the shapes differ.
-    pub(crate) fn add_bias(
-        &self,
-        x: View<'_>,
-        bias: Option<View<'_>>,
-        residual: Option<View<'_>>,
-        y: ViewMut<'_>,
-    ) {
-        assert!(x.shape() == y.shape() && residual.is_none_or(|residual| residual.shape() == y.shape()));
-        let [bias, residual] = [bias, residual].map(|view| view.map(View::operand));
-        self.issue(ElementwiseCall::AddBias { x: x.operand(), bias, residual, y: y.into_operand() });
     }
 
     /// Computes `sums[row] = sum of function(left, right)` over the elements of each row. `sums` is f32.
