@@ -1,9 +1,9 @@
 //! The interface to hardware: memory, kernels, copies and events.
 //!
 //! Other crates see hardware only through [`Device`]. A method checks its arguments, counts the cost, and passes a
-//! [call](crate::kernels::call) to the [backend](crate::kernels::backend). Most methods are generated where the call is defined. Callers may rely on three things only: kernels run in the order
-//! of issue, a kernel may run after its method has returned, and results are on the host after [`Device::download`] or after the [`Event`]
-//! of an asynchronous copy.
+//! [call](crate::kernels::call) to the [backend](crate::kernels::backend). Most methods are generated where their call is defined. Callers
+//! may rely on three things only: kernels run in the order of issue, a kernel may run after its method has returned, and results are on the
+//! host after [`Device::download`] or after the [`Event`] of an asynchronous copy.
 //!
 //! `Device` is one type, not a trait. A trait would repeat the signature of each kernel in the trait and in every backend.
 //!
@@ -52,7 +52,8 @@ use crate::kernels::{CpuFeatures, ExecutionUnit, Operand, OperandMut};
 use crate::lent_memory::OverflowAllocator;
 use crate::memory::MemoryCounter;
 use crate::shape::Shape;
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::Tensor;
+use crate::view::{View, ViewMut};
 use counting::Counting;
 use detached::Detached;
 use std::panic::Location;

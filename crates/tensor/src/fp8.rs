@@ -15,7 +15,8 @@
 
 use crate::device::{Device, Result};
 use crate::parameter_table::{ParameterId, ParameterTable};
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
+use crate::view::View;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use trireme_base::{Category, DType, Fp8Format};

@@ -21,6 +21,7 @@ mod tensor;
 mod timing;
 mod values;
 pub mod verification;
+mod view;
 
 pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
@@ -44,6 +45,7 @@ pub use parameters::{ParameterSource, Parameters};
 pub use precision::Precision;
 pub use shape::Shape;
 pub use tape::{GradSink, GradTarget, PassState, Tape, Var};
-pub use tensor::{Tensor, View, ViewMut};
+pub use tensor::Tensor;
 pub use trireme_base::{AxisRank, AxisSplit, Category};
 pub use values::Values;
+pub use view::{View, ViewMut};

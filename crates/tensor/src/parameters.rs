@@ -2,7 +2,8 @@
 
 use crate::device::{Device, Result};
 use crate::parameter_table::{ParameterId, ParameterInfo, ParameterSpan, ParameterTable};
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::Tensor;
+use crate::view::{View, ViewMut};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;

@@ -2,7 +2,8 @@
 
 use crate::device::{Device, Result};
 use crate::precision::Precision;
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
+use crate::view::View;
 use trireme_base::{Category, DType};
 
 /// Tensor values: borrowed as stored, or converted into a new tensor.

@@ -6,7 +6,8 @@ use crate::kernels::cpu::element::with_element;
 use crate::kernels::{
     AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, Operand,
 };
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::Tensor;
+use crate::view::{View, ViewMut};
 use trireme_base::DType;
 
 impl Device {

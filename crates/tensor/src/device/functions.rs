@@ -3,7 +3,7 @@
 use super::Device;
 use crate::kernels::call::{ElementwiseCall, each};
 use crate::kernels::cpu::element::with_element;
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 
 impl Device {
     /// Computes `y = x` elementwise for equal dtypes.

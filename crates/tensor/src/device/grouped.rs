@@ -4,7 +4,7 @@ use super::{Device, Result, Transposition};
 use crate::kernels::call::GroupedCall;
 use crate::kernels::cpu::matmul::MatmulSizes;
 use crate::precision::Precision;
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 use trireme_base::DType;
 
 /// Groups of rows, each of which is split into an equal number of parts.

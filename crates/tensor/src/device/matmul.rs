@@ -5,7 +5,8 @@ use crate::kernels::call::MatmulCall;
 use crate::kernels::cpu::element::Floats;
 use crate::kernels::cpu::matmul::{MatmulSizes, Matrix};
 use crate::precision::Precision;
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::Tensor;
+use crate::view::{View, ViewMut};
 use trireme_base::DType;
 
 /// The transposition of a matmul operand.

@@ -5,7 +5,7 @@ use crate::kernels::call::OptimizerCall;
 use crate::kernels::{Pieces, Update};
 use crate::optimizer::OptimizerState;
 use crate::precision::Precision;
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 use std::sync::Arc;
 use trireme_base::DType;
 

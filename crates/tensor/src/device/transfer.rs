@@ -5,7 +5,7 @@ use crate::kernels::OperandMut;
 use crate::kernels::backend::{DeviceSide, copy_later};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::Block;
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 use bytemuck::{Pod, Zeroable};
 use std::sync::Arc;
 use trireme_base::{Category, Cost, DType, HostMemory, Pending};

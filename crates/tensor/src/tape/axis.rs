@@ -31,8 +31,9 @@ use super::{
 };
 use crate::device::Result;
 use crate::shape::Shape;
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
 use crate::values::Values;
+use crate::view::View;
 use smallvec::SmallVec;
 use trireme_base::{DType, ExchangeKind};
 

@@ -2,7 +2,8 @@
 
 use crate::device::{Device, Result};
 use crate::shape::Shape;
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::Tensor;
+use crate::view::{View, ViewMut};
 use smallvec::SmallVec;
 use std::fmt;
 use std::ops::Range;

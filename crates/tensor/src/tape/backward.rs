@@ -7,7 +7,8 @@ use crate::device::{Device, Result};
 use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
 use crate::shape::Shape;
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::Tensor;
+use crate::view::{View, ViewMut};
 use std::ops::{Deref, DerefMut};
 use trireme_base::{Category, DType};
 

@@ -8,8 +8,9 @@ use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
 use crate::precision::Precision;
 use crate::shape::Shape;
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
 use crate::values::Values;
+use crate::view::View;
 use trireme_base::{Category, DType};
 
 impl OperationContext<'_> {

@@ -8,7 +8,8 @@ use super::{
 use crate::device::{Device, Result};
 use crate::parameters::ParameterSource;
 use crate::shape::Shape;
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::Tensor;
+use crate::view::{View, ViewMut};
 use std::ops::{Deref, DerefMut, Range};
 use trireme_base::DType;
 

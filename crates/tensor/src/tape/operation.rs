@@ -10,7 +10,7 @@ use super::{Sharding, Tape, TensorAxis};
 use crate::device::Result;
 use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
-use crate::tensor::ViewMut;
+use crate::view::ViewMut;
 use std::fmt;
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;

@@ -1,12 +1,12 @@
 //! Attention and rotary embeddings.
 
-use super::{Operands, Replace, kernel_calls, num_bytes};
+use super::{Operands, Replace, array_structs, kernel_calls, num_bytes, plain_arguments};
 use crate::kernels::{
     AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, LatentHeadShape,
     Operand, OperandMut, Rotary,
 };
 use crate::shape::Shape;
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 use trireme_base::Cost;
 
 kernel_calls! {
@@ -50,6 +50,10 @@ kernel_calls! {
         }
     }
 }
+
+plain_arguments! { AttentionRule, AttentionScope, AttentionShape, LatentHeadShape }
+
+array_structs!(AttentionOutput, Rotary);
 
 impl AttentionCall {
     pub(crate) fn cost(&self) -> Cost {

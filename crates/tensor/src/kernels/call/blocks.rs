@@ -1,8 +1,8 @@
 //! Copies, permutations, gathers, sums over a dim, and softmax.
 
-use super::{each, kernel_calls};
+use super::{each, kernel_calls, plain_arguments};
 use crate::kernels::StridedBlocks;
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 use trireme_base::Cost;
 
 kernel_calls! {
@@ -41,6 +41,8 @@ kernel_calls! {
         pub(crate) fn softmax_backward => SoftmaxBackward { y: View, dy: ViewMut }
     }
 }
+
+plain_arguments! { StridedBlocks }
 
 /// Operations of a softmax per element: two exponentials, the maximum, the sum and the scale.
 const SOFTMAX_OPERATIONS: usize = 2 * Cost::EXP + 4;

@@ -1,9 +1,9 @@
 //! Elementwise kernels.
 
-use super::{each, kernel_calls, num_bytes};
+use super::{each, kernel_calls, num_bytes, plain_arguments};
 use crate::kernels::Activation;
 use crate::kernels::cpu::dropout::WordRows;
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 use trireme_base::{Cost, RandomKey};
 
 kernel_calls! {
@@ -51,6 +51,8 @@ kernel_calls! {
         copy => Copy { x: View, y: ViewMut }
     }
 }
+
+plain_arguments! { Activation, RandomKey, WordRows }
 
 /// Operations of the derivative of an activation and its products, in addition to the operations of the activation.
 const DERIVATIVE_OPERATIONS: usize = 8;

@@ -1,8 +1,8 @@
 //! Routing of tokens to experts: choice of experts, dispatch of rows and combination of results.
 
-use super::{each, kernel_calls, num_bytes};
+use super::{each, kernel_calls, num_bytes, plain_arguments};
 use crate::kernels::{ChosenGroups, Operand, RoutingRule};
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 use trireme_base::Cost;
 
 kernel_calls! {
@@ -23,7 +23,8 @@ kernel_calls! {
             assert!(row_weights.is_none_or(has_row), "{row_weights:?} of {:?}", x.shape());
         }
 
-        /// Computes the gradient of the rows `x` of [`top_k`](crate::Device::top_k) from the chosen indices and the gradient of their scores.
+        /// Computes the gradient of the rows `x` of [`top_k`](crate::Device::top_k) from the chosen indices and the gradient of their
+        /// scores.
         pub(crate) fn top_k_backward => TopKBackward {
             x: View, rule: RoutingRule, chosen: [View; 2], dx: ViewMut
         }
@@ -67,6 +68,8 @@ kernel_calls! {
         }
     }
 }
+
+plain_arguments! { RoutingRule }
 
 /// Panics if `rule` cannot be applied to `num_experts` experts.
 fn check_choice(rule: &RoutingRule, num_experts: usize) {

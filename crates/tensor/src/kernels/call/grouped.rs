@@ -1,9 +1,9 @@
 //! Grouped matmuls.
 
-use super::{each, kernel_calls, num_bytes, written};
+use super::{each, kernel_calls, num_bytes, plain_arguments, written};
 use crate::kernels::{GroupLimit, Operand};
 use crate::precision::Precision;
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 use trireme_base::Cost;
 
 kernel_calls! {
@@ -45,6 +45,8 @@ kernel_calls! {
         }
     }
 }
+
+plain_arguments! { GroupLimit }
 
 impl GroupedCall {
     pub(crate) fn cost(&self) -> Cost {

@@ -1,12 +1,11 @@
 //! Normalization, embedding and cross-entropy.
 
-use super::{each, kernel_calls, written};
+use super::{array_structs, each, kernel_calls, plain_arguments, written};
 use crate::kernels::cpu::cross_entropy::{RowFactors, VocabularyChunk};
 use crate::kernels::cpu::embedding::Bags;
 use crate::kernels::cpu::norm::{NormKind, NormedRows};
-
 use crate::precision::Precision;
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 use trireme_base::{Cost, DType, Positions};
 
 kernel_calls! {
@@ -64,6 +63,10 @@ kernel_calls! {
         }
     }
 }
+
+plain_arguments! { NormKind, Positions, Precision, VocabularyChunk }
+
+array_structs!(Bags, NormedRows, RowFactors);
 
 /// Operations of a normalization per element: two sums, a difference, a product with the weight, and a bias.
 const NORM_OPERATIONS: usize = 8;

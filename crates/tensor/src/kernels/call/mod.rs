@@ -37,20 +37,10 @@ pub(crate) use optimizer::OptimizerCall;
 pub(crate) use quantized::QuantizedCall;
 pub(crate) use sums::SumCall;
 
-use super::{
-    Activation, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, Bags, FactoredMatrix,
-    FactoredMoments, FactoredStep, GroupLimit, IntegerFormat, LatentHeadShape, LeafRun, Operand, OperandMut,
-    Pieces, Rotary, RoutingRule, StepScale, StridedBlocks, Update,
-};
-use crate::fp8::Fp8Scale;
-use crate::kernels::cpu::cross_entropy::{RowFactors, VocabularyChunk};
-use crate::kernels::cpu::dropout::WordRows;
-use crate::kernels::cpu::norm::{NormKind, NormedRows};
-use crate::precision::Precision;
+use super::{Operand, OperandMut};
 use crate::shape::Shape;
-use crate::tensor::{View, ViewMut};
-use std::sync::Arc;
-use trireme_base::{Cost, Positions, RandomKey};
+use crate::view::{View, ViewMut};
+use trireme_base::Cost;
 
 /// Access of a kernel to an operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -149,13 +139,13 @@ impl<T: Parameter, const N: usize> Parameter for [T; N] {
 /// Implements the traits for types without operands.
 macro_rules! plain_arguments {
     ($($argument:ty),* $(,)?) => {$(
-        impl Operands for $argument {
-            fn with_operands(&self, _replace: &mut Replace<'_>) -> Self {
+        impl $crate::kernels::call::Operands for $argument {
+            fn with_operands(&self, _replace: &mut $crate::kernels::call::Replace<'_>) -> Self {
                 Clone::clone(self)
             }
         }
 
-        impl Parameter for $argument {
+        impl $crate::kernels::call::Parameter for $argument {
             type Argument = Self;
 
             fn into_argument(self) -> Self {
@@ -165,23 +155,21 @@ macro_rules! plain_arguments {
     )*};
 }
 
-plain_arguments! {
-    bool, f32, f64, u32, usize, Activation, Arc<Pieces>, Arc<Vec<LeafRun>>, Arc<Vec<StepScale>>, Arc<Vec<Update>>, AttentionRule,
-    AttentionScope, AttentionShape, FactoredMatrix, FactoredStep, Fp8Scale, GroupLimit, IntegerFormat, LatentHeadShape, NormKind, Positions,
-    Precision, RandomKey, RoutingRule, StridedBlocks, VocabularyChunk, WordRows,
-}
+use plain_arguments;
+
+plain_arguments! { bool, f32, f64, u32, usize }
 
 /// Implements the traits for structs of arrays that have a method `map`.
 macro_rules! array_structs {
     ($($arrays:ident),*) => {$(
-        impl Operands for $arrays<Operand> {
-            fn with_operands(&self, replace: &mut Replace<'_>) -> Self {
-                self.map(|operand| operand.with_operands(replace))
+        impl $crate::kernels::call::Operands for $arrays<$crate::kernels::Operand> {
+            fn with_operands(&self, replace: &mut $crate::kernels::call::Replace<'_>) -> Self {
+                self.map(|operand| $crate::kernels::call::Operands::with_operands(&operand, replace))
             }
         }
 
-        impl Parameter for $arrays<View<'_>> {
-            type Argument = $arrays<Operand>;
+        impl $crate::kernels::call::Parameter for $arrays<View<'_>> {
+            type Argument = $arrays<$crate::kernels::Operand>;
 
             fn into_argument(self) -> Self::Argument {
                 self.map(View::operand)
@@ -190,11 +178,11 @@ macro_rules! array_structs {
     )*};
 }
 
-array_structs!(AttentionOutput, Bags, FactoredMoments, NormedRows, Rotary, RowFactors);
+use array_structs;
 
-/// Defines the calls of an area. Each `fn` becomes a method of `Device` with the given parameters. The method converts them to the arguments
-/// of a call, runs the statements after the semicolon to check the arguments, and issues the call. Calls of the second list are issued by
-/// methods in `device/`, because they need scratch memory or are not made from views alone.
+/// Defines the calls of an area. Each `fn` becomes a method of `Device` with the given parameters. The method converts them to the
+/// arguments of a call, runs the statements after the semicolon to check the arguments, and issues the call. Calls of the second list are
+/// issued by methods in `device/`, because they need scratch memory or are not made from views alone.
 macro_rules! kernel_calls {
     (
         $(#[$attribute:meta])*

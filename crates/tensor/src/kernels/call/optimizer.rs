@@ -1,13 +1,13 @@
 //! Optimizer updates.
 
-use super::{Operands, Replace, kernel_calls};
+use super::{Operands, Replace, array_structs, kernel_calls, plain_arguments};
 use crate::kernels::{
     ElementAccess, FactoredMatrix, FactoredMoments, FactoredStep, LeafRun, Piece, Pieces, StateDType,
     StepScale, Update,
 };
 use crate::optimizer::StateOperands;
 use crate::precision::Precision;
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 use std::ops::Add;
 use std::sync::Arc;
 use trireme_base::{Cost, DType};
@@ -77,6 +77,10 @@ kernel_calls! {
         }
     }
 }
+
+plain_arguments! { Arc<Pieces>, Arc<Vec<LeafRun>>, Arc<Vec<StepScale>>, Arc<Vec<Update>>, FactoredMatrix, FactoredStep }
+
+array_structs!(FactoredMoments);
 
 impl OptimizerCall {
     pub(crate) fn cost(&self) -> Cost {

@@ -1,9 +1,9 @@
 //! Quantization to integers and 8-bit floats.
 
-use super::{each, kernel_calls};
+use super::{each, kernel_calls, plain_arguments};
 use crate::fp8::Fp8Scale;
 use crate::kernels::IntegerFormat;
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 use trireme_base::Cost;
 
 kernel_calls! {
@@ -37,6 +37,8 @@ kernel_calls! {
         }
     }
 }
+
+plain_arguments! { Fp8Scale, IntegerFormat }
 
 /// Operations of a quantization to fp8 per element: two products with the scale, clamping, and the amax.
 const FP8_OPERATIONS: usize = 6;

@@ -1,8 +1,7 @@
 //! Sums that stay on the device until the host [downloads](crate::Device::download) them, and counts of correct predictions.
 
 use super::{each, kernel_calls, written};
-
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 use trireme_base::{Cost, DType};
 
 kernel_calls! {

@@ -6,7 +6,8 @@ use crate::shape::Shape;
 use crate::tape::{
     BackwardContext, ForwardContext, InputOrOutput, Op, Operation, OperationContext, Recorder, Var, declares,
 };
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
+use crate::view::View;
 use std::sync::Arc;
 use trireme_base::{Category, DType, Positions};
 

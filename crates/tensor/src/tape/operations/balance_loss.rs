@@ -1,7 +1,8 @@
 use super::router_z_loss::{row_weights, weight_of};
 use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, ReadBy, declares};
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
+use crate::view::View;
 use trireme_base::{DType, ExchangeKind};
 
 /// The load-balancing loss `num_experts * sum over e of f_e P_e`, where `f_e` is the fraction of all choices that go to expert `e`, and

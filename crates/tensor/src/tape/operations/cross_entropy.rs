@@ -3,7 +3,8 @@ use crate::device::{Device, Result};
 use crate::kernels::cpu::cross_entropy::{RowFactors, STATISTICS, VocabularyChunk};
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
+use crate::view::View;
 
 /// The mean cross-entropy of the softmax of logits (`[.., classes]`) and target classes (u32, one per row). It has no output: it adds to
 /// the tape's [loss](crate::tape::Tape::loss). For an output layer over a large vocabulary, use [`LossHead`](crate::tape::LossHead), which

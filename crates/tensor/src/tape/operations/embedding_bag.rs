@@ -4,7 +4,7 @@ use crate::parameter_table::ParameterSpan;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, Sharding, TensorAxis, add_to_grad, declares,
 };
-use crate::tensor::View;
+use crate::view::View;
 use std::ops::RangeInclusive;
 use trireme_base::DType;
 

@@ -1,7 +1,8 @@
 use crate::device::{DeviceError, Result};
 use crate::kernels::StridedBlocks;
 use crate::tape::{AxisOps, BackwardContext, ForwardContext, Operation, OperationContext, declares};
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
+use crate::view::View;
 use std::sync::Arc;
 use trireme_base::{AxisRank, ExchangeKind};
 

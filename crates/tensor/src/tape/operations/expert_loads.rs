@@ -4,7 +4,7 @@ use super::expert_exchange::ExpertExchange;
 use crate::device::Result;
 use crate::shape::Shape;
 use crate::tape::{ExchangedRuns, OperationContext, Runs};
-use crate::tensor::View;
+use crate::view::View;
 use smallvec::SmallVec;
 use std::iter;
 use std::ops::Range;

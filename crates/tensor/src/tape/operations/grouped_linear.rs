@@ -7,7 +7,8 @@ use crate::shape::Shape;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, OperationContext, ReadBy, declares, write_grad,
 };
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::Tensor;
+use crate::view::{View, ViewMut};
 
 /// Linear layers of groups of rows, such as experts on the tokens routed to them: `y[i] = W[g] f(x[i])`, where `g` is the group of row `i`.
 /// The inputs are `x` (`[.., inputs]`), whose rows are ordered by group, and the first row of each group (`[num_groups + 1]`, u32; the last

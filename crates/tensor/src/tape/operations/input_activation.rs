@@ -3,7 +3,8 @@
 use crate::device::{Device, Result};
 use crate::kernels::Activation;
 use crate::tape::{BackwardContext, ReadBy};
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::Tensor;
+use crate::view::{View, ViewMut};
 
 /// A function that a linear layer applies to its input.
 ///

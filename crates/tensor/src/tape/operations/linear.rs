@@ -9,8 +9,9 @@ use crate::tape::axis::PendingValue;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, ReadBy, Sharding, TensorAxis, declares, write_grad,
 };
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::Tensor;
 use crate::values::Values;
+use crate::view::{View, ViewMut};
 use trireme_base::DType;
 
 /// The order of the dims of a stored weight.

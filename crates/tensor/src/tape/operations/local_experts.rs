@@ -10,7 +10,8 @@ use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, OperationContext, PendingExchange, ReadBy,
     declares, write_grad,
 };
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::Tensor;
+use crate::view::{View, ViewMut};
 use std::ops::Range;
 use trireme_base::DType;
 

@@ -11,7 +11,8 @@ use crate::tape::{
     BackwardContext, ForwardContext, GradSink, GradTarget, Operation, OperationContext, Pointwise, Recorder,
     Sharding, Tanh, TensorAxis, Var, WeightLayout, declares,
 };
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
+use crate::view::View;
 use trireme_base::{DType, ExchangeKind};
 
 /// Maximum bytes of logits in memory. Affects the bits of results, because sums over the vocabulary are computed chunk by chunk.

@@ -2,7 +2,8 @@ use crate::device::{Device, MatmulEpilogue, Result, Transposition};
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
+use crate::view::View;
 
 /// The matmul of two float values in the tape's precision: `left` (`[.., rows, inner]`) times `right`, which is either one matrix for all
 /// (`[inner, cols]`) or one per matrix of `left` (`[.., inner, cols]`). The output is `[.., rows, cols]`. Sums are f32.

@@ -2,7 +2,8 @@
 
 use crate::device::{Device, Result};
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
+use crate::view::View;
 use std::fmt;
 
 /// A loss of an element `x` and its target. Cloned into kernels, which may run later.

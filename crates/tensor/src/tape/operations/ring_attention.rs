@@ -12,8 +12,9 @@ use crate::kernels::{
     AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, StridedBlocks,
 };
 use crate::tape::{AxisOps, OperationContext, PendingExchange, cast};
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
 use crate::values::Values;
+use crate::view::View;
 use std::sync::Arc;
 use trireme_base::{AxisRank, DType, ExchangeKind, Positions};
 

@@ -1,6 +1,6 @@
 use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
-use crate::tensor::View;
+use crate::view::View;
 use trireme_base::DType;
 
 /// The router z-loss: the mean square of the log-sum-exp of router logits (`[.., num_experts]`, f32), which keeps logits small (Zoph et

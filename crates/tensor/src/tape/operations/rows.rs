@@ -2,7 +2,8 @@ use crate::device::{Device, Result};
 use crate::kernels::Bags;
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, declares};
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
+use crate::view::View;
 use trireme_base::{Category, DType};
 
 /// Gathers rows of `x` (`[num_rows, cols]`, of any float dtype) by id (u32, at most three dims), as `[.., cols]`.

@@ -1,7 +1,7 @@
 use crate::device::{Device, Result};
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation};
-use crate::tensor::{View, ViewMut};
+use crate::view::{View, ViewMut};
 
 /// Exchanges two dims of `x`, of any shape and dtype. Copies the elements.
 #[derive(Debug, Clone, Copy)]
