@@ -1,6 +1,6 @@
-//! `cargo xtask faults`: injects faults into runs with checkpoints. Each system call that changes files fails, is the last one of its
-//! process, or stops its process for a while. After every fault, the next command must resume to the losses of the undisturbed run, and
-//! leave nothing unfinished behind.
+//! `cargo xtask faults`: injects faults into runs with checkpoints. Each system call that changes files fails, kills its process, or
+//! stops its process for a while. After every fault, the next command must resume to the losses of the undisturbed run, and leave nothing
+//! unfinished behind.
 //!
 //! The faults are injected by strace, which counts the calls of each thread separately.
 

@@ -1,6 +1,5 @@
 crate::named! {
-    /// The purpose of an allocation. The variants are in the order of reports, and their names are fields of reports and of
-    /// `metrics.jsonl`.
+    /// The purpose of an allocation. Reports list the variants in this order. The names are field names in reports and `metrics.jsonl`.
     pub enum Category {
         /// The model's weights.
         Parameters = "parameters",

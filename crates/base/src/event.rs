@@ -24,7 +24,7 @@ impl Event {
         self.0.as_ref().map(Arc::as_ptr) == other.0.as_ref().map(Arc::as_ptr)
     }
 
-    /// Returns whether other clones of the event exist, or a handle of its [`EventCompleter`], which may still complete it.
+    /// Returns whether another clone of the event or a handle of its [`EventCompleter`] exists. Always false for [`DONE`](Event::DONE).
     pub fn is_shared(&self) -> bool {
         self.0.as_ref().is_some_and(|completer| Arc::strong_count(completer) > 1)
     }

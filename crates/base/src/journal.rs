@@ -56,8 +56,7 @@ pub struct StepEntries {
     /// For each action of the rank's program, the entries that were recorded while it ran. A last element holds the entries after the last
     /// action.
     pub actions: Vec<Vec<JournalEntry>>,
-    /// Number of operations that a step issues. An operation of this step has the number of the corresponding operation of the
-    /// previous step plus this amount.
+    /// Number of operations that every step issues. The numbers of an operation in consecutive steps differ by this amount.
     pub num_issued: usize,
 }
 

@@ -32,8 +32,8 @@ pub struct MemoryUse {
     pub line: usize,
     /// The peak of the total of all categories except activations.
     pub besides_activations: usize,
-    /// Peak of host memory in addition to the device's: offloaded state that resides in or passes through host memory, and staging buffers
-    /// for communication if the device cannot reach host memory.
+    /// Peak of host memory that is not the memory of the device: offloaded state that resides in or passes through host memory, and
+    /// staging buffers for communication if the device cannot reach host memory.
     pub host: usize,
     /// The peak of the total of all categories, except memory of other ranks that this rank maps. This is the memory that the rank adds to
     /// its machine.

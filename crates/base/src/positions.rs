@@ -13,7 +13,7 @@ use std::ops::Range;
 pub struct ContextRank {
     /// The place on the ring.
     pub ring: AxisRank,
-    /// The place among the ranks that share a place on the ring and exchange positions for heads.
+    /// The place in the group of ranks that share `ring`. The ranks of this group exchange positions for heads.
     pub heads: AxisRank,
 }
 

@@ -207,7 +207,7 @@ fn list(mismatches: &[Mismatch]) -> String {
     text
 }
 
-/// Returns the prefix of the stored names as a hint, if an unexpected name is a missing name with a prefix.
+/// Returns a hint with the prefix of the stored names, if removing a prefix from an unexpected name gives a missing name.
 fn prefix_hint(mismatches: &[Mismatch]) -> String {
     let missing: BTreeSet<&str> = mismatches
         .iter()

@@ -86,7 +86,7 @@ mod tests {
         Extent { start: start.to_vec(), shape: shape.to_vec() }
     }
 
-    /// Returns a tensor's shape and a box within it. Each size is the number of indices before, in and after the box.
+    /// Returns a tensor's shape and a box within it. For each dim, `sizes` has the numbers of indices before, in and after the box.
     fn boxed(sizes: Vec<(usize, usize, usize)>) -> (Vec<usize>, Extent) {
         let shape = sizes.iter().map(|&(before, len, after)| before + len + after).collect();
         let start = sizes.iter().map(|&(before, ..)| before).collect();

@@ -6,7 +6,7 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Maximum size in bytes of a file with a revision's name. The name is a hash, which is far shorter.
+/// Maximum size in bytes of `refs/main`, which contains the hash of a revision.
 const REVISION_BYTES_MAX: u64 = 256;
 
 /// Organisations that are tried for a model name without one.

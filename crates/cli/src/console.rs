@@ -115,8 +115,7 @@ fn exit_code(error: &anyhow::Error) -> u8 {
 /// The output of a run on one rank. Rank 0 shows a progress bar on a terminal, and lines elsewhere. Every rank has a log, with times.
 pub(crate) struct Console {
     rank: Rank,
-    /// Whether lines go to standard output. On other ranks than 0, they do if this program's launcher has made standard output their log;
-    /// otherwise rank 0 alone prints.
+    /// Whether lines go to standard output: on rank 0, and on ranks whose standard output Trireme's launcher has redirected to their log.
     prints: bool,
     log_interval: u64,
     bar: Option<ProgressBar>,
@@ -129,7 +128,7 @@ pub(crate) struct Console {
 struct Pace {
     /// When the first step ended.
     first: Option<Instant>,
-    /// Steps since then, with the validations and checkpoints between them.
+    /// Number of steps since then. Their time includes validations and checkpoints.
     num_steps: u64,
     /// Moving average of the tokens or samples per second.
     speed: Option<f64>,

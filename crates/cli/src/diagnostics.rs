@@ -97,8 +97,8 @@ pub(crate) fn set_format(format: LogFormat) {
     DiagnosticOutput::change(|output| output.format = format);
 }
 
-/// Attributes later diagnostics and log lines to `rank`, and writes all diagnostics to `log`. `log` is `None` if an output of the process
-/// is the log.
+/// Attributes later diagnostics and log lines to `rank`, and writes all diagnostics to `log`. `log` is `None` if the output of the process
+/// already goes to the log, or if there is no log.
 pub(crate) fn set_log(rank: Rank, log: Option<File>) {
     let log = log.map(Arc::new);
     DiagnosticOutput::change(|output| (output.rank, output.log) = (Some(rank), log.clone()));

@@ -31,7 +31,7 @@ pub(crate) fn stop_signals() -> Vec<i32> {
     signals.chain((!is_hangup_ignored).then_some(SIGHUP)).collect()
 }
 
-/// Whether a second signal of the kind ends a run at once.
+/// Whether a second signal such as this one ends the run at once.
 pub(crate) fn is_urgent(signal: i32) -> bool {
     ![SIGUSR1, SIGUSR2].contains(&signal)
 }

@@ -26,7 +26,7 @@ impl fmt::Display for AbnormalExit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             AbnormalExit::Exit(code) => write!(f, "exited with code {code}"),
-            // Nothing else sends SIGKILL unasked.
+            // Unless a user sends SIGKILL, only the OOM killer does.
             AbnormalExit::Signal(9) => {
                 f.write_str("was killed by SIGKILL (sent by a user, or because memory ran out)")
             }

@@ -78,7 +78,7 @@ trireme_base::named! {
         NoCodec = "no compression",
         /// There is only one rank.
         OneRank = "a single rank sends nothing",
-        /// The step is a warm-up step, and these are sent uncompressed.
+        /// Warm-up steps are sent uncompressed.
         WarmUp = "warm-up",
         /// The codec would not send fewer bytes: the bucket is too short, or there are too many ranks for an
         /// all-gather.
@@ -92,7 +92,7 @@ const BLOCK_LEN_MAX: usize = 1 << 20;
 
 impl Compression {
     /// Recommended decay for [`normalize`](field@CompressionOptions::normalize), which averages over about 200 steps. A
-    /// shorter average follows single gradients, and then each step reduces the loss less.
+    /// shorter average depends too much on single gradients, and each step then reduces the loss less.
     pub const NORMALIZE_DECAY: f32 = 0.995;
 
     /// Validates the options and resolves defaults.

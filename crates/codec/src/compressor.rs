@@ -58,8 +58,8 @@ enum ExpectedCall {
 /// Statistics of one step of a bucket on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct CompressionStatistics {
-    /// Euclidean norm of this rank's compression error: the part of gradient plus previous residual that its messages
-    /// do not represent. Elements that are not finite are excluded. Dimensionless if gradients are normalized.
+    /// Euclidean norm of this rank's compression error: gradient plus previous residual, minus the values that its
+    /// messages encode. Elements that are not finite are excluded. Dimensionless if gradients are normalized.
     pub error_norm: f32,
     /// Bytes that this rank sends, as defined by [`Round::bytes_sent`].
     pub bytes_sent: u64,

@@ -206,8 +206,7 @@ fn rescale_or_zero(column: &mut [f32]) {
 
 fn scale_to_one(column: &mut [f32], largest: f32) {
     let scale_exponent = -floor_log2(f64::from(largest));
-    // The scale is applied as two factors, because the reciprocal of a subnormal number's power of two overflows an
-    // f32.
+    // The scale is applied as two factors, because the scale of a column of subnormal values may exceed the range of f32.
     let half = scale_exponent / 2;
     let factors = (power_of_two(half), power_of_two(scale_exponent - half));
     column.iter_mut().for_each(|value| *value = *value * factors.0 * factors.1);

@@ -44,7 +44,8 @@ impl Compression {
         has_momentum || self.is_ever_compressed(bucket, world_size)
     }
 
-    /// A bucket that is compressed in one step is compressed in all later ones, so it is enough to check the last step.
+    /// Returns whether any step is compressed. Checks only the last step, because a bucket that is compressed in one step
+    /// is compressed in all later ones.
     fn is_ever_compressed(&self, bucket: &Bucket, world_size: usize) -> bool {
         self.uncompressed_reason(bucket, world_size, u64::MAX).is_none()
     }

@@ -53,7 +53,7 @@ pub(crate) struct Control {
     last_progress: Option<Instant>,
     /// Whether a peer's failure was noticed while this rank was in no operation.
     has_seen_failure: bool,
-    /// The place that this rank last reported as the one where it is blocked.
+    /// The place in this rank's last [`NoticeKind::Blocked`] notice.
     reported_blocked: Option<ReportedPlace>,
     recorder: GroupRecorder,
 }
@@ -106,8 +106,9 @@ impl Control {
         failure.or_else(|| self.mismatch_failure(call)).or_else(|| self.deadlock(call)).map_or(Ok(()), Err)
     }
 
-    /// Reads the peers' notices while this rank is in no operation and `sequence` is its next one. Reports to peers that wait for this rank
-    /// where it is blocked, if that is known. Returns true once: the first time that a peer has failed or is lost.
+    /// Reads the peers' notices while this rank executes no operation and `sequence` is its next one. If a peer waits for this rank, and
+    /// this rank is blocked at a known place, reports that place to the peers. Returns true once: the first time that a peer has failed or
+    /// is lost.
     pub(crate) fn read_while_idle(&mut self, sequence: u64) -> bool {
         if self.is_readable(Duration::ZERO).unwrap_or(false) {
             self.read();

@@ -23,7 +23,7 @@ pub struct Untyped;
 impl Content for Untyped {}
 
 mod private {
-    /// The reductions of two elements. Sealed, because both ends of a connection must know them.
+    /// The reductions of two elements. Sealed, because ranks name an element type to each other by its dtype.
     pub trait Reduce: Copy {
         fn sum(left: Self, right: Self) -> Self;
         fn prod(left: Self, right: Self) -> Self;

@@ -1,8 +1,8 @@
 //! The engine of a group, which executes one operation at a time.
 //!
-//! A rank whose operation fails sends its position and its reason to all peers over the control connections, and writes its flight
-//! recorder's report. Peers within an operation find the notice in their next [`Control::tick`]. Peers in none find it by
-//! [`Engine::read_notices`] within [`NOTICE_INTERVAL_MAX`]. Both report their positions and write their reports, too.
+//! A rank whose operation fails sends its place and the reason to all peers over the control connections, and writes its flight recorder's
+//! report. Peers that are executing an operation read the notice in their next [`Control::tick`]. Idle peers read it in
+//! [`Engine::read_notices`] within [`NOTICE_INTERVAL_MAX`]. All of them then report their own places and write their reports.
 
 use crate::call::{Call, Cost, Payload};
 use crate::control::{Control, stall};

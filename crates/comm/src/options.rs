@@ -14,11 +14,11 @@ pub struct GroupOptions {
     /// How long an operation may wait without progress of its own, or of the ranks that have not reached it, before it fails. At most a
     /// year.
     pub timeout: Duration,
-    /// How long a network between hosts may carry no packets before an unresponsive rank counts as lost; from one second to
+    /// How long the network between hosts may be interrupted before the unreachable ranks count as lost; from one second to
     /// [`NETWORK_PAUSE_MAX`](GroupOptions::NETWORK_PAUSE_MAX). The end of a process is noticed at once.
     pub network_pause: Duration,
-    /// Maximum bytes of vectors that are copied through staging areas in shared memory, with one synchronisation. Longer vectors are read
-    /// and written in place. At most [`SHORT_BYTES_LIMIT`](GroupOptions::SHORT_BYTES_LIMIT).
+    /// Maximum bytes of vectors that are copied through staging areas in shared memory. Up to 256 KiB, this needs one synchronisation.
+    /// Longer vectors are read and written in place. At most [`SHORT_BYTES_LIMIT`](GroupOptions::SHORT_BYTES_LIMIT).
     pub short_bytes_max: usize,
     /// Bytes of the chunks in which long vectors are processed, chosen so that a chunk stays in cache.
     pub chunk_bytes: usize,
@@ -178,7 +178,8 @@ impl JoinOptions {
 /// Files and name for TLS 1.3 between workers. Both ends of a connection present a certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsOptions {
-    /// PEM file with this worker's certificate chain, for servers and clients of the DNS name [`name`](TlsOptions::name).
+    /// PEM file with this worker's certificate chain. The certificate must be valid for the DNS name [`name`](TlsOptions::name), as a
+    /// server and as a client.
     pub certificate: PathBuf,
     /// PEM file with the certificate's private key, which only its owner may read.
     pub key: PathBuf,

@@ -11,7 +11,8 @@ const NUM_ROUNDS: usize = 4;
 const SHORT_BYTES: usize = 64;
 /// Lengths of the messages that measure the bandwidth. A slow link skips the longer ones.
 const LONGER_BYTES: [usize; 4] = [16 << 10, 64 << 10, 256 << 10, 1 << 20];
-/// If a round trip is slower, its length is not measured again, and longer ones are skipped, except for the shortest of [`LONGER_BYTES`].
+/// If the first round trip of a length is slower, the second one is the last, and longer lengths are skipped. The shortest of
+/// [`LONGER_BYTES`] is always measured.
 const ROUND_SECONDS_MAX: f64 = 2e-3;
 /// Bytes of the vector that is reduced in shared memory.
 const DIRECT_BYTES: usize = 512 << 10;

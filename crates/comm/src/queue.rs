@@ -20,7 +20,7 @@ use std::time::Duration;
 /// memory use could otherwise grow in any step.
 const NUM_PREALLOCATED: usize = 1024;
 
-/// How often the communication thread polls for short operations while the group was active recently ([`POLL_DURATION`]).
+/// Interval at which the communication thread polls for short operations, for [`POLL_DURATION`] after the last operation was issued.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// How long the communication thread polls after the last operation was issued.
 const POLL_DURATION: Duration = Duration::from_millis(20);

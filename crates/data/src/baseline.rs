@@ -5,8 +5,8 @@ const TRAIN_TOKENS_MAX: u64 = 16 << 20;
 const VALIDATION_TOKENS_MAX: u64 = 4 << 20;
 const STRETCH_TOKENS: u64 = 64 << 10;
 
-/// Computes the loss of a bigram model of `train` on `validation`, in nats per token. A bigram model predicts each
-/// token from the one before it. A network whose loss is clearly below has learned more than that.
+/// Computes the loss of a bigram model of `train` on `validation`, in nats per token. A bigram model predicts each token from the one
+/// before it. A network with a clearly lower loss has learned more than token pairs.
 ///
 /// The probability of `b` after `a` is interpolated, `(count(ab) + k p(b)) / (count(a) + k)`, with add-one smoothed
 /// `p(b) = (count(b) + 1) / (tokens + vocabulary)`: MacKay and Peto, "A hierarchical Dirichlet language model", Natural

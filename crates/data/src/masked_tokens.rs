@@ -32,10 +32,9 @@ impl MaskedTokens {
         Ok(MaskedTokens { tokens: Arc::new(tokens), loss_mask })
     }
 
-    /// Reads the loss mask of the tokens from index `start` on: 1 for tokens that count, 0 for the others.
-    /// `document_starts` is given if attention does not cross documents, and holds for each token the position of its
-    /// document's first token. Then the first token of a document does not count, because no token before it predicts
-    /// it.
+    /// Reads the loss mask of the tokens from index `start` on: 1 for tokens that count, 0 for the others. `document_starts`, if given,
+    /// holds for each token the position of its document's first token. Then the first token of each document does not count, because no
+    /// token of its document predicts it.
     ///
     /// # Errors
     /// If the mask cannot be read.

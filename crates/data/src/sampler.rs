@@ -418,8 +418,7 @@ mod tests {
             .map(|index| sampler.window(index))
             .map(|window| (window.start, window.len))
             .collect();
-        // Windows: documents of 3 and 2; 4; 6; 1; the document of 13 in pieces of 6, the last one with the document of
-        // 2.
+        // Document lengths per window: 3 + 2; 4; 6; 1; then the document of 13 as 6, 6, and its last token with the document of 2.
         assert_eq!(windows, [(0, 5), (5, 4), (9, 6), (15, 1), (16, 6), (22, 6), (28, 3)]);
         let shuffled = Sampler::new(&file, &[], 5, Packing::Documents, Some(3)).unwrap();
         let mut starts: Vec<u64> = (0..7).map(|index| shuffled.window(index).start).collect();

@@ -8,7 +8,7 @@ use trireme_data::{CHAT_TEMPLATE_BYTES_MAX, ChatTemplate, isolate_chat_templates
 
 const MEMORY_BYTES: u64 = 256 << 20;
 
-/// The child process that runs a template. The arguments of this program select this function.
+/// Runs in the child process that renders a template. `template` starts this test program with arguments that select this function.
 #[test]
 #[ignore = "only the other tests start it"]
 fn serve() {

@@ -9,8 +9,8 @@ pub struct Sampling {
     pub temperature: f32,
     /// Number of most likely tokens that are kept; 0 keeps all.
     pub top_k: usize,
-    /// Total probability of the kept tokens: tokens are kept from the most likely one on until they reach it; 1 keeps all (Holtzman et al.
-    /// 2020, "nucleus sampling").
+    /// Nucleus sampling (Holtzman et al. 2020): the most likely tokens are kept until their total probability reaches this value; 1 keeps
+    /// all.
     pub top_p: f32,
     /// Minimum probability of kept tokens, relative to the most likely token; 0 keeps all (Nguyen et al. 2024, "min-p sampling").
     pub min_p: f32,

@@ -14,8 +14,8 @@ pub const TARGETS: &str = "targets";
 pub const LOSS_WEIGHTS: &str = "loss_weights";
 
 /// Name of the weights of tokens in router statistics: `[batch, seq_len]`, f32. Optional; the default is 1. Padding has weight 0 and is
-/// sent to no expert. All other tokens have one weight, chosen so that the weighted mean over all positions of a step equals the mean over
-/// the tokens of the step.
+/// sent to no expert. All other tokens have the same weight, chosen so that the weighted mean over all positions of a step equals the mean
+/// over the tokens of the step.
 pub const TOKEN_WEIGHTS: &str = "token_weights";
 
 /// Name of the last unit's output for a batch without targets: `[batch, seq_len, vocabulary]`, f32.

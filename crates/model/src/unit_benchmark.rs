@@ -1,4 +1,4 @@
-//! Runs units on a device that computes, so that its kernels can be timed.
+//! Runs units on a real device instead of a counting device, so that kernels can be timed.
 
 use crate::bundle::{Batch, Bundle};
 use crate::error::{ModelError, Result};

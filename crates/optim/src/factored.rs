@@ -75,9 +75,9 @@ impl Factored {
         if phase == 0 { 1 + self.full_shape.rows() + self.full_shape.cols() } else { 1 }
     }
 
-    /// Computes local sums of squares. If `known` is `None`, these are the sums of the first exchange: the squares of the parameter, and
-    /// the squares of the gradient by row and by column. Otherwise `known` holds these sums over all ranks, and the squares of the update
-    /// are summed for the second exchange.
+    /// Computes this rank's contribution to the sums of an exchange. If `known` is `None`, this is the first exchange: the squares of the
+    /// parameter, and the squares of the gradient by row and by column. Otherwise `known` holds the results of the first exchange. The
+    /// moments are then updated, and the squares of the update are summed for the second exchange.
     pub(crate) fn observe(
         &mut self,
         step: &UnitStep<'_>,

@@ -23,7 +23,7 @@ pub(crate) const SETTINGS: &[&str] =
 
 pub(crate) const MUON_STATES: &[StateSpec] = &[StateSpec::new("momentum_buffer")];
 
-/// The hidden matrices of a unit.
+/// Muon's update of the hidden matrices of a unit, with its state.
 #[derive(Debug)]
 pub(crate) struct Muon {
     pub(crate) settings: OptimizerSettings,

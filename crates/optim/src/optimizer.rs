@@ -252,10 +252,10 @@ impl Optimizer {
     }
 
     /// Declares that the state of a parameter was created after `start` updates of the run. Bias correction, and schedules that belong to
-    /// the state (such as the warm-up of 1-bit Adam), count from there.
+    /// the state (such as the warm-up of 1-bit Adam), count from there. The number of every later update must be above `start`.
     ///
     /// # Panics
-    /// If the model has no parameter with this index. A later update panics if its number is not above `start`.
+    /// If the model has no parameter with this index.
     pub fn set_state_start(&mut self, parameter: usize, start: u64) {
         self.starts[parameter] = start;
     }

@@ -46,7 +46,7 @@ impl UnitStep<'_> {
         self.table.parameters()[member.parameter].full_shape.num_elements()
     }
 
-    /// Returns whether this rank contributes a member to sums over all ranks. Of the ranks with the same elements, only the first does.
+    /// Returns whether this rank contributes a member to sums over all ranks. If several ranks have the same elements, only the first does.
     pub(crate) fn counts(&self, member: &Member) -> bool {
         self.table.parameters()[member.parameter].is_first_replica()
     }

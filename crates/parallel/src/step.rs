@@ -87,7 +87,7 @@ impl ExecutorOptions {
     /// another message over TCP.
     pub const FUSION_BYTES: usize = 512 << 10;
 
-    /// Returns the options of units' passes, on a rank with this place among the ranks that share the positions of a sequence.
+    /// Returns the options of the passes of units. `context` is this rank's place on the context axis.
     pub fn passes(&self, context: ContextRank) -> PassOptions {
         PassOptions { precision: self.precision, fp8: self.fp8, shards_rows: self.shards_rows, context }
     }

@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use trireme_base::{AxisRank, AxisSplit, DType, Rank, Segment};
 
-/// The placement of a tensor along one mesh axis. The placements apply in the order of the mesh axes: each splits the part that the earlier
-/// ones leave to a rank. [`Ragged`](Placement::Ragged) applies last.
+/// The placement of a tensor along one mesh axis. The placements apply in the order of the mesh axes: each placement splits the part that
+/// results from the previous placements. [`Ragged`](Placement::Ragged) applies last.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Placement {
     /// Every rank of the axis holds the same values.
@@ -75,7 +75,7 @@ impl Extent {
         self.shape.iter().product()
     }
 
-    /// Returns the boxes that cover the elements `range` of this box, which are counted in row-major order. Returns as few boxes as
+    /// Returns the boxes that cover a range of this box's elements, which are numbered in row-major order. Returns as few boxes as
     /// possible, in order: at most `2 d - 1` for `d` dims.
     ///
     /// # Panics
@@ -169,8 +169,8 @@ impl LocalShape {
         self.shape.iter().product()
     }
 
-    /// Returns the boxes of the full tensor that make up the elements `held` of the part, which are counted in row-major order. Padding
-    /// belongs to no box.
+    /// Returns the boxes of the full tensor that cover the range `held` of the part's elements, which are numbered in row-major order.
+    /// Padding belongs to no box.
     pub fn boxes(&self, held: Range<usize>) -> Vec<LocalBox> {
         let mut boxes = Vec::new();
         let mut first = 0;
@@ -183,8 +183,9 @@ impl LocalShape {
         boxes
     }
 
-    /// Adds the boxes within `piece`, which is a box of the part and begins at element `first` of the rank's elements. `found` holds the
-    /// first dims of the next box, in indices of the full tensor and in indices of the part. Each recursion adds a dim.
+    /// Adds the boxes of the full tensor that make up `piece`, a box of the part. `first` is the index of the piece's first element among
+    /// the elements that the rank holds. `found` is the box in progress, in indices of the full tensor and of the part. It has as many dims
+    /// as the recursion is deep.
     fn add_boxes(&self, piece: &Extent, first: usize, found: (Extent, Extent), boxes: &mut Vec<LocalBox>) {
         let dim = found.0.start.len();
         if dim == self.shape.len() {
@@ -210,7 +211,7 @@ impl LocalShape {
 pub struct LocalBox {
     /// The box within the full tensor.
     pub extent: Extent,
-    /// A box within the part. It contains this box, and its own elements are contiguous in the rank's memory.
+    /// A box of the part that contains this box and is contiguous in the rank's memory.
     piece: Extent,
     /// This box, in indices of the part.
     within: Extent,

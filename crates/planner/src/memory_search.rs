@@ -28,7 +28,7 @@ pub struct OpenChoices {
 /// A search for [`MemoryChoices`] with which the workers of every pipeline rank stay within their memory bounds. `E` is the error type of a
 /// dry run.
 ///
-/// A *place* is the index of a pipeline rank, from 0.
+/// The callbacks receive the index of a pipeline rank, from 0.
 pub struct MemorySearch<'a, E> {
     /// Returns the state sizes of a worker of a pipeline rank.
     pub sizes: &'a dyn Fn(usize) -> Result<StateSizes, E>,
@@ -106,8 +106,8 @@ impl<E> MemorySearch<'_, E> {
         Ok(fits)
     }
 
-    /// Chooses tiers for the open classes with which all pipeline ranks fit, with the least traffic on the pipeline rank that needs the
-    /// most memory.
+    /// Chooses the tiers of the open classes so that all pipeline ranks fit. Minimizes the traffic of the pipeline rank that needs the most
+    /// memory.
     fn choose_tiers(
         &self,
         choices: &mut MemoryChoices,

@@ -67,16 +67,17 @@ pub(crate) struct LayoutCandidate {
 }
 
 /// Returns the layout with the least traffic with which a step stays within `bounds`. A byte to or from disk counts as [`DISK_COST`] bytes.
-/// The search changes only the tiers of the classes in `open`; the other classes stay as in `given`. `program` generates the program of a
-/// layout, and `run` returns its memory use. If no layout fits, returns the one that exceeds the bounds least.
+/// The search changes only the tiers of the classes in `open`, and the number of units whose activations are offloaded if activations are
+/// open. `program` generates the program of a layout, and `run` returns its memory use. If no layout fits, returns the layout that exceeds
+/// the bounds least.
 ///
-/// The program determines how long state is idle. Activations of the first blocks are kept first and used last, so they are idle longest.
-/// Therefore the activations of as many blocks as needed are offloaded, starting with the first. (SwapAdvisor, Huang et al., 2020, also
-/// swaps by idle times, by a plan that is found by search.) Parameters, gradients and optimizer state are idle during all passes of other
-/// units, and the units of a class are offloaded together. Combinations of tiers are tried in ascending order of their minimum traffic. The
-/// search ends when no remaining combination has less traffic than the best one that fits.
+/// The program determines how long state is idle. The activations of the first units are idle longest, because backward uses them last.
+/// Therefore the activations of as many units as needed are offloaded, starting with the first unit. (SwapAdvisor, Huang et al., 2020, also
+/// considers idle times, but searches for a swap plan.) Parameters, gradients and optimizer state are idle during all passes of other
+/// units, so each of these classes is offloaded for all units. Combinations of tiers are tried in ascending order of their minimum traffic.
+/// The search ends when no remaining combination has less traffic than the best one that fits.
 ///
-/// Cost: at most 81 runs, times the logarithm of the number of blocks.
+/// Cost: at most 81 runs, times the logarithm of the number of units.
 ///
 /// # Errors
 /// Errors of `run`.
@@ -94,7 +95,7 @@ pub(crate) fn fit_layout<E>(
         return Ok(stays);
     }
     let mut all = combinations(given, open, program(given).header.num_microbatches);
-    // `given` was run above. It is tried again only if the search may choose its number of offloaded blocks.
+    // `given` was run above. It is tried again only if the search may choose the number of offloaded units.
     all.retain(|&state| state != given || search.has_open_blocks(given));
     all.sort_by_cached_key(|&state| search.cost_min(state));
     let mut best: Option<LayoutCandidate> = None;
@@ -147,26 +148,26 @@ impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E
         traffic(self.sizes, &(self.program)(state))
     }
 
-    /// Returns whether the search may choose how many blocks' activations are offloaded.
+    /// Returns whether the search may choose the number of units whose activations are offloaded.
     fn has_open_blocks(&self, state: StateLayout) -> bool {
         self.open.contains(&StateClass::Activations) && state.is_away(StateClass::Activations)
     }
 
-    /// Returns the lowest traffic cost of this layout over all numbers of blocks whose activations may be offloaded.
+    /// Returns the minimum traffic cost of this layout over all numbers of offloaded units that the search may choose.
     fn cost_min(&self, state: StateLayout) -> u64 {
         let num_moved = if self.has_open_blocks(state) { 1 } else { state.num_offloaded_units };
         self.traffic(StateLayout { num_offloaded_units: num_moved, ..state }).cost()
     }
 
-    /// Returns this layout with the activations of as few blocks offloaded as the device and the machine need to fit. If they never fit,
-    /// the activations of all blocks are offloaded.
+    /// Returns this layout with the smallest number of offloaded units that satisfies the bounds on device and machine memory. Returns the
+    /// layout unchanged if it exceeds these bounds, or if the search may not choose the number.
     fn with_fewest_blocks(&self, state: StateLayout) -> Result<LayoutCandidate, E> {
         let all = self.placing(state)?;
         let fits = |placing: &LayoutCandidate| self.bounds.device_excess(&placing.prediction) == 0;
         if !self.has_open_blocks(state) || !fits(&all) {
             return Ok(all);
         }
-        // Binary search: `enough` blocks fit, `too_few` do not.
+        // Binary search: `enough` offloaded units satisfy the bounds, and `too_few` do not.
         let (mut enough, mut too_few) = (self.sizes.units.len(), 0);
         let mut found = all;
         while enough - too_few > 1 {

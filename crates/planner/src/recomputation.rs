@@ -14,7 +14,6 @@ use trireme_schedule::{Action, Keep};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct PassBytes {
     pub(crate) forward: usize,
-    /// During recomputation and backward.
     pub(crate) backward: usize,
 }
 

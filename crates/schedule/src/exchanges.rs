@@ -1,4 +1,4 @@
-//! Exchanges between the ranks of a unit, as written in programs.
+//! The exchanges of a unit's passes with other ranks, as written in programs.
 
 use std::fmt;
 use std::ops::Range;

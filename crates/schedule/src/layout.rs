@@ -56,14 +56,14 @@ pub struct StateLayout {
     pub optimizer: ClassLayout,
     /// Activations that forward passes keep for backward; never sharded.
     pub activations: ClassLayout,
-    /// Number of passes by which the gather of a unit's parameters begins before the pass that reads them. With 0, parameters are gathered
-    /// on demand, and the fewest parameters are held.
+    /// The gather of a unit's parameters starts this many passes before the pass that reads them. With 0, parameters are gathered on
+    /// demand, and the fewest parameters are held.
     pub gather_ahead: usize,
     /// Whether parameters gathered for forward stay until backward has read them. Saves a gather, but all parameters are held at the same
     /// time.
     pub keep_gathered: bool,
-    /// Number of uses of a class by which the fetch of evicted state begins before the use that needs it. For activations: the number of
-    /// passes.
+    /// The fetch of evicted state starts this many uses of its class before the use that needs it. For activations, passes are counted
+    /// instead of uses.
     pub fetch_ahead: usize,
     /// Number of units whose activations are evicted: the first units that [keep](crate::UnitChain::keeps) activations, because theirs wait
     /// longest for backward.
@@ -71,8 +71,7 @@ pub struct StateLayout {
 }
 
 impl Default for StateLayout {
-    /// Returns [`StateLayout::UNSHARDED`]: all state is unsharded and on the device. If activations are moved off the device, the
-    /// activations of all units are moved.
+    /// Returns [`StateLayout::UNSHARDED`].
     fn default() -> Self {
         StateLayout::UNSHARDED
     }

@@ -22,7 +22,7 @@ pub struct Stage {
 pub struct Asynchronous {
     /// Number of steps of the program. In each step, every unit processes equally many microbatches and is updated once.
     pub num_steps: usize,
-    /// The version of its parameters that a unit reads.
+    /// The version of a unit's parameters that its passes read.
     pub weights: WeightVersions,
 }
 
@@ -36,7 +36,8 @@ pub struct UnitChain {
     /// Whether a reader on another rank accumulates its contribution to the owner's gradient over a step and sends it once. Otherwise it
     /// sends a contribution for each microbatch, and gradients are summed in the same order as without a pipeline.
     pub accumulates_tied_gradients: bool,
-    /// Units whose backward reads no parameters, or reads them only in its weight half, such as an embedding.
+    /// Units of which neither the full backward nor the input half reads parameters, such as an embedding. A separate weight half may still
+    /// read them ([`weight_half_readers`](UnitChain::weight_half_readers)).
     pub without_backward_reads: Vec<usize>,
     /// Units whose weight half of backward reads parameters, such as an output layer that recomputes its logits.
     pub weight_half_readers: Vec<usize>,
@@ -119,7 +120,7 @@ impl ProgramHeader {
         self.num_microbatches / self.num_steps()
     }
 
-    /// Returns the version of its parameters that forward of a unit reads for a microbatch, if the unit has been updated `newest` times.
+    /// Returns the version of a unit's parameters that forward reads for a microbatch, if the unit has been updated `newest` times so far.
     pub fn version_read(&self, microbatch: usize, newest: usize) -> usize {
         let weights = self.asynchronous.map_or(WeightVersions::Drained, |asynchronous| asynchronous.weights);
         weights.read_by_forward(self.microbatches_per_step(), microbatch, newest)
@@ -140,7 +141,7 @@ impl ProgramHeader {
         (0..self.chain.num_units).filter(|&unit| self.holds(unit))
     }
 
-    /// Returns the exchanges of an action within its unit, in order. A recomputation has the exchanges of forward.
+    /// Returns the exchanges of an action within its unit, in order. A recomputation is assumed to repeat the exchanges of forward.
     pub fn exchanges(&self, action: Action) -> &[AxisExchange] {
         let unit = action.unit();
         let Some(found) = self.chain.exchanges.iter().find(|exchanges| exchanges.units.contains(&unit))

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 /// Maximum number of bytes that a pass moves. A pass that takes longer than [`PASS_TIME`] moves less.
 const PASS_BYTES: usize = 256 << 20;
-/// Maximum block size of a measurement. Larger blocks have the same bandwidth, because the system gets them in parts.
+/// Maximum block size of a measurement. Larger blocks have the same bandwidth, because transfers are split into parts.
 const BLOCK_BYTES_MAX: usize = 64 << 20;
 /// Duration after which a pass issues no more transfers.
 const PASS_TIME: Duration = Duration::from_millis(700);

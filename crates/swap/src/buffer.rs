@@ -1,6 +1,6 @@
 //! Buffers of transfers.
 //!
-//! Long buffers begin at a huge page. The kernel pins a huge page with one entry, where small pages need 512: direct IO was two to three
+//! Long buffers are aligned to huge pages. The kernel pins one huge page instead of 512 small pages, which made direct IO two to three
 //! times as fast.
 
 use crate::raw::{LentMemory, Memory};

@@ -47,7 +47,7 @@ impl Default for SwapOptions {
     }
 }
 
-/// A hook between the system and a [`SwapFile`](crate::SwapFile), called with every method.
+/// A hook between the system and a [`SwapFile`](crate::SwapFile). It is called for every [`Method`].
 pub trait Interceptor: Send + Sync + fmt::Debug {
     /// Returns the result that the swap file uses in place of `result`: the number of bytes moved, or an error.
     ///

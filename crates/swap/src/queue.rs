@@ -104,7 +104,7 @@ impl Queue {
         remaining
     }
 
-    /// Blocks until an operation is available and returns it, prepared. Returns `None` once the file is closed or has failed.
+    /// Blocks until an operation is available, and returns it with its checksum. Returns `None` once the file is closed or has failed.
     pub(crate) fn next(&self) -> Option<Operation> {
         let mut state = self.lock();
         loop {
@@ -119,7 +119,7 @@ impl Queue {
         }
     }
 
-    /// Returns the next operation, prepared, or `None` if none is available now.
+    /// Returns the next operation with its checksum, or `None` if none is available now.
     pub(crate) fn try_next(&self) -> Option<Operation> {
         let operation = self.lock().next_operation(self.options.part_bytes)?;
         Some(operation.prepared())

@@ -217,7 +217,7 @@ impl State {
         }
     }
 
-    /// Returns the running transfer that started first: its start, and the access that covers the full block.
+    /// Returns the start time of the running transfer that started first, and an access that describes its full block.
     pub(crate) fn oldest_running(&self) -> Option<(Instant, Access)> {
         let running = self.slots.iter().filter_map(|(_, slot)| match &slot.phase {
             Phase::Running(running) => Some((running.began, slot)),

@@ -41,10 +41,10 @@ impl Parameter {
         Parameter { class: ParameterClass::Balance, ..Parameter::vector(name, len, Initial::ZEROS) }
     }
 
-    /// Lets tensor parallelism split the parameter along `cut`.
+    /// Declares how tensor parallelism may split the parameter.
     ///
     /// # Panics
-    /// If the parameter does not have the dim, or its length is not a multiple of `cut.num_groups * cut.granule`.
+    /// If the parameter does not have the split dim, or the dim's length is not a multiple of `num_groups * granule`.
     pub fn with_split(self, cut: AxisSplit) -> Self {
         let AxisSplit { dim, num_groups, granule, .. } = cut;
         let whole = num_groups.saturating_mul(granule);

@@ -240,8 +240,7 @@ impl Device {
         self.recorded.get_or_init(|| calls.clone());
     }
 
-    /// Marks operations of the latest matmuls as [repeated](Cost::repeated_operations). The number of marked operations is the product of
-    /// `factors`.
+    /// Adds the product of `factors` to the [repeated operations](Cost::repeated_operations), which MFU does not count.
     pub(crate) fn count_repeated(&self, factors: &[usize]) {
         let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
         *cost = cost.repeats(factors);

@@ -101,7 +101,7 @@ pub(crate) enum LinearOperand {
     /// The layer's input.
     Input,
     Weight,
-    /// Gradient of the output, before a bias and a residual.
+    /// Gradient of the matmul's result, to which bias and residual are added.
     OutputGrad,
 }
 

@@ -5,7 +5,7 @@
 //! selects fewer bits.
 //!
 //! A rank that holds all weights has no 16-bit copy of them: a matmul rounds its operand while it packs it. A copy would take 2 bytes per
-//! parameter, which the optimizer would have to write and packing to read. ZeRO gathers weights in 16 bits, which halves messages and
+//! parameter; the optimizer would have to write it, and matmuls to read it. ZeRO gathers weights in 16 bits, which halves messages and
 //! memory. So that all layouts have the same bits, every operation reads parameters rounded, including norms, biases and embeddings.
 
 use trireme_base::DType;

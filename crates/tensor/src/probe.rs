@@ -3,10 +3,10 @@
 //! The best of several runs shows what the machine can do, because other programs can only slow a run down. The median shows what to
 //! expect.
 //!
-//! A kernel's time is judged by its [bound](Probe::bound): the peak of an execution unit with all operands in registers ([`Probe::peak`]),
-//! or a plain loop over the same amount of memory ([`Probe::stream`]). `trireme doctor` compares matmul kernels of every SIMD level with
-//! it, and `trireme bench kernels` each kernel of a step where the step calls it ([`CallTimer`](crate::CallTimer)). `docs/performance.md`
-//! has the results.
+//! A kernel's time is compared with its [lower bound](Probe::bound): the time of its operations at the peak of an execution unit with all
+//! operands in registers ([`Probe::peak`]), or the time of a plain loop over the same amount of memory ([`Probe::stream`]).
+//! `trireme doctor` does so for matmul kernels of every SIMD level, and `trireme bench kernels` for each kernel of a step, timed within the
+//! step ([`CallTimer`](crate::CallTimer)). `docs/performance.md` has the results.
 
 mod bound;
 

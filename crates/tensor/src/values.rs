@@ -1,4 +1,4 @@
-//! Values in the dtype that their reader needs.
+//! Borrowed or owned values.
 
 use crate::device::{Device, Result};
 use crate::precision::Precision;
@@ -6,12 +6,12 @@ use crate::tensor::Tensor;
 use crate::view::View;
 use trireme_base::{Category, DType};
 
-/// Tensor values: borrowed as stored, or converted into a new tensor.
+/// Tensor values that are borrowed, or owned if a conversion or an exchange produced a new tensor.
 #[derive(Debug)]
 pub enum Values<'a> {
-    /// The stored values, borrowed.
+    /// Borrowed values.
     Stored(View<'a>),
-    /// A converted copy.
+    /// A tensor of its own, such as a converted or gathered copy.
     Converted(Tensor),
 }
 

@@ -45,7 +45,7 @@ impl MatmulKernel {
         self.unit.features() == CpuFeatures::Portable
     }
 
-    /// Compares the kernel with the portable one on small matmuls: full panels and edges; inner dims of one, of an odd number and of
+    /// Compares the kernel with the portable one on small matmuls, with full tiles and edges, and with inner dims of 1, odd length and
     /// several blocks. Takes about a millisecond. If the system forbids an instruction, the process is killed.
     ///
     /// # Errors
@@ -87,8 +87,8 @@ pub struct WrongMatmulElement {
     pub expected: f32,
 }
 
-/// Rows, columns and inner dim. Every micro-kernel gets full tiles and edges, and inner dims of one and of several blocks. The left operand
-/// of the last matmul is packed once for two tiles of columns.
+/// Rows, columns and inner dim. Every micro-kernel gets full tiles and edges, and inner dims of 1, odd length and several blocks. The left
+/// operand of the last matmul is packed once for two tiles of columns.
 const SIZES: [[usize; 3]; 6] = [[1, 1, 1], [5, 7, 3], [33, 37, 19], [32, 33, 32], [2, 17, 531], [3, 515, 5]];
 
 fn single_threaded(features: CpuFeatures) -> Cpu {

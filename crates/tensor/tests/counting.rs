@@ -5,7 +5,7 @@ use trireme_tensor::{Category, Device, DeviceOptions};
 
 #[test]
 fn many_devices_count_at_once() {
-    // If each device reserved as much as the first one may, four would exhaust the address space.
+    // The first device may map 32 TiB of addresses. Four such mappings would exhaust the address space, so later ones must be smaller.
     let devices: Vec<Device> = (0..12).map(|_| Device::counting(DeviceOptions::default()).unwrap()).collect();
     for device in &devices {
         let tensor = device.empty([1 << 30].into(), DType::F32, Category::Activations).unwrap();

@@ -33,8 +33,8 @@ impl Unit for Stem {
     }
 }
 
-/// A unit with a layer on the sparse tensor. The dense tensor passes through, or is changed and has a loss of its own: the distance to the
-/// features.
+/// A unit with a layer on the sparse tensor. Without `reconstruction`, the dense tensor passes through. With it, a linear layer
+/// reconstructs the features from the dense tensor, the loss includes their squared error, and tanh is applied to the dense tensor.
 #[derive(Debug)]
 struct Middle {
     norm: Arc<Norm>,

@@ -11,7 +11,7 @@ use trireme_checkpoint::Checkpoint;
 /// the checkpoint.
 ///
 /// # Errors
-/// [`TrainError::ResumedOptimizerDiffers`] if the optimizer is another one and `checkpoint.allow_changed` does not include it.
+/// [`TrainError::ResumedOptimizerDiffers`] if the optimizer differs and `checkpoint.allow_changed` does not include `optimizer`.
 pub(crate) fn check_changes(
     config: &Config,
     checkpoint: &Checkpoint,

@@ -202,8 +202,8 @@ pub(crate) fn write_checkpoint(
         of_parameters.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
     for unit in 0..executor.model().num_units() {
         for (index, State { info, .. }) in executor.optimizer().states(unit).iter().enumerate() {
-            // A state tensor with the parameter's shape is placed as the parameter is. Others are placed on all ranks that store any part
-            // of it.
+            // A state tensor with the parameter's shape is placed like the parameter. Other state tensors are replicated on all ranks that
+            // store any part of the parameter.
             let placements = if info.is_like_parameter {
                 of_parameters[info.parameter.name.as_str()].placements.clone()
             } else {

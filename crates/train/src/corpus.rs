@@ -180,8 +180,8 @@ pub fn users_of_corpus(folder: &Path) -> Result<Vec<PathBuf>, TrainError> {
     Ok(users)
 }
 
-/// Returns the properties of the training tokens that a checkpoint states. Training on corpora with the same identity gives the same
-/// results.
+/// Returns the properties of the training tokens that are recorded in checkpoints. Training on corpora with the same identity gives the
+/// same results.
 pub(crate) fn corpus_identity(train: &MaskedTokens, sources: &[Source]) -> BTreeMap<String, String> {
     let checksum = |file: &TokenFile| format!("{:08x}", file.fingerprint().unwrap_or_default());
     let weights = || sources.iter().map(|source| source.weight.to_string()).collect::<Vec<_>>().join(" ");
@@ -255,7 +255,7 @@ fn find_corpus(config: &Config, parts: &TextProcessing) -> Result<CorpusSearch, 
         if is_current().unwrap_or(false) {
             return Ok(CorpusSearch::Found(RunCorpus { version, state: CorpusState::Current }));
         }
-        // Inputs with other names are another choice of data, whose contents may differ.
+        // If the names of the inputs differ, the user has chosen other data.
         if has_inputs(&corpus.report, &data.inputs) {
             kept = kept.or(Some(version));
         }

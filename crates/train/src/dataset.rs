@@ -28,9 +28,9 @@ pub trait Dataset: Send {
         BTreeMap::from([("num_samples".to_owned(), self.num_samples().to_string())])
     }
 
-    /// Announces the samples of the next mean, which are `num_samples` samples from index `first` on: the samples of a step on all ranks,
-    /// or of a validation. A dataset with weights for parts of samples can normalize them by their sum. Returns whether any part
-    /// contributes to the loss. If none does, a step is skipped, and a validation has no result.
+    /// Announces the samples over which the next mean loss is taken: `num_samples` samples from index `first` on. They are the samples of a
+    /// step on all ranks, or of a validation. A dataset that weights parts of samples can normalize the weights by their sum. Returns
+    /// whether any part contributes to the loss. If none does, a step is skipped, and a validation has no result.
     ///
     /// # Errors
     /// The errors of [`read`](Dataset::read).

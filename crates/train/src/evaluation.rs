@@ -30,8 +30,8 @@ pub struct Evaluator {
 pub struct Evaluation {
     /// The sum of the losses of the counted tokens, in nats.
     pub nats: f64,
-    /// Number of counted tokens: every token that follows another one in its sequence; in documents with answers, only those of the
-    /// answers.
+    /// Number of counted tokens: all except the first token of each sequence, or of each document if whole documents are packed. If the
+    /// text has answers, only their tokens count.
     pub num_tokens: u64,
     /// Number of bytes of the counted tokens' text.
     pub num_bytes: u64,
@@ -102,7 +102,7 @@ impl Evaluator {
     }
 
     /// Evaluates all of `tokens`. Sequences follow each other without a gap, and the last one may be shorter. With `whole_documents`, whole
-    /// documents are packed into sequences instead. `num_bytes` returns the number of bytes of the text of some tokens. `progress` is
+    /// documents are packed into sequences instead. `num_bytes` returns the length in bytes of the text of the given tokens. `progress` is
     /// called with the number of evaluated sequences and their total number.
     ///
     /// # Errors

@@ -40,7 +40,7 @@ pub enum FinishReason {
     PositionLimit,
 }
 
-/// A filter that passes a growing text on, but no part of a stop sequence.
+/// A filter that passes text on piece by piece, but holds back text that may belong to a stop sequence.
 struct StopFilter<'a> {
     stop: &'a [String],
     /// Text that is held back because a stop sequence may begin in it.

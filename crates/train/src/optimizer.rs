@@ -8,7 +8,7 @@ use trireme_tensor::ParameterTable;
 /// Returns the optimizer options of a config, for a model with these parameters.
 ///
 /// # Errors
-/// If no parameter belongs to a group, or if the groups freeze all parameters.
+/// If a group has no parameters, or if the groups freeze all parameters.
 pub fn optimizer_options(config: &Config, table: &ParameterTable) -> Result<OptimizerOptions, TrainError> {
     let optimizer = config.optimizer();
     let names: Vec<&str> = table.parameters().iter().map(|info| info.name.as_str()).collect();

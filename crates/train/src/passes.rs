@@ -9,7 +9,7 @@ use trireme_base::{ContextRank, Rank};
 use trireme_model::{Model, ModelProfile, TensorSpec};
 use trireme_tensor::{Device, ModelRank};
 
-/// Returns the tensors of a microbatch with the positions that a worker has of them.
+/// Returns the tensors of a microbatch, restricted to the positions that one worker of the context axis has.
 ///
 /// # Errors
 /// [`TrainError::NoPositions`] or [`TrainError::UnequalPositions`] if the positions cannot be split evenly over the context axis.
@@ -43,7 +43,7 @@ pub(crate) fn infer_passes(
     infer_passes_at(config, task, place, context, num_threads, batch)
 }
 
-/// Like [`infer_passes`], for a worker at these places of the model and context axes.
+/// Like [`infer_passes`], for a worker with these ranks on the model and context axes.
 pub(crate) fn infer_passes_at(
     config: &Config,
     task: &dyn Task,

@@ -1,4 +1,4 @@
-//! Checks before anything is computed that the conditions for the first step hold. One message names every rank that violates them.
+//! Checks of the conditions for the first step, before anything is computed. One message names every rank that violates them.
 
 use crate::agreement::{Facts, agree};
 use crate::all_gather_json::all_gather_json;

@@ -131,8 +131,8 @@ pub(crate) fn tokenizer_choice(
 /// Maximum number of bytes of a chat template or of a tokenizer's settings.
 const TOKENIZER_SETTINGS_BYTES_MAX: u64 = 16 << 20;
 
-/// Returns the chat template `name` (`chatml`, or a file) or, without a name, the template among the files of a tokenizer, which `read`
-/// returns by name. A template from a file gets the tokenizer's special tokens.
+/// Returns the chat template `name`, which is `chatml` or a file. Without a name, returns the template of the tokenizer in `folder`, whose
+/// files `read` returns by name. A template from a file gets the tokenizer's special tokens.
 fn chosen_chat_template(
     name: Option<&Path>,
     folder: &Path,

@@ -56,8 +56,8 @@ pub(crate) fn resume(
     Ok((state, checkpoint))
 }
 
-/// Cleans up the folder of the checkpoint that the run has resumed from, if it is the run's own. Called on rank 0 when nothing can refuse
-/// the run any more, because checkpoints that are removed here cannot be resumed from.
+/// Cleans up the folder of the checkpoint that the run has resumed from, if it is the run's own. Called on rank 0 after all checks that may
+/// refuse the run, because the checkpoints that are removed here cannot be resumed from.
 pub(crate) fn clean_up_after_resume(
     config: &Config,
     resumed: &Checkpoint,
@@ -115,8 +115,8 @@ fn find_resume(
     }
 }
 
-/// Returns the checkpoint that rank 0 chooses. The other ranks do not choose, because they may see a change of the folder later. All ranks
-/// open the same checkpoint, or all fail. Only rank 0 uses `damaged`. Collective.
+/// Returns the checkpoint that rank 0 chooses. Only rank 0 chooses, because changes of the folder may become visible on the other ranks
+/// later. All ranks open the same checkpoint, or all fail. Only rank 0 uses `damaged`. Collective.
 fn choose_together(
     config: &Config,
     group: &Group,
@@ -186,8 +186,8 @@ pub fn resume_point(config: &Config) -> Result<Option<Checkpoint>, TrainError> {
     choose_checkpoint(config, &mut Vec::new())
 }
 
-/// Returns the error that keeps a run from replacing the metrics of an earlier run, if the run would start from the beginning in its
-/// folder.
+/// Returns [`TrainError::EarlierRun`] if the run's folder has metrics of an earlier run that this run would neither continue nor move
+/// aside.
 ///
 /// # Errors
 /// If the checkpoint to resume from does not open.

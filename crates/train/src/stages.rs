@@ -16,7 +16,7 @@ const TICKS: u64 = 1000;
 pub struct StageChoice {
     /// The indices of the units.
     pub units: Range<usize>,
-    /// Times in ticks, of which the longest stage's forward pass takes 1000, and activations in bytes.
+    /// Times in ticks, where the longest stage's forward pass takes 1000 ticks, and activations in bytes.
     pub costs: StageCosts,
 }
 
@@ -105,14 +105,15 @@ fn unit_costs(passes: &UnitPasses, keep: Keep) -> StageCosts {
         backward_weight: passes.weight_half_cost.operations(),
         update: 0,
         activation: activation as u64,
-        // Limited to the bytes that forward keeps. If most activations are recomputed, more bytes remain between the halves of backward,
-        // but for one microbatch at a time.
+        // Limited to the bytes that forward keeps. If most activations are recomputed, more bytes are in use between the halves of
+        // backward, but only for one microbatch at a time.
         weight_activation: passes.between_halves.min(activation) as u64,
     }
 }
 
-/// Returns the maximum number of activation bytes on each rank of a config's pipeline, if there is a bound: the activations of the largest
-/// stage, times `stages_per_rank`, times the number of microbatches that the config allows in flight, or `usual` if it sets no bound.
+/// Returns the maximum number of activation bytes on each rank of the pipeline: the product of the activations of the largest stage,
+/// `stages_per_rank`, and the number of microbatches that the config allows in flight. Without a limit in the config, `usual` is that
+/// number. Returns `None` if neither is set.
 pub(crate) fn activation_bounds(
     config: &Config,
     stages: &[StageChoice],

@@ -1,8 +1,8 @@
-//! The time limit of a run, and the decision which step is the last one.
+//! The time limit of a run, and the choice of the last step that fits into it.
 
 use std::time::{Duration, Instant};
 
-/// Factor by which a checkpoint may take longer than earlier ones, as a fraction.
+/// Factor by which the next checkpoint is assumed to take longer than the longest one so far, as numerator and denominator.
 const SAVE_TIME_FACTOR: (u32, u32) = (3, 2);
 
 /// Time reserved for the end of the process: the run's whole time divided by this number, but at most this duration.

@@ -196,9 +196,9 @@ impl<'a> Trainer<'a> {
         Ok(summary)
     }
 
-    /// Finishes a step: writes the trace, validates, writes the metrics and saves a checkpoint, each if it is due. If a program has several
-    /// steps, actions that need the weights follow its last step; a valid config has intervals that are multiples of the number of these
-    /// steps.
+    /// Finishes a step: writes the trace, validates, writes the metrics and saves a checkpoint, each if it is due. A program may have
+    /// several steps. The weights are available only after its last step, so a valid config has intervals that are multiples of the steps
+    /// per program.
     fn finish_step(&mut self, record: &mut StepRecord, summary: &mut RunSummary) -> Result<(), TrainError> {
         let training = self.config.training();
         if record.step == self.state.step {
@@ -240,7 +240,7 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Requests the end of the run, on rank 0, if its time might not suffice for another step after the one that begins.
+    /// On rank 0, requests the end of the run if the remaining time might not suffice for a step after the one that begins now.
     fn request_end(&mut self) {
         if self.time_limit.as_mut().is_some_and(|limit| limit.begin_step(Instant::now())) {
             self.requests.stop_at_time_limit();

@@ -15,7 +15,8 @@ pub(crate) struct Validation {
     samples: Box<dyn Dataset>,
     batches: ValidationBatches,
     /// For each batch, the sum and the number of rows of each report. A rank fills in the batches that it reads, for the units that it
-    /// runs, and leaves zeros elsewhere, so the sum over ranks is exact. If ranks have parts of the positions, their sums are added.
+    /// runs, and leaves zeros elsewhere, so the sum over ranks is exact. Ranks of the context axis hold partial sums of the same batch,
+    /// which the all-reduce adds.
     reports: Option<Buffer<f64>>,
 }
 
@@ -50,8 +51,8 @@ impl Validation {
         Ok(Validation { samples, batches, reports })
     }
 
-    /// Returns the loss and the metrics, with the same bits for any number of ranks, unless ranks have parts of the positions. `None` if
-    /// nothing in the samples counts in the loss. Collective.
+    /// Returns the loss and the metrics. Their bits do not depend on the number of ranks, unless the context axis divides positions. `None`
+    /// if nothing in the samples counts in the loss. Collective.
     pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<Option<ValidationResult>, TrainError> {
         if !self.samples.begin(0, self.batches.num_samples() as u64)? {
             return Ok(None);

@@ -107,8 +107,8 @@ pub(crate) fn evaluating_executor(
     Ok(Executor::forward_only(model, profile, parameters, device)?)
 }
 
-/// Adapts the config of a model, read from the `config.json` `text`, to the weights that are stored with it. If the weights contain an
-/// output layer that differs from the embedding, the two are not tied, as in transformers. Returns notices for the user.
+/// Adapts the config of a model to the weights that are stored with it. `text` is the `config.json` from which `config` was read. If the
+/// weights contain an output layer that differs from the embedding, the two are not tied, as in transformers. Returns notices for the user.
 ///
 /// If the config ties an output layer that is stored, this reads both tensors up to their first difference.
 ///

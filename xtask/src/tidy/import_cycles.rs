@@ -23,7 +23,7 @@ struct Module {
     imports: BTreeMap<String, Path>,
     /// Modules of which all names are imported.
     globs: Vec<Path>,
-    /// Paths of items that are used from other modules.
+    /// Paths of items of other modules that this module uses.
     uses: Vec<Path>,
 }
 

@@ -20,7 +20,7 @@ use trireme_train::{
 
 /// Maximum number of samples whose learned tokens are counted.
 const COUNTED_SAMPLES_MAX: u64 = 10_000;
-/// Maximum number of samples without learned tokens that are named.
+/// Maximum number of samples without learned tokens whose indices are printed.
 const NAMED_SAMPLES_MAX: usize = 10;
 
 const SHOW_EXAMPLES: &str = "\
@@ -269,7 +269,7 @@ fn table(view: &SampleView, pieces: &[Piece]) -> String {
     text
 }
 
-/// Summarizes how many tokens the first samples learn. `learned` has one element per sample.
+/// Summarizes the number of learned tokens per sample. `learned` has one element for each of the first samples.
 fn summary(learned: &[u64], num_samples: u64) -> String {
     let (Some(least), Some(most)) = (learned.iter().min(), learned.iter().max()) else {
         return String::new();

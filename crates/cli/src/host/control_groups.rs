@@ -11,8 +11,7 @@ pub(crate) struct Controller {
     pub(crate) files_of_version_1: &'static [&'static str],
 }
 
-/// Returns the files of a controller with their contents, for this process's groups and the groups around them. `root` is `/` except in
-/// tests.
+/// Returns the files of a controller with their contents, for this process's groups and their ancestors. `root` is `/` except in tests.
 pub(crate) fn settings(root: &Path, controller: &Controller) -> impl Iterator<Item = (PathBuf, String)> {
     let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
     let (groups, mounts) = (text("proc/self/cgroup"), text("proc/self/mountinfo"));
@@ -64,7 +63,7 @@ impl Hierarchy {
         })
     }
 
-    /// Returns the files of the group and of the groups around it.
+    /// Returns the files of the group and of its ancestors.
     fn paths(&self) -> Vec<PathBuf> {
         let folders = self.group.ancestors().map(|group| self.mount_point.join(group));
         folders.flat_map(|folder| self.files.iter().map(move |file| folder.join(file))).collect()

@@ -1,8 +1,8 @@
 //! A worker's share of its host, which several workers, and perhaps several launchers, use together.
 //!
-//! All workers exchange the resources that each is granted: CPUs, and the CPU and memory limits of all control groups around it. From
-//! these, every worker derives its threads, its CPUs, and the workers with which it shares each limit, by the same rules. Binding to CPUs
-//! changes no result.
+//! All workers exchange the resources that each is granted: CPUs, and the CPU and memory limits of its control groups and their ancestors.
+//! From these, every worker derives its threads, its CPUs, and the workers with which it shares each limit, by the same rules. Binding to
+//! CPUs changes no result.
 
 use super::control_groups::identity;
 use super::cpu_limit::CpuLimit;

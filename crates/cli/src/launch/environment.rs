@@ -149,7 +149,7 @@ impl LauncherVariables {
             variables.number("PET_NNODES", WORLD_SIZE_MAX).ok().flatten().is_some_and(|nodes| nodes > 1);
         let (local_rank, local_world_size) = match self.local {
             Some((rank, size)) => (rank.value, size.value),
-            // Kubeflow's operator calls rank 0 `localhost`, in the container of rank 0 alone.
+            // Kubeflow's operator sets `MASTER_ADDR` to `localhost` in the container of rank 0, although the other ranks are elsewhere.
             None if is_loopback && !several_nodes => (self.rank.value, self.world_size.value),
             None => (0, 1),
         };
@@ -178,7 +178,7 @@ impl LauncherVariables {
             size.require(usize::le, self.world_size)?;
             rank.require(usize::le, self.rank)?;
         }
-        // Scripts export it in addition to the variables of another launcher.
+        // Scripts may export `WORLD_SIZE` in addition to the variables of another launcher.
         if let Some(value) = variables.number("WORLD_SIZE", WORLD_SIZE_MAX)? {
             NumericVariable { variable: "WORLD_SIZE", value }.require(usize::eq, self.world_size)?;
         }
@@ -236,7 +236,7 @@ fn slurm(variables: &Variables<'_>) -> Result<Option<LauncherVariables>, LaunchE
     if world_size.value == 1 {
         return Ok(None);
     }
-    // Another MPI's launcher inside of a SLURM job starts its own processes by srun.
+    // Inside a SLURM job, the launcher of an MPI may start helper processes with srun. SLURM's variables then describe the helpers.
     for (variable, count) in [("PMI_RANK", rank), ("PMI_SIZE", world_size)] {
         if let Some(value) = variables.number(variable, WORLD_SIZE_MAX)? {
             NumericVariable { variable, value }.require(usize::eq, count)?;

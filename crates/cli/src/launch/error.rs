@@ -67,7 +67,7 @@ pub(crate) enum LaunchError {
     /// A signal, such as SIGINT from Ctrl-C, ended the launcher and so its workers.
     #[error("interrupted by {}", signal_name(*signal))]
     Interrupted { signal: i32 },
-    /// A signal asked the run to end, and the run has ended in good order and reported it.
+    /// A signal asked the run to end. The run has stopped gracefully and reported it.
     #[error("stopped by {}", signal_name(*signal))]
     Stopped { signal: i32 },
     /// The launcher has exited, so this worker ends.

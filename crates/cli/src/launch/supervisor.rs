@@ -82,10 +82,10 @@ pub(crate) fn worker_command(started: Instant, simd: Option<&Simd>) -> io::Resul
 /// Starts a worker for each rank with the command that `command` returns, and waits until all have ended.
 ///
 /// The commands get torchrun's variables, and a secret that is generated for this world. The output of a worker goes to its log; the output
-/// of rank 0 goes to the output of this process. If a worker dies, the others are ended: within 1 second the cause is found, then SIGTERM
-/// leaves them 2 seconds, then they are killed. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end the workers, too, at once or [after a
-/// checkpoint](OnSignal). No worker is left when this returns, unless the kernel does not let it end within 2 seconds, as on a file system
-/// that hangs. The process should end then: these signals no longer end it.
+/// of rank 0 goes to the output of this process. If a worker dies, the cause is determined within 1 second. The other workers then receive
+/// SIGTERM, and SIGKILL after 2 seconds. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end the workers, too, at once or [after a
+/// checkpoint](OnSignal). No worker is left when this returns, unless SIGKILL does not end it within 2 seconds, as on a file system that
+/// hangs. The process should exit after this call, because these signals no longer end it.
 ///
 /// After a death, the other workers have 1.5 seconds to report their state, which becomes part of the error. Reports that cannot be read
 /// within 1 second are left out; then the death is printed at once, before any further wait.

@@ -122,13 +122,13 @@ impl WorkerProcesses {
         dead().find(|(_, death)| !is_peer_loss(*death)).or_else(|| dead().next())
     }
 
-    /// Returns the signal for which workers have ended in good order, if all that have ended have done so.
+    /// Returns the signal because of which workers have stopped gracefully, if all workers that have ended did so.
     pub(super) fn stopped_by(&self) -> Option<i32> {
         let mut ended = self.workers.iter().filter_map(|worker| worker.status);
         ended.all(|status| stop_signal(status).is_some()).then(|| self.first_stopped_by()).flatten()
     }
 
-    /// Returns the signal for which the first worker, by rank, has ended in good order, if one has.
+    /// Returns the signal because of which the first worker, by rank, has stopped gracefully, if one has.
     pub(super) fn first_stopped_by(&self) -> Option<i32> {
         self.workers.iter().filter_map(|worker| worker.status).find_map(stop_signal)
     }
@@ -213,12 +213,12 @@ fn is_stopped(child: &Child) -> bool {
     matches!(state, Some('T' | 't'))
 }
 
-/// Returns the signal for which a process has ended in good order, if it has.
+/// Returns the signal because of which a process has stopped gracefully, if it has.
 fn stop_signal(status: ExitStatus) -> Option<i32> {
     status.code().and_then(stopped_by)
 }
 
-/// Returns the death of a process; `None` if it exited with 0 or in good order after a signal.
+/// Returns the death of a process; `None` if it exited with 0 or stopped gracefully after a signal.
 fn death(status: ExitStatus) -> Option<AbnormalExit> {
     match (status.code(), status.signal()) {
         (Some(0), _) => None,

@@ -79,7 +79,7 @@ pub(crate) fn changes(job: PlannedRun<'_>, now: usize, limit: Limit) -> String {
             if began.elapsed() > TRYING_MAX {
                 break 'families;
             }
-            // Where families are empty, combinations repeat changes that have been tried.
+            // Different combinations may be the same change once repeated keys are removed.
             if tried.contains(&change) {
                 continue;
             }

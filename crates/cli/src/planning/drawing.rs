@@ -16,7 +16,7 @@ pub(crate) struct PlannedSchedule {
 }
 
 impl PlannedSchedule {
-    /// Creates the drawing of a plan. Without a pipeline, all units are one stage.
+    /// Simulates the schedule of a plan. Without a pipeline, all units are one stage.
     pub(crate) fn new(config: &Config, plan: &Plan) -> Result<Self> {
         let stages = plan.choices.stages_or_one(&plan.passes);
         let schedule = pipeline_schedule(config, &stages, plan.choices.schedule.as_ref())?;

@@ -30,7 +30,7 @@ impl ProcessBytes {
         }
     }
 
-    // Sizes that no machine has are still compared with its limit, so sums and products saturate.
+    // Sums and products saturate, so that sizes beyond any machine still exceed its limit.
     fn plus(self, other: Self) -> Self {
         self.combine(other, usize::saturating_add)
     }
@@ -130,7 +130,7 @@ fn sampling_bytes(plan: &Plan, config: &Config) -> ProcessBytes {
     }
     let gathered = num_elements.saturating_mul(size_of::<f32>());
     match config.memory().huge_pages {
-        // A device does not return memory to the pool.
+        // A device keeps the pool's pages that it has freed, so the gathered parameters count in full.
         HugePages::Reserved => ProcessBytes { ordinary: 0, reserved: gathered },
         HugePages::Transparent | HugePages::Never => {
             let state = prediction.own_between_steps.saturating_add(prediction.host);

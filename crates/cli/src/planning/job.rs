@@ -17,7 +17,7 @@ use trireme_train::{
     validation_batches,
 };
 
-/// The source of a config, with which it can be read again with changes.
+/// The path and overrides of a config, from which it can be loaded again with changes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ConfigSource<'a> {
     pub(crate) path: &'a Path,

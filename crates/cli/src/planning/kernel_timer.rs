@@ -15,7 +15,8 @@ use trireme_optim::{Optimizer, StepSettings, Unsharded};
 use trireme_tensor::{Device, Parameters, RecordedCalls, Tensor};
 use trireme_train::{TrainError, executor_options, optimizer_options};
 
-/// Bytes of other memory that are read before each timed call: more than most caches hold, as between two uses of a parameter in a step.
+/// Bytes that are read before each timed call to evict its operands from the caches, as happens between two uses of a parameter in a step.
+/// Most caches are smaller.
 const SWEPT_BYTES: usize = 128 << 20;
 
 /// Calls kernels and records how long each takes.
@@ -51,7 +52,7 @@ impl<'a> KernelTimer<'a> {
         Ok(KernelTimer { device, journal, world, is_active, swept, samples: RefCell::default() })
     }
 
-    /// Reads other memory, so that caches hold no more of the next call's operands than in a step.
+    /// Evicts the operands of the next call from the caches by reading other memory.
     fn sweep(&self) {
         if let Some(swept) = &self.swept {
             let (device, [sum, term]) = &mut *swept.borrow_mut();

@@ -269,7 +269,7 @@ fn dry_run(
     Ok(DryRun { program, memory: prediction, action_peaks: lines })
 }
 
-/// Returns the options of a device without a budget, which must not end a prediction.
+/// Returns the options of a device without a budget, because exceeding a budget must not end a prediction.
 fn device_options_without_budget(config: &Config, workers: Workers<'_>) -> DeviceOptions {
     let features_max = Some(workers.features);
     DeviceOptions { features_max, budget: None, ..device_options(config, workers.num_threads) }

@@ -21,7 +21,7 @@ use trireme_train::{TrainError, device_options};
 /// Rounds that are measured, after one that is not. The median counts.
 pub(super) const NUM_ROUNDS: usize = 5;
 
-/// Size of the blocks that measure the bandwidth of a disk, the same as of blocks in which state moves.
+/// Size of the blocks with which the bandwidth of a disk is measured. Offloaded state moves in blocks of the same size.
 const DISK_BLOCK_BYTES: usize = 16 << 20;
 
 pub(super) struct MeasuredRates {

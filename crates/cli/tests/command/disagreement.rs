@@ -1,4 +1,4 @@
-//! Ranks that are started by hand with different runs.
+//! Ranks that are started by hand with different configs, files or kernels.
 
 use crate::common::{Fixture, Running, assert_contains, free_port};
 use crate::simd::level_above_portable;

@@ -4,7 +4,7 @@ use crate::common::{Fixture, assert_contains};
 use serde_json::{Value, json};
 use std::fs;
 
-/// Creates a fixture with a model of a trained tokenizer in `model`, and a config that begins with it.
+/// Creates a fixture with a model in `model` that has a trained tokenizer, and a config that starts from this model.
 fn with_model() -> Fixture {
     let fixture = Fixture::new();
     fixture.run("train tiny.toml --set run.name=base --set data.train_bpe=300").succeeded();

@@ -87,7 +87,7 @@ fn questions_have_the_scores_of_the_harness() {
 #[test]
 fn a_text_has_the_loss_of_torch() {
     let fixture = fixture();
-    // Sequences of 64 tokens divide the text without a rest.
+    // Sequences of 64 tokens divide the text without a remainder.
     let golden = &read(&fixture, "eval_text.json")["seq_len_64"];
     let found = fixture.run("eval chat_model eval_text.txt --seq-len 64 --json").succeeded();
     let found: Value = serde_json::from_str(&found).unwrap();
@@ -142,7 +142,7 @@ fn names_of_special_tokens_in_messages_are_text() {
     fixture.write("typed.jsonl", answer("<|endoftext|>").repeat(2));
     let prepared = fixture.run("prepare typed.jsonl --tokenizer chat_model --out corpus");
     assert_contains(&prepared.stdout, &[&format!("2 names {note}")]);
-    // A template like those that leave out the thoughts of earlier answers.
+    // Like templates that drop the reasoning of earlier answers, this one formats earlier answers differently from the last one.
     let template = fixture.read("chat_model/chat_template.jinja");
     let rewriting = template
         .replace("'bot: ' }}\n        {%- gen", "'bot: ' if loop.last else 'ex-bot: ' }}\n        {%- gen");

@@ -113,8 +113,8 @@ const LAYOUTS: [(usize, &str); 58] = [
     (2, "context_parallel_degree=2 activation_checkpoint.mode=block zero_stage=2 offload.optimizer=disk"),
 ];
 
-/// Workers and keys of layouts with different experts on the workers, and whether all sums have the order of one worker. Sums over
-/// microbatches have that order if each worker has one microbatch, or if gradients are sharded over all workers with different experts.
+/// Workers and keys of expert-parallel layouts, and whether all sums are computed in the order of one worker. Sums over microbatches are in
+/// that order if each worker has one microbatch, or if gradients are sharded over all workers with different experts.
 const EXPERT_LAYOUTS: [(usize, &str, bool); 28] = [
     (2, "expert_parallel_degree=2", false),
     (4, "expert_parallel_degree=2", false),
@@ -150,7 +150,7 @@ const EXPERT_LAYOUTS: [(usize, &str, bool); 28] = [
     (8, "expert_parallel_degree=2 context_parallel_degree=2 tensor_parallel_degree=2 zero_stage=3", false),
 ];
 
-/// A program that is trained on every layout by `{name}.toml`.
+/// A program that trains a model with the config `{name}.toml`.
 struct TrainedProgram {
     name: &'static str,
     program: PathBuf,

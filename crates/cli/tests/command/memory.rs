@@ -192,7 +192,7 @@ fn auto_moves_as_little_as_fits() {
     let poor = format!("{auto} --set memory.host_budget=1KiB");
     let error = fixture.run(&format!("plan tiny.toml {} {poor}", budget(total * 3 / 4))).refused();
     assert_contains(&error, &["more than"]);
-    // The suggested changes include the one that the budget needs.
+    // The suggestions include offloading activations, which fits this budget.
     let error = fixture.run(&format!("plan tiny.toml {}", budget(total * 15 / 16))).refused();
     assert_contains(&error, &["what would fit:", "offload.activations=auto"]);
 }

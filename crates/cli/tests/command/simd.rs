@@ -1,4 +1,4 @@
-//! Proofs of kernels, and lower SIMD levels by `TRIREME_SIMD`.
+//! Verification of kernels, and lower SIMD levels by `TRIREME_SIMD`.
 
 use crate::common::{Fixture, Outcome, Running, assert_contains};
 use serde_json::Value;

@@ -53,7 +53,7 @@ fn answers_are_learned_alike_on_every_layout() {
             assert!((found / expected - 1.0).abs() < LOSS_TOLERANCE, "{degree}: {found} for {expected}");
         }
     }
-    // Training on all of the text is another task.
+    // A corpus of plain text has no loss mask.
     let all =
         "train chat.toml --set data.inputs=[\"text.txt\"] --set run.name=all --set data.packing=documents";
     fixture.run(all).succeeded();

@@ -98,7 +98,7 @@ fn zero_stages(commands: &CommandFolder) -> Row {
 fn shards(commands: &CommandFolder) -> Row {
     let degrees = [1, 4, 16, 64, 256, 1024];
     let found = degrees.map(|num_shards| {
-        // Memory of other workers that a worker maps is not its own.
+        // With shared memory, a worker also maps memory of other workers, which is not its own.
         let settings = format!("launch.workers={num_shards} parallelism.zero_stage=3 comm.transport=tcp");
         commands.plan(BILLIONS_7, &settings)
     });
@@ -125,8 +125,9 @@ const fn gpipe(num_layers: usize) -> Gpt {
     Gpt { hidden_size: 2048, num_layers, num_heads: 32, vocab_size: 32_000, seq_len: 1024, is_tied: false }
 }
 
-/// Memory of GPipe's accelerators, and an optimizer with one number of state for each parameter, as in the paper.
+/// Memory of GPipe's accelerators, in bytes.
 const GPIPE_MEMORY: f64 = 16e9;
+/// Settings of GPipe's runs. The optimizer has one state value per parameter, as in the paper.
 const GPIPE: &str = "optimizer.name=sgd training.determinism=run";
 
 /// Returns the parameters of the model with the most layers, from 1 to 511, whose step takes at most `bytes`.

@@ -158,7 +158,7 @@ fn equal_losses(product: &CommandFolder) -> Row {
     }
 }
 
-/// Optimizers, each with a learning rate for a batch of 4. Its half and its double are tried, too.
+/// Optimizers, each with a learning rate for a batch of 4. Half and twice that rate are tried, too.
 const OPTIMIZERS: [(&str, f64); 4] = [("adamw", 2e-3), ("lamb", 5e-3), ("sgd", 0.05), ("lars", 4.0)];
 
 /// Returns the name and settings of a run on 8,192 samples with a batch of 4 times `factor`.

@@ -1,4 +1,4 @@
-//! The computed sizes equal those of compressors that exist.
+//! Computed sizes equal the sizes of real compressors.
 
 use super::*;
 

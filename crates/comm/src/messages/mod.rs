@@ -1,8 +1,8 @@
 //! Point-to-point messages between ranks of a group, independent of its collectives.
 //!
 //! A message engine moves all messages concurrently. The engine runs on a thread that waits for a message, or else on the message thread.
-//! Messages have their own links, so messages and collectives do not wait for each other. Ranks may issue them in any order that keeps the
-//! order of each pair of ranks.
+//! Messages have their own links, so messages and collectives do not wait for each other. A rank may issue its messages in any order, but
+//! the messages from one rank to another must be sent and received in the same order.
 
 mod message_engine;
 

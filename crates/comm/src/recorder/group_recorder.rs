@@ -166,8 +166,8 @@ impl GroupRecorder {
         })
     }
 
-    /// Whether this rank and member `other` wait for each other: `other` waits at `place`, in another common group, for an operation that
-    /// the thread waiting in this group has not issued there.
+    /// Whether this rank and member `other` wait for each other. `other` waits at `place`, in another group. The ranks are deadlocked if
+    /// both are members of that group, and the thread of this rank that waits here has not issued the operation there.
     pub(crate) fn is_deadlocked_with(&self, other: Rank, place: &ReportedPlace) -> bool {
         let issuer = {
             let state = self.log.lock();

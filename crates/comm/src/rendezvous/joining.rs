@@ -14,7 +14,8 @@ pub(super) struct Joining<'a> {
     pub(super) options: &'a JoinOptions,
     /// Addresses at which rank 0 listens.
     pub(super) addresses: &'a [SocketAddr],
-    /// Address on which this rank listens for its peers, if it differs from the address of its connection to rank 0.
+    /// Address of the interface that the options name, on which this rank listens for its peers. If `None`, it listens on the address of
+    /// its connection to rank 0, and rank 0 on its own address.
     pub(super) interface: Option<IpAddr>,
     /// The key derived from the job's secret.
     pub(super) key: &'a Key,

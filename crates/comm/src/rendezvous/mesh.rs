@@ -73,7 +73,7 @@ pub(super) struct Members<'a> {
     pub(super) arena_bytes_min: usize,
     /// Encrypts data connections over TCP.
     pub(super) tls: Option<&'a Tls>,
-    /// How long a network may carry no packets before an unresponsive member counts as lost.
+    /// How long the network may be interrupted before an unreachable member counts as lost.
     pub(super) network_pause: Duration,
     /// Number of TCP connections to each member for collectives, and for messages.
     pub(super) sockets_per_peer: usize,

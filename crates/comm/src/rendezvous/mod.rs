@@ -12,7 +12,8 @@
 //! 4. TCP between all other pairs of ranks. Each pair has one connection for collectives, one for messages and one for control. There may
 //!    be more connections for data ([`GroupOptions::sockets_per_peer`]).
 //! 5. Each rank reports to rank 0 that it is connected, and starts when all ranks are. A rank that cannot connect reports that at once, and
-//!    the others stop waiting for it. Under [`TransportChoice::Mpi`], the ranks first exchange their addresses in MPI (`mpi_exchange`).
+//!    the others stop waiting for it. Under [`TransportChoice::Mpi`], the connected ranks then exchange their addresses in MPI
+//!    (`mpi_exchange`), and report once more before they start.
 //!
 //! On each connection of steps 3 and 4, both sides prove that they belong to the session, whose key is derived from the secret and the
 //! table (`session`). With TLS, the data connections of step 4 are then encrypted (`encryption`). `docs/security.md` describes what this
@@ -348,7 +349,7 @@ fn hosts_of(places: &[RankAddress]) -> Hosts {
     Hosts::new(&ids.collect::<Vec<_>>())
 }
 
-/// Orders the ranks so that those of a host are adjacent. Hosts are in the order of their first ranks.
+/// Orders the ranks so that the ranks of a host are adjacent. Hosts are in the order of their first ranks.
 fn order_by_host(places: &[RankAddress]) -> Vec<usize> {
     let hosts = hosts_of(places);
     let mut order: Vec<usize> = (0..places.len()).collect();

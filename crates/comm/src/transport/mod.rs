@@ -8,8 +8,8 @@
 //! A transport that executes full operations, like NCCL, is a type that implements [`Transport`]. It receives each operation in the order
 //! that all ranks share, with its [`Payload`]. A vector in the memory of an accelerator needs a new variant of `buffer::Memory`. If the
 //! transport executes operations on the device, vectors need no copies to and from the host. The queue, the flight recorder, deadlines and
-//! control connections do not depend on the transport and need no change. It keeps no canonical order of sums, so it can be used only if
-//! [`GroupOptions::keeps_order`](crate::GroupOptions::keeps_order) is off.
+//! control connections do not depend on the transport and need no change. Such a transport does not keep the canonical order of sums, so it
+//! can be used only if [`GroupOptions::keeps_order`](crate::GroupOptions::keeps_order) is off.
 //!
 //! Both need a `TransportChoice` and a `TransportKind`. Data that ranks exchange before the start, such as NCCL's identifier, is
 //! distributed like MPI's addresses (`rendezvous/mpi_exchange.rs`). Tests follow `tests/mpi.rs`, and `docs/collectives.md` has a

@@ -238,8 +238,8 @@ fn ranks_that_wait_for_each_other_in_different_groups_fail_long_before_the_deadl
     }
 }
 
-/// The groups of a mesh's rows have the same name. Rank 2 waits in its row's group for a slow rank 3, which must not make rank 0 stop
-/// waiting for rank 2 in the world.
+/// The groups of a mesh's rows have the same name. Rank 2 waits for a slow rank 3 in the group of their row. Rank 0 waits for rank 2 in the
+/// world, and must not take that for a deadlock.
 #[test]
 fn groups_of_one_name_without_a_common_rank_are_no_deadlock() {
     let (sender, has_waited) = std::sync::mpsc::channel();

@@ -269,7 +269,7 @@ impl ChatTemplate {
     fn render(&self, task: &RenderRequest<'_>) -> Result<Vec<AnnotatedText>, String> {
         let mut runner = self.runner.lock().unwrap_or_else(PoisonError::into_inner);
         let of_template = |reason| format!("the chat template of {}: {reason}", self.path.display());
-        // A process that has ended cannot run another task.
+        // A process that has ended cannot serve another request.
         let _ = runner.take_if(|runner| !runner.is_running());
         if runner.is_none() {
             *runner = Some(Runner::start(&self.template_spec()).map_err(of_template)?);

@@ -19,7 +19,7 @@ use std::sync::OnceLock;
 use std::thread;
 use trireme_base::{Bytes, with_limits};
 
-/// Limit on the address space of the child process in bytes. A conversation has at most 64 MiB, and a text 256 MiB.
+/// Limit on the address space of the child process in bytes. A conversation has at most 64 MiB, and a rendered text at most 256 MiB.
 const MEMORY_BYTES_MAX: u64 = 1 << 30;
 /// Limit on the processor time of one conversation, in seconds. Published templates take less than a millisecond.
 const PROCESSOR_SECONDS_MAX: u64 = 3;
@@ -93,7 +93,7 @@ impl Process {
 
     /// Waits for the end of the child, which has closed its side of the connection, and describes why it ended.
     fn exit_reason(&mut self) -> String {
-        // Ends a child that still waits for a task.
+        // Ends a child that still waits for a request.
         let _ = self.socket.shutdown(Shutdown::Both);
         let mut stderr_text = Vec::new();
         if let Some(stderr) = self.child.stderr.take() {
@@ -152,7 +152,7 @@ fn serve(mut socket: UnixStream) -> io::Result<()> {
     while let Some(task) = receive::<RenderRequest<'_>>(&mut socket)? {
         limit_processor_time()?;
         send(&mut socket, &interpreter.run(&task))?;
-        // Reading the next task has its own time limit.
+        // Reading the next request has its own time limit.
         limit_processor_time()?;
     }
     Ok(())

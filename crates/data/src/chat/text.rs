@@ -10,8 +10,8 @@ pub struct AnnotatedText {
     pub text: String,
     /// Byte ranges of the answers in `text`, in ascending order.
     pub answers: Vec<Range<usize>>,
-    /// Byte positions in `text`, ascending. If one of them is within the name of a special token, after its first byte,
-    /// the name comes from a message, and is encoded as plain text.
+    /// Byte positions in `text`, in ascending order, that mark special-token names from messages. A name that contains such a position
+    /// after its first byte is encoded as plain text.
     pub literal: Vec<usize>,
     /// Whether to put the tokenizer's beginning tokens before the document, because its text does not contain them.
     pub adds_beginning: bool,

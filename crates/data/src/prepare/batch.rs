@@ -95,7 +95,7 @@ pub(super) struct DocumentText {
 }
 
 impl DocumentText {
-    /// The buffer to which text that is read next is appended.
+    /// The buffer to which newly read text is appended.
     pub(super) fn buffer(&mut self) -> &mut String {
         self.text.drain(..std::mem::take(&mut self.start));
         &mut self.text

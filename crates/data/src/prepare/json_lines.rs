@@ -9,7 +9,7 @@ const NAMES_SHOWN_MAX: usize = 8;
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Field {
     Text(String),
-    /// The field is missing or is not a string. The text says what was found.
+    /// The field is missing or is not a string. Holds a description of the value found.
     Unusable(String),
 }
 

@@ -67,7 +67,7 @@ const ALL_FILE: &str = "all.tokens";
 const ALL_MASK_FILE: &str = "all.mask.tokens";
 /// Name of the copy of the standard input before its format is known.
 const STDIN_FILE: &str = "stdin";
-/// How often progress is reported while the tokenizer library works, which reports none.
+/// Interval of progress reports while the tokenizer library trains. The library itself reports no progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 /// Maximum number of bytes that a BPE tokenizer is trained on. More text hardly improves it, and memory grows with the
 /// number of distinct words.
@@ -102,12 +102,11 @@ impl Progress for NoProgress {
 /// only some tokens count, the tokenizer, the chat template if one is given, and [`REPORT_FILE`] into the output
 /// folder.
 ///
-/// A text file is one document. In JSON Lines files, and in files that are one JSON array, each object is a document.
-/// Each document is followed by the tokenizer's end-of-document token, if it has one. Validation documents are drawn
-/// from the whole corpus and held out completely. Documents that are longer than all held-out tokens together
-/// contribute only their tail. If complete documents do not fit, the tail of the whole corpus is held out instead. Long
-/// texts are tokenized in pieces of at most 128 KiB, split between words if possible. The output depends only on the
-/// inputs and the options, not on the number of threads.
+/// A text file is one document. In JSON Lines files, and in files that are one JSON array, each object is a document. Each document is
+/// followed by the tokenizer's end-of-document token, if it has one. Validation documents are drawn from the whole corpus and held out
+/// completely. Documents with more tokens than are held out in total are concatenated, and only the tail of the concatenation is held out.
+/// If too few complete documents fit, the tail of the whole corpus is held out instead. Long texts are tokenized in pieces of at most 128
+/// KiB, split between words if possible. The output depends only on the inputs and the options, not on the number of threads.
 ///
 /// Cost: memory for a few batches of 128 KiB per thread, regardless of the size of the corpus; twice the size of the
 /// tokens on disk while it runs; one pass over the corpus, and a second one if a tokenizer is trained.
@@ -358,7 +357,7 @@ fn choose_tokenizer(
         let mut last = None;
         while is_done.recv_timeout(PROGRESS_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             let read = num_read.load(Ordering::Relaxed);
-            // Nothing is reported while no more input is read, because the disk may hang. After all input is read, reports continue,
+            // While reading stalls, progress stops as well, so that a hanging disk is noticed. After all input is read, reports continue,
             // because learning the merges takes long.
             if last.replace(read) != Some(read) || read >= inputs.bytes {
                 advance();
@@ -395,7 +394,7 @@ fn tokenize(
     if writers.tokens.num_documents() == 0 {
         return Err(DataError::EmptyCorpus { skipped: skipped(inputs, &counts).to_string() });
     }
-    // A document without tokens of its own consists of at most its end-of-document token.
+    // An empty document has at most an end-of-document token.
     let num_ends = tokenizer.end_of_document().map_or(0, |_| writers.tokens.num_documents());
     if writers.tokens.num_tokens() <= num_ends {
         return Err(DataError::NoTokens);

@@ -49,7 +49,7 @@ impl ReadCounts {
 pub(super) struct CorpusReader<'a> {
     options: &'a PrepareOptions,
     space_at_split: SpaceAtSplit,
-    /// Whether documents with answers are allowed, of which only the answers count in the loss.
+    /// Whether documents are allowed in which only the answers count in the loss.
     allows_answers: bool,
     files: std::slice::Iter<'a, InputFile>,
     open: Option<OpenFile<'a>>,

@@ -21,7 +21,7 @@ pub(super) enum Record {
 pub(super) enum RecordError {
     /// The record is not a JSON object.
     Json(serde_json::Error),
-    /// The record has none of the known forms. The text says what the text field is instead.
+    /// The record has none of the known forms. Holds a description of the text field's value.
     Field(String),
     /// The conversation cannot be rendered as text.
     Conversation(String),

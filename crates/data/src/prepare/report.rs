@@ -191,7 +191,7 @@ impl PrepareReport {
         serde_json::from_slice(&json).map_err(|source| DataError::Report { path, source })
     }
 
-    /// Returns sentences about properties of the tokens that a user may not expect.
+    /// Returns notices about unexpected properties of the corpus.
     pub fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         if self.foreign_forms != ConvertedFormats::default() {

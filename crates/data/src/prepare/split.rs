@@ -5,8 +5,7 @@ use std::ops::Range;
 const COPY_TOKENS: u64 = 64 << 10;
 /// The seed of the random choice. Any value works, but the same corpus must always be split the same way.
 const SELECTION_SEED: u64 = 0;
-/// The fraction of the desired tokens at which choosing stops. Continuing until the last token fits would favour tiny
-/// documents.
+/// Choosing stops when this fraction of the wanted tokens is reached. Filling the rest exactly would favour tiny documents.
 const FRACTION_REACHED: f64 = 0.95;
 
 /// The choice of validation tokens.
@@ -14,8 +13,7 @@ const FRACTION_REACHED: f64 = 0.95;
 struct HeldOut {
     /// Indices of the short documents that are held out completely, ascending.
     documents: Vec<u64>,
-    /// Maximum number of tokens of a short document, which is either held out completely or not at all. Longer
-    /// documents are split.
+    /// Maximum number of tokens of a short document. Short documents are held out completely or not at all; longer ones may be split.
     max_short_len: u64,
     /// Index of the first held-out token of long documents, counted over the tokens of all long documents.
     tail_start: u64,

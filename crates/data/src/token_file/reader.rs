@@ -19,9 +19,9 @@ const PART_BYTES: usize = 16 << 10;
 
 /// An open token file.
 ///
-/// Every read checks that ids are below [`vocabulary_size`](Self::vocabulary_size), even if the file is damaged or
-/// modified while it is open. Each block of tokens is compared with its checksum before its first use, and again after
-/// the file has changed. Another file may be renamed over an open one: the old file is still read.
+/// Every read checks that ids are below [`vocabulary_size`](Self::vocabulary_size), even if the file is damaged or modified while it is
+/// open. Each block of tokens is compared with its checksum before its first use, and again after the file has changed. If another file is
+/// renamed over an open one, the old file is still read.
 #[derive(Debug)]
 pub struct TokenFile {
     path: PathBuf,

@@ -1,4 +1,4 @@
-//! Checks of tokenizer files. They refuse files that would make the tokenizer library panic or run without bound.
+//! Checks that refuse tokenizer files that would make the tokenizer library panic or run without bound.
 
 use base64::decode;
 use serde::Deserialize;

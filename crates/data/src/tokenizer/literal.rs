@@ -43,8 +43,8 @@ impl Tokenizer {
         self.hugging_face().map_or(&[], |inner| &inner.beginning)
     }
 
-    /// Returns the tokens that [`prepare`](crate::prepare) puts after a document: those of the post-processor, and
-    /// [`end_of_document`](Self::end_of_document) unless it is the last of them.
+    /// Returns the tokens that [`prepare`](crate::prepare) puts after a document: the post-processor's, followed by
+    /// [`end_of_document`](Self::end_of_document) unless they already end with it.
     pub(crate) fn suffix_tokens(&self) -> Vec<u32> {
         let after: &[u32] = self.hugging_face().map_or(&[], |inner| &inner.ending);
         let end = self.end_of_document().filter(|end| after.last() != Some(end));

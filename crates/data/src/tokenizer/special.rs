@@ -1,4 +1,4 @@
-//! Special tokens in the files of a tokenizer.
+//! Special tokens that the post-processor and `tokenizer_config.json` define.
 
 use serde_json::Value;
 use tokenizers::{Encoding, PostProcessor, Token};

@@ -15,7 +15,7 @@ const HELD_TOKENS_MAX: usize = 64;
 /// piece of text contains half a character. The concatenation of all pieces, including the last piece from
 /// [`finish`](Self::finish), is the text of the whole sequence.
 ///
-/// A token costs the decoding of the token and of a few tokens before it, whose text it may change.
+/// Each pushed token costs decoding it together with a few tokens before it.
 #[derive(Debug)]
 pub struct StreamDecoder<'a> {
     tokenizer: &'a Tokenizer,

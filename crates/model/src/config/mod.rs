@@ -203,7 +203,7 @@ impl ModelConfig {
     /// Checks that the sizes are consistent.
     ///
     /// # Errors
-    /// [`WrongValue`](crate::ModelError::WrongValue) for the first value that is not.
+    /// [`WrongValue`](crate::ModelError::WrongValue) for the first inconsistent value.
     pub fn check(&self) -> Result<()> {
         let (heads, layers) = (self.num_heads, self.num_layers);
         check_size(
@@ -240,8 +240,8 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// Returns the maximum sequence length in tokens. This is `max_position_embeddings`, multiplied by the factor of `rope_type` `dynamic`,
-    /// which is for longer sequences.
+    /// Returns the maximum sequence length in tokens: `max_position_embeddings`, multiplied by the scaling factor if `rope_type` is
+    /// `dynamic`.
     pub fn max_positions(&self) -> usize {
         match self.rope.and_then(|rope| rope.scaling) {
             Some(RopeScaling::Dynamic { factor }) if factor > 1.0 => {

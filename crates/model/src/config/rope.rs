@@ -24,7 +24,7 @@ pub enum RopeScaling {
         /// The divisor.
         factor: f64,
     },
-    /// Lowers the frequencies with the length of sequences that are longer than `max_position_embeddings`
+    /// Lowers the frequencies for sequences longer than `max_position_embeddings`. Longer sequences have lower frequencies
     /// ([`DynamicScaling`](trireme_tensor::tape::DynamicScaling)).
     Dynamic {
         /// Ratio of the longest sequence to `max_position_embeddings`.
@@ -67,8 +67,8 @@ pub struct YarnScaling {
     /// Weight `m` in the scale `0.1 m ln(factor) + 1` of queries and keys. It is used only together with `mscale_all_dim`; otherwise the
     /// weight is 1.
     pub mscale: Option<f64>,
-    /// Weight `m` in the divisor of this scale, which has the same formula. Latent attention multiplies scores by the square of the
-    /// divisor.
+    /// Weight `m` in the divisor `0.1 m ln(factor) + 1` of the scale of queries and keys. Latent attention multiplies scores by the square
+    /// of this divisor.
     pub mscale_all_dim: Option<f64>,
     /// Scale of queries and keys, instead of the computed one.
     pub attention_factor: Option<f64>,

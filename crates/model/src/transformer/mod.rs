@@ -44,8 +44,8 @@ pub(crate) trait Sublayer: fmt::Debug + Send + Sync {
     fn apply(&self, cx: &mut UnitContext<'_>, x: Var) -> Result<Var, DeviceError>;
 }
 
-/// A unit of several sublayers, such as attention and the feed-forward layer after it. Families differ in their sublayers, not in how they
-/// are joined.
+/// A unit of one or more sublayers, such as attention and the feed-forward layer after it. Families differ in their sublayers, not in how
+/// they are joined.
 #[derive(Debug)]
 pub(crate) struct Block(pub(crate) Vec<Box<dyn Sublayer>>);
 

@@ -35,12 +35,12 @@ pub(crate) trait Rule: Debug + Send + Sync {
         [0, 0]
     }
 
-    /// Returns the update whose pass over a member computes the sums of exchange `phase`, 0 or 1.
+    /// Returns the [`Update`] that computes a member's sums for exchange `phase`, which is 0 or 1.
     fn sums_pass(&self, _phase: usize, _member: &Member, step: &UnitStep<'_>) -> Update {
         Update::Norms { grad_scale: step.grad_scale() }
     }
 
-    /// Returns whether the pass of [`sums_pass`](Rule::sums_pass) changes states.
+    /// Returns whether the update of [`sums_pass`](Rule::sums_pass) changes states.
     fn sums_pass_changes_states(&self, _phase: usize) -> bool {
         false
     }
@@ -53,7 +53,7 @@ pub(crate) trait Rule: Debug + Send + Sync {
         unreachable!("{self:?} takes no sums")
     }
 
-    /// Returns the rule as a [`CompressedAdam`], whose momentum ranks may exchange, if it is one.
+    /// Returns the rule if it is a [`CompressedAdam`]. Ranks may exchange momentum instead of gradients for such a rule.
     fn compressed_adam(&self) -> Option<&CompressedAdam> {
         None
     }

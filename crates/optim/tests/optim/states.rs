@@ -243,10 +243,10 @@ fn matrices_decay_and_vectors_only_if_asked() {
     assert_eq!(decayed(false, vec![none]), ["in.weight", "out.weight"]);
 }
 
-/// An update with a state that began late equals the update of a run that begins there.
+/// If the state of every parameter is created in the middle of a run, updates equal the updates of a new run.
 #[test]
 fn a_state_that_begins_late_counts_its_own_updates() {
-    // So late that `1 / sqrt(step)` of the run's step count would be below the learning rate.
+    // If Adafactor counted the steps of the run, its bound of `1 / sqrt(step)` would be below the learning rate.
     const START: u64 = 1_000_000;
     let (table, device) = (table(100), device(1));
     let parts = table.shards(0, 1);

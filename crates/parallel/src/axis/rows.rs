@@ -28,8 +28,8 @@ pub(super) struct RowExchange {
     /// Length of a buffer in elements: one piece, or with `is_hierarchical` the pieces for all other ranks.
     buffer_len: usize,
     is_hierarchical: bool,
-    /// Buffers that are not in flight. An exchange takes all buffers that it may need at its start, so that its memory does not depend on
-    /// the loads.
+    /// Buffers that are not in flight. At its start, an exchange takes all buffers that it may need, so that its memory use does not depend
+    /// on the number of rows.
     free: Vec<Pending<Buffer<Untyped>>>,
     rounds_in_flight: usize,
     num_rounds: usize,
@@ -58,8 +58,8 @@ fn piece(dtype: DType, len: usize, round: usize) -> Range<usize> {
 
 impl DtypeExchanges {
     /// Implements [`AxisOps::start_rows`](trireme_tensor::tape::AxisOps::start_rows). Rows are sent in pieces of fixed size, so that the
-    /// memory of the group does not depend on the number of rows. One more round is in flight than even loads need, within the limit of
-    /// [`MESSAGES_MAX`].
+    /// memory of the group does not depend on the number of rows. The number of rounds in flight is one more than evenly distributed rows
+    /// need, within the limit of [`MESSAGES_MAX`].
     pub(super) fn start_rows(
         &self,
         device: &Device,

@@ -75,10 +75,10 @@ impl Executor {
         found.record_peaks(memory, None);
         let specs: Vec<TensorSpec> = self.profile.batch.iter().map(|tensor| tensor.spec).collect();
         let num_microbatches = self.program.header.num_microbatches;
-        // In each step, every compressor changes to its next kind of step when the gradient of its unit is reduced. One further step runs
-        // with all compressors in their last kind.
+        // A compressor may change its rounds of messages during a run. Here, each step advances every compressor to its next sequence of
+        // rounds, and one further step runs with the last sequences.
         let num_steps = (self.gradients.num_step_kinds() + 1).max(NUM_STEPS_MIN) as u64;
-        // A run validates before its first step, or later, when at least as much memory is in use.
+        // The validation comes first, as in a new run, so that the peaks of the steps include the buffers that it leaves in pools.
         if let Some(batches) = validation {
             self.validate_dry(batches)?;
             found.record_peaks(memory, None);

@@ -141,15 +141,15 @@ impl Executor {
         self.optimization.squares.sum(if across { &groups } else { &groups[..2] }, waiting)
     }
 
-    /// Waits for all operations that kernels wait for, before kernels compute results that outlast the step. After a failure, every later
-    /// call fails.
+    /// Waits for all operations on which issued kernels depend. Must be called before kernels compute results that outlast the step. After
+    /// a failure, every later call fails.
     pub(super) fn await_outcomes(&mut self) -> Result<()> {
         self.collect_waiting();
         let awaited = self.waiting.await_outcomes();
         if let Err(failure) = awaited {
             self.failure.get_or_insert(failure);
         }
-        // After a failure, memory that outlasts the step may contain results that were computed from zeros.
+        // Kernels read zeros in place of the vector of a failed operation, so memory that outlasts the step may be wrong.
         self.failure.clone().map_or(Ok(()), |failure| Err(failure.into()))
     }
 

@@ -13,7 +13,8 @@ use trireme_tensor::{Category, ModelRank, ParameterInfo, ParameterTable, Paramet
 
 impl Executor {
     /// Calls `write` for each parameter that has elements which this rank updates, with the range of these elements and a slice of zeros
-    /// for their new values. Collective after these calls: a rank on which `write` fails does not reach that part.
+    /// for their new values. The calls are local. Afterwards, the ranks update their copies of the parameters collectively, except a rank
+    /// on which `write` failed.
     ///
     /// # Errors
     /// Errors of `write`, and errors of disks and groups.

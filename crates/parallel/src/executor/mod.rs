@@ -118,9 +118,9 @@ impl Executor {
     /// Returns the index of this rank's microbatch `index` among the microbatches of all ranks. If a program has several steps, the
     /// microbatches of earlier steps come first.
     ///
-    /// If gradients are reduced once per step, a rank's microbatches are adjacent. If gradients are sharded, they are reduced after each
-    /// microbatch; microbatches then alternate between the ranks of the shards, so that sums over these ranks come first and the order of
-    /// all sums is the same.
+    /// If gradients are reduced once per step, a rank's microbatches are adjacent. If gradients are sharded, they are reduced over the
+    /// ranks of the shards after each microbatch. Microbatches then alternate between these ranks, so that all sums still follow the
+    /// canonical order.
     pub fn global_microbatch(&self, index: usize) -> usize {
         let place = report_index(&self.program.header, &self.ranks, self.ranks.data().rank(), index);
         place / self.ranks.context_place().degree()

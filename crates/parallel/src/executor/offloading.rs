@@ -93,8 +93,7 @@ impl Executor {
             StateClass::Activations => true,
             StateClass::Parameters => std::mem::take(&mut self.offload.changed[state.unit]),
             StateClass::Gradients => {
-                // The first eviction of a step comes after the reduction, the second one after the update, which no longer needs the
-                // gradient.
+                // The first eviction of a step follows the reduction. The second follows the update, when the gradient is no longer needed.
                 let is_new = !self.offload.is_squared[state.unit];
                 if is_new {
                     self.gradients.finish(state.unit)?;

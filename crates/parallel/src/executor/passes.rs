@@ -168,7 +168,7 @@ impl Executor {
         *self.passes.in_flight.between_units_slot(MessageKind::Gradient, microbatch) =
             Some(pass.take_input_grads()?);
         if let Some(loss) = pass.loss() {
-            // If kernels can access host memory, the last loss sends all reports, before the first gradient is reduced.
+            // The last loss may send all reports, so that they do not wait behind the reductions of gradients.
             self.reports.push(unit, None, microbatch, loss);
         }
         Ok(())
@@ -194,8 +194,8 @@ impl Executor {
         Ok(group.buffer(len)?)
     }
 
-    /// Evaluates a batch without training. Returns the [reports](trireme_model::ModelProfile::reports) of all units in order; those of
-    /// units on other pipeline ranks are zeros. The batch may have fewer samples than a microbatch.
+    /// Evaluates a batch without training. Returns the [reports](trireme_model::ModelProfile::reports) of all units in order. The reports
+    /// of units on other pipeline ranks are zeros. The batch may have fewer samples than a microbatch.
     ///
     /// Collective over the ranks of a pipeline, which pass the same batch. If parameters are sharded, collective over the ranks of the
     /// shards: a rank with `None` only takes part in the gathers. If ranks have different experts, all of them need a batch.

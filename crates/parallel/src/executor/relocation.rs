@@ -139,7 +139,7 @@ impl Executor {
         if to == own { self.evict_state(CLASS, unit, true) } else { Ok(()) }
     }
 
-    /// Changes the part of a unit that this rank updates.
+    /// Changes the part of a unit that this rank updates. The full unit is allocated if this pipeline rank `holds` it.
     fn set_part(&mut self, unit: usize, part: Range<usize>, holds: bool) -> Result<()> {
         self.optimization.optimizer.set_part(unit, part.clone(), &self.optimization.device)?;
         self.parameters.set_part(unit, part, holds)

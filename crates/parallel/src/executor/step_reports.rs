@@ -1,6 +1,6 @@
 //! The losses and metrics that units report for each microbatch, gathered from all ranks and averaged. Requests of ranks are sent along.
 //!
-//! On a device that runs kernels during their calls, the gather starts as soon as the last loss is known, ahead of the first gradients, so
+//! On a device that runs kernels synchronously, the gather starts as soon as the last loss is known, ahead of the first gradients, so
 //! losses do not wait behind long messages.
 
 use crate::error::Result;
@@ -18,7 +18,7 @@ use trireme_tensor::Device;
 use trireme_tensor::tape::{PendingMean, RowMean};
 
 /// Returns the position of microbatch `index` of the data-parallel rank `rank` in the global order of microbatches. A program of several
-/// steps orders steps first. Ranks that share the positions of a microbatch are adjacent.
+/// steps orders steps first. The context ranks of a microbatch are adjacent.
 pub(super) fn report_index(header: &ProgramHeader, ranks: &RankGrid, rank: Rank, index: usize) -> usize {
     let num_shards = ranks.shards().world_size();
     let num_microbatches = header.microbatches_per_step();
@@ -134,8 +134,8 @@ impl StepReports {
 
     /// Records a report of a unit for this rank's microbatch `microbatch`: its loss, or a metric. If kernels can access host memory, the
     /// last loss of the program sends all reports, because every forward has run by then. Ranks without losses, and ranks with an
-    /// asynchronous device, send their reports in [`wait`](StepReports::wait): if a rank without losses sent them earlier, it would wait
-    /// for the other ranks too early.
+    /// asynchronous device, send their reports in [`wait`](StepReports::wait). An earlier gather of a rank without losses would only wait
+    /// for the losses of other ranks.
     ///
     /// # Panics
     /// If the unit did not report this loss or metric during shape and cost inference, or if the number of rows of a loss differs.

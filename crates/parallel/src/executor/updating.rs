@@ -4,7 +4,7 @@
 //! gradients, is sent during backward. The gradients of the other ranks are not known at that time, so an overflow is found only in the
 //! sums. The optimizer's state does not change before then, and the compressors are rolled back after an overflow.
 //!
-//! A unit whose compression would save nothing exchanges gradients in every step. The update is the same.
+//! A unit whose compression would save nothing exchanges gradients in every step, which results in the same update.
 
 use super::hashes::ParameterHasher;
 use super::{Executor, Optimization};

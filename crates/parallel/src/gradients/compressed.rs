@@ -17,8 +17,8 @@ pub(crate) struct Compressed {
     device: Device,
     /// `None` in a dry group, where nothing is compressed.
     pub(super) compressor: Option<Box<Compressor>>,
-    /// In a dry group, the kinds of steps that have not run yet, each as the rounds of one step. Each step removes the first entry. Not
-    /// used in other groups.
+    /// In a dry group, the sequences of rounds that later steps of a run use, in order. Each step removes the first entry. Not used in
+    /// other groups.
     pub(super) remaining_steps: VecDeque<Vec<Round>>,
     /// One exchange for each round, recreated when the rounds change.
     exchanges: Vec<RoundExchange>,

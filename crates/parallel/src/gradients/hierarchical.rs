@@ -48,8 +48,8 @@ impl Hierarchy {
 
 /// The quantized reduction of one unit's gradient. It is reused in every step.
 ///
-/// For a gradient of `P` bytes as integers on a host with `L` ranks, each rank sends `(L - 1) / L * P` bytes to the other ranks of its
-/// host, and `(H - 1) / H * P / L` bytes to the other of `H` hosts. The gradient is rounded at each level.
+/// For a gradient of `P` bytes as integers, on `H` hosts with `L` ranks each, a rank sends `(L - 1) / L * P` bytes to the other ranks of
+/// its host, and `(H - 1) / H * P / L` bytes to other hosts. The gradient is rounded at each level.
 pub(crate) struct Hierarchical {
     hierarchy: Arc<Hierarchy>,
     unit: UnitInfo,

@@ -76,7 +76,8 @@ struct UnitGradient {
     len: usize,
     /// The elements that belong to this rank's shard.
     own: Range<usize>,
-    /// `None` while the gradient is written, summed or reduced. If the memory does not stay with the unit, it comes from the pool.
+    /// The vector that ranks reduce. `None` while it is written, summed or reduced. A unit that does not keep its vector takes it from the
+    /// pool.
     reducible: Option<ExchangeVector>,
     open: Option<Gradient>,
     sum: TreeSum<Gradient>,
@@ -185,7 +186,7 @@ impl Gradients {
         state.sum.push(gradient, |left, right| add(device, state.num_elements, left, right));
     }
 
-    /// Returns this rank's sum of `unit`'s gradient since the last reduction. The caller may change it before the next one.
+    /// Returns this rank's sum of `unit`'s gradient since the last reduction. The caller may modify the sum before it is reduced.
     pub(crate) fn own_sum(&mut self, unit: usize) -> ViewMut<'_> {
         let (device, state) = (&self.device, &mut self.units[unit]);
         if let Some(sum) = state.sum.finish(|left, right| add(device, state.num_elements, left, right)) {

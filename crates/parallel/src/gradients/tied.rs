@@ -1,8 +1,8 @@
 //! Gradients of tied parameters, which one unit of a pipeline (the reader) reads and another unit (the owner) holds.
 //!
 //! Several microbatches are in flight at a time. The reader's contribution for a microbatch is kept, or sent to the owner's rank, until the
-//! owner completes its own gradient for the same microbatch. If sums may have another order than on one rank, a reader on another rank
-//! accumulates its contributions of a step instead, and the owner adds them for the last microbatch.
+//! owner completes its own gradient for the same microbatch. With [`Determinism::Run`](crate::Determinism::Run), a reader on another rank
+//! accumulates its contributions of a step instead, and the owner adds their sum at the last microbatch.
 //!
 //! Without a pipeline, the reader writes into the owner's gradient directly, the owner adds to it, and the owner's unit is reduced last.
 

@@ -12,9 +12,9 @@ pub struct Placements {
 }
 
 impl Placements {
-    /// Places every parameter. Along the pipeline axis, it is on its unit's rank. Ranks that shard optimizer state split it at the ends of
-    /// the shards of the unit's flat buffer, and tensor ranks split it as the model declares. An expert is on one of the neighbouring
-    /// data-parallel ranks that hold different experts.
+    /// Places every parameter. Along the pipeline axis, a parameter is on the rank of its unit. If optimizer state is sharded, the
+    /// parameter is split along the shard axis at the bounds of the shards of its unit's flat buffer. Along the tensor axis, it is split as
+    /// the model declares. An expert's parameters are on one of the adjacent data-parallel ranks that hold different experts.
     pub fn new(table: &ParameterTable, header: &ProgramHeader, mesh: Mesh) -> Self {
         let is_sharded = header.state.is_sharded(StateClass::Optimizer);
         let (of_shards, of_replicas) = neighbours(table, &mesh);
@@ -105,8 +105,7 @@ impl Placements {
     }
 }
 
-/// Returns the number of neighbours with different experts along the shard axis, and along the replica axis. They fill the shard axis
-/// first.
+/// Returns the degree of expert parallelism along the shard axis, and along the replica axis. Expert ranks fill the shard axis first.
 fn neighbours(table: &ParameterTable, mesh: &Mesh) -> (usize, usize) {
     let shards = mesh.axes().iter().find(|(axis, _)| *axis == Axis::DATA_SHARD);
     let (degree, num_shards) = (table.expert_place().degree, shards.map_or(1, |&(_, degree)| degree));

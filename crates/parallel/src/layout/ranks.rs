@@ -92,7 +92,7 @@ impl Degrees {
         }
     }
 
-    /// Returns the place of a rank among the ranks that share the positions of a sequence.
+    /// Returns the place of a rank on the context axis.
     pub fn context_rank(self, rank: Rank) -> ContextRank {
         ContextRank::new(AxisRank::new(rank.0 / self.tensor % self.context, self.context), self.heads)
     }
@@ -225,8 +225,8 @@ impl RankGrid {
         let mut groups: Vec<_> = groups.made.into_iter().map(|(_, group)| group).collect();
         let (world, heads) = (Arc::clone(&groups[0]), degrees.heads);
         let ring = split_or_reuse(&context, "ring", degrees.context / heads, |rank| rank % heads)?;
-        // Exchanges within units have groups of their own: they must not wait behind gathers of later units or pending reductions. The
-        // group of heads may have the same ranks as all of `data`.
+        // The heads have their own group, even if `data` has the same ranks: an all-to-all within a unit must not wait behind gathers of
+        // later units or pending reductions. The ring mainly sends messages, which do not wait behind collectives, so it may reuse a group.
         let heads = match heads {
             1 => Arc::clone(&own),
             _ => Arc::new(context.split_by("heads", |rank| (rank.0 / heads) as u64)?),
@@ -237,8 +237,8 @@ impl RankGrid {
         let (mut experts, mut of_experts) = (None, None);
         if degrees.experts > 1 {
             let mesh = degrees.expert_mesh(world.world_size());
-            // The expert axis has its own group as well, so that tokens do not wait behind gradients. `split_in_order` sums the gradients
-            // of shadowed experts as an expert's own rank would sum them.
+            // The expert axis has its own group as well, so that tokens do not wait behind gradients. The group keeps the canonical order,
+            // so that the gradients of shadowed experts are summed as an expert's own rank would sum them.
             let of_axis = |rank| mesh.group_of(rank, &[Axis::EXPERT]) as u64;
             let axis = Arc::new(world.split_in_order("experts", of_axis)?);
             groups.push(Arc::clone(&axis));
@@ -360,10 +360,10 @@ impl RankGrid {
         self.experts.as_ref()
     }
 
-    /// Returns the group over which squared gradient norms are summed, and whether this rank counts units without experts. The group is the
-    /// larger of the shards of a replica and the ranks with different experts: its ranks together hold the state of a stage exactly once,
-    /// apart from the tensor axis. If ranks with different experts are more than the shards, only the first of them count units without
-    /// experts.
+    /// Returns the group over which squared gradient norms are summed, and whether this rank counts units without experts. The group
+    /// consists of the shards of a replica, or of the ranks with different experts if these are more. Apart from the tensor axis, its ranks
+    /// together hold all parameters of a stage, and each expert once. If the group has more ranks than there are shards, only its first
+    /// ranks, one for each shard, count units without experts.
     pub(crate) fn squares_group(&self) -> (&Arc<Group>, bool) {
         match self.experts() {
             Some(axis) if axis.world_size() > self.shards().world_size() => {
@@ -394,7 +394,7 @@ impl RankGrid {
         AxisRank::new(self.data().rank().0 / context, self.data().world_size() / context)
     }
 
-    /// This rank's place among the ranks that share the positions of a sequence.
+    /// This rank's place on the context axis.
     pub fn context_place(&self) -> ContextRank {
         self.degrees.context_rank(self.world.rank())
     }

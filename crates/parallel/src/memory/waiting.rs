@@ -1,9 +1,9 @@
 //! Waits for communication, on the host or on the device, and the failures of operations that kernels wait for.
 //!
 //! On a device that runs kernels asynchronously, kernels wait for the event of an operation, and the host waits for its outcome later. If
-//! the operation fails, the event completes with zeros ([`Work::into_pending`]), so a failure is an error of the step and does not block
-//! the stream. The executor therefore waits for all outcomes before a result reaches losses, norms, parameters or an evaluation
-//! (`Executor::await_outcomes`).
+//! the operation fails, the event completes all the same and kernels read zeros ([`Work::into_pending`]), so that the failure does not
+//! block the stream. Before a result reaches losses, norms, parameters or an evaluation, the executor therefore waits for all outcomes
+//! (`Executor::await_outcomes`), and a failure is an error of the step.
 //!
 //! Ranks report their losses after their outcomes, and no rank updates before it has the reports of all ranks. A pipeline that does not
 //! drain is the exception: a rank that saw no failure may have updated parameters with results that were computed from zeros; the run then

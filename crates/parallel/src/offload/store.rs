@@ -44,7 +44,8 @@ enum BlockState {
 }
 
 /// Blocks in a file, split into chunks. While one chunk of a block is written, the next one is copied from the device; while one is read,
-/// the one before is copied to the device. So transfers take the memory of a few chunks, whatever the size of a block.
+/// the one before is copied to the device. Writes use the memory of a few chunks, whatever the size of a block. A read uses buffers for all
+/// chunks of its block.
 struct Disk {
     /// Counts the chunks in flight, which are in host memory.
     counted: CountedMemory,

@@ -34,14 +34,14 @@ pub(crate) struct RankParameters {
     shards: Option<Parameters>,
     /// The units that operations read; `None` if operations read `shards`, because this rank updates full units.
     full_units: Option<GatheredUnits>,
-    /// The index of a tied unit that another pipeline rank updates and a unit of this rank reads, and a copy of it, in the dtype in which
-    /// operations read units.
+    /// A copy of the tied unit that another pipeline rank updates and a unit of this rank reads, with the unit's index. The copy has the
+    /// dtype in which operations read units.
     tied_copy: Option<(usize, Tensor)>,
     device: Device,
 }
 
 impl RankParameters {
-    /// Allocates zeros, of which this rank updates `parts`. A rank that has all parameters and does not train allocates nothing:
+    /// Allocates parameters with zeros. This rank updates `parts`. A rank that has all parameters and does not train allocates nothing:
     /// [`set_all`](RankParameters::set_all) provides its parameters. Parameters are gathered in the precision of `options`. The methods
     /// of ZeRO++ apply if `ranks` are split by host. Shards that are separate from full units are on `shards_device`.
     pub(crate) fn new(

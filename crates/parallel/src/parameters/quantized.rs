@@ -1,5 +1,5 @@
-//! Gathers units as integers, across hosts and then within them (qwZ: Wang et al., "ZeRO++", 2023, section 3.1), so that each shard crosses
-//! to another host once.
+//! Gathers units as integers, across hosts and then within them (qwZ: Wang et al., "ZeRO++", 2023, section 3.1), so that each shard is sent
+//! only once to every other host.
 
 use crate::error::Result;
 use crate::layout::HostLevels;

@@ -493,8 +493,8 @@ fn keys_go_around_the_ring_and_heads_are_exchanged_as_in_the_papers() {
                 let sent = || of_groups().map(|of_group| of_group.message_bytes + of_group.payload_bytes);
                 let before = sent();
                 let plan = StepPlan { step: 1, lr: 1e-3, grad_norm: GradNorm::Off, has_loss: true };
-                // If only the ring or only the heads have several ranks, that group is also the data-parallel group, so its bytes are not
-                // separate.
+                // If only the ring has several ranks, its group is also the data-parallel group, which counts the bytes of gradients as
+                // well. The bytes are checked only if both groups have several ranks.
                 let is_both = ring > 1 && heads > 1;
                 executor.run(plan, &mut batches(&executor, config, 1).into_iter()).unwrap();
                 let num_microbatches = executor.program().header.num_microbatches;

@@ -30,7 +30,7 @@ impl Interceptor for Refuse {
     }
 }
 
-/// Lets the first reads succeed, and blocks all later ones until the test has ended.
+/// Lets the first reads and writes succeed, and blocks all later reads until the test has ended.
 #[derive(Debug)]
 struct Hang {
     num_passing: AtomicUsize,

@@ -66,7 +66,7 @@ fn program(num_units: usize, state: StateLayout) -> Program {
     lay_out(single::program(&chain, 1), state)
 }
 
-/// Returns all combinations of tiers with all numbers of offloaded blocks.
+/// Returns all combinations of tiers with all numbers of offloaded units.
 fn every_choice(given: StateLayout, num_units: usize) -> Vec<StateLayout> {
     let blocks = |state: StateLayout| {
         (1..num_units).map(move |num_moved| StateLayout { num_offloaded_units: num_moved, ..state })
@@ -93,8 +93,8 @@ proptest! {
     }
 }
 
-/// Chooses the tier of one class so that a rank needs `less` bytes less on the device, with `host` bytes of host memory. Also returns
-/// whether the choice fits.
+/// Chooses the tier of one class. The bound on device memory is `less` bytes below the rank's total, and the bound on host memory is `host`
+/// bytes. Also returns whether the choice fits.
 fn fit(
     num_units: usize,
     stage: usize,

@@ -62,10 +62,10 @@ pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usiz
 /// First, each rank passes every block to the rank of its own host that has the same local rank as the block's receiver. The blocks for one
 /// host are then contiguous. Then ranks with the same local rank exchange the blocks for their hosts, with one message for each host.
 ///
-/// On `H` hosts of `L` ranks, a rank has `H` copies, `H (L - 1)` exchanges within the host and `H - 1` across hosts, where the pairwise
-/// algorithm has `(H - 1) L`. The bytes that leave a host are its blocks for other hosts, as with the pairwise algorithm. A block whose
-/// receiver has a different local rank than its sender also travels within the sender's host. These are `1 - 1 / L` of the bytes if blocks
-/// are equally long. If the ranks of a host are not consecutive, blocks received from other hosts are copied once more, by `N - L` copies.
+/// On `H` hosts of `L` ranks, a rank has `H` copies, `H (L - 1)` exchanges within the host and `H - 1` across hosts. The pairwise algorithm
+/// has `(H - 1) L` exchanges across hosts. With both algorithms, a block for another host crosses hosts once. Here, a block whose receiver
+/// has a different local rank than its sender also travels within the sender's host: `1 - 1 / L` of all bytes if blocks are equally long.
+/// If the ranks of a host are not consecutive, blocks received from other hosts are copied once more, by `N - L` copies.
 ///
 /// On one host, on hosts of one rank, or on hosts of different numbers of ranks, the steps are the same as with [`all_to_all_variable`].
 ///

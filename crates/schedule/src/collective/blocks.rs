@@ -21,8 +21,8 @@ const SEGMENT_BYTES: usize = 1 << 20;
 /// MiB, because a longer vector leaves the caches between steps. Between hosts there is one segment, because each further step costs a
 /// latency.
 ///
-/// Each segment costs all steps of the algorithm; the bytes stay the same. A canonical algorithm also reduces each segment in the canonical
-/// order.
+/// Each segment runs all steps of the algorithm. The total bytes stay the same. A canonical algorithm also reduces each segment in the
+/// canonical order.
 pub fn segments(
     hosts: &Hosts,
     len: usize,

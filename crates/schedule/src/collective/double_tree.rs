@@ -38,7 +38,7 @@ pub(super) fn all_reduce_by(num_chunks: usize, own: &RankContext, steps: &mut Ve
         let chunk = Blocks::even(num_chunks, half.len()).of(index);
         half.start + chunk.start..half.start + chunk.end
     };
-    // The chunk that passes an edge in a slot, if the edge starts `delay` pairs of slots after the first pair.
+    // The chunk that passes an edge in a slot. Each pair of slots carries one chunk, and the edge starts in pair `delay`, counted from 0.
     let passing = |edge: &Edge, slot: usize, delay: usize| {
         let index = (slot / 2).checked_sub(delay).filter(|&index| index < num_chunks)?;
         (slot % 2 == edge.colour).then(|| chunk(edge.tree, index))

@@ -45,9 +45,9 @@ pub(super) fn reduce(own: &RankContext, steps: &mut Vec<Step>) {
     }
 }
 
-/// Appends the steps of a reduce-scatter in canonical order (recursive halving, neighbours first). Partners at doubling distances exchange
-/// the blocks that the other partner's side keeps, in one message for each leaf. The second rank of a folded pair sends its vector to the
-/// first and receives its block in the end.
+/// Appends the steps of a reduce-scatter in canonical order (recursive halving, neighbours first). At each of the doubling distances, a
+/// rank sends its partner the blocks that the partner continues to reduce, in one message for each leaf. The second rank of a folded pair
+/// first sends its vector to the first rank, and receives its block at the end.
 ///
 /// Blocks must be contiguous if the number of ranks is not a power of two.
 pub(super) fn reduce_scatter(own: &RankContext, steps: &mut Vec<Step>) {

@@ -11,7 +11,7 @@ struct Merge {
     partner: usize,
     /// Whether this rank represents the merged subtree.
     keeps: bool,
-    /// The ranks of the subtree whose representative does not represent the merged subtree.
+    /// The ranks of the subtree that loses its representative in the merge.
     given: Range<usize>,
 }
 

@@ -1,8 +1,7 @@
-//! Lowering passes: each adds actions that a layout requires to a program, and returns a program with the same results.
-//! [`recompute`](fn@recompute) comes before [`lay_out`], because recomputation reads parameters, too.
+//! Lowering passes. Each takes a program and adds the actions that a layout requires. The results of the program do not change.
+//! [`recompute`](fn@recompute) must run before [`lay_out`], because recomputation reads parameters, too.
 //!
-//! A requirement that is independent of the pipeline schedule is a pass here, from a program to a program, and not an option of the
-//! generators.
+//! A requirement that does not depend on the pipeline schedule is a lowering pass, not an option of the schedule generators.
 
 mod insertions;
 mod offload;

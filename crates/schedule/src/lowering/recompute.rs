@@ -1,16 +1,16 @@
 use crate::action::{Action, Keep};
 use crate::program::Program;
 
-/// Makes forward of each unit keep the activations that `keeps` says, and recomputes the others before backward (Chen et al., "Training
-/// deep nets with sublinear memory cost", 2016, section 4).
+/// Makes forward of each unit keep the activations that its element of `keeps` selects, and recomputes the others before backward (Chen et
+/// al., "Training deep nets with sublinear memory cost", 2016, section 4).
 ///
 /// A segment is a unit that keeps its input, and the consecutive units above it that keep nothing. A unit that keeps its products is a
 /// segment on its own. Before backward of a segment's last unit, the whole segment is recomputed, from its first unit to its last. Segments
 /// end where pipeline stages end, because the input that a stage receives is kept.
 ///
 /// # Panics
-/// If `keeps` does not have one element per unit, or if the input of a unit that keeps nothing is not recomputed. It is recomputed only if
-/// the unit below keeps its input or nothing.
+/// If `keeps` does not have one element per unit, or if the input of a unit that keeps nothing is not recomputed, because the unit below
+/// has neither [`Keep::Input`] nor [`Keep::Nothing`].
 pub fn recompute(program: Program, keeps: &[Keep]) -> Program {
     let Program { header, actions } = program;
     assert_eq!(keeps.len(), header.chain.num_units, "one choice for each unit");

@@ -6,8 +6,8 @@ use super::sizes::Sizes;
 /// Megatron-LM", 2021, section 2.2): several stages per rank in a looped placement, and groups of `P` microbatches, each of which passes
 /// through all stages before the next.
 ///
-/// Where `P` does not divide `M`, groups are larger, and the largest come first; with fewer than `P` microbatches there is one group. A
-/// rank then never needs a backward whose forward it has not reached, because the first group determines how far forwards are ahead.
+/// If `P` does not divide `M`, groups are larger, and the largest come first. With fewer than `P` microbatches, there is one group. The
+/// first group determines how far forwards run ahead. Because it is the largest, every forward comes before its backward.
 ///
 /// Bubble, for `M >= P`: `(P - 1) (F + B)` of a *stage*, which is `1 / V` of a rank's work: `(P - 1) / (V M)`. There are `V` times as many
 /// messages. Activations in flight: `min(2 (P - rank - 1) + (V - 1) G + 1, V M)` stages, with `G` the size of the first group.

@@ -128,7 +128,7 @@ impl Kind {
         self.recipe().stages_per_rank
     }
 
-    /// Returns which version of its weights a stage reads.
+    /// Returns the version of a stage's weights that its passes read.
     pub const fn weights(self) -> WeightVersions {
         self.recipe().weights
     }

@@ -20,7 +20,7 @@
 //! | `dualpipe-v` | 2 | `(P - 1) F` for `F = I = W` | `2 P + 1` | `M >= 2 P`, refused below |
 //! | `pipedream` | 1 | none between steps | `P` | weight versions: `P` for `M = 1` |
 //! | `pipedream-2bw` | 1 | none between steps | `P` | `M >= P`, refused below; weight versions: 2 |
-//! | `auto` | any | least of all these and of its own search | as bounded | |
+//! | `auto` | any | from a search; never slower than the other synchronous schedules that fit | within the given bounds | |
 //!
 //! # Adding a schedule
 //! A schedule is a generator in its own file, with source, lost time and memory, and a [`Kind`] with its recipe in `kind.rs`. A golden text

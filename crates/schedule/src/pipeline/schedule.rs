@@ -42,11 +42,11 @@ impl StagePlacement {
     }
 }
 
-/// The passes of each rank of a pipeline between two points at which it is empty, in order.
+/// The passes of each rank of a pipeline, in order, from one drain of the pipeline to the next.
 ///
 /// A synchronous schedule is one step and does not contain the update: the executor updates all weights after it. A schedule without drains
-/// ([`WeightVersions::Stashed`], [`WeightVersions::DoubleBuffered`]) is several steps, with the updates among the passes;
-/// [`Schedule::versions_read`] returns the version of its weights that each pass reads.
+/// between steps ([`WeightVersions::Stashed`], [`WeightVersions::DoubleBuffered`]) is several steps, with the updates among the passes.
+/// [`Schedule::versions_read`] returns the weight version that each pass reads.
 ///
 /// The text form is a header and a line for each rank; `#` begins a comment:
 /// ```text
@@ -61,7 +61,7 @@ pub struct Schedule {
     pub num_microbatches: usize,
     /// Number of steps that follow each other without a drain; 1 for a synchronous schedule.
     pub num_steps: usize,
-    /// The version of its weights that a stage reads.
+    /// The version of a stage's weights that its passes read.
     pub weights: WeightVersions,
     /// The rank of each stage.
     pub stage_ranks: Vec<usize>,
@@ -85,10 +85,9 @@ impl Schedule {
         self.num_microbatches * self.num_steps
     }
 
-    /// Returns the lag of the gradient norm in a schedule without drains, in steps. An update may clip by the norm of the step that is
-    /// `norm_lag` steps earlier. This is the most recent norm that is known without waiting for ranks that are behind. With `P` ranks and
-    /// `M` microbatches per step, a rank's backward passes are at most `P - 1` microbatches behind another rank's, which are `(P - 1) / M`
-    /// steps. The lag is this number rounded up, and at least 1.
+    /// Returns the age, in steps, of the gradient norm by which an update may clip in a schedule without drains. It is the age of the most
+    /// recent norm that is known without waiting for slower ranks. With `P` ranks and `M` microbatches per step, backward on one rank is at
+    /// most `P - 1` microbatches, or `(P - 1) / M` steps, behind another rank. The age is this number rounded up, and at least 1.
     pub fn norm_lag(num_ranks: usize, microbatches_per_step: usize) -> usize {
         (num_ranks - 1).div_ceil(microbatches_per_step).max(1)
     }

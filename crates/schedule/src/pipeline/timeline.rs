@@ -69,10 +69,10 @@ impl Timeline {
         if all == 0.0 { 0.0 } else { 1.0 - busy as f64 / all }
     }
 
-    /// Returns the bubble of a schedule as papers define it: the longest time of a rank from its first pass to its last, beyond the work of
-    /// the busiest rank. For GPipe, 1F1B and their interleaved forms, the first rank works from the common start to the common end, so the
-    /// time of the longest rank is the makespan. Zero-bubble schedules begin and end on one rank after another, and the papers do not count
-    /// the time before or after (Qi et al., 2023, section 2.2); [`bubble`](Timeline::bubble) does.
+    /// Returns the bubble of a schedule as papers define it: the longest time of a rank from its first pass to its last, minus the work of
+    /// the busiest rank. For GPipe, 1F1B and their interleaved forms, the first rank works from the common start to the common end, so this
+    /// longest time is the makespan. Zero-bubble schedules begin and end on one rank after another, and the papers do not count the time
+    /// before a rank's first pass and after its last (Qi et al., 2023, section 2.2); [`bubble`](Timeline::bubble) does.
     pub fn lost(&self) -> LostTime {
         let longest = (0..self.ranks.len()).map(|rank| self.extent(rank)).max().unwrap_or(0);
         let ideal_ticks = self.busy.iter().copied().max().unwrap_or(0);

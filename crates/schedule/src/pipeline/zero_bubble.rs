@@ -9,7 +9,7 @@ use super::sizes::Sizes;
 /// all ranks have equally many microbatches in flight.
 ///
 /// Bubble, for `M >= P` and `W <= min(F, I)`: `(P - 1) (F + I - W)`, a third of 1F1B's where all three take equal time. Activations in
-/// flight: `min(P, M)` on every rank, of which delayed weight halves hold only their part.
+/// flight: `min(P, M)` on every rank. A microbatch whose weight half is delayed holds only a part of its activations.
 pub(super) fn h1(rank: usize, sizes: Sizes) -> Vec<Pass> {
     passes(rank, sizes, sizes.num_ranks - rank, rank)
 }
@@ -17,10 +17,10 @@ pub(super) fn h1(rank: usize, sizes: Sizes) -> Vec<Pass> {
 /// Returns the passes of a rank in ZB-H2 (section 2.2), which needs twice the memory and has no bubble. More forwards fill the time until
 /// the first backward arrives, and the delayed weight halves fill the end.
 ///
-/// Bubble, for `M >= 2 P - 1` and `W <= min(F, I)`: `(P - 1) (F + I - 2 W)`, none where all three take equal time. It is counted within
-/// each rank, from its first pass to its last: ranks begin and end one after another, and no rank idles between two steps if none waits for
-/// all others before its update (section 4 of the paper). A step that ends with a global norm of the gradients takes `(P - 1) F` more.
-/// Activations in flight: `min(2 P - 1, M)`.
+/// Bubble, for `M >= 2 P - 1` and `W <= min(F, I)`: `(P - 1) (F + I - 2 W)`, none where all three take equal time. The bubble is counted
+/// within each rank, from its first pass to its last, because ranks begin and end one after another. Ranks do not idle between two steps,
+/// unless they wait for all others before the update (section 4 of the paper): a step that ends with a global norm of the gradients takes
+/// `(P - 1) F` more. Activations in flight: `min(2 P - 1, M)`.
 pub(super) fn h2(rank: usize, sizes: Sizes) -> Vec<Pass> {
     passes(rank, sizes, 2 * (sizes.num_ranks - rank) - 1, 2 * rank)
 }

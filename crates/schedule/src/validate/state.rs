@@ -7,7 +7,7 @@ use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateKey};
 use crate::program::ProgramHeader;
 use std::collections::{BTreeSet, VecDeque};
 
-/// The state of the activations of a unit and microbatch that backward reads.
+/// The state of the activations that backward of a unit reads for one microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Activations {
     /// Forward has not run.

@@ -88,7 +88,7 @@ fn the_description_says_what_was_chosen() {
     }
 }
 
-/// A file system that resides in the page cache can serve a swap file, whatever the kernel allows there.
+/// A swap file works on a tmpfs, whichever IO methods the kernel supports there.
 #[test]
 fn a_file_system_in_memory_serves_too() {
     let folder = Path::new("/dev/shm");

@@ -37,7 +37,7 @@ pub enum DeviceError {
     /// The host's pool of huge pages is exhausted.
     #[error("{0}")]
     HugePages(String),
-    /// The length of a dim that is sharded by rows is not divisible by the number of ranks of the tensor axis.
+    /// The rows of a value cannot be sharded equally over the ranks of the tensor axis.
     #[error(
         "{degree} ranks of the tensor axis cannot have equal parts of dim {dim} of {shape:?}; use a length \
          that {degree} divides, or no sequence parallelism"

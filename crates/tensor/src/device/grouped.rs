@@ -17,12 +17,14 @@ pub struct RowGroups<'a> {
 }
 
 impl Device {
-    /// Multiplies the rows of each group in `left` (`[rows, inner]`) by the group's block of `right`, as `out` (`[rows, cols]`). Operands
-    /// are rounded to `precision`; sums are f32. `right` stacks the blocks of all groups vertically; `transpose` applies to each block.
-    /// `starts` (`[num_groups + 1]`, u32) holds the first row of each group and the end of the last group. Only the differences of `starts`
-    /// matter: the first group begins at row 0. Rows after the last group belong to no group, and their outputs are zeros.
+    /// Multiplies the rows of each group in `left` (`[rows, inner]`) by the group's block of `right` and writes the results to the same
+    /// rows of `out` (`[rows, cols]`). Operands are rounded to `precision`; sums are f32. `right` stacks the blocks of all groups
+    /// vertically; `transpose` applies to each block. `starts` (`[num_groups + 1]`, u32) holds the first row of each group and the end of
+    /// the last group, plus any constant: the first group always begins at row 0. Rows after the last group belong to no group, and their
+    /// outputs are zeros.
     ///
-    /// Cost: `2 rows cols inner` floating-point operations. Each group has the same bits as a separate matmul, without padding.
+    /// Groups are not padded, and their results have the same bits as separate matmuls. Cost: `2 rows cols inner` floating-point
+    /// operations.
     ///
     /// # Errors
     /// If there is no memory to pack operands.
@@ -63,9 +65,9 @@ impl Device {
 
     /// Computes `transpose(left) right` over the rows of each group, where `left` is `[rows, m]` and `right` is `[rows, n]`. Writes the
     /// product to the group's block of `out` (`[num_groups * m, n]`, f32), or adds it. Precision and `starts` are as for
-    /// [`grouped_matmul`](Device::grouped_matmul). A group without rows gives zeros. If `groups` splits each group into several parts, the
-    /// products of the parts are added in the canonical order of a reduction over that many ranks: neighbours are added in pairs, from the
-    /// first on, until the number of partial sums is a power of two; a binary tree then adds the partial sums.
+    /// [`grouped_matmul`](Device::grouped_matmul). A group without rows gives zeros. If `groups` splits each group into `k` parts, the
+    /// products of the parts are added in the canonical order of a reduction over `k` ranks: with `p` the largest power of two up to `k`,
+    /// the first `k - p` pairs of neighbours are added first, and a binary tree then adds the remaining `p` partial sums.
     ///
     /// Cost: `2 rows m n` floating-point operations; `num_groups m n` more for each part of a group after the first.
     ///

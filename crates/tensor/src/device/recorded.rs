@@ -1,7 +1,7 @@
 //! Recorded kernel calls.
 //!
-//! The planner records the calls of a dry run and [replays](RecordedCalls::replay) them on new memory, to time the kernels outside of
-//! passes and updates.
+//! The planner records the calls of a dry run. It [replays](RecordedCalls::replay) them on new memory to time kernels that belong to no
+//! pass and no update, such as sums and conversions.
 
 use crate::kernels::call::Call;
 use std::collections::BTreeMap;

@@ -8,8 +8,8 @@
 //! - **Streams.** There is one [stream](Stream) of kernels, and one of copies in each direction. Copies use host memory that is
 //!   [`Pending`], which no thread reads before its event is done.
 //! - **Kernels.** `docs/kernels.md` lists them. `cargo xtask kernels` derives the list from the methods of [`Device`](crate::Device), their
-//!   calls and a run of the suites, and refuses a kernel that is not tested on every backend. A kernel has the same bits on all backends.
-//!   The suites are `tests/conformance` and `tests/operations`; `testkit/src/traced.rs` lists the backends that they run on.
+//!   calls and a run of the suites, and refuses a kernel that is not tested on every backend. The results of a kernel have the same bits on
+//!   all backends. The suites are `tests/conformance` and `tests/operations`; `testkit/src/traced.rs` lists the backends that they run on.
 //! - **Functions.** A [`FunctionCall`](super::call::FunctionCall) runs Rust code of another crate, such as the closure that is passed to
 //!   [`Device::map`](crate::Device::map). Hardware that cannot run it lets the host run it on copies of the operands.
 //!
@@ -51,8 +51,8 @@ impl fmt::Debug for WaitSite {
 ///
 /// To add a backend, implement this trait and add a [`BackendKind`](crate::BackendKind).
 pub(crate) trait Backend: fmt::Debug + Send + Sync {
-    /// Returns the processor on which a device calls functions and copies directly. `None` if all calls must pass through this
-    /// backend, to be queued or counted.
+    /// Returns the processor if the device may call functions and copy memory on it directly, without this backend. Returns `None` if the
+    /// backend queues or counts all calls.
     fn as_cpu(&self) -> Option<&Cpu> {
         None
     }

@@ -107,7 +107,8 @@ impl ParameterTable {
     /// Adds parameters that operations read as one matrix, stacked along dim 0.
     ///
     /// # Panics
-    /// If there are none, if they differ in another dim or in the sharded dim, or as [`add`](ParameterTable::add) does.
+    /// If there are no parameters, if their dims other than 0 differ, if they are sharded along different dims, and in the cases of
+    /// [`add`](ParameterTable::add).
     pub fn add_stacked(&mut self, parts: impl IntoIterator<Item = Parameter>) -> ParameterSpan {
         let mut parts = parts.into_iter();
         let first = parts.next().expect("a span has parameters");
@@ -188,7 +189,8 @@ impl ParameterTable {
         self.tie
     }
 
-    /// Returns the weights that multiply hidden values, stacked as operations read them. These are the matmuls that fp8 covers.
+    /// Returns the weights that multiply hidden values, stacked as operations read them. With fp8, the matmuls with these weights are
+    /// quantized.
     pub fn matrices(&self) -> &[ParameterSpan] {
         &self.matrices
     }
@@ -211,8 +213,8 @@ impl ParameterTable {
         self.units.iter().map(|unit| unit.shard(index, num_shards)).collect()
     }
 
-    /// Returns each parameter that overlaps `parts` of the units' flat buffers: the parameter, the range of its elements in the part, and
-    /// their range within the part, in order.
+    /// Returns, in order, the parameters that overlap `parts`, one range of each unit's flat buffer. Each comes with the overlapping
+    /// elements twice: as a range of the parameter and as a range of the part.
     pub fn stored<'a>(
         &'a self,
         parts: &'a [Range<usize>],

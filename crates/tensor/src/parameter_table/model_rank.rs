@@ -121,8 +121,8 @@ impl ParameterTable {
         self.owner(info).is_none_or(|owner| owner == self.place.experts.rank)
     }
 
-    /// Returns the parameter that occupies the same place in this rank's unit as `info` does on the rank that stores it. All ranks of the
-    /// expert axis have units of the same layout.
+    /// Returns this rank's parameter with the offset that `info` has on the rank that stores it. A unit has the same layout on all ranks of
+    /// the expert axis.
     ///
     /// # Panics
     /// If `info` is not a parameter of this model, or if the experts of its unit have different parameters.
@@ -209,7 +209,7 @@ impl ParameterTable {
         })
     }
 
-    /// Returns this rank's share of `len` items that are split by `cut`, such as heads.
+    /// Returns the number of items, such as heads, that this rank of the tensor axis holds when `len` items are split like a dim.
     ///
     /// # Panics
     /// If they cannot be split. [`check_degree`](ParameterTable::check_degree) refuses such degrees for the corresponding parameters.

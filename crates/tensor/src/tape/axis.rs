@@ -14,10 +14,10 @@
 //!
 //! # Shardings of values
 //! The tape records the [`Sharding`] of each value. It gathers rows before an operation that does not [accept sharded
-//! rows](Operation::accepts_sharded_rows), so such an operation is correct without knowledge of the axis. Values that are sharded by
-//! parameters are not adapted. Only operations on single elements or on full heads may read them; if an operation also reads a replicated
-//! value that has a gradient, [`CopyToRanks`](super::CopyToRanks) comes before it. Units pass on values that are replicated or sharded by
-//! rows.
+//! rows](Operation::accepts_sharded_rows), so such an operation is correct without knowledge of the axis. The tape does not reshard values
+//! that are [sharded like parameters](Sharding::ByParameters). Only operations on single elements or on full heads may read them. If such
+//! an operation also reads a replicated value that has a gradient, the model must apply [`CopyToRanks`](super::CopyToRanks) to the
+//! replicated value first. Units pass on values that are replicated or sharded by rows.
 //!
 //! # Order of exchanges
 //! Exchanges are part of the passes of a unit and have a group of their own. The ranks of the axis run the same program, so they start
@@ -133,7 +133,7 @@ impl OperationContext<'_> {
         self.finish_on_axis(sum)
     }
 
-    /// Starts [`sum_over_ranks`](OperationContext::sum_over_ranks). The memory of `term` may be reused at once.
+    /// Starts [`sum_over_ranks`](OperationContext::sum_over_ranks).
     pub(super) fn start_sum(&self, term: Tensor, sharding: Sharding) -> Result<PendingValue> {
         let Some(axis) = self.axis() else { return Ok(PendingValue::Ready(term)) };
         let (kind, shape) = match sharding {

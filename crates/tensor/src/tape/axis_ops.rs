@@ -76,7 +76,8 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>>;
 
     /// Starts an all-to-all of rows: sends the elements of `values` that `runs` lists to every rank and receives from every rank. Starts as
-    /// many messages as fit into memory of bounded size, independent of the loads; [`send_rest`](AxisOps::send_rest) sends the others.
+    /// many messages as fit into buffers whose size does not depend on the expert loads; [`send_rest`](AxisOps::send_rest) sends the
+    /// others.
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).
@@ -117,7 +118,7 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     }
 }
 
-/// Ranges of elements that are consecutive in a message between two ranks.
+/// The elements of a message between two ranks, as ranges of the tensor that is sent or received. The message is their concatenation.
 pub type Runs = SmallVec<[Range<usize>; 8]>;
 
 /// The elements that a rank sends to and receives from each rank of an axis, itself included.
@@ -129,9 +130,9 @@ pub struct ExchangedRuns {
     pub received: SmallVec<[Runs; 8]>,
     /// Number of elements between each pair of ranks, indexed by source rank, then destination rank.
     pub lens: Vec<usize>,
-    /// Number of elements from one rank to another at even loads. Determines the size of message buffers.
+    /// Number of elements from one rank to another if all experts have equal loads. Determines the size of message buffers.
     pub even_len: usize,
-    /// Maximum number of elements from one rank to another at any load.
+    /// Maximum number of elements from one rank to another, whatever the loads.
     pub len_max: usize,
 }
 

@@ -121,8 +121,8 @@ impl OperationContext<'_> {
     }
 
     /// Adds `sum / num_rows`, times the term's weight, to the loss, or reports it as a [metric](super::Recorder::apply_metric). `sum` is
-    /// one f64. For a loss, `num_rows` must be the same in every pass over a microbatch of equal size, because the gradient is taken of
-    /// the mean; for a metric, it may vary.
+    /// one f64. For a loss, microbatches of equal size must have equal `num_rows`: each contributes the gradient of its own mean, so
+    /// rows would otherwise have unequal weights. For a metric, `num_rows` may vary.
     ///
     /// # Errors
     /// If there is no memory for the weighted term.

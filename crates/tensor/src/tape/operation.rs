@@ -3,8 +3,8 @@
 //! # Cost
 //! The cost of an operation is the cost of the kernel calls that it issues, so it declares none. A function that is passed to a kernel
 //! ([`Pointwise`](super::Pointwise), [`ElementLoss`](super::ElementLoss), [`Device::map`](crate::Device::map)) states its operations per
-//! element. Products that backward computes for the second time are marked as repeated ([`Cost::repeats`](trireme_base::Cost::repeats)):
-//! MFU does not count them.
+//! element. Matmuls that backward computes for the second time are counted as repeated ([`Cost::repeats`](trireme_base::Cost::repeats)),
+//! and MFU excludes them.
 
 use super::{Sharding, Tape, TensorAxis};
 use crate::device::Result;
@@ -94,9 +94,9 @@ pub trait Operation: fmt::Debug + Send + Sync {
         self.accepts_sharded_rows(0)
     }
 
-    /// Returns the operation that exchanges this rank's positions of an input for its heads, or its heads of the only output for its
-    /// positions. It is for operations that need all positions, but only of some heads, when ranks of the context axis exchange heads
-    /// (Ulysses). Called for float inputs, of which there are `num_float_inputs`.
+    /// Returns the operation that the tape inserts if ranks of the context axis exchange heads (Ulysses): at an input, it exchanges
+    /// positions for heads; at the only output, heads for positions. For operations that need all positions, but not all heads. Called for
+    /// the output and for each of the `num_float_inputs` float inputs.
     fn head_exchange(&self, operand: InputOrOutput, num_float_inputs: usize) -> Option<Op> {
         let _ = (operand, num_float_inputs);
         None

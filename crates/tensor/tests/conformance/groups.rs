@@ -78,8 +78,7 @@ fn rows_beyond_a_limit_are_of_no_group() {
     }
 }
 
-/// The parts of a group are summed in the order of a reduction over that many ranks: neighbours are added in pairs, from the first on,
-/// until the number of partial sums is a power of two; a binary tree then adds the partial sums.
+/// The parts of a group are summed in the order of a reduction over as many ranks; see [`Device::grouped_transposed_matmul`].
 #[test]
 fn parts_of_groups_are_summed_as_ranks_sum() {
     let (inner, cols, num_groups) = (30, 50, 2);
@@ -214,7 +213,7 @@ fn groups_have_the_bits_of_products_of_their_own() {
     }
 }
 
-/// With one output per group, the gradient is a column, which is packed only for some numbers of rows.
+/// A left operand of one column is packed only for some numbers of rows.
 #[test]
 fn columns_of_odd_and_even_groups() {
     let (starts, cols) = ([0_u32, 3, 8], 700);

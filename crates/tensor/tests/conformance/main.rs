@@ -1,4 +1,4 @@
-//! Compares every backend with definitions in f64, beyond the kernels of operations, which `tests/operations` checks.
+//! Compares kernels on every backend with their definitions in f64. `tests/operations` does so for the kernels of operations.
 //!
 //! All backends must give the same bits: only shapes determine the order in which a kernel computes.
 

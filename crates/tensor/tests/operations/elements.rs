@@ -4,7 +4,7 @@ use crate::{check, no_parameters, op};
 use trireme_tensor::tape::{Add, Convert, Mul, Op, Relu, Scale, Sigmoid, Silu, Tanh};
 use trireme_testkit::Input;
 
-/// Edge cases: an empty shape, one element, odd shapes, more elements than one task of a kernel.
+/// An empty shape, a single element, and numbers of elements that SIMD vectors do not divide.
 const SHAPES: [&[usize]; 5] = [&[0, 3], &[1], &[1, 1, 1], &[3, 5, 7], &[2, 129]];
 
 /// Checks an operation without parameters on inputs of equal shapes.

@@ -146,7 +146,7 @@ fn normalisations() {
             x[0].chunks(cols).flat_map(row).collect()
         };
         let norm = op(Norm { weight, bias, weight_offset, epsilon, centred });
-        // Both f32, as in the residual stream, and the precision of activations.
+        // Inputs in the precision of activations, and in f32 as in the residual stream.
         let x = Input::random(&[rows, cols], "x");
         check(&norm, &table, std::slice::from_ref(&x), &reference);
         check(&norm, &table, &[x.in_f32()], &reference);

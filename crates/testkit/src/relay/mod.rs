@@ -44,8 +44,8 @@ impl Direction {
     }
 }
 
-/// Random loss of frames. Each frame is lost or not by a random number, which depends only on the seed, the direction and the frame's
-/// index.
+/// Random loss of frames. A random number for each frame, which depends only on the seed, the direction and the frame's index, decides
+/// whether the frame is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct FrameLoss {
     /// Fraction of frames that are lost in each direction, from 0 to 1.

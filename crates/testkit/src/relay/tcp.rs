@@ -10,8 +10,8 @@ use std::time::Duration;
 /// Forwards TCP connections from a port of the loopback device to a target, on a thread of its own. The thread and the connections end when
 /// this value is dropped.
 ///
-/// The relay is a TCP endpoint towards each side. The bytes that it holds back have been acknowledged, so no keepalive or retransmission of
-/// the two sides fails. [`Link::cut`](crate::network::Link::cut) simulates a network that fails below TCP.
+/// The relay is a TCP endpoint towards each side. It acknowledges the bytes that it holds back, so neither side sees a failed keepalive or
+/// retransmission. [`Link::cut`](crate::network::Link::cut) simulates a network that fails below TCP.
 #[derive(Debug)]
 pub struct TcpRelay {
     address: SocketAddr,

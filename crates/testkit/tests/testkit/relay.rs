@@ -181,7 +181,7 @@ fn a_tcp_relay_ends_its_connections_with_itself() {
     for end in [&mut near, &mut far] {
         assert_eq!(end.read(&mut [0; 1]).unwrap(), 0);
     }
-    // A process that another test is starting holds the socket until its program begins.
+    // A process that another test spawns has a copy of the listening socket until it calls `exec`.
     let is_refused = |error: std::io::Error| error.kind() == ErrorKind::ConnectionRefused;
     assert!(eventually(|| TcpStream::connect(address).is_err_and(is_refused)));
     // A target that does not exist ends the connection, not the relay.

@@ -98,8 +98,8 @@ const ALIASES: &[(&str, &str, &str)] = &[
     ("zero_optimization", "parallelism.zero_stage", ""),
 ];
 
-/// Returns the name, key and difference for a name in another system, or for every such name that contains `word`, if it has at least three
-/// characters.
+/// If `word` is a name in another system, returns the name, its key and the difference. Otherwise, returns these for every name that
+/// contains `word`, provided `word` has at least three characters.
 pub(super) fn keys_with_alias(
     word: &str,
 ) -> impl Iterator<Item = (&'static str, &'static str, &'static str)> {

@@ -13,8 +13,9 @@ pub(super) struct Checks<'a> {
 }
 
 impl Checks<'_> {
-    /// Records a mistake unless `holds`, at the first of `keys` that is set. Records none if one of the keys was already refused, or if
-    /// none is set and the section is doubtful: the user may have set the key in a line that was not understood.
+    /// Records a mistake unless `holds`, at the first of `keys` that is set. Records no mistake if one of the keys was already refused.
+    /// Also records none if no key is set and the section is doubtful, because the user may have set the key in a line that was not
+    /// understood.
     pub(super) fn require(&mut self, holds: bool, keys: &[&str], explain: impl FnOnce() -> String) {
         let doubtful = &self.unchecked.doubtful;
         if holds || keys.iter().any(|key| doubtful.contains(*key)) {

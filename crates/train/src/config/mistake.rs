@@ -13,7 +13,7 @@ pub enum ConfigError {
     Read { path: PathBuf, source: io::Error },
     #[error("the config {} has more than {} bytes; is it the right file?", path.display(), FILE_BYTES_MAX)]
     TooLarge { path: PathBuf },
-    /// The config contains mistakes. All are listed in the order of the text, those of `--set` last.
+    /// The config contains mistakes. Mistakes in the file come first, in the order of lines, then mistakes in `--set` options.
     #[error("{}", list(mistakes))]
     Invalid { mistakes: Vec<Mistake> },
     #[error("no section is named '{section}', and no key mentions it; {hint}")]

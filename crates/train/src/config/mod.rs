@@ -110,8 +110,8 @@ impl Config {
         sections::has_attribute(name, Attribute::PerRank)
     }
 
-    /// Returns the config with `context_parallel_heads_degree` resolved if it is 0: to the degree with which workers of the context axis
-    /// send the fewest bytes, for a model with `num_heads` query heads and `num_kv_heads` key-value heads.
+    /// Resolves `context_parallel_heads_degree` if it is 0. Chooses the degree with which workers of the context axis send the fewest
+    /// bytes, for a model with `num_heads` query heads and `num_kv_heads` key-value heads.
     pub fn with_heads_chosen(mut self, num_heads: usize, num_kv_heads: usize) -> Self {
         let width = if self.training().dtype == Precision::F32 { 4.0 } else { 2.0 };
         let parallelism = &mut self.sections.parallelism;

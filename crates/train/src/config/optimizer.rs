@@ -1,4 +1,4 @@
-//! The keys of `[optimizer]`: those that have an effect for each optimizer, and the parameter groups.
+//! The keys of `[optimizer]`, their effect for each optimizer, and the parameter groups.
 
 use super::checks::{Checks, changed_keys};
 use super::choice::one_of;

@@ -82,7 +82,8 @@ fn check_heads(checks: &mut Checks<'_>) {
     });
 }
 
-/// Checks that neighbours among `num_data` workers can have different experts.
+/// Checks that `expert_parallel_degree` divides `num_data`, the number of workers that see different samples or positions, and that no
+/// other key excludes it.
 fn check_expert_degree(checks: &mut Checks<'_>, num_data: usize) {
     let Sections { parallelism, comm, .. } = &checks.unchecked.sections;
     let degree = parallelism.expert_parallel_degree;

@@ -19,8 +19,8 @@ pub(super) struct UncheckedConfig {
     pub(super) sections: Sections,
     /// The position and text of each key that was set, by its dotted name, such as `training.seq_len`.
     pub(super) origins: BTreeMap<String, KeyOrigin>,
-    /// Keys with an invalid value, and sections with a part that was not understood. Their defaults need not be what the user meant, so
-    /// checks of several keys skip them.
+    /// Keys with an invalid value, and sections with a part that was not understood. Such keys keep their defaults, which the user may not
+    /// have meant, so checks that involve several keys skip them.
     pub(super) doubtful: BTreeSet<String>,
     pub(super) mistakes: Vec<Mistake>,
 }

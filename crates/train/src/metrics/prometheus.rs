@@ -85,7 +85,8 @@ impl Drop for PrometheusEndpoint {
             IpAddr::V6(ip) if ip.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
             ip => ip,
         };
-        // A connection wakes the thread, which waits for one. If none can be made, the thread ends with the process and loses nothing.
+        // Connecting wakes the thread, which may be waiting for a connection. If connecting fails, the thread is not joined; it ends with
+        // the process.
         let woken = TcpStream::connect_timeout(&(here, self.address.port()).into(), CONNECTION_MAX);
         if woken.is_ok()
             && let Some(thread) = self.thread.take()
@@ -100,10 +101,10 @@ fn serve(listener: &TcpListener, shared: &Shared) {
     let mut connections: VecDeque<Connection> = VecDeque::new();
     while wait(listener, &connections).is_ok() && !shared.is_over.load(Ordering::Relaxed) {
         let now = Instant::now();
+        // An error closes a connection. The client can repeat its request.
         connections.retain_mut(|connection| {
             connection.deadline > now && connection.advance(shared).unwrap_or(false)
         });
-        // An error closes the connection, because a client can repeat its request.
         loop {
             match listener.accept() {
                 Ok((stream, _)) => {
@@ -143,7 +144,7 @@ fn wait(listener: &TcpListener, connections: &VecDeque<Connection>) -> io::Resul
 struct Connection {
     /// Non-blocking.
     stream: TcpStream,
-    /// The time at which the connection is closed at the latest.
+    /// The time at which an open connection is closed.
     deadline: Instant,
     request: Vec<u8>,
     /// The part of the answer that is not sent yet. Empty until the request is complete.

@@ -121,8 +121,8 @@ pub struct StepRecord {
 }
 
 impl StepRecord {
-    /// Calls `put` with the group, the name within the group, and the value of every number that displays plot over the steps. Numbers of
-    /// one group and name follow each other.
+    /// Calls `put(group, name, value)` for every number that is plotted over the steps. Numbers that become one Prometheus metric follow
+    /// each other, as its text format requires.
     pub(super) fn scalars(&self, mut put: impl FnMut(&'static str, &str, f64)) {
         put("train", "loss", self.loss);
         self.metrics.iter().for_each(|(name, value)| put("metrics", name, value));

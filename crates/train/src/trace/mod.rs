@@ -1,7 +1,7 @@
 //! Timelines of steps: the times of each rank's actions.
 //!
-//! The trainer gathers the timeline of a step at rank 0, which writes it to the run's folder. [`read`] reads the file, which alone
-//! determines the programs of all ranks.
+//! The trainer gathers the timeline of a step at rank 0, which writes it to the run's folder. [`read`] reads the file, which contains the
+//! programs of all ranks.
 
 mod file;
 mod gather;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use trireme_base::with_sources;
 
 impl Trainer<'_> {
-    /// Requests a checkpoint, on rank 0, if its interval ends with the step that begins.
+    /// On rank 0, requests a checkpoint if the checkpoint interval is expected to end during the step that begins now.
     pub(super) fn request_checkpoint(&self, last_step: Duration) {
         let checkpoint = self.config.checkpoint();
         if let Interval::Time(interval) = checkpoint.interval

@@ -9,7 +9,7 @@ use trireme_base::with_sources;
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, clean_up, mark_best};
 
 impl Trainer<'_> {
-    /// Returns whether so many validations have found no lower loss that the run ends.
+    /// Returns whether early stopping ends the run: the last `early_stopping_patience` validations found no lower loss.
     pub(super) fn is_patience_over(&self) -> bool {
         let patience = self.config.training().early_stopping_patience;
         patience > 0 && self.state.validations.num_since >= patience
@@ -51,7 +51,7 @@ impl Trainer<'_> {
         Ok(validated)
     }
 
-    /// Reports that early stopping has ended this run earlier, if it resumes without a further step.
+    /// Reports if early stopping has already ended this run, so that a resumed run makes no further step.
     pub(super) fn notice_ended(&mut self) {
         if self.state.step < self.config.training().steps && self.is_patience_over() {
             self.observer.notice(&format!(

@@ -92,7 +92,7 @@ fn tensor_parallel_workers_resume_compressor_state() {
     }
 }
 
-/// A worker of a pipeline compresses the same gradients as it would without a pipeline, among the same workers.
+/// A worker of a pipeline compresses the same gradients as a worker without a pipeline, if both have the same data-parallel degree.
 #[test]
 fn workers_of_a_pipeline_compress_and_resume_as_others_do() {
     const PIPELINE: &str = "parallelism.pipeline_parallel_degree=2";

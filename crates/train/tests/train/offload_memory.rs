@@ -33,8 +33,7 @@ fn state_on_disk_is_in_memory_one_unit_at_a_time() {
             let usage = |category| executor.host().memory().usage(category).peak;
             let (state, peak) = (largest * 12, usage(Category::Optimizer) + usage(Category::Parameters));
             assert!(peak <= state + state / 10 && peak < all * 4, "{peak} bytes, of {state} for a unit");
-            // For each file, five chunks that are written, one of which is being filled, and one chunk that is read. Each chunk has one
-            // unit.
+            // Each file has five chunks to write, of which one is being filled, and one chunk to read. A chunk has the size of one unit.
             let (chunks, peak) = (6 * state, usage(Category::Communication));
             assert!(peak <= chunks + chunks / 10, "{peak} bytes on the way, of {state} for a unit");
         });

@@ -82,7 +82,8 @@ enum Choice {
 }
 
 impl Choice {
-    /// Returns the chosen schedule, or all schedules that support this number of stages per rank. 0 suits each.
+    /// Returns the chosen schedule, or all schedules that support this number of stages per rank. 0 stands for the fewest that
+    /// a schedule supports.
     fn kinds(self, stages_per_rank: usize) -> Vec<Kind> {
         let fits = |kind: &Kind| stages_per_rank == 0 || kind.stages_per_rank().contains(&stages_per_rank);
         match self {
@@ -100,7 +101,7 @@ fn parse_choice(text: &str) -> Result<Choice, String> {
     text.parse().map(Choice::One).map_err(expected)
 }
 
-/// The figures of a schedule: of one repeat, or the medians of all. The fields are keys of `--json`.
+/// Timings of one schedule: of a single repeat, or the medians over all repeats. The fields are keys of `--json`.
 #[derive(Debug, Clone, Copy, Serialize)]
 struct ScheduleReport {
     schedule: &'static str,

@@ -259,7 +259,7 @@ pub(super) fn read_model(folder: &Path) -> Result<ModelConfig> {
 }
 
 impl StepArgs {
-    /// Returns the arguments of steps of one worker, with the defaults of the command line for all others.
+    /// Returns arguments for steps of one worker. All other arguments have the defaults of the command line.
     pub(super) fn of_one_worker(dtype: Precision, batch: usize, seq: usize) -> Self {
         let command = StepArgs::augment_args(clap::Command::new("step"));
         let matches = command.try_get_matches_from(["step", "--model", "."]);

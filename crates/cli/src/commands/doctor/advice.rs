@@ -117,7 +117,7 @@ mod tests {
     use trireme_tensor::Precision;
     use trireme_tensor::verification::MatmulKernel;
 
-    /// Returns a machine with two cores and no problems, and its use.
+    /// Returns a machine with two cores and no problems, and the features that Trireme uses on it.
     fn quiet() -> (Machine, UsedFeatures) {
         let machine = Machine {
             processor: None,

@@ -32,7 +32,7 @@ const NUM_HOSTS_ALL_PAIRS: usize = 8;
 /// Bytes that a host writes and reads.
 const FILE_BYTES: usize = 64 << 20;
 const BLOCK_BYTES: usize = 1 << 20;
-/// Factor by which a link or disk must be slower than the median to be reported: it holds up all others.
+/// A link or disk that is slower than the median by more than this factor is reported, because it holds up all others.
 const SLOWNESS_MAX: f64 = 3.0;
 
 /// The output; the fields are keys of `--json`.

@@ -32,9 +32,9 @@ const SIZES: [MatmulSizes; 1] = [MatmulSizes { rows: 512, cols: 512, inner: 512 
 const THOROUGH_SIZES: [MatmulSizes; 2] =
     [MatmulSizes { rows: 2048, cols: 2304, inner: 768 }, MatmulSizes { rows: 4096, cols: 4096, inner: 1024 }];
 
-/// Maximum number of workers that test transports, and of ranks on all hosts. Each of the workers is a thread, and choosing algorithms
-/// simulates all of the ranks.
+/// Maximum number of workers that test transports. Each is a thread.
 const NUM_WORKERS_MAX: usize = 64;
+/// Maximum number of ranks on all hosts. Choosing algorithms simulates all of them.
 const NUM_RANKS_MAX: usize = 256;
 
 /// Maximum rows, columns and inner dimension of a product: its factors take a few GiB.

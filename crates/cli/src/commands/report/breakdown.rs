@@ -52,7 +52,7 @@ impl Breakdown {
             }
         }
         let part = |time: f64| time / f64::max(all, 1.0);
-        // FLOP/s times nanoseconds.
+        // `all` is in FLOP/s times nanoseconds.
         let utilization = |flops: f64| part(1e9 * flops);
         let (model, hardware) = (utilization(step.model_flops), utilization(flops));
         Breakdown {

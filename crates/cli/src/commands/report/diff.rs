@@ -35,7 +35,7 @@ pub(crate) struct DiffArgs {
     other_run: PathBuf,
 }
 
-/// The end of a comparison that found a difference, which has been printed.
+/// The error of a comparison that found a difference. The difference has already been printed.
 #[derive(Debug, thiserror::Error)]
 #[error("the runs differ")]
 pub(crate) struct RunsDiffer;

@@ -76,7 +76,7 @@ pub(crate) struct TrainArgs {
     overrides: Vec<String>,
 }
 
-/// Runs `trireme train`: for `own`, the task that the program defines itself, or for a language model without it.
+/// Runs `trireme train`. `own` is the task that the program defines; without it, a language model is trained.
 pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>>) -> Result<()> {
     let environment = WorkerEnvironment::of_this_process()?;
     if let Some(WorkerEnvironment { world_size, .. }) = environment

@@ -46,7 +46,7 @@ pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String>
     Ok(text)
 }
 
-/// Returns a line with the validation loss, for a language model next to the loss of the bigram baseline. `None` without a validation loss.
+/// Returns a line with the validation loss and, for a language model, the loss of the bigram baseline. `None` without a validation loss.
 pub(super) fn loss_summary(language: Option<&LanguageTask>, summary: &RunSummary) -> Result<Option<String>> {
     let Some(loss) = summary.validation_loss else { return Ok(None) };
     let Some((train, Some(validation))) = language.map(LanguageTask::tokens) else {
@@ -148,7 +148,7 @@ pub(super) fn sample_text(
     // The sample is generated on the host, because the device still holds the training state.
     let host = trainer.executor().device().host()?;
     let model_config = language.model_config();
-    // The generation sets its own limit of positions.
+    // Generation uses a KV cache, which has its own limit.
     let model = model_config.build(0, &host)?;
     let mut executor = forward_executor(model_config, model, weights, &host)?;
     generate_text(&mut executor, model_config, language.tokenizer(), &settings, take)?;

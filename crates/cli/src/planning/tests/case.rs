@@ -195,7 +195,7 @@ impl Case {
         self.check_on(model, &vec![0; world_size]);
     }
 
-    /// Like [`check`](Case::check), with a rank on each of these hosts.
+    /// Like [`check`](Case::check), with rank `r` on host `hosts[r]`.
     pub(super) fn check_on(&self, model: &dyn TestModel, hosts: &[usize]) {
         self.check_backend(model, BackendKind::Cpu, hosts);
         // Larger worlds exchange in the same way.

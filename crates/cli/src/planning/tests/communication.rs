@@ -19,7 +19,7 @@ fn every_codec() {
     for codec in CodecName::ALL {
         let has = |option| codec.options().contains(&option);
         let plain = CompressionOptions { codec, ..CompressionOptions::default() };
-        // The steps of a run reach the last kind of step; with top_k there are three kinds.
+        // A run has enough steps to pass the warm-up and reach the final kind of step. With top_k there are three kinds.
         let changed = CompressionOptions {
             warmup_steps: has("warmup_steps").then_some(2),
             warmup_codec: has("warmup_codec").then_some(CodecName::Int8),

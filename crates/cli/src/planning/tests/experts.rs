@@ -90,7 +90,7 @@ fn spills_instead(config: &ModelConfig, case: &Case) {
     let run = |spills: bool| {
         run_ranks_on(&hosts, |group| {
             let dry = case.dry_run(config, BackendKind::Cpu, &hosts, group.rank().0);
-            // The peaks of the categories come at different times, which leaves no room here.
+            // The peak of the total. The sum of the categories' peaks would leave room, because they come at different times.
             let budget = dry.total();
             let device = Device::open(case.device_options(Some(budget))).unwrap();
             let spill = Arc::new(Spill::new(std::env::temp_dir()));

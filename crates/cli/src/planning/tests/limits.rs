@@ -123,7 +123,7 @@ fn every_limit_counts_for_the_workers_that_share_it() {
     let refusal = |own: u64, node: u64| {
         let limits = [
             limit("own", Pages::Ordinary, own, Some(1)),
-            // Another world's host on the same machine, such as a pod.
+            // A worker in another pod of the same machine shares this limit.
             limit("node", Pages::Ordinary, node, Some(2)),
         ];
         fixture.plan_within(&limits).1

@@ -123,7 +123,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // After an end in good order there is no process to kill. The workers die with a launcher.
+        // After a regular end there is no process left to kill. Workers die with their launcher.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

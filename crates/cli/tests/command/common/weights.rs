@@ -1,7 +1,7 @@
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// A safetensors file in parts, to be put together with mistakes.
+/// The header and the data of a safetensors file, which tests change and write back.
 pub(crate) struct Weights {
     header: Map<String, Value>,
     data: Vec<u8>,

@@ -83,8 +83,8 @@ impl Link {
     /// Sends as much of a header and its payload as possible. Returns the number of bytes sent. The next call must start with the first
     /// unsent byte. Until then, the caller must not move or change the unsent bytes.
     ///
-    /// With `may_zero_copy`, bytes may count as sent only once the peer has received them. The caller must not set it if the peer receives
-    /// only after some of these bytes count as sent: then both ranks would wait.
+    /// With `may_zero_copy`, bytes may not count as sent until the peer has received them. The caller must not set it if both ranks receive
+    /// only after their own bytes count as sent, because each would wait for the other.
     pub(crate) fn send(
         &mut self,
         header: &[u8],

@@ -5,8 +5,8 @@ use std::os::fd::BorrowedFd;
 /// Number of consecutive bytes on one connection.
 const STRIPE_BYTES: u64 = 128 << 10;
 
-/// Several connections to one peer, over which one byte stream is striped. The stream may exceed the limits of one connection: its window
-/// of unacknowledged bytes, its network path, and its queue of a network device.
+/// Several connections to one peer, over which one byte stream is striped. The stream may be faster than one connection, whose limits are
+/// its window of unacknowledged bytes, its network path and its queue in the network device.
 ///
 /// A connection may transfer bytes that follow the pending bytes of another one. So the caller's bytes must not change until all of them
 /// are done.

@@ -51,7 +51,7 @@ pub(crate) struct Incoming {
     is_buffered: bool,
     /// Number of payload bytes that were written to `place`.
     num_placed: usize,
-    /// Number of the following payload bytes, which are still in the separate buffer.
+    /// Number of payload bytes after these that are still in the separate buffer.
     num_pending: usize,
     trailer: Option<Trailer>,
 }
@@ -120,7 +120,8 @@ impl Incoming {
         }
     }
 
-    /// Receives the bytes that have arrived and moves them to their place. Returns whether there was progress. `unsent` is not written to.
+    /// Receives the bytes that have arrived and moves them to their place. Returns whether there was progress. `piece` is the separate
+    /// buffer. `unsent` is not written to.
     pub(crate) fn advance(
         &mut self,
         call: &Call,

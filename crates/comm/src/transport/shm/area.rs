@@ -7,8 +7,8 @@ use crate::transport::{CONTROL_BYTES_MAX, Purpose};
 use std::sync::Arc;
 
 const BOARD_BYTES: usize = 4096;
-/// Bytes of each of the two stages (staging buffers). A short vector goes through a stage at once, a long vector in private memory window
-/// by window.
+/// Bytes of each of the two stages (staging buffers). A vector of up to 256 KiB goes through a stage in one piece, a longer one window by
+/// window.
 pub(super) const STAGE_BYTES: usize = (1 << 20) + 4096;
 const _: () = assert!(size_of::<PublishedState>() <= BOARD_BYTES);
 const _: () =

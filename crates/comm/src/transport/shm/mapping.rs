@@ -26,8 +26,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `len` bytes of `memory` at an address aligned to [huge pages](HUGE_PAGE). A seal must guarantee that the file has at
-    /// least this size.
+    /// Maps the first `len` bytes of `memory`, if possible at an address aligned to [huge pages](HUGE_PAGE). A seal must guarantee that the
+    /// file has at least this size.
     pub(super) fn new(memory: impl AsFd, len: usize) -> io::Result<Self> {
         let map = |near: *mut u8| {
             let protection = ProtFlags::READ | ProtFlags::WRITE;

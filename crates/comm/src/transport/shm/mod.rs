@@ -132,9 +132,9 @@ impl<'a> VectorRef<'a> {
     /// The bytes of the vector. Not available while an operation in shared memory uses it.
     pub(crate) fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: `self` borrows these bytes exclusively from their owner, so no other code of this process has a reference. Peers access
-        // them only during `SharedMemory::execute`, which posts them and returns after the last barrier of the operation. It borrows the
-        // `VectorRef` itself, so it does not run while the reference exists. After a failure, of which peers may not know yet, the vector
-        // is dropped, and its bytes are not accessed.
+        // them only during `SharedMemory::execute`, which posts them and returns after the last barrier of the operation. `execute` takes
+        // the `VectorRef` or a reborrow of it, so it does not run while the reference exists. After a failure, of which peers may not know
+        // yet, the vector is dropped, and its bytes are not accessed.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 

@@ -101,8 +101,8 @@ fn contribution_of_sources(kind: CollectiveKind) -> Contribution {
     }
 }
 
-/// Returns the number of elements that a stage has for each staged part, which bounds a window, and the number of elements that all windows
-/// together cover.
+/// Returns two numbers of elements: the room that a stage has for each staged part, which bounds the length of a window, and the total
+/// length of all windows.
 pub(super) fn staging(operation: Operation, num_members: usize, stage_len: usize) -> (usize, usize) {
     let collective = on_vectors(operation);
     let longest_block = block(Rank(0), num_members, collective.len).len();

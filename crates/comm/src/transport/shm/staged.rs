@@ -1,4 +1,4 @@
-//! Operations whose data goes through stages: short vectors in one piece, longer ones window by window.
+//! Operations whose data goes through stages: vectors of up to 256 KiB in one piece, longer ones window by window.
 
 use super::area::STAGE_BYTES;
 use super::board::Post;

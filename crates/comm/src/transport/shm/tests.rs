@@ -77,7 +77,7 @@ fn counters_that_cannot_be_are_refused() {
     assert_eq!(early_sender.write(&vec![1; CAPACITY]), Ok(CAPACITY));
     assert_eq!(early_receiver.read(&mut [0; 1]), Ok(1));
     assert_eq!(early_sender.write(&[1]), Ok(1));
-    // The receiver read more than this sender wrote, and the sender wrote more than fits before this receiver reads.
+    // To a new sender, the receiver has read bytes that were never written. To a new receiver, more bytes are unread than fit.
     assert_eq!(sender(&ring).write(&[1]), Err(Corrupt));
     assert_eq!(receiver(&ring).read(&mut [0; 1]), Err(Corrupt));
     assert_eq!(receiver(&ring).prepare_sleep(), Err(Corrupt));

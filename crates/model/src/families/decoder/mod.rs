@@ -19,7 +19,7 @@ pub(super) struct Style {
     pub(super) has_qk_norms: bool,
     /// Whether the outputs of attention and feed-forward are also normalised before they are added to the residual stream.
     pub(super) has_output_norms: bool,
-    /// Constant added to the weights of norms. The initial sum is 1.
+    /// Constant added to the stored weights of norms. Stored weights start at 1 minus this constant.
     pub(super) norm_weight_offset: f32,
     /// Whether embeddings are multiplied by the square root of their width.
     pub(super) scales_embedding: bool,

@@ -58,7 +58,7 @@ pub(crate) struct Layout<'a> {
     pub(crate) optimizer_options: Option<OptimizerOptions>,
     /// Number of ranks that shard a replica.
     pub(crate) num_shards: usize,
-    /// Number of ranks of the context axis, and how many of them exchange positions for heads.
+    /// The degrees of the context axis and of the groups that exchange positions for heads: [`Degrees::context`] and [`Degrees::heads`].
     pub(crate) context: (usize, usize),
     /// Number of ranks of the tensor axis.
     pub(crate) tensor: usize,

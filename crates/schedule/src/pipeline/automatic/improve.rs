@@ -105,9 +105,9 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Moves a pass, one place at a time. Passes of one kind and stage must stay in the order of microbatches, in which gradients are summed.
-/// They take equal time. When a pass reaches another pass of its kind and stage, the other pass is therefore moved on instead. Moving back
-/// undoes the move.
+/// Moves a pass, one place at a time. Passes of one kind and stage take equal time, and must stay in the order of microbatches, in which
+/// gradients are summed. When a pass reaches another pass of its kind and stage, the two are therefore not swapped, and the other pass is
+/// moved instead. Moving from `to` to `from` undoes the move.
 fn move_pass(passes: &mut [Pass], from: usize, to: usize) {
     let mut place = from;
     while place != to {

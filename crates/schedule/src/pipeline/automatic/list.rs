@@ -12,7 +12,7 @@ use std::collections::{BinaryHeap, VecDeque};
 pub(super) struct Rule {
     /// Whether forward comes before backward if both are ready.
     is_forward_first: bool,
-    /// Maximum part of a weight half that may overrun the time at which another pass is known to be ready, in percent.
+    /// Maximum delay that a weight half may cause to another pass whose arrival is known, in percent of the time of the weight half.
     overrun_percent: u64,
     /// Part of the memory beyond one microbatch that a rank may use, in percent.
     memory_percent: u64,

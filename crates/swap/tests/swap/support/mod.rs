@@ -71,7 +71,7 @@ pub(crate) struct FailAfter {
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Failure {
-    /// The system's error with this number.
+    /// The system error with this errno.
     Refused(i32),
     /// Only half of the bytes are moved.
     Short,

@@ -23,8 +23,9 @@ kernel_calls! {
             }
         }
 
-        /// Counts the choices that belong to no group by their `places` (`[.., k]`, u32) and writes the sum to `out` (`[1]`, f64). A choice
-        /// counts as the weight of its token in `weights` (`[..]`, f32), or as 1 without weights.
+        /// Counts the choices that belong to no group, because their positions in `places` (`[.., k]`, u32) are after the last group.
+        /// Writes the count to `out` (`[1]`, f64). A choice counts as the weight of its token in `weights` (`[..]`, f32), or as 1 without
+        /// weights.
         ///
         /// # Panics
         /// If there is not one weight for each token.

@@ -10,8 +10,8 @@
 //! `kernels/cpu/run/`. A test in `tests/conformance/` calls the kernel, unless the test of an operation does. Compare it with f64 by means
 //! of `kernels/cpu/test_support.rs`, and run `cargo xtask kernels`.
 //!
-//! `trireme bench kernels` times each kernel where a step calls it. The planner times kernels in isolation, outside of passes and updates,
-//! except kernels that read indices, because their work depends on the values of the indices.
+//! `trireme bench kernels` times each kernel within a training step. The planner [replays](crate::RecordedCalls::replay) recorded calls in
+//! isolation. It cannot replay kernels that read indices, because their work depends on the values of the indices.
 
 mod attention;
 mod blocks;

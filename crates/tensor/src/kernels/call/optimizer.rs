@@ -36,8 +36,8 @@ kernel_calls! {
             assert_eq!(lens, [scales.len(); 3], "sums and scales of {} parameters", scales.len());
         }
 
-        /// Sums the squares of the stored part of a matrix gradient, over each row and then over each column, into `sums`, f64
-        /// `[rows + cols]`. The order of the sum follows the unit's [leaves](crate::NUM_LEAVES).
+        /// Sums the squares of the stored part of a matrix gradient, after multiplying it by `scale`. `sums`, f64 `[rows + cols]`, receives
+        /// the sum of each row, followed by the sum of each column. The order of the sums follows the unit's [leaves](crate::NUM_LEAVES).
         ///
         /// # Panics
         /// If `sums` has fewer elements than the matrix has columns.

@@ -57,7 +57,7 @@ impl QuantizedCall {
             }
             Self::QuantizeFp8 { x, y, scale, .. } => {
                 let cost = each(x.shape(), FP8_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes());
-                // An unknown scale needs a first pass for the amax, whose output is overwritten.
+                // If the scale is unknown, a first pass computes the amax, and a second pass overwrites its output.
                 if scale.is_known() { cost } else { cost + cost }
             }
         }

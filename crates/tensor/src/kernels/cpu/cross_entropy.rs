@@ -101,7 +101,7 @@ impl Cpu {
             let (max, sum) = (statistics[row * STATISTICS], statistics[row * STATISTICS + 1]);
             let logits = &logits[row * cols..(row + 1) * cols];
             let scale = match weights.map(|weights| weights[row]) {
-                // Even if the logits are not finite.
+                // The gradient is 0 even if logits are not finite.
                 Some(0.0) => return gradient.fill(T::from_f32(0.0)),
                 Some(weight) => scale * weight,
                 None => scale,

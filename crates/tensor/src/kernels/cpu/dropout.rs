@@ -23,8 +23,8 @@ for_each_simd_level! {
     }
 }
 
-/// The random words of elements: the elements of a row of length `len` have consecutive words, and the next row begins `stride` words
-/// later.
+/// The positions in a random stream of the words that decide which elements are dropped. Element `col` of row `row` uses word
+/// `first + row * stride + col`. A row has `len` elements.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct WordRows {
     pub(crate) first: u64,

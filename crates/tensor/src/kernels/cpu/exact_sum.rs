@@ -58,7 +58,7 @@ impl ExactSum {
         }
     }
 
-    /// Returns the sum, rounded once for each window that it has bits in.
+    /// Returns the sum of the windows, rounded after each addition of a window.
     pub fn value(mut self) -> f64 {
         self.carry();
         self.windows.iter().sum()

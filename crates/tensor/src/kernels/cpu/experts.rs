@@ -4,7 +4,7 @@ use super::element::Element;
 use super::simd::{LANES, for_each_simd_level, sum_lanes};
 use super::{Cpu, SharedSlice};
 
-/// Number of columns that are summed at a time, in the L1 cache.
+/// Number of columns that are summed at a time. Their sums fit into the L1 cache.
 const COLS: usize = 512;
 
 for_each_simd_level! {

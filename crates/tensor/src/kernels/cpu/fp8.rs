@@ -23,8 +23,8 @@ struct Rounding {
     max: f32,
     /// Bits of the smallest normal value. Below it, the unit in the last place is constant.
     normal_min: u32,
-    /// Added to the bits of a power of two `p`, gives the bits of the power of two whose f32 unit in the last place equals the fp8 unit in
-    /// the last place at `p`.
+    /// The bits of a power of two `r` minus the bits of a power of two `p`, where the f32 unit in the last place of `r` equals the fp8 unit
+    /// in the last place of `p`.
     rounder_offset: u32,
 }
 
@@ -124,7 +124,7 @@ mod tests {
         if x.is_nan() {
             return x;
         }
-        // Clamped beyond all values of the formats, where distances in f64 still differ.
+        // The bound exceeds all values of the formats. For a much larger `x`, the distances to all values would round to the same f64.
         let x = x.clamp(-1e6, 1e6);
         let values = (0..=u8::MAX).filter_map(|code| Some((code, decode(format, code)?)));
         let of_sign = values.filter(|(code, _)| (code & 0x80 != 0) == x.is_sign_negative());
@@ -150,7 +150,7 @@ mod tests {
         (y.into_iter().map(|y| f64::from(y.to_f32())).collect(), amax)
     }
 
-    /// Compares with the search at every level.
+    /// Compares quantized values with the results of [`nearest`] at every SIMD level.
     fn check<T: Element>(x: &[T], format: Fp8Format, scale_exponent: i32) {
         let scale = 2.0_f64.powi(scale_exponent);
         for features in levels() {

@@ -16,10 +16,10 @@ pub(super) const PAGE: usize = 64 << 10;
 /// Size of the mapping of a counting arena: more than any model needs, less than the address space of a process.
 const COUNTING_BYTES: usize = 1 << 45;
 
-/// Divisor of the number of addresses that `ulimit -v` allows. One mapping reserves at most the quotient.
+/// A mapping reserves at most `1 / ADDRESSES_DIVISOR` of the addresses that `ulimit -v` allows.
 const ADDRESSES_DIVISOR: usize = 4;
 
-/// Minimum size of a mapping. Below it, reserving fails.
+/// Maximum size of a mapping whose failure is final. Larger mappings are retried with half the size.
 const ADDRESSES_MIN: usize = 1 << 24;
 
 /// Access rights of blocks.
@@ -73,8 +73,8 @@ impl Mapping {
     pub(super) fn counting() -> std::io::Result<Self> {
         map_or_halve(addresses(COUNTING_BYTES), |num_bytes| {
             map_private(num_bytes, ACCESS).or_else(|refused| {
-                // Systems that commit memory for all writable pages do not do so for a file without pages. Extending a file beyond `ulimit
-                // -f` would kill the process.
+                // With `vm.overcommit_memory = 2`, the system charges private writable pages when they are mapped, but pages of a file only
+                // when they are touched. Extending a file beyond `ulimit -f` would kill the process.
                 if getrlimit(Resource::Fsize).current.is_some() { Err(refused) } else { map_file(num_bytes) }
             })
         })
@@ -130,7 +130,7 @@ impl Mapping {
         Ok(end)
     }
 
-    /// Releases to the system the pages that are entirely within `range`, if the system accepts them; they then read as zeros. Pages of the
+    /// Returns `range`, shrunk to multiples of 64 KiB, to the system if it accepts the memory. The bytes then read as zeros. Pages of the
     /// host's pool are kept, because other processes could take them before they are touched again.
     ///
     /// # Safety
@@ -177,7 +177,7 @@ fn machine_bytes() -> usize {
     (system.totalram as usize * system.mem_unit.max(1) as usize).max(1 << 30)
 }
 
-/// Returns the number of addresses to request for `num_bytes`. Under `ulimit -v`, leaves addresses for the rest of the process.
+/// Returns the size of a mapping of up to `num_bytes`. Under `ulimit -v`, leaves addresses for the rest of the process.
 fn addresses(num_bytes: usize) -> usize {
     let allowed =
         getrlimit(Resource::As).current.map_or(usize::MAX, |bytes| bytes as usize / ADDRESSES_DIVISOR);

@@ -62,8 +62,8 @@ impl ExecutionUnit {
 }
 
 impl Cpu {
-    /// Runs only the operation of a unit, `rounds` times on every thread at once. Returns the number of floating-point operations. Panics
-    /// if the SIMD level does not have the unit.
+    /// Runs `rounds` rounds of a unit's instruction on all threads concurrently, and nothing else. Returns the number of floating-point
+    /// operations. Panics if the SIMD level does not have the unit.
     pub(crate) fn run_unit(&self, unit: ExecutionUnit, rounds: u64) -> u64 {
         assert!(self.features >= unit.features(), "{unit} is beyond {}", self.features);
         let num_threads = self.threads.num_threads();
@@ -115,8 +115,8 @@ for_each_simd_level! {
     }
 }
 
-/// Runs the unit's operation once per round for each of the accumulators that fit into registers or tiles. Their number hides the latency:
-/// an accumulator is reused after at least six cycles, and an operation takes four or five (for tiles: 64 and 52).
+/// Runs the unit's instruction once per round for each accumulator. There are enough accumulators to hide the latency of the instruction:
+/// an accumulator is reused after at least 6 cycles, the latency is 4 or 5 cycles. For tiles, these are 64 and 52 cycles.
 #[cfg(target_arch = "x86_64")]
 fn run(unit: ExecutionUnit, rounds: u64) {
     use super::matmul::amx::TileConfig;

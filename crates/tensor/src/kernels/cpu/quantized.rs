@@ -13,7 +13,7 @@ const MAGNITUDE: u32 = 0x7fff_ffff;
 /// Magnitudes from here on are not finite.
 const INFINITY: u32 = 0x7f80_0000;
 
-/// Smaller magnitudes are rounded to 0, because the reciprocal of their scale would overflow.
+/// A block whose largest magnitude is smaller is rounded to 0, because the reciprocal of its scale would overflow.
 const MAGNITUDE_MIN: f32 = 1e-36;
 
 /// Adding 1.5 * 2^23 leaves the nearest integer in the low bits.

@@ -99,8 +99,8 @@ pub(crate) fn exp(x: f32) -> f32 {
     const LN_2_LOW: f32 = -2.121_944_4e-4;
     // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
     const ROUNDER: f32 = 12_582_912.0;
-    // Beyond these limits, the scaling below gives 0 and infinity. At the lower limit both factors are 0, because multiplying through
-    // subnormal numbers would be slow.
+    // Beyond these limits, the result is 0 or infinity. At the lower limit, both scale factors below are exactly 0, so that an argument of
+    // negative infinity does not underflow, which would be slow.
     let clamped = if x < -176.0 { -176.0 } else { x };
     let clamped = if clamped > 89.0 { 89.0 } else { clamped };
     let shifted = clamped.mul_add(LOG2_E, ROUNDER);
@@ -126,10 +126,10 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// The hyperbolic tangent, relative error below 6e-7.
+/// The hyperbolic tangent. The relative error is below 1e-6; it is largest just above 0.15.
 #[inline(always)]
 pub(crate) fn tanh(x: f32) -> f32 {
-    // Below, the Taylor polynomial of degree 7 is more accurate than the difference of two numbers near 1.
+    // Below this magnitude, the Taylor polynomial of degree 7 is more accurate than the difference of two numbers near 1.
     const SMALL: f32 = 0.15;
     let square = x * x;
     let small = x + x * square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0)));

@@ -217,7 +217,8 @@ impl Attention {
         self.rotary.as_ref()
     }
 
-    /// Returns the sizes for queries of this shape, which may include keys and values, and for separate keys and values.
+    /// Returns the sizes of attention for inputs of these shapes. `queries` is the first input, which includes keys and values if
+    /// `keys_values` is `None`.
     ///
     /// # Panics
     /// If a shape does not have three dims.

@@ -46,7 +46,8 @@ impl Dropout {
             cx.device().dropout(x.view_mut(), key, WordRows { first, len: cols, stride }, self.rate);
             return;
         }
-        // Both sizes refer to the full value of all tensor-parallel ranks: elements per position, and local positions per sample.
+        // `position_len` and `row_start` refer to the full value of all tensor-parallel ranks. `at` has only the positions of this context
+        // rank.
         let inner: usize = x.shape().dims()[2..].iter().product();
         let position_len = match sharding {
             // The second-last dim is sharded.

@@ -117,7 +117,8 @@ impl ExchangeHeads {
     }
 }
 
-/// Returns, for each rank, the layout of its positions in the rank's part and in the value of all positions.
+/// Returns, for each rank, where its positions are stored: in the concatenation of the ranks' parts, and in the value of all positions. A
+/// block has the `len` elements of one sequence.
 fn sequences(
     degree: usize,
     len: usize,

@@ -21,8 +21,8 @@ pub(super) struct Loads {
     is_shadowed: Vec<bool>,
     place: AxisRank,
     exchange: ExpertExchange,
-    /// Whether buffers are sized for the maximum number of rows (with a capacity), or for even loads on a counting device. Otherwise they
-    /// are sized for the actual rows.
+    /// Whether buffers have room for the maximum number of rows: with a capacity, or on a counting device, where loads are even. Otherwise,
+    /// they have room for the actual rows only.
     is_bounded: bool,
 }
 

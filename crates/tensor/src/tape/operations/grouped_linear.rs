@@ -12,9 +12,9 @@ use crate::view::{View, ViewMut};
 
 /// Linear layers of groups of rows, such as experts on the tokens routed to them: `y[i] = W[g] f(x[i])`, where `g` is the group of row `i`.
 /// The inputs are `x` (`[.., inputs]`), whose rows are ordered by group, and the first row of each group (`[num_groups + 1]`, u32; the last
-/// number is the end of the last group). Groups may be empty. Rows after the last group give zeros. An optional third input splits each
-/// group into an equal number of parts by their first rows (`[num_groups * parts + 1]`, u32): the weight gradient is then the sum over the
-/// parts in the order in which that many ranks would reduce it.
+/// number is the end of the last group). Groups may be empty. Rows after the last group give zeros. An optional third input
+/// (`[num_groups * parts + 1]`, u32) splits each group into `parts` parts: it holds the first row of each part and the end of the last one.
+/// The weight gradient is then the sum of the gradients of the parts, in the order of a reduction over that many ranks.
 ///
 /// Cost: `2 rows inputs outputs` floating-point operations forward and twice as many backward, without padding. A group has the same bits
 /// as a separate layer.

@@ -1,4 +1,4 @@
-//! Operations, one per file.
+//! The operations that tapes record.
 
 mod accuracy;
 mod add;

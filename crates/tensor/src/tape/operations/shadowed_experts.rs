@@ -1,6 +1,6 @@
-//! Shadowed experts, of which all ranks have copies. Matrices are broadcast from the ranks of the experts, and gradients are summed there
-//! (He et al., "FasterMoE", 2022, section 5.1). The gradients are summed over ranks in the same order as the owner would sum over the parts
-//! of its rows, so shadows do not change any bits.
+//! Shadowed experts, of which all ranks have copies (He et al., "FasterMoE", 2022, section 5.1). Each owner broadcasts the matrices of its
+//! shadowed experts. An all-reduce sums their gradients, and each owner uses the sums for its experts. The order of the sums over ranks is
+//! the order in which an owner without shadowing sums over the parts of its rows, so shadowing does not change any bits.
 
 use super::expert_loads::Loads;
 use super::grouped_linear::{GroupMatrices, GroupedLinear};

@@ -9,7 +9,7 @@ use trireme_base::DType;
 /// weights are normalized by their sum and all scores are 0, the weights are 0. An optional second input holds weights of the rows (`[..]`,
 /// f32): a row of weight 0, such as padding, chooses no expert. Its weights are 0, and its indices are `num_experts`.
 ///
-/// Cost: `num_choices` searches over each row, each also over the choices found before.
+/// Cost: `num_choices` searches over each row, each of which skips the earlier choices.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TopK {
     /// Number of choices, groups of experts, and the weights of choices.

@@ -85,7 +85,7 @@ fn loss_chart(unit: ProgressUnit, last_step: u64, curves: Vec<Curve>, levels: Ve
     }
 }
 
-/// Returns a level for each baseline. Runs on the same text share one.
+/// Returns a horizontal line for each distinct baseline. Runs on the same text share a line.
 fn baselines(runs: &[LoadedRun]) -> Vec<HorizontalLine> {
     let mut levels: Vec<(f64, Vec<&str>)> = Vec::new();
     for (run, value) in runs.iter().filter_map(|run| Some((run, run.baseline?))) {

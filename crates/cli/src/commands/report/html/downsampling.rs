@@ -39,7 +39,7 @@ pub(super) fn downsampled(values: &[(u64, Option<f64>)]) -> DownsampledCurve {
     DownsampledCurve { parts, steps_per_point }
 }
 
-/// Combines neighbours to one point; `None` if none of them has a value.
+/// Combines the values of neighbouring steps into one point; `None` if no step has a value.
 fn curve_point(neighbours: &[(u64, Option<f64>)]) -> Option<CurvePoint> {
     let (mut low, mut high, mut sum, mut number) = (f64::INFINITY, f64::NEG_INFINITY, 0.0, 0);
     for value in neighbours.iter().filter_map(|(_, value)| *value).filter(|value| value.abs() <= VALUE_MAX) {

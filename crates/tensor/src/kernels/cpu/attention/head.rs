@@ -43,7 +43,7 @@ impl<'a, T: Element> Scratch<'a, T> {
 }
 
 for_each_simd_level! {
-    /// Converts the raw scores of a block, rows of `num_keys`, into `weights`, and updates the softmax state of `rows`.
+    /// Converts the scores of a block, rows of `num_keys`, raw or capped, into `weights`. Updates the softmax state `rows`.
     fn softmax_block<T: Element>(scores: &mut [f32], pair: BlockPair<'_>, scale: f32, rows: &mut [OnlineSoftmaxRow], weights: &mut [T]) {
         // Two passes, so that a row does not wait for results of the previous row.
         for (index, (row, scores)) in rows.iter_mut().zip(scores.chunks_exact_mut(pair.num_keys)).enumerate() {
@@ -82,8 +82,8 @@ for_each_simd_level! {
         sum_zip(x, y, y, |x, y, _| x.to_f32() * y.to_f32())
     }
 
-    /// Computes `weights` and the gradients of the raw scores from the scores of a block, raw or capped, and the gradients of the weights.
-    /// All are rows of `num_keys`.
+    /// Computes `weights` and `d_scores` from `scores` and `d_weights`. All are rows of `num_keys`. `scores` are raw or, with a soft cap,
+    /// capped; `d_scores` are the gradients of raw scores.
     fn softmax_block_backward<T: Element>(scores: &[f32], d_weights: &[f32], pair: BlockPair<'_>, rule: AttentionRule, rows: &[SavedRow], weights: &mut [T], d_scores: &mut [T]) {
         let AttentionRule { scale, soft_cap, .. } = rule;
         let raw = scores.chunks_exact(pair.num_keys).zip(d_weights.chunks_exact(pair.num_keys));
@@ -225,7 +225,7 @@ impl Head<'_> {
         let mut rows = [OnlineSoftmaxRow { max: f32::NEG_INFINITY, sum: 0.0, factor: 0.0 }; QUERY_BLOCK];
         let rows = &mut rows[..num_queries];
         if has_earlier_keys {
-            // Equivalent to a single key with this weight whose value is the output.
+            // The earlier result counts as one key with the score `log_sum` and the earlier output as its value.
             for (row, &log_sum) in rows.iter_mut().zip(&*log_sums) {
                 row.max = log_sum / self.scale();
                 row.sum = if log_sum > f32::NEG_INFINITY { 1.0 } else { 0.0 };

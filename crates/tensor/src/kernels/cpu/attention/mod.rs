@@ -4,8 +4,8 @@
 //! A row of `qkv` holds query heads, then key heads, then value heads; or queries are a separate array from rows of key heads and value
 //! heads. With fewer key-value heads than query heads, consecutive query heads share one (Ainslie et al., "GQA", 2023).
 //!
-//! Masked keys have weight 0 within their block of keys. So a value that is not finite also makes NaN of the results of earlier queries
-//! that read its block; queries that skip the block are not affected.
+//! Masked keys have weight 0 in a matmul over their block of keys. If an element of the values is not finite, the results of all queries
+//! that read its block are therefore NaN, even if the mask hides the key. Queries that skip the block are not affected.
 
 mod head;
 mod latent;
@@ -280,8 +280,8 @@ impl Cpu {
             + num_sums
     }
 
-    /// Computes attention within each sequence. If `results.y` holds sums, `results` are the results for earlier keys (zeros and negative
-    /// infinity if there were none).
+    /// Computes attention within each sequence. If `results.y` is [`OutputRowsMut::Sums`], `results` must hold the results for earlier
+    /// keys, and the kernel merges the new ones into them. Before the first keys, `y` must be zero and `log_sums` negative infinity.
     pub(crate) fn attention<T: Element>(
         &self,
         inputs: AttentionInputs<&[T], &[u32]>,
@@ -302,8 +302,8 @@ impl Cpu {
         });
     }
 
-    /// Like [`Cpu::attention`], for queries that follow the positions of `cache`. Appends their keys and values to the cache. Saves nothing
-    /// for backward.
+    /// Like [`Cpu::attention`], for queries that follow the positions of `cache`. Appends their keys and values to the cache. There is no
+    /// backward kernel.
     pub(crate) fn attention_cached(
         &self,
         qkv: &[f32],
@@ -389,9 +389,9 @@ impl Cpu {
         });
     }
 
-    /// Computes the gradient of [`Cpu::attention`] with respect to the queries, and to keys and values if they are separate. Otherwise,
-    /// `grads.keys_values` is `None`, and `grads.queries` receives all gradients. Gradients that are sums are accumulated. `output`
-    /// must be the output for all keys.
+    /// Computes the gradient of [`Cpu::attention`] with respect to queries, keys and values. If keys and values follow the queries in the
+    /// same rows, `grads.keys_values` is `None`, and `grads.queries` receives all gradients. Gradients are added to
+    /// [`OutputRowsMut::Sums`]; they overwrite [`OutputRowsMut::Elements`]. `output` must be the output for all keys.
     pub(crate) fn attention_backward<T: Element>(
         &self,
         inputs: AttentionInputs<&[T], &[u32]>,

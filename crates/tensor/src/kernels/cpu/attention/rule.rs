@@ -90,7 +90,7 @@ fn num_not_after(queries: Range<usize>, keys: Range<usize>, distance: usize) -> 
     growing(end) - growing(start)
 }
 
-/// The keys of one sequence, with the mask of its queries.
+/// The mask of one sequence: the keys that each query sees.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct KeyView<'a> {
     pub(super) scope: AttentionScope,

@@ -298,7 +298,7 @@ struct Reach<'a> {
     must: &'a dyn Fn(Place) -> bool,
 }
 
-/// A row and a head of an output, or of the queries, keys or values of a gradient.
+/// An element of the output, or of the gradient of the queries, keys or values.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     sequence: usize,

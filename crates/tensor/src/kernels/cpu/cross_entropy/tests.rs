@@ -200,7 +200,7 @@ fn non_finite_values_reach_their_row_only() {
             inputs.run::<T>()
         };
         for col in [0, 15, 16, 36, target] {
-            // An infinite logit has the full probability, and the others are undefined. It is treated like NaN.
+            // The softmax of a row with a logit of positive infinity is undefined, so the whole row becomes NaN.
             for value in [f32::NAN, f32::INFINITY] {
                 let [losses, gradient] = with(col, value);
                 assert!(losses[row].is_nan() && gradient[whole_row[0]..][..cols].iter().all(|x| x.is_nan()));

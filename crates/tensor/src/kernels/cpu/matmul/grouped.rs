@@ -115,8 +115,8 @@ impl Cpu {
                 product(rows, out, accumulate);
                 continue;
             }
-            // A binary counter over a power of two of terms. The first terms are sums of two parts, so that a power of two remains. Pending
-            // partial sums correspond to the bits of the counter.
+            // Adds the terms in a binary tree. The first terms are sums of two parts each, so that the number of terms is a power of two.
+            // The pending partial sums correspond to the set bits of a binary counter of terms.
             let num_terms = 1 << num_parts.ilog2();
             let mut num_waiting = 0;
             for term in 0..num_terms {

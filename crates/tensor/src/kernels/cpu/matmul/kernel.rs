@@ -22,7 +22,7 @@ pub(crate) struct MicroKernel {
     pub(super) words: WordKind,
     /// Number of columns of a panel.
     pub(super) cols: usize,
-    /// Maximum rows of one call. Rows x columns fill the registers: 24 of 32, or 12 of 16, hold sums.
+    /// Maximum rows of one call. The sums take 24 of 32 registers with AVX-512 and 12 of 16 with AVX2.
     pub(super) rows: usize,
     /// The number of words in a block of the inner dim is a multiple of this.
     pub(super) step: usize,

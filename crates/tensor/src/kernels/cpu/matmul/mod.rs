@@ -4,9 +4,9 @@
 //! in panels as wide as the micro-kernel, and shared by all threads. The left operand is read in place, or packed one panel at a time if it
 //! is transposed or of another dtype. (Goto, van de Geijn: "Anatomy of high-performance matrix multiplication", 2008.)
 //!
-//! Every element of a result is summed in the same order: `inner` is split into equal blocks of at most 256 words, which depends only on
-//! `inner`, and within a block words are added one by one (by AMX, sixteen at a time). Results therefore depend neither on threads nor on
-//! tiles, nor, in f32 on machines with fused multiply-add, on the register width. Matmuls do not allocate.
+//! Every element of a result is summed in the same order: `inner` alone determines how the inner dim is split into blocks of at most 256
+//! words, and the words of a block are added one by one (by AMX, sixteen at a time). Results therefore do not depend on threads or tiles.
+//! In f32, on machines with fused multiply-add, they do not depend on the register width either. Matmuls do not allocate.
 //!
 //! The crate `gemm` does not fit these rules: it allocates packing buffers on every call, splits work by the number of threads, and sums in
 //! an order that depends on the sizes of caches.
@@ -173,7 +173,7 @@ impl Cpu {
     }
 }
 
-/// Chooses the number of rows of a tile, so that threads finish at about the same time: full panels of the left operand, at most
+/// Chooses the number of rows of a tile, so that threads finish at about the same time. It is a multiple of `panel_rows`, at most
 /// `TILE_ROWS`.
 fn tile_rows(rows: usize, panel_rows: usize, col_tiles: usize, num_threads: usize) -> usize {
     let (num_panels, most) = (rows.div_ceil(panel_rows), TILE_ROWS / panel_rows);

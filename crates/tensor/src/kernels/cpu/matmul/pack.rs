@@ -63,7 +63,7 @@ macro_rules! with_word {
     };
 }
 
-/// Prefetch distance in lines. Lines are too far apart for the hardware prefetcher.
+/// Prefetch distance along the inner dim, in elements, for lines whose elements are too far apart for the hardware prefetcher.
 pub(super) const LINES_AHEAD: usize = 16;
 
 /// Prefetches the cache line of an element. The index may be out of bounds.
@@ -90,7 +90,7 @@ pub(super) struct Span {
 }
 
 for_each_simd_level! {
-    /// Packs lines that are adjacent in memory: `len` rows of `width` words.
+    /// Packs lines that are interleaved in memory, with elements `stride` apart, as `len` rows of `width` words.
     fn across_panel<W: Word, T: Element>(source: &[T], stride: usize, span: Span, width: usize, out: &mut [u32]) {
         for (word, out) in out.chunks_exact_mut(width).enumerate().take(span.len) {
             let line = |index: usize| (index < span.inner).then(|| &source[index * stride..][..span.lines]);
@@ -112,7 +112,7 @@ for_each_simd_level! {
         for word in first_word..span.len {
             let line = |index: usize| (index < span.inner).then(|| &source[index * stride..]);
             let (low, high) = (line(word * W::TERMS), line(word * W::TERMS + W::TERMS - 1));
-            // A line may start anywhere, so it may span two cache lines.
+            // The sixteen elements may span two cache lines.
             let ahead = (word * W::TERMS + LINES_AHEAD) * stride;
             prefetch(source, ahead);
             prefetch(source, ahead + SIDE - 1);
@@ -127,7 +127,7 @@ for_each_simd_level! {
         }
     }
 
-    /// Packs lines that are contiguous in memory, `stride` apart, as `len` rows of `width` words.
+    /// Packs lines with contiguous elements, which begin `stride` elements apart, as `len` rows of `width` words.
     fn along_panel_transposed<W: Word, T: Element>(level: CpuFeatures, in_place: bool, source: &[T], stride: usize, span: Span, width: usize, out: &mut [u32]) {
         for first_word in (0..span.len).step_by(SIDE) {
             let first = first_word * W::TERMS;
@@ -161,7 +161,8 @@ for_each_simd_level! {
         }
     }
 
-    /// Packs lines that are adjacent in memory as rows of `len` words, a multiple of sixteen. The number of lines is a multiple of sixteen.
+    /// Packs lines that are interleaved in memory, with elements `stride` apart, as rows of `len` words, a multiple of sixteen. `out` has
+    /// room for a multiple of sixteen rows.
     fn across_panel_transposed<W: Word, T: Element>(level: CpuFeatures, source: &[T], stride: usize, span: Span, out: &mut [u32]) {
         for first_word in (0..span.len).step_by(SIDE) {
             for first_line in (0..span.lines).step_by(SIDE) {
@@ -181,7 +182,7 @@ for_each_simd_level! {
         }
     }
 
-    /// Packs lines that are contiguous in memory, `stride` apart, as rows of `len` words.
+    /// Packs lines with contiguous elements, which begin `stride` elements apart, as rows of `len` words.
     fn along_panel<W: Word, T: Element>(source: &[T], stride: usize, span: Span, out: &mut [u32]) {
         for (line, out) in out.chunks_exact_mut(span.len).enumerate().take(span.lines) {
             along::<W, T>(&source[line * stride..][..span.inner], out);

@@ -1,5 +1,5 @@
-//! Packing for bf16 pair products with AVX-512 instructions: panels from f32 (weights, gradients of the residual stream), and transposed
-//! panels.
+//! Packing of bf16 pairs with AVX-512 instructions: right panels from f32 (weights, gradients of the residual stream), and left panels from
+//! transposed bf16 operands.
 
 use super::pack::{LINES_AHEAD, SIDE, Span, prefetch, transpose_16x16};
 use std::arch::x86_64::*;
@@ -29,8 +29,8 @@ pub(super) unsafe fn right_panel(
 /// Prefetch distance along a line, in elements.
 const TERMS_AHEAD: usize = 64;
 
-/// Packs the first words of a narrow panel of bf16, like `super::pack::across_narrow_panel`, as long as `source` has sixteen elements of
-/// both lines of a word. Returns the number of packed words.
+/// Packs the first words of a narrow panel of bf16, like `super::pack::across_narrow_panel`. Stops where fewer than sixteen elements of
+/// `source` are left for one of the two indices of a word. Returns the number of packed words.
 ///
 /// # Safety
 /// The machine has AVX-512 (F, BW, VL).
@@ -59,7 +59,7 @@ pub(super) unsafe fn narrow_panel(
     num_words
 }
 
-/// Returns the mask of the valid lanes in the block of sixteen that begins at `first`, out of `num`.
+/// Returns a mask of the sixteen lanes from `first` on; a lane is set if its index is less than `num`.
 fn mask(first: usize, num: usize) -> __mmask16 {
     let lanes = num.saturating_sub(first).min(SIDE) as u32;
     ((1_u32 << lanes) - 1) as __mmask16
@@ -82,7 +82,7 @@ fn store(out: &mut [u32], words: __m512i) {
     unsafe { _mm512_storeu_si512(out[..SIDE].as_mut_ptr().cast(), words) };
 }
 
-/// Packs lines that are adjacent in memory: two rows form a row of words.
+/// Packs lines that are interleaved in memory: two rows of elements form a row of words.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn across(source: &[f32], stride: usize, span: Span, width: usize, out: &mut [u32]) {
     // Lane `l` of the first row goes to half-word `2l`, lane `l` of the second row to `2l + 1`.
@@ -107,7 +107,7 @@ fn across(source: &[f32], stride: usize, span: Span, width: usize, out: &mut [u3
     }
 }
 
-/// Packs lines that are contiguous in memory: transposes blocks of sixteen lines of sixteen words.
+/// Packs lines with contiguous elements: transposes blocks of sixteen lines of sixteen words.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn along(source: &[f32], stride: usize, span: Span, width: usize, out: &mut [u32]) {
     let mut block = [0_u32; SIDE * SIDE];

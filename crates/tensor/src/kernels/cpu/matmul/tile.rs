@@ -104,8 +104,8 @@ impl<'a> Tile<'a> {
         MicroTile { start, row_stride: self.row_stride, rows, cols }
     }
 
-    /// Computes `tile = left right`, or adds the product if `accumulate` is set. Otherwise, no element is read before it is written. Runs
-    /// on the calling thread. A left operand in memory is packed one panel at a time.
+    /// Computes `tile = left right`, or adds the product if `accumulate` is set. Without `accumulate`, no element is read before it is
+    /// written. Runs on the calling thread. Packs a left operand in memory one panel at a time, unless it can be read in place.
     ///
     /// The right operand may have more terms than the product if all of them fit into one block of the inner dim; only the first ones are
     /// used.

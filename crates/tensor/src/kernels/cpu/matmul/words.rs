@@ -109,7 +109,8 @@ pub(super) fn along<W: Word, T: Element>(source: &[T], out: &mut [u32]) {
     }
 }
 
-/// Forms words from lines across the inner dim: `low` and `high` are the same line, or two adjacent ones. A missing line is zero.
+/// Forms the words of several lines at one word of the inner dim. `low` and `high` hold the elements at the word's first and last index of
+/// the inner dim, which are equal for words of one element. Missing elements are zero.
 #[inline(always)]
 pub(super) fn across<W: Word, T: Element>(low: Option<&[T]>, high: Option<&[T]>, out: &mut [u32]) {
     match (low, high) {

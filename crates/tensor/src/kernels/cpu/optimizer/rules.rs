@@ -174,7 +174,7 @@ pub(super) const FACTORED_FLOOR: f32 = 1e-30;
 struct AdamCoefficients {
     step: AdamWStep,
     step_size: f32,
-    /// Weight of the gradient in the update, relative to the weight `nu` of the uncorrected first moment.
+    /// Weight of the gradient in the direction: `1 - nu`, times the bias correction by which `step_size` is divided.
     gradient_share: f32,
     /// Reciprocal of the bias correction of the first moment.
     inverse_correction1: f32,

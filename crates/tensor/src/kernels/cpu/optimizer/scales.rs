@@ -3,7 +3,8 @@
 use crate::parameter_table::leaf_sum;
 use std::ops::Range;
 
-/// Pieces of one parameter that are leaves of its unit's canonical tree, or parts of leaves.
+/// Consecutive pieces of one parameter. Each is a leaf of its unit's summation tree (see [`NUM_LEAVES`](crate::NUM_LEAVES)) or a part of a
+/// leaf.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LeafRun {
     /// The pieces, one for each leaf.

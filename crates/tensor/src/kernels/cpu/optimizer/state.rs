@@ -21,7 +21,8 @@ const SIGNED_LEVELS: f32 = 127.0;
 /// Number of codes of square roots.
 const ROOT_LEVELS: f32 = 255.0;
 
-/// Values within this distance of the largest code get that code. Rounding up a step changes the largest value's code by less.
+/// Distance from the largest code, in codes, within which values get that code. Steps are rounded up, so the quotient of a block's largest
+/// value and its step may be smaller than the largest code, but by less than this.
 const SNAP: f32 = 0.01;
 
 /// Smallest step that values are divided by. Smaller steps are rounded to 0.
@@ -148,7 +149,8 @@ fn random_bits(seed: u32, position: u32) -> u32 {
     bits ^ (bits >> 16)
 }
 
-/// Rounds a number from 0 to 255 stochastically. Integers are unchanged: the shift of twelve random bits and a half never causes a tie.
+/// Rounds a number from 0 to 255 stochastically: adds a random shift between -1/2 and 1/2 and rounds to nearest. Integers are unchanged,
+/// because the magnitude of the shift is less than 1/2.
 ///
 /// Avoids a cast, because saturating casts do not become SIMD code. Adding 2^23 leaves the integer part in the low bits.
 #[inline(always)]
@@ -165,7 +167,7 @@ fn magnitude_max(values: &[f32]) -> f32 {
     f32::from_bits(bits).min(LARGEST)
 }
 
-/// Returns the value of code 1: `largest / levels`, rounded up to 16 fraction bits, so that its multiples are exact; 0 if it is too small.
+/// Returns the value of code 1: `largest / levels`, rounded up to 16 significant bits, so that multiples are exact; 0 if it is too small.
 #[inline(always)]
 fn step_of(largest: f32, levels: f32) -> f32 {
     let step = largest / levels;

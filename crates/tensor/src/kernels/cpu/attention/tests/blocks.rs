@@ -1,9 +1,9 @@
-//! Attention that accumulates the keys of one rank after the other.
+//! Attention over the keys of one rank at a time, as in ring attention.
 
 use super::*;
 
 impl<T: Element> Inputs<T> {
-    /// Runs the attention on ranks with zig-zag positions that accumulate the keys of one rank after the other.
+    /// Runs attention as `degree` ranks with zig-zag positions would. Each rank adds the keys of one rank after another to its results.
     fn run_in_blocks_on(&self, cpu: &Cpu, degree: usize) -> [Vec<f32>; 3] {
         let Inputs { shape, rule, qkv, dy, .. } = self;
         let [q_cols, kv_cols, out_cols] = [shape.query_cols(), shape.kv_cols(), shape.output_cols()];

@@ -61,7 +61,7 @@ fn non_finite_values_reach_their_row_or_column_only() {
     }
 }
 
-/// Returns the product of `values` as a row and as many times `other` as a column.
+/// Multiplies `values` as a row by a column whose elements are all `other`.
 fn sum_of(features: CpuFeatures, precision: Precision, values: &[f32], other: f32) -> f32 {
     let size = MatmulSizes { rows: 1, cols: 1, inner: values.len() };
     let others = vec![other; values.len()];
