@@ -28,6 +28,20 @@ pub(crate) struct Engine {
     recorder: GroupRecorder,
 }
 
+/// Keeps memory that peers or MPI may still access from being freed while a panic unwinds out of an operation.
+struct AbandonOnPanic<'a> {
+    transport: &'a mut dyn Transport,
+    payload: &'a mut Payload,
+}
+
+impl Drop for AbandonOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.transport.abandon(self.payload);
+        }
+    }
+}
+
 impl Engine {
     pub(crate) fn new(
         control: Control,
@@ -66,8 +80,10 @@ impl Engine {
         self.next_sequence += 1;
         self.recorder.begin(&call, issued);
         self.control.cost = Cost::default();
-        let result =
-            self.check_peers(&call).and_then(|()| self.transport.execute(&call, payload, &mut self.control));
+        let result = self.check_peers(&call).and_then(|()| {
+            let running = AbandonOnPanic { transport: &mut *self.transport, payload };
+            running.transport.execute(&call, running.payload, &mut self.control)
+        });
         let cost = self.control.cost;
         self.statistics.num_operations += 1;
         self.statistics.payload_bytes += cost.payload_bytes;

@@ -37,8 +37,12 @@ impl UnitStep<'_> {
     }
 
     /// Returns the number of this update since the member's state began, from 1.
+    ///
+    /// Panics if the state began at this update or later.
     pub(crate) fn number(&self, member: &Member) -> u64 {
-        self.settings.step - self.starts[member.parameter]
+        let (step, start) = (self.settings.step, self.starts[member.parameter]);
+        assert!(start < step, "update {step} of a state that began after update {start}");
+        step - start
     }
 
     /// Returns the number of elements of the member's full (unsharded) parameter.

@@ -184,8 +184,13 @@ impl Supervisor<'_> {
                     return Err(LaunchError::Stopped { signal: asked.unwrap_or(signal) });
                 }
                 (Some(_), _) | (None, None) if self.workers.are_running() => {}
-                // All workers had finished their last step.
-                (None, None) => return Ok(()),
+                // Unless one has stopped, all workers had finished their last step.
+                (None, None) => {
+                    let stopped_by = self.workers.first_stopped_by();
+                    return stopped_by.map_or(Ok(()), |signal| {
+                        Err(LaunchError::Stopped { signal: asked.unwrap_or(signal) })
+                    });
+                }
                 // The request itself kills a worker that has not begun to train.
                 (_, Some((_, AbnormalExit::Signal(signal)))) if stop_signals().contains(&signal) => {
                     return self.end_after_signal(asked.unwrap_or(SIGINT));

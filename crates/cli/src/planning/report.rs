@@ -38,6 +38,8 @@ struct ProductOperations {
     forward: u64,
     recomputation: u64,
     backward: u64,
+    /// Products of optimizer updates, such as those of Muon.
+    update: u64,
 }
 
 /// Operations of one kind and length.
@@ -82,6 +84,7 @@ fn product_operations(program: &Program, entries: &StepEntries) -> ProductOperat
         let pass = match action {
             Action::Forward { .. } => &mut found.forward,
             Action::Recompute { .. } => &mut found.recomputation,
+            Action::Step { .. } => &mut found.update,
             _ => &mut found.backward,
         };
         let kernels = entries.iter().filter_map(|entry| match entry {

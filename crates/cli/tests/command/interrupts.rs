@@ -33,7 +33,7 @@ fn assert_resumes(fixture: &Fixture, printed: &str, run: &str) {
         &[&format!("resuming after step {step} of {}", step + 2)],
     );
     let alone = more.replace(&format!("run.name={run}"), &format!("run.name={run}-alone"));
-    fixture.run(&alone).succeeded();
+    fixture.run(&format!("{alone} --set checkpoint.interval={step}")).succeeded();
     assert_eq!(fixture.losses(run), fixture.losses(&format!("{run}-alone")));
 }
 

@@ -218,6 +218,9 @@ fn a_plan_as_json_has_memory_operations_and_exchanges() {
     let number = |value: &Value| value.as_f64().unwrap();
     assert!((1.0..=number(&operations["forward"])).contains(&number(&operations["recomputation"])));
     assert!(["forward", "backward"].iter().all(|pass| operations[pass] == plain_operations[pass]));
+    let muon = &plan("--workers 1 --set optimizer.name=muon")["product_operations"];
+    assert!(number(&muon["update"]) > 0.0 && plain_operations["update"] == 0);
+    assert_eq!(muon["backward"], plain_operations["backward"]);
     // A run that does not fit is described all the same.
     assert_eq!(plan("--workers 1 --set memory.device_budget=64KiB")["fits"], false);
     let pipeline =

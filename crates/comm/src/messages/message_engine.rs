@@ -161,6 +161,9 @@ impl MessageEngine {
                 has_moved = true;
             }
         }
+        if has_moved {
+            self.backoff.has_succeeded();
+        }
         Ok(has_moved)
     }
 

@@ -156,7 +156,7 @@ fn waits_for(place: &Place, own: Option<&RankReport>, reports: &[&RankReport]) -
     let Some(operation) = place.operation.as_ref().filter(|operation| is_waiting(operation)) else {
         return Vec::new();
     };
-    let group = |report: &RankReport| report.groups.iter().find(|group| group.name == place.group).cloned();
+    let group = |report: &RankReport| report.groups.iter().find(|group| place.is_in(&group.name)).cloned();
     let failure = own.and_then(group).and_then(|group| group.failure);
     match failure {
         Some(failure) if !failure.missing.is_empty() => return failure.missing,
@@ -167,7 +167,7 @@ fn waits_for(place: &Place, own: Option<&RankReport>, reports: &[&RankReport]) -
     }
     let is_behind = |group: &GroupReport| {
         group.members.contains(&place.rank)
-            && group.name == place.group
+            && place.is_in(&group.name)
             && group.num_issued <= operation.sequence
     };
     let behind = reports.iter().filter(|report| report.groups.iter().any(is_behind));
@@ -193,7 +193,7 @@ fn group_sequences<'a>(reports: &[&'a RankReport]) -> BTreeMap<GroupKey<'a>, Seq
             for operation in &group.operations {
                 note(report.rank, operation.sequence, (operation.operation, &*operation.line));
             }
-            for place in group.heard.iter().filter(|place| place.group == group.name) {
+            for place in group.heard.iter().filter(|place| place.is_in(&group.name)) {
                 if let Some(operation) = place.operation.as_ref().filter(|operation| operation.peer.is_none())
                 {
                     note(place.rank, operation.sequence, (operation.operation, &*operation.line));

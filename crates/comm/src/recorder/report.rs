@@ -136,6 +136,13 @@ pub struct Place {
     pub seconds: f64,
 }
 
+impl Place {
+    /// Returns whether the place is in the group `name`.
+    pub(crate) fn is_in(&self, name: &str) -> bool {
+        self.group == name || self.group == GroupName::of(format_args!("{name}")).as_str()
+    }
+}
+
 impl RankReport {
     /// Version of the format that this program writes and reads.
     pub const FORMAT: u32 = 1;
@@ -246,6 +253,22 @@ impl ReportedPlace {
                 ended: has_ended.then_some(now - seconds),
             }),
             seconds,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reported_place_is_in_its_group_even_if_the_name_is_long() {
+        let place = |name: &str| {
+            let group = GroupName::of(format_args!("{name}")).as_str().to_owned();
+            Place { rank: 0, group, operation: None, seconds: 0.0 }
+        };
+        for name in ["world", "world/expert shards/within"] {
+            assert!(place(name).is_in(name) && !place(name).is_in("world/data"));
         }
     }
 }

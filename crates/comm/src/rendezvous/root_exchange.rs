@@ -248,7 +248,8 @@ impl RootExchange {
     }
 
     /// Ends a phase. Each rank reports success, a reason, or an empty reason if another rank's failure stopped it. All ranks receive the
-    /// outcome, as soon as the first reason is known.
+    /// outcome, as soon as the first reason is known. A failed phase ends when all ranks have reported, so that a rank of the next phase
+    /// cannot connect to a rank that is still in this one.
     pub(super) fn agree(
         &mut self,
         doing: &str,
@@ -261,7 +262,13 @@ impl RootExchange {
                     .send(&Message::Report(own), deadline)
                     .map_err(|source| CommError::rendezvous(doing, source))?;
                 match self.receive_from_root(doing, deadline + ROOT_TIMEOUT_MARGIN)? {
-                    Message::Report(outcome) => Ok(outcome),
+                    Message::Report(outcome) => {
+                        if outcome.is_err() {
+                            // The same outcome again, when all ranks have reported. Without it, the next phase fails.
+                            let _ = self.receive_from_root(doing, deadline + ROOT_TIMEOUT_MARGIN);
+                        }
+                        Ok(outcome)
+                    }
                     _ => Err(CommError::rendezvous(doing, invalid("rank 0 sent an unexpected message"))),
                 }
             }
@@ -285,7 +292,8 @@ impl RootExchange {
     }
 }
 
-/// Collects the reports of all ranks and sends all of them the outcome. A failure is sent as soon as its reason is known.
+/// Collects the reports of all ranks and sends all of them the outcome. A failure is sent as soon as its reason is known, and again when all
+/// ranks have reported.
 fn collect(
     channels: &mut [Channel],
     own: Result<(), String>,
@@ -307,6 +315,10 @@ fn collect(
             told = Some(outcome);
         }
         if let Some(outcome) = told.take_if(|_| awaited.is_empty()) {
+            if outcome.is_err() {
+                let deadline = deadline.max(Instant::now() + ROOT_TIMEOUT_MARGIN);
+                let _ = send_to_all(channels, &Message::Report(outcome.clone()), deadline);
+            }
             return Ok(outcome);
         }
         let sockets = awaited.iter().map(|rank| &channels[rank - 1].stream);
@@ -381,6 +393,24 @@ mod tests {
             assert!(sleep_before_retry(soon()));
         }
         Err(String::new())
+    }
+
+    #[test]
+    fn a_failed_phase_ends_when_all_ranks_have_reported() {
+        let (mut root, [mut first, second]) = root_exchanges();
+        let RootExchange::Peer { root_channel: mut second, .. } = second else { panic!("a peer") };
+        thread::scope(|scope| {
+            let root = scope.spawn(move || root.agree("failing", Err("why".to_owned()), soon()));
+            // The second rank learns of the failure, but has not reported.
+            assert!(matches!(second.receive(3, soon()), Ok(Message::Report(Err(_)))));
+            let first = scope.spawn(move || first.agree("failing", Err(String::new()), soon()));
+            assert!(!second.is_readable());
+            second.send(&Message::Report(Err(String::new())), soon()).expect("a report");
+            assert!(matches!(second.receive(3, soon()), Ok(Message::Report(Err(_)))));
+            for rank in [root, first] {
+                assert!(rank.join().expect("no panic").expect("all are there").is_err());
+            }
+        });
     }
 
     #[test]

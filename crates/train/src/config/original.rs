@@ -35,6 +35,13 @@ pub(super) fn edited_text(config: &Config, text: &str, path: &Path, overrides: &
     if !has_name {
         set("run", "name", config.run().name.as_str().into());
     }
+    // A file may not have both lengths. An option for one of them has replaced the other one.
+    let unused_length = if config.training().epochs > 0.0 { "steps" } else { "epochs" };
+    if let Some(training) = document.get_mut("training").and_then(Item::as_table_like_mut)
+        && ["steps", "epochs"].iter().all(|key| training.contains_key(key))
+    {
+        training.remove(unused_length);
+    }
     Some(format!(
         "# The config of this run as it was given in {}, with the options of the command line in it.\n{document}",
         path.display()
@@ -81,6 +88,18 @@ steps = 4 # few
         assert_eq!(read(&[]).unwrap(), config);
         // The config resolved for two workers is invalid for four. The given config is valid.
         assert_eq!(read(&["launch.workers=4".to_owned()]).unwrap().world_size(), 4);
+    }
+
+    #[test]
+    fn an_option_for_the_length_replaces_the_other_length() {
+        for (options, text_has) in [
+            (&["training.epochs=2"][..], "epochs = 2"),
+            (&["training.epochs=2", "training.steps=9"], "steps = 9"),
+        ] {
+            let (config, text) = given(options);
+            assert!(text.contains(text_has), "{text}");
+            assert_eq!(Config::parse(&text, Path::new("config.given.toml"), &[], None).unwrap(), config);
+        }
     }
 
     #[test]

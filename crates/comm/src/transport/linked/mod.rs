@@ -360,17 +360,6 @@ impl Transport for Linked {
     }
 }
 
-impl Drop for Linked {
-    fn drop(&mut self) {
-        // In the middle of an operation, peers may still write to this rank's memory.
-        if std::thread::panicking()
-            && let Some(shared) = &mut self.shared
-        {
-            shared.abandon();
-        }
-    }
-}
-
 /// The first `num_bytes` of `memory`, which grows if it is shorter.
 fn reserve(memory: &mut Vec<CacheLine>, num_bytes: usize) -> Result<&mut [u8], CommError> {
     if memory.len() * size_of::<CacheLine>() < num_bytes {

@@ -67,3 +67,14 @@ fn products_in_bf16_come_near() {
 fn zero_stays_zero() {
     assert_eq!(orthogonal(&[0.0; 12], [3, 4], Precision::F32), [0.0; 12]);
 }
+
+#[test]
+fn subnormal_numbers_become_zero() {
+    // The momentum of a matrix without gradients ends at the smallest number, not at zero.
+    for size in [f32::from_bits(1), 2.9e-39] {
+        let matrix = [size, 0.0, -size, 0.0, size, 0.0];
+        assert!(orthogonal(&matrix, [2, 3], Precision::F32).iter().all(|x| *x == 0.0));
+    }
+    let smallest = [f32::MIN_POSITIVE, 0.0, 0.0, f32::MIN_POSITIVE];
+    assert!(orthogonal(&smallest, [2, 2], Precision::F32).iter().all(|x| x.is_finite()));
+}

@@ -84,9 +84,10 @@ impl Cpu {
     ) {
         let OrthogonalizeScratch { gram, polynomial, product, words } = scratch;
         let round = NewtonSchulzMatmuls { rows, cols };
-        // Divides by the largest element first, so that squares do not overflow.
+        // Divides by the largest element first, so that squares do not overflow. A subnormal element would have an infinite inverse; the
+        // momentum of a matrix without gradients decays to such elements.
         let largest = matrix.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
-        let inverse = if largest > 0.0 { 1.0 / largest } else { 0.0 };
+        let inverse = if largest >= f32::MIN_POSITIVE { 1.0 / largest } else { 0.0 };
         self.scale(matrix, inverse);
         let norm = self.sum_of_squares(matrix).value().sqrt();
         self.scale(matrix, 1.0 / (norm as f32 + NORM_EPSILON));
