@@ -166,16 +166,16 @@ impl FaultRunner {
         let child = command.process_group(0).spawn();
         let child = child.context("cannot run strace, which injects the faults; install it")?;
         let group = Pid::from_child(&child);
-        let (ended, is_ended) = mpsc::channel::<()>();
+        let (end_sender, end_receiver) = mpsc::channel::<()>();
         std::thread::scope(|scope| {
             scope.spawn(move || {
-                while is_ended.recv_timeout(CONTINUE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                while end_receiver.recv_timeout(CONTINUE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
                     // Fails if no process is left to be continued.
                     let _ = kill_process_group(group, Signal::CONT);
                 }
             });
             let output = child.wait_with_output();
-            drop(ended);
+            drop(end_sender);
             Ok(output?)
         })
     }

@@ -185,9 +185,9 @@ impl AxisSplit {
 mod tests {
     use super::*;
 
-    fn held(cut: AxisSplit, len: usize, degree: usize) -> Vec<Vec<[usize; 2]>> {
+    fn held(split: AxisSplit, len: usize, degree: usize) -> Vec<Vec<[usize; 2]>> {
         let range = |segment: Segment| [segment.start, segment.start + segment.len];
-        AxisRank::all(degree).map(|place| cut.segments(len, place).map(range).collect()).collect()
+        AxisRank::all(degree).map(|place| split.segments(len, place).map(range).collect()).collect()
     }
 
     #[test]
@@ -233,20 +233,20 @@ mod tests {
             AxisSplit::along(1).with_groups(3),
             AxisSplit::along(2),
         ];
-        for cut in cuts {
+        for split in cuts {
             let mut found = vec![0; 24];
             for place in AxisRank::all(2) {
                 for start in 0..12 {
                     for end in start..=12 {
                         let mut next = start;
-                        for (first, part) in cut.runs(&shape, place, start..end) {
+                        for (first, part) in split.runs(&shape, place, start..end) {
                             assert_eq!(part.start, next);
                             next = part.end;
                             if (start, end) == (0, 12) {
                                 (first..first + part.len()).for_each(|element| found[element] += 1);
                             }
                         }
-                        assert_eq!(next, end, "{cut:?} {place:?} {start}..{end}");
+                        assert_eq!(next, end, "{split:?} {place:?} {start}..{end}");
                     }
                 }
             }

@@ -10,7 +10,7 @@ pub struct Cost {
     /// Operations of matrix products, including the products of attention. A multiply-add counts as two operations.
     pub product_operations: u64,
     /// The portion of `product_operations` that recomputes results of forward, such as the attention scores in backward.
-    pub repeated_operations: u64,
+    pub recomputed_operations: u64,
     /// All other operations. An exponential counts as [`Cost::EXP`].
     pub other_operations: u64,
     /// Bytes of memory that are read and written.
@@ -35,7 +35,7 @@ impl Cost {
     /// The cost of no computation.
     pub const ZERO: Cost = Cost {
         product_operations: 0,
-        repeated_operations: 0,
+        recomputed_operations: 0,
         other_operations: 0,
         traffic: Traffic { read: 0, updated: 0, written: 0 },
     };
@@ -45,9 +45,9 @@ impl Cost {
         Cost { product_operations: product(factors), ..Cost::ZERO }
     }
 
-    /// Adds the product of `factors` to `repeated_operations`.
-    pub fn repeats(self, factors: &[usize]) -> Self {
-        Cost { repeated_operations: self.repeated_operations.saturating_add(product(factors)), ..self }
+    /// Adds the product of `factors` to `recomputed_operations`.
+    pub fn recomputes(self, factors: &[usize]) -> Self {
+        Cost { recomputed_operations: self.recomputed_operations.saturating_add(product(factors)), ..self }
     }
 
     /// Returns a cost whose `other_operations` is the product of `factors`, and whose other fields are zero.
@@ -76,7 +76,7 @@ impl Cost {
     /// Returns the operations of matrix products that the model itself needs: all except the repeated ones. MFU is computed from this
     /// number.
     pub fn model_operations(&self) -> u64 {
-        self.product_operations.saturating_sub(self.repeated_operations)
+        self.product_operations.saturating_sub(self.recomputed_operations)
     }
 
     /// Returns the number of all operations, including repeated ones.
@@ -108,7 +108,7 @@ impl Add for Cost {
         let traffic = other.traffic;
         Cost {
             product_operations: self.product_operations.saturating_add(other.product_operations),
-            repeated_operations: self.repeated_operations.saturating_add(other.repeated_operations),
+            recomputed_operations: self.recomputed_operations.saturating_add(other.recomputed_operations),
             other_operations: self.other_operations.saturating_add(other.other_operations),
             ..self.reads(traffic.read).updates(traffic.updated).writes(traffic.written)
         }
@@ -129,7 +129,7 @@ mod tests {
     fn costs_add_up_to_the_largest_number_and_no_further() {
         let cost = Cost::products(&[2, 3]).reads(5).updates(7).writes(11) + Cost::others(&[13]).reads(1);
         assert_eq!((cost.operations(), cost.traffic.extent(), cost.traffic.moved()), (19, 24, 31));
-        let twice = Cost::products(&[4, 5]).repeats(&[2, 3]) + Cost::products(&[7]).repeats(&[1]);
+        let twice = Cost::products(&[4, 5]).recomputes(&[2, 3]) + Cost::products(&[7]).recomputes(&[1]);
         assert_eq!((twice.operations(), twice.model_operations()), (27, 20));
         let most = Cost::products(&[usize::MAX, 2]).reads(usize::MAX);
         assert_eq!(most + most, most);

@@ -159,13 +159,13 @@ impl<B> Pending<B> {
 
     /// Wraps memory that will be stored in `place` before `event` is done. If `event` is [`Event::DONE`] and `place` holds the memory
     /// already, the memory is available immediately.
-    pub fn until(event: Event, place: Arc<Mutex<Option<B>>>) -> Self {
+    pub fn until(event: Event, slot: Arc<Mutex<Option<B>>>) -> Self {
         if event.0.is_none()
-            && let Some(memory) = taken(&place)
+            && let Some(memory) = take_from(&slot)
         {
             return Pending::new(memory);
         }
-        Pending(State::InUse(place, event))
+        Pending(State::InUse(slot, event))
     }
 
     /// Returns the event after which no device or group uses the memory.
@@ -192,7 +192,7 @@ impl<B> Pending<B> {
     pub fn wait_mut(&mut self) -> &mut B {
         if let State::InUse(place, event) = &self.0 {
             event.wait();
-            self.0 = State::Available(taken(place).expect("a device releases memory before the event"));
+            self.0 = State::Available(take_from(place).expect("a device releases memory before the event"));
         }
         self.get_mut().expect("it was waited for")
     }
@@ -204,7 +204,7 @@ impl<B> Pending<B> {
     pub fn try_take(self) -> Result<B, Self> {
         match self.0 {
             State::Available(memory) => Ok(memory),
-            State::InUse(place, event) => match taken(&place) {
+            State::InUse(place, event) => match take_from(&place) {
                 Some(memory) => Ok(memory),
                 None => Err(Pending(State::InUse(place, event))),
             },
@@ -228,8 +228,8 @@ impl<B> Pending<B> {
     }
 }
 
-fn taken<B>(place: &Mutex<Option<B>>) -> Option<B> {
-    place.lock().unwrap_or_else(PoisonError::into_inner).take()
+fn take_from<B>(slot: &Mutex<Option<B>>) -> Option<B> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
 /// Host memory that devices copy to and from.

@@ -21,7 +21,7 @@ mod tests {
     use crate::Rank;
 
     #[test]
-    fn many_ranks_are_a_short_text() {
+    fn runs_of_numbers_are_shortened() {
         assert_eq!(format_ranges::<usize>([]), "none");
         assert_eq!(format_ranges([0usize, 1, 2, 8, 4, 5]), "0-2, 8, 4, 5");
         assert_eq!(format_ranks([Rank(7)]), "rank 7");

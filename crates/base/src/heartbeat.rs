@@ -50,13 +50,13 @@ mod tests {
     #[test]
     fn the_latest_progress_counts() {
         let heartbeat = Heartbeat { start: Instant::now() - Duration::from_secs(100), last: Arc::default() };
-        let known = |heartbeat: &Heartbeat| heartbeat.age().as_secs();
-        assert_eq!(known(&heartbeat), 100);
+        let age_secs = |heartbeat: &Heartbeat| heartbeat.age().as_secs();
+        assert_eq!(age_secs(&heartbeat), 100);
         let now = Instant::now();
         heartbeat.clone().beat_at(now - Duration::from_secs(30));
         heartbeat.beat_at(now - Duration::from_secs(60));
-        assert_eq!(known(&heartbeat), 30);
+        assert_eq!(age_secs(&heartbeat), 30);
         heartbeat.beat();
-        assert_eq!(known(&heartbeat), 0);
+        assert_eq!(age_secs(&heartbeat), 0);
     }
 }

@@ -57,7 +57,7 @@ pub struct StepEntries {
     /// action.
     pub actions: Vec<Vec<JournalEntry>>,
     /// Number of operations that every step issues. The numbers of an operation in consecutive steps differ by this amount.
-    pub num_issued: usize,
+    pub issued_per_step: usize,
 }
 
 /// A shared, ordered record of the work that a rank issues. Clones append to the same journal.
@@ -78,10 +78,10 @@ impl Journal {
 
     /// Appends the issue of an operation with the current time, and returns the operation's number. Numbers count up from 0.
     pub fn issue(&self, issued: AsyncOperation) -> usize {
-        let mut noted = self.lock();
-        let number = noted.num_issued;
-        noted.num_issued += 1;
-        noted.entries.push((JournalEntry::Issue(number, issued), Instant::now()));
+        let mut state = self.lock();
+        let number = state.num_issued;
+        state.num_issued += 1;
+        state.entries.push((JournalEntry::Issue(number, issued), Instant::now()));
         number
     }
 

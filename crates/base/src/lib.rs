@@ -58,5 +58,5 @@ pub use random::{Random, RandomKey};
 pub use rank::{Rank, ReduceOp};
 pub use regular_file::{create_regular, open_regular, open_regular_with, read_at_most, replace_file};
 pub use svg::{Anchor, Svg, escape_markup};
-pub use threads::{spawn_scoped_thread, spawn_thread, with_limits};
+pub use threads::{spawn_scoped_thread, spawn_thread, with_resource_limits};
 pub use ticks::Ticks;

@@ -11,7 +11,7 @@ impl CategoryBytes {
     }
 
     /// Returns the total of all categories except activations.
-    pub fn besides_activations(&self) -> usize {
+    pub fn excluding_activations(&self) -> usize {
         self.total() - self.get(Category::Activations)
     }
 
@@ -31,7 +31,7 @@ pub struct MemoryUse {
     /// The line of the program's text at which the total peaks. Line 1, which lists sizes, stands for the time before the first action.
     pub line: usize,
     /// The peak of the total of all categories except activations.
-    pub besides_activations: usize,
+    pub excluding_activations: usize,
     /// Peak of host memory that is not the memory of the device: offloaded state that resides in or passes through host memory, and
     /// staging buffers for communication if the device cannot reach host memory.
     pub host: usize,

@@ -41,7 +41,7 @@ pub struct UnitPasses {
 impl UnitPasses {
     /// Returns whether forward keeps activations for a later backward. A unit without output keeps none, because its backward follows
     /// immediately.
-    pub fn keeps(&self) -> bool {
+    pub fn keeps_activations(&self) -> bool {
         self.saved > 0 && self.output > 0
     }
 }

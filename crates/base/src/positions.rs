@@ -128,8 +128,8 @@ impl Positions {
 
     /// Returns how many of the listed positions are less than `position`.
     pub fn num_before(&self, position: usize) -> usize {
-        let of_first = position.saturating_sub(self.first).min(self.first_len);
-        of_first + position.saturating_sub(self.second).min(self.len - self.first_len)
+        let num_in_first = position.saturating_sub(self.first).min(self.first_len);
+        num_in_first + position.saturating_sub(self.second).min(self.len - self.first_len)
     }
 
     /// Returns the runs of consecutive positions: the index of the run's first position in the list, and the positions. Empty runs are
@@ -149,19 +149,23 @@ mod tests {
     fn ranks_have_all_positions_and_equally_many_pairs() {
         for degree in 1..6 {
             let len = 6 * degree;
-            let of_ranks: Vec<Positions> =
+            let rank_positions: Vec<Positions> =
                 AxisRank::all(degree).map(|place| Positions::zig_zag(len, place)).collect();
             let mut all: Vec<usize> =
-                of_ranks.iter().flat_map(|of| (0..of.len()).map(|i| of.at(i))).collect();
+                rank_positions.iter().flat_map(|of| (0..of.len()).map(|i| of.at(i))).collect();
             all.sort_unstable();
             assert!(all.into_iter().eq(0..len), "{degree}");
-            let num_pairs = |of: &Positions| (0..of.len()).map(|index| of.at(index)).sum::<usize>();
-            assert!(of_ranks.iter().all(|of| num_pairs(of) == num_pairs(&of_ranks[0])), "{degree}");
+            let num_pairs =
+                |positions: &Positions| (0..positions.len()).map(|index| positions.at(index)).sum::<usize>();
+            assert!(
+                rank_positions.iter().all(|of| num_pairs(of) == num_pairs(&rank_positions[0])),
+                "{degree}"
+            );
         }
     }
 
     #[test]
-    fn ranks_with_a_place_on_the_ring_have_its_positions_together() {
+    fn ranks_that_share_a_ring_place_hold_its_positions_together() {
         let places = AxisRank::all(6).map(|place| ContextRank::new(place, 3));
         let mut all = Vec::new();
         for place in places {
@@ -169,8 +173,10 @@ mod tests {
             assert_eq!((own.len(), place.degree()), (4, 6));
             all.extend((0..own.len()).map(|index| own.at(index)));
         }
-        let of_ring = AxisRank::all(2).map(|place| Positions::zig_zag(24, place));
-        assert!(all.into_iter().eq(of_ring.flat_map(|of| (0..of.len()).map(move |index| of.at(index)))));
+        let ring_positions = AxisRank::all(2).map(|place| Positions::zig_zag(24, place));
+        assert!(
+            all.into_iter().eq(ring_positions.flat_map(|of| (0..of.len()).map(move |index| of.at(index))))
+        );
         let own = ContextRank::new(AxisRank::new(2, 4), 4).positions(16);
         assert!(own.runs().eq([(0, 8..12)]));
     }

@@ -72,12 +72,12 @@ impl Svg {
 
     /// Draws a line through `points` with the attributes in `style`, such as `stroke="#888888"`.
     pub fn line(&mut self, points: &[(f64, f64)], style: &str) {
-        self.push(format_args!("<polyline points=\"{}\" fill=\"none\" {style}/>", listed(points)));
+        self.push(format_args!("<polyline points=\"{}\" fill=\"none\" {style}/>", format_points(points)));
     }
 
     /// Draws the polygon with the corners `points`, with the attributes in `style`.
     pub fn area(&mut self, points: &[(f64, f64)], style: &str) {
-        self.push(format_args!("<polygon points=\"{}\" {style}/>", listed(points)));
+        self.push(format_args!("<polygon points=\"{}\" {style}/>", format_points(points)));
     }
 
     /// Draws a dot with its centre at `(x, y)`.
@@ -95,7 +95,7 @@ impl Svg {
     }
 }
 
-fn listed(points: &[(f64, f64)]) -> String {
+fn format_points(points: &[(f64, f64)]) -> String {
     let points: Vec<String> = points.iter().map(|(x, y)| format!("{x:.2},{y:.2}")).collect();
     points.join(" ")
 }

@@ -47,7 +47,7 @@ fn start<'scope, T, H>(
     };
     let started =
         check_address_space().and_then(|()| spawn(Builder::new().name(name.to_owned()), Box::new(work)));
-    let handle = refused(name, started)?;
+    let handle = with_thread_name(name, started)?;
     // `recv` returns an error as soon as the thread has dropped the sender.
     let _ = has_begun.recv();
     Ok(handle)
@@ -61,16 +61,16 @@ fn check_address_space() -> io::Result<()> {
     Ok(())
 }
 
-fn refused<T>(name: &str, started: io::Result<T>) -> io::Result<T> {
+fn with_thread_name<T>(name: &str, started: io::Result<T>) -> io::Result<T> {
     started.map_err(|error| {
-        let error = with_limits(error);
+        let error = with_resource_limits(error);
         io::Error::new(error.kind(), format!("cannot start the thread '{name}': {error}"))
     })
 }
 
 /// Adds the limits on processes, threads and memory to an error of starting a process or thread, if the error means that a limit is
 /// reached. Returns other errors unchanged.
-pub fn with_limits(error: io::Error) -> io::Error {
+pub fn with_resource_limits(error: io::Error) -> io::Error {
     if !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::OutOfMemory) {
         return error;
     }
@@ -98,11 +98,11 @@ mod tests {
     fn a_thread_that_the_system_refuses_is_an_error_that_names_the_limits() {
         // The stack exceeds the address space of a process.
         let started = Builder::new().stack_size(1 << 47).spawn(|| ());
-        let error = refused("kernel-3", started).unwrap_err().to_string();
+        let error = with_thread_name("kernel-3", started).unwrap_err().to_string();
         for fact in ["cannot start the thread 'kernel-3'", "ulimit -u is ", "pids.max", "ulimit -v is "] {
             assert!(error.contains(fact), "{error}");
         }
-        let other = with_limits(io::Error::new(ErrorKind::NotFound, "no such program"));
+        let other = with_resource_limits(io::Error::new(ErrorKind::NotFound, "no such program"));
         assert_eq!(other.to_string(), "no such program");
     }
 

@@ -25,7 +25,7 @@ pub fn clean_up(
     match FolderNames::read(folder) {
         Ok(names) => {
             try_all(&leftover_removals(folder, &names.leftovers), &mut cleanup_errors, on_progress);
-            clean_up_after(folder, newest, &names, keep_latest_k, &mut cleanup_errors, on_progress);
+            mark_latest_and_prune(folder, newest, &names, keep_latest_k, &mut cleanup_errors, on_progress);
         }
         Err(error) => cleanup_errors.push(error),
     }
@@ -42,7 +42,7 @@ pub fn mark_best(folder: &Path, step: u64) -> Result<(), CheckpointError> {
 }
 
 /// Names the checkpoint of `step` as the latest, and removes the checkpoints that are not kept.
-pub(crate) fn clean_up_after(
+pub(crate) fn mark_latest_and_prune(
     folder: &Path,
     step: u64,
     names: &FolderNames,
@@ -61,10 +61,10 @@ pub(crate) fn try_all(
     cleanup_errors: &mut Vec<CheckpointError>,
     on_progress: &dyn Fn(),
 ) {
-    for steps in lists {
-        if let Err(error) = steps.iter().try_for_each(|step| step.execute_with_progress(on_progress)) {
+    for operations in lists {
+        if let Err(error) = operations.iter().try_for_each(|step| step.execute_with_progress(on_progress)) {
             cleanup_errors.push(error);
-            for step in steps {
+            for step in operations {
                 if let FileOperation::WriteFile { path, .. } = step {
                     // Best effort: the file may not exist, or may have been renamed already.
                     let _ = fs::remove_file(path);

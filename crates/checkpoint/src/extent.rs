@@ -80,14 +80,14 @@ pub(crate) fn coverage_error(shape: &[usize], parts: &[&Extent]) -> Option<Strin
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use trireme_plan::{CopyRun, copy_runs, position_in};
+    use trireme_plan::{CopyRun, copy_runs, row_major_index};
 
     fn extent(start: &[usize], shape: &[usize]) -> Extent {
         Extent { start: start.to_vec(), shape: shape.to_vec() }
     }
 
     /// Returns a tensor's shape and a box within it. For each dim, `sizes` has the numbers of indices before, in and after the box.
-    fn boxed(sizes: Vec<(usize, usize, usize)>) -> (Vec<usize>, Extent) {
+    fn shape_and_box(sizes: Vec<(usize, usize, usize)>) -> (Vec<usize>, Extent) {
         let shape = sizes.iter().map(|&(before, len, after)| before + len + after).collect();
         let start = sizes.iter().map(|&(before, ..)| before).collect();
         (shape, Extent { start, shape: sizes.iter().map(|&(_, len, _)| len).collect() })
@@ -97,11 +97,11 @@ mod tests {
         #[test]
         fn split_pieces_follow_each_other(sizes in prop::collection::vec((0..3_usize, 0..6_usize, 0..3_usize), 0..4),
                                           elements_max in 1..20_usize) {
-            let (_, whole) = boxed(sizes);
+            let (_, whole) = shape_and_box(sizes);
             let mut next = 0;
             for piece in split(&whole, elements_max) {
                 prop_assert!((1..=elements_max).contains(&piece.num_elements()));
-                prop_assert_eq!(position_in(&whole, &piece.start), next);
+                prop_assert_eq!(row_major_index(&whole, &piece.start), next);
                 next += piece.num_elements();
             }
             prop_assert_eq!(next, whole.num_elements());
@@ -111,7 +111,7 @@ mod tests {
         fn runs_copy_each_element_of_a_box_to_its_place(
             sizes in prop::collection::vec((0..3_usize, 1..4_usize, 0..3_usize), 0..4),
         ) {
-            let (shape, part) = boxed(sizes);
+            let (shape, part) = shape_and_box(sizes);
             let whole = Extent::full(&shape);
             let mut copied = vec![usize::MAX; part.num_elements()];
             for run in copy_runs(&part, &whole, &part) {
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn cover_problems_are_found() {
+    fn coverage_errors_are_found() {
         let left = extent(&[0, 0], &[2, 1]);
         let right = extent(&[0, 1], &[2, 2]);
         let corner = extent(&[1, 2], &[1, 1]);

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn every_flipped_bit_and_every_cut_is_refused() {
+    fn every_flipped_bit_and_every_truncation_is_refused() {
         let text = example().to_text().into_bytes();
         for position in 0..text.len() {
             for bit in 0..8 {

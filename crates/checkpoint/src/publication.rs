@@ -105,11 +105,11 @@ mod tests {
         save(&trireme_comm::single(), folder, &snapshot, &mut InMemory(&values), keep_latest_k).unwrap();
     }
 
-    /// Returns all changes in `folder` when step 30 is saved, given `model`, a complete checkpoint of that step. A copy of its shard stands
-    /// in for the shards that the ranks write.
-    fn all_operations(folder: &Path, model: &Path) -> Vec<FileOperation> {
+    /// Returns all changes in `folder` when step 30 is saved, given `template`, a complete checkpoint of that step. A copy of its shard
+    /// stands in for the shards that the ranks write.
+    fn all_operations(folder: &Path, template: &Path) -> Vec<FileOperation> {
         let partial_name = "step-30.partial-0000abcd";
-        let read = |name: &str| fs::read(model.join(name)).unwrap();
+        let read = |name: &str| fs::read(template.join(name)).unwrap();
         let mut operations = leftover_removals(folder, &["step-7.partial-00000007".to_owned()]).concat();
         operations.extend(begin_operations(folder, partial_name));
         let shard = "shard-00000.safetensors";

@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_cut_anywhere_or_continued_is_refused() {
+    fn truncated_and_extended_files_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("f.safetensors");
         write_example(&path);

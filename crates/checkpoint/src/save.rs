@@ -1,7 +1,7 @@
 //! Saving: every rank writes its shard into an unfinished folder, then rank 0 publishes the folder.
 
 use crate::checkpoint::Checkpoint;
-use crate::cleanup::{clean_up_after, try_all};
+use crate::cleanup::{mark_latest_and_prune, try_all};
 use crate::error::CheckpointError;
 use crate::extent::intersection;
 use crate::files::{ExtraFile, FileOperation, JSON_BYTES_MAX, is_plain_name, partial_suffix, remove};
@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
-use trireme_plan::{Extent, Mesh, TensorPlacement, position_in};
+use trireme_plan::{Extent, Mesh, TensorPlacement, row_major_index};
 
 /// Provides the elements of a job's tensors that a rank holds. They need not be in memory all at once.
 pub trait TensorSource {
@@ -159,7 +159,7 @@ impl SaveOperation<'_> {
             partial_name: partial_name.map(str::to_owned),
         })?;
         if let Some(rank) =
-            start_messages.iter().position(|opening| opening.fingerprint != start_messages[0].fingerprint)
+            start_messages.iter().position(|message| message.fingerprint != start_messages[0].fingerprint)
         {
             return Err(CheckpointError::RanksDisagree { rank: Rank(rank) });
         }
@@ -291,8 +291,8 @@ impl SaveOperation<'_> {
         Ok(Some(Shard { file: writer.finish()?, part_crc32s }))
     }
 
-    fn execute(&self, steps: &[FileOperation]) -> Result<(), CheckpointError> {
-        steps.iter().try_for_each(|step| step.execute_with_progress(&|| self.beat()))
+    fn execute(&self, operations: &[FileOperation]) -> Result<(), CheckpointError> {
+        operations.iter().try_for_each(|step| step.execute_with_progress(&|| self.beat()))
     }
 
     fn beat(&self) {
@@ -326,7 +326,7 @@ impl SaveOperation<'_> {
             damaged_exists: names.steps.contains(&step),
         };
         self.execute(&publication.operations())?;
-        clean_up_after(self.folder, step, &names, keep_latest_k, cleanup_errors, &|| self.beat());
+        mark_latest_and_prune(self.folder, step, &names, keep_latest_k, cleanup_errors, &|| self.beat());
         Ok(())
     }
 
@@ -366,7 +366,7 @@ fn position_in_any(held: &[Extent], part: &Extent) -> usize {
     let mut before = 0;
     for frame in held {
         if intersection(frame, part).as_ref() == Some(part) {
-            return before + position_in(frame, &part.start);
+            return before + row_major_index(frame, &part.start);
         }
         before += frame.num_elements();
     }

@@ -1,7 +1,7 @@
 //! Output of runs for people, and the exit codes of commands.
 
 use crate::commands::report::RunsDiffer;
-use crate::diagnostics::{DiagnosticOutput, LOG_MAX, print_diagnostic, set_log};
+use crate::diagnostics::{DiagnosticOutput, LOG_TIMEOUT, print_diagnostic, set_log};
 use crate::hang::DiagnosedFailure;
 use crate::hints::hint;
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError, NotJoined};
@@ -58,13 +58,13 @@ pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
     let text = describe(error);
     // A launcher shows the end of the log, so an error in the log is not printed as well. Ctrl-C needs no message, and a stopped run and
     // runs that differ have been reported already.
-    let is_known = matches!(
+    let is_reported = matches!(
         error.downcast_ref(),
         Some(LaunchError::Interrupted { signal: SIGINT } | LaunchError::Stopped { .. })
     ) || error.is::<RunsDiffer>();
     let line = || DiagnosticOutput::current().formatted(&text).into_owned();
-    let is_logged = || launch::error_log().is_some_and(|log| is_logged(log, line()));
-    if !is_known && !is_logged() {
+    let is_logged = || launch::error_log().is_some_and(|log| append_to_log(log, line()));
+    if !is_reported && !is_logged() {
         print_diagnostic(&text);
     }
     exit_code(error)
@@ -90,9 +90,9 @@ fn describe(error: &anyhow::Error) -> String {
 }
 
 /// Appends a line to a log, whose file system may hang. Returns whether that succeeded.
-fn is_logged(log: PathBuf, line: String) -> bool {
+fn append_to_log(log: PathBuf, line: String) -> bool {
     let append = move || writeln!(open_regular_with(&log, OpenOptions::new().append(true))?, "{line}");
-    matches!(run_with_timeout(LOG_MAX, append), Ok(Ok(())))
+    matches!(run_with_timeout(LOG_TIMEOUT, append), Ok(Ok(())))
 }
 
 fn exit_code(error: &anyhow::Error) -> u8 {
@@ -136,10 +136,11 @@ struct Pace {
 
 impl Pace {
     /// Weight of a new step in the moving average.
-    const NEW: f64 = 0.1;
+    const NEW_STEP_WEIGHT: f64 = 0.1;
 
     fn add(&mut self, record: &StepRecord) {
-        let mix = |old: Option<f64>, new: f64| old.map_or(new, |old| old + Self::NEW * (new - old));
+        let mix =
+            |old: Option<f64>, new: f64| old.map_or(new, |old| old + Self::NEW_STEP_WEIGHT * (new - old));
         self.speed = Some(mix(self.speed, record.speed().1));
         match self.first {
             None => self.first = Some(Instant::now()),
@@ -148,7 +149,7 @@ impl Pace {
     }
 
     /// Estimates the time for `num_steps` more steps from the mean since the first step. Validations are assumed to stay as frequent.
-    fn left(&self, num_steps: u64) -> Option<Duration> {
+    fn time_left(&self, num_steps: u64) -> Option<Duration> {
         let elapsed = self.first.filter(|_| self.num_steps > 0)?.elapsed().as_secs_f64();
         Duration::try_from_secs_f64(elapsed / self.num_steps as f64 * num_steps as f64).ok()
     }
@@ -318,7 +319,7 @@ impl Observer for Console {
         }
         let is_due = record.step.is_multiple_of(self.log_interval) || record.validation_loss.is_some();
         self.pace.add(record);
-        let left = self.pace.left(self.steps.saturating_sub(record.step));
+        let left = self.pace.time_left(self.steps.saturating_sub(record.step));
         let (unit, speed) = record.speed();
         let speed = self.pace.speed.unwrap_or(speed);
         if let Some(bar) = &self.bar {
@@ -375,13 +376,13 @@ mod tests {
     fn a_log_that_cannot_be_written_does_not_delay_the_error() {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log");
-        assert!(!is_logged(log.clone(), "error: first".to_owned()));
+        assert!(!append_to_log(log.clone(), "error: first".to_owned()));
         std::fs::write(&log, "").unwrap();
-        assert!(is_logged(log.clone(), "error: second".to_owned()));
+        assert!(append_to_log(log.clone(), "error: second".to_owned()));
         assert_eq!(std::fs::read_to_string(&log).unwrap(), "error: second\n");
         // Opening a pipe that no process reads would wait.
         let pipe = folder.path().join("pipe");
         mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-        assert!(!is_logged(pipe, "error: third".to_owned()));
+        assert!(!append_to_log(pipe, "error: third".to_owned()));
     }
 }

@@ -14,7 +14,7 @@ use trireme_comm::host_name;
 use trireme_train::config::LogFormat;
 
 /// Maximum time to write a line to a log, whose file system may hang.
-pub(crate) const LOG_MAX: Duration = Duration::from_secs(1);
+pub(crate) const LOG_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Maximum number of diagnostics that are kept before the log is known.
 const EARLY_MAX: usize = 100;
@@ -127,7 +127,7 @@ pub(crate) fn print_diagnostic(text: &str) {
             drop(early);
             // Read again, because the log may have been set since.
             if let Some(log) = DiagnosticOutput::current().log {
-                let _ = run_with_timeout(LOG_MAX, move || write(Some(&log), &line));
+                let _ = run_with_timeout(LOG_TIMEOUT, move || write(Some(&log), &line));
             }
         }
     }

@@ -88,7 +88,7 @@ fn device(error: &DeviceError) -> Option<&'static str> {
 }
 
 /// Returns the remedy for the reason why a worker was refused.
-pub(crate) fn refusal(reason: &str) -> Option<&'static str> {
+pub(crate) fn refusal_hint(reason: &str) -> Option<&'static str> {
     reason.contains("secret").then_some("the secret is in TRIREME_SECRET or [comm] secret_file")
 }
 
@@ -98,8 +98,8 @@ fn comm(error: &CommError) -> Option<&'static str> {
             "set TRIREME_SECRET or [comm] secret_file to the same random text on all workers (openssl rand -hex 32), or set \
              [comm] require_secret = false if anybody on that network may join"
         }
-        CommError::Refused { reason, .. } => refusal(reason)?,
-        CommError::RanksMissing { refused, .. } => refused.iter().find_map(|reason| refusal(reason))?,
+        CommError::Refused { reason, .. } => refusal_hint(reason)?,
+        CommError::RanksMissing { refused, .. } => refused.iter().find_map(|reason| refusal_hint(reason))?,
         CommError::Split { reason, .. } if reason.contains("none of the ports") => "widen [comm] ports",
         CommError::TlsUnavailable => {
             "build this program with --features tls, or remove [comm] tls_certificate"
@@ -160,7 +160,7 @@ mod tests {
         let (address, waited) = (String::new(), Duration::ZERO);
         let refused = [reason.to_owned()].into();
         let missing = CommError::RanksMissing { missing: Vec::new(), address, waited, refused };
-        assert_eq!(comm(&missing), refusal(reason));
-        assert!(refusal(reason).is_some() && refusal("another job uses this port").is_none());
+        assert_eq!(comm(&missing), refusal_hint(reason));
+        assert!(refusal_hint(reason).is_some() && refusal_hint("another job uses this port").is_none());
     }
 }

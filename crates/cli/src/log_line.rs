@@ -20,7 +20,7 @@ struct Field {
     name: String,
     value: String,
     /// Fields with the highest rank are left out first where there is no room for all. Rank 0 always stays.
-    rank: u8,
+    drop_order: u8,
 }
 
 impl LogLine<'_> {
@@ -39,9 +39,9 @@ impl LogLine<'_> {
             each.sum::<usize>() + "  ".len() * fields.len().saturating_sub(1)
         };
         while width(&fields) > columns
-            && let Some(highest) = fields.iter().map(|field| field.rank).max().filter(|rank| *rank > 0)
+            && let Some(highest) = fields.iter().map(|field| field.drop_order).max().filter(|rank| *rank > 0)
         {
-            let last = fields.iter().rposition(|field| field.rank == highest);
+            let last = fields.iter().rposition(|field| field.drop_order == highest);
             fields.remove(last.expect("a field has the highest rank"));
         }
         let styled = fields.iter().map(|Field { name, value, .. }| {
@@ -61,7 +61,7 @@ impl LogLine<'_> {
         let record = self.record;
         let mut fields = Vec::new();
         let mut push = |rank: u8, name: &str, value: String| {
-            fields.push(Field { name: name.to_owned(), value, rank });
+            fields.push(Field { name: name.to_owned(), value, drop_order: rank });
         };
         push(0, "step", record.step.to_string());
         if !record.loss.is_nan() {

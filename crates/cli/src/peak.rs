@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 use trireme_comm::Group;
 use trireme_tensor::probe::{ExecutionUnit, Probe};
-use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
+use trireme_tensor::{Device, DeviceOptions, SimdLevel};
 use trireme_train::config::{Config, DeviceName};
 use trireme_train::{all_gather_json, executor_options, local_threads, share_of_cores};
 
@@ -35,7 +35,7 @@ pub(crate) struct WorkerPeak {
 pub(crate) fn worker_peak(
     config: &Config,
     share: &HostShare,
-    features: CpuFeatures,
+    features: SimdLevel,
     group: &Group,
     cache: Option<MachineCache>,
 ) -> Result<Option<WorkerPeak>> {
@@ -106,7 +106,7 @@ mod tests {
     fn peak(keys: &[&str], num_cpus: f64) -> Option<WorkerPeak> {
         let mut share = HostShare::of_equal_workers(1, HugePages::Transparent);
         share.num_cpus = num_cpus;
-        worker_peak(&config(keys), &share, CpuFeatures::Portable, &single(), None).unwrap()
+        worker_peak(&config(keys), &share, SimdLevel::Portable, &single(), None).unwrap()
     }
 
     #[test]

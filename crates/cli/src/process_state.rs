@@ -19,7 +19,7 @@ pub(crate) enum ProcessState {
     /// The process has ended abnormally.
     Exited(AbnormalExit),
     /// The process is stopped until a signal continues it.
-    Stopped,
+    Suspended,
 }
 
 impl fmt::Display for AbnormalExit {

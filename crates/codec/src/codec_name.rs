@@ -59,6 +59,6 @@ impl CodecName {
     }
 }
 
-pub(super) fn list(codecs: &[CodecName]) -> String {
+pub(super) fn comma_separated(codecs: &[CodecName]) -> String {
     codecs.iter().map(CodecName::to_string).collect::<Vec<_>>().join(", ")
 }

@@ -1,4 +1,4 @@
-use super::codec_name::list;
+use super::codec_name::comma_separated;
 use super::error::Result;
 use super::quantized::Bits;
 use super::{Bucket, CodecName, CompressionError, Round, low_rank, one_bit, quantized, top_k};
@@ -40,16 +40,16 @@ pub struct CompressionOptions {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Compression {
     codec: CodecName,
-    pub(super) method: Method,
+    pub(super) method: CodecConfig,
     warmup_steps: u64,
     /// The method of the warm-up steps, unless `method` has a ratio, which the warm-up raises instead.
-    pub(super) warmup_method: Method,
+    pub(super) warmup_method: CodecConfig,
     error_feedback: bool,
     normalize: Option<f32>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Method {
+pub(super) enum CodecConfig {
     None,
     F16,
     Bf16,
@@ -61,11 +61,11 @@ pub(super) enum Method {
     LowRank { rank: usize },
 }
 
-impl Method {
+impl CodecConfig {
     /// Returns the ratio after the warm-up, for methods whose ratio the warm-up raises.
     fn last_ratio(self) -> Option<f64> {
         match self {
-            Method::TopK { ratio, .. } | Method::RandomK { ratio } => Some(ratio),
+            CodecConfig::TopK { ratio, .. } | CodecConfig::RandomK { ratio } => Some(ratio),
             _ => None,
         }
     }
@@ -103,17 +103,21 @@ impl Compression {
     pub fn new(options: &CompressionOptions) -> Result<Self> {
         options.check_option_support()?;
         let method = match options.codec {
-            CodecName::None => Method::None,
-            CodecName::F16 => Method::F16,
-            CodecName::Bf16 => Method::Bf16,
-            CodecName::Fp8E4m3 => Method::Fp8(Fp8Format::E4m3),
-            CodecName::Fp8E5m2 => Method::Fp8(Fp8Format::E5m2),
-            CodecName::Int8 => Method::Quantized { bits: Bits::Eight, block_len: options.block_len(256)? },
-            CodecName::Int4 => Method::Quantized { bits: Bits::Four, block_len: options.block_len(256)? },
-            CodecName::OneBit => Method::OneBit { block_len: options.block_len(1024)? },
-            CodecName::TopK => Method::TopK { ratio: options.ratio()?, momentum: options.momentum()? },
-            CodecName::RandomK => Method::RandomK { ratio: options.ratio()? },
-            CodecName::PowerSgd => Method::LowRank { rank: options.rank()? },
+            CodecName::None => CodecConfig::None,
+            CodecName::F16 => CodecConfig::F16,
+            CodecName::Bf16 => CodecConfig::Bf16,
+            CodecName::Fp8E4m3 => CodecConfig::Fp8(Fp8Format::E4m3),
+            CodecName::Fp8E5m2 => CodecConfig::Fp8(Fp8Format::E5m2),
+            CodecName::Int8 => {
+                CodecConfig::Quantized { bits: Bits::Eight, block_len: options.block_len(256)? }
+            }
+            CodecName::Int4 => {
+                CodecConfig::Quantized { bits: Bits::Four, block_len: options.block_len(256)? }
+            }
+            CodecName::OneBit => CodecConfig::OneBit { block_len: options.block_len(1024)? },
+            CodecName::TopK => CodecConfig::TopK { ratio: options.ratio()?, momentum: options.momentum()? },
+            CodecName::RandomK => CodecConfig::RandomK { ratio: options.ratio()? },
+            CodecName::PowerSgd => CodecConfig::LowRank { rank: options.rank()? },
         };
         let error_feedback = options.error_feedback.unwrap_or(options.codec.has_error_feedback_by_default());
         if !error_feedback && options.momentum.is_some_and(|momentum| momentum > 0.0) {
@@ -130,9 +134,9 @@ impl Compression {
     pub const fn none() -> Self {
         Compression {
             codec: CodecName::None,
-            method: Method::None,
+            method: CodecConfig::None,
             warmup_steps: 0,
-            warmup_method: Method::None,
+            warmup_method: CodecConfig::None,
             error_feedback: false,
             normalize: None,
         }
@@ -159,14 +163,14 @@ impl Compression {
         self.warmup_steps
     }
 
-    fn method_at(&self, step: u64) -> Method {
+    fn method_at(&self, step: u64) -> CodecConfig {
         let is_warming_up = step < self.warmup_steps && self.method.last_ratio().is_none();
         if is_warming_up { self.warmup_method } else { self.method }
     }
 
     /// Whether the warm-up codec compresses step `step`, counted from 0.
     pub(super) fn uses_warmup_codec(&self, step: u64) -> bool {
-        step < self.warmup_steps && self.warmup_method != Method::None
+        step < self.warmup_steps && self.warmup_method != CodecConfig::None
     }
 
     /// Returns why step `step`, counted from 0, sends `bucket` uncompressed; `None` if it is compressed.
@@ -181,13 +185,13 @@ impl Compression {
             let rounds = self.rounds_of(method, bucket, step);
             rounds.iter().map(|round| round.bytes_sent(world_size)).sum::<u64>() < uncompressed_bytes
         };
-        if self.method == Method::None {
+        if self.method == CodecConfig::None {
             Some(UncompressedReason::NoCodec)
         } else if world_size == 1 {
             Some(UncompressedReason::OneRank)
         } else if !gains(self.method) {
             Some(UncompressedReason::NoGain)
-        } else if self.method_at(step) == Method::None {
+        } else if self.method_at(step) == CodecConfig::None {
             Some(UncompressedReason::WarmUp)
         } else if !gains(self.method_at(step)) {
             Some(UncompressedReason::NoGain)
@@ -222,25 +226,25 @@ impl Compression {
         (0..=num_intervals).map(first).collect()
     }
 
-    fn rounds_of(&self, method: Method, bucket: &Bucket, step: u64) -> Vec<Round> {
+    fn rounds_of(&self, method: CodecConfig, bucket: &Bucket, step: u64) -> Vec<Round> {
         let len = bucket.len();
         let num_kept = |ratio| num_selected(len, ratio_at(ratio, self.warmup_steps, step));
         match method {
-            Method::None => vec![Round::uncompressed(len)],
-            Method::F16 => vec![Round::AllReduce { dtype: DType::F16, len }],
-            Method::Bf16 => vec![Round::AllReduce { dtype: DType::Bf16, len }],
-            Method::Fp8(_) => vec![Round::AllGather { num_bytes: super::fp8::message_bytes(len) }],
-            Method::Quantized { bits, block_len } => {
+            CodecConfig::None => vec![Round::uncompressed(len)],
+            CodecConfig::F16 => vec![Round::AllReduce { dtype: DType::F16, len }],
+            CodecConfig::Bf16 => vec![Round::AllReduce { dtype: DType::Bf16, len }],
+            CodecConfig::Fp8(_) => vec![Round::AllGather { num_bytes: super::fp8::message_bytes(len) }],
+            CodecConfig::Quantized { bits, block_len } => {
                 vec![Round::AllGather { num_bytes: quantized::message_bytes(len, bits, block_len) }]
             }
-            Method::OneBit { block_len } => {
+            CodecConfig::OneBit { block_len } => {
                 vec![Round::AllGather { num_bytes: one_bit::message_bytes(len, block_len) }]
             }
-            Method::TopK { ratio, .. } => {
+            CodecConfig::TopK { ratio, .. } => {
                 vec![Round::AllGather { num_bytes: top_k::message_bytes(num_kept(ratio)) }]
             }
-            Method::RandomK { ratio } => vec![Round::uncompressed(num_kept(ratio))],
-            Method::LowRank { rank } => low_rank::Layout::new(bucket, rank).rounds().to_vec(),
+            CodecConfig::RandomK { ratio } => vec![Round::uncompressed(num_kept(ratio))],
+            CodecConfig::LowRank { rank } => low_rank::Layout::new(bucket, rank).rounds().to_vec(),
         }
     }
 }
@@ -283,7 +287,7 @@ impl CompressionOptions {
         let is_foreign = |&(option, is_given): &(&str, bool)| is_given && !codec.options().contains(&option);
         match given.into_iter().find(is_foreign) {
             Some((option, _)) => {
-                let owners = list(&CodecName::codecs_with_option(option));
+                let owners = comma_separated(&CodecName::codecs_with_option(option));
                 Err(CompressionError::UnsupportedOption { codec, option, owners })
             }
             None => Ok(()),
@@ -314,12 +318,12 @@ impl CompressionOptions {
         is_allowed.then_some(len).ok_or_else(refused)
     }
 
-    fn warmup_method(&self) -> Result<Method> {
+    fn warmup_method(&self) -> Result<CodecConfig> {
         let codec = self.warmup_codec.unwrap_or(CodecName::None);
-        let quantized = |bits| Method::Quantized { bits, block_len: 256 };
+        let quantized = |bits| CodecConfig::Quantized { bits, block_len: 256 };
         match codec {
-            CodecName::None => Ok(Method::None),
-            CodecName::Bf16 => Ok(Method::Bf16),
+            CodecName::None => Ok(CodecConfig::None),
+            CodecName::Bf16 => Ok(CodecConfig::Bf16),
             CodecName::Int8 => Ok(quantized(Bits::Eight)),
             CodecName::Int4 if self.codec != CodecName::Int4 => Ok(quantized(Bits::Four)),
             _ => Err(self.refuse(
@@ -347,26 +351,26 @@ impl fmt::Display for Compression {
     /// Formats the codec and its options with the names of the config, such as `random_k (ratio = 0.01, …)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.codec)?;
-        if self.method == Method::None {
+        if self.method == CodecConfig::None {
             return Ok(());
         }
         f.write_str(" (")?;
         match self.method {
-            Method::Quantized { block_len, .. } | Method::OneBit { block_len } => {
+            CodecConfig::Quantized { block_len, .. } | CodecConfig::OneBit { block_len } => {
                 write!(f, "block_len = {block_len}, ")?;
             }
-            Method::TopK { ratio, momentum } => write!(f, "ratio = {ratio}, momentum = {momentum}, ")?,
-            Method::RandomK { ratio } => write!(f, "ratio = {ratio}, ")?,
-            Method::LowRank { rank } => write!(f, "rank = {rank}, ")?,
-            Method::None | Method::F16 | Method::Bf16 | Method::Fp8(_) => {}
+            CodecConfig::TopK { ratio, momentum } => write!(f, "ratio = {ratio}, momentum = {momentum}, ")?,
+            CodecConfig::RandomK { ratio } => write!(f, "ratio = {ratio}, ")?,
+            CodecConfig::LowRank { rank } => write!(f, "rank = {rank}, ")?,
+            CodecConfig::None | CodecConfig::F16 | CodecConfig::Bf16 | CodecConfig::Fp8(_) => {}
         }
         let normalizes = self.normalize.is_some();
         let Compression { warmup_steps, error_feedback, .. } = self;
         write!(f, "warmup_steps = {warmup_steps}, ")?;
         match self.warmup_method {
-            Method::Bf16 => f.write_str("warmup_codec = bf16, ")?,
-            Method::Quantized { bits: Bits::Eight, .. } => f.write_str("warmup_codec = int8, ")?,
-            Method::Quantized { bits: Bits::Four, .. } => f.write_str("warmup_codec = int4, ")?,
+            CodecConfig::Bf16 => f.write_str("warmup_codec = bf16, ")?,
+            CodecConfig::Quantized { bits: Bits::Eight, .. } => f.write_str("warmup_codec = int8, ")?,
+            CodecConfig::Quantized { bits: Bits::Four, .. } => f.write_str("warmup_codec = int4, ")?,
             _ => {}
         }
         write!(f, "error_feedback = {error_feedback}, normalize = {normalizes})")

@@ -1,5 +1,5 @@
 use super::cast::{Rounded, Uncompressed};
-use super::compression::Method;
+use super::compression::CodecConfig;
 use super::error::Result;
 use super::fp8::Fp8;
 use super::low_rank::LowRank;
@@ -15,8 +15,8 @@ use trireme_base::{Bf16, F16, RandomKey, Rank};
 /// Compresses the gradient reductions of one bucket on one rank, and holds the state that is carried from step to step.
 ///
 /// In each step the caller processes the [`rounds`](Compressor::rounds) in order. For each round it calls
-/// [`write`](Compressor::write) to get this rank's message, performs the collective that the round names, and passes
-/// the result to [`read`](Compressor::read). After the last round, the gradient is the sum of the ranks' decoded
+/// [`encode`](Compressor::encode) to get this rank's message, performs the collective that the round names, and passes
+/// the result to [`decode`](Compressor::decode). After the last round, the gradient is the sum of the ranks' decoded
 /// messages, bit-identical on all ranks. All ranks must create the compressor with the same compression, bucket, world
 /// size and key.
 ///
@@ -93,7 +93,7 @@ impl Compressor {
     ) -> Result<Self> {
         assert!(rank.0 < world_size, "rank {rank} in a world of {world_size}");
         check_len(compression, bucket)?;
-        let (codec, keeps_residual): (Box<dyn Codec>, bool) = if compression.has_codec(bucket, world_size) {
+        let (codec, keeps_residual): (Box<dyn Codec>, bool) = if compression.needs_codec(bucket, world_size) {
             (codec_of(compression.method, compression, bucket), compression.error_feedback())
         } else {
             (Box::new(Uncompressed), false)
@@ -159,9 +159,9 @@ impl Compressor {
     /// Time: a few passes over the gradient. `powersgd` takes `4 * rank` multiplications for each element and step.
     ///
     /// # Panics
-    /// If a call of [`read`](Compressor::read) is expected instead, the message has another length than the round's or
+    /// If a call of [`decode`](Compressor::decode) is expected instead, the message has another length than the round's or
     /// is not aligned to its dtype, or the gradient does not have the bucket's length.
-    pub fn write(&mut self, gradient: &mut [f32], message: &mut [u8]) {
+    pub fn encode(&mut self, gradient: &mut [f32], message: &mut [u8]) {
         let ExpectedCall::Write { round } = self.expected_call else {
             panic!("expected {:?} before the next message", self.expected_call)
         };
@@ -205,9 +205,9 @@ impl Compressor {
     /// compressor must not be used again.
     ///
     /// # Panics
-    /// If a call of [`write`](Compressor::write) is expected instead, the result is not aligned to the round's dtype,
+    /// If a call of [`encode`](Compressor::encode) is expected instead, the result is not aligned to the round's dtype,
     /// or the gradient does not have the bucket's length.
-    pub fn read(&mut self, gradient: &mut [f32], result: &[u8]) -> Result<()> {
+    pub fn decode(&mut self, gradient: &mut [f32], result: &[u8]) -> Result<()> {
         let ExpectedCall::Read { round } = self.expected_call else {
             panic!("expected {:?} before a result", self.expected_call)
         };
@@ -273,7 +273,7 @@ impl Compressor {
 
 /// Refuses a bucket whose elements cannot be indexed with 32 bits, if the codec sends or draws such indices.
 fn check_len(compression: &Compression, bucket: &Bucket) -> Result<()> {
-    let has_indices = matches!(compression.method, Method::TopK { .. } | Method::RandomK { .. });
+    let has_indices = matches!(compression.method, CodecConfig::TopK { .. } | CodecConfig::RandomK { .. });
     if has_indices && u32::try_from(bucket.len()).is_err() {
         let codec = compression.codec();
         return Err(CompressionError::BucketTooLong { codec, len: bucket.len() });
@@ -281,18 +281,18 @@ fn check_len(compression: &Compression, bucket: &Bucket) -> Result<()> {
     Ok(())
 }
 
-fn codec_of(method: Method, compression: &Compression, bucket: &Bucket) -> Box<dyn Codec> {
+fn codec_of(method: CodecConfig, compression: &Compression, bucket: &Bucket) -> Box<dyn Codec> {
     let len = bucket.len();
     match method {
-        Method::None => Box::new(Uncompressed),
-        Method::F16 => Box::new(Rounded::<F16>::new()),
-        Method::Bf16 => Box::new(Rounded::<Bf16>::new()),
-        Method::Fp8(format) => Box::new(Fp8 { format }),
-        Method::Quantized { bits, block_len } => Box::new(Quantized { bits, block_len }),
-        Method::OneBit { block_len } => Box::new(OneBit { block_len }),
-        Method::TopK { momentum, .. } => Box::new(TopK::new(len, momentum)),
-        Method::RandomK { .. } => Box::new(RandomK::new(len, !compression.error_feedback())),
-        Method::LowRank { rank } => Box::new(LowRank::new(bucket, rank)),
+        CodecConfig::None => Box::new(Uncompressed),
+        CodecConfig::F16 => Box::new(Rounded::<F16>::new()),
+        CodecConfig::Bf16 => Box::new(Rounded::<Bf16>::new()),
+        CodecConfig::Fp8(format) => Box::new(Fp8 { format }),
+        CodecConfig::Quantized { bits, block_len } => Box::new(Quantized { bits, block_len }),
+        CodecConfig::OneBit { block_len } => Box::new(OneBit { block_len }),
+        CodecConfig::TopK { momentum, .. } => Box::new(TopK::new(len, momentum)),
+        CodecConfig::RandomK { .. } => Box::new(RandomK::new(len, !compression.error_feedback())),
+        CodecConfig::LowRank { rank } => Box::new(LowRank::new(bucket, rank)),
     }
 }
 

@@ -55,8 +55,8 @@ impl<const FRACTION_BITS: u32> Code<FRACTION_BITS> {
     #[inline(always)]
     fn of(value: f32) -> u8 {
         let (sign, magnitude) = ((value.to_bits() >> 24) & 0x80, magnitude_bits(value));
-        let half_below = (1 << (Self::SHIFT - 1)) - 1 + ((magnitude >> Self::SHIFT) & 1);
-        let normal = magnitude.wrapping_sub(Self::REBIAS).wrapping_add(half_below) >> Self::SHIFT;
+        let rounding_increment = (1 << (Self::SHIFT - 1)) - 1 + ((magnitude >> Self::SHIFT) & 1);
+        let normal = magnitude.wrapping_sub(Self::REBIAS).wrapping_add(rounding_increment) >> Self::SHIFT;
         let subnormal = (f32::from_bits(magnitude) + Self::ROUNDING_ADDEND)
             .to_bits()
             .wrapping_sub(Self::ROUNDING_ADDEND.to_bits());

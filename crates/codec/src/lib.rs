@@ -54,11 +54,11 @@ trait Codec: Send + Sync + std::fmt::Debug {
     }
 
     /// Writes this rank's message of a round. After the last round, `values` holds the compression error.
-    fn encode(&mut self, turn: &RoundContext, values: &mut [f32], message: &mut [u8]);
+    fn encode(&mut self, context: &RoundContext, values: &mut [f32], message: &mut [u8]);
 
     /// Decodes the result of a round: the sum of all messages, or all messages in rank order. After the last round,
     /// `gradient` holds the sum over all ranks.
-    fn decode(&mut self, turn: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()>;
+    fn decode(&mut self, context: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()>;
 
     /// The codec's own state that is carried from step to step, with its name. The residual is not part of it.
     fn own_state(&self) -> Option<(&'static str, &[f32])> {

@@ -25,7 +25,7 @@ const INDEPENDENT_PART_MIN: f32 = 1e-5;
 pub(super) struct Layout {
     factored: Vec<Factored>,
     /// Ranges of elements that are sent unchanged.
-    plain: Vec<Range<usize>>,
+    unfactored: Vec<Range<usize>>,
     p_len: usize,
     q_len: usize,
     unfactored_len: usize,
@@ -41,7 +41,7 @@ struct Factored {
 impl Layout {
     pub(super) fn new(bucket: &Bucket, rank: usize) -> Self {
         let mut layout =
-            Layout { factored: Vec::new(), plain: Vec::new(), p_len: 0, q_len: 0, unfactored_len: 0 };
+            Layout { factored: Vec::new(), unfactored: Vec::new(), p_len: 0, q_len: 0, unfactored_len: 0 };
         let mut end = 0;
         for &matrix in bucket.matrices() {
             let Matrix { rows, cols, .. } = matrix;
@@ -61,7 +61,7 @@ impl Layout {
     fn add_unfactored(&mut self, range: Range<usize>) {
         if !range.is_empty() {
             self.unfactored_len += range.len();
-            self.plain.push(range);
+            self.unfactored.push(range);
         }
     }
 
@@ -92,12 +92,12 @@ impl LowRank {
     }
 
     /// Writes `P = M Q`.
-    fn encode_p(&mut self, turn: &RoundContext, values: &[f32], message: &mut [f32]) {
+    fn encode_p(&mut self, context: &RoundContext, values: &[f32], message: &mut [f32]) {
         for Factored { matrix, p, q } in &self.layout.factored {
-            let q_first = (turn.step << 32).wrapping_add(q.start as u64);
+            let q_first = (context.step << 32).wrapping_add(q.start as u64);
             for (column, q) in self.q[q.clone()].chunks_exact_mut(matrix.cols).enumerate() {
                 if largest_magnitude_bits(q) == 0 {
-                    fill_uniform(turn.key, q_first.wrapping_add((column * matrix.cols) as u64), q);
+                    fill_uniform(context.key, q_first.wrapping_add((column * matrix.cols) as u64), q);
                 }
             }
             let (q, p) = (&self.q[q.clone()], &mut message[p.clone()]);
@@ -117,7 +117,7 @@ impl LowRank {
 
     /// Writes `Q = M^T P`, and the elements that are not factored.
     fn encode_q(&mut self, values: &mut [f32], message: &mut [f32]) {
-        let (factors, mut plain) = message.split_at_mut(self.layout.q_len);
+        let (factors, mut unfactored) = message.split_at_mut(self.layout.q_len);
         factors.fill(0.0);
         for Factored { matrix, p, q } in &self.layout.factored {
             let (p, q) = (&self.p[p.clone()], &mut factors[q.clone()]);
@@ -127,22 +127,22 @@ impl LowRank {
             }
             add_product(&mut values[matrix.range()], -1.0, p, q, matrix);
         }
-        for range in &self.layout.plain {
-            let slots = plain.split_off_mut(..range.len()).expect("the message has all plain elements");
+        for range in &self.layout.unfactored {
+            let slots = unfactored.split_off_mut(..range.len()).expect("the message has all plain elements");
             slots.copy_from_slice(&values[range.clone()]);
             values[range.clone()].fill(0.0);
         }
     }
 
     fn decode_q(&mut self, sums: &[f32], gradient: &mut [f32]) {
-        let (factors, mut plain) = sums.split_at(self.layout.q_len);
+        let (factors, mut unfactored) = sums.split_at(self.layout.q_len);
         for Factored { matrix, p, q } in &self.layout.factored {
             let gradient = &mut gradient[matrix.range()];
             gradient.fill(0.0);
             add_product(gradient, 1.0, &self.p[p.clone()], &factors[q.clone()], matrix);
         }
-        for range in &self.layout.plain {
-            let sums = plain.split_off(..range.len()).expect("the message has all plain elements");
+        for range in &self.layout.unfactored {
+            let sums = unfactored.split_off(..range.len()).expect("the message has all plain elements");
             gradient[range.clone()].copy_from_slice(sums);
         }
         self.q.copy_from_slice(factors);
@@ -153,15 +153,15 @@ impl LowRank {
 }
 
 impl Codec for LowRank {
-    fn encode(&mut self, turn: &RoundContext, values: &mut [f32], message: &mut [u8]) {
-        match turn.round {
-            0 => self.encode_p(turn, values, bytemuck::cast_slice_mut(message)),
+    fn encode(&mut self, context: &RoundContext, values: &mut [f32], message: &mut [u8]) {
+        match context.round {
+            0 => self.encode_p(context, values, bytemuck::cast_slice_mut(message)),
             _ => self.encode_q(values, bytemuck::cast_slice_mut(message)),
         }
     }
 
-    fn decode(&mut self, turn: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()> {
-        match turn.round {
+    fn decode(&mut self, context: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()> {
+        match context.round {
             0 => self.decode_p(bytemuck::cast_slice(result)),
             _ => self.decode_q(bytemuck::cast_slice(result), gradient),
         }

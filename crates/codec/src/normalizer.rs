@@ -27,11 +27,12 @@ impl Normalizer {
     /// There is no epsilon, so scaling all gradients by a power of two does not change the result.
     pub(super) fn divide(&mut self, step: u64, gradient: &mut [f32]) {
         let correction = 1.0 - f64::from(self.decay).powf(step as f64 + 1.0);
-        let root = (1.0 / correction.sqrt()) as f32;
+        let inverse_root_correction = (1.0 / correction.sqrt()) as f32;
         for (value, moment) in gradient.iter_mut().zip(&mut self.second_moment) {
-            let moved = self.decay * *moment + (1.0 - self.decay) * *value * *value;
-            *moment = if moved.is_finite() { moved } else { *moment };
-            *value /= if *moment >= f32::MIN_POSITIVE { moment.sqrt() * root } else { 1.0 };
+            let new_moment = self.decay * *moment + (1.0 - self.decay) * *value * *value;
+            *moment = if new_moment.is_finite() { new_moment } else { *moment };
+            *value /=
+                if *moment >= f32::MIN_POSITIVE { moment.sqrt() * inverse_root_correction } else { 1.0 };
         }
     }
 

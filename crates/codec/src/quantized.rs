@@ -54,9 +54,10 @@ pub(super) struct Quantized {
 }
 
 impl Codec for Quantized {
-    fn encode(&mut self, turn: &RoundContext, values: &mut [f32], message: &mut [u8]) {
+    fn encode(&mut self, context: &RoundContext, values: &mut [f32], message: &mut [u8]) {
         let num_pieces = values.len().div_ceil(PIECE_LEN) as u64;
-        let mut piece = turn.step.wrapping_mul(turn.world_size as u64).wrapping_add(turn.rank as u64);
+        let mut piece =
+            context.step.wrapping_mul(context.world_size as u64).wrapping_add(context.rank as u64);
         piece = piece.wrapping_mul(num_pieces);
         let (scales, codes) = message.split_at_mut(values.len().div_ceil(self.block_len) * SCALE_BYTES);
         let blocks =
@@ -66,7 +67,7 @@ impl Codec for Quantized {
             scale_bytes.copy_from_slice(&scale.to_le_bytes());
             let pieces = values.chunks_mut(PIECE_LEN).zip(codes.chunks_mut(self.bits.code_bytes(PIECE_LEN)));
             for (values, code_bytes) in pieces {
-                let codes = quantize(values, scale, self.bits.levels(), uniform(turn.key, piece));
+                let codes = quantize(values, scale, self.bits.levels(), uniform(context.key, piece));
                 pack(self.bits, &codes, code_bytes);
                 piece = piece.wrapping_add(1);
             }

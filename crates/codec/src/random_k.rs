@@ -14,7 +14,7 @@ const WORD_BITS: usize = u64::BITS as usize;
 
 /// Number of random words reserved for each step. A step draws at most 2^32 indices of two words each, and a few more
 /// where a draw is rejected.
-const WORDS_A_STEP: u64 = 1 << 34;
+const WORDS_PER_STEP: u64 = 1 << 34;
 
 /// Number of words that hold one bit for each of `len` elements.
 const fn num_words(len: usize) -> usize {
@@ -42,7 +42,7 @@ impl RandomK {
     /// Bentley, Floyd, "A sample of brilliance", 1987).
     fn draw(&mut self, key: RandomKey, step: u64, len: usize, num_drawn: usize) {
         self.drawn.fill(0);
-        let mut random = Random::new(key, step.wrapping_mul(WORDS_A_STEP));
+        let mut random = Random::new(key, step.wrapping_mul(WORDS_PER_STEP));
         for last in len - num_drawn..len {
             let index = random.below(last as u64 + 1) as usize;
             let is_drawn = self.drawn[index / WORD_BITS] >> (index % WORD_BITS) & 1 == 1;
@@ -61,9 +61,9 @@ fn indices(drawn: &[u64]) -> impl Iterator<Item = usize> {
 }
 
 impl Codec for RandomK {
-    fn encode(&mut self, turn: &RoundContext, values: &mut [f32], message: &mut [u8]) {
+    fn encode(&mut self, context: &RoundContext, values: &mut [f32], message: &mut [u8]) {
         let message: &mut [f32] = bytemuck::cast_slice_mut(message);
-        self.draw(turn.key, turn.step, values.len(), message.len());
+        self.draw(context.key, context.step, values.len(), message.len());
         let is_finite = largest_magnitude_bits(values) < INFINITY_BITS;
         let factor = if self.is_unbiased { values.len() as f32 / message.len() as f32 } else { 1.0 };
         for (slot, index) in message.iter_mut().zip(indices(&self.drawn)) {
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn a_draw_has_the_number_asked_for_in_order() {
+    fn a_draw_has_the_requested_number_of_sorted_indices() {
         for (len, num_drawn) in [(1, 1), (64, 1), (65, 64), (130, 130), (1000, 37)] {
             let found = drawn(3, len, num_drawn);
             assert_eq!(found.len(), num_drawn);

@@ -1,6 +1,6 @@
 //! The memory of a compressor, computed without creating it.
 
-use super::compression::Method;
+use super::compression::CodecConfig;
 use super::{Bucket, Compression, Round, low_rank, random_k};
 
 /// The memory that a compressor takes on one rank.
@@ -23,7 +23,7 @@ impl Compression {
     /// Cost: a few operations for each matrix of the bucket and each ratio of the warm-up. No memory proportional to
     /// the bucket is allocated.
     pub fn sizes(&self, bucket: &Bucket, world_size: usize) -> Option<CompressorSizes> {
-        let has_codec = self.has_codec(bucket, world_size);
+        let has_codec = self.needs_codec(bucket, world_size);
         let residual_len = if has_codec && self.error_feedback() { bucket.len() } else { 0 };
         let (codec_state_len, scratch_bytes) = if has_codec { self.codec_sizes(bucket) } else { (0, 0) };
         let moment_len = if self.normalize().is_some() { bucket.len() } else { 0 };
@@ -39,8 +39,8 @@ impl Compression {
 
     /// Whether any step of a bucket needs the codec. A codec with momentum is needed even if nothing is compressed,
     /// because its momentum replaces that of the optimizer.
-    pub(super) fn has_codec(&self, bucket: &Bucket, world_size: usize) -> bool {
-        let has_momentum = matches!(self.method, Method::TopK { momentum, .. } if momentum > 0.0);
+    pub(super) fn needs_codec(&self, bucket: &Bucket, world_size: usize) -> bool {
+        let has_momentum = matches!(self.method, CodecConfig::TopK { momentum, .. } if momentum > 0.0);
         has_momentum || self.is_ever_compressed(bucket, world_size)
     }
 
@@ -53,9 +53,9 @@ impl Compression {
     /// Returns the number of elements of the codec's state, and the bytes of its scratch memory.
     fn codec_sizes(&self, bucket: &Bucket) -> (usize, usize) {
         match self.method {
-            Method::TopK { momentum, .. } if momentum > 0.0 => (bucket.len(), 0),
-            Method::RandomK { .. } => (0, random_k::scratch_bytes(bucket.len())),
-            Method::LowRank { rank } => low_rank::Layout::new(bucket, rank).sizes(),
+            CodecConfig::TopK { momentum, .. } if momentum > 0.0 => (bucket.len(), 0),
+            CodecConfig::RandomK { .. } => (0, random_k::scratch_bytes(bucket.len())),
+            CodecConfig::LowRank { rank } => low_rank::Layout::new(bucket, rank).sizes(),
             _ => (0, 0),
         }
     }

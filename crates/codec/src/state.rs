@@ -107,13 +107,13 @@ impl Compressor {
         if let Some((name, _)) = missing {
             return Err(self.refused(format!("'{name}' is missing")));
         }
-        tensors.iter().for_each(|(name, values)| self.take(name, *values));
+        tensors.iter().for_each(|(name, values)| self.set_vector(name, *values));
         self.begin_step();
         Ok(())
     }
 
     /// Copies a validated vector into the state.
-    fn take(&mut self, name: &str, values: StateValues<'_>) {
+    fn set_vector(&mut self, name: &str, values: StateValues<'_>) {
         match values {
             StateValues::U64(values) => self.state.step = values[0],
             StateValues::F32(values) => {

@@ -41,10 +41,10 @@ impl Codec for TopK {
             return;
         }
         for ((residual, gradient), velocity) in residual.iter_mut().zip(gradient).zip(&mut self.velocity) {
-            let moved = self.momentum * *velocity + gradient;
-            *residual += moved;
+            let new_velocity = self.momentum * *velocity + gradient;
+            *residual += new_velocity;
             // Values that are not finite are sent with the residual, and must not return in later steps.
-            *velocity = if moved.is_finite() { moved } else { 0.0 };
+            *velocity = if new_velocity.is_finite() { new_velocity } else { 0.0 };
         }
     }
 
@@ -77,8 +77,8 @@ impl Codec for TopK {
         }
     }
 
-    fn decode(&mut self, turn: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()> {
-        let messages = result.chunks_exact(result.len() / turn.world_size);
+    fn decode(&mut self, context: &RoundContext, result: &[u8], gradient: &mut [f32]) -> Result<()> {
+        let messages = result.chunks_exact(result.len() / context.world_size);
         for (rank, message) in messages.clone().enumerate() {
             check_indices(Rank(rank), message, gradient.len())?;
         }
@@ -178,7 +178,7 @@ mod tests {
             let threshold = Threshold::of(&values, num_kept);
             let mut message = vec![0; message_bytes(num_kept)];
             let original = values.clone();
-            TopK::new(values.len(), 0.0).encode(&turn(), &mut values, &mut message);
+            TopK::new(values.len(), 0.0).encode(&context(), &mut values, &mut message);
             let mut sorted: Vec<usize> = (0..values.len()).collect();
             sorted.sort_by_key(|&index| (std::cmp::Reverse(magnitude_bits(original[index])), index));
             prop_assert_eq!(threshold.bits, magnitude_bits(original[sorted[num_kept - 1]]));
@@ -194,7 +194,7 @@ mod tests {
         }
     }
 
-    fn turn() -> RoundContext {
+    fn context() -> RoundContext {
         RoundContext { step: 0, round: 0, rank: 0, world_size: 1, key: trireme_base::RandomKey::new(0, "") }
     }
 
@@ -231,7 +231,7 @@ mod tests {
         codec.accumulate(&mut residual, &[4.0, 1.0, f32::INFINITY]);
         assert_eq!((residual, &codec.velocity[..]), ([4.0, 1.0, f32::INFINITY], &[4.0, 1.0, 0.0][..]));
         residual[2] = 0.0;
-        codec.encode(&turn(), &mut residual, &mut message);
+        codec.encode(&context(), &mut residual, &mut message);
         assert_eq!((residual, &codec.velocity[..]), ([0.0, 1.0, 0.0], &[0.0, 1.0, 0.0][..]));
         codec.accumulate(&mut residual, &[1.0, 1.0, 1.0]);
         // The gradient, half of the velocity, and the residual: 1 + 0.5 + 1.

@@ -30,11 +30,11 @@ impl Backoff {
         Backoff { num_polls: NUM_POLLS_MAX, num_tries: 0 }
     }
 
-    /// Polls `has_arrived` for a while, and returns whether it was true. `has_nothing_else` says whether this rank has no computation to do
-    /// meanwhile.
-    pub(crate) fn poll(&mut self, has_nothing_else: bool, mut has_arrived: impl FnMut() -> bool) -> bool {
+    /// Polls `has_arrived` for a while, and returns whether it was true. `has_no_other_work` says whether this rank has no computation to
+    /// do meanwhile.
+    pub(crate) fn poll(&mut self, has_no_other_work: bool, mut has_arrived: impl FnMut() -> bool) -> bool {
         let num_polls =
-            if has_nothing_else { self.num_polls } else { self.num_polls.max(NUM_POLLS_COMPUTING_MIN) };
+            if has_no_other_work { self.num_polls } else { self.num_polls.max(NUM_POLLS_COMPUTING_MIN) };
         for _ in 0..num_polls {
             if has_arrived() {
                 self.num_polls = (self.num_polls * 2).min(NUM_POLLS_MAX);
@@ -44,7 +44,7 @@ impl Backoff {
         }
         self.num_polls = (self.num_polls / 2).max(NUM_POLLS_MIN);
         let since = Instant::now();
-        while has_nothing_else && since.elapsed() < WAITING_MAX {
+        while has_no_other_work && since.elapsed() < WAITING_MAX {
             for _ in 0..NUM_YIELDS {
                 std::thread::yield_now();
                 if has_arrived() {
@@ -56,9 +56,9 @@ impl Backoff {
     }
 
     /// Returns whether to try again after a failed try, for links whose readiness only a try shows. Spins or yields before it returns true.
-    pub(crate) fn retries(&mut self, has_nothing_else: bool) -> bool {
+    pub(crate) fn should_retry(&mut self, has_no_other_work: bool) -> bool {
         self.num_tries += 1;
-        let num_yielding_tries = if has_nothing_else { NUM_YIELDING_TRIES } else { 0 };
+        let num_yielding_tries = if has_no_other_work { NUM_YIELDING_TRIES } else { 0 };
         if self.num_tries >= NUM_POLLS_MAX + num_yielding_tries {
             self.num_tries = 0;
             return false;
@@ -72,7 +72,7 @@ impl Backoff {
     }
 
     /// Records that a try succeeded.
-    pub(crate) fn has_succeeded(&mut self) {
+    pub(crate) fn record_success(&mut self) {
         self.num_tries = 0;
     }
 }

@@ -1,6 +1,6 @@
 use crate::element::has_element;
 use crate::transport::shm::Region;
-use crate::{CommError, Content, Element, Untyped};
+use crate::{BufferElement, CommError, Element, Untyped};
 use std::io;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -59,7 +59,7 @@ impl Buffer<Untyped> {
     }
 }
 
-impl<T: Content> Buffer<T> {
+impl<T: BufferElement> Buffer<T> {
     /// Creates a vector of `len` elements of `dtype` from memory that a device may still use. A group accesses it only after the device's
     /// event.
     ///
@@ -125,13 +125,13 @@ impl<T: Element> DerefMut for Buffer<T> {
     }
 }
 
-impl<T: Content> std::fmt::Debug for Buffer<T> {
+impl<T: BufferElement> std::fmt::Debug for Buffer<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Buffer({} x {})", self.dtype(), self.len())
     }
 }
 
-impl<T: Content> HostMemory for Buffer<T> {
+impl<T: BufferElement> HostMemory for Buffer<T> {
     fn bytes(&self) -> &[u8] {
         self.storage.bytes()
     }

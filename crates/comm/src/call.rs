@@ -18,7 +18,7 @@ pub(crate) struct Call {
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Cost {
+pub(crate) struct CallStatistics {
     pub(crate) payload_bytes: u64,
     pub(crate) waiting: Duration,
 }

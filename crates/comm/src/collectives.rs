@@ -8,23 +8,23 @@
 //! `docs/collectives.md` lists the steps and bytes of each operation with each algorithm.
 //!
 //! # Errors
-//! From the [`Work`]s: [`CommError::NoSuchRoot`] and [`CommError::Lengths`], which only this rank sees and which do not end the group, and
-//! any failure that ends a group.
+//! From the [`Work`]s: [`CommError::NoSuchRoot`] and [`CommError::InvalidBuffers`], which only this rank sees and which do not end the
+//! group, and any failure that ends a group.
 
 use crate::call::BlockLens;
-use crate::{Buffer, CommError, Content, Group, Operation, Work};
+use crate::{Buffer, BufferElement, CommError, Group, Operation, Work};
 use std::sync::Arc;
 use trireme_base::{Rank, ReduceOp};
 use trireme_schedule::collective::{Collective, CollectiveKind};
 
 impl Group {
     /// Replaces each element by the reduction of all ranks' elements.
-    pub fn all_reduce<T: Content>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
+    pub fn all_reduce<T: BufferElement>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::AllReduce.with_len(buffer.len()), Some(op), buffer)
     }
 
     /// Writes the reduction of all ranks' inputs to every output. Input and output have the same length.
-    pub fn all_reduce_into<T: Content>(
+    pub fn all_reduce_into<T: BufferElement>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
@@ -34,13 +34,13 @@ impl Group {
     }
 
     /// Replaces the root's elements by the reduction of all ranks' elements. The other ranks' elements are unspecified afterwards.
-    pub fn reduce<T: Content>(&self, buffer: Buffer<T>, op: ReduceOp, root: Rank) -> Work<Buffer<T>> {
+    pub fn reduce<T: BufferElement>(&self, buffer: Buffer<T>, op: ReduceOp, root: Rank) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::Reduce.with_root(root, buffer.len()), Some(op), buffer)
     }
 
     /// Writes the reduction of all ranks' inputs to the root's output, which has the length of the input. The other ranks pass empty
     /// outputs.
-    pub fn reduce_into<T: Content>(
+    pub fn reduce_into<T: BufferElement>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
@@ -51,12 +51,12 @@ impl Group {
     }
 
     /// Replaces each rank's elements by the root's elements.
-    pub fn broadcast<T: Content>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
+    pub fn broadcast<T: BufferElement>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::Broadcast.with_root(root, buffer.len()), None, buffer)
     }
 
     /// Writes the root's input to all outputs, the root's own included. The other ranks pass empty inputs.
-    pub fn broadcast_into<T: Content>(
+    pub fn broadcast_into<T: BufferElement>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
@@ -66,12 +66,12 @@ impl Group {
     }
 
     /// Fills the vector with the blocks of all ranks. Each rank passes its own block at its offset in the vector.
-    pub fn all_gather<T: Content>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
+    pub fn all_gather<T: BufferElement>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::AllGather.with_len(buffer.len()), None, buffer)
     }
 
     /// Concatenates the inputs of all ranks in every output. The input is this rank's block of the output.
-    pub fn all_gather_into<T: Content>(
+    pub fn all_gather_into<T: BufferElement>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
@@ -80,12 +80,12 @@ impl Group {
     }
 
     /// Replaces this rank's block by the reduction of that block over all ranks.
-    pub fn reduce_scatter<T: Content>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
+    pub fn reduce_scatter<T: BufferElement>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::ReduceScatter.with_len(buffer.len()), Some(op), buffer)
     }
 
     /// Writes this rank's block of the reduction of all ranks' inputs to the output.
-    pub fn reduce_scatter_into<T: Content>(
+    pub fn reduce_scatter_into<T: BufferElement>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
@@ -95,12 +95,12 @@ impl Group {
     }
 
     /// Fills the root's vector with the blocks of all ranks. Each rank passes its own block at its offset in the vector.
-    pub fn gather<T: Content>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
+    pub fn gather<T: BufferElement>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::Gather.with_root(root, buffer.len()), None, buffer)
     }
 
     /// Concatenates the inputs of all ranks, which have equal lengths, in the root's output. The other ranks pass empty outputs.
-    pub fn gather_into<T: Content>(
+    pub fn gather_into<T: BufferElement>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
@@ -111,12 +111,12 @@ impl Group {
     }
 
     /// Replaces each rank's block by the same block of the root's vector.
-    pub fn scatter<T: Content>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
+    pub fn scatter<T: BufferElement>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::Scatter.with_root(root, buffer.len()), None, buffer)
     }
 
     /// Writes this rank's block of the root's input to the output. All blocks have equal lengths. The other ranks pass empty inputs.
-    pub fn scatter_into<T: Content>(
+    pub fn scatter_into<T: BufferElement>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
@@ -127,12 +127,12 @@ impl Group {
     }
 
     /// Exchanges blocks: block `j` of rank `i` becomes block `i` of rank `j`. The length must be a multiple of the world size.
-    pub fn all_to_all<T: Content>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
+    pub fn all_to_all<T: BufferElement>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
         self.in_place(CollectiveKind::AllToAll.with_len(buffer.len()), None, buffer)
     }
 
     /// Exchanges blocks: block `i` of the output is this rank's block of rank `i`'s input. The length must be a multiple of the world size.
-    pub fn all_to_all_into<T: Content>(
+    pub fn all_to_all_into<T: BufferElement>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
@@ -143,7 +143,7 @@ impl Group {
     /// Like [`all_to_all_into`](Group::all_to_all_into), with blocks of different lengths: `send_lens[j]` elements of the input go to rank
     /// `j`, and `receive_lens[i]` elements of the output come from rank `i`. Blocks are contiguous, in rank order. Sender and receiver must
     /// pass the same length for a block.
-    pub fn all_to_all_variable<T: Content>(
+    pub fn all_to_all_variable<T: BufferElement>(
         &self,
         input: Buffer<T>,
         send_lens: &[usize],
@@ -162,7 +162,7 @@ impl Group {
             } else {
                 continue;
             };
-            return Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
+            return Work::ready(Err(CommError::InvalidBuffers { operation: operation.name(), what }));
         }
         let lens = BlockLens::Own([send_lens.to_vec(), receive_lens.to_vec()]);
         self.issue_pair(operation, input, output, Some(lens))
@@ -178,7 +178,7 @@ impl Group {
     /// hosts that have another local rank. The pairwise algorithm is used unless there are several hosts with equally many ranks.
     /// [`all_to_all_variable_by_hosts`](trireme_schedule::collective::all_to_all_variable_by_hosts) describes the steps and cites the
     /// papers.
-    pub fn all_to_all_variable_by_hosts<T: Content>(
+    pub fn all_to_all_variable_by_hosts<T: BufferElement>(
         &self,
         input: Buffer<T>,
         output: Buffer<T>,
@@ -188,7 +188,7 @@ impl Group {
         let sum = lens.iter().try_fold(0_usize, |sum, &len| sum.checked_add(len));
         let sum = sum.filter(|len| len.checked_mul(input.dtype().size()).is_some());
         let operation = Operation::all_to_all_variable_by_hosts(input.dtype(), sum.unwrap_or_default());
-        let refuse = |what| Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
+        let refuse = |what| Work::ready(Err(CommError::InvalidBuffers { operation: operation.name(), what }));
         if lens.len() != world_size * world_size {
             return refuse(format!(
                 "{} block lengths, but {world_size} ranks need {}",
@@ -219,13 +219,13 @@ impl Group {
             Some(root) if root.0 >= world_size => Err(CommError::NoSuchRoot { operation, root, world_size }),
             None if operation.is(CollectiveKind::AllToAll) && !len.is_multiple_of(world_size) => {
                 let what = format!("{len} elements cannot be divided into {world_size} equal blocks");
-                Err(CommError::Lengths { operation: operation.name(), what })
+                Err(CommError::InvalidBuffers { operation: operation.name(), what })
             }
             _ => Ok(()),
         }
     }
 
-    fn in_place<T: Content>(
+    fn in_place<T: BufferElement>(
         &self,
         collective: Collective,
         op: Option<ReduceOp>,
@@ -238,7 +238,7 @@ impl Group {
         }
     }
 
-    fn out_of_place<T: Content>(
+    fn out_of_place<T: BufferElement>(
         &self,
         collective: Collective,
         op: Option<ReduceOp>,
@@ -256,7 +256,7 @@ impl Group {
                 input.len(),
                 output.len()
             );
-            return Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
+            return Work::ready(Err(CommError::InvalidBuffers { operation: operation.name(), what }));
         }
         self.issue_pair(operation, input, output, None)
     }

@@ -15,11 +15,11 @@
 
 mod peer;
 
-use crate::call::{Call, Cost};
+use crate::call::{Call, CallStatistics};
 use crate::error::{CommError, GroupDeadlock};
 use crate::notice::{NOTICE_BYTES, Notice, NoticeKind};
 use crate::recorder::{GroupRecorder, PLACES_WAIT_MAX, ReportedPlace};
-use peer::{Connection, Ending, Link, Peer};
+use peer::{ControlConnection, ControlLink, Ending, Peer};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use rustix::io::Errno;
 use std::io;
@@ -39,7 +39,7 @@ const REASON_WAIT: Duration = Duration::from_secs(1);
 
 pub(crate) struct Control {
     /// The cost so far of the operation in flight.
-    pub(crate) cost: Cost,
+    pub(crate) call_statistics: CallStatistics,
     peers: Vec<Peer>,
     /// Readable when any connection is.
     epoll: OwnedFd,
@@ -65,11 +65,11 @@ impl Control {
         let mut peers = Vec::with_capacity(sockets.len());
         for (rank, socket) in sockets.into_iter().enumerate() {
             let link = match socket {
-                None => Link::Own,
+                None => ControlLink::Own,
                 Some(socket) => {
                     let flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;
                     epoll::add(&epoll, &socket, epoll::EventData::new_u64(rank as u64), flags)?;
-                    Link::Connected(Connection {
+                    ControlLink::Connected(ControlConnection {
                         socket,
                         unsent: Vec::new(),
                         received: [0; NOTICE_BYTES],
@@ -80,7 +80,7 @@ impl Control {
             peers.push(Peer { link, ..Peer::default() });
         }
         Ok(Control {
-            cost: Cost::default(),
+            call_statistics: CallStatistics::default(),
             peers,
             epoll,
             reported_waiting: 0,
@@ -98,10 +98,10 @@ impl Control {
         if self.is_readable(Duration::ZERO).map_err(|source| call.wait_failed(source))? {
             self.read();
         }
-        self.ask(call.sequence);
+        self.send_progress_requests(call.sequence);
         let failure = self.peers.iter().enumerate().find_map(|(rank, peer)| match peer.link {
-            Link::Ended(ending, _) => self.failure_of(Rank(rank), ending, call),
-            Link::Own | Link::Connected(_) => None,
+            ControlLink::Ended(ending, _) => self.failure_of(Rank(rank), ending, call),
+            ControlLink::Own | ControlLink::Connected(_) => None,
         });
         failure.or_else(|| self.mismatch_failure(call)).or_else(|| self.deadlock(call)).map_or(Ok(()), Err)
     }
@@ -113,7 +113,7 @@ impl Control {
         if self.is_readable(Duration::ZERO).unwrap_or(false) {
             self.read();
         }
-        self.ask(sequence);
+        self.send_progress_requests(sequence);
         let is_awaited = |peer: &Peer| peer.waiting.is_some_and(|(theirs, _)| theirs >= sequence);
         if self.peers.iter().any(is_awaited)
             && let Some(place) = self.recorder.blocked_elsewhere()
@@ -123,9 +123,9 @@ impl Control {
             self.notify(Notice { sequence, kind: NoticeKind::Blocked(place) });
         }
         let has_failure = self.peers.iter().any(|peer| match peer.link {
-            Link::Own | Link::Connected(_) => false,
-            Link::Ended(Ending::Notice(notice), _) => notice.kind != NoticeKind::Goodbye,
-            Link::Ended(..) => true,
+            ControlLink::Own | ControlLink::Connected(_) => false,
+            ControlLink::Ended(Ending::Notice(notice), _) => notice.kind != NoticeKind::Goodbye,
+            ControlLink::Ended(..) => true,
         });
         has_failure && !std::mem::replace(&mut self.has_seen_failure, true)
     }
@@ -135,7 +135,8 @@ impl Control {
         let deadline = Instant::now() + PLACES_WAIT_MAX;
         loop {
             self.read();
-            let is_open = |peer: &Peer| matches!(peer.link, Link::Connected(_)) && !peer.has_reported_place;
+            let is_open =
+                |peer: &Peer| matches!(peer.link, ControlLink::Connected(_)) && !peer.has_reported_place;
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() || !self.peers.iter().any(is_open) || self.is_readable(left).is_err() {
                 return;
@@ -182,7 +183,7 @@ impl Control {
     }
 
     /// Sends the progress requests that the message engine has recorded, except to peers that have not answered the last one.
-    fn ask(&mut self, sequence: u64) {
+    fn send_progress_requests(&mut self, sequence: u64) {
         for rank in self.recorder.take_progress_requests() {
             let peer = &mut self.peers[rank.0];
             if peer.asked.is_none() {
@@ -216,7 +217,7 @@ impl Control {
                 return failure;
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            let may_say_more = matches!(self.peers[rank.0].link, Link::Connected(_));
+            let may_say_more = matches!(self.peers[rank.0].link, ControlLink::Connected(_));
             if !may_say_more || left.is_zero() || self.is_readable(left).is_err() {
                 return call.peer_lost(rank);
             }
@@ -351,11 +352,11 @@ impl Control {
     }
 
     fn own(&self) -> Option<Rank> {
-        self.peers.iter().position(|peer| matches!(peer.link, Link::Own)).map(Rank)
+        self.peers.iter().position(|peer| matches!(peer.link, ControlLink::Own)).map(Rank)
     }
 
     fn is_own(&self, rank: Rank) -> bool {
-        matches!(self.peers[rank.0].link, Link::Own)
+        matches!(self.peers[rank.0].link, ControlLink::Own)
     }
 
     fn missing(&self, call: &Call) -> Vec<Rank> {

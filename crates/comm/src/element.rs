@@ -12,15 +12,15 @@ pub trait Element: Pod + Send + Sync + private::Reduce {
 }
 
 /// The element type of a [`Buffer`](crate::Buffer): an [`Element`] known at compile time, or [`Untyped`].
-pub trait Content: Send + Sync + 'static {}
+pub trait BufferElement: Send + Sync + 'static {}
 
-impl<T: Element> Content for T {}
+impl<T: Element> BufferElement for T {}
 
 /// Elements of a type known at run time, [`Buffer::dtype`](crate::Buffer::dtype).
 #[derive(Debug)]
 pub struct Untyped;
 
-impl Content for Untyped {}
+impl BufferElement for Untyped {}
 
 mod private {
     /// The reductions of two elements. Sealed, because ranks name an element type to each other by its dtype.

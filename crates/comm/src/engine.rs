@@ -4,7 +4,7 @@
 //! report. Peers that are executing an operation read the notice in their next [`Control::tick`]. Idle peers read it in
 //! [`Engine::read_notices`] within [`NOTICE_INTERVAL_MAX`]. All of them then report their own places and write their reports.
 
-use crate::call::{Call, Cost, Payload};
+use crate::call::{Call, CallStatistics, Payload};
 use crate::control::{Control, stall};
 use crate::recorder::{GroupRecorder, Issued, Occasion};
 use crate::transport::Transport;
@@ -79,12 +79,12 @@ impl Engine {
         let call = Call { is_awaited, operation, sequence, started, timeout };
         self.next_sequence += 1;
         self.recorder.begin(&call, issued);
-        self.control.cost = Cost::default();
+        self.control.call_statistics = CallStatistics::default();
         let result = self.check_peers(&call).and_then(|()| {
             let running = AbandonOnPanic { transport: &mut *self.transport, payload };
             running.transport.execute(&call, running.payload, &mut self.control)
         });
-        let cost = self.control.cost;
+        let cost = self.control.call_statistics;
         self.statistics.num_operations += 1;
         self.statistics.payload_bytes += cost.payload_bytes;
         let ended = Instant::now();
@@ -135,7 +135,7 @@ impl Engine {
         }
         // Closes the data connections now, so that ranks that wait on them notice.
         drop(self.transport);
-        if self.recorder.recorder.gathers() {
+        if self.recorder.recorder.waits_for_peer_reports() {
             self.control.wait_for_places();
         }
     }

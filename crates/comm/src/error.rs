@@ -78,7 +78,7 @@ pub enum CommError {
     #[error("{operation} names rank {root}, but the group has {world_size} ranks")]
     NoSuchRoot { operation: Operation, root: Rank, world_size: usize },
     #[error("the vectors given to {operation} do not fit: {what}")]
-    Lengths { operation: &'static str, what: String },
+    InvalidBuffers { operation: &'static str, what: String },
     #[error("{operation} names rank {rank}; it must be another of the group's {world_size} ranks")]
     NoSuchPeer { operation: &'static str, rank: Rank, world_size: usize },
     #[error("all_gather_bytes carries at most {bytes_max} bytes per rank, but rank {rank} gave {bytes}")]
@@ -159,7 +159,7 @@ impl CommError {
         match self {
             CommError::TimedOut { missing, .. } => missing.clone(),
             CommError::PeerLost { rank, .. } | CommError::PeerLeft { rank, .. } => Vec::from([*rank]),
-            CommError::GroupDeadlock(crossing) => Vec::from([crossing.other_rank]),
+            CommError::GroupDeadlock(deadlock) => Vec::from([deadlock.other_rank]),
             _ => Vec::new(),
         }
     }

@@ -52,7 +52,7 @@ pub struct FusedWork {
 
 enum WorkState {
     Alone(Work<Buffer<Untyped>>),
-    OfBatch { fusion: Fusion, batch: Arc<Mutex<Batch>>, range: Range<usize>, vector: Buffer<Untyped> },
+    Batched { fusion: Fusion, batch: Arc<Mutex<Batch>>, range: Range<usize>, vector: Buffer<Untyped> },
 }
 
 impl Fusion {
@@ -124,7 +124,7 @@ impl Fusion {
             return Work::ready(Err(failure)).into();
         }
         drop(open);
-        FusedWork { state: WorkState::OfBatch { fusion: self.clone(), batch, range, vector } }
+        FusedWork { state: WorkState::Batched { fusion: self.clone(), batch, range, vector } }
     }
 
     /// Issues the open batch. All ranks call it at the same place in their order of operations.
@@ -229,7 +229,7 @@ impl FusedWork {
     pub fn wait(self) -> Result<Buffer<Untyped>, CommError> {
         match self.state {
             WorkState::Alone(work) => work.wait(),
-            WorkState::OfBatch { fusion, batch, range, vector } => fusion.finish(&batch, range, vector),
+            WorkState::Batched { fusion, batch, range, vector } => fusion.finish(&batch, range, vector),
         }
     }
 
@@ -237,7 +237,7 @@ impl FusedWork {
     pub fn into_pending(self, dtype: DType, len: usize) -> (Pending<Buffer<Untyped>>, Outcome) {
         match self.state {
             WorkState::Alone(work) => work.into_pending(dtype, len),
-            part @ WorkState::OfBatch { .. } => {
+            part @ WorkState::Batched { .. } => {
                 Work::ready(FusedWork { state: part }.wait()).into_pending(dtype, len)
             }
         }

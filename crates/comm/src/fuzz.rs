@@ -1,13 +1,13 @@
 //! Malformed and hostile inputs for parsers, the same in every run.
 
 use crate::notice::{NOTICE_BYTES, Notice, NoticeKind};
-use crate::recorder::{GroupName, Line, OperationState, ReportedPlace};
+use crate::recorder::{GroupName, OperationState, ProgramLineText, ReportedPlace};
 use crate::{Operation, words};
 use trireme_base::{DType, Random, RandomKey, Rank, ReduceOp};
 use trireme_schedule::collective::CollectiveKind;
 
 /// Values for which length, count and tag checks often fail.
-const WORDS: [u64; 8] = [0, 1, 2, 255, 1 << 16, 1 << 32, u64::MAX - 1, u64::MAX];
+const EDGE_VALUES: [u64; 8] = [0, 1, 2, 255, 1 << 16, 1 << 32, u64::MAX - 1, u64::MAX];
 
 /// Generates inputs: valid messages with a few changes each, and some random bytes.
 pub(crate) struct Fuzzer {
@@ -63,7 +63,7 @@ impl Fuzzer {
             0 => self.input.truncate(self.random.below(len as u64 + 1) as usize),
             1 => self.input.push(self.random.next_u32() as u8),
             2 if len >= 8 => {
-                let (word, place) = (WORDS[self.below(WORDS.len())], 8 * self.below(len / 8));
+                let (word, place) = (EDGE_VALUES[self.below(EDGE_VALUES.len())], 8 * self.below(len / 8));
                 self.input[place..place + 8].copy_from_slice(&word.to_le_bytes());
             }
             3 if len > 0 => {
@@ -119,7 +119,7 @@ fn hostile_notices_are_read_or_refused() {
         sequence: 3,
         operation: first,
         peer: None,
-        line: Line::of(format_args!("line 7: REDUCE_GRAD 2")),
+        line: ProgramLineText::of(format_args!("line 7: REDUCE_GRAD 2")),
         state: OperationState::Running,
         milliseconds: 40,
     }));

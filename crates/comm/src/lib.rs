@@ -14,9 +14,9 @@
 //!
 //! # Layers
 //! `group`, `collectives` and `work` are the public interface. `queue` keeps operations in order and `engine` executes one at a time.
-//! `transport::linked` runs the steps of the chosen algorithm (`selection`) over one link to each peer. Where ranks share memory, it passes
-//! operations to `transport::shm` instead. `messages` has links of its own. `control` keeps the connections over which ranks learn that a
-//! peer failed or left. `rendezvous` sets all of this up, and `recorder` records the operations.
+//! `transport::link_transport` runs the steps of the chosen algorithm (`selection`) over one link to each peer. Where ranks share memory,
+//! it passes operations to `transport::shm` instead. `messages` has links of its own. `control` keeps the connections over which ranks
+//! learn that a peer failed or left. `rendezvous` sets all of this up, and `recorder` records the operations.
 
 mod backoff;
 mod buffer;
@@ -53,7 +53,7 @@ mod work;
 mod world;
 
 pub use buffer::Buffer;
-pub use element::{Content, Element, Untyped};
+pub use element::{BufferElement, Element, Untyped};
 pub use error::{CommError, GroupDeadlock};
 pub use fusion::{FusedWork, Fusion};
 pub use group::Group;

@@ -107,12 +107,12 @@ struct Executed {
 }
 
 /// A transport that checks that operations arrive in the order of the numbers that [`submit`] gives them. Operation `failing` fails.
-struct InOrder {
+struct OrderCheckingTransport {
     executed: Arc<Executed>,
     failing: Option<usize>,
 }
 
-impl Transport for InOrder {
+impl Transport for OrderCheckingTransport {
     fn execute(&mut self, call: &Call, _: &mut Payload, _: &mut Control) -> Result<(), CommError> {
         let (_, number) = call.operation.elements();
         let mut num_executed = self.executed.num.lock().unwrap();
@@ -130,14 +130,14 @@ fn recorder() -> GroupRecorder {
 }
 
 /// Starts a queue and its communication thread. Returns them with the count of executed operations.
-fn serve(
+fn start_queue(
     queue: &Arc<MessageQueue>,
     failing: Option<usize>,
 ) -> (Arc<Queue>, thread::JoinHandle<()>, Arc<Executed>) {
     let recorder = recorder();
     let control = Control::new(vec![None], recorder.clone()).expect("a control");
     let executed = Arc::new(Executed::default());
-    let transport = Box::new(InOrder { executed: Arc::clone(&executed), failing });
+    let transport = Box::new(OrderCheckingTransport { executed: Arc::clone(&executed), failing });
     let engine = Engine::new(control, transport, Duration::from_secs(60), recorder.clone());
     let queue = Arc::new(Queue::new(engine, Arc::clone(queue), recorder));
     let served = Arc::clone(&queue);
@@ -167,7 +167,7 @@ fn explore_both(model: impl Fn(&Arc<MessageQueue>) + Copy + Send + Sync + 'stati
 #[test]
 fn loom_each_waiting_thread_gets_its_result() {
     explore_both(|queue| {
-        let (queue, serving, _) = serve(queue, None);
+        let (queue, serving, _) = start_queue(queue, None);
         let (first, second) = (submit(&queue, 0), submit(&queue, 1));
         let waiting = thread::spawn(move || assert!(second.wait().is_ok()));
         assert!(first.wait().is_ok());
@@ -180,7 +180,7 @@ fn loom_each_waiting_thread_gets_its_result() {
 #[test]
 fn loom_an_operation_is_executed_in_the_background() {
     explore_after(Duration::MAX, |queue| {
-        let (queue, serving, executed) = serve(queue, None);
+        let (queue, serving, executed) = start_queue(queue, None);
         let ticket = submit(&queue, 0);
         let mut num_executed = executed.num.lock().unwrap();
         while *num_executed == 0 {
@@ -196,7 +196,7 @@ fn loom_an_operation_is_executed_in_the_background() {
 #[test]
 fn loom_operations_without_a_waiter_are_executed_before_the_end() {
     explore_both(|queue| {
-        let (queue, serving, _) = serve(queue, None);
+        let (queue, serving, _) = start_queue(queue, None);
         drop(submit(&queue, 0));
         let last = submit(&queue, 1);
         queue.close();
@@ -208,7 +208,7 @@ fn loom_operations_without_a_waiter_are_executed_before_the_end() {
 #[test]
 fn loom_a_failure_reaches_all_waiting_threads() {
     explore_both(|queue| {
-        let (queue, serving, _) = serve(queue, Some(1));
+        let (queue, serving, _) = start_queue(queue, Some(1));
         let [first, second, third] = [0, 1, 2].map(|number| submit(&queue, number));
         let waiting = thread::spawn(move || assert!(third.wait().is_err()));
         assert!(first.wait().is_ok());
@@ -221,7 +221,7 @@ fn loom_a_failure_reaches_all_waiting_threads() {
 #[test]
 fn loom_a_callback_gets_the_result_from_any_executing_thread() {
     explore_both(|queue| {
-        let (queue, serving, _) = serve(queue, Some(1));
+        let (queue, serving, _) = start_queue(queue, Some(1));
         let called = Arc::new(Executed::default());
         let [first, second, third] = [0, 1, 2].map(|number| submit(&queue, number));
         for (number, ticket) in [first, second].into_iter().enumerate() {
@@ -246,7 +246,7 @@ fn loom_a_callback_gets_the_result_from_any_executing_thread() {
 #[test]
 fn loom_an_abort_reaches_waiting_threads() {
     explore_both(|queue| {
-        let (queue, serving, _) = serve(queue, None);
+        let (queue, serving, _) = start_queue(queue, None);
         let ticket = submit(&queue, 0);
         let waiting = thread::spawn(move || drop(ticket.wait()));
         queue.abort(CommError::Panicked);

@@ -1,5 +1,5 @@
 use crate::operation::Operation;
-use crate::recorder::{Direction, GroupName, Line, OperationState, ReportedPlace};
+use crate::recorder::{Direction, GroupName, OperationState, ProgramLineText, ReportedPlace};
 use crate::words;
 use trireme_base::Rank;
 
@@ -148,7 +148,7 @@ fn decode_place(words: &[u64; WORDS]) -> Option<ReportedPlace> {
             2 => Some((Direction::Receive, peer)),
             _ => return None,
         },
-        line: Line::decode(&words[7..14])?,
+        line: ProgramLineText::decode(&words[7..14])?,
         state: *STATES.get(((words[3] & 0xff) as usize).checked_sub(1)?)?,
         milliseconds: words[4],
     })
@@ -176,7 +176,7 @@ mod tests {
             sequence: 12,
             operation,
             peer: Some((Direction::Receive, Rank(70_000))),
-            line: Line::of(format_args!("step 3, line 7: REDUCE_GRAD 2")),
+            line: ProgramLineText::of(format_args!("step 3, line 7: REDUCE_GRAD 2")),
             state: OperationState::Failed,
             milliseconds: 1500,
         };

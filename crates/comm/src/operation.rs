@@ -195,7 +195,7 @@ impl Operation {
     }
 
     /// One phase of the operation, with the same elements and reduction. A mean is a sum until all phases are done.
-    pub(crate) fn part(self, collective: Collective) -> Operation {
+    pub(crate) fn phase(self, collective: Collective) -> Operation {
         let op = match self.op {
             Some(ReduceOp::Mean) | None => ReduceOp::Sum,
             Some(op) => op,
@@ -288,7 +288,7 @@ mod tests {
 
     /// Ranks of different builds compare these numbers.
     #[test]
-    fn wire_numbers_stay() {
+    fn wire_numbers_are_stable() {
         let kinds = [
             (1, "all_reduce"),
             (2, "reduce"),

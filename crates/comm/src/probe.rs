@@ -35,9 +35,9 @@ pub(crate) fn measure(
     if within.is_none() && across.is_none() && !has_direct {
         return Ok(unmeasured);
     }
-    let within = within.map(|pair| link(group, pair)).transpose()?.flatten();
-    let across = across.map(|pair| link(group, pair)).transpose()?.flatten();
-    let direct = has_direct.then(|| direct(group)).transpose()?;
+    let within = within.map(|pair| measure_link(group, pair)).transpose()?.flatten();
+    let across = across.map(|pair| measure_link(group, pair)).transpose()?.flatten();
+    let direct = has_direct.then(|| measure_direct(group)).transpose()?;
     // The values that this rank measured, 0 for the others.
     let [within, across] = [within, across].map(|cost| cost.map_or([0.0; 2], of_link));
     let direct = direct.map_or([0.0; 2], |cost| [cost.synchronisation_seconds, cost.seconds_per_byte]);
@@ -87,7 +87,7 @@ fn ranks_on_two_hosts(group: &Group) -> Option<[Rank; 2]> {
 }
 
 /// Measures the link between two ranks. Returns the result on the first of them.
-fn link(group: &Group, [sender, echoing]: [Rank; 2]) -> Result<Option<LinkCost>, CommError> {
+fn measure_link(group: &Group, [sender, echoing]: [Rank; 2]) -> Result<Option<LinkCost>, CommError> {
     if group.rank() == echoing {
         echo(group, sender)?;
         return Ok(None);
@@ -157,7 +157,7 @@ fn echo(group: &Group, sender: Rank) -> Result<(), CommError> {
 }
 
 /// Measures direct access to memory that all ranks share.
-fn direct(group: &Group) -> Result<DirectCost, CommError> {
+fn measure_direct(group: &Group) -> Result<DirectCost, CommError> {
     let mut quickest = f64::INFINITY;
     for _ in 0..=NUM_ROUNDS {
         let start = Instant::now();

@@ -144,12 +144,12 @@ impl Queue {
     /// Runs the communication thread: executes operations until the queue is closed and empty, or has failed.
     pub(crate) fn serve(&self) {
         let mut state = self.lock();
-        let mut watch = Activity { num_seen: 0, idle_since: Instant::now() };
+        let mut activity = Activity { num_seen: 0, idle_since: Instant::now() };
         while state.failure.is_none() && !(state.closed && state.engine.is_some() && state.waiting.is_empty())
         {
             state = match &state.engine {
                 Some(_) if !state.waiting.is_empty() => self.execute_oldest(state, false),
-                _ => self.wait_and_read_notices(state, &mut watch),
+                _ => self.wait_and_read_notices(state, &mut activity),
             };
         }
         let (engine, failure) = (state.engine.take(), state.failure.clone());
@@ -161,12 +161,12 @@ impl Queue {
     fn wait_and_read_notices<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
-        watch: &mut Activity,
+        activity: &mut Activity,
     ) -> MutexGuard<'a, State> {
-        if watch.num_seen != state.num_issued {
-            *watch = Activity { num_seen: state.num_issued, idle_since: Instant::now() };
+        if activity.num_seen != state.num_issued {
+            *activity = Activity { num_seen: state.num_issued, idle_since: Instant::now() };
         }
-        state.is_polled = watch.idle_since.elapsed() < POLL_DURATION;
+        state.is_polled = activity.idle_since.elapsed() < POLL_DURATION;
         let notice_interval = state.engine.as_ref().map_or(NOTICE_INTERVAL_MAX, Engine::notice_interval);
         let interval = if state.is_polled { POLL_INTERVAL } else { notice_interval };
         let waited = self.submitted.wait_timeout(state, interval);

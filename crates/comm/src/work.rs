@@ -3,7 +3,7 @@ use crate::call::Payload;
 use crate::messages::MessageTicket;
 use crate::queue::Ticket;
 use crate::recorder::GroupRecorder;
-use crate::{Buffer, CommError, Content};
+use crate::{Buffer, BufferElement, CommError};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use trireme_base::{DType, EventCompleter, Journal, JournalEntry, Pending};
 
@@ -78,16 +78,16 @@ impl<T> Work<T> {
     }
 }
 
-impl<T: Content> Work<Buffer<T>> {
+impl<T: BufferElement> Work<Buffer<T>> {
     /// Returns the vector, of `len` elements of `dtype`, as memory that becomes available at the operation's event, so that a device can
     /// read it without the host. The host must wait for the [`Outcome`] before it relies on any result computed from the vector.
     ///
     /// The group's own threads execute the operation. After a failure, the event completes as well, and the memory is a new vector of
     /// zeros, because peers may still access the original one.
     pub fn into_pending(self, dtype: DType, len: usize) -> (Pending<Buffer<T>>, Outcome) {
-        let (completer, place, result) =
+        let (completer, slot, result) =
             (EventCompleter::new(|| ()), Arc::new(Mutex::new(None)), Arc::new(OnceLock::new()));
-        let pending = Pending::until(completer.event(), Arc::clone(&place));
+        let pending = Pending::until(completer.event(), Arc::clone(&slot));
         let mut outcome = Outcome { recorder: None, result: Arc::clone(&result) };
         let end = move |vector: Result<Buffer<T>, CommError>| {
             let (vector, outcome) = match vector {
@@ -95,7 +95,7 @@ impl<T: Content> Work<Buffer<T>> {
                 Err(failure) => (Storage::heap(dtype, len).map(Buffer::from_storage), Err(failure)),
             };
             let placed =
-                vector.map(|vector| *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(vector));
+                vector.map(|vector| *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(vector));
             let _ = result.set(outcome);
             completer.complete(placed.map_err(|failure| failure.to_string()));
         };

@@ -51,7 +51,7 @@ pub fn inproc_world_on(hosts: &[usize], options: &GroupOptions) -> Vec<Group> {
         let parts = GroupConnections {
             rank: Rank(rank),
             hosts: hosts.clone(),
-            rows: [collectives, messages, control],
+            connections_by_purpose: [collectives, messages, control],
             memory: None,
             mpi_addresses: None,
             is_inproc: true,

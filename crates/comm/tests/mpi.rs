@@ -42,7 +42,7 @@ fn launch(role: &str, num_workers: usize) -> Option<Output> {
 }
 
 /// The workers' output, and whether the launcher exited successfully.
-fn said(output: &Output) -> (Vec<String>, bool) {
+fn worker_output(output: &Output) -> (Vec<String>, bool) {
     let text = String::from_utf8_lossy(&output.stdout);
     let words = text.lines().filter_map(|line| line.split_once("worker: ")).map(|(_, word)| word.to_owned());
     (words.collect(), output.status.success())
@@ -52,7 +52,7 @@ fn said(output: &Output) -> (Vec<String>, bool) {
 fn every_operation_has_the_bits_that_tcp_gives_it() {
     for num_workers in 2..=4 {
         let Some(output) = launch("operations", num_workers) else { return };
-        let (words, is_success) = said(&output);
+        let (words, is_success) = worker_output(&output);
         assert!(is_success && words == vec!["done"; num_workers], "{output:#?}");
     }
 }
@@ -61,7 +61,7 @@ fn every_operation_has_the_bits_that_tcp_gives_it() {
 fn every_algorithm_works_over_mpi() {
     for num_workers in [3, 4] {
         let Some(output) = launch("algorithms", num_workers) else { return };
-        let (words, is_success) = said(&output);
+        let (words, is_success) = worker_output(&output);
         assert!(is_success && words == vec!["done"; num_workers], "{output:#?}");
     }
 }
@@ -69,7 +69,7 @@ fn every_algorithm_works_over_mpi() {
 #[test]
 fn operations_that_differ_are_named_and_end_the_job() {
     let Some(output) = launch("mismatch", 2) else { return };
-    let (words, is_success) = said(&output);
+    let (words, is_success) = worker_output(&output);
     // The launcher kills the other worker as soon as the first one has ended.
     assert!(!is_success && !words.is_empty(), "{output:#?}");
     assert!(words.iter().all(|word| word.contains("differs between ranks")), "{output:#?}");
@@ -78,7 +78,7 @@ fn operations_that_differ_are_named_and_end_the_job() {
 #[test]
 fn a_failure_while_memory_is_lent_leaves_the_other_transports() {
     let Some(output) = launch("timeout", 2) else { return };
-    let (words, _) = said(&output);
+    let (words, _) = worker_output(&output);
     assert!(words.contains(&"went on".to_owned()), "{output:#?}");
 }
 
@@ -89,7 +89,7 @@ fn a_process_that_mpirun_has_not_started_fails_with_a_hint() {
         .args(["--exact", "worker", "--nocapture", "--test-threads=1"])
         .env(WORKER, format!("alone {}", options.master_addr))
         .output();
-    let (words, is_success) = said(&child.expect("a process"));
+    let (words, is_success) = worker_output(&child.expect("a process"));
     assert!(is_success && words.len() == 1, "{words:?}");
     assert!(words[0].contains("this process is rank 0 of 1 in MPI, but rank 1 of 2 in the job"), "{words:?}");
 }

@@ -90,8 +90,8 @@ fn all_workers_encrypt_or_none_does() {
 fn a_certificate_of_another_authority_is_refused() {
     let (good, _folder) = options(2, "worker");
     let (stranger, _other_folder) = options(2, "stranger");
-    let patience = Duration::from_secs(20);
-    let worker = JoinOptions { rank: Rank(0), join_timeout: patience, ..good.clone() };
+    let join_timeout = Duration::from_secs(20);
+    let worker = JoinOptions { rank: Rank(0), join_timeout: join_timeout, ..good.clone() };
     let stranger = JoinOptions { rank: Rank(1), tls: stranger.tls, ..worker.clone() };
     for outcome in join_all(&[worker, stranger]) {
         let failure = outcome.expect_err("no certificate");
@@ -100,7 +100,7 @@ fn a_certificate_of_another_authority_is_refused() {
 }
 
 #[test]
-fn files_that_are_not_what_they_should_be_are_named() {
+fn an_error_names_the_invalid_tls_file() {
     let (good, folder) = options(2, "worker");
     let Some(files) = &good.tls else { panic!("files") };
     let refuses = |tls: TlsOptions, path: &Path| match join(&JoinOptions { tls: Some(tls), ..good.clone() }) {

@@ -1,6 +1,6 @@
 //! Multiple-choice questions, for which a model should give the correct choice the highest likelihood.
 
-use crate::prepare::json_lines::reason;
+use crate::prepare::text_field::message_without_position;
 use crate::{ChatTemplate, DataError, Prompt, Tokenizer, with_text_contents};
 use serde::Deserialize;
 use serde_json::Value;
@@ -116,14 +116,14 @@ impl Question {
                 continue;
             }
             let refuse = |reason: String| DataError::Question { path: path.to_owned(), line, reason };
-            let words = |error: serde_json::Error| refuse(reason(&error));
-            let record: Value = serde_json::from_slice(without_byte_order_mark(&text)).map_err(words)?;
+            let malformed = |error: serde_json::Error| refuse(message_without_position(&error));
+            let record: Value = serde_json::from_slice(without_byte_order_mark(&text)).map_err(malformed)?;
             if !has_choices(&record) {
                 let reason =
                     "it has no `choices`, but the file begins with a question; put texts in a separate file";
                 return Err(refuse(reason.to_owned()));
             }
-            let question: QuestionLine = serde_json::from_value(record).map_err(words)?;
+            let question: QuestionLine = serde_json::from_value(record).map_err(malformed)?;
             questions.push(question.into_question(template).map_err(refuse)?);
         }
         Ok(questions)

@@ -149,9 +149,9 @@ impl Sampler {
         if sources.is_empty() {
             return Self::with_one_source(windows(0..num_tokens)?, num_tokens, seq_len, seed);
         }
-        let num_places = samples_per_block(sources);
+        let num_per_block = samples_per_block(sources);
         let (mut of_sources, mut first) = (Vec::with_capacity(sources.len()), 0);
-        for (index, (source, &num_places)) in sources.iter().zip(&num_places).enumerate() {
+        for (index, (source, &num_places)) in sources.iter().zip(&num_per_block).enumerate() {
             let tokens = first..(first + source.num_tokens).min(num_tokens);
             first = tokens.end;
             let own = RandomKey::new(seed.unwrap_or_default(), "data.source").words(index as u64);
@@ -161,7 +161,7 @@ impl Sampler {
                 one.sources.into_iter().map(|one| SourceWindows { num_per_block: num_places, ..one }),
             );
         }
-        Ok(Sampler { sources: of_sources, block: spread(&num_places), seq_len })
+        Ok(Sampler { sources: of_sources, block: spread(&num_per_block), seq_len })
     }
 
     fn with_one_source(
@@ -186,11 +186,11 @@ impl Sampler {
     /// Number of documents that [`Packing::Documents`] splits because they are longer than a window; 0 for
     /// [`Packing::Stream`].
     pub fn num_split_documents(&self) -> u64 {
-        let cut = |source: &SourceWindows| match source.windows {
+        let num_split = |source: &SourceWindows| match source.windows {
             Windows::Stream { .. } => 0,
             Windows::Documents { num_split, .. } => num_split,
         };
-        self.sources.iter().map(cut).sum()
+        self.sources.iter().map(num_split).sum()
     }
 
     /// Returns the window of sample `global_sample_index` of the run.
@@ -218,25 +218,25 @@ impl Sampler {
         if self.block.is_empty() {
             return (&self.sources[0], global_sample_index);
         }
-        let BlockSlot { source, index_in_source: rank } =
+        let BlockSlot { source, index_in_source } =
             self.block[(global_sample_index % BLOCK_SAMPLES) as usize];
         let source = &self.sources[source as usize];
-        (source, global_sample_index / BLOCK_SAMPLES * source.num_per_block + u64::from(rank))
+        (source, global_sample_index / BLOCK_SAMPLES * source.num_per_block + u64::from(index_in_source))
     }
 }
 
 /// Assigns the samples of a block to sources, evenly spread: the next sample is of the source that is farthest behind
 /// its share.
-fn spread(num_places: &[u64]) -> Arc<[BlockSlot]> {
-    let mut counts = vec![0_u64; num_places.len()];
+fn spread(num_per_block: &[u64]) -> Arc<[BlockSlot]> {
+    let mut counts = vec![0_u64; num_per_block.len()];
     let next = |done: u64| {
         let behind = |source: &usize| {
-            (num_places[*source] * (done + 1)) as i64 - (counts[*source] * BLOCK_SAMPLES) as i64
+            (num_per_block[*source] * (done + 1)) as i64 - (counts[*source] * BLOCK_SAMPLES) as i64
         };
-        let source = (0..num_places.len()).rev().max_by_key(behind).expect("there are sources");
-        let place = BlockSlot { source: source as u32, index_in_source: counts[source] as u32 };
+        let source = (0..num_per_block.len()).rev().max_by_key(behind).expect("there are sources");
+        let slot = BlockSlot { source: source as u32, index_in_source: counts[source] as u32 };
         counts[source] += 1;
-        place
+        slot
     };
     (0..BLOCK_SAMPLES).map(next).collect()
 }
@@ -246,19 +246,19 @@ fn spread(num_places: &[u64]) -> Arc<[BlockSlot]> {
 fn samples_per_block(sources: &[Source]) -> Vec<u64> {
     let total: f64 = sources.iter().map(|source| source.weight).sum();
     let exact: Vec<f64> = sources.iter().map(|source| source.weight / total * BLOCK_SAMPLES as f64).collect();
-    let mut places: Vec<u64> = exact.iter().map(|exact| (exact.floor() as u64).max(1)).collect();
+    let mut counts: Vec<u64> = exact.iter().map(|exact| (exact.floor() as u64).max(1)).collect();
     let mut by_remainder: Vec<usize> = (0..sources.len()).collect();
     by_remainder.sort_by(|&a, &b| (exact[b] - exact[b].floor()).total_cmp(&(exact[a] - exact[a].floor())));
     for &index in by_remainder.iter().cycle().take(sources.len()) {
-        if places.iter().sum::<u64>() < BLOCK_SAMPLES {
-            places[index] += 1;
+        if counts.iter().sum::<u64>() < BLOCK_SAMPLES {
+            counts[index] += 1;
         }
     }
     // Samples that were added to give each source at least one are taken from the source that has most.
-    while places.iter().sum::<u64>() > BLOCK_SAMPLES {
-        *places.iter_mut().max().expect("there are sources") -= 1;
+    while counts.iter().sum::<u64>() > BLOCK_SAMPLES {
+        *counts.iter_mut().max().expect("there are sources") -= 1;
     }
-    places
+    counts
 }
 
 /// A pseudorandom permutation of `0..count` for each epoch. The element at a position is computed in constant memory,
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn every_window_is_as_likely_everywhere() {
+    fn permutations_are_uniform() {
         for count in [2_u64, 3, 5, 7, 16] {
             let epochs = 4000;
             let mut tally = vec![0_u32; (count * count) as usize];
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn sources_come_by_their_weights_and_each_window_once_a_pass() {
+    fn sources_are_sampled_by_weight_and_each_window_once_per_pass() {
         let (_folder, file) = documents(&[4001, 101]);
         let source = |weight, num_tokens| Source { input: String::new(), weight, num_tokens };
         let sources = [source(1.0, 4001), source(3.0, 101)];
@@ -448,7 +448,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_block_has_places_for_all_sources(weights in prop::collection::vec(1e-6_f64..1e6, 1..40)) {
+        fn a_block_has_samples_of_all_sources(weights in prop::collection::vec(1e-6_f64..1e6, 1..40)) {
             let source = |&weight: &f64| Source { input: String::new(), weight, num_tokens: 1 };
             let found = samples_per_block(&weights.iter().map(source).collect::<Vec<_>>());
             prop_assert_eq!(found.iter().sum::<u64>(), BLOCK_SAMPLES);

@@ -166,15 +166,15 @@ impl TensorSpec {
 
 /// The tensors of a microbatch in host memory, where samples are written before they are copied to a device.
 #[derive(Debug)]
-pub struct HostBatch(Vec<(TensorSpec, Vec<Word>)>);
+pub struct HostBatch(Vec<(TensorSpec, Vec<StorageWord>)>);
 
 /// Unit of storage, whose alignment suits all element types.
-type Word = u64;
+type StorageWord = u64;
 
 impl HostBatch {
     /// Creates tensors of these specs, filled with zeros.
     pub fn new(specs: &[TensorSpec]) -> Self {
-        let words = |spec: &TensorSpec| vec![0; spec.num_bytes().div_ceil(size_of::<Word>())];
+        let words = |spec: &TensorSpec| vec![0; spec.num_bytes().div_ceil(size_of::<StorageWord>())];
         HostBatch(specs.iter().map(|spec| (*spec, words(spec))).collect())
     }
 
@@ -208,7 +208,7 @@ impl HostBatch {
     /// # Errors
     /// If the device cannot allocate memory.
     pub fn upload_positions(&self, device: &Device, context: ContextRank) -> Result<Batch, DeviceError> {
-        let tensor = |(spec, words): &(TensorSpec, Vec<Word>)| {
+        let tensor = |(spec, words): &(TensorSpec, Vec<StorageWord>)| {
             let bytes = &bytemuck::cast_slice::<_, u8>(words)[..spec.num_bytes()];
             let shape = spec.of_positions(context).shape;
             let mut tensor = device.empty(shape, spec.dtype, Category::Activations)?;

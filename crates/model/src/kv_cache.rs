@@ -13,7 +13,7 @@ pub struct KvCache {
     position: usize,
     /// One for each attention layer, in order of use.
     caches: Vec<KeyValueCache>,
-    next: usize,
+    next_layer: usize,
     /// Pairs of a model's rotary table and the same table for all positions of the sequence.
     tables: Vec<(Arc<RotaryTable>, Arc<RotaryTable>)>,
 }
@@ -22,7 +22,7 @@ impl KvCache {
     /// Creates an empty cache for a sequence of at most `capacity` tokens. Memory is allocated when an attention layer first runs.
     pub fn new(device: &Device, capacity: usize) -> Self {
         let (caches, tables) = (Vec::new(), Vec::new());
-        KvCache { device: device.clone(), capacity, position: 0, caches, next: 0, tables }
+        KvCache { device: device.clone(), capacity, position: 0, caches, next_layer: 0, tables }
     }
 
     /// Returns the number of tokens in the cache.
@@ -33,7 +33,7 @@ impl KvCache {
     /// Records that a pass over the full model has read `num_tokens`.
     pub fn advance(&mut self, num_tokens: usize) {
         self.position += num_tokens;
-        self.next = 0;
+        self.next_layer = 0;
     }
 
     /// Reduces each input of the last unit to its last row, `[1, 1, cols]`, because only the logits of the last position are needed to
@@ -58,12 +58,12 @@ impl KvCache {
         attention: &Attention,
         qkv: Var,
     ) -> Result<Var, DeviceError> {
-        if self.next == self.caches.len() {
+        if self.next_layer == self.caches.len() {
             self.caches.push(KeyValueCache::new(&self.device, 1, self.capacity, attention)?);
         }
         let rotary = attention.rotary().map(|table| self.full_table(table)).transpose()?;
-        let cache = &mut self.caches[self.next];
-        self.next += 1;
+        let cache = &mut self.caches[self.next_layer];
+        self.next_layer += 1;
         recorder.attention_cached(&attention.clone().with_rotary(rotary), qkv, cache)
     }
 

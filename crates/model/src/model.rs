@@ -41,7 +41,7 @@ impl Model {
         if place != ModelRank::ALONE {
             let counting = Device::counting(DeviceOptions::default())?;
             let whole = build(&counting, ParameterTable::default())?;
-            whole.table().check_degree(place.tensor.degree)?;
+            whole.table().check_tensor_degree(place.tensor.degree)?;
             whole.table().check_expert_degree(place.experts.degree)?;
         }
         build(device, ParameterTable::for_rank(place))

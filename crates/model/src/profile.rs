@@ -27,14 +27,14 @@ pub struct PassOptions {
     /// Recipe for fp8 operands of matrix products; `None` if operands have `precision`.
     pub fp8: Option<Fp8Recipe>,
     /// Whether ranks of the tensor axis split rows between tensor-parallel layers (sequence parallelism).
-    pub shards_rows: bool,
+    pub sequence_parallel: bool,
     /// This rank's place among the ranks that share the positions of a sequence. Batches hold only this rank's positions.
     pub context: ContextRank,
 }
 
 impl From<Precision> for PassOptions {
     fn from(precision: Precision) -> Self {
-        PassOptions { precision, fp8: None, shards_rows: false, context: ContextRank::ALONE }
+        PassOptions { precision, fp8: None, sequence_parallel: false, context: ContextRank::ALONE }
     }
 }
 
@@ -164,21 +164,22 @@ impl Model {
     /// Returns axes on which this rank can run passes without the other ranks: exchanges are recorded, but not performed.
     pub(crate) fn recording_axes(
         &self,
-        PassOptions { shards_rows, context, .. }: PassOptions,
+        PassOptions { sequence_parallel: shards_rows, context, .. }: PassOptions,
     ) -> RecordingAxes {
-        let noted = ExchangeLog::default();
-        let alone = |axis, place: AxisRank| -> Option<Arc<dyn AxisOps>> {
-            (place.degree > 1).then(|| Arc::new(DryRunAxis::new(axis, place, &noted)) as Arc<dyn AxisOps>)
+        let log = ExchangeLog::default();
+        let dry_run_axis = |axis, place: AxisRank| -> Option<Arc<dyn AxisOps>> {
+            (place.degree > 1).then(|| Arc::new(DryRunAxis::new(axis, place, &log)) as Arc<dyn AxisOps>)
         };
-        let tensor = alone(UnitAxis::Tensor, self.table().place());
-        let (ring, heads) = (alone(UnitAxis::Ring, context.ring), alone(UnitAxis::Heads, context.heads));
-        let experts = alone(UnitAxis::Expert, self.table().expert_place());
+        let tensor = dry_run_axis(UnitAxis::Tensor, self.table().tensor_rank());
+        let (ring, heads) =
+            (dry_run_axis(UnitAxis::Ring, context.ring), dry_run_axis(UnitAxis::Heads, context.heads));
+        let experts = dry_run_axis(UnitAxis::Expert, self.table().expert_rank());
         let axes = PassAxes {
             experts: experts.map(|ops| ExpertAxis { ops, shadowed: Arc::default() }),
             tensor: tensor.map(|ops| TensorAxis { ops, shards_rows }),
             context: (context.degree() > 1).then_some(ContextAxis { ring, heads }),
         };
-        RecordingAxes { axes, log: noted }
+        RecordingAxes { axes, log }
     }
 
     /// Measures the passes over microbatches of these tensors.
@@ -306,23 +307,23 @@ impl Profiler<'_> {
         let output = self.bytes_of(&outputs)?;
         // From here on, the outputs count as the next unit's inputs.
         let base_of_backward = base + output;
-        let record = self.in_use() - base_of_backward;
-        let record_bytes = pass.num_bytes();
+        let saved = self.in_use() - base_of_backward;
+        let kept = pass.num_bytes();
         pass.keep_products();
         let products = self.in_use() - base_of_backward;
         let inputs_bytes = input_specs.iter().map(TensorSpec::num_bytes).sum();
-        let kept_bytes = KeptBytes { all: record_bytes, products: pass.num_bytes(), inputs: inputs_bytes };
+        let kept_bytes = KeptBytes { all: kept, products: pass.num_bytes(), inputs: inputs_bytes };
         let (_, recompute_peak, recompute_cost) = self.measure(|| pass.recompute(self.parameters, batch))?;
         let exchanged = self.axes.log.take();
         debug_assert!(exchanged.is_empty(), "each rank recomputes without the others");
         let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         let grads = self.grads(&output_specs)?;
-        let mut sink = CountingSink::new(self);
+        let mut sink = DiscardingSink::new(self);
         let (input_grads, backward_peak, backward_cost) = self.measure(|| {
             pass.backward(self.parameters, grads, batch, &mut sink)?;
             pass.take_input_grads()
         })?;
-        let grad_terms = sink.partial;
+        let partial_grads = sink.partial;
         let backward = self.axes.log.take();
         let backward_reads = self.parameters.was_read.get();
         let input_grad = self.bytes_of(&input_grads)?;
@@ -333,12 +334,12 @@ impl Profiler<'_> {
         drop(pass);
         let base_of_halves = self.in_use();
         let inputs = self.tensors(&input_specs)?;
-        let (halves, weight_half_reads, of_halves) = self.halves(unit, inputs, batch, base_of_halves)?;
+        let (halves, weight_half_reads, half_exchanges) = self.halves(unit, inputs, batch, base_of_halves)?;
         let passes = UnitPasses {
             input,
             output,
             input_grad,
-            saved: record,
+            saved,
             products,
             forward_peak: forward_peak - base,
             recompute_peak: recompute_peak - base_of_backward,
@@ -355,8 +356,8 @@ impl Profiler<'_> {
             reports,
             backward_reads,
             weight_half_reads,
-            partial_grads: grad_terms,
-            exchanges: PassExchanges { forward, backward, ..of_halves },
+            partial_grads,
+            exchanges: PassExchanges { forward, backward, ..half_exchanges },
         };
         Ok((found, outputs, names))
     }
@@ -381,11 +382,11 @@ impl Profiler<'_> {
         })?;
         drop(input_grads);
         let input_half = self.axes.log.take();
-        let halved = self.in_use() - base;
+        let between_halves = self.in_use() - base;
         let (_, _, weight_half_cost) =
-            self.measure(|| pass.backward_weight(self.parameters, batch, &mut CountingSink::new(self)))?;
+            self.measure(|| pass.backward_weight(self.parameters, batch, &mut DiscardingSink::new(self)))?;
         let passes =
-            UnitPasses { between_halves: halved, input_half_cost, weight_half_cost, ..UnitPasses::default() };
+            UnitPasses { between_halves, input_half_cost, weight_half_cost, ..UnitPasses::default() };
         let exchanges =
             PassExchanges { input_half, weight_half: self.axes.log.take(), ..PassExchanges::default() };
         Ok((passes, self.parameters.was_read.get(), exchanges))
@@ -448,7 +449,7 @@ fn fill(device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
 }
 
 /// A sink that discards gradients, and records which of them are partial sums.
-struct CountingSink<'a> {
+struct DiscardingSink<'a> {
     device: &'a Device,
     table: &'a ParameterTable,
     target: Option<Tensor>,
@@ -458,28 +459,28 @@ struct CountingSink<'a> {
     was_written: Vec<bool>,
 }
 
-impl<'a> CountingSink<'a> {
+impl<'a> DiscardingSink<'a> {
     fn new(profiler: &Profiler<'a>) -> Self {
         let (device, table) = (profiler.device, &**profiler.model.table());
         let was_written = vec![false; table.parameters().len()];
-        CountingSink { device, table, target: None, are_partial: false, partial: Vec::new(), was_written }
+        DiscardingSink { device, table, target: None, are_partial: false, partial: Vec::new(), was_written }
     }
 }
 
-impl GradSink for CountingSink<'_> {
+impl GradSink for DiscardingSink<'_> {
     fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
         for id in span.first.0..span.first.0 + span.num_parameters {
             let info = &self.table.parameters()[id];
             // Ranks that share key-value heads have different query heads, so each computes only a partial gradient.
-            let is_term = info.num_replicas() > 1 && (self.are_partial || info.cut.is_some());
+            let is_partial = info.num_replicas() > 1 && (self.are_partial || info.split.is_some());
             if self.was_written[id] {
                 let name = &info.name;
                 assert_eq!(
-                    is_term,
+                    is_partial,
                     self.partial.contains(&id),
                     "{name} is read for rows and for values that every rank has"
                 );
-            } else if is_term {
+            } else if is_partial {
                 self.partial.push(id);
             }
             self.was_written[id] = true;
@@ -492,7 +493,7 @@ impl GradSink for CountingSink<'_> {
         self.target = None;
     }
 
-    fn expect_partial_grads(&mut self, are_terms: bool) {
-        self.are_partial = are_terms;
+    fn expect_partial_grads(&mut self, are_partial: bool) {
+        self.are_partial = are_partial;
     }
 }

@@ -91,8 +91,11 @@ impl UnitContext<'_> {
     /// If the name is taken, if the value is a tensor of the batch, or if it is still split between the ranks of the tensor axis, like the
     /// output of a column-parallel layer.
     pub fn output(&mut self, name: &'static str, value: Var) -> Result<(), DeviceError> {
-        assert!(self.taken.iter().all(|(_, &lent)| lent != value.id()), "'{name}' is a tensor of the batch");
-        let value = self.recorder.between_units(value)?;
+        assert!(
+            self.taken.iter().all(|(_, &taken)| taken != value.id()),
+            "'{name}' is a tensor of the batch"
+        );
+        let value = self.recorder.reshard_between_units(value)?;
         self.outputs.push(name, value);
         Ok(())
     }
@@ -104,8 +107,8 @@ impl UnitContext<'_> {
     pub fn latent_heads(&mut self, heads: &Arc<LatentHeads>, inputs: [Var; 3]) -> Result<Var, DeviceError> {
         match &mut self.kv_cache {
             None => self.recorder.apply(heads, inputs),
-            Some(past) => {
-                let rotary = past.full_table(&heads.rotary)?;
+            Some(kv_cache) => {
+                let rotary = kv_cache.full_table(&heads.rotary)?;
                 self.recorder.apply(&Arc::new(LatentHeads { shape: heads.shape, rotary }), inputs)
             }
         }
@@ -122,7 +125,7 @@ impl UnitContext<'_> {
                 Some(starts) => self.recorder.apply(attention, (qkv, starts)),
                 None => self.recorder.apply(attention, [qkv]),
             },
-            Some(past) => past.attention(&mut self.recorder, attention, qkv),
+            Some(kv_cache) => kv_cache.attention(&mut self.recorder, attention, qkv),
         }
     }
 }
@@ -139,7 +142,7 @@ pub struct UnitPass {
 
 impl UnitPass {
     /// Runs a unit forward on an empty tape. Returns the pass and the unit's outputs. The tensors taken from `batch` are returned to it. If
-    /// there is a KV cache `past`, the pass appends to it, and the tape must start at its [position](KvCache::position).
+    /// there is a KV cache `kv_cache`, the pass appends to it, and the tape must start at its [position](KvCache::position).
     ///
     /// # Errors
     /// As [`Unit::forward`], and if the device cannot allocate memory to copy an output.
@@ -149,24 +152,18 @@ impl UnitPass {
         parameters: &dyn ParameterSource,
         inputs: Bundle<Tensor>,
         batch: &mut Batch,
-        past: Option<&mut KvCache>,
+        kv_cache: Option<&mut KvCache>,
     ) -> Result<(Self, Bundle<Tensor>), DeviceError> {
         let inputs: Bundle<Var> =
             inputs.into_iter().map(|(name, tensor)| (name, tape.input(tensor))).collect();
         let input_ids = inputs.iter().map(|(name, var)| (name, var.id())).collect();
         let recorder = tape.recorder(parameters);
-        let mut pass = UnitContext {
-            recorder,
-            inputs,
-            outputs: Bundle::new(),
-            batch,
-            taken: Bundle::new(),
-            kv_cache: past,
-        };
+        let mut pass =
+            UnitContext { recorder, inputs, outputs: Bundle::new(), batch, taken: Bundle::new(), kv_cache };
         let done = unit.forward(&mut pass);
-        let UnitContext { outputs, taken: lent, .. } = pass;
+        let UnitContext { outputs, taken, .. } = pass;
         let ids = outputs.iter().map(|(name, var)| (name, var.id())).collect();
-        let mut pass = UnitPass { tape, inputs: input_ids, outputs: ids, batch: lent };
+        let mut pass = UnitPass { tape, inputs: input_ids, outputs: ids, batch: taken };
         pass.return_batch(batch);
         done?;
         let mut tensors = Bundle::new();
@@ -182,9 +179,9 @@ impl UnitPass {
         batch: &mut Batch,
         run: impl FnOnce(&mut Self) -> Result<T, DeviceError>,
     ) -> Result<T, DeviceError> {
-        for (name, &place) in self.batch.iter() {
+        for (name, &id) in self.batch.iter() {
             let tensor = batch.take(name).expect("a batch lives until its last reader's backward");
-            self.tape.put_value(place, tensor);
+            self.tape.put_value(id, tensor);
         }
         let done = run(self);
         self.return_batch(batch);
@@ -192,8 +189,8 @@ impl UnitPass {
     }
 
     fn return_batch(&mut self, batch: &mut Batch) {
-        for (name, &place) in self.batch.iter() {
-            batch.push(name, self.tape.take_value(place));
+        for (name, &id) in self.batch.iter() {
+            batch.push(name, self.tape.take_value(id));
         }
     }
 
@@ -252,9 +249,9 @@ impl UnitPass {
     /// As [`Tape::take_grad_or_zeros`].
     pub fn take_input_grads(&mut self) -> Result<Bundle<Tensor>, DeviceError> {
         let mut grads = Bundle::new();
-        for (name, &place) in self.inputs.iter() {
-            if self.tape.requires_grad(place) {
-                grads.push(name, self.tape.take_grad_or_zeros(place)?);
+        for (name, &id) in self.inputs.iter() {
+            if self.tape.requires_grad(id) {
+                grads.push(name, self.tape.take_grad_or_zeros(id)?);
             }
         }
         Ok(grads)
@@ -262,7 +259,7 @@ impl UnitPass {
 
     /// Takes the inputs off the tape, for another forward pass.
     pub fn take_inputs(&mut self) -> Bundle<Tensor> {
-        self.inputs.iter().map(|(name, &place)| (name, self.tape.take_value(place))).collect()
+        self.inputs.iter().map(|(name, &id)| (name, self.tape.take_value(id))).collect()
     }
 
     /// Drops activations that are cheap to recompute. See [`Tape::free_recomputable`].
@@ -283,13 +280,13 @@ impl UnitPass {
     }
 
     /// Calls `visit` with all tensors that the pass holds. See [`Tape::for_each_tensor`].
-    pub fn for_each_memory(&mut self, visit: impl FnMut(&mut Tensor)) {
+    pub fn for_each_tensor(&mut self, visit: impl FnMut(&mut Tensor)) {
         self.tape.for_each_tensor(visit);
     }
 
     pub(crate) fn num_bytes(&mut self) -> usize {
         let mut num_bytes = 0;
-        self.for_each_memory(|tensor| num_bytes += tensor.num_bytes());
+        self.for_each_tensor(|tensor| num_bytes += tensor.num_bytes());
         num_bytes
     }
 

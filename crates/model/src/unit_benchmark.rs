@@ -60,7 +60,7 @@ impl UnitBenchmark<'_> {
     /// If the device cannot allocate memory.
     pub fn run(&self, before_pass: &dyn Fn()) -> Result<()> {
         let parameters = TrackedParameters { parameters: &self.parameters, was_read: Cell::new(false) };
-        let rehearser = Profiler {
+        let profiler = Profiler {
             model: self.model,
             device: self.device,
             precision: self.precision,
@@ -70,12 +70,12 @@ impl UnitBenchmark<'_> {
             before_pass,
         };
         let specs: Vec<_> = self.profile.batch.iter().map(|tensor| tensor.spec).collect();
-        let mut batch: Batch = rehearser.tensors(&specs)?;
+        let mut batch: Batch = profiler.tensors(&specs)?;
         let inputs = match self.unit.checked_sub(1) {
-            Some(below) => rehearser.tensors(&self.profile.units[below].outputs)?,
+            Some(below) => profiler.tensors(&self.profile.units[below].outputs)?,
             None => Bundle::new(),
         };
-        rehearser.unit(self.unit, inputs, &mut batch)?;
+        profiler.unit(self.unit, inputs, &mut batch)?;
         Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! The parameters of a unit that are updated elementwise.
 
-use crate::members::Members;
+use crate::members::UpdatedParameters;
 use crate::rules::Rule;
 use crate::step::UnitStep;
 use trireme_tensor::{DeviceError, OptimizerState, Tensor, UpdatePass, View, ViewMut};
@@ -8,7 +8,7 @@ use trireme_tensor::{DeviceError, OptimizerState, Tensor, UpdatePass, View, View
 #[derive(Debug)]
 pub(crate) struct ElementwiseUpdate {
     pub(crate) rule: Box<dyn Rule>,
-    pub(crate) members: Members,
+    pub(crate) members: UpdatedParameters,
     pub(crate) states: Vec<OptimizerState>,
 }
 
@@ -34,8 +34,13 @@ impl ElementwiseUpdate {
         let states = if rule.sums_pass_changes_states(phase) { &mut self.states[..] } else { &mut [] };
         let updates = &self.members.member_updates(|member| rule.sums_pass(phase, member, step));
         self.members.sum_by(step.device, sums, |pieces, sums| {
-            let pass =
-                UpdatePass { pieces, updates, scales: None, rounding_seed: step.noise, sums: Some(sums) };
+            let pass = UpdatePass {
+                pieces,
+                updates,
+                scales: None,
+                rounding_seed: step.rounding_seed,
+                sums: Some(sums),
+            };
             step.device.update(pass, parameters, grads, states);
         })
     }
@@ -60,8 +65,13 @@ impl ElementwiseUpdate {
         let scales = scales.transpose()?;
         let updates = &members.member_updates(|member| rule.update(member, step));
         let scales = scales.as_ref().map(Tensor::view);
-        let pass =
-            UpdatePass { pieces: &members.pieces, updates, scales, rounding_seed: step.noise, sums: None };
+        let pass = UpdatePass {
+            pieces: &members.pieces,
+            updates,
+            scales,
+            rounding_seed: step.rounding_seed,
+            sums: None,
+        };
         step.device.update(pass, parameters, grads, states);
         Ok(())
     }

@@ -1,12 +1,12 @@
 //! Adafactor for one matrix.
 
-use crate::members::{Member, Members};
+use crate::members::{UpdatedParameter, UpdatedParameters};
 use crate::rules::{adafactor_scale, rms_step};
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use std::sync::Arc;
 use trireme_base::{DType, Segment};
-use trireme_tensor::updates::{RmsStep, Update};
+use trireme_tensor::updates::{AdafactorVectorStep, Update};
 use trireme_tensor::{
     Category, Device, DeviceError, FactoredMatrix, FactoredMoments, FactoredStep, ParameterInfo, Shape,
     Tensor, UpdatePass, View, ViewMut,
@@ -15,9 +15,9 @@ use trireme_tensor::{
 /// A matrix whose second moment is factored into a row and a column vector. Every rank stores both vectors for the full matrix, whichever
 /// part of the matrix it has.
 #[derive(Debug)]
-pub(crate) struct Factored {
+pub(crate) struct AdafactorUpdate {
     settings: OptimizerSettings,
-    pub(crate) members: Members,
+    pub(crate) members: UpdatedParameters,
     matrix: FactoredMatrix,
     /// Mean squares of rows, then of columns.
     pub(crate) moments: [Tensor; 2],
@@ -35,11 +35,11 @@ pub(crate) struct Factored {
 /// Names of the states: per row, then per column.
 pub(crate) const FACTORED_STATES: [&str; 2] = ["exp_avg_sq_row", "exp_avg_sq_col"];
 
-impl Factored {
+impl AdafactorUpdate {
     /// Creates the state of a two-dimensional matrix, which is the only one of `members`.
     pub(crate) fn new(
         settings: OptimizerSettings,
-        members: Members,
+        members: UpdatedParameters,
         info: &ParameterInfo,
         matrix: FactoredMatrix,
         device: &Device,
@@ -47,17 +47,17 @@ impl Factored {
         let (shape, whole) = (info.shape, info.full_shape);
         let zeros = |len: usize| device.zeros([len].into(), DType::F32, Category::Optimizer);
         let moments = |shape: Shape| Ok::<_, DeviceError>([zeros(shape.rows())?, zeros(shape.cols())?]);
-        let mut here = (shape != whole).then(|| moments(shape)).transpose()?;
+        let mut local_moments = (shape != whole).then(|| moments(shape)).transpose()?;
         // The gradients of padding are zero, so its updates are zero with any positive moment.
-        for moments in here.iter_mut().flatten() {
+        for moments in local_moments.iter_mut().flatten() {
             device.upload(&vec![1.0_f32; moments.shape().num_elements()], moments.view_mut());
         }
-        Ok(Factored {
+        Ok(AdafactorUpdate {
             settings,
             members,
             matrix,
             moments: moments(whole)?,
-            local_moments: here,
+            local_moments,
             segments: [info.segments(0), info.segments(1)],
             row_mean: device.zeros([1].into(), DType::F64, Category::Optimizer)?,
             shape,
@@ -66,7 +66,7 @@ impl Factored {
         })
     }
 
-    pub(crate) fn member(&self) -> &Member {
+    pub(crate) fn member(&self) -> &UpdatedParameter {
         &self.members.list[0]
     }
 
@@ -78,16 +78,16 @@ impl Factored {
     /// Computes this rank's contribution to the sums of an exchange. If `known` is `None`, this is the first exchange: the squares of the
     /// parameter, and the squares of the gradient by row and by column. Otherwise `known` holds the results of the first exchange. The
     /// moments are then updated, and the squares of the update are summed for the second exchange.
-    pub(crate) fn observe(
+    pub(crate) fn compute_sums(
         &mut self,
         step: &UnitStep<'_>,
         parameters: ViewMut<'_>,
         grads: View<'_>,
-        known: Option<View<'_>>,
+        first_sums: Option<View<'_>>,
         mut sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let (device, grad_scale, noise) = (step.device, step.grad_scale(), step.noise);
-        let Some(known) = known else {
+        let (device, grad_scale, noise) = (step.device, step.grad_scale(), step.rounding_seed);
+        let Some(known) = first_sums else {
             let updates = &self.members.member_updates(|_| Update::Norms { grad_scale });
             self.members.sum_by(device, sums.reborrow().into_part(0, [1].into()), |pieces, sums| {
                 let pass =
@@ -117,7 +117,7 @@ impl Factored {
         mut sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
         let (device, grad_scale) = (step.device, step.grad_scale());
-        let is_counted = step.counts(self.member());
+        let is_counted = step.contributes(self.member());
         if is_counted && self.local_moments.is_none() {
             device.factored_sums(self.matrix.clone(), grads, grad_scale, sums);
             return Ok(());
@@ -142,7 +142,8 @@ impl Factored {
 
     /// Updates the moments from the `known` sums of all rows and columns.
     fn change_moments(&mut self, step: &UnitStep<'_>, known: View<'_>) {
-        let (device, RmsStep { mixing, .. }) = (step.device, rms_step(self.settings, self.member(), step));
+        let (device, AdafactorVectorStep { mixing, .. }) =
+            (step.device, rms_step(self.settings, self.member(), step));
         let [rows, cols] = [self.full_shape.rows(), self.full_shape.cols()];
         let sums = [known.part(1, [rows].into()), known.part(1 + rows, [cols].into())];
         for ((moments, sums), num_terms) in self.moments.iter_mut().zip(sums).zip([cols, rows]) {
@@ -180,7 +181,7 @@ impl Factored {
         FactoredMoments { rows, cols, row_mean: self.row_mean.view() }
     }
 
-    fn step(&self, step: &UnitStep<'_>, keep: f32) -> FactoredStep {
-        FactoredStep { offset: self.offset, parameter_factor: keep, grad_scale: step.grad_scale() }
+    fn step(&self, step: &UnitStep<'_>, parameter_factor: f32) -> FactoredStep {
+        FactoredStep { offset: self.offset, parameter_factor, grad_scale: step.grad_scale() }
     }
 }

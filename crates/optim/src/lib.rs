@@ -3,12 +3,12 @@
 mod clip;
 mod elementwise;
 mod error;
-mod exchange;
 mod factored;
 mod groups;
 mod loss_scaler;
 mod lr;
 mod members;
+mod momentum_exchange;
 mod muon;
 mod optimizer;
 mod options;
@@ -20,10 +20,10 @@ mod step;
 
 pub use clip::clip_coefficient;
 pub use error::OptimError;
-pub use exchange::ReducedQuantity;
 pub use groups::ParameterGroup;
 pub use loss_scaler::{LossScaler, LossScalerState, LossScaling};
 pub use lr::{Decay, LrSchedule};
+pub use momentum_exchange::ReducedQuantity;
 pub use optimizer::Optimizer;
 pub use options::OptimizerOptions;
 pub use rules::OptimizerName;

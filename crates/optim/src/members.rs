@@ -12,7 +12,7 @@ use trireme_tensor::{
 
 /// A parameter of a unit, whether or not this rank has elements of it.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Member {
+pub(crate) struct UpdatedParameter {
     pub(crate) parameter: usize,
     pub(crate) settings: ParameterSettings,
     /// This rank's elements of the parameter.
@@ -31,8 +31,8 @@ pub(crate) enum PieceSplit {
 }
 
 #[derive(Debug)]
-pub(crate) struct Members {
-    pub(crate) list: Vec<Member>,
+pub(crate) struct UpdatedParameters {
+    pub(crate) list: Vec<UpdatedParameter>,
     pub(crate) pieces: Arc<Pieces>,
     /// The pieces of each member that this rank contributes to sums over all ranks, if pieces are leaves.
     counted: Arc<Vec<LeafRun>>,
@@ -42,13 +42,13 @@ pub(crate) struct Members {
     scales: Arc<Vec<StepScale>>,
 }
 
-impl Members {
+impl UpdatedParameters {
     /// Splits the parameters `chosen` of `unit` into pieces. This rank has the elements `part` of the unit's flat buffer.
     pub(crate) fn new(
         table: &ParameterTable,
         unit: &UnitInfo,
         part: &Range<usize>,
-        cut: PieceSplit,
+        split: PieceSplit,
         chosen: Vec<(usize, ParameterSettings)>,
     ) -> Self {
         let mut pieces: Vec<Piece> = Vec::new();
@@ -61,7 +61,7 @@ impl Members {
             let (mut position, end) = (info.offset + held.start, info.offset + held.end);
             let first_leaf = position / unit.leaf_len().max(1);
             while position < end {
-                let len = match cut {
+                let len = match split {
                     PieceSplit::Anywhere => Pieces::LEN_MAX.min(end - position),
                     PieceSplit::Leaves => (unit.leaf_len() - position % unit.leaf_len()).min(end - position),
                 };
@@ -74,11 +74,11 @@ impl Members {
                 });
                 (position, num_elements) = (position + len, num_elements + len);
             }
-            list.push(Member { parameter, settings, held, pieces: first..pieces.len() });
+            list.push(UpdatedParameter { parameter, settings, held, pieces: first..pieces.len() });
             let end = if info.is_first_replica() { pieces.len() } else { first };
             counted.push(LeafRun { pieces: first..end, first_leaf });
         }
-        Members {
+        UpdatedParameters {
             updates: Arc::new(Vec::with_capacity(list.len())),
             scales: Arc::new(Vec::with_capacity(list.len())),
             list,
@@ -95,7 +95,7 @@ impl Members {
         grads: View<'_>,
         states: &mut [OptimizerState],
         noise: u32,
-        update: impl FnMut(&Member) -> Update,
+        update: impl FnMut(&UpdatedParameter) -> Update,
     ) {
         let updates = self.member_updates(update);
         let pass = UpdatePass {
@@ -124,7 +124,10 @@ impl Members {
         Ok(())
     }
 
-    pub(crate) fn member_updates(&mut self, update: impl FnMut(&Member) -> Update) -> Arc<Vec<Update>> {
+    pub(crate) fn member_updates(
+        &mut self,
+        update: impl FnMut(&UpdatedParameter) -> Update,
+    ) -> Arc<Vec<Update>> {
         refill(&mut self.updates, self.list.iter().map(update))
     }
 
@@ -134,7 +137,7 @@ impl Members {
         &mut self,
         device: &Device,
         sums: [View<'_>; 2],
-        scale: impl FnMut(&Member) -> StepScale,
+        scale: impl FnMut(&UpdatedParameter) -> StepScale,
     ) -> Result<Tensor, DeviceError> {
         let scales = refill(&mut self.scales, self.list.iter().map(scale));
         let mut factors = device.empty([scales.len()].into(), DType::F32, Category::Optimizer)?;

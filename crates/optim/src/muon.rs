@@ -7,7 +7,7 @@
 //!
 //! If a matrix is split on the tensor axis, each rank gathers all of it, orthogonalizes it, and keeps its part.
 
-use crate::members::{Member, Members};
+use crate::members::{UpdatedParameter, UpdatedParameters};
 use crate::rules::StateSpec;
 use crate::settings::{MuonScale, OptimizerSettings};
 use crate::shards::ShardOps;
@@ -25,17 +25,17 @@ pub(crate) const MUON_STATES: &[StateSpec] = &[StateSpec::new("momentum_buffer")
 
 /// Muon's update of the hidden matrices of a unit, with its state.
 #[derive(Debug)]
-pub(crate) struct Muon {
+pub(crate) struct MuonUpdate {
     pub(crate) settings: OptimizerSettings,
     /// Precision of the matrix products of the orthogonalization.
     pub(crate) precision: Precision,
-    pub(crate) members: Members,
+    pub(crate) members: UpdatedParameters,
     pub(crate) states: Vec<OptimizerState>,
     pub(crate) num_elements: usize,
     pub(crate) part: Range<usize>,
 }
 
-impl Muon {
+impl MuonUpdate {
     pub(crate) fn apply<S: ShardOps>(
         &mut self,
         step: &UnitStep<'_>,
@@ -47,14 +47,14 @@ impl Muon {
         let (precision, num_iterations) = (self.precision, muon_iterations as usize);
         let device = step.device;
         let mut whole = device.empty([self.num_elements].into(), DType::F32, Category::Optimizer)?;
-        let (part, here) = (self.part.clone(), [self.part.len()].into());
+        let (part, part_shape) = (self.part.clone(), [self.part.len()].into());
         let grad_scale = step.grad_scale();
-        let momentum_of = |member: &Member| {
+        let momentum_of = |member: &UpdatedParameter| {
             let momentum = member.settings.beta1.unwrap_or(muon_momentum as f32);
             Update::MuonMomentum(MuonStep { momentum, nesterov: true, grad_scale })
         };
-        let out = whole.view_mut().into_part(part.start, here);
-        self.members.update(device, out, grads, &mut self.states, step.noise, momentum_of);
+        let out = whole.view_mut().into_part(part.start, part_shape);
+        self.members.update(device, out, grads, &mut self.states, step.rounding_seed, momentum_of);
         shards.gather(whole.view_mut(), part.clone())?;
         for member in self.members.list.iter().filter(|member| !member.held.is_empty()) {
             let info = &step.table.parameters()[member.parameter];
@@ -71,14 +71,14 @@ impl Muon {
                 device.copy(joined.view().part(first, shape), matrix.reborrow().into_part(run.start, shape));
             }
         }
-        let descend = |member: &Member| {
+        let descend = |member: &UpdatedParameter| {
             let own = member.settings;
             let factor = update_scale(muon_scale, step.table.parameters()[member.parameter].full_shape);
             let lr = (f64::from(own.lr_scale) * step.settings.lr * factor) as f32;
-            Update::Descend { lr, keep: 1.0 - step.lr(own) * own.weight_decay }
+            Update::Descend { lr, parameter_factor: 1.0 - step.lr(own) * own.weight_decay }
         };
-        let directions = whole.view().part(part.start, here);
-        self.members.update(device, parameters, directions, &mut [], step.noise, descend);
+        let directions = whole.view().part(part.start, part_shape);
+        self.members.update(device, parameters, directions, &mut [], step.rounding_seed, descend);
         Ok(())
     }
 }

@@ -1,10 +1,10 @@
 //! The optimizer of one rank. The rank's part of each unit is divided among the rules that apply to its parameters.
 
 use crate::elementwise::ElementwiseUpdate;
-use crate::factored::Factored;
+use crate::factored::AdafactorUpdate;
 use crate::groups::ParameterSettings;
-use crate::members::{Members, PieceSplit};
-use crate::muon::{MUON_STATES, Muon};
+use crate::members::{PieceSplit, UpdatedParameters};
+use crate::muon::{MUON_STATES, MuonUpdate};
 use crate::options::OptimizerOptions;
 use crate::rules::{OptimizerName, Rule, Sign, StateSpec};
 use crate::shards::ShardOps;
@@ -19,9 +19,9 @@ use trireme_tensor::{
 
 #[derive(Debug)]
 pub(crate) enum UnitUpdate {
-    Elements(ElementwiseUpdate),
-    Factored(Box<Factored>),
-    Muon(Muon),
+    Elementwise(ElementwiseUpdate),
+    Factored(Box<AdafactorUpdate>),
+    Muon(MuonUpdate),
     /// A matrix of an expert that is on other ranks, by its parameter index. Its state is factored by rows and columns.
     OnOtherRanks(usize),
 }
@@ -30,27 +30,27 @@ impl UnitUpdate {
     /// Returns the number of sums over full parameters in exchange `phase`.
     fn num_sums(&self, phase: usize) -> usize {
         match self {
-            UnitUpdate::Elements(share) => share.num_sums(phase),
+            UnitUpdate::Elementwise(share) => share.num_sums(phase),
             UnitUpdate::Factored(share) => share.num_sums(phase),
             UnitUpdate::Muon(_) | UnitUpdate::OnOtherRanks(_) => 0,
         }
     }
 
-    /// Computes the local sums of the first exchange, or of the second one if the sums of the first are `known`. Returns an error if
+    /// Computes the local sums of the first exchange, or of the second one if the sums of the first are `first_sums`. Returns an error if
     /// scratch memory cannot be allocated.
-    fn observe(
+    fn compute_sums(
         &mut self,
         step: &UnitStep<'_>,
         parameters: ViewMut<'_>,
         grads: View<'_>,
-        known: Option<View<'_>>,
+        first_sums: Option<View<'_>>,
         sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
         match self {
-            UnitUpdate::Elements(share) => {
-                share.compute_sums(usize::from(known.is_some()), step, parameters, grads, sums)
+            UnitUpdate::Elementwise(share) => {
+                share.compute_sums(usize::from(first_sums.is_some()), step, parameters, grads, sums)
             }
-            UnitUpdate::Factored(share) => share.observe(step, parameters, grads, known, sums),
+            UnitUpdate::Factored(share) => share.compute_sums(step, parameters, grads, first_sums, sums),
             UnitUpdate::Muon(_) | UnitUpdate::OnOtherRanks(_) => Ok(()),
         }
     }
@@ -64,7 +64,7 @@ impl UnitUpdate {
         shards: &mut S,
     ) -> Result<(), S::Error> {
         match self {
-            UnitUpdate::Elements(share) => share.apply(step, parameters, grads, sums)?,
+            UnitUpdate::Elementwise(share) => share.apply(step, parameters, grads, sums)?,
             UnitUpdate::Factored(share) => share.apply(step, parameters, grads, sums)?,
             UnitUpdate::Muon(share) => share.apply(step, parameters, grads, shards)?,
             UnitUpdate::OnOtherRanks(_) => {}
@@ -118,7 +118,7 @@ impl Optimizer {
     }
 
     /// Like [`new`](Optimizer::new), but returns the optimizer without memory for its state. At most one unit's state is allocated at a
-    /// time, and released again. The caller allocates and zeroes it through [`for_each_memory`](Optimizer::for_each_memory).
+    /// time, and released again. The caller allocates and zeroes it through [`for_each_state_tensor`](Optimizer::for_each_state_tensor).
     ///
     /// # Errors
     /// If the memory for the state of one unit cannot be allocated.
@@ -153,7 +153,7 @@ impl Optimizer {
             let unit = optimizer.unit_updates(index, device)?;
             optimizer.units.push(unit);
             if !has_memory {
-                optimizer.for_each_memory(index, Tensor::release);
+                optimizer.for_each_state_tensor(index, Tensor::release);
             }
         }
         Ok(optimizer)
@@ -177,11 +177,11 @@ impl Optimizer {
             StateDType::Int8 if unit.num_elements < OptimizerOptions::INT8_ELEMENTS_MIN => StateDType::F32,
             dtype => dtype,
         };
-        let members = |cut: PieceSplit, chosen: Vec<(usize, ParameterSettings)>| {
-            let cut = if state_dtype == StateDType::Int8 { PieceSplit::Leaves } else { cut };
-            Members::new(table, unit, part, cut, chosen)
+        let members = |split: PieceSplit, chosen: Vec<(usize, ParameterSettings)>| {
+            let cut = if state_dtype == StateDType::Int8 { PieceSplit::Leaves } else { split };
+            UpdatedParameters::new(table, unit, part, cut, chosen)
         };
-        let states = |members: &Members, states: &[StateSpec]| -> Result<Vec<_>, DeviceError> {
+        let states = |members: &UpdatedParameters, states: &[StateSpec]| -> Result<Vec<_>, DeviceError> {
             let zeros = |state: &StateSpec| {
                 OptimizerState::zeros(&members.pieces, state_dtype, state.is_second_moment, device)
             };
@@ -207,39 +207,39 @@ impl Optimizer {
             };
             list.push(chosen);
         }
-        let mut shares = Vec::new();
+        let mut unit_updates = Vec::new();
         let rules: [(Box<dyn Rule>, _); 2] =
             [(name.rule(settings), rest), (Box::new(Sign(balance_rate)), balancing)];
         for (rule, chosen) in rules.into_iter().filter(|(_, chosen)| !chosen.is_empty()) {
-            let cut = if rule.num_sums() == [0, 0] { PieceSplit::Anywhere } else { PieceSplit::Leaves };
-            let members = members(cut, chosen);
+            let split = if rule.num_sums() == [0, 0] { PieceSplit::Anywhere } else { PieceSplit::Leaves };
+            let members = members(split, chosen);
             let states = states(&members, rule.states())?;
-            shares.push(UnitUpdate::Elements(ElementwiseUpdate { rule, members, states }));
+            unit_updates.push(UnitUpdate::Elementwise(ElementwiseUpdate { rule, members, states }));
         }
         match name {
             OptimizerName::Muon if !matrices.is_empty() => {
                 let members = members(PieceSplit::Anywhere, matrices);
                 let states = states(&members, MUON_STATES)?;
                 let (num_elements, part) = (unit.num_elements, part.clone());
-                let muon = Muon { settings, precision, members, states, num_elements, part };
-                shares.push(UnitUpdate::Muon(muon));
+                let muon = MuonUpdate { settings, precision, members, states, num_elements, part };
+                unit_updates.push(UnitUpdate::Muon(muon));
             }
             OptimizerName::Adafactor => {
                 for chosen in matrices {
                     let info = &table.parameters()[chosen.0];
                     if !table.stores(info) {
-                        shares.push(UnitUpdate::OnOtherRanks(chosen.0));
+                        unit_updates.push(UnitUpdate::OnOtherRanks(chosen.0));
                         continue;
                     }
                     let matrix = FactoredMatrix::new(info, unit, part.clone());
                     let members = members(PieceSplit::Leaves, Vec::from([chosen]));
-                    let factored = Factored::new(settings, members, info, matrix, device)?;
-                    shares.push(UnitUpdate::Factored(Box::new(factored)));
+                    let factored = AdafactorUpdate::new(settings, members, info, matrix, device)?;
+                    unit_updates.push(UnitUpdate::Factored(Box::new(factored)));
                 }
             }
             _ => {}
         }
-        Ok(shares)
+        Ok(unit_updates)
     }
 
     /// Returns the number of updates that the run had done when the state of a parameter was created as zeros. This is 0 unless
@@ -286,13 +286,15 @@ impl Optimizer {
         shards: &mut S,
     ) -> Result<(), S::Error> {
         self.check_lengths(unit, parameters.shape().num_elements(), grads.shape().num_elements());
-        let noise = noise(unit, settings.step);
-        let step = UnitStep { device, table: &self.table, settings, starts: &self.starts, noise };
-        let shares = &mut self.units[unit];
-        let num_sums = [0, 1].map(|phase| shares.iter().map(|share| share.num_sums(phase)).sum::<usize>());
+        let noise = rounding_seed(unit, settings.step);
+        let step =
+            UnitStep { device, table: &self.table, settings, starts: &self.starts, rounding_seed: noise };
+        let unit_updates = &mut self.units[unit];
+        let num_sums =
+            [0, 1].map(|phase| unit_updates.iter().map(|share| share.num_sums(phase)).sum::<usize>());
         if num_sums == [0, 0] {
             let none = [View::from_bytes(&[], DType::F64, [0].into()); 2];
-            return (shares.iter_mut())
+            return (unit_updates.iter_mut())
                 .try_for_each(|share| share.apply(&step, parameters.reborrow(), grads, none, shards));
         }
         let empty = |len: usize| device.empty([len].into(), DType::F64, Category::Optimizer);
@@ -300,17 +302,17 @@ impl Optimizer {
         for phase in (0..2).filter(|&phase| num_sums[phase] > 0) {
             let (known, sums) = sums.split_at_mut(phase);
             let mut places = SumOffsets::default();
-            for share in shares.iter_mut() {
+            for share in unit_updates.iter_mut() {
                 let [first, second] = places.next(share);
                 let known = known.first().map(|known| known.view().part(first.start, [first.len()].into()));
                 let place = if phase == 0 { first } else { second };
                 let sums = sums[0].view_mut().into_part(place.start, [place.len()].into());
-                share.observe(&step, parameters.reborrow(), grads, known, sums)?;
+                share.compute_sums(&step, parameters.reborrow(), grads, known, sums)?;
             }
             shards.sum(sums[0].view_mut())?;
         }
         let mut places = SumOffsets::default();
-        for share in shares.iter_mut() {
+        for share in unit_updates.iter_mut() {
             let [first, second] = places.next(share);
             let known = [(&sums[0], first), (&sums[1], second)]
                 .map(|(sums, place)| sums.view().part(place.start, [place.len()].into()));
@@ -326,6 +328,6 @@ impl Optimizer {
 }
 
 /// Returns the random bits for stochastic rounding of a unit's state in one step.
-pub(crate) fn noise(unit: usize, step: u64) -> u32 {
+pub(crate) fn rounding_seed(unit: usize, step: u64) -> u32 {
     (step as u32).wrapping_mul(0x85eb_ca6b) ^ (unit as u32).wrapping_mul(0xc2b2_ae35)
 }

@@ -2,7 +2,7 @@
 //! dtype.
 
 use crate::factored::FACTORED_STATES;
-use crate::members::{Member, Members};
+use crate::members::{UpdatedParameter, UpdatedParameters};
 use crate::muon::MUON_STATES;
 use crate::optimizer::{Optimizer, UnitUpdate};
 use crate::rules::StateSpec;
@@ -19,9 +19,9 @@ pub struct StateInfo<'a> {
     /// Shape of the full state: the shape of the full parameter, or one dim of it for Adafactor's rows and columns.
     pub shape: Shape,
     /// Whether the state has one element per parameter element and the same layout. Otherwise each rank has the full state.
-    pub is_like_parameter: bool,
+    pub has_parameter_layout: bool,
     /// This rank's elements of the state: a range within the rank's tensor-parallel part of the parameter, or of the full state if
-    /// `is_like_parameter` is false.
+    /// `has_parameter_layout` is false.
     pub held: Range<usize>,
 }
 
@@ -34,7 +34,7 @@ pub struct State<'a> {
 
 enum Source<'a> {
     Moments(&'a Tensor),
-    Elementwise(&'a OptimizerState, &'a Members, &'a Member),
+    Elementwise(&'a OptimizerState, &'a UpdatedParameters, &'a UpdatedParameter),
     /// On the ranks that have the expert.
     Elsewhere,
 }
@@ -61,9 +61,9 @@ impl Optimizer {
     /// Returns all states of all parameters of a unit. Adafactor's row and column states are the same on all ranks.
     pub fn states(&self, unit: usize) -> Vec<State<'_>> {
         let (table, mut found) = (&self.table, Vec::new());
-        for share in &self.units[unit] {
-            let (members, specs, states) = match share {
-                UnitUpdate::Elements(share) => (&share.members, share.rule.states(), &share.states),
+        for unit_update in &self.units[unit] {
+            let (members, specs, states) = match unit_update {
+                UnitUpdate::Elementwise(share) => (&share.members, share.rule.states(), &share.states),
                 UnitUpdate::Muon(share) => (&share.members, MUON_STATES, &share.states),
                 UnitUpdate::Factored(share) => {
                     for (name, moments) in FACTORED_STATES.into_iter().zip(&share.moments) {
@@ -85,7 +85,7 @@ impl Optimizer {
             for (StateSpec { name, .. }, state) in specs.iter().zip(states) {
                 for member in &members.list {
                     let source = Source::Elementwise(state, members, member);
-                    found.push(State { info: info(table, name, member), source });
+                    found.push(State { info: elementwise_info(table, name, member), source });
                 }
             }
         }
@@ -107,7 +107,7 @@ impl Optimizer {
         let mut buffer = Vec::new();
         for share in &mut self.units[unit] {
             let (members, specs, states) = match share {
-                UnitUpdate::Elements(share) => (&share.members, share.rule.states(), &mut share.states),
+                UnitUpdate::Elementwise(share) => (&share.members, share.rule.states(), &mut share.states),
                 UnitUpdate::Muon(share) => (&share.members, MUON_STATES, &mut share.states),
                 UnitUpdate::Factored(share) => {
                     let parameter = share.member().parameter;
@@ -123,7 +123,7 @@ impl Optimizer {
                 for member in members.list.iter().filter(|member| !member.held.is_empty()) {
                     buffer.clear();
                     buffer.resize(member.held.len(), 0.0);
-                    read(&info(table, name, member), &mut buffer)?;
+                    read(&elementwise_info(table, name, member), &mut buffer)?;
                     state.write(&members.pieces, member.pieces.clone(), device, &buffer);
                 }
             }
@@ -132,10 +132,10 @@ impl Optimizer {
     }
 
     /// Calls `visit` with all tensors that hold state of a unit, so that they can be offloaded temporarily.
-    pub fn for_each_memory(&mut self, unit: usize, mut visit: impl FnMut(&mut Tensor)) {
+    pub fn for_each_state_tensor(&mut self, unit: usize, mut visit: impl FnMut(&mut Tensor)) {
         for share in &mut self.units[unit] {
             let states = match share {
-                UnitUpdate::Elements(share) => &mut share.states,
+                UnitUpdate::Elementwise(share) => &mut share.states,
                 UnitUpdate::Muon(share) => &mut share.states,
                 UnitUpdate::Factored(share) => {
                     share.moments.iter_mut().for_each(&mut visit);
@@ -148,10 +148,14 @@ impl Optimizer {
     }
 }
 
-fn info<'a>(table: &'a ParameterTable, name: &'static str, member: &Member) -> StateInfo<'a> {
+fn elementwise_info<'a>(
+    table: &'a ParameterTable,
+    name: &'static str,
+    member: &UpdatedParameter,
+) -> StateInfo<'a> {
     let parameter = &table.parameters()[member.parameter];
     let (shape, held) = (parameter.full_shape, member.held.clone());
-    StateInfo { name, parameter, shape, is_like_parameter: true, held }
+    StateInfo { name, parameter, shape, has_parameter_layout: true, held }
 }
 
 fn factored_info<'a>(
@@ -161,5 +165,5 @@ fn factored_info<'a>(
     shape: Shape,
 ) -> StateInfo<'a> {
     let (parameter, held) = (&table.parameters()[parameter], 0..shape.num_elements());
-    StateInfo { name, parameter, shape, is_like_parameter: false, held }
+    StateInfo { name, parameter, shape, has_parameter_layout: false, held }
 }

@@ -1,7 +1,7 @@
 //! Settings of one update, and the context that the rules of a unit share.
 
 use crate::groups::ParameterSettings;
-use crate::members::Member;
+use crate::members::UpdatedParameter;
 use trireme_tensor::{Device, ParameterTable};
 
 /// Settings of an update that change from step to step.
@@ -24,7 +24,7 @@ pub(crate) struct UnitStep<'a> {
     /// [`Optimizer::state_start`](crate::Optimizer::state_start) of each parameter.
     pub(crate) starts: &'a [u64],
     /// Random bits for stochastic rounding of bf16 and int8 states.
-    pub(crate) noise: u32,
+    pub(crate) rounding_seed: u32,
 }
 
 impl UnitStep<'_> {
@@ -39,19 +39,19 @@ impl UnitStep<'_> {
     /// Returns the number of this update since the member's state began, from 1.
     ///
     /// Panics if the state began at this update or later.
-    pub(crate) fn number(&self, member: &Member) -> u64 {
+    pub(crate) fn update_number(&self, member: &UpdatedParameter) -> u64 {
         let (step, start) = (self.settings.step, self.starts[member.parameter]);
         assert!(start < step, "update {step} of a state that began after update {start}");
         step - start
     }
 
     /// Returns the number of elements of the member's full (unsharded) parameter.
-    pub(crate) fn num_elements(&self, member: &Member) -> usize {
+    pub(crate) fn num_elements(&self, member: &UpdatedParameter) -> usize {
         self.table.parameters()[member.parameter].full_shape.num_elements()
     }
 
     /// Returns whether this rank contributes a member to sums over all ranks. If several ranks have the same elements, only the first does.
-    pub(crate) fn counts(&self, member: &Member) -> bool {
+    pub(crate) fn contributes(&self, member: &UpdatedParameter) -> bool {
         self.table.parameters()[member.parameter].is_first_replica()
     }
 }

@@ -89,7 +89,7 @@ impl ExecutorOptions {
 
     /// Returns the options of the passes of units. `context` is this rank's place on the context axis.
     pub fn passes(&self, context: ContextRank) -> PassOptions {
-        PassOptions { precision: self.precision, fp8: self.fp8, shards_rows: self.shards_rows, context }
+        PassOptions { precision: self.precision, fp8: self.fp8, sequence_parallel: self.shards_rows, context }
     }
 
     /// Returns the precision in which parameters are gathered.

@@ -9,4 +9,4 @@ mod run;
 
 pub use mesh::{Axis, Mesh, MeshError};
 pub use placement::{Extent, LocalBox, LocalShape, Placement, PlacementError, TensorPlacement};
-pub use run::{CopyRun, copy_runs, position_in};
+pub use run::{CopyRun, copy_runs, row_major_index};

@@ -168,9 +168,9 @@ mod tests {
     }
 
     #[test]
-    fn a_picture_has_a_row_for_each_place_on_the_other_axes() {
+    fn the_table_has_a_row_for_each_position_on_the_other_axes() {
         let axes = [(Axis::PIPELINE, 2), (Axis::DATA_REPLICATE, 1), (Axis::DATA_SHARD, 3), (Axis::TENSOR, 2)];
-        let picture = Mesh::new(&axes).unwrap().to_string();
+        let table = Mesh::new(&axes).unwrap().to_string();
         let expected = "\
 pipeline  data_shard  tensor   0   1
        0           0           0   1
@@ -180,7 +180,7 @@ pipeline  data_shard  tensor   0   1
        1           1           8   9
        1           2          10  11
 ";
-        assert_eq!(picture, expected);
+        assert_eq!(table, expected);
         assert_eq!(Mesh::data_parallel(3).to_string(), "data_replicate  0  1  2\n                0  1  2\n");
         assert_eq!(Mesh::data_parallel(1).to_string(), "rank 0\n");
         let large = Mesh::new(&[(Axis::DATA_SHARD, 50), (Axis::TENSOR, 2)]).unwrap().to_string();

@@ -84,13 +84,13 @@ impl Extent {
         assert!(range.end <= self.num_elements(), "{range:?} of {} elements", self.num_elements());
         let mut boxes = Vec::new();
         if !range.is_empty() {
-            self.add_run(0, range, &mut boxes);
+            self.add_boxes_of_range(0, range, &mut boxes);
         }
         boxes
     }
 
     /// Implements [`boxes_of_range`](Extent::boxes_of_range) for a box with a single index in each dim before `dim`.
-    fn add_run(&self, dim: usize, Range { start, end }: Range<usize>, boxes: &mut Vec<Extent>) {
+    fn add_boxes_of_range(&self, dim: usize, Range { start, end }: Range<usize>, boxes: &mut Vec<Extent>) {
         if start == 0 && end == self.num_elements() {
             return boxes.push(self.clone());
         }
@@ -104,18 +104,18 @@ impl Extent {
         let (first, last) = (start / row_len, (end - 1) / row_len);
         let (from, to) = (start - first * row_len, end - last * row_len);
         if first == last {
-            return rows(first, 1).add_run(dim + 1, from..to, boxes);
+            return rows(first, 1).add_boxes_of_range(dim + 1, from..to, boxes);
         }
         let first_whole = first + usize::from(from > 0);
         let end_whole = last + usize::from(to == row_len);
         if from > 0 {
-            rows(first, 1).add_run(dim + 1, from..row_len, boxes);
+            rows(first, 1).add_boxes_of_range(dim + 1, from..row_len, boxes);
         }
         if first_whole < end_whole {
             boxes.push(rows(first_whole, end_whole - first_whole));
         }
         if to < row_len {
-            rows(last, 1).add_run(dim + 1, 0..to, boxes);
+            rows(last, 1).add_boxes_of_range(dim + 1, 0..to, boxes);
         }
     }
 }
@@ -132,7 +132,7 @@ pub struct LocalShape {
 
 impl LocalShape {
     /// Returns the part that consists of a full tensor of this shape.
-    pub fn whole(shape: &[usize]) -> Self {
+    pub fn full(shape: &[usize]) -> Self {
         let segment = |&len: &usize| vec![Segment { start: 0, offset: 0, len }];
         LocalShape { shape: shape.to_vec(), segments: shape.iter().map(segment).collect() }
     }
@@ -141,7 +141,7 @@ impl LocalShape {
     ///
     /// # Panics
     /// If `place.degree` ranks cannot split the dim, or the dim does not exist.
-    pub fn cut(self, cut: AxisSplit, place: AxisRank) -> Self {
+    pub fn split(self, cut: AxisSplit, place: AxisRank) -> Self {
         let len = self.shape[cut.dim];
         let segments: Vec<Segment> = cut.segments(len, place).collect();
         self.narrow(cut.dim, cut.part_len(len, place.degree), &segments)
@@ -239,7 +239,7 @@ pub enum PlacementError {
     )]
     WrongBounds { name: String, bounds: Vec<usize>, degree: usize, num_elements: usize },
     #[error("tensor '{name}' is cut by {degree} ranks as {cut:?}, which does not fit {len} elements")]
-    WrongCut { name: String, cut: AxisSplit, len: usize, degree: usize },
+    WrongSplit { name: String, cut: AxisSplit, len: usize, degree: usize },
     #[error("tensor '{name}' is placed on rank {rank} of an axis of {degree}")]
     NoSuchRank { name: String, rank: usize, degree: usize },
     #[error("tensor '{name}' of shape {shape:?} has no dim {dim} to shard")]
@@ -279,7 +279,7 @@ impl TensorPlacement {
     /// # Panics
     /// If `rank` is outside of the mesh.
     pub fn boxes(&self, mesh: &Mesh, rank: Rank) -> Result<Vec<LocalBox>, PlacementError> {
-        let (part, held) = self.held(mesh, rank)?;
+        let (part, held) = self.local_part(mesh, rank)?;
         Ok(part.boxes(held))
     }
 
@@ -291,7 +291,7 @@ impl TensorPlacement {
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
-    pub fn held(&self, mesh: &Mesh, rank: Rank) -> Result<(LocalShape, Range<usize>), PlacementError> {
+    pub fn local_part(&self, mesh: &Mesh, rank: Rank) -> Result<(LocalShape, Range<usize>), PlacementError> {
         if self.placements.len() != mesh.axes().len() {
             return Err(PlacementError::WrongNumber {
                 name: self.name.clone(),
@@ -299,14 +299,14 @@ impl TensorPlacement {
                 axes: mesh.axes().len(),
             });
         }
-        let (mut part, mut bounds, mut is_elsewhere) = (LocalShape::whole(&self.shape), None, false);
+        let (mut part, mut bounds, mut is_elsewhere) = (LocalShape::full(&self.shape), None, false);
         let positions = mesh.coordinates(rank);
         for ((placement, &(_, degree)), position) in self.placements.iter().zip(mesh.axes()).zip(positions) {
             let place = AxisRank::new(position, degree);
             match placement {
                 Placement::Replicate => (),
                 Placement::Shard { dim } => part = self.shard(part, *dim, place)?,
-                Placement::Split(cut) => part = self.cut(part, *cut, place)?,
+                Placement::Split(cut) => part = self.split(part, *cut, place)?,
                 Placement::Single { rank } if *rank >= degree => {
                     return Err(PlacementError::NoSuchRank { name: self.name.clone(), rank: *rank, degree });
                 }
@@ -326,15 +326,15 @@ impl TensorPlacement {
         Ok((part, held))
     }
 
-    /// Returns whether no lower rank holds the elements that `rank` [holds](TensorPlacement::held). If each rank counts only the elements
-    /// of which it is the first holder, all ranks together count each element once.
+    /// Returns whether no lower rank holds the elements that `rank` [holds](TensorPlacement::local_part). If each rank counts only the
+    /// elements of which it is the first holder, all ranks together count each element once.
     ///
     /// # Panics
     /// If `rank` is outside of the mesh.
     pub fn is_first_holder(&self, mesh: &Mesh, rank: Rank) -> bool {
         let positions = mesh.coordinates(rank);
         self.placements.iter().zip(mesh.axes()).zip(positions).all(|((placement, &(_, degree)), position)| {
-            let num_alike = match placement {
+            let num_holders = match placement {
                 Placement::Replicate => degree,
                 Placement::Shard { .. } | Placement::Single { .. } => 1,
                 Placement::Split(cut) => {
@@ -343,7 +343,7 @@ impl TensorPlacement {
                 Placement::OneOf { num, .. } => return position < *num,
                 Placement::Ragged { bounds } => degree / bounds.len().saturating_sub(1).max(1),
             };
-            position.is_multiple_of(num_alike.max(1))
+            position.is_multiple_of(num_holders.max(1))
         })
     }
 
@@ -360,13 +360,13 @@ impl TensorPlacement {
         Ok(part.narrow(dim, len, &[Segment { start, offset: 0, len }]))
     }
 
-    fn cut(&self, part: LocalShape, cut: AxisSplit, place: AxisRank) -> Result<LocalShape, PlacementError> {
+    fn split(&self, part: LocalShape, cut: AxisSplit, place: AxisRank) -> Result<LocalShape, PlacementError> {
         let &len = part.shape.get(cut.dim).ok_or_else(|| self.no_such_dim(cut.dim))?;
         if cut.num_holders(len, place.degree).is_none() {
             let (name, degree) = (self.name.clone(), place.degree);
-            return Err(PlacementError::WrongCut { name, cut, len, degree });
+            return Err(PlacementError::WrongSplit { name, cut, len, degree });
         }
-        Ok(part.cut(cut, place))
+        Ok(part.split(cut, place))
     }
 
     fn ragged(
@@ -376,11 +376,11 @@ impl TensorPlacement {
         place: AxisRank,
     ) -> Result<Range<usize>, PlacementError> {
         let (degree, num_runs) = (place.degree, bounds.len().saturating_sub(1));
-        let is_cut = num_runs > 0
+        let is_valid = num_runs > 0
             && degree.is_multiple_of(num_runs)
             && bounds.is_sorted()
             && (bounds[0], bounds[num_runs]) == (0, num_elements);
-        if !is_cut {
+        if !is_valid {
             let (name, bounds) = (self.name.clone(), bounds.to_vec());
             return Err(PlacementError::WrongBounds { name, bounds, degree, num_elements });
         }
@@ -549,7 +549,7 @@ mod tests {
             placements: vec![Placement::Replicate, Placement::Split(AxisSplit::along(0))],
             ..tensor
         };
-        assert!(matches!(uneven.extents(&mesh, Rank(0)), Err(PlacementError::WrongCut { degree: 2, .. })));
+        assert!(matches!(uneven.extents(&mesh, Rank(0)), Err(PlacementError::WrongSplit { degree: 2, .. })));
     }
 
     #[test]

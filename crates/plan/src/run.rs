@@ -4,7 +4,7 @@ use crate::placement::Extent;
 
 /// Returns the index of the element at `point` among the elements of `frame`, in row-major order. Both `point` and `frame` are given in
 /// indices of the same tensor.
-pub fn position_in(frame: &Extent, point: &[usize]) -> usize {
+pub fn row_major_index(frame: &Extent, point: &[usize]) -> usize {
     (0..point.len()).fold(0, |position, dim| position * frame.shape[dim] + point[dim] - frame.start[dim])
 }
 
@@ -41,6 +41,10 @@ pub fn copy_runs<'a>(
             point[dim] = shared.start[dim] + rest % shared.shape[dim];
             rest /= shared.shape[dim];
         }
-        CopyRun { source: position_in(source, &point), destination: position_in(destination, &point), len }
+        CopyRun {
+            source: row_major_index(source, &point),
+            destination: row_major_index(destination, &point),
+            len,
+        }
     })
 }

@@ -3,7 +3,7 @@
 use crate::dry_run::DryRun;
 use crate::offload::{LayoutCandidate, MemoryBounds, fit_layout};
 use crate::recomputation::{fit_keeps, fit_keeps_in_flight};
-use crate::sizes::{BatchTensorSize, StateSizes};
+use crate::sizes::{BatchTensorSize, ModelSizes};
 use trireme_base::{Bytes, MemoryUse, UnitPasses};
 use trireme_schedule::{Action, Keep, Program, StateClass, StateLayout, Tier};
 
@@ -31,7 +31,7 @@ pub struct OpenChoices {
 /// The callbacks receive the index of a pipeline rank, from 0.
 pub struct MemorySearch<'a, E> {
     /// Returns the state sizes of a worker of a pipeline rank.
-    pub sizes: &'a dyn Fn(usize) -> Result<StateSizes, E>,
+    pub sizes: &'a dyn Fn(usize) -> Result<ModelSizes, E>,
     /// Memory and cost of the passes of each unit, in the model's order.
     pub passes: &'a [UnitPasses],
     /// The tensors of a microbatch.
@@ -78,9 +78,9 @@ impl<E> MemorySearch<'_, E> {
     fn choose_keeps(&self, choices: &mut MemoryChoices, reasons: &mut Vec<String>) -> Result<bool, E> {
         let (mut operations, mut total, mut fits) = (0_u64, 0, true);
         // Each unit is on one pipeline rank, so its choice uses no memory on the others.
-        for place in 0..self.num_pipeline_ranks {
+        for pipeline_rank in 0..self.num_pipeline_ranks {
             let run = |keeps: &[Keep]| {
-                (self.run)(place, &MemoryChoices { keeps: keeps.to_vec(), state: choices.state })
+                (self.run)(pipeline_rank, &MemoryChoices { keeps: keeps.to_vec(), state: choices.state })
             };
             let (choice, prediction) = match self.num_pipeline_ranks {
                 1 => fit_keeps(self.passes, self.batch, self.bounds, run)?,
@@ -119,33 +119,33 @@ impl<E> MemorySearch<'_, E> {
         let need = |prediction: &MemoryUse| (self.bounds.excess(prediction), prediction.total());
         let largest = |state| {
             let mut largest: Option<(usize, MemoryUse)> = None;
-            for place in 0..self.num_pipeline_ranks {
-                let found = (self.run)(place, &with(state))?.memory;
+            for pipeline_rank in 0..self.num_pipeline_ranks {
+                let found = (self.run)(pipeline_rank, &with(state))?.memory;
                 if largest.as_ref().is_none_or(|(_, largest)| need(&found) > need(largest)) {
-                    largest = Some((place, found));
+                    largest = Some((pipeline_rank, found));
                 }
             }
             Ok::<_, E>(largest.expect("a pipeline has a place"))
         };
-        let (place, _) = largest(choices.state)?;
-        let sizes = (self.sizes)(place)?;
-        let program = |state| (self.program)(place, &with(state));
+        let (pipeline_rank, _) = largest(choices.state)?;
+        let sizes = (self.sizes)(pipeline_rank)?;
+        let program = |state| (self.program)(pipeline_rank, &with(state));
         let run = |state| Ok(largest(state)?.1);
-        let placing = fit_layout(&sizes, choices.state, open, self.bounds, program, run)?;
-        if self.bounds.admit(&placing.prediction) {
-            reasons.push(self.describe_tiers(&placing, open, &program(placing.state)));
+        let candidate = fit_layout(&sizes, choices.state, open, self.bounds, program, run)?;
+        if self.bounds.admit(&candidate.prediction) {
+            reasons.push(self.describe_tiers(&candidate, open, &program(candidate.state)));
         }
-        choices.state = placing.state;
+        choices.state = candidate.state;
         Ok(())
     }
 
     /// Returns a line such as `offload, for at most 512.00MiB per worker: optimizer (host); each step moves …`.
-    fn describe_tiers(&self, placing: &LayoutCandidate, open: &[StateClass], program: &Program) -> String {
-        let LayoutCandidate { state, traffic, prediction } = placing;
+    fn describe_tiers(&self, candidate: &LayoutCandidate, open: &[StateClass], program: &Program) -> String {
+        let LayoutCandidate { state, traffic, prediction } = candidate;
         let of_class = |&class: &StateClass| match state.of(class).tier {
             Tier::Device => None,
             tier if class == StateClass::Activations => {
-                let units = moved_units(program);
+                let units = units_with_offloaded_activations(program);
                 let (Some(first), Some(last)) = (units.first(), units.last()) else { return None };
                 let (ahead, passes) =
                     (state.fetch_ahead, if state.fetch_ahead == 1 { "pass" } else { "passes" });
@@ -177,7 +177,7 @@ impl<E> MemorySearch<'_, E> {
     }
 }
 
-fn moved_units(program: &Program) -> Vec<usize> {
+fn units_with_offloaded_activations(program: &Program) -> Vec<usize> {
     let moved = |action: &Action| match action {
         Action::Evict(state) if state.class == StateClass::Activations => Some(state.unit),
         _ => None,

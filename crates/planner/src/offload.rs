@@ -1,6 +1,6 @@
 //! Chooses which state is offloaded, so that a step fits into a given memory.
 
-use crate::sizes::StateSizes;
+use crate::sizes::ModelSizes;
 use std::collections::{BTreeMap, BTreeSet};
 use trireme_base::MemoryUse;
 use trireme_schedule::{Action, Program, StateClass, StateKey, StateLayout, Tier};
@@ -38,7 +38,7 @@ impl MemoryBounds {
     }
 
     /// Returns the bytes of device memory that a step may use if all its other memory is as predicted.
-    pub(crate) fn device_total(&self, prediction: &MemoryUse) -> usize {
+    pub(crate) fn device_budget(&self, prediction: &MemoryUse) -> usize {
         let other_bytes = prediction.on_machine() as isize - prediction.total() as isize;
         self.device.min(self.machine.saturating_add_signed(-other_bytes))
     }
@@ -82,7 +82,7 @@ pub(crate) struct LayoutCandidate {
 /// # Errors
 /// Errors of `run`.
 pub(crate) fn fit_layout<E>(
-    sizes: &StateSizes,
+    sizes: &ModelSizes,
     given: StateLayout,
     open: &[StateClass],
     bounds: MemoryBounds,
@@ -90,21 +90,21 @@ pub(crate) fn fit_layout<E>(
     run: impl Fn(StateLayout) -> Result<MemoryUse, E>,
 ) -> Result<LayoutCandidate, E> {
     let search = Search { sizes, bounds, open, program: &program, run: &run };
-    let stays = search.placing(given)?;
-    if bounds.admit(&stays.prediction) {
-        return Ok(stays);
+    let unchanged = search.candidate(given)?;
+    if bounds.admit(&unchanged.prediction) {
+        return Ok(unchanged);
     }
     let mut all = combinations(given, open, program(given).header.num_microbatches);
     // `given` was run above. It is tried again only if the search may choose the number of offloaded units.
-    all.retain(|&state| state != given || search.has_open_blocks(given));
+    all.retain(|&state| state != given || search.may_choose_num_offloaded(given));
     all.sort_by_cached_key(|&state| search.cost_min(state));
     let mut best: Option<LayoutCandidate> = None;
-    let mut smallest = stays;
+    let mut smallest = unchanged;
     for state in all {
         if best.as_ref().is_some_and(|best| best.traffic.cost() <= search.cost_min(state)) {
             break;
         }
-        let found = search.with_fewest_blocks(state)?;
+        let found = search.with_fewest_offloaded(state)?;
         let is_cheaper = |best: &LayoutCandidate| found.traffic.cost() < best.traffic.cost();
         if bounds.admit(&found.prediction) && best.as_ref().is_none_or(is_cheaper) {
             best = Some(found);
@@ -122,8 +122,8 @@ fn combinations(given: StateLayout, open: &[StateClass], num_microbatches: usize
     for &class in open {
         let with = |state: &StateLayout| {
             let state = *state;
-            let can_live = move |tier: &Tier| state.can_reside(class, *tier, num_microbatches);
-            let tiers = Tier::ALL.into_iter().filter(can_live);
+            let can_reside = move |tier: &Tier| state.can_reside(class, *tier, num_microbatches);
+            let tiers = Tier::ALL.into_iter().filter(can_reside);
             tiers.map(move |tier| state.with_tier(class, tier)).collect::<Vec<_>>()
         };
         all = all.iter().flat_map(with).collect();
@@ -132,7 +132,7 @@ fn combinations(given: StateLayout, open: &[StateClass], num_microbatches: usize
 }
 
 struct Search<'a, P, R> {
-    sizes: &'a StateSizes,
+    sizes: &'a ModelSizes,
     bounds: MemoryBounds,
     open: &'a [StateClass],
     program: &'a P,
@@ -140,7 +140,7 @@ struct Search<'a, P, R> {
 }
 
 impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E>> Search<'_, P, R> {
-    fn placing(&self, state: StateLayout) -> Result<LayoutCandidate, E> {
+    fn candidate(&self, state: StateLayout) -> Result<LayoutCandidate, E> {
         Ok(LayoutCandidate { state, traffic: self.traffic(state), prediction: (self.run)(state)? })
     }
 
@@ -149,22 +149,22 @@ impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E
     }
 
     /// Returns whether the search may choose the number of units whose activations are offloaded.
-    fn has_open_blocks(&self, state: StateLayout) -> bool {
+    fn may_choose_num_offloaded(&self, state: StateLayout) -> bool {
         self.open.contains(&StateClass::Activations) && state.is_away(StateClass::Activations)
     }
 
     /// Returns the minimum traffic cost of this layout over all numbers of offloaded units that the search may choose.
     fn cost_min(&self, state: StateLayout) -> u64 {
-        let num_moved = if self.has_open_blocks(state) { 1 } else { state.num_offloaded_units };
+        let num_moved = if self.may_choose_num_offloaded(state) { 1 } else { state.num_offloaded_units };
         self.traffic(StateLayout { num_offloaded_units: num_moved, ..state }).cost()
     }
 
     /// Returns this layout with the smallest number of offloaded units that satisfies the bounds on device and machine memory. Returns the
     /// layout unchanged if it exceeds these bounds, or if the search may not choose the number.
-    fn with_fewest_blocks(&self, state: StateLayout) -> Result<LayoutCandidate, E> {
-        let all = self.placing(state)?;
+    fn with_fewest_offloaded(&self, state: StateLayout) -> Result<LayoutCandidate, E> {
+        let all = self.candidate(state)?;
         let fits = |placing: &LayoutCandidate| self.bounds.device_excess(&placing.prediction) == 0;
-        if !self.has_open_blocks(state) || !fits(&all) {
+        if !self.may_choose_num_offloaded(state) || !fits(&all) {
             return Ok(all);
         }
         // Binary search: `enough` offloaded units satisfy the bounds, and `too_few` do not.
@@ -172,9 +172,9 @@ impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E
         let mut found = all;
         while enough - too_few > 1 {
             let num_moved = too_few + (enough - too_few) / 2;
-            let placing = self.placing(StateLayout { num_offloaded_units: num_moved, ..state })?;
-            if fits(&placing) {
-                (enough, found) = (num_moved, placing);
+            let candidate = self.candidate(StateLayout { num_offloaded_units: num_moved, ..state })?;
+            if fits(&candidate) {
+                (enough, found) = (num_moved, candidate);
             } else {
                 too_few = num_moved;
             }
@@ -184,7 +184,7 @@ impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E
 }
 
 /// Returns the traffic of a step. If the host runs the updates, it receives gradients from the device and returns parameters.
-fn traffic(sizes: &StateSizes, program: &Program) -> OffloadTraffic {
+fn traffic(sizes: &ModelSizes, program: &Program) -> OffloadTraffic {
     let layout = program.header.state;
     let mut traffic = OffloadTraffic::default();
     let mut add = |tier: Tier, bytes: usize| match tier {
@@ -194,7 +194,7 @@ fn traffic(sizes: &StateSizes, program: &Program) -> OffloadTraffic {
     };
     let elements = |unit: usize, bytes: usize| sizes.units[unit].shard_len * bytes;
     let bytes_of = |activations: &BTreeMap<StateKey, usize>, state: StateKey| {
-        activations.get(&state).copied().unwrap_or_else(|| sizes.of(state))
+        activations.get(&state).copied().unwrap_or_else(|| sizes.state_bytes(state))
     };
     let mut stepped = BTreeSet::new();
     let mut activations = BTreeMap::new();
@@ -216,17 +216,17 @@ fn traffic(sizes: &StateSizes, program: &Program) -> OffloadTraffic {
                 add(layout.of(state.class).tier, if has_changed { bytes_of(&activations, state) } else { 0 });
             }
             Action::Unshard { unit } if layout.is_away(StateClass::Parameters) => {
-                add(Tier::Host, elements(unit, sizes.gather_bytes));
+                add(Tier::Host, elements(unit, sizes.gathered_bytes_per_element));
             }
             Action::ReduceGrad { unit } if layout.is_away(StateClass::Gradients) => {
-                add(Tier::Host, elements(unit, sizes.gradient_bytes));
+                add(Tier::Host, elements(unit, sizes.gradient_bytes_per_element));
             }
             Action::Step { unit } => {
                 stepped.insert(unit);
                 if layout.is_away(StateClass::Optimizer) {
                     let has_gradients = layout.is_away(StateClass::Gradients);
-                    let gradients = if has_gradients { 0 } else { sizes.gradient_bytes };
-                    add(Tier::Host, elements(unit, gradients + sizes.gather_bytes));
+                    let gradients = if has_gradients { 0 } else { sizes.gradient_bytes_per_element };
+                    add(Tier::Host, elements(unit, gradients + sizes.gathered_bytes_per_element));
                 }
             }
             _ => (),

@@ -19,7 +19,7 @@ pub(crate) struct PassBytes {
 
 /// The activations that the forward pass of each unit keeps, and the cost of recomputing the rest.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Choice {
+pub(crate) struct RecomputationChoice {
     pub(crate) keeps: Vec<Keep>,
     /// Floating-point operations that are recomputed for a microbatch.
     pub(crate) operations: u64,
@@ -27,15 +27,15 @@ pub(crate) struct Choice {
 
 /// Maximum number of choices for which a dry run is done, after the first dry run. Another choice is tried only if the previous one needs
 /// more memory than estimated.
-const NUM_ATTEMPTS: usize = 8;
+const ATTEMPTS_MAX: usize = 8;
 
 /// Returns the choice with the least recomputation with which a step stays within `bounds`, and the memory use of the step. `run` does a
 /// dry run of the program with a choice; in this program, microbatches run one after another. `batch` lists the tensors of a microbatch. If
 /// no choice that was tried fits, returns the choice that needs the least memory.
 ///
-/// The memory for everything except activations is measured in a run in which every unit that [keeps](UnitPasses::keeps) activations keeps
-/// only its input. Another choice may need more of this memory, for example if parameters are gathered earlier. The next attempt then
-/// leaves less room for activations.
+/// The memory for everything except activations is measured in a run in which every unit that [keeps](UnitPasses::keeps_activations)
+/// activations keeps only its input. Another choice may need more of this memory, for example if parameters are gathered earlier. The next
+/// attempt then leaves less room for activations.
 ///
 /// # Errors
 /// Errors of `run`.
@@ -44,21 +44,21 @@ pub(crate) fn fit_keeps<E>(
     batch: &[BatchTensorSize],
     bounds: MemoryBounds,
     mut run: impl FnMut(&[Keep]) -> Result<DryRun, E>,
-) -> Result<(Choice, MemoryUse), E> {
+) -> Result<(RecomputationChoice, MemoryUse), E> {
     let least = inputs_only(passes);
     let found = run(&least.keeps)?;
     let (others, prediction) = (peaks_without_activations(passes.len(), batch, &found), found.memory);
-    let mut room_total = bounds.device_total(&prediction);
+    let mut room_total = bounds.device_budget(&prediction);
     let mut smallest = (least, prediction);
     let mut last: Option<(Vec<Keep>, usize)> = None;
     let mut num_runs = 0;
-    while num_runs < NUM_ATTEMPTS && room_total > 0 {
+    while num_runs < ATTEMPTS_MAX && room_total > 0 {
         let room = |others: &PassBytes| PassBytes {
             forward: room_total.saturating_sub(others.forward),
             backward: room_total.saturating_sub(others.backward),
         };
         let room: Vec<PassBytes> = others.iter().map(room).collect();
-        let Some(choice) = choose_keeps(passes, &room) else { break };
+        let Some(choice) = cheapest_keeps(passes, &room) else { break };
         if let Some((_, excess)) = last.as_ref().filter(|(keeps, _)| *keeps == choice.keeps) {
             // The search chose the same again, so this choice needs even more memory than the reduced room accounts for.
             room_total = room_total.saturating_sub(*excess);
@@ -78,11 +78,16 @@ pub(crate) fn fit_keeps<E>(
 }
 
 /// Returns the choice in which every unit that keeps activations keeps only its input.
-fn inputs_only(passes: &[UnitPasses]) -> Choice {
-    let keep = |passes: &UnitPasses| if passes.keeps() { Keep::Input } else { Keep::All };
-    let operations =
-        passes.iter().filter(|passes| passes.keeps()).map(|passes| passes.forward_cost.operations());
-    Choice { keeps: passes.iter().map(keep).collect(), operations: operations.fold(0, u64::saturating_add) }
+fn inputs_only(passes: &[UnitPasses]) -> RecomputationChoice {
+    let keep = |passes: &UnitPasses| if passes.keeps_activations() { Keep::Input } else { Keep::All };
+    let operations = passes
+        .iter()
+        .filter(|passes| passes.keeps_activations())
+        .map(|passes| passes.forward_cost.operations());
+    RecomputationChoice {
+        keeps: passes.iter().map(keep).collect(),
+        operations: operations.fold(0, u64::saturating_add),
+    }
 }
 
 /// Returns, for each unit, the peak of all memory except kept activations during its passes. The tensors of microbatches are included.
@@ -90,17 +95,17 @@ fn peaks_without_activations(num_units: usize, batch: &[BatchTensorSize], run: &
     let mut others = vec![PassBytes::default(); num_units];
     for (&action, peaks) in run.program.actions.iter().zip(&run.action_peaks) {
         // Tensors of microbatches count as activations, but no unit keeps them. Each is freed after the backward pass of its first reader.
-        let tensors = |is_one: &dyn Fn(&BatchTensorSize) -> bool| -> usize {
-            batch.iter().filter(|tensor| is_one(tensor)).map(|tensor| tensor.bytes).sum()
+        let tensors = |is_counted: &dyn Fn(&BatchTensorSize) -> bool| -> usize {
+            batch.iter().filter(|tensor| is_counted(tensor)).map(|tensor| tensor.bytes).sum()
         };
         let batches = run.program.header.num_microbatches * tensors(&|tensor| !tensor.readers.is_empty());
-        let found = peaks.besides_activations() + batches;
+        let found = peaks.excluding_activations() + batches;
         let unit = &mut others[action.unit()];
         match action {
             Action::Forward { .. } => unit.forward = unit.forward.max(found),
             Action::Recompute { .. } | Action::Backward { .. } | Action::BackwardInput { .. } => {
-                let gone = tensors(&|tensor| tensor.readers.iter().min() > Some(&action.unit()));
-                unit.backward = unit.backward.max(found - gone);
+                let freed = tensors(&|tensor| tensor.readers.iter().min() > Some(&action.unit()));
+                unit.backward = unit.backward.max(found - freed);
             }
             _ => (),
         }
@@ -109,13 +114,13 @@ fn peaks_without_activations(num_units: usize, batch: &[BatchTensorSize], run: &
 }
 
 /// Returns the choice with the fewest recomputed operations whose activations fit into `room`, if microbatches run one after another. Among
-/// equal choices, returns the one that keeps the fewest bytes. Units that [keep](UnitPasses::keeps) no activations are not recomputed.
-/// Returns `None` if no choice fits.
+/// equal choices, returns the one that keeps the fewest bytes. Units that [keep](UnitPasses::keeps_activations) no activations are not
+/// recomputed. Returns `None` if no choice fits.
 ///
 /// The algorithm is dynamic programming over prefixes of the units. Later units depend only on how many bytes a prefix keeps and how many
 /// operations it recomputes, so only the Pareto-optimal choices of each prefix are extended. During the backward pass of a unit, the
 /// activations of the units below are in memory. Cost: the square of the number of units, times the number of Pareto-optimal choices.
-pub(crate) fn choose_keeps(passes: &[UnitPasses], room: &[PassBytes]) -> Option<Choice> {
+pub(crate) fn cheapest_keeps(passes: &[UnitPasses], room: &[PassBytes]) -> Option<RecomputationChoice> {
     let mut search = Search { passes, room, nodes: vec![Node::default()], fronts: Vec::new() };
     search.fronts = vec![Vec::new(); passes.len() + 1];
     search.fronts[0].push(0);
@@ -177,12 +182,12 @@ impl Search<'_> {
         if kept_below + passes.backward_peak <= room.backward {
             self.push(unit, Node { kept: passes.saved, below, keep: Keep::All, len: 1, operations: 0 });
             let can_recompute = kept_below + passes.recompute_peak + self.grad(unit) <= room.backward;
-            if passes.keeps() && can_recompute {
+            if passes.keeps_activations() && can_recompute {
                 let (kept, operations) = (passes.products, passes.recompute_cost.operations());
                 self.push(unit, Node { kept, operations, below, keep: Keep::Products, len: 1 });
             }
         }
-        if passes.keeps() {
+        if passes.keeps_activations() {
             self.extend_by_segments(unit, below);
         }
     }
@@ -190,26 +195,26 @@ impl Search<'_> {
     /// Adds a node for each segment that starts at `first`, keeps only the input of its first unit, and fits.
     fn extend_by_segments(&mut self, first: usize, below: usize) {
         let kept = self.passes[first].input;
-        let during = self.nodes[below].kept;
-        let (mut operations, mut records) = (0_u64, 0);
+        let kept_below = self.nodes[below].kept;
+        let (mut operations, mut saved) = (0_u64, 0);
         // Peak of recomputing the segment, without the output gradient that is in memory at the same time.
         let mut recompute_peak = 0;
         for unit in first..self.passes.len() {
             let (passes, room) = (self.passes[unit], self.room[unit]);
-            if !passes.keeps() {
+            if !passes.keeps_activations() {
                 return;
             }
             let held = if unit > first { kept } else { 0 };
-            let is_forward_fitting = during + held + passes.forward_peak <= room.forward;
-            let is_backward_fitting = during + records + passes.backward_peak <= room.backward;
+            let is_forward_fitting = kept_below + held + passes.forward_peak <= room.forward;
+            let is_backward_fitting = kept_below + saved + passes.backward_peak <= room.backward;
             if !is_forward_fitting || !is_backward_fitting {
                 // A longer segment contains these passes too, so it does not fit either.
                 return;
             }
-            recompute_peak = recompute_peak.max(records + passes.forward_peak);
-            records += passes.saved;
+            recompute_peak = recompute_peak.max(saved + passes.forward_peak);
+            saved += passes.saved;
             operations = operations.saturating_add(passes.forward_cost.operations());
-            if during + recompute_peak + self.grad(unit) <= room.backward {
+            if kept_below + recompute_peak + self.grad(unit) <= room.backward {
                 let len = unit + 1 - first;
                 self.push(first, Node { kept, operations, below, keep: Keep::Input, len });
             }
@@ -229,7 +234,7 @@ impl Search<'_> {
         self.nodes.push(Node { kept: kept + node.kept, operations, ..node });
     }
 
-    fn best(&self) -> Option<Choice> {
+    fn best(&self) -> Option<RecomputationChoice> {
         let &best = self.fronts[self.passes.len()].first()?;
         let mut keeps = Vec::new();
         let mut node = self.nodes[best];
@@ -239,7 +244,7 @@ impl Search<'_> {
             node = self.nodes[node.below];
         }
         keeps.reverse();
-        Some(Choice { keeps, operations: self.nodes[best].operations })
+        Some(RecomputationChoice { keeps, operations: self.nodes[best].operations })
     }
 }
 

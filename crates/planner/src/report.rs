@@ -25,7 +25,7 @@ pub fn format_memory_table(columns: &[(&str, CategoryBytes, usize)]) -> String {
 }
 
 /// Returns where in the program the total peaks, such as `line 17 (backward, unit 4, microbatch 1)`.
-pub fn peak_moment(memory: &MemoryUse, program: &Program) -> String {
+pub fn peak_location(memory: &MemoryUse, program: &Program) -> String {
     match memory.line.checked_sub(2).and_then(|index| program.actions.get(index)) {
         Some(action) => format!("line {} ({})", memory.line, action.words()),
         None => "the start of the program".to_owned(),

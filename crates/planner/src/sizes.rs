@@ -17,18 +17,18 @@ pub struct UnitSizes {
 
 /// Sizes of a model on one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StateSizes {
+pub struct ModelSizes {
     /// The units, in forward order.
     pub units: Vec<UnitSizes>,
     /// Bytes per element of gathered (unsharded) parameters.
-    pub gather_bytes: usize,
+    pub gathered_bytes_per_element: usize,
     /// Bytes per element of a gradient shard.
-    pub gradient_bytes: usize,
+    pub gradient_bytes_per_element: usize,
 }
 
-impl StateSizes {
+impl ModelSizes {
     /// Returns the bytes of a piece of state. For activations, returns the maximum that a forward pass may keep.
-    pub(crate) fn of(&self, state: StateKey) -> usize {
+    pub(crate) fn state_bytes(&self, state: StateKey) -> usize {
         let unit = &self.units[state.unit];
         match state.class {
             StateClass::Activations => unit.passes.saved,

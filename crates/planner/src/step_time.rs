@@ -31,19 +31,19 @@ const NUM_STEPS: usize = 3;
 /// Returns the time of a step of a job on one host, by simulating a few steps. `ranks` holds the entries of one rank for each pipeline
 /// rank. Each of these stands for `data_degree` ranks with consecutive numbers, which all do the same work.
 ///
-/// Cost: for each entry of the three simulated steps, `2 * ranks.len() * data_degree` calls of `rates`, one for each load.
+/// Cost: for each entry of the three simulated steps, `2 * ranks.len() * data_degree` calls of `times`, one for each load.
 ///
 /// # Errors
 /// [`Deadlock`] if a rank waits for an operation that never ends.
 pub fn step_time(
     ranks: &[StepEntries],
     data_degree: usize,
-    rates: &dyn OperationTimes,
+    times: &dyn OperationTimes,
 ) -> Result<StepTime, Deadlock> {
     let num_workers = ranks.len() * data_degree;
-    let mut places = EntryBuilder { data_degree, num_workers, rates, channels: BTreeMap::new() };
+    let mut builder = EntryBuilder { data_degree, num_workers, times, channels: BTreeMap::new() };
     let entries: Vec<RankEntries> =
-        (ranks.iter().enumerate()).map(|(place, rank)| RankEntries::new(place, rank, &mut places)).collect();
+        (ranks.iter().enumerate()).map(|(place, rank)| RankEntries::new(place, rank, &mut builder)).collect();
     let actor = |rank| Actor { entries: rank, host: 0, load: data_degree };
     let actors: Vec<Actor<'_>> = entries.iter().map(|rank| actor(&rank.entries[..])).collect();
     let found = run(&actors)?;
@@ -75,7 +75,7 @@ enum Channel {
 struct EntryBuilder<'a> {
     data_degree: usize,
     num_workers: usize,
-    rates: &'a dyn OperationTimes,
+    times: &'a dyn OperationTimes,
     channels: BTreeMap<Channel, usize>,
 }
 
@@ -94,13 +94,14 @@ impl EntryBuilder<'_> {
         Rank(rank.0 / self.data_degree * self.data_degree)
     }
 
-    fn entry(&mut self, place: usize, number: usize, issued: &AsyncOperation) -> Entry {
-        let own = Rank(place * self.data_degree);
+    fn entry(&mut self, pipeline_rank: usize, number: usize, issued: &AsyncOperation) -> Entry {
+        let own = Rank(pipeline_rank * self.data_degree);
         let (channel, num_starts, load) = match issued {
             AsyncOperation::Collective { members, .. } => {
-                let mut places: Vec<usize> = members.iter().map(|rank| rank.0 / self.data_degree).collect();
-                places.dedup();
-                (Channel::Group(Arc::clone(members)), places.len(), members.len())
+                let mut pipeline_ranks: Vec<usize> =
+                    members.iter().map(|rank| rank.0 / self.data_degree).collect();
+                pipeline_ranks.dedup();
+                (Channel::Group(Arc::clone(members)), pipeline_ranks.len(), members.len())
             }
             AsyncOperation::Send { to, .. } => {
                 (Channel::Message(own, self.representative(*to)), 1, self.data_degree)
@@ -110,13 +111,13 @@ impl EntryBuilder<'_> {
                 return Entry::Expect(number, channel);
             }
             AsyncOperation::DiskRead { .. } | AsyncOperation::DiskWrite { .. } => {
-                (Channel::Disk(place), 1, 0)
+                (Channel::Disk(pipeline_rank), 1, 0)
             }
         };
         let (channel, length) =
-            (self.channel(channel), self.length(|load| self.rates.operation(issued, load)));
+            (self.channel(channel), self.length(|load| self.times.operation(issued, load)));
         let lag = Length::Fixed(0.0);
-        let job = Job { channel, num_starts, streams: vec![channel], load, length, lag };
+        let job = Job { channel, num_starts, streams: vec![channel], load, duration: length, lag };
         Entry::Start(number, Box::new(job))
     }
 }
@@ -128,7 +129,7 @@ struct RankEntries {
 }
 
 impl RankEntries {
-    fn new(place: usize, rank: &StepEntries, places: &mut EntryBuilder<'_>) -> Self {
+    fn new(pipeline_rank: usize, rank: &StepEntries, builder: &mut EntryBuilder<'_>) -> Self {
         let numbers = rank.actions.iter().flatten().filter_map(|event| match event {
             JournalEntry::Issue(number, _) => Some(*number),
             _ => None,
@@ -137,7 +138,7 @@ impl RankEntries {
         let (mut entries, mut steps): (Vec<Entry>, Vec<_>) = (Vec::new(), Vec::new());
         for step in 0..NUM_STEPS {
             let begin = entries.len();
-            let number = |number: usize| (step * rank.num_issued + number).checked_sub(first);
+            let number = |number: usize| (step * rank.issued_per_step + number).checked_sub(first);
             for action in &rank.actions {
                 let mut kernels: Vec<&KernelCall> = Vec::new();
                 for event in action {
@@ -145,18 +146,18 @@ impl RankEntries {
                         kernels.push(call);
                         continue;
                     }
-                    entries.extend(computation(&mut kernels, places));
+                    entries.extend(computation(&mut kernels, builder));
                     match event {
                         JournalEntry::Issue(issue, issued) => {
                             let number = number(*issue).expect("it is the first or comes later");
-                            entries.push(places.entry(place, number, issued));
+                            entries.push(builder.entry(pipeline_rank, number, issued));
                         }
                         // Operations issued before the first step have ended.
                         JournalEntry::Await(issue) => entries.extend(number(*issue).map(Entry::Await)),
                         JournalEntry::Kernel(_) | JournalEntry::Pause => (),
                     }
                 }
-                entries.extend(computation(&mut kernels, places));
+                entries.extend(computation(&mut kernels, builder));
             }
             steps.push(begin..entries.len());
         }
@@ -164,10 +165,10 @@ impl RankEntries {
     }
 }
 
-fn computation(kernels: &mut Vec<&KernelCall>, places: &EntryBuilder<'_>) -> Option<Entry> {
+fn computation(kernels: &mut Vec<&KernelCall>, builder: &EntryBuilder<'_>) -> Option<Entry> {
     let kernels = std::mem::take(kernels);
-    let seconds = |load| kernels.iter().map(|call| places.rates.kernel(call, load)).sum();
-    (!kernels.is_empty()).then(|| Entry::Compute(places.length(seconds)))
+    let seconds = |load| kernels.iter().map(|call| builder.times.kernel(call, load)).sum();
+    (!kernels.is_empty()).then(|| Entry::Compute(builder.length(seconds)))
 }
 
 #[cfg(test)]
@@ -203,7 +204,10 @@ mod tests {
     }
 
     fn seconds(ranks: &[Vec<Vec<JournalEntry>>], num_issued: usize, data_degree: usize) -> f64 {
-        let entries = |actions: &Vec<Vec<JournalEntry>>| StepEntries { actions: actions.clone(), num_issued };
+        let entries = |actions: &Vec<Vec<JournalEntry>>| StepEntries {
+            actions: actions.clone(),
+            issued_per_step: num_issued,
+        };
         let ranks: Vec<StepEntries> = ranks.iter().map(entries).collect();
         step_time(&ranks, data_degree, &Machine).unwrap().seconds
     }

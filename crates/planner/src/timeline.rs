@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use trireme_schedule::engine::{Actor, Entry, Interval, Job, Length, run};
-use trireme_schedule::pipeline::Span;
+use trireme_schedule::pipeline::PassInterval;
 use trireme_schedule::{Action, Message, Program, ProgramError, StateKey, Stream, validate_pipeline};
 
 #[cfg(test)]
@@ -12,7 +12,7 @@ mod tests;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepTimeline {
     /// Spans of each rank's actions, in the program's order. A receive lasts from its line until the message has arrived.
-    pub ranks: Vec<Vec<Span>>,
+    pub ranks: Vec<Vec<PassInterval>>,
     /// The end of the last action.
     pub makespan: u64,
 }
@@ -46,11 +46,11 @@ pub fn simulate(
         .map(|(host, rank)| Actor { entries: &rank.entries, host, load: 1 })
         .collect();
     let found = run(&actors).expect("valid programs end");
-    let span = |interval: Interval| Span { start: interval.start as u64, end: interval.end as u64 };
-    let spans = |(rank, found): (&RankEntries, &Vec<Interval>)| -> Vec<Span> {
+    let span = |interval: Interval| PassInterval { start: interval.start as u64, end: interval.end as u64 };
+    let spans = |(rank, found): (&RankEntries, &Vec<Interval>)| -> Vec<PassInterval> {
         rank.actions.iter().map(|&entry| span(found[entry])).collect()
     };
-    let ranks: Vec<Vec<Span>> = ranks.iter().zip(&found).map(spans).collect();
+    let ranks: Vec<Vec<PassInterval>> = ranks.iter().zip(&found).map(spans).collect();
     let makespan = ranks.iter().flatten().map(|span| span.end).max().unwrap_or(0);
     Ok(StepTimeline { ranks, makespan })
 }
@@ -96,52 +96,54 @@ struct RankEntries {
 
 impl RankEntries {
     fn new(rank: usize, program: &Program, ticks: &dyn Fn(Action) -> u64, channels: &mut Channels) -> Self {
-        let mut made = RankEntries::default();
+        let mut rank_entries = RankEntries::default();
         let is_asynchronous = program.header.asynchronous.is_some();
-        let mut has_met = false;
+        let mut has_synchronized = false;
         for &action in &program.actions {
-            made.await_needs(program, action);
+            rank_entries.await_needs(program, action);
             let is_step = matches!(action, Action::Step { .. });
             if is_step && is_asynchronous {
-                made.await_all();
-            } else if is_step && !std::mem::replace(&mut has_met, true) {
-                made.synchronize_ranks(channels);
+                rank_entries.await_all();
+            } else if is_step && !std::mem::replace(&mut has_synchronized, true) {
+                rank_entries.synchronize_ranks(channels);
             }
-            made.actions.push(made.entries.len());
+            rank_entries.actions.push(rank_entries.entries.len());
             let length = Length::Fixed(ticks(action) as f64);
             match action {
-                _ if action.stream() == Stream::Compute => made.entries.push(Entry::Compute(length)),
+                _ if action.stream() == Stream::Compute => rank_entries.entries.push(Entry::Compute(length)),
                 Action::Receive(message) => {
-                    made.entries.push(Entry::Expect(made.num_issued, channels.message(message)));
-                    made.received.insert(message, made.num_issued);
-                    made.num_issued += 1;
+                    rank_entries
+                        .entries
+                        .push(Entry::Expect(rank_entries.num_issued, channels.message(message)));
+                    rank_entries.received.insert(message, rank_entries.num_issued);
+                    rank_entries.num_issued += 1;
                 }
                 Action::Send(message) => {
                     let stream = channels.own(rank, Stream::Pipeline);
-                    let number = made.start(channels.message(message), stream, 1, length);
-                    made.last[Stream::Pipeline as usize] = Some(number);
+                    let number = rank_entries.start(channels.message(message), stream, 1, length);
+                    rank_entries.last[Stream::Pipeline as usize] = Some(number);
                 }
                 _ => {
                     let own = channels.own(rank, action.stream());
-                    let number = made.start(own, own, 1, length);
-                    made.last[action.stream() as usize] = Some(number);
+                    let number = rank_entries.start(own, own, 1, length);
+                    rank_entries.last[action.stream() as usize] = Some(number);
                     match action {
-                        Action::Unshard { unit } => drop(made.gathered.insert(unit, number)),
-                        Action::Fetch(state) => drop(made.fetched.insert(state, number)),
+                        Action::Unshard { unit } => drop(rank_entries.gathered.insert(unit, number)),
+                        Action::Fetch(state) => drop(rank_entries.fetched.insert(state, number)),
                         _ => (),
                     }
                 }
             }
         }
-        if !has_met && !is_asynchronous {
-            made.synchronize_ranks(channels);
+        if !has_synchronized && !is_asynchronous {
+            rank_entries.synchronize_ranks(channels);
         }
-        made
+        rank_entries
     }
 
     fn start(&mut self, channel: usize, stream: usize, num_starts: usize, length: Length) -> usize {
         let lag = Length::Fixed(0.0);
-        let job = Job { channel, num_starts, streams: vec![stream], load: 0, length, lag };
+        let job = Job { channel, num_starts, streams: vec![stream], load: 0, duration: length, lag };
         self.entries.push(Entry::Start(self.num_issued, Box::new(job)));
         self.num_issued += 1;
         self.num_issued - 1

@@ -156,7 +156,7 @@ impl Action {
     }
 
     /// Returns whether the action is valid only in programs that train.
-    pub(crate) fn trains(self) -> bool {
+    pub(crate) fn is_training_only(self) -> bool {
         match self {
             Action::Send(message) | Action::Receive(message) => message.kind != MessageKind::Activation,
             Action::Fetch(state) | Action::Evict(state) => state.class != StateClass::Parameters,

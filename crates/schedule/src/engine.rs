@@ -45,7 +45,7 @@ pub struct Job {
     /// The load that the job adds to its host.
     pub load: usize,
     /// Duration of the job, as given by the last rank that starts it.
-    pub length: Length,
+    pub duration: Length,
     /// Time from the end of the job until the ranks that wait for it continue.
     pub lag: Length,
 }
@@ -108,15 +108,15 @@ pub fn run(actors: &[Actor<'_>]) -> Result<Vec<Vec<Interval>>, Deadlock> {
     }
     for (rank, state) in engine.ranks.iter_mut().enumerate() {
         for (entry, job) in std::mem::take(&mut state.issued_at) {
-            let found = &mut engine.found[rank][entry];
+            let found = &mut engine.intervals[rank][entry];
             let is_start = matches!(actors[rank].entries[entry], Entry::Start(..));
-            *found = match (is_start, engine.jobs[job].ran) {
+            *found = match (is_start, engine.jobs[job].interval) {
                 (true, ran) => ran,
                 (false, ran) => Interval { start: found.start, end: ran.end.max(found.start) },
             };
         }
     }
-    Ok(engine.found)
+    Ok(engine.intervals)
 }
 
 /// The way in which a rank joins the jobs of a channel. Starts and expectations are counted separately, so a rank may expect a job that it
@@ -132,7 +132,7 @@ struct RunningActivity<'a> {
     activity: Activity,
     host: usize,
     load: usize,
-    length: &'a Length,
+    duration: &'a Length,
     end: f64,
 }
 
@@ -161,7 +161,7 @@ struct JobState<'a> {
     job: Option<(&'a Job, usize)>,
     num_started: usize,
     has_begun: bool,
-    ran: Interval,
+    interval: Interval,
     has_arrived: bool,
     awaited_by: Vec<usize>,
 }
@@ -190,8 +190,8 @@ struct Engine<'a> {
     /// stale element.
     ends: BinaryHeap<Reverse<(u64, usize, usize)>>,
     has_loads: bool,
-    num_ends: usize,
-    found: Vec<Vec<Interval>>,
+    num_pushed: usize,
+    intervals: Vec<Vec<Interval>>,
 }
 
 /// Returns the element at `index`. Extends the list with defaults if needed.
@@ -209,7 +209,7 @@ impl<'a> Engine<'a> {
             actors,
             ranks: actors.iter().map(|_| RankState::default()).collect(),
             loads: vec![0; num_hosts],
-            found: actors.iter().map(|actor| vec![Interval::default(); actor.entries.len()]).collect(),
+            intervals: actors.iter().map(|actor| vec![Interval::default(); actor.entries.len()]).collect(),
             ..Engine::default()
         }
     }
@@ -220,7 +220,7 @@ impl<'a> Engine<'a> {
             let at = self.ranks[rank].at;
             let has_begun_entry = std::mem::replace(&mut self.ranks[rank].has_begun_entry, true);
             if !has_begun_entry {
-                self.found[rank][at].start = self.now;
+                self.intervals[rank][at].start = self.now;
             }
             match entry {
                 Entry::Compute(_) if has_begun_entry => return,
@@ -243,7 +243,7 @@ impl<'a> Engine<'a> {
                         self.jobs[job].awaited_by.push(rank);
                         return;
                     }
-                    self.found[rank][at].end = self.now;
+                    self.intervals[rank][at].end = self.now;
                 }
             }
             self.ranks[rank].has_begun_entry = false;
@@ -254,16 +254,16 @@ impl<'a> Engine<'a> {
     /// Returns the job that a rank joins at an entry. The first rank to join creates it.
     fn join(&mut self, joiner: (usize, JoinKind), at: usize, number: usize, channel: usize) -> usize {
         let channel = grown(&mut self.channels, channel);
-        let visits = &mut channel.joins;
-        let place = visits.iter().position(|(other, _)| *other == joiner).unwrap_or(visits.len());
-        let visits = grown(visits, place);
-        let visit = visits.1;
-        *visits = (joiner, visit + 1);
-        if visit == channel.jobs.len() {
+        let joins = &mut channel.joins;
+        let place = joins.iter().position(|(other, _)| *other == joiner).unwrap_or(joins.len());
+        let visits = grown(joins, place);
+        let num_joins = visits.1;
+        *visits = (joiner, num_joins + 1);
+        if num_joins == channel.jobs.len() {
             channel.jobs.push(self.jobs.len());
             self.jobs.push(JobState::default());
         }
-        let (state, job) = (&mut self.ranks[joiner.0], channel.jobs[visit]);
+        let (state, job) = (&mut self.ranks[joiner.0], channel.jobs[num_joins]);
         *grown(&mut state.jobs, number) = Some(job);
         state.issued_at.push((at, job));
         job
@@ -286,23 +286,24 @@ impl<'a> Engine<'a> {
         let is_first = |stream: &usize| self.streams[*stream].front() == Some(&index);
         if state.num_started == job.num_starts && !state.has_begun && job.streams.iter().all(is_first) {
             let state = &mut self.jobs[index];
-            (state.has_begun, state.ran.start) = (true, self.now);
-            self.run(Activity::Job(index), host, job.load, &job.length);
+            (state.has_begun, state.interval.start) = (true, self.now);
+            self.run(Activity::Job(index), host, job.load, &job.duration);
         }
     }
 
-    fn run(&mut self, what: Activity, host: usize, load: usize, length: &'a Length) {
+    fn run(&mut self, activity: Activity, host: usize, load: usize, length: &'a Length) {
         self.change_load(host, |before| before + load);
         self.has_loads |= matches!(length, Length::ByLoad(_));
         let end = self.now + length.at(self.loads[host]);
         let slot = self.free_slots.pop().unwrap_or(self.running.len());
-        *grown(&mut self.running, slot) = Some(RunningActivity { activity: what, host, load, length, end });
+        *grown(&mut self.running, slot) =
+            Some(RunningActivity { activity, host, load, duration: length, end });
         self.push_end(end, slot);
     }
 
     fn push_end(&mut self, time: f64, slot: usize) {
-        self.num_ends += 1;
-        self.ends.push(Reverse((time.to_bits(), self.num_ends, slot)));
+        self.num_pushed += 1;
+        self.ends.push(Reverse((time.to_bits(), self.num_pushed, slot)));
     }
 
     /// Changes the load of a host, and updates the ends of the computations and jobs on it whose durations depend on the load.
@@ -314,8 +315,8 @@ impl<'a> Engine<'a> {
         }
         for slot in 0..self.running.len() {
             let Some(running) = &mut self.running[slot] else { continue };
-            if running.host == host && matches!(running.length, Length::ByLoad(_)) {
-                let ratio = running.length.at(after) / running.length.at(before).max(f64::MIN_POSITIVE);
+            if running.host == host && matches!(running.duration, Length::ByLoad(_)) {
+                let ratio = running.duration.at(after) / running.duration.at(before).max(f64::MIN_POSITIVE);
                 running.end = self.now + (running.end - self.now) * ratio;
                 let end = running.end;
                 self.push_end(end, slot);
@@ -330,20 +331,20 @@ impl<'a> Engine<'a> {
         if self.running[slot].as_ref().is_none_or(|running| running.end != time) {
             return true;
         }
-        let RunningActivity { activity: what, host, load, .. } = self.running[slot].take().expect("it runs");
+        let RunningActivity { activity, host, load, .. } = self.running[slot].take().expect("it runs");
         self.free_slots.push(slot);
         self.now = time;
         self.change_load(host, |before| before - load);
-        match what {
+        match activity {
             Activity::Rank(rank) => {
                 let state = &mut self.ranks[rank];
-                self.found[rank][state.at].end = time;
+                self.intervals[rank][state.at].end = time;
                 state.has_begun_entry = false;
                 state.at += 1;
                 self.advance(rank);
             }
             Activity::Job(index) => {
-                self.jobs[index].ran.end = time;
+                self.jobs[index].interval.end = time;
                 let (job, host) = self.jobs[index].job.expect("it ran");
                 for stream in &job.streams {
                     let waiting = &mut self.streams[*stream];
@@ -381,7 +382,7 @@ mod tests {
             num_starts,
             streams: vec![channel],
             load: 1,
-            length,
+            duration: length,
             lag: Length::Fixed(0.0),
         })
     }

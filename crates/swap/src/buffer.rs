@@ -107,7 +107,7 @@ pub(crate) struct Pool(Mutex<PoolState>);
 struct PoolState {
     free: Vec<Memory>,
     /// Number of allocations, free or in use. Memory is freed only with the pool.
-    num_memories: usize,
+    num_allocations: usize,
     /// Total size of all allocations.
     bytes: u64,
 }
@@ -116,10 +116,10 @@ impl Pool {
     /// Returns a buffer of `len` bytes with unspecified content.
     pub(crate) fn take(self: &Arc<Self>, len: usize) -> Result<AlignedBuffer, SwapError> {
         let capacity = AlignedBuffer::capacity_for(len);
-        let mut shelf = self.lock();
-        let memory = match shelf.free.iter().position(|memory| memory.len() == capacity) {
-            Some(position) => shelf.free.swap_remove(position),
-            None => shelf.map(capacity)?,
+        let mut state = self.lock();
+        let memory = match state.free.iter().position(|memory| memory.len() == capacity) {
+            Some(position) => state.free.swap_remove(position),
+            None => state.map(capacity)?,
         };
         Ok(AlignedBuffer { memory: Some(memory), len, pool: Arc::clone(self) })
     }
@@ -140,10 +140,10 @@ impl PoolState {
             bytes: Bytes(capacity as u64),
             source: Arc::new(source),
         })?;
-        self.num_memories += 1;
+        self.num_allocations += 1;
         self.bytes += capacity as u64;
         // Reserve space for every allocation, so that returning a buffer never allocates.
-        self.free.reserve(self.num_memories - self.free.len());
+        self.free.reserve(self.num_allocations - self.free.len());
         Ok(memory)
     }
 }
@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_used_again_by_capacity() {
+    fn memory_is_reused_by_capacity() {
         let pool = Arc::new(Pool::default());
         let buffer = pool.take(5000).expect("memory");
         assert_eq!((buffer.len(), buffer.capacity()), (5000, 8192));

@@ -56,13 +56,13 @@ pub enum SwapError {
     Memory { bytes: Bytes, source: Arc<io::Error> },
     /// A thread could not be started.
     #[error("cannot start a thread for the swap file")]
-    Start { source: Arc<io::Error> },
+    SpawnThread { source: Arc<io::Error> },
     /// The system refused a read or a write.
     #[error(
         "cannot {} {access} of the swap file in {}; look for disk errors in the kernel log (dmesg), or choose a \
          folder on another disk", access.direction, folder.display()
     )]
-    Refused { access: Access, folder: PathBuf, source: Arc<io::Error> },
+    Io { access: Access, folder: PathBuf, source: Arc<io::Error> },
     /// The system moved fewer bytes than asked.
     #[error(
         "the {} of {access} of the swap file in {} ended after {moved} bytes; was the file truncated, or is the disk \

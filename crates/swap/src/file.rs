@@ -1,9 +1,9 @@
 use crate::buffer::Pool;
-use crate::method::{self, Choice};
+use crate::method::{self, SelectedMethod};
 use crate::queue::Queue;
 use crate::state::Block;
 use crate::{
-    ALIGNMENT, AlignedBuffer, Direction, Method, SwapError, SwapOptions, SwapStatistics, Transfer, space,
+    ALIGNMENT, AlignedBuffer, Direction, IoMethod, SwapError, SwapOptions, SwapStatistics, Transfer, space,
     workers,
 };
 use std::fmt;
@@ -36,15 +36,15 @@ pub struct SwapDescription {
     /// Whether the space on disk is reserved, so that writes cannot run out of space. Not every file system supports this.
     pub is_reserved: bool,
     /// The method of the file's reads and writes.
-    pub method: Method,
+    pub method: IoMethod,
     /// The faster methods that were tried, with the reason why each is not available.
-    pub refused: Vec<(Method, String)>,
+    pub unavailable: Vec<(IoMethod, String)>,
 }
 
 impl fmt::Display for SwapDescription {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "a swap file of {} in {}, using {}", self.size, self.folder.display(), self.method)?;
-        for (method, reason) in &self.refused {
+        for (method, reason) in &self.unavailable {
             write!(f, "; no {method}: {reason}")?;
         }
         if !self.is_reserved {
@@ -73,14 +73,15 @@ impl SwapFile {
         let (file, is_reserved) = space::create(folder, size)?;
         let blocks = lay_out(block_bytes, options.part_bytes);
         let fail = |source| SwapError::Create { folder: folder.to_owned(), source: Arc::new(source) };
-        let Choice { method, ring, refused } = method::choose(&file, options).map_err(fail)?;
+        let SelectedMethod { method, ring, unavailable: refused } =
+            method::choose(&file, options).map_err(fail)?;
         let queue = Arc::new(Queue::new(folder.to_owned(), blocks, options));
         let (folder, size) = (folder.to_owned(), Bytes(size));
-        let description = SwapDescription { folder, size, is_reserved, method, refused };
+        let description = SwapDescription { folder, size, is_reserved, method, unavailable: refused };
         // From here on, dropping the swap file ends the threads that were started.
         let mut swap = SwapFile { queue, pool: Arc::default(), description, threads: Vec::new() };
         swap.threads = workers::start(&swap.queue, file, ring, options.num_threads)
-            .map_err(|source| SwapError::Start { source: Arc::new(source) })?;
+            .map_err(|source| SwapError::SpawnThread { source: Arc::new(source) })?;
         Ok(swap)
     }
 
@@ -159,8 +160,8 @@ impl Drop for SwapFile {
 fn file_size(block_bytes: &[usize]) -> Result<u64, SwapError> {
     let add = |size: u64, bytes: &usize| {
         // Offsets in a file are signed.
-        let taken = bytes.checked_next_multiple_of(ALIGNMENT)?;
-        size.checked_add(taken as u64).filter(|size| i64::try_from(*size).is_ok())
+        let rounded = bytes.checked_next_multiple_of(ALIGNMENT)?;
+        size.checked_add(rounded as u64).filter(|size| i64::try_from(*size).is_ok())
     };
     let size = block_bytes.iter().try_fold(0, add);
     size.map(|size| size.max(ALIGNMENT as u64))

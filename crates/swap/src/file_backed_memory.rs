@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spilled_memory_keeps_what_is_written_and_leaves_no_file() {
+    fn file_backed_memory_keeps_its_content_and_leaves_no_file() {
         let folder = tempfile::tempdir().unwrap();
         let mut memory = FileBackedMemory::new(folder.path(), 10_000).unwrap();
         assert!(memory.iter().all(|&byte| byte == 0));

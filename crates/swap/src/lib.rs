@@ -30,7 +30,7 @@ pub use buffer::AlignedBuffer;
 pub use error::{Access, Direction, SwapError};
 pub use file::{SwapDescription, SwapFile};
 pub use file_backed_memory::FileBackedMemory;
-pub use options::{Interceptor, Method, SwapOptions};
+pub use options::{Interceptor, IoMethod, SwapOptions};
 pub use state::SwapStatistics;
 pub use transfer::Transfer;
 

@@ -1,39 +1,39 @@
 //! Selects the fastest IO method that the system allows.
 
 use crate::raw::{Memory, Ring};
-use crate::{ALIGNMENT, Method, SwapOptions};
+use crate::{ALIGNMENT, IoMethod, SwapOptions};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use std::fs::File;
 use std::io;
 
 /// The selected method of a file.
-pub(crate) struct Choice {
-    pub(crate) method: Method,
-    /// Present for [`Method::Ring`].
+pub(crate) struct SelectedMethod {
+    pub(crate) method: IoMethod,
+    /// Present for [`IoMethod::Ring`].
     pub(crate) ring: Option<Ring>,
     /// The faster methods that are not available, with the reasons.
-    pub(crate) refused: Vec<(Method, String)>,
+    pub(crate) unavailable: Vec<(IoMethod, String)>,
 }
 
 /// Selects the fastest method that works on `file`, starting with the one in `options`. Overwrites the first [`ALIGNMENT`] bytes of the
 /// file, which must exist.
-pub(crate) fn choose(file: &File, options: &SwapOptions) -> io::Result<Choice> {
-    let mut choice = Choice { method: options.method, ring: None, refused: Vec::new() };
-    if choice.method == Method::BufferedThreads {
+pub(crate) fn choose(file: &File, options: &SwapOptions) -> io::Result<SelectedMethod> {
+    let mut choice = SelectedMethod { method: options.method, ring: None, unavailable: Vec::new() };
+    if choice.method == IoMethod::BufferedThreads {
         return Ok(choice);
     }
     if let Err(error) = try_direct(file) {
         set_direct(file, false)?;
-        choice.refused.push((Method::DirectThreads, error.to_string()));
-        choice.method = Method::BufferedThreads;
+        choice.unavailable.push((IoMethod::DirectThreads, error.to_string()));
+        choice.method = IoMethod::BufferedThreads;
         return Ok(choice);
     }
-    if choice.method == Method::Ring {
+    if choice.method == IoMethod::Ring {
         match Ring::new(file.try_clone()?, options.queue_depth) {
             Ok(ring) => choice.ring = Some(ring),
             Err(error) => {
-                choice.refused.push((Method::Ring, error.to_string()));
-                choice.method = Method::DirectThreads;
+                choice.unavailable.push((IoMethod::Ring, error.to_string()));
+                choice.method = IoMethod::DirectThreads;
             }
         }
     }

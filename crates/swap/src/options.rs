@@ -7,7 +7,7 @@ use trireme_base::Bytes;
 
 trireme_base::named! {
     /// The IO method of a swap file, from the fastest to the slowest.
-    pub enum Method {
+    pub enum IoMethod {
         /// Direct IO through io_uring, by a single thread.
         Ring = "direct IO through io_uring",
         /// Direct IO by several threads. Each thread blocks on one part at a time.
@@ -21,7 +21,7 @@ trireme_base::named! {
 #[derive(Debug, Clone)]
 pub struct SwapOptions {
     /// The fastest method to try. Slower methods are the fallback if the system does not allow it.
-    pub method: Method,
+    pub method: IoMethod,
     /// Maximum length of a single read or write in bytes: a multiple of [`ALIGNMENT`] up to 1 GiB.
     pub part_bytes: usize,
     /// Maximum number of parts in flight with io_uring, from 1 to 4096.
@@ -37,7 +37,7 @@ pub struct SwapOptions {
 impl Default for SwapOptions {
     fn default() -> Self {
         SwapOptions {
-            method: Method::Ring,
+            method: IoMethod::Ring,
             part_bytes: 1 << 20,
             queue_depth: 32,
             num_threads: 4,
@@ -47,7 +47,7 @@ impl Default for SwapOptions {
     }
 }
 
-/// A hook between the system and a [`SwapFile`](crate::SwapFile). It is called for every [`Method`].
+/// A hook between the system and a [`SwapFile`](crate::SwapFile). It is called for every [`IoMethod`].
 pub trait Interceptor: Send + Sync + fmt::Debug {
     /// Returns the result that the swap file uses in place of `result`: the number of bytes moved, or an error.
     ///

@@ -2,7 +2,7 @@
 
 use crate::buffer::AlignedBuffer;
 use crate::raw::MemoryPart;
-use crate::state::{Block, State};
+use crate::state::{Block, QueueState};
 use crate::{Access, Direction, SwapError, SwapOptions, SwapStatistics};
 use std::io;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 pub(crate) struct Queue {
     pub(crate) folder: PathBuf,
     options: SwapOptions,
-    state: Mutex<State>,
+    state: Mutex<QueueState>,
     /// Signals workers that an operation may be available, or that the file has failed.
     submitted: Condvar,
     /// Signals callers that a transfer or a worker has ended, or that the file has failed.
@@ -25,7 +25,7 @@ pub(crate) struct Operation {
     pub(crate) slot: usize,
     pub(crate) part_index: usize,
     pub(crate) access: Access,
-    /// CRC-32C of the part. For a read, the expected value; for a write, valid once [`prepared`](Operation::prepared).
+    /// CRC-32C of the part. For a read, the expected value; for a write, valid once [`with_checksum`](Operation::with_checksum).
     pub(crate) checksum: u32,
     pub(crate) part: MemoryPart,
 }
@@ -35,7 +35,7 @@ impl Queue {
         Queue {
             folder,
             options: options.clone(),
-            state: Mutex::new(State::new(blocks)),
+            state: Mutex::new(QueueState::new(blocks)),
             submitted: Condvar::new(),
             ended: Condvar::new(),
         }
@@ -94,7 +94,7 @@ impl Queue {
     }
 
     /// Fails the file if the oldest running transfer has exceeded its timeout. Returns the time that remains until then.
-    fn expire(&self, state: &mut State) -> Duration {
+    fn expire(&self, state: &mut QueueState) -> Duration {
         let Some((began, access)) = state.oldest_running() else { return self.options.timeout };
         let remaining = self.options.timeout.saturating_sub(began.elapsed());
         if remaining.is_zero() && state.failure.is_none() {
@@ -110,7 +110,7 @@ impl Queue {
         loop {
             if let Some(operation) = state.next_operation(self.options.part_bytes) {
                 drop(state);
-                return Some(operation.prepared());
+                return Some(operation.with_checksum());
             }
             if state.failure.is_some() {
                 return None;
@@ -122,7 +122,7 @@ impl Queue {
     /// Returns the next operation with its checksum, or `None` if none is available now.
     pub(crate) fn try_next(&self) -> Option<Operation> {
         let operation = self.lock().next_operation(self.options.part_bytes)?;
-        Some(operation.prepared())
+        Some(operation.with_checksum())
     }
 
     /// Records the result of an operation.
@@ -150,7 +150,7 @@ impl Queue {
     fn check_result(&self, operation: &Operation, result: io::Result<usize>) -> Result<(), SwapError> {
         let Operation { access, checksum: expected, ref part, .. } = *operation;
         let folder = || self.folder.clone();
-        let refused = |source| SwapError::Refused { access, folder: folder(), source: Arc::new(source) };
+        let refused = |source| SwapError::Io { access, folder: folder(), source: Arc::new(source) };
         let moved = result.map_err(refused)?;
         if moved != access.bytes {
             return Err(SwapError::Short { access, moved, folder: folder() });
@@ -170,19 +170,19 @@ impl Queue {
         self.fail(&mut self.lock(), failure);
     }
 
-    fn fail(&self, state: &mut State, failure: SwapError) {
+    fn fail(&self, state: &mut QueueState, failure: SwapError) {
         state.fail(failure);
         self.ended.notify_all();
         self.submitted.notify_all();
     }
 
     /// Adds a worker to the number of running workers.
-    pub(crate) fn enter(&self) {
+    pub(crate) fn add_worker(&self) {
         self.lock().num_workers += 1;
     }
 
     /// Removes a worker from the number of running workers.
-    pub(crate) fn leave(&self) {
+    pub(crate) fn remove_worker(&self) {
         self.lock().num_workers -= 1;
         self.ended.notify_all();
     }
@@ -202,18 +202,22 @@ impl Queue {
         true
     }
 
-    fn wait_for_end<'a>(&self, state: MutexGuard<'a, State>, remaining: Duration) -> MutexGuard<'a, State> {
+    fn wait_for_end<'a>(
+        &self,
+        state: MutexGuard<'a, QueueState>,
+        remaining: Duration,
+    ) -> MutexGuard<'a, QueueState> {
         self.ended.wait_timeout(state, remaining).expect("no thread panics while it holds the queue").0
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().expect("no thread panics while it holds the queue")
     }
 }
 
 impl Operation {
     /// Computes the checksum of a write. Needs no lock.
-    fn prepared(mut self) -> Self {
+    fn with_checksum(mut self) -> Self {
         if self.access.direction == Direction::Write {
             self.checksum = crc32c::crc32c(&self.part);
         }

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 /// Number of pending transfers that memory is reserved for at creation, so that later steps do not allocate.
-const NUM_PENDING: usize = 256;
+const PENDING_CAPACITY: usize = 256;
 
 /// Counters of a swap file since its creation.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -38,7 +38,7 @@ pub(crate) struct Block {
 }
 
 #[derive(Default)]
-pub(crate) struct State {
+pub(crate) struct QueueState {
     pub(crate) blocks: Vec<Block>,
     slots: Slab<Slot>,
     /// Transfers that have not started, in the order of issue.
@@ -73,13 +73,13 @@ struct RunningTransfer {
     num_ended: usize,
 }
 
-impl State {
+impl QueueState {
     pub(crate) fn new(blocks: Vec<Block>) -> Self {
-        State {
+        QueueState {
             blocks,
-            slots: Slab::with_capacity(NUM_PENDING),
-            waiting: VecDeque::with_capacity(NUM_PENDING),
-            ..State::default()
+            slots: Slab::with_capacity(PENDING_CAPACITY),
+            waiting: VecDeque::with_capacity(PENDING_CAPACITY),
+            ..QueueState::default()
         }
     }
 
@@ -100,7 +100,7 @@ impl State {
         }
         let index = match self.submitting {
             Some(index) => index,
-            None => self.begin()?,
+            None => self.start_next_transfer()?,
         };
         let slot = &mut self.slots[index];
         let Phase::Running(running) = &mut slot.phase else { unreachable!("only running transfers are cut") };
@@ -115,7 +115,7 @@ impl State {
         Some(Operation { slot: index, part_index, access, checksum: block.checksums[part_index], part })
     }
 
-    fn begin(&mut self) -> Option<usize> {
+    fn start_next_transfer(&mut self) -> Option<usize> {
         let is_ready = |index: &usize| !self.blocks[self.slots[*index].block].is_busy;
         let position = self.waiting.iter().position(is_ready)?;
         let index = self.waiting.remove(position).expect("the position was just found");
@@ -203,7 +203,7 @@ impl State {
         Some(Err(failure))
     }
 
-    /// Returns whether [`take_result`](State::take_result) would return a result.
+    /// Returns whether [`take_result`](QueueState::take_result) would return a result.
     pub(crate) fn is_done(&self, index: usize) -> bool {
         self.failure.is_some() || matches!(self.slots[index].phase, Phase::Ended(_))
     }

@@ -9,21 +9,21 @@ use std::sync::Arc;
 #[must_use = "a transfer's buffer, or its failure, is seen by waiting for it"]
 pub struct Transfer {
     /// `None` once the result was taken.
-    state: Option<State>,
+    state: Option<TransferState>,
 }
 
-enum State {
+enum TransferState {
     Ready(Result<AlignedBuffer, SwapError>),
     Pending { queue: Arc<Queue>, slot: usize },
 }
 
 impl Transfer {
     pub(crate) fn ready(result: Result<AlignedBuffer, SwapError>) -> Self {
-        Transfer { state: Some(State::Ready(result)) }
+        Transfer { state: Some(TransferState::Ready(result)) }
     }
 
     pub(crate) fn pending(queue: &Arc<Queue>, slot: usize) -> Self {
-        Transfer { state: Some(State::Pending { queue: Arc::clone(queue), slot }) }
+        Transfer { state: Some(TransferState::Pending { queue: Arc::clone(queue), slot }) }
     }
 
     /// Blocks until the transfer has ended, and returns its buffer. After a read, the buffer holds the block. After a write, its content is
@@ -38,16 +38,16 @@ impl Transfer {
     )]
     pub fn wait(mut self) -> Result<AlignedBuffer, SwapError> {
         match self.state.take().expect("only this method takes the result, and it takes the transfer, too") {
-            State::Ready(result) => result,
-            State::Pending { queue, slot } => queue.wait(slot),
+            TransferState::Ready(result) => result,
+            TransferState::Pending { queue, slot } => queue.wait(slot),
         }
     }
 
     /// Returns whether [`wait`](Transfer::wait) would return at once.
     pub fn is_done(&self) -> bool {
         match &self.state {
-            Some(State::Pending { queue, slot }) => queue.is_done(*slot),
-            Some(State::Ready(_)) | None => true,
+            Some(TransferState::Pending { queue, slot }) => queue.is_done(*slot),
+            Some(TransferState::Ready(_)) | None => true,
         }
     }
 }
@@ -60,7 +60,7 @@ impl fmt::Debug for Transfer {
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        if let Some(State::Pending { queue, slot }) = &self.state {
+        if let Some(TransferState::Pending { queue, slot }) = &self.state {
             queue.abandon(*slot);
         }
     }

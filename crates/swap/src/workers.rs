@@ -23,7 +23,7 @@ pub(crate) fn start(
     let file = Arc::new(file);
     let start = |_| {
         let file = Arc::clone(&file);
-        spawn(queue, move |queue| serve_by_calls(queue, &file))
+        spawn(queue, move |queue| serve_blocking(queue, &file))
     };
     (0..num_threads).map(start).collect()
 }
@@ -33,7 +33,7 @@ fn spawn(
     queue: &Arc<Queue>,
     serve: impl FnOnce(&Queue) -> io::Result<()> + Send + 'static,
 ) -> io::Result<JoinHandle<()>> {
-    queue.enter();
+    queue.add_worker();
     let worker = Worker(Arc::clone(queue));
     spawn_thread("swap", move || {
         let Worker(queue) = &worker;
@@ -51,20 +51,20 @@ impl Drop for Worker {
         if thread::panicking() {
             self.0.abort(SwapError::Panicked { folder: self.0.folder.clone() });
         }
-        self.0.leave();
+        self.0.remove_worker();
     }
 }
 
 /// Serves one operation at a time with blocking calls.
-fn serve_by_calls(queue: &Queue, file: &File) -> io::Result<()> {
+fn serve_blocking(queue: &Queue, file: &File) -> io::Result<()> {
     while let Some(mut operation) = queue.next() {
-        let result = rustix::io::retry_on_intr(|| call(file, &mut operation));
+        let result = rustix::io::retry_on_intr(|| read_or_write(file, &mut operation));
         queue.end(operation, result.map_err(io::Error::from));
     }
     Ok(())
 }
 
-fn call(file: &File, operation: &mut Operation) -> rustix::io::Result<usize> {
+fn read_or_write(file: &File, operation: &mut Operation) -> rustix::io::Result<usize> {
     match operation.access.direction {
         Direction::Read => rustix::io::pread(file, &mut operation.part[..], operation.access.offset),
         Direction::Write => rustix::io::pwrite(file, &operation.part, operation.access.offset),

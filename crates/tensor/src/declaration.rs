@@ -45,12 +45,12 @@ impl Parameter {
     ///
     /// # Panics
     /// If the parameter does not have the split dim, or the dim's length is not a multiple of `num_groups * granule`.
-    pub fn with_split(self, cut: AxisSplit) -> Self {
-        let AxisSplit { dim, num_groups, granule, .. } = cut;
+    pub fn with_split(self, split: AxisSplit) -> Self {
+        let AxisSplit { dim, num_groups, granule, .. } = split;
         let whole = num_groups.saturating_mul(granule);
-        let has_whole = self.dims.get(dim).is_some_and(|&len| whole > 0 && len.is_multiple_of(whole));
-        assert!(has_whole, "{} of {:?} cannot be cut as {cut:?}", self.name, self.dims);
-        Parameter { split: Some(cut), ..self }
+        let is_divisible = self.dims.get(dim).is_some_and(|&len| whole > 0 && len.is_multiple_of(whole));
+        assert!(is_divisible, "{} of {:?} cannot be cut as {split:?}", self.name, self.dims);
+        Parameter { split: Some(split), ..self }
     }
 
     /// Assigns the parameter to expert `expert` of the `num_experts` of its unit. Each rank of the expert axis stores an equal number of

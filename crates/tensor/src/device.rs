@@ -48,7 +48,7 @@ use crate::kernels::call::{Call, Function, FunctionCall};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{ALIGNMENT, Arena};
 use crate::kernels::cpu::threads::ThreadPool;
-use crate::kernels::{CpuFeatures, ExecutionUnit, Operand, OperandMut};
+use crate::kernels::{ExecutionUnit, Operand, OperandMut, SimdLevel};
 use crate::lent_memory::OverflowAllocator;
 use crate::memory::MemoryCounter;
 use crate::shape::Shape;
@@ -66,7 +66,7 @@ pub struct DeviceOptions {
     /// Number of kernel threads, including the calling thread; 0 for one per core.
     pub num_threads: usize,
     /// Highest SIMD level that kernels may use; `None` for the highest that the machine supports.
-    pub features_max: Option<CpuFeatures>,
+    pub features_max: Option<SimdLevel>,
     /// Maximum bytes in use, over all categories; `None` for no limit but the machine's memory.
     pub budget: Option<usize>,
     /// The hardware.
@@ -240,10 +240,10 @@ impl Device {
         self.recorded.get_or_init(|| calls.clone());
     }
 
-    /// Adds the product of `factors` to the [repeated operations](Cost::repeated_operations), which MFU does not count.
+    /// Adds the product of `factors` to the [repeated operations](Cost::recomputed_operations), which MFU does not count.
     pub(crate) fn count_repeated(&self, factors: &[usize]) {
         let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
-        *cost = cost.repeats(factors);
+        *cost = cost.recomputes(factors);
     }
 
     /// Adds a kernel's cost to the total and to the journal.
@@ -264,7 +264,7 @@ impl Device {
     /// Passes a call to the backend, and to the recorder and the timer if there are any.
     fn run(&self, call: Call) {
         if let Some(recorded) = self.recorded.get() {
-            recorded.note(&call);
+            recorded.record(&call);
         }
         if let Some(timer) = &self.timer {
             timer.time(&call, &self.cpu);
@@ -294,7 +294,7 @@ impl Device {
     }
 
     /// Returns an event that completes when all kernels issued so far have run.
-    pub fn record(&self) -> Event {
+    pub fn record_event(&self) -> Event {
         self.backend.record()
     }
 
@@ -309,7 +309,7 @@ impl Device {
     /// # Panics
     /// If a kernel panicked.
     pub fn synchronize(&self) {
-        self.record().wait();
+        self.record_event().wait();
     }
 
     /// Returns the call sites at which streams of a [detached](BackendKind::Detached) device have waited for events.
@@ -345,8 +345,8 @@ impl Device {
     }
 
     /// Returns the SIMD level of the kernels.
-    pub fn cpu_features(&self) -> CpuFeatures {
-        self.cpu.features
+    pub fn cpu_features(&self) -> SimdLevel {
+        self.cpu.simd_level
     }
 
     /// Returns the memory counter.
@@ -421,8 +421,8 @@ impl Device {
 }
 
 /// Returns the SIMD level of these options on this machine.
-fn features(options: DeviceOptions) -> CpuFeatures {
-    let detected = CpuFeatures::detect();
+fn features(options: DeviceOptions) -> SimdLevel {
+    let detected = SimdLevel::detect();
     options.features_max.map_or(detected, |most| most.min(detected))
 }
 

@@ -4,6 +4,7 @@
 //! each parameter gradient to a [`GradSink`] as soon as the gradient is complete. The crates `model` and `parallel` use only the device and
 //! the tape: which hardware runs a kernel is decided inside [`Device`].
 
+mod cow_tensor;
 mod declaration;
 mod device;
 mod fp8;
@@ -19,10 +20,10 @@ mod shape;
 pub mod tape;
 mod tensor;
 mod timing;
-mod values;
 pub mod verification;
 mod view;
 
+pub use cow_tensor::CowTensor;
 pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
     BackendKind, CallTimer, DetachedOptions, Device, DeviceError, DeviceOptions, MatmulEpilogue, PageSource,
@@ -30,9 +31,9 @@ pub use device::{
 };
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{
-    Activation, AttentionRule, AttentionShape, ChosenGroups, CpuFeatures, ExactSum, FactoredMatrix,
-    FactoredMoments, FactoredStep, GroupLimit, IntegerFormat, LatentHeadShape, LeafRun, Piece, Pieces,
-    RoutingRule, StateDType, StepScale, updates,
+    Activation, AttentionRule, AttentionShape, ExactSum, ExpertGroups, FactoredMatrix, FactoredMoments,
+    FactoredStep, GroupLimit, IntegerFormat, LatentHeadShape, LeafRun, Piece, Pieces, RoutingRule, SimdLevel,
+    StateDType, StepScale, updates,
 };
 pub use lent_memory::{LentMemory, OverflowAllocator};
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
@@ -47,5 +48,4 @@ pub use shape::Shape;
 pub use tape::{GradSink, GradTarget, PassState, Tape, Var};
 pub use tensor::Tensor;
 pub use trireme_base::{AxisRank, AxisSplit, Category};
-pub use values::Values;
 pub use view::{View, ViewMut};

@@ -194,7 +194,7 @@ impl MemoryCounter {
     }
 
     /// Returns the part of [`own`](MemoryCounter::own) that was allocated outside of the device's arena.
-    pub fn outside(&self) -> MemoryUsage {
+    pub fn outside_arena(&self) -> MemoryUsage {
         self.outside.usage()
     }
 
@@ -235,7 +235,7 @@ mod tests {
         assert_eq!((counter.total().peak, counter.own()), (24, MemoryUsage { current: 4, peak: 15 }));
         counter.charge_outside_arena(Category::Gradients, 2).unwrap();
         counter.uncharge_outside_arena(Category::Gradients, 2);
-        assert_eq!(counter.outside(), MemoryUsage { current: 0, peak: 2 });
+        assert_eq!(counter.outside_arena(), MemoryUsage { current: 0, peak: 2 });
         assert_eq!(counter.usage(Category::Gradients).peak, 3);
         assert_eq!(counter.at_peak()[Category::Activations as usize], 3);
         counter.uncharge_mapped(Category::Communication, 20);

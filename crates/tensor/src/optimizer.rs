@@ -12,19 +12,24 @@ use trireme_base::{Bf16, Category, DType};
 #[derive(Debug)]
 pub struct OptimizerState {
     dtype: StateDType,
-    is_square: bool,
+    is_second_moment: bool,
     values: Tensor,
     /// Quantization step of each block of 8-bit codes; empty for other dtypes.
     steps: Tensor,
 }
 
 impl OptimizerState {
-    /// Allocates zeros for the elements of `pieces`. `is_square` marks second moments: they are never negative and are used through their
-    /// square root, which determines their 8-bit code.
+    /// Allocates zeros for the elements of `pieces`. `is_second_moment` marks second moments: they are never negative and are used through
+    /// their square root, which determines their 8-bit code.
     ///
     /// # Errors
     /// If the device cannot allocate memory.
-    pub fn zeros(pieces: &Pieces, dtype: StateDType, is_square: bool, device: &Device) -> Result<Self> {
+    pub fn zeros(
+        pieces: &Pieces,
+        dtype: StateDType,
+        is_second_moment: bool,
+        device: &Device,
+    ) -> Result<Self> {
         let (values_dtype, num_blocks) = match dtype {
             StateDType::F32 => (DType::F32, 0),
             StateDType::Bf16 => (DType::Bf16, 0),
@@ -34,7 +39,7 @@ impl OptimizerState {
         device.check_room(pieces.num_elements().saturating_mul(values_dtype.size()), Category::Optimizer)?;
         Ok(OptimizerState {
             dtype,
-            is_square,
+            is_second_moment,
             values: device.zeros(shape, values_dtype, Category::Optimizer)?,
             steps: device.zeros([num_blocks].into(), DType::F32, Category::Optimizer)?,
         })
@@ -69,7 +74,7 @@ impl OptimizerState {
                 let steps = self.steps.view().part(blocks.start, [blocks.len()].into());
                 let (mut codes, mut steps) = (device.read(values), device.read(steps));
                 let (codes, steps) = (SharedSlice::new(&mut codes), SharedSlice::new(&mut steps));
-                read(StateSlice::Int8 { codes, steps, is_square: self.is_square }, out);
+                read(StateSlice::Int8 { codes, steps, is_second_moment: self.is_second_moment }, out);
             }
         }
     }
@@ -82,7 +87,7 @@ impl OptimizerState {
     pub fn write(&mut self, pieces: &Pieces, range: Range<usize>, device: &Device, values: &[f32]) {
         let (elements, blocks) = pieces.span(range.clone());
         let (first, len) = (elements.start, elements.len());
-        let is_square = self.is_square;
+        let is_square = self.is_second_moment;
         let write = |state: StateSlice<'_>| pieces.write_state(device.cpu_features(), range, state, values);
         let own = self.values.view_mut().into_part(first, [len].into());
         match self.dtype {
@@ -95,7 +100,11 @@ impl OptimizerState {
             StateDType::Int8 => {
                 let (mut codes, mut steps) = (vec![0; len], vec![0.0_f32; blocks.len()]);
                 let of_codes = SharedSlice::new(&mut codes);
-                write(StateSlice::Int8 { codes: of_codes, steps: SharedSlice::new(&mut steps), is_square });
+                write(StateSlice::Int8 {
+                    codes: of_codes,
+                    steps: SharedSlice::new(&mut steps),
+                    is_second_moment: is_square,
+                });
                 device.upload(&codes, own);
                 device.upload(&steps, self.steps.view_mut().into_part(blocks.start, [blocks.len()].into()));
             }
@@ -103,9 +112,9 @@ impl OptimizerState {
     }
 
     pub(crate) fn operands(&mut self) -> StateOperands {
-        let OptimizerState { dtype, is_square, values, steps } = self;
+        let OptimizerState { dtype, is_second_moment: is_square, values, steps } = self;
         let (values, steps) = (values.view_mut().into_operand(), steps.view_mut().into_operand());
-        StateOperands { dtype: *dtype, is_square: *is_square, values, steps }
+        StateOperands { dtype: *dtype, is_second_moment: *is_square, values, steps }
     }
 }
 
@@ -113,7 +122,7 @@ impl OptimizerState {
 #[derive(Debug)]
 pub(crate) struct StateOperands {
     pub(crate) dtype: StateDType,
-    pub(crate) is_square: bool,
+    pub(crate) is_second_moment: bool,
     pub(crate) values: OperandMut,
     pub(crate) steps: OperandMut,
 }
@@ -127,7 +136,7 @@ impl StateOperands {
             StateDType::Int8 => StateSlice::Int8 {
                 codes: SharedSlice::new(self.values.bytes(cpu)),
                 steps: SharedSlice::new(self.steps.elements(cpu)),
-                is_square: self.is_square,
+                is_second_moment: self.is_second_moment,
             },
         }
     }

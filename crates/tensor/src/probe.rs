@@ -16,7 +16,7 @@ pub use bound::{Limit, Peaks};
 pub use trireme_base::{Cost, Traffic};
 
 use crate::device::{Device, DeviceError, MatmulEpilogue, Result, Transposition};
-use crate::kernels::CpuFeatures;
+use crate::kernels::SimdLevel;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use trireme_base::{Category, DType, RandomKey};
 
 /// Minimum duration of a timed run, so that the time to wake up threads is negligible.
-const UNIT_DURATION_MIN: Duration = Duration::from_millis(1);
+const PEAK_RUN_DURATION_MIN: Duration = Duration::from_millis(1);
 
 trireme_base::named! {
     /// The transposes of matmul operands that occur in training.
@@ -51,20 +51,20 @@ impl Transposes {
 }
 
 /// Returns the reason why this machine lacks a SIMD level; `None` if it has the level.
-pub fn reason_unsupported(features: CpuFeatures) -> Option<&'static str> {
-    if features <= CpuFeatures::detect() {
+pub fn reason_unsupported(features: SimdLevel) -> Option<&'static str> {
+    if features <= SimdLevel::detect() {
         return None;
     }
     #[cfg(target_arch = "x86_64")]
-    if features == CpuFeatures::AmxBf16 && crate::kernels::cpu::matmul::amx::machine_has_tiles() {
+    if features == SimdLevel::AmxBf16 && crate::kernels::cpu::matmul::amx::machine_has_tiles() {
         return Some("the system denies permission to use AMX (arch_prctl ARCH_REQ_XCOMP_PERM)");
     }
     Some(match features {
-        CpuFeatures::Portable => unreachable!("every machine has the lowest level"),
-        CpuFeatures::Avx2 => "this processor has no AVX2 with FMA",
-        CpuFeatures::Avx512 => "this processor has no AVX-512 (F, VL, BW and DQ)",
-        CpuFeatures::Avx512Bf16 => "this processor has no AVX512-BF16",
-        CpuFeatures::AmxBf16 => "this processor has no AMX for bf16, or the system does not enable it",
+        SimdLevel::Portable => unreachable!("every machine has the lowest level"),
+        SimdLevel::Avx2 => "this processor has no AVX2 with FMA",
+        SimdLevel::Avx512 => "this processor has no AVX-512 (F, VL, BW and DQ)",
+        SimdLevel::Avx512Bf16 => "this processor has no AVX512-BF16",
+        SimdLevel::AmxBf16 => "this processor has no AMX for bf16, or the system does not enable it",
     })
 }
 
@@ -91,7 +91,7 @@ impl Probe {
         loop {
             let start = Instant::now();
             self.device.run_execution_unit(unit, rounds);
-            if start.elapsed() >= UNIT_DURATION_MIN {
+            if start.elapsed() >= PEAK_RUN_DURATION_MIN {
                 break;
             }
             rounds *= 2;

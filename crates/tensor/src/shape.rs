@@ -58,7 +58,7 @@ impl Shape {
     ///
     /// # Panics
     /// If the shape already has four dims.
-    pub fn and_cols(&self, cols: usize) -> Shape {
+    pub fn append_dim(&self, cols: usize) -> Shape {
         assert!(self.num_dims < DIMS_MAX, "{self:?} has no room for another dim");
         Shape { num_dims: self.num_dims + 1, ..*self }.with_cols(cols)
     }
@@ -67,7 +67,7 @@ impl Shape {
     ///
     /// # Panics
     /// If there is no dim `dim`.
-    pub fn around(&self, dim: usize) -> [usize; 3] {
+    pub fn outer_dim_inner(&self, dim: usize) -> [usize; 3] {
         let dims = self.dims();
         [product(&dims[..dim]), dims[dim], product(&dims[dim + 1..])]
     }

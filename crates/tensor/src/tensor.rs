@@ -45,9 +45,10 @@ impl Drop for LentGuard {
 
 impl Memory {
     /// Allocates from the arena, or from its overflow memory if the budget has no room.
-    fn take(arena: &Arc<Arena>, num_bytes: usize, category: Category) -> Result<Self> {
-        let overflow =
-            || arena.overflow(num_bytes, category).map(|memory| Memory::Lent(LentGuard(Some(memory))));
+    fn allocate(arena: &Arc<Arena>, num_bytes: usize, category: Category) -> Result<Self> {
+        let overflow = || {
+            arena.allocate_overflow(num_bytes, category).map(|memory| Memory::Lent(LentGuard(Some(memory))))
+        };
         if arena.is_overflowing(num_bytes, category)
             && let Some(memory) = overflow()
         {
@@ -69,7 +70,7 @@ impl Tensor {
     ) -> Result<Self> {
         let unaddressable = DeviceError::Unaddressable { shape, dtype, category };
         let num_bytes = shape.num_bytes(dtype).ok_or(unaddressable)?;
-        Ok(Tensor { memory: Memory::take(arena, num_bytes, category)?, shape, dtype })
+        Ok(Tensor { memory: Memory::allocate(arena, num_bytes, category)?, shape, dtype })
     }
 
     /// Wraps host memory, which must be aligned for `dtype`. Only devices that [reach the host's memory](crate::Device::reaches_host) can
@@ -139,7 +140,7 @@ impl Tensor {
         let Memory::Block(block) = &mut self.memory else { return Ok(()) };
         match block.reallocate() {
             Err(DeviceError::OverBudget(error)) => {
-                let memory = block.arena().overflow(block.len(), block.category()).ok_or(error)?;
+                let memory = block.arena().allocate_overflow(block.len(), block.category()).ok_or(error)?;
                 self.memory = Memory::Lent(LentGuard(Some(memory)));
                 Ok(())
             }

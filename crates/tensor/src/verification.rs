@@ -9,7 +9,7 @@ use crate::kernels::cpu::element::{Element, FloatsMut, with_element};
 use crate::kernels::cpu::matmul::{Epilogue, MatmulSizes, Matrix};
 use crate::kernels::cpu::threads::ThreadPool;
 use crate::kernels::cpu::{Cpu, f32_error};
-use crate::kernels::{CpuFeatures, ExecutionUnit};
+use crate::kernels::{ExecutionUnit, SimdLevel};
 use crate::precision::Precision;
 use crate::probe::Transposes;
 use std::fmt;
@@ -26,13 +26,13 @@ pub struct MatmulKernel {
 
 impl MatmulKernel {
     /// Returns the kernel that matmuls of a precision use at a SIMD level.
-    pub fn of(features: CpuFeatures, precision: Precision) -> Self {
+    pub fn of(features: SimdLevel, precision: Precision) -> Self {
         MatmulKernel { precision, unit: ExecutionUnit::of(features, precision) }
     }
 
     /// Returns every kernel that some SIMD level up to `features` uses, in ascending order of level for each precision.
-    pub fn up_to(features: CpuFeatures) -> Vec<MatmulKernel> {
-        let levels = CpuFeatures::ALL.into_iter().filter(|level| *level <= features);
+    pub fn up_to(features: SimdLevel) -> Vec<MatmulKernel> {
+        let levels = SimdLevel::ALL.into_iter().filter(|level| *level <= features);
         let kernels = |precision| levels.clone().map(move |level| MatmulKernel::of(level, precision));
         let mut kernels: Vec<_> = Precision::ALL.into_iter().flat_map(kernels).collect();
         // Levels that share a kernel for a precision are adjacent.
@@ -42,7 +42,7 @@ impl MatmulKernel {
 
     /// Returns whether this is a portable kernel, which exists on every machine and is the reference for the others.
     pub fn is_portable(self) -> bool {
-        self.unit.features() == CpuFeatures::Portable
+        self.unit.features() == SimdLevel::Portable
     }
 
     /// Compares the kernel with the portable one on small matmuls, with full tiles and edges, and with inner dims of 1, odd length and
@@ -55,12 +55,12 @@ impl MatmulKernel {
     /// If the machine does not have the kernel's SIMD level.
     pub fn verify(self) -> Result<(), WrongMatmulElement> {
         let features = self.unit.features();
-        assert!(features <= CpuFeatures::detect(), "{self} is beyond this machine");
+        assert!(features <= SimdLevel::detect(), "{self} is beyond this machine");
         self.verify_at(features)
     }
 
-    fn verify_at(self, features: CpuFeatures) -> Result<(), WrongMatmulElement> {
-        let [portable, candidate] = [CpuFeatures::Portable, features].map(single_threaded);
+    fn verify_at(self, features: SimdLevel) -> Result<(), WrongMatmulElement> {
+        let [portable, candidate] = [SimdLevel::Portable, features].map(single_threaded);
         compare(self.precision, |case| case.product(&portable), |case| case.product(&candidate))
     }
 }
@@ -91,7 +91,7 @@ pub struct WrongMatmulElement {
 /// operand of the last matmul is packed once for two tiles of columns.
 const SIZES: [[usize; 3]; 6] = [[1, 1, 1], [5, 7, 3], [33, 37, 19], [32, 33, 32], [2, 17, 531], [3, 515, 5]];
 
-fn single_threaded(features: CpuFeatures) -> Cpu {
+fn single_threaded(features: SimdLevel) -> Cpu {
     // A pool of size one uses the calling thread and starts none.
     Cpu::new(ThreadPool::new(1).expect("a pool of one starts no thread"), features)
 }
@@ -103,8 +103,13 @@ fn compare(
     found: impl Fn(&Case) -> Vec<f32>,
 ) -> Result<(), WrongMatmulElement> {
     // Operands are activations or, if f32, also weights and gradients.
-    let kept = precision.dtype();
-    let mut dtypes = vec![(kept, DType::F32), (kept, kept), (DType::F32, kept), (DType::F32, DType::F32)];
+    let activation_dtype = precision.dtype();
+    let mut dtypes = vec![
+        (activation_dtype, DType::F32),
+        (activation_dtype, activation_dtype),
+        (DType::F32, activation_dtype),
+        (DType::F32, DType::F32),
+    ];
     if precision == Precision::F32 {
         // All four pairs are equal. Two are kept, because one result is overwritten and one is accumulated.
         dtypes.truncate(2);
@@ -258,8 +263,8 @@ mod tests {
     fn levels_share_kernels() {
         let names =
             |features| MatmulKernel::up_to(features).iter().map(ToString::to_string).collect::<Vec<_>>();
-        assert!(MatmulKernel::up_to(CpuFeatures::Portable).iter().all(|kernel| kernel.is_portable()));
-        let amx = names(CpuFeatures::AmxBf16);
+        assert!(MatmulKernel::up_to(SimdLevel::Portable).iter().all(|kernel| kernel.is_portable()));
+        let amx = names(SimdLevel::AmxBf16);
         assert_eq!(
             amx,
             [
@@ -276,15 +281,15 @@ mod tests {
                 "f16 products on fma 512",
             ]
         );
-        assert_eq!(names(CpuFeatures::Avx512Bf16).len(), amx.len() - 1);
+        assert_eq!(names(SimdLevel::Avx512Bf16).len(), amx.len() - 1);
     }
 
     /// Compares the portable kernel with itself, with an injected mistake.
-    fn mistaken(
+    fn compare_with_mistake(
         precision: Precision,
         mistake: impl Fn(&Case, &mut Vec<f32>),
     ) -> Result<(), WrongMatmulElement> {
-        let cpu = single_threaded(CpuFeatures::Portable);
+        let cpu = single_threaded(SimdLevel::Portable);
         compare(
             precision,
             |case| case.product(&cpu),
@@ -299,7 +304,7 @@ mod tests {
     #[test]
     fn wrong_elements_are_found_and_reported() {
         for precision in Precision::ALL {
-            mistaken(precision, |_, _| ()).unwrap();
+            compare_with_mistake(precision, |_, _| ()).unwrap();
             // The last elements of full tiles and of edges; changed values and NaN.
             for (row, col) in [(0, 0), (32, 36), (31, 31)] {
                 let at = |case: &Case, found: &mut Vec<f32>, wrong: &dyn Fn(f32) -> f32| {
@@ -308,7 +313,8 @@ mod tests {
                     }
                 };
                 for wrong in [|x: f32| x + 0.01, |_| f32::NAN, |x| x * (1.0 + 1e-4) + 1e-4] {
-                    let error = mistaken(precision, |case, found| at(case, found, &wrong)).unwrap_err();
+                    let error =
+                        compare_with_mistake(precision, |case, found| at(case, found, &wrong)).unwrap_err();
                     assert_eq!((error.row, error.col, error.sizes.inner), (row, col, 19), "{error}");
                     assert!(error.to_string().contains("of a product of 33x37x19 (NN) is"), "{error}");
                 }
@@ -323,7 +329,7 @@ mod tests {
                 found[2] = found[2].next_up();
             }
         };
-        let error = mistaken(Precision::F32, next).unwrap_err();
+        let error = compare_with_mistake(Precision::F32, next).unwrap_err();
         assert_eq!((error.row, error.col, error.sizes.inner), (0, 2, 531));
         // Other elements may differ in the last bit.
         let next = |_: &Case, found: &mut Vec<f32>| {
@@ -331,7 +337,7 @@ mod tests {
                 *odd = odd.next_up();
             }
         };
-        mistaken(Precision::F32, next).unwrap();
+        compare_with_mistake(Precision::F32, next).unwrap();
     }
 
     #[test]
@@ -339,6 +345,6 @@ mod tests {
         let narrow = |_: &Case, found: &mut Vec<f32>| {
             found.iter_mut().for_each(|x| *x = trireme_base::Bf16::from_f32(*x).to_f32());
         };
-        assert!(mistaken(Precision::Bf16, narrow).is_err());
+        assert!(compare_with_mistake(Precision::Bf16, narrow).is_err());
     }
 }

@@ -50,12 +50,12 @@ impl Unit for Middle {
         let hidden = cx.apply(&self.linear, (normed, sparse))?;
         let hidden = cx.apply(&self.dropout, [hidden])?;
         cx.output("sparse", hidden)?;
-        let Some(near) = &self.reconstruction else {
+        let Some(reconstruction) = &self.reconstruction else {
             return cx.output("dense", dense);
         };
         let features = cx.batch("features");
         let features = cx.apply(&Convert, [features])?;
-        let near = cx.apply(near, [&dense])?;
+        let near = cx.apply(reconstruction, [&dense])?;
         cx.apply_metric("distance", &MeanLoss(SquaredError), (&near, &features))?;
         cx.apply_loss(&MeanLoss(SquaredError), (near, features), 0.25)?;
         let dense = cx.apply(&Tanh, [dense])?;
@@ -128,7 +128,7 @@ pub fn build_classifier(_: &Device, mut table: ParameterTable) -> Result<Model, 
     };
     let norm = |table: &mut ParameterTable, name: &str| {
         let weight = table.add(Parameter::vector(name, WIDTH, Initial::ONES));
-        Arc::new(Norm { weight, bias: None, weight_offset: 0.0, epsilon: 1e-5, centred: false })
+        Arc::new(Norm { weight, bias: None, weight_offset: 0.0, epsilon: 1e-5, is_centered: false })
     };
     let identity = InputActivation::Identity;
     table.begin_unit("stem");
@@ -155,9 +155,9 @@ pub fn build_classifier(_: &Device, mut table: ParameterTable) -> Result<Model, 
         }));
     }
     table.begin_unit("classes");
-    let fit = norm(&mut table, "classes.norm");
+    let sparse_norm = norm(&mut table, "classes.norm");
     let linear = linear(&mut table, "classes", 2 * WIDTH, CLASSES, identity);
-    units.push(Arc::new(Head { linear, sparse_norm: fit }));
+    units.push(Arc::new(Head { linear, sparse_norm }));
     Ok(Model::new(units, table))
 }
 

@@ -16,14 +16,14 @@ const STEP: f64 = 1e-5;
 pub type Reference<'a> = dyn Fn(&[Vec<f64>], &[f64]) -> Vec<f64> + 'a;
 
 /// A function that applies operations to inputs. Returns the output, or `None` if the operations end in a loss.
-pub type Run<'a> = dyn Fn(&mut Recorder<'_>, Vec<Var>) -> Result<Option<Var>, DeviceError> + 'a;
+pub type ApplyOperations<'a> = dyn Fn(&mut Recorder<'_>, Vec<Var>) -> Result<Option<Var>, DeviceError> + 'a;
 
 /// Operations that end in one output or in a loss, and a reference for them.
 pub struct GradientCheck<'a> {
     /// Name of the check, for messages.
     pub name: String,
     /// Applies the operations.
-    pub run: &'a Run<'a>,
+    pub run: &'a ApplyOperations<'a>,
     /// The parameters that the operations read.
     pub table: ParameterTable,
     /// Precision of activations. Inputs are rounded to it, unless they are [in f32](Input::in_f32).
@@ -262,13 +262,7 @@ impl GradientCheck<'_> {
     }
 
     fn compute(&self, variant: RunVariant) -> Outputs {
-        let RunVariant {
-            num_threads,
-            splits_backward: apart,
-            overwrites_inputs,
-            initial_grad: before,
-            backend,
-        } = variant;
+        let RunVariant { num_threads, splits_backward, overwrites_inputs, initial_grad, backend } = variant;
         let device =
             TracedDevice::open(DeviceOptions { num_threads, backend, ..DeviceOptions::default() }).unwrap();
         let parameters = self.parameters(&device);
@@ -298,8 +292,8 @@ impl GradientCheck<'_> {
                 self.cotangent(shape.num_elements()).iter().map(|&c| c as f32).collect();
             (place.id(), narrow(&device, &cotangent, shape, output.dtype()))
         });
-        let mut sink = Grads::new(parameters.table(), &device, before);
-        if apart {
+        let mut sink = Grads::new(parameters.table(), &device, initial_grad);
+        if splits_backward {
             tape.backward_input(&parameters, start).unwrap();
             tape.backward_weight(&parameters, &mut sink).unwrap();
         } else {

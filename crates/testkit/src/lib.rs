@@ -17,7 +17,7 @@ pub use allocations::CountingAllocator;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 pub use amx_emulator::emulate_amx;
 pub use classifier::{build_classifier, classifier_batch, classifier_sample, classifier_specs};
-pub use gradients::{GradientCheck, Input, Reference, Run};
+pub use gradients::{ApplyOperations, GradientCheck, Input, Reference};
 pub use skipping::or_skip;
 pub use traced::TracedDevice;
 

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use trireme_base::{Rank, format_ranks};
 use trireme_checkpoint::StoredTensors;
 use trireme_comm::{CONTROL_BYTES_MAX, Group};
-use trireme_tensor::CpuFeatures;
+use trireme_tensor::SimdLevel;
 
 /// The maximum number of characters of a value that a message quotes.
 const VALUE_CHARS_MAX: usize = 200;
@@ -27,9 +27,9 @@ pub(crate) struct Facts(BTreeMap<String, String>);
 
 impl Facts {
     /// Returns the version of the program, the config, and the SIMD level of the kernels. Kernels of different levels round differently.
-    pub(crate) fn of_config(config: &Config, features_max: Option<CpuFeatures>) -> Self {
+    pub(crate) fn of_config(config: &Config, features_max: Option<SimdLevel>) -> Self {
         let version = ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned());
-        let supported = CpuFeatures::detect();
+        let supported = SimdLevel::detect();
         let level = features_max.map_or(supported, |most| most.min(supported)).to_string();
         let level = ("SIMD level (set TRIREME_SIMD to the lowest on all ranks)".to_owned(), level);
         let keys = config.values().into_iter().filter(|(name, _)| !Config::may_differ(name));
@@ -63,7 +63,7 @@ impl Facts {
         Ok(Facts(BTreeMap::from([("weights in model.init_from".to_owned(), value)])))
     }
 
-    pub(crate) fn and(mut self, others: Facts) -> Self {
+    pub(crate) fn merged_with(mut self, others: Facts) -> Self {
         self.0.extend(others.0);
         self
     }
@@ -107,7 +107,7 @@ impl Facts {
 /// # Errors
 /// [`TrainError::RanksDisagree`] on all ranks, with each differing fact, its values and the ranks that have them.
 pub(crate) fn agree(facts: &Facts, group: &Group) -> Result<(), TrainError> {
-    group.set_line(format_args!("comparing the configs of the ranks"));
+    group.set_program_line(format_args!("comparing the configs of the ranks"));
     let checksums = group.all_gather_bytes(&facts.checksum().to_le_bytes()).wait()?;
     if checksums.iter().all(|checksum| *checksum == checksums[0]) {
         return Ok(());

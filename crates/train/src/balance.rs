@@ -55,10 +55,10 @@ impl MeasuredTimes {
     /// Records the unit times of one step. Does not allocate.
     fn observe(&mut self, program: &Program, timeline: &[ActionTime]) {
         self.num_seen += 1;
-        let Some(place) = self.num_seen.checked_sub(2).map(|kept| kept % STEPS_MAX * self.num_units) else {
+        let Some(offset) = self.num_seen.checked_sub(2).map(|kept| kept % STEPS_MAX * self.num_units) else {
             return;
         };
-        let step = &mut self.times[place..place + self.num_units];
+        let step = &mut self.times[offset..offset + self.num_units];
         step.fill(UnitTimes::default());
         for (action, time) in program.actions.iter().zip(timeline) {
             if let Some(part) = time_index(*action) {
@@ -144,21 +144,21 @@ pub(crate) struct Rebalancing {
     pub(crate) reason: String,
 }
 
-pub(crate) struct Balance {
+pub(crate) struct Rebalancer {
     interval: u64,
     threshold: f64,
     passes: Vec<UnitPasses>,
     times: MeasuredTimes,
 }
 
-impl Balance {
+impl Rebalancer {
     /// Returns `None` if the config turns rebalancing off.
     pub(crate) fn new(config: &Config, passes: Vec<UnitPasses>) -> Option<Self> {
         let parallelism = config.parallelism();
         let interval = parallelism.pipeline_parallel_rebalance_interval;
         let threshold = parallelism.pipeline_parallel_rebalance_threshold;
         let times = MeasuredTimes::new(passes.len());
-        (interval > 0).then_some(Balance { interval, threshold, passes, times })
+        (interval > 0).then_some(Rebalancer { interval, threshold, passes, times })
     }
 
     pub(crate) fn observe(&mut self, executor: &Executor) {
@@ -184,7 +184,7 @@ impl Balance {
         let group = executor.group();
         let gathered = all_gather_json(group, &own)?;
         let found = match group.rank() {
-            Rank::ROOT => self.find(&gathered, config, choices, executor),
+            Rank::ROOT => self.find_better_split(&gathered, config, choices, executor),
             _ => None,
         };
         let Some(new_split) = all_gather_json(group, &found)?.swap_remove(Rank::ROOT.0) else {
@@ -197,7 +197,7 @@ impl Balance {
     }
 
     /// Returns a better split that the schedule can run, computed from the unit times of all ranks.
-    fn find(
+    fn find_better_split(
         &self,
         gathered: &[Vec<UnitTimes>],
         config: &Config,

@@ -204,7 +204,7 @@ pub(crate) fn write_checkpoint(
         for (index, State { info, .. }) in executor.optimizer().states(unit).iter().enumerate() {
             // A state tensor with the parameter's shape is placed like the parameter. Other state tensors are replicated on all ranks that
             // store any part of the parameter.
-            let placements = if info.is_like_parameter {
+            let placements = if info.has_parameter_layout {
                 of_parameters[info.parameter.name.as_str()].placements.clone()
             } else {
                 executor.placements().replicated_with(executor.model().table(), &header, info.parameter)
@@ -324,7 +324,7 @@ impl RunTensors<'_> {
 impl TensorSource for RunTensors<'_> {
     fn with_bytes(&mut self, index: usize, write: WriteBytes<'_>) -> Result<(), CheckpointError> {
         let entry = self.entries[index];
-        let brought = match entry {
+        let fetch_result = match entry {
             Entry::Parameter(parameter) => {
                 let unit = self.executor.model().table().parameters()[parameter].unit;
                 self.fetch(self.executor.class_of_weights(), unit)
@@ -333,7 +333,7 @@ impl TensorSource for RunTensors<'_> {
             Entry::AmaxHistory { .. } | Entry::Compressor { .. } => Ok(()),
         };
         let name = || self.tensors[index].name.clone();
-        brought.map_err(|error| CheckpointError::Source { name: name(), source: error.into() })?;
+        fetch_result.map_err(|error| CheckpointError::Source { name: name(), source: error.into() })?;
         let executor = &*self.executor;
         match entry {
             Entry::Parameter(parameter) => {

@@ -35,12 +35,12 @@ impl StepChoices {
     ///
     /// # Errors
     /// Fails if the model has fewer units than stages or than the config's split points need, or if the schedule file cannot be read.
-    pub fn given(config: &Config, passes: &[UnitPasses]) -> Result<Self, TrainError> {
-        let keeps = given_keeps(config, passes);
+    pub fn from_config(config: &Config, passes: &[UnitPasses]) -> Result<Self, TrainError> {
+        let keeps = configured_keeps(config, passes);
         let schedule = read_schedule(config)?;
         let num_stages = schedule.as_ref().map_or(config.parallelism().num_stages(), Schedule::num_stages);
         let stages = split_stages(config, num_stages, passes, &keeps)?;
-        Ok(StepChoices { keeps, state: given_state(config), stages, schedule })
+        Ok(StepChoices { keeps, state: configured_state(config), stages, schedule })
     }
 
     /// Returns the stages of the pipeline, or one stage with all units without a pipeline.
@@ -79,14 +79,14 @@ impl StepChoices {
 }
 
 /// Returns the activations that each unit's forward pass keeps according to the config. `mode = "auto"` leaves this to the planner, and
-/// keeps all. A unit that [keeps](UnitPasses::keeps) nothing for a later backward has `Keep::All`.
-fn given_keeps(config: &Config, passes: &[UnitPasses]) -> Vec<Keep> {
+/// keeps all. A unit that [keeps](UnitPasses::keeps_activations) nothing for a later backward has `Keep::All`.
+fn configured_keeps(config: &Config, passes: &[UnitPasses]) -> Vec<Keep> {
     let checkpoint = config.activation_checkpoint();
     // Number of units since the last unit with `Keep::All`. Every `every_k`-th of these units keeps its input. The units after it keep
     // nothing, and are recomputed from that input.
     let mut num_before = 0_usize;
     let keep = |passes: &UnitPasses| match checkpoint.mode {
-        _ if !passes.keeps() => {
+        _ if !passes.keeps_activations() => {
             num_before = 0;
             Keep::All
         }
@@ -102,7 +102,7 @@ fn given_keeps(config: &Config, passes: &[UnitPasses]) -> Vec<Keep> {
     passes.iter().map(keep).collect()
 }
 
-fn given_state(config: &Config) -> StateLayout {
+fn configured_state(config: &Config) -> StateLayout {
     let tier = |tier: config::Tier| match tier {
         config::Tier::Device | config::Tier::Auto => Tier::Device,
         config::Tier::Host => Tier::Host,

@@ -72,7 +72,7 @@ impl CorpusSamples {
     /// If the files of the corpus cannot be read.
     pub fn read(&mut self, index: u64) -> Result<SampleView, TrainError> {
         let window = self.windows.window(index);
-        self.windows.begin(index, 1)?;
+        self.windows.announce_samples(index, 1)?;
         let weighs_losses = self.windows.sample().iter().any(|spec| spec.name == LOSS_WEIGHTS);
         let mut sample = Sample { batch: &mut self.batch, row: 0 };
         self.windows.read(index, &mut sample)?;

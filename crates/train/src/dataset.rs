@@ -34,7 +34,7 @@ pub trait Dataset: Send {
     ///
     /// # Errors
     /// The errors of [`read`](Dataset::read).
-    fn begin(&mut self, _first: u64, _num_samples: u64) -> Result<bool, TrainError> {
+    fn announce_samples(&mut self, _first: u64, _num_samples: u64) -> Result<bool, TrainError> {
         Ok(true)
     }
 

@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use trireme_parallel::Spill;
 use trireme_tensor::{
-    BackendKind, CpuFeatures, DetachedOptions, Device, DeviceOptions, OverflowAllocator, PageSource,
+    BackendKind, DetachedOptions, Device, DeviceOptions, OverflowAllocator, PageSource, SimdLevel,
 };
 
 /// Returns the options with which a worker opens its device.
@@ -30,7 +30,7 @@ pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
 pub(crate) fn open_device(
     config: &Config,
     num_threads: usize,
-    features_max: Option<CpuFeatures>,
+    features_max: Option<SimdLevel>,
 ) -> Result<Device, TrainError> {
     if config.memory().huge_pages == HugePages::Never {
         disable_transparent_huge_pages(true).map_err(|error| TrainError::HugePages(error.into()))?;

@@ -10,7 +10,7 @@ use trireme_comm::CommError;
 use trireme_data::DataError;
 use trireme_model::ModelError;
 use trireme_parallel::ParallelError;
-use trireme_schedule::pipeline::{GenerateError, Kind};
+use trireme_schedule::pipeline::{GenerateError, ScheduleKind};
 use trireme_tensor::{DeviceError, OverBudget};
 
 /// A failure to start, continue or end a run.
@@ -254,7 +254,7 @@ pub enum TrainError {
         "schedule '{kind}' holds {needed} of activations on worker {rank} of the pipeline, but [parallelism] \
          pipeline_parallel_in_flight_max allows {bound}; {remedy}"
     )]
-    InFlight { kind: Kind, rank: usize, needed: Bytes, bound: Bytes, remedy: &'static str },
+    InFlight { kind: ScheduleKind, rank: usize, needed: Bytes, bound: Bytes, remedy: &'static str },
     #[error(
         "the run resumes at step {step}, which is not a multiple of the {num_steps} steps between drains of the \
          pipeline; set [parallelism] pipeline_parallel_drain_interval to a divisor of {step}, or [checkpoint] resume \

@@ -21,7 +21,7 @@ pub struct Evaluator {
     config: ModelConfig,
     seq_len: usize,
     /// The index of the next-token loss among the [reports](trireme_model::ModelProfile::reports).
-    report: usize,
+    loss_report: usize,
     notices: Vec<String>,
 }
 
@@ -83,7 +83,7 @@ impl Evaluator {
         };
         let report = profile.reports().enumerate().find(is_prediction);
         let (report, _) = report.expect("the last unit of a language model predicts");
-        Ok(Evaluator { executor, device: device.clone(), config, seq_len, report, notices })
+        Ok(Evaluator { executor, device: device.clone(), config, seq_len, loss_report: report, notices })
     }
 
     /// Returns notices about the model's files for the user.
@@ -122,7 +122,7 @@ impl Evaluator {
         for windows in windows.chunks(BATCH_SIZE) {
             let sequences = windows.iter().map(|window| Sequence::read(*window, tokens, whole_documents));
             let sequences = sequences.collect::<Result<Vec<_>, _>>()?;
-            found.nats += self.nats(&sequences)?;
+            found.nats += self.sum_of_losses(&sequences)?;
             for sequence in &sequences {
                 let counted: Vec<u32> = sequence.counted_tokens().collect();
                 found.num_tokens += counted.len() as u64;
@@ -154,7 +154,7 @@ impl Evaluator {
         let num_given = num_given.saturating_sub(left_out).max(1);
         let counted = (0..tokens.len()).map(|place| u32::from(place >= num_given)).collect();
         let sequence = Sequence { tokens: tokens.to_vec(), counted, starts: vec![0; tokens.len()] };
-        Ok(-self.nats(&[sequence])?)
+        Ok(-self.sum_of_losses(&[sequence])?)
     }
 
     fn check_vocabulary(&self, vocabulary_size: usize) -> Result<(), TrainError> {
@@ -167,7 +167,7 @@ impl Evaluator {
     }
 
     /// Returns the sum of the losses of the counted tokens of `sequences`.
-    fn nats(&mut self, sequences: &[Sequence]) -> Result<f64, TrainError> {
+    fn sum_of_losses(&mut self, sequences: &[Sequence]) -> Result<f64, TrainError> {
         // A batch of short sequences takes less time.
         let seq_len = sequences.iter().map(|sequence| sequence.tokens.len() - 1).max().unwrap_or(0);
         let mut batch = HostBatch::new(&specs(sequences.len(), seq_len));
@@ -192,7 +192,7 @@ impl Evaluator {
             of_tokens[len..].fill(0.0);
         }
         let batch = batch.upload(&self.device)?;
-        Ok(self.executor.evaluate_sequences(batch)?[self.report].sum)
+        Ok(self.executor.evaluate_sequences(batch)?[self.loss_report].sum)
     }
 }
 

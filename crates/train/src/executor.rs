@@ -41,8 +41,8 @@ pub(crate) fn build_executor(
     device: &Device,
 ) -> Result<Executor, TrainError> {
     let chain = chain(model.table(), &profile, executor_options(config).determinism);
-    let place = group.rank().0 / config.workers_per_pipeline_rank();
-    let program = proven_programs(config, &chain, choices)?.swap_remove(place);
+    let pipeline_rank = group.rank().0 / config.workers_per_pipeline_rank();
+    let program = proven_programs(config, &chain, choices)?.swap_remove(pipeline_rank);
     let mut executor = new_executor(config, model, profile, program, group, device)?;
     match &config.model().init_from {
         None => executor.initialize(config.training().seed)?,

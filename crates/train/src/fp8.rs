@@ -24,7 +24,7 @@ pub(crate) fn recipe(training: &config::Training) -> Option<Fp8Recipe> {
 }
 
 /// Returns the name of each layer's amax history in a checkpoint. It contains the name of the first parameter of the layer's weight.
-fn names<'a>(state: &'a Fp8State, table: &'a ParameterTable) -> impl Iterator<Item = String> + 'a {
+fn history_names<'a>(state: &'a Fp8State, table: &'a ParameterTable) -> impl Iterator<Item = String> + 'a {
     let name = |id: &ParameterId| &table.parameters()[id.0].name;
     state.layers().iter().map(move |id| format!("{OPTIMIZER_PREFIX}fp8_amax_history.{}", name(id)))
 }
@@ -39,7 +39,7 @@ pub(crate) fn history_placements(
         let (_, shape) = state.history(layer);
         TensorPlacement::replicated(name, &shape, DType::F32, mesh)
     };
-    names(state, table).enumerate().map(placement).collect()
+    history_names(state, table).enumerate().map(placement).collect()
 }
 
 /// Reads the amax history of every layer for which the checkpoint at `path` has one. Checkpoints of runs without fp8 have none.
@@ -49,7 +49,7 @@ pub(crate) fn read_histories(
     table: &ParameterTable,
     path: &Path,
 ) -> Result<(), TrainError> {
-    let names: Vec<String> = names(state, table).collect();
+    let names: Vec<String> = history_names(state, table).collect();
     for (layer, name) in names.into_iter().enumerate() {
         let Some(tensor) = stored.get(&name) else { continue };
         let shape = tensor.shape();

@@ -102,7 +102,7 @@ pub fn generate_text(
     let mut decoder = tokenizer.stream_decoder();
     let mut stops = StopFilter { stop: &settings.stop, held: String::new() };
     for _ in 0..num_tokens {
-        let logits = generation.read(&tokens)?;
+        let logits = generation.append(&tokens)?;
         // A vocabulary may be padded beyond the tokenizer's ids. Padding ids have no text, so they are not chosen.
         let known = tokenizer.vocabulary_size().min(logits.len());
         let token = settings.sampling.choose(&logits[..known], &mut random);

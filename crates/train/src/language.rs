@@ -170,7 +170,7 @@ impl LanguageTask {
         }
         let mut model_json = model_config_json(config, &model)?;
         if own.is_none() {
-            model_json = with_ends(&model_json, &tokenizer);
+            model_json = with_bos_and_eos_ids(&model_json, &tokenizer);
         }
         Ok(LanguageTask {
             model_json,
@@ -283,7 +283,7 @@ impl Task for LanguageTask {
 }
 
 /// Returns a `config.json` with the tokenizer's tokens for the beginning and the end of a document, unless the model defines them.
-fn with_ends(model_json: &str, tokenizer: &Tokenizer) -> String {
+fn with_bos_and_eos_ids(model_json: &str, tokenizer: &Tokenizer) -> String {
     let mut json = parse_json(model_json.as_bytes()).expect("it describes a model");
     let end = tokenizer.end_of_document();
     let beginning = tokenizer.prefix_tokens().first().copied().or(end);
@@ -414,7 +414,7 @@ impl Dataset for TokenWindows {
     }
 
     /// If only some tokens count in the loss, reads the loss mask of all these samples.
-    fn begin(&mut self, first: u64, num_samples: u64) -> Result<bool, TrainError> {
+    fn announce_samples(&mut self, first: u64, num_samples: u64) -> Result<bool, TrainError> {
         if !self.sequences.weighs_losses {
             return Ok(true);
         }

@@ -9,7 +9,7 @@ use trireme_tensor::Precision;
 
 /// Number of passes up to which repeated text is nearly as good as new text (Muennighoff et al., "Scaling data-constrained language
 /// models", 2023, section 6).
-const PASSES_MAX: f64 = 4.0;
+const EPOCHS_MAX: f64 = 4.0;
 
 /// Notifies the user if the bits of results depend on the layout, unless the config asks for `determinism = "run"`.
 pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &mut dyn Observer) {
@@ -58,10 +58,10 @@ pub(crate) fn notice_fp8(config: &Config, observer: &mut dyn Observer) {
 }
 
 /// Notifies the user if a run repeats its text often.
-pub(crate) fn notice_passes(config: &Config, train: &dyn Dataset, observer: &mut dyn Observer) {
+pub(crate) fn notice_epochs(config: &Config, train: &dyn Dataset, observer: &mut dyn Observer) {
     let training = config.training();
     let num_passes = (training.steps * training.global_batch_size as u64) as f64 / train.num_samples() as f64;
-    if num_passes > PASSES_MAX && train.tokens_per_sample().is_some() {
+    if num_passes > EPOCHS_MAX && train.tokens_per_sample().is_some() {
         observer.notice(&format!(
             "the run makes {num_passes:.1} passes over its data; beyond about four, repeated data helps less and less"
         ));

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 use trireme_base::{Bytes, Heartbeat, Rank, format_ranks};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_comm::{CommError, Group};
-use trireme_tensor::CpuFeatures;
+use trireme_tensor::SimdLevel;
 
 /// Maximum time until a file written on one host must be visible on another. A network file system may cache directories for some seconds.
 const VISIBLE_MAX: Duration = Duration::from_secs(5);
@@ -33,7 +33,7 @@ const CLOCKS_APART_MAX: f64 = 2.0;
 /// [`TrainError::RanksDisagree`] on all ranks, with every difference and its ranks; failed communication.
 pub fn preflight(
     config: &Config,
-    features_max: Option<CpuFeatures>,
+    features_max: Option<SimdLevel>,
     group: &Group,
 ) -> Result<Vec<String>, TrainError> {
     let mut facts = Facts::of_config(config, features_max);

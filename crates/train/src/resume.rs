@@ -10,7 +10,7 @@ use crate::fp8::read_histories;
 use crate::metrics::METRICS_FILE;
 use crate::observer::Observer;
 use crate::task::Task;
-use crate::weights::{checked_weights, part, read_boxes, read_held};
+use crate::weights::{checked_weights, read_boxes, read_held, tensor_part};
 use serde::de::Error as _;
 use std::collections::BTreeSet;
 use std::error::Error;
@@ -191,7 +191,7 @@ pub fn resume_point(config: &Config) -> Result<Option<Checkpoint>, TrainError> {
 ///
 /// # Errors
 /// If the checkpoint to resume from does not open.
-pub fn earlier_run(config: &Config) -> Result<Option<TrainError>, TrainError> {
+pub fn earlier_run_error(config: &Config) -> Result<Option<TrainError>, TrainError> {
     let folder = config.run_folder();
     let metrics = folder.join(METRICS_FILE);
     let is_there = fs::metadata(&metrics).is_ok_and(|metadata| metadata.len() > 0);
@@ -199,10 +199,10 @@ pub fn earlier_run(config: &Config) -> Result<Option<TrainError>, TrainError> {
         return Ok(None);
     }
     // The same path may be written in several ways.
-    let whole = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    let own = whole(&folder.join(CHECKPOINTS_FOLDER));
+    let canonical = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let own = canonical(&folder.join(CHECKPOINTS_FOLDER));
     let continues =
-        resume_point(config)?.is_some_and(|checkpoint| whole(checkpoint.path()).parent() == Some(&own));
+        resume_point(config)?.is_some_and(|checkpoint| canonical(checkpoint.path()).parent() == Some(&own));
     Ok((!continues).then_some(TrainError::EarlierRun { folder }))
 }
 
@@ -235,7 +235,7 @@ pub(crate) fn choose_checkpoint(
 
 /// Reads the whole checkpoint, one share per rank. Returns the damage, if any rank has found some. Collective.
 fn verify_together(checkpoint: &Checkpoint, group: &Group) -> Result<Option<CheckpointError>, TrainError> {
-    group.set_line(format_args!("reading {}", checkpoint.path().display()));
+    group.set_program_line(format_args!("reading {}", checkpoint.path().display()));
     let beat = || group.heartbeat().beat();
     let own = checkpoint.verify_share(group.rank().0, group.world_size(), &beat).into_iter().next();
     let damage = match own.or_else(|| state_damage(checkpoint)) {
@@ -324,8 +324,11 @@ fn restore(
         if stateless.contains(&info.parameter.name) {
             return Ok(());
         }
-        let part =
-            if info.is_like_parameter { part(info.parameter) } else { LocalShape::whole(info.shape.dims()) };
+        let part = if info.has_parameter_layout {
+            tensor_part(info.parameter)
+        } else {
+            LocalShape::full(info.shape.dims())
+        };
         read_boxes(checkpoint.tensors(), &state_name(info), &part, info.held.clone(), values)
     })?;
     if let Some(fp8) = executor.fp8_state_mut() {

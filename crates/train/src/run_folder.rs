@@ -40,7 +40,7 @@ pub(crate) fn open(
         write(GIVEN_FILE, given)?;
     }
     write_program(config, executor.program(), comment)?;
-    write_choices(config, executor.group())?;
+    write_algorithm_choices(config, executor.group())?;
     Ok(MetricsWriter::open(&folder, config.metrics(), resumed_step)?)
 }
 
@@ -77,11 +77,11 @@ fn write_file(path: PathBuf, contents: &str) -> Result<(), TrainError> {
 }
 
 /// Writes the algorithms that the group has chosen so far, and the costs by which it chose them, to `collectives.txt`.
-pub(crate) fn write_choices(config: &Config, group: &Group) -> Result<(), TrainError> {
-    write_file(config.run_folder().join("collectives.txt"), &choices(group))
+pub(crate) fn write_algorithm_choices(config: &Config, group: &Group) -> Result<(), TrainError> {
+    write_file(config.run_folder().join("collectives.txt"), &algorithm_choices(group))
 }
 
-fn choices(group: &Group) -> String {
+fn algorithm_choices(group: &Group) -> String {
     let CostModel { within, across, direct, .. } = group.costs();
     let (num_ranks, num_hosts) = (group.world_size(), group.hosts().num_hosts());
     let mut text = format!("{num_ranks} workers, hosts: {num_hosts}, transport: {}\n", group.transport());

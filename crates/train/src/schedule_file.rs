@@ -15,7 +15,7 @@ use trireme_schedule::pipeline::{Costs, PassFault, Schedule, ScheduleError, draw
 
 /// Columns of the diagram that an error shows. With the label of its rank, a row fits into 80 columns. So does the line that marks the
 /// place of the error, unless that place is at the right edge.
-const PICTURE_COLUMNS: usize = 64;
+const DIAGRAM_COLUMNS: usize = 64;
 
 /// Reads the schedule file that the config names, if it names one. Fails if the file cannot be read or parsed.
 pub(crate) fn read_schedule(config: &Config) -> Result<Option<Schedule>, TrainError> {
@@ -73,7 +73,7 @@ fn check(
     let stages_per_rank = (0..schedule.num_ranks()).map(num_held).max().unwrap_or(0);
     let bounds = activation_bounds(config, stages, stages_per_rank, None);
     validate(schedule, costs, bounds.as_deref()).map_err(|error| {
-        let mut picture = draw_error(schedule, costs, &error, PICTURE_COLUMNS).trim_end().to_owned();
+        let mut picture = draw_error(schedule, costs, &error, DIAGRAM_COLUMNS).trim_end().to_owned();
         if matches!(error, ScheduleError::Pass { fault: PassFault::TooManyActivations { .. }, .. }) {
             picture +=
                 "\nactivations are measured in bytes; [parallelism] pipeline_parallel_in_flight_max sets the bound";

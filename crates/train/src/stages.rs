@@ -9,7 +9,7 @@ use trireme_schedule::Keep;
 use trireme_schedule::pipeline::{self, Costs, StageCosts, TICKS_MAX};
 
 /// The duration of the longest stage's forward pass, in ticks. A tick is shorter than the error of measured times.
-const TICKS: u64 = 1000;
+const LONGEST_FORWARD_TICKS: u64 = 1000;
 
 /// A stage of a pipeline: consecutive units, and the costs of their passes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -63,7 +63,8 @@ pub(crate) fn split_evenly(passes: &[UnitPasses], keeps: &[Keep], num_stages: us
 pub(crate) fn stages_with_costs(costs: &[StageCosts], stages: Vec<Range<usize>>) -> Vec<StageChoice> {
     let sums: Vec<StageCosts> = stages.iter().map(|units| sum(&costs[units.clone()])).collect();
     let longest = sums.iter().map(|costs| costs.forward).max().unwrap_or(0).max(1);
-    let ticks = |cost: u64| (u128::from(cost) * u128::from(TICKS) / u128::from(longest)) as u64;
+    let ticks =
+        |cost: u64| (u128::from(cost) * u128::from(LONGEST_FORWARD_TICKS) / u128::from(longest)) as u64;
     let in_ticks = |costs: StageCosts| StageCosts {
         // No pass takes zero time, because messages follow the passes that produce them.
         forward: ticks(costs.forward).max(1),
@@ -112,17 +113,17 @@ fn unit_costs(passes: &UnitPasses, keep: Keep) -> StageCosts {
 }
 
 /// Returns the maximum number of activation bytes on each rank of the pipeline: the product of the activations of the largest stage,
-/// `stages_per_rank`, and the number of microbatches that the config allows in flight. Without a limit in the config, `usual` is that
-/// number. Returns `None` if neither is set.
+/// `stages_per_rank`, and the number of microbatches that the config allows in flight. Without a limit in the config,
+/// `default_in_flight_max` is that number. Returns `None` if neither is set.
 pub(crate) fn activation_bounds(
     config: &Config,
     stages: &[StageChoice],
     stages_per_rank: usize,
-    usual: Option<usize>,
+    default_in_flight_max: Option<usize>,
 ) -> Option<Vec<u64>> {
     let parallelism = config.parallelism();
     let in_flight_max = match parallelism.pipeline_parallel_in_flight_max {
-        0 => usual?,
+        0 => default_in_flight_max?,
         given => given,
     };
     let largest = stages.iter().map(|stage| stage.costs.activation).max().unwrap_or(0);

@@ -16,7 +16,7 @@ const FIRST_CHECKPOINT: (u32, Duration) = (10, Duration::from_secs(600));
 pub(crate) struct TimeLimit {
     end: Instant,
     /// Time from the first step to the end.
-    whole: Duration,
+    total_time: Duration,
     /// The time at which the step program last began.
     began: Option<Instant>,
     /// Time of checkpoints and validations since `began`.
@@ -31,7 +31,7 @@ impl TimeLimit {
     pub(crate) fn new(now: Instant, end: Instant, saves: bool) -> Self {
         TimeLimit {
             end,
-            whole: end.saturating_duration_since(now),
+            total_time: end.saturating_duration_since(now),
             began: None,
             between_steps: Duration::ZERO,
             longest_step: Duration::ZERO,
@@ -59,7 +59,7 @@ impl TimeLimit {
             self.longest_step = self.longest_step.max(took);
         }
         self.between_steps = Duration::ZERO;
-        let part = |(part, most): (u32, Duration)| (self.whole / part).min(most);
+        let part = |(part, most): (u32, Duration)| (self.total_time / part).min(most);
         let saving = match self.longest_save {
             Some(longest) => longest * SAVE_TIME_FACTOR.0 / SAVE_TIME_FACTOR.1,
             None => part(FIRST_CHECKPOINT),

@@ -7,7 +7,7 @@ mod saving;
 mod stepping;
 mod validating;
 
-use crate::balance::Balance;
+use crate::balance::Rebalancer;
 use crate::checkpointing::TrainingState;
 use crate::choices::StepChoices;
 use crate::config::{Config, Interval};
@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use trireme_model::{Batch, HostBatch};
 use trireme_optim::LrSchedule;
 use trireme_parallel::{Executor, Spill, StepOutcome, StepPlan};
-use trireme_tensor::{CpuFeatures, Parameters};
+use trireme_tensor::{Parameters, SimdLevel};
 
 /// Properties of the process in which a trainer runs.
 #[derive(Debug, Clone)]
@@ -38,7 +38,7 @@ pub struct TrainerOptions {
     /// Number of threads of this worker.
     pub num_threads: usize,
     /// The highest SIMD level that kernels may use. `None` stands for the highest level of the machine.
-    pub features_max: Option<CpuFeatures>,
+    pub features_max: Option<SimdLevel>,
     /// The time at which the command started, for `seconds_to_first_step`.
     pub started: Instant,
     /// Peak FLOP/s of this worker in the training dtype, for MFU, if it is known. `[metrics] peak_flops` takes precedence.
@@ -95,7 +95,7 @@ pub struct Trainer<'a> {
     task: Arc<dyn Task>,
     host_batch: HostBatch,
     choices: StepChoices,
-    balance: Option<Balance>,
+    rebalancer: Option<Rebalancer>,
     /// The files to which activations spill if uneven loads leave no room for them.
     spill: Option<Arc<Spill>>,
     has_reported_spill: bool,
@@ -113,7 +113,7 @@ pub struct Trainer<'a> {
     /// Duration of the last run of the program, including the reading of its batches.
     program_time: Duration,
     /// Number of algorithm choices that were written to the run's folder.
-    num_choices: usize,
+    num_algorithm_choices: usize,
     batches: Vec<Batch>,
     /// The plans of the steps of the program that runs, or ran last.
     plans: Vec<StepPlan>,
@@ -150,9 +150,9 @@ impl<'a> Trainer<'a> {
     /// another file of the run cannot be written.
     pub fn run_until(&mut self, end: u64) -> Result<RunSummary, TrainError> {
         let training = self.config.training();
-        self.observer.begin(&self.facts());
+        self.observer.begin(&self.run_info());
         let mut summary = RunSummary { step: self.state.step, ..RunSummary::default() };
-        self.notice_ended();
+        self.notice_stopped_early();
         let mut initial = self.validate_at_start()?;
         if training.steps == 0 && self.is_new {
             summary.validation_loss = initial.take().map(|validated| validated.loss);
@@ -167,7 +167,7 @@ impl<'a> Trainer<'a> {
                 self.finish_step(&mut record, &mut summary)?;
                 self.records[index] = record;
             }
-            self.write_choices()?;
+            self.write_algorithm_choices()?;
             if self.state.step == training.steps {
                 break;
             }
@@ -251,15 +251,15 @@ impl<'a> Trainer<'a> {
     /// Moves units between ranks to balance the pipeline, if this is due and worthwhile. Collective.
     fn rebalance(&mut self) -> Result<(), TrainError> {
         let (step, group) = (self.state.step, self.executor.group());
-        let Some(balance) = &mut self.balance else { return Ok(()) };
-        group.set_line(format_args!("step {step}: pipeline balance"));
+        let Some(balance) = &mut self.rebalancer else { return Ok(()) };
+        group.set_program_line(format_args!("step {step}: pipeline balance"));
         let Some(found) = balance.decide(step, self.config, &self.choices, &self.executor)? else {
             return Ok(());
         };
-        let place = self.executor.ranks().pipeline().rank().0;
+        let pipeline_rank = self.executor.ranks().pipeline().rank().0;
         let chain = &self.executor.program().header.chain;
         let programs = proven_programs(self.config, chain, &found.choices);
-        self.executor.relocate(programs?.swap_remove(place))?;
+        self.executor.relocate(programs?.swap_remove(pipeline_rank))?;
         balance.clear_measurements();
         self.choices = found.choices;
         self.moved_after = Some(step);
@@ -286,7 +286,7 @@ impl<'a> Trainer<'a> {
         Ok(self.records.last().expect("a program has steps"))
     }
 
-    fn facts(&self) -> RunInfo {
+    fn run_info(&self) -> RunInfo {
         let training = self.config.training();
         RunInfo {
             model: self.task.description(),

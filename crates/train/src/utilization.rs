@@ -4,7 +4,7 @@
 use crate::all_gather_json::all_gather_json;
 use crate::config::Config;
 use crate::error::TrainError;
-use crate::passes::infer_passes_at;
+use crate::model_profile::infer_profile_at;
 use crate::task::Task;
 use trireme_base::ContextRank;
 use trireme_comm::Group;
@@ -37,7 +37,7 @@ impl Utilization {
         let of_microbatch = if place == ModelRank::ALONE && context == ContextRank::ALONE {
             profile.model_operations()
         } else {
-            infer_passes_at(config, task, ModelRank::ALONE, ContextRank::ALONE, num_threads, batch)?
+            infer_profile_at(config, task, ModelRank::ALONE, ContextRank::ALONE, num_threads, batch)?
                 .model_operations()
         };
         let training = config.training();

@@ -54,14 +54,14 @@ impl Validation {
     /// Returns the loss and the metrics. Their bits do not depend on the number of ranks, unless the context axis divides positions. `None`
     /// if nothing in the samples counts in the loss. Collective.
     pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<Option<ValidationResult>, TrainError> {
-        if !self.samples.begin(0, self.batches.num_samples() as u64)? {
+        if !self.samples.announce_samples(0, self.batches.num_samples() as u64)? {
             return Ok(None);
         }
         let mut reports = self.reports.take().expect("validations follow each other");
         reports.fill(0.0);
         // A batch has a sum and a number of rows for each report.
         let batch_len = reports.len() / self.batches.num_batches();
-        for ValidationRound { read, counts } in self.batches.rounds(executor.ranks()) {
+        for ValidationRound { batch: read, counts } in self.batches.rounds(executor.ranks()) {
             let batch = read.map(|index| self.batch(index, executor)).transpose()?;
             let found = executor.evaluate(batch)?;
             if let Some(index) = read.filter(|_| counts) {

@@ -158,7 +158,7 @@ pub(crate) fn read_held(
     allow_non_finite: bool,
 ) -> impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), TrainError> {
     move |info, held, values| {
-        read_boxes(stored, &info.name, &part(info), held.clone(), values)?;
+        read_boxes(stored, &info.name, &tensor_part(info), held.clone(), values)?;
         match values.iter().position(|value| !value.is_finite()) {
             Some(first) if !allow_non_finite => Err(TrainError::NonFiniteWeights {
                 path: stored.path().to_owned(),
@@ -174,10 +174,10 @@ pub(crate) fn read_held(
 }
 
 /// Returns this rank's part of a parameter on the tensor axis.
-pub(crate) fn part(info: &ParameterInfo) -> LocalShape {
-    let whole = LocalShape::whole(info.full_shape.dims());
-    match info.cut {
-        Some(cut) if info.tensor_rank.degree > 1 => whole.cut(cut, info.tensor_rank),
+pub(crate) fn tensor_part(info: &ParameterInfo) -> LocalShape {
+    let whole = LocalShape::full(info.full_shape.dims());
+    match info.split {
+        Some(cut) if info.tensor_rank.degree > 1 => whole.split(cut, info.tensor_rank),
         // With a single rank, `LocalShape::cut` would split a dim with groups into one box per group.
         _ => whole,
     }

@@ -75,7 +75,7 @@ pub(crate) fn run(args: &CompareArgs, root: &Path) -> Result<bool> {
 
     let mut progress = Progress::new(1 + steps.len() + args.num_rounds() * runs.len());
     progress.begin("the machine");
-    let setting = Environment::find(root, &programs)?;
+    let environment = Environment::find(root, &programs)?;
     let measure = |step: &Step| {
         progress.begin(&format!("the bound of {}, {}", step.model, step.dtype));
         Bound::measure(*step, &programs)
@@ -84,7 +84,7 @@ pub(crate) fn run(args: &CompareArgs, root: &Path) -> Result<bool> {
     let (rounds, num_failed) = run_rounds(args.num_rounds(), &runs, &programs, &mut progress);
     drop(progress);
 
-    print!("{setting}");
+    print!("{environment}");
     println!("- Method: {}.", method(args));
     println!("{}", environment::show_bounds(&bounds, &rows, &rounds));
     print!("{}", table::table(&rows, &rounds, is_installed));

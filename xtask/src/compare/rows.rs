@@ -182,16 +182,22 @@ pub(super) fn installation() -> Run {
 }
 
 /// Returns the rows of the table of README.md.
-pub(super) fn rows(effort: BenchSettings) -> Vec<Row> {
-    let gpt2 =
-        Step { model: "gpt2-11m", dtype: "bf16", num_workers: 1, batch: 8, seq: 256, bench_settings: effort };
+pub(super) fn rows(settings: BenchSettings) -> Vec<Row> {
+    let gpt2 = Step {
+        model: "gpt2-11m",
+        dtype: "bf16",
+        num_workers: 1,
+        batch: 8,
+        seq: 256,
+        bench_settings: settings,
+    };
     let gpt2_by_two = Step { num_workers: 2, batch: 4, ..gpt2 };
     let [gpt2_f32, gpt2_by_two_f32] = [gpt2, gpt2_by_two].map(|step| Step { dtype: "f32", ..step });
     let llama = Step { model: "llama-12m", ..gpt2 };
     let gpt2_124m = Step { model: "gpt2-124m", batch: 2, seq: 512, ..gpt2 };
 
     // One command measures both sizes. The smaller one times the factor is the larger one.
-    let seconds = effort.seconds;
+    let seconds = settings.seconds;
     let sizes = format!("--min-bytes 4096 --max-bytes 67108864 --factor 16384 --seconds {seconds}");
     let all_reduce = |transport: &str| Run {
         program: Program::Trireme,
@@ -257,7 +263,7 @@ pub(super) fn rows(effort: BenchSettings) -> Vec<Row> {
 mod tests {
     use super::*;
 
-    const EFFORT: BenchSettings = BenchSettings { num_steps: 16, num_warmup_steps: 3, seconds: 1.0 };
+    const SETTINGS: BenchSettings = BenchSettings { num_steps: 16, num_warmup_steps: 3, seconds: 1.0 };
 
     #[test]
     fn the_rows_are_those_of_the_readme() {
@@ -266,13 +272,13 @@ mod tests {
         let table = figures.lines().skip_while(|line| !line.starts_with('|')).skip(2);
         let in_readme: Vec<&str> =
             table.map_while(|line| line.strip_prefix("| ")?.split_once(" |")).map(|(name, _)| name).collect();
-        let here: Vec<&str> = rows(EFFORT).iter().map(|row| row.name).collect();
+        let here: Vec<&str> = rows(SETTINGS).iter().map(|row| row.name).collect();
         assert_eq!(here, in_readme);
     }
 
     #[test]
     fn models_and_scripts_are_there() {
-        for row in rows(EFFORT) {
+        for row in rows(SETTINGS) {
             let peers = row.peers.iter().flat_map(|peer| &peer.variants).map(|(_, run)| run);
             let kernels = row.bound.map(Step::kernels);
             for word in peers.chain([&row.ours]).chain(&kernels).flat_map(|run| run.arguments.split(' ')) {
@@ -284,7 +290,7 @@ mod tests {
 
     #[test]
     fn both_sides_take_the_same_step() {
-        let rows = rows(EFFORT);
+        let rows = rows(SETTINGS);
         for row in rows.iter().filter(|row| row.quantity.key == TOKENS_PER_SECOND.key) {
             let (_, peer) = &row.peers[0].variants[0];
             let common = "--batch 4 --seq 256 --threads 1 --steps 16 --warmup 3";

@@ -91,8 +91,8 @@ impl Reader<'_> {
         }
         for item in &items {
             if let syn::Item::Use(item) = item {
-                let is_facade = !matches!(item.vis, syn::Visibility::Inherited);
-                self.import_tree(&Vec::new(), &item.tree, is_facade);
+                let is_reexport = !matches!(item.vis, syn::Visibility::Inherited);
+                self.import_tree(&Vec::new(), &item.tree, is_reexport);
             }
         }
         items.into_iter().for_each(|item| self.visit_item(item));

@@ -98,7 +98,7 @@ fn ranks_share_a_file_that_one_rank_has_written() {
 }
 
 #[test]
-fn every_cut_and_every_missing_file_is_refused_on_opening() {
+fn truncated_and_missing_files_are_refused_on_opening() {
     let folder = tempfile::tempdir().unwrap();
     let path = save_all(folder.path(), 1, &example(), 2);
     for file in files_of(&path) {

@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn names_from_outside_cannot_steer_the_terminal() {
+    fn control_characters_in_names_are_escaped() {
         let run = run_folder();
         let hostile = run.path().join("\u{1b}[2J");
         std::fs::create_dir(&hostile).unwrap();

@@ -161,19 +161,22 @@ fn pieces(view: &SampleView, tokenizer: &Tokenizer) -> Result<Vec<Piece>> {
     for (index, &token) in view.tokens.iter().enumerate() {
         let special = tokenizer.special_token_name(token);
         if special.is_some() || view.begins_document(index) {
-            append(&mut pieces, &std::mem::replace(&mut decoder, tokenizer.stream_decoder()).finish()?);
+            append_to_last(
+                &mut pieces,
+                &std::mem::replace(&mut decoder, tokenizer.stream_decoder()).finish()?,
+            );
         }
         pieces.push(match special {
             Some(name) => Piece { text: name.to_owned(), is_special: true },
             None => Piece { text: decoder.push(token)?, is_special: false },
         });
     }
-    append(&mut pieces, &decoder.finish()?);
+    append_to_last(&mut pieces, &decoder.finish()?);
     Ok(pieces)
 }
 
 /// Appends `rest`, the text that a decoder returns at the end, to the text of the last token.
-fn append(pieces: &mut [Piece], rest: &str) {
+fn append_to_last(pieces: &mut [Piece], rest: &str) {
     if let Some(last) = pieces.last_mut() {
         last.text.push_str(rest);
     }

@@ -81,7 +81,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
             bail!("{} has questions, which are evaluated alone; leave the other inputs out", file.display());
         }
         let questions = Question::read_all(file, template.as_ref())?;
-        return answer(args, &mut evaluator, &tokenizer, &questions);
+        return evaluate_questions(args, &mut evaluator, &tokenizer, &questions);
     }
     let (corpus, _scratch) = corpus(args, template, &tokenizer)?;
     let found = evaluate(&mut evaluator, &corpus, &tokenizer)?;
@@ -177,7 +177,7 @@ fn score(answered: &[bool]) -> (f64, Option<f64>) {
     (mean, (count > 1.0).then(|| (squares / (count - 1.0)).sqrt() / count.sqrt()))
 }
 
-fn answer(
+fn evaluate_questions(
     args: &EvalArgs,
     evaluator: &mut Evaluator,
     tokenizer: &Tokenizer,

@@ -10,7 +10,7 @@ use crate::planning::{
     ConfigSource, Plan, PlannedRun, PlannedSchedule, PredictedTime, Workers, Workload, language_model,
     sequences_of,
 };
-use crate::simd::{Proof, Simd};
+use crate::simd::{Simd, Verification};
 use anyhow::{Result, bail};
 use serde_json::json;
 use std::io::Write;
@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 use trireme_base::Bytes;
 use trireme_comm::{Group, single};
-use trireme_planner::{StepTime, format_memory_table, peak_moment};
+use trireme_planner::{StepTime, format_memory_table, peak_location};
 use trireme_schedule::pipeline::{draw_svg, draw_text};
 use trireme_train::config::TaskKind;
 use trireme_train::{Samples, Task};
@@ -89,18 +89,18 @@ pub(crate) struct PlanArgs {
     save_schedule: Option<PathBuf>,
 }
 
-pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> Result<()> {
+pub(crate) fn run(args: &PlanArgs, custom_task: Option<&dyn Task>, started: Instant) -> Result<()> {
     check_config_path(&args.config)?;
     let mut overrides = args.overrides.clone();
     overrides.extend(args.workers.map(|workers| format!("launch.workers={workers}")));
-    let subject = if own.is_some() { TaskKind::CustomTask } else { TaskKind::LanguageModel };
+    let task_kind = if custom_task.is_some() { TaskKind::CustomTask } else { TaskKind::LanguageModel };
     // With --time, a process may be a worker.
     let environment = if args.time { WorkerEnvironment::of_this_process()? } else { None };
     let world_size = environment.as_ref().map(|environment| environment.world_size);
-    let source = ConfigSource { path: &args.config, overrides: &overrides, world_size, subject };
+    let source = ConfigSource { path: &args.config, overrides: &overrides, world_size, task_kind };
     let config = source.load(&[])?;
     let limits = SharedLimit::all(config.memory().huge_pages);
-    let simd = Simd::choose(Proof::Cached)?;
+    let simd = Simd::choose(Verification::Cached)?;
     if environment.is_none() {
         simd.warn();
     }
@@ -115,7 +115,7 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> 
         workers = workers.on_hosts(&config, per_host);
     }
     let (sample, model);
-    let workload = match own {
+    let workload = match custom_task {
         Some(task) => {
             sample = Samples::open(task, &config)?.train.sample();
             Workload::Task { task, sample: &sample }
@@ -203,7 +203,7 @@ fn show(args: &PlanArgs, job: PlannedRun<'_>, plan: &Plan) -> Result<()> {
     }
     let total = plan.prediction.total();
     text += &format_memory_table(&[("predicted", plan.prediction.peaks, total)]);
-    text += &format!("\npeak total: {}\n", peak_moment(&plan.prediction, &plan.program));
+    text += &format!("\npeak total: {}\n", peak_location(&plan.prediction, &plan.program));
     if plan.prediction.host > 0 {
         let host = Bytes(plan.prediction.host as u64);
         text += &format!("in addition, state outside the device takes {host} of host memory\n");

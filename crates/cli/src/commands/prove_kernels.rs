@@ -1,7 +1,7 @@
 //! `trireme prove-kernels`, which other commands start.
 
 use crate::console::Output;
-use crate::simd::{Trial, trials, try_kernels};
+use crate::simd::{KernelVerification, verifications, verify_kernels};
 use anyhow::Result;
 use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
 
@@ -27,6 +27,7 @@ pub(crate) fn run(args: &ProveKernelsArgs) -> Result<()> {
     let Rlimit { current, maximum } = getrlimit(Resource::Cpu);
     let seconds = current.map_or(SECONDS_MAX, |current| current.min(SECONDS_MAX));
     setrlimit(Resource::Cpu, Rlimit { current: Some(seconds), maximum })?;
-    let is_chosen = |trial: &&Trial| args.kernels.is_empty() || args.kernels.contains(&trial.kernel);
-    Ok(try_kernels(trials().iter().filter(is_chosen), &mut Output)?)
+    let is_chosen =
+        |trial: &&KernelVerification| args.kernels.is_empty() || args.kernels.contains(&trial.kernel);
+    Ok(verify_kernels(verifications().iter().filter(is_chosen), &mut Output)?)
 }

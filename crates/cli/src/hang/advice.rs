@@ -21,7 +21,7 @@ pub(super) fn advice(diagnosis: &Diagnosis, process_states: &ProcessStates) -> O
 
 fn of_processes(diagnosis: &Diagnosis, process_states: &ProcessStates) -> Option<String> {
     process_states.iter().find_map(|(&rank, fate)| match fate {
-        ProcessState::Stopped => {
+        ProcessState::Suspended => {
             let process = diagnosis.findings.get(rank)?.process_id;
             let process = process.map_or_else(String::new, |id| format!(", process {id}"));
             Some(format!(

@@ -9,12 +9,12 @@ use trireme_comm::{
 const HEADER: [&str; 6] = ["rank", "host", "state", "since", "waits for", "operation"];
 
 /// Returns the lines of the table, the first mismatch and the advice; empty if there are no findings.
-pub(crate) fn lines(diagnosis: &Diagnosis, fates: &ProcessStates) -> Vec<String> {
+pub(crate) fn lines(diagnosis: &Diagnosis, process_states: &ProcessStates) -> Vec<String> {
     if diagnosis.findings.is_empty() {
         return Vec::new();
     }
     let mut rows = vec![HEADER.map(str::to_owned)];
-    rows.extend(diagnosis.findings.iter().map(|finding| row(finding, fates.get(&finding.rank))));
+    rows.extend(diagnosis.findings.iter().map(|finding| row(finding, process_states.get(&finding.rank))));
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let [rank, host, state, since, waits, _] = [0, 1, 2, 3, 4, 5].map(width);
     let first = diagnosis.findings.iter().find_map(|finding| finding.host.as_ref());
@@ -26,7 +26,7 @@ pub(crate) fn lines(diagnosis: &Diagnosis, fates: &ProcessStates) -> Vec<String>
     };
     let mut lines: Vec<String> = rows.iter().map(shown).collect();
     lines.extend(diagnosis.disagreement.as_ref().map(first_mismatch));
-    lines.extend(advice(diagnosis, fates).map(|advice| format!("try: {advice}")));
+    lines.extend(advice(diagnosis, process_states).map(|advice| format!("try: {advice}")));
     lines.iter().map(|line| escape_controls(line)).collect()
 }
 
@@ -60,7 +60,7 @@ fn row(finding: &Finding, fate: Option<&ProcessState>) -> [String; 6] {
 fn state(finding: &Finding, fate: Option<&ProcessState>) -> String {
     let operation = finding.place.as_ref().and_then(|place| place.operation.as_ref());
     match (fate, finding.source, operation) {
-        (Some(ProcessState::Stopped), ..) => "stopped".to_owned(),
+        (Some(ProcessState::Suspended), ..) => "stopped".to_owned(),
         (Some(ProcessState::Exited(AbnormalExit::Signal(signal))), ..) => {
             format!("killed by {}", signal_name(*signal))
         }

@@ -67,9 +67,9 @@ impl<T> LimitWithOrigin<T> {
         workers: &[(usize, &WorkerResources)],
         limits: impl Fn(&WorkerResources) -> &[LimitWithOrigin<T>],
     ) -> usize {
-        let is_bound =
+        let is_limited =
             |resources: &WorkerResources| limits(resources).iter().any(|other| other.setter == self.setter);
-        workers.iter().filter(|(_, resources)| is_bound(resources)).count()
+        workers.iter().filter(|(_, resources)| is_limited(resources)).count()
     }
 }
 

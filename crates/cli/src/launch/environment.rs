@@ -96,7 +96,7 @@ impl Variables<'_> {
             Ok(number) if number <= max => Ok(Some(number)),
             _ => {
                 let expected = format!("a whole number from 0 to {max}");
-                Err(LaunchError::UnfitVariable { variable, value, expected })
+                Err(LaunchError::InvalidVariable { variable, value, expected })
             }
         }
     }
@@ -155,7 +155,7 @@ impl LauncherVariables {
         };
         let master_port = match variables.number("MASTER_PORT", usize::from(u16::MAX))? {
             Some(0) => {
-                return Err(LaunchError::UnfitVariable {
+                return Err(LaunchError::InvalidVariable {
                     variable: "MASTER_PORT",
                     value: "0".to_owned(),
                     expected: "the number of a port that all workers know".to_owned(),
@@ -268,7 +268,7 @@ fn slurm_local_world_size(variables: &Variables<'_>) -> Result<NumericVariable, 
             Some(value) if value <= WORLD_SIZE_MAX => Ok(NumericVariable { variable, value }),
             _ => {
                 let expected = format!("the number of tasks per node, such as 4(x2), including node {node}");
-                Err(LaunchError::UnfitVariable { variable, value, expected })
+                Err(LaunchError::InvalidVariable { variable, value, expected })
             }
         };
     }

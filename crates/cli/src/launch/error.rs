@@ -16,7 +16,7 @@ pub(crate) enum LaunchError {
     MissingVariable { present: &'static str, missing: &'static str },
     /// A variable has an invalid value.
     #[error("the environment variable {variable} is '{value}'; expected {expected}")]
-    UnfitVariable { variable: &'static str, value: String, expected: String },
+    InvalidVariable { variable: &'static str, value: String, expected: String },
     /// Two variables cannot both be right.
     #[error(
         "the environment variables {first} = {first_value} and {second} = {second_value} contradict each other; \
@@ -53,12 +53,12 @@ pub(crate) enum LaunchError {
         source: io::Error,
     },
     /// A worker died, and the others have been ended. Of several deaths, this is the first that was not itself the loss of a peer.
-    #[error("{}{}", describe_death(*rank, death, left, log, last_lines), indented(table))]
+    #[error("{}{}", describe_death(*rank, death, survivors, log, last_lines), indented(table))]
     WorkerDied {
         rank: Rank,
         death: AbnormalExit,
         /// Workers that SIGKILL has not ended.
-        left: Vec<Rank>,
+        survivors: Vec<Rank>,
         log: PathBuf,
         last_lines: Vec<String>,
         /// Table of the state of all workers, if this is a failure between them.

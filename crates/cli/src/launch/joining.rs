@@ -27,7 +27,8 @@ pub(crate) fn join_options(
 ) -> Result<JoinOptions, CommError> {
     let text = std::env::var(SECRET_VARIABLE).ok();
     let on_refusal = OnRefusal::new(|refusal| {
-        let hint = hints::refusal(&refusal.to_string()).map_or(String::new(), |hint| format!("; {hint}"));
+        let hint =
+            hints::refusal_hint(&refusal.to_string()).map_or(String::new(), |hint| format!("; {hint}"));
         print_diagnostic(&format!("warning: refused a connection: {refusal}{hint}"));
     });
     // One worker of each host, and always rank 0, reports for which ranks it waits.
@@ -49,8 +50,8 @@ pub(crate) fn join_options(
 
 /// Returns the network interface on which this worker listens for the others. The environment of this host takes precedence over the
 /// config, which all hosts share. Variables of other programs count last, and only if the world spans several hosts.
-pub(crate) fn interface(environment: &WorkerEnvironment, of_config: Option<&str>) -> Option<String> {
-    choose_interface(environment, of_config, &|name| std::env::var(name).ok())
+pub(crate) fn interface(environment: &WorkerEnvironment, configured: Option<&str>) -> Option<String> {
+    choose_interface(environment, configured, &|name| std::env::var(name).ok())
 }
 
 fn choose_interface(
@@ -125,12 +126,12 @@ pub(crate) fn work_in_world(
     work: impl FnOnce(Group) -> Result<()>,
 ) -> Result<()> {
     attribute_diagnostics_to(options.rank);
-    let gathers = !is_under_launcher();
+    let explains_failures = !is_under_launcher();
     let on_stall = LineListener::new(|line| print_diagnostic(&format!("warning: {line}")));
     let flight_recorder = RecorderOptions {
         folder: recorder_folder,
         on_stall: Some(on_stall),
-        waits_for_peer_reports: gathers,
+        waits_for_peer_reports: explains_failures,
     };
     let options = JoinOptions { flight_recorder, ..options };
     let group = join(&options).map_err(|failure| NotJoined::of(failure.into(), options))?;
@@ -138,7 +139,7 @@ pub(crate) fn work_in_world(
     attribute_diagnostics_to(group.rank());
     let recorder = group.flight_recorder().clone();
     let result = work(group);
-    if gathers { result.map_err(|failure| hang::explain(failure, &recorder)) } else { result }
+    if explains_failures { result.map_err(|failure| hang::explain(failure, &recorder)) } else { result }
 }
 
 /// Attributes diagnostics to `rank`. Ranks other than 0 share standard error, unless Trireme's launcher has started them.

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// Maximum time for Slurm's controller to report the address of a node.
-const SCONTROL_MAX: Duration = Duration::from_secs(20);
+const SCONTROL_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Returns the address of a node whose name only Slurm resolves (`NodeAddr`). Returns the name itself if the system resolves it, or if
 /// Slurm does not know the address.
@@ -19,7 +19,7 @@ pub(super) fn node_address(name: &str) -> String {
     };
     let reported = || {
         let owned = name.to_owned();
-        node_addr(&run_with_timeout(SCONTROL_MAX, move || ask(owned)).ok()??)
+        node_addr(&run_with_timeout(SCONTROL_TIMEOUT, move || ask(owned)).ok()??)
     };
     if is_known { name.to_owned() } else { reported().unwrap_or_else(|| name.to_owned()) }
 }

@@ -36,7 +36,7 @@ const REPORT_GRACE: Duration = Duration::from_millis(1500);
 const REPORT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Maximum time to read the reports from the file system.
-const READ_MAX: Duration = Duration::from_secs(1);
+const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Time that a worker has to end after SIGTERM.
 const TERMINATE_GRACE: Duration = Duration::from_secs(2);
@@ -283,7 +283,7 @@ impl Supervisor<'_> {
     /// If the file system does not respond, or no thread can be started to read it.
     fn reports(&self) -> io::Result<Vec<RankReport>> {
         let (folder, num_workers) = (self.world.recorder_folder.to_owned(), self.world.num_workers);
-        run_with_timeout(READ_MAX, move || {
+        run_with_timeout(READ_TIMEOUT, move || {
             (0..num_workers).filter_map(|rank| RankReport::read(&folder, rank).ok()).collect()
         })
     }
@@ -299,7 +299,7 @@ impl Supervisor<'_> {
 
     /// Ends all workers: first by SIGTERM, then by SIGKILL.
     fn end_workers(&mut self) -> Result<(), LaunchError> {
-        self.workers.kill_stopped();
+        self.workers.kill_suspended();
         self.workers.send(Signal::TERM);
         self.wait_for_all(TERMINATE_GRACE)?;
         Ok(self.workers.kill()?)

@@ -145,8 +145,8 @@ fn interrupted_by(fixture: &Fixture, sent: &[i32]) -> LaunchError {
     let _forwarder = SignalForwarder::start(sender.clone()).unwrap();
     let workers = start_workers(fixture.world(2), |_| fixture.shell(FOREVER)).unwrap();
     sent.iter().for_each(|signal| sender.send(*signal).unwrap());
-    let watch = Supervisor { world: fixture.world(2), workers, signals: &signals, print: &|_| {} };
-    watch.until_all_have_ended().unwrap_err()
+    let supervisor = Supervisor { world: fixture.world(2), workers, signals: &signals, print: &|_| {} };
+    supervisor.until_all_have_ended().unwrap_err()
 }
 
 #[test]
@@ -211,8 +211,8 @@ fn a_worker_killed_while_the_others_save_is_reported_unless_the_checkpoint_is_co
 #[test]
 fn a_second_signal_ends_workers_that_save() {
     let fixture = Fixture::new();
-    let goes_on = "trap \"touch asked-again\" TERM INT";
-    let error = asked_by(&fixture, [goes_on; 2], |sender| {
+    let ignores = "trap \"touch asked-again\" TERM INT";
+    let error = asked_by(&fixture, [ignores; 2], |sender| {
         let again = move || {
             while sender.send(SIGTERM).is_ok() {
                 thread::park_timeout(Duration::from_millis(20));
@@ -273,14 +273,14 @@ fn reports_and_logs_that_are_pipes_are_skipped() {
     let _forwarder = SignalForwarder::start(sender).unwrap();
     let scripts = [FOREVER, pipes];
     let workers = start_workers(fixture.world(2), |rank| fixture.shell(scripts[rank.0])).unwrap();
-    let told = RefCell::new(Vec::new());
-    let tell = |line: &str| told.borrow_mut().push(line.to_owned());
-    let watch = Supervisor { world: fixture.world(2), workers, signals: &signals, print: &tell };
+    let printed = RefCell::new(Vec::new());
+    let print = |line: &str| printed.borrow_mut().push(line.to_owned());
+    let watch = Supervisor { world: fixture.world(2), workers, signals: &signals, print: &print };
     let LaunchError::WorkerDied { rank: Rank(1), death: AbnormalExit::Signal(9), last_lines, table, .. } =
         watch.until_all_have_ended().unwrap_err()
     else {
         panic!("another error");
     };
-    assert_eq!((last_lines, table, told.into_inner()), (vec![], vec![], vec![]));
+    assert_eq!((last_lines, table, printed.into_inner()), (vec![], vec![], vec![]));
     fixture.assert_all_gone();
 }

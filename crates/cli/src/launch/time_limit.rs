@@ -35,7 +35,7 @@ fn first_end(
 }
 
 fn job_end(value: &str) -> Result<Option<Instant>, LaunchError> {
-    let seconds = value.trim().parse().map_err(|_| LaunchError::UnfitVariable {
+    let seconds = value.trim().parse().map_err(|_| LaunchError::InvalidVariable {
         variable: SLURM_END,
         value: value.to_owned(),
         expected: "seconds since 1970".to_owned(),

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
-use trireme_base::{Rank, open_regular, open_regular_with, with_limits};
+use trireme_base::{Rank, open_regular, open_regular_with, with_resource_limits};
 
 /// Exit code of a worker that ends because it has lost a peer, and so is not the cause of the failure.
 pub(crate) const LOST_PEER_EXIT_CODE: u8 = 74;
@@ -27,7 +27,7 @@ const KILL_GRACE: Duration = Duration::from_secs(2);
 const KILL_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Maximum time to read the end of a log.
-const READ_MAX: Duration = Duration::from_secs(1);
+const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Environment variable with the path of rank 0's log.
 const ERROR_LOG_VARIABLE: &str = "TRIREME_ERROR_LOG";
@@ -98,7 +98,7 @@ impl WorkerProcesses {
             .spawn()
             .map_err(|source| {
                 let program = command.get_program().to_string_lossy().into_owned();
-                LaunchError::Start { rank, program, source: with_limits(source) }
+                LaunchError::Start { rank, program, source: with_resource_limits(source) }
             })?;
         self.workers.push(Worker { rank, child, status: None, log, log_start });
         Ok(())
@@ -135,7 +135,7 @@ impl WorkerProcesses {
 
     /// Returns the workers that have neither ended nor been stopped.
     pub(super) fn active(&self) -> impl Iterator<Item = Rank> {
-        let is_active = |worker: &&Worker| worker.status.is_none() && !is_stopped(&worker.child);
+        let is_active = |worker: &&Worker| worker.status.is_none() && !is_suspended(&worker.child);
         self.workers.iter().filter(is_active).map(|worker| worker.rank)
     }
 
@@ -143,15 +143,15 @@ impl WorkerProcesses {
     pub(super) fn process_states(&self) -> ProcessStates {
         let fate = |worker: &Worker| match worker.status {
             Some(status) => death(status).map(ProcessState::Exited),
-            None => is_stopped(&worker.child).then_some(ProcessState::Stopped),
+            None => is_suspended(&worker.child).then_some(ProcessState::Suspended),
         };
         self.workers.iter().filter_map(|worker| Some((worker.rank.0, fate(worker)?))).collect()
     }
 
     /// Kills the stopped workers, which no other signal would reach.
-    pub(super) fn kill_stopped(&self) {
+    pub(super) fn kill_suspended(&self) {
         let running = self.workers.iter().filter(|worker| worker.status.is_none());
-        for worker in running.filter(|worker| is_stopped(&worker.child)) {
+        for worker in running.filter(|worker| is_suspended(&worker.child)) {
             let _ = kill_process(Pid::from_child(&worker.child), Signal::KILL);
         }
     }
@@ -185,12 +185,12 @@ impl WorkerProcesses {
         let worker = self.workers.iter().find(|worker| worker.rank == rank).expect("the rank was started");
         let (log, start) = (worker.log.clone(), worker.log_start);
         // An unreadable log is no reason to withhold the rest.
-        let last_lines = run_with_timeout(READ_MAX, move || last_lines(&log, start).unwrap_or_default());
+        let last_lines = run_with_timeout(READ_TIMEOUT, move || last_lines(&log, start).unwrap_or_default());
         let running = self.workers.iter().filter(|worker| worker.status.is_none());
         LaunchError::WorkerDied {
             rank,
             death,
-            left: running.map(|worker| worker.rank).collect(),
+            survivors: running.map(|worker| worker.rank).collect(),
             log: worker.log.clone(),
             last_lines: last_lines.unwrap_or_default(),
             table,
@@ -206,7 +206,7 @@ impl Drop for WorkerProcesses {
 }
 
 /// Whether the process is stopped until a signal continues it.
-fn is_stopped(child: &Child) -> bool {
+fn is_suspended(child: &Child) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap_or_default();
     // The name of the process, in parentheses, may contain anything.
     let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());

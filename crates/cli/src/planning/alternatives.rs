@@ -1,13 +1,13 @@
 //! Changes of a config that would fit into the memory limits.
 
-use super::job::{PlannedRun, Workers};
 use super::plan::{Limit, Plan};
+use super::planned_run::{PlannedRun, Workers};
 use anyhow::{Result, bail};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use trireme_base::{Bytes, Category};
 use trireme_parallel::Determinism;
-use trireme_planner::peak_moment;
+use trireme_planner::peak_location;
 use trireme_schedule::{StateClass, Tier as StateTier};
 use trireme_tensor::Precision;
 use trireme_train::config::{ActivationCheckpointMode, Config, Tier};
@@ -15,7 +15,7 @@ use trireme_train::config::{ActivationCheckpointMode, Config, Tier};
 const NUM_SUGGESTIONS_MAX: usize = 3;
 
 /// Time after which no other change is tried: an error should not keep its reader waiting.
-const TRYING_MAX: Duration = Duration::from_secs(5);
+const SEARCH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Keys with values, as users give them to `--set`.
 type Change = Vec<String>;
@@ -36,12 +36,12 @@ pub(super) fn advice(job: PlannedRun<'_>, plan: &Plan, limit: Limit) -> String {
     let [taken_bytes, excess, bound] = [taken, taken - bound, bound].map(|bytes| Bytes(bytes as u64));
     let share =
         |category: Category| format!("{category} {}", Bytes(plan.prediction.at_peak.get(category) as u64));
-    let shares = Category::ALL.map(share).join(", ");
-    let moment = peak_moment(&plan.prediction, &plan.program);
+    let higher_stages = Category::ALL.map(share).join(", ");
+    let moment = peak_location(&plan.prediction, &plan.program);
     let refusal = match limit {
         Limit::Device => format!(
             "a step is predicted to take {taken_bytes} of memory on worker {}, {excess} more than its limit of \
-             {bound}; at the peak, {moment}, the memory holds {shares}",
+             {bound}; at the peak, {moment}, the memory holds {higher_stages}",
             plan.rank
         ),
         Limit::Offload => format!(
@@ -52,7 +52,7 @@ pub(super) fn advice(job: PlannedRun<'_>, plan: &Plan, limit: Limit) -> String {
         ),
         Limit::Host(index) => format!(
             "{} predicted to take {taken_bytes} in total, {excess} more than {}; worker {} takes the most, {}: at its \
-             peak, {moment}, the memory holds {shares}",
+             peak, {moment}, the memory holds {higher_stages}",
             match plan.on_host.num_sharing(index) {
                 1 => "a worker is".to_owned(),
                 number => format!("the {number} workers that share the limit are"),
@@ -76,7 +76,7 @@ pub(crate) fn changes(job: PlannedRun<'_>, now: usize, limit: Limit) -> String {
             break;
         }
         for change in family {
-            if began.elapsed() > TRYING_MAX {
+            if began.elapsed() > SEARCH_TIMEOUT {
                 break 'families;
             }
             // Different combinations may be the same change once repeated keys are removed.
@@ -203,7 +203,11 @@ fn combinations<const N: usize>(single_changes: [(u32, Change); N]) -> Vec<Chang
         })
         .map(|set| {
             let chosen = || {
-                single_changes.iter().enumerate().filter(|(index, _)| has(set, *index)).map(|(_, mean)| mean)
+                single_changes
+                    .iter()
+                    .enumerate()
+                    .filter(|(index, _)| has(set, *index))
+                    .map(|(_, costed_change)| costed_change)
             };
             let change = chosen().flat_map(|(_, change)| change.iter().cloned()).collect();
             (chosen().map(|(cost, _)| cost).sum(), deduplicated(change))

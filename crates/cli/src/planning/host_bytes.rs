@@ -1,8 +1,8 @@
 //! Memory of all workers of a host, against the limits that they share.
 
-use super::job::Workers;
 use super::limits::{GAP_DIVISOR, PROCESS_BYTES, launcher_bytes};
 use super::plan::Plan;
+use super::planned_run::Workers;
 use crate::host::{MemoryLimit, Pages, SharedLimit};
 use trireme_base::MemoryUse;
 use trireme_tensor::ParameterTable;
@@ -123,7 +123,7 @@ fn sampling_bytes(plan: &Plan, config: &Config) -> ProcessBytes {
     let whole = part.full();
     let largest = |table: &ParameterTable| table.units().iter().map(|unit| unit.num_elements).max();
     let mut num_elements = whole.num_elements().saturating_add(largest(part).unwrap_or(0));
-    if part.place().degree > 1 {
+    if part.tensor_rank().degree > 1 {
         // The largest unit is in memory twice: as the parts of all ranks in sequence, and as the full unit that is assembled from them.
         let largest = largest(&whole).unwrap_or(0).saturating_mul(2);
         num_elements = num_elements.saturating_add(largest);

@@ -1,7 +1,7 @@
 //! Kernels of a step, called in isolation to be timed.
 
-use super::job::PlannedRun;
-use super::probe::{NUM_ROUNDS, weight};
+use super::planned_run::PlannedRun;
+use super::probe::{NUM_ROUNDS, call_size};
 use crate::statistics::median;
 use anyhow::Result;
 use std::cell::RefCell;
@@ -17,7 +17,7 @@ use trireme_train::{TrainError, executor_options, optimizer_options};
 
 /// Bytes that are read before each timed call to evict its operands from the caches, as happens between two uses of a parameter in a step.
 /// Most caches are smaller.
-const SWEPT_BYTES: usize = 128 << 20;
+const CACHE_FLUSH_BYTES: usize = 128 << 20;
 
 /// Calls kernels and records how long each takes.
 pub(super) struct KernelTimer<'a> {
@@ -26,17 +26,17 @@ pub(super) struct KernelTimer<'a> {
     /// All ranks. Ranks that do not compute (without `is_active`) wait for each round.
     world: &'a Group,
     is_active: bool,
-    /// The memory that [`sweep`](KernelTimer::sweep) reads: two vectors, and their device, which keeps no journal. `None` on ranks that do
-    /// not compute.
-    swept: Option<RefCell<(Device, [Tensor; 2])>>,
+    /// The memory that [`flush_caches`](KernelTimer::flush_caches) reads: two vectors, and their device, which keeps no journal. `None` on
+    /// ranks that do not compute.
+    flush_buffers: Option<RefCell<(Device, [Tensor; 2])>>,
     samples: RefCell<BTreeMap<KernelCall, Vec<f64>>>,
 }
 
 impl<'a> KernelTimer<'a> {
-    /// Creates a kernel timer. Its sweeps use `others`, which has as many threads as `device` and keeps no journal.
+    /// Creates a kernel timer. Its sweeps use `flush_device`, which has as many threads as `device` and keeps no journal.
     pub(super) fn new(
         device: &'a Device,
-        others: &Device,
+        flush_device: &Device,
         world: &'a Group,
         is_active: bool,
     ) -> Result<Self> {
@@ -44,26 +44,37 @@ impl<'a> KernelTimer<'a> {
         device.keep_journal(&journal);
         let swept = || {
             let half = || {
-                others.zeros([SWEPT_BYTES / 2 / DType::F32.size()].into(), DType::F32, Category::Activations)
+                flush_device.zeros(
+                    [CACHE_FLUSH_BYTES / 2 / DType::F32.size()].into(),
+                    DType::F32,
+                    Category::Activations,
+                )
             };
-            anyhow::Ok(RefCell::new((others.clone(), [half()?, half()?])))
+            anyhow::Ok(RefCell::new((flush_device.clone(), [half()?, half()?])))
         };
         let swept = is_active.then(swept).transpose()?;
-        Ok(KernelTimer { device, journal, world, is_active, swept, samples: RefCell::default() })
+        Ok(KernelTimer {
+            device,
+            journal,
+            world,
+            is_active,
+            flush_buffers: swept,
+            samples: RefCell::default(),
+        })
     }
 
     /// Evicts the operands of the next call from the caches by reading other memory.
-    fn sweep(&self) {
-        if let Some(swept) = &self.swept {
+    fn flush_caches(&self) {
+        if let Some(swept) = &self.flush_buffers {
             let (device, [sum, term]) = &mut *swept.borrow_mut();
             device.add_assign(sum.view_mut(), term.view());
         }
     }
 
     /// Records the kernels' times. A kernel's time ends where the next entry begins, so it includes the tape's work in between.
-    fn record(&self, noted: &[(JournalEntry, Instant)]) {
+    fn record(&self, entries: &[(JournalEntry, Instant)]) {
         let mut samples = self.samples.borrow_mut();
-        for pair in noted.windows(2) {
+        for pair in entries.windows(2) {
             if let (JournalEntry::Kernel(call), began) = &pair[0] {
                 samples.entry(*call).or_default().push((pair[1].1 - *began).as_secs_f64());
             }
@@ -95,9 +106,9 @@ impl<'a> KernelTimer<'a> {
     }
 
     /// Like [`repeat`](KernelTimer::repeat), with a sweep before each round, so that `run` finds nothing in caches.
-    fn repeat_swept(&self, run: impl FnMut() -> Result<()>) -> Result<()> {
+    fn repeat_with_cold_caches(&self, run: impl FnMut() -> Result<()>) -> Result<()> {
         let prepare = || {
-            self.sweep();
+            self.flush_caches();
             Ok(())
         };
         self.repeat(prepare, run)
@@ -107,9 +118,9 @@ impl<'a> KernelTimer<'a> {
     pub(super) fn units(&self, job: PlannedRun<'_>, model: &Model, profile: &ModelProfile) -> Result<()> {
         let options = executor_options(job.config).passes(job.config.context_rank(Rank(job.workers.rank)));
         for unit in distinct_units(model, profile) {
-            let exercise =
+            let benchmark =
                 model.unit_benchmark(unit, self.device, options, profile).map_err(TrainError::from)?;
-            self.repeat(|| Ok(()), || Ok(exercise.run(&|| self.sweep()).map_err(TrainError::from)?))?;
+            self.repeat(|| Ok(()), || Ok(benchmark.run(&|| self.flush_caches()).map_err(TrainError::from)?))?;
         }
         Ok(())
     }
@@ -130,7 +141,7 @@ impl<'a> KernelTimer<'a> {
             anyhow::Ok(())
         })?;
         let mut step = 0;
-        self.repeat_swept(|| {
+        self.repeat_with_cold_caches(|| {
             step += 1;
             let settings = StepSettings { step, lr: 1e-6, grad_scale: 1.0 };
             let (values, grads) = (parameters.flat_mut(longest), grads.view());
@@ -140,7 +151,7 @@ impl<'a> KernelTimer<'a> {
 
     /// Times kernels outside of passes and updates, such as sums, copies and conversions, each at its largest size among `entries`. They
     /// are replayed from the `calls` that a dry run recorded. Collective.
-    pub(super) fn others<'e>(
+    pub(super) fn other_kernels<'e>(
         &self,
         entries: impl Iterator<Item = &'e JournalEntry>,
         calls: &RecordedCalls,
@@ -149,7 +160,7 @@ impl<'a> KernelTimer<'a> {
         for entry in entries {
             if let JournalEntry::Kernel(call) = entry {
                 let most = largest.entry(call.kernel).or_insert(*call);
-                *most = if weight(call) > weight(most) { *call } else { *most };
+                *most = if call_size(call) > call_size(most) { *call } else { *most };
             }
         }
         let largest: Vec<KernelCall> = largest.into_values().collect();
@@ -159,7 +170,7 @@ impl<'a> KernelTimer<'a> {
                 _ if is_timed => {}
                 _ => {
                     if let Some(mut replay) = calls.replay(call, self.device)? {
-                        self.repeat_swept(|| {
+                        self.repeat_with_cold_caches(|| {
                             replay.issue();
                             Ok(())
                         })?;
@@ -184,7 +195,7 @@ impl<'a> KernelTimer<'a> {
         let mut there = device.zeros([num_bytes].into(), DType::U8, Category::Activations)?;
         let here = RefCell::new(self.world.buffer::<u8>(num_bytes)?);
         let prepare = || {
-            self.sweep();
+            self.flush_caches();
             let sent = std::mem::replace(&mut *here.borrow_mut(), Buffer::private(0)?);
             *here.borrow_mut() = self.world.all_reduce(sent, ReduceOp::Max).wait()?;
             Ok(())

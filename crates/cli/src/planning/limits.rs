@@ -1,6 +1,6 @@
 //! Memory limits of a worker.
 
-use super::job::Workers;
+use super::planned_run::Workers;
 use crate::host::{MemoryLimit, Pages};
 use trireme_base::Bytes;
 use trireme_planner::MemoryBounds;

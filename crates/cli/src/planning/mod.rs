@@ -1,12 +1,12 @@
 //! Plans of a run before it starts: `train` describes the run, the planner predicts its memory and time.
 
 mod alternatives;
-mod drawing;
 mod host_bytes;
-mod job;
 mod kernel_timer;
 mod limits;
 mod plan;
+mod planned_run;
+mod planned_schedule;
 mod probe;
 mod report;
 mod sizes;
@@ -15,9 +15,9 @@ mod sizes;
 mod tests;
 
 pub(crate) use alternatives::changes;
-pub(crate) use drawing::PlannedSchedule;
-pub(crate) use job::{ConfigSource, PlannedRun, Workers, Workload};
 pub(crate) use plan::{Limit, Plan, PredictedTime, open_choices};
+pub(crate) use planned_run::{ConfigSource, PlannedRun, Workers, Workload};
+pub(crate) use planned_schedule::PlannedSchedule;
 
 use anyhow::Result;
 use trireme_data::{Corpus, PrepareReport, Tokenizer};

@@ -1,8 +1,8 @@
 //! A worker's plan: its step program, with the predicted memory and time.
 
 use super::host_bytes::HostBytes;
-use super::job::{PlannedRun, Workers};
 use super::limits;
+use super::planned_run::{PlannedRun, Workers};
 use super::probe::{MeasuredRates, MeasuredStep};
 use super::sizes::{batch_memory, state_sizes};
 use anyhow::Result;
@@ -12,7 +12,7 @@ use trireme_model::{Model, ModelProfile};
 use trireme_optim::Optimizer;
 use trireme_parallel::{Executor, Placements, ValidationBatches, chain};
 use trireme_planner::{
-    DryRun, MemoryBounds, MemoryChoices, MemorySearch, OpenChoices, StepTime, peak_moment, step_time,
+    DryRun, MemoryBounds, MemoryChoices, MemorySearch, OpenChoices, StepTime, peak_location, step_time,
 };
 use trireme_schedule::Program;
 use trireme_tensor::{Device, DeviceOptions, RecordedCalls};
@@ -64,7 +64,7 @@ impl Plan {
         let place = |workers: Workers<'_>| workers.rank / config.workers_per_pipeline_rank();
         let mut on_host = HostBytes::of_launcher(workers);
         for (worker, num_workers) in
-            workers.by_place(config).into_iter().filter(|(_, num_workers)| *num_workers > 0)
+            workers.by_pipeline_rank(config).into_iter().filter(|(_, num_workers)| *num_workers > 0)
         {
             if place(worker) == place(workers) {
                 on_host.add(&plan, config, num_workers);
@@ -82,7 +82,7 @@ impl Plan {
     pub(crate) fn largest(job: PlannedRun<'_>) -> Result<Self> {
         let PlannedRun { config, workers, .. } = job;
         let need = |plan: &Plan| (plan.prediction.host > plan.bounds.host, plan.prediction.total());
-        let mut places = workers.by_place(config).into_iter();
+        let mut places = workers.by_pipeline_rank(config).into_iter();
         let (worker, num_workers) = places.next().expect("a pipeline has a place");
         let mut largest = Plan::of_worker(PlannedRun { workers: worker, ..job }, None)?;
         let mut on_host = HostBytes::of_launcher(workers);
@@ -106,14 +106,14 @@ impl Plan {
         let num_shards = config.num_shards();
         let (passes, chain) = (profile.passes(), chain(model.table(), &profile, options.determinism));
         let is_open = chosen.is_none();
-        let given = chosen.map_or_else(|| StepChoices::given(config, &passes), Ok)?;
+        let given = chosen.map_or_else(|| StepChoices::from_config(config, &passes), Ok)?;
         if is_open {
             // The choices of another worker are proven already.
             proven_programs(config, &chain, &given)?;
         }
         let base = base_programs(config, &chain, &given)?;
         let program = |place: usize, choices: &StepChoices| lowered(base[place].clone(), choices);
-        let places = workers.by_place(config);
+        let places = workers.by_pipeline_rank(config);
         let mesh = config.degrees().state_mesh(workers.world_size);
         let sizes = |place: usize| {
             let header = &program(place, &given).header;
@@ -133,7 +133,7 @@ impl Plan {
             let job = PlannedRun { workers: places[place].0, ..job };
             dry_run(job, &profile, program(place, &with(choices)), validation)
         };
-        let fitting = MemorySearch {
+        let search = MemorySearch {
             sizes: &sizes,
             passes: &passes,
             batch: &batch_memory(&profile),
@@ -144,7 +144,7 @@ impl Plan {
         };
         let (choices, mut reasons) = if is_open {
             let given = MemoryChoices { keeps: given.keeps.clone(), state: given.state };
-            let (choices, reasons) = fitting.choose(given, &open_choices(config))?;
+            let (choices, reasons) = search.choose(given, &open_choices(config))?;
             (with(&choices), reasons)
         } else {
             (given.clone(), Vec::new())
@@ -170,8 +170,12 @@ impl Plan {
             executor.device().record_calls(&calls);
             Ok(executor.dry_run_entries().map_err(TrainError::from)?)
         };
-        let stages: Vec<StepEntries> =
-            workers.by_place(config).into_iter().zip(&programs).map(entries).collect::<Result<_>>()?;
+        let stages: Vec<StepEntries> = workers
+            .by_pipeline_rank(config)
+            .into_iter()
+            .zip(&programs)
+            .map(entries)
+            .collect::<Result<_>>()?;
         let (rank, num_of_place) = (world.rank(), config.workers_per_pipeline_rank());
         let header = &programs[rank.0 / num_of_place].header;
         let mesh = config.degrees().state_mesh(world.world_size());
@@ -214,13 +218,13 @@ impl Plan {
 
     pub(crate) fn worker_plan(&self, step_seconds: Option<f64>) -> WorkerPlan {
         let total = self.prediction.total();
-        let moment = peak_moment(&self.prediction, &self.program);
+        let moment = peak_location(&self.prediction, &self.program);
         let predicted = format!("predicted peak: {} at {moment}", Bytes(total as u64));
         WorkerPlan {
             step_seconds,
             choices: self.choices.clone(),
             predicted: self.memory_peak_bytes(),
-            non_activation_bytes: self.prediction.besides_activations,
+            non_activation_bytes: self.prediction.excluding_activations,
             comment: self.reasons.iter().cloned().chain([predicted]).collect::<Vec<_>>().join("\n"),
         }
     }

@@ -1,7 +1,7 @@
 //! Speed of this machine's kernels, links and disks. Each is measured in isolation, never in a step of the planned run.
 
-use super::job::PlannedRun;
 use super::kernel_timer::KernelTimer;
+use super::planned_run::PlannedRun;
 use crate::statistics::median;
 use anyhow::Result;
 use std::collections::{BTreeMap, BTreeSet};
@@ -88,11 +88,11 @@ impl MeasuredRates {
         let entries = || stages.iter().flat_map(|stage| stage.actions.iter().flatten());
         let mut kernels: BTreeMap<KernelCall, Vec<f64>> = BTreeMap::new();
         for &load in &loads {
-            let exerciser = KernelTimer::new(&device, &others, &world, world.rank().0 < load)?;
-            exerciser.units(job, model, profile)?;
-            exerciser.updates(job, model, parts)?;
-            exerciser.others(entries(), calls)?;
-            for (call, seconds) in exerciser.seconds(load > num_undisturbed) {
+            let timer = KernelTimer::new(&device, &others, &world, world.rank().0 < load)?;
+            timer.units(job, model, profile)?;
+            timer.updates(job, model, parts)?;
+            timer.other_kernels(entries(), calls)?;
+            for (call, seconds) in timer.seconds(load > num_undisturbed) {
                 kernels.entry(call).or_default().push(seconds);
             }
         }
@@ -126,7 +126,7 @@ impl MeasuredRates {
         let first = KernelCall { kernel: call.kernel, cost: Cost::ZERO };
         let same = self.kernels.range(first..).take_while(|(known, _)| known.kernel == call.kernel);
         let nearest = same.min_by(|(left, _), (right, _)| {
-            let distance = |known: &KernelCall| (weight(known) / weight(call)).ln().abs();
+            let distance = |known: &KernelCall| (call_size(known) / call_size(call)).ln().abs();
             distance(left).total_cmp(&distance(right))
         });
         self.kernels.get_key_value(call).or(nearest)
@@ -141,7 +141,7 @@ impl MeasuredRates {
 impl OperationTimes for MeasuredRates {
     fn kernel(&self, call: &KernelCall, load: usize) -> f64 {
         let Some((known, seconds)) = self.nearest(call) else { return 0.0 };
-        let scale = weight(call) / weight(known);
+        let scale = call_size(call) / call_size(known);
         let above = self.loads.partition_point(|&measured| measured < load);
         let Some(&high) = self.loads.get(above) else {
             let last = self.loads.len() - 1;
@@ -168,7 +168,7 @@ impl OperationTimes for MeasuredRates {
 }
 
 /// Returns the size by which calls of one kernel are compared: operations plus bytes, at least 1.
-pub(super) fn weight(call: &KernelCall) -> f64 {
+pub(super) fn call_size(call: &KernelCall) -> f64 {
     (call.cost.operations() as f64 + call.cost.traffic.moved() as f64).max(1.0)
 }
 
@@ -189,7 +189,7 @@ fn measure_links(
         ranks.tensor(),
         ranks.pipeline(),
     ];
-    let of_messages = if ranks.pipeline().world_size() > 1 { ranks.pipeline() } else { ranks.ring() };
+    let message_group = if ranks.pipeline().world_size() > 1 { ranks.pipeline() } else { ranks.ring() };
     let mut found = BTreeMap::new();
     for link in links {
         let (operation, num_ranks, len, element_bytes) = link;
@@ -203,7 +203,7 @@ fn measure_links(
             None => continue,
         };
         let samples = match (operation, element_bytes) {
-            ("message", _) => samples::<u8>(world, of_messages, operation, len)?,
+            ("message", _) => samples::<u8>(world, message_group, operation, len)?,
             (_, 8) => samples::<f64>(world, &group, operation, len)?,
             (_, 4) => samples::<f32>(world, &group, operation, len)?,
             (_, 2) => samples::<Bf16>(world, &group, operation, len)?,
@@ -299,7 +299,7 @@ mod tests {
         assert_eq!(seconds(100, 8), 8.0);
         assert_eq!([seconds(200, 1), seconds(900, 1)], [2.0, 7.2]);
         let other = call("other", 100);
-        let step = StepEntries { actions: vec![vec![JournalEntry::Kernel(other)]], num_issued: 0 };
+        let step = StepEntries { actions: vec![vec![JournalEntry::Kernel(other)]], issued_per_step: 0 };
         assert_eq!((probed.kernel(&other, 1), probed.unmeasured(&[step])), (0.0, vec!["other"]));
     }
 
@@ -312,8 +312,10 @@ mod tests {
             AsyncOperation::Collective { operation: "all_reduce", len, element_bytes: 4, members }
         };
         assert_eq!([1, 4, 8].map(|load| probed.operation(&reduction(10), load)), [3.0, 3.0, 6.0]);
-        let step =
-            |len| StepEntries { actions: vec![vec![JournalEntry::Issue(0, reduction(len))]], num_issued: 1 };
+        let step = |len| StepEntries {
+            actions: vec![vec![JournalEntry::Issue(0, reduction(len))]],
+            issued_per_step: 1,
+        };
         assert_eq!(
             [probed.unmeasured(&[step(10)]), probed.unmeasured(&[step(11)])],
             [vec![], vec!["all_reduce"]]

@@ -1,8 +1,8 @@
 //! A plan as data, for other programs.
 
-use super::drawing::PlannedSchedule;
-use super::job::{PlannedRun, Workers};
 use super::plan::{Plan, dry_executor, model_and_inference};
+use super::planned_run::{PlannedRun, Workers};
+use super::planned_schedule::PlannedSchedule;
 use anyhow::Result;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};

@@ -5,7 +5,7 @@ use trireme_base::DType;
 use trireme_model::{BatchTensor, ModelProfile, UnitProfile};
 use trireme_optim::Optimizer;
 use trireme_parallel::ExecutorOptions;
-use trireme_planner::{BatchTensorSize, StateSizes, UnitSizes};
+use trireme_planner::{BatchTensorSize, ModelSizes, UnitSizes};
 use trireme_schedule::{ProgramHeader, StateClass};
 use trireme_tensor::Device;
 
@@ -18,7 +18,7 @@ pub(super) fn state_sizes(
     parts: &[Range<usize>],
     num_shards: usize,
     header: &ProgramHeader,
-) -> StateSizes {
+) -> ModelSizes {
     let gather_bytes = options.gather_precision().dtype().size();
     let as_integers = options.zero_plus_plus.quantized_gradients.is_some();
     let [_, gradient_dtype] = options.gradient_dtypes(header, num_shards, as_integers);
@@ -29,14 +29,18 @@ pub(super) fn state_sizes(
     let mut unit = |(index, found): (usize, &UnitProfile)| {
         let shard_len = parts[index].len();
         let mut optimizer_bytes = 0;
-        optimizer.for_each_memory(index, |tensor| optimizer_bytes += aligned(tensor.num_bytes()));
+        optimizer.for_each_state_tensor(index, |tensor| optimizer_bytes += aligned(tensor.num_bytes()));
         let parameter_bytes = aligned(shard_len * DType::F32.size());
         let masters = if has_masters { parameter_bytes } else { 0 };
         let state = [optimizer_bytes + masters, parameter_bytes, shard_len * gradient_dtype.size()];
         UnitSizes { state, shard_len, passes: found.passes }
     };
     let units = profile.units.iter().enumerate().map(&mut unit).collect();
-    StateSizes { units, gather_bytes, gradient_bytes: gradient_dtype.size() }
+    ModelSizes {
+        units,
+        gathered_bytes_per_element: gather_bytes,
+        gradient_bytes_per_element: gradient_dtype.size(),
+    }
 }
 
 pub(super) fn batch_memory(profile: &ModelProfile) -> Vec<BatchTensorSize> {

@@ -19,7 +19,9 @@ use trireme_parallel::{
 };
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::lowering::{lay_out, recompute};
-use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, partition_units, programs};
+use trireme_schedule::pipeline::{
+    Costs, ScheduleKind, Sizes, StageCosts, generate, partition_units, programs,
+};
 use trireme_schedule::{
     ClassLayout, Keep, Portion, Program, ProgramHeader, StateClass, StateLayout, Tier, UnitChain, single,
 };
@@ -134,7 +136,7 @@ impl TestModel for Classifier {
 }
 
 /// Stages of ZeRO.
-const STAGES: [usize; 4] = [0, 1, 2, 3];
+const ZERO_STAGES: [usize; 4] = [0, 1, 2, 3];
 
 fn shards(stage: usize, num_shards: usize) -> usize {
     if stage == 0 { 1 } else { num_shards }
@@ -147,7 +149,7 @@ fn every_stage_and_every_keep() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     let emulated = ExecutorOptions { fp8: Some(fp8), ..bf16 };
     for (config, options) in [(&gpt2, OPTIONS), (&llama, bf16), (&llama, emulated)] {
-        for (stage, keep) in STAGES.into_iter().flat_map(|stage| Keep::ALL.map(|keep| (stage, keep))) {
+        for (stage, keep) in ZERO_STAGES.into_iter().flat_map(|stage| Keep::ALL.map(|keep| (stage, keep))) {
             let (state, num_shards) = (StateLayout::zero(stage), shards(stage, 2));
             let case = Case { options, num_microbatches: 2, num_shards, state, keep, ..Case::default() };
             case.check(config, 2);
@@ -169,11 +171,11 @@ fn a_chain_that_is_no_language_model() {
             let state = StateLayout::UNSHARDED.with_tier(StateClass::Activations, Tier::Host);
             Case { keep, state, ..case.clone() }.check(&Classifier, 1);
         }
-        for stage in STAGES {
+        for stage in ZERO_STAGES {
             let state = StateLayout::zero(stage);
             Case { state, num_shards: shards(stage, 2), ..case.clone() }.check(&Classifier, 4);
         }
-        for (kind, stages_per_rank) in [(Kind::OneFOneB, 1), (Kind::ZeroBubbleV, 2)] {
+        for (kind, stages_per_rank) in [(ScheduleKind::OneFOneB, 1), (ScheduleKind::ZeroBubbleV, 2)] {
             let pipeline = Some((kind, 2, stages_per_rank));
             Case { pipeline, num_microbatches: 4, ..case.clone() }.check(&Classifier, 4);
         }
@@ -185,7 +187,7 @@ fn every_layout() {
     let config = medium_model();
     let layouts = [(1, 1), (2, 2), (2, 1), (4, 4), (4, 2)];
     for (stage, (world_size, num_shards)) in
-        STAGES.into_iter().flat_map(|stage| layouts.map(|at| (stage, at)))
+        ZERO_STAGES.into_iter().flat_map(|stage| layouts.map(|at| (stage, at)))
     {
         for (num_microbatches, determinism, dtype) in [
             (1, Determinism::Layout, Precision::Bf16),
@@ -204,10 +206,10 @@ fn every_layout() {
 #[test]
 fn layouts_that_are_no_zero_stage() {
     let gradients = ClassLayout { portion: Portion::Shard, tier: Tier::Device };
-    let without = ClassLayout { portion: Portion::Full, tier: Tier::Device };
+    let full_gradients = ClassLayout { portion: Portion::Full, tier: Tier::Device };
     for state in [
         StateLayout { gradients, ..StateLayout::UNSHARDED },
-        StateLayout { gradients: without, ..StateLayout::zero(3) },
+        StateLayout { gradients: full_gradients, ..StateLayout::zero(3) },
     ] {
         for (world_size, num_shards, num_microbatches, dtype) in [
             (2, 2, 1, Precision::F32),
@@ -248,14 +250,14 @@ fn communication_takes_no_more_for_more_units() {
 fn pipelines() {
     let config = medium_model();
     for (kind, stages_per_rank) in [
-        (Kind::GPipe, 1),
-        (Kind::OneFOneB, 1),
-        (Kind::Interleaved, 2),
-        (Kind::BreadthFirst, 3),
-        (Kind::ZeroBubbleH1, 1),
-        (Kind::DualPipeV, 2),
-        (Kind::PipeDream, 1),
-        (Kind::PipeDream2Bw, 1),
+        (ScheduleKind::GPipe, 1),
+        (ScheduleKind::OneFOneB, 1),
+        (ScheduleKind::Interleaved, 2),
+        (ScheduleKind::BreadthFirst, 3),
+        (ScheduleKind::ZeroBubbleH1, 1),
+        (ScheduleKind::DualPipeV, 2),
+        (ScheduleKind::PipeDream, 1),
+        (ScheduleKind::PipeDream2Bw, 1),
     ] {
         for (stage, data_degree, keep) in [(0, 1, Keep::All), (1, 2, Keep::Input), (2, 2, Keep::Nothing)] {
             let pipeline = Some((kind, 2, stages_per_rank));
@@ -314,7 +316,7 @@ fn tensor_parallelism() {
     Case { tensor_degree: 3, shape: (2, 18), ..alone.clone() }.check(&gpt2, 3);
     // Pairs of ranks share heads of keys and values.
     Case { tensor_degree: 4, ..alone.clone() }.check(&llama, 4);
-    for kind in [Kind::OneFOneB, Kind::ZeroBubbleH1] {
+    for kind in [ScheduleKind::OneFOneB, ScheduleKind::ZeroBubbleH1] {
         let pipeline = Some((kind, 2, 1));
         Case { pipeline, num_microbatches: 2, ..alone.clone() }.check(&llama, 4);
     }
@@ -342,7 +344,7 @@ fn context_parallelism() {
     for keep in [Keep::Input, Keep::Products] {
         Case { options, keep, tensor_degree: 2, ..alone.clone() }.check(&llama, 4);
     }
-    let pipeline = Some((Kind::ZeroBubbleH1, 2, 1));
+    let pipeline = Some((ScheduleKind::ZeroBubbleH1, 2, 1));
     Case { pipeline, num_microbatches: 2, ..alone }.check(&llama, 4);
 }
 

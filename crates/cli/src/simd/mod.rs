@@ -1,12 +1,12 @@
 //! Choice of the SIMD level of kernels: the highest level whose matmul kernels match the portable ones on this machine.
 //!
 //! Before a command computes, each kernel is compared with the portable one in a child process, because the system may kill a process that
-//! runs it (`trial`). The results are cached for this processor and this program (`MachineCache`). A kernel that could not be tried is not
-//! used, and the next command tries it again. `TRIREME_SIMD` chooses a lower level. A launcher chooses for its workers.
+//! runs it (`verification`). The results are cached for this processor and this program (`MachineCache`). A kernel that could not be tried
+//! is not used, and the next command tries it again. `TRIREME_SIMD` chooses a lower level. A launcher chooses for its workers.
 
-mod trial;
+mod verification;
 
-pub(crate) use trial::{Trial, try_kernels};
+pub(crate) use verification::{KernelVerification, verify_kernels};
 
 use crate::diagnostics::print_diagnostic;
 use crate::launch::LaunchError;
@@ -14,10 +14,10 @@ use crate::machine_cache::MachineCache;
 use anyhow::Result;
 use serde::{Serialize, Serializer};
 use std::process::Command;
-use trial::{REASON_CHARS_MAX, Verdict, Verdicts};
 use trireme_tensor::probe::{ExecutionUnit, reason_unsupported};
 use trireme_tensor::verification::MatmulKernel;
-use trireme_tensor::{CpuFeatures, DeviceOptions, Precision};
+use trireme_tensor::{DeviceOptions, Precision, SimdLevel};
+use verification::{REASON_CHARS_MAX, Verdict, Verdicts};
 
 /// Environment variable with the highest level that the user allows.
 const LEVEL_VARIABLE: &str = "TRIREME_SIMD";
@@ -26,7 +26,7 @@ const LEVEL_VARIABLE: &str = "TRIREME_SIMD";
 const CHOSEN_VARIABLE: &str = "TRIREME_SIMD_CHOSEN";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Proof {
+pub(crate) enum Verification {
     Cached,
     /// Tries all kernels again.
     Fresh,
@@ -35,9 +35,9 @@ pub(crate) enum Proof {
 /// A SIMD level, and why it was chosen.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Simd {
-    pub(crate) level: CpuFeatures,
+    pub(crate) level: SimdLevel,
     /// The highest level of the machine that the user allows.
-    pub(crate) max_level: CpuFeatures,
+    pub(crate) max_level: SimdLevel,
     /// Kernels of the machine that must not be used.
     pub(crate) excluded: Vec<Excluded>,
 }
@@ -60,22 +60,22 @@ impl Simd {
     ///
     /// # Errors
     /// If an environment variable does not name a level of this machine.
-    pub(crate) fn choose(proof: Proof) -> Result<Self> {
-        let supported = CpuFeatures::detect();
+    pub(crate) fn choose(proof: Verification) -> Result<Self> {
+        let supported = SimdLevel::detect();
         let named = |variable| level_of(variable, std::env::var(variable).ok(), supported);
         if let Some(level) = named(CHOSEN_VARIABLE)? {
             return Ok(Simd { level, max_level: level, excluded: Vec::new() });
         }
-        let most = named(LEVEL_VARIABLE)?.unwrap_or(supported);
-        if most == CpuFeatures::Portable {
-            return Ok(Simd { level: most, max_level: most, excluded: Vec::new() });
+        let max_level = named(LEVEL_VARIABLE)?.unwrap_or(supported);
+        if max_level == SimdLevel::Portable {
+            return Ok(Simd { level: max_level, max_level, excluded: Vec::new() });
         }
         let names: Vec<String> = kernels().iter().map(MatmulKernel::to_string).collect();
         let cache = MachineCache::of_this_machine("kernels");
-        let cached = cache.as_ref().filter(|_| proof == Proof::Cached).and_then(MachineCache::read);
-        let cached = cached.filter(|verdicts| are_of_kernels(verdicts, &names));
+        let cached = cache.as_ref().filter(|_| proof == Verification::Cached).and_then(MachineCache::read);
+        let cached = cached.filter(|verdicts| are_valid_verdicts(verdicts, &names));
         let verdicts = cached.unwrap_or_else(|| {
-            let verdicts = prove(&names);
+            let verdicts = verify(&names);
             let is_certain = !verdicts.values().any(|verdict| matches!(verdict, Verdict::Untried(_)));
             if let Some(cache) = cache.as_ref().filter(|_| is_certain) {
                 // A cache that cannot be written costs the next command the time of the proof.
@@ -83,20 +83,20 @@ impl Simd {
             }
             verdicts
         });
-        Ok(Self::from_verdicts(most, verdicts))
+        Ok(Self::from_verdicts(max_level, verdicts))
     }
 
-    fn from_verdicts(most: CpuFeatures, mut verdicts: Verdicts) -> Self {
+    fn from_verdicts(most: SimdLevel, mut verdicts: Verdicts) -> Self {
         let exclude = |kernel: MatmulKernel| match verdicts.remove(&kernel.to_string())? {
             Verdict::Proven => None,
             Verdict::Wrong(reason) | Verdict::Untried(reason) => Some(Excluded { kernel, reason }),
         };
         let excluded: Vec<Excluded> = MatmulKernel::up_to(most).into_iter().filter_map(exclude).collect();
-        let is_proven = |level: &CpuFeatures| {
+        let is_proven = |level: &SimdLevel| {
             let kernels = Precision::ALL.map(|precision| MatmulKernel::of(*level, precision));
             excluded.iter().all(|excluded| !kernels.contains(&excluded.kernel))
         };
-        let levels = CpuFeatures::ALL.into_iter().rev().filter(|level| *level <= most);
+        let levels = SimdLevel::ALL.into_iter().rev().filter(|level| *level <= most);
         let level = levels.clone().find(is_proven).expect("portable kernels are never excluded");
         Simd { level, max_level: most, excluded }
     }
@@ -133,9 +133,9 @@ impl Simd {
     pub(crate) fn reason(&self) -> &'static str {
         if self.level < self.max_level {
             "the highest level whose matmul kernels match the portable ones"
-        } else if self.max_level < CpuFeatures::detect() {
+        } else if self.max_level < SimdLevel::detect() {
             "set by TRIREME_SIMD"
-        } else if self.level == CpuFeatures::Portable {
+        } else if self.level == SimdLevel::Portable {
             "the only level of this machine"
         } else {
             "the highest level of this machine; its matmul kernels match the portable ones"
@@ -145,13 +145,13 @@ impl Simd {
 
 /// Returns the options of a device with `num_threads` threads, for a command of one process. Warns of excluded kernels.
 pub(crate) fn device_options(num_threads: usize) -> Result<DeviceOptions> {
-    let simd = Simd::choose(Proof::Cached)?;
+    let simd = Simd::choose(Verification::Cached)?;
     simd.warn();
     Ok(DeviceOptions { num_threads, features_max: Some(simd.level), ..DeviceOptions::default() })
 }
 
 /// Whether verdicts that come from a file are of these kernels and safe to print.
-fn are_of_kernels(verdicts: &Verdicts, names: &[String]) -> bool {
+fn are_valid_verdicts(verdicts: &Verdicts, names: &[String]) -> bool {
     let is_plain = |verdict: &Verdict| match verdict {
         Verdict::Proven => true,
         Verdict::Wrong(reason) | Verdict::Untried(reason) => {
@@ -165,43 +165,43 @@ fn are_of_kernels(verdicts: &Verdicts, names: &[String]) -> bool {
 
 /// Returns the kernels of this machine that need a proof.
 fn kernels() -> Vec<MatmulKernel> {
-    let all = MatmulKernel::up_to(CpuFeatures::detect()).into_iter();
+    let all = MatmulKernel::up_to(SimdLevel::detect()).into_iter();
     all.filter(|kernel| !kernel.is_portable()).collect()
 }
 
-pub(crate) fn trials() -> Vec<Trial> {
-    let trial = |kernel: MatmulKernel| Trial {
+pub(crate) fn verifications() -> Vec<KernelVerification> {
+    let trial = |kernel: MatmulKernel| KernelVerification {
         kernel: kernel.to_string(),
-        prove: Box::new(move || kernel.verify().map_err(|wrong| wrong.to_string())),
+        verify: Box::new(move || kernel.verify().map_err(|wrong| wrong.to_string())),
     };
     kernels().into_iter().map(trial).collect()
 }
 
-fn prove(names: &[String]) -> Verdicts {
+fn verify(names: &[String]) -> Verdicts {
     let command = |names: &[String]| {
         let mut command = Command::new(std::env::current_exe()?);
         command.arg(crate::commands::prove_kernels::NAME).args(names);
         Ok(command)
     };
-    trial::in_children(names, &command)
+    verification::verify_in_children(names, &command)
 }
 
 /// Returns the level that a variable names, if it is set.
 fn level_of(
     variable: &'static str,
     value: Option<String>,
-    supported: CpuFeatures,
-) -> Result<Option<CpuFeatures>, LaunchError> {
+    supported: SimdLevel,
+) -> Result<Option<SimdLevel>, LaunchError> {
     let Some(value) = value.filter(|value| !value.is_empty()) else { return Ok(None) };
-    let named = CpuFeatures::ALL.into_iter().find(|level| level.to_string() == value);
+    let named = SimdLevel::ALL.into_iter().find(|level| level.to_string() == value);
     if let Some(level) = named.filter(|level| *level <= supported) {
         return Ok(Some(level));
     }
-    let levels = CpuFeatures::ALL.into_iter().filter(|level| *level <= supported);
+    let levels = SimdLevel::ALL.into_iter().filter(|level| *level <= supported);
     let levels = levels.map(|level| level.to_string()).collect::<Vec<_>>().join(", ");
     let why = named.and_then(reason_unsupported).map(|why| format!(" ({why})")).unwrap_or_default();
     let expected = format!("a SIMD level of this machine: {levels}{why}");
-    Err(LaunchError::UnfitVariable { variable, value, expected })
+    Err(LaunchError::InvalidVariable { variable, value, expected })
 }
 
 #[cfg(test)]
@@ -209,11 +209,11 @@ mod tests {
     use super::*;
 
     /// Chooses a level up to `most` on a machine where the kernels `excluded` are excluded.
-    fn chosen(most: CpuFeatures, excluded: &[(CpuFeatures, Precision)]) -> Simd {
-        let name = |&(level, precision): &(CpuFeatures, Precision)| {
+    fn chosen(most: SimdLevel, excluded: &[(SimdLevel, Precision)]) -> Simd {
+        let name = |&(level, precision): &(SimdLevel, Precision)| {
             (MatmulKernel::of(level, precision).to_string(), Verdict::Wrong("it was wrong".to_owned()))
         };
-        let all = MatmulKernel::up_to(CpuFeatures::AmxBf16).into_iter();
+        let all = MatmulKernel::up_to(SimdLevel::AmxBf16).into_iter();
         let mut verdicts: Verdicts = all.map(|kernel| (kernel.to_string(), Verdict::Proven)).collect();
         verdicts.extend(excluded.iter().map(name));
         Simd::from_verdicts(most, verdicts)
@@ -223,7 +223,8 @@ mod tests {
     fn verdicts_of_a_file_are_of_these_kernels_or_not_believed() {
         let names = ["good", "bad"].map(str::to_owned);
         let read = |text: &str| serde_json::from_str::<Verdicts>(text).ok();
-        let is_believed = |text: &str| read(text).is_some_and(|verdicts| are_of_kernels(&verdicts, &names));
+        let is_believed =
+            |text: &str| read(text).is_some_and(|verdicts| are_valid_verdicts(&verdicts, &names));
         let whole = r#"{"good": "proven", "bad": {"wrong": "1 is 2"}}"#;
         assert!(is_believed(whole));
         for forged in [
@@ -237,13 +238,13 @@ mod tests {
             assert!(forged != whole && !is_believed(&forged), "{forged}");
         }
         // One verdict more than there are kernels.
-        assert!(!are_of_kernels(&read(whole).unwrap(), &names[..1]));
+        assert!(!are_valid_verdicts(&read(whole).unwrap(), &names[..1]));
     }
 
     #[test]
     fn the_highest_level_without_an_excluded_kernel_is_chosen() {
-        use CpuFeatures::{AmxBf16, Avx2, Avx512, Avx512Bf16, Portable};
         use Precision::{Bf16, F16, F32};
+        use SimdLevel::{AmxBf16, Avx2, Avx512, Avx512Bf16, Portable};
         for (most, excluded, level, num_warnings) in [
             (AmxBf16, &[][..], AmxBf16, 0),
             (AmxBf16, &[(AmxBf16, Bf16)], Avx512Bf16, 1),
@@ -262,7 +263,7 @@ mod tests {
 
     #[test]
     fn a_warning_names_the_kernel_the_mistake_and_what_is_used_instead() {
-        let simd = chosen(CpuFeatures::AmxBf16, &[(CpuFeatures::AmxBf16, Precision::Bf16)]);
+        let simd = chosen(SimdLevel::AmxBf16, &[(SimdLevel::AmxBf16, Precision::Bf16)]);
         assert_eq!(
             simd.warnings().collect::<Vec<_>>(),
             [
@@ -275,11 +276,11 @@ mod tests {
 
     #[test]
     fn a_variable_names_a_level_of_the_machine() {
-        let level = |value: &str| level_of(LEVEL_VARIABLE, Some(value.to_owned()), CpuFeatures::Avx512);
+        let level = |value: &str| level_of(LEVEL_VARIABLE, Some(value.to_owned()), SimdLevel::Avx512);
         assert_eq!(level("").unwrap(), None);
-        assert_eq!(level_of(LEVEL_VARIABLE, None, CpuFeatures::Avx512).unwrap(), None);
-        assert_eq!(level("avx2").unwrap(), Some(CpuFeatures::Avx2));
-        assert_eq!(level("portable").unwrap(), Some(CpuFeatures::Portable));
+        assert_eq!(level_of(LEVEL_VARIABLE, None, SimdLevel::Avx512).unwrap(), None);
+        assert_eq!(level("avx2").unwrap(), Some(SimdLevel::Avx2));
+        assert_eq!(level("portable").unwrap(), Some(SimdLevel::Portable));
         for unfit in ["AVX2", "amx_bf16", "sse", "avx512_bf16", "avx2 "] {
             let error = level(unfit).unwrap_err().to_string();
             let facts =

@@ -1,7 +1,7 @@
 //! Names that resolve late, wrong ports, and networks that let only some ports through.
 
 use crate::common::{Fixture, Running, assert_contains, poll};
-use crate::hosts::{hosts, network, place, start};
+use crate::hosts::{hosts, network, set_worker_environment, start};
 use std::process::Command;
 use std::time::Duration;
 use trireme_testkit::network::Host;
@@ -33,7 +33,7 @@ fn a_name_that_is_known_late_is_waited_for() {
     fixture.write("hosts", known);
     let mut workers = [0, 1].map(|rank: usize| {
         let mut command = command_with_names(&fixture, &hosts[rank], "train tiny.toml");
-        place(&fixture, &mut command, rank, 2, NAME);
+        set_worker_environment(&fixture, &mut command, rank, 2, NAME);
         Running::start(command)
     });
     workers[1].until_silent_for(NAME_DELAY);
@@ -58,7 +58,7 @@ fn a_worker_at_the_wrong_port_does_not_disturb_the_others() {
     let worker = |host: usize, rank: usize, port: &str, settings: &str| {
         let mut command = hosts[host].command(TRIREME);
         command.args("train tiny.toml".split(' ')).args(settings.split_whitespace());
-        place(&fixture, &mut command, rank, 2, &address);
+        set_worker_environment(&fixture, &mut command, rank, 2, &address);
         command.env("MASTER_PORT", port);
         Running::start(command)
     };

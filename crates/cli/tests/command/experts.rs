@@ -72,7 +72,7 @@ fn settings_of_experts_that_a_run_cannot_use_are_refused() {
 }
 
 #[test]
-fn a_capacity_drops_what_the_metrics_count_and_makes_memory_known() {
+fn a_capacity_counts_dropped_tokens_and_makes_memory_predictable() {
     let fixture = fixture();
     let settings = "--workers 2 --set experts.capacity_factor=0.75";
     fixture.run(&format!("train tiny.toml {settings} --set run.name=whole")).succeeded();

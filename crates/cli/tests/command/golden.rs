@@ -130,13 +130,14 @@ fn names_of_special_tokens_in_messages_are_text() {
          seq_len = 32\nsteps = 1\nthreads = 1\nlocal_batch_size = 1\nglobal_batch_size = 1\n[generate]\nnum_tokens = 0\n",
     );
     let note = "of special tokens in messages stayed text";
-    for (control, found) in [(false, 1), (true, 0)] {
-        let set = format!("--set data.special_tokens_in_messages={control} --set run.name={control}");
+    for (parses_names, found) in [(false, 1), (true, 0)] {
+        let set =
+            format!("--set data.special_tokens_in_messages={parses_names} --set run.name={parses_names}");
         let outcome = fixture.run(&format!("train typed.toml {set}"));
         let is_noted = outcome.stdout.contains(&format!("1 name {note}"));
         assert_eq!(outcome.stdout.contains("[data] special_tokens_in_messages says"), is_noted);
         outcome.succeeded();
-        let report = read(&fixture, &format!("runs/{control}/data/prepare.json"));
+        let report = read(&fixture, &format!("runs/{parses_names}/data/prepare.json"));
         assert_eq!((report["num_literal_names"].as_u64(), is_noted), (Some(found), found == 1));
     }
     fixture.write("typed.jsonl", answer("<|endoftext|>").repeat(2));

@@ -75,20 +75,20 @@ fn start_at(
     let &Worker { rank, world_size, host, local_rank, num_local } = worker;
     let mut command = hosts[host].command(env!("CARGO_BIN_EXE_trireme"));
     command.args(arguments.split_whitespace());
-    place(fixture, &mut command, rank, world_size, &master_addr.to_string());
+    set_worker_environment(fixture, &mut command, rank, world_size, &master_addr.to_string());
     command.env("LOCAL_RANK", local_rank.to_string()).env("LOCAL_WORLD_SIZE", num_local.to_string());
     Running::start(command)
 }
 
 /// Makes `command` the only worker of its host, in a world that meets at `master_addr`, an address or a name.
-pub(crate) fn place(
+pub(crate) fn set_worker_environment(
     fixture: &Fixture,
     command: &mut Command,
     rank: usize,
     world_size: usize,
     master_addr: &str,
 ) {
-    fixture.prepare(command);
+    fixture.isolate(command);
     command.env("RANK", rank.to_string()).env("WORLD_SIZE", world_size.to_string());
     command.env("LOCAL_RANK", "0").env("LOCAL_WORLD_SIZE", "1");
     command.env("TRIREME_SECRET", "the secret of a test on its own network");
@@ -137,7 +137,7 @@ fn memory_on_several_hosts_is_as_planned() {
 }
 
 #[test]
-fn several_hosts_train_the_same_model_and_send_the_bytes_of_the_formula() {
+fn several_hosts_train_the_same_model_and_send_the_reported_bytes() {
     let Some(hosts) = hosts() else { return };
     let fixture = Fixture::with_corpus();
     // With this setting nothing is measured, so all bytes that are sent belong to the run.

@@ -45,7 +45,7 @@ fn the_first_process_of_a_container_ends_while_it_waits_for_others() {
     let inner = fixture.worker(0, port, "train tiny.toml");
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork"]).arg(inner.get_program()).args(inner.get_args());
-    fixture.prepare(&mut command);
+    fixture.isolate(&mut command);
     command.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
     let can_unshare = Command::new("unshare").args(["--pid", "--fork", "true"]).output();
     let can_unshare = can_unshare.map_err(|error| error.to_string()).and_then(|output| {

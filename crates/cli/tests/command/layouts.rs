@@ -151,20 +151,20 @@ const EXPERT_LAYOUTS: [(usize, &str, bool); 28] = [
 ];
 
 /// A program that trains a model with the config `{name}.toml`.
-struct TrainedProgram {
+struct TrainingProgram {
     name: &'static str,
     program: PathBuf,
     /// Whether ranks may split the positions of its samples.
     has_positions: bool,
 }
 
-impl TrainedProgram {
+impl TrainingProgram {
     fn train(&self, fixture: &Fixture, arguments: &str) -> Running {
         let mut command = Command::new(&self.program);
         let fixed = "--set checkpoint.enable=false --set checkpoint.resume=never";
         let all = format!("train {}.toml {fixed} {arguments}", self.name);
         command.args(all.split_whitespace());
-        fixture.prepare(&mut command);
+        fixture.isolate(&mut command);
         Running::start(command)
     }
 
@@ -225,13 +225,13 @@ impl fmt::Display for LayoutOutcome {
 
 /// Returns the models and the example. Cargo builds the example with all tests of the workspace, and `cargo xtask ladder` builds it before
 /// this test.
-fn subjects() -> Vec<TrainedProgram> {
+fn training_programs() -> Vec<TrainingProgram> {
     let trireme = Path::new(env!("CARGO_BIN_EXE_trireme"));
-    let model = |(name, _)| TrainedProgram { name, program: trireme.to_owned(), has_positions: true };
-    let mut subjects: Vec<TrainedProgram> = MODELS.into_iter().map(model).collect();
+    let model = |(name, _)| TrainingProgram { name, program: trireme.to_owned(), has_positions: true };
+    let mut subjects: Vec<TrainingProgram> = MODELS.into_iter().map(model).collect();
     let program = trireme.with_file_name("examples").join(EXAMPLE);
     let found = program.exists().then_some(program).ok_or("cargo build --example residual_network makes it");
-    let example = |program| TrainedProgram { name: EXAMPLE, program, has_positions: false };
+    let example = |program| TrainingProgram { name: EXAMPLE, program, has_positions: false };
     subjects.extend(or_skip("program of the example", found).map(example));
     subjects
 }
@@ -251,7 +251,7 @@ fn every_layout_trains_as_one_worker_does() {
         fixture.write(&format!("{name}.toml"), model + &training("seq_len = 16\n") + generate);
     }
     fixture.write(&format!("{EXAMPLE}.toml"), training(""));
-    let subjects = subjects();
+    let subjects = training_programs();
     let mut table = format!("{:>7}", "workers");
     for subject in &subjects {
         subject.train(&fixture, &format!("--workers 1 --set run.name={}", subject.name)).end().succeeded();

@@ -34,7 +34,7 @@ fn write_records(fixture: &Fixture, folder: &str, num_steps: usize) {
 }
 
 /// Asserts that a browser needs nothing but the page.
-fn loads_nothing(page: &str) {
+fn assert_loads_nothing(page: &str) {
     // Names of the SVG namespace and of a pattern within the page, which are not loaded.
     let page = page.replace("xmlns=\"http://www.w3.org/2000/svg\"", "").replace("url(#idle)", "");
     for reference in ["http:", "https:", "src=", "href=", "url(", "@import", "<link", "<iframe", "<img"] {
@@ -112,7 +112,7 @@ fn a_page_compares_two_runs() {
     assert_contains(different, &[&row("optimizer.lr", &["0.0011", "0.0099"])]);
     assert_contains(shared, &[&row("training.seq_len", &["16"])]);
     assert!(!different.contains("training.seq_len") && !shared.contains("optimizer.lr"));
-    loads_nothing(&page);
+    assert_loads_nothing(&page);
     // A later page replaces the earlier one, with the full config of its only run.
     fixture.run("report html runs/slow").succeeded();
     let page = fixture.read("report.html");
@@ -161,7 +161,7 @@ fn the_page_of_a_long_run_is_small() {
         &page,
         &["the mean of up to 334 values", "samples a second", "100k", "long has no config.toml"],
     );
-    loads_nothing(&page);
+    assert_loads_nothing(&page);
 }
 
 #[test]

@@ -32,8 +32,8 @@ fn metrics_of_an_earlier_run_are_not_replaced_unasked() {
             ],
         );
     }
-    let anew = fixture.run("train tiny.toml --resume never --set training.seed=1").succeeded();
-    assert_contains(&anew, &["the earlier run was moved to runs/tiny/previous-1"]);
+    let restarted = fixture.run("train tiny.toml --resume never --set training.seed=1").succeeded();
+    assert_contains(&restarted, &["the earlier run was moved to runs/tiny/previous-1"]);
     fixture.run("report run runs/tiny/previous-1").succeeded();
     assert_ne!(fixture.losses("tiny"), losses);
     // The run has its own checkpoints now. A checkpoint of another run has not produced its metrics.

@@ -3,7 +3,7 @@
 use crate::common::{Fixture, Outcome, Running, assert_contains};
 use serde_json::Value;
 use std::fs;
-use trireme_tensor::CpuFeatures;
+use trireme_tensor::SimdLevel;
 use trireme_testkit::or_skip;
 
 impl Fixture {
@@ -28,14 +28,14 @@ impl Fixture {
 }
 
 /// Returns the levels of this machine, without the lowest one.
-fn levels() -> impl Iterator<Item = CpuFeatures> {
-    CpuFeatures::ALL.into_iter().filter(|level| (CpuFeatures::Avx2..=CpuFeatures::detect()).contains(level))
+fn levels() -> impl Iterator<Item = SimdLevel> {
+    SimdLevel::ALL.into_iter().filter(|level| (SimdLevel::Avx2..=SimdLevel::detect()).contains(level))
 }
 
 /// Returns the highest level of this machine, if there is another one to compare it with.
-pub(crate) fn level_above_portable() -> Option<CpuFeatures> {
-    let level = CpuFeatures::detect();
-    let found = if level == CpuFeatures::Portable { Err("all kernels are portable") } else { Ok(level) };
+pub(crate) fn level_above_portable() -> Option<SimdLevel> {
+    let level = SimdLevel::detect();
+    let found = if level == SimdLevel::Portable { Err("all kernels are portable") } else { Ok(level) };
     or_skip("SIMD level above the portable one", found)
 }
 
@@ -46,7 +46,7 @@ fn the_kernels_of_this_machine_prove_themselves() {
     for pair in lines.chunks(2) {
         assert!(pair[0].starts_with("try ") && pair[1] == "proven", "{printed}");
     }
-    assert_eq!(lines.is_empty(), CpuFeatures::detect() == CpuFeatures::Portable);
+    assert_eq!(lines.is_empty(), SimdLevel::detect() == SimdLevel::Portable);
     assert!(!Fixture::new().run("--help").succeeded().contains("prove-kernels"));
 }
 
@@ -54,12 +54,12 @@ fn the_kernels_of_this_machine_prove_themselves() {
 fn the_user_chooses_a_lower_level() {
     let fixture = Fixture::new();
     let highest = fixture.doctor("");
-    assert_eq!(highest["uses"]["features"], CpuFeatures::detect().to_string());
+    assert_eq!(highest["uses"]["features"], SimdLevel::detect().to_string());
     assert_eq!(highest["uses"]["excluded"], Value::Array(Vec::new()));
-    for level in levels().chain([CpuFeatures::Portable]) {
+    for level in levels().chain([SimdLevel::Portable]) {
         let found = fixture.doctor(&level.to_string());
         assert_eq!(found["uses"]["features"], level.to_string());
-        let is_lower = level < CpuFeatures::detect();
+        let is_lower = level < SimdLevel::detect();
         let reason = found["uses"]["features_reason"].as_str().unwrap();
         assert_eq!(reason.contains("TRIREME_SIMD"), is_lower, "{reason}");
         let used = found["products"].as_array().unwrap().iter().filter(|product| product["is_used"] == true);
@@ -73,7 +73,7 @@ fn training_computes_at_the_level_that_was_chosen() {
     let model = r#"{"model_type": "gpt2", "vocab_size": 50, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}"#;
     fs::create_dir(fixture.path("model")).unwrap();
     fixture.write("model/config.json", model);
-    for level in levels().chain([CpuFeatures::Portable]) {
+    for level in levels().chain([SimdLevel::Portable]) {
         let arguments =
             "bench kernels --model model --batch 1 --seq 4 --seconds 0 --threads 1 --only norm --json";
         let told = fixture.run_with_simd(&level.to_string(), arguments).succeeded();
@@ -99,7 +99,7 @@ fn workers_take_the_level_of_their_launcher() {
         fixture.run_with_simd(level, &format!("train tiny.toml --set run.name={name}")).succeeded();
         losses.push(fixture.losses(&name));
     }
-    assert_eq!(losses[0] == losses[1], CpuFeatures::detect() == CpuFeatures::Portable);
+    assert_eq!(losses[0] == losses[1], SimdLevel::detect() == SimdLevel::Portable);
 }
 
 #[test]
@@ -111,7 +111,7 @@ fn levels_that_this_machine_has_not_are_refused() {
         assert_contains(&error, &["TRIREME_SIMD is 'sse9'", "portable"]);
         assert!(fixture.everything() == before, "{arguments}");
     }
-    if CpuFeatures::detect() < CpuFeatures::AmxBf16 {
+    if SimdLevel::detect() < SimdLevel::AmxBf16 {
         let error = fixture.run_with_simd("amx_bf16", "doctor").refused();
         assert_contains(&error, &["TRIREME_SIMD is 'amx_bf16'", "portable", "AMX"]);
     }

@@ -44,7 +44,7 @@ fn a_step_is_drawn_as_measured_and_as_simulated() {
 }
 
 #[test]
-fn traces_of_other_layouts_and_without_any() {
+fn traces_of_other_layouts_and_runs_without_a_trace() {
     let fixture = Fixture::with_corpus();
     fixture.run(&format!("train tiny.toml {PIPELINE} --set run.name=plain")).succeeded();
     let error = fixture.run("report trace runs/plain").refused();
@@ -70,27 +70,27 @@ fn traces_of_other_layouts_and_without_any() {
 }
 
 /// Figures of the last step in `trace.json`.
-struct WholeStep {
+struct StepTotals {
     /// Floating-point operations that the model needs.
-    model: f64,
+    model_flops: f64,
     /// Floating-point operations of the matrix products that were executed.
-    hardware: f64,
+    hardware_flops: f64,
     /// Peak FLOP/s of all workers.
     peak: f64,
     /// Seconds of the step on the first worker.
     seconds: f64,
 }
 
-fn whole_step(fixture: &Fixture, run: &str) -> WholeStep {
+fn step_totals(fixture: &Fixture, run: &str) -> StepTotals {
     let trace: Value = serde_json::from_str(&fixture.read(&format!("runs/{run}/trace.json"))).unwrap();
     let array = |value: &Value| value.as_array().unwrap().clone();
     let peaks = array(&trace["otherData"]["ranks"]);
     let step = array(&trace["otherData"]["steps"]).pop().unwrap();
     let events = array(&trace["traceEvents"]);
     let executed = events.iter().filter(|event| event["args"]["step"] == step["step"]);
-    WholeStep {
-        model: step["model_flops"].as_f64().unwrap(),
-        hardware: executed.filter_map(|event| event["args"]["product_flops"].as_f64()).sum(),
+    StepTotals {
+        model_flops: step["model_flops"].as_f64().unwrap(),
+        hardware_flops: executed.filter_map(|event| event["args"]["product_flops"].as_f64()).sum(),
         peak: peaks.iter().map(|rank| rank["peak_flops"].as_f64().unwrap()).sum(),
         seconds: step["durations"][0].as_f64().unwrap() / 1e9,
     }
@@ -117,11 +117,16 @@ fn the_parts_of_a_step_add_up_and_layouts_count_the_model_once() {
         ("long", "--set parallelism.context_parallel_degree=2"),
     ] {
         fixture.run(&format!("{train} {settings} --set run.name={name}")).succeeded();
-        let found = whole_step(&fixture, name);
-        assert_eq!(*model.get_or_insert(found.model), found.model, "{name}");
-        assert!(found.hardware > found.model, "{name}: {} of {}", found.hardware, found.model);
+        let found = step_totals(&fixture, name);
+        assert_eq!(*model.get_or_insert(found.model_flops), found.model_flops, "{name}");
+        assert!(
+            found.hardware_flops > found.model_flops,
+            "{name}: {} of {}",
+            found.hardware_flops,
+            found.model_flops
+        );
         let mfu = fixture.records(name).pop().unwrap()["mfu"].as_f64().unwrap();
-        let expected = found.model / (found.peak * found.seconds);
+        let expected = found.model_flops / (found.peak * found.seconds);
         assert!((mfu / expected - 1.0).abs() < 1e-6, "{name}: {mfu} is not {expected}");
         for command in ["run", "trace"] {
             let text = fixture.run(&format!("report {command} runs/{name}")).succeeded();
@@ -130,23 +135,26 @@ fn the_parts_of_a_step_add_up_and_layouts_count_the_model_once() {
             assert!(parts.len() == 5 && (sum - 100.0).abs() < 2.0, "{name}: {text}");
         }
     }
-    assert!(whole_step(&fixture, "recomputed").hardware > 1.2 * whole_step(&fixture, "one").hardware);
+    assert!(
+        step_totals(&fixture, "recomputed").hardware_flops
+            > 1.2 * step_totals(&fixture, "one").hardware_flops
+    );
 }
 
 #[test]
-fn a_peak_of_the_config_is_that_of_each_worker() {
+fn a_configured_peak_applies_to_each_worker() {
     let fixture = Fixture::with_corpus();
     let text = fixture
         .run("train tiny.toml --set metrics.trace_interval=4 --set metrics.peak_flops=4e12")
         .succeeded();
     assert_contains(&text, &["  mfu: "]);
-    assert_eq!(whole_step(&fixture, "tiny").peak, 8e12);
+    assert_eq!(step_totals(&fixture, "tiny").peak, 8e12);
     assert_contains(&fixture.run("report run runs/tiny").succeeded(), &["median MFU: "]);
     assert!(!fixture.read("runs/tiny/logs/rank-0.log").contains("the peak of this worker"));
 }
 
 #[test]
-fn a_peak_is_measured_once_for_as_many_threads() {
+fn a_peak_is_measured_once_per_number_of_threads() {
     let fixture = Fixture::with_corpus();
     let line = |run: &str| {
         fixture.run(&format!("train tiny.toml --workers 1 --set run.name={run}")).succeeded();

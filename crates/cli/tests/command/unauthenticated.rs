@@ -80,16 +80,16 @@ fn silent_connections_that_use_all_open_files_keep_no_worker_out() {
     let limit = Rlimit { current: Some(40), maximum: Some(40) };
     prlimit(Some(host.process()), Resource::Nofile, limit).unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
-    let knock = || loop {
+    let connect = || loop {
         match TcpStream::connect(("127.0.0.1", port)) {
             Ok(stream) => break stream,
             Err(error) => assert!(Instant::now() < deadline, "{error}"),
         }
     };
-    let strangers: Vec<TcpStream> = (0..60).map(|_| knock()).collect();
+    let silent_connections: Vec<TcpStream> = (0..60).map(|_| connect()).collect();
     let peer = Running::start(fixture.worker(1, port, "train tiny.toml"));
     let outcome = host.end();
     assert_eq!(outcome.code, Some(0), "{outcome:?}");
     peer.end().succeeded();
-    drop(strangers);
+    drop(silent_connections);
 }

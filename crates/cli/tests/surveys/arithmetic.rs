@@ -11,25 +11,25 @@ const SHARDED: &str = "training.dtype=bf16 launch.workers=1024 parallelism.zero_
 
 const SECONDS_A_DAY: f64 = 86_400.0;
 
-pub(crate) fn section(product: &CommandFolder) -> Section {
-    let rows = vec![gpt3(product), layer(product), recomputation(product), utilization(product)];
+pub(crate) fn section(commands: &CommandFolder) -> Section {
+    let rows = vec![gpt3(commands), layer(commands), recomputation(commands), utilization(commands)];
     Section { title: "Arithmetic", rows }
 }
 
-fn of_a_token(step: &Step, model: Gpt) -> f64 {
+fn operations_per_token(step: &Step, model: Gpt) -> f64 {
     step.all_operations() / model.seq_len as f64
 }
 
 fn gpt3(product: &CommandFolder) -> Row {
     const TOKENS: f64 = 300e9;
     let step = product.plan(Gpt::GPT3, SHARDED);
-    let all = of_a_token(&step, Gpt::GPT3) * TOKENS;
+    let all = operations_per_token(&step, Gpt::GPT3) * TOKENS;
     let formula = 6.0 * step.num_parameters() * TOKENS;
     within("operations of GPT-3's training", all / 3.14e23, 0.98..=1.03);
     Row {
         claim: "GPT-3 took 314 ZFLOP for 300 B tokens, six operations for each parameter and token",
         source: "Brown et al. 2020, table D.1; Kaplan et al. 2020, section 2.1",
-        here: format!("{:.0} ZFLOP; 6 N D is {:.0}", all / 1e21, formula / 1e21),
+        computed: format!("{:.0} ZFLOP; 6 N D is {:.0}", all / 1e21, formula / 1e21),
         why: "Counted in all matrix products of a step. 6 N D lacks the scores of attention, of which a causal model \
               computes half, and recomputes them in backward."
             .to_owned(),
@@ -52,7 +52,7 @@ fn layer(product: &CommandFolder) -> Row {
     Row {
         claim: "Forward of L layers takes 2 B n L (12 d² + 2 n d) operations for a batch of B sequences of n tokens",
         source: "Narayanan et al. 2021, appendix; surveys, with n for s and d for h",
-        here: list(found, |(width, seq_len, found, formula)| {
+        computed: list(found, |(width, seq_len, found, formula)| {
             format!(
                 "d = {width}, n = {seq_len}: {} TFLOP a layer instead of {}, {:.3} of it",
                 short(found / 1e12),
@@ -73,7 +73,7 @@ fn recomputation(product: &CommandFolder) -> Row {
     Row {
         claim: "Full recomputation adds a third of the operations",
         source: "Chen et al. 2016, section 4; Korthikanti et al. 2022, section 5",
-        here: format!("{:.1} % more for GPT-3", 100.0 * added),
+        computed: format!("{:.1} % more for GPT-3", 100.0 * added),
         why: "One more forward next to one forward and a backward of twice the work. The head is not recomputed as a layer is.".to_owned(),
     }
 }
@@ -81,7 +81,7 @@ fn recomputation(product: &CommandFolder) -> Row {
 fn utilization(product: &CommandFolder) -> Row {
     let recomputed = |model: Gpt| {
         let step = product.plan(model, &format!("{SHARDED} activation_checkpoint.mode=block"));
-        of_a_token(&step, model)
+        operations_per_token(&step, model)
     };
     let (gpt3, trillion) = (recomputed(Gpt::GPT3) * 300e9, recomputed(Gpt::TRILLION) * 450e9);
     let share =
@@ -92,7 +92,7 @@ fn utilization(product: &CommandFolder) -> Row {
     Row {
         claim: "52 % of peak on 1,024 A100s, both for 175 B and for 1 T parameters; 34 days for 300 B tokens of GPT-3",
         source: "surveys, after Narayanan et al. 2021, table 1 and section 5.1",
-        here: format!(
+        computed: format!(
             "34 days on 1,024 GPUs are {:.1} % of peak for GPT-3; 84 days on 3,072 GPUs are {:.1} % for 1 T parameters and 450 B tokens. 52 % on 1,024 GPUs would be \
              {:.1} days for GPT-3, and {:.0} for 1 T",
             100.0 * of_gpt3,

@@ -6,13 +6,13 @@ use trireme_base::Rank;
 use trireme_codec::{Bucket, CodecName, Compression, CompressionOptions};
 use trireme_schedule::collective::{Algorithm, CollectiveKind, Hosts, Step as CollectiveStep, steps};
 
-pub(crate) fn section(product: &CommandFolder) -> Section {
+pub(crate) fn section(commands: &CommandFolder) -> Section {
     let rows = vec![
         ring(),
         hierarchy(),
-        tensor_parallelism(product),
-        volumes(product),
-        zero_plus_plus(product),
+        tensor_parallelism(commands),
+        volumes(commands),
+        zero_plus_plus(commands),
         one_bit(),
         top_k(),
         fp8(),
@@ -50,7 +50,7 @@ fn ring() -> Row {
     Row {
         claim: "A ring all-reduce of D bytes takes 2 (N − 1) steps, in which each rank sends 2 D (N − 1) / N",
         source: "Patarasuk, Yuan 2009; Sergeev, Del Balso 2018, section 3",
-        here: list(found, |(num_ranks, num_steps, sent)| {
+        computed: list(found, |(num_ranks, num_steps, sent)| {
             format!("N = {num_ranks}: {num_steps} steps, {sent:.3} D")
         }),
         why: "Counted in the messages of the algorithm. The formulas are exact; the volume does not grow with N, the \
@@ -75,7 +75,7 @@ fn hierarchy() -> Row {
     Row {
         claim: "With hosts of k ranks, a hierarchical all-reduce takes 4 (k − 1) + 2 (N / k − 1) steps instead of 2 (N − 1)",
         source: "Jia et al. 2018, section 3.3",
-        here: list(found, |(num_ranks, flat, two_levels, claimed, sent)| {
+        computed: list(found, |(num_ranks, flat, two_levels, claimed, sent)| {
             format!("N = {num_ranks}, k = 8: {two_levels} steps instead of {flat} (the claim: {claimed}), {sent:.2} D sent")
         }),
         why: "The paper reduces to one leader of each host and broadcasts from it. Here every rank leads for its \
@@ -86,7 +86,7 @@ fn hierarchy() -> Row {
 }
 
 /// Returns the number of exchanges that satisfy `matches`, and the bytes of their vectors, for each layer.
-fn of_a_layer(
+fn exchanges_per_layer(
     product: &CommandFolder,
     settings: &str,
     matches: impl Fn(&Exchange<'_>) -> bool,
@@ -104,8 +104,9 @@ fn of_a_layer(
 fn tensor_parallelism(product: &CommandFolder) -> Row {
     let settings = "launch.workers=8 parallelism.tensor_parallel_degree=8 training.dtype=bf16";
     let plain = format!("{settings} parallelism.sequence_parallel=false");
-    let (num_sums, sum_bytes) = of_a_layer(product, &plain, |exchange| exchange.operation == "all_reduce");
-    let (num_parts, part_bytes) = of_a_layer(product, settings, |exchange| {
+    let (num_sums, sum_bytes) =
+        exchanges_per_layer(product, &plain, |exchange| exchange.operation == "all_reduce");
+    let (num_parts, part_bytes) = exchanges_per_layer(product, settings, |exchange| {
         ["all_gather", "reduce_scatter"].contains(&exchange.operation)
     });
     within("all-reduces of a layer", num_sums, 4.0..=4.0);
@@ -114,7 +115,7 @@ fn tensor_parallelism(product: &CommandFolder) -> Row {
         claim: "Tensor parallelism has two all-reduces of bsh elements per layer in forward and two in backward; with sequence \
                 parallelism, all-gathers and reduce-scatters of the same volume replace them",
         source: "Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2",
-        here: format!(
+        computed: format!(
             "{num_sums} all-reduces of {} bytes an element; with sequence parallelism {num_parts} all-gathers and reduce-scatters, \
              of {} bytes an element",
             short(sum_bytes / num_sums / per_layer),
@@ -147,7 +148,7 @@ fn volumes(product: &CommandFolder) -> Row {
     Row {
         claim: "ZeRO-1 and ZeRO-2 send as much as data parallelism, ZeRO-3 1.5 times as much",
         source: "Rajbhandari et al. 2020, section 7",
-        here: format!(
+        computed: format!(
             "ZeRO-1 {}, ZeRO-2 {}, ZeRO-3 {} times as much",
             short(one / plain),
             short(two / plain),
@@ -187,7 +188,7 @@ fn zero_plus_plus(product: &CommandFolder) -> Row {
     Row {
         claim: "ZeRO++ sends a quarter of ZeRO-3's bytes between hosts: 0.75 M instead of 3 M",
         source: "Wang et al. 2023 (ZeRO++), abstract",
-        here: format!("{} times fewer with 4-bit gradients, {} with 8-bit", short(int4), short(int8)),
+        computed: format!("{} times fewer with 4-bit gradients, {} with 8-bit", short(int4), short(int8)),
         why: "Counted in a dry run of 3.4 B parameters on 8 hosts of 8 workers, against 16-bit parameters and gradients. \
               Integers have an f32 scale for each 256 of them, which makes it \
               0.766 M instead of 0.75 M. With 8-bit gradients it is 1.016 M."
@@ -197,7 +198,7 @@ fn zero_plus_plus(product: &CommandFolder) -> Row {
 
 /// Returns how many times shorter a rank's message for the gradients of a layer of GPT-3 is with compression than with `bytes` bytes per
 /// element.
-fn compressed(options: CompressionOptions, bytes: f64) -> f64 {
+fn compression_ratio(options: CompressionOptions, bytes: f64) -> f64 {
     const LEN: usize = 12 * 12_288 * 12_288;
     let compression = Compression::new(&options).unwrap();
     let encoded = compression.encoded_bytes(&Bucket::flat(LEN), 2, 0);
@@ -206,7 +207,7 @@ fn compressed(options: CompressionOptions, bytes: f64) -> f64 {
 
 fn one_bit() -> Row {
     let of_blocks = |block_len| {
-        compressed(
+        compression_ratio(
             CompressionOptions { codec: CodecName::OneBit, block_len: Some(block_len), ..Default::default() },
             4.0,
         )
@@ -219,7 +220,7 @@ fn one_bit() -> Row {
         claim: "1-bit messages are 32 times shorter than f32 and 16 times shorter than 16 bits (1-bit Adam); elsewhere \
                 the same method reduces communication up to 26 times",
         source: "Tang et al. 2021: 97 % and 94 % less; the documentation of DeepSpeed: 26 times",
-        here: format!(
+        computed: format!(
             "{} times shorter than f32 and {} than 16 bits with the default blocks of 1024; {} with blocks of 2^20, {} with blocks \
              of 320",
             short(default),
@@ -236,7 +237,7 @@ fn one_bit() -> Row {
 
 fn top_k() -> Row {
     let of_ratio = |ratio| {
-        compressed(
+        compression_ratio(
             CompressionOptions { codec: CodecName::TopK, ratio: Some(ratio), ..Default::default() },
             4.0,
         )
@@ -247,7 +248,7 @@ fn top_k() -> Row {
     Row {
         claim: "Sparse gradients are 10 to 100 times shorter; deep gradient compression with 0.1 % of the elements reaches 270 to 600",
         source: "Aji, Heafield 2017; Lin et al. 2018, abstract",
-        here: format!(
+        computed: format!(
             "top 10 %: {} times shorter; 1 %: {}; 0.1 %: {}",
             short(tenth),
             short(percent),
@@ -261,12 +262,13 @@ fn top_k() -> Row {
 }
 
 fn fp8() -> Row {
-    let saving = compressed(CompressionOptions { codec: CodecName::Fp8E4m3, ..Default::default() }, 2.0);
+    let saving =
+        compression_ratio(CompressionOptions { codec: CodecName::Fp8E4m3, ..Default::default() }, 2.0);
     within("fp8 messages", saving, 1.9..=2.0);
     Row {
         claim: "FP8 halves the bytes of gradients against 16 bits",
         source: "Peng et al. 2023 (FP8-LM), section 2.1",
-        here: format!("{saving:.3} times shorter than bf16"),
+        computed: format!("{saving:.3} times shorter than bf16"),
         why: "One byte per element, and scales.".to_owned(),
     }
 }

@@ -27,7 +27,7 @@ pub(crate) fn section(commands: &CommandFolder, effort: Effort) -> Section {
 }
 
 /// Returns the bytes of parameters, gradients and optimizer state for each parameter.
-fn states_of_a_parameter(step: &Step) -> f64 {
+fn state_bytes_per_parameter(step: &Step) -> f64 {
     step.states() / step.num_parameters()
 }
 
@@ -35,15 +35,16 @@ fn states(commands: &CommandFolder) -> Row {
     let models = [Gpt::of(2048, 24, 16), Gpt::of(4096, 36, 32), Gpt::of(5120, 40, 40), Gpt::GPT3];
     let found = models.map(|model| {
         let step = commands.plan(model, "launch.workers=1");
-        let bytes = within("bytes of state for a parameter", states_of_a_parameter(&step), 15.9..=16.1);
+        let bytes = within("bytes of state for a parameter", state_bytes_per_parameter(&step), 15.9..=16.1);
         (step.num_parameters(), bytes, step.states())
     });
     let step = commands.plan(BILLIONS_7, &format!("launch.workers=64 {MIXED}"));
-    let mixed = within("bytes of state for a parameter in bf16", states_of_a_parameter(&step), 13.9..=14.1);
+    let mixed =
+        within("bytes of state for a parameter in bf16", state_bytes_per_parameter(&step), 13.9..=14.1);
     Row {
         claim: "Training with Adam in mixed precision takes 16 bytes of state for each parameter",
         source: "Rajbhandari et al. 2020 (ZeRO), section 3.1",
-        here: format!(
+        computed: format!(
             "{}; with 16-bit gradients {} bytes a parameter",
             list(found, |(parameters, bytes, states)| format!(
                 "{}: {bytes:.2} bytes a parameter, {}",
@@ -70,7 +71,7 @@ fn zero_stages(commands: &CommandFolder) -> Row {
                 2 => 2.0 + shard(14.0),
                 _ => shard(14.0),
             };
-            within("states by their formula", states_of_a_parameter(&step) / formula, 0.97..=1.03);
+            within("states by their formula", state_bytes_per_parameter(&step) / formula, 0.97..=1.03);
             step.states()
         })
     });
@@ -78,7 +79,7 @@ fn zero_stages(commands: &CommandFolder) -> Row {
         claim: "7.5 B parameters take 120 GB of state; on 4, 64 and 1024 workers 52.5, 31.4 and 30.1 GB with ZeRO-1, 41.3, 16.6 and 15.1 GB with \
                 ZeRO-2, 30, 1.88 and 0.12 GB with ZeRO-3",
         source: "Rajbhandari et al. 2020 (ZeRO), table 1",
-        here: found
+        computed: found
             .iter()
             .zip(1..)
             .map(|(bytes, stage)| {
@@ -111,7 +112,7 @@ fn shards(commands: &CommandFolder) -> Row {
     Row {
         claim: "Fully sharded data parallelism needs O(n / k) for n parameters on k workers, and the largest gathered unit",
         source: "Zhao et al. 2023 (PyTorch FSDP), section 3.2.1",
-        here: list(found, |(num_shards, factor, gathered)| {
+        computed: list(found, |(num_shards, factor, gathered)| {
             format!("k = {num_shards}: states divided by {}, {} gathered", short(factor), gigabytes(gathered))
         }),
         why: "ZeRO-3 in f32 with 7.5 B parameters, 0.2 B of them in the embedding and in each block. Gathered units do not shrink with k: the embedding, \
@@ -171,7 +172,7 @@ fn largest_on_one_device(commands: &CommandFolder) -> Row {
     Row {
         claim: "Recomputation fits a 2.7 times larger model on one device of 16 GB: 785.8 M instead of 282.2 M parameters",
         source: "Huang et al. 2019 (GPipe), table 1",
-        here: format!("{}. On 80 GB: {}", show(small), show(large)),
+        computed: format!("{}. On 80 GB: {}", show(small), show(large)),
         why: "The same model: width 2048, 1024 tokens, batch 32, 12 bytes of state for each parameter, f32. On 16 GB without recomputation exactly the same three layers fit. \
               The factor depends on the microbatch in which activations are made again, and 2.7 lies between the two; it grows with the device, for what does not depend on the number of layers then weighs \
               less."
@@ -198,7 +199,7 @@ fn largest_on_a_pipeline(commands: &CommandFolder, effort: Effort) -> Row {
     Row {
         claim: "Pipelines of 8, 32 and 128 such devices train 103, 415 and 1663 layers: 5.3 B, 21.0 B and 83.9 B parameters, 298 times as many as one device",
         source: "Huang et al. 2019 (GPipe), table 1",
-        here: list(found, |(num_ranks, num_layers, parameters, peak)| {
+        computed: list(found, |(num_ranks, num_layers, parameters, peak)| {
             format!(
                 "{num_ranks} ranks, {num_layers} layers: {}, {} times, at most {} on a rank",
                 billions(parameters),
@@ -224,7 +225,7 @@ fn offload(commands: &CommandFolder) -> Row {
     Row {
         claim: "ZeRO-Offload trains 13 B parameters on one GPU of 32 GB, with optimizer and gradients on the host",
         source: "Ren et al. 2021 (ZeRO-Offload), section 1",
-        here: format!(
+        computed: format!(
             "{} take {} of the device and {} of the host with parameters on the host, too; {} and {} with parameters on the device",
             billions(all.num_parameters()),
             gigabytes(all.peak("total")),
@@ -251,7 +252,7 @@ fn infinity(commands: &CommandFolder, effort: Effort) -> Row {
     Row {
         claim: "ZeRO-Infinity trains more than 1 T parameters on a single GPU (surveys), on one node of 16 GPUs of 32 GB (the paper), with state on NVMe disks",
         source: "surveys; Rajbhandari et al. 2021 (ZeRO-Infinity), abstract",
-        here: format!(
+        computed: format!(
             "{} take {} of one device and {} of the host",
             billions(step.num_parameters()),
             gigabytes(step.peak("total")),
@@ -264,7 +265,7 @@ fn infinity(commands: &CommandFolder, effort: Effort) -> Row {
 }
 
 /// Returns the bytes of activations for each token, element of the width, and layer.
-fn of_a_layer(commands: &CommandFolder, model: Gpt, settings: &str) -> f64 {
+fn activation_bytes_per_layer(commands: &CommandFolder, model: Gpt, settings: &str) -> f64 {
     let peak = |num_layers: usize| {
         let settings = format!("training.dtype=bf16 {settings}");
         commands.plan(Gpt { num_layers, ..model }, &settings).peak("activations")
@@ -273,8 +274,9 @@ fn of_a_layer(commands: &CommandFolder, model: Gpt, settings: &str) -> f64 {
 }
 
 fn activations_of_a_layer(commands: &CommandFolder) -> Row {
-    let [all, selective, full] = ["none", "selective", "block"]
-        .map(|mode| of_a_layer(commands, Gpt::GPT3, &format!("activation_checkpoint.mode={mode}")));
+    let [all, selective, full] = ["none", "selective", "block"].map(|mode| {
+        activation_bytes_per_layer(commands, Gpt::GPT3, &format!("activation_checkpoint.mode={mode}"))
+    });
     within("activations of a layer, in sbh", all, 26.0..=34.0);
     within("activations of a layer with selective recomputation, in sbh", selective, 20.0..=all);
     within("activations of a layer with full recomputation, in sbh", full, 2.0..=4.1);
@@ -282,7 +284,7 @@ fn activations_of_a_layer(commands: &CommandFolder) -> Row {
         claim: "A layer keeps sbh (34 + 5 a s / h) bytes of activations in 16 bits, 34 sbh with selective recomputation, and 2 sbh if only its input is kept. With GPT-3's \
                 80 for 5 a s / h, selective recomputation saves 70 %",
         source: "Korthikanti et al. 2022, sections 4.1 and 5",
-        here: format!(
+        computed: format!(
             "{} sbh with everything kept, {} sbh with `selective`, {} sbh with `block`",
             short(all),
             short(selective),
@@ -310,7 +312,7 @@ fn share_of_activations(commands: &CommandFolder) -> Row {
     Row {
         claim: "GPT-2 with 1.5 B parameters, 1024 tokens and a batch of 32 takes about 60 GB of activations, and 8 GB with recomputation",
         source: "Rajbhandari et al. 2020 (ZeRO), section 3.2",
-        here: format!("{}; with recomputation {}", show(&all), show(&recomputed)),
+        computed: format!("{}; with recomputation {}", show(&all), show(&recomputed)),
         why: "The estimate there is 12 times width, batch, length and layers, in 16 bits. Here a layer keeps 28 bytes for each of these products, and 4 with recomputation; the \
               rest are the scratch memory of kernels and chunks of logits."
             .to_owned(),
@@ -320,7 +322,7 @@ fn share_of_activations(commands: &CommandFolder) -> Row {
 fn sequence_length(commands: &CommandFolder) -> Row {
     let found = [2048, 8192, 32_768].map(|seq_len| {
         let model = Gpt { seq_len, ..Gpt::of(4096, 1, 32) };
-        let bytes = of_a_layer(commands, model, "");
+        let bytes = activation_bytes_per_layer(commands, model, "");
         let stored = 5.0 * (model.num_heads * seq_len) as f64 / model.hidden_size as f64;
         (seq_len, bytes, 34.0 + stored)
     });
@@ -329,7 +331,7 @@ fn sequence_length(commands: &CommandFolder) -> Row {
     Row {
         claim: "Attention's memory grows with the square of the sequence length; computed in blocks, linearly",
         source: "Korthikanti et al. 2022, equation 1; Dao et al. 2022 (FlashAttention), theorem 1",
-        here: list(found, |(seq_len, bytes, formula)| {
+        computed: list(found, |(seq_len, bytes, formula)| {
             format!("s = {seq_len}: {} bytes of activations for each token and element, instead of {}", short(bytes), short(formula))
         }),
         why: "Width 4096, 32 heads, 16 bits; the second figure is 34 + 5 a s / h. Attention is computed in blocks, and backward makes the scores again, so a token \

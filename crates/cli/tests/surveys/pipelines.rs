@@ -2,14 +2,16 @@
 
 use crate::command_folder::{CommandFolder, Gpt};
 use crate::table::{Row, Section, list, within};
-use trireme_schedule::pipeline::{Costs, Kind, Schedule, Sizes, StageCosts, Timeline, generate, simulate};
+use trireme_schedule::pipeline::{
+    Costs, Schedule, ScheduleKind, Sizes, StageCosts, Timeline, generate, simulate,
+};
 
 /// Costs of a stage: one tick for forward, two for backward.
 const STAGE: StageCosts = StageCosts::of(1, 1, 1);
 
-pub(crate) fn section(product: &CommandFolder) -> Section {
+pub(crate) fn section(commands: &CommandFolder) -> Section {
     let rows = vec![
-        bubble(product),
+        bubble(commands),
         four_times_as_many(),
         in_flight(),
         interleaving(),
@@ -19,14 +21,17 @@ pub(crate) fn section(product: &CommandFolder) -> Section {
     Section { title: "Pipelines", rows }
 }
 
-fn run(kind: Kind, (num_ranks, num_microbatches, stages_per_rank): (usize, usize, usize)) -> Timeline {
+fn run(
+    kind: ScheduleKind,
+    (num_ranks, num_microbatches, stages_per_rank): (usize, usize, usize),
+) -> Timeline {
     let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 };
     let costs = Costs::equal(num_ranks * stages_per_rank, STAGE).unwrap();
     simulate(&generate(kind, sizes, &costs, None).unwrap(), &costs).unwrap()
 }
 
 /// Returns the lost time relative to the work of a rank.
-fn lost(kind: Kind, sizes: (usize, usize, usize)) -> f64 {
+fn lost(kind: ScheduleKind, sizes: (usize, usize, usize)) -> f64 {
     let lost = run(kind, sizes).lost();
     lost.ticks as f64 / lost.ideal_ticks as f64
 }
@@ -38,8 +43,8 @@ fn percent(fraction: f64) -> String {
 fn bubble(product: &CommandFolder) -> Row {
     let found = [(4, 8), (8, 32), (64, 512)].map(|(num_ranks, num_microbatches)| {
         let formula = (num_ranks - 1) as f64 / num_microbatches as f64;
-        let [gpipe, one_f_one_b] =
-            [Kind::GPipe, Kind::OneFOneB].map(|kind| lost(kind, (num_ranks, num_microbatches, 1)));
+        let [gpipe, one_f_one_b] = [ScheduleKind::GPipe, ScheduleKind::OneFOneB]
+            .map(|kind| lost(kind, (num_ranks, num_microbatches, 1)));
         within("lost time of GPipe", gpipe / formula, 1.0..=1.0);
         within("lost time of 1F1B", one_f_one_b / formula, 1.0..=1.0);
         (num_ranks, num_microbatches, gpipe)
@@ -51,7 +56,7 @@ fn bubble(product: &CommandFolder) -> Row {
     Row {
         claim: "GPipe and 1F1B lose (P − 1) / M of the ideal time",
         source: "Narayanan et al. 2021, section 2.2.1",
-        here: format!(
+        computed: format!(
             "{}; a planned model of 8 blocks with P = 4, M = 8 is idle for {} of its time",
             list(found, |(num_ranks, num_microbatches, lost)| {
                 format!("P = {num_ranks}, M = {num_microbatches}: {}", percent(lost))
@@ -66,13 +71,13 @@ fn bubble(product: &CommandFolder) -> Row {
 
 fn four_times_as_many() -> Row {
     let found = [2, 4, 8, 16, 32].map(|num_ranks| {
-        let lost = lost(Kind::GPipe, (num_ranks, 4 * num_ranks, 1));
+        let lost = lost(ScheduleKind::GPipe, (num_ranks, 4 * num_ranks, 1));
         (num_ranks, within("lost time for M = 4 P", lost, 0.0..=0.2499))
     });
     Row {
         claim: "The bubble is negligible for M ≥ 4 P",
         source: "Huang et al. 2019, section 2.3",
-        here: list(found, |(num_ranks, lost)| format!("P = {num_ranks}: {}", percent(lost))),
+        computed: list(found, |(num_ranks, lost)| format!("P = {num_ranks}: {}", percent(lost))),
         why: "(P − 1) / 4 P is below 25 % for any P, and approaches it: more than negligible on many ranks."
             .to_owned(),
     }
@@ -81,7 +86,7 @@ fn four_times_as_many() -> Row {
 fn in_flight() -> Row {
     let found = [(4, 2), (4, 16), (16, 64)].map(|(num_ranks, num_microbatches)| {
         let most = |kind| *run(kind, (num_ranks, num_microbatches, 1)).activations_max.iter().max().unwrap();
-        let (one_f_one_b, gpipe) = (most(Kind::OneFOneB), most(Kind::GPipe));
+        let (one_f_one_b, gpipe) = (most(ScheduleKind::OneFOneB), most(ScheduleKind::GPipe));
         let expected = num_ranks.min(num_microbatches) as f64;
         within("microbatches in flight with 1F1B", one_f_one_b as f64, expected..=expected);
         within(
@@ -94,7 +99,7 @@ fn in_flight() -> Row {
     Row {
         claim: "1F1B holds activations of at most min(P, M) microbatches, GPipe of all M",
         source: "Narayanan et al. 2019, section 3.2; Narayanan et al. 2021, section 2.2.1",
-        here: list(found, |(num_ranks, num_microbatches, one_f_one_b, gpipe)| {
+        computed: list(found, |(num_ranks, num_microbatches, one_f_one_b, gpipe)| {
             format!("P = {num_ranks}, M = {num_microbatches}: {one_f_one_b} and {gpipe}")
         }),
         why: "Counted in the schedules, on the rank that holds the most.".to_owned(),
@@ -109,15 +114,15 @@ fn num_messages(schedule: &Schedule) -> usize {
 
 fn interleaving() -> Row {
     let (num_ranks, num_microbatches) = (8, 32);
-    let plain = lost(Kind::OneFOneB, (num_ranks, num_microbatches, 1));
+    let plain = lost(ScheduleKind::OneFOneB, (num_ranks, num_microbatches, 1));
     let messages = |stages_per_rank| {
         let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 };
         let costs = Costs::equal(num_ranks * stages_per_rank, STAGE).unwrap();
-        let kind = if stages_per_rank == 1 { Kind::OneFOneB } else { Kind::Interleaved };
+        let kind = if stages_per_rank == 1 { ScheduleKind::OneFOneB } else { ScheduleKind::Interleaved };
         num_messages(&generate(kind, sizes, &costs, None).unwrap())
     };
     let found = [2, 4].map(|stages_per_rank| {
-        let lost = lost(Kind::Interleaved, (num_ranks, num_microbatches, stages_per_rank));
+        let lost = lost(ScheduleKind::Interleaved, (num_ranks, num_microbatches, stages_per_rank));
         let factor = plain / lost;
         within("lost time by interleaving", factor / stages_per_rank as f64, 0.999..=1.001);
         (stages_per_rank, lost, messages(stages_per_rank) as f64 / messages(1) as f64)
@@ -125,7 +130,7 @@ fn interleaving() -> Row {
     Row {
         claim: "Interleaving v stages on each rank divides the bubble by v, and multiplies messages by v",
         source: "Narayanan et al. 2021, section 2.2.2",
-        here: format!(
+        computed: format!(
             "P = 8, M = 32: {} with 1F1B; {}",
             percent(plain),
             list(found, |(stages_per_rank, lost, messages)| {
@@ -139,16 +144,17 @@ fn interleaving() -> Row {
 
 fn zero_bubble() -> Row {
     let sizes = (8, 32, 1);
-    let [plain, h1, h2] =
-        [Kind::OneFOneB, Kind::ZeroBubbleH1, Kind::ZeroBubbleH2].map(|kind| lost(kind, sizes));
+    let [plain, h1, h2] = [ScheduleKind::OneFOneB, ScheduleKind::ZeroBubbleH1, ScheduleKind::ZeroBubbleH2]
+        .map(|kind| lost(kind, sizes));
     within("lost time of ZB-H1 by that of 1F1B", h1 / plain, 0.3333..=0.3334);
     within("lost time of ZB-H2", h2, 0.0..=0.0);
     let most = |kind| *run(kind, sizes).activations_max.iter().max().unwrap();
-    let [held, held_h1, held_h2] = [Kind::OneFOneB, Kind::ZeroBubbleH1, Kind::ZeroBubbleH2].map(most);
+    let [held, held_h1, held_h2] =
+        [ScheduleKind::OneFOneB, ScheduleKind::ZeroBubbleH1, ScheduleKind::ZeroBubbleH2].map(most);
     Row {
         claim: "Splitting backward leaves a third of 1F1B's bubble with the same memory (ZB-H1), and none with about twice the memory (ZB-H2)",
         source: "Qi et al. 2023, sections 2.1 and 2.2",
-        here: format!(
+        computed: format!(
             "P = 8, M = 32: 1F1B {}, ZB-H1 {}, ZB-H2 {}; {held}, {held_h1} and {held_h2} microbatches in flight",
             percent(plain),
             percent(h1),
@@ -161,19 +167,23 @@ fn zero_bubble() -> Row {
 }
 
 fn weight_versions() -> Row {
-    let versions = |kind: Kind, num_microbatches| {
+    let versions = |kind: ScheduleKind, num_microbatches| {
         let sizes = Sizes { num_ranks: 4, num_microbatches, stages_per_rank: 1, num_steps: 12 };
         let costs = Costs::equal(4, STAGE).unwrap();
         generate(kind, sizes, &costs, None).unwrap().versions_kept()
     };
-    let (stashed, double) = (versions(Kind::PipeDream, 1), versions(Kind::PipeDream2Bw, 4));
+    let (stashed, double) = (versions(ScheduleKind::PipeDream, 1), versions(ScheduleKind::PipeDream2Bw, 4));
     let most = |versions: &[usize]| *versions.iter().max().unwrap() as f64;
     within("weight versions of PipeDream", most(&stashed), 4.0..=4.0);
     within("weight versions of PipeDream-2BW", most(&double), 2.0..=2.0);
     Row {
         claim: "PipeDream keeps up to P versions of the weights, PipeDream-2BW two",
         source: "Narayanan et al. 2019, section 3.3; Narayanan et al. 2020, section 3.1",
-        here: format!("P = 4, by stage: {} and {}", versions_by_stage(&stashed), versions_by_stage(&double)),
+        computed: format!(
+            "P = 4, by stage: {} and {}",
+            versions_by_stage(&stashed),
+            versions_by_stage(&double)
+        ),
         why: "Counted in the schedules: the versions that passes still read.".to_owned(),
     }
 }

@@ -9,7 +9,7 @@ pub(crate) struct Row {
     /// Paper, and section or table.
     pub(crate) source: &'static str,
     /// The computed figures in words.
-    pub(crate) here: String,
+    pub(crate) computed: String,
     /// The method of computation, and the reason for a difference from the claim.
     pub(crate) why: String,
 }
@@ -31,7 +31,7 @@ impl Section {
     pub(crate) fn markdown(&self) -> String {
         let mut text = format!("## {}\n\n| the surveys say | here | why |\n|---|---|---|\n", self.title);
         for row in &self.rows {
-            writeln!(text, "| {} | {} | {} |", row.claim_cell(), row.here, row.why).unwrap();
+            writeln!(text, "| {} | {} | {} |", row.claim_cell(), row.computed, row.why).unwrap();
         }
         text
     }

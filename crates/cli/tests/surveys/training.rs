@@ -18,14 +18,14 @@ const LARGER: &str = "model.hidden_size=256 model.num_layers=4 model.num_heads=4
 const SEEDS: [u64; 3] = [0, 1, 2];
 
 /// Number of runs at a time, one on each of two cores.
-const LANES: usize = 2;
+const NUM_PARALLEL_RUNS: usize = 2;
 
-pub(crate) fn section(product: &CommandFolder) -> Section {
+pub(crate) fn section(commands: &CommandFolder) -> Section {
     // The first run prepares the text for all others.
-    product.train("first", &format!("{SMALL} training.steps=1"));
-    let mut rows = vec![mixed_precision(product), recomputation(product), equal_losses(product)];
-    rows.extend(large_batches(product));
-    rows.push(one_bit(product));
+    commands.train("first", &format!("{SMALL} training.steps=1"));
+    let mut rows = vec![mixed_precision(commands), recomputation(commands), equal_losses(commands)];
+    rows.extend(large_batches(commands));
+    rows.push(one_bit(commands));
     Section { title: "Training", rows }
 }
 
@@ -41,7 +41,7 @@ fn train_all(product: &CommandFolder, runs: &[(String, String)]) -> Vec<Vec<Valu
             found.lock().unwrap_or_else(PoisonError::into_inner)[index] = records;
         }
     };
-    std::thread::scope(|scope| (0..LANES).for_each(|_| drop(scope.spawn(work))));
+    std::thread::scope(|scope| (0..NUM_PARALLEL_RUNS).for_each(|_| drop(scope.spawn(work))));
     found.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -84,7 +84,7 @@ fn mixed_precision(product: &CommandFolder) -> Row {
     Row {
         claim: "Mixed precision computes 2 to 6 times faster on hardware with 16-bit units, halves activations, and ends at the same loss",
         source: "Micikevicius et al. 2018, sections 3 and 5",
-        here: format!(
+        computed: format!(
             "a step in f32 takes {} times as long as in bf16, activations {} times smaller, losses {:.3} and {:.3} after 10 steps",
             short(f32.0 / bf16.0),
             short(f32.1 / bf16.1),
@@ -107,7 +107,7 @@ fn recomputation(product: &CommandFolder) -> Row {
     Row {
         claim: "Full recomputation makes steps 30 to 40 % longer",
         source: "Korthikanti et al. 2022, section 1",
-        here: format!(
+        computed: format!(
             "{:.0} % longer, activations {} times smaller, the same loss in every bit",
             100.0 * (block.0 / all.0 - 1.0),
             short(all.1 / block.1)
@@ -148,7 +148,7 @@ fn equal_losses(product: &CommandFolder) -> Row {
     Row {
         claim: "Data parallelism, ZeRO, GPipe, 1F1B, zero-bubble schedules, recomputation and offloading change no result",
         source: "the papers above: synchronous updates, the same mathematics",
-        here: format!(
+        computed: format!(
             "all {num_equal} layouts have the same 100 losses in every bit, ending at {:.4}",
             found[0].last().unwrap()["loss"].as_f64().unwrap()
         ),
@@ -212,13 +212,13 @@ fn large_batches(product: &CommandFolder) -> [Row; 2] {
         Row {
             claim: "LAMB keeps the loss at batches 64 times as large, where AdamW does not",
             source: "You et al. 2020 (LAMB), table 1",
-            here: format!("LAMB, {}. AdamW, {}", of_optimizer(1), of_optimizer(0)),
+            computed: format!("LAMB, {}. AdamW, {}", of_optimizer(1), of_optimizer(0)),
             why: why.clone(),
         },
         Row {
             claim: "LARS keeps the accuracy of ResNet-50 up to batches of 32 K, 128 times the usual one, where SGD with momentum does not",
             source: "You et al. 2017 (LARS), abstract",
-            here: format!("LARS, {}. SGD, {}", of_optimizer(3), of_optimizer(2)),
+            computed: format!("LARS, {}. SGD, {}", of_optimizer(3), of_optimizer(2)),
             why: format!(
                 "{why} Neither suits a transformer at any batch; the claim is about convolutional networks."
             ),
@@ -250,7 +250,7 @@ fn one_bit(product: &CommandFolder) -> Row {
     Row {
         claim: "1-bit Adam and 0/1 Adam converge as Adam does, and send up to 5 and 26 times fewer bytes over a whole run",
         source: "Tang et al. 2021, abstract; the documentation of DeepSpeed",
-        here: format!(
+        computed: format!(
             "Adam {}; 1-bit Adam {} with {} times fewer bytes; 0/1 Adam {} with {} times fewer",
             found[0].1,
             found[1].1,

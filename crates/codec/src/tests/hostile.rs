@@ -38,10 +38,10 @@ fn feed_round(
     // Aligned for any dtype.
     let mut memory = vec![0_u32; (num_bytes * num_messages).div_ceil(4)];
     let memory: &mut [u8] = bytemuck::cast_slice_mut(&mut memory);
-    compressor.write(gradient, &mut memory[..num_bytes]);
+    compressor.encode(gradient, &mut memory[..num_bytes]);
     let result = &mut memory[..num_bytes * num_messages];
     result.iter_mut().zip(bytes.iter().cycle()).for_each(|(own, byte)| *own = *byte);
-    compressor.read(gradient, result)
+    compressor.decode(gradient, result)
 }
 
 proptest! {
@@ -90,11 +90,11 @@ fn a_result_of_the_wrong_length_is_refused() {
         let compressor = &mut world.compressors[0];
         let mut gradient = vec![1.0; 100];
         let refused = if codec == CodecName::None {
-            compressor.write(&mut gradient, bytemuck::cast_slice_mut(&mut [0.0_f32; 100]));
-            compressor.read(&mut gradient, bytemuck::cast_slice(&[0.0_f32; 99]))
+            compressor.encode(&mut gradient, bytemuck::cast_slice_mut(&mut [0.0_f32; 100]));
+            compressor.decode(&mut gradient, bytemuck::cast_slice(&[0.0_f32; 99]))
         } else {
-            compressor.write(&mut gradient, bytemuck::cast_slice_mut(&mut [0_u32; 27]));
-            compressor.read(&mut gradient, bytemuck::cast_slice(&[0_u32; 27]))
+            compressor.encode(&mut gradient, bytemuck::cast_slice_mut(&mut [0_u32; 27]));
+            compressor.decode(&mut gradient, bytemuck::cast_slice(&[0_u32; 27]))
         };
         let text = refused.unwrap_err().to_string();
         assert!(text.contains(&format!("instead of {expected}")), "{text}");
@@ -105,12 +105,12 @@ fn a_result_of_the_wrong_length_is_refused() {
 #[should_panic(expected = "before a result")]
 fn a_read_before_its_write_panics() {
     let mut world = World::new(&Compression::none(), &Bucket::flat(1), 2);
-    world.compressors[0].read(&mut [0.0], bytemuck::bytes_of(&0.0_f32)).unwrap();
+    world.compressors[0].decode(&mut [0.0], bytemuck::bytes_of(&0.0_f32)).unwrap();
 }
 
 #[test]
 #[should_panic(expected = "a message of AllGather")]
 fn a_message_of_the_wrong_length_panics() {
     let mut world = World::new(&compression(CodecName::OneBit), &Bucket::flat(100), 2);
-    world.compressors[0].write(&mut [0.0; 100], bytemuck::cast_slice_mut(&mut [0.0_f32; 29]));
+    world.compressors[0].encode(&mut [0.0; 100], bytemuck::cast_slice_mut(&mut [0.0_f32; 29]));
 }

@@ -69,7 +69,7 @@ impl World {
         for (compressor, gradient) in self.compressors.iter_mut().zip(gradients.iter_mut()) {
             let mut message = vec![T::zeroed(); round.message().1];
             bytemuck::cast_slice_mut(&mut message).fill(self.initial_byte);
-            compressor.write(gradient, bytemuck::cast_slice_mut(&mut message));
+            compressor.encode(gradient, bytemuck::cast_slice_mut(&mut message));
             messages.push(message);
         }
         self.messages.push(messages.iter().map(|message| bytemuck::cast_slice(message).to_vec()).collect());
@@ -81,7 +81,7 @@ impl World {
         };
         let result = result.expect("a world has ranks");
         for (compressor, gradient) in self.compressors.iter_mut().zip(gradients) {
-            compressor.read(gradient, bytemuck::cast_slice(&result)).expect("ranks understand each other");
+            compressor.decode(gradient, bytemuck::cast_slice(&result)).expect("ranks understand each other");
         }
     }
 

@@ -2,9 +2,9 @@
 
 use super::*;
 
-fn changed(codec: CodecName, which: usize) -> Compression {
+fn compression_variant(codec: CodecName, variant: usize) -> Compression {
     let has = |option| codec.options().contains(&option);
-    compression_with(codec, |options| match which {
+    compression_with(codec, |options| match variant {
         0 => {}
         1 => options.warmup_steps = has("warmup_steps").then_some(5),
         2 => options.normalize = has("normalize").then_some(0.5),
@@ -24,7 +24,7 @@ fn computed_sizes_match_real_compressors() {
     for (codec, which) in CodecName::ALL.into_iter().flat_map(|codec| (0..6).map(move |which| (codec, which)))
     {
         for (len, world_size) in [(0, 2), (3, 2), (1000, 1), (1000, 2), (1000, 4), (1000, 7)] {
-            let (compression, bucket) = (changed(codec, which), Bucket::flat(len));
+            let (compression, bucket) = (compression_variant(codec, which), Bucket::flat(len));
             let mut world = World::new(&compression, &bucket, world_size);
             let mut rounds = Vec::new();
             let mut is_compressed = false;

@@ -15,7 +15,7 @@ const UNSENT_BYTES_MAX: usize = 64 << 10;
 
 #[derive(Default)]
 pub(super) struct Peer {
-    pub(super) link: Link,
+    pub(super) link: ControlLink,
     /// Number of operations that the peer is known to have begun.
     pub(super) num_begun: u64,
     /// Number and operation in which the peer reported that it waits, until they are compared with this rank's operation of the same
@@ -32,10 +32,10 @@ pub(super) struct Peer {
 }
 
 #[derive(Default)]
-pub(super) enum Link {
+pub(super) enum ControlLink {
     #[default]
     Own,
-    Connected(Connection),
+    Connected(ControlConnection),
     /// Holds the socket if the peer may still read from it.
     Ended(Ending, Option<OwnedFd>),
 }
@@ -51,7 +51,7 @@ pub(super) enum Ending {
     Invalid,
 }
 
-pub(super) struct Connection {
+pub(super) struct ControlConnection {
     pub(super) socket: OwnedFd,
     /// Bytes that the socket has not accepted yet.
     pub(super) unsent: Vec<u8>,
@@ -62,7 +62,7 @@ pub(super) struct Connection {
 impl Peer {
     /// Processes all notices that have arrived. Returns how the connection ended, if it just did.
     pub(super) fn read(&mut self, rank: Rank, world_size: usize, recorder: &GroupRecorder) -> Option<Ending> {
-        let Link::Connected(connection) = &mut self.link else { return None };
+        let ControlLink::Connected(connection) = &mut self.link else { return None };
         loop {
             match connection.read(world_size)? {
                 Ok(Notice { sequence, kind: NoticeKind::Waiting { operation } }) => {
@@ -96,9 +96,9 @@ impl Peer {
     /// Sends a notice, best effort: a peer that cannot receive it has ended, or will notice that the connection ended.
     pub(super) fn notify(&mut self, notice: Notice) {
         match &mut self.link {
-            Link::Own | Link::Ended(_, None) => {}
-            Link::Connected(connection) => connection.send(&notice.encode()),
-            Link::Ended(_, Some(socket)) => {
+            ControlLink::Own | ControlLink::Ended(_, None) => {}
+            ControlLink::Connected(connection) => connection.send(&notice.encode()),
+            ControlLink::Ended(_, Some(socket)) => {
                 let _ = send(socket, &notice.encode(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
             }
         }
@@ -112,17 +112,17 @@ impl Peer {
 
     /// Stops reading from the peer. A peer that failed can still be sent this rank's place.
     pub(super) fn end(&mut self, ending: Ending, epoll: &OwnedFd) {
-        let Link::Connected(Connection { socket, .. }) = std::mem::take(&mut self.link) else {
+        let ControlLink::Connected(ControlConnection { socket, .. }) = std::mem::take(&mut self.link) else {
             unreachable!("only who is connected can end")
         };
         // Fails only if the socket is not registered.
         let _ = epoll::delete(epoll, &socket);
         let may_read = matches!(ending, Ending::Notice(notice) if notice.kind != NoticeKind::Goodbye);
-        self.link = Link::Ended(ending, may_read.then_some(socket));
+        self.link = ControlLink::Ended(ending, may_read.then_some(socket));
     }
 }
 
-impl Connection {
+impl ControlConnection {
     /// Sends as much of a notice as the socket accepts. The rest is sent before the next one. Drops the notice if too many bytes are
     /// queued.
     pub(super) fn send(&mut self, notice: &[u8]) {

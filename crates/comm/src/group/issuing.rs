@@ -4,7 +4,7 @@ use super::Group;
 use crate::call::{BlockLens, Payload};
 use crate::recorder::Direction;
 use crate::transport::check_control_bytes;
-use crate::{Buffer, CommError, Content, Operation, Work};
+use crate::{Buffer, BufferElement, CommError, Operation, Work};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use trireme_base::{AsyncOperation, Rank};
@@ -47,7 +47,7 @@ impl Group {
     ///
     /// # Errors
     /// From the work: [`CommError::NoSuchPeer`], and any failure that ends a group.
-    pub fn send<T: Content>(&self, buffer: Buffer<T>, to: Rank) -> Work<Buffer<T>> {
+    pub fn send<T: BufferElement>(&self, buffer: Buffer<T>, to: Rank) -> Work<Buffer<T>> {
         let len = buffer.len();
         self.send_first(buffer, len, to)
     }
@@ -59,7 +59,7 @@ impl Group {
     ///
     /// # Panics
     /// If the vector has fewer than `len` elements.
-    pub fn send_first<T: Content>(&self, buffer: Buffer<T>, len: usize, to: Rank) -> Work<Buffer<T>> {
+    pub fn send_first<T: BufferElement>(&self, buffer: Buffer<T>, len: usize, to: Rank) -> Work<Buffer<T>> {
         self.message(Direction::Send, buffer, len, to)
     }
 
@@ -67,7 +67,7 @@ impl Group {
     ///
     /// # Errors
     /// As [`send`](Group::send).
-    pub fn receive<T: Content>(&self, buffer: Buffer<T>, from: Rank) -> Work<Buffer<T>> {
+    pub fn receive<T: BufferElement>(&self, buffer: Buffer<T>, from: Rank) -> Work<Buffer<T>> {
         let len = buffer.len();
         self.receive_first(buffer, len, from)
     }
@@ -79,11 +79,16 @@ impl Group {
     ///
     /// # Panics
     /// If the vector has fewer than `len` elements.
-    pub fn receive_first<T: Content>(&self, buffer: Buffer<T>, len: usize, from: Rank) -> Work<Buffer<T>> {
+    pub fn receive_first<T: BufferElement>(
+        &self,
+        buffer: Buffer<T>,
+        len: usize,
+        from: Rank,
+    ) -> Work<Buffer<T>> {
         self.message(Direction::Receive, buffer, len, from)
     }
 
-    fn message<T: Content>(
+    fn message<T: BufferElement>(
         &self,
         direction: Direction,
         mut buffer: Buffer<T>,
@@ -97,7 +102,7 @@ impl Group {
         match (&self.messenger, &self.dry) {
             (None, Some(dry)) if is_peer => {
                 let (peer, bytes) = (dry.members[peer.0], num_bytes);
-                self.dry_issued(buffer, || match direction {
+                self.record_and_complete(buffer, || match direction {
                     Direction::Send => AsyncOperation::Send { to: peer, bytes },
                     Direction::Receive => AsyncOperation::Receive { from: peer, bytes },
                 })
@@ -126,13 +131,13 @@ impl Group {
     /// records the operation.
     fn dry_work<T>(&self, operation: Operation, result: T) -> Work<T> {
         let (_, len) = operation.elements();
-        self.dry_work_of(operation, len, result)
+        self.dry_work_with_len(operation, len, result)
     }
 
     /// Like [`dry_work`](Group::dry_work), for an operation that has `len` elements on this rank.
-    fn dry_work_of<T>(&self, operation: Operation, len: usize, result: T) -> Work<T> {
+    fn dry_work_with_len<T>(&self, operation: Operation, len: usize, result: T) -> Work<T> {
         let (dtype, _) = operation.elements();
-        self.dry_issued(result, || {
+        self.record_and_complete(result, || {
             let members = self.dry.as_ref().map_or_else(|| Arc::from([]), |dry| Arc::clone(&dry.members));
             AsyncOperation::Collective {
                 operation: operation.name(),
@@ -143,14 +148,14 @@ impl Group {
         })
     }
 
-    fn dry_issued<T>(&self, result: T, issued: impl FnOnce() -> AsyncOperation) -> Work<T> {
+    fn record_and_complete<T>(&self, result: T, issued: impl FnOnce() -> AsyncOperation) -> Work<T> {
         match self.dry.as_ref().filter(|_| self.world_size > 1).and_then(|dry| dry.journal.get()) {
             Some(journal) => Work::dry(result, journal.clone(), journal.issue(issued())),
             None => Work::ready(Ok(result)),
         }
     }
 
-    pub(crate) fn issue<T: Content>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
+    pub(crate) fn issue<T: BufferElement>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
         let Some(executor) = &self.executor else { return self.dry_work(operation, buffer) };
         let ticket = executor.queue.submit(operation, Payload::Vector(buffer.storage));
         Work::queued(ticket, |payload| match payload {
@@ -161,7 +166,7 @@ impl Group {
 
     /// Issues an out-of-place operation. Input and output must have the same type. `lens` are the block lengths of a variable all-to-all;
     /// the caller has checked that the blocks fit into the vectors.
-    pub(crate) fn issue_pair<T: Content>(
+    pub(crate) fn issue_pair<T: BufferElement>(
         &self,
         operation: Operation,
         mut input: Buffer<T>,
@@ -181,7 +186,7 @@ impl Group {
             }
             let (_, len) = operation.elements();
             let len = totals.map_or(len, |[sent, received]| sent.max(received));
-            return self.dry_work_of(operation, len, (input, output));
+            return self.dry_work_with_len(operation, len, (input, output));
         };
         let payload = Payload::Pair { input: input.storage, output: output.storage, lens };
         let ticket = executor.queue.submit(operation, payload);
@@ -195,7 +200,7 @@ impl Group {
 }
 
 /// Rejects vectors of two types: the engine computes the length of the output from the type of the input.
-fn check_types<T: Content>(
+fn check_types<T: BufferElement>(
     operation: Operation,
     input: &Buffer<T>,
     output: &Buffer<T>,
@@ -204,5 +209,5 @@ fn check_types<T: Content>(
         return Ok(());
     }
     let what = format!("an input of {} and an output of {}", input.dtype(), output.dtype());
-    Err(CommError::Lengths { operation: operation.name(), what })
+    Err(CommError::InvalidBuffers { operation: operation.name(), what })
 }

@@ -77,10 +77,10 @@ impl Group {
         recorder: GroupRecorder,
     ) -> Result<Self, CommError> {
         let (rank, hosts) = (connections.rank, connections.hosts.clone());
-        let fabric = connections.assemble(&costs, options, &recorder)?;
-        recorder.set_selection(fabric.selection.clone());
-        let engine = Engine::new(fabric.control, fabric.transport, options.timeout, recorder.clone());
-        let messenger = Messenger::start(rank, fabric.message_links, options, recorder.clone())?;
+        let endpoint = connections.assemble(&costs, options, &recorder)?;
+        recorder.set_selection(endpoint.selection.clone());
+        let engine = Engine::new(endpoint.control, endpoint.transport, options.timeout, recorder.clone());
+        let messenger = Messenger::start(rank, endpoint.message_links, options, recorder.clone())?;
         let queue = Arc::new(Queue::new(engine, Arc::clone(&messenger.message_queue), recorder.clone()));
         let served = Arc::clone(&queue);
         let thread = spawn_thread(&format!("comm-{rank}"), move || served.serve())
@@ -88,14 +88,14 @@ impl Group {
         Ok(Group {
             rank,
             world_size: hosts.world_size(),
-            transport: fabric.kind,
+            transport: endpoint.kind,
             hosts,
-            peer_arenas: fabric.peer_arenas,
-            selection: fabric.selection,
+            peer_arenas: endpoint.peer_arenas,
+            selection: endpoint.selection,
             costs,
             messenger: Some(messenger),
             executor: Some(Executor { queue, thread: Some(thread), recorder: recorder.clone() }),
-            ..Group::single_rank(fabric.arena, split_context, options, recorder.recorder.clone())
+            ..Group::single_rank(endpoint.arena, split_context, options, recorder.recorder.clone())
         })
     }
 
@@ -143,7 +143,7 @@ impl Group {
         let alone = Group::single_rank(arena, SplitContext::inproc(), &GroupOptions::default(), recorder);
         let members = (0..hosts.world_size()).map(Rank).collect();
         let dry = Dry { journal: Arc::default(), members };
-        Ok(alone.dry_part(rank, hosts, transport, dry))
+        Ok(alone.into_dry(rank, hosts, transport, dry))
     }
 
     /// Records the operations of this dry world, and the waits for them, in `journal`. Only the first journal of a world is used.
@@ -155,7 +155,7 @@ impl Group {
     }
 
     /// Turns this group into a dry group with the given rank, hosts and transport. Keeps the memory and the options.
-    fn dry_part(self, rank: Rank, hosts: Hosts, transport: TransportKind, dry: Dry) -> Group {
+    fn into_dry(self, rank: Rank, hosts: Hosts, transport: TransportKind, dry: Dry) -> Group {
         let world_size = hosts.world_size();
         let transport = if world_size == 1 { TransportKind::Single } else { transport };
         let peer_arenas = vec![None; world_size];
@@ -179,7 +179,7 @@ impl Group {
     }
 
     /// Starts the group `name` of the given `ranks` of this group.
-    pub(crate) fn begin_split(
+    pub(crate) fn start_subgroup(
         &self,
         connections: GroupConnections,
         name: String,
@@ -215,9 +215,9 @@ impl Group {
 
     /// Sets the program line that reports show for the following operations. Keeps its first 56 bytes, does not allocate, and takes less
     /// than a microsecond.
-    pub fn set_line(&self, line: fmt::Arguments<'_>) {
+    pub fn set_program_line(&self, line: fmt::Arguments<'_>) {
         if let Some(executor) = &self.executor {
-            executor.recorder.set_line(line);
+            executor.recorder.set_program_line(line);
         }
     }
 

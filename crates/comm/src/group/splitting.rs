@@ -35,7 +35,7 @@ impl Group {
     ///
     /// # Errors
     /// As [`split`](Group::split).
-    pub fn split_in_order(&self, name: &str, color: impl Fn(Rank) -> u64) -> Result<Group, CommError> {
+    pub fn split_keeping_order(&self, name: &str, color: impl Fn(Rank) -> u64) -> Result<Group, CommError> {
         self.split_with(name, color, &GroupOptions { keeps_order: true, ..self.options.clone() })
     }
 
@@ -86,6 +86,6 @@ impl Group {
         let dry = self.dry.as_ref().expect("a dry group splits into dry groups");
         let members = members.iter().map(|rank| dry.members[rank.0]).collect();
         let dry = Dry { journal: Arc::clone(&dry.journal), members };
-        self.singleton_with(options).dry_part(Rank(place), hosts, transport, dry)
+        self.singleton_with(options).into_dry(Rank(place), hosts, transport, dry)
     }
 }

@@ -4,7 +4,7 @@ use crate::call::Call;
 use crate::control::{TICK, stall, stall_warning};
 use crate::recorder::{Direction, GroupRecorder};
 use crate::transport::link::{Interest, Link};
-use crate::transport::linked::{Incoming, Memories, Outgoing, ReceiveError};
+use crate::transport::link_transport::{Incoming, Memories, Outgoing, ReceiveError};
 use crate::{CommError, GroupOptions, Operation};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
-use trireme_schedule::collective::{Action, Span};
+use trireme_schedule::collective::{ReceiveAction, Span};
 
 /// Number of messages for which memory is preallocated. The number of pending messages depends on timing, so memory use could otherwise
 /// grow in any later step.
@@ -59,11 +59,11 @@ impl PendingMessage {
 pub(super) struct MessageEngine {
     own: Rank,
     links: Vec<Option<Link>>,
-    lanes: Vec<Lanes>,
+    peer_queues: Vec<PeerQueues>,
     timeout: Duration,
     checksums: bool,
-    checked: Instant,
-    piece: Vec<CacheLine>,
+    deadlines_checked_at: Instant,
+    receive_buffer: Vec<CacheLine>,
     backoff: Backoff,
     /// Memory for the list of polled files.
     polled: Vec<PollFd<'static>>,
@@ -75,21 +75,21 @@ pub(super) struct MessageEngine {
 }
 
 #[derive(Default)]
-struct Lanes {
-    outgoing: Lane<Outgoing>,
-    incoming: Lane<Incoming>,
+struct PeerQueues {
+    outgoing: DirectionQueue<Outgoing>,
+    incoming: DirectionQueue<Incoming>,
 }
 
-struct Lane<T> {
+struct DirectionQueue<T> {
     waiting: VecDeque<PendingMessage>,
     /// The first message of `waiting`, once it is in flight.
     moving: Option<(Call, T)>,
     num_completed: u64,
 }
 
-impl<T> Default for Lane<T> {
+impl<T> Default for DirectionQueue<T> {
     fn default() -> Self {
-        Lane { waiting: VecDeque::new(), moving: None, num_completed: 0 }
+        DirectionQueue { waiting: VecDeque::new(), moving: None, num_completed: 0 }
     }
 }
 
@@ -103,12 +103,12 @@ impl MessageEngine {
         Ok(MessageEngine {
             own,
             polled: Vec::with_capacity(1 + 2 * links.len()),
-            lanes: links.iter().map(|_| Lanes::default()).collect(),
+            peer_queues: links.iter().map(|_| PeerQueues::default()).collect(),
             links,
             timeout: options.timeout,
             checksums: options.checksums,
-            checked: Instant::now(),
-            piece: CacheLine::zeroed(options.chunk_bytes)?,
+            deadlines_checked_at: Instant::now(),
+            receive_buffer: CacheLine::zeroed(options.chunk_bytes)?,
             backoff: Backoff::new(),
             ended: Vec::with_capacity(NUM_PREALLOCATED),
             failed: None,
@@ -116,8 +116,8 @@ impl MessageEngine {
         })
     }
 
-    pub(super) fn take(&mut self, pending: PendingMessage) {
-        let lanes = &mut self.lanes[pending.peer.0];
+    pub(super) fn enqueue(&mut self, pending: PendingMessage) {
+        let lanes = &mut self.peer_queues[pending.peer.0];
         let waiting = match pending.direction {
             Direction::Send => &mut lanes.outgoing.waiting,
             Direction::Receive => &mut lanes.incoming.waiting,
@@ -130,17 +130,19 @@ impl MessageEngine {
     }
 
     pub(super) fn is_idle(&self) -> bool {
-        self.lanes.iter().all(|lanes| lanes.outgoing.waiting.is_empty() && lanes.incoming.waiting.is_empty())
+        self.peer_queues
+            .iter()
+            .all(|lanes| lanes.outgoing.waiting.is_empty() && lanes.incoming.waiting.is_empty())
     }
 
     /// Polls for a while, on links where that costs less than sleeping. Returns whether to try to move messages again instead of sleeping.
     pub(super) fn poll_links(&mut self, is_awaited: bool) -> bool {
         let waited_for = || {
-            let lanes = self.links.iter().flatten().zip(&self.lanes);
+            let lanes = self.links.iter().flatten().zip(&self.peer_queues);
             lanes.flat_map(|(link, lanes)| lanes.interests().map(move |interest| (link, interest)))
         };
         if waited_for().any(|(link, _)| link.must_be_tried()) {
-            return self.backoff.retries(is_awaited);
+            return self.backoff.should_retry(is_awaited);
         }
         waited_for().any(|(link, _)| link.is_worth_polling())
             && self.backoff.poll(is_awaited, || waited_for().any(|(link, interest)| link.is_ready(interest)))
@@ -149,7 +151,7 @@ impl MessageEngine {
     /// Moves all messages that can make progress. Returns whether any byte moved.
     pub(super) fn advance(&mut self) -> Result<bool, CommError> {
         // A blocked message must reach its deadline even while other messages move.
-        if self.checked.elapsed() >= TICK {
+        if self.deadlines_checked_at.elapsed() >= TICK {
             self.check_deadlines()?;
         }
         let mut has_moved = false;
@@ -162,13 +164,13 @@ impl MessageEngine {
             }
         }
         if has_moved {
-            self.backoff.has_succeeded();
+            self.backoff.record_success();
         }
         Ok(has_moved)
     }
 
     fn advance_out(&mut self, peer: Rank) -> Result<bool, CommError> {
-        let lane = &mut self.lanes[peer.0].outgoing;
+        let lane = &mut self.peer_queues[peer.0].outgoing;
         let Some(pending) = lane.waiting.front_mut().filter(|pending| pending.is_movable()) else {
             return Ok(false);
         };
@@ -191,7 +193,7 @@ impl MessageEngine {
 
     fn advance_in(&mut self, peer: Rank) -> Result<bool, CommError> {
         let own = self.own;
-        let lane = &mut self.lanes[peer.0].incoming;
+        let lane = &mut self.peer_queues[peer.0].incoming;
         let Some(pending) = lane.waiting.front_mut().filter(|pending| pending.is_movable()) else {
             return Ok(false);
         };
@@ -202,11 +204,16 @@ impl MessageEngine {
         let (call, incoming) = lane.moving.get_or_insert_with(|| {
             self.recorder.begin_message(number);
             let call = call(pending.operation, lane.num_completed, pending.issued, self.timeout);
-            let incoming =
-                Incoming::new(own, peer, memories.range(&Span::from(0..len)), Action::Copy, self.checksums);
+            let incoming = Incoming::new(
+                own,
+                peer,
+                memories.range(&Span::from(0..len)),
+                ReceiveAction::Copy,
+                self.checksums,
+            );
             (call, incoming)
         });
-        let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.piece);
+        let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.receive_buffer);
         let moved = incoming.advance(call, link, &mut memories, piece, None).map_err(|error| match error {
             ReceiveError::Broken => call.peer_lost(peer),
             ReceiveError::Refused(failure) => failure,
@@ -225,7 +232,7 @@ impl MessageEngine {
             let mut polled: Vec<PollFd<'_>> = std::mem::take(&mut self.polled);
             polled.push(PollFd::from_borrowed_fd(wakeup.as_fd(), PollFlags::IN));
             let mut sleep_max = TICK;
-            for (link, lanes) in self.links.iter().zip(&self.lanes) {
+            for (link, lanes) in self.links.iter().zip(&self.peer_queues) {
                 for interest in lanes.interests() {
                     let link = link.as_ref().expect("messages go to other ranks");
                     let (socket, flags) = link.poll(interest);
@@ -248,7 +255,7 @@ impl MessageEngine {
     }
 
     fn each_interest(&mut self, mut visit: impl FnMut(&mut Link, Interest)) {
-        for (link, lanes) in self.links.iter_mut().zip(&self.lanes) {
+        for (link, lanes) in self.links.iter_mut().zip(&self.peer_queues) {
             for interest in lanes.interests() {
                 visit(link.as_mut().expect("messages go to other ranks"), interest);
             }
@@ -256,20 +263,20 @@ impl MessageEngine {
     }
 
     fn check_deadlines(&mut self) -> Result<(), CommError> {
-        self.checked = Instant::now();
-        for (peer, lanes) in self.lanes.iter_mut().enumerate() {
-            for (pending, num_begun) in [
+        self.deadlines_checked_at = Instant::now();
+        for (peer, lanes) in self.peer_queues.iter_mut().enumerate() {
+            for (pending, sequence) in [
                 (lanes.outgoing.waiting.front_mut(), lanes.outgoing.num_completed),
                 (lanes.incoming.waiting.front_mut(), lanes.incoming.num_completed),
             ] {
                 let Some(pending) = pending else { continue };
                 if !pending.is_movable() {
                     // This rank's device holds the message up, not the peer.
-                    pending.issued = self.checked;
+                    pending.issued = self.deadlines_checked_at;
                     continue;
                 }
                 let (elapsed, peer) = (pending.issued.elapsed(), Rank(peer));
-                let call = call(pending.operation, num_begun, pending.issued, self.timeout);
+                let call = call(pending.operation, sequence, pending.issued, self.timeout);
                 if elapsed < stall(self.timeout) {
                     continue;
                 }
@@ -279,8 +286,8 @@ impl MessageEngine {
                     return Err(call.timed_out(Vec::from([peer])));
                 }
                 if pending.asked.is_none_or(|last| last.elapsed() >= stall(self.timeout)) {
-                    pending.asked = Some(self.checked);
-                    self.recorder.ask(peer);
+                    pending.asked = Some(self.deadlines_checked_at);
+                    self.recorder.request_progress(peer);
                 }
                 if elapsed >= stall_warning(self.timeout) && !pending.has_warned {
                     pending.has_warned = true;
@@ -292,7 +299,7 @@ impl MessageEngine {
     }
 
     fn oldest_call(&self) -> Call {
-        let messages = self.lanes.iter().flat_map(|lanes| {
+        let messages = self.peer_queues.iter().flat_map(|lanes| {
             [lanes.outgoing.waiting.front(), lanes.incoming.waiting.front()].into_iter().flatten()
         });
         let oldest = messages.min_by_key(|pending| pending.issued).expect("nobody sleeps without a message");
@@ -307,12 +314,12 @@ impl Drop for MessageEngine {
         }
         let is_lent = self.links.iter_mut().flatten().fold(false, |is_lent, link| link.abandon() | is_lent);
         if is_lent {
-            std::mem::forget(std::mem::take(&mut self.lanes));
+            std::mem::forget(std::mem::take(&mut self.peer_queues));
         }
     }
 }
 
-impl Lanes {
+impl PeerQueues {
     fn interests(&self) -> impl Iterator<Item = Interest> + use<> {
         let may_move =
             |waiting: &VecDeque<PendingMessage>| waiting.front().is_some_and(PendingMessage::is_movable);
@@ -322,7 +329,7 @@ impl Lanes {
     }
 }
 
-impl<T> Lane<T> {
+impl<T> DirectionQueue<T> {
     /// Records the progress of the first message. Returns its slot and memory if it has completed.
     fn record_progress(
         &mut self,

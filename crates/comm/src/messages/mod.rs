@@ -203,13 +203,13 @@ impl MessageQueue {
         drop(engine);
     }
 
-    /// Moves messages until there are none, or `is_enough`. `is_awaited` says whether this rank has no other work.
+    /// Moves messages until there are none, or `should_stop`. `is_awaited` says whether this rank has no other work.
     fn run_engine<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
         mut engine: MessageEngine,
         is_awaited: bool,
-        is_enough: impl Fn(&State) -> bool,
+        should_stop: impl Fn(&State) -> bool,
     ) -> MutexGuard<'a, State> {
         let guard = AbortOnPanic(self);
         // A panic drops variables in reverse order, so the lock is released before the guard locks it.
@@ -218,7 +218,7 @@ impl MessageQueue {
         let result = loop {
             state.exchange(&mut engine);
             self.finished.notify_all();
-            if is_enough(&state) || engine.is_idle() || state.failure.is_some() {
+            if should_stop(&state) || engine.is_idle() || state.failure.is_some() {
                 break Ok(());
             }
             state.is_asleep = may_sleep;
@@ -263,7 +263,7 @@ impl Drop for AbortOnPanic<'_> {
 impl State {
     /// Passes issued messages to the engine, and collects completed ones.
     fn exchange(&mut self, engine: &mut MessageEngine) {
-        self.submitted.drain(..).for_each(|pending| engine.take(pending));
+        self.submitted.drain(..).for_each(|pending| engine.enqueue(pending));
         for (slot, storage) in engine.ended.drain(..) {
             // The group may have failed meanwhile, and this message with it.
             if self.end(slot, Ok(storage)) {

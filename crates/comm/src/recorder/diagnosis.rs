@@ -118,11 +118,11 @@ impl Diagnosis {
 
 fn find(rank: usize, reports: &[&RankReport], has_failed: bool) -> Finding {
     let own = reports.iter().copied().find(|report| report.rank == rank);
-    let is_late = |report: &RankReport| has_failed && report.occasion != Occasion::Failed;
+    let is_outdated = |report: &RankReport| has_failed && report.occasion != Occasion::Failed;
     let told = reports.iter().flat_map(|report| &report.groups).flat_map(|group| &group.heard);
     let told = told.rev().find(|place| place.rank == rank);
     let (source, place) = match (own, told) {
-        (Some(report), _) if !is_late(report) => (Source::Own, Some(report.place())),
+        (Some(report), _) if !is_outdated(report) => (Source::Own, Some(report.place())),
         (_, Some(place)) => (Source::Told, Some(place.clone())),
         (Some(report), None) if report.occasion == Occasion::Stalled => {
             (Source::Earlier, Some(report.place()))
@@ -248,9 +248,9 @@ fn ranks_with_unlike_lines<'a>(
     for (_, line) in ranks.values().filter(|(_, line)| !line.is_empty()) {
         let program = pipeline_rank(line);
         if let Some(other) = lines.iter().find(|other| differ(line, other)) {
-            let is_of_one = program == pipeline_rank(other);
+            let is_same_program = program == pipeline_rank(other);
             let mut compared = ranks.clone();
-            compared.retain(|_, (_, line)| !is_of_one || pipeline_rank(line) == program);
+            compared.retain(|_, (_, line)| !is_same_program || pipeline_rank(line) == program);
             return Some(compared);
         }
         if !lines.iter().any(|other| pipeline_rank(other) == program) {
@@ -297,11 +297,11 @@ fn difference(sides: &[OperationVariant], sequence: u64, sequences: &Sequences<'
     if first == second {
         return Difference::Line;
     }
-    let of_other_lines = differ(&one.line, &other.line);
+    let lines_differ = differ(&one.line, &other.line);
     if comes_later(one, second) && comes_later(other, first) {
         return Difference::Order;
     }
-    let are_alike = !of_other_lines
+    let are_alike = !lines_differ
         && first.name() == second.name()
         && first.reduction() == second.reduction()
         && first.root() == second.root();

@@ -20,7 +20,7 @@ pub enum ReadReportsError {
         source: io::Error,
     },
     #[error("{} is not a flight recorder report: {what}", path.display())]
-    NoReport { path: PathBuf, what: String },
+    NotAReport { path: PathBuf, what: String },
 }
 
 /// Path of a rank's report in `folder`.
@@ -88,7 +88,7 @@ impl RankReport {
 
 fn read_report(path: &Path, rank: usize) -> Result<RankReport, ReadReportsError> {
     let unreadable = |source| ReadReportsError::Read { path: path.to_owned(), source };
-    let refuse = |what: String| ReadReportsError::NoReport { path: path.to_owned(), what };
+    let refuse = |what: String| ReadReportsError::NotAReport { path: path.to_owned(), what };
     let text = read_at_most(path, FILE_BYTES_MAX).map_err(unreadable)?;
     let report: RankReport = serde_json::from_slice(&text).map_err(|error| refuse(error.to_string()))?;
     if report.format != RankReport::FORMAT {

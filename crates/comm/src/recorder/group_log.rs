@@ -2,8 +2,8 @@ use super::clock::Clock;
 use super::report::{
     FailureReport, GroupReport, IssuedOperation, MessagePeer, OperationReport, OperationState, ReportedPlace,
 };
-use super::ring::{Record, Ring};
-use super::text::Line;
+use super::ring::{Record, RecordRing};
+use super::text::ProgramLineText;
 use crate::selection::Selection;
 use crate::{CommError, Operation};
 use std::sync::{Mutex, MutexGuard, OnceLock};
@@ -32,14 +32,14 @@ pub(super) struct State {
     pub(super) issuer: Issuer,
     /// Whether the only issuing thread waits for one of this group's operations.
     pub(super) is_awaited: bool,
-    pub(super) line: Line,
-    pub(super) operations: Ring,
-    pub(super) messages: Ring,
+    pub(super) line: ProgramLineText,
+    pub(super) operations: RecordRing,
+    pub(super) messages: RecordRing,
     pub(super) num_issued: u64,
     pub(super) num_messages: u64,
     pub(super) failure: Option<(Instant, CommError)>,
     /// By member: the place that the member reported last, and when.
-    pub(super) heard: Vec<Option<(Instant, Option<ReportedPlace>)>>,
+    pub(super) reported_places: Vec<Option<(Instant, Option<ReportedPlace>)>>,
     /// By member: the latest time at which it is known to have made progress.
     pub(super) progress: Vec<Option<Instant>>,
     /// By member: whether it must be asked for its progress.
@@ -52,13 +52,13 @@ impl GroupLog {
         let state = State {
             issuer: Issuer::Unknown,
             is_awaited: false,
-            line: Line::EMPTY,
-            operations: Ring::new(),
-            messages: Ring::new(),
+            line: ProgramLineText::EMPTY,
+            operations: RecordRing::new(),
+            messages: RecordRing::new(),
             num_issued: 0,
             num_messages: 0,
             failure: None,
-            heard: vec![None; members.len()],
+            reported_places: vec![None; members.len()],
             progress: vec![None; members.len()],
             is_asked: vec![false; members.len()],
             is_dropped: false,
@@ -73,8 +73,8 @@ impl GroupLog {
     pub(super) fn report(&self, clock: &Clock) -> GroupReport {
         let state = self.lock();
         let reports =
-            |ring: &Ring| ring.records().iter().map(|record| self.operation(record, clock)).collect();
-        let heard = state.heard.iter().enumerate().filter_map(|(member, heard)| {
+            |ring: &RecordRing| ring.records().iter().map(|record| self.operation(record, clock)).collect();
+        let heard = state.reported_places.iter().enumerate().filter_map(|(member, heard)| {
             let (at, told) = (*heard)?;
             Some(ReportedPlace::place(told, self.members[member], clock.unix(at)))
         });

@@ -2,7 +2,7 @@ use super::FlightRecorder;
 use super::group_log::{GroupLog, Issuer};
 use super::report::{Direction, Occasion, OperationState, ReportedPlace};
 use super::ring::{Issued, Record};
-use super::text::{GroupName, Line};
+use super::text::{GroupName, ProgramLineText};
 use crate::call::Call;
 use crate::selection::Selection;
 use crate::{CommError, Operation};
@@ -52,8 +52,8 @@ impl GroupRecorder {
     }
 
     /// Sets the program line of all operations issued from now on.
-    pub(crate) fn set_line(&self, line: fmt::Arguments<'_>) {
-        let line = Line::of(line);
+    pub(crate) fn set_program_line(&self, line: fmt::Arguments<'_>) {
+        let line = ProgramLineText::of(line);
         self.log.lock().line = line;
         self.recorder.heartbeat().beat();
     }
@@ -124,7 +124,7 @@ impl GroupRecorder {
         progress.map_or(since, |at| at.max(since)).elapsed()
     }
 
-    pub(crate) fn ask(&self, member: Rank) {
+    pub(crate) fn request_progress(&self, member: Rank) {
         self.log.lock().is_asked[member.0] = true;
     }
 
@@ -251,7 +251,7 @@ impl GroupRecorder {
 
     /// Records the place that a member reported.
     pub(crate) fn record_place(&self, member: Rank, told: Option<ReportedPlace>) {
-        self.log.lock().heard[member.0] = Some((Instant::now(), told));
+        self.log.lock().reported_places[member.0] = Some((Instant::now(), told));
     }
 
     /// This rank's place, to be reported to its peers.
@@ -279,10 +279,10 @@ impl GroupRecorder {
         self.report_wait(call, &whom, "message", line);
     }
 
-    fn report_wait(&self, call: &Call, whom: &str, kind: &str, line: Option<Line>) {
+    fn report_wait(&self, call: &Call, whom: &str, kind: &str, line: Option<ProgramLineText>) {
         let (own, name) = (self.in_world(self.log.own), &self.log.name);
         let Call { sequence, operation, timeout, started, .. } = call;
-        let line = line.filter(|line| *line != Line::EMPTY);
+        let line = line.filter(|line| *line != ProgramLineText::EMPTY);
         let line = line.map_or_else(String::new, |line| format!(", {}", line.as_str()));
         self.recorder.add_stall(format!(
             "rank {own} has been waiting {whom} in {operation} ({name}, {kind} {sequence}{line}) for {:.1} s; it \

@@ -29,7 +29,7 @@ pub use report::{
     OperationState, Place, RankReport,
 };
 pub(crate) use ring::Issued;
-pub(crate) use text::{GroupName, Line};
+pub(crate) use text::{GroupName, ProgramLineText};
 
 use crate::CommError;
 use crate::host_name::host_name;
@@ -77,7 +77,12 @@ impl FlightRecorder {
         Ok(FlightRecorder::with(rank, world_size, options.waits_for_peer_reports, writer))
     }
 
-    fn with(rank: Rank, world_size: usize, gathers: bool, writer: Option<ReportWriter>) -> Self {
+    fn with(
+        rank: Rank,
+        world_size: usize,
+        waits_for_peer_reports: bool,
+        writer: Option<ReportWriter>,
+    ) -> Self {
         let (worst, heartbeat) = (Mutex::new(Occasion::Joined), Heartbeat::new());
         let (groups, hosts) = (Mutex::default(), OnceLock::new());
         FlightRecorder(Arc::new(Shared {
@@ -85,7 +90,7 @@ impl FlightRecorder {
             world_size,
             groups,
             worst,
-            waits_for_peer_reports: gathers,
+            waits_for_peer_reports,
             heartbeat,
             hosts,
             writer,
@@ -137,12 +142,12 @@ impl FlightRecorder {
 
     pub(crate) fn add_stall(&self, line: String) {
         if let Some(writer) = &self.0.writer {
-            writer.tell_of_stall(line);
+            writer.report_stall(line);
         }
         self.write(Occasion::Stalled);
     }
 
-    pub(crate) fn gathers(&self) -> bool {
+    pub(crate) fn waits_for_peer_reports(&self) -> bool {
         self.0.waits_for_peer_reports
     }
 

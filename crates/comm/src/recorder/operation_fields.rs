@@ -33,12 +33,12 @@ impl From<Operation> for OperationFields {
 
 #[derive(Debug, thiserror::Error)]
 #[error("'{0}' with these fields is no operation")]
-pub(crate) struct NoOperation(String);
+pub(crate) struct InvalidOperation(String);
 
 impl TryFrom<OperationFields> for Operation {
-    type Error = NoOperation;
+    type Error = InvalidOperation;
 
-    fn try_from(fields: OperationFields) -> Result<Self, NoOperation> {
+    fn try_from(fields: OperationFields) -> Result<Self, InvalidOperation> {
         let op = fields.reduction.as_deref().and_then(ReduceOp::named);
         let root = fields.root.map(|root| Rank(root as usize));
         let dtype: Option<DType> = fields.dtype.parse().ok();
@@ -46,7 +46,7 @@ impl TryFrom<OperationFields> for Operation {
         let operation = kind
             .zip(dtype)
             .and_then(|(kind, dtype)| Operation::from_fields(kind, op, root, dtype, fields.len));
-        operation.ok_or(NoOperation(fields.name))
+        operation.ok_or(InvalidOperation(fields.name))
     }
 }
 

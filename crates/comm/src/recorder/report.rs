@@ -1,6 +1,6 @@
 //! Reports of a rank's groups for diagnosis after a failure, as JSON documents.
 
-use super::text::{GroupName, Line};
+use super::text::{GroupName, ProgramLineText};
 use crate::Operation;
 use serde::{Deserialize, Serialize};
 use trireme_base::Rank;
@@ -206,7 +206,7 @@ pub(crate) struct ReportedPlace {
     pub(crate) sequence: u64,
     pub(crate) operation: Operation,
     pub(crate) peer: Option<(Direction, Rank)>,
-    pub(crate) line: Line,
+    pub(crate) line: ProgramLineText,
     pub(crate) state: OperationState,
     pub(crate) milliseconds: u64,
 }
@@ -225,7 +225,7 @@ impl ReportedPlace {
             sequence: operation.sequence,
             operation: operation.operation,
             peer: operation.peer.map(|peer| (peer.direction, Rank(peer.rank))),
-            line: Line::of(format_args!("{}", operation.line)),
+            line: ProgramLineText::of(format_args!("{}", operation.line)),
             state: operation.state,
             milliseconds: (place.seconds * 1e3) as u64,
         })

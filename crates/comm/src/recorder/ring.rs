@@ -1,5 +1,5 @@
 use super::report::Direction;
-use super::text::Line;
+use super::text::ProgramLineText;
 use crate::Operation;
 use std::time::Instant;
 use trireme_base::Rank;
@@ -10,7 +10,7 @@ pub(super) const NUM_KEPT: u64 = 256;
 /// The program line and time of an operation's issue.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Issued {
-    pub(crate) line: Line,
+    pub(crate) line: ProgramLineText,
     pub(crate) at: Instant,
 }
 
@@ -38,12 +38,12 @@ impl Record {
 }
 
 /// A ring of the most recent records. Records of operations that have not ended are never overwritten.
-pub(super) struct Ring(Vec<Option<Record>>);
+pub(super) struct RecordRing(Vec<Option<Record>>);
 
-impl Ring {
+impl RecordRing {
     /// Creates an empty ring. Memory is allocated with the first record.
     pub(super) fn new() -> Self {
-        Ring(Vec::new())
+        RecordRing(Vec::new())
     }
 
     /// Adds a record. Drops it if its slot holds an operation that has not ended, because then too many are pending to keep all.
@@ -51,15 +51,15 @@ impl Ring {
         if self.0.is_empty() {
             self.0.resize(NUM_KEPT as usize, None);
         }
-        let place = &mut self.0[(record.number % NUM_KEPT) as usize];
-        if place.is_none_or(|earlier| earlier.ended.is_some()) {
-            *place = Some(record);
+        let slot = &mut self.0[(record.number % NUM_KEPT) as usize];
+        if slot.is_none_or(|earlier| earlier.ended.is_some()) {
+            *slot = Some(record);
         }
     }
 
     pub(super) fn find(&mut self, number: u64) -> Option<&mut Record> {
-        let place = self.0.get_mut((number % NUM_KEPT) as usize)?;
-        place.as_mut().filter(|record| record.number == number)
+        let slot = self.0.get_mut((number % NUM_KEPT) as usize)?;
+        slot.as_mut().filter(|record| record.number == number)
     }
 
     pub(super) fn records(&self) -> Vec<Record> {
@@ -74,13 +74,13 @@ mod tests {
     use super::*;
 
     fn record(number: u64) -> Record {
-        let issued = Issued { line: Line::EMPTY, at: Instant::now() };
+        let issued = Issued { line: ProgramLineText::EMPTY, at: Instant::now() };
         Record::issued(number, number, Operation::BARRIER, issued)
     }
 
     #[test]
     fn recent_and_pending_records_are_kept() {
-        let mut ring = Ring::new();
+        let mut ring = RecordRing::new();
         assert!(ring.records().is_empty() && ring.find(0).is_none());
         for number in 0..3 * NUM_KEPT {
             ring.add(record(number));

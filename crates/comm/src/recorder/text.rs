@@ -8,7 +8,7 @@ pub(crate) struct Text<const BYTES: usize> {
 }
 
 /// The program line of an operation.
-pub(crate) type Line = Text<56>;
+pub(crate) type ProgramLineText = Text<56>;
 
 pub(crate) type GroupName = Text<24>;
 
@@ -87,11 +87,11 @@ mod tests {
             (&long, &long[..56]),
             (&format!("x{long}"), &format!("x{}", &long[..54])),
         ] {
-            let text = Line::of(format_args!("{given}"));
+            let text = ProgramLineText::of(format_args!("{given}"));
             assert_eq!(text.as_str(), kept);
             let mut words = [0; 7];
             text.encode(&mut words);
-            assert_eq!(Line::decode(&words), Some(text));
+            assert_eq!(ProgramLineText::decode(&words), Some(text));
         }
     }
 

@@ -49,7 +49,7 @@ impl ReportWriter {
         self.0.hand_over(|state| state.report = Some(report));
     }
 
-    pub(super) fn tell_of_stall(&self, line: String) {
+    pub(super) fn report_stall(&self, line: String) {
         self.0.hand_over(|state| state.stalls.push(line));
     }
 

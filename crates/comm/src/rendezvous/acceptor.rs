@@ -85,14 +85,14 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
         mut objection: impl FnMut(&I) -> Option<String>,
     ) -> io::Result<Option<AcceptedPeer<I>>> {
         loop {
-            while let Some((door, member)) = self.authenticated.pop_front() {
+            while let Some((connection, member)) = self.authenticated.pop_front() {
                 if let Some(reason) = objection(&member.introduction) {
-                    self.refuse(door, &reason);
-                } else if !door.send(&Message::Welcome(member.welcome)) {
-                    self.refuse(door, "it is not listening");
+                    self.refuse(connection, &reason);
+                } else if !connection.send(&Message::Welcome(member.welcome)) {
+                    self.refuse(connection, "it is not listening");
                 } else {
                     let Member { introduction, key, .. } = member;
-                    return Ok(Some(AcceptedPeer { socket: door.socket, introduction, key }));
+                    return Ok(Some(AcceptedPeer { socket: connection.socket, introduction, key }));
                 }
             }
             if Instant::now() >= deadline {
@@ -150,10 +150,10 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
                     }
                     self.num_handshakes_max = (self.num_handshakes_max + 1).min(NUM_HANDSHAKES_MAX);
                     let handshake = HandshakeAcceptor::new(self.key.clone(), nonce()?);
-                    let (door, received, since) =
+                    let (connection, received, since) =
                         (PeerConnection { socket, address }, Vec::new(), Instant::now());
                     self.pending_handshakes.push_back(PendingHandshake {
-                        connection: door,
+                        connection,
                         handshake,
                         received,
                         since,
@@ -202,10 +202,10 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
         }
     }
 
-    fn refuse(&self, door: PeerConnection, reason: &str) {
+    fn refuse(&self, connection: PeerConnection, reason: &str) {
         // Best effort: the refused peer may not be receiving.
-        door.send(&Message::Refused(reason.to_owned()));
-        self.refusals.add(door.address, reason);
+        connection.send(&Message::Refused(reason.to_owned()));
+        self.refusals.add(connection.address, reason);
     }
 }
 
@@ -226,7 +226,7 @@ impl<I: Introduction> PendingHandshake<I> {
             Ok(_) | Err(Errno::AGAIN | Errno::INTR) => {}
             Err(error) => return HandshakeProgress::Refused(format!("its connection broke: {error}")),
         }
-        if let Err(reason) = self.handshake.can_begin(&self.received) {
+        if let Err(reason) = self.handshake.check_prefix(&self.received) {
             return HandshakeProgress::Refused(reason.to_owned());
         }
         if self.received.len() == self.handshake.message_bytes() {

@@ -102,7 +102,7 @@ mod tests {
         bytes
     }
 
-    fn is_taken(wire: &[u8]) -> bool {
+    fn is_accepted(wire: &[u8]) -> bool {
         let [mut one, other] = streams();
         one.write_all(wire).expect("sent");
         match Channel::at_root(other, Key::of(None)).receive(4, soon()) {
@@ -119,9 +119,9 @@ mod tests {
     fn messages_arrive_in_order_and_from_the_other_end_only() {
         let message = Message::Report(Err("why".to_owned()));
         let wire = sealed(&message, Channel::to_root, 0);
-        assert!(is_taken(&wire));
-        assert!(!is_taken(&sealed(&message, Channel::to_root, 1)), "one was left out");
-        assert!(!is_taken(&sealed(&message, Channel::at_root, 0)), "an own message came back");
+        assert!(is_accepted(&wire));
+        assert!(!is_accepted(&sealed(&message, Channel::to_root, 1)), "one was left out");
+        assert!(!is_accepted(&sealed(&message, Channel::at_root, 0)), "an own message came back");
         let [mut one, other] = streams();
         one.write_all(&[wire.clone(), wire].concat()).expect("sent");
         let mut channel = Channel::at_root(other, Key::of(None));
@@ -136,7 +136,7 @@ mod tests {
         for bit in (0..8 * 16).chain(8 * 24..8 * wire.len()) {
             let mut changed = wire.clone();
             changed[bit / 8] ^= 1 << (bit % 8);
-            assert!(!is_taken(&changed), "{bit}");
+            assert!(!is_accepted(&changed), "{bit}");
         }
     }
 }

@@ -97,10 +97,10 @@ fn hostile_messages_are_read_or_refused_within_their_bounds() {
 }
 
 /// Runs the accepting side of a handshake with these two messages. Returns whether it accepts the peer as a member.
-fn is_accepted(turns: [&[u8]; 2], challenge: Nonce) -> bool {
+fn is_accepted(messages: [&[u8]; 2], challenge: Nonce) -> bool {
     let mut handshake = HandshakeAcceptor::<Hello>::new(key(), challenge);
-    for turn in turns {
-        if handshake.can_begin(turn).is_err() {
+    for turn in messages {
+        if handshake.check_prefix(turn).is_err() {
             return false;
         }
         match handshake.handle(turn) {

@@ -112,7 +112,7 @@ impl<I: Introduction> HandshakeAcceptor<I> {
     }
 
     /// Fails if no valid message starts with these bytes, so that the rest need not be awaited.
-    pub(super) fn can_begin(&self, bytes: &[u8]) -> Result<(), &'static str> {
+    pub(super) fn check_prefix(&self, bytes: &[u8]) -> Result<(), &'static str> {
         let num_bytes = bytes.len().min(I::MAGIC.len());
         let is_possible = self.opened.is_some() || bytes[..num_bytes] == I::MAGIC[..num_bytes];
         if is_possible { Ok(()) } else { Err(NO_PROTOCOL) }

@@ -35,13 +35,13 @@ impl Introduction for Hello {
 }
 
 impl Hello {
-    pub(super) fn of(options: &JoinOptions, place: RankAddress) -> Self {
+    pub(super) fn of(options: &JoinOptions, address: RankAddress) -> Self {
         Hello {
             rank: options.rank.0 as u64,
             world_size: options.world_size as u64,
             job: fingerprint("job", &options.job),
             options: shared_options(options).map(|(name, value)| fingerprint(name, &value)),
-            address: place,
+            address,
         }
     }
 

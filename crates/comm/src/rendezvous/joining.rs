@@ -1,8 +1,8 @@
 //! The context of a rank's attempt to join a world.
 
+use super::join_progress::JoinProgress;
 use super::key::Key;
 use super::refusals::Refusals;
-use super::waiting::JoinProgress;
 use crate::{CommError, JoinOptions};
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -10,7 +10,7 @@ use std::time::Instant;
 
 /// Options, addresses and keys of an attempt to join a world.
 #[derive(Clone, Copy)]
-pub(super) struct Joining<'a> {
+pub(super) struct JoinContext<'a> {
     pub(super) options: &'a JoinOptions,
     /// Addresses at which rank 0 listens.
     pub(super) addresses: &'a [SocketAddr],
@@ -20,7 +20,7 @@ pub(super) struct Joining<'a> {
     /// The key derived from the job's secret.
     pub(super) key: &'a Key,
     pub(super) refusals: &'a Refusals,
-    pub(super) waiting: &'a JoinProgress<'a>,
+    pub(super) progress: &'a JoinProgress<'a>,
     pub(super) deadline: Instant,
 }
 

@@ -30,19 +30,19 @@ impl Key {
     }
 
     pub(super) fn tag(&self, purpose: &str, parts: &[&[u8]]) -> Tag {
-        self.over(purpose, parts).finalize().into_bytes().into()
+        self.mac_of(purpose, parts).finalize().into_bytes().into()
     }
 
     /// Whether `tag` is the tag of the parts. Takes constant time.
     pub(super) fn verify(&self, purpose: &str, parts: &[&[u8]], tag: &Tag) -> bool {
-        self.over(purpose, parts).verify_slice(tag).is_ok()
+        self.mac_of(purpose, parts).verify_slice(tag).is_ok()
     }
 
     fn new(bytes: &[u8]) -> Self {
         Key(Hmac::new_from_slice(bytes).expect("a key of any length fits"))
     }
 
-    fn over(&self, purpose: &str, parts: &[&[u8]]) -> Hmac<Sha256> {
+    fn mac_of(&self, purpose: &str, parts: &[&[u8]]) -> Hmac<Sha256> {
         let mut code = self.0.clone();
         // Lengths are included, so that different lists of parts are different bytes.
         for part in [purpose.as_bytes()].iter().chain(parts) {

@@ -43,15 +43,15 @@ impl ConnectionId {
 
 /// The kind of connection between two members.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Route {
+pub(crate) enum SocketKind {
     /// Unix sockets within a host.
     Local,
     Tcp,
 }
 
 /// The routes from rank `own` to all ranks: `within` to ranks of its host, TCP to others.
-pub(super) fn routes(hosts: &Hosts, own: Rank, within: Route) -> Vec<Route> {
-    let route = |rank| if hosts.host_of(Rank(rank)) == hosts.host_of(own) { within } else { Route::Tcp };
+pub(super) fn socket_kinds(hosts: &Hosts, own: Rank, within: SocketKind) -> Vec<SocketKind> {
+    let route = |rank| if hosts.host_of(Rank(rank)) == hosts.host_of(own) { within } else { SocketKind::Tcp };
     (0..hosts.world_size()).map(route).collect()
 }
 
@@ -65,8 +65,8 @@ pub(crate) struct Listeners {
 pub(super) struct Members<'a> {
     /// Index of this rank among the members.
     pub(super) own: Rank,
-    pub(super) places: &'a [RankAddress],
-    pub(super) routes: &'a [Route],
+    pub(super) addresses: &'a [RankAddress],
+    pub(super) socket_kinds: &'a [SocketKind],
     /// This rank's arena, if arenas are exchanged with the members of this host.
     pub(super) arena: Option<&'a Arena>,
     /// Minimum size of an arena in bytes.
@@ -81,9 +81,9 @@ pub(super) struct Members<'a> {
 
 impl Members<'_> {
     fn num_connections(&self, member: usize, purpose: Purpose) -> usize {
-        match (self.routes[member], purpose) {
+        match (self.socket_kinds[member], purpose) {
             _ if member == self.own.0 => 0,
-            (Route::Tcp, Purpose::Collectives | Purpose::Messages) => self.sockets_per_peer,
+            (SocketKind::Tcp, Purpose::Collectives | Purpose::Messages) => self.sockets_per_peer,
             _ => 1,
         }
     }
@@ -91,7 +91,7 @@ impl Members<'_> {
 
 /// One row of connections per purpose, in member order, with `None` for this rank.
 pub(super) struct Mesh {
-    pub(super) rows: [Vec<Option<Connection>>; 3],
+    pub(super) connections_by_purpose: [Vec<Option<Connection>>; 3],
     /// The arenas of the members on this host, if they were exchanged.
     pub(super) arenas: Vec<Option<PeerArena>>,
 }
@@ -103,13 +103,13 @@ pub(super) fn connect(
     listeners: &Listeners,
     limit: WaitLimit<'_>,
 ) -> io::Result<Mesh> {
-    let num_members = members.places.len();
+    let num_members = members.addresses.len();
     let row = |purpose| {
         let cell = |member| (0..members.num_connections(member, purpose)).map(|_| None).collect();
         (0..num_members).map(cell).collect()
     };
     let (rows, arenas) = (Purpose::ALL.map(row), (0..num_members).map(|_| None).collect());
-    let mut builder = MeshBuilder { session, members, limit, rows, arenas };
+    let mut builder = MeshBuilder { session, members, limit, connections_by_purpose: rows, arenas };
     for lower in 0..members.own.0 {
         for purpose in Purpose::ALL {
             for index in 0..members.num_connections(lower, purpose) {
@@ -119,15 +119,16 @@ pub(super) fn connect(
             }
         }
     }
-    for route in [Route::Local, Route::Tcp] {
-        let awaited = (members.own.0 + 1..num_members).filter(|&higher| members.routes[higher] == route);
+    for route in [SocketKind::Local, SocketKind::Tcp] {
+        let awaited =
+            (members.own.0 + 1..num_members).filter(|&higher| members.socket_kinds[higher] == route);
         if awaited.clone().next().is_none() {
             continue;
         }
         let mut acceptor = match (route, &listeners.tcp) {
-            (Route::Local, _) => session.accept(&listeners.local)?,
-            (Route::Tcp, Some(listener)) => session.accept(listener)?,
-            (Route::Tcp, None) => return Err(invalid("this rank does not listen for TCP connections")),
+            (SocketKind::Local, _) => session.accept(&listeners.local)?,
+            (SocketKind::Tcp, Some(listener)) => session.accept(listener)?,
+            (SocketKind::Tcp, None) => return Err(invalid("this rank does not listen for TCP connections")),
         };
         while let Some(absent) = awaited.clone().find(|&higher| builder.is_missing(higher)) {
             builder
@@ -143,19 +144,19 @@ struct MeshBuilder<'a> {
     session: &'a Session<'a>,
     members: &'a Members<'a>,
     limit: WaitLimit<'a>,
-    rows: [Vec<Vec<Option<Connection>>>; 3],
+    connections_by_purpose: [Vec<Vec<Option<Connection>>>; 3],
     arenas: Vec<Option<PeerArena>>,
 }
 
 impl MeshBuilder<'_> {
     /// The slot of a connection, if there is such a connection.
     fn slot(&mut self, member: usize, id: ConnectionId) -> Option<&mut Option<Connection>> {
-        self.rows[id.purpose as usize][member].get_mut(id.index)
+        self.connections_by_purpose[id.purpose as usize][member].get_mut(id.index)
     }
 
     /// Whether a connection to a member is missing.
     fn is_missing(&self, member: usize) -> bool {
-        self.rows.iter().any(|row| row[member].iter().any(Option::is_none))
+        self.connections_by_purpose.iter().any(|row| row[member].iter().any(Option::is_none))
     }
 
     fn finish(self) -> Mesh {
@@ -163,7 +164,12 @@ impl MeshBuilder<'_> {
             let mut connections: Vec<Connection> = connections.into_iter().flatten().collect();
             if connections.len() > 1 { Some(Connection::Striped(connections)) } else { connections.pop() }
         };
-        Mesh { rows: self.rows.map(|row| row.into_iter().map(joined).collect()), arenas: self.arenas }
+        Mesh {
+            connections_by_purpose: self
+                .connections_by_purpose
+                .map(|row| row.into_iter().map(joined).collect()),
+            arenas: self.arenas,
+        }
     }
 
     /// Establishes one connection to a member of lower rank.
@@ -174,10 +180,10 @@ impl MeshBuilder<'_> {
 
     /// Connects to a member of lower rank, and introduces this rank.
     fn reach(&self, lower: usize, id: ConnectionId) -> io::Result<(OwnedFd, Key)> {
-        let (place, limit) = (&self.members.places[lower], self.limit);
+        let (place, limit) = (&self.members.addresses[lower], self.limit);
         loop {
-            let socket: OwnedFd = match self.members.routes[lower] {
-                Route::Tcp => {
+            let socket: OwnedFd = match self.members.socket_kinds[lower] {
+                SocketKind::Tcp => {
                     let left = limit.deadline.saturating_duration_since(Instant::now());
                     let left = left.clamp(Duration::from_millis(1), ATTEMPT_MAX);
                     let at = |error| in_context(error, format!("at {}", place.address));
@@ -189,7 +195,7 @@ impl MeshBuilder<'_> {
                         connected => connected.map_err(at)?.into(),
                     }
                 }
-                Route::Local => {
+                SocketKind::Local => {
                     let socket = match connect_local(place.socket_id, limit.next_check()) {
                         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                             limit.check()?;
@@ -210,12 +216,12 @@ impl MeshBuilder<'_> {
     }
 
     /// Accepts and establishes the next connection from a member of higher rank.
-    fn accept_next(&mut self, acceptor: &mut MemberAcceptor<'_>, route: Route) -> io::Result<()> {
+    fn accept_next(&mut self, acceptor: &mut MemberAcceptor<'_>, route: SocketKind) -> io::Result<()> {
         let (members, limit) = (self.members, self.limit);
         let mut is_expected = |from: Rank, word: u64| {
             ConnectionId::of(word).is_some_and(|id| {
                 from > members.own
-                    && members.routes[from.0] == route
+                    && members.socket_kinds[from.0] == route
                     && self.slot(from.0, id).is_some_and(|place| place.is_none())
             })
         };
@@ -225,7 +231,7 @@ impl MeshBuilder<'_> {
                 accepted => break accepted?,
             }
         };
-        if route == Route::Local {
+        if route == SocketKind::Local {
             check_user(&accepted.socket)?;
         }
         let id = ConnectionId::of(accepted.purpose).expect("only known connections are accepted");
@@ -243,15 +249,15 @@ impl MeshBuilder<'_> {
         key: &Key,
     ) -> io::Result<()> {
         let (members, limit, purpose) = (self.members, self.limit, id.purpose);
-        let connection = match members.routes[member] {
-            Route::Tcp => {
+        let connection = match members.socket_kinds[member] {
+            SocketKind::Tcp => {
                 let socket = tuned(socket, purpose, members.network_pause)?;
                 match members.tls.filter(|_| purpose != Purpose::Control) {
                     Some(tls) => Connection::Encrypted(Box::new(encrypt(socket, tls, side, key, limit)?)),
                     None => Connection::Plain(socket),
                 }
             }
-            Route::Local => {
+            SocketKind::Local => {
                 if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
                     if side == ConnectionSide::Connecting {
                         send_arena(&socket, arena)?;
@@ -306,8 +312,8 @@ mod tests {
         let place = RankAddress { host: 0, socket_id: 0, address: listener.local_addr().unwrap() };
         let members = Members {
             own: Rank(1),
-            places: &[place, place],
-            routes: &[Route::Tcp; 2],
+            addresses: &[place, place],
+            socket_kinds: &[SocketKind::Tcp; 2],
             arena: None,
             arena_bytes_min: 0,
             tls: None,
@@ -320,7 +326,9 @@ mod tests {
             let reached = scope.spawn(|| {
                 let (session, limit) = (&session(1), deadline.into());
                 let (rows, arenas) = (Default::default(), Vec::new());
-                MeshBuilder { session, members: &members, limit, rows, arenas }.reach(0, id).map(drop)
+                MeshBuilder { session, members: &members, limit, connections_by_purpose: rows, arenas }
+                    .reach(0, id)
+                    .map(drop)
             });
             drop(listener.accept().unwrap());
             let accepting = scope.spawn(|| {

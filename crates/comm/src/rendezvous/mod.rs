@@ -27,6 +27,7 @@ mod fuzz;
 mod handshake;
 mod hello;
 mod interface;
+mod join_progress;
 mod joining;
 mod key;
 mod local;
@@ -37,12 +38,11 @@ mod ports;
 mod rank_address;
 mod refusals;
 mod root_exchange;
+mod root_rendezvous;
 mod session;
 mod split;
 mod split_context;
 mod wait_limit;
-mod waiting;
-mod waiting_ranks;
 mod wire;
 
 use crate::recorder::{FlightRecorder, Occasion};
@@ -52,10 +52,11 @@ use crate::transport::mpi::MpiProcess;
 use crate::transport::shm::{Arena, area_bytes};
 use crate::transport::{GroupConnections, OwnMemory};
 use crate::{CommError, Group, GroupOptions, JoinOptions, TransportChoice};
-use joining::{Joining, check_secret, look_up};
+use join_progress::JoinProgress;
+use joining::{JoinContext, check_secret, look_up};
 use key::Key;
 use local::LOCAL_CONNECT_MAX;
-use mesh::{Listeners, Members, Mesh, Route, routes};
+use mesh::{Listeners, Members, Mesh, SocketKind, socket_kinds};
 use message::Table;
 use rank_address::RankAddress;
 use refusals::Refusals;
@@ -71,7 +72,6 @@ use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 use wait_limit::{AnotherFailed, WaitLimit};
-use waiting::JoinProgress;
 use wire::sleep_if_time;
 
 /// Maximum number of ranks in a world. It bounds the tables that ranks exchange.
@@ -152,18 +152,18 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     let setting_up = |source| CommError::rendezvous("setting up a socket for the ranks of this host", source);
     let socket_id = u64::from_ne_bytes(random_bytes().map_err(setting_up)?);
     let local = local::listen_local(socket_id).map_err(setting_up)?;
-    let joining = Joining {
+    let joining = JoinContext {
         options,
         addresses: &addresses,
         interface,
         key: &key,
         refusals: &refusals,
-        waiting: &waiting,
+        progress: &waiting,
         deadline,
     };
     let host = this_host(options);
     let place_at = |address| RankAddress { host, socket_id, address };
-    let Joined { root_exchange: mut star, mut table, listener, own, root } = if options.rank == Rank::ROOT {
+    let Joined { mut root_exchange, mut table, listener, own, root } = if options.rank == Rank::ROOT {
         joining.join_as_root(place_at)?
     } else {
         joining.join_as_peer(place_at)?
@@ -176,7 +176,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     // From here on, ranks are the renumbered ones.
     let options = &JoinOptions { rank, ..options.clone() };
     if !order.is_sorted() {
-        star.reorder(rank, &order);
+        root_exchange.reorder(rank, &order);
         table.rank_addresses = order.iter().map(|&old_rank| table.rank_addresses[old_rank]).collect();
         if rank == Rank::ROOT {
             options.on_note.iter().for_each(|listener| listener.notify(&order_note(&order)));
@@ -193,7 +193,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         table: &table,
         listeners: &listeners,
         tls: tls.as_ref(),
-        star: &mut star,
+        root_exchange: &mut root_exchange,
     };
     let parts = match table.tries_shm.then(|| connecting.share_memory(deadline)).transpose()? {
         _ if options.transport == TransportChoice::Mpi => connecting.by_mpi(deadline)?,
@@ -216,23 +216,23 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
 }
 
 /// Implements [`crate::report_failure`].
-pub(crate) fn report_failure(options: &JoinOptions, reason: &str, told: &[Rank]) {
+pub(crate) fn report_failure(options: &JoinOptions, reason: &str, informed: &[Rank]) {
     let now = Instant::now();
     let waiting = JoinProgress::new(None, now);
     let deadline = now + FAILURE_REPORT_MAX;
     let Ok(addresses) = resolve(options, deadline, &waiting) else { return };
     let (key, refusals) = (Key::of(options.secret.as_ref()), Refusals::silent());
-    let joining = Joining {
+    let joining = JoinContext {
         options,
         addresses: &addresses,
         interface: None,
         key: &key,
         refusals: &refusals,
-        waiting: &waiting,
+        progress: &waiting,
         deadline,
     };
     if check_secret(options, addresses.iter().map(SocketAddr::ip).chain(options.listen)).is_ok() {
-        joining.report_failure(reason, told);
+        joining.report_failure(reason, informed);
     }
 }
 
@@ -243,7 +243,7 @@ struct Connecting<'a> {
     table: &'a Table,
     listeners: &'a Listeners,
     tls: Option<&'a Tls>,
-    star: &'a mut RootExchange,
+    root_exchange: &'a mut RootExchange,
 }
 
 impl Connecting<'_> {
@@ -259,22 +259,22 @@ impl Connecting<'_> {
         let until = if is_local { deadline.min(Instant::now() + LOCAL_CONNECT_MAX) } else { deadline };
         let own =
             OwnMemory::new(self.options.world_size, &hosts, self.options.rank).map_err(|e| e.to_string());
-        let routes = routes(&hosts, self.options.rank, Route::Local);
+        let routes = socket_kinds(&hosts, self.options.rank, SocketKind::Local);
         let connected = own.and_then(|memory| {
             let mesh = self.mesh(&routes, Some(&memory.arena), until).map_err(|e| reason_of(&e))?;
             // Every rank's area is the first region of its arena.
             let offsets = vec![0; mesh.arenas.len()];
             let memory = memory.with_areas(mesh.arenas, &offsets, &hosts, self.options.rank);
-            Ok((memory.map_err(|e| e.to_string())?, mesh.rows))
+            Ok((memory.map_err(|e| e.to_string())?, mesh.connections_by_purpose))
         });
         let report = connected.as_ref().map(drop).map_err(String::clone);
-        let outcome = self.star.agree("sharing memory with the other ranks", report, deadline)?;
+        let outcome = self.root_exchange.agree("sharing memory with the other ranks", report, deadline)?;
         Ok(outcome.and(connected).map(|(memory, rows)| {
             let rank = self.options.rank;
             GroupConnections {
                 rank,
                 hosts,
-                rows,
+                connections_by_purpose: rows,
                 memory: Some(memory),
                 mpi_addresses: None,
                 is_inproc: false,
@@ -286,17 +286,17 @@ impl Connecting<'_> {
         let doing = "connecting to the other ranks";
         let wrap = |source| CommError::rendezvous(doing, source);
         let rank = self.options.rank;
-        let routes = vec![Route::Tcp; self.options.world_size];
+        let routes = vec![SocketKind::Tcp; self.options.world_size];
         let mesh = self.mesh(&routes, None, deadline);
         let report = mesh.as_ref().map(drop).map_err(reason_of);
-        let outcome = self.star.agree(doing, report, deadline)?;
+        let outcome = self.root_exchange.agree(doing, report, deadline)?;
         outcome.map_err(|reason| wrap(io::Error::other(reason)))?;
         let mesh = mesh.map_err(wrap)?;
         let hosts = hosts_of(&self.table.rank_addresses);
         Ok(GroupConnections {
             rank,
             hosts,
-            rows: mesh.rows,
+            connections_by_purpose: mesh.connections_by_purpose,
             memory: None,
             mpi_addresses: None,
             is_inproc: false,
@@ -306,19 +306,20 @@ impl Connecting<'_> {
     /// Connects by TCP for control, with MPI as the transport of data.
     fn by_mpi(&mut self, deadline: Instant) -> Result<GroupConnections, CommError> {
         let parts = self.by_tcp(deadline)?;
-        let failure = || self.star.knows_of_failure().then(|| io::Error::other(AnotherFailed));
-        let seats = mpi_exchange::exchange(&parts.rows, WaitLimit::unless(deadline, &failure));
-        let report = seats.as_ref().map(drop).map_err(ToString::to_string);
-        let outcome = self.star.agree("registering with MPI", report, deadline)?;
+        let failure = || self.root_exchange.knows_of_failure().then(|| io::Error::other(AnotherFailed));
+        let mpi_addresses =
+            mpi_exchange::exchange(&parts.connections_by_purpose, WaitLimit::unless(deadline, &failure));
+        let report = mpi_addresses.as_ref().map(drop).map_err(ToString::to_string);
+        let outcome = self.root_exchange.agree("registering with MPI", report, deadline)?;
         outcome.map_err(|reason| CommError::MpiUnavailable { reason })?;
-        Ok(GroupConnections { mpi_addresses: Some(seats?), ..parts })
+        Ok(GroupConnections { mpi_addresses: Some(mpi_addresses?), ..parts })
     }
 
-    fn mesh(&self, routes: &[Route], arena: Option<&Arena>, deadline: Instant) -> io::Result<Mesh> {
+    fn mesh(&self, routes: &[SocketKind], arena: Option<&Arena>, deadline: Instant) -> io::Result<Mesh> {
         let members = Members {
             own: self.options.rank,
-            places: &self.table.rank_addresses,
-            routes,
+            addresses: &self.table.rank_addresses,
+            socket_kinds: routes,
             arena,
             arena_bytes_min: area_bytes(self.options.world_size),
             tls: self.tls,
@@ -329,7 +330,7 @@ impl Connecting<'_> {
                 _ => self.options.group.sockets_per_peer,
             },
         };
-        let failure = || self.star.knows_of_failure().then(|| io::Error::other(AnotherFailed));
+        let failure = || self.root_exchange.knows_of_failure().then(|| io::Error::other(AnotherFailed));
         mesh::connect(self.session, &members, self.listeners, WaitLimit::unless(deadline, &failure))
     }
 }

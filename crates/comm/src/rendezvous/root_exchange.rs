@@ -3,12 +3,12 @@
 use super::channel::Channel;
 use super::handshake::{HandshakeOutcome, introduce};
 use super::hello::Hello;
-use super::joining::{Joining, check_secret, look_up};
+use super::joining::{JoinContext, check_secret, look_up};
 use super::key::nonce;
 use super::message::{Message, Table};
 use super::ports::listen_at;
 use super::rank_address::RankAddress;
-use super::waiting_ranks::{self, JoinedRank};
+use super::root_rendezvous::{self, JoinedRank};
 use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, sleep_before_retry, wait_for_any};
 use crate::{CommError, JoinOptions, TransportChoice};
 use rustix::event::{PollFd, PollFlags};
@@ -50,7 +50,7 @@ pub(super) struct Joined {
     pub(super) root: SocketAddr,
 }
 
-impl Joining<'_> {
+impl JoinContext<'_> {
     /// Runs rank 0: waits for all ranks and sends them the table.
     pub(super) fn join_as_root(
         &self,
@@ -62,7 +62,7 @@ impl Joining<'_> {
         let listener = self.listen(at)?;
         let mut own = listener.local_addr().map_err(setting_up)?;
 
-        let joined_ranks = waiting_ranks::wait_for_ranks(self, &master)?;
+        let joined_ranks = root_rendezvous::wait_for_ranks(self, &master)?;
         let joined_ranks: Vec<JoinedRank> = joined_ranks.into_iter().flatten().collect();
         if own.ip().is_unspecified() {
             // The local address of a connection from another rank. The address in `master_addr` may belong to a service that forwards only
@@ -71,7 +71,7 @@ impl Joining<'_> {
             own = SocketAddr::new(reached.ip().to_canonical(), own.port());
         }
         let mut places = Vec::from([place_at(own)]);
-        places.extend(joined_ranks.iter().map(|joined_rank| joined_rank.place.with_scope_of(at)));
+        places.extend(joined_ranks.iter().map(|joined_rank| joined_rank.address.with_scope_of(at)));
         let share_a_host = places.iter().enumerate().any(|(rank, place)| {
             place.host != 0 && places[..rank].iter().any(|other| other.host == place.host)
         });
@@ -89,8 +89,8 @@ impl Joining<'_> {
 
     fn listen_as_root(&self) -> Result<TcpListener, CommError> {
         match self.options.listen {
-            Some(ip) => waiting_ranks::listen(&[SocketAddr::new(ip, self.options.master_port)]),
-            None => waiting_ranks::listen(self.addresses),
+            Some(ip) => root_rendezvous::listen(&[SocketAddr::new(ip, self.options.master_port)]),
+            None => root_rendezvous::listen(self.addresses),
         }
     }
 
@@ -101,14 +101,14 @@ impl Joining<'_> {
     ) -> Result<Joined, CommError> {
         let JoinOptions { rank, world_size, join_timeout, .. } = *self.options;
         let (root_channel, root, listener) = self.introduce_to_root(place_at)?;
-        let mut star = RootExchange::Peer { root_channel, address: root, rank, world_size };
+        let mut root_exchange = RootExchange::Peer { root_channel, address: root, rank, world_size };
         let deadline = Instant::now() + join_timeout + ROOT_TIMEOUT_MARGIN;
-        match star.receive_from_root("waiting for the other ranks to join", deadline)? {
+        match root_exchange.receive_from_root("waiting for the other ranks to join", deadline)? {
             Message::Table(mut table) => {
                 table.rank_addresses.iter_mut().for_each(|place| *place = place.with_scope_of(root));
                 let waiting = |source| CommError::rendezvous("waiting for the table of ranks", source);
                 let own = listener.local_addr().map_err(waiting)?;
-                Ok(Joined { root_exchange: star, table, listener, own, root })
+                Ok(Joined { root_exchange, table, listener, own, root })
             }
             _ => Err(CommError::rendezvous(
                 "waiting for the table of ranks",
@@ -139,7 +139,7 @@ impl Joining<'_> {
                 // Rank 0 may have closed the connection to make room for others, or another program forwards the port before rank 0
                 // listens.
                 Err(error) if is_retriable(&error) && sleep_before_retry(self.deadline) => {
-                    self.waiting
+                    self.progress
                         .report(Instant::now(), || format!("waiting for rank 0 at {address} ({error})"));
                 }
                 Err(error) => return Err(joining(error)),
@@ -147,15 +147,16 @@ impl Joining<'_> {
         }
     }
 
-    /// Reports to the other ranks that this rank cannot join, and why. Ranks in `told` know it already. Best effort, until the deadline.
-    pub(super) fn report_failure(&self, reason: &str, told: &[Rank]) {
+    /// Reports to the other ranks that this rank cannot join, and why. Ranks in `informed` know it already. Best effort, until the
+    /// deadline.
+    pub(super) fn report_failure(&self, reason: &str, informed: &[Rank]) {
         if self.options.rank == Rank::ROOT {
             if let Ok(master) = self.listen_as_root() {
-                waiting_ranks::report_failure_to_joining(
+                root_rendezvous::report_failure_to_joining(
                     self,
                     &master,
                     &format!("rank 0 has failed: {reason}"),
-                    told,
+                    informed,
                 );
             }
             return;
@@ -172,7 +173,7 @@ impl Joining<'_> {
 
     /// Connects to rank 0, with retries until it listens.
     fn reach(&self) -> Result<(TcpStream, SocketAddr), CommError> {
-        let Joining { options, deadline, waiting, .. } = *self;
+        let JoinContext { options, deadline, progress: waiting, .. } = *self;
         let mut addresses = Cow::Borrowed(self.addresses);
         let mut resolved = Instant::now();
         loop {
@@ -292,8 +293,8 @@ impl RootExchange {
     }
 }
 
-/// Collects the reports of all ranks and sends all of them the outcome. A failure is sent as soon as its reason is known, and again when all
-/// ranks have reported.
+/// Collects the reports of all ranks and sends all of them the outcome. A failure is sent as soon as its reason is known, and again when
+/// all ranks have reported.
 fn collect(
     channels: &mut [Channel],
     own: Result<(), String>,
@@ -302,9 +303,9 @@ fn collect(
     let world_size = channels.len() + 1;
     let mut failures: Vec<(usize, String)> = own.err().map(|reason| (0, reason)).into_iter().collect();
     let mut awaited: Vec<usize> = (1..world_size).collect();
-    let mut told = None;
+    let mut sent_outcome = None;
     loop {
-        if told.is_none()
+        if sent_outcome.is_none()
             && let Some(outcome) = outcome_of(&failures, awaited.is_empty())
         {
             let sent = send_to_all(channels, &Message::Report(outcome.clone()), deadline);
@@ -312,9 +313,9 @@ fn collect(
             if outcome.is_ok() {
                 sent?;
             }
-            told = Some(outcome);
+            sent_outcome = Some(outcome);
         }
-        if let Some(outcome) = told.take_if(|_| awaited.is_empty()) {
+        if let Some(outcome) = sent_outcome.take_if(|_| awaited.is_empty()) {
             if outcome.is_err() {
                 let deadline = deadline.max(Instant::now() + ROOT_TIMEOUT_MARGIN);
                 let _ = send_to_all(channels, &Message::Report(outcome.clone()), deadline);
@@ -381,15 +382,15 @@ mod tests {
             let stream = TcpStream::connect(address).expect("connected");
             let accepted = listener.accept().expect("a connection").0;
             channels.push(Channel::at_root(accepted, Key::of(None)));
-            let root_channel = Channel::to_root(stream, Key::of(None));
-            RootExchange::Peer { root_channel, address, rank: Rank(rank), world_size: 3 }
+            let root = Channel::to_root(stream, Key::of(None));
+            RootExchange::Peer { root_channel: root, address, rank: Rank(rank), world_size: 3 }
         });
         (RootExchange::Root { channels }, peers)
     }
 
     /// The report of a rank that stops as soon as it knows of another rank's failure.
-    fn stopped(star: &RootExchange) -> Result<(), String> {
-        while !star.knows_of_failure() {
+    fn stopped(root_exchange: &RootExchange) -> Result<(), String> {
+        while !root_exchange.knows_of_failure() {
             assert!(sleep_before_retry(soon()));
         }
         Err(String::new())

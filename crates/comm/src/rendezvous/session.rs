@@ -58,15 +58,15 @@ impl PeerHello {
 }
 
 impl<'a> Session<'a> {
-    /// The session of the world whose table has the nonce `number`. `job` is the job's key.
+    /// The session of the world whose table has the nonce `nonce`. `job` is the job's key.
     pub(super) fn new(
         job: &Key,
-        number: &Nonce,
+        nonce: &Nonce,
         rank: Rank,
         world_size: usize,
         refusals: &'a Refusals,
     ) -> Self {
-        Session { key: job.derive("trireme: key of the session", &[number]), rank, world_size, refusals }
+        Session { key: job.derive("trireme: key of the session", &[nonce]), rank, world_size, refusals }
     }
 
     /// Introduces this rank on a connection to rank `to`, verifies that the peer is a member, and returns the key of this connection.

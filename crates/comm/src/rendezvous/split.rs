@@ -2,7 +2,7 @@
 
 use super::key::{NONCE_BYTES, Nonce, nonce};
 use super::local::{self, LOCAL_CONNECT_MAX};
-use super::mesh::{self, Listeners, Members, Mesh, Route};
+use super::mesh::{self, Listeners, Members, Mesh, SocketKind};
 use super::mpi_exchange;
 use super::ports::listen_at;
 use super::rank_address::{RANK_ADDRESS_WORDS, RankAddress};
@@ -28,7 +28,7 @@ struct Membership {
 
 /// A member's addresses in the new group, and a nonce. The session key of the group is derived from the nonce of its first member.
 struct MemberInfo {
-    place: RankAddress,
+    address: RankAddress,
     nonce: Nonce,
     area_offset: usize,
 }
@@ -37,7 +37,7 @@ const MEMBER_INFO_BYTES: usize = 8 * (RANK_ADDRESS_WORDS + 1) + NONCE_BYTES;
 
 impl MemberInfo {
     fn encode(&self) -> Vec<u8> {
-        let [a, b, c, d, e, f] = self.place.to_words();
+        let [a, b, c, d, e, f] = self.address.to_words();
         let words: [u8; 8 * (RANK_ADDRESS_WORDS + 1)] =
             words::to_bytes([a, b, c, d, e, f, self.area_offset as u64]);
         [&words[..], &self.nonce].concat()
@@ -52,7 +52,7 @@ impl MemberInfo {
         >(words.try_into().ok()?);
         let [place @ .., area_offset] = words;
         Some(MemberInfo {
-            place: RankAddress::from_words(place)?,
+            address: RankAddress::from_words(place)?,
             nonce: nonce.try_into().ok()?,
             area_offset: usize::try_from(area_offset).ok()?,
         })
@@ -71,7 +71,7 @@ pub(crate) fn split(
     let prepared = membership.as_ref().map(|membership| Preparation::new(parent, membership)).transpose();
     let offer = prepared
         .as_ref()
-        .map(|prepared| prepared.as_ref().map_or_else(Vec::new, |prepared| prepared.offer.encode()));
+        .map(|prepared| prepared.as_ref().map_or_else(Vec::new, |prepared| prepared.info.encode()));
     let infos = agree(parent, "preparing to connect", offer.map_err(ToString::to_string))?;
 
     let connected = match (&membership, prepared) {
@@ -84,7 +84,7 @@ pub(crate) fn split(
     };
     agree(parent, "connecting", report)?;
     let (Some(Ok(parts)), Some(Membership { ranks, .. })) = (connected, membership) else { return Ok(None) };
-    parent.begin_split(parts, name, &ranks, options).map(Some)
+    parent.start_subgroup(parts, name, &ranks, options).map(Some)
 }
 
 /// Ends a phase on all ranks. Each rank passes some bytes for the others, or the reason of its failure. Returns the bytes of all ranks, or
@@ -130,7 +130,7 @@ fn membership(parent: &Group, color: Option<u64>, key: u64) -> Result<Option<Mem
 
 /// The listeners and memory of a member before it is connected.
 struct Preparation {
-    offer: MemberInfo,
+    info: MemberInfo,
     listeners: Listeners,
     hosts: Hosts,
     memory: Option<OwnMemory>,
@@ -159,9 +159,9 @@ impl Preparation {
         let address = tcp.as_ref().map_or(Ok(nowhere), TcpListener::local_addr)?;
         let area_offset = memory.as_ref().map_or(0, |memory| memory.area.offset());
         let offer =
-            MemberInfo { place: RankAddress { host: 0, socket_id, address }, nonce: nonce()?, area_offset };
+            MemberInfo { address: RankAddress { host: 0, socket_id, address }, nonce: nonce()?, area_offset };
         Ok(Preparation {
-            offer,
+            info: offer,
             listeners: Listeners { tcp, local: local::listen_local(socket_id)? },
             hosts,
             memory,
@@ -178,22 +178,22 @@ impl Preparation {
             membership.ranks.iter().map(|rank| MemberInfo::decode(&infos[rank.0])).collect();
         let infos = infos.ok_or_else(|| super::wire::invalid("a member's offer is none"))?;
         let is_inproc = parent.transport() == TransportKind::Inproc;
-        let within = if self.memory.is_some() { Route::Local } else { Route::Tcp };
+        let within = if self.memory.is_some() { SocketKind::Local } else { SocketKind::Tcp };
         // Threads of one process use local sockets, whatever hosts they are assigned to.
         let routes = if is_inproc {
-            vec![Route::Local; membership.ranks.len()]
+            vec![SocketKind::Local; membership.ranks.len()]
         } else {
-            mesh::routes(&self.hosts, membership.own, within)
+            mesh::socket_kinds(&self.hosts, membership.own, within)
         };
         let seen = |place: RankAddress| match parent.split_context.addresses {
             Some([_, root]) => place.with_scope_of(root),
             None => place,
         };
-        let places: Vec<RankAddress> = infos.iter().map(|offer| seen(offer.place)).collect();
+        let places: Vec<RankAddress> = infos.iter().map(|offer| seen(offer.address)).collect();
         let members = Members {
             own: membership.own,
-            places: &places,
-            routes: &routes,
+            addresses: &places,
+            socket_kinds: &routes,
             arena: None,
             arena_bytes_min: 0,
             tls: parent.split_context.tls.as_ref(),
@@ -215,7 +215,8 @@ impl Preparation {
         let deadline = Instant::now() + parent.options.timeout.max(2 * LOCAL_CONNECT_MAX);
         let failure = || parent.failure().map(io::Error::other);
         let limit = WaitLimit::unless(deadline, &failure);
-        let Mesh { rows, .. } = mesh::connect(&session, &members, &self.listeners, limit)?;
+        let Mesh { connections_by_purpose: rows, .. } =
+            mesh::connect(&session, &members, &self.listeners, limit)?;
         let memory = self.memory.map(|memory| -> io::Result<_> {
             let is_on_same_host = |rank: Rank| self.hosts.host_of(rank) == self.hosts.host_of(membership.own);
             let peers = membership.ranks.iter().enumerate();
@@ -226,16 +227,16 @@ impl Preparation {
             memory.with_areas(peers.collect(), &offsets, &self.hosts, membership.own)
         });
         let memory = memory.transpose()?;
-        let seats = match parent.transport() {
+        let mpi_addresses = match parent.transport() {
             TransportKind::Mpi => Some(mpi_exchange::exchange(&rows, limit).map_err(io::Error::other)?),
             _ => None,
         };
         Ok(GroupConnections {
             rank: membership.own,
             hosts: self.hosts,
-            rows,
+            connections_by_purpose: rows,
             memory,
-            mpi_addresses: seats,
+            mpi_addresses,
             is_inproc,
         })
     }
@@ -263,14 +264,14 @@ mod tests {
             }
             let membership = membership(&victim, Some(0), 0).unwrap().unwrap();
             let prepared = Preparation::new(&victim, &membership).unwrap();
-            let infos = agree(&victim, "preparing to connect", Ok(prepared.offer.encode())).unwrap();
+            let infos = agree(&victim, "preparing to connect", Ok(prepared.info.encode())).unwrap();
             let infos: Vec<MemberInfo> =
                 infos.iter().map(|offer| MemberInfo::decode(offer).unwrap()).collect();
             let refusals = Refusals::silent();
             let session = Session::new(&victim.split_context.key, &infos[0].nonce, Rank(2), 3, &refusals);
             let soon = Instant::now() + Duration::from_secs(20);
             let made = [0, 1].map(|lower| {
-                let socket = local::connect_local(infos[lower].place.socket_id, soon).unwrap();
+                let socket = local::connect_local(infos[lower].address.socket_id, soon).unwrap();
                 session.introduce(&socket, Rank(lower), 0, soon).unwrap();
                 socket
             });

@@ -15,13 +15,13 @@
 //! distributed like MPI's addresses (`rendezvous/mpi_exchange.rs`). Tests follow `tests/mpi.rs`, and `docs/collectives.md` has a
 //! table of transports.
 
-mod fabric;
+mod group_connections;
 pub(crate) mod link;
-pub(crate) mod linked;
+pub(crate) mod link_transport;
 pub(crate) mod mpi;
 pub(crate) mod shm;
 
-pub(crate) use fabric::{GroupConnections, OwnMemory};
+pub(crate) use group_connections::{GroupConnections, OwnMemory};
 
 use crate::CommError;
 use crate::call::{Call, Payload};

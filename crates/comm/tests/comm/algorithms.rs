@@ -58,7 +58,7 @@ fn by_shared_memory_within_hosts_and_sockets_across() {
 
 /// Under the canonical order, a requested algorithm is used only for operations in which it keeps the order.
 #[test]
-fn an_algorithm_with_an_order_of_its_own_is_not_taken_where_the_order_counts() {
+fn a_non_canonical_algorithm_is_not_used_under_the_canonical_order() {
     for algorithm in FlatAlgorithm::ALL.map(Algorithm::from) {
         let options = GroupOptions { algorithm: Some(algorithm), ..small_pieces() };
         on_hosts(TransportKind::Tcp, &[0, 0, 0, 0], &options, |group| {

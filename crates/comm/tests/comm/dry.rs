@@ -64,7 +64,7 @@ fn operations_end_at_once_and_touch_no_memory() {
 
 /// A journal entry has the number of elements that the rank sends or receives, whichever is larger.
 #[test]
-fn a_journal_has_what_a_rank_exchanges() {
+fn journal_entries_have_the_number_of_exchanged_elements() {
     let dry = Group::dry(Rank(1), Hosts::new(&[0, 0, 1, 1]), TransportKind::Tcp).unwrap();
     let journal = Journal::default();
     dry.keep_journal(&journal);

@@ -108,7 +108,7 @@ fn different_roots_are_a_mismatch_too() {
 }
 
 #[test]
-fn the_first_failure_is_that_of_everything_after_it() {
+fn later_operations_return_the_first_failure() {
     for transport in TRANSPORTS {
         on_ranks(transport, 2, &small_pieces(), |group| {
             let len = 10 + group.rank().0;

@@ -39,9 +39,9 @@ fn quick(timeout: Duration) -> GroupOptions {
 fn a_timeout_is_reported_by_waiting_and_by_missing_ranks() {
     for transport in TRANSPORTS {
         let reports = on_ranks(transport, 3, &quick(Duration::from_secs(2)), |group| {
-            group.set_line(format_args!("line {}", 6));
+            group.set_program_line(format_args!("line {}", 6));
             sum::<f32>(&group, 100).expect("everybody is here");
-            group.set_line(format_args!("step 2, line 7: REDUCE_GRAD 1"));
+            group.set_program_line(format_args!("step 2, line 7: REDUCE_GRAD 1"));
             if group.rank() != Rank(2) {
                 sum::<f32>(&group, 100).expect_err("rank 2 does not come");
             }
@@ -151,7 +151,7 @@ fn the_first_mismatch_is_found_in_the_reports() {
         for (expected, odd, others) in cases {
             let reports = on_ranks(transport, 4, &small_pieces(), |group| {
                 group.barrier().wait().expect("everybody agrees");
-                group.set_line(format_args!("line 4"));
+                group.set_program_line(format_args!("line 4"));
                 let issue = if group.rank() == Rank(3) { odd } else { others };
                 issue(&group).expect_err("the operations differ");
                 group.flight_recorder().report()
@@ -200,7 +200,7 @@ fn ranks_in_different_operations_that_never_meet_fail_long_before_the_deadline()
 #[test]
 fn a_mismatch_between_different_program_lines_is_reported_as_operation() {
     let reports = on_ranks(TransportKind::Inproc, 2, &small_pieces(), |group| {
-        group.set_line(format_args!("line {}", group.rank().0 + 3));
+        group.set_program_line(format_args!("line {}", group.rank().0 + 3));
         sum::<f32>(&group, 1 + group.rank().0).expect_err("other lengths");
         group.flight_recorder().report()
     });
@@ -276,7 +276,7 @@ fn groups_of_one_name_without_a_common_rank_are_no_deadlock() {
 #[test]
 fn equal_operations_of_different_lines_are_reported() {
     let reports = on_ranks(TransportKind::Inproc, 2, &small_pieces(), |group| {
-        group.set_line(format_args!("line {}", group.rank().0 + 3));
+        group.set_program_line(format_args!("line {}", group.rank().0 + 3));
         sum::<f32>(&group, 100).expect("the group sees no difference");
         group.flight_recorder().report()
     });
@@ -291,7 +291,7 @@ fn programs_of_a_pipeline_differ_by_design() {
     let found = |steps: [u64; 4], lines: [usize; 4]| {
         let reports = on_ranks(TransportKind::Inproc, 4, &small_pieces(), |group| {
             let rank = group.rank().0;
-            group.set_line(format_args!(
+            group.set_program_line(format_args!(
                 "{}",
                 ProgramLine {
                     step: steps[rank],
@@ -328,7 +328,7 @@ fn messages_are_reported_with_their_peers() {
             };
             drop(first.expect("both are here"));
             if group.rank() == Rank(1) {
-                group.set_line(format_args!("line 9: RECV_F 0 1"));
+                group.set_program_line(format_args!("line 9: RECV_F 0 1"));
                 let failure = group.receive(buffer(), peer).wait().expect_err("nothing more is sent");
                 assert!(matches!(failure, CommError::TimedOut { sequence: 1, .. }), "{failure}");
             }
@@ -406,7 +406,7 @@ fn ranks_write_files_gather_places_and_report_a_stall_once() {
                             "a rank that joins reports"
                         );
                         group.barrier().wait().expect("all are here");
-                        group.set_line(format_args!("line 7: REDUCE_GRAD 1"));
+                        group.set_program_line(format_args!("line 7: REDUCE_GRAD 1"));
                         if group.rank() != Rank(1) {
                             sum::<f32>(&group, 100).expect_err("rank 1 does not come");
                         }

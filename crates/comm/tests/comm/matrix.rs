@@ -17,8 +17,8 @@ fn every_operation_on_every_transport_and_world() {
         for world_size in 1..=5 {
             on_ranks(transport, world_size, &small_pieces(), |group| {
                 for kind in kinds(world_size) {
-                    for place in [MemoryKind::Group, MemoryKind::Private, MemoryKind::Mixed] {
-                        check::<f32>(&group, kind, place, &LENGTHS);
+                    for memory in [MemoryKind::Group, MemoryKind::Private, MemoryKind::Mixed] {
+                        check::<f32>(&group, kind, memory, &LENGTHS);
                     }
                 }
             });
@@ -49,8 +49,8 @@ fn vectors_above_the_default_thresholds() {
     for transport in TRANSPORTS {
         on_ranks(transport, 3, &GroupOptions::default(), |group| {
             for kind in kinds(3) {
-                for place in [MemoryKind::Group, MemoryKind::Private] {
-                    check::<f32>(&group, kind, place, &[LONG]);
+                for memory in [MemoryKind::Group, MemoryKind::Private] {
+                    check::<f32>(&group, kind, memory, &[LONG]);
                 }
             }
         });
@@ -190,7 +190,7 @@ fn lengths_that_do_not_fit_are_refused_and_the_group_goes_on() {
         on_ranks(transport, 2, &small_pieces(), |group| {
             let buffer = |len| group.buffer::<f32>(len).expect("memory");
             let refused = |work: Work<Pair<f32>>| match work.wait() {
-                Err(CommError::Lengths { .. }) => {}
+                Err(CommError::InvalidBuffers { .. }) => {}
                 other => panic!("{transport}: {other:?}"),
             };
             refused(group.all_reduce_into(buffer(3), buffer(4), ReduceOp::Sum));
@@ -211,13 +211,13 @@ fn lengths_that_do_not_fit_are_refused_and_the_group_goes_on() {
             refused(by_hosts(2, 1, &[1, 1, 1, 1]));
             refused(by_hosts(2, 2, &[1, usize::MAX, 1, 1]));
             refused(by_hosts(2, 2, &[0, usize::MAX / 4, 1, 0]));
-            assert!(matches!(group.all_to_all(buffer(3)).wait(), Err(CommError::Lengths { .. })));
+            assert!(matches!(group.all_to_all(buffer(3)).wait(), Err(CommError::InvalidBuffers { .. })));
             let of = |dtype| group.buffer_of(dtype, 4, PageSize::Base).expect("memory");
             let narrow = group.all_reduce_into(of(DType::F32), of(DType::U8), ReduceOp::Sum).wait();
-            assert!(matches!(narrow, Err(CommError::Lengths { .. })), "{transport}: {narrow:?}");
+            assert!(matches!(narrow, Err(CommError::InvalidBuffers { .. })), "{transport}: {narrow:?}");
             let lens = [2, 2];
             let narrow = group.all_to_all_variable(of(DType::F32), &lens, of(DType::U8), &lens).wait();
-            assert!(matches!(narrow, Err(CommError::Lengths { .. })), "{transport}: {narrow:?}");
+            assert!(matches!(narrow, Err(CommError::InvalidBuffers { .. })), "{transport}: {narrow:?}");
             let no_root = group.reduce(buffer(3), ReduceOp::Sum, Rank(2)).wait();
             assert!(matches!(no_root, Err(CommError::NoSuchRoot { root: Rank(2), world_size: 2, .. })));
             group.barrier().wait().expect("the group goes on");

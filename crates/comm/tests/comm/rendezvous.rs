@@ -182,7 +182,7 @@ fn another_program_at_the_address_is_recognised() {
 }
 
 #[test]
-fn options_that_cannot_be_are_refused_before_anything_is_opened() {
+fn invalid_options_are_refused_before_any_socket_is_opened() {
     let good = options(2);
     let group = |group: GroupOptions| JoinOptions { group, ..good.clone() };
     let defaults = GroupOptions::default();

@@ -72,16 +72,16 @@ enum Runner {
 }
 
 impl Runner {
-    fn start(program: &TemplateSpec<'_>) -> Result<Self, String> {
-        if process::is_available() {
-            Process::start(program).map(Runner::Child)
+    fn start(spec: &TemplateSpec<'_>) -> Result<Self, String> {
+        if process::is_isolation_enabled() {
+            Process::start(spec).map(Runner::Child)
         } else {
-            Self::in_process(program)
+            Self::in_process(spec)
         }
     }
 
-    fn in_process(program: &TemplateSpec<'_>) -> Result<Self, String> {
-        Interpreter::new(program).map(Box::new).map(Runner::InProcess)
+    fn in_process(spec: &TemplateSpec<'_>) -> Result<Self, String> {
+        Interpreter::new(spec).map(Box::new).map(Runner::InProcess)
     }
 
     fn is_running(&mut self) -> bool {
@@ -266,7 +266,7 @@ impl ChatTemplate {
         Ok((self.render(&RenderRequest { messages, output })?, num_names))
     }
 
-    fn render(&self, task: &RenderRequest<'_>) -> Result<Vec<AnnotatedText>, String> {
+    fn render(&self, request: &RenderRequest<'_>) -> Result<Vec<AnnotatedText>, String> {
         let mut runner = self.runner.lock().unwrap_or_else(PoisonError::into_inner);
         let of_template = |reason| format!("the chat template of {}: {reason}", self.path.display());
         // A process that has ended cannot serve another request.
@@ -275,10 +275,10 @@ impl ChatTemplate {
             *runner = Some(Runner::start(&self.template_spec()).map_err(of_template)?);
         }
         match runner.as_mut().expect("it was started") {
-            Runner::InProcess(interpreter) => interpreter.run(task),
+            Runner::InProcess(interpreter) => interpreter.run(request),
             // The process is still running if the template itself rejected the messages.
             Runner::Child(process) => process
-                .exchange(task)
+                .exchange(request)
                 .map_err(|reason| if process.is_running() { reason } else { of_template(reason) }),
         }
     }
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_what_messages_add_where_nothing_is_marked() {
+    fn unmarked_answers_are_the_text_that_messages_add() {
         // With Python methods, whitespace to trim, and a special token.
         let source = "{{ bos_token }}{% for message in messages %}\n\
             {%- if message.role == 'user' %}[INST] {{ message.content.strip() }} [/INST]{% else %} {{ message.content }}{{ eos_token }}{% endif %}\n\
@@ -462,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn templates_refuse_and_are_refused() {
+    fn template_errors_are_reported() {
         let strict = "{{ raise_exception('roles must alternate') }}";
         let template = ChatTemplate::new(strict, BTreeMap::new(), Path::new("a")).unwrap();
         assert_eq!(template.samples(&messages(), 0).unwrap_err(), "roles must alternate");

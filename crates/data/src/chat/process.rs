@@ -17,7 +17,7 @@ use std::panic::resume_unwind;
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::thread;
-use trireme_base::{Bytes, with_limits};
+use trireme_base::{Bytes, with_resource_limits};
 
 /// Limit on the address space of the child process in bytes. A conversation has at most 64 MiB, and a rendered text at most 256 MiB.
 const MEMORY_BYTES_MAX: u64 = 1 << 30;
@@ -42,7 +42,7 @@ pub fn isolate_chat_templates(arguments: &'static [&'static str]) {
     let _ = ARGUMENTS.set(arguments);
 }
 
-pub(super) fn is_available() -> bool {
+pub(super) fn is_isolation_enabled() -> bool {
     ARGUMENTS.get().is_some()
 }
 
@@ -55,7 +55,7 @@ pub(super) struct Process {
 impl Process {
     /// Starts a process and compiles the template in it.
     /// Fails if the template is not valid or exceeds a limit, or the process cannot be started.
-    pub(super) fn start(program: &TemplateSpec<'_>) -> Result<Self, String> {
+    pub(super) fn start(spec: &TemplateSpec<'_>) -> Result<Self, String> {
         let failed = |error: io::Error| format!("cannot start a process to run it: {error}");
         let (socket, of_child) = UnixStream::pair().map_err(failed)?;
         let child = Command::new("/proc/self/exe")
@@ -68,9 +68,9 @@ impl Process {
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
             .spawn()
-            .map_err(|error| failed(with_limits(error)))?;
+            .map_err(|error| failed(with_resource_limits(error)))?;
         let mut process = Process { child, socket };
-        process.exchange::<()>(program)?;
+        process.exchange::<()>(spec)?;
         Ok(process)
     }
 
@@ -142,16 +142,16 @@ pub fn serve_chat_template() -> io::Result<()> {
 }
 
 fn serve(mut socket: UnixStream) -> io::Result<()> {
-    let Some(program) = receive::<TemplateSpec<'_>>(&mut socket)? else { return Ok(()) };
+    let Some(spec) = receive::<TemplateSpec<'_>>(&mut socket)? else { return Ok(()) };
     limit_processor_time()?;
-    let interpreter = match Interpreter::new(&program) {
+    let interpreter = match Interpreter::new(&spec) {
         Ok(interpreter) => interpreter,
         Err(reason) => return send(&mut socket, &Err::<(), _>(reason)),
     };
     send(&mut socket, &Ok::<_, String>(()))?;
-    while let Some(task) = receive::<RenderRequest<'_>>(&mut socket)? {
+    while let Some(request) = receive::<RenderRequest<'_>>(&mut socket)? {
         limit_processor_time()?;
-        send(&mut socket, &interpreter.run(&task))?;
+        send(&mut socket, &interpreter.run(&request))?;
         // Reading the next request has its own time limit.
         limit_processor_time()?;
     }

@@ -111,7 +111,7 @@ impl DocumentText {
     }
 
     /// Moves the next piece into `batch`: the rest of the document if it is short enough, otherwise a part of it.
-    pub(super) fn move_piece(&mut self, batch: &mut Batch, source: usize, space_at_cut: SpaceAtSplit) {
+    pub(super) fn move_piece(&mut self, batch: &mut Batch, source: usize, space_at_split: SpaceAtSplit) {
         let rest = &self.text[self.start..];
         let begins = !self.is_begun;
         self.is_begun = rest.len() > PIECE_BYTES_MAX;
@@ -120,7 +120,7 @@ impl DocumentText {
             self.start = self.text.len();
             return;
         }
-        let (end, next) = split_position(rest, PIECE_BYTES_MAX, space_at_cut);
+        let (end, next) = split_position(rest, PIECE_BYTES_MAX, space_at_split);
         batch.push(&rest[..end], begins, false, source);
         self.start += next;
     }
@@ -132,7 +132,7 @@ impl DocumentText {
 /// A space between two letters is a word boundary for every tokenizer that splits text into words, so splitting at the
 /// last such space does not change the tokens. If the second half of the piece has no such space, the text is split
 /// between two characters, possibly within a word.
-fn split_position(text: &str, bytes_max: usize, space_at_cut: SpaceAtSplit) -> (usize, usize) {
+fn split_position(text: &str, bytes_max: usize, space_at_split: SpaceAtSplit) -> (usize, usize) {
     let bytes = text.as_bytes();
     let between_letters = |&at: &usize| {
         bytes[at] == b' '
@@ -140,7 +140,7 @@ fn split_position(text: &str, bytes_max: usize, space_at_cut: SpaceAtSplit) -> (
             && text[at + 1..].chars().next().is_some_and(char::is_alphabetic)
     };
     match (bytes_max / 2..bytes_max).rev().find(between_letters) {
-        Some(at) if space_at_cut == SpaceAtSplit::Drop => (at, at + 1),
+        Some(at) if space_at_split == SpaceAtSplit::Drop => (at, at + 1),
         Some(at) => (at, at),
         None => {
             let end = (0..=bytes_max).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cuts_at_the_last_space_between_letters() {
+    fn splits_at_the_last_space_between_letters() {
         assert_eq!(split_position("ab cd ef gh", 8, SpaceAtSplit::Keep), (5, 5));
         assert_eq!(split_position("ab cd ef gh", 8, SpaceAtSplit::Drop), (5, 6));
         assert_eq!(split_position("ab cd ef  gh", 10, SpaceAtSplit::Keep), (5, 5), "of two spaces neither");
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn cuts_text_without_spaces_between_characters() {
+    fn splits_text_without_spaces_between_characters() {
         assert_eq!(split_position(&"a".repeat(20), 8, SpaceAtSplit::Keep), (8, 8));
         assert_eq!(split_position(&"€".repeat(20), 8, SpaceAtSplit::Keep), (6, 6));
     }

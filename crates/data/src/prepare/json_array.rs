@@ -44,7 +44,7 @@ impl JsonArray {
             let mut num_taken = bytes.len();
             for (index, &byte) in bytes.iter().enumerate() {
                 let Some((_, scan)) = &mut element else {
-                    match self.is_separator(byte) {
+                    match self.consume_separator(byte) {
                         Err(reason) => return Ok(Err(ArrayError::Malformed(reason))),
                         Ok(true) => {}
                         Ok(false) => element = Some((raw.len() + index, ElementScan::of(byte))),
@@ -70,7 +70,7 @@ impl JsonArray {
     }
 
     /// Returns whether a byte between elements belongs to the separators. If it does not, it begins an element.
-    fn is_separator(&mut self, byte: u8) -> Result<bool, &'static str> {
+    fn consume_separator(&mut self, byte: u8) -> Result<bool, &'static str> {
         match byte {
             byte if byte.is_ascii_whitespace() => {}
             _ if self.is_closed => return Err("there is text after the end of the array"),

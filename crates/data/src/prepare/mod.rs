@@ -12,7 +12,6 @@ mod files;
 mod fingerprint;
 mod inputs;
 mod json_array;
-pub(crate) mod json_lines;
 mod options;
 #[cfg(feature = "parquet")]
 mod parquet_rows;
@@ -23,6 +22,7 @@ mod report;
 mod split;
 mod staging;
 mod surrogates;
+pub(crate) mod text_field;
 mod utf8;
 
 pub use files::{REPORT_FILE, TRAIN_FILE, TRAIN_MASK_FILE, VALIDATION_FILE, VALIDATION_MASK_FILE};
@@ -187,8 +187,9 @@ pub fn stage(
         split(options, &staging, has_loss_mask, &ends, progress)?;
     if !options.validation_inputs.is_empty() {
         let (name, mask) = (VALIDATION_FILE, has_loss_mask.then_some(VALIDATION_MASK_FILE));
-        let (own, _) = tokenize(options, &validation_inputs, &tokenizer, &staging, name, mask, progress)?;
-        counts.add_contents(&own);
+        let (validation_counts, _) =
+            tokenize(options, &validation_inputs, &tokenizer, &staging, name, mask, progress)?;
+        counts.add_contents(&validation_counts);
         let written = TokenFile::open_unverified(&staging.path(VALIDATION_FILE))?;
         validation =
             Some(SplitSize { num_tokens: written.num_tokens(), num_documents: written.num_documents() });
@@ -212,7 +213,7 @@ pub fn stage(
         sources: sources.collect(),
         vocabulary_size: tokenizer.vocabulary_size(),
         end_of_document: tokenizer.end_of_document(),
-        unknown_end_of_document: tokenizer.unknown_end().map(str::to_owned),
+        unknown_end_of_document: tokenizer.unknown_end_of_document().map(str::to_owned),
         unknown_end_of_answer: options.chat_template.as_ref().and_then(|template| {
             let end = template.end_of_answer().filter(|_| has_loss_mask)?;
             let is_name = end.starts_with('<') && end.ends_with('>');
@@ -224,7 +225,7 @@ pub fn stage(
         input_bytes: inputs.bytes,
         skipped: skipped(&inputs, &counts),
         num_invalid_utf8_replaced: counts.num_replaced,
-        foreign_forms: counts.foreign_forms,
+        foreign_forms: counts.converted_formats,
         num_literal_names: counts.num_literal_names,
         num_split_conversations: counts.num_split_conversations,
         fingerprint,

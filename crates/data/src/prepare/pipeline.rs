@@ -111,33 +111,33 @@ fn tokenize_batches(
 }
 
 fn tokenize_batch(tokenizer: &Tokenizer, batch: &Batch) -> Result<TokenBatch, DataError> {
-    let mut found = TokenBatch { input_bytes_read: batch.input_bytes_read, ..TokenBatch::default() };
+    let mut output = TokenBatch { input_bytes_read: batch.input_bytes_read, ..TokenBatch::default() };
     let ending = tokenizer.suffix_tokens();
     for (text, piece) in batch.pieces() {
-        let start = found.tokens.len();
+        let start = output.tokens.len();
         if piece.adds_beginning {
-            found.tokens.extend_from_slice(tokenizer.prefix_tokens());
-            found.loss_mask.resize(found.tokens.len(), u32::from(piece.answers.is_none()));
+            output.tokens.extend_from_slice(tokenizer.prefix_tokens());
+            output.loss_mask.resize(output.tokens.len(), u32::from(piece.answers.is_none()));
         }
         let is_end_counted = match &piece.answers {
             None => {
-                tokenizer.encode(text, &mut found.tokens)?;
+                tokenizer.encode(text, &mut output.tokens)?;
                 true
             }
-            Some(answers) => push_answered(tokenizer, text, &piece.literal, answers, &mut found)?,
+            Some(answers) => push_answered(tokenizer, text, &piece.literal, answers, &mut output)?,
         };
-        found.loss_mask.resize(found.tokens.len(), 1);
+        output.loss_mask.resize(output.tokens.len(), 1);
         // The record's text may already contain the ending tokens.
-        let is_ended = piece.answers.is_some() && found.tokens[start..].ends_with(&ending);
+        let is_ended = piece.answers.is_some() && output.tokens[start..].ends_with(&ending);
         if piece.adds_end && !is_ended {
-            found.tokens.extend_from_slice(&ending);
-            found.loss_mask.resize(found.tokens.len(), u32::from(is_end_counted));
+            output.tokens.extend_from_slice(&ending);
+            output.loss_mask.resize(output.tokens.len(), u32::from(is_end_counted));
         }
         if piece.ends_document {
-            found.document_ends.push((found.tokens.len(), piece.source));
+            output.document_ends.push((output.tokens.len(), piece.source));
         }
     }
-    Ok(found)
+    Ok(output)
 }
 
 /// Tokenizes a document with answers. A token counts in the loss if any of its bytes belongs to an answer. Returns
@@ -147,17 +147,17 @@ fn push_answered(
     text: &str,
     literal: &[usize],
     answers: &[Range<usize>],
-    found: &mut TokenBatch,
+    output: &mut TokenBatch,
 ) -> Result<bool, DataError> {
     let mut offsets = Vec::new();
-    tokenizer.encode_with_literal(text, literal, &mut found.tokens, &mut offsets)?;
+    tokenizer.encode_with_literal(text, literal, &mut output.tokens, &mut offsets)?;
     let mut next = 0;
-    for place in offsets {
-        while answers.get(next).is_some_and(|answer| answer.end <= place.start) {
+    for range in offsets {
+        while answers.get(next).is_some_and(|answer| answer.end <= range.start) {
             next += 1;
         }
-        let is_answer = answers.get(next).is_some_and(|answer| answer.start < place.end);
-        found.loss_mask.push(u32::from(is_answer));
+        let is_answer = answers.get(next).is_some_and(|answer| answer.start < range.end);
+        output.loss_mask.push(u32::from(is_answer));
     }
     Ok(answers.last().is_some_and(|answer| answer.end == text.len()))
 }

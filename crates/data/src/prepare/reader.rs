@@ -3,10 +3,10 @@ use super::batch::{Batch, DocumentText};
 use super::decompress::FileCompression;
 use super::inputs::{Format, InputFile, Inputs};
 use super::json_array::{ArrayError, JsonArray};
-use super::json_lines::reason;
 use super::records::{Record, RecordError, Records};
 use super::report::ConvertedFormats;
 use super::surrogates::replace_lone_surrogates;
+use super::text_field::message_without_position;
 use super::utf8::{InvalidUtf8, Utf8Decoder};
 use crate::DataError;
 use crate::chat::{AnnotatedText, ConversationDocuments};
@@ -28,7 +28,7 @@ pub(super) struct ReadCounts {
     pub(super) num_replaced: u64,
     pub(super) num_binary: u64,
     pub(super) num_empty: u64,
-    pub(super) foreign_forms: ConvertedFormats,
+    pub(super) converted_formats: ConvertedFormats,
     /// Names of special tokens in messages that were encoded as plain text.
     pub(super) num_literal_names: u64,
     /// Conversations that became one document for each answer.
@@ -39,7 +39,7 @@ impl ReadCounts {
     /// Adds the content counts of other inputs. Counts of files are not added.
     pub(super) fn add_contents(&mut self, other: &ReadCounts) {
         self.num_replaced += other.num_replaced;
-        self.foreign_forms.add(other.foreign_forms);
+        self.converted_formats.add(other.converted_formats);
         self.num_literal_names += other.num_literal_names;
         self.num_split_conversations += other.num_split_conversations;
     }
@@ -86,13 +86,13 @@ impl<'a> CorpusReader<'a> {
     pub(super) fn new(
         options: &'a PrepareOptions,
         inputs: &'a Inputs,
-        space_at_cut: SpaceAtSplit,
-        takes_answers: bool,
+        space_at_split: SpaceAtSplit,
+        allows_answers: bool,
     ) -> Self {
         CorpusReader {
             options,
-            space_at_split: space_at_cut,
-            allows_answers: takes_answers,
+            space_at_split,
+            allows_answers,
             files: inputs.files.iter(),
             open: None,
             counts: ReadCounts::default(),
@@ -130,7 +130,7 @@ impl<'a> CorpusReader<'a> {
             let source = open.file.source;
             if !open.answered.is_empty() {
                 if !self.allows_answers {
-                    let (path, line) = (open.place(), open.record_line);
+                    let (path, line) = (open.error_path(), open.record_line);
                     return Err(DataError::MixedRecords { path, line });
                 }
                 for answered in open.answered.drain(..) {
@@ -143,7 +143,7 @@ impl<'a> CorpusReader<'a> {
                 self.counts.num_files += 1;
                 self.bytes_read += if is_plain { 0 } else { open.file.bytes };
                 self.counts.num_replaced += open.decoder.num_replaced;
-                self.counts.foreign_forms.num_arrays += u64::from(open.array.is_some());
+                self.counts.converted_formats.num_arrays += u64::from(open.array.is_some());
             } else {
                 self.open = Some(open);
             }
@@ -249,7 +249,7 @@ impl OpenFile<'_> {
             InvalidUtf8::Replace => replace_lone_surrogates(object, &mut counts.num_replaced),
             InvalidUtf8::Refuse => object.into(),
         };
-        let record = records.read(&object, &mut counts.foreign_forms);
+        let record = records.read(&object, &mut counts.converted_formats);
         match record.map_err(|error| self.record_error(error, records.field))? {
             Record::Text(text) if text.is_empty() => counts.num_empty += 1,
             Record::WithAnswers(ConversationDocuments { documents, .. })
@@ -296,7 +296,7 @@ impl OpenFile<'_> {
             }
             Err(ArrayError::TooLong) => Err(self.too_long()),
             Err(ArrayError::Malformed(reason)) => {
-                Err(DataError::JsonArray { path: self.place(), line: self.record_line, reason })
+                Err(DataError::JsonArray { path: self.error_path(), line: self.record_line, reason })
             }
         }
     }
@@ -311,7 +311,7 @@ impl OpenFile<'_> {
 
     /// Returns the path of the file. For an array, it includes the number of the record, because all records may be in
     /// one line.
-    fn place(&self) -> PathBuf {
+    fn error_path(&self) -> PathBuf {
         match &self.array {
             Some(_) => format!("{}, record {}", self.file.display_path.display(), self.num_records).into(),
             None => self.file.display_path.clone(),
@@ -319,12 +319,12 @@ impl OpenFile<'_> {
     }
 
     fn too_long(&self) -> DataError {
-        let (path, line) = (self.place(), self.record_line);
+        let (path, line) = (self.error_path(), self.record_line);
         DataError::JsonLineLength { path, line, bytes_max: RECORD_BYTES_MAX }
     }
 
     fn record_error(&self, error: RecordError, field: &str) -> DataError {
-        let (path, line) = (self.place(), self.record_line);
+        let (path, line) = (self.error_path(), self.record_line);
         match error {
             RecordError::Json(error) => self.json_error(&error),
             RecordError::Field(found) => DataError::JsonField { path, line, field: field.to_owned(), found },
@@ -339,8 +339,8 @@ impl OpenFile<'_> {
         let lines_before = (error.line() as u64).saturating_sub(1);
         let line = self.record_line + lines_before;
         let columns_before = if lines_before == 0 { self.record_column } else { 0 };
-        let (path, column) = (self.place(), columns_before + error.column().max(1));
-        DataError::JsonLine { path, line, column, reason: reason(error) }
+        let (path, column) = (self.error_path(), columns_before + error.column().max(1));
+        DataError::JsonLine { path, line, column, reason: message_without_position(error) }
     }
 }
 

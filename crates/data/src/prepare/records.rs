@@ -1,7 +1,7 @@
 //! Parsing of records: lines of a JSON Lines file, or elements of a JSON array.
 
-use super::json_lines::{Field, text_field};
 use super::report::ConvertedFormats;
+use super::text_field::{Field, text_field};
 use super::{InvalidUtf8, PrepareOptions};
 use crate::chat::{AnnotatedText, ChatTemplate, ConversationDocuments};
 use crate::messages::{of_alpaca, of_share_gpt, with_text_contents};
@@ -47,8 +47,12 @@ impl<'a> Records<'a> {
 
     /// Parses a record. Known forms are: an object with the text field; `messages` with roles and contents; a `prompt`
     /// with a `completion`, both strings or both lists of messages; and records of ShareGPT and Alpaca, which are
-    /// counted in `forms`.
-    pub(super) fn read(self, line: &str, forms: &mut ConvertedFormats) -> Result<Record, RecordError> {
+    /// counted in `converted_formats`.
+    pub(super) fn read(
+        self,
+        line: &str,
+        converted_formats: &mut ConvertedFormats,
+    ) -> Result<Record, RecordError> {
         let missing = match text_field(line, self.field).map_err(RecordError::Json)? {
             Field::Text(text) => return Ok(Record::Text(text)),
             Field::Unusable(found) => found,
@@ -61,7 +65,7 @@ impl<'a> Records<'a> {
             if turns.first().is_some_and(|turn| turn["from"].is_null() && turn["role"].is_string()) {
                 return self.conversation(turns, 0);
             }
-            forms.num_share_gpt += 1;
+            converted_formats.num_share_gpt += 1;
             let mut messages = of_share_gpt(turns).map_err(RecordError::Conversation)?;
             match &object["system"] {
                 Value::Null => {}
@@ -88,7 +92,7 @@ impl<'a> Records<'a> {
             }
             _ => match (&object["instruction"], &object["output"]) {
                 (Value::String(instruction), Value::String(output)) => {
-                    forms.num_alpaca += 1;
+                    converted_formats.num_alpaca += 1;
                     let messages = of_alpaca(&object, instruction, output);
                     self.conversation(&messages.map_err(RecordError::Conversation)?, 0)
                 }

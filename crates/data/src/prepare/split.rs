@@ -6,7 +6,7 @@ const COPY_TOKENS: u64 = 64 << 10;
 /// The seed of the random choice. Any value works, but the same corpus must always be split the same way.
 const SELECTION_SEED: u64 = 0;
 /// Choosing stops when this fraction of the wanted tokens is reached. Filling the rest exactly would favour tiny documents.
-const FRACTION_REACHED: f64 = 0.95;
+const SELECTION_STOP_FRACTION: f64 = 0.95;
 
 /// The choice of validation tokens.
 #[derive(Debug, PartialEq, Eq)]
@@ -41,7 +41,7 @@ fn held_out(all: &TokenFile, fraction: f64) -> Result<HeldOut, DataError> {
     let wanted = share(num_short_tokens);
     let (mut documents, mut num_taken) = (Vec::new(), 0);
     for position in 0..all.num_documents() {
-        if num_taken as f64 >= FRACTION_REACHED * wanted as f64 {
+        if num_taken as f64 >= SELECTION_STOP_FRACTION * wanted as f64 {
             break;
         }
         let index = permuted(position, all.num_documents(), SELECTION_SEED, 0);

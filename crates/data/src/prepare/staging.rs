@@ -61,12 +61,14 @@ impl Staging {
             Err(TryLockError::WouldBlock) => return Err(DataError::Busy { folder: folder.to_owned() }),
             Err(TryLockError::Error(source)) => return Err(write(source)),
         }
-        let is_own = if folder.join(marker).exists() {
+        let may_overwrite = if folder.join(marker).exists() {
             existing == ExistingCorpus::Replace
         } else {
             is_interrupted(folder, marker).map_err(write)?
         };
-        if let Some(name) = [marker].iter().chain(names).find(|name| !is_own && folder.join(name).exists()) {
+        if let Some(name) =
+            [marker].iter().chain(names).find(|name| !may_overwrite && folder.join(name).exists())
+        {
             return Err(DataError::Occupied { path: folder.join(name) });
         }
         let staging = Staging {

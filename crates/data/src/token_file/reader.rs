@@ -15,7 +15,7 @@ use trireme_base::{DType, open_regular};
 /// any report of progress.
 const VERIFY_AT_OPEN_BYTES_MAX: u64 = 256 << 20;
 /// Size of the stack buffer through which tokens are read, in bytes.
-const PART_BYTES: usize = 16 << 10;
+const READ_BUFFER_BYTES: usize = 16 << 10;
 
 /// An open token file.
 ///
@@ -244,9 +244,9 @@ impl TokenFile {
         for block in window.start / block_bytes..window.end.div_ceil(block_bytes) {
             self.verify_block(block)?;
         }
-        let mut bytes = [0; PART_BYTES];
+        let mut bytes = [0; READ_BUFFER_BYTES];
         let mut offset = self.tokens.start + window.start;
-        for part in out.chunks_mut(PART_BYTES / size) {
+        for part in out.chunks_mut(READ_BUFFER_BYTES / size) {
             let bytes = &mut bytes[..part.len() * size];
             self.read_at(offset, bytes)?;
             copy_ids(bytes, self.dtype, part);
@@ -276,14 +276,14 @@ impl TokenFile {
         let Some(Tables { documents, checksums, checksum }) = &self.tables else { return Ok(()) };
         let mut hasher = crc32fast::Hasher::new();
         let (mut last, mut is_ordered) = (0, true);
-        self.for_each_part(documents, |part| {
+        self.for_each_chunk(documents, |part| {
             hasher.update(part);
             for entry in part.chunks_exact(DOCUMENT_ENTRY_BYTES as usize) {
                 is_ordered &= u64_at(entry, 0) > last;
                 last = u64_at(entry, 0);
             }
         })?;
-        self.for_each_part(checksums, |part| hasher.update(part))?;
+        self.for_each_chunk(checksums, |part| hasher.update(part))?;
         if hasher.finalize() != *checksum {
             return Err(self.damaged("its tables do not match their checksum"));
         }
@@ -336,7 +336,7 @@ impl TokenFile {
     }
 
     /// Calls `visit` with the bytes of `range`, in order, in parts of 64 KiB.
-    fn for_each_part(&self, range: &Range<u64>, mut visit: impl FnMut(&[u8])) -> Result<(), DataError> {
+    fn for_each_chunk(&self, range: &Range<u64>, mut visit: impl FnMut(&[u8])) -> Result<(), DataError> {
         let mut bytes = [0; BLOCK_BYTES];
         for start in range.clone().step_by(BLOCK_BYTES) {
             let part = &mut bytes[..(range.end - start).min(BLOCK_BYTES as u64) as usize];

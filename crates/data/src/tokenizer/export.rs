@@ -29,7 +29,7 @@ impl Tokenizer {
     /// Returns a `tokenizer.json` of the parts that are used.
     fn parts(&self) -> Result<String, tokenizers::Error> {
         match &self.kind {
-            Kind::Bytes => bytes()?.to_string(false),
+            Kind::Bytes => byte_level_bpe()?.to_string(false),
             Kind::HuggingFace(inner) => inner.tokenizer.to_string(false),
         }
     }
@@ -62,7 +62,7 @@ impl Tokenizer {
     pub fn hugging_face_file(&self) -> Result<(&'static str, Vec<u8>), DataError> {
         match self.file() {
             (BYTES_TOKENIZER_FILE, _) => {
-                let json = bytes().and_then(|tokenizer| tokenizer.to_string(true));
+                let json = byte_level_bpe().and_then(|tokenizer| tokenizer.to_string(true));
                 let json = json.map_err(|source| DataError::DescribeTokenizer { source })?;
                 Ok((TOKENIZER_FILE, json.into_bytes()))
             }
@@ -72,7 +72,7 @@ impl Tokenizer {
 }
 
 /// Creates a byte-level BPE in which each byte's id is its value.
-fn bytes() -> Result<tokenizers::Tokenizer, tokenizers::Error> {
+fn byte_level_bpe() -> Result<tokenizers::Tokenizer, tokenizers::Error> {
     let vocabulary: [_; 256] =
         std::array::from_fn(|byte| (byte_character(byte as u8).to_string(), byte as u32));
     let model = BPE::builder().vocab_and_merges(vocabulary, Vec::new()).build()?;

@@ -2,12 +2,12 @@
 
 mod checks;
 mod export;
-mod literal;
-mod special;
+mod special_token_sources;
+mod special_tokens;
 mod stream;
 mod train;
 
-pub(crate) use special::named_token;
+pub(crate) use special_token_sources::named_token;
 pub use stream::StreamDecoder;
 pub(crate) use train::BPE_VOCABULARY_SIZE_MIN;
 
@@ -60,12 +60,12 @@ struct HuggingFace {
     json: Vec<u8>,
     vocabulary_size: usize,
     /// Special tokens that the post-processor puts before a text.
-    beginning: Vec<u32>,
+    prefix_tokens: Vec<u32>,
     /// Special tokens that the post-processor puts after a text.
-    ending: Vec<u32>,
+    post_processor_suffix: Vec<u32>,
     end_of_document: Option<u32>,
     /// The configured name of the end-of-document token, if the tokenizer has no token of that name.
-    unknown_end: Option<String>,
+    unknown_end_of_document: Option<String>,
     /// Tokenizers that encode names of special tokens as plain text, created when first needed: for the beginning of a
     /// text, and for a later part of one.
     literal_tokenizers: [OnceLock<Box<tokenizers::Tokenizer>>; 2],
@@ -334,17 +334,18 @@ impl Tokenizer {
         if vocabulary_size > VOCABULARY_SIZE_MAX {
             return Err(format!("its largest id is {largest}, above {}", VOCABULARY_SIZE_MAX - 1).into());
         }
-        let (beginning, ending) = catch_panic(|| special::prefix_and_suffix(&tokenizer, vocabulary_size))?;
+        let (beginning, ending) =
+            catch_panic(|| special_token_sources::prefix_and_suffix(&tokenizer, vocabulary_size))?;
         tokenizer.with_post_processor(None::<PostProcessorWrapper>);
         let end_of_document = END_OF_DOCUMENT_NAMES.iter().find_map(|name| tokenizer.token_to_id(name));
         let inner = HuggingFace {
             tokenizer,
             json,
             vocabulary_size,
-            beginning,
-            ending,
+            prefix_tokens: beginning,
+            post_processor_suffix: ending,
             end_of_document,
-            unknown_end: None,
+            unknown_end_of_document: None,
             literal_tokenizers: Default::default(),
         };
         Ok(Tokenizer { kind: Kind::HuggingFace(Box::new(inner)) })
@@ -354,7 +355,7 @@ impl Tokenizer {
 /// Returns the name of the end-of-document token in the [`TOKENIZER_CONFIG_FILE`] next to a tokenizer's file.
 pub(crate) fn eos_name_next_to(tokenizer: &Path) -> Result<Option<String>, DataError> {
     let config = config_in(tokenizer.parent().unwrap_or(Path::new("")))?;
-    Ok(special::eos_name_in(&config))
+    Ok(special_token_sources::eos_name_in(&config))
 }
 
 /// Reads the [`TOKENIZER_CONFIG_FILE`] of a folder; empty if there is none.

@@ -357,7 +357,7 @@ fn other_programs_read_bytes_as_the_same_ids() {
 }
 
 #[test]
-fn a_hash_tells_what_a_tokenizer_does_and_not_how_it_is_written() {
+fn sha256_ignores_formatting_and_unused_settings() {
     let plain = sentence_piece();
     let hash = |json: &Value| from_value(json).sha256().unwrap();
     let mut other = plain.clone();
@@ -422,7 +422,7 @@ fn post_processors_add_few_known_tokens_around_the_text() {
 }
 
 #[test]
-fn a_name_that_stays_text_adds_no_space_within_a_text() {
+fn a_literal_name_adds_no_space_within_a_text() {
     let mut json = sentence_piece();
     json["normalizer"] = Value::Null;
     let metaspace =
@@ -447,11 +447,11 @@ fn a_name_that_stays_text_adds_no_space_within_a_text() {
 }
 
 #[test]
-fn an_end_that_the_tokenizer_lacks_is_noted() {
+fn an_unknown_eos_token_is_recorded() {
     let tokenizer = from_value(&sentence_piece());
     let config =
         |end: &str| tokenizer.clone().with_config(json!({ "eos_token": end }).to_string().as_bytes());
     let unknown = config("<|none|>");
-    assert_eq!((unknown.unknown_end(), unknown.end_of_document()), (Some("<|none|>"), Some(256)));
-    assert_eq!(config("</s>").unknown_end(), None);
+    assert_eq!((unknown.unknown_end_of_document(), unknown.end_of_document()), (Some("<|none|>"), Some(256)));
+    assert_eq!(config("</s>").unknown_end_of_document(), None);
 }

@@ -5,7 +5,7 @@ use std::io;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, models::TrainerWrapper};
-use trireme_base::with_limits;
+use trireme_base::with_resource_limits;
 
 /// The 256 bytes and the end-of-document token.
 pub(crate) const BPE_VOCABULARY_SIZE_MIN: usize = 257;
@@ -41,7 +41,7 @@ fn start_threads() -> io::Result<()> {
     // An error without a source means that the threads are already running.
     let Err(error) = rayon::ThreadPoolBuilder::new().build_global() else { return Ok(()) };
     match error.source().and_then(|source| source.downcast_ref::<io::Error>()) {
-        Some(source) => Err(with_limits(io::Error::new(source.kind(), error.to_string()))),
+        Some(source) => Err(with_resource_limits(io::Error::new(source.kind(), error.to_string()))),
         None => Ok(()),
     }
 }

@@ -264,7 +264,7 @@ fn a_file_overwritten_in_use_is_an_error_that_names_it() {
 }
 
 #[test]
-fn an_id_that_a_flat_file_gets_in_use_is_refused_with_its_place() {
+fn an_invalid_id_written_to_an_open_flat_file_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.u16");
     fs::write(&path, [1; 1000]).unwrap();

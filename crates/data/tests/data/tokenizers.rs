@@ -224,7 +224,7 @@ fn special_tokens_are_found_by_name() {
 }
 
 #[test]
-fn a_tokenizer_without_the_end_that_its_config_names_is_noted() {
+fn an_unknown_eos_token_is_reported() {
     let test_folder = TestFolder::new(&[("text.txt", b"one and two")]);
     for (family, end, note) in [
         ("gpt2", "<|none|>", "has \"<|none|>\" as its eos_token, which the tokenizer does not have; token "),
@@ -245,7 +245,7 @@ fn a_tokenizer_without_the_end_that_its_config_names_is_noted() {
 }
 
 #[test]
-fn a_completion_that_ends_itself_has_one_end() {
+fn suffix_tokens_are_not_repeated() {
     for family in ["deepseek", "gemma"] {
         let tokenizer = Tokenizer::load(&folder(family)).unwrap();
         let end = tokenizer.end_of_document().unwrap();

@@ -2,7 +2,7 @@
 
 use super::reader::check_size;
 use crate::error::Result;
-use trireme_tensor::ChosenGroups;
+use trireme_tensor::ExpertGroups;
 
 /// Mixtures of experts, in which each token is sent to a few of a layer's feed-forward layers. The default has no layers; the caller must
 /// set its sizes, which are 0.
@@ -25,7 +25,7 @@ pub struct ExpertsConfig {
     /// Factor by which the scores are multiplied.
     pub scale: f32,
     /// Limit on the groups that a token's experts are chosen from, if there is one.
-    pub groups: Option<ChosenGroups>,
+    pub groups: Option<ExpertGroups>,
     /// Whether a bias that balances loads is added to the scores when experts are chosen.
     pub has_bias: bool,
     /// Weight of the load-balancing loss; 0 for none.
@@ -96,8 +96,8 @@ impl ExpertsConfig {
         let expected = format!("at most {ALL_EXPERTS_MAX} experts in all layers");
         check_size(key, experts, num_experts_in_layers <= ALL_EXPERTS_MAX, expected)?;
         check_size("num_experts_per_tok", choices, choices <= experts, format!("at most {experts} experts"))?;
-        if let Some(ChosenGroups { num_groups, num_chosen }) = self.groups {
-            let (max, divides) = (ChosenGroups::NUM_MAX, experts.is_multiple_of(num_groups));
+        if let Some(ExpertGroups { num_groups, num_chosen }) = self.groups {
+            let (max, divides) = (ExpertGroups::NUM_MAX, experts.is_multiple_of(num_groups));
             let expected = format!("a divisor of {experts} experts, at most {max}");
             check_size("n_group", num_groups, num_groups <= max && divides, expected)?;
             check_size(

@@ -151,7 +151,7 @@ impl ModelConfig {
             let depends = config.rope.is_none_or(is_dynamic);
             let positions = depends.then_some(config.max_position_embeddings);
             // Settings of experts that only affect training do not change what a model computes.
-            let training_left_out = |experts: &ExpertsConfig| ExpertsConfig {
+            let without_training_settings = |experts: &ExpertsConfig| ExpertsConfig {
                 balance_loss: 0.0,
                 z_loss: 0.0,
                 capacity_factor: None,
@@ -184,7 +184,7 @@ impl ModelConfig {
                     config
                         .experts
                         .as_ref()
-                        .map(training_left_out)
+                        .map(without_training_settings)
                         .map_or_else(|| "none".to_owned(), |experts| format!("{experts:?}")),
                 ),
                 ("activation", format!("{:?}", config.activation)),
@@ -286,10 +286,10 @@ impl ModelConfig {
     /// As [`build`](ModelConfig::build).
     ///
     /// # Panics
-    /// If the ranks of the tensor axis [cannot split](ParameterTable::check_degree) the model.
+    /// If the ranks of the tensor axis [cannot split](ParameterTable::check_tensor_degree) the model.
     pub fn build_into(&self, table: ParameterTable, seq_len_max: usize, device: &Device) -> Result<Model> {
         self.check()?;
-        let angles = |rope: &Rope| {
+        let rotary_table = |rope: &Rope| {
             let frequencies = rope.frequencies(self.rotary_dim().1);
             let table = match rope.scaling {
                 Some(RopeScaling::Dynamic { factor }) => {
@@ -300,7 +300,7 @@ impl ModelConfig {
             };
             table.map(Arc::new)
         };
-        let rotary = self.rope.as_ref().map(angles).transpose()?;
+        let rotary = self.rope.as_ref().map(rotary_table).transpose()?;
         Ok((self.family.build)(self, rotary.as_ref(), table))
     }
 }

@@ -55,7 +55,7 @@ impl Reader<'_> {
     }
 
     /// Returns a positive number as f32. Fails if the number rounds to 0, to a subnormal number or to infinity.
-    pub(crate) fn narrow_number(&self, key: &'static str, default: f64) -> Result<f32> {
+    pub(crate) fn number_f32(&self, key: &'static str, default: f64) -> Result<f32> {
         let number = self.number(key, default)? as f32;
         let found =
             || wrong(key, self.get(key).unwrap_or(&Value::Null), "a positive number within the range of f32");
@@ -82,7 +82,7 @@ impl Reader<'_> {
         match self.get(key) {
             Some(value) if value.as_f64() == Some(0.0) => Ok(0.0),
             None if default == 0.0 => Ok(0.0),
-            _ => self.narrow_number(key, default),
+            _ => self.number_f32(key, default),
         }
     }
 

@@ -262,12 +262,12 @@ impl RopeScaling {
 
     /// Returns whether the resulting factors are in the range of f32.
     fn is_representable(self) -> bool {
-        let lengths = match self {
+        let scales = match self {
             RopeScaling::Linear { .. } | RopeScaling::Dynamic { .. } | RopeScaling::Llama3(_) => [1.0; 2],
             RopeScaling::Yarn(scaling) => [scaling.amplitude(), scaling.latent_score_factor()],
         };
         let is_normal = |number: f64| (number as f32).is_normal();
-        is_normal(1.0 / self.factor()) && lengths.into_iter().all(is_normal)
+        is_normal(1.0 / self.factor()) && scales.into_iter().all(is_normal)
     }
 
     pub(crate) fn to_json(self) -> Value {

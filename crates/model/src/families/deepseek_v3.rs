@@ -8,7 +8,7 @@ use crate::config::{
 };
 use crate::error::Result;
 use serde_json::{Value, json};
-use trireme_tensor::ChosenGroups;
+use trireme_tensor::ExpertGroups;
 
 pub(super) const FAMILY: Family = Family {
     name: "deepseek_v3",
@@ -40,7 +40,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
         is_interleaved: reader.flag("rope_interleave", true)?,
     };
     let num_groups = reader.size_or("n_group", 8)?;
-    let groups = ChosenGroups { num_groups, num_chosen: reader.size_or("topk_group", 4.min(num_groups))? };
+    let groups = ExpertGroups { num_groups, num_chosen: reader.size_or("topk_group", 4.min(num_groups))? };
     let num_dense = reader.non_negative("first_k_dense_replace", 3)?.min(config.num_layers);
     let experts = ExpertsConfig {
         layers: (num_dense..config.num_layers).collect(),
@@ -50,7 +50,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
         num_shared: reader.non_negative("n_shared_experts", 1)?,
         scores: RouterScores::Sigmoid,
         normalizes: reader.flag("norm_topk_prob", true)?,
-        scale: reader.narrow_number("routed_scaling_factor", 2.5)?,
+        scale: reader.number_f32("routed_scaling_factor", 2.5)?,
         groups: (groups.num_chosen < num_groups).then_some(groups),
         has_bias: true,
         balance_loss: reader.weight("aux_loss_alpha", 0.0)?,
@@ -78,7 +78,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
 fn write(config: &ModelConfig) -> Value {
     let experts = config.experts.as_ref().expect("a deepseek_v3 has experts");
     let latent = config.latent.expect("a deepseek_v3 has latent attention");
-    let groups = experts.groups.unwrap_or(ChosenGroups { num_groups: 1, num_chosen: 1 });
+    let groups = experts.groups.unwrap_or(ExpertGroups { num_groups: 1, num_chosen: 1 });
     let own = json!({
         "hidden_act": "silu",
         "attention_bias": config.qkv_bias,

@@ -37,7 +37,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     // Null disables a cap.
     let cap = |key: &'static str, default: f64| {
         if reader.has(key) {
-            reader.get(key).map(|_| reader.narrow_number(key, default)).transpose()
+            reader.get(key).map(|_| reader.number_f32(key, default)).transpose()
         } else {
             Ok(Some(default as f32))
         }
@@ -50,7 +50,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
         }
         None => None,
     };
-    let scalar = f64::from(reader.narrow_number("query_pre_attn_scalar", 256.0)?);
+    let scalar = f64::from(reader.number_f32("query_pre_attn_scalar", 256.0)?);
     Ok(ModelConfig {
         activation: Activation::Gelu,
         attention: AttentionConfig {

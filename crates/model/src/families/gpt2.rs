@@ -1,10 +1,10 @@
 //! gpt2 (Radford et al., "Language models are unsupervised multitask learners", 2019).
 
-use super::layers::{attention, dropout, normal, output_weight, token_table};
+use super::layers::{attention, dropout, normal_initial, output_weight, token_table};
 use crate::config::{AttentionConfig, Family, ModelConfig, Reader, shortest};
 use crate::error::Result;
 use crate::model::Model;
-use crate::transformer::{Block, Head, Mlp, Projection, SelfAttention, TokenEmbedding};
+use crate::transformer::{Block, Head, Mlp, ResidualProjection, SelfAttention, TokenEmbedding};
 use crate::unit::Unit;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -44,9 +44,9 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
         head_dim: hidden_size / num_heads,
         intermediate_size: reader.optional_size("n_inner")?.unwrap_or(4 * hidden_size),
         max_position_embeddings: reader.size("n_positions")?,
-        norm_epsilon: reader.narrow_number("layer_norm_epsilon", 1e-5)?,
+        norm_epsilon: reader.number_f32("layer_norm_epsilon", 1e-5)?,
         tie_word_embeddings: reader.flag("tie_word_embeddings", true)?,
-        initializer_range: reader.narrow_number("initializer_range", 0.02)?,
+        initializer_range: reader.number_f32("initializer_range", 0.02)?,
         activation: if is_exact { Activation::ExactGelu } else { Activation::Gelu },
         attention: AttentionConfig {
             scale: (!reader.flag("scale_attn_weights", true)?).then_some(1.0),
@@ -88,28 +88,30 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
             bias: Some(table.add(Parameter::vector(format!("{name}.bias"), hidden, Initial::ZEROS))),
             weight_offset: 0.0,
             epsilon: config.norm_epsilon,
-            centred: true,
+            is_centered: true,
         })
     };
-    let normal = normal(config);
+    let normal = normal_initial(config);
     // Initial weights of layers that add to the residual stream are divided by the square root of the number of these layers (Radford et
     // al. 2019, section 2.3).
     let residual_divisor = (2.0 * config.num_layers as f32).sqrt();
-    let into_residual = Initial::Normal { standard_deviation: config.initializer_range / residual_divisor };
+    let residual_initial =
+        Initial::Normal { standard_deviation: config.initializer_range / residual_divisor };
     // A column-parallel layer is split by its outputs, with its bias. The row-parallel layer after it is split by its inputs.
-    let column_parallel = |table: &mut ParameterTable, name: String, outputs: usize, cut: AxisSplit| {
-        let weight = Parameter::matrix(format!("{name}.weight"), &[hidden, outputs], normal).with_split(cut);
+    let column_parallel = |table: &mut ParameterTable, name: String, outputs: usize, split: AxisSplit| {
+        let weight =
+            Parameter::matrix(format!("{name}.weight"), &[hidden, outputs], normal).with_split(split);
         let bias = Parameter::vector(format!("{name}.bias"), outputs, Initial::ZEROS);
         Arc::new(Linear {
             weight: table.add(weight),
             layout: WeightLayout::InputsFirst,
-            bias: Some(table.add(bias.with_split(AxisSplit { dim: 0, ..cut }))),
+            bias: Some(table.add(bias.with_split(AxisSplit { dim: 0, ..split }))),
             activation: InputActivation::Identity,
         })
     };
     let row_parallel =
         |table: &mut ParameterTable, name: String, inputs: usize, granule: usize, activation| {
-            let weight = Parameter::matrix(format!("{name}.weight"), &[inputs, hidden], into_residual);
+            let weight = Parameter::matrix(format!("{name}.weight"), &[inputs, hidden], residual_initial);
             let bias = Parameter::vector(format!("{name}.bias"), hidden, Initial::ZEROS);
             Arc::new(Linear {
                 weight: table.add(weight.with_split(AxisSplit::along(0).with_granule(granule))),
@@ -134,21 +136,21 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
         let (head, identity) = (config.head_dim, InputActivation::Identity);
         let qkv = AxisSplit::along(1).with_groups(3).with_granule(head);
         let activation = InputActivation::Of(config.activation);
-        let into_residual = |table: &mut ParameterTable, name: String, inputs, granule, activation| {
+        let residual_projection = |table: &mut ParameterTable, name: String, inputs, granule, activation| {
             let dropout = dropout(config, &name);
-            Projection::new(row_parallel(table, name, inputs, granule, activation), dropout)
+            ResidualProjection::new(row_parallel(table, name, inputs, granule, activation), dropout)
         };
         let attention = SelfAttention {
             norm: norm(&mut table, &format!("{name}.ln_1")),
             qkv: column_parallel(&mut table, format!("{name}.attn.c_attn"), 3 * hidden, qkv),
             qk_norms: None,
             attention: attention(config, layer, rotary, &table),
-            output: into_residual(&mut table, format!("{name}.attn.c_proj"), hidden, head, identity),
+            output: residual_projection(&mut table, format!("{name}.attn.c_proj"), hidden, head, identity),
         };
         let mlp = Mlp {
             norm: norm(&mut table, &format!("{name}.ln_2")),
             up: column_parallel(&mut table, format!("{name}.mlp.c_fc"), inner, AxisSplit::along(1)),
-            down: into_residual(&mut table, format!("{name}.mlp.c_proj"), inner, 1, activation),
+            down: residual_projection(&mut table, format!("{name}.mlp.c_proj"), inner, 1, activation),
         };
         units.push(Arc::new(Block(vec![Box::new(attention), Box::new(mlp)])));
     }

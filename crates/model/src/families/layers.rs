@@ -7,7 +7,7 @@ use trireme_tensor::tape::{Attention, Dropout, RotaryTable};
 use trireme_tensor::{AxisSplit, Initial, Parameter, ParameterSpan, ParameterTable};
 
 /// Returns how the tensor axis splits heads of keys and values, in units of `granule` elements.
-pub(super) fn kv_heads(granule: usize) -> AxisSplit {
+pub(super) fn kv_head_split(granule: usize) -> AxisSplit {
     AxisSplit::along(0).with_granule(granule).shared()
 }
 
@@ -17,8 +17,8 @@ pub(super) fn attention(
     rotary: Option<&Arc<RotaryTable>>,
     table: &ParameterTable,
 ) -> Arc<Attention> {
-    let num_heads = table.part_of(AxisSplit::along(0), config.num_heads);
-    let num_kv_heads = table.part_of(kv_heads(1), config.num_kv_heads);
+    let num_heads = table.part_len(AxisSplit::along(0), config.num_heads);
+    let num_kv_heads = table.part_len(kv_head_split(1), config.num_kv_heads);
     let attention = Attention::new(num_heads, num_kv_heads, config.head_dim, config.attention_rule(layer));
     Arc::new(attention.with_rotary(rotary.cloned()))
 }
@@ -28,14 +28,14 @@ pub(super) fn dropout(config: &ModelConfig, name: &str) -> Option<Arc<Dropout>> 
     (config.dropout > 0.0).then(|| Arc::new(Dropout::new(format!("{name}.dropout"), config.dropout)))
 }
 
-pub(super) fn normal(config: &ModelConfig) -> Initial {
+pub(super) fn normal_initial(config: &ModelConfig) -> Initial {
     Initial::Normal { standard_deviation: config.initializer_range }
 }
 
 /// Returns the declaration of an embedding table, `[vocab_size, hidden_size]`.
 pub(super) fn token_table(name: &str, config: &ModelConfig) -> Parameter {
     let dims = [config.vocab_size, config.hidden_size];
-    Parameter::embedding(name, &dims, normal(config)).with_split(AxisSplit::along(0).padded())
+    Parameter::embedding(name, &dims, normal_initial(config)).with_split(AxisSplit::along(0).padded())
 }
 
 /// Returns the weight of the output layer: the embedding's, if they are tied.

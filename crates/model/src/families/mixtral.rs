@@ -18,7 +18,7 @@ pub(super) const FAMILY: Family = Family {
 };
 
 const STYLE: Style = Style {
-    expert_names: ExpertNames { part: "block_sparse_moe", projections: ["w1", "w3", "w2"] },
+    expert_names: ExpertNames { module: "block_sparse_moe", projections: ["w1", "w3", "w2"] },
     ..Style::LLAMA
 };
 

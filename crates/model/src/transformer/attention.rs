@@ -1,6 +1,6 @@
 //! Attention sublayers.
 
-use super::{Projection, Sublayer};
+use super::{ResidualProjection, Sublayer};
 use crate::unit::UnitContext;
 use std::sync::Arc;
 use trireme_tensor::tape::{
@@ -15,7 +15,7 @@ pub(crate) struct SelfAttention {
     pub(crate) qkv: Arc<Linear>,
     pub(crate) qk_norms: Option<QkNorms>,
     pub(crate) attention: Arc<Attention>,
-    pub(crate) output: Projection,
+    pub(crate) output: ResidualProjection,
 }
 
 impl Sublayer for SelfAttention {
@@ -103,7 +103,7 @@ pub(crate) struct LatentAttention {
     pub(crate) key_slice: Arc<Slice>,
     pub(crate) heads: Arc<LatentHeads>,
     pub(crate) attention: Arc<Attention>,
-    pub(crate) output: Projection,
+    pub(crate) output: ResidualProjection,
 }
 
 #[derive(Debug)]
@@ -130,7 +130,7 @@ impl Sublayer for LatentAttention {
         let latent = cx.apply(&self.kv_norm, [latent])?;
         let keys_values = cx.apply(&self.kv_up, [latent])?;
         let mut shared_key = cx.apply(&self.key_slice, [down])?;
-        if self.kv_up.weight.part.is_some() {
+        if self.kv_up.weight.shard.is_some() {
             shared_key = cx.apply(&CopyToRanks, [shared_key])?;
         }
         let qkv = cx.latent_heads(&self.heads, [queries, keys_values, shared_key])?;

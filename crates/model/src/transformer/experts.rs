@@ -1,6 +1,6 @@
 //! The mixture-of-experts sublayer.
 
-use super::{Projection, Sublayer};
+use super::{ResidualProjection, Sublayer};
 use crate::profile::EXPERT_DROPS;
 use crate::tokens::TOKEN_WEIGHTS;
 use crate::unit::UnitContext;
@@ -26,7 +26,7 @@ pub(crate) struct MixtureOfExperts {
     /// The metric for the largest load of an expert.
     pub(crate) peak: Arc<PeakLoad>,
     /// The shared expert.
-    pub(crate) shared: Option<(Arc<Linear>, Projection)>,
+    pub(crate) shared: Option<(Arc<Linear>, ResidualProjection)>,
     pub(crate) losses: RouterLosses,
 }
 
@@ -38,22 +38,22 @@ pub(crate) enum Experts {
     Distributed {
         gather: Arc<GatherLoads>,
         dispatch: Arc<DispatchRows>,
-        own: Arc<LocalExperts>,
-        back: Arc<ReturnRows>,
+        local: Arc<LocalExperts>,
+        return_rows: Arc<ReturnRows>,
     },
 }
 
 impl Experts {
     /// Creates this rank's experts from their two layers. If other ranks have experts too, rows are exchanged with them.
-    pub(crate) fn new([into, back]: [GroupedLinear; 2], exchange: ExpertExchange) -> Self {
-        if into.num_groups == exchange.num_experts {
-            return Experts::Local([into, back].map(Arc::new));
+    pub(crate) fn new([up, down]: [GroupedLinear; 2], exchange: ExpertExchange) -> Self {
+        if up.num_groups == exchange.num_experts {
+            return Experts::Local([up, down].map(Arc::new));
         }
         Experts::Distributed {
             gather: Arc::new(GatherLoads(exchange)),
             dispatch: Arc::new(DispatchRows(exchange)),
-            own: Arc::new(LocalExperts { up: into, down: back, exchange }),
-            back: Arc::new(ReturnRows(exchange)),
+            local: Arc::new(LocalExperts { up, down, exchange }),
+            return_rows: Arc::new(ReturnRows(exchange)),
         }
     }
 }
@@ -74,17 +74,22 @@ impl MixtureOfExperts {
         normed: &Var,
         token_weights: Option<&Var>,
     ) -> Result<[Var; 2], DeviceError> {
-        let by_tokens = || token_weights.map(Argument::from);
+        let token_weights_arg = || token_weights.map(Argument::from);
         let logits = cx.apply(&self.router, [normed])?;
         let logits = cx.all_rows(logits)?;
         if self.losses.z > 0.0 {
-            cx.apply_auxiliary_loss("router_z_loss", &RouterZLoss, (&logits, by_tokens()), self.losses.z)?;
+            cx.apply_auxiliary_loss(
+                "router_z_loss",
+                &RouterZLoss,
+                (&logits, token_weights_arg()),
+                self.losses.z,
+            )?;
         }
         let scores = cx.apply(self.scores.clone(), [logits])?;
-        let [weights, experts] = outputs(cx.apply_many(&self.top_k, (&scores, by_tokens()))?);
+        let [weights, experts] = outputs(cx.apply_many(&self.top_k, (&scores, token_weights_arg()))?);
         cx.apply_metric("expert_load_max", &self.peak, [&experts])?;
-        cx.apply_metric("router_entropy", &RouterEntropy, (&scores, by_tokens()))?;
-        let loads = (scores, &experts, by_tokens());
+        cx.apply_metric("router_entropy", &RouterEntropy, (&scores, token_weights_arg()))?;
+        let loads = (scores, &experts, token_weights_arg());
         match self.losses.balance {
             0.0 => cx.apply_metric("balance_loss", &BalanceLoss, loads)?,
             weight => cx.apply_auxiliary_loss("balance_loss", &BalanceLoss, loads, weight)?,
@@ -103,13 +108,13 @@ impl MixtureOfExperts {
         x: Var,
     ) -> Result<[Var; 2], DeviceError> {
         match &self.experts {
-            Experts::Local([into, back]) => {
+            Experts::Local([up, down]) => {
                 let inner = self.shared_inner(cx, for_shared)?;
-                let rows = cx.apply(into, (rows, starts))?;
-                let rows = cx.apply(back, (rows, starts))?;
+                let rows = cx.apply(up, (rows, starts))?;
+                let rows = cx.apply(down, (rows, starts))?;
                 Ok([rows, self.add_shared(cx, inner, x)?])
             }
-            Experts::Distributed { gather, dispatch, own, back } => {
+            Experts::Distributed { gather, dispatch, local: own, return_rows: back } => {
                 let [loads, own_starts, parts] = outputs(cx.apply_many(gather, [starts, places])?);
                 let sent = [Argument::from(rows), (&loads).into(), places.into()];
                 let rows = cx.apply(dispatch, sent)?;
@@ -131,12 +136,12 @@ impl MixtureOfExperts {
         normed: Option<Var>,
     ) -> Result<Option<Var>, DeviceError> {
         let shared = self.shared.as_ref().zip(normed);
-        shared.map(|((into, _), normed)| cx.apply(into, [normed])).transpose()
+        shared.map(|((up, _), normed)| cx.apply(up, [normed])).transpose()
     }
 
     fn add_shared(&self, cx: &mut UnitContext<'_>, inner: Option<Var>, x: Var) -> Result<Var, DeviceError> {
         match (&self.shared, inner) {
-            (Some((_, back)), Some(inner)) => back.add_to(cx, x, inner),
+            (Some((_, down)), Some(inner)) => down.add_to(cx, x, inner),
             _ => Ok(x),
         }
     }
@@ -149,8 +154,8 @@ impl Sublayer for MixtureOfExperts {
         let [mut weights, experts] = self.route(cx, &normed, token_weights.as_ref())?;
         let [starts, order, places] = outputs(cx.apply_many(&self.groups, [experts])?);
         if self.groups.capacity.is_some() {
-            let by_tokens = token_weights.as_ref().map(Argument::from);
-            cx.apply_metric(EXPERT_DROPS, &DroppedChoices, (&starts, &places, by_tokens))?;
+            let token_weights_arg = token_weights.as_ref().map(Argument::from);
+            cx.apply_metric(EXPERT_DROPS, &DroppedChoices, (&starts, &places, token_weights_arg))?;
         }
         let (mut tokens, for_shared) = match self.shared {
             Some(_) => (Argument::from(&normed), Some(normed)),

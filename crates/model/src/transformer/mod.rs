@@ -61,15 +61,15 @@ impl Unit for Block {
 
 /// The last projection of a sublayer, whose result is added to the residual stream.
 #[derive(Debug)]
-pub(crate) struct Projection {
+pub(crate) struct ResidualProjection {
     pub(crate) linear: Arc<Linear>,
     pub(crate) norm: Option<Arc<Norm>>,
     pub(crate) dropout: Option<Arc<Dropout>>,
 }
 
-impl Projection {
+impl ResidualProjection {
     pub(crate) fn new(linear: Arc<Linear>, dropout: Option<Arc<Dropout>>) -> Self {
-        Projection { linear, norm: None, dropout }
+        ResidualProjection { linear, norm: None, dropout }
     }
 
     /// Returns the residual stream `x` plus the projection of `inner`.
@@ -95,7 +95,7 @@ pub(crate) struct Mlp {
     /// Projects to the feed-forward width.
     pub(crate) up: Arc<Linear>,
     /// Applies the activation and projects back.
-    pub(crate) down: Projection,
+    pub(crate) down: ResidualProjection,
 }
 
 impl Sublayer for Mlp {

@@ -1,7 +1,7 @@
 //! AdamW, Adam, and the Adam variants that may exchange momentum instead of gradients.
 
 use super::rule::{Rule, StateSpec};
-use crate::members::Member;
+use crate::members::UpdatedParameter;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::updates::{AdamWStep, Update};
@@ -9,8 +9,12 @@ use trireme_tensor::updates::{AdamWStep, Update};
 pub(super) const MOMENTS: &[StateSpec] = &[StateSpec::new("exp_avg"), StateSpec::second_moment("exp_avg_sq")];
 
 /// Returns the scalars of an update of Adam or one of its variants.
-pub(super) fn adamw_step(settings: OptimizerSettings, member: &Member, step: &UnitStep<'_>) -> AdamWStep {
-    let (own, number) = (member.settings, step.number(member));
+pub(super) fn adamw_step(
+    settings: OptimizerSettings,
+    member: &UpdatedParameter,
+    step: &UnitStep<'_>,
+) -> AdamWStep {
+    let (own, number) = (member.settings, step.update_number(member));
     AdamWStep {
         lr: step.lr(own),
         beta1: own.beta1.unwrap_or(settings.beta1 as f32),
@@ -36,7 +40,7 @@ impl Rule for AdamW {
         MOMENTS
     }
 
-    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
+    fn update(&self, member: &UpdatedParameter, step: &UnitStep<'_>) -> Update {
         let adamw = adamw_step(self.settings, member, step);
         Update::AdamW(AdamWStep { lr: adamw.lr * self.lr_scale, ..adamw })
     }
@@ -51,7 +55,7 @@ impl Rule for Adam {
         MOMENTS
     }
 
-    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
+    fn update(&self, member: &UpdatedParameter, step: &UnitStep<'_>) -> Update {
         Update::Adam(adamw_step(self.0, member, step))
     }
 }
@@ -69,8 +73,8 @@ impl CompressedAdam {
         self.schedule.at(step).0
     }
 
-    pub(crate) fn adam_step(&self, member: &Member, step: &UnitStep<'_>) -> AdamWStep {
-        let num_second = self.schedule.at(step.number(member)).1;
+    pub(crate) fn adam_step(&self, member: &UpdatedParameter, step: &UnitStep<'_>) -> AdamWStep {
+        let num_second = self.schedule.at(step.update_number(member)).1;
         AdamWStep { num_second_updates: num_second, ..adamw_step(self.settings, member, step) }
     }
 }
@@ -80,9 +84,9 @@ impl Rule for CompressedAdam {
         MOMENTS
     }
 
-    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
+    fn update(&self, member: &UpdatedParameter, step: &UnitStep<'_>) -> Update {
         let adam = self.adam_step(member, step);
-        if self.updates_second_moment(step.number(member)) {
+        if self.updates_second_moment(step.update_number(member)) {
             Update::AdamW(adam)
         } else {
             Update::FrozenAdam(adam)

@@ -2,7 +2,7 @@
 
 use super::adam::{MOMENTS, adamw_step};
 use super::rule::{Rule, StateSpec};
-use crate::members::Member;
+use crate::members::UpdatedParameter;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::StepScale;
@@ -16,7 +16,7 @@ impl Rule for Lamb {
         MOMENTS
     }
 
-    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
+    fn update(&self, member: &UpdatedParameter, step: &UnitStep<'_>) -> Update {
         Update::Lamb(adamw_step(self.0, member, step))
     }
 
@@ -24,7 +24,7 @@ impl Rule for Lamb {
         [2, 0]
     }
 
-    fn sums_pass(&self, _phase: usize, member: &Member, step: &UnitStep<'_>) -> Update {
+    fn sums_pass(&self, _phase: usize, member: &UpdatedParameter, step: &UnitStep<'_>) -> Update {
         Update::LambMoments(adamw_step(self.0, member, step))
     }
 
@@ -32,7 +32,7 @@ impl Rule for Lamb {
         true
     }
 
-    fn scale(&self, _member: &Member, _step: &UnitStep<'_>) -> StepScale {
+    fn scale(&self, _member: &UpdatedParameter, _step: &UnitStep<'_>) -> StepScale {
         StepScale::TrustRatio { weight_decay: 0.0 }
     }
 }

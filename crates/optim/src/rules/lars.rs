@@ -1,7 +1,7 @@
 //! LARS (You et al. 2017): SGD whose updates have a norm proportional to the parameter's norm.
 
 use super::rule::{Rule, StateSpec};
-use crate::members::Member;
+use crate::members::UpdatedParameter;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::StepScale;
@@ -15,7 +15,7 @@ impl Rule for Lars {
         const { &[StateSpec::new("momentum_buffer")] }
     }
 
-    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
+    fn update(&self, member: &UpdatedParameter, step: &UnitStep<'_>) -> Update {
         let own = member.settings;
         Update::Lars(LarsStep {
             lr: step.lr(own) * self.0.trust_coefficient as f32,
@@ -29,7 +29,7 @@ impl Rule for Lars {
         [2, 0]
     }
 
-    fn scale(&self, member: &Member, _step: &UnitStep<'_>) -> StepScale {
+    fn scale(&self, member: &UpdatedParameter, _step: &UnitStep<'_>) -> StepScale {
         StepScale::TrustRatio { weight_decay: member.settings.weight_decay }
     }
 }

@@ -1,7 +1,7 @@
 //! Lion (Chen et al. 2023).
 
 use super::rule::{Rule, StateSpec};
-use crate::members::Member;
+use crate::members::UpdatedParameter;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::updates::{LionStep, Update};
@@ -14,7 +14,7 @@ impl Rule for Lion {
         const { &[StateSpec::new("exp_avg")] }
     }
 
-    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
+    fn update(&self, member: &UpdatedParameter, step: &UnitStep<'_>) -> Update {
         let own = member.settings;
         Update::Lion(LionStep {
             lr: step.lr(own),

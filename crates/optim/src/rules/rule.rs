@@ -1,7 +1,7 @@
 //! The interface of elementwise optimizers.
 
 use super::adam::CompressedAdam;
-use crate::members::Member;
+use crate::members::UpdatedParameter;
 use crate::step::UnitStep;
 use std::fmt::Debug;
 use trireme_tensor::StepScale;
@@ -28,7 +28,7 @@ pub(crate) trait Rule: Debug + Send + Sync {
     fn states(&self) -> &'static [StateSpec];
 
     /// Returns the update of a member. If the rule needs sums, its learning rate is multiplied by [`scale`](Rule::scale).
-    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update;
+    fn update(&self, member: &UpdatedParameter, step: &UnitStep<'_>) -> Update;
 
     /// Returns the number of sums over each full parameter that the update needs, in the first and in the second exchange.
     fn num_sums(&self) -> [usize; 2] {
@@ -36,7 +36,7 @@ pub(crate) trait Rule: Debug + Send + Sync {
     }
 
     /// Returns the [`Update`] that computes a member's sums for exchange `phase`, which is 0 or 1.
-    fn sums_pass(&self, _phase: usize, _member: &Member, step: &UnitStep<'_>) -> Update {
+    fn sums_pass(&self, _phase: usize, _member: &UpdatedParameter, step: &UnitStep<'_>) -> Update {
         Update::Norms { grad_scale: step.grad_scale() }
     }
 
@@ -49,7 +49,7 @@ pub(crate) trait Rule: Debug + Send + Sync {
     ///
     /// # Panics
     /// If the rule needs no sums.
-    fn scale(&self, _member: &Member, _step: &UnitStep<'_>) -> StepScale {
+    fn scale(&self, _member: &UpdatedParameter, _step: &UnitStep<'_>) -> StepScale {
         unreachable!("{self:?} takes no sums")
     }
 

@@ -1,7 +1,7 @@
 //! SGD with momentum, as PyTorch defines it.
 
 use super::rule::{Rule, StateSpec};
-use crate::members::Member;
+use crate::members::UpdatedParameter;
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use trireme_tensor::updates::{MomentumStep, Update};
@@ -14,7 +14,7 @@ impl Rule for Sgd {
         const { &[StateSpec::new("momentum_buffer")] }
     }
 
-    fn update(&self, member: &Member, step: &UnitStep<'_>) -> Update {
+    fn update(&self, member: &UpdatedParameter, step: &UnitStep<'_>) -> Update {
         let own = member.settings;
         Update::Momentum(MomentumStep {
             lr: step.lr(own),
@@ -22,7 +22,7 @@ impl Rule for Sgd {
             nesterov: self.0.nesterov,
             weight_decay: own.weight_decay,
             grad_scale: step.grad_scale(),
-            step: step.number(member),
+            step: step.update_number(member),
         })
     }
 }

@@ -1,7 +1,7 @@
 //! Sign descent, for biases that balance the load of experts.
 
 use super::rule::{Rule, StateSpec};
-use crate::members::Member;
+use crate::members::UpdatedParameter;
 use crate::step::UnitStep;
 use trireme_tensor::updates::Update;
 
@@ -14,7 +14,7 @@ impl Rule for Sign {
         &[]
     }
 
-    fn update(&self, _member: &Member, _step: &UnitStep<'_>) -> Update {
-        Update::Sign { rate: self.0 }
+    fn update(&self, _member: &UpdatedParameter, _step: &UnitStep<'_>) -> Update {
+        Update::Sign { lr: self.0 }
     }
 }

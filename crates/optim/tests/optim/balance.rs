@@ -1,6 +1,6 @@
 //! The biases that balance the load of experts change by the same amount in each update, whatever the optimizer.
 
-use crate::common::{KINDS, device, options, random, table, weights};
+use crate::common::{OPTIMIZER_CASES, device, options, random, table, weights};
 use trireme_optim::{Optimizer, OptimizerOptions, StepSettings, Unsharded};
 use trireme_tensor::{ParameterClass, View, ViewMut};
 
@@ -9,7 +9,7 @@ fn balance_biases_move_against_the_sign_of_their_gradient() {
     let (table, device, unit, rate) = (table(5), device(1), 1, 0.125);
     let bias = table.parameters().iter().find(|info| info.class == ParameterClass::Balance).unwrap();
     let shape = [table.units()[unit].num_elements].into();
-    for kind in KINDS {
+    for kind in OPTIMIZER_CASES {
         let options = OptimizerOptions {
             weight_decay: 0.1,
             decay_norms_and_biases: true,

@@ -1,6 +1,6 @@
 //! Exchanging momentum gives the same results as exchanging gradients.
 
-use crate::common::{DEFAULT, KINDS, device, options, random, table, weights};
+use crate::common::{DEFAULT, OPTIMIZER_CASES, device, options, random, table, weights};
 use trireme_optim::{
     Optimizer, OptimizerName, OptimizerOptions, OptimizerSettings, ParameterGroup, ReducedQuantity,
     StepSettings, Unsharded,
@@ -14,7 +14,7 @@ fn momentum_may_be_summed_instead_of_gradients() {
     let unit = 1;
     let len = table.units()[unit].num_elements;
     let shape = [len].into();
-    let kinds = [KINDS[9], KINDS[10]];
+    let kinds = [OPTIMIZER_CASES[9], OPTIMIZER_CASES[10]];
     for (kind, first) in kinds.into_iter().flat_map(|kind| [(kind, 1), (kind, 501)]) {
         let options = OptimizerOptions { weight_decay: 0.1, ..options(kind) };
         let new = || {

@@ -4,7 +4,7 @@
 //! `values` below: AdamW, Adam, SGD, Adafactor and Muon by torch.optim 2.13 (Muon with Newton-Schulz iterations in f64), the others by a
 //! few lines of numpy that follow the algorithms in the papers named in docs/optimizers.md.
 
-use crate::common::{DEFAULT, Kind, MUON, device, options, step};
+use crate::common::{DEFAULT, MUON, OptimizerCase, device, options, step};
 use std::sync::Arc;
 use trireme_optim::{
     MuonScale, Optimizer, OptimizerName, OptimizerOptions, OptimizerSettings, StepSettings, Unsharded,
@@ -23,7 +23,7 @@ fn values(len: usize, seed: u64) -> Vec<f32> {
 
 /// The values of a 6 x 4 matrix and a vector of 5 elements after `num_steps` steps.
 struct Golden {
-    kind: Kind,
+    kind: OptimizerCase,
     num_steps: u64,
     matrix: [f64; 24],
     /// `None` for Muon, which leaves vectors to AdamW.

@@ -1,7 +1,8 @@
 //! Sharded optimizers compute the same bits as an unsharded one.
 
 use crate::common::{
-    Exchange, KINDS, Kind, Shards, Weights, bits, device, grads, options, step, table, train, weights,
+    Exchange, OPTIMIZER_CASES, OptimizerCase, Shards, Weights, bits, device, grads, options, step, table,
+    train, weights,
 };
 use std::sync::Arc;
 use trireme_optim::{Optimizer, OptimizerName, OptimizerOptions, StateDType, StepSettings};
@@ -19,7 +20,7 @@ struct Run {
     calls: [usize; 2],
 }
 
-fn in_shards(options: &OptimizerOptions, table: &Arc<ParameterTable>, num_ranks: usize) -> Run {
+fn train_sharded(options: &OptimizerOptions, table: &Arc<ParameterTable>, num_ranks: usize) -> Run {
     let exchange = Exchange::new(num_ranks);
     let mut found = Run { weights: weights(table), sum_bits: Vec::new(), calls: [0; 2] };
     std::thread::scope(|scope| {
@@ -52,13 +53,13 @@ fn in_shards(options: &OptimizerOptions, table: &Arc<ParameterTable>, num_ranks:
     found
 }
 
-fn check(kind: Kind, state_dtype: StateDType, table: &Arc<ParameterTable>) {
+fn check(kind: OptimizerCase, state_dtype: StateDType, table: &Arc<ParameterTable>) {
     let options = OptimizerOptions { weight_decay: 0.1, state_dtype, ..options(kind) };
-    let expected = in_shards(&options, table, 1);
+    let expected = train_sharded(&options, table, 1);
     assert!(expected.weights == train(&options, table, NUM_STEPS, 1.0));
     assert!(expected.weights != weights(table));
     for num_ranks in [2, 4, 8] {
-        let found = in_shards(&options, table, num_ranks);
+        let found = train_sharded(&options, table, num_ranks);
         for (unit, (found, expected)) in found.weights.iter().zip(&expected.weights).enumerate() {
             assert!(
                 bits(found) == bits(expected),
@@ -82,7 +83,7 @@ fn shards_compute_the_same_bits() {
     // Leaves that are shorter, and longer, than rows.
     for leaf_len in [5, 70] {
         let table = table(leaf_len);
-        KINDS.into_iter().for_each(|kind| check(kind, StateDType::F32, &table));
+        OPTIMIZER_CASES.into_iter().for_each(|kind| check(kind, StateDType::F32, &table));
     }
 }
 
@@ -90,22 +91,22 @@ fn shards_compute_the_same_bits() {
 fn narrow_states_of_shards_have_the_same_bits() {
     let table = table(100);
     assert!(table.units()[1].num_elements >= OptimizerOptions::INT8_ELEMENTS_MIN);
-    for kind in KINDS {
+    for kind in OPTIMIZER_CASES {
         check(kind, StateDType::Bf16, &table);
         check(kind, StateDType::Int8, &table);
     }
 }
 
 #[test]
-fn a_number_of_shards_that_is_no_power_of_two_is_almost_the_same() {
+fn three_shards_compute_almost_the_same_weights() {
     let table = table(5);
-    for kind in KINDS {
+    for kind in OPTIMIZER_CASES {
         let options = OptimizerOptions { weight_decay: 0.1, ..options(kind) };
         let expected = train(&options, &table, NUM_STEPS, 1.0);
-        let found = in_shards(&options, &table, 3);
+        let found = train_sharded(&options, &table, 3);
         for (found, expected) in found.weights.iter().flatten().zip(expected.iter().flatten()) {
             assert!((found - expected).abs() < 1e-5, "{kind:?}: {found} {expected}");
         }
-        assert!(in_shards(&options, &table, 3) == found, "{kind:?}: it differs from run to run");
+        assert!(train_sharded(&options, &table, 3) == found, "{kind:?}: it differs from run to run");
     }
 }

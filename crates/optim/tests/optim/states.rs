@@ -1,6 +1,8 @@
 //! States in f32 and fewer bits: saving them, restoring them, and their memory.
 
-use crate::common::{DEFAULT, KINDS, Kind, Weights, bits, device, grads, step, table, train, weights};
+use crate::common::{
+    DEFAULT, OPTIMIZER_CASES, OptimizerCase, Weights, bits, device, grads, step, table, train, weights,
+};
 use std::sync::Arc;
 use trireme_optim::{
     Optimizer, OptimizerName, OptimizerOptions, ParameterGroup, StateDType, StateInfo, StepSettings,
@@ -50,7 +52,7 @@ fn run(
     }
 }
 
-fn options(kind: Kind, state_dtype: StateDType) -> OptimizerOptions {
+fn options(kind: OptimizerCase, state_dtype: StateDType) -> OptimizerOptions {
     OptimizerOptions { weight_decay: 0.1, state_dtype, ..crate::common::options(kind) }
 }
 
@@ -58,7 +60,7 @@ fn options(kind: Kind, state_dtype: StateDType) -> OptimizerOptions {
 fn a_run_resumes_with_the_same_bits_from_saved_states() {
     let (table, device) = (table(100), device(1));
     let parts = table.shards(0, 1);
-    for kind in KINDS {
+    for kind in OPTIMIZER_CASES {
         for dtype in DTYPES {
             let new = || Optimizer::new(&options(kind, dtype), &table, &parts, &device).unwrap();
             let (mut optimizer, mut found) = (new(), weights(&table));
@@ -116,8 +118,8 @@ fn narrow_states_save_memory() {
         (adamw, StateDType::F32, 8.0),
         (adamw, StateDType::Bf16, 4.0),
         (adamw, StateDType::Int8, 2.0 + 2.0 * 4.0 / 256.0),
-        (KINDS[3], StateDType::Int8, 1.0 + 4.0 / 256.0),
-        (KINDS[4], StateDType::F32, 0.0),
+        (OPTIMIZER_CASES[3], StateDType::Int8, 1.0 + 4.0 / 256.0),
+        (OPTIMIZER_CASES[4], StateDType::F32, 0.0),
     ] {
         let found = bytes(kind, dtype);
         assert!((found - expected).abs() < 0.1, "{kind:?} in {dtype:?}: {found} bytes an element");
@@ -127,7 +129,7 @@ fn narrow_states_save_memory() {
 #[test]
 fn neither_zeros_nor_tiny_nor_huge_gradients_make_nan() {
     let table = table(100);
-    for kind in KINDS {
+    for kind in OPTIMIZER_CASES {
         for dtype in DTYPES {
             for size in [0.0, 1e-30, 1e-20, 1e15, 1e18] {
                 let weights = train(&options(kind, dtype), &table, 3, size);
@@ -141,7 +143,7 @@ fn neither_zeros_nor_tiny_nor_huge_gradients_make_nan() {
 #[test]
 fn zero_gradients_move_nothing_without_decay() {
     let table = table(100);
-    for kind in KINDS {
+    for kind in OPTIMIZER_CASES {
         for dtype in DTYPES {
             let options = OptimizerOptions { weight_decay: 0.0, ..options(kind, dtype) };
             assert!(train(&options, &table, 2, 0.0) == weights(&table), "{kind:?} in {dtype:?}");
@@ -160,7 +162,7 @@ fn the_first_group_that_matches_counts() {
         beta1: None,
         beta2: None,
     };
-    for kind in KINDS {
+    for kind in OPTIMIZER_CASES {
         let groups = vec![group("in.*", 0.0), group("*.bias", 2.0)];
         let grouped = OptimizerOptions { groups, ..options(kind, StateDType::F32) };
         let (plain, found) =
@@ -193,7 +195,7 @@ fn frozen_parameters_stay_whatever_their_gradients_are() {
         beta2: None,
     };
     let (device, parts) = (device(1), table.shards(0, 1));
-    for kind in KINDS {
+    for kind in OPTIMIZER_CASES {
         let options = options(kind, StateDType::F32);
         let frozen = OptimizerOptions { groups: vec![group.clone()], ..options.clone() };
         let mut found = weights(&table);
@@ -250,7 +252,7 @@ fn a_state_that_begins_late_counts_its_own_updates() {
     const START: u64 = 1_000_000;
     let (table, device) = (table(100), device(1));
     let parts = table.shards(0, 1);
-    for kind in KINDS {
+    for kind in OPTIMIZER_CASES {
         let train = |start: u64| {
             let options = options(kind, StateDType::F32);
             let mut optimizer = Optimizer::new(&options, &table, &parts, &device).unwrap();
@@ -274,7 +276,7 @@ fn parameters_of_a_unit_may_begin_at_different_times() {
     let (table, device) = (table(100), device(1));
     let parts = table.shards(0, 1);
     let is_late = |name: &str| name.starts_with("in.");
-    for kind in KINDS {
+    for kind in OPTIMIZER_CASES {
         let train = |late_start: Option<u64>| {
             let options = options(kind, StateDType::F32);
             let mut optimizer = Optimizer::new(&options, &table, &parts, &device).unwrap();

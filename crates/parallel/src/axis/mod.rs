@@ -108,7 +108,7 @@ struct StartedExchange {
 
 impl fmt::Debug for GroupAxis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "GroupAxis({:?})", self.place())
+        write!(f, "GroupAxis({:?})", self.axis_rank())
     }
 }
 
@@ -175,7 +175,7 @@ impl DtypeExchanges {
     }
 
     /// Returns the index within the exchanged vector of the first element that this rank keeps, for a result of this shape.
-    fn first(&self, kind: ExchangeKind, result: Shape) -> usize {
+    fn result_start(&self, kind: ExchangeKind, result: Shape) -> usize {
         match kind {
             ExchangeKind::ReduceScatter => self.axis_rank().rank * result.num_elements(),
             _ => 0,
@@ -183,7 +183,7 @@ impl DtypeExchanges {
     }
 
     /// Waits for an exchange. Returns the buffer with its result, the length of the buffer in elements, and the kind of the exchange.
-    fn take(
+    fn finish_exchange(
         &self,
         device: &Device,
         PendingExchange(number): PendingExchange,
@@ -202,7 +202,7 @@ impl DtypeExchanges {
 }
 
 impl AxisOps for GroupAxis {
-    fn place(&self) -> AxisRank {
+    fn axis_rank(&self) -> AxisRank {
         self.by_dtype[0].axis_rank()
     }
 
@@ -237,13 +237,19 @@ impl AxisOps for GroupAxis {
             ExchangeKind::AllGather => (own_len * degree, rank * own_len),
             _ => (own_len, 0),
         };
-        exchanges.issue(kind, exchanges.pool().send(device, values, start, len)?)
+        exchanges.issue(kind, exchanges.pool().copy_to_buffer(device, values, start, len)?)
     }
 
     fn finish(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()> {
         let exchanges = self.exchanges_of(result.dtype());
-        let (vector, len, kind) = exchanges.take(device, exchange, &mut self.waiting())?;
-        exchanges.pool().receive(device, vector, len, exchanges.first(kind, result.shape()), result);
+        let (vector, len, kind) = exchanges.finish_exchange(device, exchange, &mut self.waiting())?;
+        exchanges.pool().copy_from_buffer(
+            device,
+            vector,
+            len,
+            exchanges.result_start(kind, result.shape()),
+            result,
+        );
         Ok(())
     }
 
@@ -280,8 +286,8 @@ impl AxisOps for GroupAxis {
             return Ok(result);
         }
         let exchanges = self.exchanges_of(dtype);
-        let (vector, _, kind) = exchanges.take(device, exchange, &mut self.waiting())?;
-        let start = exchanges.first(kind, shape);
+        let (vector, _, kind) = exchanges.finish_exchange(device, exchange, &mut self.waiting())?;
+        let start = exchanges.result_start(kind, shape);
         Ok(exchanges.memory.lend(vector.wait(), start..start + shape.num_elements(), shape))
     }
 }

@@ -179,13 +179,13 @@ impl DtypeExchanges {
                 |from: usize, to: usize| piece(self.dtype(), started.runs.lens[from * degree + to], round);
             let (sent, received) = (part(rank, to), part(from, rank));
             if !sent.is_empty() {
-                let (mut buffer, num_sent) = (started.take(), sent.len());
+                let (mut buffer, num_sent) = (started.take_buffer(), sent.len());
                 started.copy_in(device, values, to, sent, &mut buffer, 0);
                 let work = group.send_first(Buffer::pending(buffer, self.dtype(), len), num_sent, Rank(to));
                 started.in_flight.push_back((round, Transfer::Send(work)));
             }
             if !received.is_empty() {
-                let buffer = Buffer::pending(started.take(), self.dtype(), len);
+                let buffer = Buffer::pending(started.take_buffer(), self.dtype(), len);
                 let work = group.receive_first(buffer, received.len(), Rank(from));
                 started.in_flight.push_back((round, Transfer::Receive { work, from, part: received }));
             }
@@ -198,15 +198,15 @@ impl DtypeExchanges {
         let round = started.next_round;
         let lens: Arc<[usize]> =
             started.runs.lens.iter().map(|&len| piece(self.dtype(), len, round).len()).collect();
-        let (mut input, mut at) = (started.take(), 0);
+        let (mut input, mut at) = (started.take_buffer(), 0);
         for to in 0..degree {
             let part = piece(self.dtype(), started.runs.lens[rank * degree + to], round);
             let num_sent = part.len();
             started.copy_in(device, values, to, part, &mut input, at);
             at += num_sent;
         }
-        let [input, output] =
-            [input, started.take()].map(|buffer| Buffer::pending(buffer, self.dtype(), started.buffer_len));
+        let [input, output] = [input, started.take_buffer()]
+            .map(|buffer| Buffer::pending(buffer, self.dtype(), started.buffer_len));
         let work = self.pool().group().all_to_all_variable_by_hosts(input, output, lens);
         started.in_flight.push_back((round, Transfer::Hierarchical(work)));
     }
@@ -253,7 +253,7 @@ impl DtypeExchanges {
 }
 
 impl RowExchange {
-    fn take(&mut self) -> Pending<Buffer<Untyped>> {
+    fn take_buffer(&mut self) -> Pending<Buffer<Untyped>> {
         self.free.pop().expect("there are buffers for as many rounds as are in flight")
     }
 

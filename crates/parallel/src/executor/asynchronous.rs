@@ -15,7 +15,7 @@ fn not_finite(step: u64, what: NonFinite, value: f64) -> ParallelError {
 
 impl Executor {
     /// Updates a unit with the gradients of its next step.
-    pub(super) fn step_ahead(&mut self, unit: usize, plans: &[StepPlan]) -> Result<()> {
+    pub(super) fn update_asynchronously(&mut self, unit: usize, plans: &[StepPlan]) -> Result<()> {
         let updates = self.updates.as_ref().expect("the program does not drain");
         let step = updates.units[unit].newest;
         let settings = match updates.settings {
@@ -45,23 +45,23 @@ impl Executor {
         self.collect_waiting();
         let waited = self.waiting.waited;
         self.gradients.wait()?;
-        self.await_outcomes()?;
+        self.await_operations()?;
         let mut waiting = std::mem::take(&mut self.waiting);
-        let mut found = None;
+        let mut known_norm = None;
         if plan.grad_norm != GradNorm::Off {
             let norm = self.sum_of_squares(false, &mut waiting)?.sqrt() * self.grad_scale();
             if !norm.is_finite() {
                 return Err(not_finite(plan.step, NonFinite::GradNorm, norm));
             }
-            let has_momentum = self.may_have_momentum(self.update_number(plan));
+            let has_momentum = self.may_exchange_momentum(self.update_number(plan));
             let updates = self.updates.as_mut().expect("the program does not drain");
             updates.has_norms[step] = !has_momentum;
             updates.squares.as_mut().expect("they are summed at the end")[step] = norm * norm;
-            found = Some(norm);
+            known_norm = Some(norm);
             if let GradNorm::Clip(_) = plan.grad_norm {
                 // In the first steps of a run, there is no earlier global norm, and the rank clips by its own.
                 let earlier = updates.norms.next(norm * norm, &mut waiting)?;
-                found = earlier.or(found);
+                known_norm = earlier.or(known_norm);
             }
         }
         let compression = self.compression_statistics();
@@ -73,21 +73,21 @@ impl Executor {
         }
         self.timeline.exclude_wait(waiting.waited - waited);
         self.waiting = waiting;
-        Ok(Some(self.update_settings(plan, self.grad_scale(), found)))
+        Ok(Some(self.update_settings(plan, self.grad_scale(), known_norm)))
     }
 
     /// Ends a program: waits for losses and norms, and appends the outcomes of the steps.
     pub(super) fn finish_steps(&mut self, plans: &[StepPlan], outcomes: &mut Vec<StepOutcome>) -> Result<()> {
         self.messages.finish_until(0, &mut self.waiting)?;
-        self.await_outcomes()?;
+        self.await_operations()?;
         let mut waiting = std::mem::take(&mut self.waiting);
-        let Executor { updates, reports: means, ranks, optimization, .. } = self;
+        let Executor { updates, reports, ranks, optimization, .. } = self;
         let updates = updates.as_mut().expect("the program does not drain");
         updates.settings = None;
         updates.units.iter_mut().for_each(|unit| unit.newest = 0);
         // The reports are gathered before any other operation over all ranks. Ranks that run the last loss have already sent their reports,
         // unless their device is asynchronous.
-        let losses = means.wait(&mut waiting)?;
+        let losses = reports.wait(&mut waiting)?;
         updates.norms.wait(0, &mut waiting)?;
         let squares = updates.squares.take().expect("they are summed once a program");
         let squares = waiting.wait(ranks.pipeline().all_reduce(squares, ReduceOp::Sum))?;

@@ -13,7 +13,7 @@ use trireme_tensor::MemoryCounter;
 const NUM_STEPS_MIN: usize = 2;
 
 /// The number of a step late in a run, in which an optimizer may exchange momentum instead of gradients.
-const LATE: u64 = 1 << 40;
+const FIRST_LATE_STEP: u64 = 1 << 40;
 
 /// Number of late steps to search for steps that exchange momentum.
 const LATE_STEPS_MAX: u64 = 1 << 12;
@@ -40,9 +40,9 @@ impl Executor {
     /// If a device is not a counting device.
     pub fn dry_run(self, validation: Option<ValidationBatches>) -> Result<(MemoryUse, Vec<CategoryBytes>)> {
         let (DryRunResult { memory, lines }, _) = self.run_dry(validation, None)?;
-        let besides = lines.iter().chain([&memory.at_peak]).map(CategoryBytes::besides_activations);
+        let besides = lines.iter().chain([&memory.at_peak]).map(CategoryBytes::excluding_activations);
         let besides_activations = besides.max().unwrap_or(0);
-        Ok((MemoryUse { besides_activations, ..memory }, lines))
+        Ok((MemoryUse { excluding_activations: besides_activations, ..memory }, lines))
     }
 
     /// As [`dry_run`](Executor::dry_run), but returns the operations that this rank issues and awaits in a step.
@@ -77,15 +77,16 @@ impl Executor {
         let num_microbatches = self.program.header.num_microbatches;
         // A compressor may change its rounds of messages during a run. Here, each step advances every compressor to its next sequence of
         // rounds, and one further step runs with the last sequences.
-        let num_steps = (self.gradients.num_step_kinds() + 1).max(NUM_STEPS_MIN) as u64;
+        let num_steps = (self.gradients.num_round_sequences() + 1).max(NUM_STEPS_MIN) as u64;
         // The validation comes first, as in a new run, so that the peaks of the steps include the buffers that it leaves in pools.
         if let Some(batches) = validation {
             self.validate_dry(batches)?;
             found.record_peaks(memory, None);
         }
         let take = || journal.map(Journal::take).unwrap_or_default();
-        let mut entries = StepEntries { actions: Vec::new(), num_issued: 0 };
-        let late = (LATE..LATE + LATE_STEPS_MAX).filter(|&step| self.has_momentum(step));
+        let mut entries = StepEntries { actions: Vec::new(), issued_per_step: 0 };
+        let late =
+            (FIRST_LATE_STEP..FIRST_LATE_STEP + LATE_STEPS_MAX).filter(|&step| self.exchanges_momentum(step));
         let late: Vec<u64> = late.take(num_steps as usize).collect();
         for step in (1..=num_steps).chain(late) {
             let batches = (0..num_microbatches).map(|_| self.zeros(&specs));
@@ -109,7 +110,7 @@ impl Executor {
         found.memory.host = self.host_bytes_peak();
         found.memory.own_between_steps = memory.own().current;
         if !self.host().is_same(&device) {
-            found.memory.outside_arena += self.host().memory().outside().peak;
+            found.memory.outside_arena += self.host().memory().outside_arena().peak;
         }
         Ok((found, entries))
     }
@@ -127,7 +128,7 @@ impl Executor {
         self.validation_reports(&batches)?;
         let sizes = (0..batches.num_batches()).map(|index| Some(batches.batch(index).1));
         // Some rounds of this rank have no batch, if none is left.
-        let own = batches.rounds(&self.ranks).map(|round| round.read.map(|index| batches.batch(index).1));
+        let own = batches.rounds(&self.ranks).map(|round| round.batch.map(|index| batches.batch(index).1));
         // As in a validation, the largest batches come first.
         let sizes: BTreeSet<_> = sizes.chain(own).collect();
         for num_samples in sizes.into_iter().rev() {
@@ -148,7 +149,7 @@ fn step_entries(noted: Vec<Vec<(JournalEntry, Instant)>>) -> StepEntries {
         |entries: Vec<(JournalEntry, Instant)>| entries.into_iter().map(|(entry, _)| entry).collect();
     let actions: Vec<Vec<JournalEntry>> = noted.into_iter().map(untimed).collect();
     let issues = actions.iter().flatten().filter(|entry| matches!(entry, JournalEntry::Issue(..)));
-    StepEntries { num_issued: issues.count(), actions }
+    StepEntries { issued_per_step: issues.count(), actions }
 }
 
 impl DryRunResult {
@@ -166,7 +167,7 @@ impl DryRunResult {
             memory.line = action.map_or(1, |action| action + 2);
         }
         memory.own = memory.own.max(counter.own().peak);
-        memory.outside_arena = memory.outside_arena.max(counter.outside().peak);
+        memory.outside_arena = memory.outside_arena.max(counter.outside_arena().peak);
         counter.reset_peaks();
     }
 }

@@ -19,14 +19,14 @@ pub(super) struct EarlierNorms {
     /// Known norms, the newest last; at most `lag`.
     pub(super) known: VecDeque<f64>,
     /// Pending sums of the squared norms of the steps after `known`.
-    under_way: VecDeque<Work<Buffer<f64>>>,
+    pending: VecDeque<Work<Buffer<f64>>>,
     spare: Vec<Buffer<f64>>,
 }
 
 impl EarlierNorms {
     pub(super) fn new(header: &ProgramHeader, group: Arc<Group>) -> Self {
         let lag = Schedule::norm_lag(group.world_size(), header.microbatches_per_step());
-        EarlierNorms { group, lag, known: VecDeque::new(), under_way: VecDeque::new(), spare: Vec::new() }
+        EarlierNorms { group, lag, known: VecDeque::new(), pending: VecDeque::new(), spare: Vec::new() }
     }
 
     /// Starts to sum the squared norm of a step over the pipeline. `own` is this rank's contribution. Returns the norm of `lag` steps
@@ -37,16 +37,16 @@ impl EarlierNorms {
             None => self.group.buffer(1)?,
         };
         square[0] = own;
-        self.under_way.push_back(self.group.all_reduce(square, ReduceOp::Sum));
+        self.pending.push_back(self.group.all_reduce(square, ReduceOp::Sum));
         self.wait(self.lag, waiting)?;
-        let place = (self.known.len() + self.under_way.len()).checked_sub(self.lag + 1);
+        let place = (self.known.len() + self.pending.len()).checked_sub(self.lag + 1);
         Ok(place.map(|place| self.known[place]))
     }
 
     /// Waits until at most `num_left` sums are pending.
     pub(super) fn wait(&mut self, num_left: usize, waiting: &mut WaitTracker) -> Result<()> {
-        while self.under_way.len() > num_left {
-            let square = waiting.wait(self.under_way.pop_front().expect("there are more"))?;
+        while self.pending.len() > num_left {
+            let square = waiting.wait(self.pending.pop_front().expect("there are more"))?;
             self.push(square[0].sqrt());
             self.spare.push(square);
         }

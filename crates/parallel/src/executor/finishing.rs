@@ -11,7 +11,7 @@ use crate::step::{GradNorm, NonFinite, Skipped, StepOutcome, StepPlan};
 use trireme_codec::{CodecName, CompressionStatistics};
 use trireme_optim::{LossScaling, StepSettings, clip_coefficient};
 use trireme_schedule::StateClass;
-use trireme_tensor::{Category, Values};
+use trireme_tensor::{Category, CowTensor};
 
 impl Executor {
     /// Waits for all reductions. Returns the outcome of the step, and the settings of the update unless the step is skipped.
@@ -38,8 +38,8 @@ impl Executor {
         let skipped = overflow.map(|(what, _)| Skipped::Overflow(what));
         // The norm of momentum only shows whether the step has overflowed, so it is not reported as a gradient norm.
         let step = self.update_number(plan);
-        let has_momentum = self.has_momentum(step);
-        let grad_norm = norm.filter(|_| !self.may_have_momentum(step));
+        let has_momentum = self.exchanges_momentum(step);
+        let grad_norm = norm.filter(|_| !self.may_exchange_momentum(step));
         let compression = self.compression_statistics();
         let comm_exposed = waiting.waited;
         let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped, comm_exposed, compression };
@@ -126,26 +126,26 @@ impl Executor {
         }
     }
 
-    /// Returns the sum of squares of all gradients of this pipeline rank, or of all pipeline ranks if `across` is true.
-    pub(super) fn sum_of_squares(&mut self, across: bool, waiting: &mut WaitTracker) -> Result<f64> {
+    /// Returns the sum of squares of all gradients of this pipeline rank, or of all pipeline ranks if `across_pipeline` is true.
+    pub(super) fn sum_of_squares(&mut self, across_pipeline: bool, waiting: &mut WaitTracker) -> Result<f64> {
         for unit in 0..self.model.num_units() {
             // Offloaded gradients were squared before they were evicted.
             if !self.program.header.holds(unit) {
                 self.optimization.squares.skip(unit);
-            } else if !self.offload.offloaded.moves(StateClass::Gradients) {
+            } else if !self.offload.stores.moves(StateClass::Gradients) {
                 self.sum_unit_squares(unit)?;
             }
         }
         let ranks = &self.ranks;
         let groups = [ranks.squares_group().0, ranks.tensor(), ranks.pipeline()];
-        self.optimization.squares.sum(if across { &groups } else { &groups[..2] }, waiting)
+        self.optimization.squares.sum(if across_pipeline { &groups } else { &groups[..2] }, waiting)
     }
 
     /// Waits for all operations on which issued kernels depend. Must be called before kernels compute results that outlast the step. After
     /// a failure, every later call fails.
-    pub(super) fn await_outcomes(&mut self) -> Result<()> {
+    pub(super) fn await_operations(&mut self) -> Result<()> {
         self.collect_waiting();
-        let awaited = self.waiting.await_outcomes();
+        let awaited = self.waiting.await_operations();
         if let Err(failure) = awaited {
             self.failure.get_or_insert(failure);
         }
@@ -157,7 +157,7 @@ impl Executor {
     pub(super) fn outside_step<R>(&mut self, work: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
         self.collect_waiting();
         let waited = self.waiting.waited;
-        let result = work(self).and_then(|made| self.await_outcomes().map(|()| made));
+        let result = work(self).and_then(|made| self.await_operations().map(|()| made));
         self.waiting.waited = waited;
         result
     }
@@ -170,15 +170,15 @@ impl Executor {
     /// Computes the sum of squares of this rank's part of a unit's gradient.
     pub(super) fn sum_unit_squares(&mut self, unit: usize) -> Result<()> {
         let device = self.gradients.reduced_device(unit);
-        let grads = Values::in_f32(device, self.gradients.reduced(unit), Category::Communication)?;
-        self.optimization.squares.take(unit, grads.view(), self.gradients.part(unit), device)
+        let grads = CowTensor::in_f32(device, self.gradients.reduced(unit), Category::Communication)?;
+        self.optimization.squares.compute(unit, grads.view(), self.gradients.part(unit), device)
     }
 
     /// Waits for all reductions. Returns the mean loss over the global batch, and the time that this rank has waited in this step.
     fn finish_reductions(&mut self) -> Result<(f64, WaitTracker)> {
         self.gradients.wait()?;
         self.messages.finish_until(0, &mut self.waiting)?;
-        self.await_outcomes()?;
+        self.await_operations()?;
         let mut waiting = std::mem::take(&mut self.waiting);
         let loss = self.reports.wait(&mut waiting)?[0];
         if let Some(fp8) = &mut self.passes.fp8 {

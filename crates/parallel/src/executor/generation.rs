@@ -59,8 +59,8 @@ impl<'a> Generation<'a> {
     /// If the units are split over several pipeline ranks.
     pub fn new(executor: &'a mut Executor, capacity: usize) -> Self {
         assert!(executor.program.header.stages.is_empty(), "one rank runs all units");
-        let past = Some(KvCache::new(&executor.device, capacity));
-        Generation { executor, kv_cache: past }
+        let kv_cache = Some(KvCache::new(&executor.device, capacity));
+        Generation { executor, kv_cache }
     }
 
     /// Appends `tokens` to the sequence, and returns the logits for the next token. Collective if parameters are sharded: all ranks must
@@ -71,17 +71,17 @@ impl<'a> Generation<'a> {
     ///
     /// # Panics
     /// If `tokens` is empty or exceeds the capacity, or after an error.
-    pub fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
-        let past = self.kv_cache.take().expect("a failure ends a sequence");
+    pub fn append(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
+        let kv_cache = self.kv_cache.take().expect("a failure ends a sequence");
         let device = &self.executor.device;
         let mut ids = device.empty([1, tokens.len()].into(), DType::U32, Category::Activations)?;
         device.upload(tokens, ids.view_mut());
         let batch: Batch = [(TOKENS, ids)].into_iter().collect();
-        let (purpose, made) = self.executor.run_forward(Purpose::Generation(past), Some(batch))?;
-        let Purpose::Generation(mut past) = purpose else { unreachable!("a generation stays one") };
-        past.advance(tokens.len());
-        self.kv_cache = Some(past);
-        let logits = made.expect("the last unit is here");
+        let (purpose, outputs) = self.executor.run_forward(Purpose::Generation(kv_cache), Some(batch))?;
+        let Purpose::Generation(mut kv_cache) = purpose else { unreachable!("a generation stays one") };
+        kv_cache.advance(tokens.len());
+        self.kv_cache = Some(kv_cache);
+        let logits = outputs.expect("the last unit is here");
         Ok(self.executor.device.read(logits.get(LOGITS).expect("the model makes logits").view()))
     }
 }

@@ -87,7 +87,7 @@ impl InFlight {
     }
 
     /// Records that a unit has read the batch for the last time, and frees tensors without further readers.
-    pub(super) fn end(&mut self, unit: usize, microbatch: usize, profile: &ModelProfile) {
+    pub(super) fn release_batch_tensors(&mut self, unit: usize, microbatch: usize, profile: &ModelProfile) {
         let first = microbatch * profile.batch.len();
         for (tensor, num_readers) in profile.batch.iter().zip(&mut self.num_readers[first..]) {
             if tensor.readers.contains(&unit) {

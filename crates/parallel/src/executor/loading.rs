@@ -28,7 +28,7 @@ impl Executor {
             heartbeat.beat();
             write(info, held, values)
         };
-        self.for_each_held(class, true, |executor, unit| executor.parameters.load(unit, &mut write))?;
+        self.for_each_held_unit(class, true, |executor, unit| executor.parameters.load(unit, &mut write))?;
         Ok(self.update_copies()?)
     }
 
@@ -45,7 +45,7 @@ impl Executor {
             heartbeat.beat();
             read(info, values)
         };
-        self.for_each_held(StateClass::Optimizer, true, |executor, unit| {
+        self.for_each_held_unit(StateClass::Optimizer, true, |executor, unit| {
             executor.optimization.optimizer.load_states(unit, &executor.optimization.device, &mut read)
         })
     }
@@ -66,12 +66,12 @@ impl Executor {
         self.parameters.invalidate();
         if self.parameters.keeps_full_units() {
             let class = self.class_of_weights();
-            self.for_each_held(class, false, |executor, unit| executor.parameters.unshard(unit))?;
+            self.for_each_held_unit(class, false, |executor, unit| executor.parameters.unshard(unit))?;
         }
         self.outside_step(|executor| {
             let Executor { model, parameters, waiting, .. } = &mut *executor;
             (0..model.num_units()).try_for_each(|unit| parameters.await_gathered_unit(unit, waiting))?;
-            executor.exchange_copies()
+            executor.exchange_tied_units()
         })
     }
 
@@ -130,33 +130,33 @@ impl Executor {
     /// [`ParallelError::ReplicasDiffer`] if they differ.
     pub fn check_replicas(&mut self) -> Result<()> {
         let table = Arc::clone(self.model.table());
-        let [mut of_all, mut with_experts, mut beside_experts] = [Fnv1a::EMPTY; 3];
-        let mut of_holders: BTreeMap<usize, Fnv1a> = BTreeMap::new();
+        let [mut without_experts, mut with_experts, mut shared_by_experts] = [Fnv1a::EMPTY; 3];
+        let mut by_num_replicas: BTreeMap<usize, Fnv1a> = BTreeMap::new();
         let replicated =
             table.parameters().iter().map(ParameterInfo::num_replicas).filter(|number| *number > 1);
-        of_holders.extend(replicated.map(|number| (number, Fnv1a::EMPTY)));
-        self.for_each_held(self.class_of_weights(), false, |executor, unit| {
+        by_num_replicas.extend(replicated.map(|number| (number, Fnv1a::EMPTY)));
+        self.for_each_held_unit(self.class_of_weights(), false, |executor, unit| {
             let bits = executor.shard_device().read::<u32>(executor.parameters.shard(unit));
             let has_experts = table.units()[unit].has_experts();
-            if has_experts { &mut with_experts } else { &mut of_all }.add(&bits);
+            if has_experts { &mut with_experts } else { &mut without_experts }.add(&bits);
             let part = &executor.parameters.parts()[unit];
             for info in &table.parameters()[table.units()[unit].parameters.clone()] {
                 let Some(held) = info.stored(part) else { continue };
                 let bits = &bits[info.offset + held.start - part.start..][..held.len()];
-                if let Some(hash) = of_holders.get_mut(&info.num_replicas()) {
+                if let Some(hash) = by_num_replicas.get_mut(&info.num_replicas()) {
                     hash.add(bits);
                 }
                 if has_experts && info.expert.is_none() {
-                    beside_experts.add(bits);
+                    shared_by_experts.add(bits);
                 }
             }
             Ok::<_, ParallelError>(())
         })?;
         let header = &self.program.header;
-        self.compare(self.ranks.state.dense.same_update_group(header), of_all)?;
+        self.compare(self.ranks.state.dense.same_update_group(header), without_experts)?;
         self.compare(self.ranks.state.of_experts().same_update_group(header), with_experts)?;
-        self.ranks.experts().map_or(Ok(()), |experts| self.compare(experts, beside_experts))?;
-        of_holders
+        self.ranks.experts().map_or(Ok(()), |experts| self.compare(experts, shared_by_experts))?;
+        by_num_replicas
             .into_iter()
             .try_for_each(|(number, hash)| self.compare(self.ranks.replicated_on(number), hash))
     }
@@ -208,9 +208,9 @@ fn assemble_unit(
     unit: usize,
     parts: &[f32],
 ) -> Vec<f32> {
-    let degree = table.place().degree;
+    let degree = table.tensor_rank().degree;
     let has_experts = table.units()[unit].has_experts();
-    let len = parts.len() / degree / if has_experts { table.expert_place().degree } else { 1 };
+    let len = parts.len() / degree / if has_experts { table.expert_rank().degree } else { 1 };
     let mut values = vec![0.0; full_table.units()[unit].num_elements];
     for index in table.units()[unit].parameters.clone() {
         let (info, offset) = (&table.parameters()[index], full_table.parameters()[index].offset);

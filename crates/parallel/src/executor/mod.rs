@@ -35,7 +35,7 @@ use crate::error::{ParallelError, Result};
 use crate::gradients::{Gradients, SquaredNorms};
 use crate::layout::{DenseAndExpert, Placements, RankGrid};
 use crate::memory::{CountedMemory, WaitTracker};
-use crate::offload::{OffloadOptions, Offloaded};
+use crate::offload::{OffloadOptions, OffloadStores};
 use crate::parameters::{RankParameters, ReplicatedParameters};
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan};
 use fp8_scales::SynchronizedScales;
@@ -98,7 +98,7 @@ struct Optimization {
 /// Offloaded state.
 struct OffloadState {
     options: OffloadOptions,
-    offloaded: Offloaded,
+    stores: OffloadStores,
     /// For each unit, whether this rank's shard of parameters was written since it was last evicted.
     changed: Vec<bool>,
     /// For each unit, whether its gradient was squared and evicted in this step.
@@ -252,7 +252,7 @@ impl Executor {
             Action::UnshardGrad { unit } => self.gradients.gather(unit)?,
             Action::Send(message) => self.send_message(message)?,
             Action::Receive(message) => self.receive_message(message)?,
-            Action::Fetch(state) => self.offload.offloaded.fetch(state)?,
+            Action::Fetch(state) => self.offload.stores.fetch(state)?,
             Action::Evict(state) => self.evict(state)?,
             Action::Stash { unit } => {
                 let updates = self.updates.as_mut().expect("a valid program does not drain");
@@ -261,7 +261,7 @@ impl Executor {
             Action::Unstash { unit } => {
                 self.updates.as_mut().expect("a valid program does not drain").unstash(unit);
             }
-            Action::Step { unit } if self.updates.is_some() => self.step_ahead(unit, plans)?,
+            Action::Step { unit } if self.updates.is_some() => self.update_asynchronously(unit, plans)?,
             Action::Step { unit } => {
                 let (_, update) = match *finished {
                     Some(finished) => finished,

@@ -3,7 +3,7 @@
 use super::in_flight::Kept;
 use super::{Executor, OffloadState};
 use crate::error::{ParallelError, Result};
-use crate::offload::{Movable, OffloadOptions, Offloaded, VisitMemory, try_each};
+use crate::offload::{Movable, OffloadOptions, OffloadStores, VisitMemory, try_each};
 use trireme_schedule::{Action, Keep, Program, StateClass, StateKey};
 use trireme_tensor::Device;
 
@@ -16,7 +16,7 @@ impl OffloadState {
         let num_units = program.header.chain.num_units;
         OffloadState {
             options: options.clone(),
-            offloaded: Offloaded::new(options, program, device),
+            stores: OffloadStores::new(options, program, device),
             changed: vec![true; num_units],
             is_squared: vec![false; num_units],
         }
@@ -28,10 +28,10 @@ impl Executor {
     pub(super) fn declare_offload_sizes(&mut self) {
         for unit in self.program.header.held().collect::<Vec<_>>() {
             for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
-                if self.offload.offloaded.moves(class) {
+                if self.offload.stores.moves(class) {
                     let mut num_bytes = 0;
                     self.with_memory(unit_state_key(class, unit), &mut |part| num_bytes += part.num_bytes());
-                    self.offload.offloaded.declare_size(unit_state_key(class, unit), num_bytes);
+                    self.offload.stores.declare_size(unit_state_key(class, unit), num_bytes);
                 }
             }
         }
@@ -52,7 +52,7 @@ impl Executor {
                     let is_uneven = units[unit].has_experts() && !self.profile.units[unit].has_capacity();
                     let experts = self.ranks.experts().filter(|_| is_uneven);
                     let num_ranks = experts.map_or(1, |group| group.world_size());
-                    self.offload.offloaded.declare_size(state, num_bytes * num_ranks);
+                    self.offload.stores.declare_size(state, num_bytes * num_ranks);
                 }
                 _ => (),
             }
@@ -64,7 +64,7 @@ impl Executor {
         let StateKey { class, unit, microbatch } = state;
         match class {
             StateClass::Optimizer => {
-                self.optimization.optimizer.for_each_memory(unit, |tensor| visit(tensor));
+                self.optimization.optimizer.for_each_state_tensor(unit, |tensor| visit(tensor));
                 // Master weights in f32 move with the optimizer state. Their 16-bit copies stay on the device.
                 let are_masters = self.class_of_weights() == class;
                 if let Some(shard) = self.parameters.memory(unit).filter(|_| are_masters) {
@@ -74,7 +74,7 @@ impl Executor {
             StateClass::Parameters => visit(self.parameters.memory(unit).expect("shards lie apart")),
             StateClass::Gradients => visit(self.gradients.memory(unit)),
             StateClass::Activations => match self.passes.in_flight.pass(unit, microbatch) {
-                Some(Kept::Recorded(pass)) => pass.for_each_memory(|tensor| visit(tensor)),
+                Some(Kept::Recorded(pass)) => pass.for_each_tensor(|tensor| visit(tensor)),
                 Some(Kept::Input(inputs)) => inputs.values_mut().for_each(|tensor| visit(tensor)),
                 Some(Kept::InputHalfDone(_)) | None => {
                     unreachable!("forward has kept something, and backward not begun")
@@ -117,17 +117,17 @@ impl Executor {
     fn with_offloaded(
         &mut self,
         state: StateKey,
-        operation: impl FnOnce(&mut Offloaded, VisitMemory<'_>) -> Result<()>,
+        operation: impl FnOnce(&mut OffloadStores, VisitMemory<'_>) -> Result<()>,
     ) -> Result<()> {
-        let mut offloaded = std::mem::take(&mut self.offload.offloaded);
+        let mut offloaded = std::mem::take(&mut self.offload.stores);
         let result = operation(&mut offloaded, &mut |visit| self.with_memory(state, visit));
-        self.offload.offloaded = offloaded;
+        self.offload.stores = offloaded;
         result
     }
 
     pub(super) fn await_state(&mut self, action: Action) -> Result<()> {
         for &class in action.uses() {
-            if self.offload.offloaded.moves(class) {
+            if self.offload.stores.moves(class) {
                 self.restore(action.state(class))?;
             }
         }
@@ -135,7 +135,7 @@ impl Executor {
     }
 
     /// Calls `work` for each unit on this rank, with its state of the class in memory. `changes` says whether `work` writes to that state.
-    pub(super) fn for_each_held<E: From<ParallelError>>(
+    pub(super) fn for_each_held_unit<E: From<ParallelError>>(
         &mut self,
         class: StateClass,
         changes: bool,
@@ -169,7 +169,7 @@ impl Executor {
     /// # Errors
     /// Errors of the device and disks.
     pub fn evict_state(&mut self, class: StateClass, unit: usize, has_changed: bool) -> Result<()> {
-        if !self.offload.offloaded.moves(class) {
+        if !self.offload.stores.moves(class) {
             return Ok(());
         }
         let has_changed = has_changed || class == self.class_of_weights() && self.offload.changed[unit];
@@ -183,7 +183,7 @@ impl Executor {
     /// Initializes all state that resides on a disk with zeros, one unit at a time.
     pub(super) fn write_initial_zeros(&mut self) -> Result<()> {
         for class in [StateClass::Optimizer, StateClass::Parameters] {
-            if !self.offload.offloaded.moves(class) {
+            if !self.offload.stores.moves(class) {
                 continue;
             }
             for unit in self.program.header.held().collect::<Vec<_>>() {
@@ -211,11 +211,11 @@ impl Executor {
 
     /// Describes the access to disks for users: one line for each file.
     pub fn describe_disks(&self) -> Vec<String> {
-        self.offload.offloaded.describe()
+        self.offload.stores.describe()
     }
 
     /// Bytes read from and written to disks since the executor was created.
     pub fn disk_bytes(&self) -> [u64; 2] {
-        self.offload.offloaded.disk_bytes()
+        self.offload.stores.disk_bytes()
     }
 }

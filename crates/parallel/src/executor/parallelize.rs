@@ -80,7 +80,7 @@ impl Executor {
 
         // Communication within units: the tensor, context and expert axes.
         let axes = UnitAxes::new(&ranks, device);
-        let grad_terms = ReplicatedParameters::with_partial_gradients(table, &profile, &ranks, device);
+        let partial_gradients = ReplicatedParameters::with_partial_gradients(table, &profile, &ranks, device);
         let fp8 = options
             .fp8
             .map(|recipe| SynchronizedScales::new(recipe, &model, device, ranks.world()))
@@ -107,7 +107,7 @@ impl Executor {
         if optimizer.exchanges_momentum() {
             gradients.reserve_for_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
         }
-        let means = StepReports::new(header, &ranks, &profile, device, Arc::default())?;
+        let reports = StepReports::new(header, &ranks, &profile, device, Arc::default())?;
 
         let mut executor = Executor {
             forward_program: forward_program(header)?,
@@ -123,7 +123,7 @@ impl Executor {
                 optimizer,
                 device: optimizer_device,
                 exchanges,
-                partial_gradients: grad_terms,
+                partial_gradients,
                 squares,
                 loss_scaler: LossScaler::new(options.loss_scaling),
                 hashes: HashRecorder::default(),
@@ -138,7 +138,7 @@ impl Executor {
             parameters,
             gradients,
             messages,
-            reports: means,
+            reports,
             updates,
             waiting: WaitTracker::default(),
             failure: None,

@@ -23,8 +23,8 @@ impl Executor {
     pub(super) fn forward(&mut self, unit: usize, microbatch: usize, keep: Keep) -> Result<()> {
         let mut inputs = self.passes.in_flight.take(MessageKind::Activation, microbatch);
         let is_last = unit + 1 == self.program.header.chain.num_units;
-        if is_last && let Purpose::Generation(past) = &self.passes.in_flight.purpose {
-            past.keep_last_rows(&mut inputs)?;
+        if is_last && let Purpose::Generation(kv_cache) = &self.passes.in_flight.purpose {
+            kv_cache.keep_last_rows(&mut inputs)?;
         }
         if let Some(updates) = &mut self.updates {
             updates.begin_forward(unit, microbatch, &self.program.header);
@@ -75,9 +75,9 @@ impl Executor {
         };
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
         let InFlight { purpose, batches, .. } = &mut self.passes.in_flight;
-        let past = if let Purpose::Generation(past) = purpose { Some(past) } else { None };
+        let kv_cache = if let Purpose::Generation(past) = purpose { Some(past) } else { None };
         let (unit, batch) = (self.model.unit(unit), &mut batches[microbatch]);
-        let (pass, outputs) = UnitPass::forward(unit, tape, &parameters, inputs, batch, past)?;
+        let (pass, outputs) = UnitPass::forward(unit, tape, &parameters, inputs, batch, kv_cache)?;
         *self.passes.in_flight.between_units_slot(MessageKind::Activation, microbatch) = Some(outputs);
         Ok(pass)
     }
@@ -176,7 +176,7 @@ impl Executor {
 
     fn end_backward(&mut self, pass: UnitPass, unit: usize, microbatch: usize) {
         self.passes.in_flight.spare_tapes.push(pass.into_tape());
-        self.passes.in_flight.end(unit, microbatch, &self.profile);
+        self.passes.in_flight.release_batch_tensors(unit, microbatch, &self.profile);
         self.gradients.close(unit);
     }
 
@@ -189,7 +189,7 @@ impl Executor {
         let len = batches.num_batches() * 2 * self.profile.reports().count();
         let group = self.ranks.world();
         let counted = CountedMemory::new(&self.device);
-        counted.take_buffer(group, len * size_of::<f64>())?;
+        counted.charge_buffer(group, len * size_of::<f64>())?;
         self.passes.validation_memory.push(counted);
         Ok(group.buffer(len)?)
     }
@@ -247,10 +247,10 @@ impl Executor {
         std::mem::swap(&mut self.program, &mut self.forward_program);
         let ran = self.outside_step(|executor| executor.run_forward_program(batch));
         std::mem::swap(&mut self.program, &mut self.forward_program);
-        let made = self.passes.in_flight.between_units_slot(MessageKind::Activation, 0).take();
+        let outputs = self.passes.in_flight.between_units_slot(MessageKind::Activation, 0).take();
         self.passes.in_flight.batches[0] = Batch::new();
         let purpose = std::mem::replace(&mut self.passes.in_flight.purpose, Purpose::Training);
-        ran.map(|()| (purpose, made))
+        ran.map(|()| (purpose, outputs))
     }
 
     fn run_forward_program(&mut self, batch: Option<Batch>) -> Result<()> {
@@ -281,7 +281,7 @@ impl Executor {
         };
         match &self.passes.in_flight.purpose {
             Purpose::Evaluation(_) => pass,
-            Purpose::Generation(past) => PassState { first_position: past.position(), ..pass },
+            Purpose::Generation(kv_cache) => PassState { first_position: kv_cache.position(), ..pass },
             Purpose::Training => PassState {
                 loss_scale: self.optimization.loss_scaler.scale() as f32,
                 randomness: self.randomness(microbatch),

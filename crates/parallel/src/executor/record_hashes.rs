@@ -34,7 +34,7 @@ impl Executor {
     pub fn hash_parameters(&mut self) -> Result<Vec<u64>> {
         let table = Arc::clone(self.model.table());
         let mut hashes = vec![0; table.parameters().len()];
-        self.for_each_held(self.class_of_weights(), false, |executor, unit| {
+        self.for_each_held_unit(self.class_of_weights(), false, |executor, unit| {
             let rank = executor.group().rank();
             let hasher = ParameterHasher { table: &table, placements: &executor.placements, rank };
             let (values, part) = (executor.shard(unit), &executor.parts()[unit]);

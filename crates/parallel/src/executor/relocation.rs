@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::gradients::Gradients;
 use crate::layout::Placements;
 use crate::memory::CountedMemory;
-use crate::offload::Offloaded;
+use crate::offload::OffloadStores;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
@@ -89,7 +89,7 @@ impl Executor {
         let table = self.model.table();
         self.placements = Placements::new(table, now, self.ranks.mesh().clone());
         let parts = self.placements.parts(table, self.ranks.world().rank());
-        if self.offload.offloaded.moves(CLASS) {
+        if self.offload.stores.moves(CLASS) {
             // A swap file has space only for the units that it was created for. A new file replaces it, and needs the sizes of all states.
             for unit in now.held().filter(|&unit| !before.holds(unit)).collect::<Vec<_>>() {
                 self.set_part(unit, parts[unit].clone(), true)?;
@@ -97,14 +97,14 @@ impl Executor {
             }
         }
         let mut previous = std::mem::replace(
-            &mut self.offload.offloaded,
-            Offloaded::new(&self.offload.options, &self.program, &self.device),
+            &mut self.offload.stores,
+            OffloadStores::new(&self.offload.options, &self.program, &self.device),
         );
         self.declare_offload_sizes();
         for (unit, part) in parts.into_iter().enumerate() {
             self.move_unit(unit, part, before, &mut previous)?;
         }
-        self.offload.offloaded.earlier_disk_bytes = previous.disk_bytes();
+        self.offload.stores.earlier_disk_bytes = previous.disk_bytes();
         Ok(())
     }
 
@@ -115,21 +115,21 @@ impl Executor {
         unit: usize,
         part: Range<usize>,
         before: &ProgramHeader,
-        previous: &mut Offloaded,
+        previous: &mut OffloadStores,
     ) -> Result<()> {
         let now = &self.program.header;
         let (own, from, to) = (now.rank, before.rank_of(unit), now.rank_of(unit));
         if from == own {
-            std::mem::swap(&mut self.offload.offloaded, previous);
+            std::mem::swap(&mut self.offload.stores, previous);
             let brought = self.fetch_state(CLASS, unit);
-            std::mem::swap(&mut self.offload.offloaded, previous);
+            std::mem::swap(&mut self.offload.stores, previous);
             brought?;
         }
         if from == own && to != own {
             self.send_unit(unit, to)?;
             self.set_part(unit, part, false)?;
         } else if to == own && from != own {
-            if self.offload.offloaded.moves(CLASS) {
+            if self.offload.stores.moves(CLASS) {
                 self.reallocate(CLASS, unit)?
             } else {
                 self.set_part(unit, part, true)?
@@ -151,7 +151,7 @@ impl Executor {
         let device = self.shard_device().clone();
         visit(&device, self.parameters.shard_mut(unit));
         let Optimization { optimizer, device, .. } = &mut self.optimization;
-        optimizer.for_each_memory(unit, |tensor| visit(device, tensor.view_mut()));
+        optimizer.for_each_state_tensor(unit, |tensor| visit(device, tensor.view_mut()));
     }
 
     /// Allocates a message for all memory that moves with a unit, and counts it.

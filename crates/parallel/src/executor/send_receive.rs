@@ -20,7 +20,7 @@ impl Executor {
                 let part = gradients.tied().expect("the unit is tied").take_to_send(microbatch);
                 messages.send_vector(part, peer, waiting)
             }
-            MessageKind::Parameters => self.send_copy(unit, peer),
+            MessageKind::Parameters => self.send_tied_unit(unit, peer),
         }
     }
 
@@ -33,14 +33,14 @@ impl Executor {
                 passes.in_flight.message_specs(message, profile).map(|spec| spec.num_words()).sum()
             }
             MessageKind::TiedGradient => gradients.tied().expect("the unit is tied").len(),
-            MessageKind::Parameters => return self.receive_copy(peer),
+            MessageKind::Parameters => return self.receive_tied_unit(peer),
         };
         messages.incoming[kind as usize][microbatch] = Some(messages.receive(len, peer)?);
         Ok(())
     }
 
     /// Sends the parameters of a tied unit to the rank that reads a copy of them.
-    fn send_copy(&mut self, unit: usize, to: usize) -> Result<()> {
+    fn send_tied_unit(&mut self, unit: usize, to: usize) -> Result<()> {
         let Executor { messages, parameters, device, waiting, .. } = self;
         parameters.await_gathered_unit(unit, waiting)?;
         let whole = parameters.unit(unit);
@@ -50,7 +50,7 @@ impl Executor {
         messages.finish_until(0, waiting)
     }
 
-    fn receive_copy(&mut self, from: usize) -> Result<()> {
+    fn receive_tied_unit(&mut self, from: usize) -> Result<()> {
         let Executor { messages, parameters, device, waiting, .. } = self;
         let Incoming { work, len } =
             messages.receive(parameters.tied_copy_mut().shape().num_elements(), from)?;
@@ -62,7 +62,7 @@ impl Executor {
     }
 
     /// Updates the copy of a tied unit on the pipeline rank that reads it, outside of a step. Collective over the pipeline.
-    pub(super) fn exchange_copies(&mut self) -> Result<()> {
+    pub(super) fn exchange_tied_units(&mut self) -> Result<()> {
         let is_exchange = |action: &Action| matches!(action, Action::Send(message) | Action::Receive(message) if message.kind == MessageKind::Parameters);
         match self.program.actions.iter().copied().find(is_exchange) {
             Some(Action::Send(message)) if self.program.header.state.is_sharded(StateClass::Parameters) => {

@@ -14,8 +14,8 @@ pub(super) struct ShardExchange {
     device: Device,
     /// Memory for sums over the ranks that update a unit together, and over the tensor axis.
     sums: [Pool; 2],
-    gathers: Pool,
-    parts: Pool,
+    shard_gathers: Pool,
+    tensor_gathers: Pool,
 }
 
 impl ShardExchange {
@@ -32,10 +32,10 @@ impl ShardExchange {
             let groups = [state.update_group(header), ranks.tensor()];
             let sums = groups.map(|group| pool(group, DType::F64));
             let [gathers, parts] = groups.map(|group| pool(group, DType::F32));
-            ShardExchange { device: device.clone(), sums, gathers, parts }
+            ShardExchange { device: device.clone(), sums, shard_gathers: gathers, tensor_gathers: parts }
         };
-        let DenseAndExpert { dense: shared, experts } = &ranks.state;
-        DenseAndExpert { dense: exchange(shared), experts: experts.as_ref().map(exchange) }
+        let DenseAndExpert { dense, experts } = &ranks.state;
+        DenseAndExpert { dense: exchange(dense), experts: experts.as_ref().map(exchange) }
     }
 }
 
@@ -45,32 +45,33 @@ impl ShardOps for ShardExchange {
     fn sum(&mut self, mut values: ViewMut<'_>) -> Result<()> {
         let len = values.shape().num_elements();
         for pool in self.sums.iter().filter(|pool| pool.group().world_size() > 1) {
-            let buffer = pool.send(&self.device, values.as_view(), 0, len)?;
+            let buffer = pool.copy_to_buffer(&self.device, values.as_view(), 0, len)?;
             let buffer = pool.group().all_reduce(buffer, ReduceOp::Sum).wait()?;
-            pool.receive(&self.device, buffer.into_memory(), len, 0, values.reborrow());
+            pool.copy_from_buffer(&self.device, buffer.into_memory(), len, 0, values.reborrow());
         }
         Ok(())
     }
 
     fn gather(&mut self, mut whole: ViewMut<'_>, part: Range<usize>) -> Result<()> {
-        if self.gathers.group().world_size() == 1 {
+        if self.shard_gathers.group().world_size() == 1 {
             return Ok(());
         }
         // Shards consist of full leaves of the summation tree, so the exchanged length is a multiple of the number of leaves.
         let len = whole.shape().num_elements();
         let len_exchanged = len.next_multiple_of(NUM_LEAVES);
         let own = whole.reborrow().into_part(part.start, [part.len()].into());
-        let buffer = self.gathers.send(&self.device, own.as_view(), part.start, len_exchanged)?;
-        let buffer = self.gathers.group().all_gather(buffer).wait()?;
-        self.gathers.receive(&self.device, buffer.into_memory(), len_exchanged, 0, whole);
+        let buffer =
+            self.shard_gathers.copy_to_buffer(&self.device, own.as_view(), part.start, len_exchanged)?;
+        let buffer = self.shard_gathers.group().all_gather(buffer).wait()?;
+        self.shard_gathers.copy_from_buffer(&self.device, buffer.into_memory(), len_exchanged, 0, whole);
         Ok(())
     }
 
     fn gather_matrix(&mut self, info: &ParameterInfo, part: View<'_>, whole: ViewMut<'_>) -> Result<()> {
         let AxisRank { rank, degree } = info.tensor_rank;
         let len = part.shape().num_elements();
-        let buffer = self.parts.send(&self.device, part, rank * len, degree * len)?;
-        let buffer = self.parts.group().all_gather(buffer).wait()?;
+        let buffer = self.tensor_gathers.copy_to_buffer(&self.device, part, rank * len, degree * len)?;
+        let buffer = self.tensor_gathers.group().all_gather(buffer).wait()?;
         self.device.fill(whole, |values| {
             for info in AxisRank::all(degree).map(|place| info.at(place)) {
                 let part = &buffer.elements::<f32>()[info.tensor_rank.rank * len..];
@@ -79,7 +80,7 @@ impl ShardOps for ShardExchange {
             }
             Ok::<_, ParallelError>(())
         })?;
-        self.parts.release_buffer(buffer.len(), Pending::new(buffer));
+        self.tensor_gathers.release_buffer(buffer.len(), Pending::new(buffer));
         Ok(())
     }
 }

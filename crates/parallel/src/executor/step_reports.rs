@@ -39,7 +39,7 @@ pub(super) struct StepReports {
     world: Arc<Group>,
     num_microbatches: usize,
     num_steps: usize,
-    terms: Vec<ReportedMean>,
+    reported_means: Vec<ReportedMean>,
     metric_names: Vec<&'static str>,
     num_losses: usize,
     /// Number of losses that this rank has recorded in the current program.
@@ -47,7 +47,7 @@ pub(super) struct StepReports {
     /// The reports of all ranks: sums and numbers of rows, by rank, then by entry of `terms`, then by microbatch. After a rank's reports
     /// come its requests. Zeros between programs; `None` while being gathered.
     reports: Option<ExchangeVector>,
-    under_way: Option<PendingVector>,
+    pending: Option<PendingVector>,
     _counted: CountedMemory,
     device: Device,
     tree: TreeSum<f64>,
@@ -109,18 +109,18 @@ impl StepReports {
         let num_losses = terms.iter().filter(is_loss).count();
         let len = world.world_size() * len;
         let counted = CountedMemory::new(device);
-        counted.take_buffer(&world, len * size_of::<f64>())?;
+        counted.charge_buffer(&world, len * size_of::<f64>())?;
         let reports = Some(ExchangeVector::new_for_host(&world, device, DType::F64, len)?);
         let (num_steps, metric_names) = (header.num_steps(), profile.metric_names());
         Ok(StepReports {
             world,
             num_microbatches,
             num_steps,
-            terms,
+            reported_means: terms,
             num_losses,
             num_recorded: 0,
             reports,
-            under_way: None,
+            pending: None,
             _counted: counted,
             device: device.clone(),
             tree: TreeSum::new(),
@@ -147,11 +147,11 @@ impl StepReports {
         mean: &PendingMean,
     ) {
         let is_own = |term: &ReportedMean| term.unit == unit && term.report.metric == metric;
-        let index = self.terms.iter().position(is_own);
+        let index = self.reported_means.iter().position(is_own);
         let index = index.unwrap_or_else(|| panic!("unit {unit} reports {metric:?} in some passes only"));
         let own = self.own().start;
         let reports = self.reports.as_mut().expect("reports are gathered once a program");
-        let ReportedMean { report, first, .. } = self.terms[index];
+        let ReportedMean { report, first, .. } = self.reported_means[index];
         let place = own + first + microbatch * width(report);
         self.device.copy(mean.sum.view(), reports.part_mut(place..place + 1));
         if metric.is_some() {
@@ -185,22 +185,22 @@ impl StepReports {
         if let Some(reports) = &mut reports {
             self.device.upload(&[requests], reports.part_mut(own.end - 1..own.end));
         }
-        self.under_way = reports.map(|reports| reports.exchange(&self.device, own, 0..0, gather));
+        self.pending = reports.map(|reports| reports.exchange(&self.device, own, 0..0, gather));
     }
 
     /// Waits for the reports of all ranks. Returns the mean loss of each step, and computes [metrics](StepReports::metrics).
     pub(super) fn wait(&mut self, waiting: &mut WaitTracker) -> Result<&[f64]> {
-        if self.under_way.is_none() {
+        if self.pending.is_none() {
             self.send();
         }
-        let under_way = self.under_way.take().expect("the reports were sent");
+        let under_way = self.pending.take().expect("the reports were sent");
         let mut gathered = under_way.take_to_host(waiting)?;
         let reports = gathered.host_elements::<f64>();
         let of_ranks = reports.chunks_exact(reports.len() / self.world.world_size());
         self.requested = of_ranks.fold(0, |all, of_rank| all | of_rank[of_rank.len() - 1] as u32);
         self.losses.fill(0.0);
         self.metrics.fill(RowMean::default());
-        for ReportedMean { report, order, .. } in &self.terms {
+        for ReportedMean { report, order, .. } in &self.reported_means {
             let place = |name| self.metric_names.iter().position(|&own| own == name);
             let metric = report.metric.map(|name| place(name).expect("its name is known"));
             for (step, places) in order.chunks_exact(order.len() / self.num_steps).enumerate() {

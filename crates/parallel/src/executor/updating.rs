@@ -13,7 +13,7 @@ use crate::memory::{on_device, update_on_device};
 use crate::step::StepPlan;
 use trireme_codec::CodecName;
 use trireme_optim::{ReducedQuantity, StepSettings};
-use trireme_tensor::{Category, Values};
+use trireme_tensor::{Category, CowTensor};
 
 impl Executor {
     /// Returns the number of the update of this step, which does not count skipped steps. Bias corrections of moments depend on it.
@@ -22,12 +22,12 @@ impl Executor {
     }
 
     /// Whether any unit of this rank exchanges momentum in the update with this number.
-    pub(super) fn has_momentum(&self, update_number: u64) -> bool {
-        self.program.header.held().any(|unit| self.is_momentum(unit, update_number))
+    pub(super) fn exchanges_momentum(&self, update_number: u64) -> bool {
+        self.program.header.held().any(|unit| self.unit_exchanges_momentum(unit, update_number))
     }
 
     /// Whether any unit of any pipeline rank may exchange momentum in this update. If so, no rank reports a gradient norm.
-    pub(super) fn may_have_momentum(&self, update_number: u64) -> bool {
+    pub(super) fn may_exchange_momentum(&self, update_number: u64) -> bool {
         let mut units = 0..self.model.num_units();
         self.options.compression.codec() != CodecName::None
             && self.ranks.data().world_size() > 1
@@ -36,7 +36,7 @@ impl Executor {
             })
     }
 
-    fn is_momentum(&self, unit: usize, update_number: u64) -> bool {
+    fn unit_exchanges_momentum(&self, unit: usize, update_number: u64) -> bool {
         self.optimization.optimizer.reduced_quantity(unit, update_number) == ReducedQuantity::Momentum
             && self.gradients.is_compressed(unit)
     }
@@ -48,7 +48,7 @@ impl Executor {
             return Ok(());
         }
         let step = self.update_number(plan);
-        let is_momentum = self.is_momentum(unit, step);
+        let is_momentum = self.unit_exchanges_momentum(unit, step);
         if self.optimization.partial_gradients.has(unit) {
             let Executor { optimization, gradients, waiting, .. } = self;
             optimization.partial_gradients.sum(unit, gradients.own_sum(unit), waiting)?;
@@ -71,14 +71,14 @@ impl Executor {
     /// Updates a unit's parameters with its reduced gradient or momentum. `step` is the number in the schedule, which counts skipped
     /// steps.
     pub(super) fn update(&mut self, unit: usize, step: u64, settings: StepSettings) -> Result<()> {
-        self.await_outcomes()?;
-        let is_momentum = self.is_momentum(unit, settings.step);
+        self.await_operations()?;
+        let is_momentum = self.unit_exchanges_momentum(unit, settings.step);
         let Optimization { optimizer, device, exchanges, hashes, .. } = &mut self.optimization;
         let (exchange, device) = (exchanges.of_mut(&self.model.table().units()[unit]), &*device);
         let Executor { gradients, parameters, ranks, .. } = self;
         let category = Category::Communication;
         let sum = on_device(gradients.for_update(unit), gradients.update_device(unit), device, category)?;
-        let sum = Values::in_f32(device, sum.view(), category)?;
+        let sum = CowTensor::in_f32(device, sum.view(), category)?;
         let table = self.model.table();
         let rank = ranks.world().rank();
         let hasher = ParameterHasher { table, placements: &self.placements, rank };

@@ -14,7 +14,7 @@ pub struct ValidationBatches {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ValidationRound {
     /// Index of the batch that the rank evaluates, or `None`.
-    pub read: Option<usize>,
+    pub batch: Option<usize>,
     /// Whether the results count. If false, the rank evaluates a batch only because other ranks need its experts.
     pub counts: bool,
 }
@@ -53,7 +53,7 @@ impl ValidationBatches {
         let (num_batches, has_experts) = (self.num_batches(), ranks.experts().is_some());
         (0..num_batches).step_by(degree).map(move |first| {
             let own = Some(first + rank).filter(|&index| index < num_batches);
-            ValidationRound { read: own.or(has_experts.then_some(num_batches - 1)), counts: own.is_some() }
+            ValidationRound { batch: own.or(has_experts.then_some(num_batches - 1)), counts: own.is_some() }
         })
     }
 }

@@ -12,20 +12,20 @@ use trireme_comm::{Buffer, Group, PageSize, Untyped, Work};
 use trireme_tensor::{Category, Device, ParameterInfo, ParameterTable};
 
 /// The compressed reduction of one unit's gradient. It is reused in every step.
-pub(crate) struct Compressed {
+pub(crate) struct CompressedReduction {
     group: Arc<Group>,
     device: Device,
     /// `None` in a dry group, where nothing is compressed.
     pub(super) compressor: Option<Box<Compressor>>,
     /// In a dry group, the sequences of rounds that later steps of a run use, in order. Each step removes the first entry. Not used in
     /// other groups.
-    pub(super) remaining_steps: VecDeque<Vec<Round>>,
+    pub(super) remaining_round_sequences: VecDeque<Vec<Round>>,
     /// One exchange for each round, recreated when the rounds change.
     exchanges: Vec<RoundExchange>,
     /// Bytes of the state that the compressor keeps from step to step.
     state_bytes: usize,
     counted: CountedMemory,
-    under_way: Option<PendingReduction>,
+    pending: Option<PendingReduction>,
     uncompressed: Option<Box<UncompressedElements>>,
     /// Whether the gradient of the current or last step is sent compressed.
     pub(super) is_compressed_step: bool,
@@ -36,10 +36,10 @@ pub(crate) struct Compressed {
 
 enum PendingReduction {
     Round { gradient: ExchangeVector, round: usize },
-    Whole(PendingVector),
+    Uncompressed(PendingVector),
 }
 
-impl Compressed {
+impl CompressedReduction {
     /// Creates the compressed reduction of `unit`'s gradient over `group`. Returns `None` if every step would send the gradient
     /// uncompressed.
     pub(crate) fn new(
@@ -57,15 +57,15 @@ impl Compressed {
         let key = RandomKey::new(*seed, &format!("compression of {}", table.units()[unit].name));
         let compressor = || Compressor::new(compression, &bucket, group.rank(), world_size, key);
         let compressor = (!group.is_dry()).then(compressor).transpose()?;
-        let mut compressed = Compressed {
+        let mut compressed = CompressedReduction {
             group: Arc::clone(group),
             device: device.clone(),
             compressor: compressor.map(Box::new),
             state_bytes: sizes.state_bytes,
-            remaining_steps: sizes.rounds.into(),
+            remaining_round_sequences: sizes.rounds.into(),
             exchanges: Vec::new(),
             counted: CountedMemory::new(device),
-            under_way: None,
+            pending: None,
             uncompressed: UncompressedElements::new(table, unit).map(Box::new),
             is_compressed_step: false,
             statistics: CompressionStatistics::default(),
@@ -73,7 +73,7 @@ impl Compressed {
         };
         let first = match &compressed.compressor {
             Some(compressor) => compressor.rounds().to_vec(),
-            None => compressed.remaining_steps.front().cloned().unwrap_or_default(),
+            None => compressed.remaining_round_sequences.front().cloned().unwrap_or_default(),
         };
         compressed.make_exchanges(&first)?;
         Ok(Some(compressed))
@@ -103,10 +103,10 @@ impl Compressed {
     pub(crate) fn start(&mut self, mut gradient: ExchangeVector) -> Result<()> {
         self.is_compressed_step = true;
         let Some(compressor) = &self.compressor else {
-            if let Some(rounds) = self.remaining_steps.pop_front() {
+            if let Some(rounds) = self.remaining_round_sequences.pop_front() {
                 self.make_exchanges(&rounds)?;
             }
-            self.under_way = Some(PendingReduction::Whole(self.reduce_uncompressed(gradient)));
+            self.pending = Some(PendingReduction::Uncompressed(self.reduce_uncompressed(gradient)));
             return Ok(());
         };
         let rounds = compressor.rounds();
@@ -122,7 +122,7 @@ impl Compressed {
         let elements = gradient.download(&self.device);
         self.uncompressed.iter_mut().try_for_each(|exact| exact.start(elements, &self.group))?;
         self.exchanges[0].start(compressor, elements, &self.group);
-        self.under_way = Some(PendingReduction::Round { gradient, round: 0 });
+        self.pending = Some(PendingReduction::Round { gradient, round: 0 });
         Ok(())
     }
 
@@ -130,7 +130,7 @@ impl Compressed {
     pub(crate) fn start_uncompressed(&mut self, gradient: ExchangeVector) {
         self.is_compressed_step = false;
         self.statistics = CompressionStatistics::uncompressed(gradient.len(), self.group.world_size());
-        self.under_way = Some(PendingReduction::Whole(self.reduce_uncompressed(gradient)));
+        self.pending = Some(PendingReduction::Uncompressed(self.reduce_uncompressed(gradient)));
     }
 
     fn reduce_uncompressed(&self, gradient: ExchangeVector) -> PendingVector {
@@ -141,9 +141,11 @@ impl Compressed {
 
     /// Waits for the message in flight, and starts the next round. After the last round, returns the sum over all ranks.
     pub(crate) fn advance(&mut self, waiting: &mut WaitTracker) -> Result<Option<ExchangeVector>> {
-        let (mut gradient, round) = match self.under_way.take() {
+        let (mut gradient, round) = match self.pending.take() {
             None => return Ok(None),
-            Some(PendingReduction::Whole(whole)) => return Ok(Some(whole.wait(&self.device, waiting)?)),
+            Some(PendingReduction::Uncompressed(whole)) => {
+                return Ok(Some(whole.wait(&self.device, waiting)?));
+            }
             Some(PendingReduction::Round { gradient, round }) => (gradient, round),
         };
         let compressor = self.compressor.as_mut().expect("a round was started");
@@ -160,7 +162,7 @@ impl Compressed {
             return Ok(Some(gradient));
         };
         next.start(compressor, gradient.host_elements(), &self.group);
-        self.under_way = Some(PendingReduction::Round { gradient, round: round + 1 });
+        self.pending = Some(PendingReduction::Round { gradient, round: round + 1 });
         Ok(None)
     }
 
@@ -170,9 +172,9 @@ impl Compressed {
         self.exchanges.clear();
         self.counted = CountedMemory::new(&self.device);
         let exact_bytes = self.uncompressed.as_ref().map_or(0, |exact| exact.len() * size_of::<f32>());
-        self.counted.take_buffer(group, exact_bytes)?;
+        self.counted.charge_buffer(group, exact_bytes)?;
         for &round in rounds {
-            self.counted.take_buffer(group, round.num_bytes() * round.num_messages(group.world_size()))?;
+            self.counted.charge_buffer(group, round.num_bytes() * round.num_messages(group.world_size()))?;
             self.exchanges.push(RoundExchange::new(round, group)?);
         }
         Ok(())
@@ -243,12 +245,12 @@ impl RoundExchange {
         let mut messages = self.messages.take().expect("a round is exchanged once a step");
         self.work = Some(match self.round {
             Round::AllReduce { .. } => {
-                compressor.write(gradient, messages.bytes_mut());
+                compressor.encode(gradient, messages.bytes_mut());
                 group.all_reduce(messages, ReduceOp::Sum)
             }
             Round::AllGather { num_bytes } => {
                 let own = group.rank().0 * num_bytes;
-                compressor.write(gradient, &mut messages.bytes_mut()[own..own + num_bytes]);
+                compressor.encode(gradient, &mut messages.bytes_mut()[own..own + num_bytes]);
                 group.all_gather(messages)
             }
         });
@@ -262,7 +264,7 @@ impl RoundExchange {
     ) -> Result<()> {
         let work = self.work.take().expect("the round was started");
         let messages = waiting.wait(work)?;
-        compressor.read(gradient, messages.bytes())?;
+        compressor.decode(gradient, messages.bytes())?;
         self.messages = Some(messages);
         Ok(())
     }

@@ -1,9 +1,9 @@
 //! Allocates gradients according to how ranks shard and reduce them.
 
-use super::hierarchical::{Hierarchical, Hierarchy};
-use super::reduction::{Reduction, Reductions};
-use super::shard_sum::ShardSums;
-use super::{Compressed, GradientLayout, Gradients, TiedGradients, TreeSum, UnitGradient};
+use super::hierarchical::{HierarchicalReduction, Hierarchy};
+use super::reduction::{Reduction, ReductionFactory};
+use super::shard_sum::ShardSumFactory;
+use super::{CompressedReduction, GradientLayout, Gradients, TiedGradients, TreeSum, UnitGradient};
 use crate::error::{ParallelError, Result};
 use crate::layout::RankGrid;
 use crate::memory::{CountedMemory, Pool, WaitTracker};
@@ -37,7 +37,7 @@ impl Gradients {
             if layout.is_scattered() || !is_held[unit] {
                 Ok(None)
             } else {
-                Compressed::new(table, unit, options, device, layout.group(&ranks.state.dense))
+                CompressedReduction::new(table, unit, options, device, layout.group(&ranks.state.dense))
             }
         };
         let compressed = (0..table.units().len()).map(compressed).collect::<Result<Vec<_>, _>>()?;
@@ -51,7 +51,7 @@ impl Gradients {
         let sums = ranks.state.try_map(|state| -> Result<_> {
             let (dtype, group) = (layout.dtype, layout.group(state));
             let reductions = if layout.is_scattered() {
-                Reductions::reduce_scatter(dtype, group, !layout.has_shards(state), device)
+                ReductionFactory::reduce_scatter(dtype, group, !layout.has_shards(state), device)
             } else {
                 // Backward starts with the last unit.
                 let units = table.units().iter().enumerate().rev();
@@ -59,9 +59,12 @@ impl Gradients {
                     std::ptr::eq(ranks.state_of(info), state) && compressed[*unit].is_none()
                 });
                 let lens: Vec<usize> = reduced.map(len).collect();
-                Reductions::all_reduce(dtype, group, options.fusion_bytes, &lens, &counted)?
+                ReductionFactory::all_reduce(dtype, group, options.fusion_bytes, &lens, &counted)?
             };
-            Ok((reductions, ShardSums::new(layout.shard_dtype, options.determinism, state, shards_device)))
+            Ok((
+                reductions,
+                ShardSumFactory::new(layout.shard_dtype, options.determinism, state, shards_device),
+            ))
         })?;
         let mut units = Vec::with_capacity(table.units().len());
         for ((index, info), compressed) in table.units().iter().enumerate().zip(compressed) {
@@ -75,7 +78,7 @@ impl Gradients {
             };
             let stays = layout.keeps_full() || compressed.is_some();
             if layout.keeps_full() && !layout.is_scattered() && compressed.is_none() {
-                counted.map(layout.group(ranks).peer_bytes_mapped(len * size_of::<f32>()))?;
+                counted.charge_mapped(layout.group(ranks).peer_bytes_mapped(len * size_of::<f32>()))?;
             }
             units.push(UnitGradient {
                 num_elements,
@@ -85,7 +88,9 @@ impl Gradients {
                 sum: TreeSum::new(),
                 reduction: match (compressed, &hierarchy) {
                     (Some(compressed), _) => Reduction::Compressed(compressed),
-                    (None, Some(hierarchy)) => Reduction::Hierarchical(Hierarchical::new(hierarchy, info)),
+                    (None, Some(hierarchy)) => {
+                        Reduction::Hierarchical(HierarchicalReduction::new(hierarchy, info))
+                    }
                     (None, None) => reductions.reduction(len)?,
                 },
                 is_finished: false,
@@ -106,7 +111,7 @@ impl Gradients {
             in_flight: VecDeque::with_capacity(units.len()),
             units,
             // Gradients are gathered from their shards if each rank updates full units.
-            gathered: layout.is_gathered().then(|| GatheredUnits::absent(table, ranks, &pool)),
+            gathered: layout.is_gathered().then(|| GatheredUnits::empty(table, ranks, &pool)),
             pool,
             counted,
             block_rounded,

@@ -50,11 +50,11 @@ impl Hierarchy {
 ///
 /// For a gradient of `P` bytes as integers, on `H` hosts with `L` ranks each, a rank sends `(L - 1) / L * P` bytes to the other ranks of
 /// its host, and `(H - 1) / H * P / L` bytes to other hosts. The gradient is rounded at each level.
-pub(crate) struct Hierarchical {
+pub(crate) struct HierarchicalReduction {
     hierarchy: Arc<Hierarchy>,
     unit: UnitInfo,
     slot_bytes: usize,
-    under_way: Option<PendingLevel>,
+    pending: Option<PendingLevel>,
 }
 
 struct PendingLevel {
@@ -63,17 +63,22 @@ struct PendingLevel {
     messages: PendingVector,
 }
 
-impl Hierarchical {
+impl HierarchicalReduction {
     pub(crate) fn new(hierarchy: &Arc<Hierarchy>, unit: &UnitInfo) -> Self {
         let slot_bytes = slot_bytes(unit, hierarchy.num_shards, hierarchy.format);
-        Hierarchical { hierarchy: Arc::clone(hierarchy), unit: unit.clone(), slot_bytes, under_way: None }
+        HierarchicalReduction {
+            hierarchy: Arc::clone(hierarchy),
+            unit: unit.clone(),
+            slot_bytes,
+            pending: None,
+        }
     }
 
     /// Waits for the level in flight, and starts the next one. After the last level, returns the gradient, in which this rank's shard is
     /// the sum over all ranks.
     pub(crate) fn advance(&mut self, waiting: &mut WaitTracker) -> Result<Option<ExchangeVector>> {
         let PendingLevel { mut gradient, level, messages } =
-            self.under_way.take().expect("a reduction was started");
+            self.pending.take().expect("a reduction was started");
         let messages = messages.wait(&self.hierarchy.device, waiting)?;
         self.add_up(&mut gradient, &self.hierarchy.levels[level], &messages);
         self.hierarchy.levels[level].messages.release(messages);
@@ -99,7 +104,7 @@ impl Hierarchical {
         let len = messages.len();
         let swap = |messages| pool.group().all_to_all(messages);
         let messages = messages.exchange(device, 0..len, 0..len, swap);
-        self.under_way = Some(PendingLevel { gradient, level, messages });
+        self.pending = Some(PendingLevel { gradient, level, messages });
         Ok(())
     }
 

@@ -5,9 +5,9 @@ mod construction;
 mod hierarchical;
 mod layout;
 mod norm;
+mod reduced_vector;
 mod reduction;
 mod shard_sum;
-mod summed_vector;
 mod tied;
 mod tree;
 
@@ -20,7 +20,7 @@ use crate::memory::{CountedMemory, ExchangeVector, Pool, WaitTracker};
 use crate::offload::Movable;
 use crate::parameters::{GatheredUnits, ReplicatedParameters};
 use crate::step::Determinism;
-use compressed::Compressed;
+use compressed::CompressedReduction;
 use layout::GradientLayout;
 use reduction::Reduction;
 use shard_sum::ShardSum;
@@ -356,12 +356,12 @@ impl Gradients {
 
     pub(crate) fn roll_back_compression(&mut self) -> Result<()> {
         let mut compressed = self.units.iter_mut().filter_map(|state| state.reduction.compressed_mut());
-        compressed.try_for_each(Compressed::roll_back)
+        compressed.try_for_each(CompressedReduction::roll_back)
     }
 
-    pub(crate) fn num_step_kinds(&self) -> usize {
+    pub(crate) fn num_round_sequences(&self) -> usize {
         let compressed = self.units.iter().filter_map(|state| state.reduction.compressed());
-        compressed.map(|compressed| compressed.remaining_steps.len()).max().unwrap_or(0)
+        compressed.map(|compressed| compressed.remaining_round_sequences.len()).max().unwrap_or(0)
     }
 
     pub(crate) fn compressors(&self) -> impl Iterator<Item = (&str, &Compressor)> {

@@ -14,7 +14,7 @@ use trireme_tensor::{Category, Device, ExactSum, ParameterTable, UnitInfo, View,
 /// first of them counts it. Because the sums are exact, their total over all ranks does not depend on the layout.
 pub(crate) struct SquaredNorms {
     /// For each unit, the runs of its flat buffer that this rank counts.
-    counted: Vec<Vec<Range<usize>>>,
+    counted_runs: Vec<Vec<Range<usize>>>,
     /// For each unit, the windows of an [`ExactSum`]; `None` while they are summed over the ranks.
     sums: Option<ExchangeVector>,
     device: Device,
@@ -30,7 +30,7 @@ impl SquaredNorms {
         let (group, is_first) = ranks.squares_group();
         let counted = |unit: &UnitInfo| {
             // In a unit with experts, the other parameters are equal on all ranks of the expert axis.
-            let has_rest = if unit.has_experts() { table.expert_place().rank == 0 } else { is_first };
+            let has_rest = if unit.has_experts() { table.expert_rank().rank == 0 } else { is_first };
             let mut runs: Vec<Range<usize>> = Vec::new();
             for info in &table.parameters()[unit.parameters.clone()] {
                 let is_here = if info.expert.is_some() { table.stores(info) } else { has_rest };
@@ -50,21 +50,21 @@ impl SquaredNorms {
         let len = table.units().len() * ExactSum::LEN;
         let sums = Some(ExchangeVector::new_for_host(group, device, DType::F64, len)?);
         Ok(SquaredNorms {
-            counted: table.units().iter().map(counted).collect(),
+            counted_runs: table.units().iter().map(counted).collect(),
             sums,
             device: device.clone(),
         })
     }
 
     /// Computes the sum of squares of a unit's gradient. `gradient` has the elements `part` of the unit, in memory of the device `on`.
-    pub(crate) fn take(
+    pub(crate) fn compute(
         &mut self,
         unit: usize,
         gradient: View<'_>,
         part: Range<usize>,
         on: &Device,
     ) -> Result<()> {
-        let (counted, mut sum) = (&self.counted[unit], sum_of(&mut self.sums, unit));
+        let (counted, mut sum) = (&self.counted_runs[unit], sum_of(&mut self.sums, unit));
         self.device.zero(sum.reborrow());
         update_on_device(sum, &self.device, on, Category::Communication, |mut sum| {
             for run in counted {

@@ -1,8 +1,8 @@
 //! The reduction of a unit's gradient over the ranks: in f32, rounded to 16 bits, quantized level by level, or compressed.
 
-use super::Compressed;
-use super::hierarchical::Hierarchical;
-use super::summed_vector::{ReducedVector, Summation};
+use super::CompressedReduction;
+use super::hierarchical::HierarchicalReduction;
+use super::reduced_vector::{ReducedVector, Summation};
 use crate::error::Result;
 use crate::memory::{CountedMemory, ExchangeVector, PendingVector, Pool, WaitTracker};
 use crate::offload::Movable;
@@ -13,23 +13,23 @@ use trireme_tensor::{Category, Device, View};
 
 pub(crate) enum Reduction {
     /// In f32, in the gradient's own memory; a short gradient may be fused with others.
-    Plain { exchange: Summation, under_way: Option<PendingVector> },
+    Plain { exchange: Summation, pending: Option<PendingVector> },
     /// Rounded to 16 bits, in memory of its own.
     Rounded(ReducedVector),
     /// As integers, within hosts and then across them, in memory of its own.
-    Hierarchical(Hierarchical),
+    Hierarchical(HierarchicalReduction),
     /// Compressed by a codec, in memory of its own.
-    Compressed(Compressed),
+    Compressed(CompressedReduction),
 }
 
 /// Creates the uncompressed reductions of units whose gradients are reduced over the same ranks.
-pub(crate) struct Reductions {
+pub(crate) struct ReductionFactory {
     exchange: Summation,
     /// For reductions in 16 bits, the pool for rounded gradients, and whether each unit allocates its memory in advance.
     rounded: Option<(Pool, bool)>,
 }
 
-impl Reductions {
+impl ReductionFactory {
     /// Creates all-reductions over `group`. Short gradients are fused into messages of up to `fusion_bytes`; with 0, each gradient is sent
     /// alone. If the group is on shared memory, nothing is fused, because a message costs no more than the copies that fusion needs. Memory
     /// for gradients of `lens` elements, in the order of their reductions, is allocated in advance.
@@ -43,10 +43,10 @@ impl Reductions {
         let shares_memory = matches!(group.transport(), TransportKind::Single | TransportKind::Shm);
         let len_max = if shares_memory { 0 } else { fusion_bytes / dtype.size() };
         let fusion = Fusion::new(Arc::clone(group), ReduceOp::Sum, len_max);
-        counted.take_buffer(group, fusion.reserve(dtype, lens.iter().copied())?)?;
+        counted.charge_buffer(group, fusion.reserve(dtype, lens.iter().copied())?)?;
         let pool = |category| Pool::new(group, counted.device(), dtype, category, true);
         let rounded = (dtype != DType::F32).then(|| (pool(Category::Gradients), true));
-        Ok(Reductions { exchange: Summation::AllReduce(fusion), rounded })
+        Ok(ReductionFactory { exchange: Summation::AllReduce(fusion), rounded })
     }
 
     /// Creates reduce-scatters over `group`, after which each rank has its shard of a sum. If rounded sums `stay`, they are stored until
@@ -55,12 +55,12 @@ impl Reductions {
         let category = if stay { Category::Gradients } else { Category::Communication };
         let pool = || Pool::new(group, device, dtype, category, true);
         let rounded = (dtype != DType::F32).then(|| (pool(), false));
-        Reductions { exchange: Summation::ReduceScatter(Arc::clone(group)), rounded }
+        ReductionFactory { exchange: Summation::ReduceScatter(Arc::clone(group)), rounded }
     }
 
     pub(crate) fn reduction(&self, len: usize) -> Result<Reduction> {
         let Some((pool, takes_memory)) = &self.rounded else {
-            return Ok(Reduction::Plain { exchange: self.exchange.clone(), under_way: None });
+            return Ok(Reduction::Plain { exchange: self.exchange.clone(), pending: None });
         };
         let mut vector = ReducedVector::new(len, &self.exchange, pool);
         if *takes_memory {
@@ -74,7 +74,9 @@ impl Reduction {
     /// Starts the reduction of this rank's `sum`. Returns `sum` if a rounded copy is reduced instead.
     pub(crate) fn start(&mut self, sum: ExchangeVector, device: &Device) -> Result<Option<ExchangeVector>> {
         match self {
-            Reduction::Plain { exchange, under_way } => *under_way = Some(exchange.start(sum, device)),
+            Reduction::Plain { exchange, pending: under_way } => {
+                *under_way = Some(exchange.start(sum, device))
+            }
             Reduction::Rounded(rounded) => {
                 rounded.reduce_rounded(sum.view(), device)?;
                 return Ok(Some(sum));
@@ -102,7 +104,7 @@ impl Reduction {
         waiting: &mut WaitTracker,
     ) -> Result<bool> {
         *f32_sum = match self {
-            Reduction::Plain { under_way, .. } => {
+            Reduction::Plain { pending: under_way, .. } => {
                 let under_way = under_way.take().expect("a reduction was started");
                 Some(under_way.wait(device, waiting)?)
             }
@@ -134,11 +136,11 @@ impl Reduction {
         }
     }
 
-    pub(crate) fn compressed(&self) -> Option<&Compressed> {
+    pub(crate) fn compressed(&self) -> Option<&CompressedReduction> {
         if let Reduction::Compressed(compressed) = self { Some(compressed) } else { None }
     }
 
-    pub(crate) fn compressed_mut(&mut self) -> Option<&mut Compressed> {
+    pub(crate) fn compressed_mut(&mut self) -> Option<&mut CompressedReduction> {
         if let Reduction::Compressed(compressed) = self { Some(compressed) } else { None }
     }
 }
@@ -175,7 +177,7 @@ mod tests {
             let group = Arc::new(group);
             let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
             let counted = CountedMemory::new(&device);
-            let reductions = Reductions::all_reduce(dtype, &group, 0, &[], &counted).unwrap();
+            let reductions = ReductionFactory::all_reduce(dtype, &group, 0, &[], &counted).unwrap();
             let mut reduction = reductions.reduction(LEN).unwrap();
             let mut vector = ExchangeVector::new_for_host(&group, &device, DType::F32, LEN).unwrap();
             let mut found = Vec::new();

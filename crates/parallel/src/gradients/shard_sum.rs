@@ -1,6 +1,6 @@
 //! A rank's shard of a unit's gradient: reduced shards, summed over microbatches and then over replicas.
 
-use super::summed_vector::{ReducedVector, Summation};
+use super::reduced_vector::{ReducedVector, Summation};
 use super::{Gradient, TreeSum, add};
 use crate::error::Result;
 use crate::layout::StateRanks;
@@ -21,18 +21,22 @@ pub(crate) struct ShardSum {
 }
 
 /// Creates the shards of units whose state is distributed over the same ranks.
-pub(crate) struct ShardSums {
+pub(crate) struct ShardSumFactory {
     determinism: Determinism,
     exchange: Summation,
     pool: Pool,
 }
 
-impl ShardSums {
+impl ShardSumFactory {
     /// Creates shards in `dtype` on `device`. The dtype must be f32 if a shard sums several microbatches.
     pub(crate) fn new(dtype: DType, determinism: Determinism, ranks: &StateRanks, device: &Device) -> Self {
         let group = &ranks.replicas;
         let exchange = Summation::AllReduce(Fusion::new(Arc::clone(group), ReduceOp::Sum, 0));
-        ShardSums { determinism, exchange, pool: Pool::new(group, device, dtype, Category::Gradients, true) }
+        ShardSumFactory {
+            determinism,
+            exchange,
+            pool: Pool::new(group, device, dtype, Category::Gradients, true),
+        }
     }
 
     /// Returns a shard of `len` elements. It allocates no memory before the first addition.

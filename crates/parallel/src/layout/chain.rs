@@ -18,7 +18,7 @@ pub fn chain(table: &ParameterTable, profile: &ModelProfile, determinism: Determ
         accumulates_tied_gradients: table.tie().is_some() && determinism == Determinism::Run,
         without_backward_reads: units_where(|unit| !unit.backward_reads),
         weight_half_readers: units_where(|unit| unit.weight_half_reads),
-        without_activations: units_where(|unit| !unit.passes.keeps()),
+        without_activations: units_where(|unit| !unit.passes.keeps_activations()),
         exchanges: exchanges(profile),
     }
 }

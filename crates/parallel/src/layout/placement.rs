@@ -17,32 +17,37 @@ impl Placements {
     /// the model declares. An expert's parameters are on one of the adjacent data-parallel ranks that hold different experts.
     pub fn new(table: &ParameterTable, header: &ProgramHeader, mesh: Mesh) -> Self {
         let is_sharded = header.state.is_sharded(StateClass::Optimizer);
-        let (of_shards, of_replicas) = neighbours(table, &mesh);
+        let (experts_along_shards, experts_along_replicas) = expert_degrees(table, &mesh);
         let along = |info: &ParameterInfo, axis, degree: usize| match (axis, table.owner(info)) {
             (Axis::PIPELINE, _) => Placement::Single { rank: header.rank_of(info.unit) },
-            (Axis::DATA_REPLICATE, Some(owner)) if of_replicas > 1 => {
-                Placement::OneOf { rank: owner / of_shards, num: of_replicas }
+            (Axis::DATA_REPLICATE, Some(owner)) if experts_along_replicas > 1 => {
+                Placement::OneOf { rank: owner / experts_along_shards, num: experts_along_replicas }
             }
-            (Axis::DATA_SHARD, Some(owner)) if is_sharded && of_shards > 1 => {
-                let bounds = shard_bounds(table, table.counterpart(info), degree / of_shards);
+            (Axis::DATA_SHARD, Some(owner)) if is_sharded && experts_along_shards > 1 => {
+                let bounds = shard_bounds(table, table.counterpart(info), degree / experts_along_shards);
                 // Ranks with other experts hold an empty range between the ranks that hold a part.
                 let bound = |rank: usize| {
-                    bounds[rank / of_shards + usize::from(rank % of_shards > owner % of_shards)]
+                    bounds[rank / experts_along_shards
+                        + usize::from(rank % experts_along_shards > owner % experts_along_shards)]
                 };
                 Placement::Ragged { bounds: (0..=degree).map(|rank| bound(rank.min(degree))).collect() }
             }
             (Axis::DATA_SHARD, Some(_)) if is_sharded => {
                 Placement::Ragged { bounds: shard_bounds(table, table.counterpart(info), degree) }
             }
-            (Axis::DATA_SHARD, Some(owner)) if of_shards > 1 => {
-                Placement::OneOf { rank: owner % of_shards, num: of_shards }
+            (Axis::DATA_SHARD, Some(owner)) if experts_along_shards > 1 => {
+                Placement::OneOf { rank: owner % experts_along_shards, num: experts_along_shards }
             }
             (Axis::DATA_SHARD, None) if is_sharded => {
-                let num = if table.units()[info.unit].has_experts() { degree / of_shards } else { degree };
+                let num = if table.units()[info.unit].has_experts() {
+                    degree / experts_along_shards
+                } else {
+                    degree
+                };
                 Placement::Ragged { bounds: shard_bounds(table, info, num) }
             }
             (Axis::TENSOR, _) => {
-                info.cut.filter(|_| degree > 1).map_or(Placement::Replicate, Placement::Split)
+                info.split.filter(|_| degree > 1).map_or(Placement::Replicate, Placement::Split)
             }
             _ => Placement::Replicate,
         };
@@ -63,13 +68,15 @@ impl Placements {
         header: &ProgramHeader,
         info: &ParameterInfo,
     ) -> Vec<Placement> {
-        let (of_shards, of_replicas) = neighbours(table, &self.mesh);
+        let (experts_along_shards, experts_along_replicas) = expert_degrees(table, &self.mesh);
         let along = |&(axis, _): &(Axis, usize)| match (axis, table.owner(info)) {
             (Axis::PIPELINE, _) => Placement::Single { rank: header.rank_of(info.unit) },
             (Axis::DATA_REPLICATE, Some(owner)) => {
-                Placement::OneOf { rank: owner / of_shards, num: of_replicas }
+                Placement::OneOf { rank: owner / experts_along_shards, num: experts_along_replicas }
             }
-            (Axis::DATA_SHARD, Some(owner)) => Placement::OneOf { rank: owner % of_shards, num: of_shards },
+            (Axis::DATA_SHARD, Some(owner)) => {
+                Placement::OneOf { rank: owner % experts_along_shards, num: experts_along_shards }
+            }
             _ => Placement::Replicate,
         };
         self.mesh.axes().iter().map(along).collect()
@@ -92,7 +99,7 @@ impl Placements {
     pub fn parts(&self, table: &ParameterTable, rank: Rank) -> Vec<Range<usize>> {
         let mut parts: Vec<Option<Range<usize>>> = vec![None; table.units().len()];
         for (info, tensor) in table.parameters().iter().zip(&self.tensors) {
-            let (_, held) = tensor.held(&self.mesh, rank).expect("placements are made for their mesh");
+            let (_, held) = tensor.local_part(&self.mesh, rank).expect("placements are made for their mesh");
             if held.is_empty() {
                 continue;
             }
@@ -106,9 +113,9 @@ impl Placements {
 }
 
 /// Returns the degree of expert parallelism along the shard axis, and along the replica axis. Expert ranks fill the shard axis first.
-fn neighbours(table: &ParameterTable, mesh: &Mesh) -> (usize, usize) {
+fn expert_degrees(table: &ParameterTable, mesh: &Mesh) -> (usize, usize) {
     let shards = mesh.axes().iter().find(|(axis, _)| *axis == Axis::DATA_SHARD);
-    let (degree, num_shards) = (table.expert_place().degree, shards.map_or(1, |&(_, degree)| degree));
+    let (degree, num_shards) = (table.expert_rank().degree, shards.map_or(1, |&(_, degree)| degree));
     (degree.min(num_shards), degree.div_ceil(num_shards))
 }
 

@@ -221,7 +221,7 @@ impl RankGrid {
         let context = groups.along("context", &[Axis::CONTEXT])?;
         let tensor = groups.along("tensor", &[Axis::TENSOR])?;
         let own = groups.along("own", &[])?;
-        let shared = StateRanks { data, shards, replicas, own: Arc::clone(&own) };
+        let dense = StateRanks { data, shards, replicas, own: Arc::clone(&own) };
         let mut groups: Vec<_> = groups.made.into_iter().map(|(_, group)| group).collect();
         let (world, heads) = (Arc::clone(&groups[0]), degrees.heads);
         let ring = split_or_reuse(&context, "ring", degrees.context / heads, |rank| rank % heads)?;
@@ -240,7 +240,7 @@ impl RankGrid {
             // The expert axis has its own group as well, so that tokens do not wait behind gradients. The group keeps the canonical order,
             // so that the gradients of shadowed experts are summed as an expert's own rank would sum them.
             let of_axis = |rank| mesh.group_of(rank, &[Axis::EXPERT]) as u64;
-            let axis = Arc::new(world.split_in_order("experts", of_axis)?);
+            let axis = Arc::new(world.split_keeping_order("experts", of_axis)?);
             groups.push(Arc::clone(&axis));
             let mut along = |name: &str, axes: &[Axis]| -> Result<_> {
                 let group = Arc::new(world.split_by(name, |rank| mesh.group_of(rank, axes) as u64)?);
@@ -261,7 +261,7 @@ impl RankGrid {
             degrees,
             world,
             pipeline,
-            state: DenseAndExpert { dense: shared, experts: of_experts },
+            state: DenseAndExpert { dense, experts: of_experts },
             experts,
             ring,
             heads,
@@ -421,12 +421,12 @@ impl RankGrid {
 
     /// Sets the line of the program that issues all later operations of the groups.
     pub(crate) fn set_line(&self, line: ProgramLine<'_>) {
-        self.groups.iter().for_each(|group| group.set_line(format_args!("{line}")));
+        self.groups.iter().for_each(|group| group.set_program_line(format_args!("{line}")));
     }
 
     /// Declares that later operations of the groups belong to no line of a program.
     pub(crate) fn forget_line(&self) {
-        self.groups.iter().for_each(|group| group.set_line(format_args!("")));
+        self.groups.iter().for_each(|group| group.set_program_line(format_args!("")));
     }
 
     /// Bytes that this rank has sent, by collectives and messages of all groups.

@@ -1,7 +1,7 @@
 //! Access to values of one device by kernels of another one.
 
 use crate::error::ParallelError;
-use trireme_tensor::{Category, Device, DeviceError, Tensor, Values, View, ViewMut};
+use trireme_tensor::{Category, CowTensor, Device, DeviceError, Tensor, View, ViewMut};
 
 /// Returns `values` in memory that kernels of `to` can read: the values themselves if the devices share memory, else a copy. Fails if there
 /// is no memory for the copy.
@@ -10,13 +10,13 @@ pub(crate) fn on_device<'a>(
     from: &Device,
     to: &Device,
     category: Category,
-) -> Result<Values<'a>, DeviceError> {
+) -> Result<CowTensor<'a>, DeviceError> {
     if from.shares_address_space(to) {
-        return Ok(Values::Stored(values));
+        return Ok(CowTensor::Borrowed(values));
     }
     let mut copy = to.empty(values.shape(), values.dtype(), category)?;
     copy_across(values, from, copy.view_mut(), to);
-    Ok(Values::Converted(copy))
+    Ok(CowTensor::Owned(copy))
 }
 
 /// `y = x`, for devices that share no memory, through host memory.

@@ -22,9 +22,9 @@ impl CountedMemory {
     }
 
     /// Counts a buffer of `group` that is about to be allocated, and the buffers of peers that this rank maps for it.
-    pub(crate) fn take_buffer(&self, group: &Group, num_bytes: usize) -> Result<()> {
+    pub(crate) fn charge_buffer(&self, group: &Group, num_bytes: usize) -> Result<()> {
         self.charge(Category::Communication, num_bytes)?;
-        self.map(group.peer_bytes_mapped(num_bytes))
+        self.charge_mapped(group.peer_bytes_mapped(num_bytes))
     }
 
     pub(crate) fn charge(&self, category: Category, num_bytes: usize) -> Result<()> {
@@ -34,13 +34,13 @@ impl CountedMemory {
     }
 
     /// Counts memory of peers that is about to be mapped.
-    pub(crate) fn map(&self, num_bytes: usize) -> Result<()> {
+    pub(crate) fn charge_mapped(&self, num_bytes: usize) -> Result<()> {
         self.device.staging().charge_mapped(Category::Communication, num_bytes)?;
         self.mapped.fetch_add(num_bytes, Ordering::Relaxed);
         Ok(())
     }
 
-    pub(crate) fn unmap(&self, num_bytes: usize) {
+    pub(crate) fn uncharge_mapped(&self, num_bytes: usize) {
         self.mapped.fetch_sub(num_bytes, Ordering::Relaxed);
         self.device.staging().uncharge_mapped(Category::Communication, num_bytes);
     }

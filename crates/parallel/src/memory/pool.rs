@@ -11,7 +11,7 @@ pub(crate) struct Pool {
     dtype: DType,
     category: Category,
     /// Whether peers access the buffers directly, so that memory of peers is mapped and counted.
-    is_exchanged: bool,
+    peers_map_buffers: bool,
     page_size: PageSize,
     has_buffers: bool,
     shared: Arc<Shared>,
@@ -43,7 +43,15 @@ impl Pool {
         // A group of one rank exchanges nothing, so its vectors need no group memory.
         let has_buffers = group.world_size() > 1;
         let (group, page_size) = (Arc::clone(group), PageSize::Base);
-        Pool { group, dtype, category, is_exchanged, page_size, has_buffers, shared: Arc::new(shared) }
+        Pool {
+            group,
+            dtype,
+            category,
+            peers_map_buffers: is_exchanged,
+            page_size,
+            has_buffers,
+            shared: Arc::new(shared),
+        }
     }
 
     /// Uses huge pages, for vectors that are exchanged many times per step.
@@ -98,7 +106,7 @@ impl Pool {
         }
         let (own, mapped) = self.num_bytes(len);
         self.shared.counted.charge(self.category, own)?;
-        self.shared.counted.map(mapped)?;
+        self.shared.counted.charge_mapped(mapped)?;
         // The group would allocate a page even for an empty buffer.
         Ok(Pending::new(match len {
             0 => Buffer::private_of(self.dtype, 0)?,
@@ -119,7 +127,7 @@ impl Pool {
 
     /// Returns a buffer of `len` elements for the group to exchange. `values` are copied into it from element `at` on, after the kernels
     /// that have been issued.
-    pub(crate) fn send(
+    pub(crate) fn copy_to_buffer(
         &self,
         device: &Device,
         values: View<'_>,
@@ -134,7 +142,7 @@ impl Pool {
     /// Copies exchanged elements, from element `at` of a buffer of `len` elements on, to `result`. Kernels issued later read them. Returns
     /// the buffer to the pool.
     #[track_caller]
-    pub(crate) fn receive(
+    pub(crate) fn copy_from_buffer(
         &self,
         device: &Device,
         mut buffer: Pending<Buffer<Untyped>>,
@@ -150,7 +158,7 @@ impl Pool {
     /// Returns the bytes of a buffer, and the bytes of peers' buffers that are mapped for it.
     fn num_bytes(&self, len: usize) -> (usize, usize) {
         let own = len * self.dtype.size();
-        (own, if self.is_exchanged { self.group.peer_bytes_mapped_in(own, self.page_size) } else { 0 })
+        (own, if self.peers_map_buffers { self.group.peer_bytes_mapped_in(own, self.page_size) } else { 0 })
     }
 
     pub(crate) fn release(&self, vector: ExchangeVector) {
@@ -167,7 +175,7 @@ impl Pool {
         let (own, mapped) = self.num_bytes(self.buffer_len(vector.len()));
         drop(vector);
         self.shared.counted.uncharge(self.category, own);
-        self.shared.counted.unmap(mapped);
+        self.shared.counted.uncharge_mapped(mapped);
     }
 }
 

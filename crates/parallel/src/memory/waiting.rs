@@ -3,7 +3,7 @@
 //! On a device that runs kernels asynchronously, kernels wait for the event of an operation, and the host waits for its outcome later. If
 //! the operation fails, the event completes all the same and kernels read zeros ([`Work::into_pending`]), so that the failure does not
 //! block the stream. Before a result reaches losses, norms, parameters or an evaluation, the executor therefore waits for all outcomes
-//! (`Executor::await_outcomes`), and a failure is an error of the step.
+//! (`Executor::await_operations`), and a failure is an error of the step.
 //!
 //! Ranks report their losses after their outcomes, and no rank updates before it has the reports of all ranks. A pipeline that does not
 //! drain is the exception: a rank that saw no failure may have updated parameters with results that were computed from zeros; the run then
@@ -37,7 +37,7 @@ impl WaitTracker {
     }
 
     /// Returns a vector of `len` elements of `dtype` for kernels of `device`. If the device runs kernels asynchronously, the kernels wait
-    /// for the operation instead of the host, and [`await_outcomes`](WaitTracker::await_outcomes) returns its failure.
+    /// for the operation instead of the host, and [`await_operations`](WaitTracker::await_operations) returns its failure.
     pub(crate) fn wait_on_device(
         &mut self,
         work: impl Into<FusedWork>,
@@ -57,7 +57,7 @@ impl WaitTracker {
 
     /// Waits for the operations that kernels wait for, and returns their first failure. Until then, kernels may read zeros in place of data
     /// that did not arrive, so no result that outlasts a step may be computed before this call.
-    pub(crate) fn await_outcomes(&mut self) -> Result<(), CommError> {
+    pub(crate) fn await_operations(&mut self) -> Result<(), CommError> {
         let outcomes = std::mem::take(&mut self.outcomes);
         self.during(|| outcomes.into_iter().try_for_each(Outcome::wait))
     }
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn await_outcomes_returns_a_failure() {
+    fn await_operations_returns_a_failure() {
         run_ranks(2, |group| {
             let (device, mut waiting) = (detached(), WaitTracker::default());
             let mut sum = || {
@@ -97,7 +97,7 @@ mod tests {
                 waiting
                     .wait_on_device(group.all_reduce(vector, ReduceOp::Sum), DType::F32, 10, &device)
                     .unwrap();
-                waiting.await_outcomes()
+                waiting.await_operations()
             };
             sum().unwrap();
             if group.rank() == Rank::ROOT {
@@ -122,7 +122,7 @@ mod tests {
                     let (device, mut waiting) = (detached(), WaitTracker::default());
                     waiting.wait_on_device(group.receive(vector, Rank(1)), DType::F32, 10, &device).unwrap();
                     group.barrier().wait().unwrap();
-                    waiting.await_outcomes().unwrap();
+                    waiting.await_operations().unwrap();
                 });
             }
         });

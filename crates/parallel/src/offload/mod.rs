@@ -88,7 +88,7 @@ pub(crate) fn try_each(
 
 /// The stores of evicted state, for each class that moves.
 #[derive(Default)]
-pub(crate) struct Offloaded {
+pub(crate) struct OffloadStores {
     num_microbatches: usize,
     /// The store of each class, `None` if it does not move. A store has a block for each unit; for activations, a block for each microbatch
     /// of each unit.
@@ -97,7 +97,7 @@ pub(crate) struct Offloaded {
     pub(crate) earlier_disk_bytes: [u64; 2],
 }
 
-impl Offloaded {
+impl OffloadStores {
     /// Creates empty stores for the classes that a program moves.
     pub(crate) fn new(options: &OffloadOptions, program: &Program, device: &Device) -> Self {
         let ProgramHeader { chain, num_microbatches, state, .. } = &program.header;
@@ -108,7 +108,7 @@ impl Offloaded {
             let store = Store::new(state.of(class).tier, options, owner, chain.num_units * per_unit);
             stores[class as usize] = Some(store);
         }
-        Offloaded { num_microbatches: *num_microbatches, stores, earlier_disk_bytes: [0, 0] }
+        OffloadStores { num_microbatches: *num_microbatches, stores, earlier_disk_bytes: [0, 0] }
     }
 
     /// Declares the maximum size of a state, before any state of its class is evicted.

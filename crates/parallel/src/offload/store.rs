@@ -35,7 +35,7 @@ enum BlockState {
     #[default]
     Resident,
     /// In host memory, or being copied there.
-    InMemory(Pending<PinnedMemory>),
+    OnHost(Pending<PinnedMemory>),
     OnDisk,
     /// Being read from disk.
     Reading,
@@ -267,12 +267,12 @@ fn copy_in(owner: &Device, memory: VisitMemory<'_>, copy: &mut Pending<PinnedMem
 
 impl Store {
     pub(crate) fn new(tier: Tier, options: &OffloadOptions, owner: &Device, num_blocks: usize) -> Self {
-        let place = match tier {
+        let backing = match tier {
             Tier::Device | Tier::Host => Backing::Host(options.host.clone()),
             Tier::Disk => Backing::Disk(Box::new(Disk::new(options, owner, num_blocks))),
         };
         let blocks = (0..num_blocks).map(|_| BlockState::default()).collect();
-        Store { owner: owner.clone(), backing: place, blocks, pending_copies: Vec::new() }
+        Store { owner: owner.clone(), backing, blocks, pending_copies: Vec::new() }
     }
 
     pub(crate) fn declare_size(&mut self, block: usize, num_bytes: usize) {
@@ -287,7 +287,7 @@ impl Store {
             (Backing::Host(host), _) => {
                 self.pending_copies.drain(..).for_each(|copy| drop(copy.wait()));
                 let copy = host.pinned_memory(num_bytes(memory), Category::Activations)?;
-                BlockState::InMemory(copy_out(&self.owner, memory, copy))
+                BlockState::OnHost(copy_out(&self.owner, memory, copy))
             }
             (Backing::Disk(_), BlockState::ResidentAndStored) if !has_changed => {
                 memory(&mut |part| part.release());
@@ -317,7 +317,7 @@ impl Store {
                 disk.finish_read(block, memory)?;
                 BlockState::ResidentAndStored
             }
-            (Backing::Host(_), BlockState::InMemory(mut copy)) => {
+            (Backing::Host(_), BlockState::OnHost(mut copy)) => {
                 copy_in(&self.owner, memory, &mut copy)?;
                 // If kernels can access host memory, the copy has completed, and its memory is freed at once.
                 if !self.owner.reaches_host() {

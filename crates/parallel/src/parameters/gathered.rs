@@ -17,7 +17,7 @@ use trireme_base::DType;
 use trireme_comm::Group;
 use trireme_schedule::collective::block;
 use trireme_schedule::{ProgramHeader, StateClass};
-use trireme_tensor::{Category, Device, ParameterTable, Values, View, ViewMut};
+use trireme_tensor::{Category, CowTensor, Device, ParameterTable, View, ViewMut};
 
 /// Full units in one dtype, all-gathered from shards.
 pub(crate) struct GatheredUnits {
@@ -58,7 +58,7 @@ impl GatheredUnits {
         let is_kept = !header.state.is_sharded(StateClass::Parameters);
         let category = if is_kept { Category::Parameters } else { Category::Communication };
         let pool = Pool::new(ranks.shards(), device, dtype, category, true);
-        let mut gathered = GatheredUnits { is_kept, ..GatheredUnits::absent(table, ranks, &pool) };
+        let mut gathered = GatheredUnits { is_kept, ..GatheredUnits::empty(table, ranks, &pool) };
         (0..table.units().len()).try_for_each(|unit| gathered.reset_unit(unit, header.holds(unit)))?;
         // On a single host, secondary shards would save no traffic between hosts.
         if let Some(levels) = &ranks.levels {
@@ -75,7 +75,7 @@ impl GatheredUnits {
     }
 
     /// Creates a set without any unit. Memory of units comes from `pool`.
-    pub(crate) fn absent(table: &Arc<ParameterTable>, ranks: &RankGrid, pool: &Pool) -> Self {
+    pub(crate) fn empty(table: &Arc<ParameterTable>, ranks: &RankGrid, pool: &Pool) -> Self {
         let group = |unit| Arc::clone(&ranks.state_of(unit).shards);
         GatheredUnits {
             groups: table.units().iter().map(group).collect(),
@@ -122,15 +122,17 @@ impl GatheredUnits {
     /// memory.
     pub(crate) fn unshard(&mut self, unit: usize, shard: Option<(View<'_>, &Device)>) -> Result<()> {
         let category = Category::Communication;
-        let brought =
+        let local_shard =
             shard.map(|(shard, from)| on_device(shard, from, self.pool.device(), category)).transpose()?;
-        let shard = brought.as_ref().map(Values::view);
+        let shard = local_shard.as_ref().map(CowTensor::view);
         let info = &self.table.units()[unit];
         self.units[unit] = match (&self.secondary, &self.quantized, shard) {
             (Some(secondary), ..) if secondary.has(unit) => {
                 GatheredUnit::Gathering(secondary.gather(unit, self.pool.take(info.padded_len())?))
             }
-            (_, Some(packed), Some(shard)) => GatheredUnit::GatheringQuantized(packed.start(info, shard)?),
+            (_, Some(quantized), Some(shard)) => {
+                GatheredUnit::GatheringQuantized(quantized.start(info, shard)?)
+            }
             (_, _, shard) => self.gather(unit, shard)?,
         };
         Ok(())
@@ -139,12 +141,12 @@ impl GatheredUnits {
     /// Waits until kernels may read a unit.
     pub(crate) fn await_unit(&mut self, unit: usize, waiting: &mut WaitTracker) -> Result<()> {
         let whole = match std::mem::take(&mut self.units[unit]) {
-            GatheredUnit::Gathering(under_way) => under_way.wait(self.pool.device(), waiting)?,
+            GatheredUnit::Gathering(pending) => pending.wait(self.pool.device(), waiting)?,
             GatheredUnit::GatheringQuantized(messages) => {
                 let info = &self.table.units()[unit];
                 let mut whole = self.pool.take(info.padded_len())?;
-                let packed = self.quantized.as_ref().expect("it was packed by this");
-                packed.finish(info, messages, &mut whole, waiting)?;
+                let quantized = self.quantized.as_ref().expect("it was packed by this");
+                quantized.finish(info, messages, &mut whole, waiting)?;
                 let all = 0..info.num_elements;
                 let values = whole.part_mut(all.clone());
                 self.block_rounded.broadcast_first(unit, values, all, waiting)?;
@@ -169,9 +171,9 @@ impl GatheredUnits {
     }
 
     /// Invalidates the secondary shards of a unit whose parameters have changed.
-    pub(crate) fn forget(&mut self, unit: usize) {
+    pub(crate) fn invalidate(&mut self, unit: usize) {
         if let Some(secondary) = &mut self.secondary {
-            secondary.forget(unit);
+            secondary.invalidate(unit);
         }
     }
 
@@ -229,7 +231,7 @@ mod tests {
             let header = lay_out(single::program(&UnitChain::of_units(1), 1), StateLayout::zero(3)).header;
             let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
             let methods = ZeroPlusPlus { quantized_weights: true, ..ZeroPlusPlus::NONE };
-            let mut wholes =
+            let mut gathered =
                 GatheredUnits::new(&table, &header, methods, &ranks, &device, DType::F32).unwrap();
             // Elements of the split parameter are larger on one rank of the axis, and so are the rounding steps of the whole quantization
             // block.
@@ -237,9 +239,9 @@ mod tests {
                 |index: usize| if index < 64 { index as f32 / 7.0 } else { 100.0 * (1 + place.rank) as f32 };
             let shard: Vec<f32> = table.units()[0].shard(own, 4).map(value).collect();
             let view = View::from_f32s(&shard, [shard.len()].into());
-            wholes.unshard(0, Some((view, &device))).unwrap();
-            wholes.await_unit(0, &mut WaitTracker::default()).unwrap();
-            device.read::<u32>(wholes.view(0).part(0, [64].into()))
+            gathered.unshard(0, Some((view, &device))).unwrap();
+            gathered.await_unit(0, &mut WaitTracker::default()).unwrap();
+            device.read::<u32>(gathered.view(0).part(0, [64].into()))
         });
         assert!(found.chunks(2).all(|pair| pair[0] == pair[1]));
     }

@@ -118,7 +118,7 @@ impl RankParameters {
     pub(crate) fn shard_mut(&mut self, unit: usize) -> ViewMut<'_> {
         let (start, shape) = (self.parts[unit].start, self.shape(unit));
         if let Some(shards) = &mut self.shards {
-            self.full_units.iter_mut().for_each(|full_units| full_units.forget(unit));
+            self.full_units.iter_mut().for_each(|full_units| full_units.invalidate(unit));
             return shards.flat_mut(unit);
         }
         let full_units = self.full_units.as_mut().expect("what is stepped lies within whole units");
@@ -181,7 +181,7 @@ impl RankParameters {
     /// nothing of a unit.
     pub(crate) fn invalidate(&mut self) {
         if let Some(full_units) = &mut self.full_units {
-            (0..self.parts.len()).for_each(|unit| full_units.forget(unit));
+            (0..self.parts.len()).for_each(|unit| full_units.invalidate(unit));
         }
     }
 

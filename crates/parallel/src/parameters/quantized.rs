@@ -23,9 +23,9 @@ pub(crate) struct QuantizedGather {
     order: Vec<usize>,
     own: usize,
     /// Memory for the messages of one rank per host.
-    of_hosts: Pool,
+    across_messages: Pool,
     /// Memory for the messages of all ranks.
-    all: Pool,
+    within_messages: Pool,
 }
 
 impl QuantizedGather {
@@ -37,22 +37,28 @@ impl QuantizedGather {
         QuantizedGather {
             order: order.collect(),
             own: levels.shard(across.rank().0, within.rank().0),
-            of_hosts: Pool::new(across, device, DType::U8, Category::Communication, true).with_buffers(),
-            all: Pool::new(within, device, DType::U8, Category::Communication, true).with_buffers(),
+            across_messages: Pool::new(across, device, DType::U8, Category::Communication, true)
+                .with_buffers(),
+            within_messages: Pool::new(within, device, DType::U8, Category::Communication, true)
+                .with_buffers(),
         }
     }
 
     /// Starts to gather a unit across hosts. This rank contributes `shard`, in f32. Collective.
     pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<PendingVector> {
         let (across, slot_bytes) =
-            (self.of_hosts.group(), slot_bytes(unit, self.order.len(), PARAMETER_FORMAT));
-        let mut messages = self.of_hosts.take(slot_bytes * across.world_size())?;
+            (self.across_messages.group(), slot_bytes(unit, self.order.len(), PARAMETER_FORMAT));
+        let mut messages = self.across_messages.take(slot_bytes * across.world_size())?;
         let num_bytes = PARAMETER_FORMAT.num_bytes(unit.shard(self.own, self.order.len()).len());
         let first = across.rank().0 * slot_bytes;
-        self.all.device().quantize(shard, PARAMETER_FORMAT, messages.part_mut(first..first + num_bytes));
+        self.within_messages.device().quantize(
+            shard,
+            PARAMETER_FORMAT,
+            messages.part_mut(first..first + num_bytes),
+        );
         let len = messages.len();
         let gather = |messages| across.all_gather(messages);
-        Ok(messages.exchange(self.all.device(), first..first + slot_bytes, 0..len, gather))
+        Ok(messages.exchange(self.within_messages.device(), first..first + slot_bytes, 0..len, gather))
     }
 
     /// Waits for the messages of other hosts, gathers them within this host, and writes all values to `whole`. Collective.
@@ -64,22 +70,26 @@ impl QuantizedGather {
         waiting: &mut WaitTracker,
     ) -> Result<()> {
         let slot_bytes = slot_bytes(unit, self.order.len(), PARAMETER_FORMAT);
-        let all = self.all.take(slot_bytes * self.order.len())?;
+        let all = self.within_messages.take(slot_bytes * self.order.len())?;
         let len = all.len();
         // Messages of other hosts are passed on within this host unchanged.
         let (of_hosts, of_hosts_part) = of_hosts.wait_on_host(waiting)?;
-        let (all, all_part) = all.begin_exchange(self.all.device(), 0..0, 0..len);
-        let (of_hosts, all) = waiting.wait(self.all.group().all_gather_into(of_hosts, all))?;
-        let of_hosts = ExchangeVector::end_exchange(of_hosts.into_memory(), of_hosts_part, self.all.device());
-        let all = ExchangeVector::end_exchange(all.into_memory(), all_part, self.all.device());
+        let (all, all_part) = all.begin_exchange(self.within_messages.device(), 0..0, 0..len);
+        let (of_hosts, all) = waiting.wait(self.within_messages.group().all_gather_into(of_hosts, all))?;
+        let of_hosts = ExchangeVector::end_exchange(
+            of_hosts.into_memory(),
+            of_hosts_part,
+            self.within_messages.device(),
+        );
+        let all = ExchangeVector::end_exchange(all.into_memory(), all_part, self.within_messages.device());
         for (place, &shard) in self.order.iter().enumerate() {
             let part = unit.shard(shard, self.order.len());
             let first = place * slot_bytes;
             let message = all.part(first..first + PARAMETER_FORMAT.num_bytes(part.len()));
-            self.all.device().dequantize(message, PARAMETER_FORMAT, whole.part_mut(part));
+            self.within_messages.device().dequantize(message, PARAMETER_FORMAT, whole.part_mut(part));
         }
-        self.of_hosts.release(of_hosts);
-        self.all.release(all);
+        self.across_messages.release(of_hosts);
+        self.within_messages.release(all);
         Ok(())
     }
 }

@@ -106,10 +106,10 @@ impl ReplicatedParameters {
         for Run { range, pool } in &self.units[unit] {
             let device = pool.device();
             let mut terms = values.reborrow().into_part(range.start, [range.len()].into());
-            let buffer = pool.send(device, terms.reborrow().as_view(), 0, range.len())?;
+            let buffer = pool.copy_to_buffer(device, terms.reborrow().as_view(), 0, range.len())?;
             let sum = pool.group().all_reduce(buffer, ReduceOp::Sum);
             let buffer = waiting.wait_on_device(sum, pool.dtype(), range.len(), device)?;
-            pool.receive(device, buffer, range.len(), 0, terms);
+            pool.copy_from_buffer(device, buffer, range.len(), 0, terms);
         }
         Ok(())
     }
@@ -132,7 +132,7 @@ impl ReplicatedParameters {
             let mut own = values.reborrow().into_part(start - part.start, [len].into());
             let is_first = group.rank() == Rank::ROOT;
             let buffer = if is_first {
-                pool.send(device, own.reborrow().as_view(), 0, len)?
+                pool.copy_to_buffer(device, own.reborrow().as_view(), 0, len)?
             } else {
                 Buffer::pending(pool.take_buffer(len)?, pool.dtype(), len)
             };
@@ -141,7 +141,7 @@ impl ReplicatedParameters {
             if is_first {
                 pool.release_buffer(len, buffer)
             } else {
-                pool.receive(device, buffer, len, 0, own)
+                pool.copy_from_buffer(device, buffer, len, 0, own)
             }
         }
         Ok(())

@@ -59,7 +59,7 @@ impl SecondaryShards {
         self.is_valid[unit] = true;
     }
 
-    pub(crate) fn forget(&mut self, unit: usize) {
+    pub(crate) fn invalidate(&mut self, unit: usize) {
         self.is_valid[unit] = false;
     }
 }

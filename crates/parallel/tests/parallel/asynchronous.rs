@@ -2,15 +2,15 @@
 //! gradients.
 
 use crate::common::{
-    ASYNCHRONOUS_STEPS, DEFAULT, Layout, NamedOptimizer, Pipeline, SHAPE, batches, change_shard, laid_out,
-    shard_values,
+    ASYNCHRONOUS_STEPS, DEFAULT, Layout, NamedOptimizer, Pipeline, SHAPE, batches, change_shard,
+    executor_with_layout, shard_values,
 };
 use std::ops::Range;
 use trireme_comm::Group;
 use trireme_model::{Batch, ModelConfig};
 use trireme_optim::{OptimizerName, OptimizerSettings};
 use trireme_parallel::{Executor, GradNorm, Skipped, StepOutcome, StepPlan};
-use trireme_schedule::pipeline::{Costs, Kind, PassKind, Schedule, Sizes, StageCosts, generate};
+use trireme_schedule::pipeline::{Costs, PassKind, Schedule, ScheduleKind, Sizes, StageCosts, generate};
 use trireme_schedule::{Keep, StateLayout};
 use trireme_testkit::{random_batch, run_ranks};
 
@@ -69,7 +69,7 @@ fn run_pipeline(
     let num_ranks = layout.pipeline.unwrap().num_ranks;
     let on_rank = |group: Group| {
         let accumulation = num_microbatches * num_ranks / world_size;
-        let mut executor = laid_out(&model(), group, 1, accumulation, layout);
+        let mut executor = executor_with_layout(&model(), group, 1, accumulation, layout);
         let mut losses = Vec::new();
         for first in [1, 1 + ASYNCHRONOUS_STEPS] {
             let outcomes = run_steps(&mut executor, first, grad_norm);
@@ -100,7 +100,7 @@ fn versions(schedule: &Schedule) -> Vec<Vec<usize>> {
 
 /// Emulates a schedule on one rank: computes the gradients of each step at the weights of the scheduled version, and applies them to the
 /// newest weights.
-fn emulated(kind: Kind, num_ranks: usize, num_microbatches: usize) -> RunResult {
+fn emulated(kind: ScheduleKind, num_ranks: usize, num_microbatches: usize) -> RunResult {
     let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank: 1, num_steps: ASYNCHRONOUS_STEPS };
     let costs = Costs::equal(num_ranks, StageCosts::of(1, 1, 1)).unwrap();
     let versions = versions(&generate(kind, sizes, &costs, None).unwrap());
@@ -112,7 +112,7 @@ fn emulated(kind: Kind, num_ranks: usize, num_microbatches: usize) -> RunResult 
         (0..num_ranks).find(|&stage| units(stage).contains(&unit)).unwrap()
     };
     let on_rank = |group: Group| {
-        let mut executor = laid_out(&model(), group, 1, num_microbatches, &layout(None));
+        let mut executor = executor_with_layout(&model(), group, 1, num_microbatches, &layout(None));
         let mut newest: Vec<Vec<f32>> = (0..num_units).map(|unit| shard_values(&executor, unit)).collect();
         let mut losses = Vec::new();
         for first in [1, 1 + ASYNCHRONOUS_STEPS] {
@@ -149,10 +149,10 @@ fn max_differences(left: &RunResult, right: &RunResult) -> (f64, f32) {
 #[test]
 fn gradients_are_computed_at_the_scheduled_weight_versions() {
     for (kind, num_ranks, num_microbatches) in [
-        (Kind::PipeDream, 2, 1),
-        (Kind::PipeDream, 3, 1),
-        (Kind::PipeDream2Bw, 2, 2),
-        (Kind::PipeDream2Bw, 3, 4),
+        (ScheduleKind::PipeDream, 2, 1),
+        (ScheduleKind::PipeDream, 3, 1),
+        (ScheduleKind::PipeDream2Bw, 2, 2),
+        (ScheduleKind::PipeDream2Bw, 3, 4),
     ] {
         let pipeline = Some(Pipeline { kind, num_ranks, stages_per_rank: 1 });
         let found = run_pipeline(&layout(pipeline), num_ranks, num_microbatches, GradNorm::Measure);
@@ -160,15 +160,16 @@ fn gradients_are_computed_at_the_scheduled_weight_versions() {
         let (losses, values) = max_differences(&found, &expected);
         assert!(losses < 1e-5 && values < 1e-5, "{kind}, {num_ranks} ranks: {losses} {values}");
         // A pipeline of one rank always reads the newest weights.
-        let fresh = emulated(Kind::PipeDream, 1, num_microbatches);
+        let fresh = emulated(ScheduleKind::PipeDream, 1, num_microbatches);
         let (losses, values) = max_differences(&found, &fresh);
         assert!(losses > 1e-3 && values > 1e-3, "{kind}, {num_ranks} ranks: staleness shows");
     }
 }
 
 #[test]
-fn a_double_buffer_has_the_same_bits_on_any_number_of_ranks() {
-    let pipeline = |num_ranks| Some(Pipeline { kind: Kind::PipeDream2Bw, num_ranks, stages_per_rank: 1 });
+fn pipedream_2bw_has_the_same_bits_on_any_number_of_ranks() {
+    let pipeline =
+        |num_ranks| Some(Pipeline { kind: ScheduleKind::PipeDream2Bw, num_ranks, stages_per_rank: 1 });
     let oracle = run_pipeline(&layout(pipeline(1)), 1, 8, GradNorm::Measure);
     let keeps = [Keep::All, Keep::Input, Keep::Products, Keep::Input, Keep::All, Keep::All];
     for (layout, world_size) in [
@@ -204,12 +205,14 @@ fn run_plans(executor: &mut Executor, plans: &[StepPlan]) -> Vec<StepOutcome> {
 fn ranks_clip_by_the_norm_of_all_gradients_of_an_earlier_step() {
     const CLIP: f64 = 0.4;
     const FIRST: [f64; 2] = [0.9, 1.7];
-    for (kind, num_ranks, num_microbatches, lag) in
-        [(Kind::PipeDream2Bw, 2, 2, 1), (Kind::PipeDream, 3, 2, 1), (Kind::PipeDream, 3, 1, 2)]
-    {
+    for (kind, num_ranks, num_microbatches, lag) in [
+        (ScheduleKind::PipeDream2Bw, 2, 2, 1),
+        (ScheduleKind::PipeDream, 3, 2, 1),
+        (ScheduleKind::PipeDream, 3, 1, 2),
+    ] {
         let layout = layout(Some(Pipeline { kind, num_ranks, stages_per_rank: 1 }));
         let new = |group: Group| {
-            let mut executor = laid_out(&model(), group, 1, num_microbatches, &layout);
+            let mut executor = executor_with_layout(&model(), group, 1, num_microbatches, &layout);
             executor.restore_earlier_norms(&FIRST);
             executor
         };
@@ -243,8 +246,8 @@ fn ranks_clip_by_the_norm_of_all_gradients_of_an_earlier_step() {
 }
 
 #[test]
-fn a_norm_above_all_others_clips_nothing() {
-    let pipeline = Some(Pipeline { kind: Kind::PipeDream2Bw, num_ranks: 2, stages_per_rank: 1 });
+fn a_clip_norm_above_all_norms_clips_nothing() {
+    let pipeline = Some(Pipeline { kind: ScheduleKind::PipeDream2Bw, num_ranks: 2, stages_per_rank: 1 });
     let run = |grad_norm| run_pipeline(&layout(pipeline), 2, 2, grad_norm);
     let (unclipped, clipped) = (run(GradNorm::Clip(1e9)), run(GradNorm::Clip(0.1)));
     assert!(run(GradNorm::Measure) == unclipped && unclipped != clipped);
@@ -253,14 +256,14 @@ fn a_norm_above_all_others_clips_nothing() {
 #[test]
 fn a_step_without_loss_changes_no_weight() {
     for (kind, num_microbatches, grad_norm) in [
-        (Kind::PipeDream, 1, GradNorm::Measure),
-        (Kind::PipeDream2Bw, 2, GradNorm::Measure),
-        (Kind::PipeDream2Bw, 2, GradNorm::Clip(1e9)),
+        (ScheduleKind::PipeDream, 1, GradNorm::Measure),
+        (ScheduleKind::PipeDream2Bw, 2, GradNorm::Measure),
+        (ScheduleKind::PipeDream2Bw, 2, GradNorm::Clip(1e9)),
     ] {
         let layout = layout(Some(Pipeline { kind, num_ranks: 2, stages_per_rank: 1 }));
         let run = |change: &(dyn Fn(&mut StepPlan) + Sync)| {
             run_ranks(2, |group| {
-                let mut executor = laid_out(&model(), group, 1, num_microbatches, &layout);
+                let mut executor = executor_with_layout(&model(), group, 1, num_microbatches, &layout);
                 let mut outcomes = Vec::new();
                 for first in [1, 1 + ASYNCHRONOUS_STEPS] {
                     let mut plans: Vec<StepPlan> =

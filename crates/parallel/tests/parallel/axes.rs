@@ -1,6 +1,6 @@
 //! Models with tensor and context parallelism, compared with one rank.
 
-use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, laid_out_model};
+use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, executor_of_model};
 use std::sync::Arc;
 use trireme_base::{AxisExchange, ExchangeKind, PassExchanges, UnitAxis};
 use trireme_codec::{CodecName, Compression, CompressionOptions};
@@ -10,7 +10,7 @@ use trireme_optim::{MuonScale, OptimizerName, OptimizerSettings};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, Generation, GradNorm, StepPlan, ZeroPlusPlus,
 };
-use trireme_schedule::pipeline::Kind;
+use trireme_schedule::pipeline::ScheduleKind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{
     AxisRank, BackendKind, DetachedOptions, Device, DeviceOptions, IntegerFormat, ParameterInfo, Parameters,
@@ -59,7 +59,7 @@ fn models() -> Vec<ModelConfig> {
 
 /// The results of a training run.
 #[derive(Debug)]
-struct Found {
+struct RunResult {
     losses: Vec<f64>,
     norms: Vec<f64>,
     /// Each parameter with its name.
@@ -71,15 +71,15 @@ fn executor(config: &ModelConfig, group: Group, num_ranks: usize, layout: &Layou
     let num_of_samples =
         layout.tensor * layout.context.0 * layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
     let data_degree = num_ranks / num_of_samples;
-    laid_out_model(&build, &token_specs(SHAPE.0, SHAPE.1), group, 1, MICROBATCHES / data_degree, layout)
+    executor_of_model(&build, &token_specs(SHAPE.0, SHAPE.1), group, 1, MICROBATCHES / data_degree, layout)
 }
 
-fn train(config: &ModelConfig, num_ranks: usize, num_steps: u64, layout: &Layout<'_>) -> Found {
+fn train(config: &ModelConfig, num_ranks: usize, num_steps: u64, layout: &Layout<'_>) -> RunResult {
     train_on(&vec![0; num_ranks], config, num_steps, layout)
 }
 
 /// As [`train`], with ranks on these hosts.
-fn train_on(hosts: &[usize], config: &ModelConfig, num_steps: u64, layout: &Layout<'_>) -> Found {
+fn train_on(hosts: &[usize], config: &ModelConfig, num_steps: u64, layout: &Layout<'_>) -> RunResult {
     let found = run_ranks_on(hosts, |group| {
         let mut executor = executor(config, group, hosts.len(), layout);
         let (mut losses, mut norms) = (Vec::new(), Vec::new());
@@ -97,9 +97,9 @@ fn train_on(hosts: &[usize], config: &ModelConfig, num_steps: u64, layout: &Layo
                 |info: &ParameterInfo| (info.name.clone(), all.values(info.unit)[info.range()].to_vec());
             table.parameters().iter().map(value).collect()
         };
-        Found { losses, norms, parameters: all.map_or_else(Vec::new, values) }
+        RunResult { losses, norms, parameters: all.map_or_else(Vec::new, values) }
     });
-    let same = |of: fn(&Found) -> &Vec<f64>| found.iter().all(|one| of(one) == of(&found[0]));
+    let same = |of: fn(&RunResult) -> &Vec<f64>| found.iter().all(|one| of(one) == of(&found[0]));
     assert!(same(|found| &found.losses) && same(|found| &found.norms), "all ranks come to the same");
     found.into_iter().next().unwrap()
 }
@@ -130,8 +130,8 @@ fn difference(found: &[f32], expected: &[f32]) -> f64 {
 fn layouts(options: ExecutorOptions) -> Vec<(usize, Layout<'static>)> {
     let rows = ExecutorOptions { shards_rows: true, ..options };
     let layout = |tensor, options| Layout { tensor, options, ..Layout::default() };
-    let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
-    let halves = Some(Pipeline { kind: Kind::ZeroBubbleH1, num_ranks: 2, stages_per_rank: 1 });
+    let pipeline = Some(Pipeline { kind: ScheduleKind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
+    let halves = Some(Pipeline { kind: ScheduleKind::ZeroBubbleH1, num_ranks: 2, stages_per_rank: 1 });
     let zero = |stage| Layout { num_shards: 2, state: StateLayout::zero(stage), ..layout(2, rows) };
     let context = |degree, heads| Layout { context: (degree, heads), ..layout(1, rows) };
     vec![
@@ -173,7 +173,7 @@ fn gradients_are_those_of_one_rank() {
     let plain = |layout| Layout { optimizer: sgd, weight_decay: 0.0, ..layout };
     for config in models() {
         let before = train(&config, 1, 0, &Layout::default()).parameters;
-        let gradients = |found: Found| -> Vec<Vec<f32>> {
+        let gradients = |found: RunResult| -> Vec<Vec<f32>> {
             let pairs = found.parameters.iter().zip(&before);
             let change = |(after, before): (&f32, &f32)| after - before;
             pairs.map(|((_, after), (_, before))| after.iter().zip(before).map(change).collect()).collect()
@@ -346,8 +346,8 @@ fn evaluation_and_generation_are_those_of_one_rank() {
                 let batch = positions_of_batch(&executor, &config, 9, 0);
                 let mean = executor.evaluate(Some(batch)).unwrap()[0];
                 let mut generation = Generation::new(&mut executor, 8);
-                let mut logits = generation.read(&[1, 2, 3]).unwrap();
-                logits.extend(generation.read(&[4]).unwrap());
+                let mut logits = generation.append(&[1, 2, 3]).unwrap();
+                logits.extend(generation.append(&[4]).unwrap());
                 (mean, logits)
             });
             assert!(found.iter().all(|(_, logits)| *logits == found[0].1), "all ranks come to the same");

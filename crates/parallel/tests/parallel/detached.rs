@@ -1,6 +1,6 @@
 //! Training on a device that runs kernels asynchronously and whose memory the host cannot access: the bits equal the bits of the CPU.
 
-use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, STEPS, dynamic, laid_out_model};
+use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, STEPS, dynamic, executor_of_model};
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -12,7 +12,7 @@ use trireme_optim::{MuonScale, OptimizerName, OptimizerSettings};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, Generation, GradNorm, StepPlan, ZeroPlusPlus,
 };
-use trireme_schedule::pipeline::Kind;
+use trireme_schedule::pipeline::ScheduleKind;
 use trireme_schedule::{Keep, Portion, StateClass, StateLayout, Tier};
 use trireme_tensor::{
     BackendKind, Category, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, IntegerFormat,
@@ -101,8 +101,8 @@ fn cases(folder: &Path) -> Vec<Case<'_>> {
             hosts: &[0, 0, 1, 1],
             ..case("ZeRO++", Layout { options: methods, num_shards: 4, ..sharded(3) })
         },
-        case("a pipeline", pipeline(Kind::OneFOneB)),
-        case("a pipeline in halves", Layout { options: bf16, ..pipeline(Kind::ZeroBubbleH1) }),
+        case("a pipeline", pipeline(ScheduleKind::OneFOneB)),
+        case("a pipeline in halves", Layout { options: bf16, ..pipeline(ScheduleKind::ZeroBubbleH1) }),
         case("activations on the host", away(0, [Tier::Device, Tier::Device, Tier::Device, host])),
         case("all on the host", on_host),
         Case { num_microbatches: 2, ..case("all on a disk", away(3, [disk; 4])) },
@@ -154,7 +154,7 @@ fn train(executor: &mut Executor, model: &ModelConfig, case: &Case<'_>) -> Vec<u
     found.extend(weights.map(|weight| u64::from(weight.to_bits())));
     if case.generates {
         let mut generation = Generation::new(executor, 8);
-        let logits = [&[1, 2, 3][..], &[4]].map(|tokens| generation.read(tokens).unwrap());
+        let logits = [&[1, 2, 3][..], &[4]].map(|tokens| generation.append(tokens).unwrap());
         found.extend(logits.iter().flatten().map(|logit| u64::from(logit.to_bits())));
     }
     found
@@ -188,7 +188,7 @@ fn run_on<T: Send>(
     run_ranks_on(case.hosts, |group| {
         let build = |device: &Device, table| model.build_into(table, SHAPE.1, device);
         let specs = token_specs(SHAPE.0, SHAPE.1);
-        rank(&mut laid_out_model(&build, &specs, group, 1, accumulation, &layout))
+        rank(&mut executor_of_model(&build, &specs, group, 1, accumulation, &layout))
     })
 }
 

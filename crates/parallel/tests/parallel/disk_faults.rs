@@ -1,6 +1,6 @@
 //! A disk that fails, fills up or hangs: the step fails with an error that says so.
 
-use crate::common::{Layout, batches, laid_out};
+use crate::common::{Layout, batches, executor_with_layout};
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -57,7 +57,7 @@ fn first_failure(swap: SwapOptions) -> String {
     let layout = Layout { state, folder: folder.path(), swap, ..Layout::default() };
     let config = &small_models()[0];
     let mut errors = run_ranks(1, |group| {
-        let mut executor = laid_out(config, group, 1, 1, &layout);
+        let mut executor = executor_with_layout(config, group, 1, 1, &layout);
         let mut run = |step| {
             let batches = batches(&executor, 1, step);
             executor.run(

@@ -1,13 +1,13 @@
 //! Expert parallelism: the bits equal the bits of one rank, except where the order of sums differs.
 
-use crate::common::{ADAMW, Layout, OPTIONS, Pipeline, SHAPE, batches, laid_out};
+use crate::common::{ADAMW, Layout, OPTIONS, Pipeline, SHAPE, batches, executor_with_layout};
 use std::sync::Arc;
 use trireme_codec::{CodecName, Compression, CompressionOptions};
 use trireme_comm::{Group, GroupOptions, inproc_world_on};
 use trireme_model::{ExchangeConfig, ModelConfig};
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, ParallelError, StepPlan};
 use trireme_schedule::collective::{Algorithm, FlatAlgorithm};
-use trireme_schedule::pipeline::Kind;
+use trireme_schedule::pipeline::ScheduleKind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{BackendKind, Category, DetachedOptions, ParameterClass, ParameterInfo, Precision};
 use trireme_testkit::{random_batch, run_ranks};
@@ -38,10 +38,10 @@ fn models() -> Vec<ModelConfig> {
 }
 
 /// The losses and norms of the steps, as bits, and all parameters at the end.
-type Found = (Vec<[u64; 2]>, Vec<(String, Vec<u32>)>);
+type RunResult = (Vec<[u64; 2]>, Vec<(String, Vec<u32>)>);
 
-fn train(config: &ModelConfig, group: Group, accumulation: usize, layout: &Layout<'_>) -> Found {
-    let mut executor = laid_out(config, group, 1, accumulation, layout);
+fn train(config: &ModelConfig, group: Group, accumulation: usize, layout: &Layout<'_>) -> RunResult {
+    let mut executor = executor_with_layout(config, group, 1, accumulation, layout);
     let mut steps = Vec::new();
     for step in 1..=3 {
         let batches = batches(&executor, MICROBATCHES, step);
@@ -62,13 +62,13 @@ fn train(config: &ModelConfig, group: Group, accumulation: usize, layout: &Layou
     (steps, parameters)
 }
 
-fn run(config: &ModelConfig, num_ranks: usize, accumulation: usize, layout: &Layout<'_>) -> Found {
+fn run(config: &ModelConfig, num_ranks: usize, accumulation: usize, layout: &Layout<'_>) -> RunResult {
     let found = run_ranks(num_ranks, |group| train(config, group, accumulation, layout));
     assert!(found.iter().all(|(steps, _)| *steps == found[0].0), "all ranks come to the same");
     found.into_iter().next().unwrap()
 }
 
-fn check_near(found: &Found, oracle: &Found, what: &str) {
+fn check_near(found: &RunResult, oracle: &RunResult, what: &str) {
     for ([found, _], [expected, _]) in found.0.iter().zip(&oracle.0) {
         let (found, expected) = (f64::from_bits(*found), f64::from_bits(*expected));
         assert!((found / expected - 1.0).abs() < LOSS_TOLERANCE, "{what}: {found} instead of {expected}");
@@ -142,7 +142,7 @@ fn rows_and_states_take_the_bytes_of_the_formulas() {
             let owner = |expert: usize| expert / (num_experts / degree);
             run_ranks(degree, |group| {
                 let rank = group.rank().0;
-                let mut executor = laid_out(&config, group, 1, 1, &layout);
+                let mut executor = executor_with_layout(&config, group, 1, 1, &layout);
                 let sent = |executor: &Executor| {
                     executor.ranks().experts().expect("several ranks").statistics().message_bytes
                 };
@@ -189,7 +189,7 @@ fn experts_with_the_highest_loads_are_shadowed() {
     let mut config = models().swap_remove(0);
     config.experts.as_mut().unwrap().exchange.num_shadowed = 2;
     let sent_in_steps = run_ranks(2, |group| {
-        let mut executor = laid_out(&config, group, 1, 1, &Layout { experts: 2, ..plain() });
+        let mut executor = executor_with_layout(&config, group, 1, 1, &Layout { experts: 2, ..plain() });
         let mut before = 0;
         let sent = (1..=3).map(|step| {
             let batches = batches(&executor, 2, 1);
@@ -213,7 +213,7 @@ fn experts_with_the_highest_loads_are_shadowed() {
 fn biases_after_a_step(config: &ModelConfig, options: ExecutorOptions) -> Vec<Vec<u32>> {
     let layout = Layout { options, ..plain() };
     let found = run_ranks(2, |group| {
-        let mut executor = laid_out(config, group, 1, 1, &layout);
+        let mut executor = executor_with_layout(config, group, 1, 1, &layout);
         let batches = batches(&executor, 2, 1);
         let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Off, has_loss: true };
         executor.run(plan, &mut batches.into_iter()).unwrap();
@@ -256,7 +256,7 @@ fn ranks_may_evaluate_batches_of_different_sizes() {
         let evaluate = |experts: usize, rounds: &[[usize; 2]]| {
             run_ranks(2, |group| {
                 let rank = group.rank().0;
-                let mut executor = laid_out(&config, group, 1, 1, &Layout { experts, ..plain() });
+                let mut executor = executor_with_layout(&config, group, 1, 1, &Layout { experts, ..plain() });
                 let evaluated = rounds.iter().map(|num_samples| {
                     let shape = (num_samples[rank], SHAPE.1);
                     let batch = random_batch(executor.device(), shape, 61, 1, rank);
@@ -317,9 +317,9 @@ fn losses_are_close_if_sums_are_reordered() {
         };
         check(2, 2, Layout { experts: 2, ..plain() }, "two microbatches each");
         check(4, 2, Layout { experts: 2, tensor: 2, ..plain() }, "with a tensor axis");
-        let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
+        let pipeline = Some(Pipeline { kind: ScheduleKind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
         check(4, 2, Layout { experts: 2, pipeline, ..plain() }, "in a pipeline");
-        let pipeline = Some(Pipeline { kind: Kind::ZeroBubbleH1, num_ranks: 2, stages_per_rank: 1 });
+        let pipeline = Some(Pipeline { kind: ScheduleKind::ZeroBubbleH1, num_ranks: 2, stages_per_rank: 1 });
         check(
             8,
             2,
@@ -337,7 +337,7 @@ fn evaluation_without_a_batch_is_rejected_with_expert_parallelism() {
     let config = &models()[0];
     let refused = |experts: usize| {
         run_ranks(2, |group| {
-            let mut executor = laid_out(config, group, 1, 1, &Layout { experts, ..plain() });
+            let mut executor = executor_with_layout(config, group, 1, 1, &Layout { experts, ..plain() });
             matches!(executor.evaluate(None), Err(ParallelError::NoBatch))
         })
     };

@@ -4,7 +4,7 @@ use crate::common::{Layout, OPTIONS, Pipeline, train_classifier};
 use std::sync::Arc;
 use trireme_model::{Model, ModelError, Unit, UnitContext};
 use trireme_parallel::ExecutorOptions;
-use trireme_schedule::pipeline::Kind;
+use trireme_schedule::pipeline::ScheduleKind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::tape::{
     CombineRows, Convert, CrossEntropy, GroupRows, GroupedLinear, InputActivation, Linear, PermuteRows,
@@ -133,7 +133,7 @@ fn experts_give_the_bits_of_one_rank() {
         assert!(run(&Layout { tensor: 2, ..plain() }, 2, 4).0 == oracle.0, "a tensor axis in {precision}");
         let sharded = Layout { num_shards: 2, state: StateLayout::zero(3), ..plain() };
         assert!(run(&sharded, 2, 2).0 == oracle.0, "ZeRO-3 in {precision}");
-        for kind in [Kind::OneFOneB, Kind::ZeroBubbleH1] {
+        for kind in [ScheduleKind::OneFOneB, ScheduleKind::ZeroBubbleH1] {
             let pipeline = Some(Pipeline { kind, num_ranks: 2, stages_per_rank: 1 });
             let (steps, mut weights) = run(&Layout { pipeline, ..plain() }, 2, 4);
             assert!(steps == oracle.0, "{kind:?} in {precision}");

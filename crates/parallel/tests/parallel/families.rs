@@ -1,9 +1,9 @@
 //! Families of models under different layouts: the bits equal the bits of one rank.
 
-use crate::common::{ADAMW, Layout, OPTIONS, Pipeline, laid_out, train};
+use crate::common::{ADAMW, Layout, OPTIONS, Pipeline, executor_with_layout, train};
 use trireme_model::ModelConfig;
 use trireme_parallel::ExecutorOptions;
-use trireme_schedule::pipeline::Kind;
+use trireme_schedule::pipeline::ScheduleKind;
 use trireme_schedule::{Keep, StateLayout};
 use trireme_tensor::Precision;
 use trireme_testkit::run_ranks;
@@ -37,11 +37,11 @@ fn families() -> Vec<ModelConfig> {
 #[test]
 fn every_family_gives_the_bits_of_one_rank() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
-    let pipeline = Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 };
+    let pipeline = Pipeline { kind: ScheduleKind::OneFOneB, num_ranks: 2, stages_per_rank: 1 };
     for config in families() {
         for options in [OPTIONS, bf16] {
             let run = |layout: &Layout<'_>, world_size: usize, accumulation: usize| {
-                let rank = |group| train(laid_out(&config, group, 1, accumulation, layout), 4);
+                let rank = |group| train(executor_with_layout(&config, group, 1, accumulation, layout), 4);
                 let found = run_ranks(world_size, rank);
                 assert!(found.iter().all(|(steps, _)| *steps == found[0].0), "ranks agree");
                 (found[0].0.clone(), found.into_iter().flat_map(|(_, weights)| weights).collect::<Vec<u32>>())

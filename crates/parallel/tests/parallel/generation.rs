@@ -35,12 +35,12 @@ fn forward_only(config: &ModelConfig, device: &Device) -> Executor {
 /// Returns the logits after each part of a sequence.
 fn logits(executor: &mut Executor) -> Vec<Vec<f32>> {
     let mut generation = Generation::new(executor, 8);
-    let logits = [&[1, 2, 3][..], &[4], &[5, 6]].map(|tokens| generation.read(tokens).unwrap());
+    let logits = [&[1, 2, 3][..], &[4], &[5, 6]].map(|tokens| generation.append(tokens).unwrap());
     logits.into()
 }
 
 #[test]
-fn sharded_parameters_and_those_on_a_disk_continue_a_sequence_with_equal_bits() {
+fn generation_has_the_same_bits_with_sharded_and_offloaded_parameters() {
     for config in small_models() {
         check(&config);
     }
@@ -53,7 +53,7 @@ fn check(config: &ModelConfig) {
     for state in [StateLayout::zero(3), StateLayout::zero(3).with_tier(StateClass::Parameters, Tier::Disk)] {
         let found = run_ranks(2, |group| {
             let layout = Layout { num_shards: 2, state, folder: folder.path(), ..Layout::default() };
-            let mut executor = laid_out(config, group, 1, 1, &layout);
+            let mut executor = executor_with_layout(config, group, 1, 1, &layout);
             executor.initialize(7).unwrap();
             logits(&mut executor)
         });
@@ -62,7 +62,7 @@ fn check(config: &ModelConfig) {
 }
 
 #[test]
-fn memory_is_that_of_the_parameters_and_the_positions_used() {
+fn memory_holds_parameters_and_used_positions_only() {
     let [_, llama] = small_models();
     let config = ModelConfig { max_position_embeddings: 1 << 24, ..llama };
     let device = device();
@@ -72,7 +72,7 @@ fn memory_is_that_of_the_parameters_and_the_positions_used() {
     }
     let mut generation = Generation::new(&mut executor, 16);
     for _ in 0..4 {
-        generation.read(&[1, 2, 3, 4]).unwrap();
+        generation.append(&[1, 2, 3, 4]).unwrap();
     }
     assert!(device.memory().total().peak < 1 << 20, "{:?}", device.memory().total());
 }

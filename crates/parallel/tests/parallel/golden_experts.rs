@@ -1,7 +1,7 @@
 //! Models with tensor and expert parallelism, compared with golden values of Hugging Face transformers; see
 //! `crates/model/tests/golden/README.md`.
 
-use crate::common::{DEFAULT, Layout, laid_out_model};
+use crate::common::{DEFAULT, Layout, executor_of_model};
 use safetensors::SafeTensors;
 use std::path::Path;
 use std::sync::Arc;
@@ -64,7 +64,7 @@ impl Golden {
         let build = |device: &Device, table| self.config.build_into(table, seq_len, device);
         let layout =
             Layout { tensor: 2, experts: 2, optimizer_options: Some(optimizer), ..Layout::default() };
-        let mut executor = laid_out_model(&build, &token_specs(1, seq_len), group, 1, 1, &layout);
+        let mut executor = executor_of_model(&build, &token_specs(1, seq_len), group, 1, 1, &layout);
         executor
             .load_parameters(|info, held, values| {
                 let whole = floats(&self.weights, &info.name);
@@ -114,7 +114,7 @@ fn tensor_and_expert_parallel_models_are_those_of_transformers() {
             let mut generation = Generation::new(&mut executor, len);
             for read in [0..20, 20..21, 21..len] {
                 let last = read.end - 1;
-                let found = generation.read(&ids[read]).unwrap();
+                let found = generation.append(&ids[read]).unwrap();
                 let expected = &logits[last * found.len()..][..found.len()];
                 let is_near = |(found, expected): (&f32, &f32)| (found - expected).abs() < LOGITS_TOLERANCE;
                 assert!(found.iter().zip(expected).all(is_near), "{name}: logits at {last}");

@@ -1,12 +1,12 @@
 //! Hashes of gradients and parameters are the same with any layout, and identify the tensor that differs.
 
 use crate::common::{
-    ASYNCHRONOUS_STEPS, Layout, OPTIONS, Pipeline, batches, change_shard, dynamic, laid_out,
+    ASYNCHRONOUS_STEPS, Layout, OPTIONS, Pipeline, batches, change_shard, dynamic, executor_with_layout,
 };
 use std::sync::Arc;
 use trireme_model::ModelConfig;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepHashes, StepPlan};
-use trireme_schedule::pipeline::Kind;
+use trireme_schedule::pipeline::ScheduleKind;
 use trireme_schedule::{Portion, StateClass, StateLayout, Tier};
 use trireme_tensor::{BackendKind, DetachedOptions, Precision};
 use trireme_testkit::{run_ranks, small_models};
@@ -36,7 +36,9 @@ fn train(executor: &mut Executor) -> Found {
 fn run(config: &ModelConfig, layout: &Layout<'_>, num_ranks: usize) -> Found {
     let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
     let accumulation = MICROBATCHES * pipeline_degree * layout.tensor / num_ranks;
-    let found = run_ranks(num_ranks, |group| train(&mut laid_out(config, group, 1, accumulation, layout)));
+    let found = run_ranks(num_ranks, |group| {
+        train(&mut executor_with_layout(config, group, 1, accumulation, layout))
+    });
     assert!(found.iter().all(|of_rank| *of_rank == found[0]), "ranks agree");
     found.into_iter().next().unwrap()
 }
@@ -63,7 +65,7 @@ fn hashes_do_not_depend_on_the_layout() {
     for options in [OPTIONS, bf16] {
         let plain = Layout { options, folder: folder.path(), ..Layout::default() };
         let pipeline = |num_ranks| Layout {
-            pipeline: Some(Pipeline { kind: Kind::OneFOneB, num_ranks, stages_per_rank: 1 }),
+            pipeline: Some(Pipeline { kind: ScheduleKind::OneFOneB, num_ranks, stages_per_rank: 1 }),
             ..plain.clone()
         };
         let sharded = |state, num_shards| Layout { state, num_shards, ..plain.clone() };
@@ -124,7 +126,7 @@ fn a_changed_element_changes_the_hash_of_its_tensor_alone() {
     let layout = Layout { state: StateLayout::zero(3), num_shards: 2, ..Layout::default() };
     let changed = run_ranks(2, |group| {
         let is_last = group.rank().0 == 1;
-        let mut executor = laid_out(config, group, 1, 2, &layout);
+        let mut executor = executor_with_layout(config, group, 1, 2, &layout);
         let before = executor.hash_parameters().unwrap();
         if is_last {
             change_shard(&mut executor, 1, |values| {
@@ -151,7 +153,7 @@ fn skipped_steps_have_no_hashes_and_steps_of_one_program_have_their_own() {
     let config = &small_models()[0];
     let layout = Layout { options, ..Layout::default() };
     run_ranks(1, |group| {
-        let mut executor = laid_out(config, group, 1, MICROBATCHES, &layout);
+        let mut executor = executor_with_layout(config, group, 1, MICROBATCHES, &layout);
         executor.record_hashes(1);
         let batches = batches(&executor, MICROBATCHES, 1);
         let outcome = executor.run(plan(1), &mut batches.into_iter()).unwrap();
@@ -160,10 +162,10 @@ fn skipped_steps_have_no_hashes_and_steps_of_one_program_have_their_own() {
     });
     // Without tied weights, because their copies could have different versions.
     let config = &experts();
-    let pipeline = Pipeline { kind: Kind::PipeDream, num_ranks: 2, stages_per_rank: 1 };
+    let pipeline = Pipeline { kind: ScheduleKind::PipeDream, num_ranks: 2, stages_per_rank: 1 };
     let layout = Layout { pipeline: Some(pipeline), ..Layout::default() };
     run_ranks(2, |group| {
-        let mut executor = laid_out(config, group, 1, MICROBATCHES, &layout);
+        let mut executor = executor_with_layout(config, group, 1, MICROBATCHES, &layout);
         executor.record_hashes(2);
         let batches = batches(&executor, MICROBATCHES * ASYNCHRONOUS_STEPS, 1);
         let plans: Vec<StepPlan> = (1..=ASYNCHRONOUS_STEPS as u64).map(plan).collect();

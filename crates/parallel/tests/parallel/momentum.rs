@@ -1,8 +1,8 @@
 //! Compressed momentum that is exchanged instead of gradients, by 1-bit Adam and 0/1 Adam.
 
 use crate::common::{
-    DEFAULT, Layout, NamedOptimizer, OPTIONS, batches, change_shard, dynamic, laid_out, parameter_bits,
-    shard_values,
+    DEFAULT, Layout, NamedOptimizer, OPTIONS, batches, change_shard, dynamic, executor_with_layout,
+    parameter_bits, shard_values,
 };
 use trireme_codec::{CodecName, Compression, CompressionOptions, Compressor, StateValues};
 use trireme_comm::{Group, GroupOptions, inproc_world_with};
@@ -41,7 +41,7 @@ fn executor(
     loss_scaling: LossScaling,
 ) -> Executor {
     let options = ExecutorOptions { compression, loss_scaling, determinism: Determinism::Run, ..OPTIONS };
-    laid_out(&model(), group, 1, 2, &Layout { options, optimizer, ..Layout::default() })
+    executor_with_layout(&model(), group, 1, 2, &Layout { options, optimizer, ..Layout::default() })
 }
 
 fn step(executor: &mut Executor, number: u64) -> StepOutcome {
@@ -52,7 +52,7 @@ fn step(executor: &mut Executor, number: u64) -> StepOutcome {
 }
 
 /// Returns the state of all compressors, as bits.
-fn kept(executor: &Executor) -> Vec<u64> {
+fn compressor_bits(executor: &Executor) -> Vec<u64> {
     let bits = |compressor: &Compressor| -> Vec<u64> {
         let values = |values: StateValues<'_>| match values {
             StateValues::F32(values) => values.iter().map(|value| u64::from(value.to_bits())).collect(),
@@ -183,18 +183,18 @@ fn a_step_that_overflows_leaves_all_as_it_was() {
                     // A skipped step counts in the schedule, but not as an update.
                     let skipped = u64::from(overflows);
                     for number in before_overflow + 1..=before_overflow + 3 {
-                        let place = batches(&executor, 4, number);
+                        let batches = batches(&executor, 4, number);
                         let plan = StepPlan {
                             step: number + skipped,
                             lr: 3e-3,
                             grad_norm: GradNorm::Measure,
                             has_loss: true,
                         };
-                        let outcome = executor.run(plan, &mut place.into_iter()).unwrap();
+                        let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
                         assert_eq!(outcome.skipped, None);
                     }
                     executor.check_replicas().unwrap();
-                    (parameter_bits(&executor), moments(&executor), kept(&executor))
+                    (parameter_bits(&executor), moments(&executor), compressor_bits(&executor))
                 })
             };
             assert!(run(true) == run(false), "{compression}, {schedule:?}, after {before_overflow} steps");
@@ -215,10 +215,12 @@ fn gradients_that_overflow_in_f16_are_found_in_the_sums() {
     let optimizer = WARM_UP;
     let skipped = run_ranks(2, |group| {
         let layout = Layout { options, optimizer, ..Layout::default() };
-        let mut executor = laid_out(&model(), group, 1, 2, &layout);
+        let mut executor = executor_with_layout(&model(), group, 1, 2, &layout);
         let mut skipped = Vec::new();
         for number in 1..=30 {
-            let found = |executor: &Executor| (parameter_bits(executor), moments(executor), kept(executor));
+            let found = |executor: &Executor| {
+                (parameter_bits(executor), moments(executor), compressor_bits(executor))
+            };
             let before = found(&executor);
             let outcome = step(&mut executor, number);
             assert!(outcome.loss.is_finite());
@@ -241,7 +243,8 @@ fn gradients_that_overflow_in_f16_are_found_in_the_sums() {
 
 /// Runs a step in which the second rank's activations and gradients are NaN.
 fn overflow(executor: &mut Executor, number: u64) {
-    let found = |executor: &Executor| (parameter_bits(executor), moments(executor), kept(executor));
+    let found =
+        |executor: &Executor| (parameter_bits(executor), moments(executor), compressor_bits(executor));
     let before = found(executor);
     let is_spoilt = executor.group().rank().0 == 1;
     let first = shard_values(executor, 0)[0];
@@ -269,7 +272,7 @@ fn the_loss_scale_changes_no_bits() {
             for number in 1..=8 {
                 step(&mut executor, number);
             }
-            (parameter_bits(&executor), kept(&executor))
+            (parameter_bits(&executor), compressor_bits(&executor))
         })
     };
     let growing = LossScaling::Dynamic { initial: 4, growth_interval: 1 };

@@ -1,8 +1,8 @@
 //! A model that is not a language model, under different layouts.
 
-use crate::common::{Layout, OPTIONS, Pipeline, laid_out_model, train_classifier};
+use crate::common::{Layout, OPTIONS, Pipeline, executor_of_model, train_classifier};
 use trireme_parallel::ExecutorOptions;
-use trireme_schedule::pipeline::Kind;
+use trireme_schedule::pipeline::ScheduleKind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{Device, DeviceOptions, Precision};
 use trireme_testkit::{build_classifier, classifier_batch, classifier_specs, run_ranks};
@@ -61,9 +61,12 @@ fn any_chain_of_units_gives_the_bits_of_one_rank() {
             let (steps, _) = run(&sharded, 2, 2);
             assert!(steps == oracle.0, "stage {zero_stage} in {precision}");
         }
-        for (kind, stages_per_rank) in
-            [(Kind::OneFOneB, 1), (Kind::GPipe, 1), (Kind::Interleaved, 2), (Kind::ZeroBubbleV, 2)]
-        {
+        for (kind, stages_per_rank) in [
+            (ScheduleKind::OneFOneB, 1),
+            (ScheduleKind::GPipe, 1),
+            (ScheduleKind::Interleaved, 2),
+            (ScheduleKind::ZeroBubbleV, 2),
+        ] {
             let pipeline = Some(Pipeline { kind, num_ranks: 2, stages_per_rank });
             let stages = Layout { options, pipeline, ..Layout::default() };
             let found = run(&stages, 2, 4);
@@ -80,7 +83,7 @@ fn any_chain_of_units_gives_the_bits_of_one_rank() {
 fn a_batch_of_other_tensors_is_refused() {
     let mut found = run_ranks(1, |group| {
         let specs = classifier_specs(SAMPLES);
-        let mut executor = laid_out_model(&build_classifier, &specs, group, 1, 1, &Layout::default());
+        let mut executor = executor_of_model(&build_classifier, &specs, group, 1, 1, &Layout::default());
         let mut batch = classifier_batch(executor.device(), SAMPLES, 1, 0);
         batch.take("ids");
         executor.evaluate(Some(batch)).unwrap_err().to_string()

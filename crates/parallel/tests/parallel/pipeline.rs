@@ -1,12 +1,12 @@
 //! A pipeline gives the bits of one rank, with any schedule, and together with data parallelism.
 
-use crate::common::{Layout, OPTIONS, Pipeline, SHAPE, STEPS, batches, laid_out};
+use crate::common::{Layout, OPTIONS, Pipeline, SHAPE, STEPS, batches, executor_with_layout};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 use trireme_comm::{Diagnosis, FlightRecorder, OperationState};
 use trireme_model::ModelConfig;
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
-use trireme_schedule::pipeline::Kind;
+use trireme_schedule::pipeline::ScheduleKind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::Precision;
 use trireme_testkit::{random_batch, run_ranks};
@@ -44,7 +44,7 @@ fn run(model: &ModelConfig, layout: &Layout<'_>, world_size: usize, num_microbat
     let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
     let accumulation = num_microbatches * pipeline_degree / world_size;
     let results = run_ranks(world_size, |group| {
-        train(laid_out(model, group, 1, accumulation, layout), num_microbatches)
+        train(executor_with_layout(model, group, 1, accumulation, layout), num_microbatches)
     });
     assert!(results.iter().all(|(steps, ..)| *steps == results[0].0), "ranks agree");
     let evaluated: Vec<u64> = results.iter().filter_map(|(_, evaluated, _)| *evaluated).collect();
@@ -61,9 +61,10 @@ fn every_schedule_gives_the_bits_of_one_rank() {
         for num_microbatches in [4, 8] {
             let oracle = run(&model, &Layout { options, ..Layout::default() }, 1, num_microbatches);
             assert!(oracle.0[0][0] != oracle.0[2][0], "training changes the loss");
-            for (kind, stages_per_rank) in Kind::synchronous(2) {
+            for (kind, stages_per_rank) in ScheduleKind::synchronous(2) {
                 for (num_ranks, data_degree) in [(2, 1), (4, 1), (2, 2)] {
-                    let microbatches_min = if kind == Kind::DualPipeV { 2 * num_ranks } else { num_ranks };
+                    let microbatches_min =
+                        if kind == ScheduleKind::DualPipeV { 2 * num_ranks } else { num_ranks };
                     if num_microbatches / data_degree < microbatches_min {
                         continue;
                     }
@@ -86,13 +87,13 @@ fn every_schedule_gives_the_bits_of_one_rank() {
 fn a_tied_head_may_send_once_a_step() {
     let (model, num_microbatches) = (model(true), 4);
     let oracle = run(&model, &Layout::default(), 1, num_microbatches);
-    for (kind, stages_per_rank) in Kind::synchronous(2) {
+    for (kind, stages_per_rank) in ScheduleKind::synchronous(2) {
         let pipeline = Some(Pipeline { kind, num_ranks: 2, stages_per_rank });
         let of = |determinism| {
             let options = ExecutorOptions { determinism, ..OPTIONS };
             let layout = Layout { options, pipeline, ..Layout::default() };
             let bytes = run_ranks(2, |group| {
-                let mut executor = laid_out(&model, group, 1, num_microbatches, &layout);
+                let mut executor = executor_with_layout(&model, group, 1, num_microbatches, &layout);
                 let before = executor.ranks().payload_bytes();
                 let batches = batches(&executor, num_microbatches, 1);
                 let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
@@ -111,8 +112,10 @@ fn a_tied_head_may_send_once_a_step() {
         // In a V-shaped schedule, the embedding and the output layer are on the same rank. The automatic schedule may be V-shaped.
         let saved = (num_microbatches as u64 - 1) * 61 * 24 * 4;
         match kind {
-            Kind::DualPipeV | Kind::ZeroBubbleV => assert_eq!(bytes_once, bytes_each, "{kind}"),
-            Kind::Automatic => assert!([0, saved].contains(&(bytes_each - bytes_once)), "{kind}"),
+            ScheduleKind::DualPipeV | ScheduleKind::ZeroBubbleV => {
+                assert_eq!(bytes_once, bytes_each, "{kind}")
+            }
+            ScheduleKind::Automatic => assert!([0, saved].contains(&(bytes_each - bytes_once)), "{kind}"),
             _ => assert_eq!(bytes_each - bytes_once, saved, "{kind}"),
         }
     }
@@ -148,10 +151,10 @@ fn check_sharding(model: &ModelConfig, options: ExecutorOptions) {
         (parameters_on_disk, 2),
     ] {
         for (kind, keeps) in [
-            (Kind::OneFOneB, &[][..]),
-            (Kind::OneFOneB, &segments),
-            (Kind::ZeroBubbleH1, &[]),
-            (Kind::ZeroBubbleH1, &segments),
+            (ScheduleKind::OneFOneB, &[][..]),
+            (ScheduleKind::OneFOneB, &segments),
+            (ScheduleKind::ZeroBubbleH1, &[]),
+            (ScheduleKind::ZeroBubbleH1, &segments),
         ] {
             let pipeline = Some(Pipeline { kind, num_ranks: 2, stages_per_rank: 1 });
             let folder = disk.path();
@@ -163,9 +166,10 @@ fn check_sharding(model: &ModelConfig, options: ExecutorOptions) {
 
 #[test]
 fn each_action_of_a_step_has_its_time() {
-    let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
+    let pipeline = Some(Pipeline { kind: ScheduleKind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
     run_ranks(2, |group| {
-        let mut executor = laid_out(&model(false), group, 1, 4, &Layout { pipeline, ..Layout::default() });
+        let mut executor =
+            executor_with_layout(&model(false), group, 1, 4, &Layout { pipeline, ..Layout::default() });
         assert!(executor.timeline().is_empty());
         for step in 1..=2 {
             let before = Instant::now();
@@ -187,7 +191,8 @@ fn waits_within_a_pass_are_not_work() {
     const LATE: Duration = Duration::from_millis(50);
     let recorder = OnceLock::new();
     run_ranks(2, |group| {
-        let mut executor = laid_out(&model(false), group, 1, 1, &Layout { tensor: 2, ..Layout::default() });
+        let mut executor =
+            executor_with_layout(&model(false), group, 1, 1, &Layout { tensor: 2, ..Layout::default() });
         let is_late = executor.group().rank().0 == 1;
         if is_late {
             let waits_for_this = || {
@@ -216,10 +221,10 @@ fn waits_within_a_pass_are_not_work() {
 /// Pipeline ranks run different programs. A flight recorder report must not treat that as a disagreement.
 #[test]
 fn a_report_finds_no_difference_between_the_programs_of_a_pipeline() {
-    let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
+    let pipeline = Some(Pipeline { kind: ScheduleKind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
     let layout = Layout { pipeline, ..Layout::default() };
     let reports = run_ranks(2, |group| {
-        let mut executor = laid_out(&model(false), group, 1, 2, &layout);
+        let mut executor = executor_with_layout(&model(false), group, 1, 2, &layout);
         let batches = batches(&executor, 2, 1);
         let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
         executor.run(plan, &mut batches.into_iter()).unwrap();

@@ -1,11 +1,13 @@
 //! Units that move between pipeline ranks during training: no bit changes, and no memory is left behind.
 
-use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, SHAPE, batches, laid_out, with_stages_at};
+use crate::common::{
+    DEFAULT, Layout, OPTIONS, Pipeline, SHAPE, batches, executor_with_layout, with_stages_at,
+};
 use trireme_comm::Group;
 use trireme_model::ModelConfig;
 use trireme_optim::{OptimizerName, OptimizerSettings};
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan, ValidationBatches};
-use trireme_schedule::pipeline::Kind;
+use trireme_schedule::pipeline::ScheduleKind;
 use trireme_schedule::{StateClass, StateLayout, Tier};
 use trireme_tensor::{Category, Precision};
 use trireme_testkit::{random_batch, run_ranks};
@@ -34,7 +36,7 @@ struct Found {
 fn start(group: Group, is_tied: bool, layout: &Layout<'_>) -> Executor {
     let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
     let accumulation = NUM_MICROBATCHES * pipeline_degree / group.world_size();
-    laid_out(&model(is_tied), group, 1, accumulation, layout)
+    executor_with_layout(&model(is_tied), group, 1, accumulation, layout)
 }
 
 /// Trains in several parts. If there is a pipeline, splits the model into different stages before each part except the first.
@@ -101,21 +103,21 @@ fn check_model(is_tied: bool, layout: &Layout<'_>, world_size: usize, cuts: &[&[
     assert_eq!(in_use(&moved), in_use(&once), "{what}: bytes in use");
 }
 
-fn two(kind: Kind, stages_per_rank: usize) -> Option<Pipeline> {
+fn two_rank_pipeline(kind: ScheduleKind, stages_per_rank: usize) -> Option<Pipeline> {
     Some(Pipeline { kind, num_ranks: 2, stages_per_rank })
 }
 
 /// The initial stages have four units each.
-const CUTS: [&[usize]; 3] = [&[1], &[7], &[3]];
+const SPLITS: [&[usize]; 3] = [&[1], &[7], &[3]];
 
 #[test]
 fn units_move_with_data_parallelism_and_zero() {
     for precision in [Precision::F32, Precision::Bf16] {
         for (zero_stage, num_shards) in [(0, 1), (1, 1), (1, 2), (2, 2)] {
             let (options, state) = (ExecutorOptions { precision, ..OPTIONS }, StateLayout::zero(zero_stage));
-            let pipeline = two(Kind::OneFOneB, 1);
+            let pipeline = two_rank_pipeline(ScheduleKind::OneFOneB, 1);
             let layout = Layout { options, num_shards, state, pipeline, ..Layout::default() };
-            check(&layout, 4, &CUTS, &format!("{precision} stage {zero_stage} of {num_shards}"));
+            check(&layout, 4, &SPLITS, &format!("{precision} stage {zero_stage} of {num_shards}"));
         }
     }
 }
@@ -124,14 +126,15 @@ fn units_move_with_data_parallelism_and_zero() {
 fn units_move_whatever_the_schedule() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     for (kind, stages_per_rank, cuts) in [
-        (Kind::GPipe, 1, &CUTS[..]),
-        (Kind::Interleaved, 2, &[&[1, 2, 3], &[5, 6, 7], &[2, 3, 7]]),
-        (Kind::ZeroBubbleV, 2, &[&[1, 2, 3], &[3, 4, 7]]),
+        (ScheduleKind::GPipe, 1, &SPLITS[..]),
+        (ScheduleKind::Interleaved, 2, &[&[1, 2, 3], &[5, 6, 7], &[2, 3, 7]]),
+        (ScheduleKind::ZeroBubbleV, 2, &[&[1, 2, 3], &[3, 4, 7]]),
     ] {
-        let layout = Layout { options: bf16, pipeline: two(kind, stages_per_rank), ..Layout::default() };
+        let layout =
+            Layout { options: bf16, pipeline: two_rank_pipeline(kind, stages_per_rank), ..Layout::default() };
         check(&layout, 2, cuts, &format!("{kind}"));
     }
-    let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 4, stages_per_rank: 1 });
+    let pipeline = Some(Pipeline { kind: ScheduleKind::OneFOneB, num_ranks: 4, stages_per_rank: 1 });
     check(&Layout { pipeline, ..Layout::default() }, 4, &[&[1, 2, 3], &[5, 6, 7], &[1, 3, 7]], "four ranks");
 }
 
@@ -141,9 +144,9 @@ fn all_optimizer_state_moves() {
     for optimizer in
         [(OptimizerName::Adafactor, DEFAULT), (OptimizerName::Muon, muon), (OptimizerName::Lamb, DEFAULT)]
     {
-        let (state, pipeline) = (StateLayout::zero(2), two(Kind::OneFOneB, 1));
+        let (state, pipeline) = (StateLayout::zero(2), two_rank_pipeline(ScheduleKind::OneFOneB, 1));
         let layout = Layout { optimizer, num_shards: 2, state, pipeline, ..Layout::default() };
-        check(&layout, 4, &CUTS, &format!("{optimizer:?}"));
+        check(&layout, 4, &SPLITS, &format!("{optimizer:?}"));
     }
 }
 
@@ -155,14 +158,14 @@ fn offloaded_state_moves() {
             let layout = Layout {
                 options: ExecutorOptions { precision, ..OPTIONS },
                 num_shards: 2,
-                pipeline: two(Kind::OneFOneB, 1),
+                pipeline: two_rank_pipeline(ScheduleKind::OneFOneB, 1),
                 state: StateLayout::zero(2)
                     .with_tier(StateClass::Optimizer, optimizer)
                     .with_tier(StateClass::Activations, Tier::Disk),
                 folder: folder.path(),
                 ..Layout::default()
             };
-            check(&layout, 4, &CUTS, &format!("{precision} {optimizer:?}"));
+            check(&layout, 4, &SPLITS, &format!("{precision} {optimizer:?}"));
         }
     }
 }

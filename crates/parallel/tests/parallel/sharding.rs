@@ -1,6 +1,6 @@
 //! With any sharding, losses, norms and weights have the bits of plain data parallelism.
 
-use crate::common::{Layout, OPTIONS, STEPS, batches, dynamic, laid_out};
+use crate::common::{Layout, OPTIONS, STEPS, batches, dynamic, executor_with_layout};
 use trireme_model::ModelConfig;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::{Keep, Portion, StateClass, StateLayout, Tier};
@@ -35,7 +35,7 @@ fn train(executor: &mut Executor, num_microbatches: usize) -> Found {
 fn run(config: &ModelConfig, layout: &Layout<'_>, world_size: usize, num_microbatches: usize) -> Found {
     let mut results = run_ranks(world_size, |group| {
         let accumulation = num_microbatches / world_size;
-        let mut executor = laid_out(config, group, 1, accumulation, layout);
+        let mut executor = executor_with_layout(config, group, 1, accumulation, layout);
         train(&mut executor, num_microbatches)
     });
     let first = results.remove(0);

@@ -1,6 +1,6 @@
 //! The memory and traffic of ranks agree with the formulas of the ZeRO paper.
 
-use crate::common::{Layout, OPTIONS, batches, laid_out};
+use crate::common::{Layout, OPTIONS, batches, executor_with_layout};
 use trireme_model::ModelConfig;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan, ValidationBatches};
 use trireme_schedule::{ClassLayout, Portion, StateClass, StateLayout, Tier};
@@ -21,8 +21,13 @@ fn state_bytes(
     num_shards: usize,
 ) -> [f64; 3] {
     let ranks = run_ranks(world_size, |group| {
-        let mut executor =
-            laid_out(&config(), group, 1, 1, &Layout { options, num_shards, state, ..Layout::default() });
+        let mut executor = executor_with_layout(
+            &config(),
+            group,
+            1,
+            1,
+            &Layout { options, num_shards, state, ..Layout::default() },
+        );
         let batches = batches(&executor, world_size, 1);
         let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0), has_loss: true };
         executor.run(plan, &mut batches.into_iter()).unwrap();
@@ -73,8 +78,13 @@ fn stages_send_the_bytes_of_the_paper() {
         let num_shards = if state.has_shards() { num_ranks } else { 1 };
         let options = ExecutorOptions { fusion_bytes: 0, ..OPTIONS };
         let ranks = run_ranks(num_ranks, |group| {
-            let mut executor =
-                laid_out(&config(), group, 1, 1, &Layout { options, num_shards, state, ..Layout::default() });
+            let mut executor = executor_with_layout(
+                &config(),
+                group,
+                1,
+                1,
+                &Layout { options, num_shards, state, ..Layout::default() },
+            );
             let before = executor.ranks().payload_bytes();
             let batches = batches(&executor, num_ranks, 1);
             let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0), has_loss: true };
@@ -103,14 +113,15 @@ fn stages_send_the_bytes_of_the_paper() {
 fn buffers_for_reports_of_losses_are_counted() {
     let bytes = |executor: &Executor| executor.device().memory().usage(Category::Communication).current;
     run_ranks(2, |group| {
-        let mut executor = laid_out(&config(), group, 1, 1, &Layout::default());
+        let mut executor = executor_with_layout(&config(), group, 1, 1, &Layout::default());
         let before = bytes(&executor);
         let reports = executor.validation_reports(&ValidationBatches::new(10, 4)).unwrap();
         assert_eq!(bytes(&executor) - before, size_of_val(&reports[..]));
     });
     // A loss for each microbatch of each rank.
     let [few, many] = [2, 5].map(|num_microbatches| {
-        let of_rank = |group| bytes(&laid_out(&config(), group, 1, num_microbatches, &Layout::default()));
+        let of_rank =
+            |group| bytes(&executor_with_layout(&config(), group, 1, num_microbatches, &Layout::default()));
         run_ranks(2, of_rank)[0]
     });
     assert_eq!(many - few, 2 * 3 * size_of::<f64>());

@@ -1,6 +1,6 @@
 //! ZeRO++: how much traffic between hosts it saves, and how it changes results.
 
-use crate::common::{Layout, OPTIONS, batches, dynamic, laid_out};
+use crate::common::{Layout, OPTIONS, batches, dynamic, executor_with_layout};
 use trireme_model::ModelConfig;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, NonFinite, Skipped, StepPlan, ZeroPlusPlus};
 use trireme_schedule::{Action, StateLayout};
@@ -19,7 +19,7 @@ const fn all(format: IntegerFormat) -> ZeroPlusPlus {
 }
 
 /// Returns a layout of ZeRO-3 with these methods.
-fn with(methods: ZeroPlusPlus, options: ExecutorOptions, num_shards: usize) -> Layout<'static> {
+fn zero3_layout(methods: ZeroPlusPlus, options: ExecutorOptions, num_shards: usize) -> Layout<'static> {
     let options = ExecutorOptions { zero_plus_plus: methods, ..options };
     Layout { options, num_shards, state: StateLayout::zero(3), ..Layout::default() }
 }
@@ -53,7 +53,7 @@ fn run(
     repeats: bool,
 ) -> (Vec<f64>, Vec<u32>) {
     let mut ranks = run_ranks_on(hosts, |group| {
-        let mut executor = laid_out(config, group, 1, num_microbatches / hosts.len(), layout);
+        let mut executor = executor_with_layout(config, group, 1, num_microbatches / hosts.len(), layout);
         let found = train(&mut executor, num_microbatches, num_steps, repeats);
         let weights = executor.gather_parameters().unwrap();
         let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit));
@@ -75,7 +75,7 @@ fn secondary_shards_have_the_bits_of_plain_data_parallelism() {
                 let oracle = run(&config, &plain, &[0], num_microbatches, 3, false);
                 for place in [(&[0, 0, 1, 1], 4), (&[0, 1, 0, 1], 4), (&[0, 1, 2, 3], 4), (&[0, 1, 0, 1], 2)]
                 {
-                    let layout = with(HPZ, options, place.1);
+                    let layout = zero3_layout(HPZ, options, place.1);
                     let found = run(&config, &layout, place.0, num_microbatches, 3, false);
                     assert!(found == oracle, "{place:?}, {num_microbatches}, {}", options.precision);
                 }
@@ -90,7 +90,7 @@ fn secondary_shards_have_the_bits_of_plain_data_parallelism() {
 fn ranks_without_a_batch_await_gathers_in_the_same_order() {
     for config in small_models() {
         let found = [false, true].map(|keep_gathered| {
-            let mut layout = with(QWZ, OPTIONS, 4);
+            let mut layout = zero3_layout(QWZ, OPTIONS, 4);
             layout.state.keep_gathered = keep_gathered;
             run(&config, &layout, &[0, 0, 1, 1], 4, 2, false)
         });
@@ -105,7 +105,7 @@ fn integers_train_as_floats_do() {
         for precision in [Precision::F32, Precision::Bf16] {
             let options = ExecutorOptions { precision, ..OPTIONS };
             let losses = |methods| {
-                let layout = with(methods, options, 4);
+                let layout = zero3_layout(methods, options, 4);
                 let run = || run(&config, &layout, &[0, 0, 1, 1], 4, NUM_STEPS, true);
                 let found = run();
                 assert!(run() == found, "{methods:?}: a second run has the same bits");
@@ -143,7 +143,7 @@ fn ranks_agree_wherever_they_are() {
         for place in hosts {
             let num_microbatches = 2 * place.0.len();
             let [plain, found] = [ZeroPlusPlus::NONE, all(int4)]
-                .map(|methods| with(methods, OPTIONS, place.1))
+                .map(|methods| zero3_layout(methods, OPTIONS, place.1))
                 .map(|layout| run(&config, &layout, place.0, num_microbatches, 2, false).0);
             // Losses and norms alternate.
             for ((plain, found), tolerance) in plain.iter().zip(&found).zip([0.02, 0.1].into_iter().cycle()) {
@@ -151,7 +151,7 @@ fn ranks_agree_wherever_they_are() {
             }
             assert!(plain != found, "{place:?}: something is rounded");
         }
-        let alone = |methods| run(&config, &with(methods, OPTIONS, 1), &[0], 2, 2, false);
+        let alone = |methods| run(&config, &zero3_layout(methods, OPTIONS, 1), &[0], 2, 2, false);
         assert!(alone(all(int4)) == alone(ZeroPlusPlus::NONE), "a rank alone rounds nothing");
     }
 }
@@ -160,9 +160,9 @@ fn ranks_agree_wherever_they_are() {
 fn overflows_are_detected_in_integers() {
     let f16 = ExecutorOptions { precision: Precision::F16, loss_scaling: dynamic(1 << 24), ..OPTIONS };
     for format in [IntegerFormat::Int8, IntegerFormat::Int4] {
-        let layout = with(all(format), f16, 4);
+        let layout = zero3_layout(all(format), f16, 4);
         let skipped = run_ranks_on(&[0, 0, 1, 1], |group| {
-            let mut executor = laid_out(&small_models()[0], group, 1, 1, &layout);
+            let mut executor = executor_with_layout(&small_models()[0], group, 1, 1, &layout);
             let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
             let batches = batches(&executor, 4, 1);
             executor.run(plan, &mut batches.into_iter()).unwrap().skipped
@@ -173,12 +173,12 @@ fn overflows_are_detected_in_integers() {
 
 /// Runs a step on two hosts with two ranks each. Returns the bytes sent between hosts, the bytes by the formulas of docs/zero.md, the bytes
 /// of plain ZeRO-3 in two levels, and the bytes of parameters per element that a rank stores.
-fn across(methods: ZeroPlusPlus, options: ExecutorOptions) -> (f64, f64, f64, f64) {
+fn traffic_across_hosts(methods: ZeroPlusPlus, options: ExecutorOptions) -> (f64, f64, f64, f64) {
     let text = r#"{"model_type": "gpt2", "vocab_size": 700, "n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 4}"#;
     let config = ModelConfig::from_json(text).unwrap();
-    let layout = with(methods, options, 4);
+    let layout = zero3_layout(methods, options, 4);
     let ranks = run_ranks_on(&[0, 0, 1, 1], |group| {
-        let mut executor = laid_out(&config, group, 1, 1, &layout);
+        let mut executor = executor_with_layout(&config, group, 1, 1, &layout);
         let before = executor.ranks().payload_bytes_across().unwrap();
         let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5), has_loss: true };
         let batches = batches(&executor, 4, 1);
@@ -218,14 +218,14 @@ fn across(methods: ZeroPlusPlus, options: ExecutorOptions) -> (f64, f64, f64, f6
 fn traffic_between_hosts_follows_the_formulas() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     for (format, factor) in [(IntegerFormat::Int8, 3.5), (IntegerFormat::Int4, 4.5)] {
-        let (sent, formula, plain, kept) = across(all(format), bf16);
+        let (sent, formula, plain, kept) = traffic_across_hosts(all(format), bf16);
         assert_eq!(sent, formula, "{format:?}");
         assert!(plain / sent > factor, "{format:?}: {sent} bytes instead of {plain}");
         // A secondary shard has half of a unit, in bf16. The shard that the rank updates, a quarter of a unit in f32, counts as optimizer
         // state.
         assert!((kept - 1.0).abs() < 0.05, "{kept} bytes an element");
         let methods = ZeroPlusPlus { secondary_shards: false, ..all(format) };
-        let (sent, formula, _, kept) = across(methods, bf16);
+        let (sent, formula, _, kept) = traffic_across_hosts(methods, bf16);
         assert_eq!((sent, kept), (formula, 0.0), "{format:?}");
     }
 }

@@ -9,7 +9,7 @@ use trireme_schedule::{UnitChain, single};
 const CLASSES: [StateClass; 4] = StateClass::ALL;
 
 /// Returns the sizes of an embedding, equal blocks and a head on one rank.
-fn sizes(num_units: usize) -> StateSizes {
+fn sizes(num_units: usize) -> ModelSizes {
     let block = UnitPasses {
         input: 64,
         output: 64,
@@ -27,12 +27,16 @@ fn sizes(num_units: usize) -> StateSizes {
     let mut passes = vec![block; num_units];
     (passes[0], passes[num_units - 1]) = (embedding, UnitPasses { output: 0, ..head });
     let unit = |passes| UnitSizes { state: [256, 128, 128], shard_len: 32, passes };
-    StateSizes { units: passes.into_iter().map(unit).collect(), gather_bytes: 4, gradient_bytes: 4 }
+    ModelSizes {
+        units: passes.into_iter().map(unit).collect(),
+        gathered_bytes_per_element: 4,
+        gradient_bytes_per_element: 4,
+    }
 }
 
 /// Predicts the memory of a rank. The device stores all state of the classes that reside on it. Of each other class, it stores the state of
 /// two units.
-fn predict(sizes: &StateSizes, program: &Program) -> MemoryUse {
+fn predict(sizes: &ModelSizes, program: &Program) -> MemoryUse {
     let state = program.header.state;
     let (mut device, mut host) = (1000, 0);
     let mut add = |class: StateClass, moved: usize, stays: usize| {
@@ -48,12 +52,12 @@ fn predict(sizes: &StateSizes, program: &Program) -> MemoryUse {
         let is_here = !state.is_away(class);
         add(class, all, if is_here { all } else { 2 * sizes.units[0].state[class as usize] });
     }
-    let has_left = |unit: &usize| {
+    let is_offloaded = |unit: &usize| {
         let evicts = |action: &Action| matches!(action, Action::Evict(StateKey { class: StateClass::Activations, unit: own, .. }) if own == unit);
         program.actions.iter().any(evicts)
     };
     let blocks = 1..sizes.units.len() - 1;
-    let num_moved = blocks.clone().filter(has_left).count();
+    let num_moved = blocks.clone().filter(is_offloaded).count();
     add(StateClass::Activations, 640 * num_moved, 640 * (blocks.len() - num_moved));
     let mut at_peak = [0; 5];
     at_peak[0] = device;
@@ -85,7 +89,7 @@ proptest! {
         let run = |state| Ok::<_, Infallible>(predict(&sizes, &program(state)));
         let bounds = MemoryBounds { device, host, machine };
         let search = Search { sizes: &sizes, bounds, open: &CLASSES, program: &program, run: &run };
-        let all = every_choice(given, num_units).into_iter().map(|state| search.placing(state).unwrap());
+        let all = every_choice(given, num_units).into_iter().map(|state| search.candidate(state).unwrap());
         let best = all.filter(|placing| bounds.admit(&placing.prediction)).map(|placing| placing.traffic.cost()).min();
         let found = fit_layout(&sizes, given, &CLASSES, bounds, program, run).unwrap();
         let cost = bounds.admit(&found.prediction).then(|| found.traffic.cost());
@@ -93,20 +97,20 @@ proptest! {
     }
 }
 
-/// Chooses the tier of one class. The bound on device memory is `less` bytes below the rank's total, and the bound on host memory is `host`
-/// bytes. Also returns whether the choice fits.
+/// Chooses the tier of one class. The bound on device memory is `reduction` bytes below the rank's total, and the bound on host memory is
+/// `host` bytes. Also returns whether the choice fits.
 fn fit(
     num_units: usize,
     stage: usize,
     class: StateClass,
-    less: usize,
+    reduction: usize,
     host: usize,
 ) -> (LayoutCandidate, bool) {
     let (sizes, given) = (sizes(num_units), StateLayout::zero(stage));
     let program = |state| program(num_units, state);
     let run = |state| Ok::<_, Infallible>(predict(&sizes, &program(state)));
     let all = run(given).unwrap().total();
-    let bounds = MemoryBounds { device: all - less, host, machine: usize::MAX };
+    let bounds = MemoryBounds { device: all - reduction, host, machine: usize::MAX };
     let found = fit_layout(&sizes, given, &[class], bounds, program, run).unwrap();
     let holds = bounds.admit(&found.prediction);
     (found, holds)

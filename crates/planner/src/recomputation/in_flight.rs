@@ -1,6 +1,6 @@
 //! Chooses recomputation on a pipeline rank, which has several microbatches in flight.
 
-use super::{Choice, inputs_only};
+use super::{RecomputationChoice, inputs_only};
 use crate::dry_run::DryRun;
 use crate::offload::MemoryBounds;
 use trireme_base::{MemoryUse, UnitPasses};
@@ -23,7 +23,7 @@ pub(crate) fn fit_keeps_in_flight<E>(
     given: &[Keep],
     bounds: MemoryBounds,
     mut run: impl FnMut(&[Keep]) -> Result<DryRun, E>,
-) -> Result<(Choice, MemoryUse), E> {
+) -> Result<(RecomputationChoice, MemoryUse), E> {
     let inputs = inputs_only(passes).keeps;
     let found = run(&inputs)?;
     let in_flight = most_in_flight(&found.program, passes.len());
@@ -38,7 +38,7 @@ pub(crate) fn fit_keeps_in_flight<E>(
         let held = (0..passes.len()).filter(|&unit| in_flight[unit] > 0);
         let repeated = held.map(|unit| keeps[unit].repeated_operations(&passes[unit]));
         let operations = repeated.fold(0, u64::saturating_add);
-        Choice { keeps, operations }
+        RecomputationChoice { keeps, operations }
     };
     let mut best = (choice(0), found.memory);
     if !bounds.admit(&found.memory) {
@@ -91,17 +91,17 @@ impl Upgrade {
     /// Returns the upgrades of a unit, in descending order of the operations saved per byte.
     fn of(unit: usize, passes: &[UnitPasses], in_flight: usize) -> Vec<Upgrade> {
         let passes = &passes[unit];
-        if in_flight == 0 || !passes.keeps() {
+        if in_flight == 0 || !passes.keeps_activations() {
             return Vec::new();
         }
-        let (forward, renewal) = (passes.forward_cost.operations(), passes.recompute_cost.operations());
+        let (forward, recompute) = (passes.forward_cost.operations(), passes.recompute_cost.operations());
         let upgrade = |keep, operations: u64, [from, to]: [usize; 2]| {
             let bytes = in_flight * to.saturating_sub(from);
             Upgrade { unit, keep, operations, bytes }
         };
         let products =
-            upgrade(Keep::Products, forward.saturating_sub(renewal), [passes.input, passes.products]);
-        let rest = upgrade(Keep::All, renewal, [passes.products, passes.saved]);
+            upgrade(Keep::Products, forward.saturating_sub(recompute), [passes.input, passes.products]);
+        let rest = upgrade(Keep::All, recompute, [passes.products, passes.saved]);
         if products.saved_per_byte() >= rest.saved_per_byte() {
             return vec![products, rest];
         }

@@ -23,48 +23,48 @@ fn batch(passes: &[UnitPasses]) -> Vec<BatchTensorSize> {
 fn run(passes: &[UnitPasses], keeps: &[Keep]) -> DryRun {
     let program = program(keeps);
     let (mut current, mut output, mut grad) = (2 * TENSOR_BYTES, 0, 0);
-    let mut lines = Vec::new();
+    let mut action_peaks = Vec::new();
     for &action in &program.actions {
         let unit = action.unit();
-        let of = &passes[unit];
+        let unit_passes = &passes[unit];
         let mut peak = current;
         let mut record = |current: &mut usize, output: &mut usize| {
-            peak = peak.max(*current + of.forward_peak - *output);
-            *current += of.saved + of.output - *output;
-            *output = of.output;
+            peak = peak.max(*current + unit_passes.forward_peak - *output);
+            *current += unit_passes.saved + unit_passes.output - *output;
+            *output = unit_passes.output;
         };
         match (action, keeps[unit]) {
             (Action::Forward { keep, .. }, _) => {
                 record(&mut current, &mut output);
-                current -= of.saved - keep.kept_bytes(of);
+                current -= unit_passes.saved - keep.kept_bytes(unit_passes);
             }
             (Action::Recompute { .. }, Keep::Products) => {
-                peak = peak.max(current + of.recompute_peak - of.products);
-                current += of.saved - of.products;
+                peak = peak.max(current + unit_passes.recompute_peak - unit_passes.products);
+                current += unit_passes.saved - unit_passes.products;
             }
             (Action::Recompute { .. }, keep) => {
                 if keep == Keep::Input {
-                    output = of.input;
+                    output = unit_passes.input;
                 }
                 record(&mut current, &mut output);
             }
             (Action::Backward { .. }, _) => {
                 current -= std::mem::take(&mut output);
-                let before = of.saved + grad;
-                peak = peak.max(current + of.backward_peak - before);
-                current = current + of.input_grad - before;
-                grad = of.input_grad;
+                let before = unit_passes.saved + grad;
+                peak = peak.max(current + unit_passes.backward_peak - before);
+                current = current + unit_passes.input_grad - before;
+                grad = unit_passes.input_grad;
                 if [0, passes.len() - 1].contains(&unit) {
                     current -= TENSOR_BYTES;
                 }
             }
             _ => (),
         }
-        lines.push(of_activations(peak.max(current)));
+        action_peaks.push(of_activations(peak.max(current)));
     }
-    let most = lines.iter().map(CategoryBytes::total).max().unwrap();
+    let most = action_peaks.iter().map(CategoryBytes::total).max().unwrap();
     let prediction = MemoryUse { at_peak: of_activations(most), own: most, ..MemoryUse::default() };
-    DryRun { program, memory: prediction, action_peaks: lines }
+    DryRun { program, memory: prediction, action_peaks }
 }
 
 fn of_activations(num_bytes: usize) -> CategoryBytes {
@@ -75,7 +75,7 @@ fn of_activations(num_bytes: usize) -> CategoryBytes {
 /// Returns consistent sizes: during a pass, its inputs and its results are in memory at the same time.
 fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
     let mut passes: Vec<UnitPasses> = Vec::new();
-    for (unit, &[output, inner, products, extra, renewal, backward, grad, operations]) in
+    for (unit, &[output, inner, products, extra, recompute, backward, grad, operations]) in
         numbers.iter().enumerate()
     {
         let is_last = unit + 1 == numbers.len();
@@ -83,7 +83,7 @@ fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
         let output = if is_last { 0 } else { output };
         let products = input + products.min(inner);
         let record = input + inner;
-        let (renewal_peak, forward_peak) = (record + renewal, record + output + extra);
+        let (renewal_peak, forward_peak) = (record + recompute, record + output + extra);
         passes.push(UnitPasses {
             input,
             output,
@@ -111,7 +111,7 @@ fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
 fn every_choice(passes: &[UnitPasses]) -> Vec<Vec<Keep>> {
     let mut choices: Vec<Vec<Keep>> = vec![Vec::new()];
     for passes in passes {
-        let options = if passes.keeps() { &Keep::ALL[..] } else { &[Keep::All][..] };
+        let options = if passes.keeps_activations() { &Keep::ALL[..] } else { &[Keep::All][..] };
         let extend = |choice: &Vec<Keep>| {
             let is_recomputed = matches!(choice.last(), Some(Keep::Input | Keep::Nothing));
             let possible = options.iter().filter(|&&keep| keep != Keep::Nothing || is_recomputed);
@@ -203,7 +203,7 @@ fn more_memory_means_less_recomputation() {
     (passes[0], passes[9]) = (embedding, head);
     let operations = |total: usize| {
         let room = vec![PassBytes { forward: total, backward: total }; passes.len()];
-        choose_keeps(&passes, &room).map(|choice| choice.operations)
+        cheapest_keeps(&passes, &room).map(|choice| choice.operations)
     };
     assert_eq!(operations(8 * 100 + 150), Some(0));
     assert_eq!(operations(8 * 100 + 149), Some(10), "one block keeps its products");

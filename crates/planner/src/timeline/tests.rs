@@ -1,17 +1,17 @@
 use super::*;
 use proptest::prelude::*;
 use trireme_schedule::lowering::lay_out;
-use trireme_schedule::pipeline::{self, Costs, Kind, Sizes, StageCosts, generate, programs};
+use trireme_schedule::pipeline::{self, Costs, ScheduleKind, Sizes, StageCosts, generate, programs};
 use trireme_schedule::{StateLayout, UnitChain, single};
 
 /// Synchronous schedule kinds with their number of stages per rank.
-fn kinds() -> impl Strategy<Value = (Kind, usize)> {
-    prop::sample::select(Kind::synchronous(2).collect::<Vec<_>>())
+fn kinds() -> impl Strategy<Value = (ScheduleKind, usize)> {
+    prop::sample::select(ScheduleKind::synchronous(2).collect::<Vec<_>>())
 }
 
 /// Returns a schedule of stages as programs with one unit per stage, and the makespan of the schedule itself.
 fn of_stages(
-    kind: (Kind, usize),
+    kind: (ScheduleKind, usize),
     num_ranks: usize,
     num_microbatches: usize,
     costs: &Costs,
@@ -144,7 +144,7 @@ fn programs_that_never_end_are_refused() {
 fn the_embedding_waits_for_the_head_that_is_tied_to_it() {
     let sizes = Sizes { num_ranks: 3, num_microbatches: 4, stages_per_rank: 1, num_steps: 1 };
     let costs = Costs::equal(3, StageCosts::of(1, 1, 1)).unwrap();
-    let schedule = generate(Kind::ZeroBubbleH1, sizes, &costs, None).unwrap();
+    let schedule = generate(ScheduleKind::ZeroBubbleH1, sizes, &costs, None).unwrap();
     let chain = UnitChain { ties: vec![(2, 0)], ..UnitChain::of_units(3) };
     let programs = programs(&schedule, &costs, &[0..1, 1..2, 2..3], &chain);
     let timeline = simulate(&programs, |_, _| 10).unwrap();

@@ -43,13 +43,13 @@ pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usiz
     assert_eq!(receive_lens.len(), world_size, "one length to receive for each rank");
     assert_eq!(send_lens[rank.0], receive_lens[rank.0], "what a rank keeps has one length");
     steps.push(Step::Copy {
-        from: Span::input(place(send_lens, rank.0)),
-        to: place(receive_lens, rank.0).into(),
+        from: Span::input(block_range(send_lens, rank.0)),
+        to: block_range(receive_lens, rank.0).into(),
     });
     for partner in partners(rank.0, world_size) {
         steps.push(Step::both(
-            Outgoing::new(partner, Span::input(place(send_lens, partner))),
-            Incoming::copy(partner, place(receive_lens, partner)),
+            Outgoing::new(partner, Span::input(block_range(send_lens, partner))),
+            Incoming::copy(partner, block_range(receive_lens, partner)),
         ));
     }
 }
@@ -94,52 +94,52 @@ pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], s
     let arrival_start: usize = relay_lens.iter().sum();
     let relayed = |from: usize, host: usize| {
         if host == own_host {
-            place(&receive_lens, neighbours[from].0).into()
+            block_range(&receive_lens, neighbours[from].0).into()
         } else {
-            Span::scratch(place(&relay_lens, of_host(host).start + from))
+            Span::scratch(block_range(&relay_lens, of_host(host).start + from))
         }
     };
     // Within the host, blocks go from the input to the place from which they are sent on, so no packing is needed.
     steps.extend((0..hosts.num_hosts()).map(|host| Step::Copy {
-        from: Span::input(place(send_lens, with_local_rank(local_rank, host))),
+        from: Span::input(block_range(send_lens, with_local_rank(local_rank, host))),
         to: relayed(local_rank, host),
     }));
     for partner in partners(local_rank, ranks_per_host) {
         let peer = neighbours[partner].0;
         steps.extend((0..hosts.num_hosts()).map(|host| {
-            let block = place(send_lens, with_local_rank(partner, host));
+            let block = block_range(send_lens, with_local_rank(partner, host));
             Step::both(Outgoing::new(peer, Span::input(block)), Incoming::copy(peer, relayed(partner, host)))
         }));
     }
     // Exchanges the blocks, which are contiguous by host, with the ranks of other hosts.
     for partner in partners(own_host, hosts.num_hosts()) {
         let peer = with_local_rank(local_rank, partner);
-        let outgoing = Outgoing::new(peer, Span::scratch(places(&relay_lens, of_host(partner))));
+        let outgoing = Outgoing::new(peer, Span::scratch(blocks_range(&relay_lens, of_host(partner))));
         if hosts.are_consecutive() {
-            let arrival = places(&receive_lens, of_host(partner));
+            let arrival = blocks_range(&receive_lens, of_host(partner));
             steps.push(Step::both(outgoing, Incoming::copy(peer, arrival)));
             continue;
         }
         let arrival_lens = Vec::from_iter(hosts.ranks(partner).iter().map(|from| receive_lens[from.0]));
         let arrival = |blocks| {
-            let Range { start, end } = places(&arrival_lens, blocks);
+            let Range { start, end } = blocks_range(&arrival_lens, blocks);
             Span::scratch(arrival_start + start..arrival_start + end)
         };
         steps.push(Step::both(outgoing, Incoming::copy(peer, arrival(0..ranks_per_host))));
         steps.extend(hosts.ranks(partner).iter().enumerate().map(|(index, from)| Step::Copy {
             from: arrival(index..index + 1),
-            to: place(&receive_lens, from.0).into(),
+            to: block_range(&receive_lens, from.0).into(),
         }));
     }
 }
 
 /// Returns the range of block `of` if blocks of these lengths are stored one after the other.
-fn place(lens: &[usize], of: usize) -> Range<usize> {
-    places(lens, of..of + 1)
+fn block_range(lens: &[usize], of: usize) -> Range<usize> {
+    blocks_range(lens, of..of + 1)
 }
 
 /// Returns the range of several consecutive blocks.
-fn places(lens: &[usize], of: Range<usize>) -> Range<usize> {
+fn blocks_range(lens: &[usize], of: Range<usize>) -> Range<usize> {
     let start = lens[..of.start].iter().sum();
     start..start + lens[of].iter().sum::<usize>()
 }

@@ -5,13 +5,13 @@ use super::{Incoming, Outgoing, Step, ring, tree};
 pub(super) fn binomial(own: &RankContext, steps: &mut Vec<Step>) {
     let (world_size, whole) = (own.world_size(), || 0..own.blocks.len);
     // The rank's number, counted from the root.
-    let place = (own.rank + world_size - own.root) % world_size;
-    if place != 0 {
-        let distance = 1 << place.trailing_zeros();
+    let relative_rank = (own.rank + world_size - own.root) % world_size;
+    if relative_rank != 0 {
+        let distance = 1 << relative_rank.trailing_zeros();
         steps.push(Step::receive(Incoming::copy(own.before(distance), whole())));
     }
     for distance in distances(world_size).rev() {
-        if place.is_multiple_of(2 * distance) && place + distance < world_size {
+        if relative_rank.is_multiple_of(2 * distance) && relative_rank + distance < world_size {
             steps.push(Step::send(Outgoing::new(own.after(distance), whole())));
         }
     }

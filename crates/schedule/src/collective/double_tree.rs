@@ -4,7 +4,7 @@
 
 use super::blocks::Blocks;
 use super::rank_context::RankContext;
-use super::{Action, Incoming, Outgoing, Side, Step};
+use super::{Incoming, Outgoing, ReceiveAction, Side, Step};
 use trireme_base::Rank;
 
 /// Elements of a chunk, if there are not more than [`CHUNKS_MAX`] chunks.
@@ -48,7 +48,7 @@ pub(super) fn all_reduce_by(num_chunks: usize, own: &RankContext, steps: &mut Ve
         let on = |edge: &Edge| passing(edge, slot, edge.level);
         let send = edges.up.iter().flatten().find_map(|edge| Some(Outgoing::new(edge.parent, on(edge)?)));
         let receive = edges.down.iter().flatten().find_map(|edge| {
-            let action = Action::Reduce { own: edge.side_of_parent };
+            let action = ReceiveAction::Reduce { own: edge.side_of_parent };
             Some(Incoming { from: Rank(edge.child), span: on(edge)?.into(), action })
         });
         push_exchange(send, receive, steps);
@@ -171,7 +171,7 @@ impl Trees {
         let mut lowest = (edge, 0);
         for first_end in [End::Child, End::Parent] {
             let (mut at, mut end, mut colour) = (edge, first_end, 0);
-            while let Some(bound) = self.bound(at, end) {
+            while let Some(bound) = self.conflicting_edge(at, end) {
                 if bound == edge {
                     break;
                 }
@@ -185,7 +185,7 @@ impl Trees {
     }
 
     /// Returns the other edge at an end of this edge, which must have a different colour.
-    fn bound(&self, (tree, number): (usize, usize), end: End) -> Option<(usize, usize)> {
+    fn conflicting_edge(&self, (tree, number): (usize, usize), end: End) -> Option<(usize, usize)> {
         if end == End::Parent {
             return self.sibling(number).map(|sibling| (tree, sibling));
         }

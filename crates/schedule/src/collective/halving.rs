@@ -19,7 +19,7 @@ pub(super) fn all_reduce_recursive_doubling(own: &RankContext, steps: &mut Vec<S
     let leaf = folding.fold(own.rank, whole, steps);
     let folds = first..steps.len();
     for distance in distances(folding.num_leaves).filter(|_| leaf.is_some()) {
-        let partner = folding.leader(folding.leaf(own.rank) ^ distance);
+        let partner = folding.representative(folding.leaf(own.rank) ^ distance);
         steps.push(Step::both(Outgoing::new(partner, whole()), Incoming::reduce(own.rank, partner, whole())));
     }
     mirror(folds, steps);
@@ -55,13 +55,13 @@ pub(super) fn reduce_scatter(own: &RankContext, steps: &mut Vec<Step>) {
     let folding = Folding::new(own.world_size(), 0);
     let leaf = folding.fold(rank, || blocks.of_all(0..own.world_size()), steps);
     let blocks_of = |leaf: usize| {
-        let first = folding.leader(leaf);
+        let first = folding.representative(leaf);
         if leaf < folding.extra { blocks.of_all(first..first + 2) } else { blocks.of(first) }
     };
     for distance in distances(folding.num_leaves) {
         let Some(leaf) = leaf else { break };
         let (stride, partner_leaf) = (2 * distance, leaf ^ distance);
-        let partner = folding.leader(partner_leaf);
+        let partner = folding.representative(partner_leaf);
         for others in (0..folding.num_leaves).step_by(stride) {
             steps.push(Step::both(
                 Outgoing::new(partner, blocks_of(partner_leaf % stride + others)),
@@ -82,7 +82,7 @@ fn halve(own: &RankContext, folding: &Folding, steps: &mut Vec<Step>) -> Option<
     let leaf = folding.fold(own.rank, || 0..own.blocks.len, steps)?;
     let first = steps.len();
     for distance in distances(folding.num_leaves) {
-        let partner = folding.leader(leaf ^ distance);
+        let partner = folding.representative(leaf ^ distance);
         let middle = range.start.midpoint(range.end);
         let (lower, upper) = (range.start..middle, middle..range.end);
         let (kept, given) = if leaf & distance == 0 { (lower, upper) } else { (upper, lower) };

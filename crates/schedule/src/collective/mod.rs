@@ -5,7 +5,7 @@
 //! algorithms and all transports compute the same bits. With a power of two of ranks, the tree pairs neighbours first: `(0 + 1) + (2 + 3)`
 //! for four ranks. Any other world size is `p + extra` ranks, with `p` the largest power of two below it. The first `2 * extra` ranks are
 //! folded into pairs, and the tree pairs the resulting `p` values: `((0 + 1) + 2) + (3 + 4)` for five ranks. The left operand always
-//! belongs to the lower ranks. [`canonical_terms`] returns the tree as a stack program. Other reductions have a different order, which is
+//! belongs to the lower ranks. [`canonical_order`] returns the tree as a stack program. Other reductions have a different order, which is
 //! the same in every run.
 //!
 //! # Entry points
@@ -52,9 +52,9 @@ pub use cost::{CostModel, DirectCost, LinkCost, choose};
 pub use hierarchy::{Members, Phase, phases};
 pub use hosts::Hosts;
 pub use kind::{Collective, CollectiveKind, Data, DataFlow, RootRole};
-pub use order::{StackInstruction, canonical_terms, num_partials};
+pub use order::{StackInstruction, canonical_order, num_partials};
 pub use simulate::simulate;
-pub use step::{Action, Incoming, Memory, Outgoing, Side, Span, Step, scratch_len};
+pub use step::{Incoming, Memory, Outgoing, ReceiveAction, Side, Span, Step, scratch_len};
 
 use blocks::Blocks;
 use hosts::assert_member;

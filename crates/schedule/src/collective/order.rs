@@ -18,14 +18,14 @@ pub enum StackInstruction {
 ///
 /// # Panics
 /// If `world_size` is 0.
-pub fn canonical_terms(world_size: usize) -> Vec<StackInstruction> {
+pub fn canonical_order(world_size: usize) -> Vec<StackInstruction> {
     let folding = Folding::new(world_size, 0);
     let mut terms = Vec::new();
     push_subtree(&folding, 0, folding.num_leaves, &mut terms);
     terms
 }
 
-/// Returns the number of partial results that [`canonical_terms`] needs at the same time.
+/// Returns the number of partial results that [`canonical_order`] needs at the same time.
 ///
 /// # Panics
 /// If `world_size` is 0.
@@ -38,12 +38,12 @@ pub fn num_partials(world_size: usize) -> usize {
         }
         Some(*depth)
     };
-    canonical_terms(world_size).into_iter().scan(0, depth).max().unwrap_or(0)
+    canonical_order(world_size).into_iter().scan(0, depth).max().unwrap_or(0)
 }
 
 fn push_subtree(folding: &Folding, first: usize, end: usize, terms: &mut Vec<StackInstruction>) {
     if end - first == 1 {
-        let rank = folding.leader(first);
+        let rank = folding.representative(first);
         terms.push(StackInstruction::Load(Rank(rank)));
         if first < folding.extra {
             terms.push(StackInstruction::Reduce(Rank(rank + 1)));
@@ -53,7 +53,7 @@ fn push_subtree(folding: &Folding, first: usize, end: usize, terms: &mut Vec<Sta
     let middle = first.midpoint(end);
     push_subtree(folding, first, middle, terms);
     if end - middle == 1 && middle >= folding.extra {
-        terms.push(StackInstruction::Reduce(Rank(folding.leader(middle))));
+        terms.push(StackInstruction::Reduce(Rank(folding.representative(middle))));
     } else {
         push_subtree(folding, middle, end, terms);
         terms.push(StackInstruction::Combine);
@@ -81,7 +81,7 @@ impl Folding {
     }
 
     /// Returns the rank that represents a leaf.
-    pub(super) fn leader(&self, leaf: usize) -> usize {
+    pub(super) fn representative(&self, leaf: usize) -> usize {
         if leaf == self.leaf(self.root) {
             self.root
         } else if leaf < self.extra {
@@ -105,7 +105,7 @@ impl Folding {
         steps: &mut Vec<Step>,
     ) -> Option<usize> {
         let leaf = self.leaf(rank);
-        let leads = self.leader(leaf) == rank;
+        let leads = self.representative(leaf) == rank;
         steps.extend(self.other(rank).map(|other| {
             if leads {
                 Step::receive(Incoming::reduce(rank, other, whole()))

@@ -1,5 +1,5 @@
 use super::cost::CostModel;
-use super::{Action, Hosts, Outgoing, Step};
+use super::{Hosts, Outgoing, ReceiveAction, Step};
 use crate::engine::{Actor, Entry, Job, Length, run};
 use trireme_base::Rank;
 
@@ -52,7 +52,7 @@ impl Machine<'_> {
                 entries.push(Entry::Expect(received, self.channel(from, rank)));
                 entries.push(Entry::Compute(Length::Fixed(length + lag)));
                 entries.push(Entry::Await(received));
-                if let Action::Reduce { .. } = receive.action {
+                if let ReceiveAction::Reduce { .. } = receive.action {
                     entries.push(compute(len, self.model.reduce_seconds_per_byte));
                 }
             }
@@ -67,7 +67,14 @@ impl Machine<'_> {
         let (length, lag) = (Length::Fixed(length), Length::Fixed(lag));
         // Each host has one stream for outgoing messages and one for incoming messages.
         let streams = if from_host == to_host { Vec::new() } else { vec![2 * from_host, 2 * to_host + 1] };
-        Box::new(Job { channel: self.channel(rank, *to), num_starts: 1, streams, load: 0, length, lag })
+        Box::new(Job {
+            channel: self.channel(rank, *to),
+            num_starts: 1,
+            streams,
+            load: 0,
+            duration: length,
+            lag,
+        })
     }
 
     fn channel(&self, from: Rank, to: Rank) -> usize {

@@ -54,12 +54,12 @@ pub struct Outgoing {
 pub struct Incoming {
     pub from: Rank,
     pub span: Span,
-    pub action: Action,
+    pub action: ReceiveAction,
 }
 
 /// The effect of a received message on the elements of its span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Action {
+pub enum ReceiveAction {
     /// Replaces the elements.
     Copy,
     /// Reduces the elements with the message.
@@ -106,14 +106,14 @@ impl Outgoing {
 impl Incoming {
     /// Creates a message that replaces the elements of its span.
     pub fn copy(from: usize, span: impl Into<Span>) -> Self {
-        Incoming { from: Rank(from), span: span.into(), action: Action::Copy }
+        Incoming { from: Rank(from), span: span.into(), action: ReceiveAction::Copy }
     }
 
     /// Creates a message that is reduced with the elements of its span. The value of the lower of the ranks `own` and `from` is the left
     /// operand.
     pub fn reduce(own: usize, from: usize, span: impl Into<Span>) -> Self {
         let own = if own < from { Side::Left } else { Side::Right };
-        Incoming { from: Rank(from), span: span.into(), action: Action::Reduce { own } }
+        Incoming { from: Rank(from), span: span.into(), action: ReceiveAction::Reduce { own } }
     }
 }
 
@@ -137,7 +137,8 @@ impl Step {
     pub(super) fn undo(&mut self) {
         let Step::Exchange { send, receive } = self else { return };
         let back = receive.take().map(|receive| Outgoing { to: receive.from, span: receive.span });
-        *receive = send.take().map(|send| Incoming { from: send.to, span: send.span, action: Action::Copy });
+        *receive =
+            send.take().map(|send| Incoming { from: send.to, span: send.span, action: ReceiveAction::Copy });
         *send = back;
     }
 

@@ -38,7 +38,7 @@ pub(super) fn reduce(own: &RankContext, steps: &mut Vec<Step>) {
     let Some(leaf) = folding.fold(own.rank, whole, steps) else { return };
     for distance in distances(folding.num_leaves) {
         let Some(merge) = merge(leaf, folding.num_leaves, folding.leaf(own.root), distance) else { return };
-        let partner = folding.leader(merge.partner);
+        let partner = folding.representative(merge.partner);
         if !merge.keeps {
             steps.push(Step::send(Outgoing::new(partner, whole())));
             return;

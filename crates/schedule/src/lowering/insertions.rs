@@ -16,6 +16,6 @@ pub(super) fn insert(actions: &[Action], insertions: Insertions) -> Vec<Action> 
 }
 
 /// Returns the indices of the actions that match.
-pub(super) fn indices_of(actions: &[Action], is_one: impl Fn(Action) -> bool) -> Vec<usize> {
-    (0..actions.len()).filter(|&place| is_one(actions[place])).collect()
+pub(super) fn indices_of(actions: &[Action], is_wanted: impl Fn(Action) -> bool) -> Vec<usize> {
+    (0..actions.len()).filter(|&place| is_wanted(actions[place])).collect()
 }

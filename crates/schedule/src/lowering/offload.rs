@@ -34,7 +34,7 @@ fn swap_around(
 ) -> Vec<Action> {
     let uses = indices_of(actions, is_use);
     let last_pass = actions.iter().rposition(|action| action.is_pass()).unwrap_or(0);
-    let mut beside = no_insertions(actions);
+    let mut insertions = no_insertions(actions);
     let stays =
         |first: usize, second: usize| first + 1 == second && actions[first].unit() == actions[second].unit();
     for (index, &place) in uses.iter().enumerate() {
@@ -53,30 +53,30 @@ fn swap_around(
             .flatten();
         let earliest = previous.copied().max(reduced).map_or(0, |place| place + 1);
         if index == 0 || !stays(uses[index - 1], place) {
-            beside[ahead.max(earliest).min(place)][0].push(Action::Fetch(state));
+            insertions[ahead.max(earliest).min(place)][0].push(Action::Fetch(state));
         }
         if uses.get(index + 1).is_some_and(|&next| stays(place, next)) {
             continue;
         }
         // The updated parameters may be gathered before they are evicted.
         let is_gathered = is_step && actions.get(place + 1) == Some(&Action::Unshard { unit });
-        beside[place + usize::from(is_gathered)][1].push(Action::Evict(state));
+        insertions[place + usize::from(is_gathered)][1].push(Action::Evict(state));
     }
-    insert(actions, beside)
+    insert(actions, insertions)
 }
 
 /// Evicts each reduced gradient after the next reduction has begun, because the gradient's own reduction has had time to complete by then.
 fn evict_reduced(actions: &[Action]) -> Vec<Action> {
     let is_reduction = |action| matches!(action, Action::ReduceGrad { .. });
     let ends = indices_of(actions, |action| is_reduction(action) || matches!(action, Action::Step { .. }));
-    let mut beside = no_insertions(actions);
+    let mut insertions = no_insertions(actions);
     for pair in ends.windows(2) {
         if let Action::ReduceGrad { unit } = actions[pair[0]] {
             let state = StateKey { class: StateClass::Gradients, unit, microbatch: 0 };
-            beside[pair[1]][usize::from(is_reduction(actions[pair[1]]))].push(Action::Evict(state));
+            insertions[pair[1]][usize::from(is_reduction(actions[pair[1]]))].push(Action::Evict(state));
         }
     }
-    insert(actions, beside)
+    insert(actions, insertions)
 }
 
 /// Evicts the kept activations of the first units that keep any, and fetches them [`fetch_ahead`](crate::StateLayout::fetch_ahead) passes
@@ -87,7 +87,7 @@ fn swap_activations(actions: &[Action], header: &ProgramHeader) -> Vec<Action> {
     let kept = (0..chain.num_units).filter(|&unit| chain.keeps(unit));
     kept.take(header.state.num_offloaded_units).for_each(|unit| is_moved[unit] = true);
     let passes = indices_of(actions, Action::is_pass);
-    let mut beside = no_insertions(actions);
+    let mut insertions = no_insertions(actions);
     for (pass, &place) in passes.iter().enumerate() {
         let Action::Forward { unit, microbatch, keep } = actions[place] else { continue };
         if keep == Keep::Nothing || !is_moved[unit] {
@@ -102,11 +102,11 @@ fn swap_activations(actions: &[Action], header: &ProgramHeader) -> Vec<Action> {
         let Some(distance) = later.iter().position(is_use) else { continue };
         if distance > 2 * prefetch {
             let state = StateKey { class: StateClass::Activations, unit, microbatch };
-            beside[place][1].push(Action::Evict(state));
-            beside[later[distance - prefetch]][0].push(Action::Fetch(state));
+            insertions[place][1].push(Action::Evict(state));
+            insertions[later[distance - prefetch]][0].push(Action::Fetch(state));
         }
     }
-    insert(actions, beside)
+    insert(actions, insertions)
 }
 
 #[cfg(test)]

@@ -40,11 +40,12 @@ fn followed(actions: &[Action], by: impl Fn(Action) -> Option<Action>) -> Vec<Ac
 /// Gathers each gradient one update ahead, so that the next gradient is gathered while a unit is updated.
 fn gather_grads_before_steps(actions: &[Action]) -> Vec<Action> {
     let steps = indices_of(actions, |action| matches!(action, Action::Step { .. }));
-    let mut beside = no_insertions(actions);
+    let mut insertions = no_insertions(actions);
     for (index, &step) in steps.iter().enumerate() {
-        beside[steps[index.saturating_sub(1)]][0].push(Action::UnshardGrad { unit: actions[step].unit() });
+        insertions[steps[index.saturating_sub(1)]][0]
+            .push(Action::UnshardGrad { unit: actions[step].unit() });
     }
-    insert(actions, beside)
+    insert(actions, insertions)
 }
 
 /// A range of passes during which a unit's parameters stay gathered. Passes are counted from 0; other actions do not count.
@@ -59,14 +60,14 @@ struct GatheredRange {
 fn gather_around_use(header: &ProgramHeader, actions: &[Action]) -> Vec<Action> {
     let places = indices_of(actions, Action::is_pass);
     let passes: Vec<Action> = places.iter().map(|&place| actions[place]).collect();
-    let mut beside = no_insertions(actions);
+    let mut insertions = no_insertions(actions);
     for GatheredRange { unit, first, last, previous } in gathered_ranges(header, &passes) {
         let earliest = previous.map_or(0, |previous| previous + 1);
         let first = first.saturating_sub(header.state.gather_ahead).max(earliest);
-        beside[places[first]][0].push(Action::Unshard { unit });
-        beside[places[last]][1].push(Action::Reshard { unit });
+        insertions[places[first]][0].push(Action::Unshard { unit });
+        insertions[places[last]][1].push(Action::Reshard { unit });
     }
-    insert(actions, beside)
+    insert(actions, insertions)
 }
 
 /// Gathers parameters that are sent after their update, and frees them once they are sent.
@@ -82,26 +83,26 @@ fn gather_to_send(actions: &[Action]) -> Vec<Action> {
 /// Returns the ranges in the order of their first passes. A unit stays gathered between neighbouring passes that read it, from its
 /// recomputation to its backward pass, and from forward to backward if the layout [says so](crate::StateLayout::keep_gathered).
 fn gathered_ranges(header: &ProgramHeader, passes: &[Action]) -> Vec<GatheredRange> {
-    let mut stays: Vec<GatheredRange> = Vec::new();
+    let mut ranges: Vec<GatheredRange> = Vec::new();
     let mut latest: Vec<Option<usize>> = vec![None; header.chain.num_units];
     for (pass, &action) in passes.iter().enumerate() {
         for unit in header.reads(action).filter(|&unit| header.holds(unit)) {
-            let previous = latest[unit].map(|stay| stays[stay].last);
+            let previous = latest[unit].map(|stay| ranges[stay].last);
             let is_kept = previous.is_some_and(|last| {
                 let is_same_microbatch = passes[last].microbatch() == action.microbatch();
                 let is_recomputed = matches!(passes[last], Action::Recompute { .. });
                 last + 1 >= pass || (is_same_microbatch && (is_recomputed || header.state.keep_gathered))
             });
             match latest[unit] {
-                Some(stay) if is_kept => stays[stay].last = pass,
+                Some(stay) if is_kept => ranges[stay].last = pass,
                 _ => {
-                    latest[unit] = Some(stays.len());
-                    stays.push(GatheredRange { unit, first: pass, last: pass, previous });
+                    latest[unit] = Some(ranges.len());
+                    ranges.push(GatheredRange { unit, first: pass, last: pass, previous });
                 }
             }
         }
     }
-    stays
+    ranges
 }
 
 #[cfg(test)]

@@ -5,12 +5,12 @@
 //! before it ends. After a move, only the times from the first moved pass on are recomputed. Tests of the planner compare the clock with
 //! the engine.
 
-use super::bounds;
 use super::costs::Costs;
 use super::error::{PassIndex, ScheduleError, Wait, WaitChain};
 use super::pass::{Pass, PassKind};
+use super::range_checks;
 use super::schedule::Schedule;
-use super::timeline::{Span, Timeline};
+use super::timeline::{PassInterval, Timeline};
 use std::collections::VecDeque;
 
 /// Runs a schedule in simulated time. A rank begins a pass when it has finished its previous pass and the needed results are available. A
@@ -22,9 +22,9 @@ use std::collections::VecDeque;
 /// # Errors
 /// If sizes, placement, passes or costs do not fit each other, or the schedule deadlocks.
 pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, ScheduleError> {
-    bounds::check(schedule, costs)?;
+    range_checks::check(schedule, costs)?;
     let (timeline, stuck) = run(schedule, costs);
-    stuck.map_or(Ok(timeline), |ring| Err(ScheduleError::Deadlock(ring)))
+    stuck.map_or(Ok(timeline), |chain| Err(ScheduleError::Deadlock(chain)))
 }
 
 /// Runs a schedule as far as possible. Returns its timeline, and the ranks that wait for each other if the schedule does not reach its end.
@@ -50,7 +50,7 @@ pub(super) struct Clock<'a> {
     /// End of an update of a stage, by stage and the last microbatch of the update.
     update_end: Vec<u64>,
     /// Spans of the passes that each rank has run.
-    pub(super) spans: Vec<Vec<Span>>,
+    pub(super) spans: Vec<Vec<PassInterval>>,
     /// Ranks that may be able to continue.
     awake: VecDeque<usize>,
     is_awake: Vec<bool>,
@@ -92,7 +92,7 @@ impl<'a> Clock<'a> {
     }
 
     /// Appends the passes that this clock has not run, with their times in `spans`, the spans of an earlier run of the same schedule.
-    pub(super) fn replay(&mut self, schedule: &Schedule, spans: &[Vec<Span>]) {
+    pub(super) fn replay(&mut self, schedule: &Schedule, spans: &[Vec<PassInterval>]) {
         for (rank, spans) in spans.iter().enumerate() {
             let num_done = self.spans[rank].len();
             for (&pass, span) in schedule.ranks[rank][num_done..].iter().zip(&spans[num_done..]) {
@@ -112,7 +112,7 @@ impl<'a> Clock<'a> {
             let Ok(ready) = self.ready(schedule, pass) else { return };
             let start = free.max(ready);
             let end = start + self.costs.ticks(pass);
-            self.spans[rank].push(Span { start, end });
+            self.spans[rank].push(PassInterval { start, end });
             self.note_end(pass, end);
             free = end;
             if let Some(stage) = pass.result_goes_to(schedule.num_stages()) {

@@ -3,7 +3,7 @@
 use super::automatic;
 use super::costs::Costs;
 use super::error::{PassFault, ScheduleError};
-use super::kind::{Kind, Recipe};
+use super::kind::{KindSpec, ScheduleKind};
 use super::schedule::{PASSES_MAX, Schedule};
 use super::sizes::Sizes;
 use super::validate::check_activations;
@@ -18,12 +18,12 @@ pub enum GenerateError {
     )]
     Sizes(Sizes),
     #[error("schedule '{kind}' needs {needed}, not {found}; {remedy}")]
-    Unfit { kind: Kind, needed: String, found: usize, remedy: String },
+    Unfit { kind: ScheduleKind, needed: String, found: usize, remedy: String },
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
     #[error("schedule '{kind}' holds {needed} of activations on rank {rank}, but only {bound} fit; {remedy}")]
     Memory {
-        kind: Kind,
+        kind: ScheduleKind,
         rank: usize,
         /// Activations that the rank would hold, in the unit of the costs.
         needed: u64,
@@ -32,17 +32,17 @@ pub enum GenerateError {
     },
 }
 
-/// Generates a schedule, and refuses one in which a rank holds more than its bound of `activations_max`. Only [`Kind::Automatic`] depends
-/// on times.
+/// Generates a schedule, and refuses one in which a rank holds more than its bound of `activations_max`. Only [`ScheduleKind::Automatic`]
+/// depends on times.
 ///
-/// Cost: linear in the number of passes. [`Kind::Automatic`] generates and times 10 to 40 schedules. It then improves two or three of them,
-/// and times at most 8 million passes for each. This takes up to a second for 64 ranks with 512 microbatches and two stages per rank. It
-/// takes milliseconds for small pipelines, or if a fixed schedule takes the least possible time.
+/// Cost: linear in the number of passes. [`ScheduleKind::Automatic`] generates and times 10 to 40 schedules. It then improves two or three
+/// of them, and times at most 8 million passes for each. This takes up to a second for 64 ranks with 512 microbatches and two stages per
+/// rank. It takes milliseconds for small pipelines, or if a fixed schedule takes the least possible time.
 ///
 /// # Errors
 /// If the sizes are out of range or do not fit the kind, costs or bounds do not match the sizes, or a rank would exceed its bound.
 pub fn generate(
-    kind: Kind,
+    kind: ScheduleKind,
     sizes: Sizes,
     costs: &Costs,
     activations_max: Option<&[u64]>,
@@ -57,7 +57,7 @@ pub fn generate(
     if let Some(bounds) = activations_max.filter(|bounds| bounds.len() != sizes.num_ranks) {
         return Err(ScheduleError::BoundsDiffer { expected: sizes.num_ranks, found: bounds.len() }.into());
     }
-    if kind == Kind::Automatic {
+    if kind == ScheduleKind::Automatic {
         return automatic::schedule(sizes, costs, activations_max);
     }
     let schedule = fixed(kind, sizes);
@@ -76,9 +76,9 @@ pub fn generate(
 }
 
 /// Generates a schedule that does not depend on costs. The sizes must fit the kind.
-pub(super) fn fixed(kind: Kind, sizes: Sizes) -> Schedule {
+pub(super) fn fixed(kind: ScheduleKind, sizes: Sizes) -> Schedule {
     let Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps } = sizes;
-    let Recipe { passes, placement, weights, .. } = kind.recipe();
+    let KindSpec { passes, placement, weights, .. } = kind.spec();
     let passes = passes.expect("it does not depend on costs");
     Schedule {
         num_microbatches,
@@ -102,26 +102,26 @@ fn check_sizes(sizes: Sizes) -> Result<(), GenerateError> {
 }
 
 /// Checks that a kind fits the sizes.
-pub(super) fn check_kind(kind: Kind, sizes: Sizes) -> Result<(), GenerateError> {
+pub(super) fn check_kind(kind: ScheduleKind, sizes: Sizes) -> Result<(), GenerateError> {
     let Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps } = sizes;
     let unfit = |needed, found, remedy| Err(GenerateError::Unfit { kind, needed, found, remedy });
     if kind.is_synchronous() && num_steps != 1 {
         let remedy = "it drains after each step: choose pipedream or pipedream-2bw".to_owned();
         return unfit("1 step between drains".to_owned(), num_steps, remedy);
     }
-    let recipe = kind.recipe();
-    if !recipe.stages_per_rank.contains(&stages_per_rank) {
+    let spec = kind.spec();
+    if !spec.stages_per_rank.contains(&stages_per_rank) {
         let several = "interleaved-1f1b, breadth-first or auto";
-        let (least, most) = recipe.stages_per_rank.into_inner();
+        let (least, most) = spec.stages_per_rank.into_inner();
         let expected = if most > least { format!("{least} or more") } else { least.to_string() };
-        let instead = if stages_per_rank < least { recipe.for_one_stage } else { several };
+        let instead = if stages_per_rank < least { spec.for_one_stage } else { several };
         let remedy = format!("set that, or choose {instead}");
         return unfit(format!("{expected} stages per rank"), stages_per_rank, remedy);
     }
-    let min = (recipe.microbatches_min)(num_ranks);
+    let min = (spec.microbatches_min)(num_ranks);
     if num_microbatches < min {
         let needed = format!("at least {min} microbatches on {num_ranks} ranks");
-        let remedy = format!("raise the global batch size, or choose {}", recipe.for_few_microbatches);
+        let remedy = format!("raise the global batch size, or choose {}", spec.for_few_microbatches);
         return unfit(needed, num_microbatches, remedy);
     }
     Ok(())

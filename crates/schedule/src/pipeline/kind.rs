@@ -1,4 +1,4 @@
-//! The kinds of schedules and their recipes.
+//! The kinds of schedules and their specifications.
 
 use super::pass::Pass;
 use super::schedule::{StagePlacement, WeightVersions};
@@ -11,7 +11,7 @@ use trireme_base::named;
 
 named! {
     /// A kind of pipeline schedule.
-    pub enum Kind {
+    pub enum ScheduleKind {
         /// All forwards, then all backwards.
         GPipe = "gpipe",
         /// One forward, one backward.
@@ -40,7 +40,7 @@ named! {
 pub(super) type PassesOfRank = fn(usize, Sizes) -> Vec<Pass>;
 
 /// The generator of a kind of schedule, and the requirements and properties of the kind.
-pub(super) struct Recipe {
+pub(super) struct KindSpec {
     /// The passes of each rank; `None` if they depend on costs.
     pub(super) passes: Option<PassesOfRank>,
     pub(super) placement: StagePlacement,
@@ -54,10 +54,10 @@ pub(super) struct Recipe {
     pub(super) weights: WeightVersions,
 }
 
-impl Recipe {
-    /// Returns the recipe of a schedule with one stage per rank that drains after each step.
+impl KindSpec {
+    /// Returns the spec of a schedule with one stage per rank that drains after each step.
     const fn new(passes: PassesOfRank) -> Self {
-        Recipe {
+        KindSpec {
             passes: Some(passes),
             placement: StagePlacement::Looped,
             stages_per_rank: 1..=1,
@@ -68,69 +68,71 @@ impl Recipe {
         }
     }
 
-    /// Returns the recipe of a folded schedule: two stages per rank, the second in reverse rank order.
+    /// Returns the spec of a folded schedule: two stages per rank, the second in reverse rank order.
     const fn folded(passes: PassesOfRank) -> Self {
         let for_one_stage = "zb-h1 or zb-h2";
-        Recipe {
+        KindSpec {
             placement: StagePlacement::Folded,
             stages_per_rank: 2..=2,
             for_one_stage,
-            ..Recipe::new(passes)
+            ..KindSpec::new(passes)
         }
     }
 }
 
-impl Kind {
-    pub(super) const fn recipe(self) -> Recipe {
+impl ScheduleKind {
+    pub(super) const fn spec(self) -> KindSpec {
         match self {
-            Kind::GPipe => Recipe::new(gpipe::passes),
-            Kind::OneFOneB => Recipe::new(one_f_one_b::passes),
-            Kind::Interleaved => Recipe {
+            ScheduleKind::GPipe => KindSpec::new(gpipe::passes),
+            ScheduleKind::OneFOneB => KindSpec::new(one_f_one_b::passes),
+            ScheduleKind::Interleaved => KindSpec {
                 stages_per_rank: 2..=usize::MAX,
                 for_one_stage: "1f1b",
-                ..Recipe::new(interleaved::passes)
+                ..KindSpec::new(interleaved::passes)
             },
-            Kind::ZeroBubbleH1 => Recipe::new(zero_bubble::h1),
-            Kind::ZeroBubbleH2 => Recipe::new(zero_bubble::h2),
-            Kind::ZeroBubbleV => Recipe::folded(zero_bubble_v::passes),
-            Kind::DualPipeV => Recipe {
+            ScheduleKind::ZeroBubbleH1 => KindSpec::new(zero_bubble::h1),
+            ScheduleKind::ZeroBubbleH2 => KindSpec::new(zero_bubble::h2),
+            ScheduleKind::ZeroBubbleV => KindSpec::folded(zero_bubble_v::passes),
+            ScheduleKind::DualPipeV => KindSpec {
                 microbatches_min: |num_ranks| 2 * num_ranks,
                 for_few_microbatches: "zb-v",
-                ..Recipe::folded(dualpipe_v::passes)
+                ..KindSpec::folded(dualpipe_v::passes)
             },
-            Kind::BreadthFirst => {
-                Recipe { stages_per_rank: 1..=usize::MAX, ..Recipe::new(breadth_first::passes) }
+            ScheduleKind::BreadthFirst => {
+                KindSpec { stages_per_rank: 1..=usize::MAX, ..KindSpec::new(breadth_first::passes) }
             }
-            Kind::PipeDream => Recipe { weights: WeightVersions::Stashed, ..Recipe::new(pipedream::passes) },
-            Kind::PipeDream2Bw => Recipe {
+            ScheduleKind::PipeDream => {
+                KindSpec { weights: WeightVersions::Stashed, ..KindSpec::new(pipedream::passes) }
+            }
+            ScheduleKind::PipeDream2Bw => KindSpec {
                 weights: WeightVersions::DoubleBuffered,
                 microbatches_min: |num_ranks| num_ranks,
                 for_few_microbatches: "pipedream",
-                ..Recipe::new(pipedream::passes)
+                ..KindSpec::new(pipedream::passes)
             },
-            Kind::Automatic => {
-                Recipe { passes: None, stages_per_rank: 1..=usize::MAX, ..Recipe::new(gpipe::passes) }
+            ScheduleKind::Automatic => {
+                KindSpec { passes: None, stages_per_rank: 1..=usize::MAX, ..KindSpec::new(gpipe::passes) }
             }
         }
     }
 
     /// Returns every synchronous schedule with each number of stages per rank that it supports, up to `stages_max`.
-    pub fn synchronous(stages_max: usize) -> impl Iterator<Item = (Kind, usize)> {
-        let with_stages = move |kind: Kind| {
+    pub fn synchronous(stages_max: usize) -> impl Iterator<Item = (ScheduleKind, usize)> {
+        let with_stages = move |kind: ScheduleKind| {
             let (least, most) = kind.stages_per_rank().into_inner();
             (least..=most.min(stages_max)).map(move |stages_per_rank| (kind, stages_per_rank))
         };
-        Kind::ALL.into_iter().filter(|kind| kind.is_synchronous()).flat_map(with_stages)
+        ScheduleKind::ALL.into_iter().filter(|kind| kind.is_synchronous()).flat_map(with_stages)
     }
 
     /// Returns the numbers of stages per rank that the kind supports.
     pub const fn stages_per_rank(self) -> RangeInclusive<usize> {
-        self.recipe().stages_per_rank
+        self.spec().stages_per_rank
     }
 
     /// Returns the version of a stage's weights that its passes read.
     pub const fn weights(self) -> WeightVersions {
-        self.recipe().weights
+        self.spec().weights
     }
 
     /// Returns whether the pipeline drains after every step, so that all microbatches of a step read the same weights.

@@ -56,7 +56,7 @@ pub(super) fn place_messages(
     let mut place_passes = |events: &mut Vec<Vec<Event>>, rank: usize, time: u64| {
         let (passes, spans) = (&schedule.ranks[rank], &timeline.ranks[rank]);
         let first = num_placed[rank];
-        let is_earlier = |&(_, span): &(&Pass, &super::Span)| span.start < time;
+        let is_earlier = |&(_, span): &(&Pass, &super::PassInterval)| span.start < time;
         let earlier = passes[first..].iter().zip(&spans[first..]).take_while(is_earlier);
         events[rank].extend(earlier.map(|(pass, _)| Event::Pass(*pass)).inspect(|_| num_placed[rank] += 1));
     };

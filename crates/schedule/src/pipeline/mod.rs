@@ -8,7 +8,7 @@
 //! backward, `B = I + W`. The lost time is [`Timeline::lost`]. Activations in flight are counted in stages, on the rank that holds the
 //! most. The reported bubble is the idle part of all ranks' time ([`Timeline::bubble`]): `(P - 1) / (M + P - 1)` for GPipe and 1F1B.
 //!
-//! | [`Kind`] | `V` | lost time | activations | holds for |
+//! | [`ScheduleKind`] | `V` | lost time | activations | holds for |
 //! |---|---|---|---|---|
 //! | `gpipe` | 1 | `(P - 1) (F + B)` | `M` | |
 //! | `1f1b` | 1 | `(P - 1) (F + B)` | `min(P, M)` | |
@@ -23,11 +23,10 @@
 //! | `auto` | any | from a search; never slower than the other synchronous schedules that fit | within the given bounds | |
 //!
 //! # Adding a schedule
-//! A schedule is a generator in its own file, with source, lost time and memory, and a [`Kind`] with its recipe in `kind.rs`. A golden text
-//! and the properties in `tests/` check it.
+//! A schedule is a generator in its own file, with source, lost time and memory, and a [`ScheduleKind`] with its specification in
+//! `kind.rs`. A golden text and the properties in `tests/` check it.
 
 mod automatic;
-mod bounds;
 mod breadth_first;
 mod clock;
 mod costs;
@@ -45,6 +44,7 @@ mod partition;
 mod pass;
 mod pipedream;
 mod programs;
+mod range_checks;
 mod schedule;
 mod sizes;
 #[cfg(test)]
@@ -61,11 +61,11 @@ pub use costs::{Costs, CostsError, StageCosts, TICKS_MAX};
 pub use draw::{Picture, draw_error, draw_svg, draw_svg_together, draw_text, draw_text_together};
 pub use error::{PassFault, PassIndex, ScheduleError, Wait, WaitChain};
 pub use generate::{GenerateError, generate};
-pub use kind::Kind;
+pub use kind::ScheduleKind;
 pub use partition::partition_units;
 pub use pass::{Pass, PassKind};
 pub use programs::programs;
 pub use schedule::{PASSES_MAX, Schedule, StagePlacement, WeightVersions};
 pub use sizes::Sizes;
-pub use timeline::{LostTime, Span, Timeline};
+pub use timeline::{LostTime, PassInterval, Timeline};
 pub use validate::validate;

@@ -59,7 +59,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_other_cut_is_better(costs in proptest::collection::vec(0_u64..30, 1..9), stages in 1..9_usize) {
+        fn no_other_partition_is_better(costs in proptest::collection::vec(0_u64..30, 1..9), stages in 1..9_usize) {
             let num_stages = stages.min(costs.len());
             let stages = partition_units(&costs, num_stages);
             prop_assert_eq!(stages.len(), num_stages);

@@ -47,15 +47,15 @@ pub fn programs(
                 .then_some(Asynchronous { num_steps: schedule.num_steps, weights: schedule.weights }),
             ..ProgramHeader::default()
         };
-        let mut actions = Actions {
+        let mut actions = ActionTranslator {
             units,
             header: &header,
             actions: Vec::new(),
-            num_tied: 0,
+            num_tied_gradients: 0,
             held_back: VecDeque::new(),
             versions: Versions::new(schedule, rank, &versions_read[rank]),
         };
-        events.into_iter().for_each(|event| actions.take(event));
+        events.into_iter().for_each(|event| actions.push_event(event));
         let actions = actions.finish();
         Program { header, actions }
     };
@@ -70,12 +70,12 @@ pub fn programs(
 }
 
 /// Translates the events of a rank into the actions of its units.
-struct Actions<'a> {
+struct ActionTranslator<'a> {
     units: &'a [Range<usize>],
     header: &'a ProgramHeader,
     actions: Vec<Action>,
     /// Number of contributions to the gradient of the tie's owner that are available.
-    num_tied: usize,
+    num_tied_gradients: usize,
     /// Microbatches for which the weight half of the tie's owner waits for a contribution.
     held_back: VecDeque<usize>,
     versions: Versions<'a>,
@@ -87,14 +87,14 @@ struct Versions<'a> {
     /// The last pass that reads a version, updates excluded, by stage and version.
     last_reader: BTreeMap<(usize, usize), usize>,
     /// Number of passes that were processed.
-    num_taken: usize,
+    num_passes: usize,
     /// Number of updates that were processed, by stage.
     num_updates: BTreeMap<usize, usize>,
 }
 
 /// Whether the weights that a pass reads are still needed after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Weights {
+enum WeightUse {
     /// A later pass reads them.
     ReadLater,
     /// No later pass reads them, but they are the newest version.
@@ -108,25 +108,25 @@ impl<'a> Versions<'a> {
         let passes = schedule.ranks[rank].iter().zip(read).enumerate();
         let readers = passes.filter(|(_, (pass, _))| pass.kind != PassKind::Update);
         let last_reader = readers.map(|(place, (pass, &version))| ((pass.stage, version), place)).collect();
-        Versions { read, last_reader, num_taken: 0, num_updates: BTreeMap::new() }
+        Versions { read, last_reader, num_passes: 0, num_updates: BTreeMap::new() }
     }
 
-    fn take(&mut self, kind: PassKind, stage: usize) -> Weights {
-        let (place, version) = (self.num_taken, self.read[self.num_taken]);
-        self.num_taken += 1;
+    fn record_pass(&mut self, kind: PassKind, stage: usize) -> WeightUse {
+        let (place, version) = (self.num_passes, self.read[self.num_passes]);
+        self.num_passes += 1;
         let num_updates = self.num_updates.entry(stage).or_insert(0);
         let is_newest = version == *num_updates;
         *num_updates += usize::from(kind == PassKind::Update);
         match self.last_reader.get(&(stage, version)) {
-            Some(&last) if last > place => Weights::ReadLater,
-            _ if is_newest => Weights::Newest,
-            _ => Weights::Old,
+            Some(&last) if last > place => WeightUse::ReadLater,
+            _ if is_newest => WeightUse::Newest,
+            _ => WeightUse::Old,
         }
     }
 }
 
-impl Actions<'_> {
-    fn take(&mut self, event: Event) {
+impl ActionTranslator<'_> {
+    fn push_event(&mut self, event: Event) {
         match event {
             Event::Pass(Pass { kind, stage, microbatch }) => self.pass(kind, stage, microbatch),
             Event::Send(result_of) => self.actions.push(self.message(result_of, true)),
@@ -141,7 +141,7 @@ impl Actions<'_> {
 
     fn pass(&mut self, kind: PassKind, stage: usize, microbatch: usize) {
         let units = self.units[stage].clone();
-        let weights = self.versions.take(kind, stage);
+        let weights = self.versions.record_pass(kind, stage);
         match kind {
             PassKind::Forward => {
                 let forward = |unit| Action::Forward { unit, microbatch, keep: Keep::All };
@@ -162,12 +162,12 @@ impl Actions<'_> {
             }
             PassKind::Update => {
                 for unit in units {
-                    self.actions.extend((weights == Weights::ReadLater).then_some(Action::Stash { unit }));
+                    self.actions.extend((weights == WeightUse::ReadLater).then_some(Action::Stash { unit }));
                     self.actions.push(Action::Step { unit });
                 }
             }
         }
-        if weights == Weights::Old {
+        if weights == WeightUse::Old {
             self.actions.extend(self.units[stage].clone().map(|unit| Action::Unstash { unit }));
         }
     }
@@ -175,7 +175,7 @@ impl Actions<'_> {
     /// Completes the gradient of a unit for a microbatch. While a tied unit's contribution is missing, runs only the input half and holds
     /// the weight half back.
     fn complete(&mut self, kind: PassKind, unit: usize, microbatch: usize) {
-        if self.header.reader_of(unit).is_some_and(|reader| !self.has_tied(reader, microbatch)) {
+        if self.header.reader_of(unit).is_some_and(|reader| !self.has_tied_gradients(reader, microbatch)) {
             if kind == PassKind::Backward {
                 self.actions.push(Action::BackwardInput { unit, microbatch });
             }
@@ -190,17 +190,17 @@ impl Actions<'_> {
     }
 
     /// Returns whether the contributions of the tied unit that a microbatch needs are available.
-    fn has_tied(&self, reader: usize, microbatch: usize) -> bool {
+    fn has_tied_gradients(&self, reader: usize, microbatch: usize) -> bool {
         let is_summed = self.header.chain.accumulates_tied_gradients && !self.header.holds(reader);
         let is_needed = !is_summed || self.header.is_last_of_step(microbatch);
-        !is_needed || self.num_tied > if is_summed { 0 } else { microbatch }
+        !is_needed || self.num_tied_gradients > if is_summed { 0 } else { microbatch }
     }
 
     fn add_tied_gradient(&mut self) {
-        self.num_tied += 1;
+        self.num_tied_gradients += 1;
         let (reader, owner) = self.header.chain.ties[0];
         let next = self.held_back.front().copied();
-        if let Some(microbatch) = next.filter(|&microbatch| self.has_tied(reader, microbatch)) {
+        if let Some(microbatch) = next.filter(|&microbatch| self.has_tied_gradients(reader, microbatch)) {
             self.held_back.pop_front();
             self.complete(PassKind::BackwardWeight, owner, microbatch);
         }

@@ -4,12 +4,12 @@ use super::schedule::Schedule;
 /// The time in which a pass runs, in ticks from the common start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the names say it")]
-pub struct Span {
+pub struct PassInterval {
     pub start: u64,
     pub end: u64,
 }
 
-impl Span {
+impl PassInterval {
     /// Returns the duration in ticks.
     pub fn ticks(self) -> u64 {
         self.end - self.start
@@ -20,7 +20,7 @@ impl Span {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Timeline {
     /// The times of each rank's passes, in the order of the schedule.
-    pub ranks: Vec<Vec<Span>>,
+    pub ranks: Vec<Vec<PassInterval>>,
     /// The end of the last pass.
     pub makespan: u64,
     /// The total time of each rank's passes.
@@ -39,8 +39,8 @@ pub struct LostTime {
 }
 
 impl Timeline {
-    pub(super) fn new(schedule: &Schedule, costs: &Costs, ranks: Vec<Vec<Span>>) -> Timeline {
-        let busy = |spans: &Vec<Span>| spans.iter().map(|span| span.ticks()).sum();
+    pub(super) fn new(schedule: &Schedule, costs: &Costs, ranks: Vec<Vec<PassInterval>>) -> Timeline {
+        let busy = |spans: &Vec<PassInterval>| spans.iter().map(|span| span.ticks()).sum();
         Timeline {
             makespan: ranks.iter().filter_map(|spans| spans.last()).map(|span| span.end).max().unwrap_or(0),
             busy: ranks.iter().map(busy).collect(),

@@ -1,10 +1,10 @@
 //! Validation of schedules before they run.
 
-use super::bounds;
 use super::clock;
 use super::costs::Costs;
 use super::error::{PassFault, PassIndex, ScheduleError};
 use super::pass::{Pass, PassKind};
+use super::range_checks;
 use super::schedule::{Schedule, WeightVersions};
 
 /// Checks that a schedule is valid:
@@ -28,12 +28,12 @@ pub fn validate(
     costs: &Costs,
     activations_max: Option<&[u64]>,
 ) -> Result<(), ScheduleError> {
-    bounds::check(schedule, costs)?;
+    range_checks::check(schedule, costs)?;
     let mut progress = Progress::new(schedule);
     for (rank, passes) in schedule.ranks.iter().enumerate() {
         for (index, &pass) in passes.iter().enumerate() {
             let at = |fault| ScheduleError::Pass { place: PassIndex { rank, index }, pass, fault };
-            progress.take(pass).map_err(at)?;
+            progress.check_pass(pass).map_err(at)?;
         }
     }
     progress.check_complete()?;
@@ -76,7 +76,7 @@ impl<'a> Progress<'a> {
         }
     }
 
-    fn take(&mut self, pass: Pass) -> Result<(), PassFault> {
+    fn check_pass(&mut self, pass: Pass) -> Result<(), PassFault> {
         let Pass { kind, stage, microbatch } = pass;
         let (bits, needed, missing) = match kind {
             PassKind::Forward => (FORWARD, 0, pass),
@@ -95,13 +95,13 @@ impl<'a> Progress<'a> {
         *done |= bits;
         match kind {
             PassKind::Forward => self.check_version(pass),
-            PassKind::Update => self.take_update(pass),
-            _ => self.take_backward(pass, bits),
+            PassKind::Update => self.check_update(pass),
+            _ => self.check_backward(pass, bits),
         }
     }
 
     /// Checks that a backward pass adds to sums in the order of microbatches.
-    fn take_backward(&mut self, pass: Pass, bits: Done) -> Result<(), PassFault> {
+    fn check_backward(&mut self, pass: Pass, bits: Done) -> Result<(), PassFault> {
         let has_loss = bits & INPUT != 0 && pass.stage + 1 == self.schedule.num_stages();
         let has_gradient = bits & WEIGHT != 0;
         let sums = [(has_loss, &mut self.num_losses), (has_gradient, &mut self.num_gradients[pass.stage])];
@@ -116,7 +116,7 @@ impl<'a> Progress<'a> {
 
     /// Checks that an update applies exactly the gradients of its step. The gradients of all stages of its rank must be complete, because a
     /// rank decides from them how to update.
-    fn take_update(&mut self, pass: Pass) -> Result<(), PassFault> {
+    fn check_update(&mut self, pass: Pass) -> Result<(), PassFault> {
         let rank = self.schedule.stage_ranks[pass.stage];
         let has_all = self.schedule.stages_of(rank).all(|stage| self.num_gradients[stage] > pass.microbatch);
         let updates = &mut self.num_updates[pass.stage];

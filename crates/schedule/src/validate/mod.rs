@@ -49,11 +49,11 @@ pub enum ActionFault {
     #[error("comes before the action it depends on ({})", .0.words())]
     TooEarly(Action),
     #[error("does not belong to pipeline rank {0}")]
-    Elsewhere(usize),
+    WrongRank(usize),
     #[error("is only valid in programs that train")]
-    Untrained,
+    OnlyInTraining,
     #[error("is only valid in pipelines that do not drain between updates")]
-    Versioned,
+    OnlyAsynchronous,
     #[error("brings the unit to {in_flight} microbatches in flight; the bound is {bound}")]
     TooManyInFlight { in_flight: usize, bound: usize },
 }
@@ -78,7 +78,7 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
     let is_versioned = |action: &Action| matches!(action, Action::Stash { .. } | Action::Unstash { .. });
     let versioned = program.actions.iter().position(is_versioned);
     if let Some(index) = versioned.filter(|_| header.asynchronous.is_none()) {
-        let (action, fault) = (program.actions[index], ActionFault::Versioned);
+        let (action, fault) = (program.actions[index], ActionFault::OnlyAsynchronous);
         return Err(ProgramError::Action { index, action, fault });
     }
     if let Some(&(reader, owner)) = header.chain.ties.first().filter(|_| header.asynchronous.is_some()) {
@@ -96,7 +96,7 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
     } else {
         header.held().flat_map(forward).find(lacks)
     };
-    match missing.or_else(|| state.left_over()) {
+    match missing.or_else(|| state.missing_at_end()) {
         Some(missing) => Err(ProgramError::Missing { missing }),
         None => Ok(()),
     }

@@ -1,6 +1,6 @@
 //! The state after each action of a program.
 
-mod needs;
+mod prerequisites;
 
 use super::{ActionFault, ProgramError};
 use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateKey};
@@ -31,7 +31,7 @@ impl Activations {
 /// The state of a unit's parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Parameters {
-    Whole,
+    Full,
     Sharded,
     /// The shard has been updated since the parameters were gathered.
     Stale,
@@ -124,12 +124,12 @@ impl<'a> State<'a> {
         let at_rest = if header.state.is_sharded(StateClass::Parameters) {
             Parameters::Sharded
         } else {
-            Parameters::Whole
+            Parameters::Full
         };
         let unit = |unit| Unit {
             activations: vec![Activations::Absent; header.num_microbatches],
             // A tied unit reads a copy of parameters that another rank holds.
-            parameters: if header.holds(unit) { at_rest } else { Parameters::Whole },
+            parameters: if header.holds(unit) { at_rest } else { Parameters::Full },
             is_held: header.holds(unit),
             in_flight: 0,
             num_added: 0,
@@ -158,22 +158,22 @@ impl<'a> State<'a> {
     pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
         for (index, &action) in actions.iter().enumerate() {
             let refuse = |fault| ProgramError::Action { index, action, fault };
-            self.take(action, in_flight_max).map_err(refuse)?;
+            self.check_and_apply(action, in_flight_max).map_err(refuse)?;
         }
         Ok(())
     }
 
-    fn take(&mut self, action: Action, bound: usize) -> Result<(), ActionFault> {
+    fn check_and_apply(&mut self, action: Action, bound: usize) -> Result<(), ActionFault> {
         let (num_units, num_microbatches) = (self.header.chain.num_units, self.header.num_microbatches);
         let microbatch = action.microbatch().unwrap_or(0);
         if action.unit() >= num_units || microbatch >= num_microbatches {
             return Err(ActionFault::OutOfRange { num_units, num_microbatches });
         }
         if !self.is_here(action) {
-            return Err(ActionFault::Elsewhere(self.header.rank));
+            return Err(ActionFault::WrongRank(self.header.rank));
         }
-        if !self.header.state.is_trained() && action.trains() {
-            return Err(ActionFault::Untrained);
+        if !self.header.state.is_trained() && action.is_training_only() {
+            return Err(ActionFault::OnlyInTraining);
         }
         if self.is_done(action) {
             return Err(ActionFault::Repeated);
@@ -247,7 +247,7 @@ impl<'a> State<'a> {
             }
             Action::BackwardWeight { microbatch, .. } => unit.activations[microbatch] == Activations::Freed,
             Action::Send(message) | Action::Receive(message) => self.exchanged.contains(message),
-            Action::Unshard { .. } => unit.parameters == Parameters::Whole,
+            Action::Unshard { .. } => unit.parameters == Parameters::Full,
             Action::Reshard { .. } => {
                 unit.parameters == Parameters::Sharded
                     || !self.header.state.is_sharded(StateClass::Parameters)
@@ -296,7 +296,7 @@ impl<'a> State<'a> {
                 }
                 self.exchanged.insert(message);
             }
-            Action::Unshard { .. } => unit.parameters = Parameters::Whole,
+            Action::Unshard { .. } => unit.parameters = Parameters::Full,
             Action::Reshard { .. } => unit.parameters = Parameters::Sharded,
             Action::ReduceGrad { .. } => {
                 unit.has_unreduced = false;
@@ -313,7 +313,7 @@ impl<'a> State<'a> {
                 unit.num_stepped += 1;
                 unit.has_gathered_grad = false;
                 let is_shard = self.header.state.is_sharded(StateClass::Optimizer);
-                if is_shard && unit.parameters == Parameters::Whole {
+                if is_shard && unit.parameters == Parameters::Full {
                     unit.parameters = Parameters::Stale;
                 }
             }
@@ -323,7 +323,7 @@ impl<'a> State<'a> {
     }
 
     /// Returns a message that was not sent although another rank waits for it, or a message of the tie that was not received.
-    fn unsent(&self) -> Option<Action> {
+    fn missing_message(&self) -> Option<Action> {
         let passes = |unit| (0..self.header.num_microbatches).map(move |microbatch| (unit, microbatch));
         let sends = self.held().flat_map(passes).flat_map(|(unit, microbatch)| {
             [Message::activation(unit, microbatch), Message::gradient(unit, microbatch)].map(Action::Send)
@@ -336,15 +336,15 @@ impl<'a> State<'a> {
             let messages = grads.chain([Message::parameters(tie.owner)]);
             messages.flat_map(|message| [Action::Send(message), Action::Receive(message)])
         });
-        let is_needed = |message: &Action| self.header.state.is_trained() || !message.trains();
+        let is_needed = |message: &Action| self.header.state.is_trained() || !message.is_training_only();
         let mut needed = sends.chain(ties).filter(is_needed);
         needed.find(|&message| self.is_here(message) && !self.is_done(message))
     }
 
     /// Returns a missing message, or else the first action that is missing at the end: an eviction of state, an `UNSTASH`, or the gather or
     /// free that returns parameters to their initial state.
-    pub(super) fn left_over(&self) -> Option<Action> {
-        if let Some(unsent) = self.unsent() {
+    pub(super) fn missing_at_end(&self) -> Option<Action> {
+        if let Some(unsent) = self.missing_message() {
             return Some(unsent);
         }
         let at_rest = [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients];

@@ -15,7 +15,7 @@ fn any_program() -> impl Strategy<Value = Program> {
     (1_usize..8, 1_usize..5, any::<bool>(), shares, 0..4_usize, any::<bool>(), (keeps, offloaded)).prop_map(
         |(units, microbatches, is_tied, shares, prefetch, keep_gathered, (keeps, offloaded))| {
             let program = single::program(&UnitChain::language_model(units, is_tied), microbatches);
-            let program = recompute(program, &possible(&keeps[..units]));
+            let program = recompute(program, &with_recomputable_inputs(&keeps[..units]));
             let [parameters, gradients, optimizer] = shares;
             let share = |is_sharded| ClassLayout {
                 portion: if is_sharded { Portion::Shard } else { Portion::Full },
@@ -43,7 +43,7 @@ fn any_program() -> impl Strategy<Value = Program> {
 }
 
 /// Returns the choices, changed so that a unit that keeps nothing has a unit below that recomputes its input.
-fn possible(choices: &[usize]) -> Vec<Keep> {
+fn with_recomputable_inputs(choices: &[usize]) -> Vec<Keep> {
     let mut keeps: Vec<Keep> = Vec::new();
     for &choice in choices {
         let is_recomputed = matches!(keeps.last(), Some(Keep::Input | Keep::Nothing));

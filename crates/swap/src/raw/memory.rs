@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_begin_where_they_must() {
+    fn long_memory_is_aligned_to_huge_pages() {
         let mut memory = Memory::new(2 * HUGE_PAGE_BYTES).expect("memory");
         assert_eq!((memory.len(), memory.as_ptr().align_offset(HUGE_PAGE_BYTES)), (2 * HUGE_PAGE_BYTES, 0));
         memory.fill(1);

@@ -4,7 +4,7 @@ use crate::support::{METHODS, create, folder, options, round_trip, unnamed_file}
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use trireme_swap::{ALIGNMENT, Method, SwapError, SwapFile, SwapOptions, measure_bandwidth};
+use trireme_swap::{ALIGNMENT, IoMethod, SwapError, SwapFile, SwapOptions, measure_bandwidth};
 use trireme_testkit::or_skip;
 
 #[test]
@@ -81,26 +81,26 @@ fn the_description_says_what_was_chosen() {
         let swap = SwapFile::create(folder.path(), &[10_000], &options(method)).expect("a swap file");
         let description = swap.describe();
         assert!(description.method >= method, "faster than asked for: {description}");
-        assert_eq!(description.method == method, description.refused.is_empty(), "{description}");
+        assert_eq!(description.method == method, description.unavailable.is_empty(), "{description}");
         let text = description.to_string();
         assert!(text.contains("12.00KiB") && text.contains(&description.method.to_string()), "{text}");
-        assert!(description.refused.iter().all(|(_, reason)| text.contains(reason)), "{text}");
+        assert!(description.unavailable.iter().all(|(_, reason)| text.contains(reason)), "{text}");
     }
 }
 
 /// A swap file works on a tmpfs, whichever IO methods the kernel supports there.
 #[test]
-fn a_file_system_in_memory_serves_too() {
+fn a_swap_file_works_on_tmpfs() {
     let folder = Path::new("/dev/shm");
     let Some(_) = or_skip("file system in memory", folder.metadata()) else { return };
-    let swap = SwapFile::create(folder, &[100_000], &options(Method::Ring)).expect("a swap file");
+    let swap = SwapFile::create(folder, &[100_000], &options(IoMethod::Ring)).expect("a swap file");
     round_trip(&swap, 0, 100_000, 1).expect("memory works");
 }
 
 #[test]
 fn buffers_that_are_dropped_are_used_again() {
     let folder = folder();
-    let swap = SwapFile::create(folder.path(), &[9000, 9000], &options(Method::Ring)).expect("a swap file");
+    let swap = SwapFile::create(folder.path(), &[9000, 9000], &options(IoMethod::Ring)).expect("a swap file");
     for seed in 0..20 {
         round_trip(&swap, 0, 9000, seed).expect("a disk that works");
         drop(swap.write(1, crate::support::filled(&swap, 9000, seed)));

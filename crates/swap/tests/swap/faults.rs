@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
-use trireme_swap::{Access, Direction, Interceptor, Method, SwapError, SwapFile, SwapOptions};
+use trireme_swap::{Access, Direction, Interceptor, IoMethod, SwapError, SwapFile, SwapOptions};
 
 const LEN: usize = 50_000;
 /// Bytes that a block of [`LEN`] bytes occupies in the file.
@@ -19,7 +19,7 @@ const NUM_PARTS: usize = 7;
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 
-fn failing(method: Method, num_passing: usize, failure: Failure) -> SwapOptions {
+fn failing(method: IoMethod, num_passing: usize, failure: Failure) -> SwapOptions {
     SwapOptions { interceptor: Some(Arc::new(FailAfter::new(num_passing, failure))), ..options(method) }
 }
 
@@ -37,10 +37,10 @@ fn a_refused_transfer_fails_the_file() {
     for method in METHODS {
         // The first case fails in the second write. The second case fails in the read, before any part of the write that is issued after it
         // can end.
-        for (num_passing, number, direction) in
+        for (num_passing, errno, direction) in
             [(NUM_PARTS + 2, ENOSPC, Direction::Write), (2 * NUM_PARTS + 2, EIO, Direction::Read)]
         {
-            let options = failing(method, num_passing, Failure::Refused(number));
+            let options = failing(method, num_passing, Failure::Errno(errno));
             let Some(swap) = create(folder.path(), &[LEN; 3], &options) else { continue };
             let writes = [0, 1].map(|block| swap.write(block, filled(&swap, LEN, block as u32)).wait());
             let read = swap.read(1, swap.buffer(LEN).expect("memory"));
@@ -49,10 +49,10 @@ fn a_refused_transfer_fails_the_file() {
             assert!(writes[0].is_ok());
             assert_eq!(writes[1].is_err(), direction == Direction::Write);
             assert!(pending.wait().is_err());
-            let SwapError::Refused { access, folder: place, source } = &error else { panic!("{error}") };
+            let SwapError::Io { access, folder: place, source } = &error else { panic!("{error}") };
             assert_eq!((access.direction, access.block), (direction, 1));
             assert!((SPAN..2 * SPAN).contains(&access.offset), "{access:?}");
-            assert_eq!((place.as_path(), source.raw_os_error()), (folder.path(), Some(number)));
+            assert_eq!((place.as_path(), source.raw_os_error()), (folder.path(), Some(errno)));
             assert_failed(&swap, &error.to_string());
         }
     }
@@ -134,7 +134,7 @@ impl Interceptor for Hang {
 
 /// Creates a swap file with two blocks on a disk that hangs, or returns `None` if the system does not allow the method. Dropping the
 /// returned sender releases the disk. The returned receiver disconnects when no thread uses the disk any more.
-fn hanging(folder: &Path, method: Method) -> Option<(SwapFile, Sender<()>, Receiver<()>)> {
+fn hanging(folder: &Path, method: IoMethod) -> Option<(SwapFile, Sender<()>, Receiver<()>)> {
     let (release, released) = channel();
     let (_ended, ended) = channel();
     let interceptor = Hang { released: Mutex::new(released), _ended };
@@ -227,7 +227,7 @@ fn different_blocks_are_in_flight_concurrently() {
     let folder = folder();
     let interceptor: Arc<dyn Interceptor> = Arc::new(WaitForAnother(Barrier::new(2)));
     let options =
-        SwapOptions { num_threads: 2, interceptor: Some(interceptor), ..options(Method::BufferedThreads) };
+        SwapOptions { num_threads: 2, interceptor: Some(interceptor), ..options(IoMethod::BufferedThreads) };
     let swap = create(folder.path(), &[4096; 2], &options).expect("any system can do that");
     let transfers = [0, 1].map(|block| swap.write(block, filled(&swap, 4096, 1)));
     for transfer in transfers {

@@ -3,7 +3,7 @@
 use crate::support::{METHODS, content, create, filled, folder, options};
 use proptest::prelude::*;
 use std::collections::{HashMap, VecDeque};
-use trireme_swap::{Method, SwapFile, Transfer};
+use trireme_swap::{IoMethod, SwapFile, Transfer};
 
 #[derive(Debug, Clone)]
 enum Action {
@@ -21,12 +21,12 @@ enum Action {
 }
 
 fn action() -> impl Strategy<Value = Action> {
-    let place = any::<usize>();
+    let index = any::<usize>();
     prop_oneof![
-        4 => (place, any::<u32>()).prop_map(|(block, seed)| Action::Write { block, seed }),
-        4 => place.prop_map(|block| Action::Read { block }),
-        3 => place.prop_map(Action::Wait),
-        1 => place.prop_map(Action::Drop),
+        4 => (index, any::<u32>()).prop_map(|(block, seed)| Action::Write { block, seed }),
+        4 => index.prop_map(|block| Action::Read { block }),
+        3 => index.prop_map(Action::Wait),
+        1 => index.prop_map(Action::Drop),
     ]
 }
 
@@ -49,7 +49,7 @@ proptest! {
     }
 }
 
-fn run(method: Method, lengths: &[usize], actions: &[Action], part_bytes: usize) {
+fn run(method: IoMethod, lengths: &[usize], actions: &[Action], part_bytes: usize) {
     let folder = folder();
     let options = trireme_swap::SwapOptions { part_bytes, ..options(method) };
     let Some(swap) = create(folder.path(), lengths, &options) else { return };
@@ -66,11 +66,11 @@ fn run(method: Method, lengths: &[usize], actions: &[Action], part_bytes: usize)
             Action::Read { block } => {
                 issue_read(&swap, block % lengths.len(), lengths, &written, &mut pending)
             }
-            Action::Wait(place) if !pending.is_empty() => {
-                let (transfer, expected) = pending.remove(place % pending.len()).expect("it is there");
+            Action::Wait(index) if !pending.is_empty() => {
+                let (transfer, expected) = pending.remove(index % pending.len()).expect("it is there");
                 check(transfer, &expected);
             }
-            Action::Drop(place) if !pending.is_empty() => drop(pending.remove(place % pending.len())),
+            Action::Drop(index) if !pending.is_empty() => drop(pending.remove(index % pending.len())),
             Action::Wait(_) | Action::Drop(_) => {}
         }
     }

@@ -48,7 +48,7 @@ impl Device {
         assert_eq!([block, right.shape().cols()], expected, "a block of {:?}", right.shape());
         assert_eq!(out.shape().rows(), rows, "{:?}", out.shape());
         let size = MatmulSizes { rows, cols, inner };
-        let mut scratch = self.product_scratch(precision, size, &(left, Transposition::No))?;
+        let mut scratch = self.matmul_scratch(precision, size, &(left, Transposition::No))?;
         let [starts, left, right] = [starts, left, right].map(View::operand);
         let (out, scratch) = (out.into_operand(), scratch.view_mut().into_operand());
         self.issue(GroupedCall::GroupedMatmul {
@@ -98,7 +98,7 @@ impl Device {
         // group may therefore need more scratch memory.
         let shorter = MatmulSizes { inner: inner.saturating_sub(1), ..size };
         let factor = (left, Transposition::Yes);
-        let words = [size, shorter].map(|size| self.product_scratch_words(precision, size, &factor));
+        let words = [size, shorter].map(|size| self.matmul_scratch_words(precision, size, &factor));
         let mut scratch = self.activation_of([words[0].max(words[1])], DType::U32)?;
         // Partial sums of parts that wait for their sibling in the tree.
         let num_sums = if num_parts == 1 { 0 } else { num_parts.ilog2() as usize + 1 };

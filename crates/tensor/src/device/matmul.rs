@@ -56,7 +56,7 @@ impl Device {
         let ((rows, inner), (right_inner, cols)) = (sides(&left), sides(&right));
         assert_eq!(inner, right_inner, "{:?} times {:?}", left.0.shape(), right.0.shape());
         assert_eq!([out.shape().rows(), out.shape().cols()], [rows, cols], "a product of {rows} x {cols}");
-        let mut scratch = self.product_scratch(precision, MatmulSizes { rows, cols, inner }, &left)?;
+        let mut scratch = self.matmul_scratch(precision, MatmulSizes { rows, cols, inner }, &left)?;
         let [bias, residual] = match epilogue {
             MatmulEpilogue::Add { bias, residual } => [bias, residual],
             MatmulEpilogue::Overwrite | MatmulEpilogue::Accumulate => [None; 2],
@@ -76,23 +76,23 @@ impl Device {
     }
 
     /// Allocates scratch memory to pack the operands of a matmul.
-    pub(super) fn product_scratch(
+    pub(super) fn matmul_scratch(
         &self,
         precision: Precision,
         size: MatmulSizes,
         left: &(View<'_>, Transposition),
     ) -> Result<Tensor> {
-        self.activation_of([self.product_scratch_words(precision, size, left)], DType::U32)
+        self.activation_of([self.matmul_scratch_words(precision, size, left)], DType::U32)
     }
 
     /// Returns the 32-bit words of scratch memory for a matmul.
-    pub(super) fn product_scratch_words(
+    pub(super) fn matmul_scratch_words(
         &self,
         precision: Precision,
         size: MatmulSizes,
         (left, transpose): &(View<'_>, Transposition),
     ) -> usize {
-        let elements = Floats::none(left.dtype());
+        let elements = Floats::empty(left.dtype());
         let left = Matrix::row_major(elements, left.shape().cols(), *transpose == Transposition::Yes);
         self.cpu.matmul_scratch(precision, size, left)
     }

@@ -13,7 +13,7 @@ use trireme_base::KernelCall;
 pub struct RecordedCalls(Arc<Mutex<BTreeMap<KernelCall, Call>>>);
 
 impl RecordedCalls {
-    pub(super) fn note(&self, call: &Call) {
+    pub(super) fn record(&self, call: &Call) {
         let key = KernelCall { kernel: call.name(), cost: call.cost() };
         self.lock().entry(key).or_insert_with(|| call.clone());
     }

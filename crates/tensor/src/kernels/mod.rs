@@ -9,14 +9,14 @@ mod operand;
 pub(crate) use cpu::SharedSlice;
 pub use cpu::activation::Activation;
 pub(crate) use cpu::attention::{
-    AttentionGrads, AttentionInputs, AttentionOutput, AttentionScope, CacheSpan, ForwardResults,
-    OutputRowsMut, Rotary,
+    AttentionGrads, AttentionInputs, AttentionOutput, AttentionScope, ForwardResults, LayerKvCache, Rotary,
+    RowDestination,
 };
 pub use cpu::attention::{AttentionRule, AttentionShape, LatentHeadShape};
 pub(crate) use cpu::blocks::StridedBlocks;
 pub(crate) use cpu::embedding::Bags;
 pub use cpu::exact_sum::ExactSum;
-pub use cpu::experts::{ChosenGroups, RoutingRule};
+pub use cpu::experts::{ExpertGroups, RoutingRule};
 pub use cpu::matmul::{GroupLimit, MatmulSizes};
 pub(crate) use cpu::optimizer::{ElementAccess, StateSlice, Update};
 pub use cpu::optimizer::{
@@ -25,6 +25,6 @@ pub use cpu::optimizer::{
 };
 pub use cpu::peak::ExecutionUnit;
 pub use cpu::quantized::IntegerFormat;
-pub use cpu::simd::CpuFeatures;
+pub use cpu::simd::SimdLevel;
 pub(crate) use cpu::simd::{sigmoid, tanh};
 pub(crate) use operand::{Operand, OperandMut};

@@ -19,7 +19,7 @@ pub struct ParameterInfo {
     /// Determines optimizer update and weight decay.
     pub class: ParameterClass,
     /// How tensor parallelism may split the parameter; `None` if every rank needs all of it.
-    pub cut: Option<AxisSplit>,
+    pub split: Option<AxisSplit>,
     /// Place of this rank on the tensor axis.
     pub tensor_rank: AxisRank,
     /// Index of the parameter's expert in its unit; `None` if the parameter belongs to no expert.
@@ -35,11 +35,11 @@ impl ParameterInfo {
     /// rank is a multiple of this number.
     ///
     /// # Panics
-    /// If the ranks of the tensor axis [cannot split](crate::ParameterTable::check_degree) the parameter.
+    /// If the ranks of the tensor axis [cannot split](crate::ParameterTable::check_tensor_degree) the parameter.
     pub fn num_replicas(&self) -> usize {
         let num_holders =
             |cut: AxisSplit| cut.num_holders(self.full_shape.dims()[cut.dim], self.tensor_rank.degree);
-        self.cut
+        self.split
             .map_or(self.tensor_rank.degree, |cut| num_holders(cut).expect("the table was checked to be cut"))
     }
 
@@ -56,7 +56,7 @@ impl ParameterInfo {
     /// Returns the segments of a dim of the full parameter that this rank of the tensor axis stores.
     pub fn segments(&self, dim: usize) -> Vec<Segment> {
         let len = self.full_shape.dims()[dim];
-        match self.cut {
+        match self.split {
             Some(cut) if cut.dim == dim => cut.segments(len, self.tensor_rank).collect(),
             _ => vec![Segment { start: 0, offset: 0, len }],
         }
@@ -67,7 +67,7 @@ impl ParameterInfo {
     pub fn runs(&self, held: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
         // A replicated parameter is a single row.
         let one_row = (AxisSplit::along(0), [self.full_shape.num_elements()], AxisRank::ALONE);
-        match self.cut {
+        match self.split {
             Some(cut) if self.tensor_rank.degree > 1 => {
                 cut.runs(self.full_shape.dims(), self.tensor_rank, held)
             }

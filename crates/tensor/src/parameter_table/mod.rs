@@ -31,7 +31,7 @@ pub struct ParameterSpan {
     /// Number of parameters.
     pub num_parameters: usize,
     /// The shard on this rank, if tensor parallelism splits the span.
-    pub part: Option<SpanShard>,
+    pub shard: Option<SpanShard>,
 }
 
 /// The shard of a span on a rank of the tensor axis. Indices and lengths are per parameter of the span.
@@ -54,7 +54,7 @@ pub struct ParameterTable {
     units: Vec<UnitInfo>,
     matrices: Vec<ParameterSpan>,
     tie: Option<Tie>,
-    place: ModelRank,
+    model_rank: ModelRank,
 }
 
 /// Parameters that a unit reads although another unit holds them (tied weights).
@@ -69,7 +69,7 @@ pub struct Tie {
 impl ParameterTable {
     /// Creates an empty table for the rank at `place` on the tensor and expert axes.
     pub fn for_rank(place: impl Into<ModelRank>) -> Self {
-        ParameterTable { place: place.into(), ..ParameterTable::default() }
+        ParameterTable { model_rank: place.into(), ..ParameterTable::default() }
     }
 
     /// Returns the table of the full parameters, without tensor or expert parallelism, in the same order. Ties are dropped, because nothing
@@ -79,7 +79,7 @@ impl ParameterTable {
         for unit in &self.units {
             whole.begin_unit(unit.name.clone());
             for info in &self.parameters[unit.parameters.clone()] {
-                let ParameterInfo { name, initial, class, cut, .. } = info.clone();
+                let ParameterInfo { name, initial, class, split: cut, .. } = info.clone();
                 let dims = info.full_shape.dims().to_vec();
                 let expert = info.expert.map(|expert| (expert, unit.num_experts));
                 whole.push(Parameter { name, dims, initial, class, split: cut, expert });
@@ -117,7 +117,7 @@ impl ParameterTable {
             let (part, mut dims) = (self.push(part), stack.shape.dims().to_vec());
             assert_eq!(part.shape.dims()[1..], dims[1..], "parameters of unequal rows do not stack");
             dims[0] = dims[0].saturating_add(part.shape.dims()[0]);
-            let cut_dims = [part, stack].map(|span| span.part.map(|part| part.dim));
+            let cut_dims = [part, stack].map(|span| span.shard.map(|part| part.dim));
             assert_eq!(cut_dims[0], cut_dims[1], "parameters that are cut along different dims do not stack");
             ParameterSpan { shape: Shape::new(&dims), num_parameters: stack.num_parameters + 1, ..stack }
         });
@@ -137,7 +137,7 @@ impl ParameterTable {
         let expert = expert.map(|(expert, _)| expert);
         let info = &mut self.units[unit];
         let (first, offset) = (ParameterId(self.parameters.len()), info.num_elements);
-        let (whole, place) = (Shape::new(&dims), self.place.tensor);
+        let (whole, place) = (Shape::new(&dims), self.model_rank.tensor);
         let (mut dims, mut part) = (dims, None);
         if let Some(cut) = cut.filter(|_| place.degree > 1) {
             let first = cut.segments(dims[cut.dim], place).next().expect("there is a group");
@@ -158,14 +158,14 @@ impl ParameterTable {
             shape,
             initial,
             class,
-            cut,
+            split: cut,
             tensor_rank: place,
             expert,
             unit,
             offset,
         };
         self.parameters.push(info);
-        ParameterSpan { unit, offset, shape, first, num_parameters: 1, part }
+        ParameterSpan { unit, offset, shape, first, num_parameters: 1, shard: part }
     }
 
     fn last_unit(&self) -> usize {

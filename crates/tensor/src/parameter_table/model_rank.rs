@@ -86,18 +86,18 @@ fn join(degrees: &[usize]) -> String {
 
 impl ParameterTable {
     /// Returns the table's place on the tensor axis.
-    pub fn place(&self) -> AxisRank {
-        self.place.tensor
+    pub fn tensor_rank(&self) -> AxisRank {
+        self.model_rank.tensor
     }
 
     /// Returns the table's place on the expert axis.
-    pub fn expert_place(&self) -> AxisRank {
-        self.place.experts
+    pub fn expert_rank(&self) -> AxisRank {
+        self.model_rank.experts
     }
 
     /// Returns the table's place on the tensor and expert axes.
     pub fn model_rank(&self) -> ModelRank {
-        self.place
+        self.model_rank
     }
 
     /// Returns the indices of this rank's experts, of `num_experts` in total.
@@ -105,20 +105,20 @@ impl ParameterTable {
     /// # Panics
     /// If the degree does not divide `num_experts`. [`check_expert_degree`](ParameterTable::check_expert_degree) refuses such degrees.
     pub fn own_experts(&self, num_experts: usize) -> Range<usize> {
-        let AxisRank { rank, degree } = self.place.experts;
+        let AxisRank { rank, degree } = self.model_rank.experts;
         assert!(num_experts.is_multiple_of(degree), "{num_experts} experts on {degree} ranks");
         rank * (num_experts / degree)..(rank + 1) * (num_experts / degree)
     }
 
     /// Returns the rank of the expert axis that stores the parameter; `None` if all ranks do.
     pub fn owner(&self, info: &ParameterInfo) -> Option<usize> {
-        let num_own = self.units[info.unit].num_experts / self.place.experts.degree;
+        let num_own = self.units[info.unit].num_experts / self.model_rank.experts.degree;
         info.expert.map(|expert| expert / num_own)
     }
 
     /// Returns whether this rank stores the parameter or a shard of it.
     pub fn stores(&self, info: &ParameterInfo) -> bool {
-        self.owner(info).is_none_or(|owner| owner == self.place.experts.rank)
+        self.owner(info).is_none_or(|owner| owner == self.model_rank.experts.rank)
     }
 
     /// Returns this rank's parameter with the offset that `info` has on the rank that stores it. A unit has the same layout on all ranks of
@@ -146,16 +146,17 @@ impl ParameterTable {
     /// # Errors
     /// If there are no experts, or for the first unit whose experts are not divisible or have different layouts.
     pub fn check_expert_degree(&self, degree: usize) -> Result<(), ExpertsError> {
-        let nums = || self.units.iter().filter(|unit| unit.num_experts > 0);
+        let units_with_experts = || self.units.iter().filter(|unit| unit.num_experts > 0);
         if degree <= 1 {
             return Ok(());
         }
-        let Some(fewest) = nums().map(|unit| unit.num_experts).min() else {
+        let Some(fewest) = units_with_experts().map(|unit| unit.num_experts).min() else {
             return Err(ExpertsError::NoExperts { degree });
         };
-        let divides = |degree: usize| nums().all(|unit| unit.num_experts.is_multiple_of(degree));
-        let Some(unit) = nums().find(|unit| !unit.num_experts.is_multiple_of(degree)) else {
-            return match nums().find(|unit| !self.has_equal_layouts(unit, degree)) {
+        let divides =
+            |degree: usize| units_with_experts().all(|unit| unit.num_experts.is_multiple_of(degree));
+        let Some(unit) = units_with_experts().find(|unit| !unit.num_experts.is_multiple_of(degree)) else {
+            return match units_with_experts().find(|unit| !self.has_equal_layouts(unit, degree)) {
                 None => Ok(()),
                 Some(unit) => Err(ExpertsError::LayoutMismatch { unit: unit.name.clone(), degree }),
             };
@@ -186,18 +187,18 @@ impl ParameterTable {
     /// # Errors
     /// For the first parameter that cannot be split.
     #[expect(clippy::missing_panics_doc, reason = "a parameter that cannot be split declares a split")]
-    pub fn check_degree(&self, degree: usize) -> Result<(), UnsplittableError> {
-        let cuts = |info: &ParameterInfo| Some((info.cut?, info.full_shape.dims()[info.cut?.dim]));
-        let is_cut = |info: &ParameterInfo, degree: usize| {
+    pub fn check_tensor_degree(&self, degree: usize) -> Result<(), UnsplittableError> {
+        let cuts = |info: &ParameterInfo| Some((info.split?, info.full_shape.dims()[info.split?.dim]));
+        let can_split = |info: &ParameterInfo, degree: usize| {
             cuts(info).is_none_or(|(cut, len)| degree > 0 && cut.num_holders(len, degree).is_some())
         };
-        let can_cut = |degree: usize| self.parameters.iter().all(|info| is_cut(info, degree));
-        let refusing = self.parameters.iter().find(|info| !is_cut(info, degree));
+        let can_split_all = |degree: usize| self.parameters.iter().all(|info| can_split(info, degree));
+        let refusing = self.parameters.iter().find(|info| !can_split(info, degree));
         let Some(info) = refusing else { return Ok(()) };
         let (cut, len) = cuts(info).expect("it is cut");
         let num_granules = cut.num_granules(len);
-        let below = (1..degree).rev().find(|&degree| can_cut(degree));
-        let above = (degree + 1..=DEGREE_MAX.max(degree)).find(|&degree| can_cut(degree));
+        let below = (1..degree).rev().find(|&degree| can_split_all(degree));
+        let above = (degree + 1..=DEGREE_MAX.max(degree)).find(|&degree| can_split_all(degree));
         Err(UnsplittableError {
             name: info.name.clone(),
             dim: cut.dim,
@@ -212,9 +213,10 @@ impl ParameterTable {
     /// Returns the number of items, such as heads, that this rank of the tensor axis holds when `len` items are split like a dim.
     ///
     /// # Panics
-    /// If they cannot be split. [`check_degree`](ParameterTable::check_degree) refuses such degrees for the corresponding parameters.
-    pub fn part_of(&self, cut: AxisSplit, len: usize) -> usize {
-        cut.part_len(len, self.place.tensor.degree)
+    /// If they cannot be split. [`check_tensor_degree`](ParameterTable::check_tensor_degree) refuses such degrees for the corresponding
+    /// parameters.
+    pub fn part_len(&self, cut: AxisSplit, len: usize) -> usize {
+        cut.part_len(len, self.model_rank.tensor.degree)
     }
 }
 

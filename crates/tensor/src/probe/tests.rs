@@ -4,7 +4,7 @@ use crate::timing::NUM_RUNS_MIN;
 
 const NO_TIME: Duration = Duration::ZERO;
 
-fn device(features_max: Option<CpuFeatures>) -> Device {
+fn device(features_max: Option<SimdLevel>) -> Device {
     Device::cpu(DeviceOptions { num_threads: 2, features_max, ..DeviceOptions::default() }).unwrap()
 }
 
@@ -14,10 +14,10 @@ fn assert_sane(timing: Timing) {
 
 #[test]
 fn levels_are_kept_below_a_maximum() {
-    assert_eq!(device(None).cpu_features(), CpuFeatures::detect());
-    for most in CpuFeatures::ALL {
-        assert_eq!(device(Some(most)).cpu_features(), most.min(CpuFeatures::detect()));
-        assert_eq!(reason_unsupported(most).is_none(), most <= CpuFeatures::detect());
+    assert_eq!(device(None).cpu_features(), SimdLevel::detect());
+    for most in SimdLevel::ALL {
+        assert_eq!(device(Some(most)).cpu_features(), most.min(SimdLevel::detect()));
+        assert_eq!(reason_unsupported(most).is_none(), most <= SimdLevel::detect());
     }
 }
 
@@ -25,7 +25,7 @@ fn levels_are_kept_below_a_maximum() {
 fn every_product_kernel_is_timed() {
     let sizes = MatmulSizes { rows: 33, cols: 17, inner: 40 };
     assert_eq!((sizes.operations(), sizes.to_string().as_str()), (44880.0, "33x17x40"));
-    for features in CpuFeatures::ALL.into_iter().filter(|level| *level <= CpuFeatures::detect()) {
+    for features in SimdLevel::ALL.into_iter().filter(|level| *level <= SimdLevel::detect()) {
         let probe = Probe::new(&device(Some(features)), NO_TIME);
         for precision in Precision::ALL {
             assert!(probe.peak(ExecutionUnit::of(features, precision)) > 1e6);

@@ -29,10 +29,10 @@ use super::{
     AllGatherRows, Argument, Op, Operation, OperationContext, PendingExchange, Recorder, Sharding, SplitRows,
     Tape, TensorAxis, Var,
 };
+use crate::cow_tensor::CowTensor;
 use crate::device::Result;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
-use crate::values::Values;
 use crate::view::View;
 use smallvec::SmallVec;
 use trireme_base::{DType, ExchangeKind};
@@ -48,12 +48,12 @@ pub(super) enum PendingValue {
 
 impl OperationContext<'_> {
     /// Returns the tensor axis; `None` if it has one rank.
-    pub fn axis(&self) -> Option<&TensorAxis> {
+    pub fn tensor_axis(&self) -> Option<&TensorAxis> {
         self.tape.pass.axes.tensor.as_ref()
     }
 
     fn expect_axis(&self) -> &TensorAxis {
-        self.axis().expect("only several ranks have parts of values")
+        self.tensor_axis().expect("only several ranks have parts of values")
     }
 
     /// All-gathers the rows of a value of which this rank has the shard `part`.
@@ -100,10 +100,10 @@ impl OperationContext<'_> {
 
     /// Returns all rows of a value with the given sharding, for a caller that drops them soon. Fails like
     /// [`gather_rows`](OperationContext::gather_rows).
-    pub(super) fn all_rows<'a>(&self, values: View<'a>, sharding: Sharding) -> Result<Values<'a>> {
+    pub(super) fn all_rows<'a>(&self, values: View<'a>, sharding: Sharding) -> Result<CowTensor<'a>> {
         Ok(match sharding {
-            Sharding::Rows => Values::Converted(self.finish_temporary(self.start_gather(values)?)?),
-            _ => Values::Stored(values),
+            Sharding::Rows => CowTensor::Owned(self.finish_temporary(self.start_gather(values)?)?),
+            _ => CowTensor::Borrowed(values),
         })
     }
 
@@ -117,7 +117,7 @@ impl OperationContext<'_> {
     pub fn split_rows(&self, whole: View<'_>) -> Result<Tensor> {
         let axis = self.expect_axis();
         let mut part = self.empty(axis.part_shape(whole.shape())?, whole.dtype())?;
-        let first = axis.place().rank * part.shape().num_elements();
+        let first = axis.axis_rank().rank * part.shape().num_elements();
         self.device().copy(whole.part(first, part.shape()), part.view_mut());
         Ok(part)
     }
@@ -135,7 +135,7 @@ impl OperationContext<'_> {
 
     /// Starts [`sum_over_ranks`](OperationContext::sum_over_ranks).
     pub(super) fn start_sum(&self, term: Tensor, sharding: Sharding) -> Result<PendingValue> {
-        let Some(axis) = self.axis() else { return Ok(PendingValue::Ready(term)) };
+        let Some(axis) = self.tensor_axis() else { return Ok(PendingValue::Ready(term)) };
         let (kind, shape) = match sharding {
             Sharding::Rows => (ExchangeKind::ReduceScatter, axis.part_shape(term.shape())?),
             _ => (ExchangeKind::AllReduce, term.shape()),
@@ -146,8 +146,8 @@ impl OperationContext<'_> {
     }
 
     /// Allocates memory for a partial sum that [`start_sum`](OperationContext::start_sum) will reduce, with unspecified contents.
-    pub(super) fn empty_term(&self, shape: Shape, dtype: DType) -> Result<Tensor> {
-        match self.axis() {
+    pub(super) fn empty_partial_sum(&self, shape: Shape, dtype: DType) -> Result<Tensor> {
+        match self.tensor_axis() {
             Some(axis) => axis.ops.empty_partial_sum(self.device(), shape, dtype),
             None => self.empty(shape, dtype),
         }
@@ -168,14 +168,14 @@ impl Recorder<'_> {
             Some(sharding) => sharding == Sharding::Rows,
             None => arguments.iter().enumerate().any(is_in_rows),
         };
-        let is_one = |sharding, has_grad: bool| {
+        let has_input = |sharding, has_grad: bool| {
             let mut values = arguments.iter().map(|argument| &self.tape.values[argument.value]);
             values.any(|value| value.sharding == sharding && (!has_grad || value.requires_grad))
         };
         assert!(
             op.output_sharding(axis).is_some()
-                || !is_one(Sharding::ByParameters, false)
-                || !is_one(Sharding::Replicated, true),
+                || !has_input(Sharding::ByParameters, false)
+                || !has_input(Sharding::Replicated, true),
             "{op:?} reads a value that is cut, and one that is not, whose gradient would be a part of a sum: CopyToRanks comes first"
         );
         for (place, argument) in arguments.iter_mut().enumerate() {
@@ -210,10 +210,10 @@ impl Recorder<'_> {
     ///
     /// # Panics
     /// If the value is sharded like the parameters ([`Sharding::ByParameters`]).
-    pub fn between_units(&mut self, value: Var) -> Result<Var> {
+    pub fn reshard_between_units(&mut self, value: Var) -> Result<Var> {
         let Some(axis) = &self.tape.pass.axes.tensor else { return Ok(value) };
         let found = &self.tape.values[value.0];
-        match (found.sharding, axis.between_units(found.shape, found.dtype)) {
+        match (found.sharding, axis.sharding_between_units(found.shape, found.dtype)) {
             (Sharding::ByParameters, _) => panic!(
                 "a unit passes on what ranks have only parts of; a layer that is cut by its inputs comes first"
             ),
@@ -228,7 +228,7 @@ impl Tape {
     /// Returns the sharding of a value that comes from another unit.
     pub(super) fn sharding_of_input(&self, tensor: &Tensor) -> Sharding {
         let axis = self.pass.axes.tensor.as_ref();
-        axis.map_or(Sharding::Replicated, |axis| axis.between_units(tensor.shape(), tensor.dtype()))
+        axis.map_or(Sharding::Replicated, |axis| axis.sharding_between_units(tensor.shape(), tensor.dtype()))
     }
 
     /// Returns the sharding of the outputs of an operation.

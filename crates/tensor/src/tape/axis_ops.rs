@@ -19,7 +19,7 @@ pub struct PendingExchange(pub usize);
 /// After an error of a method, the axis must not be used again.
 pub trait AxisOps: fmt::Debug + Send + Sync {
     /// Returns this rank's place on the axis.
-    fn place(&self) -> AxisRank;
+    fn axis_rank(&self) -> AxisRank;
 
     /// Starts an exchange of `values`: the full vector, or this rank's part for an all-gather. No kernel may write to `values` until the
     /// exchange is [finished](AxisOps::finish). Their memory may be freed, because the device does not reuse memory that a copy is using.
@@ -174,30 +174,30 @@ impl ExchangeLog {
 #[derive(Debug)]
 pub struct DryRunAxis {
     axis: UnitAxis,
-    place: AxisRank,
+    axis_rank: AxisRank,
     log: ExchangeLog,
 }
 
 impl DryRunAxis {
     /// Creates the rank at `place` of `axis`.
-    pub fn new(axis: UnitAxis, place: AxisRank, noted: &ExchangeLog) -> Self {
-        DryRunAxis { axis, place, log: noted.clone() }
+    pub fn new(axis: UnitAxis, place: AxisRank, log: &ExchangeLog) -> Self {
+        DryRunAxis { axis, axis_rank: place, log: log.clone() }
     }
 
-    fn note(&self, kind: ExchangeKind, num_bytes: usize) {
+    fn record(&self, kind: ExchangeKind, num_bytes: usize) {
         let mut noted = self.log.0.lock().unwrap_or_else(PoisonError::into_inner);
         noted.push(AxisExchange { axis: self.axis, kind, num_bytes });
     }
 }
 
 impl AxisOps for DryRunAxis {
-    fn place(&self) -> AxisRank {
-        self.place
+    fn axis_rank(&self) -> AxisRank {
+        self.axis_rank
     }
 
     fn start(&self, _: &Device, kind: ExchangeKind, values: View<'_>) -> Result<PendingExchange> {
-        let num_parts = if kind == ExchangeKind::AllGather { self.place.degree } else { 1 };
-        self.note(kind, num_parts * values.num_bytes());
+        let num_parts = if kind == ExchangeKind::AllGather { self.axis_rank.degree } else { 1 };
+        self.record(kind, num_parts * values.num_bytes());
         Ok(PendingExchange(0))
     }
 
@@ -207,13 +207,13 @@ impl AxisOps for DryRunAxis {
 
     /// Returns numbers as if all ranks had the same ones.
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>> {
-        self.note(ExchangeKind::AllGather, self.place.degree * size_of_val(own));
-        Ok(own.repeat(self.place.degree))
+        self.record(ExchangeKind::AllGather, self.axis_rank.degree * size_of_val(own));
+        Ok(own.repeat(self.axis_rank.degree))
     }
 
     fn start_rows(&self, _: &Device, runs: ExchangedRuns, values: View<'_>) -> Result<PendingExchange> {
         let len: usize = runs.sent.iter().flatten().map(Range::len).sum();
-        self.note(ExchangeKind::AllToAll, len * values.dtype().size());
+        self.record(ExchangeKind::AllToAll, len * values.dtype().size());
         Ok(PendingExchange(0))
     }
 

@@ -154,7 +154,7 @@ impl Tape {
                 None if is_zero => {
                     Some(self.device.zeros(output.shape, output.dtype, Category::Activations)?)
                 }
-                Some(grad) if !operation.takes_f32_grads() => Some(cast(&self.device, grad, output.dtype)?),
+                Some(grad) if !operation.accepts_f32_grads() => Some(cast(&self.device, grad, output.dtype)?),
                 grad => grad,
             };
         }
@@ -191,7 +191,7 @@ impl Tape {
     /// Adds `grad` to the gradient of a value, if the value requires one.
     ///
     /// A sum of gradients has the dtype of its value. A single gradient of a 16-bit value may be f32; it is rounded before an operation
-    /// reads it, unless the operation [accepts f32](super::Operation::takes_f32_grads).
+    /// reads it, unless the operation [accepts f32](super::Operation::accepts_f32_grads).
     fn add_grad(&mut self, value: usize, grad: Tensor) -> Result<()> {
         let value = &mut self.values[value];
         if !value.requires_grad {
@@ -429,7 +429,7 @@ impl<'a> BackwardContext<'a> {
     }
 
     /// Returns the factor of the gradient of a loss: the pass's [scale](super::PassState::loss_scale) times the term's weight.
-    pub fn loss_scale(&self) -> f32 {
+    pub fn loss_grad_factor(&self) -> f32 {
         self.tape.pass.loss_scale * self.loss_weight
     }
 }

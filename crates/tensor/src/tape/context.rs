@@ -3,28 +3,28 @@
 use super::{
     AxisOps, ExpertAxis, OperationContext, PendingExchange, PendingMean, Randomness, ShadowedExperts,
 };
+use crate::cow_tensor::CowTensor;
 use crate::device::{Device, Result};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
-use crate::values::Values;
 use crate::view::View;
 use trireme_base::{Category, DType};
 
 impl OperationContext<'_> {
     /// Returns the communication along the expert axis. Panics if the tape has no expert axis.
-    pub(super) fn expert_axis(&self) -> &dyn AxisOps {
-        &*self.experts().ops
+    pub(super) fn expert_axis_ops(&self) -> &dyn AxisOps {
+        &*self.expert_axis().ops
     }
 
     /// Returns the experts that are replicated on all ranks of the expert axis. Panics like [`expert_axis`](OperationContext::expert_axis).
     pub(super) fn shadowed_experts(&self) -> &ShadowedExperts {
-        &self.experts().shadowed
+        &self.expert_axis().shadowed
     }
 
-    fn experts(&self) -> &ExpertAxis {
+    fn expert_axis(&self) -> &ExpertAxis {
         self.tape.pass.axes.experts.as_ref().expect("only several ranks have different experts")
     }
 
@@ -74,16 +74,16 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// If there is no memory for a copy.
-    pub fn parameter_in_f32(&self, span: &ParameterSpan) -> Result<Values<'_>> {
-        Values::rounded(&self.tape.device, self.tape.pass.precision, self.parameters.span(span))
+    pub fn parameter_in_f32(&self, span: &ParameterSpan) -> Result<CowTensor<'_>> {
+        CowTensor::rounded(&self.tape.device, self.tape.pass.precision, self.parameters.span(span))
     }
 
     /// Returns values in f32.
     ///
     /// # Errors
     /// If there is no memory for a copy.
-    pub fn in_f32<'a>(&self, values: View<'a>) -> Result<Values<'a>> {
-        Values::in_f32(&self.tape.device, values, Category::Activations)
+    pub fn in_f32<'a>(&self, values: View<'a>) -> Result<CowTensor<'a>> {
+        CowTensor::in_f32(&self.tape.device, values, Category::Activations)
     }
 
     /// Allocates memory for a result or for scratch, with unspecified contents.

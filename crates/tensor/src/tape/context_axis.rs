@@ -25,18 +25,18 @@ const DIMS_MIN: usize = 3;
 
 impl OperationContext<'_> {
     /// Returns the context axis; `None` if it has one rank.
-    pub fn context(&self) -> Option<&ContextAxis> {
+    pub fn context_axis(&self) -> Option<&ContextAxis> {
         self.tape.pass.axes.context.as_ref()
     }
 
     /// Returns this rank's place on the context axis.
-    pub fn context_place(&self) -> ContextRank {
-        self.context().map_or(ContextRank::ALONE, ContextAxis::place)
+    pub fn context_rank(&self) -> ContextRank {
+        self.context_axis().map_or(ContextRank::ALONE, ContextAxis::context_rank)
     }
 
     /// Returns the positions that this rank holds of each sequence, given their number `len`.
     pub fn positions(&self, len: usize) -> Positions {
-        match self.context_place() {
+        match self.context_rank() {
             ContextRank::ALONE => Positions::run(self.tape.pass.first_position, len),
             place => place.positions(len * place.degree()),
         }
@@ -44,8 +44,8 @@ impl OperationContext<'_> {
 
     /// Returns the positions of each sequence that this rank holds for its heads, after positions were exchanged for heads, given their
     /// number `len`.
-    pub fn positions_of_heads(&self, len: usize) -> Positions {
-        match self.context_place() {
+    pub fn positions_after_head_exchange(&self, len: usize) -> Positions {
+        match self.context_rank() {
             place if place.ring == AxisRank::ALONE => Positions::run(self.tape.pass.first_position, len),
             place => place.ring_positions(len * place.ring.degree),
         }

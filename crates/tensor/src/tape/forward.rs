@@ -145,7 +145,7 @@ impl Recorder<'_> {
             loss_weight,
             op: op.clone(),
         };
-        let outputs = ForwardContext::first(tape, self.parameters, node)?;
+        let outputs = ForwardContext::run_node(tape, self.parameters, node)?;
         self.exchange_for_positions(&op, outputs)
     }
 
@@ -172,7 +172,7 @@ impl DerefMut for ForwardContext<'_> {
 
 impl ForwardContext<'_> {
     /// Runs a new node's operation and, if the tape records, appends the node. Returns the indices of the outputs.
-    fn first(tape: &mut Tape, parameters: &dyn ParameterSource, mut node: Node) -> Result<Range<usize>> {
+    fn run_node(tape: &mut Tape, parameters: &dyn ParameterSource, mut node: Node) -> Result<Range<usize>> {
         let operation = node.op.get();
         let sharding = tape.output_sharding(operation, &tape.arguments[node.inputs.clone()]);
         let mut cx = ForwardContext {

@@ -186,8 +186,8 @@ impl Tape {
     ///
     /// # Panics
     /// If it was already taken.
-    pub fn take_value(&mut self, place: VarId) -> Tensor {
-        self.values[place.0].tensor.take().expect("values live until their last use")
+    pub fn take_value(&mut self, id: VarId) -> Tensor {
+        self.values[id.0].tensor.take().expect("values live until their last use")
     }
 
     /// Takes the unit's output from the tape. Copies it if backward reads it, or if it is an input of the tape, which may be taken again.
@@ -208,31 +208,31 @@ impl Tape {
     ///
     /// # Panics
     /// If the tape still has the value.
-    pub fn put_value(&mut self, place: VarId, tensor: Tensor) {
-        let present = self.values[place.0].tensor.replace(tensor);
+    pub fn put_value(&mut self, id: VarId, tensor: Tensor) {
+        let present = self.values[id.0].tensor.replace(tensor);
         assert!(present.is_none(), "only a value that was taken is put back");
     }
 
     /// Returns whether the value receives a gradient in backward.
-    pub fn requires_grad(&self, place: VarId) -> bool {
-        self.values[place.0].requires_grad
+    pub fn requires_grad(&self, id: VarId) -> bool {
+        self.values[id.0].requires_grad
     }
 
     /// Takes the gradient of a value in the dtype of the value; zeros if it has received none.
     ///
     /// # Errors
     /// If there is no memory for the zeros, or to convert the gradient.
-    pub fn take_grad_or_zeros(&mut self, place: VarId) -> Result<Tensor> {
-        let Value { shape, dtype, .. } = self.values[place.0];
-        match self.take_grad(place) {
+    pub fn take_grad_or_zeros(&mut self, id: VarId) -> Result<Tensor> {
+        let Value { shape, dtype, .. } = self.values[id.0];
+        match self.take_grad(id) {
             Some(grad) => cast(&self.device, grad, dtype),
             None => self.device.zeros(shape, dtype, Category::Activations),
         }
     }
 
     /// Takes the gradient of a value; `None` if it has received none.
-    pub fn take_grad(&mut self, place: VarId) -> Option<Tensor> {
-        self.values[place.0].grad.take()
+    pub fn take_grad(&mut self, id: VarId) -> Option<Tensor> {
+        self.values[id.0].grad.take()
     }
 
     /// Returns the loss, if there is a loss term. It is complete after forward if the tape does not record, and after backward if it does.

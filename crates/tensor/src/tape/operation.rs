@@ -3,7 +3,7 @@
 //! # Cost
 //! The cost of an operation is the cost of the kernel calls that it issues, so it declares none. A function that is passed to a kernel
 //! ([`Pointwise`](super::Pointwise), [`ElementLoss`](super::ElementLoss), [`Device::map`](crate::Device::map)) states its operations per
-//! element. Matmuls that backward computes for the second time are counted as repeated ([`Cost::repeats`](trireme_base::Cost::repeats)),
+//! element. Matmuls that backward computes for the second time are counted as repeated ([`Cost::recomputes`](trireme_base::Cost::repeats)),
 //! and MFU excludes them.
 
 use super::{Sharding, Tape, TensorAxis};
@@ -65,7 +65,7 @@ pub trait Operation: fmt::Debug + Send + Sync {
     }
 
     /// Returns whether the operation accepts f32 gradients of its 16-bit outputs, as some operations produce them.
-    fn takes_f32_grads(&self) -> bool {
+    fn accepts_f32_grads(&self) -> bool {
         false
     }
 

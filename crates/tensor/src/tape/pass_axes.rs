@@ -40,26 +40,26 @@ pub struct TensorAxis {
 
 impl TensorAxis {
     /// Returns this rank's place on the axis.
-    pub fn place(&self) -> AxisRank {
-        self.ops.place()
+    pub fn axis_rank(&self) -> AxisRank {
+        self.ops.axis_rank()
     }
 
     /// Returns the sharding of values between sharded layers.
-    pub fn between_layers(&self) -> Sharding {
+    pub fn sharding_between_layers(&self) -> Sharding {
         if self.shards_rows { Sharding::Rows } else { Sharding::Replicated }
     }
 
     /// Returns the sharding of a value of this shape and dtype that passes from unit to unit.
-    pub(super) fn between_units(&self, shape: Shape, dtype: DType) -> Sharding {
+    pub(super) fn sharding_between_units(&self, shape: Shape, dtype: DType) -> Sharding {
         let is_sharded = shape.dims().len() >= ROWS_DIMS_MIN && dtype.is_float();
-        if is_sharded { self.between_layers() } else { Sharding::Replicated }
+        if is_sharded { self.sharding_between_layers() } else { Sharding::Replicated }
     }
 
     /// Returns the shape of a rank's shard of the rows of a value of shape `whole`: the second-last dim is divided by the degree. Only the
     /// number of elements is meaningful: `[batch, seq_len / degree, cols]` stands for consecutive rows of the concatenated sequences, not
     /// for the same positions of each. Fails if the degree does not divide the dim.
     pub(super) fn part_shape(&self, whole: Shape) -> Result<Shape> {
-        let (dim, degree) = (rows_dim(whole), self.place().degree);
+        let (dim, degree) = (rows_dim(whole), self.axis_rank().degree);
         let len = whole.dims()[dim];
         if !len.is_multiple_of(degree) {
             return Err(DeviceError::UnequalRows { shape: whole, dim, degree });
@@ -70,7 +70,7 @@ impl TensorAxis {
     /// Returns the shape of the full value whose row shards have shape `part`.
     pub(super) fn full_shape(&self, part: Shape) -> Shape {
         let dim = rows_dim(part);
-        part.with_dim(dim, part.dims()[dim] * self.place().degree)
+        part.with_dim(dim, part.dims()[dim] * self.axis_rank().degree)
     }
 }
 
@@ -92,8 +92,9 @@ pub struct ContextAxis {
 
 impl ContextAxis {
     /// Returns this rank's place on the axis.
-    pub fn place(&self) -> ContextRank {
-        let place = |ops: &Option<Arc<dyn AxisOps>>| ops.as_ref().map_or(AxisRank::ALONE, |ops| ops.place());
+    pub fn context_rank(&self) -> ContextRank {
+        let place =
+            |ops: &Option<Arc<dyn AxisOps>>| ops.as_ref().map_or(AxisRank::ALONE, |ops| ops.axis_rank());
         ContextRank { ring: place(&self.ring), heads: place(&self.heads) }
     }
 }

@@ -59,7 +59,7 @@ impl Network {
             table.add(Parameter::vector("norm.weight", COLS, Initial::ZEROS)),
             Some(table.add(Parameter::vector("norm.bias", COLS, Initial::ZEROS))),
         );
-        let norm = Norm { weight, bias, weight_offset: 0.0, epsilon: 1e-5, centred: true };
+        let norm = Norm { weight, bias, weight_offset: 0.0, epsilon: 1e-5, is_centered: true };
         let qkv = Linear {
             weight: table.add(Parameter::matrix("qkv.weight", &[COLS, 3 * COLS], Initial::ZEROS)),
             layout: WeightLayout::InputsFirst,
@@ -159,7 +159,7 @@ fn separate_backward_halves_give_the_same_bits() {
 }
 
 #[test]
-fn a_layer_over_data_makes_no_gradient_of_it() {
+fn constants_get_no_gradient() {
     let network = Network::new(InputActivation::Identity);
     let device = &network.device;
     let zeros = || device.zeros([3, COLS].into(), DType::F32, Category::Activations).unwrap();

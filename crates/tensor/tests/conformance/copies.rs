@@ -19,7 +19,7 @@ fn zeroed_memory_is_zero_and_other_elements_stay() {
 }
 
 #[test]
-fn elements_are_converted_and_copied_to_the_nearest_of_their_type() {
+fn conversions_round_to_nearest_and_copies_are_exact() {
     for from in FLOATS {
         for to in FLOATS {
             let values = random(1000, "x");
@@ -101,7 +101,7 @@ fn functions_are_applied_to_each_element_and_rounded_once() {
 }
 
 #[test]
-fn rows_are_written_by_a_function_of_their_number() {
+fn for_each_row_passes_the_row_index() {
     let x = random(60, "x");
     let found = on_all(|device| {
         assert!(device.read::<f32>(empty(device, [0], DType::F32).view()).is_empty());
@@ -119,8 +119,8 @@ fn rows_are_written_by_a_function_of_their_number() {
 #[test]
 fn a_device_waits_for_the_copies_of_another() {
     let values = random(300, "x");
-    for from in super::devices() {
-        for to in super::devices() {
+    for from in super::device_options() {
+        for to in super::device_options() {
             let (from, to) = (Device::open(from).unwrap(), Device::open(to).unwrap());
             let x = shaped(&from, &values, [300]);
             let mut y = empty(&to, [300], DType::F32);

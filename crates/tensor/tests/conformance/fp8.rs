@@ -11,7 +11,7 @@ use trireme_tensor::{
 
 /// A layer with a single weight of 1, so that its outputs are its rounded inputs.
 #[test]
-fn inputs_are_rounded_to_the_nearest_of_their_format_and_their_largest_is_kept() {
+fn inputs_are_rounded_to_fp8_and_amaxes_are_recorded() {
     let values = random(500, "x");
     let largest = values.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
     let (found, amaxes) = on_all(|device| {

@@ -56,7 +56,7 @@ fn no_parameters(device: &Device) -> Parameters {
 }
 
 #[test]
-fn a_sequence_that_is_read_in_parts_is_attended_to_as_a_whole() {
+fn cached_attention_of_chunks_equals_attention_of_the_sequence() {
     let qkv = random(SEQ_LEN * COLS, "qkv");
     for is_rotary in [false, true] {
         let found = on_all(|device| {
@@ -78,7 +78,7 @@ fn a_sequence_that_is_read_in_parts_is_attended_to_as_a_whole() {
 }
 
 #[test]
-fn rotations_of_positions_have_their_gradients() {
+fn rotary_attention_has_the_gradient_of_its_definition() {
     let (qkv, dy) = (random(SEQ_LEN * COLS, "qkv"), random(SEQ_LEN * HEADS * DIM, "dy"));
     let found = on_all(|device| {
         let (attention, parameters) = (Arc::new(operation(device, true)), no_parameters(device));

@@ -11,7 +11,7 @@ fn ids(device: &Device, values: &[u32]) -> Tensor {
 }
 
 #[test]
-fn rows_are_ordered_by_group_and_as_they_were() {
+fn rows_are_sorted_stably_by_group() {
     for (groups, num_groups) in [(&[2_u32, 0, 2, 4, 0, 2][..], 5), (&[], 3), (&[0, 0], 1)] {
         let [starts, order, places] = on_all(|device| {
             let num_rows = groups.len();
@@ -38,12 +38,14 @@ fn rows_beyond_a_limit_are_of_no_group() {
     const WEIGHTS: [f32; 6] = [1.5, 0.0, 0.25, 2.0, 1.0, 4.0];
     let groups = [2_u32, 2, 0, 2, 1, 3, 1, 1, 1, 2, 0, 3];
     let groups_len = groups.len();
-    for (num_together, factor) in [(4, 0.5), (4, 1.25), (12, 0.75), (3, 3.0), (5, 1.0), (12, f64::INFINITY)] {
+    for (capacity_group_len, factor) in
+        [(4, 0.5), (4, 1.25), (12, 0.75), (3, 3.0), (5, 1.0), (12, f64::INFINITY)]
+    {
         let ([starts, order, places], dropped) = on_all(|device| {
             let [mut starts, mut order, mut places] =
                 [4, groups.len(), groups.len()].map(|len| empty(device, [len], DType::U32));
             let (groups, limit) =
-                (ids(device, &groups), GroupLimit { capacity_group_len: num_together, factor });
+                (ids(device, &groups), GroupLimit { rows_per_capacity: capacity_group_len, factor });
             let rows = [order.view_mut(), places.view_mut()];
             device.group_rows(groups.view(), limit, starts.view_mut(), rows);
             let mut dropped = [empty(device, [1], DType::F64), empty(device, [1], DType::F64)];
@@ -57,8 +59,8 @@ fn rows_beyond_a_limit_are_of_no_group() {
             (read, dropped.map(|dropped| device.read::<f64>(dropped.view())[0]))
         });
         let is_kept = |row: usize| {
-            let first = row / num_together * num_together;
-            let together = &groups[first..(first + num_together).min(groups_len)];
+            let first = row / capacity_group_len * capacity_group_len;
+            let together = &groups[first..(first + capacity_group_len).min(groups_len)];
             let num_rows = together.iter().filter(|&&group| group < 3).count();
             let capacity = (factor * num_rows as f64 / 3.0).ceil().max(1.0);
             let num_before = groups[first..row].iter().filter(|&&group| group == groups[row]).count();
@@ -74,7 +76,7 @@ fn rows_beyond_a_limit_are_of_no_group() {
             (0..groups_len).filter(|&row| !is_kept(row)).map(weight).sum()
         };
         assert_eq!(dropped, [weighted(|_| 1.0), weighted(|row| f64::from(WEIGHTS[row / 2]))]);
-        assert_eq!(starts, (0..4).map(before).collect::<Vec<_>>(), "{num_together}, {factor}");
+        assert_eq!(starts, (0..4).map(before).collect::<Vec<_>>(), "{capacity_group_len}, {factor}");
     }
 }
 
@@ -135,7 +137,7 @@ fn parts_of_groups_are_summed_as_ranks_sum() {
 
 /// In every dtype, groups have the same bits as separate matmuls, including a group without rows and a group of one row.
 #[test]
-fn groups_have_the_bits_of_products_of_their_own() {
+fn grouped_matmuls_equal_separate_matmuls() {
     let (starts, inner, cols) = ([0_usize, 70, 70, 71, 130], 40, 90);
     // The last rows belong to no group.
     let (rows, num_groups) = (starts[4] + 3, starts.len() - 1);
@@ -215,7 +217,7 @@ fn groups_have_the_bits_of_products_of_their_own() {
 
 /// A left operand of one column is packed only for some numbers of rows.
 #[test]
-fn columns_of_odd_and_even_groups() {
+fn left_operands_of_one_column_with_odd_and_even_groups() {
     let (starts, cols) = ([0_u32, 3, 8], 700);
     for (dtype, precision) in FLOATS.into_iter().zip([Precision::F32, Precision::Bf16, Precision::F16]) {
         let found = on_all(|device| {

@@ -5,7 +5,7 @@ use trireme_base::DType;
 use trireme_tensor::IntegerFormat;
 
 #[test]
-fn a_message_has_each_value_to_half_a_step_of_its_block() {
+fn dequantized_values_are_within_half_a_step() {
     for (format, levels) in [(IntegerFormat::Int8, 127.0), (IntegerFormat::Int4, 7.0)] {
         let values = random(1000, "x");
         let largest = values.iter().fold(0.0_f64, |most, &x| most.max(f64::from(x).abs()));

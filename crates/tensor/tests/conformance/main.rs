@@ -18,7 +18,7 @@ use trireme_testkit::TracedDevice;
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
 /// Returns options for every backend, with different numbers of threads and seeds.
-pub(crate) fn devices() -> Vec<DeviceOptions> {
+pub(crate) fn device_options() -> Vec<DeviceOptions> {
     let with = |num_threads, backend| DeviceOptions { num_threads, backend, ..DeviceOptions::default() };
     let detached = |seed| BackendKind::Detached(DetachedOptions { seed, ignored_wait: None });
     let seeds = (0..8).map(|seed| with(1, detached(seed)));
@@ -31,7 +31,7 @@ pub(crate) fn devices() -> Vec<DeviceOptions> {
 /// Runs `run` on every device and asserts equal results. Returns the result.
 pub(crate) fn on_all<T: PartialEq + std::fmt::Debug>(run: impl Fn(&Device) -> T) -> T {
     let mut found =
-        devices().into_iter().map(|options| (options, run(&TracedDevice::open(options).unwrap())));
+        device_options().into_iter().map(|options| (options, run(&TracedDevice::open(options).unwrap())));
     let (_, first) = found.next().expect("there is the CPU");
     for (options, other) in found {
         assert!(other == first, "{options:?} has other bits");

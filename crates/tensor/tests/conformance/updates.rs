@@ -3,7 +3,7 @@
 use super::{assert_near, empty, on_all, random, shaped, tensor};
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_tensor::updates::{AdamWStep, RmsStep, Update};
+use trireme_tensor::updates::{AdafactorVectorStep, AdamWStep, Update};
 use trireme_tensor::{
     FactoredMatrix, FactoredMoments, FactoredStep, Initial, LeafRun, OptimizerState, Parameter,
     ParameterTable, Pieces, Precision, StateDType, StepScale, UpdatePass,
@@ -23,17 +23,17 @@ const ADAMW: AdamWStep = AdamWStep {
 
 /// Computes one AdamW update (Loshchilov, Hutter 2019) from zero moments: the parameter and both moments.
 fn adamw(parameter: f64, gradient: f64) -> [f64; 3] {
-    let step = |x: f32| f64::from(x);
-    let g = gradient * step(ADAMW.grad_scale);
-    let (first, second) = ((1.0 - step(ADAMW.beta1)) * g, (1.0 - step(ADAMW.beta2)) * g * g);
-    let correction = |beta: f32| 1.0 - step(beta).powi(ADAMW.step as i32);
+    let wide = |x: f32| f64::from(x);
+    let g = gradient * wide(ADAMW.grad_scale);
+    let (first, second) = ((1.0 - wide(ADAMW.beta1)) * g, (1.0 - wide(ADAMW.beta2)) * g * g);
+    let correction = |beta: f32| 1.0 - wide(beta).powi(ADAMW.step as i32);
     let (mean, square) = (first / correction(ADAMW.beta1), second / correction(ADAMW.beta2));
-    let kept = parameter * (1.0 - step(ADAMW.lr) * step(ADAMW.weight_decay));
-    [kept - step(ADAMW.lr) * mean / (square.sqrt() + step(ADAMW.epsilon)), first, second]
+    let kept = parameter * (1.0 - wide(ADAMW.lr) * wide(ADAMW.weight_decay));
+    [kept - wide(ADAMW.lr) * mean / (square.sqrt() + wide(ADAMW.epsilon)), first, second]
 }
 
 #[test]
-fn an_update_goes_over_parameters_and_states_and_takes_sums() {
+fn adamw_updates_parameters_and_states_and_norms_are_summed() {
     for dtype in [StateDType::F32, StateDType::Bf16, StateDType::Int8] {
         let (parameters, gradients) = (random(LEN, "parameters"), random(LEN, "gradients"));
         let [found, first, second, sums] = on_all(|device| {
@@ -86,7 +86,7 @@ fn an_update_goes_over_parameters_and_states_and_takes_sums() {
 #[test]
 fn learning_rates_are_scaled_by_sums_over_whole_parameters() {
     let (parameters, gradients) = (random(LEN, "parameters"), random(LEN, "gradients"));
-    let rms = RmsStep { lr: 0.1, mixing: 0.5, parameter_factor: 0.9, grad_scale: 2.0 };
+    let rms = AdafactorVectorStep { lr: 0.1, mixing: 0.5, parameter_factor: 0.9, grad_scale: 2.0 };
     let [found, sums, moments] = on_all(|device| {
         let pieces = Arc::new(Pieces::whole(LEN));
         let (mut p, g) = (tensor(device, &parameters), tensor(device, &gradients));
@@ -111,7 +111,7 @@ fn learning_rates_are_scaled_by_sums_over_whole_parameters() {
         device.step_scales(Arc::clone(&rules), [of(0), of(2)], scales.view_mut());
         let mut states = [OptimizerState::zeros(&pieces, StateDType::F32, true, device).unwrap()];
         states[0].write(&pieces, 0..num_pieces, device, &vec![4.0; LEN]);
-        let updates = Arc::new(vec![Update::Rms(rms), Update::Rms(rms)]);
+        let updates = Arc::new(vec![Update::AdafactorVector(rms), Update::AdafactorVector(rms)]);
         let scales = Some(scales.view());
         let pass = UpdatePass { pieces: &pieces, updates: &updates, scales, rounding_seed: 0, sums: None };
         device.update(pass, p.view_mut(), g.view(), &mut states);

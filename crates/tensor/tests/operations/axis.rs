@@ -31,7 +31,7 @@ impl GradSink for Grads {
 
     fn grad_ready(&mut self, span: &ParameterSpan) {
         self.is_written[span.first.0] = true;
-        self.is_partial[span.first.0] = self.are_partial && span.part.is_none();
+        self.is_partial[span.first.0] = self.are_partial && span.shard.is_none();
     }
 
     fn expect_partial_grads(&mut self, are_partial: bool) {
@@ -51,7 +51,7 @@ type Found = (f64, Vec<(ParameterInfo, Vec<f32>, bool)>);
 
 /// Runs sharded layers between replicated ones, forward and backward. In bf16, matmuls are quantized to fp8.
 fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found {
-    let place = axis.as_ref().map_or(AxisRank::ALONE, TensorAxis::place);
+    let place = axis.as_ref().map_or(AxisRank::ALONE, TensorAxis::axis_rank);
     let shards_rows = axis.as_ref().is_some_and(|axis| axis.shards_rows);
     let mut table = ParameterTable::for_rank(place);
     table.begin_unit("unit");
@@ -64,7 +64,7 @@ fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found
     let embedding = Arc::new(Embedding { tokens, positions });
     let norm = |table: &mut ParameterTable, name: &str| {
         let weight = table.add(Parameter::vector(name, HIDDEN, normal));
-        Arc::new(Norm { weight, bias: None, weight_offset: 1.0, epsilon: 1e-5, centred: true })
+        Arc::new(Norm { weight, bias: None, weight_offset: 1.0, epsilon: 1e-5, is_centered: true })
     };
     let norms = ["before", "after"].map(|name| norm(&mut table, name));
     let wide = Arc::new(Linear {

@@ -46,7 +46,7 @@ fn rows<T: Copy>(all: &[T], cols: usize, at: Positions) -> Vec<T> {
     all_rows.flat_map(|row| all[row * cols..(row + 1) * cols].iter().copied()).collect()
 }
 
-fn no_values(device: &Device) -> Parameters {
+fn no_parameter_values(device: &Device) -> Parameters {
     Parameters::zeros(&Arc::new(no_parameters()), device, Category::Parameters).unwrap()
 }
 
@@ -68,7 +68,7 @@ fn pass_of(context: Option<ContextAxis>) -> PassState {
 
 /// Returns the outputs and gradients of a rank, in rows of its positions.
 fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<ContextAxis>) -> [Vec<f32>; 3] {
-    let place = axis.as_ref().map_or(ContextRank::ALONE, ContextAxis::place);
+    let place = axis.as_ref().map_or(ContextRank::ALONE, ContextAxis::context_rank);
     let (at, of_heads) = (place.positions(LEN), place.ring_positions(LEN));
     let rotary =
         case.is_rotary.then(|| Arc::new(RotaryTable::new(device, LEN, &[1.0, 0.4, 0.05], 1.0).unwrap()));
@@ -91,7 +91,7 @@ fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<Contex
         vec![tape.input(tensor(device, &[BATCH, len, COLS], &columns(0, COLS)))]
     };
     let num_floats = values.len();
-    let places: Vec<_> = values.iter().map(|value| value.id()).collect();
+    let value_ids: Vec<_> = values.iter().map(|value| value.id()).collect();
     if let Some(num_keys) = case.num_keys {
         values.push(tape.constant(ids(device, &[BATCH], &[num_keys, LEN as u32])));
     }
@@ -109,7 +109,8 @@ fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<Contex
     let dy = rows(&random(BATCH * LEN * OUT, "dy"), OUT, at);
     let dy = tensor(device, &[BATCH, len, OUT], &dy);
     tape.backward_input(parameters, [(y_id, dy)]).unwrap();
-    let mut grads = places.into_iter().map(|place| device.read::<f32>(tape.take_grad(place).unwrap().view()));
+    let mut grads =
+        value_ids.into_iter().map(|place| device.read::<f32>(tape.take_grad(place).unwrap().view()));
     let first = grads.next().unwrap();
     [found, first, if num_floats == 2 { grads.next().unwrap() } else { Vec::new() }]
 }
@@ -130,7 +131,7 @@ fn run_ranks(backend: BackendKind, case: Case, degree: usize, heads: usize) -> [
                 heads: (heads > 1).then(|| ops(&all_heads[on_ring.rank][of_heads.rank])),
             };
             scope.spawn(move || {
-                let parameters = no_values(device);
+                let parameters = no_parameter_values(device);
                 run(device, &parameters, case, (degree > 1).then_some(axis))
             })
         });
@@ -192,7 +193,7 @@ fn context_parallel_attention_matches_one_rank() {
     }
 }
 
-fn axis_alone(heads: usize) -> ContextAxis {
+fn dry_run_axis(heads: usize) -> ContextAxis {
     let noted = ExchangeLog::default();
     let alone = |axis, place| Arc::new(DryRunAxis::new(axis, place, &noted)) as Arc<dyn AxisOps>;
     match heads {
@@ -204,17 +205,17 @@ fn axis_alone(heads: usize) -> ContextAxis {
 #[test]
 fn mixing_positions_and_indivisible_heads_are_refused() {
     let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
-    let parameters = no_values(&device);
-    let mut tape = Tape::new(&device, Recording::On, pass_of(Some(axis_alone(1))));
+    let parameters = no_parameter_values(&device);
+    let mut tape = Tape::new(&device, Recording::On, pass_of(Some(dry_run_axis(1))));
     let x = tape.input(tensor(&device, &[1, 4, 2], &[0.0; 8]));
     let refused = tape.recorder(&parameters).apply(&Mean { dim: 1 }, [x]).unwrap_err().to_string();
     assert!(refused.contains("Mean { dim: 1 } mixes positions"), "{refused}");
     // Softmax over the last dim, which is the dim of positions here.
-    let mut tape = Tape::new(&device, Recording::On, pass_of(Some(axis_alone(1))));
+    let mut tape = Tape::new(&device, Recording::On, pass_of(Some(dry_run_axis(1))));
     let x = tape.input(tensor(&device, &[2, 4], &[0.0; 8]));
     let refused = tape.recorder(&parameters).apply(&Softmax, [x]).unwrap_err().to_string();
     assert!(refused.contains("fewer dims than [samples, positions, cols]"), "{refused}");
-    let mut tape = Tape::new(&device, Recording::On, pass_of(Some(axis_alone(4))));
+    let mut tape = Tape::new(&device, Recording::On, pass_of(Some(dry_run_axis(4))));
     let x = tape.input(tensor(&device, &[1, 4, COLS], &[0.0; 4 * COLS]));
     let attention = Arc::new(Attention::new(HEADS, KV_HEADS, DIM, AttentionRule::causal(DIM)));
     let refused = tape.recorder(&parameters).apply(&attention, [x]).unwrap_err().to_string();

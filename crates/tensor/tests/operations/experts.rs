@@ -9,7 +9,7 @@ use trireme_tensor::tape::{
     TopK,
 };
 use trireme_tensor::{
-    BackendKind, ChosenGroups, DetachedOptions, Device, DeviceError, DeviceOptions, GradSink, GradTarget,
+    BackendKind, DetachedOptions, Device, DeviceError, DeviceOptions, ExpertGroups, GradSink, GradTarget,
     Initial, LatentHeadShape, Parameter, ParameterSpan, ParameterTable, Parameters, Precision, RoutingRule,
     Tape, Tensor, Var,
 };
@@ -132,7 +132,7 @@ fn experts_of_the_best_groups() {
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
     let bias = table.add(Parameter::vector("bias", cols, Initial::ZEROS));
-    let groups = Some(ChosenGroups { num_groups: 4, num_chosen: 2 });
+    let groups = Some(ExpertGroups { num_groups: 4, num_chosen: 2 });
     for (groups, normalizes) in [(groups, true), (None, false)] {
         let rule = RoutingRule { num_choices: 3, normalizes, scale: 2.5, groups };
         let chosen = |scores: &[f64], bias: &[f64]| -> Vec<usize> {
@@ -184,7 +184,7 @@ fn experts_of_the_best_groups() {
         let dy: Vec<f32> = (0..rows * 3).map(|place| (place * 11 % 7) as f32 - 3.0).collect();
         let mut grad = device.zeros([rows, 3].into(), DType::F32, Category::Activations).unwrap();
         device.upload(&dy, grad.view_mut());
-        let mut sink = Loads { device: device.clone(), loads: Vec::new(), target: None };
+        let mut sink = BiasGrad { device: device.clone(), loads: Vec::new(), target: None };
         tape.backward(&parameters, Some((weights.id(), grad)), &mut sink).unwrap();
         let mut loads = vec![-(rows as f32 * 3.0 / cols as f32); cols];
         ids.iter().for_each(|&id| loads[id as usize] += 1.0);
@@ -203,13 +203,13 @@ fn experts_of_the_best_groups() {
 }
 
 /// Stores the gradient of one parameter.
-struct Loads {
+struct BiasGrad {
     device: Device,
     loads: Vec<f32>,
     target: Option<Tensor>,
 }
 
-impl GradSink for Loads {
+impl GradSink for BiasGrad {
     fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
         let target = self.device.zeros(span.shape, DType::F32, Category::Gradients)?;
         Ok(GradTarget { view: self.target.insert(target).view_mut(), accumulate: false })
@@ -248,13 +248,13 @@ fn losses_that_balance_experts() {
     };
     let inputs = vec![Input::random(&[rows, num_experts], "x"), Input::ids(&[rows, 2], &choices)];
     type Apply<'a> = &'a dyn Fn(&mut Recorder<'_>, Var, Var) -> Result<(), DeviceError>;
-    let is_uneven: Apply<'_> = &|recorder, x, choices| {
+    let apply_balance_loss: Apply<'_> = &|recorder, x, choices| {
         let scores = recorder.apply(&Softmax, [x])?;
         recorder.apply_loss(&BalanceLoss, (scores, choices), 1.0)
     };
-    let is_large: Apply<'_> = &|recorder, x, _| recorder.apply_loss(&RouterZLoss, [x], 1.0);
+    let apply_z_loss: Apply<'_> = &|recorder, x, _| recorder.apply_loss(&RouterZLoss, [x], 1.0);
     let cases: [(&str, Apply<'_>, &Reference<'_>); 2] =
-        [("balance", is_uneven, &balance), ("z", is_large, &z_loss)];
+        [("balance", apply_balance_loss, &balance), ("z", apply_z_loss, &z_loss)];
     for (name, apply, reference) in cases {
         GradientCheck {
             name: name.to_owned(),
@@ -302,7 +302,7 @@ fn losses_that_balance_experts() {
         tape.backward(
             &parameters,
             None,
-            &mut Loads { device: device.clone(), loads: Vec::new(), target: None },
+            &mut BiasGrad { device: device.clone(), loads: Vec::new(), target: None },
         )
         .unwrap();
         let grad: Vec<f32> = device.read(tape.take_grad(place).unwrap().view());
@@ -421,7 +421,7 @@ fn padding_does_not_count(device: &Device) {
         recorder.apply_metric("drops", &DroppedChoices, (&starts, &places, weights())).unwrap();
         let means = tape.metrics().iter().map(|metric| metric.mean.read(device));
         let means: Vec<f64> = means.map(|mean| mean.sum / mean.num_rows as f64).collect();
-        let mut sink = Loads { device: device.clone(), loads: Vec::new(), target: None };
+        let mut sink = BiasGrad { device: device.clone(), loads: Vec::new(), target: None };
         let mut dy = device.zeros([rows, 2].into(), DType::F32, Category::Activations).unwrap();
         device.upload(&vec![1.0_f32; rows * 2], dy.view_mut());
         tape.backward(&parameters, Some((values.id(), dy)), &mut sink).unwrap();

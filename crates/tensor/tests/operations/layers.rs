@@ -122,7 +122,7 @@ fn products_of_two_values() {
 }
 
 #[test]
-fn normalisations() {
+fn normalizations() {
     for (rows, cols, centred, weight_offset) in
         [(3, 7, true, 0.0), (2, 33, false, 0.0), (1, 16, true, 0.0), (3, 9, false, 1.0)]
     {
@@ -145,7 +145,7 @@ fn normalisations() {
             };
             x[0].chunks(cols).flat_map(row).collect()
         };
-        let norm = op(Norm { weight, bias, weight_offset, epsilon, centred });
+        let norm = op(Norm { weight, bias, weight_offset, epsilon, is_centered: centred });
         // Inputs in the precision of activations, and in f32 as in the residual stream.
         let x = Input::random(&[rows, cols], "x");
         check(&norm, &table, std::slice::from_ref(&x), &reference);
@@ -214,7 +214,7 @@ fn causal_attention() {
 }
 
 #[test]
-fn attention_with_keys_apart_padding_and_a_cap() {
+fn attention_with_separate_keys_padding_and_soft_cap() {
     let (batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim) = (2, 3, 5, 4, 2, 3);
     let rule = AttentionRule { scale: 0.4, soft_cap: Some(1.5), ..AttentionRule::full(head_dim) };
     let reference = move |inputs: &[Vec<f64>], _: &[f64]| {

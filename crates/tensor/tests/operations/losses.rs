@@ -43,7 +43,7 @@ fn losses_of_elements() {
 }
 
 #[test]
-fn several_terms_of_a_loss_have_their_weights_and_rows() {
+fn loss_terms_are_weighted_means_over_their_own_rows() {
     let (rows, classes) = (6, 4);
     let reference = |x: &[Vec<f64>], _: &[f64]| -> Vec<f64> {
         let entropy = |(row, &class): (&[f64], &f64)| {

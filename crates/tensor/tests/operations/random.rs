@@ -11,7 +11,7 @@ use trireme_tensor::{
 use trireme_testkit::Input;
 
 #[test]
-fn dropout_is_a_function_of_its_stream() {
+fn dropout_masks_follow_the_random_key() {
     for (shape, rate) in [(&[3_usize, 5][..], 0.5), (&[2, 7, 40], 0.1), (&[1], 0.0), (&[300, 9], 0.9)] {
         let reference = |x: &[Vec<f64>], _: &[f64]| -> Vec<f64> {
             let mut words = vec![0; x[0].len()];
@@ -78,7 +78,7 @@ fn bags_of_rows() {
 }
 
 #[test]
-fn dropped_gradients_are_those_of_kept_elements_in_every_precision() {
+fn dropout_gradients_have_the_mask_of_the_output() {
     // With ones as inputs and as output gradients, the input gradient equals the output, because both have the same mask.
     for precision in PRECISIONS {
         let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();

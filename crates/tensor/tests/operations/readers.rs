@@ -59,8 +59,13 @@ fn a_value_with_several_readers() {
     let [first, left] = [first, left].map(|weight| linear(weight, InputActivation::Identity));
     // The backward of this layer computes in the memory of its input.
     let right = linear(right, InputActivation::Of(Activation::Gelu));
-    let norm =
-        Arc::new(Norm { weight: norm_weight, bias: None, weight_offset: 0.0, epsilon: 1e-3, centred: false });
+    let norm = Arc::new(Norm {
+        weight: norm_weight,
+        bias: None,
+        weight_offset: 0.0,
+        epsilon: 1e-3,
+        is_centered: false,
+    });
     let reference = |inputs: &[Vec<f64>], parameters: &[f64]| {
         let square = cols * cols;
         let [first, left, right] = [0, 1, 2].map(|place| &parameters[place * square..(place + 1) * square]);
@@ -153,8 +158,13 @@ fn values_and_gradients_of_two_types() {
         let (layout, activation) = (WeightLayout::InputsFirst, InputActivation::Identity);
         Arc::new(Linear { weight, layout, bias: None, activation })
     };
-    let norm =
-        Arc::new(Norm { weight: norm_weight, bias: None, weight_offset: 0.0, epsilon: 1e-3, centred: false });
+    let norm = Arc::new(Norm {
+        weight: norm_weight,
+        bias: None,
+        weight_offset: 0.0,
+        epsilon: 1e-3,
+        is_centered: false,
+    });
     let (first, head) = (linear(first), Arc::new(LossHead { weight: second, soft_cap: None }));
     let reference = |inputs: &[Vec<f64>], parameters: &[f64]| {
         let (first, rest) = parameters.split_at(cols * cols);
@@ -251,7 +261,7 @@ fn values_to_recompute_are_not_overwritten() {
         bias: None,
         weight_offset: 0.0,
         epsilon: 1e-3,
-        centred: false,
+        is_centered: false,
     });
     let mut parameters = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
     device.upload(&vec![1.0_f32; cols], parameters.flat_mut(0));

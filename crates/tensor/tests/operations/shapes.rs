@@ -7,7 +7,7 @@ use trireme_tensor::tape::{
 use trireme_testkit::Input;
 
 /// Returns the index in every dim of each element of `shape`.
-fn places(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> {
+fn coordinates(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> {
     let shape = shape.to_vec();
     (0..shape.iter().product()).map(move |index: usize| {
         let mut rest = index;
@@ -31,7 +31,7 @@ fn at(x: &[f64], shape: &[usize], place: &[usize]) -> f64 {
 }
 
 #[test]
-fn other_shapes_and_orders() {
+fn reshapes_and_transposes() {
     use NewDim::{Rest, Same, Size};
     for (shape, to) in [
         (&[2_usize, 3, 4][..], vec![Rest, Size(4)]),
@@ -55,14 +55,14 @@ fn other_shapes_and_orders() {
                 place.swap(first, second);
                 at(&x[0], shape, &place)
             };
-            places(&swapped).map(element).collect()
+            coordinates(&swapped).map(element).collect()
         };
         check(&op(Transpose(first, second)), &no_parameters(), &[Input::random(shape, "x")], &reference);
     }
 }
 
 #[test]
-fn parts_and_joins() {
+fn slices_and_concatenations() {
     for (shape, dim, range) in
         [(&[3_usize, 5][..], 1, 1..3), (&[4, 2, 3], 0, 3..4), (&[2, 3, 4], 1, 0..3), (&[2, 3], 1, 2..2)]
     {
@@ -73,7 +73,7 @@ fn parts_and_joins() {
                 place[dim] += range.start;
                 at(&x[0], shape, &place)
             };
-            places(&part).map(element).collect()
+            coordinates(&part).map(element).collect()
         };
         let slice = op(Slice { dim, range: range.clone() });
         check(&slice, &no_parameters(), &[Input::random(shape, "x")], &reference);
@@ -97,7 +97,7 @@ fn parts_and_joins() {
                 }
                 at(&x[input], &shape(sizes[input]), &place)
             };
-            places(&joined).map(element).collect()
+            coordinates(&joined).map(element).collect()
         };
         check(&op(Concat { dim }), &no_parameters(), &inputs, &reference);
     }
@@ -127,7 +127,7 @@ fn sums_and_means_over_a_dim() {
                     let sum: f64 = (0..shape[dim]).map(element).sum();
                     if is_mean { sum / shape[dim] as f64 } else { sum }
                 };
-                places(&summed).map(sum).collect()
+                coordinates(&summed).map(sum).collect()
             };
             let op = if is_mean { op(Mean { dim }) } else { op(Sum { dim }) };
             check(&op, &no_parameters(), &[Input::random(shape, "x")], &reference);
@@ -152,11 +152,11 @@ fn softmax_of_rows() {
 
 #[test]
 fn rows_by_id() {
-    rows_of(&[4, 0, 0, 2, 4, 4]);
-    rows_of(&[]);
+    check_rows_by_id(&[4, 0, 0, 2, 4, 4]);
+    check_rows_by_id(&[]);
 }
 
-fn rows_of(ids: &[u32]) {
+fn check_rows_by_id(ids: &[u32]) {
     let (num_rows, cols) = (5, 3);
     let row = |x: &[f64], row: f64, col: usize| x[row as usize * cols + col];
     let reference = |x: &[Vec<f64>], _: &[f64]| -> Vec<f64> {

@@ -54,7 +54,7 @@ impl ThreadRank {
 }
 
 impl AxisOps for ThreadRank {
-    fn place(&self) -> AxisRank {
+    fn axis_rank(&self) -> AxisRank {
         self.place
     }
 

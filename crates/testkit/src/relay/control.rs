@@ -25,9 +25,9 @@ impl<O: Default + Send + 'static> ControlledThread<O> {
     /// Starts a thread on `run`, which must return once the state is `None`.
     pub(super) fn start(run: impl FnOnce(&ThreadControl<O>) + Send + 'static) -> Self {
         let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("a descriptor");
-        let steering = Arc::new(ThreadControl { waker, state: Mutex::new(Some(O::default())) });
-        let own = Arc::clone(&steering);
-        ControlledThread { control: steering, thread: Some(std::thread::spawn(move || run(&own))) }
+        let control = Arc::new(ThreadControl { waker, state: Mutex::new(Some(O::default())) });
+        let own = Arc::clone(&control);
+        ControlledThread { control, thread: Some(std::thread::spawn(move || run(&own))) }
     }
 }
 

@@ -12,7 +12,7 @@ const HELD_BYTES_MAX: usize = 1 << 20;
 
 /// One direction of a TCP connection through a relay.
 pub(super) struct Flow {
-    line: DelayQueue<Vec<u8>>,
+    queue: DelayQueue<Vec<u8>>,
     arrived: VecDeque<u8>,
     num_read: u64,
     state: State,
@@ -21,14 +21,14 @@ pub(super) struct Flow {
 #[derive(PartialEq, Eq)]
 enum State {
     Open,
-    AtEnd,
+    SourceEnded,
     /// The end was forwarded to the destination.
-    Ended,
+    EndForwarded,
 }
 
 impl Flow {
     pub(super) fn new(conditions: Conditions) -> Self {
-        Flow { line: DelayQueue::new(conditions), arrived: VecDeque::new(), num_read: 0, state: State::Open }
+        Flow { queue: DelayQueue::new(conditions), arrived: VecDeque::new(), num_read: 0, state: State::Open }
     }
 
     /// Reads the available bytes without blocking, and inverts the bytes with the indices `corrupted`.
@@ -42,7 +42,7 @@ impl Flow {
             let Some(num_bytes) = if_ready(source.read(&mut piece))? else { return Ok(()) };
             let piece = &mut piece[..num_bytes];
             if piece.is_empty() {
-                self.state = State::AtEnd;
+                self.state = State::SourceEnded;
             }
             for index in corrupted.clone().filter_map(|byte| byte.checked_sub(self.num_read)) {
                 if let Some(byte) = piece.get_mut(index as usize) {
@@ -50,7 +50,7 @@ impl Flow {
                 }
             }
             self.num_read += num_bytes as u64;
-            self.line.send(Instant::now(), num_bytes, piece.to_vec());
+            self.queue.send(Instant::now(), num_bytes, piece.to_vec());
         }
         Ok(())
     }
@@ -58,7 +58,7 @@ impl Flow {
     /// Writes as many of the arrived bytes as possible without blocking.
     pub(super) fn write(&mut self, mut destination: &TcpStream) -> io::Result<()> {
         let now = Instant::now();
-        while let Some(piece) = self.line.receive(now) {
+        while let Some(piece) = self.queue.receive(now) {
             self.arrived.extend(piece);
         }
         while self.wants_to_write() {
@@ -67,15 +67,15 @@ impl Flow {
             };
             self.arrived.drain(..num_bytes);
         }
-        if self.state == State::AtEnd && self.line.next_arrival().is_none() {
+        if self.state == State::SourceEnded && self.queue.next_arrival().is_none() {
             destination.shutdown(Shutdown::Write)?;
-            self.state = State::Ended;
+            self.state = State::EndForwarded;
         }
         Ok(())
     }
 
     pub(super) fn can_read(&self) -> bool {
-        self.state == State::Open && self.line.num_bytes() + self.arrived.len() < HELD_BYTES_MAX
+        self.state == State::Open && self.queue.num_bytes() + self.arrived.len() < HELD_BYTES_MAX
     }
 
     pub(super) fn wants_to_write(&self) -> bool {
@@ -83,11 +83,11 @@ impl Flow {
     }
 
     pub(super) fn next_arrival(&self) -> Option<Instant> {
-        self.line.next_arrival()
+        self.queue.next_arrival()
     }
 
     pub(super) fn has_ended(&self) -> bool {
-        self.state == State::Ended
+        self.state == State::EndForwarded
     }
 }
 

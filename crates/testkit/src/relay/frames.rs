@@ -42,7 +42,7 @@ struct State {
 struct Forwarder {
     /// The devices: `ends[direction]` is the destination of a direction.
     ends: [File; 2],
-    lines: [DelayQueue<Vec<u8>>; 2],
+    queues: [DelayQueue<Vec<u8>>; 2],
     loss: FrameLoss,
 }
 
@@ -58,7 +58,7 @@ impl FrameRelay {
 
     pub(crate) fn start(ends: [File; 2], conditions: Conditions, loss: FrameLoss) -> Self {
         let lines = [(); 2].map(|()| DelayQueue::new(conditions));
-        let forwarder = Forwarder { ends, lines, loss };
+        let forwarder = Forwarder { ends, queues: lines, loss };
         FrameRelay(ControlledThread::start(|steering| forwarder.run(steering)))
     }
 
@@ -84,14 +84,14 @@ impl FrameRelay {
 }
 
 impl Forwarder {
-    fn run(mut self, steering: &ThreadControl<State>) {
+    fn run(mut self, control: &ThreadControl<State>) {
         loop {
             // The lock is held until everything is forwarded, so that nothing passes after a call of `FrameRelay::pause` has returned.
-            let mut held = steering.state();
+            let mut held = control.state();
             let Some(state) = &mut *held else { return };
             if state.is_paused {
                 drop(held);
-                steering.wait(Vec::new(), None);
+                control.wait(Vec::new(), None);
                 continue;
             }
             for towards in Direction::BOTH {
@@ -100,13 +100,13 @@ impl Forwarder {
             }
             drop(held);
             let frames = self.ends.iter().map(|end| PollFd::new(end, PollFlags::IN)).collect();
-            let next_arrival = self.lines.iter().filter_map(DelayQueue::next_arrival).min();
-            steering.wait(frames, next_arrival);
+            let next_arrival = self.queues.iter().filter_map(DelayQueue::next_arrival).min();
+            control.wait(frames, next_arrival);
         }
     }
 
     fn read_frames(&mut self, towards: Direction, firewall: &Firewall, counts: &mut FrameCounts) {
-        let line = &mut self.lines[towards as usize];
+        let line = &mut self.queues[towards as usize];
         let mut frame = [0; FRAME_BYTES_MAX];
         for _ in 0..NUM_FRAMES_AT_ONCE {
             let Ok(num_bytes) = self.ends[towards.source()].read(&mut frame) else { return };
@@ -126,7 +126,7 @@ impl Forwarder {
 
     fn deliver(&mut self, towards: Direction) {
         let now = Instant::now();
-        while let Some(frame) = self.lines[towards as usize].receive(now) {
+        while let Some(frame) = self.queues[towards as usize].receive(now) {
             // A device that is down, or whose host is busy, loses the frame, as any device does.
             let _ = self.ends[towards as usize].write(&frame);
         }

@@ -87,23 +87,23 @@ impl TcpRelay {
 }
 
 impl Forwarder {
-    fn run(mut self, steering: &ThreadControl<State>) {
+    fn run(mut self, control: &ThreadControl<State>) {
         loop {
             // The lock is held until everything is forwarded, so that nothing passes after a call of `TcpRelay::cut` has returned.
-            let mut held = steering.state();
-            let Some(orders) = &mut *held else { return };
-            if std::mem::take(&mut orders.is_reset) {
+            let mut held = control.state();
+            let Some(state) = &mut *held else { return };
+            if std::mem::take(&mut state.is_reset) {
                 self.connections.drain(..).for_each(Connection::reset);
             }
-            if orders.is_cut {
+            if state.is_cut {
                 drop(held);
-                steering.wait(Vec::new(), None);
+                control.wait(Vec::new(), None);
                 continue;
             }
             self.accept();
-            self.forward(&orders.corruptions);
+            self.forward(&state.corruptions);
             drop(held);
-            self.wait(steering);
+            self.wait(control);
         }
     }
 

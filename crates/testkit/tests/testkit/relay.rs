@@ -81,7 +81,7 @@ fn a_relay_that_pauses_holds_what_is_sent() {
 }
 
 #[test]
-fn a_relayed_link_can_be_shaped_and_cut_as_any() {
+fn a_relayed_link_can_be_shaped_and_cut_like_any_other() {
     let Some(network) = network_with_relays() else { return };
     let near = network.add_host();
     let (far, _relay) = network.add_host_with_relay(Conditions::default(), FrameLoss::default());

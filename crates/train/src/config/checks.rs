@@ -22,7 +22,7 @@ impl Checks<'_> {
             return;
         }
         let (place, text) = match keys.iter().find_map(|key| self.unchecked.origins.get(*key)) {
-            Some(given) => (given.place.clone(), given.text.clone()),
+            Some(given) => (given.position.clone(), given.text.clone()),
             None => {
                 let (section, _) = keys[0].split_once('.').expect("keys are dotted");
                 if doubtful.contains(section) {
@@ -31,7 +31,7 @@ impl Checks<'_> {
                 (KeyPosition::File { path: self.path.to_owned(), line: 1 }, format!("[{section}]"))
             }
         };
-        self.mistakes.push(Mistake { place, text, explanation: explain() });
+        self.mistakes.push(Mistake { position: place, text, explanation: explain() });
     }
 
     /// Like [`require`](Self::require), for a key that has no effect without `other`.

@@ -11,7 +11,7 @@ use trireme_optim::{Decay, MuonScale, OptimizerName, StateDType};
 use trireme_parallel::Determinism;
 use trireme_schedule::ParseError;
 use trireme_schedule::collective::Algorithm;
-use trireme_schedule::pipeline::Kind;
+use trireme_schedule::pipeline::ScheduleKind;
 use trireme_tensor::Precision;
 
 /// Implements [`Value`] for an enum whose variants have names: a value is written as the name of its variant.
@@ -38,7 +38,7 @@ value_by_name!(CodecName);
 value_by_name!(Decay);
 value_by_name!(Determinism);
 value_by_name!(InvalidUtf8);
-value_by_name!(Kind);
+value_by_name!(ScheduleKind);
 value_by_name!(MuonScale);
 value_by_name!(OptimizerName);
 value_by_name!(Precision);

@@ -69,7 +69,7 @@ pub(super) fn check_compression(checks: &mut Checks<'_>) {
         Err(error) => checks.require(false, &["comm.compression"], || error.to_string()),
     }
     if codec != CodecName::None {
-        check_surroundings(checks, codec);
+        check_conflicts(checks, codec);
     }
     if checks.unchecked.sections.optimizer.name.exchanges_momentum() {
         check_momentum(checks);
@@ -112,7 +112,7 @@ fn check_momentum(checks: &mut Checks<'_>) {
     );
 }
 
-fn check_surroundings(checks: &mut Checks<'_>, codec: CodecName) {
+fn check_conflicts(checks: &mut Checks<'_>, codec: CodecName) {
     let Sections { comm, training, optimizer, .. } = &checks.unchecked.sections;
     checks.require(
         training.determinism == Determinism::Run,

@@ -5,7 +5,7 @@ use super::mistake::ConfigError;
 use super::reader::section_hint;
 use super::section::{Key, Section};
 use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Sections};
-use super::validate::{is_of_language, model_shape_keys};
+use super::validate::{is_language_model_key, model_shape_keys};
 use super::{Config, Fp8, ModelSource, TaskKind};
 use super::{compression, optimizer};
 use trireme_tensor::Precision;
@@ -162,7 +162,7 @@ fn write_lists(name: &str, section: &dyn Section) -> String {
 /// optimizer or codec.
 fn has_effect(config: &Config, section: &str, key: &Key) -> bool {
     if config.task_kind() == TaskKind::CustomTask {
-        if is_of_language(section, key.name) {
+        if is_language_model_key(section, key.name) {
             return false;
         }
         if section == "model" {
@@ -179,7 +179,7 @@ fn has_effect(config: &Config, section: &str, key: &Key) -> bool {
             (training.dtype == Precision::F16 || !LOSS_SCALE_KEYS.contains(&key.name))
                 && (training.fp8 != Fp8::Off || !FP8_KEYS.contains(&key.name))
         }
-        "optimizer" => optimizer::counts(config.optimizer().name, key.name),
+        "optimizer" => optimizer::has_effect(config.optimizer().name, key.name),
         "comm" => compression::has_effect(config.comm().compression, key.name),
         _ => true,
     }

@@ -15,8 +15,8 @@ impl PartialEq for GroupOrigins {
 
 impl GroupOrigins {
     /// Returns the positions of the groups of a config in which each group has a pattern.
-    pub(super) fn of(loose: &UncheckedConfig) -> Self {
-        let place = |index| loose.origins[&format!("optimizer.groups[{index}].match")].clone();
-        GroupOrigins((0..loose.sections.optimizer.groups.len()).map(place).collect())
+    pub(super) fn of(unchecked: &UncheckedConfig) -> Self {
+        let place = |index| unchecked.origins[&format!("optimizer.groups[{index}].match")].clone();
+        GroupOrigins((0..unchecked.sections.optimizer.groups.len()).map(place).collect())
     }
 }

@@ -6,7 +6,7 @@ use super::section::config_section;
 use super::value::{ByteLimit, above_up_to};
 use std::path::PathBuf;
 use trireme_schedule::StateClass;
-use trireme_schedule::pipeline::Kind;
+use trireme_schedule::pipeline::ScheduleKind;
 
 config_section! {
     /// How the work is divided among the workers.
@@ -44,7 +44,7 @@ config_section! {
         pipeline_parallel_degree: usize = 1, within 1..=1 << 12;
         /// Order in which stages run (docs/pipeline.md). `pipedream` and `pipedream-2bw` do not drain between steps, so losses and
         /// weights differ. Only applies with `pipeline_parallel_degree` above 1.
-        pipeline_parallel_schedule: Kind = Kind::OneFOneB;
+        pipeline_parallel_schedule: ScheduleKind = ScheduleKind::OneFOneB;
         /// File with a custom schedule, which replaces the passes of `pipeline_parallel_schedule`. The file lists the passes of each
         /// worker in order, as text, in the format that `trireme plan --save-schedule` writes (docs/pipeline.md). If its schedule does
         /// not drain between steps, `pipeline_parallel_schedule` must be the one of `pipedream` and `pipedream-2bw` that has the same

@@ -160,9 +160,9 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, data_parallel_degree: usize
     ] {
         let keys = [&format!("offload.{}", class.name())[..], "parallelism.zero_stage"];
         // State that is set to `auto` stays on the device if it cannot leave.
-        let is_there = matches!(tier, Tier::Device | Tier::Auto);
+        let may_stay_on_device = matches!(tier, Tier::Device | Tier::Auto);
         let can_leave = |state: StateLayout| state.can_reside(class, StateTier::Host, 1);
-        checks.require(is_there || can_leave(state), &keys, || {
+        checks.require(may_stay_on_device || can_leave(state), &keys, || {
             let stage_min = (0..=3).find(|&stage| can_leave(StateLayout::zero(stage)));
             let stage_min = stage_min.expect("stage 3 shards every class");
             format!("can only leave the device with zero_stage = {stage_min} or above; set that, even on one worker")

@@ -42,7 +42,7 @@ fn list(mistakes: &[Mistake]) -> String {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mistake {
     /// The position of the mistake.
-    pub place: KeyPosition,
+    pub position: KeyPosition,
     /// The offending text, on one line.
     pub text: String,
     /// The reason and a remedy.
@@ -51,7 +51,7 @@ pub struct Mistake {
 
 impl fmt::Display for Mistake {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.place {
+        match &self.position {
             KeyPosition::File { path, line } => write!(f, "{}:{line}: ", path.display())?,
             KeyPosition::Override { .. } => f.write_str("--set ")?,
         }

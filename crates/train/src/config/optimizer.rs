@@ -32,19 +32,19 @@ impl Section for OptimizerSettings {
             SettingValue::Flag(flag) => bool::read(value).map(|read| *flag = read),
             SettingValue::MuonScale(scale) => MuonScale::read(value).map(|read| *scale = read),
         };
-        read.map_err(KeyError::Unfit)
+        read.map_err(KeyError::InvalidValue)
     }
 }
 
 /// Returns whether a key of `[optimizer]` has an effect for this optimizer.
-pub(super) fn counts(name: OptimizerName, key: &str) -> bool {
+pub(super) fn has_effect(name: OptimizerName, key: &str) -> bool {
     !OptimizerSettings::NAMES.contains(&key) || name.settings().contains(&key)
 }
 
 pub(super) fn check_optimizer(checks: &mut Checks<'_>) {
     let optimizer = &checks.unchecked.sections.optimizer;
-    for key in changed_keys(optimizer).filter(|key| !counts(optimizer.name, key)) {
-        let owners = OptimizerName::ALL.into_iter().filter(|&name| counts(name, key));
+    for key in changed_keys(optimizer).filter(|key| !has_effect(optimizer.name, key)) {
+        let owners = OptimizerName::ALL.into_iter().filter(|&name| has_effect(name, key));
         let names: Vec<&str> = owners.map(OptimizerName::name).collect();
         let owners = match &names[..] {
             [only] => format!("{only:?}"),
@@ -69,7 +69,7 @@ fn check_group(checks: &mut Checks<'_>, name: OptimizerName, index: usize, group
     for (beta, value) in [("beta1", group.beta1), ("beta2", group.beta2)] {
         let is_rate = value.is_none_or(|value| (0.0..1.0).contains(&value));
         checks.require(is_rate, &[&key(beta)], || "expected a number from 0 to below 1".to_owned());
-        let has_one = counts(name, beta) || (beta == "beta1" && counts(name, "momentum"));
+        let has_one = has_effect(name, beta) || (beta == "beta1" && has_effect(name, "momentum"));
         checks.require(value.is_none() || has_one, &[&key(beta), "optimizer.name"], || {
             format!("{name} does not use this key; remove it")
         });
@@ -106,7 +106,11 @@ impl Config {
                 }
                 None => format!("matches none of the model's parameters, such as {}", some_of(names)),
             };
-            mistakes.push(Mistake { place: given.place.clone(), text: given.text.clone(), explanation });
+            mistakes.push(Mistake {
+                position: given.position.clone(),
+                text: given.text.clone(),
+                explanation,
+            });
         }
         if mistakes.is_empty() { Ok(groups) } else { Err(ConfigError::Invalid { mistakes }) }
     }

@@ -8,7 +8,7 @@ use super::sections::Sections;
 use super::value::Interval;
 use trireme_codec::CodecName;
 use trireme_schedule::StateClass;
-use trireme_schedule::pipeline::Kind;
+use trireme_schedule::pipeline::ScheduleKind;
 use trireme_tensor::Precision;
 
 const TENSOR_DEGREE: &str = "parallelism.tensor_parallel_degree";
@@ -30,15 +30,15 @@ pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize
         (TENSOR_DEGREE, "tensor degree", tensor_parallel_degree),
     ];
     let several: Vec<_> = degrees.into_iter().filter(|(_, _, degree)| *degree > 1).collect();
-    let num_of_replica = pipeline_parallel_degree * context_parallel_degree * tensor_parallel_degree;
+    let num_model_parallel = pipeline_parallel_degree * context_parallel_degree * tensor_parallel_degree;
     let keys: Vec<&str> = several.iter().map(|(key, ..)| *key).chain(["launch.workers"]).collect();
-    checks.require(world_size.is_multiple_of(num_of_replica), &keys, || {
+    checks.require(world_size.is_multiple_of(num_model_parallel), &keys, || {
         let names: Vec<String> =
             several.iter().map(|(_, name, degree)| format!("the {name} {degree}")).collect();
-        let product = if several.len() > 1 { format!(" = {num_of_replica}") } else { String::new() };
-        let nearest = match world_size / num_of_replica * num_of_replica {
-            0 => num_of_replica.to_string(),
-            below => format!("{below} or {}", below + num_of_replica),
+        let product = if several.len() > 1 { format!(" = {num_model_parallel}") } else { String::new() };
+        let nearest = match world_size / num_model_parallel * num_model_parallel {
+            0 => num_model_parallel.to_string(),
+            below => format!("{below} or {}", below + num_model_parallel),
         };
         let workers = if world_size == 1 { "worker" } else { "workers" };
         format!(
@@ -48,7 +48,7 @@ pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize
     });
     check_heads(checks);
     check_pipeline(checks);
-    let data_parallel_degree = (world_size / num_of_replica).max(1);
+    let data_parallel_degree = (world_size / num_model_parallel).max(1);
     check_expert_degree(checks, data_parallel_degree * context_parallel_degree);
     data_parallel_degree
 }
@@ -102,7 +102,7 @@ fn check_expert_degree(checks: &mut Checks<'_>, num_data: usize) {
         &["comm.compression", EXPERT_DEGREE],
         || "compressors would round what workers with different experts hold together; remove this key, or set expert_parallel_degree = 1".to_owned(),
     );
-    let is_rounded = parallelism.zero_quantized_weights
+    let uses_zero_plus_plus = parallelism.zero_quantized_weights
         || parallelism.zero_hpz
         || parallelism.zero_quantized_gradients != QuantizedGradients::None;
     let keys = [
@@ -111,7 +111,7 @@ fn check_expert_degree(checks: &mut Checks<'_>, num_data: usize) {
         "parallelism.zero_quantized_gradients",
         EXPERT_DEGREE,
     ];
-    checks.require(degree == 1 || !is_rounded, &keys, || {
+    checks.require(degree == 1 || !uses_zero_plus_plus, &keys, || {
         "ZeRO++ gathers units from all workers of a replica, which have different experts; remove this key, or set \
          expert_parallel_degree = 1"
             .to_owned()
@@ -159,7 +159,7 @@ fn check_schedule(checks: &mut Checks<'_>) {
     let Sections { parallelism, .. } = &checks.unchecked.sections;
     let schedule = parallelism.pipeline_parallel_schedule;
     if parallelism.pipeline_parallel_schedule_file.is_some() {
-        let says_versions = schedule == Kind::OneFOneB || !schedule.is_synchronous();
+        let says_versions = schedule == ScheduleKind::OneFOneB || !schedule.is_synchronous();
         checks.require(says_versions, &[SCHEDULE_FILE, SCHEDULE], || {
             "the file replaces the schedule; remove one of the two keys".to_owned()
         });
@@ -290,7 +290,7 @@ impl Parallelism {
     /// Returns the number of stages of each worker of the pipeline; 1 without a pipeline.
     pub fn stages_per_rank(&self) -> usize {
         let usual = match self.pipeline_parallel_schedule {
-            Kind::BreadthFirst => 2,
+            ScheduleKind::BreadthFirst => 2,
             schedule => *schedule.stages_per_rank().start(),
         };
         match self.pipeline_parallel_stages_per_rank {

@@ -28,24 +28,24 @@ pub(super) struct UncheckedConfig {
 /// The position and the text with which a key was set.
 #[derive(Debug, Clone)]
 pub(super) struct KeyOrigin {
-    pub(super) place: KeyPosition,
+    pub(super) position: KeyPosition,
     pub(super) text: String,
 }
 
 impl UncheckedConfig {
     /// Reads `text`, the content of the file `path`, then the overrides.
     pub(super) fn read(text: &str, path: &Path, overrides: &[String]) -> Self {
-        let mut loose = UncheckedConfig {
+        let mut unchecked = UncheckedConfig {
             sections: Sections::default(),
             origins: BTreeMap::new(),
             doubtful: BTreeSet::new(),
             mistakes: Vec::new(),
         };
-        loose.read_file(&Source::new(text, path));
+        unchecked.read_file(&Source::new(text, path));
         for (index, option) in overrides.iter().enumerate() {
-            loose.read_override(option, index);
+            unchecked.read_override(option, index);
         }
-        loose
+        unchecked
     }
 
     fn read_file(&mut self, source: &Source<'_>) {
@@ -54,19 +54,19 @@ impl UncheckedConfig {
             self.read_section(source, section, keys);
         }
         let broken = errors.into_iter().map(|error| {
-            let given = source.line(error.span().map_or(0, |span| span.start));
-            Mistake { place: given.place, text: given.text, explanation: error.message().to_owned() }
+            let given = source.origin_of_line(error.span().map_or(0, |span| span.start));
+            Mistake { position: given.position, text: given.text, explanation: error.message().to_owned() }
         });
         let mut broken: Vec<Mistake> = broken.collect();
         // The first error of a line tends to cause the others.
-        broken.sort_by(|a, b| a.place.cmp(&b.place));
-        broken.dedup_by(|next, first| next.place == first.place);
+        broken.sort_by(|a, b| a.position.cmp(&b.position));
+        broken.dedup_by(|next, first| next.position == first.position);
         if !broken.is_empty() {
             // A broken line may have set any key.
             self.doubtful.extend(Sections::NAMES.iter().map(|name| name.to_string()));
             // Values that the parser invents to recover from a broken line are no mistakes of the user.
-            let places: BTreeSet<&KeyPosition> = broken.iter().map(|mistake| &mistake.place).collect();
-            self.mistakes.retain(|mistake| !places.contains(&mistake.place));
+            let places: BTreeSet<&KeyPosition> = broken.iter().map(|mistake| &mistake.position).collect();
+            self.mistakes.retain(|mistake| !places.contains(&mistake.position));
         }
         self.mistakes.extend(broken);
     }
@@ -82,16 +82,16 @@ impl UncheckedConfig {
             let explanation = if Sections::NAMES.contains(&name) {
                 format!("expected a section: a line [{name}] followed by its keys")
             } else {
-                outside_of_sections(&self.sections, name)
+                explain_key_outside_of_sections(&self.sections, name)
             };
-            return self.refuse(source.given(section.span().start..keys.span().end), explanation);
+            return self.refuse(source.origin_of_span(section.span().start..keys.span().end), explanation);
         };
         if !Sections::NAMES.contains(&name) {
-            return self.refuse_section(source.line(section.span().start), name);
+            return self.refuse_section(source.origin_of_line(section.span().start), name);
         }
         for (key, value) in in_text_order(table) {
-            let given = source.given(key.span().start..value.span().end);
-            let place = |span: Range<usize>| source.given(span);
+            let given = source.origin_of_span(key.span().start..value.span().end);
+            let place = |span: Range<usize>| source.origin_of_span(span);
             self.read_value(name, key.get_ref(), value.get_ref(), given, &place);
         }
     }
@@ -143,7 +143,7 @@ impl UncheckedConfig {
     }
 
     fn read_override(&mut self, option: &str, index: usize) {
-        let given = KeyOrigin { place: KeyPosition::Override { index }, text: option.to_owned() };
+        let given = KeyOrigin { position: KeyPosition::Override { index }, text: option.to_owned() };
         let parts = option.split_once('=').and_then(|(name, raw)| Some((name.split_once('.')?, raw)));
         let Some(((section, key), raw)) = parts else {
             let explanation = explain_undotted(&self.sections, option);
@@ -191,13 +191,15 @@ impl UncheckedConfig {
             Err(KeyError::Unknown) => {
                 let explanation = match path.list {
                     _ if !is_explained => "unknown key".to_owned(),
-                    Some((list, _)) => unknown_in(target, &format!("[[{}.{list}]]", path.section), key),
+                    Some((list, _)) => {
+                        explain_unknown_key_in(target, &format!("[[{}.{list}]]", path.section), key)
+                    }
                     None => unknown_key(&self.sections, path.section, key),
                 };
                 self.doubtful.insert(path.section.to_owned());
                 self.refuse(given, explanation);
             }
-            Err(KeyError::Unfit(expected)) => {
+            Err(KeyError::InvalidValue(expected)) => {
                 self.doubtful.insert(name);
                 self.refuse(given, format!("expected {expected}"));
             }
@@ -210,7 +212,7 @@ impl UncheckedConfig {
     }
 
     fn refuse(&mut self, given: KeyOrigin, explanation: String) {
-        self.mistakes.push(Mistake { place: given.place, text: given.text, explanation });
+        self.mistakes.push(Mistake { position: given.position, text: given.text, explanation });
     }
 }
 
@@ -222,8 +224,8 @@ pub(super) fn section_hint(name: &str) -> String {
     }
 }
 
-fn outside_of_sections(sections: &Sections, key: &str) -> String {
-    match (section_with(sections, key), explain_alias(key)) {
+fn explain_key_outside_of_sections(sections: &Sections, key: &str) -> String {
+    match (section_with_key(sections, key), explain_alias(key)) {
         (Some(section), _) => format!("the key belongs in section [{section}]"),
         (None, Some(own)) => own,
         (None, None) => format!("unknown key outside of a section; {}", section_hint(key)),
@@ -241,7 +243,7 @@ fn explain_alias(key: &str) -> Option<String> {
 /// Returns the dotted name of the key called `name` in any section, or in another system.
 pub(super) fn key_named(sections: &Sections, name: &str) -> Option<String> {
     let own = name.replace('-', "_");
-    let section = section_with(sections, &own).map(|section| format!("{section}.{own}"));
+    let section = section_with_key(sections, &own).map(|section| format!("{section}.{own}"));
     section.or_else(|| key_with_alias(name).map(|(key, _)| key.to_owned()))
 }
 
@@ -253,17 +255,17 @@ fn explain_undotted(sections: &Sections, option: &str) -> String {
 }
 
 fn unknown_key(sections: &Sections, section: &str, key: &str) -> String {
-    if let Some(other) = section_with(sections, key) {
+    if let Some(other) = section_with_key(sections, key) {
         return format!("unknown key in [{section}]; it belongs in [{other}]");
     }
     if let Some(own) = explain_alias(key) {
         return own;
     }
     let target = sections.get(section).expect("the section's name was checked");
-    unknown_in(target, &format!("[{section}]"), key)
+    explain_unknown_key_in(target, &format!("[{section}]"), key)
 }
 
-fn unknown_in(target: &dyn Section, place: &str, key: &str) -> String {
+fn explain_unknown_key_in(target: &dyn Section, place: &str, key: &str) -> String {
     let known = key_names(target);
     match nearest(key, &known) {
         Some(key) => format!("unknown key in {place}; did you mean '{key}'?"),
@@ -290,7 +292,7 @@ impl KeyPath<'_> {
     }
 }
 
-fn section_with(sections: &Sections, key: &str) -> Option<&'static str> {
+fn section_with_key(sections: &Sections, key: &str) -> Option<&'static str> {
     sections.all().find(|(_, section)| key_names(*section).contains(&key)).map(|(name, _)| name)
 }
 
@@ -323,7 +325,7 @@ impl<'a> Source<'a> {
     }
 
     /// Returns the position and text of `span`, truncated to one line.
-    fn given(&self, span: Range<usize>) -> KeyOrigin {
+    fn origin_of_span(&self, span: Range<usize>) -> KeyOrigin {
         const SHOWN_CHARS_MAX: usize = 80;
         let line = self.line_starts.partition_point(|start| *start <= span.start) + 1;
         let text = self.text.get(span).unwrap_or_default().trim();
@@ -332,14 +334,14 @@ impl<'a> Source<'a> {
         if shown.len() < text.len() {
             shown.push('…');
         }
-        KeyOrigin { place: KeyPosition::File { path: self.path.to_owned(), line }, text: shown }
+        KeyOrigin { position: KeyPosition::File { path: self.path.to_owned(), line }, text: shown }
     }
 
     /// Returns the position and text of the line that contains `offset`.
-    fn line(&self, offset: usize) -> KeyOrigin {
+    fn origin_of_line(&self, offset: usize) -> KeyOrigin {
         let next = self.line_starts.partition_point(|start| *start <= offset);
         let start = next.checked_sub(1).map_or(0, |own| self.line_starts[own]);
         let end = self.line_starts.get(next).map_or(self.text.len(), |next| next - 1);
-        self.given(start..end)
+        self.origin_of_span(start..end)
     }
 }

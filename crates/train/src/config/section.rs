@@ -94,7 +94,7 @@ pub(super) enum Attribute {
 pub(super) enum KeyError {
     Unknown,
     /// The value is invalid. The text describes the accepted values.
-    Unfit(String),
+    InvalidValue(String),
 }
 
 /// Defines a section: a struct with one field per key, its defaults, and its [`Section`] implementation.
@@ -165,7 +165,7 @@ macro_rules! config_section {
                 match name {
                     $(config_section!(@name $key $($word)?) => {
                         self.$key =
-                            config_section!(@read $type, value $(, $range)?).map_err(KeyError::Unfit)?;
+                            config_section!(@read $type, value $(, $range)?).map_err(KeyError::InvalidValue)?;
                     })+
                     _ => {
                         $(return self.$embedded.read_key(name, value);)?

@@ -47,7 +47,7 @@ pub(super) fn validate(
     }
     let world_size = world_size.unwrap_or(unchecked.sections.launch.workers);
     name_run(&mut unchecked.sections, path);
-    choose_length(&mut unchecked);
+    choose_steps_or_epochs(&mut unchecked);
     let mut checks = Checks { path, unchecked: &unchecked, mistakes: Vec::new() };
     check_run(&mut checks);
     match task_kind {
@@ -77,7 +77,7 @@ pub(super) fn validate(
     let mut mistakes = checks.mistakes;
     mistakes.append(&mut unchecked.mistakes);
     if !mistakes.is_empty() {
-        mistakes.sort_by(|a, b| a.place.cmp(&b.place));
+        mistakes.sort_by(|a, b| a.position.cmp(&b.position));
         return Err(mistakes);
     }
     resolve(&mut unchecked.sections, data_parallel_degree);
@@ -139,7 +139,7 @@ fn check_algorithm(checks: &mut Checks<'_>) {
 }
 
 /// Returns whether a key has an effect only for language models.
-pub(super) fn is_of_language(section: &str, key: &str) -> bool {
+pub(super) fn is_language_model_key(section: &str, key: &str) -> bool {
     match section {
         "data" | "generate" => true,
         "model" => !matches!(key, "init_from" | "allow_non_finite"),
@@ -152,7 +152,8 @@ pub(super) fn is_of_language(section: &str, key: &str) -> bool {
 fn refuse_language_keys(checks: &mut Checks<'_>) {
     let unchecked = checks.unchecked;
     for name in unchecked.origins.keys() {
-        let is_refused = name.split_once('.').is_some_and(|(section, key)| is_of_language(section, key));
+        let is_refused =
+            name.split_once('.').is_some_and(|(section, key)| is_language_model_key(section, key));
         checks.require(!is_refused, &[name], || {
             "only applies to language models, but this program has a model and samples of its own; remove this key"
                 .to_owned()
@@ -295,8 +296,8 @@ fn check_data(checks: &mut Checks<'_>) {
 }
 
 /// Turns `epochs` off if `steps` is set later, on the command line. Otherwise, `epochs` takes precedence over `steps`.
-fn choose_length(unchecked: &mut UncheckedConfig) {
-    let place = |key: &str| unchecked.origins.get(key).map(|given| given.place.clone());
+fn choose_steps_or_epochs(unchecked: &mut UncheckedConfig) {
+    let place = |key: &str| unchecked.origins.get(key).map(|given| given.position.clone());
     let (Some(steps), Some(_)) = (place("training.steps"), place("training.epochs")) else { return };
     let is_file = |place: &KeyPosition| matches!(place, KeyPosition::File { .. });
     if place("training.epochs").is_some_and(|epochs| steps > epochs && !is_file(&steps)) {
@@ -306,7 +307,10 @@ fn choose_length(unchecked: &mut UncheckedConfig) {
 
 fn check_training(checks: &mut Checks<'_>, data_parallel_degree: usize, world_size: usize) {
     let in_file = |key: &str| {
-        matches!(checks.unchecked.origins.get(key), Some(KeyOrigin { place: KeyPosition::File { .. }, .. }))
+        matches!(
+            checks.unchecked.origins.get(key),
+            Some(KeyOrigin { position: KeyPosition::File { .. }, .. })
+        )
     };
     let has_two_lengths = in_file("training.steps") && in_file("training.epochs");
     checks.require(
@@ -322,20 +326,20 @@ fn check_training(checks: &mut Checks<'_>, data_parallel_degree: usize, world_si
     );
     let training = &checks.unchecked.sections.training;
     let local = training.local_batch_size;
-    let smallest = local * data_parallel_degree;
+    let samples_per_microbatch = local * data_parallel_degree;
     let workers = if data_parallel_degree == world_size { "workers" } else { "data-parallel workers" };
     checks.require(
-        training.global_batch_size.is_multiple_of(smallest),
+        training.global_batch_size.is_multiple_of(samples_per_microbatch),
         &["training.global_batch_size", "training.local_batch_size", "launch.workers"],
         || {
             format!(
-                "not a multiple of local_batch_size {local} x {data_parallel_degree} {workers} = {smallest}; the nearest multiples are {} and {}",
-                (training.global_batch_size / smallest).max(1) * smallest,
-                training.global_batch_size.div_ceil(smallest).max(2) * smallest
+                "not a multiple of local_batch_size {local} x {data_parallel_degree} {workers} = {samples_per_microbatch}; the nearest multiples are {} and {}",
+                (training.global_batch_size / samples_per_microbatch).max(1) * samples_per_microbatch,
+                training.global_batch_size.div_ceil(samples_per_microbatch).max(2) * samples_per_microbatch
             )
         },
     );
-    let num_microbatches = training.global_batch_size / smallest;
+    let num_microbatches = training.global_batch_size / samples_per_microbatch;
     checks.require(
         num_microbatches <= NUM_MICROBATCHES_MAX,
         &["training.global_batch_size", "training.local_batch_size", "launch.workers"],
@@ -347,7 +351,7 @@ fn check_training(checks: &mut Checks<'_>, data_parallel_degree: usize, world_si
             )
         },
     );
-    let global = training.global_batch_size.max(smallest) as u64;
+    let global = training.global_batch_size.max(samples_per_microbatch) as u64;
     let num_tokens = global.checked_mul(training.seq_len as u64).and_then(|n| n.checked_mul(training.steps));
     checks.require(
         num_tokens.is_some(),

@@ -27,7 +27,7 @@ impl JsonLines {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false);
         let file = open_regular_with(&path, &mut options).map_err(refuse)?;
-        let kept_bytes = match kept_bytes(&file, resumed_step, line_bytes_max as u64).map_err(refuse)? {
+        let kept_bytes = match scan_records(&file, resumed_step, line_bytes_max as u64).map_err(refuse)? {
             Scan::Records { kept_bytes } => kept_bytes,
             Scan::Damaged { line } => return Err(MetricsError::Damaged { path, line }),
         };
@@ -54,7 +54,7 @@ enum Scan {
 }
 
 /// Returns the length in bytes of the records up to `resumed_step`.
-fn kept_bytes(file: &File, resumed_step: u64, line_bytes_max: u64) -> io::Result<Scan> {
+fn scan_records(file: &File, resumed_step: u64, line_bytes_max: u64) -> io::Result<Scan> {
     #[derive(Deserialize)]
     struct Step {
         step: u64,

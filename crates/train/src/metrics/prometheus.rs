@@ -1,7 +1,7 @@
 //! Serves the most recent record of a run over HTTP in the Prometheus text format.
 //!
-//! One thread serves up to [`CONNECTIONS_MAX`] connections at a time, each for at most [`CONNECTION_MAX`]. A further client replaces the
-//! oldest connection, so clients that connect and send nothing do not block others.
+//! One thread serves up to [`CONNECTIONS_MAX`] connections at a time, each for at most [`CONNECTION_DURATION_MAX`]. A further client
+//! replaces the oldest connection, so clients that connect and send nothing do not block others.
 
 use super::{MetricsError, StepRecord};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -21,7 +21,7 @@ const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 const CONNECTIONS_MAX: usize = 16;
 
-const CONNECTION_MAX: Duration = Duration::from_secs(2);
+const CONNECTION_DURATION_MAX: Duration = Duration::from_secs(2);
 
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 
@@ -87,7 +87,7 @@ impl Drop for PrometheusEndpoint {
         };
         // Connecting wakes the thread, which may be waiting for a connection. If connecting fails, the thread is not joined; it ends with
         // the process.
-        let woken = TcpStream::connect_timeout(&(here, self.address.port()).into(), CONNECTION_MAX);
+        let woken = TcpStream::connect_timeout(&(here, self.address.port()).into(), CONNECTION_DURATION_MAX);
         if woken.is_ok()
             && let Some(thread) = self.thread.take()
         {
@@ -111,7 +111,7 @@ fn serve(listener: &TcpListener, shared: &Shared) {
                     if connections.len() == CONNECTIONS_MAX {
                         connections.pop_front();
                     }
-                    connections.extend(Connection::new(stream, now + CONNECTION_MAX));
+                    connections.extend(Connection::new(stream, now + CONNECTION_DURATION_MAX));
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}

@@ -61,11 +61,11 @@ impl Tracer {
 fn timeline(executor: &Executor, duration: Duration) -> RankTimeline {
     let ranks = executor.ranks();
     let (world, rank) = (ranks.world(), ranks.world().rank());
-    let num_of_place = world.world_size() / ranks.pipeline().world_size();
+    let num_per_pipeline_rank = world.world_size() / ranks.pipeline().world_size();
     let place = RankPlace {
         rank: rank.0,
         pipeline_rank: ranks.pipeline().rank().0,
-        data_rank: rank.0 % num_of_place,
+        data_rank: rank.0 % num_per_pipeline_rank,
         host: world.hosts().host_of(rank),
     };
     let (now, since_boot) = (Instant::now(), monotonic());
@@ -118,16 +118,16 @@ fn gather(executor: &Executor, duration: Duration) -> Result<Option<Vec<RankTime
 /// Converts all times to one clock, relative to the beginning of the step. Clocks of hosts are aligned at the first update of each host's
 /// lowest rank.
 fn align(step: u64, model_flops: f64, mut ranks: Vec<RankTimeline>) -> TracedStep {
-    let reduced = |rank: &RankTimeline| {
+    let first_update = |rank: &RankTimeline| {
         let is_step = |traced: &&TracedAction| matches!(traced.action, Action::Step { .. });
         rank.actions.iter().find(is_step).map_or(0, |traced| traced.start)
     };
-    let root = reduced(&ranks[0]);
+    let root = first_update(&ranks[0]);
     // The time of the first update of the lowest rank on each host.
     let mut hosts: Vec<u64> = Vec::new();
     for rank in &ranks {
         if rank.place.host == hosts.len() {
-            hosts.push(reduced(rank));
+            hosts.push(first_update(rank));
         }
     }
     for rank in &mut ranks {

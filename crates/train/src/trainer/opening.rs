@@ -2,7 +2,7 @@
 
 use super::{Trainer, TrainerOptions, stepping};
 use crate::agreement::{Facts, agree};
-use crate::balance::Balance;
+use crate::balance::Rebalancer;
 use crate::checkpointing::{TrainingState, checkpoint_bytes};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
@@ -13,10 +13,10 @@ use crate::device::{open_device, spill};
 use crate::error::TrainError;
 use crate::executor::build_executor;
 use crate::metrics::{HashWriter, MetricsWriter, check_names};
-use crate::notices::{notice_determinism, notice_fp8, notice_passes, notice_staleness};
+use crate::model_profile::infer_profile;
+use crate::notices::{notice_determinism, notice_epochs, notice_fp8, notice_staleness};
 use crate::observer::Observer;
 use crate::optimizer::lr_schedule;
-use crate::passes::infer_passes;
 use crate::preflight::check_room;
 use crate::requests::Requests;
 use crate::resume::{clean_up_after_resume, resume};
@@ -55,7 +55,7 @@ impl<'a> Trainer<'a> {
         let lock = if is_root { Some(RunLock::of_run(config)?) } else { None };
         let Samples { train, validation } = Samples::open(&*task, config)?;
         let facts = Facts::of_config(config, options.features_max);
-        agree(&facts.and(Facts::of_task(&*task, &*train, validation.as_deref())), &group)?;
+        agree(&facts.merged_with(Facts::of_task(&*task, &*train, validation.as_deref())), &group)?;
         notice_settings(config, &*task, observer);
 
         let batch_specs = batch_specs(&*train, training.local_batch_size);
@@ -76,7 +76,7 @@ impl<'a> Trainer<'a> {
         let (state, resumed) =
             begin_or_resume(config, &*task, &mut executor, &*train, validation.as_ref(), observer)?;
         executor.describe_disks().iter().for_each(|line| observer.notice(line));
-        notice_passes(config, &*train, observer);
+        notice_epochs(config, &*train, observer);
         let (metrics, hashes) = if is_root {
             let (mut metrics, hashes) = open_files(config, &options, &executor, state.step)?;
             metrics.prometheus = prometheus;
@@ -106,7 +106,7 @@ impl<'a> Trainer<'a> {
             task,
             host_batch: HostBatch::new(&batch_specs),
             choices,
-            balance,
+            rebalancer: balance,
             spill,
             has_reported_spill: false,
             moved_after: None,
@@ -119,7 +119,7 @@ impl<'a> Trainer<'a> {
             tracer: Tracer::new(&config.run_folder()),
             utilization,
             program_time: Duration::ZERO,
-            num_choices: 0,
+            num_algorithm_choices: 0,
             batches: Vec::new(),
             plans: Vec::new(),
             outcomes: Vec::new(),
@@ -145,7 +145,7 @@ fn notice_settings(config: &Config, task: &dyn Task, observer: &mut dyn Observer
 struct PreparedExecutor {
     executor: Executor,
     choices: StepChoices,
-    balance: Option<Balance>,
+    balance: Option<Rebalancer>,
     utilization: Utilization,
 }
 
@@ -160,7 +160,7 @@ impl PreparedExecutor {
     ) -> Result<Self, TrainError> {
         let TrainerOptions { num_threads, features_max, peak_flops, .. } = *options;
         let device = open_device(config, num_threads, features_max)?;
-        let profile = infer_passes(config, task, group.rank(), num_threads, batch_specs)?;
+        let profile = infer_profile(config, task, group.rank(), num_threads, batch_specs)?;
         let utilization =
             Utilization::new(config, task, &profile, batch_specs, &group, num_threads, peak_flops)?;
         let build = |device: &Device, table| task.build(device, table);
@@ -169,12 +169,12 @@ impl PreparedExecutor {
             Some(plan) => plan.choices.clone(),
             None => {
                 // The costs of passes may differ between ranks of the tensor axis, but their choices must not.
-                let own = StepChoices::given(config, &profile.passes())?;
+                let own = StepChoices::from_config(config, &profile.passes())?;
                 let is_root = group.rank() == Rank::ROOT;
                 StepChoices::broadcast_from_root(is_root.then_some(&own), &group)?.unwrap_or(own)
             }
         };
-        let balance = Balance::new(config, profile.passes());
+        let balance = Rebalancer::new(config, profile.passes());
         let executor = build_executor(config, model, profile, &choices, group, &device)?;
         Ok(PreparedExecutor { executor, choices, balance, utilization })
     }

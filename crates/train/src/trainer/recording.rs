@@ -45,19 +45,19 @@ impl Trainer<'_> {
     pub(super) fn trace(&mut self) -> Result<(), TrainError> {
         let (step, interval) = (self.state.step, self.config.metrics().trace_interval);
         if interval > 0 && step.is_multiple_of(interval) && !self.executor.timeline().is_empty() {
-            self.executor.group().set_line(format_args!("step {step}: trace"));
+            self.executor.group().set_program_line(format_args!("step {step}: trace"));
             self.tracer.write(step, &self.executor, &self.utilization, self.program_time)?;
         }
         Ok(())
     }
 
     /// Writes the algorithms that the group has chosen, if there are new choices.
-    pub(super) fn write_choices(&mut self) -> Result<(), TrainError> {
+    pub(super) fn write_algorithm_choices(&mut self) -> Result<(), TrainError> {
         let group = self.executor.group();
         let num_choices = group.num_choices();
-        if self.metrics.is_some() && num_choices != self.num_choices {
-            run_folder::write_choices(self.config, group)?;
-            self.num_choices = num_choices;
+        if self.metrics.is_some() && num_choices != self.num_algorithm_choices {
+            run_folder::write_algorithm_choices(self.config, group)?;
+            self.num_algorithm_choices = num_choices;
         }
         Ok(())
     }

@@ -47,7 +47,7 @@ impl Trainer<'_> {
 
     /// Saves a checkpoint. Returns `None` if the disk is full, which is an error if the checkpoint `is_last`. Collective.
     fn save_checkpoint(&mut self, is_last: bool) -> Result<Option<PathBuf>, TrainError> {
-        self.executor.group().set_line(format_args!("step {}: checkpoint", self.state.step));
+        self.executor.group().set_program_line(format_args!("step {}: checkpoint", self.state.step));
         let saved = write_checkpoint(&mut self.executor, &self.state, self.config, &*self.task);
         match saved {
             Ok(saved) => {

@@ -37,7 +37,7 @@ impl Trainer<'_> {
         self.load_batches()?;
         self.outcomes.clear();
         self.executor.run_steps(&self.plans, &mut self.batches.drain(..), &mut self.outcomes)?;
-        if let Some(balance) = &mut self.balance
+        if let Some(balance) = &mut self.rebalancer
             && !self.executor.timeline().is_empty()
         {
             balance.observe(&self.executor);
@@ -173,15 +173,16 @@ impl Trainer<'_> {
         let local_batch_size = self.config.training().local_batch_size;
         let context = self.executor.ranks().context_place();
         let samples_per_step = self.config.training().global_batch_size as u64;
-        let mut begun = None;
+        let mut announced_step = None;
         for index in 0..self.executor.program().header.num_microbatches {
             let microbatch = self.executor.global_microbatch(index);
             let offset = (microbatch * local_batch_size) as u64;
             let first = self.state.next_sample + offset;
             let step = offset / samples_per_step;
-            if begun.replace(step) != Some(step) {
+            if announced_step.replace(step) != Some(step) {
                 let step_first = self.state.next_sample + step * samples_per_step;
-                self.plans[step as usize].has_loss = self.train.begin(step_first, samples_per_step)?;
+                self.plans[step as usize].has_loss =
+                    self.train.announce_samples(step_first, samples_per_step)?;
             }
             self.batches.push(read_batch(
                 &mut *self.train,

@@ -34,7 +34,7 @@ impl Trainer<'_> {
     /// # Errors
     /// If samples cannot be read, and errors of [`Executor::evaluate`](trireme_parallel::Executor::evaluate) and of the group of all ranks.
     pub fn validate(&mut self) -> Result<Option<ValidationResult>, TrainError> {
-        self.executor.group().set_line(format_args!("step {}: validation", self.state.step));
+        self.executor.group().set_program_line(format_args!("step {}: validation", self.state.step));
         let Some(validation) = &mut self.validation else { return Ok(None) };
         let began = Instant::now();
         let num_samples = validation.num_samples();
@@ -52,7 +52,7 @@ impl Trainer<'_> {
     }
 
     /// Reports if early stopping has already ended this run, so that a resumed run makes no further step.
-    pub(super) fn notice_ended(&mut self) {
+    pub(super) fn notice_stopped_early(&mut self) {
         if self.state.step < self.config.training().steps && self.is_patience_over() {
             self.observer.notice(&format!(
                 "early stopping ended this run after step {}: no lower loss in {} validations; to train further, raise [training] \

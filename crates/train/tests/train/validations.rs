@@ -27,7 +27,7 @@ fn names(config: &Config) -> Vec<String> {
 }
 
 #[test]
-fn other_validation_samples_have_a_best_of_their_own() {
+fn the_best_loss_resets_with_other_validation_samples() {
     let folder = tempfile::tempdir().unwrap();
     let mut losses = Vec::new();
     for (run, first, second) in [("more", 8, 16), ("fewer", 16, 8)] {
@@ -114,7 +114,7 @@ fn a_run_without_parameters_to_train_is_refused() {
 
 /// The new file has as many samples as the held-out part of the old one.
 #[test]
-fn another_validation_file_has_a_best_of_its_own() {
+fn the_best_loss_resets_with_another_validation_file() {
     let folder = tempfile::tempdir().unwrap();
     let keys = ["optimizer.lr=0.0", "training.validation_samples=4"];
     let before = train(folder.path(), "run", 2, &keys).1;

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use trireme_base::with_limits;
+use trireme_base::with_resource_limits;
 use trireme_train::config::Config;
 use trireme_train::metrics::METRICS_FILE;
 
@@ -87,7 +87,7 @@ pub(crate) struct LayoutsArgs {
 
 /// A layout with its median step times in seconds.
 #[derive(Debug, Serialize)]
-struct Compared<'a> {
+struct LayoutComparison<'a> {
     layout: &'a str,
     predicted_step_seconds: f64,
     measured_step_seconds: f64,
@@ -127,9 +127,9 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
     let compared = layouts.iter().zip(found).map(|(layout, times)| {
         let ratio = median(times[0].iter().zip(&times[1]).map(|(predicted, measured)| predicted / measured));
         let [predicted_step_seconds, measured_step_seconds] = times.map(median);
-        Compared { layout, predicted_step_seconds, measured_step_seconds, ratio }
+        LayoutComparison { layout, predicted_step_seconds, measured_step_seconds, ratio }
     });
-    let compared: Vec<Compared<'_>> = compared.collect();
+    let compared: Vec<LayoutComparison<'_>> = compared.collect();
     if args.json {
         for layout in &compared {
             writeln!(Output, "{}", serde_json::to_string(layout)?)?;
@@ -137,7 +137,7 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
         return Ok(());
     }
     writeln!(Output, "predicted  measured  ratio  layout")?;
-    for Compared { layout, predicted_step_seconds, measured_step_seconds, ratio } in &compared {
+    for LayoutComparison { layout, predicted_step_seconds, measured_step_seconds, ratio } in &compared {
         writeln!(Output, "{predicted_step_seconds:8.4}s {measured_step_seconds:8.4}s {ratio:6.3}  {layout}")?;
     }
     let near = compared.iter().filter(|layout| (layout.ratio - 1.0).abs() <= 0.1).count();
@@ -168,8 +168,10 @@ fn train(args: &LayoutsArgs, layout: &str, runs: &Path) -> Result<[f64; 2]> {
     for change in overrides(args, layout, runs) {
         command.args(["--set", &change]);
     }
-    let output =
-        command.output().map_err(with_limits).with_context(|| format!("cannot start {command:?}"))?;
+    let output = command
+        .output()
+        .map_err(with_resource_limits)
+        .with_context(|| format!("cannot start {command:?}"))?;
     if !output.status.success() {
         let error = String::from_utf8_lossy(&output.stderr);
         bail!("{layout}: the run failed: {}", error.trim_end().trim_start_matches("error: "));

@@ -9,17 +9,17 @@ use std::io::Write;
 use std::time::Instant;
 use trireme_base::UnknownName;
 use trireme_schedule::lowering::{lay_out, recompute};
-use trireme_schedule::pipeline::{self, Costs, Kind, Schedule, Sizes, StageCosts};
+use trireme_schedule::pipeline::{self, Costs, Schedule, ScheduleKind, Sizes, StageCosts};
 use trireme_schedule::{Keep, Program, StateLayout, UnitChain, validate_pipeline};
 
 /// Minimum number of actions of a rank with `--units-per-stage 0`.
-const ACTIONS: usize = 60_000;
+const NUM_ACTIONS_MIN: usize = 60_000;
 
 /// Messages of a stage per microbatch: a send and a receive in each direction.
-const MESSAGES: usize = 4;
+const MESSAGES_PER_MICROBATCH: usize = 4;
 
 /// Actions of a unit after all microbatches: its reduction, update and all-gather.
-const UPDATES: usize = 3;
+const FINAL_ACTIONS_PER_UNIT: usize = 3;
 
 const HELP: &str = "\
 How to read it:
@@ -78,16 +78,17 @@ fn in_range(min: u64, max: u64) -> impl clap::builder::TypedValueParser<Value = 
 #[derive(Debug, Clone, Copy)]
 enum Choice {
     All,
-    One(Kind),
+    One(ScheduleKind),
 }
 
 impl Choice {
     /// Returns the chosen schedule, or all schedules that support this number of stages per rank. 0 stands for the fewest that
     /// a schedule supports.
-    fn kinds(self, stages_per_rank: usize) -> Vec<Kind> {
-        let fits = |kind: &Kind| stages_per_rank == 0 || kind.stages_per_rank().contains(&stages_per_rank);
+    fn kinds(self, stages_per_rank: usize) -> Vec<ScheduleKind> {
+        let fits =
+            |kind: &ScheduleKind| stages_per_rank == 0 || kind.stages_per_rank().contains(&stages_per_rank);
         match self {
-            Choice::All => Kind::ALL.into_iter().filter(fits).collect(),
+            Choice::All => ScheduleKind::ALL.into_iter().filter(fits).collect(),
             Choice::One(kind) => vec![kind],
         }
     }
@@ -139,7 +140,7 @@ pub(super) fn run(args: &ScheduleArgs) -> Result<()> {
     Ok(writeln!(Output, "{report}")?)
 }
 
-fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
+fn measure(kind: ScheduleKind, args: &ScheduleArgs) -> Result<ScheduleReport> {
     let stages_per_rank = match args.stages_per_rank {
         0 => *kind.stages_per_rank().start(),
         given => given,
@@ -154,11 +155,11 @@ fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
     };
     let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps };
     let costs = Costs::new((0..num_ranks * stages_per_rank).map(stage_costs).collect(), 1)?;
-    let mut made = Vec::new();
+    let mut reports = Vec::new();
     for _ in 0..args.repeats {
-        made.push(make(kind, sizes, &costs, args)?);
+        reports.push(time_phases(kind, sizes, &costs, args)?);
     }
-    let median_of = |phase: fn(&ScheduleReport) -> f64| median(made.iter().map(phase));
+    let median_of = |phase: fn(&ScheduleReport) -> f64| median(reports.iter().map(phase));
     Ok(ScheduleReport {
         generate_ms: median_of(|made| made.generate_ms),
         check_ms: median_of(|made| made.check_ms),
@@ -166,7 +167,7 @@ fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
         lower_ms: median_of(|made| made.lower_ms),
         prove_ms: median_of(|made| made.prove_ms),
         total_ms: median_of(|made| made.total_ms),
-        ..made[0]
+        ..reports[0]
     })
 }
 
@@ -176,7 +177,12 @@ fn stage_costs(stage: usize) -> StageCosts {
     StageCosts::of(18 + 2 * stage % 5, 18 + 3 * stage % 5, 18 + stage % 4)
 }
 
-fn make(kind: Kind, sizes: Sizes, costs: &Costs, args: &ScheduleArgs) -> Result<ScheduleReport> {
+fn time_phases(
+    kind: ScheduleKind,
+    sizes: Sizes,
+    costs: &Costs,
+    args: &ScheduleArgs,
+) -> Result<ScheduleReport> {
     let mut begin = Instant::now();
     let mut lap_ms = || std::mem::replace(&mut begin, Instant::now()).elapsed().as_secs_f64() * 1e3;
     let schedule = pipeline::generate(kind, sizes, costs, None)?;
@@ -216,14 +222,15 @@ fn make(kind: Kind, sizes: Sizes, costs: &Costs, args: &ScheduleArgs) -> Result<
     })
 }
 
-/// Returns the units per stage with which a rank has at least [`ACTIONS`] actions. Each pass of each unit is one action.
+/// Returns the units per stage with which a rank has at least [`NUM_ACTIONS_MIN`] actions. Each pass of each unit is one action.
 fn units_for_actions(schedule: &Schedule, recompute: usize) -> usize {
     let num_ranks = schedule.num_ranks();
     let stages_per_rank = schedule.num_stages() / num_ranks;
     let recomputed = if recompute == 0 { 0 } else { schedule.num_microbatches };
-    let per_unit = schedule.num_passes() / num_ranks + stages_per_rank * (recomputed + UPDATES);
-    let messages = MESSAGES * stages_per_rank * schedule.num_microbatches;
-    ACTIONS.saturating_sub(messages).div_ceil(per_unit).max(1)
+    let per_unit =
+        schedule.num_passes() / num_ranks + stages_per_rank * (recomputed + FINAL_ACTIONS_PER_UNIT);
+    let messages = MESSAGES_PER_MICROBATCH * stages_per_rank * schedule.num_microbatches;
+    NUM_ACTIONS_MIN.saturating_sub(messages).div_ceil(per_unit).max(1)
 }
 
 fn keeps(num_units: usize, recompute: usize) -> Vec<Keep> {

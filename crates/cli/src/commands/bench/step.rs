@@ -4,7 +4,7 @@ use crate::commands::read_file;
 use crate::console::Output;
 use crate::host::HostShare;
 use crate::launch::{WorkerEnvironment, join_options, launch_workers, recorder_folder, work_in_world};
-use crate::simd::{Proof, Simd};
+use crate::simd::{Simd, Verification};
 use crate::statistics::median;
 use anyhow::{Context, Result, bail};
 use clap::{Args, FromArgMatches};
@@ -26,7 +26,7 @@ use trireme_parallel::{
 };
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier, single as single_stage};
-use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
+use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision, SimdLevel};
 use trireme_train::FP8_NOTICE;
 use trireme_train::config::{Bind, HugePages};
 
@@ -174,7 +174,7 @@ pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
         bail!("--reduce-dtype f16 needs loss scaling; add --dtype f16, or use bf16");
     }
     let environment = WorkerEnvironment::of_this_process()?;
-    let simd = Simd::choose(Proof::Cached)?;
+    let simd = Simd::choose(Verification::Cached)?;
     if environment.as_ref().is_none_or(|environment| environment.local_rank == 0) {
         simd.warn();
     }
@@ -307,15 +307,15 @@ pub(super) fn build(
     };
     let fp8 = args.fp8.map(Fp8Recipe::new);
     let context = ranks.context_place();
-    let passes = PassOptions { precision: args.dtype, fp8, shards_rows: true, context };
+    let passes = PassOptions { precision: args.dtype, fp8, sequence_parallel: true, context };
     let batch: Vec<_> =
         token_specs(args.batch, args.seq).iter().map(|spec| spec.of_positions(context)).collect();
-    let alike = DeviceOptions {
+    let profile_options = DeviceOptions {
         num_threads: device.num_threads(),
         features_max: Some(device.cpu_features()),
         ..DeviceOptions::default()
     };
-    let profile = ModelProfile::of(build, alike, passes, &batch)?;
+    let profile = ModelProfile::of(build, profile_options, passes, &batch)?;
     let model = build(device)?;
     let optimizer = &OptimizerOptions {
         weight_decay: 0.1,
@@ -325,10 +325,10 @@ pub(super) fn build(
         settings: OptimizerSettings { freeze_step: 1, ..OptimizerSettings::DEFAULT },
         ..OptimizerOptions::new(optimizer)
     };
-    let mut moves = OffloadOptions::none(device);
+    let mut offload_options = OffloadOptions::none(device);
     if !args.offload.is_empty() {
-        moves.host = device.host()?;
-        moves.folder = args.offload_folder.clone();
+        offload_options.host = device.host()?;
+        offload_options.folder = args.offload_folder.clone();
     }
     let chain = chain(model.table(), &profile, Determinism::Layout);
     let keep = |unit| if chain.keeps(unit) { args.keep } else { Keep::All };
@@ -344,7 +344,7 @@ pub(super) fn build(
     let options = ExecutorOptions {
         precision: passes.precision,
         fp8: passes.fp8,
-        shards_rows: passes.shards_rows,
+        shards_rows: passes.sequence_parallel,
         reduce_dtype: args.reduce_dtype,
         fusion_bytes: ExecutorOptions::FUSION_BYTES,
         zero_plus_plus: ZeroPlusPlus::NONE,
@@ -353,7 +353,7 @@ pub(super) fn build(
         loss_scaling: if args.dtype == Precision::F16 { LossScaling::DYNAMIC } else { LossScaling::Off },
         determinism: Determinism::Layout,
     };
-    let offload = &moves;
+    let offload = &offload_options;
     let setup = ExecutorSetup { model, profile, optimizer, ranks, device, program, options, offload };
     let mut executor = Executor::new(setup)?;
     executor.initialize(args.seed)?;
@@ -369,7 +369,7 @@ fn state_layout(args: &StepArgs) -> StateLayout {
     args.offload.iter().fold(state, |state, &(class, tier)| state.with_tier(class, tier))
 }
 
-fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeatures) -> Result<()> {
+fn measure(args: &StepArgs, world: Group, started: Instant, features: SimdLevel) -> Result<()> {
     let (rank, world_size) = (world.rank(), world.world_size());
     let num_threads = match args.threads {
         0 => HostShare::of_world(&world, HugePages::Transparent, Bind::None)?.num_threads,

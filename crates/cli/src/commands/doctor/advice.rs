@@ -6,7 +6,7 @@ use crate::host::{CpuLimit, MemoryLimit, Pages};
 use crate::simd::Excluded;
 use serde::Serialize;
 use trireme_base::Bytes;
-use trireme_tensor::CpuFeatures;
+use trireme_tensor::SimdLevel;
 use trireme_tensor::probe::reason_unsupported;
 
 /// Minimum of available memory. With less, a process may not even start.
@@ -14,15 +14,15 @@ const MEMORY_BYTES_MIN: u64 = 1 << 30;
 
 /// A warning; its fields are keys of `--json`.
 #[derive(Debug, Serialize)]
-pub(super) struct Advice {
+pub(super) struct Warning {
     pub(super) problem: String,
     pub(super) advice: String,
 }
 
 /// Returns every warning that applies. `is_debug` is true for a development build, which checks its own arithmetic.
-pub(super) fn warnings(machine: &Machine, uses: &UsedFeatures, is_debug: bool) -> Vec<Advice> {
+pub(super) fn warnings(machine: &Machine, uses: &UsedFeatures, is_debug: bool) -> Vec<Warning> {
     let mut found = Vec::new();
-    let mut warn = |problem: String, advice: &str| found.push(Advice { problem, advice: advice.to_owned() });
+    let mut warn = |problem: String, advice: &str| found.push(Warning { problem, advice: advice.to_owned() });
     let Machine { num_cores, num_cores_available, .. } = *machine;
     if is_debug {
         warn(
@@ -80,7 +80,7 @@ pub(super) fn warnings(machine: &Machine, uses: &UsedFeatures, is_debug: bool) -
             "As root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
         );
     }
-    if cfg!(target_arch = "x86_64") && CpuFeatures::detect() < CpuFeatures::Avx2 {
+    if cfg!(target_arch = "x86_64") && SimdLevel::detect() < SimdLevel::Avx2 {
         warn(
             "this processor has no AVX2, or the hypervisor hides it: matrix multiplications are several times slower"
                 .to_owned(),
@@ -88,7 +88,7 @@ pub(super) fn warnings(machine: &Machine, uses: &UsedFeatures, is_debug: bool) -
         );
     }
     if machine.instruction_sets.contains(&"amx_bf16")
-        && let Some(why) = reason_unsupported(CpuFeatures::AmxBf16)
+        && let Some(why) = reason_unsupported(SimdLevel::AmxBf16)
     {
         warn(
             format!("this processor has AMX, but bf16 matrix multiplications cannot use it: {why}"),
@@ -112,7 +112,7 @@ pub(super) fn warnings(machine: &Machine, uses: &UsedFeatures, is_debug: bool) -
 
 #[cfg(test)]
 mod tests {
-    use super::super::transports::TransportFigure;
+    use super::super::transports::TransportReport;
     use super::*;
     use trireme_tensor::Precision;
     use trireme_tensor::verification::MatmulKernel;
@@ -139,7 +139,7 @@ mod tests {
             dev_shm_bytes: None,
             load: Some(0.1),
         };
-        let shm = TransportFigure {
+        let shm = TransportReport {
             name: "shm".to_owned(),
             error: None,
             workers: 2,
@@ -194,7 +194,7 @@ mod tests {
             ),
             (
                 after(|_, uses| {
-                    let kernel = MatmulKernel::of(CpuFeatures::Avx512, Precision::F32);
+                    let kernel = MatmulKernel::of(SimdLevel::Avx512, Precision::F32);
                     uses.excluded.push(Excluded { kernel, reason: "1 is 2".to_owned() });
                 }),
                 "f32 products on fma 512 are not used, because 1 is 2",
@@ -210,6 +210,6 @@ mod tests {
         let in_debug = warnings(&machine, &uses, true).len();
         assert_eq!(in_debug, warnings(&machine, &uses, false).len() + 1);
         let found = after(|machine, _| machine.instruction_sets.push("amx_bf16"));
-        assert_eq!(found.len(), usize::from(CpuFeatures::detect() < CpuFeatures::AmxBf16), "{found:?}");
+        assert_eq!(found.len(), usize::from(SimdLevel::detect() < SimdLevel::AmxBf16), "{found:?}");
     }
 }

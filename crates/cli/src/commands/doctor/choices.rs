@@ -9,14 +9,14 @@ const SMALLEST_BYTES: usize = 1 << 10;
 const LARGEST_BYTES: usize = 64 << 20;
 
 #[derive(Debug, Clone, Serialize)]
-pub(super) struct Choice {
+pub(super) struct AlgorithmChoice {
     pub(super) operation: String,
     pub(super) bytes: u64,
     pub(super) algorithm: String,
 }
 
 /// Returns the algorithm that `choose` selects for each operation and size. `choose` receives the collective and the bytes of an element.
-pub(super) fn choices(choose: impl Fn(Collective, usize) -> Algorithm) -> Vec<Choice> {
+pub(super) fn choices(choose: impl Fn(Collective, usize) -> Algorithm) -> Vec<AlgorithmChoice> {
     let kinds = [
         CollectiveKind::AllReduce,
         CollectiveKind::ReduceScatter,
@@ -28,7 +28,7 @@ pub(super) fn choices(choose: impl Fn(Collective, usize) -> Algorithm) -> Vec<Ch
     let sizes = (0..).map(|power| SMALLEST_BYTES << (2 * power)).take_while(|&bytes| bytes <= LARGEST_BYTES);
     let choice = |(kind, bytes): (CollectiveKind, usize)| {
         let collective = kind.with_root(Rank::ROOT, bytes / element_bytes);
-        Choice {
+        AlgorithmChoice {
             operation: collective.to_string(),
             bytes: bytes as u64,
             algorithm: choose(collective, element_bytes).to_string(),
@@ -40,8 +40,8 @@ pub(super) fn choices(choose: impl Fn(Collective, usize) -> Algorithm) -> Vec<Ch
 
 /// Returns a line for each operation with its algorithms by size, such as `all_reduce: recursive_doubling to 64 KiB, then
 /// halving_doubling`.
-pub(super) fn lines(choices: &[Choice]) -> Vec<String> {
-    let of_operation = |choices: &[Choice]| {
+pub(super) fn lines(choices: &[AlgorithmChoice]) -> Vec<String> {
+    let of_operation = |choices: &[AlgorithmChoice]| {
         let mut line = format!("{}: ", choices[0].operation);
         for (index, run) in choices.chunk_by(|one, other| one.algorithm == other.algorithm).enumerate() {
             let last = &run[run.len() - 1];
@@ -63,7 +63,7 @@ pub(super) struct MultiHostChoices {
     /// Cost of messages between hosts: as given, or typical.
     pub(super) across_latency_seconds: f64,
     pub(super) across_seconds_per_byte: f64,
-    pub(super) algorithms: Vec<Choice>,
+    pub(super) algorithms: Vec<AlgorithmChoice>,
 }
 
 impl MultiHostChoices {
@@ -89,7 +89,7 @@ mod tests {
 
     #[test]
     fn choices_read_as_ranges_of_sizes() {
-        let choice = |operation: &str, bytes, algorithm: &str| Choice {
+        let choice = |operation: &str, bytes, algorithm: &str| AlgorithmChoice {
             operation: operation.to_owned(),
             bytes,
             algorithm: algorithm.to_owned(),

@@ -39,8 +39,8 @@ const SLOWNESS_MAX: f64 = 3.0;
 #[derive(Debug, Serialize)]
 struct Report {
     hosts: Vec<HostReport>,
-    links: Vec<LinkFigure>,
-    disks: Vec<DiskFigure>,
+    links: Vec<LinkMeasurement>,
+    disks: Vec<DiskMeasurement>,
     /// Problems that would slow the run down or make its logs misleading. A problem that keeps a run from starting is the error of the
     /// command instead.
     problems: Vec<String>,
@@ -58,7 +58,7 @@ struct HostReport {
 
 /// A connection between the first ranks of two hosts, or between two ranks of a single host.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct LinkFigure {
+struct LinkMeasurement {
     ranks: [usize; 2],
     latency_seconds: f64,
     bytes_per_second: f64,
@@ -66,7 +66,7 @@ struct LinkFigure {
 
 /// The file system of the run's folder, as one host measures it while all others use it as well.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct DiskFigure {
+struct DiskMeasurement {
     rank: usize,
     written_bytes_per_second: f64,
     read_bytes_per_second: f64,
@@ -146,7 +146,7 @@ fn pairs(group: &Group) -> Vec<[Rank; 2]> {
     }
 }
 
-fn links(group: &Group) -> Result<Vec<LinkFigure>> {
+fn links(group: &Group) -> Result<Vec<LinkMeasurement>> {
     let mut own = Vec::new();
     for pair in pairs(group) {
         if let Some(place) = pair.iter().position(|&rank| rank == group.rank()) {
@@ -158,7 +158,7 @@ fn links(group: &Group) -> Result<Vec<LinkFigure>> {
     Ok(all_gather_json(group, &own)?.into_iter().flatten().collect())
 }
 
-fn link(group: &Group, pair: [Rank; 2], place: usize) -> Result<LinkFigure, CommError> {
+fn link(group: &Group, pair: [Rank; 2], place: usize) -> Result<LinkMeasurement, CommError> {
     let peer = pair[1 - place];
     let round_trip = |num_bytes: usize, num_rounds: usize| -> Result<f64, CommError> {
         let mut buffer: Buffer<u8> = group.buffer(num_bytes)?;
@@ -178,11 +178,11 @@ fn link(group: &Group, pair: [Rank; 2], place: usize) -> Result<LinkFigure, Comm
     };
     let latency_seconds = round_trip(SHORT_BYTES, NUM_LATENCY_ROUND_TRIPS)?;
     let bytes_per_second = LONG_BYTES as f64 / round_trip(LONG_BYTES, NUM_BANDWIDTH_ROUND_TRIPS)?;
-    Ok(LinkFigure { ranks: pair.map(|rank| rank.0), latency_seconds, bytes_per_second })
+    Ok(LinkMeasurement { ranks: pair.map(|rank| rank.0), latency_seconds, bytes_per_second })
 }
 
 /// Measures the run's folder. The first rank of each host writes a file and reads it again, all at the same time. Collective.
-fn disks(folder: &Path, group: &Group) -> Result<Vec<DiskFigure>> {
+fn disks(folder: &Path, group: &Group) -> Result<Vec<DiskMeasurement>> {
     let is_first = group.hosts().local_rank(group.rank()) == 0;
     if group.rank() == Rank::ROOT {
         // A failure shows up again below. Other hosts must not use the folder before it exists.
@@ -198,11 +198,11 @@ fn disks(folder: &Path, group: &Group) -> Result<Vec<DiskFigure>> {
         // Does nothing if a run has files in the folder.
         let _ = fs::remove_dir(folder);
     }
-    let figures: Result<Vec<DiskFigure>, String> = all.into_iter().flatten().collect();
+    let figures: Result<Vec<DiskMeasurement>, String> = all.into_iter().flatten().collect();
     figures.map_err(anyhow::Error::msg)
 }
 
-fn disk(folder: &Path, group: &Group) -> io::Result<DiskFigure> {
+fn disk(folder: &Path, group: &Group) -> io::Result<DiskMeasurement> {
     fs::create_dir_all(folder)?;
     let path = folder.join(format!(".doctor-{}-{}", group.rank(), std::process::id()));
     let figure = measure_file(&path, group);
@@ -211,7 +211,12 @@ fn disk(folder: &Path, group: &Group) -> io::Result<DiskFigure> {
     let (written_bytes_per_second, read_bytes_per_second) = figure?;
     let system = statvfs(folder)?;
     let available_bytes = system.f_bavail.saturating_mul(system.f_frsize);
-    Ok(DiskFigure { rank: group.rank().0, written_bytes_per_second, read_bytes_per_second, available_bytes })
+    Ok(DiskMeasurement {
+        rank: group.rank().0,
+        written_bytes_per_second,
+        read_bytes_per_second,
+        available_bytes,
+    })
 }
 
 fn measure_file(path: &PathBuf, group: &Group) -> io::Result<(f64, f64)> {
@@ -235,13 +240,13 @@ fn measure_file(path: &PathBuf, group: &Group) -> io::Result<(f64, f64)> {
     Ok((written, FILE_BYTES as f64 / start.elapsed().as_secs_f64()))
 }
 
-fn slow_links(links: &[LinkFigure]) -> Vec<String> {
+fn slow_links(links: &[LinkMeasurement]) -> Vec<String> {
     if links.is_empty() {
         return Vec::new();
     }
     let usual = median(links.iter().map(|link| link.bytes_per_second));
     let slow = links.iter().filter(|link| link.bytes_per_second * SLOWNESS_MAX < usual);
-    let line = |link: &LinkFigure| {
+    let line = |link: &LinkMeasurement| {
         let [first, second] = link.ranks;
         format!(
             "the link between rank {first} and rank {second} carries {:.2} GB/s, the median link {:.2} GB/s; check cables, switch ports and [comm] interface",
@@ -252,10 +257,10 @@ fn slow_links(links: &[LinkFigure]) -> Vec<String> {
     slow.map(line).collect()
 }
 
-fn slow_disks(disks: &[DiskFigure]) -> Vec<String> {
+fn slow_disks(disks: &[DiskMeasurement]) -> Vec<String> {
     let usual = median(disks.iter().map(|disk| disk.written_bytes_per_second));
     let slow = disks.iter().filter(|disk| disk.written_bytes_per_second * SLOWNESS_MAX < usual);
-    let line = |disk: &DiskFigure| {
+    let line = |disk: &DiskMeasurement| {
         let (rank, speed, usual) = (disk.rank, disk.written_bytes_per_second / 1e9, usual / 1e9);
         format!("the host of rank {rank} writes {speed:.2} GB/s to the run's folder, others {usual:.2} GB/s")
     };
@@ -276,7 +281,7 @@ fn print(report: &Report, folder: &Path, group: &Group) -> Result<()> {
             Bytes(host.memory_bytes)
         )?;
     }
-    for LinkFigure { ranks: [first, second], latency_seconds, bytes_per_second } in &report.links {
+    for LinkMeasurement { ranks: [first, second], latency_seconds, bytes_per_second } in &report.links {
         let (latency, bandwidth) = (latency_seconds * 1e6, bytes_per_second / 1e9);
         let ranks = format!("{first} - {second}");
         writeln!(Output, "  link {ranks:<20} {latency:.1} us, {bandwidth:.2} GB/s")?;
@@ -304,7 +309,7 @@ mod tests {
 
     #[test]
     fn much_slower_links_and_disks_are_problems() {
-        let link = |second, bytes_per_second| LinkFigure {
+        let link = |second, bytes_per_second| LinkMeasurement {
             ranks: [0, second],
             latency_seconds: 1e-6,
             bytes_per_second,
@@ -318,7 +323,7 @@ mod tests {
                 "the link between rank 0 and rank 1 carries 0.10 GB/s, the median link 2.00 GB/s; check cables, switch ports and [comm] interface"
             ]
         );
-        let disk = |rank, written_bytes_per_second| DiskFigure {
+        let disk = |rank, written_bytes_per_second| DiskMeasurement {
             rank,
             written_bytes_per_second,
             read_bytes_per_second: 1e9,

@@ -4,7 +4,7 @@ mod advice;
 mod choices;
 mod cluster;
 mod machine;
-mod products;
+mod matmul;
 mod transports;
 
 use crate::commands::bench::seconds;
@@ -12,8 +12,8 @@ use crate::commands::costs::CostArgs;
 use crate::commands::init::DEFAULT_CONFIG;
 use crate::console::{MeasurementStatus, Output};
 use crate::host::HostShare;
-use crate::simd::{Excluded, Proof, Simd};
-use advice::Advice;
+use crate::simd::{Excluded, Simd, Verification};
+use advice::Warning;
 use anyhow::{Context, Result, bail};
 use choices::MultiHostChoices;
 use machine::Machine;
@@ -22,11 +22,11 @@ use serde_json::json;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use transports::TransportFigure;
+use transports::TransportReport;
 use trireme_base::Bytes;
 use trireme_tensor::probe::{ExecutionUnit, MatmulSizes, reason_unsupported};
 use trireme_tensor::verification::MatmulKernel;
-use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Precision};
+use trireme_tensor::{Device, DeviceOptions, Precision, SimdLevel};
 
 const SIZES: [MatmulSizes; 1] = [MatmulSizes { rows: 512, cols: 512, inner: 512 }];
 const THOROUGH_SIZES: [MatmulSizes; 2] =
@@ -128,7 +128,7 @@ struct UsedFeatures {
     products: Vec<UsedKernel>,
     /// Kernels that did not pass their trial.
     excluded: Vec<Excluded>,
-    transports: Vec<TransportFigure>,
+    transports: Vec<TransportReport>,
     /// The algorithms for several hosts, if `--hosts` asks for them.
     #[serde(skip_serializing_if = "Option::is_none")]
     hosts: Option<MultiHostChoices>,
@@ -147,7 +147,7 @@ struct UsedKernel {
 impl UsedKernel {
     fn of(simd: &Simd, precision: Precision) -> Self {
         let MatmulKernel { unit, .. } = MatmulKernel::of(simd.level, precision);
-        let all = MatmulKernel::up_to(CpuFeatures::AmxBf16).into_iter();
+        let all = MatmulKernel::up_to(SimdLevel::AmxBf16).into_iter();
         let faster = all.filter(|other| other.precision == precision && other.unit > unit);
         let reason = |other: MatmulKernel| {
             if let Some(why) = reason_unsupported(other.unit.features()) {
@@ -176,7 +176,7 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
     if args.hosts == 0 || args.hosts > NUM_RANKS_MAX / args.workers {
         bail!("--hosts must be at least 1, with at most {NUM_RANKS_MAX} workers on all hosts in total");
     }
-    let simd = Simd::choose(Proof::Fresh)?;
+    let simd = Simd::choose(Verification::Fresh)?;
     // Read before this command itself loads the machine.
     let machine = Machine::read(Path::new("/"));
     let threads = match args.threads {
@@ -210,7 +210,7 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
         ([], false) => &SIZES,
         (given, false) => given,
     };
-    let products = products::measure(sizes, threads, args.seconds, &simd, &measuring)?;
+    let products = matmul::measure(sizes, threads, args.seconds, &simd, &measuring)?;
     drop(measuring);
     let warnings = advice::warnings(&machine, &uses, cfg!(debug_assertions));
     if args.json {
@@ -225,8 +225,8 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
     }
     print_machine(&machine)?;
     print_uses(&uses)?;
-    products::print(&products)?;
-    for Advice { problem, advice } in &warnings {
+    matmul::print(&products)?;
+    for Warning { problem, advice } in &warnings {
         writeln!(Output, "\nwarning: {problem}\n  {advice}")?;
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! Transports that workers of this host can use, tested by using them.
 
-use super::choices::{Choice, choices};
+use super::choices::{AlgorithmChoice, choices};
 use anyhow::Context;
 use serde::Serialize;
 use std::fmt;
@@ -19,7 +19,7 @@ const NUM_RUNS: usize = 5;
 
 /// The result of testing a transport; the fields are keys of `--json`.
 #[derive(Debug, Serialize)]
-pub(super) struct TransportFigure {
+pub(super) struct TransportReport {
     pub(super) name: String,
     /// Reason why the transport cannot be used.
     pub(super) error: Option<String>,
@@ -31,7 +31,7 @@ pub(super) struct TransportFigure {
     pub(super) message_latency_seconds: Option<f64>,
     pub(super) message_seconds_per_byte: Option<f64>,
     /// The algorithms that the workers choose by these costs.
-    pub(super) algorithms: Vec<Choice>,
+    pub(super) algorithms: Vec<AlgorithmChoice>,
     /// All costs by which algorithms are chosen.
     #[serde(skip)]
     pub(super) costs: Option<CostModel>,
@@ -40,10 +40,10 @@ pub(super) struct TransportFigure {
 struct TransportMeasurement {
     all_reduce_seconds: f64,
     costs: CostModel,
-    algorithms: Vec<Choice>,
+    algorithms: Vec<AlgorithmChoice>,
 }
 
-impl fmt::Display for TransportFigure {
+impl fmt::Display for TransportReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(seconds) = self.all_reduce_seconds else {
             return write!(f, "cannot be used: {}", self.error.as_deref().unwrap_or_default());
@@ -59,16 +59,16 @@ impl fmt::Display for TransportFigure {
 }
 
 /// Tests each transport with workers that are threads of this process.
-pub(super) fn check(workers: usize, costs: GivenCosts) -> Vec<TransportFigure> {
+pub(super) fn check(workers: usize, costs: GivenCosts) -> Vec<TransportReport> {
     [TransportChoice::Shm, TransportChoice::Tcp]
         .map(|transport| try_transport(transport, workers, costs))
         .into()
 }
 
-fn try_transport(transport: TransportChoice, workers: usize, costs: GivenCosts) -> TransportFigure {
+fn try_transport(transport: TransportChoice, workers: usize, costs: GivenCosts) -> TransportReport {
     let found = measure_transport(transport, workers, costs);
     let (error, findings) = (found.as_ref().err().map(|error| format!("{error:#}")), found.ok());
-    TransportFigure {
+    TransportReport {
         name: transport.to_string(),
         error,
         workers,

@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_count_by_their_peaks() {
+    fn workers_are_weighted_by_their_peaks() {
         // 10 and 30 operations a nanosecond.
         let found = Breakdown::of(&step([Some(1e10), Some(3e10)]));
         let all = f64::from(10 * 200 + 30 * 200);

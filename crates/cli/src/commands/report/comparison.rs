@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use std::collections::HashMap;
 use std::mem::{Discriminant, discriminant};
 use trireme_planner::{StepTimeline, simulate};
-use trireme_schedule::pipeline::Span;
+use trireme_schedule::pipeline::PassInterval;
 use trireme_schedule::{Action, Program, Stream};
 use trireme_train::trace::{RankTimeline, TracedStep};
 
@@ -21,7 +21,7 @@ pub(super) struct Comparison {
     pub(super) measured: StepPicture,
     pub(super) simulated: StepPicture,
     /// Shares of the ranks that are drawn.
-    pub(super) shares: Vec<Shares>,
+    pub(super) shares: Vec<TimeFractions>,
     /// Breakdown over all ranks.
     pub(super) breakdown: Breakdown,
 }
@@ -31,12 +31,12 @@ impl Comparison {
     pub(super) fn new(step: &TracedStep) -> Result<Self> {
         let drawn: Vec<&RankTimeline> = step.ranks.iter().filter(|rank| rank.place.data_rank == 0).collect();
         let programs: Vec<Program> = drawn.iter().map(|rank| rank.program()).collect();
-        let costs = Costs::of(step);
+        let costs = ActionTimes::of(step);
         let simulated = simulate(&programs, |rank, action| costs.mean(rank, action)).with_context(|| {
             format!("the trace of step {} does not describe an executable program", step.step)
         })?;
         let spans = |rank: &&RankTimeline| {
-            rank.actions.iter().map(|traced| Span { start: traced.start, end: traced.end }).collect()
+            rank.actions.iter().map(|traced| PassInterval { start: traced.start, end: traced.end }).collect()
         };
         let measured_time = step.makespan();
         let measured = StepTimeline { ranks: drawn.iter().map(spans).collect(), makespan: measured_time };
@@ -47,7 +47,7 @@ impl Comparison {
             simulated_time: simulated.makespan,
             measured: StepPicture::new(&programs, &measured),
             simulated: StepPicture::new(&programs, &simulated),
-            shares: drawn.iter().map(|rank| Shares::of(rank, measured_time)).collect(),
+            shares: drawn.iter().map(|rank| TimeFractions::of(rank, measured_time)).collect(),
             breakdown: Breakdown::of(step),
         })
     }
@@ -62,10 +62,10 @@ impl Comparison {
 type ActionKind = (usize, Discriminant<Action>, usize);
 
 /// Sum of the nanoseconds, and number of actions, of each kind.
-struct Costs(HashMap<ActionKind, (u64, u64)>);
+struct ActionTimes(HashMap<ActionKind, (u64, u64)>);
 
-impl Costs {
-    fn of(step: &TracedStep) -> Costs {
+impl ActionTimes {
+    fn of(step: &TracedStep) -> ActionTimes {
         let mut costs: HashMap<ActionKind, (u64, u64)> = HashMap::new();
         for rank in &step.ranks {
             for traced in &rank.actions {
@@ -74,7 +74,7 @@ impl Costs {
                 *number += 1;
             }
         }
-        Costs(costs)
+        ActionTimes(costs)
     }
 
     /// Returns the mean time of an action's kind. Messages take no time: the comparison shows their cost.
@@ -91,7 +91,7 @@ fn kind(rank: usize, action: Action) -> ActionKind {
 }
 
 /// Fractions of a step's time that a rank spent on each kind of work.
-pub(super) struct Shares {
+pub(super) struct TimeFractions {
     pub(super) passes: f64,
     /// Waiting for activations and gradients, and accepting those that have arrived.
     pub(super) waiting: f64,
@@ -102,8 +102,8 @@ pub(super) struct Shares {
     pub(super) updates: f64,
 }
 
-impl Shares {
-    fn of(rank: &RankTimeline, makespan: u64) -> Shares {
+impl TimeFractions {
+    fn of(rank: &RankTimeline, makespan: u64) -> TimeFractions {
         let [mut passes, mut waiting, mut sending, mut reducing, mut updates] = [0; 5];
         for traced in &rank.actions {
             let (waited, worked) = (traced.start - traced.issued, traced.end - traced.start);
@@ -122,11 +122,11 @@ impl Shares {
         }
         let [passes, waiting, sending, reducing, updates] = [passes, waiting, sending, reducing, updates]
             .map(|time: u64| time as f64 / makespan.max(1) as f64);
-        Shares { passes, waiting, sending, reducing, updates }
+        TimeFractions { passes, waiting, sending, reducing, updates }
     }
 
     pub(super) fn other(&self) -> f64 {
-        let Shares { passes, waiting, sending, reducing, updates } = self;
+        let TimeFractions { passes, waiting, sending, reducing, updates } = self;
         1.0 - passes - waiting - sending - reducing - updates
     }
 }

@@ -160,7 +160,7 @@ impl Step {
 /// The steps of a run's file of hashes, in order.
 struct Steps {
     lines: RecordLines,
-    ahead: Option<HashRecord>,
+    lookahead: Option<HashRecord>,
 }
 
 impl Steps {
@@ -168,9 +168,9 @@ impl Steps {
         let advice =
             "expected the folder of a run, such as runs/NAME, trained with [metrics] hash_interval = 1";
         let lines = RecordLines::open(folder, HASHES_FILE, HASH_LINE_BYTES_MAX, advice)?;
-        let mut steps = Steps { lines, ahead: None };
-        steps.ahead = steps.read()?;
-        if steps.ahead.is_none() {
+        let mut steps = Steps { lines, lookahead: None };
+        steps.lookahead = steps.read()?;
+        if steps.lookahead.is_none() {
             bail!("{} has no recorded hashes yet", folder.display());
         }
         Ok(steps)
@@ -183,7 +183,7 @@ impl Steps {
     }
 
     fn next(&mut self) -> Result<Option<Step>> {
-        let Some(first) = self.ahead.take() else { return Ok(None) };
+        let Some(first) = self.lookahead.take() else { return Ok(None) };
         let mut step = Step { step: first.step, trained: None, started: None };
         let mut next = Some(first);
         while let Some(record) = next {
@@ -192,7 +192,7 @@ impl Steps {
                     bail!("{} has an earlier step than the line above it", self.lines.location())
                 }
                 Ordering::Greater => {
-                    self.ahead = Some(record);
+                    self.lookahead = Some(record);
                     break;
                 }
                 Ordering::Equal if record.loss.is_some() => step.trained = Some(record),
@@ -214,10 +214,10 @@ fn compare(steps: [&Step; 2], folders: [&Path; 2], equal: &EqualSteps) -> Result
     }
     let [Some(left), Some(right)] = [steps[0].parameters(), steps[1].parameters()] else { return Ok(None) };
     let tensors = Tensors::of([left, right])?;
-    let differing = tensors.differing(HashedTensor::Parameter);
+    let differing = tensors.differing(HashKind::Parameter);
     let Some(first) = differing.first() else { return Ok(None) };
     let when = if step == 0 { "the first step".to_owned() } else { format!("the step after step {step}") };
-    let counted = tensors.counts(&[HashedTensor::Parameter]);
+    let counted = tensors.counts(&[HashKind::Parameter]);
     let who = match [&steps[0].started, &steps[1].started] {
         [Some(_), Some(_)] => "the runs".to_owned(),
         [Some(_), None] => folders[0].display().to_string(),
@@ -246,7 +246,7 @@ fn compare_trained(
         _ => Tensors(Vec::new()),
     };
     let (of_gradients, of_parameters) =
-        (tensors.differing(HashedTensor::Gradient), tensors.differing(HashedTensor::Parameter));
+        (tensors.differing(HashKind::Gradient), tensors.differing(HashKind::Parameter));
     let (what, meaning) = if losses[0] != losses[1] {
         let [left, right] = losses.map(|loss| loss.map_or(f64::NAN, |HexBits(bits)| f64::from_bits(bits)));
         let gradient =
@@ -268,7 +268,7 @@ fn compare_trained(
         return Ok(None);
     };
     let meaning = equal.gap(step).unwrap_or_else(|| meaning.to_owned());
-    let counts = tensors.counts(&[HashedTensor::Gradient, HashedTensor::Parameter]);
+    let counts = tensors.counts(&[HashKind::Gradient, HashKind::Parameter]);
     Ok(Some(format!("first difference: step {step}, {what}\n  {meaning}\n{counts}")))
 }
 
@@ -286,23 +286,23 @@ impl fmt::Display for Tensor<'_> {
 
 /// The two hashes of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum HashedTensor {
+enum HashKind {
     Gradient,
     Parameter,
 }
 
-impl HashedTensor {
+impl HashKind {
     fn plural(self) -> &'static str {
         match self {
-            HashedTensor::Gradient => "gradients",
-            HashedTensor::Parameter => "parameters",
+            HashKind::Gradient => "gradients",
+            HashKind::Parameter => "parameters",
         }
     }
 
-    fn of(self, tensor: &TensorHashes) -> Option<HexBits> {
+    fn hash_of(self, tensor: &TensorHashes) -> Option<HexBits> {
         match self {
-            HashedTensor::Gradient => tensor.gradient,
-            HashedTensor::Parameter => Some(tensor.parameter),
+            HashKind::Gradient => tensor.gradient,
+            HashKind::Parameter => Some(tensor.parameter),
         }
     }
 }
@@ -335,21 +335,22 @@ impl<'a> Tensors<'a> {
     }
 
     /// Returns the tensors whose `part` differs, in the order in which a step computes them: gradients from the last one to the first.
-    fn differing(&self, part: HashedTensor) -> Vec<&Tensor<'a>> {
-        let differs = |tensor: &&Tensor<'_>| part.of(tensor.of_runs[0]) != part.of(tensor.of_runs[1]);
+    fn differing(&self, part: HashKind) -> Vec<&Tensor<'a>> {
+        let differs =
+            |tensor: &&Tensor<'_>| part.hash_of(tensor.of_runs[0]) != part.hash_of(tensor.of_runs[1]);
         let mut found: Vec<_> = self.0.iter().filter(differs).collect();
-        if part == HashedTensor::Gradient {
+        if part == HashKind::Gradient {
             found.reverse();
         }
         found
     }
 
     /// Returns a line that says how many tensors differ in each of `parts`; empty for a step without tensors.
-    fn counts(&self, parts: &[HashedTensor]) -> String {
+    fn counts(&self, parts: &[HashKind]) -> String {
         if self.0.is_empty() {
             return String::new();
         }
-        let count = |part: &HashedTensor| {
+        let count = |part: &HashKind| {
             format!("{} of {} {}", self.differing(*part).len(), self.0.len(), part.plural())
         };
         format!("  {} differ in this record\n", parts.iter().map(count).collect::<Vec<_>>().join(" and "))
@@ -362,11 +363,11 @@ mod tests {
     use trireme_train::metrics::UnitHashes;
 
     /// Creates a record of two units, whose hashes are 0 except for 1 in the changed ones.
-    fn record(step: u64, loss: Option<f64>, changed: &[(&str, HashedTensor)]) -> HashRecord {
+    fn record(step: u64, loss: Option<f64>, changed: &[(&str, HashKind)]) -> HashRecord {
         let tensor = |name: &str| {
             let bits = |part| HexBits(u64::from(changed.contains(&(name, part))));
-            let gradient = loss.map(|_| bits(HashedTensor::Gradient));
-            TensorHashes { name: name.to_owned(), gradient, parameter: bits(HashedTensor::Parameter) }
+            let gradient = loss.map(|_| bits(HashKind::Gradient));
+            TensorHashes { name: name.to_owned(), gradient, parameter: bits(HashKind::Parameter) }
         };
         let unit = |unit: &str, names: [&str; 2]| UnitHashes {
             unit: unit.to_owned(),
@@ -399,7 +400,7 @@ mod tests {
 
     #[test]
     fn the_first_difference_in_the_order_of_cause_and_effect_is_named() {
-        use HashedTensor::{Gradient, Parameter};
+        use HashKind::{Gradient, Parameter};
         let common = [record(0, None, &[]), record(1, Some(2.0), &[])];
         let [start, first] = &common;
         let with = |last: HashRecord| [start.clone(), first.clone(), last];
@@ -435,12 +436,11 @@ mod tests {
 
     #[test]
     fn a_changed_checkpoint_is_distinguished_from_a_step_and_missing_steps_are_reported() {
-        let steps =
-            |range: std::ops::RangeInclusive<u64>, changed: &[(&str, HashedTensor)]| -> Vec<HashRecord> {
-                range.map(|step| record(step, Some(1.0), changed)).collect()
-            };
+        let steps = |range: std::ops::RangeInclusive<u64>, changed: &[(&str, HashKind)]| -> Vec<HashRecord> {
+            range.map(|step| record(step, Some(1.0), changed)).collect()
+        };
         let whole = steps(1..=4, &[]);
-        let changed = [("b", HashedTensor::Parameter)];
+        let changed = [("b", HashKind::Parameter)];
         let resumed = [steps(1..=2, &[]), vec![record(2, None, &changed)], steps(3..=4, &changed)].concat();
         assert_contains(
             [&whole, &resumed],

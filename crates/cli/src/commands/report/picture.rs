@@ -1,7 +1,7 @@
 //! Step programs over time as passes of stages, for drawing.
 
 use trireme_planner::StepTimeline;
-use trireme_schedule::pipeline::{Pass, PassKind, Schedule, Span, Timeline, WeightVersions};
+use trireme_schedule::pipeline::{Pass, PassInterval, PassKind, Schedule, Timeline, WeightVersions};
 use trireme_schedule::{Action, Program, ProgramHeader};
 
 /// The passes of a step, when they ran, and the updates after them.
@@ -59,8 +59,8 @@ impl StepPicture {
 /// Returns the pass of a stage that an action belongs to. `num_updates` counts the updates of each unit so far. Recomputation belongs to
 /// backward.
 fn pass_of(action: Action, header: &ProgramHeader, num_updates: &mut [usize]) -> Option<Pass> {
-    let is_of = |unit: usize| header.stages.iter().position(|stage| stage.units.contains(&unit));
-    let stage = is_of(action.unit()).unwrap_or(0);
+    let stage_of = |unit: usize| header.stages.iter().position(|stage| stage.units.contains(&unit));
+    let stage = stage_of(action.unit()).unwrap_or(0);
     match action {
         Action::Forward { microbatch, .. } => Some(Pass::forward(stage, microbatch)),
         Action::Recompute { microbatch, .. } | Action::Backward { microbatch, .. } => {
@@ -77,7 +77,7 @@ fn pass_of(action: Action, header: &ProgramHeader, num_updates: &mut [usize]) ->
 }
 
 /// Appends a pass, or extends the last one if it is the same pass.
-fn push(passes: &mut Vec<Pass>, spans: &mut Vec<Span>, pass: Pass, span: Span) {
+fn push(passes: &mut Vec<Pass>, spans: &mut Vec<PassInterval>, pass: Pass, span: PassInterval) {
     match (passes.last(), spans.last_mut()) {
         (Some(&last), Some(last_span)) if last == pass => last_span.end = span.end,
         _ => {
@@ -108,14 +108,14 @@ mod tests {
             (120, 130),
             (130, 140),
         ];
-        let spans = times.map(|(start, end)| Span { start, end }).to_vec();
+        let spans = times.map(|(start, end)| PassInterval { start, end }).to_vec();
         let timeline = StepTimeline { ranks: vec![spans], makespan: 140 };
         let picture = StepPicture::new(&[program], &timeline);
         assert_eq!(
             picture.schedule.ranks[0],
             [Pass::forward(0, 0), Pass::backward(0, 0), Pass::update(0, 1)]
         );
-        let span = |start, end| Span { start, end };
+        let span = |start, end| PassInterval { start, end };
         assert_eq!(picture.timeline.ranks[0], [span(0, 40), span(40, 100), span(120, 140)]);
         assert_eq!(picture.bubble, 1.0 - 95.0 / 100.0);
     }
@@ -125,7 +125,7 @@ mod tests {
         let program: Program = "units 1 microbatches 2 steps 2 weights stashed\nF 0 0\nB 0 0\nREDUCE_GRAD 0\nSTEP 0\nF 0 1\nB 0 1\nREDUCE_GRAD 0\nSTEP 0"
             .parse()
             .unwrap();
-        let spans = (0..8).map(|place| Span { start: 10 * place, end: 10 * place + 10 }).collect();
+        let spans = (0..8).map(|place| PassInterval { start: 10 * place, end: 10 * place + 10 }).collect();
         let picture = StepPicture::new(&[program], &StepTimeline { ranks: vec![spans], makespan: 80 });
         let passes =
             [0, 1].map(|step| [Pass::forward(0, step), Pass::backward(0, step), Pass::update(0, step)]);

@@ -1,6 +1,6 @@
 //! `trireme report trace`.
 
-use super::comparison::{Comparison, Shares};
+use super::comparison::{Comparison, TimeFractions};
 use crate::commands::write_file;
 use crate::console::{Output, columns};
 use anyhow::{Result, bail};
@@ -117,10 +117,10 @@ fn pictures<'a>(drawn: &'a Comparison, titles: &'a [String; 2]) -> [Picture<'a>;
     })
 }
 
-fn ranks_table(shares: &[Shares]) -> String {
+fn ranks_table(shares: &[TimeFractions]) -> String {
     let mut text = "rank    passes   waiting   sending  reducing   updates     other\n".to_owned();
     for (rank, shares) in shares.iter().enumerate() {
-        let Shares { passes, waiting, sending, reducing, updates } = *shares;
+        let TimeFractions { passes, waiting, sending, reducing, updates } = *shares;
         let parts = [passes, waiting, sending, reducing, updates, shares.other()];
         let columns: String = parts.map(|part| format!("{:8.1} %", 100.0 * part)).concat();
         text += &format!("{rank:4}{columns}\n");

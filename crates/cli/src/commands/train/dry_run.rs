@@ -9,7 +9,9 @@ use std::io::Write;
 use trireme_data::Corpus;
 use trireme_planner::format_memory_table;
 use trireme_train::config::Config;
-use trireme_train::{Samples, check_corpus_inputs, current_corpus, earlier_run, model_config, resume_point};
+use trireme_train::{
+    Samples, check_corpus_inputs, current_corpus, earlier_run_error, model_config, resume_point,
+};
 
 /// Maximum number of bytes that are read of inputs that are not prepared.
 const CHECKED_BYTES_MAX: u64 = 64 << 20;
@@ -17,7 +19,7 @@ const CHECKED_BYTES_MAX: u64 = 64 << 20;
 /// Performs the checks that `train` makes before its first step, and prints what the run would do. Writes nothing, and reads at most 64 MiB
 /// of unprepared text.
 pub(super) fn dry_run(config: &Config, process: ProcessContext<'_>) -> Result<()> {
-    if let Some(earlier) = earlier_run(config)? {
+    if let Some(earlier) = earlier_run_error(config)? {
         return Err(earlier.into());
     }
     let workers = Workers::local(config, &process.share.limits, process.features);

@@ -16,7 +16,7 @@ use crate::launch::{
 };
 use crate::planning::{ConfigSource, Workers};
 use crate::process_state::AbnormalExit;
-use crate::simd::{Proof, Simd};
+use crate::simd::{Simd, Verification};
 use crate::timeout::run_with_timeout;
 use anyhow::{Result, bail};
 use preparation::{prepare_run, with_steps};
@@ -33,7 +33,7 @@ use trireme_train::{FLIGHT_RECORDER_FOLDER, Task, TrainError, all_gather_json, p
 use worker::train;
 
 /// Maximum time to list the run's checkpoints after a worker has died.
-const LIST_MAX: Duration = Duration::from_secs(1);
+const LIST_TIMEOUT: Duration = Duration::from_secs(1);
 
 const EXAMPLES: &str = "\
 Examples:
@@ -92,21 +92,23 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     overrides.extend(args.workers.map(|workers| format!("launch.workers={workers}")));
     overrides.extend(args.resume.as_ref().map(|resume| format!("checkpoint.resume={resume}")));
     let world_size = environment.as_ref().map(|environment| environment.world_size);
-    let is_ours = environment.is_none();
-    let subject = if own.is_some() { TaskKind::CustomTask } else { TaskKind::LanguageModel };
-    let source = ConfigSource { path: &args.config, overrides: &overrides, world_size, subject };
+    let is_launcher = environment.is_none();
+    let task_kind = if own.is_some() { TaskKind::CustomTask } else { TaskKind::LanguageModel };
+    let source = ConfigSource { path: &args.config, overrides: &overrides, world_size, task_kind };
     let (config, simd) = before_joining(environment.as_ref(), || {
         check_config_path(&args.config)?;
         let config = source.load(&[])?;
         set_format(config.metrics().log_format);
-        Ok((config, Simd::choose(Proof::Cached)?))
+        Ok((config, Simd::choose(Verification::Cached)?))
     })?;
     let num_local =
         environment.as_ref().map_or(config.world_size(), |environment| environment.local_world_size);
     let share = HostShare::of_equal_workers(num_local, config.memory().huge_pages);
     let process = ProcessContext { source, share: &share, started, features: simd.level, custom_task: own };
     match environment {
-        _ if args.dry_run && !is_ours => bail!("--dry-run needs no launcher; start the command by itself"),
+        _ if args.dry_run && !is_launcher => {
+            bail!("--dry-run needs no launcher; start the command by itself")
+        }
         _ if args.dry_run => dry_run::dry_run(&config, process),
         Some(environment) => {
             if environment.local_rank == 0 {
@@ -157,7 +159,7 @@ fn resumable_step(config: &Config) -> Option<u64> {
     }
     let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
     // A file system that hangs must not keep an error from being shown.
-    let checkpoints = run_with_timeout(LIST_MAX, move || list_checkpoints(&folder)).ok()?.ok()?;
+    let checkpoints = run_with_timeout(LIST_TIMEOUT, move || list_checkpoints(&folder)).ok()?.ok()?;
     Some(checkpoints.last()?.0)
 }
 

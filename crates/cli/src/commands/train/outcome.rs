@@ -23,21 +23,21 @@ pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String>
     let predicted = (plan.memory_peak_bytes(), plan.prediction.host);
     let all = all_gather_json(executor.group(), &[predicted, (own, executor.host_bytes_peak())])?;
     let most = |which: usize| {
-        let of_ranks = all.iter().map(|told| told[which]);
+        let of_ranks = all.iter().map(|reported| reported[which]);
         of_ranks.reduce(|one, other| (one.0.max(other.0), one.1.max(other.1))).expect("a world has ranks")
     };
-    let ((foreseen, foreseen_on_host), (worst, worst_on_host)) = (most(0), most(1));
-    let mut columns = vec![("predicted", foreseen), ("measured", own)];
+    let ((predicted_max, predicted_host_max), (worst, worst_on_host)) = (most(0), most(1));
+    let mut columns = vec![("predicted", predicted_max), ("measured", own)];
     if all.len() > 1 {
-        columns = vec![("predicted", foreseen), ("on rank 0", own), ("max over ranks", worst)];
+        columns = vec![("predicted", predicted_max), ("on rank 0", own), ("max over ranks", worst)];
     }
     let columns: Vec<_> =
         columns.into_iter().map(|(heading, peaks)| (heading, peaks.categories, peaks.total)).collect();
     let since = trainer.moved_after().map(|step| format!("since units moved after step {step}:\n"));
     let mut text = format!("\n{}{}", since.unwrap_or_default(), format_memory_table(&columns));
-    if foreseen_on_host > 0 {
+    if predicted_host_max > 0 {
         let [predicted, measured] =
-            [foreseen_on_host, worst_on_host].map(|num_bytes| Bytes(num_bytes as u64));
+            [predicted_host_max, worst_on_host].map(|num_bytes| Bytes(num_bytes as u64));
         text += &format!(
             "in addition, state outside the device took {measured} of host memory, transfers included; the prediction \
              was {predicted}\n"

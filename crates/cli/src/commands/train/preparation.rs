@@ -11,7 +11,7 @@ use trireme_checkpoint::ModelSource;
 use trireme_data::Corpus;
 use trireme_train::config::Config;
 use trireme_train::{
-    CorpusState, RunCorpus, RunLock, Samples, SequenceFormat, TrainError, corpus_folder, earlier_run,
+    CorpusState, RunCorpus, RunLock, Samples, SequenceFormat, TrainError, corpus_folder, earlier_run_error,
     ensure_corpus, model_config,
 };
 
@@ -24,7 +24,7 @@ pub(super) fn prepare_run(
     heartbeat: Heartbeat,
 ) -> Result<Option<u64>> {
     let _lock = RunLock::of_run(config)?;
-    if let Some(earlier) = earlier_run(config)? {
+    if let Some(earlier) = earlier_run_error(config)? {
         return Err(earlier.into());
     }
     let source = process.source;
@@ -92,13 +92,13 @@ pub(super) fn check(
     let (model, _) = model_config(config, vocabulary_size)?;
     let training = config.training();
     let sequences = SequenceFormat::new(config, corpus.report.has_loss_mask);
-    let num_cut = sequences.sampler(corpus, training.seed)?.num_split_documents();
+    let num_split = sequences.sampler(corpus, training.seed)?.num_split_documents();
     let num_documents = corpus.train.tokens.num_documents();
     // A long text among conversations may be cut without harm. Under Trireme's launcher, the launcher has warned already.
-    if corpus.report.has_loss_mask && num_cut > num_documents / 100 && error_log().is_none() {
+    if corpus.report.has_loss_mask && num_split > num_documents / 100 && error_log().is_none() {
         let seq_len = training.seq_len;
         print_diagnostic(&format!(
-            "warning: {num_cut} of {num_documents} documents are longer than [training] seq_len = {seq_len} and are cut; their later parts \
+            "warning: {num_split} of {num_documents} documents are longer than [training] seq_len = {seq_len} and are cut; their later parts \
              are learned without what comes before"
         ));
     }

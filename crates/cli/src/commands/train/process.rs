@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 use trireme_comm::Group;
-use trireme_tensor::CpuFeatures;
+use trireme_tensor::SimdLevel;
 use trireme_train::Task;
 use trireme_train::config::Config;
 
@@ -17,7 +17,7 @@ pub(super) struct ProcessContext<'a> {
     pub(super) share: &'a HostShare,
     pub(super) started: Instant,
     /// The SIMD level of this process's kernels.
-    pub(super) features: CpuFeatures,
+    pub(super) features: SimdLevel,
     /// The task that the program trains; `None` for a language model.
     pub(super) custom_task: Option<&'a Arc<dyn Task>>,
 }

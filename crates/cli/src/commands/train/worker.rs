@@ -49,7 +49,7 @@ pub(super) fn train(config: &Config, group: Group, process: ProcessContext<'_>) 
     let summary = trainer.run().map_err(refused)?;
     drop(saves);
     if let Some(stopped_by) = summary.stopped_by {
-        // No rank may exit before rank 0 is here, as in `last_lines`.
+        // No rank may exit before rank 0 is here, as in `closing_report`.
         trainer.executor().group().barrier().wait()?;
         drop(trainer);
         console.finish();
@@ -63,7 +63,7 @@ pub(super) fn train(config: &Config, group: Group, process: ProcessContext<'_>) 
         };
         return Err(LaunchError::Stopped { signal }.into());
     }
-    let lines = last_lines(job, plan, language, trainer, &summary)?;
+    let lines = closing_report(job, plan, language, trainer, &summary)?;
     console.finish();
     lines.iter().for_each(|line| console.line(line));
     Ok(())
@@ -101,7 +101,7 @@ fn trainer_options(
         started,
         plan: Some(plan.worker_plan(step_seconds)),
         ends_at: if is_root { run_end(config, started, &|name| std::env::var(name).ok())? } else { None },
-        given_config: if is_root { Some(source.given(config)?) } else { None },
+        given_config: if is_root { Some(source.original_toml(config)?) } else { None },
     })
 }
 
@@ -117,7 +117,7 @@ fn with_alternatives(error: TrainError, job: PlannedRun<'_>, plan: &Plan) -> Err
 }
 
 /// Returns rank 0's closing report: memory, loss, a sample and the next commands. Empty on other ranks. Collective.
-fn last_lines(
+fn closing_report(
     job: PlannedRun<'_>,
     plan: Plan,
     language: Option<Arc<LanguageTask>>,
@@ -133,8 +133,8 @@ fn last_lines(
     let memory = summary.seconds_to_first_step.map(|_| memory_table(&trainer, &plan)).transpose()?;
     let learns_answers = language.as_ref().is_some_and(|language| language.learns_answers());
     // A model that was trained on answers needs a prompt.
-    let is_silent = learns_answers && config.generate().prompt.trim().is_empty();
-    let weights = if config.generate().num_tokens > 0 && !is_silent {
+    let needs_prompt = learns_answers && config.generate().prompt.trim().is_empty();
+    let weights = if config.generate().num_tokens > 0 && !needs_prompt {
         // Activations are no longer needed; the copy of the parameters takes their place.
         trainer.executor().device().trim();
         trainer.gather_parameters()
@@ -200,8 +200,8 @@ fn common_plan(job: PlannedRun<'_>, group: &Group) -> Result<Plan> {
     let open = open_choices(config);
     let has_file = config.parallelism().pipeline_parallel_schedule_file.is_some();
     // Ranks of the tensor axis may have parts of the vocabulary with unequal costs, and must not split the stages by their own costs.
-    let is_separate_pass = config.parallelism().tensor_parallel_degree > 1;
-    if !open.keeps && open.classes.is_empty() && !has_file && !is_separate_pass {
+    let has_tensor_axis = config.parallelism().tensor_parallel_degree > 1;
+    if !open.keeps && open.classes.is_empty() && !has_file && !has_tensor_axis {
         return fitting(None);
     }
     let is_root = group.rank() == Rank::ROOT;

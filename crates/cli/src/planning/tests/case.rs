@@ -16,7 +16,7 @@ pub(super) struct Case {
     pub(super) keep: Keep,
     pub(super) state: StateLayout,
     /// The schedule of a pipeline, its number of ranks, and the stages of each rank.
-    pub(super) pipeline: Option<(Kind, usize, usize)>,
+    pub(super) pipeline: Option<(ScheduleKind, usize, usize)>,
     /// Sequences of a microbatch, and tokens of each.
     pub(super) shape: (usize, usize),
     /// Number of samples of a validation before the first step.
@@ -100,7 +100,7 @@ impl Case {
 
     pub(super) fn executor(
         &self,
-        subject: &dyn TestModel,
+        test_model: &dyn TestModel,
         group: Group,
         device: &Device,
         host: &Device,
@@ -109,8 +109,8 @@ impl Case {
         let ((context, heads), experts) = (self.context, self.experts);
         let degrees = Degrees { pipeline, shards, context, heads, tensor, experts };
         let ranks = RankGrid::new(group, degrees)?;
-        let model = self.build(subject, device, ranks.model_place())?;
-        let profile = self.profile(subject, ranks.model_place(), ranks.context_place());
+        let model = self.build(test_model, device, ranks.model_place())?;
+        let profile = self.profile(test_model, ranks.model_place(), ranks.context_place());
         let program = self
             .program(&chain(model.table(), &profile, self.options.determinism), ranks.pipeline().rank().0);
         let folder = std::env::temp_dir();
@@ -132,7 +132,7 @@ impl Case {
             executor.validation_reports(&batches)?;
             let context = executor.ranks().context_place();
             for round in batches.rounds(executor.ranks()) {
-                let batch = round.read.map(|index| {
+                let batch = round.batch.map(|index| {
                     let shape = (batches.batch(index).1, self.shape.1);
                     subject.batch(device, shape, 0, index, context)
                 });
@@ -185,7 +185,7 @@ impl Case {
     pub(super) fn reads_all_sizes(&self, ranks: &RankGrid) -> bool {
         self.validation().is_none_or(|batches| {
             let size = |index: usize| batches.batch(index).1;
-            let own: Vec<usize> = batches.rounds(ranks).filter_map(|round| round.read).map(size).collect();
+            let own: Vec<usize> = batches.rounds(ranks).filter_map(|round| round.batch).map(size).collect();
             (0..batches.num_batches()).all(|index| own.contains(&size(index)))
         })
     }

@@ -65,7 +65,7 @@ fn a_dry_step_calls_the_kernels_of_a_real_one() {
         let state = StateLayout::UNSHARDED.with_tier(StateClass::Activations, Tier::Host);
         check(&Case { state, ..case.clone() }, 1);
     }
-    let pipeline = Some((Kind::ZeroBubbleH1, 2, 1));
+    let pipeline = Some((ScheduleKind::ZeroBubbleH1, 2, 1));
     check(&Case { pipeline, num_microbatches: 4, ..Case::default() }, 2);
 }
 
@@ -88,16 +88,16 @@ fn operations_issued_in_a_dry_step_are_awaited_in_it_or_in_the_next() {
                 JournalEntry::Kernel(_) | JournalEntry::Pause => (),
             }
         }
-        assert_eq!(issued.len(), entries.num_issued);
+        assert_eq!(issued.len(), entries.issued_per_step);
         let first = issued[0];
-        assert!(issued.iter().copied().eq(first..first + entries.num_issued), "{issued:?}");
+        assert!(issued.iter().copied().eq(first..first + entries.issued_per_step), "{issued:?}");
         // A number below `first` belongs to the previous step. Adding the number of operations in a step gives the number of the same
         // operation in this step.
-        let mut places: Vec<usize> = awaited
+        let mut numbers: Vec<usize> = awaited
             .iter()
-            .map(|number| if *number < first { number + entries.num_issued } else { *number })
+            .map(|number| if *number < first { number + entries.issued_per_step } else { *number })
             .collect();
-        places.sort_unstable();
-        assert_eq!(places, issued, "stage {stage}");
+        numbers.sort_unstable();
+        assert_eq!(numbers, issued, "stage {stage}");
     }
 }

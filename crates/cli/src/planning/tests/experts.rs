@@ -22,7 +22,7 @@ pub(super) fn model(capacity_factor: Option<f64>, num_shadowed: usize) -> ModelC
 fn cases() -> Vec<Case> {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     let mut cases = Vec::new();
-    for (stage, keep) in STAGES.into_iter().flat_map(|stage| Keep::ALL.map(|keep| (stage, keep))) {
+    for (stage, keep) in ZERO_STAGES.into_iter().flat_map(|stage| Keep::ALL.map(|keep| (stage, keep))) {
         let (state, num_shards) = (StateLayout::zero(stage), shards(stage, 2));
         let options = if stage % 2 == 0 { OPTIONS } else { bf16 };
         // 5 positions with 3 choices each are not a multiple of 4 experts.
@@ -97,7 +97,7 @@ fn spills_instead(config: &ModelConfig, case: &Case) {
             if spills {
                 device.set_overflow_allocator(
                     Arc::clone(&spill) as Arc<dyn OverflowAllocator>,
-                    dry.besides_activations,
+                    dry.excluding_activations,
                 );
             }
             let ran = case.run(config, group, &device, &device.host().unwrap());

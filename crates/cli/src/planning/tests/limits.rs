@@ -52,10 +52,10 @@ impl Fixture {
             path: &path,
             overrides: &self.overrides,
             world_size: None,
-            subject: TaskKind::LanguageModel,
+            task_kind: TaskKind::LanguageModel,
         };
         let config = source.load(&[]).unwrap();
-        let workers = Workers::local(&config, limits, trireme_tensor::CpuFeatures::detect());
+        let workers = Workers::local(&config, limits, trireme_tensor::SimdLevel::detect());
         let (model, _) = trireme_train::model_config(&config, VOCABULARY_SIZE).unwrap();
         let workload =
             Workload::Language { model: &model, sequences: crate::planning::sequences_of(&config) };

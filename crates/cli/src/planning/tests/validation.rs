@@ -17,9 +17,9 @@ fn a_short_batch_takes_memory_of_its_own() {
         (Case { tensor_degree: 2, options: unsharded, keep: Keep::Input, ..alone.clone() }, 4),
         (Case { context: (2, 1), ..alone.clone() }, 2),
         (Case { context: (2, 2), options: bf16, ..alone.clone() }, 4),
-        (Case { pipeline: Some((Kind::OneFOneB, 2, 1)), ..alone.clone() }, 2),
-        (Case { pipeline: Some((Kind::PipeDream2Bw, 2, 1)), ..alone.clone() }, 4),
-        (Case { pipeline: Some((Kind::ZeroBubbleH1, 2, 1)), tensor_degree: 2, ..alone.clone() }, 4),
+        (Case { pipeline: Some((ScheduleKind::OneFOneB, 2, 1)), ..alone.clone() }, 2),
+        (Case { pipeline: Some((ScheduleKind::PipeDream2Bw, 2, 1)), ..alone.clone() }, 4),
+        (Case { pipeline: Some((ScheduleKind::ZeroBubbleH1, 2, 1)), tensor_degree: 2, ..alone.clone() }, 4),
         // The second of two sample ranks reads the short batch, and one worker is planned for all.
         (Case { tensor_degree: 2, num_validated: Some(7), ..alone.clone() }, 4),
         // A single batch, which is short.

@@ -108,7 +108,7 @@ impl Fixture {
     pub(crate) fn command(&self, arguments: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trireme"));
         command.args(arguments.split_whitespace());
-        self.prepare(&mut command);
+        self.isolate(&mut command);
         command
     }
 
@@ -118,7 +118,7 @@ impl Fixture {
         let script = format!("{setup}; exec \"$@\"");
         command.args(["-c", &script, "sh", env!("CARGO_BIN_EXE_trireme")]);
         command.args(arguments.split_whitespace());
-        self.prepare(&mut command);
+        self.isolate(&mut command);
         command
     }
 
@@ -129,7 +129,7 @@ impl Fixture {
     }
 
     /// Makes a command run in the fixture's folder, without a terminal and without another launcher's variables.
-    pub(crate) fn prepare(&self, command: &mut Command) {
+    pub(crate) fn isolate(&self, command: &mut Command) {
         let is_launchers = |name: &OsStr| {
             name.to_str().is_some_and(|name| LAUNCHER_VARIABLES.iter().any(|start| name.starts_with(start)))
         };

@@ -56,7 +56,7 @@ impl SocketLink {
         let flags = match interest {
             // Zero-copy notifications wake `poll` without a requested event.
             Interest::Send
-                if self.zero_copy_sends.as_ref().is_some_and(ZeroCopySends::wait_for_notification) =>
+                if self.zero_copy_sends.as_ref().is_some_and(ZeroCopySends::waits_for_notification) =>
             {
                 PollFlags::empty()
             }

@@ -53,8 +53,8 @@ impl StripedLink {
             Interest::Send => &self.sending,
             Interest::Receive => &self.receiving,
         };
-        let turn = direction.num_done / STRIPE_BYTES % self.connections.len() as u64;
-        self.connections[turn as usize].poll(interest)
+        let index = direction.num_done / STRIPE_BYTES % self.connections.len() as u64;
+        self.connections[index as usize].poll(interest)
     }
 }
 

@@ -154,7 +154,7 @@ impl TlsLink {
             if !self.connection.is_handshaking() {
                 return Ok(None);
             }
-            if !self.pull()? {
+            if !self.read_records()? {
                 return Ok(Some(Interest::Receive));
             }
         }
@@ -187,7 +187,7 @@ impl TlsLink {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => return Err(error),
             }
-            if !self.pull()? {
+            if !self.read_records()? {
                 return Ok(0);
             }
         }
@@ -208,7 +208,7 @@ impl TlsLink {
         while self.connection.wants_write() {
             match self.connection.write_tls(&mut Plain(self.socket.as_fd())) {
                 Ok(_) => {}
-                Err(error) if is_momentary(&error) => return Ok(false),
+                Err(error) if is_transient(&error) => return Ok(false),
                 Err(error) => return Err(error),
             }
         }
@@ -216,11 +216,11 @@ impl TlsLink {
     }
 
     /// Reads records from the socket. Returns whether any bytes had arrived.
-    fn pull(&mut self) -> io::Result<bool> {
+    fn read_records(&mut self) -> io::Result<bool> {
         match self.connection.read_tls(&mut Plain(self.socket.as_fd())) {
             Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the other side hung up")),
             Ok(_) => {}
-            Err(error) if is_momentary(&error) => return Ok(false),
+            Err(error) if is_transient(&error) => return Ok(false),
             Err(error) => return Err(error),
         }
         if let Err(error) = self.connection.process_new_packets() {
@@ -232,6 +232,6 @@ impl TlsLink {
     }
 }
 
-fn is_momentary(error: &io::Error) -> bool {
+fn is_transient(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }

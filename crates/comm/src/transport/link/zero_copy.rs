@@ -69,7 +69,7 @@ impl ZeroCopySends {
     }
 
     /// Whether the next progress is a notification that the kernel has released memory, not room in the socket.
-    pub(super) fn wait_for_notification(&self) -> bool {
+    pub(super) fn waits_for_notification(&self) -> bool {
         !self.sends.is_empty() && !self.wants_room
     }
 
@@ -202,10 +202,10 @@ mod tests {
         let told = |first, last| Notification { first, last, was_copied: false };
         sends.release(told(1, 1));
         assert_eq!(sends.pop_done(), 0);
-        assert!(sends.wait_for_notification());
+        assert!(sends.waits_for_notification());
         sends.release(told(u32::MAX, 0));
         assert_eq!(sends.pop_done(), 6010);
-        assert!(!sends.wait_for_notification() && !sends.are_disabled());
+        assert!(!sends.waits_for_notification() && !sends.are_disabled());
     }
 
     #[test]

@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Largest tag that every MPI library supports (MPI 4.1, section 9.1.2).
-const TAG_MAX_AT_LEAST: u32 = 32_767;
+const GUARANTEED_TAG_MAX: u32 = 32_767;
 
 /// Number of connection ends that are in use or ended with messages in flight. MPI cannot be finalized cleanly while there are any.
 static NUM_OPEN: AtomicUsize = AtomicUsize::new(0);
@@ -115,8 +115,8 @@ impl Communicator {
             let value = (&raw mut tag_max).cast::<c_void>();
             let result = MPI_Comm_get_attr(handle, MPI_TAG_UB as c_int, value, &mut has_tag_max);
             check("MPI_Comm_get_attr", result)?;
-            let tag_max = if has_tag_max == 0 { TAG_MAX_AT_LEAST } else { *tag_max as u32 };
-            Ok(Communicator { handle, tag_max: tag_max.max(TAG_MAX_AT_LEAST) })
+            let tag_max = if has_tag_max == 0 { GUARANTEED_TAG_MAX } else { *tag_max as u32 };
+            Ok(Communicator { handle, tag_max: tag_max.max(GUARANTEED_TAG_MAX) })
         }
     }
 
@@ -134,7 +134,7 @@ impl Communicator {
         // SAFETY: the bytes are valid, and the caller keeps them; the request is written before it is read.
         unsafe {
             let bytes = bytes.as_ptr().cast();
-            begun(MPI_Isend(bytes, len, RSMPI_UINT8_T, to, tag, self.handle, request.as_mut_ptr()))?;
+            check_success(MPI_Isend(bytes, len, RSMPI_UINT8_T, to, tag, self.handle, request.as_mut_ptr()))?;
             Ok(Request(request.assume_init()))
         }
     }
@@ -149,7 +149,15 @@ impl Communicator {
         // SAFETY: the bytes are valid, and the caller keeps them; the request is written before it is read.
         unsafe {
             let bytes = bytes.as_mut_ptr().cast();
-            begun(MPI_Irecv(bytes, len, RSMPI_UINT8_T, from, tag, self.handle, request.as_mut_ptr()))?;
+            check_success(MPI_Irecv(
+                bytes,
+                len,
+                RSMPI_UINT8_T,
+                from,
+                tag,
+                self.handle,
+                request.as_mut_ptr(),
+            ))?;
             Ok(Request(request.assume_init()))
         }
     }
@@ -173,11 +181,11 @@ impl Request {
         let mut status = MaybeUninit::<MPI_Status>::uninit();
         // SAFETY: the handle is a request or MPI's null request; the status is written before it is read.
         unsafe {
-            begun(MPI_Test(&mut self.0, &mut has_ended, status.as_mut_ptr()))?;
+            check_success(MPI_Test(&mut self.0, &mut has_ended, status.as_mut_ptr()))?;
             if has_ended == 0 {
                 return Ok(None);
             }
-            begun(MPI_Get_count(status.as_ptr(), RSMPI_UINT8_T, &mut num_bytes))?;
+            check_success(MPI_Get_count(status.as_ptr(), RSMPI_UINT8_T, &mut num_bytes))?;
         }
         // Negative if the count is undefined, such as for a send.
         Ok(Some(usize::try_from(num_bytes).unwrap_or(0)))
@@ -188,7 +196,7 @@ fn length(bytes: &[u8]) -> c_int {
     c_int::try_from(bytes.len()).expect("messages are cut into fragments")
 }
 
-fn begun(result: c_int) -> Result<(), Failed> {
+fn check_success(result: c_int) -> Result<(), Failed> {
     if result == MPI_SUCCESS as c_int { Ok(()) } else { Err(Failed) }
 }
 

@@ -65,12 +65,12 @@ impl MpiLink {
     /// Creates the link. `wakeup` is a connected stream socket to the peer. `fragment_bytes` must be equal on both sides.
     pub(crate) fn new(
         wakeup: OwnedFd,
-        seats: &MpiAddresses,
+        addresses: &MpiAddresses,
         peer: Rank,
         purpose: Purpose,
         fragment_bytes: usize,
     ) -> Self {
-        let route = seats.route(peer, purpose);
+        let route = addresses.route(peer, purpose);
         route.communicator.open();
         MpiLink {
             route,
@@ -105,7 +105,7 @@ impl MpiLink {
             // does not.
             let request = unsafe { communicator.send(message, peer, tag)? };
             let num_bytes = message.len();
-            direction.take(InFlightMessage { request, num_bytes, is_lent });
+            direction.push(InFlightMessage { request, num_bytes, is_lent });
         }
         let mut num_done = 0;
         while let Some((flight, _)) = direction.next_ended()? {
@@ -125,7 +125,7 @@ impl MpiLink {
             direction.first.resize(FIRST_BYTES, 0);
             // SAFETY: the link keeps its own memory until the message has completed, and forever if it does not.
             let request = unsafe { communicator.receive(&mut direction.first, peer, tag)? };
-            direction.take(InFlightMessage { request, num_bytes: FIRST_BYTES, is_lent: false });
+            direction.push(InFlightMessage { request, num_bytes: FIRST_BYTES, is_lent: false });
         }
         let Some((_, num_received)) = direction.next_ended()? else { return self.check(0) };
         header.copy_from_slice(direction.first[..num_received].get(..header.len()).ok_or(Broken)?);
@@ -150,7 +150,7 @@ impl MpiLink {
             let num_bytes = free.len().min(self.fragment_bytes);
             // SAFETY: see "Lent memory"; these bytes do not overlap those that earlier messages fill.
             let request = unsafe { communicator.receive(&mut free[..num_bytes], peer, tag)? };
-            direction.take(InFlightMessage { request, num_bytes, is_lent: true });
+            direction.push(InFlightMessage { request, num_bytes, is_lent: true });
         }
         let mut num_done = 0;
         while let Some((flight, num_received)) = direction.next_ended()? {
@@ -194,12 +194,12 @@ impl MpiLink {
 
 impl Drop for MpiLink {
     fn drop(&mut self) {
-        let ways = [&mut self.outgoing, &mut self.incoming];
-        if !self.is_abandoned && ways.iter().all(|direction| direction.in_flight.is_empty()) {
+        let directions = [&mut self.outgoing, &mut self.incoming];
+        if !self.is_abandoned && directions.iter().all(|direction| direction.in_flight.is_empty()) {
             self.route.communicator.close();
             return;
         }
-        for direction in ways {
+        for direction in directions {
             if !direction.in_flight.is_empty() {
                 // MPI may still access this memory.
                 std::mem::forget(std::mem::take(&mut direction.first));
@@ -217,7 +217,7 @@ impl DirectionState {
         }
     }
 
-    fn take(&mut self, flight: InFlightMessage) {
+    fn push(&mut self, flight: InFlightMessage) {
         self.num_bytes_in_flight += flight.num_bytes;
         self.in_flight.push_back(flight);
     }

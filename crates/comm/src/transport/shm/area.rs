@@ -1,4 +1,4 @@
-use super::board::PublishedState;
+use super::board::Board;
 use super::mapping::Mapping;
 use super::ring::{RingReceiver, RingSender};
 use super::ring_memory::{RING_BYTES, RingMemory};
@@ -10,9 +10,8 @@ const BOARD_BYTES: usize = 4096;
 /// Bytes of each of the two stages (staging buffers). A vector of up to 256 KiB goes through a stage in one piece, a longer one window by
 /// window.
 pub(super) const STAGE_BYTES: usize = (1 << 20) + 4096;
-const _: () = assert!(size_of::<PublishedState>() <= BOARD_BYTES);
-const _: () =
-    assert!(size_of::<PublishedState>() == 3 * 64, "what a rank says at a meeting takes one cache line");
+const _: () = assert!(size_of::<Board>() <= BOARD_BYTES);
+const _: () = assert!(size_of::<Board>() == 3 * 64, "what a rank says at a meeting takes one cache line");
 const _: () = assert!(STAGE_BYTES >= CONTROL_BYTES_MAX + 8 && STAGE_BYTES >= GroupOptions::SHORT_BYTES_LIMIT);
 
 /// Bytes of an area: the board, two stages, then two rings to each member.
@@ -40,11 +39,11 @@ impl Area {
         is_inside.then_some(Area { memory, offset, num_members })
     }
 
-    pub(super) fn board(&self) -> &PublishedState {
-        let start = self.memory.at(self.offset, size_of::<PublishedState>());
+    pub(super) fn board(&self) -> &Board {
+        let start = self.memory.at(self.offset, size_of::<Board>());
         // SAFETY: the board is inside the mapping, which `self` keeps, and at the start of a page. It consists of atomics only, for which
         // any bits are valid.
-        unsafe { &*start.cast::<PublishedState>() }
+        unsafe { &*start.cast::<Board>() }
     }
 
     /// The first `num_bytes` of the stage for use number `stage_number`. The two stages alternate.

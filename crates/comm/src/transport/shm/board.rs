@@ -12,9 +12,9 @@ use trireme_base::Rank;
 /// The state that a rank publishes to its peers, at the start of its area. Only the owner writes to it, except for `num_sleepers`.
 #[derive(Default)]
 #[repr(C)]
-pub(super) struct PublishedState {
+pub(super) struct Board {
     /// The posts for the last even and the last odd barrier. The owner can be one barrier ahead of a peer that still reads, but not two.
-    turns: [CachePadded<BarrierWords>; 2],
+    barrier_words: [CachePadded<BarrierWords>; 2],
     /// Number of peers that sleep until the owner arrives at a barrier.
     num_sleepers: CachePadded<AtomicU32>,
 }
@@ -97,10 +97,10 @@ impl Post {
     pub(super) const STAGED: Post = Post { input: Location::Private, output: Location::Private };
 }
 
-impl PublishedState {
-    /// Posts the owner's operands for barrier number `barrier`. Visible to peers after [`arrive`](PublishedState::arrive) at that barrier.
+impl Board {
+    /// Posts the owner's operands for barrier number `barrier`. Visible to peers after [`arrive`](Board::arrive) at that barrier.
     pub(super) fn post(&self, barrier: u32, call: &Call, post: Post) {
-        let words = self.turn(barrier);
+        let words = self.words(barrier);
         words.sequence.store(call.sequence, Ordering::Relaxed);
         words.input.store(post.input.encode(), Ordering::Relaxed);
         words.output.store(post.output.encode(), Ordering::Relaxed);
@@ -112,7 +112,7 @@ impl PublishedState {
     /// Reads the operands that the owner of this state, `rank`, posted for a barrier. Fails unless the owner posted the operation that rank
     /// `own` executes.
     pub(super) fn read(&self, barrier: u32, call: &Call, own: Rank, rank: Rank) -> Result<Post, CommError> {
-        let words = self.turn(barrier);
+        let words = self.words(barrier);
         let operation = [0, 1].map(|index: usize| words.operation[index].load(Ordering::Relaxed));
         if words.sequence.load(Ordering::Relaxed) != call.sequence {
             return Err(call.protocol(rank, "it posted an operation out of order"));
@@ -129,7 +129,7 @@ impl PublishedState {
 
     /// Publishes that the owner has arrived at a barrier, and all memory that it wrote before.
     pub(super) fn arrive(&self, barrier: u32) {
-        let word = &self.turn(barrier).barrier;
+        let word = &self.words(barrier).barrier;
         word.store(barrier, Ordering::Release);
         // A sleeper increments the count before it reads the barrier number a last time. The owner writes the barrier number before it
         // reads the count. So either the owner sees the sleeper, or the sleeper sees that the owner has arrived.
@@ -144,29 +144,29 @@ impl PublishedState {
         &self,
         barrier: u32,
         call: &Call,
-        patience: &mut Backoff,
+        backoff: &mut Backoff,
         control: &mut Control,
     ) -> Result<(), CommError> {
         if self.has_arrived(barrier) {
             return Ok(());
         }
         let since = Instant::now();
-        let has_arrived = patience.poll(call.is_awaited, || self.has_arrived(barrier));
+        let has_arrived = backoff.poll(call.is_awaited, || self.has_arrived(barrier));
         let result = if has_arrived { Ok(()) } else { self.sleep(barrier, call, control) };
         if !has_arrived && result.is_ok() {
             control.record_progress();
         }
-        control.cost.waiting += since.elapsed();
+        control.call_statistics.waiting += since.elapsed();
         result
     }
 
     pub(super) fn has_arrived(&self, barrier: u32) -> bool {
-        let behind = barrier.wrapping_sub(self.turn(barrier).barrier.load(Ordering::Acquire));
+        let behind = barrier.wrapping_sub(self.words(barrier).barrier.load(Ordering::Acquire));
         behind == 0 || behind >= 1 << 31
     }
 
-    fn turn(&self, barrier: u32) -> &BarrierWords {
-        &self.turns[barrier as usize % 2].0
+    fn words(&self, barrier: u32) -> &BarrierWords {
+        &self.barrier_words[barrier as usize % 2].0
     }
 
     fn sleep(&self, barrier: u32, call: &Call, control: &mut Control) -> Result<(), CommError> {
@@ -181,7 +181,7 @@ impl PublishedState {
 
     /// Sleeps until the owner may have arrived, for at most a tick. Returns whether it has.
     pub(super) fn sleep_once(&self, barrier: u32) -> Result<bool, Errno> {
-        let word = &self.turn(barrier).barrier;
+        let word = &self.words(barrier).barrier;
         self.num_sleepers.0.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let seen = word.load(Ordering::Relaxed);

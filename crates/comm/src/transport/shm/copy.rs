@@ -10,14 +10,14 @@ const STREAM_BYTES_MIN: usize = 8 << 20;
 /// As [`std::ptr::copy_nonoverlapping`].
 pub(super) unsafe fn copy(from: *const u8, to: *mut u8, num_bytes: usize) {
     // SAFETY: guaranteed by the caller.
-    unsafe { copy_of_total(from, to, num_bytes, num_bytes) };
+    unsafe { copy_piece(from, to, num_bytes, num_bytes) };
 }
 
 /// Copies one piece of a copy of `total_bytes`.
 ///
 /// # Safety
 /// As [`std::ptr::copy_nonoverlapping`].
-pub(super) unsafe fn copy_of_total(from: *const u8, to: *mut u8, num_bytes: usize, total_bytes: usize) {
+pub(super) unsafe fn copy_piece(from: *const u8, to: *mut u8, num_bytes: usize, total_bytes: usize) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         if total_bytes >= STREAM_BYTES_MIN {
@@ -78,7 +78,7 @@ mod tests {
                 let mut target = vec![0; 10_000];
                 // SAFETY: both ranges are within their vectors, which do not overlap.
                 unsafe {
-                    copy_of_total(
+                    copy_piece(
                         source[start..start + len].as_ptr(),
                         target[place..place + len].as_mut_ptr(),
                         len,

@@ -1,19 +1,19 @@
 //! Operations on vectors that all members can read and write in place.
 
 use super::board::Location;
-use super::copy::{copy, copy_of_total};
+use super::copy::{copy, copy_piece};
 use super::pull::{Contribution, Part, Pull, contribution, pulls};
 use super::view::View;
 use super::{Operands, SharedMemory};
 use crate::buffer::CacheLine;
-use crate::call::{Call, Cost};
+use crate::call::{Call, CallStatistics};
 use crate::{CommError, Operation};
 use std::ops::Range;
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_schedule::collective::{CollectiveKind, owned_range};
 
 /// Maximum bytes per member that are prefetched before a reduction, so that they stay in the L1 cache.
-const FETCH_BYTES_MAX: usize = 8 << 10;
+const PREFETCH_BYTES_MAX: usize = 8 << 10;
 
 impl SharedMemory {
     /// Locates the members' vectors by their posts. Returns whether all vectors that peers must access are in arenas.
@@ -30,14 +30,14 @@ impl SharedMemory {
             if !post.fits(operation) {
                 return Err(call.protocol(self.members[member], "its buffers do not match its operation"));
             }
-            let view = |location: Location, counts: bool| {
+            let view = |location: Location, has_data: bool| {
                 let (offset, part) = match location {
                     Location::Vector(offset) => (offset, Part::Full),
                     Location::Block(offset) => (offset, Part::Block(member)),
                     Location::Private => return Ok(None),
                 };
                 // A member without data in an operation may pass an empty vector.
-                let range = if counts { part.range(num_members, len) } else { 0..0 };
+                let range = if has_data { part.range(num_members, len) } else { 0..0 };
                 let bytes = range.start * dtype.size()..range.end * dtype.size();
                 let refuse = || call.protocol(self.members[member], "its buffer lies outside its arena");
                 View::new(&self.areas[member].memory, offset, dtype.size(), bytes)
@@ -67,7 +67,7 @@ impl SharedMemory {
         op: ReduceOp,
         len: usize,
         root: Option<Rank>,
-        cost: &mut Cost,
+        cost: &mut CallStatistics,
     ) {
         let granule = size_of::<CacheLine>() / dtype.size();
         let owned = owned_range(Rank(self.own), self.members.len(), len, granule);
@@ -95,7 +95,7 @@ impl SharedMemory {
         &mut self,
         operation: Operation,
         operands: Operands<'_>,
-        cost: &mut Cost,
+        cost: &mut CallStatistics,
     ) {
         let (_, len) = operation.elements();
         let out_of_place = operands.output.is_some();
@@ -124,7 +124,7 @@ impl SharedMemory {
         window: &Range<usize>,
         inputs: &[View],
         output: View,
-        cost: &mut Cost,
+        cost: &mut CallStatistics,
     ) {
         let ((dtype, len), num_members) = (operation.elements(), self.members.len());
         let bytes = |part: Part| {
@@ -144,14 +144,14 @@ impl SharedMemory {
                 let range = bytes(part);
                 cost.payload_bytes += (range.len() * (num_members - 1)) as u64;
                 let op = operation.reduction().expect("only reductions reduce");
-                if range.len() <= FETCH_BYTES_MAX {
-                    self.others().for_each(|member| inputs[member].fetch(&range));
+                if range.len() <= PREFETCH_BYTES_MAX {
+                    self.others().for_each(|member| inputs[member].prefetch(&range));
                 }
                 // SAFETY: as above; the output is this member's own, and not an input of another member here.
                 unsafe {
                     let total_bytes = range.len();
                     self.reducer.reduce(inputs, range, dtype, op, |piece, result| {
-                        copy_of_total(result.as_ptr(), output.bytes(&piece), result.len(), total_bytes);
+                        copy_piece(result.as_ptr(), output.bytes(&piece), result.len(), total_bytes);
                     });
                 }
             }
@@ -159,7 +159,7 @@ impl SharedMemory {
     }
 
     /// Exchanges blocks in place. Each member of a pair swaps one half of their blocks.
-    pub(super) fn swap_blocks(&mut self, dtype: DType, len: usize, cost: &mut Cost) {
+    pub(super) fn swap_blocks(&mut self, dtype: DType, len: usize, cost: &mut CallStatistics) {
         let num_members = self.members.len();
         for distance in 1..num_members {
             let peer = (self.own + distance) % num_members;

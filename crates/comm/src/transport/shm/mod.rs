@@ -82,7 +82,7 @@ pub(crate) struct SharedMemory {
     short_bytes_max: usize,
     reducer: Reducer,
     backoff: Backoff,
-    num_meetings: u32,
+    num_barriers: u32,
     num_staged: usize,
     posts: Vec<Post>,
     inputs: Vec<View>,
@@ -181,7 +181,7 @@ impl SharedMemory {
             short_bytes_max: options.short_bytes_max,
             reducer: Reducer::new(num_members, options.chunk_bytes)?,
             backoff: Backoff::new(),
-            num_meetings: 0,
+            num_barriers: 0,
             num_staged: 0,
             posts: vec![Post::STAGED; num_members],
             inputs: Vec::with_capacity(num_members),
@@ -200,7 +200,7 @@ impl SharedMemory {
 
     /// Returns when all members have arrived.
     pub(crate) fn barrier(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
-        self.meet_with(call, Post::STAGED, control)
+        self.post_and_synchronise(call, Post::STAGED, control)
     }
 
     /// Gathers a few bytes of every member on all members.
@@ -212,23 +212,23 @@ impl SharedMemory {
     ) -> Result<(), CommError> {
         let bytes = &blocks[self.own];
         let length = bytes.len() as u64;
-        let turn = self.next_stage();
-        let stage = self.areas[self.own].stage(turn, HEAD_BYTES + bytes.len());
+        let stage_number = self.next_stage();
+        let stage = self.areas[self.own].stage(stage_number, HEAD_BYTES + bytes.len());
         // SAFETY: this rank's stage of this turn, which the peers finished reading before they arrived at the last barrier; `bytes` is on
         // the heap.
         unsafe {
             std::ptr::copy_nonoverlapping(length.to_ne_bytes().as_ptr(), stage, HEAD_BYTES);
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), stage.add(HEAD_BYTES), bytes.len());
         }
-        self.meet_with(call, Post::STAGED, control)?;
+        self.post_and_synchronise(call, Post::STAGED, control)?;
         for member in self.others() {
             let mut length = [0; HEAD_BYTES];
-            let head = self.areas[member].stage(turn, HEAD_BYTES);
+            let head = self.areas[member].stage(stage_number, HEAD_BYTES);
             // SAFETY: the owner wrote it before it arrived, and does not write it again before this rank arrives at the next barrier.
             unsafe { std::ptr::copy_nonoverlapping(head.cast_const(), length.as_mut_ptr(), HEAD_BYTES) };
             let len = check_control_bytes(self.members[member], u64::from_ne_bytes(length))?;
             let mut block = vec![0; len];
-            let stage = self.areas[member].stage(turn, HEAD_BYTES + block.len());
+            let stage = self.areas[member].stage(stage_number, HEAD_BYTES + block.len());
             // SAFETY: as above.
             unsafe {
                 std::ptr::copy_nonoverlapping(
@@ -238,7 +238,7 @@ impl SharedMemory {
                 );
             }
             blocks[member] = block;
-            control.cost.payload_bytes += len as u64;
+            control.call_statistics.payload_bytes += len as u64;
         }
         Ok(())
     }
@@ -255,20 +255,20 @@ impl SharedMemory {
         if len * dtype.size() <= self.short_bytes_max {
             return self.staged(call, operation, operands, control);
         }
-        self.meet_with(call, post_of(operation, &operands), control)?;
+        self.post_and_synchronise(call, post_of(operation, &operands), control)?;
         if !self.collect_views(call, operation)? {
             return self.staged(call, operation, operands, control);
         }
         match operation.reduction() {
             Some(op) if !operation.output_is_block() => {
-                self.reduce_owned(dtype, op, len, operation.root(), &mut control.cost);
+                self.reduce_owned(dtype, op, len, operation.root(), &mut control.call_statistics);
             }
             None if operation.is(CollectiveKind::AllToAll) && operands.output.is_none() => {
-                self.swap_blocks(dtype, len, &mut control.cost);
+                self.swap_blocks(dtype, len, &mut control.call_statistics);
             }
-            _ => self.pull_from_vectors(operation, operands, &mut control.cost),
+            _ => self.pull_from_vectors(operation, operands, &mut control.call_statistics),
         }
-        self.meet(call, control)
+        self.synchronise(call, control)
     }
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
@@ -282,23 +282,28 @@ impl SharedMemory {
     }
 
     /// Posts the operation, waits until all members have posted theirs, and compares them.
-    fn meet_with(&mut self, call: &Call, post: Post, control: &mut Control) -> Result<(), CommError> {
-        self.areas[self.own].board().post(self.num_meetings.wrapping_add(1), call, post);
-        self.meet(call, control)?;
+    fn post_and_synchronise(
+        &mut self,
+        call: &Call,
+        post: Post,
+        control: &mut Control,
+    ) -> Result<(), CommError> {
+        self.areas[self.own].board().post(self.num_barriers.wrapping_add(1), call, post);
+        self.synchronise(call, control)?;
         for member in 0..self.members.len() {
             let board = self.areas[member].board();
             self.posts[member] =
-                board.read(self.num_meetings, call, self.members[self.own], self.members[member])?;
+                board.read(self.num_barriers, call, self.members[self.own], self.members[member])?;
         }
         Ok(())
     }
 
     /// Waits until all members have arrived at the next barrier. Makes visible all memory that they wrote before.
-    fn meet(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
-        self.num_meetings = self.num_meetings.wrapping_add(1);
-        self.areas[self.own].board().arrive(self.num_meetings);
+    fn synchronise(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
+        self.num_barriers = self.num_barriers.wrapping_add(1);
+        self.areas[self.own].board().arrive(self.num_barriers);
         for member in self.others() {
-            self.areas[member].board().wait(self.num_meetings, call, &mut self.backoff, control)?;
+            self.areas[member].board().wait(self.num_barriers, call, &mut self.backoff, control)?;
         }
         Ok(())
     }
@@ -306,7 +311,7 @@ impl SharedMemory {
 
 /// The locations of the operands, to be posted.
 fn post_of(operation: Operation, operands: &Operands<'_>) -> Post {
-    let locate = |slot: &VectorRef<'_>, is_block: bool| match slot.offset {
+    let locate = |vector: &VectorRef<'_>, is_block: bool| match vector.offset {
         Some(offset) if is_block => Location::Block(offset),
         Some(offset) => Location::Vector(offset),
         None => Location::Private,

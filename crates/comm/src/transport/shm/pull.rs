@@ -46,7 +46,7 @@ impl Part {
     }
 }
 
-fn on_vectors(operation: Operation) -> Collective {
+fn collective_of(operation: Operation) -> Collective {
     operation.collective().expect("operations on vectors are collectives")
 }
 
@@ -58,7 +58,7 @@ pub(super) fn pulls(
     num_members: usize,
     out_of_place: bool,
 ) -> impl Iterator<Item = Pull> {
-    let collective = on_vectors(operation);
+    let collective = collective_of(operation);
     let DataFlow { input, output, reduces, .. } = collective.kind.data_flow();
     let has_output = collective.has_output(Rank(own));
     let target = if output == Data::Block { Part::Block(own) } else { Part::Full };
@@ -82,7 +82,7 @@ pub(super) fn pulls(
 
 /// The part of the input of member `own` that its peers read.
 pub(super) fn contribution(operation: Operation, own: usize) -> Contribution {
-    let collective = on_vectors(operation);
+    let collective = collective_of(operation);
     if collective.has_input(Rank(own)) {
         contribution_of_sources(collective.kind)
     } else {
@@ -103,8 +103,8 @@ fn contribution_of_sources(kind: CollectiveKind) -> Contribution {
 
 /// Returns two numbers of elements: the room that a stage has for each staged part, which bounds the length of a window, and the total
 /// length of all windows.
-pub(super) fn staging(operation: Operation, num_members: usize, stage_len: usize) -> (usize, usize) {
-    let collective = on_vectors(operation);
+pub(super) fn window_lens(operation: Operation, num_members: usize, stage_len: usize) -> (usize, usize) {
+    let collective = collective_of(operation);
     let longest_block = block(Rank(0), num_members, collective.len).len();
     match contribution_of_sources(collective.kind) {
         Contribution::Full => (stage_len, collective.len),

@@ -4,12 +4,12 @@ use crate::buffer::CacheLine;
 use crate::element::{combine_into, finish_mean, reduce_into};
 use std::ops::Range;
 use trireme_base::{DType, ReduceOp};
-use trireme_schedule::collective::{Side, StackInstruction, canonical_terms, num_partials};
+use trireme_schedule::collective::{Side, StackInstruction, canonical_order, num_partials};
 
 /// Reduces several members' vectors piece by piece, in the canonical order.
 pub(super) struct Reducer {
     num_members: usize,
-    terms: Vec<StackInstruction>,
+    instructions: Vec<StackInstruction>,
     /// The stack on which the instructions operate. Each entry is a partial result of one piece.
     partials: Vec<CacheLine>,
     piece_bytes: usize,
@@ -20,7 +20,7 @@ impl Reducer {
         let piece_bytes = piece_bytes.next_multiple_of(size_of::<CacheLine>());
         Ok(Reducer {
             num_members,
-            terms: canonical_terms(num_members),
+            instructions: canonical_order(num_members),
             partials: CacheLine::zeroed(num_partials(num_members) * piece_bytes)?,
             piece_bytes,
         })
@@ -48,7 +48,7 @@ impl Reducer {
                 unsafe { std::slice::from_raw_parts(inputs[member].bytes(&piece).cast_const(), piece.len()) }
             };
             let result = evaluate(
-                &self.terms,
+                &self.instructions,
                 bytemuck::cast_slice_mut(&mut self.partials),
                 self.piece_bytes,
                 piece.len(),

@@ -31,7 +31,7 @@ pub(crate) struct RingSender {
 }
 
 pub(crate) struct RingReceiver {
-    place: RingMemory,
+    memory: RingMemory,
     read: u64,
 }
 
@@ -44,8 +44,8 @@ fn pieces(position: u64, len: usize) -> [Range<usize>; 2] {
 
 impl RingSender {
     /// The sending end of a ring in this rank's arena.
-    pub(super) fn new(place: RingMemory) -> Self {
-        RingSender { memory: place, written: 0 }
+    pub(super) fn new(memory: RingMemory) -> Self {
+        RingSender { memory, written: 0 }
     }
 
     /// Writes as many of `bytes` as fit. Returns their number.
@@ -96,8 +96,8 @@ impl RingSender {
 
 impl RingReceiver {
     /// The receiving end of a ring in a peer's arena.
-    pub(super) fn new(place: RingMemory) -> Self {
-        RingReceiver { place, read: 0 }
+    pub(super) fn new(memory: RingMemory) -> Self {
+        RingReceiver { memory, read: 0 }
     }
 
     /// Reads available bytes, at most `bytes.len()`. Returns their number.
@@ -107,11 +107,11 @@ impl RingReceiver {
         for piece in pieces(self.read, len) {
             let (to, after) = rest.split_at_mut(piece.len());
             // SAFETY: the sender has written these bytes, and does not access them until `read` covers them.
-            unsafe { self.place.read(piece.start, to) };
+            unsafe { self.memory.read(piece.start, to) };
             rest = after;
         }
         self.read += len as u64;
-        self.place.state().read.0.store(self.read, Ordering::Release);
+        self.memory.state().read.0.store(self.read, Ordering::Release);
         Ok(len)
     }
 
@@ -121,7 +121,7 @@ impl RingReceiver {
     }
 
     fn unread(&self) -> Result<usize, Corrupt> {
-        let written = self.place.state().written.0.load(Ordering::Acquire);
+        let written = self.memory.state().written.0.load(Ordering::Acquire);
         match written.checked_sub(self.read) {
             Some(unread) if unread <= RingMemory::CAPACITY as u64 => Ok(unread as usize),
             _ => Err(Corrupt),
@@ -130,17 +130,17 @@ impl RingReceiver {
 
     /// Whether the sender must be woken after a read. Clears its flag.
     pub(crate) fn take_sleep_flag(&self) -> bool {
-        take_flag(&self.place.state().sender_sleeps.0)
+        take_flag(&self.memory.state().sender_sleeps.0)
     }
 
     /// Announces that this end is about to sleep until bytes are written. Returns whether there are unread bytes already.
     pub(crate) fn prepare_sleep(&self) -> Result<bool, Corrupt> {
-        announce(&self.place.state().receiver_sleeps.0);
+        announce(&self.memory.state().receiver_sleeps.0);
         self.has_unread()
     }
 
     pub(crate) fn end_sleep(&self) {
-        self.place.state().receiver_sleeps.0.store(0, Ordering::Relaxed);
+        self.memory.state().receiver_sleeps.0.store(0, Ordering::Relaxed);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::area::STAGE_BYTES;
 use super::board::Post;
-use super::pull::{Contribution, Part, Pull, contribution, pulls, staging};
+use super::pull::{Contribution, Part, Pull, contribution, pulls, window_lens};
 use super::view::View;
 use super::{Operands, SharedMemory};
 use crate::buffer::CacheLine;
@@ -16,12 +16,12 @@ use trireme_schedule::collective::{CollectiveKind, owned_range};
 /// Bytes of a longer vector that go through a stage at a time: few enough to stay in a core's cache together with their source.
 const WINDOW_BYTES: usize = 256 << 10;
 
-/// A window of a staged operation. `turn` selects the stage that it uses. `len_max` is the number of elements that the stage has for each
-/// staged part.
+/// A window of a staged operation. `stage_number` selects the stage that it uses. `len_max` is the number of elements that the stage has
+/// for each staged part.
 struct Window {
     operation: Operation,
     elements: Range<usize>,
-    turn: usize,
+    stage_number: usize,
     len_max: usize,
 }
 
@@ -38,7 +38,7 @@ impl SharedMemory {
         let num_members = self.members.len();
         let is_short = len * dtype.size() <= WINDOW_BYTES;
         let stage_len = if is_short { STAGE_BYTES } else { WINDOW_BYTES } / dtype.size();
-        let (window_len, end) = staging(operation, num_members, stage_len);
+        let (window_len, end) = window_lens(operation, num_members, stage_len);
         // Windows start at multiples of a cache line, so that vectors have the same alignment in the stage as in memory.
         let window_len = (window_len & !63).max(64);
         let out_of_place = operands.output.is_some();
@@ -52,10 +52,10 @@ impl SharedMemory {
         let mut inputs = std::mem::take(&mut self.inputs);
         let mut first = 0;
         loop {
-            let (elements, turn) = (first..end.min(first + window_len), self.next_stage());
-            let window = Window { operation, elements, turn, len_max: window_len };
+            let (elements, stage_number) = (first..end.min(first + window_len), self.next_stage());
+            let window = Window { operation, elements, stage_number, len_max: window_len };
             self.fill_stage(&window, &operands);
-            self.meet_with(call, Post::STAGED, control)?;
+            self.post_and_synchronise(call, Post::STAGED, control)?;
             let output = self.view_of_output(operation, operands.reborrow());
             for pull in pulls(operation, self.own, num_members, out_of_place) {
                 let part = match pull {
@@ -64,7 +64,7 @@ impl SharedMemory {
                 };
                 inputs.clear();
                 inputs.extend((0..num_members).map(|member| self.view_of_stage(&window, member, part)));
-                self.pull(operation, pull, &window.elements, &inputs, output, &mut control.cost);
+                self.pull(operation, pull, &window.elements, &inputs, output, &mut control.call_statistics);
             }
             first = window.elements.end;
             if first >= end {
@@ -90,10 +90,10 @@ impl SharedMemory {
         let window_len = WINDOW_BYTES / dtype.size();
         let mut inputs = std::mem::take(&mut self.inputs);
         for first in (0..len).step_by(window_len) {
-            let (elements, turn) = (first..len.min(first + window_len), self.next_stage());
-            let window = Window { operation, elements, turn, len_max: window_len };
+            let (elements, stage_number) = (first..len.min(first + window_len), self.next_stage());
+            let window = Window { operation, elements, stage_number, len_max: window_len };
             self.fill_stage(&window, &operands);
-            self.meet_with(call, Post::STAGED, control)?;
+            self.post_and_synchronise(call, Post::STAGED, control)?;
             let output = self.view_of_output(operation, operands.reborrow());
             inputs.clear();
             inputs.extend((0..num_members).map(|member| self.view_of_stage(&window, member, Part::Full)));
@@ -110,16 +110,16 @@ impl SharedMemory {
                     std::ptr::copy_nonoverlapping(result.as_ptr(), output.bytes(&piece), result.len());
                 });
             }
-            self.meet(call, control)?;
+            self.synchronise(call, control)?;
             for member in self.others() {
                 let share = share(member);
                 let (from, to) = (inputs[member].bytes(&share), output.bytes(&share));
                 // SAFETY: the member has written its results there, and does not access them before this member arrives at the barrier of
                 // the next window. The output is this member's own.
                 unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to, share.len()) };
-                control.cost.payload_bytes += share.len() as u64;
+                control.call_statistics.payload_bytes += share.len() as u64;
             }
-            control.cost.payload_bytes += (share(self.own).len() * (num_members - 1)) as u64;
+            control.call_statistics.payload_bytes += (share(self.own).len() * (num_members - 1)) as u64;
         }
         self.inputs = inputs;
         Ok(())
@@ -161,7 +161,7 @@ impl SharedMemory {
         let range = part.window(self.members.len(), len, &window.elements);
         let first = index * window.len_max * dtype.size();
         let bytes = range.start * dtype.size()..range.end * dtype.size();
-        let start = self.areas[member].stage(window.turn, first + bytes.len()).wrapping_add(first);
+        let start = self.areas[member].stage(window.stage_number, first + bytes.len()).wrapping_add(first);
         View::at(start, bytes)
     }
 }

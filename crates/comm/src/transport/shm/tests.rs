@@ -71,7 +71,7 @@ fn a_sleeper_is_woken_once() {
 }
 
 #[test]
-fn counters_that_cannot_be_are_refused() {
+fn impossible_counters_are_refused() {
     let ring = ring();
     let (mut early_sender, mut early_receiver) = (sender(&ring), receiver(&ring));
     assert_eq!(early_sender.write(&vec![1; CAPACITY]), Ok(CAPACITY));

@@ -52,21 +52,21 @@ impl View {
     ///
     /// # Panics
     /// As [`bytes`](View::bytes).
-    pub(super) fn fetch(&self, range: &Range<usize>) {
+    pub(super) fn prefetch(&self, range: &Range<usize>) {
         let first = self.bytes(range).cast_const();
         let to_line = first.addr() % size_of::<CacheLine>();
         for offset in (0..to_line + range.len()).step_by(size_of::<CacheLine>()) {
-            fetch_line(first.wrapping_sub(to_line).wrapping_add(offset));
+            prefetch_line(first.wrapping_sub(to_line).wrapping_add(offset));
         }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
-fn fetch_line(at: *const u8) {
+fn prefetch_line(at: *const u8) {
     use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
     // SAFETY: every x86-64 has the instruction, which reads nothing as far as the program can tell.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn fetch_line(_: *const u8) {}
+fn prefetch_line(_: *const u8) {}

@@ -241,9 +241,9 @@ pub(crate) fn check_algorithm(group: &Group, algorithm: Algorithm) {
         }
         assert_eq!(group.algorithm(kind.collective(1000), 4), algorithm, "{kind:?} on {group:?}");
         let has_memory = matches!(group.transport(), TransportKind::Shm | TransportKind::ShmAndTcp);
-        let places =
+        let memories =
             if has_memory { &[MemoryKind::Group, MemoryKind::Private][..] } else { &[MemoryKind::Private] };
-        for &memory in places {
+        for &memory in memories {
             let before = group.statistics().payload_bytes;
             if is_canonical(kind.collective(1000), algorithm, hosts) {
                 check::<f32>(group, kind, memory, &LENGTHS)

@@ -2,10 +2,12 @@
 
 use super::{ExpertNames, Style};
 use crate::config::{ExpertsConfig, LatentConfig, ModelConfig, RouterScores};
-use crate::families::layers::{attention, dropout, kv_heads, normal, output_weight, token_table};
+use crate::families::layers::{
+    attention, dropout, kv_head_split, normal_initial, output_weight, token_table,
+};
 use crate::model::Model;
 use crate::transformer::{
-    Block, Experts, Head, LatentAttention, LatentQueries, MixtureOfExperts, Mlp, Projection, QkNorms,
+    Block, Experts, Head, LatentAttention, LatentQueries, MixtureOfExperts, Mlp, QkNorms, ResidualProjection,
     RouterLosses, SelfAttention, Sublayer, TokenEmbedding,
 };
 use crate::unit::Unit;
@@ -59,7 +61,7 @@ impl Builder<'_> {
                 vec![Arc::new(Block(vec![attention, mlp]))]
             }
             Some(experts) => {
-                self.table.begin_unit(format!("{name}.{}", self.style.expert_names.part));
+                self.table.begin_unit(format!("{name}.{}", self.style.expert_names.module));
                 let experts = Box::new(self.experts(&name, experts));
                 vec![Arc::new(Block(vec![attention])), Arc::new(Block(vec![experts]))]
             }
@@ -80,9 +82,9 @@ impl Builder<'_> {
         let dim = config.head_dim;
         let (queries, keys) = (config.num_heads * dim, config.num_kv_heads * dim);
         let part = |part: &str| format!("{name}.self_attn.{part}");
-        let (heads, kv_heads) = (AxisSplit::along(0).with_granule(dim), kv_heads(dim));
+        let (heads, kv_heads) = (AxisSplit::along(0).with_granule(dim), kv_head_split(dim));
         let qkv = [("q_proj", queries, heads), ("k_proj", keys, kv_heads), ("v_proj", keys, kv_heads)];
-        let qkv = qkv.map(|(name, outputs, cut)| (part(name), outputs, Some(cut)));
+        let qkv = qkv.map(|(name, outputs, split)| (part(name), outputs, Some(split)));
         let attention = attention(config, layer, rotary, &self.table);
         Box::new(SelfAttention {
             norm,
@@ -121,22 +123,22 @@ impl Builder<'_> {
         let down = (part("kv_a_proj_with_mqa"), kv_rank + rotary_dim, None);
         let down: Vec<_> = ranks.into_iter().chain([down]).collect();
         let down = self.projections(&down, config.hidden_size, config.qkv_bias);
-        let (outputs, cut) = heads(plain_dim + rotary_dim);
+        let (outputs, split) = heads(plain_dim + rotary_dim);
         let queries = match query_rank {
             None => {
-                let queries = [(part("q_proj"), outputs, cut)];
+                let queries = [(part("q_proj"), outputs, split)];
                 LatentQueries::Direct(self.projections(&queries, config.hidden_size, false))
             }
             Some(rank) => LatentQueries::Latent {
                 slice: slice(0, rank),
                 norm: self.norm(&part("q_a_layernorm"), rank),
-                up: self.projections(&[(part("q_b_proj"), outputs, cut)], rank, false),
+                up: self.projections(&[(part("q_b_proj"), outputs, split)], rank, false),
             },
         };
         let first = query_rank.unwrap_or(0);
         let kv_norm = self.norm(&part("kv_a_layernorm"), kv_rank);
-        let (outputs, cut) = heads(plain_dim + value_dim);
-        let num_heads = self.table.part_of(AxisSplit::along(0), config.num_heads);
+        let (outputs, split) = heads(plain_dim + value_dim);
+        let num_heads = self.table.part_len(AxisSplit::along(0), config.num_heads);
         let shape = LatentHeadShape { num_heads, plain_dim, rotary_dim, value_dim, is_interleaved };
         let dims = [plain_dim + rotary_dim, value_dim];
         LatentAttention {
@@ -145,7 +147,7 @@ impl Builder<'_> {
             queries,
             kv_slice: slice(first, kv_rank),
             kv_norm,
-            kv_up: self.projections(&[(part("kv_b_proj"), outputs, cut)], kv_rank, false),
+            kv_up: self.projections(&[(part("kv_b_proj"), outputs, split)], kv_rank, false),
             key_slice: slice(first + kv_rank, rotary_dim),
             heads: Arc::new(LatentHeads { shape, rotary: Arc::clone(rotary) }),
             attention: Arc::new(Attention::with_value_dim(
@@ -194,13 +196,13 @@ impl Builder<'_> {
     fn experts(&mut self, name: &str, experts: &ExpertsConfig) -> MixtureOfExperts {
         let (hidden, inner) = (self.config.hidden_size, experts.intermediate_size);
         let &ExpertsConfig { num_experts, num_choices, normalizes, scale, groups, .. } = experts;
-        let ExpertNames { part, projections: [gate, up, down] } = self.style.expert_names;
+        let ExpertNames { module: part, projections: [gate, up, down] } = self.style.expert_names;
         let norm = self.norm(&format!("{name}.post_attention_layernorm"), hidden);
         let module = format!("{name}.{part}");
         let router = Parameter::embedding(
             format!("{module}.gate.weight"),
             &[num_experts, hidden],
-            normal(self.config),
+            normal_initial(self.config),
         );
         let router = Arc::new(Router { weight: self.table.add(router) });
         let bias = experts.has_bias.then(|| {
@@ -214,11 +216,11 @@ impl Builder<'_> {
             let inputs = [gate, up].map(|part| (shared(part), inner, Some(AxisSplit::along(0))));
             let into = self.projections(&inputs, hidden, false);
             let back = self.row_parallel(&shared(down), inner, 1, false, self.gated());
-            (into, Projection::new(back, dropout(self.config, &format!("{name}.shared"))))
+            (into, ResidualProjection::new(back, dropout(self.config, &format!("{name}.shared"))))
         });
-        let matrix = |expert: usize, part: &str, dims: [usize; 2], cut: AxisSplit| {
+        let matrix = |expert: usize, part: &str, dims: [usize; 2], split: AxisSplit| {
             let name = format!("{module}.experts.{expert}.{part}.weight");
-            let matrix = Parameter::matrix(name, &dims, normal(self.config)).with_split(cut);
+            let matrix = Parameter::matrix(name, &dims, normal_initial(self.config)).with_split(split);
             matrix.of_expert(expert, num_experts)
         };
         let into = (0..num_experts).flat_map(|expert| {
@@ -227,8 +229,8 @@ impl Builder<'_> {
         let back = (0..num_experts).map(|expert| matrix(expert, down, [hidden, inner], AxisSplit::along(1)));
         let [into, back] =
             [into.collect::<Vec<_>>(), back.collect()].map(|parts| self.table.add_stacked(parts));
-        let num_own = self.table.own_experts(num_experts).len();
-        let grouped = |weight, activation| GroupedLinear { weight, num_groups: num_own, activation };
+        let num_local = self.table.own_experts(num_experts).len();
+        let grouped = |weight, activation| GroupedLinear { weight, num_groups: num_local, activation };
         let rule = RoutingRule { num_choices, normalizes, scale, groups };
         let capacity = experts.capacity_factor.map(|factor| Capacity { factor });
         MixtureOfExperts {
@@ -240,7 +242,7 @@ impl Builder<'_> {
             },
             top_k: Arc::new(TopK { rule, bias }),
             groups: Arc::new(GroupRows { num_groups: num_experts, capacity }),
-            combine: Arc::new(CombineRows { sums_over_ranks: back.part.is_some() }),
+            combine: Arc::new(CombineRows { sums_over_ranks: back.shard.is_some() }),
             experts: Experts::new(
                 [grouped(into, InputActivation::Identity), grouped(back, self.gated())],
                 ExpertExchange {
@@ -265,7 +267,7 @@ impl Builder<'_> {
             weight_offset: offset,
             bias: None,
             epsilon: self.config.norm_epsilon,
-            centred: false,
+            is_centered: false,
         })
     }
 
@@ -277,16 +279,16 @@ impl Builder<'_> {
         inputs: usize,
         has_bias: bool,
     ) -> Arc<Linear> {
-        let cut = |parameter: Parameter, cut: &Option<AxisSplit>| match *cut {
-            Some(cut) => parameter.with_split(cut),
+        let with_split = |parameter: Parameter, split: &Option<AxisSplit>| match *split {
+            Some(split) => parameter.with_split(split),
             None => parameter,
         };
-        let weight = |(name, outputs, own): &(String, usize, Option<AxisSplit>)| {
+        let weight = |(name, outputs, split): &(String, usize, Option<AxisSplit>)| {
             let dims = [*outputs, inputs];
-            cut(Parameter::matrix(format!("{name}.weight"), &dims, normal(self.config)), own)
+            with_split(Parameter::matrix(format!("{name}.weight"), &dims, normal_initial(self.config)), split)
         };
-        let bias = |(name, outputs, own): &(String, usize, Option<AxisSplit>)| {
-            cut(Parameter::vector(format!("{name}.bias"), *outputs, Initial::ZEROS), own)
+        let bias = |(name, outputs, split): &(String, usize, Option<AxisSplit>)| {
+            with_split(Parameter::vector(format!("{name}.bias"), *outputs, Initial::ZEROS), split)
         };
         Arc::new(Linear {
             weight: self.table.add_stacked(parts.iter().map(weight)),
@@ -305,10 +307,10 @@ impl Builder<'_> {
         has_bias: bool,
         activation: InputActivation,
         norm_name: &str,
-    ) -> Projection {
+    ) -> ResidualProjection {
         let linear = self.row_parallel(name, inputs, granule, has_bias, activation);
         let norm = self.style.has_output_norms.then(|| self.norm(norm_name, self.config.hidden_size));
-        Projection { linear, norm, dropout: dropout(self.config, name) }
+        ResidualProjection { linear, norm, dropout: dropout(self.config, name) }
     }
 
     /// Adds a row-parallel linear layer, which is split by its inputs.
@@ -321,7 +323,7 @@ impl Builder<'_> {
         activation: InputActivation,
     ) -> Arc<Linear> {
         let dims = [self.config.hidden_size, inputs];
-        let weight = Parameter::matrix(format!("{name}.weight"), &dims, normal(self.config));
+        let weight = Parameter::matrix(format!("{name}.weight"), &dims, normal_initial(self.config));
         let bias = Parameter::vector(format!("{name}.bias"), dims[0], Initial::ZEROS);
         Arc::new(Linear {
             weight: self.table.add(weight.with_split(AxisSplit::along(1).with_granule(granule))),

@@ -30,7 +30,7 @@ pub(super) struct Style {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ExpertNames {
     /// Name of the module that contains the experts.
-    pub(super) part: &'static str,
+    pub(super) module: &'static str,
     /// Names of the gate projection, the up projection and the down projection of an expert.
     pub(super) projections: [&'static str; 3],
 }
@@ -41,7 +41,7 @@ impl Style {
         has_output_norms: false,
         norm_weight_offset: 0.0,
         scales_embedding: false,
-        expert_names: ExpertNames { part: "mlp", projections: ["gate_proj", "up_proj", "down_proj"] },
+        expert_names: ExpertNames { module: "mlp", projections: ["gate_proj", "up_proj", "down_proj"] },
     };
 }
 
@@ -72,9 +72,9 @@ pub(super) fn read_decoder(reader: &Reader<'_>, family: Family, defaults: Defaul
         num_kv_heads: given_kv_heads.or(default_kv_heads).unwrap_or(num_heads),
         intermediate_size: reader.size("intermediate_size")?,
         max_position_embeddings: reader.size("max_position_embeddings")?,
-        norm_epsilon: reader.narrow_number("rms_norm_eps", defaults.norm_epsilon.unwrap_or(1e-6))?,
+        norm_epsilon: reader.number_f32("rms_norm_eps", defaults.norm_epsilon.unwrap_or(1e-6))?,
         tie_word_embeddings: reader.flag("tie_word_embeddings", defaults.tie_word_embeddings)?,
-        initializer_range: reader.narrow_number("initializer_range", 0.02)?,
+        initializer_range: reader.number_f32("initializer_range", 0.02)?,
         head_dim: reader.optional_size("head_dim")?.unwrap_or(head_dim),
         rope: Some(read_rope(reader, defaults.theta.unwrap_or(10_000.0))?),
         activation: Activation::Silu,

@@ -12,7 +12,7 @@ use trireme_tensor::{
 };
 
 /// An optimizer with its settings.
-pub(crate) type Kind = (OptimizerName, OptimizerSettings);
+pub(crate) type OptimizerCase = (OptimizerName, OptimizerSettings);
 
 pub(crate) const DEFAULT: OptimizerSettings = OptimizerSettings::DEFAULT;
 
@@ -20,7 +20,7 @@ pub(crate) const MUON: OptimizerSettings =
     OptimizerSettings { muon_scale: MuonScale::Original, muon_adamw_lr_scale: 0.5, ..DEFAULT };
 
 /// Every optimizer, and Adafactor with two settings.
-pub(crate) const KINDS: [Kind; 11] = [
+pub(crate) const OPTIMIZER_CASES: [OptimizerCase; 11] = [
     (OptimizerName::AdamW, DEFAULT),
     (OptimizerName::Adam, OptimizerSettings { nu: 0.7, ..DEFAULT }),
     (OptimizerName::Sgd, OptimizerSettings { nesterov: true, ..DEFAULT }),
@@ -34,7 +34,7 @@ pub(crate) const KINDS: [Kind; 11] = [
     (OptimizerName::ZeroOneAdam, OptimizerSettings { var_update_scaler: 1, ..DEFAULT }),
 ];
 
-pub(crate) fn options((name, settings): Kind) -> OptimizerOptions {
+pub(crate) fn options((name, settings): OptimizerCase) -> OptimizerOptions {
     OptimizerOptions { settings, ..OptimizerOptions::new(name) }
 }
 
@@ -98,7 +98,7 @@ impl Shards {
         Shards { exchange: Arc::clone(exchange), rank, num_sums: 0, sum_bits: Vec::new(), num_gathers: 0 }
     }
 
-    fn all(&self, own: Vec<f64>) -> Vec<Vec<f64>> {
+    fn all_gather(&self, own: Vec<f64>) -> Vec<Vec<f64>> {
         self.exchange.slots.lock().unwrap()[self.rank] = own;
         self.exchange.barrier.wait();
         let all = self.exchange.slots.lock().unwrap().clone();
@@ -113,7 +113,7 @@ impl ShardOps for Shards {
     fn sum(&mut self, values: ViewMut<'_>) -> Result<(), DeviceError> {
         self.num_sums += 1;
         let (device, len) = (device(1), values.shape().num_elements());
-        let mut all = self.all(device.read(values.as_view()));
+        let mut all = self.all_gather(device.read(values.as_view()));
         assert!(all.iter().all(|other| other.len() == len), "ranks sum as many values");
         while all.len() > 1 {
             let add = |pair: &[Vec<f64>]| match pair {
@@ -133,7 +133,7 @@ impl ShardOps for Shards {
         let mut values: Vec<f32> = device.read(whole.as_view());
         let mut own = vec![part.start as f64];
         own.extend(values[part].iter().map(|&value| f64::from(value)));
-        for other in self.all(own) {
+        for other in self.all_gather(own) {
             let first = other[0] as usize;
             for (index, value) in other[1..].iter().enumerate() {
                 values[first + index] = *value as f32;

@@ -8,7 +8,7 @@ use trireme_parallel::{
     StepPlan, chain,
 };
 use trireme_schedule::lowering::{lay_out, recompute};
-use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, programs};
+use trireme_schedule::pipeline::{Costs, ScheduleKind, Sizes, StageCosts, generate, programs};
 use trireme_schedule::{Keep, Program, StateLayout, UnitChain, single};
 use trireme_swap::SwapOptions;
 use trireme_tensor::{BackendKind, Device, DeviceOptions, ParameterTable};
@@ -45,7 +45,7 @@ pub(crate) fn executor(
     accumulation: usize,
     options: ExecutorOptions,
 ) -> Executor {
-    laid_out(config, group, num_threads, accumulation, &Layout { options, ..Layout::default() })
+    executor_with_layout(config, group, num_threads, accumulation, &Layout { options, ..Layout::default() })
 }
 
 /// The options, degrees and state layout of an executor.
@@ -78,7 +78,7 @@ pub(crate) struct Layout<'a> {
 /// A pipeline schedule and its sizes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pipeline {
-    pub(crate) kind: Kind,
+    pub(crate) kind: ScheduleKind,
     pub(crate) num_ranks: usize,
     pub(crate) stages_per_rank: usize,
 }
@@ -124,7 +124,7 @@ impl Default for Layout<'_> {
     }
 }
 
-pub(crate) fn laid_out(
+pub(crate) fn executor_with_layout(
     config: &ModelConfig,
     group: Group,
     num_threads: usize,
@@ -132,14 +132,14 @@ pub(crate) fn laid_out(
     layout: &Layout<'_>,
 ) -> Executor {
     let build = |device: &Device, table| config.build_into(table, config.max_position_embeddings, device);
-    laid_out_model(&build, &token_specs(SHAPE.0, SHAPE.1), group, num_threads, accumulation, layout)
+    executor_of_model(&build, &token_specs(SHAPE.0, SHAPE.1), group, num_threads, accumulation, layout)
 }
 
 /// A function that builds a model.
 pub(crate) type Build<'a> = &'a dyn Fn(&Device, ParameterTable) -> Result<Model, ModelError>;
 
 /// Creates an executor of the model that `build` returns, for microbatches with these tensors.
-pub(crate) fn laid_out_model(
+pub(crate) fn executor_of_model(
     build: Build<'_>,
     specs: &[TensorSpec],
     group: Group,
@@ -147,8 +147,8 @@ pub(crate) fn laid_out_model(
     accumulation: usize,
     layout: &Layout<'_>,
 ) -> Executor {
-    let alike = DeviceOptions { num_threads, backend: layout.backend, ..DeviceOptions::default() };
-    let device = Device::open(alike).unwrap();
+    let device_options = DeviceOptions { num_threads, backend: layout.backend, ..DeviceOptions::default() };
+    let device = Device::open(device_options).unwrap();
     let Layout { options, .. } = layout;
     let (pipeline, shards) = (layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks), layout.num_shards);
     let ((context, heads), tensor, experts) = (layout.context, layout.tensor, layout.experts);
@@ -157,7 +157,7 @@ pub(crate) fn laid_out_model(
     let place = ranks.context_place();
     let specs: Vec<TensorSpec> = specs.iter().map(|spec| spec.of_positions(place)).collect();
     let build = |device: &Device| Model::build_at(ranks.model_place(), device, build);
-    let profile = ModelProfile::of(build, alike, options.passes(place), &specs).unwrap();
+    let profile = ModelProfile::of(build, device_options, options.passes(place), &specs).unwrap();
     let model = build(&device).unwrap();
     let chain = chain(model.table(), &profile, layout.options.determinism);
     let program = match layout.pipeline {
@@ -167,7 +167,7 @@ pub(crate) fn laid_out_model(
         }
         None => single::program(&chain, accumulation),
     };
-    let moves = OffloadOptions {
+    let offload = OffloadOptions {
         host: device.host().unwrap(),
         folder: layout.folder.to_owned(),
         swap: layout.swap.clone(),
@@ -177,7 +177,7 @@ pub(crate) fn laid_out_model(
         OptimizerOptions { settings, weight_decay: layout.weight_decay, ..OptimizerOptions::new(name) };
     let optimizer = &layout.optimizer_options.clone().unwrap_or(plain);
     let program = lowered(program, layout);
-    let (options, offload, device) = (layout.options, &moves, &device);
+    let (options, offload, device) = (layout.options, &offload, &device);
     let setup = ExecutorSetup { model, profile, optimizer, ranks, device, program, options, offload };
     let mut executor = Executor::new(setup).unwrap();
     executor.initialize(1).unwrap();
@@ -251,7 +251,7 @@ pub(crate) fn train_classifier(
     };
     let found = run_ranks(world_size, |group| {
         let specs = classifier_specs(num_samples);
-        train_on(laid_out_model(&build, &specs, group, 1, accumulation, layout), &batches)
+        train_on(executor_of_model(&build, &specs, group, 1, accumulation, layout), &batches)
     });
     assert!(found.iter().all(|(steps, _)| *steps == found[0].0), "ranks agree");
     (found[0].0.clone(), found.into_iter().flat_map(|(_, weights)| weights).collect())

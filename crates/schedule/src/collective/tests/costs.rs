@@ -19,7 +19,7 @@ fn count(collective: Collective, algorithm: impl Into<Algorithm>, hosts: &Hosts)
     Counted { traffic, longest: programs.iter().map(Vec::len).max().unwrap_or(0) }
 }
 
-fn all_equal(counted: &Counted, world_size: usize, expected: usize) {
+fn assert_all_send(counted: &Counted, world_size: usize, expected: usize) {
     for rank in 0..world_size {
         assert_eq!(counted.traffic.sent_by(rank), expected, "rank {rank} of {world_size}");
     }
@@ -38,13 +38,13 @@ fn rings_send_what_their_formulas_say() {
     for (n, _, _, _) in sizes() {
         let (len, hosts) = (3 * n, Hosts::single(n));
         let counted = count(CollectiveKind::AllReduce.with_len(len), A::Ring, &hosts);
-        all_equal(&counted, n, 2 * len * (n - 1) / n);
+        assert_all_send(&counted, n, 2 * len * (n - 1) / n);
         assert_eq!(counted.longest, 2 * (n - 1));
         for collective in
             [CollectiveKind::AllGather.with_len(len), CollectiveKind::ReduceScatter.with_len(len)]
         {
             let counted = count(collective, A::Ring, &hosts);
-            all_equal(&counted, n, len * (n - 1) / n);
+            assert_all_send(&counted, n, len * (n - 1) / n);
             assert_eq!(counted.longest, n - 1);
         }
     }
@@ -76,9 +76,9 @@ fn halving_and_doubling_send_what_their_formulas_say() {
         let counted = count(CollectiveKind::ReduceScatter.with_len(len), A::RecursiveHalving, &hosts);
         assert_eq!(counted.longest, p - 1 + 2 * fold);
         if extra == 0 {
-            all_equal(&counted, n, len * (n - 1) / n);
+            assert_all_send(&counted, n, len * (n - 1) / n);
             let counted = count(CollectiveKind::AllGather.with_len(len), A::RecursiveDoubling, &hosts);
-            all_equal(&counted, n, len * (n - 1) / n);
+            assert_all_send(&counted, n, len * (n - 1) / n);
             assert_eq!(counted.longest, log);
         } else {
             // A pair keeps two of the N blocks, any other leaf one. The first rank of a pair sends one of its blocks on.
@@ -148,21 +148,21 @@ fn exchanges_of_blocks_send_what_their_formulas_say() {
             programs[0].iter().filter(|step| matches!(step, Step::Copy { .. })).count()
         };
         let counted = count(CollectiveKind::AllGather.with_len(len), A::Pairwise, &hosts);
-        all_equal(&counted, n, len * (n - 1) / n);
+        assert_all_send(&counted, n, len * (n - 1) / n);
         assert_eq!(counted.longest, n - 1);
 
         let counted = count(CollectiveKind::AllGather.with_len(len), A::Bruck, &hosts);
-        all_equal(&counted, n, len * (n - 1) / n);
+        assert_all_send(&counted, n, len * (n - 1) / n);
         let programs = programs_of(CollectiveKind::AllGather.with_len(len), A::Bruck.into(), &hosts);
         assert_eq!(counted.longest - copies(&programs), rounds);
 
         let counted = count(CollectiveKind::AllToAll.with_len(len), A::Pairwise, &hosts);
-        all_equal(&counted, n, len * (n - 1) / n);
+        assert_all_send(&counted, n, len * (n - 1) / n);
         assert_eq!(counted.longest, n - 1);
 
         let counted = count(CollectiveKind::AllToAll.with_len(len), A::Bruck, &hosts);
         let hops: usize = (0..n).map(|distance| distance.count_ones() as usize).sum();
-        all_equal(&counted, n, len / n * hops);
+        assert_all_send(&counted, n, len / n * hops);
         let programs = programs_of(CollectiveKind::AllToAll.with_len(len), A::Bruck.into(), &hosts);
         assert_eq!(counted.longest - copies(&programs), rounds);
 

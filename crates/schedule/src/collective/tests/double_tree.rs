@@ -40,7 +40,7 @@ fn a_rank_has_children_in_one_tree_at_most() {
         for (rank, steps) in steps_of(world_size, 2, 1).iter().enumerate() {
             let reductions = steps.iter().filter_map(|step| parts(step).1);
             let mut halves: Vec<usize> = reductions
-                .filter(|receive| receive.action != Action::Copy)
+                .filter(|receive| receive.action != ReceiveAction::Copy)
                 .map(|receive| receive.span.range.start)
                 .collect();
             halves.dedup();

@@ -95,7 +95,7 @@ pub(super) fn interpret(
             }
             if let Some(receive) = receive {
                 let Some(message) = wires[receive.from.0 * world_size + rank].pop_front() else { continue };
-                place(own.of(&receive.span), &message, receive.action, &combine);
+                apply_message(own.of(&receive.span), &message, receive.action, &combine);
             }
             if let Step::Copy { from, to } = step {
                 let overlap = from.range.start < to.range.end && to.range.start < from.range.end;
@@ -115,13 +115,18 @@ pub(super) fn interpret(
     traffic
 }
 
-fn place(target: &mut [f64], message: &[f64], action: Action, combine: &impl Fn(f64, f64) -> f64) {
+fn apply_message(
+    target: &mut [f64],
+    message: &[f64],
+    action: ReceiveAction,
+    combine: &impl Fn(f64, f64) -> f64,
+) {
     assert_eq!(message.len(), target.len(), "both ends of a message have one length");
     for (own, &other) in target.iter_mut().zip(message) {
         *own = match action {
-            Action::Copy => other,
-            Action::Reduce { own: Side::Right } => combine(other, *own),
-            Action::Reduce { own: Side::Left } => combine(*own, other),
+            ReceiveAction::Copy => other,
+            ReceiveAction::Reduce { own: Side::Right } => combine(other, *own),
+            ReceiveAction::Reduce { own: Side::Left } => combine(*own, other),
         };
     }
 }

@@ -15,7 +15,7 @@ use proptest::prelude::*;
 /// Returns the canonical order as a text with parentheses, by running its stack program.
 fn order_as_text(world_size: usize) -> String {
     let mut stack: Vec<String> = Vec::new();
-    for term in canonical_terms(world_size) {
+    for term in canonical_order(world_size) {
         match term {
             StackInstruction::Load(rank) => stack.push(rank.to_string()),
             StackInstruction::Reduce(rank) => {

@@ -79,7 +79,7 @@ pub(super) fn expected(
 pub(super) fn canonical(vectors: &[Vec<f64>]) -> Vec<f64> {
     let merge = |left: Vec<f64>, right: &[f64]| left.iter().zip(right).map(|(a, b)| a + b).collect();
     let mut stack: Vec<Vec<f64>> = Vec::new();
-    for term in canonical_terms(vectors.len()) {
+    for term in canonical_order(vectors.len()) {
         match term {
             StackInstruction::Load(rank) => stack.push(vectors[rank.0].clone()),
             StackInstruction::Reduce(rank) => {

@@ -28,9 +28,9 @@ fn send_text(send: &Outgoing) -> String {
 /// Writes `receive 2 vector[16..32]`, followed by `reduce left` or `reduce right`: the side of the elements already there.
 fn receive_text(receive: &Incoming) -> String {
     let reduce = match receive.action {
-        Action::Copy => "",
-        Action::Reduce { own: Side::Left } => " reduce left",
-        Action::Reduce { own: Side::Right } => " reduce right",
+        ReceiveAction::Copy => "",
+        ReceiveAction::Reduce { own: Side::Left } => " reduce left",
+        ReceiveAction::Reduce { own: Side::Right } => " reduce right",
     };
     format!("receive {} {}{reduce}", receive.from, span_text(&receive.span))
 }

@@ -179,7 +179,7 @@ fn choices_follow_size_and_topology() {
 }
 
 #[test]
-fn a_choice_does_not_depend_on_the_candidates_that_are_left_out() {
+fn the_canonical_choice_is_the_fastest_canonical_algorithm() {
     for hosts in placements() {
         for collective in collectives(hosts.world_size(), 1000) {
             let algorithm = choose(collective, &hosts, 4, &MODEL, true);

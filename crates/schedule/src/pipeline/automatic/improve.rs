@@ -6,7 +6,7 @@ use crate::pipeline::clock::{Clock, needs};
 use crate::pipeline::costs::Costs;
 use crate::pipeline::pass::{Pass, PassKind};
 use crate::pipeline::schedule::Schedule;
-use crate::pipeline::timeline::Span;
+use crate::pipeline::timeline::PassInterval;
 use crate::pipeline::validate::check_activations;
 use std::ops::RangeInclusive;
 
@@ -17,20 +17,20 @@ const PASSES_TIMED_MAX: usize = 1 << 23;
 /// not change.
 type Score = (u64, u64);
 
-fn score(spans: &[Vec<Span>]) -> Score {
+fn score(spans: &[Vec<PassInterval>]) -> Score {
     let ends = || spans.iter().filter_map(|spans| spans.last()).map(|span| span.end);
     (ends().max().unwrap_or(0), ends().sum())
 }
 
 /// Moves passes of a valid schedule until no move improves it or [`PASSES_TIMED_MAX`] is reached.
 pub(super) fn improve(schedule: Schedule, costs: &Costs, bounds: &[u64]) -> Schedule {
-    let mut search = Search::new(halved(schedule), costs, bounds);
+    let mut search = Search::new(split_backwards(schedule), costs, bounds);
     while search.improve_once().is_some() {}
     search.schedule
 }
 
 /// Returns the schedule with all backwards in two halves, one directly after the other.
-fn halved(mut schedule: Schedule) -> Schedule {
+fn split_backwards(mut schedule: Schedule) -> Schedule {
     let halves = |pass: Pass| match pass.kind {
         PassKind::Backward => vec![
             Pass::backward_input(pass.stage, pass.microbatch),
@@ -46,7 +46,7 @@ fn halved(mut schedule: Schedule) -> Schedule {
 
 struct Search<'a> {
     schedule: Schedule,
-    spans: Vec<Vec<Span>>,
+    spans: Vec<Vec<PassInterval>>,
     clock: Clock<'a>,
     costs: &'a Costs,
     bounds: &'a [u64],
@@ -80,7 +80,7 @@ impl<'a> Search<'a> {
     /// Returns whether the schedule improved, or `None` if too few passes may still be timed.
     fn try_move(&mut self, rank: usize, from: usize, to: usize) -> Option<bool> {
         let time = self.spans[rank][from.min(to)].start;
-        let is_earlier = |spans: &Vec<Span>| spans.partition_point(|span| span.start < time);
+        let is_earlier = |spans: &Vec<PassInterval>| spans.partition_point(|span| span.start < time);
         let num_kept: Vec<usize> = self.spans.iter().map(is_earlier).collect();
         let num_timed = self.schedule.num_passes() - num_kept.iter().sum::<usize>();
         self.num_left = self.num_left.checked_sub(num_timed)?;
@@ -136,7 +136,7 @@ fn is_alike(pass: Pass, other: Pass) -> bool {
 /// Returns one critical path, from its end to its beginning: for each rank on the path, a block of passes that the rank runs without a gap.
 fn critical_blocks(
     schedule: &Schedule,
-    spans: &[Vec<Span>],
+    spans: &[Vec<PassInterval>],
     costs: &Costs,
 ) -> Vec<(usize, RangeInclusive<usize>)> {
     let end_of = |rank: usize| spans[rank].last().map_or(0, |span| span.end);
@@ -165,7 +165,7 @@ fn critical_blocks(
 
 /// Returns the index of `pass` among the passes of its rank, if it ends at `time`. The passes contain no full backward, so for a full
 /// backward the function looks for its input half.
-fn ended_at(passes: &[Pass], spans: &[Span], pass: Pass, time: u64) -> Option<usize> {
+fn ended_at(passes: &[Pass], spans: &[PassInterval], pass: Pass, time: u64) -> Option<usize> {
     let made = match pass.kind {
         PassKind::Backward => Pass { kind: PassKind::BackwardInput, ..pass },
         _ => pass,
@@ -178,7 +178,7 @@ fn ended_at(passes: &[Pass], spans: &[Span], pass: Pass, time: u64) -> Option<us
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pipeline::{Kind, Sizes, StageCosts, generate, simulate};
+    use crate::pipeline::{ScheduleKind, Sizes, StageCosts, generate, simulate};
 
     /// A move times only the passes that it affects. The times must nevertheless be equal to the times of the whole schedule.
     #[test]
@@ -186,8 +186,8 @@ mod tests {
         let stage = |stage: u64| StageCosts::of(20 + 7 * stage % 5, 18 + 3 * stage % 7, 15 + 5 * stage % 9);
         let costs = Costs::new((0..8).map(stage).collect(), 2).expect("possible costs");
         let sizes = Sizes { num_ranks: 4, num_microbatches: 8, stages_per_rank: 2, num_steps: 1 };
-        let zero_bubble = generate(Kind::ZeroBubbleV, sizes, &costs, None).expect("sizes that fit");
-        let mut search = Search::new(halved(zero_bubble), &costs, &[u64::MAX; 4]);
+        let zero_bubble = generate(ScheduleKind::ZeroBubbleV, sizes, &costs, None).expect("sizes that fit");
+        let mut search = Search::new(split_backwards(zero_bubble), &costs, &[u64::MAX; 4]);
         let mut num_moves = 0;
         while search.improve_once().is_some() {
             num_moves += 1;

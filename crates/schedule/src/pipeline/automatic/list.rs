@@ -48,7 +48,7 @@ pub(super) fn schedule(
     rule: Rule,
     makespan_max: u64,
 ) -> ListResult {
-    let mut search = Search::new(stage_ranks, sizes, costs, bounds, rule);
+    let mut search = ListScheduler::new(stage_ranks, sizes, costs, bounds, rule);
     while let Some(Reverse((now, rank))) = search.wakes.pop() {
         if search.ranks[rank].free_at > now {
             continue;
@@ -71,7 +71,7 @@ pub(super) fn schedule(
 /// A time that is not known yet.
 const UNKNOWN: u64 = u64::MAX;
 
-struct Rank {
+struct RankState {
     /// Stages of the rank, in model order.
     stages: Vec<usize>,
     /// Maximum activations that the rank holds under the rule.
@@ -85,12 +85,12 @@ struct Rank {
     passes: Vec<Pass>,
 }
 
-struct Search<'a> {
+struct ListScheduler<'a> {
     costs: &'a Costs,
     stage_ranks: &'a [usize],
     num_microbatches: usize,
     rule: Rule,
-    ranks: Vec<Rank>,
+    ranks: Vec<RankState>,
     /// Next microbatch of forward, by stage.
     num_forward: Vec<usize>,
     /// Next microbatch of backward, by stage.
@@ -106,7 +106,7 @@ struct Search<'a> {
     lacked_room: bool,
 }
 
-impl<'a> Search<'a> {
+impl<'a> ListScheduler<'a> {
     fn new(stage_ranks: &'a [usize], sizes: Sizes, costs: &'a Costs, bounds: &[u64], rule: Rule) -> Self {
         let num_microbatches = sizes.num_microbatches;
         let rank = |rank: usize| {
@@ -116,7 +116,7 @@ impl<'a> Search<'a> {
             let useful = bounds[rank].min(one * num_microbatches as u64);
             let bound = one + (u128::from(useful - one) * u128::from(rule.memory_percent) / 100) as u64;
             let ticks: u64 = stages.iter().map(|&stage| costs.stages()[stage].total()).sum();
-            Rank {
+            RankState {
                 bound,
                 held: 0,
                 free_at: 0,
@@ -129,7 +129,7 @@ impl<'a> Search<'a> {
         let unknown = vec![UNKNOWN; stage_ranks.len() * (num_microbatches + 1)];
         let mut input_at = unknown.clone();
         input_at[..num_microbatches].fill(0);
-        Search {
+        ListScheduler {
             costs,
             stage_ranks,
             num_microbatches,
@@ -190,11 +190,11 @@ impl<'a> Search<'a> {
     /// Returns whether forward of `microbatch` on `stage` leaves enough memory for the oldest microbatch that some stages of the rank have
     /// not begun. Earlier microbatches can finish with the memory that they hold.
     fn has_room(&self, rank: usize, stage: usize, microbatch: usize) -> bool {
-        let Rank { stages, bound, held, .. } = &self.ranks[rank];
+        let RankState { stages, bound, held, .. } = &self.ranks[rank];
         let activation = |&stage: &usize| self.costs.stages()[stage].activation;
         let oldest = stages.iter().map(|&stage| self.num_forward[stage]).min().unwrap_or(0);
-        let is_ahead = |stage: &&usize| self.num_forward[**stage] == oldest;
-        let reserved: u64 = stages.iter().filter(is_ahead).map(activation).sum();
+        let is_pending = |stage: &&usize| self.num_forward[**stage] == oldest;
+        let reserved: u64 = stages.iter().filter(is_pending).map(activation).sum();
         let taken = if microbatch == oldest { 0 } else { activation(&stage) };
         held + reserved + taken <= *bound
     }

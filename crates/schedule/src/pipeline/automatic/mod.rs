@@ -6,7 +6,7 @@ mod list;
 use super::clock::simulate;
 use super::costs::Costs;
 use super::generate::{GenerateError, check_kind, fixed};
-use super::kind::Kind;
+use super::kind::ScheduleKind;
 use super::schedule::{Schedule, StagePlacement};
 use super::sizes::Sizes;
 use super::validate::check_activations;
@@ -53,7 +53,8 @@ impl Timed {
 }
 
 fn best_fixed(sizes: Sizes, costs: &Costs, bounds: &[u64]) -> Option<Timed> {
-    let kinds = Kind::synchronous(sizes.stages_per_rank).filter(|&(kind, _)| kind != Kind::Automatic);
+    let kinds =
+        ScheduleKind::synchronous(sizes.stages_per_rank).filter(|&(kind, _)| kind != ScheduleKind::Automatic);
     let kinds = kinds.filter(|&(kind, stages_per_rank)| {
         stages_per_rank == sizes.stages_per_rank && check_kind(kind, sizes).is_ok()
     });
@@ -86,8 +87,8 @@ fn makespan_min(stage_ranks: &[usize], sizes: Sizes, costs: &Costs) -> u64 {
     for (stage, (&rank, stage_costs)) in stage_ranks.iter().zip(costs.stages()).enumerate() {
         earliest[rank] = arrival.min(earliest[rank]);
         work[rank] += stage_costs.total() * sizes.num_microbatches as u64;
-        let is_near = stage_ranks.get(stage + 1) == Some(&rank);
-        arrival += stage_costs.forward + if is_near { 0 } else { costs.send() };
+        let is_same_rank = stage_ranks.get(stage + 1) == Some(&rank);
+        arrival += stage_costs.forward + if is_same_rank { 0 } else { costs.send() };
     }
     earliest.into_iter().zip(work).map(|(earliest, work)| earliest + work).max().unwrap_or(0)
 }
@@ -107,7 +108,7 @@ fn check_room(stage_ranks: &[usize], costs: &Costs, bounds: &[u64]) -> Result<()
         let needed: u64 = stages.map(|(_, stage)| stage.activation).sum();
         if needed > bound {
             let remedy = "one microbatch alone needs that much: recompute more, use smaller microbatches, or use more ranks";
-            return Err(GenerateError::Memory { kind: Kind::Automatic, rank, needed, bound, remedy });
+            return Err(GenerateError::Memory { kind: ScheduleKind::Automatic, rank, needed, bound, remedy });
         }
     }
     Ok(())

@@ -1,11 +1,11 @@
 use super::{Picture, kinds, longest, number, stage_indices_on_rank};
-use crate::pipeline::bounds;
 use crate::pipeline::clock;
 use crate::pipeline::costs::Costs;
 use crate::pipeline::error::{PassIndex, ScheduleError};
 use crate::pipeline::pass::Pass;
+use crate::pipeline::range_checks;
 use crate::pipeline::schedule::Schedule;
-use crate::pipeline::timeline::{Span, Timeline};
+use crate::pipeline::timeline::{PassInterval, Timeline};
 
 /// Draws a grid of ranks and time of at most `columns_max` columns, as text:
 /// ```text
@@ -33,14 +33,16 @@ pub fn draw_text_together(pictures: &[Picture<'_>], num_columns: usize) -> Strin
         text += &format!("{title}\n{}", rows(schedule, timeline, &scale, None));
     }
     let schedule = pictures.first().map(|picture| picture.schedule);
-    text + &schedule.map(|schedule| format!("{}\n", letters(schedule))).unwrap_or_default()
+    text + &schedule.map(|schedule| format!("{}\n", legend(schedule))).unwrap_or_default()
 }
 
 /// Returns the text of an error, followed by a drawing of the schedule as far as it runs, with a mark under the place of the error. Returns
 /// the text alone if no place is known or the schedule cannot be drawn.
 pub fn draw_error(schedule: &Schedule, costs: &Costs, error: &ScheduleError, columns_max: usize) -> String {
     let text = format!("{error}\n");
-    let Some(place) = error.place().filter(|_| bounds::check(schedule, costs).is_ok()) else { return text };
+    let Some(place) = error.place().filter(|_| range_checks::check(schedule, costs).is_ok()) else {
+        return text;
+    };
     let (timeline, _) = clock::run(schedule, costs);
     text + &draw(schedule, &timeline, columns_max, Some(place))
 }
@@ -90,7 +92,7 @@ fn greatest_common_divisor(one: u64, other: u64) -> u64 {
 
 fn draw(schedule: &Schedule, timeline: &Timeline, columns_max: usize, mark: Option<PassIndex>) -> String {
     let scale = Scale::new(schedule, timeline, columns_max);
-    format!("{}{}; {}\n", rows(schedule, timeline, &scale, mark), letters(schedule), scale.describe())
+    format!("{}{}; {}\n", rows(schedule, timeline, &scale, mark), legend(schedule), scale.describe())
 }
 
 fn rows(schedule: &Schedule, timeline: &Timeline, scale: &Scale, mark: Option<PassIndex>) -> String {
@@ -132,7 +134,7 @@ fn marked(timeline: &Timeline, place: PassIndex, scale: &Scale) -> (usize, usize
     }
 }
 
-fn draw_pass(row: &mut [char], label: String, span: Span, scale: &Scale) {
+fn draw_pass(row: &mut [char], label: String, span: PassInterval, scale: &Scale) {
     let cells = &mut row[scale.column(span.start)..scale.column(span.end)];
     let mut label: Vec<char> = label.chars().collect();
     // A truncated number would read as another number.
@@ -143,7 +145,7 @@ fn draw_pass(row: &mut [char], label: String, span: Span, scale: &Scale) {
     cells.iter_mut().zip(label).for_each(|(cell, character)| *cell = character);
 }
 
-fn letters(schedule: &Schedule) -> String {
+fn legend(schedule: &Schedule) -> String {
     let mut parts: Vec<String> = kinds(schedule).map(|kind| format!("{kind} {}", kind.words())).collect();
     parts.push("· idle".to_owned());
     let has_small = stage_indices_on_rank(schedule).contains(&1);

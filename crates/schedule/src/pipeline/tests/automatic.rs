@@ -9,7 +9,8 @@ fn best_fixed(sizes: Sizes, costs: &Costs, bounds: &[u64]) -> Option<u64> {
 }
 
 fn automatic(sizes: Sizes, costs: &Costs, bounds: &[u64]) -> u64 {
-    let schedule = generate(Kind::Automatic, sizes, costs, Some(bounds)).expect("room for a microbatch");
+    let schedule =
+        generate(ScheduleKind::Automatic, sizes, costs, Some(bounds)).expect("room for a microbatch");
     assert_eq!(validate(&schedule, costs, Some(bounds)), Ok(()));
     assert!(sums_are_in_order(&schedule), "{schedule}");
     simulate(&schedule, costs).expect("a valid schedule").makespan
@@ -63,7 +64,7 @@ fn it_beats_every_fixed_schedule_for_uneven_costs() {
 fn it_finds_zb_h2s_time_in_1f1bs_memory() {
     let costs = uneven(&[(20, 22, 18), (31, 36, 24), (18, 21, 17), (20, 20, 20)], 1);
     let sizes = sizes(4, 8, 1);
-    let h2 = generate(Kind::ZeroBubbleH2, sizes, &costs, None).expect("sizes that fit");
+    let h2 = generate(ScheduleKind::ZeroBubbleH2, sizes, &costs, None).expect("sizes that fit");
     let h2 = simulate(&h2, &costs).expect("a valid schedule");
     assert_eq!(h2.activations_max, [7; 4]);
     assert_eq!(automatic(sizes, &costs, &[4; 4]), h2.makespan);
@@ -72,9 +73,11 @@ fn it_finds_zb_h2s_time_in_1f1bs_memory() {
 #[test]
 fn with_room_for_one_microbatch_it_runs_one_at_a_time() {
     let costs = uneven(&[(3, 4, 2), (5, 4, 3)], 1);
-    let schedule = generate(Kind::Automatic, sizes(2, 3, 1), &costs, Some(&[1, 1])).expect("room for one");
+    let schedule =
+        generate(ScheduleKind::Automatic, sizes(2, 3, 1), &costs, Some(&[1, 1])).expect("room for one");
     assert_eq!(simulate(&schedule, &costs).expect("a valid schedule").activations_max, [1, 1]);
-    let error = generate(Kind::Automatic, sizes(2, 3, 1), &costs, Some(&[1, 0])).expect_err("no room");
+    let error =
+        generate(ScheduleKind::Automatic, sizes(2, 3, 1), &costs, Some(&[1, 0])).expect_err("no room");
     assert_eq!(
         error.to_string(),
         "schedule 'auto' holds 1 of activations on rank 1, but only 0 fit; one microbatch alone needs that much: recompute more, \

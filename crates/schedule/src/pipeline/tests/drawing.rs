@@ -2,27 +2,27 @@
 
 use super::*;
 
-fn picture(kind: Kind, sizes: Sizes, stage: StageCosts, columns_max: usize) -> String {
+fn picture(kind: ScheduleKind, sizes: Sizes, stage: StageCosts, columns_max: usize) -> String {
     let (schedule, timeline) = validated(kind, sizes, stage);
     draw_text(&schedule, &timeline, columns_max)
 }
 
 #[test]
 fn a_grid_is_to_scale() {
-    let text = picture(Kind::OneFOneB, sizes(2, 2, 1), EQUAL, 80);
+    let text = picture(ScheduleKind::OneFOneB, sizes(2, 2, 1), EQUAL, 80);
     let expected = "\
 rank 0 |F0F1····B0──··B1──|
 rank 1 |··F0B0──F1B1──····|
 F forward; B backward; · idle; 1 tick: 2 columns
 ";
     assert_eq!(text, expected);
-    let scaled = picture(Kind::OneFOneB, sizes(2, 2, 1), StageCosts::of(100, 100, 100), 80);
+    let scaled = picture(ScheduleKind::OneFOneB, sizes(2, 2, 1), StageCosts::of(100, 100, 100), 80);
     assert_eq!(text.lines().next(), scaled.lines().next());
 }
 
 #[test]
 fn a_grid_that_is_too_wide_leaves_numbers_out() {
-    let text = picture(Kind::GPipe, sizes(2, 11, 1), EQUAL, 18);
+    let text = picture(ScheduleKind::GPipe, sizes(2, 11, 1), EQUAL, 18);
     let expected = "\
 rank 0 |FFFFF··BBBBBBBBBBB|
 rank 1 |FFFFFFBBBBBBBBBBB·|
@@ -33,7 +33,7 @@ F forward; B backward; · idle; 2 ticks: 1 column
 
 #[test]
 fn a_mark_stands_under_the_pass() {
-    let (schedule, _) = validated(Kind::GPipe, sizes(2, 3, 1), EQUAL);
+    let (schedule, _) = validated(ScheduleKind::GPipe, sizes(2, 3, 1), EQUAL);
     let costs = Costs::equal(2, EQUAL).expect("possible costs");
     let error = validate(&schedule, &costs, Some(&[3, 2])).expect_err("too many");
     let text = draw_error(&schedule, &costs, &error, 80);
@@ -56,7 +56,7 @@ fn attribute(svg: &str, name: &str) -> Vec<f64> {
 
 #[test]
 fn an_svg_has_all_passes_to_scale() {
-    let (schedule, timeline) = validated(Kind::ZeroBubbleV, sizes(2, 4, 2), EQUAL);
+    let (schedule, timeline) = validated(ScheduleKind::ZeroBubbleV, sizes(2, 4, 2), EQUAL);
     let svg = draw_svg(&schedule, &timeline, "zb-v");
     assert!(svg.starts_with("<svg xmlns=\"http://www.w3.org/2000/svg\" ") && svg.ends_with("</svg>\n"));
     let passes: Vec<&str> = svg.lines().filter(|line| line.contains("<title>")).collect();
@@ -87,9 +87,9 @@ fn an_svg_has_all_passes_to_scale() {
 
 /// Returns a schedule of a forward pass, a backward pass and an update, each from one of these times to the next.
 fn one_step(times: [u64; 4]) -> (Schedule, Timeline) {
-    let (mut schedule, mut timeline) = validated(Kind::GPipe, sizes(1, 1, 1), EQUAL);
+    let (mut schedule, mut timeline) = validated(ScheduleKind::GPipe, sizes(1, 1, 1), EQUAL);
     schedule.ranks[0].push(Pass::update(0, 0));
-    let spans = times.windows(2).map(|pair| Span { start: pair[0], end: pair[1] }).collect();
+    let spans = times.windows(2).map(|pair| PassInterval { start: pair[0], end: pair[1] }).collect();
     timeline.ranks = vec![spans];
     timeline.makespan = times[3];
     (schedule, timeline)

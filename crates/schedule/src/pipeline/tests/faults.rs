@@ -126,7 +126,7 @@ fn weights_are_updated_once_per_step_and_read_while_their_version_exists() {
 }
 
 #[test]
-fn a_deadlock_names_the_ring_and_marks_its_place() {
+fn a_deadlock_names_the_cycle_and_marks_its_place() {
     let schedule = parse(
         "ranks 2 placement 0,1 microbatches 2\nrank 0: F 0 0, B 0 0, F 0 1, B 0 1\nrank 1: F 1 1, F 1 0, B 1 0, B 1 1",
     );
@@ -146,7 +146,7 @@ F forward; B backward; · idle; 1 tick: 2 columns
 #[test]
 fn sizes_that_do_not_fit_are_refused_with_what_to_try() {
     let refusal = |kind: &str, sizes: Sizes| {
-        let kind = Kind::named(kind).expect("a schedule");
+        let kind = ScheduleKind::named(kind).expect("a schedule");
         let num_stages = sizes.num_ranks.saturating_mul(sizes.stages_per_rank).min(100);
         let costs = Costs::equal(num_stages, EQUAL).expect("possible costs");
         generate(kind, sizes, &costs, None).expect_err("sizes that do not fit").to_string()
@@ -191,16 +191,16 @@ fn sizes_that_do_not_fit_are_refused_with_what_to_try() {
         assert!(found.starts_with(message), "{found}\n{message}");
     }
     let costs = Costs::equal(2, EQUAL).expect("possible costs");
-    let few = generate(Kind::GPipe, sizes(2, 4, 1), &costs, Some(&[4])).expect_err("one bound");
+    let few = generate(ScheduleKind::GPipe, sizes(2, 4, 1), &costs, Some(&[4])).expect_err("one bound");
     assert_eq!(few.to_string(), "activation bounds are given for 1 ranks, but the schedule has 2");
-    let memory = generate(Kind::GPipe, sizes(2, 4, 1), &costs, Some(&[4, 3])).expect_err("no room");
+    let memory = generate(ScheduleKind::GPipe, sizes(2, 4, 1), &costs, Some(&[4, 3])).expect_err("no room");
     assert!(
         memory
             .to_string()
             .starts_with("schedule 'gpipe' holds 4 of activations on rank 1, but only 3 fit; choose"),
         "{memory}"
     );
-    assert_eq!(Kind::named("gpip"), None);
+    assert_eq!(ScheduleKind::named("gpip"), None);
 }
 
 #[test]
@@ -244,7 +244,7 @@ fn text_that_is_no_schedule_is_refused_with_its_line() {
 
 /// An update waits for the gradient norm of an earlier step, and thus for all ranks. Without this wait, the schedule would run.
 #[test]
-fn a_ring_through_the_norm_of_an_earlier_step_is_found() {
+fn a_deadlock_through_the_norm_of_an_earlier_step_is_found() {
     let text = |rank_1: &str| {
         format!(
             "ranks 3 placement 0,1,2,0 microbatches 2 steps 3 weights stashed\n\

@@ -17,7 +17,7 @@ fn numbers() -> impl Iterator<Item = (usize, usize)> {
     (1..=6).flat_map(|ranks| (1..=14).map(move |microbatches| (ranks, microbatches)))
 }
 
-fn assert_bubble(kind: Kind, sizes: Sizes, stage: StageCosts, ticks: u64) {
+fn assert_bubble(kind: ScheduleKind, sizes: Sizes, stage: StageCosts, ticks: u64) {
     let (_, timeline) = validated(kind, sizes, stage);
     let ideal_ticks =
         (sizes.num_microbatches * sizes.stages_per_rank * sizes.num_steps) as u64 * stage.total();
@@ -34,10 +34,10 @@ fn is_fraction(bubble: LostTime, numerator: u64, denominator: u64) -> bool {
 }
 
 #[test]
-fn gpipe_and_1f1b_lose_p_less_one_of_m() {
+fn gpipe_and_1f1b_lose_p_minus_1_over_m() {
     for (ranks, microbatches) in numbers() {
         for stage in stages() {
-            for kind in [Kind::GPipe, Kind::OneFOneB] {
+            for kind in [ScheduleKind::GPipe, ScheduleKind::OneFOneB] {
                 let sizes = sizes(ranks, microbatches, 1);
                 assert_bubble(kind, sizes, stage, one_less(ranks) * stage.total());
                 let (_, timeline) = validated(kind, sizes, stage);
@@ -55,7 +55,7 @@ fn several_stages_a_rank_divide_the_bubble() {
     for (ranks, microbatches) in numbers().filter(|(ranks, microbatches)| microbatches >= ranks) {
         for stages_per_rank in 2..=4 {
             let sizes = sizes(ranks, microbatches, stages_per_rank);
-            for kind in [Kind::Interleaved, Kind::BreadthFirst] {
+            for kind in [ScheduleKind::Interleaved, ScheduleKind::BreadthFirst] {
                 for stage in stages() {
                     assert_bubble(kind, sizes, stage, one_less(ranks) * stage.total());
                 }
@@ -77,19 +77,19 @@ fn zb_h1_loses_a_third_of_1f1b_and_zb_h2_nothing() {
             let critical = forward + backward_input;
             if microbatches >= ranks {
                 let ticks = one_less(ranks) * (critical - backward_weight);
-                assert_bubble(Kind::ZeroBubbleH1, sizes, stage, ticks);
+                assert_bubble(ScheduleKind::ZeroBubbleH1, sizes, stage, ticks);
             }
             if microbatches >= 2 * ranks - 1 {
                 let ticks = one_less(ranks) * (critical - 2 * backward_weight);
-                assert_bubble(Kind::ZeroBubbleH2, sizes, stage, ticks);
+                assert_bubble(ScheduleKind::ZeroBubbleH2, sizes, stage, ticks);
             }
         }
     }
-    let (_, of_1f1b) = validated(Kind::OneFOneB, sizes(4, 8, 1), EQUAL);
-    let (_, of_h1) = validated(Kind::ZeroBubbleH1, sizes(4, 8, 1), EQUAL);
+    let (_, of_1f1b) = validated(ScheduleKind::OneFOneB, sizes(4, 8, 1), EQUAL);
+    let (_, of_h1) = validated(ScheduleKind::ZeroBubbleH1, sizes(4, 8, 1), EQUAL);
     assert_eq!(3 * of_h1.lost().ticks, of_1f1b.lost().ticks);
     // Ranks that wait before their first pass or after their last are idle nevertheless.
-    let (_, of_h2) = validated(Kind::ZeroBubbleH2, sizes(4, 8, 1), EQUAL);
+    let (_, of_h2) = validated(ScheduleKind::ZeroBubbleH2, sizes(4, 8, 1), EQUAL);
     assert!(of_h2.lost().ticks == 0 && of_h2.bubble() > 0.1, "{}", of_h2.bubble());
 }
 
@@ -99,10 +99,10 @@ fn folded_schedules_have_the_published_bubble() {
         let sizes = sizes(ranks, microbatches, 2);
         for stage in [EQUAL, StageCosts::of(5, 5, 5)] {
             if microbatches >= 2 * ranks - 1 {
-                assert_bubble(Kind::ZeroBubbleV, sizes, stage, 0);
+                assert_bubble(ScheduleKind::ZeroBubbleV, sizes, stage, 0);
             }
             if microbatches >= 2 * ranks {
-                assert_bubble(Kind::DualPipeV, sizes, stage, one_less(ranks) * stage.forward);
+                assert_bubble(ScheduleKind::DualPipeV, sizes, stage, one_less(ranks) * stage.forward);
             }
         }
     }
@@ -160,7 +160,7 @@ fn dualpipe_v_with_pairs_as_one_loses_what_its_authors_say() {
     for ranks in 1..=6 {
         for microbatches in 2 * ranks..=2 * ranks + 5 {
             for stage in [EQUAL, StageCosts::of(5, 5, 5)] {
-                let (schedule, _) = validated(Kind::DualPipeV, sizes(ranks, microbatches, 2), stage);
+                let (schedule, _) = validated(ScheduleKind::DualPipeV, sizes(ranks, microbatches, 2), stage);
                 let backward = stage.backward_input + stage.backward_weight;
                 let pair = stage.forward + backward;
                 let published = one_less(ranks) * (pair + backward - 3 * stage.backward_weight);
@@ -181,20 +181,23 @@ fn activations_in_flight_are_as_published() {
         let by_rank = |number: &dyn Fn(usize) -> usize| -> Vec<u64> {
             (0..ranks).map(|rank| number(rank) as u64).collect()
         };
-        assert_eq!(held(Kind::GPipe, 1), on_each(microbatches));
-        assert_eq!(held(Kind::OneFOneB, 1), by_rank(&|rank| microbatches.min(ranks - rank)));
-        assert_eq!(held(Kind::ZeroBubbleH1, 1), on_each(microbatches.min(ranks)));
-        assert_eq!(held(Kind::ZeroBubbleH2, 1), on_each(microbatches.min(2 * ranks - 1)));
-        assert_eq!(held(Kind::BreadthFirst, 3), on_each(3 * microbatches));
+        assert_eq!(held(ScheduleKind::GPipe, 1), on_each(microbatches));
+        assert_eq!(held(ScheduleKind::OneFOneB, 1), by_rank(&|rank| microbatches.min(ranks - rank)));
+        assert_eq!(held(ScheduleKind::ZeroBubbleH1, 1), on_each(microbatches.min(ranks)));
+        assert_eq!(held(ScheduleKind::ZeroBubbleH2, 1), on_each(microbatches.min(2 * ranks - 1)));
+        assert_eq!(held(ScheduleKind::BreadthFirst, 3), on_each(3 * microbatches));
         if microbatches % ranks == 0 {
             let ahead = |rank| 2 * (ranks - rank - 1) + 2 * ranks + 1;
-            assert_eq!(held(Kind::Interleaved, 3), by_rank(&|rank| ahead(rank).min(3 * microbatches)));
+            assert_eq!(
+                held(ScheduleKind::Interleaved, 3),
+                by_rank(&|rank| ahead(rank).min(3 * microbatches))
+            );
         }
         if microbatches >= 2 * ranks - 1 {
-            assert_eq!(held(Kind::ZeroBubbleV, 2), on_each(2 * ranks));
+            assert_eq!(held(ScheduleKind::ZeroBubbleV, 2), on_each(2 * ranks));
         }
         if microbatches >= 2 * ranks {
-            assert_eq!(held(Kind::DualPipeV, 2), on_each(2 * ranks + 1));
+            assert_eq!(held(ScheduleKind::DualPipeV, 2), on_each(2 * ranks + 1));
         }
     }
 }
@@ -202,7 +205,7 @@ fn activations_in_flight_are_as_published() {
 #[test]
 fn the_input_half_frees_its_part() {
     let stage = StageCosts { activation: 10, weight_activation: 3, ..EQUAL };
-    let (_, timeline) = validated(Kind::ZeroBubbleH1, sizes(4, 8, 1), stage);
+    let (_, timeline) = validated(ScheduleKind::ZeroBubbleH1, sizes(4, 8, 1), stage);
     // Rank r holds r delayed weight halves, and 4 - r microbatches before their input halves.
     let expected: Vec<u64> = (0..4).map(|rank| 10 * (4 - rank) + 3 * rank).collect();
     assert_eq!(timeline.activations_max, expected);
@@ -211,12 +214,12 @@ fn the_input_half_frees_its_part() {
 #[test]
 fn messages_delay_the_passes_that_wait_for_them() {
     let costs = Costs::new(vec![StageCosts::of(10, 10, 10); 2], 4).expect("possible costs");
-    let schedule = generate(Kind::GPipe, sizes(2, 1, 1), &costs, None).expect("sizes that fit");
+    let schedule = generate(ScheduleKind::GPipe, sizes(2, 1, 1), &costs, None).expect("sizes that fit");
     let timeline = simulate(&schedule, &costs).expect("a valid schedule");
-    assert_eq!(timeline.ranks[1][0], Span { start: 14, end: 24 });
+    assert_eq!(timeline.ranks[1][0], PassInterval { start: 14, end: 24 });
     assert_eq!(timeline.makespan, 10 + 4 + 30 + 4 + 20);
     assert_eq!(timeline.busy, [timeline.makespan - 38; 2]);
     // Stages of one rank have no messages between them.
-    let folded = generate(Kind::ZeroBubbleV, sizes(1, 1, 2), &costs, None).expect("sizes that fit");
+    let folded = generate(ScheduleKind::ZeroBubbleV, sizes(1, 1, 2), &costs, None).expect("sizes that fit");
     assert_eq!(simulate(&folded, &costs).expect("a valid schedule").makespan, 60);
 }

@@ -23,7 +23,7 @@ fn equal_costs(sizes: Sizes, stage: StageCosts) -> Costs {
 }
 
 /// Returns a schedule that was validated, and its timeline.
-fn validated(kind: Kind, sizes: Sizes, stage: StageCosts) -> (Schedule, Timeline) {
+fn validated(kind: ScheduleKind, sizes: Sizes, stage: StageCosts) -> (Schedule, Timeline) {
     let costs = equal_costs(sizes, stage);
     let schedule = generate(kind, sizes, &costs, None).expect("sizes that fit");
     assert_eq!(validate(&schedule, &costs, None), Ok(()), "{kind} {sizes:?}\n{schedule}");
@@ -46,6 +46,6 @@ fn sums_are_in_order(schedule: &Schedule) -> bool {
 }
 
 /// Returns the kinds that do not depend on costs.
-fn fixed_kinds() -> impl Iterator<Item = Kind> {
-    Kind::ALL.into_iter().filter(|&kind| kind != Kind::Automatic)
+fn fixed_kinds() -> impl Iterator<Item = ScheduleKind> {
+    ScheduleKind::ALL.into_iter().filter(|&kind| kind != ScheduleKind::Automatic)
 }

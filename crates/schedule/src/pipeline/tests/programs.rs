@@ -1,6 +1,6 @@
 //! Programs of units, generated from schedules of stages.
 
-use super::super::{Costs, Kind, Schedule, Sizes, StageCosts, generate, programs};
+use super::super::{Costs, Schedule, ScheduleKind, Sizes, StageCosts, generate, programs};
 use crate::action::{Action, Keep, Message};
 use crate::layout::StateLayout;
 use crate::lowering::{lay_out, recompute};
@@ -9,8 +9,8 @@ use crate::validate::{ProgramError, validate, validate_pipeline};
 use proptest::prelude::*;
 
 /// A synchronous kind, and its stages per rank.
-fn kinds() -> impl Strategy<Value = (Kind, usize)> {
-    prop::sample::select(Kind::synchronous(2).collect::<Vec<_>>())
+fn kinds() -> impl Strategy<Value = (ScheduleKind, usize)> {
+    prop::sample::select(ScheduleKind::synchronous(2).collect::<Vec<_>>())
 }
 
 fn lines(program: &Program) -> String {
@@ -18,14 +18,19 @@ fn lines(program: &Program) -> String {
 }
 
 /// Returns programs of stages with two units and with one unit, alternately.
-fn lowered(kind: Kind, num_ranks: usize, stages_per_rank: usize, num_microbatches: usize) -> Vec<Program> {
-    tied(kind, num_ranks, stages_per_rank, num_microbatches, None)
+fn stage_programs(
+    kind: ScheduleKind,
+    num_ranks: usize,
+    stages_per_rank: usize,
+    num_microbatches: usize,
+) -> Vec<Program> {
+    stage_programs_with_tie(kind, num_ranks, stages_per_rank, num_microbatches, None)
 }
 
 /// Like [`lowered`], but the last unit reads the parameters of the first if `tie` is `Some`. The value of `tie` states whether the last
 /// unit sends its contribution to their gradient once per step.
-fn tied(
-    kind: Kind,
+fn stage_programs_with_tie(
+    kind: ScheduleKind,
     num_ranks: usize,
     stages_per_rank: usize,
     num_microbatches: usize,
@@ -50,7 +55,7 @@ fn tied(
 
 #[test]
 fn two_ranks_and_two_microbatches() {
-    let found: Vec<String> = lowered(Kind::OneFOneB, 2, 1, 2).iter().map(lines).collect();
+    let found: Vec<String> = stage_programs(ScheduleKind::OneFOneB, 2, 1, 2).iter().map(lines).collect();
     let expected = [
         "units 3 microbatches 2 rank 0 stage 0-2@0 stage 2-3@1, F 0 0, F 1 0, SEND_F 1 0, F 0 1, F 1 1, SEND_F 1 1, RECV_B 2 0, \
          B 1 0, B 0 0, RECV_B 2 1, B 1 1, REDUCE_GRAD 1, B 0 1, REDUCE_GRAD 0, STEP 0, STEP 1",
@@ -66,7 +71,7 @@ proptest! {
         (kind, stages_per_rank) in kinds(), num_ranks in 1..5_usize, more in 0..5_usize, stage in 0..3_usize, keep in 0..4_usize,
         tie in any::<Option<bool>>(),
     ) {
-        let programs = tied(kind, num_ranks, stages_per_rank, 2 * num_ranks + more, tie);
+        let programs = stage_programs_with_tie(kind, num_ranks, stages_per_rank, 2 * num_ranks + more, tie);
         let num_units = programs[0].header.chain.num_units;
         let keeps: Vec<Keep> = (0..num_units)
             .map(|unit| if unit == 0 { Keep::Input } else { Keep::ALL[keep] })
@@ -85,7 +90,7 @@ proptest! {
         (kind, stages_per_rank) in kinds(), num_ranks in 2..4_usize, rank in 0..4_usize, at in any::<prop::sample::Index>(),
         tie in any::<Option<bool>>(),
     ) {
-        let mut programs = tied(kind, num_ranks, stages_per_rank, 2 * num_ranks + 1, tie);
+        let mut programs = stage_programs_with_tie(kind, num_ranks, stages_per_rank, 2 * num_ranks + 1, tie);
         let actions = &mut programs[rank % num_ranks].actions;
         let lost = actions.remove(at.index(actions.len()));
         prop_assert!(validate_pipeline(&programs).is_err(), "without {}", lost);
@@ -94,7 +99,7 @@ proptest! {
 
 #[test]
 fn receiving_only_before_use_stops_one_forward_one_backward() {
-    let mut programs = lowered(Kind::OneFOneB, 3, 1, 4);
+    let mut programs = stage_programs(ScheduleKind::OneFOneB, 3, 1, 4);
     for program in &mut programs {
         let mut late: Vec<Action> = Vec::new();
         let mut moved = Vec::new();
@@ -125,7 +130,7 @@ fn receiving_only_before_use_stops_one_forward_one_backward() {
 
 #[test]
 fn actions_for_another_rank_are_refused() {
-    let mut programs = lowered(Kind::GPipe, 2, 1, 2);
+    let mut programs = stage_programs(ScheduleKind::GPipe, 2, 1, 2);
     programs[0].actions.insert(0, Action::Forward { unit: 2, microbatch: 0, keep: Keep::All });
     let error = validate_pipeline(&programs).unwrap_err();
     assert_eq!(
@@ -136,7 +141,7 @@ fn actions_for_another_rank_are_refused() {
 
 #[test]
 fn halves_of_backward_become_actions_of_units() {
-    let found: Vec<String> = lowered(Kind::ZeroBubbleH1, 2, 1, 2).iter().map(lines).collect();
+    let found: Vec<String> = stage_programs(ScheduleKind::ZeroBubbleH1, 2, 1, 2).iter().map(lines).collect();
     let expected = [
         "units 3 microbatches 2 rank 0 stage 0-2@0 stage 2-3@1, F 0 0, F 1 0, SEND_F 1 0, F 0 1, F 1 1, SEND_F 1 1, RECV_B 2 0, \
          I 1 0, I 0 0, W 1 0, W 0 0, RECV_B 2 1, I 1 1, I 0 1, W 1 1, REDUCE_GRAD 1, W 0 1, REDUCE_GRAD 0, STEP 0, STEP 1",
@@ -148,7 +153,7 @@ fn halves_of_backward_become_actions_of_units() {
 
 #[test]
 fn gradients_are_summed_in_the_order_of_microbatches() {
-    let mut programs = lowered(Kind::ZeroBubbleH1, 1, 1, 2);
+    let mut programs = stage_programs(ScheduleKind::ZeroBubbleH1, 1, 1, 2);
     let place = |actions: &[Action], text: &str| {
         let wanted = text.parse::<Action>().unwrap();
         actions.iter().position(|action| *action == wanted).unwrap()
@@ -162,7 +167,8 @@ fn gradients_are_summed_in_the_order_of_microbatches() {
 
 #[test]
 fn a_tied_unit_sends_its_part_of_the_gradient_and_gets_the_parameters() {
-    let found: Vec<String> = tied(Kind::ZeroBubbleH1, 2, 1, 2, Some(false)).iter().map(lines).collect();
+    let found: Vec<String> =
+        stage_programs_with_tie(ScheduleKind::ZeroBubbleH1, 2, 1, 2, Some(false)).iter().map(lines).collect();
     let expected = [
         "units 3 microbatches 2 ties 2:0 rank 0 stage 0-2@0 stage 2-3@1, F 0 0, F 1 0, SEND_F 1 0, F 0 1, F 1 1, SEND_F 1 1, \
          RECV_B 2 0, I 1 0, I 0 0, W 1 0, RECV_B 2 1, I 1 1, I 0 1, RECV_GRAD 0 0, W 0 0, W 1 1, REDUCE_GRAD 1, RECV_GRAD 0 1, \
@@ -175,7 +181,7 @@ fn a_tied_unit_sends_its_part_of_the_gradient_and_gets_the_parameters() {
 
 #[test]
 fn a_tied_unit_may_send_its_part_of_the_gradient_once_a_step() {
-    let programs = tied(Kind::ZeroBubbleH1, 2, 1, 2, Some(true));
+    let programs = stage_programs_with_tie(ScheduleKind::ZeroBubbleH1, 2, 1, 2, Some(true));
     let found: Vec<String> = programs.iter().map(lines).collect();
     let expected = [
         "units 3 microbatches 2 ties 2:0 tied_gradient step rank 0 stage 0-2@0 stage 2-3@1, F 0 0, F 1 0, SEND_F 1 0, F 0 1, \
@@ -206,7 +212,7 @@ fn a_tied_unit_may_send_its_part_of_the_gradient_once_a_step() {
 
 /// Returns a schedule without drains and its programs, with one unit per stage.
 fn asynchronous(
-    kind: Kind,
+    kind: ScheduleKind,
     num_ranks: usize,
     num_microbatches: usize,
     num_steps: usize,
@@ -221,7 +227,7 @@ fn asynchronous(
 
 #[test]
 fn weights_are_stashed_before_an_update_as_long_as_they_are_read() {
-    let (_, programs) = asynchronous(Kind::PipeDream, 2, 1, 3);
+    let (_, programs) = asynchronous(ScheduleKind::PipeDream, 2, 1, 3);
     let found: Vec<String> = programs.iter().map(lines).collect();
     let expected = [
         "units 2 microbatches 3 rank 0 stage 0-1@0 stage 1-2@1 steps 3 weights stashed, F 0 0, SEND_F 0 0, F 0 1, SEND_F 0 1, \
@@ -240,9 +246,9 @@ proptest! {
         is_double_buffered in any::<bool>(), num_ranks in 1..5_usize, microbatches in 0..5_usize, steps in 1..12_usize,
     ) {
         let (kind, microbatches) = if is_double_buffered {
-(Kind::PipeDream2Bw, num_ranks + microbatches)
+(ScheduleKind::PipeDream2Bw, num_ranks + microbatches)
 } else {
-(Kind::PipeDream, 1 + microbatches)
+(ScheduleKind::PipeDream, 1 + microbatches)
 };
         let (schedule, programs) = asynchronous(kind, num_ranks, microbatches, steps);
         prop_assert_eq!(validate_pipeline(&programs), Ok(()));

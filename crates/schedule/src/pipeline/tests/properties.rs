@@ -15,18 +15,18 @@ fn any_costs(num_stages: usize) -> impl Strategy<Value = Costs> {
 }
 
 /// A kind with sizes that fit it, and costs.
-fn any_case() -> impl Strategy<Value = (Kind, Sizes, Costs)> {
+fn any_case() -> impl Strategy<Value = (ScheduleKind, Sizes, Costs)> {
     let kind = proptest::sample::select(fixed_kinds().collect::<Vec<_>>());
     (kind, 1_usize..9, 1_usize..25, 2_usize..5, 1_usize..4).prop_flat_map(
         |(kind, num_ranks, microbatches, turns, steps)| {
             let stages_per_rank = match kind {
-                Kind::Interleaved | Kind::BreadthFirst => turns,
-                Kind::ZeroBubbleV | Kind::DualPipeV => 2,
+                ScheduleKind::Interleaved | ScheduleKind::BreadthFirst => turns,
+                ScheduleKind::ZeroBubbleV | ScheduleKind::DualPipeV => 2,
                 _ => 1,
             };
             let num_microbatches = match kind {
-                Kind::DualPipeV => microbatches + 2 * num_ranks - 1,
-                Kind::PipeDream2Bw => microbatches + num_ranks - 1,
+                ScheduleKind::DualPipeV => microbatches + 2 * num_ranks - 1,
+                ScheduleKind::PipeDream2Bw => microbatches + num_ranks - 1,
                 _ => microbatches,
             };
             let num_steps = if kind.is_synchronous() { 1 } else { steps };

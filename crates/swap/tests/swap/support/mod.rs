@@ -4,10 +4,11 @@ use std::io;
 use std::path::Path;
 use std::sync::Mutex;
 use tempfile::TempDir;
-use trireme_swap::{Access, AlignedBuffer, Interceptor, Method, SwapError, SwapFile, SwapOptions};
+use trireme_swap::{Access, AlignedBuffer, Interceptor, IoMethod, SwapError, SwapFile, SwapOptions};
 use trireme_testkit::or_skip;
 
-pub(crate) const METHODS: [Method; 3] = [Method::Ring, Method::DirectThreads, Method::BufferedThreads];
+pub(crate) const METHODS: [IoMethod; 3] =
+    [IoMethod::Ring, IoMethod::DirectThreads, IoMethod::BufferedThreads];
 
 /// Returns a temporary folder on disk.
 pub(crate) fn folder() -> TempDir {
@@ -15,16 +16,16 @@ pub(crate) fn folder() -> TempDir {
 }
 
 /// Returns options with small parts, so that even small blocks have several.
-pub(crate) fn options(method: Method) -> SwapOptions {
+pub(crate) fn options(method: IoMethod) -> SwapOptions {
     SwapOptions { method, part_bytes: 8192, queue_depth: 4, num_threads: 3, ..SwapOptions::default() }
 }
 
 /// Creates a swap file with the method in `options`. Returns `None` and reports a skipped test if the system does not allow the method.
 pub(crate) fn create(folder: &Path, blocks: &[usize], options: &SwapOptions) -> Option<SwapFile> {
     let swap = SwapFile::create(folder, blocks, options).expect("a swap file");
-    let is_by_method = swap.describe().method == options.method;
+    let has_method = swap.describe().method == options.method;
     let reason = swap.describe().to_string();
-    or_skip(&options.method.to_string(), if is_by_method { Ok(swap) } else { Err(reason) })
+    or_skip(&options.method.to_string(), if has_method { Ok(swap) } else { Err(reason) })
 }
 
 /// Returns a buffer whose content depends on the seed.
@@ -72,7 +73,7 @@ pub(crate) struct FailAfter {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Failure {
     /// The system error with this errno.
-    Refused(i32),
+    Errno(i32),
     /// Only half of the bytes are moved.
     Short,
     Panic,
@@ -93,7 +94,7 @@ impl Interceptor for FailAfter {
         }
         drop(num_passing);
         match self.failure {
-            Failure::Refused(number) => Err(io::Error::from_raw_os_error(number)),
+            Failure::Errno(number) => Err(io::Error::from_raw_os_error(number)),
             Failure::Short => Ok(access.bytes / 2),
             Failure::Panic => panic!("made by a test"),
         }

@@ -52,7 +52,7 @@ fn matrices_become_nearly_orthogonal() {
 }
 
 #[test]
-fn products_in_bf16_come_near() {
+fn bf16_matmuls_are_close_to_f32() {
     let shape = [24, 60];
     let values = random(24, 60, 1.0);
     let exact = orthogonal(&values, shape, Precision::F32);

@@ -115,17 +115,14 @@ fn forward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
 /// Returns the operations of five matmuls (the recomputed scores, and the gradients of attention weights, values, queries and keys),
 /// without memory traffic.
 fn backward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
-    Cost::products(&[2, shape.batch, 3 * shape.query_cols() + 2 * shape.output_cols(), num_pairs]).repeats(&[
-        2,
-        shape.batch,
-        shape.query_cols(),
-        num_pairs,
-    ]) + Cost::others(&[Cost::EXP + 5, shape.batch, shape.num_heads, num_pairs])
+    Cost::products(&[2, shape.batch, 3 * shape.query_cols() + 2 * shape.output_cols(), num_pairs])
+        .recomputes(&[2, shape.batch, shape.query_cols(), num_pairs])
+        + Cost::others(&[Cost::EXP + 5, shape.batch, shape.num_heads, num_pairs])
 }
 
 impl AttentionInputs<Operand> {
     fn num_bytes(&self) -> usize {
-        let AttentionInputs { queries, keys_values, num_keys, document_starts } = self;
+        let AttentionInputs { queries, keys_values, padding_starts: num_keys, document_starts } = self;
         queries.num_bytes() + [keys_values, num_keys, document_starts].map(num_bytes).iter().sum::<usize>()
     }
 }
@@ -141,7 +138,7 @@ impl Operands for AttentionInputs<Operand> {
         AttentionInputs {
             queries: self.queries.with_operands(replace),
             keys_values: self.keys_values.with_operands(replace),
-            num_keys: self.num_keys.with_operands(replace),
+            padding_starts: self.padding_starts.with_operands(replace),
             document_starts: self.document_starts.with_operands(replace),
         }
     }

@@ -2,7 +2,7 @@
 
 use super::{each, kernel_calls, num_bytes, plain_arguments};
 use crate::kernels::Activation;
-use crate::kernels::cpu::dropout::WordRows;
+use crate::kernels::cpu::dropout::RandomWordRows;
 use crate::view::{View, ViewMut};
 use trireme_base::{Cost, RandomKey};
 
@@ -31,7 +31,7 @@ kernel_calls! {
         pub(crate) fn gate_backward => GateBackward { activation: Activation, gate_up: ViewMut, dy: ViewMut }
 
         /// Sets each element of `x` to 0 if its random word is less than `rate` times the range of words, else divides it by `1 - rate`.
-        pub(crate) fn dropout => Dropout { x: ViewMut, key: RandomKey, words: WordRows, rate: f32 }
+        pub(crate) fn dropout => Dropout { x: ViewMut, key: RandomKey, words: RandomWordRows, rate: f32 }
 
         /// Computes `out += term` elementwise, rounded to the dtype of both.
         ///
@@ -52,7 +52,7 @@ kernel_calls! {
     }
 }
 
-plain_arguments! { Activation, RandomKey, WordRows }
+plain_arguments! { Activation, RandomKey, RandomWordRows }
 
 /// Operations of the derivative of an activation and its products, in addition to the operations of the activation.
 const DERIVATIVE_OPERATIONS: usize = 8;

@@ -1,7 +1,7 @@
 //! Routing of tokens to experts: choice of experts, dispatch of rows and combination of results.
 
 use super::{each, kernel_calls, num_bytes, plain_arguments};
-use crate::kernels::{ChosenGroups, Operand, RoutingRule};
+use crate::kernels::{ExpertGroups, Operand, RoutingRule};
 use crate::view::{View, ViewMut};
 use trireme_base::Cost;
 
@@ -74,8 +74,8 @@ plain_arguments! { RoutingRule }
 /// Panics if `rule` cannot be applied to `num_experts` experts.
 fn check_choice(rule: &RoutingRule, num_experts: usize) {
     let mut num_left = num_experts;
-    if let Some(ChosenGroups { num_groups, num_chosen }) = rule.groups {
-        let is_possible = num_groups <= ChosenGroups::NUM_MAX && num_chosen <= num_groups;
+    if let Some(ExpertGroups { num_groups, num_chosen }) = rule.groups {
+        let is_possible = num_groups <= ExpertGroups::NUM_MAX && num_chosen <= num_groups;
         assert!(
             is_possible && num_experts.is_multiple_of(num_groups),
             "{num_experts} experts, of which {rule:?}"

@@ -149,7 +149,7 @@ impl Cpu {
     pub(crate) fn activate<T: Element>(&self, activation: Activation, x: &[T], y: &mut [T]) {
         assert_eq!(x.len(), y.len());
         with_activation!(activation => |C| self.for_each_block(y, |first, y| {
-            forward::<T, C>(self.features, &x[first..first + y.len()], y);
+            forward::<T, C>(self.simd_level, &x[first..first + y.len()], y);
         }));
     }
 
@@ -161,7 +161,7 @@ impl Cpu {
         let (x, dy) = (SharedSlice::new(x), SharedSlice::new(dy));
         with_activation!(activation => |C| self.for_row_blocks(len, 1, |first, len| {
             // SAFETY: blocks do not overlap.
-            unsafe { backward::<T, C>(self.features, x.range(first, len), dy.range(first, len)) };
+            unsafe { backward::<T, C>(self.simd_level, x.range(first, len), dy.range(first, len)) };
         }));
     }
 
@@ -170,7 +170,7 @@ impl Cpu {
         assert_eq!(gate_up.len(), 2 * y.len());
         with_activation!(activation => |C| self.for_each_row(y, cols, |row, y| {
             let (gate, up) = gate_up[row * 2 * cols..(row + 1) * 2 * cols].split_at(cols);
-            gated_forward::<T, C>(self.features, gate, up, y);
+            gated_forward::<T, C>(self.simd_level, gate, up, y);
         }));
     }
 
@@ -191,7 +191,7 @@ impl Cpu {
                 let (gate_up, dy) =
                     unsafe { (gate_up.range(row * 2 * cols, 2 * cols), dy.range(row * cols, cols)) };
                 let (gate, up) = gate_up.split_at_mut(cols);
-                gated_backward::<T, C>(self.features, gate, up, dy);
+                gated_backward::<T, C>(self.simd_level, gate, up, dy);
             }
         }));
     }

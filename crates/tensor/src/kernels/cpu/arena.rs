@@ -26,7 +26,7 @@ pub(crate) const ALIGNMENT: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Arena {
     memory: Arc<Mapping>,
-    blocks: Mutex<Blocks>,
+    state: Mutex<ArenaState>,
     counter: Arc<MemoryCounter>,
     /// The backend whose kernels and copies may still use freed memory.
     backend: OnceLock<Arc<dyn Backend>>,
@@ -36,7 +36,7 @@ pub(crate) struct Arena {
 
 /// Free and accessible bytes of an arena.
 #[derive(Debug)]
-struct Blocks {
+struct ArenaState {
     free: FreeList,
     /// End of the accessible bytes. Later addresses are only reserved: the system does not check whether it has memory for them.
     accessible: usize,
@@ -65,9 +65,9 @@ impl Arena {
     }
 
     fn new(memory: Mapping, accessible: usize, counter: Arc<MemoryCounter>) -> Self {
-        let blocks = Mutex::new(Blocks { free: FreeList::new(memory.num_bytes()), accessible });
+        let blocks = Mutex::new(ArenaState { free: FreeList::new(memory.num_bytes()), accessible });
         let (memory, backend, overflow) = (Arc::new(memory), OnceLock::new(), OnceLock::new());
-        Arena { memory, blocks, counter, backend, overflow }
+        Arena { memory, state: blocks, counter, backend, overflow }
     }
 
     /// Calls [`Backend::reuse`] for every block allocated from now on, so that kernels wait for copies that still use its memory.
@@ -76,8 +76,8 @@ impl Arena {
     }
 
     /// Sets an allocator for activations that do not fit into the budget minus `reserved` bytes.
-    pub(crate) fn overflow_to(&self, overflow: Arc<dyn OverflowAllocator>, reserved: usize) {
-        self.overflow.get_or_init(|| (overflow, reserved));
+    pub(crate) fn overflow_to(&self, overflow: Arc<dyn OverflowAllocator>, headroom: usize) {
+        self.overflow.get_or_init(|| (overflow, headroom));
     }
 
     /// Returns whether `len` more bytes of activations would use memory that is reserved for other categories.
@@ -91,7 +91,7 @@ impl Arena {
     }
 
     /// Allocates overflow memory for activations; `None` if there is none.
-    pub(crate) fn overflow(&self, len: usize, category: Category) -> Option<Box<dyn LentMemory>> {
+    pub(crate) fn allocate_overflow(&self, len: usize, category: Category) -> Option<Box<dyn LentMemory>> {
         let overflow = self.overflow.get().filter(|_| category == Category::Activations);
         overflow.and_then(|(overflow, _)| overflow.allocate(len))
     }
@@ -142,7 +142,7 @@ impl Arena {
         if self.memory.is_detached() {
             return;
         }
-        let blocks = self.blocks();
+        let blocks = self.lock_state();
         for span in &blocks.free.spans {
             let end = (span.offset + span.len).min(blocks.accessible);
             // SAFETY: no block overlaps the bytes.
@@ -161,7 +161,7 @@ impl Arena {
         self.check_room(len, category)?;
         let padded = len.next_multiple_of(ALIGNMENT);
         self.counter.charge(category, padded)?;
-        let mut blocks = self.blocks();
+        let mut blocks = self.lock_state();
         let Some(offset) = blocks.free.allocate(padded) else {
             self.counter.uncharge(category, padded);
             return Err(self.out_of_memory(len, category));
@@ -180,7 +180,7 @@ impl Arena {
     }
 
     /// Makes the bytes before `end` accessible.
-    fn make_accessible(&self, blocks: &mut Blocks, end: usize) -> rustix::io::Result<()> {
+    fn make_accessible(&self, blocks: &mut ArenaState, end: usize) -> rustix::io::Result<()> {
         if end <= blocks.accessible {
             return Ok(());
         }
@@ -188,8 +188,8 @@ impl Arena {
         Ok(())
     }
 
-    fn blocks(&self) -> MutexGuard<'_, Blocks> {
-        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_state(&self) -> MutexGuard<'_, ArenaState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -222,7 +222,7 @@ impl Block {
         let Some(offset) = self.offset.take() else { return };
         let padded = self.len.next_multiple_of(ALIGNMENT);
         self.arena.counter.uncharge(self.category, padded);
-        self.arena.blocks().free.free(offset, padded);
+        self.arena.lock_state().free.free(offset, padded);
     }
 
     /// Allocates memory again, with unspecified contents.
@@ -256,7 +256,7 @@ impl Drop for Block {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::cpu::mapping::PAGE;
+    use crate::kernels::cpu::mapping::RELEASE_GRANULARITY;
 
     impl Block {
         fn bytes(&self) -> &[u8] {
@@ -297,7 +297,7 @@ mod tests {
         };
         let arena = Arc::new(arena);
         // Takes one page, because the pool may have other users. Most hosts have none.
-        let mut block = match arena.allocate(PAGE, Category::Activations) {
+        let mut block = match arena.allocate(RELEASE_GRANULARITY, Category::Activations) {
             Err(error) => {
                 assert!(error.to_string().contains("the pool of huge pages has too few left for"), "{error}");
                 return assert_eq!(counter.usage(Category::Activations).current, 0);
@@ -308,21 +308,32 @@ mod tests {
         drop(block);
         // If the pages were returned, other programs could take them.
         arena.trim();
-        assert!(arena.allocate(PAGE, Category::Activations).unwrap().bytes().iter().all(|&byte| byte == 7));
+        assert!(
+            arena
+                .allocate(RELEASE_GRANULARITY, Category::Activations)
+                .unwrap()
+                .bytes()
+                .iter()
+                .all(|&byte| byte == 7)
+        );
     }
 
     #[test]
     fn trimming_takes_nothing_from_blocks() {
         let arena =
             Arc::new(Arena::reserve(PageSource::Transparent, Arc::new(MemoryCounter::new(None))).unwrap());
-        let mut blocks: Vec<Block> =
-            (0..4).map(|_| arena.allocate(3 * PAGE + 64, Category::Optimizer).unwrap()).collect();
+        let mut blocks: Vec<Block> = (0..4)
+            .map(|_| arena.allocate(3 * RELEASE_GRANULARITY + 64, Category::Optimizer).unwrap())
+            .collect();
         blocks.iter_mut().for_each(|block| block.bytes_mut().fill(7));
         blocks[1].release();
         blocks.swap_remove(2);
         arena.trim();
         assert!(blocks[0].bytes().iter().chain(blocks[2].bytes()).all(|&byte| byte == 7));
         blocks[1].reallocate().unwrap();
-        assert!(blocks[1].bytes()[PAGE..2 * PAGE].iter().all(|&byte| byte == 0), "its pages were released");
+        assert!(
+            blocks[1].bytes()[RELEASE_GRANULARITY..2 * RELEASE_GRANULARITY].iter().all(|&byte| byte == 0),
+            "its pages were released"
+        );
     }
 }

@@ -65,8 +65,8 @@ impl Cpu {
         assert!(x.len() == y.len() && y.len() == dims.iter().product::<usize>());
         let cols = dims[3];
         self.for_each_row(y, cols, |row, out| {
-            let places = [row / dims[2] / dims[1], row / dims[2] % dims[1], row % dims[2]];
-            let start = places.iter().zip(strides).map(|(place, stride)| place * stride).sum();
+            let indices = [row / dims[2] / dims[1], row / dims[2] % dims[1], row % dims[2]];
+            let start = indices.iter().zip(strides).map(|(place, stride)| place * stride).sum();
             match strides[3] {
                 1 => out.copy_from_slice(&x[start..start + cols]),
                 stride => out.iter_mut().zip(x[start..].iter().step_by(stride)).for_each(|(y, x)| *y = *x),
@@ -86,7 +86,7 @@ impl Cpu {
         assert!(x.len() == outer * dim * inner && y.len() == outer * inner);
         if inner == 1 {
             return self.for_each_reduced_row(y, 1, dim, |row, y| {
-                sum_elements(self.features, &x[row * dim..(row + 1) * dim], factor, &mut y[0]);
+                sum_elements(self.simd_level, &x[row * dim..(row + 1) * dim], factor, &mut y[0]);
             });
         }
         let out = SharedSlice::new(y);
@@ -96,7 +96,7 @@ impl Cpu {
             // SAFETY: blocks do not overlap.
             let out = unsafe { out.range(outer * inner + first, COLUMN_BLOCK.min(inner - first)) };
             let x = &x[outer * dim * inner..(outer + 1) * dim * inner];
-            sum_columns(self.features, x, dim, inner, first, factor, out);
+            sum_columns(self.simd_level, x, dim, inner, first, factor, out);
         });
     }
 
@@ -110,7 +110,7 @@ impl Cpu {
         assert!(y.len() == outer * dim * inner && x.len() == outer * inner);
         self.for_each_row(y, inner, |block, out| {
             let start = block / dim * inner;
-            scale_block(self.features, &x[start..start + inner], factor, out);
+            scale_block(self.simd_level, &x[start..start + inner], factor, out);
         });
     }
 

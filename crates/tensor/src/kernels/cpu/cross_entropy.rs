@@ -57,7 +57,7 @@ impl Cpu {
                 // Not negative infinity: a chunk whose logits are all negative infinity would give NaN.
                 saved.copy_from_slice(&[f32::MIN, 0.0, 0.0]);
             }
-            (saved[0], saved[1]) = row_statistics(self.features, logits, saved[0], saved[1]);
+            (saved[0], saved[1]) = row_statistics(self.simd_level, logits, saved[0], saved[1]);
             if let Some(column) = chunk.column(targets[row]) {
                 saved[2] = logits[column];
             }
@@ -106,7 +106,7 @@ impl Cpu {
                 Some(weight) => scale * weight,
                 None => scale,
             };
-            row_gradient(self.features, logits, max, scale / sum, gradient);
+            row_gradient(self.simd_level, logits, max, scale / sum, gradient);
             if let Some(column) = chunk.column(targets[row]) {
                 let weight = exp(logits[column] - max) * (scale / sum);
                 gradient[column] = T::from_f32(weight - scale);

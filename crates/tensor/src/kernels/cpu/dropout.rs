@@ -26,14 +26,14 @@ for_each_simd_level! {
 /// The positions in a random stream of the words that decide which elements are dropped. Element `col` of row `row` uses word
 /// `first + row * stride + col`. A row has `len` elements.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct WordRows {
+pub(crate) struct RandomWordRows {
     pub(crate) first: u64,
     pub(crate) len: usize,
     pub(crate) stride: usize,
 }
 
 impl Cpu {
-    pub(crate) fn dropout<T: Element>(&self, x: &mut [T], key: RandomKey, words: WordRows, rate: f32) {
+    pub(crate) fn dropout<T: Element>(&self, x: &mut [T], key: RandomKey, words: RandomWordRows, rate: f32) {
         let threshold = (f64::from(rate) * 2.0_f64.powi(32)) as u32;
         let scale = 1.0 / (1.0 - rate);
         // Rows without gaps between their words are treated as a single sequence of words.
@@ -45,7 +45,7 @@ impl Cpu {
                 // SAFETY: rows do not overlap.
                 let x = unsafe { x.range(row * row_len, num * row_len) };
                 let first = words.first.wrapping_add((row * stride) as u64);
-                drop_block(self.features, x, key, first, threshold, scale);
+                drop_block(self.simd_level, x, key, first, threshold, scale);
             };
             if row_len == stride {
                 drop(start, num)

@@ -122,7 +122,7 @@ pub(crate) use with_floats;
 
 impl Floats<'_> {
     /// Returns an empty slice of a dtype; f32 unless the dtype is bf16 or f16.
-    pub(crate) fn none(dtype: DType) -> Self {
+    pub(crate) fn empty(dtype: DType) -> Self {
         match dtype {
             DType::Bf16 => Floats::Bf16(&[]),
             DType::F16 => Floats::F16(&[]),
@@ -134,7 +134,7 @@ impl Floats<'_> {
         with_floats!(self => |x| x.len())
     }
 
-    pub(crate) fn from(&self, start: usize) -> Self {
+    pub(crate) fn tail(&self, start: usize) -> Self {
         match *self {
             Floats::F32(x) => Floats::F32(&x[start..]),
             Floats::Bf16(x) => Floats::Bf16(&x[start..]),

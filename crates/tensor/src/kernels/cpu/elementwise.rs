@@ -50,7 +50,7 @@ impl Cpu {
     pub(crate) fn map<T: Element>(&self, x: &[T], y: &mut [T], function: impl Fn(f32) -> f32 + Sync) {
         assert_eq!(x.len(), y.len());
         self.for_each_block(y, |first, y| {
-            map_block(self.features, &x[first..first + y.len()], y, &function);
+            map_block(self.simd_level, &x[first..first + y.len()], y, &function);
         });
     }
 
@@ -64,12 +64,12 @@ impl Cpu {
         assert!(left.len() == y.len() && right.len() == y.len());
         self.for_each_block(y, |first, y| {
             let range = first..first + y.len();
-            zip_block(self.features, &left[range.clone()], &right[range], y, &function);
+            zip_block(self.simd_level, &left[range.clone()], &right[range], y, &function);
         });
     }
 
     pub(crate) fn map_in_place<T: Element>(&self, y: &mut [T], function: impl Fn(f32) -> f32 + Sync) {
-        self.for_each_block(y, |_, y| map_block_in_place(self.features, y, &function));
+        self.for_each_block(y, |_, y| map_block_in_place(self.simd_level, y, &function));
     }
 
     pub(crate) fn zip_in_place<T: Element, U: Element>(
@@ -81,7 +81,7 @@ impl Cpu {
         assert_eq!(x.len(), y.len());
         self.for_each_block(y, |first, y| {
             let x = &x[first..first + y.len()];
-            update_block(self.features, y, x, &function);
+            update_block(self.simd_level, y, x, &function);
         });
     }
 
@@ -98,7 +98,7 @@ impl Cpu {
         self.for_each_row(y, cols, |row, y| {
             let range = row * cols..(row + 1) * cols;
             let residual = residual.map(|residual| &residual[range.clone()]);
-            add_bias_row(self.features, &x[range], bias, residual, y);
+            add_bias_row(self.simd_level, &x[range], bias, residual, y);
         });
     }
 
@@ -113,7 +113,7 @@ impl Cpu {
         assert!(left.len() == sums.len() * cols && right.len() == left.len());
         self.for_each_reduced_row(sums, 1, cols, |row, sum| {
             let range = row * cols..(row + 1) * cols;
-            sum[0] = sum_row(self.features, &left[range.clone()], &right[range], &function);
+            sum[0] = sum_row(self.simd_level, &left[range.clone()], &right[range], &function);
         });
     }
 }

@@ -18,25 +18,25 @@ pub(crate) struct Bags<V> {
     pub(crate) takes_mean: bool,
     /// First row and number of rows of this rank's shard of the table; ids of other rows contribute zeros. `None` if the table is not
     /// sharded.
-    pub(crate) part: Option<(usize, usize)>,
+    pub(crate) shard: Option<(usize, usize)>,
 }
 
 impl<V> Bags<V> {
     /// Creates bags of one id each.
     pub(crate) fn of_single_ids(ids: V) -> Self {
-        Bags { ids, bag_len: 1, lens: None, takes_mean: false, part: None }
+        Bags { ids, bag_len: 1, lens: None, takes_mean: false, shard: None }
     }
 
     /// Restricts the ids to the shard of a table that a rank of the tensor axis stores. Panics if the table is not sharded by its rows.
-    pub(crate) fn of_part(self, part: Option<SpanShard>) -> Self {
+    pub(crate) fn with_shard(self, part: Option<SpanShard>) -> Self {
         assert!(part.is_none_or(|part| part.dim == 0), "a table is cut by its rows");
-        Bags { part: part.map(|part| (part.start, part.len)), ..self }
+        Bags { shard: part.map(|part| (part.start, part.len)), ..self }
     }
 
     /// Applies a function to each array.
     pub(crate) fn map<U>(self, mut array: impl FnMut(V) -> U) -> Bags<U> {
-        let Bags { bag_len, takes_mean, part, .. } = self;
-        Bags { ids: array(self.ids), lens: self.lens.map(array), bag_len, takes_mean, part }
+        let Bags { bag_len, takes_mean, shard: part, .. } = self;
+        Bags { ids: array(self.ids), lens: self.lens.map(array), bag_len, takes_mean, shard: part }
     }
 }
 
@@ -51,7 +51,7 @@ impl<'a> Bags<&'a [u32]> {
     /// Returns the table row of an id; `None` if another rank stores it.
     #[inline]
     fn row(&self, id: u32) -> Option<usize> {
-        match self.part {
+        match self.shard {
             None => Some(id as usize),
             Some((first, len)) => (id as usize).checked_sub(first).filter(|&row| row < len),
         }
@@ -111,7 +111,7 @@ impl Cpu {
         out: &mut [f32],
     ) {
         self.for_each_row(out, cols, |row, out| {
-            sum_bag::<T, P>(self.features, bags, row, table, out);
+            sum_bag::<T, P>(self.simd_level, bags, row, table, out);
         });
     }
 
@@ -129,7 +129,7 @@ impl Cpu {
         self.threads.run(cols.div_ceil(COLUMNS_PER_TASK), &|block| {
             let first = block * COLUMNS_PER_TASK;
             let width = COLUMNS_PER_TASK.min(cols - first);
-            scatter_columns(self.features, bags, dy, &shared, cols, first, width);
+            scatter_columns(self.simd_level, bags, dy, &shared, cols, first, width);
         });
     }
 
@@ -149,7 +149,15 @@ impl Cpu {
             let first = sequence * seq_len;
             // SAFETY: sequences do not overlap.
             let out = unsafe { shared.range(first * cols, seq_len * cols) };
-            gather_rows::<T, P>(self.features, &ids[first..first + seq_len], table, positions, at, out, cols);
+            gather_rows::<T, P>(
+                self.simd_level,
+                &ids[first..first + seq_len],
+                table,
+                positions,
+                at,
+                out,
+                cols,
+            );
         });
     }
 

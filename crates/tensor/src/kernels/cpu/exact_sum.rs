@@ -129,7 +129,7 @@ impl Cpu {
             let sum = &mut unsafe { shared.range(part, 1) }[0];
             let end = x.len().min((part + 1) * part_len);
             for block in x[part * part_len..end].chunks(CARRY_BLOCK) {
-                add_squares(self.features, block, sum);
+                add_squares(self.simd_level, block, sum);
                 sum.carry();
             }
         });

@@ -5,7 +5,7 @@ use super::simd::{LANES, for_each_simd_level, sum_lanes};
 use super::{Cpu, SharedSlice};
 
 /// Number of columns that are summed at a time. Their sums fit into the L1 cache.
-const COLS: usize = 512;
+const COLUMNS_PER_BLOCK: usize = 512;
 
 for_each_simd_level! {
     fn scale_row<X: Element, Y: Element>(x: &[X], weight: f32, y: &mut [Y]) {
@@ -27,20 +27,21 @@ for_each_simd_level! {
 
 /// The rows chosen for tokens, `num_choices` per token.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Chosen<'a> {
+pub(crate) struct ChosenRows<'a> {
     /// The row of each choice of each token.
-    pub(crate) places: &'a [u32],
+    pub(crate) positions: &'a [u32],
     pub(crate) num_choices: usize,
     /// The weight of each chosen row; `None` for weights of 1.
     pub(crate) weights: Option<&'a [f32]>,
 }
 
-impl Chosen<'_> {
+impl ChosenRows<'_> {
     /// Returns the row and the weight of each choice of a token.
     fn of_token(&self, token: usize) -> impl Iterator<Item = (usize, f32)> {
         let choices = token * self.num_choices..(token + 1) * self.num_choices;
-        choices
-            .map(|choice| (self.places[choice] as usize, self.weights.map_or(1.0, |weights| weights[choice])))
+        choices.map(|choice| {
+            (self.positions[choice] as usize, self.weights.map_or(1.0, |weights| weights[choice]))
+        })
     }
 }
 
@@ -54,20 +55,20 @@ pub struct RoutingRule {
     /// Factor of the scores of the chosen experts.
     pub scale: f32,
     /// Limits the choice to the best groups of experts; `None` for no limit.
-    pub groups: Option<ChosenGroups>,
+    pub groups: Option<ExpertGroups>,
 }
 
 /// A limit on the number of expert groups per token (node-limited routing). Groups consist of an equal number of consecutive experts. The
 /// score of a group is the sum of its two best experts' scores (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 2.1.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ChosenGroups {
-    /// Number of groups; at most [`ChosenGroups::NUM_MAX`].
+pub struct ExpertGroups {
+    /// Number of groups; at most [`ExpertGroups::NUM_MAX`].
     pub num_groups: usize,
     /// Number of groups that a token's experts may belong to.
     pub num_chosen: usize,
 }
 
-impl ChosenGroups {
+impl ExpertGroups {
     /// Maximum number of groups.
     pub const NUM_MAX: usize = 64;
 }
@@ -80,9 +81,9 @@ impl RoutingRule {
 
     /// Returns the chosen groups as bits, and the number of experts per group.
     fn chosen_groups(self, num_experts: usize, score: &dyn Fn(usize) -> f32) -> (u64, usize) {
-        let Some(ChosenGroups { num_groups, num_chosen }) = self.groups else { return (1, num_experts) };
+        let Some(ExpertGroups { num_groups, num_chosen }) = self.groups else { return (1, num_experts) };
         let len = num_experts / num_groups;
-        let mut scores = [0.0_f32; ChosenGroups::NUM_MAX];
+        let mut scores = [0.0_f32; ExpertGroups::NUM_MAX];
         for (group, sum) in scores[..num_groups].iter_mut().enumerate() {
             let members = || group * len..(group + 1) * len;
             let best = first_largest(members(), score);
@@ -117,7 +118,7 @@ pub(crate) struct Routing<'a> {
 }
 
 /// Returns the chosen experts. Skips choices of no expert.
-fn chosen(ids: &[u32], num_experts: usize) -> impl Iterator<Item = usize> {
+fn chosen_experts(ids: &[u32], num_experts: usize) -> impl Iterator<Item = usize> {
     let check = move |&id: &u32| {
         assert!(id as usize <= num_experts, "expert {id} of {num_experts}");
         id as usize
@@ -196,16 +197,16 @@ impl Cpu {
 
     pub(crate) fn expert_loads(&self, ids: &[u32], out: &mut [f32]) {
         out.fill(0.0);
-        chosen(ids, out.len()).for_each(|id| out[id] += 1.0);
+        chosen_experts(ids, out.len()).for_each(|id| out[id] += 1.0);
     }
 
     pub(crate) fn excess_loads(&self, ids: &[u32], out: &mut [f32], accumulate: bool) {
-        let even = chosen(ids, out.len()).count() as f32 / out.len() as f32;
+        let even = chosen_experts(ids, out.len()).count() as f32 / out.len() as f32;
         if !accumulate {
             out.fill(0.0);
         }
         out.iter_mut().for_each(|load| *load -= even);
-        chosen(ids, out.len()).for_each(|id| out[id] += 1.0);
+        chosen_experts(ids, out.len()).for_each(|id| out[id] += 1.0);
     }
 
     pub(crate) fn permute_rows<X: Element, Y: Element>(
@@ -221,7 +222,7 @@ impl Cpu {
         self.for_each_row(y, cols, |place, y| {
             let choice = order[place] as usize;
             let weight = weights.map_or(1.0, |weights| weights[choice]);
-            scale_row(self.features, &x[choice / num_choices * cols..][..cols], weight, y);
+            scale_row(self.simd_level, &x[choice / num_choices * cols..][..cols], weight, y);
         });
     }
 
@@ -229,28 +230,28 @@ impl Cpu {
         &self,
         x: &[X],
         cols: usize,
-        chosen: Chosen<'_>,
+        chosen: ChosenRows<'_>,
         residual: Option<&[f32]>,
         y: &mut [Y],
     ) {
         let num_tokens = y.len() / cols.max(1);
         let y = SharedSlice::new(y);
         self.for_row_blocks(num_tokens, cols * (chosen.num_choices + 1), |first, num| {
-            let mut sums = [0.0_f32; COLS];
+            let mut sums = [0.0_f32; COLUMNS_PER_BLOCK];
             for token in first..first + num {
                 // SAFETY: rows do not overlap.
                 let y = unsafe { y.range(token * cols, cols) };
-                for (block, y) in y.chunks_mut(COLS).enumerate() {
+                for (block, y) in y.chunks_mut(COLUMNS_PER_BLOCK).enumerate() {
                     let sums = &mut sums[..y.len()];
-                    let at = |row: usize| row * cols + block * COLS;
+                    let at = |row: usize| row * cols + block * COLUMNS_PER_BLOCK;
                     match residual {
                         Some(residual) => sums.copy_from_slice(&residual[at(token)..][..y.len()]),
                         None => sums.fill(0.0),
                     }
                     for (row, weight) in chosen.of_token(token) {
-                        add_scaled_row(self.features, &x[at(row)..][..y.len()], weight, sums);
+                        add_scaled_row(self.simd_level, &x[at(row)..][..y.len()], weight, sums);
                     }
-                    scale_row(self.features, sums, 1.0, y);
+                    scale_row(self.simd_level, sums, 1.0, y);
                 }
             }
         });
@@ -260,15 +261,15 @@ impl Cpu {
         &self,
         x: &[X],
         cols: usize,
-        places: &[u32],
+        positions: &[u32],
         num_choices: usize,
         y: &[Y],
         products: &mut [f32],
     ) {
         self.for_each_reduced_row(products, 1, cols, |choice, product| {
-            let x = &x[places[choice] as usize * cols..][..cols];
+            let x = &x[positions[choice] as usize * cols..][..cols];
             let y = &y[choice / num_choices * cols..][..cols];
-            product[0] = row_product(self.features, x, y);
+            product[0] = row_product(self.simd_level, x, y);
         });
     }
 }

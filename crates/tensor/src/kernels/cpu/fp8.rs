@@ -9,8 +9,8 @@ use super::simd::for_each_simd_level;
 use std::sync::atomic::{AtomicU32, Ordering};
 use trireme_base::{Bf16, Fp8Format, power_of_two};
 
-const EXPONENT: u32 = 0x7f80_0000;
-const MAGNITUDE: u32 = 0x7fff_ffff;
+const EXPONENT_MASK: u32 = 0x7f80_0000;
+const MAGNITUDE_MASK: u32 = 0x7fff_ffff;
 
 /// Fraction bits of an f32.
 const FRACTION_BITS: u32 = 23;
@@ -43,13 +43,13 @@ impl Rounding {
     #[inline(always)]
     fn round(&self, x: f32) -> f32 {
         let scaled = (x * self.scale).to_bits();
-        let magnitude = f32::from_bits(scaled & MAGNITUDE);
+        let magnitude = f32::from_bits(scaled & MAGNITUDE_MASK);
         // NaN is not larger and is therefore kept.
         let saturated = if magnitude > self.max { self.max } else { magnitude };
-        let power = (saturated.to_bits() & EXPONENT).max(self.normal_min);
+        let power = (saturated.to_bits() & EXPONENT_MASK).max(self.normal_min);
         let rounder = f32::from_bits(power + self.rounder_offset);
         let rounded = (saturated + rounder) - rounder;
-        f32::from_bits(rounded.to_bits() | (scaled & !MAGNITUDE)) * self.inverse_scale
+        f32::from_bits(rounded.to_bits() | (scaled & !MAGNITUDE_MASK)) * self.inverse_scale
     }
 }
 
@@ -59,8 +59,8 @@ for_each_simd_level! {
         let mut amax = 0;
         for (y, x) in y.iter_mut().zip(x) {
             let x = x.to_f32();
-            let magnitude = x.to_bits() & MAGNITUDE;
-            amax = amax.max(if magnitude < EXPONENT { magnitude } else { 0 });
+            let magnitude = x.to_bits() & MAGNITUDE_MASK;
+            amax = amax.max(if magnitude < EXPONENT_MASK { magnitude } else { 0 });
             *y = Bf16::from_f32(rounding.round(x));
         }
         amax
@@ -82,7 +82,7 @@ impl Cpu {
         assert_eq!(x.len(), y.len());
         let (amax, rounding) = (AtomicU32::new(0), Rounding::new(format, scale_exponent));
         self.for_each_block(y, |first, y| {
-            let found = quantize(self.features, &x[first..first + y.len()], y, rounding);
+            let found = quantize(self.simd_level, &x[first..first + y.len()], y, rounding);
             // The maximum does not depend on the order of blocks.
             amax.fetch_max(found, Ordering::Relaxed);
         });
@@ -92,7 +92,7 @@ impl Cpu {
 
 #[cfg(test)]
 mod tests {
-    use super::super::simd::CpuFeatures;
+    use super::super::simd::SimdLevel;
     use super::super::threads::ThreadPool;
     use super::*;
     use crate::fp8::SCALE_EXPONENT_MAX;
@@ -133,12 +133,12 @@ mod tests {
         best.expect("a format has values").1
     }
 
-    fn levels() -> impl Iterator<Item = CpuFeatures> {
-        CpuFeatures::ALL.into_iter().filter(|&level| level <= CpuFeatures::detect())
+    fn levels() -> impl Iterator<Item = SimdLevel> {
+        SimdLevel::ALL.into_iter().filter(|&level| level <= SimdLevel::detect())
     }
 
     fn quantized<T: Element>(
-        features: CpuFeatures,
+        features: SimdLevel,
         threads: usize,
         x: &[T],
         format: Fp8Format,
@@ -228,7 +228,7 @@ mod tests {
             let mut x = vec![0.0; len];
             trireme_base::RandomKey::new(3, "fp8").fill_normal(&mut x, 1.0);
             for format in FORMATS {
-                let one = quantized(CpuFeatures::Portable, 1, &x, format, 4);
+                let one = quantized(SimdLevel::Portable, 1, &x, format, 4);
                 assert_eq!(one.1, x.iter().fold(0.0, |amax, x| x.abs().max(amax)));
                 for features in levels() {
                     assert_eq!(quantized(features, 3, &x, format, 4), one);

@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use trireme_base::HUGE_PAGE_BYTES;
 
 /// Granularity at which memory is returned to the system; a multiple of the page size.
-pub(super) const PAGE: usize = 64 << 10;
+pub(super) const RELEASE_GRANULARITY: usize = 64 << 10;
 
 /// Size of the mapping of a counting arena: more than any model needs, less than the address space of a process.
 const COUNTING_BYTES: usize = 1 << 45;
@@ -44,7 +44,7 @@ impl Mapping {
     /// Reserves as many addresses as the machine has bytes of memory, or fewer if the process may not have as many. None of them is
     /// [accessible](Mapping::make_accessible). Allocates no memory.
     pub(super) fn reserve(page_source: PageSource) -> std::io::Result<Self> {
-        let mut mapping = map_or_halve(addresses(machine_bytes()), |num_bytes| match page_source {
+        let mut mapping = map_or_halve(reservation_size(machine_bytes()), |num_bytes| match page_source {
             PageSource::Transparent => map_private(num_bytes, ProtFlags::empty()),
             PageSource::Reserved => {
                 map_anonymous(num_bytes, ProtFlags::empty(), MapFlags::HUGETLB | MapFlags::HUGE_2MB)
@@ -56,7 +56,7 @@ impl Mapping {
 
     /// Like [`reserve`](Mapping::reserve), for memory that kernels access at other addresses and that the host cannot access.
     pub(super) fn detached() -> std::io::Result<Self> {
-        let num_bytes = addresses(machine_bytes());
+        let num_bytes = reservation_size(machine_bytes());
         // Extending a file beyond `ulimit -f` would kill the process.
         if getrlimit(Resource::Fsize).current.is_some_and(|max| max < num_bytes as u64) {
             return Err(rustix::io::Errno::FBIG.into());
@@ -71,7 +71,7 @@ impl Mapping {
     /// Maps accessible addresses for a counting device. Its blocks may exceed the machine's memory, because few of their pages are ever
     /// touched. Tries smaller mappings if other counting devices use most addresses of the process.
     pub(super) fn counting() -> std::io::Result<Self> {
-        map_or_halve(addresses(COUNTING_BYTES), |num_bytes| {
+        map_or_halve(reservation_size(COUNTING_BYTES), |num_bytes| {
             map_private(num_bytes, ACCESS).or_else(|refused| {
                 // With `vm.overcommit_memory = 2`, the system charges private writable pages when they are mapped, but pages of a file only
                 // when they are touched. Extending a file beyond `ulimit -f` would kill the process.
@@ -136,7 +136,10 @@ impl Mapping {
     /// # Safety
     /// Nothing may read the bytes before writing them again.
     pub(super) unsafe fn discard(&self, range: Range<usize>) {
-        let (start, end) = (range.start.next_multiple_of(PAGE), range.end / PAGE * PAGE);
+        let (start, end) = (
+            range.start.next_multiple_of(RELEASE_GRANULARITY),
+            range.end / RELEASE_GRANULARITY * RELEASE_GRANULARITY,
+        );
         if start < end && self.page_source == PageSource::Transparent {
             let first = self.address(start).as_ptr().cast();
             // SAFETY: within the mapping; the caller promises that nothing reads the bytes. If the system refuses, it keeps them.
@@ -178,7 +181,7 @@ fn machine_bytes() -> usize {
 }
 
 /// Returns the size of a mapping of up to `num_bytes`. Under `ulimit -v`, leaves addresses for the rest of the process.
-fn addresses(num_bytes: usize) -> usize {
+fn reservation_size(num_bytes: usize) -> usize {
     let allowed =
         getrlimit(Resource::As).current.map_or(usize::MAX, |bytes| bytes as usize / ADDRESSES_DIVISOR);
     num_bytes.min(allowed) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

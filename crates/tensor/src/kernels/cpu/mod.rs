@@ -33,7 +33,7 @@ pub(crate) mod test_support;
 pub(crate) mod threads;
 
 use mapping::Mapping;
-use simd::CpuFeatures;
+use simd::SimdLevel;
 use std::sync::Arc;
 use threads::ThreadPool;
 
@@ -41,15 +41,15 @@ use threads::ThreadPool;
 #[derive(Debug)]
 pub(crate) struct Cpu {
     pub(crate) threads: ThreadPool,
-    pub(crate) features: CpuFeatures,
+    pub(crate) simd_level: SimdLevel,
     /// The only memory that this processor can access, and its addresses; `None` if it can access all memory at the host's addresses.
     mapping: Option<Arc<Mapping>>,
 }
 
 impl Cpu {
     /// Creates a processor that can access all memory.
-    pub(crate) fn new(threads: ThreadPool, features: CpuFeatures) -> Self {
-        Cpu { threads, features, mapping: None }
+    pub(crate) fn new(threads: ThreadPool, features: SimdLevel) -> Self {
+        Cpu { threads, simd_level: features, mapping: None }
     }
 
     /// Restricts the processor to the memory of `mapping`.

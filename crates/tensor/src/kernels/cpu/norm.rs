@@ -3,7 +3,7 @@
 //! Both compute `y = (x - mean) * scale * weight + bias` per row. RMS normalization has mean 0 and no bias.
 
 use super::element::Element;
-use super::reduce::{COLUMN_BLOCK, put, sum_rows};
+use super::reduce::{COLUMN_BLOCK, sum_rows, write_or_add};
 use super::simd::{for_each_simd_level, sum_map, sum_zip};
 use super::{Cpu, SharedSlice};
 
@@ -12,9 +12,9 @@ use super::{Cpu, SharedSlice};
 pub(crate) const STATISTICS: usize = 2;
 
 for_each_simd_level! {
-    fn forward_row<T: Element>(x: &[f32], weight: &[f32], bias: Option<&[f32]>, epsilon: f32, centred: bool, y: &mut [T]) -> [f32; 2] {
+    fn forward_row<T: Element>(x: &[f32], weight: &[f32], bias: Option<&[f32]>, epsilon: f32, is_centered: bool, y: &mut [T]) -> [f32; 2] {
         let count = x.len() as f32;
-        let mean = if centred { sum_map(x, |x| x) / count } else { 0.0 };
+        let mean = if is_centered { sum_map(x, |x| x) / count } else { 0.0 };
         let variance = sum_map(x, |x| (x - mean) * (x - mean)) / count;
         let scale = 1.0 / (variance + epsilon).sqrt();
         match bias {
@@ -32,18 +32,18 @@ for_each_simd_level! {
         [mean, scale]
     }
 
-    fn backward_row<T: Element>(x: &[f32], weight: &[f32], dy: &[T], statistics: [f32; 2], centred: bool, dx: &mut [f32], accumulate: bool) {
+    fn backward_row<T: Element>(x: &[f32], weight: &[f32], dy: &[T], statistics: [f32; 2], is_centered: bool, dx: &mut [f32], accumulate: bool) {
         let [mean, scale] = statistics;
         let count = x.len() as f32;
-        let along = sum_zip(x, dy, weight, |x, dy, weight| dy.to_f32() * weight * (x - mean)) * scale / count;
-        let level = if centred { sum_zip(dy, weight, weight, |dy, weight, _| dy.to_f32() * weight) / count } else { 0.0 };
+        let projection = sum_zip(x, dy, weight, |x, dy, weight| dy.to_f32() * weight * (x - mean)) * scale / count;
+        let mean_grad = if is_centered { sum_zip(dy, weight, weight, |dy, weight, _| dy.to_f32() * weight) / count } else { 0.0 };
         if accumulate {
             for (((dx, &x), dy), &weight) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
-                *dx += scale * (dy.to_f32() * weight - level - (x - mean) * scale * along);
+                *dx += scale * (dy.to_f32() * weight - mean_grad - (x - mean) * scale * projection);
             }
         } else {
             for (((dx, &x), dy), &weight) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
-                *dx = scale * (dy.to_f32() * weight - level - (x - mean) * scale * along);
+                *dx = scale * (dy.to_f32() * weight - mean_grad - (x - mean) * scale * projection);
             }
         }
     }
@@ -58,7 +58,7 @@ for_each_simd_level! {
                 *partial += dy.to_f32() * (x - mean) * scale;
             }
         });
-        put(out, &total[..width], accumulate);
+        write_or_add(out, &total[..width], accumulate);
     }
 }
 
@@ -97,7 +97,7 @@ impl Cpu {
         y: &mut [T],
         statistics: &mut [f32],
     ) {
-        let NormKind { epsilon, is_centered: centred } = kind;
+        let NormKind { epsilon, is_centered } = kind;
         let cols = weight.len();
         let rows = x.len() / cols;
         assert!(x.len() == y.len() && x.len() == rows * cols && statistics.len() == rows * STATISTICS);
@@ -108,7 +108,15 @@ impl Cpu {
                 let (y, saved) =
                     unsafe { (y.range(row * cols, cols), statistics.range(row * STATISTICS, STATISTICS)) };
                 let x = &x[row * cols..(row + 1) * cols];
-                saved.copy_from_slice(&forward_row(self.features, x, weight, bias, epsilon, centred, y));
+                saved.copy_from_slice(&forward_row(
+                    self.simd_level,
+                    x,
+                    weight,
+                    bias,
+                    epsilon,
+                    is_centered,
+                    y,
+                ));
             }
         });
     }
@@ -129,7 +137,7 @@ impl Cpu {
             let range = row * cols..(row + 1) * cols;
             let (x, dy) = (&x[range.clone()], &dy[range]);
             let saved = [statistics[row * STATISTICS], statistics[row * STATISTICS + 1]];
-            backward_row(self.features, x, weight, dy, saved, kind.is_centered, dx, accumulate);
+            backward_row(self.simd_level, x, weight, dy, saved, kind.is_centered, dx, accumulate);
         });
     }
 
@@ -144,7 +152,7 @@ impl Cpu {
         let cols = d_weight.len();
         assert!(x.len() == dy.len() && x.len().is_multiple_of(cols));
         self.for_each_chunk(d_weight, COLUMN_BLOCK, |first, out| {
-            weight_block(self.features, x, dy, statistics, cols, first, out, accumulate);
+            weight_block(self.simd_level, x, dy, statistics, cols, first, out, accumulate);
         });
     }
 }

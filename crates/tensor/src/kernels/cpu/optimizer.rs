@@ -7,7 +7,7 @@ pub mod rules;
 mod scales;
 mod state;
 
-pub(crate) use factored::Factors;
+pub(crate) use factored::MomentFactors;
 pub use factored::{FactoredMatrix, FactoredMoments, FactoredStep};
 pub(crate) use orthogonalize::OrthogonalizeScratch;
 pub(crate) use pieces::PieceUpdates;

@@ -1,6 +1,6 @@
 //! Peak throughput of execution units and of memory: the bounds that kernels are compared with.
 
-use super::simd::{CpuFeatures, for_each_simd_level};
+use super::simd::{SimdLevel, for_each_simd_level};
 use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
 use trireme_base::Traffic;
@@ -26,26 +26,24 @@ trireme_base::named! {
 
 impl ExecutionUnit {
     /// Returns the unit that matmuls of a precision use at a SIMD level.
-    pub fn of(features: CpuFeatures, precision: Precision) -> Self {
+    pub fn of(features: SimdLevel, precision: Precision) -> Self {
         match (features, precision) {
-            (CpuFeatures::Portable, _) => ExecutionUnit::MulAdd128,
-            (CpuFeatures::Avx2, _) => ExecutionUnit::Fma256,
-            (CpuFeatures::Avx512Bf16, Precision::Bf16) => ExecutionUnit::DotBf16,
-            (CpuFeatures::AmxBf16, Precision::Bf16) => ExecutionUnit::TileBf16,
-            (CpuFeatures::Avx512 | CpuFeatures::Avx512Bf16 | CpuFeatures::AmxBf16, _) => {
-                ExecutionUnit::Fma512
-            }
+            (SimdLevel::Portable, _) => ExecutionUnit::MulAdd128,
+            (SimdLevel::Avx2, _) => ExecutionUnit::Fma256,
+            (SimdLevel::Avx512Bf16, Precision::Bf16) => ExecutionUnit::DotBf16,
+            (SimdLevel::AmxBf16, Precision::Bf16) => ExecutionUnit::TileBf16,
+            (SimdLevel::Avx512 | SimdLevel::Avx512Bf16 | SimdLevel::AmxBf16, _) => ExecutionUnit::Fma512,
         }
     }
 
     /// Returns the lowest SIMD level that has the unit.
-    pub fn features(self) -> CpuFeatures {
+    pub fn features(self) -> SimdLevel {
         match self {
-            ExecutionUnit::MulAdd128 => CpuFeatures::Portable,
-            ExecutionUnit::Fma256 => CpuFeatures::Avx2,
-            ExecutionUnit::Fma512 => CpuFeatures::Avx512,
-            ExecutionUnit::DotBf16 => CpuFeatures::Avx512Bf16,
-            ExecutionUnit::TileBf16 => CpuFeatures::AmxBf16,
+            ExecutionUnit::MulAdd128 => SimdLevel::Portable,
+            ExecutionUnit::Fma256 => SimdLevel::Avx2,
+            ExecutionUnit::Fma512 => SimdLevel::Avx512,
+            ExecutionUnit::DotBf16 => SimdLevel::Avx512Bf16,
+            ExecutionUnit::TileBf16 => SimdLevel::AmxBf16,
         }
     }
 
@@ -65,7 +63,7 @@ impl Cpu {
     /// Runs `rounds` rounds of a unit's instruction on all threads concurrently, and nothing else. Returns the number of floating-point
     /// operations. Panics if the SIMD level does not have the unit.
     pub(crate) fn run_unit(&self, unit: ExecutionUnit, rounds: u64) -> u64 {
-        assert!(self.features >= unit.features(), "{unit} is beyond {}", self.features);
+        assert!(self.simd_level >= unit.features(), "{unit} is beyond {}", self.simd_level);
         let num_threads = self.threads.num_threads();
         self.threads.run(num_threads, &|_| run(unit, rounds));
         num_threads as u64 * rounds * unit.operations()
@@ -89,14 +87,14 @@ impl Cpu {
             if index < num_updates {
                 let (first, len) = part(index, updated.len);
                 // SAFETY: parts do not overlap.
-                increment(self.features, unsafe { updated.range(first, len) });
+                increment(self.simd_level, unsafe { updated.range(first, len) });
                 return;
             }
             let (first, len) = part(index - num_updates, read.len());
             let from = &read[first..first + len];
             let (first, len) = part(index - num_updates, written.len);
             // SAFETY: parts do not overlap.
-            copy_or_touch(self.features, from, unsafe { written.range(first, len) });
+            copy_or_touch(self.simd_level, from, unsafe { written.range(first, len) });
         });
     }
 }
@@ -194,14 +192,14 @@ mod tests {
     use crate::kernels::cpu::threads::ThreadPool;
 
     fn cpu(num_threads: usize) -> Cpu {
-        Cpu::new(ThreadPool::new(num_threads).unwrap(), CpuFeatures::detect())
+        Cpu::new(ThreadPool::new(num_threads).unwrap(), SimdLevel::detect())
     }
 
     #[test]
     fn every_unit_of_the_machine_runs() {
         for num_threads in [1, 3] {
             let cpu = cpu(num_threads);
-            for unit in ExecutionUnit::ALL.into_iter().filter(|unit| unit.features() <= cpu.features) {
+            for unit in ExecutionUnit::ALL.into_iter().filter(|unit| unit.features() <= cpu.simd_level) {
                 assert_eq!(cpu.run_unit(unit, 10), num_threads as u64 * 10 * unit.operations());
             }
         }
@@ -211,20 +209,20 @@ mod tests {
     #[test]
     fn tiles_run_where_they_are_emulated() {
         trireme_testkit::emulate_amx();
-        let cpu = Cpu { features: CpuFeatures::AmxBf16, ..cpu(2) };
+        let cpu = Cpu { simd_level: SimdLevel::AmxBf16, ..cpu(2) };
         assert_eq!(cpu.run_unit(ExecutionUnit::TileBf16, 3), 2 * 3 * ExecutionUnit::TileBf16.operations());
     }
 
     #[test]
     fn a_unit_beyond_the_level_is_refused() {
-        let cpu = Cpu { features: CpuFeatures::Portable, ..cpu(1) };
+        let cpu = Cpu { simd_level: SimdLevel::Portable, ..cpu(1) };
         let run = std::panic::AssertUnwindSafe(|| cpu.run_unit(ExecutionUnit::Fma256, 1));
         assert!(std::panic::catch_unwind(run).is_err());
     }
 
     #[test]
     fn every_level_and_precision_has_a_unit_that_the_level_has() {
-        for features in CpuFeatures::ALL {
+        for features in SimdLevel::ALL {
             for precision in Precision::ALL {
                 assert!(
                     ExecutionUnit::of(features, precision).features() <= features,

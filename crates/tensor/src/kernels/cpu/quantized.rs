@@ -9,7 +9,7 @@ use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
 
 /// Bits of the magnitude of an f32.
-const MAGNITUDE: u32 = 0x7fff_ffff;
+const MAGNITUDE_MASK: u32 = 0x7fff_ffff;
 /// Magnitudes from here on are not finite.
 const INFINITY: u32 = 0x7f80_0000;
 
@@ -60,15 +60,15 @@ impl IntegerFormat {
 #[inline(always)]
 fn blocks(message: &[u8], format: IntegerFormat) -> impl Iterator<Item = (f32, &[u8])> {
     message.chunks(format.num_bytes(IntegerFormat::BLOCK_LEN)).map(|block| {
-        let (unit, codes) = block.split_first_chunk::<SCALE_BYTES>().expect("a block has a unit");
-        (f32::from_le_bytes(*unit), codes)
+        let (scale, codes) = block.split_first_chunk::<SCALE_BYTES>().expect("a block has a unit");
+        (f32::from_le_bytes(*scale), codes)
     })
 }
 
 /// Returns the scale of a block and its reciprocal, which maps values to codes.
 #[inline(always)]
 fn scales(x: &[f32], format: IntegerFormat) -> (f32, f32) {
-    let largest = x.iter().fold(0, |largest: u32, x| largest.max(x.to_bits() & MAGNITUDE));
+    let largest = x.iter().fold(0, |largest: u32, x| largest.max(x.to_bits() & MAGNITUDE_MASK));
     let magnitude = f32::from_bits(largest);
     if largest >= INFINITY {
         (f32::NAN, 0.0)
@@ -87,20 +87,20 @@ fn code(x: f32, inverse: f32) -> u8 {
 /// Calls `write` with each element of `y` and its value in the message.
 #[inline(always)]
 fn for_each_value<T>(message: &[u8], format: IntegerFormat, y: &mut [T], write: impl Fn(&mut T, f32)) {
-    for ((unit, codes), y) in blocks(message, format).zip(y.chunks_mut(IntegerFormat::BLOCK_LEN)) {
+    for ((scale, codes), y) in blocks(message, format).zip(y.chunks_mut(IntegerFormat::BLOCK_LEN)) {
         match format {
             IntegerFormat::Int8 => {
                 for (y, &code) in y.iter_mut().zip(codes) {
-                    write(y, f32::from(code as i8) * unit);
+                    write(y, f32::from(code as i8) * scale);
                 }
             }
             IntegerFormat::Int4 => {
                 let (low, high) = y.split_at_mut(codes.len());
                 for (y, &code) in low.iter_mut().zip(codes) {
-                    write(y, f32::from((code << 4) as i8 >> 4) * unit);
+                    write(y, f32::from((code << 4) as i8 >> 4) * scale);
                 }
                 for (y, &code) in high.iter_mut().zip(codes) {
-                    write(y, f32::from(code as i8 >> 4) * unit);
+                    write(y, f32::from(code as i8 >> 4) * scale);
                 }
             }
         }
@@ -111,9 +111,9 @@ for_each_simd_level! {
     fn quantize(x: &[f32], format: IntegerFormat, message: &mut [u8]) {
         let message = message.chunks_mut(format.num_bytes(IntegerFormat::BLOCK_LEN));
         for (x, block) in x.chunks(IntegerFormat::BLOCK_LEN).zip(message) {
-            let (unit, inverse) = scales(x, format);
+            let (scale, inverse) = scales(x, format);
             let (unit_bytes, codes) = block.split_at_mut(SCALE_BYTES);
-            unit_bytes.copy_from_slice(&unit.to_le_bytes());
+            unit_bytes.copy_from_slice(&scale.to_le_bytes());
             let (low, high) = x.split_at(codes.len());
             for (byte, &x) in codes.iter_mut().zip(low) {
                 *byte = code(x, inverse);
@@ -143,17 +143,17 @@ impl Cpu {
         self.for_message_blocks(x.len(), format, |(first, len), (first_byte, num_bytes)| {
             // SAFETY: blocks do not overlap.
             let message = unsafe { out.range(first_byte, num_bytes) };
-            quantize(self.features, &x[first..first + len], format, message);
+            quantize(self.simd_level, &x[first..first + len], format, message);
         });
     }
 
     pub(crate) fn dequantize<T: Element>(&self, message: &[u8], format: IntegerFormat, y: &mut [T]) {
-        self.read_message(message, format, y, |message, y| dequantize(self.features, message, format, y));
+        self.read_message(message, format, y, |message, y| dequantize(self.simd_level, message, format, y));
     }
 
     pub(crate) fn add_dequantized(&self, message: &[u8], format: IntegerFormat, y: &mut [f32]) {
         self.read_message(message, format, y, |message, y| {
-            add_dequantized(self.features, message, format, y)
+            add_dequantized(self.simd_level, message, format, y)
         });
     }
 
@@ -193,7 +193,7 @@ impl Cpu {
 
 #[cfg(test)]
 mod tests {
-    use super::super::simd::CpuFeatures;
+    use super::super::simd::SimdLevel;
     use super::super::test_support::cases;
     use super::super::threads::ThreadPool;
     use super::*;
@@ -203,7 +203,7 @@ mod tests {
     const FORMATS: [IntegerFormat; 2] = [IntegerFormat::Int8, IntegerFormat::Int4];
 
     fn cpus() -> impl Iterator<Item = Cpu> {
-        let levels = CpuFeatures::ALL.into_iter().filter(|&level| level <= CpuFeatures::detect());
+        let levels = SimdLevel::ALL.into_iter().filter(|&level| level <= SimdLevel::detect());
         levels.map(|features| Cpu::new(ThreadPool::new(2).unwrap(), features))
     }
 
@@ -225,7 +225,7 @@ mod tests {
             let mut first: Option<Vec<u8>> = None;
             for cpu in cpus() {
                 let message = quantized(&cpu, x, format);
-                assert_eq!(*first.get_or_insert_with(|| message.clone()), message, "{}", cpu.features);
+                assert_eq!(*first.get_or_insert_with(|| message.clone()), message, "{}", cpu.simd_level);
                 let found = values::<f32>(&cpu, &message, x.len(), format);
                 for (x, found) in
                     x.chunks(IntegerFormat::BLOCK_LEN).zip(found.chunks(IntegerFormat::BLOCK_LEN))
@@ -236,7 +236,7 @@ mod tests {
                     for (&x, &found) in x.iter().zip(found) {
                         let error = (f64::from(found) - f64::from(x)).abs();
                         let is_right = if is_zero { found == 0.0 } else { error <= bound };
-                        assert!(is_right, "{format:?}, {}: {x:e} became {found:e}", cpu.features);
+                        assert!(is_right, "{format:?}, {}: {x:e} became {found:e}", cpu.simd_level);
                     }
                 }
                 check_readers(&cpu, x, &message, &found, format);

@@ -12,7 +12,7 @@ const ROW_BLOCK: usize = 128;
 
 /// Writes or adds `total`.
 #[inline(always)]
-pub(crate) fn put(out: &mut [f32], total: &[f32], accumulate: bool) {
+pub(crate) fn write_or_add(out: &mut [f32], total: &[f32], accumulate: bool) {
     if accumulate {
         out.iter_mut().zip(total).for_each(|(out, &total)| *out += total);
     } else {
@@ -45,7 +45,7 @@ for_each_simd_level! {
             let row = &x[row * cols + first..row * cols + first + width];
             partial.iter_mut().zip(row).for_each(|(partial, x)| *partial += x.to_f32());
         });
-        put(out, &total[..width], accumulate);
+        write_or_add(out, &total[..width], accumulate);
     }
 
     fn convert<T: Element, U: Element>(x: &[T], y: &mut [U]) {
@@ -60,7 +60,7 @@ for_each_simd_level! {
         x.iter_mut().for_each(|x| *x *= factor);
     }
 
-    fn combine(out: &mut [f32], factor: f32, term: &[f32], term_factor: f32) {
+    fn axpby(out: &mut [f32], factor: f32, term: &[f32], term_factor: f32) {
         out.iter_mut().zip(term).for_each(|(out, &term)| *out = factor * *out + term_factor * term);
     }
 }
@@ -70,31 +70,31 @@ impl Cpu {
         let cols = out.len();
         assert!(cols > 0 && x.len().is_multiple_of(cols));
         self.for_each_chunk(out, COLUMN_BLOCK, |first, out| {
-            column_block(self.features, x, cols, first, out, accumulate);
+            column_block(self.simd_level, x, cols, first, out, accumulate);
         });
     }
 
     pub(crate) fn convert<T: Element, U: Element>(&self, x: &[T], y: &mut [U]) {
         assert_eq!(x.len(), y.len());
-        self.for_each_block(y, |first, y| convert(self.features, &x[first..first + y.len()], y));
+        self.for_each_block(y, |first, y| convert(self.simd_level, &x[first..first + y.len()], y));
     }
 
     pub(crate) fn round<T: Element, P: Element>(&self, x: &[T], y: &mut [f32]) {
         assert_eq!(x.len(), y.len());
-        self.for_each_block(y, |first, y| round::<T, P>(self.features, &x[first..first + y.len()], y));
+        self.for_each_block(y, |first, y| round::<T, P>(self.simd_level, &x[first..first + y.len()], y));
     }
 
     /// `x *= factor`, elementwise.
     pub(crate) fn scale(&self, x: &mut [f32], factor: f32) {
-        self.for_each_block(x, |_, x| scale(self.features, x, factor));
+        self.for_each_block(x, |_, x| scale(self.simd_level, x, factor));
     }
 
     /// `out = factor * out + term_factor * term`, elementwise.
-    pub(crate) fn combine(&self, out: &mut [f32], factor: f32, term: &[f32], term_factor: f32) {
+    pub(crate) fn axpby(&self, out: &mut [f32], factor: f32, term: &[f32], term_factor: f32) {
         assert_eq!(out.len(), term.len());
         self.for_each_block(out, |first, out| {
             let term = &term[first..first + out.len()];
-            combine(self.features, out, factor, term, term_factor);
+            axpby(self.simd_level, out, factor, term, term_factor);
         });
     }
 }

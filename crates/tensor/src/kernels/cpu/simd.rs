@@ -5,7 +5,7 @@ use super::matmul::amx;
 
 trireme_base::named! {
     /// SIMD levels that kernels are compiled for, in ascending order.
-    pub enum CpuFeatures {
+    pub enum SimdLevel {
         /// The target's baseline (SSE2 on x86-64).
         Portable = "portable",
         /// 256-bit registers, fused multiply-add.
@@ -19,7 +19,7 @@ trireme_base::named! {
     }
 }
 
-impl CpuFeatures {
+impl SimdLevel {
     /// Returns the highest level that this machine supports.
     pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
@@ -30,29 +30,29 @@ impl CpuFeatures {
                 && is_x86_feature_detected!("avx512dq")
             {
                 return if !is_x86_feature_detected!("avx512bf16") {
-                    CpuFeatures::Avx512
+                    SimdLevel::Avx512
                 } else if amx::detect() {
-                    CpuFeatures::AmxBf16
+                    SimdLevel::AmxBf16
                 } else {
-                    CpuFeatures::Avx512Bf16
+                    SimdLevel::Avx512Bf16
                 };
             }
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                return CpuFeatures::Avx2;
+                return SimdLevel::Avx2;
             }
         }
-        CpuFeatures::Portable
+        SimdLevel::Portable
     }
 }
 
 /// Compiles a function once per SIMD level. The generated function takes the level as its first argument.
 ///
-/// The level must be at most [`CpuFeatures::detect`].
+/// The level must be at most [`SimdLevel::detect`].
 macro_rules! for_each_simd_level {
     ($($(#[$meta:meta])* $vis:vis fn $name:ident$(<$($generic:ident: $bound:path),+>)?($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => {$(
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis fn $name$(<$($generic: $bound),+>)?(features: $crate::kernels::cpu::simd::CpuFeatures, $($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name$(<$($generic: $bound),+>)?(features: $crate::kernels::cpu::simd::SimdLevel, $($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
             #[allow(clippy::too_many_arguments)]
             fn portable$(<$($generic: $bound),+>)?($($arg: $ty),*) $(-> $ret)? $body
@@ -70,12 +70,12 @@ macro_rules! for_each_simd_level {
             match features {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: the level was detected on this machine.
-                level if level >= $crate::kernels::cpu::simd::CpuFeatures::Avx512 => unsafe {
+                level if level >= $crate::kernels::cpu::simd::SimdLevel::Avx512 => unsafe {
                     avx512$(::<$($generic),+>)?($($arg),*)
                 },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: the level was detected on this machine.
-                $crate::kernels::cpu::simd::CpuFeatures::Avx2 => unsafe {
+                $crate::kernels::cpu::simd::SimdLevel::Avx2 => unsafe {
                     avx2$(::<$($generic),+>)?($($arg),*)
                 },
                 _ => portable$(::<$($generic),+>)?($($arg),*),

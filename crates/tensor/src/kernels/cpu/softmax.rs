@@ -29,14 +29,14 @@ impl Cpu {
     pub(crate) fn softmax<T: Element>(&self, x: &[T], cols: usize, y: &mut [T]) {
         assert_eq!(x.len(), y.len());
         self.for_each_row(y, cols, |row, y| {
-            forward_row(self.features, &x[row * cols..(row + 1) * cols], y);
+            forward_row(self.simd_level, &x[row * cols..(row + 1) * cols], y);
         });
     }
 
     pub(crate) fn softmax_backward<T: Element>(&self, y: &[T], cols: usize, dy: &mut [T]) {
         assert_eq!(y.len(), dy.len());
         self.for_each_row(dy, cols, |row, dy| {
-            backward_row(self.features, &y[row * cols..(row + 1) * cols], dy);
+            backward_row(self.simd_level, &y[row * cols..(row + 1) * cols], dy);
         });
     }
 }

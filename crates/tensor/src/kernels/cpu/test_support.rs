@@ -1,7 +1,7 @@
 //! Helpers for kernel tests: processors, values, and error bounds.
 
 use super::element::Element;
-use super::simd::CpuFeatures;
+use super::simd::SimdLevel;
 use super::threads::ThreadPool;
 use super::{Cpu, f32_error};
 use proptest::prelude::ProptestConfig;
@@ -12,25 +12,25 @@ use trireme_base::{DType, RandomKey};
 pub(crate) const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
 /// Returns the SIMD levels of this machine. AMX is emulated if the machine has AVX512-BF16 but no AMX.
-pub(crate) fn levels() -> impl Iterator<Item = CpuFeatures> {
+pub(crate) fn levels() -> impl Iterator<Item = SimdLevel> {
     // Miri does not support signal handlers.
     #[cfg(all(target_arch = "x86_64", target_os = "linux", not(miri)))]
     trireme_testkit::emulate_amx();
-    let detected = CpuFeatures::detect();
+    let detected = SimdLevel::detect();
     let emulates = cfg!(all(target_arch = "x86_64", target_os = "linux", not(miri)))
-        && detected >= CpuFeatures::Avx512Bf16;
-    CpuFeatures::ALL.into_iter().filter(move |&level| level <= detected || emulates)
+        && detected >= SimdLevel::Avx512Bf16;
+    SimdLevel::ALL.into_iter().filter(move |&level| level <= detected || emulates)
 }
 
 /// Returns a processor with a SIMD level and a number of threads.
-pub(crate) fn cpu(features: CpuFeatures, num_threads: usize) -> Cpu {
+pub(crate) fn cpu(features: SimdLevel, num_threads: usize) -> Cpu {
     Cpu::new(ThreadPool::new(num_threads).unwrap(), features)
 }
 
 /// Returns the outputs of a kernel at each level. Checks that one thread and three threads give equal bits.
 pub(crate) fn run_at_levels<const N: usize>(
     kernel: impl Fn(&Cpu) -> [Vec<f32>; N],
-) -> Vec<(CpuFeatures, [Vec<f32>; N])> {
+) -> Vec<(SimdLevel, [Vec<f32>; N])> {
     let at_level = |features| {
         let alone = kernel(&cpu(features, 1));
         assert_same_bits(&alone, &kernel(&cpu(features, 3)), &format!("{features} with three threads"));
@@ -83,7 +83,7 @@ pub(crate) fn widen<T: Element>(values: &[T]) -> Vec<f32> {
 }
 
 /// Converts elements to f64, exactly.
-pub(crate) fn exactly<T: Element>(values: &[T]) -> Vec<f64> {
+pub(crate) fn to_f64<T: Element>(values: &[T]) -> Vec<f64> {
     values.iter().map(|x| f64::from(x.to_f32())).collect()
 }
 
@@ -127,15 +127,15 @@ const VANISHING: f64 = 1e-33;
 pub(crate) struct Exact {
     pub(crate) value: f64,
     /// Sum of the magnitudes of the terms that are computed in f32.
-    pub(crate) in_f32: f64,
+    pub(crate) f32_magnitude: f64,
     /// Sum of the magnitudes that are rounded to the element type: the value, and intermediate results.
-    pub(crate) in_element: f64,
+    pub(crate) element_magnitude: f64,
 }
 
 impl Exact {
     /// Creates an exact value with terms of this magnitude.
     pub(crate) fn new(value: f64, magnitude: f64) -> Self {
-        Exact { value, in_f32: magnitude, in_element: value.abs() }
+        Exact { value, f32_magnitude: magnitude, element_magnitude: value.abs() }
     }
 }
 
@@ -149,10 +149,11 @@ pub(crate) fn assert_close<T: Element>(
     num_terms: usize,
 ) {
     let (unit, smallest, largest) = limits::<T>();
-    let in_f32 = f32_error(num_terms);
+    let f32_rounding_error = f32_error(num_terms);
     let mut num_exact = 0;
     for (index, exact) in exact.into_iter().enumerate() {
-        let bound = unit * exact.in_element + in_f32 * exact.in_f32 + smallest + VANISHING;
+        let bound =
+            unit * exact.element_magnitude + f32_rounding_error * exact.f32_magnitude + smallest + VANISHING;
         let found = f64::from(found[index]);
         let overflows = exact.value.abs() + bound > largest && found == exact.value.signum() * f64::INFINITY;
         assert!(

@@ -31,7 +31,7 @@ struct Shared {
     /// Wakes sleeping workers when a job is posted or the pool is dropped.
     job_posted: Condvar,
     /// Wakes the caller when the last worker has left the job.
-    job_left: Condvar,
+    workers_done: Condvar,
     /// Number of posted jobs. Workers spin on it without the lock.
     num_jobs: AtomicU64,
     /// Next task of the current job.
@@ -112,7 +112,7 @@ impl ThreadPool {
                 self.shared.job_posted.notify_all();
             }
         }
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.shared.share(job, 0)));
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.shared.run_tasks(job, 0)));
 
         let mut state = self.shared.lock();
         state.job = None;
@@ -124,7 +124,8 @@ impl ThreadPool {
                 spins += 1;
                 state = self.shared.lock();
             } else {
-                state = self.shared.job_left.wait(state).expect("no thread panics while it holds the lock");
+                state =
+                    self.shared.workers_done.wait(state).expect("no thread panics while it holds the lock");
             }
         }
         let panic = state.panic.take();
@@ -144,7 +145,7 @@ impl Shared {
     }
 
     /// Takes tasks until none is left.
-    fn share(&self, job: Job, thread: usize) {
+    fn run_tasks(&self, job: Job, thread: usize) {
         // SAFETY: the caller is in the job, so `ThreadPool::run` has not returned.
         let task = unsafe { &*job.task };
         loop {
@@ -159,7 +160,7 @@ impl Shared {
     fn work(&self, thread: usize) {
         let mut num_seen = 0;
         while let Some(job) = self.enter(&mut num_seen) {
-            let outcome = catch_unwind(AssertUnwindSafe(|| self.share(job, thread)));
+            let outcome = catch_unwind(AssertUnwindSafe(|| self.run_tasks(job, thread)));
             let mut state = self.lock();
             if let Err(payload) = outcome {
                 state.panic.get_or_insert(payload);
@@ -167,7 +168,7 @@ impl Shared {
             state.num_active -= 1;
             if state.num_active == 0 {
                 drop(state);
-                self.job_left.notify_one();
+                self.workers_done.notify_one();
             }
         }
     }

@@ -233,7 +233,7 @@ impl Attention {
 
     /// Returns the sizes of this rank's attention, with its share of the heads.
     fn shape_of(&self, cx: &OperationContext<'_>, views: &AttentionInputs<View<'_>>) -> AttentionShape {
-        let degree = cx.context_place().heads.degree;
+        let degree = cx.context_rank().heads.degree;
         let shape = self.shape(views.queries.shape(), views.keys_values.map(|view| view.shape()));
         let (num_heads, num_kv_heads) = (shape.num_heads / degree, shape.num_kv_heads / degree);
         AttentionShape { num_heads, num_kv_heads, ..shape }
@@ -241,11 +241,11 @@ impl Attention {
 }
 
 /// Assigns the operation's inputs by their dtypes and shapes.
-fn given<'a>(num_inputs: usize, input: impl Fn(usize) -> View<'a>) -> AttentionInputs<View<'a>> {
+fn assign_inputs<'a>(num_inputs: usize, input: impl Fn(usize) -> View<'a>) -> AttentionInputs<View<'a>> {
     let mut views = AttentionInputs::packed_qkv(input(0));
     for view in (1..num_inputs).map(input) {
         let place = match (view.dtype(), view.shape().dims().len()) {
-            (DType::U32, 1) => &mut views.num_keys,
+            (DType::U32, 1) => &mut views.padding_starts,
             (DType::U32, _) => &mut views.document_starts,
             _ => &mut views.keys_values,
         };
@@ -259,7 +259,7 @@ impl Operation for Attention {
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (num_inputs, dtype) = (cx.num_inputs(), cx.input(0).dtype());
-        let views = given(num_inputs, |index| cx.input(index));
+        let views = assign_inputs(num_inputs, |index| cx.input(index));
         let (shape, is_separate) = (self.shape_of(cx, &views), views.keys_values.is_some());
         let rotated = match &self.rotary {
             Some(_) if is_separate => panic!("queries and keys are rotated where they lie together"),
@@ -267,7 +267,7 @@ impl Operation for Attention {
             None => None,
         };
         let mut log_sums = cx.empty_to_save([shape.batch, shape.num_heads, shape.seq_len], DType::F32)?;
-        let views = given(num_inputs, |index| match (index, &rotated) {
+        let views = assign_inputs(num_inputs, |index| match (index, &rotated) {
             (0, Some(rotated)) => rotated.view(),
             _ => cx.input(index),
         });
@@ -288,7 +288,7 @@ impl Operation for Attention {
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
-        let views = given(cx.num_inputs(), |index| match index {
+        let views = assign_inputs(cx.num_inputs(), |index| match index {
             0 => cx.saved(1).unwrap_or_else(|| cx.input(0)),
             _ => cx.input(index),
         });
@@ -314,7 +314,7 @@ impl Operation for Attention {
             }
         };
         if let Some(rotary) = &self.rotary {
-            let positions = cx.positions_of_heads(shape.seq_len);
+            let positions = cx.positions_after_head_exchange(shape.seq_len);
             cx.device().rotary(d_queries.view_mut(), shape, rotary.at(positions), true);
         }
         cx.add_grad(0, d_queries)?;
@@ -338,7 +338,7 @@ fn rotate(
     shape: AttentionShape,
     rotary: &RotaryTable,
 ) -> Result<Option<Tensor>> {
-    let (device, positions) = (cx.device().clone(), cx.positions_of_heads(shape.seq_len));
+    let (device, positions) = (cx.device().clone(), cx.positions_after_head_exchange(shape.seq_len));
     if let Some(qkv) = cx.input_mut(0) {
         device.rotary(qkv, shape, rotary.at(positions), false);
         return Ok(None);

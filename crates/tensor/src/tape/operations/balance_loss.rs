@@ -31,7 +31,7 @@ pub struct PeakLoad {
 fn relative_excess(cx: &OperationContext<'_>, ids: View<'_>, num_experts: usize) -> Result<Tensor> {
     let mut loads = cx.empty([num_experts], DType::F32)?;
     cx.device().expert_loads(ids, loads.view_mut());
-    if let Some(axis) = cx.context() {
+    if let Some(axis) = cx.context_axis() {
         for ops in [&axis.ring, &axis.heads].into_iter().flatten() {
             let mut sum = cx.empty([num_experts], DType::F32)?;
             ops.exchange(cx.device(), ExchangeKind::AllReduce, loads.view(), sum.view_mut())?;
@@ -69,7 +69,7 @@ impl Operation for BalanceLoss {
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let shape = cx.input_shape(0);
-        let scale = cx.loss_scale() / shape.rows() as f32;
+        let scale = cx.loss_grad_factor() / shape.rows() as f32;
         let mut grad = cx.empty(shape, DType::F32)?;
         let inputs = [
             cx.input(0),

@@ -16,7 +16,7 @@ impl Operation for Concat {
         let shape = cx.input(0).shape();
         let size = (0..cx.num_inputs()).map(|index| cx.input(index).shape().dims()[self.dim]).sum();
         let mut y = cx.empty(shape.with_dim(self.dim, size), cx.input(0).dtype())?;
-        let [outer, _, inner] = shape.around(self.dim);
+        let [outer, _, inner] = shape.outer_dim_inner(self.dim);
         let mut offset = 0;
         for index in 0..cx.num_inputs() {
             let x = cx.input(index);
@@ -33,7 +33,7 @@ impl Operation for Concat {
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
-        let [outer, size, inner] = cx.grad().shape().around(self.dim);
+        let [outer, size, inner] = cx.grad().shape().outer_dim_inner(self.dim);
         let mut offset = 0;
         for index in 0..cx.num_inputs() {
             let shape = cx.input_shape(index);

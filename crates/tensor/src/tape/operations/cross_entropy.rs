@@ -1,4 +1,4 @@
-use super::loss::sum_of_losses;
+use super::loss_head::sum_of_losses;
 use crate::device::{Device, Result};
 use crate::kernels::cpu::cross_entropy::{RowFactors, STATISTICS, VocabularyChunk};
 use crate::shape::Shape;
@@ -42,7 +42,7 @@ impl Operation for CrossEntropy {
         let logits = values.view();
         let statistics = statistics(cx.device(), logits, classes)?;
         let mut grad = cx.empty(shape, cx.input(0).dtype())?;
-        let factors = RowFactors { scale: cx.loss_scale() / shape.rows() as f32, weights: None };
+        let factors = RowFactors { scale: cx.loss_grad_factor() / shape.rows() as f32, weights: None };
         let (saved, chunk) = (statistics.view(), whole(shape));
         cx.device().cross_entropy_gradient(logits, classes, chunk, saved, factors, grad.view_mut());
         drop(values);

@@ -1,5 +1,5 @@
 use crate::device::Result;
-use crate::kernels::cpu::dropout::WordRows;
+use crate::kernels::cpu::dropout::RandomWordRows;
 use crate::tape::{
     BackwardContext, ForwardContext, Operation, OperationContext, Randomness, Sharding, TensorAxis, declares,
 };
@@ -28,22 +28,22 @@ impl Dropout {
     }
 
     /// Applies the mask in place: to `x` in forward, to the gradient in backward.
-    fn drop(&self, cx: &OperationContext<'_>, x: &mut Tensor, sharding: Sharding) {
+    fn apply_mask(&self, cx: &OperationContext<'_>, x: &mut Tensor, sharding: Sharding) {
         let Randomness { seed, step, first_sample, num_samples } = cx.randomness();
         let key = RandomKey::new(seed, &self.name).derived(step);
-        let place = cx.axis().map_or(AxisRank::ALONE, TensorAxis::place);
-        let (here, cols, num_samples) = (x.shape().num_elements(), x.shape().cols(), num_samples.max(1));
+        let place = cx.tensor_axis().map_or(AxisRank::ALONE, TensorAxis::axis_rank);
+        let (num_local, cols, num_samples) = (x.shape().num_elements(), x.shape().cols(), num_samples.max(1));
         // Maps local elements to the full value of all tensor-parallel ranks.
         let (degree, start, stride) = match sharding {
             Sharding::Replicated => (1, 0, cols),
-            Sharding::Rows => (place.degree, place.rank * here, cols),
+            Sharding::Rows => (place.degree, place.rank * num_local, cols),
             Sharding::ByParameters => (place.degree, place.rank * cols, place.degree * cols),
         };
-        let len = here * degree;
+        let len = num_local * degree;
         assert!(len.is_multiple_of(num_samples), "{len} elements of {num_samples} samples");
-        if cx.context().is_none() {
+        if cx.context_axis().is_none() {
             let first = first_sample.wrapping_mul((len / num_samples) as u64).wrapping_add(start as u64);
-            cx.device().dropout(x.view_mut(), key, WordRows { first, len: cols, stride }, self.rate);
+            cx.device().dropout(x.view_mut(), key, RandomWordRows { first, len: cols, stride }, self.rate);
             return;
         }
         // `position_len` and `row_start` refer to the full value of all tensor-parallel ranks. `at` has only the positions of this context
@@ -55,7 +55,7 @@ impl Dropout {
             _ => inner * stride / cols,
         };
         let at = cx.positions(len / num_samples / position_len);
-        let sample_len = at.len() * cx.context_place().degree() * position_len;
+        let sample_len = at.len() * cx.context_rank().degree() * position_len;
         let (row_start, col_start) = if sharding == Sharding::Rows { (start, 0) } else { (0, start) };
         for (sample, (index, run)) in
             (0..num_samples).flat_map(|sample| at.runs().map(move |run| (sample, run)))
@@ -63,7 +63,7 @@ impl Dropout {
             // The intersection of the run with this rank's elements.
             let run_start = (sample * at.len() + index) * position_len;
             let begin = run_start.max(row_start);
-            let end = (run_start + run.len() * position_len).min(row_start + here * stride / cols);
+            let end = (run_start + run.len() * position_len).min(row_start + num_local * stride / cols);
             if begin >= end {
                 continue;
             }
@@ -71,7 +71,7 @@ impl Dropout {
             let first = first.wrapping_add((run.start * position_len + begin - run_start + col_start) as u64);
             let [from, len] = [begin - row_start, end - begin].map(|elements| elements / stride * cols);
             let part = x.view_mut().into_part(from, [len / cols, cols].into());
-            cx.device().dropout(part, key, WordRows { first, len: cols, stride }, self.rate);
+            cx.device().dropout(part, key, RandomWordRows { first, len: cols, stride }, self.rate);
         }
     }
 }
@@ -82,7 +82,7 @@ impl Operation for Dropout {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.take_or_copy_input(0)?;
         if cx.is_recording() {
-            self.drop(cx, &mut y, cx.output_sharding());
+            self.apply_mask(cx, &mut y, cx.output_sharding());
         }
         cx.output(y);
         Ok(())
@@ -90,7 +90,7 @@ impl Operation for Dropout {
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let mut grad = cx.take_output_grad();
-        self.drop(cx, &mut grad, cx.output_sharding());
+        self.apply_mask(cx, &mut grad, cx.output_sharding());
         cx.add_grad(0, grad)
     }
 }

@@ -24,15 +24,15 @@ pub struct Embedding {
 impl Embedding {
     /// Looks up rows of a vocabulary-parallel table. The sum over the ranks is exact in any precision, because only one of the partial sums
     /// is not zero.
-    fn forward_in_parts(&self, cx: &ForwardContext<'_>) -> Result<Tensor> {
+    fn forward_vocabulary_parallel(&self, cx: &ForwardContext<'_>) -> Result<Tensor> {
         let (ids, device) = (cx.input(0), cx.device());
         let (seq_len, cols) = (ids.shape().cols(), self.tokens.shape.cols());
         let mut rows = cx.empty([ids.shape().rows(), seq_len, cols], DType::F32)?;
-        let bags = Bags::of_single_ids(ids).of_part(self.tokens.part);
+        let bags = Bags::of_single_ids(ids).with_shard(self.tokens.shard);
         device.embedding_bag(cx.precision(), bags, cx.parameter(&self.tokens), rows.view_mut());
         let mut term = rows;
         if cx.precision().dtype() != DType::F32 {
-            let mut rounded = cx.empty_term(term.shape(), cx.precision().dtype())?;
+            let mut rounded = cx.empty_partial_sum(term.shape(), cx.precision().dtype())?;
             device.convert(term.view(), rounded.view_mut());
             term = rounded;
         }
@@ -43,7 +43,7 @@ impl Embedding {
         let Some(positions) = &self.positions else { return Ok(y) };
         let positions = cx.parameter_in_f32(positions)?;
         let first_row = if cx.output_sharding() == Sharding::Rows { y.shape().rows() } else { 0 };
-        let first_row = first_row * cx.axis().map_or(0, |axis| axis.place().rank);
+        let first_row = first_row * cx.tensor_axis().map_or(0, |axis| axis.axis_rank().rank);
         let at = cx.positions(seq_len);
         let mut sum = cx.empty(y.shape(), DType::F32)?;
         let inputs = [y.view(), positions.view()];
@@ -60,8 +60,8 @@ impl Operation for Embedding {
     declares! { has_parameters, reads_inputs: WEIGHT_HALF, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
-        if self.tokens.part.is_some() {
-            let y = self.forward_in_parts(cx)?;
+        if self.tokens.shard.is_some() {
+            let y = self.forward_vocabulary_parallel(cx)?;
             cx.output(y);
             return Ok(());
         }
@@ -82,7 +82,7 @@ impl Operation for Embedding {
 
     fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let dy = cx.all_rows(cx.grad(), cx.output_sharding())?;
-        let bags = Bags::of_single_ids(cx.input(0)).of_part(self.tokens.part);
+        let bags = Bags::of_single_ids(cx.input(0)).with_shard(self.tokens.shard);
         add_to_grad(cx.device(), sink, &self.tokens, |out| {
             cx.device().embedding_bag_backward(bags, dy.view(), out)
         })?;
@@ -96,7 +96,7 @@ impl Operation for Embedding {
     }
 
     fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {
-        self.tokens.part.map(|_| axis.between_layers())
+        self.tokens.shard.map(|_| axis.sharding_between_layers())
     }
 
     /// Backward computes the gradients of all rows on every rank.

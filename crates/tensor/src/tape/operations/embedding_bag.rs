@@ -24,7 +24,7 @@ pub struct EmbeddingBag {
 impl EmbeddingBag {
     fn bags<'a>(&self, ids: View<'a>, lens: Option<View<'a>>) -> Bags<View<'a>> {
         let bag_len = ids.shape().cols();
-        Bags { ids, bag_len, lens, takes_mean: self.takes_mean, part: None }.of_part(self.table.part)
+        Bags { ids, bag_len, lens, takes_mean: self.takes_mean, shard: None }.with_shard(self.table.shard)
     }
 }
 
@@ -40,7 +40,7 @@ impl Operation for EmbeddingBag {
         let shape = [cx.input(0).shape().rows(), self.table.shape.cols()];
         let mut y = cx.empty(shape, DType::F32)?;
         cx.device().embedding_bag(cx.precision(), bags, cx.parameter(&self.table), y.view_mut());
-        if self.table.part.is_some() {
+        if self.table.shard.is_some() {
             y = cx.sum_over_ranks(y, Sharding::Replicated)?;
         }
         cx.output(y);
@@ -60,6 +60,6 @@ impl Operation for EmbeddingBag {
     }
 
     fn output_sharding(&self, _: &TensorAxis) -> Option<Sharding> {
-        self.table.part.map(|_| Sharding::Replicated)
+        self.table.shard.map(|_| Sharding::Replicated)
     }
 }

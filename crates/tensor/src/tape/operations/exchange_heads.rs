@@ -30,9 +30,9 @@ pub struct HeadGroup {
 
 impl ExchangeHeads {
     fn exchange(&self, cx: &OperationContext<'_>, x: View<'_>, to_heads: bool) -> Result<Tensor> {
-        let heads = cx.context().and_then(|axis| axis.heads.as_ref());
+        let heads = cx.context_axis().and_then(|axis| axis.heads.as_ref());
         let heads = heads.expect("only several ranks exchange heads");
-        let degree = heads.place().degree;
+        let degree = heads.axis_rank().degree;
         let mut nums = self.groups.iter().map(|group| group.num_heads);
         if let Some(num_heads) = nums.find(|num_heads| !num_heads.is_multiple_of(degree)) {
             return Err(DeviceError::UnequalHeads { num_heads, degree });
@@ -41,7 +41,7 @@ impl ExchangeHeads {
     }
 
     fn to_heads(&self, cx: &OperationContext<'_>, heads: &Arc<dyn AxisOps>, x: View<'_>) -> Result<Tensor> {
-        let (device, AxisRank { degree, .. }) = (cx.device(), heads.place());
+        let (device, AxisRank { degree, .. }) = (cx.device(), heads.axis_rank());
         let &[batch, len, cols] = x.shape().dims() else {
             panic!("{:?} is not [batch, len, cols]", x.shape())
         };
@@ -62,7 +62,7 @@ impl ExchangeHeads {
         // The received parts are ordered by rank, then by sequence; the output is ordered by sequence.
         drop(parts);
         let mut all = cx.empty(received.shape(), x.dtype())?;
-        for (from, to) in sequences(degree, len * own_cols, batch) {
+        for (from, to) in position_blocks(degree, len * own_cols, batch) {
             device.copy_blocks(received.view(), from, all.view_mut(), to, batch, len * own_cols);
         }
         Ok(all)
@@ -74,7 +74,7 @@ impl ExchangeHeads {
         heads: &Arc<dyn AxisOps>,
         x: View<'_>,
     ) -> Result<Tensor> {
-        let (device, AxisRank { degree, .. }) = (cx.device(), heads.place());
+        let (device, AxisRank { degree, .. }) = (cx.device(), heads.axis_rank());
         let &[batch, all_len, own_cols] = x.shape().dims() else {
             panic!("{:?} is not [batch, len, cols]", x.shape())
         };
@@ -84,7 +84,7 @@ impl ExchangeHeads {
             heads.exchange(device, ExchangeKind::AllToAll, x, received.view_mut())?;
         } else {
             let mut parts = cx.empty(received.shape(), x.dtype())?;
-            for (to, from) in sequences(degree, len * own_cols, batch) {
+            for (to, from) in position_blocks(degree, len * own_cols, batch) {
                 device.copy_blocks(x, from, parts.view_mut(), to, batch, len * own_cols);
             }
             heads.exchange(device, ExchangeKind::AllToAll, parts.view(), received.view_mut())?;
@@ -119,7 +119,7 @@ impl ExchangeHeads {
 
 /// Returns, for each rank, where its positions are stored: in the concatenation of the ranks' parts, and in the value of all positions. A
 /// block has the `len` elements of one sequence.
-fn sequences(
+fn position_blocks(
     degree: usize,
     len: usize,
     batch: usize,

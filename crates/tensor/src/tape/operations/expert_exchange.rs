@@ -88,7 +88,7 @@ impl Operation for DispatchRows {
         let loads = self.0.read(cx, cx.input(1), cx.input(2).shape());
         let first = loads.chunks().next().expect("ranks have experts");
         let runs = loads.runs(cx.input(0).shape().cols(), &first);
-        let exchange = cx.expert_axis().start_rows(cx.device(), runs, cx.input(0))?;
+        let exchange = cx.expert_axis_ops().start_rows(cx.device(), runs, cx.input(0))?;
         cx.store_rows_in_flight(exchange);
         let rows = cx.take_or_copy_input(0)?;
         cx.output(rows);
@@ -97,7 +97,7 @@ impl Operation for DispatchRows {
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let (exchange, mut grad) = (cx.take_rows_in_flight(), cx.take_output_grad());
-        cx.expert_axis().finish_rows(cx.device(), exchange, grad.view_mut())?;
+        cx.expert_axis_ops().finish_rows(cx.device(), exchange, grad.view_mut())?;
         cx.add_grad(0, grad)
     }
 }
@@ -107,7 +107,7 @@ impl Operation for ReturnRows {
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (exchange, mut rows) = (cx.take_rows_in_flight(), cx.take_or_copy_input(0)?);
-        cx.expert_axis().finish_rows(cx.device(), exchange, rows.view_mut())?;
+        cx.expert_axis_ops().finish_rows(cx.device(), exchange, rows.view_mut())?;
         cx.output(rows);
         Ok(())
     }
@@ -116,7 +116,7 @@ impl Operation for ReturnRows {
         let loads = self.0.read(cx, cx.input(1), cx.input_shape(2));
         let last = loads.chunks().next_back().expect("ranks have experts");
         let runs = loads.runs(cx.grad().shape().cols(), &last);
-        let exchange = cx.expert_axis().start_rows(cx.device(), runs, cx.grad())?;
+        let exchange = cx.expert_axis_ops().start_rows(cx.device(), runs, cx.grad())?;
         cx.store_rows_in_flight(exchange);
         cx.pass_grad(0);
         Ok(())

@@ -19,7 +19,7 @@ pub(super) struct Loads {
     table: Vec<u32>,
     /// Whether each expert is shadowed.
     is_shadowed: Vec<bool>,
-    place: AxisRank,
+    axis_rank: AxisRank,
     exchange: ExpertExchange,
     /// Whether buffers have room for the maximum number of rows: with a capacity, or on a counting device, where loads are even. Otherwise,
     /// they have room for the actual rows only.
@@ -36,7 +36,7 @@ impl ExpertExchange {
             let numbers = starts.windows(2).map(|pair| pair[1] - pair[0]);
             numbers.chain(self.totals(places)).collect()
         };
-        let table = cx.expert_axis().gather_numbers(&own)?;
+        let table = cx.expert_axis_ops().gather_numbers(&own)?;
         let shadowed = cx.shadowed_experts();
         let is_shadowed = shadowed.of_layer(self.layer, self.num_experts, self.num_shadowed);
         if cx.is_recording() {
@@ -49,7 +49,7 @@ impl ExpertExchange {
     /// the first experts are shadowed.
     pub(super) fn read(self, cx: &OperationContext<'_>, table: View<'_>, places: Shape) -> Loads {
         if cx.device().is_counting() {
-            let rows = iter::repeat_n(self.even_row(places), cx.expert_axis().place().degree);
+            let rows = iter::repeat_n(self.even_row(places), cx.expert_axis_ops().axis_rank().degree);
             let is_shadowed = (0..self.num_experts).map(|expert| expert < self.num_shadowed);
             return self.loads(cx, rows.flatten().collect(), is_shadowed.collect());
         }
@@ -60,7 +60,7 @@ impl ExpertExchange {
 
     fn loads(self, cx: &OperationContext<'_>, table: Vec<u32>, is_shadowed: Vec<bool>) -> Loads {
         let is_bounded = self.capacity.is_some() || cx.device().is_counting();
-        Loads { table, is_shadowed, place: cx.expert_axis().place(), exchange: self, is_bounded }
+        Loads { table, is_shadowed, axis_rank: cx.expert_axis_ops().axis_rank(), exchange: self, is_bounded }
     }
 
     fn row_len(self) -> usize {
@@ -89,7 +89,7 @@ impl ExpertExchange {
 
 impl Loads {
     fn num_own(&self) -> usize {
-        self.exchange.num_experts / self.place.degree
+        self.exchange.num_experts / self.axis_rank.degree
     }
 
     /// Returns this rank's experts in each chunk, in order.
@@ -103,7 +103,7 @@ impl Loads {
     pub(super) fn table(&self) -> (Vec<u32>, [usize; 2]) {
         let flags = self.is_shadowed.iter().map(|&is| u32::from(is)).chain([0; NUM_TOTALS]);
         let table = self.table.iter().copied().chain(flags).collect();
-        (table, [self.place.degree + 1, self.exchange.row_len()])
+        (table, [self.axis_rank.degree + 1, self.exchange.row_len()])
     }
 
     /// Returns a rank's number of choices of an expert, by the expert's index over all ranks.
@@ -119,14 +119,14 @@ impl Loads {
     fn totals_max(&self) -> [usize; NUM_TOTALS] {
         let of_ranks = |other: usize| {
             let numbers =
-                (0..self.place.degree).map(|rank| self.row(rank)[self.exchange.num_experts + other]);
+                (0..self.axis_rank.degree).map(|rank| self.row(rank)[self.exchange.num_experts + other]);
             numbers.max().expect("there are ranks") as usize
         };
         [of_ranks(0), of_ranks(1)]
     }
 
     fn num_choices(&self) -> usize {
-        self.row(self.place.rank)[self.exchange.num_experts] as usize
+        self.row(self.axis_rank.rank)[self.exchange.num_experts] as usize
     }
 
     /// Returns the number of rows that rank `from` sends for an expert of rank `owner`, by the expert's index there; 0 if the expert is
@@ -137,8 +137,8 @@ impl Loads {
     }
 
     /// Returns the place on the expert axis.
-    pub(super) fn axis_place(&self) -> AxisRank {
-        self.place
+    pub(super) fn axis_rank(&self) -> AxisRank {
+        self.axis_rank
     }
 
     /// Returns the rank and the index on that rank of each shadowed expert.
@@ -151,8 +151,8 @@ impl Loads {
     pub(super) fn shadowed_rows(&self) -> impl Iterator<Item = Range<usize>> {
         let mut end = 0;
         let rows = (0..self.exchange.num_experts).map(move |expert| {
-            end += self.num_choices_on(self.place.rank, expert);
-            end - self.num_choices_on(self.place.rank, expert)..end
+            end += self.num_choices_on(self.axis_rank.rank, expert);
+            end - self.num_choices_on(self.axis_rank.rank, expert)..end
         });
         rows.zip(&self.is_shadowed).filter(|(_, is)| **is).map(|(rows, _)| rows)
     }
@@ -170,13 +170,15 @@ impl Loads {
     /// Returns the number of this rank's choices that were dropped.
     pub(super) fn num_dropped(&self) -> usize {
         let experts = 0..self.exchange.num_experts;
-        self.num_choices() - experts.map(|expert| self.num_choices_on(self.place.rank, expert)).sum::<usize>()
+        self.num_choices()
+            - experts.map(|expert| self.num_choices_on(self.axis_rank.rank, expert)).sum::<usize>()
     }
 
     /// Returns the number of rows that all ranks send for a chunk of this rank's experts.
     pub(super) fn num_rows(&self, chunk: &Range<usize>) -> usize {
-        let numbers = chunk.clone().flat_map(|expert| (0..self.place.degree).map(move |from| (from, expert)));
-        numbers.map(|(from, expert)| self.num_rows_for(from, self.place.rank, expert)).sum()
+        let numbers =
+            chunk.clone().flat_map(|expert| (0..self.axis_rank.degree).map(move |from| (from, expert)));
+        numbers.map(|(from, expert)| self.num_rows_for(from, self.axis_rank.rank, expert)).sum()
     }
 
     /// Returns the number of rows for which the buffer of a chunk of this rank's experts has room. With a capacity, it does not depend on
@@ -185,7 +187,7 @@ impl Loads {
     pub(super) fn buffer_rows(&self, chunk: &Range<usize>) -> usize {
         let [num_choices, rows_per_expert] = self.totals_max();
         if self.is_bounded {
-            self.place.degree * (chunk.len() * rows_per_expert).min(num_choices)
+            self.axis_rank.degree * (chunk.len() * rows_per_expert).min(num_choices)
         } else {
             self.num_rows(chunk)
         }
@@ -201,7 +203,7 @@ impl Loads {
     /// Returns the elements, in rows of `cols`, that ranks send for a chunk of each rank's experts. Sent rows are ordered by expert;
     /// received rows by expert, then by source rank.
     pub(super) fn runs(&self, cols: usize, chunk: &Range<usize>) -> ExchangedRuns {
-        let AxisRank { rank, degree } = self.place;
+        let AxisRank { rank, degree } = self.axis_rank;
         let after = |end: &mut usize, len: usize| {
             *end += len * cols;
             *end - len * cols..*end
@@ -244,8 +246,8 @@ impl Loads {
         let (mut starts, mut segments) = (vec![0], vec![0]);
         let mut end = 0;
         for expert in 0..self.num_own() {
-            for from in 0..self.place.degree {
-                end += self.num_rows_for(from, self.place.rank, expert) as u32;
+            for from in 0..self.axis_rank.degree {
+                end += self.num_rows_for(from, self.axis_rank.rank, expert) as u32;
                 segments.push(end);
             }
             starts.push(end);

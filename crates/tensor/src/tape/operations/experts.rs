@@ -33,14 +33,14 @@ impl Capacity {
     /// Returns the limit for the choices of each sample. The shape of ids is `[samples, positions, k]`, or `[positions, k]` for one sample.
     pub fn limit(self, ids: Shape) -> GroupLimit {
         let num_samples = if ids.dims().len() > 2 { ids.dims()[0] } else { 1 };
-        GroupLimit { capacity_group_len: ids.num_elements() / num_samples.max(1), factor: self.factor }
+        GroupLimit { rows_per_capacity: ids.num_elements() / num_samples.max(1), factor: self.factor }
     }
 
     /// Returns the maximum number of rows of one expert over all samples.
     pub(super) fn num_rows(self, ids: Shape, num_experts: usize) -> usize {
         let limit = self.limit(ids);
-        let capacity = limit.capacity(limit.capacity_group_len, num_experts);
-        ids.num_elements() / limit.capacity_group_len.max(1) * capacity.min(limit.capacity_group_len)
+        let capacity = limit.capacity(limit.rows_per_capacity, num_experts);
+        ids.num_elements() / limit.rows_per_capacity.max(1) * capacity.min(limit.rows_per_capacity)
     }
 }
 
@@ -122,7 +122,7 @@ impl Operation for CombineRows {
         let (residual, shape) =
             ((cx.num_inputs() > 4).then(|| cx.input(4)), places.shape().with_cols(x.shape().cols()));
         let y = if self.sums_over_ranks {
-            let mut term = cx.empty_term(shape, x.dtype())?;
+            let mut term = cx.empty_partial_sum(shape, x.dtype())?;
             cx.device().combine_rows(x, places, weights, None, term.view_mut());
             cx.finish_row_parallel(term, None, residual)?
         } else {
@@ -170,6 +170,6 @@ impl Operation for CombineRows {
     }
 
     fn output_sharding(&self, axis: &TensorAxis) -> Option<Sharding> {
-        self.sums_over_ranks.then(|| axis.between_layers())
+        self.sums_over_ranks.then(|| axis.sharding_between_layers())
     }
 }

@@ -1,4 +1,5 @@
 use super::input_activation::{InputActivation, activate, activation_grad};
+use crate::cow_tensor::CowTensor;
 use crate::declaration::{Initial, Parameter};
 use crate::device::{Device, MatmulEpilogue, Result, Transposition};
 use crate::fp8::{Fp8Layer, LinearOperand};
@@ -10,7 +11,6 @@ use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, ReadBy, Sharding, TensorAxis, declares, write_grad,
 };
 use crate::tensor::Tensor;
-use crate::values::Values;
 use crate::view::{View, ViewMut};
 use trireme_base::DType;
 
@@ -83,7 +83,7 @@ impl Linear {
             WeightLayout::InputsFirst => 1,
             WeightLayout::OutputsFirst => 0,
         };
-        match self.weight.part {
+        match self.weight.shard {
             None => Role::Unsharded,
             Some(part) if part.dim == outputs_dim => Role::ColumnParallel,
             Some(_) => Role::RowParallel,
@@ -107,14 +107,15 @@ impl Linear {
     /// the ranks if the layer is column-parallel.
     fn input_grad(&self, cx: &BackwardContext<'_>, dy: View<'_>) -> Result<PendingValue> {
         let inputs = self.weight.shape.num_elements() / self.outputs();
-        let is_term = self.role() == Role::ColumnParallel;
+        let is_partial_sum = self.role() == Role::ColumnParallel;
         let (shape, dtype) = (dy.shape().with_cols(inputs), cx.input_dtype(0));
-        let mut dx = if is_term { cx.empty_term(shape, dtype)? } else { cx.empty(shape, dtype)? };
+        let mut dx =
+            if is_partial_sum { cx.empty_partial_sum(shape, dtype)? } else { cx.empty(shape, dtype)? };
         let fp8 = cx.fp8_layer(self.weight.first);
         let weight = matmul_operand(cx.device(), fp8, LinearOperand::Weight, cx.parameter(&self.weight))?;
         let (left, right) = ((dy, Transposition::No), (weight.view(), self.transposes().1));
         cx.device().matmul(cx.precision(), left, right, dx.view_mut(), MatmulEpilogue::Overwrite)?;
-        if is_term { cx.start_sum(dx, cx.input_sharding(0)) } else { Ok(PendingValue::Ready(dx)) }
+        if is_partial_sum { cx.start_sum(dx, cx.input_sharding(0)) } else { Ok(PendingValue::Ready(dx)) }
     }
 
     /// Runs the input half. Returns the gradient of the input if it is pending, which only happens without an activation.
@@ -125,24 +126,24 @@ impl Linear {
         is_separate_pass: bool,
     ) -> Result<Option<PendingValue>> {
         let fp8 = cx.fp8_layer(self.weight.first);
-        let mut dy = self.all_grads(cx, is_separate_pass)?;
-        if let Values::Converted(rounded) =
+        let mut dy = self.output_grad_of_all_rows(cx, is_separate_pass)?;
+        if let CowTensor::Owned(rounded) =
             matmul_operand(cx.device(), fp8, LinearOperand::OutputGrad, dy.view())?
         {
-            dy = Values::Converted(rounded);
+            dy = CowTensor::Owned(rounded);
         }
         // With an activation, the pass also computes the activated input that the weight half reads.
         let is_needed = cx.requires_grad(0) || self.activation != InputActivation::Identity;
         let d_input = if is_needed { Some(self.input_grad(cx, dy.view())?) } else { None };
         let rounded = match dy {
-            Values::Stored(_) => None,
-            Values::Converted(rounded) => Some(rounded),
+            CowTensor::Borrowed(_) => None,
+            CowTensor::Owned(rounded) => Some(rounded),
         };
-        let mut travelling = None;
+        let mut pending = None;
         match (self.activation, d_input) {
             (_, None) => {}
             (InputActivation::Identity, Some(PendingValue::Ready(d_input))) => cx.add_grad(0, d_input)?,
-            (InputActivation::Identity, d_input) => travelling = d_input,
+            (InputActivation::Identity, d_input) => pending = d_input,
             (activation, Some(d_input)) => {
                 let d_input = cx.finish_on_axis(d_input)?;
                 activation_grad(cx, activation, d_input)?;
@@ -154,7 +155,7 @@ impl Linear {
         if cx.num_inputs() > 1 {
             cx.pass_grad(1);
         }
-        Ok(travelling)
+        Ok(pending)
     }
 
     fn finish_input_half(cx: &mut BackwardContext<'_>, d_input: Option<PendingValue>) -> Result<()> {
@@ -171,11 +172,11 @@ impl Linear {
         rows: Option<PendingValue>,
     ) -> Result<()> {
         let fp8 = cx.fp8_layer(self.weight.first);
-        let (activated, rounded) = self.kept_places();
+        let (activated, rounded) = self.kept_indices();
         write_grad(sink, &self.weight, |out, accumulate| {
             let activated = activated.and_then(|place| cx.kept(place));
             let input = match rows {
-                Some(rows) => Values::Converted(cx.finish_temporary(rows)?),
+                Some(rows) => CowTensor::Owned(cx.finish_temporary(rows)?),
                 // Gathered and quantized again instead of kept. The scale is the same within a step.
                 None => {
                     let input = activated.unwrap_or_else(|| cx.input(0));
@@ -197,10 +198,14 @@ impl Linear {
 
     /// Returns the output gradient of all rows, in the tape's precision if it is gathered. With `is_kept`, it is in memory that the weight
     /// half may keep.
-    fn all_grads<'a>(&self, cx: &'a BackwardContext<'_>, is_kept: bool) -> Result<Values<'a>> {
+    fn output_grad_of_all_rows<'a>(
+        &self,
+        cx: &'a BackwardContext<'_>,
+        is_kept: bool,
+    ) -> Result<CowTensor<'a>> {
         let (dy, dtype) = (cx.grad(), cx.precision().dtype());
         if self.role() != Role::RowParallel || cx.output_sharding() != Sharding::Rows {
-            return Ok(Values::Stored(dy));
+            return Ok(CowTensor::Borrowed(dy));
         }
         let gather = if dy.dtype() == dtype {
             cx.start_gather(dy)?
@@ -210,11 +215,11 @@ impl Linear {
             cx.start_gather(rounded.view())?
         };
         let all = if is_kept { cx.finish_on_axis(gather)? } else { cx.finish_temporary(gather)? };
-        Ok(Values::Converted(all))
+        Ok(CowTensor::Owned(all))
     }
 
     /// Returns the indices at which the input half keeps the activated input and the quantized output gradient.
-    fn kept_places(&self) -> (Option<usize>, usize) {
+    fn kept_indices(&self) -> (Option<usize>, usize) {
         match self.activation {
             InputActivation::Identity => (None, 0),
             InputActivation::Of(_) | InputActivation::Gated(_) => (Some(0), 1),
@@ -228,10 +233,10 @@ pub(super) fn matmul_operand<'a>(
     fp8: Option<Fp8Layer<'_>>,
     operand: LinearOperand,
     values: View<'a>,
-) -> Result<Values<'a>> {
+) -> Result<CowTensor<'a>> {
     Ok(match fp8 {
-        None => Values::Stored(values),
-        Some(layer) => Values::Converted(layer.quantize(device, operand, values)?),
+        None => CowTensor::Borrowed(values),
+        Some(layer) => CowTensor::Owned(layer.quantize(device, operand, values)?),
     })
 }
 
@@ -241,14 +246,15 @@ impl Operation for Linear {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let (x, device) = (cx.all_rows(cx.input(0), self.read_sharding(cx.input_sharding(0)))?, cx.device());
         let residual = (cx.num_inputs() > 1).then(|| cx.input(1));
-        let is_term = self.role() == Role::RowParallel;
+        let is_partial_sum = self.role() == Role::RowParallel;
         assert!(
-            !is_term || cx.input_sharding(0) == Sharding::ByParameters,
+            !is_partial_sum || cx.input_sharding(0) == Sharding::ByParameters,
             "{self:?} reads what was not cut"
         );
-        let dtype = if residual.is_some() && !is_term { DType::F32 } else { cx.precision().dtype() };
+        let dtype = if residual.is_some() && !is_partial_sum { DType::F32 } else { cx.precision().dtype() };
         let shape = x.view().shape().with_cols(self.outputs());
-        let mut y = if is_term { cx.empty_term(shape, dtype)? } else { cx.empty(shape, dtype)? };
+        let mut y =
+            if is_partial_sum { cx.empty_partial_sum(shape, dtype)? } else { cx.empty(shape, dtype)? };
         let activated = activate(device, self.activation, x.view())?;
         let input = activated.as_ref().map_or(x.view(), Tensor::view);
         let fp8 = cx.fp8_layer(self.weight.first);
@@ -256,7 +262,7 @@ impl Operation for Linear {
         let weight = matmul_operand(device, fp8, LinearOperand::Weight, cx.parameter(&self.weight))?;
         let bias = self.bias.as_ref().map(|bias| cx.parameter_in_f32(bias)).transpose()?;
         let bias_view = bias.as_ref().map(|bias| bias.view());
-        let epilogue = if is_term {
+        let epilogue = if is_partial_sum {
             MatmulEpilogue::Overwrite
         } else {
             MatmulEpilogue::Add { bias: bias_view, residual }
@@ -265,7 +271,7 @@ impl Operation for Linear {
         device.matmul(cx.precision(), left, right, y.view_mut(), epilogue)?;
         drop(input);
         drop((activated, weight, x));
-        if is_term {
+        if is_partial_sum {
             y = cx.finish_row_parallel(y, bias_view, residual)?;
         }
         drop(bias);
@@ -301,7 +307,7 @@ impl Operation for Linear {
         match self.role() {
             Role::Unsharded => None,
             Role::ColumnParallel => Some(Sharding::ByParameters),
-            Role::RowParallel => Some(axis.between_layers()),
+            Role::RowParallel => Some(axis.sharding_between_layers()),
         }
     }
 }

@@ -4,7 +4,7 @@ use super::expert_exchange::ExpertExchange;
 use super::expert_loads::Loads;
 use super::grouped_linear::{GroupMatrices, GroupedLinear};
 use super::input_activation::{InputActivation, differentiate, grad_and_output};
-use super::shadowed_experts::{self, Shadows};
+use super::shadowed_experts::{self, ShadowExchange};
 use crate::device::{Result, RowGroups};
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, OperationContext, PendingExchange, ReadBy,
@@ -62,15 +62,15 @@ impl LocalExperts {
     pub(super) fn inner_grads(
         &self,
         cx: &OperationContext<'_>,
-        [into, back]: [GroupMatrices<'_>; 2],
+        [up, down]: [GroupMatrices<'_>; 2],
         dy: View<'_>,
         dx: ViewMut<'_>,
         [mut inner, mut d_activated]: [ViewMut<'_>; 2],
     ) -> Result<()> {
-        self.down.input_grad(cx, back, dy, d_activated.reborrow())?;
+        self.down.input_grad(cx, down, dy, d_activated.reborrow())?;
         differentiate(cx.device(), self.down.activation, inner.reborrow(), d_activated.reborrow());
         let [d_inner, _] = grad_and_output(self.down.activation, inner, d_activated);
-        self.up.input_grad(cx, into, d_inner.as_view(), dx)
+        self.up.input_grad(cx, up, d_inner.as_view(), dx)
     }
 }
 
@@ -125,7 +125,7 @@ fn exchange_and_compute(
     mut compute: impl FnMut(&Range<usize>, View<'_>, ViewMut<'_>) -> Result<()>,
 ) -> Result<PendingExchange> {
     let ExchangeBuffers { rows, received, results } = buffers;
-    let (axis, device, cols) = (cx.expert_axis(), cx.device(), rows.shape().cols());
+    let (axis, device, cols) = (cx.expert_axis_ops(), cx.device(), rows.shape().cols());
     let num_choices = rows.shape().rows();
     zero(cx, rows.view_mut(), num_choices - loads.num_dropped()..num_choices);
     let mut coming = Some(first);
@@ -163,11 +163,11 @@ impl Operation for LocalExperts {
         assert_eq!(self.up.activation, InputActivation::Identity, "the first layer reads rows as they are");
         let (first, mut rows) = (cx.take_rows_in_flight(), cx.take_or_copy_input(0)?);
         let loads = self.exchange.read(cx, cx.input(LOADS), cx.input(PLACES).shape());
-        let shadows = Shadows::start(self, cx, &loads)?;
+        let shadows = ShadowExchange::start(self, cx, &loads)?;
         let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, rows.dtype());
         let mut received = empty(rows.shape().cols())?;
         let mut inner = empty(self.up.outputs())?;
-        let mut made = empty(self.down.outputs())?;
+        let mut outputs = empty(self.down.outputs())?;
         let starts = cx.input(STARTS);
         let compute = |chunk: &Range<usize>, x: View<'_>, y: ViewMut<'_>| {
             let rows = loads.rows(chunk);
@@ -175,9 +175,9 @@ impl Operation for LocalExperts {
             self.up.product(cx, groups(cx, &self.up, starts, chunk), x, inner.reborrow())?;
             self.down.product(cx, groups(cx, &self.down, starts, chunk), inner.as_view(), y)
         };
-        let buffers = ExchangeBuffers { rows: &mut rows, received: &mut received, results: &mut made };
+        let buffers = ExchangeBuffers { rows: &mut rows, received: &mut received, results: &mut outputs };
         let last = exchange_and_compute(cx, &loads, first, loads.chunks(), buffers, compute)?;
-        drop(made);
+        drop(outputs);
         let of_shadows = shadows.map(|shadows| shadows.forward(self, cx, &loads, &mut rows)).transpose()?;
         cx.store_rows_in_flight(last);
         [received, inner].into_iter().for_each(|tensor| cx.save(tensor));
@@ -193,9 +193,9 @@ impl Operation for LocalExperts {
         let inner_of_shadows =
             has_shadows.then(|| cx.take_saved(SAVED_OF_SHADOWS + shadowed_experts::SAVED_INNER));
         let loads = self.exchange.read(cx, cx.input(LOADS), cx.input_shape(PLACES));
-        let shadows = Shadows::start(self, cx, &loads)?;
+        let shadows = ShadowExchange::start(self, cx, &loads)?;
         let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, rows.dtype());
-        let mut d_made = empty(self.down.outputs())?;
+        let mut d_outputs = empty(self.down.outputs())?;
         let mut d_activated = empty(self.down.weight.shape.cols())?;
         let mut d_received = empty(rows.shape().cols())?;
         let starts = cx.input(STARTS);
@@ -206,7 +206,7 @@ impl Operation for LocalExperts {
             let of_activation = of_activation.map(|all| all.view_mut().into_rows(rows.start, rows.len()));
             self.inner_grads(cx, layers, dy, dx, of_activation)
         };
-        let buffers = ExchangeBuffers { rows: &mut rows, received: &mut d_made, results: &mut d_received };
+        let buffers = ExchangeBuffers { rows: &mut rows, received: &mut d_outputs, results: &mut d_received };
         let last = exchange_and_compute(cx, &loads, first, loads.chunks().rev(), buffers, compute)?;
         drop(d_received);
         let of_shadows = shadows.zip(inner_of_shadows).map(|(shadows, inner)| {
@@ -217,7 +217,7 @@ impl Operation for LocalExperts {
         let of_shadows = of_shadows.transpose()?;
         cx.store_rows_in_flight(last);
         let [d_inner, activated] = grad_and_output(self.down.activation, inner, d_activated);
-        [d_made, d_inner, activated].into_iter().for_each(|tensor| cx.keep(tensor));
+        [d_outputs, d_inner, activated].into_iter().for_each(|tensor| cx.keep(tensor));
         of_shadows.into_iter().flatten().for_each(|tensor| cx.keep(tensor));
         cx.add_grad(0, rows)
     }
@@ -231,21 +231,21 @@ impl Operation for LocalExperts {
         let has_shadows = self.exchange.num_shadowed > 0;
         // For each layer, the output gradient and the input of its weight gradient: for rows of own experts, and for rows of shadows.
         let of_shadows = has_shadows.then(|| {
-            let back = [
+            let down = [
                 kept_of_shadows(shadowed_experts::KEPT_DY),
                 kept_of_shadows(shadowed_experts::KEPT_ACTIVATED),
             ];
-            let into = [
+            let up = [
                 kept_of_shadows(shadowed_experts::KEPT_D_INNER),
                 saved_of_shadows(shadowed_experts::SAVED_X),
             ];
-            (back, into)
+            (down, up)
         });
-        let (of_back, of_into) = of_shadows.unzip();
-        let back = (&self.down, [kept(D_OUTPUT), kept(ACTIVATED)], of_back);
-        let into = (&self.up, [kept(D_INNER), saved(RECEIVED)], of_into);
-        let num_parts = loads.axis_place().degree;
-        for (layer, factors, of_shadows) in [back, into] {
+        let (of_down, of_up) = of_shadows.unzip();
+        let down = (&self.down, [kept(D_OUTPUT), kept(ACTIVATED)], of_down);
+        let up = (&self.up, [kept(D_INNER), saved(RECEIVED)], of_up);
+        let num_parts = loads.axis_rank().degree;
+        for (layer, factors, of_shadows) in [down, up] {
             let sum = of_shadows.map(|factors| {
                 let starts = saved_of_shadows(shadowed_experts::SAVED_STARTS);
                 shadowed_experts::start_sum(layer, cx, &loads, starts, factors)

@@ -51,7 +51,7 @@ impl<L: ElementLoss> Operation for MeanLoss<L> {
         let sums = self.sums(cx.device(), cx.input(0), cx.input(1))?;
         cx.add_sum_to_loss(sums.view(), shape.cols() as f64, shape.rows())?;
         drop(sums);
-        let scale = cx.loss_scale() / shape.num_elements() as f32;
+        let scale = cx.loss_grad_factor() / shape.num_elements() as f32;
         let mut grad = cx.empty(shape, cx.input(0).dtype())?;
         let loss = self.0.clone();
         let derivative = move |x, target| scale * loss.derivative(x, target);

@@ -1,10 +1,10 @@
+use crate::cow_tensor::CowTensor;
 use crate::device::Result;
 use crate::kernels::cpu::norm::{NormKind, NormedRows};
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, OperationContext, declares, write_grad,
 };
-use crate::values::Values;
 use trireme_base::DType;
 
 /// A layer or RMS normalization of the rows of `x` (`[.., cols]`). Computed in f32; the output is in the tape's precision.
@@ -19,16 +19,16 @@ pub struct Norm {
     /// Added to the variance or to the mean square.
     pub epsilon: f32,
     /// Whether the mean is subtracted: layer normalization; otherwise RMS normalization.
-    pub centred: bool,
+    pub is_centered: bool,
 }
 
 impl Norm {
     fn kind(&self) -> NormKind {
-        NormKind { epsilon: self.epsilon, is_centered: self.centred }
+        NormKind { epsilon: self.epsilon, is_centered: self.is_centered }
     }
 
     /// Returns the weights plus the offset.
-    fn weight<'a>(&self, cx: &'a OperationContext<'_>) -> Result<Values<'a>> {
+    fn weight<'a>(&self, cx: &'a OperationContext<'_>) -> Result<CowTensor<'a>> {
         let weight = cx.parameter_in_f32(&self.weight)?;
         if self.weight_offset == 0.0 {
             return Ok(weight);
@@ -36,12 +36,12 @@ impl Norm {
         let mut sum = cx.empty(weight.view().shape(), DType::F32)?;
         let offset = self.weight_offset;
         cx.device().map(weight.view(), sum.view_mut(), 1, move |weight| weight + offset);
-        Ok(Values::Converted(sum))
+        Ok(CowTensor::Owned(sum))
     }
 }
 
 impl Operation for Norm {
-    declares! { has_parameters, reads_inputs: BOTH, takes_f32_grads, is_recomputable, accepts_sharded_rows }
+    declares! { has_parameters, reads_inputs: BOTH, accepts_f32_grads, is_recomputable, accepts_sharded_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let shape = cx.input(0).shape();

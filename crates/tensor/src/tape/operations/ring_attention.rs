@@ -7,13 +7,13 @@
 //! Cost for `degree` ranks: keys and values are sent `degree - 1` times in forward and in backward, and their gradients, in f32, `degree`
 //! times.
 
+use crate::cow_tensor::CowTensor;
 use crate::device::{DeviceError, Result};
 use crate::kernels::{
     AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, StridedBlocks,
 };
 use crate::tape::{AxisOps, OperationContext, PendingExchange, cast};
 use crate::tensor::Tensor;
-use crate::values::Values;
 use crate::view::View;
 use std::sync::Arc;
 use trireme_base::{AxisRank, DType, ExchangeKind, Positions};
@@ -28,13 +28,13 @@ pub(super) struct RingAttention {
 impl RingAttention {
     /// Returns the attention on the ring of the context axis; `None` if the ring has one rank.
     pub(super) fn of(cx: &OperationContext<'_>, shape: AttentionShape, rule: AttentionRule) -> Option<Self> {
-        let ops = Arc::clone(cx.context()?.ring.as_ref()?);
+        let ops = Arc::clone(cx.context_axis()?.ring.as_ref()?);
         Some(RingAttention { ops, shape, rule })
     }
 
     /// Returns the positions of the queries and of the keys present in a step. Step 0 has this rank's own keys.
     fn scope(&self, step: usize) -> AttentionScope {
-        let AxisRank { rank, degree } = self.ops.place();
+        let AxisRank { rank, degree } = self.ops.axis_rank();
         let of = |rank, len| Positions::zig_zag(len * degree, AxisRank { rank, degree });
         AttentionScope {
             rule: self.rule,
@@ -44,7 +44,7 @@ impl RingAttention {
     }
 
     fn degree(&self) -> usize {
-        self.ops.place().degree
+        self.ops.axis_rank().degree
     }
 
     /// Returns the queries and this rank's keys and values as separate tensors.
@@ -52,9 +52,9 @@ impl RingAttention {
         &self,
         cx: &OperationContext<'_>,
         views: &AttentionInputs<View<'a>>,
-    ) -> Result<[Values<'a>; 2]> {
+    ) -> Result<[CowTensor<'a>; 2]> {
         if let Some(keys_values) = views.keys_values {
-            return Ok([Values::Stored(views.queries), Values::Stored(keys_values)]);
+            return Ok([CowTensor::Borrowed(views.queries), CowTensor::Borrowed(keys_values)]);
         }
         let [batch, len, q_cols, kv_cols] = self.sizes();
         let part = |first: usize, cols: usize| {
@@ -62,7 +62,7 @@ impl RingAttention {
             let from = StridedBlocks { offset: first, stride: q_cols + kv_cols };
             let to = StridedBlocks { offset: 0, stride: cols };
             cx.device().copy_blocks(views.queries, from, part.view_mut(), to, batch * len, cols);
-            Ok::<_, DeviceError>(Values::Converted(part))
+            Ok::<_, DeviceError>(CowTensor::Owned(part))
         };
         Ok([part(0, q_cols)?, part(q_cols, kv_cols)?])
     }
@@ -85,7 +85,7 @@ impl RingAttention {
     }
 
     /// Waits for the keys and values of the previous rank.
-    fn next(&self, cx: &OperationContext<'_>, shift: PendingExchange, block: View<'_>) -> Result<Tensor> {
+    fn receive(&self, cx: &OperationContext<'_>, shift: PendingExchange, block: View<'_>) -> Result<Tensor> {
         let mut next = cx.empty(block.shape(), block.dtype())?;
         self.ops.finish(cx.device(), shift, next.view_mut())?;
         Ok(next)
@@ -109,7 +109,7 @@ impl RingAttention {
                 device.attention_block(views, self.shape, scope, sums.view_mut(), log_sums.view_mut())?;
             }
             if let Some(shift) = shift {
-                block = Values::Converted(self.next(cx, shift, block.view())?);
+                block = CowTensor::Owned(self.receive(cx, shift, block.view())?);
             }
         }
         drop((queries, block));
@@ -143,7 +143,7 @@ impl RingAttention {
             }
             d_shift = Some(self.ops.start(device, ExchangeKind::Shift, d_block.view())?);
             if let Some(shift) = shift {
-                block = Values::Converted(self.next(cx, shift, block.view())?);
+                block = CowTensor::Owned(self.receive(cx, shift, block.view())?);
             }
         }
         drop((queries, block));

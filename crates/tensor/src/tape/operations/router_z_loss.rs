@@ -53,7 +53,7 @@ impl Operation for RouterZLoss {
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let shape = cx.input_shape(0);
-        let (scale, cols) = (2.0 * cx.loss_scale() / shape.rows() as f32, shape.cols());
+        let (scale, cols) = (2.0 * cx.loss_grad_factor() / shape.rows() as f32, shape.cols());
         let mut grad = cx.empty(shape, DType::F32)?;
         let operations = 2 * trireme_base::Cost::EXP + 5;
         let inputs = [cx.input(0), row_weights((cx.num_inputs() > 1).then(|| cx.input(1)))];

@@ -45,7 +45,7 @@ impl Operation for GatherRows {
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let ids = cx.input(1);
-        let shape = ids.shape().and_cols(cx.input(0).shape().cols());
+        let shape = ids.shape().append_dim(cx.input(0).shape().cols());
         let y = gather(cx.device(), cx.input(0), ids, shape)?;
         cx.output(y);
         Ok(())

@@ -15,48 +15,48 @@ use std::ops::Range;
 use trireme_base::{AxisRank, DType, ExchangeKind};
 
 /// Pending exchanges of the matrices of both layers.
-pub(super) struct Shadows([PendingExchange; 2]);
+pub(super) struct ShadowExchange([PendingExchange; 2]);
 
-/// Indices of the tensors that [`Shadows::forward`] returns to be saved: this rank's rows of shadowed experts, by expert; the first row of
-/// each expert and the end of the last one; and the argument of the activation.
+/// Indices of the tensors that [`ShadowExchange::forward`] returns to be saved: this rank's rows of shadowed experts, by expert; the first
+/// row of each expert and the end of the last one; and the argument of the activation.
 pub(super) const SAVED_X: usize = 0;
 pub(super) const SAVED_STARTS: usize = 1;
 pub(super) const SAVED_INNER: usize = 2;
 
-/// Indices of the tensors that [`Shadows::backward`] returns to be kept for the weight half: the output gradients of the second layer and
-/// of the first layer, and the activated input.
+/// Indices of the tensors that [`ShadowExchange::backward`] returns to be kept for the weight half: the output gradients of the second
+/// layer and of the first layer, and the activated input.
 pub(super) const KEPT_DY: usize = 0;
 pub(super) const KEPT_D_INNER: usize = 1;
 pub(super) const KEPT_ACTIVATED: usize = 2;
 
-impl Shadows {
+impl ShadowExchange {
     /// Starts to send the matrices of this rank's shadowed experts and to receive the matrices of other ranks' shadowed experts. Returns
     /// `None` if no expert is shadowed.
     pub(super) fn start(
         experts: &LocalExperts,
         cx: &OperationContext<'_>,
         loads: &Loads,
-    ) -> Result<Option<Shadows>> {
+    ) -> Result<Option<ShadowExchange>> {
         if experts.exchange.num_shadowed == 0 {
             return Ok(None);
         }
         let start = |layer: &GroupedLinear| {
-            cx.expert_axis().start_rows(cx.device(), runs(layer, loads), cx.parameter(&layer.weight))
+            cx.expert_axis_ops().start_rows(cx.device(), runs(layer, loads), cx.parameter(&layer.weight))
         };
-        Ok(Some(Shadows([start(&experts.up)?, start(&experts.down)?])))
+        Ok(Some(ShadowExchange([start(&experts.up)?, start(&experts.down)?])))
     }
 
     /// Waits for the matrices of both layers.
     fn finish(self, experts: &LocalExperts, cx: &OperationContext<'_>, loads: &Loads) -> Result<[Tensor; 2]> {
         let finish = |layer: &GroupedLinear, exchange: PendingExchange| {
-            let (axis, device, weight) = (cx.expert_axis(), cx.device(), cx.parameter(&layer.weight));
+            let (axis, device, weight) = (cx.expert_axis_ops(), cx.device(), cx.parameter(&layer.weight));
             let mut shadows = cx.empty(layer.shape_of(loads.shadowed().count()), weight.dtype())?;
             axis.send_rest(device, &exchange, weight, shadows.view_mut())?;
             axis.finish_rows(device, exchange, shadows.view_mut())?;
             Ok::<_, DeviceError>(shadows)
         };
-        let [into, back] = self.0;
-        Ok([finish(&experts.up, into)?, finish(&experts.down, back)?])
+        let [up, down] = self.0;
+        Ok([finish(&experts.up, up)?, finish(&experts.down, down)?])
     }
 
     /// Replaces this rank's rows of shadowed experts by the experts' outputs. Returns the tensors that backward needs.
@@ -69,13 +69,13 @@ impl Shadows {
     ) -> Result<[Tensor; 3]> {
         let (x, starts) = (gather_shadowed_rows(cx, loads, rows.view())?, starts(cx, loads)?);
         let empty = |cols: usize| cx.empty(x.shape().with_cols(cols), rows.dtype());
-        let (mut inner, mut made) = (empty(experts.up.outputs())?, empty(experts.down.outputs())?);
-        let [into, back] = self.finish(experts, cx, loads)?;
-        let [into_groups, back_groups] =
-            [&into, &back].map(|shadows| GroupMatrices { starts: starts.view(), weight: shadows.view() });
-        experts.up.product(cx, into_groups, x.view(), inner.view_mut())?;
-        experts.down.product(cx, back_groups, inner.view(), made.view_mut())?;
-        scatter_shadowed_rows(cx, loads, made.view(), rows.view_mut());
+        let (mut inner, mut outputs) = (empty(experts.up.outputs())?, empty(experts.down.outputs())?);
+        let [up, down] = self.finish(experts, cx, loads)?;
+        let [up_groups, down_groups] =
+            [&up, &down].map(|shadows| GroupMatrices { starts: starts.view(), weight: shadows.view() });
+        experts.up.product(cx, up_groups, x.view(), inner.view_mut())?;
+        experts.down.product(cx, down_groups, inner.view(), outputs.view_mut())?;
+        scatter_shadowed_rows(cx, loads, outputs.view(), rows.view_mut());
         Ok([x, starts, inner])
     }
 
@@ -94,8 +94,8 @@ impl Shadows {
         let empty = |cols: usize| cx.empty(dy.shape().with_cols(cols), grad.dtype());
         let mut d_activated = empty(experts.down.weight.shape.cols())?;
         let mut dx = empty(grad.shape().cols())?;
-        let [into, back] = self.finish(experts, cx, loads)?;
-        let layers = [&into, &back].map(|shadows| GroupMatrices { starts, weight: shadows.view() });
+        let [up, down] = self.finish(experts, cx, loads)?;
+        let layers = [&up, &down].map(|shadows| GroupMatrices { starts, weight: shadows.view() });
         let of_activation = [inner.view_mut(), d_activated.view_mut()];
         experts.inner_grads(cx, layers, dy.view(), dx.view_mut(), of_activation)?;
         scatter_shadowed_rows(cx, loads, dx.view(), grad.view_mut());
@@ -106,7 +106,7 @@ impl Shadows {
 
 /// Returns the elements of matrices that each rank sends and receives, in the order of the experts.
 fn runs(layer: &GroupedLinear, loads: &Loads) -> ExchangedRuns {
-    let AxisRank { rank, degree } = loads.axis_place();
+    let AxisRank { rank, degree } = loads.axis_rank();
     let len = layer.matrix_len();
     let mut own = Runs::new();
     let mut received: SmallVec<[Runs; 8]> = smallvec![Runs::new(); degree];
@@ -165,10 +165,10 @@ fn gather_shadowed_rows(cx: &OperationContext<'_>, loads: &Loads, rows: View<'_>
     Ok(taken)
 }
 
-/// Copies `made`, the results for this rank's rows of shadowed experts, to the places of these rows in `rows`.
-fn scatter_shadowed_rows(cx: &OperationContext<'_>, loads: &Loads, made: View<'_>, mut rows: ViewMut<'_>) {
+/// Copies `outputs`, the results for this rank's rows of shadowed experts, to the places of these rows in `rows`.
+fn scatter_shadowed_rows(cx: &OperationContext<'_>, loads: &Loads, outputs: View<'_>, mut rows: ViewMut<'_>) {
     for (to, from) in rows_of_shadows(loads) {
-        cx.device().copy(made.rows(from.start, from.len()), rows.rows(to.start, to.len()));
+        cx.device().copy(outputs.rows(from.start, from.len()), rows.rows(to.start, to.len()));
     }
 }
 
@@ -182,7 +182,7 @@ pub(super) fn start_sum(
     [dy, input]: [View<'_>; 2],
 ) -> Result<PendingExchange> {
     let num_shadows = loads.shadowed().count();
-    let (axis, device) = (cx.expert_axis(), cx.device());
+    let (axis, device) = (cx.expert_axis_ops(), cx.device());
     let mut term = axis.empty_partial_sum(device, layer.shape_of(num_shadows), DType::F32)?;
     let groups = RowGroups { starts, num_groups: num_shadows };
     layer.weight_grad(cx, groups, dy, input, term.view_mut(), false)?;
@@ -200,9 +200,9 @@ pub(super) fn finish_sum(
 ) -> Result<()> {
     let (device, len) = (cx.device(), layer.matrix_len());
     let shape = layer.shape_of(loads.shadowed().count());
-    let sum = cx.expert_axis().finish_temporary(device, sum, shape, DType::F32)?;
+    let sum = cx.expert_axis_ops().finish_temporary(device, sum, shape, DType::F32)?;
     for (shadow, (owner, expert)) in loads.shadowed().enumerate() {
-        if owner == loads.axis_place().rank {
+        if owner == loads.axis_rank().rank {
             let of_shadow = sum.view().part(shadow * len, layer.shape_of(1));
             let out = out.reborrow().into_part(expert * len, layer.shape_of(1));
             if accumulate { device.add_assign(out, of_shadow) } else { device.copy(of_shadow, out) }

@@ -15,7 +15,7 @@ pub struct Slice {
 impl Operation for Slice {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let x = cx.input(0);
-        let [outer, size, inner] = x.shape().around(self.dim);
+        let [outer, size, inner] = x.shape().outer_dim_inner(self.dim);
         assert!(self.range.end <= size, "{:?} of dim {} of {:?}", self.range, self.dim, x.shape());
         let mut y = cx.empty(x.shape().with_dim(self.dim, self.range.len()), x.dtype())?;
         let len = self.range.len() * inner;
@@ -27,7 +27,7 @@ impl Operation for Slice {
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let shape = cx.input_shape(0);
-        let [outer, size, inner] = shape.around(self.dim);
+        let [outer, size, inner] = shape.outer_dim_inner(self.dim);
         let mut grad = cx.zeros(shape, cx.grad().dtype())?;
         let len = self.range.len() * inner;
         let to = StridedBlocks { offset: self.range.start * inner, stride: size * inner };

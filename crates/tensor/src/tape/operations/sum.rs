@@ -18,7 +18,7 @@ pub struct Mean {
 /// Sums over `dim` and multiplies the sums by `factor(len)`, where `len` is the length of the dim.
 fn forward(cx: &mut ForwardContext<'_>, dim: usize, factor: fn(usize) -> f32) -> Result<()> {
     let x = cx.input(0);
-    let dims = x.shape().around(dim);
+    let dims = x.shape().outer_dim_inner(dim);
     let mut y = cx.empty(x.shape().with_dim(dim, 1), x.dtype())?;
     cx.device().sum_dim(x, dims, factor(dims[1]), y.view_mut());
     cx.output(y);
@@ -27,7 +27,7 @@ fn forward(cx: &mut ForwardContext<'_>, dim: usize, factor: fn(usize) -> f32) ->
 
 fn backward(cx: &mut BackwardContext<'_>, dim: usize, factor: fn(usize) -> f32) -> Result<()> {
     let shape = cx.input_shape(0);
-    let dims = shape.around(dim);
+    let dims = shape.outer_dim_inner(dim);
     let mut grad = cx.empty(shape, cx.grad().dtype())?;
     cx.device().broadcast_dim(cx.grad(), dims, factor(dims[1]), grad.view_mut());
     cx.add_grad(0, grad)

@@ -19,7 +19,7 @@ impl Transpose {
         let (mut strides, mut dims) = ([0; 4], [1; 4]);
         let first = dims.len() - num_dims;
         for dim in 0..num_dims {
-            [_, dims[first + dim], strides[first + dim]] = shape.around(dim);
+            [_, dims[first + dim], strides[first + dim]] = shape.outer_dim_inner(dim);
         }
         strides.swap(first + self.0, first + self.1);
         dims.swap(first + self.0, first + self.1);

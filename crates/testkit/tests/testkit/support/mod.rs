@@ -39,10 +39,10 @@ pub(crate) fn exchange(mut stream: TcpStream, listener: TcpListener, num_bytes: 
     })
 }
 
-/// Polls until `is_so` returns true. Returns false if it does not within the timeout.
-pub(crate) fn eventually(mut is_so: impl FnMut() -> bool) -> bool {
+/// Polls until `condition` returns true. Returns false if it does not within the timeout.
+pub(crate) fn eventually(mut condition: impl FnMut() -> bool) -> bool {
     let deadline = Instant::now() + TIMEOUT;
-    while !is_so() {
+    while !condition() {
         if Instant::now() > deadline {
             return false;
         }

@@ -49,7 +49,7 @@ fn keys_count_for_their_optimizers_only() {
 }
 
 #[test]
-fn optimizers_that_exchange_momentum_need_some_things() {
+fn conflicts_with_exchanged_momentum_are_refused() {
     for (options, parts) in [
         (&["training.max_norm=1"][..], &["max_norm=1", "set max_norm = 0 in [training]"][..]),
         (&["parallelism.zero_stage=1"], &["zero_stage=1", "set zero_stage = 0"]),

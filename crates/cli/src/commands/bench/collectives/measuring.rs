@@ -37,7 +37,7 @@ pub(super) fn measure<T: Number>(
 ) -> Result<Measurement> {
     let mut bench = Bench::<T>::new(group, op, args.memory, bytes)?;
     let bytes = bench.bytes();
-    group.set_line(format_args!("bench {} of {}", name(op), Bytes(bytes as u64)));
+    group.set_program_line(format_args!("bench {} of {}", name(op), Bytes(bytes as u64)));
     bench.call()?;
     if !bench.is_right() {
         bail!("{} of {bytes} bytes gave a wrong result", name(op));

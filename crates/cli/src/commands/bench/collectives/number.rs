@@ -24,7 +24,7 @@ pub(super) trait Number: Element {
     fn value(self) -> f64;
 
     /// Whether the value equals `expected` within 1/32 of it, which covers the rounding of sums in every type.
-    fn is(self, expected: f64) -> bool {
+    fn is_close_to(self, expected: f64) -> bool {
         let (found, expected) = (self.value(), Self::of(expected).value());
         found == expected || (found - expected).abs() <= expected.abs() / 32.0
     }

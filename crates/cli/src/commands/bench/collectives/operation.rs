@@ -53,7 +53,7 @@ impl Op {
     }
 
     /// Returns the number of elements of the full vector: the largest valid number up to `len`.
-    fn len(self, world_size: usize, len: usize) -> usize {
+    fn valid_len(self, world_size: usize, len: usize) -> usize {
         match self {
             Op::Barrier => 0,
             Op::AllReduce | Op::Broadcast | Op::Reduce | Op::Send => len,
@@ -97,7 +97,7 @@ impl<'a, T: Number> Bench<'a, T> {
     /// Allocates vectors for a full vector of at most `bytes`. Every input element of rank `r` is `r + 1`.
     pub(super) fn new(group: &'a Group, op: Op, place: BufferMemory, bytes: usize) -> Result<Self> {
         let (own, world_size) = (group.rank(), group.world_size());
-        let len = op.len(world_size, bytes / size_of::<T>());
+        let len = op.valid_len(world_size, bytes / size_of::<T>());
         let (input, output) = match (op, op.collective(len)) {
             (Op::AllReduce | Op::Broadcast | Op::Reduce | Op::Barrier | Op::Send, _) => (len, None),
             (_, Some(collective)) => {
@@ -187,7 +187,7 @@ impl<'a, T: Number> Bench<'a, T> {
     pub(super) fn is_right(&self) -> bool {
         let (rank, world_size) = (self.group.rank(), self.group.world_size());
         let Some((input, output)) = &self.vectors else { return false };
-        let all_are = |vector: &[T], expected: f64| vector.iter().all(|value| value.is(expected));
+        let all_are = |vector: &[T], expected: f64| vector.iter().all(|value| value.is_close_to(expected));
         let total = (world_size * (world_size + 1) / 2) as f64;
         let blocks = |output: &[T]| {
             (0..world_size)

@@ -1,7 +1,7 @@
 //! A chart of curves over steps, as a figure of a page or as a standalone picture.
 
 use super::downsampling::{CurvePoint, DownsampledCurve};
-use super::hues::run_colour;
+use super::hues::run_color_attributes;
 use std::fmt::Write as _;
 use trireme_base::{Anchor, Svg, Ticks, escape_markup};
 
@@ -130,7 +130,7 @@ impl Chart {
                 &format!("<li {colour}><span class=\"swatch {look}\"></span>{}</li>", escape_markup(name));
         };
         for curve in self.drawn() {
-            push(&run_colour(curve.run), curve.style.class(), &curve.name);
+            push(&run_color_attributes(curve.run), curve.style.class(), &curve.name);
         }
         self.horizontal_lines.iter().for_each(|level| push("", "level", &level.name));
         html += "</ul>";
@@ -188,13 +188,13 @@ impl Frame {
         if curve.points.steps_per_point == 1 {
             return;
         }
-        svg.begin_group(&run_colour(curve.run));
+        svg.begin_group(&run_color_attributes(curve.run));
         for part in &curve.points.parts {
             let at = |point: &CurvePoint, value: f64| (self.x(point.step as f64), self.y(value));
             let above = part.iter().map(|point| at(point, point.high));
             let below = part.iter().rev().map(|point| at(point, point.low));
-            let header: Vec<(f64, f64)> = above.chain(below).collect();
-            svg.area(&header, "class=\"band\"");
+            let outline: Vec<(f64, f64)> = above.chain(below).collect();
+            svg.area(&outline, "class=\"band\"");
         }
         svg.end_group();
     }
@@ -205,7 +205,7 @@ impl Frame {
         for point in points() {
             let _ = write!(data, "{} {:.4e} ", point.step, point.mean);
         }
-        let (colour, name) = (run_colour(curve.run), escape_markup(&curve.name));
+        let (colour, name) = (run_color_attributes(curve.run), escape_markup(&curve.name));
         svg.begin_group(&format!("{colour} data-name=\"{name}\" data-points=\"{}\"", data.trim_end()));
         let has_dots = curve.style == CurveStyle::Dotted && points().count() <= DOTS_MAX;
         for part in &curve.points.parts {

@@ -12,18 +12,23 @@ pub(super) fn charts(runs: &[LoadedRun]) -> String {
     let mut html = String::new();
     let mut push = |chart: Chart| html.extend(chart.to_html());
     push(losses(runs));
-    push(one_curve_a_run(runs, "Learning rate", "factor of updates", &|record| record.lr));
-    push(one_curve_a_run(runs, "Gradient norm", "global norm before clipping", &|record| record.grad_norm));
+    push(one_curve_per_run(runs, "Learning rate", "factor of updates", &|record| record.lr));
+    push(one_curve_per_run(runs, "Gradient norm", "global norm before clipping", &|record| record.grad_norm));
     let speed = format!("{} a second, all workers", unit.plural());
-    push(one_curve_a_run(runs, "Speed", &speed, &|record| record.per_second(unit)));
-    push(one_curve_a_run(runs, "MFU", "% of the peak of all workers", &|record| {
+    push(one_curve_per_run(runs, "Speed", &speed, &|record| record.per_second(unit)));
+    push(one_curve_per_run(runs, "MFU", "% of the peak of all workers", &|record| {
         record.mfu.map(|mfu| 100.0 * mfu)
     }));
-    push(one_curve_a_run(runs, "Exposed communication", "% of the step in which rank 0 waits", &|record| {
-        let part = record.comm_seconds_exposed? / record.step_seconds?;
-        // A step that took no time would divide by zero.
-        part.is_finite().then_some(100.0 * part)
-    }));
+    push(one_curve_per_run(
+        runs,
+        "Exposed communication",
+        "% of the step in which rank 0 waits",
+        &|record| {
+            let part = record.comm_seconds_exposed? / record.step_seconds?;
+            // A step that took no time would divide by zero.
+            part.is_finite().then_some(100.0 * part)
+        },
+    ));
     html.extend(memory_chart(runs));
     html
 }
@@ -102,7 +107,7 @@ fn baselines(runs: &[LoadedRun]) -> Vec<HorizontalLine> {
     levels.into_iter().map(level).collect()
 }
 
-fn one_curve_a_run(
+fn one_curve_per_run(
     runs: &[LoadedRun],
     title: &'static str,
     unit: &str,

@@ -31,7 +31,7 @@ pub(super) fn downsampled(values: &[(u64, Option<f64>)]) -> DownsampledCurve {
     let mut parts = vec![Vec::new()];
     for neighbours in values.chunks(steps_per_point) {
         match curve_point(neighbours) {
-            Some(stretch) => parts.last_mut().expect("there is always one").push(stretch),
+            Some(point) => parts.last_mut().expect("there is always one").push(point),
             None => parts.push(Vec::new()),
         }
     }

@@ -1,7 +1,7 @@
 //! A table of facts about runs: model, workers, progress and results.
 
 use super::super::records::Record;
-use super::hues::run_colour;
+use super::hues::run_color_attributes;
 use super::loaded_run::LoadedRun;
 use crate::clock::date_and_time;
 use crate::numbers::{duration, with_thousands_separators};
@@ -48,7 +48,7 @@ const FACTS: [Fact; 16] = [
 pub(super) fn facts_table(runs: &[LoadedRun]) -> String {
     let mut html = "<div class=\"wide\"><table>\n<thead><tr><th></th>".to_owned();
     for (index, run) in runs.iter().enumerate() {
-        let colour = run_colour(index);
+        let colour = run_color_attributes(index);
         html += &format!("<th {colour}><span class=\"swatch\"></span>{}</th>", escape_markup(&run.name));
     }
     html += "</tr></thead>\n<tbody>\n";

@@ -7,6 +7,6 @@ const HUES: [u16; 10] = [212, 28, 145, 345, 275, 185, 55, 312, 0, 95];
 pub(super) const NUM_HUES: usize = HUES.len();
 
 /// Returns the attributes of an element in the colour of a run.
-pub(super) fn run_colour(run: usize) -> String {
+pub(super) fn run_color_attributes(run: usize) -> String {
     format!("class=\"run\" style=\"--hue:{}\"", HUES[run % NUM_HUES])
 }

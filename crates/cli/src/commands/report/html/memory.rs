@@ -1,6 +1,6 @@
 //! Memory by category, measured and predicted, as a figure of a page.
 
-use super::hues::run_colour;
+use super::hues::run_color_attributes;
 use super::loaded_run::LoadedRun;
 use trireme_base::{Anchor, Bytes, Svg, Ticks, escape_markup};
 use trireme_train::metrics::MemoryPeakBytes;
@@ -31,7 +31,7 @@ pub(super) fn memory_chart<'a>(runs: &'a [LoadedRun]) -> Option<String> {
     let bars = |(index, run): (usize, &'a LoadedRun)| {
         let last = run.records.last();
         let (measured, predicted) = (last.memory_peak_bytes, last.memory_predicted_bytes);
-        Bars { name: &run.name, colour: run_colour(index), measured, predicted }
+        Bars { name: &run.name, colour: run_color_attributes(index), measured, predicted }
     };
     let bars: Vec<Bars<'a>> = runs.iter().enumerate().map(bars).collect();
     figure(&bars)
@@ -119,7 +119,7 @@ mod tests {
     use trireme_base::CategoryBytes;
 
     fn bars(measured: MemoryPeakBytes, predicted: Option<MemoryPeakBytes>) -> Bars<'static> {
-        Bars { name: "a & b", colour: run_colour(0), measured, predicted }
+        Bars { name: "a & b", colour: run_color_attributes(0), measured, predicted }
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::super::breakdown::Breakdown;
 use super::charts::charts;
 use super::configs::configs;
 use super::facts::facts_table;
-use super::hues::run_colour;
+use super::hues::run_color_attributes;
 use super::loaded_run::{LoadedRun, TraceDrawing};
 use trireme_base::escape_markup;
 
@@ -52,7 +52,7 @@ fn drawings(runs: &[LoadedRun]) -> String {
             Some(TraceDrawing::Svg(svg)) => format!("<div class=\"drawing\">{svg}</div>"),
             Some(TraceDrawing::Missing(why)) => format!("<p class=\"note\">{}</p>", escape_markup(why)),
         };
-        let (colour, name) = (run_colour(index), escape_markup(&run.name));
+        let (colour, name) = (run_color_attributes(index), escape_markup(&run.name));
         let times = run.breakdown.as_ref().map_or_else(String::new, times_table);
         html += &format!("<h3 {colour}><span class=\"swatch\"></span>{name}</h3>\n{content}\n{times}");
     }

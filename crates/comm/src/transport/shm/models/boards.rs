@@ -1,7 +1,7 @@
 //! Models of boards, and of memory that barriers divide among ranks.
 
 use super::Cell;
-use super::board::{Post, PublishedState};
+use super::board::{Board, Post};
 use crate::Operation;
 use crate::call::Call;
 use crate::models::explore;
@@ -13,7 +13,7 @@ use trireme_base::Rank;
 /// The memory that one rank shares with the others.
 #[derive(Default)]
 struct Area {
-    board: PublishedState,
+    board: Board,
     stages: [Cell<u32>; 2],
     /// A vector that peers write to.
     vector: [Cell<u32>; 2],
@@ -29,24 +29,24 @@ fn call(sequence: u64) -> Call {
     }
 }
 
-/// Waits like `PublishedState::wait`, but polls only once before it sleeps.
-fn wait(board: &PublishedState, meeting: u32) {
-    while !board.has_arrived(meeting) && !board.sleep_once(meeting).expect("sleep") {}
+/// Waits like `Board::wait`, but polls only once before it sleeps.
+fn wait(board: &Board, barrier: u32) {
+    while !board.has_arrived(barrier) && !board.sleep_once(barrier).expect("sleep") {}
 }
 
-/// Posts an operation and waits for all members, like `SharedMemory::meet_with`.
-fn meet_with(own: usize, areas: &[Area], meeting: u32, sequence: u64) {
-    areas[own].board.post(meeting, &call(sequence), Post::STAGED);
-    meet(own, areas, meeting);
+/// Posts an operation and waits for all members, like `SharedMemory::post_and_synchronise`.
+fn post_and_synchronise(own: usize, areas: &[Area], barrier: u32, sequence: u64) {
+    areas[own].board.post(barrier, &call(sequence), Post::STAGED);
+    synchronise(own, areas, barrier);
     for (member, area) in areas.iter().enumerate() {
-        area.board.read(meeting, &call(sequence), Rank(own), Rank(member)).expect("the peer's post");
+        area.board.read(barrier, &call(sequence), Rank(own), Rank(member)).expect("the peer's post");
     }
 }
 
-fn meet(own: usize, areas: &[Area], meeting: u32) {
-    areas[own].board.arrive(meeting);
+fn synchronise(own: usize, areas: &[Area], barrier: u32) {
+    areas[own].board.arrive(barrier);
     for (_, area) in areas.iter().enumerate().filter(|(member, _)| *member != own) {
-        wait(&area.board, meeting);
+        wait(&area.board, barrier);
     }
 }
 
@@ -64,12 +64,12 @@ fn run_ranks<const N: usize>(rank: impl Fn(usize, &[Area]) + Copy + Send + 'stat
 
 /// Three consecutive operations go through stages; the third one reuses the stage of the first.
 #[test]
-fn loom_one_meeting_divides_the_stages_of_an_operation() {
+fn loom_one_barrier_separates_the_stages_of_operations() {
     explore(3, || {
         run_ranks::<2>(|own, areas| {
             for turn in 1..=3 {
                 areas[own].stages[turn % 2].set(turn as u32);
-                meet_with(own, areas, turn as u32, turn as u64);
+                post_and_synchronise(own, areas, turn as u32, turn as u64);
                 assert_eq!(areas[1 - own].stages[turn % 2].get(), turn as u32);
             }
         });
@@ -78,15 +78,15 @@ fn loom_one_meeting_divides_the_stages_of_an_operation() {
 
 /// Each rank reduces its share of both vectors in place, and reads its full vector after the second barrier.
 #[test]
-fn loom_two_meetings_divide_vectors_that_peers_write_to() {
+fn loom_two_barriers_protect_vectors_that_peers_write_to() {
     explore(3, || {
         run_ranks::<2>(|own, areas| {
             for step in 1..=2 {
                 areas[own].vector.iter().for_each(|element| element.set(step));
-                meet_with(own, areas, 2 * step - 1, step.into());
+                post_and_synchronise(own, areas, 2 * step - 1, step.into());
                 let sum: u32 = areas.iter().map(|area| area.vector[own].get()).sum();
                 areas.iter().for_each(|area| area.vector[own].set(sum));
-                meet(own, areas, 2 * step);
+                synchronise(own, areas, 2 * step);
                 areas[own].vector.iter().for_each(|element| assert_eq!(element.get(), 2 * step));
             }
         });
@@ -110,11 +110,11 @@ fn loom_all_sleepers_of_a_board_are_woken() {
 }
 
 #[test]
-fn loom_three_ranks_meet() {
+fn loom_three_ranks_synchronise() {
     explore(3, || {
         run_ranks::<3>(|own, areas| {
             areas[own].stages[1].set(own as u32);
-            meet_with(own, areas, 1, 1);
+            post_and_synchronise(own, areas, 1, 1);
             let all = areas.iter().map(|area| area.stages[1].get());
             assert!(all.eq(0..3));
         });

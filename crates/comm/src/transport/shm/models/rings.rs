@@ -9,25 +9,25 @@ use loom::thread;
 /// A model of the socket of a ring's link: it stays readable until it is read.
 #[derive(Default)]
 struct Wakeup {
-    is_rung: Mutex<bool>,
-    rung: Condvar,
+    is_readable: Mutex<bool>,
+    became_readable: Condvar,
 }
 
 impl Wakeup {
     fn wake(&self) {
-        *self.is_rung.lock().unwrap() = true;
-        self.rung.notify_one();
+        *self.is_readable.lock().unwrap() = true;
+        self.became_readable.notify_one();
     }
 
     fn poll(&self) {
-        let mut is_rung = self.is_rung.lock().unwrap();
-        while !*is_rung {
-            is_rung = self.rung.wait(is_rung).unwrap();
+        let mut is_readable = self.is_readable.lock().unwrap();
+        while !*is_readable {
+            is_readable = self.became_readable.wait(is_readable).unwrap();
         }
     }
 
-    fn hear(&self) {
-        *self.is_rung.lock().unwrap() = false;
+    fn reset(&self) {
+        *self.is_readable.lock().unwrap() = false;
     }
 }
 
@@ -78,11 +78,11 @@ impl Link {
             }
             if sends {
                 self.sender.end_sleep();
-                own_wakeup.hear();
+                own_wakeup.reset();
             }
             if receives {
                 self.receiver.end_sleep();
-                own_wakeup.hear();
+                own_wakeup.reset();
             }
         }
     }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::test_support::{
-    DTYPES, Exact, assert_close, cases, cases_for_miri, exactly, narrow, not_finite, random, run, widen,
+    DTYPES, Exact, assert_close, cases, cases_for_miri, narrow, not_finite, random, run, to_f64, widen,
 };
 use proptest::prelude::*;
 use trireme_base::Float;
@@ -76,8 +76,12 @@ fn exact_gelu_f64(x: f64) -> (Exact, Exact) {
 }
 
 fn scaled(exact: Exact, factor: f64) -> Exact {
-    let Exact { value, in_f32, in_element } = exact;
-    Exact { value: value * factor, in_f32: in_f32 * factor.abs(), in_element: in_element * factor.abs() }
+    let Exact { value, f32_magnitude: in_f32, element_magnitude: in_element } = exact;
+    Exact {
+        value: value * factor,
+        f32_magnitude: in_f32 * factor.abs(),
+        element_magnitude: in_element * factor.abs(),
+    }
 }
 
 #[test]
@@ -107,9 +111,9 @@ fn check_gelu<T: Element>(x: &[T], dy: &[T]) {
         let exact = if activation == Activation::Gelu { gelu_f64 } else { exact_gelu_f64 };
         let [y, again, dx] = run_gelu(activation, x, dy);
         assert_eq!(y, again, "backward gives the output back");
-        let exact: Vec<(Exact, Exact)> = exactly(x).into_iter().map(exact).collect();
+        let exact: Vec<(Exact, Exact)> = to_f64(x).into_iter().map(exact).collect();
         assert_close::<T>(&activation, &y, exact.iter().map(|exact| exact.0), 0);
-        let dx_exact = exact.iter().zip(exactly(dy)).map(|(exact, dy)| scaled(exact.1, dy));
+        let dx_exact = exact.iter().zip(to_f64(dy)).map(|(exact, dy)| scaled(exact.1, dy));
         assert_close::<T>(&("gradient", activation), &dx, dx_exact, 0);
     }
 }
@@ -128,7 +132,7 @@ fn run_swiglu<T: Element>(gate_up: &[T], dy: &[T], cols: usize) -> [Vec<f32>; 3]
 fn check_swiglu<T: Element>(gate_up: &[T], dy: &[T], cols: usize) {
     let [y, d_gate_up, again] = run_swiglu(gate_up, dy, cols);
     assert_eq!(y, again, "backward gives the output back");
-    let (gate_up, dy) = (exactly(gate_up), exactly(dy));
+    let (gate_up, dy) = (to_f64(gate_up), to_f64(dy));
     let gate_and_up = |index: usize| {
         let (row, col) = (index / cols, index % cols);
         (gate_up[row * 2 * cols + col], gate_up[row * 2 * cols + cols + col])

@@ -1,7 +1,7 @@
 //! Attention of one head of one sequence, block by block.
 
 use super::operands::{BackwardOperands, ForwardOperands, KEY_BLOCK};
-use super::rule::{AttentionRule, KeyView, all_seen};
+use super::rule::{AttentionRule, SequenceMask, all_seen};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::Element;
 use crate::kernels::cpu::matmul::{LeftOperand, MatmulSizes, Matrix, MicroKernel, RightPanels, Tile};
@@ -92,17 +92,17 @@ for_each_simd_level! {
             // Values for masked scores are overwritten below.
             let (padded, visible) = (pair.padded(index), pair.visible(index));
             let seen = scores[padded.clone()].iter().zip(&d_weights[padded.clone()]);
-            let made = weights[padded.clone()].iter_mut().zip(&mut d_scores[padded]);
+            let results = weights[padded.clone()].iter_mut().zip(&mut d_scores[padded]);
             match soft_cap {
-                None => for ((weight, d_score), (&score, &d_weight)) in made.zip(seen) {
+                None => for ((weight, d_score), (&score, &d_weight)) in results.zip(seen) {
                     let value = exp(score * scale - row.log_sum);
                     *weight = T::from_f32(value);
                     *d_score = T::from_f32(value * (d_weight - row.delta) * scale);
                 },
-                Some(cap) => for ((weight, d_score), (&score, &d_weight)) in made.zip(seen) {
-                    let (value, bent) = (exp(score - row.log_sum), score / cap);
+                Some(cap) => for ((weight, d_score), (&score, &d_weight)) in results.zip(seen) {
+                    let (value, tanh_value) = (exp(score - row.log_sum), score / cap);
                     *weight = T::from_f32(value);
-                    *d_score = T::from_f32(value * (d_weight - row.delta) * (1.0 - bent * bent) * scale);
+                    *d_score = T::from_f32(value * (d_weight - row.delta) * (1.0 - tanh_value * tanh_value) * scale);
                 },
             }
             for out in [weights, d_scores] {
@@ -134,7 +134,7 @@ struct SavedRow {
 /// The queries of one head in one sequence, with the keys that they see.
 pub(super) struct Head<'a> {
     pub(super) queries: Matrix<'a>,
-    pub(super) keys: KeyView<'a>,
+    pub(super) keys: SequenceMask<'a>,
     /// First packed key; a multiple of [`KEY_BLOCK`].
     pub(super) first_packed: usize,
     /// Dims of a query or key, and of a value.
@@ -185,7 +185,7 @@ impl BlockPair<'_> {
 impl Head<'_> {
     /// Returns the keys that each of the queries `first..first + num_queries` sees.
     fn seen_keys(&self, first: usize, num_queries: usize) -> SeenKeys {
-        std::array::from_fn(|row| if row < num_queries { self.keys.of_query(first + row) } else { 0..0 })
+        std::array::from_fn(|row| if row < num_queries { self.keys.keys_of_query(first + row) } else { 0..0 })
     }
 
     /// Returns the blocks of keys that the queries from `first_query` on see.
@@ -207,7 +207,7 @@ impl Head<'_> {
     fn cap(&self, cpu: &Cpu, scores: &mut [f32]) {
         let AttentionRule { scale, soft_cap, .. } = self.keys.scope.rule;
         if let Some(cap) = soft_cap {
-            cap_scores(cpu.features, scores, scale, cap);
+            cap_scores(cpu.simd_level, scores, scale, cap);
         }
     }
 
@@ -216,7 +216,7 @@ impl Head<'_> {
         &self,
         cpu: &Cpu,
         first_query: usize,
-        factors: ForwardOperands<'_>,
+        operands: ForwardOperands<'_>,
         scratch: &mut Scratch<'_, T>,
         results: ForwardRows<'_>,
     ) {
@@ -236,15 +236,15 @@ impl Head<'_> {
         for pair in Self::key_blocks(first_query, &seen[..num_queries]) {
             let len = num_queries * pair.num_keys;
             let (scores, weights) = (&mut scratch.scores[..len], &mut scratch.weights[..len]);
-            self.scores(pair, factors.keys_transposed, scores);
+            self.scores(pair, operands.keys_transposed, scores);
             self.cap(cpu, scores);
-            softmax_block(cpu.features, scores, pair, self.scale(), rows, weights);
+            softmax_block(cpu.simd_level, scores, pair, self.scale(), rows, weights);
             if !is_first {
-                scale_rows(cpu.features, out, rows, |row| row.factor);
+                scale_rows(cpu.simd_level, out, rows, |row| row.factor);
             }
-            let weights = LeftOperand::InMemory(block(weights, pair.num_keys));
+            let weights = LeftOperand::InMemory(as_matrix(weights, pair.num_keys));
             let size = MatmulSizes { rows: num_queries, cols: self.dims[1], inner: pair.num_keys };
-            let values = factors.values.block(pair.first_key - self.first_packed);
+            let values = operands.values.block(pair.first_key - self.first_packed);
             Tile::whole(out, size).multiply(weights, values, !is_first);
             is_first = false;
         }
@@ -252,7 +252,7 @@ impl Head<'_> {
             out.fill(0.0);
         }
         // A query that sees no key has output 0.
-        scale_rows(cpu.features, out, rows, |row| if row.sum == 0.0 { 0.0 } else { 1.0 / row.sum });
+        scale_rows(cpu.simd_level, out, rows, |row| if row.sum == 0.0 { 0.0 } else { 1.0 / row.sum });
         for (row, log_sum) in rows.iter().zip(log_sums) {
             *log_sum = row.max * self.scale() + row.sum.ln();
         }
@@ -261,8 +261,8 @@ impl Head<'_> {
     /// Computes the raw scores of a pair, rows of `num_keys`.
     fn scores(&self, pair: BlockPair<'_>, keys_transposed: RightPanels<'_>, scores: &mut [f32]) {
         let size = MatmulSizes { rows: pair.seen.len(), cols: pair.num_keys, inner: self.dims[0] };
-        let queries = LeftOperand::InMemory(self.queries.from(pair.first_query, 0));
-        let keys = keys_transposed.from(pair.first_key - self.first_packed);
+        let queries = LeftOperand::InMemory(self.queries.submatrix(pair.first_query, 0));
+        let keys = keys_transposed.columns_from(pair.first_key - self.first_packed);
         Tile::whole(scores, size).multiply(queries, keys, false);
     }
 
@@ -272,24 +272,24 @@ impl Head<'_> {
         &self,
         cpu: &Cpu,
         first_query: usize,
-        factors: BackwardOperands<'_>,
+        operands: BackwardOperands<'_>,
         scratch: &mut Scratch<'_, T>,
-        output: OutputRows<'_, T>,
+        output: OutputBlock<'_, T>,
         grads: &mut HeadGrads<'_>,
     ) {
         let (num_queries, [dim, value_dim]) = (output.log_sums.len(), self.dims);
-        let micro = MicroKernel::new(cpu.features, T::PRECISION);
+        let micro = MicroKernel::new(cpu.simd_level, T::PRECISION);
         let mut rows = [SavedRow { log_sum: 0.0, delta: 0.0 }; QUERY_BLOCK];
         let rows = &mut rows[..num_queries];
         for (index, (row, &log_sum)) in rows.iter_mut().zip(output.log_sums).enumerate() {
             let range = index * output.cols..index * output.cols + value_dim;
-            let delta = dot(cpu.features, &output.y[range.clone()], &output.dy[range]);
+            let delta = dot(cpu.simd_level, &output.y[range.clone()], &output.dy[range]);
             *row = SavedRow { log_sum, delta };
         }
-        let dy = block(output.dy, output.cols);
+        let dy = as_matrix(output.dy, output.cols);
         let query_words = RightPanels::num_words(micro, QUERY_BLOCK, dim);
         let (query_words, dy_words) = scratch.query_panels.split_at_mut(query_words);
-        let queries = self.queries.from(first_query, 0);
+        let queries = self.queries.submatrix(first_query, 0);
         let queries = RightPanels::pack(micro, (num_queries, dim), queries, query_words);
         let dy_panels = RightPanels::pack(micro, (num_queries, value_dim), dy, dy_words);
         let mut is_first = !grads.has_earlier_keys;
@@ -299,14 +299,14 @@ impl Head<'_> {
             let len = num_queries * num_keys;
             let (scores, d_weights) = (&mut scratch.scores[..len], &mut scratch.d_weights[..len]);
             let (weights, d_scores) = (&mut scratch.weights[..len], &mut scratch.d_scores[..len]);
-            self.scores(pair, factors.keys_transposed, scores);
+            self.scores(pair, operands.keys_transposed, scores);
             self.cap(cpu, scores);
             let size = MatmulSizes { rows: num_queries, cols: num_keys, inner: value_dim };
-            let values = factors.values_transposed.from(first_key);
+            let values = operands.values_transposed.columns_from(first_key);
             Tile::whole(d_weights, size).multiply(LeftOperand::InMemory(dy), values, false);
             let rule = self.keys.scope.rule;
-            softmax_block_backward(cpu.features, scores, d_weights, pair, rule, rows, weights, d_scores);
-            let (weights, d_scores) = (block(weights, num_keys), block(d_scores, num_keys));
+            softmax_block_backward(cpu.simd_level, scores, d_weights, pair, rule, rows, weights, d_scores);
+            let (weights, d_scores) = (as_matrix(weights, num_keys), as_matrix(d_scores, num_keys));
             for (grads, left, right, cols) in [
                 (&mut *grads.values, weights, dy_panels, value_dim),
                 (&mut *grads.keys, d_scores, queries, dim),
@@ -317,7 +317,7 @@ impl Head<'_> {
                 Tile::whole(&mut grads[rows], size).multiply(left, right, true);
             }
             let to_queries = MatmulSizes { rows: num_queries, cols: dim, inner: num_keys };
-            let (left, right) = (LeftOperand::InMemory(d_scores), factors.keys.block(first_key));
+            let (left, right) = (LeftOperand::InMemory(d_scores), operands.keys.block(first_key));
             Tile::whole(&mut grads.queries[..num_queries * dim], to_queries).multiply(left, right, !is_first);
             is_first = false;
         }
@@ -328,7 +328,7 @@ impl Head<'_> {
 }
 
 /// Wraps rows of `cols` elements as a matmul operand.
-fn block<T: Element>(values: &[T], cols: usize) -> Matrix<'_> {
+fn as_matrix<T: Element>(values: &[T], cols: usize) -> Matrix<'_> {
     Matrix::row_major(T::floats(values), cols, false)
 }
 
@@ -344,7 +344,7 @@ pub(super) struct ForwardRows<'a> {
 
 /// The outputs of one block of queries and their gradients.
 #[derive(Clone, Copy)]
-pub(super) struct OutputRows<'a, T> {
+pub(super) struct OutputBlock<'a, T> {
     /// Rows of the head, `cols` elements apart.
     pub(super) y: &'a [T],
     /// Gradient of `y`.

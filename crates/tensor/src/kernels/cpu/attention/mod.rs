@@ -22,9 +22,9 @@ use super::element::Element;
 use super::matmul::{Matrix, MicroKernel};
 use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
-use head::{ForwardRows, Head, HeadGrads, OutputRows, QUERY_BLOCK, Scratch};
+use head::{ForwardRows, Head, HeadGrads, OutputBlock, QUERY_BLOCK, Scratch};
 use operands::{KEY_BLOCK, KeysValues};
-use rule::KeyView;
+use rule::SequenceMask;
 use trireme_base::Positions;
 
 /// Number of queries of a task in forward. They share packed keys and values.
@@ -37,7 +37,7 @@ pub(crate) struct AttentionInputs<F, I = F> {
     /// Rows of key heads and value heads; `None` if they follow the query heads in the rows of `queries`.
     pub(crate) keys_values: Option<F>,
     /// For each sequence, the position from which on its keys are padding; `None` if there is no padding.
-    pub(crate) num_keys: Option<I>,
+    pub(crate) padding_starts: Option<I>,
     /// For each query, the position at which its document begins: it does not see earlier keys. `None` if a sequence is one document.
     pub(crate) document_starts: Option<I>,
 }
@@ -45,7 +45,7 @@ pub(crate) struct AttentionInputs<F, I = F> {
 impl<F, I> AttentionInputs<F, I> {
     /// Wraps rows that hold queries, keys and values, without padding.
     pub(crate) fn packed_qkv(rows: F) -> Self {
-        AttentionInputs { queries: rows, keys_values: None, num_keys: None, document_starts: None }
+        AttentionInputs { queries: rows, keys_values: None, padding_starts: None, document_starts: None }
     }
 
     /// Applies a function to each array.
@@ -57,7 +57,7 @@ impl<F, I> AttentionInputs<F, I> {
         AttentionInputs {
             queries: floats(self.queries),
             keys_values: self.keys_values.map(floats),
-            num_keys: self.num_keys.map(&integers),
+            padding_starts: self.padding_starts.map(&integers),
             document_starts: self.document_starts.map(&integers),
         }
     }
@@ -80,7 +80,7 @@ impl<V> AttentionOutput<V> {
 }
 
 /// The destination of rows of results.
-pub(crate) enum OutputRowsMut<'a, T> {
+pub(crate) enum RowDestination<'a, T> {
     /// Rounded elements.
     Elements(SharedSlice<'a, T>),
     /// f32 sums over earlier keys, to be updated.
@@ -90,22 +90,22 @@ pub(crate) enum OutputRowsMut<'a, T> {
 /// The destinations of the results of forward.
 pub(crate) struct ForwardResults<'a, T> {
     /// Outputs, [`AttentionShape::output_cols`] per row.
-    pub(crate) y: OutputRowsMut<'a, T>,
+    pub(crate) y: RowDestination<'a, T>,
     /// The logarithm of the sum of exponentials of each head and row (`batch x num_heads x seq_len`).
     pub(crate) log_sums: &'a mut [f32],
 }
 
 /// The destinations of the gradients of queries, and of keys and values if they are separate.
 pub(crate) struct AttentionGrads<'a, T> {
-    pub(crate) queries: OutputRowsMut<'a, T>,
-    pub(crate) keys_values: Option<OutputRowsMut<'a, T>>,
+    pub(crate) queries: RowDestination<'a, T>,
+    pub(crate) keys_values: Option<RowDestination<'a, T>>,
 }
 
-impl<T: Element> OutputRowsMut<'_, T> {
+impl<T: Element> RowDestination<'_, T> {
     fn len(&self) -> usize {
         match self {
-            OutputRowsMut::Elements(elements) => elements.len,
-            OutputRowsMut::Sums(sums) => sums.len,
+            RowDestination::Elements(elements) => elements.len,
+            RowDestination::Sums(sums) => sums.len,
         }
     }
 
@@ -114,7 +114,7 @@ impl<T: Element> OutputRowsMut<'_, T> {
     /// # Safety
     /// No other code accesses these rows.
     unsafe fn load(&self, rows: &mut [f32], start: usize, stride: usize, dim: usize) -> bool {
-        let OutputRowsMut::Sums(sums) = self else { return false };
+        let RowDestination::Sums(sums) = self else { return false };
         for (row, to) in rows.chunks_exact_mut(dim).enumerate() {
             // SAFETY: only the caller accesses the row.
             to.copy_from_slice(unsafe { sums.range(start + row * stride, dim) });
@@ -122,7 +122,7 @@ impl<T: Element> OutputRowsMut<'_, T> {
         true
     }
 
-    /// Writes rows of `dim` elements, rounded, or replaces the sums that [`load`](OutputRowsMut::load) has returned.
+    /// Writes rows of `dim` elements, rounded, or replaces the sums that [`load`](RowDestination::load) has returned.
     ///
     /// # Safety
     /// No other code accesses these rows.
@@ -132,8 +132,8 @@ impl<T: Element> OutputRowsMut<'_, T> {
             // SAFETY: only the caller accesses the row.
             unsafe {
                 match self {
-                    OutputRowsMut::Elements(out) => round_row(cpu.features, from, out.range(start, dim)),
-                    OutputRowsMut::Sums(out) => out.range(start, dim).copy_from_slice(from),
+                    RowDestination::Elements(out) => round_row(cpu.simd_level, from, out.range(start, dim)),
+                    RowDestination::Sums(out) => out.range(start, dim).copy_from_slice(from),
                 }
             }
         }
@@ -183,10 +183,10 @@ impl<'a, T: Element> AttentionInputs<&'a [T], &'a [u32]> {
     }
 
     /// Returns the view of a sequence's keys, with the mask of its queries.
-    fn view(&self, shape: AttentionShape, scope: AttentionScope, sequence: usize) -> KeyView<'a> {
-        let end = self.num_keys.map_or(usize::MAX, |num_keys| num_keys[sequence] as usize);
+    fn view(&self, shape: AttentionShape, scope: AttentionScope, sequence: usize) -> SequenceMask<'a> {
+        let end = self.padding_starts.map_or(usize::MAX, |num_keys| num_keys[sequence] as usize);
         let of_sequence = |starts: &'a [u32]| &starts[sequence * shape.seq_len..][..shape.seq_len];
-        KeyView { scope, end, document_starts: self.document_starts.map(of_sequence) }
+        SequenceMask { scope, end, document_starts: self.document_starts.map(of_sequence) }
     }
 }
 
@@ -208,7 +208,7 @@ impl<V> Rotary<V> {
 
 /// The KV cache of a layer: `batch x capacity` rows of keys and as many rows of values.
 #[derive(Debug)]
-pub(crate) struct CacheSpan<'a> {
+pub(crate) struct LayerKvCache<'a> {
     /// Keys, after rotation.
     pub(crate) keys: &'a mut [f32],
     pub(crate) values: &'a mut [f32],
@@ -250,7 +250,7 @@ impl Cpu {
         self.for_each_row(qkv, cols, |row, qkv| {
             let start = rotary.positions.at(row % shape.seq_len) * half;
             let (cos, sin) = (&rotary.cos[start..start + half], &rotary.sin[start..start + half]);
-            rotate_row(self.features, &mut qkv[..rotated], shape.head_dim, cos, sin, direction);
+            rotate_row(self.simd_level, &mut qkv[..rotated], shape.head_dim, cos, sin, direction);
         });
     }
 
@@ -268,7 +268,7 @@ impl Cpu {
     /// Returns the f32 elements of scratch memory of one thread.
     fn scratch_len<T: Element>(&self, shape: AttentionShape, num_earlier: usize, backward: bool) -> usize {
         let (micro, dims) =
-            (MicroKernel::new(self.features, T::PRECISION), [shape.head_dim, shape.value_dim]);
+            (MicroKernel::new(self.simd_level, T::PRECISION), [shape.head_dim, shape.value_dim]);
         let num_keys = num_earlier + shape.num_keys;
         let num_sums = if backward {
             QUERY_BLOCK * shape.head_dim + num_keys * (shape.head_dim + shape.value_dim)
@@ -280,7 +280,7 @@ impl Cpu {
             + num_sums
     }
 
-    /// Computes attention within each sequence. If `results.y` is [`OutputRowsMut::Sums`], `results` must hold the results for earlier
+    /// Computes attention within each sequence. If `results.y` is [`RowDestination::Sums`], `results` must hold the results for earlier
     /// keys, and the kernel merges the new ones into them. Before the first keys, `y` must be zero and `log_sums` negative infinity.
     pub(crate) fn attention<T: Element>(
         &self,
@@ -294,11 +294,11 @@ impl Cpu {
         assert_eq!(results.log_sums.len(), shape.rows() * shape.num_heads);
         let [queries, keys_values] = inputs.matrices(layout);
         let view = |sequence| inputs.view(shape, scope, sequence);
-        self.attend(shape, 0, &view, results, scratch, &|sequence, head| {
+        self.attention_forward(shape, 0, &view, results, scratch, &|sequence, head| {
             let first_key = sequence * shape.num_keys;
             let key_value = layout.key_value(shape, head / shape.heads_per_kv_head());
-            let [keys, values] = key_value.map(|col| keys_values.from(first_key, col));
-            [queries.from(sequence * shape.seq_len, head * shape.head_dim), keys, values]
+            let [keys, values] = key_value.map(|col| keys_values.submatrix(first_key, col));
+            [queries.submatrix(sequence * shape.seq_len, head * shape.head_dim), keys, values]
         });
     }
 
@@ -309,7 +309,7 @@ impl Cpu {
         qkv: &[f32],
         shape: AttentionShape,
         rule: AttentionRule,
-        cache: &mut CacheSpan<'_>,
+        cache: &mut LayerKvCache<'_>,
         results: ForwardResults<'_, f32>,
         scratch: &mut [f32],
     ) {
@@ -328,22 +328,22 @@ impl Cpu {
         let values = Matrix::row_major(f32::floats(cache.values), value_cols, false);
         let num_earlier = cache.len;
         let scope = AttentionScope::after(num_earlier, shape, rule);
-        let view = |_| KeyView { scope, end: usize::MAX, document_starts: None };
-        self.attend(shape, num_earlier, &view, results, scratch, &|sequence, head| {
+        let view = |_| SequenceMask { scope, end: usize::MAX, document_starts: None };
+        self.attention_forward(shape, num_earlier, &view, results, scratch, &|sequence, head| {
             let (kv_head, first) = (head / shape.heads_per_kv_head(), sequence * capacity);
-            let queries = queries.from(sequence * shape.seq_len, head * shape.head_dim);
-            let keys = keys.from(first, kv_head * shape.head_dim);
-            [queries, keys, values.from(first, kv_head * shape.value_dim)]
+            let queries = queries.submatrix(sequence * shape.seq_len, head * shape.head_dim);
+            let keys = keys.submatrix(first, kv_head * shape.head_dim);
+            [queries, keys, values.submatrix(first, kv_head * shape.value_dim)]
         });
     }
 
     /// Runs forward. `view_of(sequence)` returns the keys and their mask; `parts_of(sequence, head)` returns rows of queries, keys and
     /// values.
-    fn attend<'a, T: Element>(
+    fn attention_forward<'a, T: Element>(
         &self,
         shape: AttentionShape,
         num_earlier: usize,
-        view_of: &(dyn Fn(usize) -> KeyView<'a> + Sync),
+        view_of: &(dyn Fn(usize) -> SequenceMask<'a> + Sync),
         results: ForwardResults<'_, T>,
         scratch: &mut [f32],
         parts_of: &(dyn Fn(usize, usize) -> [Matrix<'a>; 3] + Sync),
@@ -351,12 +351,12 @@ impl Cpu {
         let AttentionShape { seq_len, head_dim, value_dim, num_heads, .. } = shape;
         let ForwardResults { y, log_sums } = results;
         let dims = [head_dim, value_dim];
-        let (micro, out_cols) = (MicroKernel::new(self.features, T::PRECISION), shape.output_cols());
+        let (micro, out_cols) = (MicroKernel::new(self.simd_level, T::PRECISION), shape.output_cols());
         let scratch_len = self.scratch_len::<T>(shape, num_earlier, false);
         let (log_sums, scratch) = (SharedSlice::new(log_sums), SharedSlice::new(scratch));
-        let parts = seq_len.div_ceil(TASK_QUERIES);
-        self.threads.run_on_threads(shape.batch * num_heads * parts, &|thread, task| {
-            let (sequence_head, first) = (task / parts, task % parts * TASK_QUERIES);
+        let tasks_per_head = seq_len.div_ceil(TASK_QUERIES);
+        self.threads.run_on_threads(shape.batch * num_heads * tasks_per_head, &|thread, task| {
+            let (sequence_head, first) = (task / tasks_per_head, task % tasks_per_head * TASK_QUERIES);
             let (sequence, head) = (sequence_head / num_heads, sequence_head % num_heads);
             let end = seq_len.min(first + TASK_QUERIES);
             // SAFETY: each thread has its own part.
@@ -365,9 +365,9 @@ impl Cpu {
             let (sums, words) = scratch.split_at_mut(QUERY_BLOCK * value_dim);
             let [queries, keys, values] = parts_of(sequence, head);
             let view = view_of(sequence);
-            let seen = view.of_queries(first..end);
+            let seen = view.keys_of_queries(first..end);
             let first_packed = seen.start / KEY_BLOCK * KEY_BLOCK;
-            let (keys, values) = (keys.from(first_packed, 0), values.from(first_packed, 0));
+            let (keys, values) = (keys.submatrix(first_packed, 0), values.submatrix(first_packed, 0));
             let num_keys = seen.end.max(first_packed) - first_packed;
             let keys_values = KeysValues { keys, values, num_keys, dims };
             let factors = keys_values.forward_operands(micro, bytemuck::cast_slice_mut(words));
@@ -391,7 +391,7 @@ impl Cpu {
 
     /// Computes the gradient of [`Cpu::attention`] with respect to queries, keys and values. If keys and values follow the queries in the
     /// same rows, `grads.keys_values` is `None`, and `grads.queries` receives all gradients. Gradients are added to
-    /// [`OutputRowsMut::Sums`]; they overwrite [`OutputRowsMut::Elements`]. `output` must be the output for all keys.
+    /// [`RowDestination::Sums`]; they overwrite [`RowDestination::Elements`]. `output` must be the output for all keys.
     pub(crate) fn attention_backward<T: Element>(
         &self,
         inputs: AttentionInputs<&[T], &[u32]>,
@@ -407,13 +407,13 @@ impl Cpu {
         let (out_cols, dims) = (shape.output_cols(), [dim, value_dim]);
         let layout = inputs.layout(shape, &scope);
         assert!(inputs.queries.len() == d_queries.len() && y.len() == dy.len());
-        assert_eq!(inputs.keys_values.map(<[T]>::len), d_keys_values.as_ref().map(OutputRowsMut::len));
+        assert_eq!(inputs.keys_values.map(<[T]>::len), d_keys_values.as_ref().map(RowDestination::len));
         assert_eq!(y.len(), shape.rows() * out_cols);
         let [query_rows, key_value_rows] = inputs.matrices(layout);
         let d_keys_values = d_keys_values.as_ref().unwrap_or(&d_queries);
         let scratch = SharedSlice::new(scratch);
         let scratch_len = self.scratch_len::<T>(shape, 0, true);
-        let micro = MicroKernel::new(self.features, T::PRECISION);
+        let micro = MicroKernel::new(self.simd_level, T::PRECISION);
         self.threads.run_on_threads(shape.batch * shape.num_kv_heads, &|thread, task| {
             let (sequence, kv_head) = (task / shape.num_kv_heads, task % shape.num_kv_heads);
             let (first, first_key) = (sequence * seq_len, sequence * num_keys);
@@ -423,7 +423,7 @@ impl Cpu {
             let (blocks, words) = scratch.split_at_mut(Scratch::<T>::num_elements(micro, dims, true));
             let mut blocks = Scratch::new(blocks);
             let key_value = layout.key_value(shape, kv_head);
-            let [keys, values] = key_value.map(|col| key_value_rows.from(first_key, col));
+            let [keys, values] = key_value.map(|col| key_value_rows.submatrix(first_key, col));
             let keys_values = KeysValues { keys, values, num_keys, dims };
             let factors = keys_values.backward_operands(micro, bytemuck::cast_slice_mut(words));
             let (queries, keys_values) = sums.split_at_mut(QUERY_BLOCK * dim);
@@ -440,13 +440,13 @@ impl Cpu {
             let per_kv_head = shape.heads_per_kv_head();
             let view = inputs.view(shape, scope, sequence);
             for head in kv_head * per_kv_head..(kv_head + 1) * per_kv_head {
-                let queries = query_rows.from(first, head * dim);
+                let queries = query_rows.submatrix(first, head * dim);
                 let parts = Head { queries, keys: view, first_packed: 0, dims };
                 for query in (0..seq_len).step_by(QUERY_BLOCK) {
                     let num_queries = QUERY_BLOCK.min(seq_len - query);
                     let saved = (sequence * shape.num_heads + head) * seq_len + query;
                     let offset = (first + query) * out_cols + head * value_dim;
-                    let output = OutputRows {
+                    let output = OutputBlock {
                         y: &y[offset..],
                         dy: &dy[offset..],
                         cols: out_cols,

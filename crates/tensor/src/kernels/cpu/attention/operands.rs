@@ -111,7 +111,7 @@ impl<'a> RowBlocks<'a> {
         let blocks = words.chunks_mut(RightPanels::num_words(micro, KEY_BLOCK, cols));
         for (first, words) in (0..num_rows).step_by(KEY_BLOCK).zip(blocks) {
             let len = KEY_BLOCK.min(num_rows - first);
-            RightPanels::pack(micro, (len, cols), rows.from(first, 0), words);
+            RightPanels::pack(micro, (len, cols), rows.submatrix(first, 0), words);
         }
         RowBlocks { micro, num_rows, cols, words }
     }

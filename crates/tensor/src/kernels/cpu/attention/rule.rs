@@ -65,8 +65,8 @@ impl AttentionScope {
             let seen = runs.map(|(queries, keys)| {
                 // Pairs at distance 0 or more, minus pairs beyond the window.
                 let outside =
-                    rule.window.map_or(0, |window| num_not_after(queries.clone(), keys.clone(), window));
-                num_not_after(queries, keys, 0) - outside
+                    rule.window.map_or(0, |window| num_distant_pairs(queries.clone(), keys.clone(), window));
+                num_distant_pairs(queries, keys, 0) - outside
             });
             seen.sum()
         } else {
@@ -77,22 +77,22 @@ impl AttentionScope {
 }
 
 /// Returns the number of pairs of a query and a key at least `distance` positions before it.
-fn num_not_after(queries: Range<usize>, keys: Range<usize>, distance: usize) -> u128 {
+fn num_distant_pairs(queries: Range<usize>, keys: Range<usize>, distance: usize) -> u128 {
     let [start, end, first, distance] =
         [queries.start, queries.end, keys.start, distance].map(|at| at as u128);
     let num_keys = keys.len() as u128;
     // The query at `first + distance` sees one key, and each later one sees one more, until all keys are visible.
-    let growing = |end: u128| {
+    let num_pairs_before = |end: u128| {
         let num_seeing = end.saturating_sub(first + distance);
         let num_partial = num_seeing.min(num_keys);
         num_partial * (num_partial + 1) / 2 + (num_seeing - num_partial) * num_keys
     };
-    growing(end) - growing(start)
+    num_pairs_before(end) - num_pairs_before(start)
 }
 
 /// The mask of one sequence: the keys that each query sees.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct KeyView<'a> {
+pub(super) struct SequenceMask<'a> {
     pub(super) scope: AttentionScope,
     /// Position from which on keys are padding.
     pub(super) end: usize,
@@ -100,9 +100,9 @@ pub(super) struct KeyView<'a> {
     pub(super) document_starts: Option<&'a [u32]>,
 }
 
-impl KeyView<'_> {
+impl SequenceMask<'_> {
     /// Returns the keys that a query sees.
-    pub(super) fn of_query(&self, query: usize) -> Range<usize> {
+    pub(super) fn keys_of_query(&self, query: usize) -> Range<usize> {
         let AttentionScope { rule, queries, keys } = &self.scope;
         if !rule.is_causal {
             return 0..keys.num_before(self.end);
@@ -114,8 +114,8 @@ impl KeyView<'_> {
     }
 
     /// Returns the range of keys that at least one of the queries sees.
-    pub(super) fn of_queries(&self, queries: Range<usize>) -> Range<usize> {
-        all_seen(&[self.of_query(queries.start), self.of_query(queries.end - 1)])
+    pub(super) fn keys_of_queries(&self, queries: Range<usize>) -> Range<usize> {
+        all_seen(&[self.keys_of_query(queries.start), self.keys_of_query(queries.end - 1)])
     }
 }
 
@@ -144,8 +144,8 @@ mod tests {
             for window in [None, Some(1), Some(3), Some(20)] {
                 let rule = AttentionRule { window, ..AttentionRule::causal(4) };
                 let scope = AttentionScope { rule, queries, keys };
-                let view = KeyView { scope, end: usize::MAX, document_starts: None };
-                let seen: usize = (0..queries.len()).map(|query| view.of_query(query).len()).sum();
+                let view = SequenceMask { scope, end: usize::MAX, document_starts: None };
+                let seen: usize = (0..queries.len()).map(|query| view.keys_of_query(query).len()).sum();
                 assert_eq!(scope.num_pairs(), seen, "{scope:?}");
             }
             let full = AttentionScope { rule: AttentionRule::full(4), queries, keys };
@@ -162,8 +162,8 @@ mod tests {
         let scope = AttentionScope { rule: AttentionRule::causal(4), queries, keys };
         // The keys have the positions 0, 1, 2, 9, 10 and 11.
         let seen = |end, document_starts: Option<&[u32]>| {
-            let view = KeyView { scope, end, document_starts };
-            (0..4).map(|query| view.of_query(query)).collect::<Vec<_>>()
+            let view = SequenceMask { scope, end, document_starts };
+            (0..4).map(|query| view.keys_of_query(query)).collect::<Vec<_>>()
         };
         assert_eq!(seen(usize::MAX, None), [0..3, 0..3, 0..3, 0..3]);
         assert_eq!(seen(2, None), [0..2, 0..2, 0..2, 0..2]);

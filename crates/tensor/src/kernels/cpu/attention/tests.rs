@@ -3,10 +3,10 @@ mod reference;
 
 use super::*;
 use crate::kernels::cpu::element::with_element;
-use crate::kernels::cpu::simd::CpuFeatures;
+use crate::kernels::cpu::simd::SimdLevel;
 use crate::kernels::cpu::test_support::{
-    DTYPES, Exact, assert_close, cases, cases_for_miri, exactly, narrow, not_finite, random, run,
-    run_at_levels, widen,
+    DTYPES, Exact, assert_close, cases, cases_for_miri, narrow, not_finite, random, run, run_at_levels,
+    to_f64, widen,
 };
 use proptest::prelude::*;
 use reference::{Reference, Settings};
@@ -49,7 +49,7 @@ const SHAPES: [AttentionShape; 11] = [
 struct Inputs<T> {
     shape: AttentionShape,
     rule: AttentionRule,
-    num_keys: Option<Vec<u32>>,
+    padding_starts: Option<Vec<u32>>,
     document_starts: Option<Vec<u32>>,
     qkv: Vec<T>,
     dy: Vec<T>,
@@ -60,16 +60,16 @@ impl<T: Element> Inputs<T> {
         let qkv = narrow(&random(shape.rows() * shape.qkv_cols(), "qkv"));
         let dy = narrow(&random(shape.rows() * shape.output_cols(), "dy"));
         let rule = AttentionRule::causal(shape.head_dim);
-        Inputs { shape, rule, num_keys: None, document_starts: None, qkv, dy }
+        Inputs { shape, rule, padding_starts: None, document_starts: None, qkv, dy }
     }
 
     fn exact(&self) -> Reference {
-        Reference::new(&exactly(&self.qkv), &exactly(&self.dy), &self.facts())
+        Reference::new(&to_f64(&self.qkv), &to_f64(&self.dy), &self.settings())
     }
 
-    fn facts(&self) -> Settings {
-        let (num_keys, document_starts) = (self.num_keys.clone(), self.document_starts.clone());
-        Settings { shape: self.shape, rule: self.rule, num_keys, document_starts }
+    fn settings(&self) -> Settings {
+        let (num_keys, document_starts) = (self.padding_starts.clone(), self.document_starts.clone());
+        Settings { shape: self.shape, rule: self.rule, padding_starts: num_keys, document_starts }
     }
 
     fn views<'a>(
@@ -77,8 +77,8 @@ impl<T: Element> Inputs<T> {
         queries: &'a [T],
         keys_values: Option<&'a [T]>,
     ) -> AttentionInputs<&'a [T], &'a [u32]> {
-        let (num_keys, document_starts) = (self.num_keys.as_deref(), self.document_starts.as_deref());
-        AttentionInputs { queries, keys_values, num_keys, document_starts }
+        let (num_keys, document_starts) = (self.padding_starts.as_deref(), self.document_starts.as_deref());
+        AttentionInputs { queries, keys_values, padding_starts: num_keys, document_starts }
     }
 
     /// Returns the output, its logarithms of sums, and the gradient.
@@ -90,11 +90,11 @@ impl<T: Element> Inputs<T> {
         let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, false)];
         let results =
-            ForwardResults { y: OutputRowsMut::Elements(SharedSlice::new(&mut y)), log_sums: &mut log_sums };
+            ForwardResults { y: RowDestination::Elements(SharedSlice::new(&mut y)), log_sums: &mut log_sums };
         cpu.attention(inputs, *shape, scope, results, &mut scratch);
         let mut d_qkv = narrow::<T>(&vec![f32::NAN; qkv.len()]);
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, true)];
-        let queries = OutputRowsMut::Elements(SharedSlice::new(&mut d_qkv));
+        let queries = RowDestination::Elements(SharedSlice::new(&mut d_qkv));
         let grads = AttentionGrads { queries, keys_values: None };
         let output = AttentionOutput { y: &y[..], log_sums: &log_sums[..], dy: &dy[..] };
         cpu.attention_backward(inputs, *shape, scope, output, grads, &mut scratch);
@@ -102,7 +102,7 @@ impl<T: Element> Inputs<T> {
     }
 
     /// Like `run_on`, with rows of keys and values separate from the queries.
-    fn run_apart_on(&self, cpu: &Cpu) -> [Vec<f32>; 3] {
+    fn run_with_separate_keys_on(&self, cpu: &Cpu) -> [Vec<f32>; 3] {
         let Inputs { shape, qkv, dy, .. } = self;
         let rows = || qkv.chunks_exact(shape.qkv_cols());
         let queries: Vec<T> = rows().flat_map(|row| &row[..shape.query_cols()]).copied().collect();
@@ -113,13 +113,13 @@ impl<T: Element> Inputs<T> {
         let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, true)];
         let results =
-            ForwardResults { y: OutputRowsMut::Elements(SharedSlice::new(&mut y)), log_sums: &mut log_sums };
+            ForwardResults { y: RowDestination::Elements(SharedSlice::new(&mut y)), log_sums: &mut log_sums };
         cpu.attention(inputs, *shape, scope, results, &mut scratch);
         let [mut d_queries, mut d_keys_values] =
             [&queries, &keys_values].map(|x| narrow::<T>(&vec![f32::NAN; x.len()]));
         let grads = AttentionGrads {
-            queries: OutputRowsMut::Elements(SharedSlice::new(&mut d_queries)),
-            keys_values: Some(OutputRowsMut::Elements(SharedSlice::new(&mut d_keys_values))),
+            queries: RowDestination::Elements(SharedSlice::new(&mut d_queries)),
+            keys_values: Some(RowDestination::Elements(SharedSlice::new(&mut d_keys_values))),
         };
         let output = AttentionOutput { y: &y[..], log_sums: &log_sums[..], dy: &dy[..] };
         cpu.attention_backward(inputs, *shape, scope, output, grads, &mut scratch);
@@ -129,7 +129,7 @@ impl<T: Element> Inputs<T> {
         [widen(&y), log_sums, d_qkv]
     }
 
-    fn run(&self) -> Vec<(CpuFeatures, [Vec<f32>; 3])> {
+    fn run(&self) -> Vec<(SimdLevel, [Vec<f32>; 3])> {
         run_at_levels(|cpu| self.run_on(cpu))
     }
 }
@@ -142,7 +142,7 @@ fn check_inputs<T: Element>(inputs: &Inputs<T>) {
     check_results(inputs, inputs.run());
 }
 
-fn check_results<T: Element>(inputs: &Inputs<T>, found: Vec<(CpuFeatures, [Vec<f32>; 3])>) {
+fn check_results<T: Element>(inputs: &Inputs<T>, found: Vec<(SimdLevel, [Vec<f32>; 3])>) {
     let (exact, shape) = (inputs.exact(), inputs.shape);
     let num_terms = shape.seq_len * shape.heads_per_kv_head() + shape.head_dim;
     for (features, [y, log_sums, d_qkv]) in found {
@@ -181,11 +181,11 @@ fn every_rule_matches_f64_with_padding_and_without() {
     let all = [shape(2, 3, 2, 1, 3), shape(2, 70, 2, 1, 5), shape(2, 600, 1, 1, 4)];
     for &shape in cases_for_miri(&all, 1) {
         for rule in rules(shape.head_dim) {
-            for num_keys in [None, Some(vec![1, 2]), Some(vec![shape.num_keys as u32, 67])] {
+            for padding_starts in [None, Some(vec![1, 2]), Some(vec![shape.num_keys as u32, 67])] {
                 for &dtype in dtypes(shape) {
                     with_element!(dtype => |T| {
-                        let num_keys = num_keys.clone();
-                        check_inputs(&Inputs { rule, num_keys, ..Inputs::<T>::new(shape) });
+                        let padding_starts = padding_starts.clone();
+                        check_inputs(&Inputs { rule, padding_starts, ..Inputs::<T>::new(shape) });
                     });
                 }
             }
@@ -211,7 +211,7 @@ fn queries_see_their_document_alone() {
 fn separate_keys_and_values_give_the_same_bits() {
     for rule in rules(5) {
         let inputs = Inputs { rule, ..Inputs::<Bf16>::new(shape(2, 70, 4, 2, 5)) };
-        let apart = run_at_levels(|cpu| inputs.run_apart_on(cpu));
+        let apart = run_at_levels(|cpu| inputs.run_with_separate_keys_on(cpu));
         for ((features, together), (_, apart)) in inputs.run().into_iter().zip(apart) {
             assert_eq!(together, apart, "{features} {rule:?}");
         }
@@ -221,7 +221,7 @@ fn separate_keys_and_values_give_the_same_bits() {
 #[test]
 fn a_query_that_sees_nothing_has_an_output_and_gradients_of_zero() {
     let mut inputs = Inputs::<f32>::new(shape(2, 70, 2, 1, 5));
-    (inputs.rule, inputs.num_keys) = (AttentionRule::full(5), Some(vec![0, 70]));
+    (inputs.rule, inputs.padding_starts) = (AttentionRule::full(5), Some(vec![0, 70]));
     for (features, [y, _, d_qkv]) in inputs.run() {
         let (first, second) = y.split_at(y.len() / 2);
         assert!(first.iter().all(|y| *y == 0.0) && second.iter().all(|y| *y != 0.0), "{features}");
@@ -272,7 +272,7 @@ fn a_score_far_above_the_others_takes_all() {
                 *x = T::from_f32(x.to_f32() * size);
             }
         }
-        let exact = exactly(&inputs.qkv);
+        let exact = to_f64(&inputs.qkv);
         let part = |row: usize, col: usize| &exact[row * shape.qkv_cols() + col..][..shape.head_dim];
         for (features, [y, log_sums, d_qkv]) in inputs.run() {
             for row in 0..shape.seq_len {
@@ -281,7 +281,7 @@ fn a_score_far_above_the_others_takes_all() {
                 };
                 let winner = (0..=row).max_by(|a, b| score(a).total_cmp(&score(b))).unwrap();
                 let expected = part(winner, shape.value_col(0));
-                let found = exactly(&y[row * shape.head_dim..][..shape.head_dim]);
+                let found = to_f64(&y[row * shape.head_dim..][..shape.head_dim]);
                 assert_eq!(found, expected, "{features}: row {row} is value {winner}");
             }
             assert!(log_sums.iter().chain(&d_qkv).all(|x| x.is_finite()), "{features}");
@@ -466,10 +466,10 @@ fn check_cache(shape: AttentionShape, rule: AttentionRule) {
             let rows: Vec<f32> = (0..shape.batch).flat_map(rows).collect();
             let mut y = vec![f32::NAN; part_shape.rows() * shape.output_cols()];
             let mut log_sums = vec![f32::NAN; part_shape.rows() * shape.num_heads];
-            let mut cache = CacheSpan { keys: &mut keys, values: &mut values, capacity, len };
+            let mut cache = LayerKvCache { keys: &mut keys, values: &mut values, capacity, len };
             let mut scratch = vec![f32::NAN; cpu.attention_scratch::<f32>(part_shape, len, false)];
             let results = ForwardResults {
-                y: OutputRowsMut::Elements(SharedSlice::new(&mut y)),
+                y: RowDestination::Elements(SharedSlice::new(&mut y)),
                 log_sums: &mut log_sums,
             };
             cpu.attention_cached(&rows, part_shape, rule, &mut cache, results, &mut scratch);
@@ -511,7 +511,7 @@ fn rotations_match_f64_and_are_undone_by_their_inverse() {
                 widen(&qkv)
             })
         });
-        let x = exactly(&qkv);
+        let x = to_f64(&qkv);
         for (found, direction) in [(turned, 1.0), (back, -1.0)] {
             let exact = (0..x.len()).map(|index| {
                 let (row, col, i) = (index / cols, index % cols, index % cols % shape.head_dim);

@@ -2,7 +2,7 @@ use super::*;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::simd::LANES;
 use crate::kernels::cpu::test_support::{
-    DTYPES, Exact, assert_close, cases, cases_for_miri, exactly, narrow, not_finite, random, run, widen,
+    DTYPES, Exact, assert_close, cases, cases_for_miri, narrow, not_finite, random, run, to_f64, widen,
 };
 use proptest::prelude::*;
 
@@ -95,7 +95,7 @@ impl Inputs {
 struct Row {
     loss: Exact,
     /// Softmax probability of each column, and the magnitude of its error.
-    shares: Vec<(f64, f64)>,
+    probabilities: Vec<(f64, f64)>,
 }
 
 impl Row {
@@ -113,7 +113,10 @@ impl Row {
         let below = max - logits[target];
         Row {
             loss: Exact::new(below + sum.ln(), below + sum.ln().abs() + sum_error),
-            shares: shares.into_iter().map(|(share, error)| (share, error + share * sum_error)).collect(),
+            probabilities: shares
+                .into_iter()
+                .map(|(share, error)| (share, error + share * sum_error))
+                .collect(),
         }
     }
 }
@@ -122,7 +125,7 @@ fn check<T: Element>(inputs: &Inputs) {
     let case = inputs.case;
     let Case { cols, width, .. } = case;
     let [losses, gradient] = inputs.run::<T>();
-    let (logits, scale) = (exactly(&inputs.logits), f64::from(case.scale));
+    let (logits, scale) = (to_f64(&inputs.logits), f64::from(case.scale));
     let rows = || {
         let rows = logits.chunks_exact(cols).zip(&inputs.targets);
         rows.map(|(logits, &target)| (Row::new(logits, target as usize), target as usize))
@@ -135,7 +138,7 @@ fn check<T: Element>(inputs: &Inputs) {
             let hit = if col == target { 1.0 } else { 0.0 };
             Exact::new(scale * (share - hit), scale * error)
         };
-        row.shares.into_iter().enumerate().map(gradient)
+        row.probabilities.into_iter().enumerate().map(gradient)
     });
     assert_close::<T>(&("gradient", case), &gradient, exact, num_terms);
 }
@@ -222,7 +225,7 @@ fn non_finite_values_reach_their_row_only() {
 }
 
 #[test]
-fn a_row_without_any_finite_logit_is_not_hidden() {
+fn a_row_without_any_finite_logit_is_nan() {
     for width in [1, 2, 5] {
         for value in [f32::NEG_INFINITY, f32::INFINITY, f32::NAN] {
             let mut inputs = Inputs::new(plain(2, 5, width));

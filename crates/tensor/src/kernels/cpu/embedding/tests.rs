@@ -1,6 +1,6 @@
 use super::Bags;
 use crate::kernels::cpu::test_support::{
-    Exact, assert_close, cases, cases_for_miri, cpu, exactly, levels, narrow, not_finite, random, run,
+    Exact, assert_close, cases, cases_for_miri, cpu, levels, narrow, not_finite, random, run, to_f64,
 };
 use proptest::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -105,7 +105,7 @@ impl Inputs {
 fn scattered(dy: &[f32], len: usize, destination: impl Fn(usize) -> usize) -> Vec<Exact> {
     let before = f64::from(BEFORE);
     let mut sums = vec![(before, before); len];
-    for (index, dy) in exactly(dy).into_iter().enumerate() {
+    for (index, dy) in to_f64(dy).into_iter().enumerate() {
         let (sum, magnitude) = &mut sums[destination(index)];
         *sum += dy;
         *magnitude += dy.abs();
@@ -247,7 +247,7 @@ fn ids_and_positions_outside_of_their_tables_are_refused() {
 }
 
 #[test]
-fn positions_of_two_runs_have_the_values_and_gradients_of_all() {
+fn zig_zag_positions_match_contiguous_positions() {
     let (cols, len) = (5, 12);
     let (ids, table) = (vec![0_u32; 2 * len], random(cols, "table"));
     let (positions, dy) = (random(len * cols, "positions"), random(2 * len * cols, "dy"));

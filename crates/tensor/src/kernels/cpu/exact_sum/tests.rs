@@ -1,6 +1,6 @@
 use super::*;
-use crate::kernels::cpu::simd::CpuFeatures;
-use crate::kernels::cpu::test_support::{cases_for_miri, cpu, exactly, levels, random};
+use crate::kernels::cpu::simd::SimdLevel;
+use crate::kernels::cpu::test_support::{cases_for_miri, cpu, levels, random, to_f64};
 
 /// Returns the sum. Checks that its bits do not depend on threads, levels and the division of the terms.
 fn sum_of_squares(x: &[f32]) -> f64 {
@@ -28,7 +28,7 @@ fn sums_of_squares_match_f64() {
     for &len in cases_for_miri(&[0, 1, 15, 16, 17, 255, 257, 65_536, 65_537, 200_003], 5) {
         for scale in [1.0, 1e-15, 1e15] {
             let x: Vec<f32> = random(len, "x").iter().map(|x| scale * x).collect();
-            let exact: f64 = exactly(&x).iter().map(|x| x * x).sum();
+            let exact: f64 = to_f64(&x).iter().map(|x| x * x).sum();
             let error = (sum_of_squares(&x) - exact).abs();
             // Each square is rounded to f32.
             assert!(error <= 1.01 * 2.0_f64.powi(-24) * exact, "{len} of {scale:e}: off by {error:e}");
@@ -40,7 +40,7 @@ fn sums_of_squares_match_f64() {
 fn no_term_is_lost_next_to_larger_ones() {
     // Powers of two whose squares range from about the smallest f32 to about the largest: far more bits than an f64 has.
     let x: Vec<f32> = (-74..=63).map(|exponent| (exponent as f32).exp2()).collect();
-    let of = |x: &[f32]| cpu(CpuFeatures::Portable, 1).sum_of_squares(x);
+    let of = |x: &[f32]| cpu(SimdLevel::Portable, 1).sum_of_squares(x);
     let mut without = of(&x);
     let whole = without;
     for &x in &x[1..] {
@@ -51,7 +51,7 @@ fn no_term_is_lost_next_to_larger_ones() {
 }
 
 #[test]
-fn sums_of_squares_overflow_vanish_and_keep_what_is_not_finite() {
+fn sums_of_squares_overflow_underflow_and_propagate_non_finite_values() {
     let with = |place: usize, value: f32| {
         let mut x = vec![1.0; 5000];
         x[place] = value;

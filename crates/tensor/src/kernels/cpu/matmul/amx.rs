@@ -75,7 +75,7 @@ fn request_tiles() -> bool {
 
 /// The operand of `ldtilecfg`, which has room for more tiles than exist.
 #[repr(C, align(64))]
-struct Layout {
+struct TileConfigOperand {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
@@ -86,7 +86,7 @@ struct Layout {
 }
 
 /// All eight tiles at full size.
-static LAYOUT: Layout = Layout {
+static TILE_CONFIG: TileConfigOperand = TileConfigOperand {
     palette: 1,
     start_row: 0,
     reserved: [0; 14],
@@ -111,7 +111,7 @@ impl TileConfig {
     /// The process may execute AMX instructions: [`detect`] has returned true, or a test emulates them.
     pub(crate) unsafe fn load() -> Self {
         // SAFETY: guaranteed by the caller; the layout is valid.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &LAYOUT, options(nostack, readonly, preserves_flags)) };
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &TILE_CONFIG, options(nostack, readonly, preserves_flags)) };
         TileConfig { of_this_thread: PhantomData }
     }
 }

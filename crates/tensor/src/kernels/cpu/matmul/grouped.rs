@@ -15,14 +15,14 @@ use std::ops::Range;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GroupLimit {
     /// Number of consecutive rows that share a capacity.
-    pub capacity_group_len: usize,
+    pub rows_per_capacity: usize,
     /// Capacity of a group, as a multiple of an even share of these rows.
     pub factor: f64,
 }
 
 impl GroupLimit {
     /// No limit.
-    pub const NONE: GroupLimit = GroupLimit { capacity_group_len: usize::MAX, factor: f64::INFINITY };
+    pub const NONE: GroupLimit = GroupLimit { rows_per_capacity: usize::MAX, factor: f64::INFINITY };
 
     /// Returns the capacity of each of `num_groups` groups for `num_rows` rows; at least one.
     pub fn capacity(self, num_rows: usize, num_groups: usize) -> usize {
@@ -71,9 +71,9 @@ impl Cpu {
         let GroupedOperands { precision, size, starts, left, right } = operands;
         for (group, rows) in groups(starts, size.rows).filter(|(_, rows)| !rows.is_empty()) {
             let size = MatmulSizes { rows: rows.len(), ..size };
-            let block = Matrix { values: right.values.from(group * block_len), ..right };
+            let block = Matrix { values: right.values.tail(group * block_len), ..right };
             let out = out.range(rows.start * size.cols..rows.end * size.cols);
-            let factors = (left.from(rows.start, 0), block);
+            let factors = (left.submatrix(rows.start, 0), block);
             self.matmul(precision, size, factors, out, Epilogue::OVERWRITE, scratch);
         }
         out.range(end_of(starts) * size.cols..size.rows * size.cols).zero();
@@ -105,7 +105,7 @@ impl Cpu {
             }
             let epilogue = Epilogue { accumulate, ..Epilogue::OVERWRITE };
             let size = MatmulSizes { inner: rows.len(), ..size };
-            let factors = (left.from(0, rows.start), right.from(rows.start, 0));
+            let factors = (left.submatrix(0, rows.start), right.submatrix(rows.start, 0));
             self.matmul(precision, size, factors, FloatsMut::F32(out), epilogue, scratch);
         };
         let mut parts = groups(starts, size.inner).map(|(_, rows)| rows);
@@ -148,7 +148,7 @@ impl Cpu {
     }
 
     /// Sorts rows by group with a stable counting sort: `starts[g]` is the first position of group `g`, `order[i]` the row at position `i`,
-    /// and `places[row]` its position. From each `limit.capacity_group_len` consecutive rows, a group takes the first ones, up to its
+    /// and `places[row]` its position. From each `limit.rows_per_capacity` consecutive rows, a group takes the first ones, up to its
     /// [capacity](GroupLimit::capacity). The others belong to no group and come last, as do rows of the group `num_groups`, which do not
     /// count in the capacity. Panics if a group exceeds `num_groups`.
     pub(crate) fn group_rows(
@@ -157,13 +157,13 @@ impl Cpu {
         limit: GroupLimit,
         starts: &mut [u32],
         order: &mut [u32],
-        places: &mut [u32],
+        positions: &mut [u32],
     ) {
         let num_groups = starts.len() - 1;
-        // First, `places` holds the group that takes each row.
+        // First, `positions` holds the group that takes each row.
         let together = groups
-            .chunks(limit.capacity_group_len.max(1))
-            .zip(places.chunks_mut(limit.capacity_group_len.max(1)));
+            .chunks(limit.rows_per_capacity.max(1))
+            .zip(positions.chunks_mut(limit.rows_per_capacity.max(1)));
         for (groups, taken_by) in together {
             let num_rows = groups.iter().filter(|group| (**group as usize) < num_groups).count();
             let capacity = limit.capacity(num_rows, num_groups);
@@ -176,14 +176,14 @@ impl Cpu {
             }
         }
         starts.fill(0);
-        for &group in places.iter().filter(|group| (**group as usize) < num_groups) {
+        for &group in positions.iter().filter(|group| (**group as usize) < num_groups) {
             starts[group as usize + 1] += 1;
         }
         for group in 1..starts.len() {
             starts[group] += starts[group - 1];
         }
         // The last start is the first position of rows of no group.
-        for (row, place) in places.iter_mut().enumerate() {
+        for (row, place) in positions.iter_mut().enumerate() {
             let next = &mut starts[*place as usize];
             *place = *next;
             *next += 1;
@@ -197,13 +197,13 @@ impl Cpu {
     pub(crate) fn ungrouped_rows(
         &self,
         starts: &[u32],
-        places: &[u32],
+        positions: &[u32],
         num_choices: usize,
         weights: Option<&[f32]>,
         out: &mut [f64],
     ) {
         let end = end_of(starts) as u32;
-        let dropped = places.iter().enumerate().filter(|(_, place)| **place >= end);
+        let dropped = positions.iter().enumerate().filter(|(_, place)| **place >= end);
         out[0] = dropped
             .map(|(row, _)| weights.map_or(1.0, |weights| f64::from(weights[row / num_choices])))
             .sum();

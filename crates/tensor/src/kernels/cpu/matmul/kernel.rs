@@ -3,7 +3,7 @@
 #[cfg(target_arch = "x86_64")]
 use super::amx;
 use super::words::WordKind;
-use crate::kernels::cpu::simd::CpuFeatures;
+use crate::kernels::cpu::simd::SimdLevel;
 use crate::precision::Precision;
 use std::marker::PhantomData;
 
@@ -18,7 +18,7 @@ pub(super) const INNER_BLOCK: usize = 256;
 /// The micro-kernel for a SIMD level and a precision.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MicroKernel {
-    pub(super) features: CpuFeatures,
+    pub(super) features: SimdLevel,
     pub(super) words: WordKind,
     /// Number of columns of a panel.
     pub(super) cols: usize,
@@ -32,18 +32,18 @@ pub(crate) struct MicroKernel {
 
 /// The left operand as a micro-kernel reads it: words with strides in bytes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Left<'a> {
+pub(super) struct LeftPanel<'a> {
     start: *const u8,
     row_bytes: usize,
     word_bytes: usize,
     lifetime: PhantomData<&'a [u32]>,
 }
 
-impl<'a> Left<'a> {
+impl<'a> LeftPanel<'a> {
     /// Wraps words of `num_terms` elements each. Strides are in elements.
     pub(super) fn new<T>(source: &'a [T], row_stride: usize, term_stride: usize, num_terms: usize) -> Self {
         let [row_bytes, word_bytes] = [row_stride, term_stride * num_terms].map(|len| len * size_of::<T>());
-        Left { start: source.as_ptr().cast(), row_bytes, word_bytes, lifetime: PhantomData }
+        LeftPanel { start: source.as_ptr().cast(), row_bytes, word_bytes, lifetime: PhantomData }
     }
 }
 
@@ -63,16 +63,16 @@ pub(super) struct Session {
 }
 
 impl MicroKernel {
-    pub(crate) fn new(features: CpuFeatures, precision: Precision) -> Self {
+    pub(crate) fn new(features: SimdLevel, precision: Precision) -> Self {
         let words = WordKind::new(features, precision);
         let (rows, cols) = match features {
-            CpuFeatures::Portable => (4, 16),
-            CpuFeatures::Avx2 => (6, 16),
-            CpuFeatures::Avx512 | CpuFeatures::Avx512Bf16 | CpuFeatures::AmxBf16 => (12, 32),
+            SimdLevel::Portable => (4, 16),
+            SimdLevel::Avx2 => (6, 16),
+            SimdLevel::Avx512 | SimdLevel::Avx512Bf16 | SimdLevel::AmxBf16 => (12, 32),
         };
         let micro = MicroKernel { features, words, cols, rows, step: 1, row_major: false };
         #[cfg(target_arch = "x86_64")]
-        if features == CpuFeatures::AmxBf16 && words == WordKind::Bf16Pair {
+        if features == SimdLevel::AmxBf16 && words == WordKind::Bf16Pair {
             return MicroKernel {
                 rows: amx::ROWS,
                 cols: amx::COLS,
@@ -132,7 +132,7 @@ impl MicroKernel {
     pub(super) unsafe fn run(
         &self,
         len: usize,
-        left: Left<'_>,
+        left: LeftPanel<'_>,
         panel: &[u32],
         tile: MicroTile,
         accumulate: bool,
@@ -163,7 +163,7 @@ impl MicroKernel {
         for (row, sums) in whole.chunks_exact(self.cols).take(tile.rows).enumerate() {
             for (col, &sum) in sums.iter().enumerate().take(tile.cols) {
                 // SAFETY: an element of the tile, which the caller has initialized if it is accumulated.
-                unsafe { put(out(row, col), sum, accumulate && !is_added_first) };
+                unsafe { write_or_add(out(row, col), sum, accumulate && !is_added_first) };
             }
         }
     }
@@ -171,7 +171,14 @@ impl MicroKernel {
     /// # Safety
     /// As for [`MicroKernel::run`], for a tile of full width.
     #[inline]
-    unsafe fn dispatch(&self, len: usize, left: Left<'_>, panel: &[u32], tile: MicroTile, accumulate: bool) {
+    unsafe fn dispatch(
+        &self,
+        len: usize,
+        left: LeftPanel<'_>,
+        panel: &[u32],
+        tile: MicroTile,
+        accumulate: bool,
+    ) {
         macro_rules! by_rows {
             ($kernel:ident: $($rows:literal)+) => {
                 match tile.rows {
@@ -183,7 +190,7 @@ impl MicroKernel {
         }
         match (self.features, self.words) {
             #[cfg(target_arch = "x86_64")]
-            (CpuFeatures::AmxBf16, WordKind::Bf16Pair) => {
+            (SimdLevel::AmxBf16, WordKind::Bf16Pair) => {
                 let (start, stride) = (tile.start, tile.row_stride);
                 // SAFETY: AMX was detected and its tiles are configured; the caller guarantees the operands.
                 unsafe {
@@ -193,9 +200,9 @@ impl MicroKernel {
             #[cfg(target_arch = "x86_64")]
             (_, WordKind::Bf16Pair) => by_rows!(avx512_bf16: 1 2 3 4 5 6 7 8 9 10 11 12),
             #[cfg(target_arch = "x86_64")]
-            (CpuFeatures::Avx2, _) => by_rows!(avx2: 1 2 3 4 5 6),
+            (SimdLevel::Avx2, _) => by_rows!(avx2: 1 2 3 4 5 6),
             #[cfg(target_arch = "x86_64")]
-            (features, _) if features >= CpuFeatures::Avx512 => by_rows!(avx512: 1 2 3 4 5 6 7 8 9 10 11 12),
+            (features, _) if features >= SimdLevel::Avx512 => by_rows!(avx512: 1 2 3 4 5 6 7 8 9 10 11 12),
             _ => by_rows!(portable: 1 2 3 4),
         }
     }
@@ -212,7 +219,7 @@ macro_rules! register_kernel {
         /// are exclusively the caller's.
         #[cfg(target_arch = "x86_64")]
         #[target_feature(enable = $features)]
-        unsafe fn $name<const ROWS: usize>(len: usize, left: Left<'_>, panel: &[u32], tile: MicroTile, accumulate: bool) {
+        unsafe fn $name<const ROWS: usize>(len: usize, left: LeftPanel<'_>, panel: &[u32], tile: MicroTile, accumulate: bool) {
             use std::arch::x86_64::*;
             let (start, panel) = (left.start, panel.as_ptr().cast::<f32>());
             let mut sums = [[$zero(); 2]; ROWS];
@@ -274,7 +281,7 @@ register_kernel!(
 /// As for [`avx512`], without requirements on the machine.
 unsafe fn portable<const ROWS: usize>(
     len: usize,
-    left: Left<'_>,
+    left: LeftPanel<'_>,
     panel: &[u32],
     tile: MicroTile,
     accumulate: bool,
@@ -293,7 +300,7 @@ unsafe fn portable<const ROWS: usize>(
     for (row, sums) in sums.iter().enumerate() {
         for (col, &sum) in sums.iter().enumerate() {
             // SAFETY: the tile's elements are exclusively the caller's.
-            unsafe { put(tile.start.add(row * tile.row_stride + col), sum, accumulate) };
+            unsafe { write_or_add(tile.start.add(row * tile.row_stride + col), sum, accumulate) };
         }
     }
 }
@@ -303,7 +310,7 @@ unsafe fn portable<const ROWS: usize>(
 /// # Safety
 /// `out` must be writable and, if `accumulate` is set, initialized.
 #[inline(always)]
-unsafe fn put(out: *mut f32, sum: f32, accumulate: bool) {
+unsafe fn write_or_add(out: *mut f32, sum: f32, accumulate: bool) {
     // SAFETY: guaranteed by the caller.
     unsafe { out.write(if accumulate { out.read() + sum } else { sum }) };
 }

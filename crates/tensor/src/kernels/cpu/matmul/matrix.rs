@@ -19,10 +19,10 @@ impl<'a> Matrix<'a> {
     }
 
     /// Returns the submatrix from row `row` and column `col` on.
-    pub(crate) fn from(self, row: usize, col: usize) -> Self {
+    pub(crate) fn submatrix(self, row: usize, col: usize) -> Self {
         let start = row * self.row_stride + col * self.col_stride;
         // A matrix without columns may have rows but has no values.
-        Matrix { values: self.values.from(start.min(self.values.len())), ..self }
+        Matrix { values: self.values.tail(start.min(self.values.len())), ..self }
     }
 
     /// Exchanges rows and columns.
@@ -82,7 +82,7 @@ impl<'a> Epilogue<'a> {
         Epilogue { accumulate: false, bias: None, residual: None };
 
     /// Returns the epilogue of the part that begins at `(row, col)` of a result of width `cols`.
-    pub(super) fn from(self, row: usize, col: usize, cols: usize) -> Self {
+    pub(super) fn for_tile(self, row: usize, col: usize, cols: usize) -> Self {
         let (bias, residual) = (self.bias.map(|bias| &bias[col..]), self.residual);
         Epilogue { bias, residual: residual.map(|residual| &residual[row * cols + col..]), ..self }
     }

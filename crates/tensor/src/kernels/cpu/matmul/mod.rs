@@ -33,19 +33,19 @@ pub use matrix::MatmulSizes;
 pub(crate) use matrix::{Epilogue, Matrix};
 pub(crate) use operands::{LeftOperand, RightPanels};
 use operands::{PackedLeft, pack_panel};
-use pack::Span;
+use pack::PanelSpan;
 pub(crate) use tile::Tile;
 use tile::{TILE_COLS, TILE_ROWS, rounded_tile};
 
 /// Number of columns of the right operand that are packed at a time. Bounds the scratch memory.
-const GROUP_COLS: usize = 2048;
+const PACKED_COLS: usize = 2048;
 
 impl Cpu {
     /// Returns the 32-bit words of scratch memory that [`Cpu::matmul`] needs.
     pub(crate) fn matmul_scratch(&self, precision: Precision, size: MatmulSizes, left: Matrix<'_>) -> usize {
-        let micro = MicroKernel::new(self.features, precision);
+        let micro = MicroKernel::new(self.simd_level, precision);
         let left = if packs_left(micro, size, left) { PackedLeft::num_words(micro, size) } else { 0 };
-        left + RightPanels::num_words(micro, size.inner, size.cols.min(GROUP_COLS))
+        left + RightPanels::num_words(micro, size.inner, size.cols.min(PACKED_COLS))
     }
 
     /// Computes `out = left right + epilogue` for a contiguous, row-major `out`. Operands are rounded to `precision` as they are packed.
@@ -56,27 +56,27 @@ impl Cpu {
         &self,
         precision: Precision,
         size: MatmulSizes,
-        factors: (Matrix<'_>, Matrix<'_>),
+        operands: (Matrix<'_>, Matrix<'_>),
         out: FloatsMut<'_>,
         epilogue: Epilogue<'_>,
         scratch: &mut [u32],
     ) {
         let cols = size.cols;
         assert_eq!(Some(out.len()), size.rows.checked_mul(cols), "the result is {} x {cols}", size.rows);
-        assert!(factors.0.covers(size.rows, size.inner), "{:?} {size:?}", factors.0);
+        assert!(operands.0.covers(size.rows, size.inner), "{:?} {size:?}", operands.0);
         match out {
             FloatsMut::F32(out) => {
                 let out = SharedSlice::new(out);
-                self.for_tiles(precision, size, factors, scratch, |at| {
+                self.for_tiles(precision, size, operands, scratch, |at| {
                     // SAFETY: tiles do not overlap, and only this task accesses this tile.
                     let mut tile = unsafe { Tile::new(&out, at.row * cols + at.col, cols, at.size) };
-                    let epilogue = epilogue.from(at.row, at.col, cols);
+                    let epilogue = epilogue.for_tile(at.row, at.col, cols);
                     tile.multiply(at.left, at.right, epilogue.accumulate);
-                    tile.finish(self.features, &epilogue);
+                    tile.add_epilogue(self.simd_level, &epilogue);
                 });
             }
-            FloatsMut::Bf16(out) => self.matmul_rounded(precision, size, factors, out, epilogue, scratch),
-            FloatsMut::F16(out) => self.matmul_rounded(precision, size, factors, out, epilogue, scratch),
+            FloatsMut::Bf16(out) => self.matmul_rounded(precision, size, operands, out, epilogue, scratch),
+            FloatsMut::F16(out) => self.matmul_rounded(precision, size, operands, out, epilogue, scratch),
         }
     }
 
@@ -84,15 +84,15 @@ impl Cpu {
         &self,
         precision: Precision,
         size: MatmulSizes,
-        factors: (Matrix<'_>, Matrix<'_>),
+        operands: (Matrix<'_>, Matrix<'_>),
         out: &mut [T],
         epilogue: Epilogue<'_>,
         scratch: &mut [u32],
     ) {
         let cols = size.cols;
         let out = SharedSlice::new(out);
-        self.for_tiles(precision, size, factors, scratch, |at| {
-            let (offset, epilogue) = (at.row * cols + at.col, epilogue.from(at.row, at.col, cols));
+        self.for_tiles(precision, size, operands, scratch, |at| {
+            let (offset, epilogue) = (at.row * cols + at.col, epilogue.for_tile(at.row, at.col, cols));
             // SAFETY: tiles do not overlap, and only this task accesses this tile.
             unsafe { rounded_tile(&out, offset, cols, at.size, at.left, at.right, &epilogue) };
         });
@@ -108,14 +108,14 @@ impl Cpu {
         task: impl Fn(TileTask<'_>) + Sync,
     ) {
         let MatmulSizes { rows, cols, inner } = size;
-        let micro = MicroKernel::new(self.features, precision);
+        let micro = MicroKernel::new(self.simd_level, precision);
         assert!(right.covers(inner, cols), "{right:?} {size:?}");
-        let group_words = RightPanels::num_words(micro, inner, cols.min(GROUP_COLS));
+        let group_words = RightPanels::num_words(micro, inner, cols.min(PACKED_COLS));
         let (scratch, left_words) = scratch.split_at_mut(group_words);
         let packed = packs_left(micro, size, left).then(|| self.pack_left(micro, size, left, left_words));
-        for first_col in (0..cols).step_by(GROUP_COLS) {
-            let group_cols = GROUP_COLS.min(cols - first_col);
-            let panels = self.pack_right(micro, (inner, group_cols), right.from(0, first_col), scratch);
+        for first_col in (0..cols).step_by(PACKED_COLS) {
+            let group_cols = PACKED_COLS.min(cols - first_col);
+            let panels = self.pack_right(micro, (inner, group_cols), right.submatrix(0, first_col), scratch);
             let col_tiles = group_cols.div_ceil(TILE_COLS);
             let tile_rows = tile_rows(rows, micro.rows, col_tiles, self.threads.num_threads());
             self.threads.run(rows.div_ceil(tile_rows) * col_tiles, &|index| {
@@ -127,9 +127,15 @@ impl Cpu {
                 };
                 let left = match &packed {
                     Some(packed) => LeftOperand::Packed(packed, row),
-                    None => LeftOperand::InMemory(left.from(row, 0)),
+                    None => LeftOperand::InMemory(left.submatrix(row, 0)),
                 };
-                task(TileTask { row, col: first_col + right_col, size, left, right: panels.from(right_col) });
+                task(TileTask {
+                    row,
+                    col: first_col + right_col,
+                    size,
+                    left,
+                    right: panels.columns_from(right_col),
+                });
             });
         }
     }
@@ -147,11 +153,11 @@ impl Cpu {
             let lines = micro.rows.min(size.rows - row);
             for (block, (first, len)) in micro.inner_blocks(size.inner).enumerate() {
                 let (first_term, num_terms) = micro.terms(first, len, size.inner);
-                let place = PackedLeft::place(micro, size.inner, row, block, first, len);
+                let place = PackedLeft::panel_range(micro, size.inner, row, block, first, len);
                 // SAFETY: panels do not overlap, and only this task accesses this one.
                 let out = unsafe { out.range(place.start, place.len()) };
-                let span = Span { inner: num_terms, lines, len };
-                pack::pack_left_panel(micro, left.from(row, first_term), span, out);
+                let span = PanelSpan { inner: num_terms, lines, len };
+                pack::pack_left_panel(micro, left.submatrix(row, first_term), span, out);
             }
         });
         PackedLeft { micro, inner: size.inner, by_rows: pack::by_rows(micro, left), words }
@@ -176,7 +182,7 @@ impl Cpu {
 /// Chooses the number of rows of a tile, so that threads finish at about the same time. It is a multiple of `panel_rows`, at most
 /// `TILE_ROWS`.
 fn tile_rows(rows: usize, panel_rows: usize, col_tiles: usize, num_threads: usize) -> usize {
-    let (num_panels, most) = (rows.div_ceil(panel_rows), TILE_ROWS / panel_rows);
+    let (num_panels, max_panels) = (rows.div_ceil(panel_rows), TILE_ROWS / panel_rows);
     // Work of the busiest thread, in panels, if threads take tasks in turns; the last tasks may be smaller.
     let longest = |tile: usize| {
         let (num_tasks, rest) = (num_panels.div_ceil(tile) * col_tiles, num_panels % tile);
@@ -185,8 +191,8 @@ fn tile_rows(rows: usize, panel_rows: usize, col_tiles: usize, num_threads: usiz
         if only_small_ones_last { (rounds - 1) * tile + rest } else { rounds * tile }
     };
     // Smaller tiles read the right operand more often. Half the size counts as 1/32 slower.
-    let cost = |tile: usize| longest(tile) * (17 * most - tile);
-    let tiles = (most.div_ceil(2)..=most).rev();
+    let cost = |tile: usize| longest(tile) * (17 * max_panels - tile);
+    let tiles = (max_panels.div_ceil(2)..=max_panels).rev();
     tiles.min_by_key(|&tile| cost(tile)).expect("a tile has a panel") * panel_rows
 }
 

@@ -1,8 +1,8 @@
 //! Packed matmul operands.
 
-use super::kernel::{Left, MicroKernel};
+use super::kernel::{LeftPanel, MicroKernel};
 use super::matrix::{MatmulSizes, Matrix};
-use super::pack::{self, Span};
+use super::pack::{self, PanelSpan};
 use crate::kernels::cpu::SharedSlice;
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ pub(crate) struct RightPanels<'a> {
     pub(super) micro: MicroKernel,
     inner: usize,
     cols: usize,
-    /// The first column of the operand that this value covers; set by [`from`](RightPanels::from).
+    /// The first column of the operand that this value covers; set by [`columns_from`](RightPanels::columns_from).
     first_col: usize,
     words: &'a [u32],
 }
@@ -46,7 +46,7 @@ impl<'a> RightPanels<'a> {
     }
 
     /// Returns the operand from column `col` on. `col` must be the start of a panel.
-    pub(crate) fn from(self, col: usize) -> Self {
+    pub(crate) fn columns_from(self, col: usize) -> Self {
         assert!(col.is_multiple_of(self.micro.cols), "panels are not cut");
         RightPanels { first_col: self.first_col + col, ..self }
     }
@@ -79,11 +79,11 @@ impl PackedLeft<'_> {
     }
 
     fn panel_words(micro: MicroKernel, inner: usize) -> usize {
-        micro.inner_blocks(inner).map(|(_, len)| pack::left_words(micro, len)).sum()
+        micro.inner_blocks(inner).map(|(_, len)| pack::num_left_words(micro, len)).sum()
     }
 
     /// Returns the range of the panel that begins at `row`, in block number `block`, which has the words `first..first + len`.
-    pub(super) fn place(
+    pub(super) fn panel_range(
         micro: MicroKernel,
         inner: usize,
         row: usize,
@@ -93,12 +93,12 @@ impl PackedLeft<'_> {
     ) -> Range<usize> {
         let start =
             row / micro.rows * Self::panel_words(micro, inner) + first * micro.rows + block * pack::SLACK;
-        start..start + pack::left_words(micro, len)
+        start..start + pack::num_left_words(micro, len)
     }
 
     /// Returns the panel that begins at `row`, in block number `block`, which has the words `first..first + len`.
-    pub(super) fn panel(&self, row: usize, block: usize, first: usize, len: usize) -> Left<'_> {
-        let words = &self.words[Self::place(self.micro, self.inner, row, block, first, len)];
+    pub(super) fn panel(&self, row: usize, block: usize, first: usize, len: usize) -> LeftPanel<'_> {
+        let words = &self.words[Self::panel_range(self.micro, self.inner, row, block, first, len)];
         pack::packed_left(self.micro, self.by_rows, len, words)
     }
 }
@@ -128,7 +128,12 @@ pub(super) unsafe fn pack_panel(
         let offset = panel_offset(micro, cols, (first, len), col);
         // SAFETY: panels do not overlap, and only the caller accesses this one.
         let out = unsafe { out.range(offset, len * micro.cols) };
-        pack::right_panel(micro, right.from(first_term, col), Span { inner: num_terms, lines, len }, out);
+        pack::right_panel(
+            micro,
+            right.submatrix(first_term, col),
+            PanelSpan { inner: num_terms, lines, len },
+            out,
+        );
     }
 }
 

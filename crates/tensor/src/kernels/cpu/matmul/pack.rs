@@ -1,12 +1,12 @@
 //! Packing of operands in the order in which the micro-kernel reads them.
 
-use super::kernel::{INNER_BLOCK, Left, MicroKernel, ROWS_MAX};
+use super::kernel::{INNER_BLOCK, LeftPanel, MicroKernel, ROWS_MAX};
 use super::matrix::Matrix;
 #[cfg(target_arch = "x86_64")]
 use super::pairs;
 use super::words::{Bf16PairWord, F32Word, RoundedBf16Word, RoundedF16Word, Word, WordKind, across, along};
 use crate::kernels::cpu::element::{Element, Floats, with_floats};
-use crate::kernels::cpu::simd::{CpuFeatures, for_each_simd_level};
+use crate::kernels::cpu::simd::{SimdLevel, for_each_simd_level};
 use std::mem::MaybeUninit;
 
 /// Side length, in words, of the blocks that are transposed at a time.
@@ -40,7 +40,7 @@ impl LeftBuffer {
 }
 
 /// Evaluates an expression with `$word` as the type of a kind of word.
-macro_rules! with_word {
+macro_rules! with_word_kind {
     ($kind:expr => |$word:ident| $body:expr) => {
         match $kind {
             WordKind::F32 => {
@@ -64,7 +64,7 @@ macro_rules! with_word {
 }
 
 /// Prefetch distance along the inner dim, in elements, for lines whose elements are too far apart for the hardware prefetcher.
-pub(super) const LINES_AHEAD: usize = 16;
+pub(super) const PREFETCH_DISTANCE: usize = 16;
 
 /// Prefetches the cache line of an element. The index may be out of bounds.
 #[inline(always)]
@@ -81,7 +81,7 @@ pub(super) fn prefetch<T>(source: &[T], index: usize) {
 
 /// The part of an operand that a panel contains. `lines` are rows of a left operand or columns of a right one.
 #[derive(Clone, Copy)]
-pub(super) struct Span {
+pub(super) struct PanelSpan {
     /// Number of elements along the inner dim.
     pub(super) inner: usize,
     pub(super) lines: usize,
@@ -91,11 +91,11 @@ pub(super) struct Span {
 
 for_each_simd_level! {
     /// Packs lines that are interleaved in memory, with elements `stride` apart, as `len` rows of `width` words.
-    fn across_panel<W: Word, T: Element>(source: &[T], stride: usize, span: Span, width: usize, out: &mut [u32]) {
+    fn pack_interleaved<W: Word, T: Element>(source: &[T], stride: usize, span: PanelSpan, width: usize, out: &mut [u32]) {
         for (word, out) in out.chunks_exact_mut(width).enumerate().take(span.len) {
             let line = |index: usize| (index < span.inner).then(|| &source[index * stride..][..span.lines]);
             let first = word * W::TERMS;
-            for index in first + LINES_AHEAD..first + LINES_AHEAD + W::TERMS {
+            for index in first + PREFETCH_DISTANCE..first + PREFETCH_DISTANCE + W::TERMS {
                 (0..span.lines).step_by(SIDE).for_each(|line| prefetch(source, index * stride + line));
             }
             let (out, zeros) = out.split_at_mut(span.lines);
@@ -107,13 +107,13 @@ for_each_simd_level! {
         }
     }
 
-    /// Like `across_panel` for a width below sixteen, but writes sixteen words per row. The next row overwrites the excess.
-    fn across_narrow_panel<W: Word, T: Element>(first_word: usize, source: &[T], stride: usize, span: Span, width: usize, out: &mut [u32]) {
+    /// Like `pack_interleaved` for a width below sixteen, but writes sixteen words per row. The next row overwrites the excess.
+    fn pack_interleaved_narrow<W: Word, T: Element>(first_word: usize, source: &[T], stride: usize, span: PanelSpan, width: usize, out: &mut [u32]) {
         for word in first_word..span.len {
             let line = |index: usize| (index < span.inner).then(|| &source[index * stride..]);
             let (low, high) = (line(word * W::TERMS), line(word * W::TERMS + W::TERMS - 1));
             // The sixteen elements may span two cache lines.
-            let ahead = (word * W::TERMS + LINES_AHEAD) * stride;
+            let ahead = (word * W::TERMS + PREFETCH_DISTANCE) * stride;
             prefetch(source, ahead);
             prefetch(source, ahead + SIDE - 1);
             let out = &mut out[word * width..][..SIDE];
@@ -128,7 +128,7 @@ for_each_simd_level! {
     }
 
     /// Packs lines with contiguous elements, which begin `stride` elements apart, as `len` rows of `width` words.
-    fn along_panel_transposed<W: Word, T: Element>(level: CpuFeatures, in_place: bool, source: &[T], stride: usize, span: Span, width: usize, out: &mut [u32]) {
+    fn pack_contiguous_transposed<W: Word, T: Element>(level: SimdLevel, in_place: bool, source: &[T], stride: usize, span: PanelSpan, width: usize, out: &mut [u32]) {
         for first_word in (0..span.len).step_by(SIDE) {
             let first = first_word * W::TERMS;
             let num_words = SIDE.min(span.len - first_word);
@@ -163,7 +163,7 @@ for_each_simd_level! {
 
     /// Packs lines that are interleaved in memory, with elements `stride` apart, as rows of `len` words, a multiple of sixteen. `out` has
     /// room for a multiple of sixteen rows.
-    fn across_panel_transposed<W: Word, T: Element>(level: CpuFeatures, source: &[T], stride: usize, span: Span, out: &mut [u32]) {
+    fn pack_interleaved_transposed<W: Word, T: Element>(level: SimdLevel, source: &[T], stride: usize, span: PanelSpan, out: &mut [u32]) {
         for first_word in (0..span.len).step_by(SIDE) {
             for first_line in (0..span.lines).step_by(SIDE) {
                 let num_lines = SIDE.min(span.lines - first_line);
@@ -183,7 +183,7 @@ for_each_simd_level! {
     }
 
     /// Packs lines with contiguous elements, which begin `stride` elements apart, as rows of `len` words.
-    fn along_panel<W: Word, T: Element>(source: &[T], stride: usize, span: Span, out: &mut [u32]) {
+    fn pack_contiguous<W: Word, T: Element>(source: &[T], stride: usize, span: PanelSpan, out: &mut [u32]) {
         for (line, out) in out.chunks_exact_mut(span.len).enumerate().take(span.lines) {
             along::<W, T>(&source[line * stride..][..span.inner], out);
         }
@@ -191,12 +191,12 @@ for_each_simd_level! {
 }
 
 /// Returns whether packed words have the same bits as the stored elements, so that an operand can be read in place.
-fn in_place(kind: WordKind, values: Floats<'_>) -> bool {
+fn matches_word_bits(kind: WordKind, values: Floats<'_>) -> bool {
     matches!((kind, values), (WordKind::F32, Floats::F32(_)) | (WordKind::Bf16Pair, Floats::Bf16(_)))
 }
 
 /// Packs a panel of the right operand: `span.len` rows of `micro.cols` words, padded with zeros.
-pub(super) fn right_panel(micro: MicroKernel, right: Matrix<'_>, span: Span, out: &mut [u32]) {
+pub(super) fn right_panel(micro: MicroKernel, right: Matrix<'_>, span: PanelSpan, out: &mut [u32]) {
     let (features, width) = (micro.features, micro.cols);
     assert!(span.lines <= width && out.len() == span.len * width && right.covers(span.inner, span.lines));
     #[cfg(target_arch = "x86_64")]
@@ -205,19 +205,19 @@ pub(super) fn right_panel(micro: MicroKernel, right: Matrix<'_>, span: Span, out
         unsafe { pairs::right_panel(source, right.row_stride, right.col_stride, span, width, out) };
         return;
     }
-    let in_place = in_place(micro.words, right.values);
-    with_word!(micro.words => |W| with_floats!(right.values => |source| {
+    let in_place = matches_word_bits(micro.words, right.values);
+    with_word_kind!(micro.words => |W| with_floats!(right.values => |source| {
         if right.col_stride == 1 {
-            across_panel::<W, _>(features, source, right.row_stride, span, width, out);
+            pack_interleaved::<W, _>(features, source, right.row_stride, span, width, out);
         } else {
             assert_eq!(right.row_stride, 1, "a factor is row-major or transposed");
-            along_panel_transposed::<W, _>(features, features, in_place, source, right.col_stride, span, width, out);
+            pack_contiguous_transposed::<W, _>(features, features, in_place, source, right.col_stride, span, width, out);
         }
     }));
 }
 
 /// Returns the words of a packed panel of a left operand.
-pub(super) fn left_words(micro: MicroKernel, len: usize) -> usize {
+pub(super) fn num_left_words(micro: MicroKernel, len: usize) -> usize {
     micro.rows * len + SLACK
 }
 
@@ -225,7 +225,7 @@ pub(super) fn left_words(micro: MicroKernel, len: usize) -> usize {
 pub(super) fn can_read_in_place(micro: MicroKernel, left: Matrix<'_>, inner: usize) -> bool {
     let row_bytes = left.row_stride * size_of::<u32>() / micro.words.num_terms();
     left.col_stride == 1
-        && in_place(micro.words, left.values)
+        && matches_word_bits(micro.words, left.values)
         && inner == micro.padded_words(inner) * micro.words.num_terms()
         && micro.reads_rows(row_bytes)
 }
@@ -239,42 +239,42 @@ pub(super) fn by_rows(micro: MicroKernel, left: Matrix<'_>) -> bool {
 pub(super) fn left_panel<'a>(
     micro: MicroKernel,
     left: Matrix<'a>,
-    span: Span,
+    span: PanelSpan,
     buffer: &'a mut LeftBuffer,
-) -> Left<'a> {
+) -> LeftPanel<'a> {
     if can_read_in_place(micro, left, span.inner) && micro.accepts_rows(span.lines) {
         let num_terms = micro.words.num_terms();
         assert!(left.covers(span.lines, span.inner) && span.inner == span.len * num_terms);
-        return with_floats!(left.values => |source| Left::new(source, left.row_stride, 1, num_terms));
+        return with_floats!(left.values => |source| LeftPanel::new(source, left.row_stride, 1, num_terms));
     }
-    let out = buffer.get(left_words(micro, span.len));
+    let out = buffer.get(num_left_words(micro, span.len));
     pack_left_panel(micro, left, span, out);
     packed_left(micro, by_rows(micro, left), span.len, out)
 }
 
-/// Packs a panel of the left operand into [`left_words`] words.
-pub(super) fn pack_left_panel(micro: MicroKernel, left: Matrix<'_>, span: Span, out: &mut [u32]) {
+/// Packs a panel of the left operand into [`num_left_words`] words.
+pub(super) fn pack_left_panel(micro: MicroKernel, left: Matrix<'_>, span: PanelSpan, out: &mut [u32]) {
     let features = micro.features;
     assert!(span.lines <= micro.rows && left.covers(span.lines, span.inner));
-    assert_eq!(out.len(), left_words(micro, span.len));
+    assert_eq!(out.len(), num_left_words(micro, span.len));
     let whole = micro.rows * span.len;
-    with_word!(micro.words => |W| with_floats!(left.values => |source| {
+    with_word_kind!(micro.words => |W| with_floats!(left.values => |source| {
         if left.col_stride == 1 {
-            along_panel::<W, _>(features, source, left.row_stride, span, &mut out[..whole]);
+            pack_contiguous::<W, _>(features, source, left.row_stride, span, &mut out[..whole]);
         } else {
             assert_eq!(left.row_stride, 1, "a factor is row-major or transposed");
             if micro.row_major {
-                across_panel_transposed::<W, _>(features, features, source, left.col_stride, span, out);
+                pack_interleaved_transposed::<W, _>(features, features, source, left.col_stride, span, out);
             } else {
                 let first_word = narrow_panel_of_pairs(micro, left, span, out);
-                across_narrow_panel::<W, _>(features, first_word, source, left.col_stride, span, micro.rows, out);
+                pack_interleaved_narrow::<W, _>(features, first_word, source, left.col_stride, span, micro.rows, out);
             }
         }
     }));
 }
 
 /// Packs the first words of a narrow panel with special instructions, if the machine has them. Returns the number of packed words.
-fn narrow_panel_of_pairs(micro: MicroKernel, left: Matrix<'_>, span: Span, out: &mut [u32]) -> usize {
+fn narrow_panel_of_pairs(micro: MicroKernel, left: Matrix<'_>, span: PanelSpan, out: &mut [u32]) -> usize {
     #[cfg(target_arch = "x86_64")]
     if let (WordKind::Bf16Pair, Floats::Bf16(source)) = (micro.words, left.values) {
         // SAFETY: words of pairs are used only on machines with AVX512-BF16.
@@ -285,9 +285,9 @@ fn narrow_panel_of_pairs(micro: MicroKernel, left: Matrix<'_>, span: Span, out: 
 }
 
 /// Wraps a packed panel of `len` words per row.
-pub(super) fn packed_left(micro: MicroKernel, by_rows: bool, len: usize, words: &[u32]) -> Left<'_> {
-    assert_eq!(words.len(), left_words(micro, len));
-    if by_rows { Left::new(words, len, 1, 1) } else { Left::new(words, 1, micro.rows, 1) }
+pub(super) fn packed_left(micro: MicroKernel, by_rows: bool, len: usize, words: &[u32]) -> LeftPanel<'_> {
+    assert_eq!(words.len(), num_left_words(micro, len));
+    if by_rows { LeftPanel::new(words, len, 1, 1) } else { LeftPanel::new(words, 1, micro.rows, 1) }
 }
 
 /// Transposes sixteen lines of sixteen words, `row_bytes` apart, to rows of `out` that are `width` words apart.
@@ -295,10 +295,10 @@ pub(super) fn packed_left(micro: MicroKernel, by_rows: bool, len: usize, words: 
 /// # Safety
 /// The words must be readable. They need not be aligned.
 #[inline(always)]
-unsafe fn transpose(level: CpuFeatures, source: *const u8, row_bytes: usize, out: &mut [u32], width: usize) {
+unsafe fn transpose(level: SimdLevel, source: *const u8, row_bytes: usize, out: &mut [u32], width: usize) {
     assert!(out.len() >= (SIDE - 1) * width + SIDE);
     #[cfg(target_arch = "x86_64")]
-    if level >= CpuFeatures::Avx512 {
+    if level >= SimdLevel::Avx512 {
         // SAFETY: AVX-512 was detected, and the caller guarantees that the source is readable.
         unsafe { transpose_16x16(source, row_bytes, out, width) };
         return;

@@ -1,7 +1,7 @@
 //! Packing of bf16 pairs with AVX-512 instructions: right panels from f32 (weights, gradients of the residual stream), and left panels from
 //! transposed bf16 operands.
 
-use super::pack::{LINES_AHEAD, SIDE, Span, prefetch, transpose_16x16};
+use super::pack::{PREFETCH_DISTANCE, PanelSpan, SIDE, prefetch, transpose_16x16};
 use std::arch::x86_64::*;
 use trireme_base::Bf16;
 
@@ -14,22 +14,22 @@ pub(super) unsafe fn right_panel(
     source: &[f32],
     row_stride: usize,
     col_stride: usize,
-    span: Span,
+    span: PanelSpan,
     width: usize,
     out: &mut [u32],
 ) {
     assert!(out.len() == span.len * width && width.is_multiple_of(SIDE));
     if col_stride == 1 {
-        across(source, row_stride, span, width, out);
+        pack_interleaved(source, row_stride, span, width, out);
     } else {
-        along(source, col_stride, span, width, out);
+        pack_contiguous(source, col_stride, span, width, out);
     }
 }
 
 /// Prefetch distance along a line, in elements.
 const TERMS_AHEAD: usize = 64;
 
-/// Packs the first words of a narrow panel of bf16, like `super::pack::across_narrow_panel`. Stops where fewer than sixteen elements of
+/// Packs the first words of a narrow panel of bf16, like `super::pack::pack_interleaved_narrow`. Stops where fewer than sixteen elements of
 /// `source` are left for one of the two indices of a word. Returns the number of packed words.
 ///
 /// # Safety
@@ -38,7 +38,7 @@ const TERMS_AHEAD: usize = 64;
 pub(super) unsafe fn narrow_panel(
     source: &[Bf16],
     stride: usize,
-    span: Span,
+    span: PanelSpan,
     width: usize,
     out: &mut [u32],
 ) -> usize {
@@ -84,7 +84,7 @@ fn store(out: &mut [u32], words: __m512i) {
 
 /// Packs lines that are interleaved in memory: two rows of elements form a row of words.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn across(source: &[f32], stride: usize, span: Span, width: usize, out: &mut [u32]) {
+fn pack_interleaved(source: &[f32], stride: usize, span: PanelSpan, width: usize, out: &mut [u32]) {
     // Lane `l` of the first row goes to half-word `2l`, lane `l` of the second row to `2l + 1`.
     let mut order = [0_u16; 2 * SIDE];
     for (index, place) in order.iter_mut().enumerate() {
@@ -96,7 +96,7 @@ fn across(source: &[f32], stride: usize, span: Span, width: usize, out: &mut [u3
         for first in (0..width).step_by(SIDE) {
             let row = |index: usize| {
                 let mask = if index < span.inner { mask(first, span.lines) } else { 0 };
-                prefetch(source, (index + LINES_AHEAD) * stride + first);
+                prefetch(source, (index + PREFETCH_DISTANCE) * stride + first);
                 load(source, index * stride + first, mask)
             };
             let halves = _mm512_cvtne2ps_pbh(row(2 * word + 1), row(2 * word));
@@ -109,7 +109,7 @@ fn across(source: &[f32], stride: usize, span: Span, width: usize, out: &mut [u3
 
 /// Packs lines with contiguous elements: transposes blocks of sixteen lines of sixteen words.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn along(source: &[f32], stride: usize, span: Span, width: usize, out: &mut [u32]) {
+fn pack_contiguous(source: &[f32], stride: usize, span: PanelSpan, width: usize, out: &mut [u32]) {
     let mut block = [0_u32; SIDE * SIDE];
     let mut columns = [0_u32; SIDE * SIDE];
     for first_word in (0..span.len).step_by(SIDE) {

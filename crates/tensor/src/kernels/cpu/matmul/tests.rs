@@ -2,9 +2,9 @@ mod special;
 
 use super::*;
 use crate::kernels::cpu::element::{Floats, with_element};
-use crate::kernels::cpu::simd::CpuFeatures;
+use crate::kernels::cpu::simd::SimdLevel;
 use crate::kernels::cpu::test_support::{
-    DTYPES, Exact, assert_close, cases, cases_for_miri, cpu, exactly, levels, narrow, random, run_at_levels,
+    DTYPES, Exact, assert_close, cases, cases_for_miri, cpu, levels, narrow, random, run_at_levels, to_f64,
     widen,
 };
 use proptest::prelude::*;
@@ -91,7 +91,7 @@ impl Operands {
         place((inner, col), (self.case.size.inner, self.case.size.cols), self.case.right_transposed)
     }
 
-    fn run(&self) -> Vec<(CpuFeatures, Results)> {
+    fn run(&self) -> Vec<(SimdLevel, Results)> {
         let (_, left, right, out) = self.case.kind;
         with_element!(left => |L| with_element!(right => |R| with_element!(out => |T| self.run_typed::<L, R, T>())))
     }
@@ -107,7 +107,7 @@ impl Operands {
         )
     }
 
-    fn run_typed<L: Element, R: Element, T: Element>(&self) -> Vec<(CpuFeatures, Results)> {
+    fn run_typed<L: Element, R: Element, T: Element>(&self) -> Vec<(SimdLevel, Results)> {
         let Case { size, kind, has_bias, has_residual, .. } = self.case;
         let (left, right) = (narrow::<L>(&self.left), narrow::<R>(&self.right));
         let factors = self.factors(L::floats(&left), R::floats(&right));
@@ -135,9 +135,9 @@ impl Operands {
         let round = |values: &[f32], dtype| {
             let stored: Vec<f32> = with_element!(dtype => |T| widen(&narrow::<T>(values)));
             match precision {
-                Precision::F32 => exactly(&stored),
-                Precision::Bf16 => exactly(&narrow::<Bf16>(&stored)),
-                Precision::F16 => exactly(&narrow::<F16>(&stored)),
+                Precision::F32 => to_f64(&stored),
+                Precision::Bf16 => to_f64(&narrow::<Bf16>(&stored)),
+                Precision::F16 => to_f64(&narrow::<F16>(&stored)),
             }
         };
         let (left, right) = (round(&self.left, left), round(&self.right, right));
@@ -174,7 +174,7 @@ fn multiply<T: Element>(
 /// Adds two more terms to a sum.
 fn plus(sum: &Exact, terms: [f32; 2]) -> Exact {
     let terms = terms.map(f64::from);
-    Exact::new(sum.value + terms[0] + terms[1], sum.in_f32 + terms[0].abs() + terms[1].abs())
+    Exact::new(sum.value + terms[0] + terms[1], sum.f32_magnitude + terms[0].abs() + terms[1].abs())
 }
 
 fn check(case: Case) {
@@ -231,7 +231,7 @@ fn threads_share_a_packed_left_factor() {
 }
 
 #[test]
-fn sums_of_narrow_results_begin_in_memory_that_nothing_has_written() {
+fn narrow_results_never_read_uninitialized_memory() {
     // No terms, a full tile of the portable kernel, and edges. Miri detects references to uninitialized memory with
     // MIRIFLAGS=-Zmiri-recursive-validation.
     for size in [(2, 3, 0), (4, 16, 2), (5, 17, 2)] {
@@ -245,7 +245,7 @@ fn overflowing_result_sizes_are_not_empty() {
     let size = MatmulSizes { rows: 1 << 32, cols: 1 << 32, inner: 0 };
     let empty = Matrix::row_major(Floats::F32(&[]), 0, false);
     let (factors, out) = ((empty, empty), FloatsMut::F32(&mut []));
-    let cpu = cpu(CpuFeatures::Portable, 1);
+    let cpu = cpu(SimdLevel::Portable, 1);
     cpu.matmul(Precision::F32, size, factors, out, Epilogue::OVERWRITE, &mut []);
 }
 
@@ -329,14 +329,14 @@ fn check_packed_per_tile<L: Element, R: Element>(operands: &Operands) {
 fn f32_products_have_the_same_bits_with_registers_of_any_width() {
     let operands = Operands::new(Case::new((37, 70, 530), 0, KINDS[0]));
     let results = operands.run();
-    let fused: Vec<_> = results.iter().filter(|(level, _)| *level > CpuFeatures::Portable).collect();
+    let fused: Vec<_> = results.iter().filter(|(level, _)| *level > SimdLevel::Portable).collect();
     for (features, found) in &fused {
         assert_eq!(found, &fused[0].1, "{features}");
     }
 }
 
 #[test]
-fn wrong_strides_are_detected() {
+fn transposed_operands_match_products_by_hand() {
     // Expected values by hand, so that a mistake in a helper is detected.
     let left = [1.0, 2.0, 3.0, 4.0];
     let identity = [1.0, 0.0, 0.0, 1.0];

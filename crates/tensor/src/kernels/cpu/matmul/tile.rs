@@ -3,10 +3,10 @@
 use super::kernel::MicroTile;
 use super::matrix::{Epilogue, MatmulSizes};
 use super::operands::{LeftOperand, RightPanels};
-use super::pack::{self, LeftBuffer, Span};
+use super::pack::{self, LeftBuffer, PanelSpan};
 use crate::kernels::cpu::SharedSlice;
 use crate::kernels::cpu::element::Element;
-use crate::kernels::cpu::simd::{CpuFeatures, for_each_simd_level};
+use crate::kernels::cpu::simd::{SimdLevel, for_each_simd_level};
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
@@ -126,10 +126,10 @@ impl<'a> Tile<'a> {
             let right_block = (first, right.block_len(first));
             for row in (0..rows).step_by(micro.rows) {
                 let panel_rows = micro.rows.min(rows - row);
-                let span = Span { inner: num_terms, lines: panel_rows, len };
+                let span = PanelSpan { inner: num_terms, lines: panel_rows, len };
                 let left = match left {
                     LeftOperand::InMemory(left) => {
-                        pack::left_panel(micro, left.from(row, first_term), span, &mut buffer)
+                        pack::left_panel(micro, left.submatrix(row, first_term), span, &mut buffer)
                     }
                     LeftOperand::Packed(panels, first_row) => {
                         panels.panel(first_row + row, block, first, len)
@@ -146,7 +146,7 @@ impl<'a> Tile<'a> {
     }
 
     /// Adds bias and residual to the product.
-    pub(super) fn finish(&mut self, features: CpuFeatures, epilogue: &Epilogue<'_>) {
+    pub(super) fn add_epilogue(&mut self, features: SimdLevel, epilogue: &Epilogue<'_>) {
         if epilogue.bias.is_none() && epilogue.residual.is_none() {
             return;
         }

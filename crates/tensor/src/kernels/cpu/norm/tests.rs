@@ -1,7 +1,7 @@
 use super::*;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::test_support::{
-    DTYPES, Exact, assert_close, cases, cases_for_miri, exactly, narrow, not_finite, random, run, widen,
+    DTYPES, Exact, assert_close, cases, cases_for_miri, narrow, not_finite, random, run, to_f64, widen,
 };
 use proptest::prelude::*;
 
@@ -15,13 +15,13 @@ const BEFORE: f32 = 0.5;
 struct Case {
     rows: usize,
     cols: usize,
-    centred: bool,
+    is_centered: bool,
     mean: f32,
     deviation: f32,
 }
 
 const fn plain(rows: usize, cols: usize, centred: bool) -> Case {
-    Case { rows, cols, centred, mean: 0.0, deviation: 1.0 }
+    Case { rows, cols, is_centered: centred, mean: 0.0, deviation: 1.0 }
 }
 
 /// In ascending order: several tasks of rows, several blocks of columns; values that are far from zero, hardly differ, are subnormal or
@@ -62,7 +62,7 @@ impl<T: Element> Inputs<T> {
     /// Returns the output, its statistics, and the gradients: the input gradient written and accumulated, then the weight gradient
     /// likewise.
     fn run(&self) -> [Vec<f32>; 6] {
-        let Case { rows, cols, centred, .. } = self.case;
+        let Case { rows, cols, is_centered: centred, .. } = self.case;
         let (x, weight, dy) = (&self.x[..], &self.weight[..], &self.dy[..]);
         run(|cpu| {
             let kind = NormKind { epsilon: EPSILON, is_centered: centred };
@@ -96,7 +96,7 @@ impl Row {
         Row { x: x.to_vec(), mean, scale: 1.0 / (variance + f64::from(EPSILON)).sqrt() }
     }
 
-    fn normal(&self, col: usize) -> f64 {
+    fn normalized(&self, col: usize) -> f64 {
         (self.x[col] - self.mean) * self.scale
     }
 
@@ -121,14 +121,14 @@ fn slopes(x: &[f64], step: f64, loss: impl Fn(&[f64]) -> f64) -> Vec<f64> {
 fn check<T: Element>(case: Case) {
     let inputs = Inputs::<T>::new(case);
     let [y, statistics, dx, dx_added, d_weight, d_weight_added] = inputs.run();
-    let Case { cols, centred, .. } = case;
-    let (x, dy, weight) = (exactly(&inputs.x), exactly(&inputs.dy), exactly(&inputs.weight));
-    let bias = if centred { exactly(&inputs.bias) } else { vec![0.0; cols] };
+    let Case { cols, is_centered: centred, .. } = case;
+    let (x, dy, weight) = (to_f64(&inputs.x), to_f64(&inputs.dy), to_f64(&inputs.weight));
+    let bias = if centred { to_f64(&inputs.bias) } else { vec![0.0; cols] };
     let rows: Vec<Row> = x.chunks_exact(cols).map(|x| Row::new(x, centred)).collect();
 
     let exact_y = (0..y.len()).map(|index| {
         let (row, col) = (&rows[index / cols], index % cols);
-        let (value, magnitude) = (row.normal(col) * weight[col], row.magnitude(col) * weight[col].abs());
+        let (value, magnitude) = (row.normalized(col) * weight[col], row.magnitude(col) * weight[col].abs());
         Exact::new(value + bias[col], magnitude + bias[col].abs())
     });
     assert_close::<T>(&("output", case), &y, exact_y, cols);
@@ -143,14 +143,16 @@ fn check<T: Element>(case: Case) {
         .zip(dy.chunks_exact(cols))
         .flat_map(|(row, dy)| input_gradient(row, &weight, dy, centred))
         .collect();
-    let added = |exact: &Exact| Exact::new(exact.value + f64::from(BEFORE), exact.in_f32 + f64::from(BEFORE));
+    let added =
+        |exact: &Exact| Exact::new(exact.value + f64::from(BEFORE), exact.f32_magnitude + f64::from(BEFORE));
     assert_close::<f32>(&("input gradient", case), &dx, exact_dx.iter().copied(), cols);
     assert_close::<f32>(&("added input gradient", case), &dx_added, exact_dx.iter().map(added), cols);
 
     let exact_d_weight: Vec<Exact> = (0..cols)
         .map(|col| {
             let terms = rows.iter().zip(dy.chunks_exact(cols));
-            let sums = terms.map(|(row, dy)| (dy[col] * row.normal(col), dy[col].abs() * row.magnitude(col)));
+            let sums =
+                terms.map(|(row, dy)| (dy[col] * row.normalized(col), dy[col].abs() * row.magnitude(col)));
             let (value, magnitude) = sums.fold((0.0, 0.0), |sum, term| (sum.0 + term.0, sum.1 + term.1));
             Exact::new(value, magnitude)
         })
@@ -169,7 +171,7 @@ fn check<T: Element>(case: Case) {
 fn input_gradient(row: &Row, weight: &[f64], dy: &[f64], centred: bool) -> Vec<Exact> {
     let loss = |x: &[f64]| {
         let row = Row::new(x, centred);
-        (0..dy.len()).map(|col| dy[col] * row.normal(col) * weight[col]).sum::<f64>()
+        (0..dy.len()).map(|col| dy[col] * row.normalized(col) * weight[col]).sum::<f64>()
     };
     let values = slopes(&row.x, 1e-4 / row.scale, loss);
     let count = dy.len() as f64;
@@ -196,11 +198,11 @@ proptest! {
     #[test]
     fn rows_of_any_size(
         (rows, cols) in (1_usize..12, 1_usize..90),
-        centred in any::<bool>(),
+        is_centered in any::<bool>(),
         (mean, deviation) in (-4.0_f32..4.0, 0.01_f32..10.0),
         dtype in 0..DTYPES.len(),
     ) {
-        let case = Case { rows, cols, centred, mean, deviation };
+        let case = Case { rows, cols, is_centered, mean, deviation };
         with_element!(DTYPES[dtype] => |T| check::<T>(case));
     }
 }

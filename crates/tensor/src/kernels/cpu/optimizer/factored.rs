@@ -2,7 +2,7 @@
 //! 3 and algorithm 4).
 
 use super::pieces::{Piece, Pieces};
-use super::rules::{FACTORED_FLOOR, bounded_square, rms_update};
+use super::rules::{ADAFACTOR_MOMENT_MIN, bounded_square, rms_update};
 use crate::kernels::cpu::simd::{for_each_simd_level, sum_map, sum_zip};
 use crate::kernels::cpu::{Cpu, SharedSlice};
 use crate::parameter_table::leaf_sum;
@@ -57,14 +57,14 @@ impl<V> FactoredMoments<V> {
 
 /// The elements of [`FactoredMoments`].
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Factors<'a> {
+pub(crate) struct MomentFactors<'a> {
     pub(crate) rows: &'a [f32],
     pub(crate) cols: &'a [f32],
     /// Mean over all rows of the full matrix; one value.
     pub(crate) row_mean: &'a [f64],
 }
 
-impl Factors<'_> {
+impl MomentFactors<'_> {
     fn row(&self, row: usize) -> f32 {
         (f64::from(self.rows[row]) / self.row_mean[0]) as f32
     }
@@ -106,7 +106,7 @@ impl FactoredMatrix {
     }
 
     /// Returns the stored elements of `range` in one leaf, as indices of the buffer.
-    fn share(&self, range: &Range<usize>, leaf: usize) -> Range<usize> {
+    fn stored_in_leaf(&self, range: &Range<usize>, leaf: usize) -> Range<usize> {
         let start = range.start.max(self.stored.start).max(leaf * self.leaf_len);
         let end = range.end.min(self.stored.end).min((leaf + 1) * self.leaf_len);
         start - self.buffer_start..end.max(start) - self.buffer_start
@@ -131,8 +131,9 @@ impl Cpu {
         let cols = matrix.cols;
         self.for_each_reduced_row(sums, 1, cols, |row, sum| {
             let range = matrix.offset + row * cols..matrix.offset + (row + 1) * cols;
-            let mut leaf =
-                |leaf| f64::from(square_sum(self.features, &grads[matrix.share(&range, leaf)], scale));
+            let mut leaf = |leaf| {
+                f64::from(square_sum(self.simd_level, &grads[matrix.stored_in_leaf(&range, leaf)], scale))
+            };
             sum[0] = leaf_sum(matrix.leaves(range.clone()), 0.0, &mut leaf, &|a, b| a + b);
         });
     }
@@ -154,7 +155,7 @@ impl Cpu {
         self.for_each_chunk(&mut sums[..cols], COLUMNS, |first, columns| {
             let width = columns.len();
             let mut leaf = |leaf: usize| {
-                let here = matrix.share(held, leaf);
+                let here = matrix.stored_in_leaf(held, leaf);
                 let (start, end) = (to_matrix(here.start), to_matrix(here.end));
                 let mut sums = [0.0_f32; COLUMNS];
                 for row in start / cols..end.div_ceil(cols) {
@@ -163,7 +164,7 @@ impl Cpu {
                     if from < to {
                         let shift = from - row * cols - first;
                         let g = &grads[to_buffer(from)..to_buffer(to)];
-                        add_squares(self.features, g, scale, &mut sums[shift..shift + g.len()]);
+                        add_squares(self.simd_level, g, scale, &mut sums[shift..shift + g.len()]);
                     }
                 }
                 sums.map(f64::from)
@@ -181,7 +182,7 @@ impl Cpu {
         assert_eq!(sums.len(), moments.len(), "a sum for each moment");
         let mixing = f64::from(mixing);
         for (moment, sum) in moments.iter_mut().zip(sums) {
-            let square = sum / num_terms as f64 + f64::from(FACTORED_FLOOR);
+            let square = sum / num_terms as f64 + f64::from(ADAFACTOR_MOMENT_MIN);
             *moment = ((1.0 - mixing) * f64::from(*moment) + mixing * square) as f32;
         }
     }
@@ -190,7 +191,7 @@ impl Cpu {
         &self,
         pieces: &Pieces,
         step: FactoredStep,
-        factors: Factors<'_>,
+        factors: MomentFactors<'_>,
         grads: &[f32],
         sums: &mut [[f64; 2]],
     ) {
@@ -202,7 +203,7 @@ impl Cpu {
             for (row, col, segment) in segments(piece, step.offset, factors.cols.len()) {
                 let cols = &factors.cols[col..col + segment.len()];
                 let (row, scale) = (factors.row(row), step.grad_scale);
-                sum += f64::from(update_squares(self.features, &g[segment], cols, row, scale));
+                sum += f64::from(update_squares(self.simd_level, &g[segment], cols, row, scale));
             }
             // SAFETY: each piece has its own sums.
             let sums = unsafe { sums.range(index, 1) };
@@ -215,7 +216,7 @@ impl Cpu {
         pieces: &Pieces,
         step: FactoredStep,
         lr: &[f32],
-        factors: Factors<'_>,
+        factors: MomentFactors<'_>,
         parameters: &mut [f32],
         grads: &[f32],
     ) {
@@ -227,7 +228,7 @@ impl Cpu {
             let with_lr = (step, lr[0]);
             for (row, col, segment) in segments(piece, step.offset, factors.cols.len()) {
                 let (row, cols) = (factors.row(row), &factors.cols[col..col + segment.len()]);
-                update_row(self.features, &mut p[segment.clone()], &g[segment], cols, row, with_lr);
+                update_row(self.simd_level, &mut p[segment.clone()], &g[segment], cols, row, with_lr);
             }
         });
     }

@@ -66,12 +66,12 @@ impl NewtonSchulzMatmuls {
 impl Cpu {
     /// Returns the words of scratch memory in which [`Cpu::orthogonalize`] packs operands.
     pub(crate) fn orthogonalize_scratch(&self, precision: Precision, [rows, cols]: [usize; 2]) -> usize {
-        let (round, none) = (NewtonSchulzMatmuls { rows, cols }, Floats::F32(&[]));
-        let square = Matrix::row_major(none, round.side(), false);
+        let (matmuls, none) = (NewtonSchulzMatmuls { rows, cols }, Floats::F32(&[]));
+        let square = Matrix::row_major(none, matmuls.side(), false);
         let num_words = |size, left| self.matmul_scratch(precision, size, left);
-        let gram = num_words(round.gram(), round.gram_operands(none).0);
-        let product = num_words(round.product(), round.product_operands(none, none).0);
-        gram.max(num_words(round.square(), square)).max(product)
+        let gram = num_words(matmuls.gram(), matmuls.gram_operands(none).0);
+        let product = num_words(matmuls.product(), matmuls.product_operands(none, none).0);
+        gram.max(num_words(matmuls.square(), square)).max(product)
     }
 
     pub(crate) fn orthogonalize(
@@ -83,7 +83,7 @@ impl Cpu {
         scratch: OrthogonalizeScratch<'_>,
     ) {
         let OrthogonalizeScratch { gram, polynomial, product, words } = scratch;
-        let round = NewtonSchulzMatmuls { rows, cols };
+        let matmuls = NewtonSchulzMatmuls { rows, cols };
         // Divides by the largest element first, so that squares do not overflow. A subnormal element would have an infinite inverse; the
         // momentum of a matrix without gradients decays to such elements.
         let largest = matrix.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
@@ -96,13 +96,13 @@ impl Cpu {
             self.matmul(precision, size, factors, FloatsMut::F32(out), Epilogue::OVERWRITE, words);
         };
         for _ in 0..num_steps {
-            multiply(round.gram(), round.gram_operands(Floats::F32(matrix)), gram);
-            let factor = Matrix::row_major(Floats::F32(gram), round.side(), false);
-            multiply(round.square(), (factor, factor), polynomial);
-            self.combine(polynomial, c, gram, b);
-            let factors = round.product_operands(Floats::F32(matrix), Floats::F32(polynomial));
-            multiply(round.product(), factors, product);
-            self.combine(matrix, a, product, 1.0);
+            multiply(matmuls.gram(), matmuls.gram_operands(Floats::F32(matrix)), gram);
+            let factor = Matrix::row_major(Floats::F32(gram), matmuls.side(), false);
+            multiply(matmuls.square(), (factor, factor), polynomial);
+            self.axpby(polynomial, c, gram, b);
+            let factors = matmuls.product_operands(Floats::F32(matrix), Floats::F32(polynomial));
+            multiply(matmuls.product(), factors, product);
+            self.axpby(matrix, a, product, 1.0);
         }
     }
 }

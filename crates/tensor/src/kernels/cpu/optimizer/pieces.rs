@@ -2,7 +2,7 @@
 
 use super::rules::Update;
 use super::state::{BLOCK_LEN, PieceState, StateSlice, num_blocks};
-use crate::kernels::cpu::simd::CpuFeatures;
+use crate::kernels::cpu::simd::SimdLevel;
 use crate::kernels::cpu::{Cpu, SharedSlice, TASK_ELEMENTS};
 use std::ops::Range;
 
@@ -140,15 +140,11 @@ impl Cpu {
                 unsafe { state.piece(piece.state..piece.state + piece.len, pieces.blocks[index]) }
             });
             let g = if grads.is_empty() { grads } else { &grads[piece.start..piece.start + piece.len] };
-            let walk = PieceStates {
-                features: self.features,
-                states,
-                noise: rounding_seed,
-                position: piece.position,
-            };
+            let piece_states =
+                PieceStates { features: self.simd_level, states, rounding_seed, position: piece.position };
             let update = updates[piece.update];
             let update = scales.get(piece.update).map_or(update, |&scale| update.scaled(scale));
-            let found = update.run(p, g, walk);
+            let found = update.run(p, g, piece_states);
             if let Some(sums) = &sums {
                 // SAFETY: each piece has its own sums.
                 unsafe { sums.range(index, 1) }.copy_from_slice(&[found]);
@@ -172,7 +168,7 @@ impl Pieces {
     /// Copies the state of the pieces `range` to f32s, contiguously. `state` starts with the first of these pieces.
     pub(crate) fn read_state(
         &self,
-        features: CpuFeatures,
+        features: SimdLevel,
         range: Range<usize>,
         state: StateSlice<'_>,
         out: &mut [f32],
@@ -188,7 +184,7 @@ impl Pieces {
     /// the first of these pieces.
     pub(crate) fn write_state(
         &self,
-        features: CpuFeatures,
+        features: SimdLevel,
         range: Range<usize>,
         state: StateSlice<'_>,
         values: &[f32],
@@ -221,9 +217,9 @@ impl Pieces {
 
 /// The state of a piece and the parameters of its rounding.
 pub(super) struct PieceStates<'a> {
-    pub(super) features: CpuFeatures,
+    pub(super) features: SimdLevel,
     states: [PieceState<'a>; 2],
-    noise: u32,
+    rounding_seed: u32,
     position: usize,
 }
 
@@ -235,7 +231,7 @@ impl PieceStates<'_> {
         g: &[f32],
         mut run: impl FnMut(&mut [f32], &[f32], &mut [f32], &mut [f32]) -> [f32; 2],
     ) -> [f64; 2] {
-        let PieceStates { features, states, noise, position } = self;
+        let PieceStates { features, states, rounding_seed: noise, position } = self;
         let mut states = match states {
             [PieceState::Absent, PieceState::Absent] => return widen(run(p, g, &mut [], &mut [])),
             [PieceState::F32(first), PieceState::Absent] => return widen(run(p, g, first, &mut [])),

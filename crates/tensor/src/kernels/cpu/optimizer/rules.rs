@@ -101,7 +101,7 @@ pub struct MuonStep {
 
 /// Hyperparameters of one Adafactor update of a vector (Shazeer, Stern, "Adafactor", 2018, algorithm 5).
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RmsStep {
+pub struct AdafactorVectorStep {
     /// Learning rate of this step, to be multiplied by the parameter's [`StepScale`](super::StepScale).
     pub lr: f32,
     /// Weight of the new square in the second moment.
@@ -144,9 +144,9 @@ pub enum Update {
     /// LAMB's update from existing moments. Its learning rate is multiplied by the parameter's [`StepScale`](super::StepScale). No sums.
     Lamb(AdamWStep),
     /// The second moment of Adafactor's vectors; state: second moment. Parameters are unchanged. Sums: squares of the update, and 0.
-    RmsMoment(RmsStep),
+    AdafactorVectorMoment(AdafactorVectorStep),
     /// Adafactor's update of vectors from the existing second moment. No sums.
-    Rms(RmsStep),
+    AdafactorVector(AdafactorVectorStep),
     /// Muon's momentum; state: momentum. Writes the matrix to be orthogonalized to the parameters. No sums.
     MuonMomentum(MuonStep),
     /// A step along the unmodified gradient, with decoupled decay. No sums.
@@ -154,12 +154,12 @@ pub enum Update {
         /// Learning rate.
         lr: f32,
         /// Factor of the parameter (weight decay).
-        keep: f32,
+        parameter_factor: f32,
     },
     /// A step of constant length against the sign of the gradient; no step where the gradient is 0. No sums.
     Sign {
         /// Length of the step.
-        rate: f32,
+        lr: f32,
     },
 }
 
@@ -167,7 +167,7 @@ pub enum Update {
 const GRADIENT_MAX: f32 = 1e15;
 
 /// Minimum second moment of Adafactor.
-pub(super) const FACTORED_FLOOR: f32 = 1e-30;
+pub(super) const ADAFACTOR_MOMENT_MIN: f32 = 1e-30;
 
 /// The hyperparameters of an Adam step, with derived coefficients that are the same for all elements.
 #[derive(Clone, Copy)]
@@ -274,11 +274,11 @@ for_each_simd_level! {
     }
 
     fn lion(p: &mut [f32], g: &[f32], m: &mut [f32], s: LionStep) {
-        let keep = 1.0 - s.lr * s.weight_decay;
+        let parameter_factor = 1.0 - s.lr * s.weight_decay;
         for ((p, &g), m) in p.iter_mut().zip(g).zip(m) {
             let g = g * s.grad_scale;
             let mixed = s.beta1 * *m + (1.0 - s.beta1) * g;
-            *p = *p * keep - s.lr * sign(mixed);
+            *p = *p * parameter_factor - s.lr * sign(mixed);
             *m = s.beta2 * *m + (1.0 - s.beta2) * g;
         }
     }
@@ -319,9 +319,9 @@ for_each_simd_level! {
         }
     }
 
-    fn rms_moment(g: &[f32], v: &mut [f32], s: RmsStep) -> f32 {
+    fn rms_moment(g: &[f32], v: &mut [f32], s: AdafactorVectorStep) -> f32 {
         for (&g, v) in g.iter().zip(&mut *v) {
-            let square = bounded_square(g * s.grad_scale) + FACTORED_FLOOR;
+            let square = bounded_square(g * s.grad_scale) + ADAFACTOR_MOMENT_MIN;
             *v = (1.0 - s.mixing) * *v + s.mixing * square;
         }
         sum_zip(g, v, v, |g, v, _| {
@@ -330,7 +330,7 @@ for_each_simd_level! {
         })
     }
 
-    fn rms(p: &mut [f32], g: &[f32], v: &[f32], s: RmsStep) {
+    fn rms(p: &mut [f32], g: &[f32], v: &[f32], s: AdafactorVectorStep) {
         for ((p, &g), &v) in p.iter_mut().zip(g).zip(v) {
             *p = *p * s.parameter_factor - s.lr * rms_update(g * s.grad_scale, v);
         }
@@ -358,7 +358,7 @@ fn lamb_update(c: AdamCoefficients, p: f32, m: f32, v: f32) -> f32 {
 /// Returns a gradient divided by the square root of its second moment.
 #[inline(always)]
 pub(super) fn rms_update(g: f32, v: f32) -> f32 {
-    g.clamp(-GRADIENT_MAX, GRADIENT_MAX) / v.max(FACTORED_FLOOR).sqrt()
+    g.clamp(-GRADIENT_MAX, GRADIENT_MAX) / v.max(ADAFACTOR_MOMENT_MIN).sqrt()
 }
 
 /// Access of an update to a value of an element.
@@ -385,7 +385,9 @@ impl Update {
         match self {
             Update::Lars(step) => Update::Lars(LarsStep { lr: step.lr * scale, ..step }),
             Update::Lamb(step) => Update::Lamb(AdamWStep { lr: step.lr * scale, ..step }),
-            Update::Rms(step) => Update::Rms(RmsStep { lr: step.lr * scale, ..step }),
+            Update::AdafactorVector(step) => {
+                Update::AdafactorVector(AdafactorVectorStep { lr: step.lr * scale, ..step })
+            }
             update => panic!("{update:?} has no scale"),
         }
     }
@@ -403,8 +405,8 @@ impl Update {
             Update::Norms { .. } => (5, Read, Read, [Skip; 2]),
             Update::LambMoments(_) => (21, Read, Read, [Change; 2]),
             Update::Lamb(_) => (9, Change, Skip, [Read; 2]),
-            Update::RmsMoment(_) => (14, Skip, Read, [Change, Skip]),
-            Update::Rms(_) => (8, Change, Read, [Read, Skip]),
+            Update::AdafactorVectorMoment(_) => (14, Skip, Read, [Change, Skip]),
+            Update::AdafactorVector(_) => (8, Change, Read, [Read, Skip]),
             Update::MuonMomentum(_) => (7, Change, Read, [Change, Skip]),
             Update::Descend { .. } | Update::Sign { .. } => (3, Change, Read, [Skip; 2]),
         };
@@ -412,12 +414,12 @@ impl Update {
     }
 
     /// Updates a piece. Returns its sums.
-    pub(super) fn run(&self, p: &mut [f32], g: &[f32], walk: PieceStates<'_>) -> [f64; 2] {
-        let features = walk.features;
+    pub(super) fn run(&self, p: &mut [f32], g: &[f32], piece_states: PieceStates<'_>) -> [f64; 2] {
+        let features = piece_states.features;
         const NONE: [f32; 2] = [0.0; 2];
         macro_rules! each {
             (|$p:ident, $g:ident, $m:ident, $v:ident| $run:expr) => {
-                walk.run(p, g, |$p, $g, $m, $v| {
+                piece_states.run(p, g, |$p, $g, $m, $v| {
                     $run;
                     NONE
                 })
@@ -443,20 +445,26 @@ impl Update {
             Update::ToMomentum(step) => each!(|p, _g, m, _v| to_momentum(features, p, m, step)),
             Update::Momentum(step) => each!(|p, g, m, _v| momentum(features, p, g, m, step)),
             Update::Lion(step) => each!(|p, g, m, _v| lion(features, p, g, m, step)),
-            Update::Norms { grad_scale } => walk.run(p, g, |p, g, _, _| norms(features, p, g, grad_scale)),
+            Update::Norms { grad_scale } => {
+                piece_states.run(p, g, |p, g, _, _| norms(features, p, g, grad_scale))
+            }
             Update::Lars(step) => each!(|p, g, m, _v| lars(features, p, g, m, step)),
             Update::LambMoments(step) => {
                 let c = AdamCoefficients::new(step);
-                walk.run(p, g, |p, g, m, v| lamb_moments(features, p, g, m, v, c))
+                piece_states.run(p, g, |p, g, m, v| lamb_moments(features, p, g, m, v, c))
             }
             Update::Lamb(step) => {
                 each!(with c = AdamCoefficients::new(step); |p, _g, m, v| lamb(features, p, m, v, c))
             }
-            Update::RmsMoment(step) => walk.run(p, g, |_, g, v, _| [rms_moment(features, g, v, step), 0.0]),
-            Update::Rms(step) => each!(|p, g, v, _w| rms(features, p, g, v, step)),
+            Update::AdafactorVectorMoment(step) => {
+                piece_states.run(p, g, |_, g, v, _| [rms_moment(features, g, v, step), 0.0])
+            }
+            Update::AdafactorVector(step) => each!(|p, g, v, _w| rms(features, p, g, v, step)),
             Update::MuonMomentum(step) => each!(|p, g, m, _v| muon_momentum(features, p, g, m, step)),
-            Update::Descend { lr, keep } => each!(|p, g, _m, _v| descend(features, p, g, lr, keep)),
-            Update::Sign { rate } => each!(|p, g, _m, _v| step_by_sign(features, p, g, rate)),
+            Update::Descend { lr, parameter_factor: keep } => {
+                each!(|p, g, _m, _v| descend(features, p, g, lr, keep))
+            }
+            Update::Sign { lr: rate } => each!(|p, g, _m, _v| step_by_sign(features, p, g, rate)),
         }
     }
 }

@@ -44,7 +44,7 @@ pub enum StepScale {
 }
 
 impl StepScale {
-    pub(crate) fn of(self, parameter: f64, update: f64) -> f32 {
+    pub(crate) fn factor(self, parameter: f64, update: f64) -> f32 {
         /// Minimum root mean square of a parameter. Zeros could not be updated otherwise.
         const SIZE_MIN: f64 = 1e-3;
         match self {

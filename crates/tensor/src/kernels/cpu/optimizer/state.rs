@@ -5,7 +5,7 @@
 //! and back without loss.
 
 use crate::kernels::cpu::SharedSlice;
-use crate::kernels::cpu::simd::{CpuFeatures, for_each_simd_level};
+use crate::kernels::cpu::simd::{SimdLevel, for_each_simd_level};
 use std::ops::Range;
 use trireme_base::Bf16;
 
@@ -63,7 +63,7 @@ pub(crate) enum StateSlice<'a> {
     Absent,
     F32(SharedSlice<'a, f32>),
     Bf16(SharedSlice<'a, Bf16>),
-    Int8 { codes: SharedSlice<'a, u8>, steps: SharedSlice<'a, f32>, is_square: bool },
+    Int8 { codes: SharedSlice<'a, u8>, steps: SharedSlice<'a, f32>, is_second_moment: bool },
 }
 
 impl<'a> StateSlice<'a> {
@@ -79,10 +79,10 @@ impl<'a> StateSlice<'a> {
                 StateSlice::Absent => PieceState::Absent,
                 StateSlice::F32(values) => PieceState::F32(values.range(start, len)),
                 StateSlice::Bf16(values) => PieceState::Bf16(values.range(start, len)),
-                StateSlice::Int8 { codes, steps, is_square } => PieceState::Int8 {
+                StateSlice::Int8 { codes, steps, is_second_moment: is_square } => PieceState::Int8 {
                     codes: codes.range(start, len),
                     steps: steps.range(block, num_blocks(len)),
-                    is_square: *is_square,
+                    is_second_moment: *is_square,
                 },
             }
         }
@@ -93,21 +93,21 @@ pub(super) enum PieceState<'a> {
     Absent,
     F32(&'a mut [f32]),
     Bf16(&'a mut [Bf16]),
-    Int8 { codes: &'a mut [u8], steps: &'a mut [f32], is_square: bool },
+    Int8 { codes: &'a mut [u8], steps: &'a mut [f32], is_second_moment: bool },
 }
 
 impl PieceState<'_> {
     /// Converts a block to f32.
-    pub(super) fn load(&self, features: CpuFeatures, block: usize, out: &mut [f32]) {
+    pub(super) fn load(&self, features: SimdLevel, block: usize, out: &mut [f32]) {
         let range = block * BLOCK_LEN..block * BLOCK_LEN + out.len();
         match self {
             PieceState::Absent => {}
             PieceState::F32(values) => out.copy_from_slice(&values[range]),
             PieceState::Bf16(values) => load_bf16(features, &values[range], out),
-            PieceState::Int8 { codes, steps, is_square: true } => {
+            PieceState::Int8 { codes, steps, is_second_moment: true } => {
                 load_roots(features, &codes[range], steps[block], out);
             }
-            PieceState::Int8 { codes, steps, is_square: false } => {
+            PieceState::Int8 { codes, steps, is_second_moment: false } => {
                 load_signed(features, &codes[range], steps[block], out);
             }
         }
@@ -116,24 +116,24 @@ impl PieceState<'_> {
     /// Sets a block, which begins at `position` in its unit.
     pub(super) fn store(
         &mut self,
-        features: CpuFeatures,
+        features: SimdLevel,
         block: usize,
         values: &[f32],
-        noise: u32,
+        rounding_seed: u32,
         position: usize,
     ) {
         let range = block * BLOCK_LEN..block * BLOCK_LEN + values.len();
         // Uses all bits of the position: the high ones, which are mostly 0, change the seed.
-        let noise = noise ^ ((position as u64 >> 32) as u32).wrapping_mul(0x85eb_ca6b);
+        let noise = rounding_seed ^ ((position as u64 >> 32) as u32).wrapping_mul(0x85eb_ca6b);
         let position = position as u32;
         match self {
             PieceState::Absent => {}
             PieceState::F32(kept) => kept[range].copy_from_slice(values),
             PieceState::Bf16(kept) => store_bf16(features, values, &mut kept[range], noise, position),
-            PieceState::Int8 { codes, steps, is_square: true } => {
+            PieceState::Int8 { codes, steps, is_second_moment: true } => {
                 steps[block] = store_roots(features, values, &mut codes[range], noise, position);
             }
-            PieceState::Int8 { codes, steps, is_square: false } => {
+            PieceState::Int8 { codes, steps, is_second_moment: false } => {
                 steps[block] = store_signed(features, values, &mut codes[range], noise, position);
             }
         }
@@ -155,9 +155,9 @@ fn random_bits(seed: u32, position: u32) -> u32 {
 /// Avoids a cast, because saturating casts do not become SIMD code. Adding 2^23 leaves the integer part in the low bits.
 #[inline(always)]
 fn round_stochastically(value: f32, bits: u32) -> u8 {
-    const WHOLE: f32 = 8_388_608.0;
+    const ROUNDER: f32 = 8_388_608.0;
     let shift = (bits >> 20) as f32 * (1.0 / 4096.0) + (0.5 / 4096.0 - 0.5);
-    ((value + shift) + WHOLE).to_bits() as u8
+    ((value + shift) + ROUNDER).to_bits() as u8
 }
 
 /// Returns the largest magnitude. Compares integers, because a maximum of floats does not become SIMD code.

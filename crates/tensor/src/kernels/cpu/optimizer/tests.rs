@@ -1,9 +1,9 @@
 mod narrow;
 
-use super::rules::{AdamWStep, LarsStep, LionStep, MomentumStep, MuonStep, RmsStep};
+use super::rules::{AdafactorVectorStep, AdamWStep, LarsStep, LionStep, MomentumStep, MuonStep};
 use super::*;
 use crate::kernels::cpu::test_support::{
-    Exact, assert_close, cases, cases_for_miri, exactly, not_finite, random, run,
+    Exact, assert_close, cases, cases_for_miri, not_finite, random, run, to_f64,
 };
 use crate::kernels::cpu::{Cpu, SharedSlice};
 use proptest::prelude::*;
@@ -106,8 +106,8 @@ fn adamw_f64(s: AdamWStep, parameter: f64, grad: f64, first: f64, second: f64) -
     let (nu, mean) = (f64::from(s.nu), 1.0 / (1.0 - beta1.powf(s.step as f64)));
     let direction = nu * mean * first.value + (1.0 - nu) * grad;
     let value = parameter - lr * decay * parameter - factor * direction;
-    let magnitude =
-        parameter.abs() * (1.0 + lr * decay) + factor * (nu * mean * first.in_f32 + (1.0 - nu) * grad.abs());
+    let magnitude = parameter.abs() * (1.0 + lr * decay)
+        + factor * (nu * mean * first.f32_magnitude + (1.0 - nu) * grad.abs());
     [Exact::new(value, magnitude), first, second]
 }
 
@@ -116,19 +116,22 @@ fn momentum_f64(s: MomentumStep, parameter: f64, grad: f64, velocity: f64) -> [E
     let [lr, momentum, decay, scale] = [s.lr, s.momentum, s.weight_decay, s.grad_scale].map(f64::from);
     let grad = sum(&[scale * grad, decay * parameter]);
     let kept = if s.step == 1 { 0.0 } else { momentum * velocity };
-    let velocity = Exact::new(grad.value + kept, grad.in_f32 + kept.abs());
+    let velocity = Exact::new(grad.value + kept, grad.f32_magnitude + kept.abs());
     let along = if s.nesterov {
-        Exact::new(grad.value + momentum * velocity.value, grad.in_f32 + momentum * velocity.in_f32)
+        Exact::new(
+            grad.value + momentum * velocity.value,
+            grad.f32_magnitude + momentum * velocity.f32_magnitude,
+        )
     } else {
         velocity
     };
-    [Exact::new(parameter - lr * along.value, parameter.abs() + lr * along.in_f32), velocity]
+    [Exact::new(parameter - lr * along.value, parameter.abs() + lr * along.f32_magnitude), velocity]
 }
 
 fn check_adamw(inputs: &Inputs, step: AdamWStep) {
     let found = inputs.adamw(step);
     let [parameters, grads, first, second] =
-        [&inputs.parameters, &inputs.grads, &inputs.first, &inputs.second].map(|values| exactly(values));
+        [&inputs.parameters, &inputs.grads, &inputs.first, &inputs.second].map(|values| to_f64(values));
     let exact = |index: usize| adamw_f64(step, parameters[index], grads[index], first[index], second[index]);
     for (output, what) in ["parameter", "first moment", "second moment"].into_iter().enumerate() {
         let exact = (0..grads.len()).map(|index| exact(index)[output]);
@@ -139,7 +142,7 @@ fn check_adamw(inputs: &Inputs, step: AdamWStep) {
 fn check_momentum(inputs: &Inputs, step: MomentumStep) {
     let found = inputs.momentum(step);
     let [parameters, grads, velocity] =
-        [&inputs.parameters, &inputs.grads, &inputs.first].map(|values| exactly(values));
+        [&inputs.parameters, &inputs.grads, &inputs.first].map(|values| to_f64(values));
     let exact = |index: usize| momentum_f64(step, parameters[index], grads[index], velocity[index]);
     for (output, what) in ["parameter", "velocity"].into_iter().enumerate() {
         let exact = (0..grads.len()).map(|index| exact(index)[output]);
@@ -269,7 +272,7 @@ fn elements_without_a_frozen_second_moment_stay() {
 /// Returns every update, with options that other tests do not cover.
 fn updates() -> [Update; 17] {
     let adam = AdamWStep { num_second_updates: 2, ..ADAMW };
-    let rms = RmsStep { lr: 0.01, mixing: 0.1, parameter_factor: 0.99, grad_scale: 0.5 };
+    let rms = AdafactorVectorStep { lr: 0.01, mixing: 0.1, parameter_factor: 0.99, grad_scale: 0.5 };
     [
         Update::AdamW(ADAMW),
         Update::Adam(ADAMW),
@@ -283,11 +286,11 @@ fn updates() -> [Update; 17] {
         Update::Lars(LarsStep { lr: 0.01, momentum: 0.9, weight_decay: 0.1, grad_scale: 0.5 }),
         Update::LambMoments(ADAMW),
         Update::Lamb(ADAMW),
-        Update::RmsMoment(rms),
-        Update::Rms(rms),
+        Update::AdafactorVectorMoment(rms),
+        Update::AdafactorVector(rms),
         Update::MuonMomentum(MuonStep { momentum: 0.95, nesterov: true, grad_scale: 0.5 }),
-        Update::Descend { lr: 0.1, keep: 0.9 },
-        Update::Sign { rate: 0.1 },
+        Update::Descend { lr: 0.1, parameter_factor: 0.9 },
+        Update::Sign { lr: 0.1 },
     ]
 }
 
@@ -334,7 +337,7 @@ fn factored_kernels_match_f64() {
         let pieces = Pieces::new(pieces);
         let (row_moments, col_moments) = factors.split_at(rows);
         let step = FactoredStep { offset, parameter_factor: 0.9, grad_scale: 0.5 };
-        let factors = Factors { rows: row_moments, cols: col_moments, row_mean: &[0.5] };
+        let factors = MomentFactors { rows: row_moments, cols: col_moments, row_mean: &[0.5] };
         let [row_sums, col_sums, squares, after] = run(|cpu| {
             let (mut row_sums, mut col_sums) = (vec![0.0; rows], vec![0.0; cols]);
             cpu.row_squares(&matrix, &grads, 0.5, &mut row_sums);

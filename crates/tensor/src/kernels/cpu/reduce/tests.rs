@@ -1,8 +1,8 @@
 use super::*;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::test_support::{
-    DTYPES, Exact, assert_close, cases, cases_for_miri, cpu, exactly, levels, narrow, not_finite, random,
-    run, widen,
+    DTYPES, Exact, assert_close, cases, cases_for_miri, cpu, levels, narrow, not_finite, random, run, to_f64,
+    widen,
 };
 use proptest::prelude::*;
 use trireme_base::{Bf16, F16};
@@ -40,7 +40,7 @@ fn column_sums<T: Element>(x: &[T], cols: usize) -> [Vec<f32>; 2] {
 fn check_columns<T: Element>(x: &[T], cols: usize) {
     let rows = x.len() / cols;
     let [written, added] = column_sums(x, cols);
-    let x = exactly(x);
+    let x = to_f64(x);
     let sum = |col: usize, before: f64| {
         let column = x.iter().skip(col).step_by(cols);
         let (sum, magnitude) = column.fold((0.0, 0.0), |(sum, magnitude), x| (sum + x, magnitude + x.abs()));
@@ -70,7 +70,7 @@ fn small_terms_of_a_long_column_are_not_lost() {
     let rows = if cfg!(miri) { 300 } else { 4096 };
     let x: Vec<f32> = (0..rows).map(|row| if row < 128 { 1.0 } else { 3e-6 }).collect();
     let [written, _] = column_sums(&x, 1);
-    let exact: f64 = exactly(&x).iter().sum();
+    let exact: f64 = to_f64(&x).iter().sum();
     assert!((f64::from(written[0]) - exact).abs() < 1e-5 * (rows as f64 / 128.0), "{} {exact}", written[0]);
 }
 
@@ -120,7 +120,7 @@ fn conversions_round_each_element_to_nearest_even_at_every_level() {
             cpu.convert(&x, &mut y);
             [widen(&y)]
         });
-        for (x, found) in exactly(&x).into_iter().zip(found) {
+        for (x, found) in to_f64(&x).into_iter().zip(found) {
             // The conversion of single elements is tested with the element types.
             let expected = U::from_f32(x as f32).to_f32();
             let is_same = expected.to_bits() == found.to_bits() || (x.is_nan() && found.is_nan());
@@ -174,7 +174,7 @@ proptest! {
     }
 
     #[test]
-    fn sums_of_any_two_buffers_are_those_of_their_elements(
+    fn sums_of_any_two_buffers_are_correctly_rounded(
         pairs in proptest::collection::vec(any::<(u32, u32)>(), 0..100),
         repeat in prop_oneof![Just(1_usize), Just(400)],
     ) {

@@ -2,7 +2,7 @@ use super::Cpu;
 use crate::kernels::call::AttentionCall;
 use crate::kernels::cpu::element::{Element, with_element};
 use crate::kernels::{
-    AttentionGrads, AttentionInputs, AttentionOutput, CacheSpan, ForwardResults, Operand, OutputRowsMut,
+    AttentionGrads, AttentionInputs, AttentionOutput, ForwardResults, LayerKvCache, Operand, RowDestination,
     SharedSlice,
 };
 
@@ -41,7 +41,7 @@ impl Cpu {
             AttentionCall::Attention { inputs, mut y, mut log_sums, mut scratch, shape, scope } => {
                 let (log_sums, scratch) = (log_sums.f32s(self), scratch.f32s(self));
                 with_element!(inputs.queries.dtype() => |T| {
-                    let y = OutputRowsMut::Elements(SharedSlice::new(y.elements(self)));
+                    let y = RowDestination::Elements(SharedSlice::new(y.elements(self)));
                     let results = ForwardResults { y, log_sums };
                     self.attention::<T>(self.inputs(inputs), shape, scope, results, scratch);
                 });
@@ -50,7 +50,7 @@ impl Cpu {
                 let (log_sums, scratch) = (log_sums.f32s(self), scratch.f32s(self));
                 let y = y.f32s(self);
                 with_element!(inputs.queries.dtype() => |T| {
-                    let y = OutputRowsMut::Sums(SharedSlice::new(y));
+                    let y = RowDestination::Sums(SharedSlice::new(y));
                     let results = ForwardResults { y, log_sums };
                     self.attention::<T>(self.inputs(inputs), shape, scope, results, scratch);
                 });
@@ -67,8 +67,9 @@ impl Cpu {
                 capacity,
                 len,
             } => {
-                let mut cache = CacheSpan { keys: keys.f32s(self), values: values.f32s(self), capacity, len };
-                let y = OutputRowsMut::Elements(SharedSlice::new(y.f32s(self)));
+                let mut cache =
+                    LayerKvCache { keys: keys.f32s(self), values: values.f32s(self), capacity, len };
+                let y = RowDestination::Elements(SharedSlice::new(y.f32s(self)));
                 let results = ForwardResults { y, log_sums: log_sums.f32s(self) };
                 let scratch = scratch.f32s(self);
                 self.attention_cached(qkv.f32s(self), shape, rule, &mut cache, results, scratch);
@@ -84,9 +85,9 @@ impl Cpu {
             } => {
                 let scratch = scratch.f32s(self);
                 with_element!(inputs.queries.dtype() => |T| {
-                    let queries = OutputRowsMut::Elements(SharedSlice::new(d_queries.elements(self)));
+                    let queries = RowDestination::Elements(SharedSlice::new(d_queries.elements(self)));
                     let keys_values =
-                        d_keys_values.as_mut().map(|grad| OutputRowsMut::Elements(SharedSlice::new(grad.elements(self))));
+                        d_keys_values.as_mut().map(|grad| RowDestination::Elements(SharedSlice::new(grad.elements(self))));
                     let (inputs, output) = (self.inputs(inputs), self.output(output));
                     let grads = AttentionGrads { queries, keys_values };
                     self.attention_backward::<T>(inputs, shape, scope, output, grads, scratch);
@@ -104,8 +105,8 @@ impl Cpu {
                 let scratch = scratch.f32s(self);
                 let (d_queries, d_keys_values) = (d_queries.f32s(self), d_keys_values.f32s(self));
                 with_element!(inputs.queries.dtype() => |T| {
-                    let queries = OutputRowsMut::Sums(SharedSlice::new(d_queries));
-                    let keys_values = Some(OutputRowsMut::Sums(SharedSlice::new(d_keys_values)));
+                    let queries = RowDestination::Sums(SharedSlice::new(d_queries));
+                    let keys_values = Some(RowDestination::Sums(SharedSlice::new(d_keys_values)));
                     let (inputs, output) = (self.inputs(inputs), self.output(output));
                     let grads = AttentionGrads { queries, keys_values };
                     self.attention_backward::<T>(inputs, shape, scope, output, grads, scratch);

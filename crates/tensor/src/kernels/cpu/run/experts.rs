@@ -1,7 +1,7 @@
 use super::Cpu;
 use crate::kernels::call::ExpertCall;
 use crate::kernels::cpu::element::with_element;
-use crate::kernels::cpu::experts::{Chosen, Routing};
+use crate::kernels::cpu::experts::{ChosenRows, Routing};
 
 impl Cpu {
     pub(super) fn run_expert(&self, call: ExpertCall) {
@@ -31,7 +31,7 @@ impl Cpu {
             ExpertCall::CombineRows { x, places, weights, residual, mut y } => {
                 let (cols, num_choices) = (x.shape().cols(), places.shape().cols());
                 let [weights, residual] = [weights, residual].map(|operand| self.optional_f32s(operand));
-                let chosen = Chosen { places: places.u32s(self), num_choices, weights };
+                let chosen = ChosenRows { positions: places.u32s(self), num_choices, weights };
                 with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
                     self.combine_rows::<X, Y>(x.elements(self), cols, chosen, residual, y.elements(self));
                 }));

@@ -1,12 +1,12 @@
 use super::Cpu;
 use crate::kernels::call::OptimizerCall;
-use crate::kernels::cpu::optimizer::{Factors, OrthogonalizeScratch, PieceUpdates};
+use crate::kernels::cpu::optimizer::{MomentFactors, OrthogonalizeScratch, PieceUpdates};
 use crate::kernels::{FactoredMoments, Operand, StateSlice};
 
 impl Cpu {
-    fn factors(&self, moments: FactoredMoments<Operand>) -> Factors<'_> {
+    fn factors(&self, moments: FactoredMoments<Operand>) -> MomentFactors<'_> {
         let FactoredMoments { rows, cols, row_mean } = moments;
-        Factors { rows: rows.f32s(self), cols: cols.f32s(self), row_mean: row_mean.f64s(self) }
+        MomentFactors { rows: rows.f32s(self), cols: cols.f32s(self), row_mean: row_mean.f64s(self) }
     }
 
     pub(super) fn run_optimizer(&self, call: OptimizerCall) {
@@ -42,7 +42,7 @@ impl Cpu {
                 let sums = of_parameter.f64s(self).iter().zip(of_update.f64s(self));
                 for ((out, scale), (&parameter, &update)) in out.f32s(self).iter_mut().zip(&*scales).zip(sums)
                 {
-                    *out = scale.of(parameter, update);
+                    *out = scale.factor(parameter, update);
                 }
             }
             OptimizerCall::FactoredSums { matrix, grads, scale, mut sums } => {

@@ -233,7 +233,7 @@ fn advance(device: &Device, state: &mut Fp8State) -> [f64; 3] {
 }
 
 #[test]
-fn products_are_those_of_rounded_factors() {
+fn matmuls_match_quantized_operands() {
     let identity = InputActivation::Identity;
     for layout in [WeightLayout::InputsFirst, WeightLayout::OutputsFirst] {
         for (activation, with_residual, formats, dy_format, margin) in [
@@ -261,7 +261,7 @@ fn products_are_those_of_rounded_factors() {
 }
 
 #[test]
-fn passes_without_training_and_layers_left_out_change_no_scale() {
+fn evaluation_and_layers_without_scales_record_no_amaxes() {
     let case = Case::new(WeightLayout::InputsFirst, InputActivation::Identity, true);
     let mut state = state(&case, Fp8Formats::Hybrid, 0);
     let scales = Some(Arc::clone(state.scales()));

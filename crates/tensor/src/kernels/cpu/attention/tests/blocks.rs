@@ -37,17 +37,17 @@ impl<T: Element> Inputs<T> {
             let scope = |keys| AttentionScope { rule: *rule, queries: at, keys };
             let mut sums = vec![0.0; dy.len()];
             let mut log_sums = vec![f32::NEG_INFINITY; part.rows() * part.num_heads];
-            let (num_keys, document_starts) = (self.num_keys.as_deref(), document_starts.as_deref());
+            let (num_keys, document_starts) = (self.padding_starts.as_deref(), document_starts.as_deref());
             let rows: Vec<Vec<T>> = blocks.iter().map(|&keys| keys_values(keys)).collect();
             let inputs = rows.iter().map(|rows| AttentionInputs {
                 queries: &queries[..],
                 keys_values: Some(&rows[..]),
-                num_keys,
+                padding_starts: num_keys,
                 document_starts,
             });
             for (&keys, inputs) in blocks.iter().zip(inputs.clone()) {
                 let results = ForwardResults {
-                    y: OutputRowsMut::Sums(SharedSlice::new(&mut sums)),
+                    y: RowDestination::Sums(SharedSlice::new(&mut sums)),
                     log_sums: &mut log_sums,
                 };
                 cpu.attention(inputs, part, scope(keys), results, &mut scratch);
@@ -58,8 +58,8 @@ impl<T: Element> Inputs<T> {
                 let mut d_keys_values =
                     take(&found[2], shape.qkv_cols(), rows_of(keys), q_cols..shape.qkv_cols());
                 let grads = AttentionGrads {
-                    queries: OutputRowsMut::Sums(SharedSlice::new(&mut d_queries)),
-                    keys_values: Some(OutputRowsMut::Sums(SharedSlice::new(&mut d_keys_values))),
+                    queries: RowDestination::Sums(SharedSlice::new(&mut d_queries)),
+                    keys_values: Some(RowDestination::Sums(SharedSlice::new(&mut d_keys_values))),
                 };
                 let output = AttentionOutput { y: &y[..], log_sums: &log_sums[..], dy: &dy[..] };
                 cpu.attention_backward(inputs, part, scope(keys), output, grads, &mut scratch);
@@ -102,7 +102,7 @@ fn keys_block_by_block_match_f64() {
                         let start = |row: usize| if row % shape.seq_len < 7 { 0 } else { 7 };
                         inputs.document_starts = Some((0..shape.rows()).map(start).collect());
                     } else {
-                        inputs.num_keys = Some(vec![9; shape.batch]);
+                        inputs.padding_starts = Some(vec![9; shape.batch]);
                     }
                     check_results(&inputs, run_at_levels(|cpu| inputs.run_in_blocks_on(cpu, degree)));
                 });

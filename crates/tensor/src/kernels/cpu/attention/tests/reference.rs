@@ -13,14 +13,15 @@ pub(super) struct Reference {
 pub(super) struct Settings {
     pub(super) shape: AttentionShape,
     pub(super) rule: AttentionRule,
-    pub(super) num_keys: Option<Vec<u32>>,
+    pub(super) padding_starts: Option<Vec<u32>>,
     pub(super) document_starts: Option<Vec<u32>>,
 }
 
 impl Settings {
     /// Returns the key positions that the query at `position` sees.
     fn seen(&self, sequence: usize, position: usize) -> Vec<usize> {
-        let num_keys = self.num_keys.as_ref().map_or(usize::MAX, |num_keys| num_keys[sequence] as usize);
+        let num_keys =
+            self.padding_starts.as_ref().map_or(usize::MAX, |num_keys| num_keys[sequence] as usize);
         let AttentionRule { is_causal, window, .. } = self.rule;
         let row = sequence * self.shape.seq_len + position;
         let start = self.document_starts.as_ref().map_or(0, |starts| starts[row] as usize);
@@ -50,12 +51,12 @@ struct Row {
 }
 
 impl Row {
-    fn new(qkv: &[f64], facts: &Settings, row: usize, head: usize) -> Self {
-        let (shape, rule) = (facts.shape, facts.rule);
+    fn new(qkv: &[f64], settings: &Settings, row: usize, head: usize) -> Self {
+        let (shape, rule) = (settings.shape, settings.rule);
         let cols = shape.qkv_cols();
         let (sequence, position) = (row / shape.seq_len, row % shape.seq_len);
         let kv_head = head / (shape.num_heads / shape.num_kv_heads);
-        let seen = facts.seen(sequence, position);
+        let seen = settings.seen(sequence, position);
         let first = sequence * shape.seq_len;
         let place = |col: usize| seen.iter().map(|key| (first + key) * cols + col).collect::<Vec<usize>>();
         let query = row * cols + head * shape.head_dim;
@@ -67,8 +68,8 @@ impl Row {
             (0..shape.head_dim).map(|i| term(qkv[query + i] * qkv[key + i])).sum::<f64>() * scale
         };
         let cap = rule.soft_cap.map(f64::from);
-        let bent = |score: f64| cap.map_or(score, |cap| cap * (score / cap).tanh());
-        let scores: Vec<f64> = keys.iter().map(|key| bent(dot(key, |term| term))).collect();
+        let soft_capped = |score: f64| cap.map_or(score, |cap| cap * (score / cap).tanh());
+        let scores: Vec<f64> = keys.iter().map(|key| soft_capped(dot(key, |term| term))).collect();
         let slope = |score: &f64| cap.map_or(scale, |cap| scale * (1.0 - (score / cap).powi(2)));
         let slopes = scores.iter().map(slope).collect();
         let score_magnitude = keys.iter().map(|key| dot(key, f64::abs)).fold(0.0, f64::max);
@@ -90,19 +91,23 @@ impl Row {
     fn output(&self, qkv: &[f64], i: usize) -> Exact {
         let terms = || self.weights.iter().zip(&self.values).map(|(weight, value)| weight * qkv[value + i]);
         let (value, magnitude) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
-        Exact { value, in_f32: magnitude * self.amplified(), in_element: value.abs() + magnitude }
+        Exact {
+            value,
+            f32_magnitude: magnitude * self.amplified(),
+            element_magnitude: value.abs() + magnitude,
+        }
     }
 
     /// Adds the row's contribution to the gradients.
     fn backward(&self, qkv: &[f64], y: &[Exact], dy: &[f64], d_qkv: &mut [Exact]) {
         let mut add = |index: usize, value: f64, magnitude: f64| {
             d_qkv[index].value += value;
-            d_qkv[index].in_f32 += magnitude * self.amplified();
-            d_qkv[index].in_element += magnitude;
+            d_qkv[index].f32_magnitude += magnitude * self.amplified();
+            d_qkv[index].element_magnitude += magnitude;
         };
         let delta: f64 = y.iter().zip(dy).map(|(y, dy)| y.value * dy).sum();
         // The output is rounded before it is used here.
-        let delta_magnitude: f64 = y.iter().zip(dy).map(|(y, dy)| y.in_element * dy.abs()).sum();
+        let delta_magnitude: f64 = y.iter().zip(dy).map(|(y, dy)| y.element_magnitude * dy.abs()).sum();
         let places = self.keys.iter().zip(&self.values);
         for ((&weight, &slope), (&key, &value)) in self.weights.iter().zip(&self.slopes).zip(places) {
             let terms = || dy.iter().enumerate().map(|(i, dy)| dy * qkv[value + i]);
@@ -118,8 +123,8 @@ impl Row {
 }
 
 impl Reference {
-    pub(super) fn new(qkv: &[f64], dy: &[f64], facts: &Settings) -> Self {
-        let shape = facts.shape;
+    pub(super) fn new(qkv: &[f64], dy: &[f64], settings: &Settings) -> Self {
+        let shape = settings.shape;
         let dim = shape.value_dim;
         let mut y = vec![Exact::default(); dy.len()];
         let mut log_sums = vec![Exact::default(); shape.rows() * shape.num_heads];
@@ -128,7 +133,7 @@ impl Reference {
             for head in 0..shape.num_heads {
                 let place = row * shape.output_cols() + head * dim;
                 let (y, dy) = (&mut y[place..place + dim], &dy[place..place + dim]);
-                let found = Row::new(qkv, facts, row, head);
+                let found = Row::new(qkv, settings, row, head);
                 y.iter_mut().enumerate().for_each(|(i, y)| *y = found.output(qkv, i));
                 let (sequence, position) = (row / shape.seq_len, row % shape.seq_len);
                 log_sums[(sequence * shape.num_heads + head) * shape.seq_len + position] =
@@ -137,28 +142,28 @@ impl Reference {
             }
         }
         // The sums are rounded at the end.
-        d_qkv.iter_mut().for_each(|exact| exact.in_element += exact.value.abs());
+        d_qkv.iter_mut().for_each(|exact| exact.element_magnitude += exact.value.abs());
         Reference { y, log_sums, d_qkv }
     }
 
-    fn loss(qkv: &[f64], dy: &[f64], facts: &Settings) -> f64 {
-        Reference::new(qkv, dy, facts).y.iter().zip(dy).map(|(y, dy)| y.value * dy).sum()
+    fn loss(qkv: &[f64], dy: &[f64], settings: &Settings) -> f64 {
+        Reference::new(qkv, dy, settings).y.iter().zip(dy).map(|(y, dy)| y.value * dy).sum()
     }
 }
 
 #[test]
-fn the_gradients_of_the_reference_are_differences_of_its_outputs() {
+fn reference_gradients_match_finite_differences() {
     let shape = shape(2, 4, 4, 2, 3);
-    let qkv = exactly(&random(shape.rows() * shape.qkv_cols(), "qkv"));
-    let dy = exactly(&random(shape.rows() * shape.output_cols(), "dy"));
+    let qkv = to_f64(&random(shape.rows() * shape.qkv_cols(), "qkv"));
+    let dy = to_f64(&random(shape.rows() * shape.output_cols(), "dy"));
     for rule in rules(3) {
-        let facts = Settings { shape, rule, num_keys: Some(vec![4, 3]), document_starts: None };
-        let exact = Reference::new(&qkv, &dy, &facts);
+        let settings = Settings { shape, rule, padding_starts: Some(vec![4, 3]), document_starts: None };
+        let exact = Reference::new(&qkv, &dy, &settings);
         for (index, exact) in exact.d_qkv.iter().enumerate() {
             let shifted = |by: f64| {
                 let mut qkv = qkv.clone();
                 qkv[index] += by;
-                Reference::loss(&qkv, &dy, &facts)
+                Reference::loss(&qkv, &dy, &settings)
             };
             let slope = (shifted(1e-5) - shifted(-1e-5)) / 2e-5;
             assert!((exact.value - slope).abs() < 1e-8, "{index}: {} instead of {slope}", exact.value);

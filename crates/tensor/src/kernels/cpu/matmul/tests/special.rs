@@ -6,7 +6,7 @@ use crate::kernels::cpu::test_support::not_finite;
 /// A matmul of finite values at every level, and a non-finite value to insert.
 struct NonFiniteCase {
     case: Case,
-    clean: Vec<(CpuFeatures, Results)>,
+    clean: Vec<(SimdLevel, Results)>,
     value: f32,
 }
 
@@ -62,7 +62,7 @@ fn non_finite_values_reach_their_row_or_column_only() {
 }
 
 /// Multiplies `values` as a row by a column whose elements are all `other`.
-fn sum_of(features: CpuFeatures, precision: Precision, values: &[f32], other: f32) -> f32 {
+fn sum_of(features: SimdLevel, precision: Precision, values: &[f32], other: f32) -> f32 {
     let size = MatmulSizes { rows: 1, cols: 1, inner: values.len() };
     let others = vec![other; values.len()];
     let factors = (
@@ -111,7 +111,7 @@ fn subnormal_values_are_kept_unless_instructions_flush_them() {
     let tiny = f32::MIN_POSITIVE / 2.0;
     for features in levels() {
         // vdpbf16ps and tdpbf16ps treat subnormal operands as zero and flush subnormal results to zero.
-        let flushes = features >= CpuFeatures::Avx512Bf16;
+        let flushes = features >= SimdLevel::Avx512Bf16;
         for precision in [Precision::F32, Precision::Bf16] {
             let expected = |value: f32| if flushes && precision == Precision::Bf16 { 0.0 } else { value };
             let sum = |values: &[f32], other: f32| sum_of(features, precision, values, other);

@@ -1,7 +1,7 @@
 //! Optimizer state in fewer bits.
 
 use super::*;
-use crate::kernels::cpu::simd::CpuFeatures;
+use crate::kernels::cpu::simd::SimdLevel;
 use crate::kernels::cpu::test_support::cpu;
 use trireme_base::Bf16;
 
@@ -27,27 +27,27 @@ impl StoredState {
             StateDType::Int8 => StateSlice::Int8 {
                 codes: SharedSlice::new(&mut self.codes),
                 steps: SharedSlice::new(&mut self.steps),
-                is_square: self.is_square,
+                is_second_moment: self.is_square,
             },
         }
     }
 
     fn read(&mut self, cpu: &Cpu, pieces: &Pieces, len: usize) -> Vec<f32> {
         let mut values = vec![f32::NAN; len];
-        pieces.read_state(cpu.features, 0..pieces.as_slice().len(), self.slice(), &mut values);
+        pieces.read_state(cpu.simd_level, 0..pieces.as_slice().len(), self.slice(), &mut values);
         values
     }
 }
 
 /// Returns values after a round trip through a state.
-fn kept(dtype: StateDType, is_square: bool, values: &[f32]) -> Vec<f32> {
+fn round_trip(dtype: StateDType, is_square: bool, values: &[f32]) -> Vec<f32> {
     let [found] = run(|cpu| {
         let pieces = Pieces::whole(values.len());
         let all = 0..pieces.as_slice().len();
         let mut kept = StoredState::new(dtype, is_square, values.len());
-        pieces.write_state(cpu.features, all.clone(), kept.slice(), values);
+        pieces.write_state(cpu.simd_level, all.clone(), kept.slice(), values);
         let found = kept.read(cpu, &pieces, values.len());
-        pieces.write_state(cpu.features, all, kept.slice(), &found);
+        pieces.write_state(cpu.simd_level, all, kept.slice(), &found);
         assert_eq!(kept.read(cpu, &pieces, values.len()), found, "what was kept once stays as it is");
         [found]
     });
@@ -60,10 +60,11 @@ fn narrow_states_keep_their_error_bounds() {
         for size in [0.0, 1e-25, 1e-8, 1.0, 1e15] {
             let values: Vec<f32> = random(len, "values").iter().map(|x| size * x).collect();
             let squares: Vec<f32> = values.iter().map(|x| x * x).collect();
-            for (&x, found) in values.iter().zip(kept(StateDType::Bf16, false, &values)) {
+            for (&x, found) in values.iter().zip(round_trip(StateDType::Bf16, false, &values)) {
                 assert!((x - found).abs() <= x.abs() / 128.0, "{x} {found}");
             }
-            for (values, found) in values.chunks(256).zip(kept(StateDType::Int8, false, &values).chunks(256))
+            for (values, found) in
+                values.chunks(256).zip(round_trip(StateDType::Int8, false, &values).chunks(256))
             {
                 let unit = values.iter().fold(0.0_f32, |most, x| most.max(x.abs())) / 127.0 * 1.001;
                 for (x, found) in values.iter().zip(found) {
@@ -71,7 +72,7 @@ fn narrow_states_keep_their_error_bounds() {
                 }
             }
             for (squares, found) in
-                squares.chunks(256).zip(kept(StateDType::Int8, true, &squares).chunks(256))
+                squares.chunks(256).zip(round_trip(StateDType::Int8, true, &squares).chunks(256))
             {
                 let unit = squares.iter().fold(0.0_f32, |most, &x| most.max(x)).sqrt() / 255.0 * 1.001;
                 for (&x, &found) in squares.iter().zip(found) {
@@ -88,7 +89,7 @@ fn values_that_are_not_finite_stay_apart_from_other_blocks() {
     let mut values = vec![1.0; 600];
     values[300] = f32::INFINITY;
     for is_square in [false, true] {
-        let found = kept(StateDType::Int8, is_square, &values);
+        let found = round_trip(StateDType::Int8, is_square, &values);
         assert!(found[..256].iter().chain(&found[512..]).all(|x| (x - 1.0).abs() < 1e-3), "{is_square}");
         assert!(found.iter().all(|x| x.is_finite()));
     }
@@ -106,8 +107,8 @@ fn rounding_at_random_keeps_means_right() {
                 (StoredState::new(dtype, false, len), StoredState::new(dtype, true, len));
             let ones = vec![1.0; len];
             let all = 0..pieces.as_slice().len();
-            pieces.write_state(cpu.features, all.clone(), first.slice(), &ones);
-            pieces.write_state(cpu.features, all, second.slice(), &ones);
+            pieces.write_state(cpu.simd_level, all.clone(), first.slice(), &ones);
+            pieces.write_state(cpu.simd_level, all, second.slice(), &ones);
             let mut parameters = vec![0.0; len];
             let grads: Vec<f32> = (0..len).map(|index| (index % 2) as f32).collect();
             let mut sums = vec![[0.0; 2]; pieces.as_slice().len()];
@@ -136,14 +137,14 @@ fn rounding_at_random_keeps_means_right() {
 
 #[test]
 fn noise_does_not_repeat_after_as_many_elements_as_u32_has_values() {
-    let cpu = cpu(CpuFeatures::Portable, 1);
+    let cpu = cpu(SimdLevel::Portable, 1);
     let values = random(256, "values");
     for dtype in [StateDType::Bf16, StateDType::Int8] {
         let kept_at = |position| {
             let piece = Piece { position, start: 0, state: 0, len: values.len(), update: 0 };
             let pieces = Pieces::new(vec![piece]);
             let mut kept = StoredState::new(dtype, false, values.len());
-            pieces.write_state(cpu.features, 0..1, kept.slice(), &values);
+            pieces.write_state(cpu.simd_level, 0..1, kept.slice(), &values);
             kept.read(&cpu, &pieces, values.len())
         };
         assert_eq!(kept_at(7), kept_at(7));

@@ -3,7 +3,7 @@
 use super::acceptor::Acceptor;
 use super::channel::Channel;
 use super::hello::Hello;
-use super::joining::Joining;
+use super::joining::JoinContext;
 use super::message::Message;
 use super::rank_address::RankAddress;
 use super::refusals::Refusals;
@@ -27,7 +27,7 @@ const FAILURE_REPORT_DURATION: Duration = Duration::from_secs(10);
 /// A rank that has joined.
 pub(super) struct JoinedRank {
     pub(super) channel: Channel,
-    pub(super) place: RankAddress,
+    pub(super) address: RankAddress,
 }
 
 /// Listens on the first of `addresses` that is an address of this host.
@@ -51,10 +51,10 @@ pub(super) fn listen(addresses: &[SocketAddr]) -> Result<TcpListener, CommError>
 
 /// Waits until all ranks from 1 on have joined. Returns them in rank order, with `None` for rank 0.
 pub(super) fn wait_for_ranks(
-    joining: &Joining<'_>,
+    joining: &JoinContext<'_>,
     listener: &TcpListener,
 ) -> Result<Vec<Option<JoinedRank>>, CommError> {
-    let Joining { options, key, refusals, deadline, waiting, .. } = *joining;
+    let JoinContext { options, key, refusals, deadline, progress: waiting, .. } = *joining;
     let wrap = |source| CommError::rendezvous("waiting for the other ranks to join", source);
     let mut peers: Vec<Option<JoinedRank>> = (0..options.world_size).map(|_| None).collect();
     let mut acceptor = Acceptor::<Hello>::new(listener, key, refusals).map_err(wrap)?;
@@ -63,8 +63,8 @@ pub(super) fn wait_for_ranks(
         if now >= deadline {
             return Err(give_up(options, peers, listener, refusals));
         }
-        let look = deadline.min(now + CHECK_INTERVAL);
-        let peer = acceptor.next(look, |hello| objection(hello, &peers, options)).map_err(wrap)?;
+        let next_check = deadline.min(now + CHECK_INTERVAL);
+        let peer = acceptor.next(next_check, |hello| objection(hello, &peers, options)).map_err(wrap)?;
         let Some(peer) = peer else {
             // Ranks that have disconnected may join again.
             peers.iter_mut().for_each(|peer| drop(peer.take_if(|peer| peer.channel.is_readable())));
@@ -86,7 +86,7 @@ pub(super) fn wait_for_ranks(
             let told = notify_joined(peers, &text).into_iter().chain([rank]).collect();
             return Err(CommError::RankFailed { rank, reason, informed: told });
         }
-        peers[rank] = Some(JoinedRank { channel, place: hello.address });
+        peers[rank] = Some(JoinedRank { channel, address: hello.address });
     }
     Ok(peers)
 }
@@ -126,12 +126,12 @@ fn notify_joined(peers: Vec<Option<JoinedRank>>, reason: &str) -> Vec<Rank> {
 /// Reports the failure to ranks that connect within a few seconds, because they would otherwise wait in vain. Returns early once all ranks
 /// know of it. The ranks in `told` know already.
 pub(super) fn report_failure_to_joining(
-    joining: &Joining<'_>,
+    joining: &JoinContext<'_>,
     listener: &TcpListener,
     reason: &str,
-    told: &[Rank],
+    informed: &[Rank],
 ) {
-    let Joining { options, key, deadline, .. } = *joining;
+    let JoinContext { options, key, deadline, .. } = *joining;
     // Without a secret or a job name, the ranks of other jobs would be notified.
     if options.secret.is_none() && options.job.is_empty() {
         return;
@@ -139,7 +139,7 @@ pub(super) fn report_failure_to_joining(
     let refusals = Refusals::silent();
     let Ok(mut acceptor) = Acceptor::<Hello>::new(listener, key, &refusals) else { return };
     let until = deadline.min(Instant::now() + FAILURE_REPORT_DURATION);
-    let mut told: BTreeSet<usize> = told.iter().map(|rank| rank.0).collect();
+    let mut told: BTreeSet<usize> = informed.iter().map(|rank| rank.0).collect();
     while (1..options.world_size).any(|rank| !told.contains(&rank)) {
         let now = Instant::now();
         if now >= until {
@@ -181,8 +181,8 @@ fn give_up(
 #[cfg(test)]
 mod tests {
     use super::super::handshake::{HandshakeOutcome, introduce};
+    use super::super::join_progress::JoinProgress;
     use super::super::key::Key;
-    use super::super::waiting::JoinProgress;
     use super::*;
     use std::thread;
     use std::time::Duration;
@@ -197,7 +197,7 @@ mod tests {
 
     /// Runs rank 0 of a world of three in a thread, while `peers` acts as ranks 1 and 2.
     fn with_rank_0<T: Send>(
-        host: impl FnOnce(&Joining<'_>, &TcpListener) -> T + Send,
+        host: impl FnOnce(&JoinContext<'_>, &TcpListener) -> T + Send,
         peers: impl FnOnce(SocketAddr),
     ) -> T {
         let listener = listen(&["127.0.0.1:0".parse().expect("an address")]).expect("a free port");
@@ -207,13 +207,13 @@ mod tests {
                 let options = member(0);
                 let (key, refusals) = (Key::of(None), Refusals::new(&options));
                 let waiting = JoinProgress::new(None, Instant::now());
-                let joining = Joining {
+                let joining = JoinContext {
                     options: &options,
                     addresses: &[address],
                     interface: None,
                     key: &key,
                     refusals: &refusals,
-                    waiting: &waiting,
+                    progress: &waiting,
                     deadline: soon(),
                 };
                 host(&joining, &listener)

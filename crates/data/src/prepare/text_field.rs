@@ -14,7 +14,7 @@ pub(super) enum Field {
 }
 
 /// Returns the message of a JSON error without its position, which is relative to the start of the record.
-pub(crate) fn reason(error: &serde_json::Error) -> String {
+pub(crate) fn message_without_position(error: &serde_json::Error) -> String {
     let words = error.to_string();
     words.split(" at line ").next().unwrap_or(&words).to_owned()
 }

@@ -32,7 +32,7 @@ pub fn positions_of_batch(
 }
 
 /// Returns the costs and shapes of a model's passes on a worker. `batch` has all positions.
-pub(crate) fn infer_passes(
+pub(crate) fn infer_profile(
     config: &Config,
     task: &dyn Task,
     rank: Rank,
@@ -40,11 +40,11 @@ pub(crate) fn infer_passes(
     batch: &[TensorSpec],
 ) -> Result<ModelProfile, TrainError> {
     let (place, context) = (config.model_rank(rank), config.context_rank(rank));
-    infer_passes_at(config, task, place, context, num_threads, batch)
+    infer_profile_at(config, task, place, context, num_threads, batch)
 }
 
-/// Like [`infer_passes`], for a worker with these ranks on the model and context axes.
-pub(crate) fn infer_passes_at(
+/// Like [`infer_profile`], for a worker with these ranks on the model and context axes.
+pub(crate) fn infer_profile_at(
     config: &Config,
     task: &dyn Task,
     place: ModelRank,

@@ -47,14 +47,14 @@ fn outcome_with(
     let links = Vec::from([None, Some(Link::Socket(SocketLink::new(own_data.into(), true)))]);
     let hosts = Hosts::single(2);
     let selection = Selection::new(hosts.clone(), false, Arc::default(), options);
-    let mut linked =
-        Linked::new(Rank(0), hosts, links, None, None, selection, options).expect("memory for a piece");
+    let mut linked = LinkTransport::new(Rank(0), hosts, links, None, None, selection, options)
+        .expect("memory for a piece");
     let recorder = FlightRecorder::new(Rank(0), 2);
     let recorder = recorder.group("world".to_owned(), Rank(0), Vec::from([Rank(0), Rank(1)]));
-    let mut watch = Control::new(row(own_control), recorder).expect("an epoll instance");
+    let mut control_connections = Control::new(row(own_control), recorder).expect("an epoll instance");
     let mut peer = Peer { data, control };
     act(&mut peer);
-    linked.execute(&call(operation), payload, &mut watch)
+    linked.execute(&call(operation), payload, &mut control_connections)
 }
 
 const SUM: Operation =

@@ -48,7 +48,7 @@ pub(crate) struct ReducedVector {
     pub(super) exchange: Summation,
     /// `None` while a sum is in flight, and while the memory is released.
     memory: Option<ExchangeVector>,
-    under_way: Option<PendingVector>,
+    pending: Option<PendingVector>,
     pool: Pool,
 }
 
@@ -56,7 +56,7 @@ impl ReducedVector {
     /// Creates a vector, which allocates no memory before the first sum.
     pub(crate) fn new(len: usize, exchange: &Summation, pool: &Pool) -> Self {
         let (exchange, pool) = (exchange.clone(), pool.clone());
-        ReducedVector { len, exchange, memory: None, under_way: None, pool }
+        ReducedVector { len, exchange, memory: None, pending: None, pool }
     }
 
     pub(crate) fn take(&mut self) -> Result<ExchangeVector> {
@@ -76,11 +76,11 @@ impl ReducedVector {
 
     /// Starts the sum over the ranks, with this rank's vector `term`.
     pub(crate) fn reduce(&mut self, term: ExchangeVector) {
-        self.under_way = Some(self.exchange.start(term, self.pool.device()));
+        self.pending = Some(self.exchange.start(term, self.pool.device()));
     }
 
     pub(crate) fn wait(&mut self, waiting: &mut WaitTracker) -> Result<()> {
-        let under_way = self.under_way.take().expect("the sum over the ranks was started");
+        let under_way = self.pending.take().expect("the sum over the ranks was started");
         self.memory = Some(under_way.wait(self.pool.device(), waiting)?);
         Ok(())
     }

@@ -24,7 +24,7 @@ impl State<'_> {
 
     /// Returns the first missing prerequisite of `action`.
     pub(super) fn first_missing(&self, action: Action) -> Option<Action> {
-        let is_whole = |unit: &usize| self.units[*unit].parameters == Parameters::Whole;
+        let is_whole = |unit: &usize| self.units[*unit].parameters == Parameters::Full;
         if let Some(unit) = self.header.reads(action).find(|unit| !is_whole(unit)) {
             return Some(Action::Unshard { unit });
         }
@@ -126,7 +126,7 @@ impl State<'_> {
                 let step = Action::Step { unit };
                 match self.units[unit].parameters {
                     _ if !self.is_done(step) => Some(step),
-                    Parameters::Whole => None,
+                    Parameters::Full => None,
                     _ => Some(Action::Unshard { unit }),
                 }
             }

@@ -53,7 +53,7 @@ impl LossHead {
 
     /// Returns the number of this rank's vocabulary rows, and the first of them.
     fn vocabulary(&self) -> (usize, usize) {
-        let Some(part) = self.weight.part else { return (self.weight.shape.rows(), 0) };
+        let Some(part) = self.weight.shard else { return (self.weight.shape.rows(), 0) };
         assert_eq!(part.dim, 0, "an output layer is cut by its rows");
         (part.len, part.start)
     }
@@ -86,10 +86,10 @@ impl LossHead {
 
     /// Gathers the logits of the full vocabulary from ranks with shards that are padded to equal length.
     fn all_logits(&self, device: &Device, axis: &TensorAxis, part: &Tensor) -> Result<Tensor> {
-        let (rows, cols, degree) = (part.shape().rows(), part.shape().cols(), axis.place().degree);
+        let (rows, cols, degree) = (part.shape().rows(), part.shape().cols(), axis.axis_rank().degree);
         let mut parts = device.activation([degree, rows, cols])?;
         axis.ops.exchange(device, ExchangeKind::AllGather, part.view(), parts.view_mut())?;
-        let whole = self.weight.part.map_or(cols, |part| part.full_len);
+        let whole = self.weight.shard.map_or(cols, |part| part.full_len);
         let mut all = device.activation(part.shape().with_cols(whole))?;
         for (rank, first) in (0..whole).step_by(cols).enumerate() {
             let len = cols.min(whole - first);
@@ -116,10 +116,10 @@ impl LossHead {
             device.softmax_statistics(logits.view(), targets, chunk, statistics.view_mut());
             whole = (chunk.len == self.vocabulary().0).then_some(logits);
         }
-        let Some(axis) = cx.axis().filter(|_| self.weight.part.is_some()) else {
+        let Some(axis) = cx.tensor_axis().filter(|_| self.weight.shard.is_some()) else {
             return Ok((statistics, whole));
         };
-        let mut parts = device.activation([axis.place().degree, rows, STATISTICS])?;
+        let mut parts = device.activation([axis.axis_rank().degree, rows, STATISTICS])?;
         axis.ops.exchange(device, ExchangeKind::AllGather, statistics.view(), parts.view_mut())?;
         device.merge_statistics(parts.view(), statistics.view_mut());
         Ok((statistics, whole))
@@ -154,7 +154,7 @@ impl Recorder<'_> {
         assert_ne!(value.sharding, Sharding::Rows, "logits are made of rows that every rank has");
         let (device, x) = (&tape.device, value.tensor().view());
         let mut logits = head.chunk_logits(device, tape.pass.precision, parameters, x, whole)?;
-        if let Some(axis) = tape.pass.axes.tensor.as_ref().filter(|_| head.weight.part.is_some()) {
+        if let Some(axis) = tape.pass.axes.tensor.as_ref().filter(|_| head.weight.shard.is_some()) {
             logits = head.all_logits(device, axis, &logits)?;
         }
         Ok(tape.constant(logits))
@@ -184,7 +184,7 @@ impl Operation for LossHead {
         let (statistics, mut whole) = self.statistics(cx, x.view(), self.targets(cx, x.view()))?;
         // Sums over the vocabulary stay in f32 until they are complete.
         let mut dx = cx.empty(x.view().shape(), DType::F32)?;
-        let mut target = self.target(cx.device(), sink)?;
+        let mut target = self.weight_grad_target(cx.device(), sink)?;
         for chunk in self.chunks(x.view().shape().rows()) {
             let gradient = self.logits_grad(cx, x.view(), statistics.view(), chunk, whole.take())?;
             self.add_input_grad(cx, &gradient, chunk, &mut dx)?;
@@ -221,7 +221,7 @@ impl Operation for LossHead {
 
     fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let x = cx.all_rows(cx.input(0), cx.input_sharding(0))?;
-        let mut target = self.target(cx.device(), sink)?;
+        let mut target = self.weight_grad_target(cx.device(), sink)?;
         for chunk in self.chunks(x.view().shape().rows()) {
             match cx.kept(1) {
                 Some(gradient) => self.add_weight_grad(cx, x.view(), gradient, chunk, &mut target)?,
@@ -266,9 +266,9 @@ impl LossHead {
     /// Adds the gradient of the input. `dx` is the contribution of this rank's vocabulary.
     fn finish_input_grad(&self, cx: &mut BackwardContext<'_>, mut dx: Tensor) -> Result<()> {
         let (sharding, dtype) = (cx.input_sharding(0), cx.precision().dtype());
-        if self.weight.part.is_some() {
+        if self.weight.shard.is_some() {
             if dtype != DType::F32 {
-                let mut rounded = cx.empty_term(dx.shape(), dtype)?;
+                let mut rounded = cx.empty_partial_sum(dx.shape(), dtype)?;
                 cx.device().convert(dx.view(), rounded.view_mut());
                 dx = rounded;
             }
@@ -280,7 +280,7 @@ impl LossHead {
     }
 
     /// Returns the memory for the weight gradient, with zeros in the padding rows of this rank's shard.
-    fn target<'a>(&self, device: &Device, sink: &'a mut dyn GradSink) -> Result<GradTarget<'a>> {
+    fn weight_grad_target<'a>(&self, device: &Device, sink: &'a mut dyn GradSink) -> Result<GradTarget<'a>> {
         let mut target = sink.target(&self.weight)?;
         let (rows, cols) = (self.vocabulary().0, self.weight.shape.cols());
         let num_more = self.weight.shape.rows() - rows;
@@ -308,7 +308,7 @@ impl LossHead {
                 self.chunk_logits(device, precision, cx.parameters, x, chunk)?
             }
         };
-        let scale = cx.loss_scale() / x.shape().rows() as f32;
+        let scale = cx.loss_grad_factor() / x.shape().rows() as f32;
         let mut gradient = cx.empty(logits.shape(), precision.dtype())?;
         let targets = self.targets(cx, x);
         let factors = RowFactors { scale, weights: self.weights(cx, x.shape().rows()) };

@@ -11,8 +11,8 @@
 //! not known before momentum is exchanged, so such steps cannot clip by it.
 
 use crate::elementwise::ElementwiseUpdate;
-use crate::members::Member;
-use crate::optimizer::{Optimizer, UnitUpdate, noise};
+use crate::members::UpdatedParameter;
+use crate::optimizer::{Optimizer, UnitUpdate, rounding_seed};
 use crate::rules::Rule;
 use crate::step::{StepSettings, UnitStep};
 use trireme_tensor::updates::Update;
@@ -38,11 +38,11 @@ impl Optimizer {
     /// are frozen. The result is the same on all ranks, whichever part of the unit they store.
     pub fn reduced_quantity(&self, unit: usize, step: u64) -> ReducedQuantity {
         let updates_second = self.units[unit].iter().filter_map(|share| match share {
-            UnitUpdate::Elements(share) => Some((share.rule.compressed_adam()?, &share.members.list)),
+            UnitUpdate::Elementwise(share) => Some((share.rule.compressed_adam()?, &share.members.list)),
             _ => None,
         });
         let updates_second = updates_second.flat_map(|(rule, members)| {
-            let number = |member: &Member| step - self.starts[member.parameter];
+            let number = |member: &UpdatedParameter| step - self.starts[member.parameter];
             members.iter().map(move |member| rule.updates_second_moment(number(member)))
         });
         let mut updates_second = updates_second.peekable();
@@ -78,10 +78,10 @@ impl Optimizer {
             }
         }
         let none = View::from_f32s(&[], [0].into());
-        let to_momentum = |rule: &dyn Rule, member: &Member, step: &UnitStep<'_>| {
+        let to_momentum = |rule: &dyn Rule, member: &UpdatedParameter, step: &UnitStep<'_>| {
             rule.compressed_adam().map(|rule| Update::ToMomentum(rule.adam_step(member, step)))
         };
-        self.run(device, unit, grads, none, settings, to_momentum);
+        self.update_elements(device, unit, grads, none, settings, to_momentum);
     }
 
     /// Updates this rank's part of a unit from the sum of all ranks' momentum. `settings.grad_scale` turns the sum into the mean.
@@ -97,23 +97,23 @@ impl Optimizer {
         settings: StepSettings,
     ) {
         self.check_lengths(unit, parameters.shape().num_elements(), momentum.shape().num_elements());
-        let from_momentum = |rule: &dyn Rule, member: &Member, step: &UnitStep<'_>| {
+        let from_momentum = |rule: &dyn Rule, member: &UpdatedParameter, step: &UnitStep<'_>| {
             Some(match rule.compressed_adam() {
                 Some(rule) => Update::FromMomentum(rule.adam_step(member, step)),
                 None => rule.update(member, step),
             })
         };
-        self.run(device, unit, parameters, momentum, settings, from_momentum);
+        self.update_elements(device, unit, parameters, momentum, settings, from_momentum);
     }
 
-    fn run(
+    fn update_elements(
         &mut self,
         device: &Device,
         unit: usize,
         mut parameters: ViewMut<'_>,
         grads: View<'_>,
         settings: StepSettings,
-        update: impl Fn(&dyn Rule, &Member, &UnitStep<'_>) -> Option<Update>,
+        update: impl Fn(&dyn Rule, &UpdatedParameter, &UnitStep<'_>) -> Option<Update>,
     ) {
         assert_eq!(
             self.reduced_quantity(unit, settings.step),
@@ -121,10 +121,11 @@ impl Optimizer {
             "step {}",
             settings.step
         );
-        let noise = noise(unit, settings.step);
-        let step = UnitStep { device, table: &self.table, settings, starts: &self.starts, noise };
-        for share in &mut self.units[unit] {
-            let UnitUpdate::Elements(ElementwiseUpdate { rule, members, states, .. }) = share else {
+        let noise = rounding_seed(unit, settings.step);
+        let step =
+            UnitStep { device, table: &self.table, settings, starts: &self.starts, rounding_seed: noise };
+        for unit_update in &mut self.units[unit] {
+            let UnitUpdate::Elementwise(ElementwiseUpdate { rule, members, states, .. }) = unit_update else {
                 unreachable!("an optimizer that exchanges momentum has rules for elements")
             };
             // The biases that balance experts have no momentum: their gradients are exchanged unchanged.
@@ -132,9 +133,14 @@ impl Optimizer {
             if members.list.iter().any(|member| update(rule, member, &step).is_none()) {
                 continue;
             }
-            members.update(device, parameters.reborrow(), grads, states, step.noise, |member: &Member| {
-                update(rule, member, &step).expect("it has one for all members")
-            });
+            members.update(
+                device,
+                parameters.reborrow(),
+                grads,
+                states,
+                step.rounding_seed,
+                |member: &UpdatedParameter| update(rule, member, &step).expect("it has one for all members"),
+            );
         }
     }
 }

@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checksum_is_that_of_the_standard_however_the_bytes_are_cut() {
+    fn a_checksum_matches_the_standard_for_any_split() {
         // The check value of CRC-32C.
         let bytes = b"123456789";
         for cut in 0..=bytes.len() {

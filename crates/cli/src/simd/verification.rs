@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Stdio};
-use trireme_base::with_limits;
+use trireme_base::with_resource_limits;
 
 pub(super) type Verdicts = BTreeMap<String, Verdict>;
 
@@ -31,21 +31,21 @@ pub(super) enum Verdict {
 /// Maximum number of characters of a reason. Longer reasons are cut.
 pub(super) const REASON_CHARS_MAX: usize = 300;
 
-pub(crate) struct Trial {
+pub(crate) struct KernelVerification {
     /// Name of the kernel, without a line break.
     pub(crate) kernel: String,
     /// Compares the kernel with the portable one. The error says what is wrong.
-    pub(crate) prove: Box<dyn Fn() -> Result<(), String>>,
+    pub(crate) verify: Box<dyn Fn() -> Result<(), String>>,
 }
 
 /// Signals by which the system ends a process only for an instruction that it has executed.
 const FAULTS: [Signal; 6] = [Signal::ILL, Signal::SEGV, Signal::BUS, Signal::FPE, Signal::TRAP, Signal::SYS];
 
-pub(crate) fn try_kernels<'a>(
-    trials: impl IntoIterator<Item = &'a Trial>,
+pub(crate) fn verify_kernels<'a>(
+    trials: impl IntoIterator<Item = &'a KernelVerification>,
     out: &mut impl Write,
 ) -> io::Result<()> {
-    for Trial { kernel, prove } in trials {
+    for KernelVerification { kernel, verify: prove } in trials {
         writeln!(out, "try {kernel}")?;
         out.flush()?;
         match prove() {
@@ -57,7 +57,10 @@ pub(crate) fn try_kernels<'a>(
 }
 
 /// Tries kernels in child processes that `command` creates.
-pub(super) fn in_children(names: &[String], command: &dyn Fn(&[String]) -> io::Result<Command>) -> Verdicts {
+pub(super) fn verify_in_children(
+    names: &[String],
+    command: &dyn Fn(&[String]) -> io::Result<Command>,
+) -> Verdicts {
     let mut verdicts = Verdicts::new();
     loop {
         let is_left = |name: &&String| !verdicts.contains_key(*name);
@@ -65,7 +68,7 @@ pub(super) fn in_children(names: &[String], command: &dyn Fn(&[String]) -> io::R
         if left.is_empty() {
             return verdicts;
         }
-        if let Err(error) = in_child(&left, command, &mut verdicts) {
+        if let Err(error) = verify_in_child(&left, command, &mut verdicts) {
             let reason = escape_controls(&format!("they cannot be tried in a child process ({error})"));
             for name in left {
                 verdicts.entry(name).or_insert_with(|| Verdict::Untried(reason.clone()));
@@ -78,12 +81,13 @@ pub(super) fn in_children(names: &[String], command: &dyn Fn(&[String]) -> io::R
 ///
 /// # Errors
 /// If the child cannot be started, or ends between kernels.
-fn in_child(
+fn verify_in_child(
     names: &[String],
     command: &dyn Fn(&[String]) -> io::Result<Command>,
     verdicts: &mut Verdicts,
 ) -> io::Result<()> {
-    let child = command(names)?.stdin(Stdio::null()).stderr(Stdio::null()).output().map_err(with_limits)?;
+    let child =
+        command(names)?.stdin(Stdio::null()).stderr(Stdio::null()).output().map_err(with_resource_limits)?;
     match read(&child.stdout, names, verdicts) {
         Some(kernel) => drop(verdicts.insert(kernel, verdict_of_death(child.status))),
         None if names.iter().all(|name| verdicts.contains_key(name)) => {}
@@ -133,12 +137,12 @@ mod tests {
     /// Environment variable that makes this test program a child, and names the kernels to try. Names have no comma.
     const CHILD: &str = "TRIREME_TEST_TRIED_KERNELS";
 
-    fn trial(kernel: &str, prove: impl Fn() -> Result<(), String> + 'static) -> Trial {
-        Trial { kernel: kernel.to_owned(), prove: Box::new(prove) }
+    fn trial(kernel: &str, prove: impl Fn() -> Result<(), String> + 'static) -> KernelVerification {
+        KernelVerification { kernel: kernel.to_owned(), verify: Box::new(prove) }
     }
 
     /// Returns good kernels, and a kernel for each way to fail.
-    fn trials() -> Vec<Trial> {
+    fn trials() -> Vec<KernelVerification> {
         let dies_by = |signal| {
             move || {
                 // The signal is sent, because a test would need unsafe code to execute an instruction that raises it. The process ends
@@ -178,16 +182,16 @@ mod tests {
     #[test]
     fn be_a_child() {
         let Ok(kernels) = std::env::var(CHILD) else { return };
-        let is_chosen = |trial: &&Trial| kernels.split(',').any(|kernel| kernel == trial.kernel);
+        let is_chosen = |trial: &&KernelVerification| kernels.split(',').any(|kernel| kernel == trial.kernel);
         // Ends the line with the test's own name, which is not output of the child.
         println!();
-        try_kernels(trials().iter().filter(is_chosen), &mut io::stdout()).unwrap();
+        verify_kernels(trials().iter().filter(is_chosen), &mut io::stdout()).unwrap();
     }
 
     #[test]
     fn kernels_that_are_wrong_or_killed_are_excluded_and_the_others_are_not() {
         let kernels = names(&["good", "illegal", "wrong", "also good"]);
-        let verdicts = in_children(&kernels, &command);
+        let verdicts = verify_in_children(&kernels, &command);
         let wrong = |reason: &str| Verdict::Wrong(reason.to_owned());
         assert_eq!([&verdicts["good"], &verdicts["also good"]], [&Verdict::Proven; 2]);
         assert_eq!(verdicts["illegal"], wrong("a process that runs them is killed by SIGILL"));
@@ -205,7 +209,7 @@ mod tests {
             ("endless", "SIGXCPU"),
             ("killed", "SIGKILL"),
         ] {
-            let verdicts = in_children(&names(&["good", kernel, "also good"]), &command);
+            let verdicts = verify_in_children(&names(&["good", kernel, "also good"]), &command);
             assert_eq!([&verdicts["good"], &verdicts["also good"]], [&Verdict::Proven; 2]);
             let verdict = &verdicts[kernel];
             assert!(matches!(verdict, Verdict::Untried(reason) if reason.ends_with(end)), "{verdict:?}");
@@ -216,12 +220,12 @@ mod tests {
     fn without_a_child_that_tries_them_kernels_are_untried() {
         let is_untried = |verdict: &Verdict| matches!(verdict, Verdict::Untried(_));
         // The child knows no such kernel.
-        let verdicts = in_children(&names(&["good", "unknown"]), &command);
+        let verdicts = verify_in_children(&names(&["good", "unknown"]), &command);
         assert!(verdicts["good"] == Verdict::Proven && is_untried(&verdicts["unknown"]), "{verdicts:?}");
         for program in ["/nonexistent/trireme", "true"] {
-            let verdicts = in_children(&names(&["good", "wrong"]), &|_| Ok(Command::new(program)));
+            let verdicts = verify_in_children(&names(&["good", "wrong"]), &|_| Ok(Command::new(program)));
             assert!(verdicts.len() == 2 && verdicts.values().all(is_untried), "{verdicts:?}");
         }
-        assert!(in_children(&[], &command).is_empty());
+        assert!(verify_in_children(&[], &command).is_empty());
     }
 }

@@ -85,8 +85,8 @@ impl Operation for SumOverRanks {
     declares! { accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
-        let is_term = cx.axis().is_none() || cx.input_sharding(0) == Sharding::ByParameters;
-        assert!(is_term, "every rank has all of what it would add up");
+        let is_partial_sum = cx.tensor_axis().is_none() || cx.input_sharding(0) == Sharding::ByParameters;
+        assert!(is_partial_sum, "every rank has all of what it would add up");
         let term = cx.take_or_copy_input(0)?;
         let sum = cx.sum_over_ranks(term, Sharding::Replicated)?;
         cx.output(sum);

@@ -1,4 +1,4 @@
-use super::{Linked, Memories, reserve};
+use super::{LinkTransport, Memories, reserve};
 use crate::CommError;
 use crate::call::Call;
 use crate::control::Control;
@@ -6,7 +6,7 @@ use crate::transport::check_control_bytes;
 use trireme_base::{DType, Rank};
 use trireme_schedule::collective::all_gather_pairwise;
 
-impl Linked {
+impl LinkTransport {
     /// Gathers control data of all ranks: first the lengths of all blocks, then the blocks.
     pub(super) fn gather_blocks(
         &mut self,
@@ -20,27 +20,27 @@ impl Linked {
         let own = self.rank.0;
         let mut lengths = vec![0_u64; self.world_size()];
         lengths[own] = blocks[own].len() as u64;
-        let places: Vec<_> = (0..lengths.len()).map(|rank| 8 * rank..8 * (rank + 1)).collect();
+        let ranges: Vec<_> = (0..lengths.len()).map(|rank| 8 * rank..8 * (rank + 1)).collect();
         self.steps.clear();
-        all_gather_pairwise(self.rank, &places, &mut self.steps);
+        all_gather_pairwise(self.rank, &ranges, &mut self.steps);
         let bytes = bytemuck::cast_slice_mut(&mut lengths);
         self.run_steps(call, &mut Memories::new(bytes, DType::U8, None), control)?;
 
-        let mut places = Vec::with_capacity(lengths.len());
+        let mut ranges = Vec::with_capacity(lengths.len());
         let mut end = 0;
         for (rank, &bytes) in lengths.iter().enumerate() {
             let len = check_control_bytes(Rank(rank), bytes)?;
-            places.push(end..end + len);
+            ranges.push(end..end + len);
             end += len;
         }
         let mut vector = std::mem::take(&mut self.vector);
         let gathered = reserve(&mut vector, end)?;
-        gathered[places[own].clone()].copy_from_slice(&blocks[own]);
+        gathered[ranges[own].clone()].copy_from_slice(&blocks[own]);
         self.steps.clear();
-        all_gather_pairwise(self.rank, &places, &mut self.steps);
+        all_gather_pairwise(self.rank, &ranges, &mut self.steps);
         let result = self.run_steps(call, &mut Memories::new(gathered, DType::U8, None), control);
         if result.is_ok() {
-            for (block, place) in blocks.iter_mut().zip(places) {
+            for (block, place) in blocks.iter_mut().zip(ranges) {
                 *block = gathered[place].to_vec();
             }
         }

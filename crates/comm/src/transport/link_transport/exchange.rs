@@ -46,8 +46,8 @@ impl<'a> Exchange<'a> {
         mut self,
         links: &mut [Option<Link>],
         memories: &mut Memories<'_>,
-        piece: &mut [u8],
-        patience: &mut Backoff,
+        buffer: &mut [u8],
+        backoff: &mut Backoff,
         control: &mut Control,
     ) -> Result<(), CommError> {
         loop {
@@ -57,44 +57,43 @@ impl<'a> Exchange<'a> {
                     .advance(link_to(links, outgoing.to), memories)
                     .map_err(|Broken| control.reason_of_break(outgoing.to, self.call))?;
                 if outgoing.is_done() {
-                    control.cost.payload_bytes += outgoing.place.len() as u64;
+                    control.call_statistics.payload_bytes += outgoing.range.len() as u64;
                 }
             }
             self.outgoing.take_if(|outgoing| outgoing.is_done());
             let unsent = self.outgoing.as_ref().map(Outgoing::unsent);
             if let Some(incoming) = &mut self.incoming {
                 let link = link_to(links, incoming.from);
-                has_moved |=
-                    incoming.advance(self.call, link, memories, piece, unsent.as_ref()).map_err(|error| {
-                        match error {
-                            ReceiveError::Broken => control.reason_of_break(incoming.from, self.call),
-                            ReceiveError::Refused(failure) => failure,
-                        }
-                    })?;
+                has_moved |= incoming.advance(self.call, link, memories, buffer, unsent.as_ref()).map_err(
+                    |error| match error {
+                        ReceiveError::Broken => control.reason_of_break(incoming.from, self.call),
+                        ReceiveError::Refused(failure) => failure,
+                    },
+                )?;
             }
             self.incoming.take_if(|incoming| incoming.is_done());
             if self.outgoing.is_none() && self.incoming.is_none() {
                 return Ok(());
             }
             if has_moved {
-                patience.has_succeeded();
+                backoff.record_success();
                 control.record_progress();
-            } else if !self.poll_links(links, piece.len(), patience) {
-                self.wait(links, piece.len(), control)?;
+            } else if !self.poll_links(links, buffer.len(), backoff) {
+                self.wait(links, buffer.len(), control)?;
             }
         }
     }
 
     /// Polls for a while, on links where that costs less than sleeping. Returns whether to try to transfer bytes again instead of sleeping.
-    fn poll_links(&self, links: &mut [Option<Link>], piece_bytes: usize, patience: &mut Backoff) -> bool {
+    fn poll_links(&self, links: &mut [Option<Link>], piece_bytes: usize, backoff: &mut Backoff) -> bool {
         let interests = self.interests(piece_bytes);
         let mut waited_for = interests.into_iter().flatten();
         if waited_for.any(|(rank, _)| link_to(links, rank).must_be_tried()) {
-            return patience.retries(self.call.is_awaited);
+            return backoff.should_retry(self.call.is_awaited);
         }
         let mut waited_for = interests.into_iter().flatten();
         waited_for.any(|(rank, _)| link_to(links, rank).is_worth_polling())
-            && patience.poll(self.call.is_awaited, || {
+            && backoff.poll(self.call.is_awaited, || {
                 let mut waited_for = interests.into_iter().flatten();
                 waited_for.any(|(rank, interest)| link_to(links, rank).is_ready(interest))
             })
@@ -102,7 +101,7 @@ impl<'a> Exchange<'a> {
 
     /// The peers and directions that this rank waits for.
     fn interests(&self, piece_bytes: usize) -> [Option<(Rank, Interest)>; 2] {
-        let incoming = self.incoming.as_ref().filter(|incoming| !incoming.waits_for_sender(piece_bytes));
+        let incoming = self.incoming.as_ref().filter(|incoming| !incoming.waits_for_outgoing(piece_bytes));
         [
             self.outgoing.as_ref().map(|outgoing| (outgoing.to, Interest::Send)),
             incoming.map(|incoming| (incoming.from, Interest::Receive)),
@@ -130,7 +129,7 @@ impl<'a> Exchange<'a> {
         for (rank, interest) in interests.into_iter().flatten() {
             link_to(links, rank).end_sleep(interest);
         }
-        control.cost.waiting += since.elapsed();
+        control.call_statistics.waiting += since.elapsed();
         control.tick(self.call)
     }
 

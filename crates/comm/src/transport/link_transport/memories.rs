@@ -56,32 +56,32 @@ impl<'a> Memories<'a> {
         MemoryRange { memory: span.memory, bytes }
     }
 
-    pub(super) fn bytes(&self, place: &MemoryRange) -> &[u8] {
-        let memory = match place.memory {
+    pub(super) fn bytes(&self, range: &MemoryRange) -> &[u8] {
+        let memory = match range.memory {
             Memory::Vector => &*self.vector,
             Memory::Input => self.input,
             Memory::Scratch => &*self.scratch,
         };
-        &memory[place.bytes.clone()]
+        &memory[range.bytes.clone()]
     }
 
     /// The bytes of a range, mutably.
     ///
     /// # Panics
     /// If the range is in the input, to which no step may write.
-    pub(super) fn bytes_mut(&mut self, place: &MemoryRange) -> &mut [u8] {
-        let memory = match place.memory {
+    pub(super) fn bytes_mut(&mut self, range: &MemoryRange) -> &mut [u8] {
+        let memory = match range.memory {
             Memory::Vector => &mut *self.vector,
             Memory::Input => unreachable!("no step writes to the input"),
             Memory::Scratch => &mut *self.scratch,
         };
-        &mut memory[place.bytes.clone()]
+        &mut memory[range.bytes.clone()]
     }
 
     /// Reduces received bytes into a range. `own` is the side of the operand that is stored there.
-    pub(super) fn reduce(&mut self, place: &MemoryRange, received: &[u8], own: Side) {
+    pub(super) fn reduce(&mut self, range: &MemoryRange, received: &[u8], own: Side) {
         let (dtype, op) = (self.dtype, self.op.expect("only reductions have reducing steps"));
-        reduce_into(self.bytes_mut(place), received, dtype, op, own);
+        reduce_into(self.bytes_mut(range), received, dtype, op, own);
     }
 
     pub(super) fn copy(&mut self, from: &Span, to: &Span) {

@@ -6,7 +6,7 @@ use crate::CommError;
 use crate::call::Call;
 use crate::transport::link::{Broken, Link};
 use trireme_base::Rank;
-use trireme_schedule::collective::Action;
+use trireme_schedule::collective::ReceiveAction;
 
 /// The reason why a message cannot continue.
 pub(crate) enum ReceiveError {
@@ -32,7 +32,7 @@ struct Trailer {
 pub(crate) struct Outgoing {
     pub(super) to: Rank,
     header: [u8; HEADER_BYTES],
-    pub(super) place: MemoryRange,
+    pub(super) range: MemoryRange,
     /// Number of header and payload bytes sent.
     num_sent: usize,
     /// As in [`Link::send`].
@@ -45,8 +45,8 @@ pub(crate) struct Incoming {
     own: Rank,
     header: [u8; HEADER_BYTES],
     num_header_bytes: usize,
-    place: MemoryRange,
-    action: Action,
+    range: MemoryRange,
+    action: ReceiveAction,
     /// Whether payload bytes are received into a separate buffer first, and then copied or reduced into `place`.
     is_buffered: bool,
     /// Number of payload bytes that were written to `place`.
@@ -60,12 +60,12 @@ impl Outgoing {
     pub(crate) fn new(call: &Call, to: Rank, place: MemoryRange, has_checksum: bool) -> Self {
         let header = Header::new(call, place.len(), has_checksum).encode();
         let trailer = has_checksum.then(Trailer::default);
-        Outgoing { to, header, place, num_sent: 0, may_zero_copy: true, trailer }
+        Outgoing { to, header, range: place, num_sent: 0, may_zero_copy: true, trailer }
     }
 
     /// Sends as much as possible. Returns whether any byte was sent.
     pub(crate) fn advance(&mut self, link: &mut Link, memories: &Memories<'_>) -> Result<bool, Broken> {
-        let (unsent, frame_bytes) = (self.unsent(), HEADER_BYTES + self.place.len());
+        let (unsent, frame_bytes) = (self.unsent(), HEADER_BYTES + self.range.len());
         if let Some(trailer) = self.trailer.as_mut().filter(|_| self.num_sent == frame_bytes) {
             let num_sent = link.send(&trailer.bytes[trailer.num_moved..], &[], self.may_zero_copy)?;
             trailer.num_moved += num_sent;
@@ -85,26 +85,32 @@ impl Outgoing {
     }
 
     pub(crate) fn is_done(&self) -> bool {
-        self.num_sent == HEADER_BYTES + self.place.len()
+        self.num_sent == HEADER_BYTES + self.range.len()
             && self.trailer.as_ref().is_none_or(|trailer| trailer.num_moved == CHECKSUM_BYTES)
     }
 
     /// The part of the payload that is not sent yet, and must not change.
     pub(super) fn unsent(&self) -> MemoryRange {
-        self.place.part(self.num_sent.saturating_sub(HEADER_BYTES), self.place.len())
+        self.range.part(self.num_sent.saturating_sub(HEADER_BYTES), self.range.len())
     }
 }
 
 impl Incoming {
-    pub(crate) fn new(own: Rank, from: Rank, place: MemoryRange, action: Action, has_checksum: bool) -> Self {
+    pub(crate) fn new(
+        own: Rank,
+        from: Rank,
+        place: MemoryRange,
+        action: ReceiveAction,
+        has_checksum: bool,
+    ) -> Self {
         Incoming {
             from,
             own,
             header: [0; HEADER_BYTES],
             num_header_bytes: 0,
-            place,
+            range: place,
             action,
-            is_buffered: action != Action::Copy,
+            is_buffered: action != ReceiveAction::Copy,
             num_placed: 0,
             num_pending: 0,
             trailer: has_checksum.then(Trailer::default),
@@ -114,20 +120,20 @@ impl Incoming {
     /// If the message overwrites memory that `outgoing` sends, keeps its bytes in the separate buffer until that memory was sent. The peer
     /// does the same, and so may receive only after it has sent: neither rank may use zero-copy sends.
     pub(super) fn buffer_if_overlapping(&mut self, outgoing: &mut Outgoing) {
-        if outgoing.place.overlaps(&self.place) {
+        if outgoing.range.overlaps(&self.range) {
             self.is_buffered = true;
             outgoing.may_zero_copy = false;
         }
     }
 
-    /// Receives the bytes that have arrived and moves them to their place. Returns whether there was progress. `piece` is the separate
+    /// Receives the bytes that have arrived and moves them to their place. Returns whether there was progress. `buffer` is the separate
     /// buffer. `unsent` is not written to.
     pub(crate) fn advance(
         &mut self,
         call: &Call,
         link: &mut Link,
         memories: &mut Memories<'_>,
-        piece: &mut [u8],
+        buffer: &mut [u8],
         unsent: Option<&MemoryRange>,
     ) -> Result<bool, ReceiveError> {
         if self.num_header_bytes < HEADER_BYTES {
@@ -137,11 +143,11 @@ impl Incoming {
             }
             return Ok(has_moved);
         }
-        if self.num_placed == self.place.len() {
+        if self.num_placed == self.range.len() {
             return self.receive_checksum(call, link);
         }
         let has_moved = if self.is_buffered {
-            self.receive_piece(link, memories, piece, unsent)?
+            self.receive_piece(link, memories, buffer, unsent)?
         } else {
             self.receive_in_place(link, memories)?
         };
@@ -157,7 +163,7 @@ impl Incoming {
     }
 
     fn receive_in_place(&mut self, link: &mut Link, memories: &mut Memories<'_>) -> Result<bool, Broken> {
-        let rest = memories.bytes_mut(&self.place.part(self.num_placed, self.place.len()));
+        let rest = memories.bytes_mut(&self.range.part(self.num_placed, self.range.len()));
         let num_read = link.receive(rest)?;
         add_to(&mut self.trailer, &rest[..num_read]);
         self.num_placed += num_read;
@@ -168,21 +174,21 @@ impl Incoming {
         &mut self,
         link: &mut Link,
         memories: &mut Memories<'_>,
-        piece: &mut [u8],
+        buffer: &mut [u8],
         unsent: Option<&MemoryRange>,
     ) -> Result<bool, Broken> {
-        let piece_bytes = self.piece_bytes(piece.len());
-        let rest = &mut piece[self.num_pending..piece_bytes];
+        let piece_bytes = self.piece_bytes(buffer.len());
+        let rest = &mut buffer[self.num_pending..piece_bytes];
         let num_read = link.receive(rest)?;
         add_to(&mut self.trailer, &rest[..num_read]);
         self.num_pending += num_read;
-        let target = self.place.part(self.num_placed, self.num_placed + piece_bytes);
+        let target = self.range.part(self.num_placed, self.num_placed + piece_bytes);
         if self.num_pending < piece_bytes || unsent.is_some_and(|unsent| unsent.overlaps(&target)) {
             return Ok(num_read > 0);
         }
         match self.action {
-            Action::Copy => memories.bytes_mut(&target).copy_from_slice(&piece[..piece_bytes]),
-            Action::Reduce { own } => memories.reduce(&target, &piece[..piece_bytes], own),
+            ReceiveAction::Copy => memories.bytes_mut(&target).copy_from_slice(&buffer[..piece_bytes]),
+            ReceiveAction::Reduce { own } => memories.reduce(&target, &buffer[..piece_bytes], own),
         }
         self.num_placed += piece_bytes;
         self.num_pending = 0;
@@ -202,18 +208,18 @@ impl Incoming {
 
     /// Length of the piece that is being received.
     fn piece_bytes(&self, piece_bytes_max: usize) -> usize {
-        (self.place.len() - self.num_placed).min(piece_bytes_max)
+        (self.range.len() - self.num_placed).min(piece_bytes_max)
     }
 
     /// Whether the separate buffer is full, and its bytes belong in memory that is not sent yet. Receiving must then wait for this rank's
     /// outgoing message.
-    pub(super) fn waits_for_sender(&self, piece_bytes_max: usize) -> bool {
+    pub(super) fn waits_for_outgoing(&self, piece_bytes_max: usize) -> bool {
         self.num_pending > 0 && self.num_pending == self.piece_bytes(piece_bytes_max)
     }
 
     pub(crate) fn is_done(&self) -> bool {
         self.num_header_bytes == HEADER_BYTES
-            && self.num_placed == self.place.len()
+            && self.num_placed == self.range.len()
             && self.trailer.as_ref().is_none_or(|trailer| trailer.num_moved == CHECKSUM_BYTES)
     }
 
@@ -224,7 +230,7 @@ impl Incoming {
         if header.operation != call.operation {
             return Err(call.mismatch(self.own, self.from, header.operation));
         }
-        let expected = Header::new(call, self.place.len(), self.trailer.is_some());
+        let expected = Header::new(call, self.range.len(), self.trailer.is_some());
         if header.has_checksum != expected.has_checksum {
             let what = if header.has_checksum { "has a checksum" } else { "has no checksum" };
             return Err(call.protocol(self.from, format!("its frame {what}, unlike this rank's")));

@@ -33,7 +33,7 @@ use trireme_schedule::collective::{
     all_to_all_variable_by_hosts, block, phases, scratch_len, segments, steps,
 };
 
-pub(crate) struct Linked {
+pub(crate) struct LinkTransport {
     rank: Rank,
     hosts: Hosts,
     /// The link to each rank, `None` for this rank.
@@ -46,7 +46,7 @@ pub(crate) struct Linked {
     backoff: Backoff,
     checksums: bool,
     /// A buffer for the part of an incoming message that is about to be copied or reduced.
-    chunk: Vec<CacheLine>,
+    receive_buffer: Vec<CacheLine>,
     /// The steps of the current operation. Later operations reuse the list's memory.
     steps: Vec<Step>,
     phases: Vec<Phase>,
@@ -55,7 +55,7 @@ pub(crate) struct Linked {
     vector: Vec<CacheLine>,
 }
 
-impl Linked {
+impl LinkTransport {
     /// Creates the transport from one link per peer, in rank order, with `None` for this rank.
     pub(crate) fn new(
         rank: Rank,
@@ -66,7 +66,7 @@ impl Linked {
         selection: Selection,
         options: &GroupOptions,
     ) -> Result<Self, CommError> {
-        Ok(Linked {
+        Ok(LinkTransport {
             rank,
             hosts,
             links,
@@ -75,7 +75,7 @@ impl Linked {
             selection,
             backoff: Backoff::new(),
             checksums: options.checksums,
-            chunk: CacheLine::zeroed(options.chunk_bytes)?,
+            receive_buffer: CacheLine::zeroed(options.chunk_bytes)?,
             steps: Vec::new(),
             phases: Vec::new(),
             scratch: Vec::new(),
@@ -97,7 +97,7 @@ impl Linked {
         memories: &mut Memories<'_>,
         control: &mut Control,
     ) -> Result<(), CommError> {
-        let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.chunk);
+        let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.receive_buffer);
         for step in &self.steps {
             match step {
                 Step::Copy { from, to } => memories.copy(from, to),
@@ -116,11 +116,11 @@ impl Linked {
         Ok(())
     }
 
-    /// Executes an in-place operation. `slot` holds the elements of the vector from element `first` on.
+    /// Executes an in-place operation. `vector` holds the elements of the vector from element `first` on.
     fn in_place(
         &mut self,
         call: &Call,
-        mut slot: VectorRef<'_>,
+        mut vector: VectorRef<'_>,
         first: usize,
         algorithm: Algorithm,
         control: &mut Control,
@@ -135,19 +135,19 @@ impl Linked {
                     self.steps.clear();
                     let of_segment = CollectiveKind::AllReduce.with_len(segment.len());
                     steps(of_segment, algorithm, &self.hosts, self.rank, &mut self.steps);
-                    self.execute_steps(call, &mut slot.part(bytes), 0, control)?;
+                    self.execute_steps(call, &mut vector.part(bytes), 0, control)?;
                 }
             }
             (Algorithm::Flat(_), _) => {
                 self.steps.clear();
                 steps(collective, algorithm, &self.hosts, self.rank, &mut self.steps);
-                self.execute_steps(call, &mut slot, first, control)?;
+                self.execute_steps(call, &mut vector, first, control)?;
             }
             (Algorithm::Hierarchical(levels), _) => {
                 let mut list = std::mem::take(&mut self.phases);
                 list.clear();
                 phases(collective, levels, &self.hosts, self.rank, &mut list);
-                let result = list.iter().try_for_each(|phase| self.phase(call, phase, &mut slot, control));
+                let result = list.iter().try_for_each(|phase| self.phase(call, phase, &mut vector, control));
                 self.phases = list;
                 result?;
             }
@@ -158,7 +158,7 @@ impl Linked {
                 _ if call.operation.output_is_block() => self.own_block(len),
                 _ => 0..len,
             };
-            let result = &mut slot.bytes()[range.start * dtype.size()..range.end * dtype.size()];
+            let result = &mut vector.bytes()[range.start * dtype.size()..range.end * dtype.size()];
             finish_mean(result, dtype, op, self.world_size());
         }
         if call.operation.root().is_some() {
@@ -173,7 +173,7 @@ impl Linked {
         &mut self,
         call: &Call,
         phase: &Phase,
-        slot: &mut VectorRef<'_>,
+        vector: &mut VectorRef<'_>,
         control: &mut Control,
     ) -> Result<(), CommError> {
         let (dtype, _) = call.operation.elements();
@@ -183,29 +183,29 @@ impl Linked {
             }
             (Some(shared), FlatAlgorithm::Direct) => {
                 let bytes = phase.range.start * dtype.size()..phase.range.end * dtype.size();
-                let operands = Operands { input: slot.part(bytes), output: None };
-                shared.execute(call, call.operation.part(phase.collective), operands, control)
+                let operands = Operands { input: vector.part(bytes), output: None };
+                shared.execute(call, call.operation.phase(phase.collective), operands, control)
             }
             _ => {
                 self.steps.clear();
                 phase.steps(&self.hosts, self.rank, &mut self.steps);
-                self.execute_steps(call, slot, 0, control)
+                self.execute_steps(call, vector, 0, control)
             }
         }
     }
 
-    /// Executes `self.steps`. `slot` holds the elements of the vector from element `first` on.
+    /// Executes `self.steps`. `vector` holds the elements of the vector from element `first` on.
     fn execute_steps(
         &mut self,
         call: &Call,
-        slot: &mut VectorRef<'_>,
+        vector: &mut VectorRef<'_>,
         first: usize,
         control: &mut Control,
     ) -> Result<(), CommError> {
         let (dtype, _) = call.operation.elements();
         let mut scratch = std::mem::take(&mut self.scratch);
         let scratch_bytes = reserve(&mut scratch, scratch_len(&self.steps) * dtype.size())?;
-        let mut memories = Memories::new(slot.bytes(), dtype, call.operation.reduction());
+        let mut memories = Memories::new(vector.bytes(), dtype, call.operation.reduction());
         (memories.first, memories.scratch) = (first * dtype.size(), scratch_bytes);
         let result = self.run_steps(call, &mut memories, control);
         self.scratch = scratch;
@@ -236,17 +236,17 @@ impl Linked {
         }
         let mut vector = std::mem::take(&mut self.vector);
         let is_full = output.len() == len * dtype.size();
-        let mut slot = if is_full {
+        let mut full_vector = if is_full {
             output.part(0..len * dtype.size())
         } else {
             VectorRef::private(reserve(&mut vector, len * dtype.size())?)
         };
         if call.operation.input_is_block() {
-            slot.bytes()[own_bytes.clone()].copy_from_slice(input.bytes());
+            full_vector.bytes()[own_bytes.clone()].copy_from_slice(input.bytes());
         } else if collective.has_input(self.rank) {
-            slot.bytes().copy_from_slice(input.bytes());
+            full_vector.bytes().copy_from_slice(input.bytes());
         }
-        let result = self.in_place(call, slot.part(0..len * dtype.size()), 0, algorithm, control);
+        let result = self.in_place(call, full_vector.part(0..len * dtype.size()), 0, algorithm, control);
         if call.operation.output_is_block() && !is_full && result.is_ok() {
             let block: &[u8] = bytemuck::cast_slice(&vector);
             output.bytes().copy_from_slice(&block[own_bytes]);
@@ -255,7 +255,7 @@ impl Linked {
         result
     }
 
-    fn vectors(
+    fn execute_collective(
         &mut self,
         call: &Call,
         input: &mut Storage,
@@ -277,7 +277,7 @@ impl Linked {
         }
     }
 
-    fn variable(
+    fn execute_all_to_all_variable(
         &mut self,
         call: &Call,
         input: &Storage,
@@ -328,7 +328,7 @@ impl Linked {
     }
 }
 
-impl Transport for Linked {
+impl Transport for LinkTransport {
     fn execute(
         &mut self,
         call: &Call,
@@ -338,10 +338,12 @@ impl Transport for Linked {
         match payload {
             Payload::Nothing => self.barrier(call, control),
             Payload::Blocks(blocks) => self.gather_blocks(call, blocks, control),
-            Payload::Vector(storage) => self.vectors(call, storage, None, control),
-            Payload::Pair { input, output, lens: None } => self.vectors(call, input, Some(output), control),
+            Payload::Vector(storage) => self.execute_collective(call, storage, None, control),
+            Payload::Pair { input, output, lens: None } => {
+                self.execute_collective(call, input, Some(output), control)
+            }
             Payload::Pair { input, output, lens: Some(lens) } => {
-                self.variable(call, input, output, lens, control)
+                self.execute_all_to_all_variable(call, input, output, lens, control)
             }
         }
     }
@@ -353,7 +355,7 @@ impl Transport for Linked {
         let is_lent = self.links.iter_mut().flatten().fold(false, |is_lent, link| link.abandon() | is_lent);
         if is_lent {
             std::mem::forget(std::mem::replace(payload, Payload::Nothing));
-            for memory in [&mut self.chunk, &mut self.scratch, &mut self.vector] {
+            for memory in [&mut self.receive_buffer, &mut self.scratch, &mut self.vector] {
                 std::mem::forget(std::mem::take(memory));
             }
         }

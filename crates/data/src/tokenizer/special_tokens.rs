@@ -1,7 +1,7 @@
 //! Special tokens of a tokenizer: the tokens before and after a text, and the names of special tokens within a text.
 
 use super::checks::catch_panic;
-use super::special::eos_name_in;
+use super::special_token_sources::eos_name_in;
 use super::{HuggingFace, Kind, Tokenizer};
 use crate::DataError;
 use std::ops::Range;
@@ -40,13 +40,13 @@ fn omit_first_space(pre_tokenizer: &mut PreTokenizerWrapper) {
 impl Tokenizer {
     /// The special tokens that begin a text, according to the post-processor: often none or one.
     pub fn prefix_tokens(&self) -> &[u32] {
-        self.hugging_face().map_or(&[], |inner| &inner.beginning)
+        self.hugging_face().map_or(&[], |inner| &inner.prefix_tokens)
     }
 
     /// Returns the tokens that [`prepare`](crate::prepare) puts after a document: the post-processor's, followed by
     /// [`end_of_document`](Self::end_of_document) unless they already end with it.
     pub(crate) fn suffix_tokens(&self) -> Vec<u32> {
-        let after: &[u32] = self.hugging_face().map_or(&[], |inner| &inner.ending);
+        let after: &[u32] = self.hugging_face().map_or(&[], |inner| &inner.post_processor_suffix);
         let end = self.end_of_document().filter(|end| after.last() != Some(end));
         after.iter().copied().chain(end).collect()
     }
@@ -142,14 +142,14 @@ impl Tokenizer {
         {
             match inner.tokenizer.token_to_id(&name) {
                 Some(end) => self.set_end_of_document(Some(end)),
-                None => inner.unknown_end = Some(name),
+                None => inner.unknown_end_of_document = Some(name),
             }
         }
         self
     }
 
     /// The `eos_token` of the `tokenizer_config.json`, if the tokenizer does not have it.
-    pub(crate) fn unknown_end(&self) -> Option<&str> {
-        self.hugging_face()?.unknown_end.as_deref()
+    pub(crate) fn unknown_end_of_document(&self) -> Option<&str> {
+        self.hugging_face()?.unknown_end_of_document.as_deref()
     }
 }

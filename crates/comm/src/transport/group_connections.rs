@@ -1,7 +1,7 @@
 //! Assembles the links, shared memory and control connections of a rank.
 
 use super::link::{Connection, Link, RingLink};
-use super::linked::Linked;
+use super::link_transport::LinkTransport;
 use super::mpi::{MpiAddresses, MpiLink};
 use super::shm::{Area, Arena, PeerArena, Region, SharedMemory, area_bytes};
 use super::{Purpose, Transport};
@@ -20,7 +20,7 @@ pub(crate) struct GroupConnections {
     pub(crate) rank: Rank,
     pub(crate) hosts: Hosts,
     /// Connections to the peers: one row per [`Purpose`], in rank order, with `None` for this rank.
-    pub(crate) rows: [Vec<Option<Connection>>; 3],
+    pub(crate) connections_by_purpose: [Vec<Option<Connection>>; 3],
     /// Memory shared with the ranks on this host.
     pub(crate) memory: Option<GroupMemory>,
     /// The ranks' addresses in MPI, if MPI carries the data.
@@ -100,7 +100,8 @@ impl GroupConnections {
         options: &GroupOptions,
         recorder: &GroupRecorder,
     ) -> Result<GroupEndpoint, CommError> {
-        let GroupConnections { rank, hosts, rows, memory, mpi_addresses: seats, is_inproc } = self;
+        let GroupConnections { rank, hosts, connections_by_purpose: rows, memory, mpi_addresses, is_inproc } =
+            self;
         let [collectives, messages, control] = rows;
         let control = control.into_iter().map(|connection| connection.map(Connection::into_socket)).collect();
         let control = Control::new(control, recorder.clone())
@@ -109,10 +110,10 @@ impl GroupConnections {
         let links = |connections: Vec<Option<Connection>>, purpose| {
             let connections = connections.into_iter().enumerate();
             let link = |(peer, connection): (usize, Option<Connection>)| {
-                Some(match &seats {
-                    Some(seats) => {
+                Some(match &mpi_addresses {
+                    Some(mpi_addresses) => {
                         let socket = connection?.into_socket();
-                        Link::Mpi(MpiLink::new(socket, seats, Rank(peer), purpose, piece_bytes))
+                        Link::Mpi(MpiLink::new(socket, mpi_addresses, Rank(peer), purpose, piece_bytes))
                     }
                     None => link(
                         connection?,
@@ -132,7 +133,7 @@ impl GroupConnections {
         let shares_all = hosts.num_hosts() == 1;
         let kind = match (&memory, is_inproc) {
             (_, true) => TransportKind::Inproc,
-            _ if seats.is_some() => TransportKind::Mpi,
+            _ if mpi_addresses.is_some() => TransportKind::Mpi,
             (None, false) => TransportKind::Tcp,
             (Some(_), false) if shares_all => TransportKind::Shm,
             (Some(_), false) => TransportKind::ShmAndTcp,
@@ -151,8 +152,15 @@ impl GroupConnections {
             })
             .transpose()?;
         let selection = Selection::new(hosts.clone(), arena.is_some(), Arc::clone(measured), options);
-        let transport =
-            Linked::new(rank, hosts, collective_links, shared, arena.clone(), selection.clone(), options)?;
+        let transport = LinkTransport::new(
+            rank,
+            hosts,
+            collective_links,
+            shared,
+            arena.clone(),
+            selection.clone(),
+            options,
+        )?;
         let transport = Box::new(transport);
         Ok(GroupEndpoint { kind, control, transport, selection, message_links, arena, peer_arenas })
     }

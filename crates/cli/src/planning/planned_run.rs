@@ -10,7 +10,7 @@ use trireme_data::Corpus;
 use trireme_model::{Model, ModelConfig, ModelError, TensorSpec};
 use trireme_parallel::ValidationBatches;
 use trireme_schedule::collective::Hosts;
-use trireme_tensor::{CpuFeatures, Device, ModelRank};
+use trireme_tensor::{Device, ModelRank, SimdLevel};
 use trireme_train::config::{Config, ConfigError, TaskKind};
 use trireme_train::{
     SequenceFormat, Task, TrainError, local_threads, model_config, positions_of_batch, share_of_cores,
@@ -24,19 +24,19 @@ pub(crate) struct ConfigSource<'a> {
     pub(crate) overrides: &'a [String],
     /// Number of workers, if another launcher has started them.
     pub(crate) world_size: Option<usize>,
-    pub(crate) subject: TaskKind,
+    pub(crate) task_kind: TaskKind,
 }
 
 impl ConfigSource<'_> {
-    pub(crate) fn given(&self, config: &Config) -> Result<String, ConfigError> {
+    pub(crate) fn original_toml(&self, config: &Config) -> Result<String, ConfigError> {
         config.original_toml(self.path, self.overrides)
     }
 
     /// Reads the config with further overrides.
     pub(crate) fn load(&self, changes: &[String]) -> Result<Config, ConfigError> {
         let overrides = [self.overrides, changes].concat();
-        let config = Config::load_for_task(self.subject, self.path, &overrides, self.world_size)?;
-        if config.parallelism().context_parallel_degree == 1 || self.subject == TaskKind::CustomTask {
+        let config = Config::load_for_task(self.task_kind, self.path, &overrides, self.world_size)?;
+        if config.parallelism().context_parallel_degree == 1 || self.task_kind == TaskKind::CustomTask {
             return Ok(config);
         }
         // A model that cannot be read is reported where it is needed.
@@ -112,7 +112,7 @@ pub(crate) struct Workers<'a> {
     pub(super) local_world_size: usize,
     pub(super) num_threads: usize,
     /// The SIMD level of the workers' kernels, on which scratch memory depends.
-    pub(super) features: CpuFeatures,
+    pub(super) features: SimdLevel,
     pub(super) shares_memory: bool,
     /// Number of workers that share memory segments with this one, itself included.
     pub(super) num_sharing: usize,
@@ -122,7 +122,7 @@ pub(crate) struct Workers<'a> {
 
 impl<'a> Workers<'a> {
     /// Returns the workers that the command starts on this host, as the first one sees them.
-    pub(crate) fn local(config: &Config, limits: &'a [SharedLimit], features: CpuFeatures) -> Self {
+    pub(crate) fn local(config: &Config, limits: &'a [SharedLimit], features: SimdLevel) -> Self {
         let world_size = config.world_size();
         let shares_memory = matches!(config.comm().transport, TransportChoice::Auto | TransportChoice::Shm);
         Workers {
@@ -145,7 +145,7 @@ impl<'a> Workers<'a> {
         Workers { local_world_size, num_threads, shares_memory, num_sharing, ..self }
     }
 
-    pub(crate) fn of(config: &Config, group: &Group, share: &'a HostShare, features: CpuFeatures) -> Self {
+    pub(crate) fn of(config: &Config, group: &Group, share: &'a HostShare, features: SimdLevel) -> Self {
         let local_world_size = share.num_workers;
         let num_sharing = match group.transport() {
             TransportKind::Shm | TransportKind::ShmAndTcp => local_world_size,
@@ -176,14 +176,14 @@ impl<'a> Workers<'a> {
 
     /// Returns a worker for each pipeline rank, on this host if possible, and the number of workers of this host that have that pipeline
     /// rank. Neighbouring ranks share a host, as launchers number them.
-    pub(super) fn by_place(self, config: &Config) -> Vec<(Workers<'a>, usize)> {
-        let num_of_place = config.workers_per_pipeline_rank();
+    pub(super) fn by_pipeline_rank(self, config: &Config) -> Vec<(Workers<'a>, usize)> {
+        let workers_per_pipeline_rank = config.workers_per_pipeline_rank();
         let first = self.rank / self.local_world_size * self.local_world_size;
         let worker = |place: usize| {
-            let ranks = place * num_of_place..(place + 1) * num_of_place;
-            let near = ranks.start.max(first)..ranks.end.min(first + self.local_world_size);
-            let rank = if near.is_empty() { ranks.start } else { near.start };
-            (Workers { rank, ..self }, near.len())
+            let ranks = place * workers_per_pipeline_rank..(place + 1) * workers_per_pipeline_rank;
+            let on_host = ranks.start.max(first)..ranks.end.min(first + self.local_world_size);
+            let rank = if on_host.is_empty() { ranks.start } else { on_host.start };
+            (Workers { rank, ..self }, on_host.len())
         };
         (0..config.parallelism().pipeline_parallel_degree).map(worker).collect()
     }

@@ -13,7 +13,7 @@ use trireme_tensor::{Device, DeviceOptions};
 
 /// Speed of one kernel; its fields are keys of `--json`.
 #[derive(Debug, Serialize)]
-pub(super) struct ProductFigure {
+pub(super) struct MatmulMeasurement {
     pub(super) precision: String,
     /// SIMD level of the kernel.
     pub(super) features: String,
@@ -28,11 +28,11 @@ pub(super) struct ProductFigure {
     /// Peak of the unit with all operands in registers, in GFLOP/s.
     pub(super) peak_gflops: f64,
     /// Speeds, one for each choice of the factors that are read transposed.
-    pub(super) transposes: Vec<TransposeFigure>,
+    pub(super) transposes: Vec<TransposeMeasurement>,
 }
 
 #[derive(Debug, Serialize)]
-pub(super) struct TransposeFigure {
+pub(super) struct TransposeMeasurement {
     pub(super) transposes: String,
     pub(super) gflops_best: f64,
     pub(super) gflops_median: f64,
@@ -47,7 +47,7 @@ pub(super) fn measure(
     duration: Duration,
     simd: &Simd,
     measuring: &MeasurementStatus,
-) -> Result<Vec<ProductFigure>> {
+) -> Result<Vec<MatmulMeasurement>> {
     let mut figures = Vec::new();
     let thread_counts = if num_threads == 1 { vec![1] } else { vec![1, num_threads] };
     for size in sizes {
@@ -71,7 +71,7 @@ fn measure_kernel(
     sizes: MatmulSizes,
     num_threads: usize,
     duration: Duration,
-) -> Result<ProductFigure> {
+) -> Result<MatmulMeasurement> {
     let MatmulKernel { precision, unit } = kernel;
     let device = Device::cpu(DeviceOptions {
         num_threads,
@@ -83,7 +83,7 @@ fn measure_kernel(
     let transposes = Transposes::ALL.into_iter().map(|transposes| {
         let timing = probe.matmul(precision, transposes, sizes)?;
         let speed = |seconds: f64| sizes.operations() / seconds;
-        Ok(TransposeFigure {
+        Ok(TransposeMeasurement {
             transposes: transposes.to_string(),
             gflops_best: speed(timing.best) / 1e9,
             gflops_median: speed(timing.median) / 1e9,
@@ -91,7 +91,7 @@ fn measure_kernel(
         })
     });
     let transposes: Result<_> = transposes.collect();
-    Ok(ProductFigure {
+    Ok(MatmulMeasurement {
         precision: precision.to_string(),
         features: unit.features().to_string(),
         unit: unit.to_string(),
@@ -105,10 +105,10 @@ fn measure_kernel(
     })
 }
 
-pub(super) fn print(figures: &[ProductFigure]) -> Result<()> {
+pub(super) fn print(figures: &[MatmulMeasurement]) -> Result<()> {
     let mut last = None;
     for figure in figures {
-        let ProductFigure { precision, unit, threads, peak_gflops, rows, cols, inner, .. } = figure;
+        let MatmulMeasurement { precision, unit, threads, peak_gflops, rows, cols, inner, .. } = figure;
         if last.replace((rows, cols, inner)) != Some((rows, cols, inner)) {
             writeln!(Output, "\nmatmul {rows}x{cols}x{inner}, in GFLOP/s and percent of the unit's peak")?;
             let heads = figure.transposes.iter().map(|figure| format!("{:>14}", figure.transposes));
@@ -116,7 +116,7 @@ pub(super) fn print(figures: &[ProductFigure]) -> Result<()> {
         }
         let mark = if figure.is_used { '*' } else { ' ' };
         write!(Output, "{mark} {precision:<4} {unit:<11} {threads:>11} {peak_gflops:>9.1}")?;
-        for TransposeFigure { gflops_best, fraction_of_peak, .. } in &figure.transposes {
+        for TransposeMeasurement { gflops_best, fraction_of_peak, .. } in &figure.transposes {
             write!(Output, " {gflops_best:>7.1} {:>4.0}%", fraction_of_peak * 100.0)?;
         }
         writeln!(Output)?;

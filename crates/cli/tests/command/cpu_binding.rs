@@ -18,7 +18,7 @@ fn two_cpus() -> Option<[usize; 2]> {
 }
 
 #[test]
-fn a_launcher_s_choice_stands() {
+fn the_cpus_that_a_launcher_chose_are_kept() {
     let Some(cpus) = two_cpus() else { return };
     let fixture = Fixture::with_corpus();
     let port = free_port();
@@ -26,7 +26,7 @@ fn a_launcher_s_choice_stands() {
         let plain = fixture.worker(rank, port, "train tiny.toml");
         let mut bound = Command::new("taskset");
         bound.args(["-c", &cpus[rank].to_string()]).arg(plain.get_program()).args(plain.get_args());
-        fixture.prepare(&mut bound);
+        fixture.isolate(&mut bound);
         bound.envs(plain.get_envs().filter_map(|(name, value)| Some((name, value?))));
         Running::start(bound)
     };
