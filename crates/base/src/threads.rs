@@ -13,7 +13,7 @@ const THREAD_ADDRESS_SPACE: usize = 8 << 20;
 /// Starts a thread with this name, and waits until its work begins.
 ///
 /// # Errors
-/// If the system cannot start the thread. The error states the [limits](with_limits) on the number of threads.
+/// If the system cannot start the thread. The error states the [limits](with_resource_limits) on the number of threads.
 pub fn spawn_thread<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,

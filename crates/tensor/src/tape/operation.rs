@@ -3,8 +3,8 @@
 //! # Cost
 //! The cost of an operation is the cost of the kernel calls that it issues, so it declares none. A function that is passed to a kernel
 //! ([`Pointwise`](super::Pointwise), [`ElementLoss`](super::ElementLoss), [`Device::map`](crate::Device::map)) states its operations per
-//! element. Matmuls that backward computes for the second time are counted as repeated ([`Cost::recomputes`](trireme_base::Cost::repeats)),
-//! and MFU excludes them.
+//! element. Matmuls that backward computes for the second time are counted as recomputed
+//! ([`Cost::recomputes`](trireme_base::Cost::recomputes)), and MFU excludes them.
 
 use super::{Sharding, Tape, TensorAxis};
 use crate::device::Result;
