@@ -59,8 +59,8 @@ pub enum ParallelError {
     TooFewMicrobatches { expected: usize, found: usize },
     #[error(
         "step {step}: the {what} is {value}; {}",
-        if *.is_asynchronous {
-"other workers of the pipeline may have updated parameters since, so resume from the last checkpoint"
+        if *.has_updated {
+"some parameters may have been updated since, so resume from the last checkpoint"
 } else {
 "parameters are unchanged since the previous step"
 }
@@ -69,9 +69,9 @@ pub enum ParallelError {
         step: u64,
         what: NonFinite,
         value: f64,
-        /// Whether the pipeline does not drain between updates, so that some parameters may already have been updated. If false, parameters
-        /// are as before the step.
-        is_asynchronous: bool,
+        /// Whether some parameters may already have been updated, because updates do not wait for the end of the step. If false,
+        /// parameters are as before the step.
+        has_updated: bool,
     },
     /// The loss or the gradient norm became infinite or NaN, and the loss scale cannot decrease further. Parameters are as before the step.
     #[error(

@@ -120,7 +120,7 @@ pub enum Action {
     /// `EVICT optimizer u`, `EVICT activations u m`: starts to write state back to the tier where it resides, and frees its memory.
     Evict(StateKey),
     /// `STEP u`: updates a unit's parameters, or this rank's shard of them. The first `STEP` of a program waits for all reductions, because
-    /// it needs the global gradient norm. If the pipeline does not drain between updates, the first `STEP` of each update waits for the
+    /// it needs the global gradient norm, unless the layout [updates early](crate::StateLayout::updates_early). If the pipeline does not drain between updates, the first `STEP` of each update waits for the
     /// reductions of this rank.
     Step { unit: usize },
     /// `STASH u`: copies a unit's current parameters for passes that read them after the next `STEP`.

@@ -62,6 +62,9 @@ pub struct StateLayout {
     /// Whether parameters gathered for forward stay until backward has read them. Saves a gather, but all parameters are held at the same
     /// time.
     pub keep_gathered: bool,
+    /// Whether a unit is updated as soon as its gradient is reduced, so that few gradients exist at the same time. Updates then cannot wait
+    /// for the norm of all gradients, nor for the loss to be known to be finite.
+    pub updates_early: bool,
     /// The fetch of evicted state starts this many uses of its class before the use that needs it. For activations, passes are counted
     /// instead of uses.
     pub fetch_ahead: usize,
@@ -88,6 +91,7 @@ impl StateLayout {
             activations: here,
             gather_ahead: 1,
             keep_gathered: false,
+            updates_early: false,
             fetch_ahead: 1,
             num_offloaded_units: usize::MAX,
         }
@@ -117,6 +121,7 @@ impl StateLayout {
     pub fn forward_only(mut self) -> StateLayout {
         let absent = ClassLayout { portion: Portion::Absent, tier: Tier::Device };
         (self.gradients, self.optimizer) = (absent, absent);
+        self.updates_early = false;
         self
     }
 
@@ -173,9 +178,15 @@ impl StateLayout {
 
     /// Returns the layout with defaults for the fields that have no effect, so that equal programs have equal layouts.
     pub(crate) fn normalized(self) -> Self {
-        let StateLayout { parameters, gradients, optimizer, activations, .. } = self;
-        let mut layout =
-            StateLayout { parameters, gradients, optimizer, activations, ..StateLayout::UNSHARDED };
+        let StateLayout { parameters, gradients, optimizer, activations, updates_early, .. } = self;
+        let mut layout = StateLayout {
+            parameters,
+            gradients,
+            optimizer,
+            activations,
+            updates_early,
+            ..StateLayout::UNSHARDED
+        };
         if self.is_sharded(StateClass::Parameters) {
             (layout.gather_ahead, layout.keep_gathered) = (self.gather_ahead, self.keep_gathered);
         }
@@ -209,7 +220,7 @@ impl StateLayout {
 
     /// Returns whether programs exist for the layout, in steps of `num_microbatches`. A rank that updates all parameters must hold all of
     /// them. Parameters and activations must exist, and activations must be unsharded. A layout that trains has gradients and optimizer
-    /// state, and any other layout has neither.
+    /// state, and any other layout has neither. Early updates need full gradients.
     pub fn is_possible(&self, num_microbatches: usize) -> bool {
         let can_live = |class| self.can_reside(class, self.of(class).tier, num_microbatches);
         let [parameters, optimizer, activations] =
@@ -223,6 +234,7 @@ impl StateLayout {
             && !activations
             && are_there
             && is_trained != is_absent(StateClass::Optimizer)
+            && (!self.updates_early || self.gradients.portion == Portion::Full)
     }
 }
 
@@ -243,6 +255,9 @@ impl fmt::Display for StateLayout {
         }
         if self.keep_gathered {
             f.write_str(" gathered kept")?;
+        }
+        if self.updates_early {
+            f.write_str(" updates early")?;
         }
         if self.fetch_ahead != whole.fetch_ahead {
             write!(f, " fetch_ahead {}", self.fetch_ahead)?;
@@ -275,6 +290,7 @@ impl StateLayout {
         match key {
             "gather_ahead" => self.gather_ahead = value.parse().ok()?,
             "gathered" if value == "kept" => self.keep_gathered = true,
+            "updates" if value == "early" => self.updates_early = true,
             "fetch_ahead" => self.fetch_ahead = value.parse().ok()?,
             "moved_units" => self.num_offloaded_units = value.parse().ok()?,
             _ => {

@@ -109,7 +109,11 @@ fn configured_state(config: &Config) -> StateLayout {
         config::Tier::Disk => Tier::Disk,
     };
     let offload = config.offload();
-    let state = StateLayout { fetch_ahead: offload.prefetch, ..config.parallelism().state_layout() };
+    let state = StateLayout {
+        fetch_ahead: offload.prefetch,
+        updates_early: config.memory().free_gradients,
+        ..config.parallelism().state_layout()
+    };
     offload.tiers().into_iter().fold(state, |state, (class, given)| state.with_tier(class, tier(given)))
 }
 

@@ -36,12 +36,12 @@ pub(super) fn advice(job: PlannedRun<'_>, plan: &Plan, limit: Limit) -> String {
     let [taken_bytes, excess, bound] = [taken, taken - bound, bound].map(|bytes| Bytes(bytes as u64));
     let share =
         |category: Category| format!("{category} {}", Bytes(plan.prediction.at_peak.get(category) as u64));
-    let higher_stages = Category::ALL.map(share).join(", ");
+    let shares = Category::ALL.map(share).join(", ");
     let moment = peak_location(&plan.prediction, &plan.program);
     let refusal = match limit {
         Limit::Device => format!(
             "a step is predicted to take {taken_bytes} of memory on worker {}, {excess} more than its limit of \
-             {bound}; at the peak, {moment}, the memory holds {higher_stages}",
+             {bound}; at the peak, {moment}, the memory holds {shares}",
             plan.rank
         ),
         Limit::Offload => format!(
@@ -52,7 +52,7 @@ pub(super) fn advice(job: PlannedRun<'_>, plan: &Plan, limit: Limit) -> String {
         ),
         Limit::Host(index) => format!(
             "{} predicted to take {taken_bytes} in total, {excess} more than {}; worker {} takes the most, {}: at its \
-             peak, {moment}, the memory holds {higher_stages}",
+             peak, {moment}, the memory holds {shares}",
             match plan.on_host.num_sharing(index) {
                 1 => "a worker is".to_owned(),
                 number => format!("the {number} workers that share the limit are"),
@@ -130,8 +130,9 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
         modes.iter().map(|mode| vec![format!("activation_checkpoint.mode={mode}")]).collect();
     let only_if = |applies: bool, key: &str| Vec::from_iter(applies.then(|| vec![key.to_owned()]));
     let unless_empty = |change: Change| Vec::from_iter(Some(change).filter(|change| !change.is_empty()));
-    let shares = (stage + 1..=3).filter(|_| config.world_size() > 1);
-    let sharded: Vec<Change> = shares.map(|stage| vec![format!("parallelism.zero_stage={stage}")]).collect();
+    let higher_stages = (stage + 1..=3).filter(|_| config.world_size() > 1);
+    let sharded: Vec<Change> =
+        higher_stages.map(|stage| vec![format!("parallelism.zero_stage={stage}")]).collect();
     // Classes on the device that can leave it at this ZeRO stage.
     let open = movable_classes(config).iter().map(|class| format!("offload.{}=auto", class.name())).collect();
     let moved = unless_empty(open);

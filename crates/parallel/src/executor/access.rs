@@ -146,16 +146,19 @@ impl Executor {
         self.options.compression
     }
 
-    /// The gradient norms of earlier steps by which the next steps clip, the newest last. Only a pipeline that does not drain between
-    /// updates has them, and only if steps clip. They are part of the state that determines the next steps.
+    /// The gradient norms of earlier steps by which the next steps clip, the newest last. Only layouts that update early and pipelines
+    /// that do not drain between updates have them, and only if steps clip. They are part of the state that determines the next steps.
     pub fn earlier_norms(&self) -> Vec<f64> {
-        self.updates.iter().flat_map(|updates| &updates.norms.known).copied().collect()
+        let known = self.updates.iter().flat_map(|updates| &updates.norms.known);
+        known.chain(&self.optimization.previous_norm).copied().collect()
     }
 
     /// Restores the [norms](Executor::earlier_norms) of an earlier run.
     pub fn restore_earlier_norms(&mut self, norms: &[f64]) {
         if let Some(updates) = &mut self.updates {
             updates.norms.restore(norms);
+        } else if self.program.header.state.updates_early {
+            self.optimization.previous_norm = norms.last().copied();
         }
     }
 

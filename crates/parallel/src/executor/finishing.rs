@@ -1,7 +1,7 @@
 //! The end of a step: waits for its sums, checks them for overflows, and computes the settings of the update.
 //!
 //! The first update of a step waits for all reductions, even if the step does not clip: no parameter may change before the loss is known to
-//! be finite and every operation to have succeeded. One factor for all gradients then accounts for the number of microbatches, the loss
+//! be finite and every operation to have succeeded (see `early_updates` for layouts without this wait). One factor for all gradients then accounts for the number of microbatches, the loss
 //! scale and clipping ([`Executor::update_settings`]).
 
 use super::Executor;
@@ -43,6 +43,10 @@ impl Executor {
         let compression = self.compression_statistics();
         let comm_exposed = waiting.waited;
         let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped, comm_exposed, compression };
+        if self.program.header.state.updates_early {
+            let is_clipped = matches!(plan.grad_norm, GradNorm::Clip(_));
+            self.optimization.previous_norm = norm.filter(|_| is_clipped);
+        }
         match overflow {
             Some((what, value)) => self.back_off(plan.step, what, value)?,
             None => self.optimization.loss_scaler.succeed(),
@@ -132,7 +136,9 @@ impl Executor {
             // Offloaded gradients were squared before they were evicted.
             if !self.program.header.holds(unit) {
                 self.optimization.squares.skip(unit);
-            } else if !self.offload.stores.moves(StateClass::Gradients) {
+            } else if !self.offload.stores.moves(StateClass::Gradients)
+                && !self.program.header.state.updates_early
+            {
                 self.sum_unit_squares(unit)?;
             }
         }
@@ -193,7 +199,8 @@ impl Executor {
     /// If there is no loss scaling, or if the scale cannot decrease further.
     fn back_off(&mut self, step: u64, what: NonFinite, value: f64) -> Result<()> {
         if self.optimization.loss_scaler.scaling() == LossScaling::Off {
-            return Err(ParallelError::NotFinite { step, what, value, is_asynchronous: false });
+            let has_updated = self.program.header.state.updates_early;
+            return Err(ParallelError::NotFinite { step, what, value, has_updated });
         }
         let loss_scale = self.optimization.loss_scaler.scale();
         if self.optimization.loss_scaler.back_off().is_none() {

@@ -4,6 +4,7 @@ mod access;
 mod asynchronous;
 mod dry_run;
 mod earlier_norms;
+mod early_updates;
 mod finishing;
 mod fp8_scales;
 mod generation;
@@ -92,6 +93,8 @@ struct Optimization {
     partial_gradients: ReplicatedParameters,
     loss_scaler: LossScaler,
     squares: SquaredNorms,
+    /// The gradient norm of the step before, by which a step with early updates clips.
+    previous_norm: Option<f64>,
     hashes: HashRecorder,
 }
 
@@ -211,7 +214,8 @@ impl Executor {
         self.ranks.forget_line();
         match finished {
             Some((outcome, _)) => outcomes.push(outcome),
-            None => self.finish_steps(plans, outcomes)?,
+            None if self.updates.is_some() => self.finish_steps(plans, outcomes)?,
+            None => outcomes.push(self.finish_gradients(plans[0])?.0),
         }
         Ok(())
     }
@@ -262,6 +266,9 @@ impl Executor {
                 self.updates.as_mut().expect("a valid program does not drain").unstash(unit);
             }
             Action::Step { unit } if self.updates.is_some() => self.update_asynchronously(unit, plans)?,
+            Action::Step { unit } if self.program.header.state.updates_early => {
+                self.update_early(unit, plans[0])?;
+            }
             Action::Step { unit } => {
                 let (_, update) = match *finished {
                     Some(finished) => finished,

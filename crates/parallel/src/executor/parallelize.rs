@@ -126,6 +126,7 @@ impl Executor {
                 partial_gradients,
                 squares,
                 loss_scaler: LossScaler::new(options.loss_scaling),
+                previous_norm: None,
                 hashes: HashRecorder::default(),
             },
             device: device.clone(),

@@ -59,7 +59,16 @@ impl Gradients {
                     std::ptr::eq(ranks.state_of(info), state) && compressed[*unit].is_none()
                 });
                 let lens: Vec<usize> = reduced.map(len).collect();
-                ReductionFactory::all_reduce(dtype, group, options.fusion_bytes, &lens, &counted)?
+                // A fused gradient would be summed only when the gradients of other units are there.
+                let fusion_bytes = if layout.updates_early { 0 } else { options.fusion_bytes };
+                ReductionFactory::all_reduce(
+                    dtype,
+                    group,
+                    fusion_bytes,
+                    &lens,
+                    !layout.updates_early,
+                    &counted,
+                )?
             };
             Ok((
                 reductions,

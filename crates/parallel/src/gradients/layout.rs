@@ -13,6 +13,8 @@ use trireme_tensor::{Category, Device};
 pub(super) struct GradientLayout {
     pub(super) shards_gradients: bool,
     shards_optimizer: bool,
+    /// Whether units are updated early, which frees their gradients.
+    pub(super) updates_early: bool,
     /// Whether gradients are reduced as integers, within hosts and then across them.
     is_hierarchical: bool,
     /// The dtype in which gradients are reduced, unless they are reduced as integers.
@@ -31,6 +33,7 @@ impl GradientLayout {
         let mut layout = GradientLayout {
             shards_gradients,
             shards_optimizer: header.state.is_sharded(StateClass::Optimizer),
+            updates_early: header.state.updates_early,
             is_hierarchical,
             dtype: DType::F32,
             shard_dtype: DType::F32,
@@ -57,7 +60,7 @@ impl GradientLayout {
 
     /// Whether full gradients in f32 stay allocated with their units, so that reductions need no other memory.
     pub(super) fn keeps_full(&self) -> bool {
-        !self.shards_gradients && !self.is_rounded()
+        !self.shards_gradients && !self.is_rounded() && !self.updates_early
     }
 
     /// Whether reduced gradients are gathered from the shards, because each rank updates full units.
@@ -72,9 +75,11 @@ impl GradientLayout {
 
     /// Returns a pool for full gradients in f32.
     pub(super) fn pool(&self, ranks: &RankGrid, device: &Device, options: &ExecutorOptions) -> Pool {
-        let category = if self.keeps_full() { Category::Gradients } else { Category::Communication };
-        let is_scattered_as_is = self.is_scattered() && !self.is_rounded() && !self.is_hierarchical;
-        let is_exchanged = self.is_gathered() || is_scattered_as_is;
+        let stores_sums = self.keeps_full() || self.updates_early && !self.is_rounded();
+        let category = if stores_sums { Category::Gradients } else { Category::Communication };
+        let is_reduced_as_is = !self.is_rounded() && !self.is_hierarchical;
+        let is_exchanged =
+            self.is_gathered() || is_reduced_as_is && (self.is_scattered() || self.updates_early);
         let pool = Pool::new(self.group(&ranks.state.dense), device, DType::F32, category, is_exchanged);
         // Codecs run on the host.
         let is_compressed = options.compression.codec() != CodecName::None;

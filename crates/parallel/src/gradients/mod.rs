@@ -317,6 +317,20 @@ impl Gradients {
         }
     }
 
+    /// Frees the memory of a reduced gradient, if the layout updates early.
+    pub(crate) fn free_reduced(&mut self, unit: usize) {
+        if !self.layout.updates_early {
+            return;
+        }
+        let state = &mut self.units[unit];
+        if let Reduction::Rounded(rounded) = &mut state.reduction {
+            rounded.release();
+        }
+        if let Some(sum) = state.reducible.take() {
+            self.pool.release(sum);
+        }
+    }
+
     /// Returns the gradient with which this rank updates a unit: the gathered gradient, or this rank's shard.
     pub(crate) fn for_update(&self, unit: usize) -> View<'_> {
         match &self.gathered {

@@ -32,12 +32,14 @@ pub(crate) struct ReductionFactory {
 impl ReductionFactory {
     /// Creates all-reductions over `group`. Short gradients are fused into messages of up to `fusion_bytes`; with 0, each gradient is sent
     /// alone. If the group is on shared memory, nothing is fused, because a message costs no more than the copies that fusion needs. Memory
-    /// for gradients of `lens` elements, in the order of their reductions, is allocated in advance.
+    /// for gradients of `lens` elements, in the order of their reductions, is allocated in advance. If sums `stay`, so is the memory of
+    /// rounded gradients.
     pub(crate) fn all_reduce(
         dtype: DType,
         group: &Arc<Group>,
         fusion_bytes: usize,
         lens: &[usize],
+        stay: bool,
         counted: &CountedMemory,
     ) -> Result<Self> {
         let shares_memory = matches!(group.transport(), TransportKind::Single | TransportKind::Shm);
@@ -45,7 +47,7 @@ impl ReductionFactory {
         let fusion = Fusion::new(Arc::clone(group), ReduceOp::Sum, len_max);
         counted.charge_buffer(group, fusion.reserve(dtype, lens.iter().copied())?)?;
         let pool = |category| Pool::new(group, counted.device(), dtype, category, true);
-        let rounded = (dtype != DType::F32).then(|| (pool(Category::Gradients), true));
+        let rounded = (dtype != DType::F32).then(|| (pool(Category::Gradients), stay));
         Ok(ReductionFactory { exchange: Summation::AllReduce(fusion), rounded })
     }
 
@@ -177,7 +179,7 @@ mod tests {
             let group = Arc::new(group);
             let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
             let counted = CountedMemory::new(&device);
-            let reductions = ReductionFactory::all_reduce(dtype, &group, 0, &[], &counted).unwrap();
+            let reductions = ReductionFactory::all_reduce(dtype, &group, 0, &[], true, &counted).unwrap();
             let mut reduction = reductions.reduction(LEN).unwrap();
             let mut vector = ExchangeVector::new_for_host(&group, &device, DType::F32, LEN).unwrap();
             let mut found = Vec::new();

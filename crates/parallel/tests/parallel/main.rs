@@ -6,6 +6,7 @@ mod common;
 mod compression;
 mod detached;
 mod disk_faults;
+mod early_updates;
 mod expert_parallel;
 mod experts;
 mod families;

@@ -3,6 +3,7 @@
 //!
 //! A requirement that does not depend on the pipeline schedule is a lowering pass, not an option of the schedule generators.
 
+mod early_updates;
 mod insertions;
 mod offload;
 mod recompute;
@@ -16,12 +17,15 @@ use crate::program::{Program, ProgramHeader};
 /// Adds the gathers, reductions, fetches and evictions of a layout to a program whose state is unsharded and on the device.
 ///
 /// # Panics
-/// If the program has a layout already, or there is [no program](StateLayout::is_possible) for the layout.
+/// If the program has a layout already, if there is [no program](StateLayout::is_possible) for the layout, or if a pipeline that does not
+/// drain is to update early.
 pub fn lay_out(program: Program, state: StateLayout) -> Program {
     let Program { header, actions } = program;
     assert_eq!(header.state, StateLayout::UNSHARDED, "the program is laid out already");
     assert!(state.is_possible(header.num_microbatches), "no program of this layout:{state}");
+    assert!(header.asynchronous.is_none() || !state.updates_early, "the updates are early already");
     let header = ProgramHeader { state: state.normalized(), ..header };
+    let actions = if header.state.updates_early { early_updates::update_early(actions) } else { actions };
     let actions = offload::offload(&header, shard::shard(&header, actions));
     Program { header, actions }
 }

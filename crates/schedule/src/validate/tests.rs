@@ -11,12 +11,12 @@ use proptest::prelude::*;
 fn any_program() -> impl Strategy<Value = Program> {
     let keeps = proptest::collection::vec(0..4_usize, 8);
     let offloaded = (any::<[bool; 4]>(), 0..8_usize);
-    let shares = any::<[bool; 3]>();
+    let shares = any::<[bool; 4]>();
     (1_usize..8, 1_usize..5, any::<bool>(), shares, 0..4_usize, any::<bool>(), (keeps, offloaded)).prop_map(
         |(units, microbatches, is_tied, shares, prefetch, keep_gathered, (keeps, offloaded))| {
             let program = single::program(&UnitChain::language_model(units, is_tied), microbatches);
             let program = recompute(program, &with_recomputable_inputs(&keeps[..units]));
-            let [parameters, gradients, optimizer] = shares;
+            let [parameters, gradients, optimizer, is_early] = shares;
             let share = |is_sharded| ClassLayout {
                 portion: if is_sharded { Portion::Shard } else { Portion::Full },
                 tier: Tier::Device,
@@ -29,6 +29,7 @@ fn any_program() -> impl Strategy<Value = Program> {
                 activations: share(false),
                 gather_ahead: prefetch,
                 keep_gathered,
+                updates_early: is_early && !gradients,
                 fetch_ahead: prefetch,
                 num_offloaded_units: num_moved,
             };

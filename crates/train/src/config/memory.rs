@@ -139,6 +139,46 @@ pub(super) fn may_spill(parallelism: &Parallelism, experts: &Experts, memory: &M
     parallelism.expert_parallel_degree > 1 && has_budget && experts.spill && !is_bounded
 }
 
+pub(super) fn check_free_gradients(checks: &mut Checks<'_>) {
+    const KEY: &str = "memory.free_gradients";
+    let Sections { memory, training, parallelism, comm, .. } = &checks.unchecked.sections;
+    let (is_on, clips_late) = (memory.free_gradients, training.clip_by_previous_norm);
+    checks.only_applies(
+        is_on || !clips_late,
+        &["training.clip_by_previous_norm", KEY],
+        "[memory] free_gradients = true",
+    );
+    checks.only_applies(
+        training.max_norm > 0.0 || !clips_late,
+        &["training.clip_by_previous_norm", "training.max_norm"],
+        "a max_norm above 0",
+    );
+    if !is_on {
+        return;
+    }
+    checks.require(training.max_norm == 0.0 || clips_late, &[KEY, "training.max_norm"], || {
+        "gradients are freed before the norm of all of them is known, so a step cannot clip by it; set [training] \
+         max_norm = 0, or clip_by_previous_norm = true"
+            .to_owned()
+    });
+    let is_sharded = parallelism.state_layout().is_sharded(StateClass::Gradients);
+    checks.require(!is_sharded, &[KEY, sharding_key(parallelism)], || {
+        "sharded gradients are freed as soon as they are reduced to shards, which stay; remove this key"
+            .to_owned()
+    });
+    checks.require(training.dtype != Precision::F16, &[KEY, "training.dtype"], || {
+        "f16 skips a step whose gradients overflow, which is known only at its end; use dtype = \"bf16\""
+            .to_owned()
+    });
+    checks.require(!parallelism.is_asynchronous(), &[KEY, "parallelism.pipeline_parallel_schedule"], || {
+        "a pipeline that does not drain updates early already; use another schedule, or remove this key"
+            .to_owned()
+    });
+    checks.require(comm.compression == CodecName::None, &[KEY, "comm.compression"], || {
+        "compression keeps a gradient of each unit from step to step; remove one of the two keys".to_owned()
+    });
+}
+
 pub(super) fn check_huge_pages(checks: &mut Checks<'_>) {
     let Sections { memory, training, .. } = &checks.unchecked.sections;
     let is_cpu = training.device == DeviceName::Cpu;

@@ -76,7 +76,8 @@ impl State<'_> {
             Action::Step { unit } => {
                 let num_stepped = self.units[unit].num_stepped;
                 let is_reduced = |unit: &usize| self.units[*unit].num_reduced > num_stepped;
-                if let Some(unit) = self.held().find(|unit| !is_reduced(unit)) {
+                let is_awaited = |other: &usize| !self.header.state.updates_early || *other == unit;
+                if let Some(unit) = self.held().filter(is_awaited).find(|unit| !is_reduced(unit)) {
                     return Some(Action::ReduceGrad { unit });
                 }
                 let is_separate = self.gathers_grads && !self.units[unit].has_gathered_grad;
