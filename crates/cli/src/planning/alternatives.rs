@@ -151,6 +151,9 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     let narrow = only_if(training.dtype == Precision::F32, "training.dtype=bf16");
     // Sums whose bits may depend on the layout keep fewer partial sums.
     let unordered = only_if(training.determinism == Determinism::Layout, "training.determinism=run");
+    // A step that clips would have to clip by another norm.
+    let is_free = training.max_norm > 0.0 || config.memory().free_gradients;
+    let freed = only_if(!is_free, "memory.free_gradients=true");
     let more_workers: Vec<Change> = (1..=3)
         .filter(|_| may_start_workers)
         .map(|power| config.world_size() << power)
@@ -180,6 +183,7 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     let all_moved: Vec<Change> = [all_moved].into();
     let families = [
         unsampled,
+        freed,
         recomputed,
         sharded,
         unordered,

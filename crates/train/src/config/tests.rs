@@ -164,6 +164,18 @@ fn checks_shards_and_replicas_against_the_world_size() {
     let found =
         [&stage_3[..], &["parallelism.zero_quantized_gradients=int8", "training.reduce_dtype=bf16"]].concat();
     assert!(mistakes(SMALLEST, &found)[0].contains("so reduce_dtype has no effect"));
+    assert!(mistake_of("training.clip_by_previous_norm=true").contains("only applies with"));
+    assert!(mistake_of("memory.free_gradients=true").contains("clip_by_previous_norm = true"));
+    let freed = ["memory.free_gradients=true", "training.max_norm=0", "launch.workers=2"];
+    good(SMALLEST, &freed);
+    for (key, reason) in [
+        ("parallelism.zero_stage=2", "sharded gradients are freed"),
+        ("training.dtype=f16", "f16 skips a step"),
+        ("comm.compression=int8", "compression keeps a gradient"),
+    ] {
+        let found = mistakes(SMALLEST, &[&freed[..], &[key]].concat());
+        assert!(found[0].contains(reason), "{found:?}");
+    }
     assert!(mistake_of("activation_checkpoint.every_k=3").contains("only applies with mode = \"every-k\""));
     let found = mistakes(SMALLEST, &["launch.workers=2", "parallelism.data_parallel_shard_degree=2"]);
     assert!(found[0].contains("has no effect with zero_stage = 0"), "{found:?}");

@@ -98,6 +98,17 @@ fn an_interrupted_run_has_the_same_bits_in_16_bits() {
     assert_eq!(scales, [64, 64, 64, 64, 128, 128, 128, 128, 256, 256, 256, 256, 512, 512]);
 }
 
+#[test]
+fn an_interrupted_run_has_the_same_bits_with_freed_gradients() {
+    let keys = ["memory.free_gradients=true", "training.clip_by_previous_norm=true", "training.max_norm=0.5"];
+    let clipped = check_interrupted_runs(&[(1, 1), (2, 4)], &keys);
+    let unclipped = ["memory.free_gradients=true", "training.max_norm=0"];
+    assert!(
+        check_interrupted_runs(&[(1, 2)], &unclipped) == check_interrupted_runs(&[(1, 2)], &unclipped[1..])
+    );
+    assert!(clipped != check_interrupted_runs(&[(1, 2)], &["training.max_norm=0.5"]));
+}
+
 /// Each seed gives another order of kernels and copies, and another run.
 #[test]
 fn a_run_that_began_on_the_cpu_ends_on_a_detached_device_and_the_other_way_round() {
