@@ -38,7 +38,7 @@ const FAULTS: [&str; 4] = ["error=EIO", "error=ENOSPC", "signal=SIGKILL", "signa
 /// Output file of strace, in the folder of the runs.
 const LOG: &str = "calls.txt";
 
-/// Interval at which processes that may be stopped are continued.
+/// Interval between SIGCONTs, which continue processes that a fault has stopped.
 const CONTINUE_INTERVAL: Duration = Duration::from_millis(20);
 
 const CONFIG: &str = r#"
@@ -50,7 +50,7 @@ metrics = { log_interval = 1000 }
 generate = { num_tokens = 0 }
 "#;
 
-/// A folder for runs with faults.
+/// Runs the training command in `folder`, with and without faults.
 struct FaultRunner {
     folder: PathBuf,
     binary: PathBuf,
@@ -100,7 +100,7 @@ pub(crate) struct FaultsArgs {
     stride: NonZeroUsize,
 }
 
-/// Runs `cargo xtask faults`. Keeps the files of a fault that lost something, for inspection.
+/// Runs `cargo xtask faults`. If a check fails, the files are kept for inspection.
 pub(crate) fn run(args: &FaultsArgs, root: &Path) -> Result<()> {
     let binary = fs::canonicalize(root.join(&args.binary))
         .with_context(|| format!("no program at {}; run `cargo build --release`", args.binary.display()))?;

@@ -15,7 +15,7 @@ const DEVICE: &str = "crates/tensor/src/device";
 /// Source of the definitions of calls, which generate most methods.
 const CALLS: &str = "crates/tensor/src/kernels/call";
 
-/// Source of the code of the CPU backend that runs the calls.
+/// Source of the CPU backend that runs the calls.
 const RUN: &str = "crates/tensor/src/kernels/cpu/run";
 
 /// The suites of `crates/tensor/tests` that a backend must pass.
@@ -226,7 +226,7 @@ fn path(text: &str) -> Option<String> {
     Some(format!("{area}::{}", &rest[..len]))
 }
 
-/// Returns the methods in a text that issue a kernel, or count a call under a kernel's name.
+/// Returns the methods in a text that issue a kernel, or that record the cost of one (`Device::count`).
 fn methods(text: &str, definitions: &[Definition], arms: &Calls) -> Vec<Kernel> {
     let (mut found, mut docs, mut method) = (Vec::new(), Vec::new(), None::<(String, String)>);
     for line in text.lines() {
@@ -273,7 +273,7 @@ fn unlinked(text: &str) -> String {
     plain.replace("[`", "`").replace("`]", "`")
 }
 
-/// Returns the kernel's name in the body of a method that issues a function or counts a copy.
+/// Returns the kernel's name in the body of a method that calls `issue_function` or `count`.
 fn kernel_name(body: &str) -> Option<String> {
     let calls = ["self.issue_function(\"", "self.count(\""];
     let after = calls.iter().find_map(|call| Some(body.split_once(call)?.1))?;

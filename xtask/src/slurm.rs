@@ -25,10 +25,9 @@ pub(crate) struct SlurmArgs {
     filter: Option<String>,
 }
 
-/// Timeout for everything but time limits and queues.
+/// Timeout of a wait, except for the end of a job at its time limit.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Polling interval.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Number of steps of a run. They take longer than Slurm needs to preempt the job.

@@ -73,13 +73,12 @@ impl Cost {
         self
     }
 
-    /// Returns the operations of matrix products that the model itself needs: all except the repeated ones. MFU is computed from this
-    /// number.
+    /// Returns the number of operations of matrix products, excluding recomputed ones. MFU is computed from this number.
     pub fn model_operations(&self) -> u64 {
         self.product_operations.saturating_sub(self.recomputed_operations)
     }
 
-    /// Returns the number of all operations, including repeated ones.
+    /// Returns the number of all operations, including recomputed ones.
     pub fn operations(&self) -> u64 {
         self.product_operations.saturating_add(self.other_operations)
     }

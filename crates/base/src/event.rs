@@ -157,7 +157,7 @@ impl<B> Pending<B> {
         Pending(State::Available(memory))
     }
 
-    /// Wraps memory that will be stored in `place` before `event` is done. If `event` is [`Event::DONE`] and `place` holds the memory
+    /// Wraps memory that will be stored in `slot` before `event` is done. If `event` is [`Event::DONE`] and `slot` holds the memory
     /// already, the memory is available immediately.
     pub fn until(event: Event, slot: Arc<Mutex<Option<B>>>) -> Self {
         if event.0.is_none()

@@ -35,8 +35,7 @@ pub struct MemoryUse {
     /// Peak of host memory that is not the memory of the device: offloaded state that resides in or passes through host memory, and
     /// staging buffers for communication if the device cannot reach host memory.
     pub host: usize,
-    /// The peak of the total of all categories, except memory of other ranks that this rank maps. This is the memory that the rank adds to
-    /// its machine.
+    /// The peak of the total of all categories, excluding memory of other ranks that this rank maps.
     pub own: usize,
     /// Bytes in use between steps, except memory of other ranks that this rank maps.
     pub own_between_steps: usize,

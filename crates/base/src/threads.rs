@@ -33,8 +33,8 @@ pub fn spawn_scoped_thread<'scope, T: Send + 'scope>(
     start(name, work, |builder, work| builder.spawn_scoped(scope, work))
 }
 
-/// Starts a thread by `spawn`, and waits until its work begins. By then the thread has allocated its memory, so the check for the caller's
-/// next thread does not count the same memory as free.
+/// Starts a thread by `spawn`, and waits until its work begins. By then the thread has allocated its memory, so [`check_address_space`] for
+/// the next thread does not count that memory as free.
 fn start<'scope, T, H>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'scope,
@@ -53,7 +53,7 @@ fn start<'scope, T, H>(
     Ok(handle)
 }
 
-/// Returns an error if the process may not map the memory that a new thread needs. Reserves addresses and touches no memory.
+/// Returns an error if the process cannot map the memory that a new thread needs. Reserves addresses without touching memory.
 fn check_address_space() -> io::Result<()> {
     let mut room = Vec::<u8>::new();
     room.try_reserve_exact(THREAD_ADDRESS_SPACE)?;

@@ -11,8 +11,8 @@ pub struct Ticks {
 }
 
 impl Ticks {
-    /// Returns an axis that contains the values from `low` to `high` and begins and ends at a tick. It has at most `num_intervals`
-    /// intervals plus two. If `low` is above `high`, there are no values, and the axis contains 0 to 1.
+    /// Returns an axis that contains the values from `low` to `high` and begins and ends at a tick. It has at most `num_intervals + 2`
+    /// intervals. If `low` is above `high`, the axis spans 0 to 1.
     pub fn around(low: f64, high: f64, num_intervals: usize) -> Self {
         let (low, high) = widened(low, high);
         let interval = round_up((high - low) / num_intervals as f64);

@@ -51,7 +51,7 @@ pub struct ModelExport<'a> {
 /// quantized, or have a dtype that cannot be read; if the dtype to write cannot represent a value; if reading or writing fails.
 pub fn export(model: &ModelExport<'_>, out: &Path) -> Result<(), CheckpointError> {
     check_target(out, model.force)?;
-    // Removes a separator at the end, because the name of a sibling is derived from it: `out/` and `out` are the same folder.
+    // Removes a trailing separator, because a suffix is appended to the path below: `out/` and `out` are the same folder.
     let out = &out.components().collect::<PathBuf>();
     let partial = with_partial_suffix(out);
     let result = write_partial(model, &partial).and_then(|()| publish(&partial, out, model.force));

@@ -39,8 +39,9 @@ impl Checkpoint {
     }
 
     /// Verifies the share of `rank` among `num_ranks` ranks that [`verify`](Self::verify) the checkpoint together, and returns the first
-    /// error of each file that fails. Each byte is read by one rank. The ranks' numbers of bytes differ by at most the largest part, or the
-    /// bytes of a file outside of its parts. Calls `on_progress` for each part, and for each buffer that is read outside of parts.
+    /// error of each file that fails. Each byte is read by one rank. The numbers of bytes that the ranks read differ by at most the largest
+    /// piece: a part, or all bytes of a file outside of its parts. Calls `on_progress` for each part, and for each buffer that is read
+    /// outside of parts.
     ///
     /// # Panics
     /// If `rank` is not less than `num_ranks`.

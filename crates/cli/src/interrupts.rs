@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 use trireme_base::spawn_thread;
 use trireme_train::Requests;
 
-/// Time in which urgent signals to a worker count as one: a terminal signals every process, and the launcher forwards the signal.
+/// Time in which urgent signals to a worker count as one: a terminal signals every process, and a launcher such as `srun` may
+/// forward the signal in addition.
 const DUPLICATE_WINDOW_OF_WORKER: Duration = Duration::from_millis(500);
 
 /// The same for a process without a launcher: programs such as `timeout` signal a process and then its group.

@@ -19,7 +19,7 @@ pub(crate) struct LogLine<'a> {
 struct Field {
     name: String,
     value: String,
-    /// Fields with the highest rank are left out first where there is no room for all. Rank 0 always stays.
+    /// Fields with the highest number are dropped first where there is no room for all. Fields with 0 always stay.
     drop_order: u8,
 }
 

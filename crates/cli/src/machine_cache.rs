@@ -1,4 +1,4 @@
-//! Results of trials and measurements, kept in the user's cache for one processor, system and program.
+//! Results of kernel verifications and measurements, kept in the user's cache for one processor, system and program.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

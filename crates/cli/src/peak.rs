@@ -28,10 +28,10 @@ pub(crate) struct WorkerPeak {
     pub(crate) note: String,
 }
 
-/// Returns the peak FLOP/s of this worker; `None` if the config sets a peak. On a CPU it is the peak of one thread, measured with as many
-/// busy threads as the workers of the host have together, times the worker's threads or its share of the CPUs, whichever is smaller. So the
-/// peaks of workers that share cores add up to the peak of these cores. Unless `cache` has the figure, the first worker of each host
-/// measures it while the others wait. Collective.
+/// Returns the peak FLOP/s of this worker; `None` if the config sets a peak. On a CPU, this is the peak of one thread times the worker's
+/// threads, or times its share of the CPUs if that is smaller. The thread is measured while as many threads are busy as the host's workers
+/// have together, so the peaks of workers that share cores add up to the peak of these cores. Unless `cache` has the figure, the first
+/// worker of each host measures it while the others wait. Collective.
 pub(crate) fn worker_peak(
     config: &Config,
     share: &HostShare,

@@ -1,4 +1,4 @@
-//! Abnormal ends of processes.
+//! States of worker processes: abnormal exits and suspension.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,7 +10,7 @@ pub(crate) enum AbnormalExit {
     Signal(i32),
 }
 
-/// The processes of workers that ended or stopped, by rank.
+/// The states of the worker processes that have ended abnormally or are suspended, by rank.
 pub(crate) type ProcessStates = BTreeMap<usize, ProcessState>;
 
 /// The state of a worker's process, as its launcher observes it.
@@ -18,7 +18,7 @@ pub(crate) type ProcessStates = BTreeMap<usize, ProcessState>;
 pub(crate) enum ProcessState {
     /// The process has ended abnormally.
     Exited(AbnormalExit),
-    /// The process is stopped until a signal continues it.
+    /// The process is suspended, by SIGSTOP or by a debugger, until a signal continues it.
     Suspended,
 }
 

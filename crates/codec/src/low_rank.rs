@@ -16,7 +16,7 @@ use super::{Bucket, Codec, Matrix, Round, RoundContext};
 use std::ops::Range;
 use trireme_base::{RandomKey, floor_log2, power_of_two};
 
-/// Relative length below which a column, after its projections on earlier columns were subtracted, is treated as
+/// If subtracting the projections on earlier columns shortens a column to this fraction of its length or less, the rest is treated as
 /// rounding error.
 const INDEPENDENT_PART_MIN: f32 = 1e-5;
 

@@ -3,9 +3,9 @@
 //! Dally: "Deep gradient compression", 2018): the residual accumulates a velocity instead of the gradient (*momentum
 //! correction*), and the velocity of an element is reset when the element is sent (*momentum factor masking*).
 //!
-//! A message consists of the indices (u32, ascending) and their values (f32). Among elements whose magnitude equals the
-//! threshold, those with lower indices are sent. Infinity ranks above all numbers and NaN above infinity, so they are
-//! sent first.
+//! A message consists of the indices (u32, ascending) and their values (f32). Among elements whose magnitude equals the threshold, those
+//! with lower indices are sent. Infinity counts as larger than all numbers and NaN as larger than infinity, so they are selected before
+//! numbers.
 
 use super::error::Result;
 use super::vector_ops::magnitude_bits;

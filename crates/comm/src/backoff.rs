@@ -15,8 +15,8 @@ const NUM_POLLS_COMPUTING_MIN: u32 = 100;
 /// Number of yields between two reads of the clock.
 const NUM_YIELDS: u32 = 4;
 
-/// Number of additional tries by a thread without other work, which yields the processor between them. For links whose readiness only a try
-/// shows.
+/// Number of additional tries by a thread without other work, which yields the processor between them. For links that must be tried to find
+/// out whether they are ready.
 const NUM_YIELDING_TRIES: u32 = 200;
 
 /// Adaptive backoff: polls for peers before sleeping, for longer if recent polls succeeded.
@@ -55,7 +55,8 @@ impl Backoff {
         false
     }
 
-    /// Returns whether to try again after a failed try, for links whose readiness only a try shows. Spins or yields before it returns true.
+    /// Returns whether to try again after a failed try, for links that must be tried to find out whether they are ready. Spins or yields
+    /// before it returns true.
     pub(crate) fn should_retry(&mut self, has_no_other_work: bool) -> bool {
         self.num_tries += 1;
         let num_yielding_tries = if has_no_other_work { NUM_YIELDING_TRIES } else { 0 };

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
-/// The identity of the operation that this rank is executing, as its transport sees it.
+/// The operation that this rank is executing, with its sequence number, start and timeout. Passed to the transport.
 pub(crate) struct Call {
     /// Whether the executing thread waits for this operation's result and has no other work.
     pub(crate) is_awaited: bool,

@@ -10,8 +10,9 @@
 //! or if all ranks have reached the operation and none of them makes progress ([`Control::timed_out_peers`]). Messages follow the same rule
 //! (`messages/message_engine.rs`).
 //!
-//! A waiting rank adopts the progress of the rank that it waits for, so a chain of ranks waits as long as its last rank works. An age is
-//! counted from the request and rounded up, so it only grows from rank to rank: ranks that wait in a circle still time out.
+//! A waiting rank adopts the progress of the rank that it waits for, so a chain of ranks waits as long as its last rank works. The reported
+//! age is subtracted from the time of the request, not of the reply, and is rounded up. So the age only grows as it is passed on, and ranks
+//! that wait in a circle still time out.
 
 mod peer;
 
@@ -144,7 +145,7 @@ impl Control {
         }
     }
 
-    /// Checks the peers and the deadline. Reports this rank's place to the peers if `call` takes long. Must be called every [`TICK`].
+    /// Checks the peers and the deadline. Notifies the peers that this rank waits if `call` takes long. Must be called every [`TICK`].
     pub(crate) fn tick(&mut self, call: &Call) -> Result<(), CommError> {
         self.check(call)?;
         let elapsed = call.started.elapsed();

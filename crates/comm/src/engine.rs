@@ -1,8 +1,9 @@
 //! The engine of a group, which executes one operation at a time.
 //!
-//! A rank whose operation fails sends its place and the reason to all peers over the control connections, and writes its flight recorder's
-//! report. Peers that are executing an operation read the notice in their next [`Control::tick`]. Idle peers read it in
-//! [`Engine::read_notices`] within [`NOTICE_INTERVAL_MAX`]. All of them then report their own places and write their reports.
+//! A rank whose operation fails sends its place in the program ([`Place`](crate::Place)) and the reason to all peers over the control
+//! connections, and writes its flight recorder's report. Peers that are executing an operation read the notice in their next
+//! [`Control::tick`]. Idle peers read it in [`Engine::read_notices`] within [`NOTICE_INTERVAL_MAX`]. All of them then report their own
+//! places and write their reports.
 
 use crate::call::{Call, CallStatistics, Payload};
 use crate::control::{Control, stall};
@@ -109,8 +110,8 @@ impl Engine {
         self.control.check(call)
     }
 
-    /// Reads the peers' notices between operations. When they first show that a peer has failed, reports this rank's place in the program
-    /// to the peers, and returns the failure that this causes for the group's next operation, if any.
+    /// Reads the peers' notices between operations. The first time that a peer is found to have failed, reports this rank's place in the
+    /// program to the peers, and returns the error with which the group's next operation will fail, if it will.
     pub(crate) fn read_notices(&mut self) -> Option<CommError> {
         if !self.control.read_while_idle(self.next_sequence) {
             return None;

@@ -11,14 +11,15 @@ use trireme_schedule::collective::{Algorithm, CostModel, DirectCost, LinkCost};
 /// Options of a group's operations. Must be equal on all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GroupOptions {
-    /// How long an operation may wait without progress of its own, or of the ranks that have not reached it, before it fails. At most a
-    /// year.
+    /// How long an operation waits for a rank that has not reached it and makes no progress, or, once all ranks have reached it, without
+    /// progress of any rank. Then it fails. At most a year.
     pub timeout: Duration,
     /// How long the network between hosts may be interrupted before the unreachable ranks count as lost; from one second to
     /// [`NETWORK_PAUSE_MAX`](GroupOptions::NETWORK_PAUSE_MAX). The end of a process is noticed at once.
     pub network_pause: Duration,
-    /// Maximum bytes of vectors that are copied through staging areas in shared memory. Up to 256 KiB, this needs one synchronisation.
-    /// Longer vectors are read and written in place. At most [`SHORT_BYTES_LIMIT`](GroupOptions::SHORT_BYTES_LIMIT).
+    /// Maximum bytes of a vector that is copied through staging buffers in shared memory. Such a copy takes one synchronisation for up to
+    /// 256 KiB. Vectors longer than this maximum are read and written in place if they are in shared memory. At most
+    /// [`SHORT_BYTES_LIMIT`](GroupOptions::SHORT_BYTES_LIMIT).
     pub short_bytes_max: usize,
     /// Bytes of the chunks in which long vectors are processed, chosen so that a chunk stays in cache.
     pub chunk_bytes: usize,
@@ -43,7 +44,7 @@ pub struct GroupOptions {
 impl GroupOptions {
     /// Upper bound of [`short_bytes_max`](GroupOptions::short_bytes_max).
     pub const SHORT_BYTES_LIMIT: usize = 1 << 20;
-    /// Bounds of [`chunk_bytes`](GroupOptions::chunk_bytes): a cache line, and more than any cache holds.
+    /// Bounds of [`chunk_bytes`](GroupOptions::chunk_bytes): one cache line, and 16 MiB, which exceeds a core's own cache.
     pub const CHUNK_BYTES_BOUNDS: std::ops::RangeInclusive<usize> = 64..=1 << 24;
     /// Upper bound of [`network_pause`](GroupOptions::network_pause).
     pub const NETWORK_PAUSE_MAX: Duration = Duration::from_secs(3600);

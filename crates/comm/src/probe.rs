@@ -108,8 +108,9 @@ fn measure_link(group: &Group, [sender, echoing]: [Rank; 2]) -> Result<Option<Li
     Ok(Some(cost))
 }
 
-/// Measures round trips with `echoing`. Returns the seconds of the fastest one, and the length of the messages that follow: `next`, or 0 to
-/// stop because these messages were slow and not the shortest. Each message contains the length of the next message.
+/// Measures round trips of messages of `bytes` bytes with `echoing`. Returns the seconds of the fastest one, and the length of the messages
+/// that follow: `next`, or 0 to stop if these messages were slow and longer than [`SHORT_BYTES`]. Each message contains the length of the
+/// next message.
 fn measure_round_trips(
     group: &Group,
     echoing: Rank,

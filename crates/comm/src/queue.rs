@@ -205,8 +205,8 @@ impl Queue {
         self.submitted.notify_one();
     }
 
-    /// Fails all queued and later operations. Drops the engine without a goodbye, so that the peers notice: now, or after the operation
-    /// that is running.
+    /// Fails all queued and later operations. Drops the engine without a goodbye, so that the peers notice. If an operation is running, its
+    /// thread drops the engine afterwards.
     pub(crate) fn abort(&self, failure: CommError) {
         let engine = {
             let mut state = self.lock();

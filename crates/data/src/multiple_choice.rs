@@ -130,9 +130,9 @@ impl Question {
     }
 
     /// Returns the tokens of the context with each choice, as lm-evaluation-harness makes them. Context and choice are
-    /// encoded together. The context has as many tokens as it has when it is encoded alone without trailing spaces; the
-    /// other tokens belong to the choice. The tokenizer's beginning tokens precede a context that is not a
-    /// conversation. If the context has no tokens, the end-of-document token precedes the choice.
+    /// encoded together. The number of context tokens is the length of the context encoded alone, without trailing
+    /// spaces; the remaining tokens belong to the choice. The tokenizer's beginning tokens precede a context that is not
+    /// a conversation. If the context has no tokens, the end-of-document token precedes the choice.
     ///
     /// # Errors
     /// If the tokenizer fails, as in [`Tokenizer::encode`], or neither the context nor the choice has tokens.

@@ -8,7 +8,8 @@ use trireme_data::{CHAT_TEMPLATE_BYTES_MAX, ChatTemplate, isolate_chat_templates
 
 const MEMORY_BYTES: u64 = 256 << 20;
 
-/// Runs in the child process that renders a template. `template` starts this test program with arguments that select this function.
+/// Runs in the child process that renders a template. `template` sets the arguments with which this test program is started as a child.
+/// They select this function.
 #[test]
 #[ignore = "only the other tests start it"]
 fn serve() {

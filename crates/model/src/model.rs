@@ -27,8 +27,8 @@ impl Model {
         Model { units, table: Arc::new(table) }
     }
 
-    /// Builds the part of a model that the rank at `place` has. `build` adds the model's parameters to the table that it receives, and uses
-    /// the returned spans in its operations.
+    /// Builds the part of a model that the rank at `place` has. `build` adds the parameters to the table that it receives. The table
+    /// returns the rank's part of each. If there are several ranks, `build` is also called once for the full model, on a counting device.
     ///
     /// # Errors
     /// Errors of `build`, [`CannotSplit`](crate::ModelError::CannotSplit) and [`Experts`](crate::ModelError::Experts).

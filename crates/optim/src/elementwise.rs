@@ -1,4 +1,7 @@
 //! The parameters of a unit that are updated elementwise.
+//!
+//! A rule may need sums over full parameters, such as squared norms. The ranks compute these sums together in up to two exchanges, before
+//! the update. The index of an exchange is called `phase`.
 
 use crate::members::UpdatedParameters;
 use crate::rules::Rule;
@@ -55,7 +58,8 @@ impl ElementwiseUpdate {
     ) -> Result<(), DeviceError> {
         let ElementwiseUpdate { rule, members, states } = self;
         let len = members.list.len();
-        // Squares of parameters come first. Squares of updates follow them, or come in the second exchange.
+        // The first exchange begins with the sums of squares of parameters. The sums of squares of updates follow in the same exchange, or
+        // are in the second one.
         let sums = match rule.num_sums() {
             [0, _] => None,
             [1, _] => Some([first, second]),

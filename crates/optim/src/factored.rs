@@ -36,7 +36,7 @@ pub(crate) struct AdafactorUpdate {
 pub(crate) const FACTORED_STATES: [&str; 2] = ["exp_avg_sq_row", "exp_avg_sq_col"];
 
 impl AdafactorUpdate {
-    /// Creates the state of a two-dimensional matrix, which is the only one of `members`.
+    /// Creates the state of a two-dimensional matrix, the only parameter in `members`.
     pub(crate) fn new(
         settings: OptimizerSettings,
         members: UpdatedParameters,
@@ -75,9 +75,9 @@ impl AdafactorUpdate {
         if phase == 0 { 1 + self.full_shape.rows() + self.full_shape.cols() } else { 1 }
     }
 
-    /// Computes this rank's contribution to the sums of an exchange. If `known` is `None`, this is the first exchange: the squares of the
-    /// parameter, and the squares of the gradient by row and by column. Otherwise `known` holds the results of the first exchange. The
-    /// moments are then updated, and the squares of the update are summed for the second exchange.
+    /// Computes this rank's contribution to the sums of an exchange. If `first_sums` is `None`, this is the first exchange: sums the
+    /// squares of the parameter, and the squares of the gradient by row and by column. Otherwise `first_sums` holds the results of the
+    /// first exchange: updates the moments from them, and sums the squares of the update for the second exchange.
     pub(crate) fn compute_sums(
         &mut self,
         step: &UnitStep<'_>,

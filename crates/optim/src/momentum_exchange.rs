@@ -53,9 +53,9 @@ impl Optimizer {
         }
     }
 
-    /// Replaces this rank's gradient of its part of a unit by the momentum that results from it. The optimizer does not change. Frozen
-    /// parameters have neither gradient nor momentum: their elements become 0. `settings.grad_scale` is the factor for this rank's gradient
-    /// alone.
+    /// Replaces this rank's gradient of its part of a unit by the momentum that results from it. The optimizer's state does not change.
+    /// Frozen parameters have neither gradient nor momentum: their elements become 0. `settings.grad_scale` turns this rank's sum of
+    /// gradients into its mean gradient, without dividing by the number of ranks.
     ///
     /// # Panics
     /// If ranks exchange gradients in this step, or if lengths differ.

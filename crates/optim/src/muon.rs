@@ -2,8 +2,8 @@
 //!
 //! Muon orthogonalizes full matrices, but a rank may have only a part of one. So the momentum of the unit is gathered once a step, which
 //! sends `4 (N - 1) / N` bytes per element on `N` ranks, and each rank orthogonalizes every matrix of which it has elements. The
-//! alternative, sending each matrix to one rank and the result back, would take two exchanges and twice the bytes. It would only avoid
-//! orthogonalizing a matrix twice if it is in two shards.
+//! alternative, sending each matrix to one rank and the result back, would take two exchanges and twice the bytes. Its only advantage would
+//! be that a matrix in two shards is orthogonalized once instead of twice.
 //!
 //! If a matrix is split on the tensor axis, each rank gathers all of it, orthogonalizes it, and keeps its part.
 

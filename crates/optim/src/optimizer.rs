@@ -36,8 +36,8 @@ impl UnitUpdate {
         }
     }
 
-    /// Computes the local sums of the first exchange, or of the second one if the sums of the first are `first_sums`. Returns an error if
-    /// scratch memory cannot be allocated.
+    /// Computes this rank's contribution to the sums of an exchange: of the first exchange if `first_sums` is `None`, otherwise of the
+    /// second one. `first_sums` holds the results of the first exchange. Returns an error if scratch memory cannot be allocated.
     fn compute_sums(
         &mut self,
         step: &UnitStep<'_>,

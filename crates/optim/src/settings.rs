@@ -53,8 +53,8 @@ macro_rules! optimizer_settings {
         $(#[doc = $doc:literal])+
         $name:ident: $type:ident = $default:expr $(, within $range:expr)?;
     )+) => {
-        /// The settings of all optimizers. An optimizer ignores the settings that
-        /// [`OptimizerName::settings`](crate::OptimizerName::settings) does not list for it.
+        /// The settings of all optimizers. [`OptimizerName::settings`](crate::OptimizerName::settings) lists the settings of each
+        /// optimizer. The other settings should keep their defaults.
         #[derive(Debug, Clone, Copy, PartialEq)]
         pub struct OptimizerSettings {
             $($(#[doc = $doc])+ pub $name: $type,)+

@@ -21,7 +21,8 @@ trireme_base::named! {
 /// How an executor runs steps. The same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExecutorOptions {
-    /// Precision of activations and of the operands of matrix products. Sharded parameters are gathered in it, or with `fp8` in f32.
+    /// Precision of activations and of the operands of matrix products. Sharded parameters are gathered in this precision, or in f32 if
+    /// `fp8` is set.
     pub precision: Precision,
     /// Recipe for the linear layers of blocks in fp8, or `None`. fp8 is emulated in bf16, so `precision` must be bf16.
     pub fp8: Option<Fp8Recipe>,
@@ -30,9 +31,8 @@ pub struct ExecutorOptions {
     /// Precision to which gradients are rounded before they are summed over ranks: 16 bits halve the bytes of messages. The gradients of a
     /// single rank, and gradients that are compressed, are not rounded.
     pub reduce_dtype: Precision,
-    /// Maximum bytes of a batch of short gradients that are reduced as one message (tensor fusion), if ranks do not all share memory. A
-    /// gradient longer than half of the maximum is reduced alone; with 0, every gradient is. Does not change bits with
-    /// [`Determinism::Layout`].
+    /// Maximum bytes of a batch of short gradients that are reduced as one message (tensor fusion). Gradients longer than half of the
+    /// maximum are reduced alone. Nothing is fused with 0, or if all ranks share memory. Does not change bits with [`Determinism::Layout`].
     pub fusion_bytes: usize,
     /// Methods of ZeRO++ that reduce the traffic within a replica. They apply only if parameters are sharded.
     pub zero_plus_plus: ZeroPlusPlus,

@@ -1,6 +1,6 @@
 //! The mesh of ranks, and the placement of every tensor on it.
 //!
-//! Parallelism, checkpoints and planning all derive from this description how tensors are split. The crate is pure data: no IO, threads or
+//! Parallelism, checkpoints and planning all use this description of how tensors are split. The crate is pure data: no IO, threads or
 //! clock.
 
 mod mesh;

@@ -20,8 +20,8 @@ pub enum Placement {
     /// Each rank holds a range of the elements in row-major order. Rank `i` of the axis holds the elements from `bounds[i]` to
     /// `bounds[i + 1]`.
     ///
-    /// The placements along all other axes are applied first. The ranges count the elements of the resulting part, including padding.
-    /// Shards of a flat buffer of several tensors may therefore begin and end anywhere within a tensor. If there are fewer ranges than
+    /// The placements along all other axes are applied first. The ranges count the elements of the resulting part, including padding. Used
+    /// for shards of a flat buffer of several tensors, which may begin and end anywhere within a tensor. If there are fewer ranges than
     /// ranks, each range is held by equally many neighbouring ranks.
     Ragged {
         /// Start of each range, followed by the end of the last one. Ascending, from 0 to the number of elements.
@@ -32,12 +32,12 @@ pub enum Placement {
         /// The index of the rank on the axis.
         rank: usize,
     },
-    /// One of each `num` neighbouring ranks of the axis holds the values, and the others hold nothing. Used for experts, which may have
-    /// several replicas.
+    /// The ranks of the axis form sets of `num` neighbours. One rank of each set holds the values, and the others hold nothing. Used for
+    /// experts, which may have several replicas.
     OneOf {
-        /// The index of the rank that holds the tensor, from 0 to `num - 1`.
+        /// The index, within its set, of each rank that holds the values, from 0 to `num - 1`.
         rank: usize,
-        /// The number of neighbours. It divides the degree of the axis.
+        /// The number of ranks in a set. It divides the degree of the axis.
         num: usize,
     },
 }
@@ -183,9 +183,9 @@ impl LocalShape {
         boxes
     }
 
-    /// Adds the boxes of the full tensor that make up `piece`, a box of the part. `first` is the index of the piece's first element among
-    /// the elements that the rank holds. `found` is the box in progress, in indices of the full tensor and of the part. It has as many dims
-    /// as the recursion is deep.
+    /// Adds the boxes of the full tensor that cover `piece`, a box of the part. `first` is the index of the piece's first element among the
+    /// elements that the rank holds. Recurses over the dims: `found` has the dims of the next box that are already known, in indices of the
+    /// full tensor and of the part.
     fn add_boxes(&self, piece: &Extent, first: usize, found: (Extent, Extent), boxes: &mut Vec<LocalBox>) {
         let dim = found.0.start.len();
         if dim == self.shape.len() {

@@ -44,8 +44,8 @@ impl MemoryBounds {
     }
 }
 
-/// Bytes that a step moves to and from host memory or disk. The other end of a transfer is the device, or host memory if the host runs the
-/// updates.
+/// Bytes that a step moves to and from host memory or disk. The other end of a transfer is the device. If the host runs the updates, the
+/// other end of a transfer to or from disk may also be host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct OffloadTraffic {
     pub(crate) host: u64,

@@ -33,9 +33,8 @@ const ATTEMPTS_MAX: usize = 8;
 /// dry run of the program with a choice; in this program, microbatches run one after another. `batch` lists the tensors of a microbatch. If
 /// no choice that was tried fits, returns the choice that needs the least memory.
 ///
-/// The memory for everything except activations is measured in a run in which every unit that [keeps](UnitPasses::keeps_activations)
-/// activations keeps only its input. Another choice may need more of this memory, for example if parameters are gathered earlier. The next
-/// attempt then leaves less room for activations.
+/// The first dry run measures the memory for everything except activations. In this run, units keep only their inputs. Another choice may
+/// need more of this memory, for example if parameters are gathered earlier. The next attempt then leaves less room for activations.
 ///
 /// # Errors
 /// Errors of `run`.
@@ -60,7 +59,7 @@ pub(crate) fn fit_keeps<E>(
         let room: Vec<PassBytes> = others.iter().map(room).collect();
         let Some(choice) = cheapest_keeps(passes, &room) else { break };
         if let Some((_, excess)) = last.as_ref().filter(|(keeps, _)| *keeps == choice.keeps) {
-            // The search chose the same again, so this choice needs even more memory than the reduced room accounts for.
+            // The reduced room leads to the same choice, which is known not to fit. Reduce the room further.
             room_total = room_total.saturating_sub(*excess);
             continue;
         }

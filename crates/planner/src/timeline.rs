@@ -11,7 +11,8 @@ mod tests;
 /// Start and end of every action of the ranks of a pipeline, in ticks. The caller chooses the unit of a tick.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepTimeline {
-    /// Spans of each rank's actions, in the program's order. A receive lasts from its line until the message has arrived.
+    /// Spans of each rank's actions, in the program's order. A receive lasts from the time when the program reaches it until the message
+    /// has arrived.
     pub ranks: Vec<Vec<PassInterval>>,
     /// The end of the last action.
     pub makespan: u64,

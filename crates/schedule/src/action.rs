@@ -1,7 +1,7 @@
 //! Actions: the operations that one rank executes within a training step.
 //!
-//! A new action needs its text form (`action/text.rs`), its rules in `validate/state.rs` and `validate/state/needs.rs`, and its arm in
-//! `Executor::run_action` (crate `parallel`).
+//! A new action needs its text form (`action/text.rs`), its rules in `validate/state.rs` and `validate/state/prerequisites.rs`, and its arm
+//! in `Executor::run_action` (crate `parallel`).
 
 mod message;
 mod text;
@@ -103,8 +103,8 @@ pub enum Action {
     Send(Message),
     /// `RECV_F u m`: starts to receive a message from the rank that produced it. Actions that read the message wait for it.
     Receive(Message),
-    /// `UNSHARD u`: starts to gather a unit's parameters from their shards, or from a copy that ranks of the host have kept since the
-    /// unit's last `STEP`. Actions that read the parameters wait for them.
+    /// `UNSHARD u`: starts to gather a unit's parameters. With ZeRO++, the ranks of a host may keep a second set of shards, valid until the
+    /// unit's next `STEP`, and gather from it. Actions that read the parameters wait for them.
     Unshard { unit: usize },
     /// `RESHARD u`: frees the gathered parameters of a unit. The shard stays.
     Reshard { unit: usize },
@@ -120,8 +120,8 @@ pub enum Action {
     /// `EVICT optimizer u`, `EVICT activations u m`: starts to write state back to the tier where it resides, and frees its memory.
     Evict(StateKey),
     /// `STEP u`: updates a unit's parameters, or this rank's shard of them. The first `STEP` of a program waits for all reductions, because
-    /// it needs the global gradient norm, unless the layout [updates early](crate::StateLayout::updates_early). If the pipeline does not drain between updates, the first `STEP` of each update waits for the
-    /// reductions of this rank.
+    /// it needs the global gradient norm, unless the layout [updates early](crate::StateLayout::updates_early). If the pipeline does not
+    /// drain between updates, the first `STEP` of each update waits for the reductions of this rank.
     Step { unit: usize },
     /// `STASH u`: copies a unit's current parameters for passes that read them after the next `STEP`.
     Stash { unit: usize },

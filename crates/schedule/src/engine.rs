@@ -93,8 +93,8 @@ pub struct Deadlock {
 /// Simulates all ranks and returns the interval of each entry of each rank. The interval of a started job is the time in which the job
 /// runs. The interval of an expected job begins when the rank joins the job, and ends when the job ends. It does not include the lag.
 ///
-/// Cost: O(log n) for each entry. If durations depend on loads, each change of a host's load costs O(n), where n computations and jobs are
-/// running.
+/// Cost: O(log n + r) for each entry, where n computations and jobs are running, and r ranks have joined the entry's channel. If durations
+/// depend on loads, each change of a host's load costs O(n).
 ///
 /// # Errors
 /// [`Deadlock`] if a rank waits forever.

@@ -218,9 +218,10 @@ impl StateLayout {
         tier == Tier::Device || is_separate && !(is_summed && tier == Tier::Disk)
     }
 
-    /// Returns whether programs exist for the layout, in steps of `num_microbatches`. A rank that updates all parameters must hold all of
-    /// them. Parameters and activations must exist, and activations must be unsharded. A layout that trains has gradients and optimizer
-    /// state, and any other layout has neither. Early updates need full gradients.
+    /// Returns whether programs exist for the layout, in steps of `num_microbatches`. A layout that trains has gradients and optimizer
+    /// state, and shards optimizer state if it shards parameters. A layout that does not train has neither gradients nor optimizer state.
+    /// Parameters and activations must exist, activations must be unsharded, and each class must be able to
+    /// [reside](StateLayout::can_reside) in its tier. Early updates need full gradients.
     pub fn is_possible(&self, num_microbatches: usize) -> bool {
         let can_live = |class| self.can_reside(class, self.of(class).tier, num_microbatches);
         let [parameters, optimizer, activations] =

@@ -216,7 +216,7 @@ impl ProgramHeader {
     }
 }
 
-/// The actions of one rank in one step, in order.
+/// The actions of one rank in one step, in order. Without drains between updates, a program has several steps.
 ///
 /// The text form has a header line with the sizes, and then one action per line; `#` begins a comment:
 /// ```text

@@ -25,7 +25,7 @@ pub(crate) struct Operation {
     pub(crate) slot: usize,
     pub(crate) part_index: usize,
     pub(crate) access: Access,
-    /// CRC-32C of the part. For a read, the expected value; for a write, valid once [`with_checksum`](Operation::with_checksum).
+    /// CRC-32C of the part. For a read, the expected value. For a write, [`with_checksum`](Operation::with_checksum) computes it.
     pub(crate) checksum: u32,
     pub(crate) part: MemoryPart,
 }

@@ -188,8 +188,8 @@ impl QueueState {
         }
     }
 
-    /// Returns the result of the transfer in slot `index`, after which the slot must not be used, or `None` while the transfer is pending.
-    /// After a failure of the file, a pending transfer fails at once.
+    /// Returns the result of the transfer in slot `index`, or `None` while the transfer is pending. The slot must not be used after its
+    /// result was returned. After a failure of the file, a pending transfer fails at once.
     pub(crate) fn take_result(&mut self, index: usize) -> Option<Result<AlignedBuffer, SwapError>> {
         let slot = &mut self.slots[index];
         if let Phase::Ended(buffer) = &mut slot.phase

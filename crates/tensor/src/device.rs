@@ -240,7 +240,7 @@ impl Device {
         self.recorded.get_or_init(|| calls.clone());
     }
 
-    /// Adds the product of `factors` to the [repeated operations](Cost::recomputed_operations), which MFU does not count.
+    /// Adds the product of `factors` to the [recomputed operations](Cost::recomputed_operations), which MFU excludes.
     pub(crate) fn count_repeated(&self, factors: &[usize]) {
         let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
         *cost = cost.recomputes(factors);

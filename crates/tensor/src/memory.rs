@@ -1,7 +1,7 @@
 //! Memory accounting by category.
 //!
-//! A dry run executes the same code on devices that only count, so memory that is charged here is predicted, too. Charge it before it is
-//! touched, and access it by methods of the device, which do nothing on a counting device.
+//! A dry run executes the same code on counting devices, so it predicts all memory that is charged here. Charge memory before touching it,
+//! and access it only through methods of the device, which do nothing on a counting device.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use trireme_base::{Bytes, Category};

@@ -6,7 +6,8 @@
 //!
 //! A rank that holds all weights has no 16-bit copy of them: a matmul rounds its operand while it packs it. A copy would take 2 bytes per
 //! parameter; the optimizer would have to write it, and matmuls to read it. ZeRO gathers weights in 16 bits, which halves messages and
-//! memory. So that all layouts have the same bits, every operation reads parameters rounded, including norms, biases and embeddings.
+//! memory. Every operation, including norms, biases and embeddings, rounds the parameters that it reads, so that all parallel layouts
+//! compute the same bits.
 
 use trireme_base::DType;
 

@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// Minimum number of runs for a median. [`time_runs`] exceeds its `duration` for them, up to [`RUNS_MIN_DURATION`].
+/// Minimum number of runs for a median. Until this number is reached, [`time_runs`] continues for up to [`RUNS_MIN_DURATION`], even if its
+/// `duration` is shorter.
 pub(crate) const NUM_RUNS_MIN: usize = 3;
 const RUNS_MIN_DURATION: Duration = Duration::from_secs(1);
 
@@ -25,7 +26,8 @@ impl Timing {
     }
 }
 
-/// Times `run` for about `duration`, after one untimed run. `run` may set its argument to the instant from which the run counts.
+/// Times repeated calls of `run` for about `duration`, after one untimed call. `run` may set its argument to a later start of the timed
+/// part.
 pub(crate) fn time_runs<E>(
     duration: Duration,
     mut run: impl FnMut(&mut Instant) -> Result<(), E>,

@@ -352,7 +352,7 @@ fn differences(values: &mut [f64], mut loss: impl FnMut(&[f64]) -> f64) -> Vec<f
         (above - below) / (2.0 * STEP)
     };
     let found = (0..len).map(difference).collect();
-    // `loss` keeps a copy of the values of its last call. This call makes it a copy of the unchanged values.
+    // `loss` stores the values that it is given. This call restores the unchanged values there.
     loss(values);
     found
 }

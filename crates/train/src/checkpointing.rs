@@ -40,6 +40,7 @@ pub(crate) struct TrainingState {
     /// Number of tokens trained on; 0 if samples have no tokens.
     pub(crate) tokens: u64,
     pub(crate) seed: u64,
+    /// The [identity](crate::Dataset::identity) of the training samples.
     pub(crate) samples: BTreeMap<String, String>,
     /// The loss scale, and the number of steps skipped because of it. Checkpoints of versions without f16 have the default: no scale and no
     /// skipped steps.

@@ -79,7 +79,7 @@ impl StepChoices {
 }
 
 /// Returns the activations that each unit's forward pass keeps according to the config. `mode = "auto"` leaves this to the planner, and
-/// keeps all. A unit that [keeps](UnitPasses::keeps_activations) nothing for a later backward has `Keep::All`.
+/// keeps all. A unit without activations [to keep](UnitPasses::keeps_activations) has `Keep::All`, because it has nothing to recompute.
 fn configured_keeps(config: &Config, passes: &[UnitPasses]) -> Vec<Keep> {
     let checkpoint = config.activation_checkpoint();
     // Number of units since the last unit with `Keep::All`. Every `every_k`-th of these units keeps its input. The units after it keep

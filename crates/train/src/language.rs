@@ -267,8 +267,8 @@ impl Task for LanguageTask {
         own.into_iter().chain(others).map(file).collect()
     }
 
-    /// Refuses a checkpoint with another model. The initial weights may differ, and so may the maximum sequence length if no parameter
-    /// depends on it.
+    /// Refuses a checkpoint with another model. Settings of dropout, initialization and the training of experts may differ, and so may the
+    /// maximum sequence length unless the model depends on it.
     fn check(&self, checkpoint: &Checkpoint) -> Result<(), TrainError> {
         let path = checkpoint.path().join(CONFIG_FILE);
         let Some(text) = checkpoint.read_file(CONFIG_FILE)? else { return Ok(()) };

@@ -22,9 +22,9 @@ const VISIBLE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum difference of clocks, in seconds, that counts as agreement. Reading the clocks of two hosts is not simultaneous.
 const CLOCKS_APART_MAX: f64 = 2.0;
 
-/// Checks that all ranks run the same program with the same config and SIMD level (`features_max`, or the machine's if that is lower or
-/// `None`). On several hosts with checkpoints enabled, also checks that they share the run's folder and can write to it. Returns one
-/// warning for each group of ranks whose clocks differ from the clock of rank 0 by more than 2 s. Collective.
+/// Checks that all ranks run the same program with the same config and SIMD level, which is the machine's, but at most `features_max`. On
+/// several hosts with checkpoints enabled, also checks that they share the run's folder and can write to it. Returns one warning for each
+/// group of ranks whose clocks differ from the clock of rank 0 by more than 2 s. Collective.
 ///
 /// Costs up to five exchanges of small messages. On several hosts, each rank also creates and removes a small file, and waits up to 5 s
 /// until the file of rank 0 is visible.

@@ -80,7 +80,7 @@ mod tests {
     #[test]
     fn the_last_step_leaves_time_for_a_checkpoint() {
         let start = Instant::now();
-        // With steps of five seconds, returns when the first step begins that must be the last one, in seconds.
+        // Makes steps of five seconds, and returns the second at which the last one begins.
         let last_from = |mut limit: TimeLimit| {
             (0..1000).step_by(5).find(|&second| limit.begin_step(start + seconds(second)))
         };

@@ -178,7 +178,7 @@ pub(crate) fn tensor_part(info: &ParameterInfo) -> LocalShape {
     let whole = LocalShape::full(info.full_shape.dims());
     match info.split {
         Some(cut) if info.tensor_rank.degree > 1 => whole.split(cut, info.tensor_rank),
-        // With a single rank, `LocalShape::cut` would split a dim with groups into one box per group.
+        // With a single rank, `LocalShape::split` would split a dim with groups into one box per group.
         _ => whole,
     }
 }

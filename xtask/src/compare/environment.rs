@@ -99,7 +99,7 @@ impl Bound {
     }
 }
 
-/// Returns the bounds as Markdown, next to the fraction that our side of these rows has reached. Empty without bounds.
+/// Returns the bounds as Markdown, with the fraction of each that Trireme reaches in the row of the same step. Empty without bounds.
 pub(super) fn show_bounds(bounds: &[Bound], rows: &[Row], rounds: &[Round]) -> String {
     let Some(fastest) = bounds.iter().map(|bound| bound.copy_gb_per_second).reduce(f64::max) else {
         return String::new();

@@ -70,7 +70,7 @@ impl Programs {
             }
         };
         command.args(run.arguments.split(' ')).current_dir(&self.root);
-        // Each script sets its number of threads; torchrun asks for the variable.
+        // Each script sets its own number of threads. Without the variable, torchrun prints a warning.
         command.env("OMP_NUM_THREADS", "1");
         command.env("PYTHONDONTWRITEBYTECODE", "1");
         command.env("TORCHINDUCTOR_CACHE_DIR", &self.compiled_folder);

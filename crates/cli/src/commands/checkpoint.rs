@@ -127,7 +127,7 @@ fn write_model(
     if let (Some(tokenizer), Some(mark)) =
         (&tokenizer, files.iter_mut().find(|file| file.0 == BYTES_TOKENIZER_FILE))
     {
-        // Hugging Face's format, which other programs can read.
+        // The export has the tokenizer in Hugging Face's format, which other programs can read.
         *mark = tokenizer.hugging_face_file()?;
     }
     let sha256 = tokenizer.map(|tokenizer| tokenizer.sha256()).transpose()?;

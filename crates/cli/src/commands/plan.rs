@@ -128,7 +128,8 @@ pub(crate) fn run(args: &PlanArgs, custom_task: Option<&dyn Task>, started: Inst
     show_all(args, PlannedRun { config: &config, source, workload, workers }, environment, &simd, started)
 }
 
-/// Shows the plan and, with `--time`, the step time. A worker only measures; the command itself shows the plan and starts the workers.
+/// Shows the plan and, with `--time`, the step time. The process that the user started shows the plan and starts the workers. The workers
+/// measure, and rank 0 prints the step time.
 fn show_all(
     args: &PlanArgs,
     job: PlannedRun<'_>,

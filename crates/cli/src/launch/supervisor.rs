@@ -184,7 +184,7 @@ impl Supervisor<'_> {
                     return Err(LaunchError::Stopped { signal: asked.unwrap_or(signal) });
                 }
                 (Some(_), _) | (None, None) if self.workers.are_running() => {}
-                // Unless one has stopped, all workers had finished their last step.
+                // If no worker stopped because of a signal, all had already finished their last step.
                 (None, None) => {
                     let stopped_by = self.workers.first_stopped_by();
                     return stopped_by.map_or(Ok(()), |signal| {

@@ -47,8 +47,8 @@ pub(crate) fn is_under_launcher() -> bool {
     std::env::var_os(LAUNCHER_VARIABLE).is_some()
 }
 
-/// Returns the log for the error that ends rank 0 under Trireme's launcher, which shares its output with rank 0. The launcher shows the end
-/// of the log.
+/// Returns the log to which rank 0 under Trireme's launcher writes the error that ends it; `None` in all other processes. The launcher,
+/// which shares its output with rank 0, shows the end of this log.
 pub(crate) fn error_log() -> Option<PathBuf> {
     std::env::var_os(ERROR_LOG_VARIABLE).map(PathBuf::from)
 }
@@ -133,13 +133,13 @@ impl WorkerProcesses {
         self.workers.iter().filter_map(|worker| worker.status).find_map(stop_signal)
     }
 
-    /// Returns the workers that have neither ended nor been stopped.
+    /// Returns the workers that have neither ended nor been suspended.
     pub(super) fn active(&self) -> impl Iterator<Item = Rank> {
         let is_active = |worker: &&Worker| worker.status.is_none() && !is_suspended(&worker.child);
         self.workers.iter().filter(is_active).map(|worker| worker.rank)
     }
 
-    /// Returns the states of the workers that have ended abnormally or are stopped.
+    /// Returns the states of the workers that have ended abnormally or are suspended.
     pub(super) fn process_states(&self) -> ProcessStates {
         let fate = |worker: &Worker| match worker.status {
             Some(status) => death(status).map(ProcessState::Exited),
@@ -148,7 +148,7 @@ impl WorkerProcesses {
         self.workers.iter().filter_map(|worker| Some((worker.rank.0, fate(worker)?))).collect()
     }
 
-    /// Kills the stopped workers, which no other signal would reach.
+    /// Kills the suspended workers. No other signal would end them.
     pub(super) fn kill_suspended(&self) {
         let running = self.workers.iter().filter(|worker| worker.status.is_none());
         for worker in running.filter(|worker| is_suspended(&worker.child)) {
@@ -205,7 +205,7 @@ impl Drop for WorkerProcesses {
     }
 }
 
-/// Whether the process is stopped until a signal continues it.
+/// Whether the process is suspended, by SIGSTOP or by a debugger.
 fn is_suspended(child: &Child) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap_or_default();
     // The name of the process, in parentheses, may contain anything.
@@ -268,7 +268,7 @@ mod tests {
 
     const ROLE: &str = "TRIREME_TEST_ROLE";
 
-    /// This test program again, to run only the test below, in another role.
+    /// Returns a command that runs this test program again, with only the test below and in another role.
     fn role(name: &str) -> Command {
         let (_crate_name, module) = module_path!().split_once("::").unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());

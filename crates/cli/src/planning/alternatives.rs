@@ -149,7 +149,7 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
         .map(|half| vec![format!("training.local_batch_size={half}"), global.clone()])
         .collect();
     let narrow = only_if(training.dtype == Precision::F32, "training.dtype=bf16");
-    // Sums whose bits may depend on the layout keep fewer partial sums.
+    // If the bits of sums may depend on the layout, fewer partial sums are kept in memory.
     let unordered = only_if(training.determinism == Determinism::Layout, "training.determinism=run");
     // A step that clips would have to clip by another norm.
     let is_free = training.max_norm > 0.0 || config.memory().free_gradients;

@@ -33,7 +33,7 @@ pub(super) struct KernelTimer<'a> {
 }
 
 impl<'a> KernelTimer<'a> {
-    /// Creates a kernel timer. Its sweeps use `flush_device`, which has as many threads as `device` and keeps no journal.
+    /// Creates a kernel timer. `flush_device`, which evicts the caches, has as many threads as `device` and keeps no journal.
     pub(super) fn new(
         device: &'a Device,
         flush_device: &Device,
@@ -105,7 +105,7 @@ impl<'a> KernelTimer<'a> {
         Ok(())
     }
 
-    /// Like [`repeat`](KernelTimer::repeat), with a sweep before each round, so that `run` finds nothing in caches.
+    /// Like [`repeat`](KernelTimer::repeat), but flushes the caches before each round, so that `run` finds nothing in them.
     fn repeat_with_cold_caches(&self, run: impl FnMut() -> Result<()>) -> Result<()> {
         let prepare = || {
             self.flush_caches();

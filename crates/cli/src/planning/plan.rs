@@ -157,8 +157,8 @@ impl Plan {
         Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host, reasons })
     }
 
-    /// Predicts the time of a step on this machine. The workers of the job measure its kernels and links for some seconds; `world` is this
-    /// worker's group of them. Returns the prediction on the first worker, `None` on the others. Collective.
+    /// Predicts the time of a step on this machine. All workers of the job, which form the group `world`, measure its kernels and links for
+    /// some seconds. Returns the prediction on the first worker, `None` on the others. Collective.
     pub(crate) fn step_time(&self, job: PlannedRun<'_>, world: Group) -> Result<Option<PredictedTime>> {
         let PlannedRun { config, workers, .. } = job;
         let (model, profile) = model_and_inference(job)?;

@@ -22,7 +22,7 @@ pub(super) fn state_sizes(
     let gather_bytes = options.gather_precision().dtype().size();
     let as_integers = options.zero_plus_plus.quantized_gradients.is_some();
     let [_, gradient_dtype] = options.gradient_dtypes(header, num_shards, as_integers);
-    // If 16-bit copies of the parameters stay, the f32 master weights are optimizer state.
+    // If a worker keeps full 16-bit copies of the parameters, its f32 master weights are optimizer state.
     let is_separate = gather_bytes < DType::F32.size() && num_shards > 1;
     let has_masters = is_separate && header.state.class_of_weights() == StateClass::Optimizer;
     let aligned = |num_bytes: usize| num_bytes.next_multiple_of(Device::ALIGNMENT);

@@ -78,7 +78,7 @@ impl Simd {
             let verdicts = verify(&names);
             let is_certain = !verdicts.values().any(|verdict| matches!(verdict, Verdict::Untried(_)));
             if let Some(cache) = cache.as_ref().filter(|_| is_certain) {
-                // A cache that cannot be written costs the next command the time of the proof.
+                // A cache that cannot be written costs the next command the time of the verification.
                 let _ = cache.write(&verdicts);
             }
             verdicts
@@ -163,7 +163,7 @@ fn are_valid_verdicts(verdicts: &Verdicts, names: &[String]) -> bool {
         && verdicts.values().all(is_plain)
 }
 
-/// Returns the kernels of this machine that need a proof.
+/// Returns the kernels of this machine that must be verified: all but the portable ones.
 fn kernels() -> Vec<MatmulKernel> {
     let all = MatmulKernel::up_to(SimdLevel::detect()).into_iter();
     all.filter(|kernel| !kernel.is_portable()).collect()

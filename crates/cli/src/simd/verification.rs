@@ -170,7 +170,7 @@ mod tests {
         names.iter().map(|&name| name.to_owned()).collect()
     }
 
-    /// This test program again, to run only `be_a_child`.
+    /// Returns a command that runs this test program again, with only the test `be_a_child`.
     fn command(kernels: &[String]) -> io::Result<Command> {
         let (_crate_name, module) = module_path!().split_once("::").unwrap();
         let mut command = Command::new(std::env::current_exe()?);

@@ -49,7 +49,7 @@ fn threads_that_cannot_be_started_are_an_error_that_names_the_limits() {
     assert_contains(&error, &["cannot start the thread 'kernel-", "ulimit -v is 409600000 bytes"]);
 }
 
-/// Fewer open files than four workers need, whatever they inherit, but enough to start a program.
+/// Fewer open files than four workers need even if they inherit none, but enough to start a program.
 const FEW_FILES: usize = 16;
 
 #[test]

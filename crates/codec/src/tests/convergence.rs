@@ -103,7 +103,7 @@ fn momentum_is_corrected_and_warmed_up() {
     assert!((loss / uncompressed - 1.0).abs() < 0.02, "{loss} instead of {uncompressed}");
 }
 
-/// Without error feedback, the same codecs end at a higher loss.
+/// Without error feedback, biased codecs end at a higher loss than training without compression.
 #[test]
 fn biased_codecs_need_error_feedback() {
     let [_, uncompressed] = train(&Compression::none(), 0.0);

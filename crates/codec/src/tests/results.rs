@@ -262,8 +262,8 @@ fn every_rank_normalizes_by_its_own_second_moment() {
             assert!(found.iter().zip(expected).all(|(x, y)| (x - y).abs() < 1e-5), "{found:?}, {expected:?}");
         };
         close(world.step(&gradients), [2.0, 0.0, 2.0, 0.0]);
-        // Second moments after bias correction, in units of the squared gradient: (0.25 + 0.5) / 0.75 if both gradients
-        // have the same magnitude, (1 + 8) / 0.75 for gradients of 2 and then 4, and 0.5 / 0.75 for 0 and then 1.
+        // Second moments after bias correction: (0.25 + 0.5) / 0.75 for gradients of 1 and then 1, 0.5 / 0.75 for 0 and then 1, and
+        // (1 + 8) / 0.75 for 2 and then 4. Their unit cancels.
         close(world.step(&second), [1.0 + 4.0 / 12_f32.sqrt(), 2.0, 0.0, 1.5_f32.sqrt()]);
     }
 }

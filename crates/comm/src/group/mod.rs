@@ -126,9 +126,9 @@ impl Group {
         }
     }
 
-    /// Creates a dry group: the handle of `rank` in a simulated world on these `hosts` with this `transport`. It serves to measure what one
-    /// rank needs without starting the others. Operations complete when they are issued and change nothing. Buffers reserve addresses but
-    /// no memory.
+    /// Creates a dry group: the handle of `rank` in a simulated world on these `hosts` with this `transport`. Used to predict one rank's
+    /// memory and operations without starting the other ranks. Operations complete when they are issued and change nothing. Buffers reserve
+    /// addresses but no memory.
     ///
     /// # Errors
     /// [`CommError::Allocate`] if the process has no address space left.

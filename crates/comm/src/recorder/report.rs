@@ -123,7 +123,7 @@ pub enum OperationState {
     Failed,
 }
 
-/// The place of a rank: its most significant operation.
+/// The position of a rank in its program: its earliest failed operation, else its earliest pending one, else its last completed one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Place {
     /// The rank.

@@ -55,8 +55,7 @@ impl Channel {
         Message::decode(&bytes, world_size)
     }
 
-    /// Whether there is something to read: the end of the connection, or a message. Callers that expect no message treat the peer as
-    /// disconnected.
+    /// Whether a message has arrived or the connection has ended. A caller that expects no message takes either for a disconnection.
     pub(super) fn is_readable(&self) -> bool {
         let peeked = recv(&self.stream, &mut [0], RecvFlags::DONTWAIT | RecvFlags::PEEK);
         !matches!(peeked, Err(Errno::AGAIN | Errno::INTR))

@@ -1,8 +1,8 @@
 //! Encrypts a connection between two authenticated members.
 //!
-//! Both ends have completed the handshake, so strangers never get this far. It remains to exclude a man in the middle with a certificate of
-//! the same authority: each side proves that it knows the key of the handshake, with a tag of keying material that only the two ends of the
-//! encryption can derive.
+//! Both ends have completed the handshake, so strangers never get this far. To exclude a man in the middle that has a certificate of the
+//! same authority, each side proves that it knows the handshake's key: it sends a tag of keying material that TLS exports (RFC 5705), which
+//! only the two ends of the TLS session can derive.
 
 use super::key::{Key, TAG_BYTES};
 use super::wait_limit::WaitLimit;

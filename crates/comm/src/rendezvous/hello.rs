@@ -51,7 +51,7 @@ impl Hello {
         Hello::of(options, RankAddress { host: 0, socket_id: 0, address })
     }
 
-    /// Whether the rank cannot join. The address of a rank that can join has a port.
+    /// Whether the sender cannot join. Its address then has port 0.
     pub(super) fn has_failed(&self) -> bool {
         self.address.address.port() == 0
     }

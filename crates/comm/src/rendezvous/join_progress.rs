@@ -1,4 +1,4 @@
-//! Reports to the user, while a world joins, for which ranks or host names this rank waits.
+//! Reports to the user which ranks or host names this rank is waiting for while a world joins.
 
 use crate::LineListener;
 use std::cell::Cell;

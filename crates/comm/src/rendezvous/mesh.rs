@@ -49,7 +49,7 @@ pub(crate) enum SocketKind {
     Tcp,
 }
 
-/// The routes from rank `own` to all ranks: `within` to ranks of its host, TCP to others.
+/// The kind of the sockets between rank `own` and each rank: `within` for ranks of its host, TCP for others.
 pub(super) fn socket_kinds(hosts: &Hosts, own: Rank, within: SocketKind) -> Vec<SocketKind> {
     let route = |rank| if hosts.host_of(Rank(rank)) == hosts.host_of(own) { within } else { SocketKind::Tcp };
     (0..hosts.world_size()).map(route).collect()

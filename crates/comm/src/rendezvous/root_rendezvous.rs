@@ -124,7 +124,7 @@ fn notify_joined(peers: Vec<Option<JoinedRank>>, reason: &str) -> Vec<Rank> {
 }
 
 /// Reports the failure to ranks that connect within a few seconds, because they would otherwise wait in vain. Returns early once all ranks
-/// know of it. The ranks in `told` know already.
+/// know of it. The ranks in `informed` know already.
 pub(super) fn report_failure_to_joining(
     joining: &JoinContext<'_>,
     listener: &TcpListener,

@@ -1,4 +1,4 @@
-//! Every operation on every transport, world size and awkward length, against a naive oracle.
+//! All-reduces, broadcasts, gathers of bytes and barriers on every transport, with awkward lengths, against a naive oracle.
 
 use crate::support::oracle::{Value, expected};
 use crate::support::{TRANSPORTS, on_ranks, small_pieces};

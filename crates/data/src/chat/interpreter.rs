@@ -260,7 +260,7 @@ fn tag_name(inner: &str) -> &str {
     inner.trim_matches(|c| c == '-' || c == '+').trim()
 }
 
-/// Replaces tags that the template language does not have by calls.
+/// Replaces the tags `generation` and `endgeneration`, which the template language lacks, by a call of `mark_answer`.
 fn replace_unsupported_tags(source: &str) -> String {
     let (mut text, mut rest) = (String::with_capacity(source.len()), 0);
     for (start, inner, end) in tags(source) {

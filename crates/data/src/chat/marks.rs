@@ -7,8 +7,7 @@ use serde_json::Value;
 pub(super) const ANSWER_BEGINS: char = '\u{10fff0}';
 pub(super) const ANSWER_ENDS: char = '\u{10fff1}';
 
-/// Inserted after the first character of a text that equals the name of a special token, if the text comes from a
-/// message. Such a text is not encoded as the special token.
+/// Inserted after the first character of each special-token name in a message, so that the name is not encoded as the special token.
 const LITERAL: char = '\u{10fff2}';
 
 pub(super) const MARKS: [char; 3] = [ANSWER_BEGINS, ANSWER_ENDS, LITERAL];

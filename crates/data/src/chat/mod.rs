@@ -189,7 +189,8 @@ impl ChatTemplate {
         &self.source
     }
 
-    /// Adds to a hash everything that rendered texts depend on, except messages.
+    /// Adds the source and the special tokens to a hash. The messages, the literal names and the current time, on which rendered texts also
+    /// depend, are not included.
     pub(crate) fn hash_into(&self, hasher: &mut crc32fast::Hasher) {
         hasher.update(self.source.as_bytes());
         if !self.special_tokens.is_empty() {

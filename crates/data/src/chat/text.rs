@@ -10,8 +10,8 @@ pub struct AnnotatedText {
     pub text: String,
     /// Byte ranges of the answers in `text`, in ascending order.
     pub answers: Vec<Range<usize>>,
-    /// Byte positions in `text`, in ascending order, that mark special-token names from messages. A name that contains such a position
-    /// after its first byte is encoded as plain text.
+    /// Byte positions in `text`, in ascending order. Each is the end of the first character of a special-token name that comes from a
+    /// message, or of the beginning of such a name. These names are encoded as plain text.
     pub literal: Vec<usize>,
     /// Whether to put the tokenizer's beginning tokens before the document, because its text does not contain them.
     pub adds_beginning: bool,

@@ -15,7 +15,7 @@ pub(super) enum FileCompression {
     Gzip,
     /// Zstandard, with one or several frames.
     Zstandard,
-    /// The columns of Apache Parquet. Rows are read as JSON Lines.
+    /// Apache Parquet. Rows are read as JSON Lines.
     Parquet,
 }
 

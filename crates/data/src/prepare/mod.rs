@@ -3,8 +3,8 @@
 //! Inputs are decompressed (`decompress.rs`; with the feature `parquet`, `parquet_rows.rs` reads Parquet files).
 //! `records.rs` parses lines of JSON and elements of JSON arrays. A [`ChatTemplate`](crate::ChatTemplate) formats
 //! messages as text, and marks the bytes of answers and the names of special tokens that a user has typed
-//! (`chat/marks.rs`). `tokenizer/special.rs` has the special tokens around a text. The tokens are written to one token
-//! file. If only answers count in the loss, a second file, the loss mask, says which tokens these are.
+//! (`chat/marks.rs`). `tokenizer/special_tokens.rs` has the special tokens around a text. The tokens are written to one
+//! token file. If only answers count in the loss, a second file, the loss mask, says which tokens these are.
 
 mod batch;
 mod decompress;
@@ -395,7 +395,7 @@ fn tokenize(
     if writers.tokens.num_documents() == 0 {
         return Err(DataError::EmptyCorpus { skipped: skipped(inputs, &counts).to_string() });
     }
-    // An empty document has at most an end-of-document token.
+    // If no text has a token, documents have only the end-of-document token, unless the post-processor adds other tokens.
     let num_ends = tokenizer.end_of_document().map_or(0, |_| writers.tokens.num_documents());
     if writers.tokens.num_tokens() <= num_ends {
         return Err(DataError::NoTokens);

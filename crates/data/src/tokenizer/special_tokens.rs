@@ -63,8 +63,8 @@ impl Tokenizer {
         self.special_tokens().map(|(_, name)| name.to_owned()).collect()
     }
 
-    /// Encodes as [`encode_with_offsets`](Self::encode_with_offsets) does, except for special tokens whose range
-    /// contains one of the positions `literal` after its first byte. These special tokens are encoded as plain text,
+    /// Encodes as [`encode_with_offsets`](Self::encode_with_offsets) does, except for special tokens from messages. These
+    /// have one of the positions `literal` after their first byte, or at their end. They are encoded as plain text,
     /// together with the text around them up to the next special tokens.
     ///
     /// # Errors

@@ -24,7 +24,7 @@ pub enum RopeScaling {
         /// The divisor.
         factor: f64,
     },
-    /// Lowers the frequencies for sequences longer than `max_position_embeddings`. Longer sequences have lower frequencies
+    /// Lowers the frequencies for sequences longer than `max_position_embeddings`: the longer the sequence, the lower the frequencies
     /// ([`DynamicScaling`](trireme_tensor::tape::DynamicScaling)).
     Dynamic {
         /// Ratio of the longest sequence to `max_position_embeddings`.

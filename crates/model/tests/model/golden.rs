@@ -68,8 +68,8 @@ impl Golden {
         let mut config = ModelConfig::from_json(&text).unwrap();
         let json: serde_json::Value = serde_json::from_str(&text).unwrap();
         if let Some(experts) = &mut config.experts {
-            // transformers adds the balance loss only if the model returns router logits. It sums the fractions of tokens that an expert
-            // gets over the `num_choices` choices of a token, instead of averaging them, so its loss is `num_choices` times as large.
+            // transformers adds the balance loss only if the model returns router logits. It divides an expert's load by the number of
+            // tokens, not by the number of choices, so its loss is `num_choices` times as large.
             let balances = json["output_router_logits"] == true;
             experts.balance_loss *= if balances { experts.num_choices as f32 } else { 0.0 };
         }

@@ -1,8 +1,8 @@
 //! Compares weights after a few steps with other implementations.
 //!
-//! `peers/optimizer_reference.py` prints the expected weights. It computes in f64, from parameters and gradients of the integer generator
-//! `values` below: AdamW, Adam, SGD, Adafactor and Muon by torch.optim 2.13 (Muon with Newton-Schulz iterations in f64), the others by a
-//! few lines of numpy that follow the algorithms in the papers named in docs/optimizers.md.
+//! `peers/optimizer_reference.py` prints the expected weights. It computes in f64, from the parameters and gradients that [`values`]
+//! generates. For AdamW, Adam, SGD, Adafactor and Muon it uses torch.optim 2.13 (Muon with Newton-Schulz iterations in f64). For the others
+//! it uses a few lines of numpy that follow the papers named in docs/optimizers.md.
 
 use crate::common::{DEFAULT, MUON, OptimizerCase, device, options, step};
 use std::sync::Arc;

@@ -113,7 +113,7 @@ impl fmt::Debug for GroupAxis {
 }
 
 impl GroupAxis {
-    /// Connects the ranks of `group`. Its buffers are counted on `device`.
+    /// Creates the exchanges among the ranks of `group`. Their buffers are counted on `device`.
     fn new(group: &Arc<Group>, device: &Device) -> Self {
         GroupAxis {
             by_dtype: FLOATS.map(|dtype| DtypeExchanges::new(group, device, dtype)),
@@ -174,7 +174,7 @@ impl DtypeExchanges {
         Ok(PendingExchange(lock(&self.pending).insert(StartedExchange { kind, len, vector, sent })))
     }
 
-    /// Returns the index within the exchanged vector of the first element that this rank keeps, for a result of this shape.
+    /// Returns the index in the exchanged vector at which this rank's result starts. `result` is the shape of the result.
     fn result_start(&self, kind: ExchangeKind, result: Shape) -> usize {
         match kind {
             ExchangeKind::ReduceScatter => self.axis_rank().rank * result.num_elements(),

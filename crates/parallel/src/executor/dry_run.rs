@@ -75,8 +75,8 @@ impl Executor {
         found.record_peaks(memory, None);
         let specs: Vec<TensorSpec> = self.profile.batch.iter().map(|tensor| tensor.spec).collect();
         let num_microbatches = self.program.header.num_microbatches;
-        // A compressor may change its rounds of messages during a run. Here, each step advances every compressor to its next sequence of
-        // rounds, and one further step runs with the last sequences.
+        // During a run, a compressor may replace its sequence of message rounds. Here, each step uses the next sequence of every
+        // compressor, and one more step repeats the last sequences.
         let num_steps = (self.gradients.num_round_sequences() + 1).max(NUM_STEPS_MIN) as u64;
         // The validation comes first, as in a new run, so that the peaks of the steps include the buffers that it leaves in pools.
         if let Some(batches) = validation {
@@ -153,7 +153,7 @@ fn step_entries(noted: Vec<Vec<(JournalEntry, Instant)>>) -> StepEntries {
 }
 
 impl DryRunResult {
-    /// Records the peaks since the previous call, in which the action with this index ran.
+    /// Records the peaks since the previous call. `action` is the index of the action that has run since then, if there was one.
     fn record_peaks(&mut self, counter: &MemoryCounter, action: Option<usize>) {
         let found = Category::ALL.map(|category| counter.usage(category).peak);
         let DryRunResult { memory, lines } = self;

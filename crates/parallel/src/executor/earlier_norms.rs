@@ -11,7 +11,7 @@ use trireme_schedule::pipeline::Schedule;
 
 /// The global gradient norms of the most recent steps.
 ///
-/// The norm of [`lag`](Schedule::norm_lag) steps before is known without waiting for pipeline ranks that are behind.
+/// The norm from [`lag`](Schedule::norm_lag) steps ago is known without waiting for slower pipeline ranks.
 pub(super) struct EarlierNorms {
     /// A group of the pipeline's ranks for these sums alone: their order relative to other operations differs between the ranks.
     group: Arc<Group>,
@@ -29,8 +29,8 @@ impl EarlierNorms {
         EarlierNorms { group, lag, known: VecDeque::new(), pending: VecDeque::new(), spare: Vec::new() }
     }
 
-    /// Starts to sum the squared norm of a step over the pipeline. `own` is this rank's contribution. Returns the norm of `lag` steps
-    /// before, or `None` if there was no such step.
+    /// Starts to sum the squared norm of the current step over the pipeline. `own` is this rank's contribution. Returns the norm from `lag`
+    /// steps ago, or `None` if there was no such step.
     pub(super) fn next(&mut self, own: f64, waiting: &mut WaitTracker) -> Result<Option<f64>> {
         let mut square = match self.spare.pop() {
             Some(square) => square,

@@ -1,7 +1,7 @@
 //! Updates as soon as the gradient of a unit is reduced.
 //!
-//! The norm of all gradients is known only at the end of the step, so a step clips by the norm of the step before. The loss and the norm are
-//! checked after the updates.
+//! The norm of all gradients is known only at the end of the step, so a step clips by the norm of the step before. The loss and the norm
+//! are checked after the updates.
 
 use super::Executor;
 use crate::error::Result;

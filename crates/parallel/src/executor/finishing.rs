@@ -1,8 +1,8 @@
 //! The end of a step: waits for its sums, checks them for overflows, and computes the settings of the update.
 //!
-//! The first update of a step waits for all reductions, even if the step does not clip: no parameter may change before the loss is known to
-//! be finite and every operation to have succeeded (see `early_updates` for layouts without this wait). One factor for all gradients then accounts for the number of microbatches, the loss
-//! scale and clipping ([`Executor::update_settings`]).
+//! The first update of a step waits for all reductions, even if the step does not clip: no parameter may change until the loss is known to
+//! be finite and every operation has succeeded (`early_updates` describes layouts without this wait). One factor for all gradients then
+//! accounts for the number of microbatches, the loss scale and clipping ([`Executor::update_settings`]).
 
 use super::Executor;
 use crate::error::{ParallelError, Result};
@@ -99,7 +99,7 @@ impl Executor {
         StepSettings { step: self.update_number(plan), lr: plan.lr, grad_scale: grad_scale * clipping }
     }
 
-    /// Returns the compression statistics of this step, in the units of the gradient norm.
+    /// Returns the compression statistics of this step. The error norm has the scale of the gradient norm.
     pub(super) fn compression_statistics(&self) -> Option<CompressionStatistics> {
         if self.options.compression.codec() == CodecName::None {
             return None;
@@ -121,7 +121,8 @@ impl Executor {
         self.program.header.microbatches_per_step() as f64 * f64::from(self.optimization.loss_scaler.scale())
     }
 
-    /// Converts the gradients that compressors keep from the loss scale `from` to that of the next step. Momentum has no loss scale.
+    /// Rescales the gradients stored in compressors: `from` is their loss scale, and they get the loss scale of the next step. Momentum has
+    /// no loss scale.
     fn rescale_compressors(&mut self, from: u32) {
         let to = self.optimization.loss_scaler.scale();
         if to != from && !self.optimization.optimizer.exchanges_momentum() {

@@ -123,8 +123,8 @@ impl Executor {
         Ok(all)
     }
 
-    /// Compares the parameters of replicas, and the parameters that ranks of the tensor axis, or ranks with different experts, hold in
-    /// common. Collective.
+    /// Checks that parameters are equal on all ranks that hold them: on data-parallel replicas, and where they are replicated along the
+    /// tensor or expert axis. Collective.
     ///
     /// # Errors
     /// [`ParallelError::ReplicasDiffer`] if they differ.

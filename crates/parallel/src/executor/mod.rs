@@ -104,7 +104,7 @@ struct OffloadState {
     stores: OffloadStores,
     /// For each unit, whether this rank's shard of parameters was written since it was last evicted.
     changed: Vec<bool>,
-    /// For each unit, whether its gradient was squared and evicted in this step.
+    /// For each unit, whether the sum of squares of its gradient was computed, and the gradient evicted, in this step.
     is_squared: Vec<bool>,
 }
 

@@ -60,7 +60,7 @@ impl Executor {
     /// | shards | state, by the program header's `StateLayout` | `RankParameters`, `Gradients`, `ShardExchange` |
     /// | replicas | samples only | `Gradients` |
     ///
-    /// `ReplicatedParameters` keep the parameters equal that are replicated across the tensor or expert axis. All ranks agree on losses
+    /// `ReplicatedParameters` keeps the replicas of parameters across the tensor or expert axis equal. All ranks agree on losses
     /// (`StepReports`), the gradient norm (`SquaredNorms`) and the fp8 scales (`SynchronizedScales`).
     ///
     /// # Errors

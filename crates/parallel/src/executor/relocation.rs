@@ -18,7 +18,8 @@ use trireme_comm::Buffer;
 use trireme_schedule::{Program, ProgramHeader, Stage, StateClass, validate};
 use trireme_tensor::{Category, Device, ViewMut};
 
-/// The class of state that moves. Parameters are not sharded when units move, so the weights that a rank updates belong to this class.
+/// The class of the state that moves with a unit. It includes the weights that a rank updates, because parameters are not sharded if
+/// units move.
 const CLASS: StateClass = StateClass::Optimizer;
 
 impl Executor {

@@ -44,8 +44,8 @@ pub(super) struct StepReports {
     num_losses: usize,
     /// Number of losses that this rank has recorded in the current program.
     num_recorded: usize,
-    /// The reports of all ranks: sums and numbers of rows, by rank, then by entry of `terms`, then by microbatch. After a rank's reports
-    /// come its requests. Zeros between programs; `None` while being gathered.
+    /// The reports of all ranks: sums and numbers of rows, by rank, then by entry of `reported_means`, then by microbatch. The reports of a
+    /// rank are followed by its requests. Zeros between programs; `None` while being gathered.
     reports: Option<ExchangeVector>,
     pending: Option<PendingVector>,
     _counted: CountedMemory,
@@ -132,10 +132,11 @@ impl StepReports {
         })
     }
 
-    /// Records a report of a unit for this rank's microbatch `microbatch`: its loss, or a metric. If kernels can access host memory, the
-    /// last loss of the program sends all reports, because every forward has run by then. Ranks without losses, and ranks with an
-    /// asynchronous device, send their reports in [`wait`](StepReports::wait). An earlier gather of a rank without losses would only wait
-    /// for the losses of other ranks.
+    /// Records a report of a unit for this rank's microbatch `microbatch`: its loss, or a metric.
+    ///
+    /// If kernels can access host memory, recording the last loss of the program sends all reports, because every forward has run by then.
+    /// Ranks with an asynchronous device send their reports in [`wait`](StepReports::wait). So do ranks without losses: an earlier
+    /// gather would only wait for the losses of other ranks.
     ///
     /// # Panics
     /// If the unit did not report this loss or metric during shape and cost inference, or if the number of rows of a loss differs.

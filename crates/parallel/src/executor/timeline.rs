@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 pub struct ActionTime {
     /// The time at which the rank reached this action: the end of the previous one.
     pub issued: Instant,
-    /// The start of the action's own work. Before it, the rank waits for the inputs of the action, and copies received messages. Later
-    /// waits of the action are counted before its start as well, so that `end - start` is the time of its work.
+    /// The start of the action's work, after the rank has waited for the action's inputs and copied received messages. Waits during the
+    /// work shift it later by their duration, so `end - start` is the time spent working.
     pub start: Instant,
     /// The end of the action. Operations that it has started may overlap with later actions.
     pub end: Instant,

@@ -103,7 +103,7 @@ pub(crate) struct Gradients {
     in_flight: VecDeque<usize>,
     /// Reduced gradients, gathered from their shards; only if gradients are sharded but each rank updates full units.
     gathered: Option<GatheredUnits>,
-    /// Counts the memory of reductions, apart from gradients.
+    /// Counts the memory that reductions use in addition to the gradients.
     counted: CountedMemory,
     /// Replicated parameters whose sums could differ between ranks, because their rounding depends on neighbouring elements.
     block_rounded: ReplicatedParameters,
@@ -392,7 +392,7 @@ impl Gradients {
         })
     }
 
-    /// Returns the compression statistics of the last step over all units. The error norm is in the units of this rank's sums.
+    /// Returns the compression statistics of the last step over all units. The error norm has the scale of this rank's gradient sums.
     pub(crate) fn compression_statistics(&self) -> CompressionStatistics {
         let world_size = self.ranks.data().world_size();
         let mut all = CompressionStatistics::default();

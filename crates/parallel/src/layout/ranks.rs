@@ -494,8 +494,7 @@ mod tests {
 
     #[test]
     fn replicas_on_different_numbers_of_hosts_are_refused_by_all() {
-        // In the first replica, the ranks with the first part of each parameter are on one host; the ranks with each of the other parts are
-        // on two.
+        // In the first replica, the ranks at tensor place 0 are on one host, and the ranks at places 1 and 2 are on two hosts.
         let found = run_ranks_on(&[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2], |group| {
             let degrees = Degrees { shards: 2, tensor: 3, ..Degrees::ONE };
             RankGrid::new(group, degrees).unwrap().split_by_hosts().map_err(|error| error.to_string())

@@ -139,8 +139,8 @@ impl Pool {
         Ok(Buffer::pending(buffer, self.dtype, len))
     }
 
-    /// Copies exchanged elements, from element `at` of a buffer of `len` elements on, to `result`. Kernels issued later read them. Returns
-    /// the buffer to the pool.
+    /// Copies the exchanged elements that start at element `at` of a buffer of `len` elements to `result`, for kernels issued later.
+    /// Returns the buffer to the pool.
     #[track_caller]
     pub(crate) fn copy_from_buffer(
         &self,

@@ -5,10 +5,11 @@
 //! block the stream. Before a result reaches losses, norms, parameters or an evaluation, the executor therefore waits for all outcomes
 //! (`Executor::await_operations`), and a failure is an error of the step.
 //!
-//! Ranks report their losses after their outcomes, and no rank updates before it has the reports of all ranks. A pipeline that does not
-//! drain is the exception: a rank that saw no failure may have updated parameters with results that were computed from zeros; the run then
-//! ends. Evaluation and generation know only the outcomes of their own rank, so a caller that uses the results on several ranks must first
-//! agree with the other ranks that none has failed. For the validation loss, the sum over the ranks does this.
+//! A rank reports its losses only when it knows that its operations have succeeded, and no rank updates before it has the reports of all
+//! ranks. A pipeline that does not drain is the exception: a rank that saw no failure may have updated parameters with results that were
+//! computed from zeros; the run then ends. Evaluation and generation know only the outcomes of their own rank, so a caller that uses the
+//! results on several ranks must first agree with the other ranks that none has failed. For the validation loss, the sum over the ranks
+//! does this.
 //!
 //! The host waits at once for vectors that it reads or copies itself: fused vectors, compressed messages, norms, copies of tied parameters,
 //! the integers of ZeRO++. It also waits at once for the exchanges of an update and for earlier sends.

@@ -1,9 +1,9 @@
 //! Parameters that several ranks of the tensor or expert axis hold. Keeps their gradients and values equal on these ranks.
 //!
 //! There are two reasons to exchange them:
-//! - A rank may compute only a partial sum of a gradient: of a norm that it applies to its rows, or of a router that sees its tokens. The
-//!   partial sums are added before the unit's gradient is reduced. On the tensor axis, shape inference finds the parameters concerned
-//!   (`UnitProfile::partial_grads`).
+//! - A rank may compute only a partial sum of a gradient, for example for a norm that it applies only to its rows, or for a router that
+//!   sees only its tokens. The partial sums are added before the unit's gradient is reduced. On the tensor axis, shape inference finds
+//!   these parameters (`UnitProfile::partial_grads`).
 //! - Codecs and the integers of ZeRO++ round an element by its neighbours in the flat buffer, which differ between ranks. The first rank
 //!   that holds the parameter then broadcasts its values to the others.
 //!

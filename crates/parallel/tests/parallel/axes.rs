@@ -258,8 +258,8 @@ fn optimizers_use_full_parameters() {
             for (num_ranks, layout) in layouts(OPTIONS) {
                 let layout = Layout { optimizer, ..layout };
                 let found = train(config, num_ranks, 2, &layout).parameters;
-                // Softmax does not depend on the biases of keys, so their gradients are only rounding errors. An update of equal length for
-                // all elements magnifies these.
+                // Softmax does not depend on the biases of keys, so their gradients are only rounding errors. Optimizers that give all
+                // elements updates of similar size magnify these errors.
                 let is_noise = |name: &str| name.ends_with("c_attn.bias") || name.ends_with("k_proj.bias");
                 for (index, (name, before)) in
                     before.iter().enumerate().filter(|(_, (name, _))| !is_noise(name))

@@ -73,7 +73,8 @@ fn a_scale_changes_no_bits() {
     }
 }
 
-/// Runs a step in which rank `odd` has the batch of `other`. Every rank must skip it for `cause`; if `odd` is `None`, no rank may skip it.
+/// Runs a step on four ranks. If one of them gets the batch that `other` returns, every rank must skip the step for `cause`. If none does,
+/// no rank may skip it.
 fn check_skipped(
     options: ExecutorOptions,
     grad_norm: GradNorm,

@@ -54,8 +54,8 @@ fn states_take_the_bytes_of_the_paper() {
                 };
                 let formula = share(0, 3) + share(1, 2) + share(2, 1);
                 let found_sum: f64 = found.iter().sum();
-                // In 16 bits, no rank keeps a 16-bit copy of sharded parameters next to its master weights. Without sharding, there are no
-                // master weights next to the f32 parameters, which matrix products round.
+                // In 16 bits, the paper counts 16-bit parameters and f32 master weights. In two cases, only the f32 weights are stored: in
+                // stage 3, which gathers parameters from them, and without sharding, where matrix products round them.
                 let is_narrow = options.precision != Precision::F32 && num_ranks > 1;
                 let not_stored = match zero_stage {
                     0 | 3 if is_narrow => share(0, 3),

@@ -34,8 +34,8 @@ fn sizes(num_units: usize) -> ModelSizes {
     }
 }
 
-/// Predicts the memory of a rank. The device stores all state of the classes that reside on it. Of each other class, it stores the state of
-/// two units.
+/// Predicts the memory of a rank. The device stores all state of the classes that reside on it, and the state of two units for each other
+/// class.
 fn predict(sizes: &ModelSizes, program: &Program) -> MemoryUse {
     let state = program.header.state;
     let (mut device, mut host) = (1000, 0);

@@ -69,7 +69,8 @@ pub fn fits(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> bool
     }
 }
 
-/// Returns all algorithms that implement `collective` on these hosts, in the order in which ties are decided.
+/// Returns all algorithms that implement `collective` on these hosts. Among algorithms with equal predicted times, [`choose`] returns
+/// the first.
 pub fn algorithms_for(collective: Collective, hosts: &Hosts) -> Vec<Algorithm> {
     let each = || FlatAlgorithm::ALL.into_iter();
     let levels = [Leaders::One, Leaders::All].into_iter().flat_map(|leaders| {

@@ -6,8 +6,8 @@ use super::insertions::{indices_of, insert, no_insertions};
 use crate::action::{Action, Keep, StateClass, StateKey};
 use crate::program::ProgramHeader;
 
-/// Adds the fetches and evictions of all classes that move. Activations are evicted only if enough passes run before their use to fetch
-/// them ahead of it.
+/// Adds the fetches and evictions of all classes that are [fetched](crate::StateLayout::moves). Activations are evicted only if more than
+/// `2 * fetch_ahead` passes run before their next use.
 pub(super) fn offload(header: &ProgramHeader, mut actions: Vec<Action>) -> Vec<Action> {
     let state = &header.state;
     for class in StateClass::ALL.into_iter().filter(|&class| state.moves(class)) {
@@ -23,9 +23,9 @@ pub(super) fn offload(header: &ProgramHeader, mut actions: Vec<Action>) -> Vec<A
     actions
 }
 
-/// Adds a fetch before each use and an eviction after it. A fetch is inserted `prefetch` uses ahead of its own use, but after the previous
-/// use of the same state. State stays in memory between two adjacent uses. The fetches for updates are inserted at the last pass or later;
-/// the first of them overlap with the end of the passes.
+/// Adds a fetch before each use of the class and an eviction after it. The fetch starts `prefetch` uses earlier, but after the previous use
+/// of the same unit's state. Between two adjacent uses, state stays in memory. A fetch for an update starts no earlier than the last pass,
+/// or than the update itself if passes follow it.
 fn swap_around(
     actions: &[Action],
     class: StateClass,

@@ -91,7 +91,7 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// Appends the passes that this clock has not run, with their times in `spans`, the spans of an earlier run of the same schedule.
+    /// Adds the passes that this clock has not run, with the times in `spans`, which an earlier run of the same schedule recorded.
     pub(super) fn replay(&mut self, schedule: &Schedule, spans: &[Vec<PassInterval>]) {
         for (rank, spans) in spans.iter().enumerate() {
             let num_done = self.spans[rank].len();
@@ -182,8 +182,8 @@ impl<'a> Clock<'a> {
         Some(Wait { place, pass, needs, for_rank: schedule.stage_ranks[needs.stage] })
     }
 
-    /// Returns the chain of ranks that wait for each other. It begins at the first rank that waits, and ends when a rank repeats or does
-    /// not wait. `None` if no rank waits.
+    /// Returns a chain of waiting ranks, or `None` if no rank waits. Follows the waits from the first waiting rank until a rank repeats or
+    /// does not wait. If a rank repeats, the chain is the cycle alone.
     fn wait_chain(&self, schedule: &Schedule) -> Option<WaitChain> {
         let mut next = (0..schedule.num_ranks()).find_map(|rank| self.wait(schedule, rank));
         next.as_ref()?;

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-/// Partitions units, given their costs, into stages of consecutive units, with at least one unit each, so that the largest stage costs
-/// least. Of equal partitions, returns the one whose last stages have the fewest units.
+/// Partitions units, given their costs, into stages of one or more consecutive units. Minimizes the cost of the most expensive stage. Of
+/// equal partitions, returns the one whose last stages have the fewest units.
 ///
 /// Dynamic programming over prefixes of the units: the best partition of a prefix into `n` stages is the best partition of a shorter prefix
 /// into `n - 1` stages and one more stage (linear partitioning; Narayanan et al., "PipeDream", 2019, section 3.1, with equal ranks). Cost:

@@ -16,7 +16,7 @@ impl PassInterval {
     }
 }
 
-/// A schedule in time. All times are in ticks of the costs.
+/// The simulated times and memory of a schedule. All times are in ticks of the costs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Timeline {
     /// The times of each rank's passes, in the order of the schedule.

@@ -114,8 +114,8 @@ impl<'a> Progress<'a> {
         Ok(())
     }
 
-    /// Checks that an update applies exactly the gradients of its step. The gradients of all stages of its rank must be complete, because a
-    /// rank decides from them how to update.
+    /// Checks that an update applies exactly the gradients of its step. The gradients of all stages of its rank must be complete, because
+    /// the gradient norm is computed from all of them before the first update.
     fn check_update(&mut self, pass: Pass) -> Result<(), PassFault> {
         let rank = self.schedule.stage_ranks[pass.stage];
         let has_all = self.schedule.stages_of(rank).all(|stage| self.num_gradients[stage] > pass.microbatch);

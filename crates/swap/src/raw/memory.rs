@@ -89,7 +89,7 @@ impl LentMemory {
     }
 }
 
-/// A piece of lent memory with a single owner. The mapping exists as long as any part of it.
+/// A piece of lent memory with a single owner. Each part keeps the mapping alive.
 #[derive(Debug)]
 pub(crate) struct MemoryPart {
     mapping: Arc<MmapRaw>,

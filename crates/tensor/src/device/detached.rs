@@ -385,8 +385,8 @@ impl Job {
 
 impl State {
     /// Orders all jobs that are issued to `stream` from now on after `event` and after every job that precedes the event. An event that is
-    /// not in `events`, such as an event of a process group, is assumed to follow every job issued so far. (Such an event completes early
-    /// if its exchange fails.) [`Event::DONE`] follows no job.
+    /// not in `events`, such as an event of a process group, is assumed to follow every job issued so far, although it completes early if
+    /// its exchange fails. [`Event::DONE`] follows no job.
     fn await_event(&mut self, stream: Stream, event: &Event) {
         if event.is_same(&Event::DONE) {
             return;

@@ -20,8 +20,8 @@ impl Device {
     /// Multiplies the rows of each group in `left` (`[rows, inner]`) by the group's block of `right` and writes the results to the same
     /// rows of `out` (`[rows, cols]`). Operands are rounded to `precision`; sums are f32. `right` stacks the blocks of all groups
     /// vertically; `transpose` applies to each block. `starts` (`[num_groups + 1]`, u32) holds the first row of each group and the end of
-    /// the last group, plus any constant: the first group always begins at row 0. Rows after the last group belong to no group, and their
-    /// outputs are zeros.
+    /// the last group. Rows are counted from `starts[0]`, so the first group always begins at row 0. Rows after the last group belong to no
+    /// group, and their outputs are zeros.
     ///
     /// Groups are not padded, and their results have the same bits as separate matmuls. Cost: `2 rows cols inner` floating-point
     /// operations.

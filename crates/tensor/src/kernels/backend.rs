@@ -51,8 +51,8 @@ impl fmt::Debug for WaitSite {
 ///
 /// To add a backend, implement this trait and add a [`BackendKind`](crate::BackendKind).
 pub(crate) trait Backend: fmt::Debug + Send + Sync {
-    /// Returns the processor if the device may call functions and copy memory on it directly, without this backend. Returns `None` if the
-    /// backend queues or counts all calls.
+    /// Returns the CPU if this backend runs calls on it immediately. The device then calls functions and copies memory directly, bypassing
+    /// the backend. Returns `None` if the backend queues calls or only counts them.
     fn as_cpu(&self) -> Option<&Cpu> {
         None
     }

@@ -31,8 +31,8 @@ pub struct ParameterInfo {
 }
 
 impl ParameterInfo {
-    /// Returns the number of ranks of the tensor axis that store the same elements as this rank. They are neighbours, and the first one's
-    /// rank is a multiple of this number.
+    /// Returns the number of ranks of the tensor axis that store the same elements as this rank, including this rank. These ranks are
+    /// consecutive, and the first one's index is a multiple of this number.
     ///
     /// # Panics
     /// If the ranks of the tensor axis [cannot split](crate::ParameterTable::check_tensor_degree) the parameter.
@@ -88,7 +88,7 @@ impl ParameterInfo {
         self.offset..self.offset.saturating_add(self.shape.num_elements())
     }
 
-    /// Returns the range of the parameter's elements in `part` of the flat buffer; `None` if it is empty.
+    /// Returns the elements that lie in `part` of the unit's flat buffer, as a range of the parameter; `None` if there are none.
     pub fn stored(&self, part: &Range<usize>) -> Option<Range<usize>> {
         let range = self.range();
         let (start, end) = (range.start.max(part.start), range.end.min(part.end));

@@ -72,8 +72,8 @@ impl ParameterTable {
         ParameterTable { model_rank: place.into(), ..ParameterTable::default() }
     }
 
-    /// Returns the table of the full parameters, without tensor or expert parallelism, in the same order. Ties are dropped, because nothing
-    /// runs with this table.
+    /// Returns the table of the full parameters, without tensor or expert parallelism, in the same order. It only describes parameters: it
+    /// has no ties and no [`matrices`](ParameterTable::matrices).
     pub fn full(&self) -> ParameterTable {
         let mut whole = ParameterTable::default();
         for unit in &self.units {

@@ -121,8 +121,8 @@ impl ParameterTable {
         self.owner(info).is_none_or(|owner| owner == self.model_rank.experts.rank)
     }
 
-    /// Returns this rank's parameter with the offset that `info` has on the rank that stores it. A unit has the same layout on all ranks of
-    /// the expert axis.
+    /// Returns the parameter that this rank stores at the offset at which another rank of the expert axis stores `info`. A unit has the
+    /// same layout on all ranks of this axis.
     ///
     /// # Panics
     /// If `info` is not a parameter of this model, or if the experts of its unit have different parameters.
@@ -210,11 +210,12 @@ impl ParameterTable {
         })
     }
 
-    /// Returns the number of items, such as heads, that this rank of the tensor axis holds when `len` items are split like a dim.
+    /// Returns the number of items, such as heads, on this rank of the tensor axis if `len` items are split in the same way as a dim of a
+    /// parameter, including padding.
     ///
     /// # Panics
-    /// If they cannot be split. [`check_tensor_degree`](ParameterTable::check_tensor_degree) refuses such degrees for the corresponding
-    /// parameters.
+    /// If the items cannot be split. [`check_tensor_degree`](ParameterTable::check_tensor_degree) refuses such degrees for the
+    /// corresponding parameters.
     pub fn part_len(&self, cut: AxisSplit, len: usize) -> usize {
         cut.part_len(len, self.model_rank.tensor.degree)
     }

@@ -20,10 +20,10 @@
 //! replicated value first. Units pass on values that are replicated or sharded by rows.
 //!
 //! # Order of exchanges
-//! Exchanges are part of the passes of a unit and have a group of their own. The ranks of the axis run the same program, so they start
-//! exchanges in the same order, and wait for no other ranks meanwhile: an exchange cannot be part of a cycle of waits. An operation starts
-//! an exchange and finishes it later, so several may be pending. `Linear` exchanges its input, and the gradient of its input, while matmuls
-//! run.
+//! Exchanges are part of the passes of a unit and have a process group of their own. The ranks of the axis run the same program, so they
+//! start exchanges in the same order, and wait for no other ranks meanwhile: an exchange cannot be part of a cycle of waits. An operation
+//! starts an exchange and finishes it later, so several may be pending. `Linear` exchanges its input, and the gradient of its input, while
+//! matmuls run.
 
 use super::{
     AllGatherRows, Argument, Op, Operation, OperationContext, PendingExchange, Recorder, Sharding, SplitRows,

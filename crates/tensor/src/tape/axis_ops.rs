@@ -43,8 +43,8 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
         device.activation_of(shape, dtype)
     }
 
-    /// Like [`start`](AxisOps::start), for a reduction of a partial sum that has no other reader. A partial sum in memory of
-    /// [`empty_partial_sum`](AxisOps::empty_partial_sum) that other ranks can access is not copied.
+    /// Like [`start`](AxisOps::start), for a reduction of a partial sum that has no other reader. The partial sum is not copied if
+    /// [`empty_partial_sum`](AxisOps::empty_partial_sum) has allocated it in memory that other ranks can access.
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).

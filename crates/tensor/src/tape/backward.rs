@@ -169,8 +169,8 @@ impl Tape {
         outputs.is_empty() || !kept.is_empty() || outputs.iter().any(|output| output.grad.is_some())
     }
 
-    /// Adds the gradient of a node's output to the inputs that have the same gradient. The last input receives the tensor itself, unless
-    /// the weight half still reads it.
+    /// Adds the gradient of a node's output to the inputs in `passed_through`. The last of them receives the tensor itself, unless the
+    /// weight half still reads it.
     fn pass_grad(&mut self, index: usize, done: Halves) -> Result<()> {
         let Node { op, outputs, .. } = &self.nodes[index];
         let (output, stays) = (outputs.start, done == Halves::Input && op.get().has_parameters());

@@ -7,11 +7,11 @@
 //! `parallel`) counts them among the replicas or, if state is sharded, among the shards, so reductions, ZeRO, optimizers and checkpoints
 //! have no case for them.
 //!
-//! A batch is uploaded with this rank's positions only (`HostBatch::upload_positions`). They are at most two runs in ascending order, so
-//! the keys of a rank that a query sees, within its window and document, are one range ([`Positions::num_before`]). Kernels do not depend
-//! on ranks: `Device::attention_block` adds the keys of one rank to the result for earlier keys, and `RingAttention` calls it for each rank
-//! in turn. `ExchangeHeads` is a separate operation, which the tape inserts around operations that need heads
-//! ([`Operation::head_exchange`]).
+//! A batch is uploaded with this rank's positions only (`HostBatch::upload_positions`): at most two runs of consecutive positions, in
+//! ascending order. The keys of one rank that a query sees, within its window and document, are therefore one range of that rank's keys
+//! ([`Positions::num_before`]). Kernels do not depend on ranks: `Device::attention_block` adds the keys of one rank to the result for
+//! earlier keys, and `RingAttention` calls it for each rank in turn. `ExchangeHeads` is a separate operation, which the tape inserts around
+//! operations that need heads ([`Operation::head_exchange`]).
 
 use super::value::Value;
 use super::{Argument, ContextAxis, InputOrOutput, Op, Operation, OperationContext, Recorder, Tape, Var};

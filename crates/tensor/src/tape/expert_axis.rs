@@ -38,15 +38,15 @@ pub struct ExpertAxis {
 }
 
 /// The shadowed experts of each layer: all ranks of the axis have copies of them, so that their tokens need no exchange (He et al.,
-/// "FasterMoE", 2022, section 5.1). They are the experts with the most tokens since the last choice. All ranks of an axis count the same
-/// numbers and therefore choose the same experts.
+/// "FasterMoE", 2022, section 5.1). [`choose`](ShadowedExperts::choose) selects the experts with the most tokens since its last call. All
+/// ranks of an axis count the same tokens and therefore select the same experts.
 #[derive(Debug, Default)]
 pub struct ShadowedExperts(Mutex<BTreeMap<ParameterId, Layer>>);
 
 #[derive(Debug)]
 struct Layer {
     num_shadowed: usize,
-    /// Tokens per expert since the last choice.
+    /// Tokens per expert since the last call of [`ShadowedExperts::choose`].
     num_tokens: Vec<u64>,
     is_shadowed: Vec<bool>,
 }
@@ -56,8 +56,8 @@ impl ShadowedExperts {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns, for each of `num_experts` experts of a layer, whether it is one of the `num_shadowed` shadowed ones. Before the first
-    /// choice, these are the first experts.
+    /// Returns, for each of `num_experts` experts of a layer, whether it is one of the `num_shadowed` shadowed ones. Before the first call
+    /// of [`choose`](ShadowedExperts::choose), these are the first experts.
     pub(super) fn of_layer(&self, layer: ParameterId, num_experts: usize, num_shadowed: usize) -> Vec<bool> {
         let mut layers = self.layers();
         let layer = layers.entry(layer).or_insert_with(|| Layer {

@@ -205,7 +205,7 @@ mod tests {
         assert_eq!(multiply_add(below, 1e30, 0.0), 0.0);
         assert_eq!(multiply_add(TINY, 0.5, 0.0), 0.0);
         assert!(multiply_add(-TINY, 0.5, -0.0).is_sign_negative());
-        // Just below the normal values: a result that 24 bits round to a normal value, and one that they do not.
+        // Just below the smallest normal value: a result that rounds to it in 24 bits, and one that does not.
         let little = 2.0_f32.powi(-13);
         assert_eq!(multiply_add(TINY * (1.0 + little), 1.0 - little, 0.0), TINY);
         assert_eq!(multiply_add(TINY, 1.0 - 2.0_f32.powi(-24), 0.0), 0.0);

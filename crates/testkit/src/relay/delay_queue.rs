@@ -24,7 +24,8 @@ impl<T> DelayQueue<T> {
         DelayQueue { conditions, idle_from: None, in_flight: VecDeque::new(), num_bytes: 0 }
     }
 
-    /// Sends an item. It leaves when all items before it have left, at the rate of the line, and arrives a delay later.
+    /// Sends an item of `num_bytes` bytes. Its transmission begins when all earlier items have left, and takes time according to the rate.
+    /// The item arrives when its transmission has ended and the delay has passed.
     pub(super) fn send(&mut self, now: Instant, num_bytes: usize, content: T) {
         let start = self.idle_from.map_or(now, |idle_from| idle_from.max(now));
         let duration = self.conditions.bits_per_second.map_or(Duration::ZERO, |bits_per_second| {

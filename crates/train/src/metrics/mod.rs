@@ -1,6 +1,6 @@
 //! The metrics of a run: one [`StepRecord`] per step, written as a line of `metrics.jsonl` and as scalars for TensorBoard.
 //!
-//! Writing a record does not allocate on the heap, and costs one system call per file.
+//! Writing a record to the files does not allocate on the heap, and costs one system call per file.
 
 mod error;
 mod event_file;

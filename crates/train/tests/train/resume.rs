@@ -61,7 +61,7 @@ fn train(config: &Config) -> RunResult {
 }
 
 /// For each pair of numbers in `workers`, trains 10 steps with the first number of workers and 10 more with the second. Compares the
-/// steps and weights with the weights of 20 uninterrupted steps on the first number of the first pair. Returns the steps.
+/// steps and the final weights with a run of 20 uninterrupted steps on the first number of the first pair. Returns the steps.
 fn check_interrupted_runs(workers: &[(usize, usize)], keys: &[&str]) -> Vec<StepBits> {
     let folder = tempfile::tempdir().unwrap();
     let whole = train(&job(folder.path(), "whole", workers[0].0, 20, keys));

@@ -321,7 +321,7 @@ pub(super) fn build(
         weight_decay: 0.1,
         decay_norms_and_biases: true,
         precision: args.dtype,
-        // 1-bit Adam needs a step that updates the second moment; the others ignore it.
+        // 1-bit Adam needs at least one step that updates the second moment. The other optimizers ignore `freeze_step`.
         settings: OptimizerSettings { freeze_step: 1, ..OptimizerSettings::DEFAULT },
         ..OptimizerOptions::new(optimizer)
     };

@@ -126,7 +126,7 @@ struct UsedFeatures {
     /// The CPUs that each local worker is bound to, or why they are not bound.
     binding: String,
     products: Vec<UsedKernel>,
-    /// Kernels that did not pass their trial.
+    /// Kernels that failed their verification or could not be tried.
     excluded: Vec<Excluded>,
     transports: Vec<TransportReport>,
     /// The algorithms for several hosts, if `--hosts` asks for them.

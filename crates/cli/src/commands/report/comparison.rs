@@ -20,7 +20,7 @@ pub(super) struct Comparison {
     pub(super) simulated_time: u64,
     pub(super) measured: StepPicture,
     pub(super) simulated: StepPicture,
-    /// Shares of the ranks that are drawn.
+    /// Time fractions of the drawn ranks.
     pub(super) shares: Vec<TimeFractions>,
     /// Breakdown over all ranks.
     pub(super) breakdown: Breakdown,

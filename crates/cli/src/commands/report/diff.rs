@@ -127,7 +127,7 @@ impl EqualSteps {
         }
     }
 
-    /// Returns why the difference found at `step` may have begun earlier, if it may.
+    /// If steps before `step` were not compared, returns a sentence that says so: the difference at `step` may have begun in them.
     fn gap(&self, step: u64) -> Option<String> {
         let unknown = match self.last {
             Some(last) if last + 1 >= step => return None,
@@ -334,7 +334,7 @@ impl<'a> Tensors<'a> {
         Ok(Tensors(pairs.map(|((unit, left), (_, right))| Tensor { unit, of_runs: [left, right] }).collect()))
     }
 
-    /// Returns the tensors whose `part` differs, in the order in which a step computes them: gradients from the last one to the first.
+    /// Returns the tensors whose hashes of this kind differ, in the order in which a step computes them: gradients in reverse.
     fn differing(&self, part: HashKind) -> Vec<&Tensor<'a>> {
         let differs =
             |tensor: &&Tensor<'_>| part.hash_of(tensor.of_runs[0]) != part.hash_of(tensor.of_runs[1]);
@@ -345,7 +345,7 @@ impl<'a> Tensors<'a> {
         found
     }
 
-    /// Returns a line that says how many tensors differ in each of `parts`; empty for a step without tensors.
+    /// Returns a line with the number of tensors whose hashes differ, for each of these kinds; empty for a step without tensors.
     fn counts(&self, parts: &[HashKind]) -> String {
         if self.0.is_empty() {
             return String::new();

@@ -76,7 +76,7 @@ pub(crate) struct TrainArgs {
     overrides: Vec<String>,
 }
 
-/// Runs `trireme train`. `own` is the task that the program defines; without it, a language model is trained.
+/// Runs `trireme train`. `own` is the program's own task; `None` trains a language model.
 pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>>) -> Result<()> {
     let environment = WorkerEnvironment::of_this_process()?;
     if let Some(WorkerEnvironment { world_size, .. }) = environment

@@ -125,7 +125,7 @@ fn closing_report(
     summary: &RunSummary,
 ) -> Result<Vec<String>> {
     let config = job.config;
-    // A prediction from before units moved is for other stages.
+    // Once units have moved between stages, the plan from before the move no longer applies.
     let plan = match trainer.moved_after() {
         Some(_) => Plan::new(job, Some(trainer.choices().clone()))?,
         None => plan,
@@ -199,7 +199,8 @@ fn common_plan(job: PlannedRun<'_>, group: &Group) -> Result<Plan> {
     let config = job.config;
     let open = open_choices(config);
     let has_file = config.parallelism().pipeline_parallel_schedule_file.is_some();
-    // Ranks of the tensor axis may have parts of the vocabulary with unequal costs, and must not split the stages by their own costs.
+    // Ranks of the tensor axis may hold vocabulary shards of unequal cost. If each rank balanced the stages by its own costs, the splits
+    // could differ.
     let has_tensor_axis = config.parallelism().tensor_parallel_degree > 1;
     if !open.keeps && open.classes.is_empty() && !has_file && !has_tensor_axis {
         return fitting(None);

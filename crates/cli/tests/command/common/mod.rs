@@ -112,7 +112,7 @@ impl Fixture {
         command
     }
 
-    /// Like [`command`](Fixture::command), in a process to which a shell has first applied the limits of `setup`.
+    /// Like [`command`](Fixture::command), started by a shell that first runs `setup`, such as `ulimit -v 1000000`.
     pub(crate) fn command_after(&self, setup: &str, arguments: &str) -> Command {
         let mut command = Command::new("sh");
         let script = format!("{setup}; exec \"$@\"");
@@ -173,7 +173,7 @@ impl Fixture {
         found
     }
 
-    /// Returns the files in which results of proofs are cached.
+    /// Returns the files in which verdicts on kernels are cached.
     pub(crate) fn cached_proofs(&self) -> Vec<PathBuf> {
         let folder = self.cache.path().join("trireme");
         if folder.exists() { entries(&folder) } else { Vec::new() }

@@ -43,7 +43,8 @@ pub(crate) enum Connection {
 }
 
 impl Connection {
-    /// The socket of a connection that is never encrypted or striped: for notices, within a host, or next to MPI.
+    /// The socket of a connection that is never encrypted or striped: a control connection, a connection within a host, or a connection to
+    /// a peer with which MPI exchanges the data.
     ///
     /// # Panics
     /// If the connection is encrypted or striped.
@@ -83,8 +84,8 @@ impl Link {
     /// Sends as much of a header and its payload as possible. Returns the number of bytes sent. The next call must start with the first
     /// unsent byte. Until then, the caller must not move or change the unsent bytes.
     ///
-    /// With `may_zero_copy`, bytes may not count as sent until the peer has received them. The caller must not set it if both ranks receive
-    /// only after their own bytes count as sent, because each would wait for the other.
+    /// With `may_zero_copy`, the link may delay counting bytes as sent until the peer has received them. The caller must not set it if both
+    /// ranks receive only after their own bytes count as sent, because each would wait for the other.
     pub(crate) fn send(
         &mut self,
         header: &[u8],

@@ -19,8 +19,8 @@ const ZERO_COPY: SendFlags = SendFlags::from_bits_retain(libc::MSG_ZEROCOPY as u
 
 /// The bytes that the kernel has accepted from a sender and may still read.
 ///
-/// The memory of such bytes is called lent. The kernel keeps its pages, so freeing it is safe, but the peer may receive whatever is written
-/// to it before the kernel releases it.
+/// The memory of such bytes is called lent. The kernel holds references to its pages, so freeing it early is not unsafe, but the peer could
+/// receive bytes that are written there before the kernel releases the pages.
 pub(super) struct ZeroCopySends {
     /// Sends in order. The memory of the first one is lent.
     sends: VecDeque<AcceptedSend>,

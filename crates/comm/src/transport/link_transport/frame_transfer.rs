@@ -47,9 +47,9 @@ pub(crate) struct Incoming {
     num_header_bytes: usize,
     range: MemoryRange,
     action: ReceiveAction,
-    /// Whether payload bytes are received into a separate buffer first, and then copied or reduced into `place`.
+    /// Whether payload bytes are received into a separate buffer first, and then copied or reduced into `range`.
     is_buffered: bool,
-    /// Number of payload bytes that were written to `place`.
+    /// Number of payload bytes that were written to `range`.
     num_placed: usize,
     /// Number of payload bytes after these that are still in the separate buffer.
     num_pending: usize,

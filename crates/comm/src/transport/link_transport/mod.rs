@@ -116,7 +116,7 @@ impl LinkTransport {
         Ok(())
     }
 
-    /// Executes an in-place operation. `vector` holds the elements of the vector from element `first` on.
+    /// Executes an in-place operation. `vector` holds the elements of the full vector from index `first` on.
     fn in_place(
         &mut self,
         call: &Call,
@@ -194,7 +194,7 @@ impl LinkTransport {
         }
     }
 
-    /// Executes `self.steps`. `vector` holds the elements of the vector from element `first` on.
+    /// Executes `self.steps`. `vector` holds the elements of the full vector from index `first` on.
     fn execute_steps(
         &mut self,
         call: &Call,
@@ -296,7 +296,7 @@ impl LinkTransport {
             }
         }
         let mut scratch = std::mem::take(&mut self.scratch);
-        // Large enough for any block lengths of these vectors, so that it does not grow in later steps.
+        // Large enough for any block lengths of these vectors, so that it does not grow in later operations.
         let (len, room) =
             (scratch_len(&self.steps) * dtype.size(), input.bytes().len() + output.bytes().len());
         let scratch_bytes = reserve(&mut scratch, if len == 0 { 0 } else { len.max(room) })?;

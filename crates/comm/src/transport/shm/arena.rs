@@ -56,8 +56,8 @@ impl Arena {
         let mut len = DRY_BYTES.min(allowed) / param::page_size() * param::page_size();
         loop {
             let mapping = Mapping::private(len).or_else(|refused| {
-                // A system that commits memory for every private writable mapping commits none for a file without pages. But a file longer
-                // than `ulimit -f` would end the process.
+                // Strict overcommit accounting refuses a private writable mapping of this size, but counts no memory for a sparse file. A
+                // file longer than `ulimit -f` would kill the process.
                 if getrlimit(Resource::Fsize).current.is_some() { Err(refused) } else { sparse(len) }
             });
             match mapping {

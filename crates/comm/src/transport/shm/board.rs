@@ -109,8 +109,8 @@ impl Board {
         }
     }
 
-    /// Reads the operands that the owner of this state, `rank`, posted for a barrier. Fails unless the owner posted the operation that rank
-    /// `own` executes.
+    /// Reads the operands that the board's owner, `rank`, posted for a barrier. Fails unless the owner posted the operation that rank `own`
+    /// executes.
     pub(super) fn read(&self, barrier: u32, call: &Call, own: Rank, rank: Rank) -> Result<Post, CommError> {
         let words = self.words(barrier);
         let operation = [0, 1].map(|index: usize| words.operation[index].load(Ordering::Relaxed));

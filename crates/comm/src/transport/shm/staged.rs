@@ -16,8 +16,8 @@ use trireme_schedule::collective::{CollectiveKind, owned_range};
 /// Bytes of a longer vector that go through a stage at a time: few enough to stay in a core's cache together with their source.
 const WINDOW_BYTES: usize = 256 << 10;
 
-/// A window of a staged operation. `stage_number` selects the stage that it uses. `len_max` is the number of elements that the stage has
-/// for each staged part.
+/// A window of a staged operation. `stage_number` selects the stage that it uses. The stage has room for `len_max` elements of each staged
+/// part.
 struct Window {
     operation: Operation,
     elements: Range<usize>,

@@ -33,7 +33,7 @@ fn chunks_follow_each_other_through_the_trees() {
     }
 }
 
-/// Each tree carries one half of the vector, so the halves in which a rank reduces show the trees in which it has children.
+/// Each tree carries one half of the vector. A rank reduces elements of a half only if it has children in the tree of that half.
 #[test]
 fn a_rank_has_children_in_one_tree_at_most() {
     for world_size in 2..=40 {

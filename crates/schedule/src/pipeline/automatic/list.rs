@@ -187,8 +187,8 @@ impl<'a> ListScheduler<'a> {
         first
     }
 
-    /// Returns whether forward of `microbatch` on `stage` leaves enough memory for the oldest microbatch that some stages of the rank have
-    /// not begun. Earlier microbatches can finish with the memory that they hold.
+    /// Returns whether forward of `microbatch` on `stage` leaves enough memory to complete the oldest microbatch whose forward has not
+    /// begun on all stages of the rank. Earlier microbatches can finish with the memory that they hold.
     fn has_room(&self, rank: usize, stage: usize, microbatch: usize) -> bool {
         let RankState { stages, bound, held, .. } = &self.ranks[rank];
         let activation = |&stage: &usize| self.costs.stages()[stage].activation;

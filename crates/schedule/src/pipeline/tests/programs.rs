@@ -27,8 +27,8 @@ fn stage_programs(
     stage_programs_with_tie(kind, num_ranks, stages_per_rank, num_microbatches, None)
 }
 
-/// Like [`lowered`], but the last unit reads the parameters of the first if `tie` is `Some`. The value of `tie` states whether the last
-/// unit sends its contribution to their gradient once per step.
+/// Like [`stage_programs`], but the last unit reads the parameters of the first if `tie` is `Some`. The value of `tie` states whether the
+/// last unit sends its contribution to their gradient once per step.
 fn stage_programs_with_tie(
     kind: ScheduleKind,
     num_ranks: usize,

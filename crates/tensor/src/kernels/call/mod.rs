@@ -6,9 +6,9 @@
 //! # Adding a kernel
 //! The arithmetic is a function in `kernels/cpu/` within `for_each_simd_level!`, with a method of [`Cpu`](super::cpu::Cpu) that splits the
 //! work into tasks by shape alone. The call is a variant in the file of its area here, with its documentation, arguments, checks of their
-//! shapes, and cost. Only a kernel that needs scratch memory has a method by hand, in `device/`. The arm that runs the call is in
-//! `kernels/cpu/run/`. A test in `tests/conformance/` calls the kernel, unless the test of an operation does. Compare it with f64 by means
-//! of `kernels/cpu/test_support.rs`, and run `cargo xtask kernels`.
+//! shapes, and cost. A kernel that needs scratch memory, or arguments that are not made from views alone, has a hand-written method in
+//! `device/`. The match arm that runs the call is in `kernels/cpu/run/`. If no test of an operation calls the kernel, add a test to
+//! `tests/conformance/`. Compare the results with f64 by means of `kernels/cpu/test_support.rs`, and run `cargo xtask kernels`.
 //!
 //! `trireme bench kernels` times each kernel within a training step. The planner [replays](crate::RecordedCalls::replay) recorded calls in
 //! isolation. It cannot replay kernels that read indices, because their work depends on the values of the indices.
@@ -201,7 +201,7 @@ macro_rules! kernel_calls {
     ) => {
         pub(crate) use call::$calls;
 
-        /// In the types of arguments, an operand stands in the place of a view.
+        /// Here, `View` and `ViewMut` name the operand types, so that the types of parameters also serve as the types of arguments.
         mod call {
             #[allow(unused_imports, reason = "arguments may all be operands and numbers")]
             use super::*;

@@ -15,8 +15,8 @@ use trireme_base::{Cost, DType};
 kernel_calls! {
     /// Optimizer updates.
     OptimizerCall {
-        /// Adds the sums of pieces, f64 `[pieces, 2]`, over each of `runs`. Writes all first sums, followed by all second sums if `out`
-        /// (f64) has room for both.
+        /// Adds the two sums of each piece (`sums`, f64 `[pieces, 2]`) over the pieces of each run. Writes the first sums of all runs,
+        /// followed by their second sums if `out` (f64) has room for both.
         ///
         /// # Panics
         /// If `out` has room for neither one nor two sums per run.
@@ -37,7 +37,8 @@ kernel_calls! {
         }
 
         /// Sums the squares of the stored part of a matrix gradient, after multiplying it by `scale`. `sums`, f64 `[rows + cols]`, receives
-        /// the sum of each row, followed by the sum of each column. The order of the sums follows the unit's [leaves](crate::NUM_LEAVES).
+        /// the sum of each row, followed by the sum of each column. Terms are added in the order of the unit's summation tree (see
+        /// [`NUM_LEAVES`](crate::NUM_LEAVES)).
         ///
         /// # Panics
         /// If `sums` has fewer elements than the matrix has columns.

@@ -23,8 +23,8 @@ kernel_calls! {
         /// finite.
         pub(crate) fn sum_losses => SumLosses { statistics: View, weights: Option<View>, out: ViewMut }
 
-        /// Writes 1 to `hits` for each row of `scores`, `[rows, classes]`, whose class has the first of the largest scores, else 0. `hits`
-        /// has one f32 per row.
+        /// Writes to `hits`, one f32 per row, 1 if the row's class in `classes` is the first column with the row's largest score, else 0.
+        /// `scores` is `[rows, num_classes]`.
         pub(crate) fn hits => Hits { scores: View, classes: View, hits: ViewMut }
 
         /// Computes `out = weight * term`, or `out += (weight * term) * ratio` if there is a ratio. All are single f64s.

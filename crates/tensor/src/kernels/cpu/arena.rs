@@ -1,8 +1,8 @@
 //! Memory for tensors: one reserved range of addresses, split into blocks.
 //!
-//! An arena reserves addresses for all of the machine's memory, without access to them. Reserving uses no memory and counts against no
-//! limit. Addresses become accessible as blocks need them, up to the next multiple of a huge page. The system provides a page when it is
-//! first touched, so that the resident size of the process follows the counted bytes.
+//! An arena reserves addresses for all of the machine's memory, without access to them. Reserving uses no memory and counts only against
+//! `ulimit -v`. Addresses become accessible as blocks need them, up to the next multiple of a huge page. The system provides a page when it
+//! is first touched, so that the resident size of the process follows the counted bytes.
 //!
 //! Freed blocks are merged with adjacent free memory and reused, best fit first. After the first step, every request finds a free block,
 //! and no memory is requested from the system.
@@ -75,7 +75,7 @@ impl Arena {
         self.backend.get_or_init(|| Arc::clone(backend));
     }
 
-    /// Sets an allocator for activations that do not fit into the budget minus `reserved` bytes.
+    /// Sets an allocator for activations that do not fit into the budget minus `headroom` bytes.
     pub(crate) fn overflow_to(&self, overflow: Arc<dyn OverflowAllocator>, headroom: usize) {
         self.overflow.get_or_init(|| (overflow, headroom));
     }

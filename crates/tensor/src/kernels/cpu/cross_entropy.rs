@@ -4,8 +4,8 @@ use super::Cpu;
 use super::element::Element;
 use super::simd::{exp, for_each_simd_level, max_of, sum_map};
 
-/// Statistics per row, accumulated over chunks, in this order: the largest logit, the sum of `exp(logit - largest)`, and the target's logit
-/// (Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018).
+/// Number of statistics per row, which are accumulated over chunks: the largest logit, the sum of `exp(logit - largest)`, and the target's
+/// logit, in this order (Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018).
 pub(crate) const STATISTICS: usize = 3;
 
 /// The vocabulary columns of a chunk of logits.

@@ -7,8 +7,8 @@ use super::{Cpu, SharedSlice};
 ///
 /// It consists of one f64 per window of 36 bits between the smallest and the largest f32. Each f64 is a multiple of the lowest bit of its
 /// window. Sums are added window by window, in any order; up to `2^17` sums can be added if each has been [carried](ExactSum::carry). The
-/// result is exact below `2^156`. (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013, use such windows; here, their
-/// positions are fixed and none is dropped.)
+/// windows represent the sum exactly if it is below `2^156`. (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013, use
+/// such windows; here, their positions are fixed and none is dropped.)
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct ExactSum {
     windows: [f64; ExactSum::LEN],

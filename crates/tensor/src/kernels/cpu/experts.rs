@@ -117,7 +117,7 @@ pub(crate) struct Routing<'a> {
     pub(crate) row_weights: Option<&'a [f32]>,
 }
 
-/// Returns the chosen experts. Skips choices of no expert.
+/// Returns the chosen experts. Skips the id `num_experts`, which means no expert. Panics if an id is larger.
 fn chosen_experts(ids: &[u32], num_experts: usize) -> impl Iterator<Item = usize> {
     let check = move |&id: &u32| {
         assert!(id as usize <= num_experts, "expert {id} of {num_experts}");

@@ -19,7 +19,7 @@ const COUNTING_BYTES: usize = 1 << 45;
 /// A mapping reserves at most `1 / ADDRESSES_DIVISOR` of the addresses that `ulimit -v` allows.
 const ADDRESSES_DIVISOR: usize = 4;
 
-/// Maximum size of a mapping whose failure is final. Larger mappings are retried with half the size.
+/// If a mapping larger than this fails, it is retried with half the size.
 const ADDRESSES_MIN: usize = 1 << 24;
 
 /// Access rights of blocks.
@@ -115,8 +115,8 @@ impl Mapping {
     }
 
     /// Makes the bytes `range` and possibly some after them accessible. Returns the end of the accessible bytes, which is rounded up to a
-    /// huge page, so that no huge page is split there. Pages of the host's pool are populated at once: if the pool were empty at the first
-    /// touch, SIGBUS would kill the process.
+    /// huge page, so that no huge page is split there. Reserved huge pages are populated at once: if the host's pool were empty at the
+    /// first touch, SIGBUS would kill the process.
     pub(super) fn make_accessible(&self, range: Range<usize>) -> rustix::io::Result<usize> {
         let address = self.start.addr().get();
         let end = ((address + range.end).next_multiple_of(HUGE_PAGE_BYTES) - address).min(self.num_bytes);
@@ -130,8 +130,8 @@ impl Mapping {
         Ok(end)
     }
 
-    /// Returns `range`, shrunk to multiples of 64 KiB, to the system if it accepts the memory. The bytes then read as zeros. Pages of the
-    /// host's pool are kept, because other processes could take them before they are touched again.
+    /// Returns `range`, shrunk to multiples of 64 KiB, to the system if it accepts the memory. The bytes then read as zeros. Keeps reserved
+    /// huge pages, because other processes could take them before they are touched again.
     ///
     /// # Safety
     /// Nothing may read the bytes before writing them again.

@@ -1,7 +1,7 @@
 //! Kernels for the CPU. They compute in f32; activations and matmul operands may be stored in 16 bits.
 //!
-//! Results do not depend on the number of threads: the shape alone determines how work is split into tasks, and no sum is split between
-//! tasks. Outside of matmuls, results do not depend on the SIMD level either: sums run in sixteen fixed lanes, whatever the register width.
+//! Results do not depend on the number of threads: the shape alone determines how work is split into tasks, and only exact sums are split
+//! between tasks. Outside of matmuls, results do not depend on the SIMD level either: sums run in sixteen lanes at any register width.
 //!
 //! The method of [`Device`](crate::Device) with the name of a kernel documents the kernel.
 

@@ -151,7 +151,8 @@ fn max_lane(lanes: [f32; LANES]) -> f32 {
 
 #[inline(always)]
 fn fold_lanes(lanes: [f32; LANES], fold: impl Fn(f32, f32) -> f32) -> f32 {
-    // Hides the lanes from the compiler, which would otherwise pair them in the loop that fills them instead of using full registers.
+    // Hides the lanes from the compiler. Otherwise, it combines pairs of lanes in the loop that fills them, which then does not use full
+    // registers.
     let mut lanes = std::hint::black_box(lanes);
     let mut width = LANES / 2;
     while width > 0 {

@@ -108,7 +108,7 @@ impl GroupedLinear {
         accumulate: bool,
     ) -> Result<()> {
         let device = cx.device();
-        // Quantized again instead of kept. The scale is the same within a step.
+        // The operands are quantized again instead of being kept. Their scales do not change within a step.
         let input = matmul_operand(device, cx.fp8_layer(self.weight.first), LinearOperand::Input, input)?;
         let dy = matmul_operand(device, cx.fp8_layer(self.weight.first), LinearOperand::OutputGrad, dy)?;
         device.grouped_transposed_matmul(cx.precision(), groups, dy.view(), input.view(), out, accumulate)

@@ -90,7 +90,8 @@ impl Linear {
         }
     }
 
-    /// Returns the sharding in which the layer reads an input: `Rows` only if it also reads the rows of the other ranks.
+    /// Returns `input`, the sharding of an input, if the layer needs the rows of all ranks, as a column-parallel layer does; otherwise
+    /// `Replicated`, so that no rows are gathered.
     fn read_sharding(&self, input: Sharding) -> Sharding {
         if self.role() == Role::ColumnParallel { input } else { Sharding::Replicated }
     }
@@ -177,7 +178,7 @@ impl Linear {
             let activated = activated.and_then(|place| cx.kept(place));
             let input = match rows {
                 Some(rows) => CowTensor::Owned(cx.finish_temporary(rows)?),
-                // Gathered and quantized again instead of kept. The scale is the same within a step.
+                // The input is gathered and quantized again instead of being kept. Its scale does not change within a step.
                 None => {
                     let input = activated.unwrap_or_else(|| cx.input(0));
                     cx.all_rows(input, self.read_sharding(cx.input_sharding(0)))?
@@ -196,8 +197,8 @@ impl Linear {
         Ok(())
     }
 
-    /// Returns the output gradient of all rows, in the tape's precision if it is gathered. With `is_kept`, it is in memory that the weight
-    /// half may keep.
+    /// Returns the output gradient of all rows, in the tape's precision if it is gathered. If `is_kept`, the result can be kept for the
+    /// weight half; otherwise, it may borrow memory that later exchanges need.
     fn output_grad_of_all_rows<'a>(
         &self,
         cx: &'a BackwardContext<'_>,

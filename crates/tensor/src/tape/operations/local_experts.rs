@@ -74,7 +74,7 @@ impl LocalExperts {
     }
 }
 
-/// Returns some groups of a layer.
+/// Returns the starts and the matrices of the experts `groups` of a layer. `starts` covers all experts of this rank.
 fn groups<'a>(
     cx: &'a OperationContext<'_>,
     layer: &GroupedLinear,
@@ -229,7 +229,7 @@ impl Operation for LocalExperts {
         let saved = |place: usize| cx.saved(place).expect("forward has saved it");
         let saved_of_shadows = |place: usize| saved(SAVED_OF_SHADOWS + place);
         let has_shadows = self.exchange.num_shadowed > 0;
-        // For each layer, the output gradient and the input of its weight gradient: for rows of own experts, and for rows of shadows.
+        // The factors of each layer's weight gradient (output gradient and input), for rows of own experts and for rows of shadows.
         let of_shadows = has_shadows.then(|| {
             let down = [
                 kept_of_shadows(shadowed_experts::KEPT_DY),

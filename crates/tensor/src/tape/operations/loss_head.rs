@@ -15,7 +15,8 @@ use crate::tensor::Tensor;
 use crate::view::View;
 use trireme_base::{DType, ExchangeKind};
 
-/// Maximum bytes of logits in memory. Affects the bits of results, because sums over the vocabulary are computed chunk by chunk.
+/// Maximum bytes of logits in memory, unless [`CHUNK_COLS_MIN`] columns need more. Affects the bits of results, because sums over the
+/// vocabulary are computed chunk by chunk.
 const LOGITS_BYTES_MAX: usize = 32 << 20;
 
 /// Minimum columns of a chunk of the vocabulary. In a matmul with fewer columns, packing dominates.
@@ -43,7 +44,8 @@ pub struct LossHead {
 }
 
 impl LossHead {
-    /// Returns the chunks of this rank's vocabulary, so that the logits of a chunk for `rows` rows fit the limit.
+    /// Splits this rank's vocabulary into chunks whose logits for `rows` rows take at most [`LOGITS_BYTES_MAX`], but which have at least
+    /// [`CHUNK_COLS_MIN`] columns, except the last one.
     pub(crate) fn chunks(&self, rows: usize) -> impl Iterator<Item = VocabularyChunk> + Clone + use<> {
         let (vocabulary, vocabulary_start) = self.vocabulary();
         let len = (LOGITS_BYTES_MAX / (size_of::<f32>() * rows.max(1))).max(CHUNK_COLS_MIN).min(vocabulary);

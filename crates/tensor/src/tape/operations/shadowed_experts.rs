@@ -1,6 +1,6 @@
 //! Shadowed experts, of which all ranks have copies (He et al., "FasterMoE", 2022, section 5.1). Each owner broadcasts the matrices of its
-//! shadowed experts. An all-reduce sums their gradients, and each owner uses the sums for its experts. The order of the sums over ranks is
-//! the order in which an owner without shadowing sums over the parts of its rows, so shadowing does not change any bits.
+//! shadowed experts. An all-reduce sums their gradients, and each owner uses the sums for its experts. Without shadowing, an owner adds the
+//! gradients for the rows of each rank in the same order as the all-reduce, so shadowing does not change any bits.
 
 use super::expert_loads::Loads;
 use super::grouped_linear::{GroupMatrices, GroupedLinear};

@@ -22,8 +22,8 @@ fn values<T: Element>(name: &str) -> Vec<T> {
     values
 }
 
-/// Returns the sigmoid `s` of `x`, `1 - s`, and a bound on the error of `1 - s` in f32, in units of 2^-24: one rounding of `s`, or `1 - s`
-/// itself where it is smaller, because `s` then rounds to 1.
+/// Returns the sigmoid `s` of `x`, `1 - s`, and a bound on the error of `1 - s` in f32, in units of 2^-24. The bound is one rounding of
+/// `s`. Where `1 - s` is smaller, `s` rounds to 1, and the bound is `1 - s`.
 fn sigmoid_f64(x: f64) -> (f64, f64, f64) {
     let (s, rest) = (1.0 / (1.0 + (-x).exp()), 1.0 / (1.0 + x.exp()));
     (s, rest, (rest * 2.0_f64.powi(24)).min(1.0))

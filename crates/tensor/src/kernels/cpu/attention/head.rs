@@ -334,7 +334,7 @@ fn as_matrix<T: Element>(values: &[T], cols: usize) -> Matrix<'_> {
 
 /// The results of forward for one block of queries.
 pub(super) struct ForwardRows<'a> {
-    /// Output rows, as long as a value.
+    /// Output rows of the dim of a value.
     pub(super) out: &'a mut [f32],
     /// The logarithm of each row's sum of exponentials.
     pub(super) log_sums: &'a mut [f32],

@@ -1,8 +1,9 @@
 //! Blockwise attention that never stores all scores (Dao, Fu, Ermon, Rudra, Ré: "FlashAttention", 2022, and "FlashAttention-2", 2023), with
 //! rotary position embedding (Su et al., "RoFormer", 2021).
 //!
-//! A row of `qkv` holds query heads, then key heads, then value heads; or queries are a separate array from rows of key heads and value
-//! heads. With fewer key-value heads than query heads, consecutive query heads share one (Ainslie et al., "GQA", 2023).
+//! A row of `qkv` holds query heads, then key heads, then value heads. Alternatively, one array holds the queries, and the rows of another
+//! hold key heads, then value heads. With fewer key-value heads than query heads, consecutive query heads share one (Ainslie et al., "GQA",
+//! 2023).
 //!
 //! Masked keys have weight 0 in a matmul over their block of keys. If an element of the values is not finite, the results of all queries
 //! that read its block are therefore NaN, even if the mask hides the key. Queries that skip the block are not affected.
@@ -38,7 +39,8 @@ pub(crate) struct AttentionInputs<F, I = F> {
     pub(crate) keys_values: Option<F>,
     /// For each sequence, the position from which on its keys are padding; `None` if there is no padding.
     pub(crate) padding_starts: Option<I>,
-    /// For each query, the position at which its document begins: it does not see earlier keys. `None` if a sequence is one document.
+    /// For each query, the position at which its document begins: a causal query does not see earlier keys. `None` if a sequence is one
+    /// document.
     pub(crate) document_starts: Option<I>,
 }
 
@@ -182,7 +184,7 @@ impl<'a, T: Element> AttentionInputs<&'a [T], &'a [u32]> {
         [queries, Matrix::row_major(T::floats(keys_values), layout.key_value_cols, false)]
     }
 
-    /// Returns the view of a sequence's keys, with the mask of its queries.
+    /// Returns the mask of a sequence.
     fn view(&self, shape: AttentionShape, scope: AttentionScope, sequence: usize) -> SequenceMask<'a> {
         let end = self.padding_starts.map_or(usize::MAX, |num_keys| num_keys[sequence] as usize);
         let of_sequence = |starts: &'a [u32]| &starts[sequence * shape.seq_len..][..shape.seq_len];
@@ -337,7 +339,7 @@ impl Cpu {
         });
     }
 
-    /// Runs forward. `view_of(sequence)` returns the keys and their mask; `parts_of(sequence, head)` returns rows of queries, keys and
+    /// Runs forward. `view_of(sequence)` returns the mask of a sequence. `parts_of(sequence, head)` returns rows of queries, keys and
     /// values.
     fn attention_forward<'a, T: Element>(
         &self,

@@ -127,7 +127,7 @@ fn check(inputs: &Inputs) {
     let num_rows = inputs.ids.len();
     let exact = scattered(&inputs.dy, d_table.len(), |index| inputs.sources(index).0);
     assert_close::<f32>(&("gradient of the table", case), &d_table, exact, num_rows);
-    // Position gradients start at the first position of the sequences.
+    // `run` accumulates the gradients of positions from row 0 on, not from `first_position` on.
     let skipped = case.first_position * case.cols;
     let exact = scattered(&inputs.dy, d_positions.len(), |index| inputs.sources(index).1 - skipped);
     assert_close::<f32>(&("gradient of the positions", case), &d_positions, exact, num_rows);

@@ -162,7 +162,7 @@ pub(super) unsafe fn multiply(
             "3:",
             "test {steps}, {steps}",
             "jz 5f",
-            // Each load precedes the product that needs it and follows one that does not, so that both units are busy.
+            // Loads are issued between products that do not need them, so that both units are busy.
             "4:",
             "tileloadd tmm4, [{left} + {left_row_bytes}*1]",
             "tileloadd tmm6, [{panel} + {panel_row_bytes}*1]",

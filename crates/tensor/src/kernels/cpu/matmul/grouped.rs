@@ -1,7 +1,7 @@
 //! Grouped matmuls: groups of rows, each with its own matrix.
 //!
-//! Groups may have any length, without padding, and each has the same bits as a separate matmul (Gale et al., "MegaBlocks", 2023, section
-//! 5, computes all groups at once on a GPU; on a CPU, one group keeps a core busy).
+//! Groups may have any length, without padding, and the result of each has the same bits as a separate matmul. Groups are computed one
+//! after another. (Gale et al., "MegaBlocks", 2023, section 5, computes all groups at once on a GPU.)
 //!
 //! These kernels do not run on counting devices, where the starts of groups have no values.
 
@@ -148,7 +148,7 @@ impl Cpu {
     }
 
     /// Sorts rows by group with a stable counting sort: `starts[g]` is the first position of group `g`, `order[i]` the row at position `i`,
-    /// and `places[row]` its position. From each `limit.rows_per_capacity` consecutive rows, a group takes the first ones, up to its
+    /// and `positions[row]` its position. From each `limit.rows_per_capacity` consecutive rows, a group takes the first ones, up to its
     /// [capacity](GroupLimit::capacity). The others belong to no group and come last, as do rows of the group `num_groups`, which do not
     /// count in the capacity. Panics if a group exceeds `num_groups`.
     pub(crate) fn group_rows(
@@ -160,7 +160,7 @@ impl Cpu {
         positions: &mut [u32],
     ) {
         let num_groups = starts.len() - 1;
-        // First, `positions` holds the group that takes each row.
+        // At first, `positions[row]` is the group that takes the row.
         let together = groups
             .chunks(limit.rows_per_capacity.max(1))
             .zip(positions.chunks_mut(limit.rows_per_capacity.max(1)));

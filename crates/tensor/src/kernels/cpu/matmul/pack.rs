@@ -90,7 +90,7 @@ pub(super) struct PanelSpan {
 }
 
 for_each_simd_level! {
-    /// Packs lines that are interleaved in memory, with elements `stride` apart, as `len` rows of `width` words.
+    /// Packs lines that are interleaved in memory as `len` rows of `width` words. Consecutive elements of a line are `stride` apart.
     fn pack_interleaved<W: Word, T: Element>(source: &[T], stride: usize, span: PanelSpan, width: usize, out: &mut [u32]) {
         for (word, out) in out.chunks_exact_mut(width).enumerate().take(span.len) {
             let line = |index: usize| (index < span.inner).then(|| &source[index * stride..][..span.lines]);
@@ -161,8 +161,8 @@ for_each_simd_level! {
         }
     }
 
-    /// Packs lines that are interleaved in memory, with elements `stride` apart, as rows of `len` words, a multiple of sixteen. `out` has
-    /// room for a multiple of sixteen rows.
+    /// Packs lines that are interleaved in memory as rows of `len` words, a multiple of sixteen. Consecutive elements of a line are
+    /// `stride` apart. `out` has room for a multiple of sixteen rows.
     fn pack_interleaved_transposed<W: Word, T: Element>(level: SimdLevel, source: &[T], stride: usize, span: PanelSpan, out: &mut [u32]) {
         for first_word in (0..span.len).step_by(SIDE) {
             for first_line in (0..span.lines).step_by(SIDE) {

@@ -29,8 +29,8 @@ pub(super) unsafe fn right_panel(
 /// Prefetch distance along a line, in elements.
 const TERMS_AHEAD: usize = 64;
 
-/// Packs the first words of a narrow panel of bf16, like `super::pack::pack_interleaved_narrow`. Stops where fewer than sixteen elements of
-/// `source` are left for one of the two indices of a word. Returns the number of packed words.
+/// Packs the first words of a narrow panel of bf16, like `super::pack::pack_interleaved_narrow`. Stops before the first word for which
+/// `source` does not have sixteen elements at both indices of the inner dim. Returns the number of packed words.
 ///
 /// # Safety
 /// The machine has AVX-512 (F, BW, VL).
@@ -46,8 +46,8 @@ pub(super) unsafe fn narrow_panel(
     let num_words = (whole_lines.min(span.inner) / 2).min(span.len);
     assert!(num_words == 0 || (num_words - 1) * width + SIDE <= out.len());
     for word in 0..num_words {
-        // SAFETY: lines `2 word` and `2 word + 1` are complete, so sixteen elements can be read from each; the destination was checked
-        // above.
+        // SAFETY: `source` has sixteen elements at each of the indices `2 word` and `2 word + 1` of the inner dim; the destination was
+        // checked above.
         unsafe {
             let line = |line: usize| {
                 _mm512_cvtepu16_epi32(_mm256_loadu_si256(source.as_ptr().add(line * stride).cast()))

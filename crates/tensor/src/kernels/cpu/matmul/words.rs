@@ -109,8 +109,8 @@ pub(super) fn along<W: Word, T: Element>(source: &[T], out: &mut [u32]) {
     }
 }
 
-/// Forms the words of several lines at one word of the inner dim. `low` and `high` hold the elements at the word's first and last index of
-/// the inner dim, which are equal for words of one element. Missing elements are zero.
+/// Forms one word of each of several lines, all for the same indices of the inner dim. `low` and `high` hold the lines' elements at the
+/// first and at the last of these indices; they are equal if a word has one element. Missing elements are zero.
 #[inline(always)]
 pub(super) fn across<W: Word, T: Element>(low: Option<&[T]>, high: Option<&[T]>, out: &mut [u32]) {
     match (low, high) {

@@ -152,7 +152,7 @@ fn random_bits(seed: u32, position: u32) -> u32 {
 /// Rounds a number from 0 to 255 stochastically: adds a random shift between -1/2 and 1/2 and rounds to nearest. Integers are unchanged,
 /// because the magnitude of the shift is less than 1/2.
 ///
-/// Avoids a cast, because saturating casts do not become SIMD code. Adding 2^23 leaves the integer part in the low bits.
+/// Avoids a cast, because saturating casts do not become SIMD code. Adding 2^23 leaves the nearest integer in the low bits.
 #[inline(always)]
 fn round_stochastically(value: f32, bits: u32) -> u8 {
     const ROUNDER: f32 = 8_388_608.0;

@@ -66,7 +66,7 @@ fn column_sums_match_f64() {
 
 #[test]
 fn small_terms_of_a_long_column_are_not_lost() {
-    // Added one by one, each would be less than half a unit of the sum so far.
+    // Added one by one, each would be less than half a unit in the last place of the sum.
     let rows = if cfg!(miri) { 300 } else { 4096 };
     let x: Vec<f32> = (0..rows).map(|row| if row < 128 { 1.0 } else { 3e-6 }).collect();
     let [written, _] = column_sums(&x, 1);
